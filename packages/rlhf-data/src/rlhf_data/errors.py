@@ -1,0 +1,50 @@
+"""The errors of every rlhf package: one tree, each message a sentence and, where one helps, a `hint:` line."""
+
+import difflib
+from collections.abc import Iterable
+
+
+class RlhfError(Exception):
+    """Base of all errors that are meant for the user."""
+
+
+class ConfigError(RlhfError, ValueError):
+    """An option or a combination of options that cannot work."""
+
+
+class DataError(RlhfError, ValueError):
+    """A file, a row or a record that is not what it should be."""
+
+
+class EngineError(RlhfError, RuntimeError):
+    """A generation or training engine failed."""
+
+
+class RewardError(RlhfError, RuntimeError):
+    """A reward function cannot be used, or scored nothing."""
+
+
+class WeightSyncError(RlhfError, RuntimeError):
+    """Weights did not reach the generation engine."""
+
+
+class CheckpointError(RlhfError, RuntimeError):
+    """A checkpoint or model folder cannot be written or read."""
+
+
+def with_hint(message: str, hint: str | None = None) -> str:
+    """Return `message`, followed by a blank line and `hint: ...` when there is a hint."""
+    return f"{message}\n\nhint: {hint}" if hint else message
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """Return the known name closest to `name`, or None when nothing is close."""
+    matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return matches[0] if matches else None
+
+
+def unknown(kind: str, name: str, known: Iterable[str]) -> str:
+    """Return the message for an unknown name: what it was, what there is, and the nearest as the hint."""
+    known = sorted(known)
+    guess = nearest(name, known)
+    return with_hint(f"unknown {kind} `{name}`; known: {', '.join(known)}", f"did you mean `{guess}`?" if guess else None)

@@ -1,0 +1,200 @@
+"""Everything an online run is told, as plain frozen data: what the command line fills in and what Ray carries."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlhf_data.errors import ConfigError, with_hint
+from rlhf_data.records import Prompt
+from rlhf_rollout.engines import EngineSpec
+from rlhf_rollout.protocols import SamplingParams
+from rlhf_train.algorithms import AlgorithmSpec
+from rlhf_train.placement import PlacementPlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerSpec:
+    """AdamW and its schedule.
+
+    Attributes:
+        learning_rate: the peak.
+        betas, eps, weight_decay: AdamW's.
+        max_norm: gradients are scaled down to this global norm; 0 for no limit.
+        scheduler: "constant", "linear" or "cosine_with_min_lr".
+        warmup_steps: optimizer steps of linear warm-up.
+        total_steps: optimizer steps until the schedule's end.
+        min_lr_ratio: of the peak, at the end of cosine_with_min_lr.
+    """
+
+    learning_rate: float
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    max_norm: float = 1.0
+    scheduler: str = "cosine_with_min_lr"
+    warmup_steps: int = 0
+    total_steps: int = 1
+    min_lr_ratio: float = 0.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    """One model on the training side.
+
+    Attributes:
+        path: a Hugging Face model folder or name.
+        dtype: "float32" or "bfloat16".
+        attn_implementation: see `rlhf_models.loading`.
+        gradient_checkpointing: recompute activations in the backward pass.
+        packing: rows of a micro-batch are packed into one sequence instead of padded.
+        zero_stage: DeepSpeed's, 0 to 3.
+        optimizer: None for a frozen model.
+    """
+
+    path: str
+    dtype: str = "float32"
+    attn_implementation: str = "auto"
+    gradient_checkpointing: bool = False
+    packing: bool = False
+    zero_stage: int = 2
+    optimizer: OptimizerSpec | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchSizes:
+    """How many of what, all over the whole cluster except where a name says micro.
+
+    Attributes:
+        rollout_batch_size: prompts a step.
+        num_samples_per_prompt: rollouts a prompt.
+        train_batch_size: rollouts an optimizer step.
+        micro_train_batch_size: rollouts a forward-backward pass on one rank.
+        micro_rollout_batch_size: rollouts a forward pass without gradient on one rank.
+        max_epochs: passes over the rollouts of a step.
+    """
+
+    rollout_batch_size: int
+    num_samples_per_prompt: int
+    train_batch_size: int
+    micro_train_batch_size: int
+    micro_rollout_batch_size: int
+    max_epochs: int = 1
+
+    def __post_init__(self) -> None:
+        for name in self.__dataclass_fields__:
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.num_rollouts % self.train_batch_size:
+            raise ConfigError(
+                with_hint(
+                    f"train_batch_size ({self.train_batch_size}) does not divide the {self.num_rollouts} rollouts of a step"
+                    f" ({self.rollout_batch_size} prompts x {self.num_samples_per_prompt} samples)",
+                    f"use a divisor of {self.num_rollouts} for --train_batch_size",
+                )
+            )
+
+    @property
+    def num_rollouts(self) -> int:
+        """Rollouts a step."""
+        return self.rollout_batch_size * self.num_samples_per_prompt
+
+    @property
+    def num_updates(self) -> int:
+        """Optimizer steps a step."""
+        return self.num_rollouts // self.train_batch_size * self.max_epochs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardSpec:
+    """Who scores.
+
+    Attributes:
+        path: `path/to/file.py` with a `reward_func`, or `module:function`.
+        timeout_s: for one call.
+        num_workers: processes that score side by side.
+    """
+
+    path: str
+    timeout_s: float = 30.0
+    num_workers: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OnlineJob:
+    """One online run.
+
+    Attributes:
+        models: role ("actor", "critic", "reference") to its model; the critic and the reference may be absent.
+        algorithm: what is optimised.
+        engine: how the engines are built.
+        sampling, eval_sampling: how training and held-out rollouts are drawn.
+        prompts, eval_prompts: what is asked; the held-out ones may be empty.
+        reward: who scores.
+        plan: where everything runs.
+        batch: sizes.
+        num_steps: rollout-and-train rounds.
+        eval_steps: rounds between evaluations; 0 evaluates only at the start and the end.
+        save_path: the folder for all that a run leaves; it must not exist or be empty.
+        config: the resolved configuration, saved beside the results.
+        seed: of everything.
+        engine_sleep: engines give their memory back while the trainer works.
+        trainer_sleep: optimizer states leave the device while engines generate.
+        sync_checksum: every weight bucket carries a checksum that the engine verifies.
+        max_in_flight: rollout groups under way at once.
+        ray_address: of a running cluster; None starts one in this process.
+    """
+
+    models: Mapping[str, ModelSpec]
+    algorithm: AlgorithmSpec
+    engine: EngineSpec
+    sampling: SamplingParams
+    eval_sampling: SamplingParams
+    prompts: tuple[Prompt, ...]
+    eval_prompts: tuple[Prompt, ...] = ()
+    reward: RewardSpec
+    plan: PlacementPlan
+    batch: BatchSizes
+    num_steps: int
+    eval_steps: int = 0
+    save_path: str
+    config: Mapping[str, Any] = field(default_factory=dict)
+    seed: int = 42
+    engine_sleep: bool = False
+    trainer_sleep: bool = False
+    sync_checksum: bool = False
+    max_in_flight: int = 256
+    ray_address: str | None = None
+
+    def __post_init__(self) -> None:
+        row = self.algorithm.row
+        if row.uses_critic != ("critic" in self.models):
+            raise ConfigError(f"{row.title} {'needs a' if row.uses_critic else 'has no'} critic")
+        if self.algorithm.uses_reference != ("reference" in self.models):
+            raise ConfigError("a reference model is there exactly when init_kl_coef is above 0")
+        if row.uses_group and self.batch.num_samples_per_prompt < 2:
+            raise ConfigError(
+                with_hint(
+                    f"{row.title} ({row.name}) compares the samples of one prompt and n_samples_per_prompt is"
+                    f" {self.batch.num_samples_per_prompt}",
+                    "use --n_samples_per_prompt 4 or more",
+                )
+            )
+        if self.trainer_sleep and any(model.optimizer and model.zero_stage not in (1, 2) for model in self.models.values()):
+            raise ConfigError(
+                with_hint("deepspeed_enable_sleep needs ZeRO stage 1 or 2", "add --zero_stage 2 or drop the flag")
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSummary:
+    """Where a run's results lie and what they say.
+
+    Attributes:
+        save_path: the run's folder.
+        artifacts: name to path, relative to it.
+        metrics: final numbers, such as `eval/accuracy_before` and `eval/accuracy_after`.
+    """
+
+    save_path: str
+    artifacts: Mapping[str, str]
+    metrics: Mapping[str, float]
