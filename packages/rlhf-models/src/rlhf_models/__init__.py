@@ -1,0 +1,1 @@
+"""Actor, critic and reference models over Hugging Face models."""

@@ -1,0 +1,183 @@
+"""From a model folder or hub name to a config, a tokenizer and models, with errors that say what to do."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rlhf_data.errors import ConfigError, unknown, with_hint
+
+if TYPE_CHECKING:
+    from rlhf_models.actor import Actor
+    from rlhf_models.critic import Critic
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+VALUE_HEAD_FILE = "value_head.safetensors"
+
+
+def load_config(path: str | Path) -> Any:
+    """Return the transformers config of a folder or hub name. Raises ConfigError when there is none."""
+    _check_folder(path)
+    from transformers import AutoConfig
+
+    with _clear_errors(path):
+        return AutoConfig.from_pretrained(str(path))
+
+
+def load_tokenizer(path: str | Path) -> Any:
+    """Return the tokenizer of a folder or hub name; its padding token is its end token when it has none.
+
+    Raises:
+        ConfigError: there is no tokenizer, or it has no end-of-sequence token.
+    """
+    _check_folder(path)
+    from transformers import AutoTokenizer
+
+    with _clear_errors(path):
+        tokenizer = AutoTokenizer.from_pretrained(str(path))
+    _check_eos(tokenizer, path)
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def check_tokenizer_fits(config: Any, tokenizer: Any) -> None:
+    """Check that each of the tokenizer's ids has an embedding row and that a sequence can end. Raises ConfigError."""
+    _check_eos(tokenizer, getattr(tokenizer, "name_or_path", "") or "the tokenizer")
+    num_rows = config.get_text_config().vocab_size
+    largest = max(tokenizer.get_vocab().values())
+    if largest >= num_rows:
+        message = f"the tokenizer has token ids up to {largest}, but the model's embedding ends at {num_rows - 1}"
+        raise ConfigError(with_hint(message, "take the tokenizer from the model's own folder"))
+
+
+def resolve_dtype(dtype: str | torch.dtype) -> torch.dtype:
+    """Return the torch dtype of "float32" or "bfloat16". Raises ConfigError for others."""
+    name = str(dtype).removeprefix("torch.")
+    if name not in DTYPES:
+        raise ConfigError(unknown("dtype", name, DTYPES))
+    return DTYPES[name]
+
+
+def load_actor(
+    path: str | Path,
+    *,
+    dtype: str | torch.dtype,
+    attn_implementation: str = "auto",
+    gradient_checkpointing: bool = False,
+    packing: bool = False,
+) -> "Actor":
+    """Load the causal language model of a folder or hub name, on the CPU and in training mode.
+
+    Args:
+        path: a folder in the Hugging Face layout, or a hub name.
+        dtype: "float32" or "bfloat16".
+        attn_implementation: "auto", or a name that transformers knows.
+        gradient_checkpointing: recompute each layer in the backward pass instead of keeping its activations.
+        packing: whether packed batches will come; see `attention.choose_attention`.
+
+    Raises:
+        ConfigError: no such folder, no config, no weights, or a model that cannot be packed.
+    """
+    from transformers import AutoModelForCausalLM
+
+    from rlhf_models.actor import Actor
+
+    model = _load_model(AutoModelForCausalLM, path, dtype, attn_implementation, gradient_checkpointing, packing)
+    return Actor(model)
+
+
+def load_critic(
+    path: str | Path,
+    *,
+    dtype: str | torch.dtype,
+    attn_implementation: str = "auto",
+    gradient_checkpointing: bool = False,
+    packing: bool = False,
+) -> "Critic":
+    """Load the backbone of a folder or hub name under a scalar head: the folder's own, else one of zeros.
+
+    Arguments and errors as in `load_actor`.
+    """
+    from safetensors.torch import load_file
+    from transformers import AutoModel
+
+    from rlhf_models.critic import Critic
+
+    critic = Critic(_load_model(AutoModel, path, dtype, attn_implementation, gradient_checkpointing, packing))
+    head_file = Path(path) / VALUE_HEAD_FILE
+    if head_file.is_file():
+        critic.value_head.load_state_dict(load_file(head_file))
+    return critic
+
+
+def _load_model(
+    auto_class: Any,
+    path: str | Path,
+    dtype: str | torch.dtype,
+    attn_implementation: str,
+    checkpointing: bool,
+    packing: bool,
+) -> Any:
+    from rlhf_models.attention import choose_attention
+
+    config = load_config(path)
+    attention = choose_attention(config, attn_implementation, packing=packing, dtype=resolve_dtype(dtype))
+    with _clear_errors(path), quiet_transformers():
+        model = auto_class.from_pretrained(
+            str(path), config=config, dtype=resolve_dtype(dtype), attn_implementation=attention
+        )
+    model.config.use_cache = False
+    if checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model.train()
+
+
+def _check_folder(path: str | Path) -> None:
+    """Refuse what is plainly meant as a folder and is none, and a folder without a config, before the hub is asked."""
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            hint = "a model folder holds config.json, *.safetensors and the tokenizer, as `save_pretrained` writes them"
+            raise ConfigError(with_hint(f"the model folder {folder} has no config.json", hint))
+        return
+    text = str(path)
+    is_path = isinstance(path, Path) or text.startswith((".", "/", "~")) or text.count("/") != 1
+    if is_path or folder.parent.is_dir():
+        hint = "give an existing folder, or a hub name as `owner/name`"
+        raise ConfigError(with_hint(f"there is no model folder {text}", hint))
+
+
+def _check_eos(tokenizer: Any, name: str | Path) -> None:
+    if tokenizer.eos_token_id is None:
+        hint = 'set "eos_token" in its tokenizer_config.json: generation ends at that token'
+        raise ConfigError(with_hint(f"the tokenizer {name} has no end-of-sequence token", hint))
+
+
+@contextmanager
+def _clear_errors(path: str | Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        first_line = str(error).strip().split("\n")[0]
+        hint = "check the path, or the hub name and the network; a hub model must be in the local cache when offline"
+        raise ConfigError(with_hint(f"cannot load the model {path}: {first_line}", hint)) from error
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Hide the progress bar and the report on weights that the model class does not use."""
+    from transformers.utils import logging as hf_logging
+
+    bar, level = hf_logging.is_progress_bar_enabled(), hf_logging.get_verbosity()
+    hf_logging.disable_progress_bar()
+    hf_logging.set_verbosity(logging.ERROR)
+    try:
+        yield
+    finally:
+        hf_logging.set_verbosity(level)
+        if bar:
+            hf_logging.enable_progress_bar()
