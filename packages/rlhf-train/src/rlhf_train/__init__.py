@@ -1,0 +1,1 @@
+"""Experience, advantages, losses, the DeepSpeed engine, weight sync and the trainers."""

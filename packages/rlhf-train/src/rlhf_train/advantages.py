@@ -1,0 +1,109 @@
+"""From rewards to advantages: token rewards, generalised advantage estimation, whitening.
+
+Shape letters: B rollouts, T token positions. Positions where the loss mask is False (prompt, environment, padding) are
+skipped, as if the policy's tokens followed each other directly; every result is 0.0 there.
+"""
+
+import torch
+from torch import Tensor
+
+from rlhf_train.shapes import check_same_shape
+
+
+def token_rewards(rewards: Tensor, kl: Tensor, loss_mask: Tensor, *, kl_coef: float) -> Tensor:
+    """Spread rollout rewards over tokens.
+
+        r_t = -kl_coef kl_t + [t is the last trained token] R
+
+    Args:
+        rewards: [B] float, one a rollout.
+        kl: [B, T] float, nats, to the reference; zeros when the KL is no part of the reward.
+        loss_mask: [B, T] bool.
+        kl_coef: reward units a nat, >= 0.
+
+    Returns:
+        [B, T] float, in reward units. A rollout without a trained token has nowhere to put its reward: all zeros.
+
+    Raises:
+        ValueError: shapes differ.
+
+    Source: Ouyang et al. 2022, arXiv:2203.02155, eq. 2.
+    """
+    check_same_shape(kl=kl, loss_mask=loss_mask)
+    position = torch.arange(loss_mask.shape[1], device=loss_mask.device)
+    last = torch.where(loss_mask, position, -1).amax(dim=1, keepdim=True)
+    at_end = (position == last) & loss_mask
+    return (-kl_coef * kl).masked_fill(~loss_mask, 0.0) + at_end * rewards[:, None]
+
+
+def generalized_advantages(
+    rewards: Tensor, values: Tensor, loss_mask: Tensor, *, gamma: float, lambd: float
+) -> tuple[Tensor, Tensor]:
+    """Return advantages and returns.
+
+        delta_t = r_t + gamma V_{t'} - V_t
+        A_t     = delta_t + gamma lambd A_{t'}        t' = the next trained token; V and A are 0 after the last
+        R_t     = A_t + V_t
+
+    With values of zero and lambd = 1 both are the discounted sum of rewards from t on.
+
+    Args:
+        rewards: [B, T] float, from `token_rewards`.
+        values: [B, T] float, in reward units: V_t is of the state before token t is written.
+        loss_mask: [B, T] bool.
+        gamma: discount a token.
+        lambd: 0 trusts the values, 1 the rewards.
+
+    Returns:
+        ([B, T], [B, T]): advantages and returns, 0.0 where the mask is False.
+
+    Raises:
+        ValueError: shapes differ.
+
+    Source: Schulman et al. 2016, arXiv:1506.02438, eq. 11 and 16.
+    """
+    check_same_shape(rewards=rewards, values=values, loss_mask=loss_mask)
+    advantages = torch.zeros_like(values)
+    next_value = values.new_zeros(len(values))
+    next_advantage = values.new_zeros(len(values))
+    for t in reversed(range(values.shape[1])):
+        trained = loss_mask[:, t]
+        delta = rewards[:, t] + gamma * next_value - values[:, t]
+        next_advantage = torch.where(trained, delta + gamma * lambd * next_advantage, next_advantage)
+        next_value = torch.where(trained, values[:, t], next_value)
+        advantages[:, t] = torch.where(trained, next_advantage, 0.0)
+    return advantages, (advantages + values).masked_fill(~loss_mask, 0.0)
+
+
+def moments(values: Tensor, loss_mask: Tensor) -> Tensor:
+    """Return count, sum and sum of squares of the trained positions, to be added up over ranks.
+
+    Args:
+        values: [B, T] float.
+        loss_mask: [B, T] bool.
+
+    Returns:
+        [3] float64.
+    """
+    chosen = values[loss_mask].double()
+    return torch.stack([chosen.new_tensor(float(chosen.numel())), chosen.sum(), (chosen**2).sum()])
+
+
+def whiten(values: Tensor, loss_mask: Tensor, global_moments: Tensor, *, divide_by_std: bool = True) -> Tensor:
+    """Return values shifted to mean 0 and, unless told otherwise, scaled to deviation 1 over the whole rollout batch.
+
+    Args:
+        values: [B, T] float.
+        loss_mask: [B, T] bool.
+        global_moments: [3] float64, `moments` added up over all ranks.
+        divide_by_std: False only centres.
+
+    Returns:
+        [B, T] float, 0.0 where the mask is False. Equal values become 0.0: the variance is kept at 1e-8 or more.
+    """
+    count, total, squares = global_moments.to(values.device)
+    mean = total / count.clamp(min=1)
+    variance = (squares / count.clamp(min=1) - mean**2).clamp(min=1e-8)
+    centred = values.double() - mean
+    whitened = centred * variance.rsqrt() if divide_by_std else centred
+    return whitened.to(values.dtype).masked_fill(~loss_mask, 0.0)

@@ -1,0 +1,1 @@
+"""The training engine: gradients, optimizer, sharding."""

@@ -1,0 +1,143 @@
+"""DeepSpeed behind `TrainEngine`: ZeRO 0 to 3 on CUDA with NCCL or on CPUs with gloo. The only file that imports it."""
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlhf_data.errors import EngineError, with_hint
+from rlhf_models.weights import hf_named_weights
+from rlhf_train.engine.protocol import StepStats, learning_rate_at
+from rlhf_train.specs import OptimizerSpec
+
+
+def init_process_group(*, rank: int, world_size: int, master_addr: str, master_port: int, device: str) -> None:
+    """Join the data-parallel ranks of this process's group: NCCL on "cuda", gloo on "cpu"."""
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK="0", MASTER_ADDR=master_addr, MASTER_PORT=str(master_port)
+    )
+    deepspeed = _import_deepspeed(device)
+    if not torch.distributed.is_initialized():
+        deepspeed.init_distributed(
+            dist_backend="nccl" if device == "cuda" else "gloo", auto_mpi_discovery=False, verbose=False
+        )
+
+
+def _import_deepspeed(device: str) -> Any:
+    os.environ.setdefault("DS_ACCELERATOR", device)
+    if device == "cpu":
+        os.environ.setdefault("LOCAL_SIZE", os.environ.get("WORLD_SIZE", "1"))
+    import deepspeed
+
+    # On a CPU this extension would be compiled at first use and leak a shared-memory segment a run; gloo needs none.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.utils.logger.setLevel("ERROR")
+    return deepspeed
+
+
+class DeepSpeedEngine:
+    """One model trained by DeepSpeed. The process group must have been joined."""
+
+    def __init__(
+        self, model: torch.nn.Module, spec: OptimizerSpec, *, zero_stage: int, dtype: torch.dtype, device: str
+    ) -> None:
+        """Shard `model` and give it an AdamW optimizer.
+
+        Raises:
+            EngineError: DeepSpeed refuses the combination.
+        """
+        deepspeed = _import_deepspeed(device)
+        self._deepspeed = deepspeed
+        self._spec = spec
+        self._zero_stage = zero_stage
+        self._num_steps = 0
+        self._world_size = torch.distributed.get_world_size()
+        self.device = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
+        optimizer = torch.optim.AdamW(
+            _parameter_groups(model, spec.weight_decay),
+            lr=spec.learning_rate,
+            betas=spec.betas,
+            eps=spec.eps,
+            fused=device == "cuda",
+        )
+        try:
+            self._engine, *_ = deepspeed.initialize(
+                model=model.to(self.device),
+                optimizer=optimizer,
+                config=_deepspeed_config(spec, zero_stage, dtype),
+                dist_init_required=False,
+            )
+        except (AssertionError, NotImplementedError, ValueError) as error:
+            raise EngineError(with_hint(f"DeepSpeed: {error}", "try another --zero_stage")) from error
+        self.module = self._engine.module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """See `TrainEngine`."""
+        return self._engine(*args, **kwargs)
+
+    def backward(self, loss: Tensor, *, is_last: bool) -> None:
+        """See `TrainEngine`. DeepSpeed averages over ranks, hence the factor."""
+        self._engine.set_gradient_accumulation_boundary(is_last)
+        self._engine.backward(loss * self._world_size)
+
+    def step(self) -> StepStats:
+        """See `TrainEngine`."""
+        learning_rate = learning_rate_at(self._spec, self._num_steps)
+        for group in self._engine.optimizer.param_groups:
+            group["lr"] = learning_rate
+        self._engine.step()
+        self._num_steps += 1
+        return StepStats(float(self._engine.get_global_grad_norm() or 0.0), learning_rate)
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """See `TrainEngine`."""
+        for name, parameter in hf_named_weights(self.module):
+            with self._gathered([parameter]):
+                yield name, parameter.detach()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """See `TrainEngine`."""
+        state = {}
+        for name, parameter in self.module.named_parameters():
+            with self._gathered([parameter]):
+                state[name] = parameter.detach().to("cpu", copy=True)
+        return state | {name: buffer.detach().cpu() for name, buffer in self.module.named_buffers()}
+
+    def offload(self) -> None:
+        """See `TrainEngine`. The weights stay: they are needed for the next sync."""
+        from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum as States
+
+        self._engine.offload_states(include=[States.optim_states, States.hp_params, States.lp_grads])
+
+    def reload(self) -> None:
+        """See `TrainEngine`."""
+        self._engine.reload_states()
+
+    def _gathered(self, parameters: list[torch.nn.Parameter]) -> Any:
+        return self._deepspeed.zero.GatheredParameters(parameters, enabled=self._zero_stage == 3)
+
+
+def _parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    # Decaying norms and biases pulls a scale towards 0 that is meant to be near 1.
+    matrices = [p for p in model.parameters() if p.requires_grad and p.ndim >= 2]
+    vectors = [p for p in model.parameters() if p.requires_grad and p.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
+
+
+def _deepspeed_config(spec: OptimizerSpec, zero_stage: int, dtype: torch.dtype) -> dict[str, Any]:
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": spec.max_norm,
+        "zero_optimization": {"stage": zero_stage, "overlap_comm": False, "contiguous_gradients": True},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "bf16": {"enabled": dtype == torch.bfloat16},
+        "steps_per_print": None,
+    }
+    if dtype == torch.bfloat16 and zero_stage >= 2:
+        config["data_types"] = {"grad_accum_dtype": "fp32"}
+    return config

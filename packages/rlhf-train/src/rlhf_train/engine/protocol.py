@@ -1,0 +1,82 @@
+"""What the trainers need of an engine that trains one model."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from rlhf_train.specs import OptimizerSpec
+
+
+@dataclass(frozen=True, slots=True)
+class StepStats:
+    """One optimizer step.
+
+    Attributes:
+        grad_norm: global L2 norm before clipping.
+        learning_rate: the one used.
+    """
+
+    grad_norm: float
+    learning_rate: float
+
+
+class TrainEngine(Protocol):
+    """Trains one model over the data-parallel ranks. Losses come in as shares that add up over micro-batches and ranks:
+    the engine sums gradients and never averages them."""
+
+    module: torch.nn.Module
+    device: torch.device
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model."""
+        ...
+
+    def backward(self, loss: Tensor, *, is_last: bool) -> None:
+        """Add the gradient of `loss`; `is_last` says that `step` comes next. Collective."""
+        ...
+
+    def step(self) -> StepStats:
+        """Update the weights and clear the gradients. Collective."""
+        ...
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield every weight whole, under its Hugging Face name; valid until the next is asked for. Collective."""
+        ...
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return all weights on the CPU, under the module's own names. Collective."""
+        ...
+
+    def offload(self) -> None:
+        """Move optimizer states, master weights and gradients to host memory."""
+        ...
+
+    def reload(self) -> None:
+        """Undo `offload`."""
+        ...
+
+
+def learning_rate_at(spec: OptimizerSpec, step: int) -> float:
+    """Return the learning rate of optimizer step `step`, counted from 0.
+
+    Linear warm-up over `warmup_steps`, then constant, linear to 0, or half a cosine to `min_lr_ratio` of the peak at
+    `total_steps`; the end value from there on.
+
+    Raises:
+        ValueError: unknown scheduler.
+    """
+    if step < spec.warmup_steps:
+        return spec.learning_rate * (step + 1) / (spec.warmup_steps + 1)
+    progress = min((step - spec.warmup_steps) / max(spec.total_steps - spec.warmup_steps, 1), 1.0)
+    if spec.scheduler == "constant":
+        return spec.learning_rate
+    if spec.scheduler == "linear":
+        return spec.learning_rate * (1 - progress)
+    if spec.scheduler == "cosine_with_min_lr":
+        cosine = (1 + math.cos(math.pi * progress)) / 2
+        return spec.learning_rate * (spec.min_lr_ratio + (1 - spec.min_lr_ratio) * cosine)
+    raise ValueError(f"unknown scheduler {spec.scheduler!r}: constant, linear or cosine_with_min_lr")

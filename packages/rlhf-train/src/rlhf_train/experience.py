@@ -1,0 +1,86 @@
+"""Rollouts as aligned tensors, ready for estimators and losses.
+
+Shape letters: B rollouts of one rank's shard, T the longest of them. Column t of every [B, T] tensor belongs to token t:
+log-probs are of that token given the tokens before it, values are of the state before it is written.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlhf_data.records import Rollout
+
+COLUMNS = ("old_logprobs", "ref_logprobs", "values", "advantages", "returns")
+
+
+@dataclass(slots=True)
+class Experience:
+    """One rank's rollouts of one step.
+
+    Attributes:
+        rollout_ids: B ids.
+        token_ids: B arrays of the rollouts' tokens, [L_i] int32 each.
+        loss_mask: [B, T] bool, True where the token is trained.
+        rollout_logprobs: [B, T] float32, nats, from the engine; 0.0 where the mask is False.
+        rewards: [B] float32, what each rollout earned, after any comparison within its group.
+        columns: name to [B, T] float32, filled in as models are run; 0.0 where the mask is False.
+    """
+
+    rollout_ids: list[str]
+    token_ids: list[np.ndarray]
+    loss_mask: Tensor
+    rollout_logprobs: Tensor
+    rewards: Tensor
+    columns: dict[str, Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def from_rollouts(cls, rollouts: Sequence[Rollout], rewards: Sequence[float]) -> "Experience":
+        """Align `rollouts`; `rewards` has one number for each."""
+        width = max((rollout.num_tokens for rollout in rollouts), default=1)
+        loss_mask = torch.zeros(len(rollouts), width, dtype=torch.bool)
+        rollout_logprobs = torch.zeros(len(rollouts), width)
+        for row, rollout in enumerate(rollouts):
+            loss_mask[row, : rollout.num_tokens] = torch.from_numpy(rollout.loss_mask)
+            rollout_logprobs[row, : rollout.num_tokens] = torch.from_numpy(rollout.rollout_logprobs)
+        return cls(
+            rollout_ids=[rollout.rollout_id for rollout in rollouts],
+            token_ids=[rollout.token_ids for rollout in rollouts],
+            loss_mask=loss_mask,
+            rollout_logprobs=rollout_logprobs,
+            rewards=torch.tensor(list(rewards), dtype=torch.float32),
+        )
+
+    def set_column(self, name: str, values: Tensor) -> None:
+        """Store a [B, T] tensor under `name`, zeroed where nothing is trained."""
+        if name not in COLUMNS:
+            raise KeyError(f"unknown column {name!r}; known: {', '.join(COLUMNS)}")
+        self.columns[name] = values.detach().float().cpu().masked_fill(~self.loss_mask, 0.0)
+
+    def export(self, names: Sequence[str]) -> dict[str, dict[str, np.ndarray]]:
+        """Return columns as name to rollout id to [L_i] array, for a rank of another group."""
+        lengths = [len(tokens) for tokens in self.token_ids]
+        return {
+            name: {
+                rollout_id: self.columns[name][row, :length].numpy()
+                for row, (rollout_id, length) in enumerate(zip(self.rollout_ids, lengths, strict=True))
+            }
+            for name in names
+        }
+
+    def adopt(self, *parts: Mapping[str, Mapping[str, np.ndarray]]) -> None:
+        """Take the columns of this shard's rollouts out of what other ranks exported.
+
+        Raises:
+            KeyError: no part has one of the rollouts.
+        """
+        for name in {name for part in parts for name in part}:
+            column = torch.zeros(self.loss_mask.shape)
+            for row, rollout_id in enumerate(self.rollout_ids):
+                values = next((part[name][rollout_id] for part in parts if rollout_id in part.get(name, {})), None)
+                if values is None:
+                    raise KeyError(f"no rank exported {name} of rollout {rollout_id}")
+                column[row, : len(values)] = torch.from_numpy(values.copy())
+            self.set_column(name, column)

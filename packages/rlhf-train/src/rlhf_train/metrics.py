@@ -1,0 +1,75 @@
+"""Numbers that many ranks and micro-batches contribute to: how they combine is part of their type.
+
+Names, as they appear in metrics.jsonl: `reward/*` from the scorer, `rollout/*` of what was generated, `policy/*`,
+`value/*` and `kl/*` of the update, `mismatch/*` between engine and trainer, `eval/*` on held-out prompts, `time/*` in
+seconds, `throughput/*` a second, `samples/*` counts.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Sum:
+    """Adds up."""
+
+    value: float
+
+    def merge(self, other: "Sum") -> "Sum":
+        """The sum of both."""
+        return Sum(self.value + other.value)
+
+    def result(self) -> float:
+        """The number to log."""
+        return self.value
+
+
+@dataclass(frozen=True, slots=True)
+class Mean:
+    """Averages over everything that was counted, wherever it was counted."""
+
+    total: float
+    count: float
+
+    def merge(self, other: "Mean") -> "Mean":
+        """The mean over both."""
+        return Mean(self.total + other.total, self.count + other.count)
+
+    def result(self) -> float:
+        """The number to log; NaN when nothing was counted."""
+        return self.total / self.count if self.count else float("nan")
+
+
+@dataclass(frozen=True, slots=True)
+class Max:
+    """Keeps the largest."""
+
+    value: float
+
+    def merge(self, other: "Max") -> "Max":
+        """The larger of both."""
+        return self if self.value >= other.value else other
+
+    def result(self) -> float:
+        """The number to log."""
+        return self.value
+
+
+Metric = Sum | Mean | Max
+
+
+def merge_metrics(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
+    """Combine the parts name by name. Raises TypeError when one name has two kinds."""
+    merged: dict[str, Metric] = {}
+    for part in parts:
+        for name, metric in part.items():
+            if name in merged and type(merged[name]) is not type(metric):
+                raise TypeError(f"metric {name} is both {type(merged[name]).__name__} and {type(metric).__name__}")
+            merged[name] = merged[name].merge(metric) if name in merged else metric  # type: ignore[arg-type]
+    return merged
+
+
+def results(metrics: Mapping[str, Metric]) -> dict[str, float]:
+    """Return the numbers to log, without those that nothing contributed to."""
+    numbers = {name: metric.result() for name, metric in metrics.items()}
+    return {name: number for name, number in numbers.items() if number == number}

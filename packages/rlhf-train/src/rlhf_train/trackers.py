@@ -1,0 +1,45 @@
+"""Where metrics are written: a JSON line a step, and TensorBoard events."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+class JsonlTracker:
+    """Appends one JSON object a step to a file."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("a", encoding="utf-8", buffering=1)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write the metrics of one step."""
+        self._file.write(json.dumps({"step": step, **metrics}) + "\n")
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+class TensorBoardTracker:
+    """Writes scalar events into a folder."""
+
+    def __init__(self, path: Path) -> None:
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self._writer: Any = EventFileWriter(str(path))
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write the metrics of one step."""
+        from time import time
+
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
+        self._writer.add_event(Event(wall_time=time(), step=step, summary=Summary(value=values)))
+
+    def close(self) -> None:
+        """Flush and close."""
+        self._writer.close()
