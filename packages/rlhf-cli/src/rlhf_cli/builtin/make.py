@@ -1,0 +1,137 @@
+"""Make what this folder ships: prompts, held-out prompts, tokenizer and model.
+
+    python -m rlhf_cli.builtin.make --work_dir /tmp/builtin             # then look at /tmp/builtin
+    python -m rlhf_cli.builtin.make --work_dir /tmp/builtin --install   # and put it into the package
+
+Data and tokenizer come out byte for byte the same everywhere; the model does up to rounding. It is trained by the
+project's own `sft` command, which is printed before it runs.
+"""
+
+import argparse
+import json
+import shlex
+import shutil
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rlhf_cli.builtin import HELD_OUT_FILE, MODEL_DIR, TRAIN_FILE, task
+
+SEED = 1
+_VOCAB_SIZE = 512
+_SFT_FLAGS = (
+    "--apply_chat_template --max_len 64 --train_batch_size 64 --micro_train_batch_size 64 --max_epochs 8"
+    " --learning_rate 3e-3 --lr_scheduler cosine_with_min_lr --lr_warmup_ratio 0.03 --zero_stage 0"
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Make everything under --work_dir."""
+    parser = argparse.ArgumentParser(prog="rlhf_cli.builtin.make", description="Make the built-in data and model.")
+    parser.add_argument("--work_dir", type=Path, required=True, help="folder for the results; made when absent")
+    parser.add_argument("--install", action="store_true", help="copy the results into the package")
+    options = parser.parse_args(argv)
+    work: Path = options.work_dir.absolute()
+    data = make_data(work / "data")
+    make_initial_model(work / "initial")
+    flags = sft_flags(work / "initial", data["demonstrations"], work / "sft")
+    print("rlhf sft " + shlex.join(flags), flush=True)
+
+    from rlhf_cli.commands.sft import main as sft
+
+    if status := sft(flags):
+        return status
+    if options.install:
+        install(work)
+    return 0
+
+
+def make_data(folder: Path) -> dict[str, Path]:
+    """Write train.jsonl, held_out.jsonl and demonstrations.jsonl, and return their paths by name."""
+    folder.mkdir(parents=True, exist_ok=True)
+    train, held_out = task.split()
+    rows: dict[str, Iterable[dict[str, str]]] = {
+        "train": task.prompt_rows(train),
+        "held_out": task.prompt_rows(held_out),
+        "demonstrations": task.demonstration_rows(train, seed=SEED),
+    }
+    paths = {name: folder / f"{name}.jsonl" for name in rows}
+    for name, path in paths.items():
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows[name]), encoding="utf-8")
+    return paths
+
+
+def make_tokenizer() -> Any:
+    """Return a byte-level BPE tokenizer that knows every byte, keeps digits apart, and writes ChatML."""
+    from rlhf_models.testing import CHAT_TEMPLATE, EOS_TOKEN, PAD_TOKEN, START_TOKEN
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=_VOCAB_SIZE,
+        special_tokens=[PAD_TOKEN, START_TOKEN, EOS_TOKEN],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    corpus = Path(__file__).with_name("corpus.txt").read_text(encoding="utf-8").splitlines()
+    written = [text for problem in task.problems()[:100] for text in (task.question(problem), task.solution(problem))]
+    backend.train_from_iterator(corpus + written, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        eos_token=EOS_TOKEN,
+        pad_token=PAD_TOKEN,
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def make_initial_model(folder: Path) -> None:
+    """Write a random Qwen2 model of half a million parameters with its tokenizer."""
+    import torch
+    from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
+
+    tokenizer = make_tokenizer()
+    config = Qwen2Config(
+        vocab_size=_VOCAB_SIZE,
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    torch.manual_seed(SEED)
+    model = Qwen2ForCausalLM(config)
+    model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def sft_flags(model: Path, demonstrations: Path, save_path: Path) -> list[str]:
+    """Return the flags of the `sft` command that makes the model."""
+    paths = ["--pretrain", str(model), "--dataset", str(demonstrations), "--save_path", str(save_path)]
+    keys = ["--input_key", task.INPUT_KEY, "--output_key", task.OUTPUT_KEY, "--seed", str(SEED)]
+    return [*paths, *keys, *_SFT_FLAGS.split()]
+
+
+def install(work: Path) -> None:
+    """Copy data and model from `work` into the package."""
+    TRAIN_FILE.parent.mkdir(exist_ok=True)
+    shutil.copyfile(work / "data" / "train.jsonl", TRAIN_FILE)
+    shutil.copyfile(work / "data" / "held_out.jsonl", HELD_OUT_FILE)
+    shutil.rmtree(MODEL_DIR, ignore_errors=True)
+    shutil.copytree(work / "sft" / "model", MODEL_DIR)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
