@@ -2,6 +2,7 @@
 
 import difflib
 from collections.abc import Iterable
+from pathlib import Path
 
 
 class RlhfError(Exception):
@@ -47,4 +48,18 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> str:
     """Return the message for an unknown name: what it was, what there is, and the nearest as the hint."""
     known = sorted(known)
     guess = nearest(name, known)
-    return with_hint(f"unknown {kind} `{name}`; known: {', '.join(known)}", f"did you mean `{guess}`?" if guess else None)
+    return with_hint(
+        f"unknown {kind} `{name}`; known: {', '.join(known)}", f"did you mean `{guess}`?" if guess else None
+    )
+
+
+def missing_file(kind: str, path: str | Path) -> str:
+    """Return the message for a file that is not there: its path, and what its folder holds that is closest to it."""
+    path = Path(path)
+    if path.is_dir():
+        return f"{kind} {path} is a folder, not a file"
+    folder = path.parent
+    if not folder.is_dir():
+        return with_hint(f"{kind} {path} does not exist", f"there is no folder {folder.absolute()}")
+    guess = nearest(path.name, (entry.name for entry in folder.iterdir()))
+    return with_hint(f"{kind} {path} does not exist", f"did you mean {folder / guess}?" if guess else None)

@@ -45,7 +45,7 @@ class VerdictKind(StrEnum):
 
 
 def _frozen(values: Any, dtype: type, name: str) -> np.ndarray:
-    array = np.ascontiguousarray(values, dtype=dtype)
+    array = np.ascontiguousarray(values, dtype=dtype).view()  # a view: the caller's own array stays writeable
     if array.ndim != 1:
         raise DataError(f"{name} must be one-dimensional, got shape {array.shape}")
     array.flags.writeable = False
@@ -95,7 +95,9 @@ class Span:
     def __post_init__(self) -> None:
         object.__setattr__(self, "token_ids", _frozen(self.token_ids, np.int32, "Span.token_ids"))
         if (self.source is SpanSource.POLICY) != (self.logprobs is not None and self.policy_version is not None):
-            raise DataError(f"a {self.source} span carries log-probs and a policy version exactly when it is the policy's")
+            raise DataError(
+                f"a {self.source} span carries log-probs and a policy version exactly when it is the policy's"
+            )
         if self.logprobs is not None:
             object.__setattr__(self, "logprobs", _frozen(self.logprobs, np.float32, "Span.logprobs"))
             if len(self.logprobs) != len(self.token_ids):
@@ -167,7 +169,10 @@ class Rollout:
     def rollout_logprobs(self) -> np.ndarray:
         """[L] float32, nats: the engine's log-prob of each policy token, 0.0 elsewhere."""
         return np.concatenate(
-            [np.zeros(len(span.token_ids), np.float32) if span.logprobs is None else span.logprobs for span in self.spans]
+            [
+                np.zeros(len(span.token_ids), np.float32) if span.logprobs is None else span.logprobs
+                for span in self.spans
+            ]
         )
 
     @property

@@ -1,0 +1,81 @@
+"""The order in which a data set is seen: shuffled anew each epoch from one seed, resumable to the exact item."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from rlhf_data.errors import CheckpointError, ConfigError, with_hint
+
+
+class EpochSampler:
+    """Batches of indices, epoch after epoch, without end.
+
+    Every epoch holds every index exactly once. A batch that reaches past the end of an epoch takes its rest from the
+    beginning of the next one, so no item is dropped and every batch is full (an item may then appear twice in it).
+
+    Args:
+        num_items: the size of the data set.
+        batch_size: indices a batch; may exceed `num_items`.
+        seed: with the epoch's number, fixes the order of the epoch.
+        shuffle: False keeps the order of the data set.
+    """
+
+    def __init__(self, num_items: int, batch_size: int, *, seed: int = 0, shuffle: bool = True) -> None:
+        if num_items < 1 or batch_size < 1:
+            raise ConfigError(f"num_items ({num_items}) and batch_size ({batch_size}) must be at least 1")
+        if seed < 0:
+            raise ConfigError(f"the seed must not be negative, got {seed}")
+        self.num_items = num_items
+        self.batch_size = batch_size
+        self.seed = seed
+        self.shuffle = shuffle
+        self._num_seen = 0
+
+    @property
+    def num_seen(self) -> int:
+        """Indices handed out since the beginning."""
+        return self._num_seen
+
+    @property
+    def epoch(self) -> float:
+        """Epochs gone by, with the part of the current one."""
+        return self._num_seen / self.num_items
+
+    def next_batch(self) -> np.ndarray:
+        """Return the next [batch_size] int64 indices."""
+        batch = []
+        while len(batch) < self.batch_size:
+            epoch, position = divmod(self._num_seen, self.num_items)
+            taken = self._order(epoch)[position : position + self.batch_size - len(batch)]
+            batch.extend(taken.tolist())
+            self._num_seen += len(taken)
+        return np.array(batch, dtype=np.int64)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what `load_state_dict` needs to go on with the next batch."""
+        return {"num_seen": self._num_seen, **self._identity()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state` was taken; the batch size may differ.
+
+        Raises:
+            CheckpointError: the state is of another data set, seed or order.
+        """
+        for name, own in self._identity().items():
+            if state.get(name) != own:
+                raise CheckpointError(
+                    with_hint(
+                        f"the saved order has {name} {state.get(name)}, this run has {own}",
+                        "resume with the data set and seed of the saved run",
+                    )
+                )
+        self._num_seen = int(state["num_seen"])
+
+    def _identity(self) -> dict[str, Any]:
+        return {"num_items": self.num_items, "seed": self.seed, "shuffle": self.shuffle}
+
+    def _order(self, epoch: int) -> np.ndarray:
+        if not self.shuffle:
+            return np.arange(self.num_items)
+        return np.random.default_rng((self.seed, epoch)).permutation(self.num_items)

@@ -1,0 +1,117 @@
+"""Small stand-ins for tests: a tokenizer without dependencies, and makers of files and records."""
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rlhf_data.records import FinishReason, Prompt, Rollout, Span, SpanSource, Verdict
+
+BOS_ID, EOS_ID = 256, 257
+_SPECIAL = {BOS_ID: "<bos>", EOS_ID: "<eos>"}
+
+
+class ByteTokenizer:
+    """A tokenizer of one token a UTF-8 byte, `<bos>` (256) and `<eos>` (257), which behaves like a Hugging Face one.
+
+    Its chat template writes `<bos>`, then `role: content<eos>` and a newline for each message; the generation prompt
+    is `assistant: `. It refuses a conversation of which no message is the user's.
+
+    Args:
+        add_bos: whether tokenizing with special tokens puts `<bos>` in front.
+        add_eos: whether it also puts `<eos>` at the end.
+        chat_template: None for a tokenizer without one.
+    """
+
+    vocab_size = 258
+    bos_token, eos_token, pad_token = "<bos>", "<eos>", "<eos>"
+    bos_token_id, eos_token_id, pad_token_id = BOS_ID, EOS_ID, EOS_ID
+
+    def __init__(self, *, add_bos: bool = True, add_eos: bool = False, chat_template: str | None = "plain") -> None:
+        self.add_bos = add_bos
+        self.add_eos = add_eos
+        self.chat_template = chat_template
+
+    def __len__(self) -> int:
+        return self.vocab_size
+
+    def __call__(self, text: str | list[str], *, add_special_tokens: bool = True) -> dict[str, Any]:
+        """Return {"input_ids": ids}, a list of ids for each text when `text` is a list."""
+        if isinstance(text, str):
+            return {"input_ids": self.encode(text, add_special_tokens=add_special_tokens)}
+        return {"input_ids": [self.encode(one, add_special_tokens=add_special_tokens) for one in text]}
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Return the ids of a text, in which `<bos>` and `<eos>` are one token each."""
+        ids: list[int] = [BOS_ID] if add_special_tokens and self.add_bos else []
+        while text:
+            special = next((token for token, name in _SPECIAL.items() if text.startswith(name)), None)
+            if special is None:
+                ids.extend(text[0].encode())
+                text = text[1:]
+            else:
+                ids.append(special)
+                text = text[len(_SPECIAL[special]) :]
+        return [*ids, EOS_ID] if add_special_tokens and self.add_eos else ids
+
+    def decode(self, token_ids: Any, *, skip_special_tokens: bool = False) -> str:
+        """Return the text of ids."""
+        names = {token: "" if skip_special_tokens else name for token, name in _SPECIAL.items()}
+        parts = [names[token].encode() if token in names else bytes([token]) for token in map(int, token_ids)]
+        return b"".join(parts).decode(errors="replace")
+
+    def apply_chat_template(
+        self,
+        conversation: list[dict[str, str]],
+        *,
+        tokenize: bool,
+        add_generation_prompt: bool,
+        return_dict: bool = True,
+    ) -> Any:
+        """Return the rendered conversation; as ids, or {"input_ids": ids} by default, when `tokenize`."""
+        if not any(message["role"] == "user" for message in conversation):
+            raise ValueError("no user message")
+        text = "<bos>" + "".join(f"{message['role']}: {message['content']}<eos>\n" for message in conversation)
+        text += "assistant: " if add_generation_prompt else ""
+        if not tokenize:
+            return text
+        ids = self.encode(text, add_special_tokens=False)
+        return {"input_ids": ids} if return_dict else ids
+
+
+def write_jsonl(path: str | Path, rows: Iterable[Any]) -> Path:
+    """Write one JSON value a line and return the path."""
+    path = Path(path)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def make_prompt(text: str = "2+2=", label: str | None = "4", *, prompt_id: str | None = None) -> Prompt:
+    """Return a prompt with the tokens of `ByteTokenizer`."""
+    return Prompt(prompt_id or f"p-{text}", ByteTokenizer().encode(text), text, label)
+
+
+def make_rollout(
+    prompt: Prompt,
+    text: str,
+    *,
+    group_id: str = "g0",
+    index: int = 0,
+    logprobs: Sequence[float] | None = None,
+    policy_version: int = 0,
+    verdict: Verdict | None = None,
+) -> Rollout:
+    """Return a single-turn rollout that answers `text` and `<eos>`; each log-prob is -1.0 unless given."""
+    token_ids = [*ByteTokenizer().encode(text, add_special_tokens=False), EOS_ID]
+    spans = (
+        Span(SpanSource.PROMPT, prompt.token_ids),
+        Span(
+            SpanSource.POLICY,
+            np.array(token_ids),
+            np.full(len(token_ids), -1.0) if logprobs is None else np.array(logprobs),
+            policy_version,
+        ),
+    )
+    return Rollout(f"{group_id}/{index}", group_id, spans, FinishReason.STOP, text, verdict)

@@ -1,0 +1,40 @@
+"""Error texts and the tree."""
+
+import pickle
+
+import pytest
+
+from rlhf_data import errors
+from rlhf_data.errors import missing_file, nearest, unknown, with_hint
+
+NAMES = ["ConfigError", "DataError", "EngineError", "RewardError", "WeightSyncError", "CheckpointError"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_errors_share_a_base_and_pickle(name):
+    error = getattr(errors, name)("what\n\nhint: why")
+    assert isinstance(error, errors.RlhfError)
+    again = pickle.loads(pickle.dumps(error))
+    assert type(again) is type(error)
+    assert str(again) == "what\n\nhint: why"
+
+
+def test_with_hint_without_a_hint_is_the_message():
+    assert with_hint("what") == "what"
+    assert with_hint("what", "why") == "what\n\nhint: why"
+
+
+def test_unknown_lists_the_known_and_guesses():
+    assert unknown("flag", "zero_stag", ["zero_stage", "seed"]) == (
+        "unknown flag `zero_stag`; known: seed, zero_stage\n\nhint: did you mean `zero_stage`?"
+    )
+    assert unknown("flag", "qqqq", ["seed"]) == "unknown flag `qqqq`; known: seed"
+    assert nearest("qqqq", ["seed"]) is None
+
+
+def test_missing_file_tells_folder_missing_file_and_folder_given_apart(tmp_path):
+    (tmp_path / "reward.py").touch()
+    assert missing_file("file", tmp_path / "rewrd.py").endswith(f"hint: did you mean {tmp_path / 'reward.py'}?")
+    assert missing_file("file", tmp_path / "zzzz") == f"file {tmp_path / 'zzzz'} does not exist"
+    assert "there is no folder" in missing_file("file", tmp_path / "a" / "b")
+    assert missing_file("file", tmp_path).endswith("is a folder, not a file")

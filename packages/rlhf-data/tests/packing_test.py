@@ -1,0 +1,93 @@
+"""Packing and splitting: hand-derived bins, losslessness, balance, and what cannot be packed."""
+
+import numpy as np
+import pytest
+
+from rlhf_data.errors import ConfigError, DataError
+from rlhf_data.packing import pack, split_balanced
+
+
+def test_pack_puts_each_item_into_the_fullest_bin_that_takes_it():
+    # Budget 10, by length: 7 -> bin A (3 left); 6 -> bin B (4 left); 4 -> B (full); 3 -> A (full); 2 -> bin C.
+    assert pack([6, 2, 7, 3, 4], 10) == [[0, 4], [1], [2, 3]]
+
+
+def test_pack_prefers_the_tighter_of_two_bins():
+    # 8 -> A (2 left); 7 -> B (3 left); 2 fits both and goes to A, the fuller.
+    assert pack([7, 8, 2], 10) == [[0], [1, 2]]
+
+
+def test_pack_ties_are_broken_by_index():
+    assert pack([5, 5, 5, 5], 10) == [[0, 1], [2, 3]]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_pack_random_lengths_is_lossless_within_budget_and_near_optimal(seed):
+    lengths = np.random.default_rng(seed).integers(1, 513, size=400)
+    bins = pack(lengths, 512)
+    assert sorted(index for items in bins for index in items) == list(range(400))
+    assert max(int(lengths[items].sum()) for items in bins) <= 512
+    assert len(bins) <= 11 / 9 * -(-int(lengths.sum()) // 512) + 1
+    assert bins == pack(lengths, 512)
+
+
+def test_pack_no_items_gives_no_bins():
+    assert pack([], 8) == []
+
+
+def test_pack_item_at_the_budget_fits_and_above_it_is_refused():
+    assert pack([8], 8) == [[0]]
+    with pytest.raises(
+        DataError, match=r"sequence 1 has 9 tokens, more than the budget of 8\n\nhint: raise .* least 9"
+    ):
+        pack([3, 9], 8)
+
+
+@pytest.mark.parametrize("length", [0, -1])
+def test_pack_item_without_tokens_is_refused(length):
+    with pytest.raises(DataError, match=f"sequence 1 has {length} tokens"):
+        pack([3, length], 8)
+    with pytest.raises(DataError, match="one-dimensional"):
+        pack([[3]], 8)
+
+
+def test_pack_min_bins_splits_bins_and_leaves_none_empty():
+    bins = pack([1, 1, 1, 1, 1], 100, min_bins=3)
+    assert len(bins) == 3
+    assert all(bins)
+    assert sorted(index for items in bins for index in items) == [0, 1, 2, 3, 4]
+    with pytest.raises(ConfigError, match="2 sequences cannot fill 3 bins"):
+        pack([1, 1], 100, min_bins=3)
+
+
+def test_split_balanced_gives_the_longest_to_the_lightest():
+    # 9 -> A; 8 -> B; 2 -> B (10); 1 -> A (10).
+    assert split_balanced([1, 2, 8, 9], 2) == [[0, 3], [1, 2]]
+
+
+def test_split_balanced_equal_size_keeps_counts_where_free_sizes_do_not():
+    # Free: 9 on one rank, 3 x 1 on the other. Equal: two items each.
+    assert split_balanced([9, 1, 1, 1], 2, equal_size=False) == [[0], [1, 2, 3]]
+    assert [len(part) for part in split_balanced([9, 1, 1, 1], 2)] == [2, 2]
+
+
+@pytest.mark.parametrize(("num_items", "num_parts"), [(8, 4), (9, 4), (11, 4), (4, 4), (64, 8), (7, 1)])
+def test_split_balanced_every_index_once_and_sizes_within_one(num_items, num_parts):
+    lengths = np.random.default_rng(num_items).integers(1, 100, size=num_items)
+    parts = split_balanced(lengths, num_parts)
+    assert sorted(index for part in parts for index in part) == list(range(num_items))
+    sizes = [len(part) for part in parts]
+    assert max(sizes) - min(sizes) <= 1
+    assert parts == split_balanced(lengths, num_parts)
+
+
+def test_split_balanced_free_sizes_stay_within_a_third_of_even():
+    # Graham: the largest share is at most 4/3 of the best possible, which is at least the mean and the longest item.
+    lengths = np.random.default_rng(0).integers(1, 100, size=50)
+    sums = [int(lengths[part].sum()) for part in split_balanced(lengths, 4, equal_size=False)]
+    assert max(sums) <= 4 / 3 * max(lengths.sum() / 4, lengths.max())
+
+
+def test_split_balanced_fewer_items_than_ranks_is_refused():
+    with pytest.raises(ConfigError, match="2 sequences cannot be split over 3 ranks\n\nhint: "):
+        split_balanced([1, 1], 3)
