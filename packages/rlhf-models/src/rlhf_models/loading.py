@@ -125,14 +125,14 @@ def _load_model(
     from rlhf_models.attention import choose_attention
 
     config = load_config(path)
-    attention = choose_attention(config, attn_implementation, packing=packing, dtype=resolve_dtype(dtype))
+    attention = choose_attention(config, attn_implementation, packing=packing)
     with _clear_errors(path), quiet_transformers():
         model = auto_class.from_pretrained(
             str(path), config=config, dtype=resolve_dtype(dtype), attn_implementation=attention
         )
-    model.config.use_cache = False
     if checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        # Renamed between the versions of transformers that are supported; both default to the non-reentrant kind.
+        (getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable)()
     return model.train()
 
 

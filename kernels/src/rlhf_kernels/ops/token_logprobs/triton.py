@@ -32,7 +32,7 @@ def _forward_kernel(
     inv_temperature,
     BLOCK_SIZE: tl.constexpr,  # noqa: N803
 ):
-    """One row a program: keeps m = max z, s = sum e^c and u = sum c e^c over the blocks seen, c = (z - m) / temperature."""
+    """One row a program: keeps m = max z, s = sum e^c and u = sum c e^c so far, where c = (z - m) / temperature."""
     row = tl.program_id(0).to(tl.int64)
     token_id = tl.load(token_ids_ptr + row)
     if token_id < 0:

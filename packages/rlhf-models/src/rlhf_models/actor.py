@@ -1,0 +1,78 @@
+"""The policy: a causal language model that says how probable the tokens of a batch are."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from rlhf_kernels import token_logprobs
+from rlhf_models.attention import forwarding, packed_arguments
+from rlhf_models.batch import TokenBatch
+
+# Config fields of models that change the logits after the LM head, which is therefore not enough for them.
+_LOGIT_TRANSFORMS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
+
+
+class ActorOutput(NamedTuple):
+    """What the policy says of each token, given the tokens before it.
+
+    Attributes:
+        logprobs: [B, T] float32, nats, of the token at the same index; 0.0 where none was asked for.
+        entropy: [B, T] float32, nats, of the distribution that token was drawn from; 0.0 likewise.
+    """
+
+    logprobs: Tensor
+    entropy: Tensor
+
+
+class Actor(nn.Module):
+    """A causal language model of transformers, under the name `model`."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: TokenBatch, *, temperature: float = 1.0, logits_mask: Tensor | None = None) -> ActorOutput:
+        """Return log-probs and entropies; the first token of a sequence and padding have 0.0.
+
+        Args:
+            batch: padded or packed.
+            temperature: > 0; of the distribution asked about.
+            logits_mask: [B, T] bool, the tokens asked about; all when None. Others have 0.0 and cost no LM head.
+
+        Raises:
+            ConfigError: a packed batch for a model that does not hand the bounds on to its attention.
+        """
+        wanted = batch.target_mask if logits_mask is None else batch.target_mask & logits_mask
+        # Found before the layers are queued, so that the device is not waited for after them.
+        index = wanted.flatten().nonzero()[:, 0]
+        logits = self._logits(batch, index - 1)
+        logprobs, entropy = token_logprobs(logits, batch.input_ids.flatten()[index], temperature=temperature)
+        return ActorOutput(_spread(logprobs, index, wanted), _spread(entropy, index, wanted))
+
+    def _logits(self, batch: TokenBatch, index: Tensor) -> Tensor:
+        """Return the logits [N, V] at flat positions [N]."""
+        config = self.model.config.get_text_config()
+        if any(getattr(config, name, None) is not None for name in _LOGIT_TRANSFORMS):
+            logits = run_backbone(self.model, batch).logits
+            return logits.flatten(0, 1)[index]
+        hidden = run_backbone(self.model.base_model, batch).last_hidden_state
+        # As a module, never by its weight: ZeRO-3 gathers parameters when modules are called.
+        return self.model.get_output_embeddings()(hidden.flatten(0, 1)[index])
+
+
+def run_backbone(model: nn.Module, batch: TokenBatch) -> Any:
+    """Return what a transformers model makes of a batch.
+
+    No attention mask is passed: padding lies to the right, where no real token looks.
+    """
+    with forwarding(batch):
+        return model(
+            input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, **packed_arguments(batch)
+        )
+
+
+def _spread(values: Tensor, index: Tensor, like: Tensor) -> Tensor:
+    """Return values [N] at flat positions [N] of a tensor shaped as `like`, 0.0 elsewhere."""
+    flat = torch.zeros(like.numel(), dtype=values.dtype, device=values.device)
+    return flat.index_copy(0, index, values).view(like.shape)

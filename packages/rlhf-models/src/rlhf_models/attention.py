@@ -1,0 +1,245 @@
+"""Attention over packed sequences without a mask, as an implementation that transformers knows by name.
+
+Each sequence attends only to itself, causally. On CUDA that is torch's varlen kernel; where it cannot run, each
+sequence takes its own call of scaled_dot_product_attention, which costs the same arithmetic and more launches.
+"""
+
+import functools
+import inspect
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+
+from rlhf_data.errors import ConfigError, with_hint
+from rlhf_models.batch import TokenBatch
+
+logger = logging.getLogger(__name__)
+
+PACKED_ATTENTION = "rlhf_packed"
+_PACKABLE_LAYERS = {"full_attention", "sliding_attention"}
+_forwarding_packed: ContextVar[bool] = ContextVar("forwarding_packed", default=False)
+
+
+def choose_attention(config: Any, attn_implementation: str, *, packing: bool) -> str:
+    """Return the attention implementation to load a model with.
+
+    "auto" is `rlhf_packed` when packed batches will come and torch's "sdpa" otherwise; any other name that transformers
+    knows is kept ("sdpa" and "eager" then build a [T, T] block-diagonal mask for packed batches).
+
+    Raises:
+        ConfigError: packing for a model with layers that carry state from one token to the next outside of attention.
+    """
+    layers = set(getattr(config.get_text_config(), "layer_types", None) or ()) - _PACKABLE_LAYERS
+    if packing and layers:
+        kinds = ", ".join(sorted(layers))
+        message = f"a {config.model_type} model cannot be packed: its layers of kind {kinds} cross sequences"
+        raise ConfigError(with_hint(message, "turn packing off"))
+    if attn_implementation != "auto":
+        return attn_implementation
+    if not packing:
+        return "sdpa"
+    register_packed_attention()
+    return PACKED_ATTENTION
+
+
+@functools.cache
+def register_packed_attention() -> None:
+    """Make `rlhf_packed` known to transformers in this process."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
+
+    def mask(*args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
+        # Packed batches come without a padding mask and need none; others, such as `generate`, are plain SDPA.
+        return None if attention_mask is None else sdpa_mask(*args, attention_mask=attention_mask, **kwargs)
+
+    AttentionInterface.register(PACKED_ATTENTION, packed_attention)
+    AttentionMaskInterface.register(PACKED_ATTENTION, mask)
+
+
+def packed_arguments(batch: TokenBatch) -> dict[str, Any]:
+    """Return the keyword arguments by which transformers hands a packed batch's bounds down to attention."""
+    if not batch.is_packed:
+        return {}
+    longest = max(batch.lengths)
+    return {
+        "cu_seq_lens_q": batch.cu_seqlens,
+        "cu_seq_lens_k": batch.cu_seqlens,
+        "max_length_q": longest,
+        "max_length_k": longest,
+    }
+
+
+@contextmanager
+def forwarding(batch: TokenBatch) -> Iterator[None]:
+    """While inside, attention that should have got the bounds of packed sequences and did not raises ConfigError."""
+    token = _forwarding_packed.set(batch.is_packed)
+    try:
+        yield
+    finally:
+        _forwarding_packed.reset(token)
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    max_length_q: int | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attend within each packed sequence; the signature is that of transformers' attention functions.
+
+    Args:
+        module: the attention layer.
+        query: [1, H, T, D].
+        key: [1, K, T, D], K dividing H.
+        value: [1, K, T, D].
+        attention_mask: of batches that are not packed.
+        scaling: of the scores; D ** -0.5 when None.
+        dropout: of the attention weights.
+        sliding_window: how many tokens a token sees, itself included; all when None.
+        cu_seq_lens_q: [S + 1] int32, the bounds; None for batches that are not packed.
+        max_length_q: the longest sequence.
+        kwargs: what else transformers hands over.
+
+    Returns:
+        [1, T, H, D], and None for the weights.
+    """
+    if cu_seq_lens_q is None:
+        return _unpacked_attention(
+            module,
+            query,
+            key,
+            value,
+            attention_mask,
+            scaling=scaling,
+            dropout=dropout,
+            sliding_window=sliding_window,
+            **kwargs,
+        )
+    if kwargs.get("softcap") is not None:
+        raise ConfigError(with_hint("attention with a soft cap cannot be packed", "turn packing off"))
+    reason = varlen_unavailable_reason(query.device, query.dtype, query.shape[-1], dropout)
+    if reason is None:
+        return _varlen(query, key, value, cu_seq_lens_q, max_length_q, scaling, sliding_window), None
+    _log_fallback_once(reason)
+    return _sequence_by_sequence(query, key, value, cu_seq_lens_q, scaling, dropout, sliding_window), None
+
+
+@functools.cache
+def varlen_unavailable_reason(device: torch.device, dtype: torch.dtype, head_dim: int, dropout: float) -> str | None:
+    """Return why torch's varlen attention cannot take such a call, or None when it can."""
+    if device.type != "cuda":
+        return f"it runs on CUDA, the model is on {device.type}"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"it takes bfloat16 and float16, the model computes in {dtype}"
+    if dropout:
+        return f"it has no dropout, the model's is {dropout}"
+    if head_dim > 256:
+        return f"its heads have at most 256 dimensions, the model's have {head_dim}"
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return f"it needs compute capability 8.0, the GPU has {torch.cuda.get_device_capability(device)}"
+    try:
+        from torch.nn.attention import varlen  # noqa: F401
+    except ImportError as error:
+        return f"torch {torch.__version__} has none ({error})"
+    return None
+
+
+@functools.cache
+def _log_fallback_once(reason: str) -> None:
+    level = logging.INFO if "CUDA, the model is on cpu" in reason else logging.WARNING
+    logger.log(level, "packed attention runs sequence by sequence instead of as torch's varlen kernel: %s", reason)
+
+
+def _unpacked_attention(module: nn.Module, *tensors: Any, **kwargs: Any) -> tuple[Tensor, None]:
+    if _forwarding_packed.get():
+        message = f"{type(module).__name__} does not receive the bounds of packed sequences and would mix them"
+        raise ConfigError(with_hint(message, "turn packing off for this model"))
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    return sdpa_attention_forward(module, *tensors, **kwargs)
+
+
+def _varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor,
+    longest: int | None,
+    scaling: float | None,
+    sliding_window: int | None,
+) -> Tensor:
+    """Call the kernel as the installed torch wants it: causality was a flag before it was a window."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    parameters = _varlen_parameters()
+    query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    options: dict[str, Any] = {}
+    if "window_size" in parameters:
+        options["window_size"] = (sliding_window - 1 if sliding_window else -1, 0)
+    elif sliding_window and longest is not None and longest > sliding_window:
+        hint = "turn packing off, or use a newer torch"
+        raise ConfigError(with_hint(f"varlen attention of torch {torch.__version__} has no sliding window", hint))
+    else:
+        options["is_causal"] = True
+    if "scale" in parameters:
+        options["scale"] = scaling
+    elif scaling is not None:
+        # The kernel scales by D ** -0.5 itself.
+        query = query * (scaling * query.shape[-1] ** 0.5)
+    if key.shape[1] != query.shape[1]:
+        if "enable_gqa" in parameters:
+            options["enable_gqa"] = True
+        else:
+            key, value = (tensor.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for tensor in (key, value))
+    if longest is None:
+        longest = int(cu_seqlens.diff().max())
+    return varlen_attn(query, key, value, cu_seqlens, cu_seqlens, longest, longest, **options)[None]
+
+
+@functools.cache
+def _varlen_parameters() -> frozenset[str]:
+    from torch.nn.attention.varlen import varlen_attn
+
+    return frozenset(inspect.signature(varlen_attn).parameters)
+
+
+def _sequence_by_sequence(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor,
+    scaling: float | None,
+    dropout: float,
+    sliding_window: int | None,
+) -> Tensor:
+    lengths = cu_seqlens.diff().tolist()
+    outputs = []
+    for q, k, v in zip(*(tensor.split(lengths, dim=2) for tensor in (query, key, value)), strict=True):
+        window = _window_mask(q.shape[2], sliding_window, q.device)
+        outputs.append(
+            scaled_dot_product_attention(
+                q, k, v, attn_mask=window, dropout_p=dropout, is_causal=window is None, scale=scaling, enable_gqa=True
+            )
+        )
+    return torch.cat(outputs, dim=2).transpose(1, 2)
+
+
+def _window_mask(length: int, sliding_window: int | None, device: torch.device) -> Tensor | None:
+    if not sliding_window or length <= sliding_window:
+        return None
+    seen = torch.ones(length, length, dtype=torch.bool, device=device)
+    return seen.tril() & seen.triu(1 - sliding_window)

@@ -1,0 +1,122 @@
+"""Token sequences as tensors, right-padded or packed end to end. B sequences, T positions, S packed sequences."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlhf_data.errors import DataError
+
+
+@dataclass(frozen=True)
+class TokenBatch:
+    """What a model reads. Made by `padded` or `packed`; both layouts hold every sequence from its first position on.
+
+    Attributes:
+        input_ids: [B, T] int64; packed: B = 1 and T the number of all tokens.
+        position_ids: [B, T] int64, from 0 in each sequence.
+        lengths: tokens of each sequence, in order; on the host, so that nothing waits for the device.
+        padding_mask: [B, T] bool, True for real tokens; None when packed.
+        cu_seqlens: [S + 1] int32, where each packed sequence begins, and T; None when padded.
+    """
+
+    input_ids: Tensor
+    position_ids: Tensor
+    lengths: tuple[int, ...]
+    padding_mask: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+
+    @classmethod
+    def padded(cls, sequences: Sequence[Any], pad_id: int, device: torch.device | str = "cpu") -> "TokenBatch":
+        """Lay one sequence a row, filled up with `pad_id` on the right. Raises DataError for an empty sequence."""
+        lengths = _lengths(sequences)
+        input_ids = _padded_rows(sequences, lengths, np.int64, pad_id)
+        columns = np.arange(input_ids.shape[1])
+        mask = columns[None, :] < np.asarray(lengths)[:, None]
+        return cls(
+            input_ids=torch.from_numpy(input_ids).to(device),
+            # Counting on through the padding keeps the layout plainly causal: no mask need be built for it.
+            position_ids=torch.from_numpy(np.tile(columns, (len(lengths), 1))).to(device),
+            lengths=lengths,
+            padding_mask=torch.from_numpy(mask).to(device),
+        )
+
+    @classmethod
+    def packed(cls, sequences: Sequence[Any], device: torch.device | str = "cpu") -> "TokenBatch":
+        """Lay all sequences end to end in one row. Raises DataError for an empty sequence."""
+        lengths = _lengths(sequences)
+        input_ids = np.concatenate([np.asarray(sequence, np.int64) for sequence in sequences])
+        position_ids = np.concatenate([np.arange(length) for length in lengths])
+        cu_seqlens = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+        return cls(
+            input_ids=torch.from_numpy(input_ids)[None].to(device),
+            position_ids=torch.from_numpy(position_ids)[None].to(device),
+            lengths=lengths,
+            cu_seqlens=torch.from_numpy(cu_seqlens).to(device),
+        )
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether the sequences lie end to end."""
+        return self.cu_seqlens is not None
+
+    @property
+    def target_mask(self) -> Tensor:
+        """[B, T] bool: the tokens a model predicts: all but padding and the first of each sequence."""
+        later = self.position_ids > 0
+        return later if self.padding_mask is None else later & self.padding_mask
+
+    def to(self, device: torch.device | str) -> "TokenBatch":
+        """Return the batch on another device."""
+        moved = {
+            name: value.to(device)
+            for name in ("input_ids", "position_ids", "padding_mask", "cu_seqlens")
+            if (value := getattr(self, name)) is not None
+        }
+        return replace(self, **moved)
+
+    def lay_out(self, sequences: Sequence[Any], dtype: torch.dtype, fill: float | bool = 0) -> Tensor:
+        """Return per-token arrays, one of each sequence's length, in this batch's layout.
+
+        Args:
+            sequences: numbers or booleans, aligned with the tokens.
+            dtype: of the result.
+            fill: what padding holds.
+
+        Returns:
+            [B, T], on the batch's device.
+
+        Raises:
+            DataError: the arrays are not one of each length.
+        """
+        if (lengths := tuple(len(sequence) for sequence in sequences)) != self.lengths:
+            raise DataError(f"arrays of lengths {lengths} for sequences of {self.lengths} tokens")
+        numpy_dtype = torch.empty(0, dtype=dtype).numpy().dtype
+        if self.is_packed:
+            rows = np.concatenate([np.asarray(sequence, numpy_dtype) for sequence in sequences])[None]
+        else:
+            rows = _padded_rows(sequences, lengths, numpy_dtype, fill)
+        return torch.from_numpy(rows).to(self.input_ids.device)
+
+    def split(self, values: Tensor) -> list[Tensor]:
+        """Return the part of `values` [B, T] of each sequence, without padding; views, in order."""
+        if self.is_packed:
+            return list(values[0].split(self.lengths))
+        return [row[:length] for row, length in zip(values, self.lengths, strict=True)]
+
+
+def _lengths(sequences: Sequence[Any]) -> tuple[int, ...]:
+    lengths = tuple(len(sequence) for sequence in sequences)
+    if not lengths or min(lengths) < 1:
+        raise DataError(f"a batch needs sequences of at least one token each; got lengths {lengths}")
+    return lengths
+
+
+def _padded_rows(sequences: Sequence[Any], lengths: tuple[int, ...], dtype: Any, fill: float | bool) -> np.ndarray:
+    rows = np.full((len(lengths), max(lengths)), fill, dtype)
+    for row, sequence, length in zip(rows, sequences, lengths, strict=True):
+        row[:length] = sequence
+    return rows

@@ -1,0 +1,43 @@
+"""The critic: what return to expect of a sequence from each token on."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from rlhf_models.actor import run_backbone
+from rlhf_models.batch import TokenBatch
+
+
+class ValueHead(nn.Linear):
+    """A scalar a token, of zeros at first, computed and returned in float32 whatever the weight's dtype."""
+
+    def __init__(self, hidden_size: int, dtype: torch.dtype) -> None:
+        super().__init__(hidden_size, 1, bias=False, dtype=dtype)
+
+    def reset_parameters(self) -> None:
+        """Begin with a value of 0.0 for every state: no noise in the first advantages."""
+        nn.init.zeros_(self.weight)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Return values [..., 1] float32 of hidden states [..., D]."""
+        return linear(hidden.float(), self.weight.float())
+
+
+class Critic(nn.Module):
+    """A transformers backbone without LM head, under the name `model`, and a `value_head`."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.value_head = ValueHead(model.config.get_text_config().hidden_size, model.dtype)
+
+    def forward(self, batch: TokenBatch) -> Tensor:
+        """Return the value of the state in which each token is written: that of the tokens before it.
+
+        Returns:
+            [B, T] float32, in reward units; 0.0 for the first token of each sequence and for padding.
+        """
+        hidden = run_backbone(self.model, batch).last_hidden_state
+        after = self.value_head(hidden).squeeze(-1)
+        before = torch.cat([after.new_zeros(after.shape[0], 1), after[:, :-1]], dim=1)
+        return before.masked_fill(~batch.target_mask, 0.0)

@@ -1,0 +1,20 @@
+"""The reference: the policy that the trained one is kept near to."""
+
+from pathlib import Path
+
+import torch
+
+from rlhf_models.actor import Actor
+from rlhf_models.loading import load_actor
+
+
+def load_reference(
+    path: str | Path, *, dtype: str | torch.dtype, attn_implementation: str = "auto", packing: bool = False
+) -> Actor:
+    """Load an actor that is never trained: in eval mode, without gradients. Arguments and errors as in `load_actor`."""
+    return freeze(load_actor(path, dtype=dtype, attn_implementation=attn_implementation, packing=packing))
+
+
+def freeze(actor: Actor) -> Actor:
+    """Put an actor into eval mode and take its parameters out of training; returns the same actor."""
+    return actor.eval().requires_grad_(False)
