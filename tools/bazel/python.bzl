@@ -1,0 +1,137 @@
+"""Python targets of this repository."""
+
+load("@rules_python//python:py_binary.bzl", _py_binary = "py_binary")
+load("@rules_python//python:py_library.bzl", _py_library = "py_library")
+load("@rules_python//python:py_test.bzl", _py_test = "py_test")
+load("//tools/bazel:main.bzl", "main_module")
+load("//tools/bazel:wheel.bzl", "wheel")
+
+# A test that starts Ray, vLLM or DeepSpeed: it keeps two cores and a few GB busy, so nothing runs beside it on a small
+# machine, and its processes share memory and sockets, which a sandbox of their own would only slow down.
+HEAVY = {
+    "size": "large",
+    "tags": ["cpu:2"],
+}
+
+def py_library(name, **kwargs):
+    """A py_library whose sources live under `src/`."""
+    kwargs.setdefault("imports", ["src"])
+    _py_library(name = name, **kwargs)
+
+def py_binary(name, **kwargs):
+    """A py_binary without the empty `__init__.py` files Bazel would add next to the sources."""
+    _py_binary(name = name, legacy_create_init = 0, **kwargs)
+
+def py_command(name, module, deps, **kwargs):
+    """A binary that runs `module` as `python -m module` would, in the folder where the user typed `bazel run`.
+
+    Args:
+      name: the target's name.
+      module: dotted name of the module.
+      deps: libraries, the module's own among them.
+      **kwargs: passed to py_binary.
+    """
+    main_module(
+        name = name + "_main",
+        module = module,
+        out = name + "_main.py",
+    )
+    py_binary(
+        name = name,
+        srcs = [name + "_main.py"],
+        main = name + "_main.py",
+        deps = deps + ["//tools/bazel:launch"],
+        **kwargs
+    )
+
+def pytest_test(name, srcs, deps = [], data = [], args = [], tags = [], **kwargs):
+    """A py_test that runs its sources under pytest.
+
+    Args:
+      name: the target's name.
+      srcs: test modules (`*_test.py`) and what they import: conftest.py, helpers.
+      deps: libraries the tests import.
+      data: files the tests read.
+      args: further arguments of pytest.
+      tags: Bazel tags; "gpu" also makes the test exclusive, for there is one GPU to share.
+      **kwargs: passed to py_test.
+    """
+    modules = [src for src in srcs if src.endswith("_test.py")]
+    _py_test(
+        name = name,
+        srcs = srcs + ["//tools/pytest:pytest_main.py"],
+        main = "//tools/pytest:pytest_main.py",
+        args = ["$(rootpath {})".format(src) for src in modules] + args,
+        data = data + ["//:pyproject.toml"],  # pytest's settings
+        legacy_create_init = 0,
+        deps = deps + ["@pypi//coverage", "@pypi//pytest"],
+        tags = tags + (["exclusive"] if "gpu" in tags else []),
+        **kwargs
+    )
+
+def pytest_tests(folder, deps, data = [], overrides = {}):
+    """One test for each `*_test.py` under `folder`, named after the file; `*_gpu_test.py` gets the tag gpu.
+
+    Args:
+      folder: where the tests are; other Python files there (conftest.py, helpers) go with each of them.
+      deps: libraries the tests import.
+      data: files the tests read.
+      overrides: file under `folder` to attributes of its test, such as HEAVY or `{"shard_count": 4}`.
+    """
+    tests = native.glob([folder + "/**/*_test.py"], allow_empty = True)
+    shared = native.glob([folder + "/**/*.py"], exclude = tests, allow_empty = True)
+    files = native.glob([folder + "/**"], exclude = [folder + "/**/*.py", folder + "/**/*.pyc"], allow_empty = True)
+    for file in overrides:
+        if "{}/{}".format(folder, file) not in tests:
+            fail("overrides name {}, which is not a test under {}/".format(file, folder))
+    for test in tests:
+        attributes = dict(overrides.get(test[len(folder) + 1:], {}))
+        tags = attributes.pop("tags", [])
+        if test.endswith("_gpu_test.py"):
+            tags = tags + ["gpu"]
+        pytest_test(
+            name = test.split("/")[-1].removesuffix(".py"),
+            size = attributes.pop("size", "medium"),
+            srcs = [test] + shared,
+            data = data + files,
+            tags = tags,
+            deps = deps,
+            **attributes
+        )
+
+def python_package(name, deps, users, test_deps = [], test_data = [], tests = {}):
+    """An installable package: its library, one test a file of `tests/`, `:wheel`, and `:sources` for the linter.
+
+    Args:
+      name: the import package, `src/<name>/`.
+      deps: what the package needs when nothing optional is installed; pyproject.toml says the same.
+      users: the packages that may depend on it.
+      test_deps: what the tests need besides.
+      test_data: files that the tests read besides those in `tests/`.
+      tests: attributes of single tests, as in `pytest_tests`.
+    """
+    junk = ["**/__pycache__/**"]
+    py_library(
+        name = name,
+        srcs = native.glob(["src/**/*.py"]),
+        data = native.glob(["src/**"], exclude = ["src/**/*.py"] + junk, allow_empty = True),
+        visibility = users,
+        deps = deps,
+    )
+    pytest_tests(
+        folder = "tests",
+        data = test_data,
+        deps = [":" + name] + test_deps,
+        overrides = tests,
+    )
+    wheel(
+        name = "wheel",
+        srcs = native.glob(["src/**"], exclude = junk) + ["README.md"],
+        pyproject = "pyproject.toml",
+        visibility = ["//tests/install:__pkg__"],
+    )
+    native.filegroup(
+        name = "sources",
+        srcs = native.glob(["**/*.py"], exclude = junk) + ["BUILD.bazel", "pyproject.toml"],
+        visibility = ["//tests/install:__pkg__", "//tools/lint:__pkg__"],
+    )

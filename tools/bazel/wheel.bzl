@@ -1,0 +1,31 @@
+"""Wheels of the workspace's packages."""
+
+def _wheel_impl(ctx):
+    out = ctx.actions.declare_directory(ctx.label.name)
+    args = ctx.actions.args()
+    args.add("--package", ctx.file.pyproject.dirname)
+    args.add("--out", out.path)
+    args.add(ctx.file.pyproject)
+    args.add_all(ctx.files.srcs)
+    args.add_all(ctx.files._shared)
+    ctx.actions.run(
+        outputs = [out],
+        inputs = ctx.files.srcs + ctx.files._shared + [ctx.file.pyproject],
+        executable = ctx.executable._builder,
+        arguments = [args],
+        mnemonic = "PyWheel",
+        progress_message = "Building the wheel of %{label}",
+        use_default_shell_env = True,
+    )
+    return [DefaultInfo(files = depset([out]))]
+
+wheel = rule(
+    implementation = _wheel_impl,
+    doc = "A folder with the wheel that pyproject.toml describes.",
+    attrs = {
+        "pyproject": attr.label(allow_single_file = True, mandatory = True),
+        "srcs": attr.label_list(allow_files = True, mandatory = True),
+        "_builder": attr.label(default = "//tools/wheel:build_wheel", executable = True, cfg = "exec"),
+        "_shared": attr.label_list(default = ["//tools/wheel:hatch_siblings.py"], allow_files = True),
+    },
+)

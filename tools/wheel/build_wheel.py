@@ -1,0 +1,35 @@
+"""Builds the wheel of one package with the backend its pyproject.toml names (PEP 517), without a network."""
+
+import argparse
+import importlib
+import os
+import pathlib
+import shutil
+import tempfile
+import tomllib
+
+
+def main() -> None:
+    """Copies the sources to a scratch folder, laid out like the workspace, and builds there.
+
+    Backends write next to the sources, and pyproject.toml may name files outside of its folder (`../../tools/...`).
+    """
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--package", type=pathlib.Path, required=True, help="the folder of pyproject.toml")
+    parser.add_argument("--out", type=pathlib.Path, required=True, help="the folder for the wheel")
+    parser.add_argument("sources", type=pathlib.Path, nargs="+")
+    options = parser.parse_args()
+    out = options.out.resolve()
+    with tempfile.TemporaryDirectory() as scratch:
+        for source in options.sources:
+            target = pathlib.Path(scratch, source)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source, target)
+        os.chdir(pathlib.Path(scratch, options.package))
+        os.environ.setdefault("SOURCE_DATE_EPOCH", "315532800")  # the first date a zip file can hold
+        system = tomllib.loads(pathlib.Path("pyproject.toml").read_text(encoding="utf-8"))["build-system"]
+        importlib.import_module(system["build-backend"]).build_wheel(str(out))
+
+
+if __name__ == "__main__":
+    main()
