@@ -134,7 +134,7 @@ def packed_attention(
     reason = varlen_unavailable_reason(query.device, query.dtype, query.shape[-1], dropout)
     if reason is None:
         return _varlen(query, key, value, cu_seq_lens_q, max_length_q, scaling, sliding_window), None
-    _log_fallback_once(reason)
+    _log_fallback_once(reason, logging.WARNING if query.is_cuda else logging.INFO)
     return _sequence_by_sequence(query, key, value, cu_seq_lens_q, scaling, dropout, sliding_window), None
 
 
@@ -159,8 +159,7 @@ def varlen_unavailable_reason(device: torch.device, dtype: torch.dtype, head_dim
 
 
 @functools.cache
-def _log_fallback_once(reason: str) -> None:
-    level = logging.INFO if "CUDA, the model is on cpu" in reason else logging.WARNING
+def _log_fallback_once(reason: str, level: int) -> None:
     logger.log(level, "packed attention runs sequence by sequence instead of as torch's varlen kernel: %s", reason)
 
 

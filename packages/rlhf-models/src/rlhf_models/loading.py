@@ -127,12 +127,21 @@ def _load_model(
     config = load_config(path)
     attention = choose_attention(config, attn_implementation, packing=packing)
     with _clear_errors(path), quiet_transformers():
-        model = auto_class.from_pretrained(
-            str(path), config=config, dtype=resolve_dtype(dtype), attn_implementation=attention
+        model, report = auto_class.from_pretrained(
+            str(path),
+            config=config,
+            dtype=resolve_dtype(dtype),
+            attn_implementation=attention,
+            output_loading_info=True,
         )
+    if missing := sorted(report["missing_keys"]):
+        hint = "it may be the folder of another kind of model, such as a critic"
+        message = f"the model {path} lacks {len(missing)} weights of a {type(model).__name__}, {missing[0]} among them"
+        raise ConfigError(with_hint(message, hint))
     if checkpointing:
-        # Renamed between the versions of transformers that are supported; both default to the non-reentrant kind.
-        (getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable)()
+        # Renamed, its argument too, between the versions of transformers that are supported.
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
     return model.train()
 
 
@@ -161,7 +170,7 @@ def _check_eos(tokenizer: Any, name: str | Path) -> None:
 def _clear_errors(path: str | Path) -> Iterator[None]:
     try:
         yield
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError) as error:
         first_line = str(error).strip().split("\n")[0]
         hint = "check the path, or the hub name and the network; a hub model must be in the local cache when offline"
         raise ConfigError(with_hint(f"cannot load the model {path}: {first_line}", hint)) from error

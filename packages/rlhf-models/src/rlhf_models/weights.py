@@ -1,0 +1,198 @@
+"""Weights on their way out of a model: under checkpoint names, in buckets of bounded size, or as a folder."""
+
+import logging
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rlhf_data.errors import CheckpointError, ConfigError, with_hint
+from rlhf_models.loading import VALUE_HEAD_FILE, quiet_transformers
+
+logger = logging.getLogger(__name__)
+
+BUCKET_ALIGNMENT_BYTES = 256
+_WRAPPER_PREFIX = "model."
+_HEAD_PREFIX = "value_head."
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedWeight:
+    """Where one weight lies in a bucket's buffer; the fields are those of `rlhf_rollout.weights.TensorSpec`.
+
+    Attributes:
+        name: in the Hugging Face checkpoint.
+        dtype: torch's name for it without the prefix.
+        shape: of the whole weight, also when ZeRO-3 has split it.
+        offset_bytes: from the start of the buffer, a multiple of 256.
+        size_bytes: contiguous.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset_bytes: int
+    size_bytes: int
+
+
+def hf_named_weights(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Return a model's parameters under the names of its Hugging Face checkpoint, tied ones once.
+
+    Args:
+        model: an `Actor`, or a transformers model.
+
+    Raises:
+        ConfigError: the checkpoint does not hold the weights as the model does, such as experts that are fused.
+    """
+    model = _unwrapped(model)
+    named = list(model.named_parameters())
+    saved = _checkpoint_names(model, [name for name, _ in named])
+    if saved != {name for name, _ in named}:
+        differing = ", ".join(sorted({name for name, _ in named} ^ saved)[:3])
+        hint = "use a model whose layers are stored one by one"
+        message = (
+            f"a {model.config.model_type} model and its checkpoint name their weights differently ({differing}, ...)"
+        )
+        raise ConfigError(with_hint(message, hint))
+    return named
+
+
+def plan_buckets(
+    specs: Iterable[tuple[str, nn.Parameter | Tensor]], bucket_bytes: int, dtype: torch.dtype | None = None
+) -> list[tuple[PlacedWeight, ...]]:
+    """Place weights, in order, in as few buckets of at most `bucket_bytes` as that order allows.
+
+    Args:
+        specs: names and tensors, as `hf_named_weights` returns them; only their shapes and dtypes are read.
+        bucket_bytes: a weight larger than that has a bucket of its own.
+        dtype: that floating-point weights are sent in; their own when None.
+
+    Returns:
+        One tuple a bucket; a bucket's buffer ends where its last weight does.
+
+    Raises:
+        ConfigError: `bucket_bytes` is not positive.
+    """
+    if bucket_bytes < 1:
+        raise ConfigError(f"bucket_bytes is {bucket_bytes}; it must be positive")
+    buckets: list[list[PlacedWeight]] = [[]]
+    end = 0
+    for name, tensor in specs:
+        sent = dtype if dtype is not None and tensor.dtype.is_floating_point else tensor.dtype
+        shape = tuple(getattr(tensor, "ds_shape", tensor.shape))
+        size = shape_size(shape) * sent.itemsize
+        offset = -(-end // BUCKET_ALIGNMENT_BYTES) * BUCKET_ALIGNMENT_BYTES
+        if buckets[-1] and offset + size > bucket_bytes:
+            buckets.append([])
+            offset = 0
+        buckets[-1].append(PlacedWeight(name, str(sent).removeprefix("torch."), shape, offset, size))
+        end = offset + size
+    return [tuple(bucket) for bucket in buckets if bucket]
+
+
+def shape_size(shape: Sequence[int]) -> int:
+    """Return the number of elements of a shape."""
+    return torch.Size(shape).numel()
+
+
+def save_hf(model: nn.Module, state_dict: Mapping[str, Tensor] | None, tokenizer: Any | None, path: str | Path) -> Path:
+    """Write a folder that plain transformers loads, all or nothing: it is moved into place when complete.
+
+    Args:
+        model: an `Actor`, a `Critic` (whose head lies beside the backbone), or a transformers model.
+        state_dict: its weights where the model does not hold them, as gathered from ZeRO-3, under the names of
+            `model.state_dict()` or of the checkpoint; the model's own when None.
+        tokenizer: saved beside it; None for none.
+        path: the folder; an earlier one is replaced.
+
+    Returns:
+        The folder.
+
+    Raises:
+        CheckpointError: a weight is missing, or the folder cannot be written.
+    """
+    path = Path(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as scratch:
+            new = Path(scratch) / "new"
+            _write(model, state_dict, tokenizer, new)
+            if path.exists():
+                path.rename(Path(scratch) / "old")
+            new.rename(path)
+    except OSError as error:
+        raise CheckpointError(
+            with_hint(f"cannot write the model to {path}: {error}", "check the disk and the path")
+        ) from error
+    return path
+
+
+def _write(model: nn.Module, state_dict: Mapping[str, Tensor] | None, tokenizer: Any | None, folder: Path) -> None:
+    from safetensors.torch import save_file
+
+    inner = _unwrapped(model)
+    weights, head = _split_state(model, inner, model.state_dict() if state_dict is None else state_dict)
+    _make_generation_config_savable(inner)
+    with quiet_transformers():
+        inner.save_pretrained(folder, state_dict=weights)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+    if head:
+        save_file({name: tensor.contiguous() for name, tensor in head.items()}, folder / VALUE_HEAD_FILE)
+
+
+def _split_state(
+    model: nn.Module, inner: nn.Module, state: Mapping[str, Tensor]
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return the transformers model's weights, tied ones once, and the value head's, from either kind of names."""
+    head = {name.removeprefix(_HEAD_PREFIX): value for name, value in state.items() if name.startswith(_HEAD_PREFIX)}
+    body = {name: value for name, value in state.items() if not name.startswith(_HEAD_PREFIX)}
+    wrapped = {_WRAPPER_PREFIX + name for name in inner.state_dict()}
+    if model is not inner and set(body) <= wrapped:
+        body = {name.removeprefix(_WRAPPER_PREFIX): value for name, value in body.items()}
+
+    tied = (
+        set(inner.state_dict())
+        - {name for name, _ in inner.named_parameters()}
+        - {name for name, _ in inner.named_buffers()}
+    )
+    weights = {name: value.detach() for name, value in body.items() if name not in tied}
+    missing = sorted(set(inner.state_dict()) - tied - set(weights))
+    if hasattr(model, "value_head") and not head:
+        missing.append(_HEAD_PREFIX + "weight")
+    if missing:
+        raise CheckpointError(f"the state to save lacks {len(missing)} weights, {missing[0]} among them")
+    return weights, head
+
+
+def _unwrapped(model: nn.Module) -> Any:
+    """Return the transformers model inside an actor or critic."""
+    from transformers import PreTrainedModel
+
+    return model if isinstance(model, PreTrainedModel) else model.model
+
+
+def _checkpoint_names(model: Any, names: list[str]) -> set[str]:
+    from transformers.core_model_loading import revert_weight_conversion
+
+    if not getattr(model, "_weight_conversions", None):
+        return set(names)
+    # Converters cut and join tensors, so they get some, of the right rank and without memory.
+    shapes = {name: tuple(getattr(tensor, "ds_shape", tensor.shape)) for name, tensor in model.named_parameters()}
+    return set(revert_weight_conversion(model, {name: torch.empty(shapes[name], device="meta") for name in names}))
+
+
+def _make_generation_config_savable(model: Any) -> None:
+    """Some published models sample by options that transformers refuses to save unless sampling is on."""
+    config = getattr(model, "generation_config", None)
+    if config is None:
+        return
+    try:
+        config.validate(strict=True)
+    except ValueError as error:
+        logger.warning("generation_config: do_sample is set to True, without which it cannot be saved: %s", error)
+        config.do_sample = True
