@@ -9,10 +9,22 @@ from rlhf_models.loading import load_actor
 
 
 def load_reference(
-    path: str | Path, *, dtype: str | torch.dtype, attn_implementation: str = "auto", packing: bool = False
+    path: str | Path,
+    *,
+    dtype: str | torch.dtype,
+    attn_implementation: str = "auto",
+    gradient_checkpointing: bool = False,
+    packing: bool = False,
 ) -> Actor:
     """Load an actor that is never trained: in eval mode, without gradients. Arguments and errors as in `load_actor`."""
-    return freeze(load_actor(path, dtype=dtype, attn_implementation=attn_implementation, packing=packing))
+    actor = load_actor(
+        path,
+        dtype=dtype,
+        attn_implementation=attn_implementation,
+        gradient_checkpointing=gradient_checkpointing,
+        packing=packing,
+    )
+    return freeze(actor)
 
 
 def freeze(actor: Actor) -> Actor:

@@ -105,7 +105,7 @@ def save_hf(model: nn.Module, state_dict: Mapping[str, Tensor] | None, tokenizer
     Args:
         model: an `Actor`, a `Critic` (whose head lies beside the backbone), or a transformers model.
         state_dict: its weights where the model does not hold them, as gathered from ZeRO-3, under the names of
-            `model.state_dict()` or of the checkpoint; the model's own when None.
+            `model.state_dict()` or of the checkpoint, tied ones once or twice; the model's own when None.
         tokenizer: saved beside it; None for none.
         path: the folder; an earlier one is replaced.
 
@@ -150,22 +150,16 @@ def _split_state(
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return the transformers model's weights, tied ones once, and the value head's, from either kind of names."""
     head = {name.removeprefix(_HEAD_PREFIX): value for name, value in state.items() if name.startswith(_HEAD_PREFIX)}
-    body = {name: value for name, value in state.items() if not name.startswith(_HEAD_PREFIX)}
-    wrapped = {_WRAPPER_PREFIX + name for name in inner.state_dict()}
-    if model is not inner and set(body) <= wrapped:
-        body = {name.removeprefix(_WRAPPER_PREFIX): value for name, value in body.items()}
-
-    tied = (
-        set(inner.state_dict())
-        - {name for name, _ in inner.named_parameters()}
-        - {name for name, _ in inner.named_buffers()}
-    )
-    weights = {name: value.detach() for name, value in body.items() if name not in tied}
-    missing = sorted(set(inner.state_dict()) - tied - set(weights))
+    parameters = {name for name, _ in inner.named_parameters()}
+    prefix = "" if parameters <= set(state) else _WRAPPER_PREFIX
+    tied = set(inner.state_dict()) - parameters - {name for name, _ in inner.named_buffers()}
+    needed = sorted(set(inner.state_dict()) - tied)
+    missing = [name for name in needed if prefix + name not in state]
     if hasattr(model, "value_head") and not head:
         missing.append(_HEAD_PREFIX + "weight")
     if missing:
         raise CheckpointError(f"the state to save lacks {len(missing)} weights, {missing[0]} among them")
+    weights = {name: state[prefix + name].detach() for name in needed}
     return weights, head
 
 
