@@ -1,0 +1,105 @@
+"""What sections and fields of a configuration are made of."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, get_args, get_origin
+
+from pydantic import AfterValidator, BaseModel, ConfigDict
+from pydantic.fields import FieldInfo
+
+from rlhf_data.errors import unknown
+
+
+class Section(BaseModel):
+    """One concern: frozen, closed, its fields described. `TITLE` heads it in --help."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
+
+    TITLE: ClassVar[str] = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """The values a text field may have; metadata of the field."""
+
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Aliases:
+    """Further flags for a field; metadata of the field."""
+
+    names: tuple[str, ...]
+
+
+def one_of(names: Iterable[str]) -> Any:
+    """Return the type of a text field that must be one of `names`."""
+    choices = Choices(tuple(names))
+
+    def check(value: str) -> str:
+        if value not in choices.names:
+            raise ValueError(unknown("value", value, choices.names))
+        return value
+
+    return Annotated[str, AfterValidator(check), choices]
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One field of one section, as flags and TOML keys see it.
+
+    Attributes:
+        section: the section's name, its table in TOML.
+        name: the field's name, its key in TOML and its flag after `--`.
+        info: pydantic's description of it.
+    """
+
+    section: str
+    name: str
+    info: FieldInfo
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """The flags that set it, the main one first."""
+        extra = next((item.names for item in self.info.metadata if isinstance(item, Aliases)), ())
+        return tuple(f"--{name}" for name in (self.name, *extra))
+
+    @property
+    def choices(self) -> tuple[str, ...] | None:
+        """The values it may have, where they are a list."""
+        for item in (*self.info.metadata, *(m for arg in get_args(self.info.annotation) for m in get_args(arg)[1:])):
+            if isinstance(item, Choices):
+                return item.names
+        return None
+
+    @property
+    def is_switch(self) -> bool:
+        """Whether it is on or off."""
+        return self.info.annotation is bool
+
+    @property
+    def num_values(self) -> int:
+        """Words that follow its flag."""
+        for kind in (self.info.annotation, *get_args(self.info.annotation)):
+            if get_origin(kind) is tuple:
+                return len(get_args(kind))
+        return 1
+
+    @property
+    def optional(self) -> bool:
+        """Whether None is a value."""
+        return type(None) in get_args(self.info.annotation)
+
+
+def options(config_class: type[BaseModel]) -> Iterator[Option]:
+    """Yield every field of every section of a configuration, in the order of their definition."""
+    for section, info in config_class.model_fields.items():
+        kind = info.annotation
+        assert isinstance(kind, type) and issubclass(kind, Section)
+        for name, field in kind.model_fields.items():
+            yield Option(section, name, field)
+
+
+def section_titles(config_class: type[BaseModel]) -> dict[str, str]:
+    """Return the title of every section by name."""
+    return {name: info.annotation.TITLE for name, info in config_class.model_fields.items()}  # type: ignore[union-attr]

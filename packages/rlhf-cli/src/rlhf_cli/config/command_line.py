@@ -1,0 +1,263 @@
+"""From defaults, recipe, TOML file and flags to a checked configuration: one thin layer over argparse and pydantic."""
+
+import argparse
+import json
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, NoReturn, TypeVar, get_args
+
+from pydantic import BaseModel, ValidationError
+
+from rlhf_cli.config.base import Option, options, section_titles
+from rlhf_data.errors import ConfigError, missing_file, nearest, with_hint
+
+Config = TypeVar("Config", bound=BaseModel)
+Values = dict[str, dict[str, Any]]
+
+NONE = "None"
+"""What stands for no value, on the command line and in TOML, which has none of its own."""
+
+_TRUE = "true"
+
+
+@dataclass(frozen=True, slots=True)
+class Parsed(Generic[Config]):
+    """A command line, understood.
+
+    Attributes:
+        config: checked, everything filled in.
+        notices: options without effect, a sentence each.
+        given: names of the options that somebody set, by flag or by file.
+        dry_run: only show what would be done.
+    """
+
+    config: Config
+    notices: tuple[str, ...]
+    given: frozenset[str]
+    dry_run: bool
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(with_hint(message, f"`{self.prog} --help` lists the flags"))
+
+
+def parse(
+    config_class: type[Config],
+    argv: Sequence[str],
+    *,
+    prog: str,
+    description: str,
+    resolve: Callable[[str], Path],
+    recipe: Callable[[Mapping[str, Mapping[str, Any]]], Path | None] = lambda values: None,
+) -> Parsed[Config]:
+    """Return the configuration that `argv` describes; defaults < recipe < TOML file < flags.
+
+    Args:
+        config_class: sections, with a `check(given)` method.
+        argv: the flags.
+        prog, description: for --help.
+        resolve: turns a path that a user typed into one that can be opened.
+        recipe: from what was given to a TOML file that fills in the rest, or None.
+
+    Raises:
+        ConfigError: an unknown flag, section, key or value, or options that cannot work together.
+        SystemExit: --help was asked for.
+    """
+    known = list(options(config_class))
+    flags = _read_flags(config_class, known, argv, prog=prog, description=description)
+    file, dry_run = flags.pop("config", None), flags.pop("dry_run", False)
+    values = _merge(read_toml(resolve(file), config_class) if file else {}, _by_section(known, flags))
+    given = frozenset(name for section in values.values() for name in section)
+    base = recipe(values)
+    if base is not None:
+        values = _merge(read_toml(base, config_class), values)
+    config = validate(config_class, _without_none(known, values))
+    notices = config.check(given)  # type: ignore[attr-defined]
+    return Parsed(config, tuple(notices), given, dry_run)
+
+
+def make_parser(config_class: type[BaseModel], *, prog: str, description: str) -> argparse.ArgumentParser:
+    """Return an argparse parser with one group a section. Values stay text: the schema knows their types."""
+    parser = _Parser(
+        prog=prog,
+        usage=f"{prog} [--config FILE.toml] [--dry_run] [flags]",
+        description=description,
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34, width=110),
+    )
+    parser.add_argument("--config", metavar="FILE.toml", help="take options from a TOML file with these sections")
+    parser.add_argument("--dry_run", action="store_true", help="show configuration, placement and arithmetic; start nothing")
+    groups = {name: parser.add_argument_group(title) for name, title in section_titles(config_class).items()}
+    for option in options(config_class):
+        groups[option.section].add_argument(*option.flags, dest=option.name, help=_help(option), **_shape(option))
+    return parser
+
+
+def read_toml(path: Path, config_class: type[BaseModel]) -> Values:
+    """Return the values of a TOML file by section.
+
+    Raises:
+        ConfigError: no such file, not TOML, or a section or key that does not exist.
+    """
+    if not path.is_file():
+        raise ConfigError(missing_file("configuration file", path))
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not TOML: {error}") from None
+    keys: dict[str, list[str]] = {}
+    for option in options(config_class):
+        keys.setdefault(option.section, []).append(option.name)
+    home = {name: section for section, names in keys.items() for name in names}
+    for section, table in content.items():
+        if section not in keys:
+            hint = f"`{section}` is a key of the section [{home[section]}]" if section in home else None
+            raise ConfigError(with_hint(f"{path}: unknown section `{section}`", hint or _sections(section, keys)))
+        if not isinstance(table, dict):
+            raise ConfigError(with_hint(f"{path}: `{section}` must be a section", f"write [{section}] with its keys below"))
+        for key in table:
+            if key not in keys[section]:
+                hint = f"`{key}` is a key of the section [{home[key]}]" if key in home else None
+                text = f"{path}: unknown key `{key}` in [{section}]"
+                raise ConfigError(with_hint(text, hint or _keys(key, keys[section])))
+    return content
+
+
+def validate(config_class: type[Config], values: Mapping[str, Mapping[str, Any]]) -> Config:
+    """Return the configuration. Raises ConfigError, in terms of flags, for a value that a field cannot have."""
+    try:
+        return config_class.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(_explain(error.errors()[0])) from None
+
+
+def to_toml(config: BaseModel) -> str:
+    """Return a configuration as the TOML file that --config would read; what is None by default and still is is left out."""
+    values = config.model_dump(mode="json")
+    lines: dict[str, list[str]] = {section: [f"[{section}]"] for section in values}
+    for option in options(type(config)):
+        value = values[option.section][option.name]
+        if value is not None or option.info.get_default() is not None:
+            lines[option.section].append(f"{option.name} = {_toml_value(NONE if value is None else value)}")
+    return "\n".join("\n".join([*section, ""]) for section in lines.values())
+
+
+def _toml_value(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False)  # TOML's basic strings escape as JSON does
+    if isinstance(value, list):
+        return f"[{', '.join(map(_toml_value, value))}]"
+    return repr(value)
+
+
+def _read_flags(
+    config_class: type[BaseModel], known: Sequence[Option], argv: Sequence[str], *, prog: str, description: str
+) -> dict[str, Any]:
+    parser = make_parser(config_class, prog=prog, description=description)
+    namespace, rest = parser.parse_known_args(list(argv))
+    if rest:
+        names = [flag for option in known for flag in option.flags] + ["--config", "--dry_run", "--help"]
+        raise ConfigError(_unknown_flag(rest, names, prog))
+    return vars(namespace)
+
+
+def _unknown_flag(rest: Sequence[str], names: Sequence[str], prog: str) -> str:
+    wrong = next((word for word in rest if word.startswith("--")), None)
+    if wrong is None:
+        return with_hint(f"`{rest[0]}` belongs to no flag", "quote a value that has spaces")
+    flag = wrong.split("=")[0]
+    guess = nearest(flag.replace("-", "_").replace("__", "--", 1), names)
+    return with_hint(f"unknown flag `{flag}`", f"did you mean `{guess}`?" if guess else f"`{prog} --help` lists the flags")
+
+
+def _by_section(known: Sequence[Option], flags: Mapping[str, Any]) -> Values:
+    values: Values = {}
+    for option in known:
+        if option.name in flags:
+            values.setdefault(option.section, {})[option.name] = flags[option.name]
+    return values
+
+
+def _without_none(known: Sequence[Option], values: Values) -> Values:
+    optional = {option.name for option in known if option.optional}
+    return {
+        section: {name: None if name in optional and value == NONE else value for name, value in table.items()}
+        for section, table in values.items()
+    }
+
+
+def _merge(below: Mapping[str, Mapping[str, Any]], above: Mapping[str, Mapping[str, Any]]) -> Values:
+    return {name: {**below.get(name, {}), **above.get(name, {})} for name in [*below, *(n for n in above if n not in below)]}
+
+
+def _shape(option: Option) -> dict[str, Any]:
+    if option.is_switch:
+        return {"nargs": "?", "const": _TRUE, "metavar": "true|false"}
+    if option.num_values > 1:
+        return {"nargs": option.num_values, "metavar": "X"}
+    if option.choices:
+        return {"metavar": "{" + ",".join(option.choices) + "}"}
+    kinds = {int: "N", float: "X"}
+    found = [name for kind, name in kinds.items() if kind in (option.info.annotation, *get_args(option.info.annotation))]
+    return {"metavar": found[0] if found else "TEXT"}
+
+
+def _help(option: Option) -> str:
+    default = option.info.get_default()
+    text = (option.info.description or "").replace("%", "%%")
+    if option.is_switch or default is None:
+        return text
+    shown = " ".join(map(str, default)) if isinstance(default, tuple) else default
+    return f"{text} (default: {shown})"
+
+
+def _sections(section: str, keys: Mapping[str, Sequence[str]]) -> str:
+    guess = nearest(section, keys)
+    return f"did you mean [{guess}]?" if guess else f"there are [{'], ['.join(keys)}]"
+
+
+def _keys(key: str, keys: Sequence[str]) -> str:
+    guess = nearest(key, keys)
+    return f"did you mean `{guess}`?" if guess else f"there are {', '.join(keys)}"
+
+
+_ALLOWED = {
+    "int_parsing": "a whole number",
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_parsing": "a number",
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "bool_parsing": "true or false",
+    "bool_type": "true or false",
+    "string_type": "text",
+    "tuple_type": "a list of numbers",
+    "too_long": "a list of {max_length}",
+    "too_short": "a list of {min_length}",
+    "missing": "there, once for each value",
+    "greater_than": "above {gt}",
+    "greater_than_equal": "at least {ge}",
+    "less_than": "below {lt}",
+    "less_than_equal": "at most {le}",
+}
+
+
+def _explain(error: Mapping[str, Any]) -> str:
+    """Return one of pydantic's errors as a sentence about a flag."""
+    section, *rest = error["loc"]
+    name = next((part for part in rest if isinstance(part, str)), section)
+    value, kind = error["input"], error["type"]
+    if kind == "value_error":
+        return f"--{name}: {error['ctx']['error']}"
+    if kind not in _ALLOWED:
+        return f"--{name} is {value!r}: {error['msg']}"
+    return f"--{name} is {value}; it must be {_ALLOWED[kind].format(**error.get('ctx', {}))}"
+
+
+

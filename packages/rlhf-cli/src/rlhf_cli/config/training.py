@@ -1,0 +1,47 @@
+"""Batches, epochs, optimizers."""
+
+from typing import ClassVar
+
+from pydantic import Field
+
+from rlhf_cli.config.base import Section, one_of
+
+Scheduler = one_of(("cosine_with_min_lr", "linear", "constant"))
+
+
+class TrainingSection(Section):
+    """What all trainers have in common."""
+
+    TITLE: ClassVar[str] = "training"
+
+    train_batch_size: int = Field(128, ge=1, description="samples an optimizer step, over all processes")
+    micro_train_batch_size: int = Field(
+        8, ge=1, description="samples a forward-backward pass, on one training process"
+    )
+    adam_betas: tuple[float, float] = Field((0.9, 0.95), description="AdamW's two betas")
+    l2: float = Field(0.0, ge=0, description="AdamW's weight decay; norms and biases have none")
+    max_norm: float = Field(1.0, ge=0, description="gradients are scaled down to this global norm; 0: no limit")
+    lr_scheduler: Scheduler = Field("cosine_with_min_lr", description="the learning rate after warm-up")
+    lr_warmup_ratio: float = Field(0.03, ge=0, le=1, description="share of the optimizer steps with linear warm-up")
+    min_lr_ratio: float = Field(
+        0.1, ge=0, le=1, description="learning rate at the end of cosine_with_min_lr, as a share of its peak"
+    )
+    zero_stage: int = Field(2, ge=0, le=3, description="DeepSpeed ZeRO stage")
+    seed: int = Field(42, ge=0, le=2**31 - 1, description="of everything that is drawn")
+
+
+class PpoTrainingSection(TrainingSection):
+    """Rounds of generation and training."""
+
+    max_epochs: int = Field(1, ge=1, description="passes over the samples of a step")
+    num_episodes: int = Field(1, ge=1, description="passes over the prompts")
+    max_steps: int | None = Field(None, ge=1, description="steps at most; None: as --num_episodes says")
+    actor_learning_rate: float = Field(1e-6, ge=0, description="peak learning rate of the policy")
+    critic_learning_rate: float = Field(9e-6, ge=0, description="peak learning rate of the critic")
+
+
+class SftTrainingSection(TrainingSection):
+    """Passes over the examples."""
+
+    max_epochs: int = Field(1, ge=1, description="passes over the examples")
+    learning_rate: float = Field(5e-6, ge=0, description="peak learning rate")
