@@ -1,0 +1,81 @@
+"""Rollouts as JSON: one record each, one line each."""
+
+import json
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+
+from rlhf_data.records import Rollout, RolloutGroup
+
+
+def rollout_record(group: RolloutGroup, rollout: Rollout) -> dict[str, Any]:
+    """Return a rollout with its prompt as plain JSON values.
+
+    `token_ids` and `logprobs` hold the whole sequence, prompt included; log-probs are those of the engine, 0.0 where
+    the policy did not write the token and null where one is not finite. `spans` says who wrote which run of tokens.
+    `reward`, `score` and `verdict` are null for a rollout that was not scored.
+    """
+    verdict = rollout.verdict
+    return {
+        "rollout_id": rollout.rollout_id,
+        "group_id": rollout.group_id,
+        "prompt_id": group.prompt.prompt_id,
+        "source": group.prompt.source,
+        "prompt": group.prompt.text,
+        "label": group.prompt.label,
+        "text": rollout.text,
+        "token_ids": rollout.token_ids.tolist(),
+        "logprobs": [_number(value) for value in rollout.rollout_logprobs],
+        "spans": [
+            {"source": str(span.source), "num_tokens": len(span.token_ids), "policy_version": span.policy_version}
+            for span in rollout.spans
+        ],
+        "finish_reason": str(rollout.finish_reason),
+        "policy_version": rollout.policy_version,
+        "reward": verdict.reward if verdict else None,
+        "score": verdict.score if verdict else None,
+        "verdict": str(verdict.kind) if verdict else None,
+        "detail": verdict.detail if verdict else "",
+        "extra": dict(verdict.extra) if verdict else {},
+    }
+
+
+class RolloutWriter:
+    """Appends groups to a JSONL file; what was written is on disk after every group.
+
+    Args:
+        path: the file; its folders are made.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = self.path.open("a", encoding="utf-8")
+        self.num_written = 0
+
+    def write(self, group: RolloutGroup, **fields: Any) -> None:
+        """Append the group's rollouts, each with the further `fields` (a step, a phase) in front."""
+        for rollout in group.rollouts:
+            record = {**fields, **rollout_record(group, rollout)}
+            self._file.write(json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n")
+            self.num_written += 1
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _number(value: np.float32) -> float | None:
+    # The shortest decimal that is this float32, not the long one that its float64 has.
+    return float(str(value)) if np.isfinite(value) else None

@@ -1,0 +1,107 @@
+"""Rewards for answers that are numbers: the number after the last `####`, compared exactly.
+
+As a reward function by name: `rlhf_rollout.rewards.math`. LaTeX is compared by math-verify where that is installed.
+"""
+
+import re
+import threading
+from collections.abc import Sequence
+from fractions import Fraction
+from functools import cache
+from importlib.util import find_spec
+
+from rlhf_data.records import VerdictKind
+
+MARKER = "####"
+
+# 300 characters hold every sensible number; the limit keeps exact arithmetic on a model's nonsense cheap.
+_MAX_LENGTH = 300
+_VERIFY_TIMEOUT_S = 5
+_NUMBER = re.compile(r"([-+]?)(?:([0-9]+)/([0-9]+)|([0-9]+\.?[0-9]*|\.[0-9]+))(%?)(?=$|\s)([^0-9]*)")
+
+
+def extract_answer(text: str) -> str | None:
+    """Return the answer in the line after the last `####`, without thousands commas, `$` and a trailing period.
+
+    None when there is no `####` or nothing after it.
+    """
+    _, marker, rest = text.rpartition(MARKER)
+    if not marker:
+        return None
+    lines = rest.strip().splitlines()
+    return clean_answer(lines[0]) or None if lines else None
+
+
+def clean_answer(text: str) -> str:
+    """Return an answer without thousands commas, `$`, a trailing period and white space around it."""
+    text = text.strip()
+    # `$` marks money or, in a pair around the whole, LaTeX: both say nothing about the value.
+    return re.sub(r"(?<=[0-9]),(?=[0-9]{3})", "", text.replace("$", "")).strip().removesuffix(".").strip()
+
+
+def parse_number(text: str) -> Fraction | None:
+    """Return the exact value of `72`, `-0.5`, `3/4`, `50%` (as 50) or a number followed by its unit; None otherwise."""
+    match = _NUMBER.fullmatch(text) if len(text) <= _MAX_LENGTH else None
+    if match is None:
+        return None
+    sign, numerator, denominator, decimal, _, _ = match.groups()
+    if denominator is not None and not int(denominator):
+        return None
+    value = Fraction(decimal) if denominator is None else Fraction(int(numerator), int(denominator))
+    return -value if sign == "-" else value
+
+
+def grade(response: str, label: str) -> VerdictKind:
+    """Return whether a response gives the label's answer: ok, wrong, or unparsable when it gives none.
+
+    Args:
+        response: with the answer after its last `####`.
+        label: the answer alone, or a solution that ends in `#### answer`.
+
+    Raises:
+        ValueError: the label has no answer in it.
+    """
+    expected = extract_answer(label) if MARKER in label else clean_answer(label)
+    if not expected:
+        raise ValueError(f"the label {label[:80]!r} has no answer")
+    answer = extract_answer(response)
+    if answer is None:
+        return VerdictKind.UNPARSABLE
+    if answer == expected:
+        return VerdictKind.OK
+    number, expected_number = parse_number(answer), parse_number(expected)
+    if number is not None and expected_number is not None:
+        return VerdictKind.OK if number == expected_number else VerdictKind.WRONG
+    same = _same_expression(answer, expected) if "\\" in answer + expected else None
+    if same is not None:
+        return VerdictKind.OK if same else VerdictKind.WRONG
+    # A number or a word where the other is expected is an answer, and wrong; anything else is no answer.
+    return VerdictKind.WRONG if number is not None or expected_number is None else VerdictKind.UNPARSABLE
+
+
+def reward_func(queries: Sequence[str], prompts: Sequence[str], labels: Sequence[str]) -> dict[str, list]:
+    """Return reward 1.0 for the right answer after the last `####` of the response and 0.0 otherwise, with verdicts."""
+    verdicts = [
+        grade(query[len(prompt) :], label) for query, prompt, label in zip(queries, prompts, labels, strict=True)
+    ]
+    return {
+        "rewards": [float(verdict is VerdictKind.OK) for verdict in verdicts],
+        "verdicts": [verdict.value for verdict in verdicts],
+    }
+
+
+@cache
+def _has_math_verify() -> bool:
+    return find_spec("math_verify") is not None
+
+
+def _same_expression(answer: str, expected: str) -> bool | None:
+    """Return whether two LaTeX expressions are equal; None when that cannot be told."""
+    if not _has_math_verify() or max(len(answer), len(expected)) > _MAX_LENGTH:
+        return None
+    from math_verify import parse, verify
+
+    # math-verify limits its time with a signal, which works in the main thread only.
+    timeout_s = _VERIFY_TIMEOUT_S if threading.current_thread() is threading.main_thread() else None
+    gold, found = (parse(f"${text}$", parsing_timeout=timeout_s) for text in (expected, answer))
+    return verify(gold, found, timeout_seconds=timeout_s) if gold and found else None
