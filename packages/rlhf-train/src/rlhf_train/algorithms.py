@@ -75,7 +75,8 @@ class AlgorithmSpec:
         kl_coef: weight of the KL to the reference, >= 0; 0 means there is no reference.
         kl_estimator: k1, k2 or k3.
         use_kl_loss: the KL is a term of the loss instead of a part of the reward.
-        whiten_std: False only centres where the row whitens, and skips the division by the group's deviation where it does not.
+        whiten_std: False only centres: no division by the batch's deviation where the row whitens, nor by the group's
+            where it does not.
     """
 
     estimator: str = "gae"

@@ -1,13 +1,15 @@
 """Which rollout is trained where and when: mini-batches, ranks and micro-batches as lists of indices. Torch-free.
 
-The plan is made once a step from lengths alone. What an optimizer step sees, and what its loss is divided by, depends on
-the seed and the mini-batch size only, never on the number of ranks or the size of micro-batches.
+The plan is made once a step from lengths alone. What an optimizer step sees, and what its loss is divided by, depends
+on the seed and the mini-batch size only, never on the number of ranks or the size of micro-batches.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+
+from rlhf_data.packing import split_balanced
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +33,8 @@ class MiniBatch:
     """One rank's part of one optimizer step.
 
     Attributes:
-        micro_batches: rows of the rank's shard, one tuple a forward-backward pass. Every rank has equally many; one that
-            runs out of rows has empty tuples, for which it takes part in the collectives with a loss of zero.
+        micro_batches: rows of the rank's shard, one tuple a forward-backward pass. Every rank has equally many; one
+            that runs out of rows has empty tuples, for which it takes part in the collectives with a loss of zero.
         denominators: of the whole optimizer step, equal on all ranks.
     """
 
@@ -90,7 +92,7 @@ def plan_batches(
     for members in np.array_split(order, num_mini_batches):
         response = [num_response_tokens[i] for i in members]
         denominators = Denominators(sum(response), sum(n > 0 for n in response), max_response_tokens)
-        shares = split_balanced([num_tokens[i] for i in members], num_ranks)
+        shares = _shares([num_tokens[i] for i in members], num_ranks)
         num_micro = max(-(-len(share) // micro_train_batch_size) for share in shares)
         for rank, share in enumerate(shares):
             first = len(rows[rank])
@@ -104,21 +106,12 @@ def plan_batches(
     )
 
 
-def split_balanced(weights: Sequence[int], num_parts: int) -> list[list[int]]:
-    """Deal items to parts of nearly equal weight and of sizes that differ by one at most.
-
-    Items go from heavy to light in rounds of `num_parts`; in each round the heaviest goes to the lightest part. Within a
-    part they stay in that order, so neighbours have similar lengths and padding is short.
-    """
-    by_weight = sorted(range(len(weights)), key=lambda i: (-weights[i], i))
-    parts: list[list[int]] = [[] for _ in range(num_parts)]
-    loads = [0] * num_parts
-    for start in range(0, len(by_weight), num_parts):
-        lightest_first = sorted(range(num_parts), key=lambda p: (loads[p], p))
-        for part, item in zip(lightest_first, by_weight[start : start + num_parts], strict=False):
-            parts[part].append(item)
-            loads[part] += weights[item]
-    return parts
+def _shares(weights: Sequence[int], num_ranks: int) -> list[list[int]]:
+    """Deal items to ranks evenly; each share from long to short, so that neighbours need little padding."""
+    if len(weights) < num_ranks:
+        return [[item] if item < len(weights) else [] for item in range(num_ranks)]
+    parts = split_balanced(weights, num_ranks)
+    return [sorted(part, key=lambda item: (-weights[item], item)) for part in parts]
 
 
 def _chunks(rows: Sequence[int], size: int, count: int) -> tuple[tuple[int, ...], ...]:

@@ -1,7 +1,7 @@
 """Rollouts as aligned tensors, ready for estimators and losses.
 
-Shape letters: B rollouts of one rank's shard, T the longest of them. Column t of every [B, T] tensor belongs to token t:
-log-probs are of that token given the tokens before it, values are of the state before it is written.
+Shape letters: B rollouts of one rank's shard, T the longest of them. Column t of every [B, T] tensor belongs to token
+t: log-probs are of that token given the tokens before it, values are of the state before it is written.
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from torch import Tensor
-
 from rlhf_data.records import Rollout
+from torch import Tensor
 
 COLUMNS = ("old_logprobs", "ref_logprobs", "values", "advantages", "returns")
 

@@ -1,7 +1,9 @@
-"""Where every process runs, as data: a pure function from what was asked and what there is to a plan of worker groups."""
+"""Where every process runs, as data: a pure function from what was asked and what there is to a plan."""
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from rlhf_data.errors import ConfigError, with_hint
 
@@ -70,7 +72,8 @@ class PlacementPlan:
         for group in (*self.groups, self.engines):
             holds = " + ".join(group.roles) or "vLLM"
             unit = f"{group.gpus_a_rank} GPU each" if self.device == "cuda" else "CPU"
-            lines.append(f"  {group.name:<8} {group.num_ranks} x {holds} ({unit}) in bundle(s) {', '.join(map(str, group.bundles))}")
+            where = ", ".join(map(str, group.bundles))
+            lines.append(f"  {group.name:<8} {group.num_ranks} x {holds} ({unit}) in bundle(s) {where}")
         return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
 
 
@@ -166,7 +169,7 @@ def _colocated(
     if engine_gpus != ranks or request.tensor_parallel_size != 1:
         raise ConfigError(
             with_hint(
-                f"colocated engines take {request.num_engines} x {request.tensor_parallel_size} GPUs, the actor {ranks}",
+                f"colocated engines take {request.num_engines} x {request.tensor_parallel_size} GPUs, not {ranks}",
                 f"use --vllm_num_engines {ranks} --vllm_tensor_parallel_size 1",
             )
         )
@@ -177,3 +180,13 @@ def _colocated(
     indices = tuple(range(ranks))
     groups = (GroupPlan("train", roles, ranks, indices, 1),)
     return PlacementPlan("cuda", (1,) * ranks, groups, GroupPlan("engines", (), ranks, indices, 1), True, notes)
+
+
+def local_resources() -> Resources:
+    """Return what this machine has, by CUDA_VISIBLE_DEVICES or the driver's device files: no GPU library is needed."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        num_gpus = len([device for device in visible.split(",") if device.strip() not in ("", "-1")])
+    else:
+        num_gpus = len([path for path in Path("/dev").glob("nvidia*") if path.name.removeprefix("nvidia").isdigit()])
+    return Resources(os.cpu_count() or 1, num_gpus)

@@ -5,10 +5,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
-
 from rlhf_data.errors import EngineError, with_hint
 from rlhf_models.weights import hf_named_weights
+from torch import Tensor
+
 from rlhf_train.engine.protocol import StepStats, learning_rate_at
 from rlhf_train.specs import OptimizerSpec
 
@@ -16,7 +16,11 @@ from rlhf_train.specs import OptimizerSpec
 def init_process_group(*, rank: int, world_size: int, master_addr: str, master_port: int, device: str) -> None:
     """Join the data-parallel ranks of this process's group: NCCL on "cuda", gloo on "cpu"."""
     os.environ.update(
-        RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK="0", MASTER_ADDR=master_addr, MASTER_PORT=str(master_port)
+        RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        LOCAL_RANK="0",
+        MASTER_ADDR=master_addr,
+        MASTER_PORT=str(master_port),
     )
     deepspeed = _import_deepspeed(device)
     if not torch.distributed.is_initialized():

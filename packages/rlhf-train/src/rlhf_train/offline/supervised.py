@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import torch
 from rlhf_data.sft import SftExample
+from rlhf_models.batch import TokenBatch
 from rlhf_models.loading import load_actor, load_tokenizer, resolve_dtype
 from rlhf_models.weights import save_hf
 from torch import Tensor
@@ -17,7 +18,6 @@ from rlhf_train.engine.protocol import TrainEngine
 from rlhf_train.losses.aggregate import aggregate
 from rlhf_train.metrics import Mean, Metric
 from rlhf_train.offline.loop import OfflineSchedule, evaluate, train_offline
-from rlhf_train.online.layout import make_token_batch, to_rows
 from rlhf_train.specs import ModelSpec
 
 
@@ -59,17 +59,14 @@ class SupervisedObjective:
         self, engine: TrainEngine, examples: Sequence[SftExample], denominators: Denominators
     ) -> tuple[Tensor, dict[str, Metric]]:
         """See `Objective`. Metrics: `sft/loss` and `sft/entropy`, nats a trained token."""
-        lengths = [example.num_tokens for example in examples]
-        mask = torch.zeros(len(examples), max(lengths), dtype=torch.bool)
-        for row, example in enumerate(examples):
-            mask[row, : lengths[row]] = torch.from_numpy(example.loss_mask.copy())
-        mask = mask.to(engine.device)
-        batch = make_token_batch([e.token_ids for e in examples], packing=self.packing, device=engine.device)
-        output = engine.forward(batch)
-        logprobs, entropy = (
-            to_rows(values, lengths, packing=self.packing, width=max(lengths))
-            for values in (output.logprobs, output.entropy)
-        )
+        tokens = [example.token_ids for example in examples]
+        if self.packing:
+            batch = TokenBatch.packed(tokens, device=engine.device)
+        else:
+            batch = TokenBatch.padded(tokens, pad_id=0, device=engine.device)
+        mask = batch.lay_out([example.loss_mask for example in examples], torch.bool, False)
+        output = engine.forward(batch, logits_mask=mask)
+        logprobs, entropy = output.logprobs, output.entropy
         loss = supervised_loss(logprobs, mask, denominators)
         with torch.no_grad():
             count = float(mask.sum())

@@ -8,6 +8,7 @@ from rlhf_data.errors import ConfigError, with_hint
 from rlhf_data.records import Prompt
 from rlhf_rollout.engines import EngineSpec
 from rlhf_rollout.protocols import SamplingParams
+
 from rlhf_train.algorithms import AlgorithmSpec
 from rlhf_train.placement import PlacementPlan
 from rlhf_train.specs import ModelSpec
@@ -40,7 +41,7 @@ class BatchSizes:
         if self.num_rollouts % self.train_batch_size:
             raise ConfigError(
                 with_hint(
-                    f"train_batch_size ({self.train_batch_size}) does not divide the {self.num_rollouts} rollouts of a step"
+                    f"train_batch_size ({self.train_batch_size}) does not divide {self.num_rollouts} rollouts a step"
                     f" ({self.rollout_batch_size} prompts x {self.num_samples_per_prompt} samples)",
                     f"use a divisor of {self.num_rollouts} for --train_batch_size",
                 )
@@ -132,7 +133,11 @@ class OnlineJob:
                     "use --n_samples_per_prompt 4 or more",
                 )
             )
-        if self.trainer_sleep and any(model.optimizer and model.zero_stage not in (1, 2) for model in self.models.values()):
+        if self.sampling.temperature <= 0:
+            raise ConfigError(with_hint("temperature is 0: greedy rollouts teach nothing", "use --temperature 1.0"))
+        if self.trainer_sleep and any(
+            model.optimizer and model.zero_stage not in (1, 2) for model in self.models.values()
+        ):
             raise ConfigError(
                 with_hint("deepspeed_enable_sleep needs ZeRO stage 1 or 2", "add --zero_stage 2 or drop the flag")
             )

@@ -1,6 +1,6 @@
 """The terms of the actor's and the critic's loss put together, with the metrics that fall out of them."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -12,7 +12,17 @@ from rlhf_train.kl import kl_estimate
 from rlhf_train.losses.aggregate import aggregate
 from rlhf_train.losses.policy import clipped_policy_loss, is_clipped, policy_ratio
 from rlhf_train.losses.value import clipped_value_loss
-from rlhf_train.metrics import Max, Mean, Metric, Sum
+from rlhf_train.metrics import Max, Mean, Metric
+
+
+def share(loss: Tensor) -> Mean:
+    """Return a micro-batch's share of a loss as a metric: shares add up to what `optimizer_steps` counts."""
+    return Mean(loss.item(), 0.0)
+
+
+def optimizer_steps(names: Sequence[str], num_ranks: int) -> dict[str, Metric]:
+    """Return one rank's part in counting one optimizer step for the losses `names`."""
+    return {name: Mean(0.0, 1.0 / num_ranks) for name in names}
 
 
 def actor_loss(
@@ -32,11 +42,11 @@ def actor_loss(
         logprobs, old_logprobs, advantages, clip_low=spec.clip_low, clip_high=spec.clip_high
     )
     loss = aggregate(token_loss, mask, spec.row.reduction, denominators)
-    metrics: dict[str, Metric] = {"policy/loss": Sum(loss.item())}
+    metrics: dict[str, Metric] = {"policy/loss": share(loss)}
     if spec.use_kl_loss:
         kl = kl_estimate(logprobs, inputs["ref_logprobs"], spec.kl_estimator)
         kl_loss = aggregate(kl, mask, spec.row.reduction, denominators)
-        metrics["kl/loss"] = Sum(kl_loss.item())
+        metrics["kl/loss"] = share(kl_loss)
         loss = loss + spec.kl_coef * kl_loss
     with torch.no_grad():
         ratio = policy_ratio(logprobs, old_logprobs)
@@ -64,7 +74,7 @@ def critic_loss(
     loss = aggregate(token_loss, mask, "token_mean", denominators)
     with torch.no_grad():
         mean = Mean(float(values[mask].sum()), float(mask.sum()))
-    return loss, {"value/loss": Sum(loss.item()), "value/mean": mean}
+    return loss, {"value/loss": share(loss), "value/mean": mean}
 
 
 def mismatch_metrics(experience: Experience) -> dict[str, Metric]:

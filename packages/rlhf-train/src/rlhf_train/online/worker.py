@@ -6,14 +6,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
-
 from rlhf_data.records import Rollout
 from rlhf_models.actor import Actor
+from rlhf_models.batch import TokenBatch
 from rlhf_models.critic import Critic
 from rlhf_models.loading import load_actor, load_critic, load_tokenizer, resolve_dtype
 from rlhf_models.reference import load_reference
 from rlhf_models.weights import save_hf
+from torch import Tensor
+
 from rlhf_train.advantages import generalized_advantages, moments, token_rewards, whiten
 from rlhf_train.algorithms import AlgorithmSpec
 from rlhf_train.batching import MiniBatch, RankPlan
@@ -21,8 +22,7 @@ from rlhf_train.engine.deepspeed import DeepSpeedEngine, init_process_group
 from rlhf_train.experience import Experience
 from rlhf_train.kl import kl_estimate
 from rlhf_train.metrics import Max, Mean, Metric, merge_metrics
-from rlhf_train.online.layout import make_token_batch, to_rows
-from rlhf_train.online.terms import actor_loss, critic_loss, mismatch_metrics
+from rlhf_train.online.terms import actor_loss, critic_loss, mismatch_metrics, optimizer_steps
 from rlhf_train.specs import ModelSpec
 
 MODEL_COLUMNS = {"actor": "old_logprobs", "reference": "ref_logprobs", "critic": "values"}
@@ -63,17 +63,16 @@ class TrainWorker:
         self._plan = RankPlan((), (), ())
 
     def _load(self, role: str, spec: ModelSpec, device: str) -> None:
-        load = {"actor": load_actor, "critic": load_critic, "reference": load_reference}[role]
-        model = load(
-            spec.path,
-            dtype=spec.dtype,
-            attn_implementation=spec.attn_implementation,
-            gradient_checkpointing=spec.gradient_checkpointing,
-            packing=spec.packing,
-        )
+        options: dict[str, Any] = {
+            "dtype": spec.dtype,
+            "attn_implementation": spec.attn_implementation,
+            "packing": spec.packing,
+        }
         if spec.optimizer is None:
-            self._frozen[role] = model.to(self._device).eval()
+            self._frozen[role] = load_reference(spec.path, **options).to(self._device)
             return
+        load = {"actor": load_actor, "critic": load_critic}[role]
+        model = load(spec.path, gradient_checkpointing=spec.gradient_checkpointing, **options)
         self.engines[role] = DeepSpeedEngine(
             model, spec.optimizer, zero_stage=spec.zero_stage, dtype=resolve_dtype(spec.dtype), device=device
         )
@@ -86,21 +85,22 @@ class TrainWorker:
     @torch.no_grad()
     def run_model(self, role: str) -> dict[str, Metric]:
         """Fill in the column of `role`: old or reference log-probs, or values. Collective under ZeRO-3."""
+        name = MODEL_COLUMNS[role]
+        if role in self.engines:
+            self.engines[role].module.eval()
         column = torch.zeros(self._experience.loss_mask.shape)
         entropy = Mean(0.0, 0.0)
         for rows in self._plan.forward_batches:
-            output, mask = self._forward(role, rows)
-            if rows:
-                values = output if role == "critic" else output.logprobs
-                width = mask.shape[1]
-                column[list(rows), :width] = self._to_rows(values, role, rows, width).float().cpu()
-                if role == "actor":
-                    chosen = self._to_rows(output.entropy, role, rows, width)[mask]
-                    entropy = entropy.merge(Mean(float(chosen.sum()), float(chosen.numel())))
-        self._experience.set_column(MODEL_COLUMNS[role], column)
-        if role != "actor":
-            return {}
-        return {"policy/entropy": entropy, **mismatch_metrics(self._experience)}
+            outputs, mask = self._forward(role, rows)
+            if not rows:
+                continue
+            values = outputs["values" if role == "critic" else "logprobs"]
+            column[list(rows), : values.shape[1]] = values.float().cpu()
+            if role == "actor":
+                chosen = outputs["entropy"][mask]
+                entropy = entropy.merge(Mean(float(chosen.sum()), float(chosen.numel())))
+        self._experience.set_column(name, column)
+        return {"policy/entropy": entropy, **mismatch_metrics(self._experience)} if role == "actor" else {}
 
     def export_columns(self, names: Sequence[str]) -> dict[str, dict[str, np.ndarray]]:
         """Return columns for ranks of another group."""
@@ -146,44 +146,50 @@ class TrainWorker:
         engine.module.train()
         parts: list[Mapping[str, Metric]] = []
         for index, rows in enumerate(mini_batch.micro_batches):
-            output, mask = self._forward(role, rows)
-            loss, metrics = self._loss(role, rows, output, mask, mini_batch)
+            outputs, mask = self._forward(role, rows)
+            loss, metrics = self._loss(role, rows, outputs, mask, mini_batch)
             engine.backward(loss, is_last=index == len(mini_batch.micro_batches) - 1)
             parts.append(metrics)
         stats = engine.step()
-        grad_norm = {f"{name}/grad_norm": Mean(stats.grad_norm, 1), f"{name}/learning_rate": Max(stats.learning_rate)}
-        return merge_metrics([*parts, grad_norm])
+        losses = [f"{name}/loss", *(["kl/loss"] if role == "actor" and self._algorithm.use_kl_loss else [])]
+        norm: dict[str, Metric] = {f"{name}/grad_norm": Mean(stats.grad_norm, 1)}
+        norm[f"{name}/learning_rate"] = Max(stats.learning_rate)
+        return merge_metrics([*parts, norm, optimizer_steps(losses, self._num_ranks)])
 
     def _loss(
-        self, role: str, rows: Sequence[int], output: Any, mask: Tensor, mini_batch: MiniBatch
+        self, role: str, rows: Sequence[int], outputs: Mapping[str, Tensor], mask: Tensor, mini_batch: MiniBatch
     ) -> tuple[Tensor, dict[str, Metric]]:
-        width = mask.shape[1]
+        width, spec, denominators = mask.shape[1], self._algorithm, mini_batch.denominators
         if role == "critic":
-            values = self._to_rows(output, role, rows, width)
             inputs = self._columns(rows, width, ("values", "returns"))
-            return critic_loss(values, mask, inputs, self._algorithm, mini_batch.denominators)
-        logprobs = self._to_rows(output.logprobs, role, rows, width)
-        names = ("old_logprobs", "advantages", *(("ref_logprobs",) if self._algorithm.use_kl_loss else ()))
+            return critic_loss(outputs["values"], mask, inputs, spec, denominators)
+        names = ("old_logprobs", "advantages", *(("ref_logprobs",) if spec.use_kl_loss else ()))
         inputs = self._columns(rows, width, names)
-        return actor_loss(logprobs, mask, inputs, self._algorithm, mini_batch.denominators)
+        return actor_loss(outputs["logprobs"], mask, inputs, spec, denominators)
 
-    def _forward(self, role: str, rows: Sequence[int]) -> tuple[Any, Tensor]:
-        """Run `role` on rows of the shard; without rows, on one row with nothing trained, to keep the ranks in step."""
+    def _forward(self, role: str, rows: Sequence[int]) -> tuple[dict[str, Tensor], Tensor]:
+        """Run `role` on rows of the shard; without rows, on one row with nothing trained, to keep the ranks in step.
+
+        Returns:
+            The model's outputs as [b, t] tensors, one rollout a row whatever the layout, and their loss mask.
+        """
         chosen = list(rows) or [0]
         tokens = [self._experience.token_ids[row] for row in chosen]
         width = max(len(ids) for ids in tokens)
-        mask = self._experience.loss_mask[chosen, :width].to(self._device)
-        if not rows:
-            mask = torch.zeros_like(mask)
-        batch = make_token_batch(tokens, packing=self._specs[role].packing, device=self._device)
+        mask = self._experience.loss_mask[chosen, :width]
+        if self._specs[role].packing:
+            batch = TokenBatch.packed(tokens, device=self._device)
+        else:
+            batch = TokenBatch.padded(tokens, pad_id=0, device=self._device)
         model = self.engines[role].forward if role in self.engines else self._frozen[role]
         if role == "critic":
-            return model(batch), mask
-        return model(batch, temperature=self._temperature), mask
-
-    def _to_rows(self, values: Tensor, role: str, rows: Sequence[int], width: int) -> Tensor:
-        lengths = [len(self._experience.token_ids[row]) for row in (list(rows) or [0])]
-        return to_rows(values, lengths, packing=self._specs[role].packing, width=width)
+            outputs = {"values": model(batch)}
+        else:
+            wanted = batch.lay_out([row[: len(ids)].numpy() for row, ids in zip(mask, tokens, strict=True)], torch.bool)
+            outputs = model(batch, temperature=self._temperature, logits_mask=wanted)._asdict()
+        rows_of = {name: _rows(batch.split(values), width) for name, values in outputs.items()}
+        mask = mask.to(self._device)
+        return rows_of, mask if rows else torch.zeros_like(mask)
 
     def _columns(self, rows: Sequence[int], width: int, names: Sequence[str]) -> dict[str, Tensor]:
         chosen = list(rows) or [0]
@@ -215,6 +221,11 @@ class TrainWorker:
     def peak_memory_bytes(self) -> int:
         """The most device memory this process has allocated; 0 on a CPU."""
         return torch.cuda.max_memory_allocated() if self._device.type == "cuda" else 0
+
+
+def _rows(sequences: Sequence[Tensor], width: int) -> Tensor:
+    """Stack sequences of different lengths, filled up with 0.0 on the right; differentiable."""
+    return torch.stack([torch.nn.functional.pad(sequence, (0, width - len(sequence))) for sequence in sequences])
 
 
 def _advantage_metrics(experience: Experience, kl: Tensor | None) -> dict[str, Metric]:

@@ -1,0 +1,154 @@
+"""Ray: a cluster, placement groups from a plan, and the processes of a run in them."""
+
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from rlhf_data.errors import EngineError, RlhfError, with_hint
+from rlhf_rollout.ray_actors import EngineActor
+
+import rlhf_train
+from rlhf_train.online.job import OnlineJob
+from rlhf_train.online.ray_actors import RankActor, free_port
+from rlhf_train.placement import GroupPlan, PlacementPlan
+
+PLACEMENT_TIMEOUT_S = 60.0
+GPU_SHARE = 0.45  # of a GPU, for each of the two processes that share it; Ray only counts it
+
+
+def wait(references: Sequence[Any]) -> list[Any]:
+    """Return what `references` stand for. Raises what the remote side raised, without Ray's wrapping."""
+    try:
+        return ray.get(list(references))
+    except ray.exceptions.RayTaskError as error:
+        raise error.cause if isinstance(error.cause, RlhfError) else error from None
+
+
+class WorkerGroup:
+    """The ranks of one group, called together."""
+
+    def __init__(self, plan: GroupPlan, handles: Sequence[Any]) -> None:
+        self.roles = plan.roles
+        self.handles = list(handles)
+        self.started: list[Any] = []
+
+    def start(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """Call `method` on every rank with the same arguments; return one object reference a rank."""
+        return [getattr(handle, method).remote(*args, **kwargs) for handle in self.handles]
+
+    def start_each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """Call `method` on every rank with its own arguments; return one object reference a rank."""
+        return [getattr(h, method).remote(*args) for h, args in zip(self.handles, arguments, strict=True)]
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """Call `method` on every rank and wait; return one result a rank."""
+        return wait(self.start(method, *args, **kwargs))
+
+
+@contextmanager
+def ray_cluster(plan: PlacementPlan, address: str | None) -> Iterator[None]:
+    """Join the cluster at `address`, or start one in this process and end it afterwards."""
+    _share_import_path()
+    os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")  # else workers start through `uv run`, and hang
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    options: dict[str, Any] = {"logging_level": "ERROR", "log_to_driver": False}
+    started = address is None and not ray.is_initialized()
+    if started:
+        num_cpus = max(os.cpu_count() or 1, 2 + sum(group.num_ranks for group in (*plan.groups, plan.engines)))
+        ray.init(num_cpus=num_cpus, num_gpus=sum(plan.bundles), include_dashboard=False, **options)
+    elif not ray.is_initialized():
+        ray.init(address=address, **options)
+    try:
+        yield
+    finally:
+        if started:
+            ray.shutdown()
+
+
+def _share_import_path() -> None:
+    """Let Ray's workers import what this process imports, from a checkout or Bazel's runfiles alike."""
+    source = Path(rlhf_train.__file__).parents[1]
+    site = [Path(path) for path in sys.path if path.endswith("site-packages")]
+    if any(source.is_relative_to(path) for path in site):
+        return
+    own = [path for path in sys.path if path and not path.startswith((sys.prefix, sys.base_prefix))]
+    before = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([*own, *before]))
+
+
+@contextmanager
+def placed_bundles(plan: PlacementPlan) -> Iterator[PlacementGroup]:
+    """Reserve the plan's bundles. Raises EngineError when the cluster cannot give them in time."""
+    processes = [0] * len(plan.bundles)
+    for group in (*plan.groups, plan.engines):
+        for bundle in group.bundles:
+            processes[bundle] += 1
+    bundles = [
+        {"CPU": float(count), **({"GPU": float(gpus)} if gpus else {})}
+        for count, gpus in zip(processes, plan.bundles, strict=True)
+    ]
+    reserved = placement_group(bundles, strategy="PACK")
+    try:
+        if not reserved.wait(PLACEMENT_TIMEOUT_S):
+            have = ray.available_resources()
+            message = (
+                f"the cluster did not give {bundles} within {PLACEMENT_TIMEOUT_S:g} s; free: CPU {have.get('CPU', 0)},"
+            )
+            raise EngineError(
+                with_hint(f"{message} GPU {have.get('GPU', 0)}", "end what else runs there, or ask for less")
+            )
+        yield reserved
+    finally:
+        remove_placement_group(reserved)
+
+
+def start_engines(job: OnlineJob, reserved: PlacementGroup) -> list[Any]:
+    """Start the generation engines; return their handles at once, while they load."""
+    group = job.plan.engines
+    actor = ray.remote(EngineActor)
+    return [
+        actor.options(**_options(job.plan, group, rank, reserved), max_concurrency=1024).remote("vllm", job.engine)
+        for rank in range(group.num_ranks)
+    ]
+
+
+def start_workers(job: OnlineJob, reserved: PlacementGroup) -> list[WorkerGroup]:
+    """Start the training groups; return them at once, while they load."""
+    groups = []
+    for group in job.plan.groups:
+        models = {role: job.models[role] for role in group.roles}
+        actor = ray.remote(RankActor)
+        handles = [
+            actor.options(**_options(job.plan, group, rank, reserved)).remote(rank, group.num_ranks)
+            for rank in range(group.num_ranks)
+        ]
+        master = ray.get(handles[0].master_address.remote()) if group.num_ranks > 1 else ("127.0.0.1", free_port())
+        workers = WorkerGroup(group, handles)
+        workers.started = workers.start("load", models, job, master, _num_threads(job.plan, group))
+        groups.append(workers)
+    return groups
+
+
+def _num_threads(plan: PlacementPlan, group: GroupPlan) -> int | None:
+    """Threads of one rank: on CPUs the ranks of a group share the cores, and groups and engines take turns."""
+    return max((os.cpu_count() or 1) // group.num_ranks, 1) if plan.device == "cpu" else None
+
+
+def _options(plan: PlacementPlan, group: GroupPlan, rank: int, reserved: PlacementGroup) -> dict[str, Any]:
+    share: float = group.gpus_a_rank
+    if plan.colocated and share:
+        share = GPU_SHARE
+    options: Mapping[str, Any] = {
+        "num_cpus": 1,
+        "num_gpus": share,
+        "scheduling_strategy": PlacementGroupSchedulingStrategy(
+            reserved, placement_group_bundle_index=group.bundles[rank]
+        ),
+    }
+    return dict(options)

@@ -1,0 +1,54 @@
+"""The online algorithm, on one screen. Placement, overlap, faults and bookkeeping are the run's business."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from rlhf_data.records import RolloutGroup
+
+
+class OnlineRun(Protocol):
+    """What one step is made of."""
+
+    num_steps: int
+
+    def generate(self, step: int) -> Sequence[RolloutGroup]:
+        """Draw prompts, let the engines answer and the reward score."""
+        ...
+
+    def make_experience(self, groups: Sequence[RolloutGroup], step: int) -> None:
+        """Deal rollouts to ranks; fill in old and reference log-probs and values."""
+        ...
+
+    def assign_advantages(self) -> None:
+        """Turn rewards into advantages and returns."""
+        ...
+
+    def update(self, step: int) -> None:
+        """Optimise the critic and the actor."""
+        ...
+
+    def sync_weights(self, policy_version: int) -> None:
+        """Bring the actor's weights into the engines."""
+        ...
+
+    def evaluate(self, step: int) -> None:
+        """Answer the held-out prompts with the engines' weights, when it is time to."""
+        ...
+
+    def record(self, step: int) -> None:
+        """Check that no rollout was lost, and report the step."""
+        ...
+
+
+def train(run: OnlineRun) -> None:
+    """Run every step: generate with the newest weights, learn from what was generated, repeat."""
+    run.sync_weights(policy_version=0)
+    run.evaluate(step=0)
+    for step in range(1, run.num_steps + 1):
+        groups = run.generate(step)
+        run.make_experience(groups, step)
+        run.assign_advantages()
+        run.update(step)
+        run.sync_weights(policy_version=step)
+        run.record(step)
+        run.evaluate(step)

@@ -1,0 +1,68 @@
+"""A training rank as a Ray actor."""
+
+import socket
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import ray
+
+from rlhf_train.specs import ModelSpec
+
+
+def free_port() -> int:
+    """Return a TCP port that is free on this host now."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return probe.getsockname()[1]
+
+
+class RankActor:
+    """Holds a `TrainWorker` in a process of its own, and drives the weight sync from there."""
+
+    def __init__(self, rank: int, num_ranks: int) -> None:
+        self._rank = rank
+        self._num_ranks = num_ranks
+        self._worker: Any = None
+        self._sender: Any = None
+
+    def master_address(self) -> tuple[str, int]:
+        """Return where the ranks of the group meet."""
+        return ray.util.get_node_ip_address(), free_port()
+
+    def load(self, models: Mapping[str, ModelSpec], job: Any, master: tuple[str, int], num_threads: int | None) -> None:
+        """Load the models. Collective."""
+        from rlhf_train.online.worker import TrainWorker
+        from rlhf_train.weight_sync import make_sender
+
+        self._worker = TrainWorker(
+            models,
+            job.algorithm,
+            temperature=job.sampling.temperature,
+            rank=self._rank,
+            num_ranks=self._num_ranks,
+            master=master,
+            device=job.plan.device,
+            seed=job.seed,
+            num_threads=num_threads,
+        )
+        self._sender = make_sender(job.engine.weight_transfer, checksum=job.sync_checksum)
+
+    def work(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the worker."""
+        return getattr(self._worker, method)(*args, **kwargs)
+
+    def adopt(self, *exported: Any) -> None:
+        """Take columns that ranks of another group exported."""
+        self._worker.adopt_columns(*exported)
+
+    def send_weights(self, engines: Sequence[Any], policy_version: int) -> dict[str, float]:
+        """Send the actor's weights to `engines`; a rank without any takes part in the gathering only. Collective."""
+        from rlhf_rollout.ray_actors import EngineClient
+
+        weights = self._worker.named_weights("actor")
+        if not engines:
+            for _ in weights:
+                pass
+            return {}
+        report = self._sender.send(weights, [EngineClient(engine) for engine in engines], policy_version)
+        return {"seconds": report.seconds, "size_bytes": report.size_bytes, "num_buckets": report.num_buckets}

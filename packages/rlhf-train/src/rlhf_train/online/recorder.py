@@ -1,0 +1,61 @@
+"""What a run leaves behind: metrics, TensorBoard events, the resolved configuration, rollouts, and the final model."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+from rlhf_data.errors import ConfigError, with_hint
+from rlhf_data.records import RolloutGroup
+from rlhf_rollout.records_io import rollout_record
+
+from rlhf_train.trackers import JsonlTracker, TensorBoardTracker
+
+ARTIFACTS: Mapping[str, str] = {
+    "metrics": "metrics.jsonl",
+    "tensorboard": "tensorboard",
+    "config": "config.json",
+    "rollouts": "rollouts.jsonl",
+    "held-out rollouts": "eval_rollouts.jsonl",
+    "final model": "model",
+}
+
+
+class Recorder:
+    """Writes a run's folder."""
+
+    def __init__(self, save_path: str, config: Mapping[str, Any]) -> None:
+        """Make the folder and save the configuration. Raises ConfigError when there is something in it already."""
+        self.folder = Path(save_path)
+        if self.folder.is_dir() and any(self.folder.iterdir()):
+            raise ConfigError(with_hint(f"save_path {self.folder} is not empty", "name a new folder with --save_path"))
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.path("config").write_text(json.dumps(config, indent=2, default=str) + "\n", encoding="utf-8")
+        self._trackers = [JsonlTracker(self.path("metrics")), TensorBoardTracker(self.path("tensorboard"))]
+        self._files: dict[str, TextIO] = {}
+
+    def path(self, artifact: str) -> Path:
+        """Return where an artifact lies."""
+        return self.folder / ARTIFACTS[artifact]
+
+    def metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Log the numbers of one step."""
+        for tracker in self._trackers:
+            tracker.log(step, metrics)
+
+    def rollouts(self, artifact: str, step: int, groups: Sequence[RolloutGroup]) -> None:
+        """Append one record a rollout."""
+        if artifact not in self._files:
+            self._files[artifact] = self.path(artifact).open("a", encoding="utf-8")
+        file = self._files[artifact]
+        for group in groups:
+            for rollout in group.rollouts:
+                file.write(json.dumps({"step": step, **rollout_record(group, rollout)}, ensure_ascii=False) + "\n")
+        file.flush()
+
+    def close(self) -> None:
+        """Close every file."""
+        for tracker in self._trackers:
+            tracker.close()
+        for file in self._files.values():
+            file.close()

@@ -1,0 +1,99 @@
+"""Token rewards, generalised advantages, whitening and group comparison, against numbers worked out by hand."""
+
+import numpy as np
+import pytest
+import torch
+
+from rlhf_train.advantages import generalized_advantages, moments, token_rewards, whiten
+from rlhf_train.group_rewards import group_normalized
+
+
+def test_token_rewards_put_the_reward_on_the_last_trained_token():
+    mask = torch.tensor([[False, True, True, False], [False, True, False, False], [False, False, False, False]])
+    kl = torch.full((3, 4), 2.0)
+    rewards = token_rewards(torch.tensor([5.0, 7.0, 9.0]), kl, mask, kl_coef=0.1)
+    # -0.1 * 2 at every trained token, the reward on top at the last one; the third rollout trains nothing.
+    assert torch.allclose(rewards, torch.tensor([[0, -0.2, 4.8, 0], [0, 6.8, 0, 0], [0, 0, 0, 0.0]]))
+
+
+def test_generalized_advantages_match_hand_values():
+    # r = [0, 0, 1], V = [0.5, 0.4, 0.6], gamma 0.9, lambda 0.5
+    # delta3 = 1 - 0.6 = 0.4                  A3 = 0.4
+    # delta2 = 0.9*0.6 - 0.4 = 0.14           A2 = 0.14 + 0.45*0.4 = 0.32
+    # delta1 = 0.9*0.4 - 0.5 = -0.14          A1 = -0.14 + 0.45*0.32 = 0.004
+    values = torch.tensor([[0.5, 0.4, 0.6]])
+    advantages, returns = generalized_advantages(
+        torch.tensor([[0.0, 0.0, 1.0]]), values, torch.ones(1, 3, dtype=torch.bool), gamma=0.9, lambd=0.5
+    )
+    assert torch.allclose(advantages, torch.tensor([[0.004, 0.32, 0.4]]))
+    assert torch.allclose(returns, torch.tensor([[0.504, 0.72, 1.0]]))
+
+
+def test_generalized_advantages_skip_environment_tokens_as_if_they_were_not_there():
+    rewards, values = torch.tensor([[0.1, 0.2, 1.0]]), torch.tensor([[0.5, 0.4, 0.6]])
+    mask = torch.ones(1, 3, dtype=torch.bool)
+    dense, _ = generalized_advantages(rewards, values, mask, gamma=0.9, lambd=0.5)
+    spread = torch.tensor([[0, 1, 0, 0, 1, 0, 1, 0]], dtype=torch.bool)
+    wide_rewards, wide_values = torch.full((1, 8), 99.0), torch.full((1, 8), -99.0)
+    wide_rewards[spread], wide_values[spread] = rewards[0], values[0]
+    sparse, returns = generalized_advantages(wide_rewards, wide_values, spread, gamma=0.9, lambd=0.5)
+    assert torch.allclose(sparse[spread], dense[0])
+    assert (sparse[~spread] == 0).all() and (returns[~spread] == 0).all()
+
+
+def test_generalized_advantages_lambda_one_are_returns_minus_values():
+    torch.manual_seed(0)
+    rewards, values, mask = torch.randn(3, 6), torch.randn(3, 6), torch.rand(3, 6) < 0.7
+    advantages, returns = generalized_advantages(rewards, values, mask, gamma=1.0, lambd=1.0)
+    to_go = (rewards * mask).flip(1).cumsum(1).flip(1)
+    assert torch.allclose(returns[mask], to_go[mask], atol=1e-6)
+    assert torch.allclose(advantages[mask], (to_go - values)[mask], atol=1e-6)
+
+
+def test_generalized_advantages_of_one_token_and_of_none():
+    one, _ = generalized_advantages(
+        torch.tensor([[1.0]]), torch.tensor([[0.25]]), torch.ones(1, 1, dtype=torch.bool), gamma=0.5, lambd=0.5
+    )
+    assert one.item() == 0.75
+    none, _ = generalized_advantages(torch.ones(1, 2), torch.ones(1, 2), torch.zeros(1, 2).bool(), gamma=1, lambd=1)
+    assert none.tolist() == [[0.0, 0.0]]
+
+
+def test_whiten_over_ranks_equals_whiten_of_the_whole():
+    torch.manual_seed(0)
+    values, mask = torch.randn(4, 5) * 3 + 1, torch.rand(4, 5) < 0.6
+    total = moments(values, mask)
+    halves = moments(values[:1], mask[:1]) + moments(values[1:], mask[1:])
+    assert torch.allclose(total, halves)
+    whitened = whiten(values, mask, total)
+    assert whitened[mask].mean().item() == pytest.approx(0.0, abs=1e-6)
+    assert whitened[mask].std(correction=0).item() == pytest.approx(1.0, abs=1e-5)
+    assert (whitened[~mask] == 0).all()
+
+
+def test_whiten_without_deviation_only_centres_and_equal_values_become_zero():
+    values, mask = torch.tensor([[1.0, 3.0]]), torch.ones(1, 2, dtype=torch.bool)
+    centred = whiten(values, mask, moments(values, mask), divide_by_std=False)
+    assert centred.tolist() == [[-1.0, 1.0]]
+    same = torch.full((1, 2), 0.7)
+    assert whiten(same, mask, moments(same, mask)).abs().max().item() < 1e-3
+
+
+def test_group_normalized_matches_hand_values_by_id_not_by_position():
+    # a: [0, 1, 2], mean 1, population deviation sqrt(2/3); b: [4, 8], mean 6, deviation 2. Interleaved on purpose.
+    advantages = group_normalized(np.array([0.0, 4.0, 1.0, 8.0, 2.0]), ["a", "b", "a", "b", "a"])
+    scale = np.sqrt(2 / 3)
+    assert np.allclose(advantages, [-1 / scale, -1, 0, 1, 1 / scale])
+
+
+def test_group_normalized_without_deviation_keeps_the_units():
+    assert group_normalized(np.array([0.0, 4.0]), ["a", "a"], divide_by_std=False).tolist() == [-2.0, 2.0]
+
+
+def test_group_normalized_equal_rewards_and_single_samples_are_exactly_zero():
+    assert group_normalized(np.array([0.1, 0.1, 0.1, 5.0]), ["a", "a", "a", "b"]).tolist() == [0.0] * 4
+
+
+def test_group_normalized_missing_ids_are_refused():
+    with pytest.raises(ValueError, match="2 rewards, 1 group ids"):
+        group_normalized(np.zeros(2), ["a"])

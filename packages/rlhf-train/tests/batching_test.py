@@ -1,0 +1,84 @@
+"""The batch plan: nothing twice, nothing lost, and the same optimizer steps however it is split."""
+
+import pickle
+
+import pytest
+
+from rlhf_train.batching import plan_batches
+
+LENGTHS = [30, 12, 25, 18, 40, 22, 9, 33, 27, 16]
+RESPONSES = [10, 0, 5, 8, 20, 2, 9, 13, 7, 6]
+
+
+def plan(num_ranks: int, micro: int, seed: int = 1):
+    return plan_batches(
+        LENGTHS,
+        RESPONSES,
+        num_ranks=num_ranks,
+        num_mini_batches=2,
+        micro_train_batch_size=micro,
+        micro_rollout_batch_size=3,
+        max_response_tokens=20,
+        seed=seed,
+    )
+
+
+def members(plans) -> list[set[int]]:
+    """The rollouts of each optimizer step, over all ranks."""
+    return [
+        {rank.rows[row] for rank in plans for rows in rank.mini_batches[step].micro_batches for row in rows}
+        for step in range(len(plans[0].mini_batches))
+    ]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("micro", [1, 2, 7])
+def test_plan_batches_split_does_not_change_the_optimizer_steps(num_ranks, micro):
+    plans = plan(num_ranks, micro)
+    assert members(plans) == members(plan(1, 10))
+    assert [batch.denominators for batch in plans[0].mini_batches] == [
+        b.denominators for b in plan(1, 10)[0].mini_batches
+    ]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_plan_batches_covers_every_rollout_once_and_keeps_ranks_in_step(num_ranks):
+    plans = plan(num_ranks, 2)
+    assert sorted(row for rank in plans for row in rank.rows) == list(range(len(LENGTHS)))
+    for rank in plans:
+        assert sorted(row for rows in rank.forward_batches for row in rows) == list(range(len(rank.rows)))
+    for step in range(2):
+        assert len({len(rank.mini_batches[step].micro_batches) for rank in plans}) == 1
+    assert len({len(rank.forward_batches) for rank in plans}) == 1
+
+
+def test_plan_batches_denominators_count_tokens_and_nonempty_rollouts():
+    totals = [batch.denominators for batch in plan(1, 10)[0].mini_batches]
+    assert sum(d.num_tokens for d in totals) == sum(RESPONSES)
+    assert sum(d.num_sequences for d in totals) == 9  # one response is empty
+    assert {d.max_tokens for d in totals} == {20}
+
+
+def test_plan_batches_seed_decides_the_order():
+    assert members(plan(1, 10, seed=1)) == members(plan(1, 10, seed=1))
+    assert members(plan(1, 10, seed=1)) != members(plan(1, 10, seed=2))
+
+
+def test_plan_batches_more_ranks_than_rollouts_leaves_empty_micro_batches():
+    plans = plan_batches(
+        [5], [3], num_ranks=2, num_mini_batches=1, micro_train_batch_size=1, micro_rollout_batch_size=1,
+        max_response_tokens=3, seed=0,
+    )  # fmt: skip
+    assert [rank.mini_batches[0].micro_batches for rank in plans] == [((0,),), ((),)]
+
+
+def test_plan_batches_too_few_rollouts_is_refused():
+    with pytest.raises(ValueError, match="1 rollouts cannot fill 2"):
+        plan_batches(
+            [5], [3], num_ranks=1, num_mini_batches=2, micro_train_batch_size=1, micro_rollout_batch_size=1,
+            max_response_tokens=3, seed=0,
+        )  # fmt: skip
+
+
+def test_rank_plan_survives_pickling():
+    assert pickle.loads(pickle.dumps(plan(2, 2))) == plan(2, 2)

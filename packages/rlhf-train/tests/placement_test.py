@@ -1,0 +1,64 @@
+"""Placement plans: who lives where, and what is refused."""
+
+import pytest
+
+from rlhf_data.errors import ConfigError
+from rlhf_train.placement import PlacementRequest, Resources, local_resources, plan_placement
+
+PPO = {"actor": 1, "critic": 1, "reference": 1}
+
+
+def test_on_cpus_all_models_share_one_group_beside_the_engine():
+    plan = plan_placement(PlacementRequest(ranks=PPO), Resources(2, 0))
+    assert plan.device == "cpu" and plan.colocated and plan.bundles == (0,)
+    assert [(group.roles, group.num_ranks) for group in plan.groups] == [(("actor", "critic", "reference"), 1)]
+    assert plan.engines.num_ranks == 1
+
+
+def test_apart_gives_every_model_its_own_gpus():
+    request = PlacementRequest(ranks={"actor": 2, "critic": 1, "reference": 1}, num_engines=2, tensor_parallel_size=2)
+    plan = plan_placement(request, Resources(64, 8))
+    assert plan.bundles == (1, 1, 1, 1, 2, 2) and not plan.colocated and not plan.notes
+    assert [group.bundles for group in plan.groups] == [(0, 1), (2,), (3,)]
+    assert plan.engines.bundles == (4, 5) and plan.engines.gpus_a_rank == 2
+    assert plan.group_of("critic").name == "critic"
+
+
+def test_colocate_actor_ref_puts_both_in_the_same_processes():
+    plan = plan_placement(PlacementRequest(ranks=PPO, colocate_actor_ref=True), Resources(8, 3))
+    assert plan.group_of("actor") is plan.group_of("reference")
+    assert plan.bundles == (1, 1, 1)
+
+
+def test_colocate_all_models_shares_every_gpu_with_an_engine():
+    request = PlacementRequest(ranks=dict.fromkeys(PPO, 4), num_engines=4, colocate_all_models=True)
+    plan = plan_placement(request, Resources(64, 8))
+    assert plan.bundles == (1,) * 4 and plan.colocated
+    assert plan.groups[0].bundles == plan.engines.bundles == (0, 1, 2, 3)
+
+
+def test_too_few_gpus_for_models_apart_shares_and_says_so():
+    plan = plan_placement(PlacementRequest(ranks=PPO), Resources(16, 1))
+    assert plan.colocated and "need 4 GPUs and there are 1" in plan.notes[0]
+    assert "note:" in plan.describe()
+
+
+@pytest.mark.parametrize(
+    ("request_", "resources", "message"),
+    [
+        (PlacementRequest(ranks={"actor": 2, "critic": 1}, num_engines=2, colocate_all_models=True), 8, "equally many"),
+        (PlacementRequest(ranks={"actor": 2}, num_engines=1, colocate_all_models=True), 8, "--vllm_num_engines 2"),
+        (PlacementRequest(ranks={"actor": 4}, num_engines=4, colocate_all_models=True), 2, "4 GPUs asked, 2"),
+        (PlacementRequest(ranks={"actor": 0}), 2, "at least 1"),
+    ],
+)
+def test_plans_that_cannot_be_are_refused_with_a_hint(request_, resources, message):
+    with pytest.raises(ConfigError, match=message):
+        plan_placement(request_, Resources(16, resources))
+
+
+def test_local_resources_honours_visible_devices(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,3")
+    assert local_resources().num_gpus == 2
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert local_resources().num_gpus == 0

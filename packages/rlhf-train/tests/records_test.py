@@ -1,0 +1,155 @@
+"""The trainer's plain data and tensors: specs, jobs, schedules, metrics, experience, ledgers."""
+
+import pickle
+
+import numpy as np
+import pytest
+import torch
+
+from rlhf_data.errors import ConfigError, RlhfError
+from rlhf_data.records import FinishReason, Prompt, Rollout, RolloutGroup, Span, SpanSource, Verdict, VerdictKind
+from rlhf_train.algorithms import ALGORITHMS, AlgorithmSpec
+from rlhf_train.engine.protocol import learning_rate_at
+from rlhf_train.experience import Experience
+from rlhf_train.metrics import Max, Mean, Sum, merge_metrics, results
+from rlhf_train.online.job import BatchSizes
+from rlhf_train.online.summaries import Ledger, scored, summarize
+from rlhf_train.specs import OptimizerSpec
+from rlhf_train.testing import random_rollouts
+from rlhf_train.timeline import Timeline
+
+
+def test_algorithm_table_rows_carry_their_own_name():
+    assert all(name == row.name for name, row in ALGORITHMS.items())
+    assert pickle.loads(pickle.dumps(AlgorithmSpec())) == AlgorithmSpec()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"estimator": "gea"}, "did you mean `gae`"),
+        ({"gamma": 1.5}, "gamma is 1.5"),
+        ({"clip_low": 1.0}, "low must lie in"),
+        ({"kl_coef": -0.1}, "init_kl_coef is -0.1"),
+        ({"value_clip": 0.0}, "value_clip is 0.0"),
+    ],
+)
+def test_algorithm_spec_bad_numbers_are_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
+        AlgorithmSpec(**options)
+
+
+def test_batch_sizes_that_do_not_divide_are_refused():
+    with pytest.raises(ConfigError, match=r"train_batch_size \(24\) does not divide 32"):
+        BatchSizes(
+            rollout_batch_size=8, num_samples_per_prompt=4, train_batch_size=24, micro_train_batch_size=4,
+            micro_rollout_batch_size=4,
+        )  # fmt: skip
+
+
+def test_batch_sizes_count_updates_over_epochs():
+    sizes = BatchSizes(
+        rollout_batch_size=8, num_samples_per_prompt=4, train_batch_size=16, micro_train_batch_size=4,
+        micro_rollout_batch_size=4, max_epochs=3,
+    )  # fmt: skip
+    assert (sizes.num_rollouts, sizes.num_updates) == (32, 6)
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "step", "rate"),
+    [
+        ("constant", 0, 1 / 3),  # warm-up over 2 steps: 1/3, 2/3, then 1
+        ("constant", 1, 2 / 3),
+        ("constant", 2, 1.0),
+        ("constant", 99, 1.0),
+        ("linear", 6, 0.5),  # half way from step 2 to step 10
+        ("linear", 99, 0.0),
+        ("cosine_with_min_lr", 6, 0.55),  # half way down from 1 to 0.1
+        ("cosine_with_min_lr", 10, 0.1),
+    ],
+)
+def test_learning_rate_at_matches_hand_values(scheduler, step, rate):
+    spec = OptimizerSpec(learning_rate=1.0, scheduler=scheduler, warmup_steps=2, total_steps=10, min_lr_ratio=0.1)
+    assert learning_rate_at(spec, step) == pytest.approx(rate)
+
+
+def test_metrics_combine_by_their_kind():
+    merged = merge_metrics([{"a": Mean(2, 1), "b": Sum(1), "c": Max(1)}, {"a": Mean(4, 3), "b": Sum(2), "c": Max(5)}])
+    assert results(merged) == {"a": 1.5, "b": 3, "c": 5}
+
+
+def test_metrics_nothing_counted_is_left_out_and_mixed_kinds_are_refused():
+    assert results({"a": Mean(0, 0)}) == {}
+    with pytest.raises(TypeError, match="a is both"):
+        merge_metrics([{"a": Mean(0, 1)}, {"a": Sum(1)}])
+
+
+def test_experience_aligns_columns_with_tokens():
+    rollouts = random_rollouts(6, vocab_size=50)
+    experience = Experience.from_rollouts(rollouts, [1.0] * 6)
+    for row, rollout in enumerate(rollouts):
+        assert experience.loss_mask[row].sum() == rollout.num_response_tokens
+        assert not experience.loss_mask[row, rollout.num_tokens :].any()
+        assert np.allclose(experience.rollout_logprobs[row, : rollout.num_tokens], rollout.rollout_logprobs)
+
+
+def test_experience_columns_travel_by_rollout_id_in_any_order():
+    rollouts = random_rollouts(6, vocab_size=50)
+    source = Experience.from_rollouts(rollouts, [0.0] * 6)
+    source.set_column("values", torch.randn(source.loss_mask.shape))
+    target = Experience.from_rollouts(rollouts[::-1], [0.0] * 6)
+    exported = pickle.loads(pickle.dumps(source.export(["values"])))
+    target.adopt({"values": {}}, exported)
+    for row, rollout in enumerate(rollouts):
+        length = rollout.num_tokens
+        assert torch.equal(source.columns["values"][row, :length], target.columns["values"][5 - row, :length])
+
+
+def test_experience_column_is_zero_where_nothing_is_trained_and_names_are_closed():
+    experience = Experience.from_rollouts(random_rollouts(3, vocab_size=50), [0.0] * 3)
+    experience.set_column("values", torch.ones(experience.loss_mask.shape))
+    assert torch.equal(experience.columns["values"] != 0, experience.loss_mask)
+    with pytest.raises(KeyError, match="unknown column"):
+        experience.set_column("vlaues", torch.ones(1))
+    with pytest.raises(KeyError, match="no rank exported values"):
+        experience.adopt({"values": {}})
+
+
+def rollout(kind: VerdictKind, reward: float | None, index: int) -> Rollout:
+    spans = (Span(SpanSource.PROMPT, [1]), Span(SpanSource.POLICY, [2] * index, [-1.0] * index, policy_version=0))
+    reason = FinishReason.LENGTH if index == 3 else FinishReason.STOP
+    extra = {"format": 1.0} if reward is not None else {}
+    return Rollout(f"r{index}", "g", spans, reason, verdict=Verdict(kind, reward, extra=extra))
+
+
+def test_summarize_counts_failures_against_accuracy_but_not_against_the_mean_reward():
+    rollouts = (
+        rollout(VerdictKind.OK, 1.0, 1),
+        rollout(VerdictKind.WRONG, 0.0, 2),
+        rollout(VerdictKind.TIMEOUT, None, 3),
+    )
+    groups = [RolloutGroup("g", Prompt("p", [1], "1"), rollouts)]
+    numbers = summarize(groups, "rollout")
+    assert numbers["rollout/accuracy"] == pytest.approx(1 / 3)
+    assert numbers["rollout/reward"] == 0.5
+    assert numbers["rollout/response_tokens"] == 2.0
+    assert numbers["rollout/truncated"] == pytest.approx(1 / 3)
+    assert numbers["rollout/verdict_timeout"] == 1.0
+    assert numbers["rollout/format"] == 1.0
+    assert len(scored(groups)) == 2
+    assert summarize([], "rollout") == {}
+
+
+def test_ledger_that_does_not_add_up_is_an_error():
+    Ledger(10, 7, 2, 1).check()
+    with pytest.raises(RlhfError, match="rollouts were lost: 10 generated, 7 trained"):
+        Ledger(10, 7, 2, 0).check()
+
+
+def test_timeline_adds_up_and_starts_anew():
+    timeline = Timeline()
+    for _ in range(2):
+        with timeline.phase("work"):
+            pass
+    assert set(timeline.take()) == {"work"}
+    assert timeline.take() == {}

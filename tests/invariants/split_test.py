@@ -1,0 +1,213 @@
+"""Invariants 1 to 3 on a trainer's ranks: nothing has happened at step 0; packed equals padded; any split into
+micro-batches, data-parallel ranks and ZeRO stages gives the same update."""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlhf_models.testing import tiny_model_dir
+from rlhf_train.algorithms import AlgorithmSpec
+from rlhf_train.batching import plan_batches
+from rlhf_train.specs import ModelSpec, OptimizerSpec
+from rlhf_train.testing import random_rollouts, run_ranks
+
+NUM_ROLLOUTS, VOCAB_SIZE = 32, 512
+# Adam divides by the gradient's own size, which turns rounding of a gradient near 0 into a step of full size; this
+# epsilon, above that rounding, keeps the update a smooth function of the gradient.
+OPTIMIZER = OptimizerSpec(learning_rate=1e-2, eps=1e-4, scheduler="constant", max_norm=1.0)
+# Largest difference of a weight after two updates of about 1e-2 each, in float32.
+TOLERANCE = 2e-5
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One way to split the same work."""
+
+    zero_stage: int = 0
+    micro_batch_size: int = 32
+    packing: bool = False
+    algorithm: AlgorithmSpec = AlgorithmSpec(kl_coef=0.05, use_kl_loss=True, kl_estimator="k3")
+
+
+SPLITS = {
+    "whole": Case(),
+    "micro batches of 8": Case(micro_batch_size=8),
+    "micro batches of 4": Case(micro_batch_size=4),
+    "micro batches of 5": Case(micro_batch_size=5),
+    "packed": Case(packing=True),
+    "packed micro batches of 5": Case(packing=True, micro_batch_size=5),
+    "ZeRO 1": Case(zero_stage=1, micro_batch_size=8),
+    "ZeRO 2": Case(zero_stage=2, micro_batch_size=8),
+    "ZeRO 3": Case(zero_stage=3, micro_batch_size=8),
+}
+RANKS = {
+    "ZeRO 0": Case(zero_stage=0, micro_batch_size=5),
+    "ZeRO 1": Case(zero_stage=1, micro_batch_size=5),
+    "ZeRO 2": Case(zero_stage=2, micro_batch_size=5),
+    "ZeRO 3": Case(zero_stage=3, micro_batch_size=5, packing=True),
+}
+
+
+def one_step(rank: int, num_ranks: int, master: Any, path: str, case: Case) -> dict[str, Any]:
+    """Run one step of PPO with two optimizer steps a model; return the weights and what was measured."""
+    import torch
+
+    from rlhf_train.metrics import merge_metrics, results
+    from rlhf_train.online.worker import TrainWorker
+
+    spec = ModelSpec(path=path, packing=case.packing, zero_stage=case.zero_stage)
+    trained = dataclasses.replace(spec, optimizer=OPTIMIZER)
+    worker = TrainWorker(
+        {"actor": trained, "critic": trained, "reference": spec},
+        case.algorithm,
+        temperature=0.8,
+        rank=rank,
+        num_ranks=num_ranks,
+        master=master,
+        device="cuda" if torch.cuda.is_available() and num_ranks == 1 else "cpu",
+        seed=0,
+    )
+    rollouts = random_rollouts(NUM_ROLLOUTS, vocab_size=VOCAB_SIZE)
+    plan = plan_batches(
+        [rollout.num_tokens for rollout in rollouts],
+        [rollout.num_response_tokens for rollout in rollouts],
+        num_ranks=num_ranks,
+        num_mini_batches=2,
+        micro_train_batch_size=case.micro_batch_size,
+        micro_rollout_batch_size=case.micro_batch_size,
+        max_response_tokens=24,
+        seed=3,
+    )[rank]
+    worker.load_rollouts(
+        [rollouts[row] for row in plan.rows], [rollouts[row].verdict.reward for row in plan.rows], plan
+    )
+    metrics = [worker.run_model(role) for role in ("actor", "reference", "critic")]
+    experience = worker._experience
+    before = {name: column.clone() for name, column in experience.columns.items()}
+    metrics.append(worker.assign_advantages())
+    metrics += [worker.update(role, max_epochs=1, seed=5) for role in ("critic", "actor")]
+    weights = {
+        f"{role}.{name}": tensor.float().cpu().numpy().copy()
+        for role in ("actor", "critic")
+        for name, tensor in worker.engines[role].state_dict().items()
+    }
+    return {
+        "weights": weights,
+        "metrics": results(merge_metrics(metrics)),
+        "same_as_reference": bool(torch.equal(before["old_logprobs"], before["ref_logprobs"])),
+        "advantages": experience.export(["advantages"])["advantages"],
+        "moved": max(float(np.abs(weights[f"actor.{n}"]).max()) for n in worker.engines["actor"].state_dict()),
+    }
+
+
+def all_cases(rank: int, num_ranks: int, master: Any, path: str, cases: dict[str, Case]) -> dict[str, Any]:
+    """Run every case in one process, for the imports take longer than the work."""
+    return {name: one_step(rank, num_ranks, master, path, case) for name, case in cases.items()}
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory) -> str:
+    return str(tiny_model_dir(tmp_path_factory.mktemp("model"), vocab_size=VOCAB_SIZE))
+
+
+@pytest.fixture(scope="module")
+def on_one_rank(model_path) -> dict[str, Any]:
+    return run_ranks(all_cases, 1, model_path, SPLITS)[0]
+
+
+@pytest.fixture(scope="module")
+def on_two_ranks(model_path) -> list[dict[str, Any]]:
+    return run_ranks(all_cases, 2, model_path, RANKS)
+
+
+def largest_difference(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> float:
+    assert one.keys() == other.keys()
+    return max(float(np.abs(one[name] - other[name]).max()) for name in one)
+
+
+def test_step_zero_policy_equals_reference_exactly(on_one_rank):
+    for name, outcome in on_one_rank.items():
+        assert outcome["same_as_reference"], name
+        assert outcome["metrics"]["kl/reference"] == 0.0, name
+
+
+def test_first_update_ratio_is_exactly_one(model_path):
+    single = dataclasses.replace(SPLITS["whole"], algorithm=AlgorithmSpec(kl_coef=0.05))
+    outcome = run_ranks(ratio_of_first_update, 1, model_path, single)[0]
+    assert outcome == 1.0
+
+
+def ratio_of_first_update(rank: int, num_ranks: int, master: Any, path: str, case: Case) -> float:
+    """Return the largest ratio that the first optimizer step sees, or its inverse if that is farther from 1."""
+    import torch
+
+    from rlhf_train.losses.policy import policy_ratio
+    from rlhf_train.online.worker import TrainWorker
+
+    spec = ModelSpec(path=path, zero_stage=0, optimizer=OPTIMIZER)
+    frozen = ModelSpec(path=path)
+    worker = TrainWorker(
+        {"actor": spec, "critic": spec, "reference": frozen},
+        case.algorithm,
+        temperature=1.0,
+        rank=0,
+        num_ranks=1,
+        master=master,
+        device="cuda" if torch.cuda.is_available() else "cpu",
+        seed=0,
+    )
+    rollouts = random_rollouts(8, vocab_size=VOCAB_SIZE)
+    lengths = [rollout.num_tokens for rollout in rollouts]
+    plan = plan_batches(
+        lengths, lengths, num_ranks=1, num_mini_batches=1, micro_train_batch_size=8, micro_rollout_batch_size=8,
+        max_response_tokens=24, seed=0,
+    )[0]  # fmt: skip
+    worker.load_rollouts([rollouts[row] for row in plan.rows], [0.0] * 8, plan)
+    worker.run_model("actor")
+    rows = plan.mini_batches[0].micro_batches[0]
+    outputs, mask = worker._forward("actor", rows)
+    old = worker._columns(rows, mask.shape[1], ("old_logprobs",))["old_logprobs"]
+    ratio = policy_ratio(outputs["logprobs"], old)[mask]
+    return float(torch.maximum(ratio, 1 / ratio).max())
+
+
+@pytest.mark.parametrize("name", [name for name in SPLITS if name != "whole"])
+def test_split_on_one_rank_gives_the_same_update(on_one_rank, name):
+    assert largest_difference(on_one_rank["whole"]["weights"], on_one_rank[name]["weights"]) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", list(RANKS))
+def test_split_over_two_ranks_gives_the_same_update(on_one_rank, on_two_ranks, name):
+    for outcome in on_two_ranks:
+        assert largest_difference(on_one_rank["whole"]["weights"], outcome[name]["weights"]) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", list(RANKS))
+def test_two_ranks_whiten_over_both(on_one_rank, on_two_ranks, name):
+    together = on_two_ranks[0][name]["advantages"] | on_two_ranks[1][name]["advantages"]
+    alone = on_one_rank["whole"]["advantages"]
+    assert together.keys() == alone.keys() and len(alone) == NUM_ROLLOUTS
+    assert max(float(np.abs(alone[key] - together[key]).max()) for key in alone) < 1e-5
+
+
+def test_update_moves_every_weight(on_one_rank, model_path):
+    from rlhf_models.loading import load_actor
+
+    before = {
+        f"actor.{name}": p.detach().numpy() for name, p in load_actor(model_path, dtype="float32").named_parameters()
+    }
+    after = on_one_rank["whole"]["weights"]
+    still = [name for name, value in before.items() if np.array_equal(value, after[name])]
+    assert not still
+
+
+def test_different_data_gives_a_different_update(on_one_rank, model_path):
+    other = run_ranks(
+        all_cases,
+        1,
+        model_path,
+        {"other": dataclasses.replace(Case(), algorithm=AlgorithmSpec(clip_low=0.0, clip_high=0.0, gamma=0.5))},
+    )[0]
+    assert largest_difference(on_one_rank["whole"]["weights"], other["other"]["weights"]) > 100 * TOLERANCE
