@@ -1,7 +1,19 @@
-"""The receiver's half of weight sync: what a bucket of weights is. Torch-free, so that any process can carry one."""
+"""The receiver's half of weight sync: what a bucket of weights is and how its memory is mapped. Torch-free."""
 
+import contextlib
+import mmap
+import os
+import zlib
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+import numpy as np
+
+from rlhf_data.errors import WeightSyncError, with_hint
+
+ALIGNMENT_BYTES = 256
+SHARED_MEMORY_DIR = Path("/dev/shm")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,3 +50,73 @@ class WeightBucket:
     tensors: tuple[TensorSpec, ...]
     handle: Any
     checksum: int | None = None
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes from the start of the buffer to the end of its last weight."""
+        return max((tensor.offset_bytes + tensor.size_bytes for tensor in self.tensors), default=0)
+
+
+def aligned(offset_bytes: int) -> int:
+    """Return the first multiple of 256 at or above `offset_bytes`."""
+    return -(-offset_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+def bucket_checksum(buffer: np.ndarray, tensors: tuple[TensorSpec, ...]) -> int:
+    """Return the CRC-32 of the weights' bytes in order, gaps between them left out.
+
+    Args:
+        buffer: [n] uint8.
+        tensors: where the weights lie in it.
+    """
+    checksum = 0
+    for tensor in tensors:
+        checksum = zlib.crc32(buffer[tensor.offset_bytes : tensor.offset_bytes + tensor.size_bytes], checksum)
+    return checksum
+
+
+def verify_checksum(buffer: np.ndarray, bucket: WeightBucket) -> None:
+    """Raise WeightSyncError when the bucket carries a checksum that its bytes do not have."""
+    if bucket.checksum is None:
+        return
+    found = bucket_checksum(buffer, bucket.tensors)
+    if found != bucket.checksum:
+        names = ", ".join(tensor.name for tensor in bucket.tensors[:3])
+        raise WeightSyncError(
+            with_hint(
+                f"a bucket of {len(bucket.tensors)} weights ({names} ...) has checksum {found:#010x}, sent was "
+                f"{bucket.checksum:#010x}",
+                "the sender changed the buffer before the engine had read it, or they share no memory",
+            )
+        )
+
+
+class SharedSegment:
+    """A segment of shared memory that another process made, mapped until `close`."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        try:
+            # A plain file on tmpfs: multiprocessing.shared_memory would unlink the sender's segment at this exit.
+            descriptor = os.open(SHARED_MEMORY_DIR / name, os.O_RDWR)
+        except OSError as error:
+            raise WeightSyncError(
+                with_hint(
+                    f"the weight segment {SHARED_MEMORY_DIR / name} cannot be opened: {error.strerror}",
+                    "shared memory reaches engines on the trainer's own host only",
+                )
+            ) from error
+        try:
+            self._map = mmap.mmap(descriptor, 0)
+        finally:
+            os.close(descriptor)
+
+    @property
+    def buffer(self) -> np.ndarray:
+        """[n] uint8, the segment itself."""
+        return np.frombuffer(self._map, np.uint8)
+
+    def close(self) -> None:
+        """Unmap the segment, or leave that to the last array that still looks at it."""
+        with contextlib.suppress(BufferError):
+            self._map.close()

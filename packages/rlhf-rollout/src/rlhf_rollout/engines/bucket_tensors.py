@@ -1,0 +1,81 @@
+"""Buckets of weights as torch tensors: the receiving end of shared memory and of CUDA IPC."""
+
+from typing import Any
+
+import torch
+
+from rlhf_data.errors import WeightSyncError, with_hint
+from rlhf_rollout.weights import SharedSegment, WeightBucket, verify_checksum
+
+
+class BucketReader:
+    """Reads the buckets of one update; memory is mapped once and held until `close`."""
+
+    def __init__(self, backend: str, device: torch.device) -> None:
+        self.backend = backend
+        self.device = device
+        self._segment: SharedSegment | None = None
+        self._exported: tuple[Any, torch.Tensor] | None = None
+
+    def read(self, bucket: WeightBucket) -> list[tuple[str, torch.Tensor]]:
+        """Return the bucket's weights as tensors of their own on `device`: the sender may reuse its buffer.
+
+        A loader may keep a weight until the rest of its layer has come, in a later bucket, so views would not do.
+
+        Raises:
+            WeightSyncError: another backend than the engine's, memory that cannot be opened, or a wrong checksum.
+        """
+        if bucket.backend != self.backend:
+            raise WeightSyncError(f"a bucket came by {bucket.backend}, the engine was built for {self.backend}")
+        source = self._shared_memory(bucket) if bucket.backend == "shared_memory" else self._cuda_ipc(bucket)
+        if bucket.used_bytes > source.numel():
+            raise WeightSyncError(f"a bucket of {bucket.used_bytes} bytes came in a buffer of {source.numel()} bytes")
+        flat = source[: bucket.used_bytes]
+        if bucket.checksum is not None:
+            verify_checksum(flat.cpu().numpy(), bucket)
+        flat = flat.to(self.device, copy=True)
+        if flat.is_cuda:
+            torch.cuda.synchronize(flat.device)
+        return [
+            (
+                spec.name,
+                flat[spec.offset_bytes : spec.offset_bytes + spec.size_bytes]
+                .view(getattr(torch, spec.dtype))
+                .view(spec.shape),
+            )
+            for spec in bucket.tensors
+        ]
+
+    def close(self) -> None:
+        """Let go of the sender's memory."""
+        if self._segment is not None:
+            self._segment.close()
+            self._segment = None
+        self._exported = None
+
+    def _shared_memory(self, bucket: WeightBucket) -> torch.Tensor:
+        if self._segment is None or self._segment.name != bucket.handle:
+            self.close()
+            self._segment = SharedSegment(bucket.handle)
+        return torch.from_numpy(self._segment.buffer)
+
+    def _cuda_ipc(self, bucket: WeightBucket) -> torch.Tensor:
+        from torch.multiprocessing.reductions import rebuild_cuda_tensor
+
+        # torch counts one release for each export, so an export is opened once however many buckets it carries.
+        device_uuid, arguments = bucket.handle
+        if self._exported is None or self._exported[0] != arguments:
+            self.close()
+            index = self.device.index if self.device.index is not None else torch.cuda.current_device()
+            own_uuid = str(torch.cuda.get_device_properties(index).uuid)
+            if own_uuid != device_uuid:
+                raise WeightSyncError(
+                    with_hint(
+                        f"the weights lie on GPU {device_uuid}, the engine runs on GPU {own_uuid}",
+                        "use weight_transfer shared_memory when trainer and engine have GPUs of their own",
+                    )
+                )
+            # The seventh argument is the sender's number for the device, which may differ in this process.
+            opened = rebuild_cuda_tensor(*(*arguments[:6], index, *arguments[7:]))
+            self._exported = (arguments, opened)
+        return self._exported[1]

