@@ -37,17 +37,17 @@ class GroupResult:
         group_id: names the group, failed or not.
         prompt: what was asked.
         group: all `num_samples` rollouts; None when generation failed.
-        error: why it failed, None otherwise.
-        generate_s: seconds from the start of its generation to its end.
-        reward_s: seconds until its rewards were there.
+        failure: why it failed, None otherwise.
+        generate_seconds: from the start of its generation to its end.
+        reward_seconds: from then until its rewards were there.
     """
 
     group_id: str
     prompt: Prompt
     group: RolloutGroup | None
-    error: str | None = None
-    generate_s: float = 0.0
-    reward_s: float = 0.0
+    failure: str | None = None
+    generate_seconds: float = 0.0
+    reward_seconds: float = 0.0
 
 
 @dataclass(slots=True)
@@ -63,8 +63,8 @@ class GenerationCounts:
         num_retries: groups that an engine failed and that were tried again.
         num_response_tokens: tokens written in whole groups.
         verdicts: rollouts by the kind of their verdict; empty without a reward.
-        generate_s: seconds from the start to the end of the last generation.
-        reward_wait_s: seconds from then to the last reward: what rewards cost beyond what generation hid.
+        generate_s: seconds from the start of the call to the end of its last generation.
+        score_s: seconds from the start of the call to its last reward.
     """
 
     num_groups: int = 0
@@ -76,7 +76,12 @@ class GenerationCounts:
     num_response_tokens: int = 0
     verdicts: Counter[VerdictKind] = field(default_factory=Counter)
     generate_s: float = 0.0
-    reward_wait_s: float = 0.0
+    score_s: float = 0.0
+
+    @property
+    def reward_wait_s(self) -> float:
+        """Seconds from the last generation to the last reward: what rewards cost beyond what generation hid."""
+        return max(0.0, self.score_s - self.generate_s)
 
     def add(self, result: GroupResult, num_samples: int) -> None:
         """Account for one result."""
@@ -132,7 +137,7 @@ async def generate_groups(
         while True:
             for index, prompt in itertools.islice(numbered, 2 * max_in_flight - len(tasks)):
                 run.counts.num_requested += sampling.num_samples
-                tasks.add(asyncio.create_task(run.group(f"{group_id_prefix}/{index}", prompt)))
+                tasks.add(asyncio.create_task(run.group(f"{group_id_prefix}/{index:05d}", prompt)))
             if not tasks:
                 return
             done, tasks = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -171,13 +176,20 @@ class _Run:
         """Generate and score one group."""
         async with self.slots:
             started = time.monotonic()
-            completions, error = await self._completions(group_id, prompt)
+            spans, reasons, error = await self._generate(group_id, prompt)
             generated = time.monotonic()
             self.counts.generate_s = generated - self.started
-        if completions is None:
+        if error is not None:
             return GroupResult(group_id, prompt, None, error, generated - started)
         rollouts = tuple(
-            self._rollout(group_id, index, prompt, completion) for index, completion in enumerate(completions)
+            Rollout(
+                f"{group_id}/{index}",
+                group_id,
+                (Span(SpanSource.PROMPT, prompt.token_ids), span),
+                reason,
+                self.decode(span.token_ids),
+            )
+            for index, (span, reason) in enumerate(zip(spans, reasons, strict=True))
         )
         if self.reward is not None:
             verdicts = await self._verdicts(self.reward, prompt, rollouts)
@@ -186,11 +198,12 @@ class _Run:
                 for rollout, verdict in zip(rollouts, verdicts, strict=True)
             )
         scored = time.monotonic()
-        self.counts.reward_wait_s = max(0.0, scored - self.started - self.counts.generate_s)
+        self.counts.score_s = scored - self.started
         group = RolloutGroup(group_id, prompt, rollouts)
         return GroupResult(group_id, prompt, group, None, generated - started, scored - generated)
 
-    async def _completions(self, group_id: str, prompt: Prompt) -> tuple[list[Completion] | None, str | None]:
+    async def _generate(self, group_id: str, prompt: Prompt) -> tuple[list[Span], list[FinishReason], str | None]:
+        """Return the policy's spans and why they ended, or neither and the reason of the failure."""
         sampling = self.sampling
         if sampling.seed is not None:
             sampling = dataclasses.replace(sampling, seed=zlib.crc32(f"{sampling.seed}:{group_id}".encode()) >> 1)
@@ -201,28 +214,22 @@ class _Run:
             self.num_running[index] += 1
             try:
                 completions = await self.engines[index].generate(prompt.token_ids, sampling)
-                _check_whole(completions, sampling)
+                spans = _policy_spans(completions, sampling)
             except Exception as error:  # an engine is another process, maybe another machine: it may raise anything
                 self.num_failures[index] += 1
                 errors.append(f"engine {index}: {type(error).__name__}: {error}")
                 failed = index
             else:
                 self.num_failures[index] = 0
-                return completions, None
+                return spans, [completion.finish_reason for completion in completions], None
             finally:
                 self.num_running[index] -= 1
-        return None, "; ".join(errors)
+        return [], [], "; ".join(errors)
 
     def _pick(self, failed: int | None) -> int:
         """Return the engine to use: not the one that failed, none with failures if possible, the least loaded."""
         indices = [index for index in range(len(self.engines)) if index != failed] or [failed]
         return min(indices, key=lambda index: (self.num_failures[index], self.num_running[index], index))
-
-    def _rollout(self, group_id: str, index: int, prompt: Prompt, completion: Completion) -> Rollout:
-        policy = Span(SpanSource.POLICY, completion.token_ids, completion.logprobs, completion.policy_version)
-        spans = (Span(SpanSource.PROMPT, prompt.token_ids), policy)
-        text = self.decode(policy.token_ids)
-        return Rollout(f"{group_id}/{index}", group_id, spans, completion.finish_reason, text)
 
     async def _verdicts(self, reward: RewardFunction, prompt: Prompt, rollouts: Sequence[Rollout]) -> list[Verdict]:
         try:
@@ -237,9 +244,13 @@ class _Run:
         return list(verdicts)
 
 
-def _check_whole(completions: Sequence[Completion], sampling: SamplingParams) -> None:
+def _policy_spans(completions: Sequence[Completion], sampling: SamplingParams) -> list[Span]:
     if len(completions) != sampling.num_samples:
         raise EngineError(f"{len(completions)} completions instead of {sampling.num_samples}")
     aborted = sum(completion.finish_reason is FinishReason.ABORT for completion in completions)
     if aborted:
         raise EngineError(f"{aborted} of {sampling.num_samples} completions were aborted")
+    return [
+        Span(SpanSource.POLICY, completion.token_ids, completion.logprobs, completion.policy_version)
+        for completion in completions
+    ]

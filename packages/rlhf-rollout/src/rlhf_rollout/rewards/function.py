@@ -1,225 +1,161 @@
-"""A user's reward function: how it is named, found and called, and what it may return. Runs inside a reward worker.
+"""Reward by a user's Python function: scores rollouts in worker processes, and a trial before anything starts."""
 
-    def reward_func(queries: list[str], prompts: list[str], labels: list[str]) -> dict
-
-gets, for each sample, prompt and response as one text, the prompt alone, and the reference answer ("" without one), and
-returns `rewards` (one number a sample) and, if it likes, `scores` (raw scores; the rewards when left out), `extra_logs`
-(name -> a number, or one number a sample) and `verdicts` (one of `VerdictKind` a sample). Numbers may be lists, tuples,
-numpy arrays or torch tensors.
-"""
-
-import ast
-import importlib
-import importlib.util
-import re
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import asyncio
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import numpy as np
+from rlhf_data.errors import ConfigError, RewardError, with_hint
+from rlhf_data.records import Prompt, Rollout, Verdict, VerdictKind
+from rlhf_rollout.rewards.pool import WorkerPool
+from rlhf_rollout.rewards.process import CallCrashError, CallTimeoutError, InvalidResultError, WorkerProcess
+from rlhf_rollout.rewards.user_function import RewardTarget, Scored, parse_reward, verdict_of
 
-from rlhf_data.errors import ConfigError, RewardError, missing_file, unknown, with_hint
-from rlhf_data.records import Verdict, VerdictKind
-
-DEFAULT_FUNCTION = "reward_func"
-
-_IN_FILE = re.compile(r"(?P<path>.+\.py)(?::(?P<function>\w+))?", re.DOTALL)
-
-_SKELETON = 'def reward_func(queries, prompts, labels): return {"rewards": [one number a query]}'
+_MIN_SHARE_S = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class RewardTarget:
-    """Where a reward function lies.
+class FunctionReward:
+    """A `RewardFunction` over a user's function, off the event loop; what fails is a verdict.
 
-    Attributes:
-        module: an importable module, or the absolute path of a Python file.
-        function: its name there.
+    The rollouts of a prompt are scored in one call. When that call fails, they are called one by one, so that only the
+    culprit is charged; after a timeout each has its share of the time limit (at least 1 s), so that a function that
+    always hangs costs no more than about twice the limit a prompt. Usable from any event loop, and from several.
+
+    Args:
+        reward: `FILE.py` (its `reward_func`), `FILE.py:function`, `module` or `module:function`.
+        timeout_s: the time limit of a call, counted from when a worker has it.
+        num_workers: calls at once, each in a process of its own.
+        startup_timeout_s: the time limit of the imports of a worker.
+        log_path: file for what the function prints; None for this process's standard error.
+
+    Raises:
+        ConfigError: see `parse_reward`; a number that is not positive.
     """
 
-    module: str
-    function: str = DEFAULT_FUNCTION
+    def __init__(
+        self,
+        reward: str,
+        *,
+        timeout_s: float = 30.0,
+        num_workers: int = 2,
+        startup_timeout_s: float = 120.0,
+        log_path: str | Path | None = None,
+    ) -> None:
+        if timeout_s <= 0:
+            raise ConfigError(f"the reward's time limit must be positive, got {timeout_s}")
+        self._timeout_s = timeout_s
+        self._pool = WorkerPool(
+            parse_reward(reward),
+            num_workers=num_workers,
+            startup_timeout_s=startup_timeout_s,
+            log_path=None if log_path is None else Path(log_path),
+        )
 
     @property
-    def is_file(self) -> bool:
-        """Whether `module` is a path."""
-        return self.module.endswith(".py")
+    def num_replaced(self) -> int:
+        """Workers that hung or died so far."""
+        return self._pool.num_replaced
+
+    async def score(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> list[Verdict]:
+        """Return one verdict a rollout, in order. Raises RewardError when no worker can start."""
+        responses = [rollout.text for rollout in rollouts]
+        if not responses:
+            return []
+        outcome = await self._pool.call(*reward_arguments(prompt, responses), timeout_s=self._timeout_s)
+        if isinstance(outcome, Scored):
+            return [verdict_of(outcome, index) for index in range(len(responses))]
+        outcomes = [outcome]
+        if len(responses) > 1:
+            timeout_s = self._timeout_s
+            if outcome.kind is VerdictKind.TIMEOUT:
+                timeout_s = max(timeout_s / len(responses), min(timeout_s, _MIN_SHARE_S))
+            calls = [
+                self._pool.call(*reward_arguments(prompt, [response]), timeout_s=timeout_s) for response in responses
+            ]
+            outcomes = await asyncio.gather(*calls)
+        return [
+            verdict_of(outcome, 0) if isinstance(outcome, Scored) else Verdict(outcome.kind, detail=outcome.detail)
+            for outcome in outcomes
+        ]
+
+    async def close(self) -> None:
+        """End the workers, a hung one included."""
+        await asyncio.to_thread(self._pool.shutdown)
 
 
 @dataclass(frozen=True, slots=True)
-class Scored:
-    """What a reward function returned for a batch, as plain numbers, one a sample in every list; may be non-finite."""
+class RewardCheck:
+    """What a trial of a reward function showed.
 
-    rewards: list[float]
-    scores: list[float]
-    extra: dict[str, list[float]]
-    verdicts: list[str | None]
+    Attributes:
+        startup_s: seconds until it was imported.
+        call_s: seconds of the call; None when there were no prompts to try.
+        problem: the reason why the call gave no result, when it raised or hung; a run counts such calls as verdicts.
+    """
+
+    startup_s: float
+    call_s: float | None = None
+    problem: str | None = None
 
 
-def parse_reward(reward: str) -> RewardTarget:
-    """Return where `FILE.py`, `FILE.py:function`, `module` or `module:function` points, importing nothing.
+def check_reward_function(
+    reward: str, prompts: Sequence[Prompt] = (), *, timeout_s: float = 30.0, startup_timeout_s: float = 120.0
+) -> RewardCheck:
+    """Import a reward function and call it once, in a worker of its own, before anything expensive starts.
+
+    Args:
+        reward: as for `FunctionReward`.
+        prompts: some of the run's; each of the first four is tried with its label and with nothing as the response.
+        timeout_s: the time limit of the call.
+        startup_timeout_s: the time limit of its imports.
 
     Raises:
-        ConfigError: it is none of these, the file does not exist, or a file defines no function of that name.
+        ConfigError: see `parse_reward`.
+        RewardError: it cannot be imported; it returns no dictionary with `rewards`, another number of rewards than
+            there are queries, or one that is not finite.
     """
-    in_file = _IN_FILE.fullmatch(reward)
-    if in_file:
-        path = Path(in_file["path"]).expanduser()
-        if not path.is_file():
-            raise ConfigError(missing_file("reward file", path))
-        target = RewardTarget(str(path.absolute()), in_file["function"] or DEFAULT_FUNCTION)
-        _check_defined(target)
-        return target
-    module, _, function = reward.partition(":")
-    if not all(part.isidentifier() for part in [*module.split("."), function or DEFAULT_FUNCTION]):
-        raise ConfigError(
-            with_hint(
-                f"reward `{reward}` names no Python file and no module", "give path/to/file.py or module:function"
-            )
-        )
-    return RewardTarget(module, function or DEFAULT_FUNCTION)
-
-
-def load_function(target: RewardTarget) -> Callable[..., Any]:
-    """Import the target and return its function; the folder of a file is importable by it.
-
-    Raises:
-        RewardError: the module has no such function. Whatever else the import raises is passed on.
-    """
-    if target.is_file:
-        path = Path(target.module)
-        sys.path.insert(0, str(path.parent))
-        name = path.stem if path.stem.isidentifier() and path.stem not in sys.modules else f"rlhf_reward_{path.stem}"
-        spec = importlib.util.spec_from_file_location(name, path)
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module
-        spec.loader.exec_module(module)
-    else:
-        module = importlib.import_module(target.module)
-    function = getattr(module, target.function, None)
-    if not callable(function):
-        callables = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
-        raise RewardError(_no_function(target, callables))
-    return function
-
-
-def read_result(result: Any, num_samples: int) -> Scored:
-    """Return what a reward function returned as plain lists.
-
-    Raises:
-        RewardError: not a dictionary with `rewards`, a list of another length than `num_samples`, something that is
-            no number, or a verdict that does not exist. Numbers that are not finite are left to the caller.
-    """
-    if not isinstance(result, Mapping):
-        raise RewardError(with_hint(f"the reward function returned {_kind(result)}, not a dictionary", _SKELETON))
-    if "rewards" not in result:
-        raise RewardError(
-            with_hint(f"the reward function's dictionary has no `rewards`: {sorted(map(str, result))}", _SKELETON)
-        )
-    rewards = _numbers("rewards", result["rewards"], num_samples)
-    scores = result.get("scores")
-    scores = rewards if scores is None else _numbers("scores", scores, num_samples)
-    extra = {}
-    logs = result.get("extra_logs")
-    if logs is not None and not isinstance(logs, Mapping):
-        raise RewardError(f"`extra_logs` must be a dictionary of numbers, got {_kind(logs)}")
-    for name, values in (logs or {}).items():
-        extra[str(name)] = _numbers(f"extra_logs[{name!r}]", values, num_samples, spread=True)
-    verdicts = result.get("verdicts")
-    if verdicts is None:
-        verdicts = [None] * num_samples
-    elif isinstance(verdicts, str) or not isinstance(verdicts, Sequence) or len(verdicts) != num_samples:
-        raise RewardError(f"`verdicts` must be a list of {num_samples} names, got {verdicts!r:.80}")
-    known = [kind.value for kind in VerdictKind]
-    for verdict in verdicts:
-        if verdict is not None and str(verdict) not in known:
-            raise RewardError(unknown("verdict", str(verdict), known))
-    return Scored(rewards, scores, extra, [None if verdict is None else str(verdict) for verdict in verdicts])
-
-
-def verdict_of(scored: Scored, index: int) -> Verdict:
-    """Return the verdict of one sample: what the function says, else ok for a score above 0 and wrong otherwise.
-
-    A reward or score that is not finite is the verdict `crash`; an extra log that is not is left out and named in
-    `detail`.
-    """
-    reward, score, kind = scored.rewards[index], scored.scores[index], scored.verdicts[index]
-    extra = {name: values[index] for name, values in scored.extra.items()}
-    lost = [f"{name} is {value}" for name, value in extra.items() if not np.isfinite(value)]
-    detail = f"left out of the logs: {', '.join(lost)}" if lost else ""
-    extra = {name: value for name, value in extra.items() if np.isfinite(value)}
-    if kind is not None and VerdictKind(kind).failed:
-        return Verdict(VerdictKind(kind), detail=detail or "said by the reward function", extra=extra)
-    for name, value in (("reward", reward), ("score", score)):
-        if not np.isfinite(value):
-            return Verdict(VerdictKind.CRASH, detail=f"the {name} is {value}", extra=extra)
-    if kind is None:
-        kind = VerdictKind.OK if score > 0 else VerdictKind.WRONG
-    return Verdict(VerdictKind(kind), reward, score, detail, extra)
-
-
-def _check_defined(target: RewardTarget) -> None:
-    """Look for the function in the file's source; a file that gets names from `import *` is left to the worker."""
-    path = Path(target.module)
+    target = parse_reward(reward)
+    started = time.monotonic()
+    worker = WorkerProcess(target, startup_timeout_s=startup_timeout_s)
+    startup_s = time.monotonic() - started
+    samples = [reward_arguments(prompt, [prompt.label or "", ""]) for prompt in prompts[:4]]
     try:
-        body = ast.parse(path.read_bytes(), str(path)).body
-    except (SyntaxError, ValueError) as error:
-        raise ConfigError(f"reward file {path} is not Python: {error}") from None
-    names = set(_bound_names(body))
-    if target.function not in names and "*" not in names:
-        defined = [node.name for node in body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-        raise ConfigError(_no_function(target, defined))
+        if not samples:
+            return RewardCheck(startup_s)
+        arguments = [[text for part in parts for text in part] for parts in zip(*samples, strict=True)]
+        started = time.monotonic()
+        scored = worker.call(*arguments, timeout_s=timeout_s)
+        call_s = time.monotonic() - started
+    except CallTimeoutError:
+        return RewardCheck(startup_s, timeout_s, f"no answer within {timeout_s:g} s")
+    except InvalidResultError as error:
+        raise RewardError(f"{_name(target)}: {error}") from None
+    except CallCrashError as error:
+        return RewardCheck(startup_s, time.monotonic() - started, str(error))
+    finally:
+        worker.close()
+    _check_finite(target, scored)
+    return RewardCheck(startup_s, call_s)
 
 
-def _bound_names(body: list[ast.stmt]) -> Iterator[str]:
-    for part in (part for node in body for part in ast.walk(node)):
-        if isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            yield part.name
-        elif isinstance(part, ast.Name):
-            yield part.id
-        elif isinstance(part, ast.alias):
-            yield part.asname or part.name
+def reward_arguments(prompt: Prompt, responses: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
+    """Return the queries, prompts and labels that a reward function gets for responses to one prompt."""
+    queries = [prompt.text + response for response in responses]
+    return queries, [prompt.text] * len(queries), [prompt.label or ""] * len(queries)
 
 
-def _no_function(target: RewardTarget, defined: Sequence[str]) -> str:
-    message = f"{target.module} has no function `{target.function}`"
-    message += f"; it has {', '.join(sorted(defined))}" if defined else ""
-    return with_hint(
-        message, _SKELETON if target.function == DEFAULT_FUNCTION else f"name one with {target.module}:NAME"
-    )
+def _check_finite(target: RewardTarget, scored: Scored) -> None:
+    for index in range(len(scored.rewards)):
+        verdict = verdict_of(scored, index)
+        if verdict.kind is VerdictKind.CRASH and scored.verdicts[index] != VerdictKind.CRASH:
+            raise RewardError(
+                with_hint(
+                    f"{_name(target)}: {verdict.detail} in the trial call (sample {index})",
+                    "return a finite number for every response, an empty one included",
+                )
+            )
 
 
-def _numbers(name: str, values: Any, num_samples: int, *, spread: bool = False) -> list[float]:
-    """Return `num_samples` floats; one number stands for all of them when `spread`, or when there is one sample."""
-    if hasattr(values, "tolist"):  # a torch tensor or a numpy array or number, without importing either
-        values = (values.detach() if hasattr(values, "detach") else values).tolist()
-    if _is_number(values):
-        if not spread and num_samples != 1:
-            raise RewardError(with_hint(f"`{name}` is one number for {num_samples} samples", _SKELETON))
-        return [float(values)] * num_samples
-    if not isinstance(values, list | tuple):
-        raise RewardError(f"`{name}` must be a list of numbers, got {_kind(values)}")
-    if len(values) != num_samples:
-        raise RewardError(
-            with_hint(f"`{name}` has {len(values)} numbers for {num_samples} samples", "return one a query")
-        )
-    numbers = []
-    for value in values:
-        if hasattr(value, "tolist"):
-            value = value.tolist()
-        if isinstance(value, list) and len(value) == 1:  # a column of shape [N, 1]
-            value = value[0]
-        if not _is_number(value):
-            raise RewardError(f"`{name}` must hold numbers, got {_kind(value)}")
-        numbers.append(float(value))
-    return numbers
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, bool | int | float)
-
-
-def _kind(value: Any) -> str:
-    return "None" if value is None else f"a value of type {type(value).__name__}"
+def _name(target: RewardTarget) -> str:
+    return f"{target.module}:{target.function}"

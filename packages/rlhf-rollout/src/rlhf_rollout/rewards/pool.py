@@ -1,4 +1,4 @@
-"""Reward functions run in worker processes, off the event loop, with a time limit; what fails is a verdict."""
+"""Worker processes that are called with a time limit, off the event loop; one that hangs or dies is replaced."""
 
 import asyncio
 import queue
@@ -9,51 +9,54 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlhf_data.errors import ConfigError, RewardError, with_hint
-from rlhf_data.records import Prompt, Rollout, Verdict, VerdictKind
-from rlhf_rollout.rewards.function import RewardTarget, Scored, parse_reward, verdict_of
-from rlhf_rollout.rewards.process import CallCrashError, CallTimeoutError, InvalidResultError, WorkerProcess
+from rlhf_data.errors import ConfigError, RewardError
+from rlhf_data.records import VerdictKind
+from rlhf_rollout.rewards.process import CallCrashError, CallTimeoutError, WorkerProcess
+from rlhf_rollout.rewards.user_function import RewardTarget, Scored
 
 _START_ATTEMPTS = 3
 _START_PAUSE_S = 0.5
+_CLOSED = "the reward function's workers have been shut down"
 
 
-class RewardPool:
-    """A `RewardFunction` over a user's function in worker processes.
+@dataclass(frozen=True, slots=True)
+class CallFailure:
+    """A call without a result.
 
-    A group is scored in one call. When the call fails, its samples are called one by one, so that only the culprit is
-    charged. A worker that hangs or dies is killed and replaced; one that cannot start three times in a row ends it
-    with RewardError. Methods may be called from any event loop, one pool from several.
+    Attributes:
+        kind: `timeout` or `crash`.
+        detail: one line for people.
+    """
+
+    kind: VerdictKind
+    detail: str
+
+
+class WorkerPool:
+    """Workers around one function; each is started when it is first needed.
 
     Args:
-        reward: `FILE.py` (its `reward_func`), `FILE.py:function`, `module` or `module:function`.
-        num_workers: calls at once.
-        timeout_s: the time limit of one call.
-        startup_timeout_s: the time limit of the imports of a worker.
+        target: the function.
+        num_workers: calls at once; further ones wait.
+        startup_timeout_s: the time limit of a worker's imports.
         log_path: file for what the function prints; None for this process's standard error.
-
-    Raises:
-        ConfigError: see `parse_reward`; a number that is not positive.
     """
 
     def __init__(
         self,
-        reward: str,
+        target: RewardTarget,
         *,
-        num_workers: int = 2,
-        timeout_s: float = 30.0,
-        startup_timeout_s: float = 120.0,
-        log_path: str | Path | None = None,
+        num_workers: int,
+        startup_timeout_s: float,
+        log_path: Path | None = None,
     ) -> None:
-        if num_workers < 1 or timeout_s <= 0 or startup_timeout_s <= 0:
+        if num_workers < 1 or startup_timeout_s <= 0:
             raise ConfigError(
-                f"num_workers ({num_workers}), timeout_s ({timeout_s}) and startup_timeout_s ({startup_timeout_s}) "
-                "must be positive"
+                f"num_workers ({num_workers}) and startup_timeout_s ({startup_timeout_s}) must be positive"
             )
-        self._target = parse_reward(reward)
-        self._timeout_s = timeout_s
+        self._target = target
         self._startup_timeout_s = startup_timeout_s
-        self._log_path = None if log_path is None else Path(log_path)
+        self._log_path = log_path
         self._executor = ThreadPoolExecutor(num_workers, thread_name_prefix="reward")
         # One slot a thread; None is a worker that is yet to be started. Last in, first out: started ones first.
         self._slots: queue.LifoQueue[WorkerProcess | None] = queue.LifoQueue()
@@ -70,27 +73,22 @@ class RewardPool:
         """Workers that hung or died so far."""
         return self._num_replaced
 
-    async def score(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> list[Verdict]:
-        """Return one verdict a rollout, in order. Raises RewardError when no worker can start."""
-        responses = [rollout.text for rollout in rollouts]
-        if not responses:
-            return []
-        loop = asyncio.get_running_loop()
-        outcome = await loop.run_in_executor(self._executor, self._call, prompt, responses)
-        if isinstance(outcome, Scored):
-            return [verdict_of(outcome, index) for index in range(len(responses))]
-        if len(responses) == 1:
-            return [outcome]
-        calls = [loop.run_in_executor(self._executor, self._call, prompt, [response]) for response in responses]
-        outcomes = await asyncio.gather(*calls)
-        return [verdict_of(outcome, 0) if isinstance(outcome, Scored) else outcome for outcome in outcomes]
+    async def call(
+        self, queries: list[str], prompts: list[str], labels: list[str], *, timeout_s: float
+    ) -> Scored | CallFailure:
+        """Return what the function says of some samples, or why it says nothing within `timeout_s` of having them.
 
-    async def close(self) -> None:
-        """End the workers, a hung one included."""
-        await asyncio.to_thread(self.shutdown)
+        Raises:
+            RewardError: the function cannot be imported, workers fail to start three times in a row, or the pool is
+                shut down.
+        """
+        if self._closed:
+            raise RewardError(_CLOSED)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._executor, self._call, queries, prompts, labels, timeout_s)
 
     def shutdown(self) -> None:
-        """Do what `close` does, from code without an event loop."""
+        """End all workers, and with them the calls that they are in."""
         with self._lock:
             self._closed = True
             workers = list(self._workers)
@@ -100,24 +98,28 @@ class RewardPool:
         for worker in workers:
             worker.close()
 
-    def _call(self, prompt: Prompt, responses: list[str]) -> Scored | Verdict:
-        """Run one call in the calling thread; a failure is the verdict of every sample of it."""
+    def _call(
+        self, queries: Sequence[str], prompts: Sequence[str], labels: Sequence[str], timeout_s: float
+    ) -> Scored | CallFailure:
         worker = self._slots.get()
         try:
+            if worker is not None and not worker.alive:  # it died between two calls: no one is to be charged
+                worker = self._retire(worker)
             if worker is None:
                 worker = self._start()
-            return worker.call(*reward_arguments(prompt, responses), timeout_s=self._timeout_s)
+            return worker.call(queries, prompts, labels, timeout_s=timeout_s)
         except CallTimeoutError:
-            return Verdict(VerdictKind.TIMEOUT, detail=f"no answer within {self._timeout_s:g} s")
+            return CallFailure(VerdictKind.TIMEOUT, f"no answer within {timeout_s:g} s")
         except CallCrashError as error:
-            return Verdict(VerdictKind.CRASH, detail=" ".join(str(error).split()))
+            return CallFailure(VerdictKind.CRASH, " ".join(str(error).split()))
         finally:
-            if worker is not None and not worker.alive:
-                with self._lock:
-                    self._workers.discard(worker)
-                    self._num_replaced += 1
-                worker = None
-            self._slots.put(worker)
+            self._slots.put(worker if worker is None or worker.alive else self._retire(worker))
+
+    def _retire(self, worker: WorkerProcess) -> None:
+        worker.close()
+        with self._lock:
+            self._workers.discard(worker)
+            self._num_replaced += 1
 
     def _start(self) -> WorkerProcess:
         # The first start tells whether the function can be imported at all; a later one fails by accident.
@@ -138,81 +140,4 @@ class RewardPool:
                     self._workers.add(worker)
                     return worker
             worker.close()
-        raise RewardError("the reward pool is closed")
-
-
-@dataclass(frozen=True, slots=True)
-class RewardCheck:
-    """What a trial of a reward function showed.
-
-    Attributes:
-        startup_s: seconds until it was imported.
-        call_s: seconds of the call; None when there were no prompts to try.
-        problem: the reason why the call gave no result, when it raised or hung; a run counts such calls as verdicts.
-    """
-
-    startup_s: float
-    call_s: float | None = None
-    problem: str | None = None
-
-
-def check_reward_function(
-    reward: str, prompts: Sequence[Prompt] = (), *, timeout_s: float = 30.0, startup_timeout_s: float = 120.0
-) -> RewardCheck:
-    """Import a reward function and call it once, in a worker of its own, before anything expensive starts.
-
-    Args:
-        reward: as for `RewardPool`.
-        prompts: some of the run's; each of the first four is tried with its label and with nothing as the response.
-        timeout_s: the time limit of the call.
-        startup_timeout_s: the time limit of its imports.
-
-    Raises:
-        ConfigError: see `parse_reward`.
-        RewardError: it cannot be imported; it returns no dictionary with `rewards`, another number of rewards than
-            there are queries, or one that is not finite.
-    """
-    target = parse_reward(reward)
-    started = time.monotonic()
-    worker = WorkerProcess(target, startup_timeout_s=startup_timeout_s)
-    startup_s = time.monotonic() - started
-    samples = [reward_arguments(prompt, [prompt.label or "", ""]) for prompt in prompts[:4]]
-    try:
-        if not samples:
-            return RewardCheck(startup_s)
-        arguments = [[text for part in parts for text in part] for parts in zip(*samples, strict=True)]
-        started = time.monotonic()
-        scored = worker.call(*arguments, timeout_s=timeout_s)
-        call_s = time.monotonic() - started
-    except CallTimeoutError:
-        return RewardCheck(startup_s, timeout_s, f"no answer within {timeout_s:g} s")
-    except InvalidResultError as error:
-        raise RewardError(f"{_name(target)}: {error}") from None
-    except CallCrashError as error:
-        return RewardCheck(startup_s, time.monotonic() - started, str(error))
-    finally:
-        worker.close()
-    _check_finite(target, scored)
-    return RewardCheck(startup_s, call_s)
-
-
-def reward_arguments(prompt: Prompt, responses: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
-    """Return the queries, prompts and labels that a reward function gets for responses to one prompt."""
-    queries = [prompt.text + response for response in responses]
-    return queries, [prompt.text] * len(queries), [prompt.label or ""] * len(queries)
-
-
-def _check_finite(target: RewardTarget, scored: Scored) -> None:
-    for index in range(len(scored.rewards)):
-        verdict = verdict_of(scored, index)
-        if verdict.kind is VerdictKind.CRASH and scored.verdicts[index] != VerdictKind.CRASH:
-            raise RewardError(
-                with_hint(
-                    f"{_name(target)}: {verdict.detail} in the trial call (sample {index})",
-                    "return a finite number for every response, an empty one included",
-                )
-            )
-
-
-def _name(target: RewardTarget) -> str:
-    return f"{target.module}:{target.function}"
+        raise RewardError(_CLOSED)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_data.errors import RewardError, with_hint
-from rlhf_rollout.rewards.function import RewardTarget, Scored
+from rlhf_rollout.rewards.user_function import RewardTarget, Scored
 
 _EXIT_TIMEOUT_S = 5.0
 

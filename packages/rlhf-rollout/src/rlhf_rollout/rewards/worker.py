@@ -16,7 +16,7 @@ from io import BufferedIOBase
 from typing import Any
 
 from rlhf_data.errors import RewardError
-from rlhf_rollout.rewards.function import RewardTarget, load_function, read_result
+from rlhf_rollout.rewards.user_function import RewardTarget, load_function, read_result
 
 _PR_SET_PDEATHSIG = 1
 _MAX_DETAIL = 500

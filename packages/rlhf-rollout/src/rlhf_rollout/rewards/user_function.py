@@ -1,0 +1,225 @@
+"""A user's reward function: how it is named, found and called, and what it may return. Runs inside a reward worker.
+
+    def reward_func(queries: list[str], prompts: list[str], labels: list[str]) -> dict
+
+gets, for each sample, prompt and response as one text, the prompt alone, and the reference answer ("" without one), and
+returns `rewards` (one number a sample) and, if it likes, `scores` (raw scores; the rewards when left out), `extra_logs`
+(name -> a number, or one number a sample) and `verdicts` (one of `VerdictKind` a sample). Numbers may be lists, tuples,
+numpy arrays or torch tensors.
+"""
+
+import ast
+import importlib
+import importlib.util
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rlhf_data.errors import ConfigError, RewardError, missing_file, unknown, with_hint
+from rlhf_data.records import Verdict, VerdictKind
+
+DEFAULT_FUNCTION = "reward_func"
+
+_IN_FILE = re.compile(r"(?P<path>.+\.py)(?::(?P<function>\w+))?", re.DOTALL)
+
+_SKELETON = 'def reward_func(queries, prompts, labels): return {"rewards": [one number a query]}'
+
+
+@dataclass(frozen=True, slots=True)
+class RewardTarget:
+    """Where a reward function lies.
+
+    Attributes:
+        module: an importable module, or the absolute path of a Python file.
+        function: its name there.
+    """
+
+    module: str
+    function: str = DEFAULT_FUNCTION
+
+    @property
+    def is_file(self) -> bool:
+        """Whether `module` is a path."""
+        return self.module.endswith(".py")
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """What a reward function returned for a batch, as plain numbers, one a sample in every list; may be non-finite."""
+
+    rewards: list[float]
+    scores: list[float]
+    extra: dict[str, list[float]]
+    verdicts: list[str | None]
+
+
+def parse_reward(reward: str) -> RewardTarget:
+    """Return where `FILE.py`, `FILE.py:function`, `module` or `module:function` points, importing nothing.
+
+    Raises:
+        ConfigError: it is none of these, the file does not exist, or a file defines no function of that name.
+    """
+    in_file = _IN_FILE.fullmatch(reward)
+    if in_file:
+        path = Path(in_file["path"]).expanduser()
+        if not path.is_file():
+            raise ConfigError(missing_file("reward file", path))
+        target = RewardTarget(str(path.absolute()), in_file["function"] or DEFAULT_FUNCTION)
+        _check_defined(target)
+        return target
+    module, _, function = reward.partition(":")
+    if not all(part.isidentifier() for part in [*module.split("."), function or DEFAULT_FUNCTION]):
+        raise ConfigError(
+            with_hint(
+                f"reward `{reward}` names no Python file and no module", "give path/to/file.py or module:function"
+            )
+        )
+    return RewardTarget(module, function or DEFAULT_FUNCTION)
+
+
+def load_function(target: RewardTarget) -> Callable[..., Any]:
+    """Import the target and return its function; the folder of a file is importable by it.
+
+    Raises:
+        RewardError: the module has no such function. Whatever else the import raises is passed on.
+    """
+    if target.is_file:
+        path = Path(target.module)
+        sys.path.insert(0, str(path.parent))
+        name = path.stem if path.stem.isidentifier() and path.stem not in sys.modules else f"rlhf_reward_{path.stem}"
+        spec = importlib.util.spec_from_file_location(name, path)
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        spec.loader.exec_module(module)
+    else:
+        module = importlib.import_module(target.module)
+    function = getattr(module, target.function, None)
+    if not callable(function):
+        callables = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
+        raise RewardError(_no_function(target, callables))
+    return function
+
+
+def read_result(result: Any, num_samples: int) -> Scored:
+    """Return what a reward function returned as plain lists.
+
+    Raises:
+        RewardError: not a dictionary with `rewards`, a list of another length than `num_samples`, something that is
+            no number, or a verdict that does not exist. Numbers that are not finite are left to the caller.
+    """
+    if not isinstance(result, Mapping):
+        raise RewardError(with_hint(f"the reward function returned {_kind(result)}, not a dictionary", _SKELETON))
+    if "rewards" not in result:
+        raise RewardError(
+            with_hint(f"the reward function's dictionary has no `rewards`: {sorted(map(str, result))}", _SKELETON)
+        )
+    rewards = _numbers("rewards", result["rewards"], num_samples)
+    scores = result.get("scores")
+    scores = rewards if scores is None else _numbers("scores", scores, num_samples)
+    extra = {}
+    logs = result.get("extra_logs")
+    if logs is not None and not isinstance(logs, Mapping):
+        raise RewardError(f"`extra_logs` must be a dictionary of numbers, got {_kind(logs)}")
+    for name, values in (logs or {}).items():
+        extra[str(name)] = _numbers(f"extra_logs[{name!r}]", values, num_samples, spread=True)
+    verdicts = result.get("verdicts")
+    if verdicts is None:
+        verdicts = [None] * num_samples
+    elif isinstance(verdicts, str) or not isinstance(verdicts, Sequence) or len(verdicts) != num_samples:
+        raise RewardError(f"`verdicts` must be a list of {num_samples} names, got {verdicts!r:.80}")
+    known = [kind.value for kind in VerdictKind]
+    for verdict in verdicts:
+        if verdict is not None and str(verdict) not in known:
+            raise RewardError(unknown("verdict", str(verdict), known))
+    return Scored(rewards, scores, extra, [None if verdict is None else str(verdict) for verdict in verdicts])
+
+
+def verdict_of(scored: Scored, index: int) -> Verdict:
+    """Return the verdict of one sample: what the function says, else ok for a score above 0 and wrong otherwise.
+
+    A reward or score that is not finite is the verdict `crash`; an extra log that is not is left out and named in
+    `detail`.
+    """
+    reward, score, kind = scored.rewards[index], scored.scores[index], scored.verdicts[index]
+    extra = {name: values[index] for name, values in scored.extra.items()}
+    lost = [f"{name} is {value}" for name, value in extra.items() if not np.isfinite(value)]
+    detail = f"left out of the logs: {', '.join(lost)}" if lost else ""
+    extra = {name: value for name, value in extra.items() if np.isfinite(value)}
+    if kind is not None and VerdictKind(kind).failed:
+        return Verdict(VerdictKind(kind), detail=detail or "said by the reward function", extra=extra)
+    for name, value in (("reward", reward), ("score", score)):
+        if not np.isfinite(value):
+            return Verdict(VerdictKind.CRASH, detail=f"the {name} is {value}", extra=extra)
+    if kind is None:
+        kind = VerdictKind.OK if score > 0 else VerdictKind.WRONG
+    return Verdict(VerdictKind(kind), reward, score, detail, extra)
+
+
+def _check_defined(target: RewardTarget) -> None:
+    """Look for the function in the file's source; a file that gets names from `import *` is left to the worker."""
+    path = Path(target.module)
+    try:
+        body = ast.parse(path.read_bytes(), str(path)).body
+    except (SyntaxError, ValueError) as error:
+        raise ConfigError(f"reward file {path} is not Python: {error}") from None
+    names = set(_bound_names(body))
+    if target.function not in names and "*" not in names:
+        defined = [node.name for node in body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+        raise ConfigError(_no_function(target, defined))
+
+
+def _bound_names(body: list[ast.stmt]) -> Iterator[str]:
+    for part in (part for node in body for part in ast.walk(node)):
+        if isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield part.name
+        elif isinstance(part, ast.Name):
+            yield part.id
+        elif isinstance(part, ast.alias):
+            yield part.asname or part.name
+
+
+def _no_function(target: RewardTarget, defined: Sequence[str]) -> str:
+    message = f"{target.module} has no function `{target.function}`"
+    message += f"; it has {', '.join(sorted(defined))}" if defined else ""
+    return with_hint(
+        message, _SKELETON if target.function == DEFAULT_FUNCTION else f"name one with {target.module}:NAME"
+    )
+
+
+def _numbers(name: str, values: Any, num_samples: int, *, spread: bool = False) -> list[float]:
+    """Return `num_samples` floats; one number stands for all of them when `spread`, or when there is one sample."""
+    if hasattr(values, "tolist"):  # a torch tensor or a numpy array or number, without importing either
+        values = (values.detach() if hasattr(values, "detach") else values).tolist()
+    if _is_number(values):
+        if not spread and num_samples != 1:
+            raise RewardError(with_hint(f"`{name}` is one number for {num_samples} samples", _SKELETON))
+        return [float(values)] * num_samples
+    if not isinstance(values, list | tuple):
+        raise RewardError(f"`{name}` must be a list of numbers, got {_kind(values)}")
+    if len(values) != num_samples:
+        raise RewardError(
+            with_hint(f"`{name}` has {len(values)} numbers for {num_samples} samples", "return one a query")
+        )
+    numbers = []
+    for value in values:
+        if hasattr(value, "tolist"):
+            value = value.tolist()
+        if isinstance(value, list) and len(value) == 1:  # a column of shape [N, 1]
+            value = value[0]
+        if not _is_number(value):
+            raise RewardError(f"`{name}` must hold numbers, got {_kind(value)}")
+        numbers.append(float(value))
+    return numbers
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, bool | int | float)
+
+
+def _kind(value: Any) -> str:
+    return "None" if value is None else f"a value of type {type(value).__name__}"
