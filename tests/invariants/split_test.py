@@ -21,6 +21,9 @@ OPTIMIZER = OptimizerSpec(learning_rate=1e-2, eps=1e-4, scheduler="constant", ma
 TOLERANCE = 2e-5
 
 
+PPO_WITH_KL_LOSS = AlgorithmSpec(kl_coef=0.05, use_kl_loss=True, kl_estimator="k3")
+
+
 @dataclasses.dataclass(frozen=True)
 class Case:
     """One way to split the same work."""
@@ -28,7 +31,7 @@ class Case:
     zero_stage: int = 0
     micro_batch_size: int = 32
     packing: bool = False
-    algorithm: AlgorithmSpec = AlgorithmSpec(kl_coef=0.05, use_kl_loss=True, kl_estimator="k3")
+    algorithm: AlgorithmSpec = PPO_WITH_KL_LOSS
 
 
 SPLITS = {

@@ -76,7 +76,7 @@ def test_policy_ratio_of_equal_logprobs_is_exactly_one():
 
 
 def test_clipped_value_loss_matches_hand_values():
-    # V = 1.0, old = 0.0, clip 0.5 -> clipped V 0.5. R = 2: free (1-2)^2 = 1, clipped (0.5-2)^2 = 2.25; the larger, halved.
+    # V = 1.0, old = 0.0, clip 0.5 -> clipped V 0.5. R = 2: free (1-2)^2 = 1, clipped (0.5-2)^2 = 2.25; half the larger.
     # R = 0: free 1, clipped 0.25 -> 1 / 2.
     values, old = torch.tensor([[1.0, 1.0]]), torch.zeros(1, 2)
     loss = clipped_value_loss(values, old, torch.tensor([[2.0, 0.0]]), value_clip=0.5)

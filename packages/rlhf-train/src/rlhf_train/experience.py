@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from rlhf_data.records import Rollout
 from torch import Tensor
+
+from rlhf_data.records import Rollout
 
 COLUMNS = ("old_logprobs", "ref_logprobs", "values", "advantages", "returns")
 

@@ -1,9 +1,9 @@
 """Estimates of the KL divergence from the reference, one a token."""
 
 import torch
-from rlhf_data.errors import unknown
 from torch import Tensor
 
+from rlhf_data.errors import unknown
 from rlhf_train.shapes import check_same_shape
 
 KL_ESTIMATORS = ("k1", "k2", "k3")

@@ -1,15 +1,23 @@
-"""What tests of the trainer share: made-up rollouts, and ranks in processes of their own."""
+"""What tests of the trainer share: made-up rollouts, ranks in processes of their own, and a job over a tiny model."""
 
+import dataclasses
 import multiprocessing
 import queue
 import socket
 import traceback
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from rlhf_data.records import FinishReason, Rollout, Span, SpanSource, Verdict, VerdictKind
+from rlhf_data.records import FinishReason, Prompt, Rollout, Span, SpanSource, Verdict, VerdictKind
+from rlhf_rollout.engines import EngineSpec
+from rlhf_rollout.protocols import SamplingParams
+from rlhf_train.algorithms import AlgorithmSpec
+from rlhf_train.online.job import BatchSizes, OnlineJob, RewardSpec
+from rlhf_train.placement import PlacementRequest, local_resources, plan_placement
+from rlhf_train.specs import ModelSpec, OptimizerSpec
 
 RANK_TIMEOUT_S = 300.0
 
@@ -90,3 +98,72 @@ def _run_rank(
         outbox.put((rank, function(rank, num_ranks, master, *arguments), None))
     except BaseException:
         outbox.put((rank, None, traceback.format_exc()))
+
+
+REWARD_FILE = '''"""Rewards vowels: something that a random model does now and then, and can learn to do more."""
+
+
+def reward_func(queries, prompts, labels):
+    responses = [query[len(prompt):] for query, prompt in zip(queries, prompts)]
+    shares = [sum(letter in "aeiou" for letter in text) / max(len(text), 1) for text in responses]
+    return {"rewards": shares, "scores": shares, "extra_logs": {"length": [len(text) for text in responses]}}
+'''
+
+
+def tiny_job(model_path: str, folder: Path, **changes: Any) -> OnlineJob:
+    """Return a PPO job over a tiny model that ends within seconds once its processes are up.
+
+    On a machine with a GPU it is the colocated one: bfloat16, CUDA IPC, engine and trainer sleeping in turn; on others
+    float32 and shared memory. Everything it writes, its reward file included, is under `folder`.
+
+    Args:
+        model_path: from `rlhf_models.testing.tiny_model_dir`.
+        folder: exists.
+        changes: fields of the job to replace.
+    """
+    on_gpu = local_resources().num_gpus > 0
+    dtype = "bfloat16" if on_gpu else "float32"
+    reward = folder / "vowels.py"
+    reward.write_text(REWARD_FILE, encoding="utf-8")
+    optimizer = OptimizerSpec(learning_rate=1e-3, scheduler="constant")
+    model = ModelSpec(path=model_path, dtype=dtype, zero_stage=2 if on_gpu else 0)
+    trained = dataclasses.replace(model, optimizer=optimizer)
+    rng = np.random.default_rng(0)
+    prompts = tuple(
+        Prompt(f"prompt{index}", rng.integers(100, 200, rng.integers(3, 9)), f"prompt {index}") for index in range(24)
+    )
+    request = PlacementRequest(ranks={"actor": 1, "critic": 1, "reference": 1}, colocate_all_models=True)
+    job = OnlineJob(
+        models={"actor": trained, "critic": trained, "reference": model},
+        algorithm=AlgorithmSpec(kl_coef=0.01),
+        engine=EngineSpec(
+            model=model_path,
+            dtype=dtype,
+            max_model_len=64,
+            max_num_seqs=64,
+            max_num_batched_tokens=2048,
+            gpu_memory_utilization=0.2,
+            enforce_eager=True,
+            enable_sleep=on_gpu,
+            weight_transfer="ipc" if on_gpu else "shared_memory",
+        ),
+        sampling=SamplingParams(num_samples=4, max_tokens=12, seed=None if on_gpu else 7),
+        eval_sampling=SamplingParams(max_tokens=12, temperature=0.0),
+        prompts=prompts[:16],
+        eval_prompts=prompts[16:],
+        reward=RewardSpec(path=str(reward), timeout_s=5.0),
+        plan=plan_placement(request, local_resources()),
+        batch=BatchSizes(
+            rollout_batch_size=8,
+            num_samples_per_prompt=4,
+            train_batch_size=16,
+            micro_train_batch_size=8,
+            micro_rollout_batch_size=16,
+        ),
+        num_steps=3,
+        save_path=str(folder / "run"),
+        engine_sleep=on_gpu,
+        trainer_sleep=on_gpu,
+        sync_checksum=True,
+    )
+    return dataclasses.replace(job, **changes)

@@ -20,6 +20,11 @@ class Timeline:
         finally:
             self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
 
+    def move(self, source: str, target: str, seconds: float) -> None:
+        """Count `seconds` that were counted under `source` under `target` instead."""
+        self._seconds[source] = self._seconds.get(source, 0.0) - seconds
+        self._seconds[target] = self._seconds.get(target, 0.0) + seconds
+
     def take(self) -> dict[str, float]:
         """Return the seconds so far and start anew."""
         seconds, self._seconds = self._seconds, {}

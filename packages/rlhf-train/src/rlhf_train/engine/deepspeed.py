@@ -5,10 +5,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from rlhf_data.errors import EngineError, with_hint
-from rlhf_models.weights import hf_named_weights
 from torch import Tensor
 
+from rlhf_data.errors import EngineError, with_hint
+from rlhf_models.weights import hf_named_weights
 from rlhf_train.engine.protocol import StepStats, learning_rate_at
 from rlhf_train.specs import OptimizerSpec
 

@@ -1,8 +1,8 @@
 """From one loss a token to one number, by denominators that do not depend on how the batch was split."""
 
-from rlhf_data.errors import unknown
 from torch import Tensor
 
+from rlhf_data.errors import unknown
 from rlhf_train.batching import Denominators
 from rlhf_train.shapes import check_same_shape
 

@@ -8,10 +8,10 @@ from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
-from rlhf_data.errors import ConfigError
-from rlhf_data.sampler import EpochSampler
 from torch import Tensor
 
+from rlhf_data.errors import ConfigError
+from rlhf_data.sampler import EpochSampler
 from rlhf_train.batching import Denominators, plan_batches
 from rlhf_train.engine.protocol import TrainEngine
 from rlhf_train.metrics import Max, Metric, merge_metrics, results

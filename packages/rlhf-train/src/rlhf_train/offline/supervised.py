@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
+
 from rlhf_data.sft import SftExample
 from rlhf_models.batch import TokenBatch
 from rlhf_models.loading import load_actor, load_tokenizer, resolve_dtype
 from rlhf_models.weights import save_hf
-from torch import Tensor
-
 from rlhf_train.batching import Denominators
 from rlhf_train.engine.deepspeed import DeepSpeedEngine, init_process_group
 from rlhf_train.engine.protocol import TrainEngine

@@ -10,10 +10,10 @@ from typing import Any
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-from rlhf_data.errors import EngineError, RlhfError, with_hint
 from rlhf_rollout.ray_actors import EngineActor
 
 import rlhf_train
+from rlhf_data.errors import EngineError, RlhfError, with_hint
 from rlhf_train.online.job import OnlineJob
 from rlhf_train.online.ray_actors import RankActor, free_port
 from rlhf_train.placement import GroupPlan, PlacementPlan

@@ -7,14 +7,15 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
+from rlhf_rollout.ray_actors import RayEngine
+
 from rlhf_data.errors import EngineError, RewardError, with_hint
 from rlhf_data.records import Prompt, RolloutGroup
 from rlhf_data.sampler import EpochSampler
 from rlhf_models.loading import load_tokenizer
-from rlhf_rollout.generator import GroupResult, generate_groups
-from rlhf_rollout.ray_actors import RayEngine
-from rlhf_rollout.rewards.function import FunctionReward
-
+from rlhf_rollout.generator import GenerationCounts, GroupResult, generate_groups
+from rlhf_rollout.protocols import SamplingParams
+from rlhf_rollout.rewards import RewardPool
 from rlhf_train.batching import plan_batches
 from rlhf_train.group_rewards import group_normalized
 from rlhf_train.metrics import merge_metrics, results
@@ -76,8 +77,11 @@ class PlacedRun:
         self._started = started
         self._timeline = Timeline()
         self._loop = asyncio.Runner()
-        self._reward = FunctionReward(
-            job.reward.path, timeout_s=job.reward.timeout_s, num_workers=job.reward.num_workers
+        self._reward = RewardPool(
+            job.reward.path,
+            timeout_s=job.reward.timeout_s,
+            num_workers=job.reward.num_workers,
+            log_path=recorder.folder / "reward.log",
         )
         tokenizer = load_tokenizer(job.engine.tokenizer)
         self._decode = lambda token_ids: tokenizer.decode(token_ids, skip_special_tokens=True)
@@ -99,20 +103,18 @@ class PlacedRun:
     def generate(self, step: int) -> Sequence[RolloutGroup]:
         """See `OnlineRun`."""
         prompts = [self._job.prompts[index] for index in self._sampler.next_batch()]
-        with self._timeline.phase("generate"):
-            outcome = self._generate(prompts, self._job.sampling, f"step{step}")
+        outcome, counts = self._generate(prompts, self._job.sampling, f"step{step}")
         groups = [result.group for result in outcome if result.group is not None]
-        num_samples = self._job.sampling.num_samples
         num_scored = len(scored(groups))
         self._ledger = Ledger(
-            num_generated=len(outcome) * num_samples,
+            num_generated=counts.num_requested,
             num_trained=0,
-            num_reward_failed=sum(len(group.rollouts) for group in groups) - num_scored,
-            num_engine_failed=(len(outcome) - len(groups)) * num_samples,
+            num_reward_failed=counts.num_generated - num_scored,
+            num_engine_failed=counts.num_failed,
         )
         self._recorder.rollouts("rollouts", step, groups)
-        self._metrics = summarize(groups, "rollout")
-        self._metrics["time/reward"] = sum(result.reward_seconds for result in outcome)
+        self._metrics |= summarize(groups, "rollout")
+        self._metrics["samples/retried_groups"] = counts.num_retries
         self._require_scores(outcome, groups, num_scored)
         return groups
 
@@ -158,10 +160,11 @@ class PlacedRun:
         due = step in (0, job.num_steps) or (job.eval_steps and step % job.eval_steps == 0)
         if not job.eval_prompts or not due:
             return
-        with self._timeline.phase("evaluate"):
-            outcome = self._generate(job.eval_prompts, job.eval_sampling, f"eval{step}")
+        started = time.perf_counter()
+        outcome, _ = self._generate(job.eval_prompts, job.eval_sampling, f"eval{step}")
+        self._timeline.take()
         groups = [result.group for result in outcome if result.group is not None]
-        metrics = summarize(groups, "eval") | {"time/evaluate": self._timeline.take().get("evaluate", 0.0)}
+        metrics = summarize(groups, "eval") | {"time/evaluate": time.perf_counter() - started}
         self._recorder.metrics(step, metrics)
         self._recorder.rollouts("held-out rollouts", step, groups)
         self._observer.evaluation(step, metrics)
@@ -181,6 +184,7 @@ class PlacedRun:
         self._metrics |= {"time/step": total, "throughput/response_tokens": tokens / total if total else 0.0}
         self._recorder.metrics(step, self._metrics)
         self._observer.step(step, self.num_steps, self._metrics)
+        self._metrics = {}
 
     # -- the end -------------------------------------------------------------------------------------------------
 
@@ -204,9 +208,10 @@ class PlacedRun:
 
     # -- parts ---------------------------------------------------------------------------------------------------
 
-    def _generate(self, prompts: Sequence[Prompt], sampling: Any, prefix: str) -> list[GroupResult]:
-        self._sleep_trainers()
-        self._wake_engines()
+    def _generate(
+        self, prompts: Sequence[Prompt], sampling: SamplingParams, prefix: str
+    ) -> tuple[list[GroupResult], GenerationCounts]:
+        counts = GenerationCounts()
 
         async def collect() -> list[GroupResult]:
             stream = generate_groups(
@@ -217,17 +222,24 @@ class PlacedRun:
                 max_in_flight=self._job.max_in_flight,
                 group_id_prefix=prefix,
                 decode=self._decode,
+                counts=counts,
             )
             return [result async for result in stream]
 
-        outcome = self._loop.run(collect())
+        with self._timeline.phase("generate"):
+            self._sleep_trainers()
+            self._wake_engines()
+            outcome = self._loop.run(collect())
+        # Rewards are given while others generate; only what they take after the last generation is theirs.
+        self._timeline.move("generate", "reward", counts.reward_wait_s)
         # Groups come back in the order they finish; a fixed order makes runs with one seed alike.
-        return sorted(outcome, key=lambda result: result.group_id)
+        return sorted(outcome, key=lambda result: int(result.group_id.rpartition("/")[2])), counts
 
     def _require_scores(self, outcome: Sequence[GroupResult], groups: Sequence[RolloutGroup], num_scored: int) -> None:
         if not groups:
-            raise EngineError(f"every rollout group of this step failed; the last: {outcome[-1].failure}")
-        if num_scored < max(self._job.batch.num_updates // self._job.batch.max_epochs, 1):
+            raise EngineError(f"every rollout group of this step failed; the last: {outcome[-1].error}")
+        num_mini_batches = self._job.batch.num_updates // self._job.batch.max_epochs
+        if num_scored < max(num_mini_batches, *(len(group.handles) for group in self._workers)):
             details = [
                 r.verdict.detail for group in groups for r in group.rollouts if r.verdict and r.verdict.kind.failed
             ]

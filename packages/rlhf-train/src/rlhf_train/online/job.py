@@ -8,7 +8,6 @@ from rlhf_data.errors import ConfigError, with_hint
 from rlhf_data.records import Prompt
 from rlhf_rollout.engines import EngineSpec
 from rlhf_rollout.protocols import SamplingParams
-
 from rlhf_train.algorithms import AlgorithmSpec
 from rlhf_train.placement import PlacementPlan
 from rlhf_train.specs import ModelSpec

@@ -3,12 +3,11 @@
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from rlhf_data.errors import ConfigError, with_hint
 from rlhf_data.records import RolloutGroup
-from rlhf_rollout.records_io import rollout_record
-
+from rlhf_rollout.records_io import RolloutWriter
 from rlhf_train.trackers import JsonlTracker, TensorBoardTracker
 
 ARTIFACTS: Mapping[str, str] = {
@@ -32,7 +31,7 @@ class Recorder:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.path("config").write_text(json.dumps(config, indent=2, default=str) + "\n", encoding="utf-8")
         self._trackers = [JsonlTracker(self.path("metrics")), TensorBoardTracker(self.path("tensorboard"))]
-        self._files: dict[str, TextIO] = {}
+        self._writers: dict[str, RolloutWriter] = {}
 
     def path(self, artifact: str) -> Path:
         """Return where an artifact lies."""
@@ -45,17 +44,14 @@ class Recorder:
 
     def rollouts(self, artifact: str, step: int, groups: Sequence[RolloutGroup]) -> None:
         """Append one record a rollout."""
-        if artifact not in self._files:
-            self._files[artifact] = self.path(artifact).open("a", encoding="utf-8")
-        file = self._files[artifact]
+        if artifact not in self._writers:
+            self._writers[artifact] = RolloutWriter(self.path(artifact))
         for group in groups:
-            for rollout in group.rollouts:
-                file.write(json.dumps({"step": step, **rollout_record(group, rollout)}, ensure_ascii=False) + "\n")
-        file.flush()
+            self._writers[artifact].write(group, step=step)
 
     def close(self) -> None:
         """Close every file."""
         for tracker in self._trackers:
             tracker.close()
-        for file in self._files.values():
-            file.close()
+        for writer in self._writers.values():
+            writer.close()

@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
+
 from rlhf_data.records import Rollout
 from rlhf_models.actor import Actor
 from rlhf_models.batch import TokenBatch
@@ -13,8 +15,6 @@ from rlhf_models.critic import Critic
 from rlhf_models.loading import load_actor, load_critic, load_tokenizer, resolve_dtype
 from rlhf_models.reference import load_reference
 from rlhf_models.weights import save_hf
-from torch import Tensor
-
 from rlhf_train.advantages import generalized_advantages, moments, token_rewards, whiten
 from rlhf_train.algorithms import AlgorithmSpec
 from rlhf_train.batching import MiniBatch, RankPlan

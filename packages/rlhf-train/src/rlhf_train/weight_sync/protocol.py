@@ -143,8 +143,8 @@ def send_buckets(
                 num_buckets += 1
                 specs.clear()
 
-        _together(pool, [lambda engine=engine: engine.begin(policy_version) for engine in engines])
         try:
+            _together(pool, [lambda engine=engine: engine.begin(policy_version) for engine in engines])
             for name, tensor in named_tensors:
                 tensor = tensor.detach()
                 offset = aligned(specs[-1].offset_bytes + specs[-1].size_bytes) if specs else 0
@@ -159,6 +159,11 @@ def send_buckets(
                 size_bytes += tensor.nbytes
             flush()
             _together(pool, [engine.finish for engine in engines])
+        except BaseException:
+            # Other ranks gather each weight together with this one: they must not be left waiting.
+            for _ in named_tensors:
+                pass
+            raise
         finally:
             if buffer is not None:
                 buffer.close()
