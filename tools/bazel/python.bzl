@@ -69,23 +69,24 @@ def pytest_test(name, srcs, deps = [], data = [], args = [], tags = [], **kwargs
         **kwargs
     )
 
-def pytest_tests(folder, deps, data = [], overrides = {}):
+def pytest_tests(deps, folder = "", data = [], overrides = {}):
     """One test for each `*_test.py` under `folder`, named after the file; `*_gpu_test.py` gets the tag gpu.
 
     Args:
-      folder: where the tests are; other Python files there (conftest.py, helpers) go with each of them.
       deps: libraries the tests import.
-      data: files the tests read.
-      overrides: file under `folder` to attributes of its test, such as HEAVY or `{"shard_count": 4}`.
+      folder: where the tests are; other files there (conftest.py, helpers, data) go with each of them.
+      data: further files the tests read.
+      overrides: file in `folder` to attributes of its test, such as HEAVY or `{"shard_count": 4}`.
     """
-    tests = native.glob([folder + "/**/*_test.py"], allow_empty = True)
-    shared = native.glob([folder + "/**/*.py"], exclude = tests, allow_empty = True)
-    files = native.glob([folder + "/**"], exclude = [folder + "/**/*.py", folder + "/**/*.pyc"], allow_empty = True)
+    prefix = folder + "/" if folder else ""
+    tests = native.glob([prefix + "**/*_test.py"], allow_empty = True)
+    shared = native.glob([prefix + "**/*.py"], exclude = tests, allow_empty = True)
+    files = native.glob([prefix + "**"], exclude = [prefix + "**/*.py", "**/*.pyc", "BUILD.bazel"], allow_empty = True)
     for file in overrides:
-        if "{}/{}".format(folder, file) not in tests:
-            fail("overrides name {}, which is not a test under {}/".format(file, folder))
+        if prefix + file not in tests:
+            fail("overrides name {}, which is not a test in {}/{}".format(file, native.package_name(), folder))
     for test in tests:
-        attributes = dict(overrides.get(test[len(folder) + 1:], {}))
+        attributes = dict(overrides.get(test.removeprefix(prefix), {}))
         tags = attributes.pop("tags", [])
         if test.endswith("_gpu_test.py"):
             tags = tags + ["gpu"]
@@ -100,7 +101,7 @@ def pytest_tests(folder, deps, data = [], overrides = {}):
         )
 
 def python_package(name, deps, users, test_deps = [], test_data = [], tests = {}):
-    """An installable package: its library, one test a file of `tests/`, `:wheel`, and `:sources` for the linter.
+    """An installable package: its library, one test a file of `tests/`, `:wheel`, and `:sources` for what checks them.
 
     Args:
       name: the import package, `src/<name>/`.
@@ -132,6 +133,6 @@ def python_package(name, deps, users, test_deps = [], test_data = [], tests = {}
     )
     native.filegroup(
         name = "sources",
-        srcs = native.glob(["**/*.py"], exclude = junk) + ["BUILD.bazel", "pyproject.toml"],
+        srcs = native.glob(["**/*.py", "src/**"], exclude = junk) + ["BUILD.bazel", "pyproject.toml"],
         visibility = ["//tests/install:__pkg__", "//tools/lint:__pkg__"],
     )

@@ -26,6 +26,6 @@ wheel = rule(
         "pyproject": attr.label(allow_single_file = True, mandatory = True),
         "srcs": attr.label_list(allow_files = True, mandatory = True),
         "_builder": attr.label(default = "//tools/wheel:build_wheel", executable = True, cfg = "exec"),
-        "_shared": attr.label_list(default = ["//tools/wheel:hatch_siblings.py"], allow_files = True),
+        "_shared": attr.label_list(default = ["//tools/wheel:hatch_hook.py"], allow_files = True),
     },
 )

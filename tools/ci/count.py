@@ -1,0 +1,74 @@
+"""Counts single tests in Bazel's build event file and prints `N passed, N failed`.
+
+Usage: count.py EVENTS. Tests that an earlier run left in Bazel's cache count as well. A target that ended without a
+report (it did not build, timed out or died) counts as one failed test.
+"""
+
+import json
+import sys
+import urllib.parse
+import urllib.request
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterable, Iterator
+
+
+def cases(report: str) -> tuple[int, int]:
+    """Returns how many tests of a JUnit report, given as a file URL, passed and failed; skipped ones are neither."""
+    path = urllib.request.url2pathname(urllib.parse.urlparse(report).path)
+    passed = failed = 0
+    for case in ElementTree.parse(path).iter("testcase"):
+        outcomes = {child.tag for child in case}
+        if outcomes & {"failure", "error"}:
+            failed += 1
+        elif "skipped" not in outcomes:
+            passed += 1
+    return passed, failed
+
+
+def count(events: Iterable[dict]) -> tuple[int, int, list[str]]:
+    """Returns the tests passed, the tests failed and the labels of the targets that failed."""
+    passed = failed = 0
+    labels: dict[str, None] = {}
+    reports: dict[tuple, dict] = {}
+    unbuilt: list[str] = []
+    for event in events:
+        identity = event["id"]
+        if "testResult" in identity and "testResult" in event:
+            key = identity["testResult"]  # the last attempt of a shard is what counts
+            reports[(key["label"], key.get("run", 1), key.get("shard", 1))] = event["testResult"]
+        elif "targetCompleted" in identity and not event.get("completed", {}).get("success"):
+            unbuilt.append(identity["targetCompleted"]["label"])
+    for (label, *_), result in reports.items():
+        good = result["status"] == "PASSED"
+        files = [output["uri"] for output in result.get("testActionOutput", []) if output["name"] == "test.xml"]
+        ok, bad = cases(files[0]) if files else (0, 0)
+        passed += ok
+        failed += bad or (0 if good else 1)
+        if not good:
+            labels[label] = None
+    tested = {key[0] for key in reports}
+    for label in unbuilt:
+        if label not in tested:
+            failed += 1
+            labels[label] = None
+    return passed, failed, list(labels)
+
+
+def read(path: str) -> Iterator[dict]:
+    """The events of a file of one JSON object a line."""
+    with open(path, encoding="utf-8") as stream:
+        for line in stream:
+            yield json.loads(line)
+
+
+def main() -> int:
+    """Prints the failed targets and the closing line; fails when nothing ran."""
+    passed, failed, labels = count(read(sys.argv[1]))
+    for label in labels:
+        print(f"failed: {label}")
+    print(f"{passed} passed, {failed} failed")
+    return 0 if passed + failed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
