@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from rlhf_kernels import token_logprobs
 from rlhf_kernels.dispatch import triton_unavailable_reason
 from rlhf_kernels.ops.token_logprobs.reference import token_logprobs_reference

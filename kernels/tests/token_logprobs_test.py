@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+
 from rlhf_kernels import token_logprobs
 from rlhf_kernels.dispatch import log_fallback_once
 from rlhf_kernels.ops.token_logprobs.reference import token_logprobs_reference

@@ -1,1 +1,45 @@
 """Actor, critic and reference models over Hugging Face models."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rlhf_models.actor import Actor, ActorOutput
+    from rlhf_models.batch import TokenBatch
+    from rlhf_models.critic import Critic
+    from rlhf_models.loading import check_tokenizer_fits, load_actor, load_config, load_critic, load_tokenizer
+    from rlhf_models.reference import load_reference
+    from rlhf_models.weights import hf_named_weights, plan_buckets, save_hf
+
+__all__ = [
+    "Actor",
+    "ActorOutput",
+    "Critic",
+    "TokenBatch",
+    "check_tokenizer_fits",
+    "hf_named_weights",
+    "load_actor",
+    "load_config",
+    "load_critic",
+    "load_reference",
+    "load_tokenizer",
+    "plan_buckets",
+    "save_hf",
+]
+
+_MODULES = {
+    "actor": ("Actor", "ActorOutput"),
+    "batch": ("TokenBatch",),
+    "critic": ("Critic",),
+    "loading": ("check_tokenizer_fits", "load_actor", "load_config", "load_critic", "load_tokenizer"),
+    "reference": ("load_reference",),
+    "weights": ("hf_named_weights", "plan_buckets", "save_hf"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Load torch only when something that needs it is asked for."""
+    for module, names in _MODULES.items():
+        if name in names:
+            return getattr(import_module(f"rlhf_models.{module}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,165 @@
+"""Packed attention by itself, and how it calls torch's varlen kernel, which a twin stands in for on the CPU."""
+
+import logging
+
+import pytest
+import torch
+import torch.nn.attention.varlen
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3NextConfig
+
+from rlhf_data.errors import ConfigError
+from rlhf_models import attention
+from rlhf_models.attention import choose_attention, packed_attention, varlen_unavailable_reason
+from rlhf_models.loading import load_actor
+
+LENGTHS = (5, 1, 9)
+BOUNDS = torch.tensor([0, 5, 6, 15], dtype=torch.int32)
+
+
+def tensors():
+    """Query of 4 heads, key and value of 2, of 15 packed tokens."""
+    torch.manual_seed(0)
+    return torch.randn(1, 4, 15, 8), torch.randn(1, 2, 15, 8), torch.randn(1, 2, 15, 8)
+
+
+def expected(scaling, window=None):
+    """One mask over all tokens: the same sequence, not later, and not further back than the window."""
+    query, key, value = tensors()
+    sequence = torch.repeat_interleave(torch.arange(3), torch.tensor(LENGTHS))
+    index = torch.arange(15)
+    mask = (sequence[:, None] == sequence[None, :]) & (index[:, None] >= index[None, :])
+    if window:
+        mask &= index[:, None] - index[None, :] < window
+    key, value = key.repeat_interleave(2, 1), value.repeat_interleave(2, 1)
+    return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling).transpose(1, 2)
+
+
+@pytest.mark.parametrize(("scaling", "window"), [(None, None), (0.7, None), (None, 3)])
+def test_packed_attention_equals_a_block_diagonal_mask(scaling, window):
+    out, weights = packed_attention(
+        torch.nn.Module(), *tensors(), None, scaling=scaling, sliding_window=window, cu_seq_lens_q=BOUNDS
+    )
+    torch.testing.assert_close(out, expected(scaling, window), atol=1e-6, rtol=0)
+    assert weights is None
+
+
+def varlen_twin(query, key, value, bounds, window, scale):
+    """What the kernel computes: [T, H, D] tensors, heads already equal or grouped, window as (left, right)."""
+    outputs = []
+    for start, end in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
+        q, k, v = (tensor[start:end].transpose(0, 1) for tensor in (query, key, value))
+        index = torch.arange(end - start)
+        back = index[:, None] - index[None, :]
+        mask = (back >= 0) & ((back <= window[0]) if window[0] >= 0 else True)
+        outputs.append(scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True))
+    return torch.cat(outputs, 1).transpose(0, 1)
+
+
+def newest(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1), enable_gqa=False):
+    assert window_size[1] == 0
+    assert enable_gqa
+    assert max_q == max_k == 9
+    return varlen_twin(query, key, value, cu_seq_q, window_size, scale)
+
+
+def without_groups(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1)):
+    assert query.shape == key.shape == value.shape
+    assert window_size[1] == 0
+    return varlen_twin(query, key, value, cu_seq_q, window_size, scale)
+
+
+def oldest(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False):
+    assert query.shape == key.shape == value.shape
+    assert is_causal
+    return varlen_twin(query, key, value, cu_seq_q, (-1, 0), None)
+
+
+@pytest.fixture
+def kernel(monkeypatch):
+    """Put a twin in the kernel's place, signature included."""
+
+    def install(function):
+        monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", function)
+        monkeypatch.setattr(attention, "varlen_unavailable_reason", lambda *args: None)
+        attention._varlen_parameters.cache_clear()
+
+    yield install
+    attention._varlen_parameters.cache_clear()
+
+
+def call(**options):
+    return packed_attention(torch.nn.Module(), *tensors(), None, cu_seq_lens_q=BOUNDS, max_length_q=9, **options)[0]
+
+
+@pytest.mark.parametrize("function", [newest, without_groups, oldest])
+@pytest.mark.parametrize("scaling", [None, 0.7])
+def test_packed_attention_every_kernel_signature_gives_the_same(kernel, function, scaling):
+    kernel(function)
+    torch.testing.assert_close(call(scaling=scaling), expected(scaling), atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("function", [newest, without_groups])
+def test_packed_attention_window_of_three_sees_two_tokens_back(kernel, function):
+    kernel(function)
+    torch.testing.assert_close(call(sliding_window=3), expected(None, 3), atol=1e-6, rtol=0)
+
+
+def test_packed_attention_kernel_without_windows_refuses_one_that_matters(kernel):
+    kernel(oldest)
+    torch.testing.assert_close(call(sliding_window=9), expected(None), atol=1e-6, rtol=0)
+    with pytest.raises(ConfigError, match="no sliding window\n\nhint: turn packing off"):
+        call(sliding_window=3)
+
+
+def test_packed_attention_soft_cap_is_refused():
+    with pytest.raises(ConfigError, match="soft cap"):
+        call(softcap=30.0)
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "head_dim", "dropout", "reason"),
+    [
+        ("cpu", torch.bfloat16, 64, 0.0, "runs on CUDA"),
+        ("cuda", torch.float32, 64, 0.0, "computes in torch.float32"),
+        ("cuda", torch.bfloat16, 64, 0.1, "no dropout"),
+        ("cuda", torch.bfloat16, 512, 0.0, "have 512"),
+    ],
+)
+def test_varlen_unavailable_reason_says_what_stands_in_the_way(device, dtype, head_dim, dropout, reason):
+    assert reason in varlen_unavailable_reason(torch.device(device), dtype, head_dim, dropout)
+
+
+def test_packed_attention_fallback_is_logged_once(caplog):
+    attention._log_fallback_once.cache_clear()
+    with caplog.at_level(logging.INFO):
+        call()
+        call()
+    assert len(caplog.records) == 1
+    assert "sequence by sequence" in caplog.text
+
+
+def test_packed_attention_left_padded_generation_equals_sdpa(model_dir):
+    # The same loaded model may also `generate`, with a mask and without bounds.
+    packed = load_actor(model_dir, dtype="float32", packing=True).model.eval()
+    plain = AutoModelForCausalLM.from_pretrained(model_dir)
+    inputs = {
+        "input_ids": torch.tensor([[0, 0, 40, 41], [50, 51, 52, 53]]),
+        "attention_mask": torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]]),
+    }
+    settings = {"max_new_tokens": 6, "do_sample": False}
+    assert torch.equal(packed.generate(**inputs, **settings), plain.generate(**inputs, **settings))
+
+
+def test_choose_attention_auto_depends_on_packing():
+    config = Qwen2Config()
+    assert choose_attention(config, "auto", packing=False) == "sdpa"
+    assert choose_attention(config, "auto", packing=True) == "rlhf_packed"
+    assert choose_attention(config, "eager", packing=True) == "eager"
+
+
+def test_choose_attention_recurrent_layers_cannot_be_packed():
+    config = Qwen3NextConfig()
+    assert choose_attention(config, "auto", packing=False) == "sdpa"
+    with pytest.raises(ConfigError, match="linear_attention"):
+        choose_attention(config, "auto", packing=True)

@@ -1,0 +1,112 @@
+import json
+import logging
+import shutil
+
+import pytest
+import torch
+
+from rlhf_data.errors import ConfigError
+from rlhf_models.loading import (
+    check_tokenizer_fits,
+    load_actor,
+    load_config,
+    load_critic,
+    load_tokenizer,
+    resolve_dtype,
+)
+from rlhf_models.reference import load_reference
+from rlhf_models.testing import tiny_tokenizer
+
+
+def edited(folder, tmp_path, file, **fields):
+    """A copy of a model folder with fields of one of its JSON files changed."""
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    content = json.loads((copy / file).read_text())
+    (copy / file).write_text(json.dumps(content | fields))
+    return copy
+
+
+@pytest.mark.parametrize("path", ["/no/such/folder", "./nowhere", "nowhere", "a/b/c"])
+@pytest.mark.parametrize("load", [load_config, load_tokenizer])
+def test_load_missing_folder_names_it_and_hints(path, load):
+    with pytest.raises(ConfigError, match=rf"no model folder {path}\n\nhint: "):
+        load(path)
+
+
+def test_load_config_hub_name_that_cannot_be_reached_names_it_and_hints(monkeypatch):
+    def offline(*args, **kwargs):
+        raise OSError("We couldn't connect\nto the hub")
+
+    monkeypatch.setattr("transformers.AutoConfig.from_pretrained", offline)
+    with pytest.raises(ConfigError, match="cannot load the model some/name: We couldn't connect\n\nhint: .*offline"):
+        load_config("some/name")
+
+
+def test_load_config_folder_without_config_says_what_belongs_there(tmp_path):
+    with pytest.raises(ConfigError, match=r"no config.json\n\nhint: .*save_pretrained"):
+        load_config(tmp_path)
+
+
+def test_load_tokenizer_without_padding_token_pads_with_the_end(qwen2_dir, tmp_path):
+    folder = edited(qwen2_dir, tmp_path, "tokenizer_config.json", pad_token=None)
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer.pad_token_id is not None
+
+
+def test_check_tokenizer_fits_its_own_model_passes(model_dir):
+    check_tokenizer_fits(load_config(model_dir), load_tokenizer(model_dir))
+
+
+def test_check_tokenizer_fits_too_many_ids_names_both_bounds(model_dir):
+    with pytest.raises(ConfigError, match=r"ids up to 599.*ends at 511\n\nhint: "):
+        check_tokenizer_fits(load_config(model_dir), tiny_tokenizer(600))
+
+
+def test_check_tokenizer_fits_without_end_token_hints_at_the_file(model_dir):
+    tokenizer = load_tokenizer(model_dir)
+    tokenizer.eos_token = None
+    with pytest.raises(ConfigError, match=r"no end-of-sequence token\n\nhint: .*tokenizer_config.json"):
+        check_tokenizer_fits(load_config(model_dir), tokenizer)
+
+
+def test_resolve_dtype_other_than_two_is_refused():
+    assert resolve_dtype("bfloat16") is resolve_dtype(torch.bfloat16) is torch.bfloat16
+    with pytest.raises(ConfigError, match="unknown dtype `float16`; known: bfloat16, float32"):
+        resolve_dtype("float16")
+
+
+@pytest.mark.parametrize("load", [load_actor, load_critic])
+def test_load_bfloat16_holds_every_weight_in_it_and_trains(model_dir, load):
+    model = load(model_dir, dtype="bfloat16")
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert model.training
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_load_reference_is_frozen_and_in_eval_mode(model_dir):
+    reference = load_reference(model_dir, dtype="float32")
+    assert not reference.training
+    assert not any(parameter.requires_grad for parameter in reference.parameters())
+
+
+def test_load_actor_reports_nothing_on_the_terminal(model_dir, capfd):
+    from transformers.utils import logging as hf_logging
+
+    level = hf_logging.get_verbosity()
+    load_critic(model_dir, dtype="float32")
+    assert capfd.readouterr() == ("", "")
+    assert hf_logging.get_verbosity() == level != logging.ERROR
+    assert hf_logging.is_progress_bar_enabled()
+
+
+def test_load_actor_weights_of_other_shapes_are_refused(qwen2_dir, tmp_path):
+    with pytest.raises(ConfigError, match="cannot load the model"):
+        load_actor(edited(qwen2_dir, tmp_path, "config.json", hidden_size=32), dtype="float32")
+
+
+def test_load_actor_missing_weights_are_refused_not_made_up(qwen2_dir, tmp_path):
+    with pytest.raises(ConfigError, match=r"lacks 12 weights of a Qwen2ForCausalLM, model.layers.2"):
+        load_actor(
+            edited(qwen2_dir, tmp_path, "config.json", num_hidden_layers=3, layer_types=["full_attention"] * 3),
+            dtype="float32",
+        )

@@ -1,0 +1,92 @@
+"""Packed batches on a GPU: torch's varlen kernel in half precision, one call a sequence in float32."""
+
+import logging
+
+import numpy as np
+import pytest
+import torch
+
+from rlhf_models import attention
+from rlhf_models.actor import Actor
+from rlhf_models.batch import TokenBatch
+from rlhf_models.loading import load_actor, load_critic
+from rlhf_models.testing import tiny_model_dir
+
+LENGTHS = (300, 1, 77, 512, 2, 129)
+
+
+@pytest.fixture(autouse=True)
+def gpu():
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+
+
+@pytest.fixture(scope="module", params=[None, 64])
+def folder(request, tmp_path_factory):
+    """A model of 8 heads of 64 on 2 key-value heads, once with a sliding window in its first layer."""
+    sliding = {"use_sliding_window": True, "sliding_window": request.param} if request.param else {}
+    return tiny_model_dir(
+        tmp_path_factory.mktemp("model"),
+        vocab_size=1003,
+        hidden_size=512,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        layer_types=["sliding_attention" if request.param else "full_attention", "full_attention"],
+        **sliding,
+    )
+
+
+def sequences():
+    rng = np.random.default_rng(0)
+    return [rng.integers(3, 1003, length) for length in LENGTHS]
+
+
+def run(model, batch):
+    """Outputs of each token in order, and the gradient of a weighted sum of them."""
+    outputs = model(batch)
+    first = outputs.logprobs if isinstance(model, Actor) else outputs
+    flat = torch.cat(batch.split(first))
+    torch.manual_seed(0)
+    (flat * torch.randn(flat.shape, device=flat.device)).sum().backward()
+    return flat.detach(), torch.cat([p.grad.flatten().float() for p in model.parameters() if p.grad is not None])
+
+
+def load(kind, folder, dtype, packing):
+    model = kind(folder, dtype=dtype, packing=packing)
+    if kind is load_critic:
+        torch.manual_seed(0)
+        torch.nn.init.normal_(model.value_head.weight, std=0.1)
+    return model.cuda()
+
+
+@pytest.mark.parametrize("kind", [load_actor, load_critic])
+def test_packed_float32_on_cuda_equals_padded(kind, folder):
+    padded = run(load(kind, folder, "float32", False), TokenBatch.padded(sequences(), 0, "cuda"))
+    packed = run(load(kind, folder, "float32", True), TokenBatch.packed(sequences(), "cuda"))
+    torch.testing.assert_close(packed[0], padded[0], atol=1e-3, rtol=0)
+    assert (packed[1] - padded[1]).norm() < 1e-3 * padded[1].norm()
+
+
+@pytest.mark.parametrize("kind", [load_actor, load_critic])
+def test_packed_bfloat16_on_cuda_is_as_near_to_float32_as_padded(kind, folder):
+    truth = run(load(kind, folder, "float32", False), TokenBatch.padded(sequences(), 0, "cuda"))
+    padded = run(load(kind, folder, "bfloat16", False), TokenBatch.padded(sequences(), 0, "cuda"))
+    packed = run(load(kind, folder, "bfloat16", True), TokenBatch.packed(sequences(), "cuda"))
+    for got, other, want in zip(packed, padded, truth, strict=True):
+        assert (got - want).norm() < 1.5 * (other - want).norm() + 1e-3 * want.norm()
+
+
+def test_packed_bfloat16_on_cuda_takes_the_varlen_kernel(folder, caplog):
+    attention._log_fallback_once.cache_clear()
+    with caplog.at_level(logging.INFO), torch.no_grad():
+        load(load_actor, folder, "bfloat16", True)(TokenBatch.packed(sequences(), "cuda"))
+    assert attention.varlen_unavailable_reason(torch.device("cuda", 0), torch.bfloat16, 64, 0.0) is None
+    assert "sequence by sequence" not in caplog.text
+
+
+def test_packed_float32_on_cuda_logs_the_fallback_once(folder, caplog):
+    attention._log_fallback_once.cache_clear()
+    with caplog.at_level(logging.WARNING), torch.no_grad():
+        for _ in range(2):
+            load(load_actor, folder, "float32", True)(TokenBatch.packed(sequences(), "cuda"))
+    assert len([record for record in caplog.records if "sequence by sequence" in record.message]) == 1

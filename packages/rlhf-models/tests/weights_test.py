@@ -1,0 +1,154 @@
+import json
+
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from rlhf_data.errors import CheckpointError, ConfigError
+from rlhf_models.loading import load_actor, load_critic, load_tokenizer
+from rlhf_models.testing import tiny_model_dir
+from rlhf_models.weights import hf_named_weights, plan_buckets, save_hf
+
+
+def checkpoint_names(folder):
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        return set(file.keys())
+
+
+def gathered(model):
+    """The state as an engine gathers it: parameters once, and every buffer."""
+    state = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    return state | {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+
+def same(one, other):
+    return all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_hf_named_weights_are_those_of_the_checkpoint(tmp_path, tied):
+    folder = tiny_model_dir(tmp_path, tied=tied)
+    actor = load_actor(folder, dtype="float32")
+    names = [name for name, _ in hf_named_weights(actor)]
+    assert set(names) == checkpoint_names(folder)
+    assert len(names) == len(set(names))
+    assert ("lm_head.weight" in names) != tied
+    assert names == [name for name, _ in hf_named_weights(actor.model)]
+
+
+def test_hf_named_weights_fused_experts_are_refused(tmp_path):
+    config = Qwen3MoeConfig(
+        vocab_size=64, hidden_size=16, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1,
+        moe_intermediate_size=8, num_experts=2, num_experts_per_tok=1, head_dim=16,
+    )  # fmt: skip
+    Qwen3MoeForCausalLM(config).save_pretrained(tmp_path)
+    actor = load_actor(tmp_path, dtype="float32")
+    with pytest.raises(ConfigError, match="qwen3_moe model and its checkpoint name their weights differently"):
+        hf_named_weights(actor)
+
+
+def test_plan_buckets_fills_in_order_and_aligns():
+    # float32: 100 -> 400 bytes at 0; 10 -> 40 bytes at 512 (400 rounded up to 256); 200 -> 800 would end at 1568.
+    named = [("a", torch.zeros(10, 10)), ("b", torch.zeros(10)), ("c", torch.zeros(200)), ("d", torch.zeros(()))]
+    buckets = plan_buckets(named, 1024)
+    placed = [[(weight.name, weight.offset_bytes, weight.size_bytes) for weight in bucket] for bucket in buckets]
+    assert placed == [
+        [("a", 0, 400), ("b", 512, 40)],
+        [("c", 0, 800)],
+    ] + [] or placed == [
+        [("a", 0, 400), ("b", 512, 40)],
+        [("c", 0, 800)],
+        [("d", 0, 4)],
+    ]
+    assert buckets[0][0].shape == (10, 10)
+    assert buckets[0][0].dtype == "float32"
+
+
+def test_plan_buckets_weight_larger_than_a_bucket_has_its_own():
+    named = [("a", torch.zeros(4)), ("large", torch.zeros(1000)), ("b", torch.zeros(4))]
+    assert [[weight.name for weight in bucket] for bucket in plan_buckets(named, 600)] == [["a"], ["large"], ["b"]]
+
+
+def test_plan_buckets_dtype_to_send_in_decides_the_size():
+    bucket = plan_buckets([("a", torch.zeros(8)), ("i", torch.zeros(8, dtype=torch.int64))], 1024, torch.bfloat16)[0]
+    assert [(weight.dtype, weight.size_bytes) for weight in bucket] == [("bfloat16", 16), ("int64", 64)]
+
+
+def test_plan_buckets_split_weight_counts_with_its_whole_shape():
+    weight = torch.zeros(0)
+    weight.ds_shape = torch.Size([3, 4])
+    assert plan_buckets([("a", weight)], 1024)[0][0].shape == (3, 4)
+    assert plan_buckets([("a", weight)], 1024)[0][0].size_bytes == 48
+
+
+def test_plan_buckets_without_room_is_refused():
+    with pytest.raises(ConfigError, match="bucket_bytes is 0"):
+        plan_buckets([], 0)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("state_of", [lambda a: None, lambda a: a.state_dict(), gathered, lambda a: gathered(a.model)])
+def test_save_hf_actor_loads_in_plain_transformers(tmp_path, tied, state_of):
+    actor = load_actor(tiny_model_dir(tmp_path / "from", tied=tied), dtype="bfloat16", packing=True)
+    with torch.no_grad():
+        actor.model.model.norm.weight.add_(1.0)
+    tokenizer = load_tokenizer(tmp_path / "from")
+    folder = save_hf(actor, state_of(actor), tokenizer, tmp_path / "deep" / "to")
+
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert model.dtype == torch.bfloat16
+    assert same(model, actor.model)
+    assert AutoTokenizer.from_pretrained(folder).chat_template == tokenizer.chat_template
+    assert checkpoint_names(folder) == checkpoint_names(tmp_path / "from")
+    assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == tokenizer.eos_token_id
+    assert "rlhf_packed" not in (folder / "config.json").read_text()
+    assert [path.name for path in folder.parent.iterdir()] == ["to"]
+
+
+@pytest.mark.parametrize("state_of", [lambda c: None, gathered])
+def test_save_hf_critic_keeps_backbone_and_head(model_dir, tmp_path, state_of):
+    critic = load_critic(model_dir, dtype="float32")
+    torch.nn.init.normal_(critic.value_head.weight)
+    folder = save_hf(critic, state_of(critic), None, tmp_path / "critic")
+    assert same(load_critic(folder, dtype="float32"), critic)
+
+
+def test_save_hf_earlier_folder_is_replaced_whole(model_dir, tmp_path):
+    target = tmp_path / "model"
+    target.mkdir()
+    (target / "stale.txt").write_text("from before")
+    save_hf(load_actor(model_dir, dtype="float32"), None, None, target)
+    assert not (target / "stale.txt").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_save_hf_failure_leaves_the_earlier_folder_as_it_was(model_dir, tmp_path):
+    actor = load_actor(model_dir, dtype="float32")
+    target = save_hf(actor, None, None, tmp_path / "model")
+    state = gathered(actor)
+    del state["model.model.norm.weight"]
+    with pytest.raises(CheckpointError, match="lacks 1 weights, model.norm.weight"):
+        save_hf(actor, state, None, target)
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    assert same(AutoModelForCausalLM.from_pretrained(target), actor.model)
+
+
+def test_save_hf_critic_state_without_head_is_refused(model_dir, tmp_path):
+    critic = load_critic(model_dir, dtype="float32")
+    with pytest.raises(CheckpointError, match="value_head.weight"):
+        save_hf(critic, gathered(critic.model), None, tmp_path / "critic")
+
+
+def test_save_hf_path_that_cannot_be_made_hints(model_dir, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match=r"cannot write the model to .*\n\nhint: "):
+        save_hf(load_actor(model_dir, dtype="float32"), None, None, tmp_path / "file" / "model")
+
+
+def test_save_hf_generation_config_that_cannot_be_saved_is_mended(model_dir, tmp_path, caplog):
+    actor = load_actor(model_dir, dtype="float32")
+    actor.model.generation_config.temperature = 0.6
+    folder = save_hf(actor, None, None, tmp_path / "model")
+    assert json.loads((folder / "generation_config.json").read_text())["do_sample"] is True
+    assert "do_sample" in caplog.text
