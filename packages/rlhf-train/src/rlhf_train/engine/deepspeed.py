@@ -56,6 +56,7 @@ class DeepSpeedEngine:
         self._deepspeed = deepspeed
         self._spec = spec
         self._zero_stage = zero_stage
+        self._is_plain = zero_stage == 0 and dtype == torch.float32
         self._num_steps = 0
         self._world_size = torch.distributed.get_world_size()
         self.device = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
@@ -91,9 +92,12 @@ class DeepSpeedEngine:
         learning_rate = learning_rate_at(self._spec, self._num_steps)
         for group in self._engine.optimizer.param_groups:
             group["lr"] = learning_rate
+        # Without a ZeRO or mixed-precision optimizer, DeepSpeed clips but does not say what the norm was.
+        gradients = [p.grad for p in self.module.parameters() if p.grad is not None] if self._is_plain else []
+        norm = torch.nn.utils.get_total_norm(gradients) if gradients else None
         self._engine.step()
         self._num_steps += 1
-        return StepStats(float(self._engine.get_global_grad_norm() or 0.0), learning_rate)
+        return StepStats(float(self._engine.get_global_grad_norm() if norm is None else norm), learning_rate)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """See `TrainEngine`."""

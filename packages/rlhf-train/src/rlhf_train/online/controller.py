@@ -15,7 +15,7 @@ from rlhf_data.sampler import EpochSampler
 from rlhf_models.loading import load_tokenizer
 from rlhf_rollout.generator import GenerationCounts, GroupResult, generate_groups
 from rlhf_rollout.protocols import SamplingParams
-from rlhf_rollout.rewards import RewardPool
+from rlhf_rollout.rewards import FunctionReward
 from rlhf_train.batching import plan_batches
 from rlhf_train.group_rewards import group_normalized
 from rlhf_train.metrics import merge_metrics, results
@@ -77,13 +77,13 @@ class PlacedRun:
         self._started = started
         self._timeline = Timeline()
         self._loop = asyncio.Runner()
-        self._reward = RewardPool(
+        self._reward = FunctionReward(
             job.reward.path,
             timeout_s=job.reward.timeout_s,
             num_workers=job.reward.num_workers,
             log_path=recorder.folder / "reward.log",
         )
-        tokenizer = load_tokenizer(job.engine.tokenizer)
+        tokenizer = load_tokenizer(job.engine.tokenizer or job.engine.model)
         self._decode = lambda token_ids: tokenizer.decode(token_ids, skip_special_tokens=True)
         self._sampler = EpochSampler(len(job.prompts), job.batch.rollout_batch_size, seed=job.seed)
         self._metrics: dict[str, float] = {}
