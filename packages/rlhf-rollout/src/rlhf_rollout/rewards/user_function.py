@@ -72,14 +72,15 @@ def parse_reward(reward: str) -> RewardTarget:
         target = RewardTarget(str(path.absolute()), in_file["function"] or DEFAULT_FUNCTION)
         _check_defined(target)
         return target
-    module, _, function = reward.partition(":")
-    if not all(part.isidentifier() for part in [*module.split("."), function or DEFAULT_FUNCTION]):
+    module, colon, function = reward.partition(":")
+    function = function if colon else DEFAULT_FUNCTION
+    if not all(part.isidentifier() for part in [*module.split("."), function]):
         raise ConfigError(
             with_hint(
                 f"reward `{reward}` names no Python file and no module", "give path/to/file.py or module:function"
             )
         )
-    return RewardTarget(module, function or DEFAULT_FUNCTION)
+    return RewardTarget(module, function)
 
 
 def load_function(target: RewardTarget) -> Callable[..., Any]:

@@ -1,0 +1,270 @@
+"""Groups: whole, bounded, overlapped with rewards, spread over engines, and accounted for when things fail."""
+
+import asyncio
+import pickle
+import time
+
+import numpy as np
+import pytest
+
+from rlhf_data.errors import ConfigError, EngineError, RewardError
+from rlhf_data.records import FinishReason, Verdict, VerdictKind
+from rlhf_data.testing import EOS_ID, ByteTokenizer, make_prompt
+from rlhf_rollout.generator import GenerationCounts, GroupResult, generate_groups
+from rlhf_rollout.protocols import Completion, SamplingParams
+
+
+class ScriptedEngine:
+    """Answers each prompt with its last byte, once a sample, after `seconds`; fails as often as it is told."""
+
+    def __init__(self, *, seconds=0.0, failures=(), transform=None):
+        self.seconds = seconds
+        self.failures = list(failures)
+        self.transform = transform
+        self.running = self.most_running = self.num_calls = 0
+        self.seeds = []
+
+    async def generate(self, token_ids, sampling):
+        self.num_calls += 1
+        self.running += 1
+        self.most_running = max(self.most_running, self.running)
+        self.seeds.append(sampling.seed)
+        try:
+            await asyncio.sleep(self.seconds)
+            if self.failures:
+                raise self.failures.pop(0)
+            ids = np.array([token_ids[-1], EOS_ID])
+            completions = [Completion(ids, np.array([-0.5, -0.25]), FinishReason.STOP, 3)] * sampling.num_samples
+            return self.transform(completions) if self.transform else completions
+        finally:
+            self.running -= 1
+
+
+class ScriptedReward:
+    """Gives reward 1.0 to each rollout after `seconds`, or what `verdicts` returns."""
+
+    def __init__(self, *, seconds=0.0, verdicts=None):
+        self.seconds = seconds
+        self.verdicts = verdicts
+        self.running = self.most_running = 0
+
+    async def score(self, prompt, rollouts):
+        self.running += 1
+        self.most_running = max(self.most_running, self.running)
+        await asyncio.sleep(self.seconds)
+        self.running -= 1
+        return self.verdicts(rollouts) if self.verdicts else [Verdict(VerdictKind.OK, 1.0)] * len(rollouts)
+
+    async def close(self):
+        pass
+
+
+def prompts_of(count):
+    return [make_prompt(str(index), prompt_id=f"p{index}") for index in range(count)]
+
+
+def run(prompts, engines, reward=None, *, num_samples=2, seed=None, max_in_flight=4, counts=None):
+    async def collect():
+        stream = generate_groups(
+            prompts,
+            engines,
+            SamplingParams(num_samples=num_samples, seed=seed),
+            reward,
+            max_in_flight=max_in_flight,
+            group_id_prefix="step-1",
+            decode=lambda ids: ByteTokenizer().decode(ids, skip_special_tokens=True),
+            counts=counts,
+        )
+        return [result async for result in stream]
+
+    return asyncio.run(collect())
+
+
+def test_generate_groups_builds_whole_groups_from_completions():
+    (result,) = run(prompts_of(1), [ScriptedEngine()], ScriptedReward())
+    group = result.group
+    assert (result.group_id, result.failure, group.prompt.prompt_id) == ("step-1/00000", None, "p0")
+    assert [rollout.rollout_id for rollout in group.rollouts] == ["step-1/00000/0", "step-1/00000/1"]
+    rollout = group.rollouts[0]
+    # The prompt is <bos> "0"; the engine answers "0" <eos>.
+    assert rollout.token_ids.tolist() == [256, 48, 48, 257]
+    assert rollout.loss_mask.tolist() == [False, False, True, True]
+    assert rollout.rollout_logprobs.tolist() == [0, 0, -0.5, -0.25]
+    assert (rollout.text, rollout.policy_version, rollout.finish_reason) == ("0", 3, FinishReason.STOP)
+    assert rollout.verdict == Verdict(VerdictKind.OK, 1.0)
+
+
+def test_generate_groups_without_reward_leaves_no_verdict():
+    (result,) = run(prompts_of(1), [ScriptedEngine()])
+    assert [rollout.verdict for rollout in result.group.rollouts] == [None, None]
+
+
+def test_generate_groups_no_prompts_yields_nothing():
+    assert run([], [ScriptedEngine()]) == []
+
+
+def test_generate_groups_every_prompt_once_and_counted():
+    counts = GenerationCounts()
+    results = run(prompts_of(10), [ScriptedEngine(), ScriptedEngine()], ScriptedReward(), counts=counts)
+    assert sorted(result.prompt.prompt_id for result in results) == sorted(f"p{index}" for index in range(10))
+    assert (counts.num_groups, counts.num_failed_groups, counts.num_retries) == (10, 0, 0)
+    assert (counts.num_requested, counts.num_generated, counts.num_failed) == (20, 20, 0)
+    assert counts.num_response_tokens == 40  # 2 tokens each
+    assert counts.verdicts == {VerdictKind.OK: 20}
+
+
+def test_generate_groups_results_come_as_they_finish():
+    class BySize(ScriptedEngine):
+        async def generate(self, token_ids, sampling):
+            await asyncio.sleep(0.3 if token_ids[-1] == ord("0") else 0.0)
+            return await super().generate(token_ids, sampling)
+
+    results = run(prompts_of(3), [BySize()])
+    assert results[-1].prompt.prompt_id == "p0"
+
+
+@pytest.mark.parametrize("max_in_flight", [1, 3])
+def test_generate_groups_bounds_what_generates_and_what_waits_for_rewards(max_in_flight):
+    engine, reward = ScriptedEngine(seconds=0.01), ScriptedReward(seconds=0.05)
+    run(prompts_of(12), [engine], reward, max_in_flight=max_in_flight)
+    assert engine.most_running == max_in_flight
+    assert reward.most_running <= 2 * max_in_flight
+
+
+def test_generate_groups_rewards_overlap_generation():
+    # 4 groups one after the other, 0.1 s each; rewards of 0.1 s hidden but for the last: 0.5 s instead of 0.8 s.
+    counts = GenerationCounts()
+    started = time.monotonic()
+    run(prompts_of(4), [ScriptedEngine(seconds=0.1)], ScriptedReward(seconds=0.1), max_in_flight=1, counts=counts)
+    assert 0.45 < time.monotonic() - started < 0.7
+    assert 0.35 < counts.generate_s < 0.6
+    assert 0.05 < counts.reward_wait_s < 0.25
+
+
+def test_generate_groups_reads_prompts_as_they_are_needed():
+    taken = []
+
+    def endless():
+        for prompt in iter(lambda: make_prompt("7"), None):
+            taken.append(prompt)
+            yield prompt
+
+    async def first():
+        stream = generate_groups(
+            endless(), [ScriptedEngine()], SamplingParams(), None, max_in_flight=2, group_id_prefix="g", decode=str
+        )
+        result = await anext(stream)
+        await stream.aclose()
+        return result, len(asyncio.all_tasks())
+
+    result, num_tasks = asyncio.run(first())
+    assert result.group is not None
+    assert len(taken) == 4  # twice max_in_flight
+    assert num_tasks == 1  # closing the stream leaves nothing running
+
+
+def test_generate_groups_goes_to_the_least_loaded_engine():
+    slow, quick = ScriptedEngine(seconds=0.2), ScriptedEngine(seconds=0.01)
+    run(prompts_of(10), [slow, quick], max_in_flight=2)
+    assert slow.num_calls + quick.num_calls == 10
+    assert quick.num_calls >= 8
+
+
+def test_generate_groups_failing_engine_is_retried_on_another_and_then_avoided():
+    dead, alive = ScriptedEngine(failures=[EngineError("gone")] * 100), ScriptedEngine(seconds=0.01)
+    counts = GenerationCounts()
+    results = run(prompts_of(8), [dead, alive], max_in_flight=2, counts=counts)
+    assert all(result.group is not None for result in results)
+    assert dead.num_calls == counts.num_retries == 1
+    assert alive.num_calls == 8
+
+
+def test_generate_groups_single_engine_is_tried_twice():
+    engine = ScriptedEngine(failures=[EngineError("hiccup")])
+    counts = GenerationCounts()
+    (result,) = run(prompts_of(1), [engine], counts=counts)
+    assert result.group is not None
+    assert (engine.num_calls, counts.num_retries) == (2, 1)
+
+
+def test_generate_groups_group_that_fails_twice_is_reported_and_counted():
+    engines = [ScriptedEngine(failures=[EngineError("first")]), ScriptedEngine(failures=[ConnectionError("second")])]
+    counts = GenerationCounts()
+    results = run(prompts_of(3), engines, ScriptedReward(), max_in_flight=1, counts=counts)
+    failed = [result for result in results if result.group is None]
+    assert [result.prompt.prompt_id for result in failed] == ["p0"]
+    assert failed[0].failure == "engine 0: EngineError: first; engine 1: ConnectionError: second"
+    assert (counts.num_groups, counts.num_failed_groups) == (2, 1)
+    assert counts.num_requested == counts.num_generated + counts.num_failed == 6
+
+
+@pytest.mark.parametrize(
+    ("transform", "says"),
+    [
+        (lambda completions: completions[:1], "1 completions instead of 2"),
+        (
+            lambda completions: [completions[0], Completion([1], [-1.0], FinishReason.ABORT, 0)],
+            "1 of 2 completions were aborted",
+        ),
+        (lambda completions: [completions[0], Completion([1, 2], [-1.0], FinishReason.STOP, 0)], "1 log-probs for 2"),
+    ],
+)
+def test_generate_groups_incomplete_group_is_a_failure(transform, says):
+    (result,) = run(prompts_of(1), [ScriptedEngine(transform=transform)])
+    assert result.group is None
+    assert says in result.failure
+
+
+def test_generate_groups_failed_rewards_are_verdicts_and_counted():
+    failed = Verdict(VerdictKind.TIMEOUT, detail="no answer within 1 s")
+    counts = GenerationCounts()
+    reward = ScriptedReward(verdicts=lambda rollouts: [Verdict(VerdictKind.WRONG, 0.0), failed])
+    (result,) = run(prompts_of(1), [ScriptedEngine()], reward, counts=counts)
+    assert result.group.rollouts[1].verdict is failed
+    assert counts.verdicts == {VerdictKind.WRONG: 1, VerdictKind.TIMEOUT: 1}
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "detail"),
+    [
+        (lambda rollouts: 1 / 0, "ZeroDivisionError: division by zero"),
+        (lambda rollouts: [], "0 verdicts for 2 rollouts"),
+    ],
+)
+def test_generate_groups_reward_that_breaks_its_protocol_is_a_crash_verdict(verdicts, detail):
+    (result,) = run(prompts_of(1), [ScriptedEngine()], ScriptedReward(verdicts=verdicts))
+    assert [(r.verdict.kind, r.verdict.detail) for r in result.group.rollouts] == [(VerdictKind.CRASH, detail)] * 2
+
+
+def test_generate_groups_reward_that_cannot_run_ends_the_run():
+    def unusable(rollouts):
+        raise RewardError("cannot import it")
+
+    with pytest.raises(RewardError, match="cannot import it"):
+        run(prompts_of(5), [ScriptedEngine()], ScriptedReward(verdicts=unusable))
+
+
+def test_generate_groups_seed_differs_by_group_and_repeats_by_run():
+    def seeds(seed):
+        engine = ScriptedEngine()
+        run(prompts_of(4), [engine], seed=seed, max_in_flight=1)
+        return engine.seeds
+
+    assert seeds(1) == seeds(1)
+    assert len({*seeds(1), *seeds(2)}) == 8
+    assert all(0 <= seed < 2**31 for seed in seeds(1))
+    assert seeds(None) == [None] * 4
+
+
+def test_generate_groups_without_engine_or_room_is_refused():
+    with pytest.raises(ConfigError, match="must be at least 1"):
+        run(prompts_of(1), [])
+    with pytest.raises(ConfigError, match="must be at least 1"):
+        run(prompts_of(1), [ScriptedEngine()], max_in_flight=0)
+
+
+def test_group_result_pickle_round_trip():
+    (result,) = run(prompts_of(1), [ScriptedEngine()], ScriptedReward())
+    again = pickle.loads(pickle.dumps(result))
+    assert isinstance(again, GroupResult)
+    assert again.group.rollouts[1].token_ids.tolist() == result.group.rollouts[1].token_ids.tolist()

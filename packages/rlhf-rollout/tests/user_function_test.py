@@ -1,0 +1,198 @@
+"""How a reward function is named, and what it may return."""
+
+import math
+import pickle
+
+import numpy as np
+import pytest
+
+from rlhf_data.errors import ConfigError, RewardError
+from rlhf_data.records import VerdictKind
+from rlhf_rollout.rewards.user_function import (
+    RewardTarget,
+    Scored,
+    load_function,
+    parse_reward,
+    read_result,
+    verdict_of,
+)
+
+
+class Tensor:
+    """What this code knows of a torch tensor."""
+
+    def __init__(self, values, *, requires_grad=False):
+        self.values, self.requires_grad = values, requires_grad
+
+    def detach(self):
+        return Tensor(self.values)
+
+    def tolist(self):
+        if self.requires_grad:
+            raise RuntimeError("tolist of a tensor that requires grad")
+        return self.values
+
+
+def test_parse_reward_file_and_function(tmp_path):
+    path = tmp_path / "my reward.py"
+    path.write_text("def reward_func(queries, prompts, labels): ...\nother = reward_func\n")
+    assert parse_reward(str(path)) == RewardTarget(str(path), "reward_func")
+    assert parse_reward(f"{path}:other") == RewardTarget(str(path), "other")
+    assert parse_reward(str(path)).is_file
+
+
+def test_parse_reward_relative_path_is_made_absolute(tmp_path, monkeypatch):
+    (tmp_path / "r.py").write_text("from elsewhere import *\n")
+    monkeypatch.chdir(tmp_path)
+    assert parse_reward("r.py").module == str(tmp_path / "r.py")
+
+
+def test_parse_reward_module():
+    assert parse_reward("a.b") == RewardTarget("a.b", "reward_func")
+    assert parse_reward("a.b:grade") == RewardTarget("a.b", "grade")
+    assert not parse_reward("a.b").is_file
+
+
+@pytest.mark.parametrize("reward", ["", "http://host:5000/get_reward", "a-b", "a.b:c:d", "dir/reward", "a.b:"])
+def test_parse_reward_of_no_known_form_is_refused(reward):
+    with pytest.raises(ConfigError, match=r"names no Python file and no module\n\nhint: "):
+        parse_reward(reward)
+
+
+def test_parse_reward_missing_file_suggests_the_nearest(tmp_path):
+    (tmp_path / "reward.py").write_text("")
+    with pytest.raises(ConfigError, match=r"does not exist\n\nhint: did you mean .*reward\.py"):
+        parse_reward(str(tmp_path / "rewards.py"))
+
+
+def test_parse_reward_file_without_the_function_lists_what_it_has(tmp_path):
+    path = tmp_path / "reward.py"
+    path.write_text("def reward_fn(queries, prompts, labels): ...\n")
+    with pytest.raises(ConfigError) as caught:
+        parse_reward(str(path))
+    assert str(caught.value) == (
+        f"{path} has no function `reward_func`; it has reward_fn\n\n"
+        'hint: def reward_func(queries, prompts, labels): return {"rewards": [one number a query]}'
+    )
+    with pytest.raises(ConfigError, match="has no function `grade`"):
+        parse_reward(f"{path}:grade")
+
+
+def test_parse_reward_file_that_is_not_python_names_the_line(tmp_path):
+    path = tmp_path / "reward.py"
+    path.write_text("x = 1\ndef reward_func(:\n")
+    with pytest.raises(ConfigError, match=r"is not Python: .*line 2"):
+        parse_reward(str(path))
+
+
+def test_load_function_module_without_it_is_refused():
+    with pytest.raises(RewardError, match=r"rlhf_rollout\.rewards\.math has no function `grad`; it has .*grade"):
+        load_function(RewardTarget("rlhf_rollout.rewards.math", "grad"))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [1, 0.5],
+        (1, 0.5),
+        np.array([1, 0.5], np.float32),
+        [np.float32(1), np.float64(0.5)],
+        Tensor([1.0, 0.5]),
+        Tensor([1.0, 0.5], requires_grad=True),
+        Tensor([[1.0], [0.5]]),
+        [Tensor(1.0), 0.5],
+        [True, 0.5],
+    ],
+)
+def test_read_result_takes_lists_arrays_and_tensors(values):
+    scored = read_result({"rewards": values}, 2)
+    assert scored == Scored([1.0, 0.5], [1.0, 0.5], {}, [None, None])
+
+
+def test_read_result_scores_extra_logs_and_verdicts():
+    result = {
+        "rewards": [1, -1],
+        "scores": np.array([0.9, 0.1]),
+        "extra_logs": {"length": [3, 4], "mean": 0.5, "tensor_mean": Tensor(2.0)},
+        "verdicts": [VerdictKind.OK, "unparsable"],
+    }
+    assert read_result(result, 2) == Scored(
+        [1.0, -1.0],
+        [0.9, 0.1],
+        {"length": [3.0, 4.0], "mean": [0.5, 0.5], "tensor_mean": [2.0, 2.0]},
+        ["ok", "unparsable"],
+    )
+
+
+def test_read_result_one_number_for_one_sample():
+    assert read_result({"rewards": Tensor(0.25)}, 1).rewards == [0.25]
+
+
+@pytest.mark.parametrize(
+    ("result", "says"),
+    [
+        (None, "returned None, not a dictionary"),
+        ([1.0, 2.0], "a value of type list, not a dictionary"),
+        ({"reward": [1, 2]}, "has no `rewards`: ['reward']"),
+        ({"rewards": [1.0]}, "`rewards` has 1 numbers for 2 samples"),
+        ({"rewards": [1.0, 2.0, 3.0]}, "`rewards` has 3 numbers for 2 samples"),
+        ({"rewards": 1.0}, "`rewards` is one number for 2 samples"),
+        ({"rewards": "ab"}, "`rewards` must be a list of numbers, got a value of type str"),
+        ({"rewards": [1.0, None]}, "`rewards` must hold numbers, got None"),
+        ({"rewards": [1.0, "2"]}, "must hold numbers, got a value of type str"),
+        ({"rewards": [[1.0, 2.0], [3.0, 4.0]]}, "must hold numbers, got a value of type list"),
+        ({"rewards": [1, 2], "scores": [1]}, "`scores` has 1 numbers for 2 samples"),
+        ({"rewards": [1, 2], "extra_logs": [1]}, "`extra_logs` must be a dictionary"),
+        ({"rewards": [1, 2], "extra_logs": {"a": [1]}}, "`extra_logs['a']` has 1 numbers for 2 samples"),
+        ({"rewards": [1, 2], "verdicts": ["ok"]}, "`verdicts` must be a list of 2 names"),
+        ({"rewards": [1, 2], "verdicts": "ok"}, "`verdicts` must be a list of 2 names"),
+        ({"rewards": [1, 2], "verdicts": ["ok", "rong"]}, "unknown verdict `rong`; known: crash, ok,"),
+    ],
+)
+def test_read_result_of_another_shape_is_refused(result, says):
+    with pytest.raises(RewardError) as caught:
+        read_result(result, 2)
+    assert says in str(caught.value)
+
+
+def scored(reward=1.0, score=1.0, extra=None, verdict=None):
+    return Scored([reward], [score], {name: [value] for name, value in (extra or {}).items()}, [verdict])
+
+
+@pytest.mark.parametrize(
+    ("score", "said", "kind"),
+    [
+        (0.1, None, VerdictKind.OK),
+        (0.0, None, VerdictKind.WRONG),
+        (-1.0, None, VerdictKind.WRONG),
+        (0.0, "unparsable", VerdictKind.UNPARSABLE),
+        (0.0, "ok", VerdictKind.OK),
+    ],
+)
+def test_verdict_of_follows_the_function_else_the_sign_of_the_score(score, said, kind):
+    verdict = verdict_of(scored(reward=-0.5, score=score, verdict=said), 0)
+    assert (verdict.kind, verdict.reward, verdict.score) == (kind, -0.5, score)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_verdict_of_reward_or_score_not_finite_is_a_crash_that_says_so(value):
+    verdict = verdict_of(scored(reward=value), 0)
+    assert (verdict.kind, verdict.reward, verdict.detail) == (VerdictKind.CRASH, None, f"the reward is {value}")
+    assert verdict_of(scored(score=value), 0).detail == f"the score is {value}"
+
+
+def test_verdict_of_extra_log_not_finite_is_left_out_by_name():
+    verdict = verdict_of(scored(extra={"a": 1.0, "b": math.nan}), 0)
+    assert (dict(verdict.extra), verdict.kind) == ({"a": 1.0}, VerdictKind.OK)
+    assert verdict.detail == "left out of the logs: b is nan"
+
+
+@pytest.mark.parametrize("said", ["crash", "timeout"])
+def test_verdict_of_failure_said_by_the_function_has_no_reward(said):
+    verdict = verdict_of(scored(verdict=said), 0)
+    assert (verdict.kind, verdict.reward) == (VerdictKind(said), None)
+
+
+def test_reward_target_and_scored_pickle_round_trip():
+    for value in (RewardTarget("a", "b"), scored(extra={"x": 1.0})):
+        assert pickle.loads(pickle.dumps(value)) == value
