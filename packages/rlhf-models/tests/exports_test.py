@@ -1,3 +1,4 @@
+import os
 import subprocess
 import sys
 
@@ -11,7 +12,6 @@ def test_every_exported_name_exists():
 
 def test_import_loads_neither_torch_nor_transformers():
     code = "import sys, rlhf_models; print(sorted({'torch', 'transformers', 'rlhf_kernels'} & set(sys.modules)))"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env={"PYTHONPATH": ":".join(sys.path)}
-    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
     assert done.stdout.strip() == "[]", done.stderr

@@ -38,7 +38,7 @@ def test_load_config_hub_name_that_cannot_be_reached_names_it_and_hints(monkeypa
         raise OSError("We couldn't connect\nto the hub")
 
     monkeypatch.setattr("transformers.AutoConfig.from_pretrained", offline)
-    with pytest.raises(ConfigError, match="cannot load the model some/name: We couldn't connect\n\nhint: .*offline"):
+    with pytest.raises(ConfigError, match=r"cannot load the model some/name: We couldn't connect\n\nhint: .*offline"):
         load_config("some/name")
 
 

@@ -55,10 +55,10 @@ class Actor(nn.Module):
         config = self.model.config.get_text_config()
         if any(getattr(config, name, None) is not None for name in _LOGIT_TRANSFORMS):
             logits = run_backbone(self.model, batch).logits
-            return logits.flatten(0, 1)[index]
+            return logits.flatten(0, 1).index_select(0, index)
         hidden = run_backbone(self.model.base_model, batch).last_hidden_state
         # As a module, never by its weight: ZeRO-3 gathers parameters when modules are called.
-        return self.model.get_output_embeddings()(hidden.flatten(0, 1)[index])
+        return self.model.get_output_embeddings()(hidden.flatten(0, 1).index_select(0, index))
 
 
 def run_backbone(model: nn.Module, batch: TokenBatch) -> Any:
