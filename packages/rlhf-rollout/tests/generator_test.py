@@ -87,7 +87,7 @@ def test_generate_groups_builds_whole_groups_from_completions():
     assert [rollout.rollout_id for rollout in group.rollouts] == ["step-1/00000/0", "step-1/00000/1"]
     rollout = group.rollouts[0]
     # The prompt is <bos> "0"; the engine answers "0" <eos>.
-    assert rollout.token_ids.tolist() == [256, 48, 48, 257]
+    assert rollout.token_ids.tolist() == [2, 48, 48, 0]
     assert rollout.loss_mask.tolist() == [False, False, True, True]
     assert rollout.rollout_logprobs.tolist() == [0, 0, -0.5, -0.25]
     assert (rollout.text, rollout.policy_version, rollout.finish_reason) == ("0", 3, FinishReason.STOP)

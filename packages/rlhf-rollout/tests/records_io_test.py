@@ -25,7 +25,7 @@ def test_rollout_record_holds_everything_as_plain_json():
         "prompt": "2+2=",
         "label": "4",
         "text": "4",
-        "token_ids": [256, *b"2+2=", ord("4"), 257],
+        "token_ids": [2, *b"2+2=", ord("4"), 0],
         "logprobs": [0.0, 0.0, 0.0, 0.0, 0.0, -0.1, -2.5],
         "spans": [
             {"source": "prompt", "num_tokens": 5, "policy_version": None},

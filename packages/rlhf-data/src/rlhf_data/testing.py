@@ -9,12 +9,12 @@ import numpy as np
 
 from rlhf_data.records import FinishReason, Prompt, Rollout, Span, SpanSource, Verdict
 
-BOS_ID, EOS_ID = 256, 257
+EOS_ID, BOS_ID = 0, 2  # bytes that no text has
 _SPECIAL = {BOS_ID: "<bos>", EOS_ID: "<eos>"}
 
 
 class ByteTokenizer:
-    """A tokenizer of one token a UTF-8 byte, `<bos>` (256) and `<eos>` (257), which behaves like a Hugging Face one.
+    """A tokenizer with one token a UTF-8 byte, `<eos>` (0) and `<bos>` (2), which behaves like a Hugging Face one.
 
     Its chat template writes `<bos>`, then `role: content<eos>` and a newline for each message; the generation prompt
     is `assistant: `. It refuses a conversation of which no message is the user's.
@@ -25,7 +25,7 @@ class ByteTokenizer:
         chat_template: None for a tokenizer without one.
     """
 
-    vocab_size = 258
+    vocab_size = 256
     bos_token, eos_token, pad_token = "<bos>", "<eos>", "<eos>"
     bos_token_id, eos_token_id, pad_token_id = BOS_ID, EOS_ID, EOS_ID
 
