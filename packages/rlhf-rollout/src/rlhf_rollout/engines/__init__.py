@@ -33,6 +33,7 @@ class EngineSpec:
         enable_sleep: allow `sleep`; on a GPU the weights and KV cache then lie in memory that can be given back.
         enable_prefix_caching: reuse the KV cache of common prefixes.
         tensor_parallel_size: GPUs of one engine.
+        num_threads: of the engine's process for work on the CPU; None takes OMP_NUM_THREADS, or every core.
         seed: of the completions that bring no seed of their own.
         weight_transfer: how new weights arrive.
         base_url: of the server, for "http" only.
@@ -51,6 +52,7 @@ class EngineSpec:
     enable_sleep: bool = False
     enable_prefix_caching: bool = True
     tensor_parallel_size: int = 1
+    num_threads: int | None = None
     seed: int = 0
     weight_transfer: Literal["shared_memory", "ipc"] = "shared_memory"
     base_url: str | None = None

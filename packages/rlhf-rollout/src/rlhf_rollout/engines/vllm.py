@@ -54,12 +54,12 @@ class VllmEngine:
     """The generation engine: concurrent `generate` calls share the batch, new weights arrive between two steps."""
 
     def __init__(self, spec: EngineSpec) -> None:
-        if spec.tensor_parallel_size > 1 and os.environ.get("CUDA_VISIBLE_DEVICES", "all").count(",") == 0:
-            _check_visible_gpus(spec.tensor_parallel_size)
         model_dir = resolve_model_dir(spec.model)
         setup = _Setup(spec, model_dir, read_config(model_dir), _prepare_environment())
         if spec.weight_transfer == "ipc" and not setup.on_gpu:
             raise ConfigError(with_hint("weight_transfer ipc needs a GPU", "use weight_transfer shared_memory"))
+        if spec.tensor_parallel_size > 1:
+            _check_visible_gpus(spec.tensor_parallel_size)
         tokenizer_dir = resolve_model_dir(spec.tokenizer) if spec.tokenizer else model_dir
         self._spec = spec
         self._on_gpu = setup.on_gpu
@@ -193,8 +193,6 @@ class VllmEngine:
 
     async def close(self) -> None:
         """End the stepping thread and free the model; what is in flight fails."""
-        if self._loop.failure is None and not self._loop.closed:
-            await self._call(lambda core: core.shutdown())
         await asyncio.to_thread(self._loop.close)
 
     async def _call(self, function: Callable[[Any], Any], *, drain: bool = False) -> Any:
@@ -209,7 +207,8 @@ class VllmEngine:
         core.collective_rpc("start_weight_update")
 
     def _release(self, core: Any) -> None:
-        core.reset_prefix_cache()
+        if not core.reset_prefix_cache() and self._spec.enable_prefix_caching:
+            raise EngineError("vLLM kept prefixes that the old weights computed")
         self._loop.holding = False
         if self._incomplete:
             self._loop.fail_waiting(f"the engine's weights are incomplete: {self._incomplete}")
@@ -261,6 +260,10 @@ def _build_core(setup: _Setup) -> Any:
     from rlhf_rollout.engines import vllm_weights
 
     spec = setup.spec
+    if spec.num_threads is not None:
+        import torch
+
+        torch.set_num_threads(spec.num_threads)
     if spec.tensor_parallel_size == 1:
         _register_architectures(setup.config.get("architectures", []))
     kv_cache_bytes = spec.kv_cache_memory_bytes

@@ -29,13 +29,14 @@ _MAX_SETTLING_STEPS = 8
 
 
 class CoreClient(Protocol):
-    """The part of vLLM's in-process engine client that the loop steps."""
+    """The part of vLLM's in-process engine client that the loop drives."""
 
     engine_core: Any
 
     def add_request(self, request: EngineCoreRequest) -> None: ...
     def abort_requests(self, request_ids: list[str]) -> None: ...
     def get_output(self) -> Any: ...
+    def shutdown(self) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -107,17 +108,13 @@ class StepLoop:
         return self._failure
 
     @property
-    def closed(self) -> bool:
-        """Whether the thread has ended."""
-        return not self._thread.is_alive()
-
-    @property
     def num_in_flight(self) -> int:
         """Sequences that are being decoded or wait to be."""
         return len(self._samples) + sum(job.sampling.num_samples for job in self._waiting)
 
     def submit(self, job: Job) -> None:
         """Queue a job; its future resolves when all of its samples are done."""
+        _protect(job.future)
         self._inbox.put(job)
 
     def abort(self, job: Job) -> None:
@@ -132,6 +129,7 @@ class StepLoop:
             drain: let the requests in flight finish first; those that come later wait.
         """
         future: Future[Any] = Future()
+        _protect(future)
         self._inbox.put(("drain" if drain else "now", (function, future)))
         return future
 
@@ -154,12 +152,27 @@ class StepLoop:
             return
         started.set_result(None)
         while not self._closing:
-            self._receive(block=not self._samples and not self._can_admit())
-            self._run_drained_calls()
-            self._admit()
-            if self._samples:
-                self._step()
-        self._fail_all(self._failure or "the engine was closed")
+            try:
+                self._cycle()
+            except BaseException as error:
+                self._failure = f"the engine failed and takes no more requests: {type(error).__name__}: {error}"
+                self._fail_all(self._failure)
+        healthy = self._failure is None
+        self._failure = self._failure or "the engine was closed"
+        self._fail_all(self._failure)
+        while not self._inbox.empty():
+            self._take(self._inbox.get())
+        if healthy:
+            self._core.shutdown()
+
+    def _cycle(self) -> None:
+        self._receive(block=not self._samples and not self._can_admit())
+        while self._calls and not self._samples:
+            _settle(self._core)
+            self._perform(*self._calls.popleft())
+        self._admit()
+        if self._samples:
+            self._step()
 
     def _can_admit(self) -> bool:
         return bool(self._calls) or (bool(self._waiting) and not self.holding)
@@ -190,6 +203,8 @@ class StepLoop:
             self._closing = True
         elif kind == "abort":
             self._abort(payload)
+        elif self._failure is not None:
+            _reject(payload[1], EngineError(self._failure))
         elif kind == "drain":
             self._calls.append(payload)
         else:
@@ -202,11 +217,6 @@ class StepLoop:
             _reject(future, error)
         else:
             future.set_result(result)
-
-    def _run_drained_calls(self) -> None:
-        while self._calls and not self._samples:
-            _settle(self._core)
-            self._perform(*self._calls.popleft())
 
     def _admit(self) -> None:
         while self._waiting and not self.holding and not self._calls:
@@ -265,14 +275,8 @@ class StepLoop:
         )
 
     def _step(self) -> None:
-        try:
-            outputs = self._core.get_output().outputs
-        except BaseException as error:
-            self._failure = f"the engine failed in a step and takes no more requests: {type(error).__name__}: {error}"
-            self._fail_all(self._failure)
-            return
         samples = self._samples
-        for output in outputs:
+        for output in self._core.get_output().outputs:
             sample = samples.get(output.request_id)
             if sample is None:
                 continue
@@ -316,6 +320,11 @@ class StepLoop:
             _reject(job.future, EngineError(reason))
         while self._calls:
             _reject(self._calls.popleft()[1], EngineError(reason))
+
+
+def _protect(future: "Future[Any]") -> None:
+    """Keep a waiter that gives up from cancelling the future: the thread alone decides its fate."""
+    future.set_running_or_notify_cancel()
 
 
 def _reject(future: "Future[Any]", error: BaseException) -> None:

@@ -1,0 +1,163 @@
+"""An engine without a model, for tests and fault injection: what it writes is scripted."""
+
+import asyncio
+import zlib
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from rlhf_data.errors import EngineError, WeightSyncError, with_hint
+from rlhf_data.records import FinishReason
+from rlhf_rollout.engines.gate import Gate
+from rlhf_rollout.engines.requests import check_request
+from rlhf_rollout.protocols import Completion, SamplingParams
+from rlhf_rollout.weights import SharedSegment, WeightBucket, verify_checksum
+
+Script = Callable[[Sequence[int], int], Sequence[int]]
+
+VOCAB_SIZE = 256
+
+
+def pseudo_random_script(prompt: Sequence[int], sample_seed: int) -> list[int]:
+    """Return 1 to 32 tokens in [1, 256), always the same for the same prompt and seed, with the stop token 0 behind."""
+    rng = np.random.default_rng([sample_seed, *prompt])
+    return [*rng.integers(1, VOCAB_SIZE, size=int(rng.integers(1, 33))).tolist(), 0]
+
+
+class FakeEngine:
+    """Answers from a script. Token 0 ends a completion; every log-prob is log(1/256), that of a uniform choice.
+
+    Args:
+        script: the tokens that follow a prompt, for each sample; the second argument differs between samples, and
+            between requests unless they carry a seed; it is 0 when greedy.
+        max_model_len: prompt and completion together, in tokens.
+        enable_sleep: allow `sleep`.
+        latency_s: of each request.
+        fail_after: so many requests succeed; those after it raise EngineError.
+        hang_after: so many requests end; those after it never do.
+    """
+
+    def __init__(
+        self,
+        script: Script = pseudo_random_script,
+        *,
+        max_model_len: int = 2048,
+        enable_sleep: bool = False,
+        latency_s: float = 0.0,
+        fail_after: int | None = None,
+        hang_after: int | None = None,
+    ) -> None:
+        self._script = script
+        self._max_model_len = max_model_len
+        self._enable_sleep = enable_sleep
+        self._latency_s = latency_s
+        self._fail_after = fail_after
+        self._hang_after = hang_after
+        self._num_requests = 0
+        self._num_in_flight = 0
+        self._asleep = False
+        self._closed = False
+        self._gate = Gate()
+        self._segment: SharedSegment | None = None
+        self._updating: int | None = None
+        self._arriving: dict[str, int] = {}
+        self.policy_version = 0
+        self.num_updates = 0
+        self.weight_checksums: dict[str, int] = {}
+
+    async def generate(self, token_ids: np.ndarray, sampling: SamplingParams) -> list[Completion]:
+        """See `RolloutEngine.generate`."""
+        if self._closed:
+            raise EngineError("the engine was closed")
+        if self._asleep:
+            raise EngineError(with_hint("the engine sleeps", "await wake_up() before generate()"))
+        check_request(token_ids, sampling, max_model_len=self._max_model_len, vocab_size=VOCAB_SIZE)
+        number, self._num_requests = self._num_requests, self._num_requests + 1
+        self._num_in_flight += 1
+        try:
+            if self._hang_after is not None and number >= self._hang_after:
+                await asyncio.Event().wait()
+            await asyncio.sleep(self._latency_s)
+            if self._fail_after is not None and number >= self._fail_after:
+                raise EngineError(f"the fake engine was told to fail after {self._fail_after} requests")
+            await self._gate.passed()
+            prompt = [int(token) for token in token_ids]
+            base = 0 if sampling.temperature == 0 else (number if sampling.seed is None else sampling.seed) * 1009
+            return [self._complete(prompt, base + index, sampling) for index in range(sampling.num_samples)]
+        finally:
+            self._num_in_flight -= 1
+
+    def _complete(self, prompt: list[int], sample_seed: int, sampling: SamplingParams) -> Completion:
+        ends = {0, *sampling.stop_token_ids}
+        tokens: list[int] = []
+        reason = FinishReason.LENGTH
+        for token in self._script(prompt, sample_seed):
+            if token in ends and len(tokens) + 1 <= sampling.min_tokens:
+                token = VOCAB_SIZE - 1
+            tokens.append(int(token))
+            if token in ends:
+                reason = FinishReason.STOP
+            if token in ends or len(tokens) == sampling.max_tokens:
+                break
+        while reason is FinishReason.LENGTH and len(tokens) < sampling.max_tokens:
+            tokens.append(VOCAB_SIZE - 1)
+        return Completion(
+            token_ids=np.asarray(tokens, np.int32),
+            logprobs=np.full(len(tokens), -np.log(VOCAB_SIZE), np.float32),
+            finish_reason=reason,
+            policy_version=self.policy_version,
+        )
+
+    async def begin_weight_update(self, policy_version: int) -> None:
+        """See `RolloutEngine.begin_weight_update`."""
+        self._gate.shut()
+        self._updating, self._arriving = policy_version, {}
+
+    async def receive_weights(self, bucket: WeightBucket) -> None:
+        """Remember the CRC-32 of each weight; only shared memory can be read without a GPU."""
+        self._check_updating()
+        if bucket.backend != "shared_memory":
+            raise WeightSyncError(f"the fake engine reads shared_memory buckets, not {bucket.backend}")
+        if self._segment is None or self._segment.name != bucket.handle:
+            self._close_segment()
+            self._segment = SharedSegment(bucket.handle)
+        buffer = self._segment.buffer
+        verify_checksum(buffer, bucket)
+        for spec in bucket.tensors:
+            self._arriving[spec.name] = zlib.crc32(buffer[spec.offset_bytes : spec.offset_bytes + spec.size_bytes])
+
+    async def finish_weight_update(self) -> None:
+        """Count the update and take its version over."""
+        version = self._check_updating()
+        self._close_segment()
+        self.weight_checksums, self._updating = self._arriving, None
+        self.policy_version = version
+        self.num_updates += 1
+        self._gate.open()
+
+    async def sleep(self) -> None:
+        """See `RolloutEngine.sleep`."""
+        if not self._enable_sleep:
+            raise EngineError(with_hint("this engine cannot sleep", "build it with EngineSpec(enable_sleep=True)"))
+        if self._num_in_flight:
+            raise EngineError(f"the engine cannot sleep with {self._num_in_flight} requests in flight")
+        self._asleep = True
+
+    async def wake_up(self) -> None:
+        """See `RolloutEngine.wake_up`."""
+        self._asleep = False
+
+    async def close(self) -> None:
+        """See `RolloutEngine.close`."""
+        self._closed = True
+        self._close_segment()
+
+    def _check_updating(self) -> int:
+        if self._updating is None:
+            raise WeightSyncError("no weight update has begun")
+        return self._updating
+
+    def _close_segment(self) -> None:
+        if self._segment is not None:
+            self._segment.close()
+            self._segment = None

@@ -1,0 +1,171 @@
+"""A client of a vLLM server (OpenAI's completions API): tokens in, tokens and log-probs out."""
+
+import asyncio
+from typing import Any
+
+import httpx
+import numpy as np
+
+from rlhf_data.errors import EngineError, with_hint
+from rlhf_data.records import FinishReason
+from rlhf_rollout.engines.requests import check_request, sample_seeds
+from rlhf_rollout.protocols import Completion, SamplingParams
+from rlhf_rollout.weights import WeightBucket
+
+_RETRIED_STATUS = (408, 429, 500, 502, 503, 504)
+_MAX_RETRY_WAIT_S = 30.0
+
+
+class HttpEngine:
+    """Generates on a server that someone else runs, with the weights that it has.
+
+    The server must be started with `--logprobs-mode processed_logprobs`: log-probs are then those of the distribution
+    sampled from. Without it they ignore the temperature, which nothing in an answer shows.
+
+    Args:
+        base_url: such as "http://host:8000" or "http://host:8000/v1".
+        model: the name under which the server has the model.
+        max_model_len: checked here before a request goes out, in tokens.
+        timeout_s: of one request, all of its samples included.
+        num_retries: after an error that may pass: no connection, a timeout, or status 408, 429 or 5xx.
+        retry_wait_s: before the first retry; doubled for each further one, at most 30 s.
+        policy_version: of the server's weights.
+        api_key: sent as a bearer token.
+        transport: replaces the network, for tests.
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        *,
+        model: str,
+        max_model_len: int,
+        timeout_s: float = 600.0,
+        num_retries: int = 3,
+        retry_wait_s: float = 0.5,
+        policy_version: int = 0,
+        api_key: str | None = None,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        self._url = base_url.rstrip("/").removesuffix("/v1") + "/v1/completions"
+        self._model = model
+        self._max_model_len = max_model_len
+        self._num_retries = num_retries
+        self._retry_wait_s = retry_wait_s
+        self._policy_version = policy_version
+        self._client = httpx.AsyncClient(
+            timeout=httpx.Timeout(timeout_s, connect=min(timeout_s, 10.0)),
+            limits=httpx.Limits(max_connections=None),
+            headers={"Authorization": f"Bearer {api_key}"} if api_key else None,
+            transport=transport,
+        )
+
+    async def generate(self, token_ids: np.ndarray, sampling: SamplingParams) -> list[Completion]:
+        """Return `sampling.num_samples` completions of one prompt. Raises EngineError."""
+        check_request(token_ids, sampling, max_model_len=self._max_model_len)
+        answer = await self._post(self._request(token_ids, sampling))
+        choices = answer.get("choices")
+        if not isinstance(choices, list) or len(choices) != sampling.num_samples:
+            raise EngineError(f"{self._url} answered without {sampling.num_samples} choices: {_excerpt(answer)}")
+        return [self._completion(choice) for choice in sorted(choices, key=lambda choice: choice.get("index", 0))]
+
+    def _request(self, token_ids: np.ndarray, sampling: SamplingParams) -> dict[str, Any]:
+        request: dict[str, Any] = {
+            "model": self._model,
+            "prompt": [int(token) for token in token_ids],
+            "n": sampling.num_samples,
+            "max_tokens": sampling.max_tokens,
+            "min_tokens": sampling.min_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "stop_token_ids": list(sampling.stop_token_ids),
+            "logprobs": 0,
+            "return_token_ids": True,
+            "add_special_tokens": False,
+        }
+        if sampling.seed is not None:
+            # The server adds the sample's index to the seed, so neighbouring seeds would share samples.
+            request["seed"] = sample_seeds(sampling.seed, 1)[0]
+        return request
+
+    def _completion(self, choice: dict[str, Any]) -> Completion:
+        token_ids = choice.get("token_ids")
+        logprobs = (choice.get("logprobs") or {}).get("token_logprobs")
+        reason = choice.get("finish_reason")
+        if token_ids is None or logprobs is None:
+            raise EngineError(
+                with_hint(
+                    f"{self._url} answered without token_ids or log-probs",
+                    "the server must be vLLM 0.26 or newer: it has return_token_ids",
+                )
+            )
+        if len(token_ids) != len(logprobs) or None in logprobs:
+            raise EngineError(f"{self._url} answered {len(token_ids)} tokens with log-probs {_excerpt(logprobs)}")
+        if reason not in tuple(FinishReason):
+            raise EngineError(f"{self._url} ended a completion for the reason {reason!r}")
+        return Completion(
+            token_ids=np.asarray(token_ids, np.int32),
+            logprobs=np.asarray(logprobs, np.float32),
+            finish_reason=FinishReason(reason),
+            policy_version=self._policy_version,
+        )
+
+    async def _post(self, request: dict[str, Any]) -> dict[str, Any]:
+        failure = ""
+        for attempt in range(self._num_retries + 1):
+            if attempt:
+                await asyncio.sleep(min(self._retry_wait_s * 2 ** (attempt - 1), _MAX_RETRY_WAIT_S))
+            try:
+                response = await self._client.post(self._url, json=request)
+            except httpx.TransportError as error:
+                failure = f"{type(error).__name__}: {error}"
+                continue
+            if response.status_code in _RETRIED_STATUS:
+                failure = f"status {response.status_code}: {_excerpt(response.text)}"
+                continue
+            if response.is_error:
+                raise EngineError(
+                    f"{self._url} refused the request with status {response.status_code}: {_excerpt(response.text)}"
+                )
+            try:
+                return response.json()
+            except ValueError as error:
+                raise EngineError(f"{self._url} answered no JSON: {_excerpt(response.text)}") from error
+        raise EngineError(
+            with_hint(
+                f"{self._url} failed {self._num_retries + 1} times; last: {failure}", "is the server up and healthy?"
+            )
+        )
+
+    async def begin_weight_update(self, policy_version: int) -> None:
+        """Raise EngineError: a server's weights are not ours to change."""
+        raise _no_weights()
+
+    async def receive_weights(self, bucket: WeightBucket) -> None:
+        """Raise EngineError: a server's weights are not ours to change."""
+        raise _no_weights()
+
+    async def finish_weight_update(self) -> None:
+        """Raise EngineError: a server's weights are not ours to change."""
+        raise _no_weights()
+
+    async def sleep(self) -> None:
+        """Raise EngineError: a server's memory is not ours to take."""
+        raise EngineError(with_hint("an HTTP engine cannot be put to sleep", "train with engine vllm"))
+
+    async def wake_up(self) -> None:
+        """Do nothing: it never sleeps."""
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._client.aclose()
+
+
+def _no_weights() -> EngineError:
+    return EngineError(with_hint("an HTTP engine takes no weights", "train with engine vllm, which receives them live"))
+
+
+def _excerpt(value: Any) -> str:
+    text = str(value).strip()
+    return text if len(text) <= 300 else text[:300] + " ..."
