@@ -1,4 +1,4 @@
-"""What `ppo` runs on when it is given nothing: a tiny model, prompts with answers, a rule reward, and their recipe.
+"""What `ppo` runs on when it is given nothing: a tiny model, prompts with answers, and a recipe with a rule reward.
 
 `python -m rlhf_cli.builtin.make` makes the model and the data anew.
 """
@@ -14,6 +14,5 @@ MODEL_DIR = _FOLDER / "model"
 TRAIN_FILE = _FOLDER / "data" / "train.jsonl"
 HELD_OUT_FILE = _FOLDER / "data" / "held_out.jsonl"
 RECIPE_FILE = _FOLDER / "recipe.toml"
-REWARD = "rlhf_cli.builtin.reward:reward_func"
 
-__all__ = ["BUILTIN", "HELD_OUT_FILE", "MODEL_DIR", "RECIPE_FILE", "REWARD", "TRAIN_FILE"]
+__all__ = ["BUILTIN", "HELD_OUT_FILE", "MODEL_DIR", "RECIPE_FILE", "TRAIN_FILE"]

@@ -107,7 +107,9 @@ def _check_inputs(config: PpoConfig) -> None:
         hint = "add --pretrain FOLDER_OR_NAME; --pretrain builtin is the tiny model that ships"
         raise missing("pretrain", "--prompt_data says what to ask, not whom", hint)
     if data.prompt_data is None:
-        hint = "add --prompt_data FILE.jsonl with --input_key and --label_key; without --pretrain the built-in task runs"
+        hint = (
+            "add --prompt_data FILE.jsonl with --input_key and --label_key; without --pretrain the built-in task runs"
+        )
         raise missing("prompt_data", f"--pretrain {model.pretrain} needs prompts to train on", hint)
     if config.reward.remote_rm_url is None:
         hint = "add --remote_rm_url FILE.py, which defines reward_func(queries, prompts, labels)"
@@ -125,7 +127,9 @@ def _check_algorithm(config: PpoConfig, given: Collection[str]) -> list[str]:
     if not spec.uses_reference:
         if section.use_kl_loss:
             raise ConfigError(
-                with_hint("--use_kl_loss with --init_kl_coef 0: there is no KL", "set --init_kl_coef above 0, or drop it")
+                with_hint(
+                    "--use_kl_loss with --init_kl_coef 0: there is no KL", "set --init_kl_coef above 0, or drop it"
+                )
             )
         notices += without_effect(_REFERENCE_OPTIONS, given, "--init_kl_coef is 0, so there is no reference model")
     row = spec.row
@@ -134,7 +138,9 @@ def _check_algorithm(config: PpoConfig, given: Collection[str]) -> list[str]:
     num_samples = config.rollout.n_samples_per_prompt
     if row.uses_group and num_samples < 2:
         alone = " or ".join(other.name for other in ALGORITHMS.values() if not other.uses_group)
-        message = f"--n_samples_per_prompt is {num_samples}: {row.title} ({row.name}) compares the samples of one prompt"
+        message = (
+            f"--n_samples_per_prompt is {num_samples}: {row.title} ({row.name}) compares the samples of one prompt"
+        )
         hint = f"use --n_samples_per_prompt 4 or more, or --advantage_estimator {alone}"
         raise ConfigError(with_hint(message, hint))
     return notices

@@ -90,7 +90,9 @@ def make_parser(config_class: type[BaseModel], *, prog: str, description: str) -
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34, width=110),
     )
     parser.add_argument("--config", metavar="FILE.toml", help="take options from a TOML file with these sections")
-    parser.add_argument("--dry_run", action="store_true", help="show configuration, placement and arithmetic; start nothing")
+    parser.add_argument(
+        "--dry_run", action="store_true", help="show configuration, placement and arithmetic; start nothing"
+    )
     groups = {name: parser.add_argument_group(title) for name, title in section_titles(config_class).items()}
     for option in options(config_class):
         groups[option.section].add_argument(*option.flags, dest=option.name, help=_help(option), **_shape(option))
@@ -118,7 +120,9 @@ def read_toml(path: Path, config_class: type[BaseModel]) -> Values:
             hint = f"`{section}` is a key of the section [{home[section]}]" if section in home else None
             raise ConfigError(with_hint(f"{path}: unknown section `{section}`", hint or _sections(section, keys)))
         if not isinstance(table, dict):
-            raise ConfigError(with_hint(f"{path}: `{section}` must be a section", f"write [{section}] with its keys below"))
+            raise ConfigError(
+                with_hint(f"{path}: `{section}` must be a section", f"write [{section}] with its keys below")
+            )
         for key in table:
             if key not in keys[section]:
                 hint = f"`{key}` is a key of the section [{home[key]}]" if key in home else None
@@ -173,7 +177,9 @@ def _unknown_flag(rest: Sequence[str], names: Sequence[str], prog: str) -> str:
         return with_hint(f"`{rest[0]}` belongs to no flag", "quote a value that has spaces")
     flag = wrong.split("=")[0]
     guess = nearest(flag.replace("-", "_").replace("__", "--", 1), names)
-    return with_hint(f"unknown flag `{flag}`", f"did you mean `{guess}`?" if guess else f"`{prog} --help` lists the flags")
+    return with_hint(
+        f"unknown flag `{flag}`", f"did you mean `{guess}`?" if guess else f"`{prog} --help` lists the flags"
+    )
 
 
 def _by_section(known: Sequence[Option], flags: Mapping[str, Any]) -> Values:
@@ -193,7 +199,9 @@ def _without_none(known: Sequence[Option], values: Values) -> Values:
 
 
 def _merge(below: Mapping[str, Mapping[str, Any]], above: Mapping[str, Mapping[str, Any]]) -> Values:
-    return {name: {**below.get(name, {}), **above.get(name, {})} for name in [*below, *(n for n in above if n not in below)]}
+    return {
+        name: {**below.get(name, {}), **above.get(name, {})} for name in [*below, *(n for n in above if n not in below)]
+    }
 
 
 def _shape(option: Option) -> dict[str, Any]:
@@ -204,7 +212,9 @@ def _shape(option: Option) -> dict[str, Any]:
     if option.choices:
         return {"metavar": "{" + ",".join(option.choices) + "}"}
     kinds = {int: "N", float: "X"}
-    found = [name for kind, name in kinds.items() if kind in (option.info.annotation, *get_args(option.info.annotation))]
+    found = [
+        name for kind, name in kinds.items() if kind in (option.info.annotation, *get_args(option.info.annotation))
+    ]
     return {"metavar": found[0] if found else "TEXT"}
 
 
@@ -258,6 +268,3 @@ def _explain(error: Mapping[str, Any]) -> str:
     if kind not in _ALLOWED:
         return f"--{name} is {value!r}: {error['msg']}"
     return f"--{name} is {value}; it must be {_ALLOWED[kind].format(**error.get('ctx', {}))}"
-
-
-

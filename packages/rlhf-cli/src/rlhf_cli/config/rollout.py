@@ -29,7 +29,8 @@ class RewardSection(Section):
     TITLE: ClassVar[str] = "reward"
 
     remote_rm_url: str | None = Field(
-        None, description="the reward: a Python FILE.py with `reward_func(queries, prompts, labels)`, or module:function"
+        None,
+        description="the reward: a Python FILE.py with `reward_func(queries, prompts, labels)`, or module:function",
     )
     reward_timeout_s: float = Field(30.0, gt=0, description="seconds for one call of the reward function")
     reward_num_workers: int = Field(1, ge=1, description="processes that score side by side")

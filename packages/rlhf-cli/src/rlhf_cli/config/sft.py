@@ -34,7 +34,9 @@ class SftConfig(BaseModel):
             ConfigError: options that cannot work together.
         """
         if self.model.pretrain is None:
-            raise missing("pretrain", "sft needs a model to start from", "--pretrain builtin is the tiny model that ships")
+            raise missing(
+                "pretrain", "sft needs a model to start from", "--pretrain builtin is the tiny model that ships"
+            )
         if self.data.dataset is None:
             raise missing("dataset", "sft needs examples", "--dataset FILE.jsonl, with --input_key and --output_key")
         check_betas(self.training)

@@ -1,10 +1,12 @@
 """Batches, epochs, optimizers."""
 
+import math
 from typing import ClassVar
 
 from pydantic import Field
 
 from rlhf_cli.config.base import Section, one_of
+from rlhf_train.specs import OptimizerSpec
 
 Scheduler = one_of(("cosine_with_min_lr", "linear", "constant"))
 
@@ -15,9 +17,7 @@ class TrainingSection(Section):
     TITLE: ClassVar[str] = "training"
 
     train_batch_size: int = Field(128, ge=1, description="samples an optimizer step, over all processes")
-    micro_train_batch_size: int = Field(
-        8, ge=1, description="samples a forward-backward pass, on one training process"
-    )
+    micro_train_batch_size: int = Field(8, ge=1, description="samples a forward-backward pass, on one training process")
     adam_betas: tuple[float, float] = Field((0.9, 0.95), description="AdamW's two betas")
     l2: float = Field(0.0, ge=0, description="AdamW's weight decay; norms and biases have none")
     max_norm: float = Field(1.0, ge=0, description="gradients are scaled down to this global norm; 0: no limit")
@@ -28,6 +28,19 @@ class TrainingSection(Section):
     )
     zero_stage: int = Field(2, ge=0, le=3, description="DeepSpeed ZeRO stage")
     seed: int = Field(42, ge=0, le=2**31 - 1, description="of everything that is drawn")
+
+    def optimizer(self, learning_rate: float, total_steps: int) -> OptimizerSpec:
+        """Return the optimizer of a model that takes `total_steps` steps."""
+        return OptimizerSpec(
+            learning_rate=learning_rate,
+            betas=self.adam_betas,
+            weight_decay=self.l2,
+            max_norm=self.max_norm,
+            scheduler=self.lr_scheduler,
+            warmup_steps=math.ceil(self.lr_warmup_ratio * total_steps),
+            total_steps=total_steps,
+            min_lr_ratio=self.min_lr_ratio,
+        )
 
 
 class PpoTrainingSection(TrainingSection):

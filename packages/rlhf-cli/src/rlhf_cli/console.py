@@ -1,0 +1,224 @@
+"""What a person sees of a run: results on stdout, everything else on stderr; rich on a terminal, plain text elsewhere."""
+
+import os
+import shlex
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from rich.console import Console as RichConsole
+from rich.status import Status
+from rich.text import Text
+
+from rlhf_data.records import Prompt, Rollout
+
+_HEADER_EVERY = 20  # lines
+_MAX_SHOWN = 400  # characters of a prompt or response
+_PLAIN_WIDTH = 10_000  # a pipe has no width to wrap at
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One number of a step.
+
+    Attributes:
+        title: above it.
+        metric: its name in the metrics.
+        decimals: after the point.
+        width: characters.
+        style: rich's, for terminals.
+    """
+
+    title: str
+    metric: str
+    decimals: int
+    width: int
+    style: str = ""
+
+
+PPO_COLUMNS = (
+    Column("reward", "rollout/reward", 3, 7, "bold green"),
+    Column("KL", "kl/reference", 4, 8),
+    Column("policy", "policy/loss", 4, 8),
+    Column("value", "value/loss", 4, 8),
+    Column("length", "rollout/response_tokens", 1, 7),
+    Column("entropy", "policy/entropy", 3, 8),
+    Column("tok/s", "throughput/response_tokens", 0, 7),
+    Column("generate", "time/generate", 2, 9, "dim"),
+    Column("reward", "time/reward", 2, 7, "dim"),
+    Column("exper.", "time/experience", 2, 7, "dim"),
+    Column("train", "time/train", 2, 6, "dim"),
+    Column("sync", "time/sync", 2, 6, "dim"),
+)
+SFT_COLUMNS = (
+    Column("loss", "sft/loss", 4, 8, "bold green"),
+    Column("entropy", "sft/entropy", 4, 8),
+    Column("grad norm", "train/grad_norm", 3, 10),
+    Column("rate", "train/learning_rate", 7, 11),
+    Column("tok/s", "throughput/tokens", 0, 8),
+    Column("seconds", "time/step", 2, 8, "dim"),
+)
+
+
+class Console:
+    """Writes lines. Colours and the spinner are for terminals; NO_COLOR is honoured."""
+
+    def __init__(self, out: TextIO | None = None, err: TextIO | None = None) -> None:
+        self._out = _rich_console(out or sys.stdout)
+        self._err = _rich_console(err or sys.stderr)
+        self._status: Status | None = None
+
+    def result(self, text: str = "", style: str = "") -> None:
+        """Write a line to stdout."""
+        self._out.print(Text(text, style))
+
+    def log(self, text: str, style: str = "") -> None:
+        """Write a line to stderr."""
+        self._err.print(Text(text, style))
+
+    def notice(self, text: str) -> None:
+        """Say something the user should know."""
+        self.log(f"notice: {text}", "yellow")
+
+    def working(self, text: str) -> None:
+        """Say what is being done: a spinner on a terminal, a line elsewhere; replaced by the next one."""
+        if not self._err.is_terminal:
+            self.log(f"{text} ...")
+        elif self._status is None:
+            self._status = self._err.status(Text(text))
+            self._status.start()
+        else:
+            self._status.update(Text(text))
+
+    def done(self) -> None:
+        """End the spinner."""
+        if self._status is not None:
+            self._status.stop()
+            self._status = None
+
+    def row(self, cells: Sequence[tuple[str, str]]) -> None:
+        """Write a line of (text, style) cells to stdout."""
+        self._out.print(Text.assemble(*cells), soft_wrap=True)
+
+
+class StepTable:
+    """One line a step under a header that comes again."""
+
+    def __init__(self, console: Console, columns: Sequence[Column], *, min_interval_s: float = 0.0) -> None:
+        """With `min_interval_s`, steps that follow a line sooner than that are not shown; the first and the last are."""
+        self._console = console
+        self._columns = columns
+        self._min_interval_s = min_interval_s
+        self._num_lines = 0
+        self._shown_at = float("-inf")
+
+    def step(self, step: int, num_steps: int, metrics: Mapping[str, float]) -> None:
+        """Show one step."""
+        now = time.monotonic()
+        if step not in (1, num_steps) and now - self._shown_at < self._min_interval_s:
+            return
+        self._shown_at = now
+        width = 2 * len(str(num_steps)) + 2
+        if self._num_lines % _HEADER_EVERY == 0:
+            titles = [("step".rjust(width), "bold"), *((c.title.rjust(c.width), "bold") for c in self._columns)]
+            self._console.row(titles)
+        self._num_lines += 1
+        cells = [(f"{step}/{num_steps}".rjust(width), "cyan")]
+        self._console.row([*cells, *((_cell(metrics.get(c.metric), c), c.style) for c in self._columns)])
+
+
+class RunView:
+    """Shows an online run; the `Observer` of `rlhf_train.online`."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._table = StepTable(console, PPO_COLUMNS)
+
+    def starting(self, text: str) -> None:
+        """See `Observer`."""
+        self._console.working(f"starting {text}")
+
+    def step(self, step: int, num_steps: int, metrics: Mapping[str, float]) -> None:
+        """See `Observer`."""
+        self._console.done()
+        self._table.step(step, num_steps, metrics)
+        if failed := int(metrics.get("samples/failed", 0)):
+            self._console.notice(f"step {step}: {failed} samples have no reward and were not trained on")
+
+    def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        """See `Observer`."""
+        self._console.done()
+        reward, length = metrics.get("eval/reward"), metrics.get("eval/response_tokens")
+        details = [f"reward {reward:.3f}"] if reward is not None else []
+        details += [f"{length:.1f} tokens a response"] if length is not None else []
+        accuracy = metrics.get("eval/accuracy", float("nan"))
+        self._console.result(f"held-out accuracy after step {step}: {accuracy:.3f}  ({', '.join(details)})", "bold")
+
+    def samples(self, title: str, samples: Sequence[tuple[Prompt, Rollout]]) -> None:
+        """See `Observer`."""
+        self._console.done()
+        self._console.result(f"\n{title}", "bold")
+        for number, (prompt, rollout) in enumerate(samples, start=1):
+            verdict = rollout.verdict
+            judged = "not scored" if verdict is None else verdict.kind.value
+            earned = "" if verdict is None or verdict.reward is None else f", reward {verdict.reward:g}"
+            label = "" if prompt.label is None else f", label {_one_line(prompt.label)}"
+            style = "green" if judged == "ok" else "red"
+            self._console.row([(f"  {number}. ", ""), (judged, style), (f"{earned}{label}", "")])
+            self._console.result(f"     prompt    {_one_line(prompt.text)}", "dim")
+            self._console.result(f"     response  {_one_line(rollout.text)}")
+        self._console.result()
+
+    def warning(self, text: str) -> None:
+        """See `Observer`."""
+        self._console.log(f"warning: {text}", "yellow")
+
+
+def show_results(console: Console, folder: str, artifacts: Mapping[str, str], metrics: Mapping[str, float]) -> None:
+    """Write the last block: what came out, and where everything lies."""
+    console.done()
+    console.result("\nDone", "bold green")
+    before, after = metrics.get("eval/accuracy_before"), metrics.get("eval/accuracy_after")
+    lines: list[tuple[str, str]] = []
+    if before is not None and after is not None:
+        lines.append(("held-out accuracy", f"{before:.3f} -> {after:.3f}"))
+    before, after = metrics.get("eval/loss_before"), metrics.get("eval/loss_after")
+    if before is not None and after is not None:
+        lines.append(("held-out loss", f"{before:.4f} -> {after:.4f}"))
+    if "time/total" in metrics:
+        startup = f", of them {metrics['time/startup']:.1f} before the first step" if "time/startup" in metrics else ""
+        lines.append(("seconds", f"{metrics['time/total']:.1f}{startup}"))
+    if peak := metrics.get("memory/trainer_peak_bytes"):
+        lines.append(("trainer memory", f"{peak / 2**30:.2f} GiB at most on one GPU"))
+    lines.append(("folder", folder))
+    lines += [(name, str(Path(folder) / path)) for name, path in artifacts.items()]
+    width = max(len(name) for name, _ in lines)
+    for name, value in lines:
+        console.row([(f"  {name.ljust(width)}  ", "dim"), (value, "")])
+    if "tensorboard" in artifacts:
+        console.row([("  to look at it: ", "dim"), (f"tensorboard --logdir {shlex.quote(folder)}", "")])
+    if "final model" in artifacts:
+        model = str(Path(folder) / artifacts["final model"])
+        console.row([("  to load it:    ", "dim"), (f"AutoModelForCausalLM.from_pretrained({model!r})", "")])
+
+
+def _cell(value: float | None, column: Column) -> str:
+    if value is None:
+        return "-".rjust(column.width)
+    text = f"{value:.{column.decimals}f}"
+    return (text if len(text) < column.width else f"{value:.1e}").rjust(column.width)
+
+
+def _one_line(text: str) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]} ... ({len(text)} characters)"
+
+
+def _rich_console(file: TextIO) -> RichConsole:
+    is_terminal = file.isatty()
+    options: dict[str, Any] = {} if is_terminal else {"width": _PLAIN_WIDTH, "color_system": None}
+    no_color = not is_terminal or bool(os.environ.get("NO_COLOR"))
+    return RichConsole(file=file, highlight=False, markup=False, emoji=False, no_color=no_color, soft_wrap=True, **options)

@@ -1,0 +1,59 @@
+"""What a user typed as a path, as a path that can be opened from wherever the command runs."""
+
+import os
+from datetime import datetime
+from pathlib import Path
+
+from rlhf_cli.builtin import BUILTIN, HELD_OUT_FILE, MODEL_DIR, TRAIN_FILE
+
+
+def user_folder() -> Path:
+    """Return the folder the user is in; under `bazel run` that is not the process's."""
+    return Path(os.environ.get("BUILD_WORKING_DIRECTORY") or Path.cwd())
+
+
+def user_path(text: str | Path) -> Path:
+    """Return a path relative to the user's folder."""
+    return user_folder() / Path(text).expanduser()
+
+
+def data_path(text: str, *, held_out: bool = False) -> Path:
+    """Return a data file; `builtin` is the one that ships."""
+    if text == BUILTIN:
+        return HELD_OUT_FILE if held_out else TRAIN_FILE
+    return user_path(text)
+
+
+def model_path(text: str) -> str:
+    """Return a model folder, or the text itself when it is a hub name; `builtin` is the model that ships."""
+    if text == BUILTIN:
+        return str(MODEL_DIR)
+    path = user_path(text)
+    is_path = text.startswith((".", "/", "~")) or path.is_dir()
+    return str(path) if is_path else text
+
+
+def reward_path(text: str) -> str:
+    """Return a reward with the path of its file resolved; a module stays as it is."""
+    file, suffix, function = text.partition(".py")
+    if not suffix or (function and not function.startswith(":")):
+        return text
+    return f"{user_path(file + suffix)}{function}"
+
+
+def output_folder(text: str | None, command: str) -> Path:
+    """Return where a run writes: the folder named, or a new one under ./rlhf-output."""
+    if text is not None:
+        return user_path(text)
+    stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
+    return user_folder() / "rlhf-output" / f"{command}-{stamp}"
+
+
+def check_output_folder(folder: Path) -> None:
+    """Raise ConfigError unless `folder` is new or empty."""
+    from rlhf_data.errors import ConfigError, with_hint
+
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(with_hint(f"--save_path {folder} is not an empty folder", "name a new one"))
+
+
