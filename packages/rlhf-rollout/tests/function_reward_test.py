@@ -48,8 +48,10 @@ def gone(process_id):
     for _ in range(100):
         try:
             with open(f"/proc/{process_id}/stat") as file:
-                if file.read().rsplit(")", 1)[1].split()[0] == "Z":
-                    return True
+                state = file.read().rsplit(")", 1)[1].split()[0]
+            # A process whose first thread is a zombie ends with the last of the others.
+            if state == "Z" and len(os.listdir(f"/proc/{process_id}/task")) == 1:
+                return True
         except FileNotFoundError:
             return True
         time.sleep(0.02)
