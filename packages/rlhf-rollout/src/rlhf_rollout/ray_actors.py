@@ -24,11 +24,24 @@ class EngineActor:
 
     def __init__(self, kind: str, spec: EngineSpec) -> None:
         started = time.perf_counter()
-        self._engine: RolloutEngine = build_engine(kind, spec)
+        self._built: RolloutEngine | RlhfError
+        try:
+            self._built = build_engine(kind, spec)
+        except RlhfError as error:
+            # Raised by the first call instead: Ray would bury it in the report of an actor's death.
+            self._built = error
         self._startup_s = time.perf_counter() - started
 
+    @property
+    def _engine(self) -> RolloutEngine:
+        if isinstance(self._built, RlhfError):
+            raise self._built
+        return self._built
+
     async def ready(self) -> float:
-        """Return the seconds that the engine took to start, once it has."""
+        """Return the seconds that the engine took to start, once it has. Raises what kept it from starting."""
+        if isinstance(self._built, RlhfError):
+            raise self._built
         return self._startup_s
 
     async def generate(self, token_ids: np.ndarray, sampling: SamplingParams) -> list[Completion]:

@@ -167,6 +167,8 @@ class StepLoop:
 
     def _cycle(self) -> None:
         self._receive(block=not self._samples and not self._can_admit())
+        if self._closing:
+            return
         while self._calls and not self._samples:
             _settle(self._core)
             self._perform(*self._calls.popleft())

@@ -1,0 +1,119 @@
+"""What engines read from a model folder, the checks before a request, and the spec."""
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_data.errors import ConfigError, EngineError
+from rlhf_rollout.engines import EngineSpec, build_engine
+from rlhf_rollout.engines.model_files import (
+    checkpoint_shapes,
+    cpu_kv_cache_bytes,
+    end_token_ids,
+    read_config,
+    resolve_model_dir,
+)
+from rlhf_rollout.engines.requests import sample_seeds
+
+
+def write(folder: Path, **files: Any) -> Path:
+    for name, content in files.items():
+        (folder / f"{name}.json").write_text(json.dumps(content))
+    return folder
+
+
+def write_safetensors(path: Path, shapes: dict[str, list[int]]) -> None:
+    header = {name: {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]} for name, shape in shapes.items()}
+    text = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text)
+
+
+def test_end_token_ids_are_those_of_configs_and_tokenizer(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        config={"eos_token_id": 5},
+        generation_config={"eos_token_id": [7, 5]},
+        tokenizer_config={"eos_token": {"content": "<end>"}},
+        tokenizer={"added_tokens": [{"id": 9, "content": "<end>"}, {"id": 10, "content": "<pad>"}]},
+    )
+    assert end_token_ids(tmp_path, tmp_path) == (5, 7, 9)
+
+
+def test_end_token_ids_of_a_bare_folder_are_none(tmp_path: Path) -> None:
+    assert end_token_ids(write(tmp_path, config={"eos_token_id": None}), tmp_path) == ()
+
+
+def test_read_config_puts_the_text_model_on_top(tmp_path: Path) -> None:
+    config = read_config(write(tmp_path, config={"model_type": "vision", "text_config": {"vocab_size": 11}}))
+    assert (config["model_type"], config["vocab_size"]) == ("vision", 11)
+
+
+def test_checkpoint_shapes_leave_a_tied_head_out(tmp_path: Path) -> None:
+    write(tmp_path, config={"tie_word_embeddings": True})
+    write_safetensors(tmp_path / "model.safetensors", {"model.embed": [8, 2], "lm_head.weight": [8, 2]})
+    assert checkpoint_shapes(tmp_path) == {"model.embed": (8, 2)}
+
+
+def test_checkpoint_shapes_follow_the_index(tmp_path: Path) -> None:
+    write(
+        tmp_path, config={}, **{"model.safetensors.index": {"weight_map": {"a": "x.safetensors", "b": "y.safetensors"}}}
+    )
+    write_safetensors(tmp_path / "x.safetensors", {"a": [3]})
+    write_safetensors(tmp_path / "y.safetensors", {"b": [4, 1]})
+    write_safetensors(tmp_path / "stray.safetensors", {"c": [1]})
+    assert checkpoint_shapes(tmp_path) == {"a": (3,), "b": (4, 1)}
+
+
+def test_checkpoint_shapes_without_safetensors_are_unknown(tmp_path: Path) -> None:
+    assert checkpoint_shapes(write(tmp_path, config={})) is None
+
+
+def test_cpu_kv_cache_bytes_hold_every_sequence() -> None:
+    config = {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 512}
+    # head 512 / 8 = 64; tokens: 16 sequences of 2 + 1 pages of 128; 2 * 4 * 2 * 64 * 4 bytes each.
+    found = cpu_kv_cache_bytes(config, max_num_seqs=16, max_model_len=256, item_bytes=4)
+    assert found == 2 * 4 * 2 * 64 * 4 * 16 * 3 * 128
+
+
+def test_cpu_kv_cache_bytes_stay_within_bounds() -> None:
+    config = {"num_hidden_layers": 1, "num_attention_heads": 1, "hidden_size": 8}
+    assert cpu_kv_cache_bytes(config, max_num_seqs=1, max_model_len=8, item_bytes=2) == 16 << 20
+    assert cpu_kv_cache_bytes(config, max_num_seqs=1 << 20, max_model_len=1 << 10, item_bytes=4) == 1 << 30
+
+
+def test_resolve_model_dir_missing_folder_raises(tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match="does not exist"):
+        resolve_model_dir(str(tmp_path / "none"))
+    with pytest.raises(EngineError, match=r"no config\.json"):
+        resolve_model_dir(str(tmp_path))
+
+
+def test_sample_seeds_are_63_bit_and_differ() -> None:
+    seeds = [*sample_seeds(0, 4), *sample_seeds(1, 4), *sample_seeds(-1, 4)]
+    assert len(set(seeds)) == 12
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    assert sample_seeds(1, 2) == sample_seeds(1, 4)[:2]
+
+
+def test_build_engine_unknown_kind_raises_with_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="did you mean `vllm`"):
+        build_engine("vlm", EngineSpec(model="m"))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"dtype": "float23"}, "did you mean `float32`"),
+        ({"weight_transfer": "nccl"}, "unknown weight transfer `nccl`"),
+        ({"max_num_seqs": 0}, "max_num_seqs is 0"),
+        ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization is 1.5"),
+        ({"weight_transfer": "ipc", "tensor_parallel_size": 2}, "hint: use weight_transfer shared_memory"),
+    ],
+    ids=["dtype", "transfer", "sequences", "memory", "ipc"],
+)
+def test_engine_spec_impossible_raises(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        EngineSpec(model="m", **fields)

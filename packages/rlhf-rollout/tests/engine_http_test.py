@@ -1,0 +1,194 @@
+"""The HTTP engine against a small server on this machine."""
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlhf_data.errors import ConfigError, EngineError
+from rlhf_data.records import FinishReason
+from rlhf_rollout.engines import EngineSpec, build_engine
+from rlhf_rollout.engines.http import HttpEngine
+from rlhf_rollout.protocols import RolloutEngine, SamplingParams
+from rlhf_rollout.weights import WeightBucket
+
+PROMPT = np.array([4, 5, 6], np.int32)
+
+
+class Stub:
+    """Answers from a list of (status, body); the last one again and again. Remembers the requests."""
+
+    def __init__(self) -> None:
+        self.answers: list[tuple[int, Any]] = []
+        self.requests: list[dict[str, Any]] = []
+        self.headers: list[dict[str, str]] = []
+        self.delay = threading.Event()
+        self.delay.set()
+
+
+def choice(index: int, token_ids: list[int], reason: str = "stop") -> dict[str, Any]:
+    logprobs = {"token_logprobs": [-0.25 * token for token in token_ids]}
+    return {"index": index, "text": "", "token_ids": token_ids, "logprobs": logprobs, "finish_reason": reason}
+
+
+@pytest.fixture
+def stub() -> Stub:
+    return Stub()
+
+
+@pytest.fixture
+def url(stub: Stub) -> Iterator[str]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            stub.requests.append(json.loads(body) | {"path": self.path})
+            stub.headers.append(dict(self.headers))
+            status, answer = stub.answers.pop(0) if len(stub.answers) > 1 else stub.answers[0]
+            stub.delay.wait(10)
+            content = answer.encode() if isinstance(answer, str) else json.dumps(answer).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, *args: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    stub.delay.set()
+    server.shutdown()
+    server.server_close()
+
+
+def ask(url: str, sampling: SamplingParams | None = None, **options: Any) -> Any:
+    async def once() -> Any:
+        engine = HttpEngine(url, model="policy", max_model_len=64, **({"retry_wait_s": 0.001} | options))
+        try:
+            return await engine.generate(PROMPT, sampling or SamplingParams(max_tokens=4))
+        finally:
+            await engine.close()
+
+    return asyncio.run(once())
+
+
+def test_http_engine_is_a_rollout_engine() -> None:
+    engine = build_engine("http", EngineSpec(model="policy", base_url="http://127.0.0.1:1"))
+    assert isinstance(engine, RolloutEngine)
+
+
+def test_http_engine_without_base_url_raises() -> None:
+    with pytest.raises(ConfigError, match="base_url"):
+        build_engine("http", EngineSpec(model="policy"))
+
+
+def test_http_engine_sends_tokens_and_reads_tokens(stub: Stub, url: str) -> None:
+    stub.answers = [(200, {"choices": [choice(1, [8, 2]), choice(0, [7], "length")]})]
+    sampling = SamplingParams(
+        num_samples=2, max_tokens=4, min_tokens=1, temperature=0.7, top_p=0.9, top_k=5, stop_token_ids=(2,), seed=11
+    )
+    first, second = ask(url, sampling, policy_version=6, api_key="secret")
+    # The answer came out of order; -0.25 * token is the stub's log-prob.
+    assert (first.token_ids.tolist(), first.logprobs.tolist()) == ([7], [-1.75])
+    assert (second.token_ids.tolist(), second.logprobs.tolist()) == ([8, 2], [-2.0, -0.5])
+    assert (first.finish_reason, second.finish_reason) == (FinishReason.LENGTH, FinishReason.STOP)
+    assert first.policy_version == 6
+    (request,) = stub.requests
+    assert request["path"] == "/v1/completions"
+    assert request["prompt"] == [4, 5, 6]
+    expected = {
+        "model": "policy",
+        "n": 2,
+        "max_tokens": 4,
+        "min_tokens": 1,
+        "temperature": 0.7,
+        "top_p": 0.9,
+        "top_k": 5,
+        "stop_token_ids": [2],
+        "logprobs": 0,
+        "return_token_ids": True,
+    }
+    assert {key: request[key] for key in expected} == expected
+    assert 0 <= request["seed"] < 2**63
+    assert stub.headers[0]["Authorization"] == "Bearer secret"
+
+
+def test_http_engine_without_seed_sends_none(stub: Stub, url: str) -> None:
+    stub.answers = [(200, {"choices": [choice(0, [7])]})]
+    ask(url + "/v1/")
+    assert "seed" not in stub.requests[0]
+    assert stub.requests[0]["path"] == "/v1/completions"
+
+
+def test_http_engine_busy_server_is_asked_again(stub: Stub, url: str) -> None:
+    stub.answers = [(503, "busy"), (429, "slow down"), (200, {"choices": [choice(0, [7])]})]
+    assert ask(url)[0].token_ids.tolist() == [7]
+    assert len(stub.requests) == 3
+
+
+def test_http_engine_failing_server_raises_after_its_retries(stub: Stub, url: str) -> None:
+    stub.answers = [(500, "out of memory")]
+    with pytest.raises(EngineError, match="failed 3 times; last: status 500: out of memory"):
+        ask(url, num_retries=2)
+    assert len(stub.requests) == 3
+
+
+def test_http_engine_refused_request_is_not_repeated(stub: Stub, url: str) -> None:
+    stub.answers = [(404, {"error": "the model `policy` does not exist"})]
+    with pytest.raises(EngineError, match=r"status 404: .*does not exist"):
+        ask(url)
+    assert len(stub.requests) == 1
+
+
+def test_http_engine_no_server_raises_with_hint() -> None:
+    with pytest.raises(EngineError, match=r"ConnectError(.|\n)*hint: is the server up"):
+        ask("http://127.0.0.1:9", num_retries=1)
+
+
+def test_http_engine_silent_server_times_out(stub: Stub, url: str) -> None:
+    stub.answers = [(200, {"choices": []})]
+    stub.delay.clear()
+    with pytest.raises(EngineError, match="ReadTimeout"):
+        ask(url, timeout_s=0.1, num_retries=0)
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        ("not json", "answered no JSON"),
+        ({"choices": []}, "without 1 choices"),
+        ({"choices": [{"index": 0, "text": "hi", "finish_reason": "stop"}]}, "return_token_ids"),
+        ({"choices": [choice(0, [7]) | {"logprobs": {"token_logprobs": [None]}}]}, "answered 1 tokens with log-probs"),
+        ({"choices": [choice(0, [7], "content_filter")]}, "content_filter"),
+    ],
+    ids=["json", "choices", "tokens", "logprobs", "reason"],
+)
+def test_http_engine_unusable_answer_raises(stub: Stub, url: str, answer: Any, message: str) -> None:
+    stub.answers = [(200, answer)]
+    with pytest.raises(EngineError, match=message):
+        ask(url)
+
+
+def test_http_engine_long_prompt_raises_before_it_is_sent(stub: Stub, url: str) -> None:
+    with pytest.raises(EngineError, match="exceed the engine's context of 64"):
+        ask(url, SamplingParams(max_tokens=62))
+    assert stub.requests == []
+
+
+def test_http_engine_takes_no_weights_and_no_sleep() -> None:
+    engine = HttpEngine("http://127.0.0.1:9", model="policy", max_model_len=64)
+    for refused in (
+        engine.begin_weight_update(1),
+        engine.receive_weights(WeightBucket("shared_memory", (), "none")),
+        engine.finish_weight_update(),
+        engine.sleep(),
+    ):
+        with pytest.raises(EngineError, match="hint: train with engine vllm"):
+            asyncio.run(refused)

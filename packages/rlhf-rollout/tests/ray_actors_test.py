@@ -1,0 +1,116 @@
+"""Engines behind Ray: the driver's engine and the trainer's client, on a fake engine in a real actor."""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+
+from rlhf_data.errors import EngineError, WeightSyncError
+from rlhf_rollout.engines import EngineSpec
+from rlhf_rollout.protocols import RolloutEngine, SamplingParams
+from rlhf_rollout.ray_actors import EngineActor, EngineClient, RayEngine
+from rlhf_rollout.testing import shared_memory_bucket
+
+PROMPT = np.array([4, 5, 6], np.int32)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture
+def handle(cluster: None) -> Iterator[Any]:
+    actor = ray.remote(EngineActor).options(num_cpus=0, max_concurrency=64)
+    handle = actor.remote("fake", EngineSpec(model="none"))
+    yield handle
+    ray.kill(handle)
+
+
+def run(coroutine: Any) -> Any:
+    return asyncio.run(asyncio.wait_for(coroutine, 60))
+
+
+def test_ray_engine_is_a_rollout_engine(handle: Any) -> None:
+    engine = RayEngine(handle)
+    assert isinstance(engine, RolloutEngine)
+    assert run(engine.ready()) >= 0
+
+
+def test_ray_engine_generates_many_at_once(handle: Any) -> None:
+    engine = RayEngine(handle)
+
+    async def wave() -> Any:
+        return await asyncio.gather(
+            *(engine.generate(PROMPT, SamplingParams(num_samples=2, seed=seed, max_tokens=8)) for seed in range(20))
+        )
+
+    groups = run(wave())
+    assert [len(group) for group in groups] == [2] * 20
+    again = run(engine.generate(PROMPT, SamplingParams(num_samples=2, seed=7, max_tokens=8)))
+    np.testing.assert_array_equal(groups[7][1].token_ids, again[1].token_ids)
+
+
+def test_ray_engine_errors_arrive_as_themselves(handle: Any) -> None:
+    with pytest.raises(EngineError, match="outside the model's vocabulary") as caught:
+        run(RayEngine(handle).generate(np.array([900], np.int32), SamplingParams()))
+    assert type(caught.value) is EngineError
+
+
+def test_engine_client_updates_the_engine_that_the_driver_uses(handle: Any) -> None:
+    client = EngineClient(handle)
+    client.begin(17)
+    with shared_memory_bucket({"w": np.ones(5, np.float32)}, checksum=True) as bucket:
+        client.receive(bucket)
+    client.finish()
+    (completion,) = run(RayEngine(handle).generate(PROMPT, SamplingParams(max_tokens=2)))
+    assert completion.policy_version == 17
+
+
+def test_engine_client_errors_arrive_as_themselves(handle: Any) -> None:
+    with pytest.raises(WeightSyncError, match="no weight update has begun"):
+        EngineClient(handle).finish()
+
+
+def test_killed_engine_raises_instead_of_hanging(handle: Any) -> None:
+    engine = RayEngine(handle)
+    run(engine.ready())
+    ray.kill(handle)
+    with pytest.raises(EngineError, match="the engine's process is gone"):
+        run(engine.generate(PROMPT, SamplingParams()))
+    with pytest.raises(WeightSyncError, match="the engine's process is gone"):
+        EngineClient(handle).begin(1)
+
+
+def test_ray_engine_cancelled_call_is_given_up_in_the_actor(cluster: None) -> None:
+    handle = ray.remote(EngineActor).options(num_cpus=0, max_concurrency=64).remote("fake", EngineSpec(model="none"))
+    engine = RayEngine(handle)
+
+    async def scenario() -> Any:
+        await engine.begin_weight_update(1)
+        task = asyncio.create_task(engine.generate(PROMPT, SamplingParams()))
+        await asyncio.sleep(0.5)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await engine.finish_weight_update()
+        return await engine.generate(PROMPT, SamplingParams(max_tokens=3))
+
+    assert run(scenario())[0].policy_version == 1
+    run(engine.close())
+
+
+def test_engine_that_does_not_start_tells_why(cluster: None, tmp_path: Path) -> None:
+    spec = EngineSpec(model=str(tmp_path / "none"))
+    handle = ray.remote(EngineActor).options(num_cpus=0).remote("transformers", spec)
+    engine = RayEngine(handle)
+    with pytest.raises(EngineError, match=r"^the model folder .* does not exist"):
+        run(engine.ready())
+    with pytest.raises(EngineError, match=r"^the model folder .* does not exist"):
+        run(engine.generate(PROMPT, SamplingParams()))

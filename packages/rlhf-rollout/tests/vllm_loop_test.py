@@ -1,0 +1,223 @@
+"""The stepping thread around vLLM, on a core whose steps are scripted: no model is loaded."""
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlhf_data.errors import EngineError
+from rlhf_data.records import FinishReason
+from rlhf_rollout.protocols import SamplingParams
+
+pytest.importorskip("vllm")
+
+from vllm.v1.engine import FinishReason as VllmFinishReason
+
+from rlhf_rollout.engines.vllm_loop import Job, StepLoop
+
+
+class ScriptedCore:
+    """Gives every request the tokens 1, 2, 3 ... and ends it at max_tokens; `allowed` permits steps one by one."""
+
+    def __init__(self) -> None:
+        self.allowed = threading.Semaphore(0)
+        self.running: dict[str, tuple[Any, int]] = {}
+        self.added: list[Any] = []
+        self.aborted: list[str] = []
+        self.batches: list[list[str]] = []
+        self.failure: Exception | None = None
+        self.refusal: Exception | None = None
+        self.down = False
+        self.engine_core = SimpleNamespace(
+            batch_queue=None, scheduler=SimpleNamespace(has_requests=lambda: bool(self.running))
+        )
+
+    def add_request(self, request: Any) -> None:
+        if self.refusal is not None:
+            raise self.refusal
+        self.added.append(request)
+        self.running[request.request_id] = (request, 0)
+
+    def abort_requests(self, request_ids: list[str]) -> None:
+        self.aborted += request_ids
+        for request_id in request_ids:
+            self.running.pop(request_id, None)
+
+    def get_output(self) -> Any:
+        self.allowed.acquire()
+        if self.failure is not None:
+            raise self.failure
+        self.batches.append(sorted(self.running))
+        outputs = []
+        for request_id, (request, step) in list(self.running.items()):
+            token = step + 1
+            done = token == request.sampling_params.max_tokens
+            self.running[request_id] = (request, token)
+            if done:
+                del self.running[request_id]
+            outputs.append(
+                SimpleNamespace(
+                    request_id=request_id,
+                    new_token_ids=[token],
+                    new_logprobs=SimpleNamespace(logprobs=np.array([[-0.5 * token]], np.float32)),
+                    finish_reason=VllmFinishReason.LENGTH if done else None,
+                )
+            )
+        return SimpleNamespace(outputs=outputs)
+
+    def shutdown(self) -> None:
+        self.down = True
+
+
+@pytest.fixture
+def core() -> ScriptedCore:
+    return ScriptedCore()
+
+
+@pytest.fixture
+def loop(core: ScriptedCore) -> Iterator[StepLoop]:
+    loop = StepLoop(lambda: core, end_token_ids=(99,), seed=0, seed_every_row=True)
+    yield loop
+    for _ in range(100):
+        core.allowed.release()
+    loop.close()
+
+
+def submit(loop: StepLoop, **sampling: Any) -> Job:
+    job = Job([5, 6], SamplingParams(**sampling), Future())
+    loop.submit(job)
+    return job
+
+
+def barrier(loop: StepLoop) -> None:
+    """Return once the thread has taken in what was sent before."""
+    loop.call(lambda core: None, drain=False).result(5)
+
+
+def test_step_loop_joins_the_samples_of_a_job(core: ScriptedCore, loop: StepLoop) -> None:
+    job = submit(loop, num_samples=2, max_tokens=3)
+    for _ in range(3):
+        core.allowed.release()
+    completions = job.future.result(5)
+    assert [completion.token_ids.tolist() for completion in completions] == [[1, 2, 3]] * 2
+    assert [completion.logprobs.tolist() for completion in completions] == [[-0.5, -1.0, -1.5]] * 2
+    assert completions[0].finish_reason is FinishReason.LENGTH
+
+
+def test_step_loop_asks_for_end_tokens_logprobs_and_own_seeds(core: ScriptedCore, loop: StepLoop) -> None:
+    submit(loop, num_samples=2, max_tokens=1, stop_token_ids=(7,))
+    core.allowed.release()
+    barrier(loop)
+    first, second = (request.sampling_params for request in core.added)
+    assert sorted(first.stop_token_ids) == [7, 99]
+    assert (first.logprobs, first.detokenize) == (0, False)
+    assert first.seed is not None
+    assert first.seed != second.seed
+
+
+def test_step_loop_keeps_greedy_and_sampled_requests_apart(core: ScriptedCore, loop: StepLoop) -> None:
+    sampled = submit(loop, max_tokens=2)
+    core.allowed.release()
+    barrier(loop)
+    greedy = submit(loop, max_tokens=1, temperature=0.0)
+    for _ in range(2):
+        core.allowed.release()
+    sampled.future.result(5), greedy.future.result(5)
+    # Two steps of the sampled request alone, then one of the greedy request alone.
+    assert core.batches == [["0"], ["0"], ["1"]]
+
+
+def test_step_loop_call_that_drains_waits_and_holds_newcomers_back(core: ScriptedCore, loop: StepLoop) -> None:
+    first = submit(loop, max_tokens=2)
+    core.allowed.release()
+    barrier(loop)
+    seen: list[int] = []
+    call = loop.call(lambda core: seen.append(len(core.running)), drain=True)
+    second = submit(loop, max_tokens=1)
+    core.allowed.release()
+    call.result(5)
+    assert first.future.done()
+    assert seen == [0]
+    core.allowed.release()
+    second.future.result(5)
+    assert core.batches == [["0"], ["0"], ["1"]]
+
+
+def test_step_loop_abort_gives_every_sample_up(core: ScriptedCore, loop: StepLoop) -> None:
+    job = submit(loop, num_samples=2, max_tokens=9)
+    core.allowed.release()
+    barrier(loop)
+    loop.abort(job)
+    core.allowed.release()
+    barrier(loop)
+    assert sorted(core.aborted) == sorted(job.request_ids)
+    assert loop.num_in_flight == 0
+
+
+def test_step_loop_failed_step_fails_everything_in_flight(core: ScriptedCore, loop: StepLoop) -> None:
+    core.failure = RuntimeError("the device was lost")
+    jobs = [submit(loop, max_tokens=4), submit(loop, max_tokens=4)]
+    core.allowed.release()
+    for job in jobs:
+        with pytest.raises(EngineError, match="takes no more requests: RuntimeError: the device was lost"):
+            job.future.result(5)
+    with pytest.raises(EngineError, match="the device was lost"):
+        submit(loop, max_tokens=1).future.result(5)
+    with pytest.raises(EngineError, match="the device was lost"):
+        loop.call(lambda core: None, drain=True).result(5)
+    assert loop.failure is not None
+
+
+def test_step_loop_refused_request_fails_alone(core: ScriptedCore, loop: StepLoop) -> None:
+    core.refusal = ValueError("no such token")
+    with pytest.raises(EngineError, match="vLLM does not take the request: no such token"):
+        submit(loop, num_samples=2, max_tokens=1).future.result(5)
+    core.refusal = None
+    job = submit(loop, max_tokens=1)
+    core.allowed.release()
+    assert len(job.future.result(5)) == 1
+
+
+def test_step_loop_failed_call_reaches_its_caller_only(core: ScriptedCore, loop: StepLoop) -> None:
+    with pytest.raises(ZeroDivisionError):
+        loop.call(lambda core: 1 // 0, drain=False).result(5)
+    assert loop.failure is None
+
+
+def test_step_loop_close_fails_what_is_in_flight_and_shuts_the_core_down(core: ScriptedCore) -> None:
+    loop = StepLoop(lambda: core, end_token_ids=(), seed=0, seed_every_row=False)
+    job = submit(loop, max_tokens=50)
+    core.allowed.release()
+    barrier(loop)
+    closer = threading.Thread(target=loop.close)
+    closer.start()
+    core.allowed.release()
+    closer.join(5)
+    with pytest.raises(EngineError, match="the engine was closed"):
+        job.future.result(5)
+    assert core.down
+
+
+def test_step_loop_without_seed_every_row_leaves_unseeded_requests_unseeded(core: ScriptedCore) -> None:
+    loop = StepLoop(lambda: core, end_token_ids=(), seed=0, seed_every_row=False)
+    submit(loop, max_tokens=1), submit(loop, max_tokens=1, seed=3)
+    core.allowed.release()
+    barrier(loop)
+    seeds = [request.sampling_params.seed for request in core.added]
+    assert seeds[0] is None
+    assert seeds[1] is not None
+    for _ in range(5):
+        core.allowed.release()
+    loop.close()
+
+
+def test_step_loop_failed_build_raises() -> None:
+    def build() -> Any:
+        raise RuntimeError("no device")
+
+    with pytest.raises(RuntimeError, match="no device"):
+        StepLoop(build, end_token_ids=(), seed=0, seed_every_row=True)
