@@ -1,0 +1,135 @@
+"""The trainer's weights in a live vLLM engine, compared with a plain forward pass of transformers."""
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rlhf_models.testing import tiny_model_dir
+from rlhf_rollout.engines import EngineSpec, build_engine
+from rlhf_rollout.protocols import Completion, RolloutEngine, SamplingParams
+from rlhf_train.weight_sync import LocalEngineClient, make_sender
+
+PROMPTS = [np.arange(3, 3 + length, dtype=np.int32) for length in (1, 7, 40)]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """An engine and the model whose weights it is to have."""
+
+    engine: RolloutEngine
+    model: Any
+
+
+@pytest.fixture(scope="module", params=["tied", "untied", "padded"])
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    pytest.importorskip("vllm")
+    from transformers import AutoModelForCausalLM
+
+    # vLLM pads 500 rows of vocabulary to 512, rows that no update ever brings.
+    vocab_size = 500 if request.param == "padded" else 512
+    path: Path = tmp_path_factory.mktemp(request.param)
+    tiny_model_dir(path, tied=request.param != "untied", vocab_size=vocab_size)
+    spec = EngineSpec(model=str(path), max_model_len=128, max_num_seqs=16, max_num_batched_tokens=512)
+    engine = build_engine("vllm", spec)
+    yield Pair(engine, AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval())
+    asyncio.run(engine.close())
+
+
+def generate(pair: Pair, **sampling: Any) -> list[list[Completion]]:
+    async def all_at_once() -> Any:
+        params = SamplingParams(**({"num_samples": 2, "max_tokens": 24, "seed": 3} | sampling))
+        return await asyncio.gather(*(pair.engine.generate(prompt, params) for prompt in PROMPTS))
+
+    return asyncio.run(all_at_once())
+
+
+def send(pair: Pair, policy_version: int, *, bucket_bytes: int = 40_000) -> None:
+    # Buckets small enough that a layer's query, key and value weights come in different ones.
+    sender = make_sender("shared_memory", bucket_bytes=bucket_bytes, checksum=True)
+    sender.send(iter(pair.model.named_parameters()), [LocalEngineClient(pair.engine)], policy_version)
+
+
+def perturb(pair: Pair, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in pair.model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.05)
+
+
+@torch.no_grad()
+def largest_difference(pair: Pair, groups: list[list[Completion]], temperature: float = 1.0) -> float:
+    """The largest distance between the engine's log-probs and the model's, in nats."""
+    largest = 0.0
+    for prompt, group in zip(PROMPTS, groups, strict=True):
+        for completion in group:
+            tokens = torch.tensor(np.concatenate([prompt, completion.token_ids]), dtype=torch.long)[None]
+            logprobs = (pair.model(tokens).logits[0] / temperature).log_softmax(-1)
+            expected = logprobs[len(prompt) - 1 : -1].gather(1, tokens[0, len(prompt) :, None])[:, 0]
+            largest = max(largest, float((torch.tensor(completion.logprobs) - expected).abs().max()))
+    return largest
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_engine_logprobs_equal_the_models_after_temperature(pair: Pair, temperature: float) -> None:
+    assert largest_difference(pair, generate(pair, temperature=temperature), temperature) <= 1e-5
+
+
+def test_engine_greedy_logprobs_equal_the_models(pair: Pair) -> None:
+    assert largest_difference(pair, generate(pair, temperature=0.0, num_samples=1)) <= 1e-5
+
+
+def test_sync_makes_the_engines_logprobs_the_models(pair: Pair) -> None:
+    before = generate(pair)
+    perturb(pair, seed=1)
+    # A stale weight shows: the old completions are far from what the new weights say of them.
+    assert largest_difference(pair, before) > 0.05
+    send(pair, 1)
+    after = generate(pair)
+    assert largest_difference(pair, after) <= 1e-5
+    assert {completion.policy_version for group in after for completion in group} == {1}
+
+
+def test_sync_perturbed_and_reverted_gives_the_same_tokens_bit_for_bit(pair: Pair) -> None:
+    send(pair, 2)
+    original = {name: parameter.detach().clone() for name, parameter in pair.model.named_parameters()}
+    before = generate(pair)
+    perturb(pair, seed=2)
+    send(pair, 3)
+    moved = generate(pair)
+    with torch.no_grad():
+        for name, parameter in pair.model.named_parameters():
+            parameter.copy_(original[name])
+    send(pair, 4, bucket_bytes=1 << 20)
+    reverted = generate(pair)
+    flat = [[completion for group in groups for completion in group] for groups in (before, moved, reverted)]
+    assert any(a.token_ids.tolist() != b.token_ids.tolist() for a, b in zip(flat[0], flat[1], strict=True))
+    for first, last in zip(flat[0], flat[2], strict=True):
+        np.testing.assert_array_equal(first.token_ids, last.token_ids)
+        np.testing.assert_array_equal(first.logprobs, last.logprobs)
+
+
+def test_sync_in_bfloat16_is_cast_to_the_engines_type(pair: Pair) -> None:
+    with torch.no_grad():
+        for parameter in pair.model.parameters():
+            parameter.copy_(parameter.bfloat16())
+    weights = ((name, parameter.bfloat16()) for name, parameter in pair.model.named_parameters())
+    make_sender("shared_memory").send(weights, [LocalEngineClient(pair.engine)], 5)
+    assert largest_difference(pair, generate(pair)) <= 1e-5
+
+
+def test_sync_many_times_keeps_the_engines_memory(pair: Pair) -> None:
+    import psutil
+
+    for version in range(10):
+        send(pair, version)
+    before = psutil.Process().memory_info().rss
+    for version in range(30):
+        send(pair, version)
+    # 30 copies of 0.4 MB would be 12 MB.
+    assert psutil.Process().memory_info().rss - before < 6 << 20
