@@ -94,6 +94,7 @@ def make_tokenizer() -> Any:
 def make_initial_model(folder: Path) -> None:
     """Write a random Qwen2 model of half a million parameters with its tokenizer."""
     import torch
+    from rlhf_models.loading import load_tokenizer
     from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
 
     tokenizer = make_tokenizer()
@@ -115,6 +116,8 @@ def make_initial_model(folder: Path) -> None:
     model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    # transformers cuts text for a Qwen2 model its own way (digits apart, too), whatever the file says: write down which.
+    load_tokenizer(folder).save_pretrained(folder)
 
 
 def sft_flags(model: Path, demonstrations: Path, save_path: Path) -> list[str]:

@@ -30,6 +30,7 @@ _GPU_OPTIONS = (
     "colocate_all_models",
     "colocate_actor_ref",
 )
+_RANK_OPTIONS = ("critic_num_nodes", "critic_num_gpus_per_node", "ref_num_nodes", "ref_num_gpus_per_node")
 
 
 def missing(option: str, what: str, hint: str) -> ConfigError:
@@ -67,7 +68,10 @@ def check_ppo(config: PpoConfig, given: Collection[str]) -> list[str]:
 
 def on_cpu(given: Collection[str]) -> list[str]:
     """Return notices for options that concern GPUs only."""
-    return without_effect(_GPU_OPTIONS, given, "there is no GPU, everything shares the CPU")
+    return [
+        *without_effect(_GPU_OPTIONS, given, "there is no GPU, everything shares the CPU"),
+        *without_effect(_RANK_OPTIONS, given, "without GPUs every model runs in the policy's processes"),
+    ]
 
 
 def algorithm_spec(config: PpoConfig) -> AlgorithmSpec:

@@ -32,8 +32,11 @@ class EngineSection(Section):
 
     vllm_num_engines: int = Field(1, ge=1, description="engines")
     vllm_tensor_parallel_size: int = Field(1, ge=1, description="GPUs an engine")
-    vllm_gpu_memory_utilization: float = Field(
-        0.9, gt=0, le=1, description="share of a GPU's memory that an engine may take"
+    vllm_gpu_memory_utilization: float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description="share of a GPU's memory that an engine may take; None: 0.9, or 0.4 beside models that do not sleep",
     )
     vllm_max_num_seqs: int = Field(256, ge=1, description="responses that an engine writes at the same time")
     enforce_eager: bool = Field(False, description="no CUDA graphs: quicker start, slower generation")

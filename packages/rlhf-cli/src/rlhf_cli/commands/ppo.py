@@ -1,0 +1,70 @@
+"""`ppo`: train a policy on rewards, with a critic (PPO) or by comparing samples of one prompt (GRPO)."""
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rlhf_cli.builtin import RECIPE_FILE
+from rlhf_cli.config.command_line import parse, to_toml
+from rlhf_cli.config.ppo import PpoConfig
+from rlhf_cli.exits import SUCCESS, exit_status
+from rlhf_cli.paths import output_folder, user_path
+
+DESCRIPTION = """Train a language model on rewards: vLLM generates, a reward function scores, DeepSpeed trains, Ray places.
+Without --pretrain and --prompt_data a tiny model that ships learns to carry when it adds."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; return its exit status."""
+    return exit_status(lambda: _run(sys.argv[1:] if argv is None else argv))
+
+
+def _run(argv: Sequence[str]) -> int:
+    parsed = parse(PpoConfig, argv, prog="rlhf ppo", description=DESCRIPTION, resolve=user_path, recipe=builtin_recipe)
+    config = parsed.config
+
+    from rlhf_cli.console import Console, RunView, show_results
+    from rlhf_cli.jobs import describe_batches, make_job, make_plan
+    from rlhf_cli.preflight import check_device, check_inputs, find_resources
+
+    console = Console()
+    for notice in parsed.notices:
+        console.notice(notice)
+    folder = output_folder(config.output.save_path, "ppo")
+    console.working("checking model, data and reward")
+    inputs = check_inputs(config, folder)
+    resources, ray_address = find_resources()
+    device_notices = check_device(config, parsed.given, resources.num_gpus)
+    plan = make_plan(config, resources)
+    job = make_job(config, inputs, plan, folder, ray_address)
+    console.done()
+    for notice in (*inputs.notices, *device_notices):
+        console.notice(notice)
+    if parsed.dry_run:
+        console.result(to_toml(config))
+    console.result(f"placement: {plan.describe()}")
+    console.result(f"batches\n{describe_batches(config, job)}")
+    console.result(f"results will be in {folder}")
+    if parsed.dry_run:
+        return SUCCESS
+
+    from rlhf_train.online.controller import run_online
+
+    view = RunView(console)
+    try:
+        summary = run_online(job, view)
+    finally:
+        console.done()
+    show_results(console, summary.save_path, summary.artifacts, summary.metrics)
+    return SUCCESS
+
+
+def builtin_recipe(values: Mapping[str, Mapping[str, Any]]) -> Path | None:
+    """Return the built-in recipe when neither a model nor prompts are given."""
+    given = values.get("model", {}).get("pretrain"), values.get("data", {}).get("prompt_data")
+    return RECIPE_FILE if given == (None, None) else None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,165 @@
+"""From a checked configuration to the job that the trainer runs, and its arithmetic in words."""
+
+import json
+import math
+from pathlib import Path
+
+from rlhf_cli.config.checks import algorithm_spec
+from rlhf_cli.config.ppo import PpoConfig
+from rlhf_cli.preflight import Inputs
+from rlhf_rollout.engines import EngineSpec
+from rlhf_rollout.protocols import SamplingParams
+from rlhf_train.online.job import BatchSizes, OnlineJob, RewardSpec
+from rlhf_train.placement import PlacementPlan, PlacementRequest, Resources, plan_placement
+from rlhf_train.specs import ModelSpec, OptimizerSpec
+
+_SHARE_ALONE = 0.9  # of a GPU's memory, for an engine that has it to itself or whose neighbours sleep meanwhile
+_SHARE_TOGETHER = 0.4
+
+
+def make_plan(config: PpoConfig, resources: Resources) -> PlacementPlan:
+    """Return where everything runs. Raises ConfigError when it does not fit."""
+    spec, placement = algorithm_spec(config), config.placement
+    ranks = {"actor": placement.actor_num_nodes * placement.actor_num_gpus_per_node}
+    if spec.row.uses_critic:
+        ranks["critic"] = placement.critic_num_nodes * placement.critic_num_gpus_per_node
+    if spec.uses_reference:
+        ranks["reference"] = placement.ref_num_nodes * placement.ref_num_gpus_per_node
+    request = PlacementRequest(
+        ranks=ranks,
+        num_engines=config.engine.vllm_num_engines,
+        tensor_parallel_size=config.engine.vllm_tensor_parallel_size,
+        colocate_all_models=placement.colocate_all_models,
+        colocate_actor_ref=placement.colocate_actor_ref,
+    )
+    return plan_placement(request, resources)
+
+
+def make_job(config: PpoConfig, inputs: Inputs, plan: PlacementPlan, folder: Path, ray_address: str | None) -> OnlineJob:
+    """Return the job. Raises ConfigError for combinations that only show here."""
+    batch = make_batch(config)
+    num_steps = count_steps(config, len(inputs.prompts))
+    on_gpu = plan.device == "cuda"
+    num_samples = config.rollout.n_samples_per_prompt
+    places = config.engine.vllm_max_num_seqs * plan.engines.num_ranks
+    return OnlineJob(
+        models=_make_models(config, inputs, num_steps * batch.num_updates),
+        algorithm=algorithm_spec(config),
+        engine=make_engine(config, inputs.model, plan),
+        sampling=_make_sampling(config, num_samples, config.rollout.temperature),
+        eval_sampling=_make_sampling(
+            config, config.evaluation.eval_n_samples_per_prompt, config.evaluation.eval_temperature
+        ),
+        prompts=inputs.prompts.prompts,
+        eval_prompts=inputs.eval_prompts.prompts if inputs.eval_prompts else (),
+        reward=RewardSpec(
+            path=inputs.reward, timeout_s=config.reward.reward_timeout_s, num_workers=config.reward.reward_num_workers
+        ),
+        plan=plan,
+        batch=batch,
+        num_steps=num_steps,
+        eval_steps=max(config.evaluation.eval_steps, 0),
+        save_path=str(folder),
+        config=json.loads(config.model_dump_json()),
+        seed=config.training.seed,
+        engine_sleep=config.engine.vllm_enable_sleep and on_gpu,
+        trainer_sleep=config.placement.deepspeed_enable_sleep and on_gpu,
+        sync_checksum=config.engine.weight_sync_checksum,
+        # Twice what the engines write at once: they never wait for the next prompt.
+        max_in_flight=max(math.ceil(2 * places / num_samples), 1),
+        ray_address=ray_address,
+    )
+
+
+def make_batch(config: PpoConfig) -> BatchSizes:
+    """Return the batch sizes."""
+    return BatchSizes(
+        rollout_batch_size=config.rollout.rollout_batch_size,
+        num_samples_per_prompt=config.rollout.n_samples_per_prompt,
+        train_batch_size=config.training.train_batch_size,
+        micro_train_batch_size=config.training.micro_train_batch_size,
+        micro_rollout_batch_size=config.rollout.micro_rollout_batch_size,
+        max_epochs=config.training.max_epochs,
+    )
+
+
+def count_steps(config: PpoConfig, num_prompts: int) -> int:
+    """Return the number of steps: enough for `num_episodes` passes over the prompts, `max_steps` at most."""
+    steps = math.ceil(config.training.num_episodes * num_prompts / config.rollout.rollout_batch_size)
+    return steps if config.training.max_steps is None else min(steps, config.training.max_steps)
+
+
+def make_engine(config: PpoConfig, model: str, plan: PlacementPlan) -> EngineSpec:
+    """Return how engines are built."""
+    engine = config.engine
+    together = plan.device == "cuda" and plan.colocated
+    share = _SHARE_TOGETHER if together and not engine.vllm_enable_sleep else _SHARE_ALONE
+    return EngineSpec(
+        model=model,
+        tokenizer=model,
+        dtype="bfloat16" if config.model.bf16 else "float32",
+        max_model_len=config.data.prompt_max_len + config.rollout.generate_max_len,
+        max_num_seqs=engine.vllm_max_num_seqs,
+        gpu_memory_utilization=engine.vllm_gpu_memory_utilization or share,
+        enforce_eager=engine.enforce_eager,
+        enable_sleep=engine.vllm_enable_sleep and plan.device == "cuda",
+        enable_prefix_caching=engine.enable_prefix_caching,
+        tensor_parallel_size=engine.vllm_tensor_parallel_size,
+        seed=config.training.seed,
+        weight_transfer="ipc" if together else "shared_memory",
+    )
+
+
+def describe_batches(config: PpoConfig, job: OnlineJob) -> str:
+    """Return the arithmetic of a run for people: a line each for samples, optimizer steps, prompts and tokens."""
+    batch, ranks = job.batch, job.plan.group_of("actor").num_ranks
+    asked = job.num_steps * batch.rollout_batch_size
+    a_rank = math.ceil(batch.train_batch_size / ranks)
+    passes = math.ceil(a_rank / batch.micro_train_batch_size)
+    updates = batch.num_rollouts // batch.train_batch_size
+    lines = [
+        f"a step:           {batch.rollout_batch_size} prompts x {batch.num_samples_per_prompt} samples"
+        f" = {batch.num_rollouts} samples",
+        f"                  {batch.num_rollouts} / {batch.train_batch_size} a batch = {updates} optimizer steps"
+        f" x {batch.max_epochs} epochs = {batch.num_updates}",
+        f"an optimizer step: {batch.train_batch_size} samples / {ranks} processes = {a_rank} each,"
+        f" in {passes} micro-batches of at most {batch.micro_train_batch_size}",
+        f"the run:          {job.num_steps} steps, {job.num_steps * batch.num_updates} optimizer steps,"
+        f" {asked} prompts asked of {len(job.prompts)} ({asked / len(job.prompts):.2f} passes)",
+        f"tokens:           prompt {config.data.prompt_max_len} + response {config.rollout.generate_max_len}"
+        f" = {job.engine.max_model_len} at most",
+        f"held-out prompts: {len(job.eval_prompts)} x {job.eval_sampling.num_samples} samples",
+    ]
+    return "\n".join(f"  {line}" for line in lines)
+
+
+def _make_models(config: PpoConfig, inputs: Inputs, num_updates: int) -> dict[str, ModelSpec]:
+    spec, training = algorithm_spec(config), config.training
+
+    def model(path: str, optimizer: OptimizerSpec | None) -> ModelSpec:
+        return ModelSpec(
+            path=path,
+            dtype="bfloat16" if config.model.bf16 else "float32",
+            attn_implementation=config.model.attn_implementation,
+            gradient_checkpointing=config.model.gradient_checkpointing and optimizer is not None,
+            packing=config.model.packing_samples,
+            zero_stage=training.zero_stage,
+            optimizer=optimizer,
+        )
+
+    models = {"actor": model(inputs.model, training.optimizer(training.actor_learning_rate, num_updates))}
+    if spec.row.uses_critic:
+        models["critic"] = model(inputs.critic, training.optimizer(training.critic_learning_rate, num_updates))
+    if spec.uses_reference:
+        models["reference"] = model(inputs.model, None)
+    return models
+
+
+def _make_sampling(config: PpoConfig, num_samples: int, temperature: float) -> SamplingParams:
+    return SamplingParams(
+        num_samples=num_samples,
+        max_tokens=config.rollout.generate_max_len,
+        temperature=temperature,
+        top_p=config.rollout.top_p,
+        top_k=config.rollout.top_k,
+    )
