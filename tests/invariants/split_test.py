@@ -195,6 +195,15 @@ def test_two_ranks_whiten_over_both(on_one_rank, on_two_ranks, name):
     assert max(float(np.abs(alone[key] - together[key]).max()) for key in alone) < 1e-5
 
 
+def test_gradient_norm_does_not_depend_on_the_split(on_one_rank, on_two_ranks):
+    for name in ("policy/grad_norm", "value/grad_norm"):
+        expected = on_one_rank["whole"]["metrics"][name]
+        assert expected > 0
+        for outcomes in (on_one_rank, *on_two_ranks):
+            norms = [outcome["metrics"][name] for outcome in outcomes.values()]
+            assert norms == pytest.approx([expected] * len(norms), rel=1e-4)
+
+
 def test_update_moves_every_weight(on_one_rank, model_path):
     from rlhf_models.loading import load_actor
 

@@ -2,9 +2,9 @@
 
     python tools/bench/ppo_phases.py --out ppo_phases.json
 
-Default: the shape of Qwen2-0.5B (494 M parameters, vocabulary 151,936, tied head), PPO with a critic of the same size and
-a reference, 64 prompts x 8 samples, 256 + 512 tokens, everything on one GPU with engine and optimizer states sleeping in
-turn. Random weights hardly ever draw an end token, so nearly every response has full length.
+Default: the shape of Qwen2-0.5B (494 M parameters, vocabulary 151,936, tied head), PPO with a critic of the same size
+and a reference, 64 prompts x 8 samples, 256 + 512 tokens, everything on one GPU with engine and optimizer states
+sleeping in turn. Random weights hardly ever draw an end token, so nearly every response has full length.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from rlhf_train.online.observer import SilentObserver
 from rlhf_train.placement import PlacementRequest, local_resources, plan_placement
 from rlhf_train.specs import ModelSpec, OptimizerSpec
 
-SHAPES: Mapping[str, Mapping[str, int]] = {
+SHAPES: Mapping[str, Mapping[str, float]] = {
     "tiny": {},
     "qwen2-0.5b": {
         "vocab_size": 151_936,
@@ -41,6 +41,7 @@ SHAPES: Mapping[str, Mapping[str, int]] = {
         "num_key_value_heads": 2,
         "head_dim": 64,
         "max_position_embeddings": 4096,
+        "initializer_range": 0.02,
     },
 }
 REWARD = 'def reward_func(queries, prompts, labels):\n    return {"rewards": [len(query) % 7 for query in queries]}\n'

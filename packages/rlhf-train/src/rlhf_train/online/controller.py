@@ -237,7 +237,7 @@ class PlacedRun:
 
     def _require_scores(self, outcome: Sequence[GroupResult], groups: Sequence[RolloutGroup], num_scored: int) -> None:
         if not groups:
-            raise EngineError(f"every rollout group of this step failed; the last: {outcome[-1].error}")
+            raise EngineError(f"every rollout group of this step failed; the last: {outcome[-1].failure}")
         num_mini_batches = self._job.batch.num_updates // self._job.batch.max_epochs
         if num_scored < max(num_mini_batches, *(len(group.handles) for group in self._workers)):
             details = [
