@@ -1,0 +1,25 @@
+"""Prompts in, scored rollouts out: engines, rewards and a generator that loses nothing. No torch."""
+
+from rlhf_rollout.engines import ENGINE_KINDS, EngineSpec, build_engine
+from rlhf_rollout.generator import GenerationCounts, GroupResult, generate_groups
+from rlhf_rollout.protocols import Completion, RewardFunction, RolloutEngine, SamplingParams
+from rlhf_rollout.rewards import FunctionReward, RewardCheck, check_reward_function
+from rlhf_rollout.weights import TensorSpec, WeightBucket
+
+__all__ = [
+    "ENGINE_KINDS",
+    "Completion",
+    "EngineSpec",
+    "FunctionReward",
+    "GenerationCounts",
+    "GroupResult",
+    "RewardCheck",
+    "RewardFunction",
+    "RolloutEngine",
+    "SamplingParams",
+    "TensorSpec",
+    "WeightBucket",
+    "build_engine",
+    "check_reward_function",
+    "generate_groups",
+]
