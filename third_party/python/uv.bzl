@@ -119,8 +119,10 @@ def _environment_impl(ctx):
         environ = _environ(ctx, host_python)
         uv = _find_uv(ctx, host_python)
         ctx.report_progress("installing " + ctx.attr.lock.name)
-        create = [uv, "venv", "--quiet", "--no-project", "--python", ctx.attr.python_version, directory]
-        _run(ctx, create, "uv venv", environ)
+        create = [uv, "venv", "--quiet", "--no-project", directory, "--python"]
+        preferred = create + [ctx.attr.python_version, "--no-python-downloads"]
+        if ctx.execute(preferred, environment = environ).return_code:
+            _run(ctx, create + [ctx.attr.python_range], "uv venv", environ)
         _sync(ctx, uv, python, environ)
 
     # rules_python 1 and later may start the interpreter through a link inside an environment of their own, which would
@@ -133,6 +135,7 @@ _environment = repository_rule(
     implementation = _environment_impl,
     attrs = {
         "lock": attr.label(mandatory = True),
+        "python_range": attr.string(mandatory = True),
         "python_version": attr.string(mandatory = True),
         "torch_backend": attr.string(),
         "uv_version": attr.string(mandatory = True),
@@ -170,6 +173,7 @@ def _uv_impl(module_ctx):
             _environment(
                 name = repository,
                 lock = tag.lock,
+                python_range = hub.python_range,
                 python_version = hub.python_version,
                 torch_backend = tag.torch_backend,
                 uv_version = hub.uv_version,
@@ -193,7 +197,8 @@ uv = module_extension(
         }),
         "hub": tag_class(attrs = {
             "name": attr.string(mandatory = True),
-            "python_version": attr.string(mandatory = True),
+            "python_range": attr.string(mandatory = True, doc = "The versions that will do where there is no other."),
+            "python_version": attr.string(mandatory = True, doc = "The version that the locks were resolved for."),
             "uv_version": attr.string(mandatory = True, doc = "The release installed when uv is not on PATH."),
         }),
     },

@@ -6,8 +6,7 @@ load("@rules_python//python:py_test.bzl", _py_test = "py_test")
 load("//tools/bazel:main.bzl", "main_module")
 load("//tools/bazel:wheel.bzl", "wheel")
 
-# A test that starts Ray, vLLM or DeepSpeed: it keeps two cores and a few GB busy, so nothing runs beside it on a small
-# machine, and its processes share memory and sockets, which a sandbox of their own would only slow down.
+# Attributes of a test that starts Ray, vLLM or DeepSpeed: two cores and a few GB are its own while it runs.
 HEAVY = {
     "size": "large",
     "tags": ["cpu:2"],

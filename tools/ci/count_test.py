@@ -1,0 +1,39 @@
+"""Tests of the count that closes a CI run."""
+
+from pathlib import Path
+
+from count import count
+
+REPORT = """<testsuites><testsuite>
+<testcase name="a"/><testcase name="b"><failure/></testcase><testcase name="c"><skipped/></testcase><testcase name="d"/>
+</testsuite></testsuites>"""
+
+
+def result(label: str, status: str, report: Path | None = None, *, attempt: int = 1) -> dict:
+    """A test result as Bazel's build event file has it."""
+    outputs = [{"name": "test.xml", "uri": report.as_uri()}] if report else []
+    identity = {"testResult": {"label": label, "run": 1, "shard": 1, "attempt": attempt}}
+    return {"id": identity, "testResult": {"status": status, "testActionOutput": outputs}}
+
+
+def completed(label: str, *, success: bool) -> dict:
+    return {"id": {"targetCompleted": {"label": label}}, "completed": {"success": True} if success else {}}
+
+
+def test_count_of_a_report_leaves_out_skipped_tests(tmp_path: Path) -> None:
+    report = tmp_path / "test.xml"
+    report.write_text(REPORT)
+    events = [completed("//a:x", success=True), result("//a:x", "FAILED", report)]
+    assert count(events) == (2, 1, ["//a:x"])  # a and d passed, b failed, c was skipped
+
+
+def test_count_takes_the_last_attempt_of_a_flaky_test(tmp_path: Path) -> None:
+    report = tmp_path / "test.xml"
+    report.write_text("<testsuites><testsuite><testcase name='a'/></testsuite></testsuites>")
+    events = [result("//a:x", "FAILED"), result("//a:x", "PASSED", report, attempt=2)]
+    assert count(events) == (1, 0, [])
+
+
+def test_count_of_targets_without_report_is_one_failure_each() -> None:
+    events = [completed("//a:unbuilt", success=False), result("//a:late", "TIMEOUT")]
+    assert count(events) == (0, 2, ["//a:late", "//a:unbuilt"])
