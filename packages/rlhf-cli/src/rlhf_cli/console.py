@@ -1,4 +1,4 @@
-"""What a person sees of a run: results on stdout, everything else on stderr; rich on a terminal, plain text elsewhere."""
+"""What a person sees of a run: results on stdout, the rest on stderr; rich on a terminal, plain text elsewhere."""
 
 import os
 import shlex
@@ -108,7 +108,7 @@ class StepTable:
     """One line a step under a header that comes again."""
 
     def __init__(self, console: Console, columns: Sequence[Column], *, min_interval_s: float = 0.0) -> None:
-        """With `min_interval_s`, steps that follow a line sooner than that are not shown; the first and the last are."""
+        """Steps that follow a shown one sooner than `min_interval_s` are left out, but for the last."""
         self._console = console
         self._columns = columns
         self._min_interval_s = min_interval_s
@@ -151,11 +151,15 @@ class RunView:
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         """See `Observer`."""
         self._console.done()
-        reward, length = metrics.get("eval/reward"), metrics.get("eval/response_tokens")
-        details = [f"reward {reward:.3f}"] if reward is not None else []
-        details += [f"{length:.1f} tokens a response"] if length is not None else []
-        accuracy = metrics.get("eval/accuracy", float("nan"))
-        self._console.result(f"held-out accuracy after step {step}: {accuracy:.3f}  ({', '.join(details)})", "bold")
+        moment = f"after step {step}" if step else "before training"
+        accuracy = metrics.get("eval/accuracy")
+        if accuracy is None:
+            self._console.result(f"held-out accuracy {moment}: no response came back", "bold red")
+            return
+        details = [f"{metrics['eval/response_tokens']:.1f} tokens a response"]
+        if "eval/reward" in metrics:
+            details.insert(0, f"reward {metrics['eval/reward']:.3f}")
+        self._console.result(f"held-out accuracy {moment}: {accuracy:.3f}  ({', '.join(details)})", "bold")
 
     def samples(self, title: str, samples: Sequence[tuple[Prompt, Rollout]]) -> None:
         """See `Observer`."""
@@ -219,6 +223,7 @@ def _one_line(text: str) -> str:
 
 def _rich_console(file: TextIO) -> RichConsole:
     is_terminal = file.isatty()
-    options: dict[str, Any] = {} if is_terminal else {"width": _PLAIN_WIDTH, "color_system": None}
-    no_color = not is_terminal or bool(os.environ.get("NO_COLOR"))
-    return RichConsole(file=file, highlight=False, markup=False, emoji=False, no_color=no_color, soft_wrap=True, **options)
+    options: dict[str, Any] = {"highlight": False, "markup": False, "emoji": False, "soft_wrap": True}
+    if not is_terminal:
+        options |= {"width": _PLAIN_WIDTH, "color_system": None}
+    return RichConsole(file=file, no_color=not is_terminal or bool(os.environ.get("NO_COLOR")), **options)

@@ -35,7 +35,9 @@ def make_plan(config: PpoConfig, resources: Resources) -> PlacementPlan:
     return plan_placement(request, resources)
 
 
-def make_job(config: PpoConfig, inputs: Inputs, plan: PlacementPlan, folder: Path, ray_address: str | None) -> OnlineJob:
+def make_job(
+    config: PpoConfig, inputs: Inputs, plan: PlacementPlan, folder: Path, ray_address: str | None = None
+) -> OnlineJob:
     """Return the job. Raises ConfigError for combinations that only show here."""
     batch = make_batch(config)
     num_steps = count_steps(config, len(inputs.prompts))
@@ -116,21 +118,34 @@ def describe_batches(config: PpoConfig, job: OnlineJob) -> str:
     asked = job.num_steps * batch.rollout_batch_size
     a_rank = math.ceil(batch.train_batch_size / ranks)
     passes = math.ceil(a_rank / batch.micro_train_batch_size)
-    updates = batch.num_rollouts // batch.train_batch_size
-    lines = [
-        f"a step:           {batch.rollout_batch_size} prompts x {batch.num_samples_per_prompt} samples"
-        f" = {batch.num_rollouts} samples",
-        f"                  {batch.num_rollouts} / {batch.train_batch_size} a batch = {updates} optimizer steps"
-        f" x {batch.max_epochs} epochs = {batch.num_updates}",
-        f"an optimizer step: {batch.train_batch_size} samples / {ranks} processes = {a_rank} each,"
-        f" in {passes} micro-batches of at most {batch.micro_train_batch_size}",
-        f"the run:          {job.num_steps} steps, {job.num_steps * batch.num_updates} optimizer steps,"
-        f" {asked} prompts asked of {len(job.prompts)} ({asked / len(job.prompts):.2f} passes)",
-        f"tokens:           prompt {config.data.prompt_max_len} + response {config.rollout.generate_max_len}"
-        f" = {job.engine.max_model_len} at most",
-        f"held-out prompts: {len(job.eval_prompts)} x {job.eval_sampling.num_samples} samples",
+    rows = [
+        (
+            "a step",
+            f"{batch.rollout_batch_size} prompts x {batch.num_samples_per_prompt} samples = {batch.num_rollouts}",
+        ),
+        (
+            "",
+            f"{batch.num_rollouts} / {batch.train_batch_size} x {batch.max_epochs} epoch(s) = {batch.num_updates}"
+            " optimizer step(s)",
+        ),
+        (
+            "an optimizer step",
+            f"{batch.train_batch_size} samples / {ranks} process(es) = {a_rank} each, in {passes} pass(es) of at most"
+            f" {batch.micro_train_batch_size}",
+        ),
+        (
+            "the run",
+            f"{job.num_steps} steps x {batch.num_updates} = {job.num_steps * batch.num_updates} optimizer steps;"
+            f" {asked} prompts asked of {len(job.prompts)}, {asked / len(job.prompts):.2f} passes",
+        ),
+        (
+            "tokens",
+            f"prompt {config.data.prompt_max_len} + response {config.rollout.generate_max_len}"
+            f" = {job.engine.max_model_len} at most",
+        ),
+        ("held-out", f"{len(job.eval_prompts)} prompts x {job.eval_sampling.num_samples} sample(s)"),
     ]
-    return "\n".join(f"  {line}" for line in lines)
+    return "\n".join(f"  {name.ljust(18)} {text}" for name, text in rows)
 
 
 def _make_models(config: PpoConfig, inputs: Inputs, num_updates: int) -> dict[str, ModelSpec]:

@@ -55,5 +55,3 @@ def check_output_folder(folder: Path) -> None:
 
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(with_hint(f"--save_path {folder} is not an empty folder", "name a new one"))
-
-

@@ -1,4 +1,4 @@
-"""What is looked at before anything starts: files, keys, model files, tokenizer, lengths, reward. No weights are loaded."""
+"""What is looked at before anything starts: files, keys, tokenizer, lengths, reward. No weights are loaded."""
 
 import os
 from collections.abc import Collection, Sequence
@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rlhf_cli.config.model import ModelSection
 from rlhf_cli.config.ppo import PpoConfig
 from rlhf_cli.paths import check_output_folder, data_path, model_path, reward_path
-from rlhf_data.errors import ConfigError, with_hint
+from rlhf_data.errors import ConfigError, unknown, with_hint
 from rlhf_data.prompts import PromptSet
 from rlhf_data.sources import read_rows
-from rlhf_train.placement import Resources
+from rlhf_train.placement import Resources, local_resources
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +51,10 @@ def check_inputs(config: PpoConfig, folder: Path) -> Inputs:
     parse_reward(reward)
     model = model_path(config.model.pretrain)
     model_config, tokenizer = load_model_files(model)
+    check_attention(config.model, model_config)
     critic = model_path(config.model.critic_pretrain) if config.model.critic_pretrain else model
     if critic != model:
-        check_tokenizer(critic, tokenizer)
+        check_critic(config.model, critic, tokenizer)
     lengths = f"--prompt_max_len {config.data.prompt_max_len} + --generate_max_len {config.rollout.generate_max_len}"
     check_context(model_config, config.data.prompt_max_len + config.rollout.generate_max_len, lengths)
     prompts = _load_prompts(config, config.data.prompt_data, tokenizer, held_out=False)
@@ -60,6 +62,7 @@ def check_inputs(config: PpoConfig, folder: Path) -> Inputs:
     if config.data.eval_data is not None:
         held_out = _load_prompts(config, config.data.eval_data, tokenizer, held_out=True)
     notices = [*_length_notices(prompts, held_out), *_overlap_notices(prompts, held_out)]
+    notices += _count_notices(config, prompts)
     check = check_reward_function(reward, prompts.prompts[:4], timeout_s=config.reward.reward_timeout_s)
     if check.problem:
         notices.append(f"the reward function failed on the first prompts, and the run goes on: {check.problem}")
@@ -75,14 +78,30 @@ def load_model_files(path: str) -> tuple[Any, Any]:
     return config, tokenizer
 
 
-def check_tokenizer(critic: str, tokenizer: Any) -> None:
-    """Raise ConfigError unless the critic's model can read the policy's tokens."""
+def check_attention(section: ModelSection, model_config: Any) -> None:
+    """Raise ConfigError unless the model can be run with the attention and the packing asked for."""
+    from rlhf_models.attention import choose_attention
+
+    name = section.attn_implementation
+    if name not in ("auto", "eager") and "/" not in name:  # a name with a slash is a kernel on the hub
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+        known = {"auto", "eager", *ALL_ATTENTION_FUNCTIONS.valid_keys()}
+        if name not in known:
+            raise ConfigError(f"--attn_implementation: {unknown('value', name, known)}")
+    choose_attention(model_config, name, packing=section.packing_samples)
+
+
+def check_critic(section: ModelSection, critic: str, tokenizer: Any) -> None:
+    """Raise ConfigError unless the critic's model can be run and can read the policy's tokens."""
     from rlhf_models.loading import check_tokenizer_fits, load_config
 
     try:
-        check_tokenizer_fits(load_config(critic), tokenizer)
+        model_config = load_config(critic)
+        check_tokenizer_fits(model_config, tokenizer)
+        check_attention(section, model_config)
     except ConfigError as error:
-        raise ConfigError(f"--critic_pretrain {critic}: {error}") from None
+        raise ConfigError(f"--critic_pretrain: {error}") from None
 
 
 def check_context(model_config: Any, num_tokens: int, flags: str) -> None:
@@ -97,9 +116,7 @@ def find_resources() -> tuple[Resources, str | None]:
     """Return what there is to run on, and the address of the Ray cluster that RAY_ADDRESS names, if it does."""
     address = os.environ.get("RAY_ADDRESS") or None
     if address is None:
-        import torch
-
-        return Resources(num_cpus=os.cpu_count() or 1, num_gpus=torch.cuda.device_count()), None
+        return local_resources(), None
     import ray
 
     if not ray.is_initialized():
@@ -158,6 +175,16 @@ def _length_notices(*sets: PromptSet | None) -> list[str]:
         f" longest has {prompts.longest_tokens} tokens"
         for prompts in sets
         if prompts is not None and prompts.num_too_long
+    ]
+
+
+def _count_notices(config: PpoConfig, prompts: PromptSet) -> list[str]:
+    size = config.rollout.rollout_batch_size
+    if size <= len(prompts):
+        return []
+    times = size / len(prompts)
+    return [
+        f"--rollout_batch_size {size} is more than the {len(prompts)} prompts: each is asked {times:.1f} times a step"
     ]
 
 

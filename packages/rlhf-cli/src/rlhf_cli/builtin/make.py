@@ -64,9 +64,10 @@ def make_data(folder: Path) -> dict[str, Path]:
 
 def make_tokenizer() -> Any:
     """Return a byte-level BPE tokenizer that knows every byte, keeps digits apart, and writes ChatML."""
-    from rlhf_models.testing import CHAT_TEMPLATE, EOS_TOKEN, PAD_TOKEN, START_TOKEN
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
+
+    from rlhf_models.testing import CHAT_TEMPLATE, EOS_TOKEN, PAD_TOKEN, START_TOKEN
 
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.Sequence(
@@ -94,8 +95,9 @@ def make_tokenizer() -> Any:
 def make_initial_model(folder: Path) -> None:
     """Write a random Qwen2 model of half a million parameters with its tokenizer."""
     import torch
-    from rlhf_models.loading import load_tokenizer
     from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
+
+    from rlhf_models.loading import load_tokenizer
 
     tokenizer = make_tokenizer()
     config = Qwen2Config(
@@ -116,7 +118,7 @@ def make_initial_model(folder: Path) -> None:
     model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    # transformers cuts text for a Qwen2 model its own way (digits apart, too), whatever the file says: write down which.
+    # Whatever the file says, transformers cuts text for a Qwen2 model its own way, digits apart, too: write that down.
     load_tokenizer(folder).save_pretrained(folder)
 
 

@@ -11,7 +11,7 @@ from rlhf_cli.config.ppo import PpoConfig
 from rlhf_cli.exits import SUCCESS, exit_status
 from rlhf_cli.paths import output_folder, user_path
 
-DESCRIPTION = """Train a language model on rewards: vLLM generates, a reward function scores, DeepSpeed trains, Ray places.
+DESCRIPTION = """Train a language model on rewards: vLLM generates, a reward function scores, DeepSpeed trains.
 Without --pretrain and --prompt_data a tiny model that ships learns to carry when it adds."""
 
 

@@ -67,7 +67,7 @@ def _prepare(parsed: Parsed[SftConfig], folder: Path, console: "Console") -> "Su
 
     import torch
 
-    from rlhf_cli.preflight import check_context, load_model_files
+    from rlhf_cli.preflight import check_attention, check_context, load_model_files
     from rlhf_data.sft import load_sft_examples
     from rlhf_train.offline.loop import OfflineSchedule
     from rlhf_train.offline.supervised import SupervisedJob
@@ -75,6 +75,7 @@ def _prepare(parsed: Parsed[SftConfig], folder: Path, console: "Console") -> "Su
 
     path = model_path(config.model.pretrain)
     model_config, tokenizer = load_model_files(path)
+    check_attention(config.model, model_config)
     check_context(model_config, data.max_len, "--max_len")
     loaded = [
         None if file is None else load_sft_examples(data_path(file), tokenizer, **options)
@@ -158,7 +159,7 @@ def _arithmetic(job: "SupervisedJob") -> str:
     schedule, count = job.schedule, len(job.examples)
     return (
         f"{count} examples x {schedule.max_epochs} epochs = {schedule.num_steps(count)} optimizer steps of"
-        f" {schedule.train_batch_size} on {job.num_ranks} process(es), micro-batches of {schedule.micro_train_batch_size};"
+        f" {schedule.train_batch_size} on {job.num_ranks} process(es), {schedule.micro_train_batch_size} a pass;"
         f" learning rate {job.model.optimizer.learning_rate:g}, warm-up {job.model.optimizer.warmup_steps} steps"
     )
 

@@ -1,4 +1,4 @@
-"""What concerns several fields, in one place: impossible combinations are errors, options without effect are notices."""
+"""What concerns several fields, in one place: what cannot work is an error, an option without effect a notice."""
 
 from __future__ import annotations
 
@@ -179,8 +179,8 @@ def _check_sampling(config: PpoConfig, given: Collection[str]) -> list[str]:
         raise ConfigError(with_hint("--top_k is 0, which leaves no token to sample", "use -1 for all tokens"))
     cut = [name for name, default in (("top_p", 1.0), ("top_k", -1)) if getattr(rollout, name) != default]
     return [
-        f"--{name} {getattr(rollout, name)} samples from a part of the distribution, while the trainer's log-probs are of"
-        " the whole: mismatch/* will not be near 0"
+        f"--{name} {getattr(rollout, name)} samples from a part of the distribution, while the trainer's log-probs are"
+        " of the whole: mismatch/* will not be near 0"
         for name in cut
         if name in given
     ]

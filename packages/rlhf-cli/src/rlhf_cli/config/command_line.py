@@ -140,7 +140,7 @@ def validate(config_class: type[Config], values: Mapping[str, Mapping[str, Any]]
 
 
 def to_toml(config: BaseModel) -> str:
-    """Return a configuration as the TOML file that --config would read; what is None by default and still is is left out."""
+    """Return a configuration as the TOML file that --config would read, without what is None by default."""
     values = config.model_dump(mode="json")
     lines: dict[str, list[str]] = {section: [f"[{section}]"] for section in values}
     for option in options(type(config)):
