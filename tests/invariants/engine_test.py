@@ -17,8 +17,8 @@ from rlhf_train.testing import tiny_job
 
 ON_GPU = local_resources().num_gpus > 0
 # Nats between the engine's and the trainer's log-prob of one token. In float32 two orders of summation differ by about
-# 1e-6; bfloat16 keeps 8 bits of each logit, and the tiny model's are below 4.
-LOGPROB_BOUND = 0.05 if ON_GPU else 1e-4
+# 1e-6; bfloat16 keeps 8 bits of every activation and logit on the way.
+LOGPROB_BOUND = 0.15 if ON_GPU else 1e-4
 
 
 def metrics_of(save_path: str) -> list[dict[str, float]]:
