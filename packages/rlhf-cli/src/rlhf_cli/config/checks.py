@@ -48,7 +48,7 @@ def check_ppo(config: PpoConfig, given: Collection[str]) -> list[str]:
 
     Args:
         config: all sections.
-        given: the options that somebody set, by flag or by file.
+        given: the options that somebody set to something else than the default.
 
     Returns:
         A notice for each option that has no effect.

@@ -29,7 +29,7 @@ class Parsed(Generic[Config]):
     Attributes:
         config: checked, everything filled in.
         notices: options without effect, a sentence each.
-        given: names of the options that somebody set, by flag or by file.
+        given: names of the options that somebody set, by flag or by file, to something else than the default.
         dry_run: only show what would be done.
     """
 
@@ -70,11 +70,12 @@ def parse(
     flags = _read_flags(config_class, known, argv, prog=prog, description=description)
     file, dry_run = flags.pop("config", None), flags.pop("dry_run", False)
     values = _merge(read_toml(resolve(file), config_class) if file else {}, _by_section(known, flags))
-    given = frozenset(name for section in values.values() for name in section)
+    named = {name for section in values.values() for name in section}
     base = recipe(values)
     if base is not None:
         values = _merge(read_toml(base, config_class), values)
     config = validate(config_class, _without_none(known, values))
+    given = frozenset(option.name for option in known if option.name in named and not _is_default(option, config))
     notices = config.check(given)  # type: ignore[attr-defined]
     return Parsed(config, tuple(notices), given, dry_run)
 
@@ -188,6 +189,10 @@ def _by_section(known: Sequence[Option], flags: Mapping[str, Any]) -> Values:
         if option.name in flags:
             values.setdefault(option.section, {})[option.name] = flags[option.name]
     return values
+
+
+def _is_default(option: Option, config: BaseModel) -> bool:
+    return getattr(getattr(config, option.section), option.name) == option.info.get_default()
 
 
 def _without_none(known: Sequence[Option], values: Values) -> Values:

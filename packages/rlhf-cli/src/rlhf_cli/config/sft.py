@@ -25,7 +25,7 @@ class SftConfig(BaseModel):
         """Check what concerns several fields.
 
         Args:
-            given: the options that somebody set, by flag or by file.
+            given: the options that somebody set to something else than the default.
 
         Returns:
             A notice for each option that has no effect.

@@ -64,7 +64,7 @@ class OfflineSchedule:
         return math.ceil(self.max_epochs * num_examples / self.train_batch_size)
 
     def mini_batches(self, num_examples: int) -> Iterator[np.ndarray]:
-        """Yield the indices of each optimizer step: every example exactly `max_epochs` times, in an order of its own."""
+        """Yield the indices of each optimizer step: every example exactly `max_epochs` times, shuffled."""
         sampler = EpochSampler(num_examples, self.train_batch_size, seed=self.seed)
         for _ in range(self.num_steps(num_examples)):
             left = self.max_epochs * num_examples - sampler.num_seen

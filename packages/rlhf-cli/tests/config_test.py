@@ -1,0 +1,263 @@
+"""The schema, its sources, and the checks across fields."""
+
+from pathlib import Path
+
+import pytest
+from rlhf_cli.builtin import RECIPE_FILE
+from rlhf_cli.commands.ppo import builtin_recipe
+from rlhf_cli.config import PpoConfig, SftConfig
+from rlhf_cli.config.base import options
+from rlhf_cli.config.checks import on_cpu
+from rlhf_cli.config.command_line import Parsed, make_parser, parse, read_toml, to_toml
+from rlhf_data.errors import ConfigError
+from rlhf_train.algorithms import ALGORITHMS
+
+GIVEN = ("--pretrain", "m", "--prompt_data", "p.jsonl", "--remote_rm_url", "r.py")
+
+
+def ppo(*argv: str) -> Parsed[PpoConfig]:
+    return parse(PpoConfig, argv, prog="rlhf ppo", description="", resolve=Path, recipe=builtin_recipe)
+
+
+def sft(*argv: str) -> Parsed[SftConfig]:
+    return parse(SftConfig, argv, prog="rlhf sft", description="", resolve=Path)
+
+
+def failure(*argv: str, command=ppo) -> str:
+    with pytest.raises(ConfigError) as caught:
+        command(*argv)
+    return str(caught.value)
+
+
+# -- where values come from ---------------------------------------------------------------------------------------
+
+
+def test_parse_nothing_given_takes_the_recipe():
+    config = ppo().config
+    assert config.model.pretrain == "builtin"
+    assert config.rollout.rollout_batch_size == 32
+    assert config.algorithm.eps_clip == 0.2  # not in the recipe: the schema's default
+
+
+def test_parse_model_and_prompts_given_leaves_the_recipe_out():
+    config = ppo(*GIVEN).config
+    assert config.rollout.rollout_batch_size == 1024
+    assert config.data.eval_data is None
+
+
+def test_parse_flag_beats_file_beats_recipe(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text("[rollout]\nrollout_batch_size = 64\nn_samples_per_prompt = 8\n[training]\nseed = 7\n")
+    parsed = ppo("--config", str(file), "--rollout_batch_size", "16")
+    rollout = parsed.config.rollout
+    assert (rollout.rollout_batch_size, rollout.n_samples_per_prompt, rollout.generate_max_len) == (16, 8, 32)
+    assert parsed.config.training.seed == 7
+    assert parsed.given == {"rollout_batch_size", "n_samples_per_prompt", "seed"}
+
+
+def test_to_toml_read_back_gives_the_same_configuration(tmp_path):
+    argv = ["--value_clip", "None", "--eps_clip_low_high", "0.1", "0.3", "--input_template", 'Q: "{}"\nA: \\']
+    argv += ["--apply_chat_template", "false", "--lambd", "0.95"]
+    config = ppo(*argv).config
+    assert config.algorithm.value_clip is None
+    file = tmp_path / "run.toml"
+    file.write_text(to_toml(config), encoding="utf-8")
+    assert ppo("--config", str(file)).config == config
+
+
+def test_to_toml_read_back_gives_the_same_notices(tmp_path):
+    argv = ["--advantage_estimator", "group_norm", "--lambd", "0.9"]
+    parsed = ppo(*argv)
+    file = tmp_path / "run.toml"
+    file.write_text(to_toml(parsed.config), encoding="utf-8")
+    assert set(parsed.notices) < set(ppo("--config", str(file)).notices)  # and the recipe's critic_learning_rate
+
+
+def test_recipe_file_has_only_keys_of_the_schema():
+    assert set(read_toml(RECIPE_FILE, PpoConfig)) <= set(PpoConfig.model_fields)
+
+
+# -- flags ----------------------------------------------------------------------------------------------------------
+
+
+def test_options_every_name_is_one_flag_with_a_description():
+    for config_class in (PpoConfig, SftConfig):
+        found = list(options(config_class))
+        flags = [flag for option in found for flag in option.flags]
+        assert len(flags) == len(set(flags))
+        assert all(option.info.description for option in found)
+
+
+def test_options_estimators_are_those_of_the_table():
+    estimator = next(option for option in options(PpoConfig) if option.name == "advantage_estimator")
+    assert estimator.choices == tuple(ALGORITHMS)
+
+
+def test_help_lists_every_flag_with_its_default():
+    text = make_parser(PpoConfig, prog="rlhf ppo", description="").format_help()
+    assert all(f"--{option.name}" in text for option in options(PpoConfig))
+    assert "prompts a step (default: 1024)" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "value"), [([], True), (["true"], True), (["false"], False), (["False"], False)], ids=str
+)
+def test_parse_switch_takes_no_word_or_a_truth_value(words, value):
+    config = ppo("--colocate_all_models", *words).config
+    assert config.placement.colocate_all_models is value
+
+
+def test_parse_flag_values_are_typed():
+    config = ppo("--adam_betas", "0.8", "0.9", "--top_k", "-1", "--critic_pretrain", "None", "--gamma=0.5").config
+    assert config.training.adam_betas == (0.8, 0.9)
+    assert (config.rollout.top_k, config.model.critic_pretrain, config.algorithm.gamma) == (-1, None, 0.5)
+
+
+def test_parse_alias_sets_the_same_field():
+    assert ppo("--eval_dataset", "x.jsonl").config.data.eval_data == "x.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("argv", "message", "hint"),
+    [
+        (["--pretrian", "x"], "unknown flag `--pretrian`", "did you mean `--pretrain`?"),
+        (["--actor-learning-rate=1"], "unknown flag `--actor-learning-rate`", "did you mean `--actor_learning_rate`?"),
+        (["--rollout_batch", "8"], "unknown flag `--rollout_batch`", "did you mean"),  # no abbreviations
+        (["--use_wandb_now"], "unknown flag `--use_wandb_now`", "`rlhf ppo --help` lists the flags"),
+        (["stray"], "`stray` belongs to no flag", "quote"),
+        (["--advantage_estimator", "gea"], "unknown value `gea`; known: gae, group_norm", "did you mean `gae`?"),
+        (["--kl_estimator", "k4"], "--kl_estimator: unknown value `k4`; known: k1, k2, k3", ""),
+        (["--seed"], "--seed: expected one argument", "--help"),
+    ],
+)
+def test_parse_unknown_name_fails_with_the_nearest(argv, message, hint):
+    text, _, given_hint = failure(*argv).partition("\n\nhint: ")
+    assert message in text
+    assert hint in given_hint
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--rollout_batch_size", "many"], "--rollout_batch_size is many; it must be a whole number"),
+        (["--rollout_batch_size", "1.5"], "--rollout_batch_size is 1.5; it must be a whole number"),
+        (["--rollout_batch_size", "0"], "--rollout_batch_size is 0; it must be at least 1"),
+        (["--gamma", "2"], "--gamma is 2; it must be at most 1.0"),
+        (["--temperature", "0"], "--temperature is 0; it must be above 0.0"),
+        (["--lambd", "nan"], "--lambd is nan; it must be a finite number"),
+        (["--bf16", "maybe"], "--bf16 is maybe; it must be true or false"),
+        (["--zero_stage", "4"], "--zero_stage is 4; it must be at most 3"),
+        (["--adam_betas", "0.9", "1.5"], "--adam_betas is (0.9, 1.5); both must lie in [0, 1)"),
+        (["--top_k", "0"], "--top_k is 0"),
+        (["--eps_clip_low_high", "1.5", "0.2"], "low must lie in [0, 1)"),
+    ],
+)
+def test_parse_impossible_value_says_what_is_allowed(argv, message):
+    assert message in failure(*argv)
+
+
+# -- the TOML file --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("content", "message", "hint"),
+    [
+        ("[trainig]\nseed = 1\n", "unknown section `trainig`", "did you mean [training]?"),
+        ("[training]\nsed = 1\n", "unknown key `sed` in [training]", "did you mean `seed`?"),
+        ("[training]\ngamma = 1\n", "unknown key `gamma` in [training]", "a key of the section [algorithm]"),
+        ("seed = 1\n", "unknown section `seed`", "a key of the section [training]"),
+        ("training = 1\n", "`training` must be a section", "write [training]"),
+    ],
+)
+def test_read_toml_unknown_name_fails_with_the_nearest(tmp_path, content, message, hint):
+    file = tmp_path / "run.toml"
+    file.write_text(content)
+    text = failure("--config", str(file))
+    assert message in text
+    assert hint in text
+
+
+def test_read_toml_wrong_type_is_an_error_in_terms_of_the_flag(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text('[rollout]\nrollout_batch_size = "many"\n')
+    assert "--rollout_batch_size is many; it must be a whole number" in failure("--config", str(file))
+
+
+def test_read_toml_missing_or_broken_file_is_named(tmp_path):
+    (tmp_path / "broken.toml").write_text("[rollout\n")
+    assert "broken.toml is not TOML" in failure("--config", str(tmp_path / "broken.toml"))
+    missing = failure("--config", str(tmp_path / "brokn.toml"))
+    assert "brokn.toml does not exist" in missing
+    assert "did you mean" in missing
+
+
+# -- what concerns several fields -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("argv", "message", "hint"),
+    [
+        (GIVEN[:2], "--prompt_data is missing", "add --prompt_data FILE.jsonl"),
+        (GIVEN[2:4], "--pretrain is missing", "--pretrain builtin"),
+        (GIVEN[:4], "--remote_rm_url is missing", "reward_func(queries, prompts, labels)"),
+        # 32 x 4 = 128 samples; of the divisors of 128, 32 is the largest that is not above 48.
+        (["--train_batch_size", "48"], "does not divide the 128 samples of a step", "use --train_batch_size 32"),
+        (["--train_batch_size", "256"], "--train_batch_size is 256", "use --train_batch_size 128"),
+        (
+            ["--advantage_estimator", "group_norm", "--n_samples_per_prompt", "1", "--train_batch_size", "32"],
+            "GRPO (group_norm) compares the samples of one prompt",
+            "use --n_samples_per_prompt 4 or more, or --advantage_estimator gae",
+        ),
+        (["--use_kl_loss", "--init_kl_coef", "0"], "there is no KL", "set --init_kl_coef above 0"),
+        (["--eps_clip", "0.1", "--eps_clip_low_high", "0.1", "0.2"], "both set the clip range", "give one"),
+        (["--vllm_enable_sleep"], "--colocate_all_models is off", "add --colocate_all_models"),
+        (["--deepspeed_enable_sleep"], "--colocate_all_models is off", "add --colocate_all_models"),
+        (
+            ["--colocate_all_models", "--deepspeed_enable_sleep", "--zero_stage", "3"],
+            "--deepspeed_enable_sleep needs --zero_stage 1 or 2",
+            "use --zero_stage 2",
+        ),
+        (["--eval_temperature", "0", "--eval_n_samples_per_prompt", "2"], "greedy responses are all the same", "use 1"),
+    ],
+)
+def test_check_ppo_impossible_combination_is_an_error_with_a_hint(argv, message, hint):
+    text, _, given_hint = failure(*argv).partition("\n\nhint: ")
+    assert message in text
+    assert hint in given_hint
+
+
+@pytest.mark.parametrize(
+    ("argv", "notice"),
+    [
+        (["--advantage_estimator", "group_norm", "--lambd", "0.9"], "--lambd has no effect: GRPO (group_norm) has no"),
+        (
+            ["--advantage_estimator", "group_norm", "--critic_learning_rate", "1"],
+            "--critic_learning_rate has no effect",
+        ),
+        (["--init_kl_coef", "0", "--kl_estimator", "k2"], "--kl_estimator has no effect: --init_kl_coef is 0"),
+        (["--lr_scheduler", "linear", "--min_lr_ratio", "0"], "--min_lr_ratio has no effect: --lr_scheduler is linear"),
+        ([*GIVEN, "--eval_steps", "5"], "--eval_steps has no effect: there is no --eval_data"),
+        (["--colocate_all_models", "--colocate_actor_ref"], "--colocate_actor_ref has no effect"),
+        (["--top_p", "0.9"], "--top_p 0.9 samples from a part of the distribution"),
+    ],
+)
+def test_check_ppo_option_without_effect_is_a_notice(argv, notice):
+    assert any(text.startswith(notice) for text in ppo(*argv).notices)
+
+
+def test_check_ppo_defaults_give_no_notice():
+    assert ppo().notices == ()
+    assert ppo(*GIVEN).notices == ()
+    assert ppo("--advantage_estimator", "group_norm").notices == ()
+
+
+def test_on_cpu_names_only_what_was_given():
+    assert on_cpu({"seed"}) == []
+    notices = on_cpu({"seed", "enforce_eager", "critic_num_nodes"})
+    assert [notice.split()[0] for notice in notices] == ["--enforce_eager", "--critic_num_nodes"]
+
+
+def test_sft_needs_a_model_and_examples():
+    assert "--pretrain is missing" in failure(command=sft)
+    assert "--dataset is missing" in failure("--pretrain", "builtin", command=sft)
+    assert sft("--pretrain", "builtin", "--dataset", "x.jsonl").config.training.learning_rate == 5e-6

@@ -1,0 +1,137 @@
+"""What a person sees, as plain text and on a terminal."""
+
+import io
+
+import numpy as np
+import pytest
+from rlhf_cli.console import PPO_COLUMNS, SFT_COLUMNS, Console, RunView, StepTable, show_results
+from rlhf_data.records import FinishReason, Prompt, Rollout, Span, SpanSource, Verdict, VerdictKind
+
+METRICS = {
+    "rollout/reward": 0.25,
+    "kl/reference": 0.0125,
+    "policy/loss": -0.5,
+    "rollout/response_tokens": 20.0,
+    "throughput/response_tokens": 1234.0,
+    "time/generate": 0.2,
+}
+
+
+class Terminal(io.StringIO):
+    """Text that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def streams(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    return io.StringIO(), io.StringIO()
+
+
+def rollout(text: str, verdict: Verdict | None) -> Rollout:
+    spans = (
+        Span(SpanSource.PROMPT, np.array([1])),
+        Span(SpanSource.POLICY, np.array([2]), np.array([-0.1]), policy_version=0),
+    )
+    return Rollout("r", "g", spans, FinishReason.STOP, text=text, verdict=verdict)
+
+
+def test_step_table_writes_a_header_and_one_aligned_line_a_step(streams):
+    out, err = streams
+    table = StepTable(Console(out, err), PPO_COLUMNS)
+    table.step(1, 10, METRICS)
+    table.step(10, 10, METRICS | {"policy/loss": 123456.789})
+    header, first, last = out.getvalue().splitlines()
+    assert header.split() == ["step", *(column.title for column in PPO_COLUMNS)]
+    assert first.split()[:4] == ["1/10", "0.250", "0.0125", "-0.5000"]
+    assert first.split()[4] == "-"  # no critic: no value loss
+    assert "1.2e+05" in last  # too wide for its column
+    assert len(header) == len(first) == len(last)
+    assert err.getvalue() == ""
+
+
+def test_step_table_repeats_its_header(streams):
+    out, err = streams
+    table = StepTable(Console(out, err), PPO_COLUMNS)
+    for step in range(1, 42):
+        table.step(step, 100, METRICS)
+    assert sum("generate" in line for line in out.getvalue().splitlines()) == 3  # before lines 1, 21 and 41
+
+
+def test_step_table_with_an_interval_keeps_the_first_and_the_last(streams):
+    out, err = streams
+    table = StepTable(Console(out, err), SFT_COLUMNS, min_interval_s=60.0)
+    for step in range(1, 6):
+        table.step(step, 5, {"sft/loss": 1.0})
+    assert [line.split()[0] for line in out.getvalue().splitlines()[1:]] == ["1/5", "5/5"]
+
+
+def test_run_view_shows_samples_on_one_line_each_with_verdict_and_label(streams):
+    out, err = streams
+    prompt = Prompt("p", np.array([1]), "What\nis 1 + 1?", label="2")
+    good = rollout("2", Verdict(VerdictKind.OK, 1.0))
+    lost = rollout("x" * 500, Verdict(VerdictKind.TIMEOUT))
+    RunView(Console(out, err)).samples("Before", [(prompt, good), (prompt, lost), (prompt, rollout("?", None))])
+    text = out.getvalue()
+    assert "1. ok, reward 1, label 2" in text
+    assert "prompt    What is 1 + 1?" in text
+    assert "2. timeout, label 2" in text
+    assert "(500 characters)" in text
+    assert "3. not scored" in text
+
+
+def test_run_view_evaluation_says_when_and_how_well(streams):
+    out, err = streams
+    view = RunView(Console(out, err))
+    view.evaluation(0, {"eval/accuracy": 0.25, "eval/reward": 0.5, "eval/response_tokens": 20.0})
+    view.evaluation(10, {"eval/accuracy": 1.0, "eval/response_tokens": 20.0})
+    view.evaluation(20, {})
+    assert out.getvalue().splitlines() == [
+        "held-out accuracy before training: 0.250  (reward 0.500, 20.0 tokens a response)",
+        "held-out accuracy after step 10: 1.000  (20.0 tokens a response)",
+        "held-out accuracy after step 20: no response came back",
+    ]
+
+
+def test_run_view_failed_samples_are_a_notice_on_stderr(streams):
+    out, err = streams
+    RunView(Console(out, err)).step(3, 10, METRICS | {"samples/failed": 2.0})
+    assert err.getvalue() == "notice: step 3: 2 samples have no reward and were not trained on\n"
+
+
+def test_run_view_on_a_pipe_starting_is_a_line(streams):
+    out, err = streams
+    view = RunView(Console(out, err))
+    view.starting("Ray")
+    view.warning("slow disk")
+    assert err.getvalue() == "starting Ray ...\nwarning: slow disk\n"
+
+
+def test_show_results_names_accuracy_and_every_place(streams):
+    out, err = streams
+    metrics = {"eval/accuracy_before": 0.25, "eval/accuracy_after": 0.99, "time/total": 60.0, "time/startup": 15.0}
+    show_results(Console(out, err), "/runs/a b", {"tensorboard": "tensorboard", "final model": "model"}, metrics)
+    text = out.getvalue()
+    assert "held-out accuracy  0.250 -> 0.990" in text
+    assert "60.0, of them 15.0 before the first step" in text
+    assert "/runs/a b/model" in text
+    assert "tensorboard --logdir '/runs/a b'" in text
+    assert "AutoModelForCausalLM.from_pretrained('/runs/a b/model')" in text
+
+
+def test_console_pipe_has_no_control_codes_and_does_not_wrap(streams):
+    out, err = streams
+    Console(out, err).result("word " * 100, "bold red")
+    assert out.getvalue() == "word " * 100 + "\n"
+
+
+def test_console_terminal_has_colours_unless_no_color_is_set(monkeypatch, streams):
+    coloured, plain = Terminal(), Terminal()
+    Console(coloured, Terminal()).result("text", "red")
+    monkeypatch.setenv("NO_COLOR", "1")
+    Console(plain, Terminal()).result("text", "red")
+    assert "\x1b[31m" in coloured.getvalue()
+    assert "\x1b[31m" not in plain.getvalue()

@@ -1,0 +1,54 @@
+"""What must be quick: --help and bad flags, in a fresh process, without the heavy libraries."""
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+HEAVY = ("torch", "ray", "vllm", "deepspeed", "transformers")
+HELP_LIMIT_S = 1.0
+
+
+def run(code: str) -> tuple[subprocess.CompletedProcess[str], float]:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    started = time.perf_counter()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
+    return done, time.perf_counter() - started
+
+
+def command(*words: str) -> str:
+    return f"""
+import sys
+from rlhf_cli.main import main
+try:
+    status = main({list(words)!r})
+except SystemExit as end:
+    status = end.code
+print("heavy:", [name for name in {HEAVY!r} if name in sys.modules])
+sys.exit(status)
+"""
+
+
+@pytest.mark.parametrize("words", [["--help"], ["ppo", "--help"], ["sft", "--help"]], ids=" ".join)
+def test_help_answers_in_a_second_without_heavy_imports(words):
+    done, seconds = min((run(command(*words)) for _ in range(3)), key=lambda result: result[1])
+    assert done.returncode == 0, done.stderr
+    assert "usage: rlhf" in done.stdout
+    assert "heavy: []" in done.stdout
+    assert seconds < HELP_LIMIT_S
+
+
+def test_bad_flag_exits_with_2_and_a_hint_without_heavy_imports():
+    done, _ = run(command("ppo", "--advantage_estimatr", "gae"))
+    assert done.returncode == 2
+    assert done.stderr == "error: unknown flag `--advantage_estimatr`\n\nhint: did you mean `--advantage_estimator`?\n"
+    assert "heavy: []" in done.stdout
+
+
+def test_unknown_command_exits_with_2_and_a_hint():
+    done, _ = run(command("pppo"))
+    assert done.returncode == 2
+    assert "unknown command `pppo`" in done.stderr
+    assert "did you mean `ppo`?" in done.stderr

@@ -1,0 +1,130 @@
+"""From configuration to job: numbers, models, engines, devices."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rlhf_cli.commands.ppo import builtin_recipe
+from rlhf_cli.config import PpoConfig
+from rlhf_cli.config.command_line import parse
+from rlhf_cli.jobs import count_steps, describe_batches, make_job, make_plan
+from rlhf_cli.preflight import Inputs, check_device
+from rlhf_data.errors import ConfigError
+from rlhf_data.prompts import PromptSet
+from rlhf_data.records import Prompt
+from rlhf_train.placement import Resources
+
+CPU, ONE_GPU, MANY_GPUS = Resources(2, 0), Resources(16, 1), Resources(64, 8)
+
+
+def configure(*argv: str) -> PpoConfig:
+    return parse(PpoConfig, argv, prog="", description="", resolve=Path, recipe=builtin_recipe).config
+
+
+def prompt_set(count: int) -> PromptSet:
+    prompts = tuple(Prompt(f"p{i}", np.array([1, 2]), f"prompt {i}") for i in range(count))
+    return PromptSet(prompts, count, 0, 2)
+
+
+def make(config: PpoConfig, resources: Resources):
+    inputs = Inputs("policy", "critic", "r.py", prompt_set(100), prompt_set(10), ())
+    return make_job(config, inputs, make_plan(config, resources), Path("/out"))
+
+
+@pytest.mark.parametrize(
+    ("argv", "num_prompts", "steps"),
+    [
+        (["--max_steps", "None"], 64, 2),  # 64 / 32
+        (["--max_steps", "None"], 65, 3),  # the last step begins another pass
+        (["--max_steps", "None", "--num_episodes", "3"], 65, 7),  # 195 / 32 = 6.1
+        (["--max_steps", "2", "--num_episodes", "3"], 65, 2),
+        (["--max_steps", "9"], 64, 2),
+    ],
+)
+def test_count_steps_covers_the_episodes_up_to_max_steps(argv, num_prompts, steps):
+    assert count_steps(configure(*argv), num_prompts) == steps
+
+
+def test_make_job_schedule_spans_all_optimizer_steps():
+    # 100 prompts / 32 = 4 steps; 128 / 64 x 2 epochs = 4 updates each; 16 in all, 10 % of them warm-up.
+    job = make(configure("--max_epochs", "2", "--lr_warmup_ratio", "0.1"), CPU)
+    assert (job.num_steps, job.batch.num_updates) == (4, 4)
+    actor = job.models["actor"].optimizer
+    assert (actor.total_steps, actor.warmup_steps, actor.learning_rate) == (16, 2, 3e-4)
+    assert job.models["critic"].optimizer.learning_rate == 1e-3
+
+
+def test_make_job_models_are_those_the_algorithm_needs():
+    assert set(make(configure(), CPU).models) == {"actor", "critic", "reference"}
+    grpo = make(configure("--advantage_estimator", "group_norm", "--init_kl_coef", "0"), CPU)
+    assert set(grpo.models) == {"actor"}
+    job = make(configure("--gradient_checkpointing", "--packing_samples", "--bf16"), CPU)
+    assert job.models["critic"].path == "critic"
+    assert job.models["reference"].optimizer is None
+    assert [model.gradient_checkpointing for model in job.models.values()] == [True, True, False]
+    assert all(model.packing and model.dtype == "bfloat16" for model in job.models.values())
+    assert job.engine.dtype == "bfloat16"
+
+
+def test_make_job_algorithm_takes_every_number():
+    argv = ["--eps_clip_low_high", "0.1", "0.3", "--value_clip", "None", "--no_advantage_std_norm", "--use_kl_loss"]
+    spec = make(configure(*argv, "--kl_estimator", "k3", "--gamma", "0.9", "--lambd", "0.8"), CPU).algorithm
+    assert (spec.clip_low, spec.clip_high, spec.value_clip, spec.whiten_std) == (0.1, 0.3, None, False)
+    assert (spec.use_kl_loss, spec.kl_estimator, spec.gamma, spec.lambd) == (True, "k3", 0.9, 0.8)
+
+
+def test_make_job_on_cpu_does_not_sleep_and_syncs_by_shared_memory():
+    config = configure("--colocate_all_models", "--vllm_enable_sleep", "--deepspeed_enable_sleep")
+    job = make(config, CPU)
+    assert not job.engine_sleep
+    assert not job.trainer_sleep
+    assert not job.engine.enable_sleep
+    assert job.engine.weight_transfer == "shared_memory"
+
+
+def test_make_job_colocated_on_a_gpu_sleeps_and_syncs_by_ipc():
+    config = configure("--colocate_all_models", "--vllm_enable_sleep", "--deepspeed_enable_sleep")
+    job = make(config, ONE_GPU)
+    assert job.engine_sleep
+    assert job.trainer_sleep
+    assert job.engine.enable_sleep
+    assert (job.engine.weight_transfer, job.engine.gpu_memory_utilization) == ("ipc", 0.9)
+
+
+def test_make_job_engine_beside_models_that_stay_takes_less_memory():
+    assert make(configure("--colocate_all_models"), ONE_GPU).engine.gpu_memory_utilization == 0.4
+    argv = ("--colocate_all_models", "--vllm_gpu_memory_utilization", "0.6")
+    assert make(configure(*argv), ONE_GPU).engine.gpu_memory_utilization == 0.6
+    assert make(configure(), MANY_GPUS).engine.gpu_memory_utilization == 0.9
+
+
+def test_make_job_sampling_and_engine_follow_the_flags():
+    argv = ["--top_k", "5", "--top_p", "0.9", "--temperature", "0.7", "--vllm_max_num_seqs", "16"]
+    job = make(configure(*argv, "--eval_n_samples_per_prompt", "2", "--seed", "3"), CPU)
+    assert (job.sampling.num_samples, job.sampling.temperature, job.sampling.top_k) == (4, 0.7, 5)
+    assert (job.eval_sampling.num_samples, job.eval_sampling.temperature, job.eval_sampling.top_p) == (2, 1.0, 0.9)
+    assert job.engine.max_model_len == 64 + 32
+    assert (job.engine.max_num_seqs, job.engine.seed, job.seed) == (16, 3, 3)
+    assert job.max_in_flight == 8  # 16 places / 4 samples, twice
+    assert job.config["training"]["seed"] == 3
+
+
+def test_describe_batches_splits_over_processes():
+    config = configure("--actor_num_gpus_per_node", "2", "--micro_train_batch_size", "5")
+    text = describe_batches(config, make(config, CPU))
+    # 64 samples / 2 processes = 32; 32 / 5 = 6.4
+    assert "64 samples / 2 process(es) = 32 each, in 7 pass(es) of at most 5" in text
+
+
+def test_make_plan_apart_uses_each_roles_own_gpus():
+    argv = ["--actor_num_gpus_per_node", "2", "--critic_num_nodes", "2", "--vllm_num_engines", "2"]
+    plan = make_plan(configure(*argv), MANY_GPUS)
+    assert {group.name: group.num_ranks for group in plan.groups} == {"actor": 2, "critic": 2, "reference": 1}
+    assert plan.engines.num_ranks == 2
+
+
+def test_check_device_without_gpu_refuses_tensor_parallelism():
+    with pytest.raises(ConfigError, match="vllm_tensor_parallel_size is 2 and there is no GPU"):
+        check_device(configure("--vllm_tensor_parallel_size", "2"), {"vllm_tensor_parallel_size"}, num_gpus=0)
+    assert check_device(configure(), {"enforce_eager"}, num_gpus=1) == []
+    assert len(check_device(configure(), {"enforce_eager"}, num_gpus=0)) == 1

@@ -1,0 +1,60 @@
+"""What a user types, seen from the user's folder."""
+
+from pathlib import Path
+
+import pytest
+from rlhf_cli import paths
+from rlhf_cli.builtin import HELD_OUT_FILE, MODEL_DIR, TRAIN_FILE
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv("BUILD_WORKING_DIRECTORY", str(tmp_path))
+    return tmp_path
+
+
+def test_user_folder_without_bazel_is_the_current_one(tmp_path, monkeypatch):
+    monkeypatch.delenv("BUILD_WORKING_DIRECTORY", raising=False)
+    monkeypatch.chdir(tmp_path)
+    assert paths.user_path("x.jsonl") == tmp_path / "x.jsonl"
+
+
+def test_user_path_keeps_absolute_paths_and_expands_home(folder, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    assert paths.user_path("/data/x.jsonl") == Path("/data/x.jsonl")
+    assert paths.user_path("~/x.jsonl") == Path("/home/me/x.jsonl")
+    assert paths.user_path("x.jsonl") == folder / "x.jsonl"
+
+
+def test_builtin_names_stand_for_what_ships(folder):
+    assert paths.data_path("builtin") == TRAIN_FILE
+    assert paths.data_path("builtin", held_out=True) == HELD_OUT_FILE
+    assert paths.model_path("builtin") == str(MODEL_DIR)
+
+
+def test_model_path_is_a_folder_or_stays_a_hub_name(folder):
+    (folder / "mine").mkdir()
+    assert paths.model_path("mine") == str(folder / "mine")
+    assert paths.model_path("./absent") == str(folder / "absent")
+    assert paths.model_path("Qwen/Qwen2.5-0.5B") == "Qwen/Qwen2.5-0.5B"
+
+
+@pytest.mark.parametrize(
+    ("text", "resolved"),
+    [
+        ("r.py", "{}/r.py"),
+        ("sub/r.py:score", "{}/sub/r.py:score"),
+        ("package.module:function", "package.module:function"),
+        ("/abs/r.py", "/abs/r.py"),
+        ("package.pyramid", "package.pyramid"),
+    ],
+)
+def test_reward_path_resolves_files_only(folder, text, resolved):
+    assert paths.reward_path(text) == resolved.format(folder)
+
+
+def test_output_folder_is_under_the_users_folder(folder):
+    assert paths.output_folder("runs/a", "ppo") == folder / "runs" / "a"
+    automatic = paths.output_folder(None, "ppo")
+    assert automatic.parent == folder / "rlhf-output"
+    assert automatic.name.startswith("ppo-2")

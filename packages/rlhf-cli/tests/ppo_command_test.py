@@ -1,0 +1,219 @@
+"""`ppo` up to the point where something would start: dry runs, and every kind of bad input."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from rlhf_cli.builtin import MODEL_DIR
+from rlhf_cli.commands.ppo import main
+
+REWARD = "def reward_func(queries, prompts, labels):\n    return {'rewards': [0.0] * len(queries)}\n"
+ROWS = [{"question": f"What is {n} + 1?", "answer": str(n + 1)} for n in range(8)]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch) -> Path:
+    """The user's folder, with prompts and a reward, and no way to start a run."""
+    monkeypatch.setenv("BUILD_WORKING_DIRECTORY", str(tmp_path))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr("rlhf_train.online.controller.run_online", lambda job, view: pytest.fail("a run was started"))
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    (tmp_path / "reward.py").write_text(REWARD)
+    return tmp_path
+
+
+def flags(**changes: object) -> list[str]:
+    """Return a command line that works, relative to the user's folder, with some flags changed."""
+    options: dict[str, object] = {
+        "pretrain": "builtin",
+        "prompt_data": "prompts.jsonl",
+        "input_key": "question",
+        "label_key": "answer",
+        "remote_rm_url": "reward.py",
+        "rollout_batch_size": 8,
+        "train_batch_size": 8,
+        "prompt_max_len": 64,
+        "generate_max_len": 16,
+    }
+    return [word for name, value in (options | changes).items() for word in (f"--{name}", str(value))]
+
+
+def refused(capsys, argv: list[str]) -> tuple[str, str]:
+    """Run `argv`, which must be refused as bad input; return message and hint."""
+    status = main(argv)
+    printed = capsys.readouterr()
+    assert status == 2, printed
+    assert "results will be in" not in printed.out
+    message, _, hint = printed.err[printed.err.index("error: ") :].partition("\n\nhint: ")
+    return message, hint
+
+
+# -- dry runs -------------------------------------------------------------------------------------------------------
+
+
+def test_dry_run_of_the_builtin_task_shows_configuration_placement_and_arithmetic(folder, capsys):
+    assert main(["--dry_run"]) == 0
+    out = capsys.readouterr().out
+    assert "[rollout]\nrollout_batch_size = 32" in out
+    assert "x actor + critic + reference" in out or "actor" in out
+    # 32 prompts x 4 samples = 128; 128 / 64 = 2 optimizer steps; 40 steps x 2 = 80, asking 40 x 32 = 1280 of 3445 prompts.
+    assert "32 prompts x 4 samples = 128" in out
+    assert "128 / 64 x 1 epoch(s) = 2 optimizer step(s)" in out
+    assert "40 steps x 2 = 80 optimizer steps; 1280 prompts asked of 3445, 0.37 passes" in out
+    assert not (folder / "rlhf-output").exists()
+
+
+def test_dry_run_on_own_files_resolves_them_from_the_users_folder(folder, capsys, monkeypatch):
+    monkeypatch.chdir("/")
+    assert main([*flags(num_episodes=3), "--dry_run", "--save_path", "out"]) == 0
+    printed = capsys.readouterr()
+    assert f"results will be in {folder / 'out'}" in printed.out
+    assert "3 steps x 1 = 3 optimizer steps; 24 prompts asked of 8, 3.00 passes" in printed.out
+    assert "held-out           0 prompts" in printed.out
+    assert not (folder / "out").exists()
+
+
+def test_dry_run_reports_what_is_left_out_shared_or_failing(folder, capsys):
+    long = {"question": "What is " + "1 + " * 40 + "1?", "answer": "41"}
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*ROWS, long]))
+    (folder / "reward.py").write_text("def reward_func(queries, prompts, labels):\n    raise KeyError('no luck')\n")
+    argv = flags(eval_data="prompts.jsonl", rollout_batch_size=16, train_batch_size=16)
+    assert main([*argv, "--dry_run"]) == 0
+    notices = capsys.readouterr().err
+    assert "1 of 9 prompts are longer than --prompt_max_len and left out" in notices
+    assert "8 of 8 held-out prompts are training prompts, too" in notices
+    assert "the reward function failed on the first prompts, and the run goes on" in notices
+    assert "no luck" in notices
+    assert "--rollout_batch_size 16 is more than the 8 prompts: each is asked 2.0 times a step" in notices
+
+
+# -- bad input ------------------------------------------------------------------------------------------------------
+
+
+def test_missing_prompt_file_is_named_with_the_nearest(folder, capsys):
+    message, hint = refused(capsys, flags(prompt_data="promts.jsonl"))
+    assert f"data file {folder / 'promts.jsonl'} does not exist" in message
+    assert "prompts.jsonl" in hint
+
+
+@pytest.mark.parametrize("flag", ["input_key", "label_key"])
+def test_missing_key_lists_the_keys_there_are(folder, capsys, flag):
+    message, hint = refused(capsys, flags(**{flag: "answr"}))
+    assert "prompts.jsonl:1" in message
+    assert "unknown key `answr`; known: answer, question" in message
+    assert hint == "did you mean `answer`?\n"
+
+
+def test_malformed_row_is_named_by_file_and_line(folder, capsys):
+    with (folder / "prompts.jsonl").open("a") as file:
+        file.write('{"question": "unfinished\n')
+    message, _ = refused(capsys, flags())
+    assert f"{folder / 'prompts.jsonl'}:9: malformed JSON" in message
+
+
+def test_empty_data_set_is_refused(folder, capsys):
+    (folder / "prompts.jsonl").write_text("\n")
+    message, _ = refused(capsys, flags())
+    assert "has no rows" in message
+
+
+def test_only_too_long_prompts_are_refused_with_their_lengths(folder, capsys):
+    message, hint = refused(capsys, flags(prompt_max_len=3))
+    assert "all 8 prompts" in message
+    assert "raise --prompt_max_len" in hint
+
+
+def test_lengths_beyond_the_context_are_refused(folder, capsys):
+    message, hint = refused(capsys, flags(generate_max_len=4096))
+    assert (
+        "--prompt_max_len 64 + --generate_max_len 4096 is 4160 tokens, and the model has a context of 2048" in message
+    )
+    assert "2048" in hint
+
+
+def test_batch_sizes_that_do_not_divide_are_refused(folder, capsys):
+    message, hint = refused(capsys, flags(train_batch_size=3))
+    assert "--train_batch_size is 3, which does not divide the 8 samples of a step" in message
+    assert hint == "use --train_batch_size 2\n"
+
+
+def test_group_estimator_with_one_sample_is_refused(folder, capsys):
+    message, hint = refused(capsys, flags(advantage_estimator="group_norm"))
+    assert "compares the samples of one prompt" in message
+    assert "--n_samples_per_prompt 4" in hint
+
+
+def test_reward_file_that_is_missing_is_named(folder, capsys):
+    message, hint = refused(capsys, flags(remote_rm_url="rewrd.py"))
+    assert f"reward file {folder / 'rewrd.py'} does not exist" in message
+    assert "reward.py" in hint
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("def score(queries):\n    return []\n", "has no function `reward_func`; it has score"),
+        ("def reward_func(:\n", "is not Python"),
+        ("def reward_func(queries, prompts, labels):\n    return {'rewards': [0.0]}\n", "numbers for"),
+        ("def reward_func(queries, prompts, labels):\n    return {'rewards': [float('nan')] * len(queries)}\n", "nan"),
+        ("def reward_func(queries, prompts, labels):\n    return {'reward': [0.0] * len(queries)}\n", "rewards"),
+        ("import nothing_of_that_name\ndef reward_func(queries, prompts, labels):\n    return {}\n", "nothing_of_that"),
+    ],
+    ids=["no function", "syntax", "wrong length", "not finite", "no rewards", "import fails"],
+)
+def test_reward_that_cannot_work_is_refused(folder, capsys, content, message):
+    (folder / "reward.py").write_text(content)
+    text, _ = refused(capsys, flags())
+    assert message in text
+
+
+def test_model_folder_that_is_missing_is_named(folder, capsys):
+    message, hint = refused(capsys, flags(pretrain="./model"))
+    assert f"there is no model folder {folder / 'model'}" in message
+    assert hint
+
+
+def test_model_and_tokenizer_that_do_not_fit_are_refused(folder, capsys):
+    shutil.copytree(MODEL_DIR, folder / "model")
+    config = json.loads((folder / "model" / "config.json").read_text())
+    (folder / "model" / "config.json").write_text(json.dumps(config | {"vocab_size": 300}))
+    message, hint = refused(capsys, flags(pretrain="model"))
+    assert "token ids up to 511, but the model's embedding ends at 299" in message
+    assert "tokenizer" in hint
+
+
+def test_critic_that_does_not_fit_is_refused_by_its_flag(folder, capsys):
+    shutil.copytree(MODEL_DIR, folder / "critic")
+    config = json.loads((folder / "critic" / "config.json").read_text())
+    (folder / "critic" / "config.json").write_text(json.dumps(config | {"vocab_size": 300}))
+    message, _ = refused(capsys, flags(critic_pretrain="critic"))
+    assert message.startswith("error: --critic_pretrain: the tokenizer has token ids up to 511")
+
+
+def test_unknown_attention_is_refused(folder, capsys):
+    message, hint = refused(capsys, flags(attn_implementation="sdp"))
+    assert "--attn_implementation: unknown value `sdp`" in message
+    assert hint == "did you mean `sdpa`?\n"
+
+
+def test_chat_template_with_input_template_is_refused(folder, capsys):
+    message, hint = refused(capsys, [*flags(input_template="Q: {}"), "--apply_chat_template"])
+    assert "input_template has no effect" in message
+    assert "--apply_chat_template or --input_template" in hint
+
+
+def test_folder_with_results_is_not_written_over(folder, capsys):
+    (folder / "out").mkdir()
+    (folder / "out" / "metrics.jsonl").write_text("{}\n")
+    message, hint = refused(capsys, flags(save_path="out"))
+    assert f"--save_path {folder / 'out'} is not an empty folder" in message
+    assert "name a new one" in hint
+
+
+def test_cluster_that_does_not_answer_is_named(folder, capsys, monkeypatch):
+    monkeypatch.setattr("ray.init", lambda **options: (_ for _ in ()).throw(ConnectionError("nobody there")))
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    message, hint = refused(capsys, flags())
+    assert "no Ray cluster answers at RAY_ADDRESS 127.0.0.1:1: nobody there" in message
+    assert "unset RAY_ADDRESS" in hint

@@ -1,0 +1,136 @@
+"""The offline loop: what is seen how often, how portions add up, and what ranks agree on."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from rlhf_data.errors import ConfigError
+from rlhf_train.engine.protocol import StepStats
+from rlhf_train.metrics import Mean, Sum
+from rlhf_train.offline.loop import OfflineSchedule, evaluate, optimizer_step, train_offline
+from rlhf_train.testing import run_ranks
+
+
+class FakeEngine:
+    """One weight, trained by plain gradient descent with rate 1."""
+
+    device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        self.module = torch.nn.Linear(1, 1, bias=False)
+        torch.nn.init.zeros_(self.module.weight)
+        self.boundaries: list[bool] = []
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+    def backward(self, loss: torch.Tensor, *, is_last: bool) -> None:
+        loss.backward()
+        self.boundaries.append(is_last)
+
+    def step(self) -> StepStats:
+        weight = self.module.weight
+        norm = float(weight.grad.norm())
+        with torch.no_grad():
+            weight -= weight.grad
+        weight.grad = None
+        return StepStats(norm, 1.0)
+
+
+@dataclass(frozen=True)
+class PullTo:
+    """Each example x pulls the weight w towards x: (w - x)^2 / 2, averaged over the examples."""
+
+    def num_tokens(self, example: float) -> int:
+        return 1
+
+    def num_trained_tokens(self, example: float) -> int:
+        return 1
+
+    def loss(self, engine, examples, denominators):
+        ones = torch.ones(len(examples), 1)
+        errors = engine.forward(ones)[:, 0] - torch.tensor(examples)
+        loss = (errors**2 / 2).sum() / denominators.num_tokens
+        return loss, {"x": Mean(float(sum(examples)), len(examples)), "seen": Sum(float(len(examples)))}
+
+
+@pytest.fixture(autouse=True)
+def one_rank(monkeypatch):
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+
+
+@pytest.mark.parametrize(("size", "epochs", "batch"), [(10, 1, 4), (10, 3, 4), (3, 2, 8), (8, 2, 4)])
+def test_schedule_shows_every_example_exactly_max_epochs_times(size, epochs, batch):
+    schedule = OfflineSchedule(train_batch_size=batch, micro_train_batch_size=1, max_epochs=epochs)
+    batches = list(schedule.mini_batches(size))
+    assert len(batches) == schedule.num_steps(size)
+    assert np.bincount(np.concatenate(batches), minlength=size).tolist() == [epochs] * size
+    assert all(len(members) == batch for members in batches[:-1])
+
+
+def test_schedule_order_follows_the_seed():
+    def order(seed):
+        schedule = OfflineSchedule(train_batch_size=4, micro_train_batch_size=1, seed=seed)
+        return np.concatenate(list(schedule.mini_batches(32))).tolist()
+
+    assert order(1) == order(1)
+    assert order(1) != order(2)
+
+
+def test_schedule_sizes_below_one_are_refused():
+    with pytest.raises(ConfigError, match="micro_train_batch_size is 0"):
+        OfflineSchedule(train_batch_size=4, micro_train_batch_size=0)
+
+
+@pytest.mark.parametrize("micro", [1, 2, 3, 5])
+def test_optimizer_step_moves_the_weight_alike_for_every_micro_batch_size(micro):
+    engine = FakeEngine()
+    metrics = optimizer_step(engine, PullTo(), [1.0, 2.0, 3.0, 4.0, 5.0], micro)
+    # The gradient at w = 0 is -mean(x) = -3; rate 1 makes w = 3.
+    assert engine.module.weight.item() == pytest.approx(3.0)
+    assert metrics["train/grad_norm"] == pytest.approx(3.0)
+    assert (metrics["x"], metrics["seen"], metrics["samples/trained"]) == (3.0, 5.0, 5.0)
+    assert engine.boundaries == [False] * (len(engine.boundaries) - 1) + [True]
+
+
+def test_evaluate_leaves_the_weight_alone_and_the_gradient_empty():
+    engine = FakeEngine()
+    assert evaluate(engine, PullTo(), [1.0, 2.0, 6.0], 2) == {"x": 3.0, "seen": 3.0}
+    assert engine.module.weight.item() == 0.0
+    assert engine.module.weight.grad is None
+
+
+def test_train_offline_reports_each_step_once():
+    engine, seen = FakeEngine(), []
+    schedule = OfflineSchedule(train_batch_size=2, micro_train_batch_size=1, max_epochs=2)
+    train_offline(
+        engine, PullTo(), [1.0, 1.0, 1.0], schedule, on_step=lambda step, total, metrics: seen.append((step, total))
+    )
+    assert seen == [(1, 3), (2, 3), (3, 3)]  # 3 examples x 2 epochs / 2
+    assert engine.module.weight.item() == pytest.approx(1.0)
+
+
+def test_optimizer_step_on_three_ranks_equals_one_even_when_one_has_nothing_to_do():
+    # Two examples on three ranks: the third runs one for nothing. mean(2, 4) = 3.
+    results = run_ranks(_step_on_rank, 3)
+    assert [weight for weight, _ in results] == pytest.approx([3.0] * 3)
+    assert [metrics["x"] for _, metrics in results] == [3.0] * 3
+    assert [metrics["seen"] for _, metrics in results] == [2.0] * 3
+
+
+def _step_on_rank(rank: int, num_ranks: int, master: tuple[str, int]) -> tuple[float, dict[str, float]]:
+    store = torch.distributed.TCPStore(master[0], master[1], num_ranks, rank == 0)
+    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
+
+    class Engine(FakeEngine):
+        def step(self) -> StepStats:
+            torch.distributed.all_reduce(self.module.weight.grad)
+            return super().step()
+
+    engine = Engine()
+    metrics = optimizer_step(engine, PullTo(), [2.0, 4.0], 1)
+    torch.distributed.destroy_process_group()
+    return engine.module.weight.item(), metrics
