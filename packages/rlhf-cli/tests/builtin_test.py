@@ -5,6 +5,7 @@ import shlex
 import tomllib
 
 import pytest
+
 from rlhf_cli.builtin import HELD_OUT_FILE, MODEL_DIR, RECIPE_FILE, TRAIN_FILE, make, task
 from rlhf_data.records import VerdictKind
 from rlhf_rollout.rewards.math import grade

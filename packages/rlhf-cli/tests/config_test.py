@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+
 from rlhf_cli.builtin import RECIPE_FILE
 from rlhf_cli.commands.ppo import builtin_recipe
 from rlhf_cli.config import PpoConfig, SftConfig

@@ -4,6 +4,7 @@ import io
 
 import numpy as np
 import pytest
+
 from rlhf_cli.console import PPO_COLUMNS, SFT_COLUMNS, Console, RunView, StepTable, show_results
 from rlhf_data.records import FinishReason, Prompt, Rollout, Span, SpanSource, Verdict, VerdictKind
 

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+
 from rlhf_cli import paths
 from rlhf_cli.builtin import HELD_OUT_FILE, MODEL_DIR, TRAIN_FILE
 

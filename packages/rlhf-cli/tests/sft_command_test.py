@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+
 from rlhf_cli.commands.sft import main
 
 ROWS = [{"question": f"Say {word}.", "reply": word} for word in ("one", "two", "three", "four")] * 4

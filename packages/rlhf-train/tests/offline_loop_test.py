@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+
 from rlhf_data.errors import ConfigError
 from rlhf_train.engine.protocol import StepStats
 from rlhf_train.metrics import Mean, Sum

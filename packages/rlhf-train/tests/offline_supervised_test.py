@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+
 from rlhf_data.sft import SftExample
 from rlhf_models.loading import load_actor
 from rlhf_models.testing import tiny_model_dir
@@ -63,7 +64,7 @@ def test_objective_equals_transformers_own_loss(model_path, packing):
     for item in EXAMPLES:
         labels = torch.tensor(np.where(item.loss_mask, item.token_ids, -100).astype(np.int64))[None]
         own = plain(input_ids=torch.tensor(item.token_ids.astype(np.int64))[None], labels=labels).loss
-        total += float(own) * objective.num_trained_tokens(item)
+        total += own.item() * objective.num_trained_tokens(item)
     assert denominators.num_tokens == 6
     assert loss.item() == pytest.approx(total / 6, rel=1e-5)
     assert metrics["sft/loss"].result() == pytest.approx(total / 6, rel=1e-5)
