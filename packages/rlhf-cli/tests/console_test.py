@@ -84,6 +84,16 @@ def test_run_view_shows_samples_on_one_line_each_with_verdict_and_label(streams)
     assert "3. not scored" in text
 
 
+def test_run_view_long_label_keeps_its_end(streams):
+    out, err = streams
+    prompt = Prompt("p", np.array([1]), "?", label="A long way\nround. " * 5 + "#### 72")
+    RunView(Console(out, err)).samples("Before", [(prompt, rollout("72", None))])
+    label = out.getvalue().partition("label ")[2].splitlines()[0]
+    assert label.startswith("... ")
+    assert label.endswith("#### 72")
+    assert len(label) == 44
+
+
 def test_run_view_evaluation_says_when_and_how_well(streams):
     out, err = streams
     view = RunView(Console(out, err))

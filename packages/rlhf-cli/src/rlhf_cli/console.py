@@ -17,6 +17,7 @@ from rlhf_data.records import Prompt, Rollout
 
 _HEADER_EVERY = 20  # lines
 _MAX_SHOWN = 400  # characters of a prompt or response
+_MAX_LABEL = 40
 _PLAIN_WIDTH = 10_000  # a pipe has no width to wrap at
 
 
@@ -169,7 +170,7 @@ class RunView:
             verdict = rollout.verdict
             judged = "not scored" if verdict is None else verdict.kind.value
             earned = "" if verdict is None or verdict.reward is None else f", reward {verdict.reward:g}"
-            label = "" if prompt.label is None else f", label {_one_line(prompt.label)}"
+            label = "" if prompt.label is None else f", label {_tail(prompt.label)}"
             style = "green" if judged == "ok" else "red"
             self._console.row([(f"  {number}. ", ""), (judged, style), (f"{earned}{label}", "")])
             self._console.result(f"     prompt    {_one_line(prompt.text)}", "dim")
@@ -219,6 +220,12 @@ def _cell(value: float | None, column: Column) -> str:
 def _one_line(text: str) -> str:
     text = " ".join(text.split())
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]} ... ({len(text)} characters)"
+
+
+def _tail(text: str) -> str:
+    """Return the end of a label: of a worked solution, the answer."""
+    text = " ".join(text.split())
+    return text if len(text) <= _MAX_LABEL else f"... {text[-_MAX_LABEL:]}"
 
 
 def _rich_console(file: TextIO) -> RichConsole:
