@@ -123,7 +123,7 @@ def find_resources() -> tuple[Resources, str | None]:
         try:
             ray.init(address=address, logging_level="ERROR", log_to_driver=False)
         except (ConnectionError, ValueError, RuntimeError) as error:
-            hint = "start one with `ray start --head`, or unset RAY_ADDRESS to run without a cluster"
+            hint = "start one with `ray start --head`, set up its token here if it has one, or unset RAY_ADDRESS"
             raise ConfigError(with_hint(f"no Ray cluster answers at RAY_ADDRESS {address}: {error}", hint)) from None
     total = ray.cluster_resources()
     return Resources(num_cpus=int(total.get("CPU", 0)), num_gpus=int(total.get("GPU", 0))), address
