@@ -4,6 +4,7 @@ import importlib.metadata
 import os
 import platform
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,14 @@ def environment() -> dict[str, Any]:
         "versions": versions,
         "commit": _output("git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"),
     }
+
+
+def command_line(out: Path) -> str:
+    """Return the command that was typed, with the folder of its output file left out."""
+    script = Path(sys.argv[0]).name
+    return " ".join(
+        ["python", f"tools/bench/{script}", *(out.name if part == str(out) else part for part in sys.argv[1:])]
+    )
 
 
 def _cpu() -> str:

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from environment import environment
+from environment import command_line, environment
 from rlhf_data.records import Prompt
 from rlhf_models.testing import tiny_model_dir
 from rlhf_rollout.engines import EngineSpec
@@ -143,9 +143,9 @@ def main() -> None:
     medians = {name: statistics.median(step[name] for step in measured if name in step) for name in names}
     report = {
         "benchmark": "ppo_phases",
-        "command": " ".join(["python", "tools/bench/ppo_phases.py", *sys.argv[1:]]),
+        "command": command_line(options.out),
         "environment": environment(),
-        "options": {name: str(v) if isinstance(v, Path) else v for name, v in vars(options).items()},
+        "options": {name: value for name, value in vars(options).items() if name != "out"},
         "median": medians,
         "steps": steps,
         "summary": dict(summary.metrics),

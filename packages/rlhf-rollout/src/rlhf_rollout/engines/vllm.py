@@ -278,6 +278,7 @@ def _build_core(setup: _Setup) -> Any:
             max_model_len=spec.max_model_len,
             item_bytes=_ITEM_BYTES[spec.dtype],
         )
+    whole_prompt = 0 if setup.on_gpu else spec.max_model_len
     config = EngineArgs(
         model=str(setup.model_dir),
         # Tokens go in and out: a tokenizer would only cost time.
@@ -285,7 +286,9 @@ def _build_core(setup: _Setup) -> Any:
         dtype=spec.dtype,
         max_model_len=spec.max_model_len,
         max_num_seqs=spec.max_num_seqs,
-        max_num_batched_tokens=max(spec.max_num_batched_tokens, spec.max_num_seqs),
+        max_num_batched_tokens=max(spec.max_num_batched_tokens, spec.max_num_seqs, whole_prompt),
+        # On a CPU every row brings a seed, and vLLM's CPU sampler fails on a seeded row whose prompt is in two pieces.
+        enable_chunked_prefill=setup.on_gpu,
         gpu_memory_utilization=spec.gpu_memory_utilization,
         kv_cache_memory_bytes=kv_cache_bytes,
         enforce_eager=spec.enforce_eager or not setup.on_gpu,

@@ -7,14 +7,13 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
-from rlhf_rollout.ray_actors import RayEngine
-
 from rlhf_data.errors import EngineError, RewardError, with_hint
 from rlhf_data.records import Prompt, RolloutGroup
 from rlhf_data.sampler import EpochSampler
 from rlhf_models.loading import load_tokenizer
 from rlhf_rollout.generator import GenerationCounts, GroupResult, generate_groups
 from rlhf_rollout.protocols import SamplingParams
+from rlhf_rollout.ray_actors import RayEngine
 from rlhf_rollout.rewards import FunctionReward
 from rlhf_train.batching import plan_batches
 from rlhf_train.group_rewards import group_normalized
@@ -104,7 +103,7 @@ class PlacedRun:
         """See `OnlineRun`."""
         prompts = [self._job.prompts[index] for index in self._sampler.next_batch()]
         outcome, counts = self._generate(prompts, self._job.sampling, f"step{step}")
-        groups = [result.group for result in outcome if result.group is not None]
+        groups = _whole(outcome)
         num_scored = len(scored(groups))
         self._ledger = Ledger(
             num_generated=counts.num_requested,
@@ -115,7 +114,7 @@ class PlacedRun:
         self._recorder.rollouts("rollouts", step, groups)
         self._metrics |= summarize(groups, "rollout")
         self._metrics["samples/retried_groups"] = counts.num_retries
-        self._require_scores(outcome, groups, num_scored)
+        self._require_scores(groups, num_scored)
         return groups
 
     def make_experience(self, groups: Sequence[RolloutGroup], step: int) -> None:
@@ -163,7 +162,7 @@ class PlacedRun:
         started = time.perf_counter()
         outcome, _ = self._generate(job.eval_prompts, job.eval_sampling, f"eval{step}")
         self._timeline.take()
-        groups = [result.group for result in outcome if result.group is not None]
+        groups = _whole(outcome)
         metrics = summarize(groups, "eval") | {"time/evaluate": time.perf_counter() - started}
         self._recorder.metrics(step, metrics)
         self._recorder.rollouts("held-out rollouts", step, groups)
@@ -235,15 +234,14 @@ class PlacedRun:
         # Groups come back in the order they finish; a fixed order makes runs with one seed alike.
         return sorted(outcome, key=lambda result: int(result.group_id.rpartition("/")[2])), counts
 
-    def _require_scores(self, outcome: Sequence[GroupResult], groups: Sequence[RolloutGroup], num_scored: int) -> None:
-        if not groups:
-            raise EngineError(f"every rollout group of this step failed; the last: {outcome[-1].failure}")
+    def _require_scores(self, groups: Sequence[RolloutGroup], num_scored: int) -> None:
         num_mini_batches = self._job.batch.num_updates // self._job.batch.max_epochs
         if num_scored < max(num_mini_batches, *(len(group.handles) for group in self._workers)):
-            details = [
+            failed = [
                 r.verdict.detail for group in groups for r in group.rollouts if r.verdict and r.verdict.kind.failed
             ]
-            message = f"the reward function scored {num_scored} rollouts of this step; the last failure: {details[-1]}"
+            message = f"only {num_scored} rollouts of this step have a reward"
+            message += f"; the last failure: {failed[-1]}" if failed else ""
             raise RewardError(with_hint(message, "see rollouts.jsonl for the prompts and responses it was given"))
 
     def _deal(self, groups: Sequence[RolloutGroup], step: int) -> int:
@@ -320,3 +318,11 @@ class PlacedRun:
             for group in self._workers:
                 group.call("work", "offload")
             self._trainers_asleep = True
+
+
+def _whole(outcome: Sequence[GroupResult]) -> list[RolloutGroup]:
+    """Return the groups that were generated. Raises EngineError when there is none."""
+    groups = [result.group for result in outcome if result.group is not None]
+    if not groups:
+        raise EngineError(f"every rollout group failed; the last: {outcome[-1].failure}")
+    return groups

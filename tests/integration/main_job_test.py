@@ -1,0 +1,120 @@
+"""The commands as a user types them: the main job shortened, and a run on a user's model, data and reward."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TIMEOUT_S = 600
+
+REWARD = """
+import time
+
+
+def reward_func(queries, prompts, labels):
+    if any("hang" in prompt for prompt in prompts):
+        time.sleep(3600)
+    if any("raise" in prompt for prompt in prompts):
+        raise KeyError("no such prompt")
+    return {"rewards": [query.count("1") / 10 for query in queries], "extra_logs": {"seen": 1.0}}
+"""
+
+
+def ppo(*flags: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run `ppo` with `flags` in `folder`: Bazel's binary where there is one, else the module."""
+    binary = ROOT / "packages/rlhf-cli/ppo"
+    command = [str(binary)] if binary.is_file() else [sys.executable, "-m", "rlhf_cli.commands.ppo"]
+    environment = os.environ | {"BUILD_WORKING_DIRECTORY": str(folder)}
+    return subprocess.run(
+        [*command, *flags], cwd=folder, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S
+    )
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+@pytest.fixture(scope="module")
+def main_job(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Path]:
+    folder = tmp_path_factory.mktemp("main")
+    done = ppo("--seed", "1", "--max_steps", "14", "--eval_steps", "7", "--save_path", "out", folder=folder)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    return done, folder / "out"
+
+
+def test_main_job_learns(main_job):
+    final = read_jsonl(main_job[1] / "metrics.jsonl")[-1]
+    assert final["eval/accuracy_before"] <= 0.40
+    assert final["eval/accuracy_after"] >= 0.60
+
+
+def test_main_job_shows_steps_evaluations_samples_and_where_everything_lies(main_job):
+    shown, out = main_job[0].stdout + main_job[0].stderr, main_job[1]
+    assert "14/14" in shown
+    assert shown.count("held-out accuracy") >= 4
+    assert "Held-out samples before training" in shown
+    assert "Held-out samples after training" in shown
+    last_block = shown[shown.rindex("Done") :]
+    for name in ("metrics.jsonl", "tensorboard", "config.json", "rollouts.jsonl", "model"):
+        assert f"{out}/{name}" in last_block
+
+
+def test_main_job_logs_every_phase_and_loses_no_rollout(main_job):
+    steps = [line for line in read_jsonl(main_job[1] / "metrics.jsonl") if "time/step" in line]
+    assert [line["step"] for line in steps] == list(range(1, 15))
+    for line in steps:
+        assert line["samples/generated"] == line["samples/trained"] == 128
+        for phase in ("generate", "reward", "experience", "train", "sync"):
+            assert line[f"time/{phase}"] >= 0
+        assert line["mismatch/logprob_gap_max"] < 1e-3
+    assert any((main_job[1] / "tensorboard").iterdir())
+
+
+def test_main_job_rollouts_are_records_with_tokens_logprobs_reward_and_version(main_job):
+    records = read_jsonl(main_job[1] / "rollouts.jsonl")
+    assert len(records) == 14 * 128
+    for record in records[:: len(records) // 20]:
+        assert record["verdict"] in ("ok", "wrong", "unparsable")
+        assert len(record["token_ids"]) == len(record["logprobs"])
+        assert record["policy_version"] == record["step"] - 1
+        assert record["reward"] == float(record["text"].rpartition("####")[2].strip() == record["label"])
+
+
+def test_main_job_final_model_loads_in_plain_transformers(main_job):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    path = main_job[1] / "model"
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    model = AutoModelForCausalLM.from_pretrained(path)
+    messages = [{"role": "user", "content": "What is 47 + 38?"}]
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    text = tokenizer.decode(model.generate(**ids, max_new_tokens=32, do_sample=False)[0], skip_special_tokens=True)
+    assert "7+8=15" in text
+
+
+def test_user_run_with_a_failing_reward_counts_the_failures_and_goes_on(main_job, tmp_path):
+    shutil.copytree(main_job[1] / "model", tmp_path / "policy")
+    (tmp_path / "reward.py").write_text(REWARD, encoding="utf-8")
+    rows = [{"question": f"Count {number}", "gold": number} for number in range(6)]
+    rows += [{"question": "please raise", "gold": 0}, {"question": "please hang", "gold": 0}]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    flags = ["--pretrain", "policy", "--prompt_data", "data.jsonl", "--input_key", "question", "--label_key", "gold"]
+    flags += ["--remote_rm_url", "reward.py", "--reward_timeout_s", "2", "--apply_chat_template"]
+    flags += ["--rollout_batch_size", "8", "--n_samples_per_prompt", "2", "--num_episodes", "2"]
+    flags += ["--train_batch_size", "16", "--micro_train_batch_size", "8", "--micro_rollout_batch_size", "8"]
+    flags += ["--generate_max_len", "16"]
+    flags += ["--advantage_estimator", "group_norm", "--use_kl_loss", "--kl_estimator", "k3", "--packing_samples"]
+    done = ppo(*flags, "--save_path", "out", folder=tmp_path)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    steps = [line for line in read_jsonl(tmp_path / "out/metrics.jsonl") if "time/step" in line]
+    assert len(steps) == 2
+    for line in steps:
+        assert (line["samples/generated"], line["samples/trained"], line["samples/failed"]) == (16, 12, 4)
+        assert (line["rollout/verdict_crash"], line["rollout/verdict_timeout"]) == (2, 2)
+        assert line["rollout/seen"] == 1.0
