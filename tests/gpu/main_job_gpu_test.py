@@ -1,0 +1,21 @@
+"""The main job on one GPU: bfloat16, one engine and one trainer on the same device, taking turns on its memory."""
+
+import json
+import subprocess
+import sys
+
+FLAGS = ["--bf16", "--colocate_all_models", "--vllm_enable_sleep", "--deepspeed_enable_sleep"]
+
+
+def test_main_job_on_one_gpu_learns_and_syncs_by_cuda_ipc(tmp_path):
+    command = [sys.executable, "-m", "rlhf_cli.commands.ppo", *FLAGS, "--seed", "1", "--max_steps", "14"]
+    done = subprocess.run([*command, "--save_path", tmp_path / "out"], capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    lines = [json.loads(line) for line in (tmp_path / "out/metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    steps = [line for line in lines if "time/step" in line]
+    assert len(steps) == 14
+    assert all(line["samples/generated"] == line["samples/trained"] == 128 for line in steps)
+    assert max(line["mismatch/logprob_gap_mean"] for line in steps) < 0.02
+    assert lines[-1]["eval/accuracy_before"] <= 0.40
+    assert lines[-1]["eval/accuracy_after"] >= 0.60
+    assert lines[-1]["memory/trainer_peak_bytes"] > 0
