@@ -50,6 +50,11 @@ def test_too_few_gpus_for_models_apart_shares_and_says_so():
         (PlacementRequest(ranks={"actor": 2}, num_engines=1, colocate_all_models=True), 8, "--vllm_num_engines 2"),
         (PlacementRequest(ranks={"actor": 4}, num_engines=4, colocate_all_models=True), 2, "4 GPUs asked, 2"),
         (PlacementRequest(ranks={"actor": 0}), 2, "at least 1"),
+        (
+            PlacementRequest(ranks={"actor": 1, "reference": 2}, colocate_actor_ref=True),
+            8,
+            "the actor has 1, the reference 2",
+        ),
     ],
 )
 def test_plans_that_cannot_be_are_refused_with_a_hint(request_, resources, message):

@@ -103,7 +103,7 @@ def plan_placement(request: PlacementRequest, resources: Resources) -> Placement
     bundles of their own; where those are more than there are, everything shares the actor's devices and a note says so.
 
     Raises:
-        ConfigError: colocated groups of unequal size, or more GPUs than there are.
+        ConfigError: colocated models of unequal size, or more GPUs than there are.
     """
     roles = tuple(role for role in ROLES if role in request.ranks)
     for name, count in {**request.ranks, "vllm_num_engines": request.num_engines}.items():
@@ -114,6 +114,7 @@ def plan_placement(request: PlacementRequest, resources: Resources) -> Placement
     notes: tuple[str, ...] = ()
     colocate = request.colocate_all_models
     if not colocate:
+        _check_actor_ref(request)
         asked = _gpus_apart(request, roles)
         if asked <= resources.num_gpus:
             return _apart(request, roles)
@@ -126,6 +127,17 @@ def _on_cpus(request: PlacementRequest, roles: tuple[str, ...]) -> PlacementPlan
     groups = (GroupPlan("train", roles, ranks, (0,) * ranks, 0),)
     engines = GroupPlan("engines", (), request.num_engines, (0,) * request.num_engines, 0)
     return PlacementPlan("cpu", (0,), groups, engines, True)
+
+
+def _check_actor_ref(request: PlacementRequest) -> None:
+    actor, reference = request.ranks["actor"], request.ranks.get("reference")
+    if request.colocate_actor_ref and reference not in (None, actor):
+        raise ConfigError(
+            with_hint(
+                f"actor and reference share processes: the actor has {actor}, the reference {reference}",
+                "set --ref_num_nodes and --ref_num_gpus_per_node to the actor's, or drop --colocate_actor_ref",
+            )
+        )
 
 
 def _groups_apart(request: PlacementRequest, roles: tuple[str, ...]) -> list[tuple[str, ...]]:
