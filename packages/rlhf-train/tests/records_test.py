@@ -84,6 +84,19 @@ def test_metrics_nothing_counted_is_left_out_and_mixed_kinds_are_refused():
         merge_metrics([{"a": Mean(0, 1)}, {"a": Sum(1)}])
 
 
+def test_metrics_that_are_not_a_number_are_logged_as_such():
+    nan = float("nan")
+    numbers = results({"loss": Mean(nan, 1), "norm": Max(nan), "tokens": Sum(nan)})
+    assert numbers.keys() == {"loss", "norm", "tokens"} and all(number != number for number in numbers.values())
+
+
+def test_metrics_max_keeps_what_is_not_a_number_from_either_side():
+    nan = Max(float("nan"))
+    assert [
+        merge_metrics(parts)["a"].result() for parts in ([{"a": nan}, {"a": Max(1)}], [{"a": Max(1)}, {"a": nan}])
+    ] == [pytest.approx(float("nan"), nan_ok=True)] * 2
+
+
 def test_experience_aligns_columns_with_tokens():
     rollouts = random_rollouts(6, vocab_size=50)
     experience = Experience.from_rollouts(rollouts, [1.0] * 6)
@@ -138,6 +151,14 @@ def test_summarize_counts_failures_against_accuracy_but_not_against_the_mean_rew
     assert numbers["rollout/format"] == 1.0
     assert len(scored(groups)) == 2
     assert summarize([], "rollout") == {}
+
+
+def test_summarize_keeps_its_own_numbers_apart_from_a_users_of_the_same_name():
+    verdict = Verdict(VerdictKind.WRONG, 0.0, extra={"accuracy": 0.9})
+    spans = (Span(SpanSource.PROMPT, [1]), Span(SpanSource.POLICY, [2], [-1.0], policy_version=0))
+    rollouts = (Rollout("r", "g", spans, FinishReason.STOP, verdict=verdict),)
+    numbers = summarize([RolloutGroup("g", Prompt("p", [1], "1"), rollouts)], "eval")
+    assert (numbers["eval/accuracy"], numbers["eval/extra_accuracy"]) == (0.0, 0.9)
 
 
 def test_ledger_that_does_not_add_up_is_an_error():

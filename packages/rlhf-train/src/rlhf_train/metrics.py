@@ -47,8 +47,8 @@ class Max:
     value: float
 
     def merge(self, other: "Max") -> "Max":
-        """The larger of both."""
-        return self if self.value >= other.value else other
+        """The larger of both; NaN when either is."""
+        return other if other.value > self.value or other.value != other.value else self
 
     def result(self) -> float:
         """The number to log."""
@@ -70,6 +70,6 @@ def merge_metrics(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
 
 
 def results(metrics: Mapping[str, Metric]) -> dict[str, float]:
-    """Return the numbers to log, without those that nothing contributed to."""
-    numbers = {name: metric.result() for name, metric in metrics.items()}
-    return {name: number for name, number in numbers.items() if number == number}
+    """Return the numbers to log, without those that nothing contributed to. A loss that is NaN stays: it is news."""
+    counted = {name: metric for name, metric in metrics.items() if not isinstance(metric, Mean) or metric.count}
+    return {name: metric.result() for name, metric in counted.items()}

@@ -48,6 +48,9 @@ def scored(groups: Sequence[RolloutGroup]) -> list[Rollout]:
 def summarize(groups: Sequence[RolloutGroup], prefix: str) -> dict[str, float]:
     """Return reward, verdicts and lengths of `groups` under `prefix`; means are over all rollouts with a reward.
 
+    What a reward function logs beside the reward keeps its name; one of ours becomes `extra_<name>`, so that a user's
+    `accuracy` never stands where ours is read.
+
     `accuracy` is the share of verdicts that are ok among all rollouts, failures included.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
@@ -65,7 +68,10 @@ def summarize(groups: Sequence[RolloutGroup], prefix: str) -> dict[str, float]:
         numbers[f"{prefix}/reward"] = sum(rewards) / len(rewards)
         numbers[f"{prefix}/score"] = sum(scores) / len(scores)
     numbers |= {f"{prefix}/verdict_{kind.value}": float(kinds.count(kind)) for kind in VerdictKind if kind in kinds}
-    return numbers | {f"{prefix}/{name}": value for name, value in _extra_means(rollouts).items()}
+    for name, value in _extra_means(rollouts).items():
+        key = f"{prefix}/{name}"
+        numbers[f"{prefix}/extra_{name}" if key in numbers else key] = value
+    return numbers
 
 
 def _extra_means(rollouts: Sequence[Rollout]) -> Mapping[str, float]:
