@@ -1,4 +1,6 @@
 import json
+import os
+import stat
 
 import pytest
 import torch
@@ -106,6 +108,19 @@ def test_save_hf_critic_keeps_backbone_and_head(model_dir, tmp_path, state_of):
     torch.nn.init.normal_(critic.value_head.weight)
     folder = save_hf(critic, state_of(critic), None, tmp_path / "critic")
     assert same(load_critic(folder, dtype="float32"), critic)
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640)])
+def test_save_hf_files_have_the_permissions_that_the_umask_leaves(model_dir, tmp_path, umask, mode):
+    critic = load_critic(model_dir, dtype="float32")
+    before = os.umask(umask)
+    try:
+        folder = save_hf(critic, None, load_tokenizer(model_dir), tmp_path / "critic")
+    finally:
+        os.umask(before)
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()}
+    assert {"config.json", "model.safetensors", "value_head.safetensors"} <= set(modes)
+    assert set(modes.values()) == {mode}
 
 
 def test_save_hf_earlier_folder_is_replaced_whole(model_dir, tmp_path):

@@ -1,6 +1,7 @@
 """Weights on their way out of a model: under checkpoint names, in buckets of bounded size, or as a folder."""
 
 import logging
+import stat
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -143,6 +144,10 @@ def _write(model: nn.Module, state_dict: Mapping[str, Tensor] | None, tokenizer:
             tokenizer.save_pretrained(folder)
     if head:
         save_file({name: tensor.contiguous() for name, tensor in head.items()}, folder / VALUE_HEAD_FILE)
+    # safetensors makes private files; the config is written as any file is, so its mode follows the user's umask.
+    mode = stat.S_IMODE((folder / "config.json").stat().st_mode)
+    for file in folder.glob("*.safetensors"):
+        file.chmod(mode)
 
 
 def _split_state(
