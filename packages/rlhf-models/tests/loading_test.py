@@ -1,11 +1,13 @@
 import json
 import logging
 import shutil
+import time
 
 import pytest
 import torch
 
 from rlhf_data.errors import ConfigError
+from rlhf_models import loading
 from rlhf_models.loading import (
     check_tokenizer_fits,
     load_actor,
@@ -40,6 +42,17 @@ def test_load_config_hub_name_that_cannot_be_reached_names_it_and_hints(monkeypa
     monkeypatch.setattr("transformers.AutoConfig.from_pretrained", offline)
     with pytest.raises(ConfigError, match=r"cannot load the model some/name: We couldn't connect\n\nhint: .*offline"):
         load_config("some/name")
+
+
+def test_load_hub_name_with_nobody_there_looks_into_the_cache_at_once(monkeypatch):
+    monkeypatch.setattr(loading, "_hub_answers", loading._hub_answers.__wrapped__)
+    # Nothing listens on port 1. The hub's client alone takes 1 + 2 + 4 + 8 + 8 s of waiting before it gives up.
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:1")
+    started = time.perf_counter()
+    for load in (load_config, load_tokenizer):
+        with pytest.raises(ConfigError, match=r"cannot load the model no/such-name: .*\n\nhint: .*offline"):
+            load("no/such-name")
+    assert time.perf_counter() - started < 10.0
 
 
 def test_load_config_folder_without_config_says_what_belongs_there(tmp_path):

@@ -1,5 +1,6 @@
 """From a model folder or hub name to a config, a tokenizer and models, with errors that say what to do."""
 
+import functools
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 VALUE_HEAD_FILE = "value_head.safetensors"
+_HUB_TIMEOUT_S = 5.0
+
+logger = logging.getLogger(__name__)
 
 
 def load_config(path: str | Path) -> Any:
@@ -24,7 +28,7 @@ def load_config(path: str | Path) -> Any:
     from transformers import AutoConfig
 
     with _clear_errors(path):
-        return AutoConfig.from_pretrained(str(path))
+        return AutoConfig.from_pretrained(str(path), local_files_only=_is_local(path))
 
 
 def load_tokenizer(path: str | Path) -> Any:
@@ -37,7 +41,7 @@ def load_tokenizer(path: str | Path) -> Any:
     from transformers import AutoTokenizer
 
     with _clear_errors(path):
-        tokenizer = AutoTokenizer.from_pretrained(str(path))
+        tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=_is_local(path))
     _check_eos(tokenizer, path)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -133,6 +137,7 @@ def _load_model(
             dtype=resolve_dtype(dtype),
             attn_implementation=attention,
             output_loading_info=True,
+            local_files_only=_is_local(path),
         )
     if missing := sorted(report["missing_keys"]):
         hint = "it may be the folder of another kind of model, such as a critic"
@@ -158,6 +163,24 @@ def _check_folder(path: str | Path) -> None:
     if is_path or folder.parent.is_dir():
         hint = "give an existing folder, or a hub name as `owner/name`"
         raise ConfigError(with_hint(f"there is no model folder {text}", hint))
+
+
+def _is_local(path: str | Path) -> bool:
+    """Whether to look on this machine only: for a folder, and for a hub name when the hub does not answer."""
+    return Path(path).expanduser().is_dir() or not _hub_answers()
+
+
+@functools.cache
+def _hub_answers() -> bool:
+    """Whether the hub can be reached, asked once; the hub's own client would retry every file for half a minute."""
+    from huggingface_hub import constants, get_session
+
+    try:
+        get_session().head(constants.ENDPOINT, timeout=_HUB_TIMEOUT_S)
+    except Exception as error:  # of the HTTP library, which differs between versions of the client
+        logger.info("the model hub %s does not answer, only its local cache is used: %s", constants.ENDPOINT, error)
+        return False
+    return True
 
 
 def _check_eos(tokenizer: Any, name: str | Path) -> None:
