@@ -6,6 +6,7 @@ import pytest
 
 from rlhf_cli import paths
 from rlhf_cli.builtin import HELD_OUT_FILE, MODEL_DIR, TRAIN_FILE
+from rlhf_data.errors import ConfigError
 
 
 @pytest.fixture
@@ -59,3 +60,21 @@ def test_output_folder_is_under_the_users_folder(folder):
     automatic = paths.output_folder(None, "ppo")
     assert automatic.parent == folder / "rlhf-output"
     assert automatic.name.startswith("ppo-2")
+
+
+@pytest.mark.parametrize("text", ["file", "file/below", "full/of/things", "/proc/nowhere"])
+def test_output_folder_that_cannot_be_used_is_refused_and_leaves_nothing(folder, text):
+    (folder / "file").write_text("")
+    (folder / "full" / "of" / "things").mkdir(parents=True)
+    (folder / "full" / "of" / "things" / "x").write_text("")
+    before = sorted(folder.rglob("*"))
+    with pytest.raises(ConfigError, match=r"--save_path .* (is not an empty folder|cannot be written).*\n\nhint: "):
+        paths.check_output_folder(paths.user_path(text))
+    assert sorted(folder.rglob("*")) == before
+
+
+@pytest.mark.parametrize("text", ["new", "new/deeper", "empty"])
+def test_output_folder_that_is_new_or_empty_passes_and_is_not_made(folder, text):
+    (folder / "empty").mkdir()
+    paths.check_output_folder(paths.user_path(text))
+    assert [path.name for path in folder.rglob("*")] == ["empty"]

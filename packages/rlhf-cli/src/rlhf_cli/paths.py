@@ -1,6 +1,7 @@
 """What a user typed as a path, as a path that can be opened from wherever the command runs."""
 
 import os
+import tempfile
 from datetime import datetime
 from pathlib import Path
 
@@ -50,8 +51,15 @@ def output_folder(text: str | None, command: str) -> Path:
 
 
 def check_output_folder(folder: Path) -> None:
-    """Raise ConfigError unless `folder` is new or empty."""
+    """Raise ConfigError unless `folder` is new or empty and can be written; nothing is left behind."""
     from rlhf_data.errors import ConfigError, with_hint
 
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigError(with_hint(f"--save_path {folder} is not an empty folder", "name a new one"))
+    try:
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise ConfigError(with_hint(f"--save_path {folder} is not an empty folder", "name a new one"))
+        there = next(path for path in (folder, *folder.parents) if path.exists())
+        with tempfile.TemporaryDirectory(prefix=".rlhf-", dir=there):  # permissions alone do not tell: root, /proc
+            pass
+    except OSError as error:
+        message = f"--save_path {folder} cannot be written: {error.strerror}"
+        raise ConfigError(with_hint(message, "name a folder on a disk that you may write to")) from None
