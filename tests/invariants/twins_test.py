@@ -1,0 +1,166 @@
+"""Invariant 4: every loss and estimator equals a slow version, written token by token in float64 from its formula."""
+
+import math
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from rlhf_train.advantages import generalized_advantages, moments, token_rewards, whiten
+from rlhf_train.batching import Denominators
+from rlhf_train.group_rewards import group_normalized
+from rlhf_train.kl import kl_estimate
+from rlhf_train.losses.aggregate import REDUCTIONS, aggregate
+from rlhf_train.losses.policy import clipped_policy_loss
+from rlhf_train.losses.value import clipped_value_loss
+
+NUM_ROWS, NUM_COLUMNS, MAX_TOKENS = 7, 11, 13
+
+
+@pytest.fixture(params=range(3))
+def batch(request) -> dict[str, torch.Tensor]:
+    """Random tensors; one row trains nothing, one a single token."""
+    generator = torch.Generator().manual_seed(request.param)
+
+    def draw(scale: float = 1.0) -> torch.Tensor:
+        return torch.randn(NUM_ROWS, NUM_COLUMNS, generator=generator, dtype=torch.float64) * scale
+
+    mask = torch.rand(NUM_ROWS, NUM_COLUMNS, generator=generator) < 0.6
+    mask[1], mask[2] = False, False
+    mask[2, 4] = True
+    names = ("logprobs", "old", "advantages", "values", "old_values", "returns", "rewards")
+    return {"mask": mask, **{name: draw(0.4 if name in ("logprobs", "old") else 1.0) for name in names}}
+
+
+def trained(mask: torch.Tensor) -> list[tuple[int, int]]:
+    return [(i, t) for i in range(NUM_ROWS) for t in range(NUM_COLUMNS) if mask[i, t]]
+
+
+def slow_policy_loss(x: dict[str, torch.Tensor], i: int, t: int) -> float:
+    ratio, advantage = math.exp(x["logprobs"][i, t] - x["old"][i, t]), float(x["advantages"][i, t])
+    return -min(ratio * advantage, min(max(ratio, 0.8), 1.3) * advantage)
+
+
+def slow_value_loss(x: dict[str, torch.Tensor], i: int, t: int) -> float:
+    value, old, target = (float(x[name][i, t]) for name in ("values", "old_values", "returns"))
+    clipped = old + min(max(value - old, -0.5), 0.5)
+    return max((value - target) ** 2, (clipped - target) ** 2) / 2
+
+
+def slow_kl(estimator: str, x: dict[str, torch.Tensor], i: int, t: int) -> float:
+    d = float(x["logprobs"][i, t] - x["old"][i, t])
+    return {"k1": d, "k2": d * d / 2, "k3": math.exp(-d) - 1 + d}[estimator]
+
+
+def slow_aggregate(losses: dict[tuple[int, int], float], reduction: str) -> float:
+    rows: dict[int, list[float]] = {}
+    for (i, _), loss in losses.items():
+        rows.setdefault(i, []).append(loss)
+    if reduction == "token_mean":
+        return sum(losses.values()) / len(losses)
+    if reduction == "seq_mean_token_mean":
+        return sum(sum(row) / len(row) for row in rows.values()) / len(rows)
+    total = sum(sum(row) for row in rows.values()) / len(rows)
+    return total if reduction == "seq_mean_token_sum" else total / MAX_TOKENS
+
+
+CASES = {
+    "policy": (
+        slow_policy_loss,
+        "logprobs",
+        lambda x: clipped_policy_loss(x["logprobs"], x["old"], x["advantages"], clip_low=0.2, clip_high=0.3),
+    ),
+    "value": (
+        slow_value_loss,
+        "values",
+        lambda x: clipped_value_loss(x["values"], x["old_values"], x["returns"], value_clip=0.5),
+    ),
+    **{
+        name: (
+            lambda x, i, t, name=name: slow_kl(name, x, i, t),
+            "logprobs",
+            lambda x, name=name: kl_estimate(x["logprobs"], x["old"], name),
+        )
+        for name in ("k1", "k2", "k3")
+    },
+}
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_loss_and_gradient_equal_the_slow_twin(batch, name, reduction, dtype):
+    slow, variable, fast = CASES[name]
+    places = trained(batch["mask"])
+    expected = slow_aggregate({place: slow(batch, *place) for place in places}, reduction)
+
+    inputs = {key: value if key == "mask" else value.to(dtype) for key, value in batch.items()}
+    inputs[variable] = inputs[variable].clone().requires_grad_()
+    counts = Denominators(len(places), len({i for i, _ in places}), MAX_TOKENS)
+    loss = aggregate(fast(inputs), batch["mask"], reduction, counts)
+    loss.backward()
+    tolerance = 1e-12 if dtype is torch.float64 else 1e-5
+    assert loss.item() == pytest.approx(expected, rel=tolerance, abs=tolerance)
+
+    # The gradient by central differences of the slow twin, at a few tokens; none outside of the mask.
+    gradient = inputs[variable].grad
+    assert (gradient[~batch["mask"]] == 0).all()
+    for i, t in random.Random(0).sample(places, 6):
+        step, ends = 1e-6, []
+        for sign in (1, -1):
+            moved = dict(batch)
+            moved[variable] = batch[variable].clone()
+            moved[variable][i, t] += sign * step
+            ends.append(slow_aggregate({place: slow(moved, *place) for place in places}, reduction))
+        assert gradient[i, t].item() == pytest.approx((ends[0] - ends[1]) / (2 * step), rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize(("gamma", "lambd"), [(1.0, 1.0), (0.99, 0.95), (0.9, 0.0), (0.0, 0.5)])
+def test_generalized_advantages_equal_the_slow_twin(batch, gamma, lambd):
+    fast, returns = generalized_advantages(
+        batch["rewards"].float(), batch["values"].float(), batch["mask"], gamma=gamma, lambd=lambd
+    )
+    for i in range(NUM_ROWS):
+        places = [t for t in range(NUM_COLUMNS) if batch["mask"][i, t]]
+        rewards = [float(batch["rewards"][i, t]) for t in places]
+        values = [float(batch["values"][i, t]) for t in places] + [0.0]
+        for k, t in enumerate(places):
+            # The definition as a sum, not the recursion: A_k = sum_j (gamma lambda)^j delta_{k+j}.
+            deltas = [rewards[j] + gamma * values[j + 1] - values[j] for j in range(k, len(places))]
+            expected = sum((gamma * lambd) ** j * delta for j, delta in enumerate(deltas))
+            assert fast[i, t].item() == pytest.approx(expected, abs=1e-5)
+            assert returns[i, t].item() == pytest.approx(expected + values[k], abs=1e-5)
+
+
+def test_token_rewards_equal_the_slow_twin(batch):
+    scores = batch["rewards"][:, 0]
+    fast = token_rewards(scores, batch["logprobs"], batch["mask"], kl_coef=0.3)
+    for i in range(NUM_ROWS):
+        places = [t for t in range(NUM_COLUMNS) if batch["mask"][i, t]]
+        for t in range(NUM_COLUMNS):
+            expected = -0.3 * float(batch["logprobs"][i, t]) if t in places else 0.0
+            expected += float(scores[i]) if places and t == places[-1] else 0.0
+            assert fast[i, t].item() == pytest.approx(expected, abs=1e-12)
+
+
+def test_whiten_equals_the_slow_twin(batch):
+    mask = batch["mask"]
+    fast = whiten(batch["values"].float(), mask, moments(batch["values"].float(), mask))
+    numbers = [float(batch["values"][place]) for place in trained(mask)]
+    mean = sum(numbers) / len(numbers)
+    deviation = math.sqrt(sum((number - mean) ** 2 for number in numbers) / len(numbers))
+    for place in trained(mask):
+        assert fast[place].item() == pytest.approx((float(batch["values"][place]) - mean) / deviation, abs=1e-5)
+
+
+def test_group_normalized_equals_the_slow_twin():
+    rng = random.Random(0)
+    group_ids = [rng.choice("abcd") for _ in range(40)]
+    rewards = [rng.gauss(0, 2) for _ in group_ids]
+    fast = group_normalized(np.array(rewards), group_ids)
+    for i, name in enumerate(group_ids):
+        group = [reward for reward, other in zip(rewards, group_ids, strict=True) if other == name]
+        mean = sum(group) / len(group)
+        deviation = math.sqrt(sum((reward - mean) ** 2 for reward in group) / len(group))
+        assert fast[i] == pytest.approx((rewards[i] - mean) / deviation)
