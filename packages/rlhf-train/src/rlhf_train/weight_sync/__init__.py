@@ -3,6 +3,7 @@
 from rlhf_data.errors import ConfigError, unknown
 from rlhf_train.weight_sync.protocol import (
     DEFAULT_BUCKET_BYTES,
+    BucketSender,
     EngineClient,
     LocalEngineClient,
     SyncReport,
@@ -33,11 +34,12 @@ def make_sender(backend: str, *, bucket_bytes: int = DEFAULT_BUCKET_BYTES, check
     if bucket_bytes < 1:
         raise ConfigError(f"bucket_bytes is {bucket_bytes}; it must be at least 1")
     if backend == "shared_memory":
-        from rlhf_train.weight_sync.shared_memory import SharedMemorySender
+        from rlhf_train.weight_sync.shared_memory import SharedMemoryBuffer
 
-        return SharedMemorySender(bucket_bytes=bucket_bytes, checksum=checksum)
+        return BucketSender(SharedMemoryBuffer, bucket_bytes=bucket_bytes, checksum=checksum)
     if backend == "ipc":
-        from rlhf_train.weight_sync.ipc import CudaIpcSender
+        from rlhf_train.weight_sync.ipc import CudaIpcBuffer, check_gpu
 
-        return CudaIpcSender(bucket_bytes=bucket_bytes, checksum=checksum)
+        check_gpu()
+        return BucketSender(CudaIpcBuffer, bucket_bytes=bucket_bytes, checksum=checksum)
     raise ConfigError(unknown("weight sync backend", backend, ("ipc", "shared_memory")))

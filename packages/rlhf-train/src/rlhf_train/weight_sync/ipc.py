@@ -1,40 +1,17 @@
 """Weights through CUDA IPC: one flat buffer on the GPU that the trainer and its engines share."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from rlhf_data.errors import ConfigError, WeightSyncError, with_hint
-from rlhf_train.weight_sync.protocol import DEFAULT_BUCKET_BYTES, EngineClient, SyncReport, send_buckets
 
 
-class CudaIpcSender:
-    """Copies the weights into a GPU buffer that every engine on this GPU opens.
-
-    Args:
-        bucket_bytes: the buffer's size; it exists only during a sync.
-        checksum: let each engine verify the bytes that arrive.
-    """
-
-    def __init__(self, *, bucket_bytes: int = DEFAULT_BUCKET_BYTES, checksum: bool = False) -> None:
-        if not torch.cuda.is_available():
-            raise ConfigError(with_hint("weight sync by ipc needs a GPU", "use shared_memory"))
-        self._bucket_bytes = bucket_bytes
-        self._checksum = checksum
-
-    def send(
-        self, named_tensors: Iterator[tuple[str, torch.Tensor]], engines: Sequence[EngineClient], policy_version: int
-    ) -> SyncReport:
-        """See `WeightSender.send`. The buffer is free when this returns or raises."""
-        return send_buckets(
-            named_tensors,
-            engines,
-            policy_version,
-            open_buffer=lambda size_bytes: CudaIpcBuffer(size_bytes, len(engines)),
-            bucket_bytes=self._bucket_bytes,
-            checksum=self._checksum,
-        )
+def check_gpu() -> None:
+    """Raise ConfigError when there is no GPU to share memory on."""
+    if not torch.cuda.is_available():
+        raise ConfigError(with_hint("weight sync by ipc needs a GPU", "use shared_memory"))
 
 
 class CudaIpcBuffer:

@@ -108,6 +108,34 @@ class LocalEngineClient:
         asyncio.run(self._engine.finish_weight_update())
 
 
+class BucketSender:
+    """Sends through one kind of buffer.
+
+    Args:
+        open_buffer: makes a buffer of so many bytes for so many engines; it exists only during a sync.
+        bucket_bytes: the buffer's size.
+        checksum: let each engine verify the bytes that arrive.
+    """
+
+    def __init__(self, open_buffer: Callable[[int, int], BucketBuffer], *, bucket_bytes: int, checksum: bool) -> None:
+        self._open_buffer = open_buffer
+        self._bucket_bytes = bucket_bytes
+        self._checksum = checksum
+
+    def send(
+        self, named_tensors: Iterator[tuple[str, torch.Tensor]], engines: Sequence[EngineClient], policy_version: int
+    ) -> SyncReport:
+        """See `WeightSender.send`. The buffer is gone when this returns or raises."""
+        return send_buckets(
+            named_tensors,
+            engines,
+            policy_version,
+            open_buffer=lambda size_bytes: self._open_buffer(size_bytes, len(engines)),
+            bucket_bytes=self._bucket_bytes,
+            checksum=self._checksum,
+        )
+
+
 def send_buckets(
     named_tensors: Iterator[tuple[str, torch.Tensor]],
     engines: Sequence[EngineClient],

@@ -4,40 +4,13 @@ import errno
 import mmap
 import os
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from rlhf_data.errors import WeightSyncError, with_hint
 from rlhf_rollout.weights import SHARED_MEMORY_DIR
-from rlhf_train.weight_sync.protocol import DEFAULT_BUCKET_BYTES, EngineClient, SyncReport, send_buckets
-
-
-class SharedMemorySender:
-    """Copies the weights into a segment that every engine of this host maps.
-
-    Args:
-        bucket_bytes: the segment's size; only as much of it takes memory as is written.
-        checksum: let each engine verify the bytes that arrive.
-    """
-
-    def __init__(self, *, bucket_bytes: int = DEFAULT_BUCKET_BYTES, checksum: bool = False) -> None:
-        self._bucket_bytes = bucket_bytes
-        self._checksum = checksum
-
-    def send(
-        self, named_tensors: Iterator[tuple[str, torch.Tensor]], engines: Sequence[EngineClient], policy_version: int
-    ) -> SyncReport:
-        """See `WeightSender.send`. The segment is gone when this returns or raises."""
-        return send_buckets(
-            named_tensors,
-            engines,
-            policy_version,
-            open_buffer=lambda size_bytes: SharedMemoryBuffer(size_bytes, len(engines)),
-            bucket_bytes=self._bucket_bytes,
-            checksum=self._checksum,
-        )
 
 
 class SharedMemoryBuffer:
