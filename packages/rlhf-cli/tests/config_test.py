@@ -125,6 +125,13 @@ def test_parse_alias_sets_the_same_field():
         (["--actor-learning-rate=1"], "unknown flag `--actor-learning-rate`", "did you mean `--actor_learning_rate`?"),
         (["--rollout_batch", "8"], "unknown flag `--rollout_batch`", "did you mean"),  # no abbreviations
         (["--use_wandb_now"], "unknown flag `--use_wandb_now`", "`rlhf ppo --help` lists the flags"),
+        (["--actor_lr", "1"], "unknown flag `--actor_lr`", "did you mean `--actor_learning_rate`?"),
+        (["--normalize_reward"], "unknown flag `--normalize_reward`", "`rlhf ppo --help` lists the flags"),
+        (
+            ["--ref_nodes", "1", "--use_wandb=k", "--reward_pretrain", "m", "--ref_nodes", "2"],
+            "unknown flags `--ref_nodes`, `--use_wandb`, `--reward_pretrain`",
+            "nearest to `--ref_nodes` is `--ref_num_nodes`; nearest to `--reward_pretrain` is `--pretrain`; `rlhf ppo",
+        ),
         (["stray"], "`stray` belongs to no flag", "quote"),
         (["--advantage_estimator", "gea"], "unknown value `gea`; known: gae, group_norm", "did you mean `gae`?"),
         (["--kl_estimator", "k4"], "--kl_estimator: unknown value `k4`; known: k1, k2, k3", ""),
@@ -135,6 +142,11 @@ def test_parse_unknown_name_fails_with_the_nearest(argv, message, hint):
     text, _, given_hint = failure(*argv).partition("\n\nhint: ")
     assert message in text
     assert hint in given_hint
+
+
+@pytest.mark.parametrize("flag", ["--normalize_reward", "--async_train", "--kl_target", "--head", "--node"])
+def test_parse_flag_that_resembles_no_other_gets_no_guess(flag):
+    assert "did you mean" not in failure(flag)
 
 
 @pytest.mark.parametrize(

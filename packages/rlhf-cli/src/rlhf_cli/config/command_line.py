@@ -1,6 +1,7 @@
 """From defaults, recipe, TOML file and flags to a checked configuration: one thin layer over argparse and pydantic."""
 
 import argparse
+import difflib
 import json
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +21,7 @@ NONE = "None"
 """What stands for no value, on the command line and in TOML, which has none of its own."""
 
 _TRUE = "true"
+_SIMILAR, _SAME_BUT_FOR_A_SLIP = 0.55, 0.8  # shares of letters in common
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,19 +170,31 @@ def _read_flags(
     namespace, rest = parser.parse_known_args(list(argv))
     if rest:
         names = [flag for option in known for flag in option.flags] + ["--config", "--dry_run", "--help"]
-        raise ConfigError(_unknown_flag(rest, names, prog))
+        raise ConfigError(_unknown_flags(rest, names, prog))
     return vars(namespace)
 
 
-def _unknown_flag(rest: Sequence[str], names: Sequence[str], prog: str) -> str:
-    wrong = next((word for word in rest if word.startswith("--")), None)
-    if wrong is None:
+def _unknown_flags(rest: Sequence[str], names: Sequence[str], prog: str) -> str:
+    wrong = list(dict.fromkeys(word.split("=")[0] for word in rest if word.startswith("--")))
+    if not wrong:
         return with_hint(f"`{rest[0]}` belongs to no flag", "quote a value that has spaces")
-    flag = wrong.split("=")[0]
-    guess = nearest(flag.replace("-", "_").replace("__", "--", 1), names)
-    return with_hint(
-        f"unknown flag `{flag}`", f"did you mean `{guess}`?" if guess else f"`{prog} --help` lists the flags"
-    )
+    guesses = {flag: guess for flag in wrong if (guess := _nearest_flag(flag, names))}
+    message = f"unknown flag{'s' if len(wrong) > 1 else ''} {', '.join(f'`{flag}`' for flag in wrong)}"
+    if len(wrong) == 1:
+        nearest_ones = "".join(f"did you mean `{guess}`? " for guess in guesses.values())
+    else:
+        nearest_ones = "".join(f"nearest to `{flag}` is `{guess}`; " for flag, guess in guesses.items())
+    return with_hint(message, f"{nearest_ones}`{prog} --help` lists the flags")
+
+
+def _nearest_flag(flag: str, names: Sequence[str]) -> str | None:
+    """Return the flag that was probably meant: one with a word in common, or nearly the same letters."""
+    name = flag.lstrip("-").replace("-", "_")
+    words = set(name.split("_"))
+    for guess in difflib.get_close_matches(name, [known.lstrip("-") for known in names], n=5, cutoff=_SIMILAR):
+        if words & set(guess.split("_")) or difflib.SequenceMatcher(None, guess, name).ratio() >= _SAME_BUT_FOR_A_SLIP:
+            return f"--{guess}"
+    return None
 
 
 def _by_section(known: Sequence[Option], flags: Mapping[str, Any]) -> Values:
