@@ -185,6 +185,15 @@ def test_model_and_tokenizer_that_do_not_fit_are_refused(folder, capsys):
     assert "tokenizer" in hint
 
 
+@pytest.mark.parametrize("flag", ["pretrain", "critic_pretrain"])
+def test_model_folder_without_weights_is_refused(folder, capsys, flag):
+    shutil.copytree(MODEL_DIR, folder / "model", ignore=shutil.ignore_patterns("*.safetensors"))
+    message, hint = refused(capsys, flags(**{flag: "model", "save_path": "out"}))
+    assert f"the model folder {folder / 'model'} has no weights" in message
+    assert hint
+    assert not (folder / "out").exists()
+
+
 def test_critic_that_does_not_fit_is_refused_by_its_flag(folder, capsys):
     shutil.copytree(MODEL_DIR, folder / "critic")
     config = json.loads((folder / "critic" / "config.json").read_text())

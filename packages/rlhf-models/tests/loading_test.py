@@ -10,6 +10,7 @@ from rlhf_data.errors import ConfigError
 from rlhf_models import loading
 from rlhf_models.loading import (
     check_tokenizer_fits,
+    check_weights,
     load_actor,
     load_config,
     load_critic,
@@ -53,6 +54,61 @@ def test_load_hub_name_with_nobody_there_looks_into_the_cache_at_once(monkeypatc
         with pytest.raises(ConfigError, match=r"cannot load the model no/such-name: .*\n\nhint: .*offline"):
             load("no/such-name")
     assert time.perf_counter() - started < 10.0
+
+
+def test_check_weights_whole_folder_and_hub_name_pass(model_dir):
+    check_weights(model_dir)
+    check_weights("some/name")
+
+
+def test_check_weights_sharded_folder_needs_every_shard(model_dir, tmp_path):
+    load_actor(model_dir, dtype="float32").model.save_pretrained(tmp_path, max_shard_size="100KB")
+    check_weights(tmp_path)
+    shard = sorted(tmp_path.glob("model-*.safetensors"))[1]
+    shard.unlink()
+    with pytest.raises(ConfigError, match=rf"lacks the weights in {shard.name}\n\nhint: "):
+        check_weights(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, r"has no weights, such as model\.safetensors"),
+        (b"version https://git-lfs.github.com/spec/v1\n", "model.safetensors is not a whole safetensors file"),
+        (b"", "model.safetensors is not a whole safetensors file"),
+    ],
+    ids=["absent", "pointer", "empty"],
+)
+def test_check_weights_absent_or_broken_are_named(model_dir, tmp_path, content, message):
+    file = shutil.copytree(model_dir, tmp_path / "copy") / "model.safetensors"
+    file.unlink() if content is None else file.write_bytes(content)
+    with pytest.raises(ConfigError, match=message + r"[^\n]*\n\nhint: .*git lfs pull"):
+        check_weights(tmp_path / "copy")
+
+
+def test_check_weights_cut_off_file_is_named(model_dir, tmp_path):
+    file = shutil.copytree(model_dir, tmp_path / "copy") / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(ConfigError, match="is not a whole safetensors file"):
+        check_weights(tmp_path / "copy")
+
+
+def test_check_weights_index_that_is_none_is_refused(model_dir, tmp_path):
+    folder = shutil.copytree(model_dir, tmp_path / "copy")
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text("[]")
+    with pytest.raises(ConfigError, match="is not an index of weights"):
+        check_weights(folder)
+
+
+def test_load_tokenizer_folder_without_one_says_so(model_dir, tmp_path):
+    folder = shutil.copytree(model_dir, tmp_path / "copy")
+    for file in folder.glob("tokenizer*"):
+        file.unlink()
+    # Of some families transformers makes an empty tokenizer, of others it says itself that there is none.
+    ours, theirs = "has no tokenizer that makes tokens of text", "cannot load the model .* tokenizer from"
+    with pytest.raises(ConfigError, match=rf"({ours}|{theirs})[^\n]*\n\nhint: "):
+        load_tokenizer(folder)
 
 
 def test_load_config_folder_without_config_says_what_belongs_there(tmp_path):

@@ -71,10 +71,11 @@ def check_inputs(config: PpoConfig, folder: Path) -> Inputs:
 
 def load_model_files(path: str) -> tuple[Any, Any]:
     """Return the config and the tokenizer of a model folder or hub name. Raises ConfigError when they do not fit."""
-    from rlhf_models.loading import check_tokenizer_fits, load_config, load_tokenizer
+    from rlhf_models.loading import check_tokenizer_fits, check_weights, load_config, load_tokenizer
 
     config, tokenizer = load_config(path), load_tokenizer(path)
     check_tokenizer_fits(config, tokenizer)
+    check_weights(path)
     return config, tokenizer
 
 
@@ -94,11 +95,12 @@ def check_attention(section: ModelSection, model_config: Any) -> None:
 
 def check_critic(section: ModelSection, critic: str, tokenizer: Any) -> None:
     """Raise ConfigError unless the critic's model can be run and can read the policy's tokens."""
-    from rlhf_models.loading import check_tokenizer_fits, load_config
+    from rlhf_models.loading import check_tokenizer_fits, check_weights, load_config
 
     try:
         model_config = load_config(critic)
         check_tokenizer_fits(model_config, tokenizer)
+        check_weights(critic)
         check_attention(section, model_config)
     except ConfigError as error:
         raise ConfigError(f"--critic_pretrain: {error}") from None

@@ -1,6 +1,7 @@
 """From a model folder or hub name to a config, a tokenizer and models, with errors that say what to do."""
 
 import functools
+import json
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -35,17 +36,47 @@ def load_tokenizer(path: str | Path) -> Any:
     """Return the tokenizer of a folder or hub name; its padding token is its end token when it has none.
 
     Raises:
-        ConfigError: there is no tokenizer, or it has no end-of-sequence token.
+        ConfigError: there is no tokenizer, or it makes no tokens, or it has no end-of-sequence token.
     """
     _check_folder(path)
     from transformers import AutoTokenizer
 
     with _clear_errors(path):
         tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=_is_local(path))
+    if not tokenizer.encode("text", add_special_tokens=False):  # what transformers makes of a folder without one
+        hint = "put its files there: tokenizer.json, or what `tokenizer.save_pretrained` writes"
+        raise ConfigError(with_hint(f"{path} has no tokenizer that makes tokens of text", hint))
     _check_eos(tokenizer, path)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def check_weights(path: str | Path) -> None:
+    """Check that a model folder holds its weights, whole; only the files' headers are read, and of hub names nothing.
+
+    Raises:
+        ConfigError: no weights, a shard that is missing, or a file that is not safetensors.
+    """
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        return
+    files = _weight_files(folder)
+    hint = "download or copy the folder again, whole; with git, large files need `git lfs pull`"
+    if files is None:
+        raise ConfigError(with_hint(f"the model folder {folder} has no weights, such as model.safetensors", hint))
+    from safetensors import SafetensorError, safe_open
+
+    for file in files:
+        if not file.is_file():
+            raise ConfigError(with_hint(f"the model folder {folder} lacks the weights in {file.name}", hint))
+        if file.suffix != ".safetensors":
+            continue
+        try:
+            with safe_open(file, "pt"):
+                pass
+        except (SafetensorError, OSError) as error:
+            raise ConfigError(with_hint(f"{file} is not a whole safetensors file: {error}", hint)) from None
 
 
 def check_tokenizer_fits(config: Any, tokenizer: Any) -> None:
@@ -163,6 +194,21 @@ def _check_folder(path: str | Path) -> None:
     if is_path or folder.parent.is_dir():
         hint = "give an existing folder, or a hub name as `owner/name`"
         raise ConfigError(with_hint(f"there is no model folder {text}", hint))
+
+
+def _weight_files(folder: Path) -> list[Path] | None:
+    """Return the files that transformers loads weights from, in its order of preference; None when there are none."""
+    for name in ("model.safetensors", "pytorch_model.bin"):
+        if (folder / name).is_file():
+            return [folder / name]
+        index = folder / f"{name}.index.json"
+        if index.is_file():
+            try:
+                shards = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise ConfigError(f"{index} is not an index of weights: {error}") from None
+            return [folder / shard for shard in sorted(set(shards))]
+    return None
 
 
 def _is_local(path: str | Path) -> bool:
