@@ -25,6 +25,7 @@ class ScriptedCore:
 
     def __init__(self) -> None:
         self.allowed = threading.Semaphore(0)
+        self.entered = threading.Semaphore(0)
         self.running: dict[str, tuple[Any, int]] = {}
         self.added: list[Any] = []
         self.aborted: list[str] = []
@@ -48,6 +49,7 @@ class ScriptedCore:
             self.running.pop(request_id, None)
 
     def get_output(self) -> Any:
+        self.entered.release()
         self.allowed.acquire()
         if self.failure is not None:
             raise self.failure
@@ -94,8 +96,13 @@ def submit(loop: StepLoop, **sampling: Any) -> Job:
 
 
 def barrier(loop: StepLoop) -> None:
-    """Return once the thread has taken in what was sent before."""
+    """Return once the thread has taken in what was sent before; requests among it may still wait to be started."""
     loop.call(lambda core: None, drain=False).result(5)
+
+
+def wait_for_step(core: ScriptedCore) -> None:
+    """Return once another step has begun, with every request started that was sent before it."""
+    assert core.entered.acquire(timeout=5)
 
 
 def test_step_loop_joins_the_samples_of_a_job(core: ScriptedCore, loop: StepLoop) -> None:
@@ -109,9 +116,9 @@ def test_step_loop_joins_the_samples_of_a_job(core: ScriptedCore, loop: StepLoop
 
 
 def test_step_loop_asks_for_end_tokens_logprobs_and_own_seeds(core: ScriptedCore, loop: StepLoop) -> None:
-    submit(loop, num_samples=2, max_tokens=1, stop_token_ids=(7,))
+    job = submit(loop, num_samples=2, max_tokens=1, stop_token_ids=(7,))
     core.allowed.release()
-    barrier(loop)
+    job.future.result(5)
     first, second = (request.sampling_params for request in core.added)
     assert sorted(first.stop_token_ids) == [7, 99]
     assert (first.logprobs, first.detokenize) == (0, False)
@@ -121,10 +128,9 @@ def test_step_loop_asks_for_end_tokens_logprobs_and_own_seeds(core: ScriptedCore
 
 def test_step_loop_keeps_greedy_and_sampled_requests_apart(core: ScriptedCore, loop: StepLoop) -> None:
     sampled = submit(loop, max_tokens=2)
-    core.allowed.release()
-    barrier(loop)
+    wait_for_step(core)
     greedy = submit(loop, max_tokens=1, temperature=0.0)
-    for _ in range(2):
+    for _ in range(3):
         core.allowed.release()
     sampled.future.result(5), greedy.future.result(5)
     # Two steps of the sampled request alone, then one of the greedy request alone.
@@ -133,12 +139,12 @@ def test_step_loop_keeps_greedy_and_sampled_requests_apart(core: ScriptedCore, l
 
 def test_step_loop_call_that_drains_waits_and_holds_newcomers_back(core: ScriptedCore, loop: StepLoop) -> None:
     first = submit(loop, max_tokens=2)
-    core.allowed.release()
-    barrier(loop)
+    wait_for_step(core)
     seen: list[int] = []
     call = loop.call(lambda core: seen.append(len(core.running)), drain=True)
     second = submit(loop, max_tokens=1)
-    core.allowed.release()
+    for _ in range(2):
+        core.allowed.release()
     call.result(5)
     assert first.future.done()
     assert seen == [0]
@@ -149,8 +155,7 @@ def test_step_loop_call_that_drains_waits_and_holds_newcomers_back(core: Scripte
 
 def test_step_loop_abort_gives_every_sample_up(core: ScriptedCore, loop: StepLoop) -> None:
     job = submit(loop, num_samples=2, max_tokens=9)
-    core.allowed.release()
-    barrier(loop)
+    wait_for_step(core)
     loop.abort(job)
     core.allowed.release()
     barrier(loop)
@@ -191,8 +196,7 @@ def test_step_loop_failed_call_reaches_its_caller_only(core: ScriptedCore, loop:
 def test_step_loop_close_fails_what_is_in_flight_and_shuts_the_core_down(core: ScriptedCore) -> None:
     loop = StepLoop(lambda: core, end_token_ids=(), seed=0, seed_every_row=False)
     job = submit(loop, max_tokens=50)
-    core.allowed.release()
-    barrier(loop)
+    wait_for_step(core)
     closer = threading.Thread(target=loop.close)
     closer.start()
     core.allowed.release()
@@ -204,9 +208,10 @@ def test_step_loop_close_fails_what_is_in_flight_and_shuts_the_core_down(core: S
 
 def test_step_loop_without_seed_every_row_leaves_unseeded_requests_unseeded(core: ScriptedCore) -> None:
     loop = StepLoop(lambda: core, end_token_ids=(), seed=0, seed_every_row=False)
-    submit(loop, max_tokens=1), submit(loop, max_tokens=1, seed=3)
-    core.allowed.release()
-    barrier(loop)
+    jobs = [submit(loop, max_tokens=1), submit(loop, max_tokens=1, seed=3)]
+    for job in jobs:
+        core.allowed.release()
+        job.future.result(5)
     seeds = [request.sampling_params.seed for request in core.added]
     assert seeds[0] is None
     assert seeds[1] is not None
