@@ -25,6 +25,8 @@ from rlhf_train.metrics import Max, Mean, Metric, merge_metrics
 from rlhf_train.online.terms import actor_loss, critic_loss, mismatch_metrics, optimizer_steps
 from rlhf_train.specs import ModelSpec
 
+# What a rank without rows reads: two tokens, for a first one has neither a log-prob nor a value to be of use.
+IDLE_TOKENS = np.zeros(2, np.int32)
 MODEL_COLUMNS = {"actor": "old_logprobs", "reference": "ref_logprobs", "critic": "values"}
 
 
@@ -168,15 +170,14 @@ class TrainWorker:
         return actor_loss(outputs["logprobs"], mask, inputs, spec, denominators)
 
     def _forward(self, role: str, rows: Sequence[int]) -> tuple[dict[str, Tensor], Tensor]:
-        """Run `role` on rows of the shard; without rows, on one row with nothing trained, to keep the ranks in step.
+        """Run `role` on rows of the shard; without rows, on tokens that are not trained, to keep the ranks in step.
 
         Returns:
             The model's outputs as [b, t] tensors, one rollout a row whatever the layout, and their loss mask.
         """
-        chosen = list(rows) or [0]
-        tokens = [self._experience.token_ids[row] for row in chosen]
+        tokens = [self._experience.token_ids[row] for row in rows] or [IDLE_TOKENS]
         width = max(len(ids) for ids in tokens)
-        mask = self._experience.loss_mask[chosen, :width]
+        mask = self._experience.loss_mask[list(rows), :width] if rows else torch.tensor([[False, True]])
         if self._specs[role].packing:
             batch = TokenBatch.packed(tokens, device=self._device)
         else:
@@ -192,8 +193,9 @@ class TrainWorker:
         return rows_of, mask if rows else torch.zeros_like(mask)
 
     def _columns(self, rows: Sequence[int], width: int, names: Sequence[str]) -> dict[str, Tensor]:
-        chosen = list(rows) or [0]
-        return {name: self._experience.columns[name][chosen, :width].to(self._device) for name in names}
+        if not rows:
+            return {name: torch.zeros(1, width, device=self._device) for name in names}
+        return {name: self._experience.columns[name][list(rows), :width].to(self._device) for name in names}
 
     def named_weights(self, role: str) -> Iterator[tuple[str, Tensor]]:
         """Yield the weights of `role` whole, under their Hugging Face names. Collective."""
