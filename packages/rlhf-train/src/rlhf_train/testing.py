@@ -4,6 +4,7 @@ import dataclasses
 import multiprocessing
 import queue
 import socket
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -75,15 +76,21 @@ def run_ranks(function: Callable[..., Any], num_ranks: int, *arguments: Any) -> 
         process.start()
     results: dict[int, Any] = {}
     try:
-        for _ in processes:
-            rank, result, failure = outbox.get(timeout=RANK_TIMEOUT_S)
+        deadline = time.monotonic() + RANK_TIMEOUT_S
+        while len(results) < num_ranks:
+            dead = [rank for rank, process in enumerate(processes) if process.exitcode and rank not in results]
+            try:
+                rank, result, failure = outbox.get(timeout=1.0)
+            except queue.Empty:
+                if dead:
+                    raise RuntimeError(f"ranks {dead} died before they answered; stderr has the reason") from None
+                if time.monotonic() > deadline:
+                    answered = f"only ranks {sorted(results)} of {num_ranks} answered"
+                    raise RuntimeError(f"{answered} within {RANK_TIMEOUT_S:g} s") from None
+                continue
             if failure:
                 raise RuntimeError(f"rank {rank} failed:\n{failure}")
             results[rank] = result
-    except queue.Empty:
-        raise RuntimeError(
-            f"only ranks {sorted(results)} of {num_ranks} answered within {RANK_TIMEOUT_S:g} s"
-        ) from None
     finally:
         for process in processes:
             process.join(timeout=5)
