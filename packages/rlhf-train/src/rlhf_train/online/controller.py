@@ -101,6 +101,7 @@ class PlacedRun:
 
     def generate(self, step: int) -> Sequence[RolloutGroup]:
         """See `OnlineRun`."""
+        self._timeline.take()  # seconds of the first sync belong to no step
         prompts = [self._job.prompts[index] for index in self._sampler.next_batch()]
         outcome, counts = self._generate(prompts, self._job.sampling, f"step{step}")
         groups = _whole(outcome)
@@ -121,13 +122,12 @@ class PlacedRun:
         """See `OnlineRun`."""
         with self._timeline.phase("experience"):
             self._wake_trainers()
-            num_trained = self._deal(groups, step)
+            self._deal(groups, step)
             roles = [role for role in ("actor", "reference", "critic") if role in self._group_of]
             pending = {role: self._group_of[role].start("work", "run_model", role) for role in roles}
             self._add_metrics(part for references in pending.values() for part in wait(references))
             self._move_columns("ref_logprobs", "reference", "actor")
             self._move_columns("values", "critic", "actor")
-        self._ledger = replace(self._ledger, num_trained=num_trained)
 
     def assign_advantages(self) -> None:
         """See `OnlineRun`."""
@@ -142,6 +142,9 @@ class PlacedRun:
         with self._timeline.phase("train"):
             pending = [self._group_of[role].start("work", "update", role, **options) for role in roles]
             self._add_metrics(part for references in pending for part in wait(references))
+        # Counted by the ranks as they train, so that a rollout lost on the way to them does not go unnoticed.
+        num_passes = self._metrics.pop("policy/rollout_passes")
+        self._ledger = replace(self._ledger, num_trained=num_passes / self._job.batch.max_epochs)
 
     def sync_weights(self, policy_version: int) -> None:
         """See `OnlineRun`."""
@@ -178,7 +181,8 @@ class PlacedRun:
         self._ledger.check()
         seconds = self._timeline.take()
         total = sum(seconds.values())
-        tokens = self._metrics.get("rollout/response_tokens", 0.0) * self._ledger.num_generated
+        num_written = self._ledger.num_generated - self._ledger.num_engine_failed
+        tokens = self._metrics.get("rollout/response_tokens", 0.0) * num_written
         self._metrics |= {f"time/{name}": value for name, value in seconds.items()} | self._ledger.metrics()
         self._metrics |= {"time/step": total, "throughput/response_tokens": tokens / total if total else 0.0}
         self._recorder.metrics(step, self._metrics)
@@ -231,12 +235,15 @@ class PlacedRun:
             outcome = self._loop.run(collect())
         # Rewards are given while others generate; only what they take after the last generation is theirs.
         self._timeline.move("generate", "reward", counts.reward_wait_s)
+        if failures := [result.failure for result in outcome if result.group is None]:
+            text = f"{prefix}: {len(failures)} of {len(outcome)} rollout groups failed in an engine"
+            self._observer.warning(f"{text}; the last: {failures[-1]}")
         # Groups come back in the order they finish; a fixed order makes runs with one seed alike.
         return sorted(outcome, key=lambda result: int(result.group_id.rpartition("/")[2])), counts
 
     def _require_scores(self, groups: Sequence[RolloutGroup], num_scored: int) -> None:
         num_mini_batches = self._job.batch.num_updates // self._job.batch.max_epochs
-        if num_scored < max(num_mini_batches, *(len(group.handles) for group in self._workers)):
+        if num_scored < num_mini_batches:
             failed = [
                 r.verdict.detail for group in groups for r in group.rollouts if r.verdict and r.verdict.kind.failed
             ]
@@ -244,7 +251,7 @@ class PlacedRun:
             message += f"; the last failure: {failed[-1]}" if failed else ""
             raise RewardError(with_hint(message, "see rollouts.jsonl for the prompts and responses it was given"))
 
-    def _deal(self, groups: Sequence[RolloutGroup], step: int) -> int:
+    def _deal(self, groups: Sequence[RolloutGroup], step: int) -> None:
         rollouts = scored(groups)
         rewards = [float(rollout.verdict.reward) for rollout in rollouts]
         spec, batch = self._job.algorithm, self._job.batch
@@ -269,7 +276,6 @@ class PlacedRun:
             ]
             pending += group.start_each("work", shards)
         wait(pending)
-        return len(rollouts)
 
     def _move_columns(self, name: str, source: str, target: str) -> None:
         """Hand a column from the ranks of one role to those of another; processes that hold both have it already."""

@@ -13,13 +13,13 @@ class Ledger:
 
     Attributes:
         num_generated: asked of the engines.
-        num_trained: in the update.
+        num_trained: in the update; not a whole number when an epoch missed some.
         num_reward_failed: without a reward, by timeout or crash.
         num_engine_failed: never finished by an engine.
     """
 
     num_generated: int
-    num_trained: int
+    num_trained: float
     num_reward_failed: int
     num_engine_failed: int
 
@@ -27,7 +27,7 @@ class Ledger:
         """Raise RlhfError unless every rollout is accounted for."""
         if self.num_generated != self.num_trained + self.num_reward_failed + self.num_engine_failed:
             raise RlhfError(
-                f"rollouts were lost: {self.num_generated} generated, {self.num_trained} trained,"
+                f"rollouts were lost: {self.num_generated} generated, {self.num_trained:g} trained,"
                 f" {self.num_reward_failed} without a reward, {self.num_engine_failed} failed in an engine"
             )
 
@@ -35,7 +35,7 @@ class Ledger:
         """Return the counts to log."""
         return {
             "samples/generated": self.num_generated,
-            "samples/trained": self.num_trained,
+            "samples/trained": int(self.num_trained),
             "samples/failed": self.num_reward_failed + self.num_engine_failed,
         }
 

@@ -21,7 +21,7 @@ from rlhf_train.batching import MiniBatch, RankPlan
 from rlhf_train.engine.deepspeed import DeepSpeedEngine, init_process_group
 from rlhf_train.experience import Experience
 from rlhf_train.kl import kl_estimate
-from rlhf_train.metrics import Max, Mean, Metric, merge_metrics
+from rlhf_train.metrics import Max, Mean, Metric, Sum, merge_metrics
 from rlhf_train.online.terms import actor_loss, critic_loss, mismatch_metrics, optimizer_steps
 from rlhf_train.specs import ModelSpec
 
@@ -74,7 +74,7 @@ class TrainWorker:
             self._frozen[role] = load_reference(spec.path, **options).to(self._device)
             return
         load = {"actor": load_actor, "critic": load_critic}[role]
-        model = load(spec.path, gradient_checkpointing=spec.gradient_checkpointing, **options)
+        model = without_dropout(load(spec.path, gradient_checkpointing=spec.gradient_checkpointing, **options))
         self.engines[role] = DeepSpeedEngine(
             model, spec.optimizer, zero_stage=spec.zero_stage, dtype=resolve_dtype(spec.dtype), device=device
         )
@@ -156,6 +156,8 @@ class TrainWorker:
         losses = [f"{name}/loss", *(["kl/loss"] if role == "actor" and self._algorithm.use_kl_loss else [])]
         norm: dict[str, Metric] = {f"{name}/grad_norm": Mean(stats.grad_norm, 1)}
         norm[f"{name}/learning_rate"] = Max(stats.learning_rate)
+        if role == "actor":
+            norm["policy/rollout_passes"] = Sum(sum(map(len, mini_batch.micro_batches)))
         return merge_metrics([*parts, norm, optimizer_steps(losses, self._num_ranks)])
 
     def _loss(
@@ -223,6 +225,21 @@ class TrainWorker:
     def peak_memory_bytes(self) -> int:
         """The most device memory this process has allocated; 0 on a CPU."""
         return torch.cuda.max_memory_allocated() if self._device.type == "cuda" else 0
+
+
+def without_dropout(model: torch.nn.Module) -> torch.nn.Module:
+    """Switch dropout off for good; returns the same model.
+
+    Old log-probs come from eval mode and the engine has no dropout: with it the ratio of an update that has not begun
+    would not be 1. The training mode itself stays, for gradient checkpointing needs it.
+    """
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        for name, value in vars(module).items():
+            if "dropout" in name and isinstance(value, float):
+                setattr(module, name, 0.0)
+    return model
 
 
 def _rows(sequences: Sequence[Tensor], width: int) -> Tensor:
