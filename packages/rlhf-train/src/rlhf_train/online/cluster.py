@@ -10,10 +10,10 @@ from typing import Any
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-from rlhf_rollout.ray_actors import EngineActor
 
 import rlhf_train
 from rlhf_data.errors import EngineError, RlhfError, with_hint
+from rlhf_rollout.ray_actors import EngineActor
 from rlhf_train.online.job import OnlineJob
 from rlhf_train.online.ray_actors import RankActor, free_port
 from rlhf_train.placement import GroupPlan, PlacementPlan
@@ -23,11 +23,20 @@ GPU_SHARE = 0.45  # of a GPU, for each of the two processes that share it; Ray o
 
 
 def wait(references: Sequence[Any]) -> list[Any]:
-    """Return what `references` stand for. Raises what the remote side raised, without Ray's wrapping."""
+    """Return what `references` stand for.
+
+    Raises:
+        RlhfError: the remote side raised it.
+        EngineError: the remote process is gone.
+        ray.exceptions.RayTaskError: another error of the remote side, with its traceback.
+    """
     try:
         return ray.get(list(references))
     except ray.exceptions.RayTaskError as error:
         raise error.cause if isinstance(error.cause, RlhfError) else error from None
+    except ray.exceptions.RayActorError as error:
+        hint = "its log tells why (Ray's session folder); out of memory is the usual reason"
+        raise EngineError(with_hint(f"a process of the run is gone: {error}", hint)) from error
 
 
 class WorkerGroup:
@@ -128,7 +137,7 @@ def start_workers(job: OnlineJob, reserved: PlacementGroup) -> list[WorkerGroup]
             actor.options(**_options(job.plan, group, rank, reserved)).remote(rank, group.num_ranks)
             for rank in range(group.num_ranks)
         ]
-        master = ray.get(handles[0].master_address.remote()) if group.num_ranks > 1 else ("127.0.0.1", free_port())
+        master = wait([handles[0].master_address.remote()])[0] if group.num_ranks > 1 else ("127.0.0.1", free_port())
         workers = WorkerGroup(group, handles)
         workers.started = workers.start("load", models, job, master, _num_threads(job.plan, group))
         groups.append(workers)
