@@ -136,6 +136,11 @@ def _check_algorithm(config: PpoConfig, given: Collection[str]) -> list[str]:
                 )
             )
         notices += without_effect(_REFERENCE_OPTIONS, given, "--init_kl_coef is 0, so there is no reference model")
+    if spec.use_kl_loss and spec.kl_estimator == "k1":
+        notices.append(
+            "--use_kl_loss with --kl_estimator k1: the gradient of k1 averages to 0, so that the term holds nothing"
+            " back; k2 and k3 do"
+        )
     row = spec.row
     if not row.uses_critic:
         notices += without_effect(_CRITIC_OPTIONS, given, f"{row.title} ({row.name}) has no critic")
