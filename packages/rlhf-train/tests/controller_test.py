@@ -6,14 +6,25 @@ import json
 import numpy as np
 import pytest
 
-from rlhf_data.errors import EngineError, RlhfError
+from rlhf_data.errors import ConfigError, EngineError, RlhfError
 from rlhf_data.records import FinishReason
 from rlhf_models.testing import tiny_model_dir
 from rlhf_rollout.protocols import Completion
+from rlhf_train.algorithms import AlgorithmSpec
 from rlhf_train.online.controller import PlacedRun
 from rlhf_train.online.observer import SilentObserver
 from rlhf_train.online.recorder import Recorder
 from rlhf_train.testing import tiny_job
+
+
+def test_online_job_plan_without_a_place_for_a_model_is_refused(tmp_path):
+    job = tiny_job("model", tmp_path)
+    with pytest.raises(ConfigError, match="places for actor, critic, reference, the models are actor, reference"):
+        dataclasses.replace(
+            job,
+            models={role: job.models[role] for role in ("actor", "reference")},
+            algorithm=AlgorithmSpec(estimator="group_norm"),
+        )
 
 
 class HalfEngine:

@@ -124,6 +124,9 @@ class OnlineJob:
             raise ConfigError(f"{row.title} {'needs a' if row.uses_critic else 'has no'} critic")
         if self.algorithm.uses_reference != ("reference" in self.models):
             raise ConfigError("a reference model is there exactly when init_kl_coef is above 0")
+        placed = [role for group in self.plan.groups for role in group.roles]
+        if sorted(placed) != sorted(self.models):
+            raise ConfigError(f"the plan has places for {', '.join(placed)}, the models are {', '.join(self.models)}")
         if row.uses_group and self.batch.num_samples_per_prompt < 2:
             raise ConfigError(
                 with_hint(
