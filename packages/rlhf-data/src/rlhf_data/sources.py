@@ -10,6 +10,7 @@ from typing import Any
 from rlhf_data.errors import ConfigError, DataError, missing_file, unknown, with_hint
 
 SUFFIXES = (".json", ".jsonl")
+_ONE_A_LINE = "a .jsonl file has one whole JSON object a line, with names and text in double quotes"
 
 _WHITESPACE = re.compile(r"[ \t\n\r]*")
 
@@ -93,7 +94,9 @@ def read_rows(path: str | Path, *, max_rows: int | None = None) -> list[Row]:
         if len(rows) == max_rows:
             break
     if not rows:
-        raise DataError(f"data file {path} has no rows")
+        raise DataError(
+            with_hint(f"data file {path} has no rows", "write one JSON object a line, with the prompt in it")
+        )
     return rows
 
 
@@ -106,7 +109,7 @@ def _read_jsonl(path: Path) -> Iterator[Row]:
             try:
                 value = json.loads(text, parse_constant=_refuse_constant)
             except (ValueError, RecursionError) as error:
-                raise DataError(f"{path}:{number}: malformed JSON: {_reason(error)}") from None
+                raise DataError(with_hint(f"{path}:{number}: malformed JSON: {_reason(error)}", _ONE_A_LINE)) from None
             yield _row(value, path, number)
 
 
