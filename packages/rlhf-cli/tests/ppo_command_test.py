@@ -110,14 +110,16 @@ def test_missing_key_lists_the_keys_there_are(folder, capsys, flag):
 def test_malformed_row_is_named_by_file_and_line(folder, capsys):
     with (folder / "prompts.jsonl").open("a") as file:
         file.write('{"question": "unfinished\n')
-    message, _ = refused(capsys, flags())
+    message, hint = refused(capsys, flags())
     assert f"{folder / 'prompts.jsonl'}:9: malformed JSON" in message
+    assert "one whole JSON object a line" in hint
 
 
 def test_empty_data_set_is_refused(folder, capsys):
     (folder / "prompts.jsonl").write_text("\n")
-    message, _ = refused(capsys, flags())
+    message, hint = refused(capsys, flags())
     assert "has no rows" in message
+    assert "one JSON object a line" in hint
 
 
 def test_only_too_long_prompts_are_refused_with_their_lengths(folder, capsys):
@@ -157,17 +159,22 @@ def test_reward_file_that_is_missing_is_named(folder, capsys):
     [
         ("def score(queries):\n    return []\n", "has no function `reward_func`; it has score"),
         ("def reward_func(:\n", "is not Python"),
+        (
+            "def reward_func(queries, prompts):\n    return {'rewards': [0.0]}\n",
+            "does not take (queries, prompts, labels)",
+        ),
         ("def reward_func(queries, prompts, labels):\n    return {'rewards': [0.0]}\n", "numbers for"),
         ("def reward_func(queries, prompts, labels):\n    return {'rewards': [float('nan')] * len(queries)}\n", "nan"),
         ("def reward_func(queries, prompts, labels):\n    return {'reward': [0.0] * len(queries)}\n", "rewards"),
         ("import nothing_of_that_name\ndef reward_func(queries, prompts, labels):\n    return {}\n", "nothing_of_that"),
     ],
-    ids=["no function", "syntax", "wrong length", "not finite", "no rewards", "import fails"],
+    ids=["no function", "syntax", "arguments", "wrong length", "not finite", "no rewards", "import fails"],
 )
 def test_reward_that_cannot_work_is_refused(folder, capsys, content, message):
     (folder / "reward.py").write_text(content)
-    text, _ = refused(capsys, flags())
+    text, hint = refused(capsys, flags())
     assert message in text
+    assert "hint: " not in hint  # there is one at most
 
 
 def test_model_folder_that_is_missing_is_named(folder, capsys):

@@ -90,6 +90,14 @@ def test_load_function_module_without_it_is_refused():
         load_function(RewardTarget("rlhf_rollout.rewards.math", "grad"))
 
 
+def test_load_function_that_takes_other_arguments_is_refused(tmp_path):
+    path = tmp_path / "narrow.py"
+    path.write_text("def reward_func(queries, prompts):\n    return {}\ndef wide(*args, scale=1.0):\n    return {}\n")
+    with pytest.raises(RewardError, match=r"reward_func\(queries, prompts\) does not take .*\n\nhint: def reward_func"):
+        load_function(RewardTarget(str(path)))
+    assert load_function(RewardTarget(str(path), "wide"))([], [], []) == {}
+
+
 @pytest.mark.parametrize(
     "values",
     [

@@ -75,6 +75,9 @@ class WorkerProcess:
             ) from None
         except CallCrashError as error:
             raise RewardError(f"the reward worker for {target.module} did not start: {error}") from None
+        if "invalid" in answer:
+            self.close()
+            raise RewardError(answer["invalid"])
         if "error" in answer:
             self.close()
             raise RewardError(

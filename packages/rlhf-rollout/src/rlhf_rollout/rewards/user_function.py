@@ -11,6 +11,7 @@ numpy arrays or torch tensors.
 import ast
 import importlib
 import importlib.util
+import inspect
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -87,7 +88,8 @@ def load_function(target: RewardTarget) -> Callable[..., Any]:
     """Import the target and return its function; the folder of a file is importable by it.
 
     Raises:
-        RewardError: the module has no such function. Whatever else the import raises is passed on.
+        RewardError: the module has no such function, or it takes other arguments. Whatever else the import raises is
+            passed on.
     """
     if target.is_file:
         path = Path(target.module)
@@ -103,6 +105,7 @@ def load_function(target: RewardTarget) -> Callable[..., Any]:
     if not callable(function):
         callables = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
         raise RewardError(_no_function(target, callables))
+    _check_parameters(function, target)
     return function
 
 
@@ -182,6 +185,19 @@ def _bound_names(body: list[ast.stmt]) -> Iterator[str]:
             yield part.id
         elif isinstance(part, ast.alias):
             yield part.asname or part.name
+
+
+def _check_parameters(function: Callable[..., Any], target: RewardTarget) -> None:
+    """Every call would fail alike, so it is said before the first one."""
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # of some functions written in C
+        return
+    try:
+        signature.bind([], [], [])
+    except TypeError as error:
+        message = f"{target.module}: {target.function}{signature} does not take (queries, prompts, labels): {error}"
+        raise RewardError(with_hint(message, _SKELETON)) from None
 
 
 def _no_function(target: RewardTarget, defined: Sequence[str]) -> str:

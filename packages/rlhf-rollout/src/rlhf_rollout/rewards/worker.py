@@ -29,6 +29,9 @@ def main(connection: socket.socket, requests: BufferedIOBase) -> None:
     target = RewardTarget(**json.loads(requests.readline()))
     try:
         function = load_function(target)
+    except RewardError as error:
+        _send(connection, {"invalid": str(error)})
+        return
     except BaseException as error:  # SystemExit included: the parent must hear of it
         _send(connection, {"error": _explain(error, target)})
         return
@@ -53,8 +56,6 @@ def _send(connection: socket.socket, value: Any) -> None:
 
 def _explain(error: BaseException, target: RewardTarget) -> str:
     """Return the last line of the traceback, with the place in the user's file that it came through."""
-    if isinstance(error, RewardError):
-        return str(error)
     text = " ".join(f"{type(error).__name__}: {error}".split())[:_MAX_DETAIL]
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == target.module]
     return f"{text} ({os.path.basename(target.module)}:{frames[-1].lineno})" if frames else text
