@@ -134,6 +134,11 @@ def test_parse_alias_sets_the_same_field():
         ),
         (["stray"], "`stray` belongs to no flag", "quote"),
         (["--advantage_estimator", "gea"], "unknown value `gea`; known: gae, group_norm", "did you mean `gae`?"),
+        (
+            ["--advantage_estimator", "grpo"],
+            "unknown value `grpo`; known: gae, group_norm",
+            "GRPO is `group_norm` here",
+        ),
         (["--kl_estimator", "k4"], "--kl_estimator: unknown value `k4`; known: k1, k2, k3", ""),
         (["--seed"], "--seed: expected one argument", "--help"),
     ],

@@ -7,7 +7,7 @@ from pydantic import Field
 from rlhf_cli.config.base import Section, one_of
 from rlhf_train.algorithms import ALGORITHMS, AlgorithmSpec
 
-Estimator = one_of(ALGORITHMS)
+Estimator = one_of(ALGORITHMS, {name: row.title for name, row in ALGORITHMS.items()})
 KlEstimatorName = one_of(("k1", "k2", "k3"))
 _DEFAULTS = AlgorithmSpec()
 

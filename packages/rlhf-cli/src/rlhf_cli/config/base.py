@@ -1,13 +1,13 @@
 """What sections and fields of a configuration are made of."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, ConfigDict
 from pydantic.fields import FieldInfo
 
-from rlhf_data.errors import unknown
+from rlhf_data.errors import unknown, with_hint
 
 
 class Section(BaseModel):
@@ -32,11 +32,16 @@ class Aliases:
     names: tuple[str, ...]
 
 
-def one_of(names: Iterable[str]) -> Any:
-    """Return the type of a text field that must be one of `names`."""
+def one_of(names: Iterable[str], titles: Mapping[str, str] | None = None) -> Any:
+    """Return the type of a text field that must be one of `names`; `titles` are what else people call them."""
     choices = Choices(tuple(names))
+    by_title = {title.lower(): (name, title) for name, title in (titles or {}).items()}
 
     def check(value: str) -> str:
+        if value.lower() in by_title:
+            name, title = by_title[value.lower()]
+            message = f"unknown value `{value}`; known: {', '.join(choices.names)}"
+            raise ValueError(with_hint(message, f"{title} is `{name}` here"))
         if value not in choices.names:
             raise ValueError(unknown("value", value, choices.names))
         return value
