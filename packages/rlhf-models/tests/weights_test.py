@@ -1,5 +1,6 @@
 import json
 import os
+import resource
 import stat
 
 import pytest
@@ -153,6 +154,18 @@ def test_save_hf_path_that_cannot_be_made_hints(model_dir, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match=r"cannot write the model to .*\n\nhint: "):
         save_hf(load_actor(model_dir, dtype="float32"), None, None, tmp_path / "file" / "model")
+
+
+def test_save_hf_file_that_cannot_be_written_to_its_end_hints_and_leaves_nothing(model_dir, tmp_path):
+    actor = load_actor(model_dir, dtype="float32")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))  # bytes a file, below those of the weights
+    try:
+        with pytest.raises(CheckpointError, match=r"cannot write the model to .*\n\nhint: "):
+            save_hf(actor, None, None, tmp_path / "model")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not any(tmp_path.iterdir())
 
 
 def test_save_hf_generation_config_that_cannot_be_saved_is_mended(model_dir, tmp_path, caplog):

@@ -116,6 +116,8 @@ def save_hf(model: nn.Module, state_dict: Mapping[str, Tensor] | None, tokenizer
     Raises:
         CheckpointError: a weight is missing, or the folder cannot be written.
     """
+    from safetensors import SafetensorError  # a full disk among them
+
     path = Path(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -125,7 +127,7 @@ def save_hf(model: nn.Module, state_dict: Mapping[str, Tensor] | None, tokenizer
             if path.exists():
                 path.rename(Path(scratch) / "old")
             new.rename(path)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise CheckpointError(
             with_hint(f"cannot write the model to {path}: {error}", "check the disk and the path")
         ) from error
