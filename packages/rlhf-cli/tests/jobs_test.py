@@ -129,3 +129,9 @@ def test_check_device_without_gpu_refuses_tensor_parallelism():
         check_device(configure("--vllm_tensor_parallel_size", "2"), {"vllm_tensor_parallel_size"}, num_gpus=0)
     assert check_device(configure(), {"enforce_eager"}, num_gpus=1) == []
     assert len(check_device(configure(), {"enforce_eager"}, num_gpus=0)) == 1
+
+
+def test_make_job_seed_reaches_every_request_on_a_cpu():
+    job = make(configure("--seed", "5"), CPU)
+    assert (job.sampling.seed, job.eval_sampling.seed) == (5, 5)
+    assert make(configure("--seed", "5"), ONE_GPU).sampling.seed is None

@@ -42,15 +42,18 @@ def make_job(
     batch = make_batch(config)
     num_steps = count_steps(config, len(inputs.prompts))
     on_gpu = plan.device == "cuda"
+    # Requests reach an engine in no fixed order, so that on a CPU each draws from a seed of its own. On a GPU, where sums
+    # depend on what else is in the batch, that would not make runs alike, and it slows the sampler down.
+    seed = None if on_gpu else config.training.seed
     num_samples = config.rollout.n_samples_per_prompt
     places = config.engine.vllm_max_num_seqs * plan.engines.num_ranks
     return OnlineJob(
         models=_make_models(config, inputs, num_steps * batch.num_updates),
         algorithm=algorithm_spec(config),
         engine=make_engine(config, inputs.model, plan),
-        sampling=_make_sampling(config, num_samples, config.rollout.temperature),
+        sampling=_make_sampling(config, num_samples, config.rollout.temperature, seed),
         eval_sampling=_make_sampling(
-            config, config.evaluation.eval_n_samples_per_prompt, config.evaluation.eval_temperature
+            config, config.evaluation.eval_n_samples_per_prompt, config.evaluation.eval_temperature, seed
         ),
         prompts=inputs.prompts.prompts,
         eval_prompts=inputs.eval_prompts.prompts if inputs.eval_prompts else (),
@@ -170,11 +173,12 @@ def _make_models(config: PpoConfig, inputs: Inputs, num_updates: int) -> dict[st
     return models
 
 
-def _make_sampling(config: PpoConfig, num_samples: int, temperature: float) -> SamplingParams:
+def _make_sampling(config: PpoConfig, num_samples: int, temperature: float, seed: int | None) -> SamplingParams:
     return SamplingParams(
         num_samples=num_samples,
         max_tokens=config.rollout.generate_max_len,
         temperature=temperature,
         top_p=config.rollout.top_p,
         top_k=config.rollout.top_k,
+        seed=seed,
     )
