@@ -42,8 +42,8 @@ def make_job(
     batch = make_batch(config)
     num_steps = count_steps(config, len(inputs.prompts))
     on_gpu = plan.device == "cuda"
-    # Requests reach an engine in no fixed order, so that on a CPU each draws from a seed of its own. On a GPU, where sums
-    # depend on what else is in the batch, that would not make runs alike, and it slows the sampler down.
+    # Requests reach an engine in no fixed order, so that on a CPU each draws from a seed of its own. On a GPU, sums
+    # depend on what else is in the batch: it would not make runs alike, and slow the sampler down.
     seed = None if on_gpu else config.training.seed
     num_samples = config.rollout.n_samples_per_prompt
     places = config.engine.vllm_max_num_seqs * plan.engines.num_ranks
