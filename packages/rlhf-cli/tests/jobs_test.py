@@ -107,7 +107,15 @@ def test_make_job_sampling_and_engine_follow_the_flags():
     assert job.engine.max_model_len == 64 + 32
     assert (job.engine.max_num_seqs, job.engine.seed, job.seed) == (16, 3, 3)
     assert job.max_in_flight == 8  # 16 places / 4 samples, twice
-    assert job.config["training"]["seed"] == 3
+    assert "seed = 3\n" in job.config
+
+
+def test_make_job_saves_the_configuration_as_the_file_that_gives_it_again(tmp_path):
+    config = configure("--actor_learning_rate", "5e-7", "--value_clip", "None", "--eps_clip_low_high", "0.1", "0.3")
+    file = tmp_path / "config.toml"
+    file.write_text(make(config, CPU).config, encoding="utf-8")
+    assert configure("--config", str(file)) == config
+    assert configure("--config", str(file), "--seed", "7").training.seed == 7
 
 
 def test_describe_batches_splits_over_processes():

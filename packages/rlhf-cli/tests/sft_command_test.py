@@ -45,7 +45,8 @@ def test_sft_trains_and_leaves_a_model_that_plain_transformers_loads(folder, cap
     before, after = [line["eval/loss"] for line in lines if "eval/loss" in line]
     assert after < before - 0.5
     assert f"{before:.4f} -> {after:.4f}" in out
-    assert json.loads((folder / "out" / "config.json").read_text())["training"]["max_epochs"] == 2
+    assert main(["--config", "out/config.toml", "--save_path", "again", "--dry_run"]) == 0
+    assert (folder / "out" / "config.toml").read_text().replace('"out"', '"again"') in capsys.readouterr().out
 
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

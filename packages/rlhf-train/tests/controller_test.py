@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from rlhf_data.errors import ConfigError, EngineError, RlhfError
+from rlhf_data.errors import ConfigError, EngineError, RewardError, RlhfError
 from rlhf_data.records import FinishReason
 from rlhf_models.testing import tiny_model_dir
 from rlhf_rollout.protocols import Completion
@@ -40,10 +40,14 @@ class HalfEngine:
 
 
 class Listener(SilentObserver):
-    """Keeps the warnings."""
+    """Keeps the warnings, and what samples were shown."""
 
     def __init__(self) -> None:
         self.warnings: list[str] = []
+        self.titles: list[str] = []
+
+    def samples(self, title: str, samples: object) -> None:
+        self.titles.append(title)
 
     def warning(self, text: str) -> None:
         self.warnings.append(text)
@@ -58,7 +62,7 @@ def make_run(tmp_path):
     # All sixteen prompts a step, eight of them even.
     batch = dataclasses.replace(job.batch, rollout_batch_size=16)
     job = dataclasses.replace(job, prompts=prompts, batch=batch)
-    recorder, listener, runs = Recorder(job.save_path, {}), Listener(), []
+    recorder, listener, runs = Recorder(job.save_path, ""), Listener(), []
 
     def make(failing: int) -> tuple[PlacedRun, Listener]:
         runs.append(PlacedRun(job, [], [], recorder, listener, 0.0))
@@ -100,3 +104,34 @@ def test_rollout_that_no_rank_trained_is_missed(make_run):
     run._ledger = dataclasses.replace(run._ledger, num_trained=63.5)
     with pytest.raises(RlhfError, match=r"64 generated, 63\.5 trained"):
         run.record(1)
+
+
+def test_steps_without_rewards_teach_nothing_and_the_third_in_a_row_ends_the_run(make_run, tmp_path):
+    (tmp_path / "vowels.py").write_text("def reward_func(queries, prompts, labels):\n    raise OSError('no disk')\n")
+    run, listener = make_run(failing=0)
+    for _ in range(2):
+        assert not run.can_learn(run.generate(1))
+        run.record(1)
+    assert len(listener.warnings) == 2
+    assert "no disk" in listener.warnings[0]
+    lines = [json.loads(line) for line in run._recorder.path("metrics").read_text().splitlines()]
+    assert [(line["samples/generated"], line["samples/failed"], line["samples/trained"]) for line in lines] == [
+        (64, 64, 0),
+        (64, 64, 0),
+    ]
+    groups = run.generate(1)
+    with pytest.raises(RewardError, match="3 steps in a row: 0 rollouts have a reward"):
+        run.can_learn(groups)
+
+
+def test_first_and_last_samples_are_shown_when_there_are_no_held_out_prompts(make_run):
+    run, listener = make_run(failing=0)
+    for step in (1, 2, 3):
+        run.generate(step)
+    assert listener.titles == ["Samples of step 1", "Samples of step 3"]
+
+
+def test_metrics_that_are_not_finite_are_null_in_the_file(make_run):
+    run, _ = make_run(failing=0)
+    run._recorder.metrics(1, {"policy/loss": float("nan"), "value/loss": 1.0})
+    assert json.loads(run._recorder.path("metrics").read_text()) == {"step": 1, "policy/loss": None, "value/loss": 1.0}

@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Callable
 
-from rlhf_data.errors import ConfigError, DataError, RewardError, RlhfError
+from rlhf_data.errors import ConfigError, DataError, RlhfError
 
 SUCCESS, FAILURE, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 
@@ -15,7 +15,7 @@ def exit_status(command: Callable[[], int]) -> int:
     """
     try:
         return command()
-    except (ConfigError, DataError, RewardError) as error:
+    except (ConfigError, DataError) as error:
         _show(error)
         return BAD_INPUT
     except RlhfError as error:

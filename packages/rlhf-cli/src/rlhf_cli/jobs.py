@@ -1,10 +1,10 @@
 """From a checked configuration to the job that the trainer runs, and its arithmetic in words."""
 
-import json
 import math
 from pathlib import Path
 
 from rlhf_cli.config.checks import algorithm_spec
+from rlhf_cli.config.command_line import to_toml
 from rlhf_cli.config.ppo import PpoConfig
 from rlhf_cli.preflight import Inputs
 from rlhf_rollout.engines import EngineSpec
@@ -65,7 +65,7 @@ def make_job(
         num_steps=num_steps,
         eval_steps=max(config.evaluation.eval_steps, 0),
         save_path=str(folder),
-        config=json.loads(config.model_dump_json()),
+        config=to_toml(config),
         seed=config.training.seed,
         engine_sleep=config.engine.vllm_enable_sleep and on_gpu,
         trainer_sleep=config.placement.deepspeed_enable_sleep and on_gpu,

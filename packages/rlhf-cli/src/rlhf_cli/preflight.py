@@ -9,7 +9,7 @@ from typing import Any
 from rlhf_cli.config.model import ModelSection
 from rlhf_cli.config.ppo import PpoConfig
 from rlhf_cli.paths import check_output_folder, data_path, model_path, reward_path
-from rlhf_data.errors import ConfigError, unknown, with_hint
+from rlhf_data.errors import ConfigError, RewardError, unknown, with_hint
 from rlhf_data.prompts import PromptSet
 from rlhf_data.sources import read_rows
 from rlhf_train.placement import Resources, local_resources
@@ -38,9 +38,8 @@ def check_inputs(config: PpoConfig, folder: Path) -> Inputs:
     """Check everything a `ppo` run reads, what is quick to check first.
 
     Raises:
-        ConfigError: a model, tokenizer, length or folder that does not work.
+        ConfigError: a model, tokenizer, length, folder or reward function that does not work.
         DataError: a data file that does not work.
-        RewardError: a reward function that does not work.
     """
     from rlhf_rollout.rewards import check_reward_function, parse_reward
 
@@ -63,7 +62,10 @@ def check_inputs(config: PpoConfig, folder: Path) -> Inputs:
         held_out = _load_prompts(config, config.data.eval_data, tokenizer, held_out=True)
     notices = [*_length_notices(prompts, held_out), *_overlap_notices(prompts, held_out)]
     notices += _count_notices(config, prompts)
-    check = check_reward_function(reward, prompts.prompts[:4], timeout_s=config.reward.reward_timeout_s)
+    try:
+        check = check_reward_function(reward, prompts.prompts[:4], timeout_s=config.reward.reward_timeout_s)
+    except RewardError as error:
+        raise ConfigError(str(error)) from error
     if check.problem:
         notices.append(f"the reward function failed on the first prompts, and the run goes on: {check.problem}")
     return Inputs(model, critic, reward, prompts, held_out, tuple(notices))

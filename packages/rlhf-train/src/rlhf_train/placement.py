@@ -62,6 +62,11 @@ class PlacementPlan:
     colocated: bool
     notes: tuple[str, ...] = ()
 
+    @property
+    def shares_gpus(self) -> bool:
+        """Whether engines and training processes use the same GPUs."""
+        return self.device == "cuda" and self.colocated
+
     def group_of(self, role: str) -> GroupPlan:
         """The group whose processes hold `role`."""
         return next(group for group in self.groups if role in group.roles)

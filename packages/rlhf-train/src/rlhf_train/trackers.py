@@ -1,6 +1,7 @@
 """Where metrics are written: a JSON line a step, and TensorBoard events."""
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,9 @@ class JsonlTracker:
         self._file = path.open("a", encoding="utf-8", buffering=1)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write the metrics of one step."""
-        self._file.write(json.dumps({"step": step, **metrics}) + "\n")
+        """Write the metrics of one step; what is not finite becomes null, for JSON has no NaN."""
+        finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+        self._file.write(json.dumps({"step": step, **finite}) + "\n")
 
     def close(self) -> None:
         """Close the file."""

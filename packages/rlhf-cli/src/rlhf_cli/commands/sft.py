@@ -1,6 +1,5 @@
 """`sft`: teach a model the completions of demonstrations."""
 
-import json
 import os
 import sys
 from collections.abc import Sequence
@@ -121,7 +120,7 @@ def _train(parsed: Parsed[SftConfig], job: "SupervisedJob", folder: Path, consol
     from rlhf_train.online.recorder import ARTIFACTS, Recorder
 
     started = time.perf_counter()
-    recorder = Recorder(str(folder), json.loads(parsed.config.model_dump_json())) if job.rank == 0 else None
+    recorder = Recorder(str(folder), to_toml(parsed.config)) if job.rank == 0 else None
     final: dict[str, float] = {}
 
     class View:

@@ -117,6 +117,23 @@ def placed_bundles(plan: PlacementPlan) -> Iterator[PlacementGroup]:
         remove_placement_group(reserved)
 
 
+def start_processes(job: OnlineJob, reserved: PlacementGroup) -> tuple[list[Any], list[WorkerGroup]]:
+    """Start engines and trainers, and return the engines' handles and the groups once all are ready.
+
+    They load side by side; where they share GPUs the engines come first, for vLLM takes its part of the memory that it
+    finds free, and fall asleep when that is what they will do.
+    """
+    engines = start_engines(job, reserved)
+    if job.plan.shares_gpus:
+        wait([engine.ready.remote() for engine in engines])
+        if job.engine_sleep:
+            wait([engine.sleep.remote() for engine in engines])
+    workers = start_workers(job, reserved)
+    wait([reference for group in workers for reference in group.started])
+    wait([engine.ready.remote() for engine in engines])
+    return engines, workers
+
+
 def start_engines(job: OnlineJob, reserved: PlacementGroup) -> list[Any]:
     """Start the generation engines; return their handles at once, while they load."""
     group = job.plan.engines

@@ -18,15 +18,16 @@ from rlhf_rollout.rewards import FunctionReward
 from rlhf_train.batching import plan_batches
 from rlhf_train.group_rewards import group_normalized
 from rlhf_train.metrics import merge_metrics, results
-from rlhf_train.online.cluster import WorkerGroup, placed_bundles, ray_cluster, start_engines, start_workers, wait
+from rlhf_train.online.cluster import WorkerGroup, placed_bundles, ray_cluster, start_processes, wait
 from rlhf_train.online.job import OnlineJob, RunSummary
 from rlhf_train.online.loop import train
 from rlhf_train.online.observer import Observer
-from rlhf_train.online.recorder import ARTIFACTS, Recorder
+from rlhf_train.online.recorder import ARTIFACTS, Recorder, check_save_path
 from rlhf_train.online.summaries import Ledger, scored, summarize
 from rlhf_train.timeline import Timeline
 
 NUM_SHOWN = 3  # rollouts shown to people before and after
+MAX_BARREN_STEPS = 3  # in a row, without enough rewards to learn from, before the run gives up
 
 
 def run_online(job: OnlineJob, observer: Observer) -> RunSummary:
@@ -37,18 +38,17 @@ def run_online(job: OnlineJob, observer: Observer) -> RunSummary:
         EngineError, RewardError, WeightSyncError: a part failed for good.
     """
     started = time.perf_counter()
-    recorder = Recorder(job.save_path, job.config)
+    check_save_path(job.save_path)
     with ExitStack() as stack:
-        stack.callback(recorder.close)
         observer.starting("Ray")
         stack.enter_context(ray_cluster(job.plan, job.ray_address))
         reserved = stack.enter_context(placed_bundles(job.plan))
         observer.starting("engines and trainers")
-        engines = start_engines(job, reserved)
-        workers = start_workers(job, reserved)
+        engines, workers = start_processes(job, reserved)
+        recorder = Recorder(job.save_path, job.config)
+        stack.callback(recorder.close)
         run = PlacedRun(job, engines, workers, recorder, observer, started)
         stack.callback(run.close)
-        run.wait_until_ready()
         train(run)
         return run.finish()
 
@@ -86,16 +86,12 @@ class PlacedRun:
         self._decode = lambda token_ids: tokenizer.decode(token_ids, skip_special_tokens=True)
         self._sampler = EpochSampler(len(job.prompts), job.batch.rollout_batch_size, seed=job.seed)
         self._metrics: dict[str, float] = {}
-        self._final: dict[str, float] = {}
         self._ledger = Ledger(0, 0, 0, 0)
-        self._engines_asleep = False
+        self._policy_version = 0
+        self._num_barren_steps = 0
+        self._engines_asleep = job.engine_sleep and job.plan.shares_gpus
         self._trainers_asleep = False
-
-    def wait_until_ready(self) -> None:
-        """Wait for every process. Raises what kept one from starting."""
-        wait([reference for group in self._workers for reference in group.started])
-        self._await(*(engine.ready() for engine in self._engines))
-        self._final["time/startup"] = time.perf_counter() - self._started
+        self._final = {"time/startup": time.perf_counter() - started}
 
     # -- the step ------------------------------------------------------------------------------------------------
 
@@ -115,8 +111,30 @@ class PlacedRun:
         self._recorder.rollouts("rollouts", step, groups)
         self._metrics |= summarize(groups, "rollout")
         self._metrics["samples/retried_groups"] = counts.num_retries
-        self._require_scores(groups, num_scored)
+        if not self._job.eval_prompts and step in (1, self.num_steps):
+            self._show(f"Samples of step {step}", groups)
         return groups
+
+    def can_learn(self, groups: Sequence[RolloutGroup]) -> bool:
+        """See `OnlineRun`. Raises RewardError when it says no for the `MAX_BARREN_STEPS`th time in a row."""
+        num_scored = len(scored(groups))
+        num_mini_batches = self._job.batch.num_updates // self._job.batch.max_epochs
+        if num_scored >= num_mini_batches:
+            self._num_barren_steps = 0
+            return True
+        self._num_barren_steps += 1
+        verdicts = [rollout.verdict for group in groups for rollout in group.rollouts if rollout.verdict]
+        failed = [verdict.detail for verdict in verdicts if verdict.kind.failed]
+        message = f"{num_scored} rollouts have a reward, too few for {num_mini_batches} optimizer steps"
+        message += f"; the last failure: {failed[-1]}" if failed else ""
+        if self._num_barren_steps >= MAX_BARREN_STEPS:
+            message = f"{MAX_BARREN_STEPS} steps in a row: {message}"
+            raise RewardError(with_hint(message, "see rollouts.jsonl for the prompts and responses it was given"))
+        self._observer.warning(f"nothing is learned from this step: {message}")
+        self._ledger = replace(
+            self._ledger, num_reward_failed=self._ledger.num_generated - self._ledger.num_engine_failed
+        )
+        return False
 
     def make_experience(self, groups: Sequence[RolloutGroup], step: int) -> None:
         """See `OnlineRun`."""
@@ -144,16 +162,17 @@ class PlacedRun:
             self._add_metrics(part for references in pending for part in wait(references))
         # Counted by the ranks as they train, so that a rollout lost on the way to them does not go unnoticed.
         num_passes = self._metrics.pop("policy/rollout_passes")
+        self._policy_version += self._job.batch.num_updates
         self._ledger = replace(self._ledger, num_trained=num_passes / self._job.batch.max_epochs)
 
-    def sync_weights(self, policy_version: int) -> None:
+    def sync_weights(self) -> None:
         """See `OnlineRun`."""
         actor = self._group_of["actor"]
         with self._timeline.phase("sync"):
             self._sleep_trainers()
             self._wake_engines()
             targets = self._sync_targets(len(actor.handles))
-            reports = wait(actor.start_each("send_weights", [(engines, policy_version) for engines in targets]))
+            reports = wait(actor.start_each("send_weights", [(engines, self._policy_version) for engines in targets]))
         self._metrics["sync/size_bytes"] = max(report.get("size_bytes", 0.0) for report in reports)
 
     def evaluate(self, step: int) -> None:
@@ -173,8 +192,7 @@ class PlacedRun:
         moment = {0: "before", job.num_steps: "after"}.get(step)
         if moment:
             self._final |= {f"{name}_{moment}": value for name, value in metrics.items() if name.startswith("eval/")}
-            shown = [(group.prompt, group.rollouts[0]) for group in groups[:NUM_SHOWN]]
-            self._observer.samples(f"Held-out samples {moment} training", shown)
+            self._show(f"Held-out samples {moment} training", groups)
 
     def record(self, step: int) -> None:
         """See `OnlineRun`."""
@@ -241,15 +259,8 @@ class PlacedRun:
         # Groups come back in the order they finish; a fixed order makes runs with one seed alike.
         return sorted(outcome, key=lambda result: int(result.group_id.rpartition("/")[2])), counts
 
-    def _require_scores(self, groups: Sequence[RolloutGroup], num_scored: int) -> None:
-        num_mini_batches = self._job.batch.num_updates // self._job.batch.max_epochs
-        if num_scored < num_mini_batches:
-            failed = [
-                r.verdict.detail for group in groups for r in group.rollouts if r.verdict and r.verdict.kind.failed
-            ]
-            message = f"only {num_scored} rollouts of this step have a reward"
-            message += f"; the last failure: {failed[-1]}" if failed else ""
-            raise RewardError(with_hint(message, "see rollouts.jsonl for the prompts and responses it was given"))
+    def _show(self, title: str, groups: Sequence[RolloutGroup]) -> None:
+        self._observer.samples(title, [(group.prompt, group.rollouts[0]) for group in groups[:NUM_SHOWN]])
 
     def _deal(self, groups: Sequence[RolloutGroup], step: int) -> None:
         rollouts = scored(groups)

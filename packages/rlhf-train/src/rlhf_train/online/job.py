@@ -1,8 +1,7 @@
 """Everything an online run is told, as plain frozen data: what the command line fills in and what Ray carries."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 from rlhf_data.errors import ConfigError, with_hint
 from rlhf_data.records import Prompt
@@ -88,7 +87,7 @@ class OnlineJob:
         num_steps: rollout-and-train rounds.
         eval_steps: rounds between evaluations; 0 evaluates only at the start and the end.
         save_path: the folder for all that a run leaves; it must not exist or be empty.
-        config: the resolved configuration, saved beside the results.
+        config: the resolved configuration as TOML, saved beside the results.
         seed: of everything.
         engine_sleep: engines give their memory back while the trainer works.
         trainer_sleep: optimizer states leave the device while engines generate.
@@ -110,7 +109,7 @@ class OnlineJob:
     num_steps: int
     eval_steps: int = 0
     save_path: str
-    config: Mapping[str, Any] = field(default_factory=dict)
+    config: str = ""
     seed: int = 42
     engine_sleep: bool = False
     trainer_sleep: bool = False

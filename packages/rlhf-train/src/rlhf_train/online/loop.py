@@ -15,6 +15,10 @@ class OnlineRun(Protocol):
         """Draw prompts, let the engines answer and the reward score."""
         ...
 
+    def can_learn(self, groups: Sequence[RolloutGroup]) -> bool:
+        """Say whether enough rollouts have a reward for an update."""
+        ...
+
     def make_experience(self, groups: Sequence[RolloutGroup], step: int) -> None:
         """Deal rollouts to ranks; fill in old and reference log-probs and values."""
         ...
@@ -27,7 +31,7 @@ class OnlineRun(Protocol):
         """Optimise the critic and the actor."""
         ...
 
-    def sync_weights(self, policy_version: int) -> None:
+    def sync_weights(self) -> None:
         """Bring the actor's weights into the engines."""
         ...
 
@@ -42,13 +46,14 @@ class OnlineRun(Protocol):
 
 def train(run: OnlineRun) -> None:
     """Run every step: generate with the newest weights, learn from what was generated, repeat."""
-    run.sync_weights(policy_version=0)
+    run.sync_weights()
     run.evaluate(step=0)
     for step in range(1, run.num_steps + 1):
         groups = run.generate(step)
-        run.make_experience(groups, step)
-        run.assign_advantages()
-        run.update(step)
-        run.sync_weights(policy_version=step)
+        if run.can_learn(groups):
+            run.make_experience(groups, step)
+            run.assign_advantages()
+            run.update(step)
+            run.sync_weights()
         run.record(step)
         run.evaluate(step)

@@ -1,9 +1,7 @@
 """What a run leaves behind: metrics, TensorBoard events, the resolved configuration, rollouts, and the final model."""
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from rlhf_data.errors import ConfigError, with_hint
 from rlhf_data.records import RolloutGroup
@@ -13,23 +11,29 @@ from rlhf_train.trackers import JsonlTracker, TensorBoardTracker
 ARTIFACTS: Mapping[str, str] = {
     "metrics": "metrics.jsonl",
     "tensorboard": "tensorboard",
-    "config": "config.json",
+    "config": "config.toml",
     "rollouts": "rollouts.jsonl",
     "held-out rollouts": "eval_rollouts.jsonl",
     "final model": "model",
 }
 
 
+def check_save_path(save_path: str) -> None:
+    """Raise ConfigError when there is something in the folder already."""
+    folder = Path(save_path)
+    if folder.is_dir() and any(folder.iterdir()):
+        raise ConfigError(with_hint(f"save_path {folder} is not empty", "name a new folder with --save_path"))
+
+
 class Recorder:
     """Writes a run's folder."""
 
-    def __init__(self, save_path: str, config: Mapping[str, Any]) -> None:
+    def __init__(self, save_path: str, config: str) -> None:
         """Make the folder and save the configuration. Raises ConfigError when there is something in it already."""
+        check_save_path(save_path)
         self.folder = Path(save_path)
-        if self.folder.is_dir() and any(self.folder.iterdir()):
-            raise ConfigError(with_hint(f"save_path {self.folder} is not empty", "name a new folder with --save_path"))
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.path("config").write_text(json.dumps(config, indent=2, default=str) + "\n", encoding="utf-8")
+        self.path("config").write_text(config, encoding="utf-8")
         self._trackers = [JsonlTracker(self.path("metrics")), TensorBoardTracker(self.path("tensorboard"))]
         self._writers: dict[str, RolloutWriter] = {}
 

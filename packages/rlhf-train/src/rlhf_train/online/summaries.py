@@ -14,7 +14,7 @@ class Ledger:
     Attributes:
         num_generated: asked of the engines.
         num_trained: in the update; not a whole number when an epoch missed some.
-        num_reward_failed: without a reward, by timeout or crash.
+        num_reward_failed: without a reward, by timeout or crash; all of a step that had too few rewards to learn from.
         num_engine_failed: never finished by an engine.
     """
 
