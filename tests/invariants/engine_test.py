@@ -42,10 +42,16 @@ def with_learning_rate(job: Any, learning_rate: float) -> Any:
 
 
 @pytest.fixture(scope="module")
-def still(model_path, tmp_path_factory) -> list[dict[str, float]]:
-    job = with_learning_rate(tiny_job(model_path, tmp_path_factory.mktemp("still"), num_steps=4), 0.0)
-    run_online(job, SilentObserver())
-    return metrics_of(job.save_path)
+def still_path(model_path, tmp_path_factory) -> str:
+    job = with_learning_rate(tiny_job(model_path, tmp_path_factory.mktemp("still"), num_steps=4, eval_steps=2), 0.0)
+    sampled = dataclasses.replace(job.eval_sampling, temperature=1.0, seed=job.sampling.seed)
+    run_online(dataclasses.replace(job, eval_sampling=sampled), SilentObserver())
+    return job.save_path
+
+
+@pytest.fixture(scope="module")
+def still(still_path) -> list[dict[str, float]]:
+    return metrics_of(still_path)
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +67,16 @@ def test_rollout_logprobs_equal_the_trainers_and_do_not_drift_at_learning_rate_z
     assert max(gaps) < LOGPROB_BOUND
     assert gaps[-1] < 2 * gaps[0] + 1e-7
     assert all(step["kl/reference"] == 0.0 for step in still)
+
+
+@pytest.mark.skipif(ON_GPU, reason="on a GPU rollouts draw from no seed of their own")
+def test_evaluations_at_learning_rate_zero_draw_the_same_tokens(still_path):
+    lines = Path(still_path, "eval_rollouts.jsonl").read_text(encoding="utf-8").splitlines()
+    by_step: dict[int, list[list[int]]] = {}
+    for record in map(json.loads, lines):
+        by_step.setdefault(record["step"], []).append(record["token_ids"])
+    assert by_step.keys() == {0, 2, 4}
+    assert by_step[0] == by_step[2] == by_step[4]
 
 
 def test_rollout_logprobs_follow_weights_that_move(moving):

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig, Qw
 from rlhf_data.errors import CheckpointError, ConfigError
 from rlhf_models.loading import load_actor, load_critic, load_tokenizer
 from rlhf_models.testing import tiny_model_dir
-from rlhf_models.weights import hf_named_weights, plan_buckets, save_hf
+from rlhf_models.weights import hf_named_weights, save_hf
 
 
 def checkpoint_names(folder):
@@ -49,39 +49,6 @@ def test_hf_named_weights_fused_experts_are_refused(tmp_path):
     actor = load_actor(tmp_path, dtype="float32")
     with pytest.raises(ConfigError, match="qwen3_moe model and its checkpoint name their weights differently"):
         hf_named_weights(actor)
-
-
-def test_plan_buckets_fills_in_order_and_aligns():
-    # In bytes: a is 400 at 0; b is 40 at 512, 400 rounded up to a multiple of 256; c would be 800 at 768, beyond 1024;
-    # d would begin at 1024, the end.
-    named = [("a", torch.zeros(10, 10)), ("b", torch.zeros(10)), ("c", torch.zeros(200)), ("d", torch.zeros(()))]
-    buckets = plan_buckets(named, 1024)
-    placed = [[(weight.name, weight.offset_bytes, weight.size_bytes) for weight in bucket] for bucket in buckets]
-    assert placed == [[("a", 0, 400), ("b", 512, 40)], [("c", 0, 800)], [("d", 0, 4)]]
-    assert buckets[0][0].shape == (10, 10)
-    assert buckets[0][0].dtype == "float32"
-
-
-def test_plan_buckets_weight_larger_than_a_bucket_has_its_own():
-    named = [("a", torch.zeros(4)), ("large", torch.zeros(1000)), ("b", torch.zeros(4))]
-    assert [[weight.name for weight in bucket] for bucket in plan_buckets(named, 600)] == [["a"], ["large"], ["b"]]
-
-
-def test_plan_buckets_dtype_to_send_in_decides_the_size():
-    bucket = plan_buckets([("a", torch.zeros(8)), ("i", torch.zeros(8, dtype=torch.int64))], 1024, torch.bfloat16)[0]
-    assert [(weight.dtype, weight.size_bytes) for weight in bucket] == [("bfloat16", 16), ("int64", 64)]
-
-
-def test_plan_buckets_split_weight_counts_with_its_whole_shape():
-    weight = torch.zeros(0)
-    weight.ds_shape = torch.Size([3, 4])
-    assert plan_buckets([("a", weight)], 1024)[0][0].shape == (3, 4)
-    assert plan_buckets([("a", weight)], 1024)[0][0].size_bytes == 48
-
-
-def test_plan_buckets_without_room_is_refused():
-    with pytest.raises(ConfigError, match="bucket_bytes is 0"):
-        plan_buckets([], 0)
 
 
 @pytest.mark.parametrize("tied", [True, False])

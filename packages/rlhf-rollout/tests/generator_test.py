@@ -268,3 +268,20 @@ def test_group_result_pickle_round_trip():
     again = pickle.loads(pickle.dumps(result))
     assert isinstance(again, GroupResult)
     assert again.group.rollouts[1].token_ids.tolist() == result.group.rollouts[1].token_ids.tolist()
+
+
+def test_generate_groups_with_one_seed_key_draw_alike_whatever_their_ids():
+    async def seeds(prefix, seed_key):
+        engine = ScriptedEngine()
+        sampling = SamplingParams(seed=3)
+        stream = generate_groups(
+            prompts_of(3), [engine], sampling, None, max_in_flight=1, group_id_prefix=prefix, decode=str,
+            seed_key=seed_key,
+        )  # fmt: skip
+        ids = [result.group_id async for result in stream]
+        return ids, engine.seeds
+
+    first, second, other = (asyncio.run(seeds(*names)) for names in (("a", "k"), ("b", "k"), ("b", None)))
+    assert first[0] != second[0]
+    assert first[1] == second[1]
+    assert set(first[1]).isdisjoint(other[1])

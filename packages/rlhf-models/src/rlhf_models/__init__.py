@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from rlhf_models.critic import Critic
     from rlhf_models.loading import check_tokenizer_fits, load_actor, load_config, load_critic, load_tokenizer
     from rlhf_models.reference import load_reference
-    from rlhf_models.weights import hf_named_weights, plan_buckets, save_hf
+    from rlhf_models.weights import hf_named_weights, save_hf
 
 __all__ = [
     "Actor",
@@ -23,7 +23,6 @@ __all__ = [
     "load_critic",
     "load_reference",
     "load_tokenizer",
-    "plan_buckets",
     "save_hf",
 ]
 
@@ -33,7 +32,7 @@ _MODULES = {
     "critic": ("Critic",),
     "loading": ("check_tokenizer_fits", "load_actor", "load_config", "load_critic", "load_tokenizer"),
     "reference": ("load_reference",),
-    "weights": ("hf_named_weights", "plan_buckets", "save_hf"),
+    "weights": ("hf_named_weights", "save_hf"),
 }
 
 

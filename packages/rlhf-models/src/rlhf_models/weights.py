@@ -1,10 +1,9 @@
-"""Weights on their way out of a model: under checkpoint names, in buckets of bounded size, or as a folder."""
+"""Weights on their way out of a model: under checkpoint names, or as a folder."""
 
 import logging
 import stat
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,28 +15,8 @@ from rlhf_models.loading import VALUE_HEAD_FILE, quiet_transformers
 
 logger = logging.getLogger(__name__)
 
-BUCKET_ALIGNMENT_BYTES = 256
 _WRAPPER_PREFIX = "model."
 _HEAD_PREFIX = "value_head."
-
-
-@dataclass(frozen=True, slots=True)
-class PlacedWeight:
-    """Where one weight lies in a bucket's buffer; the fields are those of `rlhf_rollout.weights.TensorSpec`.
-
-    Attributes:
-        name: in the Hugging Face checkpoint.
-        dtype: torch's name for it without the prefix.
-        shape: of the whole weight, also when ZeRO-3 has split it.
-        offset_bytes: from the start of the buffer, a multiple of 256.
-        size_bytes: contiguous.
-    """
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    offset_bytes: int
-    size_bytes: int
 
 
 def hf_named_weights(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -60,44 +39,6 @@ def hf_named_weights(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
         )
         raise ConfigError(with_hint(message, hint))
     return named
-
-
-def plan_buckets(
-    specs: Iterable[tuple[str, nn.Parameter | Tensor]], bucket_bytes: int, dtype: torch.dtype | None = None
-) -> list[tuple[PlacedWeight, ...]]:
-    """Place weights, in order, in as few buckets of at most `bucket_bytes` as that order allows.
-
-    Args:
-        specs: names and tensors, as `hf_named_weights` returns them; only their shapes and dtypes are read.
-        bucket_bytes: a weight larger than that has a bucket of its own.
-        dtype: that floating-point weights are sent in; their own when None.
-
-    Returns:
-        One tuple a bucket; a bucket's buffer ends where its last weight does.
-
-    Raises:
-        ConfigError: `bucket_bytes` is not positive.
-    """
-    if bucket_bytes < 1:
-        raise ConfigError(f"bucket_bytes is {bucket_bytes}; it must be positive")
-    buckets: list[list[PlacedWeight]] = [[]]
-    end = 0
-    for name, tensor in specs:
-        sent = dtype if dtype is not None and tensor.dtype.is_floating_point else tensor.dtype
-        shape = tuple(getattr(tensor, "ds_shape", tensor.shape))
-        size = shape_size(shape) * sent.itemsize
-        offset = -(-end // BUCKET_ALIGNMENT_BYTES) * BUCKET_ALIGNMENT_BYTES
-        if buckets[-1] and offset + size > bucket_bytes:
-            buckets.append([])
-            offset = 0
-        buckets[-1].append(PlacedWeight(name, str(sent).removeprefix("torch."), shape, offset, size))
-        end = offset + size
-    return [tuple(bucket) for bucket in buckets if bucket]
-
-
-def shape_size(shape: Sequence[int]) -> int:
-    """Return the number of elements of a shape."""
-    return torch.Size(shape).numel()
 
 
 def save_hf(model: nn.Module, state_dict: Mapping[str, Tensor] | None, tokenizer: Any | None, path: str | Path) -> Path:

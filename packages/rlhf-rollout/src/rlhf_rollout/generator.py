@@ -106,6 +106,7 @@ async def generate_groups(
     max_in_flight: int,
     group_id_prefix: str,
     decode: Decode,
+    seed_key: str | None = None,
     counts: GenerationCounts | None = None,
 ) -> AsyncIterator[GroupResult]:
     """Yield one result a prompt, in the order in which they finish.
@@ -117,11 +118,13 @@ async def generate_groups(
     Args:
         prompts: read as they are needed; may be endless.
         engines: at least one; one that has just failed is used again only when all have.
-        sampling: for every prompt. Its seed, if any, is mixed with the group id, so that groups differ.
+        sampling: for every prompt. Its seed, if any, is mixed with `seed_key`, so that groups differ.
         reward: None leaves the rollouts without verdicts.
         max_in_flight: groups that generate at once; as many again may wait for their rewards.
         group_id_prefix: unique in a run, such as "step-3"; groups are `<prefix>/<number>`, rollouts `<group>/<number>`.
         decode: the text of a response from its token ids, a stop token included.
+        seed_key: what the sampling seed is mixed with besides a group's number; the prefix when None. Calls with one
+            key draw alike from one policy, so that a difference between them is the policies'.
         counts: updated as results come.
 
     Raises:
@@ -132,12 +135,15 @@ async def generate_groups(
         raise ConfigError(f"{len(engines)} engines and max_in_flight {max_in_flight}: both must be at least 1")
     run = _Run(engines, sampling, reward, decode, counts or GenerationCounts(), asyncio.Semaphore(max_in_flight))
     numbered = enumerate(prompts)
+    seed_key = group_id_prefix if seed_key is None else seed_key
     tasks: set[asyncio.Task[GroupResult]] = set()
     try:
         while True:
             for index, prompt in itertools.islice(numbered, 2 * max_in_flight - len(tasks)):
                 run.counts.num_requested += sampling.num_samples
-                tasks.add(asyncio.create_task(run.group(f"{group_id_prefix}/{index:05d}", prompt)))
+                number = f"{index:05d}"
+                group = run.group(f"{group_id_prefix}/{number}", prompt, f"{seed_key}/{number}")
+                tasks.add(asyncio.create_task(group))
             if not tasks:
                 return
             done, tasks = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -172,11 +178,11 @@ class _Run:
         self.num_running = [0] * len(engines)
         self.num_failures = [0] * len(engines)  # in a row
 
-    async def group(self, group_id: str, prompt: Prompt) -> GroupResult:
+    async def group(self, group_id: str, prompt: Prompt, seed_key: str) -> GroupResult:
         """Generate and score one group."""
         async with self.slots:
             started = time.monotonic()
-            spans, reasons, error = await self._generate(group_id, prompt)
+            spans, reasons, error = await self._generate(prompt, seed_key)
             generated = time.monotonic()
             self.counts.generate_s = generated - self.started
         if error is not None:
@@ -202,11 +208,11 @@ class _Run:
         group = RolloutGroup(group_id, prompt, rollouts)
         return GroupResult(group_id, prompt, group, None, generated - started, scored - generated)
 
-    async def _generate(self, group_id: str, prompt: Prompt) -> tuple[list[Span], list[FinishReason], str | None]:
+    async def _generate(self, prompt: Prompt, seed_key: str) -> tuple[list[Span], list[FinishReason], str | None]:
         """Return the policy's spans and why they ended, or neither and the reason of the failure."""
         sampling = self.sampling
         if sampling.seed is not None:
-            sampling = dataclasses.replace(sampling, seed=zlib.crc32(f"{sampling.seed}:{group_id}".encode()) >> 1)
+            sampling = dataclasses.replace(sampling, seed=zlib.crc32(f"{sampling.seed}:{seed_key}".encode()) >> 1)
         errors, failed = [], None
         for attempt in range(_NUM_ATTEMPTS):
             self.counts.num_retries += attempt

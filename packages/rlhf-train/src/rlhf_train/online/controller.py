@@ -182,7 +182,8 @@ class PlacedRun:
         if not job.eval_prompts or not due:
             return
         started = time.perf_counter()
-        outcome, _ = self._generate(job.eval_prompts, job.eval_sampling, f"eval{step}")
+        # With the same seeds each time: what differs between evaluations is the policy, not the draw.
+        outcome, _ = self._generate(job.eval_prompts, job.eval_sampling, f"eval{step}", seed_key="eval")
         self._timeline.take()
         groups = _whole(outcome)
         metrics = summarize(groups, "eval") | {"time/evaluate": time.perf_counter() - started}
@@ -230,7 +231,7 @@ class PlacedRun:
     # -- parts ---------------------------------------------------------------------------------------------------
 
     def _generate(
-        self, prompts: Sequence[Prompt], sampling: SamplingParams, prefix: str
+        self, prompts: Sequence[Prompt], sampling: SamplingParams, prefix: str, seed_key: str | None = None
     ) -> tuple[list[GroupResult], GenerationCounts]:
         counts = GenerationCounts()
 
@@ -243,6 +244,7 @@ class PlacedRun:
                 max_in_flight=self._job.max_in_flight,
                 group_id_prefix=prefix,
                 decode=self._decode,
+                seed_key=seed_key,
                 counts=counts,
             )
             return [result async for result in stream]
