@@ -112,10 +112,10 @@ def test_sync_makes_the_weights_the_trainers_and_reverting_gives_the_same_tokens
 
         cluster.wait(own.start("send_weights", [engine], 0))
         first_tokens, first_logprobs = greedy()
-        cluster.wait(own.start("load", other.models, other, ("127.0.0.1", 0), None))
+        cluster.wait(own.start("load", other.models, other, None, None))
         cluster.wait(own.start("send_weights", [engine], 1))
         other_tokens, _ = greedy()
-        cluster.wait(own.start("load", job.models, job, ("127.0.0.1", 0), None))
+        cluster.wait(own.start("load", job.models, job, None, None))
         cluster.wait(own.start("send_weights", [engine], 2))
         again_tokens, again_logprobs = greedy()
     assert other_tokens != first_tokens

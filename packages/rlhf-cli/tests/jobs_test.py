@@ -89,13 +89,13 @@ def test_make_job_colocated_on_a_gpu_sleeps_and_syncs_by_ipc():
     assert job.engine_sleep
     assert job.trainer_sleep
     assert job.engine.enable_sleep
-    assert (job.engine.weight_transfer, job.engine.gpu_memory_utilization) == ("ipc", 0.9)
+    assert (job.engine.weight_transfer, job.engine.gpu_memory_utilization) == ("ipc", 0.6)
 
 
 def test_make_job_engine_beside_models_that_stay_takes_less_memory():
     assert make(configure("--colocate_all_models"), ONE_GPU).engine.gpu_memory_utilization == 0.4
-    argv = ("--colocate_all_models", "--vllm_gpu_memory_utilization", "0.6")
-    assert make(configure(*argv), ONE_GPU).engine.gpu_memory_utilization == 0.6
+    argv = ("--colocate_all_models", "--vllm_gpu_memory_utilization", "0.7")
+    assert make(configure(*argv), ONE_GPU).engine.gpu_memory_utilization == 0.7
     assert make(configure(), MANY_GPUS).engine.gpu_memory_utilization == 0.9
 
 

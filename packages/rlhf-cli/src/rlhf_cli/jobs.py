@@ -13,8 +13,9 @@ from rlhf_train.online.job import BatchSizes, OnlineJob, RewardSpec
 from rlhf_train.placement import PlacementPlan, PlacementRequest, Resources, plan_placement
 from rlhf_train.specs import ModelSpec, OptimizerSpec
 
-_SHARE_ALONE = 0.9  # of a GPU's memory, for an engine that has it to itself or whose neighbours sleep meanwhile
-_SHARE_TOGETHER = 0.4
+# Of a GPU's memory, for an engine that has it to itself; that takes turns with the trainers, whose weights stay for the
+# sync when their optimizer states leave; that never sleeps beside them.
+_SHARE_ALONE, _SHARE_IN_TURN, _SHARE_TOGETHER = 0.9, 0.6, 0.4
 
 
 def make_plan(config: PpoConfig, resources: Resources) -> PlacementPlan:
@@ -97,8 +98,10 @@ def count_steps(config: PpoConfig, num_prompts: int) -> int:
 def make_engine(config: PpoConfig, model: str, plan: PlacementPlan) -> EngineSpec:
     """Return how engines are built."""
     engine = config.engine
-    together = plan.device == "cuda" and plan.colocated
-    share = _SHARE_TOGETHER if together and not engine.vllm_enable_sleep else _SHARE_ALONE
+    together = plan.shares_gpus
+    share = _SHARE_ALONE
+    if together:
+        share = _SHARE_IN_TURN if engine.vllm_enable_sleep else _SHARE_TOGETHER
     return EngineSpec(
         model=model,
         tokenizer=model,

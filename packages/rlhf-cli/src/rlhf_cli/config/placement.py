@@ -36,7 +36,7 @@ class EngineSection(Section):
         None,
         gt=0,
         le=1,
-        description="share of a GPU's memory for an engine; None: 0.9, or 0.4 beside models when it does not sleep",
+        description="share of a GPU's memory for an engine; None: 0.9, or beside models 0.6 if it sleeps, else 0.4",
     )
     vllm_max_num_seqs: int = Field(256, ge=1, description="responses that an engine writes at the same time")
     enforce_eager: bool = Field(False, description="no CUDA graphs: quicker start, slower generation")

@@ -15,7 +15,7 @@ import rlhf_train
 from rlhf_data.errors import EngineError, RlhfError, with_hint
 from rlhf_rollout.ray_actors import EngineActor
 from rlhf_train.online.job import OnlineJob
-from rlhf_train.online.ray_actors import RankActor, free_port
+from rlhf_train.online.ray_actors import RankActor
 from rlhf_train.placement import GroupPlan, PlacementPlan
 
 PLACEMENT_TIMEOUT_S = 60.0
@@ -154,7 +154,7 @@ def start_workers(job: OnlineJob, reserved: PlacementGroup) -> list[WorkerGroup]
             actor.options(**_options(job.plan, group, rank, reserved)).remote(rank, group.num_ranks)
             for rank in range(group.num_ranks)
         ]
-        master = wait([handles[0].master_address.remote()])[0] if group.num_ranks > 1 else ("127.0.0.1", free_port())
+        master = wait([handles[0].master_address.remote()])[0] if group.num_ranks > 1 else None
         workers = WorkerGroup(group, handles)
         workers.started = workers.start("load", models, job, master, _num_threads(job.plan, group))
         groups.append(workers)

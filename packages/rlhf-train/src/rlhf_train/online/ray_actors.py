@@ -29,8 +29,10 @@ class RankActor:
         """Return where the ranks of the group meet."""
         return ray.util.get_node_ip_address(), free_port()
 
-    def load(self, models: Mapping[str, ModelSpec], job: Any, master: tuple[str, int], num_threads: int | None) -> None:
-        """Load the models. Collective."""
+    def load(
+        self, models: Mapping[str, ModelSpec], job: Any, master: tuple[str, int] | None, num_threads: int | None
+    ) -> None:
+        """Load the models; without a master the group is this rank alone. Collective."""
         from rlhf_train.online.worker import TrainWorker
         from rlhf_train.weight_sync import make_sender
 
@@ -40,7 +42,7 @@ class RankActor:
             temperature=job.sampling.temperature,
             rank=self._rank,
             num_ranks=self._num_ranks,
-            master=master,
+            master=master or ("127.0.0.1", free_port()),
             device=job.plan.device,
             seed=job.seed,
             num_threads=num_threads,
