@@ -9,7 +9,7 @@ import torch
 
 from rlhf_train.advantages import generalized_advantages, moments, token_rewards, whiten
 from rlhf_train.batching import Denominators
-from rlhf_train.group_rewards import group_normalized
+from rlhf_train.group_rewards import group_normalized, leave_one_out
 from rlhf_train.kl import kl_estimate
 from rlhf_train.losses.aggregate import REDUCTIONS, aggregate
 from rlhf_train.losses.policy import clipped_policy_loss
@@ -164,3 +164,13 @@ def test_group_normalized_equals_the_slow_twin():
         mean = sum(group) / len(group)
         deviation = math.sqrt(sum((reward - mean) ** 2 for reward in group) / len(group))
         assert fast[i] == pytest.approx((rewards[i] - mean) / deviation)
+
+
+def test_leave_one_out_equals_the_slow_twin():
+    rng = random.Random(1)
+    group_ids = [rng.choice("abcd") for _ in range(40)]
+    rewards = [rng.gauss(0, 2) for _ in group_ids]
+    fast = leave_one_out(np.array(rewards), group_ids)
+    for i, name in enumerate(group_ids):
+        others = [r for j, (r, other) in enumerate(zip(rewards, group_ids, strict=True)) if other == name and j != i]
+        assert fast[i] == pytest.approx(rewards[i] - sum(others) / len(others))

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from rlhf_train.advantages import generalized_advantages, moments, token_rewards, whiten
-from rlhf_train.group_rewards import group_normalized
+from rlhf_train.group_rewards import group_normalized, leave_one_out, relative_rewards
 
 
 def test_token_rewards_put_the_reward_on_the_last_trained_token():
@@ -97,3 +97,38 @@ def test_group_normalized_equal_rewards_and_single_samples_are_exactly_zero():
 def test_group_normalized_missing_ids_are_refused():
     with pytest.raises(ValueError, match="2 rewards, 1 group ids"):
         group_normalized(np.zeros(2), ["a"])
+
+
+def test_leave_one_out_matches_hand_values_by_id_not_by_position():
+    # a: 0, 1, 5: less the means of the others (3, 2.5, 0.5); b: 4, 8: less each other.
+    advantages = leave_one_out(np.array([0.0, 4.0, 1.0, 8.0, 5.0]), ["a", "b", "a", "b", "a"])
+    assert np.allclose(advantages, [-3.0, -4.0, -1.5, 4.0, 4.5])
+
+
+def test_leave_one_out_equal_rewards_and_single_samples_are_exactly_zero():
+    assert leave_one_out(np.array([0.1, 0.1, 0.1, 5.0]), ["a", "a", "a", "b"]).tolist() == [0.0] * 4
+
+
+@pytest.mark.parametrize(
+    ("baseline", "expected"),
+    [
+        ("none", [1.0, 3.0]),
+        ("group_mean", [-1.0, 1.0]),
+        ("group_mean_std", [-1.0, 1.0]),  # the deviation of 1 and 3 is 1
+        ("leave_one_out", [-2.0, 2.0]),
+    ],
+)
+def test_relative_rewards_match_hand_values(baseline, expected):
+    assert relative_rewards(np.array([1.0, 3.0]), ["a", "a"], baseline).tolist() == expected
+
+
+def test_relative_rewards_divide_only_where_the_baseline_says_so():
+    rewards, ids = np.array([1.0, 5.0]), ["a", "a"]
+    assert relative_rewards(rewards, ids, "group_mean").tolist() == [-2.0, 2.0]
+    assert relative_rewards(rewards, ids, "group_mean_std").tolist() == [-1.0, 1.0]
+    assert relative_rewards(rewards, ids, "group_mean_std", divide_by_std=False).tolist() == [-2.0, 2.0]
+
+
+def test_relative_rewards_unknown_baseline_suggests_the_nearest():
+    with pytest.raises(ValueError, match="did you mean `group_mean`"):
+        relative_rewards(np.zeros(1), ["a"], "group_men")

@@ -11,6 +11,7 @@ from typing import Literal
 from rlhf_data.errors import ConfigError, unknown
 
 KlEstimator = Literal["k1", "k2", "k3"]
+Baseline = Literal["none", "group_mean", "group_mean_std", "leave_one_out"]
 Reduction = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"]
 
 
@@ -22,7 +23,7 @@ class AlgorithmRow:
         name: the value of --advantage_estimator.
         title: what papers call it.
         uses_critic: whether values are learned.
-        uses_group: whether the samples of one prompt are compared, so that one sample a prompt cannot work.
+        baseline: what a rollout's reward is compared with, see `group_rewards`.
         whiten: whether advantages are whitened over the tokens of the whole rollout batch.
         reduction: how token losses become one number.
         source: the paper.
@@ -31,10 +32,20 @@ class AlgorithmRow:
     name: str
     title: str
     uses_critic: bool
-    uses_group: bool
+    baseline: Baseline
     whiten: bool
     reduction: Reduction
     source: str
+
+    @property
+    def uses_group(self) -> bool:
+        """Whether the samples of one prompt are compared, so that one sample a prompt cannot work."""
+        return self.baseline != "none"
+
+    @property
+    def divides_by_std(self) -> bool:
+        """Whether advantages are divided by a standard deviation, of the batch or of the group."""
+        return self.whiten or self.baseline == "group_mean_std"
 
 
 ALGORITHMS: Mapping[str, AlgorithmRow] = MappingProxyType(
@@ -43,19 +54,55 @@ ALGORITHMS: Mapping[str, AlgorithmRow] = MappingProxyType(
             name="gae",
             title="PPO",
             uses_critic=True,
-            uses_group=False,
+            baseline="none",
             whiten=True,
             reduction="token_mean",
             source="Schulman et al. 2017, arXiv:1707.06347; Schulman et al. 2016, arXiv:1506.02438",
+        ),
+        "reinforce": AlgorithmRow(
+            name="reinforce",
+            title="REINFORCE++",
+            uses_critic=False,
+            baseline="none",
+            whiten=True,
+            reduction="token_mean",
+            source="Hu et al. 2025, arXiv:2501.03262",
+        ),
+        "reinforce_baseline": AlgorithmRow(
+            name="reinforce_baseline",
+            title="REINFORCE++-baseline",
+            uses_critic=False,
+            baseline="group_mean",
+            whiten=True,
+            reduction="token_mean",
+            source="Hu et al. 2025, arXiv:2501.03262",
         ),
         "group_norm": AlgorithmRow(
             name="group_norm",
             title="GRPO",
             uses_critic=False,
-            uses_group=True,
+            baseline="group_mean_std",
             whiten=False,
             reduction="seq_mean_token_mean",
             source="Shao et al. 2024, arXiv:2402.03300",
+        ),
+        "dr_grpo": AlgorithmRow(
+            name="dr_grpo",
+            title="Dr. GRPO",
+            uses_critic=False,
+            baseline="group_mean",
+            whiten=False,
+            reduction="seq_mean_token_sum_norm",
+            source="Liu et al. 2025, arXiv:2503.20783",
+        ),
+        "rloo": AlgorithmRow(
+            name="rloo",
+            title="RLOO",
+            uses_critic=False,
+            baseline="leave_one_out",
+            whiten=False,
+            reduction="seq_mean_token_sum",
+            source="Ahmadian et al. 2024, arXiv:2402.14740",
         ),
     }
 )

@@ -4,6 +4,61 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from rlhf_data.errors import unknown
+
+
+def relative_rewards(
+    rewards: np.ndarray, group_ids: Sequence[str], baseline: str, *, divide_by_std: bool = True
+) -> np.ndarray:
+    """Return the rewards as an algorithm compares them.
+
+    Args:
+        rewards: [B] float.
+        group_ids: B ids.
+        baseline: "none" leaves them as they are, "group_mean" and "group_mean_std" are `group_normalized`,
+            "leave_one_out" is `leave_one_out`.
+        divide_by_std: for "group_mean_std" only.
+
+    Returns:
+        [B] float64.
+
+    Raises:
+        ValueError: unknown baseline, or lengths differ.
+    """
+    if baseline == "none":
+        return np.asarray(rewards, np.float64)
+    if baseline == "leave_one_out":
+        return leave_one_out(rewards, group_ids)
+    if baseline in ("group_mean", "group_mean_std"):
+        return group_normalized(rewards, group_ids, divide_by_std=divide_by_std and baseline == "group_mean_std")
+    raise ValueError(unknown("baseline", baseline, ("none", "group_mean", "group_mean_std", "leave_one_out")))
+
+
+def leave_one_out(rewards: np.ndarray, group_ids: Sequence[str]) -> np.ndarray:
+    """Return each reward less the mean of the others of its group.
+
+        A_i = R_i - sum_{j != i} R_j / (n - 1) = (R_i - mean(R_group)) n / (n - 1)
+
+    A group of equal rewards, or of one, is exactly 0.0.
+
+    Args:
+        rewards: [B] float.
+        group_ids: B ids.
+
+    Returns:
+        [B] float64.
+
+    Raises:
+        ValueError: as many ids as rewards are needed.
+
+    Source: Ahmadian et al. 2024, arXiv:2402.14740, eq. 8; Kool et al. 2019, "Buy 4 REINFORCE samples, get a baseline
+    for free!".
+    """
+    centred = group_normalized(rewards, group_ids, divide_by_std=False)
+    _, index, counts = np.unique(np.asarray(group_ids), return_inverse=True, return_counts=True)
+    size = counts[index]
+    return centred * size / np.maximum(size - 1, 1)
+
 
 def group_normalized(rewards: np.ndarray, group_ids: Sequence[str], *, divide_by_std: bool = True) -> np.ndarray:
     """Return each reward relative to its group.

@@ -38,13 +38,13 @@ def one_of(names: Iterable[str], titles: Mapping[str, str] | None = None) -> Any
     by_title = {title.lower(): (name, title) for name, title in (titles or {}).items()}
 
     def check(value: str) -> str:
+        if value in choices.names:
+            return value
         if value.lower() in by_title:
             name, title = by_title[value.lower()]
-            message = f"unknown value `{value}`; known: {', '.join(choices.names)}"
+            message = f"unknown value `{value}`; known: {', '.join(sorted(choices.names))}"
             raise ValueError(with_hint(message, f"{title} is `{name}` here"))
-        if value not in choices.names:
-            raise ValueError(unknown("value", value, choices.names))
-        return value
+        raise ValueError(unknown("value", value, choices.names))
 
     return Annotated[str, AfterValidator(check), choices]
 

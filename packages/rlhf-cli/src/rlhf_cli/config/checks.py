@@ -144,6 +144,9 @@ def _check_algorithm(config: PpoConfig, given: Collection[str]) -> list[str]:
     row = spec.row
     if not row.uses_critic:
         notices += without_effect(_CRITIC_OPTIONS, given, f"{row.title} ({row.name}) has no critic")
+    if not row.divides_by_std:
+        why = f"{row.title} ({row.name}) divides by no standard deviation"
+        notices += without_effect(("no_advantage_std_norm",), given, why)
     num_samples = config.rollout.n_samples_per_prompt
     if row.uses_group and num_samples < 2:
         alone = " or ".join(other.name for other in ALGORITHMS.values() if not other.uses_group)

@@ -7,6 +7,8 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from rlhf_data.errors import EngineError, RewardError, with_hint
 from rlhf_data.records import Prompt, RolloutGroup
 from rlhf_data.sampler import EpochSampler
@@ -16,7 +18,7 @@ from rlhf_rollout.protocols import SamplingParams
 from rlhf_rollout.ray_actors import RayEngine
 from rlhf_rollout.rewards import FunctionReward
 from rlhf_train.batching import plan_batches
-from rlhf_train.group_rewards import group_normalized
+from rlhf_train.group_rewards import relative_rewards
 from rlhf_train.metrics import merge_metrics, results
 from rlhf_train.online.cluster import WorkerGroup, placed_bundles, ray_cluster, start_processes, wait
 from rlhf_train.online.job import OnlineJob, RunSummary
@@ -266,11 +268,10 @@ class PlacedRun:
 
     def _deal(self, groups: Sequence[RolloutGroup], step: int) -> None:
         rollouts = scored(groups)
-        rewards = [float(rollout.verdict.reward) for rollout in rollouts]
         spec, batch = self._job.algorithm, self._job.batch
-        if spec.row.uses_group:
-            group_ids = [rollout.group_id for rollout in rollouts]
-            rewards = group_normalized(rewards, group_ids, divide_by_std=spec.whiten_std).tolist()
+        earned = np.array([rollout.verdict.reward for rollout in rollouts], np.float64)
+        group_ids = [rollout.group_id for rollout in rollouts]
+        rewards = relative_rewards(earned, group_ids, spec.row.baseline, divide_by_std=spec.whiten_std).tolist()
         pending: list[Any] = []
         for group in self._workers:
             plans = plan_batches(
