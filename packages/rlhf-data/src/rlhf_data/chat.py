@@ -82,6 +82,19 @@ def render_prompt(
     return text if input_template is None else input_template.replace(_PLACEHOLDER, text)
 
 
+def render_prompts(
+    rows: Sequence[Row], tokenizer: Tokenizer, *, input_key: str, apply_chat_template: bool, input_template: str | None
+) -> tuple[list[str], list[list[int]]]:
+    """Return the prompt of each row as text and as token ids; see `render_prompt` and `encode_prompts`."""
+    texts = [
+        render_prompt(
+            row, tokenizer, input_key=input_key, apply_chat_template=apply_chat_template, input_template=input_template
+        )
+        for row in rows
+    ]
+    return texts, encode_prompts(texts, tokenizer, has_special_tokens=apply_chat_template)
+
+
 def row_messages(row: Row, key: str) -> Messages:
     """Return a row's input as messages: a list of messages as it is, text as one user message.
 

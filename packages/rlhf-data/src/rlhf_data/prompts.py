@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import overload
 
-from rlhf_data.chat import Tokenizer, check_template, encode_prompts, render_prompt
+from rlhf_data.chat import Tokenizer, check_template, render_prompts
 from rlhf_data.errors import ConfigError, DataError, with_hint
 from rlhf_data.records import Prompt
 from rlhf_data.sources import read_rows
@@ -80,14 +80,10 @@ def load_prompts(
         raise ConfigError(f"prompt_max_len must be at least 1, got {prompt_max_len}")
     check_template(tokenizer, apply_chat_template=apply_chat_template, input_template=input_template)
     rows = read_rows(path, max_rows=max_samples)
-    texts = [
-        render_prompt(
-            row, tokenizer, input_key=input_key, apply_chat_template=apply_chat_template, input_template=input_template
-        )
-        for row in rows
-    ]
+    texts, encoded = render_prompts(
+        rows, tokenizer, input_key=input_key, apply_chat_template=apply_chat_template, input_template=input_template
+    )
     labels = [None if label_key is None else row.label(label_key) for row in rows]
-    encoded = encode_prompts(texts, tokenizer, has_special_tokens=apply_chat_template)
     prompts = []
     for row, text, label, token_ids in zip(rows, texts, labels, encoded, strict=True):
         if not token_ids:

@@ -9,9 +9,8 @@ from rlhf_data.chat import (
     Tokenizer,
     check_template,
     encode_completion,
-    encode_prompts,
     render_chat,
-    render_prompt,
+    render_prompts,
     row_messages,
 )
 from rlhf_data.errors import ConfigError, DataError, with_hint
@@ -101,13 +100,9 @@ def load_sft_examples(
         raise ConfigError(f"max_len must be at least 2 (a prompt and an EOS), got {max_len}")
     check_template(tokenizer, apply_chat_template=apply_chat_template, input_template=input_template)
     rows = read_rows(path, max_rows=max_samples)
-    texts = [
-        render_prompt(
-            row, tokenizer, input_key=input_key, apply_chat_template=apply_chat_template, input_template=input_template
-        )
-        for row in rows
-    ]
-    prompt_ids = encode_prompts(texts, tokenizer, has_special_tokens=apply_chat_template)
+    texts, prompt_ids = render_prompts(
+        rows, tokenizer, input_key=input_key, apply_chat_template=apply_chat_template, input_template=input_template
+    )
     examples, longest = [], 0
     for row, text, prompt in zip(rows, texts, prompt_ids, strict=True):
         answer = row.text(output_key)

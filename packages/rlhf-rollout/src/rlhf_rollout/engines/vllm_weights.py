@@ -89,7 +89,7 @@ class BucketTransferEngine(WeightTransferEngine[BucketInitInfo, BucketUpdateInfo
     @staticmethod
     def trainer_send_weights(iterator: Iterator[Any], trainer_args: Any) -> None:
         """Refuse: the trainer has senders of its own. vLLM 0.26 asks every engine for this method."""
-        raise NotImplementedError("weights are sent by rlhf_train.weight_sync")
+        raise WeightSyncError("weights are sent by rlhf_train.weight_sync")
 
     @contextmanager
     def _loading(self) -> Iterator[None]:
