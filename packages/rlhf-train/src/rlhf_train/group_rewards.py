@@ -39,8 +39,8 @@ def leave_one_out(rewards: np.ndarray, group_ids: Sequence[str]) -> np.ndarray:
 
         A_i = R_i - sum_{j != i} R_j / (n - 1) = (R_i - mean(R_group)) n / (n - 1)
 
-    A group of equal rewards, or of one, is exactly 0.0. The paper's R holds the KL of the whole response; here the KL is
-    charged token by token in the reward to go, so that the baseline is of the scores alone.
+    A group of equal rewards, or of one, is exactly 0.0. The paper's R holds the KL of the whole response; here the KL
+    is charged token by token in the reward to go, so that the baseline is of the scores alone.
 
     Args:
         rewards: [B] float.
