@@ -1,4 +1,4 @@
-"""The table of algorithms: an algorithm is an estimator, its loss terms, a reduction and whether it needs a critic.
+"""The tables of algorithms: an algorithm is an estimator, its loss terms, a reduction and whether it needs a critic.
 
 A row is plain data, so it travels to Ray workers; what the names stand for is in `advantages`, `losses` and `kl`.
 """
@@ -8,11 +8,20 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
-from rlhf_data.errors import ConfigError, unknown
+from rlhf_data.errors import ConfigError, unknown, with_hint
 
 KlEstimator = Literal["k1", "k2", "k3"]
 Baseline = Literal["none", "group_mean", "group_mean_std", "leave_one_out"]
 Reduction = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"]
+REDUCTIONS: tuple[Reduction, ...] = (
+    "token_mean",
+    "seq_mean_token_mean",
+    "seq_mean_token_sum",
+    "seq_mean_token_sum_norm",
+)
+OLD_LOGPROBS = ("recompute", "rollout", "skip")
+CORRECTION_LEVELS = ("off", "token", "sequence", "geometric")
+CORRECTION_MODES = ("truncate", "mask")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,51 +118,189 @@ ALGORITHMS: Mapping[str, AlgorithmRow] = MappingProxyType(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyLossRow:
+    """A policy loss.
+
+    Attributes:
+        name: the value of --policy_loss_type.
+        title: what papers call it.
+        uses_ratio: whether the ratio to the old policy is in it, so that it allows for several optimizer steps a batch.
+        dual_clip: whether --dual_clip applies.
+        reduction: how its token losses become one number; None leaves that to the estimator.
+        source: the paper.
+    """
+
+    name: str
+    title: str
+    uses_ratio: bool
+    dual_clip: bool
+    reduction: Reduction | None
+    source: str
+
+
+POLICY_LOSSES: Mapping[str, PolicyLossRow] = MappingProxyType(
+    {
+        "ppo": PolicyLossRow(
+            name="ppo",
+            title="PPO clip",
+            uses_ratio=True,
+            dual_clip=True,
+            reduction=None,
+            source="Schulman et al. 2017, arXiv:1707.06347; dual clip: Ye et al. 2020, arXiv:1912.09729",
+        ),
+        "gspo": PolicyLossRow(
+            name="gspo",
+            title="GSPO",
+            uses_ratio=True,
+            dual_clip=False,
+            reduction="seq_mean_token_mean",
+            source="Zheng et al. 2025, arXiv:2507.18071",
+        ),
+        "cispo": PolicyLossRow(
+            name="cispo",
+            title="CISPO",
+            uses_ratio=True,
+            dual_clip=False,
+            reduction="token_mean",
+            source="MiniMax 2025, arXiv:2506.13585",
+        ),
+        "reinforce": PolicyLossRow(
+            name="reinforce",
+            title="REINFORCE",
+            uses_ratio=False,
+            dual_clip=False,
+            reduction=None,
+            source="Williams 1992, Machine Learning 8",
+        ),
+    }
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CorrectionSpec:
+    """How the gap between the engine's and the trainer's probabilities is corrected; see `corrections`.
+
+    Attributes:
+        level: "off", or over what the importance weight is taken: "token", "sequence" (the product of its tokens') or
+            "geometric" (their geometric mean).
+        mode: "truncate" bounds the weights; "mask" leaves out of the policy loss what lies beyond the bounds.
+        low: smallest weight, >= 0.
+        high: largest weight, > low.
+    """
+
+    level: str = "off"
+    mode: str = "truncate"
+    low: float = 0.0
+    high: float = 2.0
+
+    def __post_init__(self) -> None:
+        if self.level not in CORRECTION_LEVELS:
+            raise ConfigError(unknown("correction level", self.level, CORRECTION_LEVELS))
+        if self.mode not in CORRECTION_MODES:
+            raise ConfigError(unknown("correction mode", self.mode, CORRECTION_MODES))
+        if not 0 <= self.low < self.high:
+            raise ConfigError(f"correction bounds ({self.low}, {self.high}): 0 <= low < high is needed")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AlgorithmSpec:
     """One algorithm with its numbers.
 
     Attributes:
         estimator: a row of `ALGORITHMS`.
+        policy_loss: a row of `POLICY_LOSSES`.
+        reduction: of the policy loss, the KL loss and the entropy; None for the policy loss's or the estimator's own.
         gamma: discount a token, in [0, 1].
         lambd: GAE's trade of bias for variance, in [0, 1].
         clip_low: largest decrease of the ratio below 1, in [0, 1).
         clip_high: largest increase above 1, >= 0.
+        dual_clip: with a negative advantage, the loss grows no further than this times its size; > 1, None for no limit.
+        entropy_coef: weight of the entropy bonus, >= 0.
         value_clip: largest move of a value from its old one that still lowers the loss; None for no limit.
-        kl_coef: weight of the KL to the reference, >= 0; 0 means there is no reference.
+        bootstrap_truncated: a rollout that the length limit ended goes on with the critic's value of its last state.
+        kl_coef: weight of the KL to the reference, >= 0; 0 means there is no reference. The first one, when adaptive.
+        kl_target: nats a token that an adaptive coefficient steers to; None keeps the coefficient fixed.
+        kl_horizon: rollouts over which an adaptive coefficient can move by a fifth.
         kl_estimator: k1, k2 or k3.
         use_kl_loss: the KL is a term of the loss instead of a part of the reward.
+        kl_unbiased_gradient: the gradient of the KL loss is the true one, whatever the estimator.
+        old_logprobs: "recompute" runs the trainer's model once before the update, "rollout" takes the engine's,
+            "skip" takes those of the update itself, which must then be the only one of its batch.
+        correction: of the gap between engine and trainer.
         whiten_std: False only centres: no division by the batch's deviation where the row whitens, nor by the group's
             where it does not.
     """
 
     estimator: str = "gae"
+    policy_loss: str = "ppo"
+    reduction: Reduction | None = None
     gamma: float = 1.0
     lambd: float = 1.0
     clip_low: float = 0.2
     clip_high: float = 0.2
+    dual_clip: float | None = None
+    entropy_coef: float = 0.0
     value_clip: float | None = 0.5
+    bootstrap_truncated: bool = False
     kl_coef: float = 0.01
+    kl_target: float | None = None
+    kl_horizon: int = 10_000
     kl_estimator: KlEstimator = "k1"
     use_kl_loss: bool = False
+    kl_unbiased_gradient: bool = False
+    old_logprobs: str = "recompute"
+    correction: CorrectionSpec = CorrectionSpec()
     whiten_std: bool = True
 
     def __post_init__(self) -> None:
-        if self.estimator not in ALGORITHMS:
-            raise ConfigError(unknown("advantage estimator", self.estimator, ALGORITHMS))
+        for what, name, known in (
+            ("advantage estimator", self.estimator, ALGORITHMS),
+            ("policy loss", self.policy_loss, POLICY_LOSSES),
+            ("reduction", self.reduction or REDUCTIONS[0], REDUCTIONS),
+            ("source of old log-probs", self.old_logprobs, OLD_LOGPROBS),
+        ):
+            if name not in known:
+                raise ConfigError(unknown(what, name, known))
         for name in ("gamma", "lambd"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must lie in [0, 1]")
         if not 0 <= self.clip_low < 1 or self.clip_high < 0:
             raise ConfigError(f"clip range ({self.clip_low}, {self.clip_high}): low must lie in [0, 1), high be >= 0")
-        if self.kl_coef < 0:
-            raise ConfigError(f"init_kl_coef is {self.kl_coef}; it must be >= 0")
+        if self.dual_clip is not None and self.dual_clip <= 1:
+            raise ConfigError(f"dual_clip is {self.dual_clip}; it must be > 1")
+        for name in ("entropy_coef", "kl_coef"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be >= 0")
         if self.value_clip is not None and self.value_clip <= 0:
             raise ConfigError(f"value_clip is {self.value_clip}; it must be > 0")
+        if (self.kl_target is not None and self.kl_target <= 0) or self.kl_horizon < 1:
+            raise ConfigError(f"kl_target ({self.kl_target}) must be > 0 and kl_horizon ({self.kl_horizon}) >= 1")
+        self._check_combinations()
+
+    def _check_combinations(self) -> None:
+        if self.dual_clip is not None and not self.loss.dual_clip:
+            raise ConfigError(f"dual_clip belongs to the PPO loss, and the policy loss is {self.loss.title}")
+        if self.old_logprobs == "skip" and self.kl_coef > 0 and not self.use_kl_loss:
+            message = "without old log-probs there is no KL that could be a part of the reward"
+            raise ConfigError(with_hint(message, "add --use_kl_loss, or set --init_kl_coef 0 or --old_logprobs recompute"))
+        if self.old_logprobs != "recompute" and self.correction.level != "off":
+            message = f"a correction compares the trainer's old log-probs, which are `{self.old_logprobs}`"
+            raise ConfigError(with_hint(message, "use --old_logprobs recompute"))
 
     @property
     def row(self) -> AlgorithmRow:
-        """The algorithm's row."""
+        """The estimator's row."""
         return ALGORITHMS[self.estimator]
+
+    @property
+    def loss(self) -> PolicyLossRow:
+        """The policy loss's row."""
+        return POLICY_LOSSES[self.policy_loss]
+
+    @property
+    def loss_reduction(self) -> Reduction:
+        """How the actor's token losses become one number."""
+        return self.reduction or self.loss.reduction or self.row.reduction
 
     @property
     def uses_reference(self) -> bool:

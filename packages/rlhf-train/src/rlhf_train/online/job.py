@@ -7,6 +7,7 @@ from rlhf_data.errors import ConfigError, with_hint
 from rlhf_data.records import Prompt
 from rlhf_rollout.engines import EngineSpec
 from rlhf_rollout.protocols import SamplingParams
+from rlhf_rollout.rewards import RewardSource
 from rlhf_train.algorithms import AlgorithmSpec
 from rlhf_train.placement import PlacementPlan
 from rlhf_train.specs import ModelSpec
@@ -58,17 +59,48 @@ class BatchSizes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardSpec:
-    """Who scores.
+    """Who scores, and what becomes of the scores before any algorithm sees them: in this order.
 
     Attributes:
-        path: `path/to/file.py` with a `reward_func`, or `module:function`.
-        timeout_s: for one call.
-        num_workers: processes that score side by side.
+        sources: whose rewards are added up, by weight.
+        timeout_s: for one call of a function or a server.
+        num_workers: processes that score side by side, of each function.
+        batch_size: responses of one call of a server or of a reward model.
+        normalize: raw rewards are shifted and scaled to mean 0 and deviation 1.
+        clip_range: smallest and largest raw reward; None for no bounds.
+        overlong_buffer: tokens before the length limit over which a penalty grows; 0 for none.
+        overlong_penalty_factor: the penalty at the limit.
+        stop_properly_coef: what a rollout keeps of its reward when the length limit ended it; see `shaping`.
     """
 
-    path: str
+    sources: tuple[RewardSource, ...]
     timeout_s: float = 30.0
     num_workers: int = 1
+    batch_size: int = 64
+    normalize: bool = False
+    clip_range: tuple[float, float] | None = None
+    overlong_buffer: int = 0
+    overlong_penalty_factor: float = 1.0
+    stop_properly_coef: float | None = None
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """The folders or hub names of the reward models, in order."""
+        return tuple(source.targets[0] for source in self.sources if source.kind == "model")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DynamicSampling:
+    """Which rollout groups are trained: those with something to say, refilled until the batch is full.
+
+    Attributes:
+        reward_range: a group's mean score must lie strictly between; None for no bounds. Its scores must differ in any
+            case.
+        max_batches: prompts drawn a step at most, as a multiple of the rollout batch.
+    """
+
+    reward_range: tuple[float, float] | None = None
+    max_batches: int = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +125,11 @@ class OnlineJob:
         trainer_sleep: optimizer states leave the device while engines generate.
         sync_checksum: every weight bucket carries a checksum that the engine verifies.
         max_in_flight: rollout groups under way at once.
+        dynamic_sampling: None trains every group.
+        num_frozen_steps: steps at the start in which only the critic learns.
+        ema_beta: decay a step of the average of the actor's weights that is saved beside it; None for none.
+        save_critic: save the critic beside the actor.
+        best_metric: the evaluation's metric whose highest value marks the weights to keep; None keeps none but the last.
         ray_address: of a running cluster; None starts one in this process.
     """
 
@@ -116,6 +153,11 @@ class OnlineJob:
     sync_checksum: bool = False
     max_in_flight: int = 256
     ray_address: str | None = None
+    dynamic_sampling: DynamicSampling | None = None
+    num_frozen_steps: int = 0
+    ema_beta: float | None = None
+    save_critic: bool = False
+    best_metric: str | None = None
 
     def __post_init__(self) -> None:
         row = self.algorithm.row
