@@ -13,8 +13,10 @@ from rlhf_cli.preflight import Inputs, check_device
 from rlhf_data.errors import ConfigError
 from rlhf_data.prompts import PromptSet
 from rlhf_data.records import Prompt
+from rlhf_rollout.rewards import RewardSource
 from rlhf_train.placement import Resources
 
+SOURCES = (RewardSource(kind="function", targets=("r.py",)),)
 CPU, ONE_GPU, MANY_GPUS = Resources(2, 0), Resources(16, 1), Resources(64, 8)
 
 
@@ -28,7 +30,7 @@ def prompt_set(count: int) -> PromptSet:
 
 
 def make(config: PpoConfig, resources: Resources):
-    inputs = Inputs("policy", "critic", "r.py", prompt_set(100), prompt_set(10), ())
+    inputs = Inputs("policy", "critic", SOURCES, prompt_set(100), prompt_set(10), ())
     return make_job(config, inputs, make_plan(config, resources), Path("/out"))
 
 

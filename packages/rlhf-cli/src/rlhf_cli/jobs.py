@@ -59,7 +59,9 @@ def make_job(
         prompts=inputs.prompts.prompts,
         eval_prompts=inputs.eval_prompts.prompts if inputs.eval_prompts else (),
         reward=RewardSpec(
-            path=inputs.reward, timeout_s=config.reward.reward_timeout_s, num_workers=config.reward.reward_num_workers
+            sources=inputs.reward_sources,
+            timeout_s=config.reward.reward_timeout_s,
+            num_workers=config.reward.reward_num_workers,
         ),
         plan=plan,
         batch=batch,

@@ -12,6 +12,7 @@ from rlhf_cli.paths import check_output_folder, data_path, model_path, reward_pa
 from rlhf_data.errors import ConfigError, RewardError, unknown, with_hint
 from rlhf_data.prompts import PromptSet
 from rlhf_data.sources import read_rows
+from rlhf_rollout.rewards import RewardSource
 from rlhf_train.placement import Resources, local_resources
 
 
@@ -21,14 +22,14 @@ class Inputs:
 
     Attributes:
         model, critic: folders or hub names; the critic's is the model's unless told otherwise.
-        reward: a file with its full path, or module:function.
+        reward_sources: who scores; files with their full paths.
         prompts, eval_prompts: tokenized; the latter may be empty.
         notices: what a person should know about them, a sentence each.
     """
 
     model: str
     critic: str
-    reward: str
+    reward_sources: tuple[RewardSource, ...]
     prompts: PromptSet
     eval_prompts: PromptSet | None
     notices: tuple[str, ...]
@@ -68,7 +69,8 @@ def check_inputs(config: PpoConfig, folder: Path) -> Inputs:
         raise ConfigError(str(error)) from error
     if check.problem:
         notices.append(f"the reward function failed on the first prompts, and the run goes on: {check.problem}")
-    return Inputs(model, critic, reward, prompts, held_out, tuple(notices))
+    sources = (RewardSource(kind="function", targets=(reward,)),)
+    return Inputs(model, critic, sources, prompts, held_out, tuple(notices))
 
 
 def load_model_files(path: str) -> tuple[Any, Any]:
