@@ -1,0 +1,157 @@
+"""Batches from concurrent callers: full ones, late ones, failing ones, and callers that give up."""
+
+import asyncio
+import time
+
+import numpy as np
+import pytest
+
+from rlhf_data.errors import ConfigError, RewardError
+from rlhf_rollout.rewards.batcher import Batcher
+
+
+class Doubler:
+    """Doubles the items of a batch after `seconds`; remembers the batches."""
+
+    def __init__(self, *, seconds=0.0):
+        self.seconds = seconds
+        self.batches = []
+        self.num_cancelled = 0
+
+    async def __call__(self, items):
+        self.batches.append(items)
+        try:
+            await asyncio.sleep(self.seconds)
+        except asyncio.CancelledError:
+            self.num_cancelled += 1
+            raise
+        return [2 * item for item in items]
+
+
+async def submit_all(batcher, items):
+    return await asyncio.gather(*[batcher.submit(item) for item in items], return_exceptions=True)
+
+
+def test_batcher_full_batches_go_out_at_once_and_the_rest_after_its_wait():
+    call = Doubler()
+
+    async def run():
+        batcher = Batcher(call, max_batch=3, max_wait_s=0.1)
+        started = time.monotonic()
+        results = await submit_all(batcher, range(7))
+        return results, time.monotonic() - started
+
+    results, seconds = asyncio.run(run())
+    assert results == [0, 2, 4, 6, 8, 10, 12]
+    assert call.batches == [[0, 1, 2], [3, 4, 5], [6]]
+    assert 0.09 < seconds < 0.5
+
+
+def test_batcher_full_batch_does_not_wait():
+    async def run():
+        started = time.monotonic()
+        await submit_all(Batcher(Doubler(), max_batch=2, max_wait_s=30.0), [1, 2])
+        return time.monotonic() - started
+
+    assert asyncio.run(run()) < 5
+
+
+def test_batcher_batches_run_side_by_side():
+    async def run():
+        started = time.monotonic()
+        await submit_all(Batcher(Doubler(seconds=0.2), max_batch=1), range(5))
+        return time.monotonic() - started
+
+    assert asyncio.run(run()) < 0.6  # one after the other would take 1 s
+
+
+def test_batcher_failing_call_fails_its_batch_alone():
+    async def call(items):
+        if 1 in items:
+            raise ZeroDivisionError("of item 1")
+        return items
+
+    results = asyncio.run(submit_all(Batcher(call, max_batch=2), range(4)))
+    assert [str(result) for result in results] == ["of item 1", "of item 1", "2", "3"]
+
+
+@pytest.mark.parametrize("results", [[], [1], [1, 2, 3]])
+def test_batcher_other_number_of_results_is_an_error(results):
+    async def call(items):
+        return results
+
+    errors = asyncio.run(submit_all(Batcher(call, max_batch=2), range(2)))
+    assert [(type(error), str(error)) for error in errors] == [
+        (RewardError, f"{len(results)} results for a batch of 2")
+    ] * 2
+
+
+def test_batcher_caller_that_gives_up_is_left_out():
+    call = Doubler()
+
+    async def run():
+        batcher = Batcher(call, max_batch=10, max_wait_s=0.02)
+        leaving = asyncio.create_task(batcher.submit(1))
+        staying = asyncio.create_task(batcher.submit(2))
+        await asyncio.sleep(0)
+        leaving.cancel()
+        return await staying
+
+    assert asyncio.run(run()) == 4
+    assert call.batches == [[2]]
+
+
+def test_batcher_caller_that_gives_up_on_the_way_takes_no_one_along():
+    call = Doubler(seconds=0.05)
+
+    async def run():
+        batcher = Batcher(call, max_batch=2)
+        leaving = asyncio.create_task(batcher.submit(1))
+        staying = asyncio.create_task(batcher.submit(2))
+        await asyncio.sleep(0.01)
+        leaving.cancel()
+        return await staying
+
+    assert asyncio.run(run()) == 4
+    assert call.batches == [[1, 2]]
+
+
+def test_batcher_outlives_an_event_loop():
+    call = Doubler()
+    batcher = Batcher(call, max_batch=10, max_wait_s=0.01)
+
+    async def abandon():
+        asyncio.create_task(batcher.submit(1))  # noqa: RUF006 (abandoned on purpose)
+        await asyncio.sleep(0)
+
+    asyncio.run(abandon())
+    assert asyncio.run(submit_all(batcher, [2])) == [4]
+    assert call.batches == [[2]]
+
+
+def test_batcher_close_cancels_what_waits_and_what_runs():
+    call = Doubler(seconds=30.0)
+
+    async def run():
+        batcher = Batcher(call, max_batch=2, max_wait_s=30.0)
+        submits = [asyncio.create_task(batcher.submit(item)) for item in range(3)]
+        await asyncio.sleep(0.01)
+        await batcher.close()
+        return await asyncio.gather(*submits, return_exceptions=True)
+
+    results = asyncio.run(run())
+    assert [type(result) for result in results] == [asyncio.CancelledError] * 3
+    assert (call.batches, call.num_cancelled) == ([[0, 1]], 1)
+
+
+def test_batcher_takes_items_that_are_neither_hashable_nor_comparable():
+    async def call(items):
+        return [item.sum() for item in items]
+
+    assert asyncio.run(submit_all(Batcher(call, max_batch=2), [np.arange(3), np.arange(3)])) == [3, 3]
+
+
+@pytest.mark.parametrize("options", [{"max_batch": 0}, {"max_batch": 1, "max_wait_s": -1.0}])
+def test_batcher_without_room_is_refused(options):
+    with pytest.raises(ConfigError, match="must be at least 1"):
+        Batcher(Doubler(), **options)
