@@ -1,7 +1,7 @@
 """Prompts in, scored rollouts out: engines, rewards and a generator that loses nothing. No torch."""
 
 from rlhf_rollout.engines import ENGINE_KINDS, EngineSpec, build_engine
-from rlhf_rollout.generator import GenerationCounts, GroupResult, generate_groups
+from rlhf_rollout.generator import GenerationCounts, GroupResult, PromptSupply, generate_groups
 from rlhf_rollout.protocols import Completion, RewardFunction, RolloutEngine, SamplingParams
 from rlhf_rollout.rewards import FunctionReward, RewardCheck, check_reward_function
 from rlhf_rollout.weights import TensorSpec, WeightBucket
@@ -13,6 +13,7 @@ __all__ = [
     "FunctionReward",
     "GenerationCounts",
     "GroupResult",
+    "PromptSupply",
     "RewardCheck",
     "RewardFunction",
     "RolloutEngine",

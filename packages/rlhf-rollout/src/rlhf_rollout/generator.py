@@ -6,7 +6,7 @@ import itertools
 import time
 import zlib
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -97,6 +97,58 @@ class GenerationCounts:
                 self.verdicts[rollout.verdict.kind] += 1
 
 
+class PromptSupply:
+    """Prompts for as many groups as are to be kept: each group that is not kept makes room for one prompt more.
+
+    Hands out a prompt while kept + under way < target, up to `max_drawn`. So the last prompt drawn is the first one
+    with which there can be `target` groups: which prompts are drawn, and which groups are kept, depends on what the
+    groups are and not on the order in which they finish. For `generate_groups`, with `settle` as its `settle`.
+
+    Args:
+        draw: the next prompt; StopIteration when there is none.
+        target: groups to keep.
+        max_drawn: prompts to draw at most.
+        keep: whether a group is kept; a failed one never is.
+
+    Attributes:
+        num_drawn, num_kept, num_rejected, num_failed: prompts and what became of them; drawn less the others are under
+            way.
+
+    Raises:
+        ConfigError: `target` below 1 or above `max_drawn`.
+    """
+
+    def __init__(
+        self, draw: Callable[[], Prompt], target: int, max_drawn: int, keep: Callable[[RolloutGroup], bool]
+    ) -> None:
+        if not 1 <= target <= max_drawn:
+            raise ConfigError(f"{target} groups to keep of at most {max_drawn} drawn: 1 <= target <= max_drawn")
+        self._draw = draw
+        self._target = target
+        self._max_drawn = max_drawn
+        self._keep = keep
+        self.num_drawn = self.num_kept = self.num_rejected = self.num_failed = 0
+
+    def __iter__(self) -> Iterator[Prompt]:
+        return self
+
+    def __next__(self) -> Prompt:
+        num_lost = self.num_rejected + self.num_failed
+        if self.num_drawn - num_lost >= self._target or self.num_drawn >= self._max_drawn:
+            raise StopIteration  # for now: the next result may make room
+        prompt = self._draw()
+        self.num_drawn += 1
+        return prompt
+
+    def settle(self, result: GroupResult) -> bool:
+        """Account for the result of a prompt handed out; return whether it is kept."""
+        kept = result.group is not None and self._keep(result.group)
+        self.num_kept += kept
+        self.num_failed += result.group is None
+        self.num_rejected += result.group is not None and not kept
+        return kept
+
+
 async def generate_groups(
     prompts: Iterable[Prompt],
     engines: Sequence[RolloutEngine],
@@ -108,6 +160,7 @@ async def generate_groups(
     decode: Decode,
     seed_key: str | None = None,
     counts: GenerationCounts | None = None,
+    settle: Callable[[GroupResult], object] | None = None,
 ) -> AsyncIterator[GroupResult]:
     """Yield one result a prompt, in the order in which they finish.
 
@@ -116,7 +169,8 @@ async def generate_groups(
     reported as failed with the reason. A failing reward is a verdict of its rollouts.
 
     Args:
-        prompts: read as they are needed; may be endless.
+        prompts: read as they are needed, may be endless. An iterator that has none is asked again after every result
+            until nothing is under way, so it may have more by then: see `PromptSupply`.
         engines: at least one; one that has just failed is used again only when all have.
         sampling: for every prompt. Its seed, if any, is mixed with `seed_key`, so that groups differ.
         reward: None leaves the rollouts without verdicts.
@@ -126,6 +180,7 @@ async def generate_groups(
         seed_key: what the sampling seed is mixed with besides a group's number; the prefix when None. Calls with one
             key draw alike from one policy, so that a difference between them is the policies'.
         counts: updated as results come.
+        settle: told of every result before `prompts` are asked for more and before it is yielded.
 
     Raises:
         ConfigError: no engine, or `max_in_flight` below 1.
@@ -149,6 +204,8 @@ async def generate_groups(
             done, tasks = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for result in [task.result() for task in done]:
                 run.counts.add(result, sampling.num_samples)
+                if settle is not None:
+                    settle(result)
                 yield result
     finally:
         for task in tasks:

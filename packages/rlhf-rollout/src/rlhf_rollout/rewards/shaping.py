@@ -69,7 +69,7 @@ def stop_properly(rewards: np.ndarray, truncated: np.ndarray, *, coef: float) ->
     Raises:
         ConfigError: `coef` above 1, or not a number.
 
-    Source: the "stop properly" penalty of Liu et al. 2025 (ProRL), arXiv:2505.24864, extended to negative rewards.
+    Source: the "stop properly" penalty of the ProRL v2 recipe (NVIDIA 2025), made right for negative rewards.
     """
     if not coef <= 1:
         raise ConfigError(
