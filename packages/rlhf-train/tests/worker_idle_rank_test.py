@@ -41,9 +41,9 @@ def two_updates(rank: int, num_ranks: int, master: Any, path: str) -> dict[int, 
         worker.load_rollouts([rollouts[row] for row in plan.rows], [float(row + 1) for row in plan.rows], plan)
         for role in ("actor", "reference", "critic"):
             worker.run_model(role)
-        worker.assign_advantages()
+        worker.assign_advantages(kl_coef=0.05)
         for role in ("critic", "actor"):
-            worker.update(role, max_epochs=1, seed=0)
+            worker.update(role, max_epochs=1, seed=0, kl_coef=0.05)
         weights[zero_stage] = {name: t.numpy() for name, t in worker.engines["actor"].state_dict().items()}
     return weights
 

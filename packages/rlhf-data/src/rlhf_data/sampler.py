@@ -31,6 +31,7 @@ class EpochSampler:
         self.seed = seed
         self.shuffle = shuffle
         self._num_seen = 0
+        self._shuffled = (-1, np.array([], np.int64))  # the epoch at hand and its order
 
     @property
     def num_seen(self) -> int:
@@ -44,10 +45,16 @@ class EpochSampler:
 
     def next_batch(self) -> np.ndarray:
         """Return the next [batch_size] int64 indices."""
-        batch = []
-        while len(batch) < self.batch_size:
+        return self.take(self.batch_size)
+
+    def take(self, count: int) -> np.ndarray:
+        """Return the next [count] int64 indices."""
+        batch: list[int] = []
+        while len(batch) < count:
             epoch, position = divmod(self._num_seen, self.num_items)
-            taken = self._order(epoch)[position : position + self.batch_size - len(batch)]
+            if self._shuffled[0] != epoch:
+                self._shuffled = (epoch, self._order(epoch))
+            taken = self._shuffled[1][position : position + count - len(batch)]
             batch.extend(taken.tolist())
             self._num_seen += len(taken)
         return np.array(batch, dtype=np.int64)

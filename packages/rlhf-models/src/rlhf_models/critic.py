@@ -31,13 +31,20 @@ class Critic(nn.Module):
         self.model = model
         self.value_head = ValueHead(model.config.get_text_config().hidden_size, model.dtype)
 
-    def forward(self, batch: TokenBatch) -> Tensor:
+    def forward(self, batch: TokenBatch, *, after_token: bool = False) -> Tensor:
         """Return the value of the state in which each token is written: that of the tokens before it.
 
+        Args:
+            batch: padded or packed.
+            after_token: return the value of the state that each token leads to instead.
+
         Returns:
-            [B, T] float32, in reward units; 0.0 for the first token of each sequence and for padding.
+            [B, T] float32, in reward units; 0.0 for the first token of each sequence and for padding. With
+            `after_token` every token has its value, and padding means nothing.
         """
         hidden = run_backbone(self.model, batch).last_hidden_state
         after = self.value_head(hidden).squeeze(-1)
+        if after_token:
+            return after
         before = torch.cat([after.new_zeros(after.shape[0], 1), after[:, :-1]], dim=1)
         return before.masked_fill(~batch.target_mask, 0.0)

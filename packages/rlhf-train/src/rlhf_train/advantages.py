@@ -37,13 +37,21 @@ def token_rewards(rewards: Tensor, kl: Tensor, loss_mask: Tensor, *, kl_coef: fl
 
 
 def generalized_advantages(
-    rewards: Tensor, values: Tensor, loss_mask: Tensor, *, gamma: float, lambd: float
+    rewards: Tensor,
+    values: Tensor,
+    loss_mask: Tensor,
+    *,
+    gamma: float,
+    lambd: float,
+    last_values: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return advantages and returns.
 
         delta_t = r_t + gamma V_{t'} - V_t
-        A_t     = delta_t + gamma lambd A_{t'}        t' = the next trained token; V and A are 0 after the last
+        A_t     = delta_t + gamma lambd A_{t'}        t' = the next trained token; after the last V and A are 0
         R_t     = A_t + V_t
+
+    For a rollout that was cut off, V after the last token is what the critic expects of going on from there.
 
     With values of zero and lambd = 1 both are the discounted sum of rewards from t on.
 
@@ -53,6 +61,8 @@ def generalized_advantages(
         loss_mask: [B, T] bool.
         gamma: discount a token.
         lambd: 0 trusts the values, 1 the rewards.
+        last_values: [B] float, the value after the last token of each rollout; 0.0 for those that ended by themselves.
+            None is 0.0 for all.
 
     Returns:
         ([B, T], [B, T]): advantages and returns, 0.0 where the mask is False.
@@ -60,11 +70,12 @@ def generalized_advantages(
     Raises:
         ValueError: shapes differ.
 
-    Source: Schulman et al. 2016, arXiv:1506.02438, eq. 11 and 16.
+    Source: Schulman et al. 2016, arXiv:1506.02438, eq. 11 and 16; going on after a cut: Pardo et al. 2018,
+    arXiv:1712.00378.
     """
     check_same_shape(rewards=rewards, values=values, loss_mask=loss_mask)
     advantages = torch.zeros_like(values)
-    next_value = values.new_zeros(len(values))
+    next_value = values.new_zeros(len(values)) if last_values is None else last_values.to(values.dtype)
     next_advantage = values.new_zeros(len(values))
     for t in reversed(range(values.shape[1])):
         trained = loss_mask[:, t]

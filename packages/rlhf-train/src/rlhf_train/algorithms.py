@@ -214,7 +214,7 @@ class AlgorithmSpec:
         lambd: GAE's trade of bias for variance, in [0, 1].
         clip_low: largest decrease of the ratio below 1, in [0, 1).
         clip_high: largest increase above 1, >= 0.
-        dual_clip: with a negative advantage, the loss grows no further than this times its size; > 1, None for no limit.
+        dual_clip: with a negative advantage A, the loss is at most this times |A|; > 1, None for no limit.
         entropy_coef: weight of the entropy bonus, >= 0.
         value_clip: largest move of a value from its old one that still lowers the loss; None for no limit.
         bootstrap_truncated: a rollout that the length limit ended goes on with the critic's value of its last state.
@@ -282,7 +282,8 @@ class AlgorithmSpec:
             raise ConfigError(f"dual_clip belongs to the PPO loss, and the policy loss is {self.loss.title}")
         if self.old_logprobs == "skip" and self.kl_coef > 0 and not self.use_kl_loss:
             message = "without old log-probs there is no KL that could be a part of the reward"
-            raise ConfigError(with_hint(message, "add --use_kl_loss, or set --init_kl_coef 0 or --old_logprobs recompute"))
+            hint = "add --use_kl_loss, or set --init_kl_coef 0 or --old_logprobs recompute"
+            raise ConfigError(with_hint(message, hint))
         if self.old_logprobs != "recompute" and self.correction.level != "off":
             message = f"a correction compares the trainer's old log-probs, which are `{self.old_logprobs}`"
             raise ConfigError(with_hint(message, "use --old_logprobs recompute"))

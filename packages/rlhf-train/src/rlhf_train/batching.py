@@ -35,7 +35,7 @@ class MiniBatch:
     Attributes:
         micro_batches: rows of the rank's shard, one tuple a forward-backward pass. Every rank has equally many; one
             that runs out of rows has empty tuples, for which it takes part in the collectives with a loss of zero.
-        denominators: of the whole optimizer step, equal on all ranks.
+        denominators: of the whole optimizer step, equal on all ranks, while no token has been left out.
     """
 
     micro_batches: tuple[tuple[int, ...], ...]

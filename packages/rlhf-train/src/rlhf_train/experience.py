@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlhf_data.records import Rollout
+from rlhf_data.records import FinishReason, Rollout
 
-COLUMNS = ("old_logprobs", "ref_logprobs", "values", "advantages", "returns")
+COLUMNS = ("old_logprobs", "ref_logprobs", "values", "last_values", "advantages", "returns", "trained", "weights")
 
 
 @dataclass(slots=True)
@@ -24,16 +24,22 @@ class Experience:
         rollout_ids: B ids.
         token_ids: B arrays of the rollouts' tokens, [L_i] int32 each.
         loss_mask: [B, T] bool, True where the token is trained.
+        policy_mask: [B, T] bool, the part of it that the policy loss is of.
         rollout_logprobs: [B, T] float32, nats, from the engine; 0.0 where the mask is False.
         rewards: [B] float32, what each rollout earned, after any comparison within its group.
-        columns: name to [B, T] float32, filled in as models are run; 0.0 where the mask is False.
+        truncated: [B] bool, whether the length limit ended it.
+        columns: name to [B, T] float32, filled in as models are run; 0.0 where the mask is False. `last_values` has the
+            value of a rollout's last state at its last trained token, `trained` is 1.0 where the loss mask holds still,
+            `weights` are what the policy loss is multiplied by.
     """
 
     rollout_ids: list[str]
     token_ids: list[np.ndarray]
     loss_mask: Tensor
+    policy_mask: Tensor
     rollout_logprobs: Tensor
     rewards: Tensor
+    truncated: Tensor
     columns: dict[str, Tensor] = field(default_factory=dict)
 
     @classmethod
@@ -49,8 +55,10 @@ class Experience:
             rollout_ids=[rollout.rollout_id for rollout in rollouts],
             token_ids=[rollout.token_ids for rollout in rollouts],
             loss_mask=loss_mask,
+            policy_mask=loss_mask.clone(),
             rollout_logprobs=rollout_logprobs,
             rewards=torch.tensor(list(rewards), dtype=torch.float32),
+            truncated=torch.tensor([r.finish_reason is FinishReason.LENGTH for r in rollouts], dtype=torch.bool),
         )
 
     def set_column(self, name: str, values: Tensor) -> None:
@@ -58,6 +66,14 @@ class Experience:
         if name not in COLUMNS:
             raise KeyError(f"unknown column {name!r}; known: {', '.join(COLUMNS)}")
         self.columns[name] = values.detach().float().cpu().masked_fill(~self.loss_mask, 0.0)
+
+    def restrict(self, kept: Tensor) -> None:
+        """Train only where `kept` [B, T] holds, too: masks shrink, and columns are 0.0 beyond."""
+        self.loss_mask &= kept
+        self.policy_mask &= kept
+        for name, column in self.columns.items():
+            self.columns[name] = column.masked_fill(~self.loss_mask, 0.0)
+        self.rollout_logprobs = self.rollout_logprobs.masked_fill(~self.loss_mask, 0.0)
 
     def export(self, names: Sequence[str]) -> dict[str, dict[str, np.ndarray]]:
         """Return columns as name to rollout id to [L_i] array, for a rank of another group."""

@@ -1,4 +1,6 @@
-"""Estimates of the KL divergence from the reference, one a token."""
+"""Estimates of the KL divergence from the reference, one a token, and the weight that it has."""
+
+import math
 
 import torch
 from torch import Tensor
@@ -7,6 +9,8 @@ from rlhf_data.errors import unknown
 from rlhf_train.shapes import check_same_shape
 
 KL_ESTIMATORS = ("k1", "k2", "k3")
+MAX_WEIGHT = 10.0  # of an importance weight in a KL gradient: where a bias is better than a spike
+MAX_KL_ERROR = 0.2
 MAX_LOG_RATIO = 20.0  # nats; keeps k3's exp finite, see losses.policy
 
 
@@ -40,3 +44,58 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tenso
     if estimator == "k3":
         return torch.expm1(-difference) + difference
     raise ValueError(unknown("KL estimator", estimator, KL_ESTIMATORS))
+
+
+def kl_loss(
+    logprobs: Tensor, old_logprobs: Tensor, ref_logprobs: Tensor, estimator: str, *, unbiased_gradient: bool = False
+) -> Tensor:
+    """Return the KL term of the loss of every token: `kl_estimate`, by default with the gradient of its formula.
+
+    That gradient is, on average over tokens that the policy itself samples, 0 (k1), that of KL(policy || reference)
+    (k2), or that of KL(reference || policy) (k3). The unbiased one is that of KL(policy || reference) for every
+    estimator, for tokens that the old policy sampled:
+
+        grad = w d grad logprobs,   d = logprobs - ref_logprobs,   w = exp(logprobs - old_logprobs), at most 10
+
+    Args:
+        logprobs: [B, T] float, nats; carries the gradient.
+        old_logprobs: [B, T] float, nats; a constant.
+        ref_logprobs: [B, T] float, nats; a constant.
+        estimator: k1, k2 or k3.
+        unbiased_gradient: as above; the value stays the estimator's.
+
+    Returns:
+        [B, T] float, nats.
+
+    Raises:
+        ValueError: unknown estimator, or shapes differ.
+
+    Source: Tang and Munos 2025, "On a few pitfalls in KL divergence gradient estimation for RL", arXiv:2506.09477.
+    """
+    estimate = kl_estimate(logprobs, ref_logprobs, estimator)
+    if not unbiased_gradient:
+        return estimate
+    check_same_shape(logprobs=logprobs, old_logprobs=old_logprobs)
+    weight = torch.exp((logprobs - old_logprobs).detach().clamp(-MAX_LOG_RATIO, math.log(MAX_WEIGHT)))
+    surrogate = weight * kl_estimate(logprobs, ref_logprobs, "k2")
+    return estimate.detach() + surrogate - surrogate.detach()
+
+
+def adapted_kl_coef(kl_coef: float, kl: float, *, target: float, horizon: int, num_rollouts: int) -> float:
+    """Return the coefficient for the next batch: larger when the KL was above its target, smaller when below.
+
+        kl_coef (1 + clip(kl / target - 1, -0.2, 0.2) num_rollouts / horizon)
+
+    Args:
+        kl_coef: the one that the batch was made with.
+        kl: nats a token, mean over the batch; unchanged coefficient when it is not finite.
+        target: nats a token, > 0.
+        horizon: rollouts, >= 1.
+        num_rollouts: trained in the batch.
+
+    Source: Ziegler et al. 2019, arXiv:1909.08593, sec. 2.2, where the KL is that of a whole response.
+    """
+    if not math.isfinite(kl):
+        return kl_coef
+    error = min(max(kl / target - 1, -MAX_KL_ERROR), MAX_KL_ERROR)
+    return kl_coef * max(1 + error * num_rollouts / horizon, 0.0)

@@ -113,6 +113,13 @@ class DeepSpeedEngine:
                 state[name] = parameter.detach().to("cpu", copy=True)
         return state | {name: buffer.detach().cpu() for name, buffer in self.module.named_buffers()}
 
+    def local_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """See `TrainEngine`."""
+        if self._zero_stage < 3 and torch.distributed.get_rank() > 0:
+            return
+        for name, parameter in self.module.named_parameters():
+            yield name, parameter.ds_tensor if self._zero_stage == 3 else parameter.data
+
     def offload(self) -> None:
         """See `TrainEngine`. The weights stay: they are needed for the next sync."""
         from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum as States

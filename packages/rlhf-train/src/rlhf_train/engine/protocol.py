@@ -51,6 +51,11 @@ class TrainEngine(Protocol):
         """Return all weights on the CPU, under the module's own names. Collective."""
         ...
 
+    def local_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the part of the weights that this rank is to look after, in place: each weight's shard where they are
+        sharded, else everything on rank 0 and nothing on others."""
+        ...
+
     def offload(self) -> None:
         """Move optimizer states, master weights and gradients to host memory."""
         ...

@@ -3,10 +3,11 @@
 from torch import Tensor
 
 from rlhf_data.errors import unknown
+from rlhf_train.algorithms import REDUCTIONS
 from rlhf_train.batching import Denominators
 from rlhf_train.shapes import check_same_shape
 
-REDUCTIONS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm")
+__all__ = ["REDUCTIONS", "aggregate"]
 
 
 def aggregate(token_loss: Tensor, loss_mask: Tensor, reduction: str, denominators: Denominators) -> Tensor:

@@ -129,7 +129,7 @@ class OnlineJob:
         num_frozen_steps: steps at the start in which only the critic learns.
         ema_beta: decay a step of the average of the actor's weights that is saved beside it; None for none.
         save_critic: save the critic beside the actor.
-        best_metric: the evaluation's metric whose highest value marks the weights to keep; None keeps none but the last.
+        best_metric: the evaluation's metric whose highest value marks weights to keep; None keeps the last only.
         ray_address: of a running cluster; None starts one in this process.
     """
 
@@ -176,6 +176,7 @@ class OnlineJob:
                     "use --n_samples_per_prompt 4 or more",
                 )
             )
+        self._check_options()
         if self.sampling.temperature <= 0:
             raise ConfigError(with_hint("temperature is 0: greedy rollouts teach nothing", "use --temperature 1.0"))
         if self.trainer_sleep and any(
@@ -184,6 +185,21 @@ class OnlineJob:
             raise ConfigError(
                 with_hint("deepspeed_enable_sleep needs ZeRO stage 1 or 2", "add --zero_stage 2 or drop the flag")
             )
+
+    def _check_options(self) -> None:
+        for name, wanted in (("freezing_actor_steps", self.num_frozen_steps), ("save_value_network", self.save_critic)):
+            if wanted and "critic" not in self.models:
+                raise ConfigError(f"{name} is for a critic, and {self.algorithm.row.title} has none")
+        if self.num_frozen_steps and self.num_frozen_steps >= self.num_steps:
+            message = f"the actor is frozen for {self.num_frozen_steps} of {self.num_steps} steps: it would never learn"
+            raise ConfigError(with_hint(message, "lower --freezing_actor_steps"))
+        if self.algorithm.old_logprobs == "skip" and self.batch.num_updates > 1:
+            message = f"old log-probs are skipped, and a step has {self.batch.num_updates} optimizer steps, of which only"
+            hint = f"use --train_batch_size {self.batch.num_rollouts} --max_epochs 1, or --old_logprobs recompute"
+            raise ConfigError(with_hint(f"{message} the first is on-policy", hint))
+        if self.dynamic_sampling is not None and self.batch.num_samples_per_prompt < 2:
+            message = "dynamic sampling keeps groups whose samples differ, and a group has one sample"
+            raise ConfigError(with_hint(message, "use --n_samples_per_prompt 4 or more"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

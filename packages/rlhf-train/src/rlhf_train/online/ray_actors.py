@@ -46,6 +46,7 @@ class RankActor:
             device=job.plan.device,
             seed=job.seed,
             num_threads=num_threads,
+            ema_beta=job.ema_beta,
         )
         self._sender = make_sender(job.engine.weight_transfer, checksum=job.sync_checksum)
 

@@ -14,21 +14,24 @@ class Ledger:
     Attributes:
         num_generated: asked of the engines.
         num_trained: in the update; not a whole number when an epoch missed some.
+        num_filtered: of groups that dynamic sampling left out.
         num_reward_failed: without a reward, by timeout or crash; all of a step that had too few rewards to learn from.
         num_engine_failed: never finished by an engine.
     """
 
     num_generated: int
     num_trained: float
+    num_filtered: int
     num_reward_failed: int
     num_engine_failed: int
 
     def check(self) -> None:
         """Raise RlhfError unless every rollout is accounted for."""
-        if self.num_generated != self.num_trained + self.num_reward_failed + self.num_engine_failed:
+        failed = self.num_reward_failed + self.num_engine_failed
+        if self.num_generated != self.num_trained + self.num_filtered + failed:
             raise RlhfError(
                 f"rollouts were lost: {self.num_generated} generated, {self.num_trained:g} trained,"
-                f" {self.num_reward_failed} without a reward, {self.num_engine_failed} failed in an engine"
+                f" {self.num_filtered} filtered, {self.num_reward_failed} without a reward, {self.num_engine_failed} failed in an engine"
             )
 
     def metrics(self) -> dict[str, float]:
@@ -36,6 +39,7 @@ class Ledger:
         return {
             "samples/generated": self.num_generated,
             "samples/trained": int(self.num_trained),
+            "samples/filtered": self.num_filtered,
             "samples/failed": self.num_reward_failed + self.num_engine_failed,
         }
 

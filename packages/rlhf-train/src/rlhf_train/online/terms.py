@@ -7,12 +7,23 @@ from torch import Tensor
 
 from rlhf_train.algorithms import AlgorithmSpec
 from rlhf_train.batching import Denominators
+from rlhf_train.corrections import bounded_weights, importance_weights
 from rlhf_train.experience import Experience
-from rlhf_train.kl import kl_estimate
+from rlhf_train.kl import kl_estimate, kl_loss
 from rlhf_train.losses.aggregate import aggregate
-from rlhf_train.losses.policy import clipped_policy_loss, is_clipped, policy_ratio
+from rlhf_train.losses.policy import (
+    cispo_loss,
+    clipped_policy_loss,
+    gspo_loss,
+    is_clipped,
+    policy_ratio,
+    reinforce_loss,
+    sequence_ratio,
+)
 from rlhf_train.losses.value import clipped_value_loss
-from rlhf_train.metrics import Max, Mean, Metric
+from rlhf_train.metrics import Max, Mean, Metric, Sum
+
+MISMATCH_BOUNDS = (0.5, 2.0)  # of a token's importance weight, for the metric of a run that does not correct it
 
 
 def share(loss: Tensor) -> Mean:
@@ -25,37 +36,93 @@ def optimizer_steps(names: Sequence[str], num_ranks: int) -> dict[str, Metric]:
     return {name: Mean(0.0, 1.0 / num_ranks) for name in names}
 
 
+def actor_losses(spec: AlgorithmSpec) -> list[str]:
+    """Return the names of the losses that `actor_loss` reports for `spec`."""
+    return ["policy/loss", *(["kl/loss"] if spec.use_kl_loss else []), *(["entropy/loss"] if spec.entropy_coef else [])]
+
+
+def policy_loss(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, spec: AlgorithmSpec
+) -> Tensor:
+    """Return the policy loss of every token, [B, T], of the kind that `spec` names."""
+    bounds = {"clip_low": spec.clip_low, "clip_high": spec.clip_high}
+    if spec.policy_loss == "gspo":
+        return gspo_loss(logprobs, old_logprobs, advantages, mask, **bounds)
+    if spec.policy_loss == "cispo":
+        return cispo_loss(logprobs, old_logprobs, advantages, **bounds)
+    if spec.policy_loss == "reinforce":
+        return reinforce_loss(logprobs, advantages)
+    return clipped_policy_loss(logprobs, old_logprobs, advantages, **bounds, dual_clip=spec.dual_clip)
+
+
 def actor_loss(
-    logprobs: Tensor, mask: Tensor, inputs: Mapping[str, Tensor], spec: AlgorithmSpec, denominators: Denominators
+    outputs: Mapping[str, Tensor],
+    mask: Tensor,
+    inputs: Mapping[str, Tensor],
+    spec: AlgorithmSpec,
+    kl_coef: float,
+    denominators: Denominators,
 ) -> tuple[Tensor, dict[str, Metric]]:
-    """Return this micro-batch's share of the policy loss plus KL term, and its metrics.
+    """Return this micro-batch's share of the policy loss, the KL term and the entropy bonus, and its metrics.
 
     Args:
-        logprobs: [B, T] float, nats; carries the gradient.
+        outputs: logprobs and entropy, [B, T] float, nats; carry the gradient.
         mask: [B, T] bool.
-        inputs: old_logprobs, advantages and, with use_kl_loss, ref_logprobs; [B, T] each.
+        inputs: advantages; old_logprobs unless they are skipped; with use_kl_loss ref_logprobs; with a correction
+            weights; [B, T] each.
         spec: the algorithm.
+        kl_coef: weight of the KL term.
         denominators: of the optimizer step.
     """
-    old_logprobs, advantages = inputs["old_logprobs"], inputs["advantages"]
-    token_loss = clipped_policy_loss(
-        logprobs, old_logprobs, advantages, clip_low=spec.clip_low, clip_high=spec.clip_high
-    )
-    loss = aggregate(token_loss, mask, spec.row.reduction, denominators)
+    logprobs, reduction = outputs["logprobs"], spec.loss_reduction
+    old_logprobs = inputs.get("old_logprobs", logprobs.detach())
+    token_loss = policy_loss(logprobs, old_logprobs, inputs["advantages"], mask, spec)
+    if "weights" in inputs:
+        token_loss = inputs["weights"] * token_loss
+    loss = aggregate(token_loss, mask, reduction, denominators)
     metrics: dict[str, Metric] = {"policy/loss": share(loss)}
     if spec.use_kl_loss:
-        kl = kl_estimate(logprobs, inputs["ref_logprobs"], spec.kl_estimator)
-        kl_loss = aggregate(kl, mask, spec.row.reduction, denominators)
-        metrics["kl/loss"] = share(kl_loss)
-        loss = loss + spec.kl_coef * kl_loss
+        kl = kl_loss(
+            logprobs,
+            old_logprobs,
+            inputs["ref_logprobs"],
+            spec.kl_estimator,
+            unbiased_gradient=spec.kl_unbiased_gradient,
+        )
+        kl_term = aggregate(kl, mask, reduction, denominators)
+        metrics["kl/loss"] = share(kl_term)
+        loss = loss + kl_coef * kl_term
+    if spec.entropy_coef:
+        bonus = aggregate(outputs["entropy"], mask, reduction, denominators)
+        metrics["entropy/loss"] = share(-bonus)
+        loss = loss - spec.entropy_coef * bonus
     with torch.no_grad():
-        ratio = policy_ratio(logprobs, old_logprobs)
-        clipped = is_clipped(ratio, advantages, clip_low=spec.clip_low, clip_high=spec.clip_high)
-        count = float(mask.sum())
-        metrics["policy/clip_fraction"] = Mean(float((clipped & mask).sum()), count)
-        metrics["policy/ratio"] = Mean(float(ratio[mask].sum()), count)
-        metrics["policy/kl_to_old"] = Mean(float(kl_estimate(logprobs, old_logprobs, "k3")[mask].sum()), count)
+        metrics |= _ratio_metrics(logprobs, old_logprobs, inputs["advantages"], mask, spec)
     return loss, metrics
+
+
+def _ratio_metrics(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, spec: AlgorithmSpec
+) -> dict[str, Metric]:
+    bounds = {"clip_low": spec.clip_low, "clip_high": spec.clip_high}
+    if spec.policy_loss == "gspo":
+        ratio = sequence_ratio(logprobs, old_logprobs, mask)
+    else:
+        ratio = policy_ratio(logprobs, old_logprobs)
+    count = float(mask.sum())
+    metrics: dict[str, Metric] = {
+        "policy/ratio": Mean(float(ratio[mask].sum()), count),
+        "policy/kl_to_old": Mean(float(kl_estimate(logprobs, old_logprobs, "k3")[mask].sum()), count),
+    }
+    if spec.policy_loss == "cispo":
+        clipped = (ratio < 1 - spec.clip_low) | (ratio > 1 + spec.clip_high)
+    else:
+        clipped = is_clipped(ratio, advantages, **bounds)
+        if spec.dual_clip is not None:
+            clipped |= (advantages < 0) & (ratio > spec.dual_clip)
+    if spec.loss.uses_ratio:
+        metrics["policy/clip_fraction"] = Mean(float((clipped & mask).sum()), count)
+    return metrics
 
 
 def critic_loss(
@@ -77,15 +144,56 @@ def critic_loss(
     return loss, {"value/loss": share(loss), "value/mean": mean}
 
 
-def mismatch_metrics(experience: Experience) -> dict[str, Metric]:
-    """Return how far the trainer's log-probs are from the engine's, on the tokens that are trained: mean and maximum of
-    the absolute gap in nats, and the k3 estimate of KL(engine || trainer)."""
-    mask = experience.loss_mask
-    gap = (experience.columns["old_logprobs"] - experience.rollout_logprobs)[mask]
+def drop_nonfinite(experience: Experience) -> dict[str, Metric]:
+    """Leave tokens with a log-prob that is not finite, of whatever model, out of training; return how many."""
+    names = [name for name in ("old_logprobs", "ref_logprobs") if name in experience.columns]
+    columns = [experience.rollout_logprobs, *(experience.columns[name] for name in names)]
+    finite = torch.stack([column.isfinite() for column in columns]).all(dim=0)
+    dropped = Sum(float((experience.loss_mask & ~finite).sum()))
+    experience.restrict(finite)
+    return {"samples/nonfinite_tokens": dropped}
+
+
+def correct_mismatch(experience: Experience, spec: AlgorithmSpec) -> dict[str, Metric]:
+    """Measure how far the trainer's log-probs are from the engine's, and correct for it when `spec` says so.
+
+    Fills in the column `weights` and shrinks the policy mask. Metrics, over the tokens that are trained: mean and
+    maximum of the absolute gap in nats, the k3 estimate of KL(engine || trainer), and the share of importance weights
+    beyond the bounds (of the correction, else `MISMATCH_BOUNDS` a token).
+    """
+    mask, old_logprobs = experience.loss_mask, experience.columns["old_logprobs"]
+    metrics = mismatch_metrics(old_logprobs, experience.rollout_logprobs, mask)
+    correction, count = spec.correction, float(mask.sum())
+    if correction.level == "off":
+        return metrics
+    weights = importance_weights(old_logprobs, experience.rollout_logprobs, mask, level=correction.level)
+    weights, kept, outside = bounded_weights(
+        weights, mask, mode=correction.mode, low=correction.low, high=correction.high
+    )
+    experience.policy_mask &= kept
+    experience.set_column("weights", weights)
+    metrics["mismatch/out_of_bounds"] = Mean(float(outside.sum()), count)
+    metrics["mismatch/weight"] = Mean(float(weights[kept].sum()), float(kept.sum()))
+    return metrics
+
+
+def mismatch_metrics(logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> dict[str, Metric]:
+    """Return the metrics of `correct_mismatch` for a run without correction.
+
+    Args:
+        logprobs: [B, T] float, nats, the trainer's.
+        rollout_logprobs: [B, T] float, nats, the engine's.
+        mask: [B, T] bool.
+    """
+    gap = (logprobs - rollout_logprobs)[mask]
     count = float(gap.numel())
-    kl = kl_estimate(experience.rollout_logprobs, experience.columns["old_logprobs"], "k3")[mask]
+    kl = kl_estimate(rollout_logprobs, logprobs, "k3")[mask]
+    weights = importance_weights(logprobs, rollout_logprobs, mask, level="token")
+    low, high = MISMATCH_BOUNDS
+    _, _, outside = bounded_weights(weights, mask, mode="truncate", low=low, high=high)
     return {
         "mismatch/logprob_gap_mean": Mean(float(gap.abs().sum()), count),
         "mismatch/logprob_gap_max": Max(float(gap.abs().max()) if count else 0.0),
         "mismatch/kl": Mean(float(kl.sum()), count),
+        "mismatch/out_of_bounds": Mean(float(outside.sum()), count),
     }

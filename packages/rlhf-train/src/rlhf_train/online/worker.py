@@ -1,6 +1,8 @@
 """One data-parallel rank: the models it hosts, its shard of the step's rollouts, and what it computes from them."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rlhf_data.errors import EngineError, with_hint
 from rlhf_data.records import Rollout
 from rlhf_models.actor import Actor
 from rlhf_models.batch import TokenBatch
@@ -17,12 +20,21 @@ from rlhf_models.reference import load_reference
 from rlhf_models.weights import save_hf
 from rlhf_train.advantages import generalized_advantages, moments, token_rewards, whiten
 from rlhf_train.algorithms import AlgorithmSpec
-from rlhf_train.batching import MiniBatch, RankPlan
+from rlhf_train.batching import Denominators, MiniBatch, RankPlan
+from rlhf_train.ema import WeightAverage
 from rlhf_train.engine.deepspeed import DeepSpeedEngine, init_process_group
 from rlhf_train.experience import Experience
 from rlhf_train.kl import kl_estimate
 from rlhf_train.metrics import Max, Mean, Metric, Sum, merge_metrics
-from rlhf_train.online.terms import actor_loss, critic_loss, mismatch_metrics, optimizer_steps
+from rlhf_train.online.terms import (
+    actor_loss,
+    actor_losses,
+    correct_mismatch,
+    critic_loss,
+    drop_nonfinite,
+    mismatch_metrics,
+    optimizer_steps,
+)
 from rlhf_train.specs import ModelSpec
 
 # What a rank without rows reads: two tokens, for a first one has neither a log-prob nor a value to be of use.
@@ -45,6 +57,7 @@ class TrainWorker:
         device: str,
         seed: int,
         num_threads: int | None = None,
+        ema_beta: float | None = None,
     ) -> None:
         """Join the group and load the models. Collective."""
         if num_threads:
@@ -61,6 +74,9 @@ class TrainWorker:
         self.engines: dict[str, DeepSpeedEngine] = {}
         for role, spec in models.items():
             self._load(role, spec, device)
+        self._average: WeightAverage | None = None
+        if ema_beta is not None and "actor" in self.engines:
+            self._average = WeightAverage(ema_beta, self.engines["actor"].local_weights())
         self._experience = Experience.from_rollouts([], [])
         self._plan = RankPlan((), (), ())
 
@@ -87,10 +103,10 @@ class TrainWorker:
     @torch.no_grad()
     def run_model(self, role: str) -> dict[str, Metric]:
         """Fill in the column of `role`: old or reference log-probs, or values. Collective under ZeRO-3."""
-        name = MODEL_COLUMNS[role]
         if role in self.engines:
             self.engines[role].module.eval()
-        column = torch.zeros(self._experience.loss_mask.shape)
+        shape = self._experience.loss_mask.shape
+        column, last_values = torch.zeros(shape), torch.zeros(shape)
         entropy = Mean(0.0, 0.0)
         for rows in self._plan.forward_batches:
             outputs, mask = self._forward(role, rows)
@@ -98,11 +114,14 @@ class TrainWorker:
                 continue
             values = outputs["values" if role == "critic" else "logprobs"]
             column[list(rows), : values.shape[1]] = values.float().cpu()
+            if "last_values" in outputs:
+                last_values[list(rows), : values.shape[1]] = outputs["last_values"].float().cpu()
             if role == "actor":
-                chosen = outputs["entropy"][mask]
-                entropy = entropy.merge(Mean(float(chosen.sum()), float(chosen.numel())))
-        self._experience.set_column(name, column)
-        return {"policy/entropy": entropy, **mismatch_metrics(self._experience)} if role == "actor" else {}
+                entropy = entropy.merge(_mean(outputs["entropy"], mask))
+        self._experience.set_column(MODEL_COLUMNS[role], column)
+        if role == "critic" and self._algorithm.bootstrap_truncated:
+            self._experience.set_column("last_values", last_values)
+        return {"policy/entropy": entropy} if role == "actor" else {}
 
     def export_columns(self, names: Sequence[str]) -> dict[str, dict[str, np.ndarray]]:
         """Return columns for ranks of another group."""
@@ -111,65 +130,140 @@ class TrainWorker:
     def adopt_columns(self, *parts: Mapping[str, Mapping[str, np.ndarray]]) -> None:
         """Take this shard's columns out of other ranks' exports."""
         self._experience.adopt(*parts)
+        if "trained" in self._experience.columns:
+            self._experience.restrict(self._experience.columns["trained"] > 0)
 
-    def assign_advantages(self) -> dict[str, Metric]:
-        """Turn rewards into advantages and returns. Collective: whitening is over the batch of all ranks."""
+    def assign_advantages(self, kl_coef: float) -> dict[str, Metric]:
+        """Turn rewards into advantages and returns, and the engine's mismatch into weights.
+
+        Collective: whitening is over the batch of all ranks.
+
+        Args:
+            kl_coef: weight of the KL in the reward; unused when the KL is a loss.
+        """
         spec, experience = self._algorithm, self._experience
-        mask, columns = experience.loss_mask, experience.columns
-        zeros = torch.zeros(mask.shape)
-        kl = zeros
-        if spec.uses_reference:
+        columns = experience.columns
+        if spec.old_logprobs == "rollout":
+            experience.set_column("old_logprobs", experience.rollout_logprobs)
+        metrics = drop_nonfinite(experience)
+        mask = experience.loss_mask
+        experience.set_column("trained", mask.float())
+        if spec.old_logprobs == "recompute":
+            metrics |= correct_mismatch(experience, spec)
+        kl = None
+        if spec.uses_reference and "old_logprobs" in columns:
             kl = kl_estimate(columns["old_logprobs"], columns["ref_logprobs"], spec.kl_estimator)
-        reward_kl_coef = 0.0 if spec.use_kl_loss else spec.kl_coef
-        rewards = token_rewards(experience.rewards, kl, mask, kl_coef=reward_kl_coef)
-        if spec.row.uses_critic:
-            values, lambd = columns["values"], spec.lambd
-        else:
-            values, lambd = zeros, 1.0
-        advantages, returns = generalized_advantages(rewards, values, mask, gamma=spec.gamma, lambd=lambd)
+            metrics["kl/reference"] = _mean(kl, mask)
+        zeros = torch.zeros(mask.shape)
+        charged = zeros if kl is None or spec.use_kl_loss else kl
+        rewards = token_rewards(experience.rewards, charged, mask, kl_coef=kl_coef)
+        values, lambd = (columns["values"], spec.lambd) if spec.row.uses_critic else (zeros, 1.0)
+        last_values = columns["last_values"].sum(dim=1) if "last_values" in columns else None
+        advantages, returns = generalized_advantages(
+            rewards, values, mask, gamma=spec.gamma, lambd=lambd, last_values=last_values
+        )
         if spec.row.whiten:
             total = moments(advantages, mask).to(self._device)
             torch.distributed.all_reduce(total)
             advantages = whiten(advantages, mask, total.cpu(), divide_by_std=spec.whiten_std)
         experience.set_column("advantages", advantages)
         experience.set_column("returns", returns)
-        return _advantage_metrics(experience, kl if spec.uses_reference else None)
+        count = float(mask.sum())
+        metrics["policy/advantage_abs"] = Mean(float(experience.columns["advantages"].abs().sum()), count)
+        metrics["value/return"] = Mean(float(experience.columns["returns"].sum()), count)
+        return metrics
 
-    def update(self, role: str, *, max_epochs: int, seed: int) -> dict[str, Metric]:
-        """Train `role` on the shard: every mini-batch once an epoch, in an order drawn from `seed`. Collective."""
+    def update(self, role: str, *, max_epochs: int, seed: int, kl_coef: float = 0.0) -> dict[str, Metric]:
+        """Train `role` on the shard: every mini-batch once an epoch, in an order drawn from `seed`. Collective.
+
+        Args:
+            role: actor or critic.
+            max_epochs: passes over the shard.
+            seed: of the order of mini-batches.
+            kl_coef: weight of the KL loss, for the actor when the KL is one.
+
+        Raises:
+            EngineError: a gradient is not finite.
+        """
+        mini_batches = self._counted(role)
         parts: list[Mapping[str, Metric]] = []
         for epoch in range(max_epochs):
-            order = np.random.default_rng((seed, epoch)).permutation(len(self._plan.mini_batches))
-            parts += [self._optimizer_step(role, self._plan.mini_batches[index]) for index in order]
+            order = np.random.default_rng((seed, epoch)).permutation(len(mini_batches))
+            # Only before the first step is the trainer's policy the one whose gap to the engine is asked for.
+            parts += [
+                self._optimizer_step(role, mini_batches[index], kl_coef, is_first=not epoch and not position)
+                for position, index in enumerate(order)
+            ]
         return merge_metrics(parts)
 
-    def _optimizer_step(self, role: str, mini_batch: MiniBatch) -> dict[str, Metric]:
+    def _counted(self, role: str) -> list[MiniBatch]:
+        """Return the mini-batches with the denominators of what is left to train in them, over all ranks."""
+        experience, batches = self._experience, self._plan.mini_batches
+        lengths = (experience.policy_mask if role == "actor" else experience.loss_mask).sum(dim=1)
+        members = [[row for rows in batch.micro_batches for row in rows] for batch in batches]
+        counts = torch.tensor([[lengths[rows].sum(), (lengths[rows] > 0).sum()] for rows in members], dtype=torch.int64)
+        counts = counts.to(self._device)
+        torch.distributed.all_reduce(counts)
+        return [
+            replace(batch, denominators=Denominators(tokens, sequences, batch.denominators.max_tokens))
+            for batch, (tokens, sequences) in zip(batches, counts.tolist(), strict=True)
+        ]
+
+    def _optimizer_step(self, role: str, mini_batch: MiniBatch, kl_coef: float, *, is_first: bool) -> dict[str, Metric]:
         engine, name = self.engines[role], {"actor": "policy", "critic": "value"}[role]
         engine.module.train()
         parts: list[Mapping[str, Metric]] = []
         for index, rows in enumerate(mini_batch.micro_batches):
             outputs, mask = self._forward(role, rows)
-            loss, metrics = self._loss(role, rows, outputs, mask, mini_batch)
+            if role == "critic":
+                loss, metrics = self._critic_loss(rows, outputs, mask, mini_batch.denominators)
+            else:
+                loss, metrics = self._actor_loss(rows, outputs, mask, mini_batch.denominators, kl_coef, is_first)
             engine.backward(loss, is_last=index == len(mini_batch.micro_batches) - 1)
             parts.append(metrics)
         stats = engine.step()
-        losses = [f"{name}/loss", *(["kl/loss"] if role == "actor" and self._algorithm.use_kl_loss else [])]
-        norm: dict[str, Metric] = {f"{name}/grad_norm": Mean(stats.grad_norm, 1)}
-        norm[f"{name}/learning_rate"] = Max(stats.learning_rate)
-        if role == "actor":
-            norm["policy/rollout_passes"] = Sum(sum(map(len, mini_batch.micro_batches)))
+        if not math.isfinite(stats.grad_norm):
+            hint = f"lower the {role}'s learning rate; rollouts.jsonl has what it was trained on"
+            raise EngineError(with_hint(f"the gradient of the {role} is not finite ({stats.grad_norm})", hint))
+        if role == "actor" and self._average is not None:
+            self._average.update(engine.local_weights())
+        losses = actor_losses(self._algorithm) if role == "actor" else ["value/loss"]
+        norm: dict[str, Metric] = {
+            f"{name}/grad_norm": Mean(stats.grad_norm, 1),
+            f"{name}/learning_rate": Max(stats.learning_rate),
+            f"{name}/rollout_passes": Sum(sum(map(len, mini_batch.micro_batches))),
+        }
         return merge_metrics([*parts, norm, optimizer_steps(losses, self._num_ranks)])
 
-    def _loss(
-        self, role: str, rows: Sequence[int], outputs: Mapping[str, Tensor], mask: Tensor, mini_batch: MiniBatch
+    def _critic_loss(
+        self, rows: Sequence[int], outputs: Mapping[str, Tensor], mask: Tensor, denominators: Denominators
     ) -> tuple[Tensor, dict[str, Metric]]:
-        width, spec, denominators = mask.shape[1], self._algorithm, mini_batch.denominators
-        if role == "critic":
-            inputs = self._columns(rows, width, ("values", "returns"))
-            return critic_loss(outputs["values"], mask, inputs, spec, denominators)
-        names = ("old_logprobs", "advantages", *(("ref_logprobs",) if spec.use_kl_loss else ()))
-        inputs = self._columns(rows, width, names)
-        return actor_loss(outputs["logprobs"], mask, inputs, spec, denominators)
+        inputs = self._columns(rows, mask.shape[1], ("values", "returns"))
+        return critic_loss(outputs["values"], mask, inputs, self._algorithm, denominators)
+
+    def _actor_loss(
+        self,
+        rows: Sequence[int],
+        outputs: Mapping[str, Tensor],
+        mask: Tensor,
+        denominators: Denominators,
+        kl_coef: float,
+        is_first: bool,
+    ) -> tuple[Tensor, dict[str, Metric]]:
+        spec, width = self._algorithm, mask.shape[1]
+        names = ["advantages", *(name for name in ("old_logprobs", "weights") if name in self._experience.columns)]
+        inputs = self._columns(rows, width, [*names, *(["ref_logprobs"] if spec.use_kl_loss else [])])
+        policy_mask = self._cut(self._experience.policy_mask, rows, width)
+        loss, metrics = actor_loss(outputs, policy_mask, inputs, spec, kl_coef, denominators)
+        if is_first and spec.old_logprobs != "recompute":
+            with torch.no_grad():
+                metrics["policy/entropy"] = _mean(outputs["entropy"], mask)
+                rollout_logprobs = self._cut(self._experience.rollout_logprobs, rows, width)
+                metrics |= mismatch_metrics(outputs["logprobs"], rollout_logprobs, mask)
+                if spec.use_kl_loss:
+                    kl = kl_estimate(outputs["logprobs"], inputs["ref_logprobs"], spec.kl_estimator)
+                    metrics["kl/reference"] = _mean(kl, mask)
+        return loss, metrics
 
     def _forward(self, role: str, rows: Sequence[int]) -> tuple[dict[str, Tensor], Tensor]:
         """Run `role` on rows of the shard; without rows, on tokens that are not trained, to keep the ranks in step.
@@ -185,6 +279,8 @@ class TrainWorker:
         else:
             batch = TokenBatch.padded(tokens, pad_id=0, device=self._device)
         model = self.engines[role].forward if role in self.engines else self._frozen[role]
+        if role == "critic" and self._algorithm.bootstrap_truncated and not torch.is_grad_enabled():
+            return self._values_with_last(rows, batch.split(model(batch, after_token=True)), mask)
         if role == "critic":
             outputs = {"values": model(batch)}
         else:
@@ -194,10 +290,28 @@ class TrainWorker:
         mask = mask.to(self._device)
         return rows_of, mask if rows else torch.zeros_like(mask)
 
+    def _values_with_last(
+        self, rows: Sequence[int], after: Sequence[Tensor], mask: Tensor
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        """Return the critic's outputs from the values after each token: those before it, and for a truncated rollout
+        the value of its last state, at its last trained token."""
+        width, mask = mask.shape[1], mask.to(self._device)
+        before = _rows([torch.cat([row.new_zeros(1), row[:-1]]) for row in after], width)
+        last = torch.stack([row[-1] for row in after])
+        truncated = self._experience.truncated[list(rows)] if rows else torch.zeros(1, dtype=torch.bool)
+        position = torch.arange(width, device=self._device)
+        at_end = (position == torch.where(mask, position, -1).amax(dim=1, keepdim=True)) & mask
+        last_values = at_end * (last * truncated.to(self._device))[:, None]
+        return {"values": before, "last_values": last_values}, mask if rows else torch.zeros_like(mask)
+
     def _columns(self, rows: Sequence[int], width: int, names: Sequence[str]) -> dict[str, Tensor]:
+        return {name: self._cut(self._experience.columns.get(name), rows, width) for name in names}
+
+    def _cut(self, column: Tensor | None, rows: Sequence[int], width: int) -> Tensor:
+        """Return rows of a [B, T] tensor of the experience on the device; of no rows, one of zeros."""
         if not rows:
-            return {name: torch.zeros(1, width, device=self._device) for name in names}
-        return {name: self._experience.columns[name][list(rows), :width].to(self._device) for name in names}
+            return torch.zeros(1, width, dtype=torch.float32 if column is None else column.dtype, device=self._device)
+        return column[list(rows), :width].to(self._device)
 
     def named_weights(self, role: str) -> Iterator[tuple[str, Tensor]]:
         """Yield the weights of `role` whole, under their Hugging Face names. Collective."""
@@ -221,6 +335,12 @@ class TrainWorker:
         if self.rank == 0:
             module: Actor | Critic = self.engines[role].module
             save_hf(module, state, load_tokenizer(self._specs[role].path), Path(path))
+
+    def save_average(self, path: str) -> None:
+        """Write the average of the actor's weights as a Hugging Face folder. Collective; rank 0 writes."""
+        assert self._average is not None
+        with self._average.in_place_of(self.engines["actor"].local_weights()):
+            self.save("actor", path)
 
     def peak_memory_bytes(self) -> int:
         """The most device memory this process has allocated; 0 on a CPU."""
@@ -247,13 +367,6 @@ def _rows(sequences: Sequence[Tensor], width: int) -> Tensor:
     return torch.stack([torch.nn.functional.pad(sequence, (0, width - len(sequence))) for sequence in sequences])
 
 
-def _advantage_metrics(experience: Experience, kl: Tensor | None) -> dict[str, Metric]:
-    mask = experience.loss_mask
-    count = float(mask.sum())
-    metrics: dict[str, Metric] = {
-        "policy/advantage_abs": Mean(float(experience.columns["advantages"].abs().sum()), count),
-        "value/return": Mean(float(experience.columns["returns"].sum()), count),
-    }
-    if kl is not None:
-        metrics["kl/reference"] = Mean(float(kl.masked_fill(~mask, 0.0).sum()), count)
-    return metrics
+def _mean(values: Tensor, mask: Tensor) -> Mean:
+    chosen = values[mask]
+    return Mean(float(chosen.sum()), float(chosen.numel()))

@@ -1,0 +1,87 @@
+"""The gap between the probabilities of the engine that sampled and of the trainer that learns, and its correction.
+
+Engine and trainer compute the same policy by different kernels, and an engine may be a few updates behind. A gradient
+from the engine's samples is that of the trainer's policy only under importance weights
+
+    w_t = exp(old_logprobs_t - rollout_logprobs_t)
+
+Shape letters: B rollouts, T token positions.
+"""
+
+import torch
+from torch import Tensor
+
+from rlhf_data.errors import unknown
+from rlhf_train.losses.policy import MAX_LOG_RATIO
+from rlhf_train.shapes import check_same_shape
+
+LEVELS = ("token", "sequence", "geometric")
+MODES = ("truncate", "mask")
+
+
+def importance_weights(old_logprobs: Tensor, rollout_logprobs: Tensor, loss_mask: Tensor, *, level: str) -> Tensor:
+    """Return the importance weight of every token.
+
+        token      w_t
+        sequence   prod_t w_t,                       in all places of its rollout
+        geometric  (prod_t w_t)^(1/n),               likewise; n = trained tokens of the rollout
+
+    Args:
+        old_logprobs: [B, T] float, nats, the trainer's before the update.
+        rollout_logprobs: [B, T] float, nats, the engine's.
+        loss_mask: [B, T] bool.
+        level: one of the names above. "sequence" is unbiased and grows wild with length, "token" is the reverse.
+
+    Returns:
+        [B, T] float, 1.0 where the mask is False; logarithms are clamped to +-20.
+
+    Raises:
+        ValueError: unknown level, or shapes differ.
+
+    Source: token: Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training"; sequence:
+    Liu et al. 2025, "When speed kills stability"; geometric: Zheng et al. 2025, arXiv:2507.18071, eq. 7.
+    """
+    check_same_shape(old_logprobs=old_logprobs, rollout_logprobs=rollout_logprobs, loss_mask=loss_mask)
+    gap = (old_logprobs - rollout_logprobs).masked_fill(~loss_mask, 0.0)
+    if level == "token":
+        log_weight = gap
+    elif level in ("sequence", "geometric"):
+        log_weight = gap.sum(dim=1, keepdim=True)
+        if level == "geometric":
+            log_weight = log_weight / loss_mask.sum(dim=1, keepdim=True).clamp(min=1)
+        log_weight = log_weight.expand_as(gap).masked_fill(~loss_mask, 0.0)
+    else:
+        raise ValueError(unknown("correction level", level, LEVELS))
+    return torch.exp(log_weight.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
+
+
+def bounded_weights(
+    weights: Tensor, loss_mask: Tensor, *, mode: str, low: float, high: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Keep importance weights within bounds.
+
+    Args:
+        weights: [B, T] float, from `importance_weights`.
+        loss_mask: [B, T] bool.
+        mode: "truncate" sets what is beyond a bound to it; "mask" leaves it out of the loss, and so of what the loss is
+            divided by.
+        low: smallest weight.
+        high: largest weight.
+
+    Returns:
+        Weights [B, T] float; the mask that is left, [B, T] bool; and which trained weights were out of bounds,
+        [B, T] bool.
+
+    Raises:
+        ValueError: unknown mode, or shapes differ.
+
+    Source: truncate: Yao et al. 2025 (above), after Ionides 2008, "Truncated importance sampling"; mask: Ling
+    Team 2025, arXiv:2510.18855 (IcePop).
+    """
+    check_same_shape(weights=weights, loss_mask=loss_mask)
+    outside = ((weights < low) | (weights > high)) & loss_mask
+    if mode == "truncate":
+        return weights.clamp(low, high), loss_mask, outside
+    if mode == "mask":
+        return weights, loss_mask & ~outside, outside
+    raise ValueError(unknown("correction mode", mode, MODES))

@@ -1,0 +1,53 @@
+"""The moving average of a model's weights, kept in float32 in host memory."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from rlhf_data.errors import ConfigError
+
+
+class WeightAverage:
+    """average <- beta average + (1 - beta) weights, from the weights at the start on.
+
+    It holds the part of the weights that this rank has, whatever that is; see `TrainEngine.local_weights`.
+
+    Args:
+        beta: decay of one update, in [0, 1).
+        weights: name and tensor of each part, as they are now.
+
+    Raises:
+        ConfigError: beta is out of range.
+
+    Source: Polyak and Juditsky 1992, "Acceleration of stochastic approximation by averaging".
+    """
+
+    def __init__(self, beta: float, weights: Iterable[tuple[str, Tensor]]) -> None:
+        if not 0 <= beta < 1:
+            raise ConfigError(f"ema_beta is {beta}; it must lie in [0, 1)")
+        self._beta = beta
+        self._average = {name: _on_host(tensor) for name, tensor in weights}
+
+    def update(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Take the weights of one more optimizer step in."""
+        for name, tensor in weights:
+            self._average[name].lerp_(_on_host(tensor), 1 - self._beta)
+
+    @contextmanager
+    def in_place_of(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[None]:
+        """Put the average into the weights' own memory for the time of a `with` block."""
+        weights = list(weights)
+        kept = [tensor.detach().clone() for _, tensor in weights]
+        try:
+            for name, tensor in weights:
+                tensor.detach().copy_(self._average[name])
+            yield
+        finally:
+            for (_, tensor), own in zip(weights, kept, strict=True):
+                tensor.detach().copy_(own)
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", torch.float32, copy=True)

@@ -1,0 +1,100 @@
+"""What held-out answers say of the policy, by data source, and which weights were the best. Torch-free."""
+
+import json
+import math
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from rlhf_data.errors import ConfigError, unknown
+from rlhf_data.records import FinishReason, RolloutGroup, VerdictKind
+from rlhf_train.online.summaries import summarize
+
+STATE_FILE = "state.json"
+
+
+def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
+    """Return the chance that one of `k` samples is right, estimated from more: 1 - C(n - c, k) / C(n, k).
+
+    Args:
+        num_samples: n, of one prompt.
+        num_right: c, of them.
+        k: at most n.
+
+    Raises:
+        ValueError: k is not in [1, n].
+
+    Source: Chen et al. 2021, arXiv:2107.03374, eq. 1.
+    """
+    if not 1 <= k <= num_samples:
+        raise ValueError(f"pass@{k} of {num_samples} samples")
+    return 1.0 - math.comb(num_samples - num_right, k) / math.comb(num_samples, k)
+
+
+def summarize_evaluation(groups: Sequence[RolloutGroup]) -> dict[str, float]:
+    """Return the metrics of held-out groups under `eval/`, and with several data sources under `eval/<source>/`, too.
+
+    `pass@k` is there for k = 1, 2, 4, ... and the number of samples a prompt; a rollout passes when its verdict is ok,
+    so that one whose reward failed does not.
+    """
+    metrics = summarize(groups, "eval") | _passes(groups, "eval")
+    by_source: dict[str, list[RolloutGroup]] = {}
+    for group in groups:
+        by_source.setdefault(group.prompt.source, []).append(group)
+    if len(by_source) > 1:
+        for source, members in sorted(by_source.items()):
+            metrics |= _passes(members, f"eval/{source}") | _lengths(members, f"eval/{source}")
+    return metrics
+
+
+def _passes(groups: Sequence[RolloutGroup], prefix: str) -> dict[str, float]:
+    num_samples = min(len(group.rollouts) for group in groups)
+    ks = {2**power for power in range(num_samples.bit_length()) if 2**power <= num_samples} | {num_samples}
+    counts = [
+        (len(group.rollouts), sum(r.verdict is not None and r.verdict.kind is VerdictKind.OK for r in group.rollouts))
+        for group in groups
+    ]
+    return {f"{prefix}/pass@{k}": sum(pass_at_k(n, c, k) for n, c in counts) / len(counts) for k in sorted(ks)}
+
+
+def _lengths(groups: Sequence[RolloutGroup], prefix: str) -> dict[str, float]:
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    return {
+        f"{prefix}/response_tokens": sum(rollout.num_response_tokens for rollout in rollouts) / len(rollouts),
+        f"{prefix}/truncated": sum(r.finish_reason is FinishReason.LENGTH for r in rollouts) / len(rollouts),
+    }
+
+
+class BestModel:
+    """The folder with the weights that a metric of the evaluation was highest with."""
+
+    def __init__(self, metric: str, folder: Path) -> None:
+        self._metric = metric
+        self._folder = folder
+        self._best = -math.inf
+
+    def beaten_by(self, metrics: Mapping[str, float]) -> bool:
+        """Say whether an evaluation is better than all before it; the first one is.
+
+        Raises:
+            ConfigError: it has no such metric.
+        """
+        if self._metric not in metrics:
+            raise ConfigError(f"--best_metric_key: {unknown('metric', self._metric, metrics)}")
+        return metrics[self._metric] > self._best
+
+    @property
+    def staging(self) -> Path:
+        """Where to write the weights before `keep` puts them into place."""
+        return self._folder.with_name(f".{self._folder.name}.new")
+
+    def keep(self, step: int, metrics: Mapping[str, float], state: Mapping[str, float]) -> None:
+        """Let what lies in `staging` be the best, with a file that says of which step, at what value, and `state`."""
+        self._best = metrics[self._metric]
+        summary = {"step": step, "metric": self._metric, "value": self._best, **state}
+        (self.staging / STATE_FILE).write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+        old = self._folder.with_name(f".{self._folder.name}.old")
+        if self._folder.exists():
+            self._folder.rename(old)
+        self.staging.rename(self._folder)
+        shutil.rmtree(old, ignore_errors=True)

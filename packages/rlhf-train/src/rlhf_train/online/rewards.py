@@ -1,0 +1,80 @@
+"""From the rewards that rollouts were given to those that an algorithm learns from. Torch-free."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from rlhf_data.records import FinishReason, Rollout, RolloutGroup
+from rlhf_rollout.rewards.shaping import RunningMoments, clip_rewards, overlong_penalty, stop_properly
+from rlhf_train.online.job import DynamicSampling, RewardSpec
+
+
+class RewardShaper:
+    """Normalises, clips and shapes the rewards of each step, in this order.
+
+    Args:
+        spec: what is to be done.
+        max_tokens: of a response, where the overlong penalty is whole.
+        normalize: by the moments of all raw rewards so far.
+    """
+
+    def __init__(self, spec: RewardSpec, *, max_tokens: int, normalize: bool) -> None:
+        self._spec = spec
+        self._max_tokens = max_tokens
+        self._moments = RunningMoments() if normalize else None
+
+    def shape(self, rollouts: Sequence[Rollout]) -> tuple[np.ndarray, dict[str, float]]:
+        """Return the rewards [B] float64 of rollouts that have one, and metrics of what was done to them."""
+        spec = self._spec
+        rewards = np.array([rollout.verdict.reward for rollout in rollouts], np.float64)  # type: ignore[union-attr]
+        metrics: dict[str, float] = {}
+        if self._moments is not None:
+            self._moments.update(rewards)
+            rewards = self._moments.normalize(rewards)
+        if spec.clip_range is not None:
+            rewards, num_clipped = clip_rewards(rewards, *spec.clip_range)
+            metrics["rollout/reward_clipped"] = num_clipped / max(len(rewards), 1)
+        shaped = rewards
+        if spec.overlong_buffer:
+            lengths = np.array([rollout.num_response_tokens for rollout in rollouts])
+            shaped = shaped + overlong_penalty(
+                lengths,
+                max_tokens=self._max_tokens,
+                buffer=spec.overlong_buffer,
+                factor=spec.overlong_penalty_factor,
+            )
+        if spec.stop_properly_coef is not None:
+            truncated = np.array([rollout.finish_reason is FinishReason.LENGTH for rollout in rollouts], bool)
+            shaped = stop_properly(shaped, truncated, coef=spec.stop_properly_coef)
+        if shaped is not rewards:
+            metrics["rollout/length_penalty"] = float(np.mean(rewards - shaped)) if len(rewards) else 0.0
+        if metrics or self._moments is not None:
+            metrics["rollout/shaped_reward"] = float(np.mean(shaped)) if len(shaped) else 0.0
+        return shaped, metrics
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what `load_state_dict` needs to go on."""
+        return {} if self._moments is None else {"moments": self._moments.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state` was taken."""
+        if self._moments is not None:
+            self._moments.load_state_dict(state["moments"])
+
+
+def is_worth_training(group: RolloutGroup, spec: DynamicSampling) -> bool:
+    """Say whether the scores of a group differ and, where bounds are given, their mean lies strictly between.
+
+    Rollouts without a score are left out of account.
+
+    Source: Yu et al. 2025, arXiv:2503.14476, sec. 3.2 (DAPO), eq. 11.
+    """
+    verdicts = [rollout.verdict for rollout in group.rollouts]
+    scores = [v.score for v in verdicts if v is not None and not v.kind.failed and v.score is not None]
+    if len(scores) < 2 or max(scores) == min(scores):
+        return False
+    if spec.reward_range is None:
+        return True
+    low, high = spec.reward_range
+    return low < sum(scores) / len(scores) < high
