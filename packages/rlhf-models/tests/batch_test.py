@@ -63,3 +63,9 @@ def test_to_moves_every_tensor(batch):
     assert len(tensors) == 3
     assert {tensor.device.type for tensor in tensors} == {"meta"}
     assert moved.lengths == batch.lengths
+
+
+@pytest.mark.parametrize("batch", [TokenBatch.padded(SEQUENCES, 0), TokenBatch.packed(SEQUENCES)])
+def test_last_index_is_where_the_last_tokens_lie(batch):
+    assert batch.input_ids.flatten()[batch.last_index].tolist() == [7, 8]
+    assert batch.last_index.dtype == torch.int64

@@ -1,4 +1,4 @@
-"""Actor, critic and reference models over Hugging Face models."""
+"""Actor, critic, reward and reference models over Hugging Face models."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -7,31 +7,56 @@ if TYPE_CHECKING:
     from rlhf_models.actor import Actor, ActorOutput
     from rlhf_models.batch import TokenBatch
     from rlhf_models.critic import Critic
-    from rlhf_models.loading import check_tokenizer_fits, load_actor, load_config, load_critic, load_tokenizer
+    from rlhf_models.loading import (
+        check_reward_model,
+        check_same_tokenizer,
+        check_tokenizer_fits,
+        load_actor,
+        load_config,
+        load_critic,
+        load_reward_model,
+        load_tokenizer,
+    )
     from rlhf_models.reference import load_reference
+    from rlhf_models.reward import RewardModel, score_sequences
     from rlhf_models.weights import hf_named_weights, save_hf
 
 __all__ = [
     "Actor",
     "ActorOutput",
     "Critic",
+    "RewardModel",
     "TokenBatch",
+    "check_reward_model",
+    "check_same_tokenizer",
     "check_tokenizer_fits",
     "hf_named_weights",
     "load_actor",
     "load_config",
     "load_critic",
     "load_reference",
+    "load_reward_model",
     "load_tokenizer",
     "save_hf",
+    "score_sequences",
 ]
 
 _MODULES = {
     "actor": ("Actor", "ActorOutput"),
     "batch": ("TokenBatch",),
     "critic": ("Critic",),
-    "loading": ("check_tokenizer_fits", "load_actor", "load_config", "load_critic", "load_tokenizer"),
+    "loading": (
+        "check_reward_model",
+        "check_same_tokenizer",
+        "check_tokenizer_fits",
+        "load_actor",
+        "load_config",
+        "load_critic",
+        "load_reward_model",
+        "load_tokenizer",
+    ),
     "reference": ("load_reference",),
+    "reward": ("RewardModel", "score_sequences"),
     "weights": ("hf_named_weights", "save_hf"),
 }
 

@@ -69,6 +69,13 @@ class TokenBatch:
         later = self.position_ids > 0
         return later if self.padding_mask is None else later & self.padding_mask
 
+    @property
+    def last_index(self) -> Tensor:
+        """[S] int64: where each sequence's last token lies in the flattened batch."""
+        lengths = torch.tensor(self.lengths)
+        starts = lengths.cumsum(0) - lengths if self.is_packed else torch.arange(len(lengths)) * self.input_ids.shape[1]
+        return (starts + lengths - 1).to(self.input_ids.device)
+
     def to(self, device: torch.device | str) -> "TokenBatch":
         """Return the batch on another device."""
         moved = {

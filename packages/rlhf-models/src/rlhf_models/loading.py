@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,9 +16,11 @@ from rlhf_data.errors import ConfigError, unknown, with_hint
 if TYPE_CHECKING:
     from rlhf_models.actor import Actor
     from rlhf_models.critic import Critic
+    from rlhf_models.reward import RewardModel
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 VALUE_HEAD_FILE = "value_head.safetensors"
+WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")  # of one file each, in transformers' order of preference
 _HUB_TIMEOUT_S = 5.0
 
 logger = logging.getLogger(__name__)
@@ -28,8 +31,8 @@ def load_config(path: str | Path) -> Any:
     _check_folder(path)
     from transformers import AutoConfig
 
-    with _clear_errors(path):
-        return AutoConfig.from_pretrained(str(path), local_files_only=_is_local(path))
+    with clear_errors(path):
+        return AutoConfig.from_pretrained(str(path), local_files_only=is_local(path))
 
 
 def load_tokenizer(path: str | Path) -> Any:
@@ -41,8 +44,8 @@ def load_tokenizer(path: str | Path) -> Any:
     _check_folder(path)
     from transformers import AutoTokenizer
 
-    with _clear_errors(path):
-        tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=_is_local(path))
+    with clear_errors(path):
+        tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=is_local(path))
     if not tokenizer.encode("text", add_special_tokens=False):  # what transformers makes of a folder without one
         hint = "put its files there: tokenizer.json, or what `tokenizer.save_pretrained` writes"
         raise ConfigError(with_hint(f"{path} has no tokenizer that makes tokens of text", hint))
@@ -89,6 +92,41 @@ def check_tokenizer_fits(config: Any, tokenizer: Any) -> None:
         raise ConfigError(with_hint(message, "take the tokenizer from the model's own folder"))
 
 
+def check_reward_model(path: str | Path) -> None:
+    """Check that a model folder has a head that gives a score, before it is loaded; of hub names nothing is read.
+
+    Raises:
+        ConfigError: see `load_reward_model`.
+    """
+    from rlhf_models.heads import require_head
+
+    _check_folder(path)
+    if Path(path).expanduser().is_dir():
+        check_weights(path)
+        require_head(path, load_config(path))
+
+
+def check_same_tokenizer(path: str | Path, tokenizer: Any) -> None:
+    """Check that a model that scores the policy's tokens, a reward model or a critic, reads them as the policy does.
+
+    Args:
+        path: the model's folder or hub name; further tokens of its own do no harm.
+        tokenizer: the policy's.
+
+    Raises:
+        ConfigError: a token that has no id or another one in the model's vocabulary, or a model without tokenizer.
+    """
+    own = load_tokenizer(path).get_vocab()
+    vocabulary = tokenizer.get_vocab()
+    differing = [(token, index) for token, index in vocabulary.items() if own.get(token) != index]
+    if differing:
+        token, index = min(differing, key=lambda pair: pair[1])
+        message = f"the model {path} has another vocabulary than the policy: {len(differing)} of the policy's"
+        message += f" {len(vocabulary)} tokens differ, such as {token!r}, {index} to the policy, {own.get(token)} to it"
+        hint = "it reads the policy's token ids: use a model of the same family, or serve a reward model behind"
+        raise ConfigError(with_hint(message, f"{hint} --remote_rm_url http://..., which gets text"))
+
+
 def resolve_dtype(dtype: str | torch.dtype) -> torch.dtype:
     """Return the torch dtype of "float32" or "bfloat16". Raises ConfigError for others."""
     name = str(dtype).removeprefix("torch.")
@@ -133,20 +171,55 @@ def load_critic(
     gradient_checkpointing: bool = False,
     packing: bool = False,
 ) -> "Critic":
-    """Load the backbone of a folder or hub name under a scalar head: the folder's own, else one of zeros.
+    """Load the backbone of a folder or hub name under a scalar head.
 
-    Arguments and errors as in `load_actor`.
+    The head is the model's own when it has one, a critic's or a reward model's: values then begin at the scores that
+    the reward model would give, without its stored mean and deviation. A causal language model gets one of zeros.
+    Arguments as in `load_actor`.
+
+    Raises:
+        ConfigError: as in `load_actor`, or a head that is not one of a single score.
     """
-    from safetensors.torch import load_file
     from transformers import AutoModel
 
     from rlhf_models.critic import Critic
+    from rlhf_models.heads import load_head
 
+    head = load_head(path, load_config(path))
     critic = Critic(_load_model(AutoModel, path, dtype, attn_implementation, gradient_checkpointing, packing))
-    head_file = Path(path) / VALUE_HEAD_FILE
-    if head_file.is_file():
-        critic.value_head.load_state_dict(load_file(head_file))
+    if head is not None:
+        critic.value_head.weight.data.copy_(head)
     return critic
+
+
+def load_reward_model(
+    path: str | Path,
+    *,
+    dtype: str | torch.dtype,
+    attn_implementation: str = "auto",
+    packing: bool = False,
+    normalize: bool = False,
+) -> "RewardModel":
+    """Load a reward model that is never trained: in eval mode, without gradients.
+
+    A Hugging Face folder of a ...ForSequenceClassification with one label, the folder of a critic that `save_hf` wrote,
+    or a backbone with a head under one of `heads.HEAD_NAMES`. Other arguments as in `load_actor`.
+
+    Args:
+        normalize: shift and scale scores by the mean and deviation in the model's config, where it has them.
+
+    Raises:
+        ConfigError: as in `load_actor`, or no head of a single score, such as in a causal language model.
+    """
+    from transformers import AutoModel
+
+    from rlhf_models.heads import require_head
+    from rlhf_models.reward import RewardModel
+
+    head = require_head(path, load_config(path))
+    model = RewardModel(_load_model(AutoModel, path, dtype, attn_implementation, False, packing), normalize=normalize)
+    model.value_head.weight.data.copy_(head)
+    return model.eval().requires_grad_(False)
 
 
 def _load_model(
@@ -161,14 +234,14 @@ def _load_model(
 
     config = load_config(path)
     attention = choose_attention(config, attn_implementation, packing=packing)
-    with _clear_errors(path), quiet_transformers():
+    with clear_errors(path), quiet_transformers():
         model, report = auto_class.from_pretrained(
             str(path),
             config=config,
             dtype=resolve_dtype(dtype),
             attn_implementation=attention,
             output_loading_info=True,
-            local_files_only=_is_local(path),
+            local_files_only=is_local(path),
         )
     if missing := sorted(report["missing_keys"]):
         hint = "it may be the folder of another kind of model, such as a critic"
@@ -198,20 +271,24 @@ def _check_folder(path: str | Path) -> None:
 
 def _weight_files(folder: Path) -> list[Path] | None:
     """Return the files that transformers loads weights from, in its order of preference; None when there are none."""
-    for name in ("model.safetensors", "pytorch_model.bin"):
+    for name in WEIGHT_FILES:
         if (folder / name).is_file():
             return [folder / name]
         index = folder / f"{name}.index.json"
         if index.is_file():
-            try:
-                shards = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise ConfigError(f"{index} is not an index of weights: {error}") from None
-            return [folder / shard for shard in sorted(set(shards))]
+            return [folder / shard for shard in sorted(set(read_index(index).values()))]
     return None
 
 
-def _is_local(path: str | Path) -> bool:
+def read_index(index: Path) -> dict[str, str]:
+    """Return tensor name to file name, of weights in shards. Raises ConfigError when the file is no index."""
+    try:
+        return dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"].items())
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{index} is not an index of weights: {error}") from None
+
+
+def is_local(path: str | Path) -> bool:
     """Whether to look on this machine only: for a folder, and for a hub name when the hub does not answer."""
     return Path(path).expanduser().is_dir() or not _hub_answers()
 
@@ -236,10 +313,15 @@ def _check_eos(tokenizer: Any, name: str | Path) -> None:
 
 
 @contextmanager
-def _clear_errors(path: str | Path) -> Iterator[None]:
+def clear_errors(path: str | Path) -> Iterator[None]:
+    """Turn what libraries raise while they read a model into a ConfigError with a hint."""
+    from safetensors import SafetensorError
+
     try:
         yield
-    except (OSError, ValueError, RuntimeError) as error:
+    except ConfigError:
+        raise
+    except (OSError, ValueError, RuntimeError, SafetensorError, UnpicklingError) as error:
         first_line = str(error).strip().split("\n")[0]
         hint = "check the path, or the hub name and the network; a hub model must be in the local cache when offline"
         raise ConfigError(with_hint(f"cannot load the model {path}: {first_line}", hint)) from error

@@ -51,19 +51,46 @@ def tiny_model_dir(
     Raises:
         ConfigError: an unknown architecture, or a vocabulary that cannot hold the bytes.
     """
-    from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+    from transformers import GenerationConfig, LlamaForCausalLM, Qwen2ForCausalLM
 
-    classes = {"qwen2": (Qwen2Config, Qwen2ForCausalLM), "llama": (LlamaConfig, LlamaForCausalLM)}
+    classes = {"qwen2": Qwen2ForCausalLM, "llama": LlamaForCausalLM}
+    fields = {"tie_word_embeddings": tied} | config_overrides
+    model, tokenizer = _tiny(classes, architecture, vocab_size, seed, fields)
+    model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+    return _save(model.to(dtype), tokenizer, Path(path))
+
+
+def tiny_reward_model_dir(
+    path: str | Path,
+    *,
+    vocab_size: int = 512,
+    seed: int = 1,
+    architecture: str = "qwen2",
+    dtype: torch.dtype = torch.float32,
+    **config_overrides: Any,
+) -> Path:
+    """Write a random reward model, a ...ForSequenceClassification with one label, that reads `tiny_model_dir`'s tokens.
+
+    Arguments, result and errors as in `tiny_model_dir`; `mean` and `std` among the overrides are its stored moments.
+    """
+    from transformers import LlamaForSequenceClassification, Qwen2ForSequenceClassification
+
+    classes = {"qwen2": Qwen2ForSequenceClassification, "llama": LlamaForSequenceClassification}
+    fields = {"num_labels": 1} | config_overrides
+    model, tokenizer = _tiny(classes, architecture, vocab_size, seed, fields)
+    return _save(model.to(dtype), tokenizer, Path(path))
+
+
+def _tiny(
+    classes: dict[str, Any], architecture: str, vocab_size: int, seed: int, fields: dict[str, Any]
+) -> tuple[Any, Any]:
+    """Return a random model and its tokenizer."""
     if architecture not in classes:
         raise ConfigError(unknown("architecture", architecture, classes))
     if vocab_size < _NUM_BYTES + len(_SPECIAL_TOKENS):
         raise ConfigError(f"vocab_size is {vocab_size}; at least {_NUM_BYTES + len(_SPECIAL_TOKENS)} are needed")
-    path = Path(path)
     tokenizer = tiny_tokenizer(min(vocab_size, _MAX_TOKENIZER_SIZE))
-    tokenizer.save_pretrained(path)
-
-    config_class, model_class = classes[architecture]
-    fields: dict[str, Any] = {
+    defaults: dict[str, Any] = {
         "vocab_size": vocab_size,
         "hidden_size": 64,
         "intermediate_size": 128,
@@ -72,15 +99,18 @@ def tiny_model_dir(
         "num_key_value_heads": 1,
         "max_position_embeddings": 2048,
         "initializer_range": 0.1,
-        "tie_word_embeddings": tied,
         "bos_token_id": None,
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
     }
+    model_class = classes[architecture]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = model_class(config_class(**(fields | config_overrides))).to(dtype)
-    model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+        return model_class(model_class.config_class(**(defaults | fields))), tokenizer
+
+
+def _save(model: Any, tokenizer: Any, path: Path) -> Path:
+    tokenizer.save_pretrained(path)
     with quiet_transformers():
         model.save_pretrained(path)
     return path

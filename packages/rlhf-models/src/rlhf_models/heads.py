@@ -1,0 +1,104 @@
+"""The scalar head of a model folder, wherever those who trained it put it."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlhf_data.errors import ConfigError, with_hint
+from rlhf_models.loading import VALUE_HEAD_FILE, WEIGHT_FILES, clear_errors, is_local, read_index
+
+# `score` is that of transformers' ...ForSequenceClassification; the others are of trainers with a class of their own.
+HEAD_NAMES = ("score", "value_head", "reward_head", "v_head")
+_SERVE = "serve a model of another kind with its own code behind --remote_rm_url http://..."
+
+
+def load_head(path: str | Path, config: Any) -> Tensor | None:
+    """Return the weight [1, D] of a model's scalar head, None when it has none; nothing else is read.
+
+    It is that of the folder's `value_head.safetensors`, as `save_hf` writes it for a critic, else the first of
+    `HEAD_NAMES` among the model's weights.
+
+    Args:
+        path: a folder in the Hugging Face layout, or a hub name.
+        config: of the model; D is its hidden size.
+
+    Raises:
+        ConfigError: a head of more outputs than one or of another width, or one with a bias.
+    """
+    with clear_errors(path):
+        located = _locate(path)
+    if located is None:
+        return None
+    file, name, has_bias = located
+    if has_bias:
+        raise ConfigError(with_hint(f"the head {name} of the model {path} has a bias; a weight alone is read", _SERVE))
+    with clear_errors(path):
+        weight = _read(file, name)
+    expected = [1, config.get_text_config().hidden_size]
+    if list(weight.shape) != expected:
+        message = f"the head {name} of the model {path} has the shape {list(weight.shape)}; one score needs {expected}"
+        raise ConfigError(with_hint(message, f"use a model that was trained with one label, or {_SERVE}"))
+    return weight
+
+
+def require_head(path: str | Path, config: Any) -> Tensor:
+    """Return what `load_head` does. Raises ConfigError when there is no head either."""
+    weight = load_head(path, config)
+    if weight is None:
+        names = ", ".join(f"{name}.weight" for name in HEAD_NAMES)
+        message = f"the model {path} has no head that gives a score: none of {names} is among its weights"
+        hint = f"use a reward model, such as a ...ForSequenceClassification with one label, or {_SERVE}"
+        raise ConfigError(with_hint(message, hint))
+    return weight
+
+
+def _locate(path: str | Path) -> tuple[Path, str, bool] | None:
+    """Return the file that holds the head, the weight's name in it, and whether a bias is beside it."""
+    if own := _file(path, VALUE_HEAD_FILE):
+        return own, "weight", False
+    for stem in WEIGHT_FILES:
+        if whole := _file(path, stem):
+            files = dict.fromkeys(_names(whole), stem)
+        elif index := _file(path, f"{stem}.index.json"):
+            files = read_index(index)
+        else:
+            continue
+        name = next((name for name in HEAD_NAMES if f"{name}.weight" in files), None)
+        if name is None:
+            return None
+        file = _file(path, files[f"{name}.weight"])
+        if file is None:
+            raise ConfigError(f"the model {path} lacks the weights in {files[f'{name}.weight']}")
+        return file, f"{name}.weight", f"{name}.bias" in files
+    return None
+
+
+def _file(path: str | Path, name: str) -> Path | None:
+    """Return a file of a folder or hub name, None when it is not there."""
+    from transformers.utils import cached_file
+
+    try:
+        found = cached_file(str(path), name, local_files_only=is_local(path))
+    except OSError:
+        return None
+    return Path(found) if found else None
+
+
+def _names(file: Path) -> list[str]:
+    if file.suffix != ".safetensors":
+        return list(torch.load(file, map_location="cpu", weights_only=True, mmap=True))
+    from safetensors import safe_open
+
+    with safe_open(file, "pt") as tensors:
+        return list(tensors.keys())
+
+
+def _read(file: Path, name: str) -> Tensor:
+    if file.suffix != ".safetensors":
+        return torch.load(file, map_location="cpu", weights_only=True, mmap=True)[name]
+    from safetensors import safe_open
+
+    with safe_open(file, "pt") as tensors:
+        return tensors.get_tensor(name)

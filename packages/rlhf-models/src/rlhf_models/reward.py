@@ -1,0 +1,104 @@
+"""The reward model: how good a whole sequence is."""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from rlhf_data.errors import ConfigError, DataError, with_hint
+from rlhf_models.actor import run_backbone
+from rlhf_models.batch import TokenBatch
+from rlhf_models.critic import ValueHead
+
+MAX_BATCH_TOKENS = 32768  # padding included: what a forward pass needs beside other models stays within a few GiB
+
+
+class RewardModel(nn.Module):
+    """A transformers backbone without LM head, under the name `model`, and a `value_head` at the last token.
+
+    Args:
+        model: the backbone; `mean` and `std` in its config are moments of its scores, stored when it was trained.
+        normalize: return (score - mean) / std where the config has both.
+
+    Raises:
+        ConfigError: moments that nothing can be divided by.
+    """
+
+    def __init__(self, model: nn.Module, *, normalize: bool = False) -> None:
+        super().__init__()
+        self.model = model
+        self.value_head = ValueHead(model.config.get_text_config().hidden_size, model.dtype)
+        self.moments = stored_moments(model.config) if normalize else None
+
+    def forward(self, batch: TokenBatch) -> Tensor:
+        """Return the score of each sequence.
+
+        Returns:
+            [S] float32, in order.
+        """
+        hidden = run_backbone(self.model, batch).last_hidden_state
+        scores = self.value_head(hidden.flatten(0, 1).index_select(0, batch.last_index)).squeeze(-1)
+        if self.moments is None:
+            return scores
+        mean, std = self.moments
+        return (scores - mean) / std
+
+
+def stored_moments(config: Any) -> tuple[float, float] | None:
+    """Return the mean and the deviation of a reward model's scores that its config holds, None when it has none.
+
+    Raises:
+        ConfigError: a mean that is not finite, or a deviation that is not a positive number.
+    """
+    mean, std = getattr(config, "mean", None), getattr(config, "std", None)
+    if mean is None or std is None:
+        return None
+    if not (math.isfinite(mean) and math.isfinite(std) and std > 0):
+        message = f"the reward model's config has the mean {mean} and the deviation {std} of its scores"
+        raise ConfigError(with_hint(message, "correct them in its config.json, or drop --normalize_reward"))
+    return float(mean), float(std)
+
+
+@torch.inference_mode()
+def score_sequences(model: RewardModel, sequences: Sequence[Any], *, batch_size: int) -> list[float]:
+    """Return the score of each token sequence, in order.
+
+    They are batched by length, at most `MAX_BATCH_TOKENS` a pass. On a CPU each is read alone, which costs little
+    there: a score then does not depend on what is scored beside it, down to the last bit.
+
+    Args:
+        model: on its device.
+        sequences: token ids, at least one each.
+        batch_size: sequences a pass at most.
+
+    Raises:
+        DataError: an empty sequence, or a token that the model has no embedding of.
+    """
+    num_rows = model.model.get_input_embeddings().weight.shape[0]
+    for sequence in sequences:
+        # An index out of bounds would end a CUDA process.
+        strays = [index for index in np.unique(sequence).tolist() if not 0 <= index < num_rows]
+        if strays:
+            raise DataError(f"the reward model has no embedding of token {strays[0]}; it has {num_rows}")
+    device = model.value_head.weight.device
+    scores = [0.0] * len(sequences)
+    for rows in _batches([len(sequence) for sequence in sequences], 1 if device.type == "cpu" else batch_size):
+        batch = TokenBatch.padded([sequences[row] for row in rows], 0, device)
+        for row, score in zip(rows, model(batch).tolist(), strict=True):
+            scores[row] = score
+    return scores
+
+
+def _batches(lengths: Sequence[int], batch_size: int) -> Iterator[list[int]]:
+    """Yield indices of sequences of like lengths, so that padding stays small."""
+    rows: list[int] = []
+    for row in sorted(range(len(lengths)), key=lengths.__getitem__):
+        if rows and (len(rows) == batch_size or (len(rows) + 1) * lengths[row] > MAX_BATCH_TOKENS):
+            yield rows
+            rows = []
+        rows.append(row)
+    if rows:
+        yield rows

@@ -1,0 +1,154 @@
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from rlhf_data.errors import ConfigError
+from rlhf_models.batch import TokenBatch
+from rlhf_models.heads import HEAD_NAMES, load_head
+from rlhf_models.loading import (
+    check_reward_model,
+    check_same_tokenizer,
+    load_config,
+    load_critic,
+    load_reward_model,
+    load_tokenizer,
+)
+from rlhf_models.testing import tiny_model_dir, tiny_reward_model_dir, tiny_tokenizer
+from rlhf_models.weights import save_hf
+
+
+@pytest.fixture(scope="module")
+def reward_dir(tmp_path_factory):
+    return tiny_reward_model_dir(tmp_path_factory.mktemp("reward"))
+
+
+def with_weights(folder, tmp_path, change):
+    """A copy of a folder whose weights went through `change`."""
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    file = copy / "model.safetensors"
+    save_file(change(load_file(file)), file, {"format": "pt"})
+    return copy
+
+
+def final_values(critic, sequences):
+    """The critic's value of each whole sequence: that of the state in which a next token would be written."""
+    longer = TokenBatch.padded([[*tokens, 5] for tokens in sequences], 0)
+    return critic(longer).flatten()[longer.last_index]
+
+
+@pytest.mark.parametrize("name", HEAD_NAMES)
+def test_load_head_is_found_under_each_name(reward_dir, tmp_path, name):
+    folder = with_weights(reward_dir, tmp_path, lambda old: old | {f"{name}.weight": old.pop("score.weight")})
+    expected = load_file(reward_dir / "model.safetensors")["score.weight"]
+    assert torch.equal(load_reward_model(folder, dtype="float32").value_head.weight, expected)
+    assert torch.equal(load_critic(folder, dtype="float32").value_head.weight, expected)
+
+
+def test_load_head_of_shards_and_of_pickled_weights(reward_dir, tmp_path):
+    model = load_reward_model(reward_dir, dtype="float32")
+    whole = load_file(reward_dir / "model.safetensors")
+    names = sorted(whole)
+    sharded = shutil.copytree(reward_dir, tmp_path / "sharded")
+    (sharded / "model.safetensors").unlink()
+    files = {name: f"model-{index % 2}.safetensors" for index, name in enumerate(names)}
+    for file in set(files.values()):
+        save_file({name: whole[name] for name in names if files[name] == file}, sharded / file, {"format": "pt"})
+    (sharded / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
+    pickled = shutil.copytree(reward_dir, tmp_path / "pickled")
+    (pickled / "model.safetensors").unlink()
+    torch.save(whole, pickled / "pytorch_model.bin")
+    for folder in (sharded, pickled):
+        loaded = load_reward_model(folder, dtype="float32")
+        assert all(torch.equal(one, other) for one, other in zip(loaded.parameters(), model.parameters(), strict=True))
+
+
+def test_load_head_shard_that_is_missing_is_named(reward_dir, tmp_path):
+    folder = shutil.copytree(reward_dir, tmp_path / "copy")
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"score.weight": "a.safetensors"}}))
+    with pytest.raises(ConfigError, match=r"lacks the weights in a\.safetensors"):
+        load_head(folder, load_config(folder))
+
+
+def test_critic_saved_is_a_reward_model_and_a_critic(model_dir, tmp_path, sequences):
+    critic = load_critic(model_dir, dtype="float32")
+    torch.nn.init.normal_(critic.value_head.weight)
+    folder = save_hf(critic, None, load_tokenizer(model_dir), tmp_path / "critic")
+    batch = TokenBatch.padded(sequences, 0)
+    torch.testing.assert_close(load_reward_model(folder, dtype="float32")(batch), final_values(critic, sequences))
+    assert torch.equal(load_critic(folder, dtype="float32")(batch), critic(batch))
+    check_reward_model(folder)
+
+
+def test_critic_of_a_reward_model_begins_with_its_scores_and_keeps_its_head_when_saved(reward_dir, tmp_path, sequences):
+    batch = TokenBatch.padded(sequences, 0)
+    expected = load_reward_model(reward_dir, dtype="float32")(batch)
+    critic = load_critic(reward_dir, dtype="float32")
+    torch.testing.assert_close(final_values(critic, sequences), expected)
+    assert critic.training and critic.value_head.weight.requires_grad
+    saved = save_hf(critic, None, None, tmp_path / "critic")
+    torch.testing.assert_close(load_reward_model(saved, dtype="float32")(batch), expected)
+
+
+def test_load_reward_model_is_frozen_and_in_eval_mode(reward_dir):
+    model = load_reward_model(reward_dir, dtype="bfloat16")
+    assert not model.training
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("check", [check_reward_model, lambda path: load_reward_model(path, dtype="float32")])
+def test_reward_model_of_a_causal_language_model_is_refused_with_a_hint(model_dir, check):
+    with pytest.raises(ConfigError, match=r"no head that gives a score: none of score\.weight.*\n\nhint: .*one label"):
+        check(model_dir)
+
+
+@pytest.mark.parametrize("load", [load_reward_model, load_critic])
+def test_head_of_two_labels_is_refused_with_both_shapes(tmp_path, load):
+    folder = tiny_reward_model_dir(tmp_path, num_labels=2)
+    with pytest.raises(ConfigError, match=r"score\.weight .* the shape \[2, 64\]; one score needs \[1, 64\]\n\nhint: "):
+        load(folder, dtype="float32")
+
+
+def test_head_with_a_bias_is_refused(reward_dir, tmp_path):
+    folder = with_weights(reward_dir, tmp_path, lambda old: old | {"score.bias": torch.ones(1)})
+    with pytest.raises(ConfigError, match=r"score\.weight .* has a bias[^\n]*\n\nhint: .*--remote_rm_url"):
+        check_reward_model(folder)
+
+
+def test_check_reward_model_missing_folder_and_broken_weights_are_named(reward_dir, tmp_path):
+    with pytest.raises(ConfigError, match="no model folder /no/such"):
+        check_reward_model("/no/such")
+    folder = shutil.copytree(reward_dir, tmp_path / "copy")
+    (folder / "model.safetensors").write_bytes(b"nothing")
+    with pytest.raises(ConfigError, match="not a whole safetensors file"):
+        check_reward_model(folder)
+    with pytest.raises(ConfigError, match="cannot load the model"):
+        load_reward_model(folder, dtype="float32")
+
+
+def test_check_reward_model_of_a_hub_name_reads_nothing():
+    check_reward_model("some/name")
+
+
+def test_check_same_tokenizer_of_one_family_passes(model_dir, reward_dir):
+    check_same_tokenizer(reward_dir, load_tokenizer(model_dir))
+
+
+def test_check_same_tokenizer_more_tokens_on_the_model_side_do_no_harm(model_dir, reward_dir, tmp_path):
+    folder = shutil.copytree(reward_dir, tmp_path / "copy")
+    tokenizer = load_tokenizer(folder)
+    tokenizer.add_tokens(["<pad2>"])
+    tokenizer.save_pretrained(folder)
+    check_same_tokenizer(folder, load_tokenizer(model_dir))
+    with pytest.raises(ConfigError, match=r"1 of the policy's 513 tokens differ, such as '<pad2>', 512 to the policy"):
+        check_same_tokenizer(model_dir, tokenizer)
+
+
+def test_check_same_tokenizer_another_vocabulary_is_refused_with_a_hint(tmp_path):
+    folder = tiny_model_dir(tmp_path, vocab_size=300)
+    with pytest.raises(ConfigError, match=r"another vocabulary than the policy[^\n]*\n\nhint: .*--remote_rm_url"):
+        check_same_tokenizer(folder, tiny_tokenizer(512))
