@@ -22,6 +22,13 @@ def test_load_prompts_gives_tokens_text_label_and_id(tmp_path):
     assert (prompt.prompt_id, prompt.text, prompt.label, prompt.source) == ("math.jsonl:1", "1+1=", "2", "sums")
 
 
+def test_load_prompts_source_key_names_the_source_of_each_row(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", [row | {"set": name} for row, name in zip(ROWS, "xyx", strict=True)])
+    assert [p.source for p in load_prompts(path, ByteTokenizer(), input_key="q", source_key="set")] == ["x", "y", "x"]
+    with pytest.raises(DataError, match=r"a\.jsonl:1: unknown key `sets`; known: a, q, set"):
+        load_prompts(path, ByteTokenizer(), input_key="q", source_key="sets")
+
+
 def test_load_prompts_without_label_key_has_no_labels(tmp_path):
     path = write_jsonl(tmp_path / "math.jsonl", ROWS)
     assert [prompt.label for prompt in load_prompts(path, ByteTokenizer(), input_key="q")] == [None] * 3

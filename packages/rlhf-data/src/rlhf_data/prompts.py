@@ -55,6 +55,7 @@ def load_prompts(
     prompt_max_len: int = 1024,
     max_samples: int | None = None,
     source: str = "default",
+    source_key: str | None = None,
 ) -> PromptSet:
     """Load the prompts of a data file.
 
@@ -68,6 +69,7 @@ def load_prompts(
         prompt_max_len: tokens. A longer prompt is left out and counted, never cut.
         max_samples: read only that many rows.
         source: the data source's name in every prompt.
+        source_key: the key of the data source's name in a row, instead of `source`.
 
     Returns:
         The prompts, each with the id `<file name>:<line>`.
@@ -84,12 +86,13 @@ def load_prompts(
         rows, tokenizer, input_key=input_key, apply_chat_template=apply_chat_template, input_template=input_template
     )
     labels = [None if label_key is None else row.label(label_key) for row in rows]
+    sources = [source if source_key is None else row.text(source_key) for row in rows]
     prompts = []
-    for row, text, label, token_ids in zip(rows, texts, labels, encoded, strict=True):
+    for row, text, label, origin, token_ids in zip(rows, texts, labels, sources, encoded, strict=True):
         if not token_ids:
             raise DataError(f"{row.origin}: the tokenizer makes no token of {text!r}")
         if len(token_ids) <= prompt_max_len:
-            prompts.append(Prompt(f"{row.path.name}:{row.line}", token_ids, text, label, source))
+            prompts.append(Prompt(f"{row.path.name}:{row.line}", token_ids, text, label, origin))
     longest = max(map(len, encoded))
     if not prompts:
         raise DataError(
