@@ -3,7 +3,6 @@
 import math
 from pathlib import Path
 
-from rlhf_cli.config.checks import algorithm_spec
 from rlhf_cli.config.command_line import to_toml
 from rlhf_cli.config.ppo import PpoConfig
 from rlhf_cli.preflight import Inputs
@@ -20,7 +19,7 @@ _SHARE_ALONE, _SHARE_IN_TURN, _SHARE_TOGETHER = 0.9, 0.6, 0.4
 
 def make_plan(config: PpoConfig, resources: Resources) -> PlacementPlan:
     """Return where everything runs. Raises ConfigError when it does not fit."""
-    spec, placement = algorithm_spec(config), config.placement
+    spec, placement = config.algorithm.spec(), config.placement
     ranks = {"actor": placement.actor_num_nodes * placement.actor_num_gpus_per_node}
     if spec.row.uses_critic:
         ranks["critic"] = placement.critic_num_nodes * placement.critic_num_gpus_per_node
@@ -50,7 +49,7 @@ def make_job(
     places = config.engine.vllm_max_num_seqs * plan.engines.num_ranks
     return OnlineJob(
         models=_make_models(config, inputs, num_steps * batch.num_updates),
-        algorithm=algorithm_spec(config),
+        algorithm=config.algorithm.spec(),
         engine=make_engine(config, inputs.model, plan),
         sampling=_make_sampling(config, num_samples, config.rollout.temperature, seed),
         eval_sampling=_make_sampling(
@@ -157,7 +156,7 @@ def describe_batches(config: PpoConfig, job: OnlineJob) -> str:
 
 
 def _make_models(config: PpoConfig, inputs: Inputs, num_updates: int) -> dict[str, ModelSpec]:
-    spec, training = algorithm_spec(config), config.training
+    spec, training = config.algorithm.spec(), config.training
 
     def model(path: str, optimizer: OptimizerSpec | None) -> ModelSpec:
         return ModelSpec(

@@ -1,19 +1,49 @@
 """What is optimised."""
 
-from typing import ClassVar
+from typing import Annotated, Any, ClassVar
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
-from rlhf_cli.config.base import Section, one_of
-from rlhf_train.algorithms import ALGORITHMS, AlgorithmSpec
+from rlhf_cli.config.base import Instead, Section, one_of
+from rlhf_train.algorithms import (
+    ALGORITHMS,
+    CORRECTION_LEVELS,
+    CORRECTION_MODES,
+    OLD_LOGPROBS,
+    POLICY_LOSSES,
+    REDUCTIONS,
+    AlgorithmSpec,
+    CorrectionSpec,
+)
 
 Estimator = one_of(ALGORITHMS, {name: row.title for name, row in ALGORITHMS.items()})
+PolicyLoss = one_of(POLICY_LOSSES, {name: row.title for name, row in POLICY_LOSSES.items()})
 KlEstimatorName = one_of(("k1", "k2", "k3"))
+OldLogprobs = one_of(OLD_LOGPROBS)
+CorrectionLevel = one_of(CORRECTION_LEVELS)
+CorrectionMode = one_of(CORRECTION_MODES)
+
 _DEFAULTS = AlgorithmSpec()
+_CLIP_RANGE = (_DEFAULTS.clip_low, _DEFAULTS.clip_high)
+_CLIP_RANGES = {"gspo": (3e-4, 4e-4)}  # of the mean log-ratio's exponential, which hardly leaves 1
+_CORRECTION_BOUNDS = {"truncate": (0.0, 2.0), "mask": (0.5, 5.0)}
+_CLIP_SPELLINGS = (("eps_clip",), ("eps_clip_low_high",), ("clip_eps_low", "clip_eps_high"))
+CLIP_OPTIONS = tuple(name for names in _CLIP_SPELLINGS for name in names)
+
+
+def _underscored(value: Any) -> Any:
+    return value.replace("-", "_") if isinstance(value, str) else value  # `token-mean`, as verl writes it
+
+
+def _instead(own: str) -> Instead:
+    return Instead(tuple(name for names in _CLIP_SPELLINGS if own not in names for name in names))
+
+
+ReductionName = Annotated[one_of(REDUCTIONS), BeforeValidator(_underscored)]
 
 
 class AlgorithmSection(Section):
-    """Estimator, losses and KL."""
+    """Estimator, losses, KL and corrections."""
 
     TITLE: ClassVar[str] = "algorithm"
 
@@ -23,18 +53,117 @@ class AlgorithmSection(Section):
     )
     gamma: float = Field(_DEFAULTS.gamma, ge=0, le=1, description="discount a token")
     lambd: float = Field(_DEFAULTS.lambd, ge=0, le=1, description="GAE's lambda: 0 trusts the critic, 1 the rewards")
+    bootstrap_truncated: bool = Field(
+        False, description="a response that --generate_max_len ended goes on with the critic's value of its last state"
+    )
     no_advantage_std_norm: bool = Field(
         False, description="do not divide advantages by their standard deviation (of the batch, or of the group)"
+    )
+    policy_loss_type: PolicyLoss = Field(
+        _DEFAULTS.policy_loss, description="; ".join(f"{row.name}: {row.title}" for row in POLICY_LOSSES.values())
+    )
+    loss_agg_mode: ReductionName | None = Field(
+        None, description="how token losses become one number; None: the policy loss's or the estimator's own"
+    )
+    eps_clip: Annotated[float | None, _instead("eps_clip")] = Field(
+        None,
+        gt=0,
+        lt=1,
+        description="the policy ratio is clipped to 1 -+ this; None: {:g}, for gspo {:g} below and {:g} above".format(
+            _DEFAULTS.clip_low, *_CLIP_RANGES["gspo"]
+        ),
+    )
+    eps_clip_low_high: Annotated[tuple[float, float] | None, _instead("eps_clip_low_high")] = Field(
+        None, description="two different bounds instead of --eps_clip: LOW below 1, HIGH above"
+    )
+    clip_eps_low: Annotated[float | None, _instead("clip_eps_low")] = Field(
+        None, ge=0, lt=1, description="the LOW of --eps_clip_low_high alone"
+    )
+    clip_eps_high: Annotated[float | None, _instead("clip_eps_high")] = Field(
+        None, ge=0, description="the HIGH of --eps_clip_low_high alone"
+    )
+    dual_clip: float | None = Field(
+        None, gt=1, description="with a negative advantage A the PPO loss is at most this times |A|; None: no limit"
+    )
+    entropy_loss_coef: float = Field(_DEFAULTS.entropy_coef, ge=0, description="weight of the entropy bonus")
+    value_clip: float | None = Field(
+        _DEFAULTS.value_clip, gt=0, description="a value may move that far from its old one; None: as far as it likes"
     )
     init_kl_coef: float = Field(
         _DEFAULTS.kl_coef, ge=0, description="weight of the KL to the reference, in reward a nat; 0: no reference model"
     )
+    kl_target: float | None = Field(
+        None, gt=0, description="nats a token that the weight of the KL is steered to; None: the weight stays"
+    )
+    kl_horizon: int = Field(
+        _DEFAULTS.kl_horizon, ge=1, description="responses over which --kl_target may move the weight by a fifth"
+    )
     kl_estimator: KlEstimatorName = Field(_DEFAULTS.kl_estimator, description="estimate of the KL of a token")
     use_kl_loss: bool = Field(False, description="the KL is a term of the loss instead of a part of the reward")
-    eps_clip: float = Field(_DEFAULTS.clip_low, gt=0, lt=1, description="the policy ratio is clipped to 1 -+ this")
-    eps_clip_low_high: tuple[float, float] | None = Field(
-        None, description="two different bounds instead of --eps_clip: LOW below 1, HIGH above"
+    kl_unbiased_gradient: bool = Field(
+        False, description="the gradient of the KL loss is the KL's own, whatever the estimator; with --use_kl_loss"
     )
-    value_clip: float | None = Field(
-        _DEFAULTS.value_clip, gt=0, description="a value may move that far from its old one; None: as far as it likes"
+    old_logprobs: OldLogprobs = Field(
+        _DEFAULTS.old_logprobs,
+        description="log-probs before the update: recompute with the trainer's model, take the engine's (rollout), or"
+        " skip, when there is one optimizer step a step",
     )
+    is_correction_level: CorrectionLevel = Field(
+        _DEFAULTS.correction.level,
+        description="weigh by trainer probability / engine probability: of each token, of the whole response (sequence)"
+        " or as its geometric mean",
+    )
+    is_correction_mode: CorrectionMode = Field(
+        _DEFAULTS.correction.mode, description="truncate weights at the threshold, or mask what lies beyond it"
+    )
+    is_correction_threshold: tuple[float, float] | None = Field(
+        None,
+        description="smallest and largest weight; None: "
+        + ", ".join(f"{low:g} {high:g} to {mode}" for mode, (low, high) in _CORRECTION_BOUNDS.items()),
+    )
+
+    @property
+    def clip_spellings(self) -> tuple[str, ...]:
+        """The options that set the clip range, the first one of each way to do so."""
+        given = ([name for name in names if getattr(self, name) is not None] for names in _CLIP_SPELLINGS)
+        return tuple(names[0] for names in given if names)
+
+    @property
+    def clip_range(self) -> tuple[float, float]:
+        """How far below and above 1 the policy ratio may go."""
+        if self.eps_clip_low_high is not None:
+            return self.eps_clip_low_high
+        if self.eps_clip is not None:
+            return self.eps_clip, self.eps_clip
+        low, high = _CLIP_RANGES.get(self.policy_loss_type, _CLIP_RANGE)
+        return (
+            low if self.clip_eps_low is None else self.clip_eps_low,
+            high if self.clip_eps_high is None else self.clip_eps_high,
+        )
+
+    def spec(self) -> AlgorithmSpec:
+        """Return the algorithm with its numbers. Raises ConfigError for numbers or options that cannot work."""
+        clip_low, clip_high = self.clip_range
+        low, high = self.is_correction_threshold or _CORRECTION_BOUNDS[self.is_correction_mode]
+        return AlgorithmSpec(
+            estimator=self.advantage_estimator,
+            policy_loss=self.policy_loss_type,
+            reduction=self.loss_agg_mode,
+            gamma=self.gamma,
+            lambd=self.lambd,
+            clip_low=clip_low,
+            clip_high=clip_high,
+            dual_clip=self.dual_clip,
+            entropy_coef=self.entropy_loss_coef,
+            value_clip=self.value_clip,
+            bootstrap_truncated=self.bootstrap_truncated,
+            kl_coef=self.init_kl_coef,
+            kl_target=self.kl_target,
+            kl_horizon=self.kl_horizon,
+            kl_estimator=self.kl_estimator,
+            use_kl_loss=self.use_kl_loss,
+            kl_unbiased_gradient=self.kl_unbiased_gradient,
+            old_logprobs=self.old_logprobs,
+            correction=CorrectionSpec(level=self.is_correction_level, mode=self.is_correction_mode, low=low, high=high),
+            whiten_std=not self.no_advantage_std_norm,
+        )

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, get_args, get_origin
 
-from pydantic import AfterValidator, BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict
 from pydantic.fields import FieldInfo
 
 from rlhf_data.errors import unknown, with_hint
@@ -32,6 +32,13 @@ class Aliases:
     names: tuple[str, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Instead:
+    """Options whose place a field takes: what a layer below says with them no longer counts; metadata of the field."""
+
+    names: tuple[str, ...]
+
+
 def one_of(names: Iterable[str], titles: Mapping[str, str] | None = None) -> Any:
     """Return the type of a text field that must be one of `names`; `titles` are what else people call them."""
     choices = Choices(tuple(names))
@@ -47,6 +54,22 @@ def one_of(names: Iterable[str], titles: Mapping[str, str] | None = None) -> Any
         raise ValueError(unknown("value", value, choices.names))
 
     return Annotated[str, AfterValidator(check), choices]
+
+
+def _around_zero(value: Any) -> Any:
+    """Return (-X, X) for a single number X, and anything else as it is."""
+    words = value if isinstance(value, list | tuple) else [value]
+    if len(words) != 1:
+        return value
+    try:
+        bound = float(words[0])
+    except (TypeError, ValueError):
+        return words * 2  # refused as the words that they are
+    return -bound, bound
+
+
+SymmetricRange = Annotated[tuple[float, float], BeforeValidator(_around_zero)]
+"""LOW HIGH, or one number X for -X X."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +101,11 @@ class Option:
         return None
 
     @property
+    def instead_of(self) -> tuple[str, ...]:
+        """The options whose place it takes."""
+        return next((item.names for item in self.info.metadata if isinstance(item, Instead)), ())
+
+    @property
     def is_switch(self) -> bool:
         """Whether it is on or off."""
         return self.info.annotation is bool
@@ -86,8 +114,9 @@ class Option:
     def num_values(self) -> int:
         """Words that follow its flag."""
         for kind in (self.info.annotation, *get_args(self.info.annotation)):
-            if get_origin(kind) is tuple:
-                return len(get_args(kind))
+            plain = get_args(kind)[0] if get_origin(kind) is Annotated else kind
+            if get_origin(plain) is tuple:
+                return len(get_args(plain))
         return 1
 
     @property

@@ -4,15 +4,16 @@ import argparse
 import difflib
 import json
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Generic, NoReturn, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 
 from rlhf_cli.config.base import Option, options, section_titles
-from rlhf_data.errors import ConfigError, missing_file, nearest, with_hint
+from rlhf_data.errors import ConfigError, missing_file, nearest, unknown, with_hint
 
 Config = TypeVar("Config", bound=BaseModel)
 Values = dict[str, dict[str, Any]]
@@ -54,8 +55,9 @@ def parse(
     description: str,
     resolve: Callable[[str], Path],
     recipe: Callable[[Mapping[str, Mapping[str, Any]]], Path | None] = lambda values: None,
+    presets: Mapping[str, Path] = MappingProxyType({}),
 ) -> Parsed[Config]:
-    """Return the configuration that `argv` describes; defaults < recipe < TOML file < flags.
+    """Return the configuration that `argv` describes; defaults < recipe < preset < TOML file < flags.
 
     Args:
         config_class: sections, with a `check(given)` method.
@@ -63,35 +65,45 @@ def parse(
         prog, description: for --help.
         resolve: turns a path that a user typed into one that can be opened.
         recipe: from what was given to a TOML file that fills in the rest, or None.
+        presets: what --preset may be, and the TOML file that stands for it.
 
     Raises:
         ConfigError: an unknown flag, section, key or value, or options that cannot work together.
         SystemExit: --help was asked for.
     """
     known = list(options(config_class))
-    flags = _read_flags(config_class, known, argv, prog=prog, description=description)
-    file, dry_run = flags.pop("config", None), flags.pop("dry_run", False)
-    values = _merge(read_toml(resolve(file), config_class) if file else {}, _by_section(known, flags))
+    parser = make_parser(config_class, prog=prog, description=description, presets=presets)
+    names = [flag for option in known for flag in option.flags]
+    flags = _read_flags(parser, [*names, "--config", "--dry_run", "--help", *(["--preset"] if presets else [])], argv)
+    file, preset, dry_run = flags.pop("config", None), flags.pop("preset", None), flags.pop("dry_run", False)
+    if preset is not None and preset not in presets:
+        raise ConfigError(f"--preset: {unknown('value', preset, presets)}")
+    values = _over(read_toml(resolve(file), config_class) if file else {}, _by_section(known, flags), known)
     named = {name for section in values.values() for name in section}
-    base = recipe(values)
-    if base is not None:
-        values = _merge(read_toml(base, config_class), values)
+    for below in (presets.get(preset), recipe(values)):
+        if below is not None:
+            values = _over(read_toml(below, config_class), values, known)
     config = validate(config_class, _without_none(known, values))
     given = frozenset(option.name for option in known if option.name in named and not _is_default(option, config))
     notices = config.check(given)  # type: ignore[attr-defined]
     return Parsed(config, tuple(notices), given, dry_run)
 
 
-def make_parser(config_class: type[BaseModel], *, prog: str, description: str) -> argparse.ArgumentParser:
+def make_parser(
+    config_class: type[BaseModel], *, prog: str, description: str, presets: Collection[str] = ()
+) -> argparse.ArgumentParser:
     """Return an argparse parser with one group a section. Values stay text: the schema knows their types."""
     parser = _Parser(
         prog=prog,
-        usage=f"{prog} [--config FILE.toml] [--dry_run] [flags]",
+        usage=f"{prog} {'[--preset NAME] ' if presets else ''}[--config FILE.toml] [--dry_run] [flags]",
         description=description,
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34, width=110),
     )
+    if presets:
+        text = "an algorithm's settings as its paper has them, over which --config and flags go"
+        parser.add_argument("--preset", metavar="{" + ",".join(presets) + "}", help=text)
     parser.add_argument("--config", metavar="FILE.toml", help="take options from a TOML file with these sections")
     parser.add_argument(
         "--dry_run", action="store_true", help="show configuration, placement and arithmetic; start nothing"
@@ -163,14 +175,10 @@ def _toml_value(value: Any) -> str:
     return repr(value)
 
 
-def _read_flags(
-    config_class: type[BaseModel], known: Sequence[Option], argv: Sequence[str], *, prog: str, description: str
-) -> dict[str, Any]:
-    parser = make_parser(config_class, prog=prog, description=description)
+def _read_flags(parser: argparse.ArgumentParser, names: Sequence[str], argv: Sequence[str]) -> dict[str, Any]:
     namespace, rest = parser.parse_known_args(list(argv))
     if rest:
-        names = [flag for option in known for flag in option.flags] + ["--config", "--dry_run", "--help"]
-        raise ConfigError(_unknown_flags(rest, names, prog))
+        raise ConfigError(_unknown_flags(rest, names, parser.prog))
     return vars(namespace)
 
 
@@ -212,22 +220,27 @@ def _is_default(option: Option, config: BaseModel) -> bool:
 def _without_none(known: Sequence[Option], values: Values) -> Values:
     optional = {option.name for option in known if option.optional}
     return {
-        section: {name: None if name in optional and value == NONE else value for name, value in table.items()}
+        section: {
+            name: None if name in optional and value in (NONE, [NONE]) else value for name, value in table.items()
+        }
         for section, table in values.items()
     }
 
 
-def _merge(below: Mapping[str, Mapping[str, Any]], above: Mapping[str, Mapping[str, Any]]) -> Values:
-    return {
-        name: {**below.get(name, {}), **above.get(name, {})} for name in [*below, *(n for n in above if n not in below)]
-    }
+def _over(below: Values, above: Values, known: Sequence[Option]) -> Values:
+    """Return one layer of values over another, without what of the lower one the upper one says in other words."""
+    said = {name for table in above.values() for name in table}
+    gone = {name for option in known if option.name in said for name in option.instead_of}
+    kept = {section: {k: v for k, v in table.items() if k not in gone} for section, table in below.items()}
+    return {section: {**kept.get(section, {}), **above.get(section, {})} for section in {**below, **above}}
 
 
 def _shape(option: Option) -> dict[str, Any]:
     if option.is_switch:
         return {"nargs": "?", "const": _TRUE, "metavar": "true|false"}
     if option.num_values > 1:
-        return {"nargs": option.num_values, "metavar": "X"}
+        # `+`, so that None is a value of it, and the schema counts the others
+        return {"nargs": "+" if option.optional else option.num_values, "metavar": "X"}
     if option.choices:
         return {"metavar": "{" + ",".join(option.choices) + "}"}
     kinds = {int: "N", float: "X"}
@@ -267,9 +280,8 @@ _ALLOWED = {
     "bool_type": "true or false",
     "string_type": "text",
     "tuple_type": "a list of numbers",
-    "too_long": "a list of {max_length}",
-    "too_short": "a list of {min_length}",
-    "missing": "there, once for each value",
+    "too_long": "{max_length} numbers",
+    "missing": "two numbers",
     "greater_than": "above {gt}",
     "greater_than_equal": "at least {ge}",
     "less_than": "below {lt}",
@@ -284,6 +296,8 @@ def _explain(error: Mapping[str, Any]) -> str:
     value, kind = error["input"], error["type"]
     if kind == "value_error":
         return f"--{name}: {error['ctx']['error']}"
+    if isinstance(value, list | tuple):
+        value = " ".join(map(str, value))
     if kind not in _ALLOWED:
         return f"--{name} is {value!r}: {error['msg']}"
     return f"--{name} is {value}; it must be {_ALLOWED[kind].format(**error.get('ctx', {}))}"

@@ -27,7 +27,11 @@ class PromptSection(DataSection):
         None, description="training prompts: a .jsonl or .json file, or `builtin` for those that ship"
     )
     eval_data: Annotated[str | None, Aliases(("eval_dataset",))] = Field(
-        None, description="held-out prompts, never trained on: a file like --prompt_data, or `builtin`"
+        None, description="held-out prompts, never trained on: files like --prompt_data, with commas, or `builtin`"
+    )
+    source_key: str | None = Field(
+        None,
+        description="key of the data source in a row of --eval_data, by which results are told apart; None: by file",
     )
     label_key: str | None = Field(
         None, description="key of the reference answer in a row, handed to the reward function; None: no labels"

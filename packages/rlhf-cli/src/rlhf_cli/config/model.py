@@ -33,5 +33,7 @@ class PpoModelSection(ModelSection):
     """Adds the critic."""
 
     critic_pretrain: str | None = Field(
-        None, description="what the critic starts from; None: the same as --pretrain, with a value head of zeros"
+        None,
+        description="what the critic starts from; None: the first --reward_pretrain, or else --pretrain, with a value"
+        " head of zeros",
     )

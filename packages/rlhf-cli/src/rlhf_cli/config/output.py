@@ -15,3 +15,9 @@ class OutputSection(Section):
     save_path: str | None = Field(
         None, description="folder for everything a run leaves, new or empty; None: ./rlhf-output/COMMAND-DATE-TIME"
     )
+
+
+class PpoOutputSection(OutputSection):
+    """Adds the critic."""
+
+    save_value_network: bool = Field(False, description="save the critic beside the policy")

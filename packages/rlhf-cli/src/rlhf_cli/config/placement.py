@@ -16,10 +16,15 @@ class PlacementSection(Section):
     actor_num_gpus_per_node: int = Field(1, ge=1, description="training processes of the policy a node")
     critic_num_nodes: int = Field(1, ge=1, description="nodes of the critic's processes")
     critic_num_gpus_per_node: int = Field(1, ge=1, description="processes of the critic a node")
-    ref_num_nodes: int = Field(1, ge=1, description="nodes of the reference's processes")
-    ref_num_gpus_per_node: int = Field(1, ge=1, description="processes of the reference a node")
+    ref_num_nodes: int = Field(1, ge=0, description="nodes of the reference's processes")
+    ref_num_gpus_per_node: int = Field(1, ge=0, description="processes of the reference a node")
+    reward_num_nodes: int = Field(1, ge=0, description="nodes of the reward models' processes")
+    reward_num_gpus_per_node: int = Field(
+        1, ge=0, description="processes of the reward models a node, each with all of them"
+    )
     colocate_all_models: bool = Field(False, description="all models and engines share the same GPUs, taking turns")
     colocate_actor_ref: bool = Field(False, description="policy and reference share processes")
+    colocate_critic_reward: bool = Field(False, description="critic and reward models share GPUs")
     deepspeed_enable_sleep: bool = Field(
         False, description="optimizer states leave the GPU while engines generate; with --colocate_all_models"
     )

@@ -8,9 +8,10 @@ from rlhf_cli.config.algorithm import AlgorithmSection
 from rlhf_cli.config.checks import check_ppo
 from rlhf_cli.config.data import PromptSection
 from rlhf_cli.config.model import PpoModelSection
-from rlhf_cli.config.output import OutputSection
+from rlhf_cli.config.output import PpoOutputSection
 from rlhf_cli.config.placement import EngineSection, PlacementSection
-from rlhf_cli.config.rollout import EvaluationSection, RewardSection, RolloutSection
+from rlhf_cli.config.reward import RewardSection
+from rlhf_cli.config.rollout import EvaluationSection, RolloutSection
 from rlhf_cli.config.training import PpoTrainingSection
 
 
@@ -28,7 +29,7 @@ class PpoConfig(BaseModel):
     evaluation: EvaluationSection = Field(default_factory=EvaluationSection)
     placement: PlacementSection = Field(default_factory=PlacementSection)
     engine: EngineSection = Field(default_factory=EngineSection)
-    output: OutputSection = Field(default_factory=OutputSection)
+    output: PpoOutputSection = Field(default_factory=PpoOutputSection)
 
     def check(self, given: Collection[str]) -> list[str]:
         """Check what concerns several fields; see `rlhf_cli.config.checks.check_ppo`."""

@@ -1,4 +1,4 @@
-"""How responses are drawn, scored and evaluated."""
+"""How responses are drawn, for training and for evaluation."""
 
 from typing import ClassVar
 
@@ -21,19 +21,15 @@ class RolloutSection(Section):
     micro_rollout_batch_size: int = Field(
         8, ge=1, description="responses a forward pass without gradient, on one training process"
     )
-
-
-class RewardSection(Section):
-    """Who scores."""
-
-    TITLE: ClassVar[str] = "reward"
-
-    remote_rm_url: str | None = Field(
-        None,
-        description="the reward: a Python FILE.py with `reward_func(queries, prompts, labels)`, or module:function",
+    dynamic_filtering: bool = Field(
+        False, description="train only prompts whose responses differ in score, and draw others for the rest"
     )
-    reward_timeout_s: float = Field(30.0, gt=0, description="seconds for one call of the reward function")
-    reward_num_workers: int = Field(1, ge=1, description="processes that score side by side")
+    dynamic_filtering_reward_range: tuple[float, float] | None = Field(
+        None, description="LOW HIGH: the mean score of a prompt's responses must lie between, too; None: anywhere"
+    )
+    dynamic_filtering_max_batches: int = Field(
+        10, ge=1, description="prompts that a step draws at most, as a multiple of --rollout_batch_size"
+    )
 
 
 class EvaluationSection(Section):
@@ -46,3 +42,7 @@ class EvaluationSection(Section):
     )
     eval_temperature: float = Field(0.6, ge=0, description="sampling temperature of evaluation; 0: greedy")
     eval_n_samples_per_prompt: int = Field(1, ge=1, description="responses a held-out prompt")
+    best_metric_key: str | None = Field(
+        None,
+        description="save, too, the policy with the highest such number, for example eval/pass@1; None: the last only",
+    )

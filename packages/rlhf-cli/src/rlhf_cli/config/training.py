@@ -49,6 +49,11 @@ class PpoTrainingSection(TrainingSection):
     max_epochs: int = Field(1, ge=1, description="passes over the samples of a step")
     num_episodes: int = Field(1, ge=1, description="passes over the prompts")
     max_steps: int | None = Field(None, ge=1, description="steps at most; None: as --num_episodes says")
+    freezing_actor_steps: int = Field(
+        -1, ge=-1, description="steps at the start in which only the critic learns; -1: none"
+    )
+    enable_ema: bool = Field(False, description="save, too, a running average of the policy's weights")
+    ema_beta: float = Field(0.992, ge=0, lt=1, description="share of the average that stays at a step")
     actor_learning_rate: float = Field(1e-6, ge=0, description="peak learning rate of the policy")
     critic_learning_rate: float = Field(9e-6, ge=0, description="peak learning rate of the critic")
 
