@@ -1,34 +1,37 @@
 """The controller of an online run: starts it, moves references and numbers between its processes, and reports."""
 
-import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from rlhf_data.errors import EngineError, RewardError, with_hint
-from rlhf_data.records import Prompt, RolloutGroup
+from rlhf_data.errors import RewardError, with_hint
+from rlhf_data.records import Prompt, Rollout, RolloutGroup
 from rlhf_data.sampler import EpochSampler
-from rlhf_models.loading import load_tokenizer
-from rlhf_rollout.generator import GenerationCounts, GroupResult, generate_groups
-from rlhf_rollout.protocols import SamplingParams
-from rlhf_rollout.ray_actors import RayEngine
-from rlhf_rollout.rewards import FunctionReward
+from rlhf_rollout.generator import PromptSupply
+from rlhf_rollout.protocols import RewardFunction
+from rlhf_rollout.ray_actors import RayEngine, RayScorer
+from rlhf_rollout.rewards.mix import build_reward
+from rlhf_rollout.rewards.model import ModelReward
 from rlhf_train.batching import plan_batches
 from rlhf_train.group_rewards import relative_rewards
+from rlhf_train.kl import adapted_kl_coef
 from rlhf_train.metrics import merge_metrics, results
 from rlhf_train.online.cluster import WorkerGroup, placed_bundles, ray_cluster, start_processes, wait
+from rlhf_train.online.evaluation import BestModel, summarize_evaluation
+from rlhf_train.online.generation import Generation
 from rlhf_train.online.job import OnlineJob, RunSummary
 from rlhf_train.online.loop import train
 from rlhf_train.online.observer import Observer
 from rlhf_train.online.recorder import ARTIFACTS, Recorder, check_save_path
+from rlhf_train.online.rewards import RewardShaper, is_worth_training
 from rlhf_train.online.summaries import Ledger, scored, summarize
 from rlhf_train.timeline import Timeline
 
 NUM_SHOWN = 3  # rollouts shown to people before and after
+NAMES = {"actor": "policy", "critic": "value"}  # of roles in metrics
 MAX_BARREN_STEPS = 3  # in a row, without enough rewards to learn from, before the run gives up
 
 
@@ -46,13 +49,39 @@ def run_online(job: OnlineJob, observer: Observer) -> RunSummary:
         stack.enter_context(ray_cluster(job.plan, job.ray_address))
         reserved = stack.enter_context(placed_bundles(job.plan))
         observer.starting("engines and trainers")
-        engines, workers = start_processes(job, reserved)
+        engines, workers, scorers = start_processes(job, reserved)
         recorder = Recorder(job.save_path, job.config)
         stack.callback(recorder.close)
-        run = PlacedRun(job, engines, workers, recorder, observer, started)
+        reward = make_reward(job, scorers, recorder.folder / "reward.log")
+        shaper = make_shaper(job, scorers)
+        run = PlacedRun(job, engines, workers, reward, shaper, recorder, observer, started)
         stack.callback(run.close)
         train(run)
         return run.finish()
+
+
+def make_reward(job: OnlineJob, scorers: Sequence[Sequence[Any]], log_path: Path) -> RewardFunction:
+    """Return what scores the rollouts of `job`; `scorers` are the processes of each of its reward models."""
+    spec = job.reward
+    models = [
+        ModelReward([RayScorer(handle) for handle in replicas], batch_size=spec.batch_size) for replicas in scorers
+    ]
+    return build_reward(
+        spec.sources,
+        timeout_s=spec.timeout_s,
+        num_workers=spec.num_workers,
+        batch_size=spec.batch_size,
+        log_path=log_path,
+        models=models,
+    )
+
+
+def make_shaper(job: OnlineJob, scorers: Sequence[Sequence[Any]]) -> RewardShaper:
+    """Return what is done to the rewards of `job`; models that come with their own moments are normalised by them."""
+    stored = wait([replicas[0].has_moments.remote() for replicas in scorers])
+    is_normalized = len(stored) == len(job.reward.sources) and all(stored)
+    normalize = job.reward.normalize and not is_normalized
+    return RewardShaper(job.reward, max_tokens=job.sampling.max_tokens, normalize=normalize)
 
 
 class PlacedRun:
@@ -63,6 +92,8 @@ class PlacedRun:
         job: OnlineJob,
         engine_handles: Sequence[Any],
         workers: Sequence[WorkerGroup],
+        reward: RewardFunction,
+        shaper: RewardShaper,
         recorder: Recorder,
         observer: Observer,
         started: float,
@@ -70,26 +101,22 @@ class PlacedRun:
         self.num_steps = job.num_steps
         self._job = job
         self._engine_handles = list(engine_handles)
-        self._engines = [RayEngine(handle) for handle in engine_handles]
         self._workers = list(workers)
         self._group_of = {role: group for group in workers for role in group.roles}
         self._recorder = recorder
         self._observer = observer
         self._started = started
         self._timeline = Timeline()
-        self._loop = asyncio.Runner()
-        self._reward = FunctionReward(
-            job.reward.path,
-            timeout_s=job.reward.timeout_s,
-            num_workers=job.reward.num_workers,
-            log_path=recorder.folder / "reward.log",
-        )
-        tokenizer = load_tokenizer(job.engine.tokenizer or job.engine.model)
-        self._decode = lambda token_ids: tokenizer.decode(token_ids, skip_special_tokens=True)
+        engines = [RayEngine(handle) for handle in engine_handles]
+        self._generation = Generation(job, engines, reward, self._timeline, observer)
+        self._shaper = shaper
         self._sampler = EpochSampler(len(job.prompts), job.batch.rollout_batch_size, seed=job.seed)
+        self._best = BestModel(job.best_metric, recorder.path("best model")) if job.best_metric else None
         self._metrics: dict[str, float] = {}
-        self._ledger = Ledger(0, 0, 0, 0)
+        self._ledger = Ledger(0, 0, 0, 0, 0)
+        self._kl_coef = job.algorithm.kl_coef
         self._policy_version = 0
+        self._synced_version: int | None = None
         self._num_barren_steps = 0
         self._engines_asleep = job.engine_sleep and job.plan.shares_gpus
         self._trainers_asleep = False
@@ -98,44 +125,68 @@ class PlacedRun:
     # -- the step ------------------------------------------------------------------------------------------------
 
     def generate(self, step: int) -> Sequence[RolloutGroup]:
-        """See `OnlineRun`."""
+        """See `OnlineRun`. With dynamic sampling, the groups that are worth training only."""
+        job = self._job
         self._timeline.take()  # seconds of the first sync belong to no step
-        prompts = [self._job.prompts[index] for index in self._sampler.next_batch()]
-        outcome, counts = self._generate(prompts, self._job.sampling, f"step{step}")
-        groups = _whole(outcome)
-        num_scored = len(scored(groups))
+        groups, counts = self._generation.run(
+            self._prompts(), job.sampling, f"step{step}", make_ready=self._wake_engines
+        )
+        kept, filtered = list(groups), 0
+        if job.dynamic_sampling is not None:
+            kept = [group for group in groups if is_worth_training(group, job.dynamic_sampling)]
+            filtered = len(scored(groups)) - len(scored(kept))
+            self._metrics["rollout/kept_groups"] = len(kept) / len(groups)
         self._ledger = Ledger(
             num_generated=counts.num_requested,
             num_trained=0,
-            num_reward_failed=counts.num_generated - num_scored,
+            num_filtered=filtered,
+            num_reward_failed=counts.num_generated - len(scored(groups)),
             num_engine_failed=counts.num_failed,
         )
+        self._shaper.observe(scored(groups))
         self._recorder.rollouts("rollouts", step, groups)
         self._metrics |= summarize(groups, "rollout")
-        self._metrics["samples/retried_groups"] = counts.num_retries
-        if not self._job.eval_prompts and step in (1, self.num_steps):
+        self._metrics |= {"samples/retried_groups": counts.num_retries, "samples/tokens": counts.num_response_tokens}
+        if not job.eval_prompts and step in (1, self.num_steps):
             self._show(f"Samples of step {step}", groups)
-        return groups
+        return kept
+
+    def _prompts(self) -> Iterable[Prompt]:
+        """Return a step's prompts; with dynamic sampling, as many as it takes."""
+        job, size = self._job, self._job.batch.rollout_batch_size
+        dynamic = job.dynamic_sampling
+        if dynamic is None:
+            return [job.prompts[index] for index in self._sampler.next_batch()]
+        return PromptSupply(
+            lambda: job.prompts[self._sampler.take(1)[0]],
+            target=size,
+            max_drawn=size * dynamic.max_batches,
+            keep=lambda group: is_worth_training(group, dynamic),
+        )
 
     def can_learn(self, groups: Sequence[RolloutGroup]) -> bool:
         """See `OnlineRun`. Raises RewardError when it says no for the `MAX_BARREN_STEPS`th time in a row."""
         num_scored = len(scored(groups))
         num_mini_batches = self._job.batch.num_updates // self._job.batch.max_epochs
         if num_scored >= num_mini_batches:
+            if len(groups) < self._job.batch.rollout_batch_size and self._ledger.num_filtered:
+                wanted = self._job.batch.rollout_batch_size
+                self._observer.warning(f"only {len(groups)} of {wanted} rollout groups are worth training")
             self._num_barren_steps = 0
             return True
         self._num_barren_steps += 1
-        verdicts = [rollout.verdict for group in groups for rollout in group.rollouts if rollout.verdict]
-        failed = [verdict.detail for verdict in verdicts if verdict.kind.failed]
         message = f"{num_scored} rollouts have a reward, too few for {num_mini_batches} optimizer steps"
-        message += f"; the last failure: {failed[-1]}" if failed else ""
+        hint = "see rollouts.jsonl for the prompts and responses it was given"
+        verdicts = [rollout.verdict for group in groups for rollout in group.rollouts if rollout.verdict]
+        if failed := [verdict.detail for verdict in verdicts if verdict.kind.failed]:
+            message += f"; the last failure: {failed[-1]}"
+        if self._ledger.num_filtered:
+            message = f"{self._ledger.num_filtered} rollouts filtered by dynamic sampling; {message}"
+            hint = "use prompts that the policy solves now and then, or drop --dynamic_filtering"
         if self._num_barren_steps >= MAX_BARREN_STEPS:
-            message = f"{MAX_BARREN_STEPS} steps in a row: {message}"
-            raise RewardError(with_hint(message, "see rollouts.jsonl for the prompts and responses it was given"))
+            raise RewardError(with_hint(f"{MAX_BARREN_STEPS} steps in a row: {message}", hint))
         self._observer.warning(f"nothing is learned from this step: {message}")
-        self._ledger = replace(
-            self._ledger, num_reward_failed=self._ledger.num_generated - self._ledger.num_engine_failed
-        )
+        self._ledger = replace(self._ledger, num_filtered=self._ledger.num_filtered + num_scored)
         return False
 
     def make_experience(self, groups: Sequence[RolloutGroup], step: int) -> None:
@@ -143,38 +194,63 @@ class PlacedRun:
         with self._timeline.phase("experience"):
             self._wake_trainers()
             self._deal(groups, step)
-            roles = [role for role in ("actor", "reference", "critic") if role in self._group_of]
+            wanted = ["actor"] if self._job.algorithm.old_logprobs == "recompute" else []
+            roles = [role for role in (*wanted, "reference", "critic") if role in self._group_of]
             pending = {role: self._group_of[role].start("work", "run_model", role) for role in roles}
             self._add_metrics(part for references in pending.values() for part in wait(references))
-            self._move_columns("ref_logprobs", "reference", "actor")
-            self._move_columns("values", "critic", "actor")
+            self._move_columns(["ref_logprobs"], "reference", "actor")
+            last_values = ["last_values"] if self._job.algorithm.bootstrap_truncated else []
+            self._move_columns(["values", *last_values], "critic", "actor")
 
     def assign_advantages(self) -> None:
         """See `OnlineRun`."""
         with self._timeline.phase("experience"):
-            self._add_metrics(self._group_of["actor"].call("work", "assign_advantages"))
-            self._move_columns("returns", "actor", "critic")
+            self._add_metrics(self._group_of["actor"].call("work", "assign_advantages", self._kl_coef))
+            self._move_columns(["returns", "trained"], "actor", "critic")
 
     def update(self, step: int) -> None:
         """See `OnlineRun`. Models in one process group take turns; models apart train side by side."""
+        job = self._job
         roles = [role for role in ("critic", "actor") if role in self._group_of]
-        options = {"max_epochs": self._job.batch.max_epochs, "seed": self._job.seed + step}
+        if step <= job.num_frozen_steps:
+            roles.remove("actor")
+        options = {"max_epochs": job.batch.max_epochs, "seed": job.seed + step, "kl_coef": self._kl_coef}
         with self._timeline.phase("train"):
             pending = [self._group_of[role].start("work", "update", role, **options) for role in roles]
             self._add_metrics(part for references in pending for part in wait(references))
         # Counted by the ranks as they train, so that a rollout lost on the way to them does not go unnoticed.
-        num_passes = self._metrics.pop("policy/rollout_passes")
-        self._policy_version += self._job.batch.num_updates
-        self._ledger = replace(self._ledger, num_trained=num_passes / self._job.batch.max_epochs)
+        passes = [self._metrics.pop(f"{NAMES[role]}/rollout_passes") for role in roles]
+        num_trained = min(passes) / job.batch.max_epochs
+        self._ledger = replace(self._ledger, num_trained=num_trained)
+        if "actor" in roles:
+            self._policy_version += job.batch.num_updates
+        self._adapt_kl(int(num_trained))
+
+    def _adapt_kl(self, num_rollouts: int) -> None:
+        """Log the coefficient that the step used, and settle that of the next one."""
+        spec = self._job.algorithm
+        if not spec.uses_reference:
+            return
+        self._metrics["kl/coef"] = self._kl_coef
+        if spec.kl_target is not None and "kl/reference" in self._metrics:
+            self._kl_coef = adapted_kl_coef(
+                self._kl_coef,
+                self._metrics["kl/reference"],
+                target=spec.kl_target,
+                horizon=spec.kl_horizon,
+                num_rollouts=num_rollouts,
+            )
 
     def sync_weights(self) -> None:
-        """See `OnlineRun`."""
+        """See `OnlineRun`. Weights that the engines have are not sent again."""
+        if self._synced_version == self._policy_version:
+            return
         actor = self._group_of["actor"]
         with self._timeline.phase("sync"):
-            self._sleep_trainers()
             self._wake_engines()
             targets = self._sync_targets(len(actor.handles))
             reports = wait(actor.start_each("send_weights", [(engines, self._policy_version) for engines in targets]))
+        self._synced_version = self._policy_version
         self._metrics["sync/size_bytes"] = max(report.get("size_bytes", 0.0) for report in reports)
 
     def evaluate(self, step: int) -> None:
@@ -185,13 +261,18 @@ class PlacedRun:
             return
         started = time.perf_counter()
         # With the same seeds each time: what differs between evaluations is the policy, not the draw.
-        outcome, _ = self._generate(job.eval_prompts, job.eval_sampling, f"eval{step}", seed_key="eval")
+        groups, _ = self._generation.run(
+            job.eval_prompts, job.eval_sampling, f"eval{step}", make_ready=self._wake_engines, seed_key="eval"
+        )
         self._timeline.take()
-        groups = _whole(outcome)
-        metrics = summarize(groups, "eval") | {"time/evaluate": time.perf_counter() - started}
+        metrics = summarize_evaluation(groups) | {"time/evaluate": time.perf_counter() - started}
         self._recorder.metrics(step, metrics)
         self._recorder.rollouts("held-out rollouts", step, groups)
         self._observer.evaluation(step, metrics)
+        if self._best is not None and self._best.beaten_by(metrics):
+            self._group_of["actor"].call("work", "save", "actor", str(self._best.staging))
+            state = {"policy_version": self._policy_version, "kl_coef": self._kl_coef}
+            self._best.keep(step, metrics, state)
         moment = {0: "before", job.num_steps: "after"}.get(step)
         if moment:
             self._final |= {f"{name}_{moment}": value for name, value in metrics.items() if name.startswith("eval/")}
@@ -202,8 +283,7 @@ class PlacedRun:
         self._ledger.check()
         seconds = self._timeline.take()
         total = sum(seconds.values())
-        num_written = self._ledger.num_generated - self._ledger.num_engine_failed
-        tokens = self._metrics.get("rollout/response_tokens", 0.0) * num_written
+        tokens = self._metrics.pop("samples/tokens", 0.0)
         self._metrics |= {f"time/{name}": value for name, value in seconds.items()} | self._ledger.metrics()
         self._metrics |= {"time/step": total, "throughput/response_tokens": tokens / total if total else 0.0}
         self._recorder.metrics(step, self._metrics)
@@ -216,6 +296,10 @@ class PlacedRun:
         """Save the final model and say where everything is."""
         self._wake_trainers()
         self._group_of["actor"].call("work", "save", "actor", str(self._recorder.path("final model")))
+        if self._job.ema_beta is not None:
+            self._group_of["actor"].call("work", "save_average", str(self._recorder.path("averaged model")))
+        if self._job.save_critic:
+            self._group_of["critic"].call("work", "save", "critic", str(self._recorder.path("critic")))
         peaks = [peak for group in self._workers for peak in group.call("work", "peak_memory_bytes")]
         self._final |= {
             "memory/trainer_peak_bytes": float(max(peaks)),
@@ -227,51 +311,16 @@ class PlacedRun:
 
     def close(self) -> None:
         """Free what runs in this process; Ray's processes end with their placement group."""
-        self._loop.run(self._reward.close())
-        self._loop.close()
+        self._generation.close()
 
     # -- parts ---------------------------------------------------------------------------------------------------
-
-    def _generate(
-        self, prompts: Sequence[Prompt], sampling: SamplingParams, prefix: str, seed_key: str | None = None
-    ) -> tuple[list[GroupResult], GenerationCounts]:
-        counts = GenerationCounts()
-
-        async def collect() -> list[GroupResult]:
-            stream = generate_groups(
-                prompts,
-                self._engines,
-                sampling,
-                self._reward,
-                max_in_flight=self._job.max_in_flight,
-                group_id_prefix=prefix,
-                decode=self._decode,
-                seed_key=seed_key,
-                counts=counts,
-            )
-            return [result async for result in stream]
-
-        with self._timeline.phase("generate"):
-            self._sleep_trainers()
-            self._wake_engines()
-            outcome = self._loop.run(collect())
-        # Rewards are given while others generate; only what they take after the last generation is theirs.
-        self._timeline.move("generate", "reward", counts.reward_wait_s)
-        if failures := [result.failure for result in outcome if result.group is None]:
-            text = f"{prefix}: {len(failures)} of {len(outcome)} rollout groups failed in an engine"
-            self._observer.warning(f"{text}; the last: {failures[-1]}")
-        # Groups come back in the order they finish; a fixed order makes runs with one seed alike.
-        return sorted(outcome, key=lambda result: int(result.group_id.rpartition("/")[2])), counts
 
     def _show(self, title: str, groups: Sequence[RolloutGroup]) -> None:
         self._observer.samples(title, [(group.prompt, group.rollouts[0]) for group in groups[:NUM_SHOWN]])
 
     def _deal(self, groups: Sequence[RolloutGroup], step: int) -> None:
-        rollouts = scored(groups)
-        spec, batch = self._job.algorithm, self._job.batch
-        earned = np.array([rollout.verdict.reward for rollout in rollouts], np.float64)
-        group_ids = [rollout.group_id for rollout in rollouts]
-        rewards = relative_rewards(earned, group_ids, spec.row.baseline, divide_by_std=spec.whiten_std).tolist()
+        rollouts, batch = scored(groups), self._job.batch
+        rewards = self._rewards(rollouts)
         pending: list[Any] = []
         for group in self._workers:
             plans = plan_batches(
@@ -291,13 +340,21 @@ class PlacedRun:
             pending += group.start_each("work", shards)
         wait(pending)
 
-    def _move_columns(self, name: str, source: str, target: str) -> None:
-        """Hand a column from the ranks of one role to those of another; processes that hold both have it already."""
+    def _rewards(self, rollouts: Sequence[Rollout]) -> list[float]:
+        """Return what each rollout earned, as the algorithm compares it."""
+        spec = self._job.algorithm
+        earned, metrics = self._shaper.shape(rollouts)
+        self._metrics |= metrics
+        group_ids = [rollout.group_id for rollout in rollouts]
+        return relative_rewards(earned, group_ids, spec.row.baseline, divide_by_std=spec.whiten_std).tolist()
+
+    def _move_columns(self, names: Sequence[str], source: str, target: str) -> None:
+        """Hand columns from the ranks of one role to those of another; processes that hold both have it already."""
         if source not in self._group_of or target not in self._group_of:
             return
         if self._group_of[source] is self._group_of[target]:
             return
-        exported = self._group_of[source].start("work", "export_columns", [name])
+        exported = self._group_of[source].start("work", "export_columns", list(names))
         wait(self._group_of[target].start("adopt", *exported))
 
     def _sync_targets(self, num_ranks: int) -> list[list[Any]]:
@@ -312,21 +369,17 @@ class PlacedRun:
     def _add_metrics(self, parts: Any) -> None:
         self._metrics |= results(merge_metrics(parts))
 
-    def _await(self, *coroutines: Any) -> None:
-        async def gather() -> None:
-            await asyncio.gather(*coroutines)
-
-        self._loop.run(gather())
-
     def _wake_engines(self) -> None:
+        """Give the engines the device."""
+        self._sleep_trainers()
         if self._engines_asleep:
-            self._await(*(engine.wake_up() for engine in self._engines))
+            self._generation.await_all(engine.wake_up() for engine in self._generation.engines)
             self._engines_asleep = False
 
     def _wake_trainers(self) -> None:
         """Give the trainers the device."""
         if self._job.engine_sleep and not self._engines_asleep:
-            self._await(*(engine.sleep() for engine in self._engines))
+            self._generation.await_all(engine.sleep() for engine in self._generation.engines)
             self._engines_asleep = True
         if self._trainers_asleep:
             for group in self._workers:
@@ -338,11 +391,3 @@ class PlacedRun:
             for group in self._workers:
                 group.call("work", "offload")
             self._trainers_asleep = True
-
-
-def _whole(outcome: Sequence[GroupResult]) -> list[RolloutGroup]:
-    """Return the groups that were generated. Raises EngineError when there is none."""
-    groups = [result.group for result in outcome if result.group is not None]
-    if not groups:
-        raise EngineError(f"every rollout group failed; the last: {outcome[-1].failure}")
-    return groups

@@ -194,9 +194,9 @@ class OnlineJob:
             message = f"the actor is frozen for {self.num_frozen_steps} of {self.num_steps} steps: it would never learn"
             raise ConfigError(with_hint(message, "lower --freezing_actor_steps"))
         if self.algorithm.old_logprobs == "skip" and self.batch.num_updates > 1:
-            message = f"old log-probs are skipped, and a step has {self.batch.num_updates} optimizer steps, of which only"
+            message = f"old log-probs are skipped, and of {self.batch.num_updates} optimizer steps a step only"
             hint = f"use --train_batch_size {self.batch.num_rollouts} --max_epochs 1, or --old_logprobs recompute"
-            raise ConfigError(with_hint(f"{message} the first is on-policy", hint))
+            raise ConfigError(with_hint(f"{message} the first is exactly on-policy", hint))
         if self.dynamic_sampling is not None and self.batch.num_samples_per_prompt < 2:
             message = "dynamic sampling keeps groups whose samples differ, and a group has one sample"
             raise ConfigError(with_hint(message, "use --n_samples_per_prompt 4 or more"))

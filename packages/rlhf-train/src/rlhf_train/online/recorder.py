@@ -15,6 +15,9 @@ ARTIFACTS: Mapping[str, str] = {
     "rollouts": "rollouts.jsonl",
     "held-out rollouts": "eval_rollouts.jsonl",
     "final model": "model",
+    "best model": "best_model",
+    "averaged model": "ema_model",
+    "critic": "critic",
 }
 
 

@@ -16,7 +16,7 @@ class RewardShaper:
     Args:
         spec: what is to be done.
         max_tokens: of a response, where the overlong penalty is whole.
-        normalize: by the moments of all raw rewards so far.
+        normalize: by the moments of all raw rewards of the run so far.
     """
 
     def __init__(self, spec: RewardSpec, *, max_tokens: int, normalize: bool) -> None:
@@ -24,13 +24,17 @@ class RewardShaper:
         self._max_tokens = max_tokens
         self._moments = RunningMoments() if normalize else None
 
+    def observe(self, rollouts: Sequence[Rollout]) -> None:
+        """Take the raw rewards of rollouts that have one into account."""
+        if self._moments is not None:
+            self._moments.update(_raw(rollouts))
+
     def shape(self, rollouts: Sequence[Rollout]) -> tuple[np.ndarray, dict[str, float]]:
         """Return the rewards [B] float64 of rollouts that have one, and metrics of what was done to them."""
         spec = self._spec
-        rewards = np.array([rollout.verdict.reward for rollout in rollouts], np.float64)  # type: ignore[union-attr]
+        rewards = _raw(rollouts)
         metrics: dict[str, float] = {}
         if self._moments is not None:
-            self._moments.update(rewards)
             rewards = self._moments.normalize(rewards)
         if spec.clip_range is not None:
             rewards, num_clipped = clip_rewards(rewards, *spec.clip_range)
@@ -61,6 +65,10 @@ class RewardShaper:
         """Go on where `state` was taken."""
         if self._moments is not None:
             self._moments.load_state_dict(state["moments"])
+
+
+def _raw(rollouts: Sequence[Rollout]) -> np.ndarray:
+    return np.array([rollout.verdict.reward for rollout in rollouts], np.float64)  # type: ignore[union-attr]
 
 
 def is_worth_training(group: RolloutGroup, spec: DynamicSampling) -> bool:

@@ -31,7 +31,8 @@ class Ledger:
         if self.num_generated != self.num_trained + self.num_filtered + failed:
             raise RlhfError(
                 f"rollouts were lost: {self.num_generated} generated, {self.num_trained:g} trained,"
-                f" {self.num_filtered} filtered, {self.num_reward_failed} without a reward, {self.num_engine_failed} failed in an engine"
+                f" {self.num_filtered} filtered, {self.num_reward_failed} without a reward,"
+                f" {self.num_engine_failed} failed in an engine"
             )
 
     def metrics(self) -> dict[str, float]:

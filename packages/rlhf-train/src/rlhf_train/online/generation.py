@@ -1,0 +1,110 @@
+"""Prompts to scored rollout groups from the controller: engines, rewards and their clock, behind one blocking call."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import Any
+
+from rlhf_data.errors import EngineError
+from rlhf_data.records import Prompt, RolloutGroup
+from rlhf_models.loading import load_tokenizer
+from rlhf_rollout.generator import GenerationCounts, GroupResult, PromptSupply, generate_groups
+from rlhf_rollout.protocols import RewardFunction, RolloutEngine, SamplingParams
+from rlhf_train.online.job import OnlineJob
+from rlhf_train.online.observer import Observer
+from rlhf_train.timeline import Timeline
+
+
+class Generation:
+    """Engines that answer and rewards that score, side by side in an event loop of their own.
+
+    Args:
+        job: tells how many groups may be under way, and whose tokens to decode.
+        engines: at least one.
+        reward: scores each group once it is whole.
+        timeline: its phases "generate" and "reward" are written.
+        observer: told about groups that failed.
+    """
+
+    def __init__(
+        self,
+        job: OnlineJob,
+        engines: Sequence[RolloutEngine],
+        reward: RewardFunction,
+        timeline: Timeline,
+        observer: Observer,
+    ) -> None:
+        self.engines = list(engines)
+        self._max_in_flight = job.max_in_flight
+        self._reward = reward
+        self._timeline = timeline
+        self._observer = observer
+        self._loop = asyncio.Runner()
+        tokenizer = load_tokenizer(job.engine.tokenizer or job.engine.model)
+        self._decode = lambda token_ids: tokenizer.decode(token_ids, skip_special_tokens=True)
+
+    def run(
+        self,
+        prompts: Iterable[Prompt],
+        sampling: SamplingParams,
+        prefix: str,
+        *,
+        make_ready: Callable[[], None],
+        seed_key: str | None = None,
+    ) -> tuple[list[RolloutGroup], GenerationCounts]:
+        """Return the groups that were generated, in the order of their prompts, and the account of all.
+
+        Args:
+            prompts: what is asked; a `PromptSupply` is told of every result.
+            sampling: how.
+            prefix: of the groups' ids.
+            make_ready: gives the engines the device; its time is generation's.
+            seed_key: see `generate_groups`.
+
+        Raises:
+            EngineError: there is no group at all.
+            RewardError: the reward cannot run.
+        """
+        counts = GenerationCounts()
+
+        async def collect() -> list[GroupResult]:
+            stream = generate_groups(
+                prompts,
+                self.engines,
+                sampling,
+                self._reward,
+                max_in_flight=self._max_in_flight,
+                group_id_prefix=prefix,
+                decode=self._decode,
+                seed_key=seed_key,
+                counts=counts,
+                settle=prompts.settle if isinstance(prompts, PromptSupply) else None,
+            )
+            return [result async for result in stream]
+
+        with self._timeline.phase("generate"):
+            make_ready()
+            outcome = self._loop.run(collect())
+        # Rewards are given while others generate; only what they take after the last generation is theirs.
+        self._timeline.move("generate", "reward", counts.reward_wait_s)
+        if failures := [result.failure for result in outcome if result.group is None]:
+            text = f"{prefix}: {len(failures)} of {len(outcome)} rollout groups failed in an engine"
+            self._observer.warning(f"{text}; the last: {failures[-1]}")
+        # Groups come back in the order they finish; a fixed order makes runs with one seed alike.
+        outcome.sort(key=lambda result: int(result.group_id.rpartition("/")[2]))
+        groups = [result.group for result in outcome if result.group is not None]
+        if not groups:
+            raise EngineError(f"every rollout group failed; the last: {outcome[-1].failure}")
+        return groups, counts
+
+    def await_all(self, awaitables: Iterable[Awaitable[Any]]) -> None:
+        """Wait for calls of engines."""
+
+        async def gather() -> None:
+            await asyncio.gather(*awaitables)
+
+        self._loop.run(gather())
+
+    def close(self) -> None:
+        """End the rewards and the event loop."""
+        self._loop.run(self._reward.close())
+        self._loop.close()
