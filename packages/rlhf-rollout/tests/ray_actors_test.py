@@ -1,4 +1,4 @@
-"""Engines behind Ray: the driver's engine and the trainer's client, on a fake engine in a real actor."""
+"""Engines and scorers behind Ray: the driver's view and the trainer's client, on a fake engine and a tiny model."""
 
 import asyncio
 from collections.abc import Iterator
@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 import ray
 
-from rlhf_data.errors import EngineError, WeightSyncError
+from rlhf_data.errors import ConfigError, DataError, EngineError, RewardError, WeightSyncError
+from rlhf_models.testing import tiny_reward_model_dir
 from rlhf_rollout.engines import EngineSpec
 from rlhf_rollout.protocols import RolloutEngine, SamplingParams
-from rlhf_rollout.ray_actors import EngineActor, EngineClient, RayEngine
+from rlhf_rollout.ray_actors import EngineActor, EngineClient, RayEngine, RayScorer, RewardModelActor
+from rlhf_rollout.rewards.model import LocalScorer
 from rlhf_rollout.testing import shared_memory_bucket
 
 PROMPT = np.array([4, 5, 6], np.int32)
@@ -114,3 +116,25 @@ def test_engine_that_does_not_start_tells_why(cluster: None, tmp_path: Path) -> 
         run(engine.ready())
     with pytest.raises(EngineError, match=r"^the model folder .* does not exist"):
         run(engine.generate(PROMPT, SamplingParams()))
+
+
+def test_ray_scorer_gives_the_scores_of_its_model_and_its_errors(cluster: None, tmp_path: Path) -> None:
+    folder = str(tiny_reward_model_dir(tmp_path, mean=1.0, std=2.0))
+    sequences = [np.arange(3, 9, dtype=np.int32), np.array([7], np.int32)]
+    handle = ray.remote(RewardModelActor).options(num_cpus=0).remote(folder, normalize=True)
+    scorer = RayScorer(handle)
+    assert run(scorer.ready()) > 0
+    assert run(scorer.has_moments())
+    assert run(scorer.score(sequences)) == run(LocalScorer(folder, normalize=True).score(sequences))
+    with pytest.raises(DataError, match="no embedding of token 512"):
+        run(scorer.score([np.array([512], np.int32)]))
+    ray.kill(handle)
+    with pytest.raises(RewardError, match="the reward model's process is gone"):
+        run(scorer.score(sequences))
+
+
+def test_ray_scorer_that_does_not_start_tells_why(cluster: None, tmp_path: Path) -> None:
+    scorer = RayScorer(ray.remote(RewardModelActor).options(num_cpus=0).remote(str(tmp_path / "none")))
+    for call in (scorer.ready(), scorer.has_moments(), scorer.score([])):
+        with pytest.raises(ConfigError, match=r"^there is no model folder"):
+            run(call)

@@ -1,19 +1,50 @@
-"""Engines as Ray actors: the actor, the driver's view of it, and the trainer's. The only file here that imports Ray."""
+"""Engines and reward models as Ray actors, and how the driver and the trainer see them. Only this file imports Ray."""
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
-from rlhf_data.errors import EngineError, RlhfError, WeightSyncError, with_hint
+from rlhf_data.errors import EngineError, RewardError, RlhfError, WeightSyncError, with_hint
 from rlhf_rollout.engines import EngineSpec, build_engine
 from rlhf_rollout.protocols import Completion, RolloutEngine, SamplingParams
+from rlhf_rollout.rewards.model import LocalScorer
 from rlhf_rollout.weights import WeightBucket
+
+Part = TypeVar("Part")
+
+
+class _Started(Generic[Part]):
+    """What an actor runs, or the error that kept it from starting.
+
+    The error is raised by the first call: Ray would bury it in the report of an actor's death.
+    """
+
+    def __init__(self, build: Callable[[], Part]) -> None:
+        started = time.perf_counter()
+        self._built: Part | RlhfError
+        try:
+            self._built = build()
+        except RlhfError as error:
+            self._built = error
+        self._startup_s = time.perf_counter() - started
+
+    @property
+    def part(self) -> Part:
+        if isinstance(self._built, RlhfError):
+            raise self._built
+        return self._built
+
+    def seconds(self) -> float:
+        """Return how long it took to start. Raises what kept it from starting."""
+        if isinstance(self._built, RlhfError):
+            raise self._built
+        return self._startup_s
 
 
 class EngineActor:
@@ -23,26 +54,15 @@ class EngineActor:
     """
 
     def __init__(self, kind: str, spec: EngineSpec) -> None:
-        started = time.perf_counter()
-        self._built: RolloutEngine | RlhfError
-        try:
-            self._built = build_engine(kind, spec)
-        except RlhfError as error:
-            # Raised by the first call instead: Ray would bury it in the report of an actor's death.
-            self._built = error
-        self._startup_s = time.perf_counter() - started
+        self._started: _Started[RolloutEngine] = _Started(lambda: build_engine(kind, spec))
 
     @property
     def _engine(self) -> RolloutEngine:
-        if isinstance(self._built, RlhfError):
-            raise self._built
-        return self._built
+        return self._started.part
 
     async def ready(self) -> float:
         """Return the seconds that the engine took to start, once it has. Raises what kept it from starting."""
-        if isinstance(self._built, RlhfError):
-            raise self._built
-        return self._startup_s
+        return self._started.seconds()
 
     async def generate(self, token_ids: np.ndarray, sampling: SamplingParams) -> list[Completion]:
         """See `RolloutEngine.generate`."""
@@ -73,8 +93,27 @@ class EngineActor:
         await self._engine.close()
 
 
+class RewardModelActor:
+    """Runs one reward model in a process of its own: `ray.remote(RewardModelActor)`. Arguments as of `LocalScorer`."""
+
+    def __init__(self, path: str, **options: Any) -> None:
+        self._started: _Started[LocalScorer] = _Started(lambda: LocalScorer(path, **options))
+
+    async def ready(self) -> float:
+        """Return the seconds that the model took to load, once it has. Raises what kept it from loading."""
+        return self._started.seconds()
+
+    async def has_moments(self) -> bool:
+        """See `LocalScorer.has_moments`."""
+        return self._started.part.has_moments
+
+    async def score(self, token_ids: list[np.ndarray]) -> list[float]:
+        """See `LocalScorer.score`."""
+        return await self._started.part.score(token_ids)
+
+
 @contextmanager
-def _plain_errors(gone: type[RlhfError]) -> Iterator[None]:
+def _plain_errors(gone: type[RlhfError], part: str = "engine") -> Iterator[None]:
     """Raise the actor's own errors as themselves, and `gone` when its process has died."""
     try:
         yield
@@ -85,7 +124,7 @@ def _plain_errors(gone: type[RlhfError]) -> Iterator[None]:
         raise
     except RayActorError as error:
         raise gone(
-            with_hint(f"the engine's process is gone: {error}", "its log tells why (Ray's session folder)")
+            with_hint(f"the {part}'s process is gone: {error}", "its log tells why (Ray's session folder)")
         ) from error
 
 
@@ -146,6 +185,32 @@ class RayEngine:
                 await self.handle.close.remote()
         finally:
             ray.kill(self.handle)
+
+
+class RayScorer:
+    """A `Scorer` in another process.
+
+    Args:
+        handle: of a `RewardModelActor`.
+    """
+
+    def __init__(self, handle: Any) -> None:
+        self.handle = handle
+
+    async def ready(self) -> float:
+        """Wait until the model has loaded; return the seconds that it took in its process."""
+        with _plain_errors(RewardError, "reward model"):
+            return await self.handle.ready.remote()
+
+    async def has_moments(self) -> bool:
+        """See `LocalScorer.has_moments`."""
+        with _plain_errors(RewardError, "reward model"):
+            return await self.handle.has_moments.remote()
+
+    async def score(self, token_ids: list[np.ndarray]) -> list[float]:
+        """See `LocalScorer.score`."""
+        with _plain_errors(RewardError, "reward model"):
+            return await self.handle.score.remote(token_ids)
 
 
 class EngineClient:

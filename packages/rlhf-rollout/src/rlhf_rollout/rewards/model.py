@@ -1,0 +1,137 @@
+"""Reward by a reward model: the tokens of rollouts go to scorers, in batches. Here too: a scorer in this process."""
+
+import asyncio
+import math
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
+
+import numpy as np
+
+from rlhf_data.errors import ConfigError, RewardError, RlhfError, with_hint
+from rlhf_data.records import Prompt, Rollout, Verdict, VerdictKind
+from rlhf_rollout.rewards.batcher import Batcher
+
+
+class Scorer(Protocol):
+    """Gives token sequences a score; `score` may be called many times at once."""
+
+    async def score(self, token_ids: list[np.ndarray]) -> list[float]:
+        """Return one score a sequence [L] int32, in order. Raises when it cannot."""
+        ...
+
+
+class ModelReward:
+    """A `RewardFunction` over a reward model: token in, so that it reads what the policy wrote and not a text of it.
+
+    Prompt and response go as one sequence, batched across concurrent `score` calls, to the replica with the fewest
+    sequences under way. A score above 0 is the verdict ok, another wrong. Sequences of a batch that fails are scored
+    one by one, so that only the culprit is charged: its verdict is crash.
+
+    Args:
+        scorers: replicas of one model, which stay the caller's to close.
+        batch_size: sequences of a call.
+        max_wait_s: what a sequence waits for others at most.
+
+    Raises:
+        ConfigError: no scorer, or a batch size below 1.
+    """
+
+    def __init__(self, scorers: Sequence[Scorer], *, batch_size: int = 64, max_wait_s: float = 0.005) -> None:
+        if not scorers:
+            raise ConfigError("a reward model needs at least one scorer")
+        self._scorers = list(scorers)
+        self._num_under_way = [0] * len(self._scorers)
+        self._batcher = Batcher(self._judge, max_batch=batch_size, max_wait_s=max_wait_s)
+
+    async def score(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> list[Verdict]:
+        """Return one verdict a rollout, in order."""
+        return list(await asyncio.gather(*(self._batcher.submit(rollout.token_ids) for rollout in rollouts)))
+
+    async def close(self) -> None:
+        """Give up what is under way."""
+        await self._batcher.close()
+
+    async def _judge(self, token_ids: list[np.ndarray]) -> list[Verdict]:
+        index = min(range(len(self._scorers)), key=self._num_under_way.__getitem__)
+        self._num_under_way[index] += len(token_ids)
+        try:
+            scores = await self._scorers[index].score(token_ids)
+            if len(scores) != len(token_ids):
+                raise RewardError(f"the reward model gave {len(scores)} scores for {len(token_ids)} sequences")
+            return [_verdict(score) for score in scores]
+        except Exception as error:  # of any scorer: what fails is a verdict
+            failure = error
+        finally:
+            self._num_under_way[index] -= len(token_ids)
+        if len(token_ids) > 1:
+            parts = await asyncio.gather(*(self._judge([sequence]) for sequence in token_ids))
+            return [verdict for part in parts for verdict in part]
+        first_line = str(failure).strip().partition("\n")[0]
+        return [Verdict(VerdictKind.CRASH, detail=f"{type(failure).__name__}: {first_line}")]
+
+
+def _verdict(score: float) -> Verdict:
+    if not math.isfinite(score):
+        return Verdict(VerdictKind.CRASH, detail=f"the reward model's score is {score}")
+    return Verdict(VerdictKind.OK if score > 0 else VerdictKind.WRONG, float(score))
+
+
+class LocalScorer:
+    """A `Scorer` over a reward model in this process, on a thread of its own.
+
+    Args:
+        path: a folder or hub name, see `rlhf_models.load_reward_model`.
+        dtype: "float32" or "bfloat16".
+        attn_implementation: "auto", or a name that transformers knows.
+        device: where it runs.
+        batch_size: sequences a pass at most.
+        normalize: shift and scale scores by the moments that the model's config holds, if any.
+
+    Raises:
+        ConfigError: the model cannot be loaded, or the extra `models` is not installed.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        *,
+        dtype: str = "float32",
+        attn_implementation: str = "auto",
+        device: str = "cpu",
+        batch_size: int = 64,
+        normalize: bool = False,
+    ) -> None:
+        try:
+            from rlhf_models.loading import load_reward_model
+        except ImportError as error:
+            raise ConfigError(with_hint("reward models need rlhf-models", "install rlhf-rollout[models]")) from error
+        model = load_reward_model(path, dtype=dtype, attn_implementation=attn_implementation, normalize=normalize)
+        self._path = path
+        self._model = model.to(device)
+        self._batch_size = batch_size
+        self._thread = ThreadPoolExecutor(1, "reward-model")
+
+    @property
+    def has_moments(self) -> bool:
+        """Whether scores are normalised by moments that are stored with the model."""
+        return self._model.moments is not None
+
+    async def score(self, token_ids: list[np.ndarray]) -> list[float]:
+        """See `Scorer`. Raises DataError for a token that the model has no embedding of, else RewardError."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._score, token_ids)
+
+    def close(self) -> None:
+        """End the thread."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _score(self, token_ids: list[np.ndarray]) -> list[float]:
+        from rlhf_models.reward import score_sequences
+
+        try:
+            return score_sequences(self._model, token_ids, batch_size=self._batch_size)
+        except RlhfError:
+            raise
+        except RuntimeError as error:  # of torch, out of memory among them
+            first_line = str(error).strip().partition("\n")[0]
+            raise RewardError(f"the reward model {self._path} failed: {type(error).__name__}: {first_line}") from error

@@ -1,0 +1,149 @@
+"""Rewards by reward models: batches, replicas and failures on scripted scorers; a real tiny model in this process."""
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlhf_data.errors import ConfigError, DataError
+from rlhf_data.records import FinishReason, Prompt, Rollout, Span, SpanSource, VerdictKind
+from rlhf_models.testing import tiny_model_dir, tiny_reward_model_dir
+from rlhf_rollout.rewards.model import LocalScorer, ModelReward
+
+PROMPT = Prompt("p0", [5, 6], "two tokens")
+
+
+def rollouts(*responses: Sequence[int]) -> list[Rollout]:
+    spans = [(Span(SpanSource.PROMPT, [5, 6]), Span(SpanSource.POLICY, ids, [-1.0] * len(ids), 0)) for ids in responses]
+    return [Rollout(f"r{index}", "g", pair, FinishReason.STOP) for index, pair in enumerate(spans)]
+
+
+class Scripted:
+    """Scores the last token minus 10; raises for the token 13, and gives NaN for 14."""
+
+    def __init__(self, hold: asyncio.Event | None = None, excess: int = 0) -> None:
+        self.batches: list[list[list[int]]] = []
+        self._hold = hold
+        self._excess = excess
+
+    async def score(self, token_ids: list[np.ndarray]) -> list[float]:
+        self.batches.append([ids.tolist() for ids in token_ids])
+        if self._hold:
+            await self._hold.wait()
+        if any(13 in ids for ids in token_ids):
+            raise RuntimeError("unlucky\nand more")
+        return [float("nan") if ids[-1] == 14 else float(ids[-1]) - 10.0 for ids in token_ids] + [0.0] * self._excess
+
+
+def run(coroutine: Any) -> Any:
+    return asyncio.run(asyncio.wait_for(coroutine, 60))
+
+
+def test_model_reward_sends_prompt_and_response_as_tokens_and_takes_the_sign() -> None:
+    scorer = Scripted()
+    verdicts = run(ModelReward([scorer]).score(PROMPT, rollouts([7, 12], [9], [10])))
+    assert scorer.batches == [[[5, 6, 7, 12], [5, 6, 9], [5, 6, 10]]]
+    assert [(verdict.kind, verdict.reward, verdict.score) for verdict in verdicts] == [
+        (VerdictKind.OK, 2.0, 2.0),
+        (VerdictKind.WRONG, -1.0, -1.0),
+        (VerdictKind.WRONG, 0.0, 0.0),
+    ]
+
+
+def test_model_reward_batches_across_calls_up_to_the_batch_size() -> None:
+    scorer = Scripted()
+    reward = ModelReward([scorer], batch_size=4, max_wait_s=0.05)
+
+    async def groups() -> Any:
+        return await asyncio.gather(*(reward.score(PROMPT, rollouts([20 + index], [30 + index])) for index in range(3)))
+
+    verdicts = run(groups())
+    assert [[verdict.reward for verdict in group] for group in verdicts] == [[10.0, 20.0], [11.0, 21.0], [12.0, 22.0]]
+    assert [len(batch) for batch in scorer.batches] == [4, 2]
+
+
+def test_model_reward_prefers_the_replica_with_the_fewest_under_way() -> None:
+    async def scenario() -> list[list[int]]:
+        hold = asyncio.Event()
+        scorers = [Scripted(hold), Scripted(hold)]
+        reward = ModelReward(scorers, batch_size=3, max_wait_s=0.0)
+        tasks = []
+        for count in (3, 1, 1, 1):
+            tasks.append(asyncio.create_task(reward.score(PROMPT, rollouts(*[[20]] * count))))
+            await asyncio.sleep(0.02)
+        hold.set()
+        await asyncio.gather(*tasks)
+        return [[len(batch) for batch in scorer.batches] for scorer in scorers]
+
+    # 3 go to the first; the second has 0, 1 and 2 under way when the others come.
+    assert run(scenario()) == [[3], [1, 1, 1]]
+
+
+def test_model_reward_failed_batch_charges_the_culprit_only() -> None:
+    scorer = Scripted()
+    verdicts = run(ModelReward([scorer]).score(PROMPT, rollouts([20], [13], [14], [21])))
+    assert [verdict.kind for verdict in verdicts] == [
+        VerdictKind.OK,
+        VerdictKind.CRASH,
+        VerdictKind.CRASH,
+        VerdictKind.OK,
+    ]
+    assert verdicts[1].detail == "RuntimeError: unlucky"
+    assert verdicts[2].detail == "the reward model's score is nan"
+    assert verdicts[1].reward is None and verdicts[3].reward == 11.0
+
+
+def test_model_reward_another_number_of_scores_is_a_crash() -> None:
+    (verdict,) = run(ModelReward([Scripted(excess=1)]).score(PROMPT, rollouts([20])))
+    assert verdict.kind is VerdictKind.CRASH
+    assert verdict.detail == "RewardError: the reward model gave 2 scores for 1 sequences"
+
+
+def test_model_reward_without_rollouts_asks_nobody_and_without_scorers_is_refused() -> None:
+    scorer = Scripted()
+    assert run(ModelReward([scorer]).score(PROMPT, [])) == []
+    assert scorer.batches == []
+    with pytest.raises(ConfigError, match="at least one scorer"):
+        ModelReward([])
+
+
+@pytest.fixture(scope="module")
+def reward_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_reward_model_dir(tmp_path_factory.mktemp("reward"), mean=2.0, std=0.5)
+
+
+def test_local_scorer_gives_the_models_scores_in_order(reward_dir: Path) -> None:
+    from rlhf_models.batch import TokenBatch
+    from rlhf_models.loading import load_reward_model
+
+    rng = np.random.default_rng(0)
+    sequences = [rng.integers(0, 512, length).astype(np.int32) for length in (5, 1, 40, 12)]
+    expected = load_reward_model(reward_dir, dtype="float32")(TokenBatch.padded(sequences, 0)).numpy()
+    raw, normalized = LocalScorer(str(reward_dir)), LocalScorer(str(reward_dir), normalize=True)
+    np.testing.assert_allclose(run(raw.score(sequences)), expected, atol=1e-5)
+    np.testing.assert_allclose(run(normalized.score(sequences)), (expected - 2.0) / 0.5, atol=1e-5)
+    assert normalized.has_moments and not raw.has_moments
+    raw.close()
+
+
+def test_local_scorer_does_not_depend_on_who_is_scored_beside(reward_dir: Path) -> None:
+    sequences = [np.arange(3, 3 + length, dtype=np.int32) for length in range(1, 30)]
+    scorer = LocalScorer(str(reward_dir))
+    together = run(scorer.score(sequences))
+    assert together == [run(scorer.score([ids]))[0] for ids in sequences]
+
+
+def test_local_scorer_unknown_token_is_an_error_and_a_crash_of_its_rollout_alone(reward_dir: Path) -> None:
+    scorer = LocalScorer(str(reward_dir))
+    with pytest.raises(DataError, match="no embedding of token 512"):
+        run(scorer.score([np.array([3, 512], np.int32)]))
+    verdicts = run(ModelReward([scorer]).score(PROMPT, rollouts([512], [20])))
+    assert [verdict.kind.failed for verdict in verdicts] == [True, False]
+
+
+def test_local_scorer_of_a_policy_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no head that gives a score"):
+        LocalScorer(str(tiny_model_dir(tmp_path)))
