@@ -23,6 +23,7 @@ from rlhf_data.records import Prompt
 from rlhf_models.testing import tiny_model_dir
 from rlhf_rollout.engines import EngineSpec
 from rlhf_rollout.protocols import SamplingParams
+from rlhf_rollout.rewards import RewardSource
 from rlhf_train.algorithms import ALGORITHMS, AlgorithmSpec
 from rlhf_train.online.controller import run_online
 from rlhf_train.online.job import BatchSizes, OnlineJob, RewardSpec
@@ -100,7 +101,7 @@ def build_job(options: argparse.Namespace, folder: Path) -> OnlineJob:
         sampling=SamplingParams(num_samples=options.samples, max_tokens=options.response_tokens),
         eval_sampling=SamplingParams(max_tokens=1),
         prompts=prompts,
-        reward=RewardSpec(path=str(reward)),
+        reward=RewardSpec(sources=(RewardSource(kind="function", targets=(str(reward),)),)),
         plan=plan_placement(request, local_resources()),
         batch=BatchSizes(
             rollout_batch_size=options.prompts,

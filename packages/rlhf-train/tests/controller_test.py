@@ -7,11 +7,14 @@ import numpy as np
 import pytest
 
 from rlhf_data.errors import ConfigError, EngineError, RewardError, RlhfError
-from rlhf_data.records import FinishReason
+from rlhf_data.records import FinishReason, Verdict, VerdictKind
+from rlhf_data.sampler import EpochSampler
 from rlhf_models.testing import tiny_model_dir
 from rlhf_rollout.protocols import Completion
 from rlhf_train.algorithms import AlgorithmSpec
-from rlhf_train.online.controller import PlacedRun
+from rlhf_train.metrics import Sum
+from rlhf_train.online.controller import PlacedRun, make_reward, make_shaper
+from rlhf_train.online.job import DynamicSampling
 from rlhf_train.online.observer import SilentObserver
 from rlhf_train.online.recorder import Recorder
 from rlhf_train.testing import tiny_job
@@ -65,8 +68,9 @@ def make_run(tmp_path):
     recorder, listener, runs = Recorder(job.save_path, ""), Listener(), []
 
     def make(failing: int) -> tuple[PlacedRun, Listener]:
-        runs.append(PlacedRun(job, [], [], recorder, listener, 0.0))
-        runs[-1]._engines = [HalfEngine(failing)]
+        reward = make_reward(job, [], recorder.folder / "reward.log")
+        runs.append(PlacedRun(job, [], [], reward, make_shaper(job, []), recorder, listener, 0.0))
+        runs[-1]._generation.engines = [HalfEngine(failing)]
         return runs[-1], listener
 
     yield make
@@ -135,3 +139,133 @@ def test_metrics_that_are_not_finite_are_null_in_the_file(make_run):
     run, _ = make_run(failing=0)
     run._recorder.metrics(1, {"policy/loss": float("nan"), "value/loss": 1.0})
     assert json.loads(run._recorder.path("metrics").read_text()) == {"step": 1, "policy/loss": None, "value/loss": 1.0}
+
+
+class SpreadReward:
+    """Tells the samples of even prompts apart, gives all samples of odd ones the same."""
+
+    async def score(self, prompt, rollouts):
+        first = 1.0 if prompt.token_ids[0] % 2 == 0 else 0.0
+        rewards = [first, *[0.0] * (len(rollouts) - 1)]
+        return [Verdict(VerdictKind.OK if reward else VerdictKind.WRONG, reward) for reward in rewards]
+
+    async def close(self):
+        pass
+
+
+@pytest.fixture
+def dynamic_run(make_run):
+    """Half of the sixteen prompts are worth training; a step wants eight groups and may draw `max_batches` times it."""
+
+    def make(**dynamic) -> tuple[PlacedRun, Listener]:
+        run, listener = make_run(failing=0)
+        batch = dataclasses.replace(run._job.batch, rollout_batch_size=8)
+        run._job = dataclasses.replace(run._job, batch=batch, dynamic_sampling=DynamicSampling(**dynamic))
+        run._sampler = EpochSampler(16, 8, seed=3)
+        run._generation._reward = SpreadReward()
+        return run, listener
+
+    return make
+
+
+def test_dynamic_sampling_refills_until_the_batch_is_full_and_counts_what_it_drew(dynamic_run):
+    run, listener = dynamic_run(max_batches=10)
+    groups = run.generate(1)
+    assert len(groups) == 8
+    assert all(group.prompt.token_ids[0] % 2 == 0 for group in groups)
+    drawn, ledger = run._sampler.num_seen, run._ledger
+    assert 8 < drawn <= 16
+    assert (ledger.num_generated, ledger.num_filtered, ledger.num_reward_failed) == (4 * drawn, 4 * (drawn - 8), 0)
+    assert run.can_learn(groups) and not listener.warnings
+    run._ledger = dataclasses.replace(ledger, num_trained=32)
+    run.record(1)
+    [line] = map(json.loads, run._recorder.path("metrics").read_text().splitlines())
+    assert line["samples/filtered"] == 4 * (drawn - 8)
+    assert line["rollout/kept_groups"] == pytest.approx(8 / drawn)
+    assert len(run._recorder.path("rollouts").read_text().splitlines()) == 4 * drawn
+
+
+def test_dynamic_sampling_goes_on_with_what_it_has_at_its_cap(dynamic_run):
+    run, listener = dynamic_run(max_batches=1)
+    groups = run.generate(1)
+    assert 0 < len(groups) < 8
+    assert run.can_learn(groups)
+    assert f"only {len(groups)} of 8 rollout groups are worth training" in listener.warnings[0]
+
+
+def test_dynamic_sampling_that_keeps_nothing_teaches_nothing_and_accounts_for_all(dynamic_run):
+    run, listener = dynamic_run(max_batches=2, reward_range=(0.9, 1.0))  # group means are 0 and 1/4
+    groups = run.generate(1)
+    assert groups == [] and not run.can_learn(groups)
+    run.record(1)
+    [line] = map(json.loads, run._recorder.path("metrics").read_text().splitlines())
+    assert (line["samples/generated"], line["samples/filtered"], line["samples/trained"]) == (64, 64, 0)
+    assert "64 rollouts filtered by dynamic sampling" in listener.warnings[0]
+
+
+class Ranks:
+    """A process group that answers what a test tells it to."""
+
+    roles = ("actor", "critic", "reference")
+
+    def __init__(self, **answers) -> None:
+        self.answers = answers
+        self.calls: list[tuple] = []
+
+    def start(self, method, *args, **kwargs):
+        self.calls.append((*args, kwargs))
+        return [self.answers[args[1]]]
+
+
+@pytest.fixture
+def ranked_run(make_run, monkeypatch):
+    monkeypatch.setattr("rlhf_train.online.controller.wait", lambda references: references)
+
+    def make(actor_passes=64, critic_passes=64, **changes) -> tuple[PlacedRun, Ranks]:
+        run, _ = make_run(failing=0)
+        run._job = dataclasses.replace(run._job, **changes)
+        run._kl_coef = run._job.algorithm.kl_coef
+        answers = {
+            "actor": {"policy/rollout_passes": Sum(actor_passes)},
+            "critic": {"value/rollout_passes": Sum(critic_passes)},
+        }
+        ranks = Ranks(**answers)
+        run._group_of = dict.fromkeys(ranks.roles, ranks)
+        return run, ranks
+
+    return make
+
+
+def test_frozen_actor_is_not_updated_and_its_weights_keep_their_version(ranked_run):
+    run, ranks = ranked_run(num_frozen_steps=1)
+    run.generate(1)
+    run.update(1)
+    assert [call[1] for call in ranks.calls] == ["critic"]
+    assert run._policy_version == 0 and run._ledger.num_trained == 64
+    run._synced_version = 0
+    run.sync_weights()  # would ask the ranks' group for handles that it does not have
+    run.update(2)
+    assert [call[1] for call in ranks.calls] == ["critic", "critic", "actor"]
+    assert run._policy_version == run._job.batch.num_updates
+
+
+def test_rollouts_that_only_the_critic_missed_are_missed(ranked_run):
+    run, _ = ranked_run(critic_passes=60)
+    run.generate(1)
+    run.update(1)
+    with pytest.raises(RlhfError, match="64 generated, 60 trained"):
+        run.record(1)
+
+
+def test_adaptive_kl_coefficient_follows_the_kl_of_its_own_batch(ranked_run):
+    spec = AlgorithmSpec(kl_coef=0.1, kl_target=0.5, kl_horizon=640)
+    run, ranks = ranked_run(algorithm=spec)
+    run.generate(1)
+    run._metrics["kl/reference"] = 5.0  # ten times the target: the error is held at 0.2
+    run.update(1)
+    assert ranks.calls[-1][-1]["kl_coef"] == 0.1 == run._metrics["kl/coef"]
+    # 64 rollouts of a horizon of 640: 0.1 (1 + 0.2 x 64 / 640)
+    assert run._kl_coef == pytest.approx(0.102)
+    run._metrics["kl/reference"] = 0.45  # 10 % below: the error is -0.1
+    run.update(2)
+    assert run._kl_coef == pytest.approx(0.102 * 0.99)

@@ -1,7 +1,7 @@
 """Numbers that many ranks and micro-batches contribute to: how they combine is part of their type.
 
-Names, as they appear in metrics.jsonl: `reward/*` from the scorer, `rollout/*` of what was generated, `policy/*`,
-`value/*` and `kl/*` of the update, `mismatch/*` between engine and trainer, `eval/*` on held-out prompts, `time/*` in
+Names, as they appear in metrics.jsonl: `rollout/*` of what was generated and how it was scored, `policy/*`, `value/*`,
+`kl/*` and `entropy/*` of the update, `mismatch/*` between engine and trainer, `eval/*` on held-out prompts, `time/*` in
 seconds, `throughput/*` a second, `samples/*` counts.
 """
 

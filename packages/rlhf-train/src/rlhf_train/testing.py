@@ -15,6 +15,7 @@ import numpy as np
 from rlhf_data.records import FinishReason, Prompt, Rollout, Span, SpanSource, Verdict, VerdictKind
 from rlhf_rollout.engines import EngineSpec
 from rlhf_rollout.protocols import SamplingParams
+from rlhf_rollout.rewards import RewardSource
 from rlhf_train.algorithms import AlgorithmSpec
 from rlhf_train.online.job import BatchSizes, OnlineJob, RewardSpec
 from rlhf_train.placement import PlacementRequest, local_resources, plan_placement
@@ -158,7 +159,7 @@ def tiny_job(model_path: str, folder: Path, **changes: Any) -> OnlineJob:
         eval_sampling=SamplingParams(max_tokens=12, temperature=0.0),
         prompts=prompts[:16],
         eval_prompts=prompts[16:],
-        reward=RewardSpec(path=str(reward), timeout_s=5.0),
+        reward=RewardSpec(sources=(RewardSource(kind="function", targets=(str(reward),)),), timeout_s=5.0),
         plan=plan_placement(request, local_resources()),
         batch=BatchSizes(
             rollout_batch_size=8,

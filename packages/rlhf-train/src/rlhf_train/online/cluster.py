@@ -1,25 +1,27 @@
 """Ray: a cluster, placement groups from a plan, and the processes of a run in them."""
 
+import math
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 import rlhf_train
-from rlhf_data.errors import EngineError, RlhfError, with_hint
-from rlhf_rollout.ray_actors import EngineActor
+from rlhf_data.errors import ConfigError, EngineError, RlhfError, with_hint
+from rlhf_rollout.ray_actors import EngineActor, RewardModelActor
 from rlhf_train.online.job import OnlineJob
 from rlhf_train.online.ray_actors import RankActor
 from rlhf_train.placement import GroupPlan, PlacementPlan
 
 PLACEMENT_TIMEOUT_S = 60.0
-GPU_SHARE = 0.45  # of a GPU, for each of the two processes that share it; Ray only counts it
+_RAY_UNITS = 10_000  # in one CPU or GPU: Ray counts no finer
 
 
 def wait(references: Sequence[Any]) -> list[Any]:
@@ -69,7 +71,7 @@ def ray_cluster(plan: PlacementPlan, address: str | None) -> Iterator[None]:
     options: dict[str, Any] = {"logging_level": "ERROR", "log_to_driver": False}
     started = address is None and not ray.is_initialized()
     if started:
-        num_cpus = max(os.cpu_count() or 1, 2 + sum(group.num_ranks for group in (*plan.groups, plan.engines)))
+        num_cpus = max(os.cpu_count() or 1, 2 + sum(group.num_ranks for group in plan.all_groups))
         ray.init(num_cpus=num_cpus, num_gpus=sum(plan.bundles), include_dashboard=False, **options)
     elif not ray.is_initialized():
         ray.init(address=address, **options)
@@ -95,7 +97,7 @@ def _share_import_path() -> None:
 def placed_bundles(plan: PlacementPlan) -> Iterator[PlacementGroup]:
     """Reserve the plan's bundles. Raises EngineError when the cluster cannot give them in time."""
     processes = [0] * len(plan.bundles)
-    for group in (*plan.groups, plan.engines):
+    for group in plan.all_groups:
         for bundle in group.bundles:
             processes[bundle] += 1
     bundles = [
@@ -117,8 +119,22 @@ def placed_bundles(plan: PlacementPlan) -> Iterator[PlacementGroup]:
         remove_placement_group(reserved)
 
 
-def start_processes(job: OnlineJob, reserved: PlacementGroup) -> tuple[list[Any], list[WorkerGroup]]:
-    """Start engines and trainers, and return the engines' handles and the groups once all are ready.
+class Processes(NamedTuple):
+    """What runs for a job.
+
+    Attributes:
+        engines: the handle of each generation engine.
+        workers: the training groups.
+        scorers: the handles of each reward model's replicas, in the order of `job.reward.models`.
+    """
+
+    engines: list[Any]
+    workers: list[WorkerGroup]
+    scorers: list[list[Any]]
+
+
+def start_processes(job: OnlineJob, reserved: PlacementGroup) -> Processes:
+    """Start engines, trainers and reward models, and return them once all are ready.
 
     They load side by side; where they share GPUs the engines come first, for vLLM takes its part of the memory that it
     finds free, and fall asleep when that is what they will do.
@@ -128,10 +144,11 @@ def start_processes(job: OnlineJob, reserved: PlacementGroup) -> tuple[list[Any]
         wait([engine.ready.remote() for engine in engines])
         if job.engine_sleep:
             wait([engine.sleep.remote() for engine in engines])
+    scorers = start_scorers(job, reserved)
     workers = start_workers(job, reserved)
     wait([reference for group in workers for reference in group.started])
-    wait([engine.ready.remote() for engine in engines])
-    return engines, workers
+    wait([handle.ready.remote() for handle in [*engines, *chain.from_iterable(scorers)]])
+    return Processes(engines, workers, scorers)
 
 
 def start_engines(job: OnlineJob, reserved: PlacementGroup) -> list[Any]:
@@ -141,6 +158,25 @@ def start_engines(job: OnlineJob, reserved: PlacementGroup) -> list[Any]:
     return [
         actor.options(**_options(job.plan, group, rank, reserved), max_concurrency=1024).remote("vllm", job.engine)
         for rank in range(group.num_ranks)
+    ]
+
+
+def start_scorers(job: OnlineJob, reserved: PlacementGroup) -> list[list[Any]]:
+    """Start the reward models; return the handles of each one's replicas at once, while they load."""
+    group, models = job.plan.scorers, job.reward.models
+    if (group is None) != (not models):
+        raise ConfigError(f"the plan has {'no ' if group is None else ''}places for {len(models)} reward models")
+    if group is None:
+        return []
+    actor = ray.remote(RewardModelActor)
+    options = {"dtype": job.engine.dtype, "attn_implementation": "auto", "device": job.plan.device}
+    options |= {"batch_size": job.reward.batch_size, "normalize": job.reward.normalize}
+    return [
+        [
+            actor.options(**_options(job.plan, group, rank, reserved, parts=len(models))).remote(path, **options)
+            for rank in range(group.num_ranks)
+        ]
+        for path in models
     ]
 
 
@@ -166,15 +202,19 @@ def _num_threads(plan: PlacementPlan, group: GroupPlan) -> int | None:
     return max((os.cpu_count() or 1) // group.num_ranks, 1) if plan.device == "cpu" else None
 
 
-def _options(plan: PlacementPlan, group: GroupPlan, rank: int, reserved: PlacementGroup) -> dict[str, Any]:
-    share: float = group.gpus_a_rank
-    if plan.colocated and share:
-        share = GPU_SHARE
-    options: Mapping[str, Any] = {
-        "num_cpus": 1,
-        "num_gpus": share,
+def _options(
+    plan: PlacementPlan, group: GroupPlan, rank: int, reserved: PlacementGroup, parts: int = 1
+) -> dict[str, Any]:
+    """Return Ray's options for a rank, or for one of the `parts` processes that it is split into."""
+    return {
+        "num_cpus": _part(1.0, parts),
+        "num_gpus": _part(plan.gpu_share(group, rank), parts),
         "scheduling_strategy": PlacementGroupSchedulingStrategy(
             reserved, placement_group_bundle_index=group.bundles[rank]
         ),
     }
-    return dict(options)
+
+
+def _part(share: float, parts: int) -> float:
+    """Return an equal part of a share of CPUs or GPUs, rounded down to what Ray can count."""
+    return math.floor(round(share / parts * _RAY_UNITS, 6)) / _RAY_UNITS

@@ -12,7 +12,7 @@ class OnlineRun(Protocol):
     num_steps: int
 
     def generate(self, step: int) -> Sequence[RolloutGroup]:
-        """Draw prompts, let the engines answer and the reward score."""
+        """Draw prompts, let the engines answer and the reward score; return the groups that are worth training."""
         ...
 
     def can_learn(self, groups: Sequence[RolloutGroup]) -> bool:
@@ -28,7 +28,7 @@ class OnlineRun(Protocol):
         ...
 
     def update(self, step: int) -> None:
-        """Optimise the critic and the actor."""
+        """Optimise the critic and, unless it is still frozen, the actor."""
         ...
 
     def sync_weights(self) -> None:
