@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from rlhf_data.errors import ConfigError, EngineError, RewardError
+from rlhf_data.errors import ConfigError, EngineError
 from rlhf_data.records import (
     FinishReason,
     Prompt,
@@ -19,10 +19,10 @@ from rlhf_data.records import (
     RolloutGroup,
     Span,
     SpanSource,
-    Verdict,
     VerdictKind,
 )
 from rlhf_rollout.protocols import Completion, RewardFunction, RolloutEngine, SamplingParams
+from rlhf_rollout.rewards.mix import score_each
 
 Decode = Callable[[np.ndarray], str]
 
@@ -255,7 +255,7 @@ class _Run:
             for index, (span, reason) in enumerate(zip(spans, reasons, strict=True))
         )
         if self.reward is not None:
-            verdicts = await self._verdicts(self.reward, prompt, rollouts)
+            verdicts = await score_each(self.reward, prompt, rollouts)
             rollouts = tuple(
                 dataclasses.replace(rollout, verdict=verdict)
                 for rollout, verdict in zip(rollouts, verdicts, strict=True)
@@ -293,18 +293,6 @@ class _Run:
         """Return the engine to use: not the one that failed, none with failures if possible, the least loaded."""
         indices = [index for index in range(len(self.engines)) if index != failed] or [failed]
         return min(indices, key=lambda index: (self.num_failures[index], self.num_running[index], index))
-
-    async def _verdicts(self, reward: RewardFunction, prompt: Prompt, rollouts: Sequence[Rollout]) -> list[Verdict]:
-        try:
-            verdicts = await reward.score(prompt, rollouts)
-        except RewardError:
-            raise
-        except Exception as error:  # any implementation of the Protocol, a user's too
-            return [Verdict(VerdictKind.CRASH, detail=f"{type(error).__name__}: {error}")] * len(rollouts)
-        if len(verdicts) != len(rollouts):
-            detail = f"{len(verdicts)} verdicts for {len(rollouts)} rollouts"
-            return [Verdict(VerdictKind.CRASH, detail=detail)] * len(rollouts)
-        return list(verdicts)
 
 
 def _policy_spans(completions: Sequence[Completion], sampling: SamplingParams) -> list[Span]:

@@ -86,10 +86,10 @@ class FunctionReward:
 
 @dataclass(frozen=True, slots=True)
 class RewardCheck:
-    """What a trial of a reward function showed.
+    """What a trial of a reward function or server showed.
 
     Attributes:
-        startup_s: seconds until it was imported.
+        startup_s: seconds until it was imported; 0.0 for a server.
         call_s: seconds of the call; None when there were no prompts to try.
         problem: the reason why the call gave no result, when it raised or hung; a run counts such calls as verdicts.
     """
@@ -119,13 +119,11 @@ def check_reward_function(
     started = time.monotonic()
     worker = WorkerProcess(target, startup_timeout_s=startup_timeout_s)
     startup_s = time.monotonic() - started
-    samples = [reward_arguments(prompt, [prompt.label or "", ""]) for prompt in prompts[:4]]
     try:
-        if not samples:
+        if not prompts:
             return RewardCheck(startup_s)
-        arguments = [[text for part in parts for text in part] for parts in zip(*samples, strict=True)]
         started = time.monotonic()
-        scored = worker.call(*arguments, timeout_s=timeout_s)
+        scored = worker.call(*trial_arguments(prompts), timeout_s=timeout_s)
         call_s = time.monotonic() - started
     except CallTimeoutError:
         return RewardCheck(startup_s, timeout_s, f"no answer within {timeout_s:g} s")
@@ -135,7 +133,7 @@ def check_reward_function(
         return RewardCheck(startup_s, time.monotonic() - started, str(error))
     finally:
         worker.close()
-    _check_finite(target, scored)
+    check_finite(_name(target), scored)
     return RewardCheck(startup_s, call_s)
 
 
@@ -145,13 +143,21 @@ def reward_arguments(prompt: Prompt, responses: Sequence[str]) -> tuple[list[str
     return queries, [prompt.text] * len(queries), [prompt.label or ""] * len(queries)
 
 
-def _check_finite(target: RewardTarget, scored: Scored) -> None:
+def trial_arguments(prompts: Sequence[Prompt]) -> tuple[list[str], list[str], list[str]]:
+    """Return the queries, prompts and labels of a trial: each of the first four with its label and with nothing."""
+    samples = [reward_arguments(prompt, [prompt.label or "", ""]) for prompt in prompts[:4]]
+    queries, texts, labels = ([text for sample in samples for text in sample[part]] for part in range(3))
+    return queries, texts, labels
+
+
+def check_finite(name: str, scored: Scored) -> None:
+    """Raise RewardError when a trial of the function or server `name` has a number that is not finite."""
     for index in range(len(scored.rewards)):
         verdict = verdict_of(scored, index)
         if verdict.kind is VerdictKind.CRASH and scored.verdicts[index] != VerdictKind.CRASH:
             raise RewardError(
                 with_hint(
-                    f"{_name(target)}: {verdict.detail} in the trial call (sample {index})",
+                    f"{name}: {verdict.detail} in the trial call (sample {index})",
                     "return a finite number for every response, an empty one included",
                 )
             )

@@ -1,9 +1,11 @@
 """What gives rewards, as plain data: functions, servers and reward models, each with a weight."""
 
-from dataclasses import dataclass
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from rlhf_data.errors import ConfigError, unknown
+from rlhf_data.errors import ConfigError, unknown, with_hint
 
 RewardKind = Literal["function", "server", "model"]
 REWARD_KINDS: tuple[RewardKind, ...] = ("function", "server", "model")
@@ -37,3 +39,65 @@ class RewardSource:
         if self.kind == "server":
             return target.partition("://")[2].partition("/")[0] or target
         return target.rpartition("/")[2].removesuffix(".py")
+
+
+def parse_sources(
+    rewards: str = "", models: str = "", weights: Sequence[float] | None = None
+) -> tuple[RewardSource, ...]:
+    """Return the sources that comma lists name.
+
+    Args:
+        rewards: functions (`FILE.py`, `FILE.py:function`, `module:function`) and URLs. All URLs are one server, at the
+            place of the first of them.
+        models: reward models, after the others.
+        weights: one a source, in that order; None for 1 each.
+
+    Raises:
+        ConfigError: an empty name, a name given twice, or another number of weights.
+    """
+    sources: list[RewardSource] = []
+    targets = list(_names(rewards))
+    urls = tuple(target for target in targets if _is_url(target))
+    for target in targets:
+        if not _is_url(target):
+            sources.append(RewardSource(kind="function", targets=(target,)))
+        elif target == urls[0]:
+            sources.append(RewardSource(kind="server", targets=urls))
+    sources += [RewardSource(kind="model", targets=(model,)) for model in _names(models)]
+    if weights is None:
+        return tuple(sources)
+    if len(weights) != len(sources):
+        raise ConfigError(
+            with_hint(
+                f"{len(weights)} weights for {len(sources)} rewards: {', '.join(source.name for source in sources)}",
+                "give one a reward, in their order; all URLs together are one reward",
+            )
+        )
+    return tuple(replace(source, weight=weight) for source, weight in zip(sources, weights, strict=True))
+
+
+def metric_names(sources: Sequence[RewardSource]) -> tuple[str, ...]:
+    """Return one name a source, fit for metrics: all different, and of word characters, `.` and `-` only."""
+    names: list[str] = []
+    for source in sources:
+        name = plain = re.sub(r"[^\w.-]", "_", source.name)
+        for number in range(2, len(sources) + 1):
+            if name in names:
+                name = f"{plain}_{number}"
+        names.append(name)
+    return tuple(names)
+
+
+def _names(text: str) -> Iterator[str]:
+    """Yield the names in a comma list."""
+    seen: set[str] = set()
+    for name in text.split(",") if text.strip() else ():
+        name = name.strip()
+        if not name or name in seen:
+            raise ConfigError(f"`{text}` names {f'{name} twice' if name else 'nothing between two commas'}")
+        seen.add(name)
+        yield name
+
+
+def _is_url(target: str) -> bool:
+    return "://" in target

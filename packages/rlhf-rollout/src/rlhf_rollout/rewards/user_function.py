@@ -109,19 +109,17 @@ def load_function(target: RewardTarget) -> Callable[..., Any]:
     return function
 
 
-def read_result(result: Any, num_samples: int) -> Scored:
-    """Return what a reward function returned as plain lists.
+def read_result(result: Any, num_samples: int, *, giver: str = "the reward function") -> Scored:
+    """Return what a reward function, or another `giver`, returned as plain lists.
 
     Raises:
         RewardError: not a dictionary with `rewards`, a list of another length than `num_samples`, something that is
             no number, or a verdict that does not exist. Numbers that are not finite are left to the caller.
     """
     if not isinstance(result, Mapping):
-        raise RewardError(with_hint(f"the reward function returned {_kind(result)}, not a dictionary", _SKELETON))
+        raise RewardError(with_hint(f"{giver} returned {_kind(result)}, not a dictionary", _SKELETON))
     if "rewards" not in result:
-        raise RewardError(
-            with_hint(f"the reward function's dictionary has no `rewards`: {sorted(map(str, result))}", _SKELETON)
-        )
+        raise RewardError(with_hint(f"{giver}'s dictionary has no `rewards`: {sorted(map(str, result))}", _SKELETON))
     rewards = _numbers("rewards", result["rewards"], num_samples)
     scores = result.get("scores")
     scores = rewards if scores is None else _numbers("scores", scores, num_samples)
@@ -155,7 +153,7 @@ def verdict_of(scored: Scored, index: int) -> Verdict:
     detail = f"left out of the logs: {', '.join(lost)}" if lost else ""
     extra = {name: value for name, value in extra.items() if np.isfinite(value)}
     if kind is not None and VerdictKind(kind).failed:
-        return Verdict(VerdictKind(kind), detail=detail or "said by the reward function", extra=extra)
+        return Verdict(VerdictKind(kind), detail=detail or "said by the scorer", extra=extra)
     for name, value in (("reward", reward), ("score", score)):
         if not np.isfinite(value):
             return Verdict(VerdictKind.CRASH, detail=f"the {name} is {value}", extra=extra)

@@ -1,0 +1,157 @@
+"""The weighted sum of several rewards, and the reward that a list of sources stands for."""
+
+import asyncio
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from rlhf_data.errors import ConfigError, RewardError
+from rlhf_data.records import Prompt, Rollout, Verdict, VerdictKind
+from rlhf_rollout.protocols import RewardFunction
+from rlhf_rollout.rewards.function import FunctionReward, RewardCheck, check_reward_function
+from rlhf_rollout.rewards.sources import RewardSource, metric_names
+
+
+class MixedReward:
+    """A `RewardFunction` that adds up others, by weight.
+
+        reward = sum_i w_i reward_i        score = sum_i w_i score_i
+
+    The verdict is as the first source says. When any source failed, there is no sum: the verdict fails as that source
+    did, the first one of several. With several sources `extra` holds each one's own reward as `reward_<name>` and its
+    further numbers as `<number>_<name>`, so that numbers of one name stay apart.
+
+    Args:
+        sources: name, weight and reward of each, side by side in every call.
+
+    Raises:
+        ConfigError: no source, two of one name, or a weight that is not finite.
+    """
+
+    def __init__(self, sources: Sequence[tuple[str, float, RewardFunction]]) -> None:
+        names = [name for name, _, _ in sources]
+        if not names or len(set(names)) < len(names):
+            raise ConfigError(
+                f"a sum of rewards needs sources with names of their own, got {', '.join(names) or 'none'}"
+            )
+        for name, weight, _ in sources:
+            if not math.isfinite(weight):
+                raise ConfigError(f"the weight of reward {name} is {weight}")
+        self._sources = tuple(sources)
+
+    async def score(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> list[Verdict]:
+        """Return one verdict a rollout, in order. Raises RewardError when a source cannot run at all."""
+        calls = [score_each(reward, prompt, rollouts) for _, _, reward in self._sources]
+        return [self._sum(verdicts) for verdicts in zip(*await asyncio.gather(*calls), strict=True)]
+
+    async def close(self) -> None:
+        """End what runs behind every source, also when one of them fails to."""
+        closed = await asyncio.gather(*[reward.close() for _, _, reward in self._sources], return_exceptions=True)
+        for outcome in closed:
+            if isinstance(outcome, BaseException):
+                raise outcome
+
+    def _sum(self, verdicts: Sequence[Verdict]) -> Verdict:
+        """Return the verdict on one rollout, from those of the sources."""
+        names = [name for name, _, _ in self._sources]
+        extra = self._extra(verdicts)
+        failed = [(verdict, name) for verdict, name in zip(verdicts, names, strict=True) if verdict.kind.failed]
+        said = failed or [(verdict, name) for verdict, name in zip(verdicts, names, strict=True) if verdict.detail]
+        detail = "; ".join(f"{name}: {verdict.detail}" for verdict, name in said)
+        if failed:
+            return Verdict(failed[0][0].kind, detail=detail, extra=extra)
+        weights = [weight for _, weight, _ in self._sources]
+        reward = sum(weight * verdict.reward for weight, verdict in zip(weights, verdicts, strict=True))
+        score = sum(weight * verdict.score for weight, verdict in zip(weights, verdicts, strict=True))
+        if not math.isfinite(reward) or not math.isfinite(score):
+            return Verdict(VerdictKind.CRASH, detail=f"the weighted sum is {reward} (score {score})", extra=extra)
+        return Verdict(verdicts[0].kind, reward, score, detail, extra)
+
+    def _extra(self, verdicts: Sequence[Verdict]) -> dict[str, float]:
+        if len(verdicts) == 1:
+            return dict(verdicts[0].extra)
+        extra = {}
+        for (name, _, _), verdict in zip(self._sources, verdicts, strict=True):
+            if verdict.reward is not None:
+                extra[f"reward_{name}"] = verdict.reward
+            extra |= {f"{number}_{name}": value for number, value in verdict.extra.items()}
+        return extra
+
+
+async def score_each(reward: RewardFunction, prompt: Prompt, rollouts: Sequence[Rollout]) -> list[Verdict]:
+    """Return one verdict a rollout of a reward that may break its Protocol: what it raises is the verdict `crash`.
+
+    Raises:
+        RewardError: it cannot run at all.
+    """
+    try:
+        verdicts = await reward.score(prompt, rollouts)
+    except RewardError:
+        raise
+    except Exception as error:  # any implementation of the Protocol, a user's too
+        return [Verdict(VerdictKind.CRASH, detail=f"{type(error).__name__}: {error}")] * len(rollouts)
+    if len(verdicts) != len(rollouts):
+        detail = f"{len(verdicts)} verdicts for {len(rollouts)} rollouts"
+        return [Verdict(VerdictKind.CRASH, detail=detail)] * len(rollouts)
+    return list(verdicts)
+
+
+def build_reward(
+    sources: Sequence[RewardSource],
+    *,
+    timeout_s: float = 30.0,
+    num_workers: int = 1,
+    batch_size: int = 64,
+    log_path: str | Path | None = None,
+    models: Sequence[RewardFunction] = (),
+) -> RewardFunction:
+    """Return the reward that the sources stand for: their sum by weight, or the only one itself.
+
+    Args:
+        sources: at least one.
+        timeout_s: of one call of a function or a server.
+        num_workers: calls at once, of each function.
+        batch_size: rollouts of one request to a server.
+        log_path: file for what functions print; None for this process's standard error.
+        models: for the sources of kind "model", in their order; who has the devices builds them.
+
+    Raises:
+        ConfigError: no source, one that cannot work, or another number of models.
+    """
+    if len(models) != sum(source.kind == "model" for source in sources):
+        raise ConfigError(
+            f"{len(models)} reward models for {sum(source.kind == 'model' for source in sources)} sources"
+        )
+    remaining = iter(models)
+    rewards: list[RewardFunction] = []
+    for source in sources:
+        if source.kind == "function":
+            rewards.append(
+                FunctionReward(source.targets[0], timeout_s=timeout_s, num_workers=num_workers, log_path=log_path)
+            )
+        elif source.kind == "server":
+            from rlhf_rollout.rewards.remote import RemoteReward  # httpx
+
+            rewards.append(RemoteReward(source.targets, timeout_s=timeout_s, batch_size=batch_size))
+        else:
+            rewards.append(next(remaining))
+    weights = [source.weight for source in sources]
+    if weights == [1]:
+        return rewards[0]
+    return MixedReward(list(zip(metric_names(sources), weights, rewards, strict=True)))
+
+
+def check_reward(
+    source: RewardSource, prompts: Sequence[Prompt] = (), *, timeout_s: float = 30.0
+) -> RewardCheck | None:
+    """Try a source before anything expensive starts: see `check_reward_function` and `remote.check_reward_server`.
+
+    None for a reward model, of which only loading it tells.
+    """
+    if source.kind == "function":
+        return check_reward_function(source.targets[0], prompts, timeout_s=timeout_s)
+    if source.kind == "server":
+        from rlhf_rollout.rewards.remote import check_reward_server  # httpx
+
+        return check_reward_server(source.targets, prompts, timeout_s=timeout_s)
+    return None

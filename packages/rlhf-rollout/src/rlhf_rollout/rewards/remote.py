@@ -1,0 +1,264 @@
+"""Rewards from servers: what rollouts of many prompts ask is sent together, retried elsewhere, and never raises.
+
+A server takes a POST of `{"query": [...], "prompts": [...], "labels": [...]}`, one text each a rollout, and answers
+`{"rewards": [one number a query]}` and, if it likes, `scores`, `extra_logs` and `verdicts` as a reward function does.
+"""
+
+import asyncio
+import itertools
+import json
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import httpx
+
+from rlhf_data.errors import ConfigError, RewardError, with_hint
+from rlhf_data.records import Prompt, Rollout, Verdict, VerdictKind
+from rlhf_rollout.rewards.batcher import Batcher
+from rlhf_rollout.rewards.function import RewardCheck, check_finite, reward_arguments, trial_arguments
+from rlhf_rollout.rewards.user_function import Scored, read_result, verdict_of
+
+TOKEN_VARIABLE = "RLHF_REMOTE_RM_TOKEN"
+
+_PASSING_STATUS = (408, 425, 429, 500, 502, 503, 504)
+_STATUS_OF_A_SAMPLE = (400, 413, 422, 500)  # one sample of a batch may be to blame for these
+_MAX_TIMEOUTS = 2
+_MAX_RETRY_WAIT_S = 30.0
+_CONNECT_TIMEOUT_S = 10.0
+_SKELETON = 'answer {"rewards": [one number a query]}'
+
+Sample = tuple[str, str, str]  # query, prompt, label
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    """A request without rewards.
+
+    Attributes:
+        kind: `timeout` or `crash`.
+        detail: one line for people.
+        passing: whether another try may help.
+        of_batch: whether the server may have failed over one sample of several.
+        status: what it answered with; None when there was no answer.
+    """
+
+    kind: VerdictKind
+    detail: str
+    passing: bool = False
+    of_batch: bool = False
+    status: int | None = None
+
+
+class RemoteReward:
+    """A `RewardFunction` over servers that are equal to each other and take turns; what fails is a verdict.
+
+    A request that fails with what may pass (no connection, a timeout, status 408, 425, 429 or 5xx) is repeated on the
+    next server, after a pause that doubles; two timeouts are the end of it. When a server answers a batch with an error
+    that one sample may have caused, or with something unusable, the samples are sent one by one, so that only the
+    culprit is charged. To be used from one event loop.
+
+    Args:
+        urls: where the requests go, as they are.
+        timeout_s: of one request, from its start to the end of the answer.
+        batch_size: rollouts of one request at most, of whatever prompts.
+        token: sent as a bearer token; by default what the environment has as RLHF_REMOTE_RM_TOKEN, if anything.
+        num_retries: further tries of a request.
+        retry_wait_s: before the first of them; doubled for each further one, at most 30 s.
+        max_wait_s: what a rollout waits for others to go with.
+        transport: replaces the network, for tests.
+
+    Raises:
+        ConfigError: a URL that is none, a number that is not positive, or a token that no header can carry.
+    """
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        *,
+        timeout_s: float = 30.0,
+        batch_size: int = 64,
+        token: str | None = None,
+        num_retries: int = 3,
+        retry_wait_s: float = 0.5,
+        max_wait_s: float = 0.005,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        self._urls = [check_url(url) for url in urls]
+        if not urls or timeout_s <= 0 or num_retries < 0:
+            raise ConfigError(f"{len(urls)} reward servers, timeout_s {timeout_s} and num_retries {num_retries}")
+        self._timeout_s = timeout_s
+        self._num_retries = num_retries
+        self._retry_wait_s = retry_wait_s
+        self._turns = itertools.count()
+        self._batcher = Batcher(self._verdicts, max_batch=batch_size, max_wait_s=max_wait_s)
+        self._client = httpx.AsyncClient(
+            timeout=httpx.Timeout(timeout_s, connect=min(timeout_s, _CONNECT_TIMEOUT_S)),
+            limits=httpx.Limits(max_connections=None),
+            headers={"Content-Type": "application/json", **_authorization(token)},
+            transport=transport,
+        )
+
+    async def score(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> list[Verdict]:
+        """Return one verdict a rollout, in order."""
+        samples = zip(*reward_arguments(prompt, [rollout.text for rollout in rollouts]), strict=True)
+        return await asyncio.gather(*[self._batcher.submit(sample) for sample in samples])
+
+    async def close(self) -> None:
+        """Cancel what is under way and close the connections."""
+        await self._batcher.close()
+        await self._client.aclose()
+
+    async def _verdicts(self, samples: list[Sample]) -> list[Verdict]:
+        outcome = await self._ask(samples, self._num_retries)
+        if isinstance(outcome, Scored):
+            return [verdict_of(outcome, index) for index in range(len(samples))]
+        outcomes = [outcome] * len(samples)
+        if outcome.of_batch and len(samples) > 1:
+            outcomes = await asyncio.gather(*[self._ask([sample], 0) for sample in samples])
+        return [
+            verdict_of(outcome, 0) if isinstance(outcome, Scored) else Verdict(outcome.kind, detail=outcome.detail)
+            for outcome in outcomes
+        ]
+
+    async def _ask(self, samples: Sequence[Sample], num_retries: int) -> Scored | _Failure:
+        """Return what the servers say, from the one whose turn it is on, or why the last of the tries failed."""
+        turn, num_timeouts = next(self._turns), 0
+        for attempt in range(num_retries + 1):
+            if attempt:
+                await asyncio.sleep(min(self._retry_wait_s * 2 ** (attempt - 1), _MAX_RETRY_WAIT_S))
+            outcome = await self.ask_server(self._urls[(turn + attempt) % len(self._urls)], samples)
+            if isinstance(outcome, Scored) or not outcome.passing:
+                return outcome
+            num_timeouts += outcome.kind is VerdictKind.TIMEOUT
+            if num_timeouts == _MAX_TIMEOUTS:
+                break
+        return outcome
+
+    async def ask_server(self, url: str, samples: Sequence[Sample]) -> Scored | _Failure:
+        """Send one request to one server."""
+        queries, prompts, labels = map(list, zip(*samples, strict=True))
+        content = json.dumps({"query": queries, "prompts": prompts, "labels": labels}).encode()
+        try:
+            async with asyncio.timeout(self._timeout_s):  # httpx's own is for each of its reads alone
+                response = await self._client.post(url, content=content)
+        except httpx.ConnectTimeout as error:
+            return _Failure(VerdictKind.CRASH, f"{url}: {_line(error)}", passing=True)
+        except (TimeoutError, httpx.TimeoutException):
+            return _Failure(VerdictKind.TIMEOUT, f"{url}: no answer within {self._timeout_s:g} s", passing=True)
+        except httpx.HTTPError as error:
+            return _Failure(VerdictKind.CRASH, f"{url}: {_line(error)}", passing=True)
+        status = response.status_code
+        if not response.is_success:
+            said = f"{url}: status {status}: {_excerpt(response.text)}"
+            passing, of_batch = status in _PASSING_STATUS, status in _STATUS_OF_A_SAMPLE
+            return _Failure(VerdictKind.CRASH, said, passing=passing, of_batch=of_batch, status=status)
+        try:
+            return read_result(response.json(), len(samples), giver="the reward server")
+        except ValueError:
+            problem = f"no JSON: {_excerpt(response.text)}"
+        except RewardError as error:
+            problem = str(error).partition("\n")[0]  # its hint is about functions
+        return _Failure(VerdictKind.CRASH, f"{url}: {problem}", of_batch=True, status=status)
+
+
+def check_reward_server(
+    urls: Sequence[str],
+    prompts: Sequence[Prompt] = (),
+    *,
+    timeout_s: float = 30.0,
+    token: str | None = None,
+    transport: httpx.AsyncBaseTransport | None = None,
+) -> RewardCheck:
+    """Ask each of the servers once, before anything expensive starts; not from within an event loop.
+
+    Args:
+        urls, timeout_s, token, transport: as for `RemoteReward`.
+        prompts: some of the run's; each of the first four is tried with its label and with nothing as the response.
+            Without any, only the URLs are looked at.
+
+    Returns:
+        The slowest answer's seconds, and the problem of a server that did not answer in time or answered that it is not
+        well.
+
+    Raises:
+        ConfigError: see `RemoteReward`; a server that cannot be reached.
+        RewardError: a server refuses the request; its answer has no `rewards`, another number of them than there are
+            queries, or one that is not finite.
+    """
+    samples = list(zip(*trial_arguments(prompts), strict=True))
+
+    async def ask_all() -> list[tuple[float, Scored | _Failure]]:
+        reward = RemoteReward(urls, timeout_s=timeout_s, token=token, transport=transport)
+
+        async def ask(url: str) -> tuple[float, Scored | _Failure]:
+            started = time.monotonic()
+            outcome = await reward.ask_server(url, samples)
+            return time.monotonic() - started, outcome
+
+        try:
+            return await asyncio.gather(*[ask(url) for url in urls if samples])
+        finally:
+            await reward.close()
+
+    answers = asyncio.run(ask_all())
+    if not answers:
+        return RewardCheck(0.0)
+    for url, (_, outcome) in zip(urls, answers, strict=True):
+        if isinstance(outcome, Scored):
+            check_finite(url, outcome)
+        else:
+            _check_passing(url, outcome)
+    problems = [outcome.detail for _, outcome in answers if isinstance(outcome, _Failure)]
+    return RewardCheck(0.0, max(seconds for seconds, _ in answers), "; ".join(problems) or None)
+
+
+def check_url(url: str) -> str:
+    """Return the URL of a reward server. Raises ConfigError for one that is none or that carries a password."""
+    try:
+        parsed = httpx.URL(url)
+    except httpx.InvalidURL as error:
+        raise ConfigError(
+            with_hint(f"reward server {url}: {error}", "give one such as http://host:5000/get_reward")
+        ) from None
+    if parsed.scheme not in ("http", "https") or not parsed.host:
+        raise ConfigError(with_hint(f"reward server {url} is no URL", "give one such as http://host:5000/get_reward"))
+    if parsed.userinfo:
+        raise ConfigError(
+            with_hint(
+                f"the reward server's URL at {parsed.host} has a password in it", f"use a token: {TOKEN_VARIABLE}"
+            )
+        )
+    return url
+
+
+def _check_passing(url: str, failure: _Failure) -> None:
+    """Raise for a failure that will not pass by itself."""
+    if failure.status is None and failure.kind is VerdictKind.CRASH:
+        message = f"the reward server does not answer: {failure.detail}"
+        raise ConfigError(with_hint(message, f"start it, and check that this machine reaches {httpx.URL(url).host}"))
+    if failure.passing or failure.kind is VerdictKind.TIMEOUT:
+        return
+    hint = _SKELETON
+    if failure.status in (401, 403):
+        hint = f"the environment variable {TOKEN_VARIABLE} holds the token that it wants"
+    elif failure.status >= 300:
+        hint = "it takes a POST of query, prompts and labels; is the path right, such as /get_reward?"
+    raise RewardError(with_hint(f"the reward server refuses the trial request: {failure.detail}", hint))
+
+
+def _authorization(token: str | None) -> dict[str, str]:
+    token = (os.environ.get(TOKEN_VARIABLE, "") if token is None else token).strip()
+    if not (token.isascii() and token.isprintable()):
+        raise ConfigError(f"the token of the reward server ({TOKEN_VARIABLE}) has characters that no header can carry")
+    return {"Authorization": f"Bearer {token}"} if token else {}
+
+
+def _line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
+def _excerpt(text: str) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= 200 else text[:200] + " ..."

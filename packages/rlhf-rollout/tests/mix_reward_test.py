@@ -1,0 +1,220 @@
+"""Sums of rewards: values by hand, what a failing source does to the sum, and the reward that sources stand for."""
+
+import asyncio
+
+import pytest
+
+from rlhf_data.errors import ConfigError, RewardError
+from rlhf_data.records import Verdict, VerdictKind
+from rlhf_data.testing import make_prompt, make_rollout
+from rlhf_rollout.rewards import FunctionReward, MixedReward, RewardSource, build_reward, check_reward
+from rlhf_rollout.rewards.remote import RemoteReward
+
+OK, WRONG, CRASH, TIMEOUT = VerdictKind.OK, VerdictKind.WRONG, VerdictKind.CRASH, VerdictKind.TIMEOUT
+
+NO_SERVER = "http://127.0.0.1:9/get_reward"
+
+
+class ScriptedReward:
+    """Gives the verdicts that it is told, or raises what it is told, after `seconds`."""
+
+    def __init__(self, *verdicts, seconds=0.0, error=None):
+        self.verdicts = list(verdicts)
+        self.seconds = seconds
+        self.error = error
+        self.closed = False
+
+    async def score(self, prompt, rollouts):
+        await asyncio.sleep(self.seconds)
+        if self.error:
+            raise self.error
+        return self.verdicts
+
+    async def close(self):
+        self.closed = True
+        if self.error:
+            raise self.error
+
+
+def score(reward, count=1):
+    prompt = make_prompt()
+    return asyncio.run(reward.score(prompt, [make_rollout(prompt, "4", index=index) for index in range(count)]))
+
+
+def test_mixed_reward_adds_up_by_weight():
+    first = ScriptedReward(Verdict(WRONG, 2.0, 0.5), Verdict(OK, -1.0))
+    second = ScriptedReward(Verdict(OK, 10.0, 1.0), Verdict(WRONG, 4.0))
+    verdicts = score(MixedReward([("a", 1.0, first), ("b", 0.25, second)]), 2)
+    # Rewards 2 + 10/4 = 4.5 and -1 + 4/4 = 0; scores 0.5 + 1/4 = 0.75 and, without scores, as the rewards.
+    assert [(v.kind, v.reward, v.score) for v in verdicts] == [(WRONG, 4.5, 0.75), (OK, 0.0, 0.0)]
+    assert [dict(v.extra) for v in verdicts] == [
+        {"reward_a": 2.0, "reward_b": 10.0},
+        {"reward_a": -1.0, "reward_b": 4.0},
+    ]
+
+
+def test_mixed_reward_keeps_the_details_and_numbers_of_all_apart():
+    first = ScriptedReward(Verdict(OK, 1.0, detail="fine", extra={"length": 3.0}))
+    second = ScriptedReward(Verdict(OK, 1.0, extra={"length": 5.0}))
+    third = ScriptedReward(Verdict(OK, 0.0, detail="short"))
+    (verdict,) = score(MixedReward([("a", 1.0, first), ("b", -1.0, second), ("c", 0.0, third)]))
+    assert (verdict.reward, verdict.detail) == (0.0, "a: fine; c: short")
+    assert dict(verdict.extra) == {
+        "reward_a": 1.0, "length_a": 3.0, "reward_b": 1.0, "length_b": 5.0, "reward_c": 0.0,
+    }  # fmt: skip
+
+
+def test_mixed_reward_single_source_is_only_weighted():
+    source = ScriptedReward(Verdict(OK, 3.0, 1.0, extra={"length": 2.0}))
+    (verdict,) = score(MixedReward([("a", -2.0, source)]))
+    assert verdict == Verdict(OK, -6.0, -2.0, extra={"length": 2.0})
+
+
+def test_mixed_reward_any_source_that_fails_fails_the_sum():
+    good = Verdict(OK, 1.0, detail="fine")
+    late, dead = Verdict(TIMEOUT, detail="no answer within 1 s"), Verdict(CRASH, detail="boom")
+    first = ScriptedReward(good, good, late, good)
+    second = ScriptedReward(good, late, dead, dead)
+    verdicts = score(MixedReward([("a", 1.0, first), ("b", 1.0, second)]), 4)
+    assert [(v.kind, v.reward, v.detail) for v in verdicts] == [
+        (OK, 2.0, "a: fine; b: fine"),
+        (TIMEOUT, None, "b: no answer within 1 s"),
+        (TIMEOUT, None, "a: no answer within 1 s; b: boom"),
+        (CRASH, None, "b: boom"),
+    ]
+    assert dict(verdicts[1].extra) == {"reward_a": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("broken", "detail"),
+    [
+        (ScriptedReward(error=ZeroDivisionError("by zero")), "b: ZeroDivisionError: by zero"),
+        (ScriptedReward(), "b: 0 verdicts for 1 rollouts"),
+    ],
+)
+def test_mixed_reward_source_that_breaks_its_protocol_is_a_crash(broken, detail):
+    (verdict,) = score(MixedReward([("a", 1.0, ScriptedReward(Verdict(OK, 1.0))), ("b", 1.0, broken)]))
+    assert (verdict.kind, verdict.detail) == (CRASH, detail)
+
+
+def test_mixed_reward_source_that_cannot_run_at_all_is_raised():
+    broken = ScriptedReward(error=RewardError("cannot import it"))
+    with pytest.raises(RewardError, match="cannot import it"):
+        score(MixedReward([("a", 1.0, ScriptedReward(Verdict(OK, 1.0))), ("b", 1.0, broken)]))
+
+
+def test_mixed_reward_sum_that_overflows_is_a_crash():
+    sources = [(name, 1e300, ScriptedReward(Verdict(OK, 1e300))) for name in "ab"]
+    (verdict,) = score(MixedReward(sources))
+    assert (verdict.kind, verdict.detail) == (CRASH, "the weighted sum is inf (score inf)")
+
+
+def test_mixed_reward_no_rollouts_gives_no_verdicts():
+    assert score(MixedReward([("a", 1.0, ScriptedReward()), ("b", 1.0, ScriptedReward())]), 0) == []
+
+
+def test_mixed_reward_sources_score_side_by_side():
+    async def run():
+        sources = [(str(number), 1.0, ScriptedReward(Verdict(OK, 1.0), seconds=0.2)) for number in range(5)]
+        prompt = make_prompt()
+        async with asyncio.timeout(0.6):  # one after the other would take 1 s
+            return await MixedReward(sources).score(prompt, [make_rollout(prompt, "4")])
+
+    assert asyncio.run(run())[0].reward == 5.0
+
+
+def test_mixed_reward_close_closes_all_and_tells_what_failed():
+    broken, other = ScriptedReward(error=OSError("stuck")), ScriptedReward()
+    with pytest.raises(OSError, match="stuck"):
+        asyncio.run(MixedReward([("a", 1.0, broken), ("b", 1.0, other)]).close())
+    assert broken.closed
+    assert other.closed
+
+
+@pytest.mark.parametrize(
+    ("names", "weight", "says"),
+    [
+        ([], 1.0, "got none"),
+        (["a", "a"], 1.0, "names of their own, got a, a"),
+        (["a"], float("nan"), "the weight of reward a is nan"),
+        (["a"], float("inf"), "the weight of reward a is inf"),
+    ],
+)
+def test_mixed_reward_sources_that_make_no_sum_are_refused(names, weight, says):
+    with pytest.raises(ConfigError, match=says):
+        MixedReward([(name, weight, ScriptedReward()) for name in names])
+
+
+@pytest.fixture
+def function(tmp_path):
+    path = tmp_path / "reward.py"
+    path.write_text("def reward_func(queries, prompts, labels): return {'rewards': [2.0] * len(queries)}\n")
+    return RewardSource(kind="function", targets=(str(path),))
+
+
+def close(reward):
+    asyncio.run(reward.close())
+
+
+def test_build_reward_one_source_of_weight_one_is_itself(function):
+    server = RewardSource(kind="server", targets=(NO_SERVER,))
+    model = RewardSource(kind="model", targets=("a/model",))
+    scorer = ScriptedReward()
+    for source, models, kind in ((function, (), FunctionReward), (server, (), RemoteReward)):
+        reward = build_reward([source], models=models)
+        assert isinstance(reward, kind)
+        close(reward)
+    assert build_reward([model], models=[scorer]) is scorer
+
+
+def test_build_reward_mixes_functions_and_models_in_their_order(function):
+    async def run():
+        sources = [
+            RewardSource(kind="model", targets=("org/one",), weight=10.0),
+            function,
+            RewardSource(kind="model", targets=("two/",), weight=100.0),
+        ]
+        models = [ScriptedReward(Verdict(WRONG, 1.0)), ScriptedReward(Verdict(OK, 3.0))]
+        reward = build_reward(sources, timeout_s=20.0, models=models)
+        prompt = make_prompt()
+        verdicts = await reward.score(prompt, [make_rollout(prompt, "4")])
+        await reward.close()
+        return verdicts, [model.closed for model in models]
+
+    (verdict,), closed = asyncio.run(run())
+    # 10 * 1 + 2 + 100 * 3
+    assert (verdict.kind, verdict.reward) == (WRONG, 312.0)
+    assert dict(verdict.extra) == {"reward_one": 1.0, "reward_reward": 2.0, "reward_two": 3.0}
+    assert closed == [True, True]
+
+
+def test_build_reward_single_source_with_a_weight_is_weighted(function):
+    async def run():
+        weighted = RewardSource(kind="function", targets=function.targets, weight=0.5)
+        reward = build_reward([weighted], timeout_s=20.0)
+        prompt = make_prompt()
+        verdicts = await reward.score(prompt, [make_rollout(prompt, "4")])
+        await reward.close()
+        return verdicts
+
+    assert asyncio.run(run())[0].reward == 1.0
+
+
+def test_build_reward_sources_that_cannot_work_are_refused(function):
+    with pytest.raises(ConfigError, match="0 reward models for 1 sources"):
+        build_reward([RewardSource(kind="model", targets=("m",))])
+    with pytest.raises(ConfigError, match="1 reward models for 0 sources"):
+        build_reward([function], models=[ScriptedReward()])
+    with pytest.raises(ConfigError, match="got none"):
+        build_reward([])
+    with pytest.raises(ConfigError, match="is no URL"):
+        build_reward([RewardSource(kind="server", targets=("nowhere",))])
+    with pytest.raises(ConfigError, match="does not exist"):
+        build_reward([RewardSource(kind="function", targets=("nothere.py",))])
+
+
+def test_check_reward_asks_what_the_source_is(function):
+    assert check_reward(function, [make_prompt()], timeout_s=20.0).call_s is not None
+    with pytest.raises(ConfigError, match="the reward server does not answer"):
+        check_reward(RewardSource(kind="server", targets=(NO_SERVER,)), [make_prompt()], timeout_s=5.0)
+    assert check_reward(RewardSource(kind="model", targets=("m",)), [make_prompt()]) is None

@@ -1,0 +1,396 @@
+"""Rewards from servers, against small ones on this machine: values, turns, batches, retries, and unusable answers."""
+
+import asyncio
+import json
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import httpx
+import pytest
+
+from rlhf_data.errors import ConfigError, RewardError
+from rlhf_data.records import VerdictKind
+from rlhf_data.testing import make_prompt, make_rollout
+from rlhf_rollout.rewards.remote import TOKEN_VARIABLE, RemoteReward, check_reward_server
+
+OK, WRONG, CRASH, TIMEOUT = VerdictKind.OK, VerdictKind.WRONG, VerdictKind.CRASH, VerdictKind.TIMEOUT
+
+NO_SERVER = "http://127.0.0.1:9/get_reward"  # the discard port: nothing listens there
+
+
+class Server:
+    """A reward server. Answers (status, body) from `answers` one after the other, then what `respond` says.
+
+    By default that is the number that the response of each query is, 0 for an empty one.
+    """
+
+    def __init__(self):
+        self.answers = []
+        self.requests = []
+        self.headers = []
+        self.respond = lambda body: (200, {"rewards": [float(text or 0) for text in responses(body)]})
+        self.open = threading.Event()
+        self.open.set()
+
+    def answer(self, body):
+        self.requests.append(body)
+        return self.answers.pop(0) if self.answers else self.respond(body)
+
+
+def responses(body):
+    return [query.removeprefix(prompt) for query, prompt in zip(body["query"], body["prompts"], strict=True)]
+
+
+@pytest.fixture
+def serve():
+    """Return a function that starts a server and returns it with its URL."""
+    running = []
+
+    def start():
+        state = Server()
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self):
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                state.headers.append(dict(self.headers))
+                status, answer = state.answer(body)
+                state.open.wait(10)
+                content = answer.encode() if isinstance(answer, str) else json.dumps(answer).encode()
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(content)))
+                self.end_headers()
+                self.wfile.write(content)
+
+            def log_message(self, *args):
+                pass
+
+        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        running.append((state, server))
+        return state, f"http://127.0.0.1:{server.server_port}/get_reward"
+
+    yield start
+    for state, server in running:
+        state.open.set()
+        server.shutdown()
+        server.server_close()
+
+
+def score(urls, *groups, **options):
+    """Score groups of responses, all at once and each to a prompt of its own; return the verdicts of each."""
+
+    async def run():
+        reward = RemoteReward(urls, **{"retry_wait_s": 0.001, "timeout_s": 10.0, **options})
+        try:
+            calls = []
+            for number, texts in enumerate(groups):
+                prompt = make_prompt(f"q{number}=", str(number))
+                calls.append(reward.score(prompt, [make_rollout(prompt, text) for text in texts]))
+            return await asyncio.gather(*calls)
+        finally:
+            await reward.close()
+
+    return asyncio.run(run())
+
+
+def test_remote_reward_sends_queries_prompts_and_labels(serve):
+    server, url = serve()
+    ((first, second),) = score([url], ["1", "-2.5"])
+    assert server.requests == [{"query": ["q0=1", "q0=-2.5"], "prompts": ["q0=", "q0="], "labels": ["0", "0"]}]
+    assert (first.kind, first.reward, first.score) == (OK, 1.0, 1.0)
+    assert (second.kind, second.reward, second.score) == (WRONG, -2.5, -2.5)
+    assert server.headers[0]["Content-Type"] == "application/json"
+
+
+def test_remote_reward_reads_scores_logs_and_verdicts(serve):
+    server, url = serve()
+    answer = {"rewards": [3, 1], "scores": [0, 1], "extra_logs": {"length": [4, 5], "load": 0.5}}
+    server.answers = [(200, answer | {"verdicts": ["unparsable", None]})]
+    ((first, second),) = score([url], ["a", "b"])
+    assert (first.kind, first.reward, first.score) == (VerdictKind.UNPARSABLE, 3.0, 0.0)
+    assert (second.kind, dict(second.extra)) == (OK, {"length": 5.0, "load": 0.5})
+
+
+def test_remote_reward_no_rollouts_asks_nothing(serve):
+    server, url = serve()
+    assert score([url], []) == [[]]
+    assert server.requests == []
+
+
+def test_remote_reward_text_that_is_no_utf8_arrives(serve):
+    server, url = serve()
+    server.answers = [(200, {"rewards": [1.0]})]
+
+    async def run():
+        reward = RemoteReward([url])
+        prompt = make_prompt("q=")
+        rollout = make_rollout(prompt, "")
+        object.__setattr__(rollout, "text", "\udcff é \x00")
+        verdicts = await reward.score(prompt, [rollout])
+        await reward.close()
+        return verdicts
+
+    assert asyncio.run(run())[0].kind is OK
+    assert server.requests[0]["query"] == ["q=\udcff é \x00"]
+
+
+def test_remote_reward_concurrent_calls_share_requests_up_to_the_batch_size(serve):
+    server, url = serve()
+    groups = [[str(2 * number), str(2 * number + 1)] for number in range(5)]
+    verdicts = score([url], *groups, batch_size=4)
+    assert sorted(len(request["query"]) for request in server.requests) == [2, 4, 4]
+    assert [[verdict.reward for verdict in group] for group in verdicts] == [[float(t) for t in g] for g in groups]
+
+
+def test_remote_reward_servers_take_turns(serve):
+    (one, url_one), (two, url_two) = serve(), serve()
+    score([url_one, url_two], ["1", "2", "3", "4"], batch_size=1)
+    assert (len(one.requests), len(two.requests)) == (2, 2)
+
+
+def test_remote_reward_busy_server_is_left_for_the_next(serve):
+    (busy, url_busy), (free, url_free) = serve(), serve()
+    busy.respond = lambda body: (503, "busy")
+    (verdicts,) = score([url_busy, url_free], ["1", "2"])
+    assert [verdict.reward for verdict in verdicts] == [1.0, 2.0]
+    assert (len(busy.requests), len(free.requests)) == (1, 1)
+
+
+def test_remote_reward_server_that_is_gone_is_left_for_the_next(serve):
+    server, url = serve()
+    (verdicts,) = score([NO_SERVER, url], ["1"])
+    assert verdicts[0].reward == 1.0
+    assert len(server.requests) == 1
+
+
+@pytest.mark.parametrize("status", [408, 425, 429, 502, 503, 504])
+def test_remote_reward_single_server_is_asked_again(serve, status):
+    server, url = serve()
+    server.answers = [(status, "later"), (status, "later")]
+    (verdicts,) = score([url], ["1"])
+    assert verdicts[0].reward == 1.0
+    assert len(server.requests) == 3
+
+
+def test_remote_reward_pauses_double_and_the_last_failure_is_told(serve):
+    server, url = serve()
+    server.respond = lambda body: (503, "  still\nbusy ")
+    started = time.monotonic()
+    (verdicts,) = score([url], ["1", "2"], num_retries=3, retry_wait_s=0.05)
+    # 0.05 + 0.1 + 0.2 s; a busy server is not asked sample by sample.
+    assert 0.35 < time.monotonic() - started < 2.0
+    assert [(v.kind, v.reward, v.detail) for v in verdicts] == [(CRASH, None, f"{url}: status 503: still busy")] * 2
+    assert len(server.requests) == 4
+
+
+def test_remote_reward_no_server_is_a_crash():
+    (verdicts,) = score([NO_SERVER], ["1"], num_retries=1)
+    assert verdicts[0].kind is CRASH
+    assert verdicts[0].detail.startswith(f"{NO_SERVER}: ConnectError: ")
+
+
+def test_remote_reward_silent_server_is_a_timeout_after_two_tries(serve):
+    server, url = serve()
+    server.open.clear()
+    started = time.monotonic()
+    (verdicts,) = score([url], ["1", "2"], timeout_s=0.2, num_retries=5)
+    assert 0.4 <= time.monotonic() - started < 2.0
+    assert [(v.kind, v.detail) for v in verdicts] == [(TIMEOUT, f"{url}: no answer within 0.2 s")] * 2
+    assert len(server.requests) == 2
+
+
+def test_remote_reward_answer_that_trickles_is_a_timeout():
+    class Trickle(httpx.AsyncByteStream):
+        async def __aiter__(self):
+            while True:  # every read is quick, and there is no end of them
+                await asyncio.sleep(0.01)
+                yield b" "
+
+    transport = httpx.MockTransport(lambda request: httpx.Response(200, stream=Trickle()))
+    (verdicts,) = score(["http://reward"], ["1"], timeout_s=0.1, num_retries=0, transport=transport)
+    assert verdicts[0].kind is TIMEOUT
+
+
+@pytest.mark.parametrize("status", [401, 404, 302])
+def test_remote_reward_refused_request_is_not_repeated(serve, status):
+    server, url = serve()
+    server.respond = lambda body: (status, "no")
+    (verdicts,) = score([url], ["1", "2"])
+    assert [verdict.detail for verdict in verdicts] == [f"{url}: status {status}: no"] * 2
+    assert len(server.requests) == 1
+
+
+@pytest.mark.parametrize(
+    "fail",
+    [
+        lambda body: (422, {"detail": "bad"}),
+        lambda body: (500, "traceback"),
+        lambda body: (200, {"rewards": [1.0] * (len(body["query"]) - 1)}),
+        lambda body: (200, "not json"),
+    ],
+    ids=["refused", "error", "lost one", "no json"],
+)
+def test_remote_reward_only_the_culprit_of_a_batch_is_charged(serve, fail):
+    server, url = serve()
+    good = server.respond
+    server.respond = lambda body: fail(body) if "bad" in responses(body) else good(body)
+    groups = score([url], ["1", "bad"], ["3"], num_retries=0)
+    assert [[verdict.reward for verdict in group] for group in groups] == [[1.0, None], [3.0]]
+    assert groups[0][1].kind is CRASH
+    assert sorted(len(request["query"]) for request in server.requests) == [1, 1, 1, 3]
+
+
+def test_remote_reward_number_that_is_not_finite_charges_its_sample_alone(serve):
+    server, url = serve()
+    server.answers = [(200, '{"rewards": [NaN, 1, Infinity]}')]
+    (verdicts,) = score([url], ["1", "2", "3"])
+    assert [(v.kind, v.detail) for v in verdicts] == [
+        (CRASH, "the reward is nan"),
+        (OK, ""),
+        (CRASH, "the reward is inf"),
+    ]
+    assert len(server.requests) == 1
+
+
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [
+        ("oops", "no JSON: oops"),
+        ("", "no JSON: "),
+        ([1.0], "the reward server returned a value of type list, not a dictionary"),
+        ({"reward": [1.0]}, "the reward server's dictionary has no `rewards`: ['reward']"),
+        ({"rewards": [1.0, 2.0]}, "`rewards` has 2 numbers for 1 samples"),
+        ({"rewards": []}, "`rewards` has 0 numbers for 1 samples"),
+        ({"rewards": [None]}, "`rewards` must hold numbers, got None"),
+        ({"rewards": ["1"]}, "`rewards` must hold numbers, got a value of type str"),
+        ({"rewards": [1.0], "verdicts": ["fine"]}, "unknown verdict `fine`; known: crash, ok, timeout"),
+    ],
+)
+def test_remote_reward_unusable_answer_is_a_crash(serve, answer, says):
+    server, url = serve()
+    server.respond = lambda body: (200, answer)
+    (verdicts,) = score([url], ["1"])
+    assert verdicts[0].kind is CRASH
+    assert verdicts[0].detail.startswith(f"{url}: {says}")
+    assert "\n" not in verdicts[0].detail
+    assert len(server.requests) == 1
+
+
+def test_remote_reward_token_comes_from_the_environment_or_the_caller(serve, monkeypatch):
+    server, url = serve()
+    monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
+    score([url], ["1"])
+    monkeypatch.setenv(TOKEN_VARIABLE, "of-the-environment\n")
+    score([url], ["1"])
+    score([url], ["1"], token="given")
+    score([url], ["1"], token="")
+    assert TOKEN_VARIABLE == "RLHF_REMOTE_RM_TOKEN"
+    assert [headers.get("Authorization") for headers in server.headers] == [
+        None, "Bearer of-the-environment", "Bearer given", None,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("token", ["two\nlines", "schlüssel"])
+def test_remote_reward_token_that_no_header_can_carry_is_refused_unseen(token):
+    with pytest.raises(ConfigError) as caught:
+        RemoteReward(["http://host"], token=token)
+    assert TOKEN_VARIABLE in str(caught.value)
+    assert token not in str(caught.value)
+
+
+@pytest.mark.parametrize("url", ["host:5000/get_reward", "ftp://host/x", "http://", "", "http://ho st:5000x/"])
+def test_remote_reward_url_that_is_none_is_refused(url):
+    with pytest.raises(ConfigError, match=r"reward server .*\n\nhint: give one such as http://host:5000/get_reward"):
+        RemoteReward(["http://host", url])
+
+
+def test_remote_reward_password_in_a_url_is_refused_unseen():
+    with pytest.raises(ConfigError, match=rf"host has a password in it\n\nhint: .*{TOKEN_VARIABLE}") as caught:
+        RemoteReward(["http://me:secret@host/"])
+    assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("urls", "options"),
+    [
+        ([], {}),
+        (["http://host"], {"timeout_s": 0}),
+        (["http://host"], {"num_retries": -1}),
+        (["http://host"], {"batch_size": 0}),
+    ],
+)
+def test_remote_reward_numbers_that_make_no_sense_are_refused(urls, options):
+    with pytest.raises(ConfigError):
+        RemoteReward(urls, **options)
+
+
+def test_remote_reward_close_ends_a_request_under_way(serve):
+    server, url = serve()
+    server.open.clear()
+
+    async def run():
+        reward = RemoteReward([url], timeout_s=60.0)
+        prompt = make_prompt()
+        task = asyncio.create_task(reward.score(prompt, [make_rollout(prompt, "1")]))
+        while not server.requests:
+            await asyncio.sleep(0.01)
+        await reward.close()
+        return await asyncio.gather(task, return_exceptions=True)
+
+    started = time.monotonic()
+    assert isinstance(asyncio.run(run())[0], asyncio.CancelledError)
+    assert time.monotonic() - started < 5
+
+
+def test_check_reward_server_tries_each_with_labels_and_empty_responses(serve):
+    (one, url_one), (two, url_two) = serve(), serve()
+    for server in (one, two):
+        server.respond = lambda body: (200, {"rewards": [0.0] * len(body["query"])})
+    check = check_reward_server([url_one, url_two], [make_prompt(f"q{n}=", str(n)) for n in range(6)])
+    assert check.problem is None
+    assert 0 < check.call_s < 5
+    assert one.requests == two.requests
+    assert [request["query"] for request in one.requests] == [
+        ["q0=0", "q0=", "q1=1", "q1=", "q2=2", "q2=", "q3=3", "q3="]
+    ]
+
+
+def test_check_reward_server_without_prompts_looks_at_the_urls_only():
+    assert check_reward_server([NO_SERVER]).call_s is None
+    with pytest.raises(ConfigError, match="is no URL"):
+        check_reward_server(["nothing"])
+
+
+def test_check_reward_server_unreachable_is_refused_with_a_hint(serve):
+    _, url = serve()
+    with pytest.raises(ConfigError, match=r"does not answer: http://127.0.0.1:9(.|\n)*hint: start it.*127\.0\.0\.1"):
+        check_reward_server([url, NO_SERVER], [make_prompt(label="1")], timeout_s=5.0)
+
+
+@pytest.mark.parametrize(
+    ("status", "answer", "says"),
+    [
+        (401, "who are you", rf"status 401: who are you\n\nhint: the environment variable {TOKEN_VARIABLE}"),
+        (404, "what", r"status 404: what\n\nhint: it takes a POST .*is the path right"),
+        (422, {"detail": "no"}, r"status 422(.|\n)*hint: it takes a POST"),
+        (200, "hello", r"no JSON: hello\n\nhint: answer \{\"rewards\": \[one number a query\]\}"),
+        (200, {"rewards": [1.0]}, r"`rewards` has 1 numbers for 2 samples\n\nhint: answer"),
+        (200, '{"rewards": [1.0, NaN]}', r"the reward is nan in the trial call \(sample 1\)\n\nhint: "),
+    ],
+)
+def test_check_reward_server_bad_answer_is_refused(serve, status, answer, says):
+    server, url = serve()
+    server.respond = lambda body: (status, answer)
+    with pytest.raises(RewardError, match=says):
+        check_reward_server([url], [make_prompt()])
+    assert len(server.requests) == 1
+
+
+def test_check_reward_server_that_is_unwell_or_slow_is_told(serve):
+    (broken, url_broken), (slow, url_slow) = serve(), serve()
+    broken.respond = lambda body: (500, "traceback")
+    slow.open.clear()
+    check = check_reward_server([url_broken, url_slow], [make_prompt()], timeout_s=0.2)
+    assert check.problem == f"{url_broken}: status 500: traceback; {url_slow}: no answer within 0.2 s"
+    assert check.call_s >= 0.2
