@@ -1,11 +1,16 @@
-"""What the controller says when a process of a run is gone."""
+"""Processes of a run in a real cluster: one that dies, and reward models."""
 
 import os
+from types import SimpleNamespace
 
 import pytest
 
-from rlhf_data.errors import EngineError
-from rlhf_train.online.cluster import placed_bundles, ray_cluster, wait
+from rlhf_data.errors import ConfigError, EngineError
+from rlhf_models.testing import tiny_reward_model_dir
+from rlhf_rollout.engines import EngineSpec
+from rlhf_rollout.rewards.sources import RewardSource
+from rlhf_train.online.cluster import _part, placed_bundles, ray_cluster, start_scorers, wait
+from rlhf_train.online.job import RewardSpec
 from rlhf_train.placement import PlacementRequest, Resources, plan_placement
 
 
@@ -26,3 +31,39 @@ def test_process_that_dies_is_an_engine_error_with_a_hint():
         actor = ray.remote(Mortal).remote()
         with pytest.raises(EngineError, match=r"(?s)a process of the run is gone.*hint: .*out of memory"):
             wait([actor.end.remote()])
+
+
+def scoring_job(folders, **request):
+    """What `start_scorers` reads of a job."""
+    sources = tuple(RewardSource(kind="model", targets=(str(folder),)) for folder in folders)
+    plan = plan_placement(PlacementRequest(ranks={"actor": 1}, **request), Resources(2, 0))
+    reward = RewardSpec(sources=sources, batch_size=2, normalize=True)
+    return SimpleNamespace(plan=plan, reward=reward, engine=EngineSpec(model="none"))
+
+
+def test_reward_models_run_in_as_many_replicas_as_planned(tmp_path):
+    folders = [tiny_reward_model_dir(tmp_path / "a"), tiny_reward_model_dir(tmp_path / "b", seed=5, mean=1.0, std=2.0)]
+    job = scoring_job(folders, reward_ranks=2)
+    sequences = [[3, 4, 5], [6]]
+    with ray_cluster(job.plan, None), placed_bundles(job.plan) as reserved:
+        scorers = start_scorers(job, reserved)
+        scores = [wait([replica.score.remote(sequences) for replica in replicas]) for replicas in scorers]
+        moments = [wait([replica.has_moments.remote() for replica in replicas]) for replicas in scorers]
+    assert moments == [[False, False], [True, True]]
+    assert [len(replicas) for replicas in scorers] == [2, 2]
+    assert scores[0][0] == scores[0][1] != scores[1][0] == scores[1][1]
+
+
+def test_reward_models_that_the_plan_has_no_places_for_are_refused():
+    with pytest.raises(ConfigError, match="no places for 1 reward models"):
+        start_scorers(scoring_job(["model"]), None)
+    with pytest.raises(ConfigError, match="places for 0 reward models"):
+        start_scorers(scoring_job([], reward_ranks=1), None)
+    assert start_scorers(scoring_job([]), None) == []
+
+
+def test_parts_of_a_gpu_are_what_ray_counts_and_never_add_up_to_more():
+    assert _part(2.0, 1) == 2.0
+    assert _part(0.9 / 3, 1) == 0.3
+    # 0.45 / 7 = 0.064285..., of which Ray counts four places.
+    assert _part(0.45, 7) == 0.0642
