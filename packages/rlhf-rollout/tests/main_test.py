@@ -3,7 +3,9 @@
 import json
 import subprocess
 import sys
+import threading
 import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
@@ -36,6 +38,43 @@ def test_generate_writes_one_scored_record_a_rollout(prompts, tmp_path, capsys):
     # Labels 1 to 5, three times each: the mean is 3.
     told = capsys.readouterr().err
     assert all(part in told for part in ("15 rollouts", "mean reward 3.0000", "verdicts: ok 15", str(out)))
+
+
+@pytest.fixture
+def reward_url():
+    """The URL of a server that gives every query the reward 10."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            content = json.dumps({"rewards": [10.0] * len(body["query"])}).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, *args):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def test_generate_mixes_functions_and_servers_by_weight(prompts, tmp_path, capsys, reward_url):
+    (tmp_path / "label.py").write_text("def reward_func(q, p, l): return {'rewards': [float(label) for label in l]}\n")
+    rewards, out = f"{tmp_path}/label.py,{reward_url}/a,{reward_url}/b", tmp_path / "out.jsonl"
+    assert generate(prompts, out, "--label_key", "a", "--reward", rewards, "--reward_weights", "2,0.5") == 0
+    records = [json.loads(line) for line in out.read_text().splitlines()]
+    assert all(record["reward"] == 2 * float(record["label"]) + 0.5 * 10 for record in records)
+    host = reward_url.removeprefix("http://").replace(":", "_")
+    assert all(
+        record["extra"] == {"reward_label": float(record["label"]), f"reward_{host}": 10.0} for record in records
+    )
+    # Labels 1 to 5: twice their mean of 3, and 5.
+    assert "mean reward 11.0000" in capsys.readouterr().err
 
 
 def test_generate_without_reward_repeats_with_a_seed(prompts, tmp_path):
@@ -89,6 +128,12 @@ def test_generate_reward_that_raises_is_told_and_counted(prompts, tmp_path, caps
         (["--input_template", "x"], "must contain `{}` exactly once"),
         (["--reward", "nothere.py"], "reward file nothere.py does not exist"),
         (["--reward", "rlhf_rollout.rewards.math:nothing"], "has no function `nothing`"),
+        (["--reward", "rlhf_rollout.rewards.math,"], "names nothing between two commas"),
+        (["--reward", "rlhf_rollout.rewards.math,http://"], "reward server http:// is no URL"),
+        (["--reward", "http://127.0.0.1:9/get_reward"], "the reward server does not answer: http://127.0.0.1:9"),
+        (["--reward", "rlhf_rollout.rewards.math", "--reward_weights", "1,2"], "2 weights for 1 rewards"),
+        (["--reward", "rlhf_rollout.rewards.math", "--reward_weights", "one"], "--reward_weights one: it must be num"),
+        (["--reward_weights", "1"], "1 weights for 0 rewards: none"),
     ],
 )
 def test_generate_bad_input_is_refused_before_the_engine_starts(prompts, tmp_path, capsys, monkeypatch, more, says):

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from rlhf_data.prompts import PromptSet
     from rlhf_rollout.engines import EngineSpec
     from rlhf_rollout.generator import GenerationCounts
+    from rlhf_rollout.rewards import RewardSource
 
 _NUM_SHOWN_FAILURES = 3
 _PROGRESS_INTERVAL_S = 5.0
@@ -73,9 +74,17 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
     engine.add_argument("--gpu_memory_utilization", type=float, default=0.9, help="share of the GPU's memory")
     engine.add_argument("--tensor_parallel_size", type=int, default=1, help="GPUs of the engine")
     reward = command.add_argument_group("reward")
-    reward.add_argument("--reward", metavar="FILE.py", help="file with reward_func, or module:function")
+    reward.add_argument(
+        "--reward",
+        metavar="LIST",
+        help="with commas: FILE.py with reward_func, module:function, or URLs of a reward server, which take turns",
+    )
+    reward.add_argument(
+        "--reward_weights", metavar="LIST", help="with commas: a number for each reward, all URLs being one"
+    )
     reward.add_argument("--reward_timeout_s", type=float, default=30.0, help="time limit of one call")
-    reward.add_argument("--reward_workers", type=int, default=2, help="calls at once")
+    reward.add_argument("--reward_workers", type=int, default=2, help="calls at once, of each function")
+    reward.add_argument("--reward_batch_size", type=int, default=64, help="rollouts of a server's request at most")
     output = command.add_argument_group("output")
     output.add_argument("--out", required=True, metavar="FILE.jsonl", help="where the rollouts go")
     output.add_argument("--overwrite", action="store_true", help="replace the file if it exists")
@@ -87,13 +96,14 @@ def _generate(options: argparse.Namespace) -> int:
     from pathlib import Path
 
     from rlhf_data.prompts import load_prompts
-    from rlhf_rollout.rewards import check_reward_function
+    from rlhf_rollout.rewards import check_reward
 
     out = Path(options.out)
     if out.exists() and not options.overwrite:
         raise ConfigError(with_hint(f"{out} exists", "give another --out, or --overwrite"))
     if not Path(options.prompts).is_file():
         raise ConfigError(missing_file("--prompts file", options.prompts))
+    sources = _sources(options)
     spec = _engine_spec(options)
     tokenizer = _tokenizer(options)
     prompts = load_prompts(
@@ -107,11 +117,24 @@ def _generate(options: argparse.Namespace) -> int:
         max_samples=options.max_samples,
     )
     _say(prompts.summary)
-    if options.reward:
-        check = check_reward_function(options.reward, prompts[:4], timeout_s=options.reward_timeout_s)
+    for source in sources:
+        check = check_reward(source, prompts[:4], timeout_s=options.reward_timeout_s)
         if check.problem:
-            _say(f"warning: the reward function failed a trial call: {check.problem}")
-    return asyncio.run(_write_rollouts(options, spec, tokenizer, prompts))
+            _say(f"warning: the reward {source.kind} failed a trial call: {check.problem}")
+    return asyncio.run(_write_rollouts(options, spec, sources, tokenizer, prompts))
+
+
+def _sources(options: argparse.Namespace) -> "tuple[RewardSource, ...]":
+    from rlhf_rollout.rewards import parse_sources
+
+    weights = None
+    if options.reward_weights is not None:
+        try:
+            weights = [float(weight) for weight in options.reward_weights.split(",")]
+        except ValueError:
+            message = f"--reward_weights {options.reward_weights}: it must be numbers with commas"
+            raise ConfigError(with_hint(message, "such as 1,0.5")) from None
+    return parse_sources(options.reward or "", weights=weights)
 
 
 def _engine_spec(options: argparse.Namespace) -> "EngineSpec":
@@ -156,7 +179,13 @@ def _tokenizer(options: argparse.Namespace) -> Any:
         ) from None
 
 
-async def _write_rollouts(options: argparse.Namespace, spec: "EngineSpec", tokenizer: Any, prompts: "PromptSet") -> int:
+async def _write_rollouts(
+    options: argparse.Namespace,
+    spec: "EngineSpec",
+    sources: "Sequence[RewardSource]",
+    tokenizer: Any,
+    prompts: "PromptSet",
+) -> int:
     import contextlib
     import time
     from pathlib import Path
@@ -165,7 +194,7 @@ async def _write_rollouts(options: argparse.Namespace, spec: "EngineSpec", token
     from rlhf_rollout.generator import GenerationCounts, generate_groups
     from rlhf_rollout.protocols import SamplingParams
     from rlhf_rollout.records_io import RolloutWriter
-    from rlhf_rollout.rewards import FunctionReward
+    from rlhf_rollout.rewards import build_reward
 
     sampling = SamplingParams(
         num_samples=options.num_samples,
@@ -179,9 +208,12 @@ async def _write_rollouts(options: argparse.Namespace, spec: "EngineSpec", token
     started = told = time.monotonic()
     async with contextlib.AsyncExitStack() as stack:
         reward = None
-        if options.reward:
-            reward = FunctionReward(
-                options.reward, timeout_s=options.reward_timeout_s, num_workers=options.reward_workers
+        if sources:
+            reward = build_reward(
+                sources,
+                timeout_s=options.reward_timeout_s,
+                num_workers=options.reward_workers,
+                batch_size=options.reward_batch_size,
             )
             stack.push_async_callback(reward.close)
         engine = build_engine(options.engine, spec)

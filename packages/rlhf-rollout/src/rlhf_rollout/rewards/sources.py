@@ -69,7 +69,8 @@ def parse_sources(
     if len(weights) != len(sources):
         raise ConfigError(
             with_hint(
-                f"{len(weights)} weights for {len(sources)} rewards: {', '.join(source.name for source in sources)}",
+                f"{len(weights)} weights for {len(sources)} rewards:"
+                f" {', '.join(source.name for source in sources) or 'none'}",
                 "give one a reward, in their order; all URLs together are one reward",
             )
         )
