@@ -130,7 +130,7 @@ def test_parse_alias_sets_the_same_field():
         (
             ["--ref_nodes", "1", "--use_wandb=k", "--ref_pretrain", "m", "--ref_nodes", "2"],
             "unknown flags `--ref_nodes`, `--use_wandb`, `--ref_pretrain`",
-            "nearest to `--ref_nodes` is `--ref_num_nodes`; nearest to `--ref_pretrain` is `--reward_pretrain`; `rlhf ppo",
+            "nearest to `--ref_nodes` is `--ref_num_nodes`; nearest to `--ref_pretrain` is `--reward_pretrain`; `rlhf",
         ),
         (["stray"], "`stray` belongs to no flag", "quote"),
         (

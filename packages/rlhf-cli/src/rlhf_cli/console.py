@@ -54,6 +54,7 @@ PPO_COLUMNS = (
     Column("train", "time/train", 2, 6, "dim"),
     Column("sync", "time/sync", 2, 6, "dim"),
 )
+_FILTERED = Column("filtered", "samples/filtered", 0, 9)
 SFT_COLUMNS = (
     Column("loss", "sft/loss", 4, 8, "bold green"),
     Column("entropy", "sft/entropy", 4, 8),
@@ -134,9 +135,13 @@ class StepTable:
 class RunView:
     """Shows an online run; the `Observer` of `rlhf_train.online`."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, *, dynamic_sampling: bool = False) -> None:
+        """With `dynamic_sampling` a step says how many samples it left out."""
         self._console = console
-        self._table = StepTable(console, PPO_COLUMNS)
+        columns = list(PPO_COLUMNS)
+        if dynamic_sampling:
+            columns.insert(1, _FILTERED)
+        self._table = StepTable(console, columns)
 
     def starting(self, text: str) -> None:
         """See `Observer`."""
@@ -160,7 +165,22 @@ class RunView:
         details = [f"{metrics['eval/response_tokens']:.1f} tokens a response"]
         if "eval/reward" in metrics:
             details.insert(0, f"reward {metrics['eval/reward']:.3f}")
+        if name := _widest_pass("eval", metrics):
+            details.insert(0, f"{name} {metrics[f'eval/{name}']:.3f}")
         self._console.result(f"held-out accuracy {moment}: {accuracy:.3f}  ({', '.join(details)})", "bold")
+        self._sources(metrics)
+
+    def _sources(self, metrics: Mapping[str, float]) -> None:
+        """Write a line for each data source, where there are several."""
+        sources = [name.split("/")[1] for name in metrics if name.startswith("eval/") and name.endswith("/pass@1")]
+        width = max(map(len, sources), default=0)
+        for source in sources:
+            prefix = f"eval/{source}"
+            names = ("pass@1", _widest_pass(prefix, metrics))
+            numbers = [f"{name} {metrics[f'{prefix}/{name}']:.3f}" for name in names if name]
+            numbers.append(f"{metrics[f'{prefix}/response_tokens']:.1f} tokens a response")
+            numbers.append(f"{metrics[f'{prefix}/truncated']:.0%} cut off")
+            self._console.result(f"  {source.ljust(width)}  {', '.join(numbers)}")
 
     def samples(self, title: str, samples: Sequence[tuple[Prompt, Rollout]]) -> None:
         """See `Observer`."""
@@ -208,6 +228,13 @@ def show_results(console: Console, folder: str, artifacts: Mapping[str, str], me
     if "final model" in artifacts:
         model = str(Path(folder) / artifacts["final model"])
         console.row([("  to load it:    ", "dim"), (f"AutoModelForCausalLM.from_pretrained({model!r})", "")])
+
+
+def _widest_pass(prefix: str, metrics: Mapping[str, float]) -> str | None:
+    """Return `pass@K` with the largest K that was measured; None when that is 1."""
+    start = f"{prefix}/pass@"
+    most = max((int(name.removeprefix(start)) for name in metrics if name.startswith(start)), default=1)
+    return f"pass@{most}" if most > 1 else None
 
 
 def _cell(value: float | None, column: Column) -> str:

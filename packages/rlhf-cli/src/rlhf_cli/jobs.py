@@ -8,7 +8,8 @@ from rlhf_cli.config.ppo import PpoConfig
 from rlhf_cli.preflight import Inputs
 from rlhf_rollout.engines import EngineSpec
 from rlhf_rollout.protocols import SamplingParams
-from rlhf_train.online.job import BatchSizes, OnlineJob, RewardSpec
+from rlhf_rollout.rewards import RewardSource
+from rlhf_train.online.job import BatchSizes, DynamicSampling, OnlineJob, RewardSpec
 from rlhf_train.placement import PlacementPlan, PlacementRequest, Resources, plan_placement
 from rlhf_train.specs import ModelSpec, OptimizerSpec
 
@@ -25,12 +26,15 @@ def make_plan(config: PpoConfig, resources: Resources) -> PlacementPlan:
         ranks["critic"] = placement.critic_num_nodes * placement.critic_num_gpus_per_node
     if spec.uses_reference:
         ranks["reference"] = placement.ref_num_nodes * placement.ref_num_gpus_per_node
+    scorers = placement.reward_num_nodes * placement.reward_num_gpus_per_node
     request = PlacementRequest(
         ranks=ranks,
+        reward_ranks=scorers if config.reward.reward_pretrain is not None else 0,
         num_engines=config.engine.vllm_num_engines,
         tensor_parallel_size=config.engine.vllm_tensor_parallel_size,
         colocate_all_models=placement.colocate_all_models,
         colocate_actor_ref=placement.colocate_actor_ref,
+        colocate_critic_reward=placement.colocate_critic_reward,
     )
     return plan_placement(request, resources)
 
@@ -41,6 +45,7 @@ def make_job(
     """Return the job. Raises ConfigError for combinations that only show here."""
     batch = make_batch(config)
     num_steps = count_steps(config, len(inputs.prompts))
+    num_frozen = max(config.training.freezing_actor_steps, 0)
     on_gpu = plan.device == "cuda"
     # Requests reach an engine in no fixed order, so that on a CPU each draws from a seed of its own. On a GPU, sums
     # depend on what else is in the batch: it would not make runs alike, and slow the sampler down.
@@ -48,7 +53,7 @@ def make_job(
     num_samples = config.rollout.n_samples_per_prompt
     places = config.engine.vllm_max_num_seqs * plan.engines.num_ranks
     return OnlineJob(
-        models=_make_models(config, inputs, num_steps * batch.num_updates),
+        models=_make_models(config, inputs, num_steps * batch.num_updates, num_frozen * batch.num_updates),
         algorithm=config.algorithm.spec(),
         engine=make_engine(config, inputs.model, plan),
         sampling=_make_sampling(config, num_samples, config.rollout.temperature, seed),
@@ -57,11 +62,7 @@ def make_job(
         ),
         prompts=inputs.prompts.prompts,
         eval_prompts=inputs.eval_prompts.prompts if inputs.eval_prompts else (),
-        reward=RewardSpec(
-            sources=inputs.reward_sources,
-            timeout_s=config.reward.reward_timeout_s,
-            num_workers=config.reward.reward_num_workers,
-        ),
+        reward=make_reward(config, inputs.reward_sources),
         plan=plan,
         batch=batch,
         num_steps=num_steps,
@@ -75,6 +76,11 @@ def make_job(
         # Twice what the engines write at once: they never wait for the next prompt.
         max_in_flight=max(math.ceil(2 * places / num_samples), 1),
         ray_address=ray_address,
+        dynamic_sampling=_make_dynamic_sampling(config),
+        num_frozen_steps=num_frozen,
+        ema_beta=config.training.ema_beta if config.training.enable_ema else None,
+        save_critic=config.output.save_value_network and config.algorithm.spec().row.uses_critic,
+        best_metric=config.evaluation.best_metric_key,
     )
 
 
@@ -87,6 +93,22 @@ def make_batch(config: PpoConfig) -> BatchSizes:
         micro_train_batch_size=config.training.micro_train_batch_size,
         micro_rollout_batch_size=config.rollout.micro_rollout_batch_size,
         max_epochs=config.training.max_epochs,
+    )
+
+
+def make_reward(config: PpoConfig, sources: tuple[RewardSource, ...]) -> RewardSpec:
+    """Return who scores, and what becomes of the scores."""
+    section = config.reward
+    return RewardSpec(
+        sources=sources,
+        timeout_s=section.reward_timeout_s,
+        num_workers=section.reward_num_workers,
+        batch_size=section.reward_batch_size,
+        normalize=section.normalize_reward,
+        clip_range=section.reward_clip_range,
+        overlong_buffer=section.overlong_buffer(config.rollout.generate_max_len),
+        overlong_penalty_factor=section.overlong_penalty_factor,
+        stop_properly_coef=section.stop_properly_penalty_coef,
     )
 
 
@@ -150,12 +172,32 @@ def describe_batches(config: PpoConfig, job: OnlineJob) -> str:
             f"prompt {config.data.prompt_max_len} + response {config.rollout.generate_max_len}"
             f" = {job.engine.max_model_len} at most",
         ),
+        *_describe_extras(config, job),
         ("held-out", f"{len(job.eval_prompts)} prompts x {job.eval_sampling.num_samples} sample(s)"),
     ]
     return "\n".join(f"  {name.ljust(18)} {text}" for name, text in rows)
 
 
-def _make_models(config: PpoConfig, inputs: Inputs, num_updates: int) -> dict[str, ModelSpec]:
+def _describe_extras(config: PpoConfig, job: OnlineJob) -> list[tuple[str, str]]:
+    rows, size = [], job.batch.rollout_batch_size
+    if job.dynamic_sampling is not None:
+        most = size * job.dynamic_sampling.max_batches
+        rows.append(("dynamic sampling", f"a step draws prompts until {size} are worth training, {most} at most"))
+    if job.num_frozen_steps:
+        learning = job.models["actor"].optimizer.total_steps
+        rows.append(
+            ("critic first", f"{job.num_frozen_steps} steps without the policy, which takes {learning} optimizer steps")
+        )
+    if job.reward.overlong_buffer:
+        free = config.rollout.generate_max_len - job.reward.overlong_buffer
+        factor = job.reward.overlong_penalty_factor
+        rows.append(
+            ("length", f"no penalty up to {free} tokens, then up to {factor:g} over {job.reward.overlong_buffer}")
+        )
+    return rows
+
+
+def _make_models(config: PpoConfig, inputs: Inputs, num_updates: int, num_frozen_updates: int) -> dict[str, ModelSpec]:
     spec, training = config.algorithm.spec(), config.training
 
     def model(path: str, optimizer: OptimizerSpec | None) -> ModelSpec:
@@ -169,12 +211,22 @@ def _make_models(config: PpoConfig, inputs: Inputs, num_updates: int) -> dict[st
             optimizer=optimizer,
         )
 
-    models = {"actor": model(inputs.model, training.optimizer(training.actor_learning_rate, num_updates))}
+    learning = training.optimizer(training.actor_learning_rate, num_updates - num_frozen_updates)
+    models = {"actor": model(inputs.model, learning)}
     if spec.row.uses_critic:
         models["critic"] = model(inputs.critic, training.optimizer(training.critic_learning_rate, num_updates))
     if spec.uses_reference:
         models["reference"] = model(inputs.model, None)
     return models
+
+
+def _make_dynamic_sampling(config: PpoConfig) -> DynamicSampling | None:
+    rollout = config.rollout
+    if not rollout.dynamic_filtering:
+        return None
+    return DynamicSampling(
+        reward_range=rollout.dynamic_filtering_reward_range, max_batches=rollout.dynamic_filtering_max_batches
+    )
 
 
 def _make_sampling(config: PpoConfig, num_samples: int, temperature: float, seed: int | None) -> SamplingParams:

@@ -18,6 +18,12 @@ def user_path(text: str | Path) -> Path:
     return user_folder() / Path(text).expanduser()
 
 
+def data_paths(texts: str | None, *, held_out: bool = False) -> list[Path]:
+    """Return the data files of a list with commas."""
+    parts = (part.strip() for part in (texts or "").split(","))
+    return [data_path(part, held_out=held_out) for part in parts if part]
+
+
 def data_path(text: str, *, held_out: bool = False) -> Path:
     """Return a data file; `builtin` is the one that ships."""
     if text == BUILTIN:

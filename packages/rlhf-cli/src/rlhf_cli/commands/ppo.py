@@ -10,6 +10,7 @@ from rlhf_cli.config.command_line import parse, to_toml
 from rlhf_cli.config.ppo import PpoConfig
 from rlhf_cli.exits import SUCCESS, exit_status
 from rlhf_cli.paths import output_folder, user_path
+from rlhf_cli.presets import PRESETS
 
 DESCRIPTION = """Train a language model on rewards: vLLM generates, a reward function scores, DeepSpeed trains.
 Without --pretrain and --prompt_data a tiny model that ships learns to carry when it adds."""
@@ -21,7 +22,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: Sequence[str]) -> int:
-    parsed = parse(PpoConfig, argv, prog="rlhf ppo", description=DESCRIPTION, resolve=user_path, recipe=builtin_recipe)
+    parsed = parse(
+        PpoConfig,
+        argv,
+        prog="rlhf ppo",
+        description=DESCRIPTION,
+        resolve=user_path,
+        recipe=builtin_recipe,
+        presets=PRESETS,
+    )
     config = parsed.config
 
     from rlhf_cli.console import Console, RunView, show_results
@@ -51,7 +60,7 @@ def _run(argv: Sequence[str]) -> int:
 
     from rlhf_train.online.controller import run_online
 
-    view = RunView(console)
+    view = RunView(console, dynamic_sampling=job.dynamic_sampling is not None)
     try:
         summary = run_online(job, view)
     finally:

@@ -5,11 +5,8 @@ from typing import ClassVar
 from pydantic import Field
 
 from rlhf_cli.config.base import Section, SymmetricRange
-from rlhf_data.errors import ConfigError, with_hint
-from rlhf_rollout.rewards import RewardSource
-from rlhf_rollout.rewards.sources import RewardKind
-
-_URL = ("http://", "https://")
+from rlhf_data.errors import ConfigError
+from rlhf_rollout.rewards.sources import RewardSource, parse_sources
 
 
 class RewardSection(Section):
@@ -52,39 +49,17 @@ class RewardSection(Section):
     )
 
     def sources(self) -> tuple[RewardSource, ...]:
-        """Return who scores, as they were named. Raises ConfigError when the weights are not one number for each."""
-        remote = _split(self.remote_rm_url)
-        servers = tuple(text for text in remote if text.startswith(_URL))
-        first = remote.index(servers[0]) if servers else -1
-        named: list[tuple[RewardKind, tuple[str, ...]]] = [
-            ("server", servers) if place == first else ("function", (text,))
-            for place, text in enumerate(remote)
-            if place == first or text not in servers
-        ]
-        named += [("model", (text,)) for text in _split(self.reward_pretrain)]
-        weights = self._weights([" + ".join(targets) for _, targets in named])
-        return tuple(
-            RewardSource(kind=kind, targets=targets, weight=weight)
-            for (kind, targets), weight in zip(named, weights, strict=True)
-        )
+        """Return who scores, as they were named. Raises ConfigError for weights that are not one number for each."""
+        weights = None
+        if self.reward_weights is not None:
+            try:
+                weights = [float(text) for text in self.reward_weights.split(",")]
+            except ValueError:
+                message = f"--reward_weights is {self.reward_weights}; it must be numbers with commas between them"
+                raise ConfigError(message) from None
+        return parse_sources(self.remote_rm_url or "", self.reward_pretrain or "", weights)
 
     def overlong_buffer(self, max_tokens: int) -> int:
         """Return the tokens over which the penalty grows, for responses of at most `max_tokens`."""
         share = max_tokens if self.overlong_buffer_len < 1 else 1
         return round(self.overlong_buffer_len * share)
-
-    def _weights(self, names: list[str]) -> list[float]:
-        if self.reward_weights is None:
-            return [1.0] * len(names)
-        try:
-            weights = [float(text) for text in _split(self.reward_weights)]
-        except ValueError:
-            raise ConfigError(f"--reward_weights is {self.reward_weights}; it must be numbers with commas") from None
-        if len(weights) != len(names):
-            message = f"--reward_weights has {len(weights)} number(s) for {len(names)} reward source(s)"
-            raise ConfigError(with_hint(message, f"give one each for {', '.join(names)}"))
-        return weights
-
-
-def _split(text: str | None) -> list[str]:
-    return [part.strip() for part in (text or "").split(",") if part.strip()]

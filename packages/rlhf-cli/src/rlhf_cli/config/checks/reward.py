@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
@@ -28,10 +27,6 @@ def check_reward(config: PpoConfig, given: Collection[str]) -> list[str]:
             " http:// address, or --reward_pretrain MODEL"
         )
         raise missing("remote_rm_url", "nothing says how responses are scored", hint)
-    name, count = Counter(source.name for source in sources).most_common(1)[0]
-    if count > 1:
-        message = f"{count} reward sources are called `{name}`, the name under which their rewards are logged"
-        raise ConfigError(with_hint(message, "rename one, or drop it if it is the same"))
     check_range("reward_clip_range", section.reward_clip_range)
     kinds = {source.kind for source in sources}
     notices = []

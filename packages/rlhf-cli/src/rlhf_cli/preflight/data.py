@@ -1,0 +1,124 @@
+"""Data files before a run: rows, keys, lengths, and what can be measured on the held-out ones."""
+
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rlhf_cli.config.ppo import PpoConfig
+from rlhf_cli.paths import data_path, data_paths
+from rlhf_data.errors import ConfigError, unknown, with_hint
+from rlhf_data.prompts import PromptSet, load_prompts
+from rlhf_data.records import Prompt
+from rlhf_data.sources import read_rows
+
+_METRICS = ("accuracy", "reward", "score", "response_tokens", "truncated")
+_SOURCE_METRICS = ("response_tokens", "truncated")
+
+
+def check_first_rows(config: PpoConfig) -> None:
+    """Raise DataError unless the first row of every file has its keys; ConfigError for held-out files of one name."""
+    data = config.data
+    held_out = data_paths(data.eval_data, held_out=True)
+    for path in held_out:
+        if sum(other.stem == path.stem for other in held_out) > 1:
+            message = f"two files of --eval_data are called {path.stem}, the name by which their results are told apart"
+            raise ConfigError(with_hint(message, "rename one"))
+    for path in (*data_paths(data.prompt_data), *held_out):
+        row = read_rows(path, max_rows=1)[0]
+        row.cell(data.input_key)
+        for key in (data.label_key, data.source_key if path in held_out else None):
+            if key is not None:
+                row.cell(key)
+
+
+def load_training_prompts(config: PpoConfig, tokenizer: Any) -> PromptSet:
+    """Return what the policy trains on. Raises DataError for a row that cannot be used."""
+    assert config.data.prompt_data
+    return _load(config, data_path(config.data.prompt_data), tokenizer, source="train")
+
+
+def load_held_out(config: PpoConfig, tokenizer: Any) -> PromptSet | None:
+    """Return the prompts of all --eval_data files, each with the name of its source as metrics have it."""
+    data = config.data
+    sets = [
+        _load(config, path, tokenizer, source=path.stem, source_key=data.source_key)
+        for path in data_paths(data.eval_data, held_out=True)
+    ]
+    if not sets:
+        return None
+    prompts = tuple(replace(prompt, source=_metric_part(prompt.source)) for part in sets for prompt in part)
+    return PromptSet(
+        prompts,
+        num_rows=sum(part.num_rows for part in sets),
+        num_too_long=sum(part.num_too_long for part in sets),
+        longest_tokens=max(part.longest_tokens for part in sets),
+    )
+
+
+def check_best_metric(config: PpoConfig, prompts: Sequence[Prompt], *, logs_numbers: bool) -> None:
+    """Raise ConfigError when --best_metric_key names a number that no evaluation will have.
+
+    Args:
+        config: all sections.
+        prompts: held out.
+        logs_numbers: a reward may log further numbers, whose names show at the first evaluation.
+    """
+    name = config.evaluation.best_metric_key
+    if name is None:
+        return
+    known = _metric_names({prompt.source for prompt in prompts}, config.evaluation.eval_n_samples_per_prompt)
+    may_be_logged = logs_numbers and re.fullmatch(r"eval/(?!pass@)[^/]+", name)
+    if name not in known and not may_be_logged:
+        raise ConfigError(f"--best_metric_key: {unknown('metric', name, known)}")
+
+
+def data_notices(config: PpoConfig, prompts: PromptSet, held_out: PromptSet | None) -> list[str]:
+    """Return what a person should know about the prompts, a sentence each."""
+    notices = [
+        f"{part.num_too_long} of {part.num_rows} prompts are longer than --prompt_max_len and left out; the"
+        f" longest has {part.longest_tokens} tokens"
+        for part in (prompts, held_out)
+        if part is not None and part.num_too_long
+    ]
+    trained = {prompt.text for prompt in prompts}
+    if shared := sum(prompt.text in trained for prompt in held_out or ()):
+        notices.append(f"{shared} of {len(held_out or ())} held-out prompts are training prompts, too")
+    size = config.rollout.rollout_batch_size
+    if size > len(prompts):
+        notices.append(
+            f"--rollout_batch_size {size} is more than the {len(prompts)} prompts: each is asked"
+            f" {size / len(prompts):.1f} times a step"
+        )
+    return notices
+
+
+def _load(config: PpoConfig, path: Path, tokenizer: Any, *, source: str, source_key: str | None = None) -> PromptSet:
+    data = config.data
+    return load_prompts(
+        path,
+        tokenizer,
+        input_key=data.input_key,
+        label_key=data.label_key,
+        apply_chat_template=data.apply_chat_template,
+        input_template=data.input_template,
+        prompt_max_len=data.prompt_max_len,
+        max_samples=data.max_samples,
+        source=source,
+        source_key=source_key,
+    )
+
+
+def _metric_names(sources: Collection[str], num_samples: int) -> list[str]:
+    """Return what an evaluation measures; see `rlhf_train.online.evaluation`."""
+    ks = {2**power for power in range(num_samples.bit_length())} | {num_samples}
+    passes = [f"pass@{k}" for k in sorted(ks) if k <= num_samples]
+    names = [f"eval/{name}" for name in (*_METRICS, *passes)]
+    if len(sources) > 1:
+        names += [f"eval/{source}/{name}" for source in sorted(sources) for name in (*passes, *_SOURCE_METRICS)]
+    return names
+
+
+def _metric_part(source: str) -> str:
+    return re.sub(r"[^\w.-]", "_", source) or "_"

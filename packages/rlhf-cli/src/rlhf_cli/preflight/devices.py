@@ -1,0 +1,37 @@
+"""What there is to run on."""
+
+import os
+from collections.abc import Collection
+
+from rlhf_cli.config.ppo import PpoConfig
+from rlhf_data.errors import ConfigError, with_hint
+from rlhf_train.placement import Resources, local_resources
+
+
+def find_resources() -> tuple[Resources, str | None]:
+    """Return what there is to run on, and the address of the Ray cluster that RAY_ADDRESS names, if it does."""
+    address = os.environ.get("RAY_ADDRESS") or None
+    if address is None:
+        return local_resources(), None
+    import ray
+
+    if not ray.is_initialized():
+        try:
+            ray.init(address=address, logging_level="ERROR", log_to_driver=False)
+        except (ConnectionError, ValueError, RuntimeError) as error:
+            hint = "start one with `ray start --head`, set up its token here if it has one, or unset RAY_ADDRESS"
+            raise ConfigError(with_hint(f"no Ray cluster answers at RAY_ADDRESS {address}: {error}", hint)) from None
+    total = ray.cluster_resources()
+    return Resources(num_cpus=int(total.get("CPU", 0)), num_gpus=int(total.get("GPU", 0))), address
+
+
+def check_device(config: PpoConfig, given: Collection[str], num_gpus: int) -> list[str]:
+    """Return notices for options that a machine without GPUs does not heed. Raises ConfigError for one it cannot."""
+    from rlhf_cli.config.checks import on_cpu
+
+    if num_gpus:
+        return []
+    if config.engine.vllm_tensor_parallel_size > 1:
+        message = f"--vllm_tensor_parallel_size is {config.engine.vllm_tensor_parallel_size} and there is no GPU"
+        raise ConfigError(with_hint(message, "use --vllm_num_engines for more engines"))
+    return on_cpu(given)

@@ -1,0 +1,67 @@
+"""Everything that a `ppo` run reads, in the order in which it is quick to check."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlhf_cli.config.ppo import PpoConfig
+from rlhf_cli.paths import check_output_folder, model_path
+from rlhf_cli.preflight.data import (
+    check_best_metric,
+    check_first_rows,
+    data_notices,
+    load_held_out,
+    load_training_prompts,
+)
+from rlhf_cli.preflight.models import (
+    check_attention,
+    check_context,
+    choose_critic,
+    load_model_files,
+    longest_sequence,
+)
+from rlhf_cli.preflight.rewards import check_reward_models, named_sources, reward_models, try_rewards
+from rlhf_data.prompts import PromptSet
+from rlhf_rollout.rewards import RewardSource
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """What a `ppo` run reads, checked.
+
+    Attributes:
+        model, critic: folders or hub names.
+        reward_sources: who scores; files and folders with their full paths.
+        prompts, eval_prompts: tokenized; the latter may be empty.
+        notices: what a person should know about them, a sentence each.
+    """
+
+    model: str
+    critic: str
+    reward_sources: tuple[RewardSource, ...]
+    prompts: PromptSet
+    eval_prompts: PromptSet | None
+    notices: tuple[str, ...]
+
+
+def check_inputs(config: PpoConfig, folder: Path) -> Inputs:
+    """Check everything a `ppo` run reads.
+
+    Raises:
+        ConfigError: a model, tokenizer, length, folder, or reward function, server or model that does not work.
+        DataError: a data file that does not work.
+    """
+    assert config.model.pretrain and config.data.prompt_data
+    check_output_folder(folder)
+    check_first_rows(config)
+    sources = named_sources(config)
+    model = model_path(config.model.pretrain)
+    model_config, tokenizer = load_model_files(model)
+    check_attention(config.model, model_config)
+    check_context(model_config, *longest_sequence(config))
+    check_reward_models(config, sources, tokenizer)
+    critic, notices = choose_critic(config, model, reward_models(sources), tokenizer)
+    prompts, held_out = load_training_prompts(config, tokenizer), load_held_out(config, tokenizer)
+    check_best_metric(config, held_out or (), logs_numbers=any(source.kind != "model" for source in sources))
+    notices += data_notices(config, prompts, held_out)
+    notices += try_rewards(config, sources, prompts.prompts[:4])
+    return Inputs(model, critic, sources, prompts, held_out, tuple(notices))

@@ -1,0 +1,83 @@
+"""Model folders before a run: config, tokenizer, weights, attention, context. No weights are loaded."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from rlhf_cli.config.model import ModelSection
+from rlhf_cli.config.ppo import PpoConfig
+from rlhf_cli.paths import model_path
+from rlhf_data.errors import ConfigError, unknown, with_hint
+
+
+def load_model_files(path: str) -> tuple[Any, Any]:
+    """Return the config and the tokenizer of a model folder or hub name. Raises ConfigError when they do not fit."""
+    from rlhf_models.loading import check_tokenizer_fits, check_weights, load_config, load_tokenizer
+
+    config, tokenizer = load_config(path), load_tokenizer(path)
+    check_tokenizer_fits(config, tokenizer)
+    check_weights(path)
+    return config, tokenizer
+
+
+def check_attention(section: ModelSection, model_config: Any) -> None:
+    """Raise ConfigError unless the model can be run with the attention and the packing asked for."""
+    from rlhf_models.attention import choose_attention
+
+    name = section.attn_implementation
+    if name not in ("auto", "eager") and "/" not in name:  # a name with a slash is a kernel on the hub
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+        known = {"auto", "eager", *ALL_ATTENTION_FUNCTIONS.valid_keys()}
+        if name not in known:
+            raise ConfigError(f"--attn_implementation: {unknown('value', name, known)}")
+    choose_attention(model_config, name, packing=section.packing_samples)
+
+
+def check_context(model_config: Any, num_tokens: int, flags: str) -> None:
+    """Raise ConfigError unless the model can look back over `num_tokens`, which `flags` ask for."""
+    context = getattr(model_config.get_text_config(), "max_position_embeddings", None)
+    if context is not None and num_tokens > context:
+        message = f"{flags} is {num_tokens} tokens, and the model has a context of {context}"
+        raise ConfigError(with_hint(message, f"lower them to {context} tokens in all"))
+
+
+def longest_sequence(config: PpoConfig) -> tuple[int, str]:
+    """Return the tokens of a prompt and its response at most, and the flags that say so."""
+    prompt, response = config.data.prompt_max_len, config.rollout.generate_max_len
+    return prompt + response, f"--prompt_max_len {prompt} + --generate_max_len {response}"
+
+
+def choose_critic(config: PpoConfig, model: str, reward_models: Sequence[str], tokenizer: Any) -> tuple[str, list[str]]:
+    """Return what the critic starts from, and a notice when nobody said so.
+
+    Args:
+        config: all sections.
+        model: the policy's folder or hub name, which is the last choice.
+        reward_models: checked; the first of them is the choice before.
+        tokenizer: the policy's.
+
+    Raises:
+        ConfigError: a critic that cannot be run or does not read the policy's tokens.
+    """
+    named = config.model.critic_pretrain
+    if not config.algorithm.spec().row.uses_critic or (named is None and not reward_models):
+        return model, []
+    critic = reward_models[0] if named is None else model_path(named)
+    if critic != model:
+        _check_critic(config.model, critic, tokenizer)
+    if named is not None:
+        return critic, []
+    return critic, [f"the critic starts from the reward model {critic}: --critic_pretrain names another"]
+
+
+def _check_critic(section: ModelSection, critic: str, tokenizer: Any) -> None:
+    from rlhf_models.loading import check_same_tokenizer, check_tokenizer_fits, check_weights, load_config
+
+    try:
+        model_config = load_config(critic)
+        check_tokenizer_fits(model_config, tokenizer)
+        check_same_tokenizer(critic, tokenizer)
+        check_weights(critic)
+        check_attention(section, model_config)
+    except ConfigError as error:
+        raise ConfigError(f"--critic_pretrain: {error}") from None

@@ -1,0 +1,75 @@
+"""Who scores, before a run: functions are called, servers reached, and reward models looked into."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from rlhf_cli.config.ppo import PpoConfig
+from rlhf_cli.paths import model_path, reward_path
+from rlhf_cli.preflight.models import check_attention, check_context, longest_sequence
+from rlhf_data.errors import ConfigError, RewardError
+from rlhf_data.records import Prompt
+from rlhf_rollout.rewards import RewardSource, check_reward, parse_reward
+
+
+def named_sources(config: PpoConfig) -> tuple[RewardSource, ...]:
+    """Return who scores, with full paths. Raises ConfigError for a file, a function or a URL that is none."""
+    sources = []
+    for source in config.reward.sources():
+        if source.kind == "function":
+            target = reward_path(source.targets[0])
+            parse_reward(target)
+            source = replace(source, targets=(target,))
+        elif source.kind == "server":
+            from rlhf_rollout.rewards.remote import check_url
+
+            for url in source.targets:
+                check_url(url)
+        else:
+            source = replace(source, targets=(model_path(source.targets[0]),))
+        sources.append(source)
+    return tuple(sources)
+
+
+def reward_models(sources: Sequence[RewardSource]) -> list[str]:
+    """Return the folders or hub names of the reward models, in order."""
+    return [source.targets[0] for source in sources if source.kind == "model"]
+
+
+def check_reward_models(config: PpoConfig, sources: Sequence[RewardSource], tokenizer: Any) -> None:
+    """Raise ConfigError unless every reward model has a score to give and reads the policy's tokens, all of them."""
+    from rlhf_models.loading import check_reward_model, check_same_tokenizer, check_tokenizer_fits, load_config
+    from rlhf_models.reward import stored_moments
+
+    for path in reward_models(sources):
+        try:
+            check_reward_model(path)
+            model_config = load_config(path)
+            check_same_tokenizer(path, tokenizer)
+            check_tokenizer_fits(model_config, tokenizer)
+            check_attention(config.model.model_copy(update={"packing_samples": False}), model_config)
+            check_context(model_config, *longest_sequence(config))
+            if config.reward.normalize_reward:
+                stored_moments(model_config)
+        except ConfigError as error:
+            raise ConfigError(f"--reward_pretrain: {error}") from None
+
+
+def try_rewards(config: PpoConfig, sources: Sequence[RewardSource], prompts: Sequence[Prompt]) -> list[str]:
+    """Ask every function and server once; return a notice for each that has no answer and may have one later.
+
+    Raises:
+        ConfigError: a function or server that cannot work.
+    """
+    notices = []
+    for source in sources:
+        try:
+            check = check_reward(source, prompts, timeout_s=config.reward.reward_timeout_s)
+        except RewardError as error:
+            raise ConfigError(str(error)) from error
+        if check is not None and check.problem:
+            name = f" {source.name}" if len(sources) > 1 else ""
+            notices.append(
+                f"the reward {source.kind}{name} failed on the first prompts, and the run goes on: {check.problem}"
+            )
+    return notices
