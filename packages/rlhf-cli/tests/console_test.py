@@ -107,6 +107,30 @@ def test_run_view_evaluation_says_when_and_how_well(streams):
     ]
 
 
+def test_run_view_evaluation_with_several_samples_and_sources_shows_pass_at_k_of_each(streams):
+    out, err = streams
+    metrics = {"eval/accuracy": 0.5, "eval/response_tokens": 20.0, "eval/pass@1": 0.5, "eval/pass@2": 0.75}
+    for source, right in (("aime", 0.25), ("gsm8k", 0.5)):
+        metrics |= {f"eval/{source}/pass@1": right, f"eval/{source}/pass@2": 2 * right}
+        metrics |= {f"eval/{source}/response_tokens": 30.0, f"eval/{source}/truncated": 0.1}
+    RunView(Console(out, err)).evaluation(0, metrics)
+    assert out.getvalue().splitlines() == [
+        "held-out accuracy before training: 0.500  (pass@2 0.750, 20.0 tokens a response)",
+        "  aime   pass@1 0.250, pass@2 0.500, 30.0 tokens a response, 10% cut off",
+        "  gsm8k  pass@1 0.500, pass@2 1.000, 30.0 tokens a response, 10% cut off",
+    ]
+
+
+def test_run_view_with_dynamic_sampling_has_a_column_of_filtered_samples(streams):
+    out, err = streams
+    for dynamic in (True, False):
+        RunView(Console(out, err), dynamic_sampling=dynamic).step(1, 10, METRICS | {"samples/filtered": 24.0})
+    header, line, plain_header, plain_line = map(str.split, out.getvalue().splitlines())
+    assert header.index("filtered") == line.index("24") == 2
+    assert "filtered" not in plain_header
+    assert "24" not in plain_line
+
+
 def test_run_view_failed_samples_are_a_notice_on_stderr(streams):
     out, err = streams
     RunView(Console(out, err)).step(3, 10, METRICS | {"samples/failed": 2.0})
@@ -131,6 +155,15 @@ def test_show_results_names_accuracy_and_every_place(streams):
     assert "/runs/a b/model" in text
     assert "tensorboard --logdir '/runs/a b'" in text
     assert "AutoModelForCausalLM.from_pretrained('/runs/a b/model')" in text
+
+
+def test_show_results_names_every_model_that_was_saved(streams):
+    out, err = streams
+    artifacts = {"final model": "model", "best model": "best_model", "averaged model": "ema_model", "critic": "critic"}
+    show_results(Console(out, err), "/runs/a", artifacts, {})
+    lines = [line.split() for line in out.getvalue().splitlines()]
+    for name, path in artifacts.items():
+        assert [*name.split(), f"/runs/a/{path}"] in lines
 
 
 def test_console_pipe_has_no_control_codes_and_does_not_wrap(streams):

@@ -172,7 +172,8 @@ class RunView:
 
     def _sources(self, metrics: Mapping[str, float]) -> None:
         """Write a line for each data source, where there are several."""
-        sources = [name.split("/")[1] for name in metrics if name.startswith("eval/") and name.endswith("/pass@1")]
+        parts = (name.split("/") for name in metrics)
+        sources = [part[1] for part in parts if len(part) == 3 and part[0] == "eval" and part[2] == "pass@1"]
         width = max(map(len, sources), default=0)
         for source in sources:
             prefix = f"eval/{source}"
