@@ -1,0 +1,220 @@
+"""Every flag reaches the field of the job that it is about, or has a test of its own elsewhere."""
+
+from operator import attrgetter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rlhf_cli.commands.ppo import builtin_recipe
+from rlhf_cli.config import PpoConfig
+from rlhf_cli.config.base import options
+from rlhf_cli.config.command_line import parse
+from rlhf_cli.jobs import make_job, make_plan
+from rlhf_cli.preflight import Inputs
+from rlhf_data.prompts import PromptSet
+from rlhf_data.records import Prompt
+from rlhf_train.algorithms import CorrectionSpec
+from rlhf_train.online.job import DynamicSampling
+from rlhf_train.placement import Resources
+
+CPU, MANY_GPUS = Resources(2, 0), Resources(64, 8)
+COLOCATED = "--colocate_all_models "
+MASK = "--is_correction_level token --is_correction_mode mask "
+
+# Flag, the words that follow it, further flags, the field of the job, and what it must be there.
+REACHES = [
+    ("bf16", "", "", "engine.dtype", "bfloat16"),
+    ("attn_implementation", "sdpa", "", "models.actor.attn_implementation", "sdpa"),
+    ("gradient_checkpointing", "", "", "models.critic.gradient_checkpointing", True),
+    ("packing_samples", "", "", "models.reference.packing", True),
+    ("prompt_max_len", "50", "", "engine.max_model_len", 82),  # 50 + 32
+    ("reward_timeout_s", "3", "", "reward.timeout_s", 3.0),
+    ("reward_num_workers", "3", "", "reward.num_workers", 3),
+    ("reward_batch_size", "3", "", "reward.batch_size", 3),
+    ("normalize_reward", "", "", "reward.normalize", True),
+    ("reward_clip_range", "-1 2", "", "reward.clip_range", (-1.0, 2.0)),
+    ("reward_clip_range", "10.0", "", "reward.clip_range", (-10.0, 10.0)),
+    ("overlong_buffer_len", "8", "", "reward.overlong_buffer", 8),
+    ("overlong_buffer_len", "1", "", "reward.overlong_buffer", 1),
+    ("overlong_buffer_len", "0.2", "", "reward.overlong_buffer", 6),  # of 32: 6.4
+    ("overlong_penalty_factor", "0.5", "--overlong_buffer_len 8", "reward.overlong_penalty_factor", 0.5),
+    ("stop_properly_penalty_coef", "-1", "", "reward.stop_properly_coef", -1.0),
+    ("rollout_batch_size", "64", "", "batch.rollout_batch_size", 64),
+    ("n_samples_per_prompt", "8", "", "sampling.num_samples", 8),
+    ("generate_max_len", "16", "", "eval_sampling.max_tokens", 16),
+    ("temperature", "0.5", "", "sampling.temperature", 0.5),
+    ("top_p", "0.5", "", "sampling.top_p", 0.5),
+    ("top_k", "5", "", "sampling.top_k", 5),
+    ("micro_rollout_batch_size", "4", "", "batch.micro_rollout_batch_size", 4),
+    ("dynamic_filtering", "", "", "dynamic_sampling", DynamicSampling()),
+    ("dynamic_filtering_reward_range", "0 1", "--dynamic_filtering", "dynamic_sampling.reward_range", (0.0, 1.0)),
+    ("dynamic_filtering_max_batches", "3", "--dynamic_filtering", "dynamic_sampling.max_batches", 3),
+    ("advantage_estimator", "rloo", "", "algorithm.estimator", "rloo"),
+    ("gamma", "0.9", "", "algorithm.gamma", 0.9),
+    ("lambd", "0.9", "", "algorithm.lambd", 0.9),
+    ("bootstrap_truncated", "", "", "algorithm.bootstrap_truncated", True),
+    ("no_advantage_std_norm", "", "", "algorithm.whiten_std", False),
+    ("policy_loss_type", "cispo", "", "algorithm.policy_loss", "cispo"),
+    ("loss_agg_mode", "seq_mean_token_sum", "", "algorithm.loss_reduction", "seq_mean_token_sum"),
+    ("loss_agg_mode", "seq-mean-token-mean", "", "algorithm.loss_reduction", "seq_mean_token_mean"),
+    ("eps_clip", "0.1", "", "algorithm.clip_low", 0.1),
+    ("eps_clip", "0.1", "", "algorithm.clip_high", 0.1),
+    ("eps_clip_low_high", "0.1 0.3", "", "algorithm.clip_high", 0.3),
+    ("clip_eps_low", "0.1", "", "algorithm.clip_low", 0.1),
+    ("clip_eps_low", "0.1", "", "algorithm.clip_high", 0.2),
+    ("clip_eps_high", "0.3", "", "algorithm.clip_high", 0.3),
+    ("dual_clip", "3", "", "algorithm.dual_clip", 3.0),
+    ("entropy_loss_coef", "0.01", "", "algorithm.entropy_coef", 0.01),
+    ("value_clip", "0.1", "", "algorithm.value_clip", 0.1),
+    ("init_kl_coef", "0.5", "", "algorithm.kl_coef", 0.5),
+    ("kl_target", "0.1", "", "algorithm.kl_target", 0.1),
+    ("kl_horizon", "500", "--kl_target 0.1", "algorithm.kl_horizon", 500),
+    ("kl_estimator", "k2", "", "algorithm.kl_estimator", "k2"),
+    ("use_kl_loss", "", "", "algorithm.use_kl_loss", True),
+    ("kl_unbiased_gradient", "", "--use_kl_loss", "algorithm.kl_unbiased_gradient", True),
+    ("old_logprobs", "rollout", "", "algorithm.old_logprobs", "rollout"),
+    (
+        "is_correction_level",
+        "geometric",
+        "",
+        "algorithm.correction",
+        CorrectionSpec(level="geometric", mode="truncate", low=0.0, high=2.0),
+    ),
+    (
+        "is_correction_mode",
+        "mask",
+        MASK,
+        "algorithm.correction",
+        CorrectionSpec(level="token", mode="mask", low=0.5, high=5),
+    ),
+    ("is_correction_threshold", "0.1 9", MASK, "algorithm.correction.high", 9.0),
+    ("train_batch_size", "32", "", "batch.train_batch_size", 32),
+    ("micro_train_batch_size", "4", "", "batch.micro_train_batch_size", 4),
+    ("adam_betas", "0.8 0.9", "", "models.actor.optimizer.betas", (0.8, 0.9)),
+    ("l2", "0.1", "", "models.actor.optimizer.weight_decay", 0.1),
+    ("max_norm", "0.5", "", "models.critic.optimizer.max_norm", 0.5),
+    ("lr_scheduler", "constant", "", "models.actor.optimizer.scheduler", "constant"),
+    ("lr_warmup_ratio", "0.5", "", "models.actor.optimizer.warmup_steps", 4),  # of 4 steps x 2
+    ("min_lr_ratio", "0.5", "", "models.actor.optimizer.min_lr_ratio", 0.5),
+    ("zero_stage", "3", "", "models.actor.zero_stage", 3),
+    ("seed", "3", "", "seed", 3),
+    ("max_epochs", "2", "", "batch.max_epochs", 2),
+    ("num_episodes", "2", "", "num_steps", 7),  # 200 prompts / 32 = 6.25
+    ("max_steps", "2", "", "num_steps", 2),
+    ("freezing_actor_steps", "1", "", "num_frozen_steps", 1),
+    ("freezing_actor_steps", "-1", "", "num_frozen_steps", 0),
+    ("enable_ema", "", "", "ema_beta", 0.992),
+    ("ema_beta", "0.9", "--enable_ema", "ema_beta", 0.9),
+    ("actor_learning_rate", "1e-5", "", "models.actor.optimizer.learning_rate", 1e-5),
+    ("critic_learning_rate", "1e-5", "", "models.critic.optimizer.learning_rate", 1e-5),
+    ("eval_steps", "3", "", "eval_steps", 3),
+    ("eval_temperature", "0.5", "", "eval_sampling.temperature", 0.5),
+    ("eval_n_samples_per_prompt", "3", "", "eval_sampling.num_samples", 3),
+    ("best_metric_key", "eval/pass@1", "", "best_metric", "eval/pass@1"),
+    ("vllm_num_engines", "3", "", "plan.engines.num_ranks", 3),
+    ("vllm_tensor_parallel_size", "2", "", "engine.tensor_parallel_size", 2),
+    ("vllm_gpu_memory_utilization", "0.3", "", "engine.gpu_memory_utilization", 0.3),
+    ("vllm_max_num_seqs", "3", "", "engine.max_num_seqs", 3),
+    ("enforce_eager", "", "", "engine.enforce_eager", True),
+    ("enable_prefix_caching", "", "", "engine.enable_prefix_caching", True),
+    ("vllm_enable_sleep", "", COLOCATED, "engine_sleep", True),
+    ("weight_sync_checksum", "", "", "sync_checksum", True),
+    ("actor_num_nodes", "2", "", "plan.actor", 2),
+    ("actor_num_gpus_per_node", "2", "", "plan.actor", 2),
+    ("critic_num_nodes", "2", "", "plan.critic", 2),
+    ("critic_num_gpus_per_node", "2", "", "plan.critic", 2),
+    ("ref_num_nodes", "2", "", "plan.reference", 2),
+    ("ref_num_gpus_per_node", "2", "", "plan.reference", 2),
+    ("reward_num_nodes", "2", "--reward_pretrain m", "plan.scorers.num_ranks", 2),
+    ("reward_num_gpus_per_node", "2", "--reward_pretrain m", "plan.scorers.num_ranks", 2),
+    ("reward_num_nodes", "0", "", "plan.scorers", None),
+    ("colocate_all_models", "", "", "plan.colocated", True),
+    ("colocate_actor_ref", "", "", "plan.groups.0.roles", ("actor", "reference")),
+    ("colocate_critic_reward", "", "--reward_pretrain m", "plan.scorers.bundles", (1,)),  # the critic's
+    ("deepspeed_enable_sleep", "", COLOCATED, "trainer_sleep", True),
+    ("save_value_network", "", "", "save_critic", True),
+]
+
+# What becomes of these is looked at where files are read: preflight_test, ppo_command_test.
+READ_BEFORE = {
+    "pretrain",
+    "critic_pretrain",
+    "prompt_data",
+    "eval_data",
+    "source_key",
+    "label_key",
+    "input_key",
+    "apply_chat_template",
+    "input_template",
+    "max_samples",
+    "remote_rm_url",
+    "reward_pretrain",
+    "reward_weights",
+    "save_path",
+}
+
+
+def job_of(*argv: str, resources: Resources = MANY_GPUS):
+    config = parse(PpoConfig, argv, prog="", description="", resolve=Path, recipe=builtin_recipe).config
+    prompts = tuple(Prompt(f"p{i}", np.array([1, 2]), f"prompt {i}") for i in range(100))
+    inputs = Inputs("policy", "critic", config.reward.sources(), PromptSet(prompts, 100, 0, 2), None, ())
+    return make_job(config, inputs, make_plan(config, resources), Path("/out"))
+
+
+def field(job, path: str):
+    head, _, rest = path.partition(".")
+    if head == "models":
+        role, _, rest = rest.partition(".")
+        return attrgetter(rest)(job.models[role])
+    if path in ("plan.actor", "plan.critic", "plan.reference"):
+        return job.plan.group_of(rest).num_ranks
+    if path.startswith("plan.groups."):
+        return job.plan.groups[0].roles
+    return attrgetter(path)(job)
+
+
+@pytest.mark.parametrize(("flag", "words", "others", "path", "expected"), REACHES, ids=lambda part: str(part)[:30])
+def test_flag_reaches_its_field_of_the_job(flag, words, others, path, expected):
+    argv = ["--max_steps", "4"] if flag != "max_steps" else []
+    if flag == "num_episodes":
+        argv = ["--max_steps", "None"]
+    assert field(job_of(*argv, *others.split(), f"--{flag}", *words.split()), path) == expected
+
+
+def test_every_flag_is_tested():
+    assert {row[0] for row in REACHES} | READ_BEFORE == {option.name for option in options(PpoConfig)}
+
+
+def test_make_job_learning_rates_are_spread_over_the_steps_that_each_model_takes():
+    # 4 steps x 2 optimizer steps; the policy sits out the first 3.
+    job = job_of("--max_steps", "4", "--freezing_actor_steps", "3", "--lr_warmup_ratio", "0.5")
+    actor, critic = job.models["actor"].optimizer, job.models["critic"].optimizer
+    assert (actor.total_steps, actor.warmup_steps) == (2, 1)
+    assert (critic.total_steps, critic.warmup_steps) == (8, 4)
+
+
+def test_make_job_without_critic_saves_none():
+    job = job_of("--advantage_estimator", "rloo", "--save_value_network")
+    assert not job.save_critic
+
+
+@pytest.mark.parametrize(
+    ("argv", "low", "high"),
+    [
+        ([], 0.2, 0.2),
+        (["--policy_loss_type", "gspo"], 3e-4, 4e-4),
+        (["--policy_loss_type", "gspo", "--eps_clip", "0.1"], 0.1, 0.1),
+        (["--policy_loss_type", "gspo", "--clip_eps_high", "0.1"], 3e-4, 0.1),
+        (["--clip_eps_low", "0.1", "--clip_eps_high", "0.3"], 0.1, 0.3),
+    ],
+)
+def test_make_job_clip_range_is_what_was_said_or_the_losss_own(argv, low, high):
+    algorithm = job_of(*argv).algorithm
+    assert (algorithm.clip_low, algorithm.clip_high) == (low, high)
+
+
+@pytest.mark.parametrize(("mode", "bounds"), [("truncate", (0.0, 2.0)), ("mask", (0.5, 5.0))])
+def test_make_job_correction_without_threshold_takes_that_of_its_mode(mode, bounds):
+    correction = job_of("--is_correction_level", "token", "--is_correction_mode", mode).algorithm.correction
+    assert (correction.low, correction.high) == bounds
