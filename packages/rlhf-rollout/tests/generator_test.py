@@ -1,6 +1,7 @@
 """Groups: whole, bounded, overlapped with rewards, spread over engines, and accounted for when things fail."""
 
 import asyncio
+import gc
 import pickle
 import time
 
@@ -236,12 +237,14 @@ def test_generate_groups_reward_that_breaks_its_protocol_is_a_crash_verdict(verd
     assert [(r.verdict.kind, r.verdict.detail) for r in result.group.rollouts] == [(VerdictKind.CRASH, detail)] * 2
 
 
-def test_generate_groups_reward_that_cannot_run_ends_the_run():
+def test_generate_groups_reward_that_cannot_run_ends_the_run(caplog):
     def unusable(rollouts):
         raise RewardError("cannot import it")
 
     with pytest.raises(RewardError, match="cannot import it"):
         run(prompts_of(5), [ScriptedEngine()], ScriptedReward(verdicts=unusable))
+    gc.collect()  # tasks tell then that no one has asked for their errors
+    assert caplog.text == ""
 
 
 def test_generate_groups_seed_differs_by_group_and_repeats_by_run():

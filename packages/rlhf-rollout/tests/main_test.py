@@ -3,15 +3,14 @@
 import json
 import subprocess
 import sys
-import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
 from rlhf_data.testing import write_jsonl
 from rlhf_rollout.engines.fake import FakeEngine
 from rlhf_rollout.main import main
+from rlhf_rollout.testing import json_server
 
 
 @pytest.fixture
@@ -43,24 +42,8 @@ def test_generate_writes_one_scored_record_a_rollout(prompts, tmp_path, capsys):
 @pytest.fixture
 def reward_url():
     """The URL of a server that gives every query the reward 10."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self):
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            content = json.dumps({"rewards": [10.0] * len(body["query"])}).encode()
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
-
-        def log_message(self, *args):
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
+    with json_server(lambda body, headers: (200, {"rewards": [10.0] * len(body["query"])})) as url:
+        yield url
 
 
 def test_generate_mixes_functions_and_servers_by_weight(prompts, tmp_path, capsys, reward_url):

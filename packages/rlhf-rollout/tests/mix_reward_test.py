@@ -16,16 +16,14 @@ NO_SERVER = "http://127.0.0.1:9/get_reward"
 
 
 class ScriptedReward:
-    """Gives the verdicts that it is told, or raises what it is told, after `seconds`."""
+    """Gives the verdicts that it is told, or raises what it is told."""
 
-    def __init__(self, *verdicts, seconds=0.0, error=None):
+    def __init__(self, *verdicts, error=None):
         self.verdicts = list(verdicts)
-        self.seconds = seconds
         self.error = error
         self.closed = False
 
     async def score(self, prompt, rollouts):
-        await asyncio.sleep(self.seconds)
         if self.error:
             raise self.error
         return self.verdicts
@@ -115,12 +113,19 @@ def test_mixed_reward_no_rollouts_gives_no_verdicts():
 
 def test_mixed_reward_sources_score_side_by_side():
     async def run():
-        sources = [(str(number), 1.0, ScriptedReward(Verdict(OK, 1.0), seconds=0.2)) for number in range(5)]
-        prompt = make_prompt()
-        async with asyncio.timeout(0.6):  # one after the other would take 1 s
-            return await MixedReward(sources).score(prompt, [make_rollout(prompt, "4")])
+        everyone = asyncio.Barrier(3)
 
-    assert asyncio.run(run())[0].reward == 5.0
+        class Together(ScriptedReward):
+            async def score(self, prompt, rollouts):
+                await everyone.wait()  # for ever, one after the other
+                return await super().score(prompt, rollouts)
+
+        prompt = make_prompt()
+        reward = MixedReward([(name, 1.0, Together(Verdict(OK, 1.0))) for name in "abc"])
+        async with asyncio.timeout(10):
+            return await reward.score(prompt, [make_rollout(prompt, "4")])
+
+    assert asyncio.run(run())[0].reward == 3.0
 
 
 def test_mixed_reward_close_closes_all_and_tells_what_failed():

@@ -192,6 +192,7 @@ async def generate_groups(
     numbered = enumerate(prompts)
     seed_key = group_id_prefix if seed_key is None else seed_key
     tasks: set[asyncio.Task[GroupResult]] = set()
+    done: set[asyncio.Task[GroupResult]] = set()
     try:
         while True:
             for index, prompt in itertools.islice(numbered, 2 * max_in_flight - len(tasks)):
@@ -210,7 +211,7 @@ async def generate_groups(
     finally:
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*done, *tasks, return_exceptions=True)  # several may have failed: the first is raised
 
 
 class _Run:

@@ -1,9 +1,13 @@
-"""Helpers for tests of engines: buckets of weights without a trainer."""
+"""Helpers for tests: buckets of weights without a trainer, a server without a framework."""
 
+import json
 import os
 import secrets
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 
 import numpy as np
 
@@ -31,3 +35,37 @@ def shared_memory_bucket(weights: Mapping[str, np.ndarray], *, checksum: bool = 
         )
     finally:
         path.unlink()
+
+
+@contextmanager
+def json_server(respond: Callable[[Any, Mapping[str, str]], tuple[int, Any]]) -> Iterator[str]:
+    """Yield the URL of a server on this machine that ends with the context.
+
+    `respond` gets the JSON and the headers of each POST, in a thread of its own, and returns the status and the answer:
+    text as it is, anything else as JSON.
+    """
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            status, answer = respond(body, dict(self.headers))
+            content = (answer if isinstance(answer, str) else json.dumps(answer)).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, *args: Any) -> None:
+            pass
+
+    class Server(ThreadingHTTPServer):
+        def handle_error(self, request: Any, client_address: Any) -> None:
+            pass  # a client that has stopped waiting
+
+    server = Server(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()

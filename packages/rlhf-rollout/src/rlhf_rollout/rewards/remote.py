@@ -94,7 +94,8 @@ class RemoteReward:
         self._turns = itertools.count()
         self._batcher = Batcher(self._verdicts, max_batch=batch_size, max_wait_s=max_wait_s)
         self._client = httpx.AsyncClient(
-            timeout=httpx.Timeout(timeout_s, connect=min(timeout_s, _CONNECT_TIMEOUT_S)),
+            # A connection that is not there must not pass for an answer that is late.
+            timeout=httpx.Timeout(timeout_s, connect=min(timeout_s / 2, _CONNECT_TIMEOUT_S)),
             limits=httpx.Limits(max_connections=None),
             headers={"Content-Type": "application/json", **_authorization(token)},
             transport=transport,
@@ -116,7 +117,7 @@ class RemoteReward:
             return [verdict_of(outcome, index) for index in range(len(samples))]
         outcomes = [outcome] * len(samples)
         if outcome.of_batch and len(samples) > 1:
-            outcomes = await asyncio.gather(*[self._ask([sample], 0) for sample in samples])
+            outcomes = await asyncio.gather(*[self._ask([sample], min(self._num_retries, 1)) for sample in samples])
         return [
             verdict_of(outcome, 0) if isinstance(outcome, Scored) else Verdict(outcome.kind, detail=outcome.detail)
             for outcome in outcomes
