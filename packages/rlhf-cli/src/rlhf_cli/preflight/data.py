@@ -68,10 +68,20 @@ def check_best_metric(config: PpoConfig, prompts: Sequence[Prompt], *, logs_numb
     name = config.evaluation.best_metric_key
     if name is None:
         return
-    known = _metric_names({prompt.source for prompt in prompts}, config.evaluation.eval_n_samples_per_prompt)
+    known = metric_names({prompt.source for prompt in prompts}, config.evaluation.eval_n_samples_per_prompt)
     may_be_logged = logs_numbers and re.fullmatch(r"eval/(?!pass@)[^/]+", name)
     if name not in known and not may_be_logged:
         raise ConfigError(f"--best_metric_key: {unknown('metric', name, known)}")
+
+
+def metric_names(sources: Collection[str], num_samples: int) -> list[str]:
+    """Return what an evaluation measures; see `rlhf_train.online.evaluation`."""
+    ks = {2**power for power in range(num_samples.bit_length())} | {num_samples}
+    passes = [f"pass@{k}" for k in sorted(ks) if k <= num_samples]
+    names = [f"eval/{name}" for name in (*_METRICS, *passes)]
+    if len(sources) > 1:
+        names += [f"eval/{source}/{name}" for source in sorted(sources) for name in (*passes, *_SOURCE_METRICS)]
+    return names
 
 
 def data_notices(config: PpoConfig, prompts: PromptSet, held_out: PromptSet | None) -> list[str]:
@@ -108,16 +118,6 @@ def _load(config: PpoConfig, path: Path, tokenizer: Any, *, source: str, source_
         source=source,
         source_key=source_key,
     )
-
-
-def _metric_names(sources: Collection[str], num_samples: int) -> list[str]:
-    """Return what an evaluation measures; see `rlhf_train.online.evaluation`."""
-    ks = {2**power for power in range(num_samples.bit_length())} | {num_samples}
-    passes = [f"pass@{k}" for k in sorted(ks) if k <= num_samples]
-    names = [f"eval/{name}" for name in (*_METRICS, *passes)]
-    if len(sources) > 1:
-        names += [f"eval/{source}/{name}" for source in sorted(sources) for name in (*passes, *_SOURCE_METRICS)]
-    return names
 
 
 def _metric_part(source: str) -> str:

@@ -1,0 +1,201 @@
+"""What the checks across options refuse, and what they tell: losses, KL, corrections, rewards, filters, models."""
+
+from pathlib import Path
+
+import pytest
+
+from rlhf_cli.commands.ppo import builtin_recipe
+from rlhf_cli.config import PpoConfig
+from rlhf_cli.config.checks import on_cpu
+from rlhf_cli.config.command_line import Parsed, parse
+from rlhf_data.errors import ConfigError
+from rlhf_train.algorithms import ALGORITHMS
+
+GRPO = ("--advantage_estimator", "group_norm")
+SKIP = ("--old_logprobs", "skip", "--init_kl_coef", "0")
+ONE_UPDATE = ("--train_batch_size", "128")
+MODEL_ONLY = ("--remote_rm_url", "None", "--reward_pretrain", "m")
+
+
+def ppo(*argv: str) -> Parsed[PpoConfig]:
+    return parse(PpoConfig, argv, prog="rlhf ppo", description="", resolve=Path, recipe=builtin_recipe)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message", "hint"),
+    [
+        # the policy loss
+        (["--clip_eps_low", "0.1", "--eps_clip", "0.1"], "--eps_clip and --clip_eps_low set the same", "give one"),
+        (["--eps_clip_low_high", "0.1", "0.2", "--clip_eps_high", "0.1"], "--clip_eps_high set the same", "give one"),
+        (["--dual_clip", "3", "--policy_loss_type", "gspo"], "dual_clip belongs to the PPO loss", ""),
+        # 32 x 4 = 128 samples / 64 = 2 optimizer steps.
+        (
+            SKIP,
+            "a step has 2 optimizer steps (128 samples / --train_batch_size 64 x --max_epochs 1)",
+            "use --train_batch_size 128 --max_epochs 1",
+        ),
+        ([*SKIP, *ONE_UPDATE, "--max_epochs", "3"], "a step has 3 optimizer steps", "--max_epochs 1"),
+        (["--old_logprobs", "skip", *ONE_UPDATE], "no KL that could be a part of the reward", "add --use_kl_loss"),
+        # the KL
+        (
+            ["--kl_target", "0.1", "--init_kl_coef", "0"],
+            "--kl_target with --init_kl_coef 0",
+            "set --init_kl_coef above",
+        ),
+        (["--kl_unbiased_gradient"], "--use_kl_loss is off", "add --use_kl_loss"),
+        # corrections
+        (["--is_correction_level", "token", "--old_logprobs", "rollout"], "a correction compares", "recompute"),
+        (["--is_correction_threshold", "2", "1"], "--is_correction_threshold is 2 1", "LOW before HIGH"),
+        # rewards
+        (["--remote_rm_url", "None"], "--remote_rm_url is missing", "or --reward_pretrain MODEL"),
+        (["--reward_weights", "1,2"], "2 weights for 1 rewards", "give one a reward"),
+        (["--reward_weights", "much"], "--reward_weights is much; it must be numbers", ""),
+        (["--reward_clip_range", "1", "1"], "--reward_clip_range is 1 1", "LOW before HIGH"),
+        (["--reward_clip_range", "1", "2", "3"], "--reward_clip_range is 1 2 3; it must be 2 numbers", ""),
+        (["--reward_clip_range", "wide"], "--reward_clip_range is wide; it must be a number", ""),
+        (["--overlong_buffer_len", "33"], "is 33 of the 32 tokens", "give 1 to 32 tokens"),
+        (["--overlong_buffer_len", "0.01"], "--overlong_buffer_len 0.01 is 0 of the 32 tokens", "give 1 to 32"),
+        (["--stop_properly_penalty_coef", "1.5"], "it must be at most 1", ""),
+        # dynamic sampling
+        (
+            ["--dynamic_filtering", "--n_samples_per_prompt", "1", "--train_batch_size", "32"],
+            "--n_samples_per_prompt is 1",
+            "use --n_samples_per_prompt 4",
+        ),
+        (
+            ["--dynamic_filtering", "--dynamic_filtering_reward_range", "1", "0"],
+            "--dynamic_filtering_reward_range is 1 0",
+            "LOW before HIGH",
+        ),
+        # training, evaluation, placement
+        ([*GRPO, "--freezing_actor_steps", "3"], "GRPO (group_norm) has none", "--advantage_estimator gae"),
+        (["--ema_beta", "1", "--enable_ema"], "--ema_beta is 1; it must be below 1", ""),
+        (["--eval_data", "None", "--best_metric_key", "eval/pass@1"], "--eval_data is missing", "add it"),
+        (["--ref_num_nodes", "0"], "--ref_num_nodes is 0, and --init_kl_coef 0.01 needs", "use --ref_num_nodes 1"),
+        (["--reward_pretrain", "m", "--reward_num_gpus_per_node", "0"], "--reward_num_gpus_per_node is 0", "1 or more"),
+    ],
+)
+def test_check_ppo_what_cannot_work_is_an_error_with_a_hint(argv, message, hint):
+    with pytest.raises(ConfigError) as caught:
+        ppo(*argv)
+    text, _, given_hint = str(caught.value).partition("\n\nhint: ")
+    assert message in text
+    assert hint in given_hint
+
+
+@pytest.mark.parametrize(
+    ("argv", "notice"),
+    [
+        (["--policy_loss_type", "gspo"], "--policy_loss_type gspo clips the ratio to 1 - 0.0003 and 1 + 0.0004"),
+        (
+            ["--policy_loss_type", "reinforce", "--eps_clip", "0.1"],
+            "--eps_clip has no effect: --policy_loss_type reinf",
+        ),
+        (["--policy_loss_type", "reinforce"], "--policy_loss_type reinforce has no ratio to the policy that wrote"),
+        ([*SKIP, *ONE_UPDATE, "--eps_clip", "0.1"], "--eps_clip has no effect: with --old_logprobs skip"),
+        ([*SKIP, *ONE_UPDATE, "--dual_clip", "3"], "--dual_clip has no effect: with --old_logprobs skip"),
+        (["--kl_horizon", "500"], "--kl_horizon has no effect: there is no --kl_target"),
+        ([*GRPO, "--bootstrap_truncated"], "--bootstrap_truncated has no effect: GRPO (group_norm) has no critic"),
+        ([*GRPO, "--save_value_network"], "--save_value_network has no effect: GRPO (group_norm) has no critic"),
+        ([*GRPO, "--critic_pretrain", "m"], "--critic_pretrain has no effect: GRPO (group_norm) has no critic"),
+        (["--is_correction_mode", "mask"], "--is_correction_mode has no effect: --is_correction_level is off"),
+        (["--is_correction_threshold", "0", "3"], "--is_correction_threshold has no effect: --is_correction_level is"),
+        ([*MODEL_ONLY, "--reward_timeout_s", "3"], "--reward_timeout_s has no effect: no reward function or server"),
+        ([*MODEL_ONLY, "--reward_num_workers", "3"], "--reward_num_workers has no effect: no reward function scores"),
+        (["--reward_batch_size", "3"], "--reward_batch_size has no effect: no reward server or model scores"),
+        (["--overlong_penalty_factor", "2"], "--overlong_penalty_factor has no effect: there is no --overlong_buffer"),
+        (["--stop_properly_penalty_coef", "1"], "--stop_properly_penalty_coef has no effect"),
+        (
+            ["--dynamic_filtering_max_batches", "3"],
+            "--dynamic_filtering_max_batches has no effect: --dynamic_filtering",
+        ),
+        (["--dynamic_filtering_reward_range", "0", "1"], "--dynamic_filtering_reward_range has no effect"),
+        (["--ema_beta", "0.9"], "--ema_beta has no effect: --enable_ema is off"),
+        (["--eval_data", "None", "--source_key", "set"], "--source_key has no effect: there is no --eval_data"),
+        (
+            ["--best_metric_key", "eval/pass@1", "--eval_steps", "-1"],
+            "--best_metric_key has only the first and the last evaluation",
+        ),
+        (["--reward_num_nodes", "2"], "--reward_num_nodes has no effect: there is no --reward_pretrain"),
+        (["--colocate_critic_reward"], "--colocate_critic_reward has no effect: there is no --reward_pretrain"),
+        (
+            [*GRPO, "--reward_pretrain", "m", "--colocate_critic_reward"],
+            "--colocate_critic_reward has no effect: GRPO (group_norm) has no critic",
+        ),
+        (
+            ["--reward_pretrain", "m", "--colocate_critic_reward", "--colocate_all_models"],
+            "--colocate_critic_reward has no effect: --colocate_all_models includes it",
+        ),
+    ],
+)
+def test_check_ppo_what_has_no_effect_is_a_notice(argv, notice):
+    notices = ppo(*argv).notices
+    assert [text for text in notices if text.startswith(notice)], notices
+    assert len(notices) == len(set(notices))
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--policy_loss_type", "gspo", "--clip_eps_high", "0.001"],
+        ["--policy_loss_type", "reinforce", *ONE_UPDATE],
+        [*SKIP, *ONE_UPDATE],
+        ["--use_kl_loss", "--kl_unbiased_gradient"],
+        ["--kl_target", "0.1", "--kl_horizon", "500"],
+        ["--is_correction_level", "sequence", "--is_correction_mode", "mask", "--is_correction_threshold", "0.5", "2"],
+        [*MODEL_ONLY, "--reward_batch_size", "8", "--reward_num_gpus_per_node", "2"],
+        ["--overlong_buffer_len", "32", "--overlong_penalty_factor", "2"],
+        # what the seeds say of models that are not there
+        ["--reward_num_nodes", "0", "--reward_num_gpus_per_node", "0"],
+        *(
+            ["--advantage_estimator", name, "--critic_pretrain", "None", "--critic_learning_rate", "9e-6"]
+            for name in ALGORITHMS
+        ),
+    ],
+    ids=" ".join,
+)
+def test_check_ppo_what_works_gives_no_notice(argv):
+    assert ppo(*argv).notices == ()
+
+
+def test_check_ppo_without_reference_its_places_may_be_0():
+    config = ppo("--init_kl_coef", "0", "--ref_num_nodes", "0", "--ref_num_gpus_per_node", "0").config
+    assert config.placement.ref_num_nodes == 0
+
+
+def test_parse_clip_range_of_a_flag_stands_instead_of_that_of_a_file(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text("[algorithm]\neps_clip_low_high = [0.1, 0.3]\n")
+    assert ppo("--config", str(file)).config.algorithm.clip_range == (0.1, 0.3)
+    assert ppo("--config", str(file), "--eps_clip", "0.1").config.algorithm.clip_range == (0.1, 0.1)
+    file.write_text("[algorithm]\nclip_eps_low = 0.1\n")
+    assert ppo("--config", str(file), "--clip_eps_high", "0.3").config.algorithm.clip_range == (0.1, 0.3)
+    file.write_text("[algorithm]\neps_clip = 0.1\nclip_eps_low = 0.1\n")
+    with pytest.raises(ConfigError, match="set the same clip range"):
+        ppo("--config", str(file))
+
+
+def test_parse_none_unsets_a_pair_of_a_file(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text("[reward]\nreward_clip_range = 5.0\n")
+    assert ppo("--config", str(file)).config.reward.reward_clip_range == (-5.0, 5.0)
+    assert ppo("--config", str(file), "--reward_clip_range", "None").config.reward.reward_clip_range is None
+
+
+def test_sources_are_functions_one_server_and_models_with_a_weight_each():
+    urls = "a.py, http://one/get_reward, math:grade, https://two/get_reward"
+    argv = ["--remote_rm_url", urls, "--reward_pretrain", "m, owner/name", "--reward_weights", "1,0.5,2,-1,3"]
+    found = [(source.kind, source.targets, source.weight) for source in ppo(*argv).config.reward.sources()]
+    assert found == [
+        ("function", ("a.py",), 1.0),
+        ("server", ("http://one/get_reward", "https://two/get_reward"), 0.5),
+        ("function", ("math:grade",), 2.0),
+        ("model", ("m",), -1.0),
+        ("model", ("owner/name",), 3.0),
+    ]
+
+
+def test_on_cpu_colocation_of_reward_models_has_no_effect():
+    assert on_cpu({"colocate_critic_reward"}) == [
+        "--colocate_critic_reward has no effect: there is no GPU, everything shares the CPU"
+    ]

@@ -1,0 +1,243 @@
+"""What is looked at before a run: reward servers, reward models, the critic, held-out files, the metric to keep by."""
+
+import json
+import shutil
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rlhf_cli.builtin import MODEL_DIR
+from rlhf_cli.config import PpoConfig
+from rlhf_cli.config.command_line import parse
+from rlhf_cli.preflight import Inputs, check_inputs
+from rlhf_cli.preflight.data import metric_names
+from rlhf_data.errors import ConfigError, DataError
+from rlhf_data.records import FinishReason, Prompt, Rollout, RolloutGroup, Span, SpanSource, Verdict, VerdictKind
+from rlhf_train.online.evaluation import summarize_evaluation
+
+REWARD = "def reward_func(queries, prompts, labels):\n    return {'rewards': [0.0] * len(queries)}\n"
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> Path:
+    from rlhf_models.testing import tiny_model_dir, tiny_reward_model_dir
+
+    folder = tmp_path_factory.mktemp("models")
+    tiny_model_dir(folder / "policy")
+    tiny_reward_model_dir(folder / "judge")
+    tiny_reward_model_dir(folder / "second", seed=2, mean=0.5, std=0.0)
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv("BUILD_WORKING_DIRECTORY", str(tmp_path))
+    for name in ("prompts", "math", "code"):
+        rows = [{"input": f"{name} {n}?", "set": f"{name} {n}"} for n in range(2)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "reward.py").write_text(REWARD)
+    return tmp_path
+
+
+@pytest.fixture
+def server():
+    """A reward server that answers what its `answer` says, and keeps the requests."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            query = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["query"]
+            self.server.requests.append(query)
+            status, rewards = self.server.answer(query)
+            body = json.dumps({"rewards": rewards}).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *args):
+            pass
+
+    found = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    found.requests, found.answer = [], lambda query: (200, [1.0] * len(query))
+    found.url = f"http://127.0.0.1:{found.server_port}/get_reward"
+    threading.Thread(target=found.serve_forever, daemon=True).start()
+    yield found
+    found.shutdown()
+    found.server_close()
+
+
+def check(folder: Path, models: Path, *argv: str) -> Inputs:
+    flags = ["--pretrain", str(models / "policy"), "--prompt_data", "prompts.jsonl", "--remote_rm_url", "reward.py"]
+    flags += ["--prompt_max_len", "32", "--generate_max_len", "8", "--rollout_batch_size", "2"]
+    flags += ["--train_batch_size", "2", *argv]
+    return check_inputs(parse(PpoConfig, flags, prog="", description="", resolve=Path).config, folder / "out")
+
+
+def refused(folder: Path, models: Path, *argv: str) -> str:
+    with pytest.raises((ConfigError, DataError)) as caught:
+        check(folder, models, *argv)
+    return str(caught.value)
+
+
+# -- servers --------------------------------------------------------------------------------------------------------
+
+
+def test_check_inputs_reaches_every_server_once(folder, models, server):
+    found = check(folder, models, "--remote_rm_url", f"reward.py,{server.url}")
+    assert [source.kind for source in found.reward_sources] == ["function", "server"]
+    assert found.reward_sources[0].targets == (str(folder / "reward.py"),)
+    assert found.reward_sources[1].targets == (server.url,)
+    assert len(server.requests) == 1
+    assert server.requests[0][0] == "prompts 0?"
+    assert found.notices == ()
+
+
+def test_check_inputs_server_that_is_not_there_is_refused(folder, models, server):
+    server.shutdown()
+    server.server_close()
+    text = refused(folder, models, "--remote_rm_url", server.url)
+    assert "the reward server does not answer" in text
+    assert server.url in text
+    assert "hint: start it" in text
+
+
+def test_check_inputs_server_with_a_wrong_answer_is_refused(folder, models, server):
+    server.answer = lambda query: (200, [1.0])
+    assert server.url in refused(folder, models, "--remote_rm_url", server.url)
+
+
+def test_check_inputs_server_that_is_busy_is_a_notice(folder, models, server):
+    server.answer = lambda query: (503, [])
+    (notice,) = check(folder, models, "--remote_rm_url", server.url).notices
+    assert notice.startswith("the reward server failed on the first prompts, and the run goes on: ")
+    assert "503" in notice
+
+
+def test_check_inputs_one_of_several_rewards_is_named(folder, models):
+    (folder / "broken.py").write_text("def reward_func(queries, prompts, labels):\n    raise KeyError('no luck')\n")
+    (notice,) = check(folder, models, "--remote_rm_url", "reward.py,broken.py").notices
+    assert notice.startswith("the reward function broken failed on the first prompts, and the run goes on: ")
+
+
+def test_check_inputs_url_that_is_none_is_refused_before_the_model_is_read(folder, models):
+    assert "ftp://host" in refused(folder, models, "--remote_rm_url", "ftp://host/x", "--pretrain", "./absent")
+
+
+# -- reward models and the critic -----------------------------------------------------------------------------------
+
+
+def test_check_inputs_reward_models_are_folders_and_the_critic_starts_from_the_first(folder, models):
+    argv = ["--remote_rm_url", "None", "--reward_pretrain", f"{models / 'judge'},{models / 'second'}"]
+    found = check(folder, models, *argv)
+    assert [source.targets[0] for source in found.reward_sources] == [str(models / "judge"), str(models / "second")]
+    assert found.critic == str(models / "judge")
+    assert found.notices == (
+        f"the critic starts from the reward model {models / 'judge'}: --critic_pretrain names another",
+    )
+    named = check(folder, models, *argv, "--critic_pretrain", str(models / "policy"))
+    assert (named.critic, named.notices) == (str(models / "policy"), ())
+    without = check(folder, models, *argv, "--advantage_estimator", "group_norm", "--n_samples_per_prompt", "2")
+    assert without.notices == ()
+
+
+def test_check_inputs_without_reward_model_the_critic_is_the_policy(folder, models):
+    assert check(folder, models).critic == str(models / "policy")
+
+
+def test_check_inputs_model_without_a_score_is_refused(folder, models):
+    text = refused(folder, models, "--reward_pretrain", str(models / "policy"))
+    assert text.startswith("--reward_pretrain: the model")
+    assert "no head that gives a score" in text
+
+
+@pytest.mark.parametrize("flag", ["reward_pretrain", "critic_pretrain"])
+def test_check_inputs_model_that_reads_other_tokens_is_refused(folder, models, flag):
+    text = refused(folder, models, "--pretrain", str(MODEL_DIR), f"--{flag}", str(models / "judge"))
+    assert text.startswith(f"--{flag}: the model {models / 'judge'} has another vocabulary than the policy")
+
+
+def test_check_inputs_reward_model_without_weights_is_refused(folder, models):
+    shutil.copytree(models / "judge", folder / "judge", ignore=shutil.ignore_patterns("*.safetensors"))
+    text = refused(folder, models, "--reward_pretrain", "judge")
+    assert text.startswith(f"--reward_pretrain: the model folder {folder / 'judge'} has no weights")
+
+
+def test_check_inputs_reward_model_with_a_short_context_is_refused(folder, models):
+    shutil.copytree(models / "judge", folder / "judge")
+    config = json.loads((folder / "judge" / "config.json").read_text())
+    (folder / "judge" / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 39}))
+    text = refused(folder, models, "--reward_pretrain", "judge")
+    assert "--reward_pretrain: --prompt_max_len 32 + --generate_max_len 8 is 40 tokens" in text
+
+
+# -- held-out files -------------------------------------------------------------------------------------------------
+
+
+def test_check_inputs_held_out_prompts_are_told_apart_by_file(folder, models):
+    found = check(folder, models, "--eval_data", "math.jsonl,code.jsonl")
+    assert [prompt.source for prompt in found.eval_prompts] == ["math", "math", "code", "code"]
+    assert (found.eval_prompts.num_rows, found.eval_prompts.num_too_long) == (4, 0)
+
+
+def test_check_inputs_held_out_prompts_are_told_apart_by_key_in_letters_that_metrics_have(folder, models):
+    found = check(folder, models, "--eval_data", "math.jsonl", "--source_key", "set")
+    assert [prompt.source for prompt in found.eval_prompts] == ["math_0", "math_1"]
+    assert {prompt.source for prompt in found.prompts} == {"train"}
+
+
+def test_check_inputs_source_key_that_is_not_there_is_refused(folder, models):
+    text = refused(folder, models, "--eval_data", "math.jsonl", "--source_key", "sets")
+    assert "math.jsonl:1: unknown key `sets`; known: input, set" in text
+
+
+def test_check_inputs_held_out_files_of_one_name_are_refused(folder, models):
+    (folder / "other").mkdir()
+    shutil.copy(folder / "math.jsonl", folder / "other")
+    text = refused(folder, models, "--eval_data", "math.jsonl,other/math.jsonl")
+    assert "two files of --eval_data are called math" in text
+
+
+@pytest.mark.parametrize(
+    "name", ["eval/accuracy", "eval/pass@1", "eval/pass@2", "eval/pass@3", "eval/math/pass@3", "eval/code/truncated"]
+)
+def test_check_inputs_best_metric_is_one_that_will_be_measured(folder, models, name):
+    argv = ["--eval_data", "math.jsonl,code.jsonl", "--eval_n_samples_per_prompt", "3"]
+    check(folder, models, *argv, "--best_metric_key", name)
+
+
+@pytest.mark.parametrize("sources", [("math",), ("math", "code")])
+def test_metric_names_are_those_of_an_evaluation(sources):
+    spans = (
+        Span(SpanSource.PROMPT, np.array([1])),
+        Span(SpanSource.POLICY, np.array([2]), np.array([-0.1]), policy_version=0),
+    )
+    groups = []
+    for source in sources:
+        verdict = Verdict(VerdictKind.OK, 1.0, 1.0)
+        rollouts = [Rollout(f"{source}/{n}", source, spans, FinishReason.STOP, verdict=verdict) for n in range(3)]
+        groups.append(RolloutGroup(source, Prompt("p", np.array([1]), "?", source=source), tuple(rollouts)))
+    measured = {name for name in summarize_evaluation(groups) if "verdict_" not in name}
+    assert set(metric_names(set(sources), 3)) == measured
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [("eval/pass@4", "eval/pass@"), ("pass@1", "eval/pass@1"), ("eval/maths/pass@1", "eval/math/pass@1")],
+)
+def test_check_inputs_best_metric_that_nothing_measures_is_refused(folder, models, name, hint):
+    argv = ["--eval_data", "math.jsonl,code.jsonl", "--eval_n_samples_per_prompt", "3"]
+    text = refused(folder, models, *argv, "--best_metric_key", name)
+    assert text.startswith(f"--best_metric_key: unknown metric `{name}`; known: eval/accuracy")
+    assert f"hint: did you mean `{hint}" in text
+
+
+def test_check_inputs_best_metric_may_be_a_number_that_a_function_logs_and_not_one_of_a_model(folder, models):
+    argv = ["--eval_data", "math.jsonl", "--best_metric_key", "eval/brevity"]
+    check(folder, models, *argv)
+    only_a_model = ["--remote_rm_url", "None", "--reward_pretrain", str(models / "judge")]
+    assert "unknown metric `eval/brevity`" in refused(folder, models, *argv, *only_a_model)
+    mixed = ["--remote_rm_url", "reward.py", "--reward_pretrain", str(models / "judge")]
+    check(folder, models, *argv, *mixed)

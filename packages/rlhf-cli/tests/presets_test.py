@@ -1,0 +1,94 @@
+"""Presets: what each stands for, and what goes over it."""
+
+from pathlib import Path
+
+import pytest
+
+from rlhf_cli.commands.ppo import builtin_recipe
+from rlhf_cli.config import PpoConfig
+from rlhf_cli.config.command_line import Parsed, make_parser, parse
+from rlhf_cli.presets import PRESETS
+from rlhf_data.errors import ConfigError
+
+GIVEN = ("--pretrain", "m", "--prompt_data", "p.jsonl", "--remote_rm_url", "r.py")
+
+
+def ppo(*argv: str) -> Parsed[PpoConfig]:
+    return parse(PpoConfig, argv, prog="rlhf ppo", description="", resolve=Path, recipe=builtin_recipe, presets=PRESETS)
+
+
+# From the papers named in the files: estimator, loss, reduction, clip range, weight and place of the KL, filter.
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("dapo", ("group_norm", "ppo", "token_mean", (0.2, 0.28), 0.0, False, True)),
+        ("grpo", ("group_norm", "ppo", "seq_mean_token_mean", (0.2, 0.2), 0.04, True, False)),
+        ("dr_grpo", ("dr_grpo", "ppo", "seq_mean_token_sum_norm", (0.2, 0.2), 0.0, False, False)),
+        ("gspo", ("group_norm", "gspo", "seq_mean_token_mean", (3e-4, 4e-4), 0.0, False, False)),
+        ("cispo", ("group_norm", "cispo", "token_mean", (0.999, 0.2), 0.0, False, True)),
+    ],
+)
+def test_preset_is_what_its_paper_says_on_the_builtin_task(name, expected):
+    parsed = ppo("--preset", name)
+    spec = parsed.config.algorithm.spec()
+    assert (
+        spec.estimator,
+        spec.policy_loss,
+        spec.loss_reduction,
+        (spec.clip_low, spec.clip_high),
+        spec.kl_coef,
+        spec.use_kl_loss,
+        parsed.config.rollout.dynamic_filtering,
+    ) == expected
+    assert parsed.notices == ()
+    rollout = parsed.config.rollout
+    assert (rollout.rollout_batch_size, rollout.n_samples_per_prompt) == (32, 4)  # the recipe's
+
+
+def test_preset_names_its_source():
+    assert set(PRESETS) == {"cispo", "dapo", "dr_grpo", "gspo", "grpo"}
+    assert all("arXiv:" in path.read_text(encoding="utf-8").partition("[")[0] for path in PRESETS.values())
+
+
+def test_preset_dapo_penalises_the_last_fifth_of_a_response():
+    assert ppo("--preset", "dapo").config.reward.overlong_buffer(20) == 4
+
+
+def test_preset_grpo_estimates_the_kl_by_k3():
+    assert ppo("--preset", "grpo").config.algorithm.kl_estimator == "k3"
+
+
+def test_preset_that_compares_samples_asks_for_several():
+    with pytest.raises(ConfigError, match="use --n_samples_per_prompt 4 or more"):
+        ppo("--preset", "dapo", *GIVEN)
+    assert ppo("--preset", "dapo", *GIVEN, "--n_samples_per_prompt", "16").config.rollout.rollout_batch_size == 1024
+
+
+def test_preset_is_below_the_file_and_the_file_below_flags(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text('[algorithm]\nloss_agg_mode = "seq-mean-token-mean"\nclip_eps_high = 0.5\n')
+    argv = ("--preset", "dapo", "--config", str(file), "--init_kl_coef", "0.1")
+    section = ppo(*argv).config.algorithm
+    assert (section.loss_agg_mode, section.init_kl_coef) == ("seq_mean_token_mean", 0.1)
+    assert section.clip_range == (0.2, 0.5)  # the file's HIGH stands instead of both of the preset's
+    assert ppo(*argv, "--eps_clip", "0.1").config.algorithm.clip_range == (0.1, 0.1)
+
+
+def test_preset_options_without_effect_give_no_notice():
+    parsed = ppo("--preset", "dapo", "--overlong_buffer_len", "0")
+    assert parsed.config.reward.overlong_penalty_factor == 1.0
+    assert parsed.notices == ()
+    assert parsed.given == frozenset()
+
+
+def test_preset_unknown_name_fails_with_the_nearest():
+    with pytest.raises(ConfigError) as caught:
+        ppo("--preset", "dappo")
+    message = "--preset: unknown value `dappo`; known: cispo, dapo, dr_grpo, grpo, gspo"
+    assert str(caught.value) == f"{message}\n\nhint: did you mean `dapo`?"
+
+
+def test_preset_is_a_flag_only_where_there_are_presets():
+    with_presets = make_parser(PpoConfig, prog="p", description="", presets=PRESETS)
+    assert "--preset {cispo,dapo,dr_grpo,grpo,gspo}" in with_presets.format_help()
+    assert "--preset" not in make_parser(PpoConfig, prog="p", description="").format_help()
