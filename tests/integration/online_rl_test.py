@@ -1,0 +1,135 @@
+"""Online RL as a user runs it: algorithms that learn the built-in task, and every kind of reward in one run."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_models.testing import tiny_model_dir, tiny_reward_model_dir
+
+ROOT = Path(__file__).parents[2]
+TIMEOUT_S = 600
+
+REWARD = """
+def reward_func(queries, prompts, labels):
+    return {"rewards": [len(query) % 2 for query in queries]}
+"""
+
+
+def ppo(*flags: str, folder: Path, **variables: str) -> list[dict[str, Any]]:
+    """Run `ppo` in `folder`, Bazel's binary where there is one; return the lines of its metrics."""
+    binary = ROOT / "packages/rlhf-cli/ppo"
+    command = [str(binary)] if binary.is_file() else [sys.executable, "-m", "rlhf_cli.commands.ppo"]
+    environment = os.environ | {"BUILD_WORKING_DIRECTORY": str(folder)} | variables
+    done = subprocess.run(
+        [*command, *flags, "--save_path", "out"],
+        cwd=folder, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    return [json.loads(line) for line in (folder / "out/metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--advantage_estimator reinforce --is_correction_level token --max_steps 16",
+        # One optimizer step a step, half as many as the others.
+        "--advantage_estimator rloo --old_logprobs skip --init_kl_coef 0 --train_batch_size 128 --max_steps 24",
+        "--preset dapo --dynamic_filtering_max_batches 4 --max_steps 16",
+    ],
+    ids=["reinforce", "rloo", "dapo"],
+)
+def test_algorithm_learns_the_built_in_task(flags, tmp_path):
+    lines = ppo(*flags.split(), "--seed", "1", "--eval_steps", "-1", folder=tmp_path)
+    assert lines[-1]["eval/accuracy_before"] <= 0.40
+    assert lines[-1]["eval/accuracy_after"] >= 0.60
+    for line in (line for line in lines if "time/step" in line):
+        accounted = line["samples/trained"] + line["samples/filtered"] + line["samples/failed"]
+        assert line["samples/generated"] == accounted >= 128
+        assert line["mismatch/logprob_gap_max"] < 1e-3 and line["mismatch/out_of_bounds"] == 0.0
+        assert "value/loss" not in line
+
+
+class Server(BaseHTTPRequestHandler):
+    """Answers as a reward server does, to those who know the token."""
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.num_queries += len(body["query"])
+        known = self.headers["Authorization"] == "Bearer open sesame"
+        answer = json.dumps({"rewards": [0.5] * len(body["query"])}).encode()
+        self.send_response(200 if known else 401)
+        self.send_header("Content-Length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def server() -> Iterator[ThreadingHTTPServer]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Server) as running:
+        running.num_queries = 0
+        threading.Thread(target=running.serve_forever, daemon=True).start()
+        yield running
+        running.shutdown()
+
+
+def test_rewards_of_a_function_a_server_and_a_model_add_up_by_weight(server, tmp_path):
+    tiny_model_dir(tmp_path / "policy")
+    tiny_reward_model_dir(tmp_path / "judge", seed=3, mean=0.5, std=2.0)
+    (tmp_path / "odd.py").write_text(REWARD, encoding="utf-8")
+    for name in ("train", "easy", "hard"):
+        rows = [{"input": f"{name} prompt {number}"} for number in range(8)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    url = f"http://127.0.0.1:{server.server_address[1]}/get_reward"
+    flags = ["--pretrain", "policy", "--prompt_data", "train.jsonl", "--eval_data", "easy.jsonl,hard.jsonl"]
+    flags += ["--remote_rm_url", f"odd.py,{url}", "--reward_pretrain", "judge", "--reward_weights", "1,2,0.5"]
+    flags += ["--normalize_reward", "--reward_clip_range", "1.5", "--stop_properly_penalty_coef", "0.5"]
+    flags += ["--rollout_batch_size", "8", "--n_samples_per_prompt", "2", "--train_batch_size", "8"]
+    flags += ["--generate_max_len", "12", "--prompt_max_len", "32", "--num_episodes", "3", "--zero_stage", "2"]
+    flags += ["--freezing_actor_steps", "1", "--save_value_network", "--bootstrap_truncated", "--enable_ema"]
+    flags += ["--kl_target", "0.1", "--kl_horizon", "16", "--best_metric_key", "eval/hard/pass@1", "--eval_steps", "1"]
+    flags += ["--eval_n_samples_per_prompt", "3", "--actor_learning_rate", "1e-3", "--entropy_loss_coef", "0.01"]
+    lines = ppo(*flags, folder=tmp_path, RLHF_REMOTE_RM_TOKEN="open sesame")
+    out = tmp_path / "out"
+
+    steps = [line for line in lines if "time/step" in line]
+    assert [(line["samples/generated"], line["samples/trained"]) for line in steps] == [(16, 16)] * 3
+    assert ["policy/loss" in line for line in steps] == [False, True, True]  # the critic learns alone at first
+    assert steps[0]["kl/coef"] == 0.01 > steps[1]["kl/coef"]  # the KL began at 0, below its target
+    assert server.num_queries >= 3 * 16
+
+    for line in map(json.loads, (out / "rollouts.jsonl").read_text(encoding="utf-8").splitlines()):
+        extra = line["extra"]
+        [served] = [value for name, value in extra.items() if name.startswith("reward_127")]
+        parts = [extra["reward_odd"], served, extra["reward_judge"]]
+        assert parts[1] == 0.5
+        assert line["reward"] == pytest.approx(parts[0] + 2 * parts[1] + 0.5 * parts[2])
+
+    evaluations = [line for line in lines if "eval/pass@1" in line]
+    assert [line["step"] for line in evaluations] == [0, 1, 2, 3]
+    for line in evaluations:
+        assert line["eval/pass@1"] == pytest.approx((line["eval/easy/pass@1"] + line["eval/hard/pass@1"]) / 2)
+        assert line["eval/pass@1"] <= line["eval/pass@2"] <= line["eval/pass@3"]
+    state = json.loads((out / "best_model/state.json").read_text(encoding="utf-8"))
+    assert state["value"] == max(line["eval/hard/pass@1"] for line in evaluations)
+
+    from transformers import AutoModelForCausalLM
+
+    weights = {
+        name: AutoModelForCausalLM.from_pretrained(path).lm_head.weight
+        for name, path in {"first": tmp_path / "policy", "last": out / "model", "average": out / "ema_model"}.items()
+    }
+    moved = {name: (weights[name] - weights["first"]).norm().item() for name in ("last", "average")}
+    # Four updates with a decay of 0.992: the average has gone a few percent of the way.
+    assert 0 < moved["average"] < 0.1 * moved["last"]
+    assert (out / "critic/value_head.safetensors").is_file()
