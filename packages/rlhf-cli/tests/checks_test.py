@@ -50,6 +50,7 @@ def ppo(*argv: str) -> Parsed[PpoConfig]:
         (["--remote_rm_url", "None"], "--remote_rm_url is missing", "or --reward_pretrain MODEL"),
         (["--reward_weights", "1,2"], "2 weights for 1 rewards", "give one a reward"),
         (["--reward_weights", "much"], "--reward_weights is much; it must be numbers", ""),
+        (["--reward_weights", "inf"], "--reward_weights is inf; it must be numbers", ""),
         (["--reward_clip_range", "1", "1"], "--reward_clip_range is 1 1", "LOW before HIGH"),
         (["--reward_clip_range", "1", "2", "3"], "--reward_clip_range is 1 2 3; it must be 2 numbers", ""),
         (["--reward_clip_range", "wide"], "--reward_clip_range is wide; it must be a number", ""),
@@ -193,6 +194,10 @@ def test_sources_are_functions_one_server_and_models_with_a_weight_each():
         ("model", ("m",), -1.0),
         ("model", ("owner/name",), 3.0),
     ]
+
+
+def test_sources_weights_may_be_negative():
+    assert ppo("--reward_weights=-1").config.reward.sources()[0].weight == -1.0
 
 
 def test_on_cpu_colocation_of_reward_models_has_no_effect():

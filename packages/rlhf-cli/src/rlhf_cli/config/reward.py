@@ -1,5 +1,6 @@
 """Who scores, and what becomes of the scores."""
 
+import math
 from typing import ClassVar
 
 from pydantic import Field
@@ -24,7 +25,8 @@ class RewardSection(Section):
     )
     reward_weights: str | None = Field(
         None,
-        description="a number for each source, with commas, --remote_rm_url's first, all URLs counted as one; None: 1",
+        description="a number for each source, with commas, --remote_rm_url's first, all URLs counted as one; None: 1."
+        " One that begins with - needs a =, as in --reward_weights=-1,1",
     )
     reward_timeout_s: float = Field(30.0, gt=0, description="seconds for one call of a reward function or server")
     reward_num_workers: int = Field(1, ge=1, description="processes that score side by side, of each function")
@@ -55,8 +57,10 @@ class RewardSection(Section):
             try:
                 weights = [float(text) for text in self.reward_weights.split(",")]
             except ValueError:
+                weights = [math.nan]
+            if not all(map(math.isfinite, weights)):
                 message = f"--reward_weights is {self.reward_weights}; it must be numbers with commas between them"
-                raise ConfigError(message) from None
+                raise ConfigError(message)
         return parse_sources(self.remote_rm_url or "", self.reward_pretrain or "", weights)
 
     def overlong_buffer(self, max_tokens: int) -> int:

@@ -67,7 +67,7 @@ def choose_critic(config: PpoConfig, model: str, reward_models: Sequence[str], t
         _check_critic(config.model, critic, tokenizer)
     if named is not None:
         return critic, []
-    return critic, [f"the critic starts from the reward model {critic}: --critic_pretrain names another"]
+    return critic, [f"the critic starts from the reward model {critic}; --critic_pretrain would name another"]
 
 
 def _check_critic(section: ModelSection, critic: str, tokenizer: Any) -> None:
