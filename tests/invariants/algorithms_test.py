@@ -1,5 +1,5 @@
-"""Invariant 3 for every algorithm: whatever splits a step's work into micro-batches, data-parallel ranks, ZeRO stages and
-packed or padded rows, the update is the same; and over many steps what rounding leaves has no direction."""
+"""Invariant 3 for every algorithm: however a step's work is split into micro-batches, data-parallel ranks, ZeRO stages
+and packed or padded rows, the update is the same; and over many steps what rounding leaves of it has no direction."""
 
 import dataclasses
 import itertools
@@ -12,14 +12,7 @@ import pytest
 
 from rlhf_data.records import FinishReason, Rollout, Span, SpanSource
 from rlhf_models.testing import tiny_model_dir, tiny_reward_model_dir
-from rlhf_train.algorithms import (
-    ALGORITHMS,
-    CORRECTION_LEVELS,
-    CORRECTION_MODES,
-    OLD_LOGPROBS,
-    POLICY_LOSSES,
-    REDUCTIONS,
-)
+from rlhf_train import algorithms as tables
 from rlhf_train.algorithms import AlgorithmSpec as Spec
 from rlhf_train.algorithms import CorrectionSpec as Correction
 from rlhf_train.batching import Denominators, plan_batches
@@ -54,66 +47,39 @@ class Case:
 
 
 CASES = {
-    "gae": Case(
-        Spec(
-            estimator="gae", gamma=0.99, lambd=0.95, bootstrap_truncated=True, kl_coef=0.05, dual_clip=1.05,
-            clip_low=0.01, clip_high=0.01, correction=Correction(level="sequence", mode="mask", low=0.7, high=1.4),
-        ),
-        rate=0.1,
-        ema_beta=0.8,
-    ),
-    "reinforce": Case(
-        Spec(
-            estimator="reinforce", gamma=0.95, kl_coef=0.05, kl_estimator="k2", old_logprobs="rollout",
-            reduction="seq_mean_token_sum", entropy_coef=0.01, clip_low=0.1, clip_high=0.1,
-        ),
-        rate=0.02,
-    ),
-    "reinforce_baseline with CISPO": Case(
-        Spec(
-            estimator="reinforce_baseline", policy_loss="cispo", kl_coef=0, entropy_coef=0.01, clip_low=0.01,
-            clip_high=0.01, correction=Correction(level="token", mode="truncate", low=0.0, high=1.1),
-        ),
-        rate=0.1,
-    ),
-    "group_norm with GSPO": Case(
-        Spec(
-            estimator="group_norm", policy_loss="gspo", kl_coef=0.05, kl_estimator="k3", use_kl_loss=True,
-            kl_unbiased_gradient=True, clip_low=3e-4, clip_high=4e-4,
-            correction=Correction(level="geometric", mode="mask", low=0.97, high=1.03),
-        ),
-        rate=0.1,
-        ema_beta=0.8,
-    ),
-    "group_norm as DAPO": Case(
-        Spec(
-            estimator="group_norm", reduction="token_mean", kl_coef=0, clip_low=0.01, clip_high=0.02,
-            correction=Correction(level="token", mode="mask", low=0.85, high=1.15),
-        ),
-        rate=0.2,
-    ),
-    "dr_grpo": Case(
-        Spec(
-            estimator="dr_grpo", kl_coef=0.05, kl_estimator="k2", use_kl_loss=True, clip_low=0.01, clip_high=0.01,
-            correction=Correction(level="geometric", mode="truncate", low=0.95, high=1.05),
-        ),
-        rate=0.5,
-    ),
-    "rloo": Case(
-        Spec(
-            estimator="rloo", kl_coef=0.05, kl_estimator="k3", clip_low=0.01, clip_high=0.01,
-            correction=Correction(level="sequence", mode="truncate", low=0.5, high=1.3),
-        ),
-        rate=0.02,
-    ),
-    "rloo with the plain gradient": Case(
-        Spec(
-            estimator="rloo", policy_loss="reinforce", kl_coef=0.05, kl_estimator="k1", use_kl_loss=True,
-            kl_unbiased_gradient=True, old_logprobs="skip",
-        ),
-        rate=0.02,
-        max_epochs=1,
-    ),
+    "gae": Case(Spec(
+        estimator="gae", gamma=0.99, lambd=0.95, bootstrap_truncated=True, kl_coef=0.05, dual_clip=1.05,
+        clip_low=0.01, clip_high=0.01, correction=Correction(level="sequence", mode="mask", low=0.7, high=1.4),
+    ), rate=0.1, ema_beta=0.8),
+    "reinforce": Case(Spec(
+        estimator="reinforce", gamma=0.95, kl_coef=0.05, kl_estimator="k2", old_logprobs="rollout",
+        reduction="seq_mean_token_sum", entropy_coef=0.01, clip_low=0.1, clip_high=0.1,
+    ), rate=0.02),
+    "reinforce_baseline with CISPO": Case(Spec(
+        estimator="reinforce_baseline", policy_loss="cispo", kl_coef=0, entropy_coef=0.01, clip_low=0.01,
+        clip_high=0.01, correction=Correction(level="token", mode="truncate", low=0.0, high=1.1),
+    ), rate=0.1),
+    "group_norm with GSPO": Case(Spec(
+        estimator="group_norm", policy_loss="gspo", kl_coef=0.05, kl_estimator="k3", use_kl_loss=True,
+        kl_unbiased_gradient=True, clip_low=3e-4, clip_high=4e-4,
+        correction=Correction(level="geometric", mode="mask", low=0.97, high=1.03),
+    ), rate=0.1, ema_beta=0.8),
+    "group_norm as DAPO": Case(Spec(
+        estimator="group_norm", reduction="token_mean", kl_coef=0, clip_low=0.01, clip_high=0.02,
+        correction=Correction(level="token", mode="mask", low=0.85, high=1.15),
+    ), rate=0.2),
+    "dr_grpo": Case(Spec(
+        estimator="dr_grpo", kl_coef=0.05, kl_estimator="k2", use_kl_loss=True, clip_low=0.01, clip_high=0.01,
+        correction=Correction(level="geometric", mode="truncate", low=0.95, high=1.05),
+    ), rate=0.5),
+    "rloo": Case(Spec(
+        estimator="rloo", kl_coef=0.05, kl_estimator="k3", clip_low=0.01, clip_high=0.01,
+        correction=Correction(level="sequence", mode="truncate", low=0.5, high=1.3),
+    ), rate=0.02),
+    "rloo with the plain gradient": Case(Spec(
+        estimator="rloo", policy_loss="reinforce", kl_coef=0.05, kl_estimator="k1", use_kl_loss=True,
+        kl_unbiased_gradient=True, old_logprobs="skip",
+    ), rate=0.02, max_epochs=1),
 }  # fmt: skip
 
 
@@ -141,9 +107,8 @@ FALSIFIED = "group_norm as DAPO"  # the algorithm whose denominators are made wr
 
 def mean_of_each_micro_batch(counts: Denominators, mask: Any, num_micro_batches: int) -> Denominators:
     """What a trainer gets that averages within micro-batches, and then the averages."""
-    return Denominators(
-        int(mask.sum()) * num_micro_batches, int(mask.any(dim=1).sum()) * num_micro_batches, counts.max_tokens
-    )
+    tokens, sequences = int(mask.sum()), int(mask.any(dim=1).sum())
+    return Denominators(tokens * num_micro_batches, sequences * num_micro_batches, counts.max_tokens)
 
 
 def a_millionth_too_small(counts: Denominators, mask: Any, num_micro_batches: int) -> Denominators:
@@ -152,9 +117,6 @@ def a_millionth_too_small(counts: Denominators, mask: Any, num_micro_batches: in
 
 
 WRONG_DENOMINATORS = (mean_of_each_micro_batch, a_millionth_too_small)
-
-
-# -- in the ranks ----------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass
@@ -186,17 +148,11 @@ class Trainer:
             for role, path in self.paths.items()
             if role in self.roles or (role == "reference" and spec.uses_reference)
         }
+        device = "cuda" if torch.cuda.is_available() and self.num_ranks == 1 else "cpu"
         self.worker = TrainWorker(
-            models,
-            spec,
-            temperature=0.8,
-            rank=self.rank,
-            num_ranks=self.num_ranks,
-            master=self.master,
-            device="cuda" if torch.cuda.is_available() and self.num_ranks == 1 else "cpu",
-            seed=0,
-            ema_beta=self.case.ema_beta,
-        )
+            models, spec, temperature=0.8, rank=self.rank, num_ranks=self.num_ranks, master=self.master, device=device,
+            seed=0, ema_beta=self.case.ema_beta,
+        )  # fmt: skip
         self.frozen = [role for role in models if role != "actor" or spec.old_logprobs == "recompute"]
 
     def step(self, rollouts: Sequence[Rollout], seed: int) -> dict[str, float]:
@@ -213,13 +169,9 @@ class Trainer:
         plan = plan_batches(
             [rollout.num_tokens for rollout in rollouts],
             [rollout.num_response_tokens for rollout in rollouts],
-            num_ranks=self.num_ranks,
-            num_mini_batches=1,
-            micro_train_batch_size=self.layout.micro_batch_size,
-            micro_rollout_batch_size=self.layout.micro_batch_size,
-            max_response_tokens=MAX_TOKENS,
-            seed=seed,
-        )[self.rank]
+            num_ranks=self.num_ranks, num_mini_batches=1, micro_train_batch_size=self.layout.micro_batch_size,
+            micro_rollout_batch_size=self.layout.micro_batch_size, max_response_tokens=MAX_TOKENS, seed=seed,
+        )[self.rank]  # fmt: skip
         worker.load_rollouts([rollouts[row] for row in plan.rows], [float(rewards[row]) for row in plan.rows], plan)
         metrics = [worker.run_model(role) for role in self.frozen]
         metrics.append(worker.assign_advantages(spec.kl_coef))
@@ -298,9 +250,6 @@ def all_runs(
     return outcomes if rank == 0 else {"short": outcomes["short"]}
 
 
-# -- the tests -------------------------------------------------------------------------------------------------------
-
-
 def rollouts_near(path: str, seed: int) -> list[Rollout]:
     """Random rollouts, a third of them truncated and one without a response, whose engine is a little off the model."""
     import torch
@@ -373,20 +322,23 @@ def residuals(updates: np.ndarray, whole: np.ndarray) -> np.ndarray:
     return ((updates - whole) * whole).sum(axis=1) / (whole**2).sum(axis=1)
 
 
-def errors_from_zero(values: np.ndarray) -> float:
-    """Return the mean of `values` in units of its standard error."""
-    error = float(values.std(ddof=1)) / len(values) ** 0.5
-    return abs(float(values.mean())) / error if error else 0.0
+def is_small(residual: np.ndarray) -> bool:
+    return bool(np.median(np.abs(residual)) < MEDIAN_RESIDUAL)
+
+
+def has_no_direction(residual: np.ndarray) -> bool:
+    """Whether the mean is 0.0 as far as its standard error lets one tell."""
+    return bool(abs(residual.mean()) <= MAX_ERRORS * residual.std(ddof=1) / len(residual) ** 0.5)
 
 
 def test_cases_have_every_row_of_every_table():
     specs = [case.algorithm for case in CASES.values()]
-    assert {spec.estimator for spec in specs} == set(ALGORITHMS)
-    assert {spec.policy_loss for spec in specs} == set(POLICY_LOSSES)
-    assert {spec.loss_reduction for spec in specs} == set(REDUCTIONS)
-    assert {spec.old_logprobs for spec in specs} == set(OLD_LOGPROBS)
+    assert {spec.estimator for spec in specs} == set(tables.ALGORITHMS)
+    assert {spec.policy_loss for spec in specs} == set(tables.POLICY_LOSSES)
+    assert {spec.loss_reduction for spec in specs} == set(tables.REDUCTIONS)
+    assert {spec.old_logprobs for spec in specs} == set(tables.OLD_LOGPROBS)
     corrections = {(spec.correction.level, spec.correction.mode) for spec in specs} - {("off", "truncate")}
-    assert corrections == set(itertools.product(CORRECTION_LEVELS[1:], CORRECTION_MODES))
+    assert corrections == set(itertools.product(tables.CORRECTION_LEVELS[1:], tables.CORRECTION_MODES))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -429,19 +381,16 @@ def test_residual_of_a_split_over_many_steps_is_small_and_has_no_direction(on_on
     for role, whole in on_one_rank["long"][name, "whole"].items():
         residual = residuals(split[role], whole)
         assert len(residual) == NUM_STEPS
-        assert np.median(np.abs(residual)) < MEDIAN_RESIDUAL, (role, residual)
-        assert errors_from_zero(residual) < MAX_ERRORS, (role, residual)
+        assert is_small(residual) and has_no_direction(residual), (role, residual)
 
 
-def test_means_of_micro_batches_are_found_by_size_and_by_direction(on_one_rank):
+def test_means_of_micro_batches_fail_by_their_size(on_one_rank):
     wrong = on_one_rank["wrong"][mean_of_each_micro_batch.__name__]["actor"]
     residual = residuals(wrong, on_one_rank["long"][FALSIFIED, "whole"]["actor"])
-    assert np.median(np.abs(residual)) > 1000 * MEDIAN_RESIDUAL
-    assert errors_from_zero(residual) > MAX_ERRORS
+    assert not is_small(residual / 1000)
 
 
-def test_an_error_below_the_tolerance_is_found_by_its_direction(on_one_rank):
+def test_error_that_is_small_enough_fails_by_its_direction(on_one_rank):
     wrong = on_one_rank["wrong"][a_millionth_too_small.__name__]["actor"]
     residual = residuals(wrong, on_one_rank["long"][FALSIFIED, "whole"]["actor"])
-    assert np.median(np.abs(residual)) < MEDIAN_RESIDUAL
-    assert errors_from_zero(residual) > MAX_ERRORS
+    assert is_small(residual) and not has_no_direction(residual)

@@ -90,7 +90,8 @@ def one_step(rank: int, num_ranks: int, master: Any, path: str, case: Case) -> d
     experience = worker._experience
     before = {name: column.clone() for name, column in experience.columns.items()}
     metrics.append(worker.assign_advantages(case.algorithm.kl_coef))
-    metrics += [worker.update(role, max_epochs=1, seed=5, kl_coef=case.algorithm.kl_coef) for role in ("critic", "actor")]
+    options = {"max_epochs": 1, "seed": 5, "kl_coef": case.algorithm.kl_coef}
+    metrics += [worker.update(role, **options) for role in ("critic", "actor")]
     weights = {
         f"{role}.{name}": tensor.float().cpu().numpy().copy()
         for role in ("actor", "critic")

@@ -41,6 +41,32 @@ def test_generalized_advantages_skip_environment_tokens_as_if_they_were_not_ther
     assert (sparse[~spread] == 0).all() and (returns[~spread] == 0).all()
 
 
+def test_generalized_advantages_of_a_cut_rollout_go_on_with_the_last_value():
+    # As in the hand values above, now with V = 2 after the last token:
+    # delta3 = 1 + 0.9*2 - 0.6 = 2.2         A3 = 2.2
+    # delta2 = 0.14                          A2 = 0.14 + 0.45*2.2 = 1.13
+    # delta1 = -0.14                         A1 = -0.14 + 0.45*1.13 = 0.3685
+    # The second rollout ended by itself; in the third the last token is the environment's, and is skipped.
+    rewards = torch.tensor([[0.0, 0.0, 1.0]]).repeat(3, 1)
+    values = torch.tensor([[0.5, 0.4, 0.6]]).repeat(3, 1)
+    mask = torch.ones(3, 3, dtype=torch.bool)
+    rewards[2], mask[2] = torch.tensor([0.0, 1.0, 99.0]), torch.tensor([True, True, False])
+    advantages, returns = generalized_advantages(
+        rewards, values, mask, gamma=0.9, lambd=0.5, last_values=torch.tensor([2.0, 0.0, 2.0])
+    )
+    assert torch.allclose(advantages[:2], torch.tensor([[0.3685, 1.13, 2.2], [0.004, 0.32, 0.4]]))
+    assert torch.allclose(returns[0], torch.tensor([0.8685, 1.53, 2.8]))
+    # delta2 = 1 + 1.8 - 0.4 = 2.4           A1 = (0.36 - 0.5) + 0.45*2.4 = 0.94
+    assert torch.allclose(advantages[2], torch.tensor([0.94, 2.4, 0.0]))
+
+
+def test_generalized_advantages_last_value_of_a_rollout_without_a_token_has_no_effect():
+    none, returns = generalized_advantages(
+        torch.ones(1, 2), torch.ones(1, 2), torch.zeros(1, 2).bool(), gamma=1, lambd=1, last_values=torch.tensor([7.0])
+    )
+    assert none.tolist() == returns.tolist() == [[0.0, 0.0]]
+
+
 def test_generalized_advantages_lambda_one_are_returns_minus_values():
     torch.manual_seed(0)
     rewards, values, mask = torch.randn(3, 6), torch.randn(3, 6), torch.rand(3, 6) < 0.7

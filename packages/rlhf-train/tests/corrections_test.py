@@ -1,0 +1,96 @@
+"""Importance weights between engine and trainer: every level and mode by hand."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlhf_train.corrections import bounded_weights, importance_weights
+from rlhf_train.losses.policy import MAX_LOG_RATIO
+
+# Ratios of trainer to engine: 2 and 8 are trained in the first rollout, 0.5 in the second, nothing in the third.
+RATIOS = torch.tensor([[2.0, 8.0, 77.0], [0.5, 77.0, 77.0], [77.0, 77.0, 77.0]])
+MASK = torch.tensor([[True, True, False], [True, False, False], [False, False, False]])
+
+
+def weights(level: str, ratios: Tensor = RATIOS, mask: Tensor = MASK) -> Tensor:
+    engine = torch.full_like(ratios, -1.5)
+    return importance_weights(engine + ratios.log(), engine, mask, level=level)
+
+
+@pytest.mark.parametrize(
+    ("level", "expected"),
+    [
+        ("token", [[2.0, 8.0, 1.0], [0.5, 1.0, 1.0], [1.0, 1.0, 1.0]]),
+        ("sequence", [[16.0, 16.0, 1.0], [0.5, 1.0, 1.0], [1.0, 1.0, 1.0]]),  # 2 x 8
+        ("geometric", [[4.0, 4.0, 1.0], [0.5, 1.0, 1.0], [1.0, 1.0, 1.0]]),  # (2 x 8)^(1/2)
+    ],
+)
+def test_importance_weights_match_hand_values(level, expected):
+    assert torch.allclose(weights(level), torch.tensor(expected))
+
+
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+def test_importance_weights_of_equal_logprobs_are_exactly_one_and_of_extremes_finite(level):
+    logprobs = torch.randn(3, 5)
+    assert torch.equal(importance_weights(logprobs, logprobs, logprobs < 9, level=level), torch.ones(3, 5))
+    extreme = importance_weights(
+        torch.tensor([[500.0, 500.0]]), torch.zeros(1, 2), torch.ones(1, 2).bool(), level=level
+    )
+    assert extreme.tolist()[0] == pytest.approx([math.exp(MAX_LOG_RATIO)] * 2)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+def test_importance_weights_do_not_see_what_is_not_trained(level):
+    poisoned = RATIOS.masked_fill(~MASK, float("nan"))
+    assert torch.equal(weights(level, poisoned), weights(level))
+    order = [2, 0, 1]
+    assert torch.equal(weights(level, RATIOS[order], MASK[order]), weights(level)[order])
+
+
+def test_importance_weights_make_the_engines_samples_those_of_the_trainer():
+    # Over all tokens that an engine of q may draw, the weighted mean of any f is its mean under the trainer's p.
+    p, q, f = (torch.tensor(numbers).double() for numbers in ([0.7, 0.2, 0.1], [0.3, 0.3, 0.4], [1.0, -2.0, 5.0]))
+    weight = importance_weights(p.log()[None], q.log()[None], torch.ones(1, 3).bool(), level="token")[0]
+    assert (q * weight * f).sum().item() == pytest.approx((p * f).sum().item())
+
+
+def test_truncate_sets_weights_to_the_bounds_and_keeps_every_token():
+    bounded, kept, outside = bounded_weights(weights("token"), MASK, mode="truncate", low=0.8, high=4.0)
+    assert torch.allclose(bounded, torch.tensor([[2.0, 4.0, 1.0], [0.8, 1.0, 1.0], [1.0, 1.0, 1.0]]))
+    assert torch.equal(kept, MASK)
+    assert outside.tolist() == [[False, True, False], [True, False, False], [False, False, False]]
+
+
+@pytest.mark.parametrize(
+    ("level", "expected"),
+    [
+        ("token", [[True, False, False], [True, False, False], [False] * 3]),  # 8 > 5
+        ("sequence", [[False, False, False], [True, False, False], [False] * 3]),  # 16 > 5: the whole rollout
+        ("geometric", [[True, True, False], [True, False, False], [False] * 3]),  # 4 is within
+    ],
+)
+def test_mask_leaves_out_what_is_beyond_the_bounds_and_changes_no_weight(level, expected):
+    before = weights(level)
+    bounded, kept, outside = bounded_weights(before, MASK, mode="mask", low=0.5, high=5.0)
+    assert torch.equal(bounded, before)
+    assert kept.tolist() == expected
+    assert torch.equal(outside, MASK & ~kept)
+
+
+def test_bounds_are_within():
+    edge = torch.tensor([[0.5, 5.0]])
+    _, kept, outside = bounded_weights(edge, torch.ones(1, 2).bool(), mode="mask", low=0.5, high=5.0)
+    assert kept.all() and not outside.any()
+
+
+def test_unknown_levels_and_modes_and_other_shapes_are_refused():
+    with pytest.raises(ValueError, match="did you mean `token`"):
+        weights("tokens")
+    with pytest.raises(ValueError, match="known: mask, truncate"):
+        bounded_weights(RATIOS, MASK, mode="drop", low=0.5, high=5.0)
+    with pytest.raises(ValueError, match="shapes differ"):
+        importance_weights(torch.zeros(1, 2), torch.zeros(1, 3), torch.zeros(1, 2).bool(), level="token")
+    with pytest.raises(ValueError, match="shapes differ"):
+        bounded_weights(torch.zeros(1, 2), torch.zeros(1, 3).bool(), mode="mask", low=0.5, high=5.0)
