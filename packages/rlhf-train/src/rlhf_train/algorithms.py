@@ -6,7 +6,7 @@ A row is plain data, so it travels to Ray workers; what the names stand for is i
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal
+from typing import Literal, get_args
 
 from rlhf_data.errors import ConfigError, unknown, with_hint
 
@@ -258,6 +258,7 @@ class AlgorithmSpec:
             ("policy loss", self.policy_loss, POLICY_LOSSES),
             ("reduction", self.reduction or REDUCTIONS[0], REDUCTIONS),
             ("source of old log-probs", self.old_logprobs, OLD_LOGPROBS),
+            ("KL estimator", self.kl_estimator, get_args(KlEstimator)),
         ):
             if name not in known:
                 raise ConfigError(unknown(what, name, known))
@@ -280,6 +281,9 @@ class AlgorithmSpec:
     def _check_combinations(self) -> None:
         if self.dual_clip is not None and not self.loss.dual_clip:
             raise ConfigError(f"dual_clip belongs to the PPO loss, and the policy loss is {self.loss.title}")
+        if self.use_kl_loss and not self.uses_reference:
+            message = "the KL is a loss and its coefficient is 0: there is no KL"
+            raise ConfigError(with_hint(message, "set --init_kl_coef above 0, or drop --use_kl_loss"))
         if self.old_logprobs == "skip" and self.kl_coef > 0 and not self.use_kl_loss:
             message = "without old log-probs there is no KL that could be a part of the reward"
             hint = "add --use_kl_loss, or set --init_kl_coef 0 or --old_logprobs recompute"

@@ -145,6 +145,8 @@ class TrainWorker:
         columns = experience.columns
         if spec.old_logprobs == "rollout":
             experience.set_column("old_logprobs", experience.rollout_logprobs)
+        # Before tokens are dropped: the value of the last state stays, whichever token is then the last.
+        last_values = columns["last_values"].sum(dim=1) if "last_values" in columns else None
         metrics = drop_nonfinite(experience)
         mask = experience.loss_mask
         experience.set_column("trained", mask.float())
@@ -158,7 +160,6 @@ class TrainWorker:
         charged = zeros if kl is None or spec.use_kl_loss else kl
         rewards = token_rewards(experience.rewards, charged, mask, kl_coef=kl_coef)
         values, lambd = (columns["values"], spec.lambd) if spec.row.uses_critic else (zeros, 1.0)
-        last_values = columns["last_values"].sum(dim=1) if "last_values" in columns else None
         advantages, returns = generalized_advantages(
             rewards, values, mask, gamma=spec.gamma, lambd=lambd, last_values=last_values
         )

@@ -1,0 +1,194 @@
+"""Where old log-probs may come from, and what happens to those that are no numbers: proofs on a worker's weights."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlhf_data.records import FinishReason, Rollout, Span, SpanSource
+from rlhf_models.testing import tiny_model_dir, tiny_reward_model_dir
+from rlhf_train.algorithms import POLICY_LOSSES, AlgorithmSpec
+from rlhf_train.batching import plan_batches
+from rlhf_train.group_rewards import relative_rewards
+from rlhf_train.specs import ModelSpec, OptimizerSpec
+from rlhf_train.testing import random_rollouts, run_ranks
+
+VOCAB_SIZE, NUM_ROLLOUTS = 512, 12
+# As in tests/invariants/split_test.py: an epsilon above rounding, and the largest difference of a weight.
+OPTIMIZER = OptimizerSpec(learning_rate=1e-2, eps=1e-4, scheduler="constant")
+TOLERANCE = 2e-5
+KL_LOSS = {"kl_coef": 0.05, "use_kl_loss": True, "kl_estimator": "k3", "kl_unbiased_gradient": True}
+PPO_WITH_BOOTSTRAP = AlgorithmSpec(bootstrap_truncated=True, gamma=0.9, lambd=0.9, kl_coef=0.05)
+PLACES = ((0, -1), (4, 0), (7, -1))  # rollout and response token whose log-prob is no number; two are the last ones
+
+Weights = dict[str, np.ndarray]
+
+
+def trained(
+    start: dict[str, Any],
+    spec: AlgorithmSpec,
+    rollouts: Sequence[Rollout],
+    *,
+    num_mini_batches: int = 1,
+    max_epochs: int = 1,
+    spoil: Callable[[Any], None] = lambda experience: None,
+) -> tuple[Weights, dict[str, float], Any]:
+    """Run one step on one rank; return the weights, the metrics and the experience.
+
+    Args:
+        start: paths of the models, and the ranks' meeting point.
+        spec, rollouts: what is trained, and on what.
+        num_mini_batches, max_epochs: how many optimizer steps.
+        spoil: called with the experience once all models have been run.
+    """
+    from rlhf_train.metrics import merge_metrics, results
+    from rlhf_train.online.worker import TrainWorker
+
+    roles = ["actor", *(["critic"] if spec.row.uses_critic else [])]
+    models = {role: ModelSpec(path=start[role], zero_stage=0, optimizer=OPTIMIZER) for role in roles}
+    if spec.uses_reference:
+        models["reference"] = ModelSpec(path=start["reference"])
+    worker = TrainWorker(
+        models, spec, temperature=1.0, rank=0, num_ranks=1, master=start["master"], device="cpu", seed=0
+    )
+    rewards = relative_rewards(
+        np.array([rollout.verdict.reward for rollout in rollouts]), [r.group_id for r in rollouts], spec.row.baseline
+    )
+    lengths = [rollout.num_tokens for rollout in rollouts]
+    [plan] = plan_batches(
+        lengths, lengths, num_ranks=1, num_mini_batches=num_mini_batches, micro_train_batch_size=4,
+        micro_rollout_batch_size=4, max_response_tokens=24, seed=0,
+    )  # fmt: skip
+    worker.load_rollouts([rollouts[row] for row in plan.rows], [float(rewards[row]) for row in plan.rows], plan)
+    metrics = [worker.run_model(role) for role in models if role != "actor" or spec.old_logprobs == "recompute"]
+    spoil(worker._experience)
+    metrics.append(worker.assign_advantages(spec.kl_coef))
+    metrics += [worker.update(role, max_epochs=max_epochs, seed=0, kl_coef=spec.kl_coef) for role in reversed(roles)]
+    weights = {
+        f"{role}.{name}": tensor.numpy() for role in roles for name, tensor in worker.engines[role].state_dict().items()
+    }
+    return weights, results(merge_metrics(metrics)), worker._experience
+
+
+def with_logprobs(rollout: Rollout, logprobs: np.ndarray) -> Rollout:
+    """Return `rollout` as an engine would that gives its tokens the log-probs [L]."""
+    spans, start = [], 0
+    for span in rollout.spans:
+        end = start + len(span.token_ids)
+        own = span.source is SpanSource.POLICY
+        spans.append(dataclasses.replace(span, logprobs=logprobs[start:end]) if own else span)
+        start = end
+    return dataclasses.replace(rollout, spans=tuple(spans))
+
+
+def place_of(rollout: Rollout, index: int) -> int:
+    return int(np.flatnonzero(rollout.loss_mask)[index])
+
+
+def with_environment_token(rollout: Rollout, place: int) -> Rollout:
+    """Return `rollout` with the token at `place` written by the environment instead."""
+    spans, start = [], 0
+    for span in rollout.spans:
+        at, end = place - start, start + len(span.token_ids)
+        if start <= place < end:
+            for part in (slice(0, at), slice(at + 1, None)):
+                half = dataclasses.replace(span, token_ids=span.token_ids[part], logprobs=span.logprobs[part])
+                spans += [half, Span(SpanSource.ENVIRONMENT, span.token_ids[at : at + 1])]
+            spans.pop()
+        else:
+            spans.append(span)
+        start = end
+    return dataclasses.replace(rollout, spans=tuple(spans))
+
+
+def all_cases(rank: int, num_ranks: int, master: Any, paths: dict[str, str]) -> dict[str, Any]:
+    """Run every case in one process, for the imports take longer than the work."""
+    start, outcomes = {**paths, "master": master}, {}
+    rollouts = random_rollouts(NUM_ROLLOUTS, vocab_size=VOCAB_SIZE)
+    for loss in POLICY_LOSSES:
+        spec = AlgorithmSpec(estimator="group_norm", policy_loss=loss, **KL_LOSS)
+        skip = dataclasses.replace(spec, old_logprobs="skip")
+        engines = dataclasses.replace(spec, old_logprobs="rollout")
+        outcomes[loss, "recompute"], metrics, _ = trained(start, spec, rollouts)
+        outcomes[loss, "skip"], skipped, _ = trained(start, skip, rollouts)
+        outcomes[loss, "metrics"] = metrics, skipped
+        many = {"num_mini_batches": 2, "max_epochs": 2}
+        outcomes[loss, "many, recompute"], _, experience = trained(start, spec, rollouts, **many)
+        own = experience.export(["old_logprobs"])["old_logprobs"]
+        exact = [with_logprobs(rollout, own[rollout.rollout_id]) for rollout in rollouts]
+        outcomes[loss, "many, rollout"], *_ = trained(start, engines, exact, **many)
+        outcomes[loss, "many, rollout of another engine"], *_ = trained(start, engines, rollouts, **many)
+    for row in (0, 7):
+        rollouts[row] = dataclasses.replace(rollouts[row], finish_reason=FinishReason.LENGTH)
+    places = {rollouts[row].rollout_id: place_of(rollouts[row], index) for row, index in PLACES}
+
+    def spoil(column: str, number: float) -> Callable[[Any], None]:
+        def write(experience: Any) -> None:
+            target = experience.rollout_logprobs if column == "rollout_logprobs" else experience.columns[column]
+            for row, rollout_id in enumerate(experience.rollout_ids):
+                if rollout_id in places:
+                    target[row, places[rollout_id]] = number
+
+        return write
+
+    environments = [
+        with_environment_token(rollout, places[rollout.rollout_id]) if rollout.rollout_id in places else rollout
+        for rollout in rollouts
+    ]
+    outcomes["finite"], *_ = trained(start, PPO_WITH_BOOTSTRAP, rollouts)
+    outcomes["environment"], *_ = trained(start, PPO_WITH_BOOTSTRAP, environments)
+    for column, number in SPOILED:
+        outcomes[column, str(number)] = trained(start, PPO_WITH_BOOTSTRAP, rollouts, spoil=spoil(column, number))[:2]
+    return outcomes
+
+
+SPOILED = [
+    ("old_logprobs", float("nan")),
+    ("old_logprobs", float("-inf")),
+    ("ref_logprobs", float("inf")),
+    ("rollout_logprobs", float("nan")),
+]
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory) -> dict[Any, Any]:
+    folder = tmp_path_factory.mktemp("models")
+    paths = {
+        "actor": str(tiny_model_dir(folder / "actor", vocab_size=VOCAB_SIZE)),
+        "reference": str(tiny_model_dir(folder / "reference", vocab_size=VOCAB_SIZE, seed=1)),
+        "critic": str(tiny_reward_model_dir(folder / "critic", vocab_size=VOCAB_SIZE)),
+    }
+    [result] = run_ranks(all_cases, 1, paths)
+    return result
+
+
+def largest_difference(one: Weights, other: Weights) -> float:
+    assert one.keys() == other.keys()
+    return max(float(np.abs(one[name] - other[name]).max()) for name in one)
+
+
+@pytest.mark.parametrize("loss", POLICY_LOSSES)
+def test_skipped_old_logprobs_of_the_only_step_give_the_update_of_recomputed_ones(outcomes, loss):
+    assert largest_difference(outcomes[loss, "recompute"], outcomes[loss, "skip"]) == 0.0
+    recomputed, skipped = outcomes[loss, "metrics"]
+    assert recomputed["policy/ratio"] == skipped["policy/ratio"] == 1.0
+    for name in ("policy/loss", "kl/loss", "policy/grad_norm", "mismatch/logprob_gap_mean", "kl/reference"):
+        assert recomputed[name] == pytest.approx(skipped[name], rel=1e-6), name
+
+
+@pytest.mark.parametrize("loss", POLICY_LOSSES)
+def test_the_engines_logprobs_give_the_update_of_recomputed_ones_when_they_are_the_trainers(outcomes, loss):
+    assert largest_difference(outcomes[loss, "many, recompute"], outcomes[loss, "many, rollout"]) == 0.0
+    if POLICY_LOSSES[loss].uses_ratio:
+        other = outcomes[loss, "many, rollout of another engine"]
+        assert largest_difference(outcomes[loss, "many, rollout"], other) > 100 * TOLERANCE
+
+
+@pytest.mark.parametrize(("column", "number"), SPOILED)
+def test_tokens_whose_logprob_is_no_number_train_as_if_the_environment_had_written_them(outcomes, column, number):
+    weights, metrics = outcomes[column, str(number)]
+    assert metrics["samples/nonfinite_tokens"] == len(PLACES)
+    assert largest_difference(weights, outcomes["environment"]) < TOLERANCE
+    assert largest_difference(weights, outcomes["finite"]) > 100 * TOLERANCE
