@@ -136,6 +136,6 @@ def test_rewards_of_a_function_a_server_and_a_model_add_up_by_weight(server, tmp
         for name, path in {"first": tmp_path / "policy", "last": out / "model", "average": out / "ema_model"}.items()
     }
     moved = {name: (weights[name] - weights["first"]).norm().item() for name in ("last", "average")}
-    # Four updates with a decay of 0.992: the average has gone a few percent of the way.
-    assert 0 < moved["average"] < 0.1 * moved["last"]
+    # Four updates with a decay of 0.992: the average has gone a few percent of the way; in bfloat16, rounding is more.
+    assert 0 < moved["average"] < (0.2 if ON_GPU else 0.05) * moved["last"]
     assert (out / "critic/value_head.safetensors").is_file()

@@ -200,7 +200,16 @@ def test_dynamic_sampling_that_keeps_nothing_teaches_nothing_and_accounts_for_al
     run.record(1)
     [line] = map(json.loads, run._recorder.path("metrics").read_text().splitlines())
     assert (line["samples/generated"], line["samples/filtered"], line["samples/trained"]) == (64, 64, 0)
-    assert "64 rollouts filtered by dynamic sampling" in listener.warnings[0]
+    assert "nothing is learned from this step: 64 rollouts are of groups whose samples all fare" in listener.warnings[0]
+
+
+def test_dynamic_sampling_that_keeps_nothing_three_times_in_a_row_ends_the_run_well(dynamic_run):
+    run, listener = dynamic_run(max_batches=1, reward_range=(0.9, 1.0))
+    for exhausted in (False, False, True):
+        assert not run.can_learn(run.generate(1))
+        assert run.is_exhausted is exhausted
+        run.record(1)
+    assert "the run ends here" in listener.warnings[-1]
 
 
 class Ranks:

@@ -118,6 +118,7 @@ class PlacedRun:
         self._policy_version = 0
         self._synced_version: int | None = None
         self._num_barren_steps = 0
+        self.is_exhausted = False
         self._engines_asleep = job.engine_sleep and job.plan.shares_gpus
         self._trainers_asleep = False
         self._final = {"time/startup": time.perf_counter() - started}
@@ -165,7 +166,8 @@ class PlacedRun:
         )
 
     def can_learn(self, groups: Sequence[RolloutGroup]) -> bool:
-        """See `OnlineRun`. Raises RewardError when it says no for the `MAX_BARREN_STEPS`th time in a row."""
+        """See `OnlineRun`. When it says no for the `MAX_BARREN_STEPS`th time in a row, the run ends: well, when dynamic
+        sampling finds nothing more to learn from, else by a RewardError."""
         num_scored = len(scored(groups))
         num_mini_batches = self._job.batch.num_updates // self._job.batch.max_epochs
         if num_scored >= num_mini_batches:
@@ -176,17 +178,19 @@ class PlacedRun:
             return True
         self._num_barren_steps += 1
         message = f"{num_scored} rollouts have a reward, too few for {num_mini_batches} optimizer steps"
-        hint = "see rollouts.jsonl for the prompts and responses it was given"
         verdicts = [rollout.verdict for group in groups for rollout in group.rollouts if rollout.verdict]
         if failed := [verdict.detail for verdict in verdicts if verdict.kind.failed]:
             message += f"; the last failure: {failed[-1]}"
-        if self._ledger.num_filtered:
-            message = f"{self._ledger.num_filtered} rollouts filtered by dynamic sampling; {message}"
-            hint = "use prompts that the policy solves now and then, or drop --dynamic_filtering"
-        if self._num_barren_steps >= MAX_BARREN_STEPS:
-            raise RewardError(with_hint(f"{MAX_BARREN_STEPS} steps in a row: {message}", hint))
-        self._observer.warning(f"nothing is learned from this step: {message}")
-        self._ledger = replace(self._ledger, num_filtered=self._ledger.num_filtered + num_scored)
+        filtered, give_up = self._ledger.num_filtered, self._num_barren_steps >= MAX_BARREN_STEPS
+        if filtered:
+            message = f"{filtered} rollouts are of groups whose samples all fare alike, and only {message}"
+            self.is_exhausted = give_up
+        elif give_up:
+            message = f"{MAX_BARREN_STEPS} steps in a row: {message}"
+            raise RewardError(with_hint(message, "see rollouts.jsonl for the prompts and responses it was given"))
+        end = "the run ends here" if self.is_exhausted else "nothing is learned from this step"
+        self._observer.warning(f"{end}: {message}")
+        self._ledger = replace(self._ledger, num_filtered=filtered + num_scored)
         return False
 
     def make_experience(self, groups: Sequence[RolloutGroup], step: int) -> None:
@@ -256,7 +260,8 @@ class PlacedRun:
     def evaluate(self, step: int) -> None:
         """See `OnlineRun`: at the start, at the end, and every `eval_steps` in between."""
         job = self._job
-        due = step in (0, job.num_steps) or (job.eval_steps and step % job.eval_steps == 0)
+        is_last = step == job.num_steps or self.is_exhausted
+        due = step == 0 or is_last or (job.eval_steps and step % job.eval_steps == 0)
         if not job.eval_prompts or not due:
             return
         started = time.perf_counter()
@@ -273,7 +278,7 @@ class PlacedRun:
             self._group_of["actor"].call("work", "save", "actor", str(self._best.staging))
             state = {"policy_version": self._policy_version, "kl_coef": self._kl_coef}
             self._best.keep(step, metrics, state)
-        moment = {0: "before", job.num_steps: "after"}.get(step)
+        moment = "after" if is_last else "before" if step == 0 else None
         if moment:
             self._final |= {f"{name}_{moment}": value for name, value in metrics.items() if name.startswith("eval/")}
             self._show(f"Held-out samples {moment} training", groups)

@@ -10,6 +10,8 @@ class OnlineRun(Protocol):
     """What one step is made of."""
 
     num_steps: int
+    is_exhausted: bool
+    """Whether the prompts have nothing left to teach."""
 
     def generate(self, step: int) -> Sequence[RolloutGroup]:
         """Draw prompts, let the engines answer and the reward score; return the groups that are worth training."""
@@ -57,3 +59,5 @@ def train(run: OnlineRun) -> None:
             run.sync_weights()
         run.record(step)
         run.evaluate(step)
+        if run.is_exhausted:
+            break

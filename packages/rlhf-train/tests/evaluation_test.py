@@ -1,0 +1,103 @@
+"""What an evaluation says: pass@k, data sources, failures, and which weights were the best."""
+
+import itertools
+import json
+
+import pytest
+
+from rlhf_data.errors import ConfigError
+from rlhf_data.records import FinishReason, Prompt, Rollout, RolloutGroup, Span, SpanSource, Verdict, VerdictKind
+from rlhf_train.online.evaluation import STATE_FILE, BestModel, pass_at_k, summarize_evaluation
+
+OK, WRONG, CRASH = VerdictKind.OK, VerdictKind.WRONG, VerdictKind.CRASH
+
+
+@pytest.mark.parametrize("num_samples", range(1, 7))
+def test_pass_at_k_is_the_share_of_all_choices_that_hold_a_right_sample(num_samples):
+    for num_right, k in itertools.product(range(num_samples + 1), range(1, num_samples + 1)):
+        right = [index < num_right for index in range(num_samples)]
+        choices = list(itertools.combinations(right, k))
+        assert pass_at_k(num_samples, num_right, k) == pytest.approx(sum(map(any, choices)) / len(choices))
+
+
+@pytest.mark.parametrize("k", [0, 4])
+def test_pass_at_k_of_too_few_samples_is_refused(k):
+    with pytest.raises(ValueError, match=f"pass@{k} of 3 samples"):
+        pass_at_k(3, 1, k)
+
+
+def group(name: str, source: str, kinds: list[VerdictKind], length: int = 2) -> RolloutGroup:
+    """A group of rollouts of `length` tokens; those that crash have no verdict's number, the last one is truncated."""
+    rollouts = []
+    for index, kind in enumerate(kinds):
+        spans = (Span(SpanSource.PROMPT, [1]), Span(SpanSource.POLICY, [2] * length, [-1.0] * length, policy_version=0))
+        reason = FinishReason.LENGTH if index == len(kinds) - 1 else FinishReason.STOP
+        verdict = Verdict(kind, None if kind.failed else float(kind is OK))
+        rollouts.append(Rollout(f"{name}{index}", name, spans, reason, verdict=verdict))
+    return RolloutGroup(name, Prompt(name, [1], "1", source=source), tuple(rollouts))
+
+
+def test_summarize_evaluation_of_one_source_matches_hand_values():
+    # 1 of 3 right: pass@1 = 1/3, pass@2 = 1 - C(2,2)/C(3,2) = 2/3, pass@3 = 1. 0 of 3: 0. Means of the two.
+    metrics = summarize_evaluation([group("a", "math", [OK, WRONG, WRONG]), group("b", "math", [WRONG] * 3)])
+    assert {name: value for name, value in metrics.items() if "pass@" in name} == pytest.approx(
+        {"eval/pass@1": 1 / 6, "eval/pass@2": 1 / 3, "eval/pass@3": 1 / 2}
+    )
+    assert metrics["eval/accuracy"] == metrics["eval/reward"] == pytest.approx(1 / 6)
+    assert not any(name.startswith("eval/math/") for name in metrics)
+
+
+def test_summarize_evaluation_of_several_sources_tells_them_apart():
+    groups = [group("a", "math", [OK, OK], 3), group("b", "code", [WRONG, OK], 5), group("c", "code", [WRONG] * 2, 1)]
+    metrics = summarize_evaluation(groups)
+    assert metrics["eval/pass@1"] == pytest.approx(1 / 2)
+    assert metrics["eval/math/pass@1"] == 1.0
+    assert metrics["eval/code/pass@1"] == pytest.approx(1 / 4)
+    assert metrics["eval/code/pass@2"] == pytest.approx(1 / 2)
+    assert (metrics["eval/math/response_tokens"], metrics["eval/code/response_tokens"]) == (3.0, 3.0)
+    assert metrics["eval/code/truncated"] == 0.5
+
+
+def test_summarize_evaluation_counts_a_failed_reward_as_not_passed():
+    metrics = summarize_evaluation([group("a", "math", [OK, CRASH]), group("b", "math", [CRASH, CRASH])])
+    assert metrics["eval/pass@1"] == pytest.approx(1 / 4)
+    assert metrics["eval/pass@2"] == pytest.approx(1 / 2)
+    assert metrics["eval/reward"] == 1.0  # of the one that has a reward
+    assert metrics["eval/verdict_crash"] == 3.0
+
+
+def test_summarize_evaluation_of_single_samples_has_pass_at_1_only():
+    metrics = summarize_evaluation([group("a", "math", [OK])])
+    assert [name for name in metrics if "pass@" in name] == ["eval/pass@1"]
+
+
+def keep(best: BestModel, step: int, value: float) -> None:
+    best.staging.mkdir()
+    (best.staging / "weights").write_text(f"of step {step}")
+    best.keep(step, {"eval/pass@1": value}, {"kl_coef": 0.5})
+
+
+def test_best_model_is_the_first_until_one_is_higher(tmp_path):
+    best = BestModel("eval/pass@1", tmp_path / "best")
+    verdicts = []
+    for step, value in enumerate([0.2, 0.2, 0.1, 0.3, float("nan"), 0.3]):
+        verdicts.append(best.beaten_by({"eval/pass@1": value, "eval/reward": 9.0}))
+        if verdicts[-1]:
+            keep(best, step, value)
+    assert verdicts == [True, False, False, True, False, False]
+    assert (tmp_path / "best/weights").read_text() == "of step 3"
+    state = json.loads((tmp_path / "best" / STATE_FILE).read_text())
+    assert state == {"step": 3, "metric": "eval/pass@1", "value": 0.3, "kl_coef": 0.5}
+    assert [path.name for path in tmp_path.iterdir()] == ["best"]
+
+
+def test_best_model_stays_while_the_next_is_written(tmp_path):
+    best = BestModel("eval/pass@1", tmp_path / "best")
+    keep(best, 1, 0.5)
+    best.staging.mkdir()
+    assert (tmp_path / "best/weights").read_text() == "of step 1"
+
+
+def test_best_model_by_an_unknown_metric_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="--best_metric_key: unknown metric `eval/pass1`; did you mean `eval/pass@1`"):
+        BestModel("eval/pass1", tmp_path).beaten_by({"eval/pass@1": 0.5})

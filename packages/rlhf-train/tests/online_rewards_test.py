@@ -1,0 +1,97 @@
+"""From raw rewards to those that are learned from, in their order, and which groups are worth training."""
+
+import pytest
+
+from rlhf_data.records import FinishReason, Prompt, Rollout, RolloutGroup, Span, SpanSource, Verdict, VerdictKind
+from rlhf_train.online.job import DynamicSampling, RewardSpec
+from rlhf_train.online.rewards import RewardShaper, is_worth_training
+
+
+def rollout(reward: float | None, *, length: int = 1, truncated: bool = False, score: float | None = None) -> Rollout:
+    spans = (Span(SpanSource.PROMPT, [1]), Span(SpanSource.POLICY, [2] * length, [-1.0] * length, policy_version=0))
+    kind = VerdictKind.CRASH if reward is None else VerdictKind.OK
+    reason = FinishReason.LENGTH if truncated else FinishReason.STOP
+    return Rollout("r", "g", spans, reason, verdict=Verdict(kind, reward, score))
+
+
+def shaper(*, normalize: bool = False, **options) -> RewardShaper:
+    return RewardShaper(RewardSpec(sources=(), **options), max_tokens=10, normalize=normalize)
+
+
+def test_rewards_that_nothing_is_done_to_stay_as_they_are_without_metrics():
+    rewards, metrics = shaper().shape([rollout(3.0), rollout(-20.0, length=10, truncated=True)])
+    assert (rewards.tolist(), metrics) == ([3.0, -20.0], {})
+
+
+def test_rewards_are_normalised_then_clipped_then_shaped_by_length():
+    # Seen: 0, 0, 6, 6 -> mean 3, sample deviation sqrt(36 / 3) = sqrt(12).
+    made = shaper(
+        normalize=True, clip_range=(-0.5, 0.5), overlong_buffer=4, overlong_penalty_factor=2.0, stop_properly_coef=0.25
+    )
+    seen = [rollout(0.0), rollout(0.0), rollout(6.0, length=8), rollout(6.0, length=10, truncated=True)]
+    made.observe(seen)
+    rewards, metrics = made.shape(seen)
+    # Normalised +-3 / sqrt(12) = +-0.866, clipped to +-0.5; 8 tokens are half way into the buffer: -1; 10 all of it: -2
+    # makes -1.5, and stopping there costs 0.75 of its size more: -2.625.
+    assert rewards.tolist() == pytest.approx([-0.5, -0.5, -0.5, -2.625])
+    assert metrics == pytest.approx(
+        {"rollout/reward_clipped": 1.0, "rollout/length_penalty": (1 + 3.125) / 4, "rollout/shaped_reward": -4.125 / 4}
+    )
+
+
+def test_clip_is_of_the_raw_reward_so_that_a_penalty_goes_beyond_it():
+    rewards, _ = shaper(clip_range=(-1, 1), overlong_buffer=10).shape([rollout(-5.0, length=10)])
+    assert rewards.tolist() == [-2.0]
+
+
+def test_truncated_rollout_keeps_its_share_of_a_reward_or_has_at_most_a_negative_one():
+    cut, whole = rollout(2.0, truncated=True), rollout(2.0)
+    assert shaper(stop_properly_coef=0.25).shape([cut, whole])[0].tolist() == [0.5, 2.0]
+    assert shaper(stop_properly_coef=-0.5).shape([cut, whole])[0].tolist() == [-0.5, 2.0]
+
+
+def test_normalisation_is_by_all_rewards_so_far_and_goes_on_from_a_saved_state():
+    made = shaper(normalize=True)
+    made.observe([rollout(0.0), rollout(2.0)])
+    made.observe([rollout(4.0)])
+    # 0, 2, 4: mean 2, sample deviation 2
+    assert made.shape([rollout(6.0)])[0].tolist() == [2.0]
+    again = shaper(normalize=True)
+    again.load_state_dict(made.state_dict())
+    assert again.shape([rollout(6.0)])[0].tolist() == [2.0]
+
+
+def test_shaping_of_no_rollouts_gives_no_rewards():
+    made = shaper(normalize=True, clip_range=(-1, 1), overlong_buffer=4, stop_properly_coef=0.5)
+    made.observe([])
+    rewards, metrics = made.shape([])
+    assert rewards.shape == (0,) and all(value == 0.0 for value in metrics.values())
+
+
+def group(*rollouts: Rollout) -> RolloutGroup:
+    return RolloutGroup("g", Prompt("p", [1], "1"), rollouts)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "bounds", "expected"),
+    [
+        ((0.0, 1.0), None, True),
+        ((1.0, 1.0), None, False),  # nothing to compare
+        ((0.0, 1.0), (0.2, 0.8), True),  # mean 0.5
+        ((0.0, 0.4), (0.2, 0.8), False),  # mean 0.2: strictly between is meant
+        ((0.6, 1.0), (0.2, 0.8), False),
+        ((0.5, 0.5), (0.2, 0.8), False),  # equal, whatever the bounds
+        ((0.0, None, 1.0), None, True),  # what has no score is left out of account
+        ((1.0, None, 1.0), None, False),
+        ((1.0, None), None, False),
+        ((None, None), None, False),
+    ],
+)
+def test_groups_worth_training_differ_in_score_with_a_mean_within_bounds(rewards, bounds, expected):
+    made = group(*(rollout(reward) for reward in rewards))
+    assert is_worth_training(made, DynamicSampling(reward_range=bounds)) is expected
+
+
+def test_groups_are_compared_by_score_not_by_reward():
+    assert not is_worth_training(group(rollout(0.0, score=1.0), rollout(5.0, score=1.0)), DynamicSampling())
+    assert is_worth_training(group(rollout(5.0, score=0.0), rollout(5.0, score=1.0)), DynamicSampling())

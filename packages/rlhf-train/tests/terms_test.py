@@ -1,0 +1,182 @@
+"""The terms of the actor's loss put together, the mismatch that is measured and corrected, and tokens that drop out."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from rlhf_train.algorithms import AlgorithmSpec, CorrectionSpec
+from rlhf_train.batching import Denominators
+from rlhf_train.experience import Experience
+from rlhf_train.metrics import results
+from rlhf_train.online.terms import actor_loss, actor_losses, correct_mismatch, critic_loss, drop_nonfinite
+
+NAN, INF = float("nan"), float("inf")
+MASK = torch.tensor([[False, True, True, True], [False, True, False, False]])
+
+
+def experience_of(old: Tensor, rollout: Tensor, **columns: Tensor) -> Experience:
+    """Two rollouts of one prompt token, with three response tokens and one."""
+    return Experience(
+        rollout_ids=["a", "b"],
+        token_ids=[np.zeros(4, np.int32), np.zeros(2, np.int32)],
+        loss_mask=MASK.clone(),
+        policy_mask=MASK.clone(),
+        rollout_logprobs=rollout.clone(),
+        rewards=torch.zeros(2),
+        truncated=torch.zeros(2, dtype=torch.bool),
+        columns={"old_logprobs": old.clone(), **columns},
+    )
+
+
+@pytest.mark.parametrize("number", [NAN, INF, -INF])
+@pytest.mark.parametrize("name", ["old_logprobs", "ref_logprobs", "rollout_logprobs"])
+def test_drop_nonfinite_leaves_the_token_out_of_every_mask_and_column_and_counts_it(name, number):
+    tensors = {key: torch.where(MASK, -1.0, 0.0) for key in ("old_logprobs", "ref_logprobs", "rollout_logprobs")}
+    tensors[name][0, 2] = number
+    experience = experience_of(
+        tensors["old_logprobs"], tensors["rollout_logprobs"], ref_logprobs=tensors["ref_logprobs"]
+    )
+    assert results(drop_nonfinite(experience)) == {"samples/nonfinite_tokens": 1.0}
+    left = torch.tensor([[False, True, False, True], [False, True, False, False]])
+    assert torch.equal(experience.loss_mask, left) and torch.equal(experience.policy_mask, left)
+    for column in (experience.rollout_logprobs, *experience.columns.values()):
+        assert torch.equal(column, torch.where(left, -1.0, 0.0))
+
+
+def test_drop_nonfinite_looks_at_trained_tokens_only():
+    old = torch.where(MASK, -1.0, NAN)
+    experience = experience_of(old, torch.where(MASK, -1.0, 0.0))
+    assert results(drop_nonfinite(experience)) == {"samples/nonfinite_tokens": 0.0}
+    assert torch.equal(experience.loss_mask, MASK)
+
+
+def test_drop_nonfinite_may_leave_a_rollout_with_nothing_to_train():
+    old = torch.where(MASK, -1.0, 0.0)
+    old[1, 1] = NAN
+    experience = experience_of(old, torch.where(MASK, -1.0, 0.0))
+    drop_nonfinite(experience)
+    assert experience.loss_mask.sum(dim=1).tolist() == [3, 0]
+
+
+def mismatched() -> Experience:
+    # Weights trainer / engine: 2, 1/4, 1 and 8.
+    rollout = torch.where(MASK, -2.0, 0.0)
+    ratios = torch.tensor([[1.0, 2.0, 0.25, 1.0], [1.0, 8.0, 1.0, 1.0]])
+    return experience_of(rollout + ratios.log(), rollout)
+
+
+def test_mismatch_is_measured_without_a_correction():
+    experience = mismatched()
+    metrics = results(correct_mismatch(experience, AlgorithmSpec()))
+    log2 = math.log(2)
+    assert metrics == pytest.approx(
+        {
+            "mismatch/logprob_gap_mean": (1 + 2 + 0 + 3) * log2 / 4,
+            "mismatch/logprob_gap_max": 3 * log2,
+            # k3 of engine || trainer: w - 1 - log w for each
+            "mismatch/kl": ((1 - log2) + (-0.75 + 2 * log2) + 0 + (7 - 3 * log2)) / 4,
+            "mismatch/out_of_bounds": 2 / 4,  # 1/4 and 8 are beyond 0.5 and 2
+        },
+        rel=1e-5,
+    )
+    assert torch.equal(experience.policy_mask, MASK) and "weights" not in experience.columns
+
+
+@pytest.mark.parametrize(
+    ("correction", "kept", "weights", "outside", "mean"),
+    [
+        (CorrectionSpec(level="token", mode="truncate", low=0.5, high=4), [3, 1], [2, 0.5, 1, 4], 2 / 4, 7.5 / 4),
+        (CorrectionSpec(level="token", mode="mask", low=0.5, high=4), [2, 0], [2, 0.25, 1, 8], 2 / 4, 3 / 2),
+        (CorrectionSpec(level="sequence", mode="mask", low=0.5, high=4), [3, 0], [0.5, 0.5, 0.5, 8], 1 / 4, 0.5),
+        # (2 x 1/4 x 1)^(1/3) = 0.794
+        (
+            CorrectionSpec(level="geometric", mode="truncate", low=0.9, high=8),
+            [3, 1],
+            [0.9, 0.9, 0.9, 8],
+            3 / 4,
+            (2.7 + 8) / 4,
+        ),
+    ],
+)
+def test_mismatch_correction_sets_weights_and_shrinks_the_policys_mask_only(correction, kept, weights, outside, mean):
+    experience = mismatched()
+    metrics = results(correct_mismatch(experience, AlgorithmSpec(correction=correction)))
+    assert torch.equal(experience.loss_mask, MASK)
+    assert experience.policy_mask.sum(dim=1).tolist() == kept
+    assert experience.columns["weights"][MASK].tolist() == pytest.approx(weights, rel=1e-5)
+    assert metrics["mismatch/out_of_bounds"] == pytest.approx(outside)
+    assert metrics["mismatch/weight"] == pytest.approx(mean, rel=1e-5)
+
+
+COUNTS = Denominators(num_tokens=4, num_sequences=2, max_tokens=3)
+
+
+def on_policy(**inputs: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    logprobs = torch.where(MASK, -1.0, 0.0).requires_grad_()
+    entropy = torch.full((2, 4), 2.0, requires_grad=True)
+    advantages = torch.tensor([[9.0, 1.0, 2.0, 3.0], [9.0, -4.0, 9.0, 9.0]])
+    return {"logprobs": logprobs, "entropy": entropy}, {"advantages": advantages, **inputs}
+
+
+def test_actor_loss_adds_its_terms_by_their_weights():
+    spec = AlgorithmSpec(use_kl_loss=True, kl_coef=0.5, kl_estimator="k1", entropy_coef=0.25, estimator="reinforce")
+    old = torch.where(MASK, -1.0, 0.0)
+    outputs, inputs = on_policy(old_logprobs=old, ref_logprobs=torch.where(MASK, -1.5, 0.0))
+    loss, metrics = actor_loss(outputs, MASK, inputs, spec, 0.5, COUNTS)
+    # Policy: -(1 + 2 + 3 - 4) / 4 = -0.5; KL: 0.5 everywhere, times 0.5; entropy: 2 everywhere, times 0.25, a bonus.
+    assert loss.item() == pytest.approx(-0.5 + 0.25 - 0.5)
+    assert {name: metrics[name].total for name in actor_losses(spec)} == pytest.approx(
+        {"policy/loss": -0.5, "kl/loss": 0.5, "entropy/loss": -2.0}
+    )
+    loss.backward()
+    # -A / 4 of the policy, 0.5 x 1 / 4 of the KL; the bonus pushes entropy up.
+    expected = torch.where(MASK, (-inputs["advantages"] + 0.5) / 4, 0.0)
+    assert torch.allclose(outputs["logprobs"].grad, expected)
+    assert torch.allclose(outputs["entropy"].grad, torch.where(MASK, -0.25 / 4, 0.0))
+
+
+def test_actor_loss_weights_are_of_the_policy_term_alone():
+    spec = AlgorithmSpec(use_kl_loss=True, kl_coef=1.0, estimator="reinforce")
+    old, reference = torch.where(MASK, -1.0, 0.0), torch.where(MASK, -1.5, 0.0)
+    outputs, inputs = on_policy(old_logprobs=old, ref_logprobs=reference, weights=torch.full((2, 4), 0.5))
+    _, metrics = actor_loss(outputs, MASK, inputs, spec, 1.0, COUNTS)
+    assert metrics["policy/loss"].total == pytest.approx(-0.25)
+    assert metrics["kl/loss"].total == pytest.approx(0.5)
+
+
+def test_actor_loss_without_old_logprobs_is_that_of_the_policy_itself():
+    spec = AlgorithmSpec(kl_coef=0, old_logprobs="skip", estimator="reinforce")
+    outputs, inputs = on_policy()
+    loss, metrics = actor_loss(outputs, MASK, inputs, spec, 0.0, COUNTS)
+    loss.backward()
+    assert torch.allclose(outputs["logprobs"].grad, torch.where(MASK, -inputs["advantages"] / 4, 0.0))
+    assert results(metrics)["policy/ratio"] == 1.0 and results(metrics)["policy/clip_fraction"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("options", "fraction"), [({}, 1 / 4), ({"dual_clip": 2.0}, 2 / 4), ({"policy_loss": "cispo"}, 3 / 4)]
+)
+def test_clip_fraction_counts_what_each_loss_cuts(options, fraction):
+    # Ratios 1.5, 0.5, 1.1 and 3 at advantages 1, 2, 3 and -4: PPO cuts the first; a dual clip the last, too; CISPO
+    # bounds all but the third.
+    spec = AlgorithmSpec(kl_coef=0, estimator="reinforce", **options)
+    outputs, inputs = on_policy()
+    ratios = torch.tensor([[1.0, 1.5, 0.5, 1.1], [1.0, 3.0, 1.0, 1.0]])
+    inputs["old_logprobs"] = outputs["logprobs"].detach() - ratios.log()
+    _, metrics = actor_loss(outputs, MASK, inputs, spec, 0.0, COUNTS)
+    assert results(metrics)["policy/clip_fraction"] == fraction
+    assert results(metrics)["policy/ratio"] == pytest.approx((1.5 + 0.5 + 1.1 + 3) / 4)
+
+
+def test_critic_loss_is_a_mean_over_tokens_whatever_the_actors_reduction():
+    spec = AlgorithmSpec(value_clip=None, reduction="seq_mean_token_sum")
+    values = torch.where(MASK, 1.0, 99.0).requires_grad_()
+    inputs = {"values": torch.zeros(2, 4), "returns": torch.tensor([[0.0, 1.0, 2.0, 3.0], [0.0, 1.0, 0.0, 0.0]])}
+    loss, metrics = critic_loss(values, MASK, inputs, spec, COUNTS)
+    loss.backward()
+    assert loss.item() == pytest.approx((0 + 1 + 4 + 0) / 2 / 4)
+    assert values.grad.tolist() == [[0, 0, -0.25, -0.5], [0, 0, 0, 0]]
+    assert results({"mean": metrics["value/mean"]}) == {"mean": 1.0}
