@@ -9,10 +9,11 @@ import torch
 
 from rlhf_train.advantages import generalized_advantages, moments, token_rewards, whiten
 from rlhf_train.batching import Denominators
+from rlhf_train.corrections import LEVELS, MODES, bounded_weights, importance_weights
 from rlhf_train.group_rewards import group_normalized, leave_one_out
-from rlhf_train.kl import kl_estimate
+from rlhf_train.kl import adapted_kl_coef, kl_estimate, kl_loss
 from rlhf_train.losses.aggregate import REDUCTIONS, aggregate
-from rlhf_train.losses.policy import clipped_policy_loss
+from rlhf_train.losses.policy import cispo_loss, clipped_policy_loss, gspo_loss, reinforce_loss
 from rlhf_train.losses.value import clipped_value_loss
 
 NUM_ROWS, NUM_COLUMNS, MAX_TOKENS = 7, 11, 13
@@ -29,8 +30,9 @@ def batch(request) -> dict[str, torch.Tensor]:
     mask = torch.rand(NUM_ROWS, NUM_COLUMNS, generator=generator) < 0.6
     mask[1], mask[2] = False, False
     mask[2, 4] = True
-    names = ("logprobs", "old", "advantages", "values", "old_values", "returns", "rewards")
-    return {"mask": mask, **{name: draw(0.4 if name in ("logprobs", "old") else 1.0) for name in names}}
+    names = ("logprobs", "old", "reference", "engine", "advantages", "values", "old_values", "returns", "rewards")
+    policies = ("logprobs", "old", "reference", "engine")
+    return {"mask": mask, **{name: draw(0.4 if name in policies else 1.0) for name in names}}
 
 
 def trained(mask: torch.Tensor) -> list[tuple[int, int]]:
@@ -116,15 +118,162 @@ def test_loss_and_gradient_equal_the_slow_twin(batch, name, reduction, dtype):
         assert gradient[i, t].item() == pytest.approx((ends[0] - ends[1]) / (2 * step), rel=1e-4, abs=1e-6)
 
 
+# Losses in which some factor is a constant to the gradient: the twin gives value and gradient of a token by formula.
+
+
+def slow_dual_clip(x: dict[str, torch.Tensor], i: int, t: int) -> tuple[float, float]:
+    ratio, advantage = math.exp(x["logprobs"][i, t] - x["old"][i, t]), float(x["advantages"][i, t])
+    if advantage < 0 and ratio > 1.5:
+        return -1.5 * advantage, 0.0
+    flat = (ratio > 1.3 and advantage > 0) or (ratio < 0.8 and advantage < 0)
+    return slow_policy_loss(x, i, t), 0.0 if flat else -ratio * advantage
+
+
+def slow_gspo(x: dict[str, torch.Tensor], i: int, t: int) -> tuple[float, float]:
+    gaps = [float(x["logprobs"][i, k] - x["old"][i, k]) for k in range(NUM_COLUMNS) if x["mask"][i, k]]
+    ratio, advantage = math.exp(sum(gaps) / len(gaps)), float(x["advantages"][i, t])
+    flat = (ratio > 1.04 and advantage > 0) or (ratio < 0.97 and advantage < 0)
+    return -min(ratio * advantage, min(max(ratio, 0.97), 1.04) * advantage), 0.0 if flat else -ratio * advantage
+
+
+def slow_cispo(x: dict[str, torch.Tensor], i: int, t: int) -> tuple[float, float]:
+    ratio, advantage = math.exp(x["logprobs"][i, t] - x["old"][i, t]), float(x["advantages"][i, t])
+    weight = min(max(ratio, 0.8), 1.3)
+    return -weight * advantage * float(x["logprobs"][i, t]), -weight * advantage
+
+
+def slow_reinforce(x: dict[str, torch.Tensor], i: int, t: int) -> tuple[float, float]:
+    advantage = float(x["advantages"][i, t])
+    return -advantage * float(x["logprobs"][i, t]), -advantage
+
+
+def slow_unbiased_kl(estimator: str, x: dict[str, torch.Tensor], i: int, t: int) -> tuple[float, float]:
+    difference = float(x["logprobs"][i, t] - x["reference"][i, t])
+    weight = min(math.exp(x["logprobs"][i, t] - x["old"][i, t]), 10.0)
+    return slow_kl(estimator, x | {"old": x["reference"]}, i, t), weight * difference
+
+
+def slow_shares(mask: torch.Tensor, reduction: str) -> dict[tuple[int, int], float]:
+    """Return what a token's loss is multiplied by in the reduced one."""
+    rows = {i: int(mask[i].sum()) for i, _ in trained(mask)}
+    shares = {
+        "token_mean": lambda i: 1 / sum(rows.values()),
+        "seq_mean_token_mean": lambda i: 1 / rows[i] / len(rows),
+        "seq_mean_token_sum": lambda i: 1 / len(rows),
+        "seq_mean_token_sum_norm": lambda i: 1 / len(rows) / MAX_TOKENS,
+    }
+    return {(i, t): shares[reduction](i) for i, t in trained(mask)}
+
+
+BY_FORMULA = {
+    "dual clip": (
+        slow_dual_clip,
+        lambda x: clipped_policy_loss(
+            x["logprobs"], x["old"], x["advantages"], clip_low=0.2, clip_high=0.3, dual_clip=1.5
+        ),
+    ),
+    "gspo": (
+        slow_gspo,
+        lambda x: gspo_loss(x["logprobs"], x["old"], x["advantages"], x["mask"], clip_low=0.03, clip_high=0.04),
+    ),
+    "cispo": (
+        slow_cispo,
+        lambda x: cispo_loss(x["logprobs"], x["old"], x["advantages"], clip_low=0.2, clip_high=0.3),
+    ),
+    "reinforce": (slow_reinforce, lambda x: reinforce_loss(x["logprobs"], x["advantages"])),
+    **{
+        f"unbiased {name}": (
+            lambda x, i, t, name=name: slow_unbiased_kl(name, x, i, t),
+            lambda x, name=name: kl_loss(x["logprobs"], x["old"], x["reference"], name, unbiased_gradient=True),
+        )
+        for name in ("k1", "k2", "k3")
+    },
+}
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("name", BY_FORMULA)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_loss_with_constants_and_gradient_equal_the_slow_twin(batch, name, reduction, dtype):
+    slow, fast = BY_FORMULA[name]
+    mask, shares = batch["mask"], slow_shares(batch["mask"], reduction)
+    inputs = {key: value if key == "mask" else value.to(dtype) for key, value in batch.items()}
+    inputs["logprobs"] = inputs["logprobs"].clone().requires_grad_()
+    counts = Denominators(len(shares), len({i for i, _ in shares}), MAX_TOKENS)
+    loss = aggregate(fast(inputs), mask, reduction, counts)
+    loss.backward()
+    tolerance = 1e-12 if dtype is torch.float64 else 1e-5
+    expected = sum(share * slow(batch, *place)[0] for place, share in shares.items())
+    assert loss.item() == pytest.approx(expected, rel=tolerance, abs=tolerance)
+    gradient = inputs["logprobs"].grad
+    assert (gradient[~mask] == 0).all()
+    for place, share in shares.items():
+        wanted = share * slow(batch, *place)[1]
+        assert gradient[place].item() == pytest.approx(wanted, rel=tolerance, abs=tolerance)
+
+
+def slow_weight(level: str, x: dict[str, torch.Tensor], i: int, t: int) -> float:
+    weights = [math.exp(x["old"][i, k] - x["engine"][i, k]) for k in range(NUM_COLUMNS) if x["mask"][i, k]]
+    whole = math.prod(weights)
+    return {
+        "token": math.exp(x["old"][i, t] - x["engine"][i, t]),
+        "sequence": whole,
+        "geometric": whole ** (1 / len(weights)),
+    }[level]
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("level", LEVELS)
+def test_corrected_loss_and_gradient_equal_the_slow_twin(batch, level, mode, reduction):
+    low, high = (0.9, 1.1) if level == "geometric" else (0.6, 1.5)
+    mask = batch["mask"]
+    weights = importance_weights(batch["old"], batch["engine"], mask, level=level)
+    weights, kept, outside = bounded_weights(weights, mask, mode=mode, low=low, high=high)
+    exact = {place: slow_weight(level, batch, *place) for place in trained(mask)}
+    beyond = {place for place, weight in exact.items() if not low <= weight <= high}
+    assert beyond and len(beyond) < len(exact)
+    assert set(trained(outside)) == beyond
+    assert set(trained(kept)) == set(exact) - (beyond if mode == "mask" else set())
+
+    logprobs = batch["logprobs"].clone().requires_grad_()
+    tokens = clipped_policy_loss(
+        logprobs, batch["old"], batch["advantages"], clip_low=0.2, clip_high=0.3, dual_clip=1.5
+    )
+    counts = Denominators(int(kept.sum()), int(kept.any(dim=1).sum()), MAX_TOKENS)
+    loss = aggregate(weights * tokens, kept, reduction, counts)
+    loss.backward()
+    value = 0.0
+    for place, share in slow_shares(kept, reduction).items():
+        token, slope = slow_dual_clip(batch, *place)
+        factor = share * min(max(exact[place], low), high)
+        value += factor * token
+        assert logprobs.grad[place].item() == pytest.approx(factor * slope, rel=1e-10, abs=1e-12)
+    assert loss.item() == pytest.approx(value, rel=1e-10)
+    assert (logprobs.grad[~kept] == 0).all()
+
+
+def test_adapted_kl_coef_equals_the_slow_twin():
+    rng, fast, slow = random.Random(0), 0.05, 0.05
+    for _ in range(200):
+        kl = rng.uniform(-0.5, 3.0)
+        fast = adapted_kl_coef(fast, kl, target=1.0, horizon=500, num_rollouts=64)
+        slow += slow * sorted((-0.2, (kl - 1.0) / 1.0, 0.2))[1] * 64 / 500
+    assert fast == pytest.approx(slow, rel=1e-10) and fast != pytest.approx(0.05, rel=0.1)
+
+
+@pytest.mark.parametrize("goes_on", [False, True])
 @pytest.mark.parametrize(("gamma", "lambd"), [(1.0, 1.0), (0.99, 0.95), (0.9, 0.0), (0.0, 0.5)])
-def test_generalized_advantages_equal_the_slow_twin(batch, gamma, lambd):
+def test_generalized_advantages_equal_the_slow_twin(batch, gamma, lambd, goes_on):
+    last = batch["returns"][:, 0].float() if goes_on else None
     fast, returns = generalized_advantages(
-        batch["rewards"].float(), batch["values"].float(), batch["mask"], gamma=gamma, lambd=lambd
+        batch["rewards"].float(), batch["values"].float(), batch["mask"], gamma=gamma, lambd=lambd, last_values=last
     )
     for i in range(NUM_ROWS):
         places = [t for t in range(NUM_COLUMNS) if batch["mask"][i, t]]
         rewards = [float(batch["rewards"][i, t]) for t in places]
-        values = [float(batch["values"][i, t]) for t in places] + [0.0]
+        values = [float(batch["values"][i, t]) for t in places]
+        values.append(float(batch["returns"][i, 0]) if goes_on else 0.0)
         for k, t in enumerate(places):
             # The definition as a sum, not the recursion: A_k = sum_j (gamma lambda)^j delta_{k+j}.
             deltas = [rewards[j] + gamma * values[j + 1] - values[j] for j in range(k, len(places))]

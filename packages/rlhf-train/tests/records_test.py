@@ -1,5 +1,6 @@
 """The trainer's plain data and tensors: specs, jobs, schedules, metrics, experience, ledgers."""
 
+import dataclasses
 import pickle
 
 import numpy as np
@@ -8,19 +9,27 @@ import torch
 
 from rlhf_data.errors import ConfigError, RlhfError
 from rlhf_data.records import FinishReason, Prompt, Rollout, RolloutGroup, Span, SpanSource, Verdict, VerdictKind
-from rlhf_train.algorithms import ALGORITHMS, AlgorithmSpec
+from rlhf_rollout.protocols import SamplingParams
+from rlhf_train.algorithms import ALGORITHMS, POLICY_LOSSES, AlgorithmSpec, CorrectionSpec
 from rlhf_train.engine.protocol import learning_rate_at
 from rlhf_train.experience import Experience
 from rlhf_train.metrics import Max, Mean, Sum, merge_metrics, results
-from rlhf_train.online.job import BatchSizes
+from rlhf_train.online.job import BatchSizes, DynamicSampling
 from rlhf_train.online.summaries import Ledger, scored, summarize
+from rlhf_train.placement import PlacementRequest, local_resources, plan_placement
 from rlhf_train.specs import OptimizerSpec
-from rlhf_train.testing import random_rollouts
+from rlhf_train.testing import random_rollouts, tiny_job
 from rlhf_train.timeline import Timeline
+
+TOKEN = CorrectionSpec(level="token")
+SINGLES = BatchSizes(
+    rollout_batch_size=8, num_samples_per_prompt=1, train_batch_size=8, micro_train_batch_size=4,
+    micro_rollout_batch_size=4,
+)  # fmt: skip
 
 
 def test_algorithm_table_rows_carry_their_own_name():
-    assert all(name == row.name for name, row in ALGORITHMS.items())
+    assert all(name == row.name for table in (ALGORITHMS, POLICY_LOSSES) for name, row in table.items())
     assert pickle.loads(pickle.dumps(AlgorithmSpec())) == AlgorithmSpec()
 
 
@@ -28,15 +37,102 @@ def test_algorithm_table_rows_carry_their_own_name():
     ("options", "message"),
     [
         ({"estimator": "gea"}, "did you mean `gae`"),
+        ({"policy_loss": "gsp"}, "did you mean `gspo`"),
+        ({"reduction": "token-mean"}, "did you mean `token_mean`"),
+        ({"old_logprobs": "recomputed"}, "did you mean `recompute`"),
+        ({"kl_estimator": "k4"}, "known: k1, k2, k3"),
         ({"gamma": 1.5}, "gamma is 1.5"),
+        ({"lambd": -0.5}, "lambd is -0.5"),
         ({"clip_low": 1.0}, "low must lie in"),
-        ({"kl_coef": -0.1}, "init_kl_coef is -0.1"),
+        ({"clip_high": -0.1}, "high be >= 0"),
+        ({"dual_clip": 1.0}, "dual_clip is 1.0; it must be > 1"),
+        ({"entropy_coef": -1.0}, "entropy_coef is -1.0"),
+        ({"kl_coef": -0.1}, "kl_coef is -0.1"),
+        ({"kl_target": 0.0}, r"kl_target \(0.0\) must be > 0"),
+        ({"kl_horizon": 0}, r"kl_horizon \(0\) >= 1"),
         ({"value_clip": 0.0}, "value_clip is 0.0"),
     ],
 )
 def test_algorithm_spec_bad_numbers_are_refused(options, message):
     with pytest.raises(ConfigError, match=message):
         AlgorithmSpec(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"policy_loss": "cispo", "dual_clip": 3.0}, "belongs to the PPO loss, and the policy loss is CISPO"),
+        ({"use_kl_loss": True, "kl_coef": 0}, "there is no KL"),
+        ({"old_logprobs": "skip"}, "no KL that could be a part of the reward"),
+        ({"old_logprobs": "skip", "kl_coef": 0, "correction": TOKEN}, "old log-probs, which are `skip`"),
+        ({"old_logprobs": "rollout", "correction": TOKEN}, "old log-probs, which are `rollout`"),
+    ],
+)
+def test_algorithm_spec_options_that_exclude_each_other_are_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
+        AlgorithmSpec(**options)
+
+
+@pytest.mark.parametrize("options", [{"kl_coef": 0}, {"use_kl_loss": True}])
+def test_algorithm_spec_may_skip_old_logprobs_without_a_kl_in_the_reward(options):
+    assert AlgorithmSpec(old_logprobs="skip", **options).old_logprobs == "skip"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"level": "tokens"}, "did you mean `token`"),
+        ({"mode": "masks"}, "did you mean `mask`"),
+        ({"low": -0.1}, r"bounds \(-0.1, 2.0\)"),
+        ({"low": 2.0}, "0 <= low < high"),
+    ],
+)
+def test_correction_spec_bad_options_are_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
+        CorrectionSpec(**options)
+
+
+def test_loss_reduction_is_the_given_one_else_the_losses_else_the_estimators():
+    assert AlgorithmSpec(estimator="dr_grpo").loss_reduction == "seq_mean_token_sum_norm"
+    assert AlgorithmSpec(estimator="dr_grpo", policy_loss="cispo").loss_reduction == "token_mean"
+    assert AlgorithmSpec(policy_loss="cispo", reduction="seq_mean_token_sum").loss_reduction == "seq_mean_token_sum"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_frozen_steps": 3}, "frozen for 3 of 3 steps"),
+        ({"algorithm": AlgorithmSpec(estimator="group_norm")}, "GRPO has no critic"),
+        ({"algorithm": AlgorithmSpec(kl_coef=0)}, "exactly when init_kl_coef is above 0"),
+        (
+            {"algorithm": AlgorithmSpec(old_logprobs="skip", use_kl_loss=True)},
+            "of 2 optimizer steps a step only the first is exactly on-policy",
+        ),
+        ({"batch": SINGLES, "dynamic_sampling": DynamicSampling()}, "a group has one sample"),
+        ({"sampling": SamplingParams(temperature=0.0)}, "greedy rollouts teach nothing"),
+    ],
+)
+def test_online_job_that_cannot_work_is_refused(tmp_path, changes, message):
+    with pytest.raises(ConfigError, match=message):
+        tiny_job("model", tmp_path, **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_frozen_steps": 1}, "freezing_actor_steps is for a critic, and GRPO has none"),
+        ({"save_critic": True}, "save_value_network is for a critic, and GRPO has none"),
+        ({"batch": SINGLES}, r"GRPO \(group_norm\) compares the samples of one prompt"),
+    ],
+)
+def test_online_job_without_a_critic_or_a_group_refuses_what_needs_one(tmp_path, changes, message):
+    job = tiny_job("model", tmp_path)
+    models = {role: job.models[role] for role in ("actor", "reference")}
+    request = PlacementRequest(ranks={"actor": 1, "reference": 1}, colocate_all_models=True)
+    plan = plan_placement(request, local_resources())
+    changes = {"algorithm": AlgorithmSpec(estimator="group_norm"), "models": models, "plan": plan, **changes}
+    with pytest.raises(ConfigError, match=message):
+        dataclasses.replace(job, **changes)
 
 
 def test_batch_sizes_that_do_not_divide_are_refused():
@@ -161,9 +257,9 @@ def test_summarize_keeps_its_own_numbers_apart_from_a_users_of_the_same_name():
 
 
 def test_ledger_that_does_not_add_up_is_an_error():
-    Ledger(10, 7, 2, 1).check()
+    Ledger(10, 6, 2, 1, 1).check()
     with pytest.raises(RlhfError, match="rollouts were lost: 10 generated, 7 trained"):
-        Ledger(10, 7, 2, 0).check()
+        Ledger(10, 7, 2, 0, 0).check()
 
 
 def test_timeline_adds_up_and_starts_anew():
