@@ -60,12 +60,12 @@ CASES = {
     "reinforce_baseline with CISPO": Case(Spec(
         estimator="reinforce_baseline", policy_loss="cispo", kl_coef=0, entropy_coef=0.01, clip_low=0.01,
         clip_high=0.01, correction=Correction(level="token", mode="truncate", low=0.0, high=1.1),
-    ), rate=0.1),
+    ), rate=0.1, ema_beta=0.8),
     "group_norm with GSPO": Case(Spec(
         estimator="group_norm", policy_loss="gspo", kl_coef=0.05, kl_estimator="k3", use_kl_loss=True,
         kl_unbiased_gradient=True, clip_low=3e-4, clip_high=4e-4,
         correction=Correction(level="geometric", mode="mask", low=0.97, high=1.03),
-    ), rate=0.1, ema_beta=0.8),
+    ), rate=0.1),
     "group_norm as DAPO": Case(Spec(
         estimator="group_norm", reduction="token_mean", kl_coef=0, clip_low=0.01, clip_high=0.02,
         correction=Correction(level="token", mode="mask", low=0.85, high=1.15),

@@ -258,7 +258,7 @@ def test_adapted_kl_coef_equals_the_slow_twin():
     for _ in range(200):
         kl = rng.uniform(-0.5, 3.0)
         fast = adapted_kl_coef(fast, kl, target=1.0, horizon=500, num_rollouts=64)
-        slow += slow * sorted((-0.2, (kl - 1.0) / 1.0, 0.2))[1] * 64 / 500
+        slow *= math.exp(sorted((-0.2, (kl - 1.0) / 1.0, 0.2))[1] * 64 / 500)
     assert fast == pytest.approx(slow, rel=1e-10) and fast != pytest.approx(0.05, rel=0.1)
 
 

@@ -96,6 +96,30 @@ def test_model_reward_failed_batch_charges_the_culprit_only() -> None:
     assert verdicts[1].reward is None and verdicts[3].reward == 11.0
 
 
+class Dead:
+    """A replica whose process is gone."""
+
+    async def score(self, token_ids: list[np.ndarray]) -> list[float]:
+        raise RuntimeError("gone")
+
+
+def test_model_reward_dead_replica_charges_nobody_and_is_asked_last() -> None:
+    alive = Scripted()
+    reward = ModelReward([Dead(), alive], batch_size=2, max_wait_s=0.0)
+
+    async def rounds() -> list[Any]:
+        return [await reward.score(PROMPT, rollouts([11], [12], [11])) for _ in range(4)]
+
+    verdicts = [verdict for part in run(rounds()) for verdict in part]
+    assert {verdict.kind for verdict in verdicts} == {VerdictKind.OK}
+    assert reward._num_failures[0] < 3  # not once a batch
+
+
+def test_model_reward_of_dead_replicas_says_why() -> None:
+    [verdict] = run(ModelReward([Dead(), Dead()]).score(PROMPT, rollouts([11])))
+    assert (verdict.kind, verdict.detail) == (VerdictKind.CRASH, "RuntimeError: gone")
+
+
 def test_model_reward_another_number_of_scores_is_a_crash() -> None:
     (verdict,) = run(ModelReward([Scripted(excess=1)]).score(PROMPT, rollouts([20])))
     assert verdict.kind is VerdictKind.CRASH

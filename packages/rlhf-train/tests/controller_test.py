@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 
 import numpy as np
 import pytest
@@ -13,7 +14,9 @@ from rlhf_models.testing import tiny_model_dir
 from rlhf_rollout.protocols import Completion
 from rlhf_train.algorithms import AlgorithmSpec
 from rlhf_train.metrics import Sum
-from rlhf_train.online.controller import PlacedRun, make_reward, make_shaper
+from rlhf_train.online.controller import PlacedRun
+from rlhf_train.online.evaluation import BestModel
+from rlhf_train.online.generation import make_reward, make_shaper
 from rlhf_train.online.job import DynamicSampling
 from rlhf_train.online.observer import SilentObserver
 from rlhf_train.online.recorder import Recorder
@@ -124,7 +127,7 @@ def test_steps_without_rewards_teach_nothing_and_the_third_in_a_row_ends_the_run
         (64, 64, 0),
     ]
     groups = run.generate(1)
-    with pytest.raises(RewardError, match="3 steps in a row: 0 rollouts have a reward"):
+    with pytest.raises(RewardError, match=r"3 steps in a row: no rollout has a reward.*no disk"):
         run.can_learn(groups)
 
 
@@ -200,7 +203,7 @@ def test_dynamic_sampling_that_keeps_nothing_teaches_nothing_and_accounts_for_al
     run.record(1)
     [line] = map(json.loads, run._recorder.path("metrics").read_text().splitlines())
     assert (line["samples/generated"], line["samples/filtered"], line["samples/trained"]) == (64, 64, 0)
-    assert "nothing is learned from this step: 64 rollouts are of groups whose samples all fare" in listener.warnings[0]
+    assert "nothing is learned from this step: all 64 scored rollouts" in listener.warnings[0]
 
 
 def test_dynamic_sampling_that_keeps_nothing_three_times_in_a_row_ends_the_run_well(dynamic_run):
@@ -246,10 +249,12 @@ def ranked_run(make_run, monkeypatch):
 
 
 def test_frozen_actor_is_not_updated_and_its_weights_keep_their_version(ranked_run):
-    run, ranks = ranked_run(num_frozen_steps=1)
+    run, ranks = ranked_run(num_frozen_steps=1, algorithm=AlgorithmSpec(kl_target=0.5, kl_horizon=64))
     run.generate(1)
+    run._metrics["kl/reference"] = 0.0
     run.update(1)
     assert [call[1] for call in ranks.calls] == ["critic"]
+    assert run._kl_coef == 0.01  # the KL of a policy that has not moved tells nothing
     assert run._policy_version == 0 and run._ledger.num_trained == 64
     run._synced_version = 0
     run.sync_weights()  # would ask the ranks' group for handles that it does not have
@@ -273,8 +278,49 @@ def test_adaptive_kl_coefficient_follows_the_kl_of_its_own_batch(ranked_run):
     run._metrics["kl/reference"] = 5.0  # ten times the target: the error is held at 0.2
     run.update(1)
     assert ranks.calls[-1][-1]["kl_coef"] == 0.1 == run._metrics["kl/coef"]
-    # 64 rollouts of a horizon of 640: 0.1 (1 + 0.2 x 64 / 640)
-    assert run._kl_coef == pytest.approx(0.102)
+    # 64 rollouts of a horizon of 640: 0.1 exp(0.2 x 64 / 640)
+    assert run._kl_coef == pytest.approx(0.1 * math.exp(0.02))
     run._metrics["kl/reference"] = 0.45  # 10 % below: the error is -0.1
     run.update(2)
-    assert run._kl_coef == pytest.approx(0.102 * 0.99)
+    assert run._kl_coef == pytest.approx(0.1 * math.exp(0.02 - 0.01))
+
+
+def test_reward_that_fails_under_dynamic_sampling_ends_the_run_with_its_own_words(dynamic_run):
+    class Broken(SpreadReward):
+        async def score(self, prompt, rollouts):
+            scored = await super().score(prompt, rollouts)
+            return [scored[-1], *[Verdict(VerdictKind.TIMEOUT, detail="server down")] * (len(rollouts) - 1)]
+
+    run, listener = dynamic_run(max_batches=1)
+    run._generation._reward = Broken()
+    for _ in range(2):
+        assert not run.can_learn(run.generate(1))
+        assert (run._ledger.num_filtered, run._ledger.num_reward_failed) == (8, 24)
+        run.record(1)
+    assert "server down" in listener.warnings[0]
+    groups = run.generate(1)
+    with pytest.raises(RewardError, match=r"3 steps in a row: .*server down"):
+        run.can_learn(groups)
+
+
+def test_step_with_fewer_rollouts_takes_fewer_optimizer_steps_of_the_usual_size(ranked_run):
+    run, _ = ranked_run(actor_passes=20, critic_passes=20)
+    run.generate(1)
+    run.update(1)
+    assert run._job.batch.train_batch_size == 16
+    assert run._policy_version == 2  # 16 rollouts and 4
+
+
+def test_evaluation_without_the_metric_of_the_best_model_is_warned_of(make_run):
+    run, listener = make_run(failing=0)
+    run._job = dataclasses.replace(run._job, eval_prompts=run._job.prompts[:2])
+    run._best = BestModel("eval/reward", run._recorder.path("best model"))
+
+    class Silent(SpreadReward):
+        async def score(self, prompt, rollouts):
+            return [Verdict(VerdictKind.CRASH)] * len(rollouts)
+
+    run._generation._reward = Silent()
+    run.evaluate(0)
+    assert "has no eval/reward" in listener.warnings[0]
+    assert not run._recorder.path("best model").exists()

@@ -32,15 +32,23 @@ def experience_of(old: Tensor, rollout: Tensor, **columns: Tensor) -> Experience
 
 
 @pytest.mark.parametrize("number", [NAN, INF, -INF])
-@pytest.mark.parametrize("name", ["old_logprobs", "ref_logprobs", "rollout_logprobs"])
-def test_drop_nonfinite_leaves_the_token_out_of_every_mask_and_column_and_counts_it(name, number):
+@pytest.mark.parametrize(
+    ("name", "left_of_the_first"),
+    [
+        ("rollout_logprobs", [False, True, False, True]),  # the token alone
+        ("old_logprobs", [False] * 4),  # no gradient through any token of the rollout would be finite
+        ("ref_logprobs", [False] * 4),
+    ],
+)
+def test_drop_nonfinite_leaves_tokens_out_of_every_mask_and_column_and_counts_them(name, left_of_the_first, number):
     tensors = {key: torch.where(MASK, -1.0, 0.0) for key in ("old_logprobs", "ref_logprobs", "rollout_logprobs")}
     tensors[name][0, 2] = number
     experience = experience_of(
         tensors["old_logprobs"], tensors["rollout_logprobs"], ref_logprobs=tensors["ref_logprobs"]
     )
-    assert results(drop_nonfinite(experience)) == {"samples/nonfinite_tokens": 1.0}
-    left = torch.tensor([[False, True, False, True], [False, True, False, False]])
+    num_dropped = 3.0 - sum(left_of_the_first)
+    assert results(drop_nonfinite(experience)) == {"samples/nonfinite_tokens": num_dropped}
+    left = torch.tensor([left_of_the_first, [False, True, False, False]])
     assert torch.equal(experience.loss_mask, left) and torch.equal(experience.policy_mask, left)
     for column in (experience.rollout_logprobs, *experience.columns.values()):
         assert torch.equal(column, torch.where(left, -1.0, 0.0))

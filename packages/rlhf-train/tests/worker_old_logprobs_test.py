@@ -103,6 +103,12 @@ def with_environment_token(rollout: Rollout, place: int) -> Rollout:
     return dataclasses.replace(rollout, spans=tuple(spans))
 
 
+def with_no_policy_tokens(rollout: Rollout) -> Rollout:
+    """Return `rollout` with all tokens after the prompt written by the environment."""
+    first, *rest = rollout.spans
+    return dataclasses.replace(rollout, spans=(first, *(Span(SpanSource.ENVIRONMENT, span.token_ids) for span in rest)))
+
+
 def all_cases(rank: int, num_ranks: int, master: Any, paths: dict[str, str]) -> dict[str, Any]:
     """Run every case in one process, for the imports take longer than the work."""
     start, outcomes = {**paths, "master": master}, {}
@@ -138,7 +144,10 @@ def all_cases(rank: int, num_ranks: int, master: Any, paths: dict[str, str]) -> 
         for rollout in rollouts
     ]
     outcomes["finite"], *_ = trained(start, PPO_WITH_BOOTSTRAP, rollouts)
-    outcomes["environment"], *_ = trained(start, PPO_WITH_BOOTSTRAP, environments)
+    outcomes["tokens"], *_ = trained(start, PPO_WITH_BOOTSTRAP, environments)
+    silent = [with_no_policy_tokens(r) if r.rollout_id in places else r for r in rollouts]
+    outcomes["rollouts"], *_ = trained(start, PPO_WITH_BOOTSTRAP, silent)
+    outcomes["num_tokens"] = sum(r.num_response_tokens for r in rollouts if r.rollout_id in places)
     for column, number in SPOILED:
         outcomes[column, str(number)] = trained(start, PPO_WITH_BOOTSTRAP, rollouts, spoil=spoil(column, number))[:2]
     return outcomes
@@ -187,8 +196,9 @@ def test_the_engines_logprobs_give_the_update_of_recomputed_ones_when_they_are_t
 
 
 @pytest.mark.parametrize(("column", "number"), SPOILED)
-def test_tokens_whose_logprob_is_no_number_train_as_if_the_environment_had_written_them(outcomes, column, number):
+def test_what_has_a_logprob_that_is_no_number_trains_as_if_the_environment_had_written_it(outcomes, column, number):
     weights, metrics = outcomes[column, str(number)]
-    assert metrics["samples/nonfinite_tokens"] == len(PLACES)
-    assert largest_difference(weights, outcomes["environment"]) < TOLERANCE
+    is_engines = column == "rollout_logprobs"
+    assert metrics["samples/nonfinite_tokens"] == (len(PLACES) if is_engines else outcomes["num_tokens"])
+    assert largest_difference(weights, outcomes["tokens" if is_engines else "rollouts"]) < TOLERANCE
     assert largest_difference(weights, outcomes["finite"]) > 100 * TOLERANCE

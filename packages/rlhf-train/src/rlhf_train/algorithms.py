@@ -183,7 +183,8 @@ class CorrectionSpec:
     Attributes:
         level: "off", or over what the importance weight is taken: "token", "sequence" (the product of its tokens') or
             "geometric" (their geometric mean).
-        mode: "truncate" bounds the weights; "mask" leaves out of the policy loss what lies beyond the bounds.
+        mode: "truncate" bounds the weights; "mask" leaves out of the actor's loss what lies beyond the bounds, KL and
+            entropy terms included.
         low: smallest weight, >= 0.
         high: largest weight, > low.
     """

@@ -39,7 +39,7 @@ class WeightAverage:
     def in_place_of(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[None]:
         """Put the average into the weights' own memory for the time of a `with` block."""
         weights = list(weights)
-        kept = [tensor.detach().clone() for _, tensor in weights]
+        kept = [tensor.detach().to("cpu", copy=True) for _, tensor in weights]
         try:
             for name, tensor in weights:
                 tensor.detach().copy_(self._average[name])

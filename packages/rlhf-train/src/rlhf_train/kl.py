@@ -84,7 +84,9 @@ def kl_loss(
 def adapted_kl_coef(kl_coef: float, kl: float, *, target: float, horizon: int, num_rollouts: int) -> float:
     """Return the coefficient for the next batch: larger when the KL was above its target, smaller when below.
 
-        kl_coef (1 + clip(kl / target - 1, -0.2, 0.2) num_rollouts / horizon)
+        kl_coef exp(clip(kl / target - 1, -0.2, 0.2) num_rollouts / horizon)
+
+    The paper's factor is the first two terms of that exponential, which never reaches 0, however large the batch.
 
     Args:
         kl_coef: the one that the batch was made with.
@@ -98,4 +100,4 @@ def adapted_kl_coef(kl_coef: float, kl: float, *, target: float, horizon: int, n
     if not math.isfinite(kl):
         return kl_coef
     error = min(max(kl / target - 1, -MAX_KL_ERROR), MAX_KL_ERROR)
-    return kl_coef * max(1 + error * num_rollouts / horizon, 0.0)
+    return kl_coef * math.exp(error * num_rollouts / horizon)

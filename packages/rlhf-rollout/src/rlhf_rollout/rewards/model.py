@@ -25,8 +25,9 @@ class ModelReward:
     """A `RewardFunction` over a reward model: token in, so that it reads what the policy wrote and not a text of it.
 
     Prompt and response go as one sequence, batched across concurrent `score` calls, to the replica with the fewest
-    sequences under way. A score above 0 is the verdict ok, another wrong. Sequences of a batch that fails are scored
-    one by one, so that only the culprit is charged: its verdict is crash.
+    sequences under way, one that has just failed last. A score above 0 is the verdict ok, another wrong. A batch that
+    fails is tried once more on another replica, if there is one, then its sequences one by one, so that only the
+    culprit is charged: its verdict is crash.
 
     Args:
         scorers: replicas of one model, which stay the caller's to close.
@@ -42,6 +43,7 @@ class ModelReward:
             raise ConfigError("a reward model needs at least one scorer")
         self._scorers = list(scorers)
         self._num_under_way = [0] * len(self._scorers)
+        self._num_failures = [0] * len(self._scorers)  # in a row
         self._batcher = Batcher(self._judge, max_batch=batch_size, max_wait_s=max_wait_s)
 
     async def score(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> list[Verdict]:
@@ -53,22 +55,33 @@ class ModelReward:
         await self._batcher.close()
 
     async def _judge(self, token_ids: list[np.ndarray]) -> list[Verdict]:
-        index = min(range(len(self._scorers)), key=self._num_under_way.__getitem__)
+        failed: int | None = None
+        for _ in self._scorers[:2]:
+            failed, outcome = await self._ask(token_ids, failed)
+            if not isinstance(outcome, Exception):
+                return [_verdict(score) for score in outcome]
+        if len(token_ids) > 1:
+            parts = await asyncio.gather(*(self._judge([sequence]) for sequence in token_ids))
+            return [verdict for part in parts for verdict in part]
+        first_line = str(outcome).strip().partition("\n")[0]
+        return [Verdict(VerdictKind.CRASH, detail=f"{type(outcome).__name__}: {first_line}")]
+
+    async def _ask(self, token_ids: list[np.ndarray], failed: int | None) -> tuple[int, list[float] | Exception]:
+        """Return the scorer asked, another than `failed` if there is one, and its scores or why there are none."""
+        indices = [index for index in range(len(self._scorers)) if index != failed] or [0]
+        index = min(indices, key=lambda index: (self._num_failures[index], self._num_under_way[index]))
         self._num_under_way[index] += len(token_ids)
         try:
             scores = await self._scorers[index].score(token_ids)
             if len(scores) != len(token_ids):
                 raise RewardError(f"the reward model gave {len(scores)} scores for {len(token_ids)} sequences")
-            return [_verdict(score) for score in scores]
         except Exception as error:  # of any scorer: what fails is a verdict
-            failure = error
+            self._num_failures[index] += 1
+            return index, error
         finally:
             self._num_under_way[index] -= len(token_ids)
-        if len(token_ids) > 1:
-            parts = await asyncio.gather(*(self._judge([sequence]) for sequence in token_ids))
-            return [verdict for part in parts for verdict in part]
-        first_line = str(failure).strip().partition("\n")[0]
-        return [Verdict(VerdictKind.CRASH, detail=f"{type(failure).__name__}: {first_line}")]
+        self._num_failures[index] = 0
+        return index, scores
 
 
 def _verdict(score: float) -> Verdict:

@@ -105,19 +105,24 @@ class DeepSpeedEngine:
             with self._gathered([parameter]):
                 yield name, parameter.detach()
 
-    def state_dict(self) -> dict[str, Tensor]:
+    def state_dict(self, *, wanted: bool = True) -> dict[str, Tensor]:
         """See `TrainEngine`."""
         state = {}
         for name, parameter in self.module.named_parameters():
             with self._gathered([parameter]):
-                state[name] = parameter.detach().to("cpu", copy=True)
-        return state | {name: buffer.detach().cpu() for name, buffer in self.module.named_buffers()}
+                if wanted:
+                    state[name] = parameter.detach().to("cpu", copy=True)
+        if wanted:
+            state |= {name: buffer.detach().cpu() for name, buffer in self.module.named_buffers()}
+        return state
 
     def local_weights(self) -> Iterator[tuple[str, Tensor]]:
         """See `TrainEngine`."""
         if self._zero_stage < 3 and torch.distributed.get_rank() > 0:
             return
         for name, parameter in self.module.named_parameters():
+            with self._gathered([parameter]):  # small ones stay whole after a step; this splits them again
+                pass
             yield name, parameter.ds_tensor if self._zero_stage == 3 else parameter.data
 
     def offload(self) -> None:

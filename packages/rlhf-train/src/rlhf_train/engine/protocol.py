@@ -47,8 +47,9 @@ class TrainEngine(Protocol):
         """Yield every weight whole, under its Hugging Face name; valid until the next is asked for. Collective."""
         ...
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return all weights on the CPU, under the module's own names. Collective."""
+    def state_dict(self, *, wanted: bool = True) -> dict[str, Tensor]:
+        """Return all weights on the CPU, under the module's own names; nothing on ranks that do not want them.
+        Collective."""
         ...
 
     def local_weights(self) -> Iterator[tuple[str, Tensor]]:

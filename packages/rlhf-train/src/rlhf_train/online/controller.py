@@ -4,7 +4,6 @@ import time
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from rlhf_data.errors import RewardError, with_hint
@@ -12,16 +11,14 @@ from rlhf_data.records import Prompt, Rollout, RolloutGroup
 from rlhf_data.sampler import EpochSampler
 from rlhf_rollout.generator import PromptSupply
 from rlhf_rollout.protocols import RewardFunction
-from rlhf_rollout.ray_actors import RayEngine, RayScorer
-from rlhf_rollout.rewards.mix import build_reward
-from rlhf_rollout.rewards.model import ModelReward
+from rlhf_rollout.ray_actors import RayEngine
 from rlhf_train.batching import plan_batches
 from rlhf_train.group_rewards import relative_rewards
 from rlhf_train.kl import adapted_kl_coef
 from rlhf_train.metrics import merge_metrics, results
 from rlhf_train.online.cluster import WorkerGroup, placed_bundles, ray_cluster, start_processes, wait
 from rlhf_train.online.evaluation import BestModel, summarize_evaluation
-from rlhf_train.online.generation import Generation
+from rlhf_train.online.generation import Generation, make_reward, make_shaper
 from rlhf_train.online.job import OnlineJob, RunSummary
 from rlhf_train.online.loop import train
 from rlhf_train.online.observer import Observer
@@ -56,32 +53,12 @@ def run_online(job: OnlineJob, observer: Observer) -> RunSummary:
         shaper = make_shaper(job, scorers)
         run = PlacedRun(job, engines, workers, reward, shaper, recorder, observer, started)
         stack.callback(run.close)
-        train(run)
+        try:
+            train(run)
+        except RewardError:
+            run.save_models()  # the trainers are well: what was learned so far is not lost
+            raise
         return run.finish()
-
-
-def make_reward(job: OnlineJob, scorers: Sequence[Sequence[Any]], log_path: Path) -> RewardFunction:
-    """Return what scores the rollouts of `job`; `scorers` are the processes of each of its reward models."""
-    spec = job.reward
-    models = [
-        ModelReward([RayScorer(handle) for handle in replicas], batch_size=spec.batch_size) for replicas in scorers
-    ]
-    return build_reward(
-        spec.sources,
-        timeout_s=spec.timeout_s,
-        num_workers=spec.num_workers,
-        batch_size=spec.batch_size,
-        log_path=log_path,
-        models=models,
-    )
-
-
-def make_shaper(job: OnlineJob, scorers: Sequence[Sequence[Any]]) -> RewardShaper:
-    """Return what is done to the rewards of `job`; models that come with their own moments are normalised by them."""
-    stored = wait([replicas[0].has_moments.remote() for replicas in scorers])
-    is_normalized = len(stored) == len(job.reward.sources) and all(stored)
-    normalize = job.reward.normalize and not is_normalized
-    return RewardShaper(job.reward, max_tokens=job.sampling.max_tokens, normalize=normalize)
 
 
 class PlacedRun:
@@ -118,6 +95,7 @@ class PlacedRun:
         self._policy_version = 0
         self._synced_version: int | None = None
         self._num_barren_steps = 0
+        self._last_failure = ""  # of a reward, in the step at hand
         self.is_exhausted = False
         self._engines_asleep = job.engine_sleep and job.plan.shares_gpus
         self._trainers_asleep = False
@@ -144,6 +122,8 @@ class PlacedRun:
             num_reward_failed=counts.num_generated - len(scored(groups)),
             num_engine_failed=counts.num_failed,
         )
+        verdicts = [rollout.verdict for group in groups for rollout in group.rollouts if rollout.verdict]
+        self._last_failure = next((verdict.detail for verdict in reversed(verdicts) if verdict.kind.failed), "")
         self._shaper.observe(scored(groups))
         self._recorder.rollouts("rollouts", step, groups)
         self._metrics |= summarize(groups, "rollout")
@@ -168,29 +148,26 @@ class PlacedRun:
     def can_learn(self, groups: Sequence[RolloutGroup]) -> bool:
         """See `OnlineRun`. When it says no for the `MAX_BARREN_STEPS`th time in a row, the run ends: well, when dynamic
         sampling finds nothing more to learn from, else by a RewardError."""
-        num_scored = len(scored(groups))
-        num_mini_batches = self._job.batch.num_updates // self._job.batch.max_epochs
-        if num_scored >= num_mini_batches:
-            if len(groups) < self._job.batch.rollout_batch_size and self._ledger.num_filtered:
-                wanted = self._job.batch.rollout_batch_size
+        wanted, num_scored = self._job.batch.rollout_batch_size, len(scored(groups))
+        filtered = self._ledger.num_filtered
+        if num_scored:
+            if len(groups) < wanted and filtered:
                 self._observer.warning(f"only {len(groups)} of {wanted} rollout groups are worth training")
             self._num_barren_steps = 0
             return True
         self._num_barren_steps += 1
-        message = f"{num_scored} rollouts have a reward, too few for {num_mini_batches} optimizer steps"
-        verdicts = [rollout.verdict for group in groups for rollout in group.rollouts if rollout.verdict]
-        if failed := [verdict.detail for verdict in verdicts if verdict.kind.failed]:
-            message += f"; the last failure: {failed[-1]}"
-        filtered, give_up = self._ledger.num_filtered, self._num_barren_steps >= MAX_BARREN_STEPS
-        if filtered:
-            message = f"{filtered} rollouts are of groups whose samples all fare alike, and only {message}"
+        message = "no rollout has a reward that could be learned from"
+        if self._last_failure:
+            message += f"; the last failure: {self._last_failure}"
+        give_up = self._num_barren_steps >= MAX_BARREN_STEPS
+        if filtered > self._ledger.num_reward_failed:
+            message = f"all {filtered} scored rollouts are of groups whose samples fare alike"
             self.is_exhausted = give_up
         elif give_up:
             message = f"{MAX_BARREN_STEPS} steps in a row: {message}"
             raise RewardError(with_hint(message, "see rollouts.jsonl for the prompts and responses it was given"))
         end = "the run ends here" if self.is_exhausted else "nothing is learned from this step"
         self._observer.warning(f"{end}: {message}")
-        self._ledger = replace(self._ledger, num_filtered=filtered + num_scored)
         return False
 
     def make_experience(self, groups: Sequence[RolloutGroup], step: int) -> None:
@@ -226,16 +203,15 @@ class PlacedRun:
         passes = [self._metrics.pop(f"{NAMES[role]}/rollout_passes") for role in roles]
         num_trained = min(passes) / job.batch.max_epochs
         self._ledger = replace(self._ledger, num_trained=num_trained)
+        if job.algorithm.uses_reference:
+            self._metrics["kl/coef"] = self._kl_coef
         if "actor" in roles:
-            self._policy_version += job.batch.num_updates
-        self._adapt_kl(int(num_trained))
+            self._policy_version += job.batch.num_mini_batches(num_trained) * job.batch.max_epochs
+            self._adapt_kl(int(num_trained))
 
     def _adapt_kl(self, num_rollouts: int) -> None:
-        """Log the coefficient that the step used, and settle that of the next one."""
+        """Settle the coefficient of the next step by the KL of this one, before which the policy did learn."""
         spec = self._job.algorithm
-        if not spec.uses_reference:
-            return
-        self._metrics["kl/coef"] = self._kl_coef
         if spec.kl_target is not None and "kl/reference" in self._metrics:
             self._kl_coef = adapted_kl_coef(
                 self._kl_coef,
@@ -274,7 +250,9 @@ class PlacedRun:
         self._recorder.metrics(step, metrics)
         self._recorder.rollouts("held-out rollouts", step, groups)
         self._observer.evaluation(step, metrics)
-        if self._best is not None and self._best.beaten_by(metrics):
+        if self._best is not None and self._best.metric not in metrics:
+            self._observer.warning(f"this evaluation has no {self._best.metric}, by which the best model is chosen")
+        elif self._best is not None and self._best.beaten_by(metrics):
             self._group_of["actor"].call("work", "save", "actor", str(self._best.staging))
             state = {"policy_version": self._policy_version, "kl_coef": self._kl_coef}
             self._best.keep(step, metrics, state)
@@ -297,14 +275,18 @@ class PlacedRun:
 
     # -- the end -------------------------------------------------------------------------------------------------
 
-    def finish(self) -> RunSummary:
-        """Save the final model and say where everything is."""
+    def save_models(self) -> None:
+        """Write the actor and, if the job says so, its average and the critic."""
         self._wake_trainers()
         self._group_of["actor"].call("work", "save", "actor", str(self._recorder.path("final model")))
         if self._job.ema_beta is not None:
             self._group_of["actor"].call("work", "save_average", str(self._recorder.path("averaged model")))
         if self._job.save_critic:
             self._group_of["critic"].call("work", "save", "critic", str(self._recorder.path("critic")))
+
+    def finish(self) -> RunSummary:
+        """Save the final model and say where everything is."""
+        self.save_models()
         peaks = [peak for group in self._workers for peak in group.call("work", "peak_memory_bytes")]
         self._final |= {
             "memory/trainer_peak_bytes": float(max(peaks)),
@@ -332,7 +314,7 @@ class PlacedRun:
                 [rollout.num_tokens for rollout in rollouts],
                 [rollout.num_response_tokens for rollout in rollouts],
                 num_ranks=len(group.handles),
-                num_mini_batches=batch.num_rollouts // batch.train_batch_size,
+                num_mini_batches=batch.num_mini_batches(len(rollouts)),
                 micro_train_batch_size=batch.micro_train_batch_size,
                 micro_rollout_batch_size=batch.micro_rollout_batch_size,
                 max_response_tokens=self._job.sampling.max_tokens,

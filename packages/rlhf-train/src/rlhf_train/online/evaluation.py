@@ -6,7 +6,6 @@ import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from rlhf_data.errors import ConfigError, unknown
 from rlhf_data.records import FinishReason, RolloutGroup, VerdictKind
 from rlhf_train.online.summaries import summarize
 
@@ -35,9 +34,11 @@ def summarize_evaluation(groups: Sequence[RolloutGroup]) -> dict[str, float]:
     """Return the metrics of held-out groups under `eval/`, and with several data sources under `eval/<source>/`, too.
 
     `pass@k` is there for k = 1, 2, 4, ... and the number of samples a prompt; a rollout passes when its verdict is ok,
-    so that one whose reward failed does not.
+    so that one whose reward failed does not. `failed` is the share of these.
     """
     metrics = summarize(groups, "eval") | _passes(groups, "eval")
+    verdicts = [rollout.verdict for group in groups for rollout in group.rollouts]
+    metrics["eval/failed"] = sum(verdict is None or verdict.kind.failed for verdict in verdicts) / len(verdicts)
     by_source: dict[str, list[RolloutGroup]] = {}
     for group in groups:
         by_source.setdefault(group.prompt.source, []).append(group)
@@ -69,19 +70,13 @@ class BestModel:
     """The folder with the weights that a metric of the evaluation was highest with."""
 
     def __init__(self, metric: str, folder: Path) -> None:
-        self._metric = metric
+        self.metric = metric
         self._folder = folder
         self._best = -math.inf
 
     def beaten_by(self, metrics: Mapping[str, float]) -> bool:
-        """Say whether an evaluation is better than all before it; the first one is.
-
-        Raises:
-            ConfigError: it has no such metric.
-        """
-        if self._metric not in metrics:
-            raise ConfigError(f"--best_metric_key: {unknown('metric', self._metric, metrics)}")
-        return metrics[self._metric] > self._best
+        """Say whether an evaluation that has the metric is better than all before it; the first one is."""
+        return metrics[self.metric] > self._best
 
     @property
     def staging(self) -> Path:
@@ -90,8 +85,8 @@ class BestModel:
 
     def keep(self, step: int, metrics: Mapping[str, float], state: Mapping[str, float]) -> None:
         """Let what lies in `staging` be the best, with a file that says of which step, at what value, and `state`."""
-        self._best = metrics[self._metric]
-        summary = {"step": step, "metric": self._metric, "value": self._best, **state}
+        self._best = metrics[self.metric]
+        summary = {"step": step, "metric": self.metric, "value": self._best, **state}
         (self.staging / STATE_FILE).write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
         old = self._folder.with_name(f".{self._folder.name}.old")
         if self._folder.exists():

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from rlhf_data.errors import EngineError
@@ -9,9 +10,38 @@ from rlhf_data.records import Prompt, RolloutGroup
 from rlhf_models.loading import load_tokenizer
 from rlhf_rollout.generator import GenerationCounts, GroupResult, PromptSupply, generate_groups
 from rlhf_rollout.protocols import RewardFunction, RolloutEngine, SamplingParams
+from rlhf_rollout.ray_actors import RayScorer
+from rlhf_rollout.rewards.mix import build_reward
+from rlhf_rollout.rewards.model import ModelReward
+from rlhf_train.online.cluster import wait
 from rlhf_train.online.job import OnlineJob
 from rlhf_train.online.observer import Observer
+from rlhf_train.online.rewards import RewardShaper
 from rlhf_train.timeline import Timeline
+
+
+def make_reward(job: OnlineJob, scorers: Sequence[Sequence[Any]], log_path: Path) -> RewardFunction:
+    """Return what scores the rollouts of `job`; `scorers` are the processes of each of its reward models."""
+    spec = job.reward
+    models = [
+        ModelReward([RayScorer(handle) for handle in replicas], batch_size=spec.batch_size) for replicas in scorers
+    ]
+    return build_reward(
+        spec.sources,
+        timeout_s=spec.timeout_s,
+        num_workers=spec.num_workers,
+        batch_size=spec.batch_size,
+        log_path=log_path,
+        models=models,
+    )
+
+
+def make_shaper(job: OnlineJob, scorers: Sequence[Sequence[Any]]) -> RewardShaper:
+    """Return what is done to the rewards of `job`; models that come with their own moments are normalised by them."""
+    stored = wait([replicas[0].has_moments.remote() for replicas in scorers])
+    is_normalized = len(stored) == len(job.reward.sources) and all(stored)
+    normalize = job.reward.normalize and not is_normalized
+    return RewardShaper(job.reward, max_tokens=job.sampling.max_tokens, normalize=normalize)
 
 
 class Generation:

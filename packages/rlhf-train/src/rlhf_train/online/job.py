@@ -1,5 +1,6 @@
 """Everything an online run is told, as plain frozen data: what the command line fills in and what Ray carries."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -53,8 +54,12 @@ class BatchSizes:
 
     @property
     def num_updates(self) -> int:
-        """Optimizer steps a step."""
-        return self.num_rollouts // self.train_batch_size * self.max_epochs
+        """Optimizer steps a step that trains all its rollouts."""
+        return self.num_mini_batches(self.num_rollouts) * self.max_epochs
+
+    def num_mini_batches(self, num_trained: float) -> int:
+        """Optimizer steps of an epoch over `num_trained` rollouts: fewer when a step has fewer to train."""
+        return math.ceil(num_trained / self.train_batch_size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +72,7 @@ class RewardSpec:
         num_workers: processes that score side by side, of each function.
         batch_size: responses of one call of a server or of a reward model.
         normalize: raw rewards are shifted and scaled to mean 0 and deviation 1.
-        clip_range: smallest and largest raw reward; None for no bounds.
+        clip_range: smallest and largest reward after that, before any shaping; None for no bounds.
         overlong_buffer: tokens before the length limit over which a penalty grows; 0 for none.
         overlong_penalty_factor: the penalty at the limit.
         stop_properly_coef: what a rollout keeps of its reward when the length limit ended it; see `shaping`.

@@ -1,7 +1,6 @@
 """From the rewards that rollouts were given to those that an algorithm learns from. Torch-free."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -56,15 +55,6 @@ class RewardShaper:
         if metrics or self._moments is not None:
             metrics["rollout/shaped_reward"] = float(np.mean(shaped)) if len(shaped) else 0.0
         return shaped, metrics
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what `load_state_dict` needs to go on."""
-        return {} if self._moments is None else {"moments": self._moments.state_dict()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state` was taken."""
-        if self._moments is not None:
-            self._moments.load_state_dict(state["moments"])
 
 
 def _raw(rollouts: Sequence[Rollout]) -> np.ndarray:

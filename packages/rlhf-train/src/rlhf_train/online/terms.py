@@ -145,10 +145,15 @@ def critic_loss(
 
 
 def drop_nonfinite(experience: Experience) -> dict[str, Metric]:
-    """Leave tokens with a log-prob that is not finite, of whatever model, out of training; return how many."""
-    names = [name for name in ("old_logprobs", "ref_logprobs") if name in experience.columns]
-    columns = [experience.rollout_logprobs, *(experience.columns[name] for name in names)]
-    finite = torch.stack([column.isfinite() for column in columns]).all(dim=0)
+    """Leave what has a log-prob that is not finite out of training; return the number of tokens.
+
+    That is the token itself when the number is the engine's. It is the whole rollout when it is a model's of ours, for
+    then a gradient through any of its tokens would not be finite either.
+    """
+    finite = experience.rollout_logprobs.isfinite()
+    for name in ("old_logprobs", "ref_logprobs"):
+        if name in experience.columns:
+            finite &= (experience.columns[name].isfinite() | ~experience.loss_mask).all(dim=1, keepdim=True)
     dropped = Sum(float((experience.loss_mask & ~finite).sum()))
     experience.restrict(finite)
     return {"samples/nonfinite_tokens": dropped}

@@ -214,7 +214,10 @@ class TrainWorker:
         engine, name = self.engines[role], {"actor": "policy", "critic": "value"}[role]
         engine.module.train()
         parts: list[Mapping[str, Metric]] = []
-        for index, rows in enumerate(mini_batch.micro_batches):
+        trained = (self._experience.policy_mask if role == "actor" else self._experience.loss_mask).any(dim=1)
+        for index, planned in enumerate(mini_batch.micro_batches):
+            # Nothing is run for rows of which nothing is trained: their numbers need not even be finite.
+            rows = [row for row in planned if trained[row]]
             outputs, mask = self._forward(role, rows)
             if role == "critic":
                 loss, metrics = self._critic_loss(rows, outputs, mask, mini_batch.denominators)
@@ -332,7 +335,7 @@ class TrainWorker:
 
     def save(self, role: str, path: str) -> None:
         """Write `role` as a Hugging Face folder. Collective; rank 0 writes."""
-        state = self.engines[role].state_dict()
+        state = self.engines[role].state_dict(wanted=self.rank == 0)
         if self.rank == 0:
             module: Actor | Critic = self.engines[role].module
             save_hf(module, state, load_tokenizer(self._specs[role].path), Path(path))
