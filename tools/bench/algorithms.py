@@ -25,7 +25,7 @@ RECIPES = {
     "rloo": "--advantage_estimator rloo",
     "ppo loss, dual clip": f"{GROUP} --dual_clip 3",
     "gspo": f"{GROUP} --policy_loss_type gspo",
-    "cispo": f"{GROUP} --policy_loss_type cispo",
+    "cispo": f"{GROUP} --policy_loss_type cispo --clip_eps_low 0.999",
     "reinforce loss": f"{GROUP} --policy_loss_type reinforce",
     "preset dapo": "--preset dapo",
     "preset grpo": "--preset grpo",
