@@ -35,7 +35,7 @@ def test_rewards_are_normalised_then_clipped_then_shaped_by_length():
     # makes -1.5, and stopping there costs 0.75 of its size more: -2.625.
     assert rewards.tolist() == pytest.approx([-0.5, -0.5, -0.5, -2.625])
     assert metrics == pytest.approx(
-        {"rollout/reward_clipped": 1.0, "rollout/length_penalty": (1 + 3.125) / 4, "rollout/shaped_reward": -4.125 / 4}
+        {"train/reward_clipped": 1.0, "train/length_penalty": (1 + 3.125) / 4, "train/shaped_reward": -4.125 / 4}
     )
 
 

@@ -110,22 +110,24 @@ class PlacedRun:
         groups, counts = self._generation.run(
             self._prompts(), job.sampling, f"step{step}", make_ready=self._wake_engines
         )
-        kept, filtered = list(groups), 0
-        if job.dynamic_sampling is not None:
-            kept = [group for group in groups if is_worth_training(group, job.dynamic_sampling)]
-            filtered = len(scored(groups)) - len(scored(kept))
-            self._metrics["rollout/kept_groups"] = len(kept) / len(groups)
+        dynamic = job.dynamic_sampling
+        parts: dict[bool, list[RolloutGroup]] = {True: [], False: []}
+        for group in groups:
+            parts[dynamic is None or is_worth_training(group, dynamic)].append(group)
+        kept, dropped = parts[True], parts[False]
+        self._metrics["rollout/kept_groups"] = len(kept) / len(groups)
         self._ledger = Ledger(
             num_generated=counts.num_requested,
             num_trained=0,
-            num_filtered=filtered,
+            num_filtered=len(scored(dropped)),
             num_reward_failed=counts.num_generated - len(scored(groups)),
             num_engine_failed=counts.num_failed,
         )
         verdicts = [rollout.verdict for group in groups for rollout in group.rollouts if rollout.verdict]
         self._last_failure = next((verdict.detail for verdict in reversed(verdicts) if verdict.kind.failed), "")
         self._shaper.observe(scored(groups))
-        self._recorder.rollouts("rollouts", step, groups)
+        self._recorder.rollouts("rollouts", step, kept, kept=True)
+        self._recorder.rollouts("rollouts", step, dropped, kept=False)
         self._metrics |= summarize(groups, "rollout")
         self._metrics |= {"samples/retried_groups": counts.num_retries, "samples/tokens": counts.num_response_tokens}
         if not job.eval_prompts and step in (1, self.num_steps):

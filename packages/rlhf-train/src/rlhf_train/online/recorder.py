@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rlhf_data.errors import ConfigError, with_hint
 from rlhf_data.records import RolloutGroup
@@ -49,12 +50,12 @@ class Recorder:
         for tracker in self._trackers:
             tracker.log(step, metrics)
 
-    def rollouts(self, artifact: str, step: int, groups: Sequence[RolloutGroup]) -> None:
-        """Append one record a rollout."""
+    def rollouts(self, artifact: str, step: int, groups: Sequence[RolloutGroup], **fields: Any) -> None:
+        """Append one record a rollout, with the step and further `fields` in front."""
         if artifact not in self._writers:
             self._writers[artifact] = RolloutWriter(self.path(artifact))
         for group in groups:
-            self._writers[artifact].write(group, step=step)
+            self._writers[artifact].write(group, step=step, **fields)
 
     def close(self) -> None:
         """Close every file."""

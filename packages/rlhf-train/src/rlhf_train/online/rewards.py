@@ -37,7 +37,7 @@ class RewardShaper:
             rewards = self._moments.normalize(rewards)
         if spec.clip_range is not None:
             rewards, num_clipped = clip_rewards(rewards, *spec.clip_range)
-            metrics["rollout/reward_clipped"] = num_clipped / max(len(rewards), 1)
+            metrics["train/reward_clipped"] = num_clipped / max(len(rewards), 1)
         shaped = rewards
         if spec.overlong_buffer:
             lengths = np.array([rollout.num_response_tokens for rollout in rollouts])
@@ -51,9 +51,9 @@ class RewardShaper:
             truncated = np.array([rollout.finish_reason is FinishReason.LENGTH for rollout in rollouts], bool)
             shaped = stop_properly(shaped, truncated, coef=spec.stop_properly_coef)
         if shaped is not rewards:
-            metrics["rollout/length_penalty"] = float(np.mean(rewards - shaped)) if len(rewards) else 0.0
+            metrics["train/length_penalty"] = float(np.mean(rewards - shaped)) if len(rewards) else 0.0
         if metrics or self._moments is not None:
-            metrics["rollout/shaped_reward"] = float(np.mean(shaped)) if len(shaped) else 0.0
+            metrics["train/shaped_reward"] = float(np.mean(shaped)) if len(shaped) else 0.0
         return shaped, metrics
 
 
