@@ -1,8 +1,8 @@
 """Numbers that many ranks and micro-batches contribute to: how they combine is part of their type.
 
 Names, as they appear in metrics.jsonl: `rollout/*` of all that was generated and how it was scored, `train/*` of the
-rewards that are trained on, `policy/*`, `value/*`, `kl/*` and `entropy/*` of the update, `mismatch/*` between engine and trainer, `eval/*` on held-out prompts, `time/*` in
-seconds, `throughput/*` a second, `samples/*` counts.
+rewards that are trained on, `policy/*`, `value/*`, `kl/*` and `entropy/*` of the update, `mismatch/*` between
+engine and trainer, `eval/*` on held-out prompts, `time/*` in seconds, `throughput/*` a second, `samples/*` counts.
 """
 
 from collections.abc import Iterable, Mapping
