@@ -1,0 +1,71 @@
+"""Where models run changes nothing of what they learn: in one process or in processes of their own, on one rank or two."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rlhf_models.testing import tiny_model_dir
+from rlhf_train.algorithms import AlgorithmSpec
+from rlhf_train.online.controller import run_online
+from rlhf_train.online.observer import SilentObserver
+from rlhf_train.placement import GroupPlan, PlacementPlan
+from rlhf_train.testing import tiny_job
+
+PLACES = {
+    "together": {("actor", "critic", "reference"): 1},
+    "apart": {("actor",): 1, ("critic",): 1, ("reference",): 1},
+    "apart, of different sizes": {("actor", "reference"): 1, ("critic",): 2},
+}
+# Adam's division by the gradient's own size turns rounding into steps; what is compared are means of a whole step.
+TOLERANCE = 1e-4
+COMPARED = ("policy/loss", "value/loss", "value/mean", "value/return", "policy/advantage_abs", "rollout/reward")
+
+
+def plan_of(groups: dict[tuple[str, ...], int]) -> PlacementPlan:
+    """All on CPUs, in one bundle."""
+    placed = tuple(GroupPlan("+".join(roles), roles, ranks, (0,) * ranks, 0) for roles, ranks in groups.items())
+    return PlacementPlan("cpu", (0,), placed, GroupPlan("engines", (), 1, (0,), 0), True)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> dict[str, tuple[list[dict[str, float]], np.ndarray]]:
+    """The steps' metrics and the final embedding, by placement."""
+    from safetensors.numpy import load_file
+
+    model_path, outcomes = str(tiny_model_dir(tmp_path_factory.mktemp("model"))), {}
+    spec = AlgorithmSpec(kl_coef=0.05, bootstrap_truncated=True, gamma=0.99, lambd=0.9)
+    for name, groups in PLACES.items():
+        folder = tmp_path_factory.mktemp("run")
+        job = tiny_job(model_path, folder, algorithm=spec, plan=plan_of(groups), num_frozen_steps=1, eval_prompts=())
+        models = {
+            role: dataclasses.replace(
+                model, optimizer=model.optimizer and dataclasses.replace(model.optimizer, eps=1e-4)
+            )
+            for role, model in job.models.items()
+        }
+        run_online(dataclasses.replace(job, models=models), SilentObserver())
+        lines = Path(job.save_path, "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        steps = [line for line in map(json.loads, lines) if "time/step" in line]
+        [embedding] = [w for n, w in load_file(f"{job.save_path}/model/model.safetensors").items() if "embed" in n]
+        outcomes[name] = steps, embedding
+    return outcomes
+
+
+@pytest.mark.parametrize("name", [name for name in PLACES if name != "together"])
+def test_models_apart_learn_what_models_together_learn(runs, name):
+    (steps, embedding), (expected_steps, expected) = runs[name], runs["together"]
+    assert len(steps) == len(expected_steps) == 3
+    for step, other in zip(steps, expected_steps, strict=True):
+        assert ("policy/loss" in step) == ("policy/loss" in other)
+        for metric in (metric for metric in COMPARED if metric in other):
+            assert step[metric] == pytest.approx(other[metric], abs=TOLERANCE), metric
+    assert np.abs(embedding - expected).max() < TOLERANCE
+
+
+def test_models_moved(runs):
+    steps, _ = runs["together"]
+    assert "policy/loss" not in steps[0] and steps[0]["value/loss"] > 0
+    assert steps[1]["kl/reference"] == 0.0 < abs(steps[2]["kl/reference"])
