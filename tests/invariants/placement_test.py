@@ -1,4 +1,4 @@
-"""Where models run changes nothing of what they learn: in one process or in processes of their own, on one rank or two."""
+"""Where models run changes nothing of what they learn: together or in processes of their own, on one rank or on two."""
 
 import dataclasses
 import json
