@@ -27,14 +27,8 @@ def ppo(*argv: str) -> Parsed[PpoConfig]:
         # the policy loss
         (["--clip_eps_low", "0.1", "--eps_clip", "0.1"], "--eps_clip and --clip_eps_low set the same", "give one"),
         (["--eps_clip_low_high", "0.1", "0.2", "--clip_eps_high", "0.1"], "--clip_eps_high set the same", "give one"),
-        (["--dual_clip", "3", "--policy_loss_type", "gspo"], "dual_clip belongs to the PPO loss", ""),
-        # 32 x 4 = 128 samples / 64 = 2 optimizer steps.
-        (
-            SKIP,
-            "a step has 2 optimizer steps (128 samples / --train_batch_size 64 x --max_epochs 1)",
-            "use --train_batch_size 128 --max_epochs 1",
-        ),
-        ([*SKIP, *ONE_UPDATE, "--max_epochs", "3"], "a step has 3 optimizer steps", "--max_epochs 1"),
+        (["--dual_clip", "3", "--policy_loss_type", "gspo"], "--dual_clip 3 belongs to the PPO loss", "drop --dual_cl"),
+        (["--eps_clip_low_high", "1.2", "0.1"], "--eps_clip_low_high is 1.2 0.1: low must lie in", "between 1 - LOW"),
         (["--old_logprobs", "skip", *ONE_UPDATE], "no KL that could be a part of the reward", "add --use_kl_loss"),
         # the KL
         (
@@ -46,23 +40,23 @@ def ppo(*argv: str) -> Parsed[PpoConfig]:
         # corrections
         (["--is_correction_level", "token", "--old_logprobs", "rollout"], "a correction compares", "recompute"),
         (["--is_correction_threshold", "2", "1"], "--is_correction_threshold is 2 1", "LOW before HIGH"),
+        (["--is_correction_threshold", "-1", "3"], "--is_correction_threshold is -1 3", "LOW before HIGH"),
         # rewards
         (["--remote_rm_url", "None"], "--remote_rm_url is missing", "or --reward_pretrain MODEL"),
         (["--reward_weights", "1,2"], "2 weights for 1 rewards", "give one a reward"),
         (["--reward_weights", "much"], "--reward_weights is much; it must be numbers", ""),
+        (["--reward_weights", "-1,1"], "--reward_weights: `-1,1` begins as a flag", "write --reward_weights=-1,1"),
         (["--reward_weights", "inf"], "--reward_weights is inf; it must be numbers", ""),
         (["--reward_clip_range", "1", "1"], "--reward_clip_range is 1 1", "LOW before HIGH"),
         (["--reward_clip_range", "1", "2", "3"], "--reward_clip_range is 1 2 3; it must be 2 numbers", ""),
+        (["--reward_clip_range", "-10"], "--reward_clip_range: -10 is one number, which must be above 0", "LOW HIGH"),
+        (["--reward_clip_range", "0"], "--reward_clip_range: 0 is one number", "LOW HIGH"),
+        (["--reward_clip_range", "nan"], "--reward_clip_range: nan is one number", "LOW HIGH"),
         (["--reward_clip_range", "wide"], "--reward_clip_range is wide; it must be a number", ""),
         (["--overlong_buffer_len", "33"], "is 33 of the 32 tokens", "give 1 to 32 tokens"),
         (["--overlong_buffer_len", "0.01"], "--overlong_buffer_len 0.01 is 0 of the 32 tokens", "give 1 to 32"),
         (["--stop_properly_penalty_coef", "1.5"], "it must be at most 1", ""),
         # dynamic sampling
-        (
-            ["--dynamic_filtering", "--n_samples_per_prompt", "1", "--train_batch_size", "32"],
-            "--n_samples_per_prompt is 1",
-            "use --n_samples_per_prompt 4",
-        ),
         (
             ["--dynamic_filtering", "--dynamic_filtering_reward_range", "1", "0"],
             "--dynamic_filtering_reward_range is 1 0",
@@ -73,6 +67,11 @@ def ppo(*argv: str) -> Parsed[PpoConfig]:
         (["--ema_beta", "1", "--enable_ema"], "--ema_beta is 1; it must be below 1", ""),
         (["--eval_data", "None", "--best_metric_key", "eval/pass@1"], "--eval_data is missing", "add it"),
         (["--ref_num_nodes", "0"], "--ref_num_nodes is 0, and --init_kl_coef 0.01 needs", "use --ref_num_nodes 1"),
+        (
+            ["--critic_num_gpus_per_node", "0"],
+            "--critic_num_gpus_per_node is 0, and PPO (gae) has a critic",
+            "1 or more",
+        ),
         (["--reward_pretrain", "m", "--reward_num_gpus_per_node", "0"], "--reward_num_gpus_per_node is 0", "1 or more"),
     ],
 )
@@ -88,11 +87,17 @@ def test_check_ppo_what_cannot_work_is_an_error_with_a_hint(argv, message, hint)
     ("argv", "notice"),
     [
         (["--policy_loss_type", "gspo"], "--policy_loss_type gspo clips the ratio to 1 - 0.0003 and 1 + 0.0004"),
+        (["--policy_loss_type", "gspo", "--eps_clip", "0.2"], "--policy_loss_type gspo: the mean ratio of a response"),
+        (["--policy_loss_type", "cispo"], "--policy_loss_type cispo: --clip_eps_high is 0.2; its paper tunes it"),
+        (["--policy_loss_type", "cispo", "--clip_eps_low", "0.5"], "--policy_loss_type cispo: --clip_eps_high is 0.2"),
         (
             ["--policy_loss_type", "reinforce", "--eps_clip", "0.1"],
             "--eps_clip has no effect: --policy_loss_type reinf",
         ),
-        (["--policy_loss_type", "reinforce"], "--policy_loss_type reinforce has no ratio to the policy that wrote"),
+        (  # 32 x 4 = 128 samples / 64 = 2 optimizer steps
+            ["--policy_loss_type", "reinforce"],
+            "--policy_loss_type reinforce has no ratio to the policy that wrote the samples: of the 2 optimizer steps",
+        ),
         ([*SKIP, *ONE_UPDATE, "--eps_clip", "0.1"], "--eps_clip has no effect: with --old_logprobs skip"),
         ([*SKIP, *ONE_UPDATE, "--dual_clip", "3"], "--dual_clip has no effect: with --old_logprobs skip"),
         (["--kl_horizon", "500"], "--kl_horizon has no effect: there is no --kl_target"),
@@ -103,6 +108,10 @@ def test_check_ppo_what_cannot_work_is_an_error_with_a_hint(argv, message, hint)
         (["--is_correction_threshold", "0", "3"], "--is_correction_threshold has no effect: --is_correction_level is"),
         ([*MODEL_ONLY, "--reward_timeout_s", "3"], "--reward_timeout_s has no effect: no reward function or server"),
         ([*MODEL_ONLY, "--reward_num_workers", "3"], "--reward_num_workers has no effect: no reward function scores"),
+        ([*GRPO, "--normalize_reward"], "--normalize_reward has no effect: GRPO (group_norm) shifts and scales"),
+        ([*MODEL_ONLY], "accuracy and pass@k follow the reward model, m: a score above 0 counts as right"),
+        (["--remote_rm_url", "a/b.py,c.py"], "accuracy and pass@k follow the first of 2 rewards, b: a score above 0"),
+        ([*MODEL_ONLY, "--dynamic_filtering"], "--dynamic_filtering leaves out prompts whose responses score alike"),
         (["--reward_batch_size", "3"], "--reward_batch_size has no effect: no reward server or model scores"),
         (["--overlong_penalty_factor", "2"], "--overlong_penalty_factor has no effect: there is no --overlong_buffer"),
         (["--stop_properly_penalty_coef", "1"], "--stop_properly_penalty_coef has no effect"),
@@ -117,6 +126,8 @@ def test_check_ppo_what_cannot_work_is_an_error_with_a_hint(argv, message, hint)
             ["--best_metric_key", "eval/pass@1", "--eval_steps", "-1"],
             "--best_metric_key has only the first and the last evaluation",
         ),
+        (["--best_metric_key", "eval/truncated"], "--best_metric_key eval/truncated keeps the highest value"),
+        (["--best_metric_key", "eval/a/response_tokens"], "--best_metric_key eval/a/response_tokens keeps the highest"),
         (["--reward_num_nodes", "2"], "--reward_num_nodes has no effect: there is no --reward_pretrain"),
         (["--colocate_critic_reward"], "--colocate_critic_reward has no effect: there is no --reward_pretrain"),
         (
@@ -139,15 +150,21 @@ def test_check_ppo_what_has_no_effect_is_a_notice(argv, notice):
     "argv",
     [
         ["--policy_loss_type", "gspo", "--clip_eps_high", "0.001"],
+        ["--policy_loss_type", "cispo", "--clip_eps_high", "0.3"],
+        [*GRPO, "--normalize_reward", "--reward_clip_range", "1"],
+        [*GRPO, "--normalize_reward", "--no_advantage_std_norm"],
+        ["--normalize_reward", "--dynamic_filtering"],
+        ["--best_metric_key", "eval/accuracy"],
         ["--policy_loss_type", "reinforce", *ONE_UPDATE],
         [*SKIP, *ONE_UPDATE],
         ["--use_kl_loss", "--kl_unbiased_gradient"],
         ["--kl_target", "0.1", "--kl_horizon", "500"],
         ["--is_correction_level", "sequence", "--is_correction_mode", "mask", "--is_correction_threshold", "0.5", "2"],
-        [*MODEL_ONLY, "--reward_batch_size", "8", "--reward_num_gpus_per_node", "2"],
         ["--overlong_buffer_len", "32", "--overlong_penalty_factor", "2"],
         # what the seeds say of models that are not there
         ["--reward_num_nodes", "0", "--reward_num_gpus_per_node", "0"],
+        [*GRPO, "--critic_num_nodes", "0", "--critic_num_gpus_per_node", "0"],
+        ["--init_kl_coef", "0", "--ref_num_nodes", "0", "--ref_num_gpus_per_node", "0"],
         *(
             ["--advantage_estimator", name, "--critic_pretrain", "None", "--critic_learning_rate", "9e-6"]
             for name in ALGORITHMS
@@ -159,9 +176,22 @@ def test_check_ppo_what_works_gives_no_notice(argv):
     assert ppo(*argv).notices == ()
 
 
-def test_check_ppo_without_reference_its_places_may_be_0():
-    config = ppo("--init_kl_coef", "0", "--ref_num_nodes", "0", "--ref_num_gpus_per_node", "0").config
-    assert config.placement.ref_num_nodes == 0
+def test_check_ppo_reward_model_options_have_effect_with_one():
+    argv = [*MODEL_ONLY, "--reward_batch_size", "8", "--reward_num_gpus_per_node", "2"]
+    assert [notice for notice in ppo(*argv).notices if "no effect" in notice] == []
+    argv = [*MODEL_ONLY, "--dynamic_filtering", "--dynamic_filtering_reward_range", "0", "1"]
+    assert [notice for notice in ppo(*argv).notices if "--dynamic_filtering" in notice] == []
+
+
+def test_check_ppo_option_without_effect_for_two_reasons_is_one_notice():
+    argv = ["--colocate_actor_ref", "--init_kl_coef", "0", "--colocate_all_models"]
+    (notice,) = [notice for notice in ppo(*argv).notices if notice.startswith("--colocate_actor_ref")]
+    assert notice == "--colocate_actor_ref has no effect: --init_kl_coef is 0, so there is no reference model"
+
+
+def test_cispo_has_no_lower_bound_unless_it_is_given():
+    assert ppo("--policy_loss_type", "cispo").config.algorithm.clip_range == (0.999, 0.2)
+    assert ppo("--policy_loss_type", "cispo", "--eps_clip", "0.1").config.algorithm.clip_range == (0.1, 0.1)
 
 
 def test_parse_clip_range_of_a_flag_stands_instead_of_that_of_a_file(tmp_path):

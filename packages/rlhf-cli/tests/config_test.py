@@ -10,6 +10,7 @@ from rlhf_cli.config import PpoConfig, SftConfig
 from rlhf_cli.config.base import options
 from rlhf_cli.config.checks import on_cpu
 from rlhf_cli.config.command_line import Parsed, make_parser, parse, read_toml, to_toml
+from rlhf_cli.config.elsewhere import known_elsewhere
 from rlhf_data.errors import ConfigError
 from rlhf_train.algorithms import ALGORITHMS
 
@@ -130,7 +131,8 @@ def test_parse_alias_sets_the_same_field():
         (
             ["--ref_nodes", "1", "--use_wandb=k", "--ref_pretrain", "m", "--ref_nodes", "2"],
             "unknown flags `--ref_nodes`, `--use_wandb`, `--ref_pretrain`",
-            "nearest to `--ref_nodes` is `--ref_num_nodes`; nearest to `--ref_pretrain` is `--reward_pretrain`; `rlhf",
+            "nearest to `--ref_nodes` is `--ref_num_nodes`; there is nothing like `--use_wandb` here; instead of"
+            " `--ref_pretrain` use --pretrain, which is the reference, too; `rlhf",
         ),
         (["stray"], "`stray` belongs to no flag", "quote"),
         (
@@ -156,6 +158,51 @@ def test_parse_unknown_name_fails_with_the_nearest(argv, message, hint):
 @pytest.mark.parametrize("flag", ["--async_train", "--wandb_group", "--head", "--node"])
 def test_parse_flag_that_resembles_no_other_gets_no_guess(flag):
     assert "did you mean" not in failure(flag)
+
+
+@pytest.mark.parametrize(
+    ("flag", "instead"),
+    [
+        ("--vllm_is_correction_type", "--is_correction_level token (tis), with --is_correction_mode mask (icepop), or"),
+        ("--enable_vllm_is_correction", "--is_correction_level token"),
+        ("--entropy_coef", "--entropy_loss_coef"),
+        ("--flash_attn", "--attn_implementation, whose default `auto`"),
+        ("--learning_rate", "--actor_learning_rate and --critic_learning_rate"),
+    ],
+)
+def test_parse_flag_of_openrlhf_with_another_name_is_told_ours(flag, instead):
+    assert f"hint: instead of `{flag}` use {instead}" in failure(flag)
+
+
+@pytest.mark.parametrize(
+    "flag",
+    [
+        "save_steps",
+        "agent_func_path",
+        "ckpt_path",
+        "logging_steps",
+        "aux_loss_coef",
+        "use_dynamic_batch",
+        "zpg",
+        "adam_offload",
+        "lora_rank",
+        "ring_attn_size",
+        "vllm_sync_backend",
+        "load_checkpoint",
+        "max_ckpt_num",
+        "use_tensorboard",
+        "image_key",
+        "partial_rollout",
+    ],
+)
+def test_parse_flag_of_openrlhf_that_is_not_here_gets_no_guess(flag):
+    text = failure(f"--{flag}", "1")
+    assert text.endswith(f"hint: there is nothing like `--{flag}` here; `rlhf ppo --help` lists the flags")
+
+
+def test_known_elsewhere_knows_no_flag_of_ours_and_names_only_those_of_the_command():
+    assert not [option.name for option in options(PpoConfig) if known_elsewhere(option.name, ())]
+    assert "there is nothing like `--entropy_coef` here" in failure("--entropy_coef", "1", command=sft)
 
 
 @pytest.mark.parametrize(
@@ -225,20 +272,10 @@ def test_read_toml_missing_or_broken_file_is_named(tmp_path):
         # 32 x 4 = 128 samples; of the divisors of 128, 32 is the largest that is not above 48.
         (["--train_batch_size", "48"], "does not divide the 128 samples of a step", "use --train_batch_size 32"),
         (["--train_batch_size", "256"], "--train_batch_size is 256", "use --train_batch_size 128"),
-        (
-            ["--advantage_estimator", "group_norm", "--n_samples_per_prompt", "1", "--train_batch_size", "32"],
-            "GRPO (group_norm) compares the samples of one prompt",
-            "use --n_samples_per_prompt 4 or more, or --advantage_estimator gae",
-        ),
         (["--use_kl_loss", "--init_kl_coef", "0"], "there is no KL", "set --init_kl_coef above 0"),
         (["--eps_clip", "0.1", "--eps_clip_low_high", "0.1", "0.2"], "set the same clip range", "give one"),
         (["--vllm_enable_sleep"], "--colocate_all_models is off", "add --colocate_all_models"),
         (["--deepspeed_enable_sleep"], "--colocate_all_models is off", "add --colocate_all_models"),
-        (
-            ["--colocate_all_models", "--deepspeed_enable_sleep", "--zero_stage", "3"],
-            "--deepspeed_enable_sleep needs --zero_stage 1 or 2",
-            "use --zero_stage 2",
-        ),
         (["--eval_temperature", "0", "--eval_n_samples_per_prompt", "2"], "greedy responses are all the same", "use 1"),
     ],
 )

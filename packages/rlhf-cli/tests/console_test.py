@@ -121,6 +121,27 @@ def test_run_view_evaluation_with_several_samples_and_sources_shows_pass_at_k_of
     ]
 
 
+def test_run_view_evaluation_shows_the_first_sources_of_many(streams):
+    out, err = streams
+    metrics = {"eval/accuracy": 0.5, "eval/response_tokens": 20.0}
+    for number in range(8):
+        metrics |= {f"eval/s{number}/{name}": 0.5 for name in ("pass@1", "response_tokens", "truncated")}
+    RunView(Console(out, err)).evaluation(0, metrics)
+    _, *sources = out.getvalue().splitlines()
+    assert [line.split()[0] for line in sources] == ["s0", "s1", "s2", "s3", "s4", "s5", "and"]
+    assert sources[-1] == "  and 2 more"
+
+
+def test_run_view_evaluation_without_rewards_does_not_look_like_a_worse_policy(streams):
+    out, err = streams
+    view = RunView(Console(out, err))
+    view.evaluation(0, {"eval/accuracy": 0.5, "eval/response_tokens": 20.0, "eval/failed": 0.0})
+    assert err.getvalue() == ""
+    view.evaluation(5, {"eval/accuracy": 0.0, "eval/response_tokens": 20.0, "eval/failed": 0.375})
+    text = "notice: 37.5 % of the held-out answers have no reward: accuracy counts them as wrong\n"
+    assert err.getvalue() == text
+
+
 def test_run_view_with_dynamic_sampling_has_a_column_of_filtered_samples(streams):
     out, err = streams
     for dynamic in (True, False):

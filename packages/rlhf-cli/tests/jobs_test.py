@@ -17,6 +17,7 @@ from rlhf_rollout.rewards import RewardSource
 from rlhf_train.placement import Resources
 
 SOURCES = (RewardSource(kind="function", targets=("r.py",)),)
+ONE_SAMPLE = ("--n_samples_per_prompt", "1", "--train_batch_size", "32")
 CPU, ONE_GPU, MANY_GPUS = Resources(2, 0), Resources(16, 1), Resources(64, 8)
 
 
@@ -118,6 +119,48 @@ def test_make_job_saves_the_configuration_as_the_file_that_gives_it_again(tmp_pa
     file.write_text(make(config, CPU).config, encoding="utf-8")
     assert configure("--config", str(file)) == config
     assert configure("--config", str(file), "--seed", "7").training.seed == 7
+
+
+def test_make_job_saves_full_paths_so_that_the_file_works_from_any_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("BUILD_WORKING_DIRECTORY", str(tmp_path))
+    (tmp_path / "policy").mkdir()
+    argv = ["--pretrain", "policy", "--critic_pretrain", "./critic", "--prompt_data", "p.jsonl", "--eval_data"]
+    argv += ["builtin, e.jsonl", "--reward_pretrain", "../judge,owner/name", "--rollout_batch_size", "128"]
+    argv += ["--remote_rm_url", "r.py:grade,package.module,http://host/x.py"]
+    file = tmp_path / "config.toml"
+    file.write_text(make(configure(*argv), CPU).config, encoding="utf-8")
+    again = configure("--config", str(file))
+    assert (again.model.pretrain, again.model.critic_pretrain) == (f"{tmp_path}/policy", f"{tmp_path}/critic")
+    assert (again.data.prompt_data, again.data.eval_data) == (f"{tmp_path}/p.jsonl", f"builtin,{tmp_path}/e.jsonl")
+    assert again.reward.reward_pretrain == f"{tmp_path}/../judge,owner/name"
+    assert again.reward.remote_rm_url == f"{tmp_path}/r.py:grade,package.module,http://host/x.py"
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        # 32 x 4 = 128 samples / 64 = 2 optimizer steps; / 128 x 3 epochs = 3.
+        (["--old_logprobs", "skip"], "of 2 optimizer steps"),
+        (["--old_logprobs", "skip", "--train_batch_size", "128", "--max_epochs", "3"], "of 3 optimizer steps"),
+        (["--dynamic_filtering", *ONE_SAMPLE], "use --n_samples_per_prompt 4 or more"),
+        (["--advantage_estimator", "group_norm", *ONE_SAMPLE], "use --n_samples_per_prompt 4 or more"),
+        (["--colocate_all_models", "--deepspeed_enable_sleep", "--zero_stage", "3"], "needs ZeRO stage 1 or 2"),
+    ],
+)
+def test_make_job_what_the_trainer_refuses_is_an_error_before_anything_starts(argv, message):
+    with pytest.raises(ConfigError, match=message):
+        make(configure("--init_kl_coef", "0", *argv), ONE_GPU if "--colocate_all_models" in argv else CPU)
+
+
+def test_make_job_models_that_are_not_there_need_no_places():
+    argv = ["--advantage_estimator", "group_norm", "--init_kl_coef", "0"]
+    argv += [word for role in ("critic", "ref") for word in (f"--{role}_num_nodes", "0")]
+    assert set(make(configure(*argv), MANY_GPUS).models) == {"actor"}
+
+
+def test_check_device_says_nothing_of_places_of_which_there_are_none():
+    config = configure("--advantage_estimator", "group_norm", "--critic_num_nodes", "0")
+    assert check_device(config, {"critic_num_nodes"}, num_gpus=0) == []
 
 
 def test_describe_batches_splits_over_processes():

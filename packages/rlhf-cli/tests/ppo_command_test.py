@@ -72,7 +72,8 @@ def test_dry_run_on_own_files_resolves_them_from_the_users_folder(folder, capsys
     printed = capsys.readouterr()
     assert f"results will be in {folder / 'out'}" in printed.out
     assert "3 steps x 1 = 3 optimizer steps; 24 prompts asked of 8, 3.00 passes" in printed.out
-    assert "held-out           0 prompts" in printed.out
+    assert "held-out" not in printed.out
+    assert f'prompt_data = "{folder / "prompts.jsonl"}"' in printed.out
     assert not (folder / "out").exists()
 
 
@@ -90,6 +91,30 @@ def test_dry_run_reports_what_is_left_out_shared_or_failing(folder, capsys):
     assert "--rollout_batch_size 16 is more than the 8 prompts: each is asked 2.0 times a step" in notices
 
 
+def test_dry_run_says_once_that_an_option_has_no_effect(folder, capsys):
+    assert (
+        main(
+            [
+                *flags(init_kl_coef=0, critic_num_nodes=2, advantage_estimator="reinforce"),
+                "--colocate_actor_ref",
+                "--dry_run",
+            ]
+        )
+        == 0
+    )  # both have another reason on a CPU
+    notices = capsys.readouterr().err
+    assert notices.count("--colocate_actor_ref has no effect") == 1
+    assert notices.count("--critic_num_nodes has no effect") == 1
+
+
+def test_dry_run_reports_more_draws_than_prompts(folder, capsys):
+    argv = [*flags(rollout_batch_size=4, n_samples_per_prompt=2), "--dynamic_filtering", "--dry_run"]
+    assert main([*argv, "--dynamic_filtering_max_batches", "3"]) == 0
+    assert "--dynamic_filtering may draw 12 prompts a step" in capsys.readouterr().err
+    assert main([*argv, "--dynamic_filtering_max_batches", "2"]) == 0  # 8 prompts of 8
+    assert "may draw" not in capsys.readouterr().err
+
+
 # -- bad input ------------------------------------------------------------------------------------------------------
 
 
@@ -99,10 +124,18 @@ def test_missing_prompt_file_is_named_with_the_nearest(folder, capsys):
     assert "prompts.jsonl" in hint
 
 
+@pytest.mark.parametrize("flag", ["prompt_data", "eval_data"])
+@pytest.mark.parametrize("name", ["gsm8k", "openai/gsm8k", "owner/prompts-v0.1"])
+def test_data_of_the_hub_is_refused_with_what_can_be_read(folder, capsys, flag, name):
+    message, hint = refused(capsys, flags(**{flag: name}))
+    assert message == f"error: --{flag}: data file {folder / name} does not exist"
+    assert hint == "give a .jsonl or .json file; names of data sets on the hub are not read yet\n"
+
+
 @pytest.mark.parametrize("flag", ["input_key", "label_key"])
 def test_missing_key_lists_the_keys_there_are(folder, capsys, flag):
     message, hint = refused(capsys, flags(**{flag: "answr"}))
-    assert "prompts.jsonl:1" in message
+    assert f"error: --{flag}: {folder}/prompts.jsonl:1: " in message
     assert "unknown key `answr`; known: answer, question" in message
     assert hint == "did you mean `answer`?\n"
 

@@ -190,7 +190,7 @@ def test_check_inputs_held_out_prompts_are_told_apart_by_key_in_letters_that_met
 
 def test_check_inputs_source_key_that_is_not_there_is_refused(folder, models):
     text = refused(folder, models, "--eval_data", "math.jsonl", "--source_key", "sets")
-    assert "math.jsonl:1: unknown key `sets`; known: input, set" in text
+    assert text.startswith(f"--source_key: {folder / 'math.jsonl'}:1: unknown key `sets`; known: input, set")
 
 
 def test_check_inputs_held_out_files_of_one_name_are_refused(folder, models):
@@ -225,7 +225,14 @@ def test_metric_names_are_those_of_an_evaluation(sources):
 
 @pytest.mark.parametrize(
     ("name", "hint"),
-    [("eval/pass@4", "eval/pass@"), ("pass@1", "eval/pass@1"), ("eval/maths/pass@1", "eval/math/pass@1")],
+    [
+        ("eval/acuracy", "eval/accuracy"),
+        ("eval/scores", "eval/score"),
+        ("eval/response_token", "eval/response_tokens"),
+        ("eval/pass@4", "eval/pass@"),
+        ("pass@1", "eval/pass@1"),
+        ("eval/maths/pass@1", "eval/math/pass@1"),
+    ],
 )
 def test_check_inputs_best_metric_that_nothing_measures_is_refused(folder, models, name, hint):
     argv = ["--eval_data", "math.jsonl,code.jsonl", "--eval_n_samples_per_prompt", "3"]
@@ -237,6 +244,7 @@ def test_check_inputs_best_metric_that_nothing_measures_is_refused(folder, model
 def test_check_inputs_best_metric_may_be_a_number_that_a_function_logs_and_not_one_of_a_model(folder, models):
     argv = ["--eval_data", "math.jsonl", "--best_metric_key", "eval/brevity"]
     check(folder, models, *argv)
+    check(folder, models, *argv[:-1], "eval/reward_1")
     only_a_model = ["--remote_rm_url", "None", "--reward_pretrain", str(models / "judge")]
     assert "unknown metric `eval/brevity`" in refused(folder, models, *argv, *only_a_model)
     mixed = ["--remote_rm_url", "reward.py", "--reward_pretrain", str(models / "judge")]

@@ -40,7 +40,9 @@ def test_preset_is_what_its_paper_says_on_the_builtin_task(name, expected):
         spec.use_kl_loss,
         parsed.config.rollout.dynamic_filtering,
     ) == expected
-    assert parsed.notices == ()
+    assert [notice.split(";")[0] for notice in parsed.notices] == (
+        ["--policy_loss_type cispo: --clip_eps_high is 0.2"] if name == "cispo" else []
+    )
     rollout = parsed.config.rollout
     assert (rollout.rollout_batch_size, rollout.n_samples_per_prompt) == (32, 4)  # the recipe's
 
@@ -58,9 +60,7 @@ def test_preset_grpo_estimates_the_kl_by_k3():
     assert ppo("--preset", "grpo").config.algorithm.kl_estimator == "k3"
 
 
-def test_preset_that_compares_samples_asks_for_several():
-    with pytest.raises(ConfigError, match="use --n_samples_per_prompt 4 or more"):
-        ppo("--preset", "dapo", *GIVEN)
+def test_preset_leaves_batch_sizes_alone():
     assert ppo("--preset", "dapo", *GIVEN, "--n_samples_per_prompt", "16").config.rollout.rollout_batch_size == 1024
 
 
@@ -72,6 +72,20 @@ def test_preset_is_below_the_file_and_the_file_below_flags(tmp_path):
     assert (section.loss_agg_mode, section.init_kl_coef) == ("seq_mean_token_mean", 0.1)
     assert section.clip_range == (0.2, 0.5)  # the file's HIGH stands instead of both of the preset's
     assert ppo(*argv, "--eps_clip", "0.1").config.algorithm.clip_range == (0.1, 0.1)
+
+
+def test_preset_under_a_file_that_says_otherwise_is_a_notice(tmp_path):
+    file = tmp_path / "run.toml"
+    # Of dapo's 7 keys: one is another value, the clip range is told in other words, and one is the same.
+    file.write_text("[algorithm]\nclip_eps_high = 0.5\ninit_kl_coef = 0.1\n[rollout]\ndynamic_filtering = true\n")
+    (notice,) = ppo("--preset", "dapo", "--config", str(file)).notices
+    assert notice == f"--config {file} overrides 2 of the 7 keys of --preset dapo: eps_clip_low_high, init_kl_coef"
+
+
+@pytest.mark.parametrize("flag", ["--preset", "--config"])
+def test_parse_preset_or_file_given_twice_is_refused(flag):
+    with pytest.raises(ConfigError, match=f"{flag} is given 2 times: dapo, gspo\n\nhint: give one"):
+        ppo(flag, "dapo", flag, "gspo")
 
 
 def test_preset_options_without_effect_give_no_notice():

@@ -83,7 +83,7 @@ def test_algorithm_spec_may_skip_old_logprobs_without_a_kl_in_the_reward(options
     [
         ({"level": "tokens"}, "did you mean `token`"),
         ({"mode": "masks"}, "did you mean `mask`"),
-        ({"low": -0.1}, r"bounds \(-0.1, 2.0\)"),
+        ({"low": -0.1}, "is_correction_threshold is -0.1 2: "),
         ({"low": 2.0}, "0 <= low < high"),
     ],
 )

@@ -18,6 +18,7 @@ from rlhf_data.records import Prompt, Rollout
 _HEADER_EVERY = 20  # lines
 _MAX_SHOWN = 400  # characters of a prompt or response
 _MAX_LABEL = 40
+_MAX_SOURCES = 6  # of held-out prompts
 _PLAIN_WIDTH = 10_000  # a pipe has no width to wrap at
 
 
@@ -168,20 +169,25 @@ class RunView:
         if name := _widest_pass("eval", metrics):
             details.insert(0, f"{name} {metrics[f'eval/{name}']:.3f}")
         self._console.result(f"held-out accuracy {moment}: {accuracy:.3f}  ({', '.join(details)})", "bold")
+        if failed := metrics.get("eval/failed"):
+            share = f"{100 * failed:.3g} % of the held-out answers"
+            self._console.notice(f"{share} have no reward: accuracy counts them as wrong")
         self._sources(metrics)
 
     def _sources(self, metrics: Mapping[str, float]) -> None:
         """Write a line for each data source, where there are several."""
         parts = (name.split("/") for name in metrics)
         sources = [part[1] for part in parts if len(part) == 3 and part[0] == "eval" and part[2] == "pass@1"]
-        width = max(map(len, sources), default=0)
-        for source in sources:
+        width = max(map(len, sources[:_MAX_SOURCES]), default=0)
+        for source in sources[:_MAX_SOURCES]:
             prefix = f"eval/{source}"
             names = ("pass@1", _widest_pass(prefix, metrics))
             numbers = [f"{name} {metrics[f'{prefix}/{name}']:.3f}" for name in names if name]
             numbers.append(f"{metrics[f'{prefix}/response_tokens']:.1f} tokens a response")
             numbers.append(f"{metrics[f'{prefix}/truncated']:.0%} cut off")
             self._console.result(f"  {source.ljust(width)}  {', '.join(numbers)}")
+        if len(sources) > _MAX_SOURCES:
+            self._console.result(f"  and {len(sources) - _MAX_SOURCES} more")
 
     def samples(self, title: str, samples: Sequence[tuple[Prompt, Rollout]]) -> None:
         """See `Observer`."""

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from rlhf_cli.config.command_line import to_toml
 from rlhf_cli.config.ppo import PpoConfig
+from rlhf_cli.paths import with_full_paths
 from rlhf_cli.preflight import Inputs
 from rlhf_rollout.engines import EngineSpec
 from rlhf_rollout.protocols import SamplingParams
@@ -68,7 +69,7 @@ def make_job(
         num_steps=num_steps,
         eval_steps=max(config.evaluation.eval_steps, 0),
         save_path=str(folder),
-        config=to_toml(config),
+        config=to_toml(with_full_paths(config)),
         seed=config.training.seed,
         engine_sleep=config.engine.vllm_enable_sleep and on_gpu,
         trainer_sleep=config.placement.deepspeed_enable_sleep and on_gpu,
@@ -173,8 +174,9 @@ def describe_batches(config: PpoConfig, job: OnlineJob) -> str:
             f" = {job.engine.max_model_len} at most",
         ),
         *_describe_extras(config, job),
-        ("held-out", f"{len(job.eval_prompts)} prompts x {job.eval_sampling.num_samples} sample(s)"),
     ]
+    if job.eval_prompts:
+        rows.append(("held-out", f"{len(job.eval_prompts)} prompts x {job.eval_sampling.num_samples} sample(s)"))
     return "\n".join(f"  {name.ljust(18)} {text}" for name, text in rows)
 
 

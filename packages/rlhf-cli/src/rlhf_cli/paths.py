@@ -4,8 +4,13 @@ import os
 import tempfile
 from datetime import datetime
 from pathlib import Path
+from typing import TypeVar
+
+from pydantic import BaseModel
 
 from rlhf_cli.builtin import BUILTIN, HELD_OUT_FILE, MODEL_DIR, TRAIN_FILE
+
+Config = TypeVar("Config", bound=BaseModel)
 
 
 def user_folder() -> Path:
@@ -41,11 +46,32 @@ def model_path(text: str) -> str:
 
 
 def reward_path(text: str) -> str:
-    """Return a reward with the path of its file resolved; a module stays as it is."""
+    """Return a reward with the path of its file resolved; a module and a URL stay as they are."""
     file, suffix, function = text.partition(".py")
-    if not suffix or (function and not function.startswith(":")):
+    if "://" in text or not suffix or (function and not function.startswith(":")):
         return text
     return f"{user_path(file + suffix)}{function}"
+
+
+_RESOLVE = {
+    **dict.fromkeys(("pretrain", "critic_pretrain", "reward_pretrain"), model_path),
+    **dict.fromkeys(("prompt_data", "eval_data", "dataset", "eval_dataset"), user_path),
+    "remote_rm_url": reward_path,
+}
+_LISTS = ("reward_pretrain", "eval_data", "remote_rm_url")
+
+
+def with_full_paths(config: Config) -> Config:
+    """Return a configuration that reads the same files and folders from wherever it is used."""
+    sections = {}
+    for section in type(config).model_fields:
+        options, full = getattr(config, section), {}
+        for name in _RESOLVE.keys() & type(options).model_fields:
+            if (text := getattr(options, name)) is not None:
+                parts = [part.strip() for part in text.split(",") if part.strip()] if name in _LISTS else [text]
+                full[name] = ",".join(part if part == BUILTIN else str(_RESOLVE[name](part)) for part in parts)
+        sections[section] = options.model_copy(update=full)
+    return config.model_copy(update=sections)
 
 
 def output_folder(text: str | None, command: str) -> Path:

@@ -200,7 +200,8 @@ class CorrectionSpec:
         if self.mode not in CORRECTION_MODES:
             raise ConfigError(unknown("correction mode", self.mode, CORRECTION_MODES))
         if not 0 <= self.low < self.high:
-            raise ConfigError(f"correction bounds ({self.low}, {self.high}): 0 <= low < high is needed")
+            message = f"--is_correction_threshold is {self.low:g} {self.high:g}: 0 <= low < high is needed"
+            raise ConfigError(with_hint(message, "give LOW before HIGH, two numbers, such as 0.5 2"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -267,7 +268,10 @@ class AlgorithmSpec:
             if not 0 <= getattr(self, name) <= 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must lie in [0, 1]")
         if not 0 <= self.clip_low < 1 or self.clip_high < 0:
-            raise ConfigError(f"clip range ({self.clip_low}, {self.clip_high}): low must lie in [0, 1), high be >= 0")
+            message = (
+                f"--eps_clip_low_high is {self.clip_low:g} {self.clip_high:g}: low must lie in [0, 1), high be >= 0"
+            )
+            raise ConfigError(with_hint(message, "the policy ratio is kept between 1 - LOW and 1 + HIGH: try 0.2 0.28"))
         if self.dual_clip is not None and self.dual_clip <= 1:
             raise ConfigError(f"dual_clip is {self.dual_clip}; it must be > 1")
         for name in ("entropy_coef", "kl_coef"):
@@ -281,7 +285,10 @@ class AlgorithmSpec:
 
     def _check_combinations(self) -> None:
         if self.dual_clip is not None and not self.loss.dual_clip:
-            raise ConfigError(f"dual_clip belongs to the PPO loss, and the policy loss is {self.loss.title}")
+            message = (
+                f"--dual_clip {self.dual_clip:g} belongs to the PPO loss, and the policy loss is {self.loss.title}"
+            )
+            raise ConfigError(with_hint(message, "drop --dual_clip, or use --policy_loss_type ppo"))
         if self.use_kl_loss and not self.uses_reference:
             message = "the KL is a loss and its coefficient is 0: there is no KL"
             raise ConfigError(with_hint(message, "set --init_kl_coef above 0, or drop --use_kl_loss"))

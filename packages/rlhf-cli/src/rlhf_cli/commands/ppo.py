@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_cli.builtin import RECIPE_FILE
-from rlhf_cli.config.command_line import parse, to_toml
+from rlhf_cli.config.checks import once
+from rlhf_cli.config.command_line import parse
 from rlhf_cli.config.ppo import PpoConfig
 from rlhf_cli.exits import SUCCESS, exit_status
 from rlhf_cli.paths import output_folder, user_path
@@ -48,10 +49,10 @@ def _run(argv: Sequence[str]) -> int:
     plan = make_plan(config, resources)
     job = make_job(config, inputs, plan, folder, ray_address)
     console.done()
-    for notice in (*inputs.notices, *device_notices):
+    for notice in once([*parsed.notices, *inputs.notices, *device_notices])[len(parsed.notices) :]:
         console.notice(notice)
     if parsed.dry_run:
-        console.result(to_toml(config))
+        console.result(job.config)
     console.result(f"placement: {plan.describe()}")
     console.result(f"batches\n{describe_batches(config, job)}")
     console.result(f"results will be in {folder}")

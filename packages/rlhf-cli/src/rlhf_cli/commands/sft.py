@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rlhf_cli.config.command_line import Parsed, parse, to_toml
 from rlhf_cli.config.sft import SftConfig
 from rlhf_cli.exits import SUCCESS, exit_status
-from rlhf_cli.paths import check_output_folder, data_path, model_path, output_folder, user_path
+from rlhf_cli.paths import check_output_folder, data_path, model_path, output_folder, user_path, with_full_paths
 
 if TYPE_CHECKING:
     from rlhf_cli.console import Console
@@ -36,7 +36,7 @@ def _run(argv: Sequence[str]) -> int:
         console.notice(notice)
     job = _prepare(parsed, folder, console)
     if parsed.dry_run:
-        console.result(to_toml(parsed.config))
+        console.result(to_toml(with_full_paths(parsed.config)))
         console.result(_arithmetic(job))
         return SUCCESS
     _train(parsed, job, folder, console)
@@ -120,7 +120,7 @@ def _train(parsed: Parsed[SftConfig], job: "SupervisedJob", folder: Path, consol
     from rlhf_train.online.recorder import ARTIFACTS, Recorder
 
     started = time.perf_counter()
-    recorder = Recorder(str(folder), to_toml(parsed.config)) if job.rank == 0 else None
+    recorder = Recorder(str(folder), to_toml(with_full_paths(parsed.config))) if job.rank == 0 else None
     final: dict[str, float] = {}
 
     class View:

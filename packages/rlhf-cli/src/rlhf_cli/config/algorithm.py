@@ -25,7 +25,10 @@ CorrectionMode = one_of(CORRECTION_MODES)
 
 _DEFAULTS = AlgorithmSpec()
 _CLIP_RANGE = (_DEFAULTS.clip_low, _DEFAULTS.clip_high)
-_CLIP_RANGES = {"gspo": (3e-4, 4e-4)}  # of the mean log-ratio's exponential, which hardly leaves 1
+_CLIP_RANGES = {
+    "gspo": (3e-4, 4e-4),  # of the mean log-ratio's exponential, which hardly leaves 1
+    "cispo": (0.999, _DEFAULTS.clip_high),  # no lower bound, or as good as none
+}
 _CORRECTION_BOUNDS = {"truncate": (0.0, 2.0), "mask": (0.5, 5.0)}
 _CLIP_SPELLINGS = (("eps_clip",), ("eps_clip_low_high",), ("clip_eps_low", "clip_eps_high"))
 CLIP_OPTIONS = tuple(name for names in _CLIP_SPELLINGS for name in names)
@@ -69,9 +72,8 @@ class AlgorithmSection(Section):
         None,
         gt=0,
         lt=1,
-        description="the policy ratio is clipped to 1 -+ this; None: {:g}, for gspo {:g} below and {:g} above".format(
-            _DEFAULTS.clip_low, *_CLIP_RANGES["gspo"]
-        ),
+        description=f"the policy ratio is clipped to 1 -+ this; None: {_DEFAULTS.clip_low:g}"
+        + "".join(f", for {loss} {low:g} below and {high:g} above" for loss, (low, high) in _CLIP_RANGES.items()),
     )
     eps_clip_low_high: Annotated[tuple[float, float] | None, _instead("eps_clip_low_high")] = Field(
         None, description="two different bounds instead of --eps_clip: LOW below 1, HIGH above"

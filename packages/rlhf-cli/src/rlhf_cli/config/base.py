@@ -1,5 +1,6 @@
 """What sections and fields of a configuration are made of."""
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, get_args, get_origin
@@ -65,6 +66,8 @@ def _around_zero(value: Any) -> Any:
         bound = float(words[0])
     except (TypeError, ValueError):
         return words * 2  # refused as the words that they are
+    if not 0 < bound < math.inf:
+        raise ValueError(with_hint(f"{words[0]} is one number, which must be above 0", "give LOW HIGH, or X for -X X"))
     return -bound, bound
 
 

@@ -3,9 +3,11 @@
 import argparse
 import difflib
 import json
+import re
 import tomllib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Generic, NoReturn, TypeVar, get_args
@@ -13,6 +15,7 @@ from typing import Any, Generic, NoReturn, TypeVar, get_args
 from pydantic import BaseModel, ValidationError
 
 from rlhf_cli.config.base import Option, options, section_titles
+from rlhf_cli.config.elsewhere import known_elsewhere
 from rlhf_data.errors import ConfigError, missing_file, nearest, unknown, with_hint
 
 Config = TypeVar("Config", bound=BaseModel)
@@ -75,17 +78,23 @@ def parse(
     parser = make_parser(config_class, prog=prog, description=description, presets=presets)
     names = [flag for option in known for flag in option.flags]
     flags = _read_flags(parser, [*names, "--config", "--dry_run", "--help", *(["--preset"] if presets else [])], argv)
-    file, preset, dry_run = flags.pop("config", None), flags.pop("preset", None), flags.pop("dry_run", False)
+    file, preset, dry_run = _single("config", flags), _single("preset", flags), flags.pop("dry_run", False)
     if preset is not None and preset not in presets:
         raise ConfigError(f"--preset: {unknown('value', preset, presets)}")
-    values = _over(read_toml(resolve(file), config_class) if file else {}, _by_section(known, flags), known)
+    in_file = read_toml(resolve(file), config_class) if file else {}
+    in_preset = read_toml(presets[preset], config_class) if preset else {}
+    values = _over(in_file, _by_section(known, flags), known)
     named = {name for section in values.values() for name in section}
-    for below in (presets.get(preset), recipe(values)):
-        if below is not None:
-            values = _over(read_toml(below, config_class), values, known)
+    values = _over(in_preset, values, known)
+    if (path := recipe(values)) is not None:
+        values = _over(read_toml(path, config_class), values, known)
     config = validate(config_class, _without_none(known, values))
     given = frozenset(option.name for option in known if option.name in named and not _is_default(option, config))
     notices = config.check(given)  # type: ignore[attr-defined]
+    left = _over(in_preset, in_file, known)
+    if beaten := [name for key, table in in_preset.items() for name in table if left[key].get(name) != table[name]]:
+        count = f"{len(beaten)} of the {sum(map(len, in_preset.values()))} keys of --preset {preset}"
+        notices.insert(0, f"--config {file} overrides {count}: {', '.join(beaten)}")
     return Parsed(config, tuple(notices), given, dry_run)
 
 
@@ -103,8 +112,9 @@ def make_parser(
     )
     if presets:
         text = "an algorithm's settings as its paper has them, over which --config and flags go"
-        parser.add_argument("--preset", metavar="{" + ",".join(presets) + "}", help=text)
-    parser.add_argument("--config", metavar="FILE.toml", help="take options from a TOML file with these sections")
+        parser.add_argument("--preset", action="append", metavar="{" + ",".join(presets) + "}", help=text)
+    text = "take options from a TOML file with these sections"
+    parser.add_argument("--config", action="append", metavar="FILE.toml", help=text)
     parser.add_argument(
         "--dry_run", action="store_true", help="show configuration, placement and arithmetic; start nothing"
     )
@@ -176,6 +186,9 @@ def _toml_value(value: Any) -> str:
 
 
 def _read_flags(parser: argparse.ArgumentParser, names: Sequence[str], argv: Sequence[str]) -> dict[str, Any]:
+    for flag, value in pairwise(argv):
+        if flag in names and re.match(r"-[\d.][^ ,]*,", value):
+            raise ConfigError(with_hint(f"{flag}: `{value}` begins as a flag does", f"write {flag}={value}"))
     namespace, rest = parser.parse_known_args(list(argv))
     if rest:
         raise ConfigError(_unknown_flags(rest, names, parser.prog))
@@ -186,13 +199,14 @@ def _unknown_flags(rest: Sequence[str], names: Sequence[str], prog: str) -> str:
     wrong = list(dict.fromkeys(word.split("=")[0] for word in rest if word.startswith("--")))
     if not wrong:
         return with_hint(f"`{rest[0]}` belongs to no flag", "quote a value that has spaces")
-    guesses = {flag: guess for flag in wrong if (guess := _nearest_flag(flag, names))}
     message = f"unknown flag{'s' if len(wrong) > 1 else ''} {', '.join(f'`{flag}`' for flag in wrong)}"
-    if len(wrong) == 1:
-        nearest_ones = "".join(f"did you mean `{guess}`? " for guess in guesses.values())
-    else:
-        nearest_ones = "".join(f"nearest to `{flag}` is `{guess}`; " for flag, guess in guesses.items())
-    return with_hint(message, f"{nearest_ones}`{prog} --help` lists the flags")
+    hints = ""
+    for flag in wrong:
+        if known := known_elsewhere(flag, names):
+            hints += f"{known}; "
+        elif guess := _nearest_flag(flag, names):
+            hints += f"nearest to `{flag}` is `{guess}`; " if len(wrong) > 1 else f"did you mean `{guess}`? "
+    return with_hint(message, f"{hints}`{prog} --help` lists the flags")
 
 
 def _nearest_flag(flag: str, names: Sequence[str]) -> str | None:
@@ -233,6 +247,14 @@ def _over(below: Values, above: Values, known: Sequence[Option]) -> Values:
     gone = {name for option in known if option.name in said for name in option.instead_of}
     kept = {section: {k: v for k, v in table.items() if k not in gone} for section, table in below.items()}
     return {section: {**kept.get(section, {}), **above.get(section, {})} for section in {**below, **above}}
+
+
+def _single(name: str, flags: dict[str, Any]) -> Any:
+    found = flags.pop(name, [None])
+    if len(found) > 1:
+        hint = "give one, and as flags what it should not say"
+        raise ConfigError(with_hint(f"--{name} is given {len(found)} times: {', '.join(found)}", hint))
+    return found[0]
 
 
 def _shape(option: Option) -> dict[str, Any]:

@@ -14,8 +14,8 @@ class PlacementSection(Section):
 
     actor_num_nodes: int = Field(1, ge=1, description="nodes of the policy's training processes")
     actor_num_gpus_per_node: int = Field(1, ge=1, description="training processes of the policy a node")
-    critic_num_nodes: int = Field(1, ge=1, description="nodes of the critic's processes")
-    critic_num_gpus_per_node: int = Field(1, ge=1, description="processes of the critic a node")
+    critic_num_nodes: int = Field(1, ge=0, description="nodes of the critic's processes")
+    critic_num_gpus_per_node: int = Field(1, ge=0, description="processes of the critic a node")
     ref_num_nodes: int = Field(1, ge=0, description="nodes of the reference's processes")
     ref_num_gpus_per_node: int = Field(1, ge=0, description="processes of the reference a node")
     reward_num_nodes: int = Field(1, ge=0, description="nodes of the reward models' processes")

@@ -18,7 +18,8 @@ class RewardSection(Section):
     remote_rm_url: str | None = Field(
         None,
         description="what scores, with commas: Python FILE.py with `reward_func(queries, prompts, labels)`,"
-        " module:function, or http(s):// URLs of a reward server, which take turns",
+        " module:function, or http(s):// URLs of a reward server, which take turns; accuracy and pass@k follow the"
+        " first source: its score above 0 is right",
     )
     reward_pretrain: str | None = Field(
         None, description="reward models, with commas: Hugging Face model folders or hub names with a scalar head"
@@ -35,7 +36,9 @@ class RewardSection(Section):
         False, description="shift and scale rewards by the mean and the deviation of all so far"
     )
     reward_clip_range: SymmetricRange | None = Field(
-        None, description="LOW HIGH, or X for -X X: bounds of a reward, before length counts; None: no bounds"
+        None,
+        description="LOW HIGH, or X for -X X: bounds of a reward, after --normalize_reward and before length counts;"
+        " None: none",
     )
     overlong_buffer_len: float = Field(
         0.0,

@@ -1,5 +1,6 @@
 """Data files before a run: rows, keys, lengths, and what can be measured on the held-out ones."""
 
+import difflib
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import replace
@@ -8,13 +9,14 @@ from typing import Any
 
 from rlhf_cli.config.ppo import PpoConfig
 from rlhf_cli.paths import data_path, data_paths
-from rlhf_data.errors import ConfigError, unknown, with_hint
+from rlhf_data.errors import ConfigError, DataError, missing_file, unknown, with_hint
 from rlhf_data.prompts import PromptSet, load_prompts
 from rlhf_data.records import Prompt
-from rlhf_data.sources import read_rows
+from rlhf_data.sources import SUFFIXES, read_rows
 
-_METRICS = ("accuracy", "reward", "score", "response_tokens", "truncated")
+_METRICS = ("accuracy", "reward", "score", "response_tokens", "truncated", "failed")
 _SOURCE_METRICS = ("response_tokens", "truncated")
+_A_SLIP = 0.9  # share of letters in common
 
 
 def check_first_rows(config: PpoConfig) -> None:
@@ -25,12 +27,21 @@ def check_first_rows(config: PpoConfig) -> None:
         if sum(other.stem == path.stem for other in held_out) > 1:
             message = f"two files of --eval_data are called {path.stem}, the name by which their results are told apart"
             raise ConfigError(with_hint(message, "rename one"))
-    for path in (*data_paths(data.prompt_data), *held_out):
-        row = read_rows(path, max_rows=1)[0]
-        row.cell(data.input_key)
-        for key in (data.label_key, data.source_key if path in held_out else None):
-            if key is not None:
-                row.cell(key)
+    assert data.prompt_data
+    _check_first_row(config, "prompt_data", data_path(data.prompt_data), ("input_key", "label_key"))
+    for path in held_out:
+        _check_first_row(config, "eval_data", path, ("input_key", "label_key", "source_key"))
+
+
+def _check_first_row(config: PpoConfig, flag: str, path: Path, keys: Sequence[str]) -> None:
+    if not path.exists() and path.suffix.lower() not in SUFFIXES:
+        hint = "give a .jsonl or .json file; names of data sets on the hub are not read yet"
+        raise DataError(with_hint(f"--{flag}: {missing_file('data file', path).partition(chr(10))[0]}", hint))
+    row = read_rows(path, max_rows=1)[0]
+    for name in keys:
+        key = getattr(config.data, name)
+        if key is not None and key not in row.values:
+            raise DataError(f"--{name}: {row.origin}: {unknown('key', key, row.values)}")
 
 
 def load_training_prompts(config: PpoConfig, tokenizer: Any) -> PromptSet:
@@ -63,13 +74,15 @@ def check_best_metric(config: PpoConfig, prompts: Sequence[Prompt], *, logs_numb
     Args:
         config: all sections.
         prompts: held out.
-        logs_numbers: a reward may log further numbers, whose names show at the first evaluation.
+        logs_numbers: a reward may log further numbers, whose names show at the first evaluation. A name that only a
+            slip tells from one of ours is none of them.
     """
     name = config.evaluation.best_metric_key
     if name is None:
         return
     known = metric_names({prompt.source for prompt in prompts}, config.evaluation.eval_n_samples_per_prompt)
-    may_be_logged = logs_numbers and re.fullmatch(r"eval/(?!pass@)[^/]+", name)
+    slip = difflib.get_close_matches(name.removeprefix("eval/"), _METRICS, n=1, cutoff=_A_SLIP)
+    may_be_logged = logs_numbers and not slip and re.fullmatch(r"eval/(?!pass@)[^/]+", name)
     if name not in known and not may_be_logged:
         raise ConfigError(f"--best_metric_key: {unknown('metric', name, known)}")
 
@@ -96,10 +109,16 @@ def data_notices(config: PpoConfig, prompts: PromptSet, held_out: PromptSet | No
     if shared := sum(prompt.text in trained for prompt in held_out or ()):
         notices.append(f"{shared} of {len(held_out or ())} held-out prompts are training prompts, too")
     size = config.rollout.rollout_batch_size
+    most = size * config.rollout.dynamic_filtering_max_batches
     if size > len(prompts):
         notices.append(
             f"--rollout_batch_size {size} is more than the {len(prompts)} prompts: each is asked"
             f" {size / len(prompts):.1f} times a step"
+        )
+    elif config.rollout.dynamic_filtering and most > len(prompts):
+        notices.append(
+            f"--dynamic_filtering may draw {most} prompts a step (--rollout_batch_size x"
+            f" --dynamic_filtering_max_batches), more than the {len(prompts)} there are: some are asked again"
         )
     return notices
 

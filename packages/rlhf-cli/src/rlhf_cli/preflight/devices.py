@@ -27,11 +27,11 @@ def find_resources() -> tuple[Resources, str | None]:
 
 def check_device(config: PpoConfig, given: Collection[str], num_gpus: int) -> list[str]:
     """Return notices for options that a machine without GPUs does not heed. Raises ConfigError for one it cannot."""
-    from rlhf_cli.config.checks import on_cpu
+    from rlhf_cli.config.checks import on_cpu, with_places
 
     if num_gpus:
         return []
     if config.engine.vllm_tensor_parallel_size > 1:
         message = f"--vllm_tensor_parallel_size is {config.engine.vllm_tensor_parallel_size} and there is no GPU"
         raise ConfigError(with_hint(message, "use --vllm_num_engines for more engines"))
-    return on_cpu(given)
+    return on_cpu(with_places(config, given))

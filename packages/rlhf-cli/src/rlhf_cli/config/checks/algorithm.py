@@ -6,9 +6,9 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from rlhf_cli.config.algorithm import CLIP_OPTIONS, AlgorithmSection
-from rlhf_cli.config.checks.messages import check_range, without_effect
+from rlhf_cli.config.checks.messages import without_effect
 from rlhf_data.errors import ConfigError, with_hint
-from rlhf_train.algorithms import ALGORITHMS, AlgorithmSpec
+from rlhf_train.algorithms import AlgorithmSpec
 
 if TYPE_CHECKING:
     from rlhf_cli.config.ppo import PpoConfig
@@ -23,18 +23,18 @@ _CRITIC_OPTIONS = (
     "bootstrap_truncated",
     "save_value_network",
 )
+_WIDE_FOR_GSPO = 0.1
+_UNSET = (None, None, None)
 _REFERENCE_OPTIONS = ("kl_estimator", "ref_num_nodes", "ref_num_gpus_per_node", "colocate_actor_ref")
 
 
 def check_algorithm(config: PpoConfig, given: Collection[str]) -> list[str]:
-    """Check the algorithm, and that a step has the samples and the optimizer steps that it needs; return notices."""
+    """Check the algorithm; return notices."""
     section = config.algorithm
     if len(section.clip_spellings) > 1:
         names = " and ".join(f"--{name}" for name in section.clip_spellings)
         raise ConfigError(with_hint(f"{names} set the same clip range", "give one of them"))
-    check_range("is_correction_threshold", section.is_correction_threshold)
     spec = section.spec()
-    _check_samples(config, spec)
     return [
         *_check_loss(config, spec, given),
         *_check_kl(section, spec, given),
@@ -43,43 +43,31 @@ def check_algorithm(config: PpoConfig, given: Collection[str]) -> list[str]:
     ]
 
 
-def _check_samples(config: PpoConfig, spec: AlgorithmSpec) -> None:
-    row, num_samples = spec.row, config.rollout.n_samples_per_prompt
-    if row.uses_group and num_samples < 2:
-        alone = " or ".join(other.name for other in ALGORITHMS.values() if not other.uses_group)
-        message = (
-            f"--n_samples_per_prompt is {num_samples}: {row.title} ({row.name}) compares the samples of one prompt"
-        )
-        hint = f"use --n_samples_per_prompt 4 or more, or --advantage_estimator {alone}"
-        raise ConfigError(with_hint(message, hint))
-
-
 def _check_loss(config: PpoConfig, spec: AlgorithmSpec, given: Collection[str]) -> list[str]:
-    num_rollouts = config.rollout.rollout_batch_size * config.rollout.n_samples_per_prompt
-    size, epochs = config.training.train_batch_size, config.training.max_epochs
-    num_updates = num_rollouts / size * epochs
-    steps = (
-        f"a step has {num_updates:g} optimizer steps ({num_rollouts} samples / --train_batch_size {size} x --max_epochs"
-        f" {epochs})"
-    )
     if spec.old_logprobs == "skip":
-        if num_updates != 1:
-            hint = f"use --train_batch_size {num_rollouts} --max_epochs 1, or --old_logprobs recompute"
-            raise ConfigError(with_hint(f"--old_logprobs skip is for one optimizer step a step, and {steps}", hint))
         return without_effect((*CLIP_OPTIONS, "dual_clip"), given, "with --old_logprobs skip the policy ratio is 1")
     if spec.loss.uses_ratio:
-        if spec.policy_loss != "gspo" or config.algorithm.clip_spellings:
-            return []
-        return [
-            f"--policy_loss_type gspo clips the ratio to 1 - {spec.clip_low:g} and 1 + {spec.clip_high:g}, as its paper"
-        ]
+        return _check_clip(config.algorithm, spec)
     notices = without_effect(CLIP_OPTIONS, given, f"--policy_loss_type {spec.policy_loss} has no ratio to clip")
+    num_samples = config.rollout.rollout_batch_size * config.rollout.n_samples_per_prompt
+    num_updates = num_samples // config.training.train_batch_size * config.training.max_epochs
     if num_updates > 1:
         notices.append(
-            f"--policy_loss_type {spec.policy_loss} has no ratio to the policy that wrote the samples, and {steps}:"
-            " those after the first are off-policy"
+            f"--policy_loss_type {spec.policy_loss} has no ratio to the policy that wrote the samples: of the"
+            f" {num_updates} optimizer steps a step, those after the first are off-policy"
         )
     return notices
+
+
+def _check_clip(section: AlgorithmSection, spec: AlgorithmSpec) -> list[str]:
+    loss, bounds = f"--policy_loss_type {spec.policy_loss}", f"1 - {spec.clip_low:g} and 1 + {spec.clip_high:g}"
+    if spec.policy_loss == "gspo" and not section.clip_spellings:
+        return [f"{loss} clips the ratio to {bounds}, as its paper"]
+    if spec.policy_loss == "gspo" and max(spec.clip_low, spec.clip_high) > _WIDE_FOR_GSPO:
+        return [f"{loss}: the mean ratio of a response hardly reaches {bounds}; its paper has 3e-4 and 4e-4"]
+    if spec.policy_loss == "cispo" and (section.eps_clip, section.eps_clip_low_high, section.clip_eps_high) == _UNSET:
+        return [f"{loss}: --clip_eps_high is {spec.clip_high:g}; its paper tunes it and gives no number"]
+    return []
 
 
 def _check_kl(section: AlgorithmSection, spec: AlgorithmSpec, given: Collection[str]) -> list[str]:
@@ -88,10 +76,9 @@ def _check_kl(section: AlgorithmSection, spec: AlgorithmSpec, given: Collection[
         message = "--kl_unbiased_gradient is about the gradient of the KL loss, and --use_kl_loss is off"
         raise ConfigError(with_hint(message, "add --use_kl_loss, or drop --kl_unbiased_gradient"))
     if not spec.uses_reference:
-        for name, wanted in (("use_kl_loss", section.use_kl_loss), ("kl_target", section.kl_target is not None)):
-            if wanted:
-                message = f"--{name} with --init_kl_coef 0: there is no KL"
-                raise ConfigError(with_hint(message, "set --init_kl_coef above 0, or drop it"))
+        if section.kl_target is not None:
+            message = "--kl_target with --init_kl_coef 0: there is no KL"
+            raise ConfigError(with_hint(message, "set --init_kl_coef above 0, or drop --kl_target"))
         notices += without_effect(_REFERENCE_OPTIONS, given, "--init_kl_coef is 0, so there is no reference model")
     if spec.kl_target is None:
         notices += without_effect(["kl_horizon"], given, "there is no --kl_target")

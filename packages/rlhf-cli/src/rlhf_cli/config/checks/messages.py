@@ -15,6 +15,15 @@ def without_effect(options: Iterable[str], given: Collection[str], why: str) -> 
     return [f"--{option} has no effect: {why}" for option in options if option in given]
 
 
+def once(notices: Iterable[str]) -> list[str]:
+    """Return `notices` without those that say of an option again, for another reason, that it has no effect."""
+    found: dict[str, str] = {}
+    for notice in notices:
+        what, has_none, _ = notice.partition(" has no effect: ")
+        found.setdefault(what if has_none else notice, notice)
+    return list(found.values())
+
+
 def check_range(option: str, bounds: tuple[float, float] | None) -> None:
     """Raise ConfigError unless the lower bound is below the upper one."""
     if bounds is not None and not bounds[0] < bounds[1]:

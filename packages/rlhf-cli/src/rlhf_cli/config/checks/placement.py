@@ -35,9 +35,6 @@ def check_placement(config: PpoConfig, given: Collection[str]) -> list[str]:
         if wanted and not placement.colocate_all_models:
             message = f"--{name} is for models and engines that share GPUs, and --colocate_all_models is off"
             raise ConfigError(with_hint(message, f"add --colocate_all_models, or drop --{name}"))
-    if placement.deepspeed_enable_sleep and config.training.zero_stage not in (1, 2):
-        message = f"--deepspeed_enable_sleep needs --zero_stage 1 or 2, got {config.training.zero_stage}"
-        raise ConfigError(with_hint(message, "use --zero_stage 2, or drop --deepspeed_enable_sleep"))
     if placement.colocate_all_models:
         why = "--colocate_all_models includes it"
         return without_effect(("colocate_actor_ref", "colocate_critic_reward"), given, why)
@@ -56,10 +53,17 @@ def on_cpu(given: Collection[str]) -> list[str]:
     ]
 
 
+def with_places(config: PpoConfig, given: Collection[str]) -> set[str]:
+    """Return `given` without the places of which there are 0: they say that a model is not there."""
+    return {name for name in given if getattr(config.placement, name, None) != 0}
+
+
 def _check_places(config: PpoConfig) -> None:
     """Raise ConfigError for a model without processes; 0 is for one that is not there."""
     algorithm, placement = config.algorithm, config.placement
+    row = ALGORITHMS[algorithm.advantage_estimator]
     for role, needed, why in (
+        ("critic", row.uses_critic, f"{row.title} ({row.name}) has a critic"),
         ("ref", algorithm.init_kl_coef > 0, f"--init_kl_coef {algorithm.init_kl_coef:g} needs the reference model"),
         ("reward", config.reward.reward_pretrain is not None, "--reward_pretrain names reward models"),
     ):

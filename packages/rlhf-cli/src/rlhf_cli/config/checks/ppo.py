@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from rlhf_cli.config.checks.algorithm import check_algorithm
 from rlhf_cli.config.checks.evaluation import check_evaluation
-from rlhf_cli.config.checks.messages import missing
-from rlhf_cli.config.checks.placement import check_placement
+from rlhf_cli.config.checks.messages import missing, once
+from rlhf_cli.config.checks.placement import check_placement, with_places
 from rlhf_cli.config.checks.reward import check_filtering, check_reward
 from rlhf_cli.config.checks.training import check_batches, check_betas, check_schedule, check_training
 from rlhf_data.errors import ConfigError, with_hint
@@ -31,16 +31,17 @@ def check_ppo(config: PpoConfig, given: Collection[str]) -> list[str]:
         ConfigError: options that cannot work together, or one that is missing.
     """
     _check_inputs(config)
+    given = with_places(config, given)
     notices = check_reward(config, given)
     notices += check_algorithm(config, given)
     check_batches(config)
     check_betas(config.training)
     notices += check_schedule(config.training, given)
     notices += check_training(config, given)
-    notices += check_filtering(config.rollout, given)
+    notices += check_filtering(config, given)
     notices += check_evaluation(config, given)
     notices += _check_sampling(config, given)
-    return notices + check_placement(config, given)
+    return once([*notices, *check_placement(config, given)])
 
 
 def _check_inputs(config: PpoConfig) -> None:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from rlhf_cli.config.checks.messages import check_range, missing, without_effect
 from rlhf_data.errors import ConfigError, with_hint
+from rlhf_train.algorithms import ALGORITHMS
 
 if TYPE_CHECKING:
     from rlhf_cli.config.ppo import PpoConfig
     from rlhf_cli.config.reward import RewardSection
     from rlhf_cli.config.rollout import RolloutSection
+    from rlhf_rollout.rewards.sources import RewardSource
 
 _MODEL_OPTIONS = ("reward_num_nodes", "reward_num_gpus_per_node", "colocate_critic_reward")
 _FILTER_OPTIONS = ("dynamic_filtering_reward_range", "dynamic_filtering_max_batches")
@@ -38,23 +40,36 @@ def check_reward(config: PpoConfig, given: Collection[str]) -> list[str]:
         if not kinds & needed:
             notices += without_effect(kind_options, given, why)
     if "model" not in kinds:
-        there = [name for name in _MODEL_OPTIONS if getattr(config.placement, name)]  # 0 says that there is none
-        notices += without_effect(there, given, "there is no --reward_pretrain")
+        notices += without_effect(_MODEL_OPTIONS, given, "there is no --reward_pretrain")
+    notices += _check_meaning(config, sources, given)
     return notices + _check_length(section, config.rollout, given)
 
 
-def check_filtering(rollout: RolloutSection, given: Collection[str]) -> list[str]:
+def _check_meaning(config: PpoConfig, sources: Sequence[RewardSource], given: Collection[str]) -> list[str]:
+    """Return notices about what rewards stand for."""
+    section, row, notices = config.reward, ALGORITHMS[config.algorithm.advantage_estimator], []
+    if len(sources) > 1 or sources[0].kind == "model":
+        which = f"the first of {len(sources)} rewards" if len(sources) > 1 else "the reward model"
+        notices.append(f"accuracy and pass@k follow {which}, {sources[0].name}: a score above 0 counts as right")
+    shapes = (section.reward_clip_range, section.overlong_buffer_len or None, section.stop_properly_penalty_coef)
+    if row.baseline == "group_mean_std" and not config.algorithm.no_advantage_std_norm and shapes == (None,) * 3:
+        why = f"{row.title} ({row.name}) shifts and scales the rewards of a group anyway, and nothing comes between"
+        notices += without_effect(["normalize_reward"], given, why)
+    return notices
+
+
+def check_filtering(config: PpoConfig, given: Collection[str]) -> list[str]:
     """Check which groups of responses are trained; return notices."""
+    rollout = config.rollout
     if not rollout.dynamic_filtering:
         return without_effect(_FILTER_OPTIONS, given, "--dynamic_filtering is off")
     check_range("dynamic_filtering_reward_range", rollout.dynamic_filtering_reward_range)
-    if rollout.n_samples_per_prompt < 2:
-        message = (
-            f"--dynamic_filtering keeps prompts whose responses differ in score, and --n_samples_per_prompt is"
-            f" {rollout.n_samples_per_prompt}"
-        )
-        raise ConfigError(with_hint(message, "use --n_samples_per_prompt 4 or more, or drop --dynamic_filtering"))
-    return []
+    if config.reward.reward_pretrain is None or rollout.dynamic_filtering_reward_range is not None:
+        return []
+    return [
+        "--dynamic_filtering leaves out prompts whose responses score alike, which with a reward model they hardly ever"
+        " do: --dynamic_filtering_reward_range LOW HIGH would leave out some"
+    ]
 
 
 def _check_length(section: RewardSection, rollout: RolloutSection, given: Collection[str]) -> list[str]:
