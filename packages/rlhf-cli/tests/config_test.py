@@ -131,7 +131,7 @@ def test_parse_alias_sets_the_same_field():
         (
             ["--ref_nodes", "1", "--use_wandb=k", "--ref_pretrain", "m", "--ref_nodes", "2"],
             "unknown flags `--ref_nodes`, `--use_wandb`, `--ref_pretrain`",
-            "nearest to `--ref_nodes` is `--ref_num_nodes`; there is nothing like `--use_wandb` here; instead of"
+            "nearest to `--ref_nodes` is `--ref_num_nodes`; there is no option like `--use_wandb` here; instead of"
             " `--ref_pretrain` use --pretrain, which is the reference, too; `rlhf",
         ),
         (["stray"], "`stray` belongs to no flag", "quote"),
@@ -197,12 +197,12 @@ def test_parse_flag_of_openrlhf_with_another_name_is_told_ours(flag, instead):
 )
 def test_parse_flag_of_openrlhf_that_is_not_here_gets_no_guess(flag):
     text = failure(f"--{flag}", "1")
-    assert text.endswith(f"hint: there is nothing like `--{flag}` here; `rlhf ppo --help` lists the flags")
+    assert text.endswith(f"hint: there is no option like `--{flag}` here; `rlhf ppo --help` lists the flags")
 
 
 def test_known_elsewhere_knows_no_flag_of_ours_and_names_only_those_of_the_command():
     assert not [option.name for option in options(PpoConfig) if known_elsewhere(option.name, ())]
-    assert "there is nothing like `--entropy_coef` here" in failure("--entropy_coef", "1", command=sft)
+    assert "there is no option like `--entropy_coef` here" in failure("--entropy_coef", "1", command=sft)
 
 
 @pytest.mark.parametrize(

@@ -16,10 +16,10 @@ _INSTEAD = {
 }
 # Whole names, and words that a name has only there.
 _NOT_HERE = frozenset(
-    "4bit accum agent async aux backend checkpoint ckpt comm deepcompile determinism image images kernel"  # noqa: SIM905
-    " logging lora offload partial perf probs ptx ray reentrant ring rollout_max_tokens_per_gpu save_steps split"
-    " target_modules tensorboard train_max_tokens_per_gpu use_dynamic_batch use_ms vllm_generate_batch_size wandb"
-    " zpg".split()
+    "4bit accum actor_init_on_gpu agent async aux backend checkpoint ckpt comm dataloader deepcompile determinism"  # noqa: SIM905
+    " ds_tensor_parallel_size head image images kernel logging lora offload partial perf pretrain_data probs ptx ray"
+    " reentrant ring rollout_max_tokens_per_gpu save_steps split target_modules tensorboard tokenizer"
+    " train_max_tokens_per_gpu use_dynamic_batch use_ms visual vllm_generate_batch_size wandb zpg".split()
 )
 
 
@@ -29,4 +29,4 @@ def known_elsewhere(flag: str, flags: Collection[str]) -> str | None:
     instead = _INSTEAD.get(name, "")
     if instead.partition(" ")[0].rstrip(",") in flags:
         return f"instead of `{flag}` use {instead}"
-    return f"there is nothing like `{flag}` here" if instead or {name, *name.split("_")} & _NOT_HERE else None
+    return f"there is no option like `{flag}` here" if instead or {name, *name.split("_")} & _NOT_HERE else None
