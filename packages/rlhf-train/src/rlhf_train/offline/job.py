@@ -102,8 +102,9 @@ def run_offline(job: OfflineJob, observer: OfflineObserver) -> None:
     """Train, evaluate, and write the model. Collective over `job.num_ranks` processes.
 
     Raises:
-        ConfigError: what `OfflineJob` cannot know without the model or the examples: see there and `Objective.items`.
-        DataError: an example longer than the tokens of a pass.
+        ConfigError: an example longer than the tokens of a pass, an unknown `best_metric`, or a model that cannot be
+            loaded.
+        DataError: examples that the objective cannot learn from.
     """
     run = _Run(job, observer)
     run.evaluate(0)
