@@ -214,8 +214,8 @@ def test_score_moments_by_hand():
     ("fields", "message"),
     [
         ({"loss_type": "dpoo"}, "dpoo"),
-        ({"beta": 0.0}, "beta is 0.0"),
-        ({"label_smoothing": 0.5}, "label_smoothing is 0.5"),
+        ({"beta": 0.0}, "beta 0.0"),
+        ({"label_smoothing": 0.5}, "label_smoothing 0.5"),
         ({"nll_coef": -1.0}, "nll_coef -1.0"),
         ({"gamma": 1.0}, "gamma has no effect on the loss dpo"),
         ({"loss_type": "ipo", "label_smoothing": 0.1}, "label_smoothing has no effect"),

@@ -13,9 +13,9 @@ from rlhf_kernels import token_logprobs
 from rlhf_train.batching import Denominators
 from rlhf_train.engine.protocol import TrainEngine
 from rlhf_train.losses.preference import distillation_loss
-from rlhf_train.metrics import Mean, Metric
+from rlhf_train.metrics import Metric
 from rlhf_train.offline.loop import Objective
-from rlhf_train.offline.sequences import lay_out, num_trained_tokens, trained_mask
+from rlhf_train.offline.sequences import lay_out, mean_metrics, trained_mask
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,14 +37,6 @@ class DistillationObjective(Objective[SftExample]):
         if not 0 < self.kd_coef <= 1:
             raise ConfigError(f"kd_coef is {self.kd_coef}; it must lie in (0, 1]")
 
-    def num_tokens(self, item: SftExample) -> int:
-        """See `Objective`."""
-        return item.num_tokens
-
-    def num_trained_tokens(self, item: SftExample) -> int:
-        """See `Objective`."""
-        return num_trained_tokens(item)
-
     def loss(
         self, engine: TrainEngine, items: Sequence[SftExample], denominators: Denominators
     ) -> tuple[Tensor, dict[str, Metric]]:
@@ -58,11 +50,6 @@ class DistillationObjective(Objective[SftExample]):
         logprobs, _ = token_logprobs(logits, batch.input_ids.flatten()[index])
         distillation = distillation_loss(logits[:, :width], teacher[:, :width])
         losses = -(1 - self.kd_coef) * logprobs + self.kd_coef * distillation
-        with torch.no_grad():
-            count = float(len(index))
-            metrics: dict[str, Metric] = {
-                "kd/loss": Mean(float(losses.sum()), count),
-                "kd/nll": Mean(-float(logprobs.sum()), count),
-                "kd/distillation": Mean(float(distillation.sum()), count),
-            }
+        sums = {"loss": losses.sum(), "nll": -logprobs.sum(), "distillation": distillation.sum()}
+        metrics = mean_metrics("kd", len(index), **sums)
         return losses.sum() / max(denominators.num_tokens, 1), metrics

@@ -78,24 +78,21 @@ class OfflineJob:
     device: str = "cpu"
 
     def __post_init__(self) -> None:
-        if self.model.optimizer is None:
-            raise ConfigError("what is trained needs an optimizer")
-        if self.schedule.micro_batch_tokens is not None and not self.model.packing:
-            hint = "pack, or say how many examples a pass takes"
-            raise ConfigError(with_hint("tokens a pass can be limited for packed sequences only", hint))
-        uses_reference = self.objective.needs_reference or self.objective.needs_teacher
-        if self.objective.needs_teacher and self.reference is None:
-            raise ConfigError("distillation needs a teacher")
-        if self.reference is not None and not uses_reference:
-            raise ConfigError("a reference model has no effect on this objective")
-        if self.precompute_reference and not self.objective.needs_reference:
-            raise ConfigError("there are no log-probs of a reference to compute up front for this objective")
-        if self.eval_steps is not None and self.eval_steps < 1:
-            raise ConfigError(f"eval_steps is {self.eval_steps}; it must be at least 1")
-        if (self.eval_steps is not None or self.best_metric is not None) and not self.eval_examples:
-            raise ConfigError("eval_steps and best_metric need examples to evaluate on")
-        if self.best_metric is not None and self.best_path is None:
-            raise ConfigError("best_metric needs a folder for the best model")
+        compares, teacher = self.objective.needs_reference, self.objective.needs_teacher
+        needs_evaluation = self.eval_steps is not None or self.best_metric is not None
+        limits_tokens = self.schedule.micro_batch_tokens is not None
+        for is_wrong, message in (
+            (self.model.optimizer is None, "what is trained needs an optimizer"),
+            (limits_tokens and not self.model.packing, "tokens a pass can be limited for packed sequences only"),
+            (teacher and self.reference is None, "distillation needs a teacher"),
+            (self.reference is not None and not (compares or teacher), "a reference has no effect on this objective"),
+            (self.precompute_reference and not compares, "this objective has no reference to ask up front"),
+            (self.eval_steps is not None and self.eval_steps < 1, f"eval_steps is {self.eval_steps}; the least is 1"),
+            (needs_evaluation and not self.eval_examples, "eval_steps and best_metric need examples to evaluate on"),
+            (self.best_metric is not None and self.best_path is None, "best_metric needs a folder for the best model"),
+        ):
+            if is_wrong:
+                raise ConfigError(message)
 
 
 def run_offline(job: OfflineJob, observer: OfflineObserver) -> None:
@@ -124,13 +121,8 @@ class _Run:
             lowest = job.best_metric in ("loss", "nll", "kl")
             self._best = BestModel(f"eval/{job.best_metric}", job.best_path, lowest=lowest)
         torch.manual_seed(job.schedule.seed)
-        init_process_group(
-            rank=job.rank,
-            world_size=job.num_ranks,
-            master_addr=job.master[0],
-            master_port=job.master[1],
-            device=job.device,
-        )
+        address = {"master_addr": job.master[0], "master_port": job.master[1]}
+        init_process_group(rank=job.rank, world_size=job.num_ranks, device=job.device, **address)
         spec = job.model
         load = load_trainable_reward_model if job.objective.model_kind == "reward" else load_actor
         model = load(spec.path, gradient_checkpointing=spec.gradient_checkpointing, **_loading(spec))
@@ -194,8 +186,10 @@ class _Run:
 
     def _check_budget(self) -> None:
         budget = self._job.schedule.micro_batch_tokens
+        if budget is None:
+            return
         longest = max(map(self.objective.num_tokens, [*self.items, *self._eval_items]))
-        if budget is not None and longest > budget:
+        if longest > budget:
             hint = f"raise the tokens a pass to {longest}, or leave longer examples out"
             raise ConfigError(with_hint(f"the longest example has {longest} tokens, of {budget} that fit a pass", hint))
 

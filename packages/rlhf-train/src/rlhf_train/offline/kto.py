@@ -14,9 +14,9 @@ from rlhf_train.batching import Denominators
 from rlhf_train.engine.protocol import TrainEngine
 from rlhf_train.losses.aggregate import sequence_mean
 from rlhf_train.losses.preference import kto_loss
-from rlhf_train.metrics import Mean, Metric
+from rlhf_train.metrics import Metric
 from rlhf_train.offline.loop import MicroBatch, Objective
-from rlhf_train.offline.sequences import Compared, answer_logprobs, num_trained_tokens, reference_logprobs
+from rlhf_train.offline.sequences import Compared, answer_logprobs, mean_metrics, reference_logprobs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,13 +59,9 @@ class KtoObjective(Objective[Compared]):
             for row, example in enumerate(examples)
         ]
 
-    def num_tokens(self, item: Compared) -> int:
-        """See `Objective`."""
-        return item.num_tokens
-
     def num_trained_tokens(self, item: Compared) -> int:
         """See `Objective`."""
-        return num_trained_tokens(item.sequences[0])
+        return int(item.sequences[0].loss_mask[1:].sum())
 
     @torch.no_grad()
     def for_step(self, engine: TrainEngine, micro_batches: Sequence[MicroBatch[Compared]]) -> "KtoObjective":
@@ -89,22 +85,12 @@ class KtoObjective(Objective[Compared]):
         `kto/desirable_reward`, `kto/undesirable_reward`."""
         ratios = self._ratios(engine, items, 0)
         desirable = torch.tensor([item.example.is_desirable for item in items], device=engine.device)
-        losses = kto_loss(
-            ratios,
-            desirable,
-            torch.tensor(self.kl, device=engine.device),
-            beta=self.beta,
-            desirable_weight=self.desirable_weight,
-            undesirable_weight=self.undesirable_weight,
-        )
-        with torch.no_grad():
-            count, num_desirable = float(len(items)), float(desirable.sum())
-            metrics: dict[str, Metric] = {
-                "kto/loss": Mean(float(losses.sum()), count),
-                "kto/kl": Mean(self.kl * count, count),
-                "kto/desirable_reward": Mean(self.beta * float(ratios[desirable].sum()), num_desirable),
-                "kto/undesirable_reward": Mean(self.beta * float(ratios[~desirable].sum()), count - num_desirable),
-            }
+        kl = torch.tensor(self.kl, device=engine.device)
+        weights = {"desirable_weight": self.desirable_weight, "undesirable_weight": self.undesirable_weight}
+        losses = kto_loss(ratios, desirable, kl, beta=self.beta, **weights)
+        metrics = mean_metrics("kto", len(items), loss=losses.sum(), kl=kl * len(items))
+        for name, mask in (("desirable_reward", desirable), ("undesirable_reward", ~desirable)):
+            metrics |= mean_metrics("kto", mask.sum(), **{name: self.beta * ratios[mask].sum()})
         return sequence_mean(losses, denominators), metrics
 
     def _ratios(self, engine: TrainEngine, items: Sequence[Compared], which: int) -> Tensor:

@@ -45,13 +45,13 @@ class Objective(ABC, Generic[Item]):
         """Return what the loss takes in the place of each example; asked for once, of a whole data set."""
         return examples
 
-    @abstractmethod
     def num_tokens(self, item: Item) -> int:
         """Tokens that a forward pass runs over; what ranks are balanced by."""
+        return item.num_tokens
 
-    @abstractmethod
     def num_trained_tokens(self, item: Item) -> int:
-        """Tokens that carry loss."""
+        """Tokens that carry loss; the first one of a sequence has nothing before it to be learned from."""
+        return int(item.loss_mask[1:].sum())
 
     def for_step(self, engine: TrainEngine, micro_batches: Sequence["MicroBatch[Item]"]) -> "Objective[Item]":
         """Return the objective with what it must know of a whole batch first, given this rank's part. Collective."""

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from rlhf_data.errors import ConfigError, unknown, with_hint
@@ -12,10 +11,9 @@ from rlhf_train.batching import Denominators
 from rlhf_train.engine.protocol import TrainEngine
 from rlhf_train.losses.aggregate import sequence_mean
 from rlhf_train.losses.preference import dpo_loss, ipo_loss, orpo_loss, simpo_loss
-from rlhf_train.metrics import Mean, Metric
+from rlhf_train.metrics import Metric
 from rlhf_train.offline.loop import Objective
-from rlhf_train.offline.reward_model import num_ordered
-from rlhf_train.offline.sequences import Compared, answer_logprobs, reference_logprobs
+from rlhf_train.offline.sequences import Compared, answer_logprobs, mean_metrics, num_ordered, reference_logprobs
 
 LOSSES = ("dpo", "ipo", "simpo", "orpo")
 
@@ -44,12 +42,10 @@ class PreferenceObjective(Objective[Compared]):
     def __post_init__(self) -> None:
         if self.loss_type not in LOSSES:
             raise ConfigError(unknown("loss", self.loss_type, LOSSES))
-        if self.beta <= 0:
-            raise ConfigError(f"beta is {self.beta}; it must be above 0")
-        if not 0 <= self.label_smoothing < 0.5:
-            raise ConfigError(f"label_smoothing is {self.label_smoothing}; it must lie in [0, 0.5)")
-        if self.gamma < 0 or self.nll_coef < 0:
-            raise ConfigError(f"gamma is {self.gamma} and nll_coef {self.nll_coef}; neither may be below 0")
+        if self.beta <= 0 or not 0 <= self.label_smoothing < 0.5 or self.gamma < 0 or self.nll_coef < 0:
+            names = ("beta", "label_smoothing", "gamma", "nll_coef")
+            given = ", ".join(f"{name} {getattr(self, name)}" for name in names)
+            raise ConfigError(f"{given}: beta must be above 0, label_smoothing in [0, 0.5), the others 0 or more")
         for name, owners in _OWNERS.items():
             if getattr(self, name) and self.loss_type not in owners:
                 message = f"{name} has no effect on the loss {self.loss_type}"
@@ -64,13 +60,9 @@ class PreferenceObjective(Objective[Compared]):
         """See `Objective`."""
         return [Compared(example, (example.chosen, example.rejected)) for example in examples]
 
-    def num_tokens(self, item: Compared) -> int:
-        """See `Objective`."""
-        return item.num_tokens
-
     def num_trained_tokens(self, item: Compared) -> int:
         """See `Objective`."""
-        return item.num_trained_tokens
+        return sum(int(sequence.loss_mask[1:].sum()) for sequence in item.sequences)
 
     def loss(
         self, engine: TrainEngine, items: Sequence[Compared], denominators: Denominators
@@ -90,17 +82,10 @@ class PreferenceObjective(Objective[Compared]):
         weight = 1.0 if self.loss_type == "orpo" else self.nll_coef
         if weight:
             losses = losses + weight * nll
-        with torch.no_grad():
-            count = float(len(items))
-            metrics: dict[str, Metric] = {
-                "preference/loss": Mean(float(losses.sum()), count),
-                "preference/nll": Mean(float(nll.sum()), count),
-                "preference/accuracy": Mean(num_ordered(chosen, rejected), count),
-                "preference/chosen_reward": Mean(self.beta * float(chosen.sum()), count),
-                "preference/rejected_reward": Mean(self.beta * float(rejected.sum()), count),
-                "preference/margin": Mean(self.beta * float((chosen - rejected).sum()), count),
-            }
-        return sequence_mean(losses, denominators), metrics
+        rewards = {"chosen_reward": chosen, "rejected_reward": rejected, "margin": chosen - rejected}
+        sums = {name: self.beta * values.sum() for name, values in rewards.items()}
+        sums |= {"loss": losses.sum(), "nll": nll.sum(), "accuracy": num_ordered(chosen, rejected)}
+        return sequence_mean(losses, denominators), mean_metrics("preference", len(items), **sums)
 
     def _pair_losses(self, chosen: Tensor, rejected: Tensor) -> Tensor:
         if self.loss_type == "dpo":

@@ -12,9 +12,9 @@ from rlhf_data.preference import ProcessExample
 from rlhf_train.batching import Denominators
 from rlhf_train.engine.protocol import TrainEngine
 from rlhf_train.losses.preference import process_reward_loss
-from rlhf_train.metrics import Mean, Metric
+from rlhf_train.metrics import Metric
 from rlhf_train.offline.loop import Objective
-from rlhf_train.offline.sequences import lay_out
+from rlhf_train.offline.sequences import lay_out, mean_metrics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,10 +31,6 @@ class ProcessRewardObjective(Objective[ProcessExample]):
         if len(set(self.reward_tokens)) != 2:
             raise ConfigError(f"the reward tokens are {self.reward_tokens}; they must be two, of a good and a bad step")
 
-    def num_tokens(self, item: ProcessExample) -> int:
-        """See `Objective`."""
-        return item.num_tokens
-
     def num_trained_tokens(self, item: ProcessExample) -> int:
         """See `Objective`."""
         return len(item.positions)
@@ -50,11 +46,6 @@ class ProcessRewardObjective(Objective[ProcessExample]):
         logits = engine.forward(batch, logits_after=index.to(engine.device))[:, list(self.reward_tokens)]
         labels = torch.tensor(np.concatenate([item.labels for item in items]), device=engine.device)
         losses = process_reward_loss(logits, torch.stack([labels, 1 - labels], -1))
-        with torch.no_grad():
-            right = (logits[:, 0] > logits[:, 1]) == (labels > 0.5)
-            count = float(len(labels))
-            metrics: dict[str, Metric] = {
-                "prm/loss": Mean(float(losses.sum()), count),
-                "prm/accuracy": Mean(float(right.sum()), count),
-            }
+        right = (logits[:, 0] > logits[:, 1]) == (labels > 0.5)
+        metrics = mean_metrics("prm", len(labels), loss=losses.sum(), accuracy=right.sum())
         return losses.sum() / max(denominators.num_tokens, 1), metrics

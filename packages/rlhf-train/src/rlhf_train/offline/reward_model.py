@@ -16,9 +16,9 @@ from rlhf_train.batching import Denominators
 from rlhf_train.engine.protocol import TrainEngine
 from rlhf_train.losses.aggregate import sequence_mean
 from rlhf_train.losses.preference import reward_model_loss
-from rlhf_train.metrics import Mean, Metric
+from rlhf_train.metrics import Metric
 from rlhf_train.offline.loop import Objective
-from rlhf_train.offline.sequences import lay_out
+from rlhf_train.offline.sequences import lay_out, mean_metrics, num_ordered
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,10 +41,6 @@ class RewardModelObjective(Objective[PreferenceExample]):
             raise DataError(with_hint(message, "name the key of the margins, or train without them"))
         return examples
 
-    def num_tokens(self, item: PreferenceExample) -> int:
-        """See `Objective`."""
-        return item.num_tokens
-
     def num_trained_tokens(self, item: PreferenceExample) -> int:
         """See `Objective`: a score is read at the end of each sequence."""
         return 2
@@ -61,21 +57,11 @@ class RewardModelObjective(Objective[PreferenceExample]):
         if self.use_margins:
             margins = torch.tensor([item.margin for item in items], dtype=scores.dtype, device=engine.device)
         losses = reward_model_loss(chosen, rejected, margins)
-        with torch.no_grad():
-            count = float(len(items))
-            metrics: dict[str, Metric] = {
-                "rm/loss": Mean(float(losses.sum()), count),
-                "rm/accuracy": Mean(num_ordered(chosen, rejected), count),
-                "rm/margin": Mean(float((chosen - rejected).sum()), count),
-                "rm/score": Mean(float(scores.double().sum()), 2 * count),
-                "rm/squared_score": Mean(float(scores.double().square().sum()), 2 * count),
-            }
-        return sequence_mean(losses, denominators), metrics
-
-
-def num_ordered(chosen: Tensor, rejected: Tensor) -> float:
-    """Return how many of the pairs are in order; a tie counts half, as a guess would."""
-    return float((chosen > rejected).sum()) + float((chosen == rejected).sum()) / 2
+        order = {"accuracy": num_ordered(chosen, rejected), "margin": (chosen - rejected).sum()}
+        metrics = mean_metrics("rm", len(items), loss=losses.sum(), **order)
+        precise = scores.double()
+        moments = mean_metrics("rm", len(scores), score=precise.sum(), squared_score=precise.square().sum())
+        return sequence_mean(losses, denominators), metrics | moments
 
 
 def score_moments(metrics: Mapping[str, float]) -> tuple[float, float]:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from rlhf_models.batch import TokenBatch
 from rlhf_train.engine.protocol import TrainEngine
+from rlhf_train.metrics import Mean, Metric
 from rlhf_train.offline.loop import Objective, OfflineSchedule, this_ranks_part
 
 
@@ -39,15 +40,18 @@ class Compared:
         """Tokens of all sequences."""
         return sum(len(sequence.token_ids) for sequence in self.sequences)
 
-    @property
-    def num_trained_tokens(self) -> int:
-        """Tokens of all answers."""
-        return sum(map(num_trained_tokens, self.sequences))
+
+def mean_metrics(prefix: str, count: int | Tensor, **sums: Tensor) -> dict[str, Metric]:
+    """Return metrics that are means: sums over a micro-batch, and how many went into each of them."""
+    device = next(iter(sums.values())).device
+    numbers = [torch.as_tensor(value, device=device).detach().double() for value in (*sums.values(), count)]
+    *totals, number = torch.stack(numbers).tolist()  # together: the device is waited for once
+    return {f"{prefix}/{name}": Mean(total, number) for name, total in zip(sums, totals, strict=True)}
 
 
-def num_trained_tokens(sequence: MaskedTokens) -> int:
-    """Return how many tokens of a sequence are trained; the first one has nothing before it to be learned from."""
-    return int(sequence.loss_mask[1:].sum())
+def num_ordered(chosen: Tensor, rejected: Tensor) -> Tensor:
+    """Return how many of the pairs are in order; a tie counts half, as a guess would."""
+    return (chosen > rejected).sum() + (chosen == rejected).sum() / 2
 
 
 def lay_out(token_ids: Sequence[np.ndarray], *, packing: bool, device: torch.device) -> TokenBatch:

@@ -3,16 +3,15 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from rlhf_data.sft import SftExample
 from rlhf_train.batching import Denominators
 from rlhf_train.engine.protocol import TrainEngine
 from rlhf_train.losses.aggregate import aggregate
-from rlhf_train.metrics import Mean, Metric
+from rlhf_train.metrics import Metric
 from rlhf_train.offline.loop import Objective
-from rlhf_train.offline.sequences import lay_out, num_trained_tokens, trained_mask
+from rlhf_train.offline.sequences import lay_out, mean_metrics, trained_mask
 
 
 def supervised_loss(logprobs: Tensor, loss_mask: Tensor, denominators: Denominators) -> Tensor:
@@ -35,14 +34,6 @@ def supervised_loss(logprobs: Tensor, loss_mask: Tensor, denominators: Denominat
 class SupervisedObjective(Objective[SftExample]):
     """The completions of demonstrations are to become likely."""
 
-    def num_tokens(self, item: SftExample) -> int:
-        """See `Objective`."""
-        return item.num_tokens
-
-    def num_trained_tokens(self, item: SftExample) -> int:
-        """See `Objective`."""
-        return num_trained_tokens(item)
-
     def loss(
         self, engine: TrainEngine, items: Sequence[SftExample], denominators: Denominators
     ) -> tuple[Tensor, dict[str, Metric]]:
@@ -50,12 +41,6 @@ class SupervisedObjective(Objective[SftExample]):
         batch = lay_out([item.token_ids for item in items], packing=self.packing, device=engine.device)
         mask = trained_mask(batch, items)
         output = engine.forward(batch, logits_mask=mask)
-        logprobs, entropy = output.logprobs, output.entropy
-        loss = supervised_loss(logprobs, mask, denominators)
-        with torch.no_grad():
-            count = float(mask.sum())
-            metrics: dict[str, Metric] = {
-                "sft/loss": Mean(-float(logprobs[mask].sum()), count),
-                "sft/entropy": Mean(float(entropy[mask].sum()), count),
-            }
-        return loss, metrics
+        # Both are 0.0 outside of the mask.
+        metrics = mean_metrics("sft", mask.sum(), loss=-output.logprobs.sum(), entropy=output.entropy.sum())
+        return supervised_loss(output.logprobs, mask, denominators), metrics
