@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import pickle
 import shutil
 import tempfile
@@ -193,6 +194,7 @@ _worker_encoder: Any = None
 
 def _start_worker(encoder: Encoder) -> None:
     global _worker_encoder
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads would compete with the other processes
     _worker_encoder = encoder
 
 

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from rlhf_data.errors import DataError, unknown, with_hint
@@ -36,7 +35,7 @@ class Row:
     @property
     def row_id(self) -> str:
         """The origin without the folders of a file."""
-        return Path(self.origin).name
+        return self.origin.rpartition("/")[2]
 
     @property
     def is_truncated(self) -> bool:

@@ -166,17 +166,9 @@ def _tokenizer(options: argparse.Namespace) -> Any:
         from rlhf_data.testing import ByteTokenizer
 
         return ByteTokenizer()
-    try:
-        from transformers import AutoTokenizer
-    except ImportError as error:
-        raise ConfigError(with_hint(f"tokenizers need transformers: {error}", "pip install 'rlhf-data[hf]'")) from None
-    try:
-        return AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        reason = str(error).splitlines()[0]
-        raise ConfigError(
-            with_hint(f"no tokenizer in {name}: {reason}", "give a folder with tokenizer.json, or --tokenizer")
-        ) from None
+    from rlhf_data.chat import load_tokenizer
+
+    return load_tokenizer(name)
 
 
 async def _write_rollouts(
