@@ -8,7 +8,7 @@ import pytest
 
 from rlhf_data.errors import ConfigError, DataError
 from rlhf_data.examples import ExampleSet, load_examples
-from rlhf_data.preference import PreferenceEncoder
+from rlhf_data.preference import PreferenceEncoder, UnpairedEncoder
 from rlhf_data.sft import SftEncoder
 from rlhf_data.sources import open_sources
 from rlhf_data.testing import ByteTokenizer, write_jsonl
@@ -62,7 +62,7 @@ def test_load_examples_broken_lines_and_broken_cells_are_counted_together(tmp_pa
 
 def test_load_examples_without_a_usable_row_is_refused(tmp_path):
     rows = open_sources(write(tmp_path / "a.jsonl", 2, bad={0, 1}))
-    with pytest.raises(DataError, match=r"no row of .* can be used; the first:\n.*a\.jsonl:1: `output` is empty"):
+    with pytest.raises(DataError, match=r"2 of 2 rows cannot be used; the first:\n.*a\.jsonl:1: `output` is empty"):
         load_examples(rows, ENCODER, skip_bad_rows=True)
 
 
@@ -155,3 +155,16 @@ def test_load_examples_cached_examples_are_those_of_memory(tmp_path):
     assert (one.example_id, one.margin) == (again.example_id, again.margin) == ("a.jsonl:1", 1.5)
     assert np.array_equal(one.rejected.token_ids, again.rejected.token_ids)
     assert again.rejected.loss_mask.dtype == np.bool_
+
+
+def test_load_examples_cache_of_an_encoder_within_an_encoder_is_found_again(tmp_path):
+    rows = open_sources(write_jsonl(tmp_path / "a.jsonl", [{"input": "q", "output": "a", "label": 1, "other": 0}]))
+
+    def load(label_key, **options):
+        encoder = UnpairedEncoder(sft=SftEncoder(tokenizer=ByteTokenizer(), **options), label_key=label_key)
+        calls = []
+        [example] = load_examples(rows, encoder, cache_dir=tmp_path / "c", progress=calls.append).examples
+        return example.is_desirable, bool(calls)
+
+    assert [load("label"), load("label"), load("other")] == [(True, True), (True, False), (False, True)]
+    assert load("label", input_template="{}=") == (True, True)

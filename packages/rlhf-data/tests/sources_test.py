@@ -170,12 +170,14 @@ def test_row_errors_above_one_percent_are_refused_unless_skipped():
     with pytest.raises(DataError) as caught:
         errors.check(399)
     assert str(caught.value) == (
-        "4 of 399 rows cannot be used, more than 1 %; the first:\na.jsonl:0: broken\na.jsonl:1: broken\n"
-        "a.jsonl:2: broken\n\nhint: repair them, or leave them all out with --skip_bad_rows"
+        "4 of 399 rows cannot be used; the first:\na.jsonl:0: broken\na.jsonl:1: broken\n"
+        "a.jsonl:2: broken\n\nhint: repair them, or leave them all out with --skip_bad_rows; 1 % is left out anyway"
     )
     skipping = RowErrors(skip_bad_rows=True)
     skipping.add("a.jsonl:1: broken")
-    skipping.check(1)
+    skipping.check(2)
+    with pytest.raises(DataError, match=r"^1 of 1 rows cannot be used; the first:\na\.jsonl:1: broken$"):
+        skipping.check(1)
 
 
 def test_open_sources_csv_without_a_readable_header_is_refused(tmp_path):
@@ -221,7 +223,9 @@ def test_open_sources_options_out_of_range_are_refused(tmp_path):
 
 def test_open_sources_all_rows_broken_says_so(tmp_path):
     (tmp_path / "a.jsonl").write_text("x\ny\n")
-    with pytest.raises(DataError, match=r"a\.jsonl has no rows; the first: .*a\.jsonl:1: malformed"):
+    with pytest.raises(
+        DataError, match=r"no row of .*a\.jsonl can be read; the first that cannot:\n.*a\.jsonl:1: malf"
+    ):
         list(open_sources(tmp_path / "a.jsonl", probs=[1]).read(RowErrors()))
 
 

@@ -9,7 +9,7 @@ import tempfile
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from itertools import islice
 from multiprocessing import get_context
 from pathlib import Path
@@ -110,8 +110,6 @@ def load_examples(
     errors = RowErrors(skip_bad_rows=skip_bad_rows)
     errors.num_bad, errors.first = counts.num_bad, list(counts.bad)
     errors.check(counts.num_rows)
-    if not examples and not counts.num_too_long:
-        raise DataError(f"no row of {rows.name} can be used; the first:\n" + "\n".join(counts.bad))
     if not examples:
         raise DataError(
             with_hint(
@@ -219,7 +217,11 @@ def _key(data: str, encoder: Any, max_len: int) -> str:
     tokenizer = encoder.tokenizer
     backend = getattr(tokenizer, "backend_tokenizer", None)  # a pickled one is not the same in every process
     words = pickle.dumps(tokenizer) if backend is None else backend.to_str().encode()
-    options = {field.name: getattr(encoder, field.name) for field in fields(encoder) if field.name != "tokenizer"}
     ends = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.chat_template)
-    parts = repr((_FORMAT, data, type(encoder).__name__, sorted(options.items()), max_len, ends)).encode()
+    parts = repr((_FORMAT, data, _options(encoder), max_len, ends)).encode()
     return hashlib.sha256(parts + words).hexdigest()[:24]
+
+
+def _options(encoder: Any) -> list[Any]:
+    values = [(field.name, getattr(encoder, field.name)) for field in fields(encoder) if field.name != "tokenizer"]
+    return [type(encoder).__name__, *((name, _options(one) if is_dataclass(one) else one) for name, one in values)]

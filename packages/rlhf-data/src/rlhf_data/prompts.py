@@ -114,7 +114,5 @@ def load_prompts(
                 f"all {len(lengths)} prompts of {rows.name} are longer than prompt_max_len {prompt_max_len}",
                 f"the shortest has {min(lengths)} tokens, the longest {max(lengths)}: raise --prompt_max_len",
             )
-            if lengths
-            else f"no row of {rows.name} can be used; the first:\n" + "\n".join(errors.first)
         )
     return PromptSet(tuple(prompts), num_rows, len(lengths) - len(prompts), max(lengths), errors.num_bad)

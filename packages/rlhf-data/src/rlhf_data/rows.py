@@ -105,15 +105,13 @@ class RowErrors:
             self.first.append(str(error))
 
     def check(self, num_rows: int) -> None:
-        """Raise DataError when more than 1 % of `num_rows` (bad ones included) are bad and may not be skipped."""
-        if self.num_bad > _TOLERATED_FRACTION * num_rows and not self.skip_bad_rows:
-            shown = "\n".join(self.first)
-            raise DataError(
-                with_hint(
-                    f"{self.num_bad} of {num_rows} rows cannot be used, more than 1 %; the first:\n{shown}",
-                    "repair them, or leave them all out with --skip_bad_rows",
-                )
-            )
+        """Raise DataError when more than 1 % of `num_rows` (bad ones included) are bad unless they are skipped, or all are."""
+        is_allowed = self.skip_bad_rows or self.num_bad <= _TOLERATED_FRACTION * num_rows
+        if is_allowed and self.num_bad < num_rows:
+            return
+        message = f"{self.num_bad} of {num_rows} rows cannot be used; the first:\n" + "\n".join(self.first)
+        hint = None if is_allowed else "repair them, or leave them all out with --skip_bad_rows; 1 % is left out anyway"
+        raise DataError(with_hint(message, hint))
 
 
 def kind_of(value: Any) -> str:

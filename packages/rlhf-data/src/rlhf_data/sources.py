@@ -91,13 +91,15 @@ class Rows:
         return None if None in prints else repr((prints, self.probs, self.seed, self.max_samples))
 
     def _read(self, source: Source, errors: RowErrors) -> Iterator[Row]:
-        row = None
+        row, num_bad = None, errors.num_bad
         for row in itertools.islice(source.read(errors), self.max_samples):
             yield row
+        if row is None and errors.num_bad > num_bad:
+            raise DataError(f"no row of {source.name} can be read; the first that cannot:\n" + "\n".join(errors.first))
         if row is None:
-            shown = f"; the first: {errors.first[0]}" if errors.first else ""
-            hint = None if shown else "write one JSON object a line, with the prompt in it"
-            raise DataError(with_hint(f"{source.name} has no rows{shown}", hint))
+            raise DataError(
+                with_hint(f"{source.name} has no rows", "write one JSON object a line, with the prompt in it")
+            )
 
 
 def open_sources(
