@@ -105,7 +105,7 @@ class RowErrors:
             self.first.append(str(error))
 
     def check(self, num_rows: int) -> None:
-        """Raise DataError when more than 1 % of `num_rows` (bad ones included) are bad unless they are skipped, or all are."""
+        """Raise DataError when all of `num_rows` rows are bad, or more than 1 % and they may not be skipped."""
         is_allowed = self.skip_bad_rows or self.num_bad <= _TOLERATED_FRACTION * num_rows
         if is_allowed and self.num_bad < num_rows:
             return
