@@ -55,10 +55,8 @@ def _prepare(parsed: Parsed[SftConfig], folder: Path, console: "Console") -> "Of
         "output_key": data.output_key,
         "apply_chat_template": data.apply_chat_template,
         "input_template": data.input_template,
-        "max_len": data.max_len,
-        "max_samples": data.max_samples,
     }
-    from rlhf_data.sources import read_rows
+    from rlhf_data.sources import open_sources, read_rows
 
     for path in (data.dataset, data.eval_dataset):
         if path is not None:
@@ -67,7 +65,8 @@ def _prepare(parsed: Parsed[SftConfig], folder: Path, console: "Console") -> "Of
     import torch
 
     from rlhf_cli.preflight import check_attention, check_context, load_model_files
-    from rlhf_data.sft import load_sft_examples
+    from rlhf_data.examples import load_examples
+    from rlhf_data.sft import SftEncoder
     from rlhf_train.offline.job import OfflineJob
     from rlhf_train.offline.loop import OfflineSchedule
     from rlhf_train.offline.supervised import SupervisedObjective
@@ -77,13 +76,16 @@ def _prepare(parsed: Parsed[SftConfig], folder: Path, console: "Console") -> "Of
     model_config, tokenizer = load_model_files(path)
     check_attention(config.model, model_config)
     check_context(model_config, data.max_len, "--max_len")
+    encoder = SftEncoder(tokenizer=tokenizer, **options)
     loaded = [
-        None if file is None else load_sft_examples(data_path(file), tokenizer, **options)
+        None
+        if file is None
+        else load_examples(open_sources(data_path(file), max_samples=data.max_samples), encoder, max_len=data.max_len)
         for file in (data.dataset, data.eval_dataset)
     ]
     for name, examples in zip(("--dataset", "--eval_dataset"), loaded, strict=True):
-        if examples is not None and examples.num_too_long and rank == 0:
-            console.notice(f"{name}: {examples.num_too_long} of {examples.num_rows} examples are longer than --max_len")
+        if examples is not None and (examples.counts.num_too_long or examples.counts.num_bad) and rank == 0:
+            console.notice(f"{name}: {examples.summary}")
     train, held_out = (() if examples is None else examples.examples for examples in loaded)
     training = config.training
     schedule = OfflineSchedule(

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Protocol
@@ -188,7 +189,7 @@ class _Run:
         budget = self._job.schedule.micro_batch_tokens
         if budget is None:
             return
-        longest = max(map(self.objective.num_tokens, [*self.items, *self._eval_items]))
+        longest = max(map(self.objective.num_tokens, chain(self.items, self._eval_items)))
         if longest > budget:
             hint = f"raise the tokens a pass to {longest}, or leave longer examples out"
             raise ConfigError(with_hint(f"the longest example has {longest} tokens, of {budget} that fit a pass", hint))
