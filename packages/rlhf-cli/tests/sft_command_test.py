@@ -73,6 +73,6 @@ def test_sft_dry_run_shows_the_arithmetic_and_starts_nothing(folder, capsys):
     ids=["file", "key", "context", "length"],
 )
 def test_sft_bad_input_is_refused_before_a_model_loads(folder, capsys, monkeypatch, changes, message):
-    monkeypatch.setattr("rlhf_train.offline.supervised.run_supervised", lambda *_: pytest.fail("a run was started"))
+    monkeypatch.setattr("rlhf_train.offline.job.run_offline", lambda *_: pytest.fail("a run was started"))
     assert main(flags(**changes)) == 2
     assert message in capsys.readouterr().err

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rlhf_data.chat import check_template, encode_completion, encode_prompts, render_prompt
+from rlhf_data.chat import check_template, encode_completion, encode_conversation, encode_prompts, render_prompt
 from rlhf_data.errors import ConfigError, DataError
 from rlhf_data.sources import read_rows
 from rlhf_data.testing import BOS_ID, EOS_ID, ByteTokenizer, write_jsonl
@@ -106,3 +106,119 @@ def test_encode_completion_without_eos_token_is_refused():
     tokenizer.eos_token_id = None
     with pytest.raises(ConfigError, match="no EOS token"):
         encode_completion("A", tokenizer)
+
+
+@pytest.mark.parametrize("text", ["A", "A<eos>\n"])
+def test_encode_completion_truncated_gets_no_eos_of_ours(text):
+    ids = encode_completion(text, ByteTokenizer(), is_truncated=True)
+    assert ids == ([65] if text == "A" else [65, EOS_ID, 10])
+
+
+WORDS = ["<unk>", "<s>", "</s>", "user", "assistant", "one", "two", "three", "<think>", "</think>", "<end>"]
+TALK = [
+    {"role": "user", "content": "one"},
+    {"role": "assistant", "content": "two"},
+    {"role": "user", "content": "three"},
+    {"role": "assistant", "content": "one two"},
+]
+PLAIN = "{% for m in messages %}{{ ' ' + m.role + ' ' + m.content + ' </s>' }}{% endfor %}"
+GENERATION_PROMPT = "{% if add_generation_prompt %} assistant {% endif %}"
+# Each answer in marks, with or without the end of its turn.
+MARKED = (
+    "{% for m in messages %}{{ ' ' + m.role }}{% if m.role == 'assistant' %}"
+    "{{ ' ' }}{% generation %}{{ m.content INSIDE }}{% endgeneration %}{{ '' OUTSIDE }}"
+    "{% else %}{{ ' ' + m.content + ' </s>' }}{% endif %}{% endfor %}"
+)
+# What a model thought is dropped from all but the last answer, as reasoning models' templates do.
+FORGETFUL = (
+    "{% for m in messages %}{{ ' ' + m.role + ' ' }}"
+    "{% if m.role == 'assistant' and loop.last %}{{ '<think> </think> ' }}{% endif %}"
+    "{{ m.content + ' </s>' }}{% endfor %}"
+)
+
+
+def word_tokenizer(template):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    core = Tokenizer(models.WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    tokenizer.chat_template = template + GENERATION_PROMPT
+    return tokenizer
+
+
+def encode(template, *, all_turns=True, messages=TALK, **options):
+    ids, mask = encode_conversation(messages, word_tokenizer(template), origin="o", all_turns=all_turns, **options)
+    words = [WORDS[token] for token in ids]
+    return " ".join(f"[{word}]" if flag else word for word, flag in zip(words, mask, strict=True))
+
+
+BOTH = "user one </s> assistant [two] [</s>] user three </s> assistant [one] [two] [</s>]"
+LAST = "user one </s> assistant two </s> user three </s> assistant [one] [two] [</s>]"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        PLAIN,
+        MARKED.replace("INSIDE", "+ ' </s>'").replace("OUTSIDE", ""),
+        MARKED.replace("INSIDE", "").replace("OUTSIDE", "+ ' </s>'"),
+    ],
+    ids=["prefixes", "marks", "marks without the end"],
+)
+@pytest.mark.parametrize(("all_turns", "expected"), [(True, BOTH), (False, LAST)])
+def test_encode_conversation_trains_the_answers_and_their_ends(template, all_turns, expected):
+    assert encode(template, all_turns=all_turns) == expected
+
+
+def test_encode_conversation_marks_without_any_eos_end_with_one():
+    template = MARKED.replace("INSIDE", "").replace("OUTSIDE", "+ ' <end>'")
+    expected = "user one </s> assistant [two] <end> user three </s> assistant [one] [two] <end> [</s>]"
+    assert encode(template) == expected
+
+
+def test_encode_conversation_marks_allow_a_template_that_rewrites_history():
+    marked = FORGETFUL.replace(
+        "{{ m.content + ' </s>' }}",
+        "{% if m.role == 'user' %}{{ m.content + ' </s>' }}"
+        "{% else %}{% generation %}{{ m.content + ' </s>' }}{% endgeneration %}{% endif %}",
+    )
+    expected = "user one </s> assistant [two] [</s>] user three </s> assistant <think> </think> [one] [two] [</s>]"
+    assert encode(marked) == expected
+
+
+def test_encode_conversation_marks_that_are_not_one_run_an_answer_are_refused_for_the_last_answer():
+    template = MARKED.replace("INSIDE", "+ ' <end>' }}{% endgeneration %} three {% generation %}{{ '</s>'").replace(
+        "OUTSIDE", ""
+    )
+    expected = (
+        "user one </s> assistant [two] [<end>] three [</s>] user three </s> assistant [one] [two] [<end>] three [</s>]"
+    )
+    assert encode(template) == expected
+    with pytest.raises(ConfigError, match="marks 4 runs of tokens for 2 answers"):
+        encode(template, all_turns=False)
+
+
+def test_encode_conversation_marks_that_miss_an_answer_are_refused():
+    # White space that is no token hides the mark that begins with it, and all marks after it.
+    hidden = (
+        MARKED.replace("INSIDE", "+ ' </s>'").replace("OUTSIDE", "").replace("{% generation %}", "{% generation %} ")
+    )
+    with pytest.raises(ConfigError, match=r"^o: the chat template marks 0 runs of tokens for 2 answers"):
+        encode(hidden)
+
+
+def test_encode_conversation_truncated_answer_has_no_end():
+    for template in (PLAIN, MARKED.replace("INSIDE", "+ ' </s>'").replace("OUTSIDE", "")):
+        expected = "user one </s> assistant two </s> user three </s> assistant [one] [two]"
+        assert encode(template, all_turns=False, is_truncated=True) == expected
+
+
+def test_encode_conversation_template_that_rewrites_history_is_refused_for_all_turns_only():
+    with pytest.raises(
+        ConfigError, match=r"^o: the chat template rewrites what precedes message 3 [^$]*without --multiturn"
+    ):
+        encode(FORGETFUL)
+    expected = "user one </s> assistant two </s> user three </s> assistant [<think>] [</think>] [one] [two] [</s>]"
+    assert encode(FORGETFUL, all_turns=False) == expected

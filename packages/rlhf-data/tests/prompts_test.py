@@ -7,6 +7,7 @@ import pytest
 
 from rlhf_data.errors import ConfigError, DataError
 from rlhf_data.prompts import load_prompts
+from rlhf_data.sources import open_sources
 from rlhf_data.testing import BOS_ID, ByteTokenizer, write_jsonl
 
 ROWS = [{"q": "1+1", "a": 2}, {"q": "10+10", "a": "20"}, {"q": "100+100", "a": 200}]
@@ -14,7 +15,9 @@ ROWS = [{"q": "1+1", "a": 2}, {"q": "10+10", "a": "20"}, {"q": "100+100", "a": 2
 
 def test_load_prompts_gives_tokens_text_label_and_id(tmp_path):
     path = write_jsonl(tmp_path / "math.jsonl", ROWS[:1])
-    prompts = load_prompts(path, ByteTokenizer(), input_key="q", label_key="a", input_template="{}=", source="sums")
+    prompts = load_prompts(
+        open_sources(path), ByteTokenizer(), input_key="q", label_key="a", input_template="{}=", source="sums"
+    )
     assert len(prompts) == 1
     prompt = prompts[0]
     assert prompt.token_ids.tolist() == [BOS_ID, *b"1+1="]
@@ -24,19 +27,25 @@ def test_load_prompts_gives_tokens_text_label_and_id(tmp_path):
 
 def test_load_prompts_source_key_names_the_source_of_each_row(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", [row | {"set": name} for row, name in zip(ROWS, "xyx", strict=True)])
-    assert [p.source for p in load_prompts(path, ByteTokenizer(), input_key="q", source_key="set")] == ["x", "y", "x"]
+    assert [p.source for p in load_prompts(open_sources(path), ByteTokenizer(), input_key="q", source_key="set")] == [
+        "x",
+        "y",
+        "x",
+    ]
     with pytest.raises(DataError, match=r"a\.jsonl:1: unknown key `sets`; known: a, q, set"):
-        load_prompts(path, ByteTokenizer(), input_key="q", source_key="sets")
+        load_prompts(open_sources(path), ByteTokenizer(), input_key="q", source_key="sets")
 
 
 def test_load_prompts_without_label_key_has_no_labels(tmp_path):
     path = write_jsonl(tmp_path / "math.jsonl", ROWS)
-    assert [prompt.label for prompt in load_prompts(path, ByteTokenizer(), input_key="q")] == [None] * 3
+    assert [prompt.label for prompt in load_prompts(open_sources(path), ByteTokenizer(), input_key="q")] == [None] * 3
 
 
 def test_load_prompts_drops_and_counts_too_long_and_cuts_nothing(tmp_path):
     # Tokens, with <bos>: 4, 6, 8. A limit of 6 keeps the first two whole.
-    prompts = load_prompts(write_jsonl(tmp_path / "a.jsonl", ROWS), ByteTokenizer(), input_key="q", prompt_max_len=6)
+    prompts = load_prompts(
+        open_sources(write_jsonl(tmp_path / "a.jsonl", ROWS)), ByteTokenizer(), input_key="q", prompt_max_len=6
+    )
     assert [len(prompt.token_ids) for prompt in prompts] == [4, 6]
     assert (prompts.num_rows, prompts.num_too_long, prompts.longest_tokens) == (3, 1, 8)
     assert prompts.summary == "2 prompts, the longest read has 8 tokens; 1 of 3 left out as too long"
@@ -45,7 +54,7 @@ def test_load_prompts_drops_and_counts_too_long_and_cuts_nothing(tmp_path):
 def test_load_prompts_all_too_long_says_how_long_they_are(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", ROWS)
     with pytest.raises(DataError) as caught:
-        load_prompts(path, ByteTokenizer(), input_key="q", prompt_max_len=3)
+        load_prompts(open_sources(path), ByteTokenizer(), input_key="q", prompt_max_len=3)
     assert str(caught.value) == (
         f"all 3 prompts of {path} are longer than prompt_max_len 3\n\n"
         "hint: the shortest has 4 tokens, the longest 8: raise --prompt_max_len"
@@ -54,21 +63,22 @@ def test_load_prompts_all_too_long_says_how_long_they_are(tmp_path):
 
 def test_load_prompts_max_samples_counts_rows_read(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", ROWS[::-1])
-    prompts = load_prompts(path, ByteTokenizer(), input_key="q", prompt_max_len=6, max_samples=2)
+    prompts = load_prompts(open_sources(path, max_samples=2), ByteTokenizer(), input_key="q", prompt_max_len=6)
     assert (len(prompts), prompts.num_rows, prompts.num_too_long) == (1, 2, 1)
 
 
 def test_load_prompts_options_that_cannot_work_fail_before_the_file_is_read(tmp_path):
+    rows = open_sources(write_jsonl(tmp_path / "a.jsonl", ["broken"]))
     with pytest.raises(ConfigError, match="prompt_max_len must be at least 1, got 0"):
-        load_prompts(tmp_path / "none.jsonl", ByteTokenizer(), prompt_max_len=0)
+        load_prompts(rows, ByteTokenizer(), prompt_max_len=0)
     with pytest.raises(ConfigError, match="exactly once"):
-        load_prompts(tmp_path / "none.jsonl", ByteTokenizer(), input_template="x")
+        load_prompts(rows, ByteTokenizer(), input_template="x")
 
 
 def test_load_prompts_null_label_names_file_and_line(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", [*ROWS, {"q": "1", "a": None}])
     with pytest.raises(DataError, match=r"a\.jsonl:4: the label `a` is null"):
-        load_prompts(path, ByteTokenizer(), input_key="q", label_key="a")
+        load_prompts(open_sources(path), ByteTokenizer(), input_key="q", label_key="a")
 
 
 def test_load_prompts_input_without_tokens_names_file_and_line(tmp_path):
@@ -77,11 +87,13 @@ def test_load_prompts_input_without_tokens_names_file_and_line(tmp_path):
             return []
 
     with pytest.raises(DataError, match=r"a\.jsonl:1: the tokenizer makes no token of '1\+1'"):
-        load_prompts(write_jsonl(tmp_path / "a.jsonl", ROWS), Silent(), input_key="q")
+        load_prompts(open_sources(write_jsonl(tmp_path / "a.jsonl", ROWS)), Silent(), input_key="q")
 
 
 def test_prompt_set_pickle_round_trip(tmp_path):
-    prompts = load_prompts(write_jsonl(tmp_path / "a.jsonl", ROWS), ByteTokenizer(), input_key="q", label_key="a")
+    prompts = load_prompts(
+        open_sources(write_jsonl(tmp_path / "a.jsonl", ROWS)), ByteTokenizer(), input_key="q", label_key="a"
+    )
     again = pickle.loads(pickle.dumps(prompts))
     assert [prompt.text for prompt in again] == [prompt.text for prompt in prompts]
     assert again[2].token_ids.tolist() == prompts[2].token_ids.tolist()
@@ -108,7 +120,7 @@ def hf_tokenizer():
 
 def test_load_prompts_hugging_face_chat_template_has_special_tokens_once(tmp_path, hf_tokenizer):
     path = write_jsonl(tmp_path / "a.jsonl", [{"q": "two plus two"}])
-    prompt = load_prompts(path, hf_tokenizer, input_key="q", apply_chat_template=True)[0]
+    prompt = load_prompts(open_sources(path), hf_tokenizer, input_key="q", apply_chat_template=True)[0]
     # <s> user two plus two </s> assistant
     assert prompt.token_ids.tolist() == [1, 3, 5, 6, 5, 2, 4]
     assert prompt.text == "<s>user two plus two</s> assistant"
@@ -116,5 +128,5 @@ def test_load_prompts_hugging_face_chat_template_has_special_tokens_once(tmp_pat
 
 def test_load_prompts_hugging_face_plain_text_is_begun_and_not_ended(tmp_path, hf_tokenizer):
     path = write_jsonl(tmp_path / "a.jsonl", [{"q": "two plus two"}, {"q": "<s> two"}])
-    prompts = load_prompts(path, hf_tokenizer, input_key="q")
+    prompts = load_prompts(open_sources(path), hf_tokenizer, input_key="q")
     assert [prompt.token_ids.tolist() for prompt in prompts] == [[1, 5, 6, 5], [1, 5]]

@@ -6,16 +6,24 @@ import numpy as np
 import pytest
 
 from rlhf_data.errors import ConfigError, DataError
+from rlhf_data.examples import load_examples
 from rlhf_data.prompts import load_prompts
-from rlhf_data.sft import SftExample, load_sft_examples
+from rlhf_data.sft import SftEncoder, SftExample
+from rlhf_data.sources import open_sources
 from rlhf_data.testing import BOS_ID, EOS_ID, ByteTokenizer, write_jsonl
 
 
-def load(path, tokenizer=None, **options):
-    return load_sft_examples(path, tokenizer or ByteTokenizer(), input_key="q", output_key="a", **options)
+def load(path, tokenizer=None, max_len=2048, **options):
+    encoder = SftEncoder(tokenizer=tokenizer or ByteTokenizer(), **({"input_key": "q", "output_key": "a"} | options))
+    return load_examples(open_sources(path), encoder, max_len=max_len)
 
 
-def test_load_sft_examples_masks_the_completion_and_its_one_eos(tmp_path):
+def one(tmp_path, row, tokenizer=None, **options):
+    example = load(write_jsonl(tmp_path / "a.jsonl", [row]), tokenizer, **options).examples[0]
+    return example.token_ids.tolist(), example.loss_mask.tolist()
+
+
+def test_sft_encoder_masks_the_completion_and_its_one_eos(tmp_path):
     data = load(write_jsonl(tmp_path / "a.jsonl", [{"q": "1+1", "a": 2}]), input_template="{}=")
     example = data.examples[0]
     assert example.token_ids.tolist() == [BOS_ID, *b"1+1=", ord("2"), EOS_ID]
@@ -23,30 +31,72 @@ def test_load_sft_examples_masks_the_completion_and_its_one_eos(tmp_path):
     assert (example.example_id, example.num_tokens) == ("a.jsonl:1", 7)
 
 
-def test_load_sft_examples_chat_template_trains_what_it_writes_after_the_prompt(tmp_path):
+def test_sft_encoder_chat_template_trains_what_it_writes_after_the_prompt(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", [{"q": "hi", "a": "ho"}])
     example = load(path, apply_chat_template=True).examples[0]
-    prompt = load_prompts(path, ByteTokenizer(), input_key="q", apply_chat_template=True)[0]
+    prompt = load_prompts(open_sources(path), ByteTokenizer(), input_key="q", apply_chat_template=True)[0]
     # The template ends the answer with "<eos>\n"; the newline after the end is not learned.
     assert example.token_ids.tolist() == [*prompt.token_ids.tolist(), *b"ho", EOS_ID]
     assert example.loss_mask.sum() == 3
 
 
-def test_load_sft_examples_template_that_rewrites_the_prompt_is_refused(tmp_path):
+CONVERSATION = [
+    {"role": "user", "content": "a"},
+    {"role": "assistant", "content": "b"},
+    {"role": "user", "content": "c"},
+    {"role": "assistant", "content": "d"},
+]
+# <bos>user: a<eos>\nassistant: | b<eos> | \nuser: c<eos>\nassistant: | d<eos>
+TURNS = [
+    [BOS_ID, *b"user: a", EOS_ID, *b"\nassistant: "],
+    [*b"b", EOS_ID],
+    [*b"\nuser: c", EOS_ID, *b"\nassistant: "],
+    [*b"d", EOS_ID],
+]
+
+
+@pytest.mark.parametrize(("multiturn", "trained"), [(False, [0, 0, 0, 1]), (True, [0, 1, 0, 1])])
+def test_sft_encoder_conversation_trains_the_last_answer_or_all(tmp_path, multiturn, trained):
+    for row, key in (({"q": CONVERSATION}, None), ({"q": CONVERSATION[:-1], "a": "d"}, "a")):
+        ids, mask = one(tmp_path, row, output_key=key, apply_chat_template=True, multiturn=multiturn)
+        assert ids == [token for turn in TURNS for token in turn]
+        assert mask == [bool(flag) for flag, turn in zip(trained, TURNS, strict=True) for _ in turn]
+
+
+def test_sft_encoder_pretrain_trains_all_but_the_first_token(tmp_path):
+    ids, mask = one(tmp_path, {"q": "ab"}, output_key=None, pretrain=True)
+    assert (ids, mask) == ([BOS_ID, *b"ab", EOS_ID], [False, True, True, True])
+    ids, mask = one(tmp_path, {"q": "a<eos>", "a": "b"}, pretrain=True)
+    assert (ids, mask) == ([BOS_ID, *b"a", EOS_ID, *b"b", EOS_ID], [False] + [True] * 4)
+    assert one(tmp_path, {"q": "a<eos>"}, output_key=None, pretrain=True)[0] == [BOS_ID, *b"a", EOS_ID]
+
+
+def test_sft_encoder_truncated_answer_gets_no_eos(tmp_path):
+    cut = {"q": "x", "a": "y", "finish_reason": "length"}
+    assert one(tmp_path, cut) == ([BOS_ID, *b"xy"], [False, False, True])
+    ids, mask = one(tmp_path, cut, apply_chat_template=True)
+    assert ids == [BOS_ID, *b"user: x", EOS_ID, *b"\nassistant: y"]
+    assert sum(mask) == 1 and mask[-1]
+    assert one(tmp_path, cut, output_key=None, pretrain=True)[0] == [BOS_ID, *b"x"]
+    assert one(tmp_path, cut | {"finish_reason": "stop"})[0][-1] == EOS_ID
+
+
+def test_sft_encoder_template_that_rewrites_the_prompt_is_refused(tmp_path):
     class Rewriting(ByteTokenizer):
         def apply_chat_template(self, conversation, **options):
             return f"{len(conversation)} messages. " + super().apply_chat_template(conversation, **options)
 
-    with pytest.raises(DataError, match=r"a\.jsonl:1: the chat template does not write the prompt the same way"):
-        load(write_jsonl(tmp_path / "a.jsonl", [{"q": "hi", "a": "ho"}]), Rewriting(), apply_chat_template=True)
+    with pytest.raises(ConfigError, match=r"a\.jsonl:1: the chat template rewrites what precedes message 1") as caught:
+        one(tmp_path, {"q": "hi", "a": "ho"}, Rewriting(), apply_chat_template=True)
+    assert "--multiturn" not in str(caught.value)
 
 
-def test_load_sft_examples_drops_and_counts_too_long(tmp_path):
+def test_sft_encoder_drops_and_counts_too_long(tmp_path):
     # Tokens: <bos> + q + a + <eos> = 4 and 6.
     path = write_jsonl(tmp_path / "a.jsonl", [{"q": "x", "a": "y"}, {"q": "xx", "a": "yy"}])
     data = load(path, max_len=5)
     assert [example.num_tokens for example in data.examples] == [4]
-    assert (data.num_rows, data.num_too_long, data.longest_tokens) == (2, 1, 6)
+    assert (data.counts.num_rows, data.counts.num_too_long, data.counts.longest_tokens) == (2, 1, 6)
     with pytest.raises(DataError, match=r"all 2 examples of .* are longer than max_len 3\n\nhint: the longest has 6"):
         load(path, max_len=3)
     with pytest.raises(ConfigError, match="max_len must be at least 2"):
@@ -59,13 +109,48 @@ def test_load_sft_examples_drops_and_counts_too_long(tmp_path):
         ({"q": "x"}, "unknown key `a`; known: q"),
         ({"q": "x", "a": " "}, "`a` is empty"),
         ({"q": "x", "a": None}, "null"),
+        ({"q": "", "a": "x"}, "`q` is empty"),
+        ({"q": [{"role": "user", "content": "x"}], "a": "y"}, "messages need --apply_chat_template"),
     ],
 )
-def test_load_sft_examples_broken_completion_names_file_and_line(tmp_path, row, says):
+def test_sft_encoder_broken_row_names_file_and_line(tmp_path, row, says):
     with pytest.raises(DataError) as caught:
         load(write_jsonl(tmp_path / "a.jsonl", [{"q": "x", "a": "y"}, row]))
     assert f"{tmp_path / 'a.jsonl'}:2: " in str(caught.value)
     assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("roles", "says"),
+    [
+        ("user assistant user", "the last message must be the assistant's, it is of role `user`"),
+        ("assistant", "message 0: `assistant` follows `nothing`"),
+        ("system assistant", "message 1: `assistant` follows `system`"),
+        ("user assistant assistant", "message 2: `assistant` follows `assistant`"),
+        ("user user assistant", "message 1: `user` follows `user`"),
+        ("user system assistant", "message 1: a message of role `system` must come first, it follows `user`"),
+        ("user asistant", "message 1: unknown role `asistant`"),
+    ],
+)
+def test_sft_encoder_role_order_names_file_line_and_message(tmp_path, roles, says):
+    messages = [{"role": role, "content": "x"} for role in roles.split()]
+    with pytest.raises(DataError) as caught:
+        one(tmp_path, {"q": messages}, output_key=None, apply_chat_template=True)
+    assert f"a.jsonl:1: {says}" in str(caught.value)
+
+
+def test_sft_encoder_empty_turn_is_refused(tmp_path):
+    messages = [*CONVERSATION[:1], {"role": "assistant", "content": " "}, *CONVERSATION[2:]]
+    with pytest.raises(DataError, match="message 1: the assistant's answer is empty"):
+        one(tmp_path, {"q": messages}, output_key=None, apply_chat_template=True)
+
+
+def test_sft_encoder_options_that_do_not_fit_are_refused():
+    for options in ({"multiturn": True}, {"multiturn": True, "pretrain": True, "apply_chat_template": True}):
+        with pytest.raises(ConfigError, match="multiturn trains every answer"):
+            SftEncoder(tokenizer=ByteTokenizer(), **options)
+    with pytest.raises(ConfigError, match="without an output_key"):
+        SftEncoder(tokenizer=ByteTokenizer(), output_key=None)
 
 
 def test_sft_example_without_a_trained_token_is_refused():

@@ -1,9 +1,12 @@
 """Rows of data files: values, line numbers, and every way a file can be broken."""
 
+import sys
+
 import pytest
 
 from rlhf_data.errors import ConfigError, DataError
-from rlhf_data.sources import read_rows
+from rlhf_data.rows import RowErrors
+from rlhf_data.sources import open_sources, read_rows
 from rlhf_data.testing import write_jsonl
 
 
@@ -11,14 +14,14 @@ def test_read_rows_jsonl_keeps_order_and_line_numbers(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('\ufeff{"q": "one"}\n\n  {"q": "zwei ä"}  \r\n{"q": 3}', encoding="utf-8")
     rows = read_rows(path)
-    assert [(row.line, row.values["q"]) for row in rows] == [(1, "one"), (3, "zwei ä"), (4, 3)]
+    assert [(row.number, row.values["q"]) for row in rows] == [(1, "one"), (3, "zwei ä"), (4, 3)]
     assert rows[1].origin == f"{path}:3"
 
 
 def test_read_rows_json_list_knows_the_line_of_each_row(tmp_path):
     path = tmp_path / "a.json"
     path.write_text('\n[\n  {"q": 1},\n  {\n "q": 2}\n , {"q": 3}]\n')
-    assert [(row.line, row.values["q"]) for row in read_rows(path)] == [(3, 1), (4, 2), (6, 3)]
+    assert [(row.number, row.values["q"]) for row in read_rows(path)] == [(3, 1), (4, 2), (6, 3)]
 
 
 def test_read_rows_max_rows_reads_no_further(tmp_path):
@@ -64,14 +67,12 @@ def test_read_rows_missing_file_suggests_the_nearest(tmp_path):
         read_rows(tmp_path / "trian.jsonl")
     with pytest.raises(DataError, match=r"hint: there is no folder .*nowhere"):
         read_rows(tmp_path / "nowhere" / "train.jsonl")
-    with pytest.raises(DataError, match="is a folder"):
-        read_rows(tmp_path)
 
 
 def test_read_rows_unknown_type_lists_the_known(tmp_path):
-    path = tmp_path / "train.csv"
+    path = tmp_path / "train.tsv"
     path.write_text("q\n1\n")
-    with pytest.raises(DataError, match=r"ends in `\.csv`; known: \.json, \.jsonl"):
+    with pytest.raises(DataError, match=r"ends in `\.tsv`; known: \.json, \.jsonl, \.csv, \.parquet, \.arrow, \.py"):
         read_rows(path)
 
 
@@ -117,3 +118,195 @@ def test_row_label_writes_structures_as_json_and_refuses_null(tmp_path):
     assert [row.label(key) for key in "sibl"] == ["4", "4", "true", '["assert f(1) == 1", "ä"]']
     with pytest.raises(DataError, match=r"a\.jsonl:1: the label `n` is null"):
         row.label("n")
+
+
+CHAT = [{"role": "user", "content": "x"}]
+
+
+def origins(rows):
+    return [row.origin for row in rows]
+
+
+def test_open_sources_csv_cells_are_text_and_know_their_line(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_bytes('\ufeffq,a\r\n"two\nlines",1\r\n\r\nlast,"say ""hi"""\r\n'.encode())
+    rows = list(open_sources(path))
+    assert [(row.number, dict(row.values)) for row in rows] == [
+        (2, {"q": "two\nlines", "a": "1"}),
+        (5, {"q": "last", "a": 'say "hi"'}),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "bad", "good"),
+    [
+        # Three usable rows, and in their midst one that is not.
+        ("a.jsonl", b'{"q": 1}\n{"q": \n{"q": 2}\n{"q": 3}\n', 2, [1, 3, 4]),
+        ("a.jsonl", b'{"q": 1}\n[1]\n{"q": 2}\n{"q": 3}\n', 2, [1, 3, 4]),
+        ("a.jsonl", b'{"q": 1}\n{"q": "\xff"}\n{"q": 2}\n{"q": 3}\n', 2, [1, 3, 4]),
+        ("a.json", b'[{"q": 1},\n{"q": "\xff"},\n{"q": 2},\n{"q": 3}]\n', 2, [1, 3, 4]),
+        ("a.json", b'[{"q": 1},\n7,\n{"q": 2},\n{"q": 3}]\n', 2, [1, 3, 4]),
+        ("a.csv", b"q\n1\n2,2\n3\n4\n", 3, [2, 4, 5]),
+        ("a.csv", b"q\n1\n\xff\n3\n4\n", 3, [2, 4, 5]),
+        ("a.csv", b'q\n1\n"2" x\n3\n4\n', 3, [2, 4, 5]),
+    ],
+)
+def test_rows_read_counts_a_broken_row_and_goes_on(tmp_path, name, content, bad, good):
+    path = tmp_path / name
+    path.write_bytes(content)
+    errors = RowErrors()
+    assert [row.number for row in open_sources(path).read(errors)] == good
+    assert errors.num_bad == 1
+    assert errors.first[0].startswith(f"{path}:{bad}: ")
+    with pytest.raises(DataError, match=rf"{name}:{bad}: "):
+        list(open_sources(path))
+
+
+def test_row_errors_above_one_percent_are_refused_unless_skipped():
+    errors = RowErrors()
+    for line in range(4):
+        errors.add(DataError(f"a.jsonl:{line}: broken"))
+    errors.check(400)  # exactly 1 %
+    with pytest.raises(DataError) as caught:
+        errors.check(399)
+    assert str(caught.value) == (
+        "4 of 399 rows cannot be used; the first:\na.jsonl:0: broken\na.jsonl:1: broken\n"
+        "a.jsonl:2: broken\n\nhint: repair them, or leave them all out with --skip_bad_rows; 1 % is left out anyway"
+    )
+    skipping = RowErrors(skip_bad_rows=True)
+    skipping.add("a.jsonl:1: broken")
+    skipping.check(2)
+    with pytest.raises(DataError, match=r"^1 of 1 rows cannot be used; the first:\na\.jsonl:1: broken$"):
+        skipping.check(1)
+
+
+def test_open_sources_csv_without_a_readable_header_is_refused(tmp_path):
+    (tmp_path / "a.csv").write_bytes(b"q\xff\n1\n")
+    with pytest.raises(DataError, match=r"a\.csv:1: "):
+        list(open_sources(tmp_path / "a.csv").read(RowErrors()))
+
+
+def test_open_sources_several_come_one_after_the_other_with_max_samples_of_each(tmp_path):
+    a = write_jsonl(tmp_path / "a.jsonl", [{"q": n} for n in range(3)])
+    b = write_jsonl(tmp_path / "b.jsonl", [{"q": n} for n in range(2)])
+    rows = open_sources(f"{a}, {b}", max_samples=2)
+    assert origins(rows) == [f"{a}:1", f"{a}:2", f"{b}:1", f"{b}:2"]
+    assert origins(rows) == origins(rows)
+    assert (rows.name, next(iter(rows)).row_id) == (f"{a}, {b}", "a.jsonl:1")
+
+
+def test_open_sources_probabilities_draw_until_every_source_has_ended(tmp_path):
+    a = write_jsonl(tmp_path / "a.jsonl", [{"q": n} for n in range(300)])
+    b = write_jsonl(tmp_path / "b.jsonl", [{"q": n} for n in range(20)])
+    rows = list(open_sources(f"{a},{b}", probs=[3, 1], seed=1))
+    numbers = {path: [row.number for row in rows if row.source == str(path)] for path in (a, b)}
+    # a is the last to end, so it is there once, and b again and again, each time in order.
+    assert numbers[a] == list(range(1, 301))
+    assert numbers[b] == [n % 20 + 1 for n in range(len(numbers[b]))]
+    # a ends after 300 / 0.75 = 400 draws, 100 of them b's; the standard deviation is sqrt(300 * 0.25) / 0.75 = 11.5.
+    assert abs(len(numbers[b]) - 100) < 40
+    assert origins(rows) == origins(open_sources(f"{a},{b}", probs=[3, 1], seed=1))
+    assert origins(rows) != origins(open_sources(f"{a},{b}", probs=[3, 1], seed=2))
+
+
+def test_open_sources_options_out_of_range_are_refused(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"q": 1}])
+    for text, options, says in (
+        (" , ", {}, "no data is named"),
+        (str(path), {"probs": [0.5, 0.5]}, "1 data sources need as many probabilities, got 2"),
+        (f"{path},{path}", {"probs": [1, 0]}, "must be above 0"),
+        (f"{path}@sub", {}, "has no subsets, got `@sub`"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            open_sources(text, **options)
+
+
+def test_open_sources_all_rows_broken_says_so(tmp_path):
+    (tmp_path / "a.jsonl").write_text("x\ny\n")
+    with pytest.raises(
+        DataError, match=r"no row of .*a\.jsonl can be read; the first that cannot:\n.*a\.jsonl:1: malf"
+    ):
+        list(open_sources(tmp_path / "a.jsonl", probs=[1]).read(RowErrors()))
+
+
+def test_rows_fingerprint_changes_with_content_and_options(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"q": 1}])
+    before = open_sources(path).fingerprint()
+    assert before == open_sources(path).fingerprint() != open_sources(path, max_samples=1).fingerprint()
+    write_jsonl(path, [{"q": 2}])
+    assert open_sources(path).fingerprint() != before
+
+
+def test_open_sources_without_the_library_says_how_to_install_it(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    (tmp_path / "a.parquet").write_bytes(b"")
+    with pytest.raises(
+        ConfigError, match=r"needs the `datasets` library.*\n\nhint: pip install 'rlhf-data\[datasets\]'"
+    ):
+        open_sources(tmp_path / "a.parquet")
+
+
+@pytest.fixture(scope="module")
+def tables(tmp_path_factory):
+    """A folder with one table in every format that the `datasets` library reads here."""
+    datasets = pytest.importorskip("datasets")
+    datasets.disable_progress_bars()
+    folder = tmp_path_factory.mktemp("tables")
+    table = datasets.Dataset.from_list([{"q": "a", "m": CHAT, "n": 1}, {"q": "b", "m": CHAT, "n": 2}])
+    table.to_parquet(folder / "t.parquet")
+    table.save_to_disk(folder / "saved")
+    datasets.DatasetDict({"test": table}).save_to_disk(folder / "splits")
+    (folder / "saved" / "data-00000-of-00001.arrow").rename(folder / "t.arrow")
+    table.save_to_disk(folder / "saved")
+    (folder / "script.py").write_text(SCRIPT)
+    (folder / "two.py").write_text(SCRIPT + SCRIPT.replace("class Sums", "class More"))
+    return folder
+
+
+SCRIPT = """
+import datasets
+
+class Sums(datasets.GeneratorBasedBuilder):
+    BUILDER_CONFIGS = [datasets.BuilderConfig(name="x"), datasets.BuilderConfig(name="y")]
+
+    def _info(self):
+        return datasets.DatasetInfo(features=datasets.Features({"q": datasets.Value("string")}))
+
+    def _split_generators(self, manager):
+        return [datasets.SplitGenerator(name="train", gen_kwargs={"count": 2})]
+
+    def _generate_examples(self, count):
+        yield from ((n, {"q": self.config.name + str(n)}) for n in range(count))
+"""
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("name", ["t.parquet", "t.arrow", "saved", "splits"])
+def test_open_sources_tables_of_the_library_know_their_rows(tables, name, streaming):
+    rows = open_sources(str(tables / name), split="test", streaming=streaming)
+    values = [(row.origin, row.row_id, row.text("q"), row.cell("m"), row.text("n")) for row in rows]
+    path = tables / name
+    assert values == [(f"{path}#0", f"{name}#0", "a", CHAT, "1"), (f"{path}#1", f"{name}#1", "b", CHAT, "2")]
+    assert (rows.fingerprint() is None) == streaming
+    assert len(list(open_sources(str(path), split="test", max_samples=1))) == 1
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_open_sources_script_builds_the_subset(tables, tmp_path, monkeypatch, streaming):
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
+    rows = open_sources(f"{tables / 'script.py'}@y", streaming=streaming)
+    assert [row.values["q"] for row in rows] == ["y0", "y1"]
+    assert rows.name == f"{tables / 'script.py'}@y"
+
+
+def test_open_sources_tables_that_cannot_be_opened_name_themselves(tables):
+    with pytest.raises(ConfigError, match=r"splits: unknown split `train`; known: test"):
+        open_sources(tables / "splits")
+    with pytest.raises(ConfigError, match=r"two\.py must define one builder class of `datasets`, found 2"):
+        open_sources(tables / "two.py")
+    (tables / "broken.parquet").write_bytes(b"x")
+    with pytest.raises(DataError, match=r"broken\.parquet cannot be opened"):
+        open_sources(tables / "broken.parquet")
+    with pytest.raises(DataError, match=r"broken\.parquet cannot be (opened|read)"):
+        list(open_sources(tables / "broken.parquet", streaming=True))

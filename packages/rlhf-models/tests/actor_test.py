@@ -142,3 +142,16 @@ def test_actor_model_that_drops_the_bounds_is_refused_not_mixed_up(model_dir, se
     attention.forward = lambda *args, cu_seq_lens_q, **kwargs: forward(*args, **kwargs)
     with pytest.raises(ConfigError, match="would mix them\n\nhint: turn packing off"):
         actor(TokenBatch.packed(sequences))
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_actor_logits_after_tokens_are_those_its_logprobs_are_made_of(model_dir, sequences, packing):
+    actor = load_actor(model_dir, dtype="float32", packing=packing)
+    batch = TokenBatch.packed(sequences) if packing else TokenBatch.padded(sequences, 0)
+    index = batch.target_mask.flatten().nonzero()[:, 0]
+    logits = actor(batch, logits_after=index - 1)
+    assert logits.shape == (len(index), 512)
+    logprobs = logits.log_softmax(-1).gather(-1, batch.input_ids.flatten()[index, None])[:, 0]
+    torch.testing.assert_close(logprobs, actor(batch).logprobs.flatten()[index])
+    # The last token has something after it too, which no log-prob speaks of.
+    assert actor(batch, logits_after=batch.last_index).shape == (len(sequences), 512)

@@ -9,7 +9,7 @@ from rlhf_data.errors import ConfigError, DataError
 from rlhf_models import reward
 from rlhf_models.batch import TokenBatch
 from rlhf_models.loading import load_reward_model
-from rlhf_models.reward import RewardModel, score_sequences, stored_moments
+from rlhf_models.reward import RewardModel, score_sequences, store_moments, stored_moments
 from rlhf_models.testing import tiny_reward_model_dir
 
 
@@ -119,3 +119,11 @@ def test_batches_hold_like_lengths_and_bounds(monkeypatch):
     assert list(reward._batches([8, 1, 30, 3, 9, 1], 3)) == [[1, 5, 3], [0, 4], [2]]
     # 3 x 7 = 21 tokens are too many, 2 x 7 are not.
     assert list(reward._batches([7, 7, 7], 3)) == [[0, 1], [2]]
+
+
+def test_store_moments_replaces_earlier_ones_and_is_what_loading_reads(tmp_path):
+    folder = tiny_reward_model_dir(tmp_path, mean=9.0, std=9.0)
+    store_moments(folder, 3.0, 5.0)
+    assert load_reward_model(folder, dtype="float32", normalize=True).moments == (3.0, 5.0)
+    store_moments(folder, 3.0, 0.0)  # nothing can be divided by it
+    assert load_reward_model(folder, dtype="float32", normalize=True).moments is None

@@ -10,7 +10,7 @@ import torch
 from rlhf_data.errors import ConfigError
 from rlhf_train.engine.protocol import StepStats
 from rlhf_train.metrics import Mean, Sum
-from rlhf_train.offline.loop import OfflineSchedule, evaluate, optimizer_step, train_offline
+from rlhf_train.offline.loop import Objective, OfflineSchedule, evaluate, optimizer_step, this_ranks_part, train_offline
 from rlhf_train.testing import run_ranks
 
 
@@ -41,7 +41,7 @@ class FakeEngine:
 
 
 @dataclass(frozen=True)
-class PullTo:
+class PullTo(Objective[float]):
     """Each example x pulls the weight w towards x: (w - x)^2 / 2, averaged over the examples."""
 
     def num_tokens(self, example: float) -> int:
@@ -55,6 +55,10 @@ class PullTo:
         errors = engine.forward(ones)[:, 0] - torch.tensor(examples)
         loss = (errors**2 / 2).sum() / denominators.num_tokens
         return loss, {"x": Mean(float(sum(examples)), len(examples)), "seen": Sum(float(len(examples)))}
+
+
+def passes(micro: int, **changes: Any) -> OfflineSchedule:
+    return OfflineSchedule(train_batch_size=99, micro_train_batch_size=micro, **changes)
 
 
 @pytest.fixture(autouse=True)
@@ -84,12 +88,36 @@ def test_schedule_order_follows_the_seed():
 def test_schedule_sizes_below_one_are_refused():
     with pytest.raises(ConfigError, match="micro_train_batch_size is 0"):
         OfflineSchedule(train_batch_size=4, micro_train_batch_size=0)
+    with pytest.raises(ConfigError, match="micro_batch_tokens is 0"):
+        OfflineSchedule(train_batch_size=4, micro_train_batch_size=1, micro_batch_tokens=0)
+
+
+class Lengths(PullTo):
+    """Examples that are as long as they say."""
+
+    def num_tokens(self, example: float) -> int:
+        return int(example)
+
+
+def test_micro_batches_under_a_token_budget_are_full_and_equally_many_on_each_rank(monkeypatch):
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    lengths, seen, counts = [9.0, 1.0, 8.0, 2.0, 3.0, 3.0, 4.0], [], set()
+    for rank in (0, 1):
+        monkeypatch.setattr(torch.distributed, "get_rank", lambda rank=rank: rank)
+        batches, denominators = this_ranks_part(Lengths(), lengths, passes(1, micro_batch_tokens=10))
+        assert all(sum(batch.items) <= 10 for batch in batches)
+        assert denominators.num_sequences == 7
+        counts.add(len(batches))
+        seen += [row for batch in batches for row in batch.rows]
+    # 30 tokens in passes of 10: two on each rank, where one a sequence would be four on one of them.
+    assert counts == {2}
+    assert sorted(seen) == list(range(7))
 
 
 @pytest.mark.parametrize("micro", [1, 2, 3, 5])
 def test_optimizer_step_moves_the_weight_alike_for_every_micro_batch_size(micro):
     engine = FakeEngine()
-    metrics = optimizer_step(engine, PullTo(), [1.0, 2.0, 3.0, 4.0, 5.0], micro)
+    metrics = optimizer_step(engine, PullTo(), [1.0, 2.0, 3.0, 4.0, 5.0], passes(micro))
     # The gradient at w = 0 is -mean(x) = -3; rate 1 makes w = 3.
     assert engine.module.weight.item() == pytest.approx(3.0)
     assert metrics["train/grad_norm"] == pytest.approx(3.0)
@@ -99,7 +127,7 @@ def test_optimizer_step_moves_the_weight_alike_for_every_micro_batch_size(micro)
 
 def test_evaluate_leaves_the_weight_alone_and_the_gradient_empty():
     engine = FakeEngine()
-    assert evaluate(engine, PullTo(), [1.0, 2.0, 6.0], 2) == {"x": 3.0, "seen": 3.0}
+    assert evaluate(engine, PullTo(), [1.0, 2.0, 6.0], passes(2)) == {"x": 3.0, "seen": 3.0}
     assert engine.module.weight.item() == 0.0
     assert engine.module.weight.grad is None
 
@@ -132,6 +160,6 @@ def _step_on_rank(rank: int, num_ranks: int, master: tuple[str, int]) -> tuple[f
             return super().step()
 
     engine = Engine()
-    metrics = optimizer_step(engine, PullTo(), [2.0, 4.0], 1)
+    metrics = optimizer_step(engine, PullTo(), [2.0, 4.0], passes(1))
     torch.distributed.destroy_process_group()
     return engine.module.weight.item(), metrics

@@ -11,8 +11,9 @@ from rlhf_data.sft import SftExample
 from rlhf_models.loading import load_actor
 from rlhf_models.testing import tiny_model_dir
 from rlhf_train.batching import Denominators
+from rlhf_train.offline.job import OfflineJob, run_offline
 from rlhf_train.offline.loop import OfflineSchedule
-from rlhf_train.offline.supervised import SupervisedJob, SupervisedObjective, run_supervised, supervised_loss
+from rlhf_train.offline.supervised import SupervisedObjective, supervised_loss
 from rlhf_train.specs import ModelSpec, OptimizerSpec
 
 
@@ -55,7 +56,7 @@ def test_supervised_loss_nothing_trained_is_zero_and_ignores_nan():
 def test_objective_equals_transformers_own_loss(model_path, packing):
     actor = load_actor(model_path, dtype="float32", packing=packing)
     engine = SimpleNamespace(forward=actor, device=torch.device("cpu"))
-    objective = SupervisedObjective(packing)
+    objective = SupervisedObjective(packing=packing)
     denominators = Denominators(sum(map(objective.num_trained_tokens, EXAMPLES)), 3, 3)
     loss, metrics = objective.loss(engine, EXAMPLES, denominators)
     # 3 + 2 + 1 = 6 trained tokens; transformers averages one example at a time.
@@ -70,7 +71,15 @@ def test_objective_equals_transformers_own_loss(model_path, packing):
     assert metrics["sft/loss"].result() == pytest.approx(total / 6, rel=1e-5)
 
 
-def test_run_supervised_loss_falls_and_the_model_is_saved(model_path, tmp_path):
+def test_objective_first_token_of_a_sequence_is_never_counted(model_path):
+    # Pretraining trains all tokens; nothing stands before the first of each, so 4 + 2 of the 5 + 3 are left.
+    objective, items = SupervisedObjective(), [example([5, 6, 7, 8, 9], 0), example([10, 11, 12], 0)]
+    engine = SimpleNamespace(forward=load_actor(model_path, dtype="float32"), device=torch.device("cpu"))
+    assert [objective.num_trained_tokens(item) for item in items] == [4, 2]
+    assert objective.loss(engine, items, Denominators(6, 2, 4))[1]["sft/loss"].count == 6
+
+
+def test_run_offline_supervised_loss_falls_and_the_model_is_saved(model_path, tmp_path):
     steps, evaluations = [], []
 
     class Watch:
@@ -80,7 +89,8 @@ def test_run_supervised_loss_falls_and_the_model_is_saved(model_path, tmp_path):
         def evaluation(self, step, metrics):
             evaluations.append((step, metrics["eval/loss"]))
 
-    job = SupervisedJob(
+    job = OfflineJob(
+        objective=SupervisedObjective(),
         model=ModelSpec(
             path=model_path, zero_stage=2, optimizer=OptimizerSpec(learning_rate=5e-3, scheduler="constant")
         ),
@@ -90,7 +100,7 @@ def test_run_supervised_loss_falls_and_the_model_is_saved(model_path, tmp_path):
         model_path=tmp_path / "model",
         master=("127.0.0.1", _free_port()),
     )
-    run_supervised(job, Watch())
+    run_offline(job, Watch())
     assert [step for step, _, _ in steps] == list(range(1, 21))
     assert {total for _, total, _ in steps} == {20}
     # An untrained model of 512 tokens is near ln 512 = 6.2 nats; three short rows are soon known by heart.

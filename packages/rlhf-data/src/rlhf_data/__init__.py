@@ -9,12 +9,22 @@ from rlhf_data.errors import (
     RlhfError,
     WeightSyncError,
 )
+from rlhf_data.examples import ExampleSet, load_examples
 from rlhf_data.packing import pack, split_balanced
+from rlhf_data.preference import (
+    PreferenceEncoder,
+    PreferenceExample,
+    ProcessEncoder,
+    ProcessExample,
+    UnpairedEncoder,
+    UnpairedExample,
+)
 from rlhf_data.prompts import PromptSet, load_prompts
 from rlhf_data.records import FinishReason, Prompt, Rollout, RolloutGroup, Span, SpanSource, Verdict, VerdictKind
+from rlhf_data.rows import Row
 from rlhf_data.sampler import EpochSampler
-from rlhf_data.sft import SftExample, SftSet, load_sft_examples
-from rlhf_data.sources import Row, read_rows
+from rlhf_data.sft import SftEncoder, SftExample
+from rlhf_data.sources import Rows, open_sources, read_rows
 
 __all__ = [
     "CheckpointError",
@@ -22,7 +32,12 @@ __all__ = [
     "DataError",
     "EngineError",
     "EpochSampler",
+    "ExampleSet",
     "FinishReason",
+    "PreferenceEncoder",
+    "PreferenceExample",
+    "ProcessEncoder",
+    "ProcessExample",
     "Prompt",
     "PromptSet",
     "RewardError",
@@ -30,15 +45,19 @@ __all__ = [
     "Rollout",
     "RolloutGroup",
     "Row",
+    "Rows",
+    "SftEncoder",
     "SftExample",
-    "SftSet",
     "Span",
     "SpanSource",
+    "UnpairedEncoder",
+    "UnpairedExample",
     "Verdict",
     "VerdictKind",
     "WeightSyncError",
+    "load_examples",
     "load_prompts",
-    "load_sft_examples",
+    "open_sources",
     "pack",
     "read_rows",
     "split_balanced",

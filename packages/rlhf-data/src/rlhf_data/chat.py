@@ -1,23 +1,29 @@
-"""From a row's input to the text and tokens of a prompt: chat template, input template, special tokens exactly once.
+"""From rows to tokens: chat template, input template, special tokens exactly once, and which tokens are trained.
 
 A tokenizer is a loaded Hugging Face tokenizer, or an object that behaves like one (`rlhf_data.testing.ByteTokenizer`).
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from rlhf_data.errors import ConfigError, DataError, with_hint
-from rlhf_data.sources import Row
+import numpy as np
+
+from rlhf_data.errors import ConfigError, DataError, unknown, with_hint
+from rlhf_data.rows import Row
 
 Messages = list[dict[str, Any]]
 
 _PLACEHOLDER = "{}"
+_GENERATION_MARK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+_ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 class Tokenizer(Protocol):
     """The part of a Hugging Face tokenizer that this package uses."""
 
     bos_token_id: int | None
+    eos_token: str | None
     eos_token_id: int | None
     chat_template: Any
 
@@ -34,6 +40,21 @@ class Tokenizer(Protocol):
     ) -> Any:
         """Return the rendered conversation."""
         ...
+
+
+def load_tokenizer(name: str) -> Tokenizer:
+    """Return a Hugging Face tokenizer. Raises ConfigError without transformers, or when there is none of that name."""
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise ConfigError(with_hint(f"tokenizers need transformers: {error}", "pip install 'rlhf-data[hf]'")) from None
+    try:
+        return AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(
+            with_hint(f"no tokenizer in {name}: {reason}", "give a folder with tokenizer.json, or --tokenizer")
+        ) from None
 
 
 def check_template(tokenizer: Tokenizer, *, apply_chat_template: bool, input_template: str | None) -> None:
@@ -78,21 +99,8 @@ def render_prompt(
         raise DataError(
             with_hint(f"{row.origin}: `{input_key}` is a list of messages", "messages need --apply_chat_template")
         )
-    text = _filled(row, input_key)
+    text = row.filled(input_key)
     return text if input_template is None else input_template.replace(_PLACEHOLDER, text)
-
-
-def render_prompts(
-    rows: Sequence[Row], tokenizer: Tokenizer, *, input_key: str, apply_chat_template: bool, input_template: str | None
-) -> tuple[list[str], list[list[int]]]:
-    """Return the prompt of each row as text and as token ids; see `render_prompt` and `encode_prompts`."""
-    texts = [
-        render_prompt(
-            row, tokenizer, input_key=input_key, apply_chat_template=apply_chat_template, input_template=input_template
-        )
-        for row in rows
-    ]
-    return texts, encode_prompts(texts, tokenizer, has_special_tokens=apply_chat_template)
 
 
 def row_messages(row: Row, key: str) -> Messages:
@@ -103,7 +111,7 @@ def row_messages(row: Row, key: str) -> Messages:
     """
     value = row.cell(key)
     if not isinstance(value, list):
-        return [{"role": "user", "content": _filled(row, key)}]
+        return [{"role": "user", "content": row.filled(key)}]
     if not value:
         raise DataError(f"{row.origin}: `{key}` is an empty list of messages")
     for index, message in enumerate(value):
@@ -157,10 +165,10 @@ def encode_prompts(texts: Sequence[str], tokenizer: Tokenizer, *, has_special_to
     return prompts
 
 
-def encode_completion(text: str, tokenizer: Tokenizer) -> list[int]:
+def encode_completion(text: str, tokenizer: Tokenizer, *, is_truncated: bool = False) -> list[int]:
     """Return the token ids of a completion that follows a prompt: no token begins it, one EOS ends it.
 
-    White space after an EOS in the text, as chat templates write it, is left out.
+    White space after an EOS in the text, as chat templates write it, is left out. A truncated text gets no EOS.
 
     Raises:
         ConfigError: the tokenizer has no EOS token.
@@ -169,6 +177,8 @@ def encode_completion(text: str, tokenizer: Tokenizer) -> list[int]:
     if eos is None:
         raise ConfigError("the tokenizer has no EOS token, so no completion can end")
     ids = _encode([text], tokenizer, add_special_tokens=False)[0]
+    if is_truncated:
+        return ids
     if eos in ids:
         last = len(ids) - 1 - ids[::-1].index(eos)
         if not tokenizer.decode(ids[last + 1 :], skip_special_tokens=False).strip():
@@ -176,12 +186,134 @@ def encode_completion(text: str, tokenizer: Tokenizer) -> list[int]:
     return [*ids, eos]
 
 
+def check_roles(messages: Messages, *, origin: str) -> None:
+    """Raise DataError unless the messages are a conversation that ends with an answer.
+
+    System messages come first, no two users and no two assistants follow each other, an assistant answers somebody, and
+    no answer is empty.
+    """
+    before = None
+    for index, message in enumerate(messages):
+        role, place = message["role"], f"{origin}: message {index}"
+        if role not in _ROLES:
+            raise DataError(f"{place}: {unknown('role', role, _ROLES)}")
+        if role in ("system", "developer") and before not in (None, "system", "developer"):
+            raise DataError(f"{place}: a message of role `{role}` must come first, it follows `{before}`")
+        if (role != "tool" and role == before == "user") or (role == "assistant" and before not in ("user", "tool")):
+            raise DataError(f"{place}: `{role}` follows `{before or 'nothing'}`")
+        if role == "assistant" and not message["content"].strip():
+            raise DataError(f"{place}: the assistant's answer is empty")
+        before = role
+    if before != "assistant":
+        raise DataError(f"{origin}: the last message must be the assistant's, it is of role `{before}`")
+
+
+def encode_conversation(
+    messages: Messages, tokenizer: Tokenizer, *, origin: str, all_turns: bool, is_truncated: bool = False
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the token ids [L] of a conversation and which of them the assistant wrote [L] bool.
+
+    A template with `{% generation %}` marks says itself what the assistant writes, and an EOS right after a mark
+    belongs to it. Of any other template, what it writes for an assistant's message after the generation prompt is the
+    assistant's, provided that it writes all before that in the same way; the pieces are tokenized apart, as they are in
+    generation. The last answer ends with one EOS, and what follows that is left out.
+
+    Args:
+        messages: a conversation that ends with the assistant; see `check_roles`.
+        tokenizer: the model's, loaded, with a chat template.
+        origin: for messages.
+        all_turns: every answer is trained; else the last one.
+        is_truncated: the last answer was cut: no EOS is put after it. Marks are not used then, for they hold the EOS.
+
+    Raises:
+        ConfigError: the template writes history differently once messages follow it, so that no mask fits what the
+            model will see; marks that cannot be told apart by message; no EOS token.
+        DataError: the template refuses the messages.
+    """
+    if has_generation_marks(tokenizer) and not is_truncated:
+        return _encode_marked(messages, tokenizer, origin, all_turns)
+    ids: list[int] = []
+    mask: list[bool] = []
+    pieces = _pieces(messages, tokenizer, origin, all_turns)
+    for number, (text, is_trained) in enumerate(pieces):
+        if number < len(pieces) - 1:
+            new = _encode([text], tokenizer, add_special_tokens=False)[0]
+        else:
+            if is_truncated:  # the template ends every answer
+                answer = messages[-1]["content"].strip()
+                if answer not in text:
+                    raise DataError(f"{origin}: the chat template does not write the truncated answer as it is")
+                text = text[: text.rindex(answer) + len(answer)]
+            new = encode_completion(text, tokenizer, is_truncated=is_truncated)
+        ids += new
+        mask += [is_trained] * len(new)
+    return np.array(ids, np.int32), np.array(mask, bool)
+
+
+def has_generation_marks(tokenizer: Tokenizer) -> bool:
+    """Return whether the tokenizer's chat template says which part of its output the assistant writes."""
+    template = tokenizer.chat_template
+    if isinstance(template, Mapping):  # several templates by name
+        template = template.get("default", "")
+    return bool(_GENERATION_MARK.search(template))
+
+
+def _pieces(messages: Messages, tokenizer: Tokenizer, origin: str, all_turns: bool) -> list[tuple[str, bool]]:
+    """Return the conversation's text in pieces, with whether the assistant wrote it, an answer last."""
+    pieces, done, carried = [], "", ""
+    for index, message in enumerate(messages):
+        if message["role"] != "assistant" or not (all_turns or index == len(messages) - 1):
+            continue
+        before = render_chat(messages[:index], tokenizer, origin=origin, add_generation_prompt=True)
+        after = render_chat(messages[: index + 1], tokenizer, origin=origin, add_generation_prompt=False)
+        if not (before.startswith(done) and after.startswith(before)):
+            raise ConfigError(
+                with_hint(
+                    f"{origin}: the chat template rewrites what precedes message {index} once an answer is there",
+                    "use a template that only appends or has {% generation %} marks"
+                    + (", or train the last answer only, without --multiturn" if all_turns else ""),
+                )
+            )
+        # White space that the template writes after the EOS is not the assistant's.
+        text = after[len(before) :]
+        head, eos, tail = text.rpartition(tokenizer.eos_token or "\0")
+        ends = bool(eos) and not tail.strip() and index < len(messages) - 1
+        pieces += [(carried + before[len(done) :], False), (head + eos if ends else text, True)]
+        done, carried = after, tail if ends else ""
+    return pieces
+
+
+def _encode_marked(
+    messages: Messages, tokenizer: Tokenizer, origin: str, all_turns: bool
+) -> tuple[np.ndarray, np.ndarray]:
+    try:
+        encoded = tokenizer.apply_chat_template(
+            messages, tokenize=True, add_generation_prompt=False, return_dict=True, return_assistant_tokens_mask=True
+        )
+    except Exception as error:  # a template is a program: it may raise anything
+        raise DataError(f"{origin}: the chat template refuses the messages: {error}") from error
+    ids, mask, eos = np.array(encoded["input_ids"]), np.array(encoded["assistant_masks"], bool), tokenizer.eos_token_id
+    if eos is None:
+        raise ConfigError("the tokenizer has no EOS token, so no completion can end")
+    mask[1:] |= mask[:-1] & (ids[1:] == eos)
+    starts = np.flatnonzero(mask & ~np.concatenate([[False], mask[:-1]]))
+    answers = sum(message["role"] == "assistant" for message in messages)
+    if len(starts) < answers or (len(starts) > answers and not all_turns):
+        raise ConfigError(
+            with_hint(
+                f"{origin}: the chat template marks {len(starts)} runs of tokens for {answers} answers",
+                "train all of them, with --multiturn" if len(starts) > answers else "use a template without marks",
+            )
+        )
+    if not all_turns:
+        mask[: starts[-1]] = False
+    last = int(np.flatnonzero(mask)[-1])
+    ends = last + np.flatnonzero(ids[last:] == eos)
+    if len(ends):
+        return ids[: ends[0] + 1].astype(np.int32), mask[: ends[0] + 1]
+    length = len(ids) if tokenizer.decode(ids[last + 1 :]).strip() else last + 1
+    return np.append(ids[:length], eos).astype(np.int32), np.append(mask[:length], True)
+
+
 def _encode(texts: list[str], tokenizer: Tokenizer, *, add_special_tokens: bool) -> list[list[int]]:
     return [list(ids) for ids in tokenizer(texts, add_special_tokens=add_special_tokens)["input_ids"]] if texts else []
-
-
-def _filled(row: Row, key: str) -> str:
-    text = row.text(key)
-    if not text.strip():
-        raise DataError(f"{row.origin}: `{key}` is empty")
-    return text

@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import overload
 
-from rlhf_data.chat import Tokenizer, check_template, render_prompts
+from rlhf_data.chat import Tokenizer, check_template, encode_prompts, render_prompt
 from rlhf_data.errors import ConfigError, DataError, with_hint
 from rlhf_data.records import Prompt
-from rlhf_data.sources import read_rows
+from rlhf_data.rows import RowErrors
+from rlhf_data.sources import Rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,15 +17,17 @@ class PromptSet(Sequence[Prompt]):
 
     Attributes:
         prompts: in the order of the file.
-        num_rows: rows read; always `len(prompts) + num_too_long`.
+        num_rows: rows read; always `len(prompts) + num_too_long + num_bad`.
         num_too_long: rows left out because their prompt has more tokens than the limit.
         longest_tokens: tokens of the longest prompt that was read, kept or not.
+        num_bad: rows left out because they cannot be used.
     """
 
     prompts: tuple[Prompt, ...]
     num_rows: int
     num_too_long: int
     longest_tokens: int
+    num_bad: int = 0
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -41,11 +43,12 @@ class PromptSet(Sequence[Prompt]):
     def summary(self) -> str:
         """One line for people."""
         text = f"{len(self.prompts)} prompts, the longest read has {self.longest_tokens} tokens"
-        return f"{text}; {self.num_too_long} of {self.num_rows} left out as too long" if self.num_too_long else text
+        text += f"; {self.num_too_long} of {self.num_rows} left out as too long" if self.num_too_long else ""
+        return f"{text}; {self.num_bad} of {self.num_rows} cannot be used" if self.num_bad else text
 
 
 def load_prompts(
-    path: str | Path,
+    rows: Rows,
     tokenizer: Tokenizer,
     *,
     input_key: str = "input",
@@ -53,21 +56,21 @@ def load_prompts(
     apply_chat_template: bool = False,
     input_template: str | None = None,
     prompt_max_len: int = 1024,
-    max_samples: int | None = None,
+    skip_bad_rows: bool = False,
     source: str = "default",
     source_key: str | None = None,
 ) -> PromptSet:
-    """Load the prompts of a data file.
+    """Load prompts.
 
     Args:
-        path: see `rlhf_data.sources.read_rows`.
+        rows: see `rlhf_data.sources.open_sources`.
         tokenizer: the policy's, loaded.
         input_key: the key of the question: text, or a list of messages with `apply_chat_template`.
         label_key: the key of the reference answer; None for no labels.
         apply_chat_template: render the input with the tokenizer's chat template.
         input_template: text with one `{}` for the input; everything else in it is literal.
         prompt_max_len: tokens. A longer prompt is left out and counted, never cut.
-        max_samples: read only that many rows.
+        skip_bad_rows: leave out rows that cannot be used, however many; else they may be 1 % of all.
         source: the data source's name in every prompt.
         source_key: the key of the data source's name in a row, instead of `source`.
 
@@ -75,30 +78,41 @@ def load_prompts(
         The prompts, each with the id `<file name>:<line>`.
 
     Raises:
-        DataError: see `read_rows`; a missing key or a broken cell (file and line); every prompt too long.
+        DataError: too many rows cannot be used (the first with file and line); every prompt is too long.
         ConfigError: options that do not fit each other or the tokenizer.
     """
     if prompt_max_len < 1:
         raise ConfigError(f"prompt_max_len must be at least 1, got {prompt_max_len}")
     check_template(tokenizer, apply_chat_template=apply_chat_template, input_template=input_template)
-    rows = read_rows(path, max_rows=max_samples)
-    texts, encoded = render_prompts(
-        rows, tokenizer, input_key=input_key, apply_chat_template=apply_chat_template, input_template=input_template
-    )
-    labels = [None if label_key is None else row.label(label_key) for row in rows]
-    sources = [source if source_key is None else row.text(source_key) for row in rows]
+    errors, drafts = RowErrors(skip_bad_rows=skip_bad_rows), []
+    for row in rows.read(errors):
+        try:
+            text = render_prompt(
+                row,
+                tokenizer,
+                input_key=input_key,
+                apply_chat_template=apply_chat_template,
+                input_template=input_template,
+            )
+            label = None if label_key is None else row.label(label_key)
+            drafts.append((row, text, label, source if source_key is None else row.text(source_key)))
+        except DataError as error:
+            errors.add(error)
+    encoded = encode_prompts([text for _, text, _, _ in drafts], tokenizer, has_special_tokens=apply_chat_template)
     prompts = []
-    for row, text, label, origin, token_ids in zip(rows, texts, labels, sources, encoded, strict=True):
+    for (row, text, label, origin), token_ids in zip(drafts, encoded, strict=True):
         if not token_ids:
-            raise DataError(f"{row.origin}: the tokenizer makes no token of {text!r}")
-        if len(token_ids) <= prompt_max_len:
-            prompts.append(Prompt(f"{row.path.name}:{row.line}", token_ids, text, label, origin))
-    longest = max(map(len, encoded))
+            errors.add(f"{row.origin}: the tokenizer makes no token of {text!r}")
+        elif len(token_ids) <= prompt_max_len:
+            prompts.append(Prompt(row.row_id, token_ids, text, label, origin))
+    lengths = [len(token_ids) for token_ids in encoded if token_ids]
+    num_rows = len(lengths) + errors.num_bad
+    errors.check(num_rows)
     if not prompts:
         raise DataError(
             with_hint(
-                f"all {len(rows)} prompts of {path} are longer than prompt_max_len {prompt_max_len}",
-                f"the shortest has {min(map(len, encoded))} tokens, the longest {longest}: raise --prompt_max_len",
+                f"all {len(lengths)} prompts of {rows.name} are longer than prompt_max_len {prompt_max_len}",
+                f"the shortest has {min(lengths)} tokens, the longest {max(lengths)}: raise --prompt_max_len",
             )
         )
-    return PromptSet(tuple(prompts), len(rows), len(rows) - len(prompts), longest)
+    return PromptSet(tuple(prompts), num_rows, len(lengths) - len(prompts), max(lengths), errors.num_bad)

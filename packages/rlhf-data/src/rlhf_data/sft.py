@@ -1,30 +1,32 @@
-"""Examples for supervised training: prompt and completion as one token sequence, of which the completion is trained."""
+"""Examples for supervised training: a sequence of tokens, and which of them are trained."""
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
 from rlhf_data.chat import (
+    Messages,
     Tokenizer,
+    check_roles,
     check_template,
     encode_completion,
-    render_chat,
-    render_prompts,
+    encode_conversation,
+    encode_prompts,
+    render_prompt,
     row_messages,
 )
 from rlhf_data.errors import ConfigError, DataError, with_hint
-from rlhf_data.sources import Row, read_rows
+from rlhf_data.rows import Row
 
 
 @dataclass(frozen=True, slots=True)
 class SftExample:
-    """One prompt with the completion to learn.
+    """One sequence to learn from.
 
     Attributes:
         example_id: `<file name>:<line>`.
-        token_ids: [L] int32: prompt, completion, one EOS.
-        loss_mask: [L] bool: True for the completion and its EOS.
+        token_ids: [L] int32: prompt, completion, one EOS; or a conversation that ends with one.
+        loss_mask: [L] bool: True for what is trained, which includes the EOS.
     """
 
     example_id: str
@@ -47,92 +49,98 @@ class SftExample:
         return len(self.token_ids)
 
 
-@dataclass(frozen=True, slots=True)
-class SftSet:
-    """The usable examples of a data file, and what became of the rest.
-
-    Attributes:
-        examples: in the order of the file.
-        num_rows: rows read; always `len(examples) + num_too_long`.
-        num_too_long: rows left out because they have more tokens than the limit.
-        longest_tokens: tokens of the longest example that was read, kept or not.
-    """
-
-    examples: tuple[SftExample, ...]
-    num_rows: int
-    num_too_long: int
-    longest_tokens: int
-
-
-def load_sft_examples(
-    path: str | Path,
-    tokenizer: Tokenizer,
-    *,
-    input_key: str = "input",
-    output_key: str = "output",
-    apply_chat_template: bool = False,
-    input_template: str | None = None,
-    max_len: int = 2048,
-    max_samples: int | None = None,
-) -> SftSet:
-    """Load prompt and completion rows.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SftEncoder:
+    """Makes an example of a row. Picklable, so that worker processes can do it.
 
     The prompt gets exactly the tokens it has in generation (`rlhf_data.prompts.load_prompts`); the completion is
-    tokenized apart from it and ends with one EOS. With the chat template the completion is what the template writes
-    after the prompt for an assistant's message.
+    tokenized apart from it and ends with one EOS, unless the row says that it was cut (`Row.is_truncated`). With the
+    chat template the trained tokens are those of `rlhf_data.chat.encode_conversation`.
 
-    Args:
-        path: see `rlhf_data.sources.read_rows`.
+    Attributes:
         tokenizer: the model's, loaded.
         input_key: the key of the prompt: text, or a list of messages with `apply_chat_template`.
-        output_key: the key of the completion, a text.
+        output_key: the key of the completion, a text. None: the input is all there is, a conversation that ends with
+            the assistant's answer, or a text to train on whole.
         apply_chat_template: render prompt and completion with the tokenizer's chat template.
         input_template: text with one `{}` for the input; everything else in it is literal.
-        max_len: tokens of prompt, completion and EOS. A longer example is left out and counted, never cut.
-        max_samples: read only that many rows.
+        multiturn: train every answer of a conversation, not the last alone.
+        pretrain: train every token but the first, which nothing predicts.
 
     Raises:
-        DataError: see `read_rows`; a missing key or a broken cell (file and line); a chat template that does not
-            repeat the prompt before the answer; every example too long.
         ConfigError: options that do not fit each other or the tokenizer.
+        DataError: called with a row that cannot be used.
     """
-    if max_len < 2:
-        raise ConfigError(f"max_len must be at least 2 (a prompt and an EOS), got {max_len}")
-    check_template(tokenizer, apply_chat_template=apply_chat_template, input_template=input_template)
-    rows = read_rows(path, max_rows=max_samples)
-    texts, prompt_ids = render_prompts(
-        rows, tokenizer, input_key=input_key, apply_chat_template=apply_chat_template, input_template=input_template
+
+    tokenizer: Tokenizer
+    input_key: str = "input"
+    output_key: str | None = "output"
+    apply_chat_template: bool = False
+    input_template: str | None = None
+    multiturn: bool = False
+    pretrain: bool = False
+
+    def __post_init__(self) -> None:
+        check_template(self.tokenizer, apply_chat_template=self.apply_chat_template, input_template=self.input_template)
+        if self.multiturn and (self.pretrain or not self.apply_chat_template):
+            raise ConfigError(
+                with_hint(
+                    "multiturn trains every answer of a conversation: it needs the chat template and excludes pretrain",
+                    "add --apply_chat_template, or leave --multiturn out",
+                )
+            )
+        if self.output_key is None and not (self.pretrain or self.apply_chat_template):
+            raise ConfigError(
+                with_hint(
+                    "without an output_key nothing tells the prompt from what is to be learned",
+                    "give --output_key, --apply_chat_template for conversations, or --pretrain_mode for plain text",
+                )
+            )
+
+    def __call__(self, row: Row) -> SftExample:
+        """Return the example of a row."""
+        if self.apply_chat_template:
+            messages = row_messages(row, self.input_key)
+            if self.output_key is not None:
+                messages = [*messages, {"role": "assistant", "content": row.filled(self.output_key)}]
+            ids, mask = conversation(row, messages, self.tokenizer, all_turns=self.multiturn)
+        elif self.output_key is not None:
+            answer = row.filled(self.output_key)
+            ids, mask = completed(row, self._prompt(row), answer, self.tokenizer)
+        else:
+            [ids] = encode_prompts([self._prompt(row)], self.tokenizer, has_special_tokens=False)
+            eos = self.tokenizer.eos_token_id
+            if eos is not None and ids[-1:] != [eos] and not row.is_truncated:
+                ids.append(eos)
+            mask = np.ones(len(ids), bool)
+        if self.pretrain:
+            mask = np.arange(len(ids)) > 0
+        return SftExample(row.row_id, ids, mask)
+
+    def _prompt(self, row: Row) -> str:
+        return render_prompt(
+            row,
+            self.tokenizer,
+            input_key=self.input_key,
+            apply_chat_template=False,
+            input_template=self.input_template,
+        )
+
+
+def conversation(
+    row: Row, messages: Messages, tokenizer: Tokenizer, *, all_turns: bool = False
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return tokens and mask of a row's conversation; see `encode_conversation`."""
+    check_roles(messages, origin=row.origin)
+    return encode_conversation(
+        messages, tokenizer, origin=row.origin, all_turns=all_turns, is_truncated=row.is_truncated
     )
-    examples, longest = [], 0
-    for row, text, prompt in zip(rows, texts, prompt_ids, strict=True):
-        answer = row.text(output_key)
-        if not answer.strip():
-            raise DataError(f"{row.origin}: `{output_key}` is empty")
-        if apply_chat_template:
-            answer = _assistant_text(row, input_key, answer, text, tokenizer)
-        completion = encode_completion(answer, tokenizer)
-        longest = max(longest, len(prompt) + len(completion))
-        if len(prompt) + len(completion) <= max_len:
-            mask = np.arange(len(prompt) + len(completion)) >= len(prompt)
-            examples.append(SftExample(f"{row.path.name}:{row.line}", np.array(prompt + completion), mask))
-    if not examples:
-        raise DataError(
-            with_hint(
-                f"all {len(rows)} examples of {path} are longer than max_len {max_len}",
-                f"the longest has {longest} tokens: raise --max_len",
-            )
-        )
-    return SftSet(tuple(examples), len(rows), len(rows) - len(examples), longest)
 
 
-def _assistant_text(row: Row, input_key: str, answer: str, prompt_text: str, tokenizer: Tokenizer) -> str:
-    messages = [*row_messages(row, input_key), {"role": "assistant", "content": answer}]
-    full = render_chat(messages, tokenizer, origin=row.origin, add_generation_prompt=False)
-    if not full.startswith(prompt_text):
-        raise DataError(
-            with_hint(
-                f"{row.origin}: the chat template does not write the prompt the same way before an answer",
-                "train without --apply_chat_template, or use a tokenizer whose template only appends",
-            )
-        )
-    return full[len(prompt_text) :]
+def completed(row: Row, prompt: str, answer: str, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
+    """Return tokens and mask of a prompt, which may be empty, and the answer to it."""
+    [prompt_ids] = encode_prompts([prompt], tokenizer, has_special_tokens=False)
+    answer_ids = encode_completion(answer, tokenizer, is_truncated=row.is_truncated)
+    ids = np.array([*prompt_ids, *answer_ids], np.int32)
+    # Nothing predicts the first token, even where no prompt precedes it.
+    return ids, np.arange(len(ids)) >= max(len(prompt_ids), 1)

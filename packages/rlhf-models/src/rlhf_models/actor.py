@@ -32,17 +32,28 @@ class Actor(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, batch: TokenBatch, *, temperature: float = 1.0, logits_mask: Tensor | None = None) -> ActorOutput:
+    def forward(
+        self,
+        batch: TokenBatch,
+        *,
+        temperature: float = 1.0,
+        logits_mask: Tensor | None = None,
+        logits_after: Tensor | None = None,
+    ) -> ActorOutput | Tensor:
         """Return log-probs and entropies; the first token of a sequence and padding have 0.0.
 
         Args:
             batch: padded or packed.
             temperature: > 0; of the distribution asked about.
             logits_mask: [B, T] bool, the tokens asked about; all when None. Others have 0.0 and cost no LM head.
+            logits_after: [N] int64, positions in the flattened batch. When given, the result is the plain logits
+                [N, V] of what follows the tokens there, and nothing else.
 
         Raises:
             ConfigError: a packed batch for a model that does not hand the bounds on to its attention.
         """
+        if logits_after is not None:
+            return self._logits(batch, logits_after)
         wanted = batch.target_mask if logits_mask is None else batch.target_mask & logits_mask
         # Found before the layers are queued, so that the device is not waited for after them.
         index = wanted.flatten().nonzero()[:, 0]

@@ -1,7 +1,9 @@
 """The reward model: how good a whole sequence is."""
 
+import json
 import math
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -60,6 +62,19 @@ def stored_moments(config: Any) -> tuple[float, float] | None:
         message = f"the reward model's config has the mean {mean} and the deviation {std} of its scores"
         raise ConfigError(with_hint(message, "correct them in its config.json, or drop --normalize_reward"))
     return float(mean), float(std)
+
+
+def store_moments(folder: Path, mean: float, std: float) -> None:
+    """Write the moments of a reward model's scores into the config of its folder, in the place of any earlier ones.
+
+    Scores that are all alike have no deviation to be divided by: nothing is stored of them.
+    """
+    file = folder / "config.json"
+    fields = json.loads(file.read_text(encoding="utf-8"))
+    fields = {name: value for name, value in fields.items() if name not in ("mean", "std")}
+    if std > 0 and math.isfinite(mean) and math.isfinite(std):
+        fields |= {"mean": mean, "std": std}
+    file.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
 
 
 @torch.inference_mode()

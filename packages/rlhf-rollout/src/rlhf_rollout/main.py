@@ -96,6 +96,7 @@ def _generate(options: argparse.Namespace) -> int:
     from pathlib import Path
 
     from rlhf_data.prompts import load_prompts
+    from rlhf_data.sources import open_sources
     from rlhf_rollout.rewards import check_reward
 
     out = Path(options.out)
@@ -107,14 +108,13 @@ def _generate(options: argparse.Namespace) -> int:
     spec = _engine_spec(options)
     tokenizer = _tokenizer(options)
     prompts = load_prompts(
-        options.prompts,
+        open_sources(Path(options.prompts), max_samples=options.max_samples),
         tokenizer,
         input_key=options.input_key,
         label_key=options.label_key,
         apply_chat_template=options.apply_chat_template,
         input_template=options.input_template,
         prompt_max_len=options.prompt_max_len,
-        max_samples=options.max_samples,
     )
     _say(prompts.summary)
     for source in sources:
@@ -166,17 +166,9 @@ def _tokenizer(options: argparse.Namespace) -> Any:
         from rlhf_data.testing import ByteTokenizer
 
         return ByteTokenizer()
-    try:
-        from transformers import AutoTokenizer
-    except ImportError as error:
-        raise ConfigError(with_hint(f"tokenizers need transformers: {error}", "pip install 'rlhf-data[hf]'")) from None
-    try:
-        return AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        reason = str(error).splitlines()[0]
-        raise ConfigError(
-            with_hint(f"no tokenizer in {name}: {reason}", "give a folder with tokenizer.json, or --tokenizer")
-        ) from None
+    from rlhf_data.chat import load_tokenizer
+
+    return load_tokenizer(name)
 
 
 async def _write_rollouts(

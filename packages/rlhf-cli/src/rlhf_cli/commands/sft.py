@@ -13,7 +13,7 @@ from rlhf_cli.paths import check_output_folder, data_path, model_path, output_fo
 
 if TYPE_CHECKING:
     from rlhf_cli.console import Console
-    from rlhf_train.offline.supervised import SupervisedJob
+    from rlhf_train.offline.job import OfflineJob
 
 DESCRIPTION = """Supervised fine-tuning: read prompts with completions, train the model on the completions, and write a
 Hugging Face model folder. One process; under torchrun, one process a GPU."""
@@ -43,7 +43,7 @@ def _run(argv: Sequence[str]) -> int:
     return SUCCESS
 
 
-def _prepare(parsed: Parsed[SftConfig], folder: Path, console: "Console") -> "SupervisedJob":
+def _prepare(parsed: Parsed[SftConfig], folder: Path, console: "Console") -> "OfflineJob":
     """Check model and data, and return what to run. No model is loaded."""
     config = parsed.config
     assert config.model.pretrain and config.data.dataset
@@ -55,10 +55,8 @@ def _prepare(parsed: Parsed[SftConfig], folder: Path, console: "Console") -> "Su
         "output_key": data.output_key,
         "apply_chat_template": data.apply_chat_template,
         "input_template": data.input_template,
-        "max_len": data.max_len,
-        "max_samples": data.max_samples,
     }
-    from rlhf_data.sources import read_rows
+    from rlhf_data.sources import open_sources, read_rows
 
     for path in (data.dataset, data.eval_dataset):
         if path is not None:
@@ -67,22 +65,27 @@ def _prepare(parsed: Parsed[SftConfig], folder: Path, console: "Console") -> "Su
     import torch
 
     from rlhf_cli.preflight import check_attention, check_context, load_model_files
-    from rlhf_data.sft import load_sft_examples
+    from rlhf_data.examples import load_examples
+    from rlhf_data.sft import SftEncoder
+    from rlhf_train.offline.job import OfflineJob
     from rlhf_train.offline.loop import OfflineSchedule
-    from rlhf_train.offline.supervised import SupervisedJob
+    from rlhf_train.offline.supervised import SupervisedObjective
     from rlhf_train.specs import ModelSpec
 
     path = model_path(config.model.pretrain)
     model_config, tokenizer = load_model_files(path)
     check_attention(config.model, model_config)
     check_context(model_config, data.max_len, "--max_len")
+    encoder = SftEncoder(tokenizer=tokenizer, **options)
     loaded = [
-        None if file is None else load_sft_examples(data_path(file), tokenizer, **options)
+        None
+        if file is None
+        else load_examples(open_sources(data_path(file), max_samples=data.max_samples), encoder, max_len=data.max_len)
         for file in (data.dataset, data.eval_dataset)
     ]
     for name, examples in zip(("--dataset", "--eval_dataset"), loaded, strict=True):
-        if examples is not None and examples.num_too_long and rank == 0:
-            console.notice(f"{name}: {examples.num_too_long} of {examples.num_rows} examples are longer than --max_len")
+        if examples is not None and (examples.counts.num_too_long or examples.counts.num_bad) and rank == 0:
+            console.notice(f"{name}: {examples.summary}")
     train, held_out = (() if examples is None else examples.examples for examples in loaded)
     training = config.training
     schedule = OfflineSchedule(
@@ -91,7 +94,8 @@ def _prepare(parsed: Parsed[SftConfig], folder: Path, console: "Console") -> "Su
         max_epochs=training.max_epochs,
         seed=training.seed,
     )
-    return SupervisedJob(
+    return OfflineJob(
+        objective=SupervisedObjective(),
         model=ModelSpec(
             path=path,
             dtype="bfloat16" if config.model.bf16 else "float32",
@@ -112,11 +116,11 @@ def _prepare(parsed: Parsed[SftConfig], folder: Path, console: "Console") -> "Su
     )
 
 
-def _train(parsed: Parsed[SftConfig], job: "SupervisedJob", folder: Path, console: "Console") -> None:
+def _train(parsed: Parsed[SftConfig], job: "OfflineJob", folder: Path, console: "Console") -> None:
     import time
 
     from rlhf_cli.console import SFT_COLUMNS, StepTable, show_results
-    from rlhf_train.offline.supervised import run_supervised
+    from rlhf_train.offline.job import run_offline
     from rlhf_train.online.recorder import ARTIFACTS, Recorder
 
     started = time.perf_counter()
@@ -143,7 +147,7 @@ def _train(parsed: Parsed[SftConfig], job: "SupervisedJob", folder: Path, consol
     try:
         if recorder is not None:
             console.working("loading the model")
-        run_supervised(job, View())
+        run_offline(job, View())
     finally:
         console.done()
         if recorder is not None:
@@ -154,7 +158,7 @@ def _train(parsed: Parsed[SftConfig], job: "SupervisedJob", folder: Path, consol
         show_results(console, str(folder), artifacts, final)
 
 
-def _arithmetic(job: "SupervisedJob") -> str:
+def _arithmetic(job: "OfflineJob") -> str:
     schedule, count = job.schedule, len(job.examples)
     return (
         f"{count} examples x {schedule.max_epochs} epochs = {schedule.num_steps(count)} optimizer steps of"

@@ -12,7 +12,7 @@ from rlhf_cli.paths import data_path, data_paths
 from rlhf_data.errors import ConfigError, DataError, missing_file, unknown, with_hint
 from rlhf_data.prompts import PromptSet, load_prompts
 from rlhf_data.records import Prompt
-from rlhf_data.sources import SUFFIXES, read_rows
+from rlhf_data.sources import SUFFIXES, open_sources, read_rows
 
 _METRICS = ("accuracy", "reward", "score", "response_tokens", "truncated", "failed")
 _SOURCE_METRICS = ("response_tokens", "truncated")
@@ -65,6 +65,7 @@ def load_held_out(config: PpoConfig, tokenizer: Any) -> PromptSet | None:
         num_rows=sum(part.num_rows for part in sets),
         num_too_long=sum(part.num_too_long for part in sets),
         longest_tokens=max(part.longest_tokens for part in sets),
+        num_bad=sum(part.num_bad for part in sets),
     )
 
 
@@ -105,6 +106,11 @@ def data_notices(config: PpoConfig, prompts: PromptSet, held_out: PromptSet | No
         for part in (prompts, held_out)
         if part is not None and part.num_too_long
     ]
+    notices += [
+        f"{part.num_bad} of {part.num_rows} rows cannot be used and are left out"
+        for part in (prompts, held_out)
+        if part is not None and part.num_bad
+    ]
     trained = {prompt.text for prompt in prompts}
     if shared := sum(prompt.text in trained for prompt in held_out or ()):
         notices.append(f"{shared} of {len(held_out or ())} held-out prompts are training prompts, too")
@@ -126,14 +132,13 @@ def data_notices(config: PpoConfig, prompts: PromptSet, held_out: PromptSet | No
 def _load(config: PpoConfig, path: Path, tokenizer: Any, *, source: str, source_key: str | None = None) -> PromptSet:
     data = config.data
     return load_prompts(
-        path,
+        open_sources(path, max_samples=data.max_samples),
         tokenizer,
         input_key=data.input_key,
         label_key=data.label_key,
         apply_chat_template=data.apply_chat_template,
         input_template=data.input_template,
         prompt_max_len=data.prompt_max_len,
-        max_samples=data.max_samples,
         source=source,
         source_key=source_key,
     )

@@ -7,7 +7,7 @@ from rlhf_train.algorithms import REDUCTIONS
 from rlhf_train.batching import Denominators
 from rlhf_train.shapes import check_same_shape
 
-__all__ = ["REDUCTIONS", "aggregate"]
+__all__ = ["REDUCTIONS", "aggregate", "sequence_mean"]
 
 
 def aggregate(token_loss: Tensor, loss_mask: Tensor, reduction: str, denominators: Denominators) -> Tensor:
@@ -44,3 +44,8 @@ def aggregate(token_loss: Tensor, loss_mask: Tensor, reduction: str, denominator
     if reduction == "seq_mean_token_sum_norm":
         return masked.sum() / (num_sequences * denominators.max_tokens)
     raise ValueError(unknown("reduction", reduction, REDUCTIONS))
+
+
+def sequence_mean(losses: Tensor, denominators: Denominators) -> Tensor:
+    """Return this micro-batch's share of the mean of `losses` [B], one a pair or an answer, over the whole batch."""
+    return losses.sum() / max(denominators.num_sequences, 1)

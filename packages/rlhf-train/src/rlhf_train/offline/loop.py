@@ -2,40 +2,79 @@
 
 import math
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from rlhf_data.errors import ConfigError
+from rlhf_data.packing import pack
 from rlhf_data.sampler import EpochSampler
 from rlhf_train.batching import Denominators, plan_batches
 from rlhf_train.engine.protocol import TrainEngine
 from rlhf_train.metrics import Max, Metric, merge_metrics, results
 
-Example = TypeVar("Example")
-ExampleIn = TypeVar("ExampleIn", contravariant=True)
+Item = TypeVar("Item")
 
 
-class Objective(Protocol[ExampleIn]):
-    """What is learned from examples. Losses are shares: over micro-batches and ranks they add up to the whole."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Objective(ABC, Generic[Item]):
+    """What is learned from examples. Losses are shares: over micro-batches and ranks they add up to the whole.
 
-    def num_tokens(self, example: ExampleIn) -> int:
+    Attributes:
+        packing: sequences of a micro-batch lie end to end instead of padded.
+        reference: the forward pass of the model that the trained one is held against, if any; a run sets it.
+    """
+
+    model_kind: ClassVar[str] = "actor"  # or "reward"
+    needs_teacher: ClassVar[bool] = False
+
+    packing: bool = False
+    reference: Callable[..., Any] | None = None
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the loss compares with the log-probs of a reference policy."""
+        return False
+
+    def items(self, examples: Sequence[Any]) -> Sequence[Item]:
+        """Return what the loss takes in the place of each example; asked for once, of a whole data set."""
+        return examples
+
+    def num_tokens(self, item: Item) -> int:
         """Tokens that a forward pass runs over; what ranks are balanced by."""
-        ...
+        return item.num_tokens
 
-    def num_trained_tokens(self, example: ExampleIn) -> int:
-        """Tokens that carry loss."""
-        ...
+    def num_trained_tokens(self, item: Item) -> int:
+        """Tokens that carry loss; the first one of a sequence has nothing before it to be learned from."""
+        return int(item.loss_mask[1:].sum())
 
+    def for_step(self, engine: TrainEngine, micro_batches: Sequence["MicroBatch[Item]"]) -> "Objective[Item]":
+        """Return the objective with what it must know of a whole batch first, given this rank's part. Collective."""
+        return self
+
+    @abstractmethod
     def loss(
-        self, engine: TrainEngine, examples: Sequence[ExampleIn], denominators: Denominators
+        self, engine: TrainEngine, items: Sequence[Item], denominators: Denominators
     ) -> tuple[Tensor, dict[str, Metric]]:
         """Run the model on a micro-batch; return its share of the loss, and its metrics."""
-        ...
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch(Generic[Item]):
+    """What one rank runs at once.
+
+    Attributes:
+        items: at least one.
+        rows: where they lie in the batch; none when one is run for nothing, to keep the ranks in step.
+    """
+
+    items: Sequence[Item]
+    rows: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,19 +84,23 @@ class OfflineSchedule:
     Attributes:
         train_batch_size: examples an optimizer step, over all ranks; the last one of a run takes what is left.
         micro_train_batch_size: examples a forward-backward pass on one rank.
+        micro_batch_tokens: tokens a pass at most, in the place of a number of examples: those of a rank are put
+            together so that the passes are few. None for none.
         max_epochs: times each example is seen.
         seed: of the order.
     """
 
     train_batch_size: int
     micro_train_batch_size: int
+    micro_batch_tokens: int | None = None
     max_epochs: int = 1
     seed: int = 42
 
     def __post_init__(self) -> None:
-        for name in ("train_batch_size", "micro_train_batch_size", "max_epochs"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        for name in ("train_batch_size", "micro_train_batch_size", "micro_batch_tokens", "max_epochs"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} is {value}; it must be at least 1")
 
     def num_steps(self, num_examples: int) -> int:
         """Optimizer steps over a data set of that size."""
@@ -73,78 +116,88 @@ class OfflineSchedule:
 
 def train_offline(
     engine: TrainEngine,
-    objective: Objective[Example],
-    examples: Sequence[Example],
+    objective: Objective[Item],
+    items: Sequence[Item],
     schedule: OfflineSchedule,
     *,
     on_step: Callable[[int, int, Mapping[str, float]], None],
 ) -> None:
-    """Train over `examples`. Collective: every rank holds all examples and takes its part of each mini-batch.
+    """Train over `items`. Collective: every rank holds all of them and takes its part of each mini-batch.
 
     Args:
         engine: the model that learns.
-        objective: what it learns from an example.
-        examples: the data set, equal on all ranks.
+        objective: what it learns from an item.
+        items: the data set, equal on all ranks.
         schedule: batch sizes, epochs, seed.
         on_step: called on every rank after each optimizer step, with its number from 1, their total, and the metrics of
             all ranks together.
     """
-    num_steps = schedule.num_steps(len(examples))
-    for step, members in enumerate(schedule.mini_batches(len(examples)), start=1):
+    num_steps = schedule.num_steps(len(items))
+    for step, members in enumerate(schedule.mini_batches(len(items)), start=1):
         started = time.perf_counter()
-        chosen = [examples[index] for index in members]
-        metrics = optimizer_step(engine, objective, chosen, schedule.micro_train_batch_size)
+        chosen = [items[index] for index in members]
+        metrics = optimizer_step(engine, objective, chosen, schedule)
         seconds = time.perf_counter() - started
         num_tokens = sum(map(objective.num_tokens, chosen))
         on_step(step, num_steps, {**metrics, "time/step": seconds, "throughput/tokens": num_tokens / seconds})
 
 
 def optimizer_step(
-    engine: TrainEngine, objective: Objective[Example], examples: Sequence[Example], micro_batch_size: int
+    engine: TrainEngine, objective: Objective[Item], items: Sequence[Item], schedule: OfflineSchedule
 ) -> dict[str, float]:
-    """Learn once from `examples`; return the metrics of all ranks together. Collective."""
+    """Learn once from `items`; return the metrics of all ranks together. Collective."""
     engine.module.train()
-    micro_batches, denominators = _this_ranks_part(objective, examples, micro_batch_size)
+    micro_batches, denominators = this_ranks_part(objective, items, schedule)
+    objective = objective.for_step(engine, micro_batches)
     parts: list[Mapping[str, Metric]] = []
-    for index, rows in enumerate(micro_batches):
-        # A rank without rows runs one for nothing, to keep the ranks in step.
-        loss, metrics = objective.loss(engine, [examples[row] for row in rows] or [examples[0]], denominators)
-        engine.backward(loss if rows else loss * 0.0, is_last=index == len(micro_batches) - 1)
-        parts.append(metrics if rows else {})
+    for index, batch in enumerate(micro_batches):
+        loss, metrics = objective.loss(engine, batch.items, denominators)
+        engine.backward(loss if batch.rows else loss * 0.0, is_last=index == len(micro_batches) - 1)
+        parts.append(metrics if batch.rows else {})
     stats = engine.step()
     parts.append({"train/grad_norm": Max(stats.grad_norm), "train/learning_rate": Max(stats.learning_rate)})
-    return {**_over_ranks(parts), "samples/trained": float(len(examples))}
+    return {**_over_ranks(parts), "samples/trained": float(len(items))}
 
 
 @torch.no_grad()
 def evaluate(
-    engine: TrainEngine, objective: Objective[Example], examples: Sequence[Example], micro_batch_size: int
+    engine: TrainEngine, objective: Objective[Item], items: Sequence[Item], schedule: OfflineSchedule
 ) -> dict[str, float]:
-    """Return the metrics of `examples` without learning from them. Collective."""
+    """Return the metrics of `items` without learning from them. Collective."""
     engine.module.eval()
-    micro_batches, denominators = _this_ranks_part(objective, examples, micro_batch_size)
+    micro_batches, denominators = this_ranks_part(objective, items, schedule)
+    objective = objective.for_step(engine, micro_batches)
     parts: list[Mapping[str, Metric]] = []
-    for rows in micro_batches:
-        _, metrics = objective.loss(engine, [examples[row] for row in rows] or [examples[0]], denominators)
-        parts.append(metrics if rows else {})
+    for batch in micro_batches:
+        _, metrics = objective.loss(engine, batch.items, denominators)
+        parts.append(metrics if batch.rows else {})
     return _over_ranks(parts)
 
 
-def _this_ranks_part(
-    objective: Objective[Example], examples: Sequence[Example], micro_batch_size: int
-) -> tuple[list[list[int]], Denominators]:
-    plan = plan_batches(
-        [objective.num_tokens(example) for example in examples],
-        [objective.num_trained_tokens(example) for example in examples],
+def this_ranks_part(
+    objective: Objective[Item], items: Sequence[Item], schedule: OfflineSchedule
+) -> tuple[list[MicroBatch[Item]], Denominators]:
+    """Return this rank's micro-batches of a batch, as many as any rank has, and the whole batch's counts."""
+    num_tokens = [objective.num_tokens(item) for item in items]
+    trained = [objective.num_trained_tokens(item) for item in items]
+    plans = plan_batches(
+        num_tokens,
+        trained,
         num_ranks=torch.distributed.get_world_size(),
         num_mini_batches=1,
-        micro_train_batch_size=micro_batch_size,
-        micro_rollout_batch_size=micro_batch_size,
-        max_response_tokens=max(objective.num_trained_tokens(example) for example in examples),
+        micro_train_batch_size=schedule.micro_train_batch_size,
+        micro_rollout_batch_size=schedule.micro_train_batch_size,
+        max_response_tokens=max(trained),
         seed=0,
-    )[torch.distributed.get_rank()]
-    mini_batch = plan.mini_batches[0]
-    return [[plan.rows[i] for i in batch] for batch in mini_batch.micro_batches], mini_batch.denominators
+    )
+    rank = torch.distributed.get_rank()
+    parts: Sequence[Sequence[int]] = plans[rank].mini_batches[0].micro_batches
+    if schedule.micro_batch_tokens is not None:
+        bins = [pack([num_tokens[row] for row in plan.rows], schedule.micro_batch_tokens) for plan in plans]
+        parts = bins[rank] + [[]] * (max(map(len, bins)) - len(bins[rank]))
+    rows = [[plans[rank].rows[index] for index in part] for part in parts]
+    micro_batches = [MicroBatch([items[row] for row in part] or [items[0]], part) for part in rows]
+    return micro_batches, plans[rank].mini_batches[0].denominators
 
 
 def _over_ranks(parts: Sequence[Mapping[str, Metric]]) -> dict[str, float]:

@@ -1,0 +1,227 @@
+"""From rows to a set of examples: encoded by several processes, over-long ones and bad rows counted, kept on disk."""
+
+import hashlib
+import json
+import os
+import pickle
+import shutil
+import tempfile
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from itertools import islice
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar
+
+from rlhf_data.errors import ConfigError, DataError, with_hint
+from rlhf_data.preference import PreferenceExample
+from rlhf_data.rows import Row, RowErrors
+from rlhf_data.sources import Rows
+from rlhf_data.store import Store, write_store
+
+_CHUNK = 256  # rows that a worker takes at once
+_FORMAT = 1  # of the cache; goes up when an encoder makes other tokens of the same row
+
+Example = TypeVar("Example")
+Result = tuple[Any, str | None]  # an example, or why there is none
+
+
+class Encoder(Protocol[Example]):
+    """Makes an example of a row, or raises DataError; a frozen dataclass that can be pickled."""
+
+    tokenizer: Any
+
+    def __call__(self, row: Row) -> Example:
+        """Return the example of a row."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """What became of the rows.
+
+    Attributes:
+        num_rows: rows read; always the examples + `num_too_long` + `num_bad`.
+        num_too_long: rows left out because a sequence has more tokens than the limit.
+        num_bad: rows left out because they cannot be used.
+        longest_tokens: tokens of the longest sequence, kept or not.
+        bad: what is wrong with the first bad rows.
+    """
+
+    num_rows: int = 0
+    num_too_long: int = 0
+    num_bad: int = 0
+    longest_tokens: int = 0
+    bad: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ExampleSet(Generic[Example]):
+    """The usable examples, in the order of their rows, and what became of the rest."""
+
+    examples: Sequence[Example]
+    counts: Counts
+
+    @property
+    def summary(self) -> str:
+        """One line for people."""
+        counts = self.counts
+        text = f"{len(self.examples)} examples, the longest read has {counts.longest_tokens} tokens"
+        text += f"; {counts.num_too_long} of {counts.num_rows} left out as too long" if counts.num_too_long else ""
+        bad = f"; {counts.num_bad} of {counts.num_rows} cannot be used, such as {counts.bad[0]}" if counts.bad else ""
+        return text + bad.partition("\n")[0]
+
+
+def load_examples(
+    rows: Rows,
+    encoder: Encoder[Example],
+    *,
+    max_len: int = 2048,
+    skip_bad_rows: bool = False,
+    num_workers: int = 0,
+    progress: Callable[[int], None] = lambda num_rows: None,
+    cache_dir: str | Path | None = None,
+) -> ExampleSet[Example]:
+    """Encode rows.
+
+    Args:
+        rows: see `rlhf_data.sources.open_sources`.
+        encoder: such as `rlhf_data.sft.SftEncoder`.
+        max_len: tokens of a sequence. An example with a longer one is left out and counted, never cut.
+        skip_bad_rows: leave out rows that cannot be used, however many; else they may be 1 % of all.
+        num_workers: processes that encode; 0: this one. They are spawned, so a script must keep its own work under
+            `if __name__ == "__main__"`.
+        progress: called with the number of rows done so far, now and then.
+        cache_dir: a folder that keeps the examples. They are found again when rows, tokenizer and options are the same,
+            and are read from there as they are used. None: they are kept in memory.
+
+    Raises:
+        DataError: a source is broken; more than 1 % of the rows cannot be used; no example is left.
+        ConfigError: an option out of range; a cache for data that has no fingerprint.
+    """
+    if max_len < 2:
+        raise ConfigError(f"max_len must be at least 2 (a prompt and an EOS), got {max_len}")
+    if num_workers < 0:
+        raise ConfigError(f"num_workers must be at least 0, got {num_workers}")
+    work = _Work(rows, encoder, max_len, num_workers, progress)
+    examples, counts = work.cached(Path(cache_dir)) if cache_dir is not None else (tuple(work.encode()), work.counts)
+    errors = RowErrors(skip_bad_rows=skip_bad_rows)
+    errors.num_bad, errors.first = counts.num_bad, list(counts.bad)
+    errors.check(counts.num_rows)
+    if not examples:
+        raise DataError(
+            with_hint(
+                f"all {counts.num_too_long} examples of {rows.name} are longer than max_len {max_len}",
+                f"the longest has {counts.longest_tokens} tokens: raise --max_len",
+            )
+        )
+    return ExampleSet(examples, counts)
+
+
+@dataclass
+class _Work:
+    rows: Rows
+    encoder: Encoder
+    max_len: int
+    num_workers: int
+    progress: Callable[[int], None]
+    counts: Counts = Counts()  # of the last complete `encode`
+
+    def encode(self) -> Iterator[Any]:
+        errors = RowErrors(skip_bad_rows=True)
+        num_encoded = num_too_long = longest = 0
+        for example, problem in self._results(self.rows.read(errors)):
+            if problem is not None:
+                errors.add(problem)
+                continue
+            num_encoded += 1
+            length = _longest_sequence(example)
+            longest = max(longest, length)
+            if length <= self.max_len:
+                yield example
+            else:
+                num_too_long += 1
+            if num_encoded % _CHUNK == 0:
+                self.progress(num_encoded + errors.num_bad)
+        num_rows = num_encoded + errors.num_bad
+        self.progress(num_rows)
+        self.counts = Counts(num_rows, num_too_long, errors.num_bad, longest, tuple(errors.first))
+
+    def cached(self, cache_dir: Path) -> tuple[Sequence[Any], Counts]:
+        data = self.rows.fingerprint()
+        if data is None:
+            raise ConfigError(
+                with_hint(f"{self.rows.name} is streamed and cannot be cached", "leave out the cache, or streaming")
+            )
+        folder = cache_dir / _key(data, self.encoder, self.max_len)
+        if not folder.exists():
+            cache_dir.mkdir(parents=True, exist_ok=True)
+            draft = Path(tempfile.mkdtemp(prefix=".draft-", dir=cache_dir))
+            try:
+                write_store(draft / "set", self.encode())
+                (draft / "set" / "counts.json").write_text(json.dumps(asdict(self.counts)), encoding="utf-8")
+                (draft / "set").rename(folder)
+            except OSError:  # another process was faster
+                if not folder.exists():
+                    raise
+            finally:
+                shutil.rmtree(draft)
+        found = json.loads((folder / "counts.json").read_text(encoding="utf-8"))
+        return Store(folder), Counts(**found | {"bad": tuple(found["bad"])})
+
+    def _results(self, rows: Iterator[Row]) -> Iterator[Result]:
+        if not self.num_workers:
+            yield from (_attempt(self.encoder, row) for row in rows)
+            return
+        # Spawned, not forked: this process may hold threads, of the tokenizer and of torch.
+        context = get_context("spawn")
+        with ProcessPoolExecutor(self.num_workers, context, _start_worker, (self.encoder,)) as pool:
+            waiting: deque[Future[list[Result]]] = deque()
+            while chunk := list(islice(rows, _CHUNK)):
+                waiting.append(pool.submit(_encode_chunk, chunk))
+                if len(waiting) > 2 * self.num_workers:  # rows are not read far ahead
+                    yield from waiting.popleft().result()
+            for future in waiting:
+                yield from future.result()
+
+
+_worker_encoder: Any = None
+
+
+def _start_worker(encoder: Encoder) -> None:
+    global _worker_encoder
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads would compete with the other processes
+    _worker_encoder = encoder
+
+
+def _encode_chunk(rows: Iterable[Row]) -> list[Result]:
+    return [_attempt(_worker_encoder, row) for row in rows]
+
+
+def _attempt(encoder: Encoder, row: Row) -> Result:
+    try:
+        return encoder(row), None
+    except DataError as error:
+        return None, str(error)
+
+
+def _longest_sequence(example: Any) -> int:
+    if isinstance(example, PreferenceExample):
+        return max(example.chosen.num_tokens, example.rejected.num_tokens)
+    return example.num_tokens
+
+
+def _key(data: str, encoder: Any, max_len: int) -> str:
+    tokenizer = encoder.tokenizer
+    backend = getattr(tokenizer, "backend_tokenizer", None)  # a pickled one is not the same in every process
+    words = pickle.dumps(tokenizer) if backend is None else backend.to_str().encode()
+    ends = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.chat_template)
+    parts = repr((_FORMAT, data, _options(encoder), max_len, ends)).encode()
+    return hashlib.sha256(parts + words).hexdigest()[:24]
+
+
+def _options(encoder: Any) -> list[Any]:
+    values = [(field.name, getattr(encoder, field.name)) for field in fields(encoder) if field.name != "tokenizer"]
+    return [type(encoder).__name__, *((name, _options(one) if is_dataclass(one) else one) for name, one in values)]

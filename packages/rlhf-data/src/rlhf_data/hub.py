@@ -1,0 +1,80 @@
+"""Data sets that the `datasets` library reads: Parquet, Arrow, saved folders, builder scripts, the Hugging Face hub."""
+
+import importlib.util
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from rlhf_data.errors import ConfigError, DataError, RlhfError, unknown, with_hint
+
+_FORMATS = {".parquet": "parquet", ".arrow": "arrow"}
+
+
+def open_dataset(
+    name: str, subset: str | None, *, split: str, streaming: bool
+) -> tuple[Iterable[dict[str, Any]], str | None]:
+    """Return the rows of a data set as dictionaries, and its fingerprint (None when streaming).
+
+    Raises:
+        ConfigError: the library is missing; an unknown split of a saved folder; a script without one builder class.
+        DataError: the library refuses the data set.
+    """
+    try:
+        import datasets
+    except ImportError as error:
+        message = f"{name} needs the `datasets` library, which is not installed ({error})"
+        raise ConfigError(with_hint(message, "pip install 'rlhf-data[datasets]', or convert it to .jsonl")) from error
+    path = Path(name)
+    try:
+        if path.suffix.lower() == ".py":
+            table = _run_script(path, subset, split, streaming)
+        elif (
+            path.is_dir()
+            and not subset
+            and any((path / file).is_file() for file in ("state.json", "dataset_dict.json"))
+        ):
+            table = _saved(name, split, streaming)
+        elif path.is_file():
+            kind = _FORMATS[path.suffix.lower()]
+            table = datasets.load_dataset(kind, data_files=name, split="train", streaming=streaming)
+        else:
+            table = datasets.load_dataset(name, subset, split=split, streaming=streaming)
+    except RlhfError:
+        raise
+    except Exception as error:  # the library raises what its many parts do
+        hint = None if path.exists() else "a name that is no file is looked up on the hub, which needs the network"
+        raise DataError(with_hint(f"data set {name} cannot be opened: {error}", hint)) from error
+    return table, None if streaming else table._fingerprint
+
+
+def _saved(name: str, split: str, streaming: bool) -> Any:
+    import datasets
+
+    table = datasets.load_from_disk(name)
+    if isinstance(table, datasets.DatasetDict):
+        if split not in table:
+            raise ConfigError(f"data set {name}: {unknown('split', split, table)}")
+        table = table[split]
+    return table.to_iterable_dataset() if streaming else table
+
+
+def _run_script(path: Path, subset: str | None, split: str, streaming: bool) -> Any:
+    import datasets
+
+    spec = importlib.util.spec_from_file_location(f"rlhf_data_script_{path.stem}", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # the library looks a builder's source up there
+    spec.loader.exec_module(module)
+    found = [
+        value
+        for value in vars(module).values()
+        if isinstance(value, type) and issubclass(value, datasets.DatasetBuilder) and value.__module__ == spec.name
+    ]
+    if len(found) != 1:
+        raise ConfigError(f"data script {path} must define one builder class of `datasets`, found {len(found)}")
+    builder = found[0](config_name=subset)
+    if streaming:
+        return builder.as_streaming_dataset(split=split)
+    builder.download_and_prepare()
+    return builder.as_dataset(split=split)

@@ -1,0 +1,294 @@
+"""Examples of what is better than what: pairs, single judged answers, and judged steps."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from rlhf_data.chat import Tokenizer, check_template, encode_prompts, render_prompt, row_messages
+from rlhf_data.errors import ConfigError, DataError, with_hint
+from rlhf_data.rows import Row, kind_of
+from rlhf_data.sft import SftEncoder, SftExample, completed, conversation
+
+_ANSWER_MARK = "\n\nAssistant:"  # of the helpful-and-harmless dialogues, whose texts hold prompt and answer
+_VERDICTS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
+
+
+@dataclass(frozen=True, slots=True)
+class PreferenceExample:
+    """Two answers to one prompt, of which the first is preferred.
+
+    Attributes:
+        example_id: the row's id.
+        chosen: the prompt with the preferred answer and one EOS; its mask is True for the answer.
+        rejected: the same prompt with the other answer.
+        margin: by how much the chosen answer is better; None when the data does not say.
+    """
+
+    example_id: str
+    chosen: SftExample
+    rejected: SftExample
+    margin: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.margin is not None and not np.isfinite(self.margin):
+            raise DataError(f"{self.example_id}: the margin must be finite, got {self.margin}")
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of both sequences."""
+        return self.chosen.num_tokens + self.rejected.num_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class UnpairedExample:
+    """One answer that was judged good or bad.
+
+    Attributes:
+        example_id: the row's id.
+        token_ids: [L] int32: prompt, answer, one EOS.
+        loss_mask: [L] bool: True for the answer and its EOS.
+        is_desirable: the verdict.
+    """
+
+    example_id: str
+    token_ids: np.ndarray
+    loss_mask: np.ndarray
+    is_desirable: bool
+
+    def __post_init__(self) -> None:
+        checked = SftExample(self.example_id, self.token_ids, self.loss_mask)
+        object.__setattr__(self, "token_ids", checked.token_ids)
+        object.__setattr__(self, "loss_mask", checked.loss_mask)
+
+    @property
+    def num_tokens(self) -> int:
+        """L."""
+        return len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessExample:
+    """A solution whose steps were judged one by one.
+
+    Attributes:
+        example_id: the row's id.
+        token_ids: [L] int32: the problem and the solution, a placeholder token after each step.
+        positions: [n] int32: where the placeholders are, ascending; the model's output there judges the step.
+        labels: [n] float32: the probability that the step is good, 0.0 or 1.0 for hard labels.
+    """
+
+    example_id: str
+    token_ids: np.ndarray
+    positions: np.ndarray
+    labels: np.ndarray
+
+    def __post_init__(self) -> None:
+        for name, dtype in (("token_ids", np.int32), ("positions", np.int32), ("labels", np.float32)):
+            array = np.array(getattr(self, name), dtype=dtype)
+            array.flags.writeable = False
+            object.__setattr__(self, name, array)
+        if self.positions.shape != self.labels.shape or self.positions.ndim != 1 or not len(self.positions):
+            raise DataError(
+                f"{self.example_id}: {self.positions.size} steps with {self.labels.size} labels; "
+                "there must be one label a step, and at least one step"
+            )
+        if self.positions[0] < 0 or self.positions[-1] >= len(self.token_ids) or (np.diff(self.positions) < 1).any():
+            raise DataError(f"{self.example_id}: the steps' positions must ascend within {len(self.token_ids)} tokens")
+        if not ((self.labels >= 0) & (self.labels <= 1)).all():
+            raise DataError(f"{self.example_id}: the labels of steps must be from 0 to 1, got {self.labels.tolist()}")
+
+    @property
+    def num_tokens(self) -> int:
+        """L."""
+        return len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreferenceEncoder:
+    """Makes a pair of a row. Picklable, so that worker processes can do it.
+
+    With `prompt_key`, the prompt is text (or messages, with the chat template) and the answers are texts (or lists of
+    messages that go on from the prompt). Without it, both answers hold the prompt: as lists of messages that differ in
+    the last one only, or as texts, of which all up to the last "Assistant:" that begins a paragraph is the prompt; a
+    text without one is an answer to nothing.
+
+    Attributes:
+        tokenizer: the model's, loaded.
+        prompt_key: the key of the prompt, or None.
+        chosen_key: the key of the preferred answer.
+        rejected_key: the key of the other answer.
+        margin_key: the key of a number, by how much the preferred answer is better; None for no margins.
+        apply_chat_template: render prompt and answers with the tokenizer's chat template.
+        input_template: text with one `{}` for the prompt; everything else in it is literal.
+
+    Raises:
+        ConfigError: options that do not fit each other or the tokenizer.
+        DataError: called with a row that cannot be used, such as one whose two answers are the same.
+    """
+
+    tokenizer: Tokenizer
+    prompt_key: str | None = None
+    chosen_key: str = "chosen"
+    rejected_key: str = "rejected"
+    margin_key: str | None = None
+    apply_chat_template: bool = False
+    input_template: str | None = None
+
+    def __post_init__(self) -> None:
+        check_template(self.tokenizer, apply_chat_template=self.apply_chat_template, input_template=self.input_template)
+        if self.input_template is not None and self.prompt_key is None:
+            raise ConfigError(with_hint("input_template has no effect without a prompt_key", "give --prompt_key"))
+
+    def __call__(self, row: Row) -> PreferenceExample:
+        """Return the pair of a row."""
+        make = self._conversations if self.apply_chat_template else self._texts
+        (chosen, rejected) = make(row)
+        if np.array_equal(chosen[0], rejected[0]):
+            raise DataError(f"{row.origin}: `{self.chosen_key}` and `{self.rejected_key}` are the same")
+        margin = None if self.margin_key is None else _number(row, self.margin_key, row.cell(self.margin_key))
+        pair = (SftExample(row.row_id, ids, mask) for ids, mask in (chosen, rejected))
+        return PreferenceExample(row.row_id, *pair, margin)
+
+    def _conversations(self, row: Row) -> list[tuple[np.ndarray, np.ndarray]]:
+        prompt = [] if self.prompt_key is None else row_messages(row, self.prompt_key)
+        both = []
+        for key in (self.chosen_key, self.rejected_key):
+            if isinstance(row.cell(key), list):
+                both.append([*prompt, *row_messages(row, key)])
+            elif prompt:
+                both.append([*prompt, {"role": "assistant", "content": row.filled(key)}])
+            else:
+                message = f"{row.origin}: `{key}` is text, which has no messages for the chat template"
+                raise DataError(with_hint(message, "give --prompt_key, or leave out --apply_chat_template"))
+        if both[0][:-1] != both[1][:-1]:
+            raise DataError(f"{row.origin}: the two conversations differ before their last message")
+        return [conversation(row, messages, self.tokenizer) for messages in both]
+
+    def _texts(self, row: Row) -> list[tuple[np.ndarray, np.ndarray]]:
+        keys = (self.chosen_key, self.rejected_key)
+        if any(isinstance(row.cell(key), list) for key in keys):
+            raise DataError(with_hint(f"{row.origin}: an answer is a list", "messages need --apply_chat_template"))
+        texts = [row.filled(key) for key in keys]
+        if self.prompt_key is not None:
+            prompt = render_prompt(
+                row,
+                self.tokenizer,
+                input_key=self.prompt_key,
+                apply_chat_template=False,
+                input_template=self.input_template,
+            )
+            return [completed(row, prompt, text, self.tokenizer) for text in texts]
+        prompts, marks, answers = zip(*(text.rpartition(_ANSWER_MARK) for text in texts), strict=True)
+        if prompts[0] != prompts[1] or marks[0] != marks[1]:
+            raise DataError(f"{row.origin}: the two dialogues differ before their last answer")
+        if not all(answer.strip() for answer in answers):
+            raise DataError(f"{row.origin}: an answer is empty")
+        return [completed(row, prompts[0] + marks[0], answer, self.tokenizer) for answer in answers]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnpairedEncoder:
+    """Makes a judged answer of a row: prompt and answer as `SftEncoder` does, and a verdict.
+
+    Attributes:
+        sft: how prompt and answer are encoded: the answer alone is trained.
+        label_key: the key of the verdict: true or false, 1 or 0.
+
+    Raises:
+        ConfigError: an encoder that trains more than the answer.
+        DataError: called with a row that cannot be used.
+    """
+
+    sft: SftEncoder
+    label_key: str = "label"
+
+    def __post_init__(self) -> None:
+        if self.sft.multiturn or self.sft.pretrain:
+            raise ConfigError("a verdict is about one answer: multiturn and pretrain do not go with it")
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's."""
+        return self.sft.tokenizer
+
+    def __call__(self, row: Row) -> UnpairedExample:
+        """Return the judged answer of a row."""
+        value = row.cell(self.label_key)
+        verdict = _VERDICTS.get(str(value).strip().lower()) if isinstance(value, str | bool | int | float) else None
+        if verdict is None:
+            raise DataError(f"{row.origin}: `{self.label_key}` must be true or false, 1 or 0, got {value!r}")
+        example = self.sft(row)
+        return UnpairedExample(example.example_id, example.token_ids, example.loss_mask, verdict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessEncoder:
+    """Makes judged steps of a row: a text with a placeholder after each step, and a list of a label for each.
+
+    Attributes:
+        tokenizer: the model's, loaded.
+        placeholder: a text that is one token, such as a special token or "ки".
+        input_key: the key of the problem with its solution, a text.
+        label_key: the key of the labels: numbers from 0 to 1, booleans, or the two `reward_tokens`.
+        reward_tokens: the labels of a good and of a bad step.
+        input_template: text with one `{}` for the input; everything else in it is literal.
+
+    Raises:
+        ConfigError: a placeholder that is not one token.
+        DataError: called with a row that cannot be used, such as one with more labels than placeholders.
+    """
+
+    tokenizer: Tokenizer
+    placeholder: str
+    input_key: str = "input"
+    label_key: str = "label"
+    reward_tokens: tuple[str, str] = ("+", "-")
+    input_template: str | None = None
+
+    def __post_init__(self) -> None:
+        check_template(self.tokenizer, apply_chat_template=False, input_template=self.input_template)
+        ids = self._bare(self.placeholder)
+        if len(ids) != 1:
+            hint = "use a special token of the tokenizer, or a character that is one token"
+            raise ConfigError(with_hint(f"the placeholder {self.placeholder!r} is {len(ids)} tokens, not one", hint))
+
+    def __call__(self, row: Row) -> ProcessExample:
+        """Return the judged steps of a row."""
+        text = render_prompt(
+            row, self.tokenizer, input_key=self.input_key, apply_chat_template=False, input_template=self.input_template
+        )
+        head, *steps = text.split(self.placeholder)
+        labels = row.cell(self.label_key)
+        if not isinstance(labels, list):
+            raise DataError(f"{row.origin}: `{self.label_key}` must be a list of labels, got {kind_of(labels)}")
+        if len(labels) != len(steps) or not steps:
+            raise DataError(f"{row.origin}: {len(steps)} placeholders {self.placeholder!r} and {len(labels)} labels")
+        # Tokenized apart, so that the placeholder never merges with its neighbours.
+        [ids] = encode_prompts([head], self.tokenizer, has_special_tokens=False)
+        [placeholder], positions = self._bare(self.placeholder), []
+        for step in steps:
+            positions.append(len(ids))
+            ids += [placeholder, *(self._bare(step) if step else [])]
+        values = [self._label(row, label) for label in labels]
+        return ProcessExample(row.row_id, np.array(ids), np.array(positions), np.array(values))
+
+    def _bare(self, text: str) -> list[int]:
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def _label(self, row: Row, label: Any) -> float:
+        if isinstance(label, str):
+            good, bad = self.reward_tokens
+            if label not in (good, bad):
+                raise DataError(f"{row.origin}: a label must be {good!r} or {bad!r}, or a number, got {label!r}")
+            return float(label == good)
+        return float(label) if isinstance(label, bool) else _number(row, self.label_key, label)
+
+
+def _number(row: Row, key: str, value: Any) -> float:
+    try:
+        if isinstance(value, bool) or not isinstance(value, str | int | float):
+            raise ValueError
+        return float(value)
+    except ValueError:
+        raise DataError(f"{row.origin}: `{key}` must be a number, got {value!r}") from None

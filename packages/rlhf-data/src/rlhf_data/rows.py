@@ -1,0 +1,120 @@
+"""One record of a data set, which knows where it came from, and the count of those that cannot be used."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rlhf_data.errors import DataError, unknown, with_hint
+
+_TOLERATED_FRACTION = 0.01
+_NUM_SHOWN = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One record.
+
+    Attributes:
+        values: the record's keys and values.
+        source: the file, or the data set's name.
+        number: the line where the record begins, counted from 1; in a data set that has no lines, the row from 0.
+        has_lines: whether `number` is a line.
+    """
+
+    values: Mapping[str, Any]
+    source: str
+    number: int
+    has_lines: bool = True
+
+    @property
+    def origin(self) -> str:
+        """`file:line` or `name#row`, for messages."""
+        return f"{self.source}{':' if self.has_lines else '#'}{self.number}"
+
+    @property
+    def row_id(self) -> str:
+        """The origin without the folders of a file."""
+        return self.origin.rpartition("/")[2]
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether the answer was cut by a length limit: `finish_reason` is "length", as `rlhf-rollout generate` writes.
+
+        Such an answer has no end that could be learned.
+        """
+        return self.values.get("finish_reason") == "length"
+
+    def cell(self, key: str) -> Any:
+        """Return the value of `key`. Raises DataError with the keys there are when it is missing."""
+        if key not in self.values:
+            raise DataError(f"{self.origin}: {unknown('key', key, self.values)}")
+        return self.values[key]
+
+    def text(self, key: str) -> str:
+        """Return the cell as text: a string as it is, a number as JSON writes it. Raises DataError for all else."""
+        value = self.cell(key)
+        if isinstance(value, bool) or not isinstance(value, str | int | float):
+            raise DataError(f"{self.origin}: `{key}` must be text or a number, got {kind_of(value)}")
+        if not isinstance(value, str):
+            return json.dumps(value)
+        try:
+            value.encode("utf-8")
+        except UnicodeEncodeError:
+            raise DataError(f"{self.origin}: `{key}` holds half of a surrogate pair, which is no character") from None
+        return value
+
+    def filled(self, key: str) -> str:
+        """Return the cell as text. Raises DataError when it is empty, too."""
+        text = self.text(key)
+        if not text.strip():
+            raise DataError(f"{self.origin}: `{key}` is empty")
+        return text
+
+    def label(self, key: str) -> str:
+        """Return the cell as a reward function receives it: text, or JSON for a boolean, a list or an object.
+
+        Raises DataError for null: a missing answer is a broken row, not an empty one.
+        """
+        value = self.cell(key)
+        if value is None:
+            raise DataError(
+                with_hint(f"{self.origin}: the label `{key}` is null", "remove the row, or write the answer into it")
+            )
+        if isinstance(value, bool | list | dict):
+            return json.dumps(value, ensure_ascii=False)
+        return self.text(key)
+
+
+class RowErrors:
+    """Counts the rows that cannot be used, so that a few do not stop a run and many do.
+
+    Args:
+        skip_bad_rows: leave all of them out, however many.
+    """
+
+    def __init__(self, *, skip_bad_rows: bool = False) -> None:
+        self.skip_bad_rows = skip_bad_rows
+        self.num_bad = 0
+        self.first: list[str] = []
+
+    def add(self, error: DataError | str) -> None:
+        """Count one row; the text of the error names its file and line."""
+        self.num_bad += 1
+        if len(self.first) < _NUM_SHOWN:
+            self.first.append(str(error))
+
+    def check(self, num_rows: int) -> None:
+        """Raise DataError when all of `num_rows` rows are bad, or more than 1 % and they may not be skipped."""
+        is_allowed = self.skip_bad_rows or self.num_bad <= _TOLERATED_FRACTION * num_rows
+        if is_allowed and self.num_bad < num_rows:
+            return
+        message = f"{self.num_bad} of {num_rows} rows cannot be used; the first:\n" + "\n".join(self.first)
+        hint = None if is_allowed else "repair them, or leave them all out with --skip_bad_rows; 1 % is left out anyway"
+        raise DataError(with_hint(message, hint))
+
+
+def kind_of(value: Any) -> str:
+    """Return what a JSON value is, for messages."""
+    names = {dict: "an object", list: "a list", str: "text", bool: "a boolean", type(None): "null"}
+    return names.get(type(value), "a number")

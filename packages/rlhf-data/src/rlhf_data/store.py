@@ -1,0 +1,42 @@
+"""Objects in a folder: written one after the other, read when they are used, so that a set may exceed the memory."""
+
+import pickle
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+Item = TypeVar("Item")
+
+
+def write_store(folder: Path, items: Iterable[Any]) -> None:
+    """Write pickled items end to end, and where each begins, into a new folder."""
+    folder.mkdir()
+    starts = [0]
+    with (folder / "items.bin").open("wb") as file:
+        for item in items:
+            starts.append(starts[-1] + file.write(pickle.dumps(item)))
+    np.save(folder / "starts.npy", np.array(starts))
+
+
+class Store(Sequence[Item]):
+    """The items that `write_store` wrote, each read when it is asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._starts = np.load(folder / "starts.npy", mmap_mode="r")
+        # An empty file cannot be mapped.
+        self._bytes = np.memmap(folder / "items.bin", np.uint8, "r") if len(self) else b""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Store, (self._folder,)
+
+    def __len__(self) -> int:
+        return len(self._starts) - 1
+
+    def __getitem__(self, index: int | slice) -> Any:
+        indices = range(len(self))[index]
+        if isinstance(indices, range):
+            return [self[i] for i in indices]
+        return pickle.loads(self._bytes[self._starts[indices] : self._starts[indices + 1]])

@@ -1,0 +1,170 @@
+"""Loading examples: by processes, from the cache, with bad rows: always the same, with an account of every row."""
+
+import os
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from rlhf_data.errors import ConfigError, DataError
+from rlhf_data.examples import ExampleSet, load_examples
+from rlhf_data.preference import PreferenceEncoder, UnpairedEncoder
+from rlhf_data.sft import SftEncoder
+from rlhf_data.sources import open_sources
+from rlhf_data.testing import ByteTokenizer, write_jsonl
+
+ENCODER = SftEncoder(tokenizer=ByteTokenizer())
+
+
+def write(path, num_rows, bad=()):
+    rows = [{"input": str(n), "output": " " if n in bad else "x" * (n % 7 + 1)} for n in range(num_rows)]
+    return write_jsonl(path, rows)
+
+
+def flat(data: ExampleSet):
+    return [(e.example_id, e.token_ids.tolist(), e.loss_mask.tolist()) for e in data.examples]
+
+
+def test_load_examples_processes_give_the_same_in_the_same_order(tmp_path):
+    path = write(tmp_path / "a.jsonl", 700, bad={3, 600})
+    alone, calls = load_examples(open_sources(path), ENCODER, max_len=9), []
+    helped = load_examples(open_sources(path), ENCODER, max_len=9, num_workers=2, progress=calls.append)
+    assert flat(helped) == flat(alone)
+    assert helped.counts == alone.counts
+    # Tokens of each of the 698 usable rows: <bos>, the digits, the letters, <eos>.
+    too_long = sum(2 + len(str(n)) + n % 7 + 1 > 9 for n in range(700) if n not in (3, 600))
+    assert (alone.counts.num_too_long, alone.counts.num_bad, alone.counts.num_rows) == (too_long, 2, 700)
+    assert len(alone.examples) == 698 - too_long
+    assert calls[-1] == 700 and calls == sorted(calls) and len(calls) > 1
+
+
+def test_load_examples_above_one_percent_bad_is_refused_unless_skipped(tmp_path):
+    rows = open_sources(write(tmp_path / "a.jsonl", 100, bad={4, 5}))
+    with pytest.raises(
+        DataError, match=r"2 of 100 rows cannot be used.*\n.*a\.jsonl:5: `output` is empty\n.*a\.jsonl:6"
+    ):
+        load_examples(rows, ENCODER)
+    data = load_examples(rows, ENCODER, skip_bad_rows=True)
+    assert (len(data.examples), data.counts.num_bad) == (98, 2)
+    assert data.summary == (
+        "98 examples, the longest read has 11 tokens; 2 of 100 cannot be used,"
+        f" such as {tmp_path / 'a.jsonl'}:5: `output` is empty"
+    )
+    assert len(load_examples(open_sources(write(tmp_path / "b.jsonl", 100, bad={4})), ENCODER).examples) == 99
+
+
+def test_load_examples_broken_lines_and_broken_cells_are_counted_together(tmp_path):
+    path = write(tmp_path / "a.jsonl", 3, bad={1})
+    path.write_text(path.read_text() + "{\n")
+    data = load_examples(open_sources(path), ENCODER, skip_bad_rows=True)
+    assert (len(data.examples), data.counts.num_bad, data.counts.num_rows) == (2, 2, 4)
+
+
+def test_load_examples_without_a_usable_row_is_refused(tmp_path):
+    rows = open_sources(write(tmp_path / "a.jsonl", 2, bad={0, 1}))
+    with pytest.raises(DataError, match=r"2 of 2 rows cannot be used; the first:\n.*a\.jsonl:1: `output` is empty"):
+        load_examples(rows, ENCODER, skip_bad_rows=True)
+
+
+def test_load_examples_pair_is_as_long_as_its_longer_sequence(tmp_path):
+    # <bos> + text + <eos>: 3 and 5 tokens.
+    rows = open_sources(write_jsonl(tmp_path / "a.jsonl", [{"chosen": "a", "rejected": "bbb"}]))
+    encoder = PreferenceEncoder(tokenizer=ByteTokenizer())
+    assert len(load_examples(rows, encoder, max_len=5).examples) == 1
+    with pytest.raises(DataError, match="the longest has 5 tokens"):
+        load_examples(rows, encoder, max_len=4)
+
+
+def test_load_examples_cache_is_read_instead_of_encoding(tmp_path):
+    path = write(tmp_path / "a.jsonl", 120, bad={7})
+    plain, calls = load_examples(open_sources(path), ENCODER), []
+    for _ in range(2):
+        cached = load_examples(open_sources(path), ENCODER, cache_dir=tmp_path / "c", progress=calls.append)
+        assert flat(cached) == flat(plain)
+        assert cached.counts == plain.counts
+        assert cached.examples[-1].example_id == cached.examples[1:][-1].example_id == "a.jsonl:120"
+        with pytest.raises(IndexError):
+            cached.examples[119]
+    assert calls == [120]
+    assert len(os.listdir(tmp_path / "c")) == 1
+
+
+def test_load_examples_cache_depends_on_data_tokenizer_and_options(tmp_path):
+    path = write(tmp_path / "a.jsonl", 20)
+
+    def load(encoder=ENCODER, **options):
+        calls = []
+        load_examples(open_sources(path), encoder, cache_dir=tmp_path / "c", progress=calls.append, **options)
+        return bool(calls)
+
+    assert load()
+    assert not load()
+    assert load(max_len=100)
+    assert load(replace(ENCODER, input_template="{}="))
+    assert load(replace(ENCODER, tokenizer=ByteTokenizer(add_bos=False)))
+    assert load(replace(ENCODER, tokenizer=ByteTokenizer(chat_template="other")))
+    write(path, 21)
+    assert load()
+    assert not load()
+
+
+def test_load_examples_cache_refuses_as_often_as_it_is_read(tmp_path):
+    path = write(tmp_path / "a.jsonl", 10, bad={1})
+    for _ in range(2):
+        with pytest.raises(DataError, match="1 of 10 rows cannot be used"):
+            load_examples(open_sources(path), ENCODER, cache_dir=tmp_path / "c")
+        assert (
+            len(load_examples(open_sources(path), ENCODER, cache_dir=tmp_path / "c", skip_bad_rows=True).examples) == 9
+        )
+    path = write(tmp_path / "b.jsonl", 10)
+    for _ in range(2):
+        with pytest.raises(DataError, match="all 10 examples of"):
+            load_examples(open_sources(path), ENCODER, cache_dir=tmp_path / "c", max_len=2)
+
+
+def test_load_examples_failure_leaves_nothing_in_the_cache(tmp_path):
+    (tmp_path / "a.json").write_text('[{"input": "a", "output": "b"}, {')
+    with pytest.raises(DataError, match="malformed"):
+        load_examples(open_sources(tmp_path / "a.json"), ENCODER, cache_dir=tmp_path / "c")
+    assert os.listdir(tmp_path / "c") == []
+
+
+def test_load_examples_options_out_of_range_are_refused(tmp_path):
+    rows = open_sources(write(tmp_path / "a.jsonl", 1))
+    with pytest.raises(ConfigError, match="num_workers must be at least 0, got -1"):
+        load_examples(rows, ENCODER, num_workers=-1)
+    streamed = replace(rows, sources=(replace(rows.sources[0], fingerprint=lambda: None),))
+    with pytest.raises(ConfigError, match="is streamed and cannot be cached"):
+        load_examples(streamed, ENCODER, cache_dir=tmp_path / "c")
+
+
+def test_load_examples_config_error_in_a_process_reaches_the_caller(tmp_path):
+    tokenizer = ByteTokenizer()
+    tokenizer.eos_token_id = None
+    with pytest.raises(ConfigError, match="no EOS token"):
+        load_examples(
+            open_sources(write(tmp_path / "a.jsonl", 2)), replace(ENCODER, tokenizer=tokenizer), num_workers=1
+        )
+
+
+def test_load_examples_cached_examples_are_those_of_memory(tmp_path):
+    rows = open_sources(write_jsonl(tmp_path / "a.jsonl", [{"chosen": "a", "rejected": "b", "m": 1.5}]))
+    encoder = PreferenceEncoder(tokenizer=ByteTokenizer(), margin_key="m")
+    [one] = load_examples(rows, encoder).examples
+    [again] = load_examples(rows, encoder, cache_dir=tmp_path / "c").examples
+    assert (one.example_id, one.margin) == (again.example_id, again.margin) == ("a.jsonl:1", 1.5)
+    assert np.array_equal(one.rejected.token_ids, again.rejected.token_ids)
+    assert again.rejected.loss_mask.dtype == np.bool_
+
+
+def test_load_examples_cache_of_an_encoder_within_an_encoder_is_found_again(tmp_path):
+    rows = open_sources(write_jsonl(tmp_path / "a.jsonl", [{"input": "q", "output": "a", "label": 1, "other": 0}]))
+
+    def load(label_key, **options):
+        encoder = UnpairedEncoder(sft=SftEncoder(tokenizer=ByteTokenizer(), **options), label_key=label_key)
+        calls = []
+        [example] = load_examples(rows, encoder, cache_dir=tmp_path / "c", progress=calls.append).examples
+        return example.is_desirable, bool(calls)
+
+    assert [load("label"), load("label"), load("other")] == [(True, True), (True, False), (False, True)]
+    assert load("label", input_template="{}=") == (True, True)

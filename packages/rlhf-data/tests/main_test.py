@@ -1,0 +1,126 @@
+"""The command `rlhf-data inspect`: what it prints, and what it refuses."""
+
+import pytest
+
+from rlhf_data.main import main
+from rlhf_data.testing import write_jsonl
+
+WORDS = ["<unk>", "</s>", "user", "assistant", "one", "two", "#"]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    """A folder with a tokenizer of seven words and a chat template."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    core = Tokenizer(models.WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="</s>", unk_token="<unk>")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role + ' ' + m.content + ' </s> ' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'assistant ' }}{% endif %}"
+    )
+    folder = tmp_path_factory.mktemp("tokenizer")
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def inspect(capsys, *arguments):
+    status = main(["inspect", *map(str, arguments)])
+    out, err = capsys.readouterr()
+    return status, out, err
+
+
+def test_inspect_counts_rows_and_keys_without_a_tokenizer(tmp_path, capsys):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"input": "one", "output": 1}, {"input": "two"}, 7])
+    status, out, err = inspect(capsys, path, path, "--row", 2)
+    assert (status, err) == (0, "")
+    assert out == (
+        f"  input: text in 4 rows\n  output: a number in 2 rows\n4 rows can be read, 2 cannot\n"
+        f"  {path}:3: a row must be a JSON object, got a number\n"
+        f"  {path}:3: a row must be a JSON object, got a number\n\nrow 2 ({path}:2)\n  input: two\n"
+    )
+
+
+def test_inspect_measures_and_marks_what_is_trained(tmp_path, capsys, tokenizer):
+    rows = [{"input": "one", "output": "two"}, {"input": "one one", "output": "two two"}, {"input": "one"}]
+    path = write_jsonl(tmp_path / "a.jsonl", rows)
+    status, out, _ = inspect(capsys, path, "--tokenizer", tokenizer, "--row", 2, "--max_len", 4)
+    assert status == 0
+    # Tokens: one two </s>, and one one two two </s>; trained: 2 and 3.
+    assert "2 examples, 1 rows cannot be used\n" in out
+    assert f"  {path}:3: unknown key `output`; known: input\n" in out
+    lines = out.splitlines()
+    assert [line.split() for line in lines if line.startswith(("tokens", "trained"))] == [
+        ["tokens", "3", "4", "5", "5", "5"],
+        ["trained", "2", "2", "3", "3", "3"],
+    ]
+    assert "1 examples are longer than --max_len 4" in lines
+    assert lines[-2:] == ["  sequence: 5 tokens, 3 trained (in [[ ]])", "one one[[two two </s>]]"]
+
+
+@pytest.mark.parametrize(
+    ("row", "options", "shown"),
+    [
+        ({"input": "one", "output": "two"}, ["--apply_chat_template"], ["user one </s> assistant[[two </s>]]"]),
+        (
+            {"input": "one", "output": "two"},
+            [
+                "--apply_chat_template",
+                "--tokenizer_chat_template",
+                "{% for m in messages %}{{ m.content }} {% endfor %}",
+            ],
+            ["one[[two </s>]]"],
+        ),
+        ({"input": "one two"}, ["--pretrain_mode", "--output_key", ""], ["one[[two </s>]]"]),
+        (
+            {"chosen": "one two", "rejected": "two two", "m": 2},
+            ["--kind", "preference", "--margin_key", "m"],
+            ["one[[two </s>]]", "two[[two </s>]]", "  margin: 2.0"],
+        ),
+        (
+            {"input": "one", "output": "two", "good": 0},
+            ["--kind", "unpaired", "--label_key", "good"],
+            ["one[[two </s>]]", "  is_desirable: False"],
+        ),
+        (
+            {"input": "one # two", "label": ["+"]},
+            ["--kind", "process", "--placeholder", "#"],
+            ["one[[#]]two", "  labels: [1.]"],
+        ),
+    ],
+)
+def test_inspect_shows_each_kind(tmp_path, capsys, tokenizer, row, options, shown):
+    path = write_jsonl(tmp_path / "a.jsonl", [row])
+    status, out, err = inspect(capsys, path, "--tokenizer", tokenizer, *options)
+    assert (status, err) == (0, "")
+    for line in shown:
+        assert line in out.splitlines()
+
+
+def test_inspect_row_that_cannot_be_used_says_why(tmp_path, capsys, tokenizer):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"input": "one", "output": ""}, {"input": "one", "output": "two"}])
+    status, out, _ = inspect(capsys, path, "--tokenizer", tokenizer)
+    assert status == 0
+    assert out.endswith(f"row 1 ({path}:1)\n  cannot be used: {path}:1: `output` is empty\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--row", "3"], "--row 3: there are 1 rows that can be read"),
+        (["--row", "0"], "--row must be at least 1, got 0"),
+        (["--kind", "sfft"], "unknown kind `sfft`"),
+        (["--inptu_key", "x"], "hint: did you mean `--input_key`?"),
+        (["--input_key", "x"], "--input_key has no effect without a tokenizer"),
+        (["--tokenizer", "TOKENIZER", "--chosen_key", "x"], "unknown option of --kind sft `chosen_key`"),
+        (["--tokenizer", "TOKENIZER", "--kind", "process"], "needs the --placeholder"),
+        (["--tokenizer", "/nowhere"], "no tokenizer in /nowhere"),
+    ],
+)
+def test_inspect_refuses_what_has_no_effect_or_cannot_be(tmp_path, capsys, tokenizer, arguments, says):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"input": "one", "output": "two"}])
+    status, _, err = inspect(capsys, path, *(tokenizer if word == "TOKENIZER" else word for word in arguments))
+    assert status == 2
+    assert says in err

@@ -1,0 +1,126 @@
+"""Low-rank adapters over the linear layers of a model, by peft. The only file that imports it."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from rlhf_data.errors import ConfigError, with_hint
+from rlhf_models.loading import VALUE_HEAD_FILE, clear_errors, load_actor, load_critic, load_tokenizer
+from rlhf_models.weights import save_hf
+
+_PREFIX = "model."  # of the transformers model in an `Actor`, `Critic` or `RewardModel`
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraSpec:
+    """Which adapters: W x + (alpha / rank) B A x, with A [rank, in] random and B [out, rank] zero at first.
+
+    Attributes:
+        rank: at least 1.
+        alpha: see above.
+        dropout: of what goes into A, in [0, 1).
+        target_modules: names of the linear layers that get one; "all-linear" for all but the LM head.
+
+    Source: Hu et al. 2021, arXiv:2106.09685, sec. 4.1.
+    """
+
+    rank: int
+    alpha: float = 16.0
+    dropout: float = 0.0
+    target_modules: str | tuple[str, ...] = "all-linear"
+
+    def __post_init__(self) -> None:
+        if self.rank < 1 or self.alpha <= 0 or not 0 <= self.dropout < 1:
+            given = f"rank {self.rank}, alpha {self.alpha} and dropout {self.dropout}"
+            raise ConfigError(f"LoRA has {given}; rank must be 1 or more, alpha above 0, dropout in [0, 1)")
+
+
+def add_lora(model: nn.Module, spec: LoraSpec) -> None:
+    """Put adapters into an actor, critic or reward model, and take all else but its value head out of training.
+
+    Raises:
+        ConfigError: peft is not installed, or a target is in no layer's name.
+    """
+    peft = _import_peft()
+    targets = spec.target_modules if isinstance(spec.target_modules, str) else list(spec.target_modules)
+    config = peft.LoraConfig(
+        r=spec.rank, lora_alpha=spec.alpha, lora_dropout=spec.dropout, target_modules=targets, bias="none"
+    )
+    try:
+        model.model.add_adapter(config)
+    except ValueError as error:
+        raise ConfigError(with_hint(f"LoRA: {error}", "target_modules may be all-linear, or q_proj v_proj")) from None
+
+
+@contextmanager
+def adapters_off(model: nn.Module) -> Iterator[None]:
+    """Let a model with adapters be its base for the time of a `with` block."""
+    model.model.disable_adapters()
+    try:
+        yield
+    finally:
+        model.model.enable_adapters()
+
+
+def save_adapter(model: nn.Module, state_dict: Mapping[str, Tensor], path: str | Path) -> Path:
+    """Write the adapters in peft's layout, and a value head beside them.
+
+    Args:
+        model: has adapters.
+        state_dict: its weights by its own names, whole; those that are not trained may be missing.
+        path: the folder.
+    """
+    from safetensors.torch import save_file
+
+    peft = _import_peft()
+    path = Path(path)
+    path.mkdir(parents=True, exist_ok=True)
+    inner = {name.removeprefix(_PREFIX): value for name, value in state_dict.items() if name.startswith(_PREFIX)}
+    weights = peft.get_peft_model_state_dict(model.model, state_dict=inner)
+    tensors = {f"base_model.model.{name}": value.contiguous() for name, value in weights.items()}
+    save_file(tensors, path / "adapter_model.safetensors", {"format": "pt"})
+    model.model.peft_config["default"].save_pretrained(path)
+    if "value_head.weight" in state_dict:
+        save_file({"weight": state_dict["value_head.weight"].contiguous()}, path / VALUE_HEAD_FILE)
+    return path
+
+
+def merge_adapter(base: str | Path, adapter: str | Path, out: str | Path, *, dtype: str) -> Path:
+    """Write the model that a base with an adapter is, as a plain Hugging Face folder with the base's tokenizer.
+
+    Args:
+        base: a folder or hub name.
+        adapter: a folder in peft's layout; with a value head in it, the result is a reward model's folder.
+        out: the folder; an earlier one is replaced.
+        dtype: "float32" or "bfloat16", of the merged weights.
+
+    Raises:
+        ConfigError: no such model, or no adapter that fits it.
+    """
+    from safetensors.torch import load_file
+
+    peft = _import_peft()
+    adapter = Path(adapter).expanduser()
+    if not (adapter / "adapter_config.json").is_file():
+        hint = "an adapter folder holds adapter_config.json and adapter_model.safetensors"
+        raise ConfigError(with_hint(f"there is no adapter in {adapter}", hint))
+    head = adapter / VALUE_HEAD_FILE
+    model: Any = load_critic(base, dtype=dtype) if head.is_file() else load_actor(base, dtype=dtype)
+    with clear_errors(adapter):
+        model.model = peft.PeftModel.from_pretrained(model.model, str(adapter)).merge_and_unload()
+        if head.is_file():
+            model.value_head.weight.data.copy_(load_file(head)["weight"])
+    return save_hf(model, None, load_tokenizer(base), out)
+
+
+def _import_peft() -> Any:
+    try:
+        import peft
+    except ImportError:
+        hint = "pip install 'rlhf-models[lora]', or train all weights"
+        raise ConfigError(with_hint("LoRA needs peft, which is not installed", hint)) from None
+    return peft

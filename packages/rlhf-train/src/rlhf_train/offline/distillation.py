@@ -1,0 +1,55 @@
+"""Knowledge distillation: a student learns the whole distributions of a teacher, beside the demonstrated tokens."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from rlhf_data.errors import ConfigError
+from rlhf_data.sft import SftExample
+from rlhf_kernels import token_logprobs
+from rlhf_train.batching import Denominators
+from rlhf_train.engine.protocol import TrainEngine
+from rlhf_train.losses.preference import distillation_loss
+from rlhf_train.metrics import Metric
+from rlhf_train.offline.loop import Objective
+from rlhf_train.offline.sequences import lay_out, mean_metrics, trained_mask
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DistillationObjective(Objective[SftExample]):
+    """loss = (1 - k) negative log-likelihood + k cross-entropy under the teacher, a trained token.
+
+    The teacher is the `reference`, and reads the same tokens. Where one of the two has more embedding rows than the
+    other, of padding, both are cut to the common ones.
+
+    Attributes:
+        kd_coef: k, in (0, 1].
+    """
+
+    needs_teacher: ClassVar[bool] = True
+
+    kd_coef: float = 0.4
+
+    def __post_init__(self) -> None:
+        if not 0 < self.kd_coef <= 1:
+            raise ConfigError(f"kd_coef is {self.kd_coef}; it must lie in (0, 1]")
+
+    def loss(
+        self, engine: TrainEngine, items: Sequence[SftExample], denominators: Denominators
+    ) -> tuple[Tensor, dict[str, Metric]]:
+        """See `Objective`. Metrics: `kd/loss`, `kd/nll` and `kd/distillation`, nats a trained token."""
+        batch = lay_out([item.token_ids for item in items], packing=self.packing, device=engine.device)
+        index = trained_mask(batch, items).flatten().nonzero()[:, 0]
+        with torch.no_grad():
+            teacher = self.reference(batch, logits_after=index - 1)
+        logits = engine.forward(batch, logits_after=index - 1)
+        width = min(logits.shape[-1], teacher.shape[-1])
+        logprobs, _ = token_logprobs(logits, batch.input_ids.flatten()[index])
+        distillation = distillation_loss(logits[:, :width], teacher[:, :width])
+        losses = -(1 - self.kd_coef) * logprobs + self.kd_coef * distillation
+        sums = {"loss": losses.sum(), "nll": -logprobs.sum(), "distillation": distillation.sum()}
+        metrics = mean_metrics("kd", len(index), **sums)
+        return losses.sum() / max(denominators.num_tokens, 1), metrics

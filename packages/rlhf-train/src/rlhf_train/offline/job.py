@@ -1,0 +1,234 @@
+"""One run of the offline loop, as data, and what carries it out."""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Protocol
+
+import torch
+
+from rlhf_data.errors import ConfigError, unknown, with_hint
+from rlhf_models.loading import load_actor, load_tokenizer, resolve_dtype
+from rlhf_models.lora import LoraSpec, adapters_off, add_lora, merge_adapter, save_adapter
+from rlhf_models.reference import load_reference
+from rlhf_models.reward import store_moments
+from rlhf_models.weights import save_hf
+from rlhf_train.engine.deepspeed import DeepSpeedEngine, init_process_group
+from rlhf_train.engine.protocol import TrainEngine
+from rlhf_train.offline.loop import Objective, OfflineSchedule, evaluate, train_offline
+from rlhf_train.offline.reward_model import load_trainable_reward_model, score_moments
+from rlhf_train.offline.sequences import with_reference
+from rlhf_train.online.evaluation import BestModel
+from rlhf_train.specs import ModelSpec
+
+ADAPTER_FOLDER = "adapter"  # within a saved model
+
+
+class OfflineObserver(Protocol):
+    """Shows a run to people and keeps its metrics; called on rank 0 only."""
+
+    def step(self, step: int, num_steps: int, metrics: dict[str, float]) -> None:
+        """An optimizer step ended."""
+        ...
+
+    def evaluation(self, step: int, metrics: dict[str, float]) -> None:
+        """The evaluation examples were run."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OfflineJob:
+    """One run over fixed data.
+
+    Attributes:
+        objective: what is learned; with it goes what kind of model is trained and what the examples are.
+        model: what is trained; it has an optimizer.
+        reference: the policy that is compared with, where the objective does so, or the teacher that it needs. None for
+            the model as it was at the start; with LoRA that is the model without its adapters.
+        precompute_reference: ask the reference about all examples before the first step, and not at every step.
+        lora: train adapters instead of all weights.
+        examples, eval_examples: as the objective takes them; the latter may be empty.
+        eval_steps: optimizer steps between evaluations, which also open and end the run; None for no others.
+        best_metric: the evaluation's metric, without "eval/", whose best value marks weights to keep in `best_path`:
+            the lowest of "loss", "nll" and "kl", the highest of others. None keeps the last weights only.
+        schedule: batch sizes, epochs, seed.
+        model_path, best_path: folders that the model is written to, in the Hugging Face layout; with LoRA it is merged,
+            and the adapter lies in the folder `adapter` within.
+        rank, num_ranks, master: of the data-parallel processes, each of which runs the same job.
+        device: "cuda" or "cpu".
+    """
+
+    objective: Objective[Any]
+    model: ModelSpec
+    reference: ModelSpec | None = None
+    precompute_reference: bool = False
+    lora: LoraSpec | None = None
+    examples: Sequence[Any]
+    eval_examples: Sequence[Any] = field(default=())
+    eval_steps: int | None = None
+    best_metric: str | None = None
+    schedule: OfflineSchedule
+    model_path: Path
+    best_path: Path | None = None
+    rank: int = 0
+    num_ranks: int = 1
+    master: tuple[str, int] = ("127.0.0.1", 29500)
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        compares, teacher = self.objective.needs_reference, self.objective.needs_teacher
+        needs_evaluation = self.eval_steps is not None or self.best_metric is not None
+        limits_tokens = self.schedule.micro_batch_tokens is not None
+        for is_wrong, message in (
+            (self.model.optimizer is None, "what is trained needs an optimizer"),
+            (limits_tokens and not self.model.packing, "tokens a pass can be limited for packed sequences only"),
+            (teacher and self.reference is None, "distillation needs a teacher"),
+            (self.reference is not None and not (compares or teacher), "a reference has no effect on this objective"),
+            (self.precompute_reference and not compares, "this objective has no reference to ask up front"),
+            (self.eval_steps is not None and self.eval_steps < 1, f"eval_steps is {self.eval_steps}; the least is 1"),
+            (needs_evaluation and not self.eval_examples, "eval_steps and best_metric need examples to evaluate on"),
+            (self.best_metric is not None and self.best_path is None, "best_metric needs a folder for the best model"),
+        ):
+            if is_wrong:
+                raise ConfigError(message)
+
+
+def run_offline(job: OfflineJob, observer: OfflineObserver) -> None:
+    """Train, evaluate, and write the model. Collective over `job.num_ranks` processes.
+
+    Raises:
+        ConfigError: an example longer than the tokens of a pass, an unknown `best_metric`, or a model that cannot be
+            loaded.
+        DataError: examples that the objective cannot learn from.
+    """
+    run = _Run(job, observer)
+    run.evaluate(0)
+    train_offline(run.engine, run.objective, run.items, job.schedule, on_step=run.on_step)
+    run.save(job.model_path)
+
+
+class _Run:
+    """The models and examples of a job under way."""
+
+    def __init__(self, job: OfflineJob, observer: OfflineObserver) -> None:
+        self._job = job
+        self._observer = observer
+        self._eval_metrics: dict[str, float] = {}
+        self._best: BestModel | None = None
+        if job.best_metric is not None and job.best_path is not None:
+            lowest = job.best_metric in ("loss", "nll", "kl")
+            self._best = BestModel(f"eval/{job.best_metric}", job.best_path, lowest=lowest)
+        torch.manual_seed(job.schedule.seed)
+        address = {"master_addr": job.master[0], "master_port": job.master[1]}
+        init_process_group(rank=job.rank, world_size=job.num_ranks, device=job.device, **address)
+        spec = job.model
+        load = load_trainable_reward_model if job.objective.model_kind == "reward" else load_actor
+        model = load(spec.path, gradient_checkpointing=spec.gradient_checkpointing, **_loading(spec))
+        if job.lora is not None:
+            add_lora(model, job.lora)
+        self.engine = DeepSpeedEngine(
+            model, spec.optimizer, zero_stage=spec.zero_stage, dtype=resolve_dtype(spec.dtype), device=job.device
+        )
+        self.objective = replace(job.objective, packing=spec.packing)
+        self.items = self.objective.items(job.examples)
+        self._eval_items = self.objective.items(job.eval_examples) if job.eval_examples else ()
+        self._check_budget()
+        self._add_reference()
+
+    def on_step(self, step: int, num_steps: int, metrics: Mapping[str, float]) -> None:
+        """Report an optimizer step, and evaluate when it is time."""
+        if self._job.rank == 0:
+            self._observer.step(step, num_steps, dict(metrics))
+        if step == num_steps or (self._job.eval_steps and step % self._job.eval_steps == 0):
+            self.evaluate(step)
+
+    def evaluate(self, step: int) -> None:
+        """Run the evaluation examples, and keep the weights when they are the best so far. Collective."""
+        if not self._eval_items:
+            return
+        self._eval_metrics = self._measure(self._eval_items)
+        if self._job.rank == 0:
+            self._observer.evaluation(step, dict(self._eval_metrics))
+        best = self._best
+        if best is None:
+            return
+        if best.metric not in self._eval_metrics:
+            names = [name.removeprefix("eval/") for name in self._eval_metrics]
+            raise ConfigError(unknown("best_metric", self._job.best_metric, names))
+        if best.beaten_by(self._eval_metrics):  # alike on all ranks: so are the metrics
+            self.save(best.staging)
+            best.keep(step, self._eval_metrics, {}, writes=self._job.rank == 0)
+
+    def save(self, folder: Path) -> None:
+        """Write the model as it is now. Collective."""
+        job, model = self._job, self.engine.module
+        metrics = self._eval_metrics
+        if job.objective.model_kind == "reward" and not metrics:
+            metrics = self._measure(self.items)  # whose scores must do, for want of held-out ones
+        state = self.engine.state_dict(wanted=job.rank == 0)
+        if job.rank > 0:
+            return
+        if job.lora is None:
+            save_hf(model, state, load_tokenizer(job.model.path), folder)
+        else:
+            with TemporaryDirectory() as scratch:
+                adapter = save_adapter(model, state, scratch)
+                merge_adapter(job.model.path, adapter, folder, dtype=job.model.dtype)
+            save_adapter(model, state, folder / ADAPTER_FOLDER)
+        if job.objective.model_kind == "reward":
+            store_moments(folder, *score_moments(metrics))
+
+    def _measure(self, items: Sequence[Any]) -> dict[str, float]:
+        metrics = evaluate(self.engine, self.objective, items, self._job.schedule)
+        return {f"eval/{name.split('/', 1)[1]}": value for name, value in metrics.items()}
+
+    def _check_budget(self) -> None:
+        budget = self._job.schedule.micro_batch_tokens
+        if budget is None:
+            return
+        longest = max(map(self.objective.num_tokens, chain(self.items, self._eval_items)))
+        if longest > budget:
+            hint = f"raise the tokens a pass to {longest}, or leave longer examples out"
+            raise ConfigError(with_hint(f"the longest example has {longest} tokens, of {budget} that fit a pass", hint))
+
+    def _add_reference(self) -> None:
+        job = self._job
+        if not (job.objective.needs_reference or job.objective.needs_teacher):
+            return
+        forward: Callable[..., Any]
+        if job.reference is not None or (job.lora is None and not job.precompute_reference):
+            spec = job.reference or job.model
+            forward = load_reference(spec.path, **_loading(replace(spec, packing=job.model.packing)))
+            forward.to(self.engine.device)
+        else:
+            forward = _own_base(self.engine, has_adapters=job.lora is not None)
+        objective = replace(self.objective, reference=forward)
+        if not job.precompute_reference:
+            self.objective = objective
+            return
+        self.items = with_reference(self.engine, objective, self.items, job.schedule)
+        if self._eval_items:
+            self._eval_items = with_reference(self.engine, objective, self._eval_items, job.schedule)
+
+
+def _own_base(engine: TrainEngine, *, has_adapters: bool) -> Callable[..., Any]:
+    """Return the forward pass of the trained model without its adapters, or as it is at the start without any."""
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        module = engine.module
+        was_training = module.training
+        module.eval()
+        try:
+            with adapters_off(module) if has_adapters else nullcontext():
+                return engine.forward(*args, **kwargs)
+        finally:
+            module.train(was_training)
+
+    return forward
+
+
+def _loading(spec: ModelSpec) -> dict[str, Any]:
+    return {"dtype": spec.dtype, "attn_implementation": spec.attn_implementation, "packing": spec.packing}

@@ -1,0 +1,106 @@
+"""Learning from answers that were judged one by one, good or bad: Kahneman-Tversky optimization."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlhf_data.errors import ConfigError, DataError
+from rlhf_data.preference import UnpairedExample
+from rlhf_data.sft import SftExample
+from rlhf_train.batching import Denominators
+from rlhf_train.engine.protocol import TrainEngine
+from rlhf_train.losses.aggregate import sequence_mean
+from rlhf_train.losses.preference import kto_loss
+from rlhf_train.metrics import Metric
+from rlhf_train.offline.loop import MicroBatch, Objective
+from rlhf_train.offline.sequences import Compared, answer_logprobs, mean_metrics, reference_logprobs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KtoObjective(Objective[Compared]):
+    """Desirable answers are to gain on the reference, others to lose, both against the policy's overall divergence.
+
+    The divergence is estimated on prompts with the answers of other prompts, before each step and over all of its
+    examples, so that it does not depend on how the step is split.
+
+    Attributes:
+        beta: > 0; the larger, the nearer to the reference.
+        desirable_weight, undesirable_weight: of the two kinds of answers; their total weights should be like.
+        kl: the divergence in nats, >= 0; set by `for_step`.
+    """
+
+    beta: float = 0.1
+    desirable_weight: float = 1.0
+    undesirable_weight: float = 1.0
+    kl: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("beta", "desirable_weight", "undesirable_weight"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be above 0")
+
+    @property
+    def needs_reference(self) -> bool:
+        """See `Objective`."""
+        return True
+
+    def items(self, examples: Sequence[UnpairedExample]) -> Sequence[Compared]:
+        """See `Objective`: each example with its prompt before another's answer, cut where the longest example ends."""
+        if len(examples) < 2:
+            raise DataError("KTO needs two examples at least: it sets answers against those of other prompts")
+        longest = max(example.num_tokens for example in examples)
+        order = np.random.default_rng(0).permutation(len(examples))
+        partner = dict(zip(order, np.roll(order, 1), strict=True))
+        return [
+            Compared(example, (example, _mismatched(example, examples[partner[row]], longest)))
+            for row, example in enumerate(examples)
+        ]
+
+    def num_trained_tokens(self, item: Compared) -> int:
+        """See `Objective`."""
+        return int(item.sequences[0].loss_mask[1:].sum())
+
+    @torch.no_grad()
+    def for_step(self, engine: TrainEngine, micro_batches: Sequence[MicroBatch[Compared]]) -> "KtoObjective":
+        """See `Objective`: estimate the divergence over all ranks."""
+        total = torch.zeros(2, dtype=torch.float64, device=engine.device)
+        was_training = engine.module.training
+        engine.module.eval()
+        for batch in micro_batches:
+            ratios = self._ratios(engine, batch.items, 1)
+            if batch.rows:
+                total += torch.stack([ratios.double().sum(), torch.ones_like(ratios).double().sum()])
+        engine.module.train(was_training)
+        if torch.distributed.get_world_size() > 1:
+            torch.distributed.all_reduce(total)
+        return replace(self, kl=max(float(total[0] / total[1]), 0.0))
+
+    def loss(
+        self, engine: TrainEngine, items: Sequence[Compared], denominators: Denominators
+    ) -> tuple[Tensor, dict[str, Metric]]:
+        """See `Objective`. Metrics: `kto/loss`, `kto/kl`, and beta times the log-ratio of either kind of answers:
+        `kto/desirable_reward`, `kto/undesirable_reward`."""
+        ratios = self._ratios(engine, items, 0)
+        desirable = torch.tensor([item.example.is_desirable for item in items], device=engine.device)
+        kl = torch.tensor(self.kl, device=engine.device)
+        weights = {"desirable_weight": self.desirable_weight, "undesirable_weight": self.undesirable_weight}
+        losses = kto_loss(ratios, desirable, kl, beta=self.beta, **weights)
+        metrics = mean_metrics("kto", len(items), loss=losses.sum(), kl=kl * len(items))
+        for name, mask in (("desirable_reward", desirable), ("undesirable_reward", ~desirable)):
+            metrics |= mean_metrics("kto", mask.sum(), **{name: self.beta * ratios[mask].sum()})
+        return sequence_mean(losses, denominators), metrics
+
+    def _ratios(self, engine: TrainEngine, items: Sequence[Compared], which: int) -> Tensor:
+        sequences = [item.sequences[which] for item in items]
+        sums, _ = answer_logprobs(engine.forward, sequences, packing=self.packing, device=engine.device)
+        return sums - reference_logprobs(self, items, (which,), engine.device)
+
+
+def _mismatched(example: UnpairedExample, other: UnpairedExample, longest: int) -> SftExample:
+    prompt, answer = (int(np.argmax(sequence.loss_mask)) for sequence in (example, other))
+    tokens = np.concatenate([example.token_ids[:prompt], other.token_ids[answer:]])
+    mask = np.concatenate([np.zeros(prompt, np.bool_), other.loss_mask[answer:]])
+    return SftExample(example.example_id, tokens[:longest], mask[:longest])

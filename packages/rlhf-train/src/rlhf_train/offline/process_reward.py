@@ -1,0 +1,51 @@
+"""Process reward models: a language model that says after each step of a solution whether the step is good."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlhf_data.errors import ConfigError
+from rlhf_data.preference import ProcessExample
+from rlhf_train.batching import Denominators
+from rlhf_train.engine.protocol import TrainEngine
+from rlhf_train.losses.preference import process_reward_loss
+from rlhf_train.metrics import Metric
+from rlhf_train.offline.loop import Objective
+from rlhf_train.offline.sequences import lay_out, mean_metrics
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessRewardObjective(Objective[ProcessExample]):
+    """What follows the placeholder of each step is to be the token of its verdict.
+
+    Attributes:
+        reward_tokens: ids of the tokens that mean a good and a bad step; no others are weighed.
+    """
+
+    reward_tokens: tuple[int, int]
+
+    def __post_init__(self) -> None:
+        if len(set(self.reward_tokens)) != 2:
+            raise ConfigError(f"the reward tokens are {self.reward_tokens}; they must be two, of a good and a bad step")
+
+    def num_trained_tokens(self, item: ProcessExample) -> int:
+        """See `Objective`."""
+        return len(item.positions)
+
+    def loss(
+        self, engine: TrainEngine, items: Sequence[ProcessExample], denominators: Denominators
+    ) -> tuple[Tensor, dict[str, Metric]]:
+        """See `Objective`: the mean over steps. Metrics: `prm/loss` and `prm/accuracy`, of verdicts that are on the
+        label's side of one half."""
+        batch = lay_out([item.token_ids for item in items], packing=self.packing, device=engine.device)
+        starts = batch.last_index.cpu() + 1 - torch.tensor(batch.lengths)
+        index = torch.cat([start + torch.tensor(item.positions) for start, item in zip(starts, items, strict=True)])
+        logits = engine.forward(batch, logits_after=index.to(engine.device))[:, list(self.reward_tokens)]
+        labels = torch.tensor(np.concatenate([item.labels for item in items]), device=engine.device)
+        losses = process_reward_loss(logits, torch.stack([labels, 1 - labels], -1))
+        right = (logits[:, 0] > logits[:, 1]) == (labels > 0.5)
+        metrics = mean_metrics("prm", len(labels), loss=losses.sum(), accuracy=right.sum())
+        return losses.sum() / max(denominators.num_tokens, 1), metrics

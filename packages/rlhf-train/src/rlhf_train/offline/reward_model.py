@@ -1,0 +1,78 @@
+"""Reward models: the chosen answer of each pair is to score above the rejected one."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from rlhf_data.errors import DataError, with_hint
+from rlhf_data.preference import PreferenceExample
+from rlhf_models.loading import load_critic
+from rlhf_models.reward import RewardModel
+from rlhf_train.batching import Denominators
+from rlhf_train.engine.protocol import TrainEngine
+from rlhf_train.losses.aggregate import sequence_mean
+from rlhf_train.losses.preference import reward_model_loss
+from rlhf_train.metrics import Metric
+from rlhf_train.offline.loop import Objective
+from rlhf_train.offline.sequences import lay_out, mean_metrics, num_ordered
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardModelObjective(Objective[PreferenceExample]):
+    """Scores are to order pairs.
+
+    Attributes:
+        use_margins: the examples' margins are to be kept; without them the loss is LogExp, log(1 + exp(r_r - r_c)).
+    """
+
+    model_kind: ClassVar[str] = "reward"
+
+    use_margins: bool = False
+
+    def items(self, examples: Sequence[PreferenceExample]) -> Sequence[PreferenceExample]:
+        """See `Objective`. Raises DataError when a margin is wanted that an example does not have."""
+        missing = [example.example_id for example in examples if self.use_margins and example.margin is None]
+        if missing:
+            message = f"{len(missing)} of {len(examples)} pairs have no margin, {missing[0]} among them"
+            raise DataError(with_hint(message, "name the key of the margins, or train without them"))
+        return examples
+
+    def num_trained_tokens(self, item: PreferenceExample) -> int:
+        """See `Objective`: a score is read at the end of each sequence."""
+        return 2
+
+    def loss(
+        self, engine: TrainEngine, items: Sequence[PreferenceExample], denominators: Denominators
+    ) -> tuple[Tensor, dict[str, Metric]]:
+        """See `Objective`. Metrics: `rm/loss`, `rm/accuracy` (a tie counts half), `rm/margin` between the scores, and
+        the mean of all scores and of their squares, `rm/score` and `rm/squared_score`."""
+        tokens = [item.chosen.token_ids for item in items] + [item.rejected.token_ids for item in items]
+        scores = engine.forward(lay_out(tokens, packing=self.packing, device=engine.device))
+        chosen, rejected = scores.chunk(2)
+        margins = None
+        if self.use_margins:
+            margins = torch.tensor([item.margin for item in items], dtype=scores.dtype, device=engine.device)
+        losses = reward_model_loss(chosen, rejected, margins)
+        order = {"accuracy": num_ordered(chosen, rejected), "margin": (chosen - rejected).sum()}
+        metrics = mean_metrics("rm", len(items), loss=losses.sum(), **order)
+        precise = scores.double()
+        moments = mean_metrics("rm", len(scores), score=precise.sum(), squared_score=precise.square().sum())
+        return sequence_mean(losses, denominators), metrics | moments
+
+
+def score_moments(metrics: Mapping[str, float]) -> tuple[float, float]:
+    """Return mean and deviation of the scores that an evaluation saw."""
+    mean = metrics["eval/score"]
+    return mean, math.sqrt(max(metrics["eval/squared_score"] - mean**2, 0.0))
+
+
+def load_trainable_reward_model(path: str, **options: Any) -> RewardModel:
+    """Return a reward model to train, with the folder's head or one of zeros; see `load_critic`."""
+    critic = load_critic(path, **options)
+    model = RewardModel(critic.model)
+    model.value_head = critic.value_head
+    return model

@@ -1,0 +1,114 @@
+"""What objectives share: sequences laid out for a model, log-probs of whole answers, and those of a reference."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlhf_models.batch import TokenBatch
+from rlhf_train.engine.protocol import TrainEngine
+from rlhf_train.metrics import Mean, Metric
+from rlhf_train.offline.loop import Objective, OfflineSchedule, this_ranks_part
+
+
+class MaskedTokens(Protocol):
+    """A sequence of which a part is trained: `SftExample` and its like."""
+
+    token_ids: np.ndarray
+    loss_mask: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """An example as the sequences that its loss compares with each other or with the reference.
+
+    Attributes:
+        example: a `PreferenceExample` or `UnpairedExample`.
+        sequences: tokens and masks.
+        ref_logprobs: of each sequence's answer, summed, when they were computed up front.
+    """
+
+    example: Any
+    sequences: tuple[MaskedTokens, ...]
+    ref_logprobs: tuple[float, ...] | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all sequences."""
+        return sum(len(sequence.token_ids) for sequence in self.sequences)
+
+
+def mean_metrics(prefix: str, count: int | Tensor, **sums: Tensor) -> dict[str, Metric]:
+    """Return metrics that are means: sums over a micro-batch, and how many went into each of them."""
+    device = next(iter(sums.values())).device
+    numbers = [torch.as_tensor(value, device=device).detach().double() for value in (*sums.values(), count)]
+    *totals, number = torch.stack(numbers).tolist()  # together: the device is waited for once
+    return {f"{prefix}/{name}": Mean(total, number) for name, total in zip(sums, totals, strict=True)}
+
+
+def num_ordered(chosen: Tensor, rejected: Tensor) -> Tensor:
+    """Return how many of the pairs are in order; a tie counts half, as a guess would."""
+    return (chosen > rejected).sum() + (chosen == rejected).sum() / 2
+
+
+def lay_out(token_ids: Sequence[np.ndarray], *, packing: bool, device: torch.device) -> TokenBatch:
+    """Return sequences as a batch."""
+    return TokenBatch.packed(token_ids, device) if packing else TokenBatch.padded(token_ids, 0, device)
+
+
+def trained_mask(batch: TokenBatch, sequences: Sequence[MaskedTokens]) -> Tensor:
+    """Return [B, T] bool: the tokens of a batch that are trained."""
+    return batch.lay_out([sequence.loss_mask for sequence in sequences], torch.bool, False) & batch.target_mask
+
+
+def answer_logprobs(
+    forward: Callable[..., Any], sequences: Sequence[MaskedTokens], *, packing: bool, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Return the log-prob of each sequence's answer, and how many tokens it has.
+
+    Args:
+        forward: of an `Actor`.
+        sequences: S of them.
+
+    Returns:
+        Sums [S] float32, nats, and counts [S] int64.
+    """
+    batch = lay_out([sequence.token_ids for sequence in sequences], packing=packing, device=device)
+    mask = trained_mask(batch, sequences)
+    logprobs = forward(batch, logits_mask=mask).logprobs
+    sums = torch.stack([part.sum() for part in batch.split(logprobs)])
+    return sums, torch.stack([part.sum() for part in batch.split(mask)])
+
+
+def reference_logprobs(
+    objective: Objective[Compared], items: Sequence[Compared], which: Sequence[int], device: torch.device
+) -> Tensor:
+    """Return the reference's log-probs of the items' sequences number `which`: all items' first, and so on.
+
+    Returns:
+        [len(which) * B] float32, nats: sums, a constant.
+    """
+    if items[0].ref_logprobs is not None:
+        return torch.tensor([item.ref_logprobs[index] for index in which for item in items], device=device)
+    sequences = [item.sequences[index] for index in which for item in items]
+    with torch.no_grad():
+        return answer_logprobs(objective.reference, sequences, packing=objective.packing, device=device)[0]
+
+
+def with_reference(
+    engine: TrainEngine, objective: Objective[Compared], items: Sequence[Compared], schedule: OfflineSchedule
+) -> list[Compared]:
+    """Return the items with the reference's log-probs, each computed once by some rank. Collective."""
+    own: dict[int, tuple[float, ...]] = {}
+    for batch in this_ranks_part(objective, items, schedule)[0]:
+        which = range(len(items[0].sequences))
+        values = reference_logprobs(objective, batch.items, which, engine.device).view(len(which), -1)
+        own |= dict(zip(batch.rows, map(tuple, values.T.tolist()), strict=False))
+    gathered = [own] * torch.distributed.get_world_size()
+    if len(gathered) > 1:
+        torch.distributed.all_gather_object(gathered, own)
+    found = {row: values for part in gathered for row, values in part.items()}
+    return [replace(item, ref_logprobs=found[row]) for row, item in enumerate(items)]

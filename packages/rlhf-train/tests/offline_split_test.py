@@ -1,0 +1,238 @@
+"""Every offline objective: however its work is laid out and split, over passes, ranks and ZeRO stages, the weights
+after two steps and what evaluations say are the same; and a run starts at the model and gets better."""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlhf_data.preference import PreferenceExample, ProcessExample, UnpairedExample
+from rlhf_data.sft import SftExample
+from rlhf_models.lora import LoraSpec
+from rlhf_models.testing import tiny_model_dir
+from rlhf_train.offline.distillation import DistillationObjective
+from rlhf_train.offline.job import OfflineJob, run_offline
+from rlhf_train.offline.kto import KtoObjective
+from rlhf_train.offline.loop import OfflineSchedule
+from rlhf_train.offline.preference import PreferenceObjective
+from rlhf_train.offline.process_reward import ProcessRewardObjective
+from rlhf_train.offline.reward_model import RewardModelObjective
+from rlhf_train.offline.supervised import SupervisedObjective
+from rlhf_train.specs import ModelSpec, OptimizerSpec
+from rlhf_train.testing import run_ranks
+
+GOOD, BAD, STEP = 300, 301, 302
+# Adam divides by the gradient's own size; this epsilon keeps an update smooth where a gradient is near 0.
+OPTIMIZER = OptimizerSpec(learning_rate=3e-3, eps=1e-4, scheduler="constant")
+
+OBJECTIVES = {
+    "sft": SupervisedObjective(),
+    "rm": RewardModelObjective(),
+    "rm with margin": RewardModelObjective(use_margins=True),
+    "dpo": PreferenceObjective(beta=0.5, label_smoothing=0.1, nll_coef=0.2),
+    "ipo": PreferenceObjective(loss_type="ipo", beta=0.1, length_average=True),
+    "simpo": PreferenceObjective(loss_type="simpo", beta=2.0, gamma=0.5),
+    "orpo": PreferenceObjective(loss_type="orpo", beta=0.5),
+    "kto": KtoObjective(beta=0.5, undesirable_weight=1.5),
+    "prm": ProcessRewardObjective(reward_tokens=(GOOD, BAD)),
+    "kd": DistillationObjective(kd_coef=0.3),
+}
+
+
+def answer(rng: np.random.Generator, prompt: np.ndarray, low: int, high: int) -> SftExample:
+    """A prompt with an answer of tokens in a range."""
+    tokens = np.concatenate([prompt, rng.integers(low, high, rng.integers(1, 9))])
+    return SftExample("answer", tokens, np.arange(len(tokens)) >= len(prompt))
+
+
+def examples_for(name: str, count: int = 12, seed: int = 0) -> list[Any]:
+    """Return examples for an objective; good answers are of low tokens, bad ones of high tokens."""
+    rng = np.random.default_rng(seed)
+    examples: list[Any] = []
+    for index in range(count):
+        prompt = rng.integers(3, 250, rng.integers(1, 7))
+        good, bad = answer(rng, prompt, 3, 60), answer(rng, prompt, 400, 460)
+        if name in ("sft", "kd"):
+            examples.append(good)
+        elif name == "kto":
+            judged = good if index % 3 else bad
+            examples.append(UnpairedExample(f"e{index}", judged.token_ids, judged.loss_mask, bool(index % 3)))
+        elif name == "prm":
+            steps = [np.append(rng.integers(3, 60, 3) + 400 * (k % 2), STEP) for k in range(rng.integers(1, 4))]
+            tokens = np.concatenate([prompt, *steps])
+            labels = [1.0 if k % 2 == 0 else 0.25 for k in range(len(steps))]
+            examples.append(ProcessExample(f"e{index}", tokens, np.flatnonzero(tokens == STEP), labels))
+        else:
+            examples.append(PreferenceExample(f"e{index}", good, bad, margin=0.1 * index))
+    return examples
+
+
+class Watch:
+    """Keeps what a run reports."""
+
+    def __init__(self) -> None:
+        self.steps: list[dict[str, float]] = []
+        self.evaluations: dict[int, dict[str, float]] = {}
+
+    def step(self, step: int, num_steps: int, metrics: dict[str, float]) -> None:
+        self.steps.append(metrics)
+
+    def evaluation(self, step: int, metrics: dict[str, float]) -> None:
+        self.evaluations[step] = metrics
+
+
+def job_for(
+    name: str, model_path: str, folder: Path, master: Any, *, layout: Mapping[str, Any], **changes: Any
+) -> OfflineJob:
+    """Return a job over all of an objective's examples in each of two steps; evaluated on others."""
+    teacher = ModelSpec(path=model_path)
+    fields = {
+        "objective": OBJECTIVES[name],
+        "model": ModelSpec(path=model_path, optimizer=OPTIMIZER, **layout),
+        "reference": teacher if name == "kd" else None,
+        "examples": examples_for(name),
+        "eval_examples": examples_for(name, 5, seed=1),
+        "model_path": folder / "model",
+        "master": master,
+    }
+    return OfflineJob(**(fields | changes))
+
+
+def run(job: OfflineJob) -> Watch:
+    """Carry a job out."""
+    watch = Watch()
+    run_offline(job, watch)
+    return watch
+
+
+def weights(folder: Path) -> dict[str, np.ndarray]:
+    """Return all weights of a saved model, its head included."""
+    from safetensors.numpy import load_file
+
+    return {
+        f"{file.name}:{name}": value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()
+    }
+
+
+# Largest difference of a weight after two updates of about 3e-3 each, in float32.
+TOLERANCE = 2e-5
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One way to lay out and split the same work; the plain one is whole."""
+
+    micro_train_batch_size: int = 12
+    micro_batch_tokens: int | None = None
+    packing: bool = False
+    zero_stage: int = 0
+    gradient_checkpointing: bool = False
+    precompute_reference: bool = False
+    lora: LoraSpec | None = None
+
+    @property
+    def names(self) -> list[str]:
+        """The objectives that it is for."""
+        return [name for name, it in OBJECTIVES.items() if it.needs_reference or not self.precompute_reference]
+
+
+ADAPTERS = LoraSpec(rank=4)
+ONE_RANK = {
+    "whole": Case(),
+    "passes of 5, checkpointed": Case(micro_train_batch_size=5, gradient_checkpointing=True),
+    "packed": Case(packing=True),
+    "packed to 60 tokens": Case(packing=True, zero_stage=2, micro_batch_tokens=60),
+    "reference computed up front": Case(packing=True, micro_train_batch_size=5, precompute_reference=True),
+    "adapters": Case(lora=ADAPTERS),
+    "adapters, checkpointed": Case(lora=ADAPTERS, gradient_checkpointing=True, micro_train_batch_size=5),
+}
+TWO_RANKS = {
+    "ZeRO 0": Case(micro_train_batch_size=5),
+    "ZeRO 3, packed to 60 tokens": Case(packing=True, zero_stage=3, micro_batch_tokens=60),
+    "ZeRO 2, reference computed up front": Case(micro_train_batch_size=4, zero_stage=2, precompute_reference=True),
+    "adapters, ZeRO 3": Case(packing=True, zero_stage=3, micro_train_batch_size=5, lora=ADAPTERS),
+    "adapters, reference computed up front": Case(zero_stage=2, precompute_reference=True, lora=ADAPTERS),
+}
+CASES = ONE_RANK | TWO_RANKS
+SPLITS = [(case, name) for case in CASES for name in CASES[case].names if case not in ("whole", "adapters")]
+
+
+def run_all(rank: int, num_ranks: int, master: Any, path: str, folder: str, cases: Mapping[str, Case]) -> Any:
+    """Run each case of each objective; return weights, metrics of the steps and of evaluations (rank 0's)."""
+    results = {}
+    for key, case in cases.items():
+        plan = OfflineSchedule(
+            train_batch_size=12,
+            micro_train_batch_size=case.micro_train_batch_size,
+            micro_batch_tokens=case.micro_batch_tokens,
+            max_epochs=2,
+        )
+        layout = {name: getattr(case, name) for name in ("packing", "zero_stage", "gradient_checkpointing")}
+        extras = {"precompute_reference": case.precompute_reference, "lora": case.lora}
+        for name in case.names:
+            target = Path(folder) / f"{key}-{name}"
+            split = {"rank": rank, "num_ranks": num_ranks, "schedule": plan}
+            watch = run(job_for(name, path, target, master, layout=layout, **split, **extras))
+            if rank == 0:
+                results[key, name] = (weights(target / "model"), watch.steps, watch.evaluations)
+    return results
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory):
+    return str(tiny_model_dir(tmp_path_factory.mktemp("models") / "tiny"))
+
+
+@pytest.fixture(scope="module")
+def results(model_path, tmp_path_factory):
+    folder = str(tmp_path_factory.mktemp("runs"))
+    found = run_ranks(run_all, 1, model_path, folder, ONE_RANK)[0]
+    return found | run_ranks(run_all, 2, model_path, folder, TWO_RANKS)[0]
+
+
+def measured(metrics: dict[str, float]) -> dict[str, float]:
+    return {name: value for name, value in metrics.items() if not name.startswith(("time/", "throughput/"))}
+
+
+@pytest.mark.parametrize(("case", "name"), SPLITS)
+def test_offline_run_does_not_depend_on_how_it_is_split(results, case, name):
+    split_weights, *split_metrics = results[case, name]
+    whole_weights, *whole_metrics = results["adapters" if CASES[case].lora else "whole", name]
+    assert split_weights.keys() == whole_weights.keys()
+    for key, value in whole_weights.items():
+        assert np.abs(split_weights[key] - value).max() < TOLERANCE, key
+    (split_steps, split_evaluations), (steps, evaluations) = split_metrics, whole_metrics
+    assert len(split_steps) == len(steps) == 2
+    for ours, theirs in zip(split_steps, steps, strict=True):
+        assert measured(ours) == pytest.approx(measured(theirs), abs=1e-3, rel=1e-3)
+    assert split_evaluations.keys() == evaluations.keys() == {0, 2}
+    for step in evaluations:
+        assert split_evaluations[step] == pytest.approx(evaluations[step], abs=1e-3, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.parametrize("case", ["whole", "adapters"])
+def test_offline_run_moves_the_model_and_lowers_its_loss(results, model_path, case, name):
+    trained, steps, _ = results[case, name]
+    start = weights(Path(model_path))
+    (first,), (second,) = ([value for key, value in step.items() if key.endswith("/loss")] for step in steps)
+    assert second < first  # of the same twelve examples
+    assert all(step["samples/trained"] == 12 for step in steps)
+    before, after = ({key.replace(":model.", ":"): value for key, value in them.items()} for them in (start, trained))
+    moved = {key for key, value in after.items() if not np.array_equal(before.get(key), value)}
+    assert any("q_proj" in key for key in moved)
+    assert any("value_head" in key for key in moved) == name.startswith("rm")
+    if case == "adapters":
+        assert all("_proj" in key or "value_head" in key for key in moved)
+
+
+@pytest.mark.parametrize("case", ["whole", "adapters"])
+@pytest.mark.parametrize("name", [name for name, objective in OBJECTIVES.items() if objective.needs_reference])
+def test_offline_run_before_training_equals_its_reference(results, case, name):
+    _, _, evaluations = results[case, name]
+    rewards = {key: value for key, value in evaluations[0].items() if key.endswith(("reward", "margin", "kl"))}
+    assert rewards
+    assert rewards == pytest.approx(dict.fromkeys(rewards, 0.0), abs=1e-5)
