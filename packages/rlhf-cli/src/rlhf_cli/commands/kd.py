@@ -1,17 +1,14 @@
 """`kd`: teach a model the distributions of a larger one, beside the completions of demonstrations."""
 
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rlhf_cli.commands.offline import Command
 from rlhf_cli.commands.sft import make_encoder
 from rlhf_cli.config.offline import KdConfig
 
-if TYPE_CHECKING:
-    from rlhf_train.offline.distillation import DistillationObjective
 
-
-def _objective(config: KdConfig, tokenizer: Any) -> "DistillationObjective":
+def _objective(config: KdConfig, tokenizer: Any) -> Any:
     from rlhf_train.offline.distillation import DistillationObjective
 
     return DistillationObjective(kd_coef=config.objective.kd_coef)

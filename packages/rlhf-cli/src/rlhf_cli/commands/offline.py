@@ -4,10 +4,11 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlhf_cli.config.base import Section
 from rlhf_cli.config.command_line import Parsed, parse, to_toml
 from rlhf_cli.config.data import parse_probs
 from rlhf_cli.config.offline import OfflineConfig
@@ -25,13 +26,13 @@ from rlhf_data.errors import ConfigError, missing_file, unknown, with_hint
 
 if TYPE_CHECKING:
     from rlhf_cli.console import Console
-    from rlhf_data.examples import Encoder, ExampleSet
+    from rlhf_data.examples import ExampleSet
     from rlhf_data.sources import Rows
     from rlhf_train.offline.job import OfflineJob
-    from rlhf_train.offline.loop import Objective
     from rlhf_train.specs import ModelSpec
 
-TO_LOAD = {"actor": "AutoModelForCausalLM.from_pretrained", "reward": "rlhf_models.loading.load_reward_model"}
+_NUM_SHOWN = 4  # metrics
+_LOADERS = {"actor": "AutoModelForCausalLM.from_pretrained", "reward": "rlhf_models.loading.load_reward_model"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,17 +45,15 @@ class Command:
         config: the class of its configuration.
         encoder: from configuration and tokenizer to what makes examples of rows.
         objective: from configuration and tokenizer to what is learned.
-        metrics: what the objective measures, as "prefix/name"; the first ones are shown.
-        num_shown: how many.
+        metrics: what the objective measures, as "prefix/name"; the first four are shown.
     """
 
     name: str
     description: str
     config: type[OfflineConfig]
-    encoder: Callable[[Any, Any], "Encoder[Any]"]
-    objective: Callable[[Any, Any], "Objective[Any]"]
+    encoder: Callable[[Any, Any], Any]
+    objective: Callable[[Any, Any], Any]
     metrics: tuple[str, ...]
-    num_shown: int = 3
 
     def __call__(self, argv: Sequence[str] | None = None) -> int:
         """Run the command; return its exit status."""
@@ -69,9 +68,8 @@ class Command:
         from rlhf_cli.console import Console
 
         console = Console()
-        if os.environ.get("RANK", "0") == "0":
-            for notice in parsed.notices:
-                console.notice(notice)
+        for notice in parsed.notices if os.environ.get("RANK", "0") == "0" else ():
+            console.notice(notice)
         job, tokenizer = _prepare(self, parsed.config, folder, console)
         if parsed.dry_run:
             console.result(to_toml(with_full_paths(parsed.config)))
@@ -85,6 +83,11 @@ class Command:
         known = [f"eval/{name.partition('/')[2]}" for name in self.metrics]
         if key is not None and key not in known:
             raise ConfigError(f"--best_metric_key: {unknown('metric', key, known)}")
+
+
+def matching(kind: type, section: Section) -> dict[str, Any]:
+    """Return the values of a section for those fields of a dataclass that are called the same."""
+    return {field.name: getattr(section, field.name) for field in fields(kind) if hasattr(section, field.name)}
 
 
 def _prepare(command: Command, config: OfflineConfig, folder: Path, console: "Console") -> tuple["OfflineJob", Any]:
@@ -110,8 +113,12 @@ def _prepare(command: Command, config: OfflineConfig, folder: Path, console: "Co
     objective = command.objective(config, tokenizer)
     encoder = command.encoder(config, tokenizer)
     loaded = {flag: _load(config, flag, rows, encoder, console, rank) for flag, rows in sources.items()}
-    for examples in loaded.values():
-        _check_budget(config, objective, examples)
+    budget = training.micro_batch_tokens
+    for examples in loaded.values() if budget is not None else ():
+        longest = max(map(objective.num_tokens, objective.items(examples.examples)))
+        if longest > budget:
+            message = f"--micro_batch_tokens is {budget}, and the longest example takes {longest} tokens"
+            raise ConfigError(with_hint(message, f"use --micro_batch_tokens {longest}, or a lower --max_len"))
     schedule = OfflineSchedule(
         train_batch_size=training.train_batch_size,
         micro_train_batch_size=training.micro_train_batch_size,
@@ -167,41 +174,26 @@ def _open(config: OfflineConfig) -> dict[str, "Rows"]:
 
 
 def _load(
-    config: OfflineConfig, flag: str, rows: "Rows", encoder: "Encoder[Any]", console: "Console", rank: int
+    config: OfflineConfig, flag: str, rows: "Rows", encoder: Any, console: "Console", rank: int
 ) -> "ExampleSet[Any]":
     from rlhf_data.examples import load_examples
 
     data = config.data
 
-    def progress(num_rows: int) -> None:
-        if rank == 0 and console.is_terminal:
-            console.working(f"{flag}: {num_rows} rows tokenized")
-
-    try:
-        examples = load_examples(
-            rows,
-            encoder,
-            max_len=data.max_len,
-            skip_bad_rows=data.skip_bad_rows,
-            num_workers=data.data_num_workers,
-            progress=progress,
-            cache_dir=None if data.data_cache is None else user_path(data.data_cache),
-        )
-    finally:
-        console.done()
+    shows = rank == 0 and console.is_terminal
+    examples = load_examples(
+        rows,
+        encoder,
+        max_len=data.max_len,
+        skip_bad_rows=data.skip_bad_rows,
+        num_workers=data.data_num_workers,
+        progress=lambda num_rows: console.working(f"{flag}: {num_rows} rows tokenized") if shows else None,
+        cache_dir=None if data.data_cache is None else user_path(data.data_cache),
+    )
+    console.done()
     if (examples.counts.num_too_long or examples.counts.num_bad) and rank == 0:
         console.notice(f"{flag}: {examples.summary}")
     return examples
-
-
-def _check_budget(config: OfflineConfig, objective: "Objective[Any]", examples: "ExampleSet[Any]") -> None:
-    budget = config.training.micro_batch_tokens
-    if budget is None:
-        return
-    longest = max(map(objective.num_tokens, objective.items(examples.examples)))
-    if longest > budget:
-        message = f"--micro_batch_tokens is {budget}, and the longest example takes {longest} tokens"
-        raise ConfigError(with_hint(message, f"use --micro_batch_tokens {longest}, or a lower --max_len"))
 
 
 def _set_chat_template(config: OfflineConfig, tokenizer: Any) -> None:
@@ -247,7 +239,7 @@ def _train(command: Command, parsed: Parsed[Any], job: "OfflineJob", tokenizer: 
     started, folder = time.perf_counter(), job.model_path.parent
     recorder = Recorder(str(folder), to_toml(with_full_paths(parsed.config))) if job.rank == 0 else None
     prefix = command.metrics[0].partition("/")[0]
-    names = [name.partition("/")[2] for name in command.metrics[: command.num_shown]]
+    names = [name.partition("/")[2] for name in command.metrics[:_NUM_SHOWN]]
     final: dict[str, float] = {}
 
     class View:
@@ -284,7 +276,7 @@ def _train(command: Command, parsed: Parsed[Any], job: "OfflineJob", tokenizer: 
     if getattr(parsed.config.data, "tokenizer_chat_template", None) is not None:
         for name in artifacts.keys() & {"final model", "best model"}:
             tokenizer.save_pretrained(folder / artifacts[name])
-    show_results(console, str(folder), artifacts, final, loader=TO_LOAD[job.objective.model_kind])
+    show_results(console, str(folder), artifacts, final, loader=_LOADERS[job.objective.model_kind])
 
 
 def _arithmetic(job: "OfflineJob") -> str:

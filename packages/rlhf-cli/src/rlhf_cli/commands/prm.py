@@ -1,41 +1,30 @@
 """`prm`: train a process reward model, which says after each step of a solution whether the step is good."""
 
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from rlhf_cli.commands.offline import Command
+from rlhf_cli.commands.offline import Command, matching
 from rlhf_cli.config.offline import PrmConfig
 from rlhf_data.errors import ConfigError, with_hint
 
-if TYPE_CHECKING:
-    from rlhf_data.preference import ProcessEncoder
-    from rlhf_train.offline.process_reward import ProcessRewardObjective
 
-
-def _encoder(config: PrmConfig, tokenizer: Any) -> "ProcessEncoder":
+def _encoder(config: PrmConfig, tokenizer: Any) -> Any:
     from rlhf_data.preference import ProcessEncoder
 
-    data = config.data
-    assert data.placeholder_token
-    return ProcessEncoder(
-        tokenizer=tokenizer,
-        placeholder=data.placeholder_token,
-        input_key=data.input_key,
-        label_key=data.label_key,
-        reward_tokens=data.reward_tokens,
-        input_template=data.input_template,
-    )
+    options = matching(ProcessEncoder, config.data)
+    return ProcessEncoder(tokenizer=tokenizer, placeholder=config.data.placeholder_token, **options)
 
 
-def _objective(config: PrmConfig, tokenizer: Any) -> "ProcessRewardObjective":
+def _objective(config: PrmConfig, tokenizer: Any) -> Any:
     from rlhf_train.offline.process_reward import ProcessRewardObjective
 
-    ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in config.data.reward_tokens]
-    for text, found in zip(config.data.reward_tokens, ids, strict=True):
+    ids = []
+    for text in config.data.reward_tokens:
+        ids += (found := tokenizer(text, add_special_tokens=False)["input_ids"])
         if len(found) != 1:
             message = f"--reward_tokens: {text!r} is {len(found)} tokens, not one"
             raise ConfigError(with_hint(message, "use a character, such as + and -, or a special token"))
-    return ProcessRewardObjective(reward_tokens=(ids[0][0], ids[1][0]))
+    return ProcessRewardObjective(reward_tokens=tuple(ids))
 
 
 main = Command(

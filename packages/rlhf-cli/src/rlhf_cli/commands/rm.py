@@ -1,22 +1,18 @@
 """`rm`: train a reward model on pairs of answers."""
 
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rlhf_cli.commands.dpo import make_encoder
 from rlhf_cli.commands.offline import Command
 from rlhf_cli.config.offline import RmConfig
 
-if TYPE_CHECKING:
-    from rlhf_data.preference import PreferenceEncoder
-    from rlhf_train.offline.reward_model import RewardModelObjective
 
-
-def _encoder(config: RmConfig, tokenizer: Any) -> "PreferenceEncoder":
+def _encoder(config: RmConfig, tokenizer: Any) -> Any:
     return make_encoder(config, tokenizer, margin_key=config.data.margin_key if config.objective.margin_loss else None)
 
 
-def _objective(config: RmConfig, tokenizer: Any) -> "RewardModelObjective":
+def _objective(config: RmConfig, tokenizer: Any) -> Any:
     from rlhf_train.offline.reward_model import RewardModelObjective
 
     return RewardModelObjective(use_margins=config.objective.margin_loss)

@@ -1,33 +1,21 @@
 """`sft`: teach a model the completions of demonstrations."""
 
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from rlhf_cli.commands.offline import Command
+from rlhf_cli.commands.offline import Command, matching
 from rlhf_cli.config.offline import SftConfig
 
-if TYPE_CHECKING:
-    from rlhf_data.sft import SftEncoder
-    from rlhf_train.offline.supervised import SupervisedObjective
 
-
-def make_encoder(config: SftConfig, tokenizer: Any) -> "SftEncoder":
+def make_encoder(config: SftConfig, tokenizer: Any) -> Any:
     """Return what makes an example of a row."""
     from rlhf_data.sft import SftEncoder
 
-    data = config.data
-    return SftEncoder(
-        tokenizer=tokenizer,
-        input_key=data.input_key,
-        output_key=data.output_key,
-        apply_chat_template=data.apply_chat_template,
-        input_template=data.input_template,
-        multiturn=data.multiturn,
-        pretrain=data.pretrain_mode,
-    )
+    options = matching(SftEncoder, config.data)
+    return SftEncoder(tokenizer=tokenizer, pretrain=config.data.pretrain_mode, **options)
 
 
-def _objective(config: SftConfig, tokenizer: Any) -> "SupervisedObjective":
+def _objective(config: SftConfig, tokenizer: Any) -> Any:
     from rlhf_train.offline.supervised import SupervisedObjective
 
     return SupervisedObjective()

@@ -81,10 +81,9 @@ class KdConfig(SftConfig):
 
     def check(self, given: Collection[str]) -> list[str]:
         """See `OfflineConfig`."""
-        notices = super().check(given)
         if self.model.teacher_model is None:
             raise missing("teacher_model", "kd needs a model to learn from", "add --teacher_model FOLDER_OR_NAME")
-        return notices
+        return super().check(given)
 
 
 class RewardLossSection(Section):
@@ -144,15 +143,15 @@ class PreferenceSection(Section):
         """The loss, however it was asked for."""
         return "ipo" if self.ipo else self.loss_type
 
-    def unused(self) -> list[str]:
-        """Return the options that the loss does not have."""
-        owners = {
-            "label_smoothing": ("dpo",),
-            "nll_loss_coef": ("dpo", "ipo", "simpo"),
-            "simpo_gamma": ("simpo",),
-            "length_average": ("dpo", "ipo"),
-        }
-        return [option for option, names in owners.items() if self.name not in names]
+
+LOSSES_WITH = {
+    "label_smoothing": ("dpo",),
+    "nll_loss_coef": ("dpo", "ipo", "simpo"),
+    "simpo_gamma": ("simpo",),
+    "length_average": ("dpo", "ipo"),
+    "ref_pretrain": ("dpo", "ipo"),
+    "precompute_reference": ("dpo", "ipo"),
+}
 
 
 class DpoConfig(OfflineConfig):
@@ -168,7 +167,7 @@ class DpoConfig(OfflineConfig):
         notices, loss = super().check(given), self.objective
         if loss.ipo and loss.loss_type not in ("dpo", "ipo"):
             raise ConfigError(with_hint(f"--ipo and --loss_type {loss.loss_type} are two losses", "drop one of them"))
-        unused = loss.unused() + ([] if loss.name in ("dpo", "ipo") else ["ref_pretrain", "precompute_reference"])
+        unused = [option for option in LOSSES_WITH if loss.name not in LOSSES_WITH[option]]
         return notices + without_effect(unused, given, f"the loss is {loss.name}")
 
 
@@ -199,8 +198,6 @@ class PrmConfig(OfflineConfig):
 
     def check(self, given: Collection[str]) -> list[str]:
         """See `OfflineConfig`."""
-        notices = super().check(given)
         if self.data.placeholder_token is None:
-            hint = "add --placeholder_token with what follows each step in --input_key"
-            raise missing("placeholder_token", "prm needs to know where steps end", hint)
-        return notices
+            raise missing("placeholder_token", "prm needs to know where steps end", "name what follows each step")
+        return super().check(given)
