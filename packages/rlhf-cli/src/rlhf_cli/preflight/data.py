@@ -43,7 +43,9 @@ def check_keys(section: DataSection, rows: Rows, names: Iterable[str]) -> None:
         for name in names:
             key = getattr(section, name)
             if key is not None and key not in row.values:
-                raise DataError(f"--{name}: {row.origin}: {unknown('key', key, row.values)}")
+                message = f"--{name}: {row.origin}: {unknown('key', key, row.values)}"
+                may_be_none = type(section).model_fields[name].annotation == str | None and "hint:" not in message
+                raise DataError(with_hint(message, f"--{name} None says that there is none" if may_be_none else None))
 
 
 def training_prompts(config: PpoConfig) -> Rows:
