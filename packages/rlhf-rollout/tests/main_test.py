@@ -100,7 +100,7 @@ def test_generate_reward_that_raises_is_told_and_counted(prompts, tmp_path, caps
         (["--input_key", "question"], "prompts.jsonl:1: unknown key `question`; known: a, q"),
         (["--engine", "vlm"], "did you mean `vllm`?"),
         (["--engine", "vllm"], "engine vllm needs --model"),
-        (["--prompts", "nothere.jsonl"], "--prompts file nothere.jsonl does not exist"),
+        (["--prompts", "nothere.jsonl"], "data file nothere.jsonl does not exist"),
         (["--prompt_max_len", "1"], "all 5 prompts of"),
         (["--prompt_max_len", "0"], "at least 1"),
         (["--prompt_max_len", "x"], "invalid int value"),
@@ -120,7 +120,7 @@ def test_generate_reward_that_raises_is_told_and_counted(prompts, tmp_path, caps
     ],
 )
 def test_generate_bad_input_is_refused_before_the_engine_starts(prompts, tmp_path, capsys, monkeypatch, more, says):
-    monkeypatch.setattr("rlhf_rollout.engines.build_engine", lambda *arguments: pytest.fail("the engine was built"))
+    monkeypatch.setattr("rlhf_rollout.batch.build_engine", lambda *arguments: pytest.fail("the engine was built"))
     assert generate(prompts, tmp_path / "out.jsonl", *more) == 2
     assert says in capsys.readouterr().err
     assert not (tmp_path / "out.jsonl").exists()
