@@ -10,6 +10,11 @@ from rlhf_data.errors import unknown
 COMMANDS = {
     "ppo": "train a policy on rewards (PPO, GRPO)",
     "sft": "train a model on demonstrations",
+    "generate": "sample responses to prompts, or make training data of them",
+    "score": "give the answers in a file rewards",
+    "serve_rm": "serve a reward, such as a reward model, over HTTP",
+    "lora_combiner": "merge an adapter into its model",
+    "chat": "talk to a model in the terminal",
 }
 
 

@@ -1,0 +1,15 @@
+"""`generate`: sample responses to prompts, or make training data of them."""
+
+import sys
+from collections.abc import Sequence
+
+from rlhf_cli.tools import run_tool
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; return its exit status."""
+    return run_tool("generate", sys.argv[1:] if argv is None else argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

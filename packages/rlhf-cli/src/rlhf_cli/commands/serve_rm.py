@@ -1,0 +1,15 @@
+"""`serve_rm`: serve a reward, such as a reward model, over HTTP."""
+
+import sys
+from collections.abc import Sequence
+
+from rlhf_cli.tools import run_tool
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; return its exit status."""
+    return run_tool("serve_rm", sys.argv[1:] if argv is None else argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
