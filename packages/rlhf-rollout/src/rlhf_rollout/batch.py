@@ -84,9 +84,6 @@ def generate(options: argparse.Namespace) -> int:
         check = check_reward(source, task.prompts[:4], timeout_s=options.reward_timeout_s)
         if check and check.problem:
             say(f"warning: the reward {source.kind} failed a trial call: {check.problem}")
-    if options.overwrite:
-        for path in (out, rollouts):
-            path.unlink(missing_ok=True)
     status = asyncio.run(_write_rollouts(task)) if len(task.done) < len(task.prompts) else 0
     if rollouts != out:
         num_rows = write_rows(out, training_rows(rollouts, options))
@@ -187,6 +184,8 @@ async def _write_rollouts(task: _Task) -> int:
         reward = open_reward(options, task.sources, task.tokenizer, stack)
         engine = build_engine(options.engine, task.spec)
         stack.push_async_callback(engine.close)
+        if options.overwrite:
+            task.rollouts.unlink(missing_ok=True)
         writer = stack.enter_context(RolloutWriter(task.rollouts))
         results = generate_groups(
             task.prompts,
@@ -266,7 +265,10 @@ def post_process(
         answers = answers and [max(answers, key=_reward)]
     elif kind == "rs":
         accepted = [r for r in answers if (r["verdict"] == "ok" if min_reward is None else r["reward"] >= min_reward)]
-        answers = list({record["text"]: record for record in reversed(accepted)}.values())[::-1]
+        first: dict[str, Record] = {}
+        for record in accepted:
+            first.setdefault(record["text"], record)
+        answers = list(first.values())
     elif kind == "iter_dpo":
         # A row says for both answers whether they were cut, and of one that was cut nothing tells how it would end.
         answers = [record for record in answers if record["finish_reason"] == "stop"]
