@@ -2,7 +2,6 @@
 
 import argparse
 import asyncio
-import contextlib
 import dataclasses
 from collections.abc import AsyncIterator
 from typing import Any
@@ -25,45 +24,36 @@ def chat(options: argparse.Namespace) -> int:
     """Run `rlhf-rollout chat` until the end of the input."""
     spec, tokenizer = engine_spec(options), engine_tokenizer(options)
     with_template = options.input_template is None and bool(getattr(tokenizer, "chat_template", None))
-    check_template(tokenizer, apply_chat_template=with_template, input_template=options.input_template)
+    template = {"apply_chat_template": with_template, "input_template": options.input_template}
+    check_template(tokenizer, **template)
     sampling = sampling_params(options, 1)
     if not with_template:
         say("without a chat template every question stands alone")
-    asyncio.run(_talk(options, build_engine(options.engine, spec), tokenizer, sampling, with_template))
-    return 0
-
-
-async def _talk(
-    options: argparse.Namespace,
-    engine: RolloutEngine,
-    tokenizer: Tokenizer,
-    sampling: SamplingParams,
-    with_template: bool,
-) -> None:
     start: list[dict[str, Any]] = [{"role": "system", "content": options.system}] if options.system else []
     messages = [*start]
+    engine = build_engine(options.engine, spec)
     say("/clear begins anew, /exit ends")
-    async with contextlib.AsyncExitStack() as stack:
-        stack.push_async_callback(engine.close)
-        while (question := await asyncio.to_thread(_ask)) not in (None, "/exit"):
-            if question == "/clear":
-                messages = [*start]
-            if not question.strip() or question == "/clear":
-                continue
-            asked = [*messages, {"role": "user", "content": question}]
-            row = Row({"input": asked if with_template else question}, "chat", len(asked))
-            template = {"apply_chat_template": with_template, "input_template": options.input_template}
-            prompt = render_prompt(row, tokenizer, input_key="input", **template)
-            [token_ids] = encode_prompts([prompt], tokenizer, has_special_tokens=with_template)
-            if len(token_ids) > options.prompt_max_len:
-                say(f"{len(token_ids)} tokens are more than --prompt_max_len {options.prompt_max_len}: /clear the rest")
-                continue
-            answer = ""
-            async for text in stream(engine, np.array(token_ids, np.int32), sampling, tokenizer):
-                print(text, end="", flush=True)
-                answer += text
-            print()
-            messages = [*asked, {"role": "assistant", "content": answer}]
+    # Questions are asked outside of the event loop, which would hold Ctrl-C back.
+    with asyncio.Runner() as runner:
+        try:
+            while (question := _ask()) not in (None, "/exit"):
+                if question == "/clear":
+                    messages = [*start]
+                if not question.strip() or question == "/clear":
+                    continue
+                asked = [*messages, {"role": "user", "content": question}]
+                row = Row({"input": asked if with_template else question}, "chat", len(asked))
+                prompt = render_prompt(row, tokenizer, input_key="input", **template)
+                [token_ids] = encode_prompts([prompt], tokenizer, has_special_tokens=with_template)
+                if len(token_ids) > options.prompt_max_len:
+                    limit = f"--prompt_max_len {options.prompt_max_len}"
+                    say(f"{len(token_ids)} tokens are more than {limit}: /clear begins anew")
+                    continue
+                answer = runner.run(_reply(engine, np.array(token_ids, np.int32), sampling, tokenizer))
+                messages = [*asked, {"role": "assistant", "content": answer}]
+        finally:
+            runner.run(engine.close())
+    return 0
 
 
 def _ask() -> str | None:
@@ -71,6 +61,16 @@ def _ask() -> str | None:
         return input("> ")
     except EOFError:
         return None
+
+
+async def _reply(engine: RolloutEngine, token_ids: np.ndarray, sampling: SamplingParams, tokenizer: Tokenizer) -> str:
+    """Print the response as it comes, and return it."""
+    answer = ""
+    async for text in stream(engine, token_ids, sampling, tokenizer):
+        print(text, end="", flush=True)
+        answer += text
+    print()
+    return answer
 
 
 async def stream(
