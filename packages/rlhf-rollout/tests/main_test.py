@@ -115,7 +115,10 @@ def test_generate_reward_that_raises_is_told_and_counted(prompts, tmp_path, caps
         (["--reward", "rlhf_rollout.rewards.math,http://"], "reward server http:// is no URL"),
         (["--reward", "http://127.0.0.1:9/get_reward"], "the reward server does not answer: http://127.0.0.1:9"),
         (["--reward", "rlhf_rollout.rewards.math", "--reward_weights", "1,2"], "2 weights for 1 rewards"),
-        (["--reward", "rlhf_rollout.rewards.math", "--reward_weights", "one"], "--reward_weights one: it must be num"),
+        (
+            ["--reward", "rlhf_rollout.rewards.math", "--reward_weights", "one"],
+            "--reward_weights is one; it must be",
+        ),
         (["--reward_weights", "1"], "1 weights for 0 rewards: none"),
     ],
 )

@@ -46,20 +46,7 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class _Task:
-    """What there is to generate.
-
-    Attributes:
-        options: of the command.
-        spec: the engine.
-        sampling: of every prompt.
-        sources: the rewards.
-        tokenizer: the model's.
-        prompts: all of them.
-        inputs: what each prompt was made of, text or messages.
-        rollouts: the file of the rollouts.
-        run: names the settings; in every record.
-        done: numbers of the prompts whose rollouts are in the file.
-    """
+    """What there is to generate."""
 
     options: argparse.Namespace
     spec: EngineSpec
@@ -67,10 +54,10 @@ class _Task:
     sources: Sequence[RewardSource]
     tokenizer: Tokenizer
     prompts: PromptSet
-    inputs: list[Any]
+    inputs: list[Any]  # what each prompt was made of, text or messages
     rollouts: Path
-    run: str
-    done: frozenset[int]
+    run: str  # names the settings, in every record
+    done: frozenset[int]  # prompts whose rollouts are in the file, by number
 
 
 def generate(options: argparse.Namespace) -> int:

@@ -15,18 +15,12 @@ from rlhf_data.testing import ByteTokenizer
 from rlhf_rollout.engines import ENGINE_KINDS, EngineSpec
 from rlhf_rollout.protocols import RewardFunction, SamplingParams
 from rlhf_rollout.rewards import LocalScorer, ModelReward, RewardSource, build_reward, parse_sources
+from rlhf_rollout.rewards.sources import parse_weights
 
 
 def reward_sources(options: argparse.Namespace) -> tuple[RewardSource, ...]:
     """Return what gives rewards, as the options name it."""
-    weights = None
-    if options.reward_weights is not None:
-        try:
-            weights = [float(weight) for weight in options.reward_weights.split(",")]
-        except ValueError:
-            message = f"--reward_weights {options.reward_weights}: it must be numbers with commas"
-            raise ConfigError(with_hint(message, "such as 1,0.5")) from None
-    return parse_sources(options.reward or "", options.reward_pretrain or "", weights)
+    return parse_sources(options.reward or "", options.reward_pretrain or "", parse_weights(options.reward_weights))
 
 
 def needed_sources(options: argparse.Namespace) -> tuple[RewardSource, ...]:

@@ -4,7 +4,7 @@ import argparse
 import asyncio
 import contextlib
 import itertools
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ from rlhf_data.rows import Row, RowErrors
 from rlhf_data.sft import SftEncoder, SftExample
 from rlhf_data.sources import Rows, open_sources
 from rlhf_rollout.from_options import needed_sources, open_reward, reward_tokenizer, say, write_rows
-from rlhf_rollout.protocols import RewardFunction
 from rlhf_rollout.rewards import RewardSource
 
 _NUM_AT_ONCE = 1024
@@ -96,21 +95,20 @@ class _Reader:
 
 
 async def _score(options: argparse.Namespace, sources: Sequence[RewardSource], reader: _Reader) -> list[dict[str, Any]]:
+    scored = []
     async with contextlib.AsyncExitStack() as stack:
         reward = open_reward(options, sources, reader.tokenizer, stack)
         assert reward is not None
-        return [row async for row in _scored_rows(reward, reader)]
-
-
-async def _scored_rows(reward: RewardFunction, reader: _Reader) -> AsyncIterator[dict[str, Any]]:
-    samples = iter(reader)
-    while batch := list(itertools.islice(samples, _NUM_AT_ONCE)):
-        calls = [reward.score(prompt, [answer]) for _, answers in batch for prompt, answer in answers]
-        verdicts = iter([verdict for [verdict] in await asyncio.gather(*calls)])
-        for row, answers in batch:
-            prefixes = [""] if len(answers) == 1 else ["chosen_", "rejected_"]
-            columns = [_columns(prefix, next(verdicts)) for prefix in prefixes]
-            yield {**row.values, **{name: value for part in columns for name, value in part.items()}}
+        samples = iter(reader)
+        while batch := list(itertools.islice(samples, _NUM_AT_ONCE)):
+            calls = [reward.score(prompt, [answer]) for _, answers in batch for prompt, answer in answers]
+            verdicts = iter([verdict for [verdict] in await asyncio.gather(*calls)])
+            for row, answers in batch:
+                columns = dict(row.values)
+                for prefix in [""] if len(answers) == 1 else ["chosen_", "rejected_"]:
+                    columns |= _columns(prefix, next(verdicts))
+                scored.append(columns)
+    return scored
 
 
 def _columns(prefix: str, verdict: Verdict) -> dict[str, Any]:
