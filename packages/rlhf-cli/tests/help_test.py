@@ -7,7 +7,9 @@ import time
 
 import pytest
 
-HEAVY = ("torch", "ray", "vllm", "deepspeed", "transformers")
+from rlhf_cli.main import COMMANDS
+
+HEAVY = ("torch", "ray", "vllm", "deepspeed", "transformers", "fastapi")
 HELP_LIMIT_S = 1.0
 
 
@@ -31,7 +33,7 @@ sys.exit(status)
 """
 
 
-@pytest.mark.parametrize("words", [["--help"], ["ppo", "--help"], ["sft", "--help"]], ids=" ".join)
+@pytest.mark.parametrize("words", [["--help"], *([name, "--help"] for name in COMMANDS)], ids=" ".join)
 def test_help_answers_in_a_second_without_heavy_imports(words):
     done, seconds = min((run(command(*words)) for _ in range(3)), key=lambda result: result[1])
     assert done.returncode == 0, done.stderr
