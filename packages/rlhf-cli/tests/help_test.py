@@ -9,7 +9,7 @@ import pytest
 
 from rlhf_cli.main import COMMANDS
 
-HEAVY = ("torch", "ray", "vllm", "deepspeed", "transformers")
+HEAVY = ("torch", "ray", "vllm", "deepspeed", "transformers", "fastapi")
 HELP_LIMIT_S = 1.0
 
 

@@ -100,7 +100,7 @@ def test_generate_reward_that_raises_is_told_and_counted(prompts, tmp_path, caps
         (["--input_key", "question"], "prompts.jsonl:1: unknown key `question`; known: a, q"),
         (["--engine", "vlm"], "did you mean `vllm`?"),
         (["--engine", "vllm"], "engine vllm needs --model"),
-        (["--prompts", "nothere.jsonl"], "--prompts file nothere.jsonl does not exist"),
+        (["--prompts", "nothere.jsonl"], "data file nothere.jsonl does not exist"),
         (["--prompt_max_len", "1"], "all 5 prompts of"),
         (["--prompt_max_len", "0"], "at least 1"),
         (["--prompt_max_len", "x"], "invalid int value"),
@@ -115,12 +115,15 @@ def test_generate_reward_that_raises_is_told_and_counted(prompts, tmp_path, caps
         (["--reward", "rlhf_rollout.rewards.math,http://"], "reward server http:// is no URL"),
         (["--reward", "http://127.0.0.1:9/get_reward"], "the reward server does not answer: http://127.0.0.1:9"),
         (["--reward", "rlhf_rollout.rewards.math", "--reward_weights", "1,2"], "2 weights for 1 rewards"),
-        (["--reward", "rlhf_rollout.rewards.math", "--reward_weights", "one"], "--reward_weights one: it must be num"),
+        (
+            ["--reward", "rlhf_rollout.rewards.math", "--reward_weights", "one"],
+            "--reward_weights is one; it must be",
+        ),
         (["--reward_weights", "1"], "1 weights for 0 rewards: none"),
     ],
 )
 def test_generate_bad_input_is_refused_before_the_engine_starts(prompts, tmp_path, capsys, monkeypatch, more, says):
-    monkeypatch.setattr("rlhf_rollout.engines.build_engine", lambda *arguments: pytest.fail("the engine was built"))
+    monkeypatch.setattr("rlhf_rollout.batch.build_engine", lambda *arguments: pytest.fail("the engine was built"))
     assert generate(prompts, tmp_path / "out.jsonl", *more) == 2
     assert says in capsys.readouterr().err
     assert not (tmp_path / "out.jsonl").exists()

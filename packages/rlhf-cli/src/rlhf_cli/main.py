@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from rlhf_cli.exits import BAD_INPUT, SUCCESS
 from rlhf_data.errors import unknown
+from rlhf_rollout.main import COMMANDS as TOOLS
 
 COMMANDS = {
     "ppo": "train a policy on rewards (PPO, GRPO)",
@@ -15,6 +16,8 @@ COMMANDS = {
     "kto": "train a policy on answers judged good or bad",
     "prm": "train a process reward model on judged steps",
     "kd": "train a model on demonstrations and a teacher",
+    "lora_combiner": "merge an adapter into its model",
+    **TOOLS,
 }
 
 
@@ -29,6 +32,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words[0] not in COMMANDS:
         print(f"error: {unknown('command', words[0], COMMANDS)}", file=sys.stderr)
         return BAD_INPUT
+    if words[0] in TOOLS:
+        from rlhf_cli.tools import run_tool
+
+        return run_tool(words[0], words[1:])
     return importlib.import_module(f"rlhf_cli.commands.{words[0]}").main(words[1:])
 
 

@@ -6,7 +6,7 @@ import itertools
 import time
 import zlib
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -161,6 +161,7 @@ async def generate_groups(
     seed_key: str | None = None,
     counts: GenerationCounts | None = None,
     settle: Callable[[GroupResult], object] | None = None,
+    skip: Container[int] = (),
 ) -> AsyncIterator[GroupResult]:
     """Yield one result a prompt, in the order in which they finish.
 
@@ -181,6 +182,7 @@ async def generate_groups(
             key draw alike from one policy, so that a difference between them is the policies'.
         counts: updated as results come.
         settle: told of every result before `prompts` are asked for more and before it is yielded.
+        skip: numbers of groups that an earlier run has made; the others get the numbers and seeds they had in it.
 
     Raises:
         ConfigError: no engine, or `max_in_flight` below 1.
@@ -189,7 +191,7 @@ async def generate_groups(
     if not engines or max_in_flight < 1:
         raise ConfigError(f"{len(engines)} engines and max_in_flight {max_in_flight}: both must be at least 1")
     run = _Run(engines, sampling, reward, decode, counts or GenerationCounts(), asyncio.Semaphore(max_in_flight))
-    numbered = enumerate(prompts)
+    numbered = filter(lambda pair: pair[0] not in skip, enumerate(prompts))
     seed_key = group_id_prefix if seed_key is None else seed_key
     tasks: set[asyncio.Task[GroupResult]] = set()
     done: set[asyncio.Task[GroupResult]] = set()

@@ -1,35 +1,48 @@
-"""The command `rlhf-rollout`: rollouts for a file of prompts, with any engine, scored on request."""
+"""The command `rlhf-rollout`: generate, score, serve a reward, and chat, with any engine and any reward."""
 
 import argparse
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import NoReturn
 
-from rlhf_data.errors import ConfigError, RlhfError, missing_file, unknown, with_hint
+from rlhf_data.errors import ConfigError, RlhfError, unknown, with_hint
 
-if TYPE_CHECKING:
-    from rlhf_data.prompts import PromptSet
-    from rlhf_rollout.engines import EngineSpec
-    from rlhf_rollout.generator import GenerationCounts
-    from rlhf_rollout.rewards import RewardSource
+COMMANDS = {
+    "generate": "sample responses to a file of prompts, or make training data of them",
+    "score": "give the answers in a file rewards",
+    "serve_rm": "serve a reward, such as a reward model, over HTTP",
+    "chat": "talk to a model in the terminal",
+}
+POST_PROCESSORS = {
+    "rollouts": "one record a response, tokens and log-probs included",
+    "plain": "one input/output row a response",
+    "best_of_n": "the response with the highest reward, for each prompt",
+    "rs": "rejection sampling: the different responses that the reward accepts",
+    "iter_dpo": "prompt/chosen/rejected: the responses with the highest and the lowest reward that are not cut",
+    "csft": "conditional SFT: every response, with its reward written into its input",
+}
 
-_NUM_SHOWN_FAILURES = 3
-_PROGRESS_INTERVAL_S = 5.0
 
-
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, *, prog: str = "rlhf-rollout") -> int:
     """Run the command and return its exit status: 0, 1 when some prompts failed, 2 when it cannot run."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     try:
-        parser, flags = _parser()
-        for argument in arguments:
-            flag = argument.partition("=")[0]
-            if flag.startswith("--") and flag not in flags:
-                raise ConfigError(unknown("option", flag, flags))
-        return _generate(parser.parse_args(arguments))
+        options = _parse(arguments, prog)
+        if options.command == "generate":
+            from rlhf_rollout.batch import generate as command
+        elif options.command == "score":
+            from rlhf_rollout.scoring import score as command
+        elif options.command == "serve_rm":
+            from rlhf_rollout.serving.reward_server import serve as command
+        else:
+            from rlhf_rollout.serving.chat import chat as command
+        return command(options)
     except RlhfError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        return 130
 
 
 class _Parser(argparse.ArgumentParser):
@@ -39,218 +52,125 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(with_hint(message, f"{self.prog} --help lists the options"))
 
 
-def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
-    """Return the parser and the flags that there are."""
-    parser = _Parser(prog="rlhf-rollout", description=__doc__, allow_abbrev=False)
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    command = commands.add_parser(
-        "generate",
-        help="write one JSON line a rollout for a file of prompts",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-        allow_abbrev=False,
-    )
+def _parse(arguments: Sequence[str], prog: str) -> argparse.Namespace:
+    parser = _Parser(prog=prog, description=__doc__, allow_abbrev=False)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
+    for name, text in COMMANDS.items():
+        command = commands.add_parser(
+            name, help=text, formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False
+        )
+        _ADD[name](command)
+        if arguments[:1] == [name]:
+            flags = [flag for action in command._actions for flag in action.option_strings if flag.startswith("--")]
+            for argument in arguments:
+                flag = argument.partition("=")[0]
+                if flag.startswith("--") and flag not in flags:
+                    raise ConfigError(unknown("option", flag, flags))
+    return parser.parse_args(arguments)
+
+
+def _add_generate(command: argparse.ArgumentParser) -> None:
     data = command.add_argument_group("prompts")
-    data.add_argument("--prompts", required=True, metavar="FILE", help="rows: .jsonl or .json")
-    data.add_argument("--input_key", default="input", help="key of the question in a row")
+    data.add_argument("--prompts", "--prompt_data", "--dataset", required=True, metavar="LIST", help="data files")
     data.add_argument("--label_key", help="key of the reference answer, for the reward")
-    data.add_argument("--apply_chat_template", action="store_true", help="render with the tokenizer's chat template")
-    data.add_argument("--input_template", metavar="TEXT", help="text with one {} for the question")
     data.add_argument("--prompt_max_len", type=int, default=1024, help="tokens; longer prompts are left out")
-    data.add_argument("--max_samples", type=int, help="read only so many rows")
+    _add_rows(data)
     sampling = command.add_argument_group("sampling")
-    sampling.add_argument("--num_samples", type=int, default=1, help="rollouts a prompt")
-    sampling.add_argument("--max_tokens", type=int, default=256, help="new tokens of a rollout at most")
-    sampling.add_argument("--temperature", type=float, default=1.0, help="0 is greedy")
-    sampling.add_argument("--top_p", type=float, default=1.0, help="nucleus mass")
-    sampling.add_argument("--top_k", type=int, default=-1, help="-1 for all tokens")
-    sampling.add_argument("--seed", type=int, help="makes the rollouts repeatable")
-    engine = command.add_argument_group("engine")
-    engine.add_argument("--engine", default="vllm", help="vllm, transformers, http or fake")
-    engine.add_argument("--model", metavar="DIR", help="folder or hub name; for http the server's name of it")
-    engine.add_argument("--tokenizer", metavar="DIR", help="folder or hub name, when it is not the model's")
-    engine.add_argument("--base_url", metavar="URL", help="the vLLM server, for http")
-    engine.add_argument("--dtype", default="float32", help="float32 or bfloat16")
-    engine.add_argument("--max_num_seqs", type=int, default=64, help="rollouts decoded at once")
-    engine.add_argument("--gpu_memory_utilization", type=float, default=0.9, help="share of the GPU's memory")
-    engine.add_argument("--tensor_parallel_size", type=int, default=1, help="GPUs of the engine")
-    reward = command.add_argument_group("reward")
-    reward.add_argument(
+    sampling.add_argument("--num_samples", "--best_of_n", type=int, default=1, help="responses a prompt")
+    _add_sampling(sampling, temperature=1.0)
+    _add_engine(command.add_argument_group("engine"))
+    _add_reward(command.add_argument_group("reward"))
+    output = command.add_argument_group("output")
+    _add_out(output)
+    output.add_argument("--resume", action="store_true", help="go on where a run that was stopped left off")
+    lines = "; ".join(f"{name}: {text}" for name, text in POST_PROCESSORS.items())
+    output.add_argument("--post_processor", default="rollouts", metavar="KIND", help=lines)
+    output.add_argument("--min_reward", type=float, help="rs accepts from there on; else what has the verdict ok")
+    template = "csft: how the reward goes into the input"
+    output.add_argument("--reward_template", default="{input} <rm_score>: {reward} ", metavar="TEXT", help=template)
+
+
+def _add_score(command: argparse.ArgumentParser) -> None:
+    data = command.add_argument_group("answers")
+    data.add_argument("--dataset", required=True, metavar="LIST", help="data files")
+    data.add_argument("--output_key", default="output", help="key of the answer")
+    data.add_argument("--label_key", help="key of the reference answer, for functions and servers")
+    data.add_argument("--chosen_key", help="score pairs of answers: the key of the preferred one")
+    data.add_argument("--rejected_key", default="rejected", help="pairs: key of the other one")
+    data.add_argument("--prompt_key", help="pairs: key of the prompt, when the answers do not hold it")
+    data.add_argument("--max_len", type=int, default=2048, help="tokens of prompt and answer; longer rows are left out")
+    data.add_argument("--tokenizer", metavar="DIR", help="by default that of the reward model")
+    _add_rows(data)
+    _add_reward(command.add_argument_group("reward"))
+    _add_out(command.add_argument_group("output"))
+
+
+def _add_serve_rm(command: argparse.ArgumentParser) -> None:
+    server = command.add_argument_group("server")
+    server.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 for all")
+    server.add_argument("--port", type=int, default=5000, help="port to listen on")
+    server.add_argument("--tokenizer", metavar="DIR", help="by default that of the reward model")
+    _add_reward(command.add_argument_group("reward"))
+
+
+def _add_chat(command: argparse.ArgumentParser) -> None:
+    talk = command.add_argument_group("conversation")
+    talk.add_argument("--system", metavar="TEXT", help="the system message")
+    talk.add_argument("--input_template", metavar="TEXT", help="text with one {}, for a model without chat template")
+    talk.add_argument("--prompt_max_len", type=int, default=3072, help="tokens that a conversation may have")
+    _add_sampling(command.add_argument_group("sampling"), temperature=0.7)
+    _add_engine(command.add_argument_group("engine"))
+
+
+def _add_rows(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--input_key", default="input", help="key of the question in a row")
+    group.add_argument("--apply_chat_template", action="store_true", help="render with the tokenizer's chat template")
+    group.add_argument("--input_template", metavar="TEXT", help="text with one {} for the question")
+    group.add_argument("--max_samples", type=int, help="read only so many rows of each file")
+    group.add_argument("--skip_bad_rows", action="store_true", help="leave out rows that cannot be used, however many")
+
+
+def _add_sampling(group: argparse._ArgumentGroup, temperature: float) -> None:
+    group.add_argument("--max_tokens", "--max_new_tokens", type=int, default=256, help="new tokens of a response")
+    group.add_argument("--temperature", type=float, default=temperature, help="0 is greedy")
+    group.add_argument("--top_p", type=float, default=1.0, help="nucleus mass")
+    group.add_argument("--top_k", type=int, default=-1, help="-1 for all tokens")
+    group.add_argument("--seed", type=int, help="makes the responses repeatable")
+
+
+def _add_engine(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--engine", default="vllm", help="vllm, transformers, http or fake")
+    group.add_argument("--model", "--pretrain", metavar="DIR", help="folder or hub name; for http the server's name")
+    group.add_argument("--tokenizer", metavar="DIR", help="folder or hub name, when it is not the model's")
+    group.add_argument("--base_url", metavar="URL", help="the vLLM server, for http")
+    group.add_argument("--dtype", default="float32", help="float32 or bfloat16")
+    group.add_argument("--max_num_seqs", type=int, default=64, help="responses decoded at once")
+    group.add_argument("--gpu_memory_utilization", type=float, default=0.9, help="share of the GPU's memory")
+    group.add_argument("--tensor_parallel_size", "--tp_size", type=int, default=1, help="GPUs of the engine")
+
+
+def _add_reward(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
         "--reward",
+        "--remote_rm_url",
         metavar="LIST",
         help="with commas: FILE.py with reward_func, module:function, or URLs of a reward server, which take turns",
     )
-    reward.add_argument(
-        "--reward_weights", metavar="LIST", help="with commas: a number for each reward, all URLs being one"
-    )
-    reward.add_argument("--reward_timeout_s", type=float, default=30.0, help="time limit of one call")
-    reward.add_argument("--reward_workers", type=int, default=2, help="calls at once, of each function")
-    reward.add_argument("--reward_batch_size", type=int, default=64, help="rollouts of a server's request at most")
-    output = command.add_argument_group("output")
-    output.add_argument("--out", required=True, metavar="FILE.jsonl", help="where the rollouts go")
-    output.add_argument("--overwrite", action="store_true", help="replace the file if it exists")
-    return parser, [flag for action in command._actions for flag in action.option_strings if flag.startswith("--")]
+    group.add_argument("--reward_pretrain", metavar="LIST", help="with commas: folders or hub names of reward models")
+    group.add_argument("--reward_weights", metavar="LIST", help="with commas: a number a reward, all URLs being one")
+    group.add_argument("--reward_timeout_s", type=float, default=30.0, help="time limit of one call")
+    group.add_argument("--reward_workers", type=int, default=2, help="calls at once, of each function")
+    group.add_argument("--reward_batch_size", type=int, default=64, help="answers of a server's or a model's call")
+    group.add_argument("--reward_dtype", default="float32", help="of reward models: float32 or bfloat16")
+    group.add_argument("--normalize_reward", action="store_true", help="by the moments stored with a reward model")
 
 
-def _generate(options: argparse.Namespace) -> int:
-    import asyncio
-    from pathlib import Path
-
-    from rlhf_data.prompts import load_prompts
-    from rlhf_data.sources import open_sources
-    from rlhf_rollout.rewards import check_reward
-
-    out = Path(options.out)
-    if out.exists() and not options.overwrite:
-        raise ConfigError(with_hint(f"{out} exists", "give another --out, or --overwrite"))
-    if not Path(options.prompts).is_file():
-        raise ConfigError(missing_file("--prompts file", options.prompts))
-    sources = _sources(options)
-    spec = _engine_spec(options)
-    tokenizer = _tokenizer(options)
-    prompts = load_prompts(
-        open_sources(Path(options.prompts), max_samples=options.max_samples),
-        tokenizer,
-        input_key=options.input_key,
-        label_key=options.label_key,
-        apply_chat_template=options.apply_chat_template,
-        input_template=options.input_template,
-        prompt_max_len=options.prompt_max_len,
-    )
-    _say(prompts.summary)
-    for source in sources:
-        check = check_reward(source, prompts[:4], timeout_s=options.reward_timeout_s)
-        if check.problem:
-            _say(f"warning: the reward {source.kind} failed a trial call: {check.problem}")
-    return asyncio.run(_write_rollouts(options, spec, sources, tokenizer, prompts))
+def _add_out(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--out", "--output_path", required=True, metavar="FILE.jsonl", help="where the rows go")
+    group.add_argument("--overwrite", action="store_true", help="replace the file if it exists")
 
 
-def _sources(options: argparse.Namespace) -> "tuple[RewardSource, ...]":
-    from rlhf_rollout.rewards import parse_sources
-
-    weights = None
-    if options.reward_weights is not None:
-        try:
-            weights = [float(weight) for weight in options.reward_weights.split(",")]
-        except ValueError:
-            message = f"--reward_weights {options.reward_weights}: it must be numbers with commas"
-            raise ConfigError(with_hint(message, "such as 1,0.5")) from None
-    return parse_sources(options.reward or "", weights=weights)
-
-
-def _engine_spec(options: argparse.Namespace) -> "EngineSpec":
-    from rlhf_rollout.engines import ENGINE_KINDS, EngineSpec
-
-    if options.engine not in ENGINE_KINDS:
-        raise ConfigError(unknown("engine", options.engine, ENGINE_KINDS))
-    if not options.model and options.engine != "fake":
-        raise ConfigError(with_hint(f"engine {options.engine} needs --model", "give a model folder or hub name"))
-    if options.max_tokens < 1 or options.prompt_max_len < 1:
-        raise ConfigError(
-            f"--max_tokens {options.max_tokens} and --prompt_max_len {options.prompt_max_len}: at least 1"
-        )
-    return EngineSpec(
-        model=options.model or "fake",
-        tokenizer=options.tokenizer,
-        dtype=options.dtype,
-        max_model_len=options.prompt_max_len + options.max_tokens,
-        max_num_seqs=options.max_num_seqs,
-        gpu_memory_utilization=options.gpu_memory_utilization,
-        tensor_parallel_size=options.tensor_parallel_size,
-        base_url=options.base_url,
-    )
-
-
-def _tokenizer(options: argparse.Namespace) -> Any:
-    name = options.tokenizer or options.model
-    if options.engine == "fake" and name is None:
-        from rlhf_data.testing import ByteTokenizer
-
-        return ByteTokenizer()
-    from rlhf_data.chat import load_tokenizer
-
-    return load_tokenizer(name)
-
-
-async def _write_rollouts(
-    options: argparse.Namespace,
-    spec: "EngineSpec",
-    sources: "Sequence[RewardSource]",
-    tokenizer: Any,
-    prompts: "PromptSet",
-) -> int:
-    import contextlib
-    import time
-    from pathlib import Path
-
-    from rlhf_rollout.engines import build_engine
-    from rlhf_rollout.generator import GenerationCounts, generate_groups
-    from rlhf_rollout.protocols import SamplingParams
-    from rlhf_rollout.records_io import RolloutWriter
-    from rlhf_rollout.rewards import build_reward
-
-    sampling = SamplingParams(
-        num_samples=options.num_samples,
-        max_tokens=options.max_tokens,
-        temperature=options.temperature,
-        top_p=options.top_p,
-        top_k=options.top_k,
-        seed=options.seed,
-    )
-    counts, failures, rewards = GenerationCounts(), [], []
-    started = told = time.monotonic()
-    async with contextlib.AsyncExitStack() as stack:
-        reward = None
-        if sources:
-            reward = build_reward(
-                sources,
-                timeout_s=options.reward_timeout_s,
-                num_workers=options.reward_workers,
-                batch_size=options.reward_batch_size,
-            )
-            stack.push_async_callback(reward.close)
-        engine = build_engine(options.engine, spec)
-        stack.push_async_callback(engine.close)
-        Path(options.out).unlink(missing_ok=True)
-        writer = stack.enter_context(RolloutWriter(options.out))
-        results = generate_groups(
-            prompts,
-            [engine],
-            sampling,
-            reward,
-            max_in_flight=max(1, 2 * options.max_num_seqs // options.num_samples),
-            group_id_prefix="generate",
-            decode=lambda token_ids: tokenizer.decode(token_ids, skip_special_tokens=True),
-            counts=counts,
-        )
-        async for result in results:
-            if result.group is None:
-                failures.append(f"{result.prompt.prompt_id}: {result.failure}")
-            else:
-                writer.write(result.group)
-                rewards += [r.verdict.reward for r in result.group.rollouts if r.verdict and not r.verdict.kind.failed]
-            if time.monotonic() - told > _PROGRESS_INTERVAL_S:
-                told = time.monotonic()
-                _say(f"{counts.num_groups + counts.num_failed_groups} of {len(prompts)} prompts")
-    _say(_summary(counts, rewards, time.monotonic() - started, options.out))
-    for failure in failures[:_NUM_SHOWN_FAILURES]:
-        _say(f"failed: {failure}")
-    return 1 if failures else 0
-
-
-def _summary(counts: "GenerationCounts", rewards: Sequence[float], seconds: float, out: str) -> str:
-    tokens_per_s = counts.num_response_tokens / seconds if seconds else 0.0
-    lines = [f"{counts.num_generated} rollouts in {seconds:.1f} s, {tokens_per_s:.0f} tokens/s"]
-    if counts.num_failed:
-        lines.append(f"{counts.num_failed} rollouts failed, of {counts.num_failed_groups} prompts")
-    if rewards:
-        lines.append(f"mean reward {sum(rewards) / len(rewards):.4f}")
-    if counts.verdicts:
-        lines.append("verdicts: " + ", ".join(f"{kind} {number}" for kind, number in sorted(counts.verdicts.items())))
-    return "\n".join([*lines, f"written to {out}"])
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr)
+_ADD = {"generate": _add_generate, "score": _add_score, "serve_rm": _add_serve_rm, "chat": _add_chat}
 
 
 if __name__ == "__main__":

@@ -1,13 +1,11 @@
 """Who scores, and what becomes of the scores."""
 
-import math
 from typing import ClassVar
 
 from pydantic import Field
 
 from rlhf_cli.config.base import Section, SymmetricRange
-from rlhf_data.errors import ConfigError
-from rlhf_rollout.rewards.sources import RewardSource, parse_sources
+from rlhf_rollout.rewards.sources import RewardSource, parse_sources, parse_weights
 
 
 class RewardSection(Section):
@@ -55,16 +53,7 @@ class RewardSection(Section):
 
     def sources(self) -> tuple[RewardSource, ...]:
         """Return who scores, as they were named. Raises ConfigError for weights that are not one number for each."""
-        weights = None
-        if self.reward_weights is not None:
-            try:
-                weights = [float(text) for text in self.reward_weights.split(",")]
-            except ValueError:
-                weights = [math.nan]
-            if not all(map(math.isfinite, weights)):
-                message = f"--reward_weights is {self.reward_weights}; it must be numbers with commas between them"
-                raise ConfigError(message)
-        return parse_sources(self.remote_rm_url or "", self.reward_pretrain or "", weights)
+        return parse_sources(self.remote_rm_url or "", self.reward_pretrain or "", parse_weights(self.reward_weights))
 
     def overlong_buffer(self, max_tokens: int) -> int:
         """Return the tokens over which the penalty grows, for responses of at most `max_tokens`."""

@@ -1,5 +1,6 @@
 """What gives rewards, as plain data: functions, servers and reward models, each with a weight."""
 
+import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -75,6 +76,18 @@ def parse_sources(
             )
         )
     return tuple(replace(source, weight=weight) for source, weight in zip(sources, weights, strict=True))
+
+
+def parse_weights(text: str | None) -> list[float] | None:
+    """Return the numbers of a comma list, None for None. Raises ConfigError for what is no finite number."""
+    try:
+        weights = None if text is None else [float(weight) for weight in text.split(",")]
+    except ValueError:
+        weights = [math.nan]
+    if weights and not all(map(math.isfinite, weights)):
+        message = f"--reward_weights is {text}; it must be numbers with commas between them"
+        raise ConfigError(with_hint(message, "such as 1,0.5"))
+    return weights
 
 
 def metric_names(sources: Sequence[RewardSource]) -> tuple[str, ...]:

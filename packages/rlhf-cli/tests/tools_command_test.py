@@ -1,0 +1,83 @@
+"""The tools as `rlhf` has them: quick help, the model and data that ship, and a merge that changes no number."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from rlhf_cli.builtin import BUILTIN, MODEL_DIR
+from rlhf_cli.main import main
+from rlhf_models.batch import TokenBatch
+from rlhf_models.loading import load_actor, load_reward_model
+from rlhf_models.lora import LoraSpec, add_lora, save_adapter
+from rlhf_models.testing import tiny_model_dir, tiny_reward_model_dir
+
+BATCH = TokenBatch.padded([np.arange(5, 12)], 0, "cpu")
+
+
+@pytest.mark.parametrize("flag", [["--model", BUILTIN], [f"--pretrain={BUILTIN}"]])
+def test_generate_writes_data_for_sft_with_the_model_that_ships(tmp_path, capsys, flag):
+    out = tmp_path / "out.jsonl"
+    words = ["generate", "--engine", "transformers", *flag, "--prompts", BUILTIN, "--input_key", "prompt"]
+    more = ["--max_samples", "2", "--max_tokens", "4", "--post_processor", "plain", "--out", str(out)]
+    assert main([*words, *more]) == 0, capsys.readouterr().err
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert len(rows) <= 2
+    assert all(row["input"] and row["output"] and row["finish_reason"] in ("stop", "length") for row in rows)
+
+
+def test_chat_talks_with_the_model_that_ships(monkeypatch, capsys):
+    typed = iter(["1 + 1 =", "/exit"])
+    monkeypatch.setattr("builtins.input", lambda mark: next(typed))
+    more = ["--max_tokens", "3", "--temperature", "0"]
+    assert main(["chat", "--engine", "transformers", "--model", BUILTIN, *more]) == 0
+    assert capsys.readouterr().out.strip()
+
+
+def test_lora_combiner_writes_the_model_with_its_adapter(tmp_path, capsys):
+    base = tiny_model_dir(tmp_path / "base")
+    model = load_actor(base, dtype="float32")
+    add_lora(model, LoraSpec(rank=2))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:  # zero at first, so that the merge would change nothing
+                parameter.normal_(std=0.05)
+    expected = model.eval()(BATCH).logprobs.detach()
+    save_adapter(model, model.state_dict(), tmp_path / "adapter")
+    words = ["--model_path", str(base), "--lora_path", str(tmp_path / "adapter"), "--output_path"]
+    assert main(["lora_combiner", *words, str(tmp_path / "merged"), "--param_dtype", "float32"]) == 0
+    merged = load_actor(tmp_path / "merged", dtype="float32").eval()(BATCH).logprobs.detach()
+    plain = load_actor(base, dtype="float32").eval()(BATCH).logprobs.detach()
+    assert torch.allclose(merged, expected, atol=1e-5)
+    assert not torch.allclose(merged, plain, atol=1e-3)
+    assert main(["lora_combiner", *words, str(tmp_path / "merged")]) == 2
+    assert "is not an empty folder" in capsys.readouterr().err
+
+
+def test_lora_combiner_of_a_reward_model_keeps_the_head_of_the_adapter(tmp_path):
+    from rlhf_models.loading import load_critic
+
+    base = tiny_reward_model_dir(tmp_path / "base")
+    model = load_critic(base, dtype="float32")
+    add_lora(model, LoraSpec(rank=2))
+    with torch.no_grad():
+        model.value_head.weight.fill_(0.125)
+    save_adapter(model, model.state_dict(), tmp_path / "adapter")
+    words = ["--model_path", str(base), "--lora_path", str(tmp_path / "adapter"), "--output_path"]
+    assert main(["lora_combiner", *words, str(tmp_path / "merged")]) == 0
+    assert (load_reward_model(tmp_path / "merged", dtype="bfloat16").value_head.weight == 0.125).all()
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ([], "--model_path is missing"),
+        (["--model_path", "x", "--lora_path", "y"], "--output_path is missing"),
+        (["--model_path", str(MODEL_DIR), "--lora_path", "nowhere", "--output_path", "OUT"], "there is no adapter in"),
+        (["--modl_path", "y"], "did you mean `--model_path`?"),
+    ],
+)
+def test_lora_combiner_bad_input_is_refused(tmp_path, capsys, words, says):
+    assert main(["lora_combiner", *(str(tmp_path / "out") if word == "OUT" else word for word in words)]) == 2
+    assert says in capsys.readouterr().err

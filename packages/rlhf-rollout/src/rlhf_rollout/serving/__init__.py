@@ -1,0 +1,1 @@
+"""Programs that stay: a reward server, and a conversation in the terminal."""

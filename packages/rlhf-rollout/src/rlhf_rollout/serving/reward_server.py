@@ -1,0 +1,134 @@
+"""A reward over HTTP, as `rlhf_rollout.rewards.remote` asks for it. The only file that imports FastAPI.
+
+A POST to /get_reward with `{"query": [...], "prompts": [...], "labels": [...]}` is answered by `{"rewards": [...],
+"scores": [...], "extra_logs": {...}, "verdicts": [...]}`, one entry a query. GET /health says that the server is up.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import os
+import secrets
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import Annotated, Any
+
+from rlhf_data.chat import Tokenizer
+from rlhf_data.errors import ConfigError, DataError, RewardError, with_hint
+from rlhf_data.records import FinishReason, Prompt, Rollout, Span, SpanSource, Verdict
+from rlhf_data.rows import Row
+from rlhf_data.sft import completed
+from rlhf_rollout.from_options import needed_sources, open_reward, reward_tokenizer, say
+from rlhf_rollout.protocols import RewardFunction
+from rlhf_rollout.rewards.mix import score_each
+from rlhf_rollout.rewards.remote import TOKEN_VARIABLE
+
+try:
+    import uvicorn
+    from fastapi import FastAPI, Header, HTTPException, Request
+    from fastapi.responses import JSONResponse
+    from pydantic import BaseModel
+except ImportError as error:
+    raise ConfigError(with_hint(f"serve_rm needs FastAPI: {error}", "pip install 'rlhf-rollout[server]'")) from None
+
+OpenReward = Callable[[], AbstractAsyncContextManager[RewardFunction]]
+
+
+class Query(BaseModel):
+    """A request.
+
+    Attributes:
+        query: whole texts, prompt and response.
+        prompts: what each begins with; when left out, a query is a response to nothing.
+        labels: the reference answers, for functions.
+    """
+
+    query: list[str]
+    prompts: list[str] | None = None
+    labels: list[str | None] | None = None
+
+
+def serve(options: argparse.Namespace) -> int:
+    """Run `rlhf-rollout serve_rm` until it is interrupted."""
+    sources = needed_sources(options)
+    tokenizer = reward_tokenizer(options, sources)
+    token = os.environ.get(TOKEN_VARIABLE, "").strip()
+    if not token and options.host not in ("127.0.0.1", "localhost", "::1"):
+        say(f"warning: whoever reaches {options.host}:{options.port} may use it; {TOKEN_VARIABLE} sets a token")
+
+    @contextlib.asynccontextmanager
+    async def open_one() -> AsyncIterator[RewardFunction]:
+        async with contextlib.AsyncExitStack() as stack:
+            reward = open_reward(options, sources, tokenizer, stack)
+            assert reward is not None
+            say(f"POST to http://{options.host}:{options.port}/get_reward")
+            yield reward
+
+    uvicorn.run(create_app(open_one, tokenizer, token=token), host=options.host, port=options.port, log_level="warning")
+    return 0
+
+
+def create_app(open_reward: OpenReward, tokenizer: Tokenizer, *, token: str = "") -> FastAPI:
+    """Return the server's application.
+
+    Args:
+        open_reward: gives the reward for as long as the server runs. Requests are answered side by side: a reward
+            that batches across its calls batches across them.
+        tokenizer: makes the tokens that a reward model reads, of prompt and response apart and with an EOS, as for
+            its training.
+        token: what requests must carry as their bearer token; empty for none.
+    """
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        async with open_reward() as app.state.reward:
+            yield
+
+    app = FastAPI(title="rlhf-rollout serve_rm", lifespan=lifespan)
+
+    @app.exception_handler(RewardError)
+    async def fail(request: Request, error: RewardError) -> JSONResponse:
+        return JSONResponse({"detail": str(error)}, status_code=500)
+
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        return {"status": "ok"}
+
+    @app.post("/get_reward")
+    async def get_reward(query: Query, authorization: Annotated[str, Header()] = "") -> dict[str, Any]:
+        if token and not secrets.compare_digest(authorization.encode(), f"Bearer {token}".encode()):
+            raise HTTPException(401, f"the request has no valid token; clients take it from {TOKEN_VARIABLE}")
+        count = len(query.query)
+        prompts, labels = query.prompts or [""] * count, query.labels or [None] * count
+        if {len(prompts), len(labels)} != {count}:
+            raise HTTPException(422, f"{count} queries with {len(prompts)} prompts and {len(labels)} labels")
+        try:
+            samples = [_sample(tokenizer, *texts) for texts in zip(query.query, prompts, labels, strict=True)]
+        except DataError as error:
+            raise HTTPException(422, str(error)) from None
+        calls = [score_each(app.state.reward, prompt, [rollout]) for prompt, rollout in samples]
+        return _answer([verdict for [verdict] in await asyncio.gather(*calls)])
+
+    return app
+
+
+def _sample(tokenizer: Tokenizer, query: str, prompt: str, label: str | None) -> tuple[Prompt, Rollout]:
+    if not query.startswith(prompt):
+        raise DataError(f"the query {query[:60]!r} does not begin with its prompt {prompt[:60]!r}")
+    response = query.removeprefix(prompt)
+    token_ids, mask = completed(Row({}, "request", 0), prompt, response, tokenizer)
+    first = max(1, int(mask.argmax()))
+    answer = token_ids[first:]
+    spans = (Span(SpanSource.PROMPT, token_ids[:first]), Span(SpanSource.POLICY, answer, [0.0] * len(answer), 0))
+    return Prompt("request", token_ids[:first], prompt, label), Rollout("r", "r", spans, FinishReason.STOP, response)
+
+
+def _answer(verdicts: Sequence[Verdict]) -> dict[str, Any]:
+    """Return the answer; a verdict that failed has a 0.0 that nobody reads."""
+    names = set.intersection(*(set(verdict.extra) for verdict in verdicts)) if verdicts else set()
+    return {
+        "rewards": [verdict.reward or 0.0 for verdict in verdicts],
+        "scores": [verdict.score or 0.0 for verdict in verdicts],
+        "extra_logs": {name: [verdict.extra[name] for verdict in verdicts] for name in sorted(names)},
+        "verdicts": [str(verdict.kind) for verdict in verdicts],
+    }

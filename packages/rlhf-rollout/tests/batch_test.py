@@ -1,0 +1,242 @@
+"""Training data of generated responses: what each post-processor keeps, that trainers read it, and runs that go on."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from rlhf_data.chat import encode_prompts
+from rlhf_data.errors import ConfigError, DataError
+from rlhf_data.examples import load_examples
+from rlhf_data.preference import PreferenceEncoder
+from rlhf_data.sft import SftEncoder
+from rlhf_data.sources import open_sources
+from rlhf_data.testing import EOS_ID, ByteTokenizer, write_jsonl
+from rlhf_rollout.batch import post_process, take_up
+from rlhf_rollout.engines.fake import FakeEngine
+from rlhf_rollout.main import main
+
+TOKENIZER = ByteTokenizer()
+TEMPLATE = "Q: {} A:"
+
+
+def record(text, reward, verdict="ok", finish_reason="stop", question="q"):
+    return {
+        "input": question,
+        "text": text,
+        "reward": reward,
+        "verdict": verdict,
+        "finish_reason": finish_reason,
+        "label": "L",
+    }
+
+
+GROUP = [
+    record("low", -1.0, "wrong"),
+    record("high", 2.0),
+    record("cut", 3.0, finish_reason="length"),
+    record("crashed", None, "crash"),
+    record("high", 2.0),
+    record("  ", 9.0),
+    record("middle", 0.5),
+]
+
+
+def made(kind, group=GROUP, **options):
+    return list(post_process(group, kind, **options))
+
+
+def outputs(kind, **options):
+    return [row["output"] for row in made(kind, **options)]
+
+
+def test_plain_keeps_every_response_that_is_not_empty():
+    assert outputs("plain") == ["low", "high", "cut", "crashed", "high", "middle"]
+    assert made("plain")[0] == {"input": "q", "output": "low", "reward": -1.0, "label": "L", "finish_reason": "stop"}
+
+
+def test_best_of_n_keeps_the_highest_reward_and_that_it_was_cut():
+    assert [(row["output"], row["finish_reason"]) for row in made("best_of_n")] == [("cut", "length")]
+    assert made("best_of_n", [GROUP[3]]) == []
+
+
+def test_rejection_sampling_keeps_what_is_accepted_once():
+    assert outputs("rs") == ["high", "cut", "middle"]
+    assert outputs("rs", min_reward=1.0) == ["high", "cut"]
+    assert outputs("rs", min_reward=-1.0) == ["low", "high", "cut", "middle"]
+
+
+def test_iterative_dpo_pairs_the_best_and_the_worst_of_those_that_ended():
+    # The response with the reward 3 was cut, so 2 is the best; -1 the worst: the margin is 3.
+    answers = {"prompt": "q", "chosen": "high", "rejected": "low"}
+    assert made("iter_dpo") == [{**answers, "chosen_reward": 2.0, "rejected_reward": -1.0, "margin": 3.0}]
+
+
+@pytest.mark.parametrize("group", [[], GROUP[1:2], [record("a", 1.0), record("b", 1.0)], GROUP[2:4]])
+def test_iterative_dpo_makes_no_pair_where_nothing_is_better(group):
+    assert made("iter_dpo", group) == []
+
+
+def test_conditional_sft_writes_the_reward_into_the_input_and_takes_braces_as_they_are():
+    [row] = made("csft", [record("x", 1.234, question="f{reward}{input}")], reward_template="<{reward}> {input}!")
+    assert (row["input"], row["output"]) == ("<1.23> f{reward}{input}!", "x")
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    return write_jsonl(tmp_path / "prompts.jsonl", [{"q": f"{n}+1=", "a": n + 1} for n in range(6)])
+
+
+@pytest.fixture
+def reward(tmp_path):
+    (tmp_path / "reward.py").write_text("def reward_func(q, p, l): return {'rewards': [float(len(t)) for t in q]}\n")
+    return str(tmp_path / "reward.py")
+
+
+@pytest.fixture
+def scripted(monkeypatch):
+    """Engines that write letters, of a number that depends on prompt and sample; one in four is cut by --max_tokens."""
+    script = lambda prompt, seed: [*(b"abcdefgh"[: 1 + (sum(prompt) + seed) % 8]), EOS_ID]  # noqa: E731
+    monkeypatch.setattr(
+        "rlhf_rollout.batch.build_engine", lambda kind, spec: FakeEngine(script, max_model_len=spec.max_model_len)
+    )
+
+
+def arguments(prompts, out, *more):
+    words = ["generate", "--engine", "fake", "--prompts", str(prompts), "--input_key", "q", "--out", str(out)]
+    return [*words, "--input_template", TEMPLATE, "--seed", "3", *more]
+
+
+@pytest.mark.parametrize("kind", ["plain", "best_of_n", "rs", "csft"])
+def test_rows_of_answers_are_read_by_the_sft_loader_with_the_tokens_of_generation(
+    prompts, reward, tmp_path, scripted, kind
+):
+    out = tmp_path / "out.jsonl"
+    more = ("--num_samples", "4", "--max_tokens", "6", "--reward", reward, "--post_processor", kind)
+    assert main(arguments(prompts, out, *more)) == 0
+    encoder = SftEncoder(tokenizer=TOKENIZER, input_template=TEMPLATE)
+    examples = load_examples(open_sources(out), encoder, max_len=100)
+    rollouts = [json.loads(line) for line in (tmp_path / "out.rollouts.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert len(examples.examples) == len(rows) >= 6
+    if kind == "csft":
+        assert all(f"<rm_score>: {row['reward']:.2f}" in row["input"] for row in rows)
+        return
+    # What the trainer reads of a row are the tokens that the engine was asked with and wrote, the stop token too.
+    generated = {tuple(record["token_ids"]) for record in rollouts}
+    assert {tuple(example.token_ids.tolist()) for example in examples.examples} <= generated
+    assert len(rows) == {"plain": 24, "best_of_n": 6}.get(kind, len(rows))
+
+
+def test_pairs_are_read_by_the_preference_loader(prompts, reward, tmp_path, scripted):
+    out = tmp_path / "out.jsonl"
+    more = ("--num_samples", "4", "--max_tokens", "9", "--reward", reward, "--post_processor", "iter_dpo")
+    assert main(arguments(prompts, out, *more)) == 0
+    encoder = PreferenceEncoder(tokenizer=TOKENIZER, prompt_key="prompt", margin_key="margin", input_template=TEMPLATE)
+    examples = load_examples(open_sources(out), encoder, max_len=100).examples
+    assert examples
+    for example in examples:
+        # The reward is the number of characters, and tokens are bytes.
+        assert example.margin == example.chosen.num_tokens - example.rejected.num_tokens > 0
+
+
+def test_chat_prompts_stay_messages_and_are_read_with_the_template(tmp_path, scripted):
+    messages = [{"role": "user", "content": "hello"}]
+    prompts, out = write_jsonl(tmp_path / "chat.jsonl", [{"m": messages}]), tmp_path / "out.jsonl"
+    words = ["generate", "--engine", "fake", "--prompts", str(prompts), "--input_key", "m", "--out", str(out)]
+    assert main([*words, "--apply_chat_template", "--post_processor", "plain"]) == 0
+    assert json.loads(out.read_text())["input"] == messages
+    [example] = load_examples(
+        open_sources(out), SftEncoder(tokenizer=TOKENIZER, apply_chat_template=True), max_len=100
+    ).examples
+    [prompt_ids] = encode_prompts(["<bos>user: hello<eos>\nassistant: "], TOKENIZER, has_special_tokens=True)
+    assert example.token_ids[: len(prompt_ids)].tolist() == prompt_ids
+
+
+def test_resumed_run_after_a_kill_equals_one_that_was_not_interrupted(prompts, reward, tmp_path, capsys):
+    whole, cut = tmp_path / "whole.jsonl", tmp_path / "cut.jsonl"
+    more = ("--num_samples", "2", "--reward", reward, "--post_processor", "best_of_n", "--max_num_seqs", "1")
+    assert main(arguments(prompts, whole, *more)) == 0
+    # As slow as a real engine, one prompt at a time, and killed without a chance to tidy up.
+    code = (
+        f"import sys; sys.path[:] = {sys.path!r}\nimport rlhf_rollout.batch as batch, rlhf_rollout.main as m\n"
+        "from rlhf_rollout.engines.fake import FakeEngine\n"
+        "batch.build_engine = lambda kind, spec: FakeEngine(max_model_len=spec.max_model_len, latency_s=0.3)\n"
+        f"m.main({arguments(prompts, cut, *more)!r})"
+    )
+    journal = tmp_path / "cut.rollouts.jsonl"
+    process = subprocess.Popen([sys.executable, "-c", code], env={**os.environ})
+    deadline = time.monotonic() + 60
+    while not (journal.exists() and journal.read_text().count("\n") >= 4):
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not cut.exists()
+    num_lines = journal.read_text().count("\n")
+    assert 4 <= num_lines < 12
+    with journal.open("a") as file:  # the half of a group, and of a line
+        first, second = journal.read_text().splitlines()[:2]
+        file.write(first.replace("generate/00000", "generate/00005") + "\n" + second[:40])
+    capsys.readouterr()
+    assert main(arguments(prompts, cut, *more, "--resume")) == 0
+    assert f"{num_lines // 2} of 6 prompts are done already" in capsys.readouterr().err
+    rollouts = [sorted((tmp_path / f"{name}.rollouts.jsonl").read_text().splitlines()) for name in ("whole", "cut")]
+    assert rollouts[0] == rollouts[1] and len(rollouts[0]) == 12
+    assert cut.read_text() == whole.read_text()
+    assert main(arguments(prompts, cut, *more, "--resume")) == 0  # nothing left to do
+    assert cut.read_text() == whole.read_text()
+
+
+def test_resume_tries_failed_prompts_again(prompts, tmp_path, monkeypatch):
+    out = tmp_path / "out.jsonl"
+    monkeypatch.setattr("rlhf_rollout.batch.build_engine", lambda kind, spec: FakeEngine(fail_after=4))
+    assert main(arguments(prompts, out)) == 1
+    monkeypatch.undo()
+    assert main(arguments(prompts, out, "--resume")) == 0
+    assert sorted(json.loads(line)["prompt_id"] for line in out.read_text().splitlines()) == [
+        f"prompts.jsonl:{line}" for line in range(1, 7)
+    ]
+
+
+@pytest.mark.parametrize("more", [("--temperature", "0.5"), ("--max_samples", "3"), ("--seed", "4")])
+def test_resume_with_other_settings_is_refused_and_changes_nothing(prompts, tmp_path, capsys, more):
+    out = tmp_path / "out.jsonl"
+    assert main(arguments(prompts, out)) == 0
+    before = out.read_text()
+    assert main([*arguments(prompts, out), *more, "--resume"]) == 2
+    assert "was written with another model, other prompts, sampling or rewards" in capsys.readouterr().err
+    assert out.read_text() == before
+
+
+def test_take_up_refuses_what_it_has_not_written(tmp_path):
+    other = write_jsonl(tmp_path / "other.jsonl", [{"precious": 1}])
+    with pytest.raises(DataError, match="is no record of a run"):
+        take_up(other, "r", 1)
+    assert other.read_text() == '{"precious": 1}\n'
+    with pytest.raises(ConfigError, match="another model"):
+        take_up(write_jsonl(other, [{"group_id": "generate/00000", "run": "s"}]), "r", 1)
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        (["--post_processor", "best"], "did you mean `best_of_n`?"),
+        (["--post_processor", "best_of_n", "--num_samples", "2"], "needs a reward"),
+        (["--post_processor", "iter_dpo", "--reward", "REWARD"], "give --num_samples 4"),
+        (["--post_processor", "csft", "--reward", "REWARD", "--reward_template", "{input}"], "must hold {input} and"),
+        (["--min_reward", "1"], "--min_reward has no effect"),
+        (["--resume", "--overwrite"], "either replaced or gone on with"),
+        (["--reward_pretrain", "FOLDER"], "a reward model needs the tokenizer of its tokens"),
+        (["--reward_pretrain", "FOLDER", "--tokenizer", "FOLDER"], "no tokenizer in "),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(prompts, reward, tmp_path, capsys, more, says):
+    more = [{"REWARD": reward, "FOLDER": str(tmp_path)}.get(word, word) for word in more]
+    assert main(arguments(prompts, tmp_path / "out.jsonl", *more)) == 2
+    assert says in capsys.readouterr().err
+    assert not (tmp_path / "out.jsonl").exists()

@@ -1,0 +1,103 @@
+"""The conversation: pieces that make the response, characters that are whole, history, and what ends it."""
+
+import asyncio
+import builtins
+
+import numpy as np
+import pytest
+
+from rlhf_data.errors import EngineError
+from rlhf_data.testing import EOS_ID, ByteTokenizer
+from rlhf_rollout.engines.fake import FakeEngine
+from rlhf_rollout.main import main
+from rlhf_rollout.protocols import SamplingParams
+from rlhf_rollout.serving.chat import stream
+
+TOKENIZER = ByteTokenizer()
+
+
+def going_on(text, prompts=None):
+    """An engine's script that writes `text` after a prompt that ends in a colon and a space, wherever it was left."""
+
+    def script(prompt, seed):
+        start = max(index for index in range(len(prompt)) if bytes(prompt[index : index + 2]) == b": ") + 2
+        if prompts is not None and start == len(prompt):
+            prompts.append(TOKENIZER.decode(prompt))
+        return [*text.encode()[len(prompt) - start :], EOS_ID]
+
+    return script
+
+
+def pieces(text, max_tokens=100, **options):
+    async def run():
+        engine, prompt = FakeEngine(going_on(text), **options), np.array([*b"say: "], np.int32)
+        return [piece async for piece in stream(engine, prompt, SamplingParams(max_tokens=max_tokens), TOKENIZER)]
+
+    return asyncio.run(run())
+
+
+def test_stream_gives_the_response_in_pieces():
+    parts = pieces("one two three four five")
+    assert "".join(parts) == "one two three four five"
+    # Eight tokens a piece: 23 bytes and the stop token.
+    assert [len(part) for part in parts] == [8, 8, 7]
+
+
+def test_stream_ends_at_the_token_limit():
+    assert "".join(pieces("one two three four five", max_tokens=11)) == "one two thr"
+
+
+def test_stream_shows_no_half_of_a_character():
+    # The ninth byte is the second of é's two: the first piece ends within it.
+    parts = pieces("1234567é8")
+    assert "".join(parts) == "1234567é8"
+    assert all("\ufffd" not in part for part in parts)
+
+
+def test_stream_passes_the_engines_failure_on():
+    with pytest.raises(EngineError, match="told to fail"):
+        pieces("one two three", fail_after=1)
+
+
+@pytest.fixture
+def talk(monkeypatch, capsys):
+    """Return a function that has a conversation and returns the prompts that the engine saw and what was printed."""
+
+    def run(*lines, more=()):
+        prompts, typed = [], iter(lines)
+        monkeypatch.setattr(builtins, "input", lambda mark: next(typed, None) or raise_end())
+        monkeypatch.setattr(
+            "rlhf_rollout.serving.chat.build_engine",
+            lambda kind, spec: FakeEngine(going_on("fine, and you?", prompts), max_model_len=spec.max_model_len),
+        )
+        assert main(["chat", "--engine", "fake", *more]) == 0
+        return prompts, capsys.readouterr()
+
+    def raise_end():
+        raise EOFError
+
+    return run
+
+
+def test_chat_keeps_the_conversation_until_it_is_cleared(talk):
+    prompts, said = talk("hello", "more", "/clear", "new", "/exit", "never", more=("--system", "be kind"))
+    first = "<bos>system: be kind<eos>\nuser: hello<eos>\nassistant: "
+    assert prompts == [
+        first,
+        f"{first}fine, and you?<eos>\nuser: more<eos>\nassistant: ",
+        "<bos>system: be kind<eos>\nuser: new<eos>\nassistant: ",
+    ]
+    assert said.out == "fine, and you?\n" * 3
+
+
+def test_chat_ends_with_the_input_and_refuses_what_is_too_long(talk):
+    prompts, said = talk("x" * 80, "hi", more=("--prompt_max_len", "60"))
+    assert len(prompts) == 1
+    assert "are more than --prompt_max_len 60" in said.err
+    assert said.out == "fine, and you?\n"
+
+
+def test_chat_without_chat_template_asks_each_question_alone(talk):
+    prompts, said = talk("a", "b", more=("--input_template", "Q {} A: "))
+    assert prompts == ["<bos>Q a A: ", "<bos>Q b A: "]
+    assert "every question stands alone" in said.err

@@ -1,0 +1,190 @@
+"""The reward server over a real socket, with a tiny reward model behind it and `RemoteReward` as the client."""
+
+import asyncio
+import contextlib
+import threading
+import time
+
+import httpx
+import pytest
+import uvicorn
+
+from rlhf_data.chat import load_tokenizer
+from rlhf_data.errors import RewardError
+from rlhf_data.records import Verdict, VerdictKind
+from rlhf_data.rows import Row
+from rlhf_data.sft import SftEncoder
+from rlhf_data.testing import ByteTokenizer, make_prompt, make_rollout
+from rlhf_models.testing import tiny_reward_model_dir
+from rlhf_rollout import main as command
+from rlhf_rollout.rewards import LocalScorer, ModelReward
+from rlhf_rollout.rewards.remote import RemoteReward, check_reward_server
+from rlhf_rollout.serving.reward_server import create_app
+
+ANSWERS = [("two plus two is", " four"), ("two plus two is", " five or so"), ("the sky", " is blue"), ("", "alone")]
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    return tiny_reward_model_dir(tmp_path_factory.mktemp("models") / "rm")
+
+
+class Counting:
+    """A scorer that also keeps the sizes of its batches."""
+
+    def __init__(self, scorer):
+        self.scorer, self.batches = scorer, []
+
+    async def score(self, token_ids):
+        self.batches.append(len(token_ids))
+        return await self.scorer.score(token_ids)
+
+
+@contextlib.contextmanager
+def serving(reward, tokenizer, token=""):
+    """Yield the URL of a server on a port of its own."""
+
+    @contextlib.asynccontextmanager
+    async def opened():
+        yield reward
+        await reward.close()
+
+    server = uvicorn.Server(
+        uvicorn.Config(create_app(opened, tokenizer, token=token), host="127.0.0.1", port=0, log_level="error")
+    )
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    try:
+        deadline = time.monotonic() + 20
+        while not server.started:
+            assert time.monotonic() < deadline and thread.is_alive()
+            time.sleep(0.01)
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join(10)
+
+
+def ask(url, answers, **options):
+    """Score each answer through `RemoteReward`, a request each, all at once."""
+
+    async def run():
+        reward = RemoteReward([url + "/get_reward"], batch_size=1, retry_wait_s=0.001, **options)
+        try:
+            prompts = [make_prompt(prompt or " ", "label") for prompt, _ in answers]
+            calls = [
+                reward.score(prompt, [make_rollout(prompt, text)])
+                for prompt, (_, text) in zip(prompts, answers, strict=True)
+            ]
+            return [verdict for [verdict] in await asyncio.gather(*calls)]
+        finally:
+            await reward.close()
+
+    return asyncio.run(run())
+
+
+def test_model_behind_the_server_scores_as_it_was_trained_and_batches_across_requests(model_dir):
+    scorer, tokenizer = Counting(LocalScorer(str(model_dir))), load_tokenizer(str(model_dir))
+    with serving(ModelReward([scorer], batch_size=3, max_wait_s=0.2), tokenizer) as url:
+        verdicts = ask(url, ANSWERS[:3])
+    # The tokens that the trainers make of the same rows: prompt and answer apart, one EOS.
+    encoder = SftEncoder(tokenizer=tokenizer)
+    rows = [Row({"input": prompt, "output": answer}, "t", 1) for prompt, answer in ANSWERS[:3]]
+    expected = asyncio.run(LocalScorer(str(model_dir)).score([encoder(row).token_ids for row in rows]))
+    assert [verdict.reward for verdict in verdicts] == pytest.approx(expected, abs=1e-6)
+    assert len(set(expected)) == 3
+    assert scorer.batches == [3]
+
+
+class Told:
+    """A reward that is the number of characters of the response, with a log; it fails for `bad`."""
+
+    def __init__(self):
+        self.asked = []
+
+    async def score(self, prompt, rollouts):
+        self.asked += [(prompt.text, rollout.text, prompt.label) for rollout in rollouts]
+        if any(rollout.text == "broken" for rollout in rollouts):
+            raise RewardError("the function cannot run\n\nhint: no")
+        crash = Verdict(VerdictKind.CRASH, detail="bad")
+        lengths = [float(len(rollout.text)) for rollout in rollouts]
+        verdicts = [Verdict(VerdictKind.OK, length, 0.5, extra={"log": 1.0}) for length in lengths]
+        return [crash if r.text == "bad" else v for r, v in zip(rollouts, verdicts, strict=True)]
+
+    async def close(self):
+        self.asked.append("closed")
+
+
+def post(url, body, **headers):
+    return httpx.post(url + "/get_reward", json=body, headers=headers)
+
+
+def test_server_answers_with_rewards_scores_logs_and_verdicts():
+    reward = Told()
+    with serving(reward, ByteTokenizer()) as url:
+        body = {"query": ["p ab", "p bad"], "prompts": ["p ", "p "], "labels": ["x", None]}
+        assert post(url, body).json() == {
+            "rewards": [2.0, 0.0],
+            "scores": [0.5, 0.0],
+            "extra_logs": {},
+            "verdicts": ["ok", "crash"],
+        }
+        assert post(url, {"query": ["abc"]}).json()["extra_logs"] == {"log": [1.0]}
+        assert httpx.get(url + "/health").json() == {"status": "ok"}
+        assert post(url, {"query": []}).json()["rewards"] == []
+        check = check_reward_server([url + "/get_reward"], [make_prompt("p", "bad")])
+        assert check.problem is None
+    assert reward.asked[:3] == [("p ", "ab", "x"), ("p ", "bad", None), ("", "abc", None)]
+    assert reward.asked[-1] == "closed"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [{}, {"query": "text"}, {"query": ["a", "b"], "prompts": ["a"]}, {"query": ["ab"], "prompts": ["b"]}],
+)
+def test_server_refuses_what_is_no_request(body):
+    with serving(Told(), ByteTokenizer()) as url:
+        assert post(url, body).status_code == 422
+
+
+def test_server_failure_of_one_answer_is_charged_to_it_alone():
+    with serving(Told(), ByteTokenizer()) as url:
+
+        async def run():
+            reward = RemoteReward([url + "/get_reward"], num_retries=0)
+            prompt = make_prompt("p")
+            try:
+                return await reward.score(prompt, [make_rollout(prompt, text) for text in ("ab", "broken", "bad", "c")])
+            finally:
+                await reward.close()
+
+        verdicts = asyncio.run(run())
+    assert [verdict.reward for verdict in verdicts] == [2.0, None, None, 1.0]
+    assert "the function cannot run" in verdicts[1].detail
+
+
+def test_token_is_asked_for_and_accepted():
+    with serving(Told(), ByteTokenizer(), token="secret") as url:
+        assert post(url, {"query": ["a"]}).status_code == 401
+        assert post(url, {"query": ["a"]}, Authorization="Bearer Secret").status_code == 401
+        assert post(url, {"query": ["a"]}, Authorization="Bearer secret").json()["rewards"] == [1.0]
+        assert httpx.get(url + "/health").status_code == 200
+        [refused] = ask(url, [("a", "bc")], token="wrong")
+        assert refused.kind is VerdictKind.CRASH and "401" in refused.detail
+        [accepted] = ask(url, [("a", "bc")], token="secret")
+        assert accepted.reward == 2.0
+
+
+def test_command_listens_on_this_machine_only_with_the_environments_token(model_dir, monkeypatch, capsys):
+    started = []
+    monkeypatch.setattr(uvicorn, "run", lambda app, **options: started.append(options))
+    assert command.main(["serve_rm", "--reward_pretrain", str(model_dir)]) == 0
+    assert started == [{"host": "127.0.0.1", "port": 5000, "log_level": "warning"}]
+    assert "warning" not in capsys.readouterr().err
+    assert command.main(["serve_rm", "--reward_pretrain", str(model_dir), "--host", "0.0.0.0"]) == 0
+    assert "RLHF_REMOTE_RM_TOKEN sets a token" in capsys.readouterr().err
+    monkeypatch.setenv("RLHF_REMOTE_RM_TOKEN", "secret")
+    assert command.main(["serve_rm", "--reward_pretrain", str(model_dir), "--host", "0.0.0.0"]) == 0
+    assert capsys.readouterr().err == ""
+    assert command.main(["serve_rm"]) == 2
+    assert "there is no reward" in capsys.readouterr().err

@@ -1,0 +1,121 @@
+"""Rewards of answers in files: columns, pairs, reward models against their own scores, rows that are left out."""
+
+import json
+
+import pytest
+
+from rlhf_data.chat import load_tokenizer
+from rlhf_data.preference import PreferenceEncoder
+from rlhf_data.sft import SftEncoder
+from rlhf_data.sources import open_sources
+from rlhf_data.testing import write_jsonl
+from rlhf_models.loading import load_reward_model
+from rlhf_models.reward import score_sequences
+from rlhf_models.testing import tiny_reward_model_dir
+from rlhf_rollout.main import main
+
+PAIRS = [
+    {"prompt": "say", "chosen": "long answer", "rejected": "short"},
+    {"prompt": "say", "chosen": "x", "rejected": "longer"},
+    {"prompt": "say", "chosen": "same", "rejected": "size"},
+]
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    return tiny_reward_model_dir(tmp_path_factory.mktemp("models") / "rm", mean=0.25, std=2.0)
+
+
+@pytest.fixture
+def length(tmp_path):
+    """A function that gives an answer its number of characters, less its label."""
+    file = tmp_path / "length.py"
+    file.write_text(
+        "def reward_func(queries, prompts, labels):\n"
+        "    numbers = [len(q) - len(p) - float(l or 0) for q, p, l in zip(queries, prompts, labels)]\n"
+        "    return {'rewards': numbers, 'extra_logs': {'query': [float(len(q)) for q in queries]}}\n"
+    )
+    return str(file)
+
+
+def score(tmp_path, rows, *more):
+    """Run the command on rows and return the rows that it wrote."""
+    out = tmp_path / "out.jsonl"
+    data = write_jsonl(tmp_path / "data.jsonl", rows)
+    status = main(["score", "--dataset", str(data), "--out", str(out), *more])
+    return status, [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else None
+
+
+def test_function_rewards_are_added_to_the_rows_as_they_are(tmp_path, capsys, length):
+    rows = [{"input": "q", "output": "abcd", "label": 1, "else": [1]}, {"input": "qé", "output": "ab", "label": 2}]
+    status, scored = score(tmp_path, rows, "--label_key", "label", "--reward", length)
+    # Answers of 4 and 2 characters less 1 and 2; whole texts of 5 and 4 characters. The mean is 1.5.
+    assert status == 0
+    assert scored == [
+        {**rows[0], "reward": 3.0, "score": 3.0, "verdict": "ok", "query": 5.0},
+        {**rows[1], "reward": 0.0, "score": 0.0, "verdict": "wrong", "query": 4.0},
+    ]
+    assert "reward: mean 1.5000, deviation 1.5000" in capsys.readouterr().err
+
+
+def test_pairs_get_two_rewards_and_an_accuracy(tmp_path, capsys, length):
+    status, scored = score(tmp_path, PAIRS, "--chosen_key", "chosen", "--prompt_key", "prompt", "--reward", length)
+    assert status == 0
+    assert [(row["chosen_reward"], row["rejected_reward"]) for row in scored] == [(11, 5), (1, 6), (4, 4)]
+    # One right, one wrong, one tie: 1.5 of 3.
+    assert "accuracy 0.5000 of 3 pairs" in capsys.readouterr().err
+    assert all(row.items() <= written.items() for row, written in zip(PAIRS, scored, strict=True))
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+def test_reward_model_scores_the_tokens_that_its_trainer_reads(tmp_path, model_dir, normalize):
+    rows = [{"input": f"{n} plus {n} is", "output": f" {2 * n}"} for n in range(1, 6)]
+    more = ("--normalize_reward",) if normalize else ()
+    _, scored = score(tmp_path, rows, "--reward_pretrain", str(model_dir), *more)
+    model, encoder = load_reward_model(model_dir, dtype="float32"), SftEncoder(tokenizer=load_tokenizer(str(model_dir)))
+    read = [encoder(row).token_ids for row in open_sources(tmp_path / "data.jsonl")]
+    raw = score_sequences(model, read, batch_size=1)
+    expected = [(value - 0.25) / 2.0 for value in raw] if normalize else raw
+    assert [row["reward"] for row in scored] == pytest.approx(expected, abs=1e-6)
+
+
+def test_reward_model_scores_pairs_and_is_mixed_with_a_function(tmp_path, model_dir, length):
+    more = ("--reward", length, "--reward_pretrain", str(model_dir), "--reward_weights", "0.5,2")
+    keys = ("--chosen_key", "chosen", "--prompt_key", "prompt", "--apply_chat_template")
+    _, scored = score(tmp_path, PAIRS, *keys, *more)
+    tokenizer = load_tokenizer(str(model_dir))
+    encoder = PreferenceEncoder(tokenizer=tokenizer, prompt_key="prompt", apply_chat_template=True)
+    model = load_reward_model(model_dir, dtype="float32")
+    for row, written in zip(open_sources(tmp_path / "data.jsonl"), scored, strict=True):
+        [value] = score_sequences(model, [encoder(row).chosen.token_ids], batch_size=1)
+        assert written["chosen_reward_rm"] == pytest.approx(value, abs=1e-6)
+        mixed = 0.5 * written["chosen_reward_length"] + 2 * written["chosen_reward_rm"]
+        assert written["chosen_reward"] == pytest.approx(mixed, abs=1e-5)
+
+
+def test_rows_left_out_are_told(tmp_path, capsys, length):
+    rows = [{"input": "q", "output": "a"}, {"input": "q", "output": "a" * 50}, {"input": "q", "output": ""}]
+    more = ("--reward", length, "--max_len", "20")
+    status, scored = score(tmp_path, rows, *more)
+    assert (status, scored) == (2, None)
+    assert "1 of 3 rows cannot be used" in capsys.readouterr().err
+    status, scored = score(tmp_path, rows, *more, "--skip_bad_rows")
+    assert (status, len(scored)) == (0, 1)
+    told = capsys.readouterr().err
+    assert "1 of 2 rows left out as too long" in told
+    assert "data.jsonl:3: `output` is empty" in told
+
+
+def test_failing_scorer_is_told_and_leaves_no_reward(tmp_path, capsys):
+    (tmp_path / "half.py").write_text("def reward_func(q, p, l): return {'rewards': [1 / (len(t) - 2) for t in q]}\n")
+    rows = [{"input": "q", "output": "a"}, {"input": "q", "output": "ab"}]
+    _, scored = score(tmp_path, rows, "--reward", str(tmp_path / "half.py"))
+    assert [(row["reward"], row["verdict"]) for row in scored] == [(None, "crash"), (1.0, "ok")]
+    assert "1 rows have no reward" in capsys.readouterr().err
+
+
+def test_score_without_a_reward_or_over_a_file_is_refused(tmp_path, capsys, length):
+    assert score(tmp_path, PAIRS) == (2, None)
+    assert "there is no reward" in capsys.readouterr().err
+    (tmp_path / "out.jsonl").write_text('"precious"\n')
+    assert score(tmp_path, PAIRS, "--reward", length) == (2, ["precious"])
