@@ -4,7 +4,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -63,13 +63,14 @@ class Command:
         parsed = parse(self.config, argv, prog=f"rlhf {self.name}", description=self.description, resolve=user_path)
         self._check_best_metric(parsed.config.evaluation.best_metric_key)
         folder = output_folder(parsed.config.output.save_path, self.name)
-        check_output_folder(folder)
 
         from rlhf_cli.console import Console
 
         console = Console()
-        for notice in parsed.notices if os.environ.get("RANK", "0") == "0" else ():
-            console.notice(notice)
+        if os.environ.get("RANK", "0") == "0":  # who may be done with this before another process begins
+            check_output_folder(folder)
+            for notice in parsed.notices:
+                console.notice(notice)
         job, tokenizer = _prepare(self, parsed.config, folder, console)
         if parsed.dry_run:
             console.result(to_toml(with_full_paths(parsed.config)))
@@ -103,13 +104,22 @@ def _prepare(command: Command, config: OfflineConfig, folder: Path, console: "Co
     from rlhf_models.lora import LoraSpec
     from rlhf_train.offline.job import OfflineJob
     from rlhf_train.offline.loop import OfflineSchedule
+    from rlhf_train.specs import ModelSpec
 
     path, model, training = model_path(config.model.pretrain), config.model, config.training
     model_config, tokenizer = load_model_files(path)
     _set_chat_template(config, tokenizer)
     check_attention(model, model_config)
     check_context(model_config, config.data.max_len, "--max_len")
-    reference = _reference(config, tokenizer)
+    spec = ModelSpec(
+        path=path,
+        dtype="bfloat16" if model.bf16 else "float32",
+        attn_implementation=model.attn_implementation,
+        gradient_checkpointing=model.gradient_checkpointing,
+        packing=model.packing_samples,
+        zero_stage=training.zero_stage,
+    )
+    reference = _reference(config, tokenizer, spec)
     objective = command.objective(config, tokenizer)
     encoder = command.encoder(config, tokenizer)
     loaded = {flag: _load(config, flag, rows, encoder, console, rank) for flag, rows in sources.items()}
@@ -132,7 +142,7 @@ def _prepare(command: Command, config: OfflineConfig, folder: Path, console: "Co
     optimizer = training.optimizer(training.learning_rate, schedule.num_steps(len(train)))
     job = OfflineJob(
         objective=objective,
-        model=_spec(config, path, gradient_checkpointing=model.gradient_checkpointing, optimizer=optimizer),
+        model=replace(spec, optimizer=optimizer),
         reference=reference if objective.needs_reference or objective.needs_teacher else None,
         precompute_reference=objective.needs_reference and getattr(model, "precompute_reference", False),
         lora=LoraSpec(rank=model.lora_rank, **lora) if model.lora_rank else None,
@@ -207,28 +217,16 @@ def _set_chat_template(config: OfflineConfig, tokenizer: Any) -> None:
     tokenizer.chat_template = text
 
 
-def _reference(config: OfflineConfig, tokenizer: Any) -> "ModelSpec | None":
+def _reference(config: OfflineConfig, tokenizer: Any, trained: "ModelSpec") -> "ModelSpec | None":
     """Return the reference or the teacher that was named, checked."""
     from rlhf_cli.preflight import check_companion
 
     for flag in ("ref_pretrain", "teacher_model"):
         if (name := getattr(config.model, flag, None)) is not None:
-            check_companion(flag, config.model, model_path(name), tokenizer)
-            return _spec(config, model_path(name))
+            path = model_path(name)
+            check_companion(flag, config.model, path, tokenizer)
+            return replace(trained, path=path, gradient_checkpointing=False, optimizer=None)
     return None
-
-
-def _spec(config: OfflineConfig, path: str, **trained: Any) -> "ModelSpec":
-    from rlhf_train.specs import ModelSpec
-
-    return ModelSpec(
-        path=path,
-        dtype="bfloat16" if config.model.bf16 else "float32",
-        attn_implementation=config.model.attn_implementation,
-        packing=config.model.packing_samples,
-        zero_stage=config.training.zero_stage,
-        **trained,
-    )
 
 
 def _train(command: Command, parsed: Parsed[Any], job: "OfflineJob", tokenizer: Any, console: "Console") -> None:
