@@ -113,7 +113,7 @@ def arguments(prompts, out, *more):
 
 @pytest.mark.parametrize("kind", ["plain", "best_of_n", "rs", "csft"])
 def test_rows_of_answers_are_read_by_the_sft_loader_with_the_tokens_of_generation(
-    prompts, reward, tmp_path, scripted, kind
+    prompts, reward, tmp_path, scripted, capsys, kind
 ):
     out = tmp_path / "out.jsonl"
     more = ("--num_samples", "4", "--max_tokens", "6", "--reward", reward, "--post_processor", kind)
@@ -122,6 +122,9 @@ def test_rows_of_answers_are_read_by_the_sft_loader_with_the_tokens_of_generatio
     examples = load_examples(open_sources(out), encoder, max_len=100)
     rollouts = [json.loads(line) for line in (tmp_path / "out.rollouts.jsonl").read_text().splitlines()]
     rows = [json.loads(line) for line in out.read_text().splitlines()]
+    num_cut = sum(record["finish_reason"] == "length" for record in rollouts)
+    assert 0 < num_cut < 24
+    assert f"{num_cut} of 24 rollouts were cut by --max_tokens 6" in capsys.readouterr().err
     assert len(examples.examples) == len(rows) >= 6
     if kind == "csft":
         assert all(f"<rm_score>: {row['reward']:.2f}" in row["input"] for row in rows)

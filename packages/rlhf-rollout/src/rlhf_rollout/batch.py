@@ -18,6 +18,7 @@ from typing import Any
 from rlhf_data.chat import Tokenizer
 from rlhf_data.errors import ConfigError, DataError, unknown, with_hint
 from rlhf_data.prompts import PromptSet, load_prompts
+from rlhf_data.records import FinishReason
 from rlhf_data.rows import RowErrors
 from rlhf_data.sources import open_sources
 from rlhf_rollout.engines import EngineSpec, build_engine
@@ -165,7 +166,7 @@ def take_up(path: Path, run: str, num_samples: int) -> frozenset[int]:
 
 async def _write_rollouts(task: _Task) -> int:
     options, counts = task.options, GenerationCounts()
-    failures, rewards = [], []
+    failures, rewards, num_cut = [], [], 0
     started = told = time.monotonic()
     async with contextlib.AsyncExitStack() as stack:
         reward = open_reward(options, task.sources, task.tokenizer, stack)
@@ -191,12 +192,15 @@ async def _write_rollouts(task: _Task) -> int:
             else:
                 number = int(result.group_id.rpartition("/")[2])
                 writer.write(result.group, run=task.run, input=task.inputs[number])
+                num_cut += sum(rollout.finish_reason is FinishReason.LENGTH for rollout in result.group.rollouts)
                 rewards += [r.verdict.reward for r in result.group.rollouts if r.verdict and not r.verdict.kind.failed]
             if time.monotonic() - told > _PROGRESS_INTERVAL_S:
                 told = time.monotonic()
                 num_done = len(task.done) + counts.num_groups + counts.num_failed_groups
                 say(f"{num_done} of {len(task.prompts)} prompts")
     say(_summary(counts, rewards, time.monotonic() - started, task.rollouts))
+    if num_cut:
+        say(f"{num_cut} of {counts.num_generated} rollouts were cut by --max_tokens {options.max_tokens}")
     for failure in failures[:_NUM_SHOWN_FAILURES]:
         say(f"failed: {failure}")
     return 1 if failures else 0
