@@ -65,7 +65,7 @@ def test_bazel_and_metadata_name_the_same_dependencies(boundary: Boundary) -> No
     for requirement in project(boundary)["dependencies"]:
         name = distribution(requirement)
         needed.add(name)
-        for extra in (extra for extras in re.findall(r"\[(.*?)\]", requirement) for extra in extras.split(",")):
+        for extra in (part for group in re.findall(r"\[(.*?)\]", requirement) for part in group.split(",")):
             if name in by_name:
                 needed |= {distribution(text) for text in project(by_name[name])["optional-dependencies"][extra]}
     assert bazel_dependencies(boundary.folder / "BUILD.bazel") == needed

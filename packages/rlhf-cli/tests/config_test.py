@@ -6,7 +6,7 @@ import pytest
 
 from rlhf_cli.builtin import RECIPE_FILE
 from rlhf_cli.commands.ppo import builtin_recipe
-from rlhf_cli.config import PpoConfig, SftConfig
+from rlhf_cli.config import DpoConfig, KdConfig, KtoConfig, PpoConfig, PrmConfig, RmConfig, SftConfig
 from rlhf_cli.config.base import options
 from rlhf_cli.config.checks import on_cpu
 from rlhf_cli.config.command_line import Parsed, make_parser, parse, read_toml, to_toml
@@ -83,7 +83,7 @@ def test_recipe_file_has_only_keys_of_the_schema():
 
 
 def test_options_every_name_is_one_flag_with_a_description():
-    for config_class in (PpoConfig, SftConfig):
+    for config_class in (PpoConfig, SftConfig, RmConfig, DpoConfig, KtoConfig, PrmConfig, KdConfig):
         found = list(options(config_class))
         flags = [flag for option in found for flag in option.flags]
         assert len(flags) == len(set(flags))
@@ -203,6 +203,7 @@ def test_parse_flag_of_openrlhf_that_is_not_here_gets_no_guess(flag):
 def test_known_elsewhere_knows_no_flag_of_ours_and_names_only_those_of_the_command():
     assert not [option.name for option in options(PpoConfig) if known_elsewhere(option.name, ())]
     assert "there is no option like `--entropy_coef` here" in failure("--entropy_coef", "1", command=sft)
+    assert "did you mean `--lora_rank`?" in failure("--lora_rnak", "1", command=sft)
 
 
 @pytest.mark.parametrize(

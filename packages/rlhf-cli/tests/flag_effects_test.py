@@ -141,6 +141,8 @@ READ_BEFORE = {
     "pretrain",
     "critic_pretrain",
     "prompt_data",
+    "prompt_data_probs",
+    "skip_bad_rows",
     "eval_data",
     "source_key",
     "label_key",

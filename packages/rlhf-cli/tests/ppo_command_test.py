@@ -124,12 +124,11 @@ def test_missing_prompt_file_is_named_with_the_nearest(folder, capsys):
     assert "prompts.jsonl" in hint
 
 
-@pytest.mark.parametrize("flag", ["prompt_data", "eval_data"])
 @pytest.mark.parametrize("name", ["gsm8k", "openai/gsm8k", "owner/prompts-v0.1"])
-def test_data_of_the_hub_is_refused_with_what_can_be_read(folder, capsys, flag, name):
-    message, hint = refused(capsys, flags(**{flag: name}))
-    assert message == f"error: --{flag}: data file {folder / name} does not exist"
-    assert hint == "give a .jsonl or .json file; names of data sets on the hub are not read yet\n"
+def test_held_out_data_of_the_hub_is_refused_with_what_can_be_read(folder, capsys, name):
+    message, hint = refused(capsys, flags(eval_data=name))
+    assert message == f"error: --eval_data: data file {folder / name} does not exist"
+    assert hint == "give a .jsonl or .json file; names on the hub are for --prompt_data\n"
 
 
 @pytest.mark.parametrize("flag", ["input_key", "label_key"])

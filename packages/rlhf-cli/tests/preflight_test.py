@@ -82,6 +82,26 @@ def refused(folder: Path, models: Path, *argv: str) -> str:
     return str(caught.value)
 
 
+# -- prompts --------------------------------------------------------------------------------------------------------
+
+
+def test_check_inputs_prompts_of_several_sources_are_read_one_after_the_other_or_drawn(folder, models):
+    argv = ["--prompt_data", "prompts.jsonl, math.jsonl", "--max_samples", "1"]
+    assert [prompt.text for prompt in check(folder, models, *argv).prompts] == ["prompts 0?", "math 0?"]
+    drawn = check(folder, models, *argv, "--prompt_data_probs", "1,99").prompts
+    assert sum(prompt.text == "math 0?" for prompt in drawn) > 1
+    assert "2 data sources need as many probabilities" in refused(folder, models, *argv, "--prompt_data_probs", "1")
+
+
+def test_check_inputs_bad_rows_are_refused_or_left_out(folder, models):
+    with (folder / "prompts.jsonl").open("a") as file:
+        file.write('{"input": ""}\n')
+    text = refused(folder, models)
+    assert "1 of 3 rows cannot be used" in text
+    assert "prompts.jsonl:3: `input` is empty" in text
+    assert len(check(folder, models, "--skip_bad_rows").prompts) == 2
+
+
 # -- servers --------------------------------------------------------------------------------------------------------
 
 

@@ -56,14 +56,22 @@ PPO_COLUMNS = (
     Column("sync", "time/sync", 2, 6, "dim"),
 )
 _FILTERED = Column("filtered", "samples/filtered", 0, 9)
-SFT_COLUMNS = (
-    Column("loss", "sft/loss", 4, 8, "bold green"),
-    Column("entropy", "sft/entropy", 4, 8),
+_OFFLINE_COLUMNS = (
     Column("grad norm", "train/grad_norm", 3, 10),
     Column("rate", "train/learning_rate", 7, 11),
     Column("tok/s", "throughput/tokens", 0, 8),
     Column("seconds", "time/step", 2, 8, "dim"),
 )
+_HELD_OUT = {"accuracy": 3, "loss": 4, "margin": 4}  # decimals
+
+
+def offline_columns(prefix: str, names: Sequence[str]) -> tuple[Column, ...]:
+    """Return the columns of a run over fixed examples, with the metrics `prefix`/name first."""
+    own = [
+        Column(name.replace("_", " "), f"{prefix}/{name}", 4, max(8, len(name) + 1), "" if index else "bold green")
+        for index, name in enumerate(names)
+    ]
+    return (*own, *_OFFLINE_COLUMNS)
 
 
 class Console:
@@ -85,6 +93,11 @@ class Console:
     def notice(self, text: str) -> None:
         """Say something the user should know."""
         self.log(f"notice: {text}", "yellow")
+
+    @property
+    def is_terminal(self) -> bool:
+        """Whether somebody may be looking at stderr."""
+        return self._err.is_terminal
 
     def working(self, text: str) -> None:
         """Say what is being done: a spinner on a terminal, a line elsewhere; replaced by the next one."""
@@ -209,17 +222,22 @@ class RunView:
         self._console.log(f"warning: {text}", "yellow")
 
 
-def show_results(console: Console, folder: str, artifacts: Mapping[str, str], metrics: Mapping[str, float]) -> None:
-    """Write the last block: what came out, and where everything lies."""
+def show_results(
+    console: Console,
+    folder: str,
+    artifacts: Mapping[str, str],
+    metrics: Mapping[str, float],
+    *,
+    loader: str = "AutoModelForCausalLM.from_pretrained",
+) -> None:
+    """Write the last block: what came out, and where everything lies; `loader` is the function that loads the model."""
     console.done()
     console.result("\nDone", "bold green")
-    before, after = metrics.get("eval/accuracy_before"), metrics.get("eval/accuracy_after")
     lines: list[tuple[str, str]] = []
-    if before is not None and after is not None:
-        lines.append(("held-out accuracy", f"{before:.3f} -> {after:.3f}"))
-    before, after = metrics.get("eval/loss_before"), metrics.get("eval/loss_after")
-    if before is not None and after is not None:
-        lines.append(("held-out loss", f"{before:.4f} -> {after:.4f}"))
+    for name, decimals in _HELD_OUT.items():
+        before, after = (metrics.get(f"eval/{name}_{when}") for when in ("before", "after"))
+        if before is not None and after is not None:
+            lines.append((f"held-out {name}", f"{before:.{decimals}f} -> {after:.{decimals}f}"))
     if "time/total" in metrics:
         startup = f", of them {metrics['time/startup']:.1f} before the first step" if "time/startup" in metrics else ""
         lines.append(("seconds", f"{metrics['time/total']:.1f}{startup}"))
@@ -234,7 +252,7 @@ def show_results(console: Console, folder: str, artifacts: Mapping[str, str], me
         console.row([("  to look at it: ", "dim"), (f"tensorboard --logdir {shlex.quote(folder)}", "")])
     if "final model" in artifacts:
         model = str(Path(folder) / artifacts["final model"])
-        console.row([("  to load it:    ", "dim"), (f"AutoModelForCausalLM.from_pretrained({model!r})", "")])
+        console.row([("  to load it:    ", "dim"), (f"{loader}({model!r})", "")])
 
 
 def _widest_pass(prefix: str, metrics: Mapping[str, float]) -> str | None:

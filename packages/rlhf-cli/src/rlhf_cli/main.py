@@ -11,6 +11,11 @@ from rlhf_rollout.main import COMMANDS as TOOLS
 COMMANDS = {
     "ppo": "train a policy on rewards (PPO, GRPO)",
     "sft": "train a model on demonstrations",
+    "rm": "train a reward model on pairs of answers",
+    "dpo": "train a policy on pairs of answers (DPO, IPO, cDPO, SimPO, ORPO)",
+    "kto": "train a policy on answers judged good or bad",
+    "prm": "train a process reward model on judged steps",
+    "kd": "train a model on demonstrations and a teacher",
     "lora_combiner": "merge an adapter into its model",
     **TOOLS,
 }

@@ -9,6 +9,7 @@ from typing import TypeVar
 from pydantic import BaseModel
 
 from rlhf_cli.builtin import BUILTIN, HELD_OUT_FILE, MODEL_DIR, TRAIN_FILE
+from rlhf_data.sources import SUFFIXES
 
 Config = TypeVar("Config", bound=BaseModel)
 
@@ -36,6 +37,17 @@ def data_path(text: str, *, held_out: bool = False) -> Path:
     return user_path(text)
 
 
+def source_names(texts: str, *, held_out: bool = False) -> str:
+    """Return a list with commas of data sources with the paths of files and folders resolved; hub names stay."""
+    return ",".join(_source_name(part.strip(), held_out) for part in texts.split(",") if part.strip())
+
+
+def _source_name(text: str, held_out: bool) -> str:
+    path, _, _ = text.rpartition("@") if "@" in text else (text, "", "")
+    is_path = path.startswith((".", "/", "~")) or path.endswith(SUFFIXES) or user_path(path).exists()
+    return str(data_path(text, held_out=held_out)) if is_path or text == BUILTIN else text
+
+
 def model_path(text: str) -> str:
     """Return a model folder, or the text itself when it is a hub name; `builtin` is the model that ships."""
     if text == BUILTIN:
@@ -43,6 +55,11 @@ def model_path(text: str) -> str:
     path = user_path(text)
     is_path = text.startswith((".", "/", "~")) or path.is_dir()
     return str(path) if is_path else text
+
+
+def is_template_file(text: str) -> bool:
+    """Return whether a chat template is named by its file: Jinja has braces."""
+    return "{" not in text
 
 
 def reward_path(text: str) -> str:
@@ -54,11 +71,13 @@ def reward_path(text: str) -> str:
 
 
 _RESOLVE = {
-    **dict.fromkeys(("pretrain", "critic_pretrain", "reward_pretrain"), model_path),
-    **dict.fromkeys(("prompt_data", "eval_data", "dataset", "eval_dataset"), user_path),
+    **dict.fromkeys(("pretrain", "critic_pretrain", "reward_pretrain", "ref_pretrain", "teacher_model"), model_path),
+    **dict.fromkeys(("prompt_data", "dataset", "eval_dataset"), source_names),
+    **dict.fromkeys(("eval_data", "data_cache"), user_path),
     "remote_rm_url": reward_path,
+    "tokenizer_chat_template": lambda text: user_path(text) if is_template_file(text) else text,
 }
-_LISTS = ("reward_pretrain", "eval_data", "remote_rm_url")
+_LISTS = ("reward_pretrain", "prompt_data", "dataset", "eval_dataset", "eval_data", "remote_rm_url")
 
 
 def with_full_paths(config: Config) -> Config:

@@ -17,7 +17,7 @@ _INSTEAD = {
 # Whole names, and words that a name has only there.
 _NOT_HERE = frozenset(
     "4bit accum actor_init_on_gpu agent async aux backend checkpoint ckpt comm dataloader deepcompile determinism"  # noqa: SIM905
-    " ds_tensor_parallel_size head image images kernel logging lora offload partial perf pretrain_data probs ptx ray"
+    " ds_tensor_parallel_size head image images kernel logging lora offload partial perf pretrain_data ptx ray"
     " reentrant ring rollout_max_tokens_per_gpu save_steps split target_modules tensorboard tokenizer"
     " train_max_tokens_per_gpu use_dynamic_batch use_ms visual vllm_generate_batch_size wandb zpg".split()
 )
@@ -29,4 +29,5 @@ def known_elsewhere(flag: str, flags: Collection[str]) -> str | None:
     instead = _INSTEAD.get(name, "")
     if instead.partition(" ")[0].rstrip(",") in flags:
         return f"instead of `{flag}` use {instead}"
-    return f"there is no option like `{flag}` here" if instead or {name, *name.split("_")} & _NOT_HERE else None
+    words = {name, *name.split("_")}.difference(*(known.lstrip("-").split("_") for known in flags))
+    return f"there is no option like `{flag}` here" if instead or words & _NOT_HERE else None

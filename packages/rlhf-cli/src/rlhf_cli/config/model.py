@@ -8,13 +8,13 @@ from rlhf_cli.config.base import Section
 
 
 class ModelSection(Section):
-    """The policy's model and how every model is run; what all commands have in common."""
+    """The trained model and how every model is run; what all commands have in common."""
 
     TITLE: ClassVar[str] = "model"
 
     pretrain: str | None = Field(
         None,
-        description="the policy to start from: a Hugging Face model folder or hub name, or `builtin` for the tiny model"
+        description="the model to start from: a Hugging Face model folder or hub name, or `builtin` for the tiny one"
         " that ships",
     )
     bf16: bool = Field(False, description="compute in bfloat16 with float32 master weights; else float32")
@@ -37,3 +37,29 @@ class PpoModelSection(ModelSection):
         description="what the critic starts from; None: the first --reward_pretrain, or else --pretrain, with a value"
         " head of zeros",
     )
+
+
+class OfflineModelSection(ModelSection):
+    """Adds adapters."""
+
+    lora_rank: int = Field(0, ge=0, description="rank of the adapters that are trained; 0: train all weights")
+    lora_alpha: float = Field(16.0, gt=0, description="adapters count this / --lora_rank times")
+    lora_dropout: float = Field(0.0, ge=0, lt=1, description="share of an adapter's input that is left out")
+    target_modules: str = Field(
+        "all-linear", description="layers that get an adapter: `all-linear`, or names with commas, as q_proj,v_proj"
+    )
+
+
+class ComparedModelSection(OfflineModelSection):
+    """Adds the reference."""
+
+    ref_pretrain: str | None = Field(None, description="the reference policy; None: --pretrain, as it is at the start")
+    precompute_reference: bool = Field(
+        False, description="ask the reference once about all examples, before the first step, not at every step"
+    )
+
+
+class TaughtModelSection(OfflineModelSection):
+    """Adds the teacher."""
+
+    teacher_model: str | None = Field(None, description="the teacher: a model folder or hub name with the same tokens")

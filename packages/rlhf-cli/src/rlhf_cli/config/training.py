@@ -58,8 +58,38 @@ class PpoTrainingSection(TrainingSection):
     critic_learning_rate: float = Field(9e-6, ge=0, description="peak learning rate of the critic")
 
 
-class SftTrainingSection(TrainingSection):
+class OfflineTrainingSection(TrainingSection):
     """Passes over the examples."""
 
     max_epochs: int = Field(1, ge=1, description="passes over the examples")
     learning_rate: float = Field(5e-6, ge=0, description="peak learning rate")
+    micro_batch_tokens: int | None = Field(
+        None,
+        ge=2,
+        description="tokens a pass at most, in the place of --micro_train_batch_size; with --packing_samples",
+    )
+
+
+class RewardTrainingSection(OfflineTrainingSection):
+    """Of a reward model."""
+
+    learning_rate: float = Field(9e-6, ge=0, description="peak learning rate")
+
+
+class CautiousTrainingSection(OfflineTrainingSection):
+    """Of what moves far at little."""
+
+    learning_rate: float = Field(1e-6, ge=0, description="peak learning rate")
+
+
+class OfflineEvaluationSection(Section):
+    """Held-out examples."""
+
+    TITLE: ClassVar[str] = "evaluation"
+
+    eval_steps: int = Field(
+        -1, ge=-1, description="steps between runs over --eval_dataset; -1: only before the first and after the last"
+    )
+    best_metric_key: str | None = Field(
+        None, description="save, too, the model with the best such number, for example eval/loss; None: the last only"
+    )

@@ -2,17 +2,18 @@
 
 import difflib
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
+from rlhf_cli.config.data import DataSection, parse_probs
 from rlhf_cli.config.ppo import PpoConfig
-from rlhf_cli.paths import data_path, data_paths
+from rlhf_cli.paths import data_paths, source_names
 from rlhf_data.errors import ConfigError, DataError, missing_file, unknown, with_hint
 from rlhf_data.prompts import PromptSet, load_prompts
 from rlhf_data.records import Prompt
-from rlhf_data.sources import SUFFIXES, open_sources, read_rows
+from rlhf_data.rows import RowErrors
+from rlhf_data.sources import SUFFIXES, Rows, open_sources
 
 _METRICS = ("accuracy", "reward", "score", "response_tokens", "truncated", "failed")
 _SOURCE_METRICS = ("response_tokens", "truncated")
@@ -27,36 +28,47 @@ def check_first_rows(config: PpoConfig) -> None:
         if sum(other.stem == path.stem for other in held_out) > 1:
             message = f"two files of --eval_data are called {path.stem}, the name by which their results are told apart"
             raise ConfigError(with_hint(message, "rename one"))
-    assert data.prompt_data
-    _check_first_row(config, "prompt_data", data_path(data.prompt_data), ("input_key", "label_key"))
+    check_keys(data, training_prompts(config), ("input_key", "label_key"))
     for path in held_out:
-        _check_first_row(config, "eval_data", path, ("input_key", "label_key", "source_key"))
+        if not path.exists() and path.suffix.lower() not in SUFFIXES:
+            message = f"--eval_data: {missing_file('data file', path).partition(chr(10))[0]}"
+            raise DataError(with_hint(message, "give a .jsonl or .json file; names on the hub are for --prompt_data"))
+        check_keys(data, open_sources(path), ("input_key", "label_key", "source_key"))
 
 
-def _check_first_row(config: PpoConfig, flag: str, path: Path, keys: Sequence[str]) -> None:
-    if not path.exists() and path.suffix.lower() not in SUFFIXES:
-        hint = "give a .jsonl or .json file; names of data sets on the hub are not read yet"
-        raise DataError(with_hint(f"--{flag}: {missing_file('data file', path).partition(chr(10))[0]}", hint))
-    row = read_rows(path, max_rows=1)[0]
-    for name in keys:
-        key = getattr(config.data, name)
-        if key is not None and key not in row.values:
-            raise DataError(f"--{name}: {row.origin}: {unknown('key', key, row.values)}")
+def check_keys(section: DataSection, rows: Rows, names: Iterable[str]) -> None:
+    """Raise DataError unless the first readable row of every source has the keys that options called `names` say."""
+    for source in rows.sources:
+        row = next(Rows((source,)).read(RowErrors(skip_bad_rows=True)))
+        for name in names:
+            key = getattr(section, name)
+            if key is not None and key not in row.values:
+                message = f"--{name}: {row.origin}: {unknown('key', key, row.values)}"
+                may_be_none = type(section).model_fields[name].annotation == str | None and "hint:" not in message
+                raise DataError(with_hint(message, f"--{name} None says that there is none" if may_be_none else None))
+
+
+def training_prompts(config: PpoConfig) -> Rows:
+    """Return the rows of --prompt_data. Raises ConfigError or DataError for sources that cannot be opened."""
+    data = config.data
+    assert data.prompt_data
+    probs = parse_probs("prompt_data_probs", data.prompt_data_probs)
+    seed = config.training.seed
+    return open_sources(source_names(data.prompt_data), probs=probs, seed=seed, max_samples=data.max_samples)
 
 
 def load_training_prompts(config: PpoConfig, tokenizer: Any) -> PromptSet:
     """Return what the policy trains on. Raises DataError for a row that cannot be used."""
-    assert config.data.prompt_data
-    return _load(config, data_path(config.data.prompt_data), tokenizer, source="train")
+    return _load(config, training_prompts(config), tokenizer, source="train")
 
 
 def load_held_out(config: PpoConfig, tokenizer: Any) -> PromptSet | None:
     """Return the prompts of all --eval_data files, each with the name of its source as metrics have it."""
     data = config.data
-    sets = [
-        _load(config, path, tokenizer, source=path.stem, source_key=data.source_key)
-        for path in data_paths(data.eval_data, held_out=True)
+    files = [
+        (path, open_sources(path, max_samples=data.max_samples)) for path in data_paths(data.eval_data, held_out=True)
     ]
+    sets = [_load(config, rows, tokenizer, source=path.stem, source_key=data.source_key) for path, rows in files]
     if not sets:
         return None
     prompts = tuple(replace(prompt, source=_metric_part(prompt.source)) for part in sets for prompt in part)
@@ -129,16 +141,17 @@ def data_notices(config: PpoConfig, prompts: PromptSet, held_out: PromptSet | No
     return notices
 
 
-def _load(config: PpoConfig, path: Path, tokenizer: Any, *, source: str, source_key: str | None = None) -> PromptSet:
+def _load(config: PpoConfig, rows: Rows, tokenizer: Any, *, source: str, source_key: str | None = None) -> PromptSet:
     data = config.data
     return load_prompts(
-        open_sources(path, max_samples=data.max_samples),
+        rows,
         tokenizer,
         input_key=data.input_key,
         label_key=data.label_key,
         apply_chat_template=data.apply_chat_template,
         input_template=data.input_template,
         prompt_max_len=data.prompt_max_len,
+        skip_bad_rows=data.skip_bad_rows,
         source=source,
         source_key=source_key,
     )

@@ -64,20 +64,21 @@ def choose_critic(config: PpoConfig, model: str, reward_models: Sequence[str], t
         return model, []
     critic = reward_models[0] if named is None else model_path(named)
     if critic != model:
-        _check_critic(config.model, critic, tokenizer)
+        check_companion("critic_pretrain", config.model, critic, tokenizer)
     if named is not None:
         return critic, []
     return critic, [f"the critic starts from the reward model {critic}; --critic_pretrain would name another"]
 
 
-def _check_critic(section: ModelSection, critic: str, tokenizer: Any) -> None:
+def check_companion(flag: str, section: ModelSection, path: str, tokenizer: Any) -> None:
+    """Raise ConfigError unless a model can be run beside the trained one, and reads its tokens."""
     from rlhf_models.loading import check_same_tokenizer, check_tokenizer_fits, check_weights, load_config
 
     try:
-        model_config = load_config(critic)
+        model_config = load_config(path)
         check_tokenizer_fits(model_config, tokenizer)
-        check_same_tokenizer(critic, tokenizer)
-        check_weights(critic)
+        check_same_tokenizer(path, tokenizer)
+        check_weights(path)
         check_attention(section, model_config)
     except ConfigError as error:
-        raise ConfigError(f"--critic_pretrain: {error}") from None
+        raise ConfigError(f"--{flag}: {error}") from None

@@ -1,0 +1,311 @@
+"""What `sft`, `rm`, `dpo`, `kto`, `prm` and `kd` have in common: from flags to a run over fixed examples."""
+
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlhf_cli.config.base import Section
+from rlhf_cli.config.command_line import Parsed, parse, to_toml
+from rlhf_cli.config.data import parse_probs
+from rlhf_cli.config.offline import OfflineConfig
+from rlhf_cli.exits import SUCCESS, exit_status
+from rlhf_cli.paths import (
+    check_output_folder,
+    is_template_file,
+    model_path,
+    output_folder,
+    source_names,
+    user_path,
+    with_full_paths,
+)
+from rlhf_data.errors import ConfigError, missing_file, unknown, with_hint
+
+if TYPE_CHECKING:
+    from rlhf_cli.console import Console
+    from rlhf_data.examples import ExampleSet
+    from rlhf_data.sources import Rows
+    from rlhf_train.offline.job import OfflineJob
+    from rlhf_train.specs import ModelSpec
+
+_NUM_SHOWN = 4  # metrics
+_LOADERS = {"actor": "AutoModelForCausalLM.from_pretrained", "reward": "rlhf_models.loading.load_reward_model"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """One command.
+
+    Attributes:
+        name: `rlhf NAME`.
+        description: for --help.
+        config: the class of its configuration.
+        encoder: from configuration and tokenizer to what makes examples of rows.
+        objective: from configuration and tokenizer to what is learned.
+        metrics: what the objective measures, as "prefix/name"; the first four are shown.
+    """
+
+    name: str
+    description: str
+    config: type[OfflineConfig]
+    encoder: Callable[[Any, Any], Any]
+    objective: Callable[[Any, Any], Any]
+    metrics: tuple[str, ...]
+
+    def __call__(self, argv: Sequence[str] | None = None) -> int:
+        """Run the command; return its exit status."""
+        return exit_status(lambda: self._run(sys.argv[1:] if argv is None else argv))
+
+    def _run(self, argv: Sequence[str]) -> int:
+        parsed = parse(self.config, argv, prog=f"rlhf {self.name}", description=self.description, resolve=user_path)
+        self._check_best_metric(parsed.config.evaluation.best_metric_key)
+        folder = output_folder(parsed.config.output.save_path, self.name)
+        check_output_folder(folder)
+
+        from rlhf_cli.console import Console
+
+        console = Console()
+        for notice in parsed.notices if os.environ.get("RANK", "0") == "0" else ():
+            console.notice(notice)
+        job, tokenizer = _prepare(self, parsed.config, folder, console)
+        if parsed.dry_run:
+            console.result(to_toml(with_full_paths(parsed.config)))
+            console.result(_arithmetic(job))
+            console.result(f"results will be in {folder}")
+            return SUCCESS
+        _train(self, parsed, job, tokenizer, console)
+        return SUCCESS
+
+    def _check_best_metric(self, key: str | None) -> None:
+        known = [f"eval/{name.partition('/')[2]}" for name in self.metrics]
+        if key is not None and key not in known:
+            raise ConfigError(f"--best_metric_key: {unknown('metric', key, known)}")
+
+
+def matching(kind: type, section: Section) -> dict[str, Any]:
+    """Return the values of a section for those fields of a dataclass that are called the same."""
+    return {field.name: getattr(section, field.name) for field in fields(kind) if hasattr(section, field.name)}
+
+
+def _prepare(command: Command, config: OfflineConfig, folder: Path, console: "Console") -> tuple["OfflineJob", Any]:
+    """Check models and data; return what to run, and the tokenizer. No model is loaded."""
+    assert config.model.pretrain
+    rank, num_ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    _take_own_gpu(num_ranks)
+    sources = _open(config)
+
+    import torch
+
+    from rlhf_cli.preflight import check_attention, check_context, load_model_files
+    from rlhf_models.lora import LoraSpec
+    from rlhf_train.offline.job import OfflineJob
+    from rlhf_train.offline.loop import OfflineSchedule
+
+    path, model, training = model_path(config.model.pretrain), config.model, config.training
+    model_config, tokenizer = load_model_files(path)
+    _set_chat_template(config, tokenizer)
+    check_attention(model, model_config)
+    check_context(model_config, config.data.max_len, "--max_len")
+    reference = _reference(config, tokenizer)
+    objective = command.objective(config, tokenizer)
+    encoder = command.encoder(config, tokenizer)
+    loaded = {flag: _load(config, flag, rows, encoder, console, rank) for flag, rows in sources.items()}
+    budget = training.micro_batch_tokens
+    for examples in loaded.values() if budget is not None else ():
+        longest = max(map(objective.num_tokens, objective.items(examples.examples)))
+        if longest > budget:
+            message = f"--micro_batch_tokens is {budget}, and the longest example takes {longest} tokens"
+            raise ConfigError(with_hint(message, f"use --micro_batch_tokens {longest}, or a lower --max_len"))
+    schedule = OfflineSchedule(
+        train_batch_size=training.train_batch_size,
+        micro_train_batch_size=training.micro_train_batch_size,
+        micro_batch_tokens=training.micro_batch_tokens,
+        max_epochs=training.max_epochs,
+        seed=training.seed,
+    )
+    train, best = loaded["--dataset"].examples, config.evaluation.best_metric_key
+    targets = model.target_modules if model.target_modules == "all-linear" else tuple(model.target_modules.split(","))
+    lora = {"alpha": model.lora_alpha, "dropout": model.lora_dropout, "target_modules": targets}
+    optimizer = training.optimizer(training.learning_rate, schedule.num_steps(len(train)))
+    job = OfflineJob(
+        objective=objective,
+        model=_spec(config, path, gradient_checkpointing=model.gradient_checkpointing, optimizer=optimizer),
+        reference=reference if objective.needs_reference or objective.needs_teacher else None,
+        precompute_reference=objective.needs_reference and getattr(model, "precompute_reference", False),
+        lora=LoraSpec(rank=model.lora_rank, **lora) if model.lora_rank else None,
+        examples=train,
+        eval_examples=loaded["--eval_dataset"].examples if "--eval_dataset" in loaded else (),
+        eval_steps=config.evaluation.eval_steps if config.evaluation.eval_steps > 0 and len(loaded) > 1 else None,
+        best_metric=best and best.removeprefix("eval/"),
+        schedule=schedule,
+        model_path=folder / "model",
+        best_path=folder / "best_model" if best else None,
+        rank=rank,
+        num_ranks=num_ranks,
+        master=_master(num_ranks),
+        device="cuda" if torch.cuda.is_available() else "cpu",
+    )
+    return job, tokenizer
+
+
+def _open(config: OfflineConfig) -> dict[str, "Rows"]:
+    """Return the rows of each flag that names some, their first ones checked for the keys."""
+    from rlhf_cli.preflight import check_keys
+    from rlhf_data.sources import open_sources
+
+    data = config.data
+    assert data.dataset
+    common = {"max_samples": data.max_samples, "streaming": data.streaming}
+    probs = parse_probs("dataset_probs", data.dataset_probs)
+    train = open_sources(
+        source_names(data.dataset), probs=probs, seed=config.training.seed, split=data.dataset_split, **common
+    )
+    sources = {"--dataset": train}
+    if data.eval_dataset is not None:
+        names = source_names(data.eval_dataset, held_out=True)
+        sources["--eval_dataset"] = open_sources(names, split=data.eval_split, **common)
+    keys = [name for name in type(data).model_fields if name.endswith("_key") and name != "margin_key"]
+    for rows in sources.values():
+        check_keys(data, rows, keys)
+    return sources
+
+
+def _load(
+    config: OfflineConfig, flag: str, rows: "Rows", encoder: Any, console: "Console", rank: int
+) -> "ExampleSet[Any]":
+    from rlhf_data.examples import load_examples
+
+    data = config.data
+
+    shows = rank == 0 and console.is_terminal
+    examples = load_examples(
+        rows,
+        encoder,
+        max_len=data.max_len,
+        skip_bad_rows=data.skip_bad_rows,
+        num_workers=data.data_num_workers,
+        progress=lambda num_rows: console.working(f"{flag}: {num_rows} rows tokenized") if shows else None,
+        cache_dir=None if data.data_cache is None else user_path(data.data_cache),
+    )
+    console.done()
+    if (examples.counts.num_too_long or examples.counts.num_bad) and rank == 0:
+        console.notice(f"{flag}: {examples.summary}")
+    return examples
+
+
+def _set_chat_template(config: OfflineConfig, tokenizer: Any) -> None:
+    text = getattr(config.data, "tokenizer_chat_template", None)
+    if text is None:
+        return
+    if is_template_file(text):
+        if not user_path(text).is_file():
+            raise ConfigError(f"--tokenizer_chat_template: {missing_file('file', user_path(text))}")
+        text = user_path(text).read_text(encoding="utf-8")
+    tokenizer.chat_template = text
+
+
+def _reference(config: OfflineConfig, tokenizer: Any) -> "ModelSpec | None":
+    """Return the reference or the teacher that was named, checked."""
+    from rlhf_cli.preflight import check_companion
+
+    for flag in ("ref_pretrain", "teacher_model"):
+        if (name := getattr(config.model, flag, None)) is not None:
+            check_companion(flag, config.model, model_path(name), tokenizer)
+            return _spec(config, model_path(name))
+    return None
+
+
+def _spec(config: OfflineConfig, path: str, **trained: Any) -> "ModelSpec":
+    from rlhf_train.specs import ModelSpec
+
+    return ModelSpec(
+        path=path,
+        dtype="bfloat16" if config.model.bf16 else "float32",
+        attn_implementation=config.model.attn_implementation,
+        packing=config.model.packing_samples,
+        zero_stage=config.training.zero_stage,
+        **trained,
+    )
+
+
+def _train(command: Command, parsed: Parsed[Any], job: "OfflineJob", tokenizer: Any, console: "Console") -> None:
+    from rlhf_cli.console import StepTable, offline_columns, show_results
+    from rlhf_train.offline.job import ADAPTER_FOLDER, run_offline
+    from rlhf_train.online.recorder import ARTIFACTS, Recorder
+
+    started, folder = time.perf_counter(), job.model_path.parent
+    recorder = Recorder(str(folder), to_toml(with_full_paths(parsed.config))) if job.rank == 0 else None
+    prefix = command.metrics[0].partition("/")[0]
+    names = [name.partition("/")[2] for name in command.metrics[:_NUM_SHOWN]]
+    final: dict[str, float] = {}
+
+    class View:
+        """Shows the run and keeps its numbers."""
+
+        def __init__(self) -> None:
+            self.table = StepTable(console, offline_columns(prefix, names), min_interval_s=1.0)
+
+        def step(self, step: int, num_steps: int, metrics: dict[str, float]) -> None:
+            console.done()
+            self.table.step(step, num_steps, metrics)
+            recorder.metrics(step, metrics)
+
+        def evaluation(self, step: int, metrics: dict[str, float]) -> None:
+            console.done()
+            shown = ", ".join(f"{name} {metrics[f'eval/{name}']:.4f}" for name in names if f"eval/{name}" in metrics)
+            console.result(f"held-out after step {step}: {shown}", "bold")
+            recorder.metrics(step, metrics)
+            final.update({f"{name}_{'after' if step else 'before'}": value for name, value in metrics.items()})
+
+    try:
+        if recorder is not None:
+            console.working("loading the model")
+        run_offline(job, View())
+    finally:
+        console.done()
+        if recorder is not None:
+            recorder.close()
+    if recorder is None:
+        return
+    final["time/total"] = time.perf_counter() - started
+    known = {**ARTIFACTS, "adapter": f"{ARTIFACTS['final model']}/{ADAPTER_FOLDER}"}
+    artifacts = {name: path for name, path in known.items() if (folder / path).exists()}
+    if getattr(parsed.config.data, "tokenizer_chat_template", None) is not None:
+        for name in artifacts.keys() & {"final model", "best model"}:
+            tokenizer.save_pretrained(folder / artifacts[name])
+    show_results(console, str(folder), artifacts, final, loader=_LOADERS[job.objective.model_kind])
+
+
+def _arithmetic(job: "OfflineJob") -> str:
+    schedule, count = job.schedule, len(job.examples)
+    a_pass = f"{schedule.micro_train_batch_size} a pass"
+    if schedule.micro_batch_tokens is not None:
+        a_pass = f"{schedule.micro_batch_tokens} tokens a pass at most"
+    return (
+        f"{count} examples x {schedule.max_epochs} epochs = {schedule.num_steps(count)} optimizer steps of"
+        f" {schedule.train_batch_size} on {job.num_ranks} process(es), {a_pass};"
+        f" learning rate {job.model.optimizer.learning_rate:g}, warm-up {job.model.optimizer.warmup_steps} steps"
+    )
+
+
+def _take_own_gpu(num_ranks: int) -> None:
+    """Under torchrun, let this process see its own GPU only; before torch is imported."""
+    local_rank = os.environ.get("LOCAL_RANK")
+    if num_ranks < 2 or local_rank is None:
+        return
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    devices: list[Any] = visible.split(",") if visible else list(range(int(local_rank) + 1))
+    os.environ["CUDA_VISIBLE_DEVICES"] = str(devices[int(local_rank)])
+
+
+def _master(num_ranks: int) -> tuple[str, int]:
+    if num_ranks > 1:
+        return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return "127.0.0.1", probe.getsockname()[1]

@@ -1,0 +1,193 @@
+"""`rm`, `dpo`, `kto`, `prm` and `kd` from their flags to a model folder, on real DeepSpeed in this process."""
+
+import importlib
+import json
+from pathlib import Path
+
+import pytest
+
+WORDS = ("one", "two", "three", "four")
+PAIRS = [
+    {
+        "chosen": f"\n\nHuman: Say {word}.\n\nAssistant: {word}",
+        "rejected": f"\n\nHuman: Say {word}.\n\nAssistant: never",
+        "better_by": 0.5,
+    }
+    for word in WORDS
+]
+ANSWERS = [
+    {"question": f"Say {word}.", "answer": answer, "good": answer == word} for word in WORDS for answer in (word, "no")
+]
+STEPS = [
+    {"input": f"{n} + 1 + 1? {n} + 1 = {n + 1}<|endoftext|> so {n + 3}<|endoftext|>", "label": ["+", "-"]}
+    for n in range(8)
+]
+ROWS = {"pairs": PAIRS * 2, "answers": ANSWERS, "steps": STEPS}
+QUESTIONS = {"input_key": "question", "output_key": "answer"}
+OF = {
+    "rm": {"dataset": "pairs.jsonl"},
+    "dpo": {"dataset": "pairs.jsonl", "beta": 0.5},
+    "kto": {"dataset": "answers.jsonl", **QUESTIONS, "label_key": "good", "beta": 0.5},
+    "prm": {"dataset": "steps.jsonl", "placeholder_token": "<|endoftext|>"},
+    "kd": {"dataset": "answers.jsonl", **QUESTIONS},
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> Path:
+    from rlhf_models.testing import tiny_model_dir
+
+    folder = tmp_path_factory.mktemp("models")
+    tiny_model_dir(folder / "base")
+    tiny_model_dir(folder / "other", seed=1)
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv("BUILD_WORKING_DIRECTORY", str(tmp_path))
+    for name, rows in ROWS.items():
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return tmp_path
+
+
+def flags(command: str, models: Path, **changes: object) -> list[str]:
+    options = {
+        "pretrain": models / "base",
+        "save_path": "out",
+        "max_len": 64,
+        "train_batch_size": 4,
+        "micro_train_batch_size": 2,
+        "learning_rate": 1e-3,
+        "zero_stage": 0,
+        **OF[command],
+    }
+    options |= {"teacher_model": models / "other"} if command == "kd" else {}
+    return [word for name, value in (options | changes).items() for word in (f"--{name}", *str(value).split())]
+
+
+def run(command: str, argv: list[str]) -> int:
+    return importlib.import_module(f"rlhf_cli.commands.{command}").main(argv)
+
+
+def measured(folder: Path, name: str) -> list[float]:
+    lines = [json.loads(line) for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()]
+    return [line[name] for line in lines if name in line]
+
+
+@pytest.mark.parametrize(
+    ("command", "changes"),
+    [
+        ("rm", {}),
+        ("rm", {"margin_loss": "", "margin_key": "better_by"}),
+        ("rm", {"loss": "logexp", "packing_samples": "", "micro_batch_tokens": 128}),
+        ("dpo", {"label_smoothing": 0.1, "nll_loss_coef": 0.1}),
+        ("dpo", {"ipo": "", "length_average": "", "precompute_reference": ""}),
+        ("dpo", {"loss_type": "simpo", "beta": 2, "simpo_gamma": 0.3}),
+        ("dpo", {"loss_type": "orpo"}),
+        ("kto", {"desirable_loss_weight": 2}),
+        ("prm", {}),
+        ("kd", {"kd_coef": 0.9}),
+    ],
+    ids=lambda part: part if isinstance(part, str) else " ".join(part) or "plain",
+)
+def test_command_learns_its_examples_and_says_where_everything_lies(folder, models, capsys, command, changes):
+    data = OF[command]["dataset"]
+    assert run(command, flags(command, models, max_epochs=4, eval_dataset=data, **changes)) == 0
+    out = capsys.readouterr().out
+    before, after = measured(folder, "eval/loss")
+    assert after < before
+    assert f"{before:.4f} -> {after:.4f}" in out
+    # 8 examples x 4 epochs / 4 = 8 optimizer steps.
+    assert len(measured(folder, "train/grad_norm")) == 8
+    for part in ("config.toml", "metrics.jsonl", "model"):
+        assert str(folder / "out" / part) in out
+    loader = "load_reward_model" if command == "rm" else "AutoModelForCausalLM.from_pretrained"
+    assert f"{loader}('{folder / 'out' / 'model'}')" in out
+
+
+def test_rm_leaves_a_reward_model_that_orders_pairs_with_the_moments_of_its_scores(folder, models):
+    assert run("rm", flags("rm", models, max_epochs=8, eval_dataset="pairs.jsonl")) == 0
+    assert measured(folder, "eval/accuracy")[-1] == 1.0
+
+    from rlhf_models.loading import load_config, load_reward_model
+    from rlhf_models.reward import stored_moments
+
+    mean, _ = stored_moments(load_config(folder / "out" / "model"))
+    assert mean == pytest.approx(measured(folder, "eval/score")[-1])
+    load_reward_model(folder / "out" / "model", dtype="float32")
+
+
+def test_dpo_with_adapters_a_reference_and_a_template_leaves_all_of_them_in_the_model(folder, models, capsys):
+    template = "{% for message in messages %}[{{ message['content'] }}]<|im_end|>{% endfor %}"
+    (folder / "template.jinja").write_text(template)
+    rows = [{"prompt": f"Say {word}.", "chosen": word, "rejected": "never"} for word in WORDS]
+    (folder / "prompted.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    changes = {"lora_rank": 2, "ref_pretrain": models / "other", "best_metric_key": "eval/margin", "eval_steps": 1}
+    changes |= {"tokenizer_chat_template": "template.jinja", "apply_chat_template": "", "prompt_key": "prompt"}
+    data = {"dataset": "prompted.jsonl,prompted.jsonl", "dataset_probs": "1,3", "eval_dataset": "prompted.jsonl"}
+    assert run("dpo", flags("dpo", models, **data, **changes)) == 0
+    assert str(folder / "out" / "model" / "adapter") in capsys.readouterr().out
+    assert (folder / "out" / "best_model" / "config.json").exists()
+
+    from transformers import AutoTokenizer
+
+    for name in ("model", "best_model"):
+        assert AutoTokenizer.from_pretrained(folder / "out" / name).chat_template == template
+
+
+def test_config_that_a_run_leaves_runs_again_from_another_folder(folder, models, capsys, monkeypatch):
+    argv = flags("dpo", models, dataset="./pairs.jsonl,pairs.jsonl", data_cache="cache")
+    assert run("dpo", [*argv, "--dry_run"]) == 0
+    (folder / "run.toml").write_text(capsys.readouterr().out.partition("\n16 examples")[0])
+    (folder / "elsewhere").mkdir()
+    monkeypatch.setenv("BUILD_WORKING_DIRECTORY", str(folder / "elsewhere"))
+    assert run("dpo", ["--config", "../run.toml", "--dry_run"]) == 0
+    assert "16 examples x 1 epochs = 4 optimizer steps of 4" in capsys.readouterr().out
+    assert [path.name for path in (folder / "elsewhere").iterdir()] == []
+
+
+@pytest.mark.parametrize(
+    ("command", "changes", "message"),
+    [
+        ("rm", {"dataset": "pair.jsonl"}, "pair.jsonl does not exist"),
+        ("rm", {"chosen_key": "chosn"}, "--chosen_key: "),
+        ("rm", {"margin_loss": "", "loss": "logexp"}, "--loss logexp has no margin"),
+        ("rm", {"margin_loss": ""}, "unknown key `margin`"),
+        ("dpo", {"max_len": 3}, "longer than max_len 3"),
+        ("dpo", {"ipo": "", "loss_type": "orpo"}, "--ipo and --loss_type orpo are two losses"),
+        ("dpo", {"ref_pretrain": "./absent"}, "--ref_pretrain: "),
+        ("dpo", {"dataset_probs": "1,2"}, "1 data sources need as many probabilities, got 2"),
+        ("dpo", {"dataset_probs": "half"}, "--dataset_probs is half; it must be numbers"),
+        ("dpo", {"best_metric_key": "eval/los", "eval_dataset": "pairs.jsonl"}, "did you mean `eval/loss`?"),
+        ("dpo", {"best_metric_key": "eval/loss"}, "--eval_dataset is missing"),
+        ("dpo", {"micro_batch_tokens": 64}, "add --packing_samples"),
+        ("dpo", {"micro_batch_tokens": 9, "packing_samples": ""}, "the longest example takes"),
+        ("dpo", {"apply_chat_template": "", "tokenizer_chat_template": "x.jinja"}, "x.jinja does not exist"),
+        ("kd", {"output_key": "reply"}, "hint: --output_key None says that there is none"),
+        ("kto", {"label_key": "answer"}, "must be true or false, 1 or 0, got 'one'"),
+        ("prm", {"placeholder_token": "None"}, "--placeholder_token is missing"),
+        ("prm", {"placeholder_token": "step"}, "the placeholder 'step' is"),
+        ("prm", {"reward_tokens": "good bad"}, "--reward_tokens: 'good' is"),
+        ("kd", {"teacher_model": "None"}, "--teacher_model is missing"),
+        ("kd", {"teacher_model": "./absent"}, "--teacher_model: "),
+    ],
+    ids=lambda part: part if isinstance(part, str) else " ".join(part),
+)
+def test_bad_input_is_refused_before_a_model_loads(folder, models, capsys, monkeypatch, command, changes, message):
+    monkeypatch.setattr("rlhf_train.offline.job.run_offline", lambda *_: pytest.fail("a run was started"))
+    assert run(command, flags(command, models, **changes)) == 2
+    assert message in capsys.readouterr().err
+    assert not (folder / "out").exists()
+
+
+def test_bad_rows_end_a_run_or_are_left_out(folder, models, capsys):
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*PAIRS, {"chosen": "x"}]))
+    assert run("dpo", [*flags("dpo", models), "--dry_run"]) == 2
+    error = capsys.readouterr().err
+    assert "1 of 5 rows cannot be used" in error
+    assert "pairs.jsonl:5: unknown key `rejected`" in error
+    assert run("dpo", [*flags("dpo", models), "--dry_run", "--skip_bad_rows"]) == 0
+    captured = capsys.readouterr()
+    assert "notice: --dataset: 4 examples" in captured.err
+    assert "4 examples x 1 epochs" in captured.out

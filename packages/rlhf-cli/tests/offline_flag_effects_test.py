@@ -1,0 +1,199 @@
+"""Every flag of the commands over fixed examples reaches the part of the job that it is about."""
+
+import importlib
+import json
+from operator import attrgetter
+from pathlib import Path
+
+import pytest
+
+from rlhf_cli.commands.offline import _prepare
+from rlhf_cli.config.base import options
+from rlhf_cli.config.command_line import parse
+from rlhf_cli.console import Console
+
+COMMANDS = ("sft", "rm", "dpo", "kto", "prm", "kd")
+PAIR = {"chosen": "\n\nHuman: a\n\nAssistant: good", "rejected": "\n\nHuman: a\n\nAssistant: bad", "margin": 0.5}
+STEP = {
+    "steps": "one<|endoftext|> two<|endoftext|>",
+    "verdicts": [1, 0],
+    "signs": ["y", "n"],
+    "step": "one w",
+    "verdict": [1],
+}
+ROWS = [
+    {"input": f"input {n}", "output": f"answer {n}", "text": f"text {n}" + 9 * n * "!", "label": n % 2, **PAIR, **STEP}
+    for n in range(4)
+]
+TURNS = [{"role": role, "content": text} for role, text in zip(["user", "assistant"] * 2, "abcd", strict=True)]
+ROWS = [row | {"turns": TURNS, "better": "yes", "worse": "no", "by": 2.0, "good": 1} for row in ROWS]
+NEEDED = {
+    "kd": "--teacher_model OTHER",
+    "prm": "--placeholder_token <|endoftext|> --input_key steps --label_key verdicts",
+}
+EVAL, LORA, CHAT, PROMPTED = "--eval_dataset x.jsonl", "--lora_rank 2", "--apply_chat_template", "--prompt_key input"
+TURNED = f"{CHAT} --input_key turns --output_key None"
+
+# Command, flag, the words that follow it, further flags, the part of the job, and what it must be there. The parts
+# `count`, `text` and `learned` are the number of examples, the first one's text, and what of it is trained.
+REACHES = [
+    ("sft", "pretrain", "OTHER", "", "model.path", "OTHER"),
+    ("sft", "bf16", "", "", "model.dtype", "bfloat16"),
+    ("sft", "attn_implementation", "sdpa", "", "model.attn_implementation", "sdpa"),
+    ("sft", "gradient_checkpointing", "", "", "model.gradient_checkpointing", True),
+    ("sft", "packing_samples", "", "", "model.packing", True),
+    ("sft", "lora_rank", "2", "", "lora.rank", 2),
+    ("sft", "lora_alpha", "4", LORA, "lora.alpha", 4.0),
+    ("sft", "lora_dropout", "0.1", LORA, "lora.dropout", 0.1),
+    ("sft", "target_modules", "q_proj,v_proj", LORA, "lora.target_modules", ("q_proj", "v_proj")),
+    ("dpo", "ref_pretrain", "OTHER", "", "reference.path", "OTHER"),
+    ("kto", "ref_pretrain", "OTHER", "--bf16", "reference.dtype", "bfloat16"),
+    ("dpo", "precompute_reference", "", "", "precompute_reference", True),
+    ("kto", "precompute_reference", "", "", "precompute_reference", True),
+    ("kd", "teacher_model", "OTHER", "", "reference.path", "OTHER"),
+    ("sft", "dataset", "x.jsonl,x.jsonl", "", "count", 8),
+    ("sft", "dataset_probs", "1,99", "--dataset x.jsonl,x.jsonl --max_samples 1", "repeats", True),
+    ("sft", "dataset_split", "part", "--dataset saved", "text", "input 1answer 1<|im_end|>"),
+    ("sft", "eval_split", "part", "--eval_dataset saved", "eval_count", 1),
+    ("sft", "streaming", "", "--dataset saved", "count", 4),
+    ("sft", "max_samples", "3", "", "count", 3),
+    ("sft", "skip_bad_rows", "", "--dataset x.jsonl,bad.jsonl", "count", 4),
+    ("sft", "eval_dataset", "x.jsonl", "", "eval_count", 4),
+    ("sft", "max_len", "24", "--input_key text", "count", 2),  # of 13, 22, 31 and 40 tokens
+    ("sft", "data_num_workers", "1", "", "count", 4),
+    ("sft", "data_cache", "cache", "", "cached", 1),
+    ("sft", "input_key", "text", "", "text", "text 0answer 0<|im_end|>"),
+    ("sft", "output_key", "text", "", "learned", "text 0<|im_end|>"),
+    ("sft", "input_template", "<{}>", "", "text", "<input 0>answer 0<|im_end|>"),
+    ("sft", "apply_chat_template", "", "", "learned", "answer 0<|im_end|>"),
+    ("sft", "tokenizer_chat_template", "chat.jinja", CHAT, "text", "[input 0]<|im_end|>[answer 0]<|im_end|>"),
+    ("sft", "multiturn", "", TURNED, "learned", "b<|im_end|>d<|im_end|>"),
+    ("sft", "pretrain_mode", "", "", "learned", "put 0answer 0<|im_end|>"),  # nothing predicts `in`
+    ("rm", "prompt_key", "input", "", "text", "input 0\n\nHuman: a\n\nAssistant: good<|im_end|>"),
+    ("rm", "chosen_key", "better", PROMPTED, "learned", "yes<|im_end|>"),
+    ("dpo", "rejected_key", "worse", PROMPTED, "rejected", "no<|im_end|>"),
+    ("rm", "margin_loss", "", "", "objective.use_margins", True),
+    ("rm", "margin_key", "by", "--margin_loss", "margin", 2.0),
+    ("rm", "loss", "sigmoid", "", "objective.use_margins", False),
+    ("kto", "label_key", "good", "", "verdict", True),
+    ("prm", "label_key", "signs", "--reward_tokens y n", "labels", [1.0, 0.0]),
+    ("prm", "reward_tokens", "y n", "", "verdict_tokens", "yn"),
+    ("prm", "placeholder_token", "w", "--input_key step --label_key verdict", "steps", 1),
+    ("sft", "train_batch_size", "2", "", "schedule.train_batch_size", 2),
+    ("sft", "micro_train_batch_size", "2", "", "schedule.micro_train_batch_size", 2),
+    ("sft", "micro_batch_tokens", "50", "--packing_samples", "schedule.micro_batch_tokens", 50),
+    ("sft", "max_epochs", "3", "", "schedule.max_epochs", 3),
+    ("sft", "seed", "7", "", "schedule.seed", 7),
+    ("sft", "adam_betas", "0.8 0.9", "", "model.optimizer.betas", (0.8, 0.9)),
+    ("sft", "l2", "0.1", "", "model.optimizer.weight_decay", 0.1),
+    ("sft", "max_norm", "2", "", "model.optimizer.max_norm", 2.0),
+    ("sft", "lr_scheduler", "linear", "", "model.optimizer.scheduler", "linear"),
+    ("sft", "lr_warmup_ratio", "1", "--train_batch_size 1", "model.optimizer.warmup_steps", 4),
+    ("sft", "min_lr_ratio", "0.5", "", "model.optimizer.min_lr_ratio", 0.5),
+    ("sft", "learning_rate", "0.5", "", "model.optimizer.learning_rate", 0.5),
+    ("sft", "zero_stage", "3", "", "model.zero_stage", 3),
+    ("sft", "eval_steps", "2", EVAL, "eval_steps", 2),
+    ("sft", "best_metric_key", "eval/entropy", EVAL, "best_metric", "entropy"),
+    ("sft", "save_path", "here", "", "model_path", Path("/out/model")),
+    ("dpo", "loss_type", "orpo", "", "objective.loss_type", "orpo"),
+    ("dpo", "ipo", "", "", "objective.loss_type", "ipo"),
+    ("dpo", "beta", "0.5", "", "objective.beta", 0.5),
+    ("dpo", "label_smoothing", "0.2", "", "objective.label_smoothing", 0.2),
+    ("dpo", "nll_loss_coef", "0.2", "", "objective.nll_coef", 0.2),
+    ("dpo", "simpo_gamma", "0.2", "--loss_type simpo", "objective.gamma", 0.2),
+    ("dpo", "length_average", "", "", "objective.length_average", True),
+    ("kto", "beta", "0.5", "", "objective.beta", 0.5),
+    ("kto", "desirable_loss_weight", "2", "", "objective.desirable_weight", 2.0),
+    ("kto", "undesirable_loss_weight", "2", "", "objective.undesirable_weight", 2.0),
+    ("kd", "kd_coef", "0.7", "", "objective.kd_coef", 0.7),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    from datasets import Dataset, DatasetDict
+
+    from rlhf_models.testing import tiny_model_dir
+
+    path = tmp_path_factory.mktemp("run")
+    tiny_model_dir(path / "TINY")
+    tiny_model_dir(path / "OTHER", seed=1)
+    (path / "x.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    (path / "bad.jsonl").write_text(json.dumps(ROWS[0] | {"output": ""}) + "\n")
+    (path / "chat.jinja").write_text("{% for m in messages %}[{{ m['content'] }}]<|im_end|>{% endfor %}")
+    train, part = [{"input": "i", "output": "o"}] * 4, [{"input": "input 1", "output": "answer 1"}]
+    DatasetDict(train=Dataset.from_list(train), part=Dataset.from_list(part)).save_to_disk(path / "saved")
+    return path
+
+
+def part_of(folder: Path, job, tokenizer, name: str):
+    first = job.examples[0]
+    chosen = getattr(first, "chosen", first)
+    found = {
+        "count": lambda: len(job.examples),
+        "repeats": lambda: len(job.examples) > 2,
+        "eval_count": lambda: len(job.eval_examples),
+        "cached": lambda: len(list((folder / "cache").iterdir())),
+        "text": lambda: tokenizer.decode(chosen.token_ids),
+        "learned": lambda: tokenizer.decode(chosen.token_ids[chosen.loss_mask]),
+        "rejected": lambda: tokenizer.decode(first.rejected.token_ids[first.rejected.loss_mask]),
+        "margin": lambda: first.margin,
+        "verdict": lambda: first.is_desirable,
+        "labels": lambda: first.labels.tolist(),
+        "steps": lambda: len(first.labels),
+        "verdict_tokens": lambda: tokenizer.decode(list(job.objective.reward_tokens)),
+    }
+    value = found[name]() if name in found else attrgetter(name)(job)
+    return value.removeprefix(f"{folder}/") if isinstance(value, str) else value
+
+
+@pytest.mark.parametrize(
+    ("command", "flag", "words", "others", "part", "expected"), REACHES, ids=lambda part: str(part)[:30]
+)
+def test_flag_reaches_its_part_of_the_job(folder, monkeypatch, command, flag, words, others, part, expected):
+    monkeypatch.setenv("BUILD_WORKING_DIRECTORY", str(folder))
+    argv = f"--pretrain TINY --dataset x.jsonl --max_len 64 {NEEDED.get(command, '')} {others} --{flag} {words}".split()
+    made = importlib.import_module(f"rlhf_cli.commands.{command}").main
+    parsed = parse(made.config, argv, prog="", description="", resolve=Path)
+    assert not [notice for notice in parsed.notices if "has no effect" in notice]
+    job, tokenizer = _prepare(made, parsed.config, Path("/out"), Console())
+    assert part_of(folder, job, tokenizer, part) == expected
+
+
+def test_every_flag_of_every_command_is_tested():
+    tested = {row[1] for row in REACHES}
+    for command in COMMANDS:
+        config = importlib.import_module(f"rlhf_cli.commands.{command}").main.config
+        assert {option.name for option in options(config)} <= tested
+
+
+@pytest.mark.parametrize(
+    ("command", "argv", "notice"),
+    [
+        ("sft", "--lora_alpha 4", "--lora_alpha has no effect: --lora_rank is 0"),
+        ("sft", "--eval_steps 5", "--eval_steps has no effect: there is no --eval_dataset"),
+        ("sft", "--tokenizer_chat_template x", "--tokenizer_chat_template has no effect: --apply_chat_template is off"),
+        ("sft", "--lr_scheduler linear --min_lr_ratio 0.5", "--min_lr_ratio has no effect: --lr_scheduler is linear"),
+        (
+            "sft",
+            "--packing_samples --micro_batch_tokens 9 --micro_train_batch_size 2",
+            "--micro_train_batch_size has no effect: --micro_batch_tokens takes its place",
+        ),
+        (
+            "sft",
+            "--eval_dataset e --best_metric_key eval/loss",
+            "--best_metric_key has only the first and the last evaluation to choose from: --eval_steps -1",
+        ),
+        ("rm", "--margin_key by", "--margin_key has no effect: --margin_loss is off"),
+        ("dpo", "--simpo_gamma 1", "--simpo_gamma has no effect: the loss is dpo"),
+        ("dpo", "--ipo --label_smoothing 0.1", "--label_smoothing has no effect: the loss is ipo"),
+        ("dpo", "--loss_type orpo --nll_loss_coef 1", "--nll_loss_coef has no effect: the loss is orpo"),
+        ("dpo", "--loss_type simpo --ref_pretrain m", "--ref_pretrain has no effect: the loss is simpo"),
+        ("dpo", "--loss_type simpo --precompute_reference", "--precompute_reference has no effect: the loss is simpo"),
+    ],
+    ids=lambda part: part[:40],
+)
+def test_option_without_effect_is_a_notice(command, argv, notice):
+    config = importlib.import_module(f"rlhf_cli.commands.{command}").main.config
+    parsed = parse(config, ["--pretrain", "m", "--dataset", "d", *argv.split()], prog="", description="", resolve=Path)
+    assert parsed.notices == (notice,)
