@@ -52,6 +52,7 @@ def test_stream_shows_no_half_of_a_character():
     parts = pieces("1234567é8")
     assert "".join(parts) == "1234567é8"
     assert all("\ufffd" not in part for part in parts)
+    assert "".join(pieces("1234567é8", max_tokens=8)) == "1234567\ufffd"  # nothing is held back for ever
 
 
 def test_stream_passes_the_engines_failure_on():

@@ -15,7 +15,7 @@ from rlhf_data.records import Verdict, VerdictKind
 from rlhf_data.rows import Row
 from rlhf_data.sft import SftEncoder
 from rlhf_data.testing import ByteTokenizer, make_prompt, make_rollout
-from rlhf_models.testing import tiny_reward_model_dir
+from rlhf_models.testing import tiny_model_dir, tiny_reward_model_dir
 from rlhf_rollout import main as command
 from rlhf_rollout.rewards import LocalScorer, ModelReward
 from rlhf_rollout.rewards.remote import RemoteReward, check_reward_server
@@ -44,14 +44,10 @@ class Counting:
 def serving(reward, tokenizer, token=""):
     """Yield the URL of a server on a port of its own."""
 
-    @contextlib.asynccontextmanager
-    async def opened():
-        yield reward
-        await reward.close()
-
-    server = uvicorn.Server(
-        uvicorn.Config(create_app(opened, tokenizer, token=token), host="127.0.0.1", port=0, log_level="error")
-    )
+    resources = contextlib.AsyncExitStack()
+    resources.push_async_callback(reward.close)
+    app = create_app(reward, tokenizer, resources, token=token)
+    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error"))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     try:
@@ -185,6 +181,9 @@ def test_command_listens_on_this_machine_only_with_the_environments_token(model_
     assert "RLHF_REMOTE_RM_TOKEN sets a token" in capsys.readouterr().err
     monkeypatch.setenv("RLHF_REMOTE_RM_TOKEN", "secret")
     assert command.main(["serve_rm", "--reward_pretrain", str(model_dir), "--host", "0.0.0.0"]) == 0
-    assert capsys.readouterr().err == ""
+    assert "warning" not in capsys.readouterr().err
+    plain = str(tiny_model_dir(model_dir.parent / "policy"))
+    assert command.main(["serve_rm", "--reward_pretrain", plain]) == 2
+    assert "error:" in capsys.readouterr().err
     assert command.main(["serve_rm"]) == 2
     assert "there is no reward" in capsys.readouterr().err

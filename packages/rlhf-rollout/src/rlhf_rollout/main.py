@@ -117,7 +117,7 @@ def _add_chat(command: argparse.ArgumentParser) -> None:
     talk = command.add_argument_group("conversation")
     talk.add_argument("--system", metavar="TEXT", help="the system message")
     talk.add_argument("--input_template", metavar="TEXT", help="text with one {}, for a model without chat template")
-    talk.add_argument("--prompt_max_len", type=int, default=3072, help="tokens that a conversation may have")
+    talk.add_argument("--prompt_max_len", type=int, default=1792, help="tokens that a conversation may have")
     _add_sampling(command.add_argument_group("sampling"), temperature=0.7)
     _add_engine(command.add_argument_group("engine"))
 

@@ -104,6 +104,6 @@ async def stream(
         ended = completion.finish_reason is FinishReason.STOP
         text = tokenizer.decode(written, skip_special_tokens=True)
         # The bytes of a character may be spread over tokens.
-        if text.startswith(shown) and (ended or not text.endswith(_CUT_CHARACTER)):
+        if ended or len(written) == sampling.max_tokens or not text.endswith(_CUT_CHARACTER):
             yield text[len(shown) :]
             shown = text

@@ -9,8 +9,7 @@ import asyncio
 import contextlib
 import os
 import secrets
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Sequence
 from typing import Annotated, Any
 
 from rlhf_data.chat import Tokenizer
@@ -30,8 +29,6 @@ try:
     from pydantic import BaseModel
 except ImportError as error:
     raise ConfigError(with_hint(f"serve_rm needs FastAPI: {error}", "pip install 'rlhf-rollout[server]'")) from None
-
-OpenReward = Callable[[], AbstractAsyncContextManager[RewardFunction]]
 
 
 class Query(BaseModel):
@@ -55,33 +52,31 @@ def serve(options: argparse.Namespace) -> int:
     token = os.environ.get(TOKEN_VARIABLE, "").strip()
     if not token and options.host not in ("127.0.0.1", "localhost", "::1"):
         say(f"warning: whoever reaches {options.host}:{options.port} may use it; {TOKEN_VARIABLE} sets a token")
-
-    @contextlib.asynccontextmanager
-    async def open_one() -> AsyncIterator[RewardFunction]:
-        async with contextlib.AsyncExitStack() as stack:
-            reward = open_reward(options, sources, tokenizer, stack)
-            assert reward is not None
-            say(f"POST to http://{options.host}:{options.port}/get_reward")
-            yield reward
-
-    uvicorn.run(create_app(open_one, tokenizer, token=token), host=options.host, port=options.port, log_level="warning")
+    resources = contextlib.AsyncExitStack()
+    reward = open_reward(options, sources, tokenizer, resources)  # before the server, which would hide why it cannot
+    assert reward is not None
+    say(f"POST to http://{options.host}:{options.port}/get_reward")
+    app = create_app(reward, tokenizer, resources, token=token)
+    uvicorn.run(app, host=options.host, port=options.port, log_level="warning")
     return 0
 
 
-def create_app(open_reward: OpenReward, tokenizer: Tokenizer, *, token: str = "") -> FastAPI:
+def create_app(
+    reward: RewardFunction, tokenizer: Tokenizer, resources: contextlib.AsyncExitStack, *, token: str = ""
+) -> FastAPI:
     """Return the server's application.
 
     Args:
-        open_reward: gives the reward for as long as the server runs. Requests are answered side by side: a reward
-            that batches across its calls batches across them.
+        reward: requests are answered side by side, so one that batches across its calls batches across them.
         tokenizer: makes the tokens that a reward model reads, of prompt and response apart and with an EOS, as for
             its training.
+        resources: closed when the server ends.
         token: what requests must carry as their bearer token; empty for none.
     """
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        async with open_reward() as app.state.reward:
+        async with resources:
             yield
 
     app = FastAPI(title="rlhf-rollout serve_rm", lifespan=lifespan)
@@ -106,7 +101,7 @@ def create_app(open_reward: OpenReward, tokenizer: Tokenizer, *, token: str = ""
             samples = [_sample(tokenizer, *texts) for texts in zip(query.query, prompts, labels, strict=True)]
         except DataError as error:
             raise HTTPException(422, str(error)) from None
-        calls = [score_each(app.state.reward, prompt, [rollout]) for prompt, rollout in samples]
+        calls = [score_each(reward, prompt, [rollout]) for prompt, rollout in samples]
         return _answer([verdict for [verdict] in await asyncio.gather(*calls)])
 
     return app
