@@ -117,6 +117,7 @@ def _prepare(command: Command, config: OfflineConfig, folder: Path, console: "Co
         attn_implementation=model.attn_implementation,
         gradient_checkpointing=model.gradient_checkpointing,
         packing=model.packing_samples,
+        torch_compile=model.torch_compile,
         zero_stage=training.zero_stage,
     )
     reference = _reference(config, tokenizer, spec)

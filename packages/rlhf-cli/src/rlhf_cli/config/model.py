@@ -4,7 +4,9 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from rlhf_cli.config.base import Section
+from rlhf_cli.config.base import Section, one_of
+
+TorchCompile = one_of(("auto", "on", "off"))
 
 
 class ModelSection(Section):
@@ -40,8 +42,11 @@ class PpoModelSection(ModelSection):
 
 
 class OfflineModelSection(ModelSection):
-    """Adds adapters."""
+    """Adds adapters and compilation."""
 
+    torch_compile: TorchCompile = Field(
+        "auto", description="compile the model's layers; auto: on a GPU, with --zero_stage below 3"
+    )
     lora_rank: int = Field(0, ge=0, description="rank of the adapters that are trained; 0: train all weights")
     lora_alpha: float = Field(16.0, gt=0, description="adapters count this / --lora_rank times")
     lora_dropout: float = Field(0.0, ge=0, lt=1, description="share of an adapter's input that is left out")
