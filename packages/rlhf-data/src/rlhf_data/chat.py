@@ -42,21 +42,6 @@ class Tokenizer(Protocol):
         ...
 
 
-def load_tokenizer(name: str) -> Tokenizer:
-    """Return a Hugging Face tokenizer. Raises ConfigError without transformers, or when there is none of that name."""
-    try:
-        from transformers import AutoTokenizer
-    except ImportError as error:
-        raise ConfigError(with_hint(f"tokenizers need transformers: {error}", "pip install 'rlhf-data[hf]'")) from None
-    try:
-        return AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        reason = str(error).splitlines()[0]
-        raise ConfigError(
-            with_hint(f"no tokenizer in {name}: {reason}", "give a folder with tokenizer.json, or --tokenizer")
-        ) from None
-
-
 def check_template(tokenizer: Tokenizer, *, apply_chat_template: bool, input_template: str | None) -> None:
     """Raise ConfigError unless the two ways to render an input fit each other and the tokenizer."""
     if apply_chat_template and input_template is not None:

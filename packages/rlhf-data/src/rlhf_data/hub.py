@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_data.errors import ConfigError, DataError, RlhfError, unknown, with_hint
+from rlhf_data.pretrained import hub_answers
 
 _FORMATS = {".parquet": "parquet", ".arrow": "arrow"}
 
@@ -39,6 +40,8 @@ def open_dataset(
             kind = _FORMATS[path.suffix.lower()]
             table = datasets.load_dataset(kind, data_files=name, split="train", streaming=streaming)
         else:
+            # The library's own switch; it would try the hub again and again for half a minute.
+            datasets.config.HF_HUB_OFFLINE |= not path.exists() and not hub_answers()
             table = datasets.load_dataset(name, subset, split=split, streaming=streaming)
     except RlhfError:
         raise

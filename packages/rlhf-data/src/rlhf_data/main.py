@@ -10,10 +10,11 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from rlhf_data.chat import Tokenizer, load_tokenizer
+from rlhf_data.chat import Tokenizer
 from rlhf_data.errors import ConfigError, DataError, RlhfError, unknown, with_hint
 from rlhf_data.examples import load_examples
 from rlhf_data.preference import PreferenceEncoder, PreferenceExample, ProcessEncoder, ProcessExample, UnpairedEncoder
+from rlhf_data.pretrained import load_tokenizer
 from rlhf_data.rows import Row, RowErrors, kind_of
 from rlhf_data.sft import SftEncoder
 from rlhf_data.sources import Rows, open_sources

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from rlhf_data.errors import ConfigError, with_hint
-from rlhf_models.loading import VALUE_HEAD_FILE, WEIGHT_FILES, clear_errors, is_local, read_index
+from rlhf_data.pretrained import clear_errors, located
+from rlhf_models.loading import VALUE_HEAD_FILE, WEIGHT_FILES, read_index
 
 # `score` is that of transformers' ...ForSequenceClassification; the others are of trainers with a class of their own.
 HEAD_NAMES = ("score", "value_head", "reward_head", "v_head")
@@ -27,14 +28,14 @@ def load_head(path: str | Path, config: Any) -> Tensor | None:
     Raises:
         ConfigError: a head of more outputs than one or of another width, or one with a bias.
     """
-    with clear_errors(path):
+    with clear_errors("model", path):
         located = _locate(path)
     if located is None:
         return None
     file, name, has_bias = located
     if has_bias:
         raise ConfigError(with_hint(f"the head {name} of the model {path} has a bias; a weight alone is read", _SERVE))
-    with clear_errors(path):
+    with clear_errors("model", path):
         weight = _read(file, name)
     expected = [1, config.get_text_config().hidden_size]
     if list(weight.shape) != expected:
@@ -79,8 +80,9 @@ def _file(path: str | Path, name: str) -> Path | None:
     """Return a file of a folder or hub name, None when it is not there."""
     from transformers.utils import cached_file
 
+    model, is_local = located(path)
     try:
-        found = cached_file(str(path), name, local_files_only=is_local(path))
+        found = cached_file(model, name, local_files_only=is_local)
     except OSError:
         return None
     return Path(found) if found else None

@@ -1,17 +1,16 @@
 """From a model folder or hub name to a config, a tokenizer and models, with errors that say what to do."""
 
-import functools
 import json
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from rlhf_data.errors import ConfigError, unknown, with_hint
+from rlhf_data.pretrained import check_eos, clear_errors, load_tokenizer, located
 
 if TYPE_CHECKING:
     from rlhf_models.actor import Actor
@@ -21,38 +20,15 @@ if TYPE_CHECKING:
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 VALUE_HEAD_FILE = "value_head.safetensors"
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")  # of one file each, in transformers' order of preference
-_HUB_TIMEOUT_S = 5.0
-
-logger = logging.getLogger(__name__)
 
 
 def load_config(path: str | Path) -> Any:
     """Return the transformers config of a folder or hub name. Raises ConfigError when there is none."""
-    _check_folder(path)
+    name, is_local = _located(path)
     from transformers import AutoConfig
 
-    with clear_errors(path):
-        return AutoConfig.from_pretrained(str(path), local_files_only=is_local(path))
-
-
-def load_tokenizer(path: str | Path) -> Any:
-    """Return the tokenizer of a folder or hub name; its padding token is its end token when it has none.
-
-    Raises:
-        ConfigError: there is no tokenizer, or it makes no tokens, or it has no end-of-sequence token.
-    """
-    _check_folder(path)
-    from transformers import AutoTokenizer
-
-    with clear_errors(path):
-        tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=is_local(path))
-    if not tokenizer.encode("text", add_special_tokens=False):  # what transformers makes of a folder without one
-        hint = "put its files there: tokenizer.json, or what `tokenizer.save_pretrained` writes"
-        raise ConfigError(with_hint(f"{path} has no tokenizer that makes tokens of text", hint))
-    _check_eos(tokenizer, path)
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    return tokenizer
+    with clear_errors("model", path):
+        return AutoConfig.from_pretrained(name, local_files_only=is_local)
 
 
 def check_weights(path: str | Path) -> None:
@@ -84,7 +60,7 @@ def check_weights(path: str | Path) -> None:
 
 def check_tokenizer_fits(config: Any, tokenizer: Any) -> None:
     """Check that each of the tokenizer's ids has an embedding row and that a sequence can end. Raises ConfigError."""
-    _check_eos(tokenizer, getattr(tokenizer, "name_or_path", "") or "the tokenizer")
+    check_eos(tokenizer, getattr(tokenizer, "name_or_path", "") or "the tokenizer")
     num_rows = config.get_text_config().vocab_size
     largest = max(tokenizer.get_vocab().values())
     if largest >= num_rows:
@@ -100,8 +76,7 @@ def check_reward_model(path: str | Path) -> None:
     """
     from rlhf_models.heads import require_head
 
-    _check_folder(path)
-    if Path(path).expanduser().is_dir():
+    if Path(_located(path)[0]).is_dir():
         check_weights(path)
         require_head(path, load_config(path))
 
@@ -232,16 +207,17 @@ def _load_model(
 ) -> Any:
     from rlhf_models.attention import choose_attention
 
+    name, is_local = _located(path)
     config = load_config(path)
     attention = choose_attention(config, attn_implementation, packing=packing)
-    with clear_errors(path), quiet_transformers():
+    with clear_errors("model", path), quiet_transformers():
         model, report = auto_class.from_pretrained(
-            str(path),
+            name,
             config=config,
             dtype=resolve_dtype(dtype),
             attn_implementation=attention,
             output_loading_info=True,
-            local_files_only=is_local(path),
+            local_files_only=is_local,
         )
     if missing := sorted(report["missing_keys"]):
         hint = "it may be the folder of another kind of model, such as a critic"
@@ -254,19 +230,13 @@ def _load_model(
     return model.train()
 
 
-def _check_folder(path: str | Path) -> None:
-    """Refuse what is plainly meant as a folder and is none, and a folder without a config, before the hub is asked."""
-    folder = Path(path).expanduser()
-    if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            hint = "a model folder holds config.json, *.safetensors and the tokenizer, as `save_pretrained` writes them"
-            raise ConfigError(with_hint(f"the model folder {folder} has no config.json", hint))
-        return
-    text = str(path)
-    is_path = isinstance(path, Path) or text.startswith((".", "/", "~")) or text.count("/") != 1
-    if is_path or folder.parent.is_dir():
-        hint = "give an existing folder, or a hub name as `owner/name`"
-        raise ConfigError(with_hint(f"there is no model folder {text}", hint))
+def _located(path: str | Path) -> tuple[str, bool]:
+    """Return what `located` does. Raises ConfigError for a folder without a config, too."""
+    name, is_local = located(path)
+    if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
+        hint = "a model folder holds config.json, *.safetensors and the tokenizer, as `save_pretrained` writes them"
+        raise ConfigError(with_hint(f"the model folder {name} has no config.json", hint))
+    return name, is_local
 
 
 def _weight_files(folder: Path) -> list[Path] | None:
@@ -286,45 +256,6 @@ def read_index(index: Path) -> dict[str, str]:
         return dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"].items())
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{index} is not an index of weights: {error}") from None
-
-
-def is_local(path: str | Path) -> bool:
-    """Whether to look on this machine only: for a folder, and for a hub name when the hub does not answer."""
-    return Path(path).expanduser().is_dir() or not _hub_answers()
-
-
-@functools.cache
-def _hub_answers() -> bool:
-    """Whether the hub can be reached, asked once; the hub's own client would retry every file for half a minute."""
-    from huggingface_hub import constants, get_session
-
-    try:
-        get_session().head(constants.ENDPOINT, timeout=_HUB_TIMEOUT_S)
-    except Exception as error:  # of the HTTP library, which differs between versions of the client
-        logger.info("the model hub %s does not answer, only its local cache is used: %s", constants.ENDPOINT, error)
-        return False
-    return True
-
-
-def _check_eos(tokenizer: Any, name: str | Path) -> None:
-    if tokenizer.eos_token_id is None:
-        hint = 'set "eos_token" in its tokenizer_config.json: generation ends at that token'
-        raise ConfigError(with_hint(f"the tokenizer {name} has no end-of-sequence token", hint))
-
-
-@contextmanager
-def clear_errors(path: str | Path) -> Iterator[None]:
-    """Turn what libraries raise while they read a model into a ConfigError with a hint."""
-    from safetensors import SafetensorError
-
-    try:
-        yield
-    except ConfigError:
-        raise
-    except (OSError, ValueError, RuntimeError, SafetensorError, UnpicklingError) as error:
-        first_line = str(error).strip().split("\n")[0]
-        hint = "check the path, or the hub name and the network; a hub model must be in the local cache when offline"
-        raise ConfigError(with_hint(f"cannot load the model {path}: {first_line}", hint)) from error
 
 
 @contextmanager
