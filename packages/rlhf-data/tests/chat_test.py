@@ -2,7 +2,7 @@
 
 import pytest
 
-from rlhf_data.chat import check_template, encode_completion, encode_conversation, encode_prompts, render_prompt
+from rlhf_data.chat import InputTemplate, encode_completion, encode_conversation, encode_prompts
 from rlhf_data.errors import ConfigError, DataError
 from rlhf_data.sources import read_rows
 from rlhf_data.testing import BOS_ID, EOS_ID, ByteTokenizer, write_jsonl
@@ -12,43 +12,37 @@ def row_of(tmp_path, value):
     return read_rows(write_jsonl(tmp_path / "a.jsonl", [{"q": value}]))[0]
 
 
-def render(row, *, tokenizer=None, apply_chat_template=False, input_template=None):
-    return render_prompt(
-        row,
-        tokenizer or ByteTokenizer(),
-        input_key="q",
-        apply_chat_template=apply_chat_template,
-        input_template=input_template,
-    )
+def render(row, **template):
+    return InputTemplate(tokenizer=ByteTokenizer(), **template).render(row, "q")
 
 
-def test_render_prompt_chat_template_wraps_text_as_user_message(tmp_path):
+def test_input_template_chat_template_wraps_text_as_user_message(tmp_path):
     text = render(row_of(tmp_path, "2+2"), apply_chat_template=True)
     assert text == "<bos>user: 2+2<eos>\nassistant: "
 
 
-def test_render_prompt_list_of_messages_is_used_as_is(tmp_path):
+def test_input_template_list_of_messages_is_used_as_is(tmp_path):
     messages = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "2+2"}]
     text = render(row_of(tmp_path, messages), apply_chat_template=True)
     assert text == "<bos>system: Be short.<eos>\nuser: 2+2<eos>\nassistant: "
 
 
-def test_render_prompt_input_template_is_literal_but_for_the_placeholder(tmp_path):
+def test_input_template_is_literal_but_for_the_placeholder(tmp_path):
     text = render(row_of(tmp_path, "a {} b"), input_template='{"q": "{}"} %s {0}')
     assert text == '{"q": "a {} b"} %s {0}'
 
 
 @pytest.mark.parametrize("template", ["", "no place", "{} and {}", "{0}"])
-def test_check_template_without_exactly_one_placeholder_is_refused(template):
+def test_input_template_without_exactly_one_placeholder_is_refused(template):
     with pytest.raises(ConfigError, match=r"must contain `\{\}` exactly once"):
-        check_template(ByteTokenizer(), apply_chat_template=False, input_template=template)
+        InputTemplate(tokenizer=ByteTokenizer(), input_template=template)
 
 
-def test_check_template_two_templates_or_none_to_apply_is_refused():
+def test_input_template_two_templates_or_none_to_apply_is_refused():
     with pytest.raises(ConfigError, match="input_template has no effect"):
-        check_template(ByteTokenizer(), apply_chat_template=True, input_template="{}")
+        InputTemplate(tokenizer=ByteTokenizer(), apply_chat_template=True, input_template="{}")
     with pytest.raises(ConfigError, match="has no chat template\n\nhint: "):
-        check_template(ByteTokenizer(chat_template=None), apply_chat_template=True, input_template=None)
+        InputTemplate(tokenizer=ByteTokenizer(chat_template=None), apply_chat_template=True)
 
 
 @pytest.mark.parametrize(
@@ -64,14 +58,14 @@ def test_check_template_two_templates_or_none_to_apply_is_refused():
         ({"role": "user", "content": "x"}, "got an object"),
     ],
 )
-def test_render_prompt_broken_input_names_file_and_line(tmp_path, value, says):
+def test_input_template_broken_input_names_file_and_line(tmp_path, value, says):
     with pytest.raises(DataError) as caught:
         render(row_of(tmp_path, value), apply_chat_template=True)
     assert f"{tmp_path / 'a.jsonl'}:1: " in str(caught.value)
     assert says in str(caught.value)
 
 
-def test_render_prompt_messages_without_chat_template_are_explained(tmp_path):
+def test_input_template_messages_without_chat_template_are_explained(tmp_path):
     with pytest.raises(DataError, match="messages need --apply_chat_template"):
         render(row_of(tmp_path, [{"role": "user", "content": "x"}]))
 

@@ -5,6 +5,7 @@ A tokenizer is a loaded Hugging Face tokenizer, or an object that behaves like o
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -42,50 +43,53 @@ class Tokenizer(Protocol):
         ...
 
 
-def check_template(tokenizer: Tokenizer, *, apply_chat_template: bool, input_template: str | None) -> None:
-    """Raise ConfigError unless the two ways to render an input fit each other and the tokenizer."""
-    if apply_chat_template and input_template is not None:
-        raise ConfigError(
-            with_hint(
-                "input_template has no effect when the chat template is applied",
-                "give either --apply_chat_template or --input_template",
-            )
-        )
-    if apply_chat_template and not getattr(tokenizer, "chat_template", None):
-        raise ConfigError(
-            with_hint(
-                "the tokenizer has no chat template",
-                "use an instruction-tuned model, or --input_template 'User: {}' without --apply_chat_template",
-            )
-        )
-    if input_template is not None and input_template.count(_PLACEHOLDER) != 1:
-        raise ConfigError(
-            with_hint(
-                f"input_template must contain `{{}}` exactly once, got {input_template!r}",
-                "`{}` is where the input goes, as in 'Question: {} Answer: '",
-            )
-        )
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InputTemplate:
+    """How an input becomes a prompt.
 
-
-def render_prompt(
-    row: Row, tokenizer: Tokenizer, *, input_key: str, apply_chat_template: bool, input_template: str | None
-) -> str:
-    """Return the text of the prompt that asks for a response to a row.
-
-    With the chat template: the row's input as one user message, or as it is when it already is a list of messages,
-    followed by the generation prompt. Else the input put into `input_template`, in which all but `{}` is literal.
+    Attributes:
+        tokenizer: the model's, loaded.
+        apply_chat_template: render with the tokenizer's chat template.
+        input_template: text with one `{}` for the input; everything else in it is literal.
 
     Raises:
-        DataError: a missing key, an input that is empty or of the wrong type, messages the template refuses.
+        ConfigError: the two ways do not fit each other or the tokenizer.
     """
-    if apply_chat_template:
-        return render_chat(row_messages(row, input_key), tokenizer, origin=row.origin, add_generation_prompt=True)
-    if isinstance(row.cell(input_key), list):
-        raise DataError(
-            with_hint(f"{row.origin}: `{input_key}` is a list of messages", "messages need --apply_chat_template")
-        )
-    text = row.filled(input_key)
-    return text if input_template is None else input_template.replace(_PLACEHOLDER, text)
+
+    tokenizer: Tokenizer
+    apply_chat_template: bool = False
+    input_template: str | None = None
+
+    def __post_init__(self) -> None:
+        message = hint = None
+        if self.apply_chat_template and self.input_template is not None:
+            message = "input_template has no effect when the chat template is applied"
+            hint = "give either --apply_chat_template or --input_template"
+        elif self.apply_chat_template and not getattr(self.tokenizer, "chat_template", None):
+            message = "the tokenizer has no chat template"
+            hint = "use an instruction-tuned model, or --input_template 'User: {}' without --apply_chat_template"
+        elif self.input_template is not None and self.input_template.count(_PLACEHOLDER) != 1:
+            message = f"input_template must contain `{{}}` exactly once, got {self.input_template!r}"
+            hint = "`{}` is where the input goes, as in 'Question: {} Answer: '"
+        if message:
+            raise ConfigError(with_hint(message, hint))
+
+    def render(self, row: Row, key: str) -> str:
+        """Return the text of the prompt that asks for a response to a row.
+
+        With the chat template: the row's input as one user message, or as it is when it already is a list of messages,
+        followed by the generation prompt. Else the input put into `input_template`.
+
+        Raises:
+            DataError: a missing key, an input that is empty or of the wrong type, messages the template refuses.
+        """
+        if self.apply_chat_template:
+            messages = row_messages(row, key)
+            return render_chat(messages, self.tokenizer, origin=row.origin, add_generation_prompt=True)
+        if isinstance(row.cell(key), list):
+            message = f"{row.origin}: `{key}` is a list of messages"
+            raise DataError(with_hint(message, "messages need --apply_chat_template"))
+        return (self.input_template or _PLACEHOLDER).replace(_PLACEHOLDER, row.filled(key))
 
 
 def row_messages(row: Row, key: str) -> Messages:

@@ -68,9 +68,7 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
     parser = _Parser(prog="rlhf-data", description=__doc__, allow_abbrev=False)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     command = commands.add_parser("inspect", help="count, measure and show the rows of data files", allow_abbrev=False)
-    command.add_argument(
-        "data", nargs="+", metavar="FILE", help=".json, .jsonl, .csv (also .gz), .parquet, a folder, ..."
-    )
+    command.add_argument("data", nargs="+", metavar="FILE", help=".json, .jsonl, .csv (also .gz), .parquet, ...")
     command.add_argument("--tokenizer", metavar="NAME", help="folder or hub name; without it only the rows are counted")
     command.add_argument("--kind", default="sft", help=f"what the rows are for: {', '.join(_OPTIONS)} (default: sft)")
     command.add_argument("--row", type=int, default=1, metavar="N", help="show the Nth row (default: 1)")

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import overload
 
-from rlhf_data.chat import Tokenizer, check_template, encode_prompts, render_prompt
+from rlhf_data.chat import InputTemplate, Tokenizer, encode_prompts
 from rlhf_data.errors import ConfigError, DataError, with_hint
 from rlhf_data.records import Prompt
 from rlhf_data.rows import RowErrors
@@ -83,17 +83,13 @@ def load_prompts(
     """
     if prompt_max_len < 1:
         raise ConfigError(f"prompt_max_len must be at least 1, got {prompt_max_len}")
-    check_template(tokenizer, apply_chat_template=apply_chat_template, input_template=input_template)
+    template = InputTemplate(
+        tokenizer=tokenizer, apply_chat_template=apply_chat_template, input_template=input_template
+    )
     errors, drafts = RowErrors(skip_bad_rows=skip_bad_rows), []
     for row in rows.read(errors):
         try:
-            text = render_prompt(
-                row,
-                tokenizer,
-                input_key=input_key,
-                apply_chat_template=apply_chat_template,
-                input_template=input_template,
-            )
+            text = template.render(row, input_key)
             label = None if label_key is None else row.label(label_key)
             drafts.append((row, text, label, source if source_key is None else row.text(source_key)))
         except DataError as error:
