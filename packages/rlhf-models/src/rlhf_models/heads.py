@@ -8,7 +8,7 @@ from torch import Tensor
 
 from rlhf_data.errors import ConfigError, with_hint
 from rlhf_data.pretrained import clear_errors, located
-from rlhf_models.loading import VALUE_HEAD_FILE, WEIGHT_FILES, read_index
+from rlhf_models.files import VALUE_HEAD_FILE, WEIGHT_FILES, read_index
 
 # `score` is that of transformers' ...ForSequenceClassification; the others are of trainers with a class of their own.
 HEAD_NAMES = ("score", "value_head", "reward_head", "v_head")

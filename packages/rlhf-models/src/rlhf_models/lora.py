@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from rlhf_data.errors import ConfigError, with_hint
 from rlhf_data.pretrained import clear_errors, load_tokenizer
-from rlhf_models.loading import VALUE_HEAD_FILE, load_actor, load_critic
+from rlhf_models.files import VALUE_HEAD_FILE
+from rlhf_models.loading import load_actor, load_critic
 from rlhf_models.weights import save_hf
 
 _PREFIX = "model."  # of the transformers model in an `Actor`, `Critic` or `RewardModel`

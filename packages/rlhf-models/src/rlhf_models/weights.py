@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhf_data.errors import CheckpointError, ConfigError, with_hint
-from rlhf_models.loading import VALUE_HEAD_FILE, quiet_transformers
+from rlhf_models.files import VALUE_HEAD_FILE, quiet_transformers
 
 logger = logging.getLogger(__name__)
 
