@@ -78,11 +78,7 @@ class TokenBatch:
 
     def to(self, device: torch.device | str) -> "TokenBatch":
         """Return the batch on another device."""
-        moved = {
-            name: value.to(device)
-            for name in ("input_ids", "position_ids", "padding_mask", "cu_seqlens")
-            if (value := getattr(self, name)) is not None
-        }
+        moved = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)}
         return replace(self, **moved)
 
     def lay_out(self, sequences: Sequence[Any], dtype: torch.dtype, fill: float | bool = 0) -> Tensor:

@@ -12,6 +12,7 @@ from rlhf_models.files import VALUE_HEAD_FILE, WEIGHT_FILES, read_index
 
 # `score` is that of transformers' ...ForSequenceClassification; the others are of trainers with a class of their own.
 HEAD_NAMES = ("score", "value_head", "reward_head", "v_head")
+_WEIGHTS = ("weight", *(f"{name}.weight" for name in HEAD_NAMES))  # the first is that of `VALUE_HEAD_FILE`
 _SERVE = "serve a model of another kind with its own code behind --remote_rm_url http://..."
 
 
@@ -29,13 +30,16 @@ def load_head(path: str | Path, config: Any) -> Tensor | None:
         ConfigError: a head of more outputs than one or of another width, or one with a bias.
     """
     with clear_errors("model", path):
-        located = _locate(path)
-    if located is None:
-        return None
-    file, name, has_bias = located
-    if has_bias:
-        raise ConfigError(with_hint(f"the head {name} of the model {path} has a bias; a weight alone is read", _SERVE))
-    with clear_errors("model", path):
+        files = _files_by_tensor(path)
+        name = next((name for name in _WEIGHTS if name in files), None)
+        if name is None:
+            return None
+        if name.removesuffix("weight") + "bias" in files:
+            message = f"the head {name} of the model {path} has a bias; a weight alone is read"
+            raise ConfigError(with_hint(message, _SERVE))
+        file = _file(path, files[name])
+        if file is None:
+            raise ConfigError(f"the model {path} lacks the weights in {files[name]}")
         weight = _read(file, name)
     expected = [1, config.get_text_config().hidden_size]
     if list(weight.shape) != expected:
@@ -55,25 +59,16 @@ def require_head(path: str | Path, config: Any) -> Tensor:
     return weight
 
 
-def _locate(path: str | Path) -> tuple[Path, str, bool] | None:
-    """Return the file that holds the head, the weight's name in it, and whether a bias is beside it."""
-    if own := _file(path, VALUE_HEAD_FILE):
-        return own, "weight", False
+def _files_by_tensor(path: str | Path) -> dict[str, str]:
+    """Return the name of the file that holds each of a model's tensors, or only that of its head where it has one."""
+    if _file(path, VALUE_HEAD_FILE):
+        return {"weight": VALUE_HEAD_FILE}
     for stem in WEIGHT_FILES:
         if whole := _file(path, stem):
-            files = dict.fromkeys(_names(whole), stem)
-        elif index := _file(path, f"{stem}.index.json"):
-            files = read_index(index)
-        else:
-            continue
-        name = next((name for name in HEAD_NAMES if f"{name}.weight" in files), None)
-        if name is None:
-            return None
-        file = _file(path, files[f"{name}.weight"])
-        if file is None:
-            raise ConfigError(f"the model {path} lacks the weights in {files[f'{name}.weight']}")
-        return file, f"{name}.weight", f"{name}.bias" in files
-    return None
+            return dict.fromkeys(_names(whole), stem)
+        if index := _file(path, f"{stem}.index.json"):
+            return read_index(index)
+    return {}
 
 
 def _file(path: str | Path, name: str) -> Path | None:
