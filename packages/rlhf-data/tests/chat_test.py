@@ -4,6 +4,7 @@ import pytest
 
 from rlhf_data.chat import InputTemplate, encode_completion, encode_conversation, encode_prompts
 from rlhf_data.errors import ConfigError, DataError
+from rlhf_data.rows import Row
 from rlhf_data.sources import read_rows
 from rlhf_data.testing import BOS_ID, EOS_ID, ByteTokenizer, write_jsonl
 
@@ -142,8 +143,9 @@ def word_tokenizer(template):
     return tokenizer
 
 
-def encode(template, *, all_turns=True, messages=TALK, **options):
-    ids, mask = encode_conversation(messages, word_tokenizer(template), origin="o", all_turns=all_turns, **options)
+def encode(template, *, all_turns=True, messages=TALK, is_truncated=False):
+    row = Row({"finish_reason": "length" if is_truncated else "stop"}, "o", 1)
+    ids, mask = encode_conversation(row, messages, word_tokenizer(template), all_turns=all_turns)
     words = [WORDS[token] for token in ids]
     return " ".join(f"[{word}]" if flag else word for word, flag in zip(words, mask, strict=True))
 
@@ -199,7 +201,7 @@ def test_encode_conversation_marks_that_miss_an_answer_are_refused():
     hidden = (
         MARKED.replace("INSIDE", "+ ' </s>'").replace("OUTSIDE", "").replace("{% generation %}", "{% generation %} ")
     )
-    with pytest.raises(ConfigError, match=r"^o: the chat template marks 0 runs of tokens for 2 answers"):
+    with pytest.raises(ConfigError, match=r"^o:1: the chat template marks 0 runs of tokens for 2 answers"):
         encode(hidden)
 
 
@@ -211,7 +213,7 @@ def test_encode_conversation_truncated_answer_has_no_end():
 
 def test_encode_conversation_template_that_rewrites_history_is_refused_for_all_turns_only():
     with pytest.raises(
-        ConfigError, match=r"^o: the chat template rewrites what precedes message 3 [^$]*without --multiturn"
+        ConfigError, match=r"^o:1: the chat template rewrites what precedes message 3 [^$]*without --multiturn"
     ):
         encode(FORGETFUL)
     expected = "user one </s> assistant two </s> user three </s> assistant [<think>] [</think>] [one] [two] [</s>]"

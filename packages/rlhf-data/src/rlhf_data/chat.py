@@ -5,7 +5,7 @@ A tokenizer is a loaded Hugging Face tokenizer, or an object that behaves like o
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -30,17 +30,14 @@ class Tokenizer(Protocol):
 
     def __call__(self, text: Any, *, add_special_tokens: bool = True) -> Mapping[str, Any]:
         """Return a mapping whose "input_ids" are the token ids of one text, or of each text of a list."""
-        ...
 
     def decode(self, token_ids: Any, *, skip_special_tokens: bool = False) -> str:
         """Return the text of token ids."""
-        ...
 
     def apply_chat_template(
         self, conversation: Any, *, tokenize: bool, add_generation_prompt: bool, **options: Any
     ) -> Any:
         """Return the rendered conversation."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +53,7 @@ class InputTemplate:
         ConfigError: the two ways do not fit each other or the tokenizer.
     """
 
-    tokenizer: Tokenizer
+    tokenizer: Tokenizer = field(repr=False)
     apply_chat_template: bool = False
     input_template: str | None = None
 
@@ -120,13 +117,9 @@ def render_chat(messages: Messages, tokenizer: Tokenizer, *, origin: str, add_ge
     Raises:
         DataError: the template refuses the messages; the text names `origin`.
     """
-    try:
-        # return_dict: from transformers 5 on the default is a dictionary.
-        return tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=add_generation_prompt, return_dict=False
-        )
-    except Exception as error:  # a template is a program: it may raise anything
-        raise DataError(f"{origin}: the chat template refuses the messages: {error}") from error
+    # return_dict: from transformers 5 on the default is a dictionary.
+    options = {"tokenize": False, "add_generation_prompt": add_generation_prompt, "return_dict": False}
+    return _apply_template(messages, tokenizer, origin, **options)
 
 
 def encode_prompts(texts: Sequence[str], tokenizer: Tokenizer, *, has_special_tokens: bool) -> list[list[int]]:
@@ -162,9 +155,7 @@ def encode_completion(text: str, tokenizer: Tokenizer, *, is_truncated: bool = F
     Raises:
         ConfigError: the tokenizer has no EOS token.
     """
-    eos = tokenizer.eos_token_id
-    if eos is None:
-        raise ConfigError("the tokenizer has no EOS token, so no completion can end")
+    eos = _eos(tokenizer)
     ids = _encode([text], tokenizer, add_special_tokens=False)[0]
     if is_truncated:
         return ids
@@ -198,9 +189,9 @@ def check_roles(messages: Messages, *, origin: str) -> None:
 
 
 def encode_conversation(
-    messages: Messages, tokenizer: Tokenizer, *, origin: str, all_turns: bool, is_truncated: bool = False
+    row: Row, messages: Messages, tokenizer: Tokenizer, *, all_turns: bool = False
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the token ids [L] of a conversation and which of them the assistant wrote [L] bool.
+    """Return the token ids [L] of a row's conversation and which of them the assistant wrote [L] bool.
 
     A template with `{% generation %}` marks says itself what the assistant writes, and an EOS right after a mark
     belongs to it. Of any other template, what it writes for an assistant's message after the generation prompt is the
@@ -208,17 +199,19 @@ def encode_conversation(
     generation. The last answer ends with one EOS, and what follows that is left out.
 
     Args:
+        row: where the messages come from. When it says that the answer was cut, no EOS is put after that, and marks
+            are not used, for they hold the EOS.
         messages: a conversation that ends with the assistant; see `check_roles`.
         tokenizer: the model's, loaded, with a chat template.
-        origin: for messages.
         all_turns: every answer is trained; else the last one.
-        is_truncated: the last answer was cut: no EOS is put after it. Marks are not used then, for they hold the EOS.
 
     Raises:
         ConfigError: the template writes history differently once messages follow it, so that no mask fits what the
             model will see; marks that cannot be told apart by message; no EOS token.
-        DataError: the template refuses the messages.
+        DataError: roles out of order, or messages that the template refuses.
     """
+    origin, is_truncated = row.origin, row.is_truncated
+    check_roles(messages, origin=origin)
     if has_generation_marks(tokenizer) and not is_truncated:
         return _encode_marked(messages, tokenizer, origin, all_turns)
     ids: list[int] = []
@@ -275,15 +268,9 @@ def _pieces(messages: Messages, tokenizer: Tokenizer, origin: str, all_turns: bo
 def _encode_marked(
     messages: Messages, tokenizer: Tokenizer, origin: str, all_turns: bool
 ) -> tuple[np.ndarray, np.ndarray]:
-    try:
-        encoded = tokenizer.apply_chat_template(
-            messages, tokenize=True, add_generation_prompt=False, return_dict=True, return_assistant_tokens_mask=True
-        )
-    except Exception as error:  # a template is a program: it may raise anything
-        raise DataError(f"{origin}: the chat template refuses the messages: {error}") from error
-    ids, mask, eos = np.array(encoded["input_ids"]), np.array(encoded["assistant_masks"], bool), tokenizer.eos_token_id
-    if eos is None:
-        raise ConfigError("the tokenizer has no EOS token, so no completion can end")
+    options = {"tokenize": True, "add_generation_prompt": False, "return_dict": True}
+    encoded = _apply_template(messages, tokenizer, origin, return_assistant_tokens_mask=True, **options)
+    ids, mask, eos = np.array(encoded["input_ids"]), np.array(encoded["assistant_masks"], bool), _eos(tokenizer)
     mask[1:] |= mask[:-1] & (ids[1:] == eos)
     starts = np.flatnonzero(mask & ~np.concatenate([[False], mask[:-1]]))
     answers = sum(message["role"] == "assistant" for message in messages)
@@ -302,6 +289,19 @@ def _encode_marked(
         return ids[: ends[0] + 1].astype(np.int32), mask[: ends[0] + 1]
     length = len(ids) if tokenizer.decode(ids[last + 1 :]).strip() else last + 1
     return np.append(ids[:length], eos).astype(np.int32), np.append(mask[:length], True)
+
+
+def _apply_template(messages: Messages, tokenizer: Tokenizer, origin: str, **options: bool) -> Any:
+    try:
+        return tokenizer.apply_chat_template(messages, **options)
+    except Exception as error:  # a template is a program: it may raise anything
+        raise DataError(f"{origin}: the chat template refuses the messages: {error}") from error
+
+
+def _eos(tokenizer: Tokenizer) -> int:
+    if tokenizer.eos_token_id is None:
+        raise ConfigError("the tokenizer has no EOS token, so no completion can end")
+    return tokenizer.eos_token_id
 
 
 def _encode(texts: list[str], tokenizer: Tokenizer, *, add_special_tokens: bool) -> list[list[int]]:

@@ -9,7 +9,7 @@ import tempfile
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass
 from itertools import islice
 from multiprocessing import get_context
 from pathlib import Path
@@ -35,7 +35,6 @@ class Encoder(Protocol[Example]):
 
     def __call__(self, row: Row) -> Example:
         """Return the example of a row."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,10 +217,5 @@ def _key(data: str, encoder: Any, max_len: int) -> str:
     backend = getattr(tokenizer, "backend_tokenizer", None)  # a pickled one is not the same in every process
     words = pickle.dumps(tokenizer) if backend is None else backend.to_str().encode()
     ends = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.chat_template)
-    parts = repr((_FORMAT, data, _options(encoder), max_len, ends)).encode()
+    parts = repr((_FORMAT, data, encoder, max_len, ends)).encode()  # an encoder shows all but its tokenizer
     return hashlib.sha256(parts + words).hexdigest()[:24]
-
-
-def _options(encoder: Any) -> list[Any]:
-    values = [(field.name, getattr(encoder, field.name)) for field in fields(encoder) if field.name != "tokenizer"]
-    return [type(encoder).__name__, *((name, _options(one) if is_dataclass(one) else one) for name, one in values)]

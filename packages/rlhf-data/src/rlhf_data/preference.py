@@ -1,15 +1,15 @@
 """Examples of what is better than what: pairs, single judged answers, and judged steps."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from rlhf_data.chat import InputTemplate, Tokenizer, encode_prompts, row_messages
+from rlhf_data.chat import InputTemplate, Tokenizer, encode_conversation, encode_prompts, row_messages
 from rlhf_data.errors import ConfigError, DataError, with_hint
 from rlhf_data.records import freeze_arrays
 from rlhf_data.rows import Row, kind_of
-from rlhf_data.sft import SftEncoder, SftExample, completed, conversation
+from rlhf_data.sft import SftEncoder, SftExample, completed
 
 _ANSWER_MARK = "\n\nAssistant:"  # of the helpful-and-harmless dialogues, whose texts hold prompt and answer
 _VERDICTS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
@@ -135,7 +135,7 @@ class PreferenceEncoder(InputTemplate):
                 raise DataError(with_hint(message, "give --prompt_key, or leave out --apply_chat_template"))
         if both[0][:-1] != both[1][:-1]:
             raise DataError(f"{row.origin}: the two conversations differ before their last message")
-        return [conversation(row, messages, self.tokenizer) for messages in both]
+        return [encode_conversation(row, messages, self.tokenizer) for messages in both]
 
     def _texts(self, row: Row) -> list[tuple[np.ndarray, np.ndarray]]:
         keys = (self.chosen_key, self.rejected_key)
@@ -205,7 +205,7 @@ class ProcessEncoder:
         DataError: called with a row that cannot be used, such as one with more labels than placeholders.
     """
 
-    tokenizer: Tokenizer
+    tokenizer: Tokenizer = field(repr=False)
     placeholder: str
     input_key: str = "input"
     label_key: str = "label"

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import overload
+from typing import Any
 
 from rlhf_data.chat import InputTemplate, Tokenizer, encode_prompts
 from rlhf_data.errors import ConfigError, DataError, with_hint
@@ -32,11 +32,7 @@ class PromptSet(Sequence[Prompt]):
     def __len__(self) -> int:
         return len(self.prompts)
 
-    @overload
-    def __getitem__(self, index: int) -> Prompt: ...
-    @overload
-    def __getitem__(self, index: slice) -> tuple[Prompt, ...]: ...
-    def __getitem__(self, index: int | slice) -> Prompt | tuple[Prompt, ...]:
+    def __getitem__(self, index: int | slice) -> Any:
         return self.prompts[index]
 
     @property

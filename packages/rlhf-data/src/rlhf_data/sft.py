@@ -6,9 +6,7 @@ import numpy as np
 
 from rlhf_data.chat import (
     InputTemplate,
-    Messages,
     Tokenizer,
-    check_roles,
     encode_completion,
     encode_conversation,
     encode_prompts,
@@ -94,7 +92,7 @@ class SftEncoder(InputTemplate):
             messages = row_messages(row, self.input_key)
             if self.output_key is not None:
                 messages = [*messages, {"role": "assistant", "content": row.filled(self.output_key)}]
-            ids, mask = conversation(row, messages, self.tokenizer, all_turns=self.multiturn)
+            ids, mask = encode_conversation(row, messages, self.tokenizer, all_turns=self.multiturn)
         elif self.output_key is not None:
             answer = row.filled(self.output_key)
             ids, mask = completed(row, self.render(row, self.input_key), answer, self.tokenizer)
@@ -107,16 +105,6 @@ class SftEncoder(InputTemplate):
         if self.pretrain:
             mask = np.arange(len(ids)) > 0
         return SftExample(row.row_id, ids, mask)
-
-
-def conversation(
-    row: Row, messages: Messages, tokenizer: Tokenizer, *, all_turns: bool = False
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return tokens and mask of a row's conversation; see `encode_conversation`."""
-    check_roles(messages, origin=row.origin)
-    return encode_conversation(
-        messages, tokenizer, origin=row.origin, all_turns=all_turns, is_truncated=row.is_truncated
-    )
 
 
 def completed(row: Row, prompt: str, answer: str, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
