@@ -9,8 +9,6 @@ from typing import Any
 from rlhf_data.errors import ConfigError, DataError, RlhfError, unknown, with_hint
 from rlhf_data.pretrained import hub_answers
 
-_FORMATS = {".parquet": "parquet", ".arrow": "arrow"}
-
 
 def open_dataset(
     name: str, subset: str | None, *, split: str, streaming: bool
@@ -30,14 +28,10 @@ def open_dataset(
     try:
         if path.suffix.lower() == ".py":
             table = _run_script(path, subset, split, streaming)
-        elif (
-            path.is_dir()
-            and not subset
-            and any((path / file).is_file() for file in ("state.json", "dataset_dict.json"))
-        ):
+        elif not subset and any((path / file).is_file() for file in ("state.json", "dataset_dict.json")):
             table = _saved(name, split, streaming)
         elif path.is_file():
-            kind = _FORMATS[path.suffix.lower()]
+            kind = path.suffix.lower()[1:]  # parquet or arrow
             table = datasets.load_dataset(kind, data_files=name, split="train", streaming=streaming)
         else:
             # The library's own switch; it would try the hub again and again for half a minute.
