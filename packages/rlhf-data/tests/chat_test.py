@@ -5,12 +5,12 @@ import pytest
 from rlhf_data.chat import InputTemplate, encode_completion, encode_conversation, encode_prompts
 from rlhf_data.errors import ConfigError, DataError
 from rlhf_data.rows import Row
-from rlhf_data.sources import read_rows
+from rlhf_data.sources import open_sources
 from rlhf_data.testing import BOS_ID, EOS_ID, ByteTokenizer, write_jsonl
 
 
 def row_of(tmp_path, value):
-    return read_rows(write_jsonl(tmp_path / "a.jsonl", [{"q": value}]))[0]
+    return next(iter(open_sources(write_jsonl(tmp_path / "a.jsonl", [{"q": value}]))))
 
 
 def render(row, **template):

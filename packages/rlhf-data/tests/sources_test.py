@@ -7,7 +7,7 @@ import pytest
 
 from rlhf_data.errors import ConfigError, DataError
 from rlhf_data.rows import RowErrors
-from rlhf_data.sources import open_sources, read_rows
+from rlhf_data.sources import open_sources
 from rlhf_data.testing import write_jsonl
 
 
@@ -16,6 +16,10 @@ def write(path, content, is_compressed):
     path = path.with_name(f"{path.name}.gz") if is_compressed else path
     path.write_bytes(gzip.compress(content) if is_compressed else content)
     return path
+
+
+def read_rows(path):
+    return list(open_sources(path))
 
 
 def test_read_rows_jsonl_keeps_order_and_line_numbers(tmp_path):
@@ -32,12 +36,12 @@ def test_read_rows_json_list_knows_the_line_of_each_row(tmp_path):
     assert [(row.number, row.values["q"]) for row in read_rows(path)] == [(3, 1), (4, 2), (6, 3)]
 
 
-def test_read_rows_max_rows_reads_no_further(tmp_path):
+def test_open_sources_max_samples_reads_no_further(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"q": 1}\n{"q": 2}\nbroken\n')
-    assert len(read_rows(path, max_rows=2)) == 2
+    assert len(list(open_sources(path, max_samples=2))) == 2
     with pytest.raises(ConfigError, match="at least 1, got 0"):
-        read_rows(path, max_rows=0)
+        open_sources(path, max_samples=0)
 
 
 @pytest.mark.parametrize(

@@ -106,9 +106,7 @@ def load_examples(
         raise ConfigError(f"num_workers must be at least 0, got {num_workers}")
     work = _Work(rows, encoder, max_len, num_workers, progress)
     examples, counts = work.cached(Path(cache_dir)) if cache_dir is not None else (tuple(work.encode()), work.counts)
-    errors = RowErrors(skip_bad_rows=skip_bad_rows)
-    errors.num_bad, errors.first = counts.num_bad, list(counts.bad)
-    errors.check(counts.num_rows)
+    RowErrors(skip_bad_rows, counts.num_bad, list(counts.bad)).check(counts.num_rows)
     if not examples:
         raise DataError(
             with_hint(

@@ -150,11 +150,6 @@ def open_sources(
     return Rows(tuple(_open(name, streaming, split) for name in names), probs, seed, max_samples)
 
 
-def read_rows(path: str | Path, *, max_rows: int | None = None) -> list[Row]:
-    """Return the rows of one source, see `open_sources`; the first broken one is raised."""
-    return list(open_sources(Path(path), max_samples=max_rows))
-
-
 def _open(name: str | Path, streaming: bool, split: str) -> Source:
     path, subset = Path(name), None
     if not path.exists() and "@" in path.name:
