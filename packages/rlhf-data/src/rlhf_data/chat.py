@@ -102,12 +102,8 @@ def row_messages(row: Row, key: str) -> Messages:
         raise DataError(f"{row.origin}: `{key}` is an empty list of messages")
     for index, message in enumerate(value):
         if not isinstance(message, dict) or not all(isinstance(message.get(part), str) for part in ("role", "content")):
-            raise DataError(
-                with_hint(
-                    f"{row.origin}: message {index} of `{key}` needs a text `role` and a text `content`",
-                    'a message looks like {"role": "user", "content": "..."}',
-                )
-            )
+            problem = f"{row.origin}: message {index} of `{key}` needs a text `role` and a text `content`"
+            raise DataError(with_hint(problem, 'a message looks like {"role": "user", "content": "..."}'))
     return value
 
 
@@ -249,13 +245,10 @@ def _pieces(messages: Messages, tokenizer: Tokenizer, origin: str, all_turns: bo
         before = render_chat(messages[:index], tokenizer, origin=origin, add_generation_prompt=True)
         after = render_chat(messages[: index + 1], tokenizer, origin=origin, add_generation_prompt=False)
         if not (before.startswith(done) and after.startswith(before)):
-            raise ConfigError(
-                with_hint(
-                    f"{origin}: the chat template rewrites what precedes message {index} once an answer is there",
-                    "use a template that only appends or has {% generation %} marks"
-                    + (", or train the last answer only, without --multiturn" if all_turns else ""),
-                )
-            )
+            problem = f"{origin}: the chat template rewrites what precedes message {index} once an answer is there"
+            hint = "use a template that only appends or has {% generation %} marks"
+            hint += ", or train the last answer only, without --multiturn" if all_turns else ""
+            raise ConfigError(with_hint(problem, hint))
         # White space that the template writes after the EOS is not the assistant's.
         text = after[len(before) :]
         head, eos, tail = text.rpartition(tokenizer.eos_token or "\0")
@@ -275,12 +268,9 @@ def _encode_marked(
     starts = np.flatnonzero(mask & ~np.concatenate([[False], mask[:-1]]))
     answers = sum(message["role"] == "assistant" for message in messages)
     if len(starts) < answers or (len(starts) > answers and not all_turns):
-        raise ConfigError(
-            with_hint(
-                f"{origin}: the chat template marks {len(starts)} runs of tokens for {answers} answers",
-                "train all of them, with --multiturn" if len(starts) > answers else "use a template without marks",
-            )
-        )
+        message = f"{origin}: the chat template marks {len(starts)} runs of tokens for {answers} answers"
+        hint = "train all of them, with --multiturn" if len(starts) > answers else "use a template without marks"
+        raise ConfigError(with_hint(message, hint))
     if not all_turns:
         mask[: starts[-1]] = False
     last = int(np.flatnonzero(mask)[-1])

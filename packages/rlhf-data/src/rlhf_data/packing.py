@@ -31,12 +31,9 @@ def pack(lengths: Sequence[int] | np.ndarray, budget_tokens: int) -> list[list[i
         return []
     longest = int(lengths.argmax())
     if lengths[longest] > budget_tokens:
-        raise DataError(
-            with_hint(
-                f"sequence {longest} has {lengths[longest]} tokens, more than the budget of {budget_tokens}",
-                f"raise the token budget to at least {lengths[longest]}, or leave longer sequences out",
-            )
-        )
+        message = f"sequence {longest} has {lengths[longest]} tokens, more than the budget of {budget_tokens}"
+        hint = f"raise the token budget to at least {lengths[longest]}, or leave longer sequences out"
+        raise DataError(with_hint(message, hint))
     bins: list[list[int]] = []
     free: list[tuple[int, int]] = []  # (tokens left, bin), ascending
     for index in np.argsort(-lengths, kind="stable").tolist():
@@ -72,12 +69,8 @@ def split_balanced(lengths: Sequence[int] | np.ndarray, num_parts: int) -> list[
     """
     lengths = _checked(lengths)
     if num_parts < 1 or len(lengths) < num_parts:
-        raise ConfigError(
-            with_hint(
-                f"{len(lengths)} sequences cannot be split over {num_parts} ranks",
-                "use a larger batch or fewer data-parallel ranks",
-            )
-        )
+        message = f"{len(lengths)} sequences cannot be split over {num_parts} ranks"
+        raise ConfigError(with_hint(message, "use a larger batch or fewer data-parallel ranks"))
     smallest, larger = divmod(len(lengths), num_parts)
     parts: list[list[int]] = [[] for _ in range(num_parts)]
     tokens = [0] * num_parts

@@ -98,9 +98,8 @@ class Span:
     def __post_init__(self) -> None:
         freeze_arrays(self, token_ids=np.int32)
         if (self.source is SpanSource.POLICY) != (self.logprobs is not None and self.policy_version is not None):
-            raise DataError(
-                f"a {self.source} span carries log-probs and a policy version exactly when it is the policy's"
-            )
+            message = f"a {self.source} span carries log-probs and a policy version exactly when it is the policy's"
+            raise DataError(message)
         if self.logprobs is not None:
             freeze_arrays(self, logprobs=np.float32)
             if len(self.logprobs) != len(self.token_ids):

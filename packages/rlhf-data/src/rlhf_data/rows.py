@@ -78,9 +78,8 @@ class Row:
         """
         value = self.cell(key)
         if value is None:
-            raise DataError(
-                with_hint(f"{self.origin}: the label `{key}` is null", "remove the row, or write the answer into it")
-            )
+            message = f"{self.origin}: the label `{key}` is null"
+            raise DataError(with_hint(message, "remove the row, or write the answer into it"))
         if isinstance(value, bool | list | dict):
             return json.dumps(value, ensure_ascii=False)
         return self.text(key)

@@ -59,12 +59,8 @@ class EpochSampler:
         """
         for name, own in self._identity.items():
             if state.get(name) != own:
-                raise CheckpointError(
-                    with_hint(
-                        f"the saved order has {name} {state.get(name)}, this run has {own}",
-                        "resume with the data set and seed of the saved run",
-                    )
-                )
+                message = f"the saved order has {name} {state.get(name)}, this run has {own}"
+                raise CheckpointError(with_hint(message, "resume with the data set and seed of the saved run"))
         self.num_seen = int(state["num_seen"])
 
     def _order(self, epoch: int) -> np.ndarray:

@@ -72,19 +72,14 @@ class SftEncoder(InputTemplate):
     def __post_init__(self) -> None:
         InputTemplate.__post_init__(self)
         if self.multiturn and (self.pretrain or not self.apply_chat_template):
-            raise ConfigError(
-                with_hint(
-                    "multiturn trains every answer of a conversation: it needs the chat template and excludes pretrain",
-                    "add --apply_chat_template, or leave --multiturn out",
-                )
+            message = (
+                "multiturn trains every answer of a conversation: it needs the chat template and excludes pretrain"
             )
+            raise ConfigError(with_hint(message, "add --apply_chat_template, or leave --multiturn out"))
         if self.output_key is None and not (self.pretrain or self.apply_chat_template):
-            raise ConfigError(
-                with_hint(
-                    "without an output_key nothing tells the prompt from what is to be learned",
-                    "give --output_key, --apply_chat_template for conversations, or --pretrain_mode for plain text",
-                )
-            )
+            message = "without an output_key nothing tells the prompt from what is to be learned"
+            hint = "give --output_key, --apply_chat_template for conversations, or --pretrain_mode for plain text"
+            raise ConfigError(with_hint(message, hint))
 
     def __call__(self, row: Row) -> SftExample:
         """Return the example of a row."""

@@ -100,9 +100,8 @@ class Rows:
         if row is None and errors.num_bad > num_bad:
             raise DataError(f"no row of {source.name} can be read; the first that cannot:\n" + "\n".join(errors.first))
         if row is None:
-            raise DataError(
-                with_hint(f"{source.name} has no rows", "write one JSON object a line, with the prompt in it")
-            )
+            hint = "write one JSON object a line, with the prompt in it"
+            raise DataError(with_hint(f"{source.name} has no rows", hint))
 
 
 def open_sources(

@@ -6,8 +6,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from rlhf_data.records import FinishReason, Prompt, Rollout, Span, SpanSource, Verdict
 
 EOS_ID, BOS_ID = 0, 2  # bytes that no text has
@@ -99,13 +97,7 @@ def make_rollout(
 ) -> Rollout:
     """Return a single-turn rollout that answers `text` and `<eos>`; each log-prob is -1.0 unless given."""
     token_ids = [*ByteTokenizer().encode(text, add_special_tokens=False), EOS_ID]
-    spans = (
-        Span(SpanSource.PROMPT, prompt.token_ids),
-        Span(
-            SpanSource.POLICY,
-            np.array(token_ids),
-            np.full(len(token_ids), -1.0) if logprobs is None else np.array(logprobs),
-            policy_version,
-        ),
-    )
+    logprobs = [-1.0] * len(token_ids) if logprobs is None else logprobs
+    answer = Span(SpanSource.POLICY, token_ids, logprobs, policy_version)
+    spans = (Span(SpanSource.PROMPT, prompt.token_ids), answer)
     return Rollout(f"{group_id}/{index}", group_id, spans, FinishReason.STOP, text, verdict)
