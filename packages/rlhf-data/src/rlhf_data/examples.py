@@ -1,15 +1,13 @@
 """From rows to a set of examples: encoded by several processes, over-long ones and bad rows counted, kept on disk."""
 
 import hashlib
-import json
 import os
 import pickle
-import shutil
 import tempfile
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import islice
 from multiprocessing import get_context
 from pathlib import Path
@@ -22,7 +20,7 @@ from rlhf_data.sources import Rows
 from rlhf_data.store import Store, write_store
 
 _CHUNK = 256  # rows that a worker takes at once
-_FORMAT = 1  # of the cache; goes up when an encoder makes other tokens of the same row
+_FORMAT = 2  # of the cache; goes up when a row gives other tokens, or they are kept in another way
 
 Example = TypeVar("Example")
 Result = tuple[Any, str | None]  # an example, or why there is none
@@ -145,24 +143,21 @@ class _Work:
     def cached(self, cache_dir: Path) -> tuple[Sequence[Any], Counts]:
         data = self.rows.fingerprint()
         if data is None:
-            raise ConfigError(
-                with_hint(f"{self.rows.name} is streamed and cannot be cached", "leave out the cache, or streaming")
-            )
+            message = f"{self.rows.name} is streamed and cannot be cached"
+            raise ConfigError(with_hint(message, "leave out the cache, or streaming"))
         folder = cache_dir / _key(data, self.encoder, self.max_len)
         if not folder.exists():
             cache_dir.mkdir(parents=True, exist_ok=True)
-            draft = Path(tempfile.mkdtemp(prefix=".draft-", dir=cache_dir))
-            try:
-                write_store(draft / "set", self.encode())
-                (draft / "set" / "counts.json").write_text(json.dumps(asdict(self.counts)), encoding="utf-8")
-                (draft / "set").rename(folder)
-            except OSError:  # another process was faster
-                if not folder.exists():
-                    raise
-            finally:
-                shutil.rmtree(draft)
-        found = json.loads((folder / "counts.json").read_text(encoding="utf-8"))
-        return Store(folder), Counts(**found | {"bad": tuple(found["bad"])})
+            with tempfile.TemporaryDirectory(prefix=".draft-", dir=cache_dir) as scratch:
+                draft = Path(scratch) / "set"
+                write_store(draft, self.encode())
+                (draft / "counts.pickle").write_bytes(pickle.dumps(self.counts))
+                try:
+                    draft.rename(folder)
+                except OSError:  # another process was faster
+                    if not folder.exists():
+                        raise
+        return Store(folder), pickle.loads((folder / "counts.pickle").read_bytes())
 
     def _results(self, rows: Iterator[Row]) -> Iterator[Result]:
         if not self.num_workers:

@@ -179,15 +179,11 @@ def _digest(path: Path) -> str:
 
 
 def _read_table(name: str, table: Iterable[dict[str, Any]], errors: RowErrors) -> Iterator[Row]:
-    numbered = enumerate(table)
-    while True:
-        try:
-            number, values = next(numbered)
-        except StopIteration:
-            return
-        except Exception as error:  # the library's readers raise whatever the file's format does
-            raise DataError(f"{name} cannot be read: {error}") from error
-        yield Row(values, name, number, has_lines=False)
+    try:
+        for number, values in enumerate(table):
+            yield Row(values, name, number, has_lines=False)
+    except Exception as error:  # the library's readers raise whatever the file's format does
+        raise DataError(f"{name} cannot be read: {error}") from error
 
 
 def _read_text(parse: Callable[[Path], Iterator[tuple[int, Any]]], path: Path, errors: RowErrors) -> Iterator[Row]:
