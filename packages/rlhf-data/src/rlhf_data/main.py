@@ -70,8 +70,9 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
     command.add_argument("--max_len", type=int, default=2048, help="count what has more tokens (default: 2048)")
     command.add_argument("--max_samples", type=int, help="read only so many rows of each file")
     command.add_argument("--split", default="train", help="of data sets that have splits (default: train)")
+    command.add_argument("--tokenizer_chat_template", default=argparse.SUPPRESS, metavar="TEXT", help="not its own")
     encoding = command.add_argument_group("encoding", "as in the trainers; an --output_key '' stands for none")
-    for name in _NAMES:
+    for name in _NAMES[1:]:
         action: dict[str, Any] = {"action": "store_true"} if name in _SWITCHES else {"metavar": "TEXT"}
         encoding.add_argument(f"--{name}", default=argparse.SUPPRESS, **action)
     return parser, [flag for action in command._actions for flag in action.option_strings if flag.startswith("--")]
