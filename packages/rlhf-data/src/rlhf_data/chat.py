@@ -206,26 +206,19 @@ def encode_conversation(
             model will see; marks that cannot be told apart by message; no EOS token.
         DataError: roles out of order, or messages that the template refuses.
     """
-    origin, is_truncated = row.origin, row.is_truncated
-    check_roles(messages, origin=origin)
-    if has_generation_marks(tokenizer) and not is_truncated:
-        return _encode_marked(messages, tokenizer, origin, all_turns)
-    ids: list[int] = []
-    mask: list[bool] = []
-    pieces = _pieces(messages, tokenizer, origin, all_turns)
-    for number, (text, is_trained) in enumerate(pieces):
-        if number < len(pieces) - 1:
-            new = _encode([text], tokenizer, add_special_tokens=False)[0]
-        else:
-            if is_truncated:  # the template ends every answer
-                answer = messages[-1]["content"].strip()
-                if answer not in text:
-                    raise DataError(f"{origin}: the chat template does not write the truncated answer as it is")
-                text = text[: text.rindex(answer) + len(answer)]
-            new = encode_completion(text, tokenizer, is_truncated=is_truncated)
-        ids += new
-        mask += [is_trained] * len(new)
-    return np.array(ids, np.int32), np.array(mask, bool)
+    check_roles(messages, origin=row.origin)
+    if has_generation_marks(tokenizer) and not row.is_truncated:
+        return _encode_marked(messages, tokenizer, row.origin, all_turns)
+    *pieces, (last, _) = _pieces(messages, tokenizer, row.origin, all_turns)
+    if row.is_truncated:  # the template ends every answer
+        answer = messages[-1]["content"].strip()
+        if answer not in last:
+            raise DataError(f"{row.origin}: the chat template does not write the truncated answer as it is")
+        last = last[: last.rindex(answer) + len(answer)]
+    runs = _encode([text for text, _ in pieces], tokenizer, add_special_tokens=False)
+    runs.append(encode_completion(last, tokenizer, is_truncated=row.is_truncated))
+    is_trained = [*(flag for _, flag in pieces), True]
+    return np.concatenate(runs).astype(np.int32), np.repeat(is_trained, [len(run) for run in runs])
 
 
 def has_generation_marks(tokenizer: Tokenizer) -> bool:
