@@ -17,10 +17,7 @@ class PromptSet(Sequence[Prompt]):
 
     Attributes:
         prompts: in the order of the file.
-        num_rows: rows read; always `len(prompts) + num_too_long + num_bad`.
-        num_too_long: rows left out because their prompt has more tokens than the limit.
-        longest_tokens: tokens of the longest prompt that was read, kept or not.
-        num_bad: rows left out because they cannot be used.
+        num_rows, num_too_long, longest_tokens, num_bad: as in `rlhf_data.examples.Counts`.
     """
 
     prompts: tuple[Prompt, ...]
