@@ -9,8 +9,8 @@ import httpx
 import pytest
 import uvicorn
 
-from rlhf_data.chat import load_tokenizer
 from rlhf_data.errors import RewardError
+from rlhf_data.pretrained import load_tokenizer
 from rlhf_data.records import Verdict, VerdictKind
 from rlhf_data.rows import Row
 from rlhf_data.sft import SftEncoder

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from rlhf_data.chat import load_tokenizer
 from rlhf_data.preference import PreferenceEncoder
+from rlhf_data.pretrained import load_tokenizer
 from rlhf_data.sft import SftEncoder
 from rlhf_data.sources import open_sources
 from rlhf_data.testing import write_jsonl

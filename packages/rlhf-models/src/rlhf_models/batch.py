@@ -33,7 +33,7 @@ class TokenBatch:
     def padded(cls, sequences: Sequence[Any], pad_id: int, device: torch.device | str = "cpu") -> "TokenBatch":
         """Lay one sequence a row, filled up with `pad_id` on the right. Raises DataError for an empty sequence."""
         lengths = _lengths(sequences)
-        input_ids = _padded_rows(sequences, lengths, np.int64, pad_id)
+        input_ids = _padded_rows(sequences, np.int64, pad_id)
         columns = np.arange(input_ids.shape[1])
         mask = columns[None, :] < np.asarray(lengths)[:, None]
         return cls(
@@ -48,11 +48,10 @@ class TokenBatch:
     def packed(cls, sequences: Sequence[Any], device: torch.device | str = "cpu") -> "TokenBatch":
         """Lay all sequences end to end in one row. Raises DataError for an empty sequence."""
         lengths = _lengths(sequences)
-        input_ids = np.concatenate([np.asarray(sequence, np.int64) for sequence in sequences])
         position_ids = np.concatenate([np.arange(length) for length in lengths])
         cu_seqlens = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
         return cls(
-            input_ids=to_device(torch.from_numpy(input_ids[None]), device),
+            input_ids=to_device(torch.from_numpy(_packed_row(sequences, np.int64)), device),
             position_ids=to_device(torch.from_numpy(position_ids[None]), device),
             lengths=lengths,
             cu_seqlens=to_device(torch.from_numpy(cu_seqlens), device),
@@ -83,11 +82,7 @@ class TokenBatch:
 
     def to(self, device: torch.device | str) -> "TokenBatch":
         """Return the batch on another device."""
-        moved = {
-            name: value.to(device)
-            for name in ("input_ids", "position_ids", "padding_mask", "cu_seqlens")
-            if (value := getattr(self, name)) is not None
-        }
+        moved = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)}
         return replace(self, **moved)
 
     def lay_out(
@@ -113,11 +108,8 @@ class TokenBatch:
         """
         if (lengths := tuple(len(sequence) for sequence in sequences)) != self.lengths:
             raise DataError(f"arrays of lengths {lengths} for sequences of {self.lengths} tokens")
-        numpy_dtype = torch.empty(0, dtype=dtype).numpy().dtype
-        if self.is_packed:
-            rows = np.concatenate([np.asarray(sequence, numpy_dtype) for sequence in sequences])[None]
-        else:
-            rows = _padded_rows(sequences, lengths, numpy_dtype, fill)
+        arrange = _packed_row if self.is_packed else _padded_rows
+        rows = arrange(sequences, torch.empty(0, dtype=dtype).numpy().dtype, fill)
         return to_device(torch.from_numpy(rows), self.input_ids.device if device is None else device)
 
     def split(self, values: Tensor) -> list[Tensor]:
@@ -141,8 +133,12 @@ def _lengths(sequences: Sequence[Any]) -> tuple[int, ...]:
     return lengths
 
 
-def _padded_rows(sequences: Sequence[Any], lengths: tuple[int, ...], dtype: Any, fill: float | bool) -> np.ndarray:
-    rows = np.full((len(lengths), max(lengths)), fill, dtype)
-    for row, sequence, length in zip(rows, sequences, lengths, strict=True):
-        row[:length] = sequence
+def _packed_row(sequences: Sequence[Any], dtype: Any, fill: Any = None) -> np.ndarray:
+    return np.concatenate([np.asarray(sequence, dtype) for sequence in sequences])[None]
+
+
+def _padded_rows(sequences: Sequence[Any], dtype: Any, fill: Any) -> np.ndarray:
+    rows = np.full((len(sequences), max(map(len, sequences))), fill, dtype)
+    for row, sequence in zip(rows, sequences, strict=True):
+        row[: len(sequence)] = sequence
     return rows

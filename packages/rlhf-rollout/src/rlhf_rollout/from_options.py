@@ -9,8 +9,9 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
-from rlhf_data.chat import Tokenizer, load_tokenizer
+from rlhf_data.chat import Tokenizer
 from rlhf_data.errors import ConfigError, unknown, with_hint
+from rlhf_data.pretrained import load_tokenizer
 from rlhf_data.testing import ByteTokenizer
 from rlhf_rollout.engines import ENGINE_KINDS, EngineSpec
 from rlhf_rollout.protocols import RewardFunction, SamplingParams

@@ -8,8 +8,8 @@ from rlhf_cli.config.base import Aliases, Section
 from rlhf_data.errors import ConfigError
 
 _SOURCES = (
-    ".jsonl, .json, .csv, .parquet or .arrow files, saved data set folders, loading scripts and hub names, with commas;"
-    " `name@subset`"
+    ".jsonl, .json, .csv (also .gz), .parquet or .arrow files, saved data set folders, loading scripts and hub names,"
+    " with commas; `name@subset`"
 )
 
 

@@ -30,7 +30,7 @@ def check_first_rows(config: PpoConfig) -> None:
             raise ConfigError(with_hint(message, "rename one"))
     check_keys(data, training_prompts(config), ("input_key", "label_key"))
     for path in held_out:
-        if not path.exists() and path.suffix.lower() not in SUFFIXES:
+        if not path.exists() and not path.name.lower().endswith(SUFFIXES):
             message = f"--eval_data: {missing_file('data file', path).partition(chr(10))[0]}"
             raise DataError(with_hint(message, "give a .jsonl or .json file; names on the hub are for --prompt_data"))
         check_keys(data, open_sources(path), ("input_key", "label_key", "source_key"))
