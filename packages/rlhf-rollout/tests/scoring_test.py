@@ -93,6 +93,13 @@ def test_reward_model_scores_pairs_and_is_mixed_with_a_function(tmp_path, model_
         assert written["chosen_reward"] == pytest.approx(mixed, abs=1e-5)
 
 
+def test_pairs_without_their_keys_are_told_which_to_give(tmp_path, capsys, length):
+    assert score(tmp_path, PAIRS, "--reward", length) == (2, None)
+    told = capsys.readouterr().err
+    assert "data.jsonl:1 is no answer but a pair of answers: prompt, chosen, rejected" in told
+    assert "hint: give --chosen_key chosen --rejected_key rejected --prompt_key prompt" in told
+
+
 def test_rows_left_out_are_told(tmp_path, capsys, length):
     rows = [{"input": "q", "output": "a"}, {"input": "q", "output": "a" * 50}, {"input": "q", "output": ""}]
     more = ("--reward", length, "--max_len", "20")
