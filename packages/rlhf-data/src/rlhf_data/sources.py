@@ -40,6 +40,14 @@ class Source:
     fingerprint: Callable[[], str | None]
 
 
+def parse_probs(option: str, text: str | None) -> tuple[float, ...] | None:
+    """Return the probabilities of a list with commas. Raises ConfigError for what is no number."""
+    try:
+        return None if text is None else tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise ConfigError(f"--{option} is {text}; it must be numbers with commas between them") from None
+
+
 @dataclass(frozen=True, slots=True)
 class Rows:
     """The rows of one or several sources, read anew, row by row, at every iteration. Made by `open_sources`.

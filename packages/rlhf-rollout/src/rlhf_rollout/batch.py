@@ -20,7 +20,7 @@ from rlhf_data.errors import ConfigError, DataError, unknown, with_hint
 from rlhf_data.prompts import PromptSet, load_prompts
 from rlhf_data.records import FinishReason
 from rlhf_data.rows import RowErrors
-from rlhf_data.sources import open_sources
+from rlhf_data.sources import open_sources, parse_probs
 from rlhf_rollout.engines import EngineSpec, build_engine
 from rlhf_rollout.from_options import (
     engine_spec,
@@ -101,7 +101,8 @@ def _check(options: argparse.Namespace, sources: Sequence[RewardSource], files: 
 
 def _load(options: argparse.Namespace, sources: Sequence[RewardSource], rollouts: Path) -> _Task:
     spec, sampling = engine_spec(options), sampling_params(options, options.num_samples)
-    rows = open_sources(options.prompts, max_samples=options.max_samples)
+    probs = parse_probs("prompt_data_probs", options.prompt_data_probs)
+    rows = open_sources(options.prompts, probs=probs, seed=options.seed or 0, max_samples=options.max_samples)
     tokenizer = engine_tokenizer(options)
     prompts = load_prompts(
         rows,
