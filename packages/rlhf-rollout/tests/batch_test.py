@@ -239,6 +239,7 @@ def test_take_up_refuses_what_it_has_not_written(tmp_path):
     ],
 )
 def test_options_that_do_not_fit_are_refused(prompts, reward, tmp_path, capsys, more, says):
+    (tmp_path / "config.json").write_text("{}")
     more = [{"REWARD": reward, "FOLDER": str(tmp_path)}.get(word, word) for word in more]
     assert main(arguments(prompts, tmp_path / "out.jsonl", *more)) == 2
     assert says in capsys.readouterr().err
