@@ -106,7 +106,7 @@ def test_sync_makes_the_weights_the_trainers_and_reverting_gives_the_same_tokens
 
         def greedy() -> tuple[list[list[int]], np.ndarray]:
             sampling = SamplingParams(max_tokens=16, temperature=0.0)
-            answers = ray.get([engine.generate.remote(prompt.token_ids, sampling) for prompt in job.prompts])
+            answers = ray.get([engine.call.remote("generate", prompt.token_ids, sampling) for prompt in job.prompts])
             tokens = [answer[0].token_ids.tolist() for answer in answers]
             return tokens, np.concatenate([answer[0].logprobs for answer in answers])
 

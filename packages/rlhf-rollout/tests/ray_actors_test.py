@@ -123,8 +123,8 @@ def test_ray_scorer_gives_the_scores_of_its_model_and_its_errors(cluster: None, 
     sequences = [np.arange(3, 9, dtype=np.int32), np.array([7], np.int32)]
     handle = ray.remote(RewardModelActor).options(num_cpus=0).remote(folder, normalize=True)
     scorer = RayScorer(handle)
-    assert run(scorer.ready()) > 0
-    assert run(scorer.has_moments())
+    assert ray.get(handle.ready.remote()) > 0
+    assert ray.get(handle.has_moments.remote())
     assert run(scorer.score(sequences)) == run(LocalScorer(folder, normalize=True).score(sequences))
     with pytest.raises(DataError, match="no embedding of token 512"):
         run(scorer.score([np.array([512], np.int32)]))
@@ -135,6 +135,5 @@ def test_ray_scorer_gives_the_scores_of_its_model_and_its_errors(cluster: None, 
 
 def test_ray_scorer_that_does_not_start_tells_why(cluster: None, tmp_path: Path) -> None:
     scorer = RayScorer(ray.remote(RewardModelActor).options(num_cpus=0).remote(str(tmp_path / "none")))
-    for call in (scorer.ready(), scorer.has_moments(), scorer.score([])):
-        with pytest.raises(ConfigError, match=r"^there is no model folder"):
-            run(call)
+    with pytest.raises(ConfigError, match=r"^there is no model folder"):
+        run(scorer.score([]))

@@ -143,7 +143,7 @@ def start_processes(job: OnlineJob, reserved: PlacementGroup) -> Processes:
     if job.plan.shares_gpus:
         wait([engine.ready.remote() for engine in engines])
         if job.engine_sleep:
-            wait([engine.sleep.remote() for engine in engines])
+            wait([engine.call.remote("sleep") for engine in engines])
     scorers = start_scorers(job, reserved)
     workers = start_workers(job, reserved)
     wait([reference for group in workers for reference in group.started])
