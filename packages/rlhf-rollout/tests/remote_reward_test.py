@@ -257,7 +257,7 @@ def test_remote_reward_number_that_is_not_finite_charges_its_sample_alone(serve)
     ("answer", "says"),
     [
         ("oops", "no JSON: oops"),
-        ("", "no JSON: "),
+        ("", "no JSON:"),
         ([1.0], "the reward server returned a value of type list, not a dictionary"),
         ({"reward": [1.0]}, "the reward server's dictionary has no `rewards`: ['reward']"),
         ({"rewards": [1.0, 2.0]}, "`rewards` has 2 numbers for 1 samples"),

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_data.errors import RewardError, with_hint
+from rlhf_data.records import VerdictKind
+from rlhf_rollout.rewards.outcomes import Failure
 from rlhf_rollout.rewards.user_function import RewardTarget, Scored
 
 _EXIT_TIMEOUT_S = 5.0
@@ -23,18 +25,6 @@ _BOOTSTRAP = (
     "import json, socket, sys; s = socket.socket(fileno=int(sys.argv[1])); f = s.makefile('rb'); "
     "sys.path[:] = json.loads(f.readline()); from rlhf_rollout.rewards.worker import main; main(s, f)"
 )
-
-
-class CallTimeoutError(Exception):
-    """The worker did not answer in time; it has been killed."""
-
-
-class CallCrashError(Exception):
-    """The function raised, returned something unusable, or took the worker down; the text says which."""
-
-
-class InvalidResultError(CallCrashError):
-    """The function returned something that is no result."""
 
 
 class WorkerProcess:
@@ -50,7 +40,6 @@ class WorkerProcess:
     """
 
     def __init__(self, target: RewardTarget, *, startup_timeout_s: float, log_path: Path | None = None) -> None:
-        self._target = target
         self._socket, theirs = socket.socketpair()
         with contextlib.ExitStack() as stack:
             stack.enter_context(theirs)
@@ -64,33 +53,10 @@ class WorkerProcess:
                 start_new_session=True,  # Ctrl-C is the parent's; and its own children can be killed with it
             )
         path = [os.path.abspath(entry) for entry in sys.path]
-        try:
-            answer = self._exchange([path, asdict(target)], time.monotonic() + startup_timeout_s)
-        except CallTimeoutError:
-            raise RewardError(
-                with_hint(
-                    f"importing the reward function from {target.module} took longer than {startup_timeout_s:g} s",
-                    "move slow work into the function, or raise the time limit",
-                )
-            ) from None
-        except CallCrashError as error:
-            raise RewardError(f"the reward worker for {target.module} did not start: {error}") from None
-        if "invalid" in answer:
+        answer = self._exchange([path, asdict(target)], startup_timeout_s)
+        if isinstance(answer, Failure):
             self.close()
-            raise RewardError(answer["invalid"])
-        if "error" in answer:
-            self.close()
-            raise RewardError(
-                with_hint(
-                    f"cannot import the reward function from {target.module}: {answer['error']}",
-                    "it must import in a fresh interpreter; its own folder is on the import path",
-                )
-            )
-
-    @property
-    def process_id(self) -> int:
-        """The worker's process id."""
-        return self._process.pid
+            raise RewardError(_start_problem(target, answer, startup_timeout_s))
 
     @property
     def alive(self) -> bool:
@@ -99,20 +65,11 @@ class WorkerProcess:
 
     def call(
         self, queries: Sequence[str], prompts: Sequence[str], labels: Sequence[str], *, timeout_s: float
-    ) -> Scored:
-        """Return what the function says about the samples.
-
-        Raises:
-            CallTimeoutError: no answer within `timeout_s`; the worker is dead.
-            CallCrashError: no result; the worker is dead when it took itself down (see `alive`).
-        """
+    ) -> Scored | Failure:
+        """Return what the function says about the samples; after some failures the worker is dead (see `alive`)."""
         request = {"queries": list(queries), "prompts": list(prompts), "labels": list(labels)}
-        answer = self._exchange([request], time.monotonic() + timeout_s)
-        if "invalid" in answer:
-            raise InvalidResultError(answer["invalid"])
-        if "error" in answer:
-            raise CallCrashError(answer["error"])
-        return Scored(**answer["scored"])
+        answer = self._exchange([request], timeout_s)
+        return answer if isinstance(answer, Failure) else Scored(**answer["scored"])
 
     def kill(self) -> None:
         """End the worker and every process that it started."""
@@ -125,9 +82,11 @@ class WorkerProcess:
         self.kill()
         self._socket.close()
 
-    def _exchange(self, values: Sequence[Any], deadline: float) -> dict[str, Any]:
+    def _exchange(self, values: Sequence[Any], timeout_s: float) -> dict[str, Any] | Failure:
+        """Send values and return the answer; a worker that is late or gone is dead afterwards."""
+        deadline = time.monotonic() + timeout_s
         try:
-            self._socket.settimeout(max(deadline - time.monotonic(), 0.001))
+            self._socket.settimeout(max(timeout_s, 0.001))
             self._socket.sendall(b"".join(json.dumps(value).encode() + b"\n" for value in values))
             chunks = []
             while not chunks or not chunks[-1].endswith(b"\n"):
@@ -138,15 +97,29 @@ class WorkerProcess:
                 chunks.append(self._socket.recv(1 << 20))
                 if not chunks[-1]:
                     raise ConnectionError
-            return json.loads(b"".join(chunks))
         except TimeoutError:
             self.close()
-            raise CallTimeoutError from None
+            return Failure(VerdictKind.TIMEOUT, f"no answer within {timeout_s:g} s")
         except OSError:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(timeout=_EXIT_TIMEOUT_S)
             self.close()
-            raise CallCrashError(f"the reward worker {_ending(self._process.returncode)}") from None
+            return Failure(VerdictKind.CRASH, f"the reward worker {_ending(self._process.returncode)}")
+        answer = json.loads(b"".join(chunks))
+        for kind in ("invalid", "error"):
+            if kind in answer:
+                return Failure(VerdictKind.CRASH, answer[kind], is_invalid=kind == "invalid")
+        return answer
+
+
+def _start_problem(target: RewardTarget, failure: Failure, timeout_s: float) -> str:
+    if failure.is_invalid:
+        return failure.detail
+    if failure.kind is VerdictKind.TIMEOUT:
+        message = f"importing the reward function from {target.module} took longer than {timeout_s:g} s"
+        return with_hint(message, "move slow work into the function, or raise the time limit")
+    message = f"cannot import the reward function from {target.module}: {failure.detail}"
+    return with_hint(message, "it must import in a fresh interpreter; its own folder is on the import path")
 
 
 def _ending(code: int) -> str:

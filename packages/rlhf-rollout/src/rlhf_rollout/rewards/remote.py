@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import httpx
 
@@ -18,7 +19,8 @@ from rlhf_data.errors import ConfigError, RewardError, with_hint
 from rlhf_data.records import Prompt, Rollout, Verdict, VerdictKind
 from rlhf_rollout.rewards.batcher import Batcher
 from rlhf_rollout.rewards.function import RewardCheck, check_finite, reward_arguments, trial_arguments
-from rlhf_rollout.rewards.user_function import Scored, read_result, verdict_of
+from rlhf_rollout.rewards.outcomes import Failure, judge
+from rlhf_rollout.rewards.user_function import Scored, read_result
 
 TOKEN_VARIABLE = "RLHF_REMOTE_RM_TOKEN"
 
@@ -33,21 +35,16 @@ Sample = tuple[str, str, str]  # query, prompt, label
 
 
 @dataclass(frozen=True, slots=True)
-class _Failure:
+class _RequestFailure(Failure):
     """A request without rewards.
 
     Attributes:
-        kind: `timeout` or `crash`.
-        detail: one line for people.
         passing: whether another try may help.
-        of_batch: whether the server may have failed over one sample of several.
-        status: what it answered with; None when there was no answer.
+        status: what the server answered with; None when there was no answer.
     """
 
-    kind: VerdictKind
-    detail: str
+    of_sample: bool = False
     passing: bool = False
-    of_batch: bool = False
     status: int | None = None
 
 
@@ -92,7 +89,7 @@ class RemoteReward:
         self._num_retries = num_retries
         self._retry_wait_s = retry_wait_s
         self._turns = itertools.count()
-        self._batcher = Batcher(self._verdicts, max_batch=batch_size, max_wait_s=max_wait_s)
+        self._batcher = Batcher(partial(judge, ask=self._ask), max_batch=batch_size, max_wait_s=max_wait_s)
         self._client = httpx.AsyncClient(
             # A connection that is not there must not pass for an answer that is late.
             timeout=httpx.Timeout(timeout_s, connect=min(timeout_s / 2, _CONNECT_TIMEOUT_S)),
@@ -111,21 +108,10 @@ class RemoteReward:
         await self._batcher.close()
         await self._client.aclose()
 
-    async def _verdicts(self, samples: list[Sample]) -> list[Verdict]:
-        outcome = await self._ask(samples, self._num_retries)
-        if isinstance(outcome, Scored):
-            return [verdict_of(outcome, index) for index in range(len(samples))]
-        outcomes = [outcome] * len(samples)
-        if outcome.of_batch and len(samples) > 1:
-            outcomes = await asyncio.gather(*[self._ask([sample], min(self._num_retries, 1)) for sample in samples])
-        return [
-            verdict_of(outcome, 0) if isinstance(outcome, Scored) else Verdict(outcome.kind, detail=outcome.detail)
-            for outcome in outcomes
-        ]
-
-    async def _ask(self, samples: Sequence[Sample], num_retries: int) -> Scored | _Failure:
+    async def _ask(self, samples: Sequence[Sample], failure: Failure | None) -> Scored | Failure:
         """Return what the servers say, from the one whose turn it is on, or why the last of the tries failed."""
         turn, num_timeouts = next(self._turns), 0
+        num_retries = self._num_retries if failure is None else min(self._num_retries, 1)
         for attempt in range(num_retries + 1):
             if attempt:
                 await asyncio.sleep(min(self._retry_wait_s * 2 ** (attempt - 1), _MAX_RETRY_WAIT_S))
@@ -137,31 +123,32 @@ class RemoteReward:
                 break
         return outcome
 
-    async def ask_server(self, url: str, samples: Sequence[Sample]) -> Scored | _Failure:
+    async def ask_server(self, url: str, samples: Sequence[Sample]) -> Scored | _RequestFailure:
         """Send one request to one server."""
         queries, prompts, labels = map(list, zip(*samples, strict=True))
         content = json.dumps({"query": queries, "prompts": prompts, "labels": labels}).encode()
         try:
             async with asyncio.timeout(self._timeout_s):  # httpx's own is for each of its reads alone
                 response = await self._client.post(url, content=content)
-        except httpx.ConnectTimeout as error:
-            return _Failure(VerdictKind.CRASH, f"{url}: {_line(error)}", passing=True)
-        except (TimeoutError, httpx.TimeoutException):
-            return _Failure(VerdictKind.TIMEOUT, f"{url}: no answer within {self._timeout_s:g} s", passing=True)
-        except httpx.HTTPError as error:
-            return _Failure(VerdictKind.CRASH, f"{url}: {_line(error)}", passing=True)
+        except (TimeoutError, httpx.TimeoutException, httpx.HTTPError) as error:
+            is_late = isinstance(error, TimeoutError | httpx.TimeoutException)
+            if is_late and not isinstance(error, httpx.ConnectTimeout):
+                problem = f"{url}: no answer within {self._timeout_s:g} s"
+                return _RequestFailure(VerdictKind.TIMEOUT, problem, passing=True)
+            problem = f"{url}: {type(error).__name__}: {' '.join(str(error).split())}"
+            return _RequestFailure(VerdictKind.CRASH, problem, passing=True)
         status = response.status_code
         if not response.is_success:
             said = f"{url}: status {status}: {_excerpt(response.text)}"
-            passing, of_batch = status in _PASSING_STATUS, status in _STATUS_OF_A_SAMPLE
-            return _Failure(VerdictKind.CRASH, said, passing=passing, of_batch=of_batch, status=status)
+            passing, of_sample = status in _PASSING_STATUS, status in _STATUS_OF_A_SAMPLE
+            return _RequestFailure(VerdictKind.CRASH, said, passing=passing, of_sample=of_sample, status=status)
         try:
             return read_result(response.json(), len(samples), giver="the reward server")
         except ValueError:
             problem = f"no JSON: {_excerpt(response.text)}"
         except RewardError as error:
             problem = str(error).partition("\n")[0]  # its hint is about functions
-        return _Failure(VerdictKind.CRASH, f"{url}: {problem}", of_batch=True, status=status)
+        return _RequestFailure(VerdictKind.CRASH, f"{url}: {problem}", of_sample=True, status=status)
 
 
 def check_reward_server(
@@ -190,10 +177,10 @@ def check_reward_server(
     """
     samples = list(zip(*trial_arguments(prompts), strict=True))
 
-    async def ask_all() -> list[tuple[float, Scored | _Failure]]:
+    async def ask_all() -> list[tuple[float, Scored | _RequestFailure]]:
         reward = RemoteReward(urls, timeout_s=timeout_s, token=token, transport=transport)
 
-        async def ask(url: str) -> tuple[float, Scored | _Failure]:
+        async def ask(url: str) -> tuple[float, Scored | _RequestFailure]:
             started = time.monotonic()
             outcome = await reward.ask_server(url, samples)
             return time.monotonic() - started, outcome
@@ -211,7 +198,7 @@ def check_reward_server(
             check_finite(url, outcome)
         else:
             _check_passing(url, outcome)
-    problems = [outcome.detail for _, outcome in answers if isinstance(outcome, _Failure)]
+    problems = [outcome.detail for _, outcome in answers if isinstance(outcome, _RequestFailure)]
     return RewardCheck(0.0, max(seconds for seconds, _ in answers), "; ".join(problems) or None)
 
 
@@ -234,7 +221,7 @@ def check_url(url: str) -> str:
     return url
 
 
-def _check_passing(url: str, failure: _Failure) -> None:
+def _check_passing(url: str, failure: _RequestFailure) -> None:
     """Raise for a failure that will not pass by itself."""
     if failure.status is None and failure.kind is VerdictKind.CRASH:
         message = f"the reward server does not answer: {failure.detail}"
@@ -254,10 +241,6 @@ def _authorization(token: str | None) -> dict[str, str]:
     if not (token.isascii() and token.isprintable()):
         raise ConfigError(f"the token of the reward server ({TOKEN_VARIABLE}) has characters that no header can carry")
     return {"Authorization": f"Bearer {token}"} if token else {}
-
-
-def _line(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def _excerpt(text: str) -> str:
