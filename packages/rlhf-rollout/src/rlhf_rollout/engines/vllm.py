@@ -85,11 +85,6 @@ class VllmEngine:
                 with_hint(f"vLLM does not start with {spec.model}: {error}", _start_hint(error))
             ) from error
 
-    @property
-    def healthy(self) -> bool:
-        """Whether the engine takes requests: False for good after a step that failed."""
-        return self._loop.failure is None
-
     async def generate(self, token_ids: np.ndarray, sampling: SamplingParams) -> list[Completion]:
         """Return `sampling.num_samples` completions of one prompt.
 
@@ -119,7 +114,7 @@ class VllmEngine:
         self._check_alive()
         if self._asleep:
             raise WeightSyncError(with_hint("the engine sleeps", "await wake_up() before a weight update"))
-        await self._call(lambda core: self._begin(core), drain=True)
+        await self._call(self._begin, drain=True)
         self._updating = policy_version
 
     async def receive_weights(self, bucket: WeightBucket) -> None:
@@ -138,7 +133,7 @@ class VllmEngine:
             self._updating = None
             self._incomplete = str(error).partition("\n")[0]
             await self._call(lambda core: core.collective_rpc("rlhf_abandon_weight_update"))
-            await self._call(lambda core: self._release(core))
+            await self._call(self._release)
             if isinstance(error, WeightSyncError):
                 raise
             raise WeightSyncError(
@@ -165,7 +160,7 @@ class VllmEngine:
             self._incomplete = f"{len(missing)} did not come in the last update ({names})"
         else:
             self._loop.policy_version = version or 0
-        await self._call(lambda core: self._release(core))
+        await self._call(self._release)
         if missing:
             raise WeightSyncError(with_hint(f"weights missing: {self._incomplete}", "send every weight in each update"))
 
