@@ -11,22 +11,21 @@ from typing import Any
 
 from rlhf_data.chat import Tokenizer
 from rlhf_data.errors import ConfigError, unknown, with_hint
-from rlhf_data.pretrained import load_tokenizer
+from rlhf_data.pretrained import load_tokenizer, located
 from rlhf_data.testing import ByteTokenizer
 from rlhf_rollout.engines import ENGINE_KINDS, EngineSpec
-from rlhf_rollout.engines.model_files import check_model_dir
 from rlhf_rollout.protocols import RewardFunction, SamplingParams
 from rlhf_rollout.rewards import LocalScorer, ModelReward, RewardSource, build_reward, parse_sources
 from rlhf_rollout.rewards.sources import parse_weights
 
 
 def reward_sources(options: argparse.Namespace) -> tuple[RewardSource, ...]:
-    """Return what gives rewards, as the options name it."""
+    """Return what gives rewards, as the options name it. Raises ConfigError, also for a model that is not there."""
     weights = parse_weights(options.reward_weights)
     sources = parse_sources(options.reward or "", options.reward_pretrain or "", weights)
     for source in sources:
         if source.kind == "model":
-            check_model_dir(source.targets[0])
+            located(source.targets[0])
     return sources
 
 
@@ -105,7 +104,7 @@ def engine_spec(options: argparse.Namespace) -> EngineSpec:
             f"--max_tokens {options.max_tokens} and --prompt_max_len {options.prompt_max_len}: at least 1"
         )
     if options.engine in ("transformers", "vllm"):
-        check_model_dir(options.model)
+        located(options.model)
     return EngineSpec(
         model=options.model or "fake",
         tokenizer=options.tokenizer,

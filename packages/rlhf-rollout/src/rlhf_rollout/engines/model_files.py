@@ -7,34 +7,27 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_data.errors import ConfigError, EngineError, with_hint
+from rlhf_data.pretrained import located
 
 _MAX_CPU_KV_CACHE_BYTES = 1 << 30
 _MIN_CPU_KV_CACHE_BYTES = 16 << 20
 _PAGE_TOKENS = 128
 
 
-def check_model_dir(name: str) -> None:
-    """Refuse what is meant as a model folder and is none, before a hub is asked. Raises ConfigError."""
-    path = Path(name).expanduser()
+def resolve_model_dir(name: str) -> Path:
+    """Return the folder of a model: the folder itself, or the hub's snapshot. Raises ConfigError or EngineError."""
+    found, is_local = located(name)
+    path = Path(found)
     if path.is_dir():
         if not (path / "config.json").is_file():
             hint = "a model folder holds config.json, *.safetensors and the tokenizer, as `save_pretrained` writes them"
             raise ConfigError(with_hint(f"the model folder {path} has no config.json", hint))
-    elif name.startswith((".", "/", "~")) or name.count("/") != 1 or path.parent.is_dir():
-        hint = "give an existing folder, or a hub name as `owner/name`"
-        raise ConfigError(with_hint(f"there is no model folder {name}", hint))
-
-
-def resolve_model_dir(name: str) -> Path:
-    """Return the folder of a model: the folder itself, or the hub's snapshot. Raises ConfigError or EngineError."""
-    check_model_dir(name)
-    path = Path(name).expanduser()
-    if path.is_dir():
         return path
+    patterns = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
     try:
         from huggingface_hub import snapshot_download
 
-        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]))
+        return Path(snapshot_download(name, allow_patterns=patterns, local_files_only=is_local))
     except Exception as error:
         raise EngineError(
             with_hint(f"the model {name!r} is no folder and the hub does not give it: {error}", "name a local folder")
