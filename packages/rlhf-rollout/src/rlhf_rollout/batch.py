@@ -175,7 +175,8 @@ async def _write_rollouts(task: _Task) -> int:
         stack.push_async_callback(engine.close)
         if options.overwrite:
             task.rollouts.unlink(missing_ok=True)
-        writer = stack.enter_context(RolloutWriter(task.rollouts))
+        writer = RolloutWriter(task.rollouts)
+        stack.callback(writer.close)
         results = generate_groups(
             task.prompts,
             [engine],
