@@ -51,9 +51,8 @@ def generate(options: argparse.Namespace) -> int:
     _check(options, sources, (out, rollouts))
     task = _Task(options, sources, rollouts)
     for source in sources:
-        check = check_reward(source, task.prompts[:4], timeout_s=options.reward_timeout_s)
-        if check and check.problem:
-            say(f"warning: the reward {source.kind} failed a trial call: {check.problem}")
+        if problem := check_reward(source, task.prompts[:4], timeout_s=options.reward_timeout_s):
+            say(f"warning: the reward {source.kind} failed a trial call: {problem}")
     status = asyncio.run(_write_rollouts(task)) if len(task.done) < len(task.prompts) else 0
     if rollouts != out:
         num_rows = write_rows(out, training_rows(rollouts, options))

@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
 from rlhf_data.errors import ConfigError, RewardError, with_hint
@@ -143,24 +142,9 @@ class FunctionReward:
         raise RewardError(_CLOSED)
 
 
-@dataclass(frozen=True, slots=True)
-class RewardCheck:
-    """What a trial of a reward function or server showed.
-
-    Attributes:
-        startup_s: seconds until it was imported; 0.0 for a server.
-        call_s: seconds of the call; None when there were no prompts to try.
-        problem: the reason why the call gave no result, when it raised or hung; a run counts such calls as verdicts.
-    """
-
-    startup_s: float
-    call_s: float | None = None
-    problem: str | None = None
-
-
 def check_reward_function(
     reward: str, prompts: Sequence[Prompt] = (), *, timeout_s: float = 30.0, startup_timeout_s: float = 120.0
-) -> RewardCheck:
+) -> str | None:
     """Import a reward function and call it once, in a worker of its own, before anything expensive starts.
 
     Args:
@@ -169,29 +153,29 @@ def check_reward_function(
         timeout_s: the time limit of the call.
         startup_timeout_s: the time limit of its imports.
 
+    Returns:
+        Why the call gave no result when it raised or hung, which a run counts as verdicts; None when it gave one.
+
     Raises:
         ConfigError: see `parse_reward`.
         RewardError: it cannot be imported; it returns no dictionary with `rewards`, another number of rewards than
             there are queries, or one that is not finite.
     """
     target = parse_reward(reward)
-    started = time.monotonic()
     worker = WorkerProcess(target, startup_timeout_s=startup_timeout_s)
-    startup_s = time.monotonic() - started
     try:
         if not prompts:
-            return RewardCheck(startup_s)
+            return None
         outcome = worker.call(*trial_arguments(prompts), timeout_s=timeout_s)
-        call_s = time.monotonic() - started - startup_s
     finally:
         worker.close()
     name = f"{target.module}:{target.function}"
     if isinstance(outcome, Scored):
         check_finite(name, outcome)
-        return RewardCheck(startup_s, call_s)
+        return None
     if outcome.is_invalid:
         raise RewardError(f"{name}: {outcome.detail}")
-    return RewardCheck(startup_s, call_s, outcome.detail)
+    return outcome.detail
 
 
 def reward_arguments(prompt: Prompt, responses: Sequence[str]) -> Samples:

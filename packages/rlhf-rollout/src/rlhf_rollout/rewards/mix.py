@@ -8,7 +8,7 @@ from pathlib import Path
 from rlhf_data.errors import ConfigError, RewardError
 from rlhf_data.records import Prompt, Rollout, Verdict, VerdictKind
 from rlhf_rollout.protocols import RewardFunction
-from rlhf_rollout.rewards.function import FunctionReward, RewardCheck, check_reward_function
+from rlhf_rollout.rewards.function import FunctionReward, check_reward_function
 from rlhf_rollout.rewards.sources import RewardSource, metric_names
 
 
@@ -141,12 +141,10 @@ def build_reward(
     return MixedReward(list(zip(metric_names(sources), weights, rewards, strict=True)))
 
 
-def check_reward(
-    source: RewardSource, prompts: Sequence[Prompt] = (), *, timeout_s: float = 30.0
-) -> RewardCheck | None:
+def check_reward(source: RewardSource, prompts: Sequence[Prompt] = (), *, timeout_s: float = 30.0) -> str | None:
     """Try a source before anything expensive starts: see `check_reward_function` and `remote.check_reward_server`.
 
-    None for a reward model, of which only loading it tells.
+    Of a reward model only loading it tells.
     """
     if source.kind == "function":
         return check_reward_function(source.targets[0], prompts, timeout_s=timeout_s)

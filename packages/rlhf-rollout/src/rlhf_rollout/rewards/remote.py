@@ -8,7 +8,6 @@ import asyncio
 import itertools
 import json
 import os
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +17,7 @@ import httpx
 from rlhf_data.errors import ConfigError, RewardError, with_hint
 from rlhf_data.records import Prompt, Rollout, Verdict, VerdictKind
 from rlhf_rollout.rewards.batcher import Batcher
-from rlhf_rollout.rewards.function import RewardCheck, check_finite, reward_arguments, trial_arguments
+from rlhf_rollout.rewards.function import check_finite, reward_arguments, trial_arguments
 from rlhf_rollout.rewards.outcomes import Failure, judge
 from rlhf_rollout.rewards.user_function import Scored, read_result
 
@@ -158,7 +157,7 @@ def check_reward_server(
     timeout_s: float = 30.0,
     token: str | None = None,
     transport: httpx.AsyncBaseTransport | None = None,
-) -> RewardCheck:
+) -> str | None:
     """Ask each of the servers once, before anything expensive starts; not from within an event loop.
 
     Args:
@@ -167,8 +166,7 @@ def check_reward_server(
             Without any, only the URLs are looked at.
 
     Returns:
-        The slowest answer's seconds, and the problem of a server that did not answer in time or answered that it is not
-        well.
+        The problem of a server that did not answer in time or answered that it is not well, None without one.
 
     Raises:
         ConfigError: see `RemoteReward`; a server that cannot be reached.
@@ -177,47 +175,35 @@ def check_reward_server(
     """
     samples = list(zip(*trial_arguments(prompts), strict=True))
 
-    async def ask_all() -> list[tuple[float, Scored | _RequestFailure]]:
+    async def ask_all() -> list[Scored | _RequestFailure]:
         reward = RemoteReward(urls, timeout_s=timeout_s, token=token, transport=transport)
-
-        async def ask(url: str) -> tuple[float, Scored | _RequestFailure]:
-            started = time.monotonic()
-            outcome = await reward.ask_server(url, samples)
-            return time.monotonic() - started, outcome
-
         try:
-            return await asyncio.gather(*[ask(url) for url in urls if samples])
+            return await asyncio.gather(*[reward.ask_server(url, samples) for url in urls if samples])
         finally:
             await reward.close()
 
-    answers = asyncio.run(ask_all())
-    if not answers:
-        return RewardCheck(0.0)
-    for url, (_, outcome) in zip(urls, answers, strict=True):
+    problems = []
+    for url, outcome in zip(urls, asyncio.run(ask_all()), strict=bool(samples)):
         if isinstance(outcome, Scored):
             check_finite(url, outcome)
         else:
             _check_passing(url, outcome)
-    problems = [outcome.detail for _, outcome in answers if isinstance(outcome, _RequestFailure)]
-    return RewardCheck(0.0, max(seconds for seconds, _ in answers), "; ".join(problems) or None)
+            problems.append(outcome.detail)
+    return "; ".join(problems) or None
 
 
 def check_url(url: str) -> str:
     """Return the URL of a reward server. Raises ConfigError for one that is none or that carries a password."""
+    example = "give one such as http://host:5000/get_reward"
     try:
         parsed = httpx.URL(url)
     except httpx.InvalidURL as error:
-        raise ConfigError(
-            with_hint(f"reward server {url}: {error}", "give one such as http://host:5000/get_reward")
-        ) from None
+        raise ConfigError(with_hint(f"reward server {url}: {error}", example)) from None
     if parsed.scheme not in ("http", "https") or not parsed.host:
-        raise ConfigError(with_hint(f"reward server {url} is no URL", "give one such as http://host:5000/get_reward"))
+        raise ConfigError(with_hint(f"reward server {url} is no URL", example))
     if parsed.userinfo:
-        raise ConfigError(
-            with_hint(
-                f"the reward server's URL at {parsed.host} has a password in it", f"use a token: {TOKEN_VARIABLE}"
-            )
-        )
+        message = f"the reward server's URL at {parsed.host} has a password in it"
+        raise ConfigError(with_hint(message, f"use a token: {TOKEN_VARIABLE}"))
     return url
 
 
