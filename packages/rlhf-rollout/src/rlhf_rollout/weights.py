@@ -4,13 +4,14 @@ import contextlib
 import mmap
 import os
 import zlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from rlhf_data.errors import WeightSyncError, with_hint
+from rlhf_data.errors import WeightSyncError, nearest, with_hint
 
 ALIGNMENT_BYTES = 256
 SHARED_MEMORY_DIR = Path("/dev/shm")
@@ -73,6 +74,18 @@ def bucket_checksum(buffer: np.ndarray, tensors: tuple[TensorSpec, ...]) -> int:
     for tensor in tensors:
         checksum = zlib.crc32(buffer[tensor.offset_bytes : tensor.offset_bytes + tensor.size_bytes], checksum)
     return checksum
+
+
+def check_tensor(spec: TensorSpec, expected: tuple[int, ...] | None, known: Iterable[str]) -> None:
+    """Raise WeightSyncError unless a weight has the shape that the engine's model expects; None: it has no such one."""
+    if expected is None:
+        guess = nearest(spec.name, known)
+        hint = f"did you mean {guess!r}?" if guess else "trainer and engine hold different models"
+        raise WeightSyncError(with_hint(f"the engine's model has no weight {spec.name!r}", hint))
+    if tuple(spec.shape) != expected:
+        raise WeightSyncError(
+            f"the weight {spec.name!r} came with shape {tuple(spec.shape)}; the engine's model has {expected}"
+        )
 
 
 def verify_checksum(buffer: np.ndarray, bucket: WeightBucket) -> None:

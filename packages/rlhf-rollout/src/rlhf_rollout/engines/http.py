@@ -14,6 +14,7 @@ from rlhf_rollout.weights import WeightBucket
 
 _RETRIED_STATUS = (408, 429, 500, 502, 503, 504)
 _MAX_RETRY_WAIT_S = 30.0
+_NO_WEIGHTS = with_hint("an HTTP engine takes no weights", "train with engine vllm, which receives them live")
 
 
 class HttpEngine:
@@ -140,15 +141,15 @@ class HttpEngine:
 
     async def begin_weight_update(self, policy_version: int) -> None:
         """Raise EngineError: a server's weights are not ours to change."""
-        raise _no_weights()
+        raise EngineError(_NO_WEIGHTS)
 
     async def receive_weights(self, bucket: WeightBucket) -> None:
         """Raise EngineError: a server's weights are not ours to change."""
-        raise _no_weights()
+        raise EngineError(_NO_WEIGHTS)
 
     async def finish_weight_update(self) -> None:
         """Raise EngineError: a server's weights are not ours to change."""
-        raise _no_weights()
+        raise EngineError(_NO_WEIGHTS)
 
     async def sleep(self) -> None:
         """Raise EngineError: a server's memory is not ours to take."""
@@ -160,10 +161,6 @@ class HttpEngine:
     async def close(self) -> None:
         """Close the connections."""
         await self._client.aclose()
-
-
-def _no_weights() -> EngineError:
-    return EngineError(with_hint("an HTTP engine takes no weights", "train with engine vllm, which receives them live"))
 
 
 def _excerpt(value: Any) -> str:

@@ -15,7 +15,7 @@ from rlhf_rollout.engines.gated import GatedEngine
 from rlhf_rollout.engines.model_files import end_token_ids, resolve_model_dir
 from rlhf_rollout.engines.requests import sample_seeds
 from rlhf_rollout.protocols import Completion, SamplingParams
-from rlhf_rollout.weights import WeightBucket
+from rlhf_rollout.weights import WeightBucket, check_tensor
 
 
 class TransformersEngine(GatedEngine):
@@ -43,6 +43,7 @@ class TransformersEngine(GatedEngine):
         self._seeds = np.random.default_rng(spec.seed)
         self._reader = BucketReader(spec.weight_transfer, self._device)
         self._parameters = dict(self._model.named_parameters())
+        self._shapes = {name: tuple(parameter.shape) for name, parameter in self._parameters.items()}
         self._lock = threading.Lock()
         self._received: set[str] = set()
         super().__init__(
@@ -108,7 +109,7 @@ class TransformersEngine(GatedEngine):
         self._check_updating()
         try:
             for spec in bucket.tensors:
-                self._check(spec.name, tuple(spec.shape))
+                check_tensor(spec, self._shapes.get(spec.name), self._shapes)
             for name, tensor in self._reader.read(bucket):
                 self._parameters[name].data.copy_(tensor)
                 self._received.add(name)
@@ -142,13 +143,6 @@ class TransformersEngine(GatedEngine):
         self._reader.close()
         self._model, self._parameters, self._closed = None, {}, True
 
-    def _check(self, name: str, shape: tuple[int, ...]) -> None:
-        if name not in self._parameters:
-            raise WeightSyncError(f"the engine's model has no weight {name!r}")
-        expected = tuple(self._parameters[name].shape)
-        if shape != expected:
-            raise WeightSyncError(f"the weight {name!r} came with shape {shape}; the engine's model has {expected}")
-
 
 def _sample(
     logits: torch.Tensor, sampling: SamplingParams, generators: list[torch.Generator]
@@ -167,22 +161,16 @@ def _sample(
         logprobs = logits.log_softmax(-1)
         tokens = logits.argmax(-1)
     else:
-        logprobs = _truncate(logits / sampling.temperature, sampling).log_softmax(-1)
+        from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+        warpers = LogitsProcessorList([TemperatureLogitsWarper(sampling.temperature)])
+        if sampling.top_k > 0:
+            warpers.append(TopKLogitsWarper(sampling.top_k))
+        if sampling.top_p < 1:
+            warpers.append(TopPLogitsWarper(sampling.top_p))
+        logprobs = warpers(None, logits).log_softmax(-1)
         probs = logprobs.exp()
         tokens = torch.cat(
             [torch.multinomial(row, 1, generator=generator) for row, generator in zip(probs, generators, strict=True)]
         )
     return tokens, logprobs.gather(1, tokens[:, None])[:, 0]
-
-
-def _truncate(logits: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:
-    """Return logits [n, V] with -inf outside the top k and outside the smallest set that holds the mass top_p."""
-    if 0 < sampling.top_k < logits.shape[1]:
-        threshold = logits.topk(sampling.top_k).values[:, -1:]
-        logits = logits.masked_fill(logits < threshold, -torch.inf)
-    if sampling.top_p < 1:
-        ordered, order = logits.sort(descending=True)
-        mass_before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)
-        dropped = torch.zeros_like(logits, dtype=torch.bool).scatter(1, order, mass_before >= sampling.top_p)
-        logits = logits.masked_fill(dropped, -torch.inf)
-    return logits
