@@ -4,12 +4,11 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +21,8 @@ _EXIT_TIMEOUT_S = 5.0
 
 # The parent's import path, not its modules: nothing that the parent imported is loaded in the worker.
 _BOOTSTRAP = (
-    "import json, socket, sys; s = socket.socket(fileno=int(sys.argv[1])); f = s.makefile('rb'); "
-    "sys.path[:] = json.loads(f.readline()); from rlhf_rollout.rewards.worker import main; main(s, f)"
+    "import json, sys; from multiprocessing.connection import Connection; c = Connection(int(sys.argv[1])); "
+    "sys.path[:] = json.loads(c.recv_bytes()); from rlhf_rollout.rewards.worker import main; main(c)"
 )
 
 
@@ -40,7 +39,7 @@ class WorkerProcess:
     """
 
     def __init__(self, target: RewardTarget, *, startup_timeout_s: float, log_path: Path | None = None) -> None:
-        self._socket, theirs = socket.socketpair()
+        self._connection, theirs = Pipe()
         with contextlib.ExitStack() as stack:
             stack.enter_context(theirs)
             output = 2 if log_path is None else stack.enter_context(log_path.open("ab"))
@@ -78,34 +77,24 @@ class WorkerProcess:
         self._process.wait()
 
     def close(self) -> None:
-        """End the worker and free its socket; not while a call is running in another thread."""
+        """End the worker and free its connection; not while a call is running in another thread."""
         self.kill()
-        self._socket.close()
+        self._connection.close()
 
     def _exchange(self, values: Sequence[Any], timeout_s: float) -> dict[str, Any] | Failure:
         """Send values and return the answer; a worker that is late or gone is dead afterwards."""
-        deadline = time.monotonic() + timeout_s
         try:
-            self._socket.settimeout(max(timeout_s, 0.001))
-            self._socket.sendall(b"".join(json.dumps(value).encode() + b"\n" for value in values))
-            chunks = []
-            while not chunks or not chunks[-1].endswith(b"\n"):
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    raise TimeoutError
-                self._socket.settimeout(left)
-                chunks.append(self._socket.recv(1 << 20))
-                if not chunks[-1]:
-                    raise ConnectionError
-        except TimeoutError:
-            self.close()
-            return Failure(VerdictKind.TIMEOUT, f"no answer within {timeout_s:g} s")
-        except OSError:
+            for value in values:
+                self._connection.send_bytes(json.dumps(value).encode())
+            if not self._connection.poll(timeout_s):
+                self.close()
+                return Failure(VerdictKind.TIMEOUT, f"no answer within {timeout_s:g} s")
+            answer = json.loads(self._connection.recv_bytes())
+        except (EOFError, OSError):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(timeout=_EXIT_TIMEOUT_S)
             self.close()
             return Failure(VerdictKind.CRASH, f"the reward worker {_ending(self._process.returncode)}")
-        answer = json.loads(b"".join(chunks))
         for kind in ("invalid", "error"):
             if kind in answer:
                 return Failure(VerdictKind.CRASH, answer[kind], is_invalid=kind == "invalid")
