@@ -161,7 +161,7 @@ async def _write_rollouts(task: _Task) -> int:
     failures, rewards, num_cut = [], [], 0
     started = told = time.monotonic()
     async with contextlib.AsyncExitStack() as stack:
-        reward = open_reward(options, task.sources, task.tokenizer, stack)
+        reward = open_reward(options, task.sources, task.tokenizer, stack) if task.sources else None
         engine = build_engine(options.engine, task.spec)
         stack.push_async_callback(engine.close)
         if options.overwrite:

@@ -108,7 +108,6 @@ async def _score(options: argparse.Namespace, sources: Sequence[RewardSource], r
     scored = []
     async with contextlib.AsyncExitStack() as stack:
         reward = open_reward(options, sources, reader.tokenizer, stack)
-        assert reward is not None
         samples = iter(reader)
         while batch := list(itertools.islice(samples, _NUM_AT_ONCE)):
             calls = [reward.score(prompt, [answer]) for _, answers in batch for prompt, answer in answers]

@@ -11,15 +11,13 @@ from pathlib import Path
 from rlhf_data.errors import ConfigError, RewardError, with_hint
 from rlhf_data.records import Prompt, Rollout, Verdict, VerdictKind
 from rlhf_rollout.rewards.outcomes import Failure, judge
-from rlhf_rollout.rewards.process import WorkerProcess
+from rlhf_rollout.rewards.process import Samples, WorkerProcess
 from rlhf_rollout.rewards.user_function import Scored, parse_reward, verdict_of
 
 _MIN_SHARE_S = 1.0
 _START_ATTEMPTS = 3
 _START_PAUSE_S = 0.5
 _CLOSED = "the reward function's workers have been shut down"
-
-Samples = tuple[list[str], list[str], list[str]]  # queries, prompts, labels
 
 
 class FunctionReward:
@@ -110,7 +108,7 @@ class FunctionReward:
                 worker = self._retire(worker)
             if worker is None:
                 worker = self._start()
-            return worker.call(*samples, timeout_s=timeout_s)
+            return worker.call(samples, timeout_s)
         finally:
             self._slots.put(worker if worker is None or worker.alive else self._retire(worker))
 
@@ -166,7 +164,7 @@ def check_reward_function(
     try:
         if not prompts:
             return None
-        outcome = worker.call(*trial_arguments(prompts), timeout_s=timeout_s)
+        outcome = worker.call(trial_arguments(prompts), timeout_s)
     finally:
         worker.close()
     name = f"{target.module}:{target.function}"

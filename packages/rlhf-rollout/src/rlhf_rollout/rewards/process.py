@@ -19,6 +19,8 @@ from rlhf_rollout.rewards.user_function import RewardTarget, Scored
 
 _EXIT_TIMEOUT_S = 5.0
 
+Samples = tuple[list[str], list[str], list[str]]  # queries, prompts, labels
+
 # The parent's import path, not its modules: nothing that the parent imported is loaded in the worker.
 _BOOTSTRAP = (
     "import json, sys; from multiprocessing.connection import Connection; c = Connection(int(sys.argv[1])); "
@@ -62,11 +64,9 @@ class WorkerProcess:
         """Whether the process runs."""
         return self._process.poll() is None
 
-    def call(
-        self, queries: Sequence[str], prompts: Sequence[str], labels: Sequence[str], *, timeout_s: float
-    ) -> Scored | Failure:
+    def call(self, samples: Samples, timeout_s: float) -> Scored | Failure:
         """Return what the function says about the samples; after some failures the worker is dead (see `alive`)."""
-        request = {"queries": list(queries), "prompts": list(prompts), "labels": list(labels)}
+        request = dict(zip(("queries", "prompts", "labels"), samples, strict=True))
         answer = self._exchange([request], timeout_s)
         return answer if isinstance(answer, Failure) else Scored(**answer["scored"])
 

@@ -43,11 +43,6 @@ class RewardTarget:
     module: str
     function: str = DEFAULT_FUNCTION
 
-    @property
-    def is_file(self) -> bool:
-        """Whether `module` is a path."""
-        return self.module.endswith(".py")
-
 
 @dataclass(frozen=True, slots=True)
 class Scored:
@@ -91,7 +86,7 @@ def load_function(target: RewardTarget) -> Callable[..., Any]:
         RewardError: the module has no such function, or it takes other arguments. Whatever else the import raises is
             passed on.
     """
-    if target.is_file:
+    if target.module.endswith(".py"):
         path = Path(target.module)
         sys.path.insert(0, str(path.parent))
         name = path.stem if path.stem.isidentifier() and path.stem not in sys.modules else f"rlhf_reward_{path.stem}"
