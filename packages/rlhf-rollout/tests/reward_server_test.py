@@ -128,8 +128,7 @@ def test_server_answers_with_rewards_scores_logs_and_verdicts():
         assert post(url, {"query": ["abc"]}).json()["extra_logs"] == {"log": [1.0]}
         assert httpx.get(url + "/health").json() == {"status": "ok"}
         assert post(url, {"query": []}).json()["rewards"] == []
-        check = check_reward_server([url + "/get_reward"], [make_prompt("p", "bad")])
-        assert check.problem is None
+        assert check_reward_server([url + "/get_reward"], [make_prompt("p", "bad")]) is None
     assert reward.asked[:3] == [("p ", "ab", "x"), ("p ", "bad", None), ("", "abc", None)]
     assert reward.asked[-1] == "closed"
 
