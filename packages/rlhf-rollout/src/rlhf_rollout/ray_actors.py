@@ -78,9 +78,8 @@ def _plain_errors(gone: type[RlhfError], part: str = "engine") -> Iterator[None]
             raise cause from None
         raise
     except RayActorError as error:
-        raise gone(
-            with_hint(f"the {part}'s process is gone: {error}", "its log tells why (Ray's session folder)")
-        ) from error
+        message = f"the {part}'s process is gone: {error}"
+        raise gone(with_hint(message, "its log tells why (Ray's session folder)")) from error
 
 
 class RayEngine:

@@ -95,13 +95,12 @@ def verify_checksum(buffer: np.ndarray, bucket: WeightBucket) -> None:
     found = bucket_checksum(buffer, bucket.tensors)
     if found != bucket.checksum:
         names = ", ".join(tensor.name for tensor in bucket.tensors[:3])
-        raise WeightSyncError(
-            with_hint(
-                f"a bucket of {len(bucket.tensors)} weights ({names} ...) has checksum {found:#010x}, sent was "
-                f"{bucket.checksum:#010x}",
-                "the sender changed the buffer before the engine had read it, or they share no memory",
-            )
+        message = (
+            f"a bucket of {len(bucket.tensors)} weights ({names} ...) has checksum {found:#010x}, sent was "
+            f"{bucket.checksum:#010x}"
         )
+        hint = "the sender changed the buffer before the engine had read it, or they share no memory"
+        raise WeightSyncError(with_hint(message, hint))
 
 
 class SharedSegment:
@@ -113,12 +112,9 @@ class SharedSegment:
             # A plain file on tmpfs: multiprocessing.shared_memory would unlink the sender's segment at this exit.
             descriptor = os.open(SHARED_MEMORY_DIR / name, os.O_RDWR)
         except OSError as error:
-            raise WeightSyncError(
-                with_hint(
-                    f"the weight segment {SHARED_MEMORY_DIR / name} cannot be opened: {error.strerror}",
-                    "shared memory reaches engines on the trainer's own host only",
-                )
-            ) from error
+            message = f"the weight segment {SHARED_MEMORY_DIR / name} cannot be opened: {error.strerror}"
+            hint = "shared memory reaches engines on the trainer's own host only"
+            raise WeightSyncError(with_hint(message, hint)) from error
         try:
             self._map = mmap.mmap(descriptor, 0)
         finally:

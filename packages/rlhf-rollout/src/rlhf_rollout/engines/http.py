@@ -95,12 +95,8 @@ class HttpEngine:
         logprobs = (choice.get("logprobs") or {}).get("token_logprobs")
         reason = choice.get("finish_reason")
         if token_ids is None or logprobs is None:
-            raise EngineError(
-                with_hint(
-                    f"{self._url} answered without token_ids or log-probs",
-                    "the server must be vLLM 0.26 or newer: it has return_token_ids",
-                )
-            )
+            message = f"{self._url} answered without token_ids or log-probs"
+            raise EngineError(with_hint(message, "the server must be vLLM 0.26 or newer: it has return_token_ids"))
         if len(token_ids) != len(logprobs) or None in logprobs:
             raise EngineError(f"{self._url} answered {len(token_ids)} tokens with log-probs {_excerpt(logprobs)}")
         if reason not in tuple(FinishReason):
@@ -133,11 +129,8 @@ class HttpEngine:
                 return response.json()
             except ValueError as error:
                 raise EngineError(f"{self._url} answered no JSON: {_excerpt(response.text)}") from error
-        raise EngineError(
-            with_hint(
-                f"{self._url} failed {self._num_retries + 1} times; last: {failure}", "is the server up and healthy?"
-            )
-        )
+        message = f"{self._url} failed {self._num_retries + 1} times; last: {failure}"
+        raise EngineError(with_hint(message, "is the server up and healthy?"))
 
     async def begin_weight_update(self, policy_version: int) -> None:
         """Raise EngineError: a server's weights are not ours to change."""

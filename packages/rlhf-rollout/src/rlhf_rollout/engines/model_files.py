@@ -29,9 +29,8 @@ def resolve_model_dir(name: str) -> Path:
 
         return Path(snapshot_download(name, allow_patterns=patterns, local_files_only=is_local))
     except Exception as error:
-        raise EngineError(
-            with_hint(f"the model {name!r} is no folder and the hub does not give it: {error}", "name a local folder")
-        ) from error
+        message = f"the model {name!r} is no folder and the hub does not give it: {error}"
+        raise EngineError(with_hint(message, "name a local folder")) from error
 
 
 def _read_json(path: Path) -> dict[str, Any]:

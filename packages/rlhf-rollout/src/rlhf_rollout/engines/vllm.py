@@ -69,9 +69,8 @@ class VllmEngine:
         except RlhfError:
             raise
         except Exception as error:
-            raise EngineError(
-                with_hint(f"vLLM does not start with {spec.model}: {error}", _start_hint(error))
-            ) from error
+            message = f"vLLM does not start with {spec.model}: {error}"
+            raise EngineError(with_hint(message, _start_hint(error))) from error
 
     async def generate(self, token_ids: np.ndarray, sampling: SamplingParams) -> list[Completion]:
         """Return `sampling.num_samples` completions of one prompt.

@@ -194,9 +194,5 @@ def check_finite(name: str, scored: Scored) -> None:
     for index in range(len(scored.rewards)):
         verdict = verdict_of(scored, index)
         if verdict.kind is VerdictKind.CRASH and scored.verdicts[index] != VerdictKind.CRASH:
-            raise RewardError(
-                with_hint(
-                    f"{name}: {verdict.detail} in the trial call (sample {index})",
-                    "return a finite number for every response, an empty one included",
-                )
-            )
+            message = f"{name}: {verdict.detail} in the trial call (sample {index})"
+            raise RewardError(with_hint(message, "return a finite number for every response, an empty one included"))

@@ -71,11 +71,8 @@ def parse_reward(reward: str) -> RewardTarget:
     module, colon, function = reward.partition(":")
     function = function if colon else DEFAULT_FUNCTION
     if not all(part.isidentifier() for part in [*module.split("."), function]):
-        raise ConfigError(
-            with_hint(
-                f"reward `{reward}` names no Python file and no module", "give path/to/file.py or module:function"
-            )
-        )
+        message = f"reward `{reward}` names no Python file and no module"
+        raise ConfigError(with_hint(message, "give path/to/file.py or module:function"))
     return RewardTarget(module, function)
 
 
@@ -212,9 +209,8 @@ def _numbers(name: str, values: Any, num_samples: int, *, spread: bool = False) 
     if not isinstance(values, list | tuple):
         raise RewardError(f"`{name}` must be a list of numbers, got {_kind(values)}")
     if len(values) != num_samples:
-        raise RewardError(
-            with_hint(f"`{name}` has {len(values)} numbers for {num_samples} samples", "return one a query")
-        )
+        message = f"`{name}` has {len(values)} numbers for {num_samples} samples"
+        raise RewardError(with_hint(message, "return one a query"))
     numbers = []
     for value in values:
         if hasattr(value, "tolist"):
