@@ -98,9 +98,8 @@ def engine_spec(options: argparse.Namespace) -> EngineSpec:
     if not options.model and options.engine != "fake":
         raise ConfigError(with_hint(f"engine {options.engine} needs --model", "give a model folder or hub name"))
     if options.max_tokens < 1 or options.prompt_max_len < 1:
-        raise ConfigError(
-            f"--max_tokens {options.max_tokens} and --prompt_max_len {options.prompt_max_len}: at least 1"
-        )
+        lengths = f"--max_tokens {options.max_tokens} and --prompt_max_len {options.prompt_max_len}"
+        raise ConfigError(f"{lengths}: at least 1")
     if options.engine in ("transformers", "vllm"):
         located(options.model)
     return EngineSpec(

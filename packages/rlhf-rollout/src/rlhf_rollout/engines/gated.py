@@ -1,6 +1,7 @@
 """What the engines share that answer requests by themselves: what they refuse, and a gate while weights come in."""
 
 import asyncio
+from abc import ABC, abstractmethod
 from concurrent.futures import Future
 
 import numpy as np
@@ -10,7 +11,7 @@ from rlhf_rollout.engines.requests import check_request
 from rlhf_rollout.protocols import Completion, SamplingParams
 
 
-class GatedEngine:
+class GatedEngine(ABC):
     """A `RolloutEngine` but for its model: subclasses complete prompts and receive weights.
 
     Args:
@@ -33,9 +34,9 @@ class GatedEngine:
         self._asleep = self._closed = False
         self.policy_version = 0
 
+    @abstractmethod
     async def _complete(self, token_ids: np.ndarray, sampling: SamplingParams) -> list[Completion]:
         """Return the completions of a request that can be generated."""
-        raise NotImplementedError
 
     async def generate(self, token_ids: np.ndarray, sampling: SamplingParams) -> list[Completion]:
         """See `RolloutEngine.generate`."""

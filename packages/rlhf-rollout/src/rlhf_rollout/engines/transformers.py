@@ -29,9 +29,8 @@ class TransformersEngine(GatedEngine):
         if spec.weight_transfer == "ipc" and not torch.cuda.is_available():
             raise ConfigError(with_hint("weight_transfer ipc needs a GPU", "use weight_transfer shared_memory"))
         if spec.tensor_parallel_size > 1:
-            raise ConfigError(
-                f"tensor_parallel_size is {spec.tensor_parallel_size}; engine transformers runs on one device"
-            )
+            gpus = spec.tensor_parallel_size
+            raise ConfigError(f"tensor_parallel_size is {gpus}; engine transformers runs on one device")
         model_dir = resolve_model_dir(spec.model)
         tokenizer_dir = resolve_model_dir(spec.tokenizer) if spec.tokenizer else model_dir
         self._device = (

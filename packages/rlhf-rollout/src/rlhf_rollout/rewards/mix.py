@@ -31,9 +31,8 @@ class MixedReward:
     def __init__(self, sources: Sequence[tuple[str, float, RewardFunction]]) -> None:
         names = [name for name, _, _ in sources]
         if not names or len(set(names)) < len(names):
-            raise ConfigError(
-                f"a sum of rewards needs sources with names of their own, got {', '.join(names) or 'none'}"
-            )
+            listed = ", ".join(names) or "none"
+            raise ConfigError(f"a sum of rewards needs sources with names of their own, got {listed}")
         for name, weight, _ in sources:
             if not math.isfinite(weight):
                 raise ConfigError(f"the weight of reward {name} is {weight}")
@@ -118,10 +117,8 @@ def build_reward(
     Raises:
         ConfigError: no source, one that cannot work, or another number of models.
     """
-    if len(models) != sum(source.kind == "model" for source in sources):
-        raise ConfigError(
-            f"{len(models)} reward models for {sum(source.kind == 'model' for source in sources)} sources"
-        )
+    if len(models) != (num_models := sum(source.kind == "model" for source in sources)):
+        raise ConfigError(f"{len(models)} reward models for {num_models} sources")
     remaining = iter(models)
     rewards: list[RewardFunction] = []
     for source in sources:
