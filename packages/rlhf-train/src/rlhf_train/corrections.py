@@ -12,11 +12,9 @@ import torch
 from torch import Tensor
 
 from rlhf_data.errors import unknown
+from rlhf_train.algorithms import CORRECTION_LEVELS, CORRECTION_MODES
 from rlhf_train.losses.policy import MAX_LOG_RATIO
 from rlhf_train.shapes import check_same_shape
-
-LEVELS = ("token", "sequence", "geometric")
-MODES = ("truncate", "mask")
 
 
 def importance_weights(old_logprobs: Tensor, rollout_logprobs: Tensor, loss_mask: Tensor, *, level: str) -> Tensor:
@@ -51,7 +49,7 @@ def importance_weights(old_logprobs: Tensor, rollout_logprobs: Tensor, loss_mask
             log_weight = log_weight / loss_mask.sum(dim=1, keepdim=True).clamp(min=1)
         log_weight = log_weight.expand_as(gap).masked_fill(~loss_mask, 0.0)
     else:
-        raise ValueError(unknown("correction level", level, LEVELS))
+        raise ValueError(unknown("correction level", level, CORRECTION_LEVELS[1:]))
     return torch.exp(log_weight.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
 
 
@@ -84,4 +82,4 @@ def bounded_weights(
         return weights.clamp(low, high), loss_mask, outside
     if mode == "mask":
         return weights, loss_mask & ~outside, outside
-    raise ValueError(unknown("correction mode", mode, MODES))
+    raise ValueError(unknown("correction mode", mode, CORRECTION_MODES))

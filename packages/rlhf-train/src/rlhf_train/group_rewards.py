@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from rlhf_data.errors import unknown
+from rlhf_train.algorithms import BASELINES
 
 
 def relative_rewards(
@@ -31,7 +32,7 @@ def relative_rewards(
         return leave_one_out(rewards, group_ids)
     if baseline in ("group_mean", "group_mean_std"):
         return group_normalized(rewards, group_ids, divide_by_std=divide_by_std and baseline == "group_mean_std")
-    raise ValueError(unknown("baseline", baseline, ("none", "group_mean", "group_mean_std", "leave_one_out")))
+    raise ValueError(unknown("baseline", baseline, BASELINES))
 
 
 def leave_one_out(rewards: np.ndarray, group_ids: Sequence[str]) -> np.ndarray:

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from rlhf_data.errors import unknown
+from rlhf_train.algorithms import KL_ESTIMATORS
 from rlhf_train.shapes import check_same_shape
 
-KL_ESTIMATORS = ("k1", "k2", "k3")
 MAX_WEIGHT = 10.0  # of an importance weight in a KL gradient: where a bias is better than a spike
 MAX_KL_ERROR = 0.2
 MAX_LOG_RATIO = 20.0  # nats; keeps k3's exp finite, see losses.policy
