@@ -231,9 +231,9 @@ class PlacedRun:
         with self._timeline.phase("sync"):
             self._wake_engines()
             targets = self._sync_targets(len(actor.handles))
-            reports = wait(actor.start_each("send_weights", [(engines, self._policy_version) for engines in targets]))
+            sizes = wait(actor.start_each("send_weights", [(engines, self._policy_version) for engines in targets]))
         self._synced_version = self._policy_version
-        self._metrics["sync/size_bytes"] = max(report.get("size_bytes", 0.0) for report in reports)
+        self._metrics["sync/size_bytes"] = max(sizes)
 
     def evaluate(self, step: int) -> None:
         """See `OnlineRun`: at the start, at the end, and every `eval_steps` in between."""
@@ -344,7 +344,7 @@ class PlacedRun:
         if self._group_of[source] is self._group_of[target]:
             return
         exported = self._group_of[source].start("work", "export_columns", list(names))
-        wait(self._group_of[target].start("adopt", *exported))
+        wait(self._group_of[target].start("work", "adopt_columns", *exported))
 
     def _sync_targets(self, num_ranks: int) -> list[list[Any]]:
         """Which engines each rank sends to: those on its own device by CUDA IPC, else all from rank 0."""

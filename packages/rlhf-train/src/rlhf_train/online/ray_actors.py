@@ -34,7 +34,7 @@ class RankActor:
     ) -> None:
         """Load the models; without a master the group is this rank alone. Collective."""
         from rlhf_train.online.worker import TrainWorker
-        from rlhf_train.weight_sync import make_sender
+        from rlhf_train.weight_sync.sender import WeightSender
 
         self._worker = TrainWorker(
             models,
@@ -48,24 +48,22 @@ class RankActor:
             num_threads=num_threads,
             ema_beta=job.ema_beta,
         )
-        self._sender = make_sender(job.engine.weight_transfer, checksum=job.sync_checksum)
+        self._sender = WeightSender(job.engine.weight_transfer, checksum=job.sync_checksum)
 
     def work(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of the worker."""
         return getattr(self._worker, method)(*args, **kwargs)
 
-    def adopt(self, *exported: Any) -> None:
-        """Take columns that ranks of another group exported."""
-        self._worker.adopt_columns(*exported)
+    def send_weights(self, engines: Sequence[Any], policy_version: int) -> int:
+        """Send the actor's weights to `engines`; return their bytes. Collective.
 
-    def send_weights(self, engines: Sequence[Any], policy_version: int) -> dict[str, float]:
-        """Send the actor's weights to `engines`; a rank without any takes part in the gathering only. Collective."""
-        from rlhf_rollout.ray_actors import EngineClient
+        A rank without engines takes part in the gathering only.
+        """
+        from rlhf_rollout.ray_actors import RayEngine
 
         weights = self._worker.named_weights("actor")
         if not engines:
             for _ in weights:
                 pass
-            return {}
-        report = self._sender.send(weights, [EngineClient(engine) for engine in engines], policy_version)
-        return {"seconds": report.seconds, "size_bytes": report.size_bytes, "num_buckets": report.num_buckets}
+            return 0
+        return self._sender.send(weights, [RayEngine(engine) for engine in engines], policy_version).size_bytes

@@ -5,13 +5,7 @@ from typing import Any
 
 import torch
 
-from rlhf_data.errors import ConfigError, WeightSyncError, with_hint
-
-
-def check_gpu() -> None:
-    """Raise ConfigError when there is no GPU to share memory on."""
-    if not torch.cuda.is_available():
-        raise ConfigError(with_hint("weight sync by ipc needs a GPU", "use shared_memory"))
+from rlhf_data.errors import WeightSyncError, with_hint
 
 
 class CudaIpcBuffer:
@@ -29,12 +23,8 @@ class CudaIpcBuffer:
             # torch frees the buffer after one release an export, so that no two engines may share one.
             self._handles = [(uuid, reduce_tensor(self.data)[1]) for _ in range(num_engines)]
         except RuntimeError as error:
-            raise WeightSyncError(
-                with_hint(
-                    f"CUDA does not export the weight buffer: {error}",
-                    "unset expandable_segments in PYTORCH_CUDA_ALLOC_CONF, or use shared_memory",
-                )
-            ) from error
+            hint = "unset expandable_segments in PYTORCH_CUDA_ALLOC_CONF, or use shared_memory"
+            raise WeightSyncError(with_hint(f"CUDA does not export the weight buffer: {error}", hint)) from error
 
     def reserve(self, end_bytes: int) -> None:
         """See `BucketBuffer`: all of it was allocated."""
@@ -50,5 +40,5 @@ class CudaIpcBuffer:
     def close(self) -> None:
         """See `BucketBuffer`: torch keeps the memory until every engine has let go of it."""
         self._handles = []
-        del self.data
+        self.data = self.data.new_empty(0)
         torch.cuda.ipc_collect()

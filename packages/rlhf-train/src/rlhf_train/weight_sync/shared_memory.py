@@ -25,12 +25,8 @@ class SharedMemoryBuffer:
         try:
             self._descriptor = os.open(self._path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
         except OSError as error:
-            raise WeightSyncError(
-                with_hint(
-                    f"no shared memory at {SHARED_MEMORY_DIR}: {error.strerror}",
-                    "shared memory needs Linux with a tmpfs there",
-                )
-            ) from error
+            message = f"no shared memory at {SHARED_MEMORY_DIR}: {error.strerror}"
+            raise WeightSyncError(with_hint(message, "shared memory needs Linux with a tmpfs there")) from error
         try:
             os.ftruncate(self._descriptor, size_bytes)
             self._map = mmap.mmap(self._descriptor, size_bytes)
@@ -52,12 +48,9 @@ class SharedMemoryBuffer:
         except OSError as error:
             if error.errno != errno.ENOSPC:
                 raise
-            raise WeightSyncError(
-                with_hint(
-                    f"{SHARED_MEMORY_DIR} has no room for {end_bytes} bytes of weights",
-                    "use smaller buckets, or give it more room (docker run --shm-size)",
-                )
-            ) from error
+            message = f"{SHARED_MEMORY_DIR} has no room for {end_bytes} bytes of weights"
+            hint = "use smaller buckets, or give it more room (docker run --shm-size)"
+            raise WeightSyncError(with_hint(message, hint)) from error
         self._reserved_bytes = end_bytes
 
     def publish(self) -> None:
