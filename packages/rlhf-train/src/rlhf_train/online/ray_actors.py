@@ -61,7 +61,7 @@ class RankActor:
         """
         from rlhf_rollout.ray_actors import RayEngine
 
-        weights = self._worker.named_weights("actor")
+        weights = self._worker.engines["actor"].named_weights()
         if not engines:
             for _ in weights:
                 pass

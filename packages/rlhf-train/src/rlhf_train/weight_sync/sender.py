@@ -127,7 +127,7 @@ class WeightSender:
     def _fillings(
         self, named_tensors: Iterator[tuple[str, torch.Tensor]], num_engines: int
     ) -> Generator[tuple[BucketBuffer, list[TensorSpec]]]:
-        """Fill one buffer again and again, and yield it with what lies in it; only a larger weight has it opened anew."""
+        """Fill one buffer again and again, and yield it with what lies in it; a larger weight has it opened anew."""
         buffer: BucketBuffer | None = None
         specs: list[TensorSpec] = []
         try:
