@@ -26,8 +26,8 @@ COMPARED = ("policy/loss", "value/loss", "value/mean", "value/return", "policy/a
 
 def plan_of(groups: dict[tuple[str, ...], int]) -> PlacementPlan:
     """All on CPUs, in one bundle."""
-    placed = tuple(GroupPlan("+".join(roles), roles, ranks, (0,) * ranks, 0) for roles, ranks in groups.items())
-    return PlacementPlan("cpu", (0,), placed, GroupPlan("engines", (), 1, (0,), 0), True)
+    placed = tuple(GroupPlan("+".join(roles), roles, (0,) * ranks, 0) for roles, ranks in groups.items())
+    return PlacementPlan("cpu", (0,), placed, GroupPlan("engines", (), (0,), 0), True)
 
 
 @pytest.fixture(scope="module")
