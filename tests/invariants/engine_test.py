@@ -11,7 +11,7 @@ import pytest
 
 from rlhf_models.testing import tiny_model_dir
 from rlhf_train.online.controller import run_online
-from rlhf_train.online.observer import SilentObserver
+from rlhf_train.online.observer import Observer
 from rlhf_train.placement import local_resources
 from rlhf_train.testing import tiny_job
 
@@ -45,7 +45,7 @@ def with_learning_rate(job: Any, learning_rate: float) -> Any:
 def still_path(model_path, tmp_path_factory) -> str:
     job = with_learning_rate(tiny_job(model_path, tmp_path_factory.mktemp("still"), num_steps=4, eval_steps=2), 0.0)
     sampled = dataclasses.replace(job.eval_sampling, temperature=1.0, seed=job.sampling.seed)
-    run_online(dataclasses.replace(job, eval_sampling=sampled), SilentObserver())
+    run_online(dataclasses.replace(job, eval_sampling=sampled), Observer())
     return job.save_path
 
 
@@ -57,7 +57,7 @@ def still(still_path) -> list[dict[str, float]]:
 @pytest.fixture(scope="module")
 def moving(model_path, tmp_path_factory) -> list[dict[str, float]]:
     job = with_learning_rate(tiny_job(model_path, tmp_path_factory.mktemp("moving"), num_steps=4), 5e-3)
-    run_online(job, SilentObserver())
+    run_online(job, Observer())
     return metrics_of(job.save_path)
 
 
