@@ -5,7 +5,7 @@ from the engine's samples is that of the trainer's policy only under importance 
 
     w_t = exp(old_logprobs_t - rollout_logprobs_t)
 
-Shape letters: B rollouts, T token positions.
+Shape letters: B rollouts, T token positions. ValueError is raised for an unknown level or mode, and when shapes differ.
 """
 
 import torch
@@ -32,9 +32,6 @@ def importance_weights(old_logprobs: Tensor, rollout_logprobs: Tensor, loss_mask
 
     Returns:
         [B, T] float, 1.0 where the mask is False; logarithms are clamped to +-20.
-
-    Raises:
-        ValueError: unknown level, or shapes differ.
 
     Source: token: Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training"; sequence:
     Liu et al. 2025, "When speed kills stability"; geometric: Zheng et al. 2025, arXiv:2507.18071, eq. 7.
@@ -69,9 +66,6 @@ def bounded_weights(
     Returns:
         Weights [B, T] float; the mask that is left, [B, T] bool; and which trained weights were out of bounds,
         [B, T] bool.
-
-    Raises:
-        ValueError: unknown mode, or shapes differ.
 
     Source: truncate: Yao et al. 2025 (above), after Ionides 2008, "Truncated importance sampling"; mask: Ling
     Team 2025, arXiv:2510.18855 (IcePop).

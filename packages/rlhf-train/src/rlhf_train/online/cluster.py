@@ -3,6 +3,7 @@
 import math
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
@@ -96,24 +97,18 @@ def _share_import_path() -> None:
 @contextmanager
 def placed_bundles(plan: PlacementPlan) -> Iterator[PlacementGroup]:
     """Reserve the plan's bundles. Raises EngineError when the cluster cannot give them in time."""
-    processes = [0] * len(plan.bundles)
-    for group in plan.all_groups:
-        for bundle in group.bundles:
-            processes[bundle] += 1
+    processes = Counter(bundle for group in plan.all_groups for bundle in group.bundles)
     bundles = [
-        {"CPU": float(count), **({"GPU": float(gpus)} if gpus else {})}
-        for count, gpus in zip(processes, plan.bundles, strict=True)
+        {"CPU": float(processes[index]), **({"GPU": float(gpus)} if gpus else {})}
+        for index, gpus in enumerate(plan.bundles)
     ]
     reserved = placement_group(bundles, strategy="PACK")
     try:
         if not reserved.wait(PLACEMENT_TIMEOUT_S):
             have = ray.available_resources()
-            message = (
-                f"the cluster did not give {bundles} within {PLACEMENT_TIMEOUT_S:g} s; free: CPU {have.get('CPU', 0)},"
-            )
-            raise EngineError(
-                with_hint(f"{message} GPU {have.get('GPU', 0)}", "end what else runs there, or ask for less")
-            )
+            message = f"the cluster did not give {bundles} within {PLACEMENT_TIMEOUT_S:g} s"
+            free = f"free: CPU {have.get('CPU', 0)}, GPU {have.get('GPU', 0)}"
+            raise EngineError(with_hint(f"{message}; {free}", "end what else runs there, or ask for less"))
         yield reserved
     finally:
         remove_placement_group(reserved)
