@@ -1,7 +1,7 @@
 """Rewards compared among the samples of one prompt. Torch-free: the controller calls it on plain numbers.
 
-`rewards` are [B] float and `group_ids` B ids, results are [B] float64. ValueError is raised for an unknown baseline, and
-unless there are as many ids as rewards.
+`rewards` are [B] float and `group_ids` B ids, results are [B] float64. ValueError is raised for an unknown baseline,
+and unless there are as many ids as rewards.
 """
 
 from collections.abc import Sequence

@@ -81,13 +81,13 @@ class PlacedRun:
     ) -> None:
         self.num_steps = job.num_steps
         self._job = job
-        self._engine_handles, self._workers, _ = processes
+        self._workers = processes.workers
         self._group_of = {role: group for group in self._workers for role in group.roles}
         self._recorder = recorder
         self._observer = observer
         self._started = started
         self._timeline = Timeline()
-        engines = [RayEngine(handle) for handle in self._engine_handles]
+        engines = [RayEngine(handle) for handle in processes.engines]
         self._generation = Generation(job, engines, reward, self._timeline, observer)
         self._shaper = shaper
         self._sampler = EpochSampler(len(job.prompts), job.batch.rollout_batch_size, seed=job.seed)
@@ -346,13 +346,13 @@ class PlacedRun:
         exported = self._group_of[source].start("work", "export_columns", list(names))
         wait(self._group_of[target].start("work", "adopt_columns", *exported))
 
-    def _sync_targets(self, num_ranks: int) -> list[list[Any]]:
+    def _sync_targets(self, num_ranks: int) -> list[list[RayEngine]]:
         """Which engines each rank sends to: those on its own device by CUDA IPC, else all from rank 0."""
         if self._job.engine.weight_transfer == "ipc":
-            pairs = list(zip(self._job.plan.engines.bundles, self._engine_handles, strict=True))
+            pairs = list(zip(self._job.plan.engines.bundles, self._generation.engines, strict=True))
             homes = self._job.plan.group_of("actor").bundles
             return [[engine for bundle, engine in pairs if bundle == own] for own in homes]
-        return [self._engine_handles if rank == 0 else [] for rank in range(num_ranks)]
+        return [self._generation.engines if rank == 0 else [] for rank in range(num_ranks)]
 
     def _add_metrics(self, parts: Any) -> None:
         self._metrics |= results(merge_metrics(parts))
