@@ -217,9 +217,9 @@ def test_experience_column_is_zero_where_nothing_is_trained_and_names_are_closed
     experience = Experience.from_rollouts(random_rollouts(3, vocab_size=50), [0.0] * 3)
     experience.set_column("values", torch.ones(experience.loss_mask.shape))
     assert torch.equal(experience.columns["values"] != 0, experience.loss_mask)
-    with pytest.raises(KeyError, match="unknown column"):
+    with pytest.raises(AssertionError, match="vlaues"):
         experience.set_column("vlaues", torch.ones(1))
-    with pytest.raises(KeyError, match="no rank exported values"):
+    with pytest.raises(KeyError, match="rollout0"):
         experience.adopt({"values": {}})
 
 

@@ -153,7 +153,7 @@ def test_shared_memory_buffer_full_tmpfs_raises_with_hint(monkeypatch: pytest.Mo
 
 def test_shared_memory_buffer_takes_memory_only_as_it_is_written() -> None:
     buffer = SharedMemoryBuffer(64 << 20, num_engines=1)
-    path = SHARED_MEMORY_DIR / buffer.handles()[0]
+    path = SHARED_MEMORY_DIR / buffer.handles[0]
     assert path.stat().st_blocks == 0
     buffer.reserve(8192)
     assert path.stat().st_blocks * 512 == 8192

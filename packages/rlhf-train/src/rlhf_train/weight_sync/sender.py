@@ -22,6 +22,8 @@ class BucketBuffer(Protocol):
 
     backend: str
     data: torch.Tensor
+    handles: Sequence[Any]
+    """One an engine, by which it opens the memory."""
 
     def reserve(self, end_bytes: int) -> None:
         """Make sure that the first `end_bytes` bytes of `data` can be written."""
@@ -29,10 +31,6 @@ class BucketBuffer(Protocol):
 
     def publish(self) -> None:
         """Wait until what was written can be read by others."""
-        ...
-
-    def handles(self) -> Sequence[Any]:
-        """Return one handle an engine."""
         ...
 
     def close(self) -> None:
@@ -110,7 +108,7 @@ class WeightSender:
                     if self._checksum:
                         written = buffer.data[: bucket.used_bytes].cpu().numpy()
                         bucket = replace(bucket, checksum=bucket_checksum(written, bucket.tensors))
-                    pairs = zip(engines, buffer.handles(), strict=True)
+                    pairs = zip(engines, buffer.handles, strict=True)
                     await _together(
                         [engine.receive_weights(replace(bucket, handle=handle)) for engine, handle in pairs]
                     )

@@ -4,8 +4,6 @@ import errno
 import mmap
 import os
 import secrets
-from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
@@ -19,8 +17,9 @@ class SharedMemoryBuffer:
     backend = "shared_memory"
 
     def __init__(self, size_bytes: int, num_engines: int) -> None:
-        self._name = f"rlhf-weights-{os.getpid()}-{secrets.token_hex(4)}"
-        self._num_engines = num_engines
+        name = f"rlhf-weights-{os.getpid()}-{secrets.token_hex(4)}"
+        self._path = SHARED_MEMORY_DIR / name
+        self.handles = [name] * num_engines
         self._reserved_bytes = 0
         try:
             self._descriptor = os.open(self._path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
@@ -34,10 +33,6 @@ class SharedMemoryBuffer:
         except BaseException:
             self.close()
             raise
-
-    @property
-    def _path(self) -> Path:
-        return SHARED_MEMORY_DIR / self._name
 
     def reserve(self, end_bytes: int) -> None:
         """See `BucketBuffer`. Without it, writing to a full tmpfs would kill the process."""
@@ -55,10 +50,6 @@ class SharedMemoryBuffer:
 
     def publish(self) -> None:
         """See `BucketBuffer`: a copy from a GPU to pageable memory has arrived when it returns."""
-
-    def handles(self) -> Sequence[str]:
-        """See `BucketBuffer`: the file's name."""
-        return [self._name] * self._num_engines
 
     def close(self) -> None:
         """See `BucketBuffer`: the name goes at once, the memory with the last process that maps it."""
