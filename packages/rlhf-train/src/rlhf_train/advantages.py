@@ -28,10 +28,13 @@ def token_rewards(rewards: Tensor, kl: Tensor, loss_mask: Tensor, *, kl_coef: fl
     Source: Ouyang et al. 2022, arXiv:2203.02155, eq. 2.
     """
     check_same_shape(kl=kl, loss_mask=loss_mask)
+    return (-kl_coef * kl).masked_fill(~loss_mask, 0.0) + last_trained(loss_mask) * rewards[:, None]
+
+
+def last_trained(loss_mask: Tensor) -> Tensor:
+    """Return where the last trained token of each row of `loss_mask` [B, T] is, as [B, T] bool."""
     position = torch.arange(loss_mask.shape[1], device=loss_mask.device)
-    last = torch.where(loss_mask, position, -1).amax(dim=1, keepdim=True)
-    at_end = (position == last) & loss_mask
-    return (-kl_coef * kl).masked_fill(~loss_mask, 0.0) + at_end * rewards[:, None]
+    return loss_mask & (position == torch.where(loss_mask, position, -1).amax(dim=1, keepdim=True))
 
 
 def generalized_advantages(

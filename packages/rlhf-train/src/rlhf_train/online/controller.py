@@ -113,11 +113,8 @@ class PlacedRun:
         groups, counts = self._generation.run(
             self._prompts(), job.sampling, f"step{step}", make_ready=self._wake_engines
         )
-        dynamic = job.dynamic_sampling
-        parts: dict[bool, list[RolloutGroup]] = {True: [], False: []}
-        for group in groups:
-            parts[dynamic is None or is_worth_training(group, dynamic)].append(group)
-        kept, dropped = parts[True], parts[False]
+        kept = [group for group in groups if self._is_kept(group)]
+        dropped = [group for group in groups if not self._is_kept(group)]
         self._metrics["rollout/kept_groups"] = len(kept) / len(groups)
         self._ledger = Ledger(
             num_generated=counts.num_requested,
@@ -142,12 +139,12 @@ class PlacedRun:
         job, dynamic, size = self._job, self._job.dynamic_sampling, self._job.batch.rollout_batch_size
         if dynamic is None:
             return [job.prompts[index] for index in self._sampler.next_batch()]
-        return PromptSupply(
-            lambda: job.prompts[self._sampler.take(1)[0]],
-            target=size,
-            max_drawn=size * dynamic.max_batches,
-            keep=lambda group: is_worth_training(group, dynamic),
-        )
+        limits = {"target": size, "max_drawn": size * dynamic.max_batches}
+        return PromptSupply(lambda: job.prompts[self._sampler.take(1)[0]], keep=self._is_kept, **limits)
+
+    def _is_kept(self, group: RolloutGroup) -> bool:
+        dynamic = self._job.dynamic_sampling
+        return dynamic is None or is_worth_training(group, dynamic)
 
     def can_learn(self, groups: Sequence[RolloutGroup]) -> bool:
         """Say whether enough rollouts have a reward for an update.
@@ -155,9 +152,8 @@ class PlacedRun:
         When it says no for the `MAX_BARREN_STEPS`th time in a row, the run ends: well, when dynamic sampling finds
         nothing more to learn from, else by a RewardError.
         """
-        wanted, num_scored = self._job.batch.rollout_batch_size, len(scored(groups))
-        filtered = self._ledger.num_filtered
-        if num_scored:
+        wanted, filtered = self._job.batch.rollout_batch_size, self._ledger.num_filtered
+        if scored(groups):
             if len(groups) < wanted and filtered:
                 self._observer.warning(f"only {len(groups)} of {wanted} rollout groups are worth training")
             self._num_barren_steps = 0

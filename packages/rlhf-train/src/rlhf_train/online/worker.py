@@ -18,7 +18,7 @@ from rlhf_models.critic import Critic
 from rlhf_models.loading import load_actor, load_critic, load_tokenizer, resolve_dtype
 from rlhf_models.reference import load_reference
 from rlhf_models.weights import save_hf
-from rlhf_train.advantages import generalized_advantages, moments, token_rewards, whiten
+from rlhf_train.advantages import generalized_advantages, last_trained, moments, token_rewards, whiten
 from rlhf_train.algorithms import AlgorithmSpec
 from rlhf_train.batching import Denominators, MiniBatch, RankPlan
 from rlhf_train.ema import WeightAverage
@@ -80,11 +80,8 @@ class TrainWorker:
         self._plan = RankPlan((), (), ())
 
     def _load(self, role: str, spec: ModelSpec, device: str) -> None:
-        options: dict[str, Any] = {
-            "dtype": spec.dtype,
-            "attn_implementation": spec.attn_implementation,
-            "packing": spec.packing,
-        }
+        options: dict[str, Any] = {"dtype": spec.dtype, "packing": spec.packing}
+        options["attn_implementation"] = spec.attn_implementation
         if spec.optimizer is None:
             self._frozen[role] = load_reference(spec.path, **options).to(self._device)
             return
@@ -299,9 +296,7 @@ class TrainWorker:
         before = _rows([torch.cat([row.new_zeros(1), row[:-1]]) for row in after], width)
         last = torch.stack([row[-1] for row in after])
         truncated = self._experience.truncated[list(rows)] if rows else torch.zeros(1, dtype=torch.bool)
-        position = torch.arange(width, device=self._device)
-        at_end = (position == torch.where(mask, position, -1).amax(dim=1, keepdim=True)) & mask
-        last_values = at_end * (last * truncated.to(self._device))[:, None]
+        last_values = last_trained(mask) * (last * truncated.to(self._device))[:, None]
         return {"values": before, "last_values": last_values}, mask if rows else torch.zeros_like(mask)
 
     def _columns(self, rows: Sequence[int], width: int, names: Sequence[str]) -> dict[str, Tensor]:
