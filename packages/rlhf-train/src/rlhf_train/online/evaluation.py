@@ -51,7 +51,7 @@ def summarize_evaluation(groups: Sequence[RolloutGroup]) -> dict[str, float]:
 
 def _passes(groups: Sequence[RolloutGroup], prefix: str) -> dict[str, float]:
     num_samples = min(len(group.rollouts) for group in groups)
-    ks = {2**power for power in range(num_samples.bit_length()) if 2**power <= num_samples} | {num_samples}
+    ks = {2**power for power in range(num_samples.bit_length())} | {num_samples}
     counts = [
         (len(group.rollouts), sum(r.verdict is not None and r.verdict.kind is VerdictKind.OK for r in group.rollouts))
         for group in groups
