@@ -4,7 +4,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -80,8 +79,7 @@ class TrainWorker:
         self._plan = RankPlan((), (), ())
 
     def _load(self, role: str, spec: ModelSpec, device: str) -> None:
-        options: dict[str, Any] = {"dtype": spec.dtype, "packing": spec.packing}
-        options["attn_implementation"] = spec.attn_implementation
+        options = {name: getattr(spec, name) for name in ("dtype", "attn_implementation", "packing")}
         if spec.optimizer is None:
             self._frozen[role] = load_reference(spec.path, **options).to(self._device)
             return
