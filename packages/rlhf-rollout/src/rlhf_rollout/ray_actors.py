@@ -83,7 +83,7 @@ def _plain_errors(gone: type[RlhfError], part: str = "engine") -> Iterator[None]
 
 
 class RayEngine:
-    """A `RolloutEngine` in another process, for the driver's event loop.
+    """A `RolloutEngine` in another process.
 
     Args:
         handle: of an `EngineActor`.
@@ -153,30 +153,3 @@ class RayScorer:
         """See `LocalScorer.score`."""
         with _plain_errors(RewardError, "reward model"):
             return await self._handle.call.remote("score", token_ids)
-
-
-class EngineClient:
-    """An engine in another process as the trainer's rank 0 drives it: blocking calls that may run on any thread.
-
-    Args:
-        handle: of an `EngineActor`.
-    """
-
-    def __init__(self, handle: Any) -> None:
-        self._handle = handle
-
-    def _call(self, method: str, *arguments: Any) -> None:
-        with _plain_errors(WeightSyncError):
-            ray.get(self._handle.call.remote(method, *arguments))
-
-    def begin(self, policy_version: int) -> None:
-        """Stop the engine and get it ready for buckets."""
-        self._call("begin_weight_update", policy_version)
-
-    def receive(self, bucket: WeightBucket) -> None:
-        """Have the engine load a bucket; the buffer may be reused once this returns."""
-        self._call("receive_weights", bucket)
-
-    def finish(self) -> None:
-        """Put the weights in force and let the engine generate on."""
-        self._call("finish_weight_update")

@@ -1,5 +1,7 @@
 """Numbers that many ranks and micro-batches contribute to: how they combine is part of their type.
 
+Each kind has `merge`, which puts two parts together, and `result`, the number to log.
+
 Names, as they appear in metrics.jsonl: `rollout/*` of all that was generated and how it was scored, `train/*` of the
 rewards that are trained on, `policy/*`, `value/*`, `kl/*` and `entropy/*` of the update, `mismatch/*` between
 engine and trainer, `eval/*` on held-out prompts, `time/*` in seconds, `throughput/*` a second, `samples/*` counts.
@@ -20,17 +22,15 @@ class Sum:
     value: float
 
     def merge(self, other: "Sum") -> "Sum":
-        """The sum of both."""
         return Sum(self.value + other.value)
 
     def result(self) -> float:
-        """The number to log."""
         return self.value
 
 
 @dataclass(frozen=True, slots=True)
 class Mean:
-    """Averages over everything that was counted, wherever it was counted.
+    """Averages over everything that was counted, wherever it was counted; NaN when nothing was.
 
     Sums may be tensors of no dimension until `on_host` makes numbers of them.
     """
@@ -39,26 +39,22 @@ class Mean:
     count: "float | Tensor"
 
     def merge(self, other: "Mean") -> "Mean":
-        """The mean over both."""
         return Mean(self.total + other.total, self.count + other.count)
 
     def result(self) -> float:
-        """The number to log; NaN when nothing was counted."""
         return float(self.total / self.count) if self.count else float("nan")
 
 
 @dataclass(frozen=True, slots=True)
 class Max:
-    """Keeps the largest."""
+    """Keeps the largest; NaN when a part is."""
 
     value: float
 
     def merge(self, other: "Max") -> "Max":
-        """The larger of both; NaN when either is."""
         return other if other.value > self.value or other.value != other.value else self
 
     def result(self) -> float:
-        """The number to log."""
         return self.value
 
 

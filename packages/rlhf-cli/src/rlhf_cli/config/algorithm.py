@@ -9,6 +9,7 @@ from rlhf_train.algorithms import (
     ALGORITHMS,
     CORRECTION_LEVELS,
     CORRECTION_MODES,
+    KL_ESTIMATORS,
     OLD_LOGPROBS,
     POLICY_LOSSES,
     REDUCTIONS,
@@ -18,7 +19,7 @@ from rlhf_train.algorithms import (
 
 Estimator = one_of(ALGORITHMS, {name: row.title for name, row in ALGORITHMS.items()})
 PolicyLoss = one_of(POLICY_LOSSES, {name: row.title for name, row in POLICY_LOSSES.items()})
-KlEstimatorName = one_of(("k1", "k2", "k3"))
+KlEstimatorName = one_of(KL_ESTIMATORS)
 OldLogprobs = one_of(OLD_LOGPROBS)
 CorrectionLevel = one_of(CORRECTION_LEVELS)
 CorrectionMode = one_of(CORRECTION_MODES)
