@@ -2,11 +2,8 @@
 
 import sys
 from collections.abc import Collection, Sequence
-from typing import ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field
-
-from rlhf_cli.config.base import Section, one_of
+from rlhf_cli.config.base import Config, Section, flag, one_of
 from rlhf_cli.config.checks import missing
 from rlhf_cli.config.command_line import parse, to_toml
 from rlhf_cli.exits import SUCCESS, exit_status
@@ -16,23 +13,19 @@ from rlhf_data.errors import ConfigError, with_hint
 DESCRIPTION = "Merge a low-rank adapter into its model, or reward model, and write a plain Hugging Face model folder."
 
 
-class MergeSection(Section):
+class MergeSection(Section, title="merge"):
     """What is merged into what."""
 
-    TITLE: ClassVar[str] = "merge"
-
-    model_path: str | None = Field(None, description="the model that the adapter was trained on: a folder or hub name")
-    lora_path: str | None = Field(None, description="the adapter's folder; one of a reward model has its head in it")
-    output_path: str | None = Field(None, description="folder for the merged model, new or empty")
-    param_dtype: one_of(("bfloat16", "float32")) = Field("bfloat16", description="type of the merged weights")
+    model_path: str | None = flag(None, "the model that the adapter was trained on: a folder or hub name")
+    lora_path: str | None = flag(None, "the adapter's folder; one of a reward model has its head in it")
+    output_path: str | None = flag(None, "folder for the merged model, new or empty")
+    param_dtype: one_of(("bfloat16", "float32")) = flag("bfloat16", "type of the merged weights")
 
 
-class LoraCombinerConfig(BaseModel):
+class LoraCombinerConfig(Config):
     """Everything `lora_combiner` is told."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
-
-    merge: MergeSection = Field(default_factory=MergeSection)
+    merge: MergeSection = MergeSection()
 
     def check(self, given: Collection[str]) -> list[str]:
         """Raise ConfigError unless all three paths are there."""

@@ -1,10 +1,10 @@
 """What is optimised."""
 
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator
 
-from rlhf_cli.config.base import Instead, Section, one_of
+from rlhf_cli.config.base import Instead, Section, flag, one_of
 from rlhf_train.algorithms import (
     ALGORITHMS,
     CORRECTION_LEVELS,
@@ -45,82 +45,79 @@ def _instead(own: str) -> Instead:
 ReductionName = Annotated[one_of(REDUCTIONS), BeforeValidator(_underscored)]
 
 
-class AlgorithmSection(Section):
+class AlgorithmSection(Section, title="algorithm"):
     """Estimator, losses, KL and corrections."""
 
-    TITLE: ClassVar[str] = "algorithm"
-
-    advantage_estimator: Estimator = Field(
-        _DEFAULTS.estimator,
-        description="; ".join(f"{row.name}: {row.title}" for row in ALGORITHMS.values()),
+    advantage_estimator: Estimator = flag(
+        _DEFAULTS.estimator, "; ".join(f"{row.name}: {row.title}" for row in ALGORITHMS.values())
     )
-    gamma: float = Field(_DEFAULTS.gamma, ge=0, le=1, description="discount a token")
-    lambd: float = Field(_DEFAULTS.lambd, ge=0, le=1, description="GAE's lambda: 0 trusts the critic, 1 the rewards")
-    bootstrap_truncated: bool = Field(
-        False, description="a response that --generate_max_len ended goes on with the critic's value of its last state"
+    gamma: float = flag(_DEFAULTS.gamma, "discount a token", ge=0, le=1)
+    lambd: float = flag(_DEFAULTS.lambd, "GAE's lambda: 0 trusts the critic, 1 the rewards", ge=0, le=1)
+    bootstrap_truncated: bool = flag(
+        False, "a response that --generate_max_len ended goes on with the critic's value of its last state"
     )
-    no_advantage_std_norm: bool = Field(
-        False, description="do not divide advantages by their standard deviation (of the batch, or of the group)"
+    no_advantage_std_norm: bool = flag(
+        False, "do not divide advantages by their standard deviation (of the batch, or of the group)"
     )
-    policy_loss_type: PolicyLoss = Field(
-        _DEFAULTS.policy_loss, description="; ".join(f"{row.name}: {row.title}" for row in POLICY_LOSSES.values())
+    policy_loss_type: PolicyLoss = flag(
+        _DEFAULTS.policy_loss, "; ".join(f"{row.name}: {row.title}" for row in POLICY_LOSSES.values())
     )
-    loss_agg_mode: ReductionName | None = Field(
-        None, description="how token losses become one number; None: the policy loss's or the estimator's own"
+    loss_agg_mode: ReductionName | None = flag(
+        None, "how token losses become one number; None: the policy loss's or the estimator's own"
     )
-    eps_clip: Annotated[float | None, _instead("eps_clip")] = Field(
+    eps_clip: Annotated[float | None, _instead("eps_clip")] = flag(
         None,
+        f"the policy ratio is clipped to 1 -+ this; None: {_DEFAULTS.clip_low:g}"
+        + "".join(f", for {loss} {low:g} below and {high:g} above" for loss, (low, high) in _CLIP_RANGES.items()),
         gt=0,
         lt=1,
-        description=f"the policy ratio is clipped to 1 -+ this; None: {_DEFAULTS.clip_low:g}"
-        + "".join(f", for {loss} {low:g} below and {high:g} above" for loss, (low, high) in _CLIP_RANGES.items()),
     )
-    eps_clip_low_high: Annotated[tuple[float, float] | None, _instead("eps_clip_low_high")] = Field(
-        None, description="two different bounds instead of --eps_clip: LOW below 1, HIGH above"
+    eps_clip_low_high: Annotated[tuple[float, float] | None, _instead("eps_clip_low_high")] = flag(
+        None, "two different bounds instead of --eps_clip: LOW below 1, HIGH above"
     )
-    clip_eps_low: Annotated[float | None, _instead("clip_eps_low")] = Field(
-        None, ge=0, lt=1, description="the LOW of --eps_clip_low_high alone"
+    clip_eps_low: Annotated[float | None, _instead("clip_eps_low")] = flag(
+        None, "the LOW of --eps_clip_low_high alone", ge=0, lt=1
     )
-    clip_eps_high: Annotated[float | None, _instead("clip_eps_high")] = Field(
-        None, ge=0, description="the HIGH of --eps_clip_low_high alone"
+    clip_eps_high: Annotated[float | None, _instead("clip_eps_high")] = flag(
+        None, "the HIGH of --eps_clip_low_high alone", ge=0
     )
-    dual_clip: float | None = Field(
-        None, gt=1, description="with a negative advantage A the PPO loss is at most this times |A|; None: no limit"
+    dual_clip: float | None = flag(
+        None, "with a negative advantage A the PPO loss is at most this times |A|; None: no limit", gt=1
     )
-    entropy_loss_coef: float = Field(_DEFAULTS.entropy_coef, ge=0, description="weight of the entropy bonus")
-    value_clip: float | None = Field(
-        _DEFAULTS.value_clip, gt=0, description="a value may move that far from its old one; None: as far as it likes"
+    entropy_loss_coef: float = flag(_DEFAULTS.entropy_coef, "weight of the entropy bonus", ge=0)
+    value_clip: float | None = flag(
+        _DEFAULTS.value_clip, "a value may move that far from its old one; None: as far as it likes", gt=0
     )
-    init_kl_coef: float = Field(
-        _DEFAULTS.kl_coef, ge=0, description="weight of the KL to the reference, in reward a nat; 0: no reference model"
+    init_kl_coef: float = flag(
+        _DEFAULTS.kl_coef, "weight of the KL to the reference, in reward a nat; 0: no reference model", ge=0
     )
-    kl_target: float | None = Field(
-        None, gt=0, description="nats a token that the weight of the KL is steered to; None: the weight stays"
+    kl_target: float | None = flag(
+        None, "nats a token that the weight of the KL is steered to; None: the weight stays", gt=0
     )
-    kl_horizon: int = Field(
-        _DEFAULTS.kl_horizon, ge=1, description="responses over which --kl_target may move the weight by a fifth"
+    kl_horizon: int = flag(
+        _DEFAULTS.kl_horizon, "responses over which --kl_target may move the weight by a fifth", ge=1
     )
-    kl_estimator: KlEstimatorName = Field(_DEFAULTS.kl_estimator, description="estimate of the KL of a token")
-    use_kl_loss: bool = Field(False, description="the KL is a term of the loss instead of a part of the reward")
-    kl_unbiased_gradient: bool = Field(
-        False, description="the gradient of the KL loss is the KL's own, whatever the estimator; with --use_kl_loss"
+    kl_estimator: KlEstimatorName = flag(_DEFAULTS.kl_estimator, "estimate of the KL of a token")
+    use_kl_loss: bool = flag(False, "the KL is a term of the loss instead of a part of the reward")
+    kl_unbiased_gradient: bool = flag(
+        False, "the gradient of the KL loss is the KL's own, whatever the estimator; with --use_kl_loss"
     )
-    old_logprobs: OldLogprobs = Field(
+    old_logprobs: OldLogprobs = flag(
         _DEFAULTS.old_logprobs,
-        description="log-probs before the update: recompute with the trainer's model, take the engine's (rollout), or"
+        "log-probs before the update: recompute with the trainer's model, take the engine's (rollout), or"
         " skip, when there is one optimizer step a step",
     )
-    is_correction_level: CorrectionLevel = Field(
+    is_correction_level: CorrectionLevel = flag(
         _DEFAULTS.correction.level,
-        description="weigh by trainer probability / engine probability: of each token, of the whole response (sequence)"
+        "weigh by trainer probability / engine probability: of each token, of the whole response (sequence)"
         " or as its geometric mean",
     )
-    is_correction_mode: CorrectionMode = Field(
-        _DEFAULTS.correction.mode, description="truncate weights at the threshold, or mask what lies beyond it"
+    is_correction_mode: CorrectionMode = flag(
+        _DEFAULTS.correction.mode, "truncate weights at the threshold, or mask what lies beyond it"
     )
-    is_correction_threshold: tuple[float, float] | None = Field(
+    is_correction_threshold: tuple[float, float] | None = flag(
         None,
-        description="smallest and largest weight; None: "
+        "smallest and largest weight; None: "
         + ", ".join(f"{low:g} {high:g} to {mode}" for mode, (low, high) in _CORRECTION_BOUNDS.items()),
     )
 

@@ -1,22 +1,41 @@
 """What sections and fields of a configuration are made of."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, get_args, get_origin
+from typing import Annotated, Any, get_args, get_origin
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field
 from pydantic.fields import FieldInfo
 
 from rlhf_data.errors import unknown, with_hint
 
 
-class Section(BaseModel):
-    """One concern: frozen, closed, its fields described. `TITLE` heads it in --help."""
+class Section(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=()):
+    """One concern; its `title`, a class argument, heads it in --help."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
 
-    TITLE: ClassVar[str] = ""
+class Config(BaseModel, frozen=True, extra="forbid", protected_namespaces=()):
+    """Everything that a command is told, a field a section."""
+
+    def check(self, given: Collection[str]) -> list[str]:
+        """Check what concerns several fields.
+
+        Args:
+            given: the options that somebody set to something else than the default.
+
+        Returns:
+            A notice for each option that has no effect.
+
+        Raises:
+            ConfigError: options that cannot work together, or one that is missing.
+        """
+        raise NotImplementedError
+
+
+def flag(default: Any, text: str, **bounds: float) -> Any:
+    """Return a field with what --help says of it, and pydantic's bounds (`ge`, `gt`, `le`, `lt`)."""
+    return Field(default, description=text, **bounds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,15 +147,8 @@ class Option:
         return type(None) in get_args(self.info.annotation)
 
 
-def options(config_class: type[BaseModel]) -> Iterator[Option]:
+def options(config_class: type[Config]) -> Iterator[Option]:
     """Yield every field of every section of a configuration, in the order of their definition."""
     for section, info in config_class.model_fields.items():
-        kind = info.annotation
-        assert isinstance(kind, type) and issubclass(kind, Section)
-        for name, field in kind.model_fields.items():
+        for name, field in info.annotation.model_fields.items():
             yield Option(section, name, field)
-
-
-def section_titles(config_class: type[BaseModel]) -> dict[str, str]:
-    """Return the title of every section by name."""
-    return {name: info.annotation.TITLE for name, info in config_class.model_fields.items()}  # type: ignore[union-attr]

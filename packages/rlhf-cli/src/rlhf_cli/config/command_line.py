@@ -12,13 +12,13 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Generic, NoReturn, TypeVar, get_args
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
-from rlhf_cli.config.base import Option, options, section_titles
+from rlhf_cli.config.base import Config, Option, options
 from rlhf_cli.config.elsewhere import known_elsewhere
 from rlhf_data.errors import ConfigError, missing_file, nearest, unknown, with_hint
 
-Config = TypeVar("Config", bound=BaseModel)
+AnyConfig = TypeVar("AnyConfig", bound=Config)
 Values = dict[str, dict[str, Any]]
 
 NONE = "None"
@@ -29,7 +29,7 @@ _SIMILAR, _SAME_BUT_FOR_A_SLIP = 0.55, 0.8  # shares of letters in common
 
 
 @dataclass(frozen=True, slots=True)
-class Parsed(Generic[Config]):
+class Parsed(Generic[AnyConfig]):
     """A command line, understood.
 
     Attributes:
@@ -39,7 +39,7 @@ class Parsed(Generic[Config]):
         dry_run: only show what would be done.
     """
 
-    config: Config
+    config: AnyConfig
     notices: tuple[str, ...]
     given: frozenset[str]
     dry_run: bool
@@ -51,7 +51,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse(
-    config_class: type[Config],
+    config_class: type[AnyConfig],
     argv: Sequence[str],
     *,
     prog: str,
@@ -59,7 +59,7 @@ def parse(
     resolve: Callable[[str], Path],
     recipe: Callable[[Mapping[str, Mapping[str, Any]]], Path | None] = lambda values: None,
     presets: Mapping[str, Path] = MappingProxyType({}),
-) -> Parsed[Config]:
+) -> Parsed[AnyConfig]:
     """Return the configuration that `argv` describes; defaults < recipe < preset < TOML file < flags.
 
     Args:
@@ -90,7 +90,7 @@ def parse(
         values = _over(read_toml(path, config_class), values, known)
     config = validate(config_class, _without_none(known, values))
     given = frozenset(option.name for option in known if option.name in named and not _is_default(option, config))
-    notices = config.check(given)  # type: ignore[attr-defined]
+    notices = config.check(given)
     left = _over(in_preset, in_file, known)
     if beaten := [name for key, table in in_preset.items() for name in table if left[key].get(name) != table[name]]:
         count = f"{len(beaten)} of the {sum(map(len, in_preset.values()))} keys of --preset {preset}"
@@ -99,7 +99,7 @@ def parse(
 
 
 def make_parser(
-    config_class: type[BaseModel], *, prog: str, description: str, presets: Collection[str] = ()
+    config_class: type[Config], *, prog: str, description: str, presets: Collection[str] = ()
 ) -> argparse.ArgumentParser:
     """Return an argparse parser with one group a section. Values stay text: the schema knows their types."""
     parser = _Parser(
@@ -118,13 +118,14 @@ def make_parser(
     parser.add_argument(
         "--dry_run", action="store_true", help="show configuration, placement and arithmetic; start nothing"
     )
-    groups = {name: parser.add_argument_group(title) for name, title in section_titles(config_class).items()}
+    sections = config_class.model_fields.items()
+    groups = {name: parser.add_argument_group(info.annotation.model_config["title"]) for name, info in sections}
     for option in options(config_class):
         groups[option.section].add_argument(*option.flags, dest=option.name, help=_help(option), **_shape(option))
     return parser
 
 
-def read_toml(path: Path, config_class: type[BaseModel]) -> Values:
+def read_toml(path: Path, config_class: type[Config]) -> Values:
     """Return the values of a TOML file by section.
 
     Raises:
@@ -156,7 +157,7 @@ def read_toml(path: Path, config_class: type[BaseModel]) -> Values:
     return content
 
 
-def validate(config_class: type[Config], values: Mapping[str, Mapping[str, Any]]) -> Config:
+def validate(config_class: type[AnyConfig], values: Mapping[str, Mapping[str, Any]]) -> AnyConfig:
     """Return the configuration. Raises ConfigError, in terms of flags, for a value that a field cannot have."""
     try:
         return config_class.model_validate(values)
@@ -164,7 +165,7 @@ def validate(config_class: type[Config], values: Mapping[str, Mapping[str, Any]]
         raise ConfigError(_explain(error.errors()[0])) from None
 
 
-def to_toml(config: BaseModel) -> str:
+def to_toml(config: Config) -> str:
     """Return a configuration as the TOML file that --config would read, without what is None by default."""
     values = config.model_dump(mode="json")
     lines: dict[str, list[str]] = {section: [f"[{section}]"] for section in values}
@@ -227,7 +228,7 @@ def _by_section(known: Sequence[Option], flags: Mapping[str, Any]) -> Values:
     return values
 
 
-def _is_default(option: Option, config: BaseModel) -> bool:
+def _is_default(option: Option, config: Config) -> bool:
     return getattr(getattr(config, option.section), option.name) == option.info.get_default()
 
 
