@@ -8,9 +8,9 @@ from rlhf_cli.builtin import RECIPE_FILE
 from rlhf_cli.commands.ppo import builtin_recipe
 from rlhf_cli.config import DpoConfig, KdConfig, KtoConfig, PpoConfig, PrmConfig, RmConfig, SftConfig
 from rlhf_cli.config.base import options
-from rlhf_cli.config.checks import on_cpu
 from rlhf_cli.config.command_line import Parsed, make_parser, parse, read_toml, to_toml
 from rlhf_cli.config.elsewhere import known_elsewhere
+from rlhf_cli.preflight.devices import on_cpu
 from rlhf_data.errors import ConfigError
 from rlhf_train.algorithms import ALGORITHMS
 

@@ -4,8 +4,8 @@ import sys
 from collections.abc import Collection, Sequence
 
 from rlhf_cli.config.base import Config, Section, flag, one_of
-from rlhf_cli.config.checks import missing
 from rlhf_cli.config.command_line import parse, to_toml
+from rlhf_cli.config.messages import missing
 from rlhf_cli.exits import SUCCESS, exit_status
 from rlhf_cli.paths import model_path, user_path
 from rlhf_data.errors import ConfigError, with_hint

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_cli.builtin import RECIPE_FILE
-from rlhf_cli.config.checks import once
 from rlhf_cli.config.command_line import parse
+from rlhf_cli.config.messages import once
 from rlhf_cli.config.ppo import PpoConfig
 from rlhf_cli.exits import SUCCESS, exit_status
 from rlhf_cli.paths import output_folder, user_path

@@ -1,10 +1,13 @@
 """What is optimised."""
 
+from collections.abc import Collection
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator
 
-from rlhf_cli.config.base import Instead, Section, flag, one_of
+from rlhf_cli.config.base import Instead, Section, flag, matching, one_of
+from rlhf_cli.config.messages import without_effect
+from rlhf_data.errors import ConfigError, with_hint
 from rlhf_train.algorithms import (
     ALGORITHMS,
     CORRECTION_LEVELS,
@@ -12,6 +15,7 @@ from rlhf_train.algorithms import (
     OLD_LOGPROBS,
     POLICY_LOSSES,
     REDUCTIONS,
+    AlgorithmRow,
     AlgorithmSpec,
     CorrectionSpec,
 )
@@ -31,7 +35,20 @@ _CLIP_RANGES = {
 }
 _CORRECTION_BOUNDS = {"truncate": (0.0, 2.0), "mask": (0.5, 5.0)}
 _CLIP_SPELLINGS = (("eps_clip",), ("eps_clip_low_high",), ("clip_eps_low", "clip_eps_high"))
-CLIP_OPTIONS = tuple(name for names in _CLIP_SPELLINGS for name in names)
+_CLIP_OPTIONS = tuple(name for names in _CLIP_SPELLINGS for name in names)
+_CRITIC_OPTIONS = (
+    "critic_pretrain",
+    "critic_learning_rate",
+    "critic_num_nodes",
+    "critic_num_gpus_per_node",
+    "lambd",
+    "value_clip",
+    "bootstrap_truncated",
+    "save_value_network",
+)
+_REFERENCE_OPTIONS = ("kl_estimator", "ref_num_nodes", "ref_num_gpus_per_node", "colocate_actor_ref")
+_CORRECTION_OPTIONS = ("is_correction_mode", "is_correction_threshold")
+_WIDE_FOR_GSPO = 0.1
 
 
 def _underscored(value: Any) -> Any:
@@ -140,6 +157,16 @@ class AlgorithmSection(Section, title="algorithm"):
             high if self.clip_eps_high is None else self.clip_eps_high,
         )
 
+    @property
+    def row(self) -> AlgorithmRow:
+        """The estimator's row."""
+        return ALGORITHMS[self.advantage_estimator]
+
+    @property
+    def title(self) -> str:
+        """What papers and flags call the estimator."""
+        return f"{self.row.title} ({self.row.name})"
+
     def spec(self) -> AlgorithmSpec:
         """Return the algorithm with its numbers. Raises ConfigError for numbers or options that cannot work."""
         clip_low, clip_high = self.clip_range
@@ -148,21 +175,63 @@ class AlgorithmSection(Section, title="algorithm"):
             estimator=self.advantage_estimator,
             policy_loss=self.policy_loss_type,
             reduction=self.loss_agg_mode,
-            gamma=self.gamma,
-            lambd=self.lambd,
             clip_low=clip_low,
             clip_high=clip_high,
-            dual_clip=self.dual_clip,
             entropy_coef=self.entropy_loss_coef,
-            value_clip=self.value_clip,
-            bootstrap_truncated=self.bootstrap_truncated,
             kl_coef=self.init_kl_coef,
-            kl_target=self.kl_target,
-            kl_horizon=self.kl_horizon,
-            kl_estimator=self.kl_estimator,
-            use_kl_loss=self.use_kl_loss,
-            kl_unbiased_gradient=self.kl_unbiased_gradient,
-            old_logprobs=self.old_logprobs,
             correction=CorrectionSpec(level=self.is_correction_level, mode=self.is_correction_mode, low=low, high=high),
             whiten_std=not self.no_advantage_std_norm,
+            **matching(AlgorithmSpec, self),
         )
+
+    def check(self, given: Collection[str], num_updates: int) -> list[str]:
+        """Return notices. Raises ConfigError for options that cannot work.
+
+        Args:
+            given: the options that somebody set to something else than the default.
+            num_updates: optimizer steps a step.
+        """
+        if len(self.clip_spellings) > 1:
+            names = " and ".join(f"--{name}" for name in self.clip_spellings)
+            raise ConfigError(with_hint(f"{names} set the same clip range", "give one of them"))
+        spec = self.spec()
+        if self.kl_unbiased_gradient and not self.use_kl_loss:
+            message = "--kl_unbiased_gradient is about the gradient of the KL loss, and --use_kl_loss is off"
+            raise ConfigError(with_hint(message, "add --use_kl_loss, or drop --kl_unbiased_gradient"))
+        if not spec.uses_reference and self.kl_target is not None:
+            message = "--kl_target with --init_kl_coef 0: there is no KL"
+            raise ConfigError(with_hint(message, "set --init_kl_coef above 0, or drop --kl_target"))
+        skips, loss = spec.old_logprobs == "skip", f"--policy_loss_type {spec.policy_loss}"
+        no_ratio = not skips and not spec.loss.uses_ratio
+        notices = without_effect(
+            given,
+            (skips, (*_CLIP_OPTIONS, "dual_clip"), "with --old_logprobs skip the policy ratio is 1"),
+            (no_ratio, _CLIP_OPTIONS, f"{loss} has no ratio to clip"),
+            (not spec.uses_reference, _REFERENCE_OPTIONS, "--init_kl_coef is 0, so there is no reference model"),
+            (self.kl_target is None, ["kl_horizon"], "there is no --kl_target"),
+            (not self.row.uses_critic, _CRITIC_OPTIONS, f"{self.title} has no critic"),
+            (not self.row.divides_by_std, ["no_advantage_std_norm"], f"{self.title} divides by no standard deviation"),
+            (spec.correction.level == "off", _CORRECTION_OPTIONS, "--is_correction_level is off"),
+        )
+        if no_ratio and num_updates > 1:
+            notices.append(
+                f"{loss} has no ratio to the policy that wrote the samples: of the {num_updates} optimizer steps a"
+                " step, those after the first are off-policy"
+            )
+        if self.use_kl_loss and self.kl_estimator == "k1" and not self.kl_unbiased_gradient:
+            notices.append(
+                "--use_kl_loss with --kl_estimator k1: the gradient of k1 averages to 0, so that the term holds nothing"
+                " back; k2 and k3 do"
+            )
+        return notices if skips else notices + self._clip_notices(loss)
+
+    def _clip_notices(self, loss: str) -> list[str]:
+        (low, high), given = self.clip_range, self.clip_spellings
+        bounds = f"1 - {low:g} and 1 + {high:g}"
+        if self.policy_loss_type == "gspo" and not given:
+            return [f"{loss} clips the ratio to {bounds}, as its paper"]
+        if self.policy_loss_type == "gspo" and max(low, high) > _WIDE_FOR_GSPO:
+            return [f"{loss}: the mean ratio of a response hardly reaches {bounds}; its paper has 3e-4 and 4e-4"]
+        if self.policy_loss_type == "cispo" and self.clip_eps_high is None and given in ((), ("clip_eps_low",)):
+            return [f"{loss}: --clip_eps_high is {high:g}; its paper tunes it and gives no number"]
+        return []

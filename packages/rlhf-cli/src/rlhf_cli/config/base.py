@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Annotated, Any, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field
@@ -36,6 +36,11 @@ class Config(BaseModel, frozen=True, extra="forbid", protected_namespaces=()):
 def flag(default: Any, text: str, **bounds: float) -> Any:
     """Return a field with what --help says of it, and pydantic's bounds (`ge`, `gt`, `le`, `lt`)."""
     return Field(default, description=text, **bounds)
+
+
+def matching(kind: type, *sections: Section) -> dict[str, Any]:
+    """Return what sections hold for those fields of a dataclass that are called the same."""
+    return {f.name: getattr(part, f.name) for f in fields(kind) for part in sections if hasattr(part, f.name)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,16 +3,16 @@
 from collections.abc import Collection
 
 from rlhf_cli.config.base import Config, Section, flag, one_of
-from rlhf_cli.config.checks import check_offline, missing, without_effect
 from rlhf_cli.config.data import (
-    ChatSection,
     DemonstrationSection,
     ExampleSection,
     MarginPairSection,
     PairSection,
     StepSection,
     VerdictSection,
+    parse_probs,
 )
+from rlhf_cli.config.messages import check_best_metric, missing, without_effect
 from rlhf_cli.config.model import ComparedModelSection, OfflineModelSection, TaughtModelSection
 from rlhf_cli.config.output import OutputSection
 from rlhf_cli.config.training import (
@@ -37,21 +37,28 @@ class OfflineConfig(Config):
     output: OutputSection = OutputSection()
 
     def check(self, given: Collection[str]) -> list[str]:
-        """Check what concerns several fields.
-
-        Args:
-            given: the options that somebody set to something else than the default.
-
-        Returns:
-            A notice for each option that has no effect.
-
-        Raises:
-            ConfigError: options that cannot work together, or one that is missing.
-        """
-        notices = check_offline(self, given)
-        if isinstance(self.data, ChatSection) and not self.data.apply_chat_template:
-            notices += without_effect(["tokenizer_chat_template"], given, "--apply_chat_template is off")
-        return notices
+        """See `Config`."""
+        model, data, training, evaluation = self.model, self.data, self.training, self.evaluation
+        if model.pretrain is None:
+            hint = "--pretrain builtin is the tiny model that ships"
+            raise missing("pretrain", "there must be a model to start from", hint)
+        if data.dataset is None:
+            raise missing("dataset", "there must be examples", "add --dataset FILE.jsonl and the keys of its rows")
+        parse_probs("dataset_probs", data.dataset_probs)
+        notices, budget = training.check(given), training.micro_batch_tokens
+        if budget is not None and not model.packing_samples:
+            message = "--micro_batch_tokens limits packed sequences only"
+            raise ConfigError(with_hint(message, "add --packing_samples, or use --micro_train_batch_size"))
+        held_out, best = data.eval_dataset, evaluation.best_metric_key
+        notices += check_best_metric("eval_dataset", held_out, best, evaluation.eval_steps)
+        has_template = getattr(data, "apply_chat_template", True)
+        return notices + without_effect(
+            given,
+            (not model.lora_rank, ["lora_alpha", "lora_dropout", "target_modules"], "--lora_rank is 0"),
+            (budget is not None, ["micro_train_batch_size"], "--micro_batch_tokens takes its place"),
+            (held_out is None, ["eval_steps", "eval_split"], "there is no --eval_dataset"),
+            (not has_template, ["tokenizer_chat_template"], "--apply_chat_template is off"),
+        )
 
 
 class SftConfig(OfflineConfig):
@@ -73,7 +80,7 @@ class KdConfig(SftConfig):
     objective: DistillationSection = DistillationSection()
 
     def check(self, given: Collection[str]) -> list[str]:
-        """See `OfflineConfig`."""
+        """See `Config`."""
         if self.model.teacher_model is None:
             raise missing("teacher_model", "kd needs a model to learn from", "add --teacher_model FOLDER_OR_NAME")
         return super().check(given)
@@ -96,13 +103,11 @@ class RmConfig(OfflineConfig):
     objective: RewardLossSection = RewardLossSection()
 
     def check(self, given: Collection[str]) -> list[str]:
-        """See `OfflineConfig`."""
-        notices = super().check(given)
-        if self.objective.margin_loss and self.objective.loss == "logexp":
+        """See `Config`."""
+        notices, has_margin = super().check(given), self.objective.margin_loss
+        if has_margin and self.objective.loss == "logexp":
             raise ConfigError(with_hint("--loss logexp has no margin", "drop --margin_loss, or use --loss sigmoid"))
-        if not self.objective.margin_loss:
-            notices += without_effect(["margin_key"], given, "--margin_loss is off")
-        return notices
+        return notices + without_effect(given, (not has_margin, ["margin_key"], "--margin_loss is off"))
 
 
 class PreferenceSection(Section, title="objective"):
@@ -145,12 +150,12 @@ class DpoConfig(OfflineConfig):
     objective: PreferenceSection = PreferenceSection()
 
     def check(self, given: Collection[str]) -> list[str]:
-        """See `OfflineConfig`."""
+        """See `Config`."""
         notices, loss = super().check(given), self.objective
         if loss.ipo and loss.loss_type not in ("dpo", "ipo"):
             raise ConfigError(with_hint(f"--ipo and --loss_type {loss.loss_type} are two losses", "drop one of them"))
         unused = [option for option in LOSSES_WITH if loss.name not in LOSSES_WITH[option]]
-        return notices + without_effect(unused, given, f"the loss is {loss.name}")
+        return notices + without_effect(given, (True, unused, f"the loss is {loss.name}"))
 
 
 class KtoSection(Section, title="objective"):
@@ -177,7 +182,7 @@ class PrmConfig(OfflineConfig):
     training: CautiousTrainingSection = CautiousTrainingSection()
 
     def check(self, given: Collection[str]) -> list[str]:
-        """See `OfflineConfig`."""
+        """See `Config`."""
         if self.data.placeholder_token is None:
             raise missing("placeholder_token", "prm needs to know where steps end", "name what follows each step")
         return super().check(given)

@@ -1,7 +1,13 @@
 """Who scores, and what becomes of the scores."""
 
+from collections.abc import Collection
+
 from rlhf_cli.config.base import Section, SymmetricRange, flag
+from rlhf_cli.config.messages import check_range, missing, without_effect
+from rlhf_data.errors import ConfigError, with_hint
 from rlhf_rollout.rewards.sources import RewardSource, parse_sources, parse_weights
+
+_MODEL_OPTIONS = ("reward_num_nodes", "reward_num_gpus_per_node", "colocate_critic_reward")
 
 
 class RewardSection(Section, title="reward"):
@@ -48,3 +54,43 @@ class RewardSection(Section, title="reward"):
         """Return the tokens over which the penalty grows, for responses of at most `max_tokens`."""
         share = max_tokens if self.overlong_buffer_len < 1 else 1
         return round(self.overlong_buffer_len * share)
+
+    def check(self, given: Collection[str], max_tokens: int) -> list[str]:
+        """Return notices. Raises ConfigError for sources, ranges and lengths that cannot work.
+
+        Args:
+            given: the options that somebody set to something else than the default.
+            max_tokens: of a response.
+        """
+        sources = self.sources()
+        if not sources:
+            hint = (
+                "add --remote_rm_url FILE.py, which defines reward_func(queries, prompts, labels), or a reward server's"
+                " http:// address, or --reward_pretrain MODEL"
+            )
+            raise missing("remote_rm_url", "nothing says how responses are scored", hint)
+        check_range("reward_clip_range", self.reward_clip_range)
+        buffer = self.overlong_buffer(max_tokens)
+        if self.overlong_buffer_len > 0 and not 1 <= buffer <= max_tokens:
+            message = f"--overlong_buffer_len {self.overlong_buffer_len:g} is {buffer} of the {max_tokens} tokens of"
+            hint = f"give 1 to {max_tokens} tokens, or a share below 1 that is a token at least"
+            raise ConfigError(with_hint(f"{message} --generate_max_len", hint))
+        keeps_all = self.stop_properly_penalty_coef == 1
+        kinds = {source.kind for source in sources}
+        notices = without_effect(
+            given,
+            (kinds == {"model"}, ["reward_timeout_s"], "no reward function or server scores"),
+            ("function" not in kinds, ["reward_num_workers"], "no reward function scores"),
+            (kinds == {"function"}, ["reward_batch_size"], "no reward server or model scores"),
+            ("model" not in kinds, _MODEL_OPTIONS, "there is no --reward_pretrain"),
+            (self.overlong_buffer_len == 0, ["overlong_penalty_factor"], "there is no --overlong_buffer_len"),
+            (
+                keeps_all,
+                ["stop_properly_penalty_coef"],
+                "at 1 a response keeps all of its reward",
+            ),
+        )
+        if len(sources) > 1 or kinds == {"model"}:
+            which = f"the first of {len(sources)} rewards" if len(sources) > 1 else "the reward model"
+            notices.append(f"accuracy and pass@k follow {which}, {sources[0].name}: a score above 0 counts as right")
+        return notices

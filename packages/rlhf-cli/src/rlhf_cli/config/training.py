@@ -1,8 +1,11 @@
 """Batches, epochs, optimizers."""
 
 import math
+from collections.abc import Collection
 
 from rlhf_cli.config.base import Section, flag, one_of
+from rlhf_cli.config.messages import without_effect
+from rlhf_data.errors import ConfigError
 from rlhf_train.specs import OptimizerSpec
 
 Scheduler = one_of(("cosine_with_min_lr", "linear", "constant"))
@@ -23,6 +26,13 @@ class TrainingSection(Section, title="training"):
     )
     zero_stage: int = flag(2, "DeepSpeed ZeRO stage", ge=0, le=3)
     seed: int = flag(42, "of everything that is drawn", ge=0, le=2**31 - 1)
+
+    def check(self, given: Collection[str]) -> list[str]:
+        """Return notices about the schedule. Raises ConfigError unless AdamW's betas are in [0, 1)."""
+        if not all(0 <= beta < 1 for beta in self.adam_betas):
+            raise ConfigError(f"--adam_betas is {self.adam_betas}; both must lie in [0, 1)")
+        has_no_end = self.lr_scheduler != "cosine_with_min_lr"
+        return without_effect(given, (has_no_end, ["min_lr_ratio"], f"--lr_scheduler is {self.lr_scheduler}"))
 
     def optimizer(self, learning_rate: float, total_steps: int) -> OptimizerSpec:
         """Return the optimizer of a model that takes `total_steps` steps."""
