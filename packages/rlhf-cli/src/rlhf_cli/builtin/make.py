@@ -38,9 +38,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     flags = sft_flags(work / "initial", data["demonstrations"], work / "sft")
     print("rlhf sft " + shlex.join(flags), flush=True)
 
-    from rlhf_cli.commands.sft import main as sft
+    from rlhf_cli.commands.examples import COMMANDS
 
-    if status := sft(flags):
+    if status := COMMANDS["sft"](flags):
         return status
     if options.install:
         install(work)

@@ -1,6 +1,5 @@
 """`lora_combiner`: merge an adapter into its model."""
 
-import sys
 from collections.abc import Collection, Sequence
 
 from rlhf_cli.config.base import Config, Section, flag, one_of
@@ -37,7 +36,7 @@ class LoraCombinerConfig(Config):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return its exit status."""
-    return exit_status(lambda: _run(sys.argv[1:] if argv is None else argv))
+    return exit_status(_run, argv)
 
 
 def _run(argv: Sequence[str]) -> int:
@@ -54,7 +53,3 @@ def _run(argv: Sequence[str]) -> int:
     merge_adapter(model_path(merge.model_path), user_path(merge.lora_path), out, dtype=merge.param_dtype)
     print(f"written to {out}")
     return SUCCESS
-
-
-if __name__ == "__main__":
-    sys.exit(main())

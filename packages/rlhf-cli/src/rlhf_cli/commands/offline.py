@@ -1,14 +1,13 @@
 """What `sft`, `rm`, `dpo`, `kto`, `prm` and `kd` have in common: from flags to a run over fixed examples."""
 
 import os
-import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlhf_cli.config.base import Section
+from rlhf_cli.config.base import matching
 from rlhf_cli.config.command_line import Parsed, parse, to_toml
 from rlhf_cli.config.data import parse_probs
 from rlhf_cli.config.offline import OfflineConfig
@@ -57,7 +56,7 @@ class Command:
 
     def __call__(self, argv: Sequence[str] | None = None) -> int:
         """Run the command; return its exit status."""
-        return exit_status(lambda: self._run(sys.argv[1:] if argv is None else argv))
+        return exit_status(self._run, argv)
 
     def _run(self, argv: Sequence[str]) -> int:
         parsed = parse(self.config, argv, prog=f"rlhf {self.name}", description=self.description, resolve=user_path)
@@ -86,11 +85,6 @@ class Command:
             raise ConfigError(f"--best_metric_key: {unknown('metric', key, known)}")
 
 
-def matching(kind: type, section: Section) -> dict[str, Any]:
-    """Return the values of a section for those fields of a dataclass that are called the same."""
-    return {field.name: getattr(section, field.name) for field in fields(kind) if hasattr(section, field.name)}
-
-
 def _prepare(command: Command, config: OfflineConfig, folder: Path, console: "Console") -> tuple["OfflineJob", Any]:
     """Check models and data; return what to run, and the tokenizer. No model is loaded."""
     assert config.model.pretrain
@@ -104,22 +98,13 @@ def _prepare(command: Command, config: OfflineConfig, folder: Path, console: "Co
     from rlhf_models.lora import LoraSpec
     from rlhf_train.offline.job import OfflineJob
     from rlhf_train.offline.loop import OfflineSchedule
-    from rlhf_train.specs import ModelSpec
 
     path, model, training = model_path(config.model.pretrain), config.model, config.training
     model_config, tokenizer = load_model_files(path)
     _set_chat_template(config, tokenizer)
     check_attention(model, model_config)
     check_context(model_config, config.data.max_len, "--max_len")
-    spec = ModelSpec(
-        path=path,
-        dtype="bfloat16" if model.bf16 else "float32",
-        attn_implementation=model.attn_implementation,
-        gradient_checkpointing=model.gradient_checkpointing,
-        packing=model.packing_samples,
-        zero_stage=training.zero_stage,
-    )
-    reference = _reference(config, tokenizer, spec)
+    reference = _reference(config, tokenizer)
     objective = command.objective(config, tokenizer)
     encoder = command.encoder(config, tokenizer)
     loaded = {flag: _load(config, flag, rows, encoder, console, rank) for flag, rows in sources.items()}
@@ -129,20 +114,14 @@ def _prepare(command: Command, config: OfflineConfig, folder: Path, console: "Co
         if longest > budget:
             message = f"--micro_batch_tokens is {budget}, and the longest example takes {longest} tokens"
             raise ConfigError(with_hint(message, f"use --micro_batch_tokens {longest}, or a lower --max_len"))
-    schedule = OfflineSchedule(
-        train_batch_size=training.train_batch_size,
-        micro_train_batch_size=training.micro_train_batch_size,
-        micro_batch_tokens=training.micro_batch_tokens,
-        max_epochs=training.max_epochs,
-        seed=training.seed,
-    )
+    schedule = OfflineSchedule(**matching(OfflineSchedule, training))
     train, best = loaded["--dataset"].examples, config.evaluation.best_metric_key
     targets = model.target_modules if model.target_modules == "all-linear" else tuple(model.target_modules.split(","))
     lora = {"alpha": model.lora_alpha, "dropout": model.lora_dropout, "target_modules": targets}
     optimizer = training.optimizer(training.learning_rate, schedule.num_steps(len(train)))
     job = OfflineJob(
         objective=objective,
-        model=replace(spec, optimizer=optimizer),
+        model=model.spec(path, training.zero_stage, optimizer),
         reference=reference if objective.needs_reference or objective.needs_teacher else None,
         precompute_reference=objective.needs_reference and getattr(model, "precompute_reference", False),
         lora=LoraSpec(rank=model.lora_rank, **lora) if model.lora_rank else None,
@@ -217,7 +196,7 @@ def _set_chat_template(config: OfflineConfig, tokenizer: Any) -> None:
     tokenizer.chat_template = text
 
 
-def _reference(config: OfflineConfig, tokenizer: Any, trained: "ModelSpec") -> "ModelSpec | None":
+def _reference(config: OfflineConfig, tokenizer: Any) -> "ModelSpec | None":
     """Return the reference or the teacher that was named, checked."""
     from rlhf_cli.preflight import check_companion
 
@@ -225,7 +204,7 @@ def _reference(config: OfflineConfig, tokenizer: Any, trained: "ModelSpec") -> "
         if (name := getattr(config.model, flag, None)) is not None:
             path = model_path(name)
             check_companion(flag, config.model, path, tokenizer)
-            return replace(trained, path=path, gradient_checkpointing=False, optimizer=None)
+            return config.model.spec(path, config.training.zero_stage)
     return None
 
 

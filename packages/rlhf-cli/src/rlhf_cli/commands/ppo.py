@@ -19,7 +19,7 @@ Without --pretrain and --prompt_data a tiny model that ships learns to carry whe
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return its exit status."""
-    return exit_status(lambda: _run(sys.argv[1:] if argv is None else argv))
+    return exit_status(_run, argv)
 
 
 def _run(argv: Sequence[str]) -> int:

@@ -1,6 +1,7 @@
 """Which models, and how they are computed."""
 
 from rlhf_cli.config.base import Section, flag
+from rlhf_train.specs import ModelSpec, OptimizerSpec
 
 
 class ModelSection(Section, title="model"):
@@ -16,6 +17,23 @@ class ModelSection(Section, title="model"):
     )
     gradient_checkpointing: bool = flag(False, "recompute activations in the backward pass: less memory, more time")
     packing_samples: bool = flag(False, "pack the sequences of a micro-batch into one row instead of padding them")
+
+    @property
+    def dtype(self) -> str:
+        """What is computed in."""
+        return "bfloat16" if self.bf16 else "float32"
+
+    def spec(self, path: str, zero_stage: int, optimizer: OptimizerSpec | None = None) -> ModelSpec:
+        """Return how the model at `path` is run; without an optimizer it is frozen."""
+        return ModelSpec(
+            path=path,
+            dtype=self.dtype,
+            attn_implementation=self.attn_implementation,
+            gradient_checkpointing=self.gradient_checkpointing and optimizer is not None,
+            packing=self.packing_samples,
+            zero_stage=zero_stage,
+            optimizer=optimizer,
+        )
 
 
 class PpoModelSection(ModelSection):

@@ -21,6 +21,10 @@ class PlacementSection(Section, title="placement"):
         False, "optimizer states leave the GPU while engines generate; with --colocate_all_models"
     )
 
+    def num_ranks(self, role: str) -> int:
+        """Return the processes of "actor", "critic", "ref" or "reward"."""
+        return getattr(self, f"{role}_num_nodes") * getattr(self, f"{role}_num_gpus_per_node")
+
 
 class EngineSection(Section, title="generation engine (vLLM)"):
     """vLLM."""
