@@ -70,10 +70,9 @@ def _run(argv: Sequence[str]) -> int:
     return SUCCESS
 
 
-def builtin_recipe(values: Mapping[str, Mapping[str, Any]]) -> Path | None:
+def builtin_recipe(values: Mapping[str, Any]) -> Path | None:
     """Return the built-in recipe when neither a model nor prompts are given."""
-    given = values.get("model", {}).get("pretrain"), values.get("data", {}).get("prompt_data")
-    return RECIPE_FILE if given == (None, None) else None
+    return None if "pretrain" in values or "prompt_data" in values else RECIPE_FILE
 
 
 if __name__ == "__main__":
