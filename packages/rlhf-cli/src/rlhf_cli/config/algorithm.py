@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator
 
-from rlhf_cli.config.base import Instead, Section, flag, matching, one_of
+from rlhf_cli.config.base import Section, flag, matching, one_of
 from rlhf_cli.config.messages import without_effect
 from rlhf_data.errors import ConfigError, with_hint
 from rlhf_train.algorithms import (
@@ -55,8 +55,8 @@ def _underscored(value: Any) -> Any:
     return value.replace("-", "_") if isinstance(value, str) else value  # `token-mean`, as verl writes it
 
 
-def _instead(own: str) -> Instead:
-    return Instead(tuple(name for names in _CLIP_SPELLINGS if own not in names for name in names))
+def _other_ways(own: str) -> list[str]:
+    return [name for names in _CLIP_SPELLINGS if own not in names for name in names]
 
 
 ReductionName = Annotated[one_of(REDUCTIONS), BeforeValidator(_underscored)]
@@ -82,21 +82,24 @@ class AlgorithmSection(Section, title="algorithm"):
     loss_agg_mode: ReductionName | None = flag(
         None, "how token losses become one number; None: the policy loss's or the estimator's own"
     )
-    eps_clip: Annotated[float | None, _instead("eps_clip")] = flag(
+    eps_clip: float | None = flag(
         None,
         f"the policy ratio is clipped to 1 -+ this; None: {_DEFAULTS.clip_low:g}"
         + "".join(f", for {loss} {low:g} below and {high:g} above" for loss, (low, high) in _CLIP_RANGES.items()),
         gt=0,
         lt=1,
+        instead_of=_other_ways("eps_clip"),
     )
-    eps_clip_low_high: Annotated[tuple[float, float] | None, _instead("eps_clip_low_high")] = flag(
-        None, "two different bounds instead of --eps_clip: LOW below 1, HIGH above"
+    eps_clip_low_high: tuple[float, float] | None = flag(
+        None,
+        "two different bounds instead of --eps_clip: LOW below 1, HIGH above",
+        instead_of=_other_ways("eps_clip_low_high"),
     )
-    clip_eps_low: Annotated[float | None, _instead("clip_eps_low")] = flag(
-        None, "the LOW of --eps_clip_low_high alone", ge=0, lt=1
+    clip_eps_low: float | None = flag(
+        None, "the LOW of --eps_clip_low_high alone", ge=0, lt=1, instead_of=_other_ways("clip_eps_low")
     )
-    clip_eps_high: Annotated[float | None, _instead("clip_eps_high")] = flag(
-        None, "the HIGH of --eps_clip_low_high alone", ge=0
+    clip_eps_high: float | None = flag(
+        None, "the HIGH of --eps_clip_low_high alone", ge=0, instead_of=_other_ways("clip_eps_high")
     )
     dual_clip: float | None = flag(
         None, "with a negative advantage A the PPO loss is at most this times |A|; None: no limit", gt=1

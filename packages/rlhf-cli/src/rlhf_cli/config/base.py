@@ -1,7 +1,7 @@
 """What sections and fields of a configuration are made of."""
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, get_args, get_origin
 
@@ -33,9 +33,20 @@ class Config(BaseModel, frozen=True, extra="forbid", protected_namespaces=()):
         raise NotImplementedError
 
 
-def flag(default: Any, text: str, **bounds: float) -> Any:
-    """Return a field with what --help says of it, and pydantic's bounds (`ge`, `gt`, `le`, `lt`)."""
-    return Field(default, description=text, **bounds)
+def flag(
+    default: Any, text: str, *, aliases: Sequence[str] = (), instead_of: Sequence[str] = (), **bounds: float
+) -> Any:
+    """Return a field of a section.
+
+    Args:
+        default: its value when nobody sets it.
+        text: what --help says of it.
+        aliases: further flags for it.
+        instead_of: options whose place it takes: what a layer below says with them no longer counts.
+        bounds: pydantic's `ge`, `gt`, `le` and `lt`.
+    """
+    extra = {"aliases": list(aliases), "instead_of": list(instead_of)}
+    return Field(default, description=text, json_schema_extra=extra, **bounds)
 
 
 def matching(kind: type, *sections: Section) -> dict[str, Any]:
@@ -46,20 +57,6 @@ def matching(kind: type, *sections: Section) -> dict[str, Any]:
 @dataclass(frozen=True, slots=True)
 class Choices:
     """The values a text field may have; metadata of the field."""
-
-    names: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Aliases:
-    """Further flags for a field; metadata of the field."""
-
-    names: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Instead:
-    """Options whose place a field takes: what a layer below says with them no longer counts; metadata of the field."""
 
     names: tuple[str, ...]
 
@@ -116,8 +113,7 @@ class Option:
     @property
     def flags(self) -> tuple[str, ...]:
         """The flags that set it, the main one first."""
-        extra = next((item.names for item in self.info.metadata if isinstance(item, Aliases)), ())
-        return tuple(f"--{name}" for name in (self.name, *extra))
+        return tuple(f"--{name}" for name in (self.name, *self.info.json_schema_extra["aliases"]))
 
     @property
     def choices(self) -> tuple[str, ...] | None:
@@ -128,9 +124,9 @@ class Option:
         return None
 
     @property
-    def instead_of(self) -> tuple[str, ...]:
+    def instead_of(self) -> Sequence[str]:
         """The options whose place it takes."""
-        return next((item.names for item in self.info.metadata if isinstance(item, Instead)), ())
+        return self.info.json_schema_extra["instead_of"]
 
     @property
     def is_switch(self) -> bool:

@@ -1,8 +1,6 @@
 """What is read, and how a row becomes tokens."""
 
-from typing import Annotated
-
-from rlhf_cli.config.base import Aliases, Section, flag
+from rlhf_cli.config.base import Section, flag
 from rlhf_data.errors import ConfigError
 
 _SOURCES = (
@@ -28,8 +26,8 @@ class PromptSection(DataSection):
     prompt_data_probs: str | None = flag(
         None, "a probability for each source of --prompt_data, with commas; None: one after the other"
     )
-    eval_data: Annotated[str | None, Aliases(("eval_dataset",))] = flag(
-        None, "held-out prompts, never trained on: data files, with commas, or `builtin`"
+    eval_data: str | None = flag(
+        None, "held-out prompts, never trained on: data files, with commas, or `builtin`", aliases=["eval_dataset"]
     )
     input_key: str = flag("input", "key of the prompt in a row: text, or a list of messages")
     apply_chat_template: bool = flag(False, "render prompts with the tokenizer's chat template")
