@@ -103,7 +103,8 @@ COMMANDS = {
         config=SftConfig,
         encoder=_demonstrations,
         objective=_completions,
-        metrics=("sft/loss", "sft/entropy"),
+        prefix="sft",
+        metrics=("loss", "entropy"),
     ),
     "rm": Command(
         name="rm",
@@ -112,7 +113,8 @@ COMMANDS = {
         config=RmConfig,
         encoder=_pairs,
         objective=_scores,
-        metrics=("rm/loss", "rm/accuracy", "rm/margin", "rm/score", "rm/squared_score"),
+        prefix="rm",
+        metrics=("loss", "accuracy", "margin", "score", "squared_score"),
     ),
     "dpo": Command(
         name="dpo",
@@ -121,9 +123,8 @@ COMMANDS = {
         config=DpoConfig,
         encoder=_pairs,
         objective=_preferences,
-        metrics=tuple(
-            f"preference/{name}" for name in ("loss", "accuracy", "margin", "nll", "chosen_reward", "rejected_reward")
-        ),
+        prefix="preference",
+        metrics=("loss", "accuracy", "margin", "nll", "chosen_reward", "rejected_reward"),
     ),
     "kto": Command(
         name="kto",
@@ -131,7 +132,8 @@ COMMANDS = {
         config=KtoConfig,
         encoder=_verdicts,
         objective=_judged_answers,
-        metrics=("kto/loss", "kto/kl", "kto/desirable_reward", "kto/undesirable_reward"),
+        prefix="kto",
+        metrics=("loss", "kl", "desirable_reward", "undesirable_reward"),
     ),
     "prm": Command(
         name="prm",
@@ -139,7 +141,8 @@ COMMANDS = {
         config=PrmConfig,
         encoder=_steps,
         objective=_judged_steps,
-        metrics=("prm/loss", "prm/accuracy"),
+        prefix="prm",
+        metrics=("loss", "accuracy"),
     ),
     "kd": Command(
         name="kd",
@@ -147,6 +150,7 @@ COMMANDS = {
         config=KdConfig,
         encoder=_demonstrations,
         objective=_teacher,
-        metrics=("kd/loss", "kd/nll", "kd/distillation"),
+        prefix="kd",
+        metrics=("loss", "nll", "distillation"),
     ),
 }

@@ -6,8 +6,7 @@ from rlhf_cli.config.base import Config, Section, flag, one_of
 from rlhf_cli.config.command_line import parse, to_toml
 from rlhf_cli.config.messages import missing
 from rlhf_cli.exits import SUCCESS, exit_status
-from rlhf_cli.paths import model_path, user_path
-from rlhf_data.errors import ConfigError, with_hint
+from rlhf_cli.paths import check_output_folder, model_path, user_path
 
 DESCRIPTION = "Merge a low-rank adapter into its model, or reward model, and write a plain Hugging Face model folder."
 
@@ -43,8 +42,7 @@ def _run(argv: Sequence[str]) -> int:
     parsed = parse(LoraCombinerConfig, argv, prog="rlhf lora_combiner", description=DESCRIPTION, resolve=user_path)
     merge = parsed.config.merge
     out = user_path(merge.output_path)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(with_hint(f"--output_path {out} is not an empty folder", "name a new one"))
+    check_output_folder(out, "--output_path")
     if parsed.dry_run:
         print(to_toml(parsed.config))
         return SUCCESS

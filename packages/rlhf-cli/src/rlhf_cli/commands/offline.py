@@ -44,7 +44,8 @@ class Command:
         config: the class of its configuration.
         encoder: from configuration and tokenizer to what makes examples of rows.
         objective: from configuration and tokenizer to what is learned.
-        metrics: what the objective measures, as "prefix/name"; the first four are shown.
+        prefix: what the names of its metrics begin with.
+        metrics: what the objective measures, without the prefix; the first four are shown.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Command:
     config: type[OfflineConfig]
     encoder: Callable[[Any, Any], Any]
     objective: Callable[[Any, Any], Any]
+    prefix: str
     metrics: tuple[str, ...]
 
     def __call__(self, argv: Sequence[str] | None = None) -> int:
@@ -60,7 +62,9 @@ class Command:
 
     def _run(self, argv: Sequence[str]) -> int:
         parsed = parse(self.config, argv, prog=f"rlhf {self.name}", description=self.description, resolve=user_path)
-        self._check_best_metric(parsed.config.evaluation.best_metric_key)
+        best, known = parsed.config.evaluation.best_metric_key, [f"eval/{name}" for name in self.metrics]
+        if best is not None and best not in known:
+            raise ConfigError(f"--best_metric_key: {unknown('metric', best, known)}")
         folder = output_folder(parsed.config.output.save_path, self.name)
 
         from rlhf_cli.console import Console
@@ -79,11 +83,6 @@ class Command:
         _train(self, parsed, job, tokenizer, console)
         return SUCCESS
 
-    def _check_best_metric(self, key: str | None) -> None:
-        known = [f"eval/{name.partition('/')[2]}" for name in self.metrics]
-        if key is not None and key not in known:
-            raise ConfigError(f"--best_metric_key: {unknown('metric', key, known)}")
-
 
 def _prepare(command: Command, config: OfflineConfig, folder: Path, console: "Console") -> tuple["OfflineJob", Any]:
     """Check models and data; return what to run, and the tokenizer. No model is loaded."""
@@ -94,7 +93,7 @@ def _prepare(command: Command, config: OfflineConfig, folder: Path, console: "Co
 
     import torch
 
-    from rlhf_cli.preflight import check_attention, check_context, load_model_files
+    from rlhf_cli.preflight.models import check_attention, check_context, load_model_files
     from rlhf_models.lora import LoraSpec
     from rlhf_train.offline.job import OfflineJob
     from rlhf_train.offline.loop import OfflineSchedule
@@ -142,7 +141,7 @@ def _prepare(command: Command, config: OfflineConfig, folder: Path, console: "Co
 
 def _open(config: OfflineConfig) -> dict[str, "Rows"]:
     """Return the rows of each flag that names some, their first ones checked for the keys."""
-    from rlhf_cli.preflight import check_keys
+    from rlhf_cli.preflight.data import check_keys
     from rlhf_data.sources import open_sources
 
     data = config.data
@@ -168,7 +167,6 @@ def _load(
     from rlhf_data.examples import load_examples
 
     data = config.data
-
     shows = rank == 0 and console.is_terminal
     examples = load_examples(
         rows,
@@ -198,7 +196,7 @@ def _set_chat_template(config: OfflineConfig, tokenizer: Any) -> None:
 
 def _reference(config: OfflineConfig, tokenizer: Any) -> "ModelSpec | None":
     """Return the reference or the teacher that was named, checked."""
-    from rlhf_cli.preflight import check_companion
+    from rlhf_cli.preflight.models import check_companion
 
     for flag in ("ref_pretrain", "teacher_model"):
         if (name := getattr(config.model, flag, None)) is not None:
@@ -215,15 +213,14 @@ def _train(command: Command, parsed: Parsed[Any], job: "OfflineJob", tokenizer: 
 
     started, folder = time.perf_counter(), job.model_path.parent
     recorder = Recorder(str(folder), to_toml(with_full_paths(parsed.config))) if job.rank == 0 else None
-    prefix = command.metrics[0].partition("/")[0]
-    names = [name.partition("/")[2] for name in command.metrics[:_NUM_SHOWN]]
+    names = command.metrics[:_NUM_SHOWN]
     final: dict[str, float] = {}
 
     class View:
         """Shows the run and keeps its numbers."""
 
         def __init__(self) -> None:
-            self.table = StepTable(console, offline_columns(prefix, names), min_interval_s=1.0)
+            self.table = StepTable(console, offline_columns(command.prefix, names), min_interval_s=1.0)
 
         def step(self, step: int, num_steps: int, metrics: dict[str, float]) -> None:
             console.done()
@@ -274,8 +271,7 @@ def _take_own_gpu(num_ranks: int) -> None:
     if num_ranks < 2 or local_rank is None:
         return
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    devices: list[Any] = visible.split(",") if visible else list(range(int(local_rank) + 1))
-    os.environ["CUDA_VISIBLE_DEVICES"] = str(devices[int(local_rank)])
+    os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[int(local_rank)] if visible else local_rank
 
 
 def _master(num_ranks: int) -> tuple[str, int]:

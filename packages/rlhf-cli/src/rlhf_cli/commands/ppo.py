@@ -36,7 +36,8 @@ def _run(argv: Sequence[str]) -> int:
 
     from rlhf_cli.console import Console, RunView, show_results
     from rlhf_cli.jobs import describe_batches, make_job, make_plan
-    from rlhf_cli.preflight import check_device, check_inputs, find_resources
+    from rlhf_cli.preflight.devices import check_device, find_resources
+    from rlhf_cli.preflight.inputs import check_inputs
 
     console = Console()
     for notice in parsed.notices:
