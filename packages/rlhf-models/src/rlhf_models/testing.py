@@ -1,7 +1,7 @@
 """Tiny random models for tests and smoke runs: a real Hugging Face folder, made in well under two seconds."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ def tiny_model_dir(
     seed: int = 0,
     architecture: str = "qwen2",
     dtype: torch.dtype = torch.float32,
+    tokenizer: Any = None,
     **config_overrides: Any,
 ) -> Path:
     """Write a random causal language model with its tokenizer and chat template, and return the folder.
@@ -46,6 +47,7 @@ def tiny_model_dir(
         seed: of the weights.
         architecture: "qwen2" or "llama".
         dtype: of the saved weights.
+        tokenizer: saved with it; None for `tiny_tokenizer`'s.
         config_overrides: fields of the transformers config, such as `hidden_size` or `num_hidden_layers`.
 
     Raises:
@@ -55,7 +57,7 @@ def tiny_model_dir(
 
     classes = {"qwen2": Qwen2ForCausalLM, "llama": LlamaForCausalLM}
     fields = {"tie_word_embeddings": tied} | config_overrides
-    model, tokenizer = _tiny(classes, architecture, vocab_size, seed, fields)
+    model, tokenizer = _tiny(classes, architecture, vocab_size, seed, fields, tokenizer)
     model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
     return _save(model.to(dtype), tokenizer, Path(path))
 
@@ -82,14 +84,19 @@ def tiny_reward_model_dir(
 
 
 def _tiny(
-    classes: dict[str, Any], architecture: str, vocab_size: int, seed: int, fields: dict[str, Any]
+    classes: dict[str, Any],
+    architecture: str,
+    vocab_size: int,
+    seed: int,
+    fields: dict[str, Any],
+    tokenizer: Any = None,
 ) -> tuple[Any, Any]:
     """Return a random model and its tokenizer."""
     if architecture not in classes:
         raise ConfigError(unknown("architecture", architecture, classes))
     if vocab_size < _NUM_BYTES + len(_SPECIAL_TOKENS):
         raise ConfigError(f"vocab_size is {vocab_size}; at least {_NUM_BYTES + len(_SPECIAL_TOKENS)} are needed")
-    tokenizer = tiny_tokenizer(min(vocab_size, _MAX_TOKENIZER_SIZE))
+    tokenizer = tokenizer or tiny_tokenizer(min(vocab_size, _MAX_TOKENIZER_SIZE))
     defaults: dict[str, Any] = {
         "vocab_size": vocab_size,
         "hidden_size": 64,
@@ -116,13 +123,19 @@ def _save(model: Any, tokenizer: Any, path: Path) -> Path:
     return path
 
 
-def tiny_tokenizer(vocab_size: int = 512) -> Any:
-    """Return a byte-level BPE tokenizer with a ChatML template and at most `vocab_size` tokens, always the same."""
+def tiny_tokenizer(vocab_size: int = 512, corpus: Iterable[str] | None = None) -> Any:
+    """Return a byte-level BPE tokenizer with a ChatML template and at most `vocab_size` tokens, always the same.
+
+    It is trained on `corpus`, and then keeps digits apart; None for words that mean nothing.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
     backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    words: Any = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    if corpus is not None:
+        words = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), words])
+    backend.pre_tokenizer = words
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
@@ -130,7 +143,7 @@ def tiny_tokenizer(vocab_size: int = 512) -> Any:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    backend.train_from_iterator(_corpus(num_words=8 * vocab_size), trainer)
+    backend.train_from_iterator(_corpus(num_words=8 * vocab_size) if corpus is None else corpus, trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         eos_token=EOS_TOKEN,
