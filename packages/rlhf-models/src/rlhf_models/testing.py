@@ -33,7 +33,6 @@ def tiny_model_dir(
     seed: int = 0,
     architecture: str = "qwen2",
     dtype: torch.dtype = torch.float32,
-    tokenizer: Any = None,
     **config_overrides: Any,
 ) -> Path:
     """Write a random causal language model with its tokenizer and chat template, and return the folder.
@@ -47,7 +46,6 @@ def tiny_model_dir(
         seed: of the weights.
         architecture: "qwen2" or "llama".
         dtype: of the saved weights.
-        tokenizer: saved with it; None for `tiny_tokenizer`'s.
         config_overrides: fields of the transformers config, such as `hidden_size` or `num_hidden_layers`.
 
     Raises:
@@ -57,7 +55,7 @@ def tiny_model_dir(
 
     classes = {"qwen2": Qwen2ForCausalLM, "llama": LlamaForCausalLM}
     fields = {"tie_word_embeddings": tied} | config_overrides
-    model, tokenizer = _tiny(classes, architecture, vocab_size, seed, fields, tokenizer)
+    model, tokenizer = _tiny(classes, architecture, vocab_size, seed, fields)
     model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
     return _save(model.to(dtype), tokenizer, Path(path))
 
@@ -84,19 +82,14 @@ def tiny_reward_model_dir(
 
 
 def _tiny(
-    classes: dict[str, Any],
-    architecture: str,
-    vocab_size: int,
-    seed: int,
-    fields: dict[str, Any],
-    tokenizer: Any = None,
+    classes: dict[str, Any], architecture: str, vocab_size: int, seed: int, fields: dict[str, Any]
 ) -> tuple[Any, Any]:
     """Return a random model and its tokenizer."""
     if architecture not in classes:
         raise ConfigError(unknown("architecture", architecture, classes))
     if vocab_size < _NUM_BYTES + len(_SPECIAL_TOKENS):
         raise ConfigError(f"vocab_size is {vocab_size}; at least {_NUM_BYTES + len(_SPECIAL_TOKENS)} are needed")
-    tokenizer = tokenizer or tiny_tokenizer(min(vocab_size, _MAX_TOKENIZER_SIZE))
+    tokenizer = tiny_tokenizer(min(vocab_size, _MAX_TOKENIZER_SIZE))
     defaults: dict[str, Any] = {
         "vocab_size": vocab_size,
         "hidden_size": 64,

@@ -72,13 +72,13 @@ def make_initial_model(folder: Path) -> None:
         folder,
         vocab_size=_VOCAB_SIZE,
         seed=SEED,
-        tokenizer=tiny_tokenizer(_VOCAB_SIZE, corpus + written),
         hidden_size=128,
         intermediate_size=384,
         num_attention_heads=4,
         num_key_value_heads=2,
         initializer_range=0.02,
     )
+    tiny_tokenizer(_VOCAB_SIZE, corpus + written).save_pretrained(folder)
     # Whatever the file says, transformers cuts text for a Qwen2 model its own way, digits apart, too: write that down.
     load_tokenizer(folder).save_pretrained(folder)
 
