@@ -32,7 +32,7 @@ def check_range(option: str, bounds: tuple[float, float] | None) -> None:
         raise ConfigError(with_hint(f"--{option} is {bounds[0]:g} {bounds[1]:g}", "give LOW before HIGH, two numbers"))
 
 
-def check_best_metric(data_option: str, held_out: str | None, key: str | None, eval_steps: int) -> list[str]:
+def check_has_metric(data_option: str, held_out: str | None, key: str | None, eval_steps: int) -> list[str]:
     """Return notices about --best_metric_key. Raises ConfigError when there is nothing to measure it on."""
     if key is None:
         return []

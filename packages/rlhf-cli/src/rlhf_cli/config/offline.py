@@ -12,7 +12,7 @@ from rlhf_cli.config.data import (
     VerdictSection,
     parse_probs,
 )
-from rlhf_cli.config.messages import check_best_metric, missing, without_effect
+from rlhf_cli.config.messages import check_has_metric, missing, without_effect
 from rlhf_cli.config.model import ComparedModelSection, OfflineModelSection, TaughtModelSection
 from rlhf_cli.config.output import OutputSection
 from rlhf_cli.config.training import (
@@ -50,7 +50,7 @@ class OfflineConfig(Config):
             message = "--micro_batch_tokens limits packed sequences only"
             raise ConfigError(with_hint(message, "add --packing_samples, or use --micro_train_batch_size"))
         held_out, best = data.eval_dataset, evaluation.best_metric_key
-        notices += check_best_metric("eval_dataset", held_out, best, evaluation.eval_steps)
+        notices += check_has_metric("eval_dataset", held_out, best, evaluation.eval_steps)
         has_template = getattr(data, "apply_chat_template", True)
         return notices + without_effect(
             given,

@@ -5,7 +5,7 @@ from collections.abc import Collection
 from rlhf_cli.config.algorithm import AlgorithmSection
 from rlhf_cli.config.base import Config
 from rlhf_cli.config.data import PromptSection
-from rlhf_cli.config.messages import check_best_metric, check_range, missing, once, without_effect
+from rlhf_cli.config.messages import check_has_metric, check_range, missing, once, without_effect
 from rlhf_cli.config.model import PpoModelSection
 from rlhf_cli.config.output import PpoOutputSection
 from rlhf_cli.config.placement import EngineSection, PlacementSection
@@ -112,7 +112,7 @@ def _check_filtering(config: PpoConfig, given: Collection[str]) -> list[str]:
 
 def _check_evaluation(config: PpoConfig, given: Collection[str]) -> list[str]:
     section = config.evaluation
-    notices = check_best_metric("eval_data", config.data.eval_data, section.best_metric_key, section.eval_steps)
+    notices = check_has_metric("eval_data", config.data.eval_data, section.best_metric_key, section.eval_steps)
     if config.data.eval_data is None:
         return without_effect(given, (True, _EVALUATION_OPTIONS, "there is no --eval_data"))
     if section.eval_temperature == 0 and section.eval_n_samples_per_prompt > 1:

@@ -4,6 +4,7 @@ import difflib
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from rlhf_cli.config.data import DataSection, parse_probs
@@ -40,7 +41,7 @@ def open_prompts(config: PpoConfig) -> tuple[Rows, dict[str, Rows]]:
     training = open_sources(source_names(data.prompt_data), **options)
     check_keys(data, training, ("input_key", "label_key"))
     for name, path in zip(names, files, strict=True):
-        if not path.exists() and path.suffix.lower() not in SUFFIXES:
+        if not path.exists() and not path.name.lower().endswith(SUFFIXES):
             message = f"--eval_data: {missing_file('data file', path).partition(chr(10))[0]}"
             raise DataError(with_hint(message, "give a .jsonl or .json file; names on the hub are for --prompt_data"))
         held_out[name] = open_sources(path, max_samples=data.max_samples)
@@ -60,20 +61,23 @@ def check_keys(section: DataSection, rows: Rows, names: Iterable[str]) -> None:
                 raise DataError(with_hint(message, f"--{name} None says that there is none" if may_be_none else None))
 
 
-def load_training_prompts(config: PpoConfig, rows: Rows, tokenizer: Any) -> PromptSet:
-    """Return what the policy trains on. Raises DataError for a row that cannot be used."""
-    return load_prompts(rows, tokenizer, source="train", **_options(config))
+def load_all(
+    config: PpoConfig, rows: Rows, held_out_rows: Mapping[str, Rows], tokenizer: Any
+) -> tuple[PromptSet, PromptSet | None]:
+    """Return what the policy trains on, and the held-out prompts, each with the name of its source as metrics have it.
 
-
-def load_held_out(config: PpoConfig, sources: Mapping[str, Rows], tokenizer: Any) -> PromptSet | None:
-    """Return the prompts of all --eval_data files, each with the name of its source as metrics have it."""
-    options = _options(config) | {"source_key": config.data.source_key}
-    sets = [load_prompts(rows, tokenizer, source=name, **options) for name, rows in sources.items()]
+    Raises:
+        DataError: a row that cannot be used.
+    """
+    names = ("input_key", "label_key", "apply_chat_template", "input_template", "prompt_max_len", "skip_bad_rows")
+    load = partial(load_prompts, tokenizer=tokenizer, **{name: getattr(config.data, name) for name in names})
+    prompts = load(rows, source="train")
+    sets = [load(part, source=name, source_key=config.data.source_key) for name, part in held_out_rows.items()]
     if not sets:
-        return None
-    prompts = (replace(p, source=re.sub(r"[^\w.-]", "_", p.source) or "_") for part in sets for p in part)
-    return PromptSet(
-        tuple(prompts),
+        return prompts, None
+    held_out = (replace(p, source=re.sub(r"[^\w.-]", "_", p.source) or "_") for part in sets for p in part)
+    return prompts, PromptSet(
+        tuple(held_out),
         num_rows=sum(part.num_rows for part in sets),
         num_too_long=sum(part.num_too_long for part in sets),
         longest_tokens=max(part.longest_tokens for part in sets),
@@ -132,8 +136,3 @@ def data_notices(config: PpoConfig, prompts: PromptSet, held_out: PromptSet | No
             f" --dynamic_filtering_max_batches), more than the {len(prompts)} there are: some are asked again"
         )
     return notices
-
-
-def _options(config: PpoConfig) -> dict[str, Any]:
-    names = ("input_key", "label_key", "apply_chat_template", "input_template", "prompt_max_len", "skip_bad_rows")
-    return {name: getattr(config.data, name) for name in names}
