@@ -61,10 +61,9 @@ def _check_inputs(config: PpoConfig) -> None:
         hint = "add --pretrain FOLDER_OR_NAME; --pretrain builtin is the tiny model that ships"
         raise missing("pretrain", "--prompt_data says what to ask, not whom", hint)
     if data.prompt_data is None:
-        hint = (
-            "add --prompt_data FILE.jsonl with --input_key and --label_key; without --pretrain the built-in task runs"
-        )
-        raise missing("prompt_data", f"--pretrain {model.pretrain} needs prompts to train on", hint)
+        hint = "add --prompt_data FILE.jsonl with --input_key and --label_key"
+        what = f"--pretrain {model.pretrain} needs prompts to train on"
+        raise missing("prompt_data", what, f"{hint}; without --pretrain the built-in task runs")
 
 
 def _check_batches(config: PpoConfig, num_samples: int) -> None:
@@ -81,6 +80,7 @@ def _check_batches(config: PpoConfig, num_samples: int) -> None:
 
 
 def _check_training(config: PpoConfig, given: Collection[str]) -> list[str]:
+    """Check what some algorithms do not do, or do anyway, and the average of the weights."""
     training, algorithm, reward = config.training, config.algorithm, config.reward
     if training.freezing_actor_steps > 0 and not algorithm.row.uses_critic:
         message = f"--freezing_actor_steps {training.freezing_actor_steps} trains the critic only, and"

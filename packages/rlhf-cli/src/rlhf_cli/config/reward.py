@@ -84,11 +84,7 @@ class RewardSection(Section, title="reward"):
             (kinds == {"function"}, ["reward_batch_size"], "no reward server or model scores"),
             ("model" not in kinds, _MODEL_OPTIONS, "there is no --reward_pretrain"),
             (self.overlong_buffer_len == 0, ["overlong_penalty_factor"], "there is no --overlong_buffer_len"),
-            (
-                keeps_all,
-                ["stop_properly_penalty_coef"],
-                "at 1 a response keeps all of its reward",
-            ),
+            (keeps_all, ["stop_properly_penalty_coef"], "at 1 a response keeps all of its reward"),
         )
         if len(sources) > 1 or kinds == {"model"}:
             which = f"the first of {len(sources)} rewards" if len(sources) > 1 else "the reward model"
