@@ -7,6 +7,10 @@ engine and trainer, `eval/*` on held-out prompts, `time/*` in seconds, `throughp
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +30,13 @@ class Sum:
 
 @dataclass(frozen=True, slots=True)
 class Mean:
-    """Averages over everything that was counted, wherever it was counted."""
+    """Averages over everything that was counted, wherever it was counted.
 
-    total: float
-    count: float
+    Sums may be tensors of no dimension until `on_host` makes numbers of them.
+    """
+
+    total: "float | Tensor"
+    count: "float | Tensor"
 
     def merge(self, other: "Mean") -> "Mean":
         """The mean over both."""
@@ -37,7 +44,7 @@ class Mean:
 
     def result(self) -> float:
         """The number to log; NaN when nothing was counted."""
-        return self.total / self.count if self.count else float("nan")
+        return float(self.total / self.count) if self.count else float("nan")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +74,18 @@ def merge_metrics(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
                 raise TypeError(f"metric {name} is both {type(merged[name]).__name__} and {type(metric).__name__}")
             merged[name] = merged[name].merge(metric) if name in merged else metric  # type: ignore[arg-type]
     return merged
+
+
+def on_host(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
+    """Return the metrics with numbers where means hold tensors; a device is waited for once."""
+    import torch
+
+    means = {name: metric for name, metric in metrics.items() if isinstance(metric, Mean)}
+    parts = [part for mean in means.values() for part in (mean.total, mean.count)]
+    tensors = [part.double() for part in parts if isinstance(part, torch.Tensor)]
+    numbers = iter(torch.stack(tensors).tolist() if tensors else [])
+    values = iter([next(numbers) if isinstance(part, torch.Tensor) else part for part in parts])
+    return {**metrics, **{name: Mean(next(values), next(values)) for name in means}}
 
 
 def results(metrics: Mapping[str, Metric]) -> dict[str, float]:

@@ -1,7 +1,9 @@
 """Which models, and how they are computed."""
 
-from rlhf_cli.config.base import Section, flag
+from rlhf_cli.config.base import Section, flag, matching, one_of
 from rlhf_train.specs import ModelSpec, OptimizerSpec
+
+TorchCompile = one_of(("auto", "on", "off"))
 
 
 class ModelSection(Section, title="model"):
@@ -25,15 +27,9 @@ class ModelSection(Section, title="model"):
 
     def spec(self, path: str, zero_stage: int, optimizer: OptimizerSpec | None = None) -> ModelSpec:
         """Return how the model at `path` is run; without an optimizer it is frozen."""
-        return ModelSpec(
-            path=path,
-            dtype=self.dtype,
-            attn_implementation=self.attn_implementation,
-            gradient_checkpointing=self.gradient_checkpointing and optimizer is not None,
-            packing=self.packing_samples,
-            zero_stage=zero_stage,
-            optimizer=optimizer,
-        )
+        recomputes = self.gradient_checkpointing and optimizer is not None
+        options = matching(ModelSpec, self) | {"gradient_checkpointing": recomputes}
+        return ModelSpec(path=path, packing=self.packing_samples, zero_stage=zero_stage, optimizer=optimizer, **options)
 
 
 class PpoModelSection(ModelSection):
@@ -47,8 +43,9 @@ class PpoModelSection(ModelSection):
 
 
 class OfflineModelSection(ModelSection):
-    """Adds adapters."""
+    """Adds adapters and compilation."""
 
+    torch_compile: TorchCompile = flag("auto", "compile the model's layers; auto: on a GPU, with --zero_stage below 3")
     lora_rank: int = flag(0, "rank of the adapters that are trained; 0: train all weights", ge=0)
     lora_alpha: float = flag(16.0, "adapters count this / --lora_rank times", gt=0)
     lora_dropout: float = flag(0.0, "share of an adapter's input that is left out", ge=0, lt=1)
