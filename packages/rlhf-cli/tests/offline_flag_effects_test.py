@@ -41,6 +41,8 @@ REACHES = [
     ("sft", "attn_implementation", "sdpa", "", "model.attn_implementation", "sdpa"),
     ("sft", "gradient_checkpointing", "", "", "model.gradient_checkpointing", True),
     ("sft", "packing_samples", "", "", "model.packing", True),
+    ("sft", "torch_compile", "off", "", "model.torch_compile", "off"),
+    ("dpo", "torch_compile", "on", "--ref_pretrain OTHER", "reference.torch_compile", "on"),
     ("sft", "lora_rank", "2", "", "lora.rank", 2),
     ("sft", "lora_alpha", "4", LORA, "lora.alpha", 4.0),
     ("sft", "lora_dropout", "0.1", LORA, "lora.dropout", 0.1),
