@@ -1,7 +1,7 @@
 """Tiny random models for tests and smoke runs: a real Hugging Face folder, made in well under two seconds."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -94,13 +94,19 @@ def _write(
     return path
 
 
-def tiny_tokenizer(vocab_size: int = 512) -> Any:
-    """Return a byte-level BPE tokenizer with a ChatML template and at most `vocab_size` tokens, always the same."""
+def tiny_tokenizer(vocab_size: int = 512, corpus: Iterable[str] | None = None) -> Any:
+    """Return a byte-level BPE tokenizer with a ChatML template and at most `vocab_size` tokens, always the same.
+
+    It is trained on `corpus`, and then keeps digits apart; None for words that mean nothing.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
     backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    words: Any = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    if corpus is not None:
+        words = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), words])
+    backend.pre_tokenizer = words
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
@@ -108,7 +114,7 @@ def tiny_tokenizer(vocab_size: int = 512) -> Any:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    backend.train_from_iterator(_corpus(num_words=8 * vocab_size), trainer)
+    backend.train_from_iterator(_corpus(num_words=8 * vocab_size) if corpus is None else corpus, trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         eos_token=EOS_TOKEN,
