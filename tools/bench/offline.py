@@ -34,7 +34,7 @@ from environment import command_line, environment
 from rlhf_cli.builtin.task import Problem, question, solution
 
 NUM_TRAIN, NUM_HELD_OUT = 2048, 256
-NUM_HELD_OUT_REAL = 100  # pairs
+NUM_HELD_OUT_REAL = 200  # pairs
 PLACEHOLDER = "<|endoftext|>"
 COMMON = "--train_batch_size 64 --zero_stage 0"
 SHORT = f"{COMMON} --micro_train_batch_size 64 --max_len 64"
@@ -49,7 +49,7 @@ RECIPES = {
     "sft": f"sft {RIGHT} --learning_rate 1e-3",
     "sft, GSM8K": f"sft {GSM8K} --apply_chat_template {LONG} --learning_rate 3e-3",
     "rm": f"rm {PAIRS} --learning_rate 1e-3 --max_epochs 2",
-    "rm, HH": f"rm {HH} {LONG} --train_batch_size 32 --learning_rate 1e-3 --max_epochs 2",
+    "rm, HH": f"rm {HH} {LONG} --train_batch_size 32 --learning_rate 1e-3",
     "dpo": f"dpo {PAIRS} --learning_rate 1e-4",
     "ipo": f"dpo {PAIRS} --learning_rate 1e-4 --loss_type ipo",
     "simpo": f"dpo {PAIRS} --learning_rate 3e-4 --loss_type simpo --beta 2",
