@@ -27,6 +27,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -38,24 +39,27 @@ NUM_HELD_OUT_REAL = 200  # pairs
 PLACEHOLDER = "<|endoftext|>"
 COMMON = "--train_batch_size 64 --zero_stage 0"
 SHORT = f"{COMMON} --micro_train_batch_size 64 --max_len 64"
-LONG = f"{COMMON} --packing_samples --micro_batch_tokens 4096 --max_len 1024"
+LONG = f"{COMMON} --packing_samples --micro_batch_tokens 4096"
 PAIRS = f"--dataset pairs.jsonl --eval_dataset pairs_held_out.jsonl --prompt_key prompt --apply_chat_template {SHORT}"
 RIGHT = f"--dataset right.jsonl --eval_dataset right_held_out.jsonl --apply_chat_template {SHORT}"
 JUDGED = f"--dataset judged.jsonl --eval_dataset judged_held_out.jsonl --apply_chat_template {SHORT}"
 STEPS = f"--dataset steps.jsonl --eval_dataset steps_held_out.jsonl --placeholder_token {PLACEHOLDER} {SHORT}"
-GSM8K = "--dataset gsm8k_train.jsonl --eval_dataset gsm8k_test.jsonl --input_key question --output_key answer"
-HH = "--dataset hh.jsonl --eval_dataset hh_held_out.jsonl"
+GSM8K = (
+    "--dataset gsm8k_train.jsonl --eval_dataset gsm8k_test.jsonl --input_key question --output_key answer"
+    f" --apply_chat_template --max_len 1024 {LONG}"
+)
+HH = f"--dataset hh.jsonl --eval_dataset hh_held_out.jsonl --max_len 512 {LONG}"
 RECIPES = {
     "sft": f"sft {RIGHT} --learning_rate 1e-3",
-    "sft, GSM8K": f"sft {GSM8K} --apply_chat_template {LONG} --learning_rate 3e-3",
+    "sft, GSM8K": f"sft {GSM8K} --learning_rate 3e-3",
     "rm": f"rm {PAIRS} --learning_rate 1e-3 --max_epochs 2",
-    "rm, HH": f"rm {HH} {LONG} --train_batch_size 32 --learning_rate 1e-3",
+    "rm, HH": f"rm {HH} --learning_rate 1e-3 --max_epochs 2",
     "dpo": f"dpo {PAIRS} --learning_rate 1e-4",
     "ipo": f"dpo {PAIRS} --learning_rate 1e-4 --loss_type ipo",
     "simpo": f"dpo {PAIRS} --learning_rate 3e-4 --loss_type simpo --beta 2",
     "orpo": f"dpo {PAIRS} --learning_rate 1e-3 --loss_type orpo",
     "kto": f"kto {JUDGED} --learning_rate 1e-4",
-    "prm": f"prm {STEPS} --learning_rate 1e-3 --max_epochs 16",
+    "prm": f"prm {STEPS} --learning_rate 1e-3 --max_epochs 12",
     "kd": f"kd {RIGHT} --learning_rate 1e-3 --teacher_model teacher",
 }
 NEEDS_REAL_DATA = ("sft, GSM8K", "rm, HH")
@@ -134,9 +138,10 @@ def write_jsonl(path: Path, rows: list[Row]) -> None:
 
 def run(recipe: str, seed: int, folder: Path) -> dict[str, Any]:
     """Run a command in `folder`; return its held-out figures before and after."""
-    words = ["--pretrain", "builtin", *recipe.split()[1:], "--seed", str(seed), "--save_path", "out"]
+    out = f"seed{seed}"
+    words = ["--pretrain", "builtin", *recipe.split()[1:], "--seed", str(seed), "--save_path", out]
     command = [sys.executable, "-m", "rlhf_cli.main", recipe.split()[0], *words]
-    shutil.rmtree(folder / "out", ignore_errors=True)
+    shutil.rmtree(folder / out, ignore_errors=True)
     started = time.perf_counter()
     done = subprocess.run(
         command, cwd=folder, env=os.environ | {"BUILD_WORKING_DIRECTORY": str(folder)}, capture_output=True, text=True
@@ -144,9 +149,9 @@ def run(recipe: str, seed: int, folder: Path) -> dict[str, Any]:
     if done.returncode:
         sys.exit(f"{' '.join(command)}\n{done.stdout}{done.stderr}")
     seconds = time.perf_counter() - started
-    lines = [json.loads(line) for line in (folder / "out/metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    lines = [json.loads(line) for line in (folder / out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     held_out = [line for line in lines if any(name.startswith("eval/") for name in line)]
-    figures = {f"{when}": figures_of(line) for when, line in (("before", held_out[0]), ("after", held_out[-1]))}
+    figures = {when: figures_of(line) for when, line in (("before", held_out[0]), ("after", held_out[-1]))}
     return {"seed": seed, **figures, "num_steps": held_out[-1]["step"], "seconds": round(seconds, 1)}
 
 
@@ -173,11 +178,12 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--only", nargs="+", choices=RECIPES, default=list(RECIPES), metavar="NAME")
     parser.add_argument("--real_data", type=Path, help="folder of real records; without it their rows are left out")
+    parser.add_argument("--jobs", type=int, default=1, help="seeds that run at once")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     table = []
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+    with tempfile.TemporaryDirectory() as work, ThreadPoolExecutor(options.jobs) as pool:
+        folder = Path(work)
         write_additions(folder)
         if options.real_data is not None:
             write_real(options.real_data, folder)
@@ -186,8 +192,9 @@ def main() -> None:
                 continue
             if name == "kd" and not (folder / "teacher").exists():
                 run(RECIPES["sft"], options.seeds[0], folder)
-                shutil.move(folder / "out/model", folder / "teacher")
-            table.append(row_of(name, [run(RECIPES[name], seed, folder) for seed in options.seeds]))
+                shutil.move(folder / f"seed{options.seeds[0]}/model", folder / "teacher")
+            runs = pool.map(lambda seed, recipe=RECIPES[name]: run(recipe, seed, folder), options.seeds)
+            table.append(row_of(name, list(runs)))
             print(json.dumps({key: table[-1][key] for key in ("name", "before", "after")}), flush=True)
             report = {
                 "benchmark": "offline",
