@@ -1,0 +1,38 @@
+"""The offline trainers learn: the benchmark of them, shortened to one seed and four trainers."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+TOOL = Path(__file__).parents[2] / "tools/bench/offline.py"
+TIMEOUT_S = 600
+
+Rows = dict[str, dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Rows:
+    out = tmp_path_factory.mktemp("offline") / "offline.json"
+    command = [sys.executable, str(TOOL), "--seeds", "1", "--only", "sft", "rm", "dpo", "kto", "--out", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    return {row["name"]: row for row in json.loads(out.read_text(encoding="utf-8"))["table"]}
+
+
+def test_fine_tuning_makes_held_out_answers_likelier(rows: Rows):
+    assert rows["sft"]["after"]["loss"] < 0.5 * rows["sft"]["before"]["loss"]
+
+
+def test_reward_model_orders_held_out_pairs_better_than_chance(rows: Rows):
+    assert rows["rm"]["before"]["accuracy"] == 0.5
+    assert rows["rm"]["after"]["accuracy"] > 0.8  # of 256 pairs: chance would be 0.5 with a deviation of 0.03
+
+
+@pytest.mark.parametrize("name", ["dpo", "kto"])
+def test_preferred_answers_gain_on_the_others(rows: Rows, name: str):
+    assert rows[name]["before"]["margin"] == 0  # against the reference that it starts as
+    assert rows[name]["after"]["margin"] > 0.5

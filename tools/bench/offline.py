@@ -1,0 +1,209 @@
+"""Does every offline trainer learn? Held-out figures before and after, by trainer and seed, on a CPU.
+
+    python tools/bench/offline.py --real_data ../shared/data --out offline.json
+
+Runs `rlhf sft`, `rm`, `dpo`, `kto`, `prm` and `kd` on the tiny model that ships, once a row of `RECIPES` and seed. Two
+rows read real records from `--real_data`: `gsm8k/{train,test}.jsonl` and `hh-harmless/pairs.jsonl.gz`. The others read
+workings of additions of two-digit numbers, in half of which the ones carry:
+
+    What is 47 + 38?    chosen  7+8=15, 4+3+1=8 #### 85    rejected  7+8=15, 4+3=7 #### 75
+    What is 41 + 38?    chosen  1+8=9, 4+3=7 #### 79       rejected  1+8=9, 4+3+1=8 #### 89
+
+What is chosen depends on the sum of the ones alone: whether a carry is written says nothing by itself, and chance is
+0.5. `kto` gets each working apart with its verdict; `prm` judges both steps of a working, each of which is wrong in one
+row of two; `sft` and `kd` get the chosen workings, and the teacher is the model that `sft` made. Additions held out are
+not trained on.
+"""
+
+import argparse
+import gzip
+import json
+import os
+import random
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from environment import command_line, environment
+from rlhf_cli.builtin.task import Problem, question, solution
+
+NUM_TRAIN, NUM_HELD_OUT = 2048, 256
+NUM_HELD_OUT_REAL = 200  # pairs
+PLACEHOLDER = "<|endoftext|>"
+COMMON = "--train_batch_size 64 --zero_stage 0"
+SHORT = f"{COMMON} --micro_train_batch_size 64 --max_len 64"
+LONG = f"{COMMON} --packing_samples --micro_batch_tokens 4096"
+PAIRS = f"--dataset pairs.jsonl --eval_dataset pairs_held_out.jsonl --prompt_key prompt --apply_chat_template {SHORT}"
+RIGHT = f"--dataset right.jsonl --eval_dataset right_held_out.jsonl --apply_chat_template {SHORT}"
+JUDGED = f"--dataset judged.jsonl --eval_dataset judged_held_out.jsonl --apply_chat_template {SHORT}"
+STEPS = f"--dataset steps.jsonl --eval_dataset steps_held_out.jsonl --placeholder_token {PLACEHOLDER} {SHORT}"
+GSM8K = (
+    "--dataset gsm8k_train.jsonl --eval_dataset gsm8k_test.jsonl --input_key question --output_key answer"
+    f" --apply_chat_template --max_len 1024 {LONG}"
+)
+HH = f"--dataset hh.jsonl --eval_dataset hh_held_out.jsonl --max_len 512 {LONG}"
+RECIPES = {
+    "sft": f"sft {RIGHT} --learning_rate 1e-3",
+    "sft, GSM8K": f"sft {GSM8K} --learning_rate 3e-3",
+    "rm": f"rm {PAIRS} --learning_rate 1e-3 --max_epochs 2",
+    "rm, HH": f"rm {HH} --learning_rate 1e-3 --max_epochs 2",
+    "dpo": f"dpo {PAIRS} --learning_rate 1e-4",
+    "ipo": f"dpo {PAIRS} --learning_rate 1e-4 --loss_type ipo",
+    "simpo": f"dpo {PAIRS} --learning_rate 3e-4 --loss_type simpo --beta 2",
+    "orpo": f"dpo {PAIRS} --learning_rate 1e-3 --loss_type orpo",
+    "kto": f"kto {JUDGED} --learning_rate 1e-4",
+    "prm": f"prm {STEPS} --learning_rate 1e-3 --max_epochs 12",
+    "kd": f"kd {RIGHT} --learning_rate 1e-3 --teacher_model teacher",
+}
+NEEDS_REAL_DATA = ("sft, GSM8K", "rm, HH")
+
+Row = dict[str, Any]
+
+
+def additions() -> tuple[list[Problem], list[Problem]]:
+    """Return training and held-out additions, half of which carry."""
+    rng, kinds = random.Random(0), ([], [])
+    for problem in ((a, b) for a in range(10, 100) for b in range(10, 100)):
+        kinds[carries(problem)].append(problem)
+    for problems in kinds:
+        rng.shuffle(problems)
+    both = [problem for pair in zip(*kinds, strict=False) for problem in pair][: NUM_TRAIN + NUM_HELD_OUT]
+    return both[NUM_HELD_OUT:], both[:NUM_HELD_OUT]
+
+
+def carries(problem: Problem) -> bool:
+    """Return whether the ones of the two numbers add up to 10 or more."""
+    return problem[0] % 10 + problem[1] % 10 >= 10
+
+
+def write_additions(folder: Path) -> None:
+    """Write the rows that each trainer reads, and the held-out ones, into `folder`."""
+    for problems, ending in zip(additions(), ("", "_held_out"), strict=True):
+        pairs = [
+            {
+                "prompt": question(problem),
+                "chosen": solution(problem, carries=carries(problem)),
+                "rejected": solution(problem, carries=not carries(problem)),
+            }
+            for problem in problems
+        ]
+        rows = {
+            "pairs": pairs,
+            "right": [{"input": pair["prompt"], "output": pair["chosen"]} for pair in pairs],
+            "judged": [
+                {"input": pair["prompt"], "output": pair[key], "label": key == "chosen"}
+                for pair in pairs
+                for key in ("chosen", "rejected")
+            ],
+            "steps": list(judged_steps(problems)),
+        }
+        for name, made in rows.items():
+            write_jsonl(folder / f"{name}{ending}.jsonl", made)
+
+
+def judged_steps(problems: list[Problem]) -> Iterator[Row]:
+    """Yield workings with the verdicts on their two steps."""
+    rng = random.Random(0)
+    for problem in problems:
+        good = [rng.random() < 0.5 for _ in range(2)]
+        ones, tens = solution(problem, carries=carries(problem) == good[1]).partition(" ####")[0].split(", ")
+        if not good[0]:
+            sum_of_ones = problem[0] % 10 + problem[1] % 10
+            ones = f"{ones.partition('=')[0]}={sum_of_ones + rng.choice([-2, -1, 1, 2])}"
+        text = f"{question(problem)} {ones}{PLACEHOLDER} {tens}{PLACEHOLDER}"
+        yield {"input": text, "label": ["+" if right else "-" for right in good]}
+
+
+def write_real(source: Path, folder: Path) -> None:
+    """Write the real records into `folder`, the last pairs held out."""
+    for name in ("train", "test"):
+        shutil.copyfile(source / f"gsm8k/{name}.jsonl", folder / f"gsm8k_{name}.jsonl")
+    with gzip.open(source / "hh-harmless/pairs.jsonl.gz", "rt", encoding="utf-8") as lines:
+        pairs = [json.loads(line) for line in lines]
+    write_jsonl(folder / "hh.jsonl", pairs[:-NUM_HELD_OUT_REAL])
+    write_jsonl(folder / "hh_held_out.jsonl", pairs[-NUM_HELD_OUT_REAL:])
+
+
+def write_jsonl(path: Path, rows: list[Row]) -> None:
+    """Write one JSON object a line."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def run(recipe: str, seed: int, folder: Path) -> dict[str, Any]:
+    """Run a command in `folder`; return its held-out figures before and after."""
+    out = f"seed{seed}"
+    words = ["--pretrain", "builtin", *recipe.split()[1:], "--seed", str(seed), "--save_path", out]
+    command = [sys.executable, "-m", "rlhf_cli.main", recipe.split()[0], *words]
+    shutil.rmtree(folder / out, ignore_errors=True)
+    started = time.perf_counter()
+    done = subprocess.run(
+        command, cwd=folder, env=os.environ | {"BUILD_WORKING_DIRECTORY": str(folder)}, capture_output=True, text=True
+    )
+    if done.returncode:
+        sys.exit(f"{' '.join(command)}\n{done.stdout}{done.stderr}")
+    seconds = time.perf_counter() - started
+    lines = [json.loads(line) for line in (folder / out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    held_out = [line for line in lines if any(name.startswith("eval/") for name in line)]
+    figures = {when: figures_of(line) for when, line in (("before", held_out[0]), ("after", held_out[-1]))}
+    return {"seed": seed, **figures, "num_steps": held_out[-1]["step"], "seconds": round(seconds, 1)}
+
+
+def figures_of(line: dict[str, float]) -> dict[str, float]:
+    """Return the held-out figures of a line of metrics; answers judged apart have a margin as well."""
+    figures = {name.removeprefix("eval/"): value for name, value in line.items() if name.startswith("eval/")}
+    if "desirable_reward" in figures:
+        figures["margin"] = figures["desirable_reward"] - figures["undesirable_reward"]
+    return figures
+
+
+def row_of(name: str, runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return a row of the report: the means over the seeds, and every run."""
+    means = {
+        when: {figure: statistics.mean(result[when][figure] for result in runs) for figure in runs[0][when]}
+        for when in ("before", "after")
+    }
+    return {"name": name, "command": f"rlhf {RECIPES[name]}", **means, "runs": runs}
+
+
+def main() -> None:
+    """Run all of it and write the report, which is whole after every row."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--only", nargs="+", choices=RECIPES, default=list(RECIPES), metavar="NAME")
+    parser.add_argument("--real_data", type=Path, help="folder of real records; without it their rows are left out")
+    parser.add_argument("--jobs", type=int, default=1, help="seeds that run at once")
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    table = []
+    with tempfile.TemporaryDirectory() as work, ThreadPoolExecutor(options.jobs) as pool:
+        folder = Path(work)
+        write_additions(folder)
+        if options.real_data is not None:
+            write_real(options.real_data, folder)
+        for name in options.only:
+            if name in NEEDS_REAL_DATA and options.real_data is None:
+                continue
+            if name == "kd" and not (folder / "teacher").exists():
+                run(RECIPES["sft"], options.seeds[0], folder)
+                shutil.move(folder / f"seed{options.seeds[0]}/model", folder / "teacher")
+            runs = pool.map(lambda seed, recipe=RECIPES[name]: run(recipe, seed, folder), options.seeds)
+            table.append(row_of(name, list(runs)))
+            print(json.dumps({key: table[-1][key] for key in ("name", "before", "after")}), flush=True)
+            report = {
+                "benchmark": "offline",
+                "command": command_line(options.out),
+                "environment": environment(),
+                "table": table,
+            }
+            options.out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
