@@ -47,7 +47,7 @@ def test_reward_models_run_in_as_many_replicas_as_planned(tmp_path):
     sequences = [[3, 4, 5], [6]]
     with ray_cluster(job.plan, None), placed_bundles(job.plan) as reserved:
         scorers = start_scorers(job, reserved)
-        scores = [wait([replica.score.remote(sequences) for replica in replicas]) for replicas in scorers]
+        scores = [wait([replica.call.remote("score", sequences) for replica in replicas]) for replicas in scorers]
         moments = [wait([replica.has_moments.remote() for replica in replicas]) for replicas in scorers]
     assert moments == [[False, False], [True, True]]
     assert [len(replicas) for replicas in scorers] == [2, 2]

@@ -11,7 +11,7 @@ import pytest
 
 from rlhf_models.testing import tiny_model_dir
 from rlhf_train.online.controller import run_online
-from rlhf_train.online.observer import SilentObserver
+from rlhf_train.online.observer import Observer
 from rlhf_train.placement import local_resources
 from rlhf_train.testing import tiny_job
 
@@ -45,7 +45,7 @@ def with_learning_rate(job: Any, learning_rate: float) -> Any:
 def still_path(model_path, tmp_path_factory) -> str:
     job = with_learning_rate(tiny_job(model_path, tmp_path_factory.mktemp("still"), num_steps=4, eval_steps=2), 0.0)
     sampled = dataclasses.replace(job.eval_sampling, temperature=1.0, seed=job.sampling.seed)
-    run_online(dataclasses.replace(job, eval_sampling=sampled), SilentObserver())
+    run_online(dataclasses.replace(job, eval_sampling=sampled), Observer())
     return job.save_path
 
 
@@ -57,7 +57,7 @@ def still(still_path) -> list[dict[str, float]]:
 @pytest.fixture(scope="module")
 def moving(model_path, tmp_path_factory) -> list[dict[str, float]]:
     job = with_learning_rate(tiny_job(model_path, tmp_path_factory.mktemp("moving"), num_steps=4), 5e-3)
-    run_online(job, SilentObserver())
+    run_online(job, Observer())
     return metrics_of(job.save_path)
 
 
@@ -93,6 +93,7 @@ def test_sync_makes_the_weights_the_trainers_and_reverting_gives_the_same_tokens
     import ray
 
     from rlhf_rollout.protocols import SamplingParams
+    from rlhf_rollout.ray_actors import RayEngine
     from rlhf_train.online import cluster
 
     other_path = str(tiny_model_dir(tmp_path / "other", seed=1))
@@ -106,17 +107,17 @@ def test_sync_makes_the_weights_the_trainers_and_reverting_gives_the_same_tokens
 
         def greedy() -> tuple[list[list[int]], np.ndarray]:
             sampling = SamplingParams(max_tokens=16, temperature=0.0)
-            answers = ray.get([engine.generate.remote(prompt.token_ids, sampling) for prompt in job.prompts])
+            answers = ray.get([engine.call.remote("generate", prompt.token_ids, sampling) for prompt in job.prompts])
             tokens = [answer[0].token_ids.tolist() for answer in answers]
             return tokens, np.concatenate([answer[0].logprobs for answer in answers])
 
-        cluster.wait(own.start("send_weights", [engine], 0))
+        cluster.wait(own.start("send_weights", [RayEngine(engine)], 0))
         first_tokens, first_logprobs = greedy()
-        cluster.wait(own.start("load", other.models, other, None, None))
-        cluster.wait(own.start("send_weights", [engine], 1))
+        cluster.wait(own.start("load", 0, 1, other.models, other, None))
+        cluster.wait(own.start("send_weights", [RayEngine(engine)], 1))
         other_tokens, _ = greedy()
-        cluster.wait(own.start("load", job.models, job, None, None))
-        cluster.wait(own.start("send_weights", [engine], 2))
+        cluster.wait(own.start("load", 0, 1, job.models, job, None))
+        cluster.wait(own.start("send_weights", [RayEngine(engine)], 2))
         again_tokens, again_logprobs = greedy()
     assert other_tokens != first_tokens
     assert again_tokens == first_tokens

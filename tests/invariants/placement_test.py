@@ -10,7 +10,7 @@ import pytest
 from rlhf_models.testing import tiny_model_dir
 from rlhf_train.algorithms import AlgorithmSpec
 from rlhf_train.online.controller import run_online
-from rlhf_train.online.observer import SilentObserver
+from rlhf_train.online.observer import Observer
 from rlhf_train.placement import GroupPlan, PlacementPlan
 from rlhf_train.testing import tiny_job
 
@@ -26,8 +26,8 @@ COMPARED = ("policy/loss", "value/loss", "value/mean", "value/return", "policy/a
 
 def plan_of(groups: dict[tuple[str, ...], int]) -> PlacementPlan:
     """All on CPUs, in one bundle."""
-    placed = tuple(GroupPlan("+".join(roles), roles, ranks, (0,) * ranks, 0) for roles, ranks in groups.items())
-    return PlacementPlan("cpu", (0,), placed, GroupPlan("engines", (), 1, (0,), 0), True)
+    placed = tuple(GroupPlan("+".join(roles), roles, (0,) * ranks, 0) for roles, ranks in groups.items())
+    return PlacementPlan("cpu", (0,), placed, GroupPlan("engines", (), (0,), 0), True)
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def runs(tmp_path_factory) -> dict[str, tuple[list[dict[str, float]], np.ndarray
             )
             for role, model in job.models.items()
         }
-        run_online(dataclasses.replace(job, models=models), SilentObserver())
+        run_online(dataclasses.replace(job, models=models), Observer())
         lines = Path(job.save_path, "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         steps = [line for line in map(json.loads, lines) if "time/step" in line]
         [embedding] = [w for n, w in load_file(f"{job.save_path}/model/model.safetensors").items() if "embed" in n]

@@ -27,7 +27,7 @@ from rlhf_rollout.rewards import RewardSource
 from rlhf_train.algorithms import ALGORITHMS, AlgorithmSpec
 from rlhf_train.online.controller import run_online
 from rlhf_train.online.job import BatchSizes, OnlineJob, RewardSpec
-from rlhf_train.online.observer import SilentObserver
+from rlhf_train.online.observer import Observer
 from rlhf_train.placement import PlacementRequest, local_resources, plan_placement
 from rlhf_train.specs import ModelSpec, OptimizerSpec
 
@@ -48,7 +48,7 @@ SHAPES: Mapping[str, Mapping[str, float]] = {
 REWARD = 'def reward_func(queries, prompts, labels):\n    return {"rewards": [len(query) % 7 for query in queries]}\n'
 
 
-class Printer(SilentObserver):
+class Printer(Observer):
     """Prints one line a step."""
 
     def starting(self, text: str) -> None:

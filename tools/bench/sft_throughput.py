@@ -12,6 +12,8 @@ The share is of 989 TFLOP/s, the H200's peak in bfloat16 without sparsity.
 """
 
 import argparse
+import gc
+import itertools
 import json
 import statistics
 import tempfile
@@ -56,10 +58,11 @@ MORE_SHAPES = {
 
 
 def read_examples(path: Path, count: int) -> list[SftExample]:
-    """Return random tokens of the lengths of the first `count` rows."""
+    """Return random tokens of the lengths of the file's first `count` rows, from the start again where it has fewer."""
     rng = np.random.default_rng(0)
     examples = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines()[:count]):
+    rows = itertools.cycle(path.read_text(encoding="utf-8").splitlines())
+    for number, line in enumerate(itertools.islice(rows, count)):
         row = json.loads(line)
         prompt, answer = (len(row[key]) // CHARACTERS_A_TOKEN + 1 for key in ("question", "answer"))
         mask = np.arange(prompt + answer) >= prompt
@@ -92,10 +95,16 @@ class Keeper:
         """See `OfflineObserver`."""
 
 
-def measure(options: argparse.Namespace, model: str, examples: Sequence[SftExample], packing: bool) -> dict[str, Any]:
-    """Train over the examples in one layout; the first `--warmup` steps are left out."""
+def measure(
+    options: argparse.Namespace, model: str, examples: Sequence[SftExample], pack_tokens: int | None
+) -> dict[str, Any]:
+    """Train over the examples, packed or, with None, padded; the first `--warmup` steps are left out."""
+    packing = pack_tokens is not None
     on_gpu = torch.cuda.is_available()
     if on_gpu:
+        torch._dynamo.reset()
+        gc.collect()  # the engine before this one, which holds itself in a circle
+        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     keeper = Keeper()
     with tempfile.TemporaryDirectory() as folder:
@@ -106,13 +115,14 @@ def measure(options: argparse.Namespace, model: str, examples: Sequence[SftExamp
                 dtype="bfloat16" if on_gpu else "float32",
                 packing=packing,
                 zero_stage=options.zero_stage,
+                torch_compile=options.torch_compile,
                 optimizer=OptimizerSpec(learning_rate=1e-6, scheduler="constant"),
             ),
             examples=examples,
             schedule=OfflineSchedule(
                 train_batch_size=options.batch_size,
                 micro_train_batch_size=options.micro_batch_size,
-                micro_batch_tokens=options.pack_tokens if packing else None,
+                micro_batch_tokens=pack_tokens,
             ),
             model_path=Path(folder, "model"),
             master=("127.0.0.1", free_port()),
@@ -121,7 +131,7 @@ def measure(options: argparse.Namespace, model: str, examples: Sequence[SftExamp
         run_offline(job, keeper)
     steps = keeper.steps[options.warmup :]
     return {
-        "layout": f"packed, {options.pack_tokens} tokens" if packing else f"padded, {options.micro_batch_size} rows",
+        "layout": f"packed, {pack_tokens} tokens" if packing else f"padded, {options.micro_batch_size} rows",
         "tokens_a_second": statistics.median(step["throughput/tokens"] for step in steps),
         "seconds_a_step": statistics.median(step["time/step"] for step in steps),
         "peak_memory_gib": torch.cuda.max_memory_allocated() / 2**30 if on_gpu else None,
@@ -136,13 +146,17 @@ def main() -> None:
     parser.add_argument("--lengths", type=Path, required=True)
     parser.add_argument("--batch_size", type=int, default=256)
     parser.add_argument("--micro_batch_size", type=int, default=32)
-    parser.add_argument("--pack_tokens", type=int, default=8192)
+    parser.add_argument("--pack_tokens", type=int, nargs="+", default=[8192])
+    parser.add_argument("--no_padded", action="store_true", help="leave the padded layout out")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--zero_stage", type=int, default=0)
+    parser.add_argument("--torch_compile", choices=["auto", "on", "off"], default="auto")
+    parser.add_argument("--repeats", type=int, default=2, help="runs of each layout")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     shape = {**SHAPES, **MORE_SHAPES}[options.shape]
+    padded = [] if options.no_padded else [None]
     examples = read_examples(options.lengths, options.batch_size * options.steps)
     with tempfile.TemporaryDirectory() as folder:
         dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
@@ -151,23 +165,29 @@ def main() -> None:
 
         names = dict(load_actor(model, dtype="float32").named_parameters())
         num_layer_weights = sum(weight.numel() for name, weight in names.items() if ".layers." in name)
-        runs = [measure(options, model, examples, packing) for packing in (False, True, False, True)]
+        runs = [
+            measure(options, model, examples, tokens) for tokens in [*padded, *options.pack_tokens] * options.repeats
+        ]
     operations = flops(examples, shape, num_layer_weights) / sum(example.num_tokens for example in examples)
     for result in runs:
         share = result["tokens_a_second"] * operations / PEAK_FLOPS if torch.cuda.is_available() else None
         result["model_flops_utilisation"] = share
         print(json.dumps(result), flush=True)
-    padded, packed = (max(run["tokens_a_second"] for run in runs[first::2]) for first in (0, 1))
+    best = {
+        name: max(run["tokens_a_second"] for run in runs if run["layout"] == name)
+        for name in {run["layout"] for run in runs}
+    }
+    padded_speed = best.pop(f"padded, {options.micro_batch_size} rows", None)
     report = {
         "benchmark": "sft_throughput",
         "command": command_line(options.out),
         "environment": environment(),
         "mean_tokens": sum(example.num_tokens for example in examples) / len(examples),
-        "packed_over_padded": packed / padded,
+        "packed_over_padded": {name: speed / padded_speed for name, speed in best.items()} if padded_speed else None,
         "runs": runs,
     }
     options.out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    print(f"packed / padded: {packed / padded:.2f}")
+    print(f"packed / padded: {report['packed_over_padded']}")
 
 
 if __name__ == "__main__":

@@ -3,9 +3,9 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rlhf_kernels.dispatch import token_logprobs
+    from rlhf_kernels.dispatch import accumulate_, token_logprobs
 
-__all__ = ["token_logprobs"]
+__all__ = ["accumulate_", "token_logprobs"]
 
 
 def __getattr__(name: str) -> Any:

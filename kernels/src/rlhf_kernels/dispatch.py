@@ -6,6 +6,7 @@ import logging
 import torch
 from torch import Tensor
 
+from rlhf_kernels.ops.accumulate.reference import accumulate_reference_
 from rlhf_kernels.ops.token_logprobs.reference import token_logprobs_reference
 
 logger = logging.getLogger(__name__)
@@ -35,14 +36,47 @@ def token_logprobs(logits: Tensor, token_ids: Tensor, *, temperature: float = 1.
         ValueError: a wrong shape, dtype, device, temperature, or (on the CPU) token id.
     """
     _check_arguments(logits, token_ids, temperature)
-    if logits.is_cuda:
-        reason = triton_unavailable_reason()
-        if reason is None:
-            from rlhf_kernels.ops.token_logprobs.triton import token_logprobs_triton
+    if _takes_triton("token_logprobs", logits):
+        from rlhf_kernels.ops.token_logprobs.triton import token_logprobs_triton
 
-            return token_logprobs_triton(logits, token_ids, temperature)
-        log_fallback_once("token_logprobs", reason)
+        return token_logprobs_triton(logits, token_ids, temperature)
     return token_logprobs_reference(logits, token_ids, temperature)
+
+
+def accumulate_(total: Tensor, part: Tensor) -> None:
+    """Add `part` to `total` in place, as gradients of micro-batches are added up.
+
+        total_n = total_n + part_n
+
+    Args:
+        total: float32, of any shape, contiguous.
+        part: bfloat16, float16 or float32, as many elements in the same order.
+
+    Raises:
+        ValueError: a wrong shape, dtype, device or layout.
+    """
+    if total.dtype != torch.float32 or part.dtype not in LOGIT_DTYPES:
+        message = "accumulate_ adds bfloat16, float16 or float32 to float32"
+        raise ValueError(f"{message}; got {part.dtype} and {total.dtype}")
+    if total.numel() != part.numel() or total.device != part.device:
+        shapes = f"{list(part.shape)} on {part.device} and {list(total.shape)} on {total.device}"
+        raise ValueError(f"accumulate_ takes as many elements as there are sums, on one device; got {shapes}")
+    if not total.is_contiguous():
+        raise ValueError("accumulate_ needs contiguous sums, which it changes in place")
+    if _takes_triton("accumulate_", total):
+        from rlhf_kernels.ops.accumulate.triton import accumulate_triton_
+
+        return accumulate_triton_(total, part)
+    return accumulate_reference_(total, part)
+
+
+def _takes_triton(operator: str, tensor: Tensor) -> bool:
+    """Return whether an operator's kernel runs; on CUDA it is logged once when it does not."""
+    if not tensor.is_cuda:
+        return False
+    if reason := triton_unavailable_reason():
+        log_fallback_once(operator, reason)
+    return reason is None
 
 
 @functools.cache

@@ -6,8 +6,8 @@ import pytest
 
 from rlhf_cli.commands.ppo import builtin_recipe
 from rlhf_cli.config import PpoConfig
-from rlhf_cli.config.checks import on_cpu
 from rlhf_cli.config.command_line import Parsed, parse
+from rlhf_cli.preflight.devices import on_cpu
 from rlhf_data.errors import ConfigError
 from rlhf_train.algorithms import ALGORITHMS
 

@@ -11,7 +11,7 @@ from rlhf_cli.config import PpoConfig
 from rlhf_cli.config.base import options
 from rlhf_cli.config.command_line import parse
 from rlhf_cli.jobs import make_job, make_plan
-from rlhf_cli.preflight import Inputs
+from rlhf_cli.preflight.inputs import Inputs
 from rlhf_data.prompts import PromptSet
 from rlhf_data.records import Prompt
 from rlhf_train.algorithms import CorrectionSpec

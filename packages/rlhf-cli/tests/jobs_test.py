@@ -9,7 +9,8 @@ from rlhf_cli.commands.ppo import builtin_recipe
 from rlhf_cli.config import PpoConfig
 from rlhf_cli.config.command_line import parse
 from rlhf_cli.jobs import count_steps, describe_batches, make_job, make_plan
-from rlhf_cli.preflight import Inputs, check_device
+from rlhf_cli.preflight.devices import check_device
+from rlhf_cli.preflight.inputs import Inputs
 from rlhf_data.errors import ConfigError
 from rlhf_data.prompts import PromptSet
 from rlhf_data.records import Prompt

@@ -1,10 +1,11 @@
 """`rm`, `dpo`, `kto`, `prm` and `kd` from their flags to a model folder, on real DeepSpeed in this process."""
 
-import importlib
 import json
 from pathlib import Path
 
 import pytest
+
+from rlhf_cli.commands.examples import COMMANDS
 
 WORDS = ("one", "two", "three", "four")
 PAIRS = [
@@ -67,7 +68,7 @@ def flags(command: str, models: Path, **changes: object) -> list[str]:
 
 
 def run(command: str, argv: list[str]) -> int:
-    return importlib.import_module(f"rlhf_cli.commands.{command}").main(argv)
+    return COMMANDS[command](argv)
 
 
 def measured(folder: Path, name: str) -> list[float]:

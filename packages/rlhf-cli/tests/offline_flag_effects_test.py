@@ -1,18 +1,17 @@
 """Every flag of the commands over fixed examples reaches the part of the job that it is about."""
 
-import importlib
 import json
 from operator import attrgetter
 from pathlib import Path
 
 import pytest
 
+from rlhf_cli.commands.examples import COMMANDS
 from rlhf_cli.commands.offline import _prepare
 from rlhf_cli.config.base import options
 from rlhf_cli.config.command_line import parse
 from rlhf_cli.console import Console
 
-COMMANDS = ("sft", "rm", "dpo", "kto", "prm", "kd")
 PAIR = {"chosen": "\n\nHuman: a\n\nAssistant: good", "rejected": "\n\nHuman: a\n\nAssistant: bad", "margin": 0.5}
 STEP = {
     "steps": "one<|endoftext|> two<|endoftext|>",
@@ -42,6 +41,8 @@ REACHES = [
     ("sft", "attn_implementation", "sdpa", "", "model.attn_implementation", "sdpa"),
     ("sft", "gradient_checkpointing", "", "", "model.gradient_checkpointing", True),
     ("sft", "packing_samples", "", "", "model.packing", True),
+    ("sft", "torch_compile", "off", "", "model.torch_compile", "off"),
+    ("dpo", "torch_compile", "on", "--ref_pretrain OTHER", "reference.torch_compile", "on"),
     ("sft", "lora_rank", "2", "", "lora.rank", 2),
     ("sft", "lora_alpha", "4", LORA, "lora.alpha", 4.0),
     ("sft", "lora_dropout", "0.1", LORA, "lora.dropout", 0.1),
@@ -153,7 +154,7 @@ def part_of(folder: Path, job, tokenizer, name: str):
 def test_flag_reaches_its_part_of_the_job(folder, monkeypatch, command, flag, words, others, part, expected):
     monkeypatch.setenv("BUILD_WORKING_DIRECTORY", str(folder))
     argv = f"--pretrain TINY --dataset x.jsonl --max_len 64 {NEEDED.get(command, '')} {others} --{flag} {words}".split()
-    made = importlib.import_module(f"rlhf_cli.commands.{command}").main
+    made = COMMANDS[command]
     parsed = parse(made.config, argv, prog="", description="", resolve=Path)
     assert not [notice for notice in parsed.notices if "has no effect" in notice]
     job, tokenizer = _prepare(made, parsed.config, Path("/out"), Console())
@@ -163,7 +164,7 @@ def test_flag_reaches_its_part_of_the_job(folder, monkeypatch, command, flag, wo
 def test_every_flag_of_every_command_is_tested():
     tested = {row[1] for row in REACHES}
     for command in COMMANDS:
-        config = importlib.import_module(f"rlhf_cli.commands.{command}").main.config
+        config = COMMANDS[command].config
         assert {option.name for option in options(config)} <= tested
 
 
@@ -194,6 +195,6 @@ def test_every_flag_of_every_command_is_tested():
     ids=lambda part: part[:40],
 )
 def test_option_without_effect_is_a_notice(command, argv, notice):
-    config = importlib.import_module(f"rlhf_cli.commands.{command}").main.config
+    config = COMMANDS[command].config
     parsed = parse(config, ["--pretrain", "m", "--dataset", "d", *argv.split()], prog="", description="", resolve=Path)
     assert parsed.notices == (notice,)

@@ -28,6 +28,10 @@ def test_user_path_keeps_absolute_paths_and_expands_home(folder, monkeypatch):
     assert paths.user_path("x.jsonl") == folder / "x.jsonl"
 
 
+def test_source_names_resolves_data_files_that_are_not_there_yet_and_leaves_hub_names(folder):
+    assert paths.source_names("x.jsonl.gz, owner/name@subset") == f"{folder / 'x.jsonl.gz'},owner/name@subset"
+
+
 def test_builtin_names_stand_for_what_ships(folder):
     assert paths.data_path("builtin") == TRAIN_FILE
     assert paths.data_path("builtin", held_out=True) == HELD_OUT_FILE

@@ -12,8 +12,8 @@ import pytest
 from rlhf_cli.builtin import MODEL_DIR
 from rlhf_cli.config import PpoConfig
 from rlhf_cli.config.command_line import parse
-from rlhf_cli.preflight import Inputs, check_inputs
 from rlhf_cli.preflight.data import metric_names
+from rlhf_cli.preflight.inputs import Inputs, check_inputs
 from rlhf_data.errors import ConfigError, DataError
 from rlhf_data.records import FinishReason, Prompt, Rollout, RolloutGroup, Span, SpanSource, Verdict, VerdictKind
 from rlhf_train.online.evaluation import summarize_evaluation

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_cli.commands.sft import main
+from rlhf_cli.commands.examples import COMMANDS
 
+main = COMMANDS["sft"]
 ROWS = [{"question": f"Say {word}.", "reply": word} for word in ("one", "two", "three", "four")] * 4
 
 

@@ -2,53 +2,48 @@
 
 import pytest
 
-from rlhf_data.chat import check_template, encode_completion, encode_conversation, encode_prompts, render_prompt
+from rlhf_data.chat import InputTemplate, encode_completion, encode_conversation, encode_prompts
 from rlhf_data.errors import ConfigError, DataError
-from rlhf_data.sources import read_rows
+from rlhf_data.rows import Row
+from rlhf_data.sources import open_sources
 from rlhf_data.testing import BOS_ID, EOS_ID, ByteTokenizer, write_jsonl
 
 
 def row_of(tmp_path, value):
-    return read_rows(write_jsonl(tmp_path / "a.jsonl", [{"q": value}]))[0]
+    return next(iter(open_sources(write_jsonl(tmp_path / "a.jsonl", [{"q": value}]))))
 
 
-def render(row, *, tokenizer=None, apply_chat_template=False, input_template=None):
-    return render_prompt(
-        row,
-        tokenizer or ByteTokenizer(),
-        input_key="q",
-        apply_chat_template=apply_chat_template,
-        input_template=input_template,
-    )
+def render(row, **template):
+    return InputTemplate(tokenizer=ByteTokenizer(), **template).render(row, "q")
 
 
-def test_render_prompt_chat_template_wraps_text_as_user_message(tmp_path):
+def test_input_template_chat_template_wraps_text_as_user_message(tmp_path):
     text = render(row_of(tmp_path, "2+2"), apply_chat_template=True)
     assert text == "<bos>user: 2+2<eos>\nassistant: "
 
 
-def test_render_prompt_list_of_messages_is_used_as_is(tmp_path):
+def test_input_template_list_of_messages_is_used_as_is(tmp_path):
     messages = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "2+2"}]
     text = render(row_of(tmp_path, messages), apply_chat_template=True)
     assert text == "<bos>system: Be short.<eos>\nuser: 2+2<eos>\nassistant: "
 
 
-def test_render_prompt_input_template_is_literal_but_for_the_placeholder(tmp_path):
+def test_input_template_is_literal_but_for_the_placeholder(tmp_path):
     text = render(row_of(tmp_path, "a {} b"), input_template='{"q": "{}"} %s {0}')
     assert text == '{"q": "a {} b"} %s {0}'
 
 
 @pytest.mark.parametrize("template", ["", "no place", "{} and {}", "{0}"])
-def test_check_template_without_exactly_one_placeholder_is_refused(template):
+def test_input_template_without_exactly_one_placeholder_is_refused(template):
     with pytest.raises(ConfigError, match=r"must contain `\{\}` exactly once"):
-        check_template(ByteTokenizer(), apply_chat_template=False, input_template=template)
+        InputTemplate(tokenizer=ByteTokenizer(), input_template=template)
 
 
-def test_check_template_two_templates_or_none_to_apply_is_refused():
+def test_input_template_two_templates_or_none_to_apply_is_refused():
     with pytest.raises(ConfigError, match="input_template has no effect"):
-        check_template(ByteTokenizer(), apply_chat_template=True, input_template="{}")
+        InputTemplate(tokenizer=ByteTokenizer(), apply_chat_template=True, input_template="{}")
     with pytest.raises(ConfigError, match="has no chat template\n\nhint: "):
-        check_template(ByteTokenizer(chat_template=None), apply_chat_template=True, input_template=None)
+        InputTemplate(tokenizer=ByteTokenizer(chat_template=None), apply_chat_template=True)
 
 
 @pytest.mark.parametrize(
@@ -64,14 +59,14 @@ def test_check_template_two_templates_or_none_to_apply_is_refused():
         ({"role": "user", "content": "x"}, "got an object"),
     ],
 )
-def test_render_prompt_broken_input_names_file_and_line(tmp_path, value, says):
+def test_input_template_broken_input_names_file_and_line(tmp_path, value, says):
     with pytest.raises(DataError) as caught:
         render(row_of(tmp_path, value), apply_chat_template=True)
     assert f"{tmp_path / 'a.jsonl'}:1: " in str(caught.value)
     assert says in str(caught.value)
 
 
-def test_render_prompt_messages_without_chat_template_are_explained(tmp_path):
+def test_input_template_messages_without_chat_template_are_explained(tmp_path):
     with pytest.raises(DataError, match="messages need --apply_chat_template"):
         render(row_of(tmp_path, [{"role": "user", "content": "x"}]))
 
@@ -148,8 +143,9 @@ def word_tokenizer(template):
     return tokenizer
 
 
-def encode(template, *, all_turns=True, messages=TALK, **options):
-    ids, mask = encode_conversation(messages, word_tokenizer(template), origin="o", all_turns=all_turns, **options)
+def encode(template, *, all_turns=True, messages=TALK, is_truncated=False):
+    row = Row({"finish_reason": "length" if is_truncated else "stop"}, "o", 1)
+    ids, mask = encode_conversation(row, messages, word_tokenizer(template), all_turns=all_turns)
     words = [WORDS[token] for token in ids]
     return " ".join(f"[{word}]" if flag else word for word, flag in zip(words, mask, strict=True))
 
@@ -205,7 +201,7 @@ def test_encode_conversation_marks_that_miss_an_answer_are_refused():
     hidden = (
         MARKED.replace("INSIDE", "+ ' </s>'").replace("OUTSIDE", "").replace("{% generation %}", "{% generation %} ")
     )
-    with pytest.raises(ConfigError, match=r"^o: the chat template marks 0 runs of tokens for 2 answers"):
+    with pytest.raises(ConfigError, match=r"^o:1: the chat template marks 0 runs of tokens for 2 answers"):
         encode(hidden)
 
 
@@ -217,7 +213,7 @@ def test_encode_conversation_truncated_answer_has_no_end():
 
 def test_encode_conversation_template_that_rewrites_history_is_refused_for_all_turns_only():
     with pytest.raises(
-        ConfigError, match=r"^o: the chat template rewrites what precedes message 3 [^$]*without --multiturn"
+        ConfigError, match=r"^o:1: the chat template rewrites what precedes message 3 [^$]*without --multiturn"
     ):
         encode(FORGETFUL)
     expected = "user one </s> assistant two </s> user three </s> assistant [<think>] [</think>] [one] [two] [</s>]"

@@ -116,7 +116,7 @@ def test_inspect_row_that_cannot_be_used_says_why(tmp_path, capsys, tokenizer):
         (["--input_key", "x"], "--input_key has no effect without a tokenizer"),
         (["--tokenizer", "TOKENIZER", "--chosen_key", "x"], "unknown option of --kind sft `chosen_key`"),
         (["--tokenizer", "TOKENIZER", "--kind", "process"], "needs the --placeholder"),
-        (["--tokenizer", "/nowhere"], "no tokenizer in /nowhere"),
+        (["--tokenizer", "/nowhere"], "there is no model folder /nowhere"),
     ],
 )
 def test_inspect_refuses_what_has_no_effect_or_cannot_be(tmp_path, capsys, tokenizer, arguments, says):

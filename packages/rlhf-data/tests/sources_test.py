@@ -1,13 +1,25 @@
 """Rows of data files: values, line numbers, and every way a file can be broken."""
 
+import gzip
 import sys
 
 import pytest
 
 from rlhf_data.errors import ConfigError, DataError
 from rlhf_data.rows import RowErrors
-from rlhf_data.sources import open_sources, read_rows
+from rlhf_data.sources import open_sources
 from rlhf_data.testing import write_jsonl
+
+
+def write(path, content, is_compressed):
+    """Write bytes, under a name with .gz when they are to be compressed, and return the path."""
+    path = path.with_name(f"{path.name}.gz") if is_compressed else path
+    path.write_bytes(gzip.compress(content) if is_compressed else content)
+    return path
+
+
+def read_rows(path):
+    return list(open_sources(path))
 
 
 def test_read_rows_jsonl_keeps_order_and_line_numbers(tmp_path):
@@ -24,12 +36,12 @@ def test_read_rows_json_list_knows_the_line_of_each_row(tmp_path):
     assert [(row.number, row.values["q"]) for row in read_rows(path)] == [(3, 1), (4, 2), (6, 3)]
 
 
-def test_read_rows_max_rows_reads_no_further(tmp_path):
+def test_open_sources_max_samples_reads_no_further(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"q": 1}\n{"q": 2}\nbroken\n')
-    assert len(read_rows(path, max_rows=2)) == 2
+    assert len(list(open_sources(path, max_samples=2))) == 2
     with pytest.raises(ConfigError, match="at least 1, got 0"):
-        read_rows(path, max_rows=0)
+        open_sources(path, max_samples=0)
 
 
 @pytest.mark.parametrize(
@@ -50,11 +62,12 @@ def test_read_rows_max_rows_reads_no_further(tmp_path):
         ("a.json", b'[{"q": 1}]\n{}', 2, "text after the end"),
         ("a.json", b'[{"q": 1},\n 7]', 2, "must be a JSON object, got a number"),
         ("a.json", b'[{"q": 1},\n {"q": "\xff"}]', 2, "not UTF-8"),
+        ("a.json", b'[{"q": 1}', 1, "the end of the list is missing"),
     ],
 )
-def test_read_rows_broken_content_names_file_and_line(tmp_path, name, content, line, says):
-    path = tmp_path / name
-    path.write_bytes(content)
+@pytest.mark.parametrize("is_compressed", [False, True])
+def test_read_rows_broken_content_names_file_and_line(tmp_path, name, content, line, says, is_compressed):
+    path = write(tmp_path / name, content, is_compressed)
     with pytest.raises(DataError) as caught:
         read_rows(path)
     assert str(caught.value).startswith(f"{path}:{line}: ")
@@ -72,7 +85,7 @@ def test_read_rows_missing_file_suggests_the_nearest(tmp_path):
 def test_read_rows_unknown_type_lists_the_known(tmp_path):
     path = tmp_path / "train.tsv"
     path.write_text("q\n1\n")
-    with pytest.raises(DataError, match=r"ends in `\.tsv`; known: \.json, \.jsonl, \.csv, \.parquet, \.arrow, \.py"):
+    with pytest.raises(DataError, match=r"ends in `\.tsv`; known: \.json, \.jsonl, \.csv, \.json\.gz, .*, \.py"):
         read_rows(path)
 
 
@@ -149,16 +162,17 @@ def test_open_sources_csv_cells_are_text_and_know_their_line(tmp_path):
         ("a.csv", b"q\n1\n2,2\n3\n4\n", 3, [2, 4, 5]),
         ("a.csv", b"q\n1\n\xff\n3\n4\n", 3, [2, 4, 5]),
         ("a.csv", b'q\n1\n"2" x\n3\n4\n', 3, [2, 4, 5]),
+        ("a.csv", b'\n\nq\n"1\n1"\n"\xff\n2"\n3\n4\n', 6, [4, 8, 9]),
     ],
 )
-def test_rows_read_counts_a_broken_row_and_goes_on(tmp_path, name, content, bad, good):
-    path = tmp_path / name
-    path.write_bytes(content)
+@pytest.mark.parametrize("is_compressed", [False, True])
+def test_rows_read_counts_a_broken_row_and_goes_on(tmp_path, name, content, bad, good, is_compressed):
+    path = write(tmp_path / name, content, is_compressed)
     errors = RowErrors()
     assert [row.number for row in open_sources(path).read(errors)] == good
     assert errors.num_bad == 1
     assert errors.first[0].startswith(f"{path}:{bad}: ")
-    with pytest.raises(DataError, match=rf"{name}:{bad}: "):
+    with pytest.raises(DataError, match=rf"{path.name}:{bad}: "):
         list(open_sources(path))
 
 
@@ -182,8 +196,39 @@ def test_row_errors_above_one_percent_are_refused_unless_skipped():
 
 def test_open_sources_csv_without_a_readable_header_is_refused(tmp_path):
     (tmp_path / "a.csv").write_bytes(b"q\xff\n1\n")
-    with pytest.raises(DataError, match=r"a\.csv:1: "):
+    with pytest.raises(DataError, match=r"a\.csv:1: the header of the table cannot be read: not UTF-8"):
         list(open_sources(tmp_path / "a.csv").read(RowErrors()))
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.jsonl", '\ufeff{"q": "ä\\nö"}\n\n{"q": "2"}\n'),
+        ("a.json", '[\n{"q": "ä\\nö"},\n\n{"q": "2"}]'),
+        ("A.CSV", 'q\n"ä\nö"\n2\n'),
+    ],
+)
+@pytest.mark.parametrize("streaming", [False, True])
+def test_open_sources_compressed_file_is_read_like_its_plain_form(tmp_path, name, content, streaming):
+    plain, packed = (write(tmp_path / name, content.encode(), is_compressed) for is_compressed in (False, True))
+    rows = list(open_sources(str(plain)))
+    assert [row.values for row in rows] == [{"q": "ä\nö"}, {"q": "2"}]
+    found = open_sources(f"{packed}", streaming=streaming)
+    assert [(row.number, row.values) for row in found] == [(row.number, row.values) for row in rows]
+    assert next(iter(found)).row_id == f"{name}.gz:{rows[0].number}"
+    assert found.fingerprint() == open_sources(str(packed)).fingerprint()
+
+
+def test_open_sources_compressed_file_is_read_as_its_rows_are_used(tmp_path):
+    whole = gzip.compress(b"".join(b'{"q": %d}\n' % number for number in range(100_000)))
+    (tmp_path / "cut.jsonl.gz").write_bytes(whole[:-100])
+    assert len(list(open_sources(tmp_path / "cut.jsonl.gz", max_samples=1000))) == 1000
+    says = r"cut\.jsonl\.gz cannot be decompressed: .*\n\nhint: copy it again"
+    with pytest.raises(DataError, match=says):
+        list(open_sources(tmp_path / "cut.jsonl.gz").read(RowErrors()))
+    (tmp_path / "plain.json.gz").write_bytes(b'[{"q": 1}]')
+    with pytest.raises(DataError, match=r"plain\.json\.gz cannot be decompressed: Not a gzipped file"):
+        list(open_sources(tmp_path / "plain.json.gz"))
 
 
 def test_open_sources_several_come_one_after_the_other_with_max_samples_of_each(tmp_path):

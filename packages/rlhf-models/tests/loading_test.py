@@ -1,14 +1,13 @@
 import json
 import logging
 import shutil
-import time
 
 import pytest
 import torch
 
 from rlhf_data.errors import ConfigError
-from rlhf_models import loading
 from rlhf_models.loading import (
+    check_reward_model,
     check_tokenizer_fits,
     check_weights,
     load_actor,
@@ -30,30 +29,21 @@ def edited(folder, tmp_path, file, **fields):
 
 
 @pytest.mark.parametrize("path", ["/no/such/folder", "./nowhere", "nowhere", "a/b/c"])
-@pytest.mark.parametrize("load", [load_config, load_tokenizer])
+@pytest.mark.parametrize("load", [load_config, load_tokenizer, check_reward_model])
 def test_load_missing_folder_names_it_and_hints(path, load):
     with pytest.raises(ConfigError, match=rf"no model folder {path}\n\nhint: "):
         load(path)
 
 
 def test_load_config_hub_name_that_cannot_be_reached_names_it_and_hints(monkeypatch):
+    monkeypatch.setattr("rlhf_data.pretrained.hub_answers", lambda: True)
+
     def offline(*args, **kwargs):
         raise OSError("We couldn't connect\nto the hub")
 
     monkeypatch.setattr("transformers.AutoConfig.from_pretrained", offline)
     with pytest.raises(ConfigError, match=r"cannot load the model some/name: We couldn't connect\n\nhint: .*offline"):
         load_config("some/name")
-
-
-def test_load_hub_name_with_nobody_there_looks_into_the_cache_at_once(monkeypatch):
-    monkeypatch.setattr(loading, "_hub_answers", loading._hub_answers.__wrapped__)
-    # Nothing listens on port 1. The hub's client alone takes 1 + 2 + 4 + 8 + 8 s of waiting before it gives up.
-    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:1")
-    started = time.perf_counter()
-    for load in (load_config, load_tokenizer):
-        with pytest.raises(ConfigError, match=r"cannot load the model no/such-name: .*\n\nhint: .*offline"):
-            load("no/such-name")
-    assert time.perf_counter() - started < 10.0
 
 
 def test_check_weights_whole_folder_and_hub_name_pass(model_dir):
@@ -101,25 +91,9 @@ def test_check_weights_index_that_is_none_is_refused(model_dir, tmp_path):
         check_weights(folder)
 
 
-def test_load_tokenizer_folder_without_one_says_so(model_dir, tmp_path):
-    folder = shutil.copytree(model_dir, tmp_path / "copy")
-    for file in folder.glob("tokenizer*"):
-        file.unlink()
-    # Of some families transformers makes an empty tokenizer, of others it says itself that there is none.
-    ours, theirs = "has no tokenizer that makes tokens of text", "cannot load the model .* tokenizer from"
-    with pytest.raises(ConfigError, match=rf"({ours}|{theirs})[^\n]*\n\nhint: "):
-        load_tokenizer(folder)
-
-
 def test_load_config_folder_without_config_says_what_belongs_there(tmp_path):
     with pytest.raises(ConfigError, match=r"no config.json\n\nhint: .*save_pretrained"):
         load_config(tmp_path)
-
-
-def test_load_tokenizer_without_padding_token_pads_with_the_end(qwen2_dir, tmp_path):
-    folder = edited(qwen2_dir, tmp_path, "tokenizer_config.json", pad_token=None)
-    tokenizer = load_tokenizer(folder)
-    assert tokenizer.pad_token_id is not None
 
 
 def test_check_tokenizer_fits_its_own_model_passes(model_dir):

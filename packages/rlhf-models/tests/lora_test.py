@@ -110,5 +110,5 @@ def test_merge_of_an_adapter_of_another_shape_is_refused(qwen2_dir, tmp_path):
     other = load_actor(tiny_model_dir(tmp_path / "other", hidden_size=32, num_attention_heads=1), dtype="float32")
     add_lora(other, LoraSpec(rank=2))
     adapter = save_adapter(other, other.state_dict(), tmp_path / "adapter")
-    with pytest.raises(ConfigError, match="cannot load the model"):
+    with pytest.raises(ConfigError, match="cannot load the adapter"):
         merge_adapter(qwen2_dir, adapter, tmp_path / "out", dtype="float32")

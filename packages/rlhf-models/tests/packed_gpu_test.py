@@ -9,6 +9,7 @@ import torch
 from rlhf_models import attention
 from rlhf_models.actor import Actor
 from rlhf_models.batch import TokenBatch
+from rlhf_models.compiled import compile_layers, compile_unavailable_reason
 from rlhf_models.loading import load_actor, load_critic
 from rlhf_models.testing import tiny_model_dir
 
@@ -90,3 +91,20 @@ def test_packed_float32_on_cuda_logs_the_fallback_once(folder, caplog):
         for _ in range(2):
             load(load_actor, folder, "float32", True)(TokenBatch.packed(sequences(), "cuda"))
     assert len([record for record in caplog.records if "sequence by sequence" in record.message]) == 1
+
+
+@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_compiled_layers_are_as_near_to_float32_as_plain_ones(folder, packing, checkpointing):
+    def batch():
+        return TokenBatch.packed(sequences(), "cuda") if packing else TokenBatch.padded(sequences(), 0, "cuda")
+
+    truth = run(load(load_actor, folder, "float32", False), TokenBatch.padded(sequences(), 0, "cuda"))
+    plain, compiled = (
+        load_actor(folder, dtype="bfloat16", packing=packing, gradient_checkpointing=checkpointing).cuda()
+        for _ in range(2)
+    )
+    assert compile_unavailable_reason(compiled.model, torch.device("cuda", 0)) is None
+    compile_layers(compiled)
+    for got, other, want in zip(run(compiled, batch()), run(plain, batch()), truth, strict=True):
+        assert (got - want).norm() < 1.5 * (other - want).norm() + 1e-3 * want.norm()

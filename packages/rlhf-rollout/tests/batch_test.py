@@ -235,10 +235,11 @@ def test_take_up_refuses_what_it_has_not_written(tmp_path):
         (["--min_reward", "1"], "--min_reward has no effect"),
         (["--resume", "--overwrite"], "either replaced or gone on with"),
         (["--reward_pretrain", "FOLDER"], "a reward model needs the tokenizer of its tokens"),
-        (["--reward_pretrain", "FOLDER", "--tokenizer", "FOLDER"], "no tokenizer in "),
+        (["--reward_pretrain", "FOLDER", "--tokenizer", "FOLDER"], "cannot load the tokenizer "),
     ],
 )
 def test_options_that_do_not_fit_are_refused(prompts, reward, tmp_path, capsys, more, says):
+    (tmp_path / "config.json").write_text("{}")
     more = [{"REWARD": reward, "FOLDER": str(tmp_path)}.get(word, word) for word in more]
     assert main(arguments(prompts, tmp_path / "out.jsonl", *more)) == 2
     assert says in capsys.readouterr().err

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_data.errors import ConfigError, EngineError
+from rlhf_data.errors import ConfigError
 from rlhf_rollout.engines import EngineSpec, build_engine
 from rlhf_rollout.engines.model_files import (
     checkpoint_shapes,
@@ -85,9 +85,9 @@ def test_cpu_kv_cache_bytes_stay_within_bounds() -> None:
 
 
 def test_resolve_model_dir_missing_folder_raises(tmp_path: Path) -> None:
-    with pytest.raises(EngineError, match="does not exist"):
+    with pytest.raises(ConfigError, match="there is no model folder"):
         resolve_model_dir(str(tmp_path / "none"))
-    with pytest.raises(EngineError, match=r"no config\.json"):
+    with pytest.raises(ConfigError, match=r"no config\.json"):
         resolve_model_dir(str(tmp_path))
 
 

@@ -352,12 +352,13 @@ def test_function_reward_impossible_options_are_refused(write):
             FunctionReward(reward, **options)
 
 
-def test_check_reward_function_good_one_reports_its_times(write):
+def test_check_reward_function_good_one_has_no_problem(write):
     reward = write('def reward_func(q, p, l): return {"rewards": [1.0] * len(q)}')
-    check = check_reward_function(reward, [make_prompt()])
-    assert check.problem is None
-    assert 0 < check.call_s < 20
-    assert check_reward_function(reward).call_s is None
+    assert check_reward_function(reward, [make_prompt()]) is None
+
+
+def test_check_reward_function_without_prompts_imports_and_calls_nothing(write):
+    assert check_reward_function(write("def reward_func(q, p, l): return 1 / 0")) is None
 
 
 @pytest.mark.parametrize(
@@ -378,10 +379,10 @@ def test_check_reward_function_unusable_result_is_refused(write, result, says):
 
 
 def test_check_reward_function_raise_and_hang_are_reported_and_not_fatal(write):
-    check = check_reward_function(write("def reward_func(q, p, l): return 1 / 0"), [make_prompt()])
-    assert check.problem == "ZeroDivisionError: division by zero (reward.py:1)"
+    problem = check_reward_function(write("def reward_func(q, p, l): return 1 / 0"), [make_prompt()])
+    assert problem == "ZeroDivisionError: division by zero (reward.py:1)"
     hang = write("import time\ndef reward_func(q, p, l): time.sleep(1000)")
-    assert check_reward_function(hang, [make_prompt()], timeout_s=0.5).problem == "no answer within 0.5 s"
+    assert check_reward_function(hang, [make_prompt()], timeout_s=0.5) == "no answer within 0.5 s"
 
 
 def test_check_reward_function_that_cannot_be_imported_is_refused(write):

@@ -132,7 +132,41 @@ def test_generate_bad_input_is_refused_before_the_engine_starts(prompts, tmp_pat
 def test_generate_model_without_tokenizer_is_refused(prompts, tmp_path, capsys):
     (tmp_path / "model").mkdir()
     assert generate(prompts, tmp_path / "out.jsonl", "--model", str(tmp_path / "model")) == 2
-    assert f"no tokenizer in {tmp_path / 'model'}" in capsys.readouterr().err
+    assert f"cannot load the tokenizer {tmp_path / 'model'}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["generate", "--prompts", "{prompts}", "--input_key", "q", "--out", "{out}", "--model", "{none}"],
+        ["generate", "--prompts", "{prompts}", "--out", "{out}", "--engine", "fake", "--reward_pretrain", "{none}"],
+        ["score", "--dataset", "{prompts}", "--out", "{out}", "--reward_pretrain", "{none}"],
+        ["serve_rm", "--reward_pretrain", "{none}"],
+        ["chat", "--pretrain", "{none}"],
+        ["chat", "--engine", "transformers", "--model", "{none}", "--tokenizer", "owner/name"],
+    ],
+)
+def test_model_folder_that_does_not_exist_is_refused_at_once(prompts, tmp_path, capsys, arguments):
+    names = {"prompts": prompts, "out": tmp_path / "out.jsonl", "none": tmp_path / "none"}
+    started = time.monotonic()
+    assert main([argument.format(**names) for argument in arguments]) == 2
+    assert time.monotonic() - started < 5
+    told = capsys.readouterr().err
+    assert f"there is no model folder {names['none']}\n\nhint: give an existing folder" in told
+
+
+def test_generate_draws_from_sources_by_their_probabilities(prompts, tmp_path, capsys):
+    more = write_jsonl(tmp_path / "more.jsonl", [{"q": f"{n}-1="} for n in range(50)])
+    both, out = f"{prompts},{more}", tmp_path / "out.jsonl"
+    assert generate(both, out, "--prompt_data_probs", "0.1,0.9", "--seed", "3") == 0
+    with out.open(encoding="utf-8") as lines:
+        records = sorted(map(json.loads, lines), key=lambda record: record["group_id"])
+    files = [record["prompt_id"].partition(":")[0] for record in records[:20]]
+    assert set(files) == {"prompts.jsonl", "more.jsonl"}
+    assert files != sorted(files, reverse=True)  # not one after the other
+    assert all(record["prompt"] == record["input"] for record in records)
+    assert generate(both, tmp_path / "other.jsonl", "--prompt_data_probs", "1") == 2
+    assert "2 data sources need as many probabilities, got 1" in capsys.readouterr().err
 
 
 def test_generate_existing_file_is_kept_unless_told(prompts, tmp_path, capsys):

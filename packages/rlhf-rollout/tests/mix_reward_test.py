@@ -219,7 +219,9 @@ def test_build_reward_sources_that_cannot_work_are_refused(function):
 
 
 def test_check_reward_asks_what_the_source_is(function):
-    assert check_reward(function, [make_prompt()], timeout_s=20.0).call_s is not None
+    assert check_reward(function, [make_prompt()], timeout_s=20.0) is None
+    failing = RewardSource(kind="function", targets=("rlhf_rollout.rewards.math",))
+    assert "has no answer" in check_reward(failing, [make_prompt(label=None)], timeout_s=20.0)
     with pytest.raises(ConfigError, match="the reward server does not answer"):
         check_reward(RewardSource(kind="server", targets=(NO_SERVER,)), [make_prompt()], timeout_s=5.0)
     assert check_reward(RewardSource(kind="model", targets=("m",)), [make_prompt()]) is None

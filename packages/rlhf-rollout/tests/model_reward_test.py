@@ -92,7 +92,7 @@ def test_model_reward_failed_batch_charges_the_culprit_only() -> None:
         VerdictKind.OK,
     ]
     assert verdicts[1].detail == "RuntimeError: unlucky"
-    assert verdicts[2].detail == "the reward model's score is nan"
+    assert verdicts[2].detail == "the reward is nan"
     assert verdicts[1].reward is None and verdicts[3].reward == 11.0
 
 

@@ -13,7 +13,7 @@ from rlhf_data.errors import ConfigError, DataError, EngineError, RewardError, W
 from rlhf_models.testing import tiny_reward_model_dir
 from rlhf_rollout.engines import EngineSpec
 from rlhf_rollout.protocols import RolloutEngine, SamplingParams
-from rlhf_rollout.ray_actors import EngineActor, EngineClient, RayEngine, RayScorer, RewardModelActor
+from rlhf_rollout.ray_actors import EngineActor, RayEngine, RayScorer, RewardModelActor
 from rlhf_rollout.rewards.model import LocalScorer
 from rlhf_rollout.testing import shared_memory_bucket
 
@@ -65,19 +65,19 @@ def test_ray_engine_errors_arrive_as_themselves(handle: Any) -> None:
     assert type(caught.value) is EngineError
 
 
-def test_engine_client_updates_the_engine_that_the_driver_uses(handle: Any) -> None:
-    client = EngineClient(handle)
-    client.begin(17)
+def test_ray_engine_updates_weights(handle: Any) -> None:
+    engine = RayEngine(handle)
+    run(engine.begin_weight_update(17))
     with shared_memory_bucket({"w": np.ones(5, np.float32)}, checksum=True) as bucket:
-        client.receive(bucket)
-    client.finish()
-    (completion,) = run(RayEngine(handle).generate(PROMPT, SamplingParams(max_tokens=2)))
+        run(engine.receive_weights(bucket))
+    run(engine.finish_weight_update())
+    (completion,) = run(engine.generate(PROMPT, SamplingParams(max_tokens=2)))
     assert completion.policy_version == 17
 
 
-def test_engine_client_errors_arrive_as_themselves(handle: Any) -> None:
+def test_ray_engine_weight_errors_arrive_as_themselves(handle: Any) -> None:
     with pytest.raises(WeightSyncError, match="no weight update has begun"):
-        EngineClient(handle).finish()
+        run(RayEngine(handle).finish_weight_update())
 
 
 def test_killed_engine_raises_instead_of_hanging(handle: Any) -> None:
@@ -87,7 +87,7 @@ def test_killed_engine_raises_instead_of_hanging(handle: Any) -> None:
     with pytest.raises(EngineError, match="the engine's process is gone"):
         run(engine.generate(PROMPT, SamplingParams()))
     with pytest.raises(WeightSyncError, match="the engine's process is gone"):
-        EngineClient(handle).begin(1)
+        run(engine.begin_weight_update(1))
 
 
 def test_ray_engine_cancelled_call_is_given_up_in_the_actor(cluster: None) -> None:
@@ -112,9 +112,9 @@ def test_engine_that_does_not_start_tells_why(cluster: None, tmp_path: Path) -> 
     spec = EngineSpec(model=str(tmp_path / "none"))
     handle = ray.remote(EngineActor).options(num_cpus=0).remote("transformers", spec)
     engine = RayEngine(handle)
-    with pytest.raises(EngineError, match=r"^the model folder .* does not exist"):
+    with pytest.raises(ConfigError, match=r"^there is no model folder"):
         run(engine.ready())
-    with pytest.raises(EngineError, match=r"^the model folder .* does not exist"):
+    with pytest.raises(ConfigError, match=r"^there is no model folder"):
         run(engine.generate(PROMPT, SamplingParams()))
 
 
@@ -123,8 +123,8 @@ def test_ray_scorer_gives_the_scores_of_its_model_and_its_errors(cluster: None, 
     sequences = [np.arange(3, 9, dtype=np.int32), np.array([7], np.int32)]
     handle = ray.remote(RewardModelActor).options(num_cpus=0).remote(folder, normalize=True)
     scorer = RayScorer(handle)
-    assert run(scorer.ready()) > 0
-    assert run(scorer.has_moments())
+    assert ray.get(handle.ready.remote()) > 0
+    assert ray.get(handle.has_moments.remote())
     assert run(scorer.score(sequences)) == run(LocalScorer(folder, normalize=True).score(sequences))
     with pytest.raises(DataError, match="no embedding of token 512"):
         run(scorer.score([np.array([512], np.int32)]))
@@ -135,6 +135,5 @@ def test_ray_scorer_gives_the_scores_of_its_model_and_its_errors(cluster: None, 
 
 def test_ray_scorer_that_does_not_start_tells_why(cluster: None, tmp_path: Path) -> None:
     scorer = RayScorer(ray.remote(RewardModelActor).options(num_cpus=0).remote(str(tmp_path / "none")))
-    for call in (scorer.ready(), scorer.has_moments(), scorer.score([])):
-        with pytest.raises(ConfigError, match=r"^there is no model folder"):
-            run(call)
+    with pytest.raises(ConfigError, match=r"^there is no model folder"):
+        run(scorer.score([]))

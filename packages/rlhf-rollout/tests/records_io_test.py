@@ -1,5 +1,6 @@
 """Rollouts as JSON lines."""
 
+import contextlib
 import json
 
 import numpy as np
@@ -75,10 +76,10 @@ def test_rollout_record_tells_the_environments_tokens():
 
 def test_rollout_writer_appends_whole_lines_with_fields(tmp_path):
     path = tmp_path / "new" / "rollouts.jsonl"
-    with RolloutWriter(path) as writer:
+    with contextlib.closing(RolloutWriter(path)) as writer:
         writer.write(group_of(), step=1)
         assert len(path.read_text().splitlines()) == 1  # on disk at once
-    with RolloutWriter(path) as writer:
+    with contextlib.closing(RolloutWriter(path)) as writer:
         writer.write(group_of(), step=2)
         assert writer.num_written == 1
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2]

@@ -257,7 +257,7 @@ def test_remote_reward_number_that_is_not_finite_charges_its_sample_alone(serve)
     ("answer", "says"),
     [
         ("oops", "no JSON: oops"),
-        ("", "no JSON: "),
+        ("", "no JSON:"),
         ([1.0], "the reward server returned a value of type list, not a dictionary"),
         ({"reward": [1.0]}, "the reward server's dictionary has no `rewards`: ['reward']"),
         ({"rewards": [1.0, 2.0]}, "`rewards` has 2 numbers for 1 samples"),
@@ -339,9 +339,7 @@ def test_check_reward_server_tries_each_with_labels_and_empty_responses(serve):
     (one, url_one), (two, url_two) = serve(), serve()
     for server in (one, two):
         server.respond = lambda body: (200, {"rewards": [0.0] * len(body["query"])})
-    check = check_reward_server([url_one, url_two], [make_prompt(f"q{n}=", str(n)) for n in range(6)])
-    assert check.problem is None
-    assert 0 < check.call_s < 5
+    assert check_reward_server([url_one, url_two], [make_prompt(f"q{n}=", str(n)) for n in range(6)]) is None
     assert one.requests == two.requests
     assert [request["query"] for request in one.requests] == [
         ["q0=0", "q0=", "q1=1", "q1=", "q2=2", "q2=", "q3=3", "q3="]
@@ -349,7 +347,7 @@ def test_check_reward_server_tries_each_with_labels_and_empty_responses(serve):
 
 
 def test_check_reward_server_without_prompts_looks_at_the_urls_only():
-    assert check_reward_server([NO_SERVER]).call_s is None
+    assert check_reward_server([NO_SERVER]) is None
     with pytest.raises(ConfigError, match="is no URL"):
         check_reward_server(["nothing"])
 
@@ -388,6 +386,5 @@ def test_check_reward_server_that_is_unwell_or_slow_is_told(serve):
     (broken, url_broken), (slow, url_slow) = serve(), serve()
     broken.respond = lambda body: (500, "traceback")
     slow.open.clear()
-    check = check_reward_server([url_broken, url_slow], [make_prompt()], timeout_s=1.0)
-    assert check.problem == f"{url_broken}: status 500: traceback; {url_slow}: no answer within 1 s"
-    assert check.call_s >= 1.0
+    problem = check_reward_server([url_broken, url_slow], [make_prompt()], timeout_s=1.0)
+    assert problem == f"{url_broken}: status 500: traceback; {url_slow}: no answer within 1 s"

@@ -9,8 +9,8 @@ import httpx
 import pytest
 import uvicorn
 
-from rlhf_data.chat import load_tokenizer
 from rlhf_data.errors import RewardError
+from rlhf_data.pretrained import load_tokenizer
 from rlhf_data.records import Verdict, VerdictKind
 from rlhf_data.rows import Row
 from rlhf_data.sft import SftEncoder
@@ -128,8 +128,7 @@ def test_server_answers_with_rewards_scores_logs_and_verdicts():
         assert post(url, {"query": ["abc"]}).json()["extra_logs"] == {"log": [1.0]}
         assert httpx.get(url + "/health").json() == {"status": "ok"}
         assert post(url, {"query": []}).json()["rewards"] == []
-        check = check_reward_server([url + "/get_reward"], [make_prompt("p", "bad")])
-        assert check.problem is None
+        assert check_reward_server([url + "/get_reward"], [make_prompt("p", "bad")]) is None
     assert reward.asked[:3] == [("p ", "ab", "x"), ("p ", "bad", None), ("", "abc", None)]
     assert reward.asked[-1] == "closed"
 

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from rlhf_data.chat import load_tokenizer
 from rlhf_data.preference import PreferenceEncoder
+from rlhf_data.pretrained import load_tokenizer
 from rlhf_data.sft import SftEncoder
 from rlhf_data.sources import open_sources
 from rlhf_data.testing import write_jsonl
@@ -91,6 +91,13 @@ def test_reward_model_scores_pairs_and_is_mixed_with_a_function(tmp_path, model_
         assert written["chosen_reward_rm"] == pytest.approx(value, abs=1e-6)
         mixed = 0.5 * written["chosen_reward_length"] + 2 * written["chosen_reward_rm"]
         assert written["chosen_reward"] == pytest.approx(mixed, abs=1e-5)
+
+
+def test_pairs_without_their_keys_are_told_which_to_give(tmp_path, capsys, length):
+    assert score(tmp_path, PAIRS, "--reward", length) == (2, None)
+    told = capsys.readouterr().err
+    assert "data.jsonl:1 is no answer but a pair of answers: prompt, chosen, rejected" in told
+    assert "hint: give --chosen_key chosen --rejected_key rejected --prompt_key prompt" in told
 
 
 def test_rows_left_out_are_told(tmp_path, capsys, length):

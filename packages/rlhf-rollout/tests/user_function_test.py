@@ -38,7 +38,6 @@ def test_parse_reward_file_and_function(tmp_path):
     path.write_text("def reward_func(queries, prompts, labels): ...\nother = reward_func\n")
     assert parse_reward(str(path)) == RewardTarget(str(path), "reward_func")
     assert parse_reward(f"{path}:other") == RewardTarget(str(path), "other")
-    assert parse_reward(str(path)).is_file
 
 
 def test_parse_reward_relative_path_is_made_absolute(tmp_path, monkeypatch):
@@ -50,7 +49,6 @@ def test_parse_reward_relative_path_is_made_absolute(tmp_path, monkeypatch):
 def test_parse_reward_module():
     assert parse_reward("a.b") == RewardTarget("a.b", "reward_func")
     assert parse_reward("a.b:grade") == RewardTarget("a.b", "grade")
-    assert not parse_reward("a.b").is_file
 
 
 @pytest.mark.parametrize("reward", ["", "http://host:5000/get_reward", "a-b", "a.b:c:d", "dir/reward", "a.b:"])

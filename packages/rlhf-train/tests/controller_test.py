@@ -14,11 +14,12 @@ from rlhf_models.testing import tiny_model_dir
 from rlhf_rollout.protocols import Completion
 from rlhf_train.algorithms import AlgorithmSpec
 from rlhf_train.metrics import Sum
+from rlhf_train.online.cluster import Processes
 from rlhf_train.online.controller import PlacedRun
 from rlhf_train.online.evaluation import BestModel
 from rlhf_train.online.generation import make_reward, make_shaper
 from rlhf_train.online.job import DynamicSampling
-from rlhf_train.online.observer import SilentObserver
+from rlhf_train.online.observer import Observer
 from rlhf_train.online.recorder import Recorder
 from rlhf_train.testing import tiny_job
 
@@ -45,7 +46,7 @@ class HalfEngine:
         return [Completion(np.arange(5), np.full(5, -1.0), FinishReason.STOP, 0)] * sampling.num_samples
 
 
-class Listener(SilentObserver):
+class Listener(Observer):
     """Keeps the warnings, and what samples were shown."""
 
     def __init__(self) -> None:
@@ -72,7 +73,7 @@ def make_run(tmp_path):
 
     def make(failing: int) -> tuple[PlacedRun, Listener]:
         reward = make_reward(job, [], recorder.folder / "reward.log")
-        runs.append(PlacedRun(job, [], [], reward, make_shaper(job, []), recorder, listener, 0.0))
+        runs.append(PlacedRun(job, Processes([], [], []), reward, make_shaper(job, []), recorder, listener, 0.0))
         runs[-1]._generation.engines = [HalfEngine(failing)]
         return runs[-1], listener
 

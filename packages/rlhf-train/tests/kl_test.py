@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf_train.kl import KL_ESTIMATORS, MAX_WEIGHT, adapted_kl_coef, kl_estimate, kl_loss
+from rlhf_train.algorithms import KL_ESTIMATORS
+from rlhf_train.kl import MAX_WEIGHT, adapted_kl_coef, kl_estimate, kl_loss
 
 ESTIMATORS = pytest.mark.parametrize("estimator", KL_ESTIMATORS)
 # A policy over four tokens, as logits, so that its gradient is free; an older one, and the reference.

@@ -5,9 +5,10 @@ import math
 import pytest
 import torch
 
+from rlhf_train.algorithms import REDUCTIONS
 from rlhf_train.batching import Denominators
 from rlhf_train.kl import kl_estimate
-from rlhf_train.losses.aggregate import REDUCTIONS, aggregate
+from rlhf_train.losses.aggregate import aggregate
 from rlhf_train.losses.policy import MAX_LOG_RATIO, clipped_policy_loss, is_clipped, policy_ratio
 from rlhf_train.losses.value import clipped_value_loss
 

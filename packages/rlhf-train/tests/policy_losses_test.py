@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf_train.algorithms import POLICY_LOSSES, AlgorithmSpec
+from rlhf_train.algorithms import POLICY_LOSSES, REDUCTIONS, AlgorithmSpec
 from rlhf_train.batching import Denominators
-from rlhf_train.losses.aggregate import REDUCTIONS, aggregate
+from rlhf_train.losses.aggregate import aggregate
 from rlhf_train.losses.policy import (
     MAX_LOG_RATIO,
     cispo_loss,

@@ -48,8 +48,8 @@ def test_algorithm_table_rows_carry_their_own_name():
         ({"dual_clip": 1.0}, "dual_clip is 1.0; it must be > 1"),
         ({"entropy_coef": -1.0}, "entropy_coef is -1.0"),
         ({"kl_coef": -0.1}, "kl_coef is -0.1"),
-        ({"kl_target": 0.0}, r"kl_target \(0.0\) must be > 0"),
-        ({"kl_horizon": 0}, r"kl_horizon \(0\) >= 1"),
+        ({"kl_target": 0.0}, "kl_target is 0.0; it must be > 0"),
+        ({"kl_horizon": 0}, "kl_horizon is 0; it must be >= 1"),
         ({"value_clip": 0.0}, "value_clip is 0.0"),
     ],
 )
@@ -217,9 +217,9 @@ def test_experience_column_is_zero_where_nothing_is_trained_and_names_are_closed
     experience = Experience.from_rollouts(random_rollouts(3, vocab_size=50), [0.0] * 3)
     experience.set_column("values", torch.ones(experience.loss_mask.shape))
     assert torch.equal(experience.columns["values"] != 0, experience.loss_mask)
-    with pytest.raises(KeyError, match="unknown column"):
+    with pytest.raises(AssertionError, match="vlaues"):
         experience.set_column("vlaues", torch.ones(1))
-    with pytest.raises(KeyError, match="no rank exported values"):
+    with pytest.raises(KeyError, match="rollout0"):
         experience.adopt({"values": {}})
 
 

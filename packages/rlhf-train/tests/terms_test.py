@@ -10,8 +10,8 @@ from torch import Tensor
 from rlhf_train.algorithms import AlgorithmSpec, CorrectionSpec
 from rlhf_train.batching import Denominators
 from rlhf_train.experience import Experience
-from rlhf_train.metrics import results
-from rlhf_train.online.terms import actor_loss, actor_losses, correct_mismatch, critic_loss, drop_nonfinite
+from rlhf_train.metrics import Sum, results
+from rlhf_train.online.terms import actor_loss, correct_mismatch, critic_loss, drop_nonfinite
 
 NAN, INF = float("nan"), float("inf")
 MASK = torch.tensor([[False, True, True, True], [False, True, False, False]])
@@ -136,7 +136,7 @@ def test_actor_loss_adds_its_terms_by_their_weights():
     loss, metrics = actor_loss(outputs, MASK, inputs, spec, 0.5, COUNTS)
     # Policy: -(1 + 2 + 3 - 4) / 4 = -0.5; KL: 0.5 everywhere, times 0.5; entropy: 2 everywhere, times 0.25, a bonus.
     assert loss.item() == pytest.approx(-0.5 + 0.25 - 0.5)
-    assert {name: metrics[name].total for name in actor_losses(spec)} == pytest.approx(
+    assert {name: metric.value for name, metric in metrics.items() if isinstance(metric, Sum)} == pytest.approx(
         {"policy/loss": -0.5, "kl/loss": 0.5, "entropy/loss": -2.0}
     )
     loss.backward()
@@ -151,8 +151,8 @@ def test_actor_loss_weights_are_of_the_policy_term_alone():
     old, reference = torch.where(MASK, -1.0, 0.0), torch.where(MASK, -1.5, 0.0)
     outputs, inputs = on_policy(old_logprobs=old, ref_logprobs=reference, weights=torch.full((2, 4), 0.5))
     _, metrics = actor_loss(outputs, MASK, inputs, spec, 1.0, COUNTS)
-    assert metrics["policy/loss"].total == pytest.approx(-0.25)
-    assert metrics["kl/loss"].total == pytest.approx(0.5)
+    assert metrics["policy/loss"].value == pytest.approx(-0.25)
+    assert metrics["kl/loss"].value == pytest.approx(0.5)
 
 
 def test_actor_loss_without_old_logprobs_is_that_of_the_policy_itself():

@@ -1,7 +1,7 @@
 """Packing weights into buckets, and what happens when a sync goes wrong; the engine at the other end is a fake."""
 
+import asyncio
 import os
-import threading
 import zlib
 from collections.abc import Iterator
 
@@ -11,7 +11,7 @@ import torch
 from rlhf_data.errors import ConfigError, WeightSyncError
 from rlhf_rollout.engines.fake import FakeEngine
 from rlhf_rollout.weights import SHARED_MEMORY_DIR, SharedSegment, WeightBucket
-from rlhf_train.weight_sync import LocalEngineClient, make_sender
+from rlhf_train.weight_sync.sender import WeightSender
 from rlhf_train.weight_sync.shared_memory import SharedMemoryBuffer
 
 WEIGHTS = {
@@ -32,37 +32,37 @@ def crc(tensor: torch.Tensor) -> int:
 class Recorder:
     """An engine that notes what it is told, and may fail."""
 
-    def __init__(self, fail_at: str | None = None, gate: threading.Barrier | None = None) -> None:
+    def __init__(self, fail_at: str | None = None, gate: asyncio.Barrier | None = None) -> None:
         self.events: list[str] = []
         self.buckets: list[WeightBucket] = []
         self.contents: list[bytes] = []
         self._fail_at = fail_at
         self._gate = gate
 
-    def _note(self, event: str) -> None:
+    async def _note(self, event: str) -> None:
         self.events.append(event)
         if self._gate is not None:
-            self._gate.wait(10)
+            await asyncio.wait_for(self._gate.wait(), 10)
         if event.split()[0] == self._fail_at:
             raise WeightSyncError(f"told to fail at {event}")
 
-    def begin(self, policy_version: int) -> None:
-        self._note(f"begin {policy_version}")
+    async def begin_weight_update(self, policy_version: int) -> None:
+        await self._note(f"begin {policy_version}")
 
-    def receive(self, bucket: WeightBucket) -> None:
+    async def receive_weights(self, bucket: WeightBucket) -> None:
         segment = SharedSegment(bucket.handle)
         self.buckets.append(bucket)
         self.contents.append(bytes(segment.buffer[: bucket.used_bytes]))
-        self._note("receive")
+        await self._note("receive")
 
-    def finish(self) -> None:
-        self._note("finish")
+    async def finish_weight_update(self) -> None:
+        await self._note("finish")
 
 
 def test_send_brings_every_weight_to_every_engine() -> None:
     engines = [FakeEngine(), FakeEngine()]
-    sender = make_sender("shared_memory", bucket_bytes=512, checksum=True)
-    report = sender.send(iter(WEIGHTS.items()), [LocalEngineClient(engine) for engine in engines], 5)
+    sender = WeightSender("shared_memory", bucket_bytes=512, checksum=True)
+    report = sender.send(iter(WEIGHTS.items()), engines, 5)
     for engine in engines:
         assert engine.weight_checksums == {name: crc(tensor) for name, tensor in WEIGHTS.items()}
         assert (engine.policy_version, engine.num_updates) == (5, 1)
@@ -73,7 +73,7 @@ def test_send_brings_every_weight_to_every_engine() -> None:
 
 def test_send_fills_buckets_in_order_at_aligned_offsets() -> None:
     engine = Recorder()
-    make_sender("shared_memory", bucket_bytes=1024).send(iter(WEIGHTS.items()), [engine], 1)
+    WeightSender("shared_memory", bucket_bytes=1024).send(iter(WEIGHTS.items()), [engine], 1)
     assert engine.events == ["begin 1", "receive", "receive", "finish"]
     # 384 bytes, then 14 at 512; 512 more at 768 would end at 1280, beyond 1024.
     assert [[(spec.name, spec.offset_bytes) for spec in bucket.tensors] for bucket in engine.buckets] == [
@@ -88,7 +88,7 @@ def test_send_fills_buckets_in_order_at_aligned_offsets() -> None:
 
 def test_send_weight_above_the_bucket_gets_its_own() -> None:
     engine = Recorder()
-    report = make_sender("shared_memory", bucket_bytes=100).send(iter(WEIGHTS.items()), [engine], 1)
+    report = WeightSender("shared_memory", bucket_bytes=100).send(iter(WEIGHTS.items()), [engine], 1)
     assert report.num_buckets == 3
     assert [len(content) for content in engine.contents] == [384, 14, 512]
 
@@ -102,7 +102,7 @@ def test_send_reads_transposed_and_gathered_tensors_lazily() -> None:
             yield name, torch.arange(6.0).view(2, 3).t()
 
     engine = Recorder()
-    make_sender("shared_memory").send(gathered(), [engine], 1)
+    WeightSender("shared_memory").send(gathered(), [engine], 1)
     assert taken == ["a", "b"]
     assert engine.buckets[0].tensors[0].shape == (3, 2)
     assert torch.frombuffer(bytearray(engine.contents[0][:24]), dtype=torch.float32).tolist() == [0, 3, 1, 4, 2, 5]
@@ -110,9 +110,9 @@ def test_send_reads_transposed_and_gathered_tensors_lazily() -> None:
 
 def test_send_hands_a_bucket_to_all_engines_at_once() -> None:
     # Each call waits until the other engine's has begun: calls one after another would never pass.
-    gate = threading.Barrier(2)
+    gate = asyncio.Barrier(2)
     engines = [Recorder(gate=gate), Recorder(gate=gate)]
-    make_sender("shared_memory").send(iter(WEIGHTS.items()), engines, 1)
+    WeightSender("shared_memory").send(iter(WEIGHTS.items()), engines, 1)
     assert engines[0].events == engines[1].events == ["begin 1", "receive", "finish"]
 
 
@@ -120,7 +120,7 @@ def test_send_hands_a_bucket_to_all_engines_at_once() -> None:
 def test_send_failing_engine_raises_and_frees_the_segment(fail_at: str) -> None:
     source = iter(WEIGHTS.items())
     with pytest.raises(WeightSyncError, match=f"told to fail at {fail_at}"):
-        make_sender("shared_memory", bucket_bytes=400).send(source, [Recorder(), Recorder(fail_at)], 1)
+        WeightSender("shared_memory", bucket_bytes=400).send(source, [Recorder(), Recorder(fail_at)], 1)
     assert segments() == set()
     # Ranks that gather along must not wait for this one: the weights were taken to their end.
     assert next(source, None) is None
@@ -132,13 +132,13 @@ def test_send_failing_source_raises_and_frees_the_segment() -> None:
         raise RuntimeError("gathering failed")
 
     with pytest.raises(RuntimeError, match="gathering failed"):
-        make_sender("shared_memory").send(source(), [Recorder()], 1)
+        WeightSender("shared_memory").send(source(), [Recorder()], 1)
     assert segments() == set()
 
 
 def test_send_without_engines_raises() -> None:
     with pytest.raises(WeightSyncError, match="no engine"):
-        make_sender("shared_memory").send(iter(()), [], 1)
+        WeightSender("shared_memory").send(iter(()), [], 1)
 
 
 def test_shared_memory_buffer_full_tmpfs_raises_with_hint(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,13 +147,13 @@ def test_shared_memory_buffer_full_tmpfs_raises_with_hint(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(WeightSyncError, match=r"no room for 384 bytes(.|\n)*hint: .*--shm-size"):
-        make_sender("shared_memory").send(iter(WEIGHTS.items()), [Recorder()], 1)
+        WeightSender("shared_memory").send(iter(WEIGHTS.items()), [Recorder()], 1)
     assert segments() == set()
 
 
 def test_shared_memory_buffer_takes_memory_only_as_it_is_written() -> None:
     buffer = SharedMemoryBuffer(64 << 20, num_engines=1)
-    path = SHARED_MEMORY_DIR / buffer.handles()[0]
+    path = SHARED_MEMORY_DIR / buffer.handles[0]
     assert path.stat().st_blocks == 0
     buffer.reserve(8192)
     assert path.stat().st_blocks * 512 == 8192
@@ -161,14 +161,14 @@ def test_shared_memory_buffer_takes_memory_only_as_it_is_written() -> None:
     assert not path.exists()
 
 
-def test_make_sender_unknown_backend_raises_with_the_nearest() -> None:
+def test_weight_sender_unknown_backend_raises_with_the_nearest() -> None:
     with pytest.raises(ConfigError, match="did you mean `shared_memory`"):
-        make_sender("sharedmemory")
+        WeightSender("sharedmemory")
     with pytest.raises(ConfigError, match="bucket_bytes is 0"):
-        make_sender("shared_memory", bucket_bytes=0)
+        WeightSender("shared_memory", bucket_bytes=0)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-def test_make_sender_ipc_without_gpu_raises_with_hint() -> None:
+def test_weight_sender_ipc_without_gpu_raises_with_hint() -> None:
     with pytest.raises(ConfigError, match="hint: use shared_memory"):
-        make_sender("ipc")
+        WeightSender("ipc")

@@ -13,7 +13,7 @@ import torch
 from rlhf_models.testing import tiny_model_dir
 from rlhf_rollout.engines import EngineSpec
 from rlhf_rollout.protocols import Completion, SamplingParams
-from rlhf_train.weight_sync import make_sender
+from rlhf_train.weight_sync.sender import WeightSender
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -27,7 +27,6 @@ class Pair:
     """An engine in a process of its own, and the trainer's model in this one, on the same GPU."""
 
     engine: Any
-    client: Any
     model: Any
     backend: str
     loop: asyncio.AbstractEventLoop
@@ -41,8 +40,8 @@ class Pair:
         return [self.run(self.engine.generate(prompt, params)) for prompt in PROMPTS]
 
     def send(self, policy_version: int) -> Any:
-        sender = make_sender(self.backend, bucket_bytes=400_000, checksum=True)
-        return sender.send(iter(self.model.named_parameters()), [self.client], policy_version)
+        sender = WeightSender(self.backend, bucket_bytes=400_000, checksum=True)
+        return sender.send(iter(self.model.named_parameters()), [self.engine], policy_version)
 
 
 @pytest.fixture(scope="module", params=["ipc", "shared_memory"])
@@ -50,7 +49,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     import ray
     from transformers import AutoModelForCausalLM
 
-    from rlhf_rollout.ray_actors import EngineActor, EngineClient, RayEngine
+    from rlhf_rollout.ray_actors import EngineActor, RayEngine
 
     path = tmp_path_factory.mktemp(request.param)
     heads = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 512}
@@ -75,7 +74,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     # The engine measures the GPU's free memory as it starts, so the trainer comes after it.
     asyncio.run_coroutine_threadsafe(engine.ready(), loop).result(600)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).cuda().eval()
-    yield Pair(engine, EngineClient(handle), model, request.param, loop)
+    yield Pair(engine, model, request.param, loop)
     ray.shutdown()
     loop.call_soon_threadsafe(loop.stop)
 

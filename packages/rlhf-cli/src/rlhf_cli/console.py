@@ -1,6 +1,5 @@
 """What a person sees of a run: results on stdout, the rest on stderr; rich on a terminal, plain text elsewhere."""
 
-import os
 import shlex
 import sys
 import time
@@ -152,10 +151,8 @@ class RunView:
     def __init__(self, console: Console, *, dynamic_sampling: bool = False) -> None:
         """With `dynamic_sampling` a step says how many samples it left out."""
         self._console = console
-        columns = list(PPO_COLUMNS)
-        if dynamic_sampling:
-            columns.insert(1, _FILTERED)
-        self._table = StepTable(console, columns)
+        filtered = [_FILTERED] if dynamic_sampling else []
+        self._table = StepTable(console, [PPO_COLUMNS[0], *filtered, *PPO_COLUMNS[1:]])
 
     def starting(self, text: str) -> None:
         """See `Observer`."""
@@ -281,8 +278,5 @@ def _tail(text: str) -> str:
 
 
 def _rich_console(file: TextIO) -> RichConsole:
-    is_terminal = file.isatty()
-    options: dict[str, Any] = {"highlight": False, "markup": False, "emoji": False, "soft_wrap": True}
-    if not is_terminal:
-        options |= {"width": _PLAIN_WIDTH, "color_system": None}
-    return RichConsole(file=file, no_color=not is_terminal or bool(os.environ.get("NO_COLOR")), **options)
+    options: dict[str, Any] = {} if file.isatty() else {"width": _PLAIN_WIDTH, "color_system": None, "no_color": True}
+    return RichConsole(file=file, highlight=False, markup=False, emoji=False, soft_wrap=True, **options)

@@ -1,18 +1,19 @@
 """From a checked configuration to the job that the trainer runs, and its arithmetic in words."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
+from rlhf_cli.config.base import matching
 from rlhf_cli.config.command_line import to_toml
 from rlhf_cli.config.ppo import PpoConfig
 from rlhf_cli.paths import with_full_paths
-from rlhf_cli.preflight import Inputs
+from rlhf_cli.preflight.inputs import Inputs
 from rlhf_rollout.engines import EngineSpec
 from rlhf_rollout.protocols import SamplingParams
-from rlhf_rollout.rewards import RewardSource
 from rlhf_train.online.job import BatchSizes, DynamicSampling, OnlineJob, RewardSpec
 from rlhf_train.placement import PlacementPlan, PlacementRequest, Resources, plan_placement
-from rlhf_train.specs import ModelSpec, OptimizerSpec
+from rlhf_train.specs import ModelSpec
 
 # Of a GPU's memory, for an engine that has it to itself; that takes turns with the trainers, whose weights stay for the
 # sync when their optimizer states leave; that never sleeps beside them.
@@ -22,20 +23,17 @@ _SHARE_ALONE, _SHARE_IN_TURN, _SHARE_TOGETHER = 0.9, 0.6, 0.4
 def make_plan(config: PpoConfig, resources: Resources) -> PlacementPlan:
     """Return where everything runs. Raises ConfigError when it does not fit."""
     spec, placement = config.algorithm.spec(), config.placement
-    ranks = {"actor": placement.actor_num_nodes * placement.actor_num_gpus_per_node}
+    ranks = {"actor": placement.num_ranks("actor")}
     if spec.row.uses_critic:
-        ranks["critic"] = placement.critic_num_nodes * placement.critic_num_gpus_per_node
+        ranks["critic"] = placement.num_ranks("critic")
     if spec.uses_reference:
-        ranks["reference"] = placement.ref_num_nodes * placement.ref_num_gpus_per_node
-    scorers = placement.reward_num_nodes * placement.reward_num_gpus_per_node
+        ranks["reference"] = placement.num_ranks("ref")
     request = PlacementRequest(
         ranks=ranks,
-        reward_ranks=scorers if config.reward.reward_pretrain is not None else 0,
+        reward_ranks=placement.num_ranks("reward") if config.reward.reward_pretrain is not None else 0,
         num_engines=config.engine.vllm_num_engines,
         tensor_parallel_size=config.engine.vllm_tensor_parallel_size,
-        colocate_all_models=placement.colocate_all_models,
-        colocate_actor_ref=placement.colocate_actor_ref,
-        colocate_critic_reward=placement.colocate_critic_reward,
+        **matching(PlacementRequest, placement),
     )
     return plan_placement(request, resources)
 
@@ -44,64 +42,97 @@ def make_job(
     config: PpoConfig, inputs: Inputs, plan: PlacementPlan, folder: Path, ray_address: str | None = None
 ) -> OnlineJob:
     """Return the job. Raises ConfigError for combinations that only show here."""
-    batch = make_batch(config)
+    rollout, training, spec, on_gpu = config.rollout, config.training, config.algorithm.spec(), plan.device == "cuda"
+    num_samples = rollout.n_samples_per_prompt
+    batch = BatchSizes(num_samples_per_prompt=num_samples, **matching(BatchSizes, rollout, training))
     num_steps = count_steps(config, len(inputs.prompts))
-    num_frozen = max(config.training.freezing_actor_steps, 0)
-    on_gpu = plan.device == "cuda"
-    # Requests reach an engine in no fixed order, so that on a CPU each draws from a seed of its own. On a GPU, sums
-    # depend on what else is in the batch: it would not make runs alike, and slow the sampler down.
-    seed = None if on_gpu else config.training.seed
-    num_samples = config.rollout.n_samples_per_prompt
+    num_frozen = max(training.freezing_actor_steps, 0)
     places = config.engine.vllm_max_num_seqs * plan.engines.num_ranks
+    filtering = DynamicSampling(
+        reward_range=rollout.dynamic_filtering_reward_range, max_batches=rollout.dynamic_filtering_max_batches
+    )
+    sampling = SamplingParams(
+        num_samples=num_samples,
+        max_tokens=rollout.generate_max_len,
+        # Requests reach an engine in no fixed order, so that on a CPU each draws from a seed of its own. On a GPU, sums
+        # depend on what else is in the batch: it would not make runs alike, and slow the sampler down.
+        seed=None if on_gpu else training.seed,
+        **matching(SamplingParams, rollout),
+    )
+    evaluation = config.evaluation
     return OnlineJob(
         models=_make_models(config, inputs, num_steps * batch.num_updates, num_frozen * batch.num_updates),
-        algorithm=config.algorithm.spec(),
-        engine=make_engine(config, inputs.model, plan),
-        sampling=_make_sampling(config, num_samples, config.rollout.temperature, seed),
-        eval_sampling=_make_sampling(
-            config, config.evaluation.eval_n_samples_per_prompt, config.evaluation.eval_temperature, seed
+        algorithm=spec,
+        engine=_make_engine(config, inputs.model, plan),
+        sampling=sampling,
+        eval_sampling=replace(
+            sampling, num_samples=evaluation.eval_n_samples_per_prompt, temperature=evaluation.eval_temperature
         ),
         prompts=inputs.prompts.prompts,
         eval_prompts=inputs.eval_prompts.prompts if inputs.eval_prompts else (),
-        reward=make_reward(config, inputs.reward_sources),
+        reward=_make_reward(config, inputs),
         plan=plan,
         batch=batch,
         num_steps=num_steps,
-        eval_steps=max(config.evaluation.eval_steps, 0),
+        eval_steps=max(evaluation.eval_steps, 0),
         save_path=str(folder),
         config=to_toml(with_full_paths(config)),
-        seed=config.training.seed,
+        seed=training.seed,
         engine_sleep=config.engine.vllm_enable_sleep and on_gpu,
         trainer_sleep=config.placement.deepspeed_enable_sleep and on_gpu,
         sync_checksum=config.engine.weight_sync_checksum,
         # Twice what the engines write at once: they never wait for the next prompt.
         max_in_flight=max(math.ceil(2 * places / num_samples), 1),
         ray_address=ray_address,
-        dynamic_sampling=_make_dynamic_sampling(config),
+        dynamic_sampling=filtering if rollout.dynamic_filtering else None,
         num_frozen_steps=num_frozen,
-        ema_beta=config.training.ema_beta if config.training.enable_ema else None,
-        save_critic=config.output.save_value_network and config.algorithm.spec().row.uses_critic,
-        best_metric=config.evaluation.best_metric_key,
+        ema_beta=training.ema_beta if training.enable_ema else None,
+        save_critic=config.output.save_value_network and spec.row.uses_critic,
+        best_metric=evaluation.best_metric_key,
     )
 
 
-def make_batch(config: PpoConfig) -> BatchSizes:
-    """Return the batch sizes."""
-    return BatchSizes(
-        rollout_batch_size=config.rollout.rollout_batch_size,
-        num_samples_per_prompt=config.rollout.n_samples_per_prompt,
-        train_batch_size=config.training.train_batch_size,
-        micro_train_batch_size=config.training.micro_train_batch_size,
-        micro_rollout_batch_size=config.rollout.micro_rollout_batch_size,
-        max_epochs=config.training.max_epochs,
-    )
+def count_steps(config: PpoConfig, num_prompts: int) -> int:
+    """Return the number of steps: enough for `num_episodes` passes over the prompts, `max_steps` at most."""
+    steps = math.ceil(config.training.num_episodes * num_prompts / config.rollout.rollout_batch_size)
+    return steps if config.training.max_steps is None else min(steps, config.training.max_steps)
 
 
-def make_reward(config: PpoConfig, sources: tuple[RewardSource, ...]) -> RewardSpec:
-    """Return who scores, and what becomes of the scores."""
+def describe_batches(config: PpoConfig, job: OnlineJob) -> str:
+    """Return the arithmetic of a run for people: a line each for samples, optimizer steps, prompts and tokens."""
+    batch, ranks = job.batch, job.plan.group_of("actor").num_ranks
+    asked, size, limit = job.num_steps * batch.rollout_batch_size, batch.rollout_batch_size, job.sampling.max_tokens
+    a_rank = math.ceil(batch.train_batch_size / ranks)
+    passes = math.ceil(a_rank / batch.micro_train_batch_size)
+    rows = {
+        "a step": f"{size} prompts x {batch.num_samples_per_prompt} samples = {batch.num_rollouts}",
+        "": f"{batch.num_rollouts} / {batch.train_batch_size} x {batch.max_epochs} epoch(s) = {batch.num_updates}"
+        " optimizer step(s)",
+        "an optimizer step": f"{batch.train_batch_size} samples / {ranks} process(es) = {a_rank} each, in {passes}"
+        f" pass(es) of at most {batch.micro_train_batch_size}",
+        "the run": f"{job.num_steps} steps x {batch.num_updates} = {job.num_steps * batch.num_updates} optimizer steps;"
+        f" {asked} prompts asked of {len(job.prompts)}, {asked / len(job.prompts):.2f} passes",
+        "tokens": f"prompt {config.data.prompt_max_len} + response {limit} = {job.engine.max_model_len} at most",
+    }
+    if job.dynamic_sampling is not None:
+        most = size * job.dynamic_sampling.max_batches
+        rows["dynamic sampling"] = f"a step draws prompts until {size} are worth training, {most} at most"
+    if job.num_frozen_steps:
+        learning = job.models["actor"].optimizer.total_steps
+        without = f"{job.num_frozen_steps} steps without the policy"
+        rows["critic first"] = f"{without}, which takes {learning} optimizer steps"
+    if buffer := job.reward.overlong_buffer:
+        factor = job.reward.overlong_penalty_factor
+        rows["length"] = f"no penalty up to {limit - buffer} tokens, then up to {factor:g} over {buffer}"
+    if job.eval_prompts:
+        rows["held-out"] = f"{len(job.eval_prompts)} prompts x {job.eval_sampling.num_samples} sample(s)"
+    return "\n".join(f"  {name.ljust(18)} {text}" for name, text in rows.items())
+
+
+def _make_reward(config: PpoConfig, inputs: Inputs) -> RewardSpec:
     section = config.reward
     return RewardSpec(
-        sources=sources,
+        sources=inputs.reward_sources,
         timeout_s=section.reward_timeout_s,
         num_workers=section.reward_num_workers,
         batch_size=section.reward_batch_size,
@@ -113,23 +144,15 @@ def make_reward(config: PpoConfig, sources: tuple[RewardSource, ...]) -> RewardS
     )
 
 
-def count_steps(config: PpoConfig, num_prompts: int) -> int:
-    """Return the number of steps: enough for `num_episodes` passes over the prompts, `max_steps` at most."""
-    steps = math.ceil(config.training.num_episodes * num_prompts / config.rollout.rollout_batch_size)
-    return steps if config.training.max_steps is None else min(steps, config.training.max_steps)
-
-
-def make_engine(config: PpoConfig, model: str, plan: PlacementPlan) -> EngineSpec:
-    """Return how engines are built."""
+def _make_engine(config: PpoConfig, model: str, plan: PlacementPlan) -> EngineSpec:
     engine = config.engine
-    together = plan.shares_gpus
     share = _SHARE_ALONE
-    if together:
+    if plan.shares_gpus:
         share = _SHARE_IN_TURN if engine.vllm_enable_sleep else _SHARE_TOGETHER
     return EngineSpec(
         model=model,
         tokenizer=model,
-        dtype="bfloat16" if config.model.bf16 else "float32",
+        dtype=config.model.dtype,
         max_model_len=config.data.prompt_max_len + config.rollout.generate_max_len,
         max_num_seqs=engine.vllm_max_num_seqs,
         gpu_memory_utilization=engine.vllm_gpu_memory_utilization or share,
@@ -138,105 +161,17 @@ def make_engine(config: PpoConfig, model: str, plan: PlacementPlan) -> EngineSpe
         enable_prefix_caching=engine.enable_prefix_caching,
         tensor_parallel_size=engine.vllm_tensor_parallel_size,
         seed=config.training.seed,
-        weight_transfer="ipc" if together else "shared_memory",
+        weight_transfer="ipc" if plan.shares_gpus else "shared_memory",
     )
-
-
-def describe_batches(config: PpoConfig, job: OnlineJob) -> str:
-    """Return the arithmetic of a run for people: a line each for samples, optimizer steps, prompts and tokens."""
-    batch, ranks = job.batch, job.plan.group_of("actor").num_ranks
-    asked = job.num_steps * batch.rollout_batch_size
-    a_rank = math.ceil(batch.train_batch_size / ranks)
-    passes = math.ceil(a_rank / batch.micro_train_batch_size)
-    rows = [
-        (
-            "a step",
-            f"{batch.rollout_batch_size} prompts x {batch.num_samples_per_prompt} samples = {batch.num_rollouts}",
-        ),
-        (
-            "",
-            f"{batch.num_rollouts} / {batch.train_batch_size} x {batch.max_epochs} epoch(s) = {batch.num_updates}"
-            " optimizer step(s)",
-        ),
-        (
-            "an optimizer step",
-            f"{batch.train_batch_size} samples / {ranks} process(es) = {a_rank} each, in {passes} pass(es) of at most"
-            f" {batch.micro_train_batch_size}",
-        ),
-        (
-            "the run",
-            f"{job.num_steps} steps x {batch.num_updates} = {job.num_steps * batch.num_updates} optimizer steps;"
-            f" {asked} prompts asked of {len(job.prompts)}, {asked / len(job.prompts):.2f} passes",
-        ),
-        (
-            "tokens",
-            f"prompt {config.data.prompt_max_len} + response {config.rollout.generate_max_len}"
-            f" = {job.engine.max_model_len} at most",
-        ),
-        *_describe_extras(config, job),
-    ]
-    if job.eval_prompts:
-        rows.append(("held-out", f"{len(job.eval_prompts)} prompts x {job.eval_sampling.num_samples} sample(s)"))
-    return "\n".join(f"  {name.ljust(18)} {text}" for name, text in rows)
-
-
-def _describe_extras(config: PpoConfig, job: OnlineJob) -> list[tuple[str, str]]:
-    rows, size = [], job.batch.rollout_batch_size
-    if job.dynamic_sampling is not None:
-        most = size * job.dynamic_sampling.max_batches
-        rows.append(("dynamic sampling", f"a step draws prompts until {size} are worth training, {most} at most"))
-    if job.num_frozen_steps:
-        learning = job.models["actor"].optimizer.total_steps
-        rows.append(
-            ("critic first", f"{job.num_frozen_steps} steps without the policy, which takes {learning} optimizer steps")
-        )
-    if job.reward.overlong_buffer:
-        free = config.rollout.generate_max_len - job.reward.overlong_buffer
-        factor = job.reward.overlong_penalty_factor
-        rows.append(
-            ("length", f"no penalty up to {free} tokens, then up to {factor:g} over {job.reward.overlong_buffer}")
-        )
-    return rows
 
 
 def _make_models(config: PpoConfig, inputs: Inputs, num_updates: int, num_frozen_updates: int) -> dict[str, ModelSpec]:
-    spec, training = config.algorithm.spec(), config.training
-
-    def model(path: str, optimizer: OptimizerSpec | None) -> ModelSpec:
-        return ModelSpec(
-            path=path,
-            dtype="bfloat16" if config.model.bf16 else "float32",
-            attn_implementation=config.model.attn_implementation,
-            gradient_checkpointing=config.model.gradient_checkpointing and optimizer is not None,
-            packing=config.model.packing_samples,
-            zero_stage=training.zero_stage,
-            optimizer=optimizer,
-        )
-
+    spec, model, training, stage = config.algorithm.spec(), config.model, config.training, config.training.zero_stage
     learning = training.optimizer(training.actor_learning_rate, num_updates - num_frozen_updates)
-    models = {"actor": model(inputs.model, learning)}
+    models = {"actor": model.spec(inputs.model, stage, learning)}
     if spec.row.uses_critic:
-        models["critic"] = model(inputs.critic, training.optimizer(training.critic_learning_rate, num_updates))
+        learning = training.optimizer(training.critic_learning_rate, num_updates)
+        models["critic"] = model.spec(inputs.critic, stage, learning)
     if spec.uses_reference:
-        models["reference"] = model(inputs.model, None)
+        models["reference"] = model.spec(inputs.model, stage)
     return models
-
-
-def _make_dynamic_sampling(config: PpoConfig) -> DynamicSampling | None:
-    rollout = config.rollout
-    if not rollout.dynamic_filtering:
-        return None
-    return DynamicSampling(
-        reward_range=rollout.dynamic_filtering_reward_range, max_batches=rollout.dynamic_filtering_max_batches
-    )
-
-
-def _make_sampling(config: PpoConfig, num_samples: int, temperature: float, seed: int | None) -> SamplingParams:
-    return SamplingParams(
-        num_samples=num_samples,
-        max_tokens=config.rollout.generate_max_len,
-        temperature=temperature,
-        top_p=config.rollout.top_p,
-        top_k=config.rollout.top_k,
-        seed=seed,
-    )

@@ -36,7 +36,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         from rlhf_cli.tools import run_tool
 
         return run_tool(words[0], words[1:])
-    return importlib.import_module(f"rlhf_cli.commands.{words[0]}").main(words[1:])
+    if words[0] in ("ppo", "lora_combiner"):
+        return importlib.import_module(f"rlhf_cli.commands.{words[0]}").main(words[1:])
+    from rlhf_cli.commands.examples import COMMANDS as EXAMPLES
+
+    return EXAMPLES[words[0]](words[1:])
 
 
 if __name__ == "__main__":

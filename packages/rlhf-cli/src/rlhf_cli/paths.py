@@ -9,6 +9,7 @@ from typing import TypeVar
 from pydantic import BaseModel
 
 from rlhf_cli.builtin import BUILTIN, HELD_OUT_FILE, MODEL_DIR, TRAIN_FILE
+from rlhf_data.errors import ConfigError, with_hint
 from rlhf_data.sources import SUFFIXES
 
 Config = TypeVar("Config", bound=BaseModel)
@@ -24,10 +25,13 @@ def user_path(text: str | Path) -> Path:
     return user_folder() / Path(text).expanduser()
 
 
+def _parts(texts: str) -> list[str]:
+    return [part.strip() for part in texts.split(",") if part.strip()]
+
+
 def data_paths(texts: str | None, *, held_out: bool = False) -> list[Path]:
     """Return the data files of a list with commas."""
-    parts = (part.strip() for part in (texts or "").split(","))
-    return [data_path(part, held_out=held_out) for part in parts if part]
+    return [data_path(part, held_out=held_out) for part in _parts(texts or "")]
 
 
 def data_path(text: str, *, held_out: bool = False) -> Path:
@@ -39,11 +43,11 @@ def data_path(text: str, *, held_out: bool = False) -> Path:
 
 def source_names(texts: str, *, held_out: bool = False) -> str:
     """Return a list with commas of data sources with the paths of files and folders resolved; hub names stay."""
-    return ",".join(_source_name(part.strip(), held_out) for part in texts.split(",") if part.strip())
+    return ",".join(_source_name(part, held_out) for part in _parts(texts))
 
 
 def _source_name(text: str, held_out: bool) -> str:
-    path, _, _ = text.rpartition("@") if "@" in text else (text, "", "")
+    path = text.rpartition("@")[0] or text
     is_path = path.startswith((".", "/", "~")) or path.endswith(SUFFIXES) or user_path(path).exists()
     return str(data_path(text, held_out=held_out)) if is_path or text == BUILTIN else text
 
@@ -53,8 +57,7 @@ def model_path(text: str) -> str:
     if text == BUILTIN:
         return str(MODEL_DIR)
     path = user_path(text)
-    is_path = text.startswith((".", "/", "~")) or path.is_dir()
-    return str(path) if is_path else text
+    return str(path) if text.startswith((".", "/", "~")) or path.is_dir() else text
 
 
 def is_template_file(text: str) -> bool:
@@ -87,7 +90,7 @@ def with_full_paths(config: Config) -> Config:
         options, full = getattr(config, section), {}
         for name in _RESOLVE.keys() & type(options).model_fields:
             if (text := getattr(options, name)) is not None:
-                parts = [part.strip() for part in text.split(",") if part.strip()] if name in _LISTS else [text]
+                parts = _parts(text) if name in _LISTS else [text]
                 full[name] = ",".join(part if part == BUILTIN else str(_RESOLVE[name](part)) for part in parts)
         sections[section] = options.model_copy(update=full)
     return config.model_copy(update=sections)
@@ -101,16 +104,14 @@ def output_folder(text: str | None, command: str) -> Path:
     return user_folder() / "rlhf-output" / f"{command}-{stamp}"
 
 
-def check_output_folder(folder: Path) -> None:
+def check_output_folder(folder: Path, flag: str = "--save_path") -> None:
     """Raise ConfigError unless `folder` is new or empty and can be written; nothing is left behind."""
-    from rlhf_data.errors import ConfigError, with_hint
-
     try:
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise ConfigError(with_hint(f"--save_path {folder} is not an empty folder", "name a new one"))
+            raise ConfigError(with_hint(f"{flag} {folder} is not an empty folder", "name a new one"))
         there = next(path for path in (folder, *folder.parents) if path.exists())
         with tempfile.TemporaryDirectory(prefix=".rlhf-", dir=there):  # permissions alone do not tell: root, /proc
             pass
     except OSError as error:
-        message = f"--save_path {folder} cannot be written: {error.strerror}"
+        message = f"{flag} {folder} cannot be written: {error.strerror}"
         raise ConfigError(with_hint(message, "name a folder on a disk that you may write to")) from None

@@ -24,7 +24,7 @@ from rlhf_data.records import FinishReason, Prompt, Rollout, RolloutGroup, Span,
 from rlhf_data.rows import Row
 from rlhf_data.sampler import EpochSampler
 from rlhf_data.sft import SftEncoder, SftExample
-from rlhf_data.sources import Rows, open_sources, read_rows
+from rlhf_data.sources import Rows, open_sources
 
 __all__ = [
     "CheckpointError",
@@ -59,6 +59,5 @@ __all__ = [
     "load_prompts",
     "open_sources",
     "pack",
-    "read_rows",
     "split_balanced",
 ]

@@ -5,6 +5,7 @@ A tokenizer is a loaded Hugging Face tokenizer, or an object that behaves like o
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -29,78 +30,63 @@ class Tokenizer(Protocol):
 
     def __call__(self, text: Any, *, add_special_tokens: bool = True) -> Mapping[str, Any]:
         """Return a mapping whose "input_ids" are the token ids of one text, or of each text of a list."""
-        ...
 
     def decode(self, token_ids: Any, *, skip_special_tokens: bool = False) -> str:
         """Return the text of token ids."""
-        ...
 
     def apply_chat_template(
         self, conversation: Any, *, tokenize: bool, add_generation_prompt: bool, **options: Any
     ) -> Any:
         """Return the rendered conversation."""
-        ...
 
 
-def load_tokenizer(name: str) -> Tokenizer:
-    """Return a Hugging Face tokenizer. Raises ConfigError without transformers, or when there is none of that name."""
-    try:
-        from transformers import AutoTokenizer
-    except ImportError as error:
-        raise ConfigError(with_hint(f"tokenizers need transformers: {error}", "pip install 'rlhf-data[hf]'")) from None
-    try:
-        return AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        reason = str(error).splitlines()[0]
-        raise ConfigError(
-            with_hint(f"no tokenizer in {name}: {reason}", "give a folder with tokenizer.json, or --tokenizer")
-        ) from None
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InputTemplate:
+    """How an input becomes a prompt.
 
-
-def check_template(tokenizer: Tokenizer, *, apply_chat_template: bool, input_template: str | None) -> None:
-    """Raise ConfigError unless the two ways to render an input fit each other and the tokenizer."""
-    if apply_chat_template and input_template is not None:
-        raise ConfigError(
-            with_hint(
-                "input_template has no effect when the chat template is applied",
-                "give either --apply_chat_template or --input_template",
-            )
-        )
-    if apply_chat_template and not getattr(tokenizer, "chat_template", None):
-        raise ConfigError(
-            with_hint(
-                "the tokenizer has no chat template",
-                "use an instruction-tuned model, or --input_template 'User: {}' without --apply_chat_template",
-            )
-        )
-    if input_template is not None and input_template.count(_PLACEHOLDER) != 1:
-        raise ConfigError(
-            with_hint(
-                f"input_template must contain `{{}}` exactly once, got {input_template!r}",
-                "`{}` is where the input goes, as in 'Question: {} Answer: '",
-            )
-        )
-
-
-def render_prompt(
-    row: Row, tokenizer: Tokenizer, *, input_key: str, apply_chat_template: bool, input_template: str | None
-) -> str:
-    """Return the text of the prompt that asks for a response to a row.
-
-    With the chat template: the row's input as one user message, or as it is when it already is a list of messages,
-    followed by the generation prompt. Else the input put into `input_template`, in which all but `{}` is literal.
+    Attributes:
+        tokenizer: the model's, loaded.
+        apply_chat_template: render with the tokenizer's chat template.
+        input_template: text with one `{}` for the input; everything else in it is literal.
 
     Raises:
-        DataError: a missing key, an input that is empty or of the wrong type, messages the template refuses.
+        ConfigError: the two ways do not fit each other or the tokenizer.
     """
-    if apply_chat_template:
-        return render_chat(row_messages(row, input_key), tokenizer, origin=row.origin, add_generation_prompt=True)
-    if isinstance(row.cell(input_key), list):
-        raise DataError(
-            with_hint(f"{row.origin}: `{input_key}` is a list of messages", "messages need --apply_chat_template")
-        )
-    text = row.filled(input_key)
-    return text if input_template is None else input_template.replace(_PLACEHOLDER, text)
+
+    tokenizer: Tokenizer = field(repr=False)
+    apply_chat_template: bool = False
+    input_template: str | None = None
+
+    def __post_init__(self) -> None:
+        message = hint = None
+        if self.apply_chat_template and self.input_template is not None:
+            message = "input_template has no effect when the chat template is applied"
+            hint = "give either --apply_chat_template or --input_template"
+        elif self.apply_chat_template and not getattr(self.tokenizer, "chat_template", None):
+            message = "the tokenizer has no chat template"
+            hint = "use an instruction-tuned model, or --input_template 'User: {}' without --apply_chat_template"
+        elif self.input_template is not None and self.input_template.count(_PLACEHOLDER) != 1:
+            message = f"input_template must contain `{{}}` exactly once, got {self.input_template!r}"
+            hint = "`{}` is where the input goes, as in 'Question: {} Answer: '"
+        if message:
+            raise ConfigError(with_hint(message, hint))
+
+    def render(self, row: Row, key: str) -> str:
+        """Return the text of the prompt that asks for a response to a row.
+
+        With the chat template: the row's input as one user message, or as it is when it already is a list of messages,
+        followed by the generation prompt. Else the input put into `input_template`.
+
+        Raises:
+            DataError: a missing key, an input that is empty or of the wrong type, messages the template refuses.
+        """
+        if self.apply_chat_template:
+            messages = row_messages(row, key)
+            return render_chat(messages, self.tokenizer, origin=row.origin, add_generation_prompt=True)
+        if isinstance(row.cell(key), list):
+            message = f"{row.origin}: `{key}` is a list of messages"
+            raise DataError(with_hint(message, "messages need --apply_chat_template"))
+        return (self.input_template or _PLACEHOLDER).replace(_PLACEHOLDER, row.filled(key))
 
 
 def row_messages(row: Row, key: str) -> Messages:
@@ -116,12 +102,8 @@ def row_messages(row: Row, key: str) -> Messages:
         raise DataError(f"{row.origin}: `{key}` is an empty list of messages")
     for index, message in enumerate(value):
         if not isinstance(message, dict) or not all(isinstance(message.get(part), str) for part in ("role", "content")):
-            raise DataError(
-                with_hint(
-                    f"{row.origin}: message {index} of `{key}` needs a text `role` and a text `content`",
-                    'a message looks like {"role": "user", "content": "..."}',
-                )
-            )
+            problem = f"{row.origin}: message {index} of `{key}` needs a text `role` and a text `content`"
+            raise DataError(with_hint(problem, 'a message looks like {"role": "user", "content": "..."}'))
     return value
 
 
@@ -131,13 +113,9 @@ def render_chat(messages: Messages, tokenizer: Tokenizer, *, origin: str, add_ge
     Raises:
         DataError: the template refuses the messages; the text names `origin`.
     """
-    try:
-        # return_dict: from transformers 5 on the default is a dictionary.
-        return tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=add_generation_prompt, return_dict=False
-        )
-    except Exception as error:  # a template is a program: it may raise anything
-        raise DataError(f"{origin}: the chat template refuses the messages: {error}") from error
+    # return_dict: from transformers 5 on the default is a dictionary.
+    options = {"tokenize": False, "add_generation_prompt": add_generation_prompt, "return_dict": False}
+    return _apply_template(messages, tokenizer, origin, **options)
 
 
 def encode_prompts(texts: Sequence[str], tokenizer: Tokenizer, *, has_special_tokens: bool) -> list[list[int]]:
@@ -173,9 +151,7 @@ def encode_completion(text: str, tokenizer: Tokenizer, *, is_truncated: bool = F
     Raises:
         ConfigError: the tokenizer has no EOS token.
     """
-    eos = tokenizer.eos_token_id
-    if eos is None:
-        raise ConfigError("the tokenizer has no EOS token, so no completion can end")
+    eos = _eos(tokenizer)
     ids = _encode([text], tokenizer, add_special_tokens=False)[0]
     if is_truncated:
         return ids
@@ -209,9 +185,9 @@ def check_roles(messages: Messages, *, origin: str) -> None:
 
 
 def encode_conversation(
-    messages: Messages, tokenizer: Tokenizer, *, origin: str, all_turns: bool, is_truncated: bool = False
+    row: Row, messages: Messages, tokenizer: Tokenizer, *, all_turns: bool = False
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the token ids [L] of a conversation and which of them the assistant wrote [L] bool.
+    """Return the token ids [L] of a row's conversation and which of them the assistant wrote [L] bool.
 
     A template with `{% generation %}` marks says itself what the assistant writes, and an EOS right after a mark
     belongs to it. Of any other template, what it writes for an assistant's message after the generation prompt is the
@@ -219,35 +195,30 @@ def encode_conversation(
     generation. The last answer ends with one EOS, and what follows that is left out.
 
     Args:
+        row: where the messages come from. When it says that the answer was cut, no EOS is put after that, and marks
+            are not used, for they hold the EOS.
         messages: a conversation that ends with the assistant; see `check_roles`.
         tokenizer: the model's, loaded, with a chat template.
-        origin: for messages.
         all_turns: every answer is trained; else the last one.
-        is_truncated: the last answer was cut: no EOS is put after it. Marks are not used then, for they hold the EOS.
 
     Raises:
         ConfigError: the template writes history differently once messages follow it, so that no mask fits what the
             model will see; marks that cannot be told apart by message; no EOS token.
-        DataError: the template refuses the messages.
+        DataError: roles out of order, or messages that the template refuses.
     """
-    if has_generation_marks(tokenizer) and not is_truncated:
-        return _encode_marked(messages, tokenizer, origin, all_turns)
-    ids: list[int] = []
-    mask: list[bool] = []
-    pieces = _pieces(messages, tokenizer, origin, all_turns)
-    for number, (text, is_trained) in enumerate(pieces):
-        if number < len(pieces) - 1:
-            new = _encode([text], tokenizer, add_special_tokens=False)[0]
-        else:
-            if is_truncated:  # the template ends every answer
-                answer = messages[-1]["content"].strip()
-                if answer not in text:
-                    raise DataError(f"{origin}: the chat template does not write the truncated answer as it is")
-                text = text[: text.rindex(answer) + len(answer)]
-            new = encode_completion(text, tokenizer, is_truncated=is_truncated)
-        ids += new
-        mask += [is_trained] * len(new)
-    return np.array(ids, np.int32), np.array(mask, bool)
+    check_roles(messages, origin=row.origin)
+    if has_generation_marks(tokenizer) and not row.is_truncated:
+        return _encode_marked(messages, tokenizer, row.origin, all_turns)
+    *pieces, (last, _) = _pieces(messages, tokenizer, row.origin, all_turns)
+    if row.is_truncated:  # the template ends every answer
+        answer = messages[-1]["content"].strip()
+        if answer not in last:
+            raise DataError(f"{row.origin}: the chat template does not write the truncated answer as it is")
+        last = last[: last.rindex(answer) + len(answer)]
+    runs = _encode([text for text, _ in pieces], tokenizer, add_special_tokens=False)
+    runs.append(encode_completion(last, tokenizer, is_truncated=row.is_truncated))
+    is_trained = [*(flag for _, flag in pieces), True]
+    return np.concatenate(runs).astype(np.int32), np.repeat(is_trained, [len(run) for run in runs])
 
 
 def has_generation_marks(tokenizer: Tokenizer) -> bool:
@@ -267,13 +238,10 @@ def _pieces(messages: Messages, tokenizer: Tokenizer, origin: str, all_turns: bo
         before = render_chat(messages[:index], tokenizer, origin=origin, add_generation_prompt=True)
         after = render_chat(messages[: index + 1], tokenizer, origin=origin, add_generation_prompt=False)
         if not (before.startswith(done) and after.startswith(before)):
-            raise ConfigError(
-                with_hint(
-                    f"{origin}: the chat template rewrites what precedes message {index} once an answer is there",
-                    "use a template that only appends or has {% generation %} marks"
-                    + (", or train the last answer only, without --multiturn" if all_turns else ""),
-                )
-            )
+            problem = f"{origin}: the chat template rewrites what precedes message {index} once an answer is there"
+            hint = "use a template that only appends or has {% generation %} marks"
+            hint += ", or train the last answer only, without --multiturn" if all_turns else ""
+            raise ConfigError(with_hint(problem, hint))
         # White space that the template writes after the EOS is not the assistant's.
         text = after[len(before) :]
         head, eos, tail = text.rpartition(tokenizer.eos_token or "\0")
@@ -286,25 +254,16 @@ def _pieces(messages: Messages, tokenizer: Tokenizer, origin: str, all_turns: bo
 def _encode_marked(
     messages: Messages, tokenizer: Tokenizer, origin: str, all_turns: bool
 ) -> tuple[np.ndarray, np.ndarray]:
-    try:
-        encoded = tokenizer.apply_chat_template(
-            messages, tokenize=True, add_generation_prompt=False, return_dict=True, return_assistant_tokens_mask=True
-        )
-    except Exception as error:  # a template is a program: it may raise anything
-        raise DataError(f"{origin}: the chat template refuses the messages: {error}") from error
-    ids, mask, eos = np.array(encoded["input_ids"]), np.array(encoded["assistant_masks"], bool), tokenizer.eos_token_id
-    if eos is None:
-        raise ConfigError("the tokenizer has no EOS token, so no completion can end")
+    options = {"tokenize": True, "add_generation_prompt": False, "return_dict": True}
+    encoded = _apply_template(messages, tokenizer, origin, return_assistant_tokens_mask=True, **options)
+    ids, mask, eos = np.array(encoded["input_ids"]), np.array(encoded["assistant_masks"], bool), _eos(tokenizer)
     mask[1:] |= mask[:-1] & (ids[1:] == eos)
     starts = np.flatnonzero(mask & ~np.concatenate([[False], mask[:-1]]))
     answers = sum(message["role"] == "assistant" for message in messages)
     if len(starts) < answers or (len(starts) > answers and not all_turns):
-        raise ConfigError(
-            with_hint(
-                f"{origin}: the chat template marks {len(starts)} runs of tokens for {answers} answers",
-                "train all of them, with --multiturn" if len(starts) > answers else "use a template without marks",
-            )
-        )
+        message = f"{origin}: the chat template marks {len(starts)} runs of tokens for {answers} answers"
+        hint = "train all of them, with --multiturn" if len(starts) > answers else "use a template without marks"
+        raise ConfigError(with_hint(message, hint))
     if not all_turns:
         mask[: starts[-1]] = False
     last = int(np.flatnonzero(mask)[-1])
@@ -313,6 +272,19 @@ def _encode_marked(
         return ids[: ends[0] + 1].astype(np.int32), mask[: ends[0] + 1]
     length = len(ids) if tokenizer.decode(ids[last + 1 :]).strip() else last + 1
     return np.append(ids[:length], eos).astype(np.int32), np.append(mask[:length], True)
+
+
+def _apply_template(messages: Messages, tokenizer: Tokenizer, origin: str, **options: bool) -> Any:
+    try:
+        return tokenizer.apply_chat_template(messages, **options)
+    except Exception as error:  # a template is a program: it may raise anything
+        raise DataError(f"{origin}: the chat template refuses the messages: {error}") from error
+
+
+def _eos(tokenizer: Tokenizer) -> int:
+    if tokenizer.eos_token_id is None:
+        raise ConfigError("the tokenizer has no EOS token, so no completion can end")
+    return tokenizer.eos_token_id
 
 
 def _encode(texts: list[str], tokenizer: Tokenizer, *, add_special_tokens: bool) -> list[list[int]]:

@@ -1,15 +1,13 @@
 """From rows to a set of examples: encoded by several processes, over-long ones and bad rows counted, kept on disk."""
 
 import hashlib
-import json
 import os
 import pickle
-import shutil
 import tempfile
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from itertools import islice
 from multiprocessing import get_context
 from pathlib import Path
@@ -22,7 +20,7 @@ from rlhf_data.sources import Rows
 from rlhf_data.store import Store, write_store
 
 _CHUNK = 256  # rows that a worker takes at once
-_FORMAT = 1  # of the cache; goes up when an encoder makes other tokens of the same row
+_FORMAT = 2  # of the cache; goes up when a row gives other tokens, or they are kept in another way
 
 Example = TypeVar("Example")
 Result = tuple[Any, str | None]  # an example, or why there is none
@@ -35,7 +33,6 @@ class Encoder(Protocol[Example]):
 
     def __call__(self, row: Row) -> Example:
         """Return the example of a row."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,16 +104,10 @@ def load_examples(
         raise ConfigError(f"num_workers must be at least 0, got {num_workers}")
     work = _Work(rows, encoder, max_len, num_workers, progress)
     examples, counts = work.cached(Path(cache_dir)) if cache_dir is not None else (tuple(work.encode()), work.counts)
-    errors = RowErrors(skip_bad_rows=skip_bad_rows)
-    errors.num_bad, errors.first = counts.num_bad, list(counts.bad)
-    errors.check(counts.num_rows)
+    RowErrors(skip_bad_rows, counts.num_bad, list(counts.bad)).check(counts.num_rows)
     if not examples:
-        raise DataError(
-            with_hint(
-                f"all {counts.num_too_long} examples of {rows.name} are longer than max_len {max_len}",
-                f"the longest has {counts.longest_tokens} tokens: raise --max_len",
-            )
-        )
+        message = f"all {counts.num_too_long} examples of {rows.name} are longer than max_len {max_len}"
+        raise DataError(with_hint(message, f"the longest has {counts.longest_tokens} tokens: raise --max_len"))
     return ExampleSet(examples, counts)
 
 
@@ -152,24 +143,21 @@ class _Work:
     def cached(self, cache_dir: Path) -> tuple[Sequence[Any], Counts]:
         data = self.rows.fingerprint()
         if data is None:
-            raise ConfigError(
-                with_hint(f"{self.rows.name} is streamed and cannot be cached", "leave out the cache, or streaming")
-            )
+            message = f"{self.rows.name} is streamed and cannot be cached"
+            raise ConfigError(with_hint(message, "leave out the cache, or streaming"))
         folder = cache_dir / _key(data, self.encoder, self.max_len)
         if not folder.exists():
             cache_dir.mkdir(parents=True, exist_ok=True)
-            draft = Path(tempfile.mkdtemp(prefix=".draft-", dir=cache_dir))
-            try:
-                write_store(draft / "set", self.encode())
-                (draft / "set" / "counts.json").write_text(json.dumps(asdict(self.counts)), encoding="utf-8")
-                (draft / "set").rename(folder)
-            except OSError:  # another process was faster
-                if not folder.exists():
-                    raise
-            finally:
-                shutil.rmtree(draft)
-        found = json.loads((folder / "counts.json").read_text(encoding="utf-8"))
-        return Store(folder), Counts(**found | {"bad": tuple(found["bad"])})
+            with tempfile.TemporaryDirectory(prefix=".draft-", dir=cache_dir) as scratch:
+                draft = Path(scratch) / "set"
+                write_store(draft, self.encode())
+                (draft / "counts.pickle").write_bytes(pickle.dumps(self.counts))
+                try:
+                    draft.rename(folder)
+                except OSError:  # another process was faster
+                    if not folder.exists():
+                        raise
+        return Store(folder), pickle.loads((folder / "counts.pickle").read_bytes())
 
     def _results(self, rows: Iterator[Row]) -> Iterator[Result]:
         if not self.num_workers:
@@ -218,10 +206,5 @@ def _key(data: str, encoder: Any, max_len: int) -> str:
     backend = getattr(tokenizer, "backend_tokenizer", None)  # a pickled one is not the same in every process
     words = pickle.dumps(tokenizer) if backend is None else backend.to_str().encode()
     ends = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.chat_template)
-    parts = repr((_FORMAT, data, _options(encoder), max_len, ends)).encode()
+    parts = repr((_FORMAT, data, encoder, max_len, ends)).encode()  # an encoder shows all but its tokenizer
     return hashlib.sha256(parts + words).hexdigest()[:24]
-
-
-def _options(encoder: Any) -> list[Any]:
-    values = [(field.name, getattr(encoder, field.name)) for field in fields(encoder) if field.name != "tokenizer"]
-    return [type(encoder).__name__, *((name, _options(one) if is_dataclass(one) else one) for name, one in values)]

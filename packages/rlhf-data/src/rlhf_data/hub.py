@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_data.errors import ConfigError, DataError, RlhfError, unknown, with_hint
-
-_FORMATS = {".parquet": "parquet", ".arrow": "arrow"}
+from rlhf_data.pretrained import hub_answers
 
 
 def open_dataset(
@@ -29,16 +28,14 @@ def open_dataset(
     try:
         if path.suffix.lower() == ".py":
             table = _run_script(path, subset, split, streaming)
-        elif (
-            path.is_dir()
-            and not subset
-            and any((path / file).is_file() for file in ("state.json", "dataset_dict.json"))
-        ):
+        elif not subset and any((path / file).is_file() for file in ("state.json", "dataset_dict.json")):
             table = _saved(name, split, streaming)
         elif path.is_file():
-            kind = _FORMATS[path.suffix.lower()]
+            kind = path.suffix.lower()[1:]  # parquet or arrow
             table = datasets.load_dataset(kind, data_files=name, split="train", streaming=streaming)
         else:
+            # The library's own switch; it would try the hub again and again for half a minute.
+            datasets.config.HF_HUB_OFFLINE |= not path.exists() and not hub_answers()
             table = datasets.load_dataset(name, subset, split=split, streaming=streaming)
     except RlhfError:
         raise

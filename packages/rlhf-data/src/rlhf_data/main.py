@@ -10,10 +10,11 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from rlhf_data.chat import Tokenizer, load_tokenizer
+from rlhf_data.chat import Tokenizer
 from rlhf_data.errors import ConfigError, DataError, RlhfError, unknown, with_hint
 from rlhf_data.examples import load_examples
 from rlhf_data.preference import PreferenceEncoder, PreferenceExample, ProcessEncoder, ProcessExample, UnpairedEncoder
+from rlhf_data.pretrained import load_tokenizer
 from rlhf_data.rows import Row, RowErrors, kind_of
 from rlhf_data.sft import SftEncoder
 from rlhf_data.sources import Rows, open_sources
@@ -22,17 +23,12 @@ _PROMPT = ("input_key", "input_template")
 _SFT = (*_PROMPT, "output_key", "apply_chat_template")
 _OPTIONS = {
     "sft": (*_SFT, "multiturn", "pretrain_mode"),
-    "preference": (
-        "prompt_key",
-        "chosen_key",
-        "rejected_key",
-        "margin_key",
-        "input_template",
-        "apply_chat_template",
-    ),
+    "preference": ("prompt_key", "chosen_key", "rejected_key", "margin_key", "input_template", "apply_chat_template"),
     "unpaired": (*_SFT, "label_key"),
     "process": (*_PROMPT, "label_key", "placeholder"),
 }
+_NAMES = ("tokenizer_chat_template", *dict.fromkeys(name for names in _OPTIONS.values() for name in names))
+_SWITCHES = ("apply_chat_template", "multiturn", "pretrain_mode")
 _PERCENTILES = (1, 50, 90, 99, 100)
 _TRAINED = ("\033[1;32m", "\033[0m")
 _TRAINED_PLAIN = ("[[", "]]")
@@ -67,7 +63,7 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
     parser = _Parser(prog="rlhf-data", description=__doc__, allow_abbrev=False)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     command = commands.add_parser("inspect", help="count, measure and show the rows of data files", allow_abbrev=False)
-    command.add_argument("data", nargs="+", metavar="FILE", help=".json, .jsonl, .csv, .parquet, .arrow, a folder, ...")
+    command.add_argument("data", nargs="+", metavar="FILE", help=".json, .jsonl, .csv (also .gz), .parquet, ...")
     command.add_argument("--tokenizer", metavar="NAME", help="folder or hub name; without it only the rows are counted")
     command.add_argument("--kind", default="sft", help=f"what the rows are for: {', '.join(_OPTIONS)} (default: sft)")
     command.add_argument("--row", type=int, default=1, metavar="N", help="show the Nth row (default: 1)")
@@ -76,9 +72,8 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
     command.add_argument("--split", default="train", help="of data sets that have splits (default: train)")
     command.add_argument("--tokenizer_chat_template", default=argparse.SUPPRESS, metavar="TEXT", help="not its own")
     encoding = command.add_argument_group("encoding", "as in the trainers; an --output_key '' stands for none")
-    for name in dict.fromkeys(name for names in _OPTIONS.values() for name in names):
-        is_switch = name in ("apply_chat_template", "multiturn", "pretrain_mode")
-        action: dict[str, Any] = {"action": "store_true"} if is_switch else {"metavar": "TEXT"}
+    for name in _NAMES[1:]:
+        action: dict[str, Any] = {"action": "store_true"} if name in _SWITCHES else {"metavar": "TEXT"}
         encoding.add_argument(f"--{name}", default=argparse.SUPPRESS, **action)
     return parser, [flag for action in command._actions for flag in action.option_strings if flag.startswith("--")]
 
@@ -88,11 +83,10 @@ def _inspect(options: argparse.Namespace) -> None:
         raise ConfigError(f"--row must be at least 1, got {options.row}")
     if options.kind not in _OPTIONS:
         raise ConfigError(unknown("kind", options.kind, _OPTIONS))
-    encoder = None
-    if options.tokenizer is not None:
-        encoder = _encoder(options)
-    elif given := [name for name in _all_options() if hasattr(options, name)]:
-        raise ConfigError(with_hint(f"--{given[0]} has no effect without a tokenizer", "give --tokenizer"))
+    given = {name: getattr(options, name) for name in _NAMES if hasattr(options, name)}
+    if given and options.tokenizer is None:
+        raise ConfigError(with_hint(f"--{next(iter(given))} has no effect without a tokenizer", "give --tokenizer"))
+    encoder = None if options.tokenizer is None else _encoder(options.kind, options.tokenizer, given)
     rows = open_sources(",".join(options.data), max_samples=options.max_samples, split=options.split)
     errors = RowErrors(skip_bad_rows=True)
     num_rows, shown = _print_rows(rows.read(errors), options.row)
@@ -113,29 +107,25 @@ def _inspect(options: argparse.Namespace) -> None:
         print(f"  cannot be used: {error}")
 
 
-def _all_options() -> list[str]:
-    return ["tokenizer_chat_template", *(name for names in _OPTIONS.values() for name in names)]
-
-
-def _encoder(options: argparse.Namespace) -> Any:
-    given = {name: getattr(options, name) for name in _all_options()[1:] if hasattr(options, name)}
+def _encoder(kind: str, tokenizer_name: str, given: dict[str, Any]) -> Any:
+    template = given.pop("tokenizer_chat_template", None)
     for name in given:
-        if name not in _OPTIONS[options.kind]:
-            raise ConfigError(unknown(f"option of --kind {options.kind}", name, _OPTIONS[options.kind]))
-    tokenizer = load_tokenizer(options.tokenizer)
-    if hasattr(options, "tokenizer_chat_template"):
-        tokenizer.chat_template = options.tokenizer_chat_template
+        if name not in _OPTIONS[kind]:
+            raise ConfigError(unknown(f"option of --kind {kind}", name, _OPTIONS[kind]))
+    tokenizer = load_tokenizer(tokenizer_name)
+    if template is not None:
+        tokenizer.chat_template = template
     if "pretrain_mode" in given:
         given["pretrain"] = given.pop("pretrain_mode")
     if "output_key" in given:
         given["output_key"] = given["output_key"] or None
-    if options.kind == "unpaired":
+    if kind == "unpaired":
         label = {name: given.pop(name) for name in ("label_key",) if name in given}
         return UnpairedEncoder(sft=SftEncoder(tokenizer=tokenizer, **given), **label)
-    if options.kind == "process" and "placeholder" not in given:
+    if kind == "process" and "placeholder" not in given:
         raise ConfigError("--kind process needs the --placeholder that ends a step")
     kinds = {"sft": SftEncoder, "preference": PreferenceEncoder, "process": ProcessEncoder}
-    return kinds[options.kind](tokenizer=tokenizer, **given)
+    return kinds[kind](tokenizer=tokenizer, **given)
 
 
 def _print_rows(rows: Iterable[Row], number: int) -> tuple[int, Row | None]:
@@ -169,8 +159,8 @@ def _print_examples(rows: Rows, encoder: Any, max_len: int) -> None:
 
 def _sequences(example: Any) -> list[tuple[str, np.ndarray, np.ndarray]]:
     if isinstance(example, PreferenceExample):
-        pair = (("chosen", example.chosen), ("rejected", example.rejected))
-        return [(name, part.token_ids, part.loss_mask) for name, part in pair]
+        parts = {"chosen": example.chosen, "rejected": example.rejected}
+        return [(name, part.token_ids, part.loss_mask) for name, part in parts.items()]
     if isinstance(example, ProcessExample):
         return [("", example.token_ids, np.isin(np.arange(example.num_tokens), example.positions))]
     return [("", example.token_ids, example.loss_mask)]

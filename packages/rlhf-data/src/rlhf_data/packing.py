@@ -8,7 +8,7 @@ import numpy as np
 from rlhf_data.errors import ConfigError, DataError, with_hint
 
 
-def pack(lengths: Sequence[int] | np.ndarray, budget_tokens: int, *, min_bins: int = 1) -> list[list[int]]:
+def pack(lengths: Sequence[int] | np.ndarray, budget_tokens: int) -> list[list[int]]:
     """Return bins of indices such that no bin exceeds the budget and every index is in exactly one bin.
 
     Best-fit decreasing: the longest item first, each into the fullest bin that still takes it; never more than
@@ -17,30 +17,23 @@ def pack(lengths: Sequence[int] | np.ndarray, budget_tokens: int, *, min_bins: i
     Args:
         lengths: [N] tokens of each item, each at least 1.
         budget_tokens: the most tokens of a bin.
-        min_bins: at least that many bins, none of them empty (data-parallel ranks must take equally many).
 
     Returns:
         The bins in the order of their smallest index, each in ascending order; no bins for no items.
 
     Raises:
         DataError: an item is longer than the budget, or shorter than one token.
-        ConfigError: fewer items than `min_bins`.
 
     Source: Johnson 1973, Near-optimal bin packing algorithms, MIT.
     """
     lengths = _checked(lengths)
     if not len(lengths):
         return []
-    if len(lengths) < min_bins:
-        raise ConfigError(f"{len(lengths)} sequences cannot fill {min_bins} bins")
     longest = int(lengths.argmax())
     if lengths[longest] > budget_tokens:
-        raise DataError(
-            with_hint(
-                f"sequence {longest} has {lengths[longest]} tokens, more than the budget of {budget_tokens}",
-                f"raise the token budget to at least {lengths[longest]}, or leave longer sequences out",
-            )
-        )
+        message = f"sequence {longest} has {lengths[longest]} tokens, more than the budget of {budget_tokens}"
+        hint = f"raise the token budget to at least {lengths[longest]}, or leave longer sequences out"
+        raise DataError(with_hint(message, hint))
     bins: list[list[int]] = []
     free: list[tuple[int, int]] = []  # (tokens left, bin), ascending
     for index in np.argsort(-lengths, kind="stable").tolist():
@@ -53,27 +46,21 @@ def pack(lengths: Sequence[int] | np.ndarray, budget_tokens: int, *, min_bins: i
             left, number = free.pop(fullest)
             bisect.insort(free, (left - length, number))
             bins[number].append(index)
-    while len(bins) < min_bins:
-        fullest = max(range(len(bins)), key=lambda number: (len(bins[number]), -number))
-        items = bins[fullest]
-        bins[fullest], rest = items[::2], items[1::2]
-        bins.append(rest)
     return sorted((sorted(items) for items in bins), key=lambda items: items[0])
 
 
-def split_balanced(lengths: Sequence[int] | np.ndarray, num_parts: int, *, equal_size: bool = True) -> list[list[int]]:
+def split_balanced(lengths: Sequence[int] | np.ndarray, num_parts: int) -> list[list[int]]:
     """Return a share of the indices for each rank, with token sums as close as a greedy split makes them.
 
-    The longest item first, each to the share with the fewest tokens so far (of those that are not full).
+    The longest item first, each to the share with the fewest tokens so far, of those that are not full: the sizes
+    differ by at most one item.
 
     Args:
         lengths: [N] tokens of each item, each at least 1.
         num_parts: the number of ranks.
-        equal_size: share sizes differ by at most one item.
 
     Returns:
-        `num_parts` lists in ascending order; together every index exactly once. All equal in size when
-        `equal_size` and `num_parts` divides N.
+        `num_parts` lists in ascending order; together every index exactly once.
 
     Raises:
         ConfigError: fewer items than parts.
@@ -82,24 +69,16 @@ def split_balanced(lengths: Sequence[int] | np.ndarray, num_parts: int, *, equal
     """
     lengths = _checked(lengths)
     if num_parts < 1 or len(lengths) < num_parts:
-        raise ConfigError(
-            with_hint(
-                f"{len(lengths)} sequences cannot be split over {num_parts} ranks",
-                "use a larger batch or fewer data-parallel ranks",
-            )
-        )
+        message = f"{len(lengths)} sequences cannot be split over {num_parts} ranks"
+        raise ConfigError(with_hint(message, "use a larger batch or fewer data-parallel ranks"))
     smallest, larger = divmod(len(lengths), num_parts)
     parts: list[list[int]] = [[] for _ in range(num_parts)]
     tokens = [0] * num_parts
     for index in np.argsort(-lengths, kind="stable").tolist():
-        if equal_size:
-            # A share may take one above the common size only while that many larger shares remain.
-            num_larger = sum(len(part) > smallest for part in parts)
-            limit = smallest + (num_larger < larger)
-            ranks = [rank for rank in range(num_parts) if len(parts[rank]) < limit]
-        else:
-            ranks = list(range(num_parts))
-        rank = min(ranks, key=lambda rank: (tokens[rank], len(parts[rank]), rank))
+        # A share may take one above the common size only while that many larger shares remain.
+        limit = smallest + (sum(len(part) > smallest for part in parts) < larger)
+        open_ranks = (rank for rank in range(num_parts) if len(parts[rank]) < limit)
+        rank = min(open_ranks, key=lambda rank: (tokens[rank], len(parts[rank]), rank))
         parts[rank].append(index)
         tokens[rank] += int(lengths[index])
     return [sorted(part) for part in parts]

@@ -1,14 +1,15 @@
 """Examples of what is better than what: pairs, single judged answers, and judged steps."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from rlhf_data.chat import Tokenizer, check_template, encode_prompts, render_prompt, row_messages
+from rlhf_data.chat import InputTemplate, Tokenizer, encode_conversation, encode_prompts, row_messages
 from rlhf_data.errors import ConfigError, DataError, with_hint
+from rlhf_data.records import freeze_arrays
 from rlhf_data.rows import Row, kind_of
-from rlhf_data.sft import SftEncoder, SftExample, completed, conversation
+from rlhf_data.sft import SftEncoder, SftExample, completed
 
 _ANSWER_MARK = "\n\nAssistant:"  # of the helpful-and-harmless dialogues, whose texts hold prompt and answer
 _VERDICTS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
@@ -41,30 +42,10 @@ class PreferenceExample:
 
 
 @dataclass(frozen=True, slots=True)
-class UnpairedExample:
-    """One answer that was judged good or bad.
+class UnpairedExample(SftExample):
+    """One answer that was judged good or bad: trained are the answer and its EOS; `is_desirable` is the verdict."""
 
-    Attributes:
-        example_id: the row's id.
-        token_ids: [L] int32: prompt, answer, one EOS.
-        loss_mask: [L] bool: True for the answer and its EOS.
-        is_desirable: the verdict.
-    """
-
-    example_id: str
-    token_ids: np.ndarray
-    loss_mask: np.ndarray
     is_desirable: bool
-
-    def __post_init__(self) -> None:
-        checked = SftExample(self.example_id, self.token_ids, self.loss_mask)
-        object.__setattr__(self, "token_ids", checked.token_ids)
-        object.__setattr__(self, "loss_mask", checked.loss_mask)
-
-    @property
-    def num_tokens(self) -> int:
-        """L."""
-        return len(self.token_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,11 +65,8 @@ class ProcessExample:
     labels: np.ndarray
 
     def __post_init__(self) -> None:
-        for name, dtype in (("token_ids", np.int32), ("positions", np.int32), ("labels", np.float32)):
-            array = np.array(getattr(self, name), dtype=dtype)
-            array.flags.writeable = False
-            object.__setattr__(self, name, array)
-        if self.positions.shape != self.labels.shape or self.positions.ndim != 1 or not len(self.positions):
+        freeze_arrays(self, token_ids=np.int32, positions=np.int32, labels=np.float32)
+        if self.positions.shape != self.labels.shape or not len(self.positions):
             raise DataError(
                 f"{self.example_id}: {self.positions.size} steps with {self.labels.size} labels; "
                 "there must be one label a step, and at least one step"
@@ -105,7 +83,7 @@ class ProcessExample:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PreferenceEncoder:
+class PreferenceEncoder(InputTemplate):
     """Makes a pair of a row. Picklable, so that worker processes can do it.
 
     With `prompt_key`, the prompt is text (or messages, with the chat template) and the answers are texts (or lists of
@@ -113,30 +91,24 @@ class PreferenceEncoder:
     the last one only, or as texts, of which all up to the last "Assistant:" that begins a paragraph is the prompt; a
     text without one is an answer to nothing.
 
-    Attributes:
-        tokenizer: the model's, loaded.
+    Attributes, beside those of `InputTemplate`:
         prompt_key: the key of the prompt, or None.
         chosen_key: the key of the preferred answer.
         rejected_key: the key of the other answer.
         margin_key: the key of a number, by how much the preferred answer is better; None for no margins.
-        apply_chat_template: render prompt and answers with the tokenizer's chat template.
-        input_template: text with one `{}` for the prompt; everything else in it is literal.
 
     Raises:
         ConfigError: options that do not fit each other or the tokenizer.
         DataError: called with a row that cannot be used, such as one whose two answers are the same.
     """
 
-    tokenizer: Tokenizer
     prompt_key: str | None = None
     chosen_key: str = "chosen"
     rejected_key: str = "rejected"
     margin_key: str | None = None
-    apply_chat_template: bool = False
-    input_template: str | None = None
 
     def __post_init__(self) -> None:
-        check_template(self.tokenizer, apply_chat_template=self.apply_chat_template, input_template=self.input_template)
+        InputTemplate.__post_init__(self)
         if self.input_template is not None and self.prompt_key is None:
             raise ConfigError(with_hint("input_template has no effect without a prompt_key", "give --prompt_key"))
 
@@ -163,7 +135,7 @@ class PreferenceEncoder:
                 raise DataError(with_hint(message, "give --prompt_key, or leave out --apply_chat_template"))
         if both[0][:-1] != both[1][:-1]:
             raise DataError(f"{row.origin}: the two conversations differ before their last message")
-        return [conversation(row, messages, self.tokenizer) for messages in both]
+        return [encode_conversation(row, messages, self.tokenizer) for messages in both]
 
     def _texts(self, row: Row) -> list[tuple[np.ndarray, np.ndarray]]:
         keys = (self.chosen_key, self.rejected_key)
@@ -171,13 +143,7 @@ class PreferenceEncoder:
             raise DataError(with_hint(f"{row.origin}: an answer is a list", "messages need --apply_chat_template"))
         texts = [row.filled(key) for key in keys]
         if self.prompt_key is not None:
-            prompt = render_prompt(
-                row,
-                self.tokenizer,
-                input_key=self.prompt_key,
-                apply_chat_template=False,
-                input_template=self.input_template,
-            )
+            prompt = self.render(row, self.prompt_key)
             return [completed(row, prompt, text, self.tokenizer) for text in texts]
         prompts, marks, answers = zip(*(text.rpartition(_ANSWER_MARK) for text in texts), strict=True)
         if prompts[0] != prompts[1] or marks[0] != marks[1]:
@@ -239,7 +205,7 @@ class ProcessEncoder:
         DataError: called with a row that cannot be used, such as one with more labels than placeholders.
     """
 
-    tokenizer: Tokenizer
+    tokenizer: Tokenizer = field(repr=False)
     placeholder: str
     input_key: str = "input"
     label_key: str = "label"
@@ -247,7 +213,7 @@ class ProcessEncoder:
     input_template: str | None = None
 
     def __post_init__(self) -> None:
-        check_template(self.tokenizer, apply_chat_template=False, input_template=self.input_template)
+        self._template()
         ids = self._bare(self.placeholder)
         if len(ids) != 1:
             hint = "use a special token of the tokenizer, or a character that is one token"
@@ -255,10 +221,7 @@ class ProcessEncoder:
 
     def __call__(self, row: Row) -> ProcessExample:
         """Return the judged steps of a row."""
-        text = render_prompt(
-            row, self.tokenizer, input_key=self.input_key, apply_chat_template=False, input_template=self.input_template
-        )
-        head, *steps = text.split(self.placeholder)
+        head, *steps = self._template().render(row, self.input_key).split(self.placeholder)
         labels = row.cell(self.label_key)
         if not isinstance(labels, list):
             raise DataError(f"{row.origin}: `{self.label_key}` must be a list of labels, got {kind_of(labels)}")
@@ -272,6 +235,9 @@ class ProcessEncoder:
             ids += [placeholder, *(self._bare(step) if step else [])]
         values = [self._label(row, label) for label in labels]
         return ProcessExample(row.row_id, np.array(ids), np.array(positions), np.array(values))
+
+    def _template(self) -> InputTemplate:
+        return InputTemplate(tokenizer=self.tokenizer, input_template=self.input_template)
 
     def _bare(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])

@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import overload
+from typing import Any
 
-from rlhf_data.chat import Tokenizer, check_template, encode_prompts, render_prompt
+from rlhf_data.chat import InputTemplate, Tokenizer, encode_prompts
 from rlhf_data.errors import ConfigError, DataError, with_hint
 from rlhf_data.records import Prompt
 from rlhf_data.rows import RowErrors
@@ -17,10 +17,7 @@ class PromptSet(Sequence[Prompt]):
 
     Attributes:
         prompts: in the order of the file.
-        num_rows: rows read; always `len(prompts) + num_too_long + num_bad`.
-        num_too_long: rows left out because their prompt has more tokens than the limit.
-        longest_tokens: tokens of the longest prompt that was read, kept or not.
-        num_bad: rows left out because they cannot be used.
+        num_rows, num_too_long, longest_tokens, num_bad: as in `rlhf_data.examples.Counts`.
     """
 
     prompts: tuple[Prompt, ...]
@@ -32,11 +29,7 @@ class PromptSet(Sequence[Prompt]):
     def __len__(self) -> int:
         return len(self.prompts)
 
-    @overload
-    def __getitem__(self, index: int) -> Prompt: ...
-    @overload
-    def __getitem__(self, index: slice) -> tuple[Prompt, ...]: ...
-    def __getitem__(self, index: int | slice) -> Prompt | tuple[Prompt, ...]:
+    def __getitem__(self, index: int | slice) -> Any:
         return self.prompts[index]
 
     @property
@@ -83,17 +76,13 @@ def load_prompts(
     """
     if prompt_max_len < 1:
         raise ConfigError(f"prompt_max_len must be at least 1, got {prompt_max_len}")
-    check_template(tokenizer, apply_chat_template=apply_chat_template, input_template=input_template)
+    template = InputTemplate(
+        tokenizer=tokenizer, apply_chat_template=apply_chat_template, input_template=input_template
+    )
     errors, drafts = RowErrors(skip_bad_rows=skip_bad_rows), []
     for row in rows.read(errors):
         try:
-            text = render_prompt(
-                row,
-                tokenizer,
-                input_key=input_key,
-                apply_chat_template=apply_chat_template,
-                input_template=input_template,
-            )
+            text = template.render(row, input_key)
             label = None if label_key is None else row.label(label_key)
             drafts.append((row, text, label, source if source_key is None else row.text(source_key)))
         except DataError as error:
@@ -109,10 +98,7 @@ def load_prompts(
     num_rows = len(lengths) + errors.num_bad
     errors.check(num_rows)
     if not prompts:
-        raise DataError(
-            with_hint(
-                f"all {len(lengths)} prompts of {rows.name} are longer than prompt_max_len {prompt_max_len}",
-                f"the shortest has {min(lengths)} tokens, the longest {max(lengths)}: raise --prompt_max_len",
-            )
-        )
+        message = f"all {len(lengths)} prompts of {rows.name} are longer than prompt_max_len {prompt_max_len}"
+        hint = f"the shortest has {min(lengths)} tokens, the longest {max(lengths)}: raise --prompt_max_len"
+        raise DataError(with_hint(message, hint))
     return PromptSet(tuple(prompts), num_rows, len(lengths) - len(prompts), max(lengths), errors.num_bad)

@@ -44,12 +44,15 @@ class VerdictKind(StrEnum):
         return self in (VerdictKind.TIMEOUT, VerdictKind.CRASH)
 
 
-def _frozen(values: Any, dtype: type, name: str) -> np.ndarray:
-    array = np.ascontiguousarray(values, dtype=dtype).view()  # a view: the caller's own array stays writeable
-    if array.ndim != 1:
-        raise DataError(f"{name} must be one-dimensional, got shape {array.shape}")
-    array.flags.writeable = False
-    return array
+def freeze_arrays(record: Any, **dtypes: type) -> None:
+    """Give fields of a frozen record the dtypes named and make them read-only. Raises DataError unless they are 1-D."""
+    for name, dtype in dtypes.items():
+        # A view: the caller's own array stays writeable.
+        array = np.ascontiguousarray(getattr(record, name), dtype=dtype).view()
+        if array.ndim != 1:
+            raise DataError(f"{type(record).__name__}.{name} must be one-dimensional, got shape {array.shape}")
+        array.flags.writeable = False
+        object.__setattr__(record, name, array)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +74,7 @@ class Prompt:
     source: str = "default"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "token_ids", _frozen(self.token_ids, np.int32, "Prompt.token_ids"))
+        freeze_arrays(self, token_ids=np.int32)
         if not len(self.token_ids):
             raise DataError(f"prompt {self.prompt_id!r} has no tokens")
 
@@ -93,13 +96,12 @@ class Span:
     policy_version: int | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "token_ids", _frozen(self.token_ids, np.int32, "Span.token_ids"))
+        freeze_arrays(self, token_ids=np.int32)
         if (self.source is SpanSource.POLICY) != (self.logprobs is not None and self.policy_version is not None):
-            raise DataError(
-                f"a {self.source} span carries log-probs and a policy version exactly when it is the policy's"
-            )
+            message = f"a {self.source} span carries log-probs and a policy version exactly when it is the policy's"
+            raise DataError(message)
         if self.logprobs is not None:
-            object.__setattr__(self, "logprobs", _frozen(self.logprobs, np.float32, "Span.logprobs"))
+            freeze_arrays(self, logprobs=np.float32)
             if len(self.logprobs) != len(self.token_ids):
                 raise DataError(f"{len(self.logprobs)} log-probs for {len(self.token_ids)} tokens")
 

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from rlhf_data.errors import DataError, unknown, with_hint
@@ -78,25 +78,26 @@ class Row:
         """
         value = self.cell(key)
         if value is None:
-            raise DataError(
-                with_hint(f"{self.origin}: the label `{key}` is null", "remove the row, or write the answer into it")
-            )
+            message = f"{self.origin}: the label `{key}` is null"
+            raise DataError(with_hint(message, "remove the row, or write the answer into it"))
         if isinstance(value, bool | list | dict):
             return json.dumps(value, ensure_ascii=False)
         return self.text(key)
 
 
+@dataclass
 class RowErrors:
     """Counts the rows that cannot be used, so that a few do not stop a run and many do.
 
-    Args:
+    Attributes:
         skip_bad_rows: leave all of them out, however many.
+        num_bad: how many there were.
+        first: what is wrong with the first of them.
     """
 
-    def __init__(self, *, skip_bad_rows: bool = False) -> None:
-        self.skip_bad_rows = skip_bad_rows
-        self.num_bad = 0
-        self.first: list[str] = []
+    skip_bad_rows: bool = False
+    num_bad: int = 0
+    first: list[str] = field(default_factory=list)
 
     def add(self, error: DataError | str) -> None:
         """Count one row; the text of the error names its file and line."""

@@ -26,22 +26,10 @@ class EpochSampler:
             raise ConfigError(f"num_items ({num_items}) and batch_size ({batch_size}) must be at least 1")
         if seed < 0:
             raise ConfigError(f"the seed must not be negative, got {seed}")
-        self.num_items = num_items
-        self.batch_size = batch_size
-        self.seed = seed
-        self.shuffle = shuffle
-        self._num_seen = 0
+        self.num_items, self.batch_size, self.seed, self.shuffle = num_items, batch_size, seed, shuffle
+        self._identity = {"num_items": num_items, "seed": seed, "shuffle": shuffle}
+        self.num_seen = 0  # indices handed out since the beginning
         self._shuffled = (-1, np.array([], np.int64))  # the epoch at hand and its order
-
-    @property
-    def num_seen(self) -> int:
-        """Indices handed out since the beginning."""
-        return self._num_seen
-
-    @property
-    def epoch(self) -> float:
-        """Epochs gone by, with the part of the current one."""
-        return self._num_seen / self.num_items
 
     def next_batch(self) -> np.ndarray:
         """Return the next [batch_size] int64 indices."""
@@ -51,17 +39,17 @@ class EpochSampler:
         """Return the next [count] int64 indices."""
         batch: list[int] = []
         while len(batch) < count:
-            epoch, position = divmod(self._num_seen, self.num_items)
+            epoch, position = divmod(self.num_seen, self.num_items)
             if self._shuffled[0] != epoch:
                 self._shuffled = (epoch, self._order(epoch))
             taken = self._shuffled[1][position : position + count - len(batch)]
             batch.extend(taken.tolist())
-            self._num_seen += len(taken)
+            self.num_seen += len(taken)
         return np.array(batch, dtype=np.int64)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what `load_state_dict` needs to go on with the next batch."""
-        return {"num_seen": self._num_seen, **self._identity()}
+        return {"num_seen": self.num_seen, **self._identity}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state` was taken; the batch size may differ.
@@ -69,18 +57,11 @@ class EpochSampler:
         Raises:
             CheckpointError: the state is of another data set, seed or order.
         """
-        for name, own in self._identity().items():
+        for name, own in self._identity.items():
             if state.get(name) != own:
-                raise CheckpointError(
-                    with_hint(
-                        f"the saved order has {name} {state.get(name)}, this run has {own}",
-                        "resume with the data set and seed of the saved run",
-                    )
-                )
-        self._num_seen = int(state["num_seen"])
-
-    def _identity(self) -> dict[str, Any]:
-        return {"num_items": self.num_items, "seed": self.seed, "shuffle": self.shuffle}
+                message = f"the saved order has {name} {state.get(name)}, this run has {own}"
+                raise CheckpointError(with_hint(message, "resume with the data set and seed of the saved run"))
+        self.num_seen = int(state["num_seen"])
 
     def _order(self, epoch: int) -> np.ndarray:
         if not self.shuffle:

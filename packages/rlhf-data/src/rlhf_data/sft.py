@@ -5,17 +5,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from rlhf_data.chat import (
-    Messages,
+    InputTemplate,
     Tokenizer,
-    check_roles,
-    check_template,
     encode_completion,
     encode_conversation,
     encode_prompts,
-    render_prompt,
     row_messages,
 )
 from rlhf_data.errors import ConfigError, DataError, with_hint
+from rlhf_data.records import freeze_arrays
 from rlhf_data.rows import Row
 
 
@@ -24,7 +22,7 @@ class SftExample:
     """One sequence to learn from.
 
     Attributes:
-        example_id: `<file name>:<line>`.
+        example_id: of its row: `<file name>:<line>`.
         token_ids: [L] int32: prompt, completion, one EOS; or a conversation that ends with one.
         loss_mask: [L] bool: True for what is trained, which includes the EOS.
     """
@@ -34,11 +32,8 @@ class SftExample:
     loss_mask: np.ndarray
 
     def __post_init__(self) -> None:
-        for name, dtype in (("token_ids", np.int32), ("loss_mask", np.bool_)):
-            array = np.array(getattr(self, name), dtype=dtype)
-            array.flags.writeable = False
-            object.__setattr__(self, name, array)
-        if self.token_ids.ndim != 1 or self.token_ids.shape != self.loss_mask.shape:
+        freeze_arrays(self, token_ids=np.int32, loss_mask=np.bool_)
+        if self.token_ids.shape != self.loss_mask.shape:
             raise DataError(f"{self.example_id}: {self.token_ids.shape} tokens with a mask of {self.loss_mask.shape}")
         if not self.loss_mask.any():
             raise DataError(f"{self.example_id}: no token is trained")
@@ -50,20 +45,17 @@ class SftExample:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SftEncoder:
+class SftEncoder(InputTemplate):
     """Makes an example of a row. Picklable, so that worker processes can do it.
 
     The prompt gets exactly the tokens it has in generation (`rlhf_data.prompts.load_prompts`); the completion is
     tokenized apart from it and ends with one EOS, unless the row says that it was cut (`Row.is_truncated`). With the
     chat template the trained tokens are those of `rlhf_data.chat.encode_conversation`.
 
-    Attributes:
-        tokenizer: the model's, loaded.
+    Attributes, beside those of `InputTemplate`:
         input_key: the key of the prompt: text, or a list of messages with `apply_chat_template`.
         output_key: the key of the completion, a text. None: the input is all there is, a conversation that ends with
             the assistant's answer, or a text to train on whole.
-        apply_chat_template: render prompt and completion with the tokenizer's chat template.
-        input_template: text with one `{}` for the input; everything else in it is literal.
         multiturn: train every answer of a conversation, not the last alone.
         pretrain: train every token but the first, which nothing predicts.
 
@@ -72,30 +64,22 @@ class SftEncoder:
         DataError: called with a row that cannot be used.
     """
 
-    tokenizer: Tokenizer
     input_key: str = "input"
     output_key: str | None = "output"
-    apply_chat_template: bool = False
-    input_template: str | None = None
     multiturn: bool = False
     pretrain: bool = False
 
     def __post_init__(self) -> None:
-        check_template(self.tokenizer, apply_chat_template=self.apply_chat_template, input_template=self.input_template)
+        InputTemplate.__post_init__(self)
         if self.multiturn and (self.pretrain or not self.apply_chat_template):
-            raise ConfigError(
-                with_hint(
-                    "multiturn trains every answer of a conversation: it needs the chat template and excludes pretrain",
-                    "add --apply_chat_template, or leave --multiturn out",
-                )
+            message = (
+                "multiturn trains every answer of a conversation: it needs the chat template and excludes pretrain"
             )
+            raise ConfigError(with_hint(message, "add --apply_chat_template, or leave --multiturn out"))
         if self.output_key is None and not (self.pretrain or self.apply_chat_template):
-            raise ConfigError(
-                with_hint(
-                    "without an output_key nothing tells the prompt from what is to be learned",
-                    "give --output_key, --apply_chat_template for conversations, or --pretrain_mode for plain text",
-                )
-            )
+            message = "without an output_key nothing tells the prompt from what is to be learned"
+            hint = "give --output_key, --apply_chat_template for conversations, or --pretrain_mode for plain text"
+            raise ConfigError(with_hint(message, hint))
 
     def __call__(self, row: Row) -> SftExample:
         """Return the example of a row."""
@@ -103,12 +87,12 @@ class SftEncoder:
             messages = row_messages(row, self.input_key)
             if self.output_key is not None:
                 messages = [*messages, {"role": "assistant", "content": row.filled(self.output_key)}]
-            ids, mask = conversation(row, messages, self.tokenizer, all_turns=self.multiturn)
+            ids, mask = encode_conversation(row, messages, self.tokenizer, all_turns=self.multiturn)
         elif self.output_key is not None:
             answer = row.filled(self.output_key)
-            ids, mask = completed(row, self._prompt(row), answer, self.tokenizer)
+            ids, mask = completed(row, self.render(row, self.input_key), answer, self.tokenizer)
         else:
-            [ids] = encode_prompts([self._prompt(row)], self.tokenizer, has_special_tokens=False)
+            [ids] = encode_prompts([self.render(row, self.input_key)], self.tokenizer, has_special_tokens=False)
             eos = self.tokenizer.eos_token_id
             if eos is not None and ids[-1:] != [eos] and not row.is_truncated:
                 ids.append(eos)
@@ -116,25 +100,6 @@ class SftEncoder:
         if self.pretrain:
             mask = np.arange(len(ids)) > 0
         return SftExample(row.row_id, ids, mask)
-
-    def _prompt(self, row: Row) -> str:
-        return render_prompt(
-            row,
-            self.tokenizer,
-            input_key=self.input_key,
-            apply_chat_template=False,
-            input_template=self.input_template,
-        )
-
-
-def conversation(
-    row: Row, messages: Messages, tokenizer: Tokenizer, *, all_turns: bool = False
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return tokens and mask of a row's conversation; see `encode_conversation`."""
-    check_roles(messages, origin=row.origin)
-    return encode_conversation(
-        messages, tokenizer, origin=row.origin, all_turns=all_turns, is_truncated=row.is_truncated
-    )
 
 
 def completed(row: Row, prompt: str, answer: str, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:

@@ -1,10 +1,13 @@
 """Rows of data files and data sets: JSON, JSONL, CSV and all that the `datasets` library reads, one or several."""
 
+import bisect
 import csv
+import gzip
 import hashlib
 import itertools
 import json
 import re
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,11 +19,11 @@ import numpy as np
 from rlhf_data.errors import ConfigError, DataError, missing_file, with_hint
 from rlhf_data.rows import Row, RowErrors, kind_of
 
-SUFFIXES = (".json", ".jsonl", ".csv", ".parquet", ".arrow", ".py")
+SUFFIXES = (".json", ".jsonl", ".csv", ".json.gz", ".jsonl.gz", ".csv.gz", ".parquet", ".arrow", ".py")
 _ONE_A_LINE = "a .jsonl file has one whole JSON object a line, with names and text in double quotes"
 
 _WHITESPACE = re.compile(r"[ \t\n\r]*")
-_UNDECODABLE = re.compile("[\udc80-\udcff]")  # what `surrogateescape` makes of a byte that is not UTF-8
+_NOT_UTF8 = DataError(with_hint("not UTF-8", "convert the file to UTF-8"))
 
 
 class _Strict(RowErrors):
@@ -35,6 +38,14 @@ class Source:
     name: str
     read: Callable[[RowErrors], Iterator[Row]]
     fingerprint: Callable[[], str | None]
+
+
+def parse_probs(option: str, text: str | None) -> tuple[float, ...] | None:
+    """Return the probabilities of a list with commas. Raises ConfigError for what is no number."""
+    try:
+        return None if text is None else tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise ConfigError(f"--{option} is {text}; it must be numbers with commas between them") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,9 +108,8 @@ class Rows:
         if row is None and errors.num_bad > num_bad:
             raise DataError(f"no row of {source.name} can be read; the first that cannot:\n" + "\n".join(errors.first))
         if row is None:
-            raise DataError(
-                with_hint(f"{source.name} has no rows", "write one JSON object a line, with the prompt in it")
-            )
+            hint = "write one JSON object a line, with the prompt in it"
+            raise DataError(with_hint(f"{source.name} has no rows", hint))
 
 
 def open_sources(
@@ -117,9 +127,10 @@ def open_sources(
 
     Args:
         text: a list with commas of `.json` (one list of objects), `.jsonl` (one object a line; empty lines are
-            skipped), `.csv` (with a header; every cell is text), `.parquet` and `.arrow` files, folders that
-            `save_to_disk` wrote, hub names, and `.py` files with one builder class of the `datasets` library. A folder,
-            a hub name and a script may end in `@subset`. A Path is one source. Text is UTF-8.
+            skipped), `.csv` (with a header; every cell is text), these compressed (`.jsonl.gz`), `.parquet` and
+            `.arrow` files, folders that `save_to_disk` wrote, hub names, and `.py` files with one builder class of the
+            `datasets` library. A folder, a hub name and a script may end in `@subset`. A Path is one source. Text is
+            UTF-8.
         probs: a probability for each source. The source of every next row is drawn with them; a source that ends
             begins again, until each has ended at least once. None: one source after the other.
         seed: of that drawing.
@@ -146,26 +157,23 @@ def open_sources(
     return Rows(tuple(_open(name, streaming, split) for name in names), probs, seed, max_samples)
 
 
-def read_rows(path: str | Path, *, max_rows: int | None = None) -> list[Row]:
-    """Return the rows of one source, see `open_sources`; the first broken one is raised."""
-    return list(open_sources(Path(path), max_samples=max_rows))
-
-
 def _open(name: str | Path, streaming: bool, split: str) -> Source:
     path, subset = Path(name), None
     if not path.exists() and "@" in path.name:
         name, _, subset = str(name).rpartition("@")
         path = Path(name)
-    is_path = isinstance(name, Path) or path.exists() or path.suffix.lower() in SUFFIXES or str(name)[0] in "./~"
+    is_known = path.name.lower().endswith(SUFFIXES)
+    is_path = isinstance(name, Path) or path.exists() or is_known or str(name)[0] in "./~"
     if is_path and not path.exists():
         raise DataError(missing_file("data file", path))
-    if path.is_file() and path.suffix.lower() not in SUFFIXES:
+    if path.is_file() and not is_known:
         message = f"data file {path} ends in `{path.suffix}`; known: {', '.join(SUFFIXES)}"
         raise DataError(with_hint(message, "convert it to .jsonl"))
     if subset is not None and path.is_file() and path.suffix.lower() != ".py":
         raise ConfigError(f"data file {path} has no subsets, got `@{subset}`")
-    if path.is_file() and (read := _READERS.get(path.suffix.lower())):
-        return Source(str(path), partial(read, path), partial(_digest, path))
+    parse = _PARSERS.get(Path(path.name.lower().removesuffix(".gz")).suffix)
+    if path.is_file() and parse is not None:
+        return Source(str(path), partial(_read_text, parse, path), partial(_digest, path))
     from rlhf_data.hub import open_dataset
 
     table, fingerprint = open_dataset(str(name), subset, split=split, streaming=streaming)
@@ -179,136 +187,114 @@ def _digest(path: Path) -> str:
 
 
 def _read_table(name: str, table: Iterable[dict[str, Any]], errors: RowErrors) -> Iterator[Row]:
-    numbered = enumerate(table)
+    try:
+        for number, values in enumerate(table):
+            yield Row(values, name, number, has_lines=False)
+    except Exception as error:  # the library's readers raise whatever the file's format does
+        raise DataError(f"{name} cannot be read: {error}") from error
+
+
+def _read_text(parse: Callable[[Path], Iterator[tuple[int, Any]]], path: Path, errors: RowErrors) -> Iterator[Row]:
+    for line, value in parse(path):
+        if isinstance(value, dict):
+            yield Row(value, str(path), line)
+        elif isinstance(value, DataError):
+            errors.add(f"{path}:{line}: {value}")
+        else:
+            errors.add(f"{path}:{line}: a row must be a JSON object, got {kind_of(value)}")
+
+
+def _lines(path: Path) -> Iterator[str]:
+    """Yield the lines of a file, decompressed if need be; a byte that is not UTF-8 becomes half of a surrogate pair."""
+    try:
+        with gzip.open(path) if path.suffix.lower() == ".gz" else path.open("rb") as file:
+            for number, line in enumerate(file):
+                yield line.decode("utf-8" if number else "utf-8-sig", errors="surrogateescape")
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise DataError(
+            with_hint(f"data file {path} cannot be decompressed: {error}", "copy it again, whole")
+        ) from None
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # of what `_lines` makes of other bytes
+        return False
+    return True
+
+
+def _csv_values(path: Path) -> Iterator[tuple[int, Any]]:
+    """Yield the line of each record after the header with its cells by name, or with the error it has."""
+    csv.field_size_limit(2**31 - 1)
+    cells, header = csv.reader(_lines(path), strict=True), None
     while True:
+        line, problem, values = cells.line_num + 1, None, []
         try:
-            number, values = next(numbered)
+            values = next(cells)
         except StopIteration:
             return
-        except Exception as error:  # the library's readers raise whatever the file's format does
-            raise DataError(f"{name} cannot be read: {error}") from error
-        yield Row(values, name, number, has_lines=False)
+        except csv.Error as error:
+            problem = DataError(f"malformed CSV: {error}")
+        if not _is_utf8("".join(values)):
+            problem = _NOT_UTF8
+        elif values and header and len(values) != len(header):
+            problem = DataError(f"{len(values)} cells in a table of {len(header)} columns")
+        if header is None and problem:
+            raise DataError(f"{path}:{line}: the header of the table cannot be read: {problem}")
+        if header and (values or problem):
+            yield line, problem or dict(zip(header, values, strict=True))
+        header = header or values or None
 
 
-class _Lines:
-    """Decoded lines of a file; goes on after a line that cannot be decoded."""
-
-    def __init__(self, file: Iterable[bytes], path: Path) -> None:
-        self.path, self.number, self._file = path, 0, iter(file)
-
-    def __iter__(self) -> "_Lines":
-        return self
-
-    def __next__(self) -> str:
-        raw = next(self._file)
-        self.number += 1
-        return _decode(raw, self.path, self.number)
-
-
-def _read_csv(path: Path, errors: RowErrors) -> Iterator[Row]:
-    csv.field_size_limit(2**31 - 1)
-    with path.open("rb") as file:
-        lines, header = _Lines(file, path), None
-        cells = csv.reader(lines, strict=True)
-        while True:
-            line = lines.number + 1
+def _jsonl_values(path: Path) -> Iterator[tuple[int, Any]]:
+    """Yield the number of each line that is not empty with its value, or with the error it has."""
+    for line, text in enumerate(_lines(path), start=1):
+        if not _is_utf8(text):
+            yield line, _NOT_UTF8
+        elif text := text.strip():
             try:
-                values = next(cells)
-                if values and header and len(values) != len(header):
-                    raise DataError(f"{path}:{line}: {len(values)} cells in a table of {len(header)} columns")
-            except StopIteration:
-                return
-            except csv.Error as error:
-                errors.add(DataError(f"{path}:{line}: malformed CSV: {error}"))
-            except DataError as error:
-                errors.add(error)
-            else:
-                if values and header is not None:
-                    yield Row(dict(zip(header, values, strict=True)), str(path), line)
-                header = header or values
-            if header is None:
-                raise DataError(f"{path}:{line}: the header of the table cannot be read")
+                value = json.loads(text, parse_constant=_refuse_constant)
+            except (ValueError, RecursionError) as error:
+                value = DataError(with_hint(f"malformed JSON: {_reason(error)}", _ONE_A_LINE))
+            yield line, value
 
 
-def _read_jsonl(path: Path, errors: RowErrors) -> Iterator[Row]:
-    with path.open("rb") as file:
-        lines = _Lines(file, path)
-        while True:
-            try:
-                text = next(lines).strip()
-                row = _jsonl_row(text, path, lines.number) if text else None
-            except StopIteration:
-                return
-            except DataError as error:
-                errors.add(error)
-            else:
-                if row is not None:
-                    yield row
+def _json_values(path: Path) -> Iterator[tuple[int, Any]]:
+    """Yield the line where each item of the list begins with the item, or with the error it has."""
+    text, decoder = "".join(_lines(path)), json.JSONDecoder(parse_constant=_refuse_constant)
+    newlines = [match.start() for match in re.finditer("\n", text)]
 
+    def line_at(position: int) -> int:
+        return 1 + bisect.bisect_left(newlines, position)
 
-def _jsonl_row(text: str, path: Path, line: int) -> Row:
-    try:
-        value = json.loads(text, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:
-        raise DataError(with_hint(f"{path}:{line}: malformed JSON: {_reason(error)}", _ONE_A_LINE)) from None
-    return _row(value, path, line)
+    def malformed(position: int, what: str) -> DataError:
+        return DataError(f"{path}:{line_at(position)}: malformed JSON: {what}")
 
-
-def _read_json(path: Path, errors: RowErrors) -> Iterator[Row]:
-    text = path.read_bytes().decode("utf-8-sig", errors="surrogateescape")
-    decoder = json.JSONDecoder(parse_constant=_refuse_constant)
-    position, line, counted = _skip(text, 0), 1, 0
-    if text[position : position + 1] != "[":
-        one_object = text[position : position + 1] == "{"
+    position = _skip(text, 0)
+    if not text.startswith("[", position):
+        one_object = text.startswith("{", position)
         hint = "one object a line belongs into a file that ends in .jsonl" if one_object else None
         raise DataError(with_hint(f"data file {path} is not a JSON list of objects", hint))
     position = _skip(text, position + 1)
-    while text[position : position + 1] != "]":
-        line, counted = line + text.count("\n", counted, position), position
+    while not text.startswith("]", position):
         try:
             value, end = decoder.raw_decode(text, position)
         except (ValueError, RecursionError) as error:
-            at = line + text.count("\n", position, getattr(error, "pos", position))
-            raise DataError(f"{path}:{at}: malformed JSON: {_reason(error)}") from None
-        try:
-            if _UNDECODABLE.search(text, position, end):
-                raise DataError(_not_utf8(path, line))
-            row = _row(value, path, line)
-        except DataError as error:
-            errors.add(error)
-        else:
-            yield row
+            raise malformed(getattr(error, "pos", position), _reason(error)) from None
+        yield line_at(position), value if _is_utf8(text[position:end]) else _NOT_UTF8
         position = _skip(text, end)
-        found = text[position : position + 1]
-        if found == ",":
+        if has_comma := text.startswith(",", position):
             position = _skip(text, position + 1)
-        if (found == ",") == (text[position : position + 1] == "]"):
-            at = line + text.count("\n", counted, position)
-            raise DataError(f"{path}:{at}: malformed JSON: a comma, a row or the end of the list is missing")
+        if has_comma == text.startswith("]", position):
+            raise malformed(position, "a comma, a row or the end of the list is missing")
     rest = _skip(text, position + 1)
     if rest != len(text):
-        raise DataError(f"{path}:{1 + text.count(chr(10), 0, rest)}: malformed JSON: text after the end of the list")
+        raise malformed(rest, "text after the end of the list")
 
 
 def _skip(text: str, position: int) -> int:
     return _WHITESPACE.match(text, position).end()
-
-
-def _row(value: Any, path: Path, line: int) -> Row:
-    if not isinstance(value, dict):
-        raise DataError(f"{path}:{line}: a row must be a JSON object, got {kind_of(value)}")
-    return Row(value, str(path), line)
-
-
-def _decode(raw: bytes, path: Path, line: int) -> str:
-    try:
-        return raw.decode("utf-8-sig" if line == 1 else "utf-8")
-    except UnicodeDecodeError:
-        raise DataError(_not_utf8(path, line)) from None
-
-
-def _not_utf8(path: Path, line: int) -> str:
-    return with_hint(f"{path}:{line}: not UTF-8", "convert the file to UTF-8")
 
 
 def _refuse_constant(name: str) -> None:
@@ -321,4 +307,4 @@ def _reason(error: Exception) -> str:
     return "nested too deeply" if isinstance(error, RecursionError) else str(error)
 
 
-_READERS = {".json": _read_json, ".jsonl": _read_jsonl, ".csv": _read_csv}
+_PARSERS = {".json": _json_values, ".jsonl": _jsonl_values, ".csv": _csv_values}

@@ -1,16 +1,14 @@
 """Small stand-ins for tests: a tokenizer without dependencies, and makers of files and records."""
 
 import json
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from rlhf_data.records import FinishReason, Prompt, Rollout, Span, SpanSource, Verdict
 
 EOS_ID, BOS_ID = 0, 2  # bytes that no text has
-_SPECIAL = {BOS_ID: "<bos>", EOS_ID: "<eos>"}
 
 
 class ByteTokenizer:
@@ -46,21 +44,15 @@ class ByteTokenizer:
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the ids of a text, in which `<bos>` and `<eos>` are one token each."""
         ids: list[int] = [BOS_ID] if add_special_tokens and self.add_bos else []
-        while text:
-            special = next((token for token, name in _SPECIAL.items() if text.startswith(name)), None)
-            if special is None:
-                ids.extend(text[0].encode())
-                text = text[1:]
-            else:
-                ids.append(special)
-                text = text[len(_SPECIAL[special]) :]
+        for part in re.split("(<bos>|<eos>)", text):
+            ids += {"<bos>": [BOS_ID], "<eos>": [EOS_ID]}.get(part, part.encode())
         return [*ids, EOS_ID] if add_special_tokens and self.add_eos else ids
 
     def decode(self, token_ids: Any, *, skip_special_tokens: bool = False) -> str:
         """Return the text of ids."""
-        names = {token: "" if skip_special_tokens else name for token, name in _SPECIAL.items()}
-        parts = [names[token].encode() if token in names else bytes([token]) for token in map(int, token_ids)]
-        return b"".join(parts).decode(errors="replace")
+        special = {} if skip_special_tokens else {BOS_ID: b"<bos>", EOS_ID: b"<eos>"}
+        ids = [int(token) for token in token_ids if not skip_special_tokens or token not in (BOS_ID, EOS_ID)]
+        return b"".join(special.get(token, bytes([token])) for token in ids).decode(errors="replace")
 
     def apply_chat_template(
         self,
@@ -105,13 +97,7 @@ def make_rollout(
 ) -> Rollout:
     """Return a single-turn rollout that answers `text` and `<eos>`; each log-prob is -1.0 unless given."""
     token_ids = [*ByteTokenizer().encode(text, add_special_tokens=False), EOS_ID]
-    spans = (
-        Span(SpanSource.PROMPT, prompt.token_ids),
-        Span(
-            SpanSource.POLICY,
-            np.array(token_ids),
-            np.full(len(token_ids), -1.0) if logprobs is None else np.array(logprobs),
-            policy_version,
-        ),
-    )
+    logprobs = [-1.0] * len(token_ids) if logprobs is None else logprobs
+    answer = Span(SpanSource.POLICY, token_ids, logprobs, policy_version)
+    spans = (Span(SpanSource.PROMPT, prompt.token_ids), answer)
     return Rollout(f"{group_id}/{index}", group_id, spans, FinishReason.STOP, text, verdict)

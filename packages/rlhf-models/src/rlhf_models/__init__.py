@@ -41,29 +41,12 @@ __all__ = [
     "score_sequences",
 ]
 
-_MODULES = {
-    "actor": ("Actor", "ActorOutput"),
-    "batch": ("TokenBatch",),
-    "critic": ("Critic",),
-    "loading": (
-        "check_reward_model",
-        "check_same_tokenizer",
-        "check_tokenizer_fits",
-        "load_actor",
-        "load_config",
-        "load_critic",
-        "load_reward_model",
-        "load_tokenizer",
-    ),
-    "reference": ("load_reference",),
-    "reward": ("RewardModel", "score_sequences"),
-    "weights": ("hf_named_weights", "save_hf"),
-}
+_MODULES = ("actor", "batch", "critic", "loading", "reference", "reward", "weights")
 
 
 def __getattr__(name: str) -> Any:
     """Load torch only when something that needs it is asked for."""
-    for module, names in _MODULES.items():
-        if name in names:
-            return getattr(import_module(f"rlhf_models.{module}"), name)
+    if name in __all__:
+        modules = (import_module(f"rlhf_models.{module}") for module in _MODULES)
+        return next(getattr(module, name) for module in modules if hasattr(module, name))
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from rlhf_kernels import token_logprobs
 from rlhf_models.attention import forwarding, packed_arguments
-from rlhf_models.batch import TokenBatch
+from rlhf_models.batch import TokenBatch, to_device
 
 # Config fields of models that change the logits after the LM head, which is therefore not enough for them.
 _LOGIT_TRANSFORMS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
@@ -45,7 +45,8 @@ class Actor(nn.Module):
         Args:
             batch: padded or packed.
             temperature: > 0; of the distribution asked about.
-            logits_mask: [B, T] bool, the tokens asked about; all when None. Others have 0.0 and cost no LM head.
+            logits_mask: [B, T] bool, the tokens asked about; all when None. Others have 0.0 and cost no LM head. One
+                on the CPU spares waiting for the device.
             logits_after: [N] int64, positions in the flattened batch. When given, the result is the plain logits
                 [N, V] of what follows the tokens there, and nothing else.
 
@@ -54,9 +55,12 @@ class Actor(nn.Module):
         """
         if logits_after is not None:
             return self._logits(batch, logits_after)
-        wanted = batch.target_mask if logits_mask is None else batch.target_mask & logits_mask
+        if logits_mask is None or logits_mask.device.type == "cpu":
+            wanted = batch.host_target_mask if logits_mask is None else batch.host_target_mask & logits_mask
+        else:
+            wanted = batch.target_mask & logits_mask
         # Found before the layers are queued, so that the device is not waited for after them.
-        index = wanted.flatten().nonzero()[:, 0]
+        index = to_device(wanted.flatten().nonzero()[:, 0], batch.input_ids.device)
         logits = self._logits(batch, index - 1)
         logprobs, entropy = token_logprobs(logits, batch.input_ids.flatten()[index], temperature=temperature)
         return ActorOutput(_spread(logprobs, index, wanted), _spread(entropy, index, wanted))

@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 PACKED_ATTENTION = "rlhf_packed"
 _PACKABLE_LAYERS = {"full_attention", "sliding_attention"}
+_kernel: dict[str, Any] = {}  # torch's varlen attention and the names of its parameters, once it is known to run
 _forwarding_packed: ContextVar[bool] = ContextVar("forwarding_packed", default=False)
 
 
@@ -131,7 +132,9 @@ def packed_attention(
         )
     if kwargs.get("softcap") is not None:
         raise ConfigError(with_hint("attention with a soft cap cannot be packed", "turn packing off"))
-    reason = varlen_unavailable_reason(query.device, query.dtype, query.shape[-1], dropout)
+    # Layers are compiled only where the kernel runs: see `compiled.compile_layers`.
+    is_known = torch.compiler.is_compiling() and query.is_cuda
+    reason = None if is_known else varlen_unavailable_reason(query.device, query.dtype, query.shape[-1], dropout)
     if reason is None:
         return _varlen(query, key, value, cu_seq_lens_q, max_length_q, scaling, sliding_window), None
     _log_fallback_once(reason, logging.WARNING if query.is_cuda else logging.INFO)
@@ -152,9 +155,10 @@ def varlen_unavailable_reason(device: torch.device, dtype: torch.dtype, head_dim
     if torch.cuda.get_device_capability(device) < (8, 0):
         return f"it needs compute capability 8.0, the GPU has {torch.cuda.get_device_capability(device)}"
     try:
-        from torch.nn.attention import varlen  # noqa: F401
+        from torch.nn.attention.varlen import varlen_attn  # takes seconds
     except ImportError as error:
         return f"torch {torch.__version__} has none ({error})"
+    _kernel.update(function=varlen_attn, parameters=frozenset(inspect.signature(varlen_attn).parameters))
     return None
 
 
@@ -182,10 +186,8 @@ def _varlen(
     sliding_window: int | None,
 ) -> Tensor:
     """Call the kernel as the installed torch wants it: causality was a flag before it was a window."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    parameters = _varlen_parameters()
     query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    parameters = _kernel["parameters"]
     options: dict[str, Any] = {}
     if "window_size" in parameters:
         options["window_size"] = (sliding_window - 1 if sliding_window else -1, 0)
@@ -199,21 +201,11 @@ def _varlen(
     elif scaling is not None:
         # The kernel scales by D ** -0.5 itself.
         query = query * (scaling * query.shape[-1] ** 0.5)
-    if key.shape[1] != query.shape[1]:
-        if "enable_gqa" in parameters:
-            options["enable_gqa"] = True
-        else:
-            key, value = (tensor.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for tensor in (key, value))
+    if "enable_gqa" in parameters:  # which others take without being told
+        options["enable_gqa"] = key.shape[1] != query.shape[1]
     if longest is None:
         longest = int(cu_seqlens.diff().max())
-    return varlen_attn(query, key, value, cu_seqlens, cu_seqlens, longest, longest, **options)[None]
-
-
-@functools.cache
-def _varlen_parameters() -> frozenset[str]:
-    from torch.nn.attention.varlen import varlen_attn
-
-    return frozenset(inspect.signature(varlen_attn).parameters)
+    return _kernel["function"](query, key, value, cu_seqlens, cu_seqlens, longest, longest, **options)[None]
 
 
 def _sequence_by_sequence(

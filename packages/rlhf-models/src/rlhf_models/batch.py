@@ -33,29 +33,28 @@ class TokenBatch:
     def padded(cls, sequences: Sequence[Any], pad_id: int, device: torch.device | str = "cpu") -> "TokenBatch":
         """Lay one sequence a row, filled up with `pad_id` on the right. Raises DataError for an empty sequence."""
         lengths = _lengths(sequences)
-        input_ids = _padded_rows(sequences, lengths, np.int64, pad_id)
+        input_ids = _padded_rows(sequences, np.int64, pad_id)
         columns = np.arange(input_ids.shape[1])
         mask = columns[None, :] < np.asarray(lengths)[:, None]
         return cls(
-            input_ids=torch.from_numpy(input_ids).to(device),
+            input_ids=to_device(torch.from_numpy(input_ids), device),
             # Counting on through the padding keeps the layout plainly causal: no mask need be built for it.
-            position_ids=torch.from_numpy(np.tile(columns, (len(lengths), 1))).to(device),
+            position_ids=to_device(torch.from_numpy(np.tile(columns, (len(lengths), 1))), device),
             lengths=lengths,
-            padding_mask=torch.from_numpy(mask).to(device),
+            padding_mask=to_device(torch.from_numpy(mask), device),
         )
 
     @classmethod
     def packed(cls, sequences: Sequence[Any], device: torch.device | str = "cpu") -> "TokenBatch":
         """Lay all sequences end to end in one row. Raises DataError for an empty sequence."""
         lengths = _lengths(sequences)
-        input_ids = np.concatenate([np.asarray(sequence, np.int64) for sequence in sequences])
         position_ids = np.concatenate([np.arange(length) for length in lengths])
         cu_seqlens = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
         return cls(
-            input_ids=torch.from_numpy(input_ids)[None].to(device),
-            position_ids=torch.from_numpy(position_ids)[None].to(device),
+            input_ids=to_device(torch.from_numpy(_packed_row(sequences, np.int64)), device),
+            position_ids=to_device(torch.from_numpy(position_ids[None]), device),
             lengths=lengths,
-            cu_seqlens=torch.from_numpy(cu_seqlens).to(device),
+            cu_seqlens=to_device(torch.from_numpy(cu_seqlens), device),
         )
 
     @property
@@ -70,49 +69,61 @@ class TokenBatch:
         return later if self.padding_mask is None else later & self.padding_mask
 
     @property
+    def host_target_mask(self) -> Tensor:
+        """`target_mask` on the CPU, made from the lengths: the device is not waited for."""
+        return self.lay_out([np.arange(length) > 0 for length in self.lengths], torch.bool, False, device="cpu")
+
+    @property
     def last_index(self) -> Tensor:
         """[S] int64: where each sequence's last token lies in the flattened batch."""
         lengths = torch.tensor(self.lengths)
         starts = lengths.cumsum(0) - lengths if self.is_packed else torch.arange(len(lengths)) * self.input_ids.shape[1]
-        return (starts + lengths - 1).to(self.input_ids.device)
+        return to_device(starts + lengths - 1, self.input_ids.device)
 
     def to(self, device: torch.device | str) -> "TokenBatch":
         """Return the batch on another device."""
-        moved = {
-            name: value.to(device)
-            for name in ("input_ids", "position_ids", "padding_mask", "cu_seqlens")
-            if (value := getattr(self, name)) is not None
-        }
+        moved = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)}
         return replace(self, **moved)
 
-    def lay_out(self, sequences: Sequence[Any], dtype: torch.dtype, fill: float | bool = 0) -> Tensor:
+    def lay_out(
+        self,
+        sequences: Sequence[Any],
+        dtype: torch.dtype,
+        fill: float | bool = 0,
+        device: torch.device | str | None = None,
+    ) -> Tensor:
         """Return per-token arrays, one of each sequence's length, in this batch's layout.
 
         Args:
             sequences: numbers or booleans, aligned with the tokens.
             dtype: of the result.
             fill: what padding holds.
+            device: of the result; the batch's when None.
 
         Returns:
-            [B, T], on the batch's device.
+            [B, T].
 
         Raises:
             DataError: the arrays are not one of each length.
         """
         if (lengths := tuple(len(sequence) for sequence in sequences)) != self.lengths:
             raise DataError(f"arrays of lengths {lengths} for sequences of {self.lengths} tokens")
-        numpy_dtype = torch.empty(0, dtype=dtype).numpy().dtype
-        if self.is_packed:
-            rows = np.concatenate([np.asarray(sequence, numpy_dtype) for sequence in sequences])[None]
-        else:
-            rows = _padded_rows(sequences, lengths, numpy_dtype, fill)
-        return torch.from_numpy(rows).to(self.input_ids.device)
+        arrange = _packed_row if self.is_packed else _padded_rows
+        rows = arrange(sequences, torch.empty(0, dtype=dtype).numpy().dtype, fill)
+        return to_device(torch.from_numpy(rows), self.input_ids.device if device is None else device)
 
     def split(self, values: Tensor) -> list[Tensor]:
         """Return the part of `values` [B, T] of each sequence, without padding; views, in order."""
         if self.is_packed:
             return list(values[0].split(self.lengths))
         return [row[:length] for row, length in zip(values, self.lengths, strict=True)]
+
+
+def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
+    """Return a tensor of the CPU on a device; from pinned memory, so that nothing waits for what is queued there."""
+    if torch.device(device).type == "cuda" and not tensor.is_cuda:
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
 
 
 def _lengths(sequences: Sequence[Any]) -> tuple[int, ...]:
@@ -122,8 +133,12 @@ def _lengths(sequences: Sequence[Any]) -> tuple[int, ...]:
     return lengths
 
 
-def _padded_rows(sequences: Sequence[Any], lengths: tuple[int, ...], dtype: Any, fill: float | bool) -> np.ndarray:
-    rows = np.full((len(lengths), max(lengths)), fill, dtype)
-    for row, sequence, length in zip(rows, sequences, lengths, strict=True):
-        row[:length] = sequence
+def _packed_row(sequences: Sequence[Any], dtype: Any, fill: Any = None) -> np.ndarray:
+    return np.concatenate([np.asarray(sequence, dtype) for sequence in sequences])[None]
+
+
+def _padded_rows(sequences: Sequence[Any], dtype: Any, fill: Any) -> np.ndarray:
+    rows = np.full((len(sequences), max(map(len, sequences))), fill, dtype)
+    for row, sequence in zip(rows, sequences, strict=True):
+        row[: len(sequence)] = sequence
     return rows

@@ -7,10 +7,12 @@ import torch
 from torch import Tensor
 
 from rlhf_data.errors import ConfigError, with_hint
-from rlhf_models.loading import VALUE_HEAD_FILE, WEIGHT_FILES, clear_errors, is_local, read_index
+from rlhf_data.pretrained import clear_errors, located
+from rlhf_models.files import VALUE_HEAD_FILE, WEIGHT_FILES, read_index
 
 # `score` is that of transformers' ...ForSequenceClassification; the others are of trainers with a class of their own.
 HEAD_NAMES = ("score", "value_head", "reward_head", "v_head")
+_WEIGHTS = ("weight", *(f"{name}.weight" for name in HEAD_NAMES))  # the first is that of `VALUE_HEAD_FILE`
 _SERVE = "serve a model of another kind with its own code behind --remote_rm_url http://..."
 
 
@@ -27,14 +29,17 @@ def load_head(path: str | Path, config: Any) -> Tensor | None:
     Raises:
         ConfigError: a head of more outputs than one or of another width, or one with a bias.
     """
-    with clear_errors(path):
-        located = _locate(path)
-    if located is None:
-        return None
-    file, name, has_bias = located
-    if has_bias:
-        raise ConfigError(with_hint(f"the head {name} of the model {path} has a bias; a weight alone is read", _SERVE))
-    with clear_errors(path):
+    with clear_errors("model", path):
+        files = _files_by_tensor(path)
+        name = next((name for name in _WEIGHTS if name in files), None)
+        if name is None:
+            return None
+        if name.removesuffix("weight") + "bias" in files:
+            message = f"the head {name} of the model {path} has a bias; a weight alone is read"
+            raise ConfigError(with_hint(message, _SERVE))
+        file = _file(path, files[name])
+        if file is None:
+            raise ConfigError(f"the model {path} lacks the weights in {files[name]}")
         weight = _read(file, name)
     expected = [1, config.get_text_config().hidden_size]
     if list(weight.shape) != expected:
@@ -54,33 +59,25 @@ def require_head(path: str | Path, config: Any) -> Tensor:
     return weight
 
 
-def _locate(path: str | Path) -> tuple[Path, str, bool] | None:
-    """Return the file that holds the head, the weight's name in it, and whether a bias is beside it."""
-    if own := _file(path, VALUE_HEAD_FILE):
-        return own, "weight", False
+def _files_by_tensor(path: str | Path) -> dict[str, str]:
+    """Return the name of the file that holds each of a model's tensors, or only that of its head where it has one."""
+    if _file(path, VALUE_HEAD_FILE):
+        return {"weight": VALUE_HEAD_FILE}
     for stem in WEIGHT_FILES:
         if whole := _file(path, stem):
-            files = dict.fromkeys(_names(whole), stem)
-        elif index := _file(path, f"{stem}.index.json"):
-            files = read_index(index)
-        else:
-            continue
-        name = next((name for name in HEAD_NAMES if f"{name}.weight" in files), None)
-        if name is None:
-            return None
-        file = _file(path, files[f"{name}.weight"])
-        if file is None:
-            raise ConfigError(f"the model {path} lacks the weights in {files[f'{name}.weight']}")
-        return file, f"{name}.weight", f"{name}.bias" in files
-    return None
+            return dict.fromkeys(_names(whole), stem)
+        if index := _file(path, f"{stem}.index.json"):
+            return read_index(index)
+    return {}
 
 
 def _file(path: str | Path, name: str) -> Path | None:
     """Return a file of a folder or hub name, None when it is not there."""
     from transformers.utils import cached_file
 
+    model, is_local = located(path)
     try:
-        found = cached_file(str(path), name, local_files_only=is_local(path))
+        found = cached_file(model, name, local_files_only=is_local)
     except OSError:
         return None
     return Path(found) if found else None

@@ -1,90 +1,50 @@
-"""From a model folder or hub name to a config, a tokenizer and models, with errors that say what to do."""
+"""From a model folder or hub name to a config and models, with errors that say what to do."""
 
-import functools
-import json
-import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from pickle import UnpicklingError
-from typing import TYPE_CHECKING, Any
+from typing import Any, Required, TypedDict, Unpack
 
 import torch
 
 from rlhf_data.errors import ConfigError, unknown, with_hint
-
-if TYPE_CHECKING:
-    from rlhf_models.actor import Actor
-    from rlhf_models.critic import Critic
-    from rlhf_models.reward import RewardModel
+from rlhf_data.pretrained import check_eos, clear_errors, load_tokenizer, located
+from rlhf_models.actor import Actor
+from rlhf_models.attention import choose_attention
+from rlhf_models.critic import Critic
+from rlhf_models.files import check_weights, quiet_transformers
+from rlhf_models.heads import load_head, require_head
+from rlhf_models.reward import RewardModel
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-VALUE_HEAD_FILE = "value_head.safetensors"
-WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")  # of one file each, in transformers' order of preference
-_HUB_TIMEOUT_S = 5.0
 
-logger = logging.getLogger(__name__)
+
+class LoadOptions(TypedDict, total=False):
+    """How a model is loaded.
+
+    Attributes:
+        dtype: "float32" or "bfloat16"; the only one that must be given.
+        attn_implementation: "auto", which is the default, or a name that transformers knows.
+        gradient_checkpointing: recompute each layer in the backward pass instead of keeping its activations.
+        packing: whether packed batches will come; see `attention.choose_attention`.
+    """
+
+    dtype: Required[str | torch.dtype]
+    attn_implementation: str
+    gradient_checkpointing: bool
+    packing: bool
 
 
 def load_config(path: str | Path) -> Any:
     """Return the transformers config of a folder or hub name. Raises ConfigError when there is none."""
-    _check_folder(path)
+    name, is_local = _located(path)
     from transformers import AutoConfig
 
-    with clear_errors(path):
-        return AutoConfig.from_pretrained(str(path), local_files_only=is_local(path))
-
-
-def load_tokenizer(path: str | Path) -> Any:
-    """Return the tokenizer of a folder or hub name; its padding token is its end token when it has none.
-
-    Raises:
-        ConfigError: there is no tokenizer, or it makes no tokens, or it has no end-of-sequence token.
-    """
-    _check_folder(path)
-    from transformers import AutoTokenizer
-
-    with clear_errors(path):
-        tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=is_local(path))
-    if not tokenizer.encode("text", add_special_tokens=False):  # what transformers makes of a folder without one
-        hint = "put its files there: tokenizer.json, or what `tokenizer.save_pretrained` writes"
-        raise ConfigError(with_hint(f"{path} has no tokenizer that makes tokens of text", hint))
-    _check_eos(tokenizer, path)
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    return tokenizer
-
-
-def check_weights(path: str | Path) -> None:
-    """Check that a model folder holds its weights, whole; only the files' headers are read, and of hub names nothing.
-
-    Raises:
-        ConfigError: no weights, a shard that is missing, or a file that is not safetensors.
-    """
-    folder = Path(path).expanduser()
-    if not folder.is_dir():
-        return
-    files = _weight_files(folder)
-    hint = "download or copy the folder again, whole; with git, large files need `git lfs pull`"
-    if files is None:
-        raise ConfigError(with_hint(f"the model folder {folder} has no weights, such as model.safetensors", hint))
-    from safetensors import SafetensorError, safe_open
-
-    for file in files:
-        if not file.is_file():
-            raise ConfigError(with_hint(f"the model folder {folder} lacks the weights in {file.name}", hint))
-        if file.suffix != ".safetensors":
-            continue
-        try:
-            with safe_open(file, "pt"):
-                pass
-        except (SafetensorError, OSError) as error:
-            raise ConfigError(with_hint(f"{file} is not a whole safetensors file: {error}", hint)) from None
+    with clear_errors("model", path):
+        return AutoConfig.from_pretrained(name, local_files_only=is_local)
 
 
 def check_tokenizer_fits(config: Any, tokenizer: Any) -> None:
     """Check that each of the tokenizer's ids has an embedding row and that a sequence can end. Raises ConfigError."""
-    _check_eos(tokenizer, getattr(tokenizer, "name_or_path", "") or "the tokenizer")
+    check_eos(tokenizer, getattr(tokenizer, "name_or_path", "") or "the tokenizer")
     num_rows = config.get_text_config().vocab_size
     largest = max(tokenizer.get_vocab().values())
     if largest >= num_rows:
@@ -98,10 +58,7 @@ def check_reward_model(path: str | Path) -> None:
     Raises:
         ConfigError: see `load_reward_model`.
     """
-    from rlhf_models.heads import require_head
-
-    _check_folder(path)
-    if Path(path).expanduser().is_dir():
+    if Path(_located(path)[0]).is_dir():
         check_weights(path)
         require_head(path, load_config(path))
 
@@ -135,89 +92,53 @@ def resolve_dtype(dtype: str | torch.dtype) -> torch.dtype:
     return DTYPES[name]
 
 
-def load_actor(
-    path: str | Path,
-    *,
-    dtype: str | torch.dtype,
-    attn_implementation: str = "auto",
-    gradient_checkpointing: bool = False,
-    packing: bool = False,
-) -> "Actor":
-    """Load the causal language model of a folder or hub name, on the CPU and in training mode.
-
-    Args:
-        path: a folder in the Hugging Face layout, or a hub name.
-        dtype: "float32" or "bfloat16".
-        attn_implementation: "auto", or a name that transformers knows.
-        gradient_checkpointing: recompute each layer in the backward pass instead of keeping its activations.
-        packing: whether packed batches will come; see `attention.choose_attention`.
+def load_actor(path: str | Path, **options: Unpack[LoadOptions]) -> Actor:
+    """Load the causal language model of a folder in the Hugging Face layout, or hub name, on the CPU, to be trained.
 
     Raises:
         ConfigError: no such folder, no config, no weights, or a model that cannot be packed.
     """
     from transformers import AutoModelForCausalLM
 
-    from rlhf_models.actor import Actor
-
-    model = _load_model(AutoModelForCausalLM, path, dtype, attn_implementation, gradient_checkpointing, packing)
-    return Actor(model)
+    return Actor(_load_model(AutoModelForCausalLM, path, **options))
 
 
-def load_critic(
-    path: str | Path,
-    *,
-    dtype: str | torch.dtype,
-    attn_implementation: str = "auto",
-    gradient_checkpointing: bool = False,
-    packing: bool = False,
-) -> "Critic":
+def load_critic(path: str | Path, **options: Unpack[LoadOptions]) -> Critic:
     """Load the backbone of a folder or hub name under a scalar head.
 
     The head is the model's own when it has one, a critic's or a reward model's: values then begin at the scores that
     the reward model would give, without its stored mean and deviation. A causal language model gets one of zeros.
-    Arguments as in `load_actor`.
 
     Raises:
         ConfigError: as in `load_actor`, or a head that is not one of a single score.
     """
     from transformers import AutoModel
 
-    from rlhf_models.critic import Critic
-    from rlhf_models.heads import load_head
-
     head = load_head(path, load_config(path))
-    critic = Critic(_load_model(AutoModel, path, dtype, attn_implementation, gradient_checkpointing, packing))
+    critic = Critic(_load_model(AutoModel, path, **options))
     if head is not None:
         critic.value_head.weight.data.copy_(head)
     return critic
 
 
-def load_reward_model(
-    path: str | Path,
-    *,
-    dtype: str | torch.dtype,
-    attn_implementation: str = "auto",
-    packing: bool = False,
-    normalize: bool = False,
-) -> "RewardModel":
+def load_reward_model(path: str | Path, *, normalize: bool = False, **options: Unpack[LoadOptions]) -> RewardModel:
     """Load a reward model that is never trained: in eval mode, without gradients.
 
     A Hugging Face folder of a ...ForSequenceClassification with one label, the folder of a critic that `save_hf` wrote,
-    or a backbone with a head under one of `heads.HEAD_NAMES`. Other arguments as in `load_actor`.
+    or a backbone with a head under one of `heads.HEAD_NAMES`.
 
     Args:
+        path: a folder or hub name.
         normalize: shift and scale scores by the mean and deviation in the model's config, where it has them.
+        options: see `LoadOptions`.
 
     Raises:
         ConfigError: as in `load_actor`, or no head of a single score, such as in a causal language model.
     """
     from transformers import AutoModel
 
-    from rlhf_models.heads import require_head
-    from rlhf_models.reward import RewardModel
-
     head = require_head(path, load_config(path))
-    model = RewardModel(_load_model(AutoModel, path, dtype, attn_implementation, False, packing), normalize=normalize)
+    model = RewardModel(_load_model(AutoModel, path, **options), normalize=normalize)
     model.value_head.weight.data.copy_(head)
     return model.eval().requires_grad_(False)
 
@@ -225,119 +146,39 @@ def load_reward_model(
 def _load_model(
     auto_class: Any,
     path: str | Path,
+    *,
     dtype: str | torch.dtype,
-    attn_implementation: str,
-    checkpointing: bool,
-    packing: bool,
+    attn_implementation: str = "auto",
+    gradient_checkpointing: bool = False,
+    packing: bool = False,
 ) -> Any:
-    from rlhf_models.attention import choose_attention
-
+    name, is_local = _located(path)
     config = load_config(path)
     attention = choose_attention(config, attn_implementation, packing=packing)
-    with clear_errors(path), quiet_transformers():
+    with clear_errors("model", path), quiet_transformers():
         model, report = auto_class.from_pretrained(
-            str(path),
+            name,
             config=config,
             dtype=resolve_dtype(dtype),
             attn_implementation=attention,
             output_loading_info=True,
-            local_files_only=is_local(path),
+            local_files_only=is_local,
         )
     if missing := sorted(report["missing_keys"]):
         hint = "it may be the folder of another kind of model, such as a critic"
         message = f"the model {path} lacks {len(missing)} weights of a {type(model).__name__}, {missing[0]} among them"
         raise ConfigError(with_hint(message, hint))
-    if checkpointing:
+    if gradient_checkpointing:
         # Renamed, its argument too, between the versions of transformers that are supported.
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable({"use_reentrant": False})
     return model.train()
 
 
-def _check_folder(path: str | Path) -> None:
-    """Refuse what is plainly meant as a folder and is none, and a folder without a config, before the hub is asked."""
-    folder = Path(path).expanduser()
-    if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            hint = "a model folder holds config.json, *.safetensors and the tokenizer, as `save_pretrained` writes them"
-            raise ConfigError(with_hint(f"the model folder {folder} has no config.json", hint))
-        return
-    text = str(path)
-    is_path = isinstance(path, Path) or text.startswith((".", "/", "~")) or text.count("/") != 1
-    if is_path or folder.parent.is_dir():
-        hint = "give an existing folder, or a hub name as `owner/name`"
-        raise ConfigError(with_hint(f"there is no model folder {text}", hint))
-
-
-def _weight_files(folder: Path) -> list[Path] | None:
-    """Return the files that transformers loads weights from, in its order of preference; None when there are none."""
-    for name in WEIGHT_FILES:
-        if (folder / name).is_file():
-            return [folder / name]
-        index = folder / f"{name}.index.json"
-        if index.is_file():
-            return [folder / shard for shard in sorted(set(read_index(index).values()))]
-    return None
-
-
-def read_index(index: Path) -> dict[str, str]:
-    """Return tensor name to file name, of weights in shards. Raises ConfigError when the file is no index."""
-    try:
-        return dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"].items())
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{index} is not an index of weights: {error}") from None
-
-
-def is_local(path: str | Path) -> bool:
-    """Whether to look on this machine only: for a folder, and for a hub name when the hub does not answer."""
-    return Path(path).expanduser().is_dir() or not _hub_answers()
-
-
-@functools.cache
-def _hub_answers() -> bool:
-    """Whether the hub can be reached, asked once; the hub's own client would retry every file for half a minute."""
-    from huggingface_hub import constants, get_session
-
-    try:
-        get_session().head(constants.ENDPOINT, timeout=_HUB_TIMEOUT_S)
-    except Exception as error:  # of the HTTP library, which differs between versions of the client
-        logger.info("the model hub %s does not answer, only its local cache is used: %s", constants.ENDPOINT, error)
-        return False
-    return True
-
-
-def _check_eos(tokenizer: Any, name: str | Path) -> None:
-    if tokenizer.eos_token_id is None:
-        hint = 'set "eos_token" in its tokenizer_config.json: generation ends at that token'
-        raise ConfigError(with_hint(f"the tokenizer {name} has no end-of-sequence token", hint))
-
-
-@contextmanager
-def clear_errors(path: str | Path) -> Iterator[None]:
-    """Turn what libraries raise while they read a model into a ConfigError with a hint."""
-    from safetensors import SafetensorError
-
-    try:
-        yield
-    except ConfigError:
-        raise
-    except (OSError, ValueError, RuntimeError, SafetensorError, UnpicklingError) as error:
-        first_line = str(error).strip().split("\n")[0]
-        hint = "check the path, or the hub name and the network; a hub model must be in the local cache when offline"
-        raise ConfigError(with_hint(f"cannot load the model {path}: {first_line}", hint)) from error
-
-
-@contextmanager
-def quiet_transformers() -> Iterator[None]:
-    """Hide the progress bar and the report on weights that the model class does not use."""
-    from transformers.utils import logging as hf_logging
-
-    bar, level = hf_logging.is_progress_bar_enabled(), hf_logging.get_verbosity()
-    hf_logging.disable_progress_bar()
-    hf_logging.set_verbosity(logging.ERROR)
-    try:
-        yield
-    finally:
-        hf_logging.set_verbosity(level)
-        if bar:
-            hf_logging.enable_progress_bar()
+def _located(path: str | Path) -> tuple[str, bool]:
+    """Return what `located` does. Raises ConfigError for a folder without a config, too."""
+    name, is_local = located(path)
+    if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
+        hint = "a model folder holds config.json, *.safetensors and the tokenizer, as `save_pretrained` writes them"
+        raise ConfigError(with_hint(f"the model folder {name} has no config.json", hint))
+    return name, is_local

@@ -9,7 +9,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from rlhf_data.errors import ConfigError, with_hint
-from rlhf_models.loading import VALUE_HEAD_FILE, clear_errors, load_actor, load_critic, load_tokenizer
+from rlhf_data.pretrained import clear_errors, load_tokenizer
+from rlhf_models.files import VALUE_HEAD_FILE
+from rlhf_models.loading import load_actor, load_critic
 from rlhf_models.weights import save_hf
 
 _PREFIX = "model."  # of the transformers model in an `Actor`, `Critic` or `RewardModel`
@@ -110,7 +112,7 @@ def merge_adapter(base: str | Path, adapter: str | Path, out: str | Path, *, dty
         raise ConfigError(with_hint(f"there is no adapter in {adapter}", hint))
     head = adapter / VALUE_HEAD_FILE
     model: Any = load_critic(base, dtype=dtype) if head.is_file() else load_actor(base, dtype=dtype)
-    with clear_errors(adapter):
+    with clear_errors("adapter", adapter):
         model.model = peft.PeftModel.from_pretrained(model.model, str(adapter)).merge_and_unload()
         if head.is_file():
             model.value_head.weight.data.copy_(load_file(head)["weight"])

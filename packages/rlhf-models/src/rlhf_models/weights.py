@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhf_data.errors import CheckpointError, ConfigError, with_hint
-from rlhf_models.loading import VALUE_HEAD_FILE, quiet_transformers
+from rlhf_models.files import VALUE_HEAD_FILE, quiet_transformers
 
 logger = logging.getLogger(__name__)
 
@@ -33,11 +33,9 @@ def hf_named_weights(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     saved = _checkpoint_names(model, [name for name, _ in named])
     if saved != {name for name, _ in named}:
         differing = ", ".join(sorted({name for name, _ in named} ^ saved)[:3])
-        hint = "use a model whose layers are stored one by one"
-        message = (
-            f"a {model.config.model_type} model and its checkpoint name their weights differently ({differing}, ...)"
-        )
-        raise ConfigError(with_hint(message, hint))
+        kind = model.config.model_type
+        message = f"a {kind} model and its checkpoint name their weights differently ({differing}, ...)"
+        raise ConfigError(with_hint(message, "use a model whose layers are stored one by one"))
     return named
 
 
@@ -69,9 +67,8 @@ def save_hf(model: nn.Module, state_dict: Mapping[str, Tensor] | None, tokenizer
                 path.rename(Path(scratch) / "old")
             new.rename(path)
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(
-            with_hint(f"cannot write the model to {path}: {error}", "check the disk and the path")
-        ) from error
+        message = f"cannot write the model to {path}: {error}"
+        raise CheckpointError(with_hint(message, "check the disk and the path")) from error
     return path
 
 

@@ -3,7 +3,7 @@
 from rlhf_rollout.engines import ENGINE_KINDS, EngineSpec, build_engine
 from rlhf_rollout.generator import GenerationCounts, GroupResult, PromptSupply, generate_groups
 from rlhf_rollout.protocols import Completion, RewardFunction, RolloutEngine, SamplingParams
-from rlhf_rollout.rewards import FunctionReward, RewardCheck, check_reward_function
+from rlhf_rollout.rewards import FunctionReward, check_reward_function
 from rlhf_rollout.weights import TensorSpec, WeightBucket
 
 __all__ = [
@@ -14,7 +14,6 @@ __all__ = [
     "GenerationCounts",
     "GroupResult",
     "PromptSupply",
-    "RewardCheck",
     "RewardFunction",
     "RolloutEngine",
     "SamplingParams",

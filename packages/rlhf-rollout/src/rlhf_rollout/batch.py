@@ -11,17 +11,16 @@ import itertools
 import json
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from rlhf_data.chat import Tokenizer
 from rlhf_data.errors import ConfigError, DataError, unknown, with_hint
 from rlhf_data.prompts import PromptSet, load_prompts
 from rlhf_data.records import FinishReason
 from rlhf_data.rows import RowErrors
-from rlhf_data.sources import open_sources
-from rlhf_rollout.engines import EngineSpec, build_engine
+from rlhf_data.sources import open_sources, parse_probs
+from rlhf_rollout.engines import build_engine
 from rlhf_rollout.from_options import (
     engine_spec,
     engine_tokenizer,
@@ -33,7 +32,6 @@ from rlhf_rollout.from_options import (
 )
 from rlhf_rollout.generator import GenerationCounts, generate_groups
 from rlhf_rollout.main import POST_PROCESSORS
-from rlhf_rollout.protocols import SamplingParams
 from rlhf_rollout.records_io import RolloutWriter
 from rlhf_rollout.rewards import RewardSource, check_reward
 
@@ -45,33 +43,16 @@ _SETTINGS += ("seed", "reward", "reward_pretrain", "reward_weights", "normalize_
 Record = dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class _Task:
-    """What there is to generate."""
-
-    options: argparse.Namespace
-    spec: EngineSpec
-    sampling: SamplingParams
-    sources: Sequence[RewardSource]
-    tokenizer: Tokenizer
-    prompts: PromptSet
-    inputs: list[Any]  # what each prompt was made of, text or messages
-    rollouts: Path
-    run: str  # names the settings, in every record
-    done: frozenset[int]  # prompts whose rollouts are in the file, by number
-
-
 def generate(options: argparse.Namespace) -> int:
     """Run `rlhf-rollout generate`."""
     out = Path(options.out)
     rollouts = out if options.post_processor == "rollouts" else out.with_suffix(".rollouts.jsonl")
     sources = reward_sources(options)
     _check(options, sources, (out, rollouts))
-    task = _load(options, sources, rollouts)
+    task = _Task(options, sources, rollouts)
     for source in sources:
-        check = check_reward(source, task.prompts[:4], timeout_s=options.reward_timeout_s)
-        if check and check.problem:
-            say(f"warning: the reward {source.kind} failed a trial call: {check.problem}")
+        if problem := check_reward(source, task.prompts[:4], timeout_s=options.reward_timeout_s):
+            say(f"warning: the reward {source.kind} failed a trial call: {problem}")
     status = asyncio.run(_write_rollouts(task)) if len(task.done) < len(task.prompts) else 0
     if rollouts != out:
         num_rows = write_rows(out, training_rows(rollouts, options))
@@ -99,32 +80,43 @@ def _check(options: argparse.Namespace, sources: Sequence[RewardSource], files: 
         raise ConfigError(f"--reward_template must hold {{input}} and {{reward}} once, got {options.reward_template!r}")
 
 
-def _load(options: argparse.Namespace, sources: Sequence[RewardSource], rollouts: Path) -> _Task:
-    spec, sampling = engine_spec(options), sampling_params(options, options.num_samples)
-    rows = open_sources(options.prompts, max_samples=options.max_samples)
-    tokenizer = engine_tokenizer(options)
-    prompts = load_prompts(
-        rows,
-        tokenizer,
-        input_key=options.input_key,
-        label_key=options.label_key,
-        apply_chat_template=options.apply_chat_template,
-        input_template=options.input_template,
-        prompt_max_len=options.prompt_max_len,
-        skip_bad_rows=options.skip_bad_rows,
-    )
-    say(prompts.summary)
-    # The rows of the prompts: the same ones, in the same order, without those that were left out.
-    kept = iter(rows.read(RowErrors(skip_bad_rows=True)))
-    found = (next(row for row in kept if row.row_id == prompt.prompt_id) for prompt in prompts)
-    inputs = [row.cell(options.input_key) for row in found]
-    if options.post_processor == "csft" and not all(isinstance(value, str) for value in inputs):
-        raise DataError("conditional SFT writes the reward into the input, which must be text")
-    run, done = _digest(options, prompts), frozenset()
-    if options.resume and rollouts.exists():
-        done = take_up(rollouts, run, options.num_samples)
-        say(f"{len(done)} of {len(prompts)} prompts are done already")
-    return _Task(options, spec, sampling, sources, tokenizer, prompts, inputs, rollouts, run, done)
+class _Task:
+    """What there is to generate.
+
+    Attributes:
+        inputs: what each prompt was made of, text or messages.
+        rollouts: the file of the records.
+        run: names the settings, in every record.
+        done: prompts whose rollouts are in the file, by number.
+    """
+
+    def __init__(self, options: argparse.Namespace, sources: Sequence[RewardSource], rollouts: Path) -> None:
+        self.options, self.sources, self.rollouts = options, sources, rollouts
+        self.spec, self.sampling = engine_spec(options), sampling_params(options, options.num_samples)
+        probs = parse_probs("prompt_data_probs", options.prompt_data_probs)
+        rows = open_sources(options.prompts, probs=probs, seed=options.seed or 0, max_samples=options.max_samples)
+        self.tokenizer = engine_tokenizer(options)
+        self.prompts = load_prompts(
+            rows,
+            self.tokenizer,
+            input_key=options.input_key,
+            label_key=options.label_key,
+            apply_chat_template=options.apply_chat_template,
+            input_template=options.input_template,
+            prompt_max_len=options.prompt_max_len,
+            skip_bad_rows=options.skip_bad_rows,
+        )
+        say(self.prompts.summary)
+        # The rows of the prompts: the same ones, in the same order, without those that were left out.
+        kept = iter(rows.read(RowErrors(skip_bad_rows=True)))
+        found = (next(row for row in kept if row.row_id == prompt.prompt_id) for prompt in self.prompts)
+        self.inputs: list[Any] = [row.cell(options.input_key) for row in found]
+        if options.post_processor == "csft" and not all(isinstance(value, str) for value in self.inputs):
+            raise DataError("conditional SFT writes the reward into the input, which must be text")
+        self.run, self.done = _digest(options, self.prompts), frozenset[int]()
+        if options.resume and rollouts.exists():
+            self.done = take_up(rollouts, self.run, options.num_samples)
+            say(f"{len(self.done)} of {len(self.prompts)} prompts are done already")
 
 
 def _digest(options: argparse.Namespace, prompts: PromptSet) -> str:
@@ -169,12 +161,13 @@ async def _write_rollouts(task: _Task) -> int:
     failures, rewards, num_cut = [], [], 0
     started = told = time.monotonic()
     async with contextlib.AsyncExitStack() as stack:
-        reward = open_reward(options, task.sources, task.tokenizer, stack)
+        reward = open_reward(options, task.sources, task.tokenizer, stack) if task.sources else None
         engine = build_engine(options.engine, task.spec)
         stack.push_async_callback(engine.close)
         if options.overwrite:
             task.rollouts.unlink(missing_ok=True)
-        writer = stack.enter_context(RolloutWriter(task.rollouts))
+        writer = RolloutWriter(task.rollouts)
+        stack.callback(writer.close)
         results = generate_groups(
             task.prompts,
             [engine],
@@ -222,7 +215,7 @@ def training_rows(rollouts: Path, options: argparse.Namespace) -> list[Record]:
     """Return what `--post_processor` makes of a file of rollouts, in the order of the prompts."""
     made: dict[str, list[Record]] = {}
     with rollouts.open(encoding="utf-8") as lines:
-        for group_id, group in itertools.groupby(map(json.loads, lines), key=lambda record: record["group_id"]):
+        for group_id, group in itertools.groupby(map(json.loads, lines), key=itemgetter("group_id")):
             made[group_id] = list(
                 post_process(
                     list(group),
@@ -249,11 +242,11 @@ def post_process(
         min_reward: what "rs" accepts; None for what has the verdict ok.
         reward_template: of "csft", with {input} and {reward}, of which two decimals are written.
     """
-    answers = [record for record in group if record["text"].strip()]
+    answers, by_reward = [record for record in group if record["text"].strip()], itemgetter("reward")
     if kind != "plain":
         answers = [record for record in answers if record["reward"] is not None]
     if kind == "best_of_n":
-        answers = answers and [max(answers, key=_reward)]
+        answers = answers and [max(answers, key=by_reward)]
     elif kind == "rs":
         accepted = [r for r in answers if (r["verdict"] == "ok" if min_reward is None else r["reward"] >= min_reward)]
         first: dict[str, Record] = {}
@@ -264,7 +257,11 @@ def post_process(
         # A row says for both answers whether they were cut, and of one that was cut nothing tells how it would end.
         answers = [record for record in answers if record["finish_reason"] == "stop"]
         if answers:
-            yield from _pair(max(answers, key=_reward), min(answers, key=_reward))
+            best, worst = max(answers, key=by_reward), min(answers, key=by_reward)
+            high, low = best["reward"], worst["reward"]
+            if high > low and best["text"] != worst["text"]:
+                pair = {"prompt": best["input"], "chosen": best["text"], "rejected": worst["text"]}
+                yield {**pair, "chosen_reward": high, "rejected_reward": low, "margin": high - low}
         return
     for record in answers:
         text = record["input"]
@@ -273,19 +270,3 @@ def post_process(
             text = reward_template.replace("{reward}", f"{record['reward']:.2f}").replace("{input}", text)
         row = {"input": text, "output": record["text"], "reward": record["reward"]}
         yield {**row, "label": record["label"], "finish_reason": record["finish_reason"]}
-
-
-def _pair(best: Record, worst: Record) -> Iterator[Record]:
-    """Yield a pair, unless neither is better."""
-    if best["reward"] > worst["reward"] and best["text"] != worst["text"]:
-        answers = {"prompt": best["input"], "chosen": best["text"], "rejected": worst["text"]}
-        yield {
-            **answers,
-            "chosen_reward": best["reward"],
-            "rejected_reward": worst["reward"],
-            "margin": best["reward"] - worst["reward"],
-        }
-
-
-def _reward(record: Record) -> float:
-    return record["reward"]

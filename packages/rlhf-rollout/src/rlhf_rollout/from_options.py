@@ -9,8 +9,9 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
-from rlhf_data.chat import Tokenizer, load_tokenizer
+from rlhf_data.chat import Tokenizer
 from rlhf_data.errors import ConfigError, unknown, with_hint
+from rlhf_data.pretrained import load_tokenizer, located
 from rlhf_data.testing import ByteTokenizer
 from rlhf_rollout.engines import ENGINE_KINDS, EngineSpec
 from rlhf_rollout.protocols import RewardFunction, SamplingParams
@@ -19,8 +20,13 @@ from rlhf_rollout.rewards.sources import parse_weights
 
 
 def reward_sources(options: argparse.Namespace) -> tuple[RewardSource, ...]:
-    """Return what gives rewards, as the options name it."""
-    return parse_sources(options.reward or "", options.reward_pretrain or "", parse_weights(options.reward_weights))
+    """Return what gives rewards, as the options name it. Raises ConfigError, also for a model that is not there."""
+    weights = parse_weights(options.reward_weights)
+    sources = parse_sources(options.reward or "", options.reward_pretrain or "", weights)
+    for source in sources:
+        if source.kind == "model":
+            located(source.targets[0])
+    return sources
 
 
 def needed_sources(options: argparse.Namespace) -> tuple[RewardSource, ...]:
@@ -41,14 +47,12 @@ def reward_tokenizer(options: argparse.Namespace, sources: Sequence[RewardSource
 
 def open_reward(
     options: argparse.Namespace, sources: Sequence[RewardSource], tokenizer: Tokenizer, stack: AsyncExitStack
-) -> RewardFunction | None:
-    """Return the reward of the sources, None without any; `stack` ends what runs behind it.
+) -> RewardFunction:
+    """Return the reward of the sources; `stack` ends what runs behind it.
 
     Raises:
         ConfigError: a model that cannot be loaded, or that reads other tokens than the tokenizer's.
     """
-    if not sources:
-        return None
     models = []
     for path in (source.targets[0] for source in sources if source.kind == "model"):
         scorer = _scorer(options, path, tokenizer)
@@ -94,9 +98,10 @@ def engine_spec(options: argparse.Namespace) -> EngineSpec:
     if not options.model and options.engine != "fake":
         raise ConfigError(with_hint(f"engine {options.engine} needs --model", "give a model folder or hub name"))
     if options.max_tokens < 1 or options.prompt_max_len < 1:
-        raise ConfigError(
-            f"--max_tokens {options.max_tokens} and --prompt_max_len {options.prompt_max_len}: at least 1"
-        )
+        lengths = f"--max_tokens {options.max_tokens} and --prompt_max_len {options.prompt_max_len}"
+        raise ConfigError(f"{lengths}: at least 1")
+    if options.engine in ("transformers", "vllm"):
+        located(options.model)
     return EngineSpec(
         model=options.model or "fake",
         tokenizer=options.tokenizer,

@@ -12,15 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from rlhf_data.errors import ConfigError, EngineError
-from rlhf_data.records import (
-    FinishReason,
-    Prompt,
-    Rollout,
-    RolloutGroup,
-    Span,
-    SpanSource,
-    VerdictKind,
-)
+from rlhf_data.records import FinishReason, Prompt, Rollout, RolloutGroup, Span, SpanSource, VerdictKind
 from rlhf_rollout.protocols import Completion, RewardFunction, RolloutEngine, SamplingParams
 from rlhf_rollout.rewards.mix import score_each
 
@@ -38,16 +30,12 @@ class GroupResult:
         prompt: what was asked.
         group: all `num_samples` rollouts; None when generation failed.
         failure: why it failed, None otherwise.
-        generate_seconds: from the start of its generation to its end.
-        reward_seconds: from then until its rewards were there.
     """
 
     group_id: str
     prompt: Prompt
     group: RolloutGroup | None
     failure: str | None = None
-    generate_seconds: float = 0.0
-    reward_seconds: float = 0.0
 
 
 @dataclass(slots=True)
@@ -216,37 +204,27 @@ async def generate_groups(
         await asyncio.gather(*done, *tasks, return_exceptions=True)  # several may have failed: the first is raised
 
 
+@dataclass(slots=True)
 class _Run:
-    """What the tasks of one `generate_groups` share."""
+    """What the tasks of one `generate_groups` share; of each engine how many groups run, and failures in a row."""
 
-    def __init__(
-        self,
-        engines: Sequence[RolloutEngine],
-        sampling: SamplingParams,
-        reward: RewardFunction | None,
-        decode: Decode,
-        counts: GenerationCounts,
-        slots: asyncio.Semaphore,
-    ) -> None:
-        self.engines = engines
-        self.sampling = sampling
-        self.reward = reward
-        self.decode = decode
-        self.counts = counts
-        self.slots = slots
-        self.started = time.monotonic()
-        self.num_running = [0] * len(engines)
-        self.num_failures = [0] * len(engines)  # in a row
+    engines: Sequence[RolloutEngine]
+    sampling: SamplingParams
+    reward: RewardFunction | None
+    decode: Decode
+    counts: GenerationCounts
+    slots: asyncio.Semaphore
+    started: float = field(default_factory=time.monotonic)
+    num_running: Counter[int] = field(default_factory=Counter)
+    num_failures: Counter[int] = field(default_factory=Counter)
 
     async def group(self, group_id: str, prompt: Prompt, seed_key: str) -> GroupResult:
         """Generate and score one group."""
         async with self.slots:
-            started = time.monotonic()
             spans, reasons, error = await self._generate(prompt, seed_key)
-            generated = time.monotonic()
-            self.counts.generate_s = generated - self.started
+            self.counts.generate_s = time.monotonic() - self.started
         if error is not None:
-            return GroupResult(group_id, prompt, None, error, generated - started)
+            return GroupResult(group_id, prompt, None, error)
         rollouts = tuple(
             Rollout(
                 f"{group_id}/{index}",
@@ -263,10 +241,8 @@ class _Run:
                 dataclasses.replace(rollout, verdict=verdict)
                 for rollout, verdict in zip(rollouts, verdicts, strict=True)
             )
-        scored = time.monotonic()
-        self.counts.score_s = scored - self.started
-        group = RolloutGroup(group_id, prompt, rollouts)
-        return GroupResult(group_id, prompt, group, None, generated - started, scored - generated)
+        self.counts.score_s = time.monotonic() - self.started
+        return GroupResult(group_id, prompt, RolloutGroup(group_id, prompt, rollouts))
 
     async def _generate(self, prompt: Prompt, seed_key: str) -> tuple[list[Span], list[FinishReason], str | None]:
         """Return the policy's spans and why they ended, or neither and the reason of the failure."""

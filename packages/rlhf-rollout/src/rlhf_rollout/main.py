@@ -72,6 +72,8 @@ def _parse(arguments: Sequence[str], prog: str) -> argparse.Namespace:
 def _add_generate(command: argparse.ArgumentParser) -> None:
     data = command.add_argument_group("prompts")
     data.add_argument("--prompts", "--prompt_data", "--dataset", required=True, metavar="LIST", help="data files")
+    probs = "with commas: a probability for each source of --prompts; by default one after the other"
+    data.add_argument("--prompt_data_probs", metavar="LIST", help=probs)
     data.add_argument("--label_key", help="key of the reference answer, for the reward")
     data.add_argument("--prompt_max_len", type=int, default=1024, help="tokens; longer prompts are left out")
     _add_rows(data)

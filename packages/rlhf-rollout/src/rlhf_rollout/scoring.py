@@ -66,6 +66,7 @@ class _Reader:
                 example = self._encoder(row)
                 label = None if self._options.label_key is None else row.label(self._options.label_key)
             except DataError as error:
+                self._check_no_pair(row)
                 self._errors.add(error)
                 continue
             self._num_rows += 1
@@ -75,6 +76,15 @@ class _Reader:
             else:
                 yield row, [self._sample(answer, label) for answer in answers]
         self._errors.check(self._num_rows + self._errors.num_bad)
+
+    def _check_no_pair(self, row: Row) -> None:
+        """Tell a file of pairs that is read as one of answers, which would be wrong in every row."""
+        keys = [key for key in ("chosen", "rejected") if key in row.values]
+        if self._options.chosen_key is None and len(keys) == 2:
+            keys += ["prompt"] if "prompt" in row.values else []
+            hint = "give " + " ".join(f"--{key}_key {key}" for key in keys)
+            message = f"{row.origin} is no answer but a pair of answers: {', '.join(row.values)}"
+            raise ConfigError(with_hint(message, hint))
 
     def tell(self) -> None:
         """Say what was left out."""
@@ -98,7 +108,6 @@ async def _score(options: argparse.Namespace, sources: Sequence[RewardSource], r
     scored = []
     async with contextlib.AsyncExitStack() as stack:
         reward = open_reward(options, sources, reader.tokenizer, stack)
-        assert reward is not None
         samples = iter(reader)
         while batch := list(itertools.islice(samples, _NUM_AT_ONCE)):
             calls = [reward.score(prompt, [answer]) for _, answers in batch for prompt, answer in answers]

@@ -4,13 +4,14 @@ import contextlib
 import mmap
 import os
 import zlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from rlhf_data.errors import WeightSyncError, with_hint
+from rlhf_data.errors import WeightSyncError, nearest, with_hint
 
 ALIGNMENT_BYTES = 256
 SHARED_MEMORY_DIR = Path("/dev/shm")
@@ -75,6 +76,18 @@ def bucket_checksum(buffer: np.ndarray, tensors: tuple[TensorSpec, ...]) -> int:
     return checksum
 
 
+def check_tensor(spec: TensorSpec, expected: tuple[int, ...] | None, known: Iterable[str]) -> None:
+    """Raise WeightSyncError unless a weight has the shape that the engine's model expects; None: it has no such one."""
+    if expected is None:
+        guess = nearest(spec.name, known)
+        hint = f"did you mean {guess!r}?" if guess else "trainer and engine hold different models"
+        raise WeightSyncError(with_hint(f"the engine's model has no weight {spec.name!r}", hint))
+    if tuple(spec.shape) != expected:
+        raise WeightSyncError(
+            f"the weight {spec.name!r} came with shape {tuple(spec.shape)}; the engine's model has {expected}"
+        )
+
+
 def verify_checksum(buffer: np.ndarray, bucket: WeightBucket) -> None:
     """Raise WeightSyncError when the bucket carries a checksum that its bytes do not have."""
     if bucket.checksum is None:
@@ -82,13 +95,12 @@ def verify_checksum(buffer: np.ndarray, bucket: WeightBucket) -> None:
     found = bucket_checksum(buffer, bucket.tensors)
     if found != bucket.checksum:
         names = ", ".join(tensor.name for tensor in bucket.tensors[:3])
-        raise WeightSyncError(
-            with_hint(
-                f"a bucket of {len(bucket.tensors)} weights ({names} ...) has checksum {found:#010x}, sent was "
-                f"{bucket.checksum:#010x}",
-                "the sender changed the buffer before the engine had read it, or they share no memory",
-            )
+        message = (
+            f"a bucket of {len(bucket.tensors)} weights ({names} ...) has checksum {found:#010x}, sent was "
+            f"{bucket.checksum:#010x}"
         )
+        hint = "the sender changed the buffer before the engine had read it, or they share no memory"
+        raise WeightSyncError(with_hint(message, hint))
 
 
 class SharedSegment:
@@ -100,12 +112,9 @@ class SharedSegment:
             # A plain file on tmpfs: multiprocessing.shared_memory would unlink the sender's segment at this exit.
             descriptor = os.open(SHARED_MEMORY_DIR / name, os.O_RDWR)
         except OSError as error:
-            raise WeightSyncError(
-                with_hint(
-                    f"the weight segment {SHARED_MEMORY_DIR / name} cannot be opened: {error.strerror}",
-                    "shared memory reaches engines on the trainer's own host only",
-                )
-            ) from error
+            message = f"the weight segment {SHARED_MEMORY_DIR / name} cannot be opened: {error.strerror}"
+            hint = "shared memory reaches engines on the trainer's own host only"
+            raise WeightSyncError(with_hint(message, hint)) from error
         try:
             self._map = mmap.mmap(descriptor, 0)
         finally:

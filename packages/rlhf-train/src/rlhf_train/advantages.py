@@ -1,7 +1,8 @@
 """From rewards to advantages: token rewards, generalised advantage estimation, whitening.
 
 Shape letters: B rollouts, T token positions. Positions where the loss mask is False (prompt, environment, padding) are
-skipped, as if the policy's tokens followed each other directly; every result is 0.0 there.
+skipped, as if the policy's tokens followed each other directly; every result is 0.0 there. ValueError is raised when
+shapes differ.
 """
 
 import torch
@@ -24,16 +25,16 @@ def token_rewards(rewards: Tensor, kl: Tensor, loss_mask: Tensor, *, kl_coef: fl
     Returns:
         [B, T] float, in reward units. A rollout without a trained token has nowhere to put its reward: all zeros.
 
-    Raises:
-        ValueError: shapes differ.
-
     Source: Ouyang et al. 2022, arXiv:2203.02155, eq. 2.
     """
     check_same_shape(kl=kl, loss_mask=loss_mask)
+    return (-kl_coef * kl).masked_fill(~loss_mask, 0.0) + last_trained(loss_mask) * rewards[:, None]
+
+
+def last_trained(loss_mask: Tensor) -> Tensor:
+    """Return where the last trained token of each row of `loss_mask` [B, T] is, as [B, T] bool."""
     position = torch.arange(loss_mask.shape[1], device=loss_mask.device)
-    last = torch.where(loss_mask, position, -1).amax(dim=1, keepdim=True)
-    at_end = (position == last) & loss_mask
-    return (-kl_coef * kl).masked_fill(~loss_mask, 0.0) + at_end * rewards[:, None]
+    return loss_mask & (position == torch.where(loss_mask, position, -1).amax(dim=1, keepdim=True))
 
 
 def generalized_advantages(
@@ -66,9 +67,6 @@ def generalized_advantages(
 
     Returns:
         ([B, T], [B, T]): advantages and returns, 0.0 where the mask is False.
-
-    Raises:
-        ValueError: shapes differ.
 
     Source: Schulman et al. 2016, arXiv:1506.02438, eq. 11 and 16; going on after a cut: Pardo et al. 2018,
     arXiv:1712.00378.

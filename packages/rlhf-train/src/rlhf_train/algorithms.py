@@ -3,48 +3,42 @@
 A row is plain data, so it travels to Ray workers; what the names stand for is in `advantages`, `losses` and `kl`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Literal, get_args
 
 from rlhf_data.errors import ConfigError, unknown, with_hint
 
 KlEstimator = Literal["k1", "k2", "k3"]
+KL_ESTIMATORS: tuple[KlEstimator, ...] = get_args(KlEstimator)
 Baseline = Literal["none", "group_mean", "group_mean_std", "leave_one_out"]
+BASELINES: tuple[Baseline, ...] = get_args(Baseline)
 Reduction = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"]
-REDUCTIONS: tuple[Reduction, ...] = (
-    "token_mean",
-    "seq_mean_token_mean",
-    "seq_mean_token_sum",
-    "seq_mean_token_sum_norm",
-)
+REDUCTIONS: tuple[Reduction, ...] = get_args(Reduction)
 OLD_LOGPROBS = ("recompute", "rollout", "skip")
 CORRECTION_LEVELS = ("off", "token", "sequence", "geometric")
 CORRECTION_MODES = ("truncate", "mask")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class AlgorithmRow:
     """What sets one algorithm apart.
 
     Attributes:
         name: the value of --advantage_estimator.
         title: what papers call it.
-        uses_critic: whether values are learned.
         baseline: what a rollout's reward is compared with, see `group_rewards`.
-        whiten: whether advantages are whitened over the tokens of the whole rollout batch.
         reduction: how token losses become one number.
-        source: the paper.
+        whiten: whether advantages are whitened over the tokens of the whole rollout batch.
+        uses_critic: whether values are learned.
     """
 
     name: str
     title: str
-    uses_critic: bool
     baseline: Baseline
-    whiten: bool
     reduction: Reduction
-    source: str
+    whiten: bool = False
+    uses_critic: bool = False
 
     @property
     def uses_group(self) -> bool:
@@ -57,123 +51,59 @@ class AlgorithmRow:
         return self.whiten or self.baseline == "group_mean_std"
 
 
-ALGORITHMS: Mapping[str, AlgorithmRow] = MappingProxyType(
-    {
-        "gae": AlgorithmRow(
-            name="gae",
-            title="PPO",
-            uses_critic=True,
-            baseline="none",
-            whiten=True,
-            reduction="token_mean",
-            source="Schulman et al. 2017, arXiv:1707.06347; Schulman et al. 2016, arXiv:1506.02438",
-        ),
-        "reinforce": AlgorithmRow(
-            name="reinforce",
-            title="REINFORCE++",
-            uses_critic=False,
-            baseline="none",
-            whiten=True,
-            reduction="token_mean",
-            source="Hu et al. 2025, arXiv:2501.03262",
-        ),
-        "reinforce_baseline": AlgorithmRow(
-            name="reinforce_baseline",
-            title="REINFORCE++-baseline",
-            uses_critic=False,
-            baseline="group_mean",
-            whiten=True,
-            reduction="token_mean",
-            source="Hu et al. 2025, arXiv:2501.03262",
-        ),
-        "group_norm": AlgorithmRow(
-            name="group_norm",
-            title="GRPO",
-            uses_critic=False,
-            baseline="group_mean_std",
-            whiten=False,
-            reduction="seq_mean_token_mean",
-            source="Shao et al. 2024, arXiv:2402.03300",
-        ),
-        "dr_grpo": AlgorithmRow(
-            name="dr_grpo",
-            title="Dr. GRPO",
-            uses_critic=False,
-            baseline="group_mean",
-            whiten=False,
-            reduction="seq_mean_token_sum_norm",
-            source="Liu et al. 2025, arXiv:2503.20783",
-        ),
-        "rloo": AlgorithmRow(
-            name="rloo",
-            title="RLOO",
-            uses_critic=False,
-            baseline="leave_one_out",
-            whiten=False,
-            reduction="seq_mean_token_sum",
-            source="Ahmadian et al. 2024, arXiv:2402.14740",
-        ),
-    }
-)
+ALGORITHMS: Mapping[str, AlgorithmRow] = {
+    row.name: row
+    for row in (
+        # Schulman et al. 2017, arXiv:1707.06347; Schulman et al. 2016, arXiv:1506.02438
+        AlgorithmRow("gae", "PPO", "none", "token_mean", whiten=True, uses_critic=True),
+        # Hu et al. 2025, arXiv:2501.03262, both
+        AlgorithmRow("reinforce", "REINFORCE++", "none", "token_mean", whiten=True),
+        AlgorithmRow("reinforce_baseline", "REINFORCE++-baseline", "group_mean", "token_mean", whiten=True),
+        # Shao et al. 2024, arXiv:2402.03300
+        AlgorithmRow("group_norm", "GRPO", "group_mean_std", "seq_mean_token_mean"),
+        # Liu et al. 2025, arXiv:2503.20783
+        AlgorithmRow("dr_grpo", "Dr. GRPO", "group_mean", "seq_mean_token_sum_norm"),
+        # Ahmadian et al. 2024, arXiv:2402.14740
+        AlgorithmRow("rloo", "RLOO", "leave_one_out", "seq_mean_token_sum"),
+    )
+}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class PolicyLossRow:
-    """A policy loss.
+    """A policy loss; `losses.policy` has their sources.
 
     Attributes:
         name: the value of --policy_loss_type.
         title: what papers call it.
+        reduction: how its token losses become one number; None leaves that to the estimator.
         uses_ratio: whether the ratio to the old policy is in it, so that it allows for several optimizer steps a batch.
         dual_clip: whether --dual_clip applies.
-        reduction: how its token losses become one number; None leaves that to the estimator.
-        source: the paper.
     """
 
     name: str
     title: str
-    uses_ratio: bool
-    dual_clip: bool
-    reduction: Reduction | None
-    source: str
+    reduction: Reduction | None = None
+    uses_ratio: bool = True
+    dual_clip: bool = False
 
 
-POLICY_LOSSES: Mapping[str, PolicyLossRow] = MappingProxyType(
-    {
-        "ppo": PolicyLossRow(
-            name="ppo",
-            title="PPO clip",
-            uses_ratio=True,
-            dual_clip=True,
-            reduction=None,
-            source="Schulman et al. 2017, arXiv:1707.06347; dual clip: Ye et al. 2020, arXiv:1912.09729",
-        ),
-        "gspo": PolicyLossRow(
-            name="gspo",
-            title="GSPO",
-            uses_ratio=True,
-            dual_clip=False,
-            reduction="seq_mean_token_mean",
-            source="Zheng et al. 2025, arXiv:2507.18071",
-        ),
-        "cispo": PolicyLossRow(
-            name="cispo",
-            title="CISPO",
-            uses_ratio=True,
-            dual_clip=False,
-            reduction="token_mean",
-            source="MiniMax 2025, arXiv:2506.13585",
-        ),
-        "reinforce": PolicyLossRow(
-            name="reinforce",
-            title="REINFORCE",
-            uses_ratio=False,
-            dual_clip=False,
-            reduction=None,
-            source="Williams 1992, Machine Learning 8",
-        ),
-    }
-)
+POLICY_LOSSES: Mapping[str, PolicyLossRow] = {
+    row.name: row
+    for row in (
+        PolicyLossRow("ppo", "PPO clip", dual_clip=True),
+        PolicyLossRow("gspo", "GSPO", "seq_mean_token_mean"),
+        PolicyLossRow("cispo", "CISPO", "token_mean"),
+        PolicyLossRow("reinforce", "REINFORCE", uses_ratio=False),
+    )
+}
+
+
+def _check_names(*names: tuple[str, str, Collection[str]]) -> None:
+    """Raise ConfigError for a name that is not among the known ones of its kind."""
+    for kind, name, known in names:
+        if name not in known:
+            raise ConfigError(unknown(kind, name, known))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,10 +125,9 @@ class CorrectionSpec:
     high: float = 2.0
 
     def __post_init__(self) -> None:
-        if self.level not in CORRECTION_LEVELS:
-            raise ConfigError(unknown("correction level", self.level, CORRECTION_LEVELS))
-        if self.mode not in CORRECTION_MODES:
-            raise ConfigError(unknown("correction mode", self.mode, CORRECTION_MODES))
+        _check_names(
+            ("correction level", self.level, CORRECTION_LEVELS), ("correction mode", self.mode, CORRECTION_MODES)
+        )
         if not 0 <= self.low < self.high:
             message = f"--is_correction_threshold is {self.low:g} {self.high:g}: 0 <= low < high is needed"
             raise ConfigError(with_hint(message, "give LOW before HIGH, two numbers, such as 0.5 2"))
@@ -255,40 +184,36 @@ class AlgorithmSpec:
     whiten_std: bool = True
 
     def __post_init__(self) -> None:
-        for what, name, known in (
+        _check_names(
             ("advantage estimator", self.estimator, ALGORITHMS),
             ("policy loss", self.policy_loss, POLICY_LOSSES),
             ("reduction", self.reduction or REDUCTIONS[0], REDUCTIONS),
             ("source of old log-probs", self.old_logprobs, OLD_LOGPROBS),
-            ("KL estimator", self.kl_estimator, get_args(KlEstimator)),
+            ("KL estimator", self.kl_estimator, KL_ESTIMATORS),
+        )
+        for name, is_right, wanted in (
+            ("gamma", 0 <= self.gamma <= 1, "lie in [0, 1]"),
+            ("lambd", 0 <= self.lambd <= 1, "lie in [0, 1]"),
+            ("dual_clip", self.dual_clip is None or self.dual_clip > 1, "be > 1"),
+            ("entropy_coef", self.entropy_coef >= 0, "be >= 0"),
+            ("value_clip", self.value_clip is None or self.value_clip > 0, "be > 0"),
+            ("kl_coef", self.kl_coef >= 0, "be >= 0"),
+            ("kl_target", self.kl_target is None or self.kl_target > 0, "be > 0"),
+            ("kl_horizon", self.kl_horizon >= 1, "be >= 1"),
         ):
-            if name not in known:
-                raise ConfigError(unknown(what, name, known))
-        for name in ("gamma", "lambd"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must lie in [0, 1]")
+            if not is_right:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must {wanted}")
         if not 0 <= self.clip_low < 1 or self.clip_high < 0:
-            message = (
-                f"--eps_clip_low_high is {self.clip_low:g} {self.clip_high:g}: low must lie in [0, 1), high be >= 0"
-            )
-            raise ConfigError(with_hint(message, "the policy ratio is kept between 1 - LOW and 1 + HIGH: try 0.2 0.28"))
-        if self.dual_clip is not None and self.dual_clip <= 1:
-            raise ConfigError(f"dual_clip is {self.dual_clip}; it must be > 1")
-        for name in ("entropy_coef", "kl_coef"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be >= 0")
-        if self.value_clip is not None and self.value_clip <= 0:
-            raise ConfigError(f"value_clip is {self.value_clip}; it must be > 0")
-        if (self.kl_target is not None and self.kl_target <= 0) or self.kl_horizon < 1:
-            raise ConfigError(f"kl_target ({self.kl_target}) must be > 0 and kl_horizon ({self.kl_horizon}) >= 1")
+            given = f"--eps_clip_low_high is {self.clip_low:g} {self.clip_high:g}"
+            hint = "the policy ratio is kept between 1 - LOW and 1 + HIGH: try 0.2 0.28"
+            raise ConfigError(with_hint(f"{given}: low must lie in [0, 1), high be >= 0", hint))
         self._check_combinations()
 
     def _check_combinations(self) -> None:
         if self.dual_clip is not None and not self.loss.dual_clip:
-            message = (
-                f"--dual_clip {self.dual_clip:g} belongs to the PPO loss, and the policy loss is {self.loss.title}"
-            )
-            raise ConfigError(with_hint(message, "drop --dual_clip, or use --policy_loss_type ppo"))
+            message = f"--dual_clip {self.dual_clip:g} belongs to the PPO loss"
+            hint = "drop --dual_clip, or use --policy_loss_type ppo"
+            raise ConfigError(with_hint(f"{message}, and the policy loss is {self.loss.title}", hint))
         if self.use_kl_loss and not self.uses_reference:
             message = "the KL is a loss and its coefficient is 0: there is no KL"
             raise ConfigError(with_hint(message, "set --init_kl_coef above 0, or drop --use_kl_loss"))

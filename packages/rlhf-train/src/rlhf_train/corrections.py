@@ -5,18 +5,16 @@ from the engine's samples is that of the trainer's policy only under importance 
 
     w_t = exp(old_logprobs_t - rollout_logprobs_t)
 
-Shape letters: B rollouts, T token positions.
+Shape letters: B rollouts, T token positions. ValueError is raised for an unknown level or mode, and when shapes differ.
 """
 
 import torch
 from torch import Tensor
 
 from rlhf_data.errors import unknown
+from rlhf_train.algorithms import CORRECTION_LEVELS, CORRECTION_MODES
 from rlhf_train.losses.policy import MAX_LOG_RATIO
 from rlhf_train.shapes import check_same_shape
-
-LEVELS = ("token", "sequence", "geometric")
-MODES = ("truncate", "mask")
 
 
 def importance_weights(old_logprobs: Tensor, rollout_logprobs: Tensor, loss_mask: Tensor, *, level: str) -> Tensor:
@@ -35,9 +33,6 @@ def importance_weights(old_logprobs: Tensor, rollout_logprobs: Tensor, loss_mask
     Returns:
         [B, T] float, 1.0 where the mask is False; logarithms are clamped to +-20.
 
-    Raises:
-        ValueError: unknown level, or shapes differ.
-
     Source: token: Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training"; sequence:
     Liu et al. 2025, "When speed kills stability"; geometric: Zheng et al. 2025, arXiv:2507.18071, eq. 7.
     """
@@ -51,7 +46,7 @@ def importance_weights(old_logprobs: Tensor, rollout_logprobs: Tensor, loss_mask
             log_weight = log_weight / loss_mask.sum(dim=1, keepdim=True).clamp(min=1)
         log_weight = log_weight.expand_as(gap).masked_fill(~loss_mask, 0.0)
     else:
-        raise ValueError(unknown("correction level", level, LEVELS))
+        raise ValueError(unknown("correction level", level, CORRECTION_LEVELS[1:]))
     return torch.exp(log_weight.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
 
 
@@ -72,9 +67,6 @@ def bounded_weights(
         Weights [B, T] float; the mask that is left, [B, T] bool; and which trained weights were out of bounds,
         [B, T] bool.
 
-    Raises:
-        ValueError: unknown mode, or shapes differ.
-
     Source: truncate: Yao et al. 2025 (above), after Ionides 2008, "Truncated importance sampling"; mask: Ling
     Team 2025, arXiv:2510.18855 (IcePop).
     """
@@ -84,4 +76,4 @@ def bounded_weights(
         return weights.clamp(low, high), loss_mask, outside
     if mode == "mask":
         return weights, loss_mask & ~outside, outside
-    raise ValueError(unknown("correction mode", mode, MODES))
+    raise ValueError(unknown("correction mode", mode, CORRECTION_MODES))

@@ -63,8 +63,7 @@ class Experience:
 
     def set_column(self, name: str, values: Tensor) -> None:
         """Store a [B, T] tensor under `name`, zeroed where nothing is trained."""
-        if name not in COLUMNS:
-            raise KeyError(f"unknown column {name!r}; known: {', '.join(COLUMNS)}")
+        assert name in COLUMNS, name
         self.columns[name] = values.detach().float().cpu().masked_fill(~self.loss_mask, 0.0)
 
     def restrict(self, kept: Tensor) -> None:
@@ -77,26 +76,14 @@ class Experience:
 
     def export(self, names: Sequence[str]) -> dict[str, dict[str, np.ndarray]]:
         """Return columns as name to rollout id to [L_i] array, for a rank of another group."""
-        lengths = [len(tokens) for tokens in self.token_ids]
-        return {
-            name: {
-                rollout_id: self.columns[name][row, :length].numpy()
-                for row, (rollout_id, length) in enumerate(zip(self.rollout_ids, lengths, strict=True))
-            }
-            for name in names
-        }
+        rows = [(row, rollout_id, len(self.token_ids[row])) for row, rollout_id in enumerate(self.rollout_ids)]
+        return {name: {key: self.columns[name][row, :size].numpy() for row, key, size in rows} for name in names}
 
     def adopt(self, *parts: Mapping[str, Mapping[str, np.ndarray]]) -> None:
-        """Take the columns of this shard's rollouts out of what other ranks exported.
-
-        Raises:
-            KeyError: no part has one of the rollouts.
-        """
+        """Take the columns of this shard's rollouts out of what other ranks exported, all of them together."""
         for name in {name for part in parts for name in part}:
+            exported = {rollout_id: values for part in parts for rollout_id, values in part.get(name, {}).items()}
             column = torch.zeros(self.loss_mask.shape)
             for row, rollout_id in enumerate(self.rollout_ids):
-                values = next((part[name][rollout_id] for part in parts if rollout_id in part.get(name, {})), None)
-                if values is None:
-                    raise KeyError(f"no rank exported {name} of rollout {rollout_id}")
-                column[row, : len(values)] = torch.from_numpy(values.copy())
+                column[row, : len(exported[rollout_id])] = torch.tensor(exported[rollout_id])
             self.set_column(name, column)

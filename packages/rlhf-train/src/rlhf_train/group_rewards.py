@@ -1,10 +1,15 @@
-"""Rewards compared among the samples of one prompt. Torch-free: the controller calls it on plain numbers."""
+"""Rewards compared among the samples of one prompt. Torch-free: the controller calls it on plain numbers.
+
+`rewards` are [B] float and `group_ids` B ids, results are [B] float64. ValueError is raised for an unknown baseline,
+and unless there are as many ids as rewards.
+"""
 
 from collections.abc import Sequence
 
 import numpy as np
 
 from rlhf_data.errors import unknown
+from rlhf_train.algorithms import BASELINES
 
 
 def relative_rewards(
@@ -13,17 +18,9 @@ def relative_rewards(
     """Return the rewards as an algorithm compares them.
 
     Args:
-        rewards: [B] float.
-        group_ids: B ids.
         baseline: "none" leaves them as they are, "group_mean" and "group_mean_std" are `group_normalized`,
             "leave_one_out" is `leave_one_out`.
         divide_by_std: for "group_mean_std" only.
-
-    Returns:
-        [B] float64.
-
-    Raises:
-        ValueError: unknown baseline, or lengths differ.
     """
     if baseline == "none":
         return np.asarray(rewards, np.float64)
@@ -31,7 +28,7 @@ def relative_rewards(
         return leave_one_out(rewards, group_ids)
     if baseline in ("group_mean", "group_mean_std"):
         return group_normalized(rewards, group_ids, divide_by_std=divide_by_std and baseline == "group_mean_std")
-    raise ValueError(unknown("baseline", baseline, ("none", "group_mean", "group_mean_std", "leave_one_out")))
+    raise ValueError(unknown("baseline", baseline, BASELINES))
 
 
 def leave_one_out(rewards: np.ndarray, group_ids: Sequence[str]) -> np.ndarray:
@@ -41,16 +38,6 @@ def leave_one_out(rewards: np.ndarray, group_ids: Sequence[str]) -> np.ndarray:
 
     A group of equal rewards, or of one, is exactly 0.0. The paper's R holds the KL of the whole response; here the KL
     is charged token by token in the reward to go, so that the baseline is of the scores alone.
-
-    Args:
-        rewards: [B] float.
-        group_ids: B ids.
-
-    Returns:
-        [B] float64.
-
-    Raises:
-        ValueError: as many ids as rewards are needed.
 
     Source: Ahmadian et al. 2024, arXiv:2402.14740, eq. 8; Kool et al. 2019, "Buy 4 REINFORCE samples, get a baseline
     for free!".
@@ -70,15 +57,7 @@ def group_normalized(rewards: np.ndarray, group_ids: Sequence[str], *, divide_by
     id, not by its position, and may have any size; a group of one is all zeros.
 
     Args:
-        rewards: [B] float.
-        group_ids: B ids.
         divide_by_std: False keeps the units of the reward.
-
-    Returns:
-        [B] float64.
-
-    Raises:
-        ValueError: as many ids as rewards are needed.
 
     Source: Shao et al. 2024, arXiv:2402.03300, sec. 4.1.2.
     """

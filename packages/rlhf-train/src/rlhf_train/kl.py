@@ -1,4 +1,7 @@
-"""Estimates of the KL divergence from the reference, one a token, and the weight that it has."""
+"""Estimates of the KL divergence from the reference, one a token, and the weight that it has.
+
+ValueError is raised for an unknown estimator, and when shapes differ.
+"""
 
 import math
 
@@ -6,12 +9,12 @@ import torch
 from torch import Tensor
 
 from rlhf_data.errors import unknown
+from rlhf_train.algorithms import KL_ESTIMATORS
+from rlhf_train.losses.policy import MAX_LOG_RATIO
 from rlhf_train.shapes import check_same_shape
 
-KL_ESTIMATORS = ("k1", "k2", "k3")
 MAX_WEIGHT = 10.0  # of an importance weight in a KL gradient: where a bias is better than a spike
 MAX_KL_ERROR = 0.2
-MAX_LOG_RATIO = 20.0  # nats; keeps k3's exp finite, see losses.policy
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
@@ -29,9 +32,6 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tenso
 
     Returns:
         [B, T] float, nats; exactly 0 where the two agree.
-
-    Raises:
-        ValueError: unknown estimator, or shapes differ.
 
     Source: Schulman 2020, "Approximating KL divergence" (joschu.net/blog/kl-approx.html).
     """
@@ -59,16 +59,12 @@ def kl_loss(
 
     Args:
         logprobs: [B, T] float, nats; carries the gradient.
-        old_logprobs: [B, T] float, nats; a constant.
-        ref_logprobs: [B, T] float, nats; a constant.
+        old_logprobs, ref_logprobs: [B, T] float, nats; constants.
         estimator: k1, k2 or k3.
         unbiased_gradient: as above; the value stays the estimator's.
 
     Returns:
         [B, T] float, nats.
-
-    Raises:
-        ValueError: unknown estimator, or shapes differ.
 
     Source: Tang and Munos 2025, "On a few pitfalls in KL divergence gradient estimation for RL", arXiv:2506.09477.
     """

@@ -1,5 +1,7 @@
 """Numbers that many ranks and micro-batches contribute to: how they combine is part of their type.
 
+Each kind has `merge`, which puts two parts together, and `result`, the number to log.
+
 Names, as they appear in metrics.jsonl: `rollout/*` of all that was generated and how it was scored, `train/*` of the
 rewards that are trained on, `policy/*`, `value/*`, `kl/*` and `entropy/*` of the update, `mismatch/*` between
 engine and trainer, `eval/*` on held-out prompts, `time/*` in seconds, `throughput/*` a second, `samples/*` counts.
@@ -7,6 +9,10 @@ engine and trainer, `eval/*` on held-out prompts, `time/*` in seconds, `throughp
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,42 +22,39 @@ class Sum:
     value: float
 
     def merge(self, other: "Sum") -> "Sum":
-        """The sum of both."""
         return Sum(self.value + other.value)
 
     def result(self) -> float:
-        """The number to log."""
         return self.value
 
 
 @dataclass(frozen=True, slots=True)
 class Mean:
-    """Averages over everything that was counted, wherever it was counted."""
+    """Averages over everything that was counted, wherever it was counted; NaN when nothing was.
 
-    total: float
-    count: float
+    Sums may be tensors of no dimension until `on_host` makes numbers of them.
+    """
+
+    total: "float | Tensor"
+    count: "float | Tensor"
 
     def merge(self, other: "Mean") -> "Mean":
-        """The mean over both."""
         return Mean(self.total + other.total, self.count + other.count)
 
     def result(self) -> float:
-        """The number to log; NaN when nothing was counted."""
-        return self.total / self.count if self.count else float("nan")
+        return float(self.total / self.count) if self.count else float("nan")
 
 
 @dataclass(frozen=True, slots=True)
 class Max:
-    """Keeps the largest."""
+    """Keeps the largest; NaN when a part is."""
 
     value: float
 
     def merge(self, other: "Max") -> "Max":
-        """The larger of both; NaN when either is."""
         return other if other.value > self.value or other.value != other.value else self
 
     def result(self) -> float:
-        """The number to log."""
         return self.value
 
 
@@ -67,6 +70,18 @@ def merge_metrics(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
                 raise TypeError(f"metric {name} is both {type(merged[name]).__name__} and {type(metric).__name__}")
             merged[name] = merged[name].merge(metric) if name in merged else metric  # type: ignore[arg-type]
     return merged
+
+
+def on_host(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
+    """Return the metrics with numbers where means hold tensors; a device is waited for once."""
+    import torch
+
+    means = {name: metric for name, metric in metrics.items() if isinstance(metric, Mean)}
+    parts = [part for mean in means.values() for part in (mean.total, mean.count)]
+    tensors = [part.double() for part in parts if isinstance(part, torch.Tensor)]
+    numbers = iter(torch.stack(tensors).tolist() if tensors else [])
+    values = iter([next(numbers) if isinstance(part, torch.Tensor) else part for part in parts])
+    return {**metrics, **{name: Mean(next(values), next(values)) for name in means}}
 
 
 def results(metrics: Mapping[str, Metric]) -> dict[str, float]:

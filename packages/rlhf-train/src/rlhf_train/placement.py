@@ -1,7 +1,7 @@
 """Where every process runs, as data: a pure function from what was asked and what there is to a plan."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,21 +26,24 @@ class Resources:
 
 @dataclass(frozen=True, slots=True)
 class GroupPlan:
-    """Processes of one kind: `num_ranks` of them, each hosting `roles`.
+    """Processes of one kind, each hosting `roles`.
 
     Attributes:
         name: of the group.
         roles: the models each of its processes holds; empty for generation engines.
-        num_ranks: processes: data-parallel ranks, or engines.
         bundles: the index of the bundle each process lives in.
         gpus_a_rank: whole GPUs that a process uses; it may share them with other groups.
     """
 
     name: str
     roles: tuple[str, ...]
-    num_ranks: int
     bundles: tuple[int, ...]
     gpus_a_rank: int
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes: data-parallel ranks, or engines."""
+        return len(self.bundles)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,125 +132,96 @@ def plan_placement(request: PlacementRequest, resources: Resources) -> Placement
     Raises:
         ConfigError: colocated models of unequal size, or more GPUs than there are.
     """
-    roles = tuple(role for role in ROLES if role in request.ranks)
     if request.reward_ranks < 0:
         raise ConfigError(f"the reward models ask for {request.reward_ranks} processes; 0 is for none")
     for name, count in {**request.ranks, "vllm_num_engines": request.num_engines}.items():
         if count < 1:
             raise ConfigError(f"{name} asks for {count} processes; at least 1 is needed")
     if resources.num_gpus == 0:
-        return _on_cpus(request, roles)
+        counts = (request.ranks["actor"], request.num_engines, request.reward_ranks)
+        return _together("cpu", request, [(0,) * count for count in counts])
     notes: tuple[str, ...] = ()
-    colocate = request.colocate_all_models
-    if not colocate:
-        _check_actor_ref(request)
-        _check_critic_reward(request)
-        asked = _gpus_apart(request, roles)
+    if not request.colocate_all_models:
+        plan = _apart(request)
+        asked = sum(plan.bundles)
         if asked <= resources.num_gpus:
-            return _apart(request, roles)
+            return plan
         notes = (f"models apart need {asked} GPUs and there are {resources.num_gpus}: all models share the actor's",)
-    return _colocated(request, roles, resources, notes)
+    _check_together(request, resources)
+    places = tuple(range(request.ranks["actor"]))
+    return _together("cuda", request, [places, places, places if request.reward_ranks else ()], notes)
 
 
-def _on_cpus(request: PlacementRequest, roles: tuple[str, ...]) -> PlacementPlan:
-    ranks = request.ranks["actor"]
-    groups = (GroupPlan("train", roles, ranks, (0,) * ranks, 0),)
-    engines = GroupPlan("engines", (), request.num_engines, (0,) * request.num_engines, 0)
-    return PlacementPlan("cpu", (0,), groups, engines, True, scorers=_scorers((0,) * request.reward_ranks, 0))
-
-
-def _scorers(bundles: tuple[int, ...], gpus: int) -> GroupPlan | None:
-    return GroupPlan("reward", ("reward",), len(bundles), bundles, gpus) if bundles else None
-
-
-def _check_actor_ref(request: PlacementRequest) -> None:
-    actor, reference = request.ranks["actor"], request.ranks.get("reference")
-    if request.colocate_actor_ref and reference not in (None, actor):
-        raise ConfigError(
-            with_hint(
-                f"actor and reference share processes: the actor has {actor}, the reference {reference}",
-                "set --ref_num_nodes and --ref_num_gpus_per_node to the actor's, or drop --colocate_actor_ref",
-            )
-        )
-
-
-def _check_critic_reward(request: PlacementRequest) -> None:
-    critic = request.ranks.get("critic")
-    if _on_critic(request) and request.reward_ranks != critic:
-        raise ConfigError(
-            with_hint(
-                f"critic and reward models share devices: the critic has {critic}, they have {request.reward_ranks}",
-                "set --reward_num_nodes and --reward_num_gpus_per_node to the critic's, or drop"
-                " --colocate_critic_reward",
-            )
-        )
-
-
-def _on_critic(request: PlacementRequest) -> bool:
-    return request.colocate_critic_reward and request.reward_ranks > 0 and "critic" in request.ranks
-
-
-def _groups_apart(request: PlacementRequest, roles: tuple[str, ...]) -> list[tuple[str, ...]]:
-    if request.colocate_actor_ref and "reference" in roles:
-        return [("actor", "reference"), *((role,) for role in roles if role not in ("actor", "reference"))]
-    return [(role,) for role in roles]
-
-
-def _gpus_apart(request: PlacementRequest, roles: tuple[str, ...]) -> int:
-    trainers = sum(request.ranks[hosted[0]] for hosted in _groups_apart(request, roles))
-    scorers = 0 if _on_critic(request) else request.reward_ranks
-    return trainers + scorers + request.num_engines * request.tensor_parallel_size
-
-
-def _apart(request: PlacementRequest, roles: tuple[str, ...]) -> PlacementPlan:
-    bundles: list[int] = []
-    groups = []
-    for hosted in _groups_apart(request, roles):
-        ranks = request.ranks[hosted[0]]
-        indices = tuple(range(len(bundles), len(bundles) + ranks))
-        groups.append(GroupPlan("+".join(hosted), hosted, ranks, indices, 1))
-        bundles += [1] * ranks
-    indices = tuple(range(len(bundles), len(bundles) + request.num_engines))
-    bundles += [request.tensor_parallel_size] * request.num_engines
-    engines = GroupPlan("engines", (), request.num_engines, indices, request.tensor_parallel_size)
-    if _on_critic(request):
-        places = next(group.bundles for group in groups if "critic" in group.roles)
-    else:
-        places = tuple(range(len(bundles), len(bundles) + request.reward_ranks))
-        bundles += [1] * request.reward_ranks
-    return PlacementPlan("cuda", tuple(bundles), tuple(groups), engines, False, scorers=_scorers(places, 1))
-
-
-def _colocated(
-    request: PlacementRequest, roles: tuple[str, ...], resources: Resources, notes: tuple[str, ...]
+def _together(
+    device: str, request: PlacementRequest, places: Sequence[tuple[int, ...]], notes: tuple[str, ...] = ()
 ) -> PlacementPlan:
+    """Return the plan of one training group that shares its devices; `places` are its, the engines', the scorers'."""
+    gpus = int(device == "cuda")
+    trainers, engines, scorers = places
+    return PlacementPlan(
+        device=device,
+        bundles=(gpus,) * (max(trainers) + 1),
+        groups=(GroupPlan("train", _roles(request), trainers, gpus),),
+        engines=GroupPlan("engines", (), engines, gpus),
+        colocated=True,
+        notes=notes,
+        scorers=_scorers(scorers, gpus),
+    )
+
+
+def _check_together(request: PlacementRequest, resources: Resources) -> None:
     ranks = request.ranks["actor"]
     asked = dict(request.ranks) | ({"reward": request.reward_ranks} if request.reward_ranks else {})
     unequal = {role: count for role, count in asked.items() if count != ranks}
-    engine_gpus = request.num_engines * request.tensor_parallel_size
     if unequal:
-        raise ConfigError(
-            with_hint(
-                f"models that share devices need equally many: actor has {ranks}, {unequal}",
-                "set every *_num_nodes x *_num_gpus_per_node to the actor's",
-            )
-        )
-    if engine_gpus != ranks or request.tensor_parallel_size != 1:
-        raise ConfigError(
-            with_hint(
-                f"colocated engines take {request.num_engines} x {request.tensor_parallel_size} GPUs, not {ranks}",
-                f"use --vllm_num_engines {ranks} --vllm_tensor_parallel_size 1",
-            )
-        )
+        message = f"models that share devices need equally many: actor has {ranks}, {unequal}"
+        raise ConfigError(with_hint(message, "set every *_num_nodes x *_num_gpus_per_node to the actor's"))
+    if request.num_engines != ranks or request.tensor_parallel_size != 1:
+        message = f"colocated engines take {request.num_engines} x {request.tensor_parallel_size} GPUs, not {ranks}"
+        raise ConfigError(with_hint(message, f"use --vllm_num_engines {ranks} --vllm_tensor_parallel_size 1"))
     if ranks > resources.num_gpus:
-        raise ConfigError(
-            with_hint(f"{ranks} GPUs asked, {resources.num_gpus} in the cluster", "lower --actor_num_gpus_per_node")
-        )
-    indices = tuple(range(ranks))
-    groups = (GroupPlan("train", roles, ranks, indices, 1),)
-    engines = GroupPlan("engines", (), ranks, indices, 1)
-    scorers = _scorers(indices if request.reward_ranks else (), 1)
-    return PlacementPlan("cuda", (1,) * ranks, groups, engines, True, notes, scorers)
+        message = f"{ranks} GPUs asked, {resources.num_gpus} in the cluster"
+        raise ConfigError(with_hint(message, "lower --actor_num_gpus_per_node"))
+
+
+def _apart(request: PlacementRequest) -> PlacementPlan:
+    """Return the plan in which every group has bundles of its own, but for those that were to share."""
+    roles = _roles(request)
+    hosted = [(role,) for role in roles]
+    if request.colocate_actor_ref and "reference" in roles:
+        actor, reference = request.ranks["actor"], request.ranks["reference"]
+        if actor != reference:
+            message = f"actor and reference share processes: the actor has {actor}, the reference {reference}"
+            hint = "set --ref_num_nodes and --ref_num_gpus_per_node to the actor's, or drop --colocate_actor_ref"
+            raise ConfigError(with_hint(message, hint))
+        hosted = [("actor", "reference"), *((role,) for role in roles if role not in ("actor", "reference"))]
+    bundles: list[int] = []
+
+    def reserve(count: int, gpus: int = 1) -> tuple[int, ...]:
+        bundles.extend([gpus] * count)
+        return tuple(range(len(bundles) - count, len(bundles)))
+
+    groups = tuple(GroupPlan("+".join(names), names, reserve(request.ranks[names[0]]), 1) for names in hosted)
+    engine_gpus = request.tensor_parallel_size
+    engines = GroupPlan("engines", (), reserve(request.num_engines, engine_gpus), engine_gpus)
+    critics = next((group.bundles for group in groups if "critic" in group.roles), None)
+    if request.colocate_critic_reward and request.reward_ranks and critics is not None:
+        places, critic = critics, len(critics)
+        if request.reward_ranks != critic:
+            message = f"critic and reward models share devices: the critic has {critic}, they have"
+            hint = "set --reward_num_nodes and --reward_num_gpus_per_node to the critic's, or drop"
+            raise ConfigError(with_hint(f"{message} {request.reward_ranks}", f"{hint} --colocate_critic_reward"))
+    else:
+        places = reserve(request.reward_ranks)
+    return PlacementPlan("cuda", tuple(bundles), groups, engines, False, scorers=_scorers(places, 1))
+
+
+def _roles(request: PlacementRequest) -> tuple[str, ...]:
+    return tuple(role for role in ROLES if role in request.ranks)
+
+
+def _scorers(bundles: tuple[int, ...], gpus: int) -> GroupPlan | None:
+    return GroupPlan("reward", ("reward",), bundles, gpus) if bundles else None
 
 
 def local_resources() -> Resources:

@@ -38,6 +38,7 @@ class ModelSpec:
         attn_implementation: see `rlhf_models.loading`.
         gradient_checkpointing: recompute activations in the backward pass.
         packing: rows of a micro-batch are packed into one sequence instead of padded.
+        torch_compile: "on", "off", or "auto": where it can be done and pays; of models that learn from fixed examples.
         zero_stage: DeepSpeed's, 0 to 3.
         optimizer: None for a frozen model.
     """
@@ -47,5 +48,6 @@ class ModelSpec:
     attn_implementation: str = "auto"
     gradient_checkpointing: bool = False
     packing: bool = False
+    torch_compile: str = "off"
     zero_stage: int = 2
     optimizer: OptimizerSpec | None = None

@@ -14,5 +14,3 @@ MODEL_DIR = _FOLDER / "model"
 TRAIN_FILE = _FOLDER / "data" / "train.jsonl"
 HELD_OUT_FILE = _FOLDER / "data" / "held_out.jsonl"
 RECIPE_FILE = _FOLDER / "recipe.toml"
-
-__all__ = ["BUILTIN", "HELD_OUT_FILE", "MODEL_DIR", "RECIPE_FILE", "TRAIN_FILE"]

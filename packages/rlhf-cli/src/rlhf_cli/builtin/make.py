@@ -14,7 +14,6 @@ import shutil
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 from rlhf_cli.builtin import HELD_OUT_FILE, MODEL_DIR, TRAIN_FILE, task
 
@@ -38,9 +37,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     flags = sft_flags(work / "initial", data["demonstrations"], work / "sft")
     print("rlhf sft " + shlex.join(flags), flush=True)
 
-    from rlhf_cli.commands.sft import main as sft
+    from rlhf_cli.commands.examples import COMMANDS
 
-    if status := sft(flags):
+    if status := COMMANDS["sft"](flags):
         return status
     if options.install:
         install(work)
@@ -62,62 +61,24 @@ def make_data(folder: Path) -> dict[str, Path]:
     return paths
 
 
-def make_tokenizer() -> Any:
-    """Return a byte-level BPE tokenizer that knows every byte, keeps digits apart, and writes ChatML."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
+def make_initial_model(folder: Path) -> None:
+    """Write a random Qwen2 model of half a million parameters, with a tokenizer that keeps digits apart."""
+    from rlhf_models.loading import load_tokenizer
+    from rlhf_models.testing import tiny_model_dir, tiny_tokenizer
 
-    from rlhf_models.testing import CHAT_TEMPLATE, EOS_TOKEN, PAD_TOKEN, START_TOKEN
-
-    backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
-    backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=_VOCAB_SIZE,
-        special_tokens=[PAD_TOKEN, START_TOKEN, EOS_TOKEN],
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
     corpus = Path(__file__).with_name("corpus.txt").read_text(encoding="utf-8").splitlines()
     written = [text for problem in task.problems()[:100] for text in (task.question(problem), task.solution(problem))]
-    backend.train_from_iterator(corpus + written, trainer)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        eos_token=EOS_TOKEN,
-        pad_token=PAD_TOKEN,
-        chat_template=CHAT_TEMPLATE,
-        clean_up_tokenization_spaces=False,
-    )
-
-
-def make_initial_model(folder: Path) -> None:
-    """Write a random Qwen2 model of half a million parameters with its tokenizer."""
-    import torch
-    from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
-
-    from rlhf_models.loading import load_tokenizer
-
-    tokenizer = make_tokenizer()
-    config = Qwen2Config(
+    tiny_model_dir(
+        folder,
         vocab_size=_VOCAB_SIZE,
+        seed=SEED,
         hidden_size=128,
         intermediate_size=384,
-        num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=2048,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+        initializer_range=0.02,
     )
-    torch.manual_seed(SEED)
-    model = Qwen2ForCausalLM(config)
-    model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    tiny_tokenizer(_VOCAB_SIZE, corpus + written).save_pretrained(folder)
     # Whatever the file says, transformers cuts text for a Qwen2 model its own way, digits apart, too: write that down.
     load_tokenizer(folder).save_pretrained(folder)
 

@@ -1,38 +1,29 @@
 """`lora_combiner`: merge an adapter into its model."""
 
-import sys
 from collections.abc import Collection, Sequence
-from typing import ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field
-
-from rlhf_cli.config.base import Section, one_of
-from rlhf_cli.config.checks import missing
+from rlhf_cli.config.base import Config, Section, flag, one_of
 from rlhf_cli.config.command_line import parse, to_toml
+from rlhf_cli.config.messages import missing
 from rlhf_cli.exits import SUCCESS, exit_status
-from rlhf_cli.paths import model_path, user_path
-from rlhf_data.errors import ConfigError, with_hint
+from rlhf_cli.paths import check_output_folder, model_path, user_path
 
 DESCRIPTION = "Merge a low-rank adapter into its model, or reward model, and write a plain Hugging Face model folder."
 
 
-class MergeSection(Section):
+class MergeSection(Section, title="merge"):
     """What is merged into what."""
 
-    TITLE: ClassVar[str] = "merge"
-
-    model_path: str | None = Field(None, description="the model that the adapter was trained on: a folder or hub name")
-    lora_path: str | None = Field(None, description="the adapter's folder; one of a reward model has its head in it")
-    output_path: str | None = Field(None, description="folder for the merged model, new or empty")
-    param_dtype: one_of(("bfloat16", "float32")) = Field("bfloat16", description="type of the merged weights")
+    model_path: str | None = flag(None, "the model that the adapter was trained on: a folder or hub name")
+    lora_path: str | None = flag(None, "the adapter's folder; one of a reward model has its head in it")
+    output_path: str | None = flag(None, "folder for the merged model, new or empty")
+    param_dtype: one_of(("bfloat16", "float32")) = flag("bfloat16", "type of the merged weights")
 
 
-class LoraCombinerConfig(BaseModel):
+class LoraCombinerConfig(Config):
     """Everything `lora_combiner` is told."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
-
-    merge: MergeSection = Field(default_factory=MergeSection)
+    merge: MergeSection = MergeSection()
 
     def check(self, given: Collection[str]) -> list[str]:
         """Raise ConfigError unless all three paths are there."""
@@ -44,15 +35,14 @@ class LoraCombinerConfig(BaseModel):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return its exit status."""
-    return exit_status(lambda: _run(sys.argv[1:] if argv is None else argv))
+    return exit_status(_run, argv)
 
 
 def _run(argv: Sequence[str]) -> int:
     parsed = parse(LoraCombinerConfig, argv, prog="rlhf lora_combiner", description=DESCRIPTION, resolve=user_path)
     merge = parsed.config.merge
     out = user_path(merge.output_path)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(with_hint(f"--output_path {out} is not an empty folder", "name a new one"))
+    check_output_folder(out, "--output_path")
     if parsed.dry_run:
         print(to_toml(parsed.config))
         return SUCCESS
@@ -61,7 +51,3 @@ def _run(argv: Sequence[str]) -> int:
     merge_adapter(model_path(merge.model_path), user_path(merge.lora_path), out, dtype=merge.param_dtype)
     print(f"written to {out}")
     return SUCCESS
-
-
-if __name__ == "__main__":
-    sys.exit(main())

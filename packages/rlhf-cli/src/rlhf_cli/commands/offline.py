@@ -1,16 +1,14 @@
 """What `sft`, `rm`, `dpo`, `kto`, `prm` and `kd` have in common: from flags to a run over fixed examples."""
 
 import os
-import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlhf_cli.config.base import Section
+from rlhf_cli.config.base import matching
 from rlhf_cli.config.command_line import Parsed, parse, to_toml
-from rlhf_cli.config.data import parse_probs
 from rlhf_cli.config.offline import OfflineConfig
 from rlhf_cli.exits import SUCCESS, exit_status
 from rlhf_cli.paths import (
@@ -45,7 +43,8 @@ class Command:
         config: the class of its configuration.
         encoder: from configuration and tokenizer to what makes examples of rows.
         objective: from configuration and tokenizer to what is learned.
-        metrics: what the objective measures, as "prefix/name"; the first four are shown.
+        prefix: what the names of its metrics begin with.
+        metrics: what the objective measures, without the prefix; the first four are shown.
     """
 
     name: str
@@ -53,15 +52,18 @@ class Command:
     config: type[OfflineConfig]
     encoder: Callable[[Any, Any], Any]
     objective: Callable[[Any, Any], Any]
+    prefix: str
     metrics: tuple[str, ...]
 
     def __call__(self, argv: Sequence[str] | None = None) -> int:
         """Run the command; return its exit status."""
-        return exit_status(lambda: self._run(sys.argv[1:] if argv is None else argv))
+        return exit_status(self._run, argv)
 
     def _run(self, argv: Sequence[str]) -> int:
         parsed = parse(self.config, argv, prog=f"rlhf {self.name}", description=self.description, resolve=user_path)
-        self._check_best_metric(parsed.config.evaluation.best_metric_key)
+        best, known = parsed.config.evaluation.best_metric_key, [f"eval/{name}" for name in self.metrics]
+        if best is not None and best not in known:
+            raise ConfigError(f"--best_metric_key: {unknown('metric', best, known)}")
         folder = output_folder(parsed.config.output.save_path, self.name)
 
         from rlhf_cli.console import Console
@@ -80,16 +82,6 @@ class Command:
         _train(self, parsed, job, tokenizer, console)
         return SUCCESS
 
-    def _check_best_metric(self, key: str | None) -> None:
-        known = [f"eval/{name.partition('/')[2]}" for name in self.metrics]
-        if key is not None and key not in known:
-            raise ConfigError(f"--best_metric_key: {unknown('metric', key, known)}")
-
-
-def matching(kind: type, section: Section) -> dict[str, Any]:
-    """Return the values of a section for those fields of a dataclass that are called the same."""
-    return {field.name: getattr(section, field.name) for field in fields(kind) if hasattr(section, field.name)}
-
 
 def _prepare(command: Command, config: OfflineConfig, folder: Path, console: "Console") -> tuple["OfflineJob", Any]:
     """Check models and data; return what to run, and the tokenizer. No model is loaded."""
@@ -100,26 +92,17 @@ def _prepare(command: Command, config: OfflineConfig, folder: Path, console: "Co
 
     import torch
 
-    from rlhf_cli.preflight import check_attention, check_context, load_model_files
+    from rlhf_cli.preflight.models import check_attention, check_context, load_model_files
     from rlhf_models.lora import LoraSpec
     from rlhf_train.offline.job import OfflineJob
     from rlhf_train.offline.loop import OfflineSchedule
-    from rlhf_train.specs import ModelSpec
 
     path, model, training = model_path(config.model.pretrain), config.model, config.training
     model_config, tokenizer = load_model_files(path)
     _set_chat_template(config, tokenizer)
     check_attention(model, model_config)
     check_context(model_config, config.data.max_len, "--max_len")
-    spec = ModelSpec(
-        path=path,
-        dtype="bfloat16" if model.bf16 else "float32",
-        attn_implementation=model.attn_implementation,
-        gradient_checkpointing=model.gradient_checkpointing,
-        packing=model.packing_samples,
-        zero_stage=training.zero_stage,
-    )
-    reference = _reference(config, tokenizer, spec)
+    reference = _reference(config, tokenizer)
     objective = command.objective(config, tokenizer)
     encoder = command.encoder(config, tokenizer)
     loaded = {flag: _load(config, flag, rows, encoder, console, rank) for flag, rows in sources.items()}
@@ -129,20 +112,14 @@ def _prepare(command: Command, config: OfflineConfig, folder: Path, console: "Co
         if longest > budget:
             message = f"--micro_batch_tokens is {budget}, and the longest example takes {longest} tokens"
             raise ConfigError(with_hint(message, f"use --micro_batch_tokens {longest}, or a lower --max_len"))
-    schedule = OfflineSchedule(
-        train_batch_size=training.train_batch_size,
-        micro_train_batch_size=training.micro_train_batch_size,
-        micro_batch_tokens=training.micro_batch_tokens,
-        max_epochs=training.max_epochs,
-        seed=training.seed,
-    )
+    schedule = OfflineSchedule(**matching(OfflineSchedule, training))
     train, best = loaded["--dataset"].examples, config.evaluation.best_metric_key
     targets = model.target_modules if model.target_modules == "all-linear" else tuple(model.target_modules.split(","))
     lora = {"alpha": model.lora_alpha, "dropout": model.lora_dropout, "target_modules": targets}
     optimizer = training.optimizer(training.learning_rate, schedule.num_steps(len(train)))
     job = OfflineJob(
         objective=objective,
-        model=replace(spec, optimizer=optimizer),
+        model=model.spec(path, training.zero_stage, optimizer),
         reference=reference if objective.needs_reference or objective.needs_teacher else None,
         precompute_reference=objective.needs_reference and getattr(model, "precompute_reference", False),
         lora=LoraSpec(rank=model.lora_rank, **lora) if model.lora_rank else None,
@@ -163,8 +140,8 @@ def _prepare(command: Command, config: OfflineConfig, folder: Path, console: "Co
 
 def _open(config: OfflineConfig) -> dict[str, "Rows"]:
     """Return the rows of each flag that names some, their first ones checked for the keys."""
-    from rlhf_cli.preflight import check_keys
-    from rlhf_data.sources import open_sources
+    from rlhf_cli.preflight.data import check_keys
+    from rlhf_data.sources import open_sources, parse_probs
 
     data = config.data
     assert data.dataset
@@ -189,7 +166,6 @@ def _load(
     from rlhf_data.examples import load_examples
 
     data = config.data
-
     shows = rank == 0 and console.is_terminal
     examples = load_examples(
         rows,
@@ -217,15 +193,15 @@ def _set_chat_template(config: OfflineConfig, tokenizer: Any) -> None:
     tokenizer.chat_template = text
 
 
-def _reference(config: OfflineConfig, tokenizer: Any, trained: "ModelSpec") -> "ModelSpec | None":
+def _reference(config: OfflineConfig, tokenizer: Any) -> "ModelSpec | None":
     """Return the reference or the teacher that was named, checked."""
-    from rlhf_cli.preflight import check_companion
+    from rlhf_cli.preflight.models import check_companion
 
     for flag in ("ref_pretrain", "teacher_model"):
         if (name := getattr(config.model, flag, None)) is not None:
             path = model_path(name)
             check_companion(flag, config.model, path, tokenizer)
-            return replace(trained, path=path, gradient_checkpointing=False, optimizer=None)
+            return config.model.spec(path, config.training.zero_stage)
     return None
 
 
@@ -236,15 +212,14 @@ def _train(command: Command, parsed: Parsed[Any], job: "OfflineJob", tokenizer: 
 
     started, folder = time.perf_counter(), job.model_path.parent
     recorder = Recorder(str(folder), to_toml(with_full_paths(parsed.config))) if job.rank == 0 else None
-    prefix = command.metrics[0].partition("/")[0]
-    names = [name.partition("/")[2] for name in command.metrics[:_NUM_SHOWN]]
+    names = command.metrics[:_NUM_SHOWN]
     final: dict[str, float] = {}
 
     class View:
         """Shows the run and keeps its numbers."""
 
         def __init__(self) -> None:
-            self.table = StepTable(console, offline_columns(prefix, names), min_interval_s=1.0)
+            self.table = StepTable(console, offline_columns(command.prefix, names), min_interval_s=1.0)
 
         def step(self, step: int, num_steps: int, metrics: dict[str, float]) -> None:
             console.done()
@@ -295,8 +270,7 @@ def _take_own_gpu(num_ranks: int) -> None:
     if num_ranks < 2 or local_rank is None:
         return
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    devices: list[Any] = visible.split(",") if visible else list(range(int(local_rank) + 1))
-    os.environ["CUDA_VISIBLE_DEVICES"] = str(devices[int(local_rank)])
+    os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[int(local_rank)] if visible else local_rank
 
 
 def _master(num_ranks: int) -> tuple[str, int]:

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_cli.builtin import RECIPE_FILE
-from rlhf_cli.config.checks import once
 from rlhf_cli.config.command_line import parse
+from rlhf_cli.config.messages import once
 from rlhf_cli.config.ppo import PpoConfig
 from rlhf_cli.exits import SUCCESS, exit_status
 from rlhf_cli.paths import output_folder, user_path
@@ -19,7 +19,7 @@ Without --pretrain and --prompt_data a tiny model that ships learns to carry whe
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return its exit status."""
-    return exit_status(lambda: _run(sys.argv[1:] if argv is None else argv))
+    return exit_status(_run, argv)
 
 
 def _run(argv: Sequence[str]) -> int:
@@ -36,7 +36,8 @@ def _run(argv: Sequence[str]) -> int:
 
     from rlhf_cli.console import Console, RunView, show_results
     from rlhf_cli.jobs import describe_batches, make_job, make_plan
-    from rlhf_cli.preflight import check_device, check_inputs, find_resources
+    from rlhf_cli.preflight.devices import check_device, find_resources
+    from rlhf_cli.preflight.inputs import check_inputs
 
     console = Console()
     for notice in parsed.notices:
@@ -70,10 +71,9 @@ def _run(argv: Sequence[str]) -> int:
     return SUCCESS
 
 
-def builtin_recipe(values: Mapping[str, Mapping[str, Any]]) -> Path | None:
+def builtin_recipe(values: Mapping[str, Any]) -> Path | None:
     """Return the built-in recipe when neither a model nor prompts are given."""
-    given = values.get("model", {}).get("pretrain"), values.get("data", {}).get("prompt_data")
-    return RECIPE_FILE if given == (None, None) else None
+    return None if "pretrain" in values or "prompt_data" in values else RECIPE_FILE
 
 
 if __name__ == "__main__":

@@ -1,24 +1,29 @@
 """What is optimised."""
 
-from typing import Annotated, Any, ClassVar
+from collections.abc import Collection
+from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator
 
-from rlhf_cli.config.base import Instead, Section, one_of
+from rlhf_cli.config.base import Section, flag, matching, one_of
+from rlhf_cli.config.messages import without_effect
+from rlhf_data.errors import ConfigError, with_hint
 from rlhf_train.algorithms import (
     ALGORITHMS,
     CORRECTION_LEVELS,
     CORRECTION_MODES,
+    KL_ESTIMATORS,
     OLD_LOGPROBS,
     POLICY_LOSSES,
     REDUCTIONS,
+    AlgorithmRow,
     AlgorithmSpec,
     CorrectionSpec,
 )
 
 Estimator = one_of(ALGORITHMS, {name: row.title for name, row in ALGORITHMS.items()})
 PolicyLoss = one_of(POLICY_LOSSES, {name: row.title for name, row in POLICY_LOSSES.items()})
-KlEstimatorName = one_of(("k1", "k2", "k3"))
+KlEstimatorName = one_of(KL_ESTIMATORS)
 OldLogprobs = one_of(OLD_LOGPROBS)
 CorrectionLevel = one_of(CORRECTION_LEVELS)
 CorrectionMode = one_of(CORRECTION_MODES)
@@ -31,96 +36,109 @@ _CLIP_RANGES = {
 }
 _CORRECTION_BOUNDS = {"truncate": (0.0, 2.0), "mask": (0.5, 5.0)}
 _CLIP_SPELLINGS = (("eps_clip",), ("eps_clip_low_high",), ("clip_eps_low", "clip_eps_high"))
-CLIP_OPTIONS = tuple(name for names in _CLIP_SPELLINGS for name in names)
+_CLIP_OPTIONS = tuple(name for names in _CLIP_SPELLINGS for name in names)
+_CRITIC_OPTIONS = (
+    "critic_pretrain",
+    "critic_learning_rate",
+    "critic_num_nodes",
+    "critic_num_gpus_per_node",
+    "lambd",
+    "value_clip",
+    "bootstrap_truncated",
+    "save_value_network",
+)
+_REFERENCE_OPTIONS = ("kl_estimator", "ref_num_nodes", "ref_num_gpus_per_node", "colocate_actor_ref")
+_CORRECTION_OPTIONS = ("is_correction_mode", "is_correction_threshold")
+_WIDE_FOR_GSPO = 0.1
 
 
 def _underscored(value: Any) -> Any:
     return value.replace("-", "_") if isinstance(value, str) else value  # `token-mean`, as verl writes it
 
 
-def _instead(own: str) -> Instead:
-    return Instead(tuple(name for names in _CLIP_SPELLINGS if own not in names for name in names))
+def _other_ways(own: str) -> list[str]:
+    return [name for names in _CLIP_SPELLINGS if own not in names for name in names]
 
 
 ReductionName = Annotated[one_of(REDUCTIONS), BeforeValidator(_underscored)]
 
 
-class AlgorithmSection(Section):
+class AlgorithmSection(Section, title="algorithm"):
     """Estimator, losses, KL and corrections."""
 
-    TITLE: ClassVar[str] = "algorithm"
-
-    advantage_estimator: Estimator = Field(
-        _DEFAULTS.estimator,
-        description="; ".join(f"{row.name}: {row.title}" for row in ALGORITHMS.values()),
+    advantage_estimator: Estimator = flag(
+        _DEFAULTS.estimator, "; ".join(f"{row.name}: {row.title}" for row in ALGORITHMS.values())
     )
-    gamma: float = Field(_DEFAULTS.gamma, ge=0, le=1, description="discount a token")
-    lambd: float = Field(_DEFAULTS.lambd, ge=0, le=1, description="GAE's lambda: 0 trusts the critic, 1 the rewards")
-    bootstrap_truncated: bool = Field(
-        False, description="a response that --generate_max_len ended goes on with the critic's value of its last state"
+    gamma: float = flag(_DEFAULTS.gamma, "discount a token", ge=0, le=1)
+    lambd: float = flag(_DEFAULTS.lambd, "GAE's lambda: 0 trusts the critic, 1 the rewards", ge=0, le=1)
+    bootstrap_truncated: bool = flag(
+        False, "a response that --generate_max_len ended goes on with the critic's value of its last state"
     )
-    no_advantage_std_norm: bool = Field(
-        False, description="do not divide advantages by their standard deviation (of the batch, or of the group)"
+    no_advantage_std_norm: bool = flag(
+        False, "do not divide advantages by their standard deviation (of the batch, or of the group)"
     )
-    policy_loss_type: PolicyLoss = Field(
-        _DEFAULTS.policy_loss, description="; ".join(f"{row.name}: {row.title}" for row in POLICY_LOSSES.values())
+    policy_loss_type: PolicyLoss = flag(
+        _DEFAULTS.policy_loss, "; ".join(f"{row.name}: {row.title}" for row in POLICY_LOSSES.values())
     )
-    loss_agg_mode: ReductionName | None = Field(
-        None, description="how token losses become one number; None: the policy loss's or the estimator's own"
+    loss_agg_mode: ReductionName | None = flag(
+        None, "how token losses become one number; None: the policy loss's or the estimator's own"
     )
-    eps_clip: Annotated[float | None, _instead("eps_clip")] = Field(
+    eps_clip: float | None = flag(
         None,
+        f"the policy ratio is clipped to 1 -+ this; None: {_DEFAULTS.clip_low:g}"
+        + "".join(f", for {loss} {low:g} below and {high:g} above" for loss, (low, high) in _CLIP_RANGES.items()),
         gt=0,
         lt=1,
-        description=f"the policy ratio is clipped to 1 -+ this; None: {_DEFAULTS.clip_low:g}"
-        + "".join(f", for {loss} {low:g} below and {high:g} above" for loss, (low, high) in _CLIP_RANGES.items()),
+        instead_of=_other_ways("eps_clip"),
     )
-    eps_clip_low_high: Annotated[tuple[float, float] | None, _instead("eps_clip_low_high")] = Field(
-        None, description="two different bounds instead of --eps_clip: LOW below 1, HIGH above"
+    eps_clip_low_high: tuple[float, float] | None = flag(
+        None,
+        "two different bounds instead of --eps_clip: LOW below 1, HIGH above",
+        instead_of=_other_ways("eps_clip_low_high"),
     )
-    clip_eps_low: Annotated[float | None, _instead("clip_eps_low")] = Field(
-        None, ge=0, lt=1, description="the LOW of --eps_clip_low_high alone"
+    clip_eps_low: float | None = flag(
+        None, "the LOW of --eps_clip_low_high alone", ge=0, lt=1, instead_of=_other_ways("clip_eps_low")
     )
-    clip_eps_high: Annotated[float | None, _instead("clip_eps_high")] = Field(
-        None, ge=0, description="the HIGH of --eps_clip_low_high alone"
+    clip_eps_high: float | None = flag(
+        None, "the HIGH of --eps_clip_low_high alone", ge=0, instead_of=_other_ways("clip_eps_high")
     )
-    dual_clip: float | None = Field(
-        None, gt=1, description="with a negative advantage A the PPO loss is at most this times |A|; None: no limit"
+    dual_clip: float | None = flag(
+        None, "with a negative advantage A the PPO loss is at most this times |A|; None: no limit", gt=1
     )
-    entropy_loss_coef: float = Field(_DEFAULTS.entropy_coef, ge=0, description="weight of the entropy bonus")
-    value_clip: float | None = Field(
-        _DEFAULTS.value_clip, gt=0, description="a value may move that far from its old one; None: as far as it likes"
+    entropy_loss_coef: float = flag(_DEFAULTS.entropy_coef, "weight of the entropy bonus", ge=0)
+    value_clip: float | None = flag(
+        _DEFAULTS.value_clip, "a value may move that far from its old one; None: as far as it likes", gt=0
     )
-    init_kl_coef: float = Field(
-        _DEFAULTS.kl_coef, ge=0, description="weight of the KL to the reference, in reward a nat; 0: no reference model"
+    init_kl_coef: float = flag(
+        _DEFAULTS.kl_coef, "weight of the KL to the reference, in reward a nat; 0: no reference model", ge=0
     )
-    kl_target: float | None = Field(
-        None, gt=0, description="nats a token that the weight of the KL is steered to; None: the weight stays"
+    kl_target: float | None = flag(
+        None, "nats a token that the weight of the KL is steered to; None: the weight stays", gt=0
     )
-    kl_horizon: int = Field(
-        _DEFAULTS.kl_horizon, ge=1, description="responses over which --kl_target may move the weight by a fifth"
+    kl_horizon: int = flag(
+        _DEFAULTS.kl_horizon, "responses over which --kl_target may move the weight by a fifth", ge=1
     )
-    kl_estimator: KlEstimatorName = Field(_DEFAULTS.kl_estimator, description="estimate of the KL of a token")
-    use_kl_loss: bool = Field(False, description="the KL is a term of the loss instead of a part of the reward")
-    kl_unbiased_gradient: bool = Field(
-        False, description="the gradient of the KL loss is the KL's own, whatever the estimator; with --use_kl_loss"
+    kl_estimator: KlEstimatorName = flag(_DEFAULTS.kl_estimator, "estimate of the KL of a token")
+    use_kl_loss: bool = flag(False, "the KL is a term of the loss instead of a part of the reward")
+    kl_unbiased_gradient: bool = flag(
+        False, "the gradient of the KL loss is the KL's own, whatever the estimator; with --use_kl_loss"
     )
-    old_logprobs: OldLogprobs = Field(
+    old_logprobs: OldLogprobs = flag(
         _DEFAULTS.old_logprobs,
-        description="log-probs before the update: recompute with the trainer's model, take the engine's (rollout), or"
+        "log-probs before the update: recompute with the trainer's model, take the engine's (rollout), or"
         " skip, when there is one optimizer step a step",
     )
-    is_correction_level: CorrectionLevel = Field(
+    is_correction_level: CorrectionLevel = flag(
         _DEFAULTS.correction.level,
-        description="weigh by trainer probability / engine probability: of each token, of the whole response (sequence)"
+        "weigh by trainer probability / engine probability: of each token, of the whole response (sequence)"
         " or as its geometric mean",
     )
-    is_correction_mode: CorrectionMode = Field(
-        _DEFAULTS.correction.mode, description="truncate weights at the threshold, or mask what lies beyond it"
+    is_correction_mode: CorrectionMode = flag(
+        _DEFAULTS.correction.mode, "truncate weights at the threshold, or mask what lies beyond it"
     )
-    is_correction_threshold: tuple[float, float] | None = Field(
+    is_correction_threshold: tuple[float, float] | None = flag(
         None,
-        description="smallest and largest weight; None: "
+        "smallest and largest weight; None: "
         + ", ".join(f"{low:g} {high:g} to {mode}" for mode, (low, high) in _CORRECTION_BOUNDS.items()),
     )
 
@@ -143,6 +161,16 @@ class AlgorithmSection(Section):
             high if self.clip_eps_high is None else self.clip_eps_high,
         )
 
+    @property
+    def row(self) -> AlgorithmRow:
+        """The estimator's row."""
+        return ALGORITHMS[self.advantage_estimator]
+
+    @property
+    def title(self) -> str:
+        """What papers and flags call the estimator."""
+        return f"{self.row.title} ({self.row.name})"
+
     def spec(self) -> AlgorithmSpec:
         """Return the algorithm with its numbers. Raises ConfigError for numbers or options that cannot work."""
         clip_low, clip_high = self.clip_range
@@ -151,21 +179,63 @@ class AlgorithmSection(Section):
             estimator=self.advantage_estimator,
             policy_loss=self.policy_loss_type,
             reduction=self.loss_agg_mode,
-            gamma=self.gamma,
-            lambd=self.lambd,
             clip_low=clip_low,
             clip_high=clip_high,
-            dual_clip=self.dual_clip,
             entropy_coef=self.entropy_loss_coef,
-            value_clip=self.value_clip,
-            bootstrap_truncated=self.bootstrap_truncated,
             kl_coef=self.init_kl_coef,
-            kl_target=self.kl_target,
-            kl_horizon=self.kl_horizon,
-            kl_estimator=self.kl_estimator,
-            use_kl_loss=self.use_kl_loss,
-            kl_unbiased_gradient=self.kl_unbiased_gradient,
-            old_logprobs=self.old_logprobs,
             correction=CorrectionSpec(level=self.is_correction_level, mode=self.is_correction_mode, low=low, high=high),
             whiten_std=not self.no_advantage_std_norm,
+            **matching(AlgorithmSpec, self),
         )
+
+    def check(self, given: Collection[str], num_updates: int) -> list[str]:
+        """Return notices. Raises ConfigError for options that cannot work.
+
+        Args:
+            given: the options that somebody set to something else than the default.
+            num_updates: optimizer steps a step.
+        """
+        if len(self.clip_spellings) > 1:
+            names = " and ".join(f"--{name}" for name in self.clip_spellings)
+            raise ConfigError(with_hint(f"{names} set the same clip range", "give one of them"))
+        spec = self.spec()
+        if self.kl_unbiased_gradient and not self.use_kl_loss:
+            message = "--kl_unbiased_gradient is about the gradient of the KL loss, and --use_kl_loss is off"
+            raise ConfigError(with_hint(message, "add --use_kl_loss, or drop --kl_unbiased_gradient"))
+        if not spec.uses_reference and self.kl_target is not None:
+            message = "--kl_target with --init_kl_coef 0: there is no KL"
+            raise ConfigError(with_hint(message, "set --init_kl_coef above 0, or drop --kl_target"))
+        skips, loss = spec.old_logprobs == "skip", f"--policy_loss_type {spec.policy_loss}"
+        no_ratio = not skips and not spec.loss.uses_ratio
+        notices = without_effect(
+            given,
+            (skips, (*_CLIP_OPTIONS, "dual_clip"), "with --old_logprobs skip the policy ratio is 1"),
+            (no_ratio, _CLIP_OPTIONS, f"{loss} has no ratio to clip"),
+            (not spec.uses_reference, _REFERENCE_OPTIONS, "--init_kl_coef is 0, so there is no reference model"),
+            (self.kl_target is None, ["kl_horizon"], "there is no --kl_target"),
+            (not self.row.uses_critic, _CRITIC_OPTIONS, f"{self.title} has no critic"),
+            (not self.row.divides_by_std, ["no_advantage_std_norm"], f"{self.title} divides by no standard deviation"),
+            (spec.correction.level == "off", _CORRECTION_OPTIONS, "--is_correction_level is off"),
+        )
+        if no_ratio and num_updates > 1:
+            notices.append(
+                f"{loss} has no ratio to the policy that wrote the samples: of the {num_updates} optimizer steps a"
+                " step, those after the first are off-policy"
+            )
+        if self.use_kl_loss and self.kl_estimator == "k1" and not self.kl_unbiased_gradient:
+            notices.append(
+                "--use_kl_loss with --kl_estimator k1: the gradient of k1 averages to 0, so that the term holds nothing"
+                " back; k2 and k3 do"
+            )
+        return notices if skips else notices + self._clip_notices(loss)
+
+    def _clip_notices(self, loss: str) -> list[str]:
+        (low, high), given = self.clip_range, self.clip_spellings
+        bounds = f"1 - {low:g} and 1 + {high:g}"
+        if self.policy_loss_type == "gspo" and not given:
+            return [f"{loss} clips the ratio to {bounds}, as its paper"]
+        if self.policy_loss_type == "gspo" and max(low, high) > _WIDE_FOR_GSPO:
+            return [f"{loss}: the mean ratio of a response hardly reaches {bounds}; its paper has 3e-4 and 4e-4"]
+        if self.policy_loss_type == "cispo" and self.clip_eps_high is None and given in ((), ("clip_eps_low",)):
+            return [f"{loss}: --clip_eps_high is {high:g}; its paper tunes it and gives no number"]
+        return []

@@ -1,41 +1,62 @@
 """What sections and fields of a configuration are made of."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, get_args, get_origin
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Annotated, Any, get_args, get_origin
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field
 from pydantic.fields import FieldInfo
 
 from rlhf_data.errors import unknown, with_hint
 
 
-class Section(BaseModel):
-    """One concern: frozen, closed, its fields described. `TITLE` heads it in --help."""
+class Section(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=()):
+    """One concern; its `title`, a class argument, heads it in --help."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
 
-    TITLE: ClassVar[str] = ""
+class Config(BaseModel, frozen=True, extra="forbid", protected_namespaces=()):
+    """Everything that a command is told, a field a section."""
+
+    def check(self, given: Collection[str]) -> list[str]:
+        """Check what concerns several fields.
+
+        Args:
+            given: the options that somebody set to something else than the default.
+
+        Returns:
+            A notice for each option that has no effect.
+
+        Raises:
+            ConfigError: options that cannot work together, or one that is missing.
+        """
+        return []
+
+
+def flag(
+    default: Any, text: str, *, aliases: Sequence[str] = (), instead_of: Sequence[str] = (), **bounds: float
+) -> Any:
+    """Return a field of a section.
+
+    Args:
+        default: its value when nobody sets it.
+        text: what --help says of it.
+        aliases: further flags for it.
+        instead_of: options whose place it takes: what a layer below says with them no longer counts.
+        bounds: pydantic's `ge`, `gt`, `le` and `lt`.
+    """
+    extra = {"aliases": list(aliases), "instead_of": list(instead_of)}
+    return Field(default, description=text, json_schema_extra=extra, **bounds)
+
+
+def matching(kind: type, *sections: Section) -> dict[str, Any]:
+    """Return what sections hold for those fields of a dataclass that are called the same."""
+    return {f.name: getattr(part, f.name) for f in fields(kind) for part in sections if hasattr(part, f.name)}
 
 
 @dataclass(frozen=True, slots=True)
 class Choices:
     """The values a text field may have; metadata of the field."""
-
-    names: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Aliases:
-    """Further flags for a field; metadata of the field."""
-
-    names: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Instead:
-    """Options whose place a field takes: what a layer below says with them no longer counts; metadata of the field."""
 
     names: tuple[str, ...]
 
@@ -92,8 +113,7 @@ class Option:
     @property
     def flags(self) -> tuple[str, ...]:
         """The flags that set it, the main one first."""
-        extra = next((item.names for item in self.info.metadata if isinstance(item, Aliases)), ())
-        return tuple(f"--{name}" for name in (self.name, *extra))
+        return tuple(f"--{name}" for name in (self.name, *self.info.json_schema_extra["aliases"]))
 
     @property
     def choices(self) -> tuple[str, ...] | None:
@@ -104,9 +124,9 @@ class Option:
         return None
 
     @property
-    def instead_of(self) -> tuple[str, ...]:
+    def instead_of(self) -> Sequence[str]:
         """The options whose place it takes."""
-        return next((item.names for item in self.info.metadata if isinstance(item, Instead)), ())
+        return self.info.json_schema_extra["instead_of"]
 
     @property
     def is_switch(self) -> bool:
@@ -128,15 +148,8 @@ class Option:
         return type(None) in get_args(self.info.annotation)
 
 
-def options(config_class: type[BaseModel]) -> Iterator[Option]:
+def options(config_class: type[Config]) -> Iterator[Option]:
     """Yield every field of every section of a configuration, in the order of their definition."""
     for section, info in config_class.model_fields.items():
-        kind = info.annotation
-        assert isinstance(kind, type) and issubclass(kind, Section)
-        for name, field in kind.model_fields.items():
+        for name, field in info.annotation.model_fields.items():
             yield Option(section, name, field)
-
-
-def section_titles(config_class: type[BaseModel]) -> dict[str, str]:
-    """Return the title of every section by name."""
-    return {name: info.annotation.TITLE for name, info in config_class.model_fields.items()}  # type: ignore[union-attr]

@@ -12,14 +12,14 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Generic, NoReturn, TypeVar, get_args
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
-from rlhf_cli.config.base import Option, options, section_titles
+from rlhf_cli.config.base import Config, Option, options
 from rlhf_cli.config.elsewhere import known_elsewhere
 from rlhf_data.errors import ConfigError, missing_file, nearest, unknown, with_hint
 
-Config = TypeVar("Config", bound=BaseModel)
-Values = dict[str, dict[str, Any]]
+AnyConfig = TypeVar("AnyConfig", bound=Config)
+Values = dict[str, Any]  # by the options' names
 
 NONE = "None"
 """What stands for no value, on the command line and in TOML, which has none of its own."""
@@ -29,7 +29,7 @@ _SIMILAR, _SAME_BUT_FOR_A_SLIP = 0.55, 0.8  # shares of letters in common
 
 
 @dataclass(frozen=True, slots=True)
-class Parsed(Generic[Config]):
+class Parsed(Generic[AnyConfig]):
     """A command line, understood.
 
     Attributes:
@@ -39,7 +39,7 @@ class Parsed(Generic[Config]):
         dry_run: only show what would be done.
     """
 
-    config: Config
+    config: AnyConfig
     notices: tuple[str, ...]
     given: frozenset[str]
     dry_run: bool
@@ -51,15 +51,15 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse(
-    config_class: type[Config],
+    config_class: type[AnyConfig],
     argv: Sequence[str],
     *,
     prog: str,
     description: str,
     resolve: Callable[[str], Path],
-    recipe: Callable[[Mapping[str, Mapping[str, Any]]], Path | None] = lambda values: None,
+    recipe: Callable[[Values], Path | None] = lambda values: None,
     presets: Mapping[str, Path] = MappingProxyType({}),
-) -> Parsed[Config]:
+) -> Parsed[AnyConfig]:
     """Return the configuration that `argv` describes; defaults < recipe < preset < TOML file < flags.
 
     Args:
@@ -74,32 +74,29 @@ def parse(
         ConfigError: an unknown flag, section, key or value, or options that cannot work together.
         SystemExit: --help was asked for.
     """
-    known = list(options(config_class))
-    parser = make_parser(config_class, prog=prog, description=description, presets=presets)
-    names = [flag for option in known for flag in option.flags]
-    flags = _read_flags(parser, [*names, "--config", "--dry_run", "--help", *(["--preset"] if presets else [])], argv)
+    known = {option.name: option for option in options(config_class)}
+    flags = _read_flags(make_parser(config_class, prog=prog, description=description, presets=presets), argv)
     file, preset, dry_run = _single("config", flags), _single("preset", flags), flags.pop("dry_run", False)
     if preset is not None and preset not in presets:
         raise ConfigError(f"--preset: {unknown('value', preset, presets)}")
     in_file = read_toml(resolve(file), config_class) if file else {}
     in_preset = read_toml(presets[preset], config_class) if preset else {}
-    values = _over(in_file, _by_section(known, flags), known)
-    named = {name for section in values.values() for name in section}
-    values = _over(in_preset, values, known)
+    named = _over(in_file, flags, known)
+    values = _over(in_preset, named, known)
     if (path := recipe(values)) is not None:
         values = _over(read_toml(path, config_class), values, known)
-    config = validate(config_class, _without_none(known, values))
-    given = frozenset(option.name for option in known if option.name in named and not _is_default(option, config))
-    notices = config.check(given)  # type: ignore[attr-defined]
+    config = _validate(config_class, known, values)
+    given = frozenset(name for name in named if not _is_default(known[name], config))
+    notices = config.check(given)
     left = _over(in_preset, in_file, known)
-    if beaten := [name for key, table in in_preset.items() for name in table if left[key].get(name) != table[name]]:
-        count = f"{len(beaten)} of the {sum(map(len, in_preset.values()))} keys of --preset {preset}"
+    if beaten := [name for name, value in in_preset.items() if left.get(name) != value]:
+        count = f"{len(beaten)} of the {len(in_preset)} keys of --preset {preset}"
         notices.insert(0, f"--config {file} overrides {count}: {', '.join(beaten)}")
     return Parsed(config, tuple(notices), given, dry_run)
 
 
 def make_parser(
-    config_class: type[BaseModel], *, prog: str, description: str, presets: Collection[str] = ()
+    config_class: type[Config], *, prog: str, description: str, presets: Collection[str] = ()
 ) -> argparse.ArgumentParser:
     """Return an argparse parser with one group a section. Values stay text: the schema knows their types."""
     parser = _Parser(
@@ -118,14 +115,15 @@ def make_parser(
     parser.add_argument(
         "--dry_run", action="store_true", help="show configuration, placement and arithmetic; start nothing"
     )
-    groups = {name: parser.add_argument_group(title) for name, title in section_titles(config_class).items()}
+    sections = config_class.model_fields.items()
+    groups = {name: parser.add_argument_group(info.annotation.model_config["title"]) for name, info in sections}
     for option in options(config_class):
         groups[option.section].add_argument(*option.flags, dest=option.name, help=_help(option), **_shape(option))
     return parser
 
 
-def read_toml(path: Path, config_class: type[BaseModel]) -> Values:
-    """Return the values of a TOML file by section.
+def read_toml(path: Path, config_class: type[Config]) -> Values:
+    """Return the values of a TOML file.
 
     Raises:
         ConfigError: no such file, not TOML, or a section or key that does not exist.
@@ -136,56 +134,45 @@ def read_toml(path: Path, config_class: type[BaseModel]) -> Values:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not TOML: {error}") from None
-    keys: dict[str, list[str]] = {}
-    for option in options(config_class):
-        keys.setdefault(option.section, []).append(option.name)
-    home = {name: section for section, names in keys.items() for name in names}
+    home = {option.name: option.section for option in options(config_class)}
+    sections = list(config_class.model_fields)
     for section, table in content.items():
-        if section not in keys:
-            hint = f"`{section}` is a key of the section [{home[section]}]" if section in home else None
-            raise ConfigError(with_hint(f"{path}: unknown section `{section}`", hint or _sections(section, keys)))
+        if section not in sections:
+            text = f"{path}: unknown section `{section}`"
+            raise ConfigError(with_hint(text, _place(section, sections, home, "[{}]", "[{}]")))
         if not isinstance(table, dict):
-            raise ConfigError(
-                with_hint(f"{path}: `{section}` must be a section", f"write [{section}] with its keys below")
-            )
+            hint = f"write [{section}] with its keys below"
+            raise ConfigError(with_hint(f"{path}: `{section}` must be a section", hint))
         for key in table:
-            if key not in keys[section]:
-                hint = f"`{key}` is a key of the section [{home[key]}]" if key in home else None
+            if home.get(key) != section:
                 text = f"{path}: unknown key `{key}` in [{section}]"
-                raise ConfigError(with_hint(text, hint or _keys(key, keys[section])))
-    return content
+                keys = [name for name in home if home[name] == section]
+                raise ConfigError(with_hint(text, _place(key, keys, home, "`{}`", "{}")))
+    return {name: value for table in content.values() for name, value in table.items()}
 
 
-def validate(config_class: type[Config], values: Mapping[str, Mapping[str, Any]]) -> Config:
-    """Return the configuration. Raises ConfigError, in terms of flags, for a value that a field cannot have."""
-    try:
-        return config_class.model_validate(values)
-    except ValidationError as error:
-        raise ConfigError(_explain(error.errors()[0])) from None
+def _place(name: str, known: Sequence[str], home: Mapping[str, str], one: str, each: str) -> str:
+    """Return where a name belongs, the nearest of the known ones, or all of these; `one` and `each` format them."""
+    if name in home:
+        return f"`{name}` is a key of the section [{home[name]}]"
+    guess = nearest(name, known)
+    return f"did you mean {one.format(guess)}?" if guess else f"there are {', '.join(map(each.format, known))}"
 
 
-def to_toml(config: BaseModel) -> str:
+def to_toml(config: Config) -> str:
     """Return a configuration as the TOML file that --config would read, without what is None by default."""
-    values = config.model_dump(mode="json")
-    lines: dict[str, list[str]] = {section: [f"[{section}]"] for section in values}
-    for option in options(type(config)):
-        value = values[option.section][option.name]
-        if value is not None or option.info.get_default() is not None:
-            lines[option.section].append(f"{option.name} = {_toml_value(NONE if value is None else value)}")
-    return "\n".join("\n".join([*section, ""]) for section in lines.values())
+    lines = []
+    for section, table in config.model_dump(mode="json").items():
+        fields = type(getattr(config, section)).model_fields
+        said = {name: value for name, value in table.items() if value is not None or fields[name].default is not None}
+        values = ((name, NONE if value is None else value) for name, value in said.items())
+        # TOML writes numbers, lists and basic strings as JSON does.
+        lines += [f"[{section}]", *(f"{name} = {json.dumps(value, ensure_ascii=False)}" for name, value in values), ""]
+    return "\n".join(lines)
 
 
-def _toml_value(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False)  # TOML's basic strings escape as JSON does
-    if isinstance(value, list):
-        return f"[{', '.join(map(_toml_value, value))}]"
-    return repr(value)
-
-
-def _read_flags(parser: argparse.ArgumentParser, names: Sequence[str], argv: Sequence[str]) -> dict[str, Any]:
+def _read_flags(parser: argparse.ArgumentParser, argv: Sequence[str]) -> Values:
+    names = [name for action in parser._actions for name in action.option_strings if name.startswith("--")]
     for flag, value in pairwise(argv):
         if flag in names and re.match(r"-[\d.][^ ,]*,", value):
             raise ConfigError(with_hint(f"{flag}: `{value}` begins as a flag does", f"write {flag}={value}"))
@@ -219,37 +206,29 @@ def _nearest_flag(flag: str, names: Sequence[str]) -> str | None:
     return None
 
 
-def _by_section(known: Sequence[Option], flags: Mapping[str, Any]) -> Values:
-    values: Values = {}
-    for option in known:
-        if option.name in flags:
-            values.setdefault(option.section, {})[option.name] = flags[option.name]
-    return values
-
-
-def _is_default(option: Option, config: BaseModel) -> bool:
+def _is_default(option: Option, config: Config) -> bool:
     return getattr(getattr(config, option.section), option.name) == option.info.get_default()
 
 
-def _without_none(known: Sequence[Option], values: Values) -> Values:
-    optional = {option.name for option in known if option.optional}
-    return {
-        section: {
-            name: None if name in optional and value in (NONE, [NONE]) else value for name, value in table.items()
-        }
-        for section, table in values.items()
-    }
+def _validate(config_class: type[AnyConfig], known: Mapping[str, Option], values: Values) -> AnyConfig:
+    """Return the configuration. Raises ConfigError, in terms of flags, for a value that a field cannot have."""
+    sections: dict[str, Values] = {}
+    for name, value in values.items():
+        is_none = known[name].optional and value in (NONE, [NONE])
+        sections.setdefault(known[name].section, {})[name] = None if is_none else value
+    try:
+        return config_class.model_validate(sections)
+    except ValidationError as error:
+        raise ConfigError(_explain(error.errors()[0])) from None
 
 
-def _over(below: Values, above: Values, known: Sequence[Option]) -> Values:
+def _over(below: Values, above: Values, known: Mapping[str, Option]) -> Values:
     """Return one layer of values over another, without what of the lower one the upper one says in other words."""
-    said = {name for table in above.values() for name in table}
-    gone = {name for option in known if option.name in said for name in option.instead_of}
-    kept = {section: {k: v for k, v in table.items() if k not in gone} for section, table in below.items()}
-    return {section: {**kept.get(section, {}), **above.get(section, {})} for section in {**below, **above}}
+    gone = {other for name in above for other in known[name].instead_of}
+    return {name: value for name, value in below.items() if name not in gone} | above
 
 
-def _single(name: str, flags: dict[str, Any]) -> Any:
+def _single(name: str, flags: Values) -> Any:
     found = flags.pop(name, [None])
     if len(found) > 1:
         hint = "give one, and as flags what it should not say"
@@ -265,11 +244,8 @@ def _shape(option: Option) -> dict[str, Any]:
         return {"nargs": "+" if option.optional else option.num_values, "metavar": "X"}
     if option.choices:
         return {"metavar": "{" + ",".join(option.choices) + "}"}
-    kinds = {int: "N", float: "X"}
-    found = [
-        name for kind, name in kinds.items() if kind in (option.info.annotation, *get_args(option.info.annotation))
-    ]
-    return {"metavar": found[0] if found else "TEXT"}
+    kinds = (option.info.annotation, *get_args(option.info.annotation))
+    return {"metavar": "N" if int in kinds else "X" if float in kinds else "TEXT"}
 
 
 def _help(option: Option) -> str:
@@ -279,16 +255,6 @@ def _help(option: Option) -> str:
         return text
     shown = " ".join(map(str, default)) if isinstance(default, tuple) else default
     return f"{text} (default: {shown})"
-
-
-def _sections(section: str, keys: Mapping[str, Sequence[str]]) -> str:
-    guess = nearest(section, keys)
-    return f"did you mean [{guess}]?" if guess else f"there are [{'], ['.join(keys)}]"
-
-
-def _keys(key: str, keys: Sequence[str]) -> str:
-    guess = nearest(key, keys)
-    return f"did you mean `{guess}`?" if guess else f"there are {', '.join(keys)}"
 
 
 _ALLOWED = {

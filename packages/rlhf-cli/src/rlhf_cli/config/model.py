@@ -1,65 +1,69 @@
 """Which models, and how they are computed."""
 
-from typing import ClassVar
+from rlhf_cli.config.base import Section, flag, matching, one_of
+from rlhf_train.specs import ModelSpec, OptimizerSpec
 
-from pydantic import Field
-
-from rlhf_cli.config.base import Section
+TorchCompile = one_of(("auto", "on", "off"))
 
 
-class ModelSection(Section):
+class ModelSection(Section, title="model"):
     """The trained model and how every model is run; what all commands have in common."""
 
-    TITLE: ClassVar[str] = "model"
-
-    pretrain: str | None = Field(
+    pretrain: str | None = flag(
         None,
-        description="the model to start from: a Hugging Face model folder or hub name, or `builtin` for the tiny one"
-        " that ships",
+        "the model to start from: a Hugging Face model folder or hub name, or `builtin` for the tiny one that ships",
     )
-    bf16: bool = Field(False, description="compute in bfloat16 with float32 master weights; else float32")
-    attn_implementation: str = Field(
-        "auto", description="attention of the trained models: `auto`, or a name that transformers knows"
+    bf16: bool = flag(False, "compute in bfloat16 with float32 master weights; else float32")
+    attn_implementation: str = flag(
+        "auto", "attention of the trained models: `auto`, or a name that transformers knows"
     )
-    gradient_checkpointing: bool = Field(
-        False, description="recompute activations in the backward pass: less memory, more time"
-    )
-    packing_samples: bool = Field(
-        False, description="pack the sequences of a micro-batch into one row instead of padding them"
-    )
+    gradient_checkpointing: bool = flag(False, "recompute activations in the backward pass: less memory, more time")
+    packing_samples: bool = flag(False, "pack the sequences of a micro-batch into one row instead of padding them")
+
+    @property
+    def dtype(self) -> str:
+        """What is computed in."""
+        return "bfloat16" if self.bf16 else "float32"
+
+    def spec(self, path: str, zero_stage: int, optimizer: OptimizerSpec | None = None) -> ModelSpec:
+        """Return how the model at `path` is run; without an optimizer it is frozen."""
+        recomputes = self.gradient_checkpointing and optimizer is not None
+        options = matching(ModelSpec, self) | {"gradient_checkpointing": recomputes}
+        return ModelSpec(path=path, packing=self.packing_samples, zero_stage=zero_stage, optimizer=optimizer, **options)
 
 
 class PpoModelSection(ModelSection):
     """Adds the critic."""
 
-    critic_pretrain: str | None = Field(
+    critic_pretrain: str | None = flag(
         None,
-        description="what the critic starts from; None: the first --reward_pretrain, or else --pretrain, with a value"
+        "what the critic starts from; None: the first --reward_pretrain, or else --pretrain, with a value"
         " head of zeros",
     )
 
 
 class OfflineModelSection(ModelSection):
-    """Adds adapters."""
+    """Adds adapters and compilation."""
 
-    lora_rank: int = Field(0, ge=0, description="rank of the adapters that are trained; 0: train all weights")
-    lora_alpha: float = Field(16.0, gt=0, description="adapters count this / --lora_rank times")
-    lora_dropout: float = Field(0.0, ge=0, lt=1, description="share of an adapter's input that is left out")
-    target_modules: str = Field(
-        "all-linear", description="layers that get an adapter: `all-linear`, or names with commas, as q_proj,v_proj"
+    torch_compile: TorchCompile = flag("auto", "compile the model's layers; auto: on a GPU, with --zero_stage below 3")
+    lora_rank: int = flag(0, "rank of the adapters that are trained; 0: train all weights", ge=0)
+    lora_alpha: float = flag(16.0, "adapters count this / --lora_rank times", gt=0)
+    lora_dropout: float = flag(0.0, "share of an adapter's input that is left out", ge=0, lt=1)
+    target_modules: str = flag(
+        "all-linear", "layers that get an adapter: `all-linear`, or names with commas, as q_proj,v_proj"
     )
 
 
 class ComparedModelSection(OfflineModelSection):
     """Adds the reference."""
 
-    ref_pretrain: str | None = Field(None, description="the reference policy; None: --pretrain, as it is at the start")
-    precompute_reference: bool = Field(
-        False, description="ask the reference once about all examples, before the first step, not at every step"
+    ref_pretrain: str | None = flag(None, "the reference policy; None: --pretrain, as it is at the start")
+    precompute_reference: bool = flag(
+        False, "ask the reference once about all examples, before the first step, not at every step"
     )
 
 
 class TaughtModelSection(OfflineModelSection):
     """Adds the teacher."""
 
-    teacher_model: str | None = Field(None, description="the teacher: a model folder or hub name with the same tokens")
+    teacher_model: str | None = flag(None, "the teacher: a model folder or hub name with the same tokens")

@@ -1,14 +1,9 @@
 """The configurations of the commands that learn from fixed examples."""
 
 from collections.abc import Collection
-from typing import ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field
-
-from rlhf_cli.config.base import Section, one_of
-from rlhf_cli.config.checks import check_offline, missing, without_effect
+from rlhf_cli.config.base import Config, Section, flag, one_of
 from rlhf_cli.config.data import (
-    ChatSection,
     DemonstrationSection,
     ExampleSection,
     MarginPairSection,
@@ -16,6 +11,7 @@ from rlhf_cli.config.data import (
     StepSection,
     VerdictSection,
 )
+from rlhf_cli.config.messages import check_has_metric, missing, without_effect
 from rlhf_cli.config.model import ComparedModelSection, OfflineModelSection, TaughtModelSection
 from rlhf_cli.config.output import OutputSection
 from rlhf_cli.config.training import (
@@ -30,113 +26,105 @@ RewardLoss = one_of(("sigmoid", "logexp"))
 PreferenceLoss = one_of(("dpo", "ipo", "simpo", "orpo"))
 
 
-class OfflineConfig(BaseModel):
+class OfflineConfig(Config):
     """What every such command is told."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
-
-    model: OfflineModelSection = Field(default_factory=OfflineModelSection)
-    data: ExampleSection = Field(default_factory=ExampleSection)
-    training: OfflineTrainingSection = Field(default_factory=OfflineTrainingSection)
-    evaluation: OfflineEvaluationSection = Field(default_factory=OfflineEvaluationSection)
-    output: OutputSection = Field(default_factory=OutputSection)
+    model: OfflineModelSection = OfflineModelSection()
+    data: ExampleSection = ExampleSection()
+    training: OfflineTrainingSection = OfflineTrainingSection()
+    evaluation: OfflineEvaluationSection = OfflineEvaluationSection()
+    output: OutputSection = OutputSection()
 
     def check(self, given: Collection[str]) -> list[str]:
-        """Check what concerns several fields.
+        """See `Config`."""
+        model, data, training, evaluation = self.model, self.data, self.training, self.evaluation
+        if model.pretrain is None:
+            hint = "--pretrain builtin is the tiny model that ships"
+            raise missing("pretrain", "there must be a model to start from", hint)
+        if data.dataset is None:
+            raise missing("dataset", "there must be examples", "add --dataset FILE.jsonl and the keys of its rows")
+        from rlhf_data.sources import parse_probs  # takes a moment, which --help has not
 
-        Args:
-            given: the options that somebody set to something else than the default.
-
-        Returns:
-            A notice for each option that has no effect.
-
-        Raises:
-            ConfigError: options that cannot work together, or one that is missing.
-        """
-        notices = check_offline(self, given)
-        if isinstance(self.data, ChatSection) and not self.data.apply_chat_template:
-            notices += without_effect(["tokenizer_chat_template"], given, "--apply_chat_template is off")
-        return notices
+        parse_probs("dataset_probs", data.dataset_probs)
+        notices, budget = training.check(given), training.micro_batch_tokens
+        if budget is not None and not model.packing_samples:
+            message = "--micro_batch_tokens limits packed sequences only"
+            raise ConfigError(with_hint(message, "add --packing_samples, or use --micro_train_batch_size"))
+        held_out, best = data.eval_dataset, evaluation.best_metric_key
+        notices += check_has_metric("eval_dataset", held_out, best, evaluation.eval_steps)
+        has_template = getattr(data, "apply_chat_template", True)
+        return notices + without_effect(
+            given,
+            (not model.lora_rank, ["lora_alpha", "lora_dropout", "target_modules"], "--lora_rank is 0"),
+            (budget is not None, ["micro_train_batch_size"], "--micro_batch_tokens takes its place"),
+            (held_out is None, ["eval_steps", "eval_split"], "there is no --eval_dataset"),
+            (not has_template, ["tokenizer_chat_template"], "--apply_chat_template is off"),
+        )
 
 
 class SftConfig(OfflineConfig):
     """Everything `sft` is told."""
 
-    data: DemonstrationSection = Field(default_factory=DemonstrationSection)
+    data: DemonstrationSection = DemonstrationSection()
 
 
-class DistillationSection(Section):
+class DistillationSection(Section, title="objective"):
     """What the student follows."""
 
-    TITLE: ClassVar[str] = "objective"
-
-    kd_coef: float = Field(0.4, gt=0, le=1, description="share of the teacher in the loss; the rest is the examples'")
+    kd_coef: float = flag(0.4, "share of the teacher in the loss; the rest is the examples'", gt=0, le=1)
 
 
 class KdConfig(SftConfig):
     """Everything `kd` is told."""
 
-    model: TaughtModelSection = Field(default_factory=TaughtModelSection)
-    objective: DistillationSection = Field(default_factory=DistillationSection)
+    model: TaughtModelSection = TaughtModelSection()
+    objective: DistillationSection = DistillationSection()
 
     def check(self, given: Collection[str]) -> list[str]:
-        """See `OfflineConfig`."""
+        """See `Config`."""
         if self.model.teacher_model is None:
             raise missing("teacher_model", "kd needs a model to learn from", "add --teacher_model FOLDER_OR_NAME")
         return super().check(given)
 
 
-class RewardLossSection(Section):
+class RewardLossSection(Section, title="objective"):
     """How scores are to differ."""
 
-    TITLE: ClassVar[str] = "objective"
-
-    loss: RewardLoss = Field(
-        "sigmoid",
-        description="sigmoid: -log sigmoid(chosen - rejected - margin); logexp: log(1 + exp(rejected - chosen))",
+    loss: RewardLoss = flag(
+        "sigmoid", "sigmoid: -log sigmoid(chosen - rejected - margin); logexp: log(1 + exp(rejected - chosen))"
     )
-    margin_loss: bool = Field(False, description="scores are to differ by --margin_key at least")
+    margin_loss: bool = flag(False, "scores are to differ by --margin_key at least")
 
 
 class RmConfig(OfflineConfig):
     """Everything `rm` is told."""
 
-    data: MarginPairSection = Field(default_factory=MarginPairSection)
-    training: RewardTrainingSection = Field(default_factory=RewardTrainingSection)
-    objective: RewardLossSection = Field(default_factory=RewardLossSection)
+    data: MarginPairSection = MarginPairSection()
+    training: RewardTrainingSection = RewardTrainingSection()
+    objective: RewardLossSection = RewardLossSection()
 
     def check(self, given: Collection[str]) -> list[str]:
-        """See `OfflineConfig`."""
-        notices = super().check(given)
-        if self.objective.margin_loss and self.objective.loss == "logexp":
+        """See `Config`."""
+        notices, has_margin = super().check(given), self.objective.margin_loss
+        if has_margin and self.objective.loss == "logexp":
             raise ConfigError(with_hint("--loss logexp has no margin", "drop --margin_loss, or use --loss sigmoid"))
-        if not self.objective.margin_loss:
-            notices += without_effect(["margin_key"], given, "--margin_loss is off")
-        return notices
+        return notices + without_effect(given, (not has_margin, ["margin_key"], "--margin_loss is off"))
 
 
-class PreferenceSection(Section):
+class PreferenceSection(Section, title="objective"):
     """How likely the preferred answer is to be, against the other one."""
 
-    TITLE: ClassVar[str] = "objective"
-
-    loss_type: PreferenceLoss = Field(
-        "dpo", description="dpo and ipo compare with a reference; simpo and orpo need none"
+    loss_type: PreferenceLoss = flag("dpo", "dpo and ipo compare with a reference; simpo and orpo need none")
+    ipo: bool = flag(False, "the same as --loss_type ipo")
+    beta: float = flag(
+        0.1, "the larger, the nearer to the reference; orpo: weight of the odds ratio; simpo: 2 or more", gt=0
     )
-    ipo: bool = Field(False, description="the same as --loss_type ipo")
-    beta: float = Field(
-        0.1,
-        gt=0,
-        description="the larger, the nearer to the reference; orpo: weight of the odds ratio; simpo: 2 or more",
+    label_smoothing: float = flag(0.0, "probability that a pair is the wrong way round (cDPO); of dpo", ge=0, lt=0.5)
+    nll_loss_coef: float = flag(
+        0.0, "weight of the preferred answer's negative log-likelihood; orpo always has it, with 1", ge=0
     )
-    label_smoothing: float = Field(
-        0.0, ge=0, lt=0.5, description="probability that a pair is the wrong way round (cDPO); of dpo"
-    )
-    nll_loss_coef: float = Field(
-        0.0, ge=0, description="weight of the preferred answer's negative log-likelihood; orpo always has it, with 1"
-    )
-    simpo_gamma: float = Field(0.5, ge=0, description="margin that simpo aims at")
-    length_average: bool = Field(False, description="dpo and ipo compare means over tokens instead of sums")
+    simpo_gamma: float = flag(0.5, "margin that simpo aims at", ge=0)
+    length_average: bool = flag(False, "dpo and ipo compare means over tokens instead of sums")
 
     @property
     def name(self) -> str:
@@ -157,47 +145,45 @@ LOSSES_WITH = {
 class DpoConfig(OfflineConfig):
     """Everything `dpo` is told."""
 
-    model: ComparedModelSection = Field(default_factory=ComparedModelSection)
-    data: PairSection = Field(default_factory=PairSection)
-    training: CautiousTrainingSection = Field(default_factory=CautiousTrainingSection)
-    objective: PreferenceSection = Field(default_factory=PreferenceSection)
+    model: ComparedModelSection = ComparedModelSection()
+    data: PairSection = PairSection()
+    training: CautiousTrainingSection = CautiousTrainingSection()
+    objective: PreferenceSection = PreferenceSection()
 
     def check(self, given: Collection[str]) -> list[str]:
-        """See `OfflineConfig`."""
+        """See `Config`."""
         notices, loss = super().check(given), self.objective
         if loss.ipo and loss.loss_type not in ("dpo", "ipo"):
             raise ConfigError(with_hint(f"--ipo and --loss_type {loss.loss_type} are two losses", "drop one of them"))
         unused = [option for option in LOSSES_WITH if loss.name not in LOSSES_WITH[option]]
-        return notices + without_effect(unused, given, f"the loss is {loss.name}")
+        return notices + without_effect(given, (True, unused, f"the loss is {loss.name}"))
 
 
-class KtoSection(Section):
+class KtoSection(Section, title="objective"):
     """How answers are to move."""
 
-    TITLE: ClassVar[str] = "objective"
-
-    beta: float = Field(0.1, gt=0, description="the larger, the nearer to the reference")
-    desirable_loss_weight: float = Field(1.0, gt=0, description="weight of an answer with the verdict true")
-    undesirable_loss_weight: float = Field(1.0, gt=0, description="weight of an answer with the verdict false")
+    beta: float = flag(0.1, "the larger, the nearer to the reference", gt=0)
+    desirable_loss_weight: float = flag(1.0, "weight of an answer with the verdict true", gt=0)
+    undesirable_loss_weight: float = flag(1.0, "weight of an answer with the verdict false", gt=0)
 
 
 class KtoConfig(OfflineConfig):
     """Everything `kto` is told."""
 
-    model: ComparedModelSection = Field(default_factory=ComparedModelSection)
-    data: VerdictSection = Field(default_factory=VerdictSection)
-    training: CautiousTrainingSection = Field(default_factory=CautiousTrainingSection)
-    objective: KtoSection = Field(default_factory=KtoSection)
+    model: ComparedModelSection = ComparedModelSection()
+    data: VerdictSection = VerdictSection()
+    training: CautiousTrainingSection = CautiousTrainingSection()
+    objective: KtoSection = KtoSection()
 
 
 class PrmConfig(OfflineConfig):
     """Everything `prm` is told."""
 
-    data: StepSection = Field(default_factory=StepSection)
-    training: CautiousTrainingSection = Field(default_factory=CautiousTrainingSection)
+    data: StepSection = StepSection()
+    training: CautiousTrainingSection = CautiousTrainingSection()
 
     def check(self, given: Collection[str]) -> list[str]:
-        """See `OfflineConfig`."""
+        """See `Config`."""
         if self.data.placeholder_token is None:
             raise missing("placeholder_token", "prm needs to know where steps end", "name what follows each step")
         return super().check(given)

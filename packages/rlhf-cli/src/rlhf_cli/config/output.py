@@ -1,23 +1,17 @@
 """What a run leaves."""
 
-from typing import ClassVar
-
-from pydantic import Field
-
-from rlhf_cli.config.base import Section
+from rlhf_cli.config.base import Section, flag
 
 
-class OutputSection(Section):
+class OutputSection(Section, title="output"):
     """The folder of a run."""
 
-    TITLE: ClassVar[str] = "output"
-
-    save_path: str | None = Field(
-        None, description="folder for everything a run leaves, new or empty; None: ./rlhf-output/COMMAND-DATE-TIME"
+    save_path: str | None = flag(
+        None, "folder for everything a run leaves, new or empty; None: ./rlhf-output/COMMAND-DATE-TIME"
     )
 
 
 class PpoOutputSection(OutputSection):
     """Adds the critic."""
 
-    save_value_network: bool = Field(False, description="save the critic beside the policy")
+    save_value_network: bool = flag(False, "save the critic beside the policy")

@@ -2,35 +2,157 @@
 
 from collections.abc import Collection
 
-from pydantic import BaseModel, ConfigDict, Field
-
 from rlhf_cli.config.algorithm import AlgorithmSection
-from rlhf_cli.config.checks import check_ppo
+from rlhf_cli.config.base import Config
 from rlhf_cli.config.data import PromptSection
+from rlhf_cli.config.messages import check_has_metric, check_range, missing, once, without_effect
 from rlhf_cli.config.model import PpoModelSection
 from rlhf_cli.config.output import PpoOutputSection
 from rlhf_cli.config.placement import EngineSection, PlacementSection
 from rlhf_cli.config.reward import RewardSection
 from rlhf_cli.config.rollout import EvaluationSection, RolloutSection
 from rlhf_cli.config.training import PpoTrainingSection
+from rlhf_data.errors import ConfigError, with_hint
+
+_FILTER_OPTIONS = ("dynamic_filtering_reward_range", "dynamic_filtering_max_batches")
+_EVALUATION_OPTIONS = ("eval_steps", "eval_temperature", "eval_n_samples_per_prompt", "source_key")
+_BETTER_WHEN_LOW = ("truncated", "response_tokens", "failed")
 
 
-class PpoConfig(BaseModel):
+class PpoConfig(Config):
     """Everything `ppo` is told."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
-
-    model: PpoModelSection = Field(default_factory=PpoModelSection)
-    data: PromptSection = Field(default_factory=PromptSection)
-    reward: RewardSection = Field(default_factory=RewardSection)
-    rollout: RolloutSection = Field(default_factory=RolloutSection)
-    algorithm: AlgorithmSection = Field(default_factory=AlgorithmSection)
-    training: PpoTrainingSection = Field(default_factory=PpoTrainingSection)
-    evaluation: EvaluationSection = Field(default_factory=EvaluationSection)
-    placement: PlacementSection = Field(default_factory=PlacementSection)
-    engine: EngineSection = Field(default_factory=EngineSection)
-    output: PpoOutputSection = Field(default_factory=PpoOutputSection)
+    model: PpoModelSection = PpoModelSection()
+    data: PromptSection = PromptSection()
+    reward: RewardSection = RewardSection()
+    rollout: RolloutSection = RolloutSection()
+    algorithm: AlgorithmSection = AlgorithmSection()
+    training: PpoTrainingSection = PpoTrainingSection()
+    evaluation: EvaluationSection = EvaluationSection()
+    placement: PlacementSection = PlacementSection()
+    engine: EngineSection = EngineSection()
+    output: PpoOutputSection = PpoOutputSection()
 
     def check(self, given: Collection[str]) -> list[str]:
-        """Check what concerns several fields; see `rlhf_cli.config.checks.check_ppo`."""
-        return check_ppo(self, given)
+        """See `Config`. In the order in which a person would want to hear of it."""
+        _check_inputs(self)
+        given = with_places(self, given)
+        num_samples = self.rollout.rollout_batch_size * self.rollout.n_samples_per_prompt
+        num_updates = num_samples // self.training.train_batch_size * self.training.max_epochs
+        notices = self.reward.check(given, self.rollout.generate_max_len)
+        notices += self.algorithm.check(given, num_updates)
+        _check_batches(self, num_samples)
+        notices += self.training.check(given)
+        notices += _check_training(self, given)
+        notices += _check_filtering(self, given)
+        notices += _check_evaluation(self, given)
+        notices += _check_sampling(self, given)
+        return once([*notices, *_check_placement(self, given)])
+
+
+def with_places(config: PpoConfig, given: Collection[str]) -> set[str]:
+    """Return `given` without the places of which there are 0: they say that a model is not there."""
+    return {name for name in given if getattr(config.placement, name, None) != 0}
+
+
+def _check_inputs(config: PpoConfig) -> None:
+    model, data = config.model, config.data
+    if model.pretrain is None:
+        hint = "add --pretrain FOLDER_OR_NAME; --pretrain builtin is the tiny model that ships"
+        raise missing("pretrain", "--prompt_data says what to ask, not whom", hint)
+    if data.prompt_data is None:
+        hint = "add --prompt_data FILE.jsonl with --input_key and --label_key"
+        what = f"--pretrain {model.pretrain} needs prompts to train on"
+        raise missing("prompt_data", what, f"{hint}; without --pretrain the built-in task runs")
+
+
+def _check_batches(config: PpoConfig, num_samples: int) -> None:
+    """Raise ConfigError unless the samples of a step make whole optimizer steps."""
+    size, rollout = config.training.train_batch_size, config.rollout
+    if num_samples % size:
+        divisor = max(number for number in range(1, min(size, num_samples) + 1) if num_samples % number == 0)
+        message = (
+            f"--train_batch_size is {size}, which does not divide the {num_samples} samples of a step"
+            f" (--rollout_batch_size {rollout.rollout_batch_size} x --n_samples_per_prompt"
+            f" {rollout.n_samples_per_prompt})"
+        )
+        raise ConfigError(with_hint(message, f"use --train_batch_size {divisor}"))
+
+
+def _check_training(config: PpoConfig, given: Collection[str]) -> list[str]:
+    """Check what some algorithms do not do, or do anyway, and the average of the weights."""
+    training, algorithm, reward = config.training, config.algorithm, config.reward
+    if training.freezing_actor_steps > 0 and not algorithm.row.uses_critic:
+        message = f"--freezing_actor_steps {training.freezing_actor_steps} trains the critic only, and"
+        hint = "drop it, or use --advantage_estimator gae"
+        raise ConfigError(with_hint(f"{message} {algorithm.title} has none", hint))
+    shapes = (reward.reward_clip_range, reward.overlong_buffer_len or None, reward.stop_properly_penalty_coef)
+    rescales = algorithm.row.baseline == "group_mean_std" and not algorithm.no_advantage_std_norm
+    anyway = f"{algorithm.title} shifts and scales the rewards of a group anyway, and nothing comes between"
+    return without_effect(
+        given,
+        (rescales and shapes == (None,) * 3, ["normalize_reward"], anyway),
+        (not training.enable_ema, ["ema_beta"], "--enable_ema is off"),
+    )
+
+
+def _check_filtering(config: PpoConfig, given: Collection[str]) -> list[str]:
+    """Check which groups of responses are trained."""
+    rollout = config.rollout
+    if not rollout.dynamic_filtering:
+        return without_effect(given, (True, _FILTER_OPTIONS, "--dynamic_filtering is off"))
+    check_range("dynamic_filtering_reward_range", rollout.dynamic_filtering_reward_range)
+    if config.reward.reward_pretrain is None or rollout.dynamic_filtering_reward_range is not None:
+        return []
+    return [
+        "--dynamic_filtering leaves out prompts whose responses score alike, which with a reward model they hardly ever"
+        " do: --dynamic_filtering_reward_range LOW HIGH would leave out some"
+    ]
+
+
+def _check_evaluation(config: PpoConfig, given: Collection[str]) -> list[str]:
+    section = config.evaluation
+    notices = check_has_metric("eval_data", config.data.eval_data, section.best_metric_key, section.eval_steps)
+    if config.data.eval_data is None:
+        return without_effect(given, (True, _EVALUATION_OPTIONS, "there is no --eval_data"))
+    if section.eval_temperature == 0 and section.eval_n_samples_per_prompt > 1:
+        message = f"--eval_n_samples_per_prompt is {section.eval_n_samples_per_prompt} at --eval_temperature 0"
+        raise ConfigError(with_hint(f"{message}: greedy responses are all the same", "use 1 sample, or a temperature"))
+    best = section.best_metric_key
+    if best is not None and best.rpartition("/")[2] in _BETTER_WHEN_LOW:
+        notices.append(f"--best_metric_key {best} keeps the highest value, and a lower one is usually better")
+    return notices
+
+
+def _check_sampling(config: PpoConfig, given: Collection[str]) -> list[str]:
+    if config.rollout.top_k == 0:
+        raise ConfigError(with_hint("--top_k is 0, which leaves no token to sample", "use -1 for all tokens"))
+    return [
+        f"--{name} {getattr(config.rollout, name)} samples from a part of the distribution, while the trainer's"
+        " log-probs are of the whole: mismatch/* will not be near 0"
+        for name in ("top_p", "top_k")
+        if name in given
+    ]
+
+
+def _check_placement(config: PpoConfig, given: Collection[str]) -> list[str]:
+    """Check that every model there is has a place, and who shares devices with whom; 0 is for one that is not there."""
+    algorithm, placement, has_scorers = config.algorithm, config.placement, config.reward.reward_pretrain is not None
+    for role, needed, why in (
+        ("critic", algorithm.row.uses_critic, f"{algorithm.title} has a critic"),
+        ("ref", algorithm.init_kl_coef > 0, f"--init_kl_coef {algorithm.init_kl_coef:g} needs the reference model"),
+        ("reward", has_scorers, "--reward_pretrain names reward models"),
+    ):
+        for name in (f"{role}_num_nodes", f"{role}_num_gpus_per_node"):
+            if needed and getattr(placement, name) == 0:
+                raise ConfigError(with_hint(f"--{name} is 0, and {why}", f"use --{name} 1 or more"))
+    all_share = placement.colocate_all_models
+    for name, section in (("vllm_enable_sleep", config.engine), ("deepspeed_enable_sleep", placement)):
+        if getattr(section, name) and not all_share:
+            message = f"--{name} is for models and engines that share GPUs, and --colocate_all_models is off"
+            raise ConfigError(with_hint(message, f"add --colocate_all_models, or drop --{name}"))
+    return without_effect(
+        given,
+        (all_share, ["colocate_actor_ref", "colocate_critic_reward"], "--colocate_all_models includes it"),
+        (not algorithm.row.uses_critic, ["colocate_critic_reward"], f"{algorithm.title} has no critic"),
+    )

@@ -1,33 +1,38 @@
 """Batches, epochs, optimizers."""
 
 import math
-from typing import ClassVar
+from collections.abc import Collection
 
-from pydantic import Field
-
-from rlhf_cli.config.base import Section, one_of
+from rlhf_cli.config.base import Section, flag, one_of
+from rlhf_cli.config.messages import without_effect
+from rlhf_data.errors import ConfigError
 from rlhf_train.specs import OptimizerSpec
 
 Scheduler = one_of(("cosine_with_min_lr", "linear", "constant"))
 
 
-class TrainingSection(Section):
+class TrainingSection(Section, title="training"):
     """What all trainers have in common."""
 
-    TITLE: ClassVar[str] = "training"
-
-    train_batch_size: int = Field(128, ge=1, description="samples an optimizer step, over all processes")
-    micro_train_batch_size: int = Field(8, ge=1, description="samples a forward-backward pass, on one training process")
-    adam_betas: tuple[float, float] = Field((0.9, 0.95), description="AdamW's two betas")
-    l2: float = Field(0.0, ge=0, description="AdamW's weight decay; norms and biases have none")
-    max_norm: float = Field(1.0, ge=0, description="gradients are scaled down to this global norm; 0: no limit")
-    lr_scheduler: Scheduler = Field("cosine_with_min_lr", description="the learning rate after warm-up")
-    lr_warmup_ratio: float = Field(0.03, ge=0, le=1, description="share of the optimizer steps with linear warm-up")
-    min_lr_ratio: float = Field(
-        0.1, ge=0, le=1, description="learning rate at the end of cosine_with_min_lr, as a share of its peak"
+    train_batch_size: int = flag(128, "samples an optimizer step, over all processes", ge=1)
+    micro_train_batch_size: int = flag(8, "samples a forward-backward pass, on one training process", ge=1)
+    adam_betas: tuple[float, float] = flag((0.9, 0.95), "AdamW's two betas")
+    l2: float = flag(0.0, "AdamW's weight decay; norms and biases have none", ge=0)
+    max_norm: float = flag(1.0, "gradients are scaled down to this global norm; 0: no limit", ge=0)
+    lr_scheduler: Scheduler = flag("cosine_with_min_lr", "the learning rate after warm-up")
+    lr_warmup_ratio: float = flag(0.03, "share of the optimizer steps with linear warm-up", ge=0, le=1)
+    min_lr_ratio: float = flag(
+        0.1, "learning rate at the end of cosine_with_min_lr, as a share of its peak", ge=0, le=1
     )
-    zero_stage: int = Field(2, ge=0, le=3, description="DeepSpeed ZeRO stage")
-    seed: int = Field(42, ge=0, le=2**31 - 1, description="of everything that is drawn")
+    zero_stage: int = flag(2, "DeepSpeed ZeRO stage", ge=0, le=3)
+    seed: int = flag(42, "of everything that is drawn", ge=0, le=2**31 - 1)
+
+    def check(self, given: Collection[str]) -> list[str]:
+        """Return notices about the schedule. Raises ConfigError unless AdamW's betas are in [0, 1)."""
+        if not all(0 <= beta < 1 for beta in self.adam_betas):
+            raise ConfigError(f"--adam_betas is {self.adam_betas}; both must lie in [0, 1)")
+        has_no_end = self.lr_scheduler != "cosine_with_min_lr"
+        return without_effect(given, (has_no_end, ["min_lr_ratio"], f"--lr_scheduler is {self.lr_scheduler}"))
 
     def optimizer(self, learning_rate: float, total_steps: int) -> OptimizerSpec:
         """Return the optimizer of a model that takes `total_steps` steps."""
@@ -46,50 +51,44 @@ class TrainingSection(Section):
 class PpoTrainingSection(TrainingSection):
     """Rounds of generation and training."""
 
-    max_epochs: int = Field(1, ge=1, description="passes over the samples of a step")
-    num_episodes: int = Field(1, ge=1, description="passes over the prompts")
-    max_steps: int | None = Field(None, ge=1, description="steps at most; None: as --num_episodes says")
-    freezing_actor_steps: int = Field(
-        -1, ge=-1, description="steps at the start in which only the critic learns; -1: none"
-    )
-    enable_ema: bool = Field(False, description="save, too, a running average of the policy's weights")
-    ema_beta: float = Field(0.992, ge=0, lt=1, description="share of the average that stays at a step")
-    actor_learning_rate: float = Field(1e-6, ge=0, description="peak learning rate of the policy")
-    critic_learning_rate: float = Field(9e-6, ge=0, description="peak learning rate of the critic")
+    max_epochs: int = flag(1, "passes over the samples of a step", ge=1)
+    num_episodes: int = flag(1, "passes over the prompts", ge=1)
+    max_steps: int | None = flag(None, "steps at most; None: as --num_episodes says", ge=1)
+    freezing_actor_steps: int = flag(-1, "steps at the start in which only the critic learns; -1: none", ge=-1)
+    enable_ema: bool = flag(False, "save, too, a running average of the policy's weights")
+    ema_beta: float = flag(0.992, "share of the average that stays at a step", ge=0, lt=1)
+    actor_learning_rate: float = flag(1e-6, "peak learning rate of the policy", ge=0)
+    critic_learning_rate: float = flag(9e-6, "peak learning rate of the critic", ge=0)
 
 
 class OfflineTrainingSection(TrainingSection):
     """Passes over the examples."""
 
-    max_epochs: int = Field(1, ge=1, description="passes over the examples")
-    learning_rate: float = Field(5e-6, ge=0, description="peak learning rate")
-    micro_batch_tokens: int | None = Field(
-        None,
-        ge=2,
-        description="tokens a pass at most, in the place of --micro_train_batch_size; with --packing_samples",
+    max_epochs: int = flag(1, "passes over the examples", ge=1)
+    learning_rate: float = flag(5e-6, "peak learning rate", ge=0)
+    micro_batch_tokens: int | None = flag(
+        None, "tokens a pass at most, in the place of --micro_train_batch_size; with --packing_samples", ge=2
     )
 
 
 class RewardTrainingSection(OfflineTrainingSection):
     """Of a reward model."""
 
-    learning_rate: float = Field(9e-6, ge=0, description="peak learning rate")
+    learning_rate: float = flag(9e-6, "peak learning rate", ge=0)
 
 
 class CautiousTrainingSection(OfflineTrainingSection):
     """Of what moves far at little."""
 
-    learning_rate: float = Field(1e-6, ge=0, description="peak learning rate")
+    learning_rate: float = flag(1e-6, "peak learning rate", ge=0)
 
 
-class OfflineEvaluationSection(Section):
+class OfflineEvaluationSection(Section, title="evaluation"):
     """Held-out examples."""
 
-    TITLE: ClassVar[str] = "evaluation"
-
-    eval_steps: int = Field(
-        -1, ge=-1, description="steps between runs over --eval_dataset; -1: only before the first and after the last"
+    eval_steps: int = flag(
+        -1, "steps between runs over --eval_dataset; -1: only before the first and after the last", ge=-1
     )
-    best_metric_key: str | None = Field(
-        None, description="save, too, the model with the best such number, for example eval/loss; None: the last only"
+    best_metric_key: str | None = flag(
+        None, "save, too, the model with the best such number, for example eval/loss; None: the last only"
     )

@@ -2,38 +2,51 @@
 
 import difflib
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from rlhf_cli.config.data import DataSection, parse_probs
+from rlhf_cli.config.data import DataSection
 from rlhf_cli.config.ppo import PpoConfig
 from rlhf_cli.paths import data_paths, source_names
 from rlhf_data.errors import ConfigError, DataError, missing_file, unknown, with_hint
 from rlhf_data.prompts import PromptSet, load_prompts
 from rlhf_data.records import Prompt
 from rlhf_data.rows import RowErrors
-from rlhf_data.sources import SUFFIXES, Rows, open_sources
+from rlhf_data.sources import SUFFIXES, Rows, open_sources, parse_probs
 
 _METRICS = ("accuracy", "reward", "score", "response_tokens", "truncated", "failed")
 _SOURCE_METRICS = ("response_tokens", "truncated")
 _A_SLIP = 0.9  # share of letters in common
 
 
-def check_first_rows(config: PpoConfig) -> None:
-    """Raise DataError unless the first row of every file has its keys; ConfigError for held-out files of one name."""
-    data = config.data
-    held_out = data_paths(data.eval_data, held_out=True)
-    for path in held_out:
-        if sum(other.stem == path.stem for other in held_out) > 1:
-            message = f"two files of --eval_data are called {path.stem}, the name by which their results are told apart"
+def open_prompts(config: PpoConfig) -> tuple[Rows, dict[str, Rows]]:
+    """Return the rows of --prompt_data, and by name those of each --eval_data file.
+
+    Raises:
+        DataError: a source that cannot be opened, or whose first row does not have its keys.
+        ConfigError: held-out files of one name, or probabilities that are none.
+    """
+    data, held_out = config.data, {}
+    files = data_paths(data.eval_data, held_out=True)
+    names = [path.stem for path in files]
+    for name in names:
+        if names.count(name) > 1:
+            message = f"two files of --eval_data are called {name}, the name by which their results are told apart"
             raise ConfigError(with_hint(message, "rename one"))
-    check_keys(data, training_prompts(config), ("input_key", "label_key"))
-    for path in held_out:
-        if not path.exists() and path.suffix.lower() not in SUFFIXES:
+    assert data.prompt_data
+    probs = parse_probs("prompt_data_probs", data.prompt_data_probs)
+    options = {"probs": probs, "seed": config.training.seed, "max_samples": data.max_samples}
+    training = open_sources(source_names(data.prompt_data), **options)
+    check_keys(data, training, ("input_key", "label_key"))
+    for name, path in zip(names, files, strict=True):
+        if not path.exists() and not path.name.lower().endswith(SUFFIXES):
             message = f"--eval_data: {missing_file('data file', path).partition(chr(10))[0]}"
             raise DataError(with_hint(message, "give a .jsonl or .json file; names on the hub are for --prompt_data"))
-        check_keys(data, open_sources(path), ("input_key", "label_key", "source_key"))
+        held_out[name] = open_sources(path, max_samples=data.max_samples)
+        check_keys(data, held_out[name], ("input_key", "label_key", "source_key"))
+    return training, held_out
 
 
 def check_keys(section: DataSection, rows: Rows, names: Iterable[str]) -> None:
@@ -48,32 +61,23 @@ def check_keys(section: DataSection, rows: Rows, names: Iterable[str]) -> None:
                 raise DataError(with_hint(message, f"--{name} None says that there is none" if may_be_none else None))
 
 
-def training_prompts(config: PpoConfig) -> Rows:
-    """Return the rows of --prompt_data. Raises ConfigError or DataError for sources that cannot be opened."""
-    data = config.data
-    assert data.prompt_data
-    probs = parse_probs("prompt_data_probs", data.prompt_data_probs)
-    seed = config.training.seed
-    return open_sources(source_names(data.prompt_data), probs=probs, seed=seed, max_samples=data.max_samples)
+def load_all(
+    config: PpoConfig, rows: Rows, held_out_rows: Mapping[str, Rows], tokenizer: Any
+) -> tuple[PromptSet, PromptSet | None]:
+    """Return what the policy trains on, and the held-out prompts, each with the name of its source as metrics have it.
 
-
-def load_training_prompts(config: PpoConfig, tokenizer: Any) -> PromptSet:
-    """Return what the policy trains on. Raises DataError for a row that cannot be used."""
-    return _load(config, training_prompts(config), tokenizer, source="train")
-
-
-def load_held_out(config: PpoConfig, tokenizer: Any) -> PromptSet | None:
-    """Return the prompts of all --eval_data files, each with the name of its source as metrics have it."""
-    data = config.data
-    files = [
-        (path, open_sources(path, max_samples=data.max_samples)) for path in data_paths(data.eval_data, held_out=True)
-    ]
-    sets = [_load(config, rows, tokenizer, source=path.stem, source_key=data.source_key) for path, rows in files]
+    Raises:
+        DataError: a row that cannot be used.
+    """
+    names = ("input_key", "label_key", "apply_chat_template", "input_template", "prompt_max_len", "skip_bad_rows")
+    load = partial(load_prompts, tokenizer=tokenizer, **{name: getattr(config.data, name) for name in names})
+    prompts = load(rows, source="train")
+    sets = [load(part, source=name, source_key=config.data.source_key) for name, part in held_out_rows.items()]
     if not sets:
-        return None
-    prompts = tuple(replace(prompt, source=_metric_part(prompt.source)) for part in sets for prompt in part)
-    return PromptSet(
-        prompts,
+        return prompts, None
+    held_out = (replace(p, source=re.sub(r"[^\w.-]", "_", p.source) or "_") for part in sets for p in part)
+    return prompts, PromptSet(
+        tuple(held_out),
         num_rows=sum(part.num_rows for part in sets),
         num_too_long=sum(part.num_too_long for part in sets),
         longest_tokens=max(part.longest_tokens for part in sets),
@@ -112,50 +116,23 @@ def metric_names(sources: Collection[str], num_samples: int) -> list[str]:
 
 def data_notices(config: PpoConfig, prompts: PromptSet, held_out: PromptSet | None) -> list[str]:
     """Return what a person should know about the prompts, a sentence each."""
-    notices = [
-        f"{part.num_too_long} of {part.num_rows} prompts are longer than --prompt_max_len and left out; the"
-        f" longest has {part.longest_tokens} tokens"
-        for part in (prompts, held_out)
-        if part is not None and part.num_too_long
-    ]
-    notices += [
-        f"{part.num_bad} of {part.num_rows} rows cannot be used and are left out"
-        for part in (prompts, held_out)
-        if part is not None and part.num_bad
-    ]
+    notices, rollout = [], config.rollout
+    for part in (prompts, held_out) if held_out is not None else (prompts,):
+        if part.num_too_long:
+            count = f"{part.num_too_long} of {part.num_rows} prompts are longer than --prompt_max_len and left out"
+            notices.append(f"{count}; the longest has {part.longest_tokens} tokens")
+        if part.num_bad:
+            notices.append(f"{part.num_bad} of {part.num_rows} rows cannot be used and are left out")
     trained = {prompt.text for prompt in prompts}
     if shared := sum(prompt.text in trained for prompt in held_out or ()):
-        notices.append(f"{shared} of {len(held_out or ())} held-out prompts are training prompts, too")
-    size = config.rollout.rollout_batch_size
-    most = size * config.rollout.dynamic_filtering_max_batches
+        notices.append(f"{shared} of {len(held_out)} held-out prompts are training prompts, too")
+    size, most = rollout.rollout_batch_size, rollout.rollout_batch_size * rollout.dynamic_filtering_max_batches
     if size > len(prompts):
-        notices.append(
-            f"--rollout_batch_size {size} is more than the {len(prompts)} prompts: each is asked"
-            f" {size / len(prompts):.1f} times a step"
-        )
-    elif config.rollout.dynamic_filtering and most > len(prompts):
+        times = f"each is asked {size / len(prompts):.1f} times a step"
+        notices.append(f"--rollout_batch_size {size} is more than the {len(prompts)} prompts: {times}")
+    elif rollout.dynamic_filtering and most > len(prompts):
         notices.append(
             f"--dynamic_filtering may draw {most} prompts a step (--rollout_batch_size x"
             f" --dynamic_filtering_max_batches), more than the {len(prompts)} there are: some are asked again"
         )
     return notices
-
-
-def _load(config: PpoConfig, rows: Rows, tokenizer: Any, *, source: str, source_key: str | None = None) -> PromptSet:
-    data = config.data
-    return load_prompts(
-        rows,
-        tokenizer,
-        input_key=data.input_key,
-        label_key=data.label_key,
-        apply_chat_template=data.apply_chat_template,
-        input_template=data.input_template,
-        prompt_max_len=data.prompt_max_len,
-        skip_bad_rows=data.skip_bad_rows,
-        source=source,
-        source_key=source_key,
-    )
-
-
-def _metric_part(source: str) -> str:
-    return re.sub(r"[^\w.-]", "_", source) or "_"

@@ -3,9 +3,21 @@
 import os
 from collections.abc import Collection
 
-from rlhf_cli.config.ppo import PpoConfig
+from rlhf_cli.config.messages import without_effect
+from rlhf_cli.config.ppo import PpoConfig, with_places
 from rlhf_data.errors import ConfigError, with_hint
 from rlhf_train.placement import Resources, local_resources
+
+_GPU_OPTIONS = (
+    "vllm_gpu_memory_utilization",
+    "enforce_eager",
+    "vllm_enable_sleep",
+    "deepspeed_enable_sleep",
+    "colocate_all_models",
+    "colocate_actor_ref",
+    "colocate_critic_reward",
+)
+_RANK_OPTIONS = ("critic_num_nodes", "critic_num_gpus_per_node", "ref_num_nodes", "ref_num_gpus_per_node")
 
 
 def find_resources() -> tuple[Resources, str | None]:
@@ -27,11 +39,18 @@ def find_resources() -> tuple[Resources, str | None]:
 
 def check_device(config: PpoConfig, given: Collection[str], num_gpus: int) -> list[str]:
     """Return notices for options that a machine without GPUs does not heed. Raises ConfigError for one it cannot."""
-    from rlhf_cli.config.checks import on_cpu, with_places
-
     if num_gpus:
         return []
     if config.engine.vllm_tensor_parallel_size > 1:
         message = f"--vllm_tensor_parallel_size is {config.engine.vllm_tensor_parallel_size} and there is no GPU"
         raise ConfigError(with_hint(message, "use --vllm_num_engines for more engines"))
     return on_cpu(with_places(config, given))
+
+
+def on_cpu(given: Collection[str]) -> list[str]:
+    """Return notices for options that concern GPUs only."""
+    return without_effect(
+        given,
+        (True, _GPU_OPTIONS, "there is no GPU, everything shares the CPU"),
+        (True, _RANK_OPTIONS, "without GPUs every model runs in the policy's processes"),
+    )

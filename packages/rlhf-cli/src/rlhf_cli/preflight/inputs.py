@@ -5,20 +5,8 @@ from pathlib import Path
 
 from rlhf_cli.config.ppo import PpoConfig
 from rlhf_cli.paths import check_output_folder, model_path
-from rlhf_cli.preflight.data import (
-    check_best_metric,
-    check_first_rows,
-    data_notices,
-    load_held_out,
-    load_training_prompts,
-)
-from rlhf_cli.preflight.models import (
-    check_attention,
-    check_context,
-    choose_critic,
-    load_model_files,
-    longest_sequence,
-)
+from rlhf_cli.preflight.data import check_best_metric, data_notices, load_all, open_prompts
+from rlhf_cli.preflight.models import check_attention, check_context, choose_critic, load_model_files, longest_sequence
 from rlhf_cli.preflight.rewards import check_reward_models, named_sources, reward_models, try_rewards
 from rlhf_data.prompts import PromptSet
 from rlhf_rollout.rewards import RewardSource
@@ -52,7 +40,7 @@ def check_inputs(config: PpoConfig, folder: Path) -> Inputs:
     """
     assert config.model.pretrain and config.data.prompt_data
     check_output_folder(folder)
-    check_first_rows(config)
+    rows, held_out_rows = open_prompts(config)
     sources = named_sources(config)
     model = model_path(config.model.pretrain)
     model_config, tokenizer = load_model_files(model)
@@ -60,7 +48,7 @@ def check_inputs(config: PpoConfig, folder: Path) -> Inputs:
     check_context(model_config, *longest_sequence(config))
     check_reward_models(config, sources, tokenizer)
     critic, notices = choose_critic(config, model, reward_models(sources), tokenizer)
-    prompts, held_out = load_training_prompts(config, tokenizer), load_held_out(config, tokenizer)
+    prompts, held_out = load_all(config, rows, held_out_rows, tokenizer)
     check_best_metric(config, held_out or (), logs_numbers=any(source.kind != "model" for source in sources))
     notices += data_notices(config, prompts, held_out)
     notices += try_rewards(config, sources, prompts.prompts[:4])

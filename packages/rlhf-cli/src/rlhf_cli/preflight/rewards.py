@@ -64,12 +64,12 @@ def try_rewards(config: PpoConfig, sources: Sequence[RewardSource], prompts: Seq
     notices = []
     for source in sources:
         try:
-            check = check_reward(source, prompts, timeout_s=config.reward.reward_timeout_s)
+            problem = check_reward(source, prompts, timeout_s=config.reward.reward_timeout_s)
         except RewardError as error:
             raise ConfigError(str(error)) from error
-        if check is not None and check.problem:
+        if problem:
             name = f" {source.name}" if len(sources) > 1 else ""
             notices.append(
-                f"the reward {source.kind}{name} failed on the first prompts, and the run goes on: {check.problem}"
+                f"the reward {source.kind}{name} failed on the first prompts, and the run goes on: {problem}"
             )
     return notices

@@ -10,5 +10,3 @@ from types import MappingProxyType
 PRESETS: Mapping[str, Path] = MappingProxyType(
     {path.stem: path for path in sorted(Path(__file__).resolve().parent.glob("*.toml"))}
 )
-
-__all__ = ["PRESETS"]

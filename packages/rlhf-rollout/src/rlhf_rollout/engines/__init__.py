@@ -69,13 +69,11 @@ class EngineSpec:
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ConfigError(f"gpu_memory_utilization is {self.gpu_memory_utilization}; it must lie in (0, 1]")
         if self.weight_transfer == "ipc" and self.tensor_parallel_size > 1:
-            raise ConfigError(
-                with_hint(
-                    f"weight_transfer ipc with tensor_parallel_size {self.tensor_parallel_size}: CUDA IPC reaches the "
-                    "one GPU that the trainer shares with the engine",
-                    "use weight_transfer shared_memory",
-                )
+            message = (
+                f"weight_transfer ipc with tensor_parallel_size {self.tensor_parallel_size}: CUDA IPC reaches the "
+                "one GPU that the trainer shares with the engine"
             )
+            raise ConfigError(with_hint(message, "use weight_transfer shared_memory"))
 
 
 def build_engine(kind: str, spec: EngineSpec) -> "RolloutEngine":

@@ -69,12 +69,9 @@ class BucketReader:
             index = self.device.index if self.device.index is not None else torch.cuda.current_device()
             own_uuid = str(torch.cuda.get_device_properties(index).uuid)
             if own_uuid != device_uuid:
-                raise WeightSyncError(
-                    with_hint(
-                        f"the weights lie on GPU {device_uuid}, the engine runs on GPU {own_uuid}",
-                        "use weight_transfer shared_memory when trainer and engine have GPUs of their own",
-                    )
-                )
+                message = f"the weights lie on GPU {device_uuid}, the engine runs on GPU {own_uuid}"
+                hint = "use weight_transfer shared_memory when trainer and engine have GPUs of their own"
+                raise WeightSyncError(with_hint(message, hint))
             # The seventh argument is the sender's number for the device, which may differ in this process.
             opened = rebuild_cuda_tensor(*(*arguments[:6], index, *arguments[7:]))
             self._exported = (arguments, opened)

@@ -6,10 +6,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from rlhf_data.errors import EngineError, WeightSyncError, with_hint
+from rlhf_data.errors import EngineError, WeightSyncError
 from rlhf_data.records import FinishReason
-from rlhf_rollout.engines.gate import Gate
-from rlhf_rollout.engines.requests import check_request
+from rlhf_rollout.engines.gated import GatedEngine
 from rlhf_rollout.protocols import Completion, SamplingParams
 from rlhf_rollout.weights import SharedSegment, WeightBucket, verify_checksum
 
@@ -24,7 +23,7 @@ def pseudo_random_script(prompt: Sequence[int], sample_seed: int) -> list[int]:
     return [*rng.integers(1, VOCAB_SIZE, size=int(rng.integers(1, 33))).tolist(), 0]
 
 
-class FakeEngine:
+class FakeEngine(GatedEngine):
     """Answers from a script. Token 0 ends a completion; every log-prob is log(1/256), that of a uniform choice.
 
     Args:
@@ -34,7 +33,6 @@ class FakeEngine:
         enable_sleep: allow `sleep`.
         latency_s: of each request.
         fail_after: so many requests succeed; those after it raise EngineError.
-        hang_after: so many requests end; those after it never do.
     """
 
     def __init__(
@@ -45,49 +43,27 @@ class FakeEngine:
         enable_sleep: bool = False,
         latency_s: float = 0.0,
         fail_after: int | None = None,
-        hang_after: int | None = None,
     ) -> None:
+        super().__init__(max_model_len=max_model_len, vocab_size=VOCAB_SIZE, enable_sleep=enable_sleep)
         self._script = script
-        self._max_model_len = max_model_len
-        self._enable_sleep = enable_sleep
         self._latency_s = latency_s
         self._fail_after = fail_after
-        self._hang_after = hang_after
         self._num_requests = 0
-        self._num_in_flight = 0
-        self._asleep = False
-        self._closed = False
-        self._gate = Gate()
         self._segment: SharedSegment | None = None
-        self._updating: int | None = None
         self._arriving: dict[str, int] = {}
-        self.policy_version = 0
         self.num_updates = 0
         self.weight_checksums: dict[str, int] = {}
 
-    async def generate(self, token_ids: np.ndarray, sampling: SamplingParams) -> list[Completion]:
-        """See `RolloutEngine.generate`."""
-        if self._closed:
-            raise EngineError("the engine was closed")
-        if self._asleep:
-            raise EngineError(with_hint("the engine sleeps", "await wake_up() before generate()"))
-        check_request(token_ids, sampling, max_model_len=self._max_model_len, vocab_size=VOCAB_SIZE)
+    async def _complete(self, token_ids: np.ndarray, sampling: SamplingParams) -> list[Completion]:
         number, self._num_requests = self._num_requests, self._num_requests + 1
-        self._num_in_flight += 1
-        try:
-            if self._hang_after is not None and number >= self._hang_after:
-                await asyncio.Event().wait()
-            await asyncio.sleep(self._latency_s)
-            if self._fail_after is not None and number >= self._fail_after:
-                raise EngineError(f"the fake engine was told to fail after {self._fail_after} requests")
-            await self._gate.passed()
-            prompt = [int(token) for token in token_ids]
-            base = 0 if sampling.temperature == 0 else (number if sampling.seed is None else sampling.seed) * 1009
-            return [self._complete(prompt, base + index, sampling) for index in range(sampling.num_samples)]
-        finally:
-            self._num_in_flight -= 1
+        await asyncio.sleep(self._latency_s)
+        if self._fail_after is not None and number >= self._fail_after:
+            raise EngineError(f"the fake engine was told to fail after {self._fail_after} requests")
+        prompt = [int(token) for token in token_ids]
+        base = 0 if sampling.temperature == 0 else (number if sampling.seed is None else sampling.seed) * 1009
+        return [self._write(prompt, base + index, sampling) for index in range(sampling.num_samples)]
 
-    def _complete(self, prompt: list[int], sample_seed: int, sampling: SamplingParams) -> Completion:
+    def _write(self, prompt: list[int], sample_seed: int, sampling: SamplingParams) -> Completion:
         ends = {0, *sampling.stop_token_ids}
         tokens: list[int] = []
         reason = FinishReason.LENGTH
@@ -110,8 +86,8 @@ class FakeEngine:
 
     async def begin_weight_update(self, policy_version: int) -> None:
         """See `RolloutEngine.begin_weight_update`."""
-        self._gate.shut()
-        self._updating, self._arriving = policy_version, {}
+        await super().begin_weight_update(policy_version)
+        self._arriving = {}
 
     async def receive_weights(self, bucket: WeightBucket) -> None:
         """Remember the CRC-32 of each weight; only shared memory can be read without a GPU."""
@@ -128,34 +104,16 @@ class FakeEngine:
 
     async def finish_weight_update(self) -> None:
         """Count the update and take its version over."""
-        version = self._check_updating()
+        self._check_updating()
         self._close_segment()
-        self.weight_checksums, self._updating = self._arriving, None
-        self.policy_version = version
+        self.weight_checksums = self._arriving
         self.num_updates += 1
-        self._gate.open()
-
-    async def sleep(self) -> None:
-        """See `RolloutEngine.sleep`."""
-        if not self._enable_sleep:
-            raise EngineError(with_hint("this engine cannot sleep", "build it with EngineSpec(enable_sleep=True)"))
-        if self._num_in_flight:
-            raise EngineError(f"the engine cannot sleep with {self._num_in_flight} requests in flight")
-        self._asleep = True
-
-    async def wake_up(self) -> None:
-        """See `RolloutEngine.wake_up`."""
-        self._asleep = False
+        self._end_update()
 
     async def close(self) -> None:
         """See `RolloutEngine.close`."""
         self._closed = True
         self._close_segment()
-
-    def _check_updating(self) -> int:
-        if self._updating is None:
-            raise WeightSyncError("no weight update has begun")
-        return self._updating
 
     def _close_segment(self) -> None:
         if self._segment is not None:

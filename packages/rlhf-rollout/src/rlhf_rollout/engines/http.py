@@ -14,6 +14,7 @@ from rlhf_rollout.weights import WeightBucket
 
 _RETRIED_STATUS = (408, 429, 500, 502, 503, 504)
 _MAX_RETRY_WAIT_S = 30.0
+_NO_WEIGHTS = with_hint("an HTTP engine takes no weights", "train with engine vllm, which receives them live")
 
 
 class HttpEngine:
@@ -94,12 +95,8 @@ class HttpEngine:
         logprobs = (choice.get("logprobs") or {}).get("token_logprobs")
         reason = choice.get("finish_reason")
         if token_ids is None or logprobs is None:
-            raise EngineError(
-                with_hint(
-                    f"{self._url} answered without token_ids or log-probs",
-                    "the server must be vLLM 0.26 or newer: it has return_token_ids",
-                )
-            )
+            message = f"{self._url} answered without token_ids or log-probs"
+            raise EngineError(with_hint(message, "the server must be vLLM 0.26 or newer: it has return_token_ids"))
         if len(token_ids) != len(logprobs) or None in logprobs:
             raise EngineError(f"{self._url} answered {len(token_ids)} tokens with log-probs {_excerpt(logprobs)}")
         if reason not in tuple(FinishReason):
@@ -132,23 +129,20 @@ class HttpEngine:
                 return response.json()
             except ValueError as error:
                 raise EngineError(f"{self._url} answered no JSON: {_excerpt(response.text)}") from error
-        raise EngineError(
-            with_hint(
-                f"{self._url} failed {self._num_retries + 1} times; last: {failure}", "is the server up and healthy?"
-            )
-        )
+        message = f"{self._url} failed {self._num_retries + 1} times; last: {failure}"
+        raise EngineError(with_hint(message, "is the server up and healthy?"))
 
     async def begin_weight_update(self, policy_version: int) -> None:
         """Raise EngineError: a server's weights are not ours to change."""
-        raise _no_weights()
+        raise EngineError(_NO_WEIGHTS)
 
     async def receive_weights(self, bucket: WeightBucket) -> None:
         """Raise EngineError: a server's weights are not ours to change."""
-        raise _no_weights()
+        raise EngineError(_NO_WEIGHTS)
 
     async def finish_weight_update(self) -> None:
         """Raise EngineError: a server's weights are not ours to change."""
-        raise _no_weights()
+        raise EngineError(_NO_WEIGHTS)
 
     async def sleep(self) -> None:
         """Raise EngineError: a server's memory is not ours to take."""
@@ -160,10 +154,6 @@ class HttpEngine:
     async def close(self) -> None:
         """Close the connections."""
         await self._client.aclose()
-
-
-def _no_weights() -> EngineError:
-    return EngineError(with_hint("an HTTP engine takes no weights", "train with engine vllm, which receives them live"))
 
 
 def _excerpt(value: Any) -> str:

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rlhf_data.errors import EngineError, with_hint
+from rlhf_data.errors import ConfigError, EngineError, with_hint
+from rlhf_data.pretrained import located
 
 _MAX_CPU_KV_CACHE_BYTES = 1 << 30
 _MIN_CPU_KV_CACHE_BYTES = 16 << 20
@@ -14,22 +15,22 @@ _PAGE_TOKENS = 128
 
 
 def resolve_model_dir(name: str) -> Path:
-    """Return the folder of a model: the folder itself, or the hub's snapshot. Raises EngineError."""
-    path = Path(name).expanduser()
+    """Return the folder of a model: the folder itself, or the hub's snapshot. Raises ConfigError or EngineError."""
+    found, is_local = located(name)
+    path = Path(found)
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise EngineError(f"the model folder {path} has no config.json")
+            hint = "a model folder holds config.json, *.safetensors and the tokenizer, as `save_pretrained` writes them"
+            raise ConfigError(with_hint(f"the model folder {path} has no config.json", hint))
         return path
-    if path.is_absolute() or name.startswith("."):
-        raise EngineError(f"the model folder {path} does not exist")
+    patterns = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
     try:
         from huggingface_hub import snapshot_download
 
-        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]))
+        return Path(snapshot_download(name, allow_patterns=patterns, local_files_only=is_local))
     except Exception as error:
-        raise EngineError(
-            with_hint(f"the model {name!r} is no folder and the hub does not give it: {error}", "name a local folder")
-        ) from error
+        message = f"the model {name!r} is no folder and the hub does not give it: {error}"
+        raise EngineError(with_hint(message, "name a local folder")) from error
 
 
 def _read_json(path: Path) -> dict[str, Any]:

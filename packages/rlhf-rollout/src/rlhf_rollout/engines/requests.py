@@ -21,25 +21,20 @@ def check_request(
     if not num_tokens:
         raise EngineError("a prompt without tokens cannot be continued")
     if num_tokens + sampling.max_tokens > max_model_len:
-        raise EngineError(
-            with_hint(
-                f"a prompt of {num_tokens} tokens and max_tokens {sampling.max_tokens} exceed the engine's context of "
-                f"{max_model_len} tokens",
-                f"raise max_model_len to {num_tokens + sampling.max_tokens}, or lower max_tokens",
-            )
+        message = (
+            f"a prompt of {num_tokens} tokens and max_tokens {sampling.max_tokens} exceed the engine's context of "
+            f"{max_model_len} tokens"
         )
+        hint = f"raise max_model_len to {num_tokens + sampling.max_tokens}, or lower max_tokens"
+        raise EngineError(with_hint(message, hint))
     if sampling.min_tokens > sampling.max_tokens:
         raise EngineError(f"min_tokens {sampling.min_tokens} is above max_tokens {sampling.max_tokens}")
     if vocab_size is None:
         return
     low, high = int(np.min(token_ids)), int(np.max(token_ids))
     if low < 0 or high >= vocab_size:
-        raise EngineError(
-            with_hint(
-                f"token id {low if low < 0 else high} is outside the model's vocabulary of {vocab_size}",
-                "the prompts were tokenized for another model",
-            )
-        )
+        message = f"token id {low if low < 0 else high} is outside the model's vocabulary of {vocab_size}"
+        raise EngineError(with_hint(message, "the prompts were tokenized for another model"))
 
 
 def sample_seeds(seed: int, num_samples: int) -> list[int]:

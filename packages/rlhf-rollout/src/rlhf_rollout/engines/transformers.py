@@ -11,14 +11,14 @@ from rlhf_data.errors import ConfigError, EngineError, WeightSyncError, with_hin
 from rlhf_data.records import FinishReason
 from rlhf_rollout.engines import EngineSpec
 from rlhf_rollout.engines.bucket_tensors import BucketReader
-from rlhf_rollout.engines.gate import Gate
+from rlhf_rollout.engines.gated import GatedEngine
 from rlhf_rollout.engines.model_files import end_token_ids, resolve_model_dir
-from rlhf_rollout.engines.requests import check_request, sample_seeds
+from rlhf_rollout.engines.requests import sample_seeds
 from rlhf_rollout.protocols import Completion, SamplingParams
-from rlhf_rollout.weights import WeightBucket
+from rlhf_rollout.weights import WeightBucket, check_tensor
 
 
-class TransformersEngine:
+class TransformersEngine(GatedEngine):
     """Samples token by token from the model's logits; requests run one after another."""
 
     def __init__(self, spec: EngineSpec) -> None:
@@ -29,12 +29,10 @@ class TransformersEngine:
         if spec.weight_transfer == "ipc" and not torch.cuda.is_available():
             raise ConfigError(with_hint("weight_transfer ipc needs a GPU", "use weight_transfer shared_memory"))
         if spec.tensor_parallel_size > 1:
-            raise ConfigError(
-                f"tensor_parallel_size is {spec.tensor_parallel_size}; engine transformers runs on one device"
-            )
+            gpus = spec.tensor_parallel_size
+            raise ConfigError(f"tensor_parallel_size is {gpus}; engine transformers runs on one device")
         model_dir = resolve_model_dir(spec.model)
         tokenizer_dir = resolve_model_dir(spec.tokenizer) if spec.tokenizer else model_dir
-        self._spec = spec
         self._device = (
             torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
         )
@@ -44,34 +42,17 @@ class TransformersEngine:
         self._seeds = np.random.default_rng(spec.seed)
         self._reader = BucketReader(spec.weight_transfer, self._device)
         self._parameters = dict(self._model.named_parameters())
+        self._shapes = {name: tuple(parameter.shape) for name, parameter in self._parameters.items()}
         self._lock = threading.Lock()
-        self._gate = Gate()
-        self._num_in_flight = 0
-        self._updating: int | None = None
         self._received: set[str] = set()
-        self._incomplete: str | None = None
-        self._asleep = False
-        self._policy_version = 0
-
-    async def generate(self, token_ids: np.ndarray, sampling: SamplingParams) -> list[Completion]:
-        """See `RolloutEngine.generate`."""
-        if self._model is None:
-            raise EngineError("the engine was closed")
-        if self._asleep:
-            raise EngineError(with_hint("the engine sleeps", "await wake_up() before generate()"))
-        check_request(
-            token_ids, sampling, max_model_len=self._spec.max_model_len, vocab_size=self._model.config.vocab_size
+        super().__init__(
+            max_model_len=spec.max_model_len,
+            vocab_size=self._model.config.vocab_size,
+            enable_sleep=spec.enable_sleep,
         )
-        self._num_in_flight += 1
-        try:
-            await self._gate.passed()
-            if self._incomplete:
-                raise EngineError(
-                    with_hint(f"the engine's weights are incomplete: {self._incomplete}", "send all of them")
-                )
-            return await asyncio.to_thread(self._generate, token_ids, sampling)
-        finally:
-            self._num_in_flight -= 1
+
+    async def _complete(self, token_ids: np.ndarray, sampling: SamplingParams) -> list[Completion]:
+        return await asyncio.to_thread(self._generate, token_ids, sampling)
 
     @torch.inference_mode()
     def _generate(self, token_ids: np.ndarray, sampling: SamplingParams) -> list[Completion]:
@@ -108,7 +89,7 @@ class TransformersEngine:
                 token_ids=row_tokens[:length].astype(np.int32),
                 logprobs=row_logprobs[:length].astype(np.float32),
                 finish_reason=FinishReason.LENGTH if unfinished else FinishReason.STOP,
-                policy_version=self._policy_version,
+                policy_version=self.policy_version,
             )
             for row_tokens, row_logprobs, length, unfinished in zip(
                 tokens.cpu().numpy(), logprobs.cpu().numpy(), lengths.tolist(), running.tolist(), strict=True
@@ -117,69 +98,49 @@ class TransformersEngine:
 
     async def begin_weight_update(self, policy_version: int) -> None:
         """See `RolloutEngine.begin_weight_update`: a request that runs ends on the old weights."""
-        self._gate.shut()
+        await super().begin_weight_update(policy_version)
         await asyncio.to_thread(self._lock.acquire)
         self._lock.release()
-        self._updating, self._received = policy_version, set()
+        self._received = set()
 
     async def receive_weights(self, bucket: WeightBucket) -> None:
         """Copy the bucket's weights into the model."""
         self._check_updating()
         try:
             for spec in bucket.tensors:
-                self._check(spec.name, tuple(spec.shape))
+                check_tensor(spec, self._shapes.get(spec.name), self._shapes)
             for name, tensor in self._reader.read(bucket):
                 self._parameters[name].data.copy_(tensor)
                 self._received.add(name)
         except WeightSyncError as error:
-            self._end_update(f"{error}".partition("\n")[0])
+            self._reader.close()
+            self._end_update(str(error).partition("\n")[0])
             raise
 
     async def finish_weight_update(self) -> None:
         """See `RolloutEngine.finish_weight_update`. Raises WeightSyncError when weights did not come."""
-        version = self._check_updating()
+        self._check_updating()
+        self._reader.close()
         missing = sorted(set(self._parameters) - self._received)
         if missing:
             self._end_update(f"{len(missing)} did not come in the last update ({', '.join(missing[:5])})")
             raise WeightSyncError(with_hint(f"weights missing: {self._incomplete}", "send every weight in each update"))
-        self._policy_version = version
-        self._end_update(None)
+        self._end_update()
 
     async def sleep(self) -> None:
         """Move the weights to the host."""
-        if not self._spec.enable_sleep:
-            raise EngineError(with_hint("this engine cannot sleep", "build it with EngineSpec(enable_sleep=True)"))
-        if self._num_in_flight:
-            raise EngineError(f"the engine cannot sleep with {self._num_in_flight} requests in flight")
-        self._asleep = True
+        await super().sleep()
         self._model.to("cpu")
 
     async def wake_up(self) -> None:
         """Move the weights back."""
         self._model.to(self._device)
-        self._asleep = False
+        await super().wake_up()
 
     async def close(self) -> None:
         """Free the model."""
         self._reader.close()
-        self._model, self._parameters = None, {}
-
-    def _check_updating(self) -> int:
-        if self._updating is None:
-            raise WeightSyncError("no weight update has begun")
-        return self._updating
-
-    def _end_update(self, incomplete: str | None) -> None:
-        self._reader.close()
-        self._updating, self._incomplete = None, incomplete
-        self._gate.open()
-
-    def _check(self, name: str, shape: tuple[int, ...]) -> None:
-        if name not in self._parameters:
-            raise WeightSyncError(f"the engine's model has no weight {name!r}")
-        expected = tuple(self._parameters[name].shape)
-        if shape != expected:
-            raise WeightSyncError(f"the weight {name!r} came with shape {shape}; the engine's model has {expected}")
+        self._model, self._parameters, self._closed = None, {}, True
 
 
 def _sample(
@@ -199,22 +160,16 @@ def _sample(
         logprobs = logits.log_softmax(-1)
         tokens = logits.argmax(-1)
     else:
-        logprobs = _truncate(logits / sampling.temperature, sampling).log_softmax(-1)
+        from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+        warpers = LogitsProcessorList([TemperatureLogitsWarper(sampling.temperature)])
+        if sampling.top_k > 0:
+            warpers.append(TopKLogitsWarper(sampling.top_k))
+        if sampling.top_p < 1:
+            warpers.append(TopPLogitsWarper(sampling.top_p))
+        logprobs = warpers(None, logits).log_softmax(-1)
         probs = logprobs.exp()
         tokens = torch.cat(
             [torch.multinomial(row, 1, generator=generator) for row, generator in zip(probs, generators, strict=True)]
         )
     return tokens, logprobs.gather(1, tokens[:, None])[:, 0]
-
-
-def _truncate(logits: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:
-    """Return logits [n, V] with -inf outside the top k and outside the smallest set that holds the mass top_p."""
-    if 0 < sampling.top_k < logits.shape[1]:
-        threshold = logits.topk(sampling.top_k).values[:, -1:]
-        logits = logits.masked_fill(logits < threshold, -torch.inf)
-    if sampling.top_p < 1:
-        ordered, order = logits.sort(descending=True)
-        mass_before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)
-        dropped = torch.zeros_like(logits, dtype=torch.bool).scatter(1, order, mass_before >= sampling.top_p)
-        logits = logits.masked_fill(dropped, -torch.inf)
-    return logits

@@ -5,7 +5,6 @@ import contextlib
 import os
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,30 +40,19 @@ def _prepare_environment() -> bool:
     return on_gpu
 
 
-@dataclass(frozen=True, slots=True)
-class _Setup:
-    """What the engine is built from, once the model folder has been read."""
-
-    spec: EngineSpec
-    model_dir: Path
-    config: dict[str, Any]
-    on_gpu: bool
-
-
 class VllmEngine:
     """The generation engine: concurrent `generate` calls share the batch, new weights arrive between two steps."""
 
     def __init__(self, spec: EngineSpec) -> None:
         model_dir = resolve_model_dir(spec.model)
-        setup = _Setup(spec, model_dir, read_config(model_dir), _prepare_environment())
-        if spec.weight_transfer == "ipc" and not setup.on_gpu:
+        config, self._on_gpu = read_config(model_dir), _prepare_environment()
+        if spec.weight_transfer == "ipc" and not self._on_gpu:
             raise ConfigError(with_hint("weight_transfer ipc needs a GPU", "use weight_transfer shared_memory"))
         if spec.tensor_parallel_size > 1:
             _check_visible_gpus(spec.tensor_parallel_size)
         tokenizer_dir = resolve_model_dir(spec.tokenizer) if spec.tokenizer else model_dir
         self._spec = spec
-        self._on_gpu = setup.on_gpu
-        self._vocab_size = int(setup.config["vocab_size"])
+        self._vocab_size = int(config["vocab_size"])
         self._updating: int | None = None
         self._incomplete: str | None = None
         self._asleep = False
@@ -72,23 +60,17 @@ class VllmEngine:
             from rlhf_rollout.engines.vllm_loop import StepLoop
 
             self._loop = StepLoop(
-                lambda: _build_core(setup),
+                lambda: _build_core(spec, model_dir, config, on_gpu=self._on_gpu),
                 end_token_ids=end_token_ids(model_dir, tokenizer_dir),
                 seed=spec.seed,
-                seed_every_row=not setup.on_gpu,
-                gather_s=0.0 if setup.on_gpu else _CPU_GATHER_S,
+                seed_every_row=not self._on_gpu,
+                gather_s=0.0 if self._on_gpu else _CPU_GATHER_S,
             )
         except RlhfError:
             raise
         except Exception as error:
-            raise EngineError(
-                with_hint(f"vLLM does not start with {spec.model}: {error}", _start_hint(error))
-            ) from error
-
-    @property
-    def healthy(self) -> bool:
-        """Whether the engine takes requests: False for good after a step that failed."""
-        return self._loop.failure is None
+            message = f"vLLM does not start with {spec.model}: {error}"
+            raise EngineError(with_hint(message, _start_hint(error))) from error
 
     async def generate(self, token_ids: np.ndarray, sampling: SamplingParams) -> list[Completion]:
         """Return `sampling.num_samples` completions of one prompt.
@@ -119,7 +101,7 @@ class VllmEngine:
         self._check_alive()
         if self._asleep:
             raise WeightSyncError(with_hint("the engine sleeps", "await wake_up() before a weight update"))
-        await self._call(lambda core: self._begin(core), drain=True)
+        await self._call(self._begin, drain=True)
         self._updating = policy_version
 
     async def receive_weights(self, bucket: WeightBucket) -> None:
@@ -138,7 +120,7 @@ class VllmEngine:
             self._updating = None
             self._incomplete = str(error).partition("\n")[0]
             await self._call(lambda core: core.collective_rpc("rlhf_abandon_weight_update"))
-            await self._call(lambda core: self._release(core))
+            await self._call(self._release)
             if isinstance(error, WeightSyncError):
                 raise
             raise WeightSyncError(
@@ -165,7 +147,7 @@ class VllmEngine:
             self._incomplete = f"{len(missing)} did not come in the last update ({names})"
         else:
             self._loop.policy_version = version or 0
-        await self._call(lambda core: self._release(core))
+        await self._call(self._release)
         if missing:
             raise WeightSyncError(with_hint(f"weights missing: {self._incomplete}", "send every weight in each update"))
 
@@ -254,7 +236,7 @@ def _start_hint(error: Exception) -> str | None:
     return None
 
 
-def _build_core(setup: _Setup) -> Any:
+def _build_core(spec: EngineSpec, model_dir: Path, model_config: dict[str, Any], *, on_gpu: bool) -> Any:
     """Return vLLM's in-process engine client with the model loaded."""
     from vllm.config.weight_transfer import WeightTransferConfig
     from vllm.engine.arg_utils import EngineArgs
@@ -263,24 +245,23 @@ def _build_core(setup: _Setup) -> Any:
 
     from rlhf_rollout.engines import vllm_weights
 
-    spec = setup.spec
     if spec.num_threads is not None:
         import torch
 
         torch.set_num_threads(spec.num_threads)
     if spec.tensor_parallel_size == 1:
-        _register_architectures(setup.config.get("architectures", []))
+        _register_architectures(model_config.get("architectures", []))
     kv_cache_bytes = spec.kv_cache_memory_bytes
-    if kv_cache_bytes is None and not setup.on_gpu:
+    if kv_cache_bytes is None and not on_gpu:
         kv_cache_bytes = cpu_kv_cache_bytes(
-            setup.config,
+            model_config,
             max_num_seqs=spec.max_num_seqs,
             max_model_len=spec.max_model_len,
             item_bytes=_ITEM_BYTES[spec.dtype],
         )
-    whole_prompt = 0 if setup.on_gpu else spec.max_model_len
+    whole_prompt = 0 if on_gpu else spec.max_model_len
     config = EngineArgs(
-        model=str(setup.model_dir),
+        model=str(model_dir),
         # Tokens go in and out: a tokenizer would only cost time.
         skip_tokenizer_init=True,
         dtype=spec.dtype,
@@ -288,11 +269,11 @@ def _build_core(setup: _Setup) -> Any:
         max_num_seqs=spec.max_num_seqs,
         max_num_batched_tokens=max(spec.max_num_batched_tokens, spec.max_num_seqs, whole_prompt),
         # On a CPU every row brings a seed, and vLLM's CPU sampler fails on a seeded row whose prompt is in two pieces.
-        enable_chunked_prefill=setup.on_gpu,
+        enable_chunked_prefill=on_gpu,
         gpu_memory_utilization=spec.gpu_memory_utilization,
         kv_cache_memory_bytes=kv_cache_bytes,
-        enforce_eager=spec.enforce_eager or not setup.on_gpu,
-        enable_sleep_mode=spec.enable_sleep and setup.on_gpu,
+        enforce_eager=spec.enforce_eager or not on_gpu,
+        enable_sleep_mode=spec.enable_sleep and on_gpu,
         enable_prefix_caching=spec.enable_prefix_caching,
         tensor_parallel_size=spec.tensor_parallel_size,
         distributed_executor_backend="uni" if spec.tensor_parallel_size == 1 else "mp",

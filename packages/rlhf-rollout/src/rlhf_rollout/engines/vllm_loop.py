@@ -8,7 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from vllm.sampling_params import SamplingParams as VllmSamplingParams
@@ -26,17 +26,6 @@ _FINISH_REASONS = {
     VllmFinishReason.ABORT: FinishReason.ABORT,
 }
 _MAX_SETTLING_STEPS = 8
-
-
-class CoreClient(Protocol):
-    """The part of vLLM's in-process engine client that the loop drives."""
-
-    engine_core: Any
-
-    def add_request(self, request: EngineCoreRequest) -> None: ...
-    def abort_requests(self, request_ids: list[str]) -> None: ...
-    def get_output(self) -> Any: ...
-    def shutdown(self) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -57,26 +46,31 @@ class _Sample:
 
     job: Job
     index: int
-    token_ids: list[int]
-    logprobs: list[float]
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
 
 
 class StepLoop:
-    """Runs a core on a thread of its own; every method but `policy_version` may be called from any thread.
+    """Runs a core on a thread of its own; `submit`, `abort`, `call` and `close` may be called from any thread.
 
     Args:
-        build: makes the core, on the thread: CUDA's current device is a property of a thread.
+        build: makes the core, vLLM's in-process client, on the thread: CUDA's current device is a property of a thread.
         end_token_ids: end every completion.
         seed: of requests without one, where each row needs one.
         seed_every_row: vLLM's CPU sampler heeds seeds only when every row of the batch has one, and a greedy row has
             none; then every request gets a seed, and greedy and sampled requests do not share a batch.
         gather_s: an idle engine waits this long after each request for the next of its wave, so that a wave starts in
             one batch, the same in every run.
+
+    Attributes:
+        failure: why the engine can no longer generate; None while it is healthy.
+        holding: whether requests that have come wait; only functions that run through `call` change it.
+        policy_version: of the completions that end from now on.
     """
 
     def __init__(
         self,
-        build: Callable[[], CoreClient],
+        build: Callable[[], Any],
         *,
         end_token_ids: tuple[int, ...],
         seed: int,
@@ -87,25 +81,20 @@ class StepLoop:
         self._seed_every_row = seed_every_row
         self._gather_s = gather_s
         self._rng = np.random.default_rng(seed)
-        self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._waiting: deque[Job] = deque()
         self._samples: dict[str, _Sample] = {}
-        self._calls: deque[tuple[Callable[[CoreClient], Any], Future[Any]]] = deque()
+        self._calls: deque[tuple[Callable[[Any], Any], Future[Any]]] = deque()
         self._numbers = count()
         self._greedy_batch = False
         self._closing = False
-        self._failure: str | None = None
+        self.failure: str | None = None
         self.holding = False
         self.policy_version = 0
         started: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, args=(build, started), name="vllm-steps", daemon=True)
         self._thread.start()
         started.result()
-
-    @property
-    def failure(self) -> str | None:
-        """Why the engine can no longer generate; None while it is healthy."""
-        return self._failure
 
     @property
     def num_in_flight(self) -> int:
@@ -115,13 +104,13 @@ class StepLoop:
     def submit(self, job: Job) -> None:
         """Queue a job; its future resolves when all of its samples are done."""
         _protect(job.future)
-        self._inbox.put(job)
+        self._inbox.put(lambda: self._queue(self._waiting, job, job.future))
 
     def abort(self, job: Job) -> None:
         """Give a job up."""
-        self._inbox.put(("abort", job))
+        self._inbox.put(lambda: self._abort(job))
 
-    def call(self, function: Callable[[CoreClient], Any], *, drain: bool) -> "Future[Any]":
+    def call(self, function: Callable[[Any], Any], *, drain: bool) -> "Future[Any]":
         """Run `function(core)` between two steps.
 
         Args:
@@ -130,13 +119,16 @@ class StepLoop:
         """
         future: Future[Any] = Future()
         _protect(future)
-        self._inbox.put(("drain" if drain else "now", (function, future)))
+        if drain:
+            self._inbox.put(lambda: self._queue(self._calls, (function, future), future))
+        else:
+            self._inbox.put(lambda: self._perform(function, future))
         return future
 
     def close(self) -> None:
         """End the thread; whatever is in flight fails."""
         if self._thread.is_alive():
-            self._inbox.put(("close", None))
+            self._inbox.put(lambda: setattr(self, "_closing", True))
             self._thread.join(timeout=60)
 
     def fail_waiting(self, reason: str) -> None:
@@ -144,7 +136,7 @@ class StepLoop:
         while self._waiting:
             _reject(self._waiting.popleft().future, EngineError(reason))
 
-    def _run(self, build: Callable[[], CoreClient], started: "Future[None]") -> None:
+    def _run(self, build: Callable[[], Any], started: "Future[None]") -> None:
         try:
             self._core = build()
         except BaseException as error:
@@ -155,13 +147,13 @@ class StepLoop:
             try:
                 self._cycle()
             except BaseException as error:
-                self._failure = f"the engine failed and takes no more requests: {type(error).__name__}: {error}"
-                self._fail_all(self._failure)
-        healthy = self._failure is None
-        self._failure = self._failure or "the engine was closed"
-        self._fail_all(self._failure)
+                self.failure = f"the engine failed and takes no more requests: {type(error).__name__}: {error}"
+                self._fail_all(self.failure)
+        healthy = self.failure is None
+        self.failure = self.failure or "the engine was closed"
+        self._fail_all(self.failure)
         while not self._inbox.empty():
-            self._take(self._inbox.get())
+            self._inbox.get()()
         if healthy:
             self._core.shutdown()
 
@@ -182,38 +174,27 @@ class StepLoop:
     def _receive(self, *, block: bool) -> None:
         """Take in what has come; when idle, wait for it, and a moment longer for its companions."""
         if block:
-            self._take(self._inbox.get())
+            self._inbox.get()()
             until = time.monotonic() + self._gather_s
             while self._waiting and (left := until - time.monotonic()) > 0:
                 try:
-                    self._take(self._inbox.get(timeout=left))
+                    self._inbox.get(timeout=left)()
                     until = time.monotonic() + self._gather_s
                 except queue.Empty:
                     return
         while not self._inbox.empty():
-            self._take(self._inbox.get())
+            self._inbox.get()()
 
-    def _take(self, message: Any) -> None:
-        if isinstance(message, Job):
-            if self._failure is not None:
-                _reject(message.future, EngineError(self._failure))
-            else:
-                self._waiting.append(message)
-            return
-        kind, payload = message
-        if kind == "close":
-            self._closing = True
-        elif kind == "abort":
-            self._abort(payload)
-        elif self._failure is not None:
-            _reject(payload[1], EngineError(self._failure))
-        elif kind == "drain":
-            self._calls.append(payload)
+    def _queue(self, line: deque[Any], item: Any, future: "Future[Any]") -> None:
+        if self.failure is None:
+            line.append(item)
         else:
-            self._perform(*payload)
+            _reject(future, EngineError(self.failure))
 
-    def _perform(self, function: Callable[[CoreClient], Any], future: "Future[Any]") -> None:
+    def _perform(self, function: Callable[[Any], Any], future: "Future[Any]") -> None:
         try:
+            if self.failure is not None:
+                raise EngineError(self.failure)
             result = function(self._core)
         except BaseException as error:
             _reject(future, error)
@@ -248,7 +229,7 @@ class StepLoop:
                 params = self._params(sampling, seed)
             request_id = str(next(self._numbers))
             job.request_ids.append(request_id)
-            self._samples[request_id] = _Sample(job, index, [], [])
+            self._samples[request_id] = _Sample(job, index)
             self._core.add_request(
                 EngineCoreRequest(
                     request_id=request_id,
@@ -310,7 +291,7 @@ class StepLoop:
         if job in self._waiting:
             self._waiting.remove(job)
         request_ids = [request_id for request_id in job.request_ids if self._samples.pop(request_id, None) is not None]
-        if request_ids and self._failure is None:
+        if request_ids and self.failure is None:
             self._core.abort_requests(request_ids)
 
     def _fail_all(self, reason: str) -> None:
@@ -334,7 +315,7 @@ def _reject(future: "Future[Any]", error: BaseException) -> None:
         future.set_exception(error)
 
 
-def _settle(core: CoreClient) -> None:
+def _settle(core: Any) -> None:
     """Let the batch that async scheduling has begun ahead of the last finished request run out."""
     inner = core.engine_core
     for _ in range(_MAX_SETTLING_STEPS):

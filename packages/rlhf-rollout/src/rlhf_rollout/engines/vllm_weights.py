@@ -19,10 +19,10 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
 
-from rlhf_data.errors import WeightSyncError, nearest, with_hint
+from rlhf_data.errors import WeightSyncError
 from rlhf_rollout.engines.bucket_tensors import BucketReader
 from rlhf_rollout.engines.model_files import checkpoint_shapes
-from rlhf_rollout.weights import WeightBucket
+from rlhf_rollout.weights import WeightBucket, check_tensor
 
 BACKENDS = {"rlhf_shared_memory": "shared_memory", "rlhf_ipc": "ipc"}
 
@@ -103,18 +103,7 @@ class BucketTransferEngine(WeightTransferEngine[BucketInitInfo, BucketUpdateInfo
         for spec in bucket.tensors:
             # Folders saved from a bare backbone lack the first part of each name.
             expected = self._expected.get(spec.name, self._expected.get(spec.name.partition(".")[2]))
-            if expected is None:
-                guess = nearest(spec.name, self._expected)
-                raise WeightSyncError(
-                    with_hint(
-                        f"the engine's model has no weight {spec.name!r}",
-                        f"did you mean {guess!r}?" if guess else "trainer and engine hold different models",
-                    )
-                )
-            if tuple(spec.shape) != expected:
-                raise WeightSyncError(
-                    f"the weight {spec.name!r} came with shape {tuple(spec.shape)}; the engine's model has {expected}"
-                )
+            check_tensor(spec, expected, self._expected)
 
     def _find_missing(self) -> list[str]:
         incomplete = [name or type(layer).__name__ for name, layer in self.model.named_modules() if _incomplete(layer)]

@@ -1,6 +1,6 @@
 """Rewards: functions in worker processes, servers, reward models, and their mix."""
 
-from rlhf_rollout.rewards.function import FunctionReward, RewardCheck, check_reward_function
+from rlhf_rollout.rewards.function import FunctionReward, check_reward_function
 from rlhf_rollout.rewards.mix import MixedReward, build_reward, check_reward
 from rlhf_rollout.rewards.model import LocalScorer, ModelReward, Scorer
 from rlhf_rollout.rewards.sources import RewardSource, parse_sources
@@ -11,7 +11,6 @@ __all__ = [
     "LocalScorer",
     "MixedReward",
     "ModelReward",
-    "RewardCheck",
     "RewardSource",
     "Scorer",
     "build_reward",

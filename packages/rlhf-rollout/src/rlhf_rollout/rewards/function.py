@@ -1,18 +1,23 @@
 """Reward by a user's Python function: scores rollouts in worker processes, and a trial before anything starts."""
 
 import asyncio
+import queue
+import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from rlhf_data.errors import ConfigError, RewardError, with_hint
 from rlhf_data.records import Prompt, Rollout, Verdict, VerdictKind
-from rlhf_rollout.rewards.pool import WorkerPool
-from rlhf_rollout.rewards.process import CallCrashError, CallTimeoutError, InvalidResultError, WorkerProcess
-from rlhf_rollout.rewards.user_function import RewardTarget, Scored, parse_reward, verdict_of
+from rlhf_rollout.rewards.outcomes import Failure, judge
+from rlhf_rollout.rewards.process import Samples, WorkerProcess
+from rlhf_rollout.rewards.user_function import Scored, parse_reward, verdict_of
 
 _MIN_SHARE_S = 1.0
+_START_ATTEMPTS = 3
+_START_PAUSE_S = 0.5
+_CLOSED = "the reward function's workers have been shut down"
 
 
 class FunctionReward:
@@ -25,9 +30,12 @@ class FunctionReward:
     Args:
         reward: `FILE.py` (its `reward_func`), `FILE.py:function`, `module` or `module:function`.
         timeout_s: the time limit of a call, counted from when a worker has it.
-        num_workers: calls at once, each in a process of its own.
+        num_workers: calls at once, each in a process of its own; further ones wait.
         startup_timeout_s: the time limit of the imports of a worker.
         log_path: file for what the function prints; None for this process's standard error.
+
+    Attributes:
+        num_replaced: workers that hung or died so far.
 
     Raises:
         ConfigError: see `parse_reward`; a number that is not positive.
@@ -42,66 +50,99 @@ class FunctionReward:
         startup_timeout_s: float = 120.0,
         log_path: str | Path | None = None,
     ) -> None:
-        if timeout_s <= 0:
-            raise ConfigError(f"the reward's time limit must be positive, got {timeout_s}")
+        numbers = {"timeout_s": timeout_s, "num_workers": num_workers, "startup_timeout_s": startup_timeout_s}
+        for name, value in numbers.items():
+            if value <= 0:
+                raise ConfigError(f"the reward's {name} must be positive, got {value}")
+        self._target = parse_reward(reward)
         self._timeout_s = timeout_s
-        self._pool = WorkerPool(
-            parse_reward(reward),
-            num_workers=num_workers,
-            startup_timeout_s=startup_timeout_s,
-            log_path=None if log_path is None else Path(log_path),
-        )
-
-    @property
-    def num_replaced(self) -> int:
-        """Workers that hung or died so far."""
-        return self._pool.num_replaced
+        self._startup_timeout_s = startup_timeout_s
+        self._log_path = None if log_path is None else Path(log_path)
+        self._executor = ThreadPoolExecutor(num_workers, thread_name_prefix="reward")
+        # One slot a thread; None is a worker that is yet to be started. Last in, first out: started ones first.
+        self._slots: queue.LifoQueue[WorkerProcess | None] = queue.LifoQueue()
+        for _ in range(num_workers):
+            self._slots.put(None)
+        self._lock = threading.Lock()
+        self._workers: set[WorkerProcess] = set()
+        self._has_started = False
+        self._closed = False
+        self.num_replaced = 0
 
     async def score(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> list[Verdict]:
-        """Return one verdict a rollout, in order. Raises RewardError when no worker can start."""
-        responses = [rollout.text for rollout in rollouts]
-        if not responses:
-            return []
-        outcome = await self._pool.call(*reward_arguments(prompt, responses), timeout_s=self._timeout_s)
-        if isinstance(outcome, Scored):
-            return [verdict_of(outcome, index) for index in range(len(responses))]
-        outcomes = [outcome]
-        if len(responses) > 1:
+        """Return one verdict a rollout, in order.
+
+        Raises:
+            RewardError: the function cannot be imported, workers fail to start three times in a row, or it is closed.
+        """
+
+        async def ask(responses: Sequence[str], failure: Failure | None) -> Scored | Failure:
+            if self._closed:
+                raise RewardError(_CLOSED)
             timeout_s = self._timeout_s
-            if outcome.kind is VerdictKind.TIMEOUT:
-                timeout_s = max(timeout_s / len(responses), min(timeout_s, _MIN_SHARE_S))
-            calls = [
-                self._pool.call(*reward_arguments(prompt, [response]), timeout_s=timeout_s) for response in responses
-            ]
-            outcomes = await asyncio.gather(*calls)
-        return [
-            verdict_of(outcome, 0) if isinstance(outcome, Scored) else Verdict(outcome.kind, detail=outcome.detail)
-            for outcome in outcomes
-        ]
+            if failure is not None and failure.kind is VerdictKind.TIMEOUT:
+                timeout_s = max(timeout_s / len(rollouts), min(timeout_s, _MIN_SHARE_S))
+            loop, samples = asyncio.get_running_loop(), reward_arguments(prompt, responses)
+            return await loop.run_in_executor(self._executor, self._call, samples, timeout_s)
+
+        return await judge([rollout.text for rollout in rollouts], ask)
 
     async def close(self) -> None:
         """End the workers, a hung one included."""
-        await asyncio.to_thread(self._pool.shutdown)
+        await asyncio.to_thread(self._shutdown)
 
+    def _shutdown(self) -> None:
+        with self._lock:
+            self._closed = True
+            workers = list(self._workers)
+        for worker in workers:
+            worker.kill()  # ends the call that a thread may be waiting in
+        self._executor.shutdown(wait=True, cancel_futures=True)
+        for worker in workers:
+            worker.close()
 
-@dataclass(frozen=True, slots=True)
-class RewardCheck:
-    """What a trial of a reward function or server showed.
+    def _call(self, samples: Samples, timeout_s: float) -> Scored | Failure:
+        worker = self._slots.get()
+        try:
+            if worker is not None and not worker.alive:  # it died between two calls: no one is to be charged
+                worker = self._retire(worker)
+            if worker is None:
+                worker = self._start()
+            return worker.call(samples, timeout_s)
+        finally:
+            self._slots.put(worker if worker is None or worker.alive else self._retire(worker))
 
-    Attributes:
-        startup_s: seconds until it was imported; 0.0 for a server.
-        call_s: seconds of the call; None when there were no prompts to try.
-        problem: the reason why the call gave no result, when it raised or hung; a run counts such calls as verdicts.
-    """
+    def _retire(self, worker: WorkerProcess) -> None:
+        worker.close()
+        with self._lock:
+            self._workers.discard(worker)
+            self.num_replaced += 1
 
-    startup_s: float
-    call_s: float | None = None
-    problem: str | None = None
+    def _start(self) -> WorkerProcess:
+        # The first start tells whether the function can be imported at all; a later one fails by accident.
+        attempts = _START_ATTEMPTS if self._has_started else 1
+        for attempt in range(1, attempts + 1):
+            if self._closed:
+                break
+            try:
+                worker = WorkerProcess(self._target, startup_timeout_s=self._startup_timeout_s, log_path=self._log_path)
+            except RewardError:
+                if attempt == attempts:
+                    raise
+                time.sleep(_START_PAUSE_S)
+                continue
+            with self._lock:
+                self._has_started = True
+                if not self._closed:
+                    self._workers.add(worker)
+                    return worker
+            worker.close()
+        raise RewardError(_CLOSED)
 
 
 def check_reward_function(
     reward: str, prompts: Sequence[Prompt] = (), *, timeout_s: float = 30.0, startup_timeout_s: float = 120.0
-) -> RewardCheck:
+) -> str | None:
     """Import a reward function and call it once, in a worker of its own, before anything expensive starts.
 
     Args:
@@ -110,40 +151,38 @@ def check_reward_function(
         timeout_s: the time limit of the call.
         startup_timeout_s: the time limit of its imports.
 
+    Returns:
+        Why the call gave no result when it raised or hung, which a run counts as verdicts; None when it gave one.
+
     Raises:
         ConfigError: see `parse_reward`.
         RewardError: it cannot be imported; it returns no dictionary with `rewards`, another number of rewards than
             there are queries, or one that is not finite.
     """
     target = parse_reward(reward)
-    started = time.monotonic()
     worker = WorkerProcess(target, startup_timeout_s=startup_timeout_s)
-    startup_s = time.monotonic() - started
     try:
         if not prompts:
-            return RewardCheck(startup_s)
-        started = time.monotonic()
-        scored = worker.call(*trial_arguments(prompts), timeout_s=timeout_s)
-        call_s = time.monotonic() - started
-    except CallTimeoutError:
-        return RewardCheck(startup_s, timeout_s, f"no answer within {timeout_s:g} s")
-    except InvalidResultError as error:
-        raise RewardError(f"{_name(target)}: {error}") from None
-    except CallCrashError as error:
-        return RewardCheck(startup_s, time.monotonic() - started, str(error))
+            return None
+        outcome = worker.call(trial_arguments(prompts), timeout_s)
     finally:
         worker.close()
-    check_finite(_name(target), scored)
-    return RewardCheck(startup_s, call_s)
+    name = f"{target.module}:{target.function}"
+    if isinstance(outcome, Scored):
+        check_finite(name, outcome)
+        return None
+    if outcome.is_invalid:
+        raise RewardError(f"{name}: {outcome.detail}")
+    return outcome.detail
 
 
-def reward_arguments(prompt: Prompt, responses: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
+def reward_arguments(prompt: Prompt, responses: Sequence[str]) -> Samples:
     """Return the queries, prompts and labels that a reward function gets for responses to one prompt."""
     queries = [prompt.text + response for response in responses]
     return queries, [prompt.text] * len(queries), [prompt.label or ""] * len(queries)
 
 
-def trial_arguments(prompts: Sequence[Prompt]) -> tuple[list[str], list[str], list[str]]:
+def trial_arguments(prompts: Sequence[Prompt]) -> Samples:
     """Return the queries, prompts and labels of a trial: each of the first four with its label and with nothing."""
     samples = [reward_arguments(prompt, [prompt.label or "", ""]) for prompt in prompts[:4]]
     queries, texts, labels = ([text for sample in samples for text in sample[part]] for part in range(3))
@@ -155,13 +194,5 @@ def check_finite(name: str, scored: Scored) -> None:
     for index in range(len(scored.rewards)):
         verdict = verdict_of(scored, index)
         if verdict.kind is VerdictKind.CRASH and scored.verdicts[index] != VerdictKind.CRASH:
-            raise RewardError(
-                with_hint(
-                    f"{name}: {verdict.detail} in the trial call (sample {index})",
-                    "return a finite number for every response, an empty one included",
-                )
-            )
-
-
-def _name(target: RewardTarget) -> str:
-    return f"{target.module}:{target.function}"
+            message = f"{name}: {verdict.detail} in the trial call (sample {index})"
+            raise RewardError(with_hint(message, "return a finite number for every response, an empty one included"))

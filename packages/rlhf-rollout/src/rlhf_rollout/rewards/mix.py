@@ -8,7 +8,7 @@ from pathlib import Path
 from rlhf_data.errors import ConfigError, RewardError
 from rlhf_data.records import Prompt, Rollout, Verdict, VerdictKind
 from rlhf_rollout.protocols import RewardFunction
-from rlhf_rollout.rewards.function import FunctionReward, RewardCheck, check_reward_function
+from rlhf_rollout.rewards.function import FunctionReward, check_reward_function
 from rlhf_rollout.rewards.sources import RewardSource, metric_names
 
 
@@ -31,9 +31,8 @@ class MixedReward:
     def __init__(self, sources: Sequence[tuple[str, float, RewardFunction]]) -> None:
         names = [name for name, _, _ in sources]
         if not names or len(set(names)) < len(names):
-            raise ConfigError(
-                f"a sum of rewards needs sources with names of their own, got {', '.join(names) or 'none'}"
-            )
+            listed = ", ".join(names) or "none"
+            raise ConfigError(f"a sum of rewards needs sources with names of their own, got {listed}")
         for name, weight, _ in sources:
             if not math.isfinite(weight):
                 raise ConfigError(f"the weight of reward {name} is {weight}")
@@ -118,10 +117,8 @@ def build_reward(
     Raises:
         ConfigError: no source, one that cannot work, or another number of models.
     """
-    if len(models) != sum(source.kind == "model" for source in sources):
-        raise ConfigError(
-            f"{len(models)} reward models for {sum(source.kind == 'model' for source in sources)} sources"
-        )
+    if len(models) != (num_models := sum(source.kind == "model" for source in sources)):
+        raise ConfigError(f"{len(models)} reward models for {num_models} sources")
     remaining = iter(models)
     rewards: list[RewardFunction] = []
     for source in sources:
@@ -141,12 +138,10 @@ def build_reward(
     return MixedReward(list(zip(metric_names(sources), weights, rewards, strict=True)))
 
 
-def check_reward(
-    source: RewardSource, prompts: Sequence[Prompt] = (), *, timeout_s: float = 30.0
-) -> RewardCheck | None:
+def check_reward(source: RewardSource, prompts: Sequence[Prompt] = (), *, timeout_s: float = 30.0) -> str | None:
     """Try a source before anything expensive starts: see `check_reward_function` and `remote.check_reward_server`.
 
-    None for a reward model, of which only loading it tells.
+    Of a reward model only loading it tells.
     """
     if source.kind == "function":
         return check_reward_function(source.targets[0], prompts, timeout_s=timeout_s)

@@ -1,9 +1,9 @@
 """Reward by a reward model: the tokens of rollouts go to scorers, in batches. Here too: a scorer in this process."""
 
 import asyncio
-import math
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -11,6 +11,8 @@ import numpy as np
 from rlhf_data.errors import ConfigError, RewardError, RlhfError, with_hint
 from rlhf_data.records import Prompt, Rollout, Verdict, VerdictKind
 from rlhf_rollout.rewards.batcher import Batcher
+from rlhf_rollout.rewards.outcomes import Failure, judge
+from rlhf_rollout.rewards.user_function import Scored
 
 
 class Scorer(Protocol):
@@ -44,7 +46,7 @@ class ModelReward:
         self._scorers = list(scorers)
         self._num_under_way = [0] * len(self._scorers)
         self._num_failures = [0] * len(self._scorers)  # in a row
-        self._batcher = Batcher(self._judge, max_batch=batch_size, max_wait_s=max_wait_s)
+        self._batcher = Batcher(partial(judge, ask=self._ask), max_batch=batch_size, max_wait_s=max_wait_s)
 
     async def score(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> list[Verdict]:
         """Return one verdict a rollout, in order."""
@@ -54,40 +56,28 @@ class ModelReward:
         """Give up what is under way."""
         await self._batcher.close()
 
-    async def _judge(self, token_ids: list[np.ndarray]) -> list[Verdict]:
-        failed: int | None = None
+    async def _ask(self, token_ids: Sequence[np.ndarray], _: Failure | None) -> Scored | Failure:
+        """Return the scores of one scorer, or else of another one, or why the last gave none."""
+        indices = range(len(self._scorers))
         for _ in self._scorers[:2]:
-            failed, outcome = await self._ask(token_ids, failed)
-            if not isinstance(outcome, Exception):
-                return [_verdict(score) for score in outcome]
-        if len(token_ids) > 1:
-            parts = await asyncio.gather(*(self._judge([sequence]) for sequence in token_ids))
-            return [verdict for part in parts for verdict in part]
-        first_line = str(outcome).strip().partition("\n")[0]
-        return [Verdict(VerdictKind.CRASH, detail=f"{type(outcome).__name__}: {first_line}")]
-
-    async def _ask(self, token_ids: list[np.ndarray], failed: int | None) -> tuple[int, list[float] | Exception]:
-        """Return the scorer asked, another than `failed` if there is one, and its scores or why there are none."""
-        indices = [index for index in range(len(self._scorers)) if index != failed] or [0]
-        index = min(indices, key=lambda index: (self._num_failures[index], self._num_under_way[index]))
-        self._num_under_way[index] += len(token_ids)
-        try:
-            scores = await self._scorers[index].score(token_ids)
-            if len(scores) != len(token_ids):
-                raise RewardError(f"the reward model gave {len(scores)} scores for {len(token_ids)} sequences")
-        except Exception as error:  # of any scorer: what fails is a verdict
-            self._num_failures[index] += 1
-            return index, error
-        finally:
-            self._num_under_way[index] -= len(token_ids)
-        self._num_failures[index] = 0
-        return index, scores
-
-
-def _verdict(score: float) -> Verdict:
-    if not math.isfinite(score):
-        return Verdict(VerdictKind.CRASH, detail=f"the reward model's score is {score}")
-    return Verdict(VerdictKind.OK if score > 0 else VerdictKind.WRONG, float(score))
+            index = min(indices, key=lambda index: (self._num_failures[index], self._num_under_way[index]))
+            self._num_under_way[index] += len(token_ids)
+            try:
+                scores = await self._scorers[index].score(list(token_ids))
+                if len(scores) != len(token_ids):
+                    raise RewardError(f"the reward model gave {len(scores)} scores for {len(token_ids)} sequences")
+            except Exception as error:  # of any scorer: what fails is a verdict
+                self._num_failures[index] += 1
+                first_line = str(error).strip().partition("\n")[0]
+                failure = Failure(VerdictKind.CRASH, f"{type(error).__name__}: {first_line}")
+                indices = [other for other in indices if other != index]
+            else:
+                self._num_failures[index] = 0
+                rewards = [float(score) for score in scores]
+                return Scored(rewards, rewards, {}, [None] * len(rewards))
+            finally:
+                self._num_under_way[index] -= len(token_ids)
+        return failure
 
 
 class LocalScorer:

@@ -4,37 +4,28 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
 from rlhf_data.errors import RewardError, with_hint
+from rlhf_data.records import VerdictKind
+from rlhf_rollout.rewards.outcomes import Failure
 from rlhf_rollout.rewards.user_function import RewardTarget, Scored
 
 _EXIT_TIMEOUT_S = 5.0
 
+Samples = tuple[list[str], list[str], list[str]]  # queries, prompts, labels
+
 # The parent's import path, not its modules: nothing that the parent imported is loaded in the worker.
 _BOOTSTRAP = (
-    "import json, socket, sys; s = socket.socket(fileno=int(sys.argv[1])); f = s.makefile('rb'); "
-    "sys.path[:] = json.loads(f.readline()); from rlhf_rollout.rewards.worker import main; main(s, f)"
+    "import json, sys; from multiprocessing.connection import Connection; c = Connection(int(sys.argv[1])); "
+    "sys.path[:] = json.loads(c.recv_bytes()); from rlhf_rollout.rewards.worker import main; main(c)"
 )
-
-
-class CallTimeoutError(Exception):
-    """The worker did not answer in time; it has been killed."""
-
-
-class CallCrashError(Exception):
-    """The function raised, returned something unusable, or took the worker down; the text says which."""
-
-
-class InvalidResultError(CallCrashError):
-    """The function returned something that is no result."""
 
 
 class WorkerProcess:
@@ -50,8 +41,7 @@ class WorkerProcess:
     """
 
     def __init__(self, target: RewardTarget, *, startup_timeout_s: float, log_path: Path | None = None) -> None:
-        self._target = target
-        self._socket, theirs = socket.socketpair()
+        self._connection, theirs = Pipe()
         with contextlib.ExitStack() as stack:
             stack.enter_context(theirs)
             output = 2 if log_path is None else stack.enter_context(log_path.open("ab"))
@@ -64,55 +54,21 @@ class WorkerProcess:
                 start_new_session=True,  # Ctrl-C is the parent's; and its own children can be killed with it
             )
         path = [os.path.abspath(entry) for entry in sys.path]
-        try:
-            answer = self._exchange([path, asdict(target)], time.monotonic() + startup_timeout_s)
-        except CallTimeoutError:
-            raise RewardError(
-                with_hint(
-                    f"importing the reward function from {target.module} took longer than {startup_timeout_s:g} s",
-                    "move slow work into the function, or raise the time limit",
-                )
-            ) from None
-        except CallCrashError as error:
-            raise RewardError(f"the reward worker for {target.module} did not start: {error}") from None
-        if "invalid" in answer:
+        answer = self._exchange([path, asdict(target)], startup_timeout_s)
+        if isinstance(answer, Failure):
             self.close()
-            raise RewardError(answer["invalid"])
-        if "error" in answer:
-            self.close()
-            raise RewardError(
-                with_hint(
-                    f"cannot import the reward function from {target.module}: {answer['error']}",
-                    "it must import in a fresh interpreter; its own folder is on the import path",
-                )
-            )
-
-    @property
-    def process_id(self) -> int:
-        """The worker's process id."""
-        return self._process.pid
+            raise RewardError(_start_problem(target, answer, startup_timeout_s))
 
     @property
     def alive(self) -> bool:
         """Whether the process runs."""
         return self._process.poll() is None
 
-    def call(
-        self, queries: Sequence[str], prompts: Sequence[str], labels: Sequence[str], *, timeout_s: float
-    ) -> Scored:
-        """Return what the function says about the samples.
-
-        Raises:
-            CallTimeoutError: no answer within `timeout_s`; the worker is dead.
-            CallCrashError: no result; the worker is dead when it took itself down (see `alive`).
-        """
-        request = {"queries": list(queries), "prompts": list(prompts), "labels": list(labels)}
-        answer = self._exchange([request], time.monotonic() + timeout_s)
-        if "invalid" in answer:
-            raise InvalidResultError(answer["invalid"])
-        if "error" in answer:
-            raise CallCrashError(answer["error"])
-        return Scored(**answer["scored"])
+    def call(self, samples: Samples, timeout_s: float) -> Scored | Failure:
+        """Return what the function says about the samples; after some failures the worker is dead (see `alive`)."""
+        request = dict(zip(("queries", "prompts", "labels"), samples, strict=True))
+        answer = self._exchange([request], timeout_s)
+        return answer if isinstance(answer, Failure) else Scored(**answer["scored"])
 
     def kill(self) -> None:
         """End the worker and every process that it started."""
@@ -121,32 +77,38 @@ class WorkerProcess:
         self._process.wait()
 
     def close(self) -> None:
-        """End the worker and free its socket; not while a call is running in another thread."""
+        """End the worker and free its connection; not while a call is running in another thread."""
         self.kill()
-        self._socket.close()
+        self._connection.close()
 
-    def _exchange(self, values: Sequence[Any], deadline: float) -> dict[str, Any]:
+    def _exchange(self, values: Sequence[Any], timeout_s: float) -> dict[str, Any] | Failure:
+        """Send values and return the answer; a worker that is late or gone is dead afterwards."""
         try:
-            self._socket.settimeout(max(deadline - time.monotonic(), 0.001))
-            self._socket.sendall(b"".join(json.dumps(value).encode() + b"\n" for value in values))
-            chunks = []
-            while not chunks or not chunks[-1].endswith(b"\n"):
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    raise TimeoutError
-                self._socket.settimeout(left)
-                chunks.append(self._socket.recv(1 << 20))
-                if not chunks[-1]:
-                    raise ConnectionError
-            return json.loads(b"".join(chunks))
-        except TimeoutError:
-            self.close()
-            raise CallTimeoutError from None
-        except OSError:
+            for value in values:
+                self._connection.send_bytes(json.dumps(value).encode())
+            if not self._connection.poll(timeout_s):
+                self.close()
+                return Failure(VerdictKind.TIMEOUT, f"no answer within {timeout_s:g} s")
+            answer = json.loads(self._connection.recv_bytes())
+        except (EOFError, OSError):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(timeout=_EXIT_TIMEOUT_S)
             self.close()
-            raise CallCrashError(f"the reward worker {_ending(self._process.returncode)}") from None
+            return Failure(VerdictKind.CRASH, f"the reward worker {_ending(self._process.returncode)}")
+        for kind in ("invalid", "error"):
+            if kind in answer:
+                return Failure(VerdictKind.CRASH, answer[kind], is_invalid=kind == "invalid")
+        return answer
+
+
+def _start_problem(target: RewardTarget, failure: Failure, timeout_s: float) -> str:
+    if failure.is_invalid:
+        return failure.detail
+    if failure.kind is VerdictKind.TIMEOUT:
+        message = f"importing the reward function from {target.module} took longer than {timeout_s:g} s"
+        return with_hint(message, "move slow work into the function, or raise the time limit")
+    message = f"cannot import the reward function from {target.module}: {failure.detail}"
+    return with_hint(message, "it must import in a fresh interpreter; its own folder is on the import path")
 
 
 def _ending(code: int) -> str:

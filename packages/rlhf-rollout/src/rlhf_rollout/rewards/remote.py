@@ -8,17 +8,18 @@ import asyncio
 import itertools
 import json
 import os
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import httpx
 
 from rlhf_data.errors import ConfigError, RewardError, with_hint
 from rlhf_data.records import Prompt, Rollout, Verdict, VerdictKind
 from rlhf_rollout.rewards.batcher import Batcher
-from rlhf_rollout.rewards.function import RewardCheck, check_finite, reward_arguments, trial_arguments
-from rlhf_rollout.rewards.user_function import Scored, read_result, verdict_of
+from rlhf_rollout.rewards.function import check_finite, reward_arguments, trial_arguments
+from rlhf_rollout.rewards.outcomes import Failure, judge
+from rlhf_rollout.rewards.user_function import Scored, read_result
 
 TOKEN_VARIABLE = "RLHF_REMOTE_RM_TOKEN"
 
@@ -33,21 +34,16 @@ Sample = tuple[str, str, str]  # query, prompt, label
 
 
 @dataclass(frozen=True, slots=True)
-class _Failure:
+class _RequestFailure(Failure):
     """A request without rewards.
 
     Attributes:
-        kind: `timeout` or `crash`.
-        detail: one line for people.
         passing: whether another try may help.
-        of_batch: whether the server may have failed over one sample of several.
-        status: what it answered with; None when there was no answer.
+        status: what the server answered with; None when there was no answer.
     """
 
-    kind: VerdictKind
-    detail: str
+    of_sample: bool = False
     passing: bool = False
-    of_batch: bool = False
     status: int | None = None
 
 
@@ -92,7 +88,7 @@ class RemoteReward:
         self._num_retries = num_retries
         self._retry_wait_s = retry_wait_s
         self._turns = itertools.count()
-        self._batcher = Batcher(self._verdicts, max_batch=batch_size, max_wait_s=max_wait_s)
+        self._batcher = Batcher(partial(judge, ask=self._ask), max_batch=batch_size, max_wait_s=max_wait_s)
         self._client = httpx.AsyncClient(
             # A connection that is not there must not pass for an answer that is late.
             timeout=httpx.Timeout(timeout_s, connect=min(timeout_s / 2, _CONNECT_TIMEOUT_S)),
@@ -111,21 +107,10 @@ class RemoteReward:
         await self._batcher.close()
         await self._client.aclose()
 
-    async def _verdicts(self, samples: list[Sample]) -> list[Verdict]:
-        outcome = await self._ask(samples, self._num_retries)
-        if isinstance(outcome, Scored):
-            return [verdict_of(outcome, index) for index in range(len(samples))]
-        outcomes = [outcome] * len(samples)
-        if outcome.of_batch and len(samples) > 1:
-            outcomes = await asyncio.gather(*[self._ask([sample], min(self._num_retries, 1)) for sample in samples])
-        return [
-            verdict_of(outcome, 0) if isinstance(outcome, Scored) else Verdict(outcome.kind, detail=outcome.detail)
-            for outcome in outcomes
-        ]
-
-    async def _ask(self, samples: Sequence[Sample], num_retries: int) -> Scored | _Failure:
+    async def _ask(self, samples: Sequence[Sample], failure: Failure | None) -> Scored | Failure:
         """Return what the servers say, from the one whose turn it is on, or why the last of the tries failed."""
         turn, num_timeouts = next(self._turns), 0
+        num_retries = self._num_retries if failure is None else min(self._num_retries, 1)
         for attempt in range(num_retries + 1):
             if attempt:
                 await asyncio.sleep(min(self._retry_wait_s * 2 ** (attempt - 1), _MAX_RETRY_WAIT_S))
@@ -137,31 +122,32 @@ class RemoteReward:
                 break
         return outcome
 
-    async def ask_server(self, url: str, samples: Sequence[Sample]) -> Scored | _Failure:
+    async def ask_server(self, url: str, samples: Sequence[Sample]) -> Scored | _RequestFailure:
         """Send one request to one server."""
         queries, prompts, labels = map(list, zip(*samples, strict=True))
         content = json.dumps({"query": queries, "prompts": prompts, "labels": labels}).encode()
         try:
             async with asyncio.timeout(self._timeout_s):  # httpx's own is for each of its reads alone
                 response = await self._client.post(url, content=content)
-        except httpx.ConnectTimeout as error:
-            return _Failure(VerdictKind.CRASH, f"{url}: {_line(error)}", passing=True)
-        except (TimeoutError, httpx.TimeoutException):
-            return _Failure(VerdictKind.TIMEOUT, f"{url}: no answer within {self._timeout_s:g} s", passing=True)
-        except httpx.HTTPError as error:
-            return _Failure(VerdictKind.CRASH, f"{url}: {_line(error)}", passing=True)
+        except (TimeoutError, httpx.TimeoutException, httpx.HTTPError) as error:
+            is_late = isinstance(error, TimeoutError | httpx.TimeoutException)
+            if is_late and not isinstance(error, httpx.ConnectTimeout):
+                problem = f"{url}: no answer within {self._timeout_s:g} s"
+                return _RequestFailure(VerdictKind.TIMEOUT, problem, passing=True)
+            problem = f"{url}: {type(error).__name__}: {' '.join(str(error).split())}"
+            return _RequestFailure(VerdictKind.CRASH, problem, passing=True)
         status = response.status_code
         if not response.is_success:
             said = f"{url}: status {status}: {_excerpt(response.text)}"
-            passing, of_batch = status in _PASSING_STATUS, status in _STATUS_OF_A_SAMPLE
-            return _Failure(VerdictKind.CRASH, said, passing=passing, of_batch=of_batch, status=status)
+            passing, of_sample = status in _PASSING_STATUS, status in _STATUS_OF_A_SAMPLE
+            return _RequestFailure(VerdictKind.CRASH, said, passing=passing, of_sample=of_sample, status=status)
         try:
             return read_result(response.json(), len(samples), giver="the reward server")
         except ValueError:
             problem = f"no JSON: {_excerpt(response.text)}"
         except RewardError as error:
             problem = str(error).partition("\n")[0]  # its hint is about functions
-        return _Failure(VerdictKind.CRASH, f"{url}: {problem}", of_batch=True, status=status)
+        return _RequestFailure(VerdictKind.CRASH, f"{url}: {problem}", of_sample=True, status=status)
 
 
 def check_reward_server(
@@ -171,7 +157,7 @@ def check_reward_server(
     timeout_s: float = 30.0,
     token: str | None = None,
     transport: httpx.AsyncBaseTransport | None = None,
-) -> RewardCheck:
+) -> str | None:
     """Ask each of the servers once, before anything expensive starts; not from within an event loop.
 
     Args:
@@ -180,8 +166,7 @@ def check_reward_server(
             Without any, only the URLs are looked at.
 
     Returns:
-        The slowest answer's seconds, and the problem of a server that did not answer in time or answered that it is not
-        well.
+        The problem of a server that did not answer in time or answered that it is not well, None without one.
 
     Raises:
         ConfigError: see `RemoteReward`; a server that cannot be reached.
@@ -190,51 +175,39 @@ def check_reward_server(
     """
     samples = list(zip(*trial_arguments(prompts), strict=True))
 
-    async def ask_all() -> list[tuple[float, Scored | _Failure]]:
+    async def ask_all() -> list[Scored | _RequestFailure]:
         reward = RemoteReward(urls, timeout_s=timeout_s, token=token, transport=transport)
-
-        async def ask(url: str) -> tuple[float, Scored | _Failure]:
-            started = time.monotonic()
-            outcome = await reward.ask_server(url, samples)
-            return time.monotonic() - started, outcome
-
         try:
-            return await asyncio.gather(*[ask(url) for url in urls if samples])
+            return await asyncio.gather(*[reward.ask_server(url, samples) for url in urls if samples])
         finally:
             await reward.close()
 
-    answers = asyncio.run(ask_all())
-    if not answers:
-        return RewardCheck(0.0)
-    for url, (_, outcome) in zip(urls, answers, strict=True):
+    problems = []
+    for url, outcome in zip(urls, asyncio.run(ask_all()), strict=bool(samples)):
         if isinstance(outcome, Scored):
             check_finite(url, outcome)
         else:
             _check_passing(url, outcome)
-    problems = [outcome.detail for _, outcome in answers if isinstance(outcome, _Failure)]
-    return RewardCheck(0.0, max(seconds for seconds, _ in answers), "; ".join(problems) or None)
+            problems.append(outcome.detail)
+    return "; ".join(problems) or None
 
 
 def check_url(url: str) -> str:
     """Return the URL of a reward server. Raises ConfigError for one that is none or that carries a password."""
+    example = "give one such as http://host:5000/get_reward"
     try:
         parsed = httpx.URL(url)
     except httpx.InvalidURL as error:
-        raise ConfigError(
-            with_hint(f"reward server {url}: {error}", "give one such as http://host:5000/get_reward")
-        ) from None
+        raise ConfigError(with_hint(f"reward server {url}: {error}", example)) from None
     if parsed.scheme not in ("http", "https") or not parsed.host:
-        raise ConfigError(with_hint(f"reward server {url} is no URL", "give one such as http://host:5000/get_reward"))
+        raise ConfigError(with_hint(f"reward server {url} is no URL", example))
     if parsed.userinfo:
-        raise ConfigError(
-            with_hint(
-                f"the reward server's URL at {parsed.host} has a password in it", f"use a token: {TOKEN_VARIABLE}"
-            )
-        )
+        message = f"the reward server's URL at {parsed.host} has a password in it"
+        raise ConfigError(with_hint(message, f"use a token: {TOKEN_VARIABLE}"))
     return url
 
 
-def _check_passing(url: str, failure: _Failure) -> None:
+def _check_passing(url: str, failure: _RequestFailure) -> None:
     """Raise for a failure that will not pass by itself."""
     if failure.status is None and failure.kind is VerdictKind.CRASH:
         message = f"the reward server does not answer: {failure.detail}"
@@ -254,10 +227,6 @@ def _authorization(token: str | None) -> dict[str, str]:
     if not (token.isascii() and token.isprintable()):
         raise ConfigError(f"the token of the reward server ({TOKEN_VARIABLE}) has characters that no header can carry")
     return {"Authorization": f"Bearer {token}"} if token else {}
-
-
-def _line(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def _excerpt(text: str) -> str:

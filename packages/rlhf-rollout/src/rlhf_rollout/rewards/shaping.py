@@ -35,12 +35,8 @@ def overlong_penalty(lengths: np.ndarray, *, max_tokens: int, buffer: int, facto
     Source: Yu et al. 2025 (DAPO), arXiv:2503.14476, eq. 13, where factor is 1.
     """
     if not 0 <= buffer <= max_tokens:
-        raise ConfigError(
-            with_hint(
-                f"an overlong buffer of {buffer} tokens and responses of at most {max_tokens}",
-                f"use a buffer between 1 and {max_tokens}, or 0 for none",
-            )
-        )
+        message = f"an overlong buffer of {buffer} tokens and responses of at most {max_tokens}"
+        raise ConfigError(with_hint(message, f"use a buffer between 1 and {max_tokens}, or 0 for none"))
     if not factor >= 0:
         raise ConfigError(f"the overlong penalty factor is {factor}; it must not be negative")
     lengths = np.asarray(lengths, np.float64)
@@ -72,12 +68,9 @@ def stop_properly(rewards: np.ndarray, truncated: np.ndarray, *, coef: float) ->
     Source: the "stop properly" penalty of the ProRL v2 recipe (NVIDIA 2025), made right for negative rewards.
     """
     if not coef <= 1:
-        raise ConfigError(
-            with_hint(
-                f"the coefficient of the stop-properly penalty is {coef}; it must be at most 1",
-                "0 to 1 is the share of its reward that a truncated rollout keeps, below 0 the most that it gets",
-            )
-        )
+        message = f"the coefficient of the stop-properly penalty is {coef}; it must be at most 1"
+        hint = "0 to 1 is the share of its reward that a truncated rollout keeps, below 0 the most that it gets"
+        raise ConfigError(with_hint(message, hint))
     rewards = np.asarray(rewards, np.float64)
     lowered = rewards - (1 - coef) * np.abs(rewards) if coef >= 0 else np.minimum(rewards, coef)
     return np.where(np.asarray(truncated, bool), lowered, rewards)

@@ -68,13 +68,11 @@ def parse_sources(
     if weights is None:
         return tuple(sources)
     if len(weights) != len(sources):
-        raise ConfigError(
-            with_hint(
-                f"{len(weights)} weights for {len(sources)} rewards:"
-                f" {', '.join(source.name for source in sources) or 'none'}",
-                "give one a reward, in their order; all URLs together are one reward",
-            )
+        message = (
+            f"{len(weights)} weights for {len(sources)} rewards:"
+            f" {', '.join(source.name for source in sources) or 'none'}"
         )
+        raise ConfigError(with_hint(message, "give one a reward, in their order; all URLs together are one reward"))
     return tuple(replace(source, weight=weight) for source, weight in zip(sources, weights, strict=True))
 
 

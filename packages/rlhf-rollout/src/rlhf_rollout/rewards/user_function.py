@@ -43,11 +43,6 @@ class RewardTarget:
     module: str
     function: str = DEFAULT_FUNCTION
 
-    @property
-    def is_file(self) -> bool:
-        """Whether `module` is a path."""
-        return self.module.endswith(".py")
-
 
 @dataclass(frozen=True, slots=True)
 class Scored:
@@ -76,11 +71,8 @@ def parse_reward(reward: str) -> RewardTarget:
     module, colon, function = reward.partition(":")
     function = function if colon else DEFAULT_FUNCTION
     if not all(part.isidentifier() for part in [*module.split("."), function]):
-        raise ConfigError(
-            with_hint(
-                f"reward `{reward}` names no Python file and no module", "give path/to/file.py or module:function"
-            )
-        )
+        message = f"reward `{reward}` names no Python file and no module"
+        raise ConfigError(with_hint(message, "give path/to/file.py or module:function"))
     return RewardTarget(module, function)
 
 
@@ -91,7 +83,7 @@ def load_function(target: RewardTarget) -> Callable[..., Any]:
         RewardError: the module has no such function, or it takes other arguments. Whatever else the import raises is
             passed on.
     """
-    if target.is_file:
+    if target.module.endswith(".py"):
         path = Path(target.module)
         sys.path.insert(0, str(path.parent))
         name = path.stem if path.stem.isidentifier() and path.stem not in sys.modules else f"rlhf_reward_{path.stem}"
@@ -217,9 +209,8 @@ def _numbers(name: str, values: Any, num_samples: int, *, spread: bool = False) 
     if not isinstance(values, list | tuple):
         raise RewardError(f"`{name}` must be a list of numbers, got {_kind(values)}")
     if len(values) != num_samples:
-        raise RewardError(
-            with_hint(f"`{name}` has {len(values)} numbers for {num_samples} samples", "return one a query")
-        )
+        message = f"`{name}` has {len(values)} numbers for {num_samples} samples"
+        raise RewardError(with_hint(message, "return one a query"))
     numbers = []
     for value in values:
         if hasattr(value, "tolist"):

@@ -1,6 +1,6 @@
-"""The program of a reward worker: imports the user's function, then answers calls over a socket until it closes.
+"""The program of a reward worker: imports the user's function, then answers calls over a connection until it closes.
 
-The socket carries one JSON value a line, each way. Standard output and error are the user's own.
+The connection carries JSON values, each way. Standard output and error are the user's own.
 """
 
 import contextlib
@@ -8,11 +8,10 @@ import ctypes
 import json
 import os
 import signal
-import socket
 import sys
 import traceback
 from dataclasses import asdict
-from io import BufferedIOBase
+from multiprocessing.connection import Connection
 from typing import Any
 
 from rlhf_data.errors import RewardError
@@ -22,11 +21,11 @@ _PR_SET_PDEATHSIG = 1
 _MAX_DETAIL = 500
 
 
-def main(connection: socket.socket, requests: BufferedIOBase) -> None:
-    """Serve the parent. The first line names the function, every further one is a call; each gets one line back."""
+def main(connection: Connection) -> None:
+    """Serve the parent. The first message names the function, every further one is a call; each gets one back."""
     os.set_inheritable(connection.fileno(), False)
     _die_with_parent()
-    target = RewardTarget(**json.loads(requests.readline()))
+    target = RewardTarget(**json.loads(connection.recv_bytes()))
     try:
         function = load_function(target)
     except RewardError as error:
@@ -36,8 +35,11 @@ def main(connection: socket.socket, requests: BufferedIOBase) -> None:
         _send(connection, {"error": _explain(error, target)})
         return
     _send(connection, {"ready": True})
-    for line in requests:
-        call = json.loads(line)
+    while True:
+        try:
+            call = json.loads(connection.recv_bytes())
+        except EOFError:
+            return
         try:
             result = function(call["queries"], call["prompts"], call["labels"])
             answer = {"scored": asdict(read_result(result, len(call["queries"])))}
@@ -50,8 +52,8 @@ def main(connection: socket.socket, requests: BufferedIOBase) -> None:
         _send(connection, answer)
 
 
-def _send(connection: socket.socket, value: Any) -> None:
-    connection.sendall(json.dumps(value).encode() + b"\n")
+def _send(connection: Connection, value: Any) -> None:
+    connection.send_bytes(json.dumps(value).encode())
 
 
 def _explain(error: BaseException, target: RewardTarget) -> str:

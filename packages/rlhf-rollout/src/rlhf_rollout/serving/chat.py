@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from rlhf_data.chat import Tokenizer, check_template, encode_prompts, render_prompt
+from rlhf_data.chat import InputTemplate, Tokenizer, encode_prompts
 from rlhf_data.errors import EngineError
 from rlhf_data.records import FinishReason
 from rlhf_data.rows import Row
@@ -24,8 +24,9 @@ def chat(options: argparse.Namespace) -> int:
     """Run `rlhf-rollout chat` until the end of the input."""
     spec, tokenizer = engine_spec(options), engine_tokenizer(options)
     with_template = options.input_template is None and bool(getattr(tokenizer, "chat_template", None))
-    template = {"apply_chat_template": with_template, "input_template": options.input_template}
-    check_template(tokenizer, **template)
+    template = InputTemplate(
+        tokenizer=tokenizer, apply_chat_template=with_template, input_template=options.input_template
+    )
     sampling = sampling_params(options, 1)
     if not with_template:
         say("without a chat template every question stands alone")
@@ -43,7 +44,7 @@ def chat(options: argparse.Namespace) -> int:
                     continue
                 asked = [*messages, {"role": "user", "content": question}]
                 row = Row({"input": asked if with_template else question}, "chat", len(asked))
-                prompt = render_prompt(row, tokenizer, input_key="input", **template)
+                prompt = template.render(row, "input")
                 [token_ids] = encode_prompts([prompt], tokenizer, has_special_tokens=with_template)
                 if len(token_ids) > options.prompt_max_len:
                     limit = f"--prompt_max_len {options.prompt_max_len}"

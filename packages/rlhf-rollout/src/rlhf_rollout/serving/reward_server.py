@@ -54,7 +54,6 @@ def serve(options: argparse.Namespace) -> int:
         say(f"warning: whoever reaches {options.host}:{options.port} may use it; {TOKEN_VARIABLE} sets a token")
     resources = contextlib.AsyncExitStack()
     reward = open_reward(options, sources, tokenizer, resources)  # before the server, which would hide why it cannot
-    assert reward is not None
     say(f"POST to http://{options.host}:{options.port}/get_reward")
     app = create_app(reward, tokenizer, resources, token=token)
     uvicorn.run(app, host=options.host, port=options.port, log_level="warning")

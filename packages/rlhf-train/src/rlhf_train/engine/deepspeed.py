@@ -2,12 +2,15 @@
 
 import os
 from collections.abc import Iterator
+from contextlib import redirect_stdout
+from io import StringIO
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from rlhf_data.errors import EngineError, with_hint
+from rlhf_kernels import accumulate_
 from rlhf_models.weights import hf_named_weights
 from rlhf_train.engine.protocol import StepStats, learning_rate_at
 from rlhf_train.specs import OptimizerSpec
@@ -53,6 +56,8 @@ class DeepSpeedEngine:
             EngineError: DeepSpeed refuses the combination.
         """
         deepspeed = _import_deepspeed(device)
+        if zero_stage == 0 and dtype == torch.bfloat16:
+            zero_stage = 1  # stage 0 adds gradients up in bfloat16: what small micro-batches contribute would be lost
         self._deepspeed = deepspeed
         self._spec = spec
         self._zero_stage = zero_stage
@@ -68,15 +73,18 @@ class DeepSpeedEngine:
             fused=device == "cuda",
         )
         try:
-            self._engine, *_ = deepspeed.initialize(
-                model=model.to(self.device),
-                optimizer=optimizer,
-                config=_deepspeed_config(spec, zero_stage, dtype),
-                dist_init_required=False,
-            )
+            with redirect_stdout(StringIO()):  # where its bfloat16 optimizer tells of memory
+                self._engine, *_ = deepspeed.initialize(
+                    model=model.to(self.device),
+                    optimizer=optimizer,
+                    config=_deepspeed_config(spec, zero_stage, dtype),
+                    dist_init_required=False,
+                )
         except (AssertionError, NotImplementedError, ValueError) as error:
             raise EngineError(with_hint(f"DeepSpeed: {error}", "try another --zero_stage")) from error
         self.module = self._engine.module
+        if self._engine.bfloat16_enabled() and zero_stage == 1:
+            _add_gradients_at_once(self._engine.optimizer)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """See `TrainEngine`."""
@@ -147,6 +155,26 @@ def _parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[
     return [group for group in groups if group["params"]]
 
 
+def _add_gradients_at_once(optimizer: Any) -> None:
+    """Add each bfloat16 gradient to DeepSpeed's float32 sums as soon as it is there, and free it.
+
+    DeepSpeed would make a float32 copy of each and add that, which moves twice as much memory.
+    """
+
+    def adder(group: int, index: int, total: Tensor) -> Any:
+        def add(parameter: torch.nn.Parameter) -> None:
+            accumulate_(total, parameter.grad)
+            optimizer.fp32_groups_has_gradients[group][index] = True
+            parameter.grad = None
+
+        return add
+
+    for group, parameters in enumerate(optimizer.bf16_groups):
+        for index, parameter in enumerate(parameters):
+            total = optimizer.fp32_groups_gradients[group][index]
+            parameter.register_post_accumulate_grad_hook(adder(group, index, total))
+
+
 def _deepspeed_config(spec: OptimizerSpec, zero_stage: int, dtype: torch.dtype) -> dict[str, Any]:
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
@@ -157,7 +185,8 @@ def _deepspeed_config(spec: OptimizerSpec, zero_stage: int, dtype: torch.dtype) 
         "zero_force_ds_cpu_optimizer": False,
         "bf16": {"enabled": dtype == torch.bfloat16},
         "steps_per_print": None,
+        "timers": {"throughput": {"enabled": False}},  # it waits for the device at every pass
     }
-    if dtype == torch.bfloat16 and zero_stage >= 2:
+    if dtype == torch.bfloat16:
         config["data_types"] = {"grad_accum_dtype": "fp32"}
     return config

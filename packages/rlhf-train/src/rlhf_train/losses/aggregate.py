@@ -7,8 +7,6 @@ from rlhf_train.algorithms import REDUCTIONS
 from rlhf_train.batching import Denominators
 from rlhf_train.shapes import check_same_shape
 
-__all__ = ["REDUCTIONS", "aggregate", "sequence_mean"]
-
 
 def aggregate(token_loss: Tensor, loss_mask: Tensor, reduction: str, denominators: Denominators) -> Tensor:
     """Return this micro-batch's share of the loss: the shares of all micro-batches add up to the whole.

@@ -1,7 +1,8 @@
 """Policy losses: one number a token, neither masked nor reduced.
 
-Shape letters: B rollouts, T token positions. Log-probs are in nats; `logprobs` carries the gradient, all else is a
-constant. Losses are in reward units and are to be reduced by `aggregate`.
+Shape letters: B rollouts, T token positions. Log-probs are in nats: `logprobs` are the current policy's and carry the
+gradient, `old_logprobs` are those of the policy before this step; all but the former is a constant. Losses are [B, T]
+float, in reward units, and are to be reduced by `aggregate`. ValueError is raised when tensors differ in shape.
 """
 
 import torch
@@ -30,18 +31,10 @@ def clipped_policy_loss(
     The log ratio is clamped to +-MAX_LOG_RATIO so that exp cannot overflow; beyond it the gradient is zero.
 
     Args:
-        logprobs: [B, T] float. Current policy.
-        old_logprobs: [B, T] float. Policy before this step.
-        advantages: [B, T] float, in reward units.
+        logprobs, old_logprobs, advantages: [B, T] float.
         clip_low: largest decrease of the ratio below 1, in [0, 1).
         clip_high: largest increase above 1, >= 0.
         dual_clip: c > 1, or None for no bound.
-
-    Returns:
-        [B, T] float.
-
-    Raises:
-        ValueError: the tensors differ in shape.
 
     Source: Schulman et al. 2017, arXiv:1707.06347, eq. 7; unequal bounds: Yu et al. 2025, arXiv:2503.14476, sec. 3.1;
     dual clip: Ye et al. 2020, arXiv:1912.09729, eq. 5.
@@ -68,18 +61,9 @@ def gspo_loss(
     differ by token it is the paper's GSPO-token.
 
     Args:
-        logprobs: [B, T] float. Current policy.
-        old_logprobs: [B, T] float. Policy before this step.
-        advantages: [B, T] float, in reward units.
+        logprobs, old_logprobs, advantages: [B, T] float.
         loss_mask: [B, T] bool, True where the token is trained.
-        clip_low: as in `clipped_policy_loss`; the paper's is 3e-4.
-        clip_high: as in `clipped_policy_loss`; the paper's is 4e-4.
-
-    Returns:
-        [B, T] float.
-
-    Raises:
-        ValueError: the tensors differ in shape.
+        clip_low, clip_high: as in `clipped_policy_loss`; the paper's are 3e-4 and 4e-4.
 
     Source: Zheng et al. 2025, arXiv:2507.18071, eq. 5 and 7; per token: sec. 4.3.
     """
@@ -92,22 +76,13 @@ def cispo_loss(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float
 ) -> Tensor:
     """Return CISPO's loss of every token: REINFORCE under a clipped importance weight, so that no token's gradient is
-    ever cut off.
+    ever cut off. Its value means little, its gradient is what counts.
 
         loss_t = -sg(clip(r_t, 1 - clip_low, 1 + clip_high)) A_t logprobs_t,   sg = a constant to the gradient
 
     Args:
-        logprobs: [B, T] float. Current policy.
-        old_logprobs: [B, T] float. Policy before this step.
-        advantages: [B, T] float, in reward units.
-        clip_low: as in `clipped_policy_loss`.
-        clip_high: as in `clipped_policy_loss`.
-
-    Returns:
-        [B, T] float; its value means little, its gradient is what counts.
-
-    Raises:
-        ValueError: the tensors differ in shape.
+        logprobs, old_logprobs, advantages: [B, T] float.
+        clip_low, clip_high: as in `clipped_policy_loss`.
 
     Source: MiniMax 2025, arXiv:2506.13585, eq. 4 and 5.
     """
@@ -117,17 +92,10 @@ def cispo_loss(
 
 
 def reinforce_loss(logprobs: Tensor, advantages: Tensor) -> Tensor:
-    """Return the plain policy gradient's loss of every token: -A_t logprobs_t.
+    """Return the plain policy gradient's loss of every token: -A_t logprobs_t. As CISPO's, it is for its gradient.
 
     Args:
-        logprobs: [B, T] float. Current policy.
-        advantages: [B, T] float, in reward units.
-
-    Returns:
-        [B, T] float; its value means little, its gradient is what counts.
-
-    Raises:
-        ValueError: the tensors differ in shape.
+        logprobs, advantages: [B, T] float.
 
     Source: Williams 1992, "Simple statistical gradient-following algorithms for connectionist reinforcement learning",
     Machine Learning 8.
@@ -140,8 +108,7 @@ def policy_ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
     """Return exp(logprobs - old_logprobs) of every token, the log ratio clamped to +-MAX_LOG_RATIO.
 
     Args:
-        logprobs: [B, T] float; carries the gradient.
-        old_logprobs: [B, T] float; a constant.
+        logprobs, old_logprobs: [B, T] float.
 
     Returns:
         [B, T] float; exactly 1 where the two agree.
@@ -155,8 +122,7 @@ def sequence_ratio(logprobs: Tensor, old_logprobs: Tensor, loss_mask: Tensor) ->
         s_i = exp(mean_t(logprobs_t - old_logprobs_t)),   s_it = sg(s_i) exp(logprobs_t - sg(logprobs_t))
 
     Args:
-        logprobs: [B, T] float; carries the gradient.
-        old_logprobs: [B, T] float; a constant.
+        logprobs, old_logprobs: [B, T] float.
         loss_mask: [B, T] bool.
 
     Returns:
@@ -174,10 +140,8 @@ def is_clipped(ratio: Tensor, advantages: Tensor, *, clip_low: float, clip_high:
     """Return where the clipped surrogate is flat: the ratio has left its range in the direction the advantage favours.
 
     Args:
-        ratio: [B, T] float.
-        advantages: [B, T] float.
-        clip_low: as in `clipped_policy_loss`.
-        clip_high: as in `clipped_policy_loss`.
+        ratio, advantages: [B, T] float.
+        clip_low, clip_high: as in `clipped_policy_loss`.
 
     Returns:
         [B, T] bool.

@@ -10,6 +10,7 @@ from torch import Tensor
 from rlhf_data.errors import ConfigError
 from rlhf_data.sft import SftExample
 from rlhf_kernels import token_logprobs
+from rlhf_models.batch import to_device
 from rlhf_train.batching import Denominators
 from rlhf_train.engine.protocol import TrainEngine
 from rlhf_train.losses.preference import distillation_loss
@@ -42,7 +43,7 @@ class DistillationObjective(Objective[SftExample]):
     ) -> tuple[Tensor, dict[str, Metric]]:
         """See `Objective`. Metrics: `kd/loss`, `kd/nll` and `kd/distillation`, nats a trained token."""
         batch = lay_out([item.token_ids for item in items], packing=self.packing, device=engine.device)
-        index = trained_mask(batch, items).flatten().nonzero()[:, 0]
+        index = to_device(trained_mask(batch, items).flatten().nonzero()[:, 0], engine.device)
         with torch.no_grad():
             teacher = self.reference(batch, logits_after=index - 1)
         logits = engine.forward(batch, logits_after=index - 1)

@@ -1,5 +1,6 @@
 """One run of the offline loop, as data, and what carries it out."""
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -11,6 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from rlhf_data.errors import ConfigError, unknown, with_hint
+from rlhf_models.compiled import compile_layers, compile_unavailable_reason
 from rlhf_models.loading import load_actor, load_tokenizer, resolve_dtype
 from rlhf_models.lora import LoraSpec, adapters_off, add_lora, merge_adapter, save_adapter
 from rlhf_models.reference import load_reference
@@ -23,6 +25,8 @@ from rlhf_train.offline.reward_model import load_trainable_reward_model, score_m
 from rlhf_train.offline.sequences import with_reference
 from rlhf_train.online.evaluation import BestModel
 from rlhf_train.specs import ModelSpec
+
+logger = logging.getLogger(__name__)
 
 ADAPTER_FOLDER = "adapter"  # within a saved model
 
@@ -129,8 +133,11 @@ class _Run:
         model = load(spec.path, gradient_checkpointing=spec.gradient_checkpointing, **_loading(spec))
         if job.lora is not None:
             add_lora(model, job.lora)
+        _compile(model.model, spec, job.device)
+        # Stage 2 splits gradients among ranks: one alone has nothing to split, and stage 1 takes less of the host.
+        zero_stage = 1 if spec.zero_stage == 2 and job.num_ranks == 1 else spec.zero_stage
         self.engine = DeepSpeedEngine(
-            model, spec.optimizer, zero_stage=spec.zero_stage, dtype=resolve_dtype(spec.dtype), device=job.device
+            model, spec.optimizer, zero_stage=zero_stage, dtype=resolve_dtype(spec.dtype), device=job.device
         )
         self.objective = replace(job.objective, packing=spec.packing)
         self.items = self.objective.items(job.examples)
@@ -228,6 +235,23 @@ def _own_base(engine: TrainEngine, *, has_adapters: bool) -> Callable[..., Any]:
             module.train(was_training)
 
     return forward
+
+
+def _compile(model: Any, spec: ModelSpec, device: str) -> None:
+    """Compile the layers if that is wanted and can be done. Raises ConfigError when it is demanded and cannot."""
+    if spec.torch_compile == "off":
+        return
+    reason = compile_unavailable_reason(model, torch.device(device))
+    if spec.zero_stage == 3:
+        reason = "ZeRO stage 3 gathers weights within the layers"
+    if reason is None and spec.torch_compile == "auto" and not spec.packing:
+        reason = "without packing nearly every batch has a shape of its own"
+    if reason is None:
+        compile_layers(model)
+    elif spec.torch_compile == "on":
+        raise ConfigError(with_hint(f"the layers cannot be compiled: {reason}", "leave --torch_compile at auto"))
+    else:
+        logger.info("the layers are not compiled: %s", reason)
 
 
 def _loading(spec: ModelSpec) -> dict[str, Any]:

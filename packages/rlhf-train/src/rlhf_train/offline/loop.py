@@ -16,7 +16,7 @@ from rlhf_data.packing import pack
 from rlhf_data.sampler import EpochSampler
 from rlhf_train.batching import Denominators, plan_batches
 from rlhf_train.engine.protocol import TrainEngine
-from rlhf_train.metrics import Max, Metric, merge_metrics, results
+from rlhf_train.metrics import Max, Metric, merge_metrics, on_host, results
 
 Item = TypeVar("Item")
 
@@ -201,7 +201,7 @@ def this_ranks_part(
 
 
 def _over_ranks(parts: Sequence[Mapping[str, Metric]]) -> dict[str, float]:
-    own = merge_metrics(parts)
+    own = on_host(merge_metrics(parts))
     gathered: list[dict[str, Metric]] = [own] * torch.distributed.get_world_size()
     if len(gathered) > 1:
         torch.distributed.all_gather_object(gathered, own)

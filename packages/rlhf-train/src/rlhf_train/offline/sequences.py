@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlhf_models.batch import TokenBatch
+from rlhf_models.batch import TokenBatch, to_device
 from rlhf_train.engine.protocol import TrainEngine
 from rlhf_train.metrics import Mean, Metric
 from rlhf_train.offline.loop import Objective, OfflineSchedule, this_ranks_part
@@ -41,12 +41,9 @@ class Compared:
         return sum(len(sequence.token_ids) for sequence in self.sequences)
 
 
-def mean_metrics(prefix: str, count: int | Tensor, **sums: Tensor) -> dict[str, Metric]:
+def mean_metrics(prefix: str, count: float | Tensor, **sums: Tensor) -> dict[str, Metric]:
     """Return metrics that are means: sums over a micro-batch, and how many went into each of them."""
-    device = next(iter(sums.values())).device
-    numbers = [torch.as_tensor(value, device=device).detach().double() for value in (*sums.values(), count)]
-    *totals, number = torch.stack(numbers).tolist()  # together: the device is waited for once
-    return {f"{prefix}/{name}": Mean(total, number) for name, total in zip(sums, totals, strict=True)}
+    return {f"{prefix}/{name}": Mean(total.detach().double(), count) for name, total in sums.items()}
 
 
 def num_ordered(chosen: Tensor, rejected: Tensor) -> Tensor:
@@ -60,8 +57,9 @@ def lay_out(token_ids: Sequence[np.ndarray], *, packing: bool, device: torch.dev
 
 
 def trained_mask(batch: TokenBatch, sequences: Sequence[MaskedTokens]) -> Tensor:
-    """Return [B, T] bool: the tokens of a batch that are trained."""
-    return batch.lay_out([sequence.loss_mask for sequence in sequences], torch.bool, False) & batch.target_mask
+    """Return [B, T] bool, on the CPU: the tokens of a batch that are trained."""
+    masks = [sequence.loss_mask for sequence in sequences]
+    return batch.lay_out(masks, torch.bool, False, device="cpu") & batch.host_target_mask
 
 
 def answer_logprobs(
@@ -80,7 +78,7 @@ def answer_logprobs(
     mask = trained_mask(batch, sequences)
     logprobs = forward(batch, logits_mask=mask).logprobs
     sums = torch.stack([part.sum() for part in batch.split(logprobs)])
-    return sums, torch.stack([part.sum() for part in batch.split(mask)])
+    return sums, to_device(torch.stack([part.sum() for part in batch.split(mask)]), device)
 
 
 def reference_logprobs(

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from rlhf_data.sft import SftExample
+from rlhf_models.batch import to_device
 from rlhf_train.batching import Denominators
 from rlhf_train.engine.protocol import TrainEngine
 from rlhf_train.losses.aggregate import aggregate
@@ -42,5 +43,5 @@ class SupervisedObjective(Objective[SftExample]):
         mask = trained_mask(batch, items)
         output = engine.forward(batch, logits_mask=mask)
         # Both are 0.0 outside of the mask.
-        metrics = mean_metrics("sft", mask.sum(), loss=-output.logprobs.sum(), entropy=output.entropy.sum())
-        return supervised_loss(output.logprobs, mask, denominators), metrics
+        metrics = mean_metrics("sft", int(mask.sum()), loss=-output.logprobs.sum(), entropy=output.entropy.sum())
+        return supervised_loss(output.logprobs, to_device(mask, engine.device), denominators), metrics

@@ -3,6 +3,7 @@
 import math
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
@@ -96,24 +97,18 @@ def _share_import_path() -> None:
 @contextmanager
 def placed_bundles(plan: PlacementPlan) -> Iterator[PlacementGroup]:
     """Reserve the plan's bundles. Raises EngineError when the cluster cannot give them in time."""
-    processes = [0] * len(plan.bundles)
-    for group in plan.all_groups:
-        for bundle in group.bundles:
-            processes[bundle] += 1
+    processes = Counter(bundle for group in plan.all_groups for bundle in group.bundles)
     bundles = [
-        {"CPU": float(count), **({"GPU": float(gpus)} if gpus else {})}
-        for count, gpus in zip(processes, plan.bundles, strict=True)
+        {"CPU": float(processes[index]), **({"GPU": float(gpus)} if gpus else {})}
+        for index, gpus in enumerate(plan.bundles)
     ]
     reserved = placement_group(bundles, strategy="PACK")
     try:
         if not reserved.wait(PLACEMENT_TIMEOUT_S):
             have = ray.available_resources()
-            message = (
-                f"the cluster did not give {bundles} within {PLACEMENT_TIMEOUT_S:g} s; free: CPU {have.get('CPU', 0)},"
-            )
-            raise EngineError(
-                with_hint(f"{message} GPU {have.get('GPU', 0)}", "end what else runs there, or ask for less")
-            )
+            message = f"the cluster did not give {bundles} within {PLACEMENT_TIMEOUT_S:g} s"
+            free = f"free: CPU {have.get('CPU', 0)}, GPU {have.get('GPU', 0)}"
+            raise EngineError(with_hint(f"{message}; {free}", "end what else runs there, or ask for less"))
         yield reserved
     finally:
         remove_placement_group(reserved)
@@ -143,7 +138,7 @@ def start_processes(job: OnlineJob, reserved: PlacementGroup) -> Processes:
     if job.plan.shares_gpus:
         wait([engine.ready.remote() for engine in engines])
         if job.engine_sleep:
-            wait([engine.sleep.remote() for engine in engines])
+            wait([engine.call.remote("sleep") for engine in engines])
     scorers = start_scorers(job, reserved)
     workers = start_workers(job, reserved)
     wait([reference for group in workers for reference in group.started])
@@ -153,12 +148,7 @@ def start_processes(job: OnlineJob, reserved: PlacementGroup) -> Processes:
 
 def start_engines(job: OnlineJob, reserved: PlacementGroup) -> list[Any]:
     """Start the generation engines; return their handles at once, while they load."""
-    group = job.plan.engines
-    actor = ray.remote(EngineActor)
-    return [
-        actor.options(**_options(job.plan, group, rank, reserved), max_concurrency=1024).remote("vllm", job.engine)
-        for rank in range(group.num_ranks)
-    ]
+    return _start(EngineActor, job.plan, job.plan.engines, reserved, "vllm", job.engine, max_concurrency=1024)
 
 
 def start_scorers(job: OnlineJob, reserved: PlacementGroup) -> list[list[Any]]:
@@ -168,51 +158,45 @@ def start_scorers(job: OnlineJob, reserved: PlacementGroup) -> list[list[Any]]:
         raise ConfigError(f"the plan has {'no ' if group is None else ''}places for {len(models)} reward models")
     if group is None:
         return []
-    actor = ray.remote(RewardModelActor)
     options = {"dtype": job.engine.dtype, "attn_implementation": "auto", "device": job.plan.device}
     options |= {"batch_size": job.reward.batch_size, "normalize": job.reward.normalize}
-    return [
-        [
-            actor.options(**_options(job.plan, group, rank, reserved, parts=len(models))).remote(path, **options)
-            for rank in range(group.num_ranks)
-        ]
-        for path in models
-    ]
+    return [_start(RewardModelActor, job.plan, group, reserved, path, parts=len(models), **options) for path in models]
 
 
 def start_workers(job: OnlineJob, reserved: PlacementGroup) -> list[WorkerGroup]:
     """Start the training groups; return them at once, while they load."""
     groups = []
     for group in job.plan.groups:
+        workers = WorkerGroup(group, _start(RankActor, job.plan, group, reserved))
+        master = wait([workers.handles[0].master_address.remote()])[0] if group.num_ranks > 1 else None
         models = {role: job.models[role] for role in group.roles}
-        actor = ray.remote(RankActor)
-        handles = [
-            actor.options(**_options(job.plan, group, rank, reserved)).remote(rank, group.num_ranks)
-            for rank in range(group.num_ranks)
-        ]
-        master = wait([handles[0].master_address.remote()])[0] if group.num_ranks > 1 else None
-        workers = WorkerGroup(group, handles)
-        workers.started = workers.start("load", models, job, master, _num_threads(job.plan, group))
+        ranks = range(group.num_ranks)
+        workers.started = workers.start_each("load", [(rank, len(ranks), models, job, master) for rank in ranks])
         groups.append(workers)
     return groups
 
 
-def _num_threads(plan: PlacementPlan, group: GroupPlan) -> int | None:
-    """Threads of one rank: on CPUs the ranks of a group share the cores, and groups and engines take turns."""
-    return max((os.cpu_count() or 1) // group.num_ranks, 1) if plan.device == "cpu" else None
-
-
-def _options(
-    plan: PlacementPlan, group: GroupPlan, rank: int, reserved: PlacementGroup, parts: int = 1
-) -> dict[str, Any]:
-    """Return Ray's options for a rank, or for one of the `parts` processes that it is split into."""
-    return {
-        "num_cpus": _part(1.0, parts),
-        "num_gpus": _part(plan.gpu_share(group, rank), parts),
-        "scheduling_strategy": PlacementGroupSchedulingStrategy(
-            reserved, placement_group_bundle_index=group.bundles[rank]
-        ),
-    }
+def _start(
+    actor: type,
+    plan: PlacementPlan,
+    group: GroupPlan,
+    reserved: PlacementGroup,
+    *args: Any,
+    parts: int = 1,
+    max_concurrency: int | None = None,
+    **kwargs: Any,
+) -> list[Any]:
+    """Start `actor` in each place of a group, as one of the `parts` processes that a place is split into."""
+    handles = []
+    for rank, bundle in enumerate(group.bundles):
+        options = {
+            "num_cpus": _part(1.0, parts),
+            "num_gpus": _part(plan.gpu_share(group, rank), parts),
+            "max_concurrency": max_concurrency,
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(reserved, placement_group_bundle_index=bundle),
+        }
+        handles.append(ray.remote(actor).options(**options).remote(*args, **kwargs))
+    return handles
 
 
 def _part(share: float, parts: int) -> float:

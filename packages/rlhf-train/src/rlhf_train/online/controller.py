@@ -16,7 +16,7 @@ from rlhf_train.batching import plan_batches
 from rlhf_train.group_rewards import relative_rewards
 from rlhf_train.kl import adapted_kl_coef
 from rlhf_train.metrics import merge_metrics, results
-from rlhf_train.online.cluster import WorkerGroup, placed_bundles, ray_cluster, start_processes, wait
+from rlhf_train.online.cluster import Processes, placed_bundles, ray_cluster, start_processes, wait
 from rlhf_train.online.evaluation import BestModel, summarize_evaluation
 from rlhf_train.online.generation import Generation, make_reward, make_shaper
 from rlhf_train.online.job import OnlineJob, RunSummary
@@ -46,12 +46,12 @@ def run_online(job: OnlineJob, observer: Observer) -> RunSummary:
         stack.enter_context(ray_cluster(job.plan, job.ray_address))
         reserved = stack.enter_context(placed_bundles(job.plan))
         observer.starting("engines and trainers")
-        engines, workers, scorers = start_processes(job, reserved)
+        processes = start_processes(job, reserved)
         recorder = Recorder(job.save_path, job.config)
         stack.callback(recorder.close)
-        reward = make_reward(job, scorers, recorder.folder / "reward.log")
-        shaper = make_shaper(job, scorers)
-        run = PlacedRun(job, engines, workers, reward, shaper, recorder, observer, started)
+        reward = make_reward(job, processes.scorers, recorder.folder / "reward.log")
+        shaper = make_shaper(job, processes.scorers)
+        run = PlacedRun(job, processes, reward, shaper, recorder, observer, started)
         stack.callback(run.close)
         try:
             train(run)
@@ -62,13 +62,17 @@ def run_online(job: OnlineJob, observer: Observer) -> RunSummary:
 
 
 class PlacedRun:
-    """An `OnlineRun` on Ray."""
+    """The steps of a run on Ray.
+
+    Attributes:
+        num_steps: of the job.
+        is_exhausted: whether the prompts have nothing left to teach.
+    """
 
     def __init__(
         self,
         job: OnlineJob,
-        engine_handles: Sequence[Any],
-        workers: Sequence[WorkerGroup],
+        processes: Processes,
         reward: RewardFunction,
         shaper: RewardShaper,
         recorder: Recorder,
@@ -77,14 +81,13 @@ class PlacedRun:
     ) -> None:
         self.num_steps = job.num_steps
         self._job = job
-        self._engine_handles = list(engine_handles)
-        self._workers = list(workers)
-        self._group_of = {role: group for group in workers for role in group.roles}
+        self._workers = processes.workers
+        self._group_of = {role: group for group in self._workers for role in group.roles}
         self._recorder = recorder
         self._observer = observer
         self._started = started
         self._timeline = Timeline()
-        engines = [RayEngine(handle) for handle in engine_handles]
+        engines = [RayEngine(handle) for handle in processes.engines]
         self._generation = Generation(job, engines, reward, self._timeline, observer)
         self._shaper = shaper
         self._sampler = EpochSampler(len(job.prompts), job.batch.rollout_batch_size, seed=job.seed)
@@ -104,17 +107,14 @@ class PlacedRun:
     # -- the step ------------------------------------------------------------------------------------------------
 
     def generate(self, step: int) -> Sequence[RolloutGroup]:
-        """See `OnlineRun`. With dynamic sampling, the groups that are worth training only."""
+        """Draw prompts, let the engines answer and the reward score; return the groups that are worth training."""
         job = self._job
         self._timeline.take()  # seconds of the first sync belong to no step
         groups, counts = self._generation.run(
             self._prompts(), job.sampling, f"step{step}", make_ready=self._wake_engines
         )
-        dynamic = job.dynamic_sampling
-        parts: dict[bool, list[RolloutGroup]] = {True: [], False: []}
-        for group in groups:
-            parts[dynamic is None or is_worth_training(group, dynamic)].append(group)
-        kept, dropped = parts[True], parts[False]
+        kept = [group for group in groups if self._is_kept(group)]
+        dropped = [group for group in groups if not self._is_kept(group)]
         self._metrics["rollout/kept_groups"] = len(kept) / len(groups)
         self._ledger = Ledger(
             num_generated=counts.num_requested,
@@ -136,23 +136,24 @@ class PlacedRun:
 
     def _prompts(self) -> Iterable[Prompt]:
         """Return a step's prompts; with dynamic sampling, as many as it takes."""
-        job, size = self._job, self._job.batch.rollout_batch_size
-        dynamic = job.dynamic_sampling
+        job, dynamic, size = self._job, self._job.dynamic_sampling, self._job.batch.rollout_batch_size
         if dynamic is None:
             return [job.prompts[index] for index in self._sampler.next_batch()]
-        return PromptSupply(
-            lambda: job.prompts[self._sampler.take(1)[0]],
-            target=size,
-            max_drawn=size * dynamic.max_batches,
-            keep=lambda group: is_worth_training(group, dynamic),
-        )
+        limits = {"target": size, "max_drawn": size * dynamic.max_batches}
+        return PromptSupply(lambda: job.prompts[self._sampler.take(1)[0]], keep=self._is_kept, **limits)
+
+    def _is_kept(self, group: RolloutGroup) -> bool:
+        dynamic = self._job.dynamic_sampling
+        return dynamic is None or is_worth_training(group, dynamic)
 
     def can_learn(self, groups: Sequence[RolloutGroup]) -> bool:
-        """See `OnlineRun`. When it says no for the `MAX_BARREN_STEPS`th time in a row, the run ends: well, when dynamic
-        sampling finds nothing more to learn from, else by a RewardError."""
-        wanted, num_scored = self._job.batch.rollout_batch_size, len(scored(groups))
-        filtered = self._ledger.num_filtered
-        if num_scored:
+        """Say whether enough rollouts have a reward for an update.
+
+        When it says no for the `MAX_BARREN_STEPS`th time in a row, the run ends: well, when dynamic sampling finds
+        nothing more to learn from, else by a RewardError.
+        """
+        wanted, filtered = self._job.batch.rollout_batch_size, self._ledger.num_filtered
+        if scored(groups):
             if len(groups) < wanted and filtered:
                 self._observer.warning(f"only {len(groups)} of {wanted} rollout groups are worth training")
             self._num_barren_steps = 0
@@ -173,7 +174,7 @@ class PlacedRun:
         return False
 
     def make_experience(self, groups: Sequence[RolloutGroup], step: int) -> None:
-        """See `OnlineRun`."""
+        """Deal rollouts to ranks; fill in old and reference log-probs and values."""
         with self._timeline.phase("experience"):
             self._wake_trainers()
             self._deal(groups, step)
@@ -186,13 +187,13 @@ class PlacedRun:
             self._move_columns(["values", *last_values], "critic", "actor")
 
     def assign_advantages(self) -> None:
-        """See `OnlineRun`."""
+        """Turn rewards into advantages and returns."""
         with self._timeline.phase("experience"):
             self._add_metrics(self._group_of["actor"].call("work", "assign_advantages", self._kl_coef))
             self._move_columns(["returns", "trained"], "actor", "critic")
 
     def update(self, step: int) -> None:
-        """See `OnlineRun`. Models in one process group take turns; models apart train side by side."""
+        """Optimise the critic and, unless it is still frozen, the actor; models in processes apart train at once."""
         job = self._job
         roles = [role for role in ("critic", "actor") if role in self._group_of]
         if step <= job.num_frozen_steps:
@@ -213,30 +214,25 @@ class PlacedRun:
 
     def _adapt_kl(self, num_rollouts: int) -> None:
         """Settle the coefficient of the next step by the KL of this one, before which the policy did learn."""
-        spec = self._job.algorithm
-        if spec.kl_target is not None and "kl/reference" in self._metrics:
-            self._kl_coef = adapted_kl_coef(
-                self._kl_coef,
-                self._metrics["kl/reference"],
-                target=spec.kl_target,
-                horizon=spec.kl_horizon,
-                num_rollouts=num_rollouts,
-            )
+        spec, kl = self._job.algorithm, self._metrics.get("kl/reference")
+        if spec.kl_target is not None and kl is not None:
+            rule = {"target": spec.kl_target, "horizon": spec.kl_horizon}
+            self._kl_coef = adapted_kl_coef(self._kl_coef, kl, num_rollouts=num_rollouts, **rule)
 
     def sync_weights(self) -> None:
-        """See `OnlineRun`. Weights that the engines have are not sent again."""
+        """Bring the actor's weights into the engines, unless they have them."""
         if self._synced_version == self._policy_version:
             return
         actor = self._group_of["actor"]
         with self._timeline.phase("sync"):
             self._wake_engines()
             targets = self._sync_targets(len(actor.handles))
-            reports = wait(actor.start_each("send_weights", [(engines, self._policy_version) for engines in targets]))
+            sizes = wait(actor.start_each("send_weights", [(engines, self._policy_version) for engines in targets]))
         self._synced_version = self._policy_version
-        self._metrics["sync/size_bytes"] = max(report.get("size_bytes", 0.0) for report in reports)
+        self._metrics["sync/size_bytes"] = max(sizes)
 
     def evaluate(self, step: int) -> None:
-        """See `OnlineRun`: at the start, at the end, and every `eval_steps` in between."""
+        """Answer the held-out prompts: at the start, at the end, and every `eval_steps` in between."""
         job = self._job
         is_last = step == job.num_steps or self.is_exhausted
         due = step == 0 or is_last or (job.eval_steps and step % job.eval_steps == 0)
@@ -264,7 +260,7 @@ class PlacedRun:
             self._show(f"Held-out samples {moment} training", groups)
 
     def record(self, step: int) -> None:
-        """See `OnlineRun`."""
+        """Check that no rollout was lost, and report the step."""
         self._ledger.check()
         seconds = self._timeline.take()
         total = sum(seconds.values())
@@ -344,23 +340,25 @@ class PlacedRun:
         if self._group_of[source] is self._group_of[target]:
             return
         exported = self._group_of[source].start("work", "export_columns", list(names))
-        wait(self._group_of[target].start("adopt", *exported))
+        wait(self._group_of[target].start("work", "adopt_columns", *exported))
 
-    def _sync_targets(self, num_ranks: int) -> list[list[Any]]:
+    def _sync_targets(self, num_ranks: int) -> list[list[RayEngine]]:
         """Which engines each rank sends to: those on its own device by CUDA IPC, else all from rank 0."""
         if self._job.engine.weight_transfer == "ipc":
-            bundles = self._job.plan.group_of("actor").bundles
-            home = self._job.plan.engines.bundles
-            pairs = list(zip(home, self._engine_handles, strict=True))
-            return [[engine for bundle, engine in pairs if bundle == own] for own in bundles]
-        return [self._engine_handles if rank == 0 else [] for rank in range(num_ranks)]
+            pairs = list(zip(self._job.plan.engines.bundles, self._generation.engines, strict=True))
+            homes = self._job.plan.group_of("actor").bundles
+            return [[engine for bundle, engine in pairs if bundle == own] for own in homes]
+        return [self._generation.engines if rank == 0 else [] for rank in range(num_ranks)]
 
     def _add_metrics(self, parts: Any) -> None:
         self._metrics |= results(merge_metrics(parts))
 
     def _wake_engines(self) -> None:
         """Give the engines the device."""
-        self._sleep_trainers()
+        if self._job.trainer_sleep and not self._trainers_asleep:
+            for group in self._workers:
+                group.call("work", "offload")
+            self._trainers_asleep = True
         if self._engines_asleep:
             self._generation.await_all(engine.wake_up() for engine in self._generation.engines)
             self._engines_asleep = False
@@ -374,9 +372,3 @@ class PlacedRun:
             for group in self._workers:
                 group.call("work", "reload")
             self._trainers_asleep = False
-
-    def _sleep_trainers(self) -> None:
-        if self._job.trainer_sleep and not self._trainers_asleep:
-            for group in self._workers:
-                group.call("work", "offload")
-            self._trainers_asleep = True

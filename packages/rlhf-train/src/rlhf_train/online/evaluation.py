@@ -6,8 +6,8 @@ import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from rlhf_data.records import FinishReason, RolloutGroup, VerdictKind
-from rlhf_train.online.summaries import summarize
+from rlhf_data.records import RolloutGroup, VerdictKind
+from rlhf_train.online.summaries import lengths, summarize
 
 STATE_FILE = "state.json"
 
@@ -44,26 +44,19 @@ def summarize_evaluation(groups: Sequence[RolloutGroup]) -> dict[str, float]:
         by_source.setdefault(group.prompt.source, []).append(group)
     if len(by_source) > 1:
         for source, members in sorted(by_source.items()):
-            metrics |= _passes(members, f"eval/{source}") | _lengths(members, f"eval/{source}")
+            metrics |= _passes(members, f"eval/{source}")
+            metrics |= lengths([rollout for group in members for rollout in group.rollouts], f"eval/{source}")
     return metrics
 
 
 def _passes(groups: Sequence[RolloutGroup], prefix: str) -> dict[str, float]:
     num_samples = min(len(group.rollouts) for group in groups)
-    ks = {2**power for power in range(num_samples.bit_length()) if 2**power <= num_samples} | {num_samples}
+    ks = {2**power for power in range(num_samples.bit_length())} | {num_samples}
     counts = [
         (len(group.rollouts), sum(r.verdict is not None and r.verdict.kind is VerdictKind.OK for r in group.rollouts))
         for group in groups
     ]
     return {f"{prefix}/pass@{k}": sum(pass_at_k(n, c, k) for n, c in counts) / len(counts) for k in sorted(ks)}
-
-
-def _lengths(groups: Sequence[RolloutGroup], prefix: str) -> dict[str, float]:
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
-    return {
-        f"{prefix}/response_tokens": sum(rollout.num_response_tokens for rollout in rollouts) / len(rollouts),
-        f"{prefix}/truncated": sum(r.finish_reason is FinishReason.LENGTH for r in rollouts) / len(rollouts),
-    }
 
 
 class BestModel:

@@ -39,13 +39,10 @@ class BatchSizes:
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if self.num_rollouts % self.train_batch_size:
-            raise ConfigError(
-                with_hint(
-                    f"train_batch_size ({self.train_batch_size}) does not divide {self.num_rollouts} rollouts a step"
-                    f" ({self.rollout_batch_size} prompts x {self.num_samples_per_prompt} samples)",
-                    f"use a divisor of {self.num_rollouts} for --train_batch_size",
-                )
-            )
+            message = f"train_batch_size ({self.train_batch_size}) does not divide {self.num_rollouts} rollouts a step"
+            product = f"({self.rollout_batch_size} prompts x {self.num_samples_per_prompt} samples)"
+            hint = f"use a divisor of {self.num_rollouts} for --train_batch_size"
+            raise ConfigError(with_hint(f"{message} {product}", hint))
 
     @property
     def num_rollouts(self) -> int:
@@ -173,23 +170,20 @@ class OnlineJob:
         placed = [role for group in self.plan.groups for role in group.roles]
         if sorted(placed) != sorted(self.models):
             raise ConfigError(f"the plan has places for {', '.join(placed)}, the models are {', '.join(self.models)}")
-        if row.uses_group and self.batch.num_samples_per_prompt < 2:
-            raise ConfigError(
-                with_hint(
-                    f"{row.title} ({row.name}) compares the samples of one prompt and n_samples_per_prompt is"
-                    f" {self.batch.num_samples_per_prompt}",
-                    "use --n_samples_per_prompt 4 or more",
-                )
-            )
+        has_pairs, hint = self.batch.num_samples_per_prompt > 1, "use --n_samples_per_prompt 4 or more"
+        if row.uses_group and not has_pairs:
+            message = f"{row.title} ({row.name}) compares the samples of one prompt and n_samples_per_prompt is 1"
+            raise ConfigError(with_hint(message, hint))
+        if self.dynamic_sampling is not None and not has_pairs:
+            message = "dynamic sampling keeps groups whose samples differ, and a group has one sample"
+            raise ConfigError(with_hint(message, hint))
         self._check_options()
         if self.sampling.temperature <= 0:
             raise ConfigError(with_hint("temperature is 0: greedy rollouts teach nothing", "use --temperature 1.0"))
-        if self.trainer_sleep and any(
-            model.optimizer and model.zero_stage not in (1, 2) for model in self.models.values()
-        ):
-            raise ConfigError(
-                with_hint("deepspeed_enable_sleep needs ZeRO stage 1 or 2", "add --zero_stage 2 or drop the flag")
-            )
+        stages = {model.zero_stage for model in self.models.values() if model.optimizer}
+        if self.trainer_sleep and not stages <= {1, 2}:
+            hint = "add --zero_stage 2 or drop the flag"
+            raise ConfigError(with_hint("deepspeed_enable_sleep needs ZeRO stage 1 or 2", hint))
 
     def _check_options(self) -> None:
         for name, wanted in (("freezing_actor_steps", self.num_frozen_steps), ("save_value_network", self.save_critic)):
@@ -202,9 +196,6 @@ class OnlineJob:
             message = f"old log-probs are skipped, and of {self.batch.num_updates} optimizer steps a step only"
             hint = f"use --train_batch_size {self.batch.num_rollouts} --max_epochs 1, or --old_logprobs recompute"
             raise ConfigError(with_hint(f"{message} the first is exactly on-policy", hint))
-        if self.dynamic_sampling is not None and self.batch.num_samples_per_prompt < 2:
-            message = "dynamic sampling keeps groups whose samples differ, and a group has one sample"
-            raise ConfigError(with_hint(message, "use --n_samples_per_prompt 4 or more"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

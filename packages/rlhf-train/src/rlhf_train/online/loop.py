@@ -1,52 +1,12 @@
 """The online algorithm, on one screen. Placement, overlap, faults and bookkeeping are the run's business."""
 
-from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
-from rlhf_data.records import RolloutGroup
-
-
-class OnlineRun(Protocol):
-    """What one step is made of."""
-
-    num_steps: int
-    is_exhausted: bool
-    """Whether the prompts have nothing left to teach."""
-
-    def generate(self, step: int) -> Sequence[RolloutGroup]:
-        """Draw prompts, let the engines answer and the reward score; return the groups that are worth training."""
-        ...
-
-    def can_learn(self, groups: Sequence[RolloutGroup]) -> bool:
-        """Say whether enough rollouts have a reward for an update."""
-        ...
-
-    def make_experience(self, groups: Sequence[RolloutGroup], step: int) -> None:
-        """Deal rollouts to ranks; fill in old and reference log-probs and values."""
-        ...
-
-    def assign_advantages(self) -> None:
-        """Turn rewards into advantages and returns."""
-        ...
-
-    def update(self, step: int) -> None:
-        """Optimise the critic and, unless it is still frozen, the actor."""
-        ...
-
-    def sync_weights(self) -> None:
-        """Bring the actor's weights into the engines."""
-        ...
-
-    def evaluate(self, step: int) -> None:
-        """Answer the held-out prompts with the engines' weights, when it is time to."""
-        ...
-
-    def record(self, step: int) -> None:
-        """Check that no rollout was lost, and report the step."""
-        ...
+if TYPE_CHECKING:
+    from rlhf_train.online.controller import PlacedRun
 
 
-def train(run: OnlineRun) -> None:
+def train(run: "PlacedRun") -> None:
     """Run every step: generate with the newest weights, learn from what was generated, repeat."""
     run.sync_weights()
     run.evaluate(step=0)

@@ -1,11 +1,13 @@
 """A training rank as a Ray actor."""
 
+import os
 import socket
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
 
+from rlhf_rollout.ray_actors import RayEngine
 from rlhf_train.specs import ModelSpec
 
 
@@ -19,53 +21,45 @@ def free_port() -> int:
 class RankActor:
     """Holds a `TrainWorker` in a process of its own, and drives the weight sync from there."""
 
-    def __init__(self, rank: int, num_ranks: int) -> None:
-        self._rank = rank
-        self._num_ranks = num_ranks
-        self._worker: Any = None
-        self._sender: Any = None
-
     def master_address(self) -> tuple[str, int]:
         """Return where the ranks of the group meet."""
         return ray.util.get_node_ip_address(), free_port()
 
     def load(
-        self, models: Mapping[str, ModelSpec], job: Any, master: tuple[str, int] | None, num_threads: int | None
+        self, rank: int, num_ranks: int, models: Mapping[str, ModelSpec], job: Any, master: tuple[str, int] | None
     ) -> None:
         """Load the models; without a master the group is this rank alone. Collective."""
         from rlhf_train.online.worker import TrainWorker
-        from rlhf_train.weight_sync import make_sender
+        from rlhf_train.weight_sync.sender import WeightSender
 
+        # On CPUs the ranks of a group share the cores; groups and engines take turns.
+        num_threads = max((os.cpu_count() or 1) // num_ranks, 1) if job.plan.device == "cpu" else None
         self._worker = TrainWorker(
             models,
             job.algorithm,
             temperature=job.sampling.temperature,
-            rank=self._rank,
-            num_ranks=self._num_ranks,
+            rank=rank,
+            num_ranks=num_ranks,
             master=master or ("127.0.0.1", free_port()),
             device=job.plan.device,
             seed=job.seed,
             num_threads=num_threads,
             ema_beta=job.ema_beta,
         )
-        self._sender = make_sender(job.engine.weight_transfer, checksum=job.sync_checksum)
+        self._sender = WeightSender(job.engine.weight_transfer, checksum=job.sync_checksum)
 
     def work(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of the worker."""
         return getattr(self._worker, method)(*args, **kwargs)
 
-    def adopt(self, *exported: Any) -> None:
-        """Take columns that ranks of another group exported."""
-        self._worker.adopt_columns(*exported)
+    def send_weights(self, engines: Sequence[RayEngine], policy_version: int) -> int:
+        """Send the actor's weights to `engines`; return their bytes. Collective.
 
-    def send_weights(self, engines: Sequence[Any], policy_version: int) -> dict[str, float]:
-        """Send the actor's weights to `engines`; a rank without any takes part in the gathering only. Collective."""
-        from rlhf_rollout.ray_actors import EngineClient
-
-        weights = self._worker.named_weights("actor")
+        A rank without engines takes part in the gathering only.
+        """
+        weights = self._worker.engines["actor"].named_weights()
         if not engines:
             for _ in weights:
                 pass
-            return {}
-        report = self._sender.send(weights, [EngineClient(engine) for engine in engines], policy_version)
-        return {"seconds": report.seconds, "size_bytes": report.size_bytes, "num_buckets": report.num_buckets}
+            return 0
+        return self._sender.send(weights, engines, policy_version).size_bytes

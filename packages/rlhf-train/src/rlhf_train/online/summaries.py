@@ -1,6 +1,6 @@
 """What a set of rollouts says in a few numbers, and the check that none was lost. Torch-free."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rlhf_data.errors import RlhfError
@@ -64,24 +64,24 @@ def summarize(groups: Sequence[RolloutGroup], prefix: str) -> dict[str, float]:
     kinds = [rollout.verdict.kind for rollout in rollouts if rollout.verdict is not None]
     if not rollouts:
         return {}
-    numbers = {
-        f"{prefix}/accuracy": kinds.count(VerdictKind.OK) / len(rollouts),
-        f"{prefix}/response_tokens": sum(rollout.num_response_tokens for rollout in rollouts) / len(rollouts),
-        f"{prefix}/truncated": sum(r.finish_reason is FinishReason.LENGTH for r in rollouts) / len(rollouts),
-    }
+    numbers = lengths(rollouts, prefix) | {f"{prefix}/accuracy": kinds.count(VerdictKind.OK) / len(rollouts)}
     if rewards:
         numbers[f"{prefix}/reward"] = sum(rewards) / len(rewards)
         numbers[f"{prefix}/score"] = sum(scores) / len(scores)
     numbers |= {f"{prefix}/verdict_{kind.value}": float(kinds.count(kind)) for kind in VerdictKind if kind in kinds}
-    for name, value in _extra_means(rollouts).items():
-        key = f"{prefix}/{name}"
-        numbers[f"{prefix}/extra_{name}" if key in numbers else key] = value
-    return numbers
-
-
-def _extra_means(rollouts: Sequence[Rollout]) -> Mapping[str, float]:
     values: dict[str, list[float]] = {}
     for rollout in rollouts:
         for name, value in (rollout.verdict.extra if rollout.verdict else {}).items():
             values.setdefault(name, []).append(value)
-    return {name: sum(numbers) / len(numbers) for name, numbers in values.items()}
+    for name, logged in values.items():
+        key = f"{prefix}/{name}"
+        numbers[f"{prefix}/extra_{name}" if key in numbers else key] = sum(logged) / len(logged)
+    return numbers
+
+
+def lengths(rollouts: Sequence[Rollout], prefix: str) -> dict[str, float]:
+    """Return the mean length and the share of `rollouts` that the length limit ended, under `prefix`."""
+    return {
+        f"{prefix}/response_tokens": sum(rollout.num_response_tokens for rollout in rollouts) / len(rollouts),
+        f"{prefix}/truncated": sum(r.finish_reason is FinishReason.LENGTH for r in rollouts) / len(rollouts),
+    }

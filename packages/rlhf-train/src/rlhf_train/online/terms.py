@@ -1,6 +1,6 @@
 """The terms of the actor's and the critic's loss put together, with the metrics that fall out of them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -26,19 +26,10 @@ from rlhf_train.metrics import Max, Mean, Metric, Sum
 MISMATCH_BOUNDS = (0.5, 2.0)  # of a token's importance weight, for the metric of a run that does not correct it
 
 
-def share(loss: Tensor) -> Mean:
-    """Return a micro-batch's share of a loss as a metric: shares add up to what `optimizer_steps` counts."""
-    return Mean(loss.item(), 0.0)
-
-
-def optimizer_steps(names: Sequence[str], num_ranks: int) -> dict[str, Metric]:
-    """Return one rank's part in counting one optimizer step for the losses `names`."""
-    return {name: Mean(0.0, 1.0 / num_ranks) for name in names}
-
-
-def actor_losses(spec: AlgorithmSpec) -> list[str]:
-    """Return the names of the losses that `actor_loss` reports for `spec`."""
-    return ["policy/loss", *(["kl/loss"] if spec.use_kl_loss else []), *(["entropy/loss"] if spec.entropy_coef else [])]
+def masked_mean(values: Tensor, mask: Tensor) -> Mean:
+    """Return the mean of `values` where `mask` holds, both [B, T], as a metric."""
+    chosen = values[mask]
+    return Mean(float(chosen.sum()), float(chosen.numel()))
 
 
 def policy_loss(
@@ -63,7 +54,8 @@ def actor_loss(
     kl_coef: float,
     denominators: Denominators,
 ) -> tuple[Tensor, dict[str, Metric]]:
-    """Return this micro-batch's share of the policy loss, the KL term and the entropy bonus, and its metrics.
+    """Return this micro-batch's share of the policy loss, the KL term and the entropy bonus, and its metrics: of a loss
+    the share, a `Sum`.
 
     Args:
         outputs: logprobs and entropy, [B, T] float, nats; carry the gradient.
@@ -80,21 +72,16 @@ def actor_loss(
     if "weights" in inputs:
         token_loss = inputs["weights"] * token_loss
     loss = aggregate(token_loss, mask, reduction, denominators)
-    metrics: dict[str, Metric] = {"policy/loss": share(loss)}
+    metrics: dict[str, Metric] = {"policy/loss": Sum(loss.item())}
     if spec.use_kl_loss:
-        kl = kl_loss(
-            logprobs,
-            old_logprobs,
-            inputs["ref_logprobs"],
-            spec.kl_estimator,
-            unbiased_gradient=spec.kl_unbiased_gradient,
-        )
+        unbiased = spec.kl_unbiased_gradient
+        kl = kl_loss(logprobs, old_logprobs, inputs["ref_logprobs"], spec.kl_estimator, unbiased_gradient=unbiased)
         kl_term = aggregate(kl, mask, reduction, denominators)
-        metrics["kl/loss"] = share(kl_term)
+        metrics["kl/loss"] = Sum(kl_term.item())
         loss = loss + kl_coef * kl_term
     if spec.entropy_coef:
         bonus = aggregate(outputs["entropy"], mask, reduction, denominators)
-        metrics["entropy/loss"] = share(-bonus)
+        metrics["entropy/loss"] = Sum(-bonus.item())
         loss = loss - spec.entropy_coef * bonus
     with torch.no_grad():
         metrics |= _ratio_metrics(logprobs, old_logprobs, inputs["advantages"], mask, spec)
@@ -104,24 +91,22 @@ def actor_loss(
 def _ratio_metrics(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, spec: AlgorithmSpec
 ) -> dict[str, Metric]:
-    bounds = {"clip_low": spec.clip_low, "clip_high": spec.clip_high}
     if spec.policy_loss == "gspo":
         ratio = sequence_ratio(logprobs, old_logprobs, mask)
     else:
         ratio = policy_ratio(logprobs, old_logprobs)
-    count = float(mask.sum())
     metrics: dict[str, Metric] = {
-        "policy/ratio": Mean(float(ratio[mask].sum()), count),
-        "policy/kl_to_old": Mean(float(kl_estimate(logprobs, old_logprobs, "k3")[mask].sum()), count),
+        "policy/ratio": masked_mean(ratio, mask),
+        "policy/kl_to_old": masked_mean(kl_estimate(logprobs, old_logprobs, "k3"), mask),
     }
     if spec.policy_loss == "cispo":
         clipped = (ratio < 1 - spec.clip_low) | (ratio > 1 + spec.clip_high)
     else:
-        clipped = is_clipped(ratio, advantages, **bounds)
+        clipped = is_clipped(ratio, advantages, clip_low=spec.clip_low, clip_high=spec.clip_high)
         if spec.dual_clip is not None:
             clipped |= (advantages < 0) & (ratio > spec.dual_clip)
     if spec.loss.uses_ratio:
-        metrics["policy/clip_fraction"] = Mean(float((clipped & mask).sum()), count)
+        metrics["policy/clip_fraction"] = masked_mean(clipped, mask)
     return metrics
 
 
@@ -139,9 +124,7 @@ def critic_loss(
     """
     token_loss = clipped_value_loss(values, inputs["values"], inputs["returns"], value_clip=spec.value_clip)
     loss = aggregate(token_loss, mask, "token_mean", denominators)
-    with torch.no_grad():
-        mean = Mean(float(values[mask].sum()), float(mask.sum()))
-    return loss, {"value/loss": share(loss), "value/mean": mean}
+    return loss, {"value/loss": Sum(loss.item()), "value/mean": masked_mean(values.detach(), mask)}
 
 
 def drop_nonfinite(experience: Experience) -> dict[str, Metric]:
@@ -168,7 +151,7 @@ def correct_mismatch(experience: Experience, spec: AlgorithmSpec) -> dict[str, M
     """
     mask, old_logprobs = experience.loss_mask, experience.columns["old_logprobs"]
     metrics = mismatch_metrics(old_logprobs, experience.rollout_logprobs, mask)
-    correction, count = spec.correction, float(mask.sum())
+    correction = spec.correction
     if correction.level == "off":
         return metrics
     weights = importance_weights(old_logprobs, experience.rollout_logprobs, mask, level=correction.level)
@@ -177,8 +160,8 @@ def correct_mismatch(experience: Experience, spec: AlgorithmSpec) -> dict[str, M
     )
     experience.policy_mask &= kept
     experience.set_column("weights", weights)
-    metrics["mismatch/out_of_bounds"] = Mean(float(outside.sum()), count)
-    metrics["mismatch/weight"] = Mean(float(weights[kept].sum()), float(kept.sum()))
+    metrics["mismatch/out_of_bounds"] = masked_mean(outside, mask)
+    metrics["mismatch/weight"] = masked_mean(weights, kept)
     return metrics
 
 
@@ -190,15 +173,13 @@ def mismatch_metrics(logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -
         rollout_logprobs: [B, T] float, nats, the engine's.
         mask: [B, T] bool.
     """
-    gap = (logprobs - rollout_logprobs)[mask]
-    count = float(gap.numel())
-    kl = kl_estimate(rollout_logprobs, logprobs, "k3")[mask]
+    gap = (logprobs - rollout_logprobs).abs()
     weights = importance_weights(logprobs, rollout_logprobs, mask, level="token")
     low, high = MISMATCH_BOUNDS
     _, _, outside = bounded_weights(weights, mask, mode="truncate", low=low, high=high)
     return {
-        "mismatch/logprob_gap_mean": Mean(float(gap.abs().sum()), count),
-        "mismatch/logprob_gap_max": Max(float(gap.abs().max()) if count else 0.0),
-        "mismatch/kl": Mean(float(kl.sum()), count),
-        "mismatch/out_of_bounds": Mean(float(outside.sum()), count),
+        "mismatch/logprob_gap_mean": masked_mean(gap, mask),
+        "mismatch/logprob_gap_max": Max(float(gap[mask].max()) if mask.any() else 0.0),
+        "mismatch/kl": masked_mean(kl_estimate(rollout_logprobs, logprobs, "k3"), mask),
+        "mismatch/out_of_bounds": masked_mean(outside, mask),
     }

@@ -1,10 +1,9 @@
 """One data-parallel rank: the models it hosts, its shard of the step's rollouts, and what it computes from them."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +17,7 @@ from rlhf_models.critic import Critic
 from rlhf_models.loading import load_actor, load_critic, load_tokenizer, resolve_dtype
 from rlhf_models.reference import load_reference
 from rlhf_models.weights import save_hf
-from rlhf_train.advantages import generalized_advantages, moments, token_rewards, whiten
+from rlhf_train.advantages import generalized_advantages, last_trained, moments, token_rewards, whiten
 from rlhf_train.algorithms import AlgorithmSpec
 from rlhf_train.batching import Denominators, MiniBatch, RankPlan
 from rlhf_train.ema import WeightAverage
@@ -28,12 +27,11 @@ from rlhf_train.kl import kl_estimate
 from rlhf_train.metrics import Max, Mean, Metric, Sum, merge_metrics
 from rlhf_train.online.terms import (
     actor_loss,
-    actor_losses,
     correct_mismatch,
     critic_loss,
     drop_nonfinite,
+    masked_mean,
     mismatch_metrics,
-    optimizer_steps,
 )
 from rlhf_train.specs import ModelSpec
 
@@ -81,11 +79,7 @@ class TrainWorker:
         self._plan = RankPlan((), (), ())
 
     def _load(self, role: str, spec: ModelSpec, device: str) -> None:
-        options: dict[str, Any] = {
-            "dtype": spec.dtype,
-            "attn_implementation": spec.attn_implementation,
-            "packing": spec.packing,
-        }
+        options = {name: getattr(spec, name) for name in ("dtype", "attn_implementation", "packing")}
         if spec.optimizer is None:
             self._frozen[role] = load_reference(spec.path, **options).to(self._device)
             return
@@ -117,7 +111,7 @@ class TrainWorker:
             if "last_values" in outputs:
                 last_values[list(rows), : values.shape[1]] = outputs["last_values"].float().cpu()
             if role == "actor":
-                entropy = entropy.merge(_mean(outputs["entropy"], mask))
+                entropy = entropy.merge(masked_mean(outputs["entropy"], mask))
         self._experience.set_column(MODEL_COLUMNS[role], column)
         if role == "critic" and self._algorithm.bootstrap_truncated:
             self._experience.set_column("last_values", last_values)
@@ -155,7 +149,7 @@ class TrainWorker:
         kl = None
         if spec.uses_reference and "old_logprobs" in columns:
             kl = kl_estimate(columns["old_logprobs"], columns["ref_logprobs"], spec.kl_estimator)
-            metrics["kl/reference"] = _mean(kl, mask)
+            metrics["kl/reference"] = masked_mean(kl, mask)
         zeros = torch.zeros(mask.shape)
         charged = zeros if kl is None or spec.use_kl_loss else kl
         rewards = token_rewards(experience.rewards, charged, mask, kl_coef=kl_coef)
@@ -169,9 +163,8 @@ class TrainWorker:
             advantages = whiten(advantages, mask, total.cpu(), divide_by_std=spec.whiten_std)
         experience.set_column("advantages", advantages)
         experience.set_column("returns", returns)
-        count = float(mask.sum())
-        metrics["policy/advantage_abs"] = Mean(float(experience.columns["advantages"].abs().sum()), count)
-        metrics["value/return"] = Mean(float(experience.columns["returns"].sum()), count)
+        metrics["policy/advantage_abs"] = masked_mean(columns["advantages"].abs(), mask)
+        metrics["value/return"] = masked_mean(columns["returns"], mask)
         return metrics
 
     def update(self, role: str, *, max_epochs: int, seed: int, kl_coef: float = 0.0) -> dict[str, Metric]:
@@ -220,7 +213,8 @@ class TrainWorker:
             rows = [row for row in planned if trained[row]]
             outputs, mask = self._forward(role, rows)
             if role == "critic":
-                loss, metrics = self._critic_loss(rows, outputs, mask, mini_batch.denominators)
+                inputs = self._columns(rows, mask.shape[1], ("values", "returns"))
+                loss, metrics = critic_loss(outputs["values"], mask, inputs, self._algorithm, mini_batch.denominators)
             else:
                 loss, metrics = self._actor_loss(rows, outputs, mask, mini_batch.denominators, kl_coef, is_first)
             engine.backward(loss, is_last=index == len(mini_batch.micro_batches) - 1)
@@ -231,19 +225,16 @@ class TrainWorker:
             raise EngineError(with_hint(f"the gradient of the {role} is not finite ({stats.grad_norm})", hint))
         if role == "actor" and self._average is not None:
             self._average.update(engine.local_weights())
-        losses = actor_losses(self._algorithm) if role == "actor" else ["value/loss"]
-        norm: dict[str, Metric] = {
+        merged = merge_metrics(parts)
+        # The shares of a loss add up to that of an optimizer step, which all ranks together count as one.
+        losses = {key: Mean(part.value, 1 / self._num_ranks) for key, part in merged.items() if isinstance(part, Sum)}
+        return {
+            **merged,
+            **losses,
             f"{name}/grad_norm": Mean(stats.grad_norm, 1),
             f"{name}/learning_rate": Max(stats.learning_rate),
             f"{name}/rollout_passes": Sum(sum(map(len, mini_batch.micro_batches))),
         }
-        return merge_metrics([*parts, norm, optimizer_steps(losses, self._num_ranks)])
-
-    def _critic_loss(
-        self, rows: Sequence[int], outputs: Mapping[str, Tensor], mask: Tensor, denominators: Denominators
-    ) -> tuple[Tensor, dict[str, Metric]]:
-        inputs = self._columns(rows, mask.shape[1], ("values", "returns"))
-        return critic_loss(outputs["values"], mask, inputs, self._algorithm, denominators)
 
     def _actor_loss(
         self,
@@ -261,12 +252,12 @@ class TrainWorker:
         loss, metrics = actor_loss(outputs, policy_mask, inputs, spec, kl_coef, denominators)
         if is_first and spec.old_logprobs != "recompute":
             with torch.no_grad():
-                metrics["policy/entropy"] = _mean(outputs["entropy"], mask)
+                metrics["policy/entropy"] = masked_mean(outputs["entropy"], mask)
                 rollout_logprobs = self._cut(self._experience.rollout_logprobs, rows, width)
                 metrics |= mismatch_metrics(outputs["logprobs"], rollout_logprobs, mask)
                 if spec.use_kl_loss:
                     kl = kl_estimate(outputs["logprobs"], inputs["ref_logprobs"], spec.kl_estimator)
-                    metrics["kl/reference"] = _mean(kl, mask)
+                    metrics["kl/reference"] = masked_mean(kl, mask)
         return loss, metrics
 
     def _forward(self, role: str, rows: Sequence[int]) -> tuple[dict[str, Tensor], Tensor]:
@@ -303,9 +294,7 @@ class TrainWorker:
         before = _rows([torch.cat([row.new_zeros(1), row[:-1]]) for row in after], width)
         last = torch.stack([row[-1] for row in after])
         truncated = self._experience.truncated[list(rows)] if rows else torch.zeros(1, dtype=torch.bool)
-        position = torch.arange(width, device=self._device)
-        at_end = (position == torch.where(mask, position, -1).amax(dim=1, keepdim=True)) & mask
-        last_values = at_end * (last * truncated.to(self._device))[:, None]
+        last_values = last_trained(mask) * (last * truncated.to(self._device))[:, None]
         return {"values": before, "last_values": last_values}, mask if rows else torch.zeros_like(mask)
 
     def _columns(self, rows: Sequence[int], width: int, names: Sequence[str]) -> dict[str, Tensor]:
@@ -316,10 +305,6 @@ class TrainWorker:
         if not rows:
             return torch.zeros(1, width, dtype=torch.float32 if column is None else column.dtype, device=self._device)
         return column[list(rows), :width].to(self._device)
-
-    def named_weights(self, role: str) -> Iterator[tuple[str, Tensor]]:
-        """Yield the weights of `role` whole, under their Hugging Face names. Collective."""
-        return self.engines[role].named_weights()
 
     def offload(self) -> None:
         """Move optimizer states off the device."""
@@ -369,8 +354,3 @@ def without_dropout(model: torch.nn.Module) -> torch.nn.Module:
 def _rows(sequences: Sequence[Tensor], width: int) -> Tensor:
     """Stack sequences of different lengths, filled up with 0.0 on the right; differentiable."""
     return torch.stack([torch.nn.functional.pad(sequence, (0, width - len(sequence))) for sequence in sequences])
-
-
-def _mean(values: Tensor, mask: Tensor) -> Mean:
-    chosen = values[mask]
-    return Mean(float(chosen.sum()), float(chosen.numel()))

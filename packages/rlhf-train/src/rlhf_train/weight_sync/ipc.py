@@ -1,17 +1,8 @@
 """Weights through CUDA IPC: one flat buffer on the GPU that the trainer and its engines share."""
 
-from collections.abc import Sequence
-from typing import Any
-
 import torch
 
-from rlhf_data.errors import ConfigError, WeightSyncError, with_hint
-
-
-def check_gpu() -> None:
-    """Raise ConfigError when there is no GPU to share memory on."""
-    if not torch.cuda.is_available():
-        raise ConfigError(with_hint("weight sync by ipc needs a GPU", "use shared_memory"))
+from rlhf_data.errors import WeightSyncError, with_hint
 
 
 class CudaIpcBuffer:
@@ -26,15 +17,12 @@ class CudaIpcBuffer:
         self.data = torch.empty(size_bytes, dtype=torch.uint8, device=device)
         uuid = str(torch.cuda.get_device_properties(device).uuid)
         try:
-            # torch frees the buffer after one release an export, so that no two engines may share one.
-            self._handles = [(uuid, reduce_tensor(self.data)[1]) for _ in range(num_engines)]
+            # The GPU's id, and what torch needs to open the export. torch frees the buffer after one release an export,
+            # so that no two engines may share one.
+            self.handles = [(uuid, reduce_tensor(self.data)[1]) for _ in range(num_engines)]
         except RuntimeError as error:
-            raise WeightSyncError(
-                with_hint(
-                    f"CUDA does not export the weight buffer: {error}",
-                    "unset expandable_segments in PYTORCH_CUDA_ALLOC_CONF, or use shared_memory",
-                )
-            ) from error
+            hint = "unset expandable_segments in PYTORCH_CUDA_ALLOC_CONF, or use shared_memory"
+            raise WeightSyncError(with_hint(f"CUDA does not export the weight buffer: {error}", hint)) from error
 
     def reserve(self, end_bytes: int) -> None:
         """See `BucketBuffer`: all of it was allocated."""
@@ -43,12 +31,8 @@ class CudaIpcBuffer:
         """See `BucketBuffer`: wait for the copies on the stream."""
         torch.cuda.current_stream(self.data.device).synchronize()
 
-    def handles(self) -> Sequence[Any]:
-        """See `BucketBuffer`: the GPU's id and what torch needs to open the export."""
-        return self._handles
-
     def close(self) -> None:
         """See `BucketBuffer`: torch keeps the memory until every engine has let go of it."""
-        self._handles = []
-        del self.data
+        self.handles = []
+        self.data = self.data.new_empty(0)
         torch.cuda.ipc_collect()

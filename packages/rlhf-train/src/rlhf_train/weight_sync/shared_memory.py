@@ -4,8 +4,6 @@ import errno
 import mmap
 import os
 import secrets
-from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
@@ -19,18 +17,15 @@ class SharedMemoryBuffer:
     backend = "shared_memory"
 
     def __init__(self, size_bytes: int, num_engines: int) -> None:
-        self._name = f"rlhf-weights-{os.getpid()}-{secrets.token_hex(4)}"
-        self._num_engines = num_engines
+        name = f"rlhf-weights-{os.getpid()}-{secrets.token_hex(4)}"
+        self._path = SHARED_MEMORY_DIR / name
+        self.handles = [name] * num_engines
         self._reserved_bytes = 0
         try:
             self._descriptor = os.open(self._path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
         except OSError as error:
-            raise WeightSyncError(
-                with_hint(
-                    f"no shared memory at {SHARED_MEMORY_DIR}: {error.strerror}",
-                    "shared memory needs Linux with a tmpfs there",
-                )
-            ) from error
+            message = f"no shared memory at {SHARED_MEMORY_DIR}: {error.strerror}"
+            raise WeightSyncError(with_hint(message, "shared memory needs Linux with a tmpfs there")) from error
         try:
             os.ftruncate(self._descriptor, size_bytes)
             self._map = mmap.mmap(self._descriptor, size_bytes)
@@ -38,10 +33,6 @@ class SharedMemoryBuffer:
         except BaseException:
             self.close()
             raise
-
-    @property
-    def _path(self) -> Path:
-        return SHARED_MEMORY_DIR / self._name
 
     def reserve(self, end_bytes: int) -> None:
         """See `BucketBuffer`. Without it, writing to a full tmpfs would kill the process."""
@@ -52,20 +43,13 @@ class SharedMemoryBuffer:
         except OSError as error:
             if error.errno != errno.ENOSPC:
                 raise
-            raise WeightSyncError(
-                with_hint(
-                    f"{SHARED_MEMORY_DIR} has no room for {end_bytes} bytes of weights",
-                    "use smaller buckets, or give it more room (docker run --shm-size)",
-                )
-            ) from error
+            message = f"{SHARED_MEMORY_DIR} has no room for {end_bytes} bytes of weights"
+            hint = "use smaller buckets, or give it more room (docker run --shm-size)"
+            raise WeightSyncError(with_hint(message, hint)) from error
         self._reserved_bytes = end_bytes
 
     def publish(self) -> None:
         """See `BucketBuffer`: a copy from a GPU to pageable memory has arrived when it returns."""
-
-    def handles(self) -> Sequence[str]:
-        """See `BucketBuffer`: the file's name."""
-        return [self._name] * self._num_engines
 
     def close(self) -> None:
         """See `BucketBuffer`: the name goes at once, the memory with the last process that maps it."""

@@ -1,0 +1,1 @@
+"""Sums kept in a wider dtype than what is added to them."""

@@ -1,0 +1,8 @@
+"""The plain torch twin of `accumulate_`."""
+
+from torch import Tensor
+
+
+def accumulate_reference_(total: Tensor, part: Tensor) -> None:
+    """Add as `dispatch.accumulate_` does."""
+    total.add_(part.view_as(total))

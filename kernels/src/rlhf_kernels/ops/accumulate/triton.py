@@ -1,0 +1,24 @@
+"""Fused `accumulate_`: each element of both is read once, and the sum written once."""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK_SIZE = 4096
+
+
+@triton.jit
+def _accumulate_kernel(total_ptr, part_ptr, size, BLOCK_SIZE: tl.constexpr):  # noqa: N803
+    """One block a program."""
+    index = tl.program_id(0).to(tl.int64) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
+    valid = index < size
+    total = tl.load(total_ptr + index, mask=valid)
+    part = tl.load(part_ptr + index, mask=valid)
+    tl.store(total_ptr + index, total + part.to(tl.float32), mask=valid)
+
+
+def accumulate_triton_(total: Tensor, part: Tensor) -> None:
+    """Add as `dispatch.accumulate_` does, which checks the arguments."""
+    size = total.numel()
+    if size:
+        _accumulate_kernel[(triton.cdiv(size, BLOCK_SIZE),)](total, part.contiguous(), size, BLOCK_SIZE=BLOCK_SIZE)

@@ -1,0 +1,156 @@
+"""The commands that learn from fixed examples: what makes examples of rows, and what is learned, a row a command."""
+
+from typing import Any
+
+from rlhf_cli.commands.offline import Command
+from rlhf_cli.config.base import matching
+from rlhf_cli.config.offline import (
+    LOSSES_WITH,
+    DpoConfig,
+    KdConfig,
+    KtoConfig,
+    PrmConfig,
+    RmConfig,
+    SftConfig,
+)
+from rlhf_data.errors import ConfigError, with_hint
+
+
+def _demonstrations(config: SftConfig, tokenizer: Any) -> Any:
+    from rlhf_data.sft import SftEncoder
+
+    pretrain = getattr(config.data, "pretrain_mode", False)
+    return SftEncoder(tokenizer=tokenizer, pretrain=pretrain, **matching(SftEncoder, config.data))
+
+
+def _pairs(config: DpoConfig | RmConfig, tokenizer: Any) -> Any:
+    from rlhf_data.preference import PreferenceEncoder
+
+    margin_key = config.data.margin_key if getattr(config.objective, "margin_loss", False) else None
+    options = matching(PreferenceEncoder, config.data) | {"margin_key": margin_key}
+    return PreferenceEncoder(tokenizer=tokenizer, **options)
+
+
+def _verdicts(config: KtoConfig, tokenizer: Any) -> Any:
+    from rlhf_data.preference import UnpairedEncoder
+
+    return UnpairedEncoder(sft=_demonstrations(config, tokenizer), label_key=config.data.label_key)
+
+
+def _steps(config: PrmConfig, tokenizer: Any) -> Any:
+    from rlhf_data.preference import ProcessEncoder
+
+    options = matching(ProcessEncoder, config.data)
+    return ProcessEncoder(tokenizer=tokenizer, placeholder=config.data.placeholder_token, **options)
+
+
+def _completions(config: SftConfig, tokenizer: Any) -> Any:
+    from rlhf_train.offline.supervised import SupervisedObjective
+
+    return SupervisedObjective()
+
+
+def _teacher(config: KdConfig, tokenizer: Any) -> Any:
+    from rlhf_train.offline.distillation import DistillationObjective
+
+    return DistillationObjective(kd_coef=config.objective.kd_coef)
+
+
+def _scores(config: RmConfig, tokenizer: Any) -> Any:
+    from rlhf_train.offline.reward_model import RewardModelObjective
+
+    return RewardModelObjective(use_margins=config.objective.margin_loss)
+
+
+def _preferences(config: DpoConfig, tokenizer: Any) -> Any:
+    from rlhf_train.offline.preference import PreferenceObjective
+
+    section = config.objective
+    names = {"nll_loss_coef": "nll_coef", "simpo_gamma": "gamma"}
+    options = {
+        names.get(name, name): getattr(section, name)
+        for name, losses in LOSSES_WITH.items()
+        if section.name in losses and hasattr(section, name)
+    }
+    return PreferenceObjective(loss_type=section.name, beta=section.beta, **options)
+
+
+def _judged_answers(config: KtoConfig, tokenizer: Any) -> Any:
+    from rlhf_train.offline.kto import KtoObjective
+
+    section = config.objective
+    weights = {"desirable_weight": section.desirable_loss_weight, "undesirable_weight": section.undesirable_loss_weight}
+    return KtoObjective(beta=section.beta, **weights)
+
+
+def _judged_steps(config: PrmConfig, tokenizer: Any) -> Any:
+    from rlhf_train.offline.process_reward import ProcessRewardObjective
+
+    ids = []
+    for text in config.data.reward_tokens:
+        ids += (found := tokenizer(text, add_special_tokens=False)["input_ids"])
+        if len(found) != 1:
+            message = f"--reward_tokens: {text!r} is {len(found)} tokens, not one"
+            raise ConfigError(with_hint(message, "use a character, such as + and -, or a special token"))
+    return ProcessRewardObjective(reward_tokens=tuple(ids))
+
+
+COMMANDS = {
+    "sft": Command(
+        name="sft",
+        description="Supervised fine-tuning: read prompts with completions, train the model on the completions, and"
+        " write a Hugging Face model folder. One process; under torchrun, one process a GPU.",
+        config=SftConfig,
+        encoder=_demonstrations,
+        objective=_completions,
+        prefix="sft",
+        metrics=("loss", "entropy"),
+    ),
+    "rm": Command(
+        name="rm",
+        description="Reward model: the model gets a scalar head that is to score the chosen answer of each pair above"
+        " the rejected one. Mean and deviation of its scores are stored with it.",
+        config=RmConfig,
+        encoder=_pairs,
+        objective=_scores,
+        prefix="rm",
+        metrics=("loss", "accuracy", "margin", "score", "squared_score"),
+    ),
+    "dpo": Command(
+        name="dpo",
+        description="Direct preference optimization, and its relatives by --loss_type: the chosen answer of each pair"
+        " is to become likelier than the rejected one.",
+        config=DpoConfig,
+        encoder=_pairs,
+        objective=_preferences,
+        prefix="preference",
+        metrics=("loss", "accuracy", "margin", "nll", "chosen_reward", "rejected_reward"),
+    ),
+    "kto": Command(
+        name="kto",
+        description="Kahneman-Tversky optimization: learn from answers that were judged one by one, good or bad.",
+        config=KtoConfig,
+        encoder=_verdicts,
+        objective=_judged_answers,
+        prefix="kto",
+        metrics=("loss", "kl", "desirable_reward", "undesirable_reward"),
+    ),
+    "prm": Command(
+        name="prm",
+        description="Process reward model: a language model that writes its verdict after each step of a solution.",
+        config=PrmConfig,
+        encoder=_steps,
+        objective=_judged_steps,
+        prefix="prm",
+        metrics=("loss", "accuracy"),
+    ),
+    "kd": Command(
+        name="kd",
+        description="Knowledge distillation: the examples of `sft`, on whose completions the model follows a teacher.",
+        config=KdConfig,
+        encoder=_demonstrations,
+        objective=_teacher,
+        prefix="kd",
+        metrics=("loss", "nll", "distillation"),
+    ),
+}

@@ -1,0 +1,97 @@
+"""Folders and hub names of models: whether they are there, what their tokenizer is, and errors that say what to do."""
+
+import functools
+import logging
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rlhf_data.errors import ConfigError, RlhfError, with_hint
+
+_HUB_TIMEOUT_S = 5.0
+
+logger = logging.getLogger(__name__)
+
+
+def load_tokenizer(path: str | Path) -> Any:
+    """Return the Hugging Face tokenizer of a folder or hub name; its padding token is its end token when it has none.
+
+    Raises:
+        ConfigError: transformers is not installed; there is no tokenizer, it makes no tokens, or it has no
+            end-of-sequence token.
+    """
+    name, is_local = located(path)
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise ConfigError(with_hint(f"tokenizers need transformers: {error}", "pip install 'rlhf-data[hf]'")) from None
+    with clear_errors("tokenizer", path):
+        tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=is_local)
+    if not tokenizer.encode("text", add_special_tokens=False):  # what transformers makes of a folder without one
+        hint = "put its files there: tokenizer.json, or what `tokenizer.save_pretrained` writes"
+        raise ConfigError(with_hint(f"{path} has no tokenizer that makes tokens of text", hint))
+    check_eos(tokenizer, path)
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def check_eos(tokenizer: Any, name: str | Path) -> None:
+    """Raise ConfigError unless a tokenizer has a token that ends a sequence."""
+    if tokenizer.eos_token_id is None:
+        hint = 'set "eos_token" in its tokenizer_config.json: generation ends at that token'
+        raise ConfigError(with_hint(f"the tokenizer {name} has no end-of-sequence token", hint))
+
+
+def located(path: str | Path) -> tuple[str, bool]:
+    """Return the name by which transformers finds a model, and whether to look on this machine only.
+
+    That is so of a folder, and of a hub name when the hub does not answer. Raises ConfigError for what is plainly meant
+    as a folder and is none, before the hub is asked.
+    """
+    folder, text = Path(path).expanduser(), str(path)
+    if folder.is_dir():
+        return str(folder), True
+    is_name = isinstance(path, str) and not text.startswith((".", "/", "~")) and text.count("/") == 1
+    if not is_name or folder.parent.is_dir():
+        hint = "give an existing folder, or a hub name as `owner/name`"
+        raise ConfigError(with_hint(f"there is no model folder {text}", hint))
+    return text, not hub_answers()
+
+
+@functools.cache
+def hub_answers() -> bool:
+    """Whether the hub can be reached, asked once; its own client would retry every file for half a minute."""
+    from huggingface_hub import constants, get_session
+
+    problems: list[Any] = ["no answer in time"]
+
+    def ask() -> None:
+        try:
+            get_session().head(constants.ENDPOINT, timeout=_HUB_TIMEOUT_S)
+            problems.clear()
+        except Exception as error:  # of the HTTP library, which differs between versions of the client
+            problems.append(error)
+
+    # A thread, because the look-up of the hub's address knows no timeout.
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(_HUB_TIMEOUT_S)
+    if problems:
+        logger.info("the hub %s does not answer, only its local cache is used: %s", constants.ENDPOINT, problems[-1])
+    return not problems
+
+
+@contextmanager
+def clear_errors(kind: str, path: str | Path) -> Iterator[None]:
+    """Turn what libraries raise while they read a model or tokenizer, the `kind`, into a ConfigError with a hint."""
+    try:
+        yield
+    except RlhfError:
+        raise
+    except Exception as error:  # the libraries raise whatever their many parts do
+        first_line = str(error).strip().split("\n")[0]
+        hint = "check the path, or the hub name and the network; a hub model must be in the local cache when offline"
+        raise ConfigError(with_hint(f"cannot load the {kind} {path}: {first_line}", hint)) from error

@@ -1,0 +1,88 @@
+"""Tokenizers by folder or hub name: what is found, what is refused, and that nobody waits for a hub that is away."""
+
+import json
+import time
+
+import pytest
+
+from rlhf_data import pretrained
+from rlhf_data.errors import ConfigError, DataError
+from rlhf_data.pretrained import load_tokenizer
+from rlhf_data.sources import open_sources
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder with a tokenizer of two words that has no padding token."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    core = Tokenizer(models.WordLevel({"<unk>": 0, "</s>": 1}, unk_token="<unk>"))
+    PreTrainedTokenizerFast(tokenizer_object=core, eos_token="</s>", unk_token="<unk>").save_pretrained(tmp_path / "t")
+    return tmp_path / "t"
+
+
+@pytest.fixture
+def nobody_there(monkeypatch):
+    """A hub of which nothing listens; the hub's client alone takes 1 + 2 + 4 + 8 + 8 s before it gives up."""
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:1")
+    pretrained.hub_answers.cache_clear()
+    yield
+    pretrained.hub_answers.cache_clear()
+
+
+def test_load_tokenizer_without_padding_token_pads_with_the_end(folder):
+    assert load_tokenizer(folder).pad_token_id == load_tokenizer(str(folder)).eos_token_id == 1
+
+
+def test_load_tokenizer_knows_the_home_folder(folder, monkeypatch):
+    monkeypatch.setenv("HOME", str(folder.parent))
+    assert load_tokenizer("~/t").eos_token == "</s>"
+
+
+def test_load_tokenizer_without_end_token_hints_at_the_file(folder):
+    file = folder / "tokenizer_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "eos_token": None}))
+    with pytest.raises(ConfigError, match=r"t has no end-of-sequence token\n\nhint: .*tokenizer_config\.json"):
+        load_tokenizer(folder)
+
+
+@pytest.mark.parametrize("config", ["{}", '{"model_type": "qwen2"}', '{"model_type": "llama"}'])
+def test_load_tokenizer_folder_without_one_says_so(tmp_path, config):
+    (tmp_path / "config.json").write_text(config)
+    # Of some families transformers makes an empty tokenizer, of others it says itself that there is none.
+    ours, theirs = "has no tokenizer that makes tokens of text", "cannot load the tokenizer"
+    with pytest.raises(ConfigError, match=rf"({ours}|{theirs})[^\n]*\n\nhint: "):
+        load_tokenizer(tmp_path)
+
+
+def test_load_tokenizer_broken_file_is_named(folder):
+    (folder / "tokenizer.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"cannot load the tokenizer .*t: .*\n\nhint: check the path"):
+        load_tokenizer(folder)
+
+
+@pytest.mark.parametrize("path", ["/no/such/folder", "./nowhere", "nowhere", "a/b/c"])
+def test_load_tokenizer_missing_folder_is_refused_and_the_hub_not_asked(path, monkeypatch):
+    monkeypatch.setattr(pretrained, "hub_answers", lambda: pytest.fail("the hub was asked"))
+    with pytest.raises(ConfigError, match=rf"no model folder {path}\n\nhint: .*`owner/name`"):
+        load_tokenizer(path)
+
+
+def test_hub_names_with_nobody_there_are_looked_for_in_the_cache_at_once(nobody_there, monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    started = time.perf_counter()
+    with pytest.raises(ConfigError, match=r"cannot load the tokenizer no/such-name: .*\n\nhint: .*offline"):
+        load_tokenizer("no/such-name")
+    with pytest.raises(DataError, match=r"data set no/such-data cannot be opened: .*\n\nhint: .*the network"):
+        open_sources("no/such-data")
+    assert time.perf_counter() - started < 10.0
+
+
+def test_hub_that_never_answers_is_given_up_after_a_while(nobody_there, monkeypatch):
+    monkeypatch.setattr(pretrained, "_HUB_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("huggingface_hub.get_session", lambda: time.sleep(5))
+    started = time.perf_counter()
+    assert not pretrained.hub_answers()
+    assert time.perf_counter() - started < 2.0

@@ -1,0 +1,56 @@
+"""Compiled layers compute what the others do; here without a code generator, which a GPU test adds."""
+
+import pytest
+import torch
+
+from rlhf_models.batch import TokenBatch
+from rlhf_models.compiled import compile_layers, compile_unavailable_reason
+from rlhf_models.loading import load_actor
+from rlhf_models.testing import tiny_model_dir
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny_model_dir(tmp_path_factory.mktemp("model"))
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_compile_layers_keeps_outputs_gradients_and_names(folder, checkpointing):
+    plain, compiled = (load_actor(folder, dtype="float32", gradient_checkpointing=checkpointing) for _ in range(2))
+    compile_layers(compiled, backend="aot_eager")
+    for length in (3, 8):  # another shape, the same code
+        batch = TokenBatch.padded([range(5, 5 + length), range(40, 40 + 2 * length)], 0)
+        one, other = (model(batch).logprobs for model in (plain, compiled))
+        torch.testing.assert_close(other, one, atol=1e-6, rtol=0)
+        one.sum().backward()
+        other.sum().backward()
+    for (name, weight), (other_name, other_weight) in zip(
+        plain.named_parameters(), compiled.named_parameters(), strict=True
+    ):
+        assert name == other_name
+        torch.testing.assert_close(other_weight.grad, weight.grad, atol=1e-5, rtol=1e-5)
+
+
+def test_compile_layers_calls_the_compiler(folder):
+    calls = []
+
+    def backend(graph, inputs):
+        calls.append(graph)
+        return graph.forward
+
+    model = load_actor(folder, dtype="float32")
+    compile_layers(model, backend=backend)
+    with torch.no_grad():
+        model(TokenBatch.padded([[5, 6, 7]], 0))
+    assert calls
+
+
+def test_compile_unavailable_reason_on_a_cpu_and_without_layers(folder):
+    model = load_actor(folder, dtype="float32").model
+    assert "runs on cpu" in compile_unavailable_reason(model, torch.device("cpu"))
+    assert "layers of a Linear are not known" in compile_unavailable_reason(torch.nn.Linear(2, 2), torch.device("cuda"))
+
+
+def test_compile_unavailable_reason_packed_float32_has_no_kernel(folder):
+    model = load_actor(folder, dtype="float32", packing=True).model
+    assert "computes in torch.float32" in compile_unavailable_reason(model, torch.device("cuda"))
