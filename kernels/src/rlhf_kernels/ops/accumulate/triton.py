@@ -18,7 +18,7 @@ def _accumulate_kernel(total_ptr, part_ptr, size, BLOCK_SIZE: tl.constexpr):  # 
 
 
 def accumulate_triton_(total: Tensor, part: Tensor) -> None:
-    """Add as `dispatch.accumulate_` does, which checks the arguments."""
+    """Add as `accumulate_` does, which checks the arguments."""
     size = total.numel()
     if size:
         _accumulate_kernel[(triton.cdiv(size, BLOCK_SIZE),)](total, part.contiguous(), size, BLOCK_SIZE=BLOCK_SIZE)

@@ -5,7 +5,7 @@ from torch import Tensor
 
 
 def token_logprobs_reference(logits: Tensor, token_ids: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Return log-probs [N] and entropies [N] as `dispatch.token_logprobs` does, in float32 or, for float64, in that."""
+    """Return log-probs [N] and entropies [N] as `token_logprobs` does, in float32 or, for float64, in that."""
     vocab_size = logits.shape[1]
     scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
     ignored = token_ids < 0

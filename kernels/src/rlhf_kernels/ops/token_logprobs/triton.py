@@ -13,7 +13,7 @@ MAX_BLOCK_SIZE = 4096
 
 
 def token_logprobs_triton(logits: Tensor, token_ids: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Return log-probs [N] and entropies [N] as `dispatch.token_logprobs` does, which checks the arguments."""
+    """Return log-probs [N] and entropies [N] as `token_logprobs` does, which checks the arguments."""
     if logits.stride(-1) != 1:
         logits = logits.contiguous()
     return _TokenLogprobs.apply(logits, token_ids.contiguous(), temperature)
