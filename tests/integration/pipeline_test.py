@@ -20,8 +20,9 @@ import numpy as np
 import torch
 
 from rlhf_cli.builtin import MODEL_DIR
+from rlhf_data.pretrained import load_tokenizer
 from rlhf_models.batch import TokenBatch
-from rlhf_models.loading import load_actor, load_config, load_reward_model, load_tokenizer
+from rlhf_models.loading import load_actor, load_config, load_reward_model
 from rlhf_models.reward import score_sequences, stored_moments
 
 ROOT = Path(__file__).parents[2]
