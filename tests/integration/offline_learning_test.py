@@ -1,6 +1,7 @@
 """The offline trainers learn: the benchmark of them, shortened to one seed and four trainers."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +19,9 @@ Rows = dict[str, dict[str, Any]]
 def rows(tmp_path_factory: pytest.TempPathFactory) -> Rows:
     out = tmp_path_factory.mktemp("offline") / "offline.json"
     command = [sys.executable, str(TOOL), "--seeds", "1", "--only", "sft", "rm", "dpo", "kto", "--out", str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
+    # Bazel's Python does not look beside a script for what it imports.
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(TOOL.parent), *filter(None, sys.path)])}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     return {row["name"]: row for row in json.loads(out.read_text(encoding="utf-8"))["table"]}
 
