@@ -181,9 +181,9 @@ class OnlineJob:
         if self.sampling.temperature <= 0:
             raise ConfigError(with_hint("temperature is 0: greedy rollouts teach nothing", "use --temperature 1.0"))
         stages = {model.zero_stage for model in self.models.values() if model.optimizer}
-        if self.trainer_sleep and not stages <= {1, 2}:
+        if self.trainer_sleep and not stages <= {2}:
             hint = "add --zero_stage 2 or drop the flag"
-            raise ConfigError(with_hint("deepspeed_enable_sleep needs ZeRO stage 1 or 2", hint))
+            raise ConfigError(with_hint("deepspeed_enable_sleep needs ZeRO stage 2", hint))
 
     def _check_options(self) -> None:
         for name, wanted in (("freezing_actor_steps", self.num_frozen_steps), ("save_value_network", self.save_critic)):
