@@ -33,7 +33,7 @@ def test_token_logprobs_full_vocabulary_equals_float64(vocab_size, dtype):
     for out, want in zip(outputs, expected, strict=True):
         torch.testing.assert_close(out.double(), want, atol=2e-5, rtol=1e-6)
 
-    weights = torch.randn(2, 64, device="cuda")
+    weights = torch.randn(3, 64, device="cuda")
     sum((w * out).sum() for w, out in zip(weights, outputs, strict=True)).backward()
     sum((w * out).sum() for w, out in zip(weights.double(), expected, strict=True)).backward()
     rounding = torch.finfo(dtype).eps
@@ -49,7 +49,7 @@ def test_token_logprobs_row_offsets_beyond_int32_equal_float64():
     logits[-1].normal_()
     logits.requires_grad_()
     token_ids = torch.randint(0, vocab_size, (rows,), device="cuda")
-    logprobs, entropy = token_logprobs(logits, token_ids)
+    logprobs, entropy, _ = token_logprobs(logits, token_ids)
     (logprobs.sum() + entropy.sum()).backward()
     last = logits.detach()[-1:].double().requires_grad_()
     want = token_logprobs_reference(last, token_ids[-1:], 1.0)
