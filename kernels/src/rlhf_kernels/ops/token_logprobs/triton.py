@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 MAX_BLOCK_SIZE = 4096
 NUM_WARPS = 8
 
-# The rows of `sums`, what is known of each row of logits so far. Exponents are c = (z - m) / temperature and
-# r = (y - n) / temperature, for the policy's logits z and the reference's y.
+# The rows of `sums`, what is known of each row of logits so far: the policy's z and the reference's y. Exponents are
+# c = (z - m) / temperature and r = (y - n) / temperature.
 # 0 to 3: m = max z, s = sum e^c, u = sum c e^c, the token's z     4 to 7: logprob, entropy, log-sum-exp, KL
-# 8 to 11: n = max y, t = sum e^r, w = sum (c - r) e^c, its y      12: the reference's logprob
+# 8 to 11: n = max y, t = sum e^r, w = sum (z - y) / temperature e^c, its y      12: the reference's logprob
 # Without a reference there are rows 0 to 6.
 NUM_SUMS, NUM_SUMS_WITH_REFERENCE = 7, 13
 
@@ -79,7 +79,7 @@ def _sums_kernel(
             if HAS_REFERENCE:
                 n = tl.load(sums + 8 * sums_stride)
                 t = tl.load(sums + 9 * sums_stride)
-                w = tl.load(sums + 10 * sums_stride) * LOG2_E
+                w = tl.load(sums + 10 * sums_stride)
                 ref_token_logit = tl.load(sums + 11 * sums_stride)
         for start in range(0, width, BLOCK_SIZE):
             columns = start + tl.arange(0, BLOCK_SIZE)
@@ -92,12 +92,11 @@ def _sums_kernel(
             if HAS_REFERENCE:
                 y = tl.load(y_ptr + row * y_stride + columns, mask=columns < width, other=float("-inf")).to(tl.float32)
                 new_n = tl.maximum(n, tl.max(y, axis=0))
-                # Not cut at -1e4: a token that the policy gives weight to counts in full.
-                ref_shift = tl.maximum((n - new_n) * (inv_temperature * LOG2_E), -1e30)
-                r = (y - new_n) * (inv_temperature * LOG2_E)
-                w = tl.where(scale > 0, (w + (shift - ref_shift) * s) * scale, 0.0)
-                w += tl.sum(tl.where(weight > 0, (c - r) * weight, 0.0), axis=0)
-                t = t * tl.exp2(ref_shift) + tl.sum(tl.exp2(r), axis=0)
+                # Of the logits themselves: equal ones give 0, and no largest one takes their digits.
+                difference = tl.where(weight > 0, (z - y) * inv_temperature * weight, 0.0)
+                w = tl.where(scale > 0, w * scale, 0.0) + tl.sum(difference, axis=0)
+                t *= tl.exp2(_bits(n, new_n, inv_temperature))
+                t += tl.sum(tl.exp2(_bits(y, new_n, inv_temperature)), axis=0)
                 n = new_n
             u = (u + shift * s) * scale + tl.sum(c * weight, axis=0)
             s = s * scale + tl.sum(weight, axis=0)
@@ -120,8 +119,7 @@ def _sums_kernel(
     tl.store(sums + 6 * sums_stride, m * inv_temperature + log_sum)
     if HAS_REFERENCE:
         ref_log_sum = tl.log2(t) * LN_2
-        w = w * LN_2
-        tl.store(sums + 7 * sums_stride, w / s + (ref_log_sum - log_sum))
+        tl.store(sums + 7 * sums_stride, w / s - (m - n) * inv_temperature - (log_sum - ref_log_sum))
         tl.store(sums + 8 * sums_stride, n)
         tl.store(sums + 9 * sums_stride, t)
         tl.store(sums + 10 * sums_stride, w)
@@ -156,10 +154,9 @@ def _gradient_kernel(
     p = tl.exp2(c - tl.log2(s))
     slope = by_logsumexp - by_logprob - by_entropy * (c * LN_2 - u / s)
     if HAS_REFERENCE:
-        n = tl.load(sums_ptr + row + 8 * sums_stride)
         w = tl.load(sums_ptr + row + 10 * sums_stride)
         y = tl.load(y_ptr + row * y_stride + columns, mask=valid, other=0.0).to(tl.float32)
-        difference = tl.where(p > 0, c - (y - n) * (inv_temperature * LOG2_E), 0.0) * LN_2
+        difference = tl.where(p > 0, (z - y) * inv_temperature, 0.0)
         slope += tl.load(grads_ptr + row + 3 * grads_stride) * inv_temperature * (difference - w / s)
     grad = p * slope + tl.where(columns == token_id - vocab_start, by_logprob, 0.0)
     tl.store(out_ptrs, grad.to(out_ptr.dtype.element_ty), mask=valid)
