@@ -58,7 +58,7 @@ class HeadResults(torch.autograd.Function):
         grads = torch.stack(grads[:4])
         (hidden, weight, bias), needed = heads[:3], ctx.needs_input_grad[2:5]
         blocks = LogitBlocks(heads)
-        grad_hidden = torch.zeros(hidden.shape, device=hidden.device) if needed[0] else None
+        grad_hidden = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device) if needed[0] else None
         grad_weight = torch.empty_like(weight) if needed[1] else None
         grad_bias = torch.empty_like(bias) if needed[2] else None
         # A gradient of 0 times a hidden state that is not finite would be NaN.
@@ -68,8 +68,8 @@ class HeadResults(torch.autograd.Function):
         for columns in blocks.columns:
             part = weight[columns]
             add_up = needed[1] and len(blocks.rows) != 1
-            weight_sum = torch.zeros(part.shape, device=part.device) if add_up else None
-            bias_sum = torch.zeros(len(part), device=part.device) if needed[2] else None
+            weight_sum = torch.zeros(part.shape, dtype=torch.float32, device=part.device) if add_up else None
+            bias_sum = torch.zeros(len(part), dtype=torch.float32, device=part.device) if needed[2] else None
             for rows in blocks.rows:
                 logits, ref_logits = blocks.logits(rows, columns)
                 beside = (token_ids[rows], sums[:, rows], grads[:, rows])
