@@ -2,12 +2,13 @@
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from rlhf_kernels import token_logprobs
 from rlhf_kernels.dispatch import triton_unavailable_reason
 from rlhf_kernels.ops.token_logprobs.reference import token_logprobs_reference
 
-VOCAB_SIZES = [32_000, 50_257, 128_256, 151_936, 262_145]
+VOCAB_SIZES = [32_000, 50_257, 128_256, 151_936, 262_144, 262_145]
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +34,7 @@ def test_token_logprobs_full_vocabulary_equals_float64(vocab_size, dtype):
     for out, want in zip(outputs, expected, strict=True):
         torch.testing.assert_close(out.double(), want, atol=2e-5, rtol=1e-6)
 
-    weights = torch.randn(2, 64, device="cuda")
+    weights = torch.randn(3, 64, device="cuda")
     sum((w * out).sum() for w, out in zip(weights, outputs, strict=True)).backward()
     sum((w * out).sum() for w, out in zip(weights.double(), expected, strict=True)).backward()
     rounding = torch.finfo(dtype).eps
@@ -49,7 +50,7 @@ def test_token_logprobs_row_offsets_beyond_int32_equal_float64():
     logits[-1].normal_()
     logits.requires_grad_()
     token_ids = torch.randint(0, vocab_size, (rows,), device="cuda")
-    logprobs, entropy = token_logprobs(logits, token_ids)
+    logprobs, entropy, _ = token_logprobs(logits, token_ids)
     (logprobs.sum() + entropy.sum()).backward()
     last = logits.detach()[-1:].double().requires_grad_()
     want = token_logprobs_reference(last, token_ids[-1:], 1.0)
@@ -74,3 +75,29 @@ def test_token_logprobs_without_gradient_allocates_no_float32_copy_of_the_logits
     with torch.no_grad():
         token_logprobs(logits, token_ids)
     assert torch.cuda.max_memory_allocated() - before < 1 << 20
+
+
+@pytest.mark.parametrize("num_rows", [1, 63, 100, 2000])
+def test_token_logprobs_inplace_backward_gives_the_same_gradient_in_the_logits_memory(num_rows):
+    leaf = torch.randn(num_rows, 151_936, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    token_ids = torch.randint(0, 151_936, (num_rows,), device="cuda")
+    gradients = []
+    for inplace in (False, True):
+        logits = leaf * 2
+        logits.register_hook(gradients.append)
+        sum(values.sum() for values in token_logprobs(logits, token_ids, inplace_backward=inplace)).backward()
+    assert torch.equal(*gradients)
+    assert gradients[0].data_ptr() != gradients[1].data_ptr() == logits.data_ptr()
+
+
+@pytest.mark.parametrize("around", ["compile", "checkpoint"])
+def test_token_logprobs_inside_another_mechanism_gives_the_same(around):
+    def loss(leaf):
+        results = token_logprobs(leaf * 2, token_ids, temperature=0.7, inplace_backward=True)
+        return results.logprobs.sum() + results.entropy.sum()
+
+    leaf = torch.randn(100, 50_257, device="cuda", requires_grad=True)
+    token_ids = torch.randint(0, 50_257, (100,), device="cuda")
+    (plain,) = torch.autograd.grad(loss(leaf), leaf)
+    value = torch.compile(loss)(leaf) if around == "compile" else checkpoint(loss, leaf, use_reentrant=False)
+    torch.testing.assert_close(torch.autograd.grad(value, leaf)[0], plain)

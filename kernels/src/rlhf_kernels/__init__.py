@@ -5,11 +5,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rlhf_kernels.ops.accumulate import accumulate_
+    from rlhf_kernels.ops.linear_token_logprobs import linear_token_logprobs
+    from rlhf_kernels.ops.logprob_kl import logprob_kl
     from rlhf_kernels.ops.token_logprobs import token_logprobs
 
-__all__ = ["accumulate_", "token_logprobs"]
+__all__ = ["accumulate_", "linear_token_logprobs", "logprob_kl", "token_logprobs"]
 
-_FOLDERS = {"accumulate_": "accumulate", "token_logprobs": "token_logprobs"}
+_FOLDERS = {name: name.rstrip("_") for name in __all__}
 
 
 def __getattr__(name: str) -> Any:

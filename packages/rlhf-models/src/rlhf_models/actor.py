@@ -62,7 +62,10 @@ class Actor(nn.Module):
         # Found before the layers are queued, so that the device is not waited for after them.
         index = to_device(wanted.flatten().nonzero()[:, 0], batch.input_ids.device)
         logits = self._logits(batch, index - 1)
-        logprobs, entropy = token_logprobs(logits, batch.input_ids.flatten()[index], temperature=temperature)
+        # The head keeps its input, not its logits, and no one else sees these: their memory becomes their gradient's.
+        logprobs, entropy, _ = token_logprobs(
+            logits, batch.input_ids.flatten()[index], temperature=temperature, inplace_backward=True
+        )
         return ActorOutput(_spread(logprobs, index, wanted), _spread(entropy, index, wanted))
 
     def _logits(self, batch: TokenBatch, index: Tensor) -> Tensor:

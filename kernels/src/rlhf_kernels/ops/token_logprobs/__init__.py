@@ -1,54 +1,94 @@
-"""Log-probability of one token a row, and entropy of the row, from logits."""
+"""Log-probability of one token a row, with the entropy and the log-sum-exp of the row, from logits."""
+
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from rlhf_kernels.dispatch import FLOATS, takes_triton
-from rlhf_kernels.ops.token_logprobs.reference import token_logprobs_reference
+from rlhf_kernels.ops.token_logprobs.reference import (
+    TokenLogprobs,
+    sharded_token_logprobs_reference,
+    token_logprobs_reference,
+)
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
-def token_logprobs(logits: Tensor, token_ids: Tensor, *, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Return the log-probability of one token a row, and the entropy of the row's distribution.
+def token_logprobs(
+    logits: Tensor,
+    token_ids: Tensor,
+    *,
+    temperature: float = 1.0,
+    inplace_backward: bool = False,
+    group: "ProcessGroup | None" = None,
+    vocab_start: int = 0,
+) -> TokenLogprobs:
+    """Return the log-probability of one token a row, and the entropy and log-sum-exp of the row.
 
         logprob_n = x[n, token_ids[n]] - logsumexp(x[n]),   entropy_n = -sum_v p[n, v] * log p[n, v]
         x = logits / temperature,   p = softmax(x)
 
-    Both results carry gradients to `logits`. A row whose token id is negative is ignored: its results are 0.0 and so
+    All three carry gradients to `logits`. A row whose token id is negative is ignored: its results are 0.0 and so
     are its gradients, whatever its logits.
 
     Args:
-        logits: [N, V] bfloat16, float16 or float32.
-        token_ids: [N] integers below V. On CUDA an id of V or more gives NaN, because to raise would stall the stream.
+        logits: [N, V] bfloat16, float16 or float32. With a group: [N, V_r], the columns of the vocabulary from
+            `vocab_start` on that this rank holds.
+        token_ids: [N] integers below the whole vocabulary's size. On CUDA, and with a group, an id beyond it gives
+            NaN, because to raise would wait for the device or for the other ranks.
         temperature: > 0; results are those of the distribution sampled at this temperature.
+        inplace_backward: let the backward pass write the gradient over the logits, which halves the memory. From
+            then on the logits are lost: they must not be read, and autograd raises when another node that kept them
+            still wants them, or when this one is run again (`retain_graph=True`).
+        group: the ranks that share the vocabulary. Every rank gets the results of whole rows, and must derive the
+            same loss from them; the gradient is that of its own columns.
+        vocab_start: the id of the first column.
 
     Returns:
-        logprobs: [N] float32, nats.
-        entropy: [N] float32, nats.
+        `TokenLogprobs`: three tensors [N] float32, nats.
 
     Raises:
-        ValueError: a wrong shape, dtype, device, temperature, or (on the CPU) token id.
+        ValueError: a wrong shape, dtype, device, temperature, or (on the CPU) token id; `vocab_start` without a group;
+            `inplace_backward` for logits that are a leaf of the graph.
     """
     _check_arguments(logits, token_ids, temperature)
+    if vocab_start and group is None:
+        raise ValueError(f"vocab_start is {vocab_start} without a group: logits are then the whole vocabulary's")
+    if inplace_backward and torch.is_grad_enabled() and logits.requires_grad and logits.is_leaf:
+        raise ValueError("inplace_backward would overwrite a leaf; it is for logits that a model has computed")
     if takes_triton("token_logprobs", logits):
         from rlhf_kernels.ops.token_logprobs.triton import token_logprobs_triton
 
-        return token_logprobs_triton(logits, token_ids, temperature)
+        return token_logprobs_triton(logits, token_ids, temperature, inplace_backward, group, vocab_start)
+    if group is not None:
+        return sharded_token_logprobs_reference(logits, token_ids, temperature, group, vocab_start)
+    check_below(token_ids, logits.shape[1])
     return token_logprobs_reference(logits, token_ids, temperature)
 
 
-def _check_arguments(logits: Tensor, token_ids: Tensor, temperature: float) -> None:
-    if logits.ndim != 2 or token_ids.shape != logits.shape[:1]:
-        shapes = f"logits {list(logits.shape)} and token_ids {list(token_ids.shape)}"
-        raise ValueError(f"token_logprobs takes logits [N, V] and token_ids [N]; got {shapes}")
-    if logits.dtype not in FLOATS:
-        raise ValueError(f"token_logprobs takes logits in bfloat16, float16 or float32; got {logits.dtype}")
-    if token_ids.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"token_logprobs takes token_ids in int32 or int64; got {token_ids.dtype}")
-    if token_ids.device != logits.device:
-        raise ValueError(f"token_ids are on {token_ids.device}, logits on {logits.device}; both must be on one device")
+def check_tokens(token_ids: Tensor, num_rows: int, device: torch.device, temperature: float) -> None:
+    """Raise ValueError unless there is one integer a row on the rows' device, and a usable temperature."""
+    if token_ids.shape != (num_rows,) or token_ids.dtype not in (torch.int32, torch.int64):
+        got = f"{list(token_ids.shape)} in {token_ids.dtype}"
+        raise ValueError(f"token_ids must be [{num_rows}], one a row, in int32 or int64; got {got}")
+    if token_ids.device != device:
+        raise ValueError(f"token_ids are on {token_ids.device}, the rest on {device}; all must be on one device")
     if not 0 < temperature < float("inf"):
         raise ValueError(f"temperature is {temperature}; it must be positive and finite")
-    if logits.shape[1] == 0:
-        raise ValueError("token_logprobs needs a vocabulary of at least one token; got logits of width 0")
-    if token_ids.device.type == "cpu" and token_ids.numel() and int(token_ids.max()) >= logits.shape[1]:
-        raise ValueError(f"token id {int(token_ids.max())} is outside the vocabulary of {logits.shape[1]}")
+
+
+def check_below(token_ids: Tensor, vocab_size: int) -> None:
+    """Raise ValueError for an id outside the vocabulary, where to look costs no waiting for a device."""
+    if token_ids.device.type == "cpu" and token_ids.numel() and int(token_ids.max()) >= vocab_size:
+        raise ValueError(f"token id {int(token_ids.max())} is outside the vocabulary of {vocab_size}")
+
+
+def _check_arguments(logits: Tensor, token_ids: Tensor, temperature: float) -> None:
+    if logits.ndim != 2 or logits.shape[1] == 0:
+        got = list(logits.shape)
+        raise ValueError(f"token_logprobs takes logits [N, V] with at least one token in the vocabulary; got {got}")
+    if logits.dtype not in FLOATS:
+        raise ValueError(f"token_logprobs takes logits in bfloat16, float16 or float32; got {logits.dtype}")
+    check_tokens(token_ids, logits.shape[0], logits.device, temperature)

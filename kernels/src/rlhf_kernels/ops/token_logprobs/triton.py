@@ -1,7 +1,11 @@
-"""Fused `token_logprobs`: one pass over the logits forward, one backward, nothing of width V kept but the logits."""
+"""Fused `token_logprobs`: one pass over the logits forward, one backward, nothing of width V kept but the logits.
+
+The kernels take a block of columns and may take a reference's logits beside the policy's: `linear_token_logprobs` and
+`logprob_kl` are made of them as well.
+"""
 
 import contextlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
@@ -9,163 +13,234 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from rlhf_kernels.ops.token_logprobs.reference import TokenLogprobs, combine_shards
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
 MAX_BLOCK_SIZE = 4096
+NUM_WARPS = 8
+
+# The rows of `sums`, what is known of each row of logits so far: the policy's z and the reference's y. Exponents are
+# c = (z - m) / temperature and r = (y - n) / temperature.
+# 0 to 3: m = max z, s = sum e^c, u = sum c e^c, the token's z     4 to 7: logprob, entropy, log-sum-exp, KL
+# 8 to 11: n = max y, t = sum e^r, w = sum (z - y) / temperature e^c, its y      12: the reference's logprob
+# Without a reference there are rows 0 to 6.
+NUM_SUMS, NUM_SUMS_WITH_REFERENCE = 7, 13
+
+LOG2_E = tl.constexpr(1.4426950408889634)  # exponents are in bits inside a kernel: the GPU's exponential is 2^x
+LN_2 = tl.constexpr(0.6931471805599453)
 
 
-def token_logprobs_triton(logits: Tensor, token_ids: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Return log-probs [N] and entropies [N] as `token_logprobs` does, which checks the arguments."""
-    if logits.stride(-1) != 1:
+@torch.compiler.disable  # a kernel may write over its input, which a traced graph would not show
+def token_logprobs_triton(
+    logits: Tensor,
+    token_ids: Tensor,
+    temperature: float,
+    inplace_backward: bool = False,
+    group: "ProcessGroup | None" = None,
+    vocab_start: int = 0,
+) -> TokenLogprobs:
+    """Return what `token_logprobs` does, which checks the arguments."""
+    if logits.stride(-1) != 1 or (inplace_backward and logits.stride(0) < logits.shape[1]):
         logits = logits.contiguous()
-    return _TokenLogprobs.apply(logits, token_ids.contiguous(), temperature)
+    token_ids = token_ids.contiguous()
+    return TokenLogprobs(*_TokenLogprobs.apply(logits, token_ids, temperature, inplace_backward, group, vocab_start))
 
 
 @triton.jit
-def _forward_kernel(
-    logits_ptr,
-    token_ids_ptr,
-    logprobs_ptr,
-    entropy_ptr,
-    max_ptr,
-    log_sum_ptr,
-    row_stride,
-    vocab_size,
-    inv_temperature,
-    BLOCK_SIZE: tl.constexpr,  # noqa: N803
-):
-    """One row a program: keeps m = max z, s = sum e^c and u = sum c e^c so far, where c = (z - m) / temperature."""
+def _bits(z, m, inv_temperature):
+    """Return (z - m) / temperature in bits; a NaN stays one, and -inf, which times 0 would be NaN, becomes -1e4."""
+    return tl.maximum((z - m) * (inv_temperature * LOG2_E), -1e4, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _sums_kernel(
+    z_ptr, y_ptr, ids_ptr, sums_ptr, z_stride, y_stride, sums_stride, vocab_start, width, inv_temperature,
+    FIRST: tl.constexpr, HAS_REFERENCE: tl.constexpr, BLOCK_SIZE: tl.constexpr  # noqa: N803
+):  # fmt: skip
+    """One row a program: merges the columns of one block into its sums, and computes the results so far."""
     row = tl.program_id(0).to(tl.int64)
-    token_id = tl.load(token_ids_ptr + row)
-    if token_id < 0:
-        tl.store(logprobs_ptr + row, 0.0)
-        tl.store(entropy_ptr + row, 0.0)
-        return
-
-    row_ptr = logits_ptr + row * row_stride
-    m = -3.0e38
-    s = 0.0
+    sums = sums_ptr + row
+    token_id = tl.load(ids_ptr + row)
+    # An ignored row is sure of one token, in both models, so that whatever is computed of its sums is 0.
+    ignored = token_id < 0
+    m = tl.where(ignored, 0.0, -3.0e38)
+    s = tl.where(ignored, 1.0, 0.0)
     u = 0.0
-    for start in range(0, vocab_size, BLOCK_SIZE):
-        columns = start + tl.arange(0, BLOCK_SIZE)
-        z = tl.load(row_ptr + columns, mask=columns < vocab_size, other=float("-inf")).to(tl.float32)
-        new_m = tl.maximum(m, tl.max(z, axis=0))
-        shift = (m - new_m) * inv_temperature
-        centered = (z - new_m) * inv_temperature
-        weight = tl.exp(centered)
-        scale = tl.exp(shift)
-        # Sums that are still empty are kept out of the products: the first shift may be infinite.
-        u = tl.where(s > 0, (u + shift * s) * scale, 0.0) + tl.sum(tl.where(weight > 0, centered * weight, 0.0), axis=0)
-        s = tl.where(s > 0, s * scale, 0.0) + tl.sum(weight, axis=0)
-        m = new_m
+    token_logit = tl.where(ignored, 0.0, float("nan"))
+    n, t, w, ref_token_logit = m, s, u, token_logit
+    if not ignored:
+        if not FIRST:
+            m = tl.load(sums)
+            s = tl.load(sums + sums_stride)
+            u = tl.load(sums + 2 * sums_stride) * LOG2_E
+            token_logit = tl.load(sums + 3 * sums_stride)
+            if HAS_REFERENCE:
+                n = tl.load(sums + 8 * sums_stride)
+                t = tl.load(sums + 9 * sums_stride)
+                w = tl.load(sums + 10 * sums_stride)
+                ref_token_logit = tl.load(sums + 11 * sums_stride)
+        for start in range(0, width, BLOCK_SIZE):
+            columns = start + tl.arange(0, BLOCK_SIZE)
+            z = tl.load(z_ptr + row * z_stride + columns, mask=columns < width, other=float("-inf")).to(tl.float32)
+            new_m = tl.maximum(m, tl.max(z, axis=0))
+            shift = _bits(m, new_m, inv_temperature)
+            c = _bits(z, new_m, inv_temperature)
+            weight = tl.exp2(c)
+            scale = tl.exp2(shift)
+            if HAS_REFERENCE:
+                y = tl.load(y_ptr + row * y_stride + columns, mask=columns < width, other=float("-inf")).to(tl.float32)
+                new_n = tl.maximum(n, tl.max(y, axis=0))
+                # Of the logits themselves: equal ones give 0, and no largest one takes their digits.
+                difference = tl.where(weight > 0, (z - y) * inv_temperature * weight, 0.0)
+                w = tl.where(scale > 0, w * scale, 0.0) + tl.sum(difference, axis=0)
+                t *= tl.exp2(_bits(n, new_n, inv_temperature))
+                t += tl.sum(tl.exp2(_bits(y, new_n, inv_temperature)), axis=0)
+                n = new_n
+            u = (u + shift * s) * scale + tl.sum(c * weight, axis=0)
+            s = s * scale + tl.sum(weight, axis=0)
+            m = new_m
+        here = token_id - vocab_start
+        if (here >= 0) & (here < width):
+            token_logit = tl.load(z_ptr + row * z_stride + here).to(tl.float32)
+            if HAS_REFERENCE:
+                ref_token_logit = tl.load(y_ptr + row * y_stride + here).to(tl.float32)
 
-    in_vocabulary = token_id < vocab_size
-    token_logit = tl.load(row_ptr + token_id, mask=in_vocabulary, other=float("nan")).to(tl.float32)
-    log_sum = tl.log(s)
-    # Kept apart, m and log s lose no digits however large the logits are; their sum would.
-    tl.store(logprobs_ptr + row, (token_logit - m) * inv_temperature - log_sum)
-    tl.store(entropy_ptr + row, log_sum - u / s)
-    tl.store(max_ptr + row, m)
-    tl.store(log_sum_ptr + row, log_sum)
+    log_sum = tl.log2(s) * LN_2
+    u = u * LN_2
+    tl.store(sums, m)
+    tl.store(sums + sums_stride, s)
+    tl.store(sums + 2 * sums_stride, u)
+    tl.store(sums + 3 * sums_stride, token_logit)
+    # Kept apart, m and log s lose no digits however large the logits are; their sum does.
+    tl.store(sums + 4 * sums_stride, (token_logit - m) * inv_temperature - log_sum)
+    tl.store(sums + 5 * sums_stride, log_sum - u / s)
+    tl.store(sums + 6 * sums_stride, m * inv_temperature + log_sum)
+    if HAS_REFERENCE:
+        ref_log_sum = tl.log2(t) * LN_2
+        tl.store(sums + 7 * sums_stride, w / s - (m - n) * inv_temperature - (log_sum - ref_log_sum))
+        tl.store(sums + 8 * sums_stride, n)
+        tl.store(sums + 9 * sums_stride, t)
+        tl.store(sums + 10 * sums_stride, w)
+        tl.store(sums + 11 * sums_stride, ref_token_logit)
+        tl.store(sums + 12 * sums_stride, (ref_token_logit - n) * inv_temperature - ref_log_sum)
 
 
 @triton.jit
-def _backward_kernel(
-    logits_ptr,
-    token_ids_ptr,
-    entropy_ptr,
-    max_ptr,
-    log_sum_ptr,
-    grad_logprobs_ptr,
-    grad_entropy_ptr,
-    grad_logits_ptr,
-    row_stride,
-    grad_row_stride,
-    vocab_size,
-    inv_temperature,
-    BLOCK_SIZE: tl.constexpr,  # noqa: N803
-):
-    """One block of one row a program: recomputes log p from the logits and writes the gradient in their dtype."""
+def _gradient_kernel(
+    z_ptr, y_ptr, ids_ptr, sums_ptr, grads_ptr, out_ptr, z_stride, y_stride, sums_stride, grads_stride, out_stride,
+    vocab_start, width, inv_temperature, HAS_REFERENCE: tl.constexpr, BLOCK_SIZE: tl.constexpr  # noqa: N803
+):  # fmt: skip
+    """One block of one row a program: p from the logits again, and the gradient in their dtype, maybe over them."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
-    valid = columns < vocab_size
-    grad_ptrs = grad_logits_ptr + row * grad_row_stride + columns
-    token_id = tl.load(token_ids_ptr + row)
+    valid = columns < width
+    out_ptrs = out_ptr + row * out_stride + columns
+    token_id = tl.load(ids_ptr + row)
     if token_id < 0:
-        tl.store(grad_ptrs, tl.zeros([BLOCK_SIZE], tl.float32).to(grad_logits_ptr.dtype.element_ty), mask=valid)
+        tl.store(out_ptrs, tl.zeros([BLOCK_SIZE], tl.float32).to(out_ptr.dtype.element_ty), mask=valid)
         return
 
-    m = tl.load(max_ptr + row)
-    log_sum = tl.load(log_sum_ptr + row)
-    entropy = tl.load(entropy_ptr + row)
-    grad_logprob = tl.load(grad_logprobs_ptr + row)
-    grad_entropy = tl.load(grad_entropy_ptr + row)
+    m = tl.load(sums_ptr + row)
+    s = tl.load(sums_ptr + row + sums_stride)
+    u = tl.load(sums_ptr + row + 2 * sums_stride)
+    by_logprob = tl.load(grads_ptr + row) * inv_temperature
+    by_entropy = tl.load(grads_ptr + row + grads_stride) * inv_temperature
+    by_logsumexp = tl.load(grads_ptr + row + 2 * grads_stride) * inv_temperature
 
-    logits = tl.load(logits_ptr + row * row_stride + columns, mask=valid, other=float("-inf"))
-    logp = (logits.to(tl.float32) - m) * inv_temperature - log_sum
-    p = tl.exp(logp)
-    chosen = tl.where(columns == token_id, 1.0, 0.0)
-    surprise = tl.where(p > 0, logp + entropy, 0.0)
-    grad = (grad_logprob * (chosen - p) - grad_entropy * p * surprise) * inv_temperature
-    tl.store(grad_ptrs, grad.to(grad_logits_ptr.dtype.element_ty), mask=valid)
+    z = tl.load(z_ptr + row * z_stride + columns, mask=valid, other=float("-inf")).to(tl.float32)
+    c = _bits(z, m, inv_temperature)
+    p = tl.exp2(c - tl.log2(s))
+    slope = by_logsumexp - by_logprob - by_entropy * (c * LN_2 - u / s)
+    if HAS_REFERENCE:
+        w = tl.load(sums_ptr + row + 10 * sums_stride)
+        y = tl.load(y_ptr + row * y_stride + columns, mask=valid, other=0.0).to(tl.float32)
+        difference = tl.where(p > 0, (z - y) * inv_temperature, 0.0)
+        slope += tl.load(grads_ptr + row + 3 * grads_stride) * inv_temperature * (difference - w / s)
+    grad = p * slope + tl.where(columns == token_id - vocab_start, by_logprob, 0.0)
+    tl.store(out_ptrs, grad.to(out_ptr.dtype.element_ty), mask=valid)
+
+
+def add_sums(
+    logits: Tensor,
+    ref_logits: Tensor | None,
+    token_ids: Tensor,
+    sums: Tensor,
+    temperature: float,
+    vocab_start: int = 0,
+    first: bool = True,
+) -> None:
+    """Merge a block of columns, `vocab_start` its first id, into `sums`, which need not be set before the first."""
+    y = logits if ref_logits is None else ref_logits
+    strides = logits.stride(0), y.stride(0), sums.stride(0)
+    options = {"FIRST": first, "HAS_REFERENCE": ref_logits is not None, "num_warps": NUM_WARPS}
+    (num_rows, width), size = logits.shape, _block_size(logits)
+    if num_rows:
+        with _on_device(logits):
+            _sums_kernel[(num_rows,)](
+                logits, y, token_ids, sums, *strides, vocab_start, width, 1.0 / temperature, BLOCK_SIZE=size, **options
+            )
+
+
+def write_gradient(
+    logits: Tensor,
+    ref_logits: Tensor | None,
+    token_ids: Tensor,
+    sums: Tensor,
+    grads: Tensor,
+    out: Tensor,
+    temperature: float,
+    vocab_start: int = 0,
+) -> None:
+    """Write to `out`, which may be `logits`, the gradient by logits, from that by the results (rows 4 on of `sums`)."""
+    y = logits if ref_logits is None else ref_logits
+    tensors = (logits, y, token_ids, sums, grads, out)
+    strides = logits.stride(0), y.stride(0), sums.stride(0), grads.stride(0), out.stride(0)
+    options = {"HAS_REFERENCE": ref_logits is not None, "num_warps": NUM_WARPS}
+    (num_rows, width), size = logits.shape, _block_size(logits)
+    if num_rows:
+        with _on_device(logits):
+            _gradient_kernel[(num_rows, triton.cdiv(width, size))](
+                *tensors, *strides, vocab_start, width, 1.0 / temperature, BLOCK_SIZE=size, **options
+            )
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """Keeps the logits and four numbers a row for the backward pass."""
+    """Keeps the logits and a few numbers a row for the backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, token_ids: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        num_rows, vocab_size = logits.shape
-        logprobs, entropy, row_max, log_sum = (
-            torch.empty(num_rows, dtype=torch.float32, device=logits.device) for _ in range(4)
-        )
-        if num_rows:
-            with _on_device(logits):
-                _forward_kernel[(num_rows,)](
-                    logits,
-                    token_ids,
-                    logprobs,
-                    entropy,
-                    row_max,
-                    log_sum,
-                    logits.stride(0),
-                    vocab_size,
-                    1.0 / temperature,
-                    BLOCK_SIZE=_block_size(vocab_size),
-                    num_warps=8,
-                )
-        ctx.save_for_backward(logits, token_ids, entropy, row_max, log_sum)
-        ctx.temperature = temperature
-        return logprobs, entropy
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        token_ids: Tensor,
+        temperature: float,
+        inplace: bool,
+        group: "ProcessGroup | None",
+        vocab_start: int,
+    ) -> tuple[Tensor, ...]:
+        sums = torch.empty((NUM_SUMS, len(logits)), dtype=torch.float32, device=logits.device)
+        add_sums(logits, None, token_ids, sums, temperature, vocab_start)
+        if group is not None:
+            sums[4:] = torch.stack(combine_shards(sums[:4], token_ids, temperature, group))
+        ctx.save_for_backward(logits, token_ids, sums)
+        ctx.temperature, ctx.inplace, ctx.vocab_start = temperature, inplace, vocab_start
+        return tuple(row.clone() for row in sums[4:])
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor) -> tuple[Tensor, None, None]:
-        logits, token_ids, entropy, row_max, log_sum = ctx.saved_tensors
-        num_rows, vocab_size = logits.shape
-        grad_logits = torch.empty((num_rows, vocab_size), dtype=logits.dtype, device=logits.device)
-        block_size = _block_size(vocab_size)
-        if num_rows:
-            with _on_device(logits):
-                _backward_kernel[(num_rows, triton.cdiv(vocab_size, block_size))](
-                    logits,
-                    token_ids,
-                    entropy,
-                    row_max,
-                    log_sum,
-                    grad_logprobs.contiguous(),
-                    grad_entropy.contiguous(),
-                    grad_logits,
-                    logits.stride(0),
-                    grad_logits.stride(0),
-                    vocab_size,
-                    1.0 / ctx.temperature,
-                    BLOCK_SIZE=block_size,
-                    num_warps=8,
-                )
-        return grad_logits, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        logits, token_ids, sums = ctx.saved_tensors
+        out = logits if ctx.inplace else torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+        write_gradient(logits, None, token_ids, sums, torch.stack(grads), out, ctx.temperature, ctx.vocab_start)
+        if ctx.inplace:
+            # Whoever kept the logits, this node in a second pass included, is now told so by autograd.
+            torch.autograd.graph.increment_version(logits)
+        return out, None, None, None, None, None
 
 
-def _block_size(vocab_size: int) -> int:
-    return min(MAX_BLOCK_SIZE, max(16, triton.next_power_of_2(vocab_size)))
+def _block_size(logits: Tensor) -> int:
+    return min(MAX_BLOCK_SIZE, max(16, triton.next_power_of_2(logits.shape[1])))
 
 
 def _on_device(tensor: Tensor) -> contextlib.AbstractContextManager:

@@ -48,7 +48,7 @@ class DistillationObjective(Objective[SftExample]):
             teacher = self.reference(batch, logits_after=index - 1)
         logits = engine.forward(batch, logits_after=index - 1)
         width = min(logits.shape[-1], teacher.shape[-1])
-        logprobs, _ = token_logprobs(logits, batch.input_ids.flatten()[index])
+        logprobs, _, _ = token_logprobs(logits, batch.input_ids.flatten()[index])
         distillation = distillation_loss(logits[:, :width], teacher[:, :width])
         losses = -(1 - self.kd_coef) * logprobs + self.kd_coef * distillation
         sums = {"loss": losses.sum(), "nll": -logprobs.sum(), "distillation": distillation.sum()}

@@ -1,0 +1,132 @@
+"""Fused `linear_token_logprobs`: logits are made and read a block at a time, forward and again backward.
+
+With a reference's head beside the policy's it is `logprob_kl`.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from rlhf_kernels.ops.linear_token_logprobs.reference import Head
+from rlhf_kernels.ops.token_logprobs.reference import TokenLogprobs
+from rlhf_kernels.ops.token_logprobs.triton import NUM_SUMS, NUM_SUMS_WITH_REFERENCE, add_sums, write_gradient
+
+# Blocks of logits are at most MAX_BLOCK_ROWS high, and together, one of each head, about MAX_BLOCK_BYTES large. Their
+# width is a multiple of ALIGNMENT, so that every row is aligned for wide loads and the matrix product fills its tiles.
+MAX_BLOCK_BYTES = 256 << 20
+MAX_BLOCK_ROWS = 16_384
+ALIGNMENT = 256
+
+
+@torch.compiler.disable  # products and kernels write into buffers, which a traced graph would copy
+def linear_token_logprobs_triton(head: Head, token_ids: Tensor, temperature: float) -> TokenLogprobs:
+    """Return what `linear_token_logprobs` does, which checks the arguments."""
+    return TokenLogprobs(*HeadResults.apply(token_ids.contiguous(), temperature, *head))
+
+
+class HeadResults(torch.autograd.Function):
+    """Log-probs, entropies, log-sum-exps; given a reference's head too: KL and the reference's log-probs.
+
+    Keeps the arguments and a few numbers a row; the backward pass makes the logits again.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, token_ids: Tensor, temperature: float, *heads: Tensor | None) -> tuple[Tensor, ...]:
+        blocks = LogitBlocks(heads)
+        num_sums = NUM_SUMS if len(heads) == 3 else NUM_SUMS_WITH_REFERENCE
+        sums = torch.empty((num_sums, len(token_ids)), dtype=torch.float32, device=token_ids.device)
+        for rows in blocks.rows:
+            for columns in blocks.columns:
+                start = columns.start
+                pair = blocks.logits(rows, columns)
+                add_sums(*pair, token_ids[rows], sums[:, rows], temperature, start, first=start == 0)
+        ctx.save_for_backward(token_ids, sums, *heads)
+        ctx.temperature = temperature
+        if len(heads) == 3:
+            return tuple(row.clone() for row in sums[4:7])
+        results = tuple(sums[row].clone() for row in (4, 5, 6, 7, 12))
+        ctx.mark_non_differentiable(results[-1])
+        return results
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        token_ids, sums, *heads = ctx.saved_tensors
+        grads = torch.stack(grads[:4])
+        (hidden, weight, bias), needed = heads[:3], ctx.needs_input_grad[2:5]
+        blocks = LogitBlocks(heads)
+        grad_hidden = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device) if needed[0] else None
+        grad_weight = torch.empty_like(weight) if needed[1] else None
+        grad_bias = torch.empty_like(bias) if needed[2] else None
+        # A gradient of 0 times a hidden state that is not finite would be NaN.
+        kept = hidden.masked_fill((token_ids < 0)[:, None], 0.0) if needed[1] else hidden
+        # The vocabulary is the outer loop: of the weight's gradient, much the largest, a part is written once and never
+        # read. Sums over blocks are float32.
+        for columns in blocks.columns:
+            part = weight[columns]
+            add_up = needed[1] and len(blocks.rows) != 1
+            weight_sum = torch.zeros(part.shape, dtype=torch.float32, device=part.device) if add_up else None
+            bias_sum = torch.zeros(len(part), dtype=torch.float32, device=part.device) if needed[2] else None
+            for rows in blocks.rows:
+                logits, ref_logits = blocks.logits(rows, columns)
+                beside = (token_ids[rows], sums[:, rows], grads[:, rows])
+                write_gradient(logits, ref_logits, *beside, logits, ctx.temperature, columns.start)
+                if needed[0]:
+                    _add_product(grad_hidden[rows], logits, part)
+                if add_up:
+                    _add_product(weight_sum, logits.T, kept[rows])
+                elif needed[1]:
+                    torch.mm(logits.T, kept, out=grad_weight[columns])
+                if needed[2]:
+                    bias_sum += logits.sum(0, dtype=torch.float32)
+            if add_up:
+                grad_weight[columns] = weight_sum
+            if needed[2]:
+                grad_bias[columns] = bias_sum
+        grad_hidden = grad_hidden.to(hidden.dtype) if needed[0] else None
+        return None, None, grad_hidden, grad_weight, grad_bias, *[None] * len(heads[3:])
+
+
+class LogitBlocks:
+    """The logits of one LM head, or of two of one vocabulary, block by block in a buffer each.
+
+    Attributes:
+        rows, columns: the blocks' slices of the rows and of the vocabulary, in order.
+    """
+
+    def __init__(self, heads: Sequence[Tensor | None]) -> None:
+        self._heads = [heads[start : start + 3] for start in range(0, len(heads), 3)]
+        num_rows, vocab_size = len(heads[0]), len(heads[1])
+        height = max(1, min(num_rows, MAX_BLOCK_ROWS))
+        widest = MAX_BLOCK_BYTES // (height * sum(hidden.element_size() for hidden, _, _ in self._heads))
+        num_columns = -(-vocab_size // max(ALIGNMENT, widest))  # of blocks of nearly equal width
+        width = -(-vocab_size // (num_columns * ALIGNMENT)) * ALIGNMENT
+        self._buffers = [hidden.new_empty((height, width)) for hidden, _, _ in self._heads]
+        self.rows, self.columns = _slices(num_rows, height), _slices(vocab_size, width)
+
+    def logits(self, rows: slice, columns: slice) -> tuple[Tensor, Tensor | None]:
+        """Return one block of each head, None for a second that is not there; the next call overwrites them."""
+        blocks = [None, None]
+        for index, ((hidden, weight, bias), buffer) in enumerate(zip(self._heads, self._buffers, strict=True)):
+            hidden, weight = hidden[rows], weight[columns]
+            out = buffer[: len(hidden), : len(weight)]
+            if bias is None:
+                blocks[index] = torch.mm(hidden, weight.T, out=out)
+            else:
+                blocks[index] = torch.addmm(bias[columns], hidden, weight.T, out=out)
+        return tuple(blocks)
+
+
+def _slices(total: int, step: int) -> list[slice]:
+    return [slice(start, min(start + step, total)) for start in range(0, total, step)]
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add a product of two matrices to float32 sums; no step rounds to the matrices' dtype."""
+    if a.is_cuda and a.dtype != torch.float32:
+        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+    else:
+        total.addmm_(a.float(), b.float())

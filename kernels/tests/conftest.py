@@ -1,0 +1,44 @@
+"""How cases run in Triton's interpreter, on the CPU.
+
+The interpreter is chosen when Triton is imported, and would hold for everything else in the process: the cases run in a
+process of their own, which is their file again.
+"""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+
+@pytest.fixture
+def interpret(tmp_path):
+    """Return a function that runs a test file in the interpreter, and expects so many cases of it to pass."""
+
+    def run(path, num_cases):
+        environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        options = ["-q", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", tmp_path]
+        command = [sys.executable, "-m", "pytest", *options, path]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert f"{num_cases} passed" in done.stdout
+
+    return run
+
+
+@pytest.fixture
+def poisoned_buffers(monkeypatch):
+    """Hand out output buffers full of NaN, so that an element never written shows."""
+    torch.manual_seed(0)
+
+    def poison(make):
+        def poisoned(*args, **kwargs):
+            tensor = make(*args, **kwargs)
+            return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
+
+        return poisoned
+
+    monkeypatch.setattr(torch, "empty", poison(torch.empty))
+    monkeypatch.setattr(torch, "empty_like", poison(torch.empty_like))
+    monkeypatch.setattr(torch.Tensor, "new_empty", poison(torch.Tensor.new_empty))

@@ -1,0 +1,120 @@
+"""The Triton form of `linear_token_logprobs` in Triton's interpreter, on the CPU, against float64."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+if os.environ.get("TRITON_INTERPRET") != "1":
+
+    def test_triton_linear_token_logprobs_interpreted_passes_all_cases(interpret):
+        interpret(Path(__file__).resolve(), num_cases=24)
+
+else:
+    from rlhf_kernels.ops.linear_token_logprobs import triton as fused
+    from rlhf_kernels.ops.linear_token_logprobs.reference import linear_token_logprobs_reference
+
+    # Masked lanes hold -inf, which numpy, not the GPU, warns of.
+    pytestmark = [
+        pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+        pytest.mark.usefixtures("poisoned_buffers"),
+    ]
+
+    @pytest.fixture
+    def small_blocks(monkeypatch):
+        """Cut the logits of these sizes into many blocks, both ways: at most 32 rows, 16 or 32 columns."""
+        monkeypatch.setattr(fused, "MAX_BLOCK_ROWS", 32)
+        monkeypatch.setattr(fused, "MAX_BLOCK_BYTES", 32 * 32 * 4)
+        monkeypatch.setattr(fused, "ALIGNMENT", 16)
+
+    def head(num_rows, vocab_size, dtype=torch.float32, bias=True):
+        hidden, weight = torch.randn(num_rows, 12).to(dtype), torch.randn(vocab_size, 12).to(dtype)
+        return [hidden, weight, torch.randn(vocab_size).to(dtype) if bias else None]
+
+    def ids(num_rows, vocab_size):
+        token_ids = torch.randint(0, vocab_size, (num_rows,))
+        token_ids[1::5] = -100
+        return token_ids
+
+    def check(tensors, token_ids, tolerance=1e-5):
+        """Compare values and gradients, by random weights on all three results, with the twin in float64."""
+        exact = [None if tensor is None else tensor.detach().double().requires_grad_() for tensor in tensors]
+        tensors = [None if tensor is None else tensor.requires_grad_() for tensor in tensors]
+        results = fused.linear_token_logprobs_triton(tensors, token_ids, 0.7)
+        expected = linear_token_logprobs_reference(exact, token_ids, 0.7)
+        weights = torch.randn(3, len(token_ids), dtype=torch.float64)
+        sum((w.float() * values).sum() for w, values in zip(weights, results, strict=True)).backward()
+        sum((w * values).sum() for w, values in zip(weights, expected, strict=True)).backward()
+        for values, want in zip(results, expected, strict=True):
+            assert values.dtype == torch.float32
+            torch.testing.assert_close(values.double(), want.detach(), atol=20 * tolerance, rtol=tolerance)
+        for tensor, want in zip(tensors, exact, strict=True):
+            if tensor is not None:
+                assert tensor.grad.dtype == tensor.dtype
+                assert (tensor.grad.double() - want.grad).norm() <= tolerance * want.grad.norm()
+
+    @pytest.mark.parametrize("num_rows", [1, 63, 100])
+    @pytest.mark.parametrize("vocab_size", [1, 17, 101])
+    def test_triton_linear_token_logprobs_odd_sizes_equal_float64(num_rows, vocab_size, small_blocks):
+        check(head(num_rows, vocab_size), ids(num_rows, vocab_size))
+
+    @pytest.mark.parametrize("bias", [False, True])
+    def test_triton_linear_token_logprobs_in_one_block_equals_float64(bias):
+        check(head(20, 300, bias=bias), ids(20, 300))
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    @pytest.mark.parametrize("num_rows", [20, 70])
+    def test_triton_linear_token_logprobs_half_inputs_equal_float64_but_for_rounding(dtype, num_rows, small_blocks):
+        check(head(num_rows, 101, dtype), ids(num_rows, 101), tolerance=4 * torch.finfo(dtype).eps)
+
+    def test_triton_linear_token_logprobs_non_contiguous_inputs_equal_float64(small_blocks):
+        hidden, weight = torch.randn(40, 24)[:, ::2], torch.randn(12, 101).T
+        check([hidden, weight, torch.randn(202)[::2]], torch.stack([ids(40, 101), ids(40, 101)], dim=1)[:, 0])
+
+    def test_triton_linear_token_logprobs_no_rows_give_gradients_of_zero(small_blocks):
+        tensors = [tensor.requires_grad_() for tensor in head(0, 40)]
+        results = fused.linear_token_logprobs_triton(tensors, torch.zeros(0, dtype=torch.int64), 1.0)
+        sum(values.sum() for values in results).backward()
+        assert all(values.shape == (0,) for values in results)
+        assert [tensor.grad.abs().sum().item() for tensor in tensors] == [0.0, 0.0, 0.0]
+
+    def test_triton_linear_token_logprobs_ignored_row_gives_zeros_whatever_its_hidden_state(small_blocks):
+        tensors = head(3, 40)
+        tensors[0][1] = float("nan")
+        tensors = [tensor.requires_grad_() for tensor in tensors]
+        results = fused.linear_token_logprobs_triton(tensors, torch.tensor([0, -1, 39]), 1.0)
+        sum(values.sum() for values in results).backward()
+        assert [values[1].item() for values in results] == [0.0, 0.0, 0.0]
+        assert torch.equal(tensors[0].grad[1], torch.zeros(12))
+        assert all(tensor.grad.isfinite().all() for tensor in tensors)
+
+    def test_triton_linear_token_logprobs_huge_and_forbidden_logits_equal_float64(small_blocks):
+        tensors = head(6, 70)
+        tensors[2][:20] = float("-inf")  # all of a block, the first
+        tensors[2][40] = 1e4
+        check(tensors, torch.tensor([20, 40, 69, 40, 41, 22]))
+
+    @pytest.mark.parametrize("frozen", [0, 1, 2])
+    def test_triton_linear_token_logprobs_makes_only_the_gradients_that_are_wanted(frozen, small_blocks):
+        gradients = []
+        tensors, token_ids = head(40, 70), ids(40, 70)
+        for some in (False, True):
+            leaves = [tensor.clone().requires_grad_(not some or i != frozen) for i, tensor in enumerate(tensors)]
+            fused.linear_token_logprobs_triton(leaves, token_ids, 1.0).logprobs.sum().backward()
+            gradients.append([leaf.grad for leaf in leaves])
+        assert gradients[1][frozen] is None
+        gradients[0][frozen] = None
+        assert all(a is b or torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+    def test_triton_linear_token_logprobs_without_gradient_gives_the_same_bits(small_blocks):
+        tensors, token_ids = head(40, 70), ids(40, 70)
+        plain = fused.linear_token_logprobs_triton(tensors, token_ids, 0.7)
+        tensors[0].requires_grad_()
+        results = fused.linear_token_logprobs_triton(tensors, token_ids, 0.7)
+        assert all(a.grad_fn is None and torch.equal(a, b) for a, b in zip(plain, results, strict=True))
+
+    def test_triton_linear_token_logprobs_id_beyond_the_vocabulary_is_nan_alone(small_blocks):
+        results = fused.linear_token_logprobs_triton(head(2, 40), torch.tensor([40, 39]), 1.0)
+        assert results.logprobs.isnan().tolist() == [True, False]
+        assert results.entropy.isfinite().all() and results.logsumexp.isfinite().all()
