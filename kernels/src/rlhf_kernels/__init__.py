@@ -5,11 +5,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rlhf_kernels.ops.accumulate import accumulate_
+    from rlhf_kernels.ops.segmented_scan import packed_gae, segmented_scan
     from rlhf_kernels.ops.token_logprobs import token_logprobs
 
-__all__ = ["accumulate_", "token_logprobs"]
+__all__ = ["accumulate_", "packed_gae", "segmented_scan", "token_logprobs"]
 
-_FOLDERS = {"accumulate_": "accumulate", "token_logprobs": "token_logprobs"}
+_FOLDERS = {
+    "accumulate_": "accumulate",
+    "packed_gae": "segmented_scan",
+    "segmented_scan": "segmented_scan",
+    "token_logprobs": "token_logprobs",
+}
 
 
 def __getattr__(name: str) -> Any:
