@@ -214,14 +214,13 @@ def main() -> None:
     results, chosen = {}, works(device, options.quick)
     for name in options.only or names:
         results[name] = result = attempt(partial(speed, chosen[name], seconds))
-        if result["status"] != "ok" or large["status"] != "ok":
-            continue
-        same = speed(partial(copy, result["bytes"], device), seconds)
-        result["share_of_copy"] = result["gb_a_second"] / large["gb_a_second"]
-        result["share_of_same_copy"] = result["gb_a_second"] / same["gb_a_second"]
+        if result["status"] == "ok":
+            same = attempt(partial(speed, partial(copy, result["bytes"], device), seconds))
+            for share, against in (("share_of_copy", large), ("share_of_same_copy", same)):
+                if against["status"] == "ok":
+                    result[share] = result["gb_a_second"] / against["gb_a_second"]
         write(options.out, "elementwise", copy=large, operators=results)
-    write(options.out, "elementwise", copy=large, operators=results)
-    print(f"\ncopy of 2 GiB: {large.get('gb_a_second', large):.4g} GB/s" if device == "cuda" else "\nno GPU: only run")
+    print(f"\ncopy of 2 GiB: {large.get('gb_a_second', large)} GB/s" if device == "cuda" else "\nno GPU: only run")
     columns = ("ms", "gb_a_second", "share_of_copy", "share_of_same_copy")
     rows = [[name, *map(result.get, columns), result.get("note", "ok")] for name, result in results.items()]
     print_table(["", *(column.replace("_", " ") for column in columns), ""], rows)

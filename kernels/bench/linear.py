@@ -244,7 +244,9 @@ def check(loss: Loss, inputs: Inputs, contender: Contender, *, backward: bool) -
     """
     rows = torch.randperm(len(inputs.ids), device=inputs.ids.device)[:CHECKED_ROWS].sort().values
     masked = torch.full_like(inputs.ids, -100).index_copy(0, rows, inputs.ids[rows])
-    leaves = with_gradient(Inputs(inputs.hidden, inputs.weight, masked, len(rows), inputs.reference))
+    leaves = Inputs(inputs.hidden, inputs.weight, masked, len(rows), inputs.reference)
+    if backward:
+        leaves = with_gradient(leaves)
     hidden, tokens = inputs.hidden[rows], inputs.ids[rows]
     logprobs = logprobs_of(hidden, inputs.weight)
     with torch.set_grad_enabled(backward):
@@ -356,8 +358,9 @@ def measure_size(tokens: int, width: int, vocab_size: int, chosen: Sequence[str]
 
 def print_size(size: dict[str, Any]) -> None:
     """Print one size's table."""
-    alone = size["products"].get("ms", size["products"])
-    print(f"\nT {size['tokens']}, H {size['hidden']}, V {size['vocabulary']}; ms of 1, 3, 4 products alone: {alone}")
+    alone = {count: round(spent, 3) for count, spent in size["products"].get("ms", {}).items()}
+    alone_or_why = alone or size["products"]
+    print(f"\nT {size['tokens']}, H {size['hidden']}, V {size['vocabulary']}; products alone, ms: {alone_or_why}")
     columns = ("ms", "over_products", "over_best_peer", "extra_gib")
     rows = []
     for name, results in size["contenders"].items():
