@@ -1,6 +1,7 @@
 """The benchmarks run without a GPU at a tiny size, check what they time, and find what is wrong."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +17,9 @@ BENCH = Path(__file__).parents[1] / "bench"
 def run(script, tmp_path, *options):
     """The report of a run, and what it printed."""
     command = [sys.executable, BENCH / script, "--seconds", "0", "--out", tmp_path / "report.json", *options]
-    done = subprocess.run(command, capture_output=True, text=True)
+    # Bazel's Python does not look beside a script for what it imports.
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(BENCH), *filter(None, sys.path)])}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return json.loads((tmp_path / "report.json").read_text()), done.stdout
 
