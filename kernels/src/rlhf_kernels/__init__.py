@@ -7,11 +7,19 @@ if TYPE_CHECKING:
     from rlhf_kernels.ops.accumulate import accumulate_
     from rlhf_kernels.ops.linear_token_logprobs import linear_token_logprobs
     from rlhf_kernels.ops.logprob_kl import logprob_kl
+    from rlhf_kernels.ops.segmented_scan import packed_gae, segmented_scan
     from rlhf_kernels.ops.token_logprobs import token_logprobs
 
-__all__ = ["accumulate_", "linear_token_logprobs", "logprob_kl", "token_logprobs"]
+__all__ = [
+    "accumulate_",
+    "linear_token_logprobs",
+    "logprob_kl",
+    "packed_gae",
+    "segmented_scan",
+    "token_logprobs",
+]
 
-_FOLDERS = {name: name.rstrip("_") for name in __all__}
+_FOLDERS = {name: name.rstrip("_") for name in __all__} | {"packed_gae": "segmented_scan"}
 
 
 def __getattr__(name: str) -> Any:

@@ -2,6 +2,7 @@
 
 import inspect
 import logging
+import sys
 
 import pytest
 import torch
@@ -121,10 +122,48 @@ def test_packed_attention_soft_cap_is_refused():
         ("cuda", torch.float32, 64, 0.0, "computes in torch.float32"),
         ("cuda", torch.bfloat16, 64, 0.1, "no dropout"),
         ("cuda", torch.bfloat16, 512, 0.0, "have 512"),
+        ("cuda", torch.bfloat16, 20, 0.0, "multiple of 8 dimensions, at most 256, the model's have 20"),
     ],
 )
 def test_varlen_unavailable_reason_says_what_stands_in_the_way(device, dtype, head_dim, dropout, reason):
     assert reason in varlen_unavailable_reason(torch.device(device), dtype, head_dim, dropout)
+
+
+def reason_on(monkeypatch, capability):
+    """The reason on a GPU of that capability, not remembered for other tests."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(attention, "_kernel", {})
+    return varlen_unavailable_reason.__wrapped__(torch.device("cuda"), torch.bfloat16, 64, 0.0)
+
+
+def test_varlen_unavailable_reason_of_an_old_gpu_names_what_it_has(monkeypatch):
+    assert reason_on(monkeypatch, (7, 5)) == "it needs compute capability 8.0, the GPU has (7, 5)"
+
+
+def test_varlen_unavailable_reason_of_a_torch_without_it_names_the_version(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", None)
+    assert f"torch {torch.__version__} has none" in reason_on(monkeypatch, (9, 0))
+
+
+def test_packed_attention_calls_the_kernel_as_the_installed_torch_declares_it(monkeypatch):
+    assert reason_on(monkeypatch, (8, 0)) is None
+    signature = inspect.signature(attention._kernel["function"])
+
+    def bound(*args, **kwargs):
+        given = signature.bind(*args, **kwargs)
+        given.apply_defaults()
+        window, scale = given.arguments["window_size"], given.arguments["scale"]
+        assert given.arguments["enable_gqa"]
+        return varlen_twin(*given.args[:4], window, scale)
+
+    monkeypatch.setitem(attention._kernel, "function", bound)
+    monkeypatch.setattr(attention, "varlen_unavailable_reason", lambda *args: None)
+    torch.testing.assert_close(call(scaling=0.7, sliding_window=3), expected(0.7, 3), atol=1e-6, rtol=0)
+
+
+def test_packed_attention_fallback_drops_weights_out():
+    dropped = call(dropout=1.0)
+    assert torch.equal(dropped, torch.zeros_like(dropped))
 
 
 def test_packed_attention_fallback_is_logged_once(caplog):

@@ -150,8 +150,8 @@ def varlen_unavailable_reason(device: torch.device, dtype: torch.dtype, head_dim
         return f"it takes bfloat16 and float16, the model computes in {dtype}"
     if dropout:
         return f"it has no dropout, the model's is {dropout}"
-    if head_dim > 256:
-        return f"its heads have at most 256 dimensions, the model's have {head_dim}"
+    if head_dim > 256 or head_dim % 8:
+        return f"its heads have a multiple of 8 dimensions, at most 256, the model's have {head_dim}"
     if torch.cuda.get_device_capability(device) < (8, 0):
         return f"it needs compute capability 8.0, the GPU has {torch.cuda.get_device_capability(device)}"
     try:

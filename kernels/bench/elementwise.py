@@ -1,0 +1,230 @@
+"""Operators that are bound by memory, as a share of the bandwidth of a copy measured in the same run.
+
+    python kernels/bench/elementwise.py --out elementwise.json
+
+Bytes are those that must be moved: each input read once, each result written once. Calls take turns over sets of inputs
+that are together larger than the cache, replayed from one CUDA graph, so that a call of microseconds is not measured by
+its launch. The share is of a copy of 2 GiB, and of one that moves as many bytes as the operator, which any launch slows
+down alike. Before an operator is timed, its results are held against float64.
+
+Without a GPU tiny sizes are run, to see that everything does; their times say nothing.
+"""
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from harness import Call, attempt, median_ms, operator, options_parser, print_table, relative_error, require, write
+
+CACHE_BYTES = 64 << 20  # more than the 50 MB of an H100 or H200
+LENGTHS = (100, 8000)
+MAX_ERROR = 1e-5
+MAX_HALF_ERROR = 1e-2
+
+
+@dataclass(frozen=True)
+class Work:
+    """One call on inputs of its own.
+
+    Attributes:
+        call: what is timed.
+        num_bytes: what it must move.
+        check: returns errors, none of which may reach `limit`.
+        limit: of the errors.
+    """
+
+    call: Call
+    num_bytes: int
+    check: Callable[[], dict[str, float]]
+    limit: float = MAX_ERROR
+
+
+def copy(num_bytes: int, device: str) -> Work:
+    """Move `num_bytes`: read half of them, write the others."""
+    source = torch.randint(0, 255, (num_bytes // 2,), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+
+    def check() -> dict[str, float]:
+        target.copy_(source)
+        return {"copy": float(not torch.equal(target, source))}
+
+    return Work(lambda: target.copy_(source), num_bytes, check)
+
+
+def token_logprobs(rows: int, vocab_size: int, device: str, *, backward: bool) -> Work:
+    """Log-probs and entropies of given logits; with their gradient, which reads the logits again and writes as much."""
+    compute = operator("token_logprobs")
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    logits = torch.randn(rows, vocab_size, device=device, dtype=dtype).requires_grad_(backward)
+    ids = torch.randint(0, vocab_size, (rows,), device=device)
+    weights = torch.randn(rows, device=device)
+
+    def run() -> tuple[Tensor, ...]:
+        results = compute(logits, ids)
+        return torch.autograd.grad(results[:2], logits, (weights, weights)) if backward else tuple(results[:2])
+
+    def check() -> dict[str, float]:
+        got = run()
+        some = logits.detach()[:8].double().requires_grad_()
+        logp = some.log_softmax(dim=-1)
+        want = (logp.gather(1, ids[:8, None])[:, 0], -(logp.exp() * logp).sum(dim=1))
+        if backward:
+            want = torch.autograd.grad(want, some, (weights[:8].double(),) * 2)
+        return {str(index): relative_error(part[:8], want[index]) for index, part in enumerate(got)}
+
+    return Work(run, logits.nbytes * (3 if backward else 1), check, MAX_HALF_ERROR if backward else MAX_ERROR)
+
+
+def stream(tokens: int, device: str) -> tuple[Tensor, list[int]]:
+    """Return bounds of sequences of 100 to 8,000 tokens that are `tokens` together, and their list."""
+    shortest, longest = LENGTHS if tokens > LENGTHS[1] else (1, max(2, tokens // 4))
+    bounds = [0]
+    while bounds[-1] < tokens:
+        bounds.append(min(tokens, bounds[-1] + int(torch.randint(shortest, longest + 1, ()))))
+    return torch.tensor(bounds, dtype=torch.int32, device=device), bounds
+
+
+def scanned(values: Tensor, decays: Tensor, bounds: Sequence[int]) -> Tensor:
+    """Return the recurrence of the first sequences in float64, one token after the other."""
+    numbers, factors = values[: bounds[-1]].tolist(), decays[: bounds[-1]].tolist()
+    solved = [0.0] * len(numbers)
+    for start, end in pairwise(bounds):
+        x = 0.0
+        for token in reversed(range(start, end)):
+            solved[token] = x = numbers[token] + factors[token] * x
+    return torch.tensor(solved, dtype=torch.float64, device=values.device)
+
+
+def segmented_scan(tokens: int, device: str) -> Work:
+    """A linear recurrence: reads two numbers a token, writes one."""
+    compute, (cu_seqlens, bounds) = operator("segmented_scan"), stream(tokens, device)
+    values, decays = torch.randn(tokens, device=device), torch.rand(tokens, device=device)
+
+    def check() -> dict[str, float]:
+        got, want = compute(values, decays, cu_seqlens), scanned(values, decays, bounds[:5])
+        return {"solution": relative_error(got[: bounds[:5][-1]], want)}
+
+    return Work(lambda: compute(values, decays, cu_seqlens), 12 * tokens, check)
+
+
+def packed_gae(tokens: int, device: str) -> Work:
+    """Advantages and returns: reads two numbers and a mask a token, writes two numbers."""
+    compute, (cu_seqlens, bounds) = operator("packed_gae"), stream(tokens, device)
+    rewards, values = torch.randn(tokens, device=device), torch.randn(tokens, device=device)
+    mask = torch.rand(tokens, device=device) < 0.8
+    run = partial(compute, rewards, values, mask, cu_seqlens, gamma=0.99, lambd=0.95)
+
+    def check() -> dict[str, float]:
+        want = torch.zeros(bounds[:5][-1], dtype=torch.float64)
+        for start, end in pairwise(bounds[:5]):
+            value = advantage = 0.0
+            for token in reversed([token for token in range(start, end) if mask[token]]):
+                delta = float(rewards[token]) + 0.99 * value - float(values[token])
+                value, advantage = float(values[token]), delta + 0.99 * 0.95 * advantage
+                want[token] = advantage
+        return {"advantages": relative_error(run()[0][: len(want)].cpu(), want)}
+
+    return Work(run, 17 * tokens, check)
+
+
+def packed_policy_loss(tokens: int, device: str) -> Work:
+    """PPO with KL and entropy terms, forward and backward: reads five numbers and a mask a token, writes two."""
+    objective = operator("PolicyObjective")(kl_coef=0.01, entropy_coef=0.01)
+    compute, (cu_seqlens, bounds) = operator("packed_policy_loss"), stream(tokens, device)
+    old, advantages, entropy = -torch.rand(tokens, device=device), *torch.randn(2, tokens, device=device)
+    logprobs, reference = (old + 0.1 * torch.randn(tokens, device=device) for _ in range(2))
+    mask = torch.rand(tokens, device=device) < 0.8
+    count = int(mask.sum())
+    leaves = [logprobs.requires_grad_(), entropy.requires_grad_()]
+    constants = {"old_logprobs": old, "ref_logprobs": reference, "num_tokens": count, "num_sequences": len(bounds) - 1}
+    stream_of = operator("PolicyStream")
+    packed = stream_of(advantages=advantages, loss_mask=mask, cu_seqlens=cu_seqlens, **constants)
+
+    def run() -> tuple[Tensor, ...]:
+        loss, _ = compute(logprobs, packed, objective, entropy=entropy)
+        return loss, *torch.autograd.grad(loss, leaves)
+
+    def check() -> dict[str, float]:
+        x, h = (leaf.detach().double().requires_grad_() for leaf in leaves)
+        ratio, distance = (x - old).exp(), x - reference
+        terms = -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+        loss = ((terms + 0.01 * (torch.expm1(-distance) + distance) - 0.01 * h) * mask).sum() / count
+        want = (loss, *torch.autograd.grad(loss, (x, h)))
+        return {str(index): relative_error(got, want[index]) for index, got in enumerate(run())}
+
+    return Work(run, 29 * tokens, check)
+
+
+def accumulate(size: int, device: str) -> Work:
+    """bfloat16 added to float32 in place."""
+    compute = operator("accumulate_")
+    total, part = torch.zeros(size, device=device), torch.randn(size, device=device).bfloat16()
+
+    def check() -> dict[str, float]:
+        before = total.double()
+        compute(total, part)
+        return {"sum": relative_error(total, before + part.double())}
+
+    return Work(lambda: compute(total, part), 10 * size, check)
+
+
+def works(device: str, quick: bool) -> dict[str, Callable[[], Work]]:
+    """Return what is measured, by name."""
+    on_gpu = device == "cuda"
+    rows, vocab_size = (2048 if quick else 8192, 151_936) if on_gpu else (9, 101)
+    size, tokens = (1 << 26, 1 << 20) if on_gpu else (1000, 300)
+    return {
+        "token_logprobs, forward": partial(token_logprobs, rows, vocab_size, device, backward=False),
+        "token_logprobs, forward and backward": partial(token_logprobs, rows, vocab_size, device, backward=True),
+        "packed_policy_loss, forward and backward": partial(packed_policy_loss, tokens, device),
+        "segmented_scan": partial(segmented_scan, tokens, device),
+        "packed_gae": partial(packed_gae, tokens, device),
+        "accumulate_": partial(accumulate, size, device),
+    }
+
+
+def speed(build: Callable[[], Work], seconds: float) -> dict[str, Any]:
+    """Check a call, then time it over enough sets of inputs to leave the cache."""
+    torch.manual_seed(0)
+    first = build()
+    errors = first.check()
+    require(errors, dict.fromkeys(errors, first.limit))
+    others = [build() for _ in range(min(15, 2 * CACHE_BYTES // first.num_bytes))] if torch.cuda.is_available() else []
+    calls = [first.call, *(other.call for other in others)]
+    milliseconds = median_ms(calls, seconds=seconds, graph=True)
+    gbs = first.num_bytes / milliseconds / 1e6
+    return {"ms": milliseconds, "bytes": first.num_bytes, "gb_a_second": gbs, "errors": errors}
+
+
+def main() -> None:
+    """Measure the copy and every operator, write the report, and print the table."""
+    parser = options_parser(__doc__)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    names = list(works(device, False))
+    parser.add_argument("--only", nargs="+", choices=names, help="what to measure")
+    options: argparse.Namespace = parser.parse_args()
+    seconds = min(options.seconds, 0.2) if options.quick else options.seconds
+    large = attempt(partial(speed, partial(copy, 2 << 30 if device == "cuda" else 1000, device), seconds))
+    results, chosen = {}, works(device, options.quick)
+    for name in options.only or names:
+        results[name] = result = attempt(partial(speed, chosen[name], seconds))
+        if result["status"] == "ok":
+            same = attempt(partial(speed, partial(copy, result["bytes"], device), seconds))
+            for share, against in (("share_of_copy", large), ("share_of_same_copy", same)):
+                if against["status"] == "ok":
+                    result[share] = result["gb_a_second"] / against["gb_a_second"]
+        write(options.out, "elementwise", copy=large, operators=results)
+    print(f"\ncopy of 2 GiB: {large.get('gb_a_second', large)} GB/s" if device == "cuda" else "\nno GPU: only run")
+    columns = ("ms", "gb_a_second", "share_of_copy", "share_of_same_copy")
+    rows = [[name, *map(result.get, columns), result.get("note", "ok")] for name, result in results.items()]
+    print_table(["", *(column.replace("_", " ") for column in columns), ""], rows)
+
+
+if __name__ == "__main__":
+    main()

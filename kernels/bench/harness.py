@@ -1,0 +1,160 @@
+"""How the benchmarks of this folder time a call, see its memory, and write down what they found."""
+
+import argparse
+import functools
+import gc
+import importlib
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MIN_REPEATS, MAX_REPEATS, WARMUP = 5, 200, 2
+GIB = 2**30
+
+Call = Callable[[], object]
+
+
+class SkippedError(Exception):
+    """Why something is not measured here."""
+
+
+class WrongError(Exception):
+    """How far a result is from the truth."""
+
+
+def operator(name: str) -> Callable[..., Any]:
+    """Return an operator of `rlhf_kernels`, or raise SkippedError where it has none of that name."""
+    try:
+        return getattr(importlib.import_module("rlhf_kernels"), name)
+    except AttributeError:
+        raise SkippedError(f"rlhf_kernels has no {name}") from None
+
+
+def median_ms(calls: Sequence[Call], *, seconds: float, graph: bool = False) -> float:
+    """Return the median milliseconds of a call, the calls taking turns; each reads inputs of its own.
+
+    Args:
+        calls: the same work on different inputs.
+        seconds: about how long to repeat; there are 5 repeats at least.
+        graph: replay the calls from one CUDA graph, for work that takes less time than its launch.
+    """
+    for call in [*calls] * WARMUP:
+        call()
+    if not torch.cuda.is_available():
+        return statistics.median(_clocked(call) for _ in range(MIN_REPEATS) for call in calls)
+    if graph:
+        recorded, count = torch.cuda.CUDAGraph(), len(calls)
+        torch.cuda.synchronize()
+        with torch.cuda.graph(recorded):
+            for call in calls:
+                call()
+        calls = [recorded.replay]
+        recorded.replay()
+    else:
+        count = 1
+    start, end = _events(calls[0])
+    torch.cuda.synchronize()
+    fitting = seconds * 1000 / max(start.elapsed_time(end), 1e-3)
+    repeats = int(min(MAX_REPEATS, max(MIN_REPEATS, fitting)))
+    # All are queued before any is waited for, so that the device does not wait for the host in between.
+    events = [_events(calls[index % len(calls)]) for index in range(repeats)]
+    torch.cuda.synchronize()
+    return statistics.median(start.elapsed_time(end) for start, end in events) / count
+
+
+def _events(call: Call) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    call()
+    end.record()
+    return start, end
+
+
+def _clocked(call: Call) -> float:
+    start = time.perf_counter()
+    call()
+    return (time.perf_counter() - start) * 1000
+
+
+def extra_gib(call: Call, results: Sequence[Tensor] = ()) -> float | None:
+    """Return the peak of device memory in a call above what it found and above `results`; None without a GPU."""
+    if not torch.cuda.is_available():
+        return None
+    release()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    call()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before - sum(part.nbytes for part in results)) / GIB
+
+
+def release() -> None:
+    """Give what nothing refers to back to the device."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def require(errors: Mapping[str, float], limits: Mapping[str, float]) -> None:
+    """Raise WrongError unless every error that has a limit is below it; NaN is not."""
+    if not all(errors[name] < limit for name, limit in limits.items()):
+        raise WrongError(", ".join(f"{name} {error:.2g}" for name, error in errors.items()))
+
+
+def relative_error(got: Tensor, want: Tensor) -> float:
+    """Return the norm of the difference over that of `want`; NaN anywhere gives NaN."""
+    return float(((got.double() - want).norm() / want.norm().clamp(min=1e-300)).detach())
+
+
+def attempt(measure: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
+    """Return what `measure` does with a status; what it raises becomes a note, for one failure not to end the run."""
+    try:
+        return {"status": "ok", **measure()}
+    except SkippedError as error:
+        return {"status": "skipped", "note": str(error)}
+    except WrongError as error:
+        return {"status": "wrong", "note": str(error)}
+    except torch.OutOfMemoryError:
+        return {"status": "failed", "note": "out of memory"}
+    except Exception as error:  # whatever a peer may raise
+        return {"status": "failed", "note": f"{type(error).__name__}: {error}".splitlines()[0][:300]}
+    finally:
+        release()
+
+
+def options_parser(doc: str | None) -> argparse.ArgumentParser:
+    """Return a parser of what both benchmarks take."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="JSON file, written anew as results come")
+    parser.add_argument("--quick", action="store_true", help="one size, a few repeats: ends within a minute")
+    parser.add_argument("--seconds", type=float, default=1.0, help="to repeat each call for")
+    return parser
+
+
+@functools.cache
+def measured_with(out: Path) -> dict[str, Any]:
+    """Return command, hardware, versions and commit."""
+    sys.path.append(str(Path(__file__).parents[2] / "tools/bench"))
+    from environment import command_line, environment
+
+    return {"command": command_line(out), "environment": environment()}
+
+
+def write(out: Path, benchmark: str, **content: Any) -> None:
+    """Write a report."""
+    report = {"benchmark": benchmark, **measured_with(out), **content}
+    out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+
+
+def print_table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+    """Print rows as a Markdown table: numbers to three digits, None as a dash."""
+    for row in (header, ["---"] * len(header), *rows):
+        cells = ("-" if cell is None else f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in row)
+        print("| " + " | ".join(cells) + " |")

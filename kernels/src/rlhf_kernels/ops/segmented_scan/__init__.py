@@ -1,0 +1,110 @@
+"""Reverse linear recurrences inside the sequences of a packed stream: discounted sums and advantages."""
+
+import torch
+from torch import Tensor
+
+from rlhf_kernels.dispatch import FLOATS, takes_triton
+from rlhf_kernels.ops.segmented_scan.reference import packed_gae_reference, segmented_scan_reference
+
+
+def segmented_scan(values: Tensor, decays: Tensor, cu_seqlens: Tensor, *, last: Tensor | None = None) -> Tensor:
+    """Return x [N] float32, without gradient, of a linear recurrence backwards through each of the packed sequences.
+
+        x_t = values_t + decays_t x_{t+1}        x after the last token of sequence s is last_s
+
+    Discounted sums have the rewards as values and gamma as decays; a token to be skipped has value 0 and decay 1.
+
+    Args:
+        values: [N] bfloat16, float16 or float32, sequence after sequence.
+        decays: [N] bfloat16, float16 or float32.
+        cu_seqlens: [S + 1] int32 or int64, from 0 to N, never falling: sequence s is tokens cu_seqlens[s] to
+            cu_seqlens[s + 1] - 1. Not checked on CUDA, where it would stall the stream.
+        last: [S] floats; None is 0.0 for all.
+
+    Raises:
+        ValueError: a wrong shape, dtype, device or, on the CPU, bound.
+    """
+    _check("segmented_scan", cu_seqlens, {"values": values, "decays": decays}, {}, last)
+    if takes_triton("segmented_scan", values):
+        from rlhf_kernels.ops.segmented_scan.triton import segmented_scan_triton
+
+        return segmented_scan_triton(values, decays, cu_seqlens, last)
+    return segmented_scan_reference(values, decays, cu_seqlens, last)
+
+
+def packed_gae(
+    rewards: Tensor,
+    values: Tensor,
+    loss_mask: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    gamma: float,
+    lambd: float,
+    last_values: Tensor | None = None,
+    turn_starts: Tensor | None = None,
+    turn_gamma: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """Return generalised advantages and returns of a packed stream, without gradient.
+
+        delta_t = r_t + gamma V_{t'} - V_t
+        A_t     = delta_t + gamma lambd A_{t'}        t' = the next trained token of the sequence
+        R_t     = A_t + V_t
+
+    After a sequence's last trained token A is 0 and V its last value. Tokens where the mask is False are skipped, as if
+    the trained ones followed each other directly. With values of zero and lambd = 1 both are the discounted sum of
+    rewards from t on. Where t' starts a turn, the step from t is discounted by turn_gamma and not by gamma: with 0 each
+    turn is an episode of its own, with 1 only tokens of one turn are discounted against each other.
+
+    Args:
+        rewards: [N] bfloat16, float16 or float32, one a token.
+        values: [N] bfloat16, float16 or float32, in reward units: V_t is of the state before token t is written.
+        loss_mask: [N] bool, True = trained.
+        cu_seqlens: [S + 1] int32 or int64, as in `segmented_scan`.
+        gamma: discount a token.
+        lambd: 0 trusts the values, 1 the rewards.
+        last_values: [S] floats, the value after each sequence's last token; 0.0 for those that ended by themselves.
+            None is 0.0 for all.
+        turn_starts: [N] bool, True at the first trained token of each turn. None: turns do not matter.
+        turn_gamma: discount of a step into another turn; without `turn_starts` there are none.
+
+    Returns:
+        ([N], [N]): advantages and returns, float32, 0.0 where the mask is False.
+
+    Raises:
+        ValueError: a wrong shape, dtype, device or, on the CPU, bound.
+
+    Source: Schulman et al. 2016, arXiv:1506.02438, eq. 11 and 16; going on after a cut: Pardo et al. 2018,
+    arXiv:1712.00378.
+    """
+    masks = {"loss_mask": loss_mask} | ({} if turn_starts is None else {"turn_starts": turn_starts})
+    _check("packed_gae", cu_seqlens, {"rewards": rewards, "values": values}, masks, last_values)
+    discounts = (float(gamma), float(lambd), float(turn_gamma))
+    tensors = (rewards, values, loss_mask, cu_seqlens, last_values, turn_starts)
+    if takes_triton("packed_gae", values):
+        from rlhf_kernels.ops.segmented_scan.triton import packed_gae_triton
+
+        return packed_gae_triton(*tensors, discounts=discounts)
+    return packed_gae_reference(*tensors, discounts=discounts)
+
+
+def _check(
+    operator: str, cu_seqlens: Tensor, floats: dict[str, Tensor], masks: dict[str, Tensor], ends: Tensor | None
+) -> None:
+    """Check what has a number a token (`floats`, `masks`) and what has one a sequence (`ends`)."""
+    tokens, first = floats | masks, next(iter(floats.values()))
+    given = tokens | {"cu_seqlens": cu_seqlens} | ({} if ends is None else {"last values": ends})
+    shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in given.items())
+    if any(tensor.shape != first.shape or tensor.ndim != 1 for tensor in tokens.values()):
+        raise ValueError(f"{operator} takes one number a token, [N] each; got {shapes}")
+    if cu_seqlens.ndim != 1 or not len(cu_seqlens) or (ends is not None and ends.shape != (len(cu_seqlens) - 1,)):
+        raise ValueError(f"{operator} takes cu_seqlens [S + 1] and last values [S]; got {shapes}")
+    for name, tensor in given.items():
+        allowed = (torch.bool,) if name in masks else (torch.int32, torch.int64) if tensor is cu_seqlens else FLOATS
+        if tensor.dtype not in allowed:
+            raise ValueError(f"{operator} takes {name} in {' or '.join(map(str, allowed))}; got {tensor.dtype}")
+        if tensor.device != first.device:
+            raise ValueError(f"{operator} takes tensors of one device; {name} is on {tensor.device}")
+    bounds = cu_seqlens.tolist() if first.device.type == "cpu" else [0, len(first)]
+    if bounds[0] != 0 or bounds[-1] != len(first) or bounds != sorted(bounds):
+        got = bounds if len(bounds) < 10 else f"{len(bounds)} bounds from {bounds[0]} to {bounds[-1]}"
+        raise ValueError(f"cu_seqlens must go from 0 to {len(first)}, the tokens, and never fall; got {got}")

@@ -1,0 +1,114 @@
+"""The benchmarks run without a GPU at a tiny size, check what they time, and find what is wrong."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import rlhf_kernels
+
+BENCH = Path(__file__).parents[1] / "bench"
+
+
+def run(script, tmp_path, *options):
+    """The report of a run, and what it printed."""
+    command = [sys.executable, BENCH / script, "--seconds", "0", "--out", tmp_path / "report.json", *options]
+    # Bazel's Python does not look beside a script for what it imports.
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(BENCH), *filter(None, sys.path)])}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads((tmp_path / "report.json").read_text()), done.stdout
+
+
+def status(name):
+    """What a report says of an operator: ok where the package has it."""
+    return "ok" if name in rlhf_kernels.__all__ else "skipped"
+
+
+@pytest.fixture
+def linear(monkeypatch):
+    """The module, as the script sees itself."""
+    monkeypatch.syspath_prepend(str(BENCH))
+    import linear
+
+    return linear
+
+
+def test_linear_bench_runs_ours_and_torch_and_says_why_others_are_missing(tmp_path):
+    if torch.cuda.is_available():
+        pytest.skip("would measure")
+    report, printed = run("linear.py", tmp_path)
+    (size,) = report["sizes"]
+    assert report["command"].startswith("python kernels/bench/linear.py --seconds 0")
+    assert report["environment"]["versions"]["torch"] == torch.__version__
+    assert size["products"]["ms"].keys() == {"1", "3", "4"}
+    results = {name: {key: passed["status"] for key, passed in two.items()} for name, two in size["contenders"].items()}
+    assert results["torch"] == {"forward": "ok", "step": "ok"}
+    assert results["liger"] == results["quack"] == {"forward": "skipped", "step": "skipped"}
+    assert results["linear_policy_loss"] == {"step": status("linear_policy_loss")}
+    assert results["logprob_kl"] == results["logprob_kl, full"] == {"forward": status("logprob_kl")}
+    assert results["linear_token_logprobs"] == dict.fromkeys(("forward", "step"), status("linear_token_logprobs"))
+    for name in set(rlhf_kernels.__all__) & {"linear_token_logprobs", "linear_policy_loss"}:
+        step = size["contenders"][name]["step"]
+        assert step["small_gradient_error"] < 1e-5 and step["over_best_peer"] > 0
+    assert "| liger |" in printed and "needs CUDA" in printed
+
+
+def test_elementwise_bench_runs_every_operator(tmp_path):
+    if torch.cuda.is_available():
+        pytest.skip("would measure")
+    report, printed = run("elementwise.py", tmp_path, "--quick")
+    operators = report["operators"]
+    assert {name.partition(",")[0] for name in operators} == {
+        *("token_logprobs", "packed_policy_loss", "segmented_scan", "packed_gae", "accumulate_")
+    }
+    for name, result in operators.items():
+        assert result["status"] == status(name.partition(",")[0]), result
+        assert result["status"] == "skipped" or result["share_of_copy"] > 0
+    assert "| packed_gae |" in printed
+
+
+def plain(inputs, scale=1.0, floor=0.0):
+    """The loss, its gradient off by a factor, or without what is small in it."""
+    logits = inputs.hidden @ inputs.weight.T
+    if logits.requires_grad:
+        logits.register_hook(lambda grad: scale * grad * (grad.abs() >= floor))
+    logprobs = logits.log_softmax(dim=-1)
+    return -(logprobs.gather(1, inputs.ids.clamp(min=0)[:, None])[:, 0] * inputs.mask).sum() / inputs.count
+
+
+@pytest.mark.parametrize(
+    ("options", "ours", "status"),
+    [
+        ({}, True, "ok"),
+        ({"scale": 1.05}, True, "wrong"),
+        ({"scale": 1.2}, False, "wrong"),
+        ({"scale": float("nan")}, False, "wrong"),
+        ({"floor": 1e-3}, True, "wrong"),
+        ({"floor": 1e-3}, False, "ok"),
+    ],
+)
+def test_linear_bench_finds_wrong_gradients_and_of_ours_also_small_ones(linear, options, ours, status):
+    sets = linear.draw(96, 256, 5003)
+    contender = linear.Contender(lambda: lambda inputs: plain(inputs, **options), ours=ours)
+    result = linear.attempt(lambda: linear.measure(contender, sets, 0.0, backward=True))
+    assert result["status"] == status, result
+    assert ("ms" in result) == (status == "ok")
+
+
+def test_linear_bench_finds_a_wrong_loss(linear):
+    sets = linear.draw(96, 32, 101)
+    contender = linear.Contender(lambda: lambda inputs: plain(inputs) + 0.1)
+    result = linear.attempt(lambda: linear.measure(contender, sets, 0.0, backward=False))
+    assert result["status"] == "wrong" and "loss_error 0.1" in result["note"]
+
+
+def test_bench_one_failure_is_a_note(linear):
+    def fail():
+        raise RuntimeError("first line\nsecond line")
+
+    assert linear.attempt(fail) == {"status": "failed", "note": "RuntimeError: first line"}

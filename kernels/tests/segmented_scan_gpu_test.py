@@ -1,0 +1,81 @@
+"""The Triton kernels of `segmented_scan` on a GPU, on streams as rollouts give them, against float64."""
+
+from itertools import accumulate
+
+import pytest
+import torch
+
+from rlhf_kernels import packed_gae, segmented_scan
+from rlhf_kernels.ops.segmented_scan.reference import packed_gae_reference, segmented_scan_reference
+
+
+@pytest.fixture(autouse=True)
+def seeded_gpu():
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    torch.manual_seed(0)
+
+
+def stream(shape):
+    """Bounds of one token, of a few odd lengths, or of about 1M tokens in sequences of 100 to 8,000 or of 40."""
+    lengths = {
+        "one": [1],
+        "odd": [1, 63, 0, 100, 2000],
+        "rollouts": torch.randint(100, 8001, (250,)).tolist(),
+        "short": [40] * 25_000,
+        "long": [131_072, 5],
+    }[shape]
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device="cuda")
+
+
+def numbers(bounds, dtype=torch.float32):
+    size = int(bounds[-1])
+    draw = torch.randn(2, size, device="cuda").to(dtype)
+    mask = torch.rand(size, device="cuda") < 0.7
+    return draw[0], draw[1], mask, torch.randn(len(bounds) - 1, device="cuda")
+
+
+@pytest.mark.parametrize("shape", ["one", "odd", "rollouts", "short", "long"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_segmented_scan_equals_float64(shape, dtype):
+    bounds = stream(shape)
+    values, decays, _, last = numbers(bounds, dtype)
+    decays = decays.sigmoid()
+    solved = segmented_scan(values, decays, bounds, last=last)
+    expected = segmented_scan_reference(values.double(), decays.double(), bounds, last)
+    torch.testing.assert_close(solved.double(), expected, atol=1e-5, rtol=1e-5)
+    assert torch.equal(solved, segmented_scan(values, decays, bounds, last=last))
+
+
+@pytest.mark.parametrize("shape", ["one", "odd", "rollouts", "short", "long"])
+@pytest.mark.parametrize("turns", [False, True])
+def test_packed_gae_equals_float64(shape, turns):
+    bounds = stream(shape)
+    rewards, values, mask, last = numbers(bounds)
+    rewards[~mask] = float("nan")
+    starts = mask & (torch.rand(mask.shape, device="cuda") < 0.01) if turns else None
+    results = packed_gae(
+        rewards, values, mask, bounds, gamma=1.0, lambd=0.95, last_values=last, turn_starts=starts, turn_gamma=0.5
+    )
+    wide = (rewards.double(), values.double(), mask, bounds, last, starts)
+    for got, want in zip(results, packed_gae_reference(*wide, discounts=(1.0, 0.95, 0.5)), strict=True):
+        torch.testing.assert_close(got.double(), want, atol=2e-5, rtol=1e-5)
+
+
+def test_packed_gae_inside_a_compiled_function_is_the_same():
+    bounds = stream("odd")
+    rewards, values, mask, last = numbers(bounds)
+
+    def advantages(rewards, values):
+        return packed_gae(rewards * 2, values, mask, bounds, gamma=0.99, lambd=0.95, last_values=last)[0] + 1
+
+    torch.testing.assert_close(torch.compile(advantages)(rewards, values), advantages(rewards, values))
+
+
+def test_segmented_scan_beyond_int32_tokens():
+    size = 2**31 + 7
+    if torch.cuda.mem_get_info()[0] < 40 << 30:
+        pytest.skip("needs 40 GiB of free device memory")
+    bounds = torch.tensor([0, size - 5, size], device="cuda")
+    ones = torch.ones(size, device="cuda", dtype=torch.bfloat16)
+    assert segmented_scan(ones, ones, bounds)[-6:].tolist() == [1.0, 5.0, 4.0, 3.0, 2.0, 1.0]
