@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from rlhf_data.errors import ConfigError, DataError, unknown, with_hint
+from rlhf_data.errors import ConfigError, DataError, unknown
 from rlhf_data.rows import Row
 
 Messages = list[dict[str, Any]]
@@ -69,7 +69,7 @@ class InputTemplate:
             message = f"input_template must contain `{{}}` exactly once, got {self.input_template!r}"
             hint = "`{}` is where the input goes, as in 'Question: {} Answer: '"
         if message:
-            raise ConfigError(with_hint(message, hint))
+            raise ConfigError(message, hint=hint)
 
     def render(self, row: Row, key: str) -> str:
         """Return the text of the prompt that asks for a response to a row.
@@ -84,8 +84,7 @@ class InputTemplate:
             messages = row_messages(row, key)
             return render_chat(messages, self.tokenizer, origin=row.origin, add_generation_prompt=True)
         if isinstance(row.cell(key), list):
-            message = f"{row.origin}: `{key}` is a list of messages"
-            raise DataError(with_hint(message, "messages need --apply_chat_template"))
+            raise DataError(f"{row.origin}: `{key}` is a list of messages", hint="messages need --apply_chat_template")
         return (self.input_template or _PLACEHOLDER).replace(_PLACEHOLDER, row.filled(key))
 
 
@@ -103,7 +102,7 @@ def row_messages(row: Row, key: str) -> Messages:
     for index, message in enumerate(value):
         if not isinstance(message, dict) or not all(isinstance(message.get(part), str) for part in ("role", "content")):
             problem = f"{row.origin}: message {index} of `{key}` needs a text `role` and a text `content`"
-            raise DataError(with_hint(problem, 'a message looks like {"role": "user", "content": "..."}'))
+            raise DataError(problem, hint='a message looks like {"role": "user", "content": "..."}')
     return value
 
 
@@ -241,7 +240,7 @@ def _pieces(messages: Messages, tokenizer: Tokenizer, origin: str, all_turns: bo
             problem = f"{origin}: the chat template rewrites what precedes message {index} once an answer is there"
             hint = "use a template that only appends or has {% generation %} marks"
             hint += ", or train the last answer only, without --multiturn" if all_turns else ""
-            raise ConfigError(with_hint(problem, hint))
+            raise ConfigError(problem, hint=hint)
         # White space that the template writes after the EOS is not the assistant's.
         text = after[len(before) :]
         head, eos, tail = text.rpartition(tokenizer.eos_token or "\0")
@@ -263,7 +262,7 @@ def _encode_marked(
     if len(starts) < answers or (len(starts) > answers and not all_turns):
         message = f"{origin}: the chat template marks {len(starts)} runs of tokens for {answers} answers"
         hint = "train all of them, with --multiturn" if len(starts) > answers else "use a template without marks"
-        raise ConfigError(with_hint(message, hint))
+        raise ConfigError(message, hint=hint)
     if not all_turns:
         mask[: starts[-1]] = False
     last = int(np.flatnonzero(mask)[-1])

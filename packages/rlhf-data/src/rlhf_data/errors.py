@@ -6,7 +6,10 @@ from pathlib import Path
 
 
 class RlhfError(Exception):
-    """Base of all errors that are meant for the user."""
+    """Base of all errors that are meant for the user: what is wrong, and a `hint` of what to do where one helps."""
+
+    def __init__(self, message: str, *, hint: str | None = None):
+        super().__init__(with_hint(message, hint))
 
 
 class ConfigError(RlhfError, ValueError):

@@ -13,7 +13,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
-from rlhf_data.errors import ConfigError, DataError, with_hint
+from rlhf_data.errors import ConfigError, DataError
 from rlhf_data.preference import PreferenceExample
 from rlhf_data.rows import Row, RowErrors
 from rlhf_data.sources import Rows
@@ -107,7 +107,7 @@ def load_examples(
     RowErrors(skip_bad_rows, counts.num_bad, list(counts.bad)).check(counts.num_rows)
     if not examples:
         message = f"all {counts.num_too_long} examples of {rows.name} are longer than max_len {max_len}"
-        raise DataError(with_hint(message, f"the longest has {counts.longest_tokens} tokens: raise --max_len"))
+        raise DataError(message, hint=f"the longest has {counts.longest_tokens} tokens: raise --max_len")
     return ExampleSet(examples, counts)
 
 
@@ -144,7 +144,7 @@ class _Work:
         data = self.rows.fingerprint()
         if data is None:
             message = f"{self.rows.name} is streamed and cannot be cached"
-            raise ConfigError(with_hint(message, "leave out the cache, or streaming"))
+            raise ConfigError(message, hint="leave out the cache, or streaming")
         folder = cache_dir / _key(data, self.encoder, self.max_len)
         if not folder.exists():
             cache_dir.mkdir(parents=True, exist_ok=True)

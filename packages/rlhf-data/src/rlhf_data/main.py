@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from rlhf_data.chat import Tokenizer
-from rlhf_data.errors import ConfigError, DataError, RlhfError, unknown, with_hint
+from rlhf_data.errors import ConfigError, DataError, RlhfError, unknown
 from rlhf_data.examples import load_examples
 from rlhf_data.preference import PreferenceEncoder, PreferenceExample, ProcessEncoder, ProcessExample, UnpairedEncoder
 from rlhf_data.pretrained import load_tokenizer
@@ -55,7 +55,7 @@ class _Parser(argparse.ArgumentParser):
     """An argument parser whose errors are ours."""
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(with_hint(message, f"{self.prog} --help lists the options"))
+        raise ConfigError(message, hint=f"{self.prog} --help lists the options")
 
 
 def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
@@ -85,7 +85,7 @@ def _inspect(options: argparse.Namespace) -> None:
         raise ConfigError(unknown("kind", options.kind, _OPTIONS))
     given = {name: getattr(options, name) for name in _NAMES if hasattr(options, name)}
     if given and options.tokenizer is None:
-        raise ConfigError(with_hint(f"--{next(iter(given))} has no effect without a tokenizer", "give --tokenizer"))
+        raise ConfigError(f"--{next(iter(given))} has no effect without a tokenizer", hint="give --tokenizer")
     encoder = None if options.tokenizer is None else _encoder(options.kind, options.tokenizer, given)
     rows = open_sources(",".join(options.data), max_samples=options.max_samples, split=options.split)
     errors = RowErrors(skip_bad_rows=True)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rlhf_data.errors import ConfigError, RlhfError, with_hint
+from rlhf_data.errors import ConfigError, RlhfError
 
 _HUB_TIMEOUT_S = 5.0
 
@@ -26,12 +26,12 @@ def load_tokenizer(path: str | Path) -> Any:
     try:
         from transformers import AutoTokenizer
     except ImportError as error:
-        raise ConfigError(with_hint(f"tokenizers need transformers: {error}", "pip install 'rlhf-data[hf]'")) from None
+        raise ConfigError(f"tokenizers need transformers: {error}", hint="pip install 'rlhf-data[hf]'") from None
     with clear_errors("tokenizer", path):
         tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=is_local)
     if not tokenizer.encode("text", add_special_tokens=False):  # what transformers makes of a folder without one
         hint = "put its files there: tokenizer.json, or what `tokenizer.save_pretrained` writes"
-        raise ConfigError(with_hint(f"{path} has no tokenizer that makes tokens of text", hint))
+        raise ConfigError(f"{path} has no tokenizer that makes tokens of text", hint=hint)
     check_eos(tokenizer, path)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -42,7 +42,7 @@ def check_eos(tokenizer: Any, name: str | Path) -> None:
     """Raise ConfigError unless a tokenizer has a token that ends a sequence."""
     if tokenizer.eos_token_id is None:
         hint = 'set "eos_token" in its tokenizer_config.json: generation ends at that token'
-        raise ConfigError(with_hint(f"the tokenizer {name} has no end-of-sequence token", hint))
+        raise ConfigError(f"the tokenizer {name} has no end-of-sequence token", hint=hint)
 
 
 def located(path: str | Path) -> tuple[str, bool]:
@@ -57,7 +57,7 @@ def located(path: str | Path) -> tuple[str, bool]:
     is_name = isinstance(path, str) and not text.startswith((".", "/", "~")) and text.count("/") == 1
     if not is_name or folder.parent.is_dir():
         hint = "give an existing folder, or a hub name as `owner/name`"
-        raise ConfigError(with_hint(f"there is no model folder {text}", hint))
+        raise ConfigError(f"there is no model folder {text}", hint=hint)
     return text, not hub_answers()
 
 
@@ -94,4 +94,4 @@ def clear_errors(kind: str, path: str | Path) -> Iterator[None]:
     except Exception as error:  # the libraries raise whatever their many parts do
         first_line = str(error).strip().split("\n")[0]
         hint = "check the path, or the hub name and the network; a hub model must be in the local cache when offline"
-        raise ConfigError(with_hint(f"cannot load the {kind} {path}: {first_line}", hint)) from error
+        raise ConfigError(f"cannot load the {kind} {path}: {first_line}", hint=hint) from error

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhf_data.chat import InputTemplate, Tokenizer, encode_prompts
-from rlhf_data.errors import ConfigError, DataError, with_hint
+from rlhf_data.errors import ConfigError, DataError
 from rlhf_data.records import Prompt
 from rlhf_data.rows import RowErrors
 from rlhf_data.sources import Rows
@@ -100,5 +100,5 @@ def load_prompts(
     if not prompts:
         message = f"all {len(lengths)} prompts of {rows.name} are longer than prompt_max_len {prompt_max_len}"
         hint = f"the shortest has {min(lengths)} tokens, the longest {max(lengths)}: raise --prompt_max_len"
-        raise DataError(with_hint(message, hint))
+        raise DataError(message, hint=hint)
     return PromptSet(tuple(prompts), num_rows, len(lengths) - len(prompts), max(lengths), errors.num_bad)

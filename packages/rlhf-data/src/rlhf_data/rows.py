@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlhf_data.errors import DataError, unknown, with_hint
+from rlhf_data.errors import DataError, unknown
 
 _TOLERATED_FRACTION = 0.01
 _NUM_SHOWN = 3
@@ -79,7 +79,7 @@ class Row:
         value = self.cell(key)
         if value is None:
             message = f"{self.origin}: the label `{key}` is null"
-            raise DataError(with_hint(message, "remove the row, or write the answer into it"))
+            raise DataError(message, hint="remove the row, or write the answer into it")
         if isinstance(value, bool | list | dict):
             return json.dumps(value, ensure_ascii=False)
         return self.text(key)
@@ -112,7 +112,7 @@ class RowErrors:
             return
         message = f"{self.num_bad} of {num_rows} rows cannot be used; the first:\n" + "\n".join(self.first)
         hint = None if is_allowed else "repair them, or leave them all out with --skip_bad_rows; 1 % is left out anyway"
-        raise DataError(with_hint(message, hint))
+        raise DataError(message, hint=hint)
 
 
 def kind_of(value: Any) -> str:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from rlhf_data.errors import ConfigError, with_hint
+from rlhf_data.errors import ConfigError
 from rlhf_models.batch import TokenBatch
 
 logger = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ def choose_attention(config: Any, attn_implementation: str, *, packing: bool) ->
     if packing and layers:
         kinds = ", ".join(sorted(layers))
         message = f"a {config.model_type} model cannot be packed: its layers of kind {kinds} cross sequences"
-        raise ConfigError(with_hint(message, "turn packing off"))
+        raise ConfigError(message, hint="turn packing off")
     if attn_implementation != "auto":
         return attn_implementation
     if not packing:
@@ -131,7 +131,7 @@ def packed_attention(
             **kwargs,
         )
     if kwargs.get("softcap") is not None:
-        raise ConfigError(with_hint("attention with a soft cap cannot be packed", "turn packing off"))
+        raise ConfigError("attention with a soft cap cannot be packed", hint="turn packing off")
     # Layers are compiled only where the kernel runs: see `compiled.compile_layers`.
     is_known = torch.compiler.is_compiling() and query.is_cuda
     reason = None if is_known else varlen_unavailable_reason(query.device, query.dtype, query.shape[-1], dropout)
@@ -170,7 +170,7 @@ def _log_fallback_once(reason: str, level: int) -> None:
 def _unpacked_attention(module: nn.Module, *tensors: Any, **kwargs: Any) -> tuple[Tensor, None]:
     if _forwarding_packed.get():
         message = f"{type(module).__name__} does not receive the bounds of packed sequences and would mix them"
-        raise ConfigError(with_hint(message, "turn packing off for this model"))
+        raise ConfigError(message, hint="turn packing off for this model")
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     return sdpa_attention_forward(module, *tensors, **kwargs)
@@ -193,7 +193,7 @@ def _varlen(
         options["window_size"] = (sliding_window - 1 if sliding_window else -1, 0)
     elif sliding_window and longest is not None and longest > sliding_window:
         hint = "turn packing off, or use a newer torch"
-        raise ConfigError(with_hint(f"varlen attention of torch {torch.__version__} has no sliding window", hint))
+        raise ConfigError(f"varlen attention of torch {torch.__version__} has no sliding window", hint=hint)
     else:
         options["is_causal"] = True
     if "scale" in parameters:

@@ -5,7 +5,7 @@ from typing import Any, Required, TypedDict, Unpack
 
 import torch
 
-from rlhf_data.errors import ConfigError, unknown, with_hint
+from rlhf_data.errors import ConfigError, unknown
 from rlhf_data.pretrained import check_eos, clear_errors, load_tokenizer, located
 from rlhf_models.actor import Actor
 from rlhf_models.attention import choose_attention
@@ -49,7 +49,7 @@ def check_tokenizer_fits(config: Any, tokenizer: Any) -> None:
     largest = max(tokenizer.get_vocab().values())
     if largest >= num_rows:
         message = f"the tokenizer has token ids up to {largest}, but the model's embedding ends at {num_rows - 1}"
-        raise ConfigError(with_hint(message, "take the tokenizer from the model's own folder"))
+        raise ConfigError(message, hint="take the tokenizer from the model's own folder")
 
 
 def check_reward_model(path: str | Path) -> None:
@@ -81,7 +81,7 @@ def check_same_tokenizer(path: str | Path, tokenizer: Any) -> None:
         message = f"the model {path} has another vocabulary than the policy: {len(differing)} of the policy's"
         message += f" {len(vocabulary)} tokens differ, such as {token!r}, {index} to the policy, {own.get(token)} to it"
         hint = "it reads the policy's token ids: use a model of the same family, or serve a reward model behind"
-        raise ConfigError(with_hint(message, f"{hint} --remote_rm_url http://..., which gets text"))
+        raise ConfigError(message, hint=f"{hint} --remote_rm_url http://..., which gets text")
 
 
 def resolve_dtype(dtype: str | torch.dtype) -> torch.dtype:
@@ -165,9 +165,8 @@ def _load_model(
             local_files_only=is_local,
         )
     if missing := sorted(report["missing_keys"]):
-        hint = "it may be the folder of another kind of model, such as a critic"
         message = f"the model {path} lacks {len(missing)} weights of a {type(model).__name__}, {missing[0]} among them"
-        raise ConfigError(with_hint(message, hint))
+        raise ConfigError(message, hint="it may be the folder of another kind of model, such as a critic")
     if gradient_checkpointing:
         # Renamed, its argument too, between the versions of transformers that are supported.
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
@@ -180,5 +179,5 @@ def _located(path: str | Path) -> tuple[str, bool]:
     name, is_local = located(path)
     if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
         hint = "a model folder holds config.json, *.safetensors and the tokenizer, as `save_pretrained` writes them"
-        raise ConfigError(with_hint(f"the model folder {name} has no config.json", hint))
+        raise ConfigError(f"the model folder {name} has no config.json", hint=hint)
     return name, is_local

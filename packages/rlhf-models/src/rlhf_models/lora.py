@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from rlhf_data.errors import ConfigError, with_hint
+from rlhf_data.errors import ConfigError
 from rlhf_data.pretrained import clear_errors, load_tokenizer
 from rlhf_models.files import VALUE_HEAD_FILE
 from rlhf_models.loading import load_actor, load_critic
@@ -55,7 +55,7 @@ def add_lora(model: nn.Module, spec: LoraSpec) -> None:
     try:
         model.model.add_adapter(config)
     except ValueError as error:
-        raise ConfigError(with_hint(f"LoRA: {error}", "target_modules may be all-linear, or q_proj v_proj")) from None
+        raise ConfigError(f"LoRA: {error}", hint="target_modules may be all-linear, or q_proj v_proj") from None
 
 
 @contextmanager
@@ -109,7 +109,7 @@ def merge_adapter(base: str | Path, adapter: str | Path, out: str | Path, *, dty
     adapter = Path(adapter).expanduser()
     if not (adapter / "adapter_config.json").is_file():
         hint = "an adapter folder holds adapter_config.json and adapter_model.safetensors"
-        raise ConfigError(with_hint(f"there is no adapter in {adapter}", hint))
+        raise ConfigError(f"there is no adapter in {adapter}", hint=hint)
     head = adapter / VALUE_HEAD_FILE
     model: Any = load_critic(base, dtype=dtype) if head.is_file() else load_actor(base, dtype=dtype)
     with clear_errors("adapter", adapter):
@@ -124,5 +124,5 @@ def _import_peft() -> Any:
         import peft
     except ImportError:
         hint = "pip install 'rlhf-models[lora]', or train all weights"
-        raise ConfigError(with_hint("LoRA needs peft, which is not installed", hint)) from None
+        raise ConfigError("LoRA needs peft, which is not installed", hint=hint) from None
     return peft

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rlhf_data.errors import ConfigError, DataError, with_hint
+from rlhf_data.errors import ConfigError, DataError
 from rlhf_models.actor import run_backbone
 from rlhf_models.batch import TokenBatch
 from rlhf_models.critic import ValueHead
@@ -60,7 +60,7 @@ def stored_moments(config: Any) -> tuple[float, float] | None:
         return None
     if not (math.isfinite(mean) and math.isfinite(std) and std > 0):
         message = f"the reward model's config has the mean {mean} and the deviation {std} of its scores"
-        raise ConfigError(with_hint(message, "correct them in its config.json, or drop --normalize_reward"))
+        raise ConfigError(message, hint="correct them in its config.json, or drop --normalize_reward")
     return float(mean), float(std)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rlhf_data.errors import CheckpointError, ConfigError, with_hint
+from rlhf_data.errors import CheckpointError, ConfigError
 from rlhf_models.files import VALUE_HEAD_FILE, quiet_transformers
 
 logger = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ def hf_named_weights(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
         differing = ", ".join(sorted({name for name, _ in named} ^ saved)[:3])
         kind = model.config.model_type
         message = f"a {kind} model and its checkpoint name their weights differently ({differing}, ...)"
-        raise ConfigError(with_hint(message, "use a model whose layers are stored one by one"))
+        raise ConfigError(message, hint="use a model whose layers are stored one by one")
     return named
 
 
@@ -68,7 +68,7 @@ def save_hf(model: nn.Module, state_dict: Mapping[str, Tensor] | None, tokenizer
             new.rename(path)
     except (OSError, SafetensorError) as error:
         message = f"cannot write the model to {path}: {error}"
-        raise CheckpointError(with_hint(message, "check the disk and the path")) from error
+        raise CheckpointError(message, hint="check the disk and the path") from error
     return path
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_data.chat import Tokenizer
-from rlhf_data.errors import ConfigError, unknown, with_hint
+from rlhf_data.errors import ConfigError, unknown
 from rlhf_data.pretrained import load_tokenizer, located
 from rlhf_data.testing import ByteTokenizer
 from rlhf_rollout.engines import ENGINE_KINDS, EngineSpec
@@ -33,7 +33,7 @@ def needed_sources(options: argparse.Namespace) -> tuple[RewardSource, ...]:
     """Return the same for a command that is nothing without one."""
     sources = reward_sources(options)
     if not sources:
-        raise ConfigError(with_hint("there is no reward", "give --reward_pretrain DIR, or --reward FILE.py"))
+        raise ConfigError("there is no reward", hint="give --reward_pretrain DIR, or --reward FILE.py")
     return sources
 
 
@@ -75,9 +75,9 @@ def _scorer(options: argparse.Namespace, path: str, tokenizer: Tokenizer) -> Loc
 
         from rlhf_models.loading import check_same_tokenizer
     except ImportError as error:
-        raise ConfigError(with_hint("reward models need rlhf-models", "install rlhf-rollout[models]")) from error
+        raise ConfigError("reward models need rlhf-models", hint="install rlhf-rollout[models]") from error
     if isinstance(tokenizer, ByteTokenizer):
-        raise ConfigError(with_hint("a reward model needs the tokenizer of its tokens", "give --tokenizer"))
+        raise ConfigError("a reward model needs the tokenizer of its tokens", hint="give --tokenizer")
     check_same_tokenizer(path, tokenizer)
     scorer = LocalScorer(
         path,
@@ -96,7 +96,7 @@ def engine_spec(options: argparse.Namespace) -> EngineSpec:
     if options.engine not in ENGINE_KINDS:
         raise ConfigError(unknown("engine", options.engine, ENGINE_KINDS))
     if not options.model and options.engine != "fake":
-        raise ConfigError(with_hint(f"engine {options.engine} needs --model", "give a model folder or hub name"))
+        raise ConfigError(f"engine {options.engine} needs --model", hint="give a model folder or hub name")
     if options.max_tokens < 1 or options.prompt_max_len < 1:
         lengths = f"--max_tokens {options.max_tokens} and --prompt_max_len {options.prompt_max_len}"
         raise ConfigError(f"{lengths}: at least 1")

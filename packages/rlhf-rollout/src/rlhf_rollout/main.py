@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from rlhf_data.errors import ConfigError, RlhfError, unknown, with_hint
+from rlhf_data.errors import ConfigError, RlhfError, unknown
 
 COMMANDS = {
     "generate": "sample responses to a file of prompts, or make training data of them",
@@ -49,7 +49,7 @@ class _Parser(argparse.ArgumentParser):
     """An argument parser whose errors are ours."""
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(with_hint(message, f"{self.prog} --help lists the options"))
+        raise ConfigError(message, hint=f"{self.prog} --help lists the options")
 
 
 def _parse(arguments: Sequence[str], prog: str) -> argparse.Namespace:

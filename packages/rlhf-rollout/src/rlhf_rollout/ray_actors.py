@@ -10,7 +10,7 @@ import numpy as np
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
-from rlhf_data.errors import EngineError, RewardError, RlhfError, WeightSyncError, with_hint
+from rlhf_data.errors import EngineError, RewardError, RlhfError, WeightSyncError
 from rlhf_rollout.engines import EngineSpec, build_engine
 from rlhf_rollout.protocols import Completion, SamplingParams
 from rlhf_rollout.rewards.model import LocalScorer
@@ -79,7 +79,7 @@ def _plain_errors(gone: type[RlhfError], part: str = "engine") -> Iterator[None]
         raise
     except RayActorError as error:
         message = f"the {part}'s process is gone: {error}"
-        raise gone(with_hint(message, "its log tells why (Ray's session folder)")) from error
+        raise gone(message, hint="its log tells why (Ray's session folder)") from error
 
 
 class RayEngine:

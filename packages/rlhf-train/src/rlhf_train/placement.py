@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlhf_data.errors import ConfigError, with_hint
+from rlhf_data.errors import ConfigError
 
 ROLES = ("actor", "critic", "reference")
 SHARED_GPU = 0.9  # what processes on one GPU divide between them; Ray only counts it
@@ -175,13 +175,13 @@ def _check_together(request: PlacementRequest, resources: Resources) -> None:
     unequal = {role: count for role, count in asked.items() if count != ranks}
     if unequal:
         message = f"models that share devices need equally many: actor has {ranks}, {unequal}"
-        raise ConfigError(with_hint(message, "set every *_num_nodes x *_num_gpus_per_node to the actor's"))
+        raise ConfigError(message, hint="set every *_num_nodes x *_num_gpus_per_node to the actor's")
     if request.num_engines != ranks or request.tensor_parallel_size != 1:
         message = f"colocated engines take {request.num_engines} x {request.tensor_parallel_size} GPUs, not {ranks}"
-        raise ConfigError(with_hint(message, f"use --vllm_num_engines {ranks} --vllm_tensor_parallel_size 1"))
+        raise ConfigError(message, hint=f"use --vllm_num_engines {ranks} --vllm_tensor_parallel_size 1")
     if ranks > resources.num_gpus:
         message = f"{ranks} GPUs asked, {resources.num_gpus} in the cluster"
-        raise ConfigError(with_hint(message, "lower --actor_num_gpus_per_node"))
+        raise ConfigError(message, hint="lower --actor_num_gpus_per_node")
 
 
 def _apart(request: PlacementRequest) -> PlacementPlan:
@@ -193,7 +193,7 @@ def _apart(request: PlacementRequest) -> PlacementPlan:
         if actor != reference:
             message = f"actor and reference share processes: the actor has {actor}, the reference {reference}"
             hint = "set --ref_num_nodes and --ref_num_gpus_per_node to the actor's, or drop --colocate_actor_ref"
-            raise ConfigError(with_hint(message, hint))
+            raise ConfigError(message, hint=hint)
         hosted = [("actor", "reference"), *((role,) for role in roles if role not in ("actor", "reference"))]
     bundles: list[int] = []
 
@@ -210,7 +210,7 @@ def _apart(request: PlacementRequest) -> PlacementPlan:
         if request.reward_ranks != critic:
             message = f"critic and reward models share devices: the critic has {critic}, they have"
             hint = "set --reward_num_nodes and --reward_num_gpus_per_node to the critic's, or drop"
-            raise ConfigError(with_hint(f"{message} {request.reward_ranks}", f"{hint} --colocate_critic_reward"))
+            raise ConfigError(f"{message} {request.reward_ranks}", hint=f"{hint} --colocate_critic_reward")
     else:
         places = reserve(request.reward_ranks)
     return PlacementPlan("cuda", tuple(bundles), groups, engines, False, scorers=_scorers(places, 1))

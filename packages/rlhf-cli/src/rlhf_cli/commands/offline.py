@@ -20,7 +20,7 @@ from rlhf_cli.paths import (
     user_path,
     with_full_paths,
 )
-from rlhf_data.errors import ConfigError, missing_file, unknown, with_hint
+from rlhf_data.errors import ConfigError, missing_file, unknown
 
 if TYPE_CHECKING:
     from rlhf_cli.console import Console
@@ -111,7 +111,7 @@ def _prepare(command: Command, config: OfflineConfig, folder: Path, console: "Co
         longest = max(map(objective.num_tokens, objective.items(examples.examples)))
         if longest > budget:
             message = f"--micro_batch_tokens is {budget}, and the longest example takes {longest} tokens"
-            raise ConfigError(with_hint(message, f"use --micro_batch_tokens {longest}, or a lower --max_len"))
+            raise ConfigError(message, hint=f"use --micro_batch_tokens {longest}, or a lower --max_len")
     schedule = OfflineSchedule(**matching(OfflineSchedule, training))
     train, best = loaded["--dataset"].examples, config.evaluation.best_metric_key
     targets = model.target_modules if model.target_modules == "all-linear" else tuple(model.target_modules.split(","))

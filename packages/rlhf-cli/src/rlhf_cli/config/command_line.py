@@ -47,7 +47,7 @@ class Parsed(Generic[AnyConfig]):
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(with_hint(message, f"`{self.prog} --help` lists the flags"))
+        raise ConfigError(message, hint=f"`{self.prog} --help` lists the flags")
 
 
 def parse(
@@ -139,15 +139,14 @@ def read_toml(path: Path, config_class: type[Config]) -> Values:
     for section, table in content.items():
         if section not in sections:
             text = f"{path}: unknown section `{section}`"
-            raise ConfigError(with_hint(text, _place(section, sections, home, "[{}]", "[{}]")))
+            raise ConfigError(text, hint=_place(section, sections, home, "[{}]", "[{}]"))
         if not isinstance(table, dict):
-            hint = f"write [{section}] with its keys below"
-            raise ConfigError(with_hint(f"{path}: `{section}` must be a section", hint))
+            raise ConfigError(f"{path}: `{section}` must be a section", hint=f"write [{section}] with its keys below")
         for key in table:
             if home.get(key) != section:
                 text = f"{path}: unknown key `{key}` in [{section}]"
                 keys = [name for name in home if home[name] == section]
-                raise ConfigError(with_hint(text, _place(key, keys, home, "`{}`", "{}")))
+                raise ConfigError(text, hint=_place(key, keys, home, "`{}`", "{}"))
     return {name: value for table in content.values() for name, value in table.items()}
 
 
@@ -175,7 +174,7 @@ def _read_flags(parser: argparse.ArgumentParser, argv: Sequence[str]) -> Values:
     names = [name for action in parser._actions for name in action.option_strings if name.startswith("--")]
     for flag, value in pairwise(argv):
         if flag in names and re.match(r"-[\d.][^ ,]*,", value):
-            raise ConfigError(with_hint(f"{flag}: `{value}` begins as a flag does", f"write {flag}={value}"))
+            raise ConfigError(f"{flag}: `{value}` begins as a flag does", hint=f"write {flag}={value}")
     namespace, rest = parser.parse_known_args(list(argv))
     if rest:
         raise ConfigError(_unknown_flags(rest, names, parser.prog))
@@ -232,7 +231,7 @@ def _single(name: str, flags: Values) -> Any:
     found = flags.pop(name, [None])
     if len(found) > 1:
         hint = "give one, and as flags what it should not say"
-        raise ConfigError(with_hint(f"--{name} is given {len(found)} times: {', '.join(found)}", hint))
+        raise ConfigError(f"--{name} is given {len(found)} times: {', '.join(found)}", hint=hint)
     return found[0]
 
 

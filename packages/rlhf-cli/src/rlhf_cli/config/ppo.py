@@ -12,7 +12,7 @@ from rlhf_cli.config.placement import EngineSection, PlacementSection
 from rlhf_cli.config.reward import RewardSection
 from rlhf_cli.config.rollout import EvaluationSection, RolloutSection
 from rlhf_cli.config.training import PpoTrainingSection
-from rlhf_data.errors import ConfigError, with_hint
+from rlhf_data.errors import ConfigError
 
 _FILTER_OPTIONS = ("dynamic_filtering_reward_range", "dynamic_filtering_max_batches")
 _EVALUATION_OPTIONS = ("eval_steps", "eval_temperature", "eval_n_samples_per_prompt", "source_key")
@@ -76,7 +76,7 @@ def _check_batches(config: PpoConfig, num_samples: int) -> None:
             f" (--rollout_batch_size {rollout.rollout_batch_size} x --n_samples_per_prompt"
             f" {rollout.n_samples_per_prompt})"
         )
-        raise ConfigError(with_hint(message, f"use --train_batch_size {divisor}"))
+        raise ConfigError(message, hint=f"use --train_batch_size {divisor}")
 
 
 def _check_training(config: PpoConfig, given: Collection[str]) -> list[str]:
@@ -84,8 +84,7 @@ def _check_training(config: PpoConfig, given: Collection[str]) -> list[str]:
     training, algorithm, reward = config.training, config.algorithm, config.reward
     if training.freezing_actor_steps > 0 and not algorithm.row.uses_critic:
         message = f"--freezing_actor_steps {training.freezing_actor_steps} trains the critic only, and"
-        hint = "drop it, or use --advantage_estimator gae"
-        raise ConfigError(with_hint(f"{message} {algorithm.title} has none", hint))
+        raise ConfigError(f"{message} {algorithm.title} has none", hint="drop it, or use --advantage_estimator gae")
     shapes = (reward.reward_clip_range, reward.overlong_buffer_len or None, reward.stop_properly_penalty_coef)
     rescales = algorithm.row.baseline == "group_mean_std" and not algorithm.no_advantage_std_norm
     anyway = f"{algorithm.title} shifts and scales the rewards of a group anyway, and nothing comes between"
@@ -117,7 +116,7 @@ def _check_evaluation(config: PpoConfig, given: Collection[str]) -> list[str]:
         return without_effect(given, (True, _EVALUATION_OPTIONS, "there is no --eval_data"))
     if section.eval_temperature == 0 and section.eval_n_samples_per_prompt > 1:
         message = f"--eval_n_samples_per_prompt is {section.eval_n_samples_per_prompt} at --eval_temperature 0"
-        raise ConfigError(with_hint(f"{message}: greedy responses are all the same", "use 1 sample, or a temperature"))
+        raise ConfigError(f"{message}: greedy responses are all the same", hint="use 1 sample, or a temperature")
     best = section.best_metric_key
     if best is not None and best.rpartition("/")[2] in _BETTER_WHEN_LOW:
         notices.append(f"--best_metric_key {best} keeps the highest value, and a lower one is usually better")
@@ -126,7 +125,7 @@ def _check_evaluation(config: PpoConfig, given: Collection[str]) -> list[str]:
 
 def _check_sampling(config: PpoConfig, given: Collection[str]) -> list[str]:
     if config.rollout.top_k == 0:
-        raise ConfigError(with_hint("--top_k is 0, which leaves no token to sample", "use -1 for all tokens"))
+        raise ConfigError("--top_k is 0, which leaves no token to sample", hint="use -1 for all tokens")
     return [
         f"--{name} {getattr(config.rollout, name)} samples from a part of the distribution, while the trainer's"
         " log-probs are of the whole: mismatch/* will not be near 0"
@@ -145,12 +144,12 @@ def _check_placement(config: PpoConfig, given: Collection[str]) -> list[str]:
     ):
         for name in (f"{role}_num_nodes", f"{role}_num_gpus_per_node"):
             if needed and getattr(placement, name) == 0:
-                raise ConfigError(with_hint(f"--{name} is 0, and {why}", f"use --{name} 1 or more"))
+                raise ConfigError(f"--{name} is 0, and {why}", hint=f"use --{name} 1 or more")
     all_share = placement.colocate_all_models
     for name, section in (("vllm_enable_sleep", config.engine), ("deepspeed_enable_sleep", placement)):
         if getattr(section, name) and not all_share:
             message = f"--{name} is for models and engines that share GPUs, and --colocate_all_models is off"
-            raise ConfigError(with_hint(message, f"add --colocate_all_models, or drop --{name}"))
+            raise ConfigError(message, hint=f"add --colocate_all_models, or drop --{name}")
     return without_effect(
         given,
         (all_share, ["colocate_actor_ref", "colocate_critic_reward"], "--colocate_all_models includes it"),

@@ -10,7 +10,7 @@ from typing import Any
 from rlhf_cli.config.data import DataSection
 from rlhf_cli.config.ppo import PpoConfig
 from rlhf_cli.paths import data_paths, source_names
-from rlhf_data.errors import ConfigError, DataError, missing_file, unknown, with_hint
+from rlhf_data.errors import ConfigError, DataError, missing_file, unknown
 from rlhf_data.prompts import PromptSet, load_prompts
 from rlhf_data.records import Prompt
 from rlhf_data.rows import RowErrors
@@ -34,7 +34,7 @@ def open_prompts(config: PpoConfig) -> tuple[Rows, dict[str, Rows]]:
     for name in names:
         if names.count(name) > 1:
             message = f"two files of --eval_data are called {name}, the name by which their results are told apart"
-            raise ConfigError(with_hint(message, "rename one"))
+            raise ConfigError(message, hint="rename one")
     assert data.prompt_data
     probs = parse_probs("prompt_data_probs", data.prompt_data_probs)
     options = {"probs": probs, "seed": config.training.seed, "max_samples": data.max_samples}
@@ -43,7 +43,7 @@ def open_prompts(config: PpoConfig) -> tuple[Rows, dict[str, Rows]]:
     for name, path in zip(names, files, strict=True):
         if not path.exists() and not path.name.lower().endswith(SUFFIXES):
             message = f"--eval_data: {missing_file('data file', path).partition(chr(10))[0]}"
-            raise DataError(with_hint(message, "give a .jsonl or .json file; names on the hub are for --prompt_data"))
+            raise DataError(message, hint="give a .jsonl or .json file; names on the hub are for --prompt_data")
         held_out[name] = open_sources(path, max_samples=data.max_samples)
         check_keys(data, held_out[name], ("input_key", "label_key", "source_key"))
     return training, held_out
@@ -58,7 +58,7 @@ def check_keys(section: DataSection, rows: Rows, names: Iterable[str]) -> None:
             if key is not None and key not in row.values:
                 message = f"--{name}: {row.origin}: {unknown('key', key, row.values)}"
                 may_be_none = type(section).model_fields[name].annotation == str | None and "hint:" not in message
-                raise DataError(with_hint(message, f"--{name} None says that there is none" if may_be_none else None))
+                raise DataError(message, hint=f"--{name} None says that there is none" if may_be_none else None)
 
 
 def load_all(

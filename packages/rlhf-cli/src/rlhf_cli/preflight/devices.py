@@ -5,7 +5,7 @@ from collections.abc import Collection
 
 from rlhf_cli.config.messages import without_effect
 from rlhf_cli.config.ppo import PpoConfig, with_places
-from rlhf_data.errors import ConfigError, with_hint
+from rlhf_data.errors import ConfigError
 from rlhf_train.placement import Resources, local_resources
 
 _GPU_OPTIONS = (
@@ -32,7 +32,7 @@ def find_resources() -> tuple[Resources, str | None]:
             ray.init(address=address, logging_level="ERROR", log_to_driver=False)
         except (ConnectionError, ValueError, RuntimeError) as error:
             hint = "start one with `ray start --head`, set up its token here if it has one, or unset RAY_ADDRESS"
-            raise ConfigError(with_hint(f"no Ray cluster answers at RAY_ADDRESS {address}: {error}", hint)) from None
+            raise ConfigError(f"no Ray cluster answers at RAY_ADDRESS {address}: {error}", hint=hint) from None
     total = ray.cluster_resources()
     return Resources(num_cpus=int(total.get("CPU", 0)), num_gpus=int(total.get("GPU", 0))), address
 
@@ -43,7 +43,7 @@ def check_device(config: PpoConfig, given: Collection[str], num_gpus: int) -> li
         return []
     if config.engine.vllm_tensor_parallel_size > 1:
         message = f"--vllm_tensor_parallel_size is {config.engine.vllm_tensor_parallel_size} and there is no GPU"
-        raise ConfigError(with_hint(message, "use --vllm_num_engines for more engines"))
+        raise ConfigError(message, hint="use --vllm_num_engines for more engines")
     return on_cpu(with_places(config, given))
 
 

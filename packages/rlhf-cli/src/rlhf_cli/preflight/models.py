@@ -6,7 +6,7 @@ from typing import Any
 from rlhf_cli.config.model import ModelSection
 from rlhf_cli.config.ppo import PpoConfig
 from rlhf_cli.paths import model_path
-from rlhf_data.errors import ConfigError, unknown, with_hint
+from rlhf_data.errors import ConfigError, unknown
 
 
 def load_model_files(path: str) -> tuple[Any, Any]:
@@ -38,7 +38,7 @@ def check_context(model_config: Any, num_tokens: int, flags: str) -> None:
     context = getattr(model_config.get_text_config(), "max_position_embeddings", None)
     if context is not None and num_tokens > context:
         message = f"{flags} is {num_tokens} tokens, and the model has a context of {context}"
-        raise ConfigError(with_hint(message, f"lower them to {context} tokens in all"))
+        raise ConfigError(message, hint=f"lower them to {context} tokens in all")
 
 
 def longest_sequence(config: PpoConfig) -> tuple[int, str]:

@@ -96,7 +96,7 @@ class HttpEngine:
         reason = choice.get("finish_reason")
         if token_ids is None or logprobs is None:
             message = f"{self._url} answered without token_ids or log-probs"
-            raise EngineError(with_hint(message, "the server must be vLLM 0.26 or newer: it has return_token_ids"))
+            raise EngineError(message, hint="the server must be vLLM 0.26 or newer: it has return_token_ids")
         if len(token_ids) != len(logprobs) or None in logprobs:
             raise EngineError(f"{self._url} answered {len(token_ids)} tokens with log-probs {_excerpt(logprobs)}")
         if reason not in tuple(FinishReason):
@@ -130,7 +130,7 @@ class HttpEngine:
             except ValueError as error:
                 raise EngineError(f"{self._url} answered no JSON: {_excerpt(response.text)}") from error
         message = f"{self._url} failed {self._num_retries + 1} times; last: {failure}"
-        raise EngineError(with_hint(message, "is the server up and healthy?"))
+        raise EngineError(message, hint="is the server up and healthy?")
 
     async def begin_weight_update(self, policy_version: int) -> None:
         """Raise EngineError: a server's weights are not ours to change."""
@@ -146,7 +146,7 @@ class HttpEngine:
 
     async def sleep(self) -> None:
         """Raise EngineError: a server's memory is not ours to take."""
-        raise EngineError(with_hint("an HTTP engine cannot be put to sleep", "train with engine vllm"))
+        raise EngineError("an HTTP engine cannot be put to sleep", hint="train with engine vllm")
 
     async def wake_up(self) -> None:
         """Do nothing: it never sleeps."""

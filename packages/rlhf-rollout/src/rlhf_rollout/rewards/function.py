@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from rlhf_data.errors import ConfigError, RewardError, with_hint
+from rlhf_data.errors import ConfigError, RewardError
 from rlhf_data.records import Prompt, Rollout, Verdict, VerdictKind
 from rlhf_rollout.rewards.outcomes import Failure, judge
 from rlhf_rollout.rewards.process import Samples, WorkerProcess
@@ -195,4 +195,4 @@ def check_finite(name: str, scored: Scored) -> None:
         verdict = verdict_of(scored, index)
         if verdict.kind is VerdictKind.CRASH and scored.verdicts[index] != VerdictKind.CRASH:
             message = f"{name}: {verdict.detail} in the trial call (sample {index})"
-            raise RewardError(with_hint(message, "return a finite number for every response, an empty one included"))
+            raise RewardError(message, hint="return a finite number for every response, an empty one included")

@@ -72,7 +72,7 @@ def parse_reward(reward: str) -> RewardTarget:
     function = function if colon else DEFAULT_FUNCTION
     if not all(part.isidentifier() for part in [*module.split("."), function]):
         message = f"reward `{reward}` names no Python file and no module"
-        raise ConfigError(with_hint(message, "give path/to/file.py or module:function"))
+        raise ConfigError(message, hint="give path/to/file.py or module:function")
     return RewardTarget(module, function)
 
 
@@ -109,9 +109,9 @@ def read_result(result: Any, num_samples: int, *, giver: str = "the reward funct
             no number, or a verdict that does not exist. Numbers that are not finite are left to the caller.
     """
     if not isinstance(result, Mapping):
-        raise RewardError(with_hint(f"{giver} returned {_kind(result)}, not a dictionary", _SKELETON))
+        raise RewardError(f"{giver} returned {_kind(result)}, not a dictionary", hint=_SKELETON)
     if "rewards" not in result:
-        raise RewardError(with_hint(f"{giver}'s dictionary has no `rewards`: {sorted(map(str, result))}", _SKELETON))
+        raise RewardError(f"{giver}'s dictionary has no `rewards`: {sorted(map(str, result))}", hint=_SKELETON)
     rewards = _numbers("rewards", result["rewards"], num_samples)
     scores = result.get("scores")
     scores = rewards if scores is None else _numbers("scores", scores, num_samples)
@@ -187,7 +187,7 @@ def _check_parameters(function: Callable[..., Any], target: RewardTarget) -> Non
         signature.bind([], [], [])
     except TypeError as error:
         message = f"{target.module}: {target.function}{signature} does not take (queries, prompts, labels): {error}"
-        raise RewardError(with_hint(message, _SKELETON)) from None
+        raise RewardError(message, hint=_SKELETON) from None
 
 
 def _no_function(target: RewardTarget, defined: Sequence[str]) -> str:
@@ -204,13 +204,12 @@ def _numbers(name: str, values: Any, num_samples: int, *, spread: bool = False) 
         values = (values.detach() if hasattr(values, "detach") else values).tolist()
     if _is_number(values):
         if not spread and num_samples != 1:
-            raise RewardError(with_hint(f"`{name}` is one number for {num_samples} samples", _SKELETON))
+            raise RewardError(f"`{name}` is one number for {num_samples} samples", hint=_SKELETON)
         return [float(values)] * num_samples
     if not isinstance(values, list | tuple):
         raise RewardError(f"`{name}` must be a list of numbers, got {_kind(values)}")
     if len(values) != num_samples:
-        message = f"`{name}` has {len(values)} numbers for {num_samples} samples"
-        raise RewardError(with_hint(message, "return one a query"))
+        raise RewardError(f"`{name}` has {len(values)} numbers for {num_samples} samples", hint="return one a query")
     numbers = []
     for value in values:
         if hasattr(value, "tolist"):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhf_data.errors import EngineError, with_hint
+from rlhf_data.errors import EngineError
 from rlhf_kernels import accumulate_
 from rlhf_models.weights import hf_named_weights
 from rlhf_train.engine.protocol import StepStats, learning_rate_at
@@ -81,7 +81,7 @@ class DeepSpeedEngine:
                     dist_init_required=False,
                 )
         except (AssertionError, NotImplementedError, ValueError) as error:
-            raise EngineError(with_hint(f"DeepSpeed: {error}", "try another --zero_stage")) from error
+            raise EngineError(f"DeepSpeed: {error}", hint="try another --zero_stage") from error
         self.module = self._engine.module
         if self._engine.bfloat16_enabled() and zero_stage == 1:
             _add_gradients_at_once(self._engine.optimizer)

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
-from rlhf_data.errors import ConfigError, unknown, with_hint
+from rlhf_data.errors import ConfigError, unknown
 from rlhf_models.compiled import compile_layers, compile_unavailable_reason
 from rlhf_models.loading import load_actor, load_tokenizer, resolve_dtype
 from rlhf_models.lora import LoraSpec, adapters_off, add_lora, merge_adapter, save_adapter
@@ -199,7 +199,7 @@ class _Run:
         longest = max(map(self.objective.num_tokens, chain(self.items, self._eval_items)))
         if longest > budget:
             hint = f"raise the tokens a pass to {longest}, or leave longer examples out"
-            raise ConfigError(with_hint(f"the longest example has {longest} tokens, of {budget} that fit a pass", hint))
+            raise ConfigError(f"the longest example has {longest} tokens, of {budget} that fit a pass", hint=hint)
 
     def _add_reference(self) -> None:
         job = self._job
@@ -249,7 +249,7 @@ def _compile(model: Any, spec: ModelSpec, device: str) -> None:
     if reason is None:
         compile_layers(model)
     elif spec.torch_compile == "on":
-        raise ConfigError(with_hint(f"the layers cannot be compiled: {reason}", "leave --torch_compile at auto"))
+        raise ConfigError(f"the layers cannot be compiled: {reason}", hint="leave --torch_compile at auto")
     else:
         logger.info("the layers are not compiled: %s", reason)
 

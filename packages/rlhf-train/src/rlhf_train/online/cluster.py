@@ -15,7 +15,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 import rlhf_train
-from rlhf_data.errors import ConfigError, EngineError, RlhfError, with_hint
+from rlhf_data.errors import ConfigError, EngineError, RlhfError
 from rlhf_rollout.ray_actors import EngineActor, RewardModelActor
 from rlhf_train.online.job import OnlineJob
 from rlhf_train.online.ray_actors import RankActor
@@ -39,7 +39,7 @@ def wait(references: Sequence[Any]) -> list[Any]:
         raise error.cause if isinstance(error.cause, RlhfError) else error from None
     except ray.exceptions.RayActorError as error:
         hint = "its log tells why (Ray's session folder); out of memory is the usual reason"
-        raise EngineError(with_hint(f"a process of the run is gone: {error}", hint)) from error
+        raise EngineError(f"a process of the run is gone: {error}", hint=hint) from error
 
 
 class WorkerGroup:
@@ -108,7 +108,7 @@ def placed_bundles(plan: PlacementPlan) -> Iterator[PlacementGroup]:
             have = ray.available_resources()
             message = f"the cluster did not give {bundles} within {PLACEMENT_TIMEOUT_S:g} s"
             free = f"free: CPU {have.get('CPU', 0)}, GPU {have.get('GPU', 0)}"
-            raise EngineError(with_hint(f"{message}; {free}", "end what else runs there, or ask for less"))
+            raise EngineError(f"{message}; {free}", hint="end what else runs there, or ask for less")
         yield reserved
     finally:
         remove_placement_group(reserved)

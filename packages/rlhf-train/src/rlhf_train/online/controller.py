@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
-from rlhf_data.errors import RewardError, with_hint
+from rlhf_data.errors import RewardError
 from rlhf_data.records import Prompt, Rollout, RolloutGroup
 from rlhf_data.sampler import EpochSampler
 from rlhf_rollout.generator import PromptSupply
@@ -168,7 +168,7 @@ class PlacedRun:
             self.is_exhausted = give_up
         elif give_up:
             message = f"{MAX_BARREN_STEPS} steps in a row: {message}"
-            raise RewardError(with_hint(message, "see rollouts.jsonl for the prompts and responses it was given"))
+            raise RewardError(message, hint="see rollouts.jsonl for the prompts and responses it was given")
         end = "the run ends here" if self.is_exhausted else "nothing is learned from this step"
         self._observer.warning(f"{end}: {message}")
         return False

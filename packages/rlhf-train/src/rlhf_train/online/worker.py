@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlhf_data.errors import EngineError, with_hint
+from rlhf_data.errors import EngineError
 from rlhf_data.records import Rollout
 from rlhf_models.actor import Actor
 from rlhf_models.batch import TokenBatch
@@ -222,7 +222,7 @@ class TrainWorker:
         stats = engine.step()
         if not math.isfinite(stats.grad_norm):
             hint = f"lower the {role}'s learning rate; rollouts.jsonl has what it was trained on"
-            raise EngineError(with_hint(f"the gradient of the {role} is not finite ({stats.grad_norm})", hint))
+            raise EngineError(f"the gradient of the {role} is not finite ({stats.grad_norm})", hint=hint)
         if role == "actor" and self._average is not None:
             self._average.update(engine.local_weights())
         merged = merge_metrics(parts)

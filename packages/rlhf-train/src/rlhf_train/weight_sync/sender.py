@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from rlhf_data.errors import ConfigError, WeightSyncError, unknown, with_hint
+from rlhf_data.errors import ConfigError, WeightSyncError, unknown
 from rlhf_rollout.protocols import RolloutEngine
 from rlhf_rollout.weights import TensorSpec, WeightBucket, aligned, bucket_checksum
 from rlhf_train.weight_sync.ipc import CudaIpcBuffer
@@ -72,7 +72,7 @@ class WeightSender:
         if backend not in _BUFFERS:
             raise ConfigError(unknown("weight sync backend", backend, _BUFFERS))
         if backend == "ipc" and not torch.cuda.is_available():
-            raise ConfigError(with_hint("weight sync by ipc needs a GPU", "use shared_memory"))
+            raise ConfigError("weight sync by ipc needs a GPU", hint="use shared_memory")
         self._open_buffer = _BUFFERS[backend]
         self._bucket_bytes = bucket_bytes
         self._checksum = checksum
