@@ -19,7 +19,7 @@ from rlhf_train.batching import Denominators, plan_batches
 from rlhf_train.group_rewards import relative_rewards
 from rlhf_train.placement import local_resources
 from rlhf_train.specs import ModelSpec, OptimizerSpec
-from rlhf_train.testing import random_rollouts, run_ranks
+from trainer_testing import random_rollouts, run_ranks
 
 ON_GPU = local_resources().num_gpus > 0
 NUM_ROLLOUTS, NUM_STEPS, VOCAB_SIZE, MAX_TOKENS = 32, 20, 512, 24

@@ -13,7 +13,7 @@ from rlhf_models.testing import tiny_model_dir
 from rlhf_train.online.controller import run_online
 from rlhf_train.online.observer import Observer
 from rlhf_train.placement import local_resources
-from rlhf_train.testing import tiny_job
+from trainer_testing import tiny_job
 
 ON_GPU = local_resources().num_gpus > 0
 # Nats between the engine's and the trainer's log-prob of one token. In float32 two orders of summation differ by about

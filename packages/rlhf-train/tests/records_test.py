@@ -18,8 +18,8 @@ from rlhf_train.online.job import BatchSizes, DynamicSampling
 from rlhf_train.online.summaries import Ledger, scored, summarize
 from rlhf_train.placement import PlacementRequest, local_resources, plan_placement
 from rlhf_train.specs import OptimizerSpec
-from rlhf_train.testing import random_rollouts, tiny_job
 from rlhf_train.timeline import Timeline
+from trainer_testing import random_rollouts, tiny_job
 
 TOKEN = CorrectionSpec(level="token")
 SINGLES = BatchSizes(
