@@ -10,13 +10,14 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Generic, NoReturn, TypeVar, get_args
+from typing import Any, Generic, TypeVar, get_args
 
 from pydantic import ValidationError
 
 from rlhf_cli.config.base import Config, Option, options
 from rlhf_cli.config.elsewhere import known_elsewhere
 from rlhf_data.errors import ConfigError, missing_file, nearest, unknown, with_hint
+from rlhf_data.flags import Parser
 
 AnyConfig = TypeVar("AnyConfig", bound=Config)
 Values = dict[str, Any]  # by the options' names
@@ -43,11 +44,6 @@ class Parsed(Generic[AnyConfig]):
     notices: tuple[str, ...]
     given: frozenset[str]
     dry_run: bool
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(message, hint=f"`{self.prog} --help` lists the flags")
 
 
 def parse(
@@ -95,11 +91,9 @@ def parse(
     return Parsed(config, tuple(notices), given, dry_run)
 
 
-def make_parser(
-    config_class: type[Config], *, prog: str, description: str, presets: Collection[str] = ()
-) -> argparse.ArgumentParser:
+def make_parser(config_class: type[Config], *, prog: str, description: str, presets: Collection[str] = ()) -> Parser:
     """Return an argparse parser with one group a section. Values stay text: the schema knows their types."""
-    parser = _Parser(
+    parser = Parser(
         prog=prog,
         usage=f"{prog} {'[--preset NAME] ' if presets else ''}[--config FILE.toml] [--dry_run] [flags]",
         description=description,
@@ -170,8 +164,8 @@ def to_toml(config: Config) -> str:
     return "\n".join(lines)
 
 
-def _read_flags(parser: argparse.ArgumentParser, argv: Sequence[str]) -> Values:
-    names = [name for action in parser._actions for name in action.option_strings if name.startswith("--")]
+def _read_flags(parser: Parser, argv: Sequence[str]) -> Values:
+    names = parser.flags
     for flag, value in pairwise(argv):
         if flag in names and re.match(r"-[\d.][^ ,]*,", value):
             raise ConfigError(f"{flag}: `{value}` begins as a flag does", hint=f"write {flag}={value}")
