@@ -61,6 +61,15 @@ def located(path: str | Path) -> tuple[str, bool]:
     return text, not hub_answers()
 
 
+def located_model(path: str | Path) -> tuple[str, bool]:
+    """Return what `located` does. Raises ConfigError for a folder without a config, too."""
+    name, is_local = located(path)
+    if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
+        hint = "a model folder holds config.json, *.safetensors and the tokenizer, as `save_pretrained` writes them"
+        raise ConfigError(f"the model folder {name} has no config.json", hint=hint)
+    return name, is_local
+
+
 @functools.cache
 def hub_answers() -> bool:
     """Whether the hub can be reached, asked once; its own client would retry every file for half a minute."""

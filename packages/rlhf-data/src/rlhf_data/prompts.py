@@ -7,7 +7,7 @@ from typing import Any
 from rlhf_data.chat import InputTemplate, Tokenizer, encode_prompts
 from rlhf_data.errors import ConfigError, DataError
 from rlhf_data.records import Prompt
-from rlhf_data.rows import RowErrors
+from rlhf_data.rows import Counts, RowErrors
 from rlhf_data.sources import Rows
 
 
@@ -17,14 +17,11 @@ class PromptSet(Sequence[Prompt]):
 
     Attributes:
         prompts: in the order of the file.
-        num_rows, num_too_long, longest_tokens, num_bad: as in `rlhf_data.examples.Counts`.
+        counts: of the rows.
     """
 
     prompts: tuple[Prompt, ...]
-    num_rows: int
-    num_too_long: int
-    longest_tokens: int
-    num_bad: int = 0
+    counts: Counts
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -35,9 +32,7 @@ class PromptSet(Sequence[Prompt]):
     @property
     def summary(self) -> str:
         """One line for people."""
-        text = f"{len(self.prompts)} prompts, the longest read has {self.longest_tokens} tokens"
-        text += f"; {self.num_too_long} of {self.num_rows} left out as too long" if self.num_too_long else ""
-        return f"{text}; {self.num_bad} of {self.num_rows} cannot be used" if self.num_bad else text
+        return self.counts.summary(f"{len(self.prompts)} prompts")
 
 
 def load_prompts(
@@ -101,4 +96,5 @@ def load_prompts(
         message = f"all {len(lengths)} prompts of {rows.name} are longer than prompt_max_len {prompt_max_len}"
         hint = f"the shortest has {min(lengths)} tokens, the longest {max(lengths)}: raise --prompt_max_len"
         raise DataError(message, hint=hint)
-    return PromptSet(tuple(prompts), num_rows, len(lengths) - len(prompts), max(lengths), errors.num_bad)
+    num_too_long = len(lengths) - len(prompts)
+    return PromptSet(tuple(prompts), Counts(num_rows, num_too_long, errors.num_bad, max(lengths), tuple(errors.first)))

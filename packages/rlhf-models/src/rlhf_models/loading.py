@@ -6,7 +6,7 @@ from typing import Any, Required, TypedDict, Unpack
 import torch
 
 from rlhf_data.errors import ConfigError, unknown
-from rlhf_data.pretrained import check_eos, clear_errors, load_tokenizer, located
+from rlhf_data.pretrained import check_eos, clear_errors, load_tokenizer, located_model
 from rlhf_models.actor import Actor
 from rlhf_models.attention import choose_attention
 from rlhf_models.critic import Critic
@@ -35,7 +35,7 @@ class LoadOptions(TypedDict, total=False):
 
 def load_config(path: str | Path) -> Any:
     """Return the transformers config of a folder or hub name. Raises ConfigError when there is none."""
-    name, is_local = _located(path)
+    name, is_local = located_model(path)
     from transformers import AutoConfig
 
     with clear_errors("model", path):
@@ -58,7 +58,7 @@ def check_reward_model(path: str | Path) -> None:
     Raises:
         ConfigError: see `load_reward_model`.
     """
-    if Path(_located(path)[0]).is_dir():
+    if Path(located_model(path)[0]).is_dir():
         check_weights(path)
         require_head(path, load_config(path))
 
@@ -152,7 +152,7 @@ def _load_model(
     gradient_checkpointing: bool = False,
     packing: bool = False,
 ) -> Any:
-    name, is_local = _located(path)
+    name, is_local = located_model(path)
     config = load_config(path)
     attention = choose_attention(config, attn_implementation, packing=packing)
     with clear_errors("model", path), quiet_transformers():
@@ -172,12 +172,3 @@ def _load_model(
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable({"use_reentrant": False})
     return model.train()
-
-
-def _located(path: str | Path) -> tuple[str, bool]:
-    """Return what `located` does. Raises ConfigError for a folder without a config, too."""
-    name, is_local = located(path)
-    if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
-        hint = "a model folder holds config.json, *.safetensors and the tokenizer, as `save_pretrained` writes them"
-        raise ConfigError(f"the model folder {name} has no config.json", hint=hint)
-    return name, is_local

@@ -13,7 +13,7 @@ from rlhf_cli.paths import data_paths, source_names
 from rlhf_data.errors import ConfigError, DataError, missing_file, unknown
 from rlhf_data.prompts import PromptSet, load_prompts
 from rlhf_data.records import Prompt
-from rlhf_data.rows import RowErrors
+from rlhf_data.rows import Counts, RowErrors
 from rlhf_data.sources import SUFFIXES, Rows, open_sources, parse_probs
 
 _METRICS = ("accuracy", "reward", "score", "response_tokens", "truncated", "failed")
@@ -76,13 +76,7 @@ def load_all(
     if not sets:
         return prompts, None
     held_out = (replace(p, source=re.sub(r"[^\w.-]", "_", p.source) or "_") for part in sets for p in part)
-    return prompts, PromptSet(
-        tuple(held_out),
-        num_rows=sum(part.num_rows for part in sets),
-        num_too_long=sum(part.num_too_long for part in sets),
-        longest_tokens=max(part.longest_tokens for part in sets),
-        num_bad=sum(part.num_bad for part in sets),
-    )
+    return prompts, PromptSet(tuple(held_out), sum((part.counts for part in sets), Counts()))
 
 
 def check_best_metric(config: PpoConfig, prompts: Sequence[Prompt], *, logs_numbers: bool) -> None:
@@ -117,7 +111,7 @@ def metric_names(sources: Collection[str], num_samples: int) -> list[str]:
 def data_notices(config: PpoConfig, prompts: PromptSet, held_out: PromptSet | None) -> list[str]:
     """Return what a person should know about the prompts, a sentence each."""
     notices, rollout = [], config.rollout
-    for part in (prompts, held_out) if held_out is not None else (prompts,):
+    for part in (prompts.counts, held_out.counts) if held_out is not None else (prompts.counts,):
         if part.num_too_long:
             count = f"{part.num_too_long} of {part.num_rows} prompts are longer than --prompt_max_len and left out"
             notices.append(f"{count}; the longest has {part.longest_tokens} tokens")
