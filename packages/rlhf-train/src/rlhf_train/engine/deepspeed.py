@@ -108,13 +108,13 @@ class DeepSpeedEngine:
         return StepStats(float(self._engine.get_global_grad_norm() if norm is None else norm), learning_rate)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """See `TrainEngine`."""
+        """Yield every weight whole, under its Hugging Face name; valid until the next is asked for. Collective."""
         for name, parameter in hf_named_weights(self.module):
             with self._gathered([parameter]):
                 yield name, parameter.detach()
 
     def state_dict(self, *, wanted: bool = True) -> dict[str, Tensor]:
-        """See `TrainEngine`."""
+        """Return all weights on the CPU, under the module's own names; nothing where not `wanted`. Collective."""
         state = {}
         for name, parameter in self.module.named_parameters():
             with self._gathered([parameter]):
@@ -125,7 +125,8 @@ class DeepSpeedEngine:
         return state
 
     def local_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """See `TrainEngine`."""
+        """Yield the part of the weights that this rank is to look after, in place: each weight's shard where they are
+        sharded, else everything on rank 0 and nothing on others."""
         if self._zero_stage < 3 and torch.distributed.get_rank() > 0:
             return
         for name, parameter in self.module.named_parameters():
@@ -134,13 +135,13 @@ class DeepSpeedEngine:
             yield name, parameter.ds_tensor if self._zero_stage == 3 else parameter.data
 
     def offload(self) -> None:
-        """See `TrainEngine`. The weights stay: they are needed for the next sync."""
+        """Move optimizer states, master weights and gradients to host memory. The weights stay, for the next sync."""
         from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum as States
 
         self._engine.offload_states(include=[States.optim_states, States.hp_params, States.lp_grads])
 
     def reload(self) -> None:
-        """See `TrainEngine`."""
+        """Undo `offload`."""
         self._engine.reload_states()
 
     def _gathered(self, parameters: list[torch.nn.Parameter]) -> Any:

@@ -1,7 +1,6 @@
-"""What the trainers need of an engine that trains one model."""
+"""What a loop over data needs of an engine that trains one model."""
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -33,37 +32,12 @@ class TrainEngine(Protocol):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model."""
-        ...
 
     def backward(self, loss: Tensor, *, is_last: bool) -> None:
         """Add the gradient of `loss`; `is_last` says that `step` comes next. Collective."""
-        ...
 
     def step(self) -> StepStats:
         """Update the weights and clear the gradients. Collective."""
-        ...
-
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every weight whole, under its Hugging Face name; valid until the next is asked for. Collective."""
-        ...
-
-    def state_dict(self, *, wanted: bool = True) -> dict[str, Tensor]:
-        """Return all weights on the CPU, under the module's own names; nothing on ranks that do not want them.
-        Collective."""
-        ...
-
-    def local_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the part of the weights that this rank is to look after, in place: each weight's shard where they are
-        sharded, else everything on rank 0 and nothing on others."""
-        ...
-
-    def offload(self) -> None:
-        """Move optimizer states, master weights and gradients to host memory."""
-        ...
-
-    def reload(self) -> None:
-        """Undo `offload`."""
-        ...
 
 
 def learning_rate_at(spec: OptimizerSpec, step: int) -> float:

@@ -36,11 +36,9 @@ class OfflineObserver(Protocol):
 
     def step(self, step: int, num_steps: int, metrics: dict[str, float]) -> None:
         """An optimizer step ended."""
-        ...
 
     def evaluation(self, step: int, metrics: dict[str, float]) -> None:
         """The evaluation examples were run."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +128,7 @@ class _Run:
         init_process_group(rank=job.rank, world_size=job.num_ranks, device=job.device, **address)
         spec = job.model
         load = load_trainable_reward_model if job.objective.model_kind == "reward" else load_actor
-        model = load(spec.path, gradient_checkpointing=spec.gradient_checkpointing, **_loading(spec))
+        model = load(spec.path, gradient_checkpointing=spec.gradient_checkpointing, **spec.load_options)
         if job.lora is not None:
             add_lora(model, job.lora)
         _compile(model.model, spec, job.device)
@@ -208,7 +206,7 @@ class _Run:
         forward: Callable[..., Any]
         if job.reference is not None or (job.lora is None and not job.precompute_reference):
             spec = job.reference or job.model
-            forward = load_reference(spec.path, **_loading(replace(spec, packing=job.model.packing)))
+            forward = load_reference(spec.path, **spec.load_options | {"packing": job.model.packing})
             forward.to(self.engine.device)
         else:
             forward = _own_base(self.engine, has_adapters=job.lora is not None)
@@ -252,7 +250,3 @@ def _compile(model: Any, spec: ModelSpec, device: str) -> None:
         raise ConfigError(f"the layers cannot be compiled: {reason}", hint="leave --torch_compile at auto")
     else:
         logger.info("the layers are not compiled: %s", reason)
-
-
-def _loading(spec: ModelSpec) -> dict[str, Any]:
-    return {"dtype": spec.dtype, "attn_implementation": spec.attn_implementation, "packing": spec.packing}

@@ -19,6 +19,7 @@ from rlhf_train.engine.protocol import TrainEngine
 from rlhf_train.metrics import Max, Metric, merge_metrics, on_host, results
 
 Item = TypeVar("Item")
+Part = TypeVar("Part")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,8 +202,12 @@ def this_ranks_part(
 
 
 def _over_ranks(parts: Sequence[Mapping[str, Metric]]) -> dict[str, float]:
-    own = on_host(merge_metrics(parts))
-    gathered: list[dict[str, Metric]] = [own] * torch.distributed.get_world_size()
+    return results(merge_metrics(of_all_ranks(on_host(merge_metrics(parts)))))
+
+
+def of_all_ranks(own: Part) -> list[Part]:
+    """Return what every rank has in the place of `own`, by rank. Collective."""
+    gathered = [own] * torch.distributed.get_world_size()
     if len(gathered) > 1:
         torch.distributed.all_gather_object(gathered, own)
-    return results(merge_metrics(gathered))
+    return gathered

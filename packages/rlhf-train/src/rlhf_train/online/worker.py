@@ -79,12 +79,13 @@ class TrainWorker:
         self._plan = RankPlan((), (), ())
 
     def _load(self, role: str, spec: ModelSpec, device: str) -> None:
-        options = {name: getattr(spec, name) for name in ("dtype", "attn_implementation", "packing")}
         if spec.optimizer is None:
-            self._frozen[role] = load_reference(spec.path, **options).to(self._device)
+            self._frozen[role] = load_reference(spec.path, **spec.load_options).to(self._device)
             return
         load = {"actor": load_actor, "critic": load_critic}[role]
-        model = without_dropout(load(spec.path, gradient_checkpointing=spec.gradient_checkpointing, **options))
+        model = without_dropout(
+            load(spec.path, gradient_checkpointing=spec.gradient_checkpointing, **spec.load_options)
+        )
         self.engines[role] = DeepSpeedEngine(
             model, spec.optimizer, zero_stage=spec.zero_stage, dtype=resolve_dtype(spec.dtype), device=device
         )
