@@ -12,19 +12,6 @@ SHARED_GPU = 0.9  # what processes on one GPU divide between them; Ray only coun
 
 
 @dataclass(frozen=True, slots=True)
-class Resources:
-    """What the cluster has.
-
-    Attributes:
-        num_cpus: logical CPUs.
-        num_gpus: GPUs; 0 runs everything on CPUs.
-    """
-
-    num_cpus: int
-    num_gpus: int
-
-
-@dataclass(frozen=True, slots=True)
 class GroupPlan:
     """Processes of one kind, each hosting `roles`.
 
@@ -122,7 +109,7 @@ class PlacementRequest:
     colocate_critic_reward: bool = False
 
 
-def plan_placement(request: PlacementRequest, resources: Resources) -> PlacementPlan:
+def plan_placement(request: PlacementRequest, num_gpus: int) -> PlacementPlan:
     """Return the plan.
 
     On CPUs everything shares the machine: all roles in one process group beside the engines and the reward models. On
@@ -137,17 +124,17 @@ def plan_placement(request: PlacementRequest, resources: Resources) -> Placement
     for name, count in {**request.ranks, "vllm_num_engines": request.num_engines}.items():
         if count < 1:
             raise ConfigError(f"{name} asks for {count} processes; at least 1 is needed")
-    if resources.num_gpus == 0:
+    if num_gpus == 0:
         counts = (request.ranks["actor"], request.num_engines, request.reward_ranks)
         return _together("cpu", request, [(0,) * count for count in counts])
     notes: tuple[str, ...] = ()
     if not request.colocate_all_models:
         plan = _apart(request)
         asked = sum(plan.bundles)
-        if asked <= resources.num_gpus:
+        if asked <= num_gpus:
             return plan
-        notes = (f"models apart need {asked} GPUs and there are {resources.num_gpus}: all models share the actor's",)
-    _check_together(request, resources)
+        notes = (f"models apart need {asked} GPUs and there are {num_gpus}: all models share the actor's",)
+    _check_together(request, num_gpus)
     places = tuple(range(request.ranks["actor"]))
     return _together("cuda", request, [places, places, places if request.reward_ranks else ()], notes)
 
@@ -169,7 +156,7 @@ def _together(
     )
 
 
-def _check_together(request: PlacementRequest, resources: Resources) -> None:
+def _check_together(request: PlacementRequest, num_gpus: int) -> None:
     ranks = request.ranks["actor"]
     asked = dict(request.ranks) | ({"reward": request.reward_ranks} if request.reward_ranks else {})
     unequal = {role: count for role, count in asked.items() if count != ranks}
@@ -179,8 +166,8 @@ def _check_together(request: PlacementRequest, resources: Resources) -> None:
     if request.num_engines != ranks or request.tensor_parallel_size != 1:
         message = f"colocated engines take {request.num_engines} x {request.tensor_parallel_size} GPUs, not {ranks}"
         raise ConfigError(message, hint=f"use --vllm_num_engines {ranks} --vllm_tensor_parallel_size 1")
-    if ranks > resources.num_gpus:
-        message = f"{ranks} GPUs asked, {resources.num_gpus} in the cluster"
+    if ranks > num_gpus:
+        message = f"{ranks} GPUs asked, {num_gpus} in the cluster"
         raise ConfigError(message, hint="lower --actor_num_gpus_per_node")
 
 
@@ -224,11 +211,9 @@ def _scorers(bundles: tuple[int, ...], gpus: int) -> GroupPlan | None:
     return GroupPlan("reward", ("reward",), bundles, gpus) if bundles else None
 
 
-def local_resources() -> Resources:
-    """Return what this machine has, by CUDA_VISIBLE_DEVICES or the driver's device files: no GPU library is needed."""
+def local_gpus() -> int:
+    """Return the number of GPUs, by CUDA_VISIBLE_DEVICES or the driver's device files: no GPU library is needed."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
-        num_gpus = len([device for device in visible.split(",") if device.strip() not in ("", "-1")])
-    else:
-        num_gpus = len([path for path in Path("/dev").glob("nvidia*") if path.name.removeprefix("nvidia").isdigit()])
-    return Resources(os.cpu_count() or 1, num_gpus)
+        return len([device for device in visible.split(",") if device.strip() not in ("", "-1")])
+    return len([path for path in Path("/dev").glob("nvidia*") if path.name.removeprefix("nvidia").isdigit()])

@@ -1,9 +1,10 @@
 """The configuration of `ppo`."""
 
 from collections.abc import Collection
+from typing import TYPE_CHECKING
 
 from rlhf_cli.config.algorithm import AlgorithmSection
-from rlhf_cli.config.base import Config
+from rlhf_cli.config.base import Config, matching
 from rlhf_cli.config.data import PromptSection
 from rlhf_cli.config.messages import check_has_metric, check_range, missing, once, without_effect
 from rlhf_cli.config.model import PpoModelSection
@@ -13,6 +14,9 @@ from rlhf_cli.config.reward import RewardSection
 from rlhf_cli.config.rollout import EvaluationSection, RolloutSection
 from rlhf_cli.config.training import PpoTrainingSection
 from rlhf_data.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rlhf_train.online.job import BatchSizes
 
 _FILTER_OPTIONS = ("dynamic_filtering_reward_range", "dynamic_filtering_max_batches")
 _EVALUATION_OPTIONS = ("eval_steps", "eval_temperature", "eval_n_samples_per_prompt", "source_key")
@@ -33,15 +37,20 @@ class PpoConfig(Config):
     engine: EngineSection = EngineSection()
     output: PpoOutputSection = PpoOutputSection()
 
+    @property
+    def batch(self) -> "BatchSizes":
+        """How many of what. Raises ConfigError unless the samples of a step make whole optimizer steps."""
+        from rlhf_train.online.job import BatchSizes  # takes a moment, which --help has not
+
+        num_samples = self.rollout.n_samples_per_prompt
+        return BatchSizes(num_samples_per_prompt=num_samples, **matching(BatchSizes, self.rollout, self.training))
+
     def check(self, given: Collection[str]) -> list[str]:
         """See `Config`. In the order in which a person would want to hear of it."""
         _check_inputs(self)
         given = with_places(self, given)
-        num_samples = self.rollout.rollout_batch_size * self.rollout.n_samples_per_prompt
-        num_updates = num_samples // self.training.train_batch_size * self.training.max_epochs
         notices = self.reward.check(given, self.rollout.generate_max_len)
-        notices += self.algorithm.check(given, num_updates)
-        _check_batches(self, num_samples)
+        notices += self.algorithm.check(given, self.batch.num_updates)
         notices += self.training.check(given)
         notices += _check_training(self, given)
         notices += _check_filtering(self, given)
@@ -64,19 +73,6 @@ def _check_inputs(config: PpoConfig) -> None:
         hint = "add --prompt_data FILE.jsonl with --input_key and --label_key"
         what = f"--pretrain {model.pretrain} needs prompts to train on"
         raise missing("prompt_data", what, f"{hint}; without --pretrain the built-in task runs")
-
-
-def _check_batches(config: PpoConfig, num_samples: int) -> None:
-    """Raise ConfigError unless the samples of a step make whole optimizer steps."""
-    size, rollout = config.training.train_batch_size, config.rollout
-    if num_samples % size:
-        divisor = max(number for number in range(1, min(size, num_samples) + 1) if num_samples % number == 0)
-        message = (
-            f"--train_batch_size is {size}, which does not divide the {num_samples} samples of a step"
-            f" (--rollout_batch_size {rollout.rollout_batch_size} x --n_samples_per_prompt"
-            f" {rollout.n_samples_per_prompt})"
-        )
-        raise ConfigError(message, hint=f"use --train_batch_size {divisor}")
 
 
 def _check_training(config: PpoConfig, given: Collection[str]) -> list[str]:

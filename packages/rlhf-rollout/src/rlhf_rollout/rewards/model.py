@@ -20,7 +20,6 @@ class Scorer(Protocol):
 
     async def score(self, token_ids: list[np.ndarray]) -> list[float]:
         """Return one score a sequence [L] int32, in order. Raises when it cannot."""
-        ...
 
 
 class ModelReward:

@@ -39,10 +39,13 @@ class BatchSizes:
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if self.num_rollouts % self.train_batch_size:
-            message = f"train_batch_size ({self.train_batch_size}) does not divide {self.num_rollouts} rollouts a step"
-            product = f"({self.rollout_batch_size} prompts x {self.num_samples_per_prompt} samples)"
-            hint = f"use a divisor of {self.num_rollouts} for --train_batch_size"
-            raise ConfigError(f"{message} {product}", hint=hint)
+            size, count = self.train_batch_size, self.num_rollouts
+            divisor = max(number for number in range(1, min(size, count) + 1) if count % number == 0)
+            message = f"--train_batch_size is {size}, which does not divide the {count} samples of a step"
+            product = f"--rollout_batch_size {self.rollout_batch_size} x --n_samples_per_prompt"
+            raise ConfigError(
+                f"{message} ({product} {self.num_samples_per_prompt})", hint=f"use --train_batch_size {divisor}"
+            )
 
     @property
     def num_rollouts(self) -> int:

@@ -27,15 +27,12 @@ class BucketBuffer(Protocol):
 
     def reserve(self, end_bytes: int) -> None:
         """Make sure that the first `end_bytes` bytes of `data` can be written."""
-        ...
 
     def publish(self) -> None:
         """Wait until what was written can be read by others."""
-        ...
 
     def close(self) -> None:
         """Free the memory. Never raises."""
-        ...
 
 
 _BUFFERS = {"ipc": CudaIpcBuffer, "shared_memory": SharedMemoryBuffer}
