@@ -75,10 +75,8 @@ class InputTemplate:
         """Return the text of the prompt that asks for a response to a row.
 
         With the chat template: the row's input as one user message, or as it is when it already is a list of messages,
-        followed by the generation prompt. Else the input put into `input_template`.
-
-        Raises:
-            DataError: a missing key, an input that is empty or of the wrong type, messages the template refuses.
+        followed by the generation prompt. Else the input put into `input_template`. Raises DataError for a missing key,
+        an input that is empty or of the wrong type, and messages the template refuses.
         """
         if self.apply_chat_template:
             messages = row_messages(row, key)
@@ -89,11 +87,8 @@ class InputTemplate:
 
 
 def row_messages(row: Row, key: str) -> Messages:
-    """Return a row's input as messages: a list of messages as it is, text as one user message.
-
-    Raises:
-        DataError: an empty list, or a message without a text `role` and a text `content`.
-    """
+    """Return a row's input as messages: a list of messages as it is, text as one user message. Raises DataError for an
+    empty list, or a message without a text `role` and a text `content`."""
     value = row.cell(key)
     if not isinstance(value, list):
         return [{"role": "user", "content": row.filled(key)}]
@@ -107,11 +102,8 @@ def row_messages(row: Row, key: str) -> Messages:
 
 
 def render_chat(messages: Messages, tokenizer: Tokenizer, *, origin: str, add_generation_prompt: bool) -> str:
-    """Return a conversation as the tokenizer's chat template writes it, special tokens included.
-
-    Raises:
-        DataError: the template refuses the messages; the text names `origin`.
-    """
+    """Return a conversation as the tokenizer's chat template writes it, special tokens included. Raises DataError,
+    which names `origin`, when the template refuses the messages."""
     # return_dict: from transformers 5 on the default is a dictionary.
     options = {"tokenize": False, "add_generation_prompt": add_generation_prompt, "return_dict": False}
     return _apply_template(messages, tokenizer, origin, **options)
@@ -145,10 +137,8 @@ def encode_prompts(texts: Sequence[str], tokenizer: Tokenizer, *, has_special_to
 def encode_completion(text: str, tokenizer: Tokenizer, *, is_truncated: bool = False) -> list[int]:
     """Return the token ids of a completion that follows a prompt: no token begins it, one EOS ends it.
 
-    White space after an EOS in the text, as chat templates write it, is left out. A truncated text gets no EOS.
-
-    Raises:
-        ConfigError: the tokenizer has no EOS token.
+    White space after an EOS in the text, as chat templates write it, is left out. A truncated text gets no EOS. Raises
+    ConfigError for a tokenizer without an EOS token.
     """
     eos = _eos(tokenizer)
     ids = _encode([text], tokenizer, add_special_tokens=False)[0]

@@ -17,11 +17,8 @@ logger = logging.getLogger(__name__)
 
 def load_tokenizer(path: str | Path) -> Any:
     """Return the Hugging Face tokenizer of a folder or hub name; its padding token is its end token when it has none.
-
-    Raises:
-        ConfigError: transformers is not installed; there is no tokenizer, it makes no tokens, or it has no
-            end-of-sequence token.
-    """
+    Raises ConfigError without transformers, and for a tokenizer that is missing, makes no tokens or has no end
+    token."""
     name, is_local = located(path)
     try:
         from transformers import AutoTokenizer

@@ -52,11 +52,8 @@ class EpochSampler:
         return {"num_seen": self.num_seen, **self._identity}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state` was taken; the batch size may differ.
-
-        Raises:
-            CheckpointError: the state is of another data set, seed or order.
-        """
+        """Go on where `state` was taken; the batch size may differ. Raises CheckpointError for the state of another
+        data set, seed or order."""
         for name, own in self._identity.items():
             if state.get(name) != own:
                 message = f"the saved order has {name} {state.get(name)}, this run has {own}"

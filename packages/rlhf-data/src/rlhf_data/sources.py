@@ -73,11 +73,8 @@ class Rows:
         return self.read()
 
     def read(self, errors: RowErrors | None = None) -> Iterator[Row]:
-        """Yield the rows; those that are broken go to `errors`, or are raised without it.
-
-        Raises:
-            DataError: a source has no usable row, or is broken as a whole.
-        """
+        """Yield the rows; those that are broken go to `errors`, or are raised without it. Raises DataError for a source
+        without a usable row, or one that is broken as a whole."""
         errors = _Strict() if errors is None else errors
         if self.probs is None:
             for source in self.sources:

@@ -31,10 +31,8 @@ def choose_attention(config: Any, attn_implementation: str, *, packing: bool) ->
     """Return the attention implementation to load a model with.
 
     "auto" is `rlhf_packed` when packed batches will come and torch's "sdpa" otherwise; any other name that transformers
-    knows is kept ("sdpa" and "eager" then build a [T, T] block-diagonal mask for packed batches).
-
-    Raises:
-        ConfigError: packing for a model with layers that carry state from one token to the next outside of attention.
+    knows is kept ("sdpa" and "eager" then build a [T, T] block-diagonal mask for packed batches). Raises ConfigError
+    for packing a model whose layers carry state from one token to the next outside of attention.
     """
     layers = set(getattr(config.get_text_config(), "layer_types", None) or ()) - _PACKABLE_LAYERS
     if packing and layers:

@@ -14,10 +14,7 @@ WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")  # of one file each, i
 
 def check_weights(path: str | Path) -> None:
     """Check that a model folder holds its weights, whole; only the files' headers are read, and of hub names nothing.
-
-    Raises:
-        ConfigError: no weights, a shard that is missing, or a file that is not safetensors.
-    """
+    Raises ConfigError for no weights, a shard that is missing, or a file that is not safetensors."""
     folder = Path(path).expanduser()
     if not folder.is_dir():
         return

@@ -54,10 +54,7 @@ def check_tokenizer_fits(config: Any, tokenizer: Any) -> None:
 
 def check_reward_model(path: str | Path) -> None:
     """Check that a model folder has a head that gives a score, before it is loaded; of hub names nothing is read.
-
-    Raises:
-        ConfigError: see `load_reward_model`.
-    """
+    Raises ConfigError as `load_reward_model` does."""
     if Path(located_model(path)[0]).is_dir():
         check_weights(path)
         require_head(path, load_config(path))
@@ -94,10 +91,7 @@ def resolve_dtype(dtype: str | torch.dtype) -> torch.dtype:
 
 def load_actor(path: str | Path, **options: Unpack[LoadOptions]) -> Actor:
     """Load the causal language model of a folder in the Hugging Face layout, or hub name, on the CPU, to be trained.
-
-    Raises:
-        ConfigError: no such folder, no config, no weights, or a model that cannot be packed.
-    """
+    Raises ConfigError for no such folder, no config, no weights, or a model that cannot be packed."""
     from transformers import AutoModelForCausalLM
 
     return Actor(_load_model(AutoModelForCausalLM, path, **options))
@@ -108,9 +102,7 @@ def load_critic(path: str | Path, **options: Unpack[LoadOptions]) -> Critic:
 
     The head is the model's own when it has one, a critic's or a reward model's: values then begin at the scores that
     the reward model would give, without its stored mean and deviation. A causal language model gets one of zeros.
-
-    Raises:
-        ConfigError: as in `load_actor`, or a head that is not one of a single score.
+    Raises ConfigError as `load_actor` does, and for a head that is not one of a single score.
     """
     from transformers import AutoModel
 

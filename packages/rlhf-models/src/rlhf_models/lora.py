@@ -42,11 +42,8 @@ class LoraSpec:
 
 
 def add_lora(model: nn.Module, spec: LoraSpec) -> None:
-    """Put adapters into an actor, critic or reward model, and take all else but its value head out of training.
-
-    Raises:
-        ConfigError: peft is not installed, or a target is in no layer's name.
-    """
+    """Put adapters into an actor, critic or reward model, and take all else but its value head out of training. Raises
+    ConfigError when peft is not installed, or a target is in no layer's name."""
     peft = _import_peft()
     targets = spec.target_modules if isinstance(spec.target_modules, str) else list(spec.target_modules)
     config = peft.LoraConfig(

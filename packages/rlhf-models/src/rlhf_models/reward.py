@@ -36,11 +36,7 @@ class RewardModel(nn.Module):
         self.moments = stored_moments(model.config) if normalize else None
 
     def forward(self, batch: TokenBatch) -> Tensor:
-        """Return the score of each sequence.
-
-        Returns:
-            [S] float32, in order.
-        """
+        """Return the score of each sequence, [S] float32, in order."""
         hidden = run_backbone(self.model, batch).last_hidden_state
         scores = self.value_head(hidden.flatten(0, 1).index_select(0, batch.last_index)).squeeze(-1)
         if self.moments is None:
@@ -50,11 +46,8 @@ class RewardModel(nn.Module):
 
 
 def stored_moments(config: Any) -> tuple[float, float] | None:
-    """Return the mean and the deviation of a reward model's scores that its config holds, None when it has none.
-
-    Raises:
-        ConfigError: a mean that is not finite, or a deviation that is not a positive number.
-    """
+    """Return the mean and the deviation of a reward model's scores that its config holds, None when it has none. Raises
+    ConfigError for a mean that is not finite, or a deviation that is not a positive number."""
     mean, std = getattr(config, "mean", None), getattr(config, "std", None)
     if mean is None or std is None:
         return None

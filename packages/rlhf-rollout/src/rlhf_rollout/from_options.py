@@ -48,11 +48,8 @@ def reward_tokenizer(options: argparse.Namespace, sources: Sequence[RewardSource
 def open_reward(
     options: argparse.Namespace, sources: Sequence[RewardSource], tokenizer: Tokenizer, stack: AsyncExitStack
 ) -> RewardFunction:
-    """Return the reward of the sources; `stack` ends what runs behind it.
-
-    Raises:
-        ConfigError: a model that cannot be loaded, or that reads other tokens than the tokenizer's.
-    """
+    """Return the reward of the sources; `stack` ends what runs behind it. Raises ConfigError for a model that cannot be
+    loaded, or that reads other tokens than the tokenizer's."""
     models = []
     for path in (source.targets[0] for source in sources if source.kind == "model"):
         scorer = _scorer(options, path, tokenizer)

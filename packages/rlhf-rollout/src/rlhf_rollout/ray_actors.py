@@ -83,11 +83,7 @@ def _plain_errors(gone: type[RlhfError], part: str = "engine") -> Iterator[None]
 
 
 class RayEngine:
-    """A `RolloutEngine` in another process.
-
-    Args:
-        handle: of an `EngineActor`.
-    """
+    """A `RolloutEngine` in another process, by the handle of its `EngineActor`."""
 
     def __init__(self, handle: Any) -> None:
         self.handle = handle
@@ -140,11 +136,7 @@ class RayEngine:
 
 
 class RayScorer:
-    """A `Scorer` in another process.
-
-    Args:
-        handle: of a `RewardModelActor`.
-    """
+    """A `Scorer` in another process, by the handle of its `RewardModelActor`."""
 
     def __init__(self, handle: Any) -> None:
         self._handle = handle

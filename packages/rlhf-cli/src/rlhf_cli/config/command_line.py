@@ -117,11 +117,8 @@ def make_parser(config_class: type[Config], *, prog: str, description: str, pres
 
 
 def read_toml(path: Path, config_class: type[Config]) -> Values:
-    """Return the values of a TOML file.
-
-    Raises:
-        ConfigError: no such file, not TOML, or a section or key that does not exist.
-    """
+    """Return the values of a TOML file. Raises ConfigError when there is none, it is not TOML, or it has a section or a
+    key that does not exist."""
     if not path.is_file():
         raise ConfigError(missing_file("configuration file", path))
     try:

@@ -65,10 +65,7 @@ def load_all(
     config: PpoConfig, rows: Rows, held_out_rows: Mapping[str, Rows], tokenizer: Any
 ) -> tuple[PromptSet, PromptSet | None]:
     """Return what the policy trains on, and the held-out prompts, each with the name of its source as metrics have it.
-
-    Raises:
-        DataError: a row that cannot be used.
-    """
+    Raises DataError for a row that cannot be used."""
     names = ("input_key", "label_key", "apply_chat_template", "input_template", "prompt_max_len", "skip_bad_rows")
     load = partial(load_prompts, tokenizer=tokenizer, **{name: getattr(config.data, name) for name in names})
     prompts = load(rows, source="train")

@@ -56,11 +56,8 @@ def check_reward_models(config: PpoConfig, sources: Sequence[RewardSource], toke
 
 
 def try_rewards(config: PpoConfig, sources: Sequence[RewardSource], prompts: Sequence[Prompt]) -> list[str]:
-    """Ask every function and server once; return a notice for each that has no answer and may have one later.
-
-    Raises:
-        ConfigError: a function or server that cannot work.
-    """
+    """Ask every function and server once; return a notice for each that has no answer and may have one later. Raises
+    ConfigError for a function or server that cannot work."""
     notices = []
     for source in sources:
         try:

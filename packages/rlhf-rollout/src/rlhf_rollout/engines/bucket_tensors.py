@@ -21,9 +21,7 @@ class BucketReader:
         """Return the bucket's weights as tensors of their own on `device`: the sender may reuse its buffer.
 
         A loader may keep a weight until the rest of its layer has come, in a later bucket, so views would not do.
-
-        Raises:
-            WeightSyncError: another backend than the engine's, memory that cannot be opened, or a wrong checksum.
+        Raises WeightSyncError for another backend than the engine's, memory that cannot be opened, or a wrong checksum.
         """
         if bucket.backend != self.backend:
             raise WeightSyncError(f"a bucket came by {bucket.backend}, the engine was built for {self.backend}")

@@ -72,13 +72,9 @@ class VllmEngine:
             raise EngineError(f"vLLM does not start with {spec.model}: {error}", hint=_start_hint(error)) from error
 
     async def generate(self, token_ids: np.ndarray, sampling: SamplingParams) -> list[Completion]:
-        """Return `sampling.num_samples` completions of one prompt.
-
-        While weights are updated, requests wait and then run on the new ones.
-
-        Raises:
-            EngineError: the request does not fit the model, the engine sleeps, has failed, or has incomplete weights.
-        """
+        """Return `sampling.num_samples` completions of one prompt; while weights are updated, it waits for them. Raises
+        EngineError when the request does not fit the model, or the engine sleeps, has failed, or has incomplete
+        weights."""
         self._check_alive()
         if self._asleep:
             raise EngineError("the engine sleeps", hint="await wake_up() before generate()")
@@ -104,12 +100,9 @@ class VllmEngine:
         self._updating = policy_version
 
     async def receive_weights(self, bucket: WeightBucket) -> None:
-        """Load one bucket; the sender may reuse its buffer once this returns.
-
-        Raises:
-            WeightSyncError: no update has begun, or the bucket does not fit the model. The update is then over, and the
-                engine generates nothing until a complete one has come.
-        """
+        """Load one bucket; the sender may reuse its buffer once this returns. Raises WeightSyncError when no update has
+        begun, or the bucket does not fit the model. The update is then over, and the engine generates nothing until a
+        complete one has come."""
         self._check_updating()
         try:
             await self._call(
@@ -126,11 +119,8 @@ class VllmEngine:
             raise WeightSyncError(message) from error
 
     async def finish_weight_update(self) -> None:
-        """Put the weights in force, forget cached prefixes, and generate on as the new policy version.
-
-        Raises:
-            WeightSyncError: weights of the model did not come; the engine generates nothing until a complete update.
-        """
+        """Put the weights in force, forget cached prefixes, and generate on as the new policy version. Raises
+        WeightSyncError when weights did not come; the engine generates nothing until a complete update."""
         self._check_updating()
         try:
             missing = await self._call(_finish)
@@ -151,10 +141,7 @@ class VllmEngine:
 
     async def sleep(self) -> None:
         """Free the GPU's memory (weights to the host, KV cache dropped); on a CPU only stop and drop cached prefixes.
-
-        Raises:
-            EngineError: the engine was built without `enable_sleep`, or requests are in flight.
-        """
+        Raises EngineError when the engine was built without `enable_sleep`, or requests are in flight."""
         self._check_alive()
         if not self._spec.enable_sleep:
             raise EngineError("this engine cannot sleep", hint="build it with EngineSpec(enable_sleep=True)")

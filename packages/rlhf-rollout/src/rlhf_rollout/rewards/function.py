@@ -70,11 +70,8 @@ class FunctionReward:
         self.num_replaced = 0
 
     async def score(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> list[Verdict]:
-        """Return one verdict a rollout, in order.
-
-        Raises:
-            RewardError: the function cannot be imported, workers fail to start three times in a row, or it is closed.
-        """
+        """Return one verdict a rollout, in order. Raises RewardError when the function cannot be imported, workers fail
+        to start three times in a row, or it is closed."""
 
         async def ask(responses: Sequence[str], failure: Failure | None) -> Scored | Failure:
             if self._closed:

@@ -79,10 +79,7 @@ class MixedReward:
 
 async def score_each(reward: RewardFunction, prompt: Prompt, rollouts: Sequence[Rollout]) -> list[Verdict]:
     """Return one verdict a rollout of a reward that may break its Protocol: what it raises is the verdict `crash`.
-
-    Raises:
-        RewardError: it cannot run at all.
-    """
+    Raises RewardError when it cannot run at all."""
     try:
         verdicts = await reward.score(prompt, rollouts)
     except RewardError:

@@ -55,11 +55,8 @@ class Scored:
 
 
 def parse_reward(reward: str) -> RewardTarget:
-    """Return where `FILE.py`, `FILE.py:function`, `module` or `module:function` points, importing nothing.
-
-    Raises:
-        ConfigError: it is none of these, the file does not exist, or a file defines no function of that name.
-    """
+    """Return where `FILE.py`, `FILE.py:function`, `module` or `module:function` points, importing nothing. Raises
+    ConfigError for anything else, a file that does not exist, or one that defines no function of that name."""
     in_file = _IN_FILE.fullmatch(reward)
     if in_file:
         path = Path(in_file["path"]).expanduser()
@@ -77,12 +74,8 @@ def parse_reward(reward: str) -> RewardTarget:
 
 
 def load_function(target: RewardTarget) -> Callable[..., Any]:
-    """Import the target and return its function; the folder of a file is importable by it.
-
-    Raises:
-        RewardError: the module has no such function, or it takes other arguments. Whatever else the import raises is
-            passed on.
-    """
+    """Import the target and return its function; the folder of a file is importable by it. Raises RewardError when
+    there is no such function, or it takes other arguments, and whatever the import raises."""
     if target.module.endswith(".py"):
         path = Path(target.module)
         sys.path.insert(0, str(path.parent))
@@ -102,12 +95,9 @@ def load_function(target: RewardTarget) -> Callable[..., Any]:
 
 
 def read_result(result: Any, num_samples: int, *, giver: str = "the reward function") -> Scored:
-    """Return what a reward function, or another `giver`, returned as plain lists.
-
-    Raises:
-        RewardError: not a dictionary with `rewards`, a list of another length than `num_samples`, something that is
-            no number, or a verdict that does not exist. Numbers that are not finite are left to the caller.
-    """
+    """Return what a reward function, or another `giver`, returned as plain lists; numbers need not be finite. Raises
+    RewardError for what is no dictionary with `rewards`, a list of another length than `num_samples`, something that is
+    no number, or a verdict that does not exist."""
     if not isinstance(result, Mapping):
         raise RewardError(f"{giver} returned {_kind(result)}, not a dictionary", hint=_SKELETON)
     if "rewards" not in result:

@@ -50,11 +50,7 @@ class DeepSpeedEngine:
     def __init__(
         self, model: torch.nn.Module, spec: OptimizerSpec, *, zero_stage: int, dtype: torch.dtype, device: str
     ) -> None:
-        """Shard `model` and give it an AdamW optimizer.
-
-        Raises:
-            EngineError: DeepSpeed refuses the combination.
-        """
+        """Shard `model` and give it an AdamW optimizer. Raises EngineError when DeepSpeed refuses the combination."""
         deepspeed = _import_deepspeed(device)
         if zero_stage == 0 and dtype == torch.bfloat16:
             zero_stage = 1  # stage 0 adds gradients up in bfloat16: what small micro-batches contribute would be lost

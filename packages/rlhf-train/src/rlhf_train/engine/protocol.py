@@ -44,10 +44,7 @@ def learning_rate_at(spec: OptimizerSpec, step: int) -> float:
     """Return the learning rate of optimizer step `step`, counted from 0.
 
     Linear warm-up over `warmup_steps`, then constant, linear to 0, or half a cosine to `min_lr_ratio` of the peak at
-    `total_steps`; the end value from there on.
-
-    Raises:
-        ValueError: unknown scheduler.
+    `total_steps`; the end value from there on. Raises ValueError for an unknown scheduler.
     """
     if step < spec.warmup_steps:
         return spec.learning_rate * (step + 1) / (spec.warmup_steps + 1)

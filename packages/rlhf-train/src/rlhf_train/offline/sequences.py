@@ -78,11 +78,8 @@ def answer_logprobs(
 def reference_logprobs(
     objective: Objective[Compared], items: Sequence[Compared], which: Sequence[int], device: torch.device
 ) -> Tensor:
-    """Return the reference's log-probs of the items' sequences number `which`: all items' first, and so on.
-
-    Returns:
-        [len(which) * B] float32, nats: sums, a constant.
-    """
+    """Return the reference's log-probs of the items' sequences number `which`: all items' first, and so on. They are
+    sums, [len(which) * B] float32, nats, and constants."""
     if items[0].ref_logprobs is not None:
         return torch.tensor([item.ref_logprobs[index] for index in which for item in items], device=device)
     sequences = [item.sequences[index] for index in which for item in items]

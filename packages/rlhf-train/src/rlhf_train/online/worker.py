@@ -263,10 +263,7 @@ class TrainWorker:
 
     def _forward(self, role: str, rows: Sequence[int]) -> tuple[dict[str, Tensor], Tensor]:
         """Run `role` on rows of the shard; without rows, on tokens that are not trained, to keep the ranks in step.
-
-        Returns:
-            The model's outputs as [b, t] tensors, one rollout a row whatever the layout, and their loss mask.
-        """
+        Returns the model's outputs as [b, t] tensors, one rollout a row whatever the layout, and their loss mask."""
         tokens = [self._experience.token_ids[row] for row in rows] or [IDLE_TOKENS]
         width = max(len(ids) for ids in tokens)
         mask = self._experience.loss_mask[list(rows), :width] if rows else torch.tensor([[False, True]])
