@@ -3,7 +3,6 @@
 import dataclasses
 import multiprocessing
 import queue
-import socket
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -18,7 +17,7 @@ from rlhf_rollout.protocols import SamplingParams
 from rlhf_rollout.rewards import RewardSource
 from rlhf_train.algorithms import AlgorithmSpec
 from rlhf_train.online.job import BatchSizes, OnlineJob, RewardSpec
-from rlhf_train.placement import PlacementRequest, local_gpus, plan_placement
+from rlhf_train.placement import PlacementRequest, free_port, local_gpus, plan_placement
 from rlhf_train.specs import ModelSpec, OptimizerSpec
 
 RANK_TIMEOUT_S = 300.0
@@ -64,9 +63,7 @@ def run_ranks(function: Callable[..., Any], num_ranks: int, *arguments: Any) -> 
     Raises:
         RuntimeError: a rank raised (its traceback is the message), died, or took longer than RANK_TIMEOUT_S.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        master = ("127.0.0.1", probe.getsockname()[1])
+    master = ("127.0.0.1", free_port())
     context = multiprocessing.get_context("spawn")
     outbox = context.Queue()
     processes = [

@@ -110,13 +110,8 @@ def render_chat(messages: Messages, tokenizer: Tokenizer, *, origin: str, add_ge
 
 
 def encode_prompts(texts: Sequence[str], tokenizer: Tokenizer, *, has_special_tokens: bool) -> list[list[int]]:
-    """Return the token ids of prompts, with the tokens that begin a text exactly once and none that end one.
-
-    Args:
-        texts: rendered prompts.
-        tokenizer: a loaded tokenizer.
-        has_special_tokens: True for the output of a chat template, which has written them itself.
-    """
+    """Return the token ids of rendered prompts, with the tokens that begin a text exactly once and none that end one;
+    `has_special_tokens` is for the output of a chat template, which has written them itself."""
     texts = list(texts)
     if has_special_tokens:
         return _encode(texts, tokenizer, add_special_tokens=False)

@@ -13,12 +13,9 @@ from rlhf_data.pretrained import hub_answers
 def open_dataset(
     name: str, subset: str | None, *, split: str, streaming: bool
 ) -> tuple[Iterable[dict[str, Any]], str | None]:
-    """Return the rows of a data set as dictionaries, and its fingerprint (None when streaming).
-
-    Raises:
-        ConfigError: the library is missing; an unknown split of a saved folder; a script without one builder class.
-        DataError: the library refuses the data set.
-    """
+    """Return the rows of a data set as dictionaries, and its fingerprint (None when streaming). Raises ConfigError
+    without the library, for an unknown split of a saved folder and for a script without one builder class, DataError
+    when the library refuses the data set."""
     try:
         import datasets
     except ImportError as error:

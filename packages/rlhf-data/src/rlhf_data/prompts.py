@@ -13,12 +13,7 @@ from rlhf_data.sources import Rows
 
 @dataclass(frozen=True, slots=True)
 class PromptSet(Sequence[Prompt]):
-    """The usable prompts of a data file, and what became of the rest.
-
-    Attributes:
-        prompts: in the order of the file.
-        counts: of the rows.
-    """
+    """The usable prompts of a data file, in its order, and what became of its rows."""
 
     prompts: tuple[Prompt, ...]
     counts: Counts

@@ -65,13 +65,8 @@ def packed_arguments(batch: TokenBatch) -> dict[str, Any]:
     """Return the keyword arguments by which transformers hands a packed batch's bounds down to attention."""
     if not batch.is_packed:
         return {}
-    longest = max(batch.lengths)
-    return {
-        "cu_seq_lens_q": batch.cu_seqlens,
-        "cu_seq_lens_k": batch.cu_seqlens,
-        "max_length_q": longest,
-        "max_length_k": longest,
-    }
+    bounds, longest = batch.cu_seqlens, max(batch.lengths)
+    return {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
 
 
 @contextmanager
@@ -117,17 +112,8 @@ def packed_attention(
         [1, T, H, D], and None for the weights.
     """
     if cu_seq_lens_q is None:
-        return _unpacked_attention(
-            module,
-            query,
-            key,
-            value,
-            attention_mask,
-            scaling=scaling,
-            dropout=dropout,
-            sliding_window=sliding_window,
-            **kwargs,
-        )
+        kwargs |= {"scaling": scaling, "dropout": dropout, "sliding_window": sliding_window}
+        return _unpacked_attention(module, query, key, value, attention_mask, **kwargs)
     if kwargs.get("softcap") is not None:
         raise ConfigError("attention with a soft cap cannot be packed", hint="turn packing off")
     # Layers are compiled only where the kernel runs: see `compiled.compile_layers`.

@@ -20,14 +20,8 @@ def load_head(path: str | Path, config: Any) -> Tensor | None:
     """Return the weight [1, D] of a model's scalar head, None when it has none; nothing else is read.
 
     It is that of the folder's `value_head.safetensors`, as `save_hf` writes it for a critic, else the first of
-    `HEAD_NAMES` among the model's weights.
-
-    Args:
-        path: a folder in the Hugging Face layout, or a hub name.
-        config: of the model; D is its hidden size.
-
-    Raises:
-        ConfigError: a head of more outputs than one or of another width, or one with a bias.
+    `HEAD_NAMES` among the model's weights. Raises ConfigError for a head of more outputs than one or of another width
+    than the hidden size D in `config`, and for one with a bias.
     """
     with clear_errors("model", path):
         files = _files_by_tensor(path)

@@ -63,12 +63,8 @@ def check_reward_model(path: str | Path) -> None:
 def check_same_tokenizer(path: str | Path, tokenizer: Any) -> None:
     """Check that a model that scores the policy's tokens, a reward model or a critic, reads them as the policy does.
 
-    Args:
-        path: the model's folder or hub name; further tokens of its own do no harm.
-        tokenizer: the policy's.
-
-    Raises:
-        ConfigError: a token that has no id or another one in the model's vocabulary, or a model without tokenizer.
+    Further tokens of its own do no harm. Raises ConfigError for a token of the policy's `tokenizer` that has no id or
+    another one in the model's vocabulary, and for a model without tokenizer.
     """
     own = load_tokenizer(path).get_vocab()
     vocabulary = tokenizer.get_vocab()

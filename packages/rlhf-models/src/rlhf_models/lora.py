@@ -66,13 +66,8 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
 
 def save_adapter(model: nn.Module, state_dict: Mapping[str, Tensor], path: str | Path) -> Path:
-    """Write the adapters in peft's layout, and a value head beside them.
-
-    Args:
-        model: has adapters.
-        state_dict: its weights by its own names, whole; those that are not trained may be missing.
-        path: the folder.
-    """
+    """Write the adapters of a model in peft's layout, and a value head beside them. `state_dict` has its weights by its
+    own names, whole; those that are not trained may be missing."""
     from safetensors.torch import save_file
 
     peft = _import_peft()

@@ -20,14 +20,9 @@ _HEAD_PREFIX = "value_head."
 
 
 def hf_named_weights(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Return a model's parameters under the names of its Hugging Face checkpoint, tied ones once.
-
-    Args:
-        model: an `Actor`, or a transformers model.
-
-    Raises:
-        ConfigError: the checkpoint does not hold the weights as the model does, such as experts that are fused.
-    """
+    """Return the parameters of an `Actor` or a transformers model under the names of its Hugging Face checkpoint, tied
+    ones once. Raises ConfigError when the checkpoint does not hold the weights as the model does, such as experts that
+    are fused."""
     model = _unwrapped(model)
     named = list(model.named_parameters())
     saved = _checkpoint_names(model, [name for name, _ in named])

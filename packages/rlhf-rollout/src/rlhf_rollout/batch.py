@@ -81,14 +81,8 @@ def _check(options: argparse.Namespace, sources: Sequence[RewardSource], files: 
 
 
 class _Task:
-    """What there is to generate.
-
-    Attributes:
-        inputs: what each prompt was made of, text or messages.
-        rollouts: the file of the records.
-        run: names the settings, in every record.
-        done: prompts whose rollouts are in the file, by number.
-    """
+    """What there is to generate: `done` are the numbers of the prompts whose rollouts are in the file, and `run`, in
+    each of its records, names the settings."""
 
     def __init__(self, options: argparse.Namespace, sources: Sequence[RewardSource], rollouts: Path) -> None:
         self.options, self.sources, self.rollouts = options, sources, rollouts
@@ -127,12 +121,8 @@ def _digest(options: argparse.Namespace, prompts: PromptSet) -> str:
 
 
 def take_up(path: Path, run: str, num_samples: int) -> frozenset[int]:
-    """Cut a file of rollouts behind its last whole group; return the numbers of the groups in it.
-
-    Raises:
-        ConfigError: it was written with other settings.
-        DataError: it holds something else than rollouts.
-    """
+    """Cut a file of rollouts behind its last whole group; return the numbers of the groups in it. Raises ConfigError
+    when it was written with other settings, DataError when it holds something else than rollouts."""
     done, size, offset, count = set(), 0, 0, 0
     with path.open("rb+") as file:
         for line in file:

@@ -68,18 +68,17 @@ class RewardModelActor(_Actor):
 
 
 @contextmanager
-def _plain_errors(gone: type[RlhfError], part: str = "engine") -> Iterator[None]:
-    """Raise the actor's own errors as themselves, and `gone` when its process has died."""
+def plain_errors(gone: type[RlhfError], process: str = "the engine's process") -> Iterator[None]:
+    """Raise an actor's own errors as themselves, and `gone` when its process has died."""
     try:
         yield
     except RayTaskError as error:
-        cause = error.cause
-        if isinstance(cause, RlhfError):
-            raise cause from None
-        raise
+        raise error.cause if isinstance(error.cause, RlhfError) else error from None
     except RayActorError as error:
-        message = f"the {part}'s process is gone: {error}"
-        raise gone(message, hint="its log tells why (Ray's session folder)") from error
+        message = f"{process} is gone: {error}"
+        raise gone(
+            message, hint="its log tells why (Ray's session folder); out of memory is the usual reason"
+        ) from error
 
 
 class RayEngine:
@@ -89,19 +88,19 @@ class RayEngine:
         self.handle = handle
 
     async def _call(self, method: str, *arguments: Any, gone: type[RlhfError] = EngineError) -> Any:
-        with _plain_errors(gone):
+        with plain_errors(gone):
             return await self.handle.call.remote(method, *arguments)
 
     async def ready(self) -> float:
         """Wait until the engine has started; return the seconds that it took in its process."""
-        with _plain_errors(EngineError):
+        with plain_errors(EngineError):
             return await self.handle.ready.remote()
 
     async def generate(self, token_ids: np.ndarray, sampling: SamplingParams) -> list[Completion]:
         """See `RolloutEngine.generate`. A cancelled call gives its request up in the engine too."""
         reference = self.handle.call.remote("generate", token_ids, sampling)
         try:
-            with _plain_errors(EngineError):
+            with plain_errors(EngineError):
                 return await reference
         except asyncio.CancelledError:
             ray.cancel(reference)
@@ -143,5 +142,5 @@ class RayScorer:
 
     async def score(self, token_ids: list[np.ndarray]) -> list[float]:
         """See `LocalScorer.score`."""
-        with _plain_errors(RewardError, "reward model"):
+        with plain_errors(RewardError, "the reward model's process"):
             return await self._handle.call.remote("score", token_ids)

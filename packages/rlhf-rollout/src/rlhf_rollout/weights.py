@@ -64,12 +64,7 @@ def aligned(offset_bytes: int) -> int:
 
 
 def bucket_checksum(buffer: np.ndarray, tensors: tuple[TensorSpec, ...]) -> int:
-    """Return the CRC-32 of the weights' bytes in order, gaps between them left out.
-
-    Args:
-        buffer: [n] uint8.
-        tensors: where the weights lie in it.
-    """
+    """Return the CRC-32 of the weights' bytes in a buffer [n] uint8, in order, gaps between them left out."""
     checksum = 0
     for tensor in tensors:
         checksum = zlib.crc32(buffer[tensor.offset_bytes : tensor.offset_bytes + tensor.size_bytes], checksum)

@@ -1,6 +1,7 @@
 """Where every process runs, as data: a pure function from what was asked and what there is to a plan."""
 
 import os
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -217,3 +218,10 @@ def local_gpus() -> int:
     if visible is not None:
         return len([device for device in visible.split(",") if device.strip() not in ("", "-1")])
     return len([path for path in Path("/dev").glob("nvidia*") if path.name.removeprefix("nvidia").isdigit()])
+
+
+def free_port() -> int:
+    """Return a TCP port that is free on this host now."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return probe.getsockname()[1]

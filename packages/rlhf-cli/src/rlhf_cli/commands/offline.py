@@ -96,6 +96,7 @@ def _prepare(command: Command, config: OfflineConfig, folder: Path, console: "Co
     from rlhf_models.lora import LoraSpec
     from rlhf_train.offline.job import OfflineJob
     from rlhf_train.offline.loop import OfflineSchedule
+    from rlhf_train.placement import free_port
 
     path, model, training = model_path(config.model.pretrain), config.model, config.training
     model_config, tokenizer = load_model_files(path)
@@ -112,6 +113,7 @@ def _prepare(command: Command, config: OfflineConfig, folder: Path, console: "Co
         if longest > budget:
             message = f"--micro_batch_tokens is {budget}, and the longest example takes {longest} tokens"
             raise ConfigError(message, hint=f"use --micro_batch_tokens {longest}, or a lower --max_len")
+    shared = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])) if num_ranks > 1 else None
     schedule = OfflineSchedule(**matching(OfflineSchedule, training))
     train, best = loaded["--dataset"].examples, config.evaluation.best_metric_key
     targets = model.target_modules if model.target_modules == "all-linear" else tuple(model.target_modules.split(","))
@@ -132,7 +134,7 @@ def _prepare(command: Command, config: OfflineConfig, folder: Path, console: "Co
         best_path=folder / "best_model" if best else None,
         rank=rank,
         num_ranks=num_ranks,
-        master=_master(num_ranks),
+        master=shared or ("127.0.0.1", free_port()),
         device="cuda" if torch.cuda.is_available() else "cpu",
     )
     return job, tokenizer
@@ -271,13 +273,3 @@ def _take_own_gpu(num_ranks: int) -> None:
         return
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[int(local_rank)] if visible else local_rank
-
-
-def _master(num_ranks: int) -> tuple[str, int]:
-    if num_ranks > 1:
-        return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return "127.0.0.1", probe.getsockname()[1]

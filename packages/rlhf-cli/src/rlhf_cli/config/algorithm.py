@@ -189,12 +189,8 @@ class AlgorithmSection(Section, title="algorithm"):
         )
 
     def check(self, given: Collection[str], num_updates: int) -> list[str]:
-        """Return notices. Raises ConfigError for options that cannot work.
-
-        Args:
-            given: the options that somebody set to something else than the default.
-            num_updates: optimizer steps a step.
-        """
+        """Return notices. Raises ConfigError for options that cannot work. `given` are the options that somebody set to
+        something else than the default, `num_updates` the optimizer steps a step."""
         if len(self.clip_spellings) > 1:
             names = " and ".join(f"--{name}" for name in self.clip_spellings)
             raise ConfigError(f"{names} set the same clip range", hint="give one of them")

@@ -98,13 +98,8 @@ SymmetricRange = Annotated[tuple[float, float], BeforeValidator(_around_zero)]
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One field of one section, as flags and TOML keys see it.
-
-    Attributes:
-        section: the section's name, its table in TOML.
-        name: the field's name, its key in TOML and its flag after `--`.
-        info: pydantic's description of it.
-    """
+    """One field of one section, as flags and TOML see it: `section` is its table in TOML, `name` its key there and its
+    flag after `--`, `info` pydantic's description of it."""
 
     section: str
     name: str

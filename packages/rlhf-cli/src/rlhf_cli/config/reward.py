@@ -56,12 +56,8 @@ class RewardSection(Section, title="reward"):
         return round(self.overlong_buffer_len * share)
 
     def check(self, given: Collection[str], max_tokens: int) -> list[str]:
-        """Return notices. Raises ConfigError for sources, ranges and lengths that cannot work.
-
-        Args:
-            given: the options that somebody set to something else than the default.
-            max_tokens: of a response.
-        """
+        """Return notices. Raises ConfigError for sources, ranges and lengths that cannot work. `given` are the options
+        that somebody set to something else than the default, `max_tokens` those of a response."""
         sources = self.sources()
         if not sources:
             hint = (

@@ -22,12 +22,9 @@ _A_SLIP = 0.9  # share of letters in common
 
 
 def open_prompts(config: PpoConfig) -> tuple[Rows, dict[str, Rows]]:
-    """Return the rows of --prompt_data, and by name those of each --eval_data file.
-
-    Raises:
-        DataError: a source that cannot be opened, or whose first row does not have its keys.
-        ConfigError: held-out files of one name, or probabilities that are none.
-    """
+    """Return the rows of --prompt_data, and by name those of each --eval_data file. Raises DataError for a source that
+    cannot be opened or whose first row lacks its keys, ConfigError for held-out files of one name and for probabilities
+    that are none."""
     data, held_out = config.data, {}
     files = data_paths(data.eval_data, held_out=True)
     names = [path.stem for path in files]
@@ -77,14 +74,9 @@ def load_all(
 
 
 def check_best_metric(config: PpoConfig, prompts: Sequence[Prompt], *, logs_numbers: bool) -> None:
-    """Raise ConfigError when --best_metric_key names a number that no evaluation will have.
-
-    Args:
-        config: all sections.
-        prompts: held out.
-        logs_numbers: a reward may log further numbers, whose names show at the first evaluation. A name that only a
-            slip tells from one of ours is none of them.
-    """
+    """Raise ConfigError when --best_metric_key names a number that no evaluation of the held-out `prompts` will have.
+    Where a reward `logs_numbers` of its own, their names show at the first evaluation; a name that only a slip tells
+    from one of ours is none of them."""
     name = config.evaluation.best_metric_key
     if name is None:
         return

@@ -32,12 +32,8 @@ class Inputs:
 
 
 def check_inputs(config: PpoConfig, folder: Path) -> Inputs:
-    """Check everything a `ppo` run reads.
-
-    Raises:
-        ConfigError: a model, tokenizer, length, folder, or reward function, server or model that does not work.
-        DataError: a data file that does not work.
-    """
+    """Check everything a `ppo` run reads. Raises ConfigError for a model, tokenizer, length, folder, or reward
+    function, server or model that does not work, DataError for a data file that does not."""
     assert config.model.pretrain and config.data.prompt_data
     check_output_folder(folder)
     rows, held_out_rows = open_prompts(config)

@@ -77,12 +77,8 @@ class EngineSpec:
 
 
 def build_engine(kind: str, spec: EngineSpec) -> "RolloutEngine":
-    """Return a running engine of a kind named in `ENGINE_KINDS`.
-
-    Raises:
-        ConfigError: an unknown kind, or a spec that does not suit it.
-        EngineError: the engine does not start.
-    """
+    """Return a running engine of a kind named in `ENGINE_KINDS`. Raises ConfigError for an unknown kind or a spec that
+    does not suit it, EngineError when the engine does not start."""
     if kind not in ENGINE_KINDS:
         raise ConfigError(unknown("engine", kind, ENGINE_KINDS))
     if (kind == "http") != (spec.base_url is not None):

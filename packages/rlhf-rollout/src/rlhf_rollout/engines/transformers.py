@@ -146,16 +146,8 @@ class TransformersEngine(GatedEngine):
 def _sample(
     logits: torch.Tensor, sampling: SamplingParams, generators: list[torch.Generator]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return one token a row and its log-prob under the distribution it was drawn from.
-
-    Args:
-        logits: [n, V] float32.
-        sampling: temperature, top-k, top-p.
-        generators: one a row.
-
-    Returns:
-        ([n] int64, [n] float32, nats).
-    """
+    """Return a token of each row of `logits` [n, V] float32, [n] int64, and its log-prob under the distribution it was
+    drawn from, [n] float32, nats; each row has a generator."""
     if sampling.temperature == 0:
         logprobs = logits.log_softmax(-1)
         tokens = logits.argmax(-1)

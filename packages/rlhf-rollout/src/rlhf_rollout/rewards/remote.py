@@ -35,12 +35,7 @@ Sample = tuple[str, str, str]  # query, prompt, label
 
 @dataclass(frozen=True, slots=True)
 class _RequestFailure(Failure):
-    """A request without rewards.
-
-    Attributes:
-        passing: whether another try may help.
-        status: what the server answered with; None when there was no answer.
-    """
+    """A request without rewards: whether another try may help, and the status of the answer, None without one."""
 
     of_sample: bool = False
     passing: bool = False

@@ -33,12 +33,7 @@ _SKELETON = 'def reward_func(queries, prompts, labels): return {"rewards": [one 
 
 @dataclass(frozen=True, slots=True)
 class RewardTarget:
-    """Where a reward function lies.
-
-    Attributes:
-        module: an importable module, or the absolute path of a Python file.
-        function: its name there.
-    """
+    """Where a reward function lies: in an importable module or the absolute path of a Python file, and by what name."""
 
     module: str
     function: str = DEFAULT_FUNCTION

@@ -12,12 +12,7 @@ from rlhf_train.specs import OptimizerSpec
 
 @dataclass(frozen=True, slots=True)
 class StepStats:
-    """One optimizer step.
-
-    Attributes:
-        grad_norm: global L2 norm before clipping.
-        learning_rate: the one used.
-    """
+    """One optimizer step: the global L2 norm of the gradient before clipping, and the learning rate."""
 
     grad_norm: float
     learning_rate: float

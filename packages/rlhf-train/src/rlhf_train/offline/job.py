@@ -101,10 +101,8 @@ class OfflineJob:
 def run_offline(job: OfflineJob, observer: OfflineObserver) -> None:
     """Train, evaluate, and write the model. Collective over `job.num_ranks` processes.
 
-    Raises:
-        ConfigError: an example longer than the tokens of a pass, an unknown `best_metric`, or a model that cannot be
-            loaded.
-        DataError: examples that the objective cannot learn from.
+    Raises ConfigError for an example longer than the tokens of a pass, an unknown `best_metric` and a model that cannot
+    be loaded, DataError for examples that the objective cannot learn from.
     """
     run = _Run(job, observer)
     run.evaluate(0)

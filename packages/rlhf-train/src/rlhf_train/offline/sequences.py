@@ -59,15 +59,8 @@ def trained_mask(batch: TokenBatch, sequences: Sequence[SftExample]) -> Tensor:
 def answer_logprobs(
     forward: Callable[..., Any], sequences: Sequence[SftExample], *, packing: bool, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Return the log-prob of each sequence's answer, and how many tokens it has.
-
-    Args:
-        forward: of an `Actor`.
-        sequences: S of them.
-
-    Returns:
-        Sums [S] float32, nats, and counts [S] int64.
-    """
+    """Return the log-probs of the answers of S sequences by an `Actor`'s `forward`, sums [S] float32, nats, and how
+    many tokens each has, [S] int64."""
     batch = lay_out([sequence.token_ids for sequence in sequences], packing=packing, device=device)
     mask = trained_mask(batch, sequences)
     logprobs = forward(batch, logits_mask=mask).logprobs

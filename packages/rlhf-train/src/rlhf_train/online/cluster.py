@@ -15,8 +15,8 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 import rlhf_train
-from rlhf_data.errors import ConfigError, EngineError, RlhfError
-from rlhf_rollout.ray_actors import EngineActor, RewardModelActor
+from rlhf_data.errors import ConfigError, EngineError
+from rlhf_rollout.ray_actors import EngineActor, RewardModelActor, plain_errors
 from rlhf_train.online.job import OnlineJob
 from rlhf_train.online.ray_actors import RankActor
 from rlhf_train.placement import GroupPlan, PlacementPlan
@@ -26,20 +26,10 @@ _RAY_UNITS = 10_000  # in one CPU or GPU: Ray counts no finer
 
 
 def wait(references: Sequence[Any]) -> list[Any]:
-    """Return what `references` stand for.
-
-    Raises:
-        RlhfError: the remote side raised it.
-        EngineError: the remote process is gone.
-        ray.exceptions.RayTaskError: another error of the remote side, with its traceback.
-    """
-    try:
+    """Return what `references` stand for. Raises RlhfError when the remote side raised it, EngineError when its process
+    is gone, and ray.exceptions.RayTaskError, with the remote traceback, for any other error of it."""
+    with plain_errors(EngineError, "a process of the run"):
         return ray.get(list(references))
-    except ray.exceptions.RayTaskError as error:
-        raise error.cause if isinstance(error.cause, RlhfError) else error from None
-    except ray.exceptions.RayActorError as error:
-        hint = "its log tells why (Ray's session folder); out of memory is the usual reason"
-        raise EngineError(f"a process of the run is gone: {error}", hint=hint) from error
 
 
 class WorkerGroup:

@@ -33,12 +33,8 @@ MAX_BARREN_STEPS = 3  # in a row, without enough rewards to learn from, before t
 
 
 def run_online(job: OnlineJob, observer: Observer) -> RunSummary:
-    """Run `job` from start to final model.
-
-    Raises:
-        ConfigError: the job cannot work.
-        EngineError, RewardError, WeightSyncError: a part failed for good.
-    """
+    """Run `job` from start to final model. Raises ConfigError for a job that cannot work; EngineError, RewardError or
+    WeightSyncError when a part failed for good."""
     started = time.perf_counter()
     check_save_path(job.save_path)
     with ExitStack() as stack:
@@ -62,12 +58,7 @@ def run_online(job: OnlineJob, observer: Observer) -> RunSummary:
 
 
 class PlacedRun:
-    """The steps of a run on Ray.
-
-    Attributes:
-        num_steps: of the job.
-        is_exhausted: whether the prompts have nothing left to teach.
-    """
+    """The steps of a run on Ray; `is_exhausted` says that the prompts have nothing left to teach."""
 
     def __init__(
         self,

@@ -166,13 +166,8 @@ def correct_mismatch(experience: Experience, spec: AlgorithmSpec) -> dict[str, M
 
 
 def mismatch_metrics(logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> dict[str, Metric]:
-    """Return the metrics of `correct_mismatch` for a run without correction.
-
-    Args:
-        logprobs: [B, T] float, nats, the trainer's.
-        rollout_logprobs: [B, T] float, nats, the engine's.
-        mask: [B, T] bool.
-    """
+    """Return the metrics of `correct_mismatch` for a run without correction, from the trainer's and the engine's
+    log-probs, both [B, T] float, nats, where `mask` [B, T] bool holds."""
     gap = (logprobs - rollout_logprobs).abs()
     weights = importance_weights(logprobs, rollout_logprobs, mask, level="token")
     low, high = MISMATCH_BOUNDS

@@ -40,12 +40,7 @@ _BUFFERS = {"ipc": CudaIpcBuffer, "shared_memory": SharedMemoryBuffer}
 
 @dataclass(frozen=True, slots=True)
 class SyncReport:
-    """What one sync took.
-
-    Attributes:
-        size_bytes: of the weights.
-        num_buckets: the buffer's fillings.
-    """
+    """What one sync took: the bytes of the weights, and the buffer's fillings."""
 
     size_bytes: int
     num_buckets: int
