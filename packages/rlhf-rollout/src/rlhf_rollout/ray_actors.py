@@ -75,10 +75,8 @@ def plain_errors(gone: type[RlhfError], process: str = "the engine's process") -
     except RayTaskError as error:
         raise error.cause if isinstance(error.cause, RlhfError) else error from None
     except RayActorError as error:
-        message = f"{process} is gone: {error}"
-        raise gone(
-            message, hint="its log tells why (Ray's session folder); out of memory is the usual reason"
-        ) from error
+        hint = "its log tells why (Ray's session folder); out of memory is the usual reason"
+        raise gone(f"{process} is gone: {error}", hint=hint) from error
 
 
 class RayEngine:

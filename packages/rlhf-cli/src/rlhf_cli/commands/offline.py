@@ -107,12 +107,6 @@ def _prepare(command: Command, config: OfflineConfig, folder: Path, console: "Co
     objective = command.objective(config, tokenizer)
     encoder = command.encoder(config, tokenizer)
     loaded = {flag: _load(config, flag, rows, encoder, console, rank) for flag, rows in sources.items()}
-    budget = training.micro_batch_tokens
-    for examples in loaded.values() if budget is not None else ():
-        longest = max(map(objective.num_tokens, objective.items(examples.examples)))
-        if longest > budget:
-            message = f"--micro_batch_tokens is {budget}, and the longest example takes {longest} tokens"
-            raise ConfigError(message, hint=f"use --micro_batch_tokens {longest}, or a lower --max_len")
     shared = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])) if num_ranks > 1 else None
     schedule = OfflineSchedule(**matching(OfflineSchedule, training))
     train, best = loaded["--dataset"].examples, config.evaluation.best_metric_key

@@ -4,7 +4,6 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Protocol
@@ -96,13 +95,19 @@ class OfflineJob:
         ):
             if is_wrong:
                 raise ConfigError(message)
+        for examples in [part for part in (self.examples, self.eval_examples) if limits_tokens and part]:
+            longest = max(map(self.objective.num_tokens, self.objective.items(examples)))
+            if longest > self.schedule.micro_batch_tokens:
+                message = f"--micro_batch_tokens is {self.schedule.micro_batch_tokens}, and the longest example takes"
+                hint = f"use --micro_batch_tokens {longest}, or a lower --max_len"
+                raise ConfigError(f"{message} {longest} tokens", hint=hint)
 
 
 def run_offline(job: OfflineJob, observer: OfflineObserver) -> None:
     """Train, evaluate, and write the model. Collective over `job.num_ranks` processes.
 
-    Raises ConfigError for an example longer than the tokens of a pass, an unknown `best_metric` and a model that cannot
-    be loaded, DataError for examples that the objective cannot learn from.
+    Raises ConfigError for an unknown `best_metric` and a model that cannot be loaded, DataError for examples that the
+    objective cannot learn from.
     """
     run = _Run(job, observer)
     run.evaluate(0)
@@ -138,7 +143,6 @@ class _Run:
         self.objective = replace(job.objective, packing=spec.packing)
         self.items = self.objective.items(job.examples)
         self._eval_items = self.objective.items(job.eval_examples) if job.eval_examples else ()
-        self._check_budget()
         self._add_reference()
 
     def on_step(self, step: int, num_steps: int, metrics: Mapping[str, float]) -> None:
@@ -187,15 +191,6 @@ class _Run:
     def _measure(self, items: Sequence[Any]) -> dict[str, float]:
         metrics = evaluate(self.engine, self.objective, items, self._job.schedule)
         return {f"eval/{name.split('/', 1)[1]}": value for name, value in metrics.items()}
-
-    def _check_budget(self) -> None:
-        budget = self._job.schedule.micro_batch_tokens
-        if budget is None:
-            return
-        longest = max(map(self.objective.num_tokens, chain(self.items, self._eval_items)))
-        if longest > budget:
-            hint = f"raise the tokens a pass to {longest}, or leave longer examples out"
-            raise ConfigError(f"the longest example has {longest} tokens, of {budget} that fit a pass", hint=hint)
 
     def _add_reference(self) -> None:
         job = self._job
