@@ -74,16 +74,9 @@ def store_moments(folder: Path, mean: float, std: float) -> None:
 def score_sequences(model: RewardModel, sequences: Sequence[Any], *, batch_size: int) -> list[float]:
     """Return the score of each token sequence, in order.
 
-    They are batched by length, at most `MAX_BATCH_TOKENS` a pass. On a CPU each is read alone, which costs little
-    there: a score then does not depend on what is scored beside it, down to the last bit.
-
-    Args:
-        model: on its device.
-        sequences: token ids, at least one each.
-        batch_size: sequences a pass at most.
-
-    Raises:
-        DataError: an empty sequence, or a token that the model has no embedding of.
+    They are batched by length, at most `batch_size` and `MAX_BATCH_TOKENS` a pass. On a CPU each is read alone, which
+    costs little there: a score then does not depend on what is scored beside it, down to the last bit. Raises DataError
+    for an empty sequence, or a token that the model has no embedding of.
     """
     num_rows = model.model.get_input_embeddings().weight.shape[0]
     for sequence in sequences:

@@ -204,6 +204,7 @@ def _reference(config: OfflineConfig, tokenizer: Any) -> "ModelSpec | None":
 def _train(command: Command, parsed: Parsed[Any], job: "OfflineJob", tokenizer: Any, console: "Console") -> None:
     from rlhf_cli.console import StepTable, offline_columns, show_results
     from rlhf_train.offline.job import ADAPTER_FOLDER, run_offline
+    from rlhf_train.online.observer import Observer
     from rlhf_train.online.recorder import ARTIFACTS, Recorder
 
     started, folder = time.perf_counter(), job.model_path.parent
@@ -211,7 +212,7 @@ def _train(command: Command, parsed: Parsed[Any], job: "OfflineJob", tokenizer: 
     names = command.metrics[:_NUM_SHOWN]
     final: dict[str, float] = {}
 
-    class View:
+    class View(Observer):
         """Shows the run and keeps its numbers."""
 
         def __init__(self) -> None:

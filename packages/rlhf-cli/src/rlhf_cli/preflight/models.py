@@ -50,14 +50,8 @@ def longest_sequence(config: PpoConfig) -> tuple[int, str]:
 def choose_critic(config: PpoConfig, model: str, reward_models: Sequence[str], tokenizer: Any) -> tuple[str, list[str]]:
     """Return what the critic starts from, and a notice when nobody said so.
 
-    Args:
-        config: all sections.
-        model: the policy's folder or hub name, which is the last choice.
-        reward_models: checked; the first of them is the choice before.
-        tokenizer: the policy's.
-
-    Raises:
-        ConfigError: a critic that cannot be run or does not read the policy's tokens.
+    That is --critic_pretrain, else the first of the `reward_models`, which were checked, else the policy's `model`.
+    Raises ConfigError for a critic that cannot be run or does not read the tokens of the policy's `tokenizer`.
     """
     named = config.model.critic_pretrain
     if not config.algorithm.spec().row.uses_critic or (named is None and not reward_models):

@@ -142,19 +142,10 @@ def check_reward_function(
 ) -> str | None:
     """Import a reward function and call it once, in a worker of its own, before anything expensive starts.
 
-    Args:
-        reward: as for `FunctionReward`.
-        prompts: some of the run's; each of the first four is tried with its label and with nothing as the response.
-        timeout_s: the time limit of the call.
-        startup_timeout_s: the time limit of its imports.
-
-    Returns:
-        Why the call gave no result when it raised or hung, which a run counts as verdicts; None when it gave one.
-
-    Raises:
-        ConfigError: see `parse_reward`.
-        RewardError: it cannot be imported; it returns no dictionary with `rewards`, another number of rewards than
-            there are queries, or one that is not finite.
+    Each of the first four `prompts` is tried with its label and with nothing as the response; `reward` and the time
+    limits are those of `FunctionReward`. Returns why the call gave no result when it raised or hung, which a run counts
+    as verdicts; None when it gave one. Raises ConfigError as `parse_reward` does, RewardError when it cannot be
+    imported, or returns no dictionary with `rewards`, another number of them than queries, or one that is not finite.
     """
     target = parse_reward(reward)
     worker = WorkerProcess(target, startup_timeout_s=startup_timeout_s)

@@ -155,18 +155,11 @@ def check_reward_server(
 ) -> str | None:
     """Ask each of the servers once, before anything expensive starts; not from within an event loop.
 
-    Args:
-        urls, timeout_s, token, transport: as for `RemoteReward`.
-        prompts: some of the run's; each of the first four is tried with its label and with nothing as the response.
-            Without any, only the URLs are looked at.
-
-    Returns:
-        The problem of a server that did not answer in time or answered that it is not well, None without one.
-
-    Raises:
-        ConfigError: see `RemoteReward`; a server that cannot be reached.
-        RewardError: a server refuses the request; its answer has no `rewards`, another number of them than there are
-            queries, or one that is not finite.
+    Each of the first four `prompts` is tried with its label and with nothing as the response; without any, only the
+    URLs are looked at. Returns the problem of a server that did not answer in time or answered that it is not well,
+    None without one. Raises ConfigError as `RemoteReward` does and for a server that cannot be reached, RewardError for
+    one that refuses the request, or whose answer has no `rewards`, another number of them than queries, or one that is
+    not finite.
     """
     samples = list(zip(*trial_arguments(prompts), strict=True))
 

@@ -6,7 +6,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -23,21 +23,12 @@ from rlhf_train.offline.loop import Objective, OfflineSchedule, evaluate, train_
 from rlhf_train.offline.reward_model import load_trainable_reward_model, score_moments
 from rlhf_train.offline.sequences import with_reference
 from rlhf_train.online.evaluation import BestModel
+from rlhf_train.online.observer import Observer
 from rlhf_train.specs import ModelSpec
 
 logger = logging.getLogger(__name__)
 
 ADAPTER_FOLDER = "adapter"  # within a saved model
-
-
-class OfflineObserver(Protocol):
-    """Shows a run to people and keeps its metrics; called on rank 0 only."""
-
-    def step(self, step: int, num_steps: int, metrics: dict[str, float]) -> None:
-        """An optimizer step ended."""
-
-    def evaluation(self, step: int, metrics: dict[str, float]) -> None:
-        """The evaluation examples were run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,8 +94,8 @@ class OfflineJob:
                 raise ConfigError(f"{message} {longest} tokens", hint=hint)
 
 
-def run_offline(job: OfflineJob, observer: OfflineObserver) -> None:
-    """Train, evaluate, and write the model. Collective over `job.num_ranks` processes.
+def run_offline(job: OfflineJob, observer: Observer) -> None:
+    """Train, evaluate, and write the model. Collective over `job.num_ranks` processes; rank 0 tells the observer.
 
     Raises ConfigError for an unknown `best_metric` and a model that cannot be loaded, DataError for examples that the
     objective cannot learn from.
@@ -118,7 +109,7 @@ def run_offline(job: OfflineJob, observer: OfflineObserver) -> None:
 class _Run:
     """The models and examples of a job under way."""
 
-    def __init__(self, job: OfflineJob, observer: OfflineObserver) -> None:
+    def __init__(self, job: OfflineJob, observer: Observer) -> None:
         self._job = job
         self._observer = observer
         self._eval_metrics: dict[str, float] = {}

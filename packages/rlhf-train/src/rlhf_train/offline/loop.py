@@ -67,12 +67,8 @@ class Objective(ABC, Generic[Item]):
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch(Generic[Item]):
-    """What one rank runs at once.
-
-    Attributes:
-        items: at least one.
-        rows: where they lie in the batch; none when one is run for nothing, to keep the ranks in step.
-    """
+    """What one rank runs at once: at least one item, and the rows of the batch where they lie, none when one is run for
+    nothing, to keep the ranks in step."""
 
     items: Sequence[Item]
     rows: Sequence[int]
@@ -125,13 +121,8 @@ def train_offline(
 ) -> None:
     """Train over `items`. Collective: every rank holds all of them and takes its part of each mini-batch.
 
-    Args:
-        engine: the model that learns.
-        objective: what it learns from an item.
-        items: the data set, equal on all ranks.
-        schedule: batch sizes, epochs, seed.
-        on_step: called on every rank after each optimizer step, with its number from 1, their total, and the metrics of
-            all ranks together.
+    `on_step` is called on every rank after each optimizer step, with its number from 1, their total, and the metrics of
+    all ranks together.
     """
     num_steps = schedule.num_steps(len(items))
     for step, members in enumerate(schedule.mini_batches(len(items)), start=1):

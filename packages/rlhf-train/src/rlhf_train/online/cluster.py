@@ -105,13 +105,8 @@ def placed_bundles(plan: PlacementPlan) -> Iterator[PlacementGroup]:
 
 
 class Processes(NamedTuple):
-    """What runs for a job.
-
-    Attributes:
-        engines: the handle of each generation engine.
-        workers: the training groups.
-        scorers: the handles of each reward model's replicas, in the order of `job.reward.models`.
-    """
+    """What runs for a job: the handles of its engines, its training groups, and the handles of the replicas of each
+    reward model, in the order of `job.reward.models`."""
 
     engines: list[Any]
     workers: list[WorkerGroup]

@@ -203,13 +203,8 @@ class OnlineJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSummary:
-    """Where a run's results lie and what they say.
-
-    Attributes:
-        save_path: the run's folder.
-        artifacts: name to path, relative to it.
-        metrics: final numbers, such as `eval/accuracy_before` and `eval/accuracy_after`.
-    """
+    """What a run leaves: its folder, the paths of artifacts in it by name, and final numbers such as
+    `eval/accuracy_after`."""
 
     save_path: str
     artifacts: Mapping[str, str]

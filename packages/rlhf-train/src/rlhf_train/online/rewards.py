@@ -10,13 +10,8 @@ from rlhf_train.online.job import DynamicSampling, RewardSpec
 
 
 class RewardShaper:
-    """Normalises, clips and shapes the rewards of each step, in this order.
-
-    Args:
-        spec: what is to be done.
-        max_tokens: of a response, where the overlong penalty is whole.
-        normalize: by the moments of all raw rewards of the run so far.
-    """
+    """Normalises, clips and shapes the rewards of each step as `spec` says, in this order; with `normalize` by the
+    moments of all raw rewards of the run so far. The overlong penalty is whole at `max_tokens` of a response."""
 
     def __init__(self, spec: RewardSpec, *, max_tokens: int, normalize: bool) -> None:
         self._spec = spec

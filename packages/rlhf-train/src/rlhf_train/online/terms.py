@@ -113,15 +113,8 @@ def _ratio_metrics(
 def critic_loss(
     values: Tensor, mask: Tensor, inputs: Mapping[str, Tensor], spec: AlgorithmSpec, denominators: Denominators
 ) -> tuple[Tensor, dict[str, Metric]]:
-    """Return this micro-batch's share of the value loss, and its metrics.
-
-    Args:
-        values: [B, T] float; carries the gradient.
-        mask: [B, T] bool.
-        inputs: values (before the step) and returns; [B, T] each.
-        spec: the algorithm.
-        denominators: of the optimizer step.
-    """
+    """Return this micro-batch's share of the value loss, and its metrics: of `values` [B, T] float, which carry the
+    gradient, where `mask` [B, T] bool holds. `inputs` are the values before the step and the returns, [B, T] each."""
     token_loss = clipped_value_loss(values, inputs["values"], inputs["returns"], value_clip=spec.value_clip)
     loss = aggregate(token_loss, mask, "token_mean", denominators)
     return loss, {"value/loss": Sum(loss.item()), "value/mean": masked_mean(values.detach(), mask)}

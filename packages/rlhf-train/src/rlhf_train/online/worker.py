@@ -131,10 +131,7 @@ class TrainWorker:
     def assign_advantages(self, kl_coef: float) -> dict[str, Metric]:
         """Turn rewards into advantages and returns, and the engine's mismatch into weights.
 
-        Collective: whitening is over the batch of all ranks.
-
-        Args:
-            kl_coef: weight of the KL in the reward; unused when the KL is a loss.
+        Collective: whitening is over the batch of all ranks. `kl_coef` is the weight of the KL in the reward.
         """
         spec, experience = self._algorithm, self._experience
         columns = experience.columns
@@ -171,14 +168,8 @@ class TrainWorker:
     def update(self, role: str, *, max_epochs: int, seed: int, kl_coef: float = 0.0) -> dict[str, Metric]:
         """Train `role` on the shard: every mini-batch once an epoch, in an order drawn from `seed`. Collective.
 
-        Args:
-            role: actor or critic.
-            max_epochs: passes over the shard.
-            seed: of the order of mini-batches.
-            kl_coef: weight of the KL loss, for the actor when the KL is one.
-
-        Raises:
-            EngineError: a gradient is not finite.
+        `kl_coef` is the weight of the KL loss, for the actor when the KL is one. Raises EngineError when a gradient is
+        not finite.
         """
         mini_batches = self._counted(role)
         parts: list[Mapping[str, Metric]] = []

@@ -74,14 +74,9 @@ class WeightSender:
     ) -> SyncReport:
         """Send every weight to every engine. Not for use inside a running event loop.
 
-        Args:
-            named_tensors: Hugging Face names and full tensors; taken one by one, so they may be gathered on the way.
-            engines: at least one; all receive a bucket before the buffer is filled again.
-            policy_version: optimizer steps behind these weights.
-
-        Raises:
-            EngineError, WeightSyncError: an engine did not take a bucket, or the buffer cannot be had. The buffer is
-                gone and the weights are taken to their end then, too.
+        Names and full tensors are taken one by one, so they may be gathered on the way; all engines, at least one,
+        receive a bucket before the buffer is filled again. Raises EngineError or WeightSyncError when an engine did not
+        take a bucket, or the buffer cannot be had; the buffer is gone and the weights are taken to their end then, too.
         """
         if not engines:
             raise WeightSyncError("there is no engine to send weights to")
