@@ -16,16 +16,15 @@ from rlhf_data.testing import ByteTokenizer
 from rlhf_rollout.engines import ENGINE_KINDS, EngineSpec
 from rlhf_rollout.protocols import RewardFunction, SamplingParams
 from rlhf_rollout.rewards import LocalScorer, ModelReward, RewardSource, build_reward, parse_sources
-from rlhf_rollout.rewards.sources import parse_weights
+from rlhf_rollout.rewards.sources import model_paths, parse_weights
 
 
 def reward_sources(options: argparse.Namespace) -> tuple[RewardSource, ...]:
     """Return what gives rewards, as the options name it. Raises ConfigError, also for a model that is not there."""
     weights = parse_weights(options.reward_weights)
     sources = parse_sources(options.reward or "", options.reward_pretrain or "", weights)
-    for source in sources:
-        if source.kind == "model":
-            located(source.targets[0])
+    for path in model_paths(sources):
+        located(path)
     return sources
 
 
@@ -39,7 +38,7 @@ def needed_sources(options: argparse.Namespace) -> tuple[RewardSource, ...]:
 
 def reward_tokenizer(options: argparse.Namespace, sources: Sequence[RewardSource]) -> Tokenizer:
     """Return the tokenizer named, or the first reward model's; functions and servers get text, of whatever tokens."""
-    models = [source.targets[0] for source in sources if source.kind == "model"]
+    models = model_paths(sources)
     if options.tokenizer is None and not models:
         return ByteTokenizer()
     return load_tokenizer(options.tokenizer or models[0])
@@ -51,7 +50,7 @@ def open_reward(
     """Return the reward of the sources; `stack` ends what runs behind it. Raises ConfigError for a model that cannot be
     loaded, or that reads other tokens than the tokenizer's."""
     models = []
-    for path in (source.targets[0] for source in sources if source.kind == "model"):
+    for path in model_paths(sources):
         scorer = _scorer(options, path, tokenizer)
         stack.callback(scorer.close)
         models.append(ModelReward([scorer], batch_size=options.reward_batch_size))

@@ -45,11 +45,8 @@ class TransformersEngine(GatedEngine):
         self._shapes = {name: tuple(parameter.shape) for name, parameter in self._parameters.items()}
         self._lock = threading.Lock()
         self._received: set[str] = set()
-        super().__init__(
-            max_model_len=spec.max_model_len,
-            vocab_size=self._model.config.vocab_size,
-            enable_sleep=spec.enable_sleep,
-        )
+        vocab_size = self._model.config.vocab_size
+        super().__init__(max_model_len=spec.max_model_len, vocab_size=vocab_size, enable_sleep=spec.enable_sleep)
 
     async def _complete(self, token_ids: np.ndarray, sampling: SamplingParams) -> list[Completion]:
         return await asyncio.to_thread(self._generate, token_ids, sampling)

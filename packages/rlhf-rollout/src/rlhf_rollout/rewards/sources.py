@@ -100,6 +100,11 @@ def metric_names(sources: Sequence[RewardSource]) -> tuple[str, ...]:
     return tuple(names)
 
 
+def model_paths(sources: Sequence[RewardSource]) -> tuple[str, ...]:
+    """Return the folders or hub names of the reward models among the sources, in order."""
+    return tuple(source.targets[0] for source in sources if source.kind == "model")
+
+
 def _names(text: str) -> Iterator[str]:
     """Yield the names in a comma list."""
     seen: set[str] = set()

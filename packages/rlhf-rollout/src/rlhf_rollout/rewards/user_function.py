@@ -178,9 +178,8 @@ def _check_parameters(function: Callable[..., Any], target: RewardTarget) -> Non
 def _no_function(target: RewardTarget, defined: Sequence[str]) -> str:
     message = f"{target.module} has no function `{target.function}`"
     message += f"; it has {', '.join(sorted(defined))}" if defined else ""
-    return with_hint(
-        message, _SKELETON if target.function == DEFAULT_FUNCTION else f"name one with {target.module}:NAME"
-    )
+    is_default = target.function == DEFAULT_FUNCTION
+    return with_hint(message, _SKELETON if is_default else f"name one with {target.module}:NAME")
 
 
 def _numbers(name: str, values: Any, num_samples: int, *, spread: bool = False) -> list[float]:

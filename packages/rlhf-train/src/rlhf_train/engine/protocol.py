@@ -1,8 +1,7 @@
 """What a loop over data needs of an engine that trains one model."""
 
 import math
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -10,8 +9,7 @@ from torch import Tensor
 from rlhf_train.specs import OptimizerSpec
 
 
-@dataclass(frozen=True, slots=True)
-class StepStats:
+class StepStats(NamedTuple):
     """One optimizer step: the global L2 norm of the gradient before clipping, and the learning rate."""
 
     grad_norm: float

@@ -8,7 +8,7 @@ from rlhf_data.errors import ConfigError
 from rlhf_data.records import Prompt
 from rlhf_rollout.engines import EngineSpec
 from rlhf_rollout.protocols import SamplingParams
-from rlhf_rollout.rewards import RewardSource
+from rlhf_rollout.rewards.sources import RewardSource, model_paths
 from rlhf_train.algorithms import AlgorithmSpec
 from rlhf_train.placement import PlacementPlan
 from rlhf_train.specs import ModelSpec
@@ -91,7 +91,7 @@ class RewardSpec:
     @property
     def models(self) -> tuple[str, ...]:
         """The folders or hub names of the reward models, in order."""
-        return tuple(source.targets[0] for source in self.sources if source.kind == "model")
+        return model_paths(self.sources)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -36,12 +36,8 @@ class RewardShaper:
         shaped = rewards
         if spec.overlong_buffer:
             lengths = np.array([rollout.num_response_tokens for rollout in rollouts])
-            shaped = shaped + overlong_penalty(
-                lengths,
-                max_tokens=self._max_tokens,
-                buffer=spec.overlong_buffer,
-                factor=spec.overlong_penalty_factor,
-            )
+            penalty = {"buffer": spec.overlong_buffer, "factor": spec.overlong_penalty_factor}
+            shaped = shaped + overlong_penalty(lengths, max_tokens=self._max_tokens, **penalty)
         if spec.stop_properly_coef is not None:
             truncated = np.array([rollout.finish_reason is FinishReason.LENGTH for rollout in rollouts], bool)
             shaped = stop_properly(shaped, truncated, coef=spec.stop_properly_coef)

@@ -3,8 +3,8 @@
 import asyncio
 from collections.abc import Awaitable, Generator, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -38,8 +38,7 @@ class BucketBuffer(Protocol):
 _BUFFERS = {"ipc": CudaIpcBuffer, "shared_memory": SharedMemoryBuffer}
 
 
-@dataclass(frozen=True, slots=True)
-class SyncReport:
+class SyncReport(NamedTuple):
     """What one sync took: the bytes of the weights, and the buffer's fillings."""
 
     size_bytes: int
