@@ -43,7 +43,7 @@ def load_prompts(
     source: str = "default",
     source_key: str | None = None,
 ) -> PromptSet:
-    """Load prompts.
+    """Load prompts, each with the id `<file name>:<line>`.
 
     Args:
         rows: see `rlhf_data.sources.open_sources`.
@@ -56,9 +56,6 @@ def load_prompts(
         skip_bad_rows: leave out rows that cannot be used, however many; else they may be 1 % of all.
         source: the data source's name in every prompt.
         source_key: the key of the data source's name in a row, instead of `source`.
-
-    Returns:
-        The prompts, each with the id `<file name>:<line>`.
 
     Raises:
         DataError: too many rows cannot be used (the first with file and line); every prompt is too long.

@@ -35,7 +35,7 @@ def hf_named_weights(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def save_hf(model: nn.Module, state_dict: Mapping[str, Tensor] | None, tokenizer: Any | None, path: str | Path) -> Path:
-    """Write a folder that plain transformers loads, all or nothing: it is moved into place when complete.
+    """Write and return a folder that plain transformers loads, all or nothing: it is moved into place when complete.
 
     Args:
         model: an `Actor`, a `Critic` (whose head lies beside the backbone), or a transformers model.
@@ -43,9 +43,6 @@ def save_hf(model: nn.Module, state_dict: Mapping[str, Tensor] | None, tokenizer
             `model.state_dict()` or of the checkpoint, tied ones once or twice; the model's own when None.
         tokenizer: saved beside it; None for none.
         path: the folder; an earlier one is replaced.
-
-    Returns:
-        The folder.
 
     Raises:
         CheckpointError: a weight is missing, or the folder cannot be written.

@@ -58,13 +58,8 @@ def parse(
 ) -> Parsed[AnyConfig]:
     """Return the configuration that `argv` describes; defaults < recipe < preset < TOML file < flags.
 
-    Args:
-        config_class: sections, with a `check(given)` method.
-        argv: the flags.
-        prog, description: for --help.
-        resolve: turns a path that a user typed into one that can be opened.
-        recipe: from what was given to a TOML file that fills in the rest, or None.
-        presets: what --preset may be, and the TOML file that stands for it.
+    `resolve` turns a path that a user typed into one that can be opened, `recipe` what was given into a TOML file that
+    fills in the rest, or None; `presets` are what --preset may be, and the TOML files that stand for that.
 
     Raises:
         ConfigError: an unknown flag, section, key or value, or options that cannot work together.
