@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from rlhf_models.testing import tiny_model_dir, tiny_reward_model_dir
-from rlhf_train.placement import local_resources
+from rlhf_train.placement import local_gpus
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 600
-ON_GPU = local_resources().num_gpus > 0
+ON_GPU = local_gpus() > 0
 DEVICE_FLAGS = ["--bf16", "--colocate_all_models", "--vllm_enable_sleep", "--deepspeed_enable_sleep"] if ON_GPU else []
 
 REWARD = """

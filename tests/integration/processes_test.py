@@ -11,7 +11,7 @@ from rlhf_rollout.engines import EngineSpec
 from rlhf_rollout.rewards.sources import RewardSource
 from rlhf_train.online.cluster import _part, placed_bundles, ray_cluster, start_scorers, wait
 from rlhf_train.online.job import RewardSpec
-from rlhf_train.placement import PlacementRequest, Resources, plan_placement
+from rlhf_train.placement import PlacementRequest, plan_placement
 
 
 class Mortal:
@@ -24,7 +24,7 @@ class Mortal:
 def test_process_that_dies_is_an_engine_error_with_a_hint():
     import ray
 
-    plan = plan_placement(PlacementRequest(ranks={"actor": 1}), Resources(2, 0))
+    plan = plan_placement(PlacementRequest(ranks={"actor": 1}), 0)
     with ray_cluster(plan, None), placed_bundles(plan):
         # By value: Ray's workers need not find this file.
         ray.cloudpickle.register_pickle_by_value(__import__(__name__, fromlist=["Mortal"]))
@@ -36,7 +36,7 @@ def test_process_that_dies_is_an_engine_error_with_a_hint():
 def scoring_job(folders, **request):
     """What `start_scorers` reads of a job."""
     sources = tuple(RewardSource(kind="model", targets=(str(folder),)) for folder in folders)
-    plan = plan_placement(PlacementRequest(ranks={"actor": 1}, **request), Resources(2, 0))
+    plan = plan_placement(PlacementRequest(ranks={"actor": 1}, **request), 0)
     reward = RewardSpec(sources=sources, batch_size=2, normalize=True)
     return SimpleNamespace(plan=plan, reward=reward, engine=EngineSpec(model="none"))
 

@@ -12,10 +12,10 @@ import pytest
 from rlhf_models.testing import tiny_model_dir
 from rlhf_train.online.controller import run_online
 from rlhf_train.online.observer import Observer
-from rlhf_train.placement import local_resources
-from rlhf_train.testing import tiny_job
+from rlhf_train.placement import local_gpus
+from trainer_testing import tiny_job
 
-ON_GPU = local_resources().num_gpus > 0
+ON_GPU = local_gpus() > 0
 # Nats between the engine's and the trainer's log-prob of one token. In float32 two orders of summation differ by about
 # 1e-6; bfloat16 keeps 8 bits of every activation and logit on the way.
 LOGPROB_BOUND = 0.15 if ON_GPU else 1e-4

@@ -12,7 +12,7 @@ from rlhf_train.algorithms import AlgorithmSpec
 from rlhf_train.online.controller import run_online
 from rlhf_train.online.observer import Observer
 from rlhf_train.placement import GroupPlan, PlacementPlan
-from rlhf_train.testing import tiny_job
+from trainer_testing import tiny_job
 
 PLACES = {
     "together": {("actor", "critic", "reference"): 1},

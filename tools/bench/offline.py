@@ -32,7 +32,9 @@ from pathlib import Path
 from typing import Any
 
 from environment import command_line, environment
-from rlhf_cli.builtin.task import Problem, question, solution
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "builtin"))
+from builtin_task import Problem, question, solution
 
 NUM_TRAIN, NUM_HELD_OUT = 2048, 256
 NUM_HELD_OUT_REAL = 200  # pairs

@@ -28,7 +28,7 @@ from rlhf_train.algorithms import ALGORITHMS, AlgorithmSpec
 from rlhf_train.online.controller import run_online
 from rlhf_train.online.job import BatchSizes, OnlineJob, RewardSpec
 from rlhf_train.online.observer import Observer
-from rlhf_train.placement import PlacementRequest, local_resources, plan_placement
+from rlhf_train.placement import PlacementRequest, local_gpus, plan_placement
 from rlhf_train.specs import ModelSpec, OptimizerSpec
 
 SHAPES: Mapping[str, Mapping[str, float]] = {
@@ -66,7 +66,7 @@ def build_job(options: argparse.Namespace, folder: Path) -> OnlineJob:
     """Return the job the options describe, its model and reward written under `folder`."""
     import torch
 
-    on_gpu = local_resources().num_gpus > 0
+    on_gpu = local_gpus() > 0
     dtype = "bfloat16" if on_gpu else "float32"
     path = str(tiny_model_dir(folder / "model", dtype=getattr(torch, dtype), **SHAPES[options.shape]))
     reward = folder / "reward.py"
@@ -102,7 +102,7 @@ def build_job(options: argparse.Namespace, folder: Path) -> OnlineJob:
         eval_sampling=SamplingParams(max_tokens=1),
         prompts=prompts,
         reward=RewardSpec(sources=(RewardSource(kind="function", targets=(str(reward),)),)),
-        plan=plan_placement(request, local_resources()),
+        plan=plan_placement(request, local_gpus()),
         batch=BatchSizes(
             rollout_batch_size=options.prompts,
             num_samples_per_prompt=options.samples,

@@ -88,11 +88,11 @@ class Keeper:
         self.steps: list[Mapping[str, float]] = []
 
     def step(self, step: int, num_steps: int, metrics: dict[str, float]) -> None:
-        """See `OfflineObserver`."""
+        """See `Observer`."""
         self.steps.append(metrics)
 
     def evaluation(self, step: int, metrics: dict[str, float]) -> None:
-        """See `OfflineObserver`."""
+        """See `Observer`."""
 
 
 def measure(

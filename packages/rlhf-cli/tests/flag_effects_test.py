@@ -14,11 +14,11 @@ from rlhf_cli.jobs import make_job, make_plan
 from rlhf_cli.preflight.inputs import Inputs
 from rlhf_data.prompts import PromptSet
 from rlhf_data.records import Prompt
+from rlhf_data.rows import Counts
 from rlhf_train.algorithms import CorrectionSpec
 from rlhf_train.online.job import DynamicSampling
-from rlhf_train.placement import Resources
 
-CPU, MANY_GPUS = Resources(2, 0), Resources(64, 8)
+CPU, MANY_GPUS = 0, 8
 COLOCATED = "--colocate_all_models "
 MASK = "--is_correction_level token --is_correction_mode mask "
 
@@ -157,11 +157,13 @@ READ_BEFORE = {
 }
 
 
-def job_of(*argv: str, resources: Resources = MANY_GPUS):
+def job_of(*argv: str, num_gpus: int = MANY_GPUS):
     config = parse(PpoConfig, argv, prog="", description="", resolve=Path, recipe=builtin_recipe).config
     prompts = tuple(Prompt(f"p{i}", np.array([1, 2]), f"prompt {i}") for i in range(100))
-    inputs = Inputs("policy", "critic", config.reward.sources(), PromptSet(prompts, 100, 0, 2), None, ())
-    return make_job(config, inputs, make_plan(config, resources), Path("/out"))
+    inputs = Inputs(
+        "policy", "critic", config.reward.sources(), PromptSet(prompts, Counts(100, longest_tokens=2)), None, ()
+    )
+    return make_job(config, inputs, make_plan(config, num_gpus), Path("/out"))
 
 
 def field(job, path: str):

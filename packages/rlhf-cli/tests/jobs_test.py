@@ -14,12 +14,12 @@ from rlhf_cli.preflight.inputs import Inputs
 from rlhf_data.errors import ConfigError
 from rlhf_data.prompts import PromptSet
 from rlhf_data.records import Prompt
+from rlhf_data.rows import Counts
 from rlhf_rollout.rewards import RewardSource
-from rlhf_train.placement import Resources
 
 SOURCES = (RewardSource(kind="function", targets=("r.py",)),)
 ONE_SAMPLE = ("--n_samples_per_prompt", "1", "--train_batch_size", "32")
-CPU, ONE_GPU, MANY_GPUS = Resources(2, 0), Resources(16, 1), Resources(64, 8)
+CPU, ONE_GPU, MANY_GPUS = 0, 1, 8
 
 
 def configure(*argv: str) -> PpoConfig:
@@ -28,12 +28,12 @@ def configure(*argv: str) -> PpoConfig:
 
 def prompt_set(count: int) -> PromptSet:
     prompts = tuple(Prompt(f"p{i}", np.array([1, 2]), f"prompt {i}") for i in range(count))
-    return PromptSet(prompts, count, 0, 2)
+    return PromptSet(prompts, Counts(count, longest_tokens=2))
 
 
-def make(config: PpoConfig, resources: Resources):
+def make(config: PpoConfig, num_gpus: int):
     inputs = Inputs("policy", "critic", SOURCES, prompt_set(100), prompt_set(10), ())
-    return make_job(config, inputs, make_plan(config, resources), Path("/out"))
+    return make_job(config, inputs, make_plan(config, num_gpus), Path("/out"))
 
 
 @pytest.mark.parametrize(

@@ -199,7 +199,7 @@ def test_check_inputs_reward_model_with_a_short_context_is_refused(folder, model
 def test_check_inputs_held_out_prompts_are_told_apart_by_file(folder, models):
     found = check(folder, models, "--eval_data", "math.jsonl,code.jsonl")
     assert [prompt.source for prompt in found.eval_prompts] == ["math", "math", "code", "code"]
-    assert (found.eval_prompts.num_rows, found.eval_prompts.num_too_long) == (4, 0)
+    assert (found.eval_prompts.counts.num_rows, found.eval_prompts.counts.num_too_long) == (4, 0)
 
 
 def test_check_inputs_held_out_prompts_are_told_apart_by_key_in_letters_that_metrics_have(folder, models):

@@ -5,7 +5,7 @@ import pickle
 import pytest
 
 from rlhf_data import errors
-from rlhf_data.errors import missing_file, nearest, unknown, with_hint
+from rlhf_data.errors import ConfigError, missing_file, nearest, unknown, with_hint
 
 NAMES = ["ConfigError", "DataError", "EngineError", "RewardError", "WeightSyncError", "CheckpointError"]
 
@@ -17,6 +17,12 @@ def test_errors_share_a_base_and_pickle(name):
     again = pickle.loads(pickle.dumps(error))
     assert type(again) is type(error)
     assert str(again) == "what\n\nhint: why"
+
+
+def test_errors_write_their_hint_below_the_message_and_keep_it_across_processes():
+    error = pickle.loads(pickle.dumps(ConfigError("what", hint="why")))
+    assert type(error) is ConfigError and str(error) == "what\n\nhint: why"
+    assert str(ConfigError("what", hint=None)) == "what"
 
 
 def test_with_hint_without_a_hint_is_the_message():

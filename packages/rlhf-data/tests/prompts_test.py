@@ -47,7 +47,7 @@ def test_load_prompts_drops_and_counts_too_long_and_cuts_nothing(tmp_path):
         open_sources(write_jsonl(tmp_path / "a.jsonl", ROWS)), ByteTokenizer(), input_key="q", prompt_max_len=6
     )
     assert [len(prompt.token_ids) for prompt in prompts] == [4, 6]
-    assert (prompts.num_rows, prompts.num_too_long, prompts.longest_tokens) == (3, 1, 8)
+    assert (prompts.counts.num_rows, prompts.counts.num_too_long, prompts.counts.longest_tokens) == (3, 1, 8)
     assert prompts.summary == "2 prompts, the longest read has 8 tokens; 1 of 3 left out as too long"
 
 
@@ -64,7 +64,7 @@ def test_load_prompts_all_too_long_says_how_long_they_are(tmp_path):
 def test_load_prompts_max_samples_counts_rows_read(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", ROWS[::-1])
     prompts = load_prompts(open_sources(path, max_samples=2), ByteTokenizer(), input_key="q", prompt_max_len=6)
-    assert (len(prompts), prompts.num_rows, prompts.num_too_long) == (1, 2, 1)
+    assert (len(prompts), prompts.counts.num_rows, prompts.counts.num_too_long) == (1, 2, 1)
 
 
 def test_load_prompts_options_that_cannot_work_fail_before_the_file_is_read(tmp_path):

@@ -14,7 +14,7 @@ from rlhf_data.errors import EngineError, WeightSyncError
 from rlhf_data.records import FinishReason
 from rlhf_rollout.engines import EngineSpec, build_engine
 from rlhf_rollout.protocols import RolloutEngine, SamplingParams
-from rlhf_rollout.testing import shared_memory_bucket
+from rollout_testing import shared_memory_bucket
 
 MAX_MODEL_LEN = 128
 PROMPT = np.arange(3, 13, dtype=np.int32)

@@ -10,7 +10,7 @@ import pytest
 from rlhf_data.testing import write_jsonl
 from rlhf_rollout.engines.fake import FakeEngine
 from rlhf_rollout.main import main
-from rlhf_rollout.testing import json_server
+from rollout_testing import json_server
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from rlhf_rollout.engines import EngineSpec
 from rlhf_rollout.protocols import RolloutEngine, SamplingParams
 from rlhf_rollout.ray_actors import EngineActor, RayEngine, RayScorer, RewardModelActor
 from rlhf_rollout.rewards.model import LocalScorer
-from rlhf_rollout.testing import shared_memory_bucket
+from rollout_testing import shared_memory_bucket
 
 PROMPT = np.array([4, 5, 6], np.int32)
 

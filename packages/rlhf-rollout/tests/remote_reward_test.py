@@ -12,7 +12,7 @@ from rlhf_data.errors import ConfigError, RewardError
 from rlhf_data.records import VerdictKind
 from rlhf_data.testing import make_prompt, make_rollout
 from rlhf_rollout.rewards.remote import TOKEN_VARIABLE, RemoteReward, check_reward_server
-from rlhf_rollout.testing import json_server
+from rollout_testing import json_server
 
 OK, WRONG, CRASH, TIMEOUT = VerdictKind.OK, VerdictKind.WRONG, VerdictKind.CRASH, VerdictKind.TIMEOUT
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from rlhf_data.errors import WeightSyncError
-from rlhf_rollout.testing import shared_memory_bucket
 from rlhf_rollout.weights import SharedSegment, TensorSpec, WeightBucket, aligned, bucket_checksum, verify_checksum
+from rollout_testing import shared_memory_bucket
 
 SPECS = (TensorSpec("a", "uint8", (2,), 0, 2), TensorSpec("b", "uint8", (3,), 256, 3))
 

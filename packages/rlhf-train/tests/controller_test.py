@@ -21,7 +21,7 @@ from rlhf_train.online.generation import make_reward, make_shaper
 from rlhf_train.online.job import DynamicSampling
 from rlhf_train.online.observer import Observer
 from rlhf_train.online.recorder import Recorder
-from rlhf_train.testing import tiny_job
+from trainer_testing import tiny_job
 
 
 def test_online_job_plan_without_a_place_for_a_model_is_refused(tmp_path):

@@ -11,7 +11,7 @@ from rlhf_data.errors import ConfigError
 from rlhf_train.engine.protocol import StepStats
 from rlhf_train.metrics import Mean, Sum
 from rlhf_train.offline.loop import Objective, OfflineSchedule, evaluate, optimizer_step, this_ranks_part, train_offline
-from rlhf_train.testing import run_ranks
+from trainer_testing import run_ranks
 
 
 class FakeEngine:

@@ -22,7 +22,7 @@ from rlhf_train.offline.process_reward import ProcessRewardObjective
 from rlhf_train.offline.reward_model import RewardModelObjective
 from rlhf_train.offline.supervised import SupervisedObjective
 from rlhf_train.specs import ModelSpec, OptimizerSpec
-from rlhf_train.testing import run_ranks
+from trainer_testing import run_ranks
 
 GOOD, BAD, STEP = 300, 301, 302
 # Adam divides by the gradient's own size; this epsilon keeps an update smooth where a gradient is near 0.

@@ -14,6 +14,7 @@ from rlhf_train.batching import Denominators
 from rlhf_train.offline.job import OfflineJob, run_offline
 from rlhf_train.offline.loop import OfflineSchedule
 from rlhf_train.offline.supervised import SupervisedObjective, supervised_loss
+from rlhf_train.placement import free_port
 from rlhf_train.specs import ModelSpec, OptimizerSpec
 
 
@@ -98,7 +99,7 @@ def test_run_offline_supervised_loss_falls_and_the_model_is_saved(model_path, tm
         eval_examples=EXAMPLES,
         schedule=OfflineSchedule(train_batch_size=3, micro_train_batch_size=2, max_epochs=20, seed=1),
         model_path=tmp_path / "model",
-        master=("127.0.0.1", _free_port()),
+        master=("127.0.0.1", free_port()),
     )
     run_offline(job, Watch())
     assert [step for step, _, _ in steps] == list(range(1, 21))
@@ -114,11 +115,3 @@ def test_run_offline_supervised_loss_falls_and_the_model_is_saved(model_path, tm
     engine = SimpleNamespace(forward=saved, device=torch.device("cpu"))
     loss, _ = SupervisedObjective().loss(engine, EXAMPLES, Denominators(6, 3, 3))
     assert loss.item() == pytest.approx(after, abs=1e-5)
-
-
-def _free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

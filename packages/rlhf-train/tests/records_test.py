@@ -16,10 +16,10 @@ from rlhf_train.experience import Experience
 from rlhf_train.metrics import Max, Mean, Sum, merge_metrics, results
 from rlhf_train.online.job import BatchSizes, DynamicSampling
 from rlhf_train.online.summaries import Ledger, scored, summarize
-from rlhf_train.placement import PlacementRequest, local_resources, plan_placement
+from rlhf_train.placement import PlacementRequest, local_gpus, plan_placement
 from rlhf_train.specs import OptimizerSpec
-from rlhf_train.testing import random_rollouts, tiny_job
 from rlhf_train.timeline import Timeline
+from trainer_testing import random_rollouts, tiny_job
 
 TOKEN = CorrectionSpec(level="token")
 SINGLES = BatchSizes(
@@ -129,14 +129,14 @@ def test_online_job_without_a_critic_or_a_group_refuses_what_needs_one(tmp_path,
     job = tiny_job("model", tmp_path)
     models = {role: job.models[role] for role in ("actor", "reference")}
     request = PlacementRequest(ranks={"actor": 1, "reference": 1}, colocate_all_models=True)
-    plan = plan_placement(request, local_resources())
+    plan = plan_placement(request, local_gpus())
     changes = {"algorithm": AlgorithmSpec(estimator="group_norm"), "models": models, "plan": plan, **changes}
     with pytest.raises(ConfigError, match=message):
         dataclasses.replace(job, **changes)
 
 
 def test_batch_sizes_that_do_not_divide_are_refused():
-    with pytest.raises(ConfigError, match=r"train_batch_size \(24\) does not divide 32"):
+    with pytest.raises(ConfigError, match=r"train_batch_size is 24, which does not divide the 32"):
         BatchSizes(
             rollout_batch_size=8, num_samples_per_prompt=4, train_batch_size=24, micro_train_batch_size=4,
             micro_rollout_batch_size=4,

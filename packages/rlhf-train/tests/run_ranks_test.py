@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_train.testing import run_ranks
+from trainer_testing import run_ranks
 
 
 def die(rank: int, num_ranks: int, master: Any) -> int:

@@ -8,7 +8,7 @@ from rlhf_models.testing import tiny_model_dir
 from rlhf_train.algorithms import AlgorithmSpec
 from rlhf_train.batching import plan_batches
 from rlhf_train.specs import ModelSpec, OptimizerSpec
-from rlhf_train.testing import random_rollouts, run_ranks
+from trainer_testing import random_rollouts, run_ranks
 
 VOCAB_SIZE = 512
 

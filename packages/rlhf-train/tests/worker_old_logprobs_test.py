@@ -13,7 +13,7 @@ from rlhf_train.algorithms import POLICY_LOSSES, AlgorithmSpec
 from rlhf_train.batching import plan_batches
 from rlhf_train.group_rewards import relative_rewards
 from rlhf_train.specs import ModelSpec, OptimizerSpec
-from rlhf_train.testing import random_rollouts, run_ranks
+from trainer_testing import random_rollouts, run_ranks
 
 VOCAB_SIZE, NUM_ROLLOUTS = 512, 12
 # As in tests/invariants/split_test.py: an epsilon above rounding, and the largest difference of a weight.

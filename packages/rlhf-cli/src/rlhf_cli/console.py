@@ -4,9 +4,8 @@ import shlex
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 from rich.console import Console as RichConsole
 from rich.status import Status
@@ -21,17 +20,8 @@ _MAX_SOURCES = 6  # of held-out prompts
 _PLAIN_WIDTH = 10_000  # a pipe has no width to wrap at
 
 
-@dataclass(frozen=True, slots=True)
-class Column:
-    """One number of a step.
-
-    Attributes:
-        title: above it.
-        metric: its name in the metrics.
-        decimals: after the point.
-        width: characters.
-        style: rich's, for terminals.
-    """
+class Column(NamedTuple):
+    """One number of a step: its title, its name in the metrics, decimals, width in characters, and rich's style."""
 
     title: str
     metric: str

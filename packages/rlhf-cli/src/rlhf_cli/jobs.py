@@ -11,8 +11,8 @@ from rlhf_cli.paths import with_full_paths
 from rlhf_cli.preflight.inputs import Inputs
 from rlhf_rollout.engines import EngineSpec
 from rlhf_rollout.protocols import SamplingParams
-from rlhf_train.online.job import BatchSizes, DynamicSampling, OnlineJob, RewardSpec
-from rlhf_train.placement import PlacementPlan, PlacementRequest, Resources, plan_placement
+from rlhf_train.online.job import DynamicSampling, OnlineJob, RewardSpec
+from rlhf_train.placement import PlacementPlan, PlacementRequest, plan_placement
 from rlhf_train.specs import ModelSpec
 
 # Of a GPU's memory, for an engine that has it to itself; that takes turns with the trainers, whose weights stay for the
@@ -20,7 +20,7 @@ from rlhf_train.specs import ModelSpec
 _SHARE_ALONE, _SHARE_IN_TURN, _SHARE_TOGETHER = 0.9, 0.6, 0.4
 
 
-def make_plan(config: PpoConfig, resources: Resources) -> PlacementPlan:
+def make_plan(config: PpoConfig, num_gpus: int) -> PlacementPlan:
     """Return where everything runs. Raises ConfigError when it does not fit."""
     spec, placement = config.algorithm.spec(), config.placement
     ranks = {"actor": placement.num_ranks("actor")}
@@ -35,7 +35,7 @@ def make_plan(config: PpoConfig, resources: Resources) -> PlacementPlan:
         tensor_parallel_size=config.engine.vllm_tensor_parallel_size,
         **matching(PlacementRequest, placement),
     )
-    return plan_placement(request, resources)
+    return plan_placement(request, num_gpus)
 
 
 def make_job(
@@ -43,8 +43,7 @@ def make_job(
 ) -> OnlineJob:
     """Return the job. Raises ConfigError for combinations that only show here."""
     rollout, training, spec, on_gpu = config.rollout, config.training, config.algorithm.spec(), plan.device == "cuda"
-    num_samples = rollout.n_samples_per_prompt
-    batch = BatchSizes(num_samples_per_prompt=num_samples, **matching(BatchSizes, rollout, training))
+    batch, num_samples = config.batch, rollout.n_samples_per_prompt
     num_steps = count_steps(config, len(inputs.prompts))
     num_frozen = max(training.freezing_actor_steps, 0)
     places = config.engine.vllm_max_num_seqs * plan.engines.num_ranks

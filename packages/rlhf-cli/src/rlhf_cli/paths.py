@@ -9,7 +9,7 @@ from typing import TypeVar
 from pydantic import BaseModel
 
 from rlhf_cli.builtin import BUILTIN, HELD_OUT_FILE, MODEL_DIR, TRAIN_FILE
-from rlhf_data.errors import ConfigError, with_hint
+from rlhf_data.errors import ConfigError
 from rlhf_data.sources import SUFFIXES
 
 Config = TypeVar("Config", bound=BaseModel)
@@ -108,10 +108,10 @@ def check_output_folder(folder: Path, flag: str = "--save_path") -> None:
     """Raise ConfigError unless `folder` is new or empty and can be written; nothing is left behind."""
     try:
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise ConfigError(with_hint(f"{flag} {folder} is not an empty folder", "name a new one"))
+            raise ConfigError(f"{flag} {folder} is not an empty folder", hint="name a new one")
         there = next(path for path in (folder, *folder.parents) if path.exists())
         with tempfile.TemporaryDirectory(prefix=".rlhf-", dir=there):  # permissions alone do not tell: root, /proc
             pass
     except OSError as error:
         message = f"{flag} {folder} cannot be written: {error.strerror}"
-        raise ConfigError(with_hint(message, "name a folder on a disk that you may write to")) from None
+        raise ConfigError(message, hint="name a folder on a disk that you may write to") from None

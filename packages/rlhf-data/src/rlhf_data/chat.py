@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from rlhf_data.errors import ConfigError, DataError, unknown, with_hint
+from rlhf_data.errors import ConfigError, DataError, unknown
 from rlhf_data.rows import Row
 
 Messages = list[dict[str, Any]]
@@ -69,32 +69,26 @@ class InputTemplate:
             message = f"input_template must contain `{{}}` exactly once, got {self.input_template!r}"
             hint = "`{}` is where the input goes, as in 'Question: {} Answer: '"
         if message:
-            raise ConfigError(with_hint(message, hint))
+            raise ConfigError(message, hint=hint)
 
     def render(self, row: Row, key: str) -> str:
         """Return the text of the prompt that asks for a response to a row.
 
         With the chat template: the row's input as one user message, or as it is when it already is a list of messages,
-        followed by the generation prompt. Else the input put into `input_template`.
-
-        Raises:
-            DataError: a missing key, an input that is empty or of the wrong type, messages the template refuses.
+        followed by the generation prompt. Else the input put into `input_template`. Raises DataError for a missing key,
+        an input that is empty or of the wrong type, and messages the template refuses.
         """
         if self.apply_chat_template:
             messages = row_messages(row, key)
             return render_chat(messages, self.tokenizer, origin=row.origin, add_generation_prompt=True)
         if isinstance(row.cell(key), list):
-            message = f"{row.origin}: `{key}` is a list of messages"
-            raise DataError(with_hint(message, "messages need --apply_chat_template"))
+            raise DataError(f"{row.origin}: `{key}` is a list of messages", hint="messages need --apply_chat_template")
         return (self.input_template or _PLACEHOLDER).replace(_PLACEHOLDER, row.filled(key))
 
 
 def row_messages(row: Row, key: str) -> Messages:
-    """Return a row's input as messages: a list of messages as it is, text as one user message.
-
-    Raises:
-        DataError: an empty list, or a message without a text `role` and a text `content`.
-    """
+    """Return a row's input as messages: a list of messages as it is, text as one user message. Raises DataError for an
+    empty list, or a message without a text `role` and a text `content`."""
     value = row.cell(key)
     if not isinstance(value, list):
         return [{"role": "user", "content": row.filled(key)}]
@@ -103,29 +97,21 @@ def row_messages(row: Row, key: str) -> Messages:
     for index, message in enumerate(value):
         if not isinstance(message, dict) or not all(isinstance(message.get(part), str) for part in ("role", "content")):
             problem = f"{row.origin}: message {index} of `{key}` needs a text `role` and a text `content`"
-            raise DataError(with_hint(problem, 'a message looks like {"role": "user", "content": "..."}'))
+            raise DataError(problem, hint='a message looks like {"role": "user", "content": "..."}')
     return value
 
 
 def render_chat(messages: Messages, tokenizer: Tokenizer, *, origin: str, add_generation_prompt: bool) -> str:
-    """Return a conversation as the tokenizer's chat template writes it, special tokens included.
-
-    Raises:
-        DataError: the template refuses the messages; the text names `origin`.
-    """
+    """Return a conversation as the tokenizer's chat template writes it, special tokens included. Raises DataError,
+    which names `origin`, when the template refuses the messages."""
     # return_dict: from transformers 5 on the default is a dictionary.
     options = {"tokenize": False, "add_generation_prompt": add_generation_prompt, "return_dict": False}
     return _apply_template(messages, tokenizer, origin, **options)
 
 
 def encode_prompts(texts: Sequence[str], tokenizer: Tokenizer, *, has_special_tokens: bool) -> list[list[int]]:
-    """Return the token ids of prompts, with the tokens that begin a text exactly once and none that end one.
-
-    Args:
-        texts: rendered prompts.
-        tokenizer: a loaded tokenizer.
-        has_special_tokens: True for the output of a chat template, which has written them itself.
-    """
+    """Return the token ids of rendered prompts, with the tokens that begin a text exactly once and none that end one;
+    `has_special_tokens` is for the output of a chat template, which has written them itself."""
     texts = list(texts)
     if has_special_tokens:
         return _encode(texts, tokenizer, add_special_tokens=False)
@@ -146,10 +132,8 @@ def encode_prompts(texts: Sequence[str], tokenizer: Tokenizer, *, has_special_to
 def encode_completion(text: str, tokenizer: Tokenizer, *, is_truncated: bool = False) -> list[int]:
     """Return the token ids of a completion that follows a prompt: no token begins it, one EOS ends it.
 
-    White space after an EOS in the text, as chat templates write it, is left out. A truncated text gets no EOS.
-
-    Raises:
-        ConfigError: the tokenizer has no EOS token.
+    White space after an EOS in the text, as chat templates write it, is left out. A truncated text gets no EOS. Raises
+    ConfigError for a tokenizer without an EOS token.
     """
     eos = _eos(tokenizer)
     ids = _encode([text], tokenizer, add_special_tokens=False)[0]
@@ -241,7 +225,7 @@ def _pieces(messages: Messages, tokenizer: Tokenizer, origin: str, all_turns: bo
             problem = f"{origin}: the chat template rewrites what precedes message {index} once an answer is there"
             hint = "use a template that only appends or has {% generation %} marks"
             hint += ", or train the last answer only, without --multiturn" if all_turns else ""
-            raise ConfigError(with_hint(problem, hint))
+            raise ConfigError(problem, hint=hint)
         # White space that the template writes after the EOS is not the assistant's.
         text = after[len(before) :]
         head, eos, tail = text.rpartition(tokenizer.eos_token or "\0")
@@ -263,7 +247,7 @@ def _encode_marked(
     if len(starts) < answers or (len(starts) > answers and not all_turns):
         message = f"{origin}: the chat template marks {len(starts)} runs of tokens for {answers} answers"
         hint = "train all of them, with --multiturn" if len(starts) > answers else "use a template without marks"
-        raise ConfigError(with_hint(message, hint))
+        raise ConfigError(message, hint=hint)
     if not all_turns:
         mask[: starts[-1]] = False
     last = int(np.flatnonzero(mask)[-1])

@@ -6,7 +6,10 @@ from pathlib import Path
 
 
 class RlhfError(Exception):
-    """Base of all errors that are meant for the user."""
+    """Base of all errors that are meant for the user: what is wrong, and a `hint` of what to do where one helps."""
+
+    def __init__(self, message: str, *, hint: str | None = None):
+        super().__init__(with_hint(message, hint))
 
 
 class ConfigError(RlhfError, ValueError):
@@ -48,9 +51,8 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> str:
     """Return the message for an unknown name: what it was, what there is, and the nearest as the hint."""
     known = sorted(known)
     guess = nearest(name, known)
-    return with_hint(
-        f"unknown {kind} `{name}`; known: {', '.join(known)}", f"did you mean `{guess}`?" if guess else None
-    )
+    hint = f"did you mean `{guess}`?" if guess else None
+    return with_hint(f"unknown {kind} `{name}`; known: {', '.join(known)}", hint)
 
 
 def missing_file(kind: str, path: str | Path) -> str:

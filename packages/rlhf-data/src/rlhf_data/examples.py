@@ -7,15 +7,15 @@ import tempfile
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
-from rlhf_data.errors import ConfigError, DataError, with_hint
+from rlhf_data.errors import ConfigError, DataError
 from rlhf_data.preference import PreferenceExample
-from rlhf_data.rows import Row, RowErrors
+from rlhf_data.rows import Counts, Row, RowErrors
 from rlhf_data.sources import Rows
 from rlhf_data.store import Store, write_store
 
@@ -36,25 +36,6 @@ class Encoder(Protocol[Example]):
 
 
 @dataclass(frozen=True, slots=True)
-class Counts:
-    """What became of the rows.
-
-    Attributes:
-        num_rows: rows read; always the examples + `num_too_long` + `num_bad`.
-        num_too_long: rows left out because a sequence has more tokens than the limit.
-        num_bad: rows left out because they cannot be used.
-        longest_tokens: tokens of the longest sequence, kept or not.
-        bad: what is wrong with the first bad rows.
-    """
-
-    num_rows: int = 0
-    num_too_long: int = 0
-    num_bad: int = 0
-    longest_tokens: int = 0
-    bad: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class ExampleSet(Generic[Example]):
     """The usable examples, in the order of their rows, and what became of the rest."""
 
@@ -64,11 +45,7 @@ class ExampleSet(Generic[Example]):
     @property
     def summary(self) -> str:
         """One line for people."""
-        counts = self.counts
-        text = f"{len(self.examples)} examples, the longest read has {counts.longest_tokens} tokens"
-        text += f"; {counts.num_too_long} of {counts.num_rows} left out as too long" if counts.num_too_long else ""
-        bad = f"; {counts.num_bad} of {counts.num_rows} cannot be used, such as {counts.bad[0]}" if counts.bad else ""
-        return text + bad.partition("\n")[0]
+        return self.counts.summary(f"{len(self.examples)} examples")
 
 
 def load_examples(
@@ -107,7 +84,7 @@ def load_examples(
     RowErrors(skip_bad_rows, counts.num_bad, list(counts.bad)).check(counts.num_rows)
     if not examples:
         message = f"all {counts.num_too_long} examples of {rows.name} are longer than max_len {max_len}"
-        raise DataError(with_hint(message, f"the longest has {counts.longest_tokens} tokens: raise --max_len"))
+        raise DataError(message, hint=f"the longest has {counts.longest_tokens} tokens: raise --max_len")
     return ExampleSet(examples, counts)
 
 
@@ -118,7 +95,7 @@ class _Work:
     max_len: int
     num_workers: int
     progress: Callable[[int], None]
-    counts: Counts = Counts()  # of the last complete `encode`
+    counts: Counts = field(default_factory=Counts)  # of the last complete `encode`
 
     def encode(self) -> Iterator[Any]:
         errors = RowErrors(skip_bad_rows=True)
@@ -144,7 +121,7 @@ class _Work:
         data = self.rows.fingerprint()
         if data is None:
             message = f"{self.rows.name} is streamed and cannot be cached"
-            raise ConfigError(with_hint(message, "leave out the cache, or streaming"))
+            raise ConfigError(message, hint="leave out the cache, or streaming")
         folder = cache_dir / _key(data, self.encoder, self.max_len)
         if not folder.exists():
             cache_dir.mkdir(parents=True, exist_ok=True)

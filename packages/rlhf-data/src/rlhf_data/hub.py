@@ -6,24 +6,21 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from rlhf_data.errors import ConfigError, DataError, RlhfError, unknown, with_hint
+from rlhf_data.errors import ConfigError, DataError, RlhfError, unknown
 from rlhf_data.pretrained import hub_answers
 
 
 def open_dataset(
     name: str, subset: str | None, *, split: str, streaming: bool
 ) -> tuple[Iterable[dict[str, Any]], str | None]:
-    """Return the rows of a data set as dictionaries, and its fingerprint (None when streaming).
-
-    Raises:
-        ConfigError: the library is missing; an unknown split of a saved folder; a script without one builder class.
-        DataError: the library refuses the data set.
-    """
+    """Return the rows of a data set as dictionaries, and its fingerprint (None when streaming). Raises ConfigError
+    without the library, for an unknown split of a saved folder and for a script without one builder class, DataError
+    when the library refuses the data set."""
     try:
         import datasets
     except ImportError as error:
         message = f"{name} needs the `datasets` library, which is not installed ({error})"
-        raise ConfigError(with_hint(message, "pip install 'rlhf-data[datasets]', or convert it to .jsonl")) from error
+        raise ConfigError(message, hint="pip install 'rlhf-data[datasets]', or convert it to .jsonl") from error
     path = Path(name)
     try:
         if path.suffix.lower() == ".py":
@@ -41,7 +38,7 @@ def open_dataset(
         raise
     except Exception as error:  # the library raises what its many parts do
         hint = None if path.exists() else "a name that is no file is looked up on the hub, which needs the network"
-        raise DataError(with_hint(f"data set {name} cannot be opened: {error}", hint)) from error
+        raise DataError(f"data set {name} cannot be opened: {error}", hint=hint) from error
     return table, None if streaming else table._fingerprint
 
 

@@ -6,13 +6,14 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import groupby, islice
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 
 from rlhf_data.chat import Tokenizer
-from rlhf_data.errors import ConfigError, DataError, RlhfError, unknown, with_hint
+from rlhf_data.errors import ConfigError, DataError, RlhfError, unknown
 from rlhf_data.examples import load_examples
+from rlhf_data.flags import Parser
 from rlhf_data.preference import PreferenceEncoder, PreferenceExample, ProcessEncoder, ProcessExample, UnpairedEncoder
 from rlhf_data.pretrained import load_tokenizer
 from rlhf_data.rows import Row, RowErrors, kind_of
@@ -39,11 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status: 0, or 2 when it cannot run."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     try:
-        parser, flags = _parser()
-        for argument in arguments:
-            flag = argument.partition("=")[0]
-            if flag.startswith("--") and flag not in flags:
-                raise ConfigError(unknown("option", flag, flags))
+        parser, command = _parser()
+        command.check_flags(arguments)
         _inspect(parser.parse_args(arguments))
     except RlhfError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -51,16 +49,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-class _Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are ours."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(with_hint(message, f"{self.prog} --help lists the options"))
-
-
-def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
-    """Return the parser and the flags that there are."""
-    parser = _Parser(prog="rlhf-data", description=__doc__, allow_abbrev=False)
+def _parser() -> tuple[Parser, Parser]:
+    """Return the parser, and that of its command."""
+    parser = Parser(prog="rlhf-data", description=__doc__, allow_abbrev=False)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     command = commands.add_parser("inspect", help="count, measure and show the rows of data files", allow_abbrev=False)
     command.add_argument("data", nargs="+", metavar="FILE", help=".json, .jsonl, .csv (also .gz), .parquet, ...")
@@ -75,7 +66,7 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
     for name in _NAMES[1:]:
         action: dict[str, Any] = {"action": "store_true"} if name in _SWITCHES else {"metavar": "TEXT"}
         encoding.add_argument(f"--{name}", default=argparse.SUPPRESS, **action)
-    return parser, [flag for action in command._actions for flag in action.option_strings if flag.startswith("--")]
+    return parser, command
 
 
 def _inspect(options: argparse.Namespace) -> None:
@@ -85,7 +76,7 @@ def _inspect(options: argparse.Namespace) -> None:
         raise ConfigError(unknown("kind", options.kind, _OPTIONS))
     given = {name: getattr(options, name) for name in _NAMES if hasattr(options, name)}
     if given and options.tokenizer is None:
-        raise ConfigError(with_hint(f"--{next(iter(given))} has no effect without a tokenizer", "give --tokenizer"))
+        raise ConfigError(f"--{next(iter(given))} has no effect without a tokenizer", hint="give --tokenizer")
     encoder = None if options.tokenizer is None else _encoder(options.kind, options.tokenizer, given)
     rows = open_sources(",".join(options.data), max_samples=options.max_samples, split=options.split)
     errors = RowErrors(skip_bad_rows=True)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rlhf_data.errors import ConfigError, DataError, with_hint
+from rlhf_data.errors import ConfigError, DataError
 
 
 def pack(lengths: Sequence[int] | np.ndarray, budget_tokens: int) -> list[list[int]]:
@@ -33,7 +33,7 @@ def pack(lengths: Sequence[int] | np.ndarray, budget_tokens: int) -> list[list[i
     if lengths[longest] > budget_tokens:
         message = f"sequence {longest} has {lengths[longest]} tokens, more than the budget of {budget_tokens}"
         hint = f"raise the token budget to at least {lengths[longest]}, or leave longer sequences out"
-        raise DataError(with_hint(message, hint))
+        raise DataError(message, hint=hint)
     bins: list[list[int]] = []
     free: list[tuple[int, int]] = []  # (tokens left, bin), ascending
     for index in np.argsort(-lengths, kind="stable").tolist():
@@ -70,7 +70,7 @@ def split_balanced(lengths: Sequence[int] | np.ndarray, num_parts: int) -> list[
     lengths = _checked(lengths)
     if num_parts < 1 or len(lengths) < num_parts:
         message = f"{len(lengths)} sequences cannot be split over {num_parts} ranks"
-        raise ConfigError(with_hint(message, "use a larger batch or fewer data-parallel ranks"))
+        raise ConfigError(message, hint="use a larger batch or fewer data-parallel ranks")
     smallest, larger = divmod(len(lengths), num_parts)
     parts: list[list[int]] = [[] for _ in range(num_parts)]
     tokens = [0] * num_parts

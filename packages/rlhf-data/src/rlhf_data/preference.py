@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from rlhf_data.chat import InputTemplate, Tokenizer, encode_conversation, encode_prompts, row_messages
-from rlhf_data.errors import ConfigError, DataError, with_hint
+from rlhf_data.errors import ConfigError, DataError
 from rlhf_data.records import freeze_arrays
 from rlhf_data.rows import Row, kind_of
 from rlhf_data.sft import SftEncoder, SftExample, completed
@@ -110,7 +110,7 @@ class PreferenceEncoder(InputTemplate):
     def __post_init__(self) -> None:
         InputTemplate.__post_init__(self)
         if self.input_template is not None and self.prompt_key is None:
-            raise ConfigError(with_hint("input_template has no effect without a prompt_key", "give --prompt_key"))
+            raise ConfigError("input_template has no effect without a prompt_key", hint="give --prompt_key")
 
     def __call__(self, row: Row) -> PreferenceExample:
         """Return the pair of a row."""
@@ -132,7 +132,7 @@ class PreferenceEncoder(InputTemplate):
                 both.append([*prompt, {"role": "assistant", "content": row.filled(key)}])
             else:
                 message = f"{row.origin}: `{key}` is text, which has no messages for the chat template"
-                raise DataError(with_hint(message, "give --prompt_key, or leave out --apply_chat_template"))
+                raise DataError(message, hint="give --prompt_key, or leave out --apply_chat_template")
         if both[0][:-1] != both[1][:-1]:
             raise DataError(f"{row.origin}: the two conversations differ before their last message")
         return [encode_conversation(row, messages, self.tokenizer) for messages in both]
@@ -140,7 +140,7 @@ class PreferenceEncoder(InputTemplate):
     def _texts(self, row: Row) -> list[tuple[np.ndarray, np.ndarray]]:
         keys = (self.chosen_key, self.rejected_key)
         if any(isinstance(row.cell(key), list) for key in keys):
-            raise DataError(with_hint(f"{row.origin}: an answer is a list", "messages need --apply_chat_template"))
+            raise DataError(f"{row.origin}: an answer is a list", hint="messages need --apply_chat_template")
         texts = [row.filled(key) for key in keys]
         if self.prompt_key is not None:
             prompt = self.render(row, self.prompt_key)
@@ -217,7 +217,7 @@ class ProcessEncoder:
         ids = self._bare(self.placeholder)
         if len(ids) != 1:
             hint = "use a special token of the tokenizer, or a character that is one token"
-            raise ConfigError(with_hint(f"the placeholder {self.placeholder!r} is {len(ids)} tokens, not one", hint))
+            raise ConfigError(f"the placeholder {self.placeholder!r} is {len(ids)} tokens, not one", hint=hint)
 
     def __call__(self, row: Row) -> ProcessExample:
         """Return the judged steps of a row."""

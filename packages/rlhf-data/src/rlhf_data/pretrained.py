@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rlhf_data.errors import ConfigError, RlhfError, with_hint
+from rlhf_data.errors import ConfigError, RlhfError
 
 _HUB_TIMEOUT_S = 5.0
 
@@ -17,21 +17,18 @@ logger = logging.getLogger(__name__)
 
 def load_tokenizer(path: str | Path) -> Any:
     """Return the Hugging Face tokenizer of a folder or hub name; its padding token is its end token when it has none.
-
-    Raises:
-        ConfigError: transformers is not installed; there is no tokenizer, it makes no tokens, or it has no
-            end-of-sequence token.
-    """
+    Raises ConfigError without transformers, and for a tokenizer that is missing, makes no tokens or has no end
+    token."""
     name, is_local = located(path)
     try:
         from transformers import AutoTokenizer
     except ImportError as error:
-        raise ConfigError(with_hint(f"tokenizers need transformers: {error}", "pip install 'rlhf-data[hf]'")) from None
+        raise ConfigError(f"tokenizers need transformers: {error}", hint="pip install 'rlhf-data[hf]'") from None
     with clear_errors("tokenizer", path):
         tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=is_local)
     if not tokenizer.encode("text", add_special_tokens=False):  # what transformers makes of a folder without one
         hint = "put its files there: tokenizer.json, or what `tokenizer.save_pretrained` writes"
-        raise ConfigError(with_hint(f"{path} has no tokenizer that makes tokens of text", hint))
+        raise ConfigError(f"{path} has no tokenizer that makes tokens of text", hint=hint)
     check_eos(tokenizer, path)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -42,7 +39,7 @@ def check_eos(tokenizer: Any, name: str | Path) -> None:
     """Raise ConfigError unless a tokenizer has a token that ends a sequence."""
     if tokenizer.eos_token_id is None:
         hint = 'set "eos_token" in its tokenizer_config.json: generation ends at that token'
-        raise ConfigError(with_hint(f"the tokenizer {name} has no end-of-sequence token", hint))
+        raise ConfigError(f"the tokenizer {name} has no end-of-sequence token", hint=hint)
 
 
 def located(path: str | Path) -> tuple[str, bool]:
@@ -57,8 +54,17 @@ def located(path: str | Path) -> tuple[str, bool]:
     is_name = isinstance(path, str) and not text.startswith((".", "/", "~")) and text.count("/") == 1
     if not is_name or folder.parent.is_dir():
         hint = "give an existing folder, or a hub name as `owner/name`"
-        raise ConfigError(with_hint(f"there is no model folder {text}", hint))
+        raise ConfigError(f"there is no model folder {text}", hint=hint)
     return text, not hub_answers()
+
+
+def located_model(path: str | Path) -> tuple[str, bool]:
+    """Return what `located` does. Raises ConfigError for a folder without a config, too."""
+    name, is_local = located(path)
+    if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
+        hint = "a model folder holds config.json, *.safetensors and the tokenizer, as `save_pretrained` writes them"
+        raise ConfigError(f"the model folder {name} has no config.json", hint=hint)
+    return name, is_local
 
 
 @functools.cache
@@ -94,4 +100,4 @@ def clear_errors(kind: str, path: str | Path) -> Iterator[None]:
     except Exception as error:  # the libraries raise whatever their many parts do
         first_line = str(error).strip().split("\n")[0]
         hint = "check the path, or the hub name and the network; a hub model must be in the local cache when offline"
-        raise ConfigError(with_hint(f"cannot load the {kind} {path}: {first_line}", hint)) from error
+        raise ConfigError(f"cannot load the {kind} {path}: {first_line}", hint=hint) from error

@@ -5,26 +5,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhf_data.chat import InputTemplate, Tokenizer, encode_prompts
-from rlhf_data.errors import ConfigError, DataError, with_hint
+from rlhf_data.errors import ConfigError, DataError
 from rlhf_data.records import Prompt
-from rlhf_data.rows import RowErrors
+from rlhf_data.rows import Counts, RowErrors
 from rlhf_data.sources import Rows
 
 
 @dataclass(frozen=True, slots=True)
 class PromptSet(Sequence[Prompt]):
-    """The usable prompts of a data file, and what became of the rest.
-
-    Attributes:
-        prompts: in the order of the file.
-        num_rows, num_too_long, longest_tokens, num_bad: as in `rlhf_data.examples.Counts`.
-    """
+    """The usable prompts of a data file, in its order, and what became of its rows."""
 
     prompts: tuple[Prompt, ...]
-    num_rows: int
-    num_too_long: int
-    longest_tokens: int
-    num_bad: int = 0
+    counts: Counts
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -35,9 +27,7 @@ class PromptSet(Sequence[Prompt]):
     @property
     def summary(self) -> str:
         """One line for people."""
-        text = f"{len(self.prompts)} prompts, the longest read has {self.longest_tokens} tokens"
-        text += f"; {self.num_too_long} of {self.num_rows} left out as too long" if self.num_too_long else ""
-        return f"{text}; {self.num_bad} of {self.num_rows} cannot be used" if self.num_bad else text
+        return self.counts.summary(f"{len(self.prompts)} prompts")
 
 
 def load_prompts(
@@ -53,7 +43,7 @@ def load_prompts(
     source: str = "default",
     source_key: str | None = None,
 ) -> PromptSet:
-    """Load prompts.
+    """Load prompts, each with the id `<file name>:<line>`.
 
     Args:
         rows: see `rlhf_data.sources.open_sources`.
@@ -66,9 +56,6 @@ def load_prompts(
         skip_bad_rows: leave out rows that cannot be used, however many; else they may be 1 % of all.
         source: the data source's name in every prompt.
         source_key: the key of the data source's name in a row, instead of `source`.
-
-    Returns:
-        The prompts, each with the id `<file name>:<line>`.
 
     Raises:
         DataError: too many rows cannot be used (the first with file and line); every prompt is too long.
@@ -100,5 +87,6 @@ def load_prompts(
     if not prompts:
         message = f"all {len(lengths)} prompts of {rows.name} are longer than prompt_max_len {prompt_max_len}"
         hint = f"the shortest has {min(lengths)} tokens, the longest {max(lengths)}: raise --prompt_max_len"
-        raise DataError(with_hint(message, hint))
-    return PromptSet(tuple(prompts), num_rows, len(lengths) - len(prompts), max(lengths), errors.num_bad)
+        raise DataError(message, hint=hint)
+    num_too_long = len(lengths) - len(prompts)
+    return PromptSet(tuple(prompts), Counts(num_rows, num_too_long, errors.num_bad, max(lengths), tuple(errors.first)))

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlhf_data.errors import DataError, unknown, with_hint
+from rlhf_data.errors import DataError, unknown
 
 _TOLERATED_FRACTION = 0.01
 _NUM_SHOWN = 3
@@ -79,7 +79,7 @@ class Row:
         value = self.cell(key)
         if value is None:
             message = f"{self.origin}: the label `{key}` is null"
-            raise DataError(with_hint(message, "remove the row, or write the answer into it"))
+            raise DataError(message, hint="remove the row, or write the answer into it")
         if isinstance(value, bool | list | dict):
             return json.dumps(value, ensure_ascii=False)
         return self.text(key)
@@ -112,7 +112,37 @@ class RowErrors:
             return
         message = f"{self.num_bad} of {num_rows} rows cannot be used; the first:\n" + "\n".join(self.first)
         hint = None if is_allowed else "repair them, or leave them all out with --skip_bad_rows; 1 % is left out anyway"
-        raise DataError(with_hint(message, hint))
+        raise DataError(message, hint=hint)
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """What became of the rows.
+
+    Attributes:
+        num_rows: rows read; always those kept + `num_too_long` + `num_bad`.
+        num_too_long: rows left out because a sequence has more tokens than the limit.
+        num_bad: rows left out because they cannot be used.
+        longest_tokens: tokens of the longest sequence, kept or not.
+        bad: what is wrong with the first bad rows.
+    """
+
+    num_rows: int = 0
+    num_too_long: int = 0
+    num_bad: int = 0
+    longest_tokens: int = 0
+    bad: tuple[str, ...] = ()
+
+    def __add__(self, other: "Counts") -> "Counts":
+        numbers = (getattr(self, name) + getattr(other, name) for name in ("num_rows", "num_too_long", "num_bad"))
+        return Counts(*numbers, max(self.longest_tokens, other.longest_tokens), self.bad + other.bad)
+
+    def summary(self, kept: str) -> str:
+        """Return one line for people; `kept` says how many there are of what, as "5 prompts"."""
+        text = f"{kept}, the longest read has {self.longest_tokens} tokens"
+        text += f"; {self.num_too_long} of {self.num_rows} left out as too long" if self.num_too_long else ""
+        bad = f"; {self.num_bad} of {self.num_rows} cannot be used, such as {self.bad[0]}" if self.bad else ""
+        return text + bad.partition("\n")[0]
 
 
 def kind_of(value: Any) -> str:

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from rlhf_data.errors import CheckpointError, ConfigError, with_hint
+from rlhf_data.errors import CheckpointError, ConfigError
 
 
 class EpochSampler:
@@ -52,15 +52,12 @@ class EpochSampler:
         return {"num_seen": self.num_seen, **self._identity}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state` was taken; the batch size may differ.
-
-        Raises:
-            CheckpointError: the state is of another data set, seed or order.
-        """
+        """Go on where `state` was taken; the batch size may differ. Raises CheckpointError for the state of another
+        data set, seed or order."""
         for name, own in self._identity.items():
             if state.get(name) != own:
                 message = f"the saved order has {name} {state.get(name)}, this run has {own}"
-                raise CheckpointError(with_hint(message, "resume with the data set and seed of the saved run"))
+                raise CheckpointError(message, hint="resume with the data set and seed of the saved run")
         self.num_seen = int(state["num_seen"])
 
     def _order(self, epoch: int) -> np.ndarray:

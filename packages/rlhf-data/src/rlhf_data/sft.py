@@ -12,7 +12,7 @@ from rlhf_data.chat import (
     encode_prompts,
     row_messages,
 )
-from rlhf_data.errors import ConfigError, DataError, with_hint
+from rlhf_data.errors import ConfigError, DataError
 from rlhf_data.records import freeze_arrays
 from rlhf_data.rows import Row
 
@@ -75,11 +75,10 @@ class SftEncoder(InputTemplate):
             message = (
                 "multiturn trains every answer of a conversation: it needs the chat template and excludes pretrain"
             )
-            raise ConfigError(with_hint(message, "add --apply_chat_template, or leave --multiturn out"))
+            raise ConfigError(message, hint="add --apply_chat_template, or leave --multiturn out")
         if self.output_key is None and not (self.pretrain or self.apply_chat_template):
-            message = "without an output_key nothing tells the prompt from what is to be learned"
             hint = "give --output_key, --apply_chat_template for conversations, or --pretrain_mode for plain text"
-            raise ConfigError(with_hint(message, hint))
+            raise ConfigError("without an output_key nothing tells the prompt from what is to be learned", hint=hint)
 
     def __call__(self, row: Row) -> SftExample:
         """Return the example of a row."""

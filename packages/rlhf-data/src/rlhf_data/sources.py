@@ -16,14 +16,14 @@ from typing import Any
 
 import numpy as np
 
-from rlhf_data.errors import ConfigError, DataError, missing_file, with_hint
+from rlhf_data.errors import ConfigError, DataError, missing_file
 from rlhf_data.rows import Row, RowErrors, kind_of
 
 SUFFIXES = (".json", ".jsonl", ".csv", ".json.gz", ".jsonl.gz", ".csv.gz", ".parquet", ".arrow", ".py")
 _ONE_A_LINE = "a .jsonl file has one whole JSON object a line, with names and text in double quotes"
 
 _WHITESPACE = re.compile(r"[ \t\n\r]*")
-_NOT_UTF8 = DataError(with_hint("not UTF-8", "convert the file to UTF-8"))
+_NOT_UTF8 = DataError("not UTF-8", hint="convert the file to UTF-8")
 
 
 class _Strict(RowErrors):
@@ -73,11 +73,8 @@ class Rows:
         return self.read()
 
     def read(self, errors: RowErrors | None = None) -> Iterator[Row]:
-        """Yield the rows; those that are broken go to `errors`, or are raised without it.
-
-        Raises:
-            DataError: a source has no usable row, or is broken as a whole.
-        """
+        """Yield the rows; those that are broken go to `errors`, or are raised without it. Raises DataError for a source
+        without a usable row, or one that is broken as a whole."""
         errors = _Strict() if errors is None else errors
         if self.probs is None:
             for source in self.sources:
@@ -108,8 +105,7 @@ class Rows:
         if row is None and errors.num_bad > num_bad:
             raise DataError(f"no row of {source.name} can be read; the first that cannot:\n" + "\n".join(errors.first))
         if row is None:
-            hint = "write one JSON object a line, with the prompt in it"
-            raise DataError(with_hint(f"{source.name} has no rows", hint))
+            raise DataError(f"{source.name} has no rows", hint="write one JSON object a line, with the prompt in it")
 
 
 def open_sources(
@@ -168,7 +164,7 @@ def _open(name: str | Path, streaming: bool, split: str) -> Source:
         raise DataError(missing_file("data file", path))
     if path.is_file() and not is_known:
         message = f"data file {path} ends in `{path.suffix}`; known: {', '.join(SUFFIXES)}"
-        raise DataError(with_hint(message, "convert it to .jsonl"))
+        raise DataError(message, hint="convert it to .jsonl")
     if subset is not None and path.is_file() and path.suffix.lower() != ".py":
         raise ConfigError(f"data file {path} has no subsets, got `@{subset}`")
     parse = _PARSERS.get(Path(path.name.lower().removesuffix(".gz")).suffix)
@@ -211,9 +207,7 @@ def _lines(path: Path) -> Iterator[str]:
             for number, line in enumerate(file):
                 yield line.decode("utf-8" if number else "utf-8-sig", errors="surrogateescape")
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise DataError(
-            with_hint(f"data file {path} cannot be decompressed: {error}", "copy it again, whole")
-        ) from None
+        raise DataError(f"data file {path} cannot be decompressed: {error}", hint="copy it again, whole") from None
 
 
 def _is_utf8(text: str) -> bool:
@@ -256,7 +250,7 @@ def _jsonl_values(path: Path) -> Iterator[tuple[int, Any]]:
             try:
                 value = json.loads(text, parse_constant=_refuse_constant)
             except (ValueError, RecursionError) as error:
-                value = DataError(with_hint(f"malformed JSON: {_reason(error)}", _ONE_A_LINE))
+                value = DataError(f"malformed JSON: {_reason(error)}", hint=_ONE_A_LINE)
             yield line, value
 
 
@@ -275,7 +269,7 @@ def _json_values(path: Path) -> Iterator[tuple[int, Any]]:
     if not text.startswith("[", position):
         one_object = text.startswith("{", position)
         hint = "one object a line belongs into a file that ends in .jsonl" if one_object else None
-        raise DataError(with_hint(f"data file {path} is not a JSON list of objects", hint))
+        raise DataError(f"data file {path} is not a JSON list of objects", hint=hint)
     position = _skip(text, position + 1)
     while not text.startswith("]", position):
         try:

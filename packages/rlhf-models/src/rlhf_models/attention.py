@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from rlhf_data.errors import ConfigError, with_hint
+from rlhf_data.errors import ConfigError
 from rlhf_models.batch import TokenBatch
 
 logger = logging.getLogger(__name__)
@@ -31,16 +31,14 @@ def choose_attention(config: Any, attn_implementation: str, *, packing: bool) ->
     """Return the attention implementation to load a model with.
 
     "auto" is `rlhf_packed` when packed batches will come and torch's "sdpa" otherwise; any other name that transformers
-    knows is kept ("sdpa" and "eager" then build a [T, T] block-diagonal mask for packed batches).
-
-    Raises:
-        ConfigError: packing for a model with layers that carry state from one token to the next outside of attention.
+    knows is kept ("sdpa" and "eager" then build a [T, T] block-diagonal mask for packed batches). Raises ConfigError
+    for packing a model whose layers carry state from one token to the next outside of attention.
     """
     layers = set(getattr(config.get_text_config(), "layer_types", None) or ()) - _PACKABLE_LAYERS
     if packing and layers:
         kinds = ", ".join(sorted(layers))
         message = f"a {config.model_type} model cannot be packed: its layers of kind {kinds} cross sequences"
-        raise ConfigError(with_hint(message, "turn packing off"))
+        raise ConfigError(message, hint="turn packing off")
     if attn_implementation != "auto":
         return attn_implementation
     if not packing:
@@ -67,13 +65,8 @@ def packed_arguments(batch: TokenBatch) -> dict[str, Any]:
     """Return the keyword arguments by which transformers hands a packed batch's bounds down to attention."""
     if not batch.is_packed:
         return {}
-    longest = max(batch.lengths)
-    return {
-        "cu_seq_lens_q": batch.cu_seqlens,
-        "cu_seq_lens_k": batch.cu_seqlens,
-        "max_length_q": longest,
-        "max_length_k": longest,
-    }
+    bounds, longest = batch.cu_seqlens, max(batch.lengths)
+    return {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
 
 
 @contextmanager
@@ -119,19 +112,10 @@ def packed_attention(
         [1, T, H, D], and None for the weights.
     """
     if cu_seq_lens_q is None:
-        return _unpacked_attention(
-            module,
-            query,
-            key,
-            value,
-            attention_mask,
-            scaling=scaling,
-            dropout=dropout,
-            sliding_window=sliding_window,
-            **kwargs,
-        )
+        kwargs |= {"scaling": scaling, "dropout": dropout, "sliding_window": sliding_window}
+        return _unpacked_attention(module, query, key, value, attention_mask, **kwargs)
     if kwargs.get("softcap") is not None:
-        raise ConfigError(with_hint("attention with a soft cap cannot be packed", "turn packing off"))
+        raise ConfigError("attention with a soft cap cannot be packed", hint="turn packing off")
     # Layers are compiled only where the kernel runs: see `compiled.compile_layers`.
     is_known = torch.compiler.is_compiling() and query.is_cuda
     reason = None if is_known else varlen_unavailable_reason(query.device, query.dtype, query.shape[-1], dropout)
@@ -170,7 +154,7 @@ def _log_fallback_once(reason: str, level: int) -> None:
 def _unpacked_attention(module: nn.Module, *tensors: Any, **kwargs: Any) -> tuple[Tensor, None]:
     if _forwarding_packed.get():
         message = f"{type(module).__name__} does not receive the bounds of packed sequences and would mix them"
-        raise ConfigError(with_hint(message, "turn packing off for this model"))
+        raise ConfigError(message, hint="turn packing off for this model")
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     return sdpa_attention_forward(module, *tensors, **kwargs)
@@ -193,7 +177,7 @@ def _varlen(
         options["window_size"] = (sliding_window - 1 if sliding_window else -1, 0)
     elif sliding_window and longest is not None and longest > sliding_window:
         hint = "turn packing off, or use a newer torch"
-        raise ConfigError(with_hint(f"varlen attention of torch {torch.__version__} has no sliding window", hint))
+        raise ConfigError(f"varlen attention of torch {torch.__version__} has no sliding window", hint=hint)
     else:
         options["is_causal"] = True
     if "scale" in parameters:

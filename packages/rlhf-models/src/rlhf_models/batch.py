@@ -92,19 +92,9 @@ class TokenBatch:
         fill: float | bool = 0,
         device: torch.device | str | None = None,
     ) -> Tensor:
-        """Return per-token arrays, one of each sequence's length, in this batch's layout.
+        """Return per-token arrays, one of each sequence's length, in this batch's layout, [B, T].
 
-        Args:
-            sequences: numbers or booleans, aligned with the tokens.
-            dtype: of the result.
-            fill: what padding holds.
-            device: of the result; the batch's when None.
-
-        Returns:
-            [B, T].
-
-        Raises:
-            DataError: the arrays are not one of each length.
+        Padding holds `fill`; without a `device` the result is on the batch's. Raises DataError for other lengths.
         """
         if (lengths := tuple(len(sequence) for sequence in sequences)) != self.lengths:
             raise DataError(f"arrays of lengths {lengths} for sequences of {self.lengths} tokens")

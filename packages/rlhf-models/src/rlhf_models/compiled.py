@@ -22,14 +22,9 @@ def compile_unavailable_reason(model: nn.Module, device: torch.device) -> str | 
 
 
 def compile_layers(model: nn.Module, *, backend: str = "inductor") -> None:
-    """Have the layers of a transformers model compiled at their first call; shapes may change from call to call.
-
-    One layer's code serves all that are alike: this takes seconds however deep the model is. Names of weights stay.
-
-    Args:
-        model: one without `compile_unavailable_reason`.
-        backend: torch.compile's.
-    """
+    """Have the layers of a transformers model compiled at their first call; shapes may change from call to call. One
+    layer's code serves all that are alike: this takes seconds however deep the model is. Names of weights stay. The
+    model must be one without `compile_unavailable_reason`."""
     for layer in _layers(model):
         layer.compile(dynamic=True, backend=backend)
 

@@ -34,13 +34,9 @@ class Critic(nn.Module):
     def forward(self, batch: TokenBatch, *, after_token: bool = False) -> Tensor:
         """Return the value of the state in which each token is written: that of the tokens before it.
 
-        Args:
-            batch: padded or packed.
-            after_token: return the value of the state that each token leads to instead.
-
-        Returns:
-            [B, T] float32, in reward units; 0.0 for the first token of each sequence and for padding. With
-            `after_token` every token has its value, and padding means nothing.
+        It is [B, T] float32, in reward units, and 0.0 for the first token of each sequence and for padding. With
+        `after_token` it is of the state that each token leads to instead, every token has one, and padding means
+        nothing.
         """
         hidden = run_backbone(self.model, batch).last_hidden_state
         after = self.value_head(hidden).squeeze(-1)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from rlhf_data.errors import ConfigError, with_hint
+from rlhf_data.errors import ConfigError
 
 VALUE_HEAD_FILE = "value_head.safetensors"
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")  # of one file each, in transformers' order of preference
@@ -14,29 +14,26 @@ WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")  # of one file each, i
 
 def check_weights(path: str | Path) -> None:
     """Check that a model folder holds its weights, whole; only the files' headers are read, and of hub names nothing.
-
-    Raises:
-        ConfigError: no weights, a shard that is missing, or a file that is not safetensors.
-    """
+    Raises ConfigError for no weights, a shard that is missing, or a file that is not safetensors."""
     folder = Path(path).expanduser()
     if not folder.is_dir():
         return
     files = _weight_files(folder)
     hint = "download or copy the folder again, whole; with git, large files need `git lfs pull`"
     if files is None:
-        raise ConfigError(with_hint(f"the model folder {folder} has no weights, such as model.safetensors", hint))
+        raise ConfigError(f"the model folder {folder} has no weights, such as model.safetensors", hint=hint)
     from safetensors import SafetensorError, safe_open
 
     for file in files:
         if not file.is_file():
-            raise ConfigError(with_hint(f"the model folder {folder} lacks the weights in {file.name}", hint))
+            raise ConfigError(f"the model folder {folder} lacks the weights in {file.name}", hint=hint)
         if file.suffix != ".safetensors":
             continue
         try:
             with safe_open(file, "pt"):
                 pass
         except (SafetensorError, OSError) as error:
-            raise ConfigError(with_hint(f"{file} is not a whole safetensors file: {error}", hint)) from None
+            raise ConfigError(f"{file} is not a whole safetensors file: {error}", hint=hint) from None
 
 
 def _weight_files(folder: Path) -> list[Path] | None:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhf_data.errors import ConfigError, with_hint
+from rlhf_data.errors import ConfigError
 from rlhf_data.pretrained import clear_errors, located
 from rlhf_models.files import VALUE_HEAD_FILE, WEIGHT_FILES, read_index
 
@@ -20,14 +20,8 @@ def load_head(path: str | Path, config: Any) -> Tensor | None:
     """Return the weight [1, D] of a model's scalar head, None when it has none; nothing else is read.
 
     It is that of the folder's `value_head.safetensors`, as `save_hf` writes it for a critic, else the first of
-    `HEAD_NAMES` among the model's weights.
-
-    Args:
-        path: a folder in the Hugging Face layout, or a hub name.
-        config: of the model; D is its hidden size.
-
-    Raises:
-        ConfigError: a head of more outputs than one or of another width, or one with a bias.
+    `HEAD_NAMES` among the model's weights. Raises ConfigError for a head of more outputs than one or of another width
+    than the hidden size D in `config`, and for one with a bias.
     """
     with clear_errors("model", path):
         files = _files_by_tensor(path)
@@ -35,8 +29,7 @@ def load_head(path: str | Path, config: Any) -> Tensor | None:
         if name is None:
             return None
         if name.removesuffix("weight") + "bias" in files:
-            message = f"the head {name} of the model {path} has a bias; a weight alone is read"
-            raise ConfigError(with_hint(message, _SERVE))
+            raise ConfigError(f"the head {name} of the model {path} has a bias; a weight alone is read", hint=_SERVE)
         file = _file(path, files[name])
         if file is None:
             raise ConfigError(f"the model {path} lacks the weights in {files[name]}")
@@ -44,7 +37,7 @@ def load_head(path: str | Path, config: Any) -> Tensor | None:
     expected = [1, config.get_text_config().hidden_size]
     if list(weight.shape) != expected:
         message = f"the head {name} of the model {path} has the shape {list(weight.shape)}; one score needs {expected}"
-        raise ConfigError(with_hint(message, f"use a model that was trained with one label, or {_SERVE}"))
+        raise ConfigError(message, hint=f"use a model that was trained with one label, or {_SERVE}")
     return weight
 
 
@@ -55,7 +48,7 @@ def require_head(path: str | Path, config: Any) -> Tensor:
         names = ", ".join(f"{name}.weight" for name in HEAD_NAMES)
         message = f"the model {path} has no head that gives a score: none of {names} is among its weights"
         hint = f"use a reward model, such as a ...ForSequenceClassification with one label, or {_SERVE}"
-        raise ConfigError(with_hint(message, hint))
+        raise ConfigError(message, hint=hint)
     return weight
 
 

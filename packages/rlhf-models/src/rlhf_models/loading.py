@@ -5,8 +5,8 @@ from typing import Any, Required, TypedDict, Unpack
 
 import torch
 
-from rlhf_data.errors import ConfigError, unknown, with_hint
-from rlhf_data.pretrained import check_eos, clear_errors, load_tokenizer, located
+from rlhf_data.errors import ConfigError, unknown
+from rlhf_data.pretrained import check_eos, clear_errors, load_tokenizer, located_model
 from rlhf_models.actor import Actor
 from rlhf_models.attention import choose_attention
 from rlhf_models.critic import Critic
@@ -35,7 +35,7 @@ class LoadOptions(TypedDict, total=False):
 
 def load_config(path: str | Path) -> Any:
     """Return the transformers config of a folder or hub name. Raises ConfigError when there is none."""
-    name, is_local = _located(path)
+    name, is_local = located_model(path)
     from transformers import AutoConfig
 
     with clear_errors("model", path):
@@ -49,16 +49,13 @@ def check_tokenizer_fits(config: Any, tokenizer: Any) -> None:
     largest = max(tokenizer.get_vocab().values())
     if largest >= num_rows:
         message = f"the tokenizer has token ids up to {largest}, but the model's embedding ends at {num_rows - 1}"
-        raise ConfigError(with_hint(message, "take the tokenizer from the model's own folder"))
+        raise ConfigError(message, hint="take the tokenizer from the model's own folder")
 
 
 def check_reward_model(path: str | Path) -> None:
     """Check that a model folder has a head that gives a score, before it is loaded; of hub names nothing is read.
-
-    Raises:
-        ConfigError: see `load_reward_model`.
-    """
-    if Path(_located(path)[0]).is_dir():
+    Raises ConfigError as `load_reward_model` does."""
+    if Path(located_model(path)[0]).is_dir():
         check_weights(path)
         require_head(path, load_config(path))
 
@@ -66,12 +63,8 @@ def check_reward_model(path: str | Path) -> None:
 def check_same_tokenizer(path: str | Path, tokenizer: Any) -> None:
     """Check that a model that scores the policy's tokens, a reward model or a critic, reads them as the policy does.
 
-    Args:
-        path: the model's folder or hub name; further tokens of its own do no harm.
-        tokenizer: the policy's.
-
-    Raises:
-        ConfigError: a token that has no id or another one in the model's vocabulary, or a model without tokenizer.
+    Further tokens of its own do no harm. Raises ConfigError for a token of the policy's `tokenizer` that has no id or
+    another one in the model's vocabulary, and for a model without tokenizer.
     """
     own = load_tokenizer(path).get_vocab()
     vocabulary = tokenizer.get_vocab()
@@ -81,7 +74,7 @@ def check_same_tokenizer(path: str | Path, tokenizer: Any) -> None:
         message = f"the model {path} has another vocabulary than the policy: {len(differing)} of the policy's"
         message += f" {len(vocabulary)} tokens differ, such as {token!r}, {index} to the policy, {own.get(token)} to it"
         hint = "it reads the policy's token ids: use a model of the same family, or serve a reward model behind"
-        raise ConfigError(with_hint(message, f"{hint} --remote_rm_url http://..., which gets text"))
+        raise ConfigError(message, hint=f"{hint} --remote_rm_url http://..., which gets text")
 
 
 def resolve_dtype(dtype: str | torch.dtype) -> torch.dtype:
@@ -94,10 +87,7 @@ def resolve_dtype(dtype: str | torch.dtype) -> torch.dtype:
 
 def load_actor(path: str | Path, **options: Unpack[LoadOptions]) -> Actor:
     """Load the causal language model of a folder in the Hugging Face layout, or hub name, on the CPU, to be trained.
-
-    Raises:
-        ConfigError: no such folder, no config, no weights, or a model that cannot be packed.
-    """
+    Raises ConfigError for no such folder, no config, no weights, or a model that cannot be packed."""
     from transformers import AutoModelForCausalLM
 
     return Actor(_load_model(AutoModelForCausalLM, path, **options))
@@ -108,9 +98,7 @@ def load_critic(path: str | Path, **options: Unpack[LoadOptions]) -> Critic:
 
     The head is the model's own when it has one, a critic's or a reward model's: values then begin at the scores that
     the reward model would give, without its stored mean and deviation. A causal language model gets one of zeros.
-
-    Raises:
-        ConfigError: as in `load_actor`, or a head that is not one of a single score.
+    Raises ConfigError as `load_actor` does, and for a head that is not one of a single score.
     """
     from transformers import AutoModel
 
@@ -152,7 +140,7 @@ def _load_model(
     gradient_checkpointing: bool = False,
     packing: bool = False,
 ) -> Any:
-    name, is_local = _located(path)
+    name, is_local = located_model(path)
     config = load_config(path)
     attention = choose_attention(config, attn_implementation, packing=packing)
     with clear_errors("model", path), quiet_transformers():
@@ -165,20 +153,10 @@ def _load_model(
             local_files_only=is_local,
         )
     if missing := sorted(report["missing_keys"]):
-        hint = "it may be the folder of another kind of model, such as a critic"
         message = f"the model {path} lacks {len(missing)} weights of a {type(model).__name__}, {missing[0]} among them"
-        raise ConfigError(with_hint(message, hint))
+        raise ConfigError(message, hint="it may be the folder of another kind of model, such as a critic")
     if gradient_checkpointing:
         # Renamed, its argument too, between the versions of transformers that are supported.
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable({"use_reentrant": False})
     return model.train()
-
-
-def _located(path: str | Path) -> tuple[str, bool]:
-    """Return what `located` does. Raises ConfigError for a folder without a config, too."""
-    name, is_local = located(path)
-    if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
-        hint = "a model folder holds config.json, *.safetensors and the tokenizer, as `save_pretrained` writes them"
-        raise ConfigError(with_hint(f"the model folder {name} has no config.json", hint))
-    return name, is_local

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from rlhf_data.errors import ConfigError, with_hint
+from rlhf_data.errors import ConfigError
 from rlhf_data.pretrained import clear_errors, load_tokenizer
 from rlhf_models.files import VALUE_HEAD_FILE
 from rlhf_models.loading import load_actor, load_critic
@@ -42,11 +42,8 @@ class LoraSpec:
 
 
 def add_lora(model: nn.Module, spec: LoraSpec) -> None:
-    """Put adapters into an actor, critic or reward model, and take all else but its value head out of training.
-
-    Raises:
-        ConfigError: peft is not installed, or a target is in no layer's name.
-    """
+    """Put adapters into an actor, critic or reward model, and take all else but its value head out of training. Raises
+    ConfigError when peft is not installed, or a target is in no layer's name."""
     peft = _import_peft()
     targets = spec.target_modules if isinstance(spec.target_modules, str) else list(spec.target_modules)
     config = peft.LoraConfig(
@@ -55,7 +52,7 @@ def add_lora(model: nn.Module, spec: LoraSpec) -> None:
     try:
         model.model.add_adapter(config)
     except ValueError as error:
-        raise ConfigError(with_hint(f"LoRA: {error}", "target_modules may be all-linear, or q_proj v_proj")) from None
+        raise ConfigError(f"LoRA: {error}", hint="target_modules may be all-linear, or q_proj v_proj") from None
 
 
 @contextmanager
@@ -69,13 +66,8 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
 
 def save_adapter(model: nn.Module, state_dict: Mapping[str, Tensor], path: str | Path) -> Path:
-    """Write the adapters in peft's layout, and a value head beside them.
-
-    Args:
-        model: has adapters.
-        state_dict: its weights by its own names, whole; those that are not trained may be missing.
-        path: the folder.
-    """
+    """Write the adapters of a model in peft's layout, and a value head beside them. `state_dict` has its weights by its
+    own names, whole; those that are not trained may be missing."""
     from safetensors.torch import save_file
 
     peft = _import_peft()
@@ -109,7 +101,7 @@ def merge_adapter(base: str | Path, adapter: str | Path, out: str | Path, *, dty
     adapter = Path(adapter).expanduser()
     if not (adapter / "adapter_config.json").is_file():
         hint = "an adapter folder holds adapter_config.json and adapter_model.safetensors"
-        raise ConfigError(with_hint(f"there is no adapter in {adapter}", hint))
+        raise ConfigError(f"there is no adapter in {adapter}", hint=hint)
     head = adapter / VALUE_HEAD_FILE
     model: Any = load_critic(base, dtype=dtype) if head.is_file() else load_actor(base, dtype=dtype)
     with clear_errors("adapter", adapter):
@@ -124,5 +116,5 @@ def _import_peft() -> Any:
         import peft
     except ImportError:
         hint = "pip install 'rlhf-models[lora]', or train all weights"
-        raise ConfigError(with_hint("LoRA needs peft, which is not installed", hint)) from None
+        raise ConfigError("LoRA needs peft, which is not installed", hint=hint) from None
     return peft

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rlhf_data.errors import ConfigError, DataError, with_hint
+from rlhf_data.errors import ConfigError, DataError
 from rlhf_models.actor import run_backbone
 from rlhf_models.batch import TokenBatch
 from rlhf_models.critic import ValueHead
@@ -36,11 +36,7 @@ class RewardModel(nn.Module):
         self.moments = stored_moments(model.config) if normalize else None
 
     def forward(self, batch: TokenBatch) -> Tensor:
-        """Return the score of each sequence.
-
-        Returns:
-            [S] float32, in order.
-        """
+        """Return the score of each sequence, [S] float32, in order."""
         hidden = run_backbone(self.model, batch).last_hidden_state
         scores = self.value_head(hidden.flatten(0, 1).index_select(0, batch.last_index)).squeeze(-1)
         if self.moments is None:
@@ -50,17 +46,14 @@ class RewardModel(nn.Module):
 
 
 def stored_moments(config: Any) -> tuple[float, float] | None:
-    """Return the mean and the deviation of a reward model's scores that its config holds, None when it has none.
-
-    Raises:
-        ConfigError: a mean that is not finite, or a deviation that is not a positive number.
-    """
+    """Return the mean and the deviation of a reward model's scores that its config holds, None when it has none. Raises
+    ConfigError for a mean that is not finite, or a deviation that is not a positive number."""
     mean, std = getattr(config, "mean", None), getattr(config, "std", None)
     if mean is None or std is None:
         return None
     if not (math.isfinite(mean) and math.isfinite(std) and std > 0):
         message = f"the reward model's config has the mean {mean} and the deviation {std} of its scores"
-        raise ConfigError(with_hint(message, "correct them in its config.json, or drop --normalize_reward"))
+        raise ConfigError(message, hint="correct them in its config.json, or drop --normalize_reward")
     return float(mean), float(std)
 
 
@@ -81,16 +74,9 @@ def store_moments(folder: Path, mean: float, std: float) -> None:
 def score_sequences(model: RewardModel, sequences: Sequence[Any], *, batch_size: int) -> list[float]:
     """Return the score of each token sequence, in order.
 
-    They are batched by length, at most `MAX_BATCH_TOKENS` a pass. On a CPU each is read alone, which costs little
-    there: a score then does not depend on what is scored beside it, down to the last bit.
-
-    Args:
-        model: on its device.
-        sequences: token ids, at least one each.
-        batch_size: sequences a pass at most.
-
-    Raises:
-        DataError: an empty sequence, or a token that the model has no embedding of.
+    They are batched by length, at most `batch_size` and `MAX_BATCH_TOKENS` a pass. On a CPU each is read alone, which
+    costs little there: a score then does not depend on what is scored beside it, down to the last bit. Raises DataError
+    for an empty sequence, or a token that the model has no embedding of.
     """
     num_rows = model.model.get_input_embeddings().weight.shape[0]
     for sequence in sequences:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rlhf_data.errors import CheckpointError, ConfigError, with_hint
+from rlhf_data.errors import CheckpointError, ConfigError
 from rlhf_models.files import VALUE_HEAD_FILE, quiet_transformers
 
 logger = logging.getLogger(__name__)
@@ -20,14 +20,9 @@ _HEAD_PREFIX = "value_head."
 
 
 def hf_named_weights(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Return a model's parameters under the names of its Hugging Face checkpoint, tied ones once.
-
-    Args:
-        model: an `Actor`, or a transformers model.
-
-    Raises:
-        ConfigError: the checkpoint does not hold the weights as the model does, such as experts that are fused.
-    """
+    """Return the parameters of an `Actor` or a transformers model under the names of its Hugging Face checkpoint, tied
+    ones once. Raises ConfigError when the checkpoint does not hold the weights as the model does, such as experts that
+    are fused."""
     model = _unwrapped(model)
     named = list(model.named_parameters())
     saved = _checkpoint_names(model, [name for name, _ in named])
@@ -35,12 +30,12 @@ def hf_named_weights(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
         differing = ", ".join(sorted({name for name, _ in named} ^ saved)[:3])
         kind = model.config.model_type
         message = f"a {kind} model and its checkpoint name their weights differently ({differing}, ...)"
-        raise ConfigError(with_hint(message, "use a model whose layers are stored one by one"))
+        raise ConfigError(message, hint="use a model whose layers are stored one by one")
     return named
 
 
 def save_hf(model: nn.Module, state_dict: Mapping[str, Tensor] | None, tokenizer: Any | None, path: str | Path) -> Path:
-    """Write a folder that plain transformers loads, all or nothing: it is moved into place when complete.
+    """Write and return a folder that plain transformers loads, all or nothing: it is moved into place when complete.
 
     Args:
         model: an `Actor`, a `Critic` (whose head lies beside the backbone), or a transformers model.
@@ -48,9 +43,6 @@ def save_hf(model: nn.Module, state_dict: Mapping[str, Tensor] | None, tokenizer
             `model.state_dict()` or of the checkpoint, tied ones once or twice; the model's own when None.
         tokenizer: saved beside it; None for none.
         path: the folder; an earlier one is replaced.
-
-    Returns:
-        The folder.
 
     Raises:
         CheckpointError: a weight is missing, or the folder cannot be written.
@@ -68,7 +60,7 @@ def save_hf(model: nn.Module, state_dict: Mapping[str, Tensor] | None, tokenizer
             new.rename(path)
     except (OSError, SafetensorError) as error:
         message = f"cannot write the model to {path}: {error}"
-        raise CheckpointError(with_hint(message, "check the disk and the path")) from error
+        raise CheckpointError(message, hint="check the disk and the path") from error
     return path
 
 

@@ -15,7 +15,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from rlhf_data.errors import ConfigError, DataError, unknown, with_hint
+from rlhf_data.errors import ConfigError, DataError, unknown
 from rlhf_data.prompts import PromptSet, load_prompts
 from rlhf_data.records import FinishReason
 from rlhf_data.rows import RowErrors
@@ -68,27 +68,21 @@ def _check(options: argparse.Namespace, sources: Sequence[RewardSource], files: 
         raise ConfigError("--overwrite and --resume: a file is either replaced or gone on with")
     for path in files:
         if path.exists() and not (options.overwrite or options.resume):
-            raise ConfigError(with_hint(f"{path} exists", "give another --out, or --overwrite, or --resume to go on"))
+            raise ConfigError(f"{path} exists", hint="give another --out, or --overwrite, or --resume to go on")
     if not sources and kind not in ("rollouts", "plain"):
         hint = "give --reward_pretrain DIR, or --reward FILE.py"
-        raise ConfigError(with_hint(f"--post_processor {kind} needs a reward", hint))
+        raise ConfigError(f"--post_processor {kind} needs a reward", hint=hint)
     if kind in ("best_of_n", "iter_dpo") and options.num_samples < 2:
-        raise ConfigError(with_hint(f"--post_processor {kind} compares responses to a prompt", "give --num_samples 4"))
+        raise ConfigError(f"--post_processor {kind} compares responses to a prompt", hint="give --num_samples 4")
     if options.min_reward is not None and kind != "rs":
-        raise ConfigError(with_hint("--min_reward has no effect", "it goes with --post_processor rs"))
+        raise ConfigError("--min_reward has no effect", hint="it goes with --post_processor rs")
     if kind == "csft" and not all(options.reward_template.count(part) == 1 for part in ("{input}", "{reward}")):
         raise ConfigError(f"--reward_template must hold {{input}} and {{reward}} once, got {options.reward_template!r}")
 
 
 class _Task:
-    """What there is to generate.
-
-    Attributes:
-        inputs: what each prompt was made of, text or messages.
-        rollouts: the file of the records.
-        run: names the settings, in every record.
-        done: prompts whose rollouts are in the file, by number.
-    """
+    """What there is to generate: `done` are the numbers of the prompts whose rollouts are in the file, and `run`, in
+    each of its records, names the settings."""
 
     def __init__(self, options: argparse.Namespace, sources: Sequence[RewardSource], rollouts: Path) -> None:
         self.options, self.sources, self.rollouts = options, sources, rollouts
@@ -127,12 +121,8 @@ def _digest(options: argparse.Namespace, prompts: PromptSet) -> str:
 
 
 def take_up(path: Path, run: str, num_samples: int) -> frozenset[int]:
-    """Cut a file of rollouts behind its last whole group; return the numbers of the groups in it.
-
-    Raises:
-        ConfigError: it was written with other settings.
-        DataError: it holds something else than rollouts.
-    """
+    """Cut a file of rollouts behind its last whole group; return the numbers of the groups in it. Raises ConfigError
+    when it was written with other settings, DataError when it holds something else than rollouts."""
     done, size, offset, count = set(), 0, 0, 0
     with path.open("rb+") as file:
         for line in file:
@@ -144,10 +134,10 @@ def take_up(path: Path, run: str, num_samples: int) -> frozenset[int]:
                 number, found = int(record["group_id"].rpartition("/")[2]), record["run"]
             except (ValueError, KeyError, TypeError, AttributeError):
                 message = f"{path}: {line[:60]!r} is no record of a run that can be gone on with"
-                raise DataError(with_hint(message, "give another --out, or --overwrite")) from None
+                raise DataError(message, hint="give another --out, or --overwrite") from None
             if found != run:
                 message = f"{path} was written with another model, other prompts, sampling or rewards"
-                raise ConfigError(with_hint(message, "repeat its options, or give another --out"))
+                raise ConfigError(message, hint="repeat its options, or give another --out")
             count += 1
             if count == num_samples:
                 done.add(number)

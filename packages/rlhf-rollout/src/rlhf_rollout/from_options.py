@@ -10,22 +10,21 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_data.chat import Tokenizer
-from rlhf_data.errors import ConfigError, unknown, with_hint
+from rlhf_data.errors import ConfigError, unknown
 from rlhf_data.pretrained import load_tokenizer, located
 from rlhf_data.testing import ByteTokenizer
 from rlhf_rollout.engines import ENGINE_KINDS, EngineSpec
 from rlhf_rollout.protocols import RewardFunction, SamplingParams
 from rlhf_rollout.rewards import LocalScorer, ModelReward, RewardSource, build_reward, parse_sources
-from rlhf_rollout.rewards.sources import parse_weights
+from rlhf_rollout.rewards.sources import model_paths, parse_weights
 
 
 def reward_sources(options: argparse.Namespace) -> tuple[RewardSource, ...]:
     """Return what gives rewards, as the options name it. Raises ConfigError, also for a model that is not there."""
     weights = parse_weights(options.reward_weights)
     sources = parse_sources(options.reward or "", options.reward_pretrain or "", weights)
-    for source in sources:
-        if source.kind == "model":
-            located(source.targets[0])
+    for path in model_paths(sources):
+        located(path)
     return sources
 
 
@@ -33,13 +32,13 @@ def needed_sources(options: argparse.Namespace) -> tuple[RewardSource, ...]:
     """Return the same for a command that is nothing without one."""
     sources = reward_sources(options)
     if not sources:
-        raise ConfigError(with_hint("there is no reward", "give --reward_pretrain DIR, or --reward FILE.py"))
+        raise ConfigError("there is no reward", hint="give --reward_pretrain DIR, or --reward FILE.py")
     return sources
 
 
 def reward_tokenizer(options: argparse.Namespace, sources: Sequence[RewardSource]) -> Tokenizer:
     """Return the tokenizer named, or the first reward model's; functions and servers get text, of whatever tokens."""
-    models = [source.targets[0] for source in sources if source.kind == "model"]
+    models = model_paths(sources)
     if options.tokenizer is None and not models:
         return ByteTokenizer()
     return load_tokenizer(options.tokenizer or models[0])
@@ -48,13 +47,10 @@ def reward_tokenizer(options: argparse.Namespace, sources: Sequence[RewardSource
 def open_reward(
     options: argparse.Namespace, sources: Sequence[RewardSource], tokenizer: Tokenizer, stack: AsyncExitStack
 ) -> RewardFunction:
-    """Return the reward of the sources; `stack` ends what runs behind it.
-
-    Raises:
-        ConfigError: a model that cannot be loaded, or that reads other tokens than the tokenizer's.
-    """
+    """Return the reward of the sources; `stack` ends what runs behind it. Raises ConfigError for a model that cannot be
+    loaded, or that reads other tokens than the tokenizer's."""
     models = []
-    for path in (source.targets[0] for source in sources if source.kind == "model"):
+    for path in model_paths(sources):
         scorer = _scorer(options, path, tokenizer)
         stack.callback(scorer.close)
         models.append(ModelReward([scorer], batch_size=options.reward_batch_size))
@@ -75,9 +71,9 @@ def _scorer(options: argparse.Namespace, path: str, tokenizer: Tokenizer) -> Loc
 
         from rlhf_models.loading import check_same_tokenizer
     except ImportError as error:
-        raise ConfigError(with_hint("reward models need rlhf-models", "install rlhf-rollout[models]")) from error
+        raise ConfigError("reward models need rlhf-models", hint="install rlhf-rollout[models]") from error
     if isinstance(tokenizer, ByteTokenizer):
-        raise ConfigError(with_hint("a reward model needs the tokenizer of its tokens", "give --tokenizer"))
+        raise ConfigError("a reward model needs the tokenizer of its tokens", hint="give --tokenizer")
     check_same_tokenizer(path, tokenizer)
     scorer = LocalScorer(
         path,
@@ -96,7 +92,7 @@ def engine_spec(options: argparse.Namespace) -> EngineSpec:
     if options.engine not in ENGINE_KINDS:
         raise ConfigError(unknown("engine", options.engine, ENGINE_KINDS))
     if not options.model and options.engine != "fake":
-        raise ConfigError(with_hint(f"engine {options.engine} needs --model", "give a model folder or hub name"))
+        raise ConfigError(f"engine {options.engine} needs --model", hint="give a model folder or hub name")
     if options.max_tokens < 1 or options.prompt_max_len < 1:
         lengths = f"--max_tokens {options.max_tokens} and --prompt_max_len {options.prompt_max_len}"
         raise ConfigError(f"{lengths}: at least 1")

@@ -3,9 +3,9 @@
 import argparse
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
 
-from rlhf_data.errors import ConfigError, RlhfError, unknown, with_hint
+from rlhf_data.errors import RlhfError
+from rlhf_data.flags import Parser
 
 COMMANDS = {
     "generate": "sample responses to a file of prompts, or make training data of them",
@@ -45,15 +45,8 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = "rlhf-rollout") 
         return 130
 
 
-class _Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are ours."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(with_hint(message, f"{self.prog} --help lists the options"))
-
-
 def _parse(arguments: Sequence[str], prog: str) -> argparse.Namespace:
-    parser = _Parser(prog=prog, description=__doc__, allow_abbrev=False)
+    parser = Parser(prog=prog, description=__doc__, allow_abbrev=False)
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
     for name, text in COMMANDS.items():
         command = commands.add_parser(
@@ -61,11 +54,7 @@ def _parse(arguments: Sequence[str], prog: str) -> argparse.Namespace:
         )
         _ADD[name](command)
         if arguments[:1] == [name]:
-            flags = [flag for action in command._actions for flag in action.option_strings if flag.startswith("--")]
-            for argument in arguments:
-                flag = argument.partition("=")[0]
-                if flag.startswith("--") and flag not in flags:
-                    raise ConfigError(unknown("option", flag, flags))
+            command.check_flags(arguments)
     return parser.parse_args(arguments)
 
 

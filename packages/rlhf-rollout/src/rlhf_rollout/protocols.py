@@ -67,31 +67,24 @@ class RolloutEngine(Protocol):
 
     async def generate(self, token_ids: np.ndarray, sampling: SamplingParams) -> list[Completion]:
         """Return `sampling.num_samples` completions of one prompt. Raises EngineError."""
-        ...
 
     async def begin_weight_update(self, policy_version: int) -> None:
         """Stop generating and get ready for buckets."""
-        ...
 
     async def receive_weights(self, bucket: WeightBucket) -> None:
         """Load one bucket; the sender may reuse its buffer once this returns. Raises WeightSyncError."""
-        ...
 
     async def finish_weight_update(self) -> None:
         """Put the weights in force, forget cached prefixes, and generate on as the new policy version."""
-        ...
 
     async def sleep(self) -> None:
         """Free the device's memory; nothing may be in flight."""
-        ...
 
     async def wake_up(self) -> None:
         """Take the memory back; the weights are those from before `sleep`."""
-        ...
 
     async def close(self) -> None:
         """Free everything."""
-        ...
 
 
 class RewardFunction(Protocol):
@@ -99,8 +92,6 @@ class RewardFunction(Protocol):
 
     async def score(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> list[Verdict]:
         """Return one verdict a rollout, in order."""
-        ...
 
     async def close(self) -> None:
         """End what runs behind it."""
-        ...

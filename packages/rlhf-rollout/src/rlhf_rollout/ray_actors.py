@@ -10,7 +10,7 @@ import numpy as np
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
-from rlhf_data.errors import EngineError, RewardError, RlhfError, WeightSyncError, with_hint
+from rlhf_data.errors import EngineError, RewardError, RlhfError, WeightSyncError
 from rlhf_rollout.engines import EngineSpec, build_engine
 from rlhf_rollout.protocols import Completion, SamplingParams
 from rlhf_rollout.rewards.model import LocalScorer
@@ -68,44 +68,37 @@ class RewardModelActor(_Actor):
 
 
 @contextmanager
-def _plain_errors(gone: type[RlhfError], part: str = "engine") -> Iterator[None]:
-    """Raise the actor's own errors as themselves, and `gone` when its process has died."""
+def plain_errors(gone: type[RlhfError], process: str = "the engine's process") -> Iterator[None]:
+    """Raise an actor's own errors as themselves, and `gone` when its process has died."""
     try:
         yield
     except RayTaskError as error:
-        cause = error.cause
-        if isinstance(cause, RlhfError):
-            raise cause from None
-        raise
+        raise error.cause if isinstance(error.cause, RlhfError) else error from None
     except RayActorError as error:
-        message = f"the {part}'s process is gone: {error}"
-        raise gone(with_hint(message, "its log tells why (Ray's session folder)")) from error
+        hint = "its log tells why (Ray's session folder); out of memory is the usual reason"
+        raise gone(f"{process} is gone: {error}", hint=hint) from error
 
 
 class RayEngine:
-    """A `RolloutEngine` in another process.
-
-    Args:
-        handle: of an `EngineActor`.
-    """
+    """A `RolloutEngine` in another process, by the handle of its `EngineActor`."""
 
     def __init__(self, handle: Any) -> None:
         self.handle = handle
 
     async def _call(self, method: str, *arguments: Any, gone: type[RlhfError] = EngineError) -> Any:
-        with _plain_errors(gone):
+        with plain_errors(gone):
             return await self.handle.call.remote(method, *arguments)
 
     async def ready(self) -> float:
         """Wait until the engine has started; return the seconds that it took in its process."""
-        with _plain_errors(EngineError):
+        with plain_errors(EngineError):
             return await self.handle.ready.remote()
 
     async def generate(self, token_ids: np.ndarray, sampling: SamplingParams) -> list[Completion]:
         """See `RolloutEngine.generate`. A cancelled call gives its request up in the engine too."""
         reference = self.handle.call.remote("generate", token_ids, sampling)
         try:
-            with _plain_errors(EngineError):
+            with plain_errors(EngineError):
                 return await reference
         except asyncio.CancelledError:
             ray.cancel(reference)
@@ -140,16 +133,12 @@ class RayEngine:
 
 
 class RayScorer:
-    """A `Scorer` in another process.
-
-    Args:
-        handle: of a `RewardModelActor`.
-    """
+    """A `Scorer` in another process, by the handle of its `RewardModelActor`."""
 
     def __init__(self, handle: Any) -> None:
         self._handle = handle
 
     async def score(self, token_ids: list[np.ndarray]) -> list[float]:
         """See `LocalScorer.score`."""
-        with _plain_errors(RewardError, "reward model"):
+        with plain_errors(RewardError, "the reward model's process"):
             return await self._handle.call.remote("score", token_ids)

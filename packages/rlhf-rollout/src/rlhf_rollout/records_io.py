@@ -42,11 +42,7 @@ def rollout_record(group: RolloutGroup, rollout: Rollout) -> dict[str, Any]:
 
 
 class RolloutWriter:
-    """Appends groups to a JSONL file; what was written is on disk after every group.
-
-    Args:
-        path: the file; its folders are made.
-    """
+    """Appends groups to a JSONL file, whose folders it makes; what was written is on disk after every group."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)

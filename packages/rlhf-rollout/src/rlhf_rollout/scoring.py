@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from rlhf_data.chat import Tokenizer
-from rlhf_data.errors import ConfigError, DataError, with_hint
+from rlhf_data.errors import ConfigError, DataError
 from rlhf_data.preference import PreferenceEncoder
 from rlhf_data.records import FinishReason, Prompt, Rollout, Span, SpanSource, Verdict
 from rlhf_data.rows import Row, RowErrors
@@ -29,7 +29,7 @@ def score(options: argparse.Namespace) -> int:
     """Run `rlhf-rollout score`."""
     out = Path(options.out)
     if out.exists() and not options.overwrite:
-        raise ConfigError(with_hint(f"{out} exists", "give another --out, or --overwrite"))
+        raise ConfigError(f"{out} exists", hint="give another --out, or --overwrite")
     sources = needed_sources(options)
     rows = open_sources(options.dataset, max_samples=options.max_samples)
     tokenizer = reward_tokenizer(options, sources)
@@ -83,8 +83,7 @@ class _Reader:
         if self._options.chosen_key is None and len(keys) == 2:
             keys += ["prompt"] if "prompt" in row.values else []
             hint = "give " + " ".join(f"--{key}_key {key}" for key in keys)
-            message = f"{row.origin} is no answer but a pair of answers: {', '.join(row.values)}"
-            raise ConfigError(with_hint(message, hint))
+            raise ConfigError(f"{row.origin} is no answer but a pair of answers: {', '.join(row.values)}", hint=hint)
 
     def tell(self) -> None:
         """Say what was left out."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from rlhf_data.errors import WeightSyncError, nearest, with_hint
+from rlhf_data.errors import WeightSyncError, nearest
 
 ALIGNMENT_BYTES = 256
 SHARED_MEMORY_DIR = Path("/dev/shm")
@@ -64,12 +64,7 @@ def aligned(offset_bytes: int) -> int:
 
 
 def bucket_checksum(buffer: np.ndarray, tensors: tuple[TensorSpec, ...]) -> int:
-    """Return the CRC-32 of the weights' bytes in order, gaps between them left out.
-
-    Args:
-        buffer: [n] uint8.
-        tensors: where the weights lie in it.
-    """
+    """Return the CRC-32 of the weights' bytes in a buffer [n] uint8, in order, gaps between them left out."""
     checksum = 0
     for tensor in tensors:
         checksum = zlib.crc32(buffer[tensor.offset_bytes : tensor.offset_bytes + tensor.size_bytes], checksum)
@@ -81,11 +76,10 @@ def check_tensor(spec: TensorSpec, expected: tuple[int, ...] | None, known: Iter
     if expected is None:
         guess = nearest(spec.name, known)
         hint = f"did you mean {guess!r}?" if guess else "trainer and engine hold different models"
-        raise WeightSyncError(with_hint(f"the engine's model has no weight {spec.name!r}", hint))
+        raise WeightSyncError(f"the engine's model has no weight {spec.name!r}", hint=hint)
     if tuple(spec.shape) != expected:
-        raise WeightSyncError(
-            f"the weight {spec.name!r} came with shape {tuple(spec.shape)}; the engine's model has {expected}"
-        )
+        message = f"the weight {spec.name!r} came with shape {tuple(spec.shape)}; the engine's model has {expected}"
+        raise WeightSyncError(message)
 
 
 def verify_checksum(buffer: np.ndarray, bucket: WeightBucket) -> None:
@@ -95,12 +89,11 @@ def verify_checksum(buffer: np.ndarray, bucket: WeightBucket) -> None:
     found = bucket_checksum(buffer, bucket.tensors)
     if found != bucket.checksum:
         names = ", ".join(tensor.name for tensor in bucket.tensors[:3])
-        message = (
+        raise WeightSyncError(
             f"a bucket of {len(bucket.tensors)} weights ({names} ...) has checksum {found:#010x}, sent was "
-            f"{bucket.checksum:#010x}"
+            f"{bucket.checksum:#010x}",
+            hint="the sender changed the buffer before the engine had read it, or they share no memory",
         )
-        hint = "the sender changed the buffer before the engine had read it, or they share no memory"
-        raise WeightSyncError(with_hint(message, hint))
 
 
 class SharedSegment:
@@ -114,7 +107,7 @@ class SharedSegment:
         except OSError as error:
             message = f"the weight segment {SHARED_MEMORY_DIR / name} cannot be opened: {error.strerror}"
             hint = "shared memory reaches engines on the trainer's own host only"
-            raise WeightSyncError(with_hint(message, hint)) from error
+            raise WeightSyncError(message, hint=hint) from error
         try:
             self._map = mmap.mmap(descriptor, 0)
         finally:

@@ -85,15 +85,8 @@ def generalized_advantages(
 
 
 def moments(values: Tensor, loss_mask: Tensor) -> Tensor:
-    """Return count, sum and sum of squares of the trained positions, to be added up over ranks.
-
-    Args:
-        values: [B, T] float.
-        loss_mask: [B, T] bool.
-
-    Returns:
-        [3] float64.
-    """
+    """Return [3] float64, to be added up over ranks: count, sum and sum of squares of `values` [B, T] where `loss_mask`
+    [B, T] bool holds."""
     chosen = values[loss_mask].double()
     return torch.stack([chosen.new_tensor(float(chosen.numel())), chosen.sum(), (chosen**2).sum()])
 

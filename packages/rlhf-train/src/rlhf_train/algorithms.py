@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from rlhf_data.errors import ConfigError, unknown, with_hint
+from rlhf_data.errors import ConfigError, unknown
 
 KlEstimator = Literal["k1", "k2", "k3"]
 KL_ESTIMATORS: tuple[KlEstimator, ...] = get_args(KlEstimator)
@@ -130,7 +130,7 @@ class CorrectionSpec:
         )
         if not 0 <= self.low < self.high:
             message = f"--is_correction_threshold is {self.low:g} {self.high:g}: 0 <= low < high is needed"
-            raise ConfigError(with_hint(message, "give LOW before HIGH, two numbers, such as 0.5 2"))
+            raise ConfigError(message, hint="give LOW before HIGH, two numbers, such as 0.5 2")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,24 +206,23 @@ class AlgorithmSpec:
         if not 0 <= self.clip_low < 1 or self.clip_high < 0:
             given = f"--eps_clip_low_high is {self.clip_low:g} {self.clip_high:g}"
             hint = "the policy ratio is kept between 1 - LOW and 1 + HIGH: try 0.2 0.28"
-            raise ConfigError(with_hint(f"{given}: low must lie in [0, 1), high be >= 0", hint))
+            raise ConfigError(f"{given}: low must lie in [0, 1), high be >= 0", hint=hint)
         self._check_combinations()
 
     def _check_combinations(self) -> None:
         if self.dual_clip is not None and not self.loss.dual_clip:
             message = f"--dual_clip {self.dual_clip:g} belongs to the PPO loss"
             hint = "drop --dual_clip, or use --policy_loss_type ppo"
-            raise ConfigError(with_hint(f"{message}, and the policy loss is {self.loss.title}", hint))
+            raise ConfigError(f"{message}, and the policy loss is {self.loss.title}", hint=hint)
         if self.use_kl_loss and not self.uses_reference:
             message = "the KL is a loss and its coefficient is 0: there is no KL"
-            raise ConfigError(with_hint(message, "set --init_kl_coef above 0, or drop --use_kl_loss"))
+            raise ConfigError(message, hint="set --init_kl_coef above 0, or drop --use_kl_loss")
         if self.old_logprobs == "skip" and self.kl_coef > 0 and not self.use_kl_loss:
-            message = "without old log-probs there is no KL that could be a part of the reward"
             hint = "add --use_kl_loss, or set --init_kl_coef 0 or --old_logprobs recompute"
-            raise ConfigError(with_hint(message, hint))
+            raise ConfigError("without old log-probs there is no KL that could be a part of the reward", hint=hint)
         if self.old_logprobs != "recompute" and self.correction.level != "off":
             message = f"a correction compares the trainer's old log-probs, which are `{self.old_logprobs}`"
-            raise ConfigError(with_hint(message, "use --old_logprobs recompute"))
+            raise ConfigError(message, hint="use --old_logprobs recompute")
 
     @property
     def row(self) -> AlgorithmRow:

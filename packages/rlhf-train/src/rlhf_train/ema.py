@@ -12,7 +12,7 @@ from rlhf_data.errors import ConfigError
 class WeightAverage:
     """average <- beta average + (1 - beta) weights, from the weights at the start on.
 
-    It holds the part of the weights that this rank has, whatever that is; see `TrainEngine.local_weights`.
+    It holds the part of the weights that this rank has, whatever that is; see `DeepSpeedEngine.local_weights`.
 
     Args:
         beta: decay of one update, in [0, 1).

@@ -1,27 +1,15 @@
 """Where every process runs, as data: a pure function from what was asked and what there is to a plan."""
 
 import os
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlhf_data.errors import ConfigError, with_hint
+from rlhf_data.errors import ConfigError
 
 ROLES = ("actor", "critic", "reference")
 SHARED_GPU = 0.9  # what processes on one GPU divide between them; Ray only counts it
-
-
-@dataclass(frozen=True, slots=True)
-class Resources:
-    """What the cluster has.
-
-    Attributes:
-        num_cpus: logical CPUs.
-        num_gpus: GPUs; 0 runs everything on CPUs.
-    """
-
-    num_cpus: int
-    num_gpus: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +110,7 @@ class PlacementRequest:
     colocate_critic_reward: bool = False
 
 
-def plan_placement(request: PlacementRequest, resources: Resources) -> PlacementPlan:
+def plan_placement(request: PlacementRequest, num_gpus: int) -> PlacementPlan:
     """Return the plan.
 
     On CPUs everything shares the machine: all roles in one process group beside the engines and the reward models. On
@@ -137,17 +125,17 @@ def plan_placement(request: PlacementRequest, resources: Resources) -> Placement
     for name, count in {**request.ranks, "vllm_num_engines": request.num_engines}.items():
         if count < 1:
             raise ConfigError(f"{name} asks for {count} processes; at least 1 is needed")
-    if resources.num_gpus == 0:
+    if num_gpus == 0:
         counts = (request.ranks["actor"], request.num_engines, request.reward_ranks)
         return _together("cpu", request, [(0,) * count for count in counts])
     notes: tuple[str, ...] = ()
     if not request.colocate_all_models:
         plan = _apart(request)
         asked = sum(plan.bundles)
-        if asked <= resources.num_gpus:
+        if asked <= num_gpus:
             return plan
-        notes = (f"models apart need {asked} GPUs and there are {resources.num_gpus}: all models share the actor's",)
-    _check_together(request, resources)
+        notes = (f"models apart need {asked} GPUs and there are {num_gpus}: all models share the actor's",)
+    _check_together(request, num_gpus)
     places = tuple(range(request.ranks["actor"]))
     return _together("cuda", request, [places, places, places if request.reward_ranks else ()], notes)
 
@@ -169,19 +157,19 @@ def _together(
     )
 
 
-def _check_together(request: PlacementRequest, resources: Resources) -> None:
+def _check_together(request: PlacementRequest, num_gpus: int) -> None:
     ranks = request.ranks["actor"]
     asked = dict(request.ranks) | ({"reward": request.reward_ranks} if request.reward_ranks else {})
     unequal = {role: count for role, count in asked.items() if count != ranks}
     if unequal:
         message = f"models that share devices need equally many: actor has {ranks}, {unequal}"
-        raise ConfigError(with_hint(message, "set every *_num_nodes x *_num_gpus_per_node to the actor's"))
+        raise ConfigError(message, hint="set every *_num_nodes x *_num_gpus_per_node to the actor's")
     if request.num_engines != ranks or request.tensor_parallel_size != 1:
         message = f"colocated engines take {request.num_engines} x {request.tensor_parallel_size} GPUs, not {ranks}"
-        raise ConfigError(with_hint(message, f"use --vllm_num_engines {ranks} --vllm_tensor_parallel_size 1"))
-    if ranks > resources.num_gpus:
-        message = f"{ranks} GPUs asked, {resources.num_gpus} in the cluster"
-        raise ConfigError(with_hint(message, "lower --actor_num_gpus_per_node"))
+        raise ConfigError(message, hint=f"use --vllm_num_engines {ranks} --vllm_tensor_parallel_size 1")
+    if ranks > num_gpus:
+        message = f"{ranks} GPUs asked, {num_gpus} in the cluster"
+        raise ConfigError(message, hint="lower --actor_num_gpus_per_node")
 
 
 def _apart(request: PlacementRequest) -> PlacementPlan:
@@ -193,7 +181,7 @@ def _apart(request: PlacementRequest) -> PlacementPlan:
         if actor != reference:
             message = f"actor and reference share processes: the actor has {actor}, the reference {reference}"
             hint = "set --ref_num_nodes and --ref_num_gpus_per_node to the actor's, or drop --colocate_actor_ref"
-            raise ConfigError(with_hint(message, hint))
+            raise ConfigError(message, hint=hint)
         hosted = [("actor", "reference"), *((role,) for role in roles if role not in ("actor", "reference"))]
     bundles: list[int] = []
 
@@ -210,7 +198,7 @@ def _apart(request: PlacementRequest) -> PlacementPlan:
         if request.reward_ranks != critic:
             message = f"critic and reward models share devices: the critic has {critic}, they have"
             hint = "set --reward_num_nodes and --reward_num_gpus_per_node to the critic's, or drop"
-            raise ConfigError(with_hint(f"{message} {request.reward_ranks}", f"{hint} --colocate_critic_reward"))
+            raise ConfigError(f"{message} {request.reward_ranks}", hint=f"{hint} --colocate_critic_reward")
     else:
         places = reserve(request.reward_ranks)
     return PlacementPlan("cuda", tuple(bundles), groups, engines, False, scorers=_scorers(places, 1))
@@ -224,11 +212,16 @@ def _scorers(bundles: tuple[int, ...], gpus: int) -> GroupPlan | None:
     return GroupPlan("reward", ("reward",), bundles, gpus) if bundles else None
 
 
-def local_resources() -> Resources:
-    """Return what this machine has, by CUDA_VISIBLE_DEVICES or the driver's device files: no GPU library is needed."""
+def local_gpus() -> int:
+    """Return the number of GPUs, by CUDA_VISIBLE_DEVICES or the driver's device files: no GPU library is needed."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
-        num_gpus = len([device for device in visible.split(",") if device.strip() not in ("", "-1")])
-    else:
-        num_gpus = len([path for path in Path("/dev").glob("nvidia*") if path.name.removeprefix("nvidia").isdigit()])
-    return Resources(os.cpu_count() or 1, num_gpus)
+        return len([device for device in visible.split(",") if device.strip() not in ("", "-1")])
+    return len([path for path in Path("/dev").glob("nvidia*") if path.name.removeprefix("nvidia").isdigit()])
+
+
+def free_port() -> int:
+    """Return a TCP port that is free on this host now."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return probe.getsockname()[1]

@@ -1,6 +1,7 @@
 """What a model on the training side is told, as plain frozen data."""
 
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,3 +52,8 @@ class ModelSpec:
     torch_compile: str = "off"
     zero_stage: int = 2
     optimizer: OptimizerSpec | None = None
+
+    @property
+    def load_options(self) -> dict[str, Any]:
+        """What every loader of `rlhf_models` is told of it."""
+        return {"dtype": self.dtype, "attn_implementation": self.attn_implementation, "packing": self.packing}

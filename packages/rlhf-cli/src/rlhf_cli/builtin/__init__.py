@@ -1,6 +1,6 @@
 """What `ppo` runs on when it is given nothing: a tiny model, prompts with answers, and a recipe with a rule reward.
 
-`python -m rlhf_cli.builtin.make` makes the model and the data anew.
+`tools/builtin/` of the repository makes the model and the data anew.
 """
 
 from pathlib import Path

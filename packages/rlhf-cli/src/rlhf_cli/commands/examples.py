@@ -4,16 +4,8 @@ from typing import Any
 
 from rlhf_cli.commands.offline import Command
 from rlhf_cli.config.base import matching
-from rlhf_cli.config.offline import (
-    LOSSES_WITH,
-    DpoConfig,
-    KdConfig,
-    KtoConfig,
-    PrmConfig,
-    RmConfig,
-    SftConfig,
-)
-from rlhf_data.errors import ConfigError, with_hint
+from rlhf_cli.config.offline import LOSSES_WITH, DpoConfig, KdConfig, KtoConfig, PrmConfig, RmConfig, SftConfig
+from rlhf_data.errors import ConfigError
 
 
 def _demonstrations(config: SftConfig, tokenizer: Any) -> Any:
@@ -91,7 +83,7 @@ def _judged_steps(config: PrmConfig, tokenizer: Any) -> Any:
         ids += (found := tokenizer(text, add_special_tokens=False)["input_ids"])
         if len(found) != 1:
             message = f"--reward_tokens: {text!r} is {len(found)} tokens, not one"
-            raise ConfigError(with_hint(message, "use a character, such as + and -, or a special token"))
+            raise ConfigError(message, hint="use a character, such as + and -, or a special token")
     return ProcessRewardObjective(reward_tokens=tuple(ids))
 
 

@@ -20,7 +20,7 @@ from rlhf_cli.paths import (
     user_path,
     with_full_paths,
 )
-from rlhf_data.errors import ConfigError, missing_file, unknown, with_hint
+from rlhf_data.errors import ConfigError, missing_file, unknown
 
 if TYPE_CHECKING:
     from rlhf_cli.console import Console
@@ -96,6 +96,7 @@ def _prepare(command: Command, config: OfflineConfig, folder: Path, console: "Co
     from rlhf_models.lora import LoraSpec
     from rlhf_train.offline.job import OfflineJob
     from rlhf_train.offline.loop import OfflineSchedule
+    from rlhf_train.placement import free_port
 
     path, model, training = model_path(config.model.pretrain), config.model, config.training
     model_config, tokenizer = load_model_files(path)
@@ -106,12 +107,7 @@ def _prepare(command: Command, config: OfflineConfig, folder: Path, console: "Co
     objective = command.objective(config, tokenizer)
     encoder = command.encoder(config, tokenizer)
     loaded = {flag: _load(config, flag, rows, encoder, console, rank) for flag, rows in sources.items()}
-    budget = training.micro_batch_tokens
-    for examples in loaded.values() if budget is not None else ():
-        longest = max(map(objective.num_tokens, objective.items(examples.examples)))
-        if longest > budget:
-            message = f"--micro_batch_tokens is {budget}, and the longest example takes {longest} tokens"
-            raise ConfigError(with_hint(message, f"use --micro_batch_tokens {longest}, or a lower --max_len"))
+    shared = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])) if num_ranks > 1 else None
     schedule = OfflineSchedule(**matching(OfflineSchedule, training))
     train, best = loaded["--dataset"].examples, config.evaluation.best_metric_key
     targets = model.target_modules if model.target_modules == "all-linear" else tuple(model.target_modules.split(","))
@@ -132,7 +128,7 @@ def _prepare(command: Command, config: OfflineConfig, folder: Path, console: "Co
         best_path=folder / "best_model" if best else None,
         rank=rank,
         num_ranks=num_ranks,
-        master=_master(num_ranks),
+        master=shared or ("127.0.0.1", free_port()),
         device="cuda" if torch.cuda.is_available() else "cpu",
     )
     return job, tokenizer
@@ -208,6 +204,7 @@ def _reference(config: OfflineConfig, tokenizer: Any) -> "ModelSpec | None":
 def _train(command: Command, parsed: Parsed[Any], job: "OfflineJob", tokenizer: Any, console: "Console") -> None:
     from rlhf_cli.console import StepTable, offline_columns, show_results
     from rlhf_train.offline.job import ADAPTER_FOLDER, run_offline
+    from rlhf_train.online.observer import Observer
     from rlhf_train.online.recorder import ARTIFACTS, Recorder
 
     started, folder = time.perf_counter(), job.model_path.parent
@@ -215,7 +212,7 @@ def _train(command: Command, parsed: Parsed[Any], job: "OfflineJob", tokenizer: 
     names = command.metrics[:_NUM_SHOWN]
     final: dict[str, float] = {}
 
-    class View:
+    class View(Observer):
         """Shows the run and keeps its numbers."""
 
         def __init__(self) -> None:
@@ -271,13 +268,3 @@ def _take_own_gpu(num_ranks: int) -> None:
         return
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[int(local_rank)] if visible else local_rank
-
-
-def _master(num_ranks: int) -> tuple[str, int]:
-    if num_ranks > 1:
-        return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return "127.0.0.1", probe.getsockname()[1]

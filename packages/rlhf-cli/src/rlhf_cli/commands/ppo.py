@@ -36,7 +36,7 @@ def _run(argv: Sequence[str]) -> int:
 
     from rlhf_cli.console import Console, RunView, show_results
     from rlhf_cli.jobs import describe_batches, make_job, make_plan
-    from rlhf_cli.preflight.devices import check_device, find_resources
+    from rlhf_cli.preflight.devices import check_device, find_gpus
     from rlhf_cli.preflight.inputs import check_inputs
 
     console = Console()
@@ -45,9 +45,9 @@ def _run(argv: Sequence[str]) -> int:
     folder = output_folder(config.output.save_path, "ppo")
     console.working("checking model, data and reward")
     inputs = check_inputs(config, folder)
-    resources, ray_address = find_resources()
-    device_notices = check_device(config, parsed.given, resources.num_gpus)
-    plan = make_plan(config, resources)
+    num_gpus, ray_address = find_gpus()
+    device_notices = check_device(config, parsed.given, num_gpus)
+    plan = make_plan(config, num_gpus)
     job = make_job(config, inputs, plan, folder, ray_address)
     console.done()
     for notice in once([*parsed.notices, *inputs.notices, *device_notices])[len(parsed.notices) :]:

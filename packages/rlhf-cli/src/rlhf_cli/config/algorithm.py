@@ -7,7 +7,7 @@ from pydantic import BeforeValidator
 
 from rlhf_cli.config.base import Section, flag, matching, one_of
 from rlhf_cli.config.messages import without_effect
-from rlhf_data.errors import ConfigError, with_hint
+from rlhf_data.errors import ConfigError
 from rlhf_train.algorithms import (
     ALGORITHMS,
     CORRECTION_LEVELS,
@@ -189,22 +189,18 @@ class AlgorithmSection(Section, title="algorithm"):
         )
 
     def check(self, given: Collection[str], num_updates: int) -> list[str]:
-        """Return notices. Raises ConfigError for options that cannot work.
-
-        Args:
-            given: the options that somebody set to something else than the default.
-            num_updates: optimizer steps a step.
-        """
+        """Return notices. Raises ConfigError for options that cannot work. `given` are the options that somebody set to
+        something else than the default, `num_updates` the optimizer steps a step."""
         if len(self.clip_spellings) > 1:
             names = " and ".join(f"--{name}" for name in self.clip_spellings)
-            raise ConfigError(with_hint(f"{names} set the same clip range", "give one of them"))
+            raise ConfigError(f"{names} set the same clip range", hint="give one of them")
         spec = self.spec()
         if self.kl_unbiased_gradient and not self.use_kl_loss:
             message = "--kl_unbiased_gradient is about the gradient of the KL loss, and --use_kl_loss is off"
-            raise ConfigError(with_hint(message, "add --use_kl_loss, or drop --kl_unbiased_gradient"))
+            raise ConfigError(message, hint="add --use_kl_loss, or drop --kl_unbiased_gradient")
         if not spec.uses_reference and self.kl_target is not None:
             message = "--kl_target with --init_kl_coef 0: there is no KL"
-            raise ConfigError(with_hint(message, "set --init_kl_coef above 0, or drop --kl_target"))
+            raise ConfigError(message, hint="set --init_kl_coef above 0, or drop --kl_target")
         skips, loss = spec.old_logprobs == "skip", f"--policy_loss_type {spec.policy_loss}"
         no_ratio = not skips and not spec.loss.uses_ratio
         notices = without_effect(

@@ -19,16 +19,10 @@ class Config(BaseModel, frozen=True, extra="forbid", protected_namespaces=()):
     """Everything that a command is told, a field a section."""
 
     def check(self, given: Collection[str]) -> list[str]:
-        """Check what concerns several fields.
+        """Check what concerns several fields; return a notice for each option that has no effect.
 
-        Args:
-            given: the options that somebody set to something else than the default.
-
-        Returns:
-            A notice for each option that has no effect.
-
-        Raises:
-            ConfigError: options that cannot work together, or one that is missing.
+        `given` are the options that somebody set to something else than the default. Raises ConfigError for options
+        that cannot work together, or one that is missing.
         """
         return []
 
@@ -98,13 +92,8 @@ SymmetricRange = Annotated[tuple[float, float], BeforeValidator(_around_zero)]
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One field of one section, as flags and TOML keys see it.
-
-    Attributes:
-        section: the section's name, its table in TOML.
-        name: the field's name, its key in TOML and its flag after `--`.
-        info: pydantic's description of it.
-    """
+    """One field of one section, as flags and TOML see it: `section` is its table in TOML, `name` its key there and its
+    flag after `--`, `info` pydantic's description of it."""
 
     section: str
     name: str

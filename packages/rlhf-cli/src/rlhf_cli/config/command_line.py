@@ -10,13 +10,14 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Generic, NoReturn, TypeVar, get_args
+from typing import Any, Generic, TypeVar, get_args
 
 from pydantic import ValidationError
 
 from rlhf_cli.config.base import Config, Option, options
 from rlhf_cli.config.elsewhere import known_elsewhere
 from rlhf_data.errors import ConfigError, missing_file, nearest, unknown, with_hint
+from rlhf_data.flags import Parser
 
 AnyConfig = TypeVar("AnyConfig", bound=Config)
 Values = dict[str, Any]  # by the options' names
@@ -45,11 +46,6 @@ class Parsed(Generic[AnyConfig]):
     dry_run: bool
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(with_hint(message, f"`{self.prog} --help` lists the flags"))
-
-
 def parse(
     config_class: type[AnyConfig],
     argv: Sequence[str],
@@ -62,13 +58,8 @@ def parse(
 ) -> Parsed[AnyConfig]:
     """Return the configuration that `argv` describes; defaults < recipe < preset < TOML file < flags.
 
-    Args:
-        config_class: sections, with a `check(given)` method.
-        argv: the flags.
-        prog, description: for --help.
-        resolve: turns a path that a user typed into one that can be opened.
-        recipe: from what was given to a TOML file that fills in the rest, or None.
-        presets: what --preset may be, and the TOML file that stands for it.
+    `resolve` turns a path that a user typed into one that can be opened, `recipe` what was given into a TOML file that
+    fills in the rest, or None; `presets` are what --preset may be, and the TOML files that stand for that.
 
     Raises:
         ConfigError: an unknown flag, section, key or value, or options that cannot work together.
@@ -95,11 +86,9 @@ def parse(
     return Parsed(config, tuple(notices), given, dry_run)
 
 
-def make_parser(
-    config_class: type[Config], *, prog: str, description: str, presets: Collection[str] = ()
-) -> argparse.ArgumentParser:
+def make_parser(config_class: type[Config], *, prog: str, description: str, presets: Collection[str] = ()) -> Parser:
     """Return an argparse parser with one group a section. Values stay text: the schema knows their types."""
-    parser = _Parser(
+    parser = Parser(
         prog=prog,
         usage=f"{prog} {'[--preset NAME] ' if presets else ''}[--config FILE.toml] [--dry_run] [flags]",
         description=description,
@@ -123,11 +112,8 @@ def make_parser(
 
 
 def read_toml(path: Path, config_class: type[Config]) -> Values:
-    """Return the values of a TOML file.
-
-    Raises:
-        ConfigError: no such file, not TOML, or a section or key that does not exist.
-    """
+    """Return the values of a TOML file. Raises ConfigError when there is none, it is not TOML, or it has a section or a
+    key that does not exist."""
     if not path.is_file():
         raise ConfigError(missing_file("configuration file", path))
     try:
@@ -139,15 +125,14 @@ def read_toml(path: Path, config_class: type[Config]) -> Values:
     for section, table in content.items():
         if section not in sections:
             text = f"{path}: unknown section `{section}`"
-            raise ConfigError(with_hint(text, _place(section, sections, home, "[{}]", "[{}]")))
+            raise ConfigError(text, hint=_place(section, sections, home, "[{}]", "[{}]"))
         if not isinstance(table, dict):
-            hint = f"write [{section}] with its keys below"
-            raise ConfigError(with_hint(f"{path}: `{section}` must be a section", hint))
+            raise ConfigError(f"{path}: `{section}` must be a section", hint=f"write [{section}] with its keys below")
         for key in table:
             if home.get(key) != section:
                 text = f"{path}: unknown key `{key}` in [{section}]"
                 keys = [name for name in home if home[name] == section]
-                raise ConfigError(with_hint(text, _place(key, keys, home, "`{}`", "{}")))
+                raise ConfigError(text, hint=_place(key, keys, home, "`{}`", "{}"))
     return {name: value for table in content.values() for name, value in table.items()}
 
 
@@ -171,11 +156,11 @@ def to_toml(config: Config) -> str:
     return "\n".join(lines)
 
 
-def _read_flags(parser: argparse.ArgumentParser, argv: Sequence[str]) -> Values:
-    names = [name for action in parser._actions for name in action.option_strings if name.startswith("--")]
+def _read_flags(parser: Parser, argv: Sequence[str]) -> Values:
+    names = parser.flags
     for flag, value in pairwise(argv):
         if flag in names and re.match(r"-[\d.][^ ,]*,", value):
-            raise ConfigError(with_hint(f"{flag}: `{value}` begins as a flag does", f"write {flag}={value}"))
+            raise ConfigError(f"{flag}: `{value}` begins as a flag does", hint=f"write {flag}={value}")
     namespace, rest = parser.parse_known_args(list(argv))
     if rest:
         raise ConfigError(_unknown_flags(rest, names, parser.prog))
@@ -232,7 +217,7 @@ def _single(name: str, flags: Values) -> Any:
     found = flags.pop(name, [None])
     if len(found) > 1:
         hint = "give one, and as flags what it should not say"
-        raise ConfigError(with_hint(f"--{name} is given {len(found)} times: {', '.join(found)}", hint))
+        raise ConfigError(f"--{name} is given {len(found)} times: {', '.join(found)}", hint=hint)
     return found[0]
 
 

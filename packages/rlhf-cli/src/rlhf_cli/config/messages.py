@@ -2,12 +2,12 @@
 
 from collections.abc import Collection, Iterable
 
-from rlhf_data.errors import ConfigError, with_hint
+from rlhf_data.errors import ConfigError
 
 
 def missing(option: str, what: str, hint: str) -> ConfigError:
     """Return the error for an option that is needed and not there."""
-    return ConfigError(with_hint(f"--{option} is missing: {what}", hint))
+    return ConfigError(f"--{option} is missing: {what}", hint=hint)
 
 
 def without_effect(given: Collection[str], *rows: tuple[bool, Iterable[str], str]) -> list[str]:
@@ -29,7 +29,7 @@ def once(notices: Iterable[str]) -> list[str]:
 def check_range(option: str, bounds: tuple[float, float] | None) -> None:
     """Raise ConfigError unless the lower bound is below the upper one."""
     if bounds is not None and not bounds[0] < bounds[1]:
-        raise ConfigError(with_hint(f"--{option} is {bounds[0]:g} {bounds[1]:g}", "give LOW before HIGH, two numbers"))
+        raise ConfigError(f"--{option} is {bounds[0]:g} {bounds[1]:g}", hint="give LOW before HIGH, two numbers")
 
 
 def check_has_metric(data_option: str, held_out: str | None, key: str | None, eval_steps: int) -> list[str]:

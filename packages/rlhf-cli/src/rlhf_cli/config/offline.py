@@ -20,7 +20,7 @@ from rlhf_cli.config.training import (
     OfflineTrainingSection,
     RewardTrainingSection,
 )
-from rlhf_data.errors import ConfigError, with_hint
+from rlhf_data.errors import ConfigError
 
 RewardLoss = one_of(("sigmoid", "logexp"))
 PreferenceLoss = one_of(("dpo", "ipo", "simpo", "orpo"))
@@ -49,7 +49,7 @@ class OfflineConfig(Config):
         notices, budget = training.check(given), training.micro_batch_tokens
         if budget is not None and not model.packing_samples:
             message = "--micro_batch_tokens limits packed sequences only"
-            raise ConfigError(with_hint(message, "add --packing_samples, or use --micro_train_batch_size"))
+            raise ConfigError(message, hint="add --packing_samples, or use --micro_train_batch_size")
         held_out, best = data.eval_dataset, evaluation.best_metric_key
         notices += check_has_metric("eval_dataset", held_out, best, evaluation.eval_steps)
         has_template = getattr(data, "apply_chat_template", True)
@@ -107,7 +107,7 @@ class RmConfig(OfflineConfig):
         """See `Config`."""
         notices, has_margin = super().check(given), self.objective.margin_loss
         if has_margin and self.objective.loss == "logexp":
-            raise ConfigError(with_hint("--loss logexp has no margin", "drop --margin_loss, or use --loss sigmoid"))
+            raise ConfigError("--loss logexp has no margin", hint="drop --margin_loss, or use --loss sigmoid")
         return notices + without_effect(given, (not has_margin, ["margin_key"], "--margin_loss is off"))
 
 
@@ -154,7 +154,7 @@ class DpoConfig(OfflineConfig):
         """See `Config`."""
         notices, loss = super().check(given), self.objective
         if loss.ipo and loss.loss_type not in ("dpo", "ipo"):
-            raise ConfigError(with_hint(f"--ipo and --loss_type {loss.loss_type} are two losses", "drop one of them"))
+            raise ConfigError(f"--ipo and --loss_type {loss.loss_type} are two losses", hint="drop one of them")
         unused = [option for option in LOSSES_WITH if loss.name not in LOSSES_WITH[option]]
         return notices + without_effect(given, (True, unused, f"the loss is {loss.name}"))
 

@@ -1,9 +1,10 @@
 """The configuration of `ppo`."""
 
 from collections.abc import Collection
+from typing import TYPE_CHECKING
 
 from rlhf_cli.config.algorithm import AlgorithmSection
-from rlhf_cli.config.base import Config
+from rlhf_cli.config.base import Config, matching
 from rlhf_cli.config.data import PromptSection
 from rlhf_cli.config.messages import check_has_metric, check_range, missing, once, without_effect
 from rlhf_cli.config.model import PpoModelSection
@@ -12,7 +13,10 @@ from rlhf_cli.config.placement import EngineSection, PlacementSection
 from rlhf_cli.config.reward import RewardSection
 from rlhf_cli.config.rollout import EvaluationSection, RolloutSection
 from rlhf_cli.config.training import PpoTrainingSection
-from rlhf_data.errors import ConfigError, with_hint
+from rlhf_data.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rlhf_train.online.job import BatchSizes
 
 _FILTER_OPTIONS = ("dynamic_filtering_reward_range", "dynamic_filtering_max_batches")
 _EVALUATION_OPTIONS = ("eval_steps", "eval_temperature", "eval_n_samples_per_prompt", "source_key")
@@ -33,15 +37,20 @@ class PpoConfig(Config):
     engine: EngineSection = EngineSection()
     output: PpoOutputSection = PpoOutputSection()
 
+    @property
+    def batch(self) -> "BatchSizes":
+        """How many of what. Raises ConfigError unless the samples of a step make whole optimizer steps."""
+        from rlhf_train.online.job import BatchSizes  # takes a moment, which --help has not
+
+        num_samples = self.rollout.n_samples_per_prompt
+        return BatchSizes(num_samples_per_prompt=num_samples, **matching(BatchSizes, self.rollout, self.training))
+
     def check(self, given: Collection[str]) -> list[str]:
         """See `Config`. In the order in which a person would want to hear of it."""
         _check_inputs(self)
         given = with_places(self, given)
-        num_samples = self.rollout.rollout_batch_size * self.rollout.n_samples_per_prompt
-        num_updates = num_samples // self.training.train_batch_size * self.training.max_epochs
         notices = self.reward.check(given, self.rollout.generate_max_len)
-        notices += self.algorithm.check(given, num_updates)
-        _check_batches(self, num_samples)
+        notices += self.algorithm.check(given, self.batch.num_updates)
         notices += self.training.check(given)
         notices += _check_training(self, given)
         notices += _check_filtering(self, given)
@@ -66,26 +75,12 @@ def _check_inputs(config: PpoConfig) -> None:
         raise missing("prompt_data", what, f"{hint}; without --pretrain the built-in task runs")
 
 
-def _check_batches(config: PpoConfig, num_samples: int) -> None:
-    """Raise ConfigError unless the samples of a step make whole optimizer steps."""
-    size, rollout = config.training.train_batch_size, config.rollout
-    if num_samples % size:
-        divisor = max(number for number in range(1, min(size, num_samples) + 1) if num_samples % number == 0)
-        message = (
-            f"--train_batch_size is {size}, which does not divide the {num_samples} samples of a step"
-            f" (--rollout_batch_size {rollout.rollout_batch_size} x --n_samples_per_prompt"
-            f" {rollout.n_samples_per_prompt})"
-        )
-        raise ConfigError(with_hint(message, f"use --train_batch_size {divisor}"))
-
-
 def _check_training(config: PpoConfig, given: Collection[str]) -> list[str]:
     """Check what some algorithms do not do, or do anyway, and the average of the weights."""
     training, algorithm, reward = config.training, config.algorithm, config.reward
     if training.freezing_actor_steps > 0 and not algorithm.row.uses_critic:
         message = f"--freezing_actor_steps {training.freezing_actor_steps} trains the critic only, and"
-        hint = "drop it, or use --advantage_estimator gae"
-        raise ConfigError(with_hint(f"{message} {algorithm.title} has none", hint))
+        raise ConfigError(f"{message} {algorithm.title} has none", hint="drop it, or use --advantage_estimator gae")
     shapes = (reward.reward_clip_range, reward.overlong_buffer_len or None, reward.stop_properly_penalty_coef)
     rescales = algorithm.row.baseline == "group_mean_std" and not algorithm.no_advantage_std_norm
     anyway = f"{algorithm.title} shifts and scales the rewards of a group anyway, and nothing comes between"
@@ -117,7 +112,7 @@ def _check_evaluation(config: PpoConfig, given: Collection[str]) -> list[str]:
         return without_effect(given, (True, _EVALUATION_OPTIONS, "there is no --eval_data"))
     if section.eval_temperature == 0 and section.eval_n_samples_per_prompt > 1:
         message = f"--eval_n_samples_per_prompt is {section.eval_n_samples_per_prompt} at --eval_temperature 0"
-        raise ConfigError(with_hint(f"{message}: greedy responses are all the same", "use 1 sample, or a temperature"))
+        raise ConfigError(f"{message}: greedy responses are all the same", hint="use 1 sample, or a temperature")
     best = section.best_metric_key
     if best is not None and best.rpartition("/")[2] in _BETTER_WHEN_LOW:
         notices.append(f"--best_metric_key {best} keeps the highest value, and a lower one is usually better")
@@ -126,7 +121,7 @@ def _check_evaluation(config: PpoConfig, given: Collection[str]) -> list[str]:
 
 def _check_sampling(config: PpoConfig, given: Collection[str]) -> list[str]:
     if config.rollout.top_k == 0:
-        raise ConfigError(with_hint("--top_k is 0, which leaves no token to sample", "use -1 for all tokens"))
+        raise ConfigError("--top_k is 0, which leaves no token to sample", hint="use -1 for all tokens")
     return [
         f"--{name} {getattr(config.rollout, name)} samples from a part of the distribution, while the trainer's"
         " log-probs are of the whole: mismatch/* will not be near 0"
@@ -145,12 +140,12 @@ def _check_placement(config: PpoConfig, given: Collection[str]) -> list[str]:
     ):
         for name in (f"{role}_num_nodes", f"{role}_num_gpus_per_node"):
             if needed and getattr(placement, name) == 0:
-                raise ConfigError(with_hint(f"--{name} is 0, and {why}", f"use --{name} 1 or more"))
+                raise ConfigError(f"--{name} is 0, and {why}", hint=f"use --{name} 1 or more")
     all_share = placement.colocate_all_models
     for name, section in (("vllm_enable_sleep", config.engine), ("deepspeed_enable_sleep", placement)):
         if getattr(section, name) and not all_share:
             message = f"--{name} is for models and engines that share GPUs, and --colocate_all_models is off"
-            raise ConfigError(with_hint(message, f"add --colocate_all_models, or drop --{name}"))
+            raise ConfigError(message, hint=f"add --colocate_all_models, or drop --{name}")
     return without_effect(
         given,
         (all_share, ["colocate_actor_ref", "colocate_critic_reward"], "--colocate_all_models includes it"),

@@ -4,7 +4,7 @@ from collections.abc import Collection
 
 from rlhf_cli.config.base import Section, SymmetricRange, flag
 from rlhf_cli.config.messages import check_range, missing, without_effect
-from rlhf_data.errors import ConfigError, with_hint
+from rlhf_data.errors import ConfigError
 from rlhf_rollout.rewards.sources import RewardSource, parse_sources, parse_weights
 
 _MODEL_OPTIONS = ("reward_num_nodes", "reward_num_gpus_per_node", "colocate_critic_reward")
@@ -56,12 +56,8 @@ class RewardSection(Section, title="reward"):
         return round(self.overlong_buffer_len * share)
 
     def check(self, given: Collection[str], max_tokens: int) -> list[str]:
-        """Return notices. Raises ConfigError for sources, ranges and lengths that cannot work.
-
-        Args:
-            given: the options that somebody set to something else than the default.
-            max_tokens: of a response.
-        """
+        """Return notices. Raises ConfigError for sources, ranges and lengths that cannot work. `given` are the options
+        that somebody set to something else than the default, `max_tokens` those of a response."""
         sources = self.sources()
         if not sources:
             hint = (
@@ -74,7 +70,7 @@ class RewardSection(Section, title="reward"):
         if self.overlong_buffer_len > 0 and not 1 <= buffer <= max_tokens:
             message = f"--overlong_buffer_len {self.overlong_buffer_len:g} is {buffer} of the {max_tokens} tokens of"
             hint = f"give 1 to {max_tokens} tokens, or a share below 1 that is a token at least"
-            raise ConfigError(with_hint(f"{message} --generate_max_len", hint))
+            raise ConfigError(f"{message} --generate_max_len", hint=hint)
         keeps_all = self.stop_properly_penalty_coef == 1
         kinds = {source.kind for source in sources}
         notices = without_effect(

@@ -10,10 +10,10 @@ from typing import Any
 from rlhf_cli.config.data import DataSection
 from rlhf_cli.config.ppo import PpoConfig
 from rlhf_cli.paths import data_paths, source_names
-from rlhf_data.errors import ConfigError, DataError, missing_file, unknown, with_hint
+from rlhf_data.errors import ConfigError, DataError, missing_file, unknown
 from rlhf_data.prompts import PromptSet, load_prompts
 from rlhf_data.records import Prompt
-from rlhf_data.rows import RowErrors
+from rlhf_data.rows import Counts, RowErrors
 from rlhf_data.sources import SUFFIXES, Rows, open_sources, parse_probs
 
 _METRICS = ("accuracy", "reward", "score", "response_tokens", "truncated", "failed")
@@ -22,19 +22,16 @@ _A_SLIP = 0.9  # share of letters in common
 
 
 def open_prompts(config: PpoConfig) -> tuple[Rows, dict[str, Rows]]:
-    """Return the rows of --prompt_data, and by name those of each --eval_data file.
-
-    Raises:
-        DataError: a source that cannot be opened, or whose first row does not have its keys.
-        ConfigError: held-out files of one name, or probabilities that are none.
-    """
+    """Return the rows of --prompt_data, and by name those of each --eval_data file. Raises DataError for a source that
+    cannot be opened or whose first row lacks its keys, ConfigError for held-out files of one name and for probabilities
+    that are none."""
     data, held_out = config.data, {}
     files = data_paths(data.eval_data, held_out=True)
     names = [path.stem for path in files]
     for name in names:
         if names.count(name) > 1:
             message = f"two files of --eval_data are called {name}, the name by which their results are told apart"
-            raise ConfigError(with_hint(message, "rename one"))
+            raise ConfigError(message, hint="rename one")
     assert data.prompt_data
     probs = parse_probs("prompt_data_probs", data.prompt_data_probs)
     options = {"probs": probs, "seed": config.training.seed, "max_samples": data.max_samples}
@@ -43,7 +40,7 @@ def open_prompts(config: PpoConfig) -> tuple[Rows, dict[str, Rows]]:
     for name, path in zip(names, files, strict=True):
         if not path.exists() and not path.name.lower().endswith(SUFFIXES):
             message = f"--eval_data: {missing_file('data file', path).partition(chr(10))[0]}"
-            raise DataError(with_hint(message, "give a .jsonl or .json file; names on the hub are for --prompt_data"))
+            raise DataError(message, hint="give a .jsonl or .json file; names on the hub are for --prompt_data")
         held_out[name] = open_sources(path, max_samples=data.max_samples)
         check_keys(data, held_out[name], ("input_key", "label_key", "source_key"))
     return training, held_out
@@ -58,17 +55,14 @@ def check_keys(section: DataSection, rows: Rows, names: Iterable[str]) -> None:
             if key is not None and key not in row.values:
                 message = f"--{name}: {row.origin}: {unknown('key', key, row.values)}"
                 may_be_none = type(section).model_fields[name].annotation == str | None and "hint:" not in message
-                raise DataError(with_hint(message, f"--{name} None says that there is none" if may_be_none else None))
+                raise DataError(message, hint=f"--{name} None says that there is none" if may_be_none else None)
 
 
 def load_all(
     config: PpoConfig, rows: Rows, held_out_rows: Mapping[str, Rows], tokenizer: Any
 ) -> tuple[PromptSet, PromptSet | None]:
     """Return what the policy trains on, and the held-out prompts, each with the name of its source as metrics have it.
-
-    Raises:
-        DataError: a row that cannot be used.
-    """
+    Raises DataError for a row that cannot be used."""
     names = ("input_key", "label_key", "apply_chat_template", "input_template", "prompt_max_len", "skip_bad_rows")
     load = partial(load_prompts, tokenizer=tokenizer, **{name: getattr(config.data, name) for name in names})
     prompts = load(rows, source="train")
@@ -76,24 +70,13 @@ def load_all(
     if not sets:
         return prompts, None
     held_out = (replace(p, source=re.sub(r"[^\w.-]", "_", p.source) or "_") for part in sets for p in part)
-    return prompts, PromptSet(
-        tuple(held_out),
-        num_rows=sum(part.num_rows for part in sets),
-        num_too_long=sum(part.num_too_long for part in sets),
-        longest_tokens=max(part.longest_tokens for part in sets),
-        num_bad=sum(part.num_bad for part in sets),
-    )
+    return prompts, PromptSet(tuple(held_out), sum((part.counts for part in sets), Counts()))
 
 
 def check_best_metric(config: PpoConfig, prompts: Sequence[Prompt], *, logs_numbers: bool) -> None:
-    """Raise ConfigError when --best_metric_key names a number that no evaluation will have.
-
-    Args:
-        config: all sections.
-        prompts: held out.
-        logs_numbers: a reward may log further numbers, whose names show at the first evaluation. A name that only a
-            slip tells from one of ours is none of them.
-    """
+    """Raise ConfigError when --best_metric_key names a number that no evaluation of the held-out `prompts` will have.
+    Where a reward `logs_numbers` of its own, their names show at the first evaluation; a name that only a slip tells
+    from one of ours is none of them."""
     name = config.evaluation.best_metric_key
     if name is None:
         return
@@ -117,7 +100,7 @@ def metric_names(sources: Collection[str], num_samples: int) -> list[str]:
 def data_notices(config: PpoConfig, prompts: PromptSet, held_out: PromptSet | None) -> list[str]:
     """Return what a person should know about the prompts, a sentence each."""
     notices, rollout = [], config.rollout
-    for part in (prompts, held_out) if held_out is not None else (prompts,):
+    for part in (prompts.counts, held_out.counts) if held_out is not None else (prompts.counts,):
         if part.num_too_long:
             count = f"{part.num_too_long} of {part.num_rows} prompts are longer than --prompt_max_len and left out"
             notices.append(f"{count}; the longest has {part.longest_tokens} tokens")

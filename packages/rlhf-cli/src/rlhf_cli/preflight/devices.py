@@ -5,8 +5,8 @@ from collections.abc import Collection
 
 from rlhf_cli.config.messages import without_effect
 from rlhf_cli.config.ppo import PpoConfig, with_places
-from rlhf_data.errors import ConfigError, with_hint
-from rlhf_train.placement import Resources, local_resources
+from rlhf_data.errors import ConfigError
+from rlhf_train.placement import local_gpus
 
 _GPU_OPTIONS = (
     "vllm_gpu_memory_utilization",
@@ -20,11 +20,11 @@ _GPU_OPTIONS = (
 _RANK_OPTIONS = ("critic_num_nodes", "critic_num_gpus_per_node", "ref_num_nodes", "ref_num_gpus_per_node")
 
 
-def find_resources() -> tuple[Resources, str | None]:
-    """Return what there is to run on, and the address of the Ray cluster that RAY_ADDRESS names, if it does."""
+def find_gpus() -> tuple[int, str | None]:
+    """Return how many GPUs there are, and the address of the Ray cluster that RAY_ADDRESS names, if it does."""
     address = os.environ.get("RAY_ADDRESS") or None
     if address is None:
-        return local_resources(), None
+        return local_gpus(), None
     import ray
 
     if not ray.is_initialized():
@@ -32,9 +32,8 @@ def find_resources() -> tuple[Resources, str | None]:
             ray.init(address=address, logging_level="ERROR", log_to_driver=False)
         except (ConnectionError, ValueError, RuntimeError) as error:
             hint = "start one with `ray start --head`, set up its token here if it has one, or unset RAY_ADDRESS"
-            raise ConfigError(with_hint(f"no Ray cluster answers at RAY_ADDRESS {address}: {error}", hint)) from None
-    total = ray.cluster_resources()
-    return Resources(num_cpus=int(total.get("CPU", 0)), num_gpus=int(total.get("GPU", 0))), address
+            raise ConfigError(f"no Ray cluster answers at RAY_ADDRESS {address}: {error}", hint=hint) from None
+    return int(ray.cluster_resources().get("GPU", 0)), address
 
 
 def check_device(config: PpoConfig, given: Collection[str], num_gpus: int) -> list[str]:
@@ -43,7 +42,7 @@ def check_device(config: PpoConfig, given: Collection[str], num_gpus: int) -> li
         return []
     if config.engine.vllm_tensor_parallel_size > 1:
         message = f"--vllm_tensor_parallel_size is {config.engine.vllm_tensor_parallel_size} and there is no GPU"
-        raise ConfigError(with_hint(message, "use --vllm_num_engines for more engines"))
+        raise ConfigError(message, hint="use --vllm_num_engines for more engines")
     return on_cpu(with_places(config, given))
 
 

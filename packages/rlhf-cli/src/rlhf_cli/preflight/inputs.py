@@ -7,9 +7,9 @@ from rlhf_cli.config.ppo import PpoConfig
 from rlhf_cli.paths import check_output_folder, model_path
 from rlhf_cli.preflight.data import check_best_metric, data_notices, load_all, open_prompts
 from rlhf_cli.preflight.models import check_attention, check_context, choose_critic, load_model_files, longest_sequence
-from rlhf_cli.preflight.rewards import check_reward_models, named_sources, reward_models, try_rewards
+from rlhf_cli.preflight.rewards import check_reward_models, named_sources, try_rewards
 from rlhf_data.prompts import PromptSet
-from rlhf_rollout.rewards import RewardSource
+from rlhf_rollout.rewards.sources import RewardSource, model_paths
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +32,8 @@ class Inputs:
 
 
 def check_inputs(config: PpoConfig, folder: Path) -> Inputs:
-    """Check everything a `ppo` run reads.
-
-    Raises:
-        ConfigError: a model, tokenizer, length, folder, or reward function, server or model that does not work.
-        DataError: a data file that does not work.
-    """
+    """Check everything a `ppo` run reads. Raises ConfigError for a model, tokenizer, length, folder, or reward
+    function, server or model that does not work, DataError for a data file that does not."""
     assert config.model.pretrain and config.data.prompt_data
     check_output_folder(folder)
     rows, held_out_rows = open_prompts(config)
@@ -47,7 +43,7 @@ def check_inputs(config: PpoConfig, folder: Path) -> Inputs:
     check_attention(config.model, model_config)
     check_context(model_config, *longest_sequence(config))
     check_reward_models(config, sources, tokenizer)
-    critic, notices = choose_critic(config, model, reward_models(sources), tokenizer)
+    critic, notices = choose_critic(config, model, model_paths(sources), tokenizer)
     prompts, held_out = load_all(config, rows, held_out_rows, tokenizer)
     check_best_metric(config, held_out or (), logs_numbers=any(source.kind != "model" for source in sources))
     notices += data_notices(config, prompts, held_out)

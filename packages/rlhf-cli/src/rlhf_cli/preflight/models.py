@@ -6,7 +6,7 @@ from typing import Any
 from rlhf_cli.config.model import ModelSection
 from rlhf_cli.config.ppo import PpoConfig
 from rlhf_cli.paths import model_path
-from rlhf_data.errors import ConfigError, unknown, with_hint
+from rlhf_data.errors import ConfigError, unknown
 
 
 def load_model_files(path: str) -> tuple[Any, Any]:
@@ -38,7 +38,7 @@ def check_context(model_config: Any, num_tokens: int, flags: str) -> None:
     context = getattr(model_config.get_text_config(), "max_position_embeddings", None)
     if context is not None and num_tokens > context:
         message = f"{flags} is {num_tokens} tokens, and the model has a context of {context}"
-        raise ConfigError(with_hint(message, f"lower them to {context} tokens in all"))
+        raise ConfigError(message, hint=f"lower them to {context} tokens in all")
 
 
 def longest_sequence(config: PpoConfig) -> tuple[int, str]:
@@ -50,14 +50,8 @@ def longest_sequence(config: PpoConfig) -> tuple[int, str]:
 def choose_critic(config: PpoConfig, model: str, reward_models: Sequence[str], tokenizer: Any) -> tuple[str, list[str]]:
     """Return what the critic starts from, and a notice when nobody said so.
 
-    Args:
-        config: all sections.
-        model: the policy's folder or hub name, which is the last choice.
-        reward_models: checked; the first of them is the choice before.
-        tokenizer: the policy's.
-
-    Raises:
-        ConfigError: a critic that cannot be run or does not read the policy's tokens.
+    That is --critic_pretrain, else the first of the `reward_models`, which were checked, else the policy's `model`.
+    Raises ConfigError for a critic that cannot be run or does not read the tokens of the policy's `tokenizer`.
     """
     named = config.model.critic_pretrain
     if not config.algorithm.spec().row.uses_critic or (named is None and not reward_models):

@@ -10,6 +10,7 @@ from rlhf_cli.preflight.models import check_attention, check_context, longest_se
 from rlhf_data.errors import ConfigError, RewardError
 from rlhf_data.records import Prompt
 from rlhf_rollout.rewards import RewardSource, check_reward, parse_reward
+from rlhf_rollout.rewards.sources import model_paths
 
 
 def named_sources(config: PpoConfig) -> tuple[RewardSource, ...]:
@@ -31,17 +32,12 @@ def named_sources(config: PpoConfig) -> tuple[RewardSource, ...]:
     return tuple(sources)
 
 
-def reward_models(sources: Sequence[RewardSource]) -> list[str]:
-    """Return the folders or hub names of the reward models, in order."""
-    return [source.targets[0] for source in sources if source.kind == "model"]
-
-
 def check_reward_models(config: PpoConfig, sources: Sequence[RewardSource], tokenizer: Any) -> None:
     """Raise ConfigError unless every reward model has a score to give and reads the policy's tokens, all of them."""
     from rlhf_models.loading import check_reward_model, check_same_tokenizer, check_tokenizer_fits, load_config
     from rlhf_models.reward import stored_moments
 
-    for path in reward_models(sources):
+    for path in model_paths(sources):
         try:
             check_reward_model(path)
             model_config = load_config(path)
@@ -56,11 +52,8 @@ def check_reward_models(config: PpoConfig, sources: Sequence[RewardSource], toke
 
 
 def try_rewards(config: PpoConfig, sources: Sequence[RewardSource], prompts: Sequence[Prompt]) -> list[str]:
-    """Ask every function and server once; return a notice for each that has no answer and may have one later.
-
-    Raises:
-        ConfigError: a function or server that cannot work.
-    """
+    """Ask every function and server once; return a notice for each that has no answer and may have one later. Raises
+    ConfigError for a function or server that cannot work."""
     notices = []
     for source in sources:
         try:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from rlhf_data.errors import ConfigError, unknown, with_hint
+from rlhf_data.errors import ConfigError, unknown
 
 if TYPE_CHECKING:
     from rlhf_rollout.protocols import RolloutEngine
@@ -73,22 +73,17 @@ class EngineSpec:
                 f"weight_transfer ipc with tensor_parallel_size {self.tensor_parallel_size}: CUDA IPC reaches the "
                 "one GPU that the trainer shares with the engine"
             )
-            raise ConfigError(with_hint(message, "use weight_transfer shared_memory"))
+            raise ConfigError(message, hint="use weight_transfer shared_memory")
 
 
 def build_engine(kind: str, spec: EngineSpec) -> "RolloutEngine":
-    """Return a running engine of a kind named in `ENGINE_KINDS`.
-
-    Raises:
-        ConfigError: an unknown kind, or a spec that does not suit it.
-        EngineError: the engine does not start.
-    """
+    """Return a running engine of a kind named in `ENGINE_KINDS`. Raises ConfigError for an unknown kind or a spec that
+    does not suit it, EngineError when the engine does not start."""
     if kind not in ENGINE_KINDS:
         raise ConfigError(unknown("engine", kind, ENGINE_KINDS))
     if (kind == "http") != (spec.base_url is not None):
-        raise ConfigError(
-            f"engine {kind} with base_url {spec.base_url}: base_url belongs to engine http, which needs it"
-        )
+        message = f"engine {kind} with base_url {spec.base_url}: base_url belongs to engine http, which needs it"
+        raise ConfigError(message)
     if kind == "vllm":
         from rlhf_rollout.engines.vllm import VllmEngine
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from rlhf_data.errors import WeightSyncError, with_hint
+from rlhf_data.errors import WeightSyncError
 from rlhf_rollout.weights import SharedSegment, WeightBucket, verify_checksum
 
 
@@ -21,9 +21,7 @@ class BucketReader:
         """Return the bucket's weights as tensors of their own on `device`: the sender may reuse its buffer.
 
         A loader may keep a weight until the rest of its layer has come, in a later bucket, so views would not do.
-
-        Raises:
-            WeightSyncError: another backend than the engine's, memory that cannot be opened, or a wrong checksum.
+        Raises WeightSyncError for another backend than the engine's, memory that cannot be opened, or a wrong checksum.
         """
         if bucket.backend != self.backend:
             raise WeightSyncError(f"a bucket came by {bucket.backend}, the engine was built for {self.backend}")
@@ -71,7 +69,7 @@ class BucketReader:
             if own_uuid != device_uuid:
                 message = f"the weights lie on GPU {device_uuid}, the engine runs on GPU {own_uuid}"
                 hint = "use weight_transfer shared_memory when trainer and engine have GPUs of their own"
-                raise WeightSyncError(with_hint(message, hint))
+                raise WeightSyncError(message, hint=hint)
             # The seventh argument is the sender's number for the device, which may differ in this process.
             opened = rebuild_cuda_tensor(*(*arguments[:6], index, *arguments[7:]))
             self._exported = (arguments, opened)

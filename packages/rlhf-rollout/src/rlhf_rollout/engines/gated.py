@@ -6,7 +6,7 @@ from concurrent.futures import Future
 
 import numpy as np
 
-from rlhf_data.errors import EngineError, WeightSyncError, with_hint
+from rlhf_data.errors import EngineError, WeightSyncError
 from rlhf_rollout.engines.requests import check_request
 from rlhf_rollout.protocols import Completion, SamplingParams
 
@@ -43,7 +43,7 @@ class GatedEngine(ABC):
         if self._closed:
             raise EngineError("the engine was closed")
         if self._asleep:
-            raise EngineError(with_hint("the engine sleeps", "await wake_up() before generate()"))
+            raise EngineError("the engine sleeps", hint="await wake_up() before generate()")
         check_request(token_ids, sampling, max_model_len=self._max_model_len, vocab_size=self._vocab_size)
         self._num_in_flight += 1
         try:
@@ -51,8 +51,7 @@ class GatedEngine(ABC):
                 # Shielded: a waiter that is cancelled must not cancel the opening for the others.
                 await asyncio.shield(asyncio.wrap_future(opening))
             if self._incomplete:
-                message = f"the engine's weights are incomplete: {self._incomplete}"
-                raise EngineError(with_hint(message, "send all of them"))
+                raise EngineError(f"the engine's weights are incomplete: {self._incomplete}", hint="send all of them")
             return await self._complete(token_ids, sampling)
         finally:
             self._num_in_flight -= 1
@@ -65,7 +64,7 @@ class GatedEngine(ABC):
     async def sleep(self) -> None:
         """See `RolloutEngine.sleep`."""
         if not self._enable_sleep:
-            raise EngineError(with_hint("this engine cannot sleep", "build it with EngineSpec(enable_sleep=True)"))
+            raise EngineError("this engine cannot sleep", hint="build it with EngineSpec(enable_sleep=True)")
         if self._num_in_flight:
             raise EngineError(f"the engine cannot sleep with {self._num_in_flight} requests in flight")
         self._asleep = True

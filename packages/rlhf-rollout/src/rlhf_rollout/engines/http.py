@@ -6,15 +6,13 @@ from typing import Any
 import httpx
 import numpy as np
 
-from rlhf_data.errors import EngineError, with_hint
+from rlhf_data.errors import EngineError
 from rlhf_data.records import FinishReason
 from rlhf_rollout.engines.requests import check_request, sample_seeds
 from rlhf_rollout.protocols import Completion, SamplingParams
-from rlhf_rollout.weights import WeightBucket
 
 _RETRIED_STATUS = (408, 429, 500, 502, 503, 504)
 _MAX_RETRY_WAIT_S = 30.0
-_NO_WEIGHTS = with_hint("an HTTP engine takes no weights", "train with engine vllm, which receives them live")
 
 
 class HttpEngine:
@@ -96,7 +94,7 @@ class HttpEngine:
         reason = choice.get("finish_reason")
         if token_ids is None or logprobs is None:
             message = f"{self._url} answered without token_ids or log-probs"
-            raise EngineError(with_hint(message, "the server must be vLLM 0.26 or newer: it has return_token_ids"))
+            raise EngineError(message, hint="the server must be vLLM 0.26 or newer: it has return_token_ids")
         if len(token_ids) != len(logprobs) or None in logprobs:
             raise EngineError(f"{self._url} answered {len(token_ids)} tokens with log-probs {_excerpt(logprobs)}")
         if reason not in tuple(FinishReason):
@@ -130,23 +128,17 @@ class HttpEngine:
             except ValueError as error:
                 raise EngineError(f"{self._url} answered no JSON: {_excerpt(response.text)}") from error
         message = f"{self._url} failed {self._num_retries + 1} times; last: {failure}"
-        raise EngineError(with_hint(message, "is the server up and healthy?"))
+        raise EngineError(message, hint="is the server up and healthy?")
 
-    async def begin_weight_update(self, policy_version: int) -> None:
+    async def begin_weight_update(self, *_: Any) -> None:
         """Raise EngineError: a server's weights are not ours to change."""
-        raise EngineError(_NO_WEIGHTS)
+        raise EngineError("an HTTP engine takes no weights", hint="train with engine vllm, which receives them live")
 
-    async def receive_weights(self, bucket: WeightBucket) -> None:
-        """Raise EngineError: a server's weights are not ours to change."""
-        raise EngineError(_NO_WEIGHTS)
-
-    async def finish_weight_update(self) -> None:
-        """Raise EngineError: a server's weights are not ours to change."""
-        raise EngineError(_NO_WEIGHTS)
+    receive_weights = finish_weight_update = begin_weight_update
 
     async def sleep(self) -> None:
         """Raise EngineError: a server's memory is not ours to take."""
-        raise EngineError(with_hint("an HTTP engine cannot be put to sleep", "train with engine vllm"))
+        raise EngineError("an HTTP engine cannot be put to sleep", hint="train with engine vllm")
 
     async def wake_up(self) -> None:
         """Do nothing: it never sleeps."""

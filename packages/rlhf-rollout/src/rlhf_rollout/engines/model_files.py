@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rlhf_data.errors import ConfigError, EngineError, with_hint
-from rlhf_data.pretrained import located
+from rlhf_data.errors import EngineError
+from rlhf_data.pretrained import located_model
 
 _MAX_CPU_KV_CACHE_BYTES = 1 << 30
 _MIN_CPU_KV_CACHE_BYTES = 16 << 20
@@ -16,12 +16,8 @@ _PAGE_TOKENS = 128
 
 def resolve_model_dir(name: str) -> Path:
     """Return the folder of a model: the folder itself, or the hub's snapshot. Raises ConfigError or EngineError."""
-    found, is_local = located(name)
-    path = Path(found)
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            hint = "a model folder holds config.json, *.safetensors and the tokenizer, as `save_pretrained` writes them"
-            raise ConfigError(with_hint(f"the model folder {path} has no config.json", hint))
+    found, is_local = located_model(name)
+    if (path := Path(found)).is_dir():
         return path
     patterns = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
     try:
@@ -30,7 +26,7 @@ def resolve_model_dir(name: str) -> Path:
         return Path(snapshot_download(name, allow_patterns=patterns, local_files_only=is_local))
     except Exception as error:
         message = f"the model {name!r} is no folder and the hub does not give it: {error}"
-        raise EngineError(with_hint(message, "name a local folder")) from error
+        raise EngineError(message, hint="name a local folder") from error
 
 
 def _read_json(path: Path) -> dict[str, Any]:

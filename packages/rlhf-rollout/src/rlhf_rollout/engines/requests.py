@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from rlhf_data.errors import EngineError, with_hint
+from rlhf_data.errors import EngineError
 from rlhf_rollout.protocols import SamplingParams
 
 
@@ -21,12 +21,11 @@ def check_request(
     if not num_tokens:
         raise EngineError("a prompt without tokens cannot be continued")
     if num_tokens + sampling.max_tokens > max_model_len:
-        message = (
+        raise EngineError(
             f"a prompt of {num_tokens} tokens and max_tokens {sampling.max_tokens} exceed the engine's context of "
-            f"{max_model_len} tokens"
+            f"{max_model_len} tokens",
+            hint=f"raise max_model_len to {num_tokens + sampling.max_tokens}, or lower max_tokens",
         )
-        hint = f"raise max_model_len to {num_tokens + sampling.max_tokens}, or lower max_tokens"
-        raise EngineError(with_hint(message, hint))
     if sampling.min_tokens > sampling.max_tokens:
         raise EngineError(f"min_tokens {sampling.min_tokens} is above max_tokens {sampling.max_tokens}")
     if vocab_size is None:
@@ -34,7 +33,7 @@ def check_request(
     low, high = int(np.min(token_ids)), int(np.max(token_ids))
     if low < 0 or high >= vocab_size:
         message = f"token id {low if low < 0 else high} is outside the model's vocabulary of {vocab_size}"
-        raise EngineError(with_hint(message, "the prompts were tokenized for another model"))
+        raise EngineError(message, hint="the prompts were tokenized for another model")
 
 
 def sample_seeds(seed: int, num_samples: int) -> list[int]:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlhf_data.errors import ConfigError, EngineError, WeightSyncError, with_hint
+from rlhf_data.errors import ConfigError, EngineError, WeightSyncError
 from rlhf_data.records import FinishReason
 from rlhf_rollout.engines import EngineSpec
 from rlhf_rollout.engines.bucket_tensors import BucketReader
@@ -25,9 +25,9 @@ class TransformersEngine(GatedEngine):
         try:
             from transformers import AutoModelForCausalLM
         except ImportError as error:
-            raise EngineError(with_hint("transformers is not installed", "install rlhf-rollout[models]")) from error
+            raise EngineError("transformers is not installed", hint="install rlhf-rollout[models]") from error
         if spec.weight_transfer == "ipc" and not torch.cuda.is_available():
-            raise ConfigError(with_hint("weight_transfer ipc needs a GPU", "use weight_transfer shared_memory"))
+            raise ConfigError("weight_transfer ipc needs a GPU", hint="use weight_transfer shared_memory")
         if spec.tensor_parallel_size > 1:
             gpus = spec.tensor_parallel_size
             raise ConfigError(f"tensor_parallel_size is {gpus}; engine transformers runs on one device")
@@ -45,11 +45,8 @@ class TransformersEngine(GatedEngine):
         self._shapes = {name: tuple(parameter.shape) for name, parameter in self._parameters.items()}
         self._lock = threading.Lock()
         self._received: set[str] = set()
-        super().__init__(
-            max_model_len=spec.max_model_len,
-            vocab_size=self._model.config.vocab_size,
-            enable_sleep=spec.enable_sleep,
-        )
+        vocab_size = self._model.config.vocab_size
+        super().__init__(max_model_len=spec.max_model_len, vocab_size=vocab_size, enable_sleep=spec.enable_sleep)
 
     async def _complete(self, token_ids: np.ndarray, sampling: SamplingParams) -> list[Completion]:
         return await asyncio.to_thread(self._generate, token_ids, sampling)
@@ -124,7 +121,7 @@ class TransformersEngine(GatedEngine):
         missing = sorted(set(self._parameters) - self._received)
         if missing:
             self._end_update(f"{len(missing)} did not come in the last update ({', '.join(missing[:5])})")
-            raise WeightSyncError(with_hint(f"weights missing: {self._incomplete}", "send every weight in each update"))
+            raise WeightSyncError(f"weights missing: {self._incomplete}", hint="send every weight in each update")
         self._end_update()
 
     async def sleep(self) -> None:
@@ -146,16 +143,8 @@ class TransformersEngine(GatedEngine):
 def _sample(
     logits: torch.Tensor, sampling: SamplingParams, generators: list[torch.Generator]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return one token a row and its log-prob under the distribution it was drawn from.
-
-    Args:
-        logits: [n, V] float32.
-        sampling: temperature, top-k, top-p.
-        generators: one a row.
-
-    Returns:
-        ([n] int64, [n] float32, nats).
-    """
+    """Return a token of each row of `logits` [n, V] float32, [n] int64, and its log-prob under the distribution it was
+    drawn from, [n] float32, nats; each row has a generator."""
     if sampling.temperature == 0:
         logprobs = logits.log_softmax(-1)
         tokens = logits.argmax(-1)

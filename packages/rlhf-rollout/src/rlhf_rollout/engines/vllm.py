@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from rlhf_data.errors import ConfigError, EngineError, RlhfError, WeightSyncError, with_hint
+from rlhf_data.errors import ConfigError, EngineError, RlhfError, WeightSyncError
 from rlhf_rollout.engines import EngineSpec
 from rlhf_rollout.engines.model_files import cpu_kv_cache_bytes, end_token_ids, read_config, resolve_model_dir
 from rlhf_rollout.engines.requests import check_request
@@ -47,7 +47,7 @@ class VllmEngine:
         model_dir = resolve_model_dir(spec.model)
         config, self._on_gpu = read_config(model_dir), _prepare_environment()
         if spec.weight_transfer == "ipc" and not self._on_gpu:
-            raise ConfigError(with_hint("weight_transfer ipc needs a GPU", "use weight_transfer shared_memory"))
+            raise ConfigError("weight_transfer ipc needs a GPU", hint="use weight_transfer shared_memory")
         if spec.tensor_parallel_size > 1:
             _check_visible_gpus(spec.tensor_parallel_size)
         tokenizer_dir = resolve_model_dir(spec.tokenizer) if spec.tokenizer else model_dir
@@ -69,22 +69,17 @@ class VllmEngine:
         except RlhfError:
             raise
         except Exception as error:
-            message = f"vLLM does not start with {spec.model}: {error}"
-            raise EngineError(with_hint(message, _start_hint(error))) from error
+            raise EngineError(f"vLLM does not start with {spec.model}: {error}", hint=_start_hint(error)) from error
 
     async def generate(self, token_ids: np.ndarray, sampling: SamplingParams) -> list[Completion]:
-        """Return `sampling.num_samples` completions of one prompt.
-
-        While weights are updated, requests wait and then run on the new ones.
-
-        Raises:
-            EngineError: the request does not fit the model, the engine sleeps, has failed, or has incomplete weights.
-        """
+        """Return `sampling.num_samples` completions of one prompt; while weights are updated, it waits for them. Raises
+        EngineError when the request does not fit the model, or the engine sleeps, has failed, or has incomplete
+        weights."""
         self._check_alive()
         if self._asleep:
-            raise EngineError(with_hint("the engine sleeps", "await wake_up() before generate()"))
+            raise EngineError("the engine sleeps", hint="await wake_up() before generate()")
         if self._incomplete and self._updating is None:
-            raise EngineError(with_hint(f"the engine's weights are incomplete: {self._incomplete}", "send all of them"))
+            raise EngineError(f"the engine's weights are incomplete: {self._incomplete}", hint="send all of them")
         check_request(token_ids, sampling, max_model_len=self._spec.max_model_len, vocab_size=self._vocab_size)
         from rlhf_rollout.engines.vllm_loop import Job
 
@@ -100,17 +95,14 @@ class VllmEngine:
         """Let what is in flight finish on the old weights, hold new requests back, and get ready for buckets."""
         self._check_alive()
         if self._asleep:
-            raise WeightSyncError(with_hint("the engine sleeps", "await wake_up() before a weight update"))
+            raise WeightSyncError("the engine sleeps", hint="await wake_up() before a weight update")
         await self._call(self._begin, drain=True)
         self._updating = policy_version
 
     async def receive_weights(self, bucket: WeightBucket) -> None:
-        """Load one bucket; the sender may reuse its buffer once this returns.
-
-        Raises:
-            WeightSyncError: no update has begun, or the bucket does not fit the model. The update is then over, and the
-                engine generates nothing until a complete one has come.
-        """
+        """Load one bucket; the sender may reuse its buffer once this returns. Raises WeightSyncError when no update has
+        begun, or the bucket does not fit the model. The update is then over, and the engine generates nothing until a
+        complete one has come."""
         self._check_updating()
         try:
             await self._call(
@@ -123,16 +115,12 @@ class VllmEngine:
             await self._call(self._release)
             if isinstance(error, WeightSyncError):
                 raise
-            raise WeightSyncError(
-                f"vLLM could not load a bucket of weights: {type(error).__name__}: {error}"
-            ) from error
+            message = f"vLLM could not load a bucket of weights: {type(error).__name__}: {error}"
+            raise WeightSyncError(message) from error
 
     async def finish_weight_update(self) -> None:
-        """Put the weights in force, forget cached prefixes, and generate on as the new policy version.
-
-        Raises:
-            WeightSyncError: weights of the model did not come; the engine generates nothing until a complete update.
-        """
+        """Put the weights in force, forget cached prefixes, and generate on as the new policy version. Raises
+        WeightSyncError when weights did not come; the engine generates nothing until a complete update."""
         self._check_updating()
         try:
             missing = await self._call(_finish)
@@ -149,17 +137,14 @@ class VllmEngine:
             self._loop.policy_version = version or 0
         await self._call(self._release)
         if missing:
-            raise WeightSyncError(with_hint(f"weights missing: {self._incomplete}", "send every weight in each update"))
+            raise WeightSyncError(f"weights missing: {self._incomplete}", hint="send every weight in each update")
 
     async def sleep(self) -> None:
         """Free the GPU's memory (weights to the host, KV cache dropped); on a CPU only stop and drop cached prefixes.
-
-        Raises:
-            EngineError: the engine was built without `enable_sleep`, or requests are in flight.
-        """
+        Raises EngineError when the engine was built without `enable_sleep`, or requests are in flight."""
         self._check_alive()
         if not self._spec.enable_sleep:
-            raise EngineError(with_hint("this engine cannot sleep", "build it with EngineSpec(enable_sleep=True)"))
+            raise EngineError("this engine cannot sleep", hint="build it with EngineSpec(enable_sleep=True)")
         if self._asleep:
             return
         if self._loop.num_in_flight:

@@ -111,12 +111,8 @@ class StepLoop:
         self._inbox.put(lambda: self._abort(job))
 
     def call(self, function: Callable[[Any], Any], *, drain: bool) -> "Future[Any]":
-        """Run `function(core)` between two steps.
-
-        Args:
-            function: what must not run beside a step.
-            drain: let the requests in flight finish first; those that come later wait.
-        """
+        """Run `function(core)` between two steps; with `drain` once the requests in flight have finished, while those
+        that come later wait."""
         future: Future[Any] = Future()
         _protect(future)
         if drain:

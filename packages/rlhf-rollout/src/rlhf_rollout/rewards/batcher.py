@@ -38,12 +38,8 @@ class Batcher(Generic[Item, Result]):
         self._running: set[asyncio.Task[None]] = set()
 
     async def submit(self, item: Item) -> Result:
-        """Return the item's result.
-
-        Raises:
-            RewardError: the call returned another number of results than it got items. Whatever else it raises is
-                raised for every item of the batch.
-        """
+        """Return the item's result. What the call raises is raised for every item of the batch. Raises RewardError when
+        it returned another number of results than it got items."""
         loop = asyncio.get_running_loop()
         result: asyncio.Future[Result] = loop.create_future()
         self._waiting[result] = item

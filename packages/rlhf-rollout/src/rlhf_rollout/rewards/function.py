@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from rlhf_data.errors import ConfigError, RewardError, with_hint
+from rlhf_data.errors import ConfigError, RewardError
 from rlhf_data.records import Prompt, Rollout, Verdict, VerdictKind
 from rlhf_rollout.rewards.outcomes import Failure, judge
 from rlhf_rollout.rewards.process import Samples, WorkerProcess
@@ -70,11 +70,8 @@ class FunctionReward:
         self.num_replaced = 0
 
     async def score(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> list[Verdict]:
-        """Return one verdict a rollout, in order.
-
-        Raises:
-            RewardError: the function cannot be imported, workers fail to start three times in a row, or it is closed.
-        """
+        """Return one verdict a rollout, in order. Raises RewardError when the function cannot be imported, workers fail
+        to start three times in a row, or it is closed."""
 
         async def ask(responses: Sequence[str], failure: Failure | None) -> Scored | Failure:
             if self._closed:
@@ -145,19 +142,10 @@ def check_reward_function(
 ) -> str | None:
     """Import a reward function and call it once, in a worker of its own, before anything expensive starts.
 
-    Args:
-        reward: as for `FunctionReward`.
-        prompts: some of the run's; each of the first four is tried with its label and with nothing as the response.
-        timeout_s: the time limit of the call.
-        startup_timeout_s: the time limit of its imports.
-
-    Returns:
-        Why the call gave no result when it raised or hung, which a run counts as verdicts; None when it gave one.
-
-    Raises:
-        ConfigError: see `parse_reward`.
-        RewardError: it cannot be imported; it returns no dictionary with `rewards`, another number of rewards than
-            there are queries, or one that is not finite.
+    Each of the first four `prompts` is tried with its label and with nothing as the response; `reward` and the time
+    limits are those of `FunctionReward`. Returns why the call gave no result when it raised or hung, which a run counts
+    as verdicts; None when it gave one. Raises ConfigError as `parse_reward` does, RewardError when it cannot be
+    imported, or returns no dictionary with `rewards`, another number of them than queries, or one that is not finite.
     """
     target = parse_reward(reward)
     worker = WorkerProcess(target, startup_timeout_s=startup_timeout_s)
@@ -195,4 +183,4 @@ def check_finite(name: str, scored: Scored) -> None:
         verdict = verdict_of(scored, index)
         if verdict.kind is VerdictKind.CRASH and scored.verdicts[index] != VerdictKind.CRASH:
             message = f"{name}: {verdict.detail} in the trial call (sample {index})"
-            raise RewardError(with_hint(message, "return a finite number for every response, an empty one included"))
+            raise RewardError(message, hint="return a finite number for every response, an empty one included")

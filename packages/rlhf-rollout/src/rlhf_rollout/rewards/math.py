@@ -52,15 +52,9 @@ def parse_number(text: str) -> Fraction | None:
 
 
 def grade(response: str, label: str) -> VerdictKind:
-    """Return whether a response gives the label's answer: ok, wrong, or unparsable when it gives none.
-
-    Args:
-        response: with the answer after its last `####`.
-        label: the answer alone, or a solution that ends in `#### answer`.
-
-    Raises:
-        ValueError: the label has no answer in it.
-    """
+    """Return whether a response gives the label's answer after its last `####`: ok, wrong, or unparsable when it gives
+    none. The label is the answer alone, or a solution that ends in `#### answer`. Raises ValueError when it has no
+    answer in it."""
     expected = extract_answer(label) if MARKER in label else clean_answer(label)
     if not expected:
         raise ValueError(f"the label {label[:80]!r} has no answer")

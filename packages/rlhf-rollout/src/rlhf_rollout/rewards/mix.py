@@ -9,7 +9,7 @@ from rlhf_data.errors import ConfigError, RewardError
 from rlhf_data.records import Prompt, Rollout, Verdict, VerdictKind
 from rlhf_rollout.protocols import RewardFunction
 from rlhf_rollout.rewards.function import FunctionReward, check_reward_function
-from rlhf_rollout.rewards.sources import RewardSource, metric_names
+from rlhf_rollout.rewards.sources import RewardSource, metric_names, model_paths
 
 
 class MixedReward:
@@ -79,10 +79,7 @@ class MixedReward:
 
 async def score_each(reward: RewardFunction, prompt: Prompt, rollouts: Sequence[Rollout]) -> list[Verdict]:
     """Return one verdict a rollout of a reward that may break its Protocol: what it raises is the verdict `crash`.
-
-    Raises:
-        RewardError: it cannot run at all.
-    """
+    Raises RewardError when it cannot run at all."""
     try:
         verdicts = await reward.score(prompt, rollouts)
     except RewardError:
@@ -117,7 +114,7 @@ def build_reward(
     Raises:
         ConfigError: no source, one that cannot work, or another number of models.
     """
-    if len(models) != (num_models := sum(source.kind == "model" for source in sources)):
+    if len(models) != (num_models := len(model_paths(sources))):
         raise ConfigError(f"{len(models)} reward models for {num_models} sources")
     remaining = iter(models)
     rewards: list[RewardFunction] = []

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
-from rlhf_data.errors import ConfigError, RewardError, RlhfError, with_hint
+from rlhf_data.errors import ConfigError, RewardError, RlhfError
 from rlhf_data.records import Prompt, Rollout, Verdict, VerdictKind
 from rlhf_rollout.rewards.batcher import Batcher
 from rlhf_rollout.rewards.outcomes import Failure, judge
@@ -20,7 +20,6 @@ class Scorer(Protocol):
 
     async def score(self, token_ids: list[np.ndarray]) -> list[float]:
         """Return one score a sequence [L] int32, in order. Raises when it cannot."""
-        ...
 
 
 class ModelReward:
@@ -108,7 +107,7 @@ class LocalScorer:
         try:
             from rlhf_models.loading import load_reward_model
         except ImportError as error:
-            raise ConfigError(with_hint("reward models need rlhf-models", "install rlhf-rollout[models]")) from error
+            raise ConfigError("reward models need rlhf-models", hint="install rlhf-rollout[models]") from error
         model = load_reward_model(path, dtype=dtype, attn_implementation=attn_implementation, normalize=normalize)
         self._path = path
         self._model = model.to(device)

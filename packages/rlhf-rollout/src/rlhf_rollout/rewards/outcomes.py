@@ -31,12 +31,8 @@ class Failure:
 async def judge(
     samples: Sequence[Sample], ask: Callable[[Sequence[Sample], Failure | None], Awaitable[Scored | Failure]]
 ) -> list[Verdict]:
-    """Return one verdict a sample: of a call for all of them, or when that failed of a call for each.
-
-    Args:
-        samples: nothing is asked without any.
-        ask: calls the scorer; its second argument is the failure of the call for all, None when it is that call.
-    """
+    """Return one verdict a sample: of a call for all of them, or when that failed of a call for each. The second
+    argument of `ask`, which calls the scorer, is the failure of the call for all, None when it is that call."""
     if not samples:
         return []
     outcomes = [await ask(samples, None)]

@@ -29,15 +29,10 @@ _BOOTSTRAP = (
 
 
 class WorkerProcess:
-    """A running worker.
+    """A running worker that has loaded the function of `target`.
 
-    Args:
-        target: the function it loads.
-        startup_timeout_s: seconds for its imports.
-        log_path: file that what the function prints is appended to; None for this process's standard error.
-
-    Raises:
-        RewardError: the function cannot be imported.
+    What the function prints is appended to `log_path`; None for this process's standard error. Raises RewardError when
+    it cannot be imported, or not within `startup_timeout_s`.
     """
 
     def __init__(self, target: RewardTarget, *, startup_timeout_s: float, log_path: Path | None = None) -> None:

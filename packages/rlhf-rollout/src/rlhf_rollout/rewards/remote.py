@@ -14,7 +14,7 @@ from functools import partial
 
 import httpx
 
-from rlhf_data.errors import ConfigError, RewardError, with_hint
+from rlhf_data.errors import ConfigError, RewardError
 from rlhf_data.records import Prompt, Rollout, Verdict, VerdictKind
 from rlhf_rollout.rewards.batcher import Batcher
 from rlhf_rollout.rewards.function import check_finite, reward_arguments, trial_arguments
@@ -35,12 +35,7 @@ Sample = tuple[str, str, str]  # query, prompt, label
 
 @dataclass(frozen=True, slots=True)
 class _RequestFailure(Failure):
-    """A request without rewards.
-
-    Attributes:
-        passing: whether another try may help.
-        status: what the server answered with; None when there was no answer.
-    """
+    """A request without rewards: whether another try may help, and the status of the answer, None without one."""
 
     of_sample: bool = False
     passing: bool = False
@@ -160,18 +155,11 @@ def check_reward_server(
 ) -> str | None:
     """Ask each of the servers once, before anything expensive starts; not from within an event loop.
 
-    Args:
-        urls, timeout_s, token, transport: as for `RemoteReward`.
-        prompts: some of the run's; each of the first four is tried with its label and with nothing as the response.
-            Without any, only the URLs are looked at.
-
-    Returns:
-        The problem of a server that did not answer in time or answered that it is not well, None without one.
-
-    Raises:
-        ConfigError: see `RemoteReward`; a server that cannot be reached.
-        RewardError: a server refuses the request; its answer has no `rewards`, another number of them than there are
-            queries, or one that is not finite.
+    Each of the first four `prompts` is tried with its label and with nothing as the response; without any, only the
+    URLs are looked at. Returns the problem of a server that did not answer in time or answered that it is not well,
+    None without one. Raises ConfigError as `RemoteReward` does and for a server that cannot be reached, RewardError for
+    one that refuses the request, or whose answer has no `rewards`, another number of them than queries, or one that is
+    not finite.
     """
     samples = list(zip(*trial_arguments(prompts), strict=True))
 
@@ -198,12 +186,12 @@ def check_url(url: str) -> str:
     try:
         parsed = httpx.URL(url)
     except httpx.InvalidURL as error:
-        raise ConfigError(with_hint(f"reward server {url}: {error}", example)) from None
+        raise ConfigError(f"reward server {url}: {error}", hint=example) from None
     if parsed.scheme not in ("http", "https") or not parsed.host:
-        raise ConfigError(with_hint(f"reward server {url} is no URL", example))
+        raise ConfigError(f"reward server {url} is no URL", hint=example)
     if parsed.userinfo:
         message = f"the reward server's URL at {parsed.host} has a password in it"
-        raise ConfigError(with_hint(message, f"use a token: {TOKEN_VARIABLE}"))
+        raise ConfigError(message, hint=f"use a token: {TOKEN_VARIABLE}")
     return url
 
 
@@ -211,7 +199,7 @@ def _check_passing(url: str, failure: _RequestFailure) -> None:
     """Raise for a failure that will not pass by itself."""
     if failure.status is None and failure.kind is VerdictKind.CRASH:
         message = f"the reward server does not answer: {failure.detail}"
-        raise ConfigError(with_hint(message, f"start it, and check that this machine reaches {httpx.URL(url).host}"))
+        raise ConfigError(message, hint=f"start it, and check that this machine reaches {httpx.URL(url).host}")
     if failure.passing or failure.kind is VerdictKind.TIMEOUT:
         return
     hint = _SKELETON
@@ -219,7 +207,7 @@ def _check_passing(url: str, failure: _RequestFailure) -> None:
         hint = f"the environment variable {TOKEN_VARIABLE} holds the token that it wants"
     elif failure.status >= 300:
         hint = "it takes a POST of query, prompts and labels; is the path right, such as /get_reward?"
-    raise RewardError(with_hint(f"the reward server refuses the trial request: {failure.detail}", hint))
+    raise RewardError(f"the reward server refuses the trial request: {failure.detail}", hint=hint)
 
 
 def _authorization(token: str | None) -> dict[str, str]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from rlhf_data.errors import CheckpointError, ConfigError, DataError, with_hint
+from rlhf_data.errors import CheckpointError, ConfigError, DataError
 
 # A deviation below this share of the mean is the rounding of equal values, not a spread.
 _ROUNDING = 1e-12
@@ -36,7 +36,7 @@ def overlong_penalty(lengths: np.ndarray, *, max_tokens: int, buffer: int, facto
     """
     if not 0 <= buffer <= max_tokens:
         message = f"an overlong buffer of {buffer} tokens and responses of at most {max_tokens}"
-        raise ConfigError(with_hint(message, f"use a buffer between 1 and {max_tokens}, or 0 for none"))
+        raise ConfigError(message, hint=f"use a buffer between 1 and {max_tokens}, or 0 for none")
     if not factor >= 0:
         raise ConfigError(f"the overlong penalty factor is {factor}; it must not be negative")
     lengths = np.asarray(lengths, np.float64)
@@ -68,9 +68,8 @@ def stop_properly(rewards: np.ndarray, truncated: np.ndarray, *, coef: float) ->
     Source: the "stop properly" penalty of the ProRL v2 recipe (NVIDIA 2025), made right for negative rewards.
     """
     if not coef <= 1:
-        message = f"the coefficient of the stop-properly penalty is {coef}; it must be at most 1"
         hint = "0 to 1 is the share of its reward that a truncated rollout keeps, below 0 the most that it gets"
-        raise ConfigError(with_hint(message, hint))
+        raise ConfigError(f"the coefficient of the stop-properly penalty is {coef}; it must be at most 1", hint=hint)
     rewards = np.asarray(rewards, np.float64)
     lowered = rewards - (1 - coef) * np.abs(rewards) if coef >= 0 else np.minimum(rewards, coef)
     return np.where(np.asarray(truncated, bool), lowered, rewards)
@@ -79,7 +78,7 @@ def stop_properly(rewards: np.ndarray, truncated: np.ndarray, *, coef: float) ->
 def clip_rewards(rewards: np.ndarray, low: float, high: float) -> tuple[np.ndarray, int]:
     """Return [N] float64 rewards within [low, high] and how many were outside. Raises ConfigError unless low < high."""
     if not low < high:
-        raise ConfigError(with_hint(f"the reward range {low:g} to {high:g} is empty", "give the smaller number first"))
+        raise ConfigError(f"the reward range {low:g} to {high:g} is empty", hint="give the smaller number first")
     rewards = np.asarray(rewards, np.float64)
     clipped = np.clip(rewards, low, high)
     return clipped, int((clipped != rewards).sum())

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from rlhf_data.errors import ConfigError, unknown, with_hint
+from rlhf_data.errors import ConfigError, unknown
 
 RewardKind = Literal["function", "server", "model"]
 REWARD_KINDS: tuple[RewardKind, ...] = ("function", "server", "model")
@@ -72,7 +72,7 @@ def parse_sources(
             f"{len(weights)} weights for {len(sources)} rewards:"
             f" {', '.join(source.name for source in sources) or 'none'}"
         )
-        raise ConfigError(with_hint(message, "give one a reward, in their order; all URLs together are one reward"))
+        raise ConfigError(message, hint="give one a reward, in their order; all URLs together are one reward")
     return tuple(replace(source, weight=weight) for source, weight in zip(sources, weights, strict=True))
 
 
@@ -84,7 +84,7 @@ def parse_weights(text: str | None) -> list[float] | None:
         weights = [math.nan]
     if weights and not all(map(math.isfinite, weights)):
         message = f"--reward_weights is {text}; it must be numbers with commas between them"
-        raise ConfigError(with_hint(message, "such as 1,0.5"))
+        raise ConfigError(message, hint="such as 1,0.5")
     return weights
 
 
@@ -98,6 +98,11 @@ def metric_names(sources: Sequence[RewardSource]) -> tuple[str, ...]:
                 name = f"{plain}_{number}"
         names.append(name)
     return tuple(names)
+
+
+def model_paths(sources: Sequence[RewardSource]) -> tuple[str, ...]:
+    """Return the folders or hub names of the reward models among the sources, in order."""
+    return tuple(source.targets[0] for source in sources if source.kind == "model")
 
 
 def _names(text: str) -> Iterator[str]:

@@ -33,12 +33,7 @@ _SKELETON = 'def reward_func(queries, prompts, labels): return {"rewards": [one 
 
 @dataclass(frozen=True, slots=True)
 class RewardTarget:
-    """Where a reward function lies.
-
-    Attributes:
-        module: an importable module, or the absolute path of a Python file.
-        function: its name there.
-    """
+    """Where a reward function lies: in an importable module or the absolute path of a Python file, and by what name."""
 
     module: str
     function: str = DEFAULT_FUNCTION
@@ -55,11 +50,8 @@ class Scored:
 
 
 def parse_reward(reward: str) -> RewardTarget:
-    """Return where `FILE.py`, `FILE.py:function`, `module` or `module:function` points, importing nothing.
-
-    Raises:
-        ConfigError: it is none of these, the file does not exist, or a file defines no function of that name.
-    """
+    """Return where `FILE.py`, `FILE.py:function`, `module` or `module:function` points, importing nothing. Raises
+    ConfigError for anything else, a file that does not exist, or one that defines no function of that name."""
     in_file = _IN_FILE.fullmatch(reward)
     if in_file:
         path = Path(in_file["path"]).expanduser()
@@ -72,17 +64,13 @@ def parse_reward(reward: str) -> RewardTarget:
     function = function if colon else DEFAULT_FUNCTION
     if not all(part.isidentifier() for part in [*module.split("."), function]):
         message = f"reward `{reward}` names no Python file and no module"
-        raise ConfigError(with_hint(message, "give path/to/file.py or module:function"))
+        raise ConfigError(message, hint="give path/to/file.py or module:function")
     return RewardTarget(module, function)
 
 
 def load_function(target: RewardTarget) -> Callable[..., Any]:
-    """Import the target and return its function; the folder of a file is importable by it.
-
-    Raises:
-        RewardError: the module has no such function, or it takes other arguments. Whatever else the import raises is
-            passed on.
-    """
+    """Import the target and return its function; the folder of a file is importable by it. Raises RewardError when
+    there is no such function, or it takes other arguments, and whatever the import raises."""
     if target.module.endswith(".py"):
         path = Path(target.module)
         sys.path.insert(0, str(path.parent))
@@ -102,16 +90,13 @@ def load_function(target: RewardTarget) -> Callable[..., Any]:
 
 
 def read_result(result: Any, num_samples: int, *, giver: str = "the reward function") -> Scored:
-    """Return what a reward function, or another `giver`, returned as plain lists.
-
-    Raises:
-        RewardError: not a dictionary with `rewards`, a list of another length than `num_samples`, something that is
-            no number, or a verdict that does not exist. Numbers that are not finite are left to the caller.
-    """
+    """Return what a reward function, or another `giver`, returned as plain lists; numbers need not be finite. Raises
+    RewardError for what is no dictionary with `rewards`, a list of another length than `num_samples`, something that is
+    no number, or a verdict that does not exist."""
     if not isinstance(result, Mapping):
-        raise RewardError(with_hint(f"{giver} returned {_kind(result)}, not a dictionary", _SKELETON))
+        raise RewardError(f"{giver} returned {_kind(result)}, not a dictionary", hint=_SKELETON)
     if "rewards" not in result:
-        raise RewardError(with_hint(f"{giver}'s dictionary has no `rewards`: {sorted(map(str, result))}", _SKELETON))
+        raise RewardError(f"{giver}'s dictionary has no `rewards`: {sorted(map(str, result))}", hint=_SKELETON)
     rewards = _numbers("rewards", result["rewards"], num_samples)
     scores = result.get("scores")
     scores = rewards if scores is None else _numbers("scores", scores, num_samples)
@@ -187,15 +172,14 @@ def _check_parameters(function: Callable[..., Any], target: RewardTarget) -> Non
         signature.bind([], [], [])
     except TypeError as error:
         message = f"{target.module}: {target.function}{signature} does not take (queries, prompts, labels): {error}"
-        raise RewardError(with_hint(message, _SKELETON)) from None
+        raise RewardError(message, hint=_SKELETON) from None
 
 
 def _no_function(target: RewardTarget, defined: Sequence[str]) -> str:
     message = f"{target.module} has no function `{target.function}`"
     message += f"; it has {', '.join(sorted(defined))}" if defined else ""
-    return with_hint(
-        message, _SKELETON if target.function == DEFAULT_FUNCTION else f"name one with {target.module}:NAME"
-    )
+    is_default = target.function == DEFAULT_FUNCTION
+    return with_hint(message, _SKELETON if is_default else f"name one with {target.module}:NAME")
 
 
 def _numbers(name: str, values: Any, num_samples: int, *, spread: bool = False) -> list[float]:
@@ -204,13 +188,12 @@ def _numbers(name: str, values: Any, num_samples: int, *, spread: bool = False) 
         values = (values.detach() if hasattr(values, "detach") else values).tolist()
     if _is_number(values):
         if not spread and num_samples != 1:
-            raise RewardError(with_hint(f"`{name}` is one number for {num_samples} samples", _SKELETON))
+            raise RewardError(f"`{name}` is one number for {num_samples} samples", hint=_SKELETON)
         return [float(values)] * num_samples
     if not isinstance(values, list | tuple):
         raise RewardError(f"`{name}` must be a list of numbers, got {_kind(values)}")
     if len(values) != num_samples:
-        message = f"`{name}` has {len(values)} numbers for {num_samples} samples"
-        raise RewardError(with_hint(message, "return one a query"))
+        raise RewardError(f"`{name}` has {len(values)} numbers for {num_samples} samples", hint="return one a query")
     numbers = []
     for value in values:
         if hasattr(value, "tolist"):

@@ -79,14 +79,8 @@ async def stream(
 ) -> AsyncIterator[str]:
     """Yield a response piece by piece, each a request that goes on from the last: any engine can do that.
 
-    Args:
-        engine: one that keeps prefixes reads little anew.
-        token_ids: [P], the prompt.
-        sampling: its `max_tokens` is of the whole response, its seed of every piece with the piece's place added.
-        tokenizer: the model's.
-
-    Raises:
-        EngineError: the engine gave nothing.
+    The `max_tokens` of `sampling` are of the whole response, its seed is of every piece with the piece's place added.
+    `token_ids` [P] are the prompt. Raises EngineError when the engine gave nothing.
     """
     written: list[int] = []
     shown = ""

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Annotated, Any
 
 from rlhf_data.chat import Tokenizer
-from rlhf_data.errors import ConfigError, DataError, RewardError, with_hint
+from rlhf_data.errors import ConfigError, DataError, RewardError
 from rlhf_data.records import FinishReason, Prompt, Rollout, Span, SpanSource, Verdict
 from rlhf_data.rows import Row
 from rlhf_data.sft import completed
@@ -28,7 +28,7 @@ try:
     from fastapi.responses import JSONResponse
     from pydantic import BaseModel
 except ImportError as error:
-    raise ConfigError(with_hint(f"serve_rm needs FastAPI: {error}", "pip install 'rlhf-rollout[server]'")) from None
+    raise ConfigError(f"serve_rm needs FastAPI: {error}", hint="pip install 'rlhf-rollout[server]'") from None
 
 
 class Query(BaseModel):

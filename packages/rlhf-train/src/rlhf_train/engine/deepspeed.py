@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhf_data.errors import EngineError, with_hint
+from rlhf_data.errors import EngineError
 from rlhf_kernels import accumulate_
 from rlhf_models.weights import hf_named_weights
 from rlhf_train.engine.protocol import StepStats, learning_rate_at
@@ -50,11 +50,7 @@ class DeepSpeedEngine:
     def __init__(
         self, model: torch.nn.Module, spec: OptimizerSpec, *, zero_stage: int, dtype: torch.dtype, device: str
     ) -> None:
-        """Shard `model` and give it an AdamW optimizer.
-
-        Raises:
-            EngineError: DeepSpeed refuses the combination.
-        """
+        """Shard `model` and give it an AdamW optimizer. Raises EngineError when DeepSpeed refuses the combination."""
         deepspeed = _import_deepspeed(device)
         if zero_stage == 0 and dtype == torch.bfloat16:
             zero_stage = 1  # stage 0 adds gradients up in bfloat16: what small micro-batches contribute would be lost
@@ -81,7 +77,7 @@ class DeepSpeedEngine:
                     dist_init_required=False,
                 )
         except (AssertionError, NotImplementedError, ValueError) as error:
-            raise EngineError(with_hint(f"DeepSpeed: {error}", "try another --zero_stage")) from error
+            raise EngineError(f"DeepSpeed: {error}", hint="try another --zero_stage") from error
         self.module = self._engine.module
         if self._engine.bfloat16_enabled() and zero_stage == 1:
             _add_gradients_at_once(self._engine.optimizer)
@@ -108,13 +104,13 @@ class DeepSpeedEngine:
         return StepStats(float(self._engine.get_global_grad_norm() if norm is None else norm), learning_rate)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """See `TrainEngine`."""
+        """Yield every weight whole, under its Hugging Face name; valid until the next is asked for. Collective."""
         for name, parameter in hf_named_weights(self.module):
             with self._gathered([parameter]):
                 yield name, parameter.detach()
 
     def state_dict(self, *, wanted: bool = True) -> dict[str, Tensor]:
-        """See `TrainEngine`."""
+        """Return all weights on the CPU, under the module's own names; nothing where not `wanted`. Collective."""
         state = {}
         for name, parameter in self.module.named_parameters():
             with self._gathered([parameter]):
@@ -125,7 +121,8 @@ class DeepSpeedEngine:
         return state
 
     def local_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """See `TrainEngine`."""
+        """Yield the part of the weights that this rank is to look after, in place: each weight's shard where they are
+        sharded, else everything on rank 0 and nothing on others."""
         if self._zero_stage < 3 and torch.distributed.get_rank() > 0:
             return
         for name, parameter in self.module.named_parameters():
@@ -134,13 +131,13 @@ class DeepSpeedEngine:
             yield name, parameter.ds_tensor if self._zero_stage == 3 else parameter.data
 
     def offload(self) -> None:
-        """See `TrainEngine`. The weights stay: they are needed for the next sync."""
+        """Move optimizer states, master weights and gradients to host memory. The weights stay, for the next sync."""
         from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum as States
 
         self._engine.offload_states(include=[States.optim_states, States.hp_params, States.lp_grads])
 
     def reload(self) -> None:
-        """See `TrainEngine`."""
+        """Undo `offload`."""
         self._engine.reload_states()
 
     def _gathered(self, parameters: list[torch.nn.Parameter]) -> Any:

@@ -1,9 +1,7 @@
-"""What the trainers need of an engine that trains one model."""
+"""What a loop over data needs of an engine that trains one model."""
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -11,14 +9,8 @@ from torch import Tensor
 from rlhf_train.specs import OptimizerSpec
 
 
-@dataclass(frozen=True, slots=True)
-class StepStats:
-    """One optimizer step.
-
-    Attributes:
-        grad_norm: global L2 norm before clipping.
-        learning_rate: the one used.
-    """
+class StepStats(NamedTuple):
+    """One optimizer step: the global L2 norm of the gradient before clipping, and the learning rate."""
 
     grad_norm: float
     learning_rate: float
@@ -33,47 +25,19 @@ class TrainEngine(Protocol):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model."""
-        ...
 
     def backward(self, loss: Tensor, *, is_last: bool) -> None:
         """Add the gradient of `loss`; `is_last` says that `step` comes next. Collective."""
-        ...
 
     def step(self) -> StepStats:
         """Update the weights and clear the gradients. Collective."""
-        ...
-
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every weight whole, under its Hugging Face name; valid until the next is asked for. Collective."""
-        ...
-
-    def state_dict(self, *, wanted: bool = True) -> dict[str, Tensor]:
-        """Return all weights on the CPU, under the module's own names; nothing on ranks that do not want them.
-        Collective."""
-        ...
-
-    def local_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the part of the weights that this rank is to look after, in place: each weight's shard where they are
-        sharded, else everything on rank 0 and nothing on others."""
-        ...
-
-    def offload(self) -> None:
-        """Move optimizer states, master weights and gradients to host memory."""
-        ...
-
-    def reload(self) -> None:
-        """Undo `offload`."""
-        ...
 
 
 def learning_rate_at(spec: OptimizerSpec, step: int) -> float:
     """Return the learning rate of optimizer step `step`, counted from 0.
 
     Linear warm-up over `warmup_steps`, then constant, linear to 0, or half a cosine to `min_lr_ratio` of the peak at
-    `total_steps`; the end value from there on.
-
-    Raises:
-        ValueError: unknown scheduler.
+    `total_steps`; the end value from there on. Raises ValueError for an unknown scheduler.
     """
     if step < spec.warmup_steps:
         return spec.learning_rate * (step + 1) / (spec.warmup_steps + 1)

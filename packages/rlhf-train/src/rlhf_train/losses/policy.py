@@ -105,14 +105,8 @@ def reinforce_loss(logprobs: Tensor, advantages: Tensor) -> Tensor:
 
 
 def policy_ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
-    """Return exp(logprobs - old_logprobs) of every token, the log ratio clamped to +-MAX_LOG_RATIO.
-
-    Args:
-        logprobs, old_logprobs: [B, T] float.
-
-    Returns:
-        [B, T] float; exactly 1 where the two agree.
-    """
+    """Return exp(logprobs - old_logprobs), [B, T] float as both, the log ratio clamped to +-MAX_LOG_RATIO; exactly 1
+    where the two agree."""
     return torch.exp((logprobs - old_logprobs.detach()).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
 
 
@@ -137,15 +131,8 @@ def sequence_ratio(logprobs: Tensor, old_logprobs: Tensor, loss_mask: Tensor) ->
 
 
 def is_clipped(ratio: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float) -> Tensor:
-    """Return where the clipped surrogate is flat: the ratio has left its range in the direction the advantage favours.
-
-    Args:
-        ratio, advantages: [B, T] float.
-        clip_low, clip_high: as in `clipped_policy_loss`.
-
-    Returns:
-        [B, T] bool.
-    """
+    """Return where, [B, T] bool, the clipped surrogate is flat: `ratio` [B, T] has left its range in the direction that
+    `advantages` [B, T] favour. The bounds are as in `clipped_policy_loss`."""
     return ((ratio > 1 + clip_high) & (advantages > 0)) | ((ratio < 1 - clip_low) & (advantages < 0))
 
 

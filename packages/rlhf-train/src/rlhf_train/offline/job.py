@@ -4,14 +4,13 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from rlhf_data.errors import ConfigError, unknown, with_hint
+from rlhf_data.errors import ConfigError, unknown
 from rlhf_models.compiled import compile_layers, compile_unavailable_reason
 from rlhf_models.loading import load_actor, load_tokenizer, resolve_dtype
 from rlhf_models.lora import LoraSpec, adapters_off, add_lora, merge_adapter, save_adapter
@@ -24,23 +23,12 @@ from rlhf_train.offline.loop import Objective, OfflineSchedule, evaluate, train_
 from rlhf_train.offline.reward_model import load_trainable_reward_model, score_moments
 from rlhf_train.offline.sequences import with_reference
 from rlhf_train.online.evaluation import BestModel
+from rlhf_train.online.observer import Observer
 from rlhf_train.specs import ModelSpec
 
 logger = logging.getLogger(__name__)
 
 ADAPTER_FOLDER = "adapter"  # within a saved model
-
-
-class OfflineObserver(Protocol):
-    """Shows a run to people and keeps its metrics; called on rank 0 only."""
-
-    def step(self, step: int, num_steps: int, metrics: dict[str, float]) -> None:
-        """An optimizer step ended."""
-        ...
-
-    def evaluation(self, step: int, metrics: dict[str, float]) -> None:
-        """The evaluation examples were run."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,15 +86,19 @@ class OfflineJob:
         ):
             if is_wrong:
                 raise ConfigError(message)
+        for examples in [part for part in (self.examples, self.eval_examples) if limits_tokens and part]:
+            longest = max(map(self.objective.num_tokens, self.objective.items(examples)))
+            if longest > self.schedule.micro_batch_tokens:
+                message = f"--micro_batch_tokens is {self.schedule.micro_batch_tokens}, and the longest example takes"
+                hint = f"use --micro_batch_tokens {longest}, or a lower --max_len"
+                raise ConfigError(f"{message} {longest} tokens", hint=hint)
 
 
-def run_offline(job: OfflineJob, observer: OfflineObserver) -> None:
-    """Train, evaluate, and write the model. Collective over `job.num_ranks` processes.
+def run_offline(job: OfflineJob, observer: Observer) -> None:
+    """Train, evaluate, and write the model. Collective over `job.num_ranks` processes; rank 0 tells the observer.
 
-    Raises:
-        ConfigError: an example longer than the tokens of a pass, an unknown `best_metric`, or a model that cannot be
-            loaded.
-        DataError: examples that the objective cannot learn from.
+    Raises ConfigError for an unknown `best_metric` and a model that cannot be loaded, DataError for examples that the
+    objective cannot learn from.
     """
     run = _Run(job, observer)
     run.evaluate(0)
@@ -117,7 +109,7 @@ def run_offline(job: OfflineJob, observer: OfflineObserver) -> None:
 class _Run:
     """The models and examples of a job under way."""
 
-    def __init__(self, job: OfflineJob, observer: OfflineObserver) -> None:
+    def __init__(self, job: OfflineJob, observer: Observer) -> None:
         self._job = job
         self._observer = observer
         self._eval_metrics: dict[str, float] = {}
@@ -130,7 +122,7 @@ class _Run:
         init_process_group(rank=job.rank, world_size=job.num_ranks, device=job.device, **address)
         spec = job.model
         load = load_trainable_reward_model if job.objective.model_kind == "reward" else load_actor
-        model = load(spec.path, gradient_checkpointing=spec.gradient_checkpointing, **_loading(spec))
+        model = load(spec.path, gradient_checkpointing=spec.gradient_checkpointing, **spec.load_options)
         if job.lora is not None:
             add_lora(model, job.lora)
         _compile(model.model, spec, job.device)
@@ -142,7 +134,6 @@ class _Run:
         self.objective = replace(job.objective, packing=spec.packing)
         self.items = self.objective.items(job.examples)
         self._eval_items = self.objective.items(job.eval_examples) if job.eval_examples else ()
-        self._check_budget()
         self._add_reference()
 
     def on_step(self, step: int, num_steps: int, metrics: Mapping[str, float]) -> None:
@@ -192,15 +183,6 @@ class _Run:
         metrics = evaluate(self.engine, self.objective, items, self._job.schedule)
         return {f"eval/{name.split('/', 1)[1]}": value for name, value in metrics.items()}
 
-    def _check_budget(self) -> None:
-        budget = self._job.schedule.micro_batch_tokens
-        if budget is None:
-            return
-        longest = max(map(self.objective.num_tokens, chain(self.items, self._eval_items)))
-        if longest > budget:
-            hint = f"raise the tokens a pass to {longest}, or leave longer examples out"
-            raise ConfigError(with_hint(f"the longest example has {longest} tokens, of {budget} that fit a pass", hint))
-
     def _add_reference(self) -> None:
         job = self._job
         if not (job.objective.needs_reference or job.objective.needs_teacher):
@@ -208,7 +190,7 @@ class _Run:
         forward: Callable[..., Any]
         if job.reference is not None or (job.lora is None and not job.precompute_reference):
             spec = job.reference or job.model
-            forward = load_reference(spec.path, **_loading(replace(spec, packing=job.model.packing)))
+            forward = load_reference(spec.path, **spec.load_options | {"packing": job.model.packing})
             forward.to(self.engine.device)
         else:
             forward = _own_base(self.engine, has_adapters=job.lora is not None)
@@ -249,10 +231,6 @@ def _compile(model: Any, spec: ModelSpec, device: str) -> None:
     if reason is None:
         compile_layers(model)
     elif spec.torch_compile == "on":
-        raise ConfigError(with_hint(f"the layers cannot be compiled: {reason}", "leave --torch_compile at auto"))
+        raise ConfigError(f"the layers cannot be compiled: {reason}", hint="leave --torch_compile at auto")
     else:
         logger.info("the layers are not compiled: %s", reason)
-
-
-def _loading(spec: ModelSpec) -> dict[str, Any]:
-    return {"dtype": spec.dtype, "attn_implementation": spec.attn_implementation, "packing": spec.packing}

@@ -19,6 +19,7 @@ from rlhf_train.engine.protocol import TrainEngine
 from rlhf_train.metrics import Max, Metric, merge_metrics, on_host, results
 
 Item = TypeVar("Item")
+Part = TypeVar("Part")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,12 +67,8 @@ class Objective(ABC, Generic[Item]):
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch(Generic[Item]):
-    """What one rank runs at once.
-
-    Attributes:
-        items: at least one.
-        rows: where they lie in the batch; none when one is run for nothing, to keep the ranks in step.
-    """
+    """What one rank runs at once: at least one item, and the rows of the batch where they lie, none when one is run for
+    nothing, to keep the ranks in step."""
 
     items: Sequence[Item]
     rows: Sequence[int]
@@ -124,13 +121,8 @@ def train_offline(
 ) -> None:
     """Train over `items`. Collective: every rank holds all of them and takes its part of each mini-batch.
 
-    Args:
-        engine: the model that learns.
-        objective: what it learns from an item.
-        items: the data set, equal on all ranks.
-        schedule: batch sizes, epochs, seed.
-        on_step: called on every rank after each optimizer step, with its number from 1, their total, and the metrics of
-            all ranks together.
+    `on_step` is called on every rank after each optimizer step, with its number from 1, their total, and the metrics of
+    all ranks together.
     """
     num_steps = schedule.num_steps(len(items))
     for step, members in enumerate(schedule.mini_batches(len(items)), start=1):
@@ -201,8 +193,12 @@ def this_ranks_part(
 
 
 def _over_ranks(parts: Sequence[Mapping[str, Metric]]) -> dict[str, float]:
-    own = on_host(merge_metrics(parts))
-    gathered: list[dict[str, Metric]] = [own] * torch.distributed.get_world_size()
+    return results(merge_metrics(of_all_ranks(on_host(merge_metrics(parts)))))
+
+
+def of_all_ranks(own: Part) -> list[Part]:
+    """Return what every rank has in the place of `own`, by rank. Collective."""
+    gathered = [own] * torch.distributed.get_world_size()
     if len(gathered) > 1:
         torch.distributed.all_gather_object(gathered, own)
-    return results(merge_metrics(gathered))
+    return gathered

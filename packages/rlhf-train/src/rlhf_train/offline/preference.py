@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from rlhf_data.errors import ConfigError, unknown, with_hint
+from rlhf_data.errors import ConfigError, unknown
 from rlhf_data.preference import PreferenceExample
 from rlhf_train.batching import Denominators
 from rlhf_train.engine.protocol import TrainEngine
@@ -49,7 +49,7 @@ class PreferenceObjective(Objective[Compared]):
         for name, owners in _OWNERS.items():
             if getattr(self, name) and self.loss_type not in owners:
                 message = f"{name} has no effect on the loss {self.loss_type}"
-                raise ConfigError(with_hint(message, f"it is for {' and '.join(owners)}"))
+                raise ConfigError(message, hint=f"it is for {' and '.join(owners)}")
 
     @property
     def needs_reference(self) -> bool:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from rlhf_data.errors import DataError, with_hint
+from rlhf_data.errors import DataError
 from rlhf_data.preference import PreferenceExample
 from rlhf_models.loading import load_critic
 from rlhf_models.reward import RewardModel
@@ -38,7 +38,7 @@ class RewardModelObjective(Objective[PreferenceExample]):
         missing = [example.example_id for example in examples if self.use_margins and example.margin is None]
         if missing:
             message = f"{len(missing)} of {len(examples)} pairs have no margin, {missing[0]} among them"
-            raise DataError(with_hint(message, "name the key of the margins, or train without them"))
+            raise DataError(message, hint="name the key of the margins, or train without them")
         return examples
 
     def num_trained_tokens(self, item: PreferenceExample) -> int:

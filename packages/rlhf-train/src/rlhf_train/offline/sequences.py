@@ -2,23 +2,17 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from rlhf_data.sft import SftExample
 from rlhf_models.batch import TokenBatch, to_device
 from rlhf_train.engine.protocol import TrainEngine
 from rlhf_train.metrics import Mean, Metric
-from rlhf_train.offline.loop import Objective, OfflineSchedule, this_ranks_part
-
-
-class MaskedTokens(Protocol):
-    """A sequence of which a part is trained: `SftExample` and its like."""
-
-    token_ids: np.ndarray
-    loss_mask: np.ndarray
+from rlhf_train.offline.loop import Objective, OfflineSchedule, of_all_ranks, this_ranks_part
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +26,7 @@ class Compared:
     """
 
     example: Any
-    sequences: tuple[MaskedTokens, ...]
+    sequences: tuple[SftExample, ...]
     ref_logprobs: tuple[float, ...] | None = None
 
     @property
@@ -56,24 +50,17 @@ def lay_out(token_ids: Sequence[np.ndarray], *, packing: bool, device: torch.dev
     return TokenBatch.packed(token_ids, device) if packing else TokenBatch.padded(token_ids, 0, device)
 
 
-def trained_mask(batch: TokenBatch, sequences: Sequence[MaskedTokens]) -> Tensor:
+def trained_mask(batch: TokenBatch, sequences: Sequence[SftExample]) -> Tensor:
     """Return [B, T] bool, on the CPU: the tokens of a batch that are trained."""
     masks = [sequence.loss_mask for sequence in sequences]
     return batch.lay_out(masks, torch.bool, False, device="cpu") & batch.host_target_mask
 
 
 def answer_logprobs(
-    forward: Callable[..., Any], sequences: Sequence[MaskedTokens], *, packing: bool, device: torch.device
+    forward: Callable[..., Any], sequences: Sequence[SftExample], *, packing: bool, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Return the log-prob of each sequence's answer, and how many tokens it has.
-
-    Args:
-        forward: of an `Actor`.
-        sequences: S of them.
-
-    Returns:
-        Sums [S] float32, nats, and counts [S] int64.
-    """
+    """Return the log-probs of the answers of S sequences by an `Actor`'s `forward`, sums [S] float32, nats, and how
+    many tokens each has, [S] int64."""
     batch = lay_out([sequence.token_ids for sequence in sequences], packing=packing, device=device)
     mask = trained_mask(batch, sequences)
     logprobs = forward(batch, logits_mask=mask).logprobs
@@ -84,11 +71,8 @@ def answer_logprobs(
 def reference_logprobs(
     objective: Objective[Compared], items: Sequence[Compared], which: Sequence[int], device: torch.device
 ) -> Tensor:
-    """Return the reference's log-probs of the items' sequences number `which`: all items' first, and so on.
-
-    Returns:
-        [len(which) * B] float32, nats: sums, a constant.
-    """
+    """Return the reference's log-probs of the items' sequences number `which`: all items' first, and so on. They are
+    sums, [len(which) * B] float32, nats, and constants."""
     if items[0].ref_logprobs is not None:
         return torch.tensor([item.ref_logprobs[index] for index in which for item in items], device=device)
     sequences = [item.sequences[index] for index in which for item in items]
@@ -105,8 +89,5 @@ def with_reference(
         which = range(len(items[0].sequences))
         values = reference_logprobs(objective, batch.items, which, engine.device).view(len(which), -1)
         own |= dict(zip(batch.rows, map(tuple, values.T.tolist()), strict=False))
-    gathered = [own] * torch.distributed.get_world_size()
-    if len(gathered) > 1:
-        torch.distributed.all_gather_object(gathered, own)
-    found = {row: values for part in gathered for row, values in part.items()}
+    found = {row: values for part in of_all_ranks(own) for row, values in part.items()}
     return [replace(item, ref_logprobs=found[row]) for row, item in enumerate(items)]

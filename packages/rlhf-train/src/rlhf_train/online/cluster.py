@@ -15,8 +15,8 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 import rlhf_train
-from rlhf_data.errors import ConfigError, EngineError, RlhfError, with_hint
-from rlhf_rollout.ray_actors import EngineActor, RewardModelActor
+from rlhf_data.errors import ConfigError, EngineError
+from rlhf_rollout.ray_actors import EngineActor, RewardModelActor, plain_errors
 from rlhf_train.online.job import OnlineJob
 from rlhf_train.online.ray_actors import RankActor
 from rlhf_train.placement import GroupPlan, PlacementPlan
@@ -26,20 +26,10 @@ _RAY_UNITS = 10_000  # in one CPU or GPU: Ray counts no finer
 
 
 def wait(references: Sequence[Any]) -> list[Any]:
-    """Return what `references` stand for.
-
-    Raises:
-        RlhfError: the remote side raised it.
-        EngineError: the remote process is gone.
-        ray.exceptions.RayTaskError: another error of the remote side, with its traceback.
-    """
-    try:
+    """Return what `references` stand for. Raises RlhfError when the remote side raised it, EngineError when its process
+    is gone, and ray.exceptions.RayTaskError, with the remote traceback, for any other error of it."""
+    with plain_errors(EngineError, "a process of the run"):
         return ray.get(list(references))
-    except ray.exceptions.RayTaskError as error:
-        raise error.cause if isinstance(error.cause, RlhfError) else error from None
-    except ray.exceptions.RayActorError as error:
-        hint = "its log tells why (Ray's session folder); out of memory is the usual reason"
-        raise EngineError(with_hint(f"a process of the run is gone: {error}", hint)) from error
 
 
 class WorkerGroup:
@@ -108,20 +98,15 @@ def placed_bundles(plan: PlacementPlan) -> Iterator[PlacementGroup]:
             have = ray.available_resources()
             message = f"the cluster did not give {bundles} within {PLACEMENT_TIMEOUT_S:g} s"
             free = f"free: CPU {have.get('CPU', 0)}, GPU {have.get('GPU', 0)}"
-            raise EngineError(with_hint(f"{message}; {free}", "end what else runs there, or ask for less"))
+            raise EngineError(f"{message}; {free}", hint="end what else runs there, or ask for less")
         yield reserved
     finally:
         remove_placement_group(reserved)
 
 
 class Processes(NamedTuple):
-    """What runs for a job.
-
-    Attributes:
-        engines: the handle of each generation engine.
-        workers: the training groups.
-        scorers: the handles of each reward model's replicas, in the order of `job.reward.models`.
-    """
+    """What runs for a job: the handles of its engines, its training groups, and the handles of the replicas of each
+    reward model, in the order of `job.reward.models`."""
 
     engines: list[Any]
     workers: list[WorkerGroup]

@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
-from rlhf_data.errors import RewardError, with_hint
+from rlhf_data.errors import RewardError
 from rlhf_data.records import Prompt, Rollout, RolloutGroup
 from rlhf_data.sampler import EpochSampler
 from rlhf_rollout.generator import PromptSupply
@@ -33,12 +33,8 @@ MAX_BARREN_STEPS = 3  # in a row, without enough rewards to learn from, before t
 
 
 def run_online(job: OnlineJob, observer: Observer) -> RunSummary:
-    """Run `job` from start to final model.
-
-    Raises:
-        ConfigError: the job cannot work.
-        EngineError, RewardError, WeightSyncError: a part failed for good.
-    """
+    """Run `job` from start to final model. Raises ConfigError for a job that cannot work; EngineError, RewardError or
+    WeightSyncError when a part failed for good."""
     started = time.perf_counter()
     check_save_path(job.save_path)
     with ExitStack() as stack:
@@ -62,12 +58,7 @@ def run_online(job: OnlineJob, observer: Observer) -> RunSummary:
 
 
 class PlacedRun:
-    """The steps of a run on Ray.
-
-    Attributes:
-        num_steps: of the job.
-        is_exhausted: whether the prompts have nothing left to teach.
-    """
+    """The steps of a run on Ray; `is_exhausted` says that the prompts have nothing left to teach."""
 
     def __init__(
         self,
@@ -168,7 +159,7 @@ class PlacedRun:
             self.is_exhausted = give_up
         elif give_up:
             message = f"{MAX_BARREN_STEPS} steps in a row: {message}"
-            raise RewardError(with_hint(message, "see rollouts.jsonl for the prompts and responses it was given"))
+            raise RewardError(message, hint="see rollouts.jsonl for the prompts and responses it was given")
         end = "the run ends here" if self.is_exhausted else "nothing is learned from this step"
         self._observer.warning(f"{end}: {message}")
         return False

@@ -47,12 +47,7 @@ def make_shaper(job: OnlineJob, scorers: Sequence[Sequence[Any]]) -> RewardShape
 class Generation:
     """Engines that answer and rewards that score, side by side in an event loop of their own.
 
-    Args:
-        job: tells how many groups may be under way, and whose tokens to decode.
-        engines: at least one.
-        reward: scores each group once it is whole.
-        timeline: its phases "generate" and "reward" are written.
-        observer: told about groups that failed.
+    The phases "generate" and "reward" of `timeline` are written; `observer` is told about groups that failed.
     """
 
     def __init__(
@@ -83,16 +78,9 @@ class Generation:
     ) -> tuple[list[RolloutGroup], GenerationCounts]:
         """Return the groups that were generated, in the order of their prompts, and the account of all.
 
-        Args:
-            prompts: what is asked; a `PromptSupply` is told of every result.
-            sampling: how.
-            prefix: of the groups' ids.
-            make_ready: gives the engines the device; its time is generation's.
-            seed_key: see `generate_groups`.
-
-        Raises:
-            EngineError: there is no group at all.
-            RewardError: the reward cannot run.
+        A `PromptSupply` among the `prompts` is told of every result. `prefix` begins the groups' ids, `make_ready`
+        gives the engines the device, which counts as generation, and of `seed_key` tells `generate_groups`. Raises
+        EngineError when there is no group at all, RewardError when the reward cannot run.
         """
         counts = GenerationCounts()
 

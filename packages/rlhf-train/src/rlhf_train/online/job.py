@@ -4,11 +4,11 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rlhf_data.errors import ConfigError, with_hint
+from rlhf_data.errors import ConfigError
 from rlhf_data.records import Prompt
 from rlhf_rollout.engines import EngineSpec
 from rlhf_rollout.protocols import SamplingParams
-from rlhf_rollout.rewards import RewardSource
+from rlhf_rollout.rewards.sources import RewardSource, model_paths
 from rlhf_train.algorithms import AlgorithmSpec
 from rlhf_train.placement import PlacementPlan
 from rlhf_train.specs import ModelSpec
@@ -39,10 +39,13 @@ class BatchSizes:
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if self.num_rollouts % self.train_batch_size:
-            message = f"train_batch_size ({self.train_batch_size}) does not divide {self.num_rollouts} rollouts a step"
-            product = f"({self.rollout_batch_size} prompts x {self.num_samples_per_prompt} samples)"
-            hint = f"use a divisor of {self.num_rollouts} for --train_batch_size"
-            raise ConfigError(with_hint(f"{message} {product}", hint))
+            size, count = self.train_batch_size, self.num_rollouts
+            divisor = max(number for number in range(1, min(size, count) + 1) if count % number == 0)
+            message = f"--train_batch_size is {size}, which does not divide the {count} samples of a step"
+            product = f"--rollout_batch_size {self.rollout_batch_size} x --n_samples_per_prompt"
+            raise ConfigError(
+                f"{message} ({product} {self.num_samples_per_prompt})", hint=f"use --train_batch_size {divisor}"
+            )
 
     @property
     def num_rollouts(self) -> int:
@@ -88,7 +91,7 @@ class RewardSpec:
     @property
     def models(self) -> tuple[str, ...]:
         """The folders or hub names of the reward models, in order."""
-        return tuple(source.targets[0] for source in self.sources if source.kind == "model")
+        return model_paths(self.sources)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,17 +176,17 @@ class OnlineJob:
         has_pairs, hint = self.batch.num_samples_per_prompt > 1, "use --n_samples_per_prompt 4 or more"
         if row.uses_group and not has_pairs:
             message = f"{row.title} ({row.name}) compares the samples of one prompt and n_samples_per_prompt is 1"
-            raise ConfigError(with_hint(message, hint))
+            raise ConfigError(message, hint=hint)
         if self.dynamic_sampling is not None and not has_pairs:
             message = "dynamic sampling keeps groups whose samples differ, and a group has one sample"
-            raise ConfigError(with_hint(message, hint))
+            raise ConfigError(message, hint=hint)
         self._check_options()
         if self.sampling.temperature <= 0:
-            raise ConfigError(with_hint("temperature is 0: greedy rollouts teach nothing", "use --temperature 1.0"))
+            raise ConfigError("temperature is 0: greedy rollouts teach nothing", hint="use --temperature 1.0")
         stages = {model.zero_stage for model in self.models.values() if model.optimizer}
         if self.trainer_sleep and not stages <= {2}:
             hint = "add --zero_stage 2 or drop the flag"
-            raise ConfigError(with_hint("deepspeed_enable_sleep needs ZeRO stage 2", hint))
+            raise ConfigError("deepspeed_enable_sleep needs ZeRO stage 2", hint=hint)
 
     def _check_options(self) -> None:
         for name, wanted in (("freezing_actor_steps", self.num_frozen_steps), ("save_value_network", self.save_critic)):
@@ -191,22 +194,17 @@ class OnlineJob:
                 raise ConfigError(f"{name} is for a critic, and {self.algorithm.row.title} has none")
         if self.num_frozen_steps and self.num_frozen_steps >= self.num_steps:
             message = f"the actor is frozen for {self.num_frozen_steps} of {self.num_steps} steps: it would never learn"
-            raise ConfigError(with_hint(message, "lower --freezing_actor_steps"))
+            raise ConfigError(message, hint="lower --freezing_actor_steps")
         if self.algorithm.old_logprobs == "skip" and self.batch.num_updates > 1:
             message = f"old log-probs are skipped, and of {self.batch.num_updates} optimizer steps a step only"
             hint = f"use --train_batch_size {self.batch.num_rollouts} --max_epochs 1, or --old_logprobs recompute"
-            raise ConfigError(with_hint(f"{message} the first is exactly on-policy", hint))
+            raise ConfigError(f"{message} the first is exactly on-policy", hint=hint)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSummary:
-    """Where a run's results lie and what they say.
-
-    Attributes:
-        save_path: the run's folder.
-        artifacts: name to path, relative to it.
-        metrics: final numbers, such as `eval/accuracy_before` and `eval/accuracy_after`.
-    """
+    """What a run leaves: its folder, the paths of artifacts in it by name, and final numbers such as
+    `eval/accuracy_after`."""
 
     save_path: str
     artifacts: Mapping[str, str]

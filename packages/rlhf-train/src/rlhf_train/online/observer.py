@@ -15,7 +15,7 @@ class Observer:
         """A step ended; see `rlhf_train.metrics` for the names."""
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """The held-out prompts were answered."""
+        """The held-out prompts were answered, or the held-out examples run."""
 
     def samples(self, title: str, samples: Sequence[tuple[Prompt, Rollout]]) -> None:
         """A few rollouts to read."""

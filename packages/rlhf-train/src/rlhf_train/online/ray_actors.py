@@ -1,21 +1,14 @@
 """A training rank as a Ray actor."""
 
 import os
-import socket
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
 
 from rlhf_rollout.ray_actors import RayEngine
+from rlhf_train.placement import free_port
 from rlhf_train.specs import ModelSpec
-
-
-def free_port() -> int:
-    """Return a TCP port that is free on this host now."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return probe.getsockname()[1]
 
 
 class RankActor:

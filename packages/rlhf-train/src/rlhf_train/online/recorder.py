@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlhf_data.errors import ConfigError, with_hint
+from rlhf_data.errors import ConfigError
 from rlhf_data.records import RolloutGroup
 from rlhf_rollout.records_io import RolloutWriter
 from rlhf_train.trackers import JsonlTracker, TensorBoardTracker
@@ -26,7 +26,7 @@ def check_save_path(save_path: str) -> None:
     """Raise ConfigError when there is something in the folder already."""
     folder = Path(save_path)
     if folder.is_dir() and any(folder.iterdir()):
-        raise ConfigError(with_hint(f"save_path {folder} is not empty", "name a new folder with --save_path"))
+        raise ConfigError(f"save_path {folder} is not empty", hint="name a new folder with --save_path")
 
 
 class Recorder:

@@ -10,13 +10,8 @@ from rlhf_train.online.job import DynamicSampling, RewardSpec
 
 
 class RewardShaper:
-    """Normalises, clips and shapes the rewards of each step, in this order.
-
-    Args:
-        spec: what is to be done.
-        max_tokens: of a response, where the overlong penalty is whole.
-        normalize: by the moments of all raw rewards of the run so far.
-    """
+    """Normalises, clips and shapes the rewards of each step as `spec` says, in this order; with `normalize` by the
+    moments of all raw rewards of the run so far. The overlong penalty is whole at `max_tokens` of a response."""
 
     def __init__(self, spec: RewardSpec, *, max_tokens: int, normalize: bool) -> None:
         self._spec = spec
@@ -41,12 +36,8 @@ class RewardShaper:
         shaped = rewards
         if spec.overlong_buffer:
             lengths = np.array([rollout.num_response_tokens for rollout in rollouts])
-            shaped = shaped + overlong_penalty(
-                lengths,
-                max_tokens=self._max_tokens,
-                buffer=spec.overlong_buffer,
-                factor=spec.overlong_penalty_factor,
-            )
+            penalty = {"buffer": spec.overlong_buffer, "factor": spec.overlong_penalty_factor}
+            shaped = shaped + overlong_penalty(lengths, max_tokens=self._max_tokens, **penalty)
         if spec.stop_properly_coef is not None:
             truncated = np.array([rollout.finish_reason is FinishReason.LENGTH for rollout in rollouts], bool)
             shaped = stop_properly(shaped, truncated, coef=spec.stop_properly_coef)

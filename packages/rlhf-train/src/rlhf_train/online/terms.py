@@ -113,15 +113,8 @@ def _ratio_metrics(
 def critic_loss(
     values: Tensor, mask: Tensor, inputs: Mapping[str, Tensor], spec: AlgorithmSpec, denominators: Denominators
 ) -> tuple[Tensor, dict[str, Metric]]:
-    """Return this micro-batch's share of the value loss, and its metrics.
-
-    Args:
-        values: [B, T] float; carries the gradient.
-        mask: [B, T] bool.
-        inputs: values (before the step) and returns; [B, T] each.
-        spec: the algorithm.
-        denominators: of the optimizer step.
-    """
+    """Return this micro-batch's share of the value loss, and its metrics: of `values` [B, T] float, which carry the
+    gradient, where `mask` [B, T] bool holds. `inputs` are the values before the step and the returns, [B, T] each."""
     token_loss = clipped_value_loss(values, inputs["values"], inputs["returns"], value_clip=spec.value_clip)
     loss = aggregate(token_loss, mask, "token_mean", denominators)
     return loss, {"value/loss": Sum(loss.item()), "value/mean": masked_mean(values.detach(), mask)}
@@ -166,13 +159,8 @@ def correct_mismatch(experience: Experience, spec: AlgorithmSpec) -> dict[str, M
 
 
 def mismatch_metrics(logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> dict[str, Metric]:
-    """Return the metrics of `correct_mismatch` for a run without correction.
-
-    Args:
-        logprobs: [B, T] float, nats, the trainer's.
-        rollout_logprobs: [B, T] float, nats, the engine's.
-        mask: [B, T] bool.
-    """
+    """Return the metrics of `correct_mismatch` for a run without correction, from the trainer's and the engine's
+    log-probs, both [B, T] float, nats, where `mask` [B, T] bool holds."""
     gap = (logprobs - rollout_logprobs).abs()
     weights = importance_weights(logprobs, rollout_logprobs, mask, level="token")
     low, high = MISMATCH_BOUNDS

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlhf_data.errors import EngineError, with_hint
+from rlhf_data.errors import EngineError
 from rlhf_data.records import Rollout
 from rlhf_models.actor import Actor
 from rlhf_models.batch import TokenBatch
@@ -79,12 +79,13 @@ class TrainWorker:
         self._plan = RankPlan((), (), ())
 
     def _load(self, role: str, spec: ModelSpec, device: str) -> None:
-        options = {name: getattr(spec, name) for name in ("dtype", "attn_implementation", "packing")}
         if spec.optimizer is None:
-            self._frozen[role] = load_reference(spec.path, **options).to(self._device)
+            self._frozen[role] = load_reference(spec.path, **spec.load_options).to(self._device)
             return
         load = {"actor": load_actor, "critic": load_critic}[role]
-        model = without_dropout(load(spec.path, gradient_checkpointing=spec.gradient_checkpointing, **options))
+        model = without_dropout(
+            load(spec.path, gradient_checkpointing=spec.gradient_checkpointing, **spec.load_options)
+        )
         self.engines[role] = DeepSpeedEngine(
             model, spec.optimizer, zero_stage=spec.zero_stage, dtype=resolve_dtype(spec.dtype), device=device
         )
@@ -130,10 +131,7 @@ class TrainWorker:
     def assign_advantages(self, kl_coef: float) -> dict[str, Metric]:
         """Turn rewards into advantages and returns, and the engine's mismatch into weights.
 
-        Collective: whitening is over the batch of all ranks.
-
-        Args:
-            kl_coef: weight of the KL in the reward; unused when the KL is a loss.
+        Collective: whitening is over the batch of all ranks. `kl_coef` is the weight of the KL in the reward.
         """
         spec, experience = self._algorithm, self._experience
         columns = experience.columns
@@ -170,14 +168,8 @@ class TrainWorker:
     def update(self, role: str, *, max_epochs: int, seed: int, kl_coef: float = 0.0) -> dict[str, Metric]:
         """Train `role` on the shard: every mini-batch once an epoch, in an order drawn from `seed`. Collective.
 
-        Args:
-            role: actor or critic.
-            max_epochs: passes over the shard.
-            seed: of the order of mini-batches.
-            kl_coef: weight of the KL loss, for the actor when the KL is one.
-
-        Raises:
-            EngineError: a gradient is not finite.
+        `kl_coef` is the weight of the KL loss, for the actor when the KL is one. Raises EngineError when a gradient is
+        not finite.
         """
         mini_batches = self._counted(role)
         parts: list[Mapping[str, Metric]] = []
@@ -222,7 +214,7 @@ class TrainWorker:
         stats = engine.step()
         if not math.isfinite(stats.grad_norm):
             hint = f"lower the {role}'s learning rate; rollouts.jsonl has what it was trained on"
-            raise EngineError(with_hint(f"the gradient of the {role} is not finite ({stats.grad_norm})", hint))
+            raise EngineError(f"the gradient of the {role} is not finite ({stats.grad_norm})", hint=hint)
         if role == "actor" and self._average is not None:
             self._average.update(engine.local_weights())
         merged = merge_metrics(parts)
@@ -262,10 +254,7 @@ class TrainWorker:
 
     def _forward(self, role: str, rows: Sequence[int]) -> tuple[dict[str, Tensor], Tensor]:
         """Run `role` on rows of the shard; without rows, on tokens that are not trained, to keep the ranks in step.
-
-        Returns:
-            The model's outputs as [b, t] tensors, one rollout a row whatever the layout, and their loss mask.
-        """
+        Returns the model's outputs as [b, t] tensors, one rollout a row whatever the layout, and their loss mask."""
         tokens = [self._experience.token_ids[row] for row in rows] or [IDLE_TOKENS]
         width = max(len(ids) for ids in tokens)
         mask = self._experience.loss_mask[list(rows), :width] if rows else torch.tensor([[False, True]])

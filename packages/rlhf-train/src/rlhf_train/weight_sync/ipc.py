@@ -2,7 +2,7 @@
 
 import torch
 
-from rlhf_data.errors import WeightSyncError, with_hint
+from rlhf_data.errors import WeightSyncError
 
 
 class CudaIpcBuffer:
@@ -22,7 +22,7 @@ class CudaIpcBuffer:
             self.handles = [(uuid, reduce_tensor(self.data)[1]) for _ in range(num_engines)]
         except RuntimeError as error:
             hint = "unset expandable_segments in PYTORCH_CUDA_ALLOC_CONF, or use shared_memory"
-            raise WeightSyncError(with_hint(f"CUDA does not export the weight buffer: {error}", hint)) from error
+            raise WeightSyncError(f"CUDA does not export the weight buffer: {error}", hint=hint) from error
 
     def reserve(self, end_bytes: int) -> None:
         """See `BucketBuffer`: all of it was allocated."""

@@ -3,12 +3,12 @@
 import asyncio
 from collections.abc import Awaitable, Generator, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from rlhf_data.errors import ConfigError, WeightSyncError, unknown, with_hint
+from rlhf_data.errors import ConfigError, WeightSyncError, unknown
 from rlhf_rollout.protocols import RolloutEngine
 from rlhf_rollout.weights import TensorSpec, WeightBucket, aligned, bucket_checksum
 from rlhf_train.weight_sync.ipc import CudaIpcBuffer
@@ -27,28 +27,19 @@ class BucketBuffer(Protocol):
 
     def reserve(self, end_bytes: int) -> None:
         """Make sure that the first `end_bytes` bytes of `data` can be written."""
-        ...
 
     def publish(self) -> None:
         """Wait until what was written can be read by others."""
-        ...
 
     def close(self) -> None:
         """Free the memory. Never raises."""
-        ...
 
 
 _BUFFERS = {"ipc": CudaIpcBuffer, "shared_memory": SharedMemoryBuffer}
 
 
-@dataclass(frozen=True, slots=True)
-class SyncReport:
-    """What one sync took.
-
-    Attributes:
-        size_bytes: of the weights.
-        num_buckets: the buffer's fillings.
-    """
+class SyncReport(NamedTuple):
+    """What one sync took: the bytes of the weights, and the buffer's fillings."""
 
     size_bytes: int
     num_buckets: int
@@ -72,7 +63,7 @@ class WeightSender:
         if backend not in _BUFFERS:
             raise ConfigError(unknown("weight sync backend", backend, _BUFFERS))
         if backend == "ipc" and not torch.cuda.is_available():
-            raise ConfigError(with_hint("weight sync by ipc needs a GPU", "use shared_memory"))
+            raise ConfigError("weight sync by ipc needs a GPU", hint="use shared_memory")
         self._open_buffer = _BUFFERS[backend]
         self._bucket_bytes = bucket_bytes
         self._checksum = checksum
@@ -82,14 +73,9 @@ class WeightSender:
     ) -> SyncReport:
         """Send every weight to every engine. Not for use inside a running event loop.
 
-        Args:
-            named_tensors: Hugging Face names and full tensors; taken one by one, so they may be gathered on the way.
-            engines: at least one; all receive a bucket before the buffer is filled again.
-            policy_version: optimizer steps behind these weights.
-
-        Raises:
-            EngineError, WeightSyncError: an engine did not take a bucket, or the buffer cannot be had. The buffer is
-                gone and the weights are taken to their end then, too.
+        Names and full tensors are taken one by one, so they may be gathered on the way; all engines, at least one,
+        receive a bucket before the buffer is filled again. Raises EngineError or WeightSyncError when an engine did not
+        take a bucket, or the buffer cannot be had; the buffer is gone and the weights are taken to their end then, too.
         """
         if not engines:
             raise WeightSyncError("there is no engine to send weights to")

@@ -7,7 +7,7 @@ import secrets
 
 import torch
 
-from rlhf_data.errors import WeightSyncError, with_hint
+from rlhf_data.errors import WeightSyncError
 from rlhf_rollout.weights import SHARED_MEMORY_DIR
 
 
@@ -25,7 +25,7 @@ class SharedMemoryBuffer:
             self._descriptor = os.open(self._path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
         except OSError as error:
             message = f"no shared memory at {SHARED_MEMORY_DIR}: {error.strerror}"
-            raise WeightSyncError(with_hint(message, "shared memory needs Linux with a tmpfs there")) from error
+            raise WeightSyncError(message, hint="shared memory needs Linux with a tmpfs there") from error
         try:
             os.ftruncate(self._descriptor, size_bytes)
             self._map = mmap.mmap(self._descriptor, size_bytes)
@@ -45,7 +45,7 @@ class SharedMemoryBuffer:
                 raise
             message = f"{SHARED_MEMORY_DIR} has no room for {end_bytes} bytes of weights"
             hint = "use smaller buckets, or give it more room (docker run --shm-size)"
-            raise WeightSyncError(with_hint(message, hint)) from error
+            raise WeightSyncError(message, hint=hint) from error
         self._reserved_bytes = end_bytes
 
     def publish(self) -> None:

@@ -3,7 +3,6 @@
 import dataclasses
 import multiprocessing
 import queue
-import socket
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -18,7 +17,7 @@ from rlhf_rollout.protocols import SamplingParams
 from rlhf_rollout.rewards import RewardSource
 from rlhf_train.algorithms import AlgorithmSpec
 from rlhf_train.online.job import BatchSizes, OnlineJob, RewardSpec
-from rlhf_train.placement import PlacementRequest, local_resources, plan_placement
+from rlhf_train.placement import PlacementRequest, free_port, local_gpus, plan_placement
 from rlhf_train.specs import ModelSpec, OptimizerSpec
 
 RANK_TIMEOUT_S = 300.0
@@ -64,9 +63,7 @@ def run_ranks(function: Callable[..., Any], num_ranks: int, *arguments: Any) -> 
     Raises:
         RuntimeError: a rank raised (its traceback is the message), died, or took longer than RANK_TIMEOUT_S.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        master = ("127.0.0.1", probe.getsockname()[1])
+    master = ("127.0.0.1", free_port())
     context = multiprocessing.get_context("spawn")
     outbox = context.Queue()
     processes = [
@@ -129,7 +126,7 @@ def tiny_job(model_path: str, folder: Path, **changes: Any) -> OnlineJob:
         folder: exists.
         changes: fields of the job to replace.
     """
-    on_gpu = local_resources().num_gpus > 0
+    on_gpu = local_gpus() > 0
     dtype = "bfloat16" if on_gpu else "float32"
     reward = folder / "vowels.py"
     reward.write_text(REWARD_FILE, encoding="utf-8")
@@ -160,7 +157,7 @@ def tiny_job(model_path: str, folder: Path, **changes: Any) -> OnlineJob:
         prompts=prompts[:16],
         eval_prompts=prompts[16:],
         reward=RewardSpec(sources=(RewardSource(kind="function", targets=(str(reward),)),), timeout_s=5.0),
-        plan=plan_placement(request, local_resources()),
+        plan=plan_placement(request, local_gpus()),
         batch=BatchSizes(
             rollout_batch_size=8,
             num_samples_per_prompt=4,

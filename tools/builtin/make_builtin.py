@@ -1,7 +1,7 @@
-"""Make what this folder ships: prompts, held-out prompts, tokenizer and model.
+"""Make what `rlhf_cli.builtin` ships: prompts, held-out prompts, tokenizer and model.
 
-    python -m rlhf_cli.builtin.make --work_dir /tmp/builtin             # then look at /tmp/builtin
-    python -m rlhf_cli.builtin.make --work_dir /tmp/builtin --install   # and put it into the package
+    python tools/builtin/make_builtin.py --work_dir /tmp/builtin             # then look at /tmp/builtin
+    python tools/builtin/make_builtin.py --work_dir /tmp/builtin --install   # and put it into the package
 
 Data and tokenizer come out byte for byte the same everywhere; the model does up to rounding. It is trained by the
 project's own `sft` command, which is printed before it runs.
@@ -15,7 +15,8 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from rlhf_cli.builtin import HELD_OUT_FILE, MODEL_DIR, TRAIN_FILE, task
+import builtin_task as task
+from rlhf_cli.builtin import HELD_OUT_FILE, MODEL_DIR, TRAIN_FILE
 
 SEED = 1
 _VOCAB_SIZE = 512
@@ -27,7 +28,7 @@ _SFT_FLAGS = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Make everything under --work_dir."""
-    parser = argparse.ArgumentParser(prog="rlhf_cli.builtin.make", description="Make the built-in data and model.")
+    parser = argparse.ArgumentParser(description="Make the built-in data and model.")
     parser.add_argument("--work_dir", type=Path, required=True, help="folder for the results; made when absent")
     parser.add_argument("--install", action="store_true", help="copy the results into the package")
     options = parser.parse_args(argv)

@@ -6,7 +6,9 @@ import tomllib
 
 import pytest
 
-from rlhf_cli.builtin import HELD_OUT_FILE, MODEL_DIR, RECIPE_FILE, TRAIN_FILE, make, task
+import builtin_task as task
+import make_builtin as make
+from rlhf_cli.builtin import HELD_OUT_FILE, MODEL_DIR, RECIPE_FILE, TRAIN_FILE
 from rlhf_data.records import VerdictKind
 from rlhf_rollout.rewards.math import grade
 
