@@ -202,6 +202,9 @@ def _sequence_by_sequence(
     sliding_window: int | None,
 ) -> Tensor:
     lengths = cu_seqlens.diff().tolist()
+    groups = query.shape[1] // key.shape[1]
+    if query.is_cuda and groups > 1:  # its kernel that spares memory refuses grouped heads
+        key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
     outputs = []
     for q, k, v in zip(*(tensor.split(lengths, dim=2) for tensor in (query, key, value)), strict=True):
         window = _window_mask(q.shape[2], sliding_window, q.device)
