@@ -4,6 +4,7 @@ The interpreter is chosen when Triton is imported, and would hold for everything
 process of their own, which is this file again.
 """
 
+import math
 import os
 import subprocess
 import sys
@@ -36,8 +37,9 @@ else:
     def small_blocks_and_poisoned_buffers(monkeypatch):
         """Blocks that sequences fill more than once, and buffers full of NaN, so that one never written shows."""
         torch.manual_seed(0)
-        empty = torch.empty
-        monkeypatch.setattr(fused.torch, "empty", lambda *args, **kwargs: empty(*args, **kwargs).fill_(float("nan")))
+        for name in ("empty", "empty_like"):
+            make = getattr(torch, name)
+            monkeypatch.setattr(torch, name, lambda *args, make=make, **kwargs: make(*args, **kwargs).fill_(math.nan))
         monkeypatch.setattr(fused, "BLOCK_SIZE", 16)
 
     NAMES = {"old": "old_logprobs", "ref": "ref_logprobs", "rollout": "rollout_logprobs"}

@@ -8,7 +8,6 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from rlhf_kernels.ops.packed_policy_loss.terms import PolicyObjective, PolicyStream
 from rlhf_kernels.ops.packed_policy_loss.triton import kl_terms, launch_policy, loss_options, policy_terms, ratio_of
 from rlhf_kernels.ops.token_logprobs.triton import _on_device
 
@@ -78,11 +77,10 @@ def _rows_kernel(
         share = tl.load(shares_ptr + row)
         grad = tl.load(factors_ptr + row)
         if LOSS != "gspo":  # whose whole gradient by the log-prob is known here, from a first pass over all tokens
-            log_ratio = 0.0 if old_ptr is None else logprob - tl.load(old_ptr + row).to(tl.float32)
+            log_ratio = 0.0 * logprob if old_ptr is None else logprob - tl.load(old_ptr + row).to(tl.float32)
             advantage = tl.load(advantages_ptr + row).to(tl.float32)
-            _, slope, _ = policy_terms(
-                logprob, log_ratio, ratio_of(log_ratio), advantage, ratio_low, ratio_high, dual_clip, LOSS
-            )
+            ratio = ratio_of(log_ratio)
+            _, slope, _ = policy_terms(logprob, log_ratio, ratio, advantage, ratio_low, ratio_high, dual_clip, LOSS)
             grad = grad * slope
             if ref_ptr is not None:
                 _, slope = kl_terms(log_ratio, logprob - tl.load(ref_ptr + row).to(tl.float32), KL, UNBIASED)
@@ -95,9 +93,8 @@ def _rows_kernel(
             p = tl.exp(logp)
             chosen = tl.where(start + columns == token_id, 1.0, 0.0)
             value = grad * (chosen - p) - grad_entropy * p * tl.where(p > 0, logp + entropy, 0.0)
-            tl.store(
-                row_ptr + start + columns, value.to(logits_ptr.dtype.element_ty), mask=start + columns < row_stride
-            )
+            value = value.to(logits_ptr.dtype.element_ty)
+            tl.store(row_ptr + start + columns, value, mask=start + columns < row_stride)
 
 
 @triton.jit
@@ -125,22 +122,15 @@ class _LinearPolicyLoss(torch.autograd.Function):
     """Gradients are made in the forward pass; the backward pass only scales them."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        token_ids: Tensor,
-        temperature: float,
-        stream: PolicyStream,
-        objective: PolicyObjective,
-        weight_grad_dtype: torch.dtype | None,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, *terms: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        token_ids, temperature, stream, objective, weight_grad_dtype = terms
+
         def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.empty(shape, dtype=dtype, device=hidden.device)
 
         # Shares of a millionth would vanish in float16: there they are left to the backward pass.
         ctx.factor = 1.0 / stream.denominator(objective) if hidden.dtype == torch.float16 else 1.0
-        logprobs, entropy, factors, shares = [empty(len(hidden)) for _ in range(4)]
+        logprobs, entropy, factors, shares = (empty(len(hidden)) for _ in range(4))
         launch_policy(None, None, stream, objective, factors, shares)
         width = triton.cdiv(len(weight), ROW_ALIGNMENT) * ROW_ALIGNMENT
         chunk_rows = max(CHUNK_BYTES // (width * hidden.itemsize * TILE_ROWS), 1) * TILE_ROWS

@@ -52,14 +52,13 @@ def policy_terms(logprob, log_ratio, ratio, advantage, ratio_low, ratio_high, du
     cut = ((ratio > ratio_high) & (advantage > 0)) | ((ratio < ratio_low) & (advantage < 0))
     if kind == "reinforce":
         return -advantage * logprob, -advantage, cut
-    elif kind == "cispo":  # noqa: RET505  (a static choice: the compiler drops the other branches)
+    if kind == "cispo":
         return -bounded * advantage * logprob, -bounded * advantage, (ratio < ratio_low) | (ratio > ratio_high)
-    else:
-        loss = -tl.minimum(ratio * advantage, bounded * advantage)
-        if dual_clip is not None:
-            loss = tl.where(advantage < 0, tl.minimum(loss, -dual_clip * advantage), loss)
-            cut = cut | ((advantage < 0) & (ratio > dual_clip))
-        return loss, tl.where(cut, 0.0, -advantage * slope), cut
+    loss = -tl.minimum(ratio * advantage, bounded * advantage)
+    if dual_clip is not None:
+        loss = tl.where(advantage < 0, tl.minimum(loss, -dual_clip * advantage), loss)
+        cut = cut | ((advantage < 0) & (ratio > dual_clip))
+    return loss, tl.where(cut, 0.0, -advantage * slope), cut
 
 
 @triton.jit
@@ -90,24 +89,21 @@ def _load(ptr, index, valid, used):
 
 
 @triton.jit
-def _weighted(gap, trained, sequence_weight, weight_low, weight_high, level, masks):
+def _weighted(gap, trained, sequence_weight, low, high, level, masks):
     """Return a block's mismatch weights, the mask that they leave, and which are out of bounds."""
     raw = ratio_of(gap)
     if level == "sequence" or level == "geometric":
         raw = gap * 0.0 + sequence_weight
-    outside = trained & ((raw < weight_low) | (raw > weight_high))
+    outside = trained & ((raw < low) | (raw > high))
     if level == "off":
         return gap * 0.0 + 1.0, trained, outside
-    elif masks:  # noqa: RET505
+    if masks:
         return raw, trained & ~outside, outside
-    else:
-        return clamped(raw, weight_low, weight_high), trained, outside
+    return clamped(raw, low, high), trained, outside
 
 
 @triton.jit
-def _over_sequence(
-    first, last, logprobs_ptr, old_ptr, mask_ptr, rollout_ptr, weight_low, weight_high, kind, level, masks, block
-):
+def _over_sequence(first, last, logprobs_ptr, old_ptr, mask_ptr, rollout_ptr, low, high, kind, level, masks, block):
     """Return the trained tokens of a sequence (at least 1), its mismatch weight and its GSPO ratio."""
     count = tl.zeros([block], tl.float32)
     log_weight, log_ratio = count, count
@@ -119,7 +115,7 @@ def _over_sequence(
             gap = _load(old_ptr, index, valid, kept) - _load(rollout_ptr, index, valid, kept)
             log_weight += gap
             if level == "token":
-                _, kept, _ = _weighted(gap, kept, 1.0, weight_low, weight_high, level, masks)
+                _, kept, _ = _weighted(gap, kept, 1.0, low, high, level, masks)
         if kind == "gspo" and logprobs_ptr is not None and old_ptr is not None:
             log_ratio += _load(logprobs_ptr, index, valid, kept) - _load(old_ptr, index, valid, kept)
         count += tl.where(kept, 1.0, 0.0)
@@ -134,7 +130,7 @@ def _over_sequence(
 def _policy_kernel(
     logprobs_ptr, entropy_ptr, old_ptr, advantages_ptr, mask_ptr, bounds_ptr, ref_ptr, rollout_ptr, weights_ptr,
     grad_logprobs_ptr, grad_entropy_ptr, sums_ptr,
-    num_tokens, inv_denominator, kl_coef, entropy_coef, ratio_low, ratio_high, dual_clip, weight_low, weight_high,
+    num_tokens, inv_denominator, kl_coef, entropy_coef, ratio_low, ratio_high, dual_clip, low, high,
     LOSS: tl.constexpr, KL: tl.constexpr, UNBIASED: tl.constexpr, LEVEL: tl.constexpr, MASKS: tl.constexpr,  # noqa: N803
     SEQUENCES: tl.constexpr, MEANS: tl.constexpr, BLOCK: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
@@ -144,24 +140,12 @@ def _policy_kernel(
     first = program * BLOCK
     last = tl.minimum(first + BLOCK, num_tokens)
     share = inv_denominator
-    sequence_weight = 1.0
-    sequence_ratio = 1.0
+    sequence_weight, sequence_ratio = 1.0, 1.0
     if SEQUENCES:
         first = tl.load(bounds_ptr + program).to(tl.int64)
         last = tl.load(bounds_ptr + program + 1).to(tl.int64)
         num_trained, sequence_weight, sequence_ratio = _over_sequence(
-            first,
-            last,
-            logprobs_ptr,
-            old_ptr,
-            mask_ptr,
-            rollout_ptr,
-            weight_low,
-            weight_high,
-            LOSS,
-            LEVEL,
-            MASKS,
-            BLOCK,
+            first, last, logprobs_ptr, old_ptr, mask_ptr, rollout_ptr, low, high, LOSS, LEVEL, MASKS, BLOCK
         )
         if MEANS:
             share = inv_denominator / num_trained
@@ -178,7 +162,7 @@ def _policy_kernel(
         weight, kept, outside = zeros + 1.0, trained, valid & False
         if rollout_ptr is not None:
             gap = old - _load(rollout_ptr, index, valid, trained)
-            weight, kept, outside = _weighted(gap, trained, sequence_weight, weight_low, weight_high, LEVEL, MASKS)
+            weight, kept, outside = _weighted(gap, trained, sequence_weight, low, high, LEVEL, MASKS)
         if weights_ptr is not None:
             weight = _load(weights_ptr, index, valid, trained)
 
@@ -213,12 +197,10 @@ def _policy_kernel(
 
     if logprobs_ptr is not None:
         sums_ptr += program * _NUM_METRICS
-        policy = share * tl.sum(policy_sum, axis=0)
-        kl = share * tl.sum(kl_sum, axis=0)
-        bonus = share * tl.sum(entropy_sum, axis=0)
-        shares = (policy + kl_coef * kl - entropy_coef * bonus, policy, kl, bonus)
+        policy, kl, bonus = tl.sum(policy_sum, axis=0), tl.sum(kl_sum, axis=0), tl.sum(entropy_sum, axis=0)
+        terms = (policy + kl_coef * kl - entropy_coef * bonus, policy, kl, bonus)
         for i in tl.static_range(4):
-            tl.store(sums_ptr + i, shares[i])
+            tl.store(sums_ptr + i, share * terms[i])
         sums = (tokens, clipped, ratios, kl_to_old, kl_sum, entropy_sum, weights, masked_tokens, out_of_bounds)
         for i in tl.static_range(9):
             tl.store(sums_ptr + 4 + i, tl.sum(sums[i], axis=0))
@@ -258,8 +240,8 @@ def launch_policy(
             _policy_kernel[(programs,)](
                 *(*columns, grad_logprobs, grad_entropy, sums, size, 1.0 / stream.denominator(objective)),
                 **loss_options(objective),
-                weight_low=float(objective.weight_low),
-                weight_high=float(objective.weight_high),
+                low=float(objective.weight_low),
+                high=float(objective.weight_high),
                 LEVEL=objective.weight_level,
                 MASKS=objective.weight_mode == "mask",
                 SEQUENCES=objective.needs_sequences,
@@ -283,10 +265,7 @@ class _PackedPolicyLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logprobs: Tensor, entropy: Tensor | None, *terms: Any) -> tuple[Tensor, Tensor]:
-        grads = [
-            torch.empty(column.shape, dtype=column.dtype, device=column.device) if needed else None
-            for column, needed in zip((logprobs, entropy), ctx.needs_input_grad, strict=False)
-        ]
+        grads = [torch.empty_like(x) if x is not None and x.requires_grad else None for x in (logprobs, entropy)]
         metrics = launch_policy(logprobs, entropy, *terms, *grads)
         ctx.save_for_backward(*grads)
         ctx.mark_non_differentiable(metrics)
