@@ -16,8 +16,7 @@ TILE_ROWS = 128  # of the products: chunks of full tiles
 ROW_ALIGNMENT = 64  # logits; rows that start at odd addresses slow the products down
 ROW_BLOCK_SIZE = 8192
 ROW_NUM_WARPS = 32  # one row a multiprocessor at a time, so that its second reading finds it in the L2 cache
-SCALE_BLOCK_SIZE = 4096
-SCALE_PROGRAMS = 1024
+SCALE_BLOCK_SIZE, SCALE_PROGRAMS = 4096, 1024
 
 
 @triton.jit
@@ -157,16 +156,17 @@ class _LinearPolicyLoss(torch.autograd.Function):
                     )
             return logits
 
-        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
-        wants_any = wants_hidden or wants_weight
-        if objective.policy_loss == "gspo" and wants_any:  # whose gradients need the log-probs of whole sequences
+        wants_hidden, wants_weight = hidden.requires_grad, weight.requires_grad
+        if objective.policy_loss == "gspo" and (
+            wants_hidden or wants_weight
+        ):  # whose gradients need the log-probs of whole sequences
             for start in starts:
                 logits_of(start, gradient=False)
             launch_policy(logprobs, entropy, stream, objective, factors)
         grad_hidden = empty(*hidden.shape, dtype=hidden.dtype) if wants_hidden else None
         grad_weight = empty(*weight.shape, dtype=weight_grad_dtype or weight.dtype) if wants_weight else None
         for start in starts:
-            logits = logits_of(start, gradient=wants_any)
+            logits = logits_of(start, gradient=wants_hidden or wants_weight)
             if wants_hidden:
                 torch.mm(logits, weight, out=grad_hidden[start : start + chunk_rows])
             if wants_weight:

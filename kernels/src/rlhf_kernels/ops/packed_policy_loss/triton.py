@@ -19,7 +19,7 @@ from rlhf_kernels.ops.packed_policy_loss.terms import (
 from rlhf_kernels.ops.token_logprobs.triton import _on_device
 
 BLOCK_SIZE = 2048  # tokens at a time; a program is one block, or one sequence where the loss depends on sequences
-NUM_WARPS = 16
+NUM_WARPS = 32  # fewer, and the largest variants spill registers
 
 _MAX_LOG_RATIO = tl.constexpr(MAX_LOG_RATIO)
 _MAX_LOG_WEIGHT = tl.constexpr(math.log(MAX_WEIGHT))
@@ -45,9 +45,7 @@ def _k3(log_ratio):
 @triton.jit
 def policy_terms(logprob, log_ratio, ratio, advantage, ratio_low, ratio_high, dual_clip, kind):
     """Return the policy loss, its derivative by the log-prob, and whether it is clipped."""
-    slope = tl.where(tl.abs(log_ratio) > _MAX_LOG_RATIO, 0.0, ratio)
-    if kind == "gspo":
-        slope = ratio
+    slope = ratio if kind == "gspo" else tl.where(tl.abs(log_ratio) > _MAX_LOG_RATIO, 0.0, ratio)
     bounded = clamped(ratio, ratio_low, ratio_high)
     cut = ((ratio > ratio_high) & (advantage > 0)) | ((ratio < ratio_low) & (advantage < 0))
     if kind == "reinforce":
@@ -91,15 +89,11 @@ def _load(ptr, index, valid, used):
 @triton.jit
 def _weighted(gap, trained, sequence_weight, low, high, level, masks):
     """Return a block's mismatch weights, the mask that they leave, and which are out of bounds."""
-    raw = ratio_of(gap)
-    if level == "sequence" or level == "geometric":
-        raw = gap * 0.0 + sequence_weight
+    raw = gap * 0.0 + sequence_weight if level == "sequence" or level == "geometric" else ratio_of(gap)
     outside = trained & ((raw < low) | (raw > high))
     if level == "off":
         return gap * 0.0 + 1.0, trained, outside
-    if masks:
-        return raw, trained & ~outside, outside
-    return clamped(raw, low, high), trained, outside
+    return (raw, trained & ~outside, outside) if masks else (clamped(raw, low, high), trained, outside)
 
 
 @triton.jit
@@ -121,8 +115,7 @@ def _over_sequence(first, last, logprobs_ptr, old_ptr, mask_ptr, rollout_ptr, lo
         count += tl.where(kept, 1.0, 0.0)
     num_trained = tl.maximum(tl.sum(count, axis=0), 1.0)
     total_weight = tl.sum(log_weight, axis=0)
-    if level == "geometric":
-        total_weight = total_weight / num_trained
+    total_weight = total_weight / num_trained if level == "geometric" else total_weight
     return num_trained, ratio_of(total_weight), ratio_of(tl.sum(log_ratio, axis=0) / num_trained)
 
 
@@ -139,16 +132,14 @@ def _policy_kernel(
     program = tl.program_id(0).to(tl.int64)
     first = program * BLOCK
     last = tl.minimum(first + BLOCK, num_tokens)
-    share = inv_denominator
-    sequence_weight, sequence_ratio = 1.0, 1.0
+    share, sequence_weight, sequence_ratio = inv_denominator, 1.0, 1.0
     if SEQUENCES:
         first = tl.load(bounds_ptr + program).to(tl.int64)
         last = tl.load(bounds_ptr + program + 1).to(tl.int64)
         num_trained, sequence_weight, sequence_ratio = _over_sequence(
             first, last, logprobs_ptr, old_ptr, mask_ptr, rollout_ptr, low, high, LOSS, LEVEL, MASKS, BLOCK
         )
-        if MEANS:
-            share = inv_denominator / num_trained
+        share = inv_denominator / num_trained if MEANS else inv_denominator
 
     zeros = tl.zeros([BLOCK], tl.float32)
     policy_sum, kl_sum, entropy_sum, tokens, clipped, ratios = zeros, zeros, zeros, zeros, zeros, zeros
@@ -163,8 +154,7 @@ def _policy_kernel(
         if rollout_ptr is not None:
             gap = old - _load(rollout_ptr, index, valid, trained)
             weight, kept, outside = _weighted(gap, trained, sequence_weight, low, high, LEVEL, MASKS)
-        if weights_ptr is not None:
-            weight = _load(weights_ptr, index, valid, trained)
+        weight = weight if weights_ptr is None else _load(weights_ptr, index, valid, trained)
 
         grad, grad_entropy = share * weight, zeros + share
         if logprobs_ptr is not None:
@@ -177,8 +167,7 @@ def _policy_kernel(
                 kl, grad_kl = kl_terms(log_ratio, logprob - _load(ref_ptr, index, valid, trained), KL, UNBIASED)
                 grad += kl_coef * grad_kl
                 kl_sum += tl.where(kept, kl, 0.0)
-            if entropy_ptr is not None:
-                entropy_sum += _load(entropy_ptr, index, valid, kept)
+            entropy_sum += zeros if entropy_ptr is None else _load(entropy_ptr, index, valid, kept)
             grad, grad_entropy = share * grad, zeros - entropy_coef * share
             policy_sum += tl.where(kept, weight * loss, 0.0)
             tokens += tl.where(kept, 1.0, 0.0)
@@ -196,14 +185,13 @@ def _policy_kernel(
             tl.store(grad_entropy_ptr + index, grad_entropy, mask=valid)
 
     if logprobs_ptr is not None:
-        sums_ptr += program * _NUM_METRICS
         policy, kl, bonus = tl.sum(policy_sum, axis=0), tl.sum(kl_sum, axis=0), tl.sum(entropy_sum, axis=0)
         terms = (policy + kl_coef * kl - entropy_coef * bonus, policy, kl, bonus)
         for i in tl.static_range(4):
-            tl.store(sums_ptr + i, share * terms[i])
+            tl.store(sums_ptr + program * _NUM_METRICS + i, share * terms[i])
         sums = (tokens, clipped, ratios, kl_to_old, kl_sum, entropy_sum, weights, masked_tokens, out_of_bounds)
         for i in tl.static_range(9):
-            tl.store(sums_ptr + 4 + i, tl.sum(sums[i], axis=0))
+            tl.store(sums_ptr + program * _NUM_METRICS + 4 + i, tl.sum(sums[i], axis=0))
 
 
 def loss_options(objective: PolicyObjective) -> dict[str, Any]:
