@@ -19,6 +19,6 @@ def linear_policy_loss_reference(
     """Return loss, metrics, log-probs and entropy as `linear_policy_loss` does."""
     wide = torch.promote_types(hidden.dtype, torch.float32)
     logits = hidden.to(wide) @ weight.to(wide).t()
-    logprobs, entropy = token_logprobs_reference(logits, token_ids, temperature)
+    logprobs, entropy = token_logprobs_reference(logits, token_ids, temperature)[:2]
     loss, metrics = packed_policy_loss_reference(logprobs, entropy, stream, objective)
     return loss, metrics, logprobs.detach(), entropy.detach()
