@@ -40,8 +40,8 @@ else:
         empty = torch.empty
         monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: empty(*args, **kwargs).fill_(float("nan")))
         monkeypatch.setattr(fused, "ROW_BLOCK_SIZE", 32)
-        monkeypatch.setattr(fused, "SCALE_BLOCK_SIZE", 256)
-        monkeypatch.setattr(fused, "SCALE_PROGRAMS", 2)
+        monkeypatch.setattr(packed, "SCALE_BLOCK_SIZE", 256)
+        monkeypatch.setattr(packed, "SCALE_PROGRAMS", 2)
         monkeypatch.setattr(fused, "TILE_ROWS", 8)
         monkeypatch.setattr(fused, "CHUNK_BYTES", 16 * 128 * 4)  # two tiles of float32
         monkeypatch.setattr(packed, "BLOCK_SIZE", 16)

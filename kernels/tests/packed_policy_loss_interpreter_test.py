@@ -23,7 +23,7 @@ if not INTERPRETING:
         command += ["--rootdir", tmp_path, Path(__file__).resolve()]
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
-        assert "62 passed" in done.stdout
+        assert "63 passed" in done.stdout
 
 else:
     from rlhf_kernels import POLICY_METRICS, PolicyObjective, PolicyStream
@@ -138,3 +138,13 @@ else:
         columns = columns_of()
         columns |= {name: columns[name].repeat_interleave(2)[::2] for name in ("logprobs", "old", "advantages", "mask")}
         check(PolicyObjective(), columns)
+
+    def test_triton_packed_policy_loss_second_backward_pass_raises():
+        columns = columns_of()
+        constants = {"advantages": columns["advantages"], "loss_mask": columns["mask"], "cu_seqlens": columns["bounds"]}
+        stream = PolicyStream(**constants, num_tokens=1, num_sequences=1)
+        logprobs = columns["logprobs"].requires_grad_()
+        loss, _ = fused.packed_policy_loss_triton(logprobs, None, stream, PolicyObjective())
+        loss.backward(retain_graph=True)
+        with pytest.raises(RuntimeError, match="runs once"):
+            loss.backward()

@@ -6,9 +6,15 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from rlhf_kernels.ops.packed_policy_loss.triton import kl_terms, launch_policy, loss_options, policy_terms, ratio_of
+from rlhf_kernels.ops.packed_policy_loss.triton import (
+    kl_terms,
+    launch_policy,
+    loss_options,
+    policy_terms,
+    ratio_of,
+    scaled_gradients,
+)
 from rlhf_kernels.ops.token_logprobs.triton import _on_device
 
 CHUNK_BYTES = 480 << 20  # of logits at a time; with what cuBLAS takes it stays under 0.5 GiB
@@ -16,7 +22,6 @@ TILE_ROWS = 128  # of the products: chunks of full tiles
 ROW_ALIGNMENT = 64  # logits; rows that start at odd addresses slow the products down
 ROW_BLOCK_SIZE = 8192
 ROW_NUM_WARPS = 32  # one row a multiprocessor at a time, so that its second reading finds it in the L2 cache
-SCALE_BLOCK_SIZE, SCALE_PROGRAMS = 4096, 1024
 
 
 @triton.jit
@@ -96,19 +101,6 @@ def _rows_kernel(
             tl.store(row_ptr + start + columns, value, mask=start + columns < row_stride)
 
 
-@triton.jit
-def _scale_kernel(values_ptr, factor_ptr, size, BLOCK: tl.constexpr):  # noqa: N803
-    """Multiply in place; a factor of 1, which is read on the device, touches nothing."""
-    factor = tl.load(factor_ptr)
-    if factor == 1.0:
-        return
-    step = tl.num_programs(0).to(tl.int64) * BLOCK
-    for start in range(tl.program_id(0).to(tl.int64) * BLOCK, size, step):
-        index = start + tl.arange(0, BLOCK)
-        value = tl.load(values_ptr + index, mask=index < size).to(tl.float32) * factor
-        tl.store(values_ptr + index, value.to(values_ptr.dtype.element_ty), mask=index < size)
-
-
 @torch.compiler.disable
 def linear_policy_loss_triton(hidden: Tensor, weight: Tensor, *terms: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return loss, metrics, log-probs and entropy as `linear_policy_loss` does, which checks the arguments."""
@@ -176,18 +168,7 @@ class _LinearPolicyLoss(torch.autograd.Function):
         ctx.mark_non_differentiable(metrics, logprobs, entropy)
         return metrics[0].clone(), metrics, logprobs, entropy
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_loss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        if ctx.factor is None:
-            raise RuntimeError("linear_policy_loss scales its gradients in place: its backward pass runs once")
-        grads, factor, ctx.factor = ctx.saved_tensors, grad_loss * ctx.factor, None
-        for grad in grads:
-            if grad is not None and grad.numel():
-                programs = min(SCALE_PROGRAMS, triton.cdiv(grad.numel(), SCALE_BLOCK_SIZE))
-                with _on_device(grad):
-                    _scale_kernel[(programs,)](grad, factor, grad.numel(), BLOCK=SCALE_BLOCK_SIZE, num_warps=8)
-        return (*grads, *(None for _ in ctx.needs_input_grad[2:]))
+    backward = staticmethod(scaled_gradients)
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor, beta: int) -> None:

@@ -20,6 +20,7 @@ from rlhf_kernels.ops.token_logprobs.triton import _on_device
 
 BLOCK_SIZE = 2048  # tokens at a time; a program is one block, or one sequence where the loss depends on sequences
 NUM_WARPS = 32  # fewer, and the largest variants spill registers
+SCALE_BLOCK_SIZE, SCALE_PROGRAMS = 4096, 1024
 
 _MAX_LOG_RATIO = tl.constexpr(MAX_LOG_RATIO)
 _MAX_LOG_WEIGHT = tl.constexpr(math.log(MAX_WEIGHT))
@@ -240,6 +241,33 @@ def launch_policy(
     return sums.sum(dim=0)
 
 
+@triton.jit
+def _scale_kernel(values_ptr, factor_ptr, size, BLOCK: tl.constexpr):  # noqa: N803
+    """Multiply in place; a factor of 1, which is read on the device, touches nothing."""
+    factor = tl.load(factor_ptr)
+    if factor == 1.0:
+        return
+    step = tl.num_programs(0).to(tl.int64) * BLOCK
+    for start in range(tl.program_id(0).to(tl.int64) * BLOCK, size, step):
+        index = start + tl.arange(0, BLOCK)
+        value = tl.load(values_ptr + index, mask=index < size).to(tl.float32) * factor
+        tl.store(values_ptr + index, value.to(values_ptr.dtype.element_ty), mask=index < size)
+
+
+@once_differentiable
+def scaled_gradients(ctx: Any, grad_loss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    """A backward pass: the first two inputs' gradients, which were saved, times `ctx.factor` and the loss's own."""
+    if ctx.factor is None:
+        raise RuntimeError("a fused policy loss scales its gradients in place: its backward pass runs once")
+    grads, factor, ctx.factor = ctx.saved_tensors, grad_loss if ctx.factor == 1 else grad_loss * ctx.factor, None
+    for grad in grads:
+        if grad is not None and grad.numel():
+            programs = min(SCALE_PROGRAMS, triton.cdiv(grad.numel(), SCALE_BLOCK_SIZE))
+            with _on_device(grad):
+                _scale_kernel[(programs,)](grad, factor, grad.numel(), BLOCK=SCALE_BLOCK_SIZE, num_warps=8)
+    return (*grads, *(None for _ in ctx.needs_input_grad[2:]))
+
+
 @torch.compiler.disable
 def packed_policy_loss_triton(
     logprobs: Tensor, entropy: Tensor | None, stream: PolicyStream, objective: PolicyObjective
@@ -256,11 +284,8 @@ class _PackedPolicyLoss(torch.autograd.Function):
         grads = [torch.empty_like(x) if x is not None and x.requires_grad else None for x in (logprobs, entropy)]
         metrics = launch_policy(logprobs, entropy, *terms, *grads)
         ctx.save_for_backward(*grads)
+        ctx.factor = 1.0
         ctx.mark_non_differentiable(metrics)
         return metrics[0].clone(), metrics
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_loss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        scaled = (None if grad is None else (grad * grad_loss).to(grad.dtype) for grad in ctx.saved_tensors)
-        return (*scaled, None, None)
+    backward = staticmethod(scaled_gradients)
