@@ -5,21 +5,38 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rlhf_kernels.ops.accumulate import accumulate_
+    from rlhf_kernels.ops.linear_policy_loss import linear_policy_loss
     from rlhf_kernels.ops.linear_token_logprobs import linear_token_logprobs
     from rlhf_kernels.ops.logprob_kl import logprob_kl
+    from rlhf_kernels.ops.packed_policy_loss import (
+        POLICY_METRICS,
+        PolicyObjective,
+        PolicyStream,
+        packed_policy_loss,
+    )
     from rlhf_kernels.ops.segmented_scan import packed_gae, segmented_scan
     from rlhf_kernels.ops.token_logprobs import token_logprobs
 
 __all__ = [
+    "POLICY_METRICS",
+    "PolicyObjective",
+    "PolicyStream",
     "accumulate_",
+    "linear_policy_loss",
     "linear_token_logprobs",
     "logprob_kl",
     "packed_gae",
+    "packed_policy_loss",
     "segmented_scan",
     "token_logprobs",
 ]
 
-_FOLDERS = {name: name.rstrip("_") for name in __all__} | {"packed_gae": "segmented_scan"}
+_FOLDERS = {name: name.rstrip("_") for name in __all__} | {
+    "POLICY_METRICS": "packed_policy_loss",
+    "PolicyObjective": "packed_policy_loss",
+    "PolicyStream": "packed_policy_loss",
+    "packed_gae": "segmented_scan",
+}
 
 
 def __getattr__(name: str) -> Any:

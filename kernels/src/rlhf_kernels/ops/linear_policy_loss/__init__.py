@@ -1,0 +1,67 @@
+"""The policy loss of a packed stream from hidden states and the LM head, without the logits."""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from rlhf_kernels.dispatch import FLOATS, takes_triton
+from rlhf_kernels.ops.linear_policy_loss.reference import linear_policy_loss_reference
+from rlhf_kernels.ops.packed_policy_loss.terms import PolicyObjective, PolicyStream, check_column
+
+
+def linear_policy_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    token_ids: Tensor,
+    stream: PolicyStream,
+    objective: PolicyObjective,
+    *,
+    temperature: float = 1.0,
+    weight_grad_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return what `packed_policy_loss` does, and log-probs and entropy, of logits that are never whole in memory.
+
+        logprobs, entropy = token_logprobs(hidden @ weight.T, token_ids, temperature)
+        loss, metrics     = packed_policy_loss(logprobs, stream, objective, entropy=entropy)
+
+    Gradients of the loss go to `hidden` and `weight`; on CUDA they are made in the forward pass, and the backward pass,
+    which can run once, scales them in place. A token that is not trained costs its products all the same: leave such
+    rows out of the stream where there are many.
+
+    Args:
+        hidden: [N, H] bfloat16, float16 or float32.
+        weight: [V, H], the LM head's, in the dtype of `hidden`.
+        token_ids: [N] int32 or int64 below V; a negative one is not trained. On CUDA an id of V or more gives NaN.
+        stream, objective: as in `packed_policy_loss`.
+        temperature: > 0; log-probs are those of the distribution sampled at this temperature.
+        weight_grad_dtype: on CUDA the weight's gradient is summed over chunks of tokens in this dtype; None for that of
+            `weight`. float32 rounds once, for 4 V H bytes more.
+
+    Returns:
+        loss: float32 scalar.
+        metrics: [13] float32, named by `POLICY_METRICS`.
+        logprobs, entropy: [N] float32, nats, without gradient; 0.0 outside the loss mask.
+
+    Raises:
+        ValueError: as `packed_policy_loss`, or (on the CPU) a token id beyond the vocabulary.
+    """
+    if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1] or not len(weight):
+        shapes = f"hidden {list(hidden.shape)} and weight {list(weight.shape)}"
+        raise ValueError(f"linear_policy_loss takes hidden [N, H] and weight [V, H], V at least 1; got {shapes}")
+    if hidden.dtype not in FLOATS or (weight.dtype, weight.device) != (hidden.dtype, hidden.device):
+        given = f"{hidden.dtype} on {hidden.device} and {weight.dtype} on {weight.device}"
+        raise ValueError(f"hidden and weight must agree in device and in one dtype of {FLOATS}; got {given}")
+    check_column("token_ids", token_ids, hidden, (torch.int32, torch.int64))
+    stream.check(hidden, objective)
+    if not 0 < temperature < float("inf"):
+        raise ValueError(f"temperature is {temperature}; it must be positive and finite")
+    if token_ids.device.type == "cpu" and token_ids.numel() and int(token_ids.max()) >= len(weight):
+        raise ValueError(f"token id {int(token_ids.max())} is outside the vocabulary of {len(weight)}")
+    stream = replace(stream, loss_mask=stream.loss_mask & (token_ids >= 0))
+    token_ids = token_ids.masked_fill(~stream.loss_mask, -1)
+    if takes_triton("linear_policy_loss", hidden):
+        from rlhf_kernels.ops.linear_policy_loss.triton import linear_policy_loss_triton
+
+        return linear_policy_loss_triton(hidden, weight, token_ids, temperature, stream, objective, weight_grad_dtype)
+    return linear_policy_loss_reference(hidden, weight, token_ids, temperature, stream, objective)

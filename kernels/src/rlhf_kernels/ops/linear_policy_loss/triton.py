@@ -1,0 +1,179 @@
+"""Fused `linear_policy_loss`: chunks of logits that become their own gradient in place, between cuBLAS products."""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rlhf_kernels.ops.packed_policy_loss.triton import (
+    kl_terms,
+    launch_policy,
+    loss_options,
+    policy_terms,
+    ratio_of,
+    scaled_gradients,
+)
+from rlhf_kernels.ops.token_logprobs.triton import _on_device
+
+CHUNK_BYTES = 480 << 20  # of logits at a time; with what cuBLAS takes it stays under 0.5 GiB
+TILE_ROWS = 128  # of the products: chunks of full tiles
+ROW_ALIGNMENT = 64  # logits; rows that start at odd addresses slow the products down
+ROW_BLOCK_SIZE = 8192
+ROW_NUM_WARPS = 32  # one row a multiprocessor at a time, so that its second reading finds it in the L2 cache
+
+
+@triton.jit
+def _load_block(row_ptr, columns, width, vocab_size):
+    z = tl.load(row_ptr + columns, mask=columns < width, other=0.0).to(tl.float32)
+    return tl.where(columns < vocab_size, z, float("-inf"))
+
+
+@triton.jit
+def _rows_kernel(
+    logits_ptr, token_ids_ptr, old_ptr, advantages_ptr, ref_ptr, factors_ptr, shares_ptr, logprobs_ptr, entropy_ptr,
+    first_row, row_stride, vocab_size, inv_temperature, gradient_scale, kl_coef, entropy_coef,
+    ratio_low, ratio_high, dual_clip,
+    LOSS: tl.constexpr, KL: tl.constexpr, UNBIASED: tl.constexpr,  # noqa: N803
+    GRADIENT: tl.constexpr, BLOCK: tl.constexpr,  # noqa: N803
+):  # fmt: skip
+    """One row a program: log-prob and entropy, then the loss's gradient over the logits. Columns of a block keep
+    m = max z, s = sum e^c and u = sum c e^c of their own, c = (z - m) / temperature, until the row is through. Rows are
+    read and written to their padded width, by whole vectors."""
+    row_ptr = logits_ptr + tl.program_id(0).to(tl.int64) * row_stride
+    row = first_row + tl.program_id(0)
+    columns = tl.arange(0, BLOCK)
+    token_id = tl.load(token_ids_ptr + row)
+    if token_id < 0:
+        tl.store(logprobs_ptr + row, 0.0)
+        tl.store(entropy_ptr + row, 0.0)
+        if GRADIENT:
+            for start in range(0, row_stride, BLOCK):
+                zeros = tl.zeros([BLOCK], logits_ptr.dtype.element_ty)
+                tl.store(row_ptr + start + columns, zeros, mask=start + columns < row_stride)
+        return
+
+    token_logit = tl.load(row_ptr + token_id, mask=token_id < vocab_size, other=float("nan")).to(tl.float32)
+    m = tl.full([BLOCK], -3.0e38, tl.float32)
+    s = tl.zeros([BLOCK], tl.float32)
+    u = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, row_stride, BLOCK):
+        z = _load_block(row_ptr, start + columns, row_stride, vocab_size)
+        # One exponential an element: of m and z the larger is the new m, and the other's distance d from it is scaled.
+        d = -tl.abs(z - m) * inv_temperature
+        e = tl.exp(d)
+        t = tl.where(d * e < 0, d * e, 0.0)  # d may be infinite where e is 0
+        u = tl.where(z > m, u * e + s * t, u + t)
+        s = tl.where(z > m, s * e + 1.0, s + e)
+        m = tl.maximum(m, z)
+    largest = tl.max(m, axis=0)
+    d = (m - largest) * inv_temperature
+    e = tl.exp(d)
+    total = tl.sum(s * e, axis=0)
+    log_sum = tl.log(total)
+    logprob = (token_logit - largest) * inv_temperature - log_sum
+    entropy = log_sum - tl.sum(u * e + s * tl.where(d * e < 0, d * e, 0.0), axis=0) / total
+    tl.store(logprobs_ptr + row, logprob)
+    tl.store(entropy_ptr + row, entropy)
+
+    if GRADIENT:
+        share = tl.load(shares_ptr + row)
+        grad = tl.load(factors_ptr + row)
+        if LOSS != "gspo":  # whose whole gradient by the log-prob is known here, from a first pass over all tokens
+            log_ratio = 0.0 * logprob if old_ptr is None else logprob - tl.load(old_ptr + row).to(tl.float32)
+            advantage = tl.load(advantages_ptr + row).to(tl.float32)
+            ratio = ratio_of(log_ratio)
+            _, slope, _ = policy_terms(logprob, log_ratio, ratio, advantage, ratio_low, ratio_high, dual_clip, LOSS)
+            grad = grad * slope
+            if ref_ptr is not None:
+                _, slope = kl_terms(log_ratio, logprob - tl.load(ref_ptr + row).to(tl.float32), KL, UNBIASED)
+                grad += share * kl_coef * slope
+        grad = grad * gradient_scale * inv_temperature
+        grad_entropy = -entropy_coef * share * gradient_scale * inv_temperature
+        for start in range(0, row_stride, BLOCK):
+            z = _load_block(row_ptr, start + columns, row_stride, vocab_size)
+            logp = (z - largest) * inv_temperature - log_sum
+            p = tl.exp(logp)
+            chosen = tl.where(start + columns == token_id, 1.0, 0.0)
+            value = grad * (chosen - p) - grad_entropy * p * tl.where(p > 0, logp + entropy, 0.0)
+            value = value.to(logits_ptr.dtype.element_ty)
+            tl.store(row_ptr + start + columns, value, mask=start + columns < row_stride)
+
+
+@torch.compiler.disable
+def linear_policy_loss_triton(hidden: Tensor, weight: Tensor, *terms: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return loss, metrics, log-probs and entropy as `linear_policy_loss` does, which checks the arguments."""
+    if not torch.is_grad_enabled():
+        hidden, weight = hidden.detach(), weight.detach()
+    return _LinearPolicyLoss.apply(hidden, weight, *terms)
+
+
+class _LinearPolicyLoss(torch.autograd.Function):
+    """Gradients are made in the forward pass; the backward pass only scales them."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, *terms: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        token_ids, temperature, stream, objective, weight_grad_dtype = terms
+
+        def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.empty(shape, dtype=dtype, device=hidden.device)
+
+        # Shares of a millionth would vanish in float16: there they are left to the backward pass.
+        ctx.factor = 1.0 / stream.denominator(objective) if hidden.dtype == torch.float16 else 1.0
+        logprobs, entropy, factors, shares = (empty(len(hidden)) for _ in range(4))
+        launch_policy(None, None, stream, objective, factors, shares)
+        width = triton.cdiv(len(weight), ROW_ALIGNMENT) * ROW_ALIGNMENT
+        chunk_rows = max(CHUNK_BYTES // (width * hidden.itemsize * TILE_ROWS), 1) * TILE_ROWS
+        buffer = empty(min(chunk_rows, len(hidden)), width, dtype=hidden.dtype)
+        starts = range(0, max(len(hidden), 1), chunk_rows)
+        columns = [token_ids, stream.old_logprobs, stream.advantages, stream.ref_logprobs]
+        columns = [None if column is None else column.contiguous() for column in columns]
+
+        def logits_of(start: int, gradient: bool) -> Tensor:
+            """Return a chunk's logits, or their gradient, having filled in its log-probs and entropies."""
+            rows = hidden[start : start + chunk_rows]
+            logits = buffer[: len(rows), : len(weight)]
+            torch.mm(rows, weight.t(), out=logits)
+            if len(rows):
+                with _on_device(hidden):
+                    _rows_kernel[(len(rows),)](
+                        *(logits, *columns, factors, shares, logprobs, entropy, start, width, len(weight)),
+                        inv_temperature=1.0 / temperature,
+                        gradient_scale=1.0 / ctx.factor,
+                        **loss_options(objective),
+                        GRADIENT=gradient,
+                        BLOCK=ROW_BLOCK_SIZE,
+                        num_warps=ROW_NUM_WARPS,
+                    )
+            return logits
+
+        wants_hidden, wants_weight = hidden.requires_grad, weight.requires_grad
+        if objective.policy_loss == "gspo" and (
+            wants_hidden or wants_weight
+        ):  # whose gradients need the log-probs of whole sequences
+            for start in starts:
+                logits_of(start, gradient=False)
+            launch_policy(logprobs, entropy, stream, objective, factors)
+        grad_hidden = empty(*hidden.shape, dtype=hidden.dtype) if wants_hidden else None
+        grad_weight = empty(*weight.shape, dtype=weight_grad_dtype or weight.dtype) if wants_weight else None
+        for start in starts:
+            logits = logits_of(start, gradient=wants_hidden or wants_weight)
+            if wants_hidden:
+                torch.mm(logits, weight, out=grad_hidden[start : start + chunk_rows])
+            if wants_weight:
+                _add_product(grad_weight, logits.t(), hidden[start : start + chunk_rows], beta=min(start, 1))
+        metrics = launch_policy(logprobs, entropy, stream, objective)
+        ctx.save_for_backward(grad_hidden, grad_weight.to(weight.dtype) if wants_weight else None)
+        ctx.mark_non_differentiable(metrics, logprobs, entropy)
+        return metrics[0].clone(), metrics, logprobs, entropy
+
+    backward = staticmethod(scaled_gradients)
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor, beta: int) -> None:
+    """Set total to beta total + left right, summed in its dtype."""
+    options = {} if total.dtype == left.dtype else {"out_dtype": total.dtype}
+    if options and not total.is_cuda:
+        left, right, options = left.to(total.dtype), right.to(total.dtype), {}
+    torch.addmm(total, left, right, beta=beta, out=total, **options)

@@ -1,0 +1,58 @@
+"""The policy loss of a packed token stream, with its KL and entropy terms, reduced, and its metrics."""
+
+from torch import Tensor
+
+from rlhf_kernels.dispatch import FLOATS, takes_triton
+from rlhf_kernels.ops.packed_policy_loss.reference import packed_policy_loss_reference
+from rlhf_kernels.ops.packed_policy_loss.terms import POLICY_METRICS, PolicyObjective, PolicyStream, check_column
+
+__all__ = ["POLICY_METRICS", "PolicyObjective", "PolicyStream", "packed_policy_loss"]
+
+
+def packed_policy_loss(
+    logprobs: Tensor, stream: PolicyStream, objective: PolicyObjective, *, entropy: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return a packed micro-batch's share of the policy loss, and the sums that its metrics are made of.
+
+        loss = R(w_t l_t) + kl_coef R(k_t) - entropy_coef R(H_t)
+        r_t  = exp(logprobs_t - old_logprobs_t)                          s_i = exp(mean over sequence i of log r_t)
+        l_t  = -min(r_t A_t, clip(r_t, 1 - clip_low, 1 + clip_high) A_t)          ppo; gspo with s_i in place of r_t
+        l_t  = -constant(clip(r_t, 1 - clip_low, 1 + clip_high)) A_t logprobs_t   cispo
+        l_t  = -A_t logprobs_t                                                    reinforce
+        k_t  = d, d^2 / 2 or e^-d - 1 + d;  d = logprobs_t - ref_logprobs_t
+        w_t  = exp(old_logprobs_t - rollout_logprobs_t), or its product or geometric mean over the sequence, bounded
+        R(x) = sum_t x_t / num_tokens                                             token_mean
+             = sum_i (sum_t x_t / n_i) / num_sequences                            seq_mean_token_mean
+             = sum_t x_t / num_sequences                                          seq_mean_token_sum
+             = sum_t x_t / (num_sequences max_tokens)                             seq_mean_token_sum_norm
+
+    Sums run over trained tokens, n_i of them in sequence i; log ratios and d are clamped to +-20 nats. Gradients go to
+    `logprobs` and `entropy`. On CUDA nothing waits for the device. Sources: PPO arXiv:1707.06347, dual clip
+    arXiv:1912.09729, GSPO arXiv:2507.18071, CISPO arXiv:2506.13585, KL estimators joschu.net/blog/kl-approx.html, their
+    gradients arXiv:2506.09477, Dr. GRPO's reduction arXiv:2503.20783.
+
+    Args:
+        logprobs: [N] bfloat16, float16 or float32, nats.
+        stream: the constants of the tokens.
+        objective: the terms.
+        entropy: [N], nats; needed when entropy_coef > 0.
+
+    Returns:
+        loss: float32 scalar; the shares of all micro-batches add up to the whole.
+        metrics: [13] float32, named by `POLICY_METRICS`; without gradient.
+
+    Raises:
+        ValueError: a wrong shape, dtype, device, or (on the CPU) bounds; a tensor that the objective needs is missing.
+    """
+    if logprobs.ndim != 1 or logprobs.dtype not in FLOATS:
+        given = f"{list(logprobs.shape)} {logprobs.dtype}"
+        raise ValueError(f"packed_policy_loss takes logprobs [N] in bfloat16, float16 or float32; got {given}")
+    stream.check(logprobs, objective)
+    check_column("entropy", entropy, logprobs)
+    if entropy is None and objective.entropy_coef > 0:
+        raise ValueError(f"entropy_coef is {objective.entropy_coef:g}; without entropy it must be 0")
+    if takes_triton("packed_policy_loss", logprobs):
+        from rlhf_kernels.ops.packed_policy_loss.triton import packed_policy_loss_triton
+
+        return packed_policy_loss_triton(logprobs, entropy, stream, objective)
+    return packed_policy_loss_reference(logprobs, entropy, stream, objective)

@@ -1,0 +1,135 @@
+"""What the fused policy losses are told: the objective, and the constants of a packed micro-batch."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rlhf_kernels.dispatch import FLOATS
+
+MAX_LOG_RATIO = 20.0  # nats; every log ratio is clamped to +-20
+MAX_WEIGHT = 10.0  # of the importance weight in the unbiased KL gradient
+
+# Four shares of the loss as reduced, then sums over the `tokens` that are trained; the last two are over the loss mask.
+POLICY_METRICS = ("loss", "policy_loss", "kl_loss", "entropy_bonus", "tokens", "clipped", "ratio", "kl_to_old")
+POLICY_METRICS += ("kl_to_ref", "entropy", "weight", "masked_tokens", "out_of_bounds")
+
+_CHOICES = {
+    "policy_loss": ("ppo", "gspo", "cispo", "reinforce"),
+    "reduction": ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"),
+    "kl_estimator": ("k1", "k2", "k3"),
+    "weight_level": ("off", "token", "sequence", "geometric"),
+    "weight_mode": ("truncate", "mask"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyObjective:
+    """The terms of a policy loss; `packed_policy_loss` gives their formulas. ValueError names a wrong one.
+
+    Attributes:
+        policy_loss: ppo, gspo, cispo or reinforce.
+        reduction: how token losses become one number.
+        clip_low, clip_high: largest decrease of the ratio below 1, in [0, 1), and increase above it, >= 0.
+        dual_clip: with ppo and a negative advantage A, the loss is at most this times |A|; > 1, None for no limit.
+        kl_coef: weight of the KL to the reference, >= 0; 0 only measures it, where the reference is given.
+        kl_estimator: k1, k2 or k3.
+        kl_unbiased_gradient: the KL term's gradient is that of KL(policy || reference), whatever the estimator.
+        entropy_coef: weight of the entropy bonus, >= 0.
+        weight_level: what the mismatch weight is of: off, token, sequence (product) or geometric (mean of a sequence).
+        weight_mode: truncate sets a weight beyond a bound to it; mask leaves its tokens out of the loss.
+        weight_low, weight_high: the bounds, 0 <= low < high; with level off only the metric out_of_bounds knows them.
+    """
+
+    policy_loss: str = "ppo"
+    reduction: str = "token_mean"
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    dual_clip: float | None = None
+    kl_coef: float = 0.0
+    kl_estimator: str = "k3"
+    kl_unbiased_gradient: bool = False
+    entropy_coef: float = 0.0
+    weight_level: str = "off"
+    weight_mode: str = "truncate"
+    weight_low: float = 0.5
+    weight_high: float = 2.0
+
+    def __post_init__(self) -> None:
+        for name, is_right, allowed in (
+            *((name, getattr(self, name) in known, ", ".join(known)) for name, known in _CHOICES.items()),
+            ("clip_low", 0 <= self.clip_low < 1, "in [0, 1)"),
+            ("clip_high", self.clip_high >= 0, ">= 0"),
+            ("dual_clip", self.dual_clip is None or self.dual_clip > 1, "> 1, or None"),
+            ("dual_clip", self.dual_clip is None or self.policy_loss == "ppo", "None unless policy_loss is ppo"),
+            ("kl_coef", self.kl_coef >= 0, ">= 0"),
+            ("entropy_coef", self.entropy_coef >= 0, ">= 0"),
+            ("weight_low", 0 <= self.weight_low < self.weight_high, ">= 0 and below weight_high"),
+        ):
+            if not is_right:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; allowed: {allowed}")
+
+    @property
+    def needs_sequences(self) -> bool:
+        """Whether a token's loss depends on other tokens of its sequence."""
+        by_weight = self.weight_level in ("sequence", "geometric")
+        return by_weight or self.policy_loss == "gspo" or self.reduction == "seq_mean_token_mean"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyStream:
+    """The constants of a packed micro-batch of N tokens in S sequences; log-probs are in nats.
+
+    Attributes:
+        advantages: [N] bfloat16, float16 or float32, as all but the next two.
+        loss_mask: [N] bool, True where a token is trained; what the others hold elsewhere does not matter.
+        cu_seqlens: [S + 1] int32 or int64, bounds of the sequences: 0 first, N last, never falling.
+        num_tokens, num_sequences, max_tokens: what the reduction divides by, counted over all micro-batches,
+            accumulation steps and ranks of the optimizer step; in mask mode, over the tokens that are left.
+        old_logprobs: [N], of the policy before the step; None takes the current ones as constants.
+        ref_logprobs: [N], the reference's; needed when kl_coef > 0.
+        rollout_logprobs: [N], the sampling engine's; needed, as old_logprobs, unless weight_level is off.
+        weights: [N], factors of the policy loss made elsewhere, instead of a weight_level.
+    """
+
+    advantages: Tensor
+    loss_mask: Tensor
+    cu_seqlens: Tensor
+    num_tokens: int
+    num_sequences: int
+    max_tokens: int = 1
+    old_logprobs: Tensor | None = None
+    ref_logprobs: Tensor | None = None
+    rollout_logprobs: Tensor | None = None
+    weights: Tensor | None = None
+
+    def check(self, like: Tensor, objective: PolicyObjective) -> None:
+        """Raise ValueError for what does not fit `like` [N, ...], the objective, or one another."""
+        for name in ("advantages", "loss_mask", "old_logprobs", "ref_logprobs", "rollout_logprobs", "weights"):
+            check_column(name, getattr(self, name), like, (torch.bool,) if name == "loss_mask" else FLOATS)
+        bounds, level = self.cu_seqlens, objective.weight_level
+        if bounds.ndim != 1 or bounds.dtype not in (torch.int32, torch.int64) or bounds.device != like.device:
+            given = f"{list(bounds.shape)} {bounds.dtype} on {bounds.device}"
+            raise ValueError(f"cu_seqlens must be [S + 1] int32 or int64 on {like.device}; got {given}")
+        edges = [*bounds[:1], *bounds[-1:]]
+        if not bounds.is_cuda and (edges != [0, len(like)] or bool((bounds.diff() < 0).any())):
+            raise ValueError(f"cu_seqlens must rise from 0 to {len(like)}; got {bounds.tolist()[:8]} ...")
+        if objective.kl_coef > 0 and self.ref_logprobs is None:
+            raise ValueError(f"kl_coef is {objective.kl_coef:g}; without ref_logprobs it must be 0")
+        if level != "off" and (self.rollout_logprobs is None or self.old_logprobs is None or self.weights is not None):
+            raise ValueError(f"weight_level is {level}: it needs old_logprobs and rollout_logprobs, and no weights")
+
+    def denominator(self, objective: PolicyObjective) -> int:
+        """Return what the summed loss is divided by."""
+        if objective.reduction == "token_mean":
+            return max(self.num_tokens, 1)
+        return max(self.num_sequences, 1) * (self.max_tokens if objective.reduction.endswith("_norm") else 1)
+
+
+def check_column(name: str, column: Tensor | None, like: Tensor, dtypes: tuple[torch.dtype, ...] = FLOATS) -> None:
+    """Raise ValueError unless `column` is None, or of one of `dtypes` with one element a row of `like`."""
+    if column is None:
+        return
+    if column.shape != like.shape[:1] or column.dtype not in dtypes or column.device != like.device:
+        allowed = f"[{len(like)}] on {like.device} in {', '.join(str(dtype)[6:] for dtype in dtypes)}"
+        raise ValueError(f"{name} must be {allowed}; got {list(column.shape)} on {column.device} in {column.dtype}")

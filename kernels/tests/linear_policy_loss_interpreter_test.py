@@ -1,0 +1,173 @@
+"""The Triton kernels of `linear_policy_loss` in Triton's interpreter, on the CPU, against the twin in float64.
+
+The interpreter is chosen when Triton is imported, and would hold for everything else in the process: the cases run in a
+process of their own, which is this file again.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
+
+if not INTERPRETING:
+
+    def test_triton_linear_policy_loss_interpreted_passes_all_cases(tmp_path):
+        environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", os.devnull]
+        command += ["--rootdir", tmp_path, Path(__file__).resolve()]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "31 passed" in done.stdout
+
+else:
+    from rlhf_kernels import PolicyObjective, PolicyStream
+    from rlhf_kernels.ops.linear_policy_loss import triton as fused
+    from rlhf_kernels.ops.linear_policy_loss.reference import linear_policy_loss_reference
+    from rlhf_kernels.ops.packed_policy_loss import triton as packed
+
+    # Masked lanes hold what numpy, not the GPU, warns of.
+    pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+    @pytest.fixture(autouse=True)
+    def small_blocks_and_poisoned_buffers(monkeypatch):
+        """Several blocks a row, several chunks a stream, and buffers full of NaN, so that one never written shows."""
+        torch.manual_seed(0)
+        empty = torch.empty
+        monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: empty(*args, **kwargs).fill_(float("nan")))
+        monkeypatch.setattr(fused, "ROW_BLOCK_SIZE", 32)
+        monkeypatch.setattr(packed, "SCALE_BLOCK_SIZE", 256)
+        monkeypatch.setattr(packed, "SCALE_PROGRAMS", 2)
+        monkeypatch.setattr(fused, "TILE_ROWS", 8)
+        monkeypatch.setattr(fused, "CHUNK_BYTES", 16 * 128 * 4)  # two tiles of float32
+        monkeypatch.setattr(packed, "BLOCK_SIZE", 16)
+
+    def problem(num_tokens=40, vocab_size=101, hidden_size=24, dtype=torch.float32, spread=1.0):
+        """Arguments by name; the old log-probs are near the current ones, and one token in five is not trained."""
+        hidden = (spread * torch.randn(num_tokens, hidden_size)).to(dtype)
+        weight = (torch.randn(vocab_size, hidden_size) / 3).to(dtype)
+        token_ids = torch.randint(0, vocab_size, (num_tokens,))
+        logits = hidden.float() @ weight.float().t() / 0.7
+        current = torch.log_softmax(logits, dim=-1).gather(1, token_ids[:, None])[:, 0]
+        old, ref, rollout = (current + scale * torch.randn(num_tokens) for scale in (0.4, 0.3, 0.5))
+        mask = torch.rand(num_tokens) < 0.8
+        third = num_tokens // 3
+        return {
+            "hidden": hidden,
+            "weight": weight,
+            "token_ids": token_ids,
+            "old": old,
+            "advantages": torch.randn(num_tokens),
+            "mask": mask,
+            "bounds": torch.tensor([0, third, third, num_tokens]),
+            "ref": ref,
+            "rollout": rollout,
+        }
+
+    def stream_of(given, names=("old", "ref", "rollout"), num_tokens=7):
+        columns = {f"{name}_logprobs": given[name] for name in names}
+        constants = {"advantages": given["advantages"], "loss_mask": given["mask"], "cu_seqlens": given["bounds"]}
+        return PolicyStream(**constants, num_tokens=num_tokens, num_sequences=3, **columns)
+
+    def run(function, given, objective, more=(None,), num_tokens=7, scale=-0.5):
+        """Return results and gradients."""
+        hidden, weight = (given[name].detach().requires_grad_() for name in ("hidden", "weight"))
+        stream = stream_of(given, num_tokens=num_tokens)
+        token_ids = given["token_ids"].masked_fill(~given["mask"], -1)
+        outputs = function(hidden, weight, token_ids, 0.7, stream, objective, *more)
+        (scale * outputs[0]).backward()
+        return [output.detach() for output in outputs], hidden.grad, weight.grad
+
+    def check(objective, given, tolerance=3e-6, weight_grad_dtype=None, **options):
+        """Compare everything with the twin in float64."""
+        wide = {name: x.double() if x.is_floating_point() else x for name, x in given.items()}
+        expected = run(linear_policy_loss_reference, wide, objective, more=(), **options)
+        results = run(fused.linear_policy_loss_triton, given, objective, more=(weight_grad_dtype,), **options)
+        for out, want in zip(results[0], expected[0], strict=True):
+            assert out.dtype == torch.float32
+            torch.testing.assert_close(out.double(), want, atol=tolerance, rtol=max(tolerance, 1e-5))
+        for out, want in zip(results[1:], expected[1:], strict=True):
+            assert out.dtype == given["hidden"].dtype
+            assert (out.double() - want).norm() <= tolerance * want.norm()
+
+    @pytest.mark.parametrize("policy_loss", ["ppo", "gspo", "cispo", "reinforce"])
+    @pytest.mark.parametrize("entropy_coef", [0.0, 0.2])
+    def test_triton_linear_policy_loss_every_loss_equals_float64(policy_loss, entropy_coef):
+        objective = PolicyObjective(policy_loss=policy_loss, kl_coef=0.1, entropy_coef=entropy_coef)
+        check(objective, problem())
+
+    @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+    @pytest.mark.parametrize("policy_loss", ["ppo", "gspo"])
+    def test_triton_linear_policy_loss_weights_and_sequence_means_equal_float64(level, policy_loss):
+        objective = PolicyObjective(
+            policy_loss=policy_loss, reduction="seq_mean_token_mean", weight_level=level, weight_mode="mask"
+        )
+        check(objective, problem())
+
+    @pytest.mark.parametrize("num_tokens", [0, 1, 17, 63])
+    @pytest.mark.parametrize("vocab_size", [1, 65])
+    def test_triton_linear_policy_loss_odd_sizes_equal_float64(num_tokens, vocab_size):
+        check(PolicyObjective(kl_coef=0.1, entropy_coef=0.2), problem(num_tokens, vocab_size))
+
+    @pytest.mark.parametrize("weight_grad_dtype", [None, torch.float32])
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    def test_triton_linear_policy_loss_half_states_are_near_float64(dtype, weight_grad_dtype):
+        rounding = torch.finfo(dtype).eps
+        given = problem(dtype=dtype)
+        check(PolicyObjective(clip_low=0.9, clip_high=99.0), given, 4 * rounding, weight_grad_dtype)
+
+    def test_triton_linear_policy_loss_float16_keeps_gradients_of_large_batches():
+        # By a loss scale of 2^16, and that comes after they are made.
+        objective = PolicyObjective(policy_loss="reinforce", entropy_coef=0.1)
+        check(objective, problem(dtype=torch.float16), 4e-3, num_tokens=10**6, scale=65536.0)
+
+    def test_triton_linear_policy_loss_ignored_rows_are_not_read_and_get_zeros():
+        given = problem()
+        given["hidden"][[3, 30]] = float("nan")
+        given["mask"][[3, 30]] = False
+        hidden, weight = given["hidden"].requires_grad_(), given["weight"]
+        objective = PolicyObjective(entropy_coef=0.1)
+        loss, _, logprobs, entropy = fused.linear_policy_loss_triton(
+            hidden,
+            weight,
+            given["token_ids"].masked_fill(~given["mask"], -1),
+            1.0,
+            stream_of(given, ()),
+            objective,
+            None,
+        )
+        loss.backward()
+        assert loss.isfinite() and hidden.grad.isfinite().all() and hidden.grad.any()
+        for out in (hidden.grad, logprobs, entropy):
+            assert not out[~given["mask"]].any()
+
+    def test_triton_linear_policy_loss_large_logits_keep_their_digits():
+        # The same shift of all logits of a row changes nothing: of ten thousand it leaves a few of float32's digits.
+        given = problem(spread=4.0)
+        expected = run(fused.linear_policy_loss_triton, given, PolicyObjective(entropy_coef=0.1))
+        given["hidden"] = torch.cat([given["hidden"], torch.full((40, 1), 128.0)], dim=1)
+        given["weight"] = torch.cat([given["weight"], torch.full((101, 1), 64.0)], dim=1)
+        shifted = run(fused.linear_policy_loss_triton, given, PolicyObjective(entropy_coef=0.1))
+        for out, want in zip(shifted[0], expected[0], strict=True):
+            torch.testing.assert_close(out, want, atol=5e-3, rtol=1e-3)
+
+    def test_triton_linear_policy_loss_without_gradient_makes_none():
+        given = problem()
+        arguments = (given["weight"], given["token_ids"], 0.7, stream_of(given), PolicyObjective(), None)
+        loss = fused.linear_policy_loss_triton(given["hidden"], *arguments)[0]
+        assert not loss.requires_grad
+        again = fused.linear_policy_loss_triton(given["hidden"].clone().requires_grad_(), *arguments)[0]
+        assert torch.equal(loss, again.detach())
+
+    def test_triton_linear_policy_loss_second_backward_pass_raises():
+        given = problem()
+        hidden = given["hidden"].requires_grad_()
+        arguments = (given["weight"], given["token_ids"], 0.7, stream_of(given), PolicyObjective(), None)
+        loss = fused.linear_policy_loss_triton(hidden, *arguments)[0]
+        loss.backward(retain_graph=True)
+        with pytest.raises(RuntimeError, match="runs once"):
+            loss.backward()

@@ -1,0 +1,150 @@
+"""The Triton kernel of `packed_policy_loss` in Triton's interpreter, on the CPU, against the twin in float64.
+
+The interpreter is chosen when Triton is imported, and would hold for everything else in the process: the cases run in a
+process of their own, which is this file again.
+"""
+
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
+
+if not INTERPRETING:
+
+    def test_triton_packed_policy_loss_interpreted_passes_all_cases(tmp_path):
+        environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", os.devnull]
+        command += ["--rootdir", tmp_path, Path(__file__).resolve()]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "63 passed" in done.stdout
+
+else:
+    from rlhf_kernels import POLICY_METRICS, PolicyObjective, PolicyStream
+    from rlhf_kernels.ops.packed_policy_loss import triton as fused
+    from rlhf_kernels.ops.packed_policy_loss.reference import packed_policy_loss_reference
+
+    # Masked lanes hold what numpy, not the GPU, warns of.
+    pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+    @pytest.fixture(autouse=True)
+    def small_blocks_and_poisoned_buffers(monkeypatch):
+        """Blocks that sequences fill more than once, and buffers full of NaN, so that one never written shows."""
+        torch.manual_seed(0)
+        for name in ("empty", "empty_like"):
+            make = getattr(torch, name)
+            monkeypatch.setattr(torch, name, lambda *args, make=make, **kwargs: make(*args, **kwargs).fill_(math.nan))
+        monkeypatch.setattr(fused, "BLOCK_SIZE", 16)
+
+    NAMES = {"old": "old_logprobs", "ref": "ref_logprobs", "rollout": "rollout_logprobs"}
+
+    def columns_of(num_tokens=100, dtype=torch.float32):
+        """Random columns; old log-probs are near the current ones and far from them, some equal; NaN where masked."""
+        logprobs = -3 * torch.rand(num_tokens)
+        old, ref, rollout = (logprobs + scale * torch.randn(num_tokens) for scale in (0.4, 0.3, 0.5))
+        old[::7] = logprobs[::7]
+        old[1::23] -= 30.0
+        ref[5::23] -= 30.0
+        mask = torch.rand(num_tokens) < 0.8
+        columns = {"old": old, "advantages": torch.randn(num_tokens), "ref": ref, "rollout": rollout}
+        columns |= {"logprobs": logprobs, "entropy": torch.rand(num_tokens), "weights": 2 * torch.rand(num_tokens)}
+        columns = {name: column.masked_fill(~mask, float("nan")).to(dtype) for name, column in columns.items()}
+        third = num_tokens // 3
+        bounds = torch.tensor([0, third, third, third + min(third, 1), num_tokens])
+        mask[third : third + 1] = False  # a sequence of which nothing is trained, after an empty one
+        return columns | {"mask": mask, "bounds": bounds}
+
+    def check(objective, columns, names=("old", "ref", "rollout"), tolerance=2e-6):
+        """Compare loss, metrics and gradients with the twin in float64."""
+        results = []
+        for function, wide in ((fused.packed_policy_loss_triton, False), (packed_policy_loss_reference, True)):
+            given = {key: x.double() if wide and x.is_floating_point() else x for key, x in columns.items()}
+            chosen = {NAMES.get(name, name): given[name] for name in names}
+            stream = PolicyStream(
+                advantages=given["advantages"],
+                loss_mask=given["mask"],
+                cu_seqlens=given["bounds"],
+                num_tokens=61,
+                num_sequences=5,
+                max_tokens=9,
+                **chosen,
+            )
+            logprobs, entropy = (given[name].detach().requires_grad_() for name in ("logprobs", "entropy"))
+            loss, metrics = function(logprobs, entropy, stream, objective)
+            (-0.5 * loss).backward()
+            results.append((loss.detach(), metrics, logprobs.grad, entropy.grad))
+        rounding = torch.finfo(columns["logprobs"].dtype).eps
+        assert results[0][1].shape == (len(POLICY_METRICS),)
+        for out, want in zip(*results, strict=True):
+            want = torch.zeros_like(out, dtype=torch.float64) if want is None else want
+            torch.testing.assert_close(out.double(), want, atol=tolerance, rtol=max(4 * rounding, 5e-6))
+
+    REDUCTIONS = ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"]
+
+    @pytest.mark.parametrize("reduction", REDUCTIONS)
+    @pytest.mark.parametrize("policy_loss", ["ppo", "gspo", "cispo", "reinforce"])
+    def test_triton_packed_policy_loss_every_loss_and_reduction_equals_float64(policy_loss, reduction):
+        objective = PolicyObjective(policy_loss=policy_loss, reduction=reduction, kl_coef=0.1, entropy_coef=0.01)
+        check(objective, columns_of())
+
+    @pytest.mark.parametrize("unbiased", [False, True])
+    @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+    def test_triton_packed_policy_loss_every_kl_equals_float64(estimator, unbiased):
+        check(
+            PolicyObjective(kl_coef=0.7, kl_estimator=estimator, kl_unbiased_gradient=unbiased, entropy_coef=0.3),
+            columns_of(),
+        )
+
+    @pytest.mark.parametrize("reduction", REDUCTIONS[:2])
+    @pytest.mark.parametrize("policy_loss", ["ppo", "gspo"])
+    @pytest.mark.parametrize("mode", ["truncate", "mask"])
+    @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+    def test_triton_packed_policy_loss_every_weight_equals_float64(level, mode, policy_loss, reduction):
+        objective = PolicyObjective(
+            policy_loss=policy_loss, reduction=reduction, weight_level=level, weight_mode=mode, weight_low=0.9
+        )
+        check(objective, columns_of())
+
+    def test_triton_packed_policy_loss_dual_clip_equals_float64():
+        columns = columns_of()
+        check(PolicyObjective(dual_clip=1.1), columns)
+        check(PolicyObjective(dual_clip=3), columns)
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    def test_triton_packed_policy_loss_half_columns_equal_float64_of_the_same(dtype):
+        check(PolicyObjective(kl_coef=0.1, entropy_coef=0.1), columns_of(dtype=dtype), tolerance=1e-5)
+
+    @pytest.mark.parametrize("num_tokens", [0, 1, 16, 63])
+    @pytest.mark.parametrize("reduction", REDUCTIONS[:2])
+    def test_triton_packed_policy_loss_odd_sizes_equal_float64(num_tokens, reduction):
+        check(PolicyObjective(reduction=reduction, kl_coef=0.1, entropy_coef=0.1), columns_of(num_tokens))
+
+    @pytest.mark.parametrize("names", [(), ("weights",), ("old", "ref", "weights", "rollout")])
+    def test_triton_packed_policy_loss_optional_columns_equal_float64(names):
+        check(PolicyObjective(entropy_coef=0.1), columns_of(), names)
+
+    def test_triton_packed_policy_loss_small_log_ratios_keep_the_digits_of_k3():
+        columns = columns_of()
+        columns["old"] = columns["ref"] = columns["logprobs"] - 2.0**-12
+        check(PolicyObjective(kl_coef=1.0), columns, tolerance=1e-12)
+
+    def test_triton_packed_policy_loss_strided_columns_equal_float64():
+        columns = columns_of()
+        columns |= {name: columns[name].repeat_interleave(2)[::2] for name in ("logprobs", "old", "advantages", "mask")}
+        check(PolicyObjective(), columns)
+
+    def test_triton_packed_policy_loss_second_backward_pass_raises():
+        columns = columns_of()
+        constants = {"advantages": columns["advantages"], "loss_mask": columns["mask"], "cu_seqlens": columns["bounds"]}
+        stream = PolicyStream(**constants, num_tokens=1, num_sequences=1)
+        logprobs = columns["logprobs"].requires_grad_()
+        loss, _ = fused.packed_policy_loss_triton(logprobs, None, stream, PolicyObjective())
+        loss.backward(retain_graph=True)
+        with pytest.raises(RuntimeError, match="runs once"):
+            loss.backward()
