@@ -1,29 +1,16 @@
-"""The Triton kernel of `packed_policy_loss` in Triton's interpreter, on the CPU, against the twin in float64.
-
-The interpreter is chosen when Triton is imported, and would hold for everything else in the process: the cases run in a
-process of their own, which is this file again.
-"""
+"""The Triton kernel of `packed_policy_loss` in Triton's interpreter, on the CPU, against the twin in float64."""
 
 import math
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
+if os.environ.get("TRITON_INTERPRET") != "1":
 
-if not INTERPRETING:
-
-    def test_triton_packed_policy_loss_interpreted_passes_all_cases(tmp_path):
-        environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", os.devnull]
-        command += ["--rootdir", tmp_path, Path(__file__).resolve()]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout + done.stderr
-        assert "63 passed" in done.stdout
+    def test_triton_packed_policy_loss_interpreted_passes_all_cases(interpret):
+        interpret(Path(__file__).resolve(), num_cases=63)
 
 else:
     from rlhf_kernels import POLICY_METRICS, PolicyObjective, PolicyStream
