@@ -1,29 +1,16 @@
-"""The Triton kernels of `segmented_scan` in Triton's interpreter, on the CPU, against float64.
-
-The interpreter is chosen when Triton is imported, and would hold for everything else in the process: the cases run in a
-process of their own, which is this file again.
-"""
+"""The Triton kernels of `segmented_scan` in Triton's interpreter, on the CPU, against float64."""
 
 import os
-import subprocess
-import sys
 from itertools import accumulate
 from pathlib import Path
 
 import pytest
 import torch
 
-INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
+if os.environ.get("TRITON_INTERPRET") != "1":
 
-if not INTERPRETING:
-
-    def test_triton_segmented_scan_interpreted_passes_all_cases(tmp_path):
-        environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", os.devnull]
-        command += ["--rootdir", str(tmp_path), str(Path(__file__).resolve())]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout + done.stderr
-        assert "24 passed" in done.stdout
+    def test_triton_segmented_scan_interpreted_passes_all_cases(interpret):
+        interpret(Path(__file__).resolve(), num_cases=24)
 
 else:
     from rlhf_kernels.ops.segmented_scan import triton as fused
@@ -31,12 +18,7 @@ else:
 
     LENGTHS = [(1,), (63, 100), (5, 0, 31, 32, 33, 1, 0), (1023, 1024, 1025), (2000, 1, 3100)]
 
-    @pytest.fixture(autouse=True)
-    def poisoned_buffers(monkeypatch):
-        """Hand out output buffers full of NaN, so that an element never written shows."""
-        torch.manual_seed(0)
-        empty = torch.empty
-        monkeypatch.setattr(fused.torch, "empty", lambda *args, **kwargs: empty(*args, **kwargs).fill_(float("nan")))
+    pytestmark = pytest.mark.usefixtures("poisoned_buffers")
 
     def bounds(lengths, dtype=torch.int32):
         return torch.tensor([0, *accumulate(lengths)], dtype=dtype)
