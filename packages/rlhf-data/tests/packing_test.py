@@ -7,18 +7,30 @@ from rlhf_data.errors import ConfigError, DataError
 from rlhf_data.packing import pack, split_balanced
 
 
-def test_pack_puts_each_item_into_the_fullest_bin_that_takes_it():
-    # Budget 10, by length: 7 -> bin A (3 left); 6 -> bin B (4 left); 4 -> B (full); 3 -> A (full); 2 -> bin C.
-    assert pack([6, 2, 7, 3, 4], 10) == [[0, 4], [1], [2, 3]]
+def test_pack_needs_as_many_bins_as_best_fit_and_spreads_items_evenly():
+    # Budget 10, best fit by length: 7 + 3, 6 + 4, 2. Spread over three: 7; 6, then 2; 4, then 3.
+    assert pack([6, 2, 7, 3, 4], 10) == [[0, 1], [2], [3, 4]]
 
 
-def test_pack_prefers_the_tighter_of_two_bins():
-    # 8 -> A (2 left); 7 -> B (3 left); 2 fits both and goes to A, the fuller.
-    assert pack([7, 8, 2], 10) == [[0], [1, 2]]
+def test_pack_keeps_the_best_fit_where_an_even_spread_exceeds_the_budget():
+    # Best fit: 5 + 5, 4 + 3 + 3. Spread: 5, then 4; 5, then 3, then 3.
+    assert pack([4, 5, 3, 5, 3], 10) == [[0, 2, 4], [1, 3]]
+
+
+def test_pack_best_fit_puts_each_item_into_the_fullest_bin_that_takes_it():
+    # 6 -> A (4 left); 5 -> B (5 left); 4 fits both and goes to A, the fuller; 3 -> B; 2 -> B. Spread B would have 11.
+    assert pack([6, 5, 4, 3, 2], 10) == [[0, 2], [1, 3, 4]]
 
 
 def test_pack_ties_are_broken_by_index():
-    assert pack([5, 5, 5, 5], 10) == [[0, 1], [2, 3]]
+    assert pack([5, 5, 5, 5], 10) == [[0, 2], [1, 3]]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_pack_many_short_items_gives_bins_of_nearly_equal_tokens(seed):
+    lengths = np.random.default_rng(seed).integers(50, 350, size=512)
+    sums = [int(lengths[items].sum()) for items in pack(lengths, 8192)]
+    assert max(sums) - min(sums) < 100
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -8,6 +8,7 @@ import torch
 
 from rlhf_models import attention
 from rlhf_models.actor import Actor
+from rlhf_models.backbone import replay_full_packs
 from rlhf_models.batch import TokenBatch
 from rlhf_models.compiled import compile_layers, compile_unavailable_reason
 from rlhf_models.loading import load_actor, load_critic
@@ -108,3 +109,30 @@ def test_compiled_layers_are_as_near_to_float32_as_plain_ones(folder, packing, c
     compile_layers(compiled)
     for got, other, want in zip(run(compiled, batch()), run(plain, batch()), truth, strict=True):
         assert (got - want).norm() < 1.5 * (other - want).norm() + 1e-3 * want.norm()
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_replayed_packs_are_as_near_to_float32_as_launched_ones(folder, is_compiled, caplog):
+    truth = run(load(load_actor, folder, "float32", False), TokenBatch.padded(sequences(), 0, "cuda"))
+    plain = run(load(load_actor, folder, "bfloat16", True), TokenBatch.packed(sequences(), "cuda"))
+    model = load(load_actor, folder, "bfloat16", True)
+    if is_compiled:
+        compile_layers(model)
+    sums = {weight: torch.zeros_like(weight, dtype=torch.float32) for weight in model.parameters()}
+
+    def add(weight):  # of the head, which is not replayed
+        sums[weight].add_(weight.grad)
+
+    for weight in sums:
+        weight.register_post_accumulate_grad_hook(add)
+    replay_full_packs(model.model.base_model, sum(LENGTHS) + 50, sums)
+    for _ in range(20):
+        model.zero_grad()
+        for total in sums.values():
+            total.zero_()
+        logprobs, _ = run(model, TokenBatch.packed(sequences(), "cuda"))
+    replayed = logprobs, torch.cat([total.flatten() for total in sums.values()])
+    for got, other, want in zip(replayed, plain, truth, strict=True):
+        assert (got - want).norm() < 1.5 * (other - want).norm() + 1e-3 * want.norm()
+    assert model.model.base_model.pack_graph._passes is not None
+    assert not caplog.records

@@ -20,7 +20,8 @@ class TokenAndPosition(torch.nn.Module):
 
     def __init__(self, **fields):
         super().__init__()
-        self.config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(hidden_size=2), **fields)
+        text = SimpleNamespace(hidden_size=2)
+        self.config = SimpleNamespace(get_text_config=lambda: text, _attn_implementation="sdpa", **fields)
 
     def forward(self, input_ids, position_ids, **_):
         return SimpleNamespace(last_hidden_state=torch.stack([input_ids, position_ids], -1).float())

@@ -1,6 +1,7 @@
 """Which sequences share a batch: bins under a token budget, and shares of equal work. Deterministic and lossless."""
 
 import bisect
+import heapq
 from collections.abc import Sequence
 
 import numpy as np
@@ -11,8 +12,9 @@ from rlhf_data.errors import ConfigError, DataError
 def pack(lengths: Sequence[int] | np.ndarray, budget_tokens: int) -> list[list[int]]:
     """Return bins of indices such that no bin exceeds the budget and every index is in exactly one bin.
 
-    Best-fit decreasing: the longest item first, each into the fullest bin that still takes it; never more than
-    11/9 of the fewest possible bins plus one.
+    As many bins as best-fit decreasing needs: the longest item first, each into the fullest bin that still takes it;
+    never more than 11/9 of the fewest possible bins plus one. Over that many the items are then spread evenly, each to
+    the bin with the fewest tokens, where the budget allows it: passes over the bins take equally long.
 
     Args:
         lengths: [N] tokens of each item, each at least 1.
@@ -24,7 +26,7 @@ def pack(lengths: Sequence[int] | np.ndarray, budget_tokens: int) -> list[list[i
     Raises:
         DataError: an item is longer than the budget, or shorter than one token.
 
-    Source: Johnson 1973, Near-optimal bin packing algorithms, MIT.
+    Source: Johnson 1973, Near-optimal bin packing algorithms, MIT; Graham 1969, as in `split_balanced`.
     """
     lengths = _checked(lengths)
     if not len(lengths):
@@ -34,9 +36,17 @@ def pack(lengths: Sequence[int] | np.ndarray, budget_tokens: int) -> list[list[i
         message = f"sequence {longest} has {lengths[longest]} tokens, more than the budget of {budget_tokens}"
         hint = f"raise the token budget to at least {lengths[longest]}, or leave longer sequences out"
         raise DataError(message, hint=hint)
+    order = np.argsort(-lengths, kind="stable").tolist()
+    tightest = _best_fit(lengths, order, budget_tokens)
+    even = _spread(lengths, order, len(tightest))
+    fits = max(int(lengths[items].sum()) for items in even) <= budget_tokens
+    return sorted((sorted(items) for items in (even if fits else tightest)), key=lambda items: items[0])
+
+
+def _best_fit(lengths: np.ndarray, order: Sequence[int], budget_tokens: int) -> list[list[int]]:
     bins: list[list[int]] = []
     free: list[tuple[int, int]] = []  # (tokens left, bin), ascending
-    for index in np.argsort(-lengths, kind="stable").tolist():
+    for index in order:
         length = int(lengths[index])
         fullest = bisect.bisect_left(free, (length, -1))
         if fullest == len(free):
@@ -46,7 +56,17 @@ def pack(lengths: Sequence[int] | np.ndarray, budget_tokens: int) -> list[list[i
             left, number = free.pop(fullest)
             bisect.insort(free, (left - length, number))
             bins[number].append(index)
-    return sorted((sorted(items) for items in bins), key=lambda items: items[0])
+    return bins
+
+
+def _spread(lengths: np.ndarray, order: Sequence[int], num_bins: int) -> list[list[int]]:
+    bins: list[list[int]] = [[] for _ in range(num_bins)]
+    tokens = [(0, number) for number in range(num_bins)]  # a heap
+    for index in order:
+        count, number = tokens[0]
+        heapq.heapreplace(tokens, (count + int(lengths[index]), number))
+        bins[number].append(index)
+    return bins
 
 
 def split_balanced(lengths: Sequence[int] | np.ndarray, num_parts: int) -> list[list[int]]:

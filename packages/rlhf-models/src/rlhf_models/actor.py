@@ -1,12 +1,12 @@
 """The policy: a causal language model that says how probable the tokens of a batch are."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from rlhf_kernels import token_logprobs
-from rlhf_models.attention import forwarding, packed_arguments
+from rlhf_models.backbone import last_hidden_state, run_backbone
 from rlhf_models.batch import TokenBatch, to_device
 
 # Config fields of models that change the logits after the LM head, which is therefore not enough for them.
@@ -74,20 +74,9 @@ class Actor(nn.Module):
         if any(getattr(config, name, None) is not None for name in _LOGIT_TRANSFORMS):
             logits = run_backbone(self.model, batch).logits
             return logits.flatten(0, 1).index_select(0, index)
-        hidden = run_backbone(self.model.base_model, batch).last_hidden_state
+        hidden = last_hidden_state(self.model.base_model, batch)
         # As a module, never by its weight: ZeRO-3 gathers parameters when modules are called.
         return self.model.get_output_embeddings()(hidden.flatten(0, 1).index_select(0, index))
-
-
-def run_backbone(model: nn.Module, batch: TokenBatch) -> Any:
-    """Return what a transformers model makes of a batch.
-
-    No attention mask is passed: padding lies to the right, where no real token looks.
-    """
-    with forwarding(batch):
-        return model(
-            input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, **packed_arguments(batch)
-        )
 
 
 def _spread(values: Tensor, index: Tensor, like: Tensor) -> Tensor:

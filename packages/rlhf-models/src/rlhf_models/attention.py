@@ -22,6 +22,8 @@ from rlhf_models.batch import TokenBatch
 logger = logging.getLogger(__name__)
 
 PACKED_ATTENTION = "rlhf_packed"
+# Stands where a mask would: without any, transformers looks for sequences in the positions and waits for the device.
+NO_MASK = torch.empty(1, 1, 0, 0)
 _PACKABLE_LAYERS = {"full_attention", "sliding_attention"}
 _kernel: dict[str, Any] = {}  # torch's varlen attention and the names of its parameters, once it is known to run
 _forwarding_packed: ContextVar[bool] = ContextVar("forwarding_packed", default=False)
@@ -54,19 +56,29 @@ def register_packed_attention() -> None:
     from transformers.masking_utils import sdpa_mask
 
     def mask(*args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
-        # Packed batches come without a padding mask and need none; others, such as `generate`, are plain SDPA.
+        # Asked for by batches that are not packed, such as those of `generate`: these are plain SDPA.
         return None if attention_mask is None else sdpa_mask(*args, attention_mask=attention_mask, **kwargs)
 
     AttentionInterface.register(PACKED_ATTENTION, packed_attention)
     AttentionMaskInterface.register(PACKED_ATTENTION, mask)
 
 
-def packed_arguments(batch: TokenBatch) -> dict[str, Any]:
-    """Return the keyword arguments by which transformers hands a packed batch's bounds down to attention."""
+def packed_arguments(batch: TokenBatch, attention: str) -> dict[str, Any]:
+    """Return the keyword arguments by which transformers hands a packed batch's bounds down to that attention."""
     if not batch.is_packed:
         return {}
-    bounds, longest = batch.cu_seqlens, max(batch.lengths)
-    return {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
+    mask = {"attention_mask": NO_MASK} if attention == PACKED_ATTENTION else {}
+    return mask | bounds_arguments(batch.cu_seqlens, max(batch.lengths))
+
+
+def bounds_arguments(cu_seqlens: Tensor, longest: int) -> dict[str, Any]:
+    """Return bounds [S + 1] and the longest sequence under transformers' names."""
+    return {
+        "cu_seq_lens_q": cu_seqlens,
+        "cu_seq_lens_k": cu_seqlens,
+        "max_length_q": longest,
+        "max_length_k": longest,
+    }
 
 
 @contextmanager
@@ -100,7 +112,7 @@ def packed_attention(
         query: [1, H, T, D].
         key: [1, K, T, D], K dividing H.
         value: [1, K, T, D].
-        attention_mask: of batches that are not packed.
+        attention_mask: of batches that are not packed; others' is not read.
         scaling: of the scores; D ** -0.5 when None.
         dropout: of the attention weights.
         sliding_window: how many tokens a token sees, itself included; all when None.

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from rlhf_models.actor import run_backbone
+from rlhf_models.backbone import last_hidden_state
 from rlhf_models.batch import TokenBatch
 
 
@@ -38,7 +38,7 @@ class Critic(nn.Module):
         `after_token` it is of the state that each token leads to instead, every token has one, and padding means
         nothing.
         """
-        hidden = run_backbone(self.model, batch).last_hidden_state
+        hidden = last_hidden_state(self.model, batch)
         after = self.value_head(hidden).squeeze(-1)
         if after_token:
             return after

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhf_data.errors import ConfigError, DataError
-from rlhf_models.actor import run_backbone
+from rlhf_models.backbone import last_hidden_state
 from rlhf_models.batch import TokenBatch
 from rlhf_models.critic import ValueHead
 
@@ -37,7 +37,7 @@ class RewardModel(nn.Module):
 
     def forward(self, batch: TokenBatch) -> Tensor:
         """Return the score of each sequence, [S] float32, in order."""
-        hidden = run_backbone(self.model, batch).last_hidden_state
+        hidden = last_hidden_state(self.model, batch)
         scores = self.value_head(hidden.flatten(0, 1).index_select(0, batch.last_index)).squeeze(-1)
         if self.moments is None:
             return scores

@@ -1,7 +1,7 @@
 """DeepSpeed behind `TrainEngine`: ZeRO 0 to 3 on CUDA with NCCL or on CPUs with gloo. The only file that imports it."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import redirect_stdout
 from io import StringIO
 from typing import Any
@@ -79,8 +79,11 @@ class DeepSpeedEngine:
         except (AssertionError, NotImplementedError, ValueError) as error:
             raise EngineError(f"DeepSpeed: {error}", hint="try another --zero_stage") from error
         self.module = self._engine.module
+        # In bfloat16 at stage 1: the float32 sums of gradients, which may be added to from outside.
+        self.gradient_sums: dict[torch.nn.Parameter, Tensor] = {}
         if self._engine.bfloat16_enabled() and zero_stage == 1:
-            _add_gradients_at_once(self._engine.optimizer)
+            self.gradient_sums = _gradient_sums(self._engine.optimizer)
+            _add_gradients_at_once(self.gradient_sums)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """See `TrainEngine`."""
@@ -98,6 +101,9 @@ class DeepSpeedEngine:
             group["lr"] = learning_rate
         # Without a ZeRO or mixed-precision optimizer, DeepSpeed clips but does not say what the norm was.
         gradients = [p.grad for p in self.module.parameters() if p.grad is not None] if self._is_plain else []
+        if self.gradient_sums:  # added to without DeepSpeed's knowledge
+            optimizer = self._engine.optimizer
+            optimizer.fp32_groups_has_gradients = [[True] * len(group) for group in optimizer.bf16_groups]
         norm = torch.nn.utils.get_total_norm(gradients) if gradients else None
         self._engine.step()
         self._num_steps += 1
@@ -152,24 +158,23 @@ def _parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[
     return [group for group in groups if group["params"]]
 
 
-def _add_gradients_at_once(optimizer: Any) -> None:
+def _gradient_sums(optimizer: Any) -> dict[torch.nn.Parameter, Tensor]:
+    groups = zip(optimizer.bf16_groups, optimizer.fp32_groups_gradients, strict=True)
+    return {weight: total for weights, totals in groups for weight, total in zip(weights, totals, strict=True)}
+
+
+def _add_gradients_at_once(sums: Mapping[torch.nn.Parameter, Tensor]) -> None:
     """Add each bfloat16 gradient to DeepSpeed's float32 sums as soon as it is there, and free it.
 
     DeepSpeed would make a float32 copy of each and add that, which moves twice as much memory.
     """
 
-    def adder(group: int, index: int, total: Tensor) -> Any:
-        def add(parameter: torch.nn.Parameter) -> None:
-            accumulate_(total, parameter.grad)
-            optimizer.fp32_groups_has_gradients[group][index] = True
-            parameter.grad = None
+    def add(weight: torch.nn.Parameter) -> None:
+        accumulate_(sums[weight], weight.grad)
+        weight.grad = None
 
-        return add
-
-    for group, parameters in enumerate(optimizer.bf16_groups):
-        for index, parameter in enumerate(parameters):
-            total = optimizer.fp32_groups_gradients[group][index]
-            parameter.register_post_accumulate_grad_hook(adder(group, index, total))
+    for weight in sums:
+        weight.register_post_accumulate_grad_hook(add)
 
 
 def _deepspeed_config(spec: OptimizerSpec, zero_stage: int, dtype: torch.dtype) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from rlhf_data.errors import ConfigError, unknown
+from rlhf_models.backbone import replay_full_packs
 from rlhf_models.compiled import compile_layers, compile_unavailable_reason
 from rlhf_models.loading import load_actor, load_tokenizer, resolve_dtype
 from rlhf_models.lora import LoraSpec, adapters_off, add_lora, merge_adapter, save_adapter
@@ -125,12 +126,15 @@ class _Run:
         model = load(spec.path, gradient_checkpointing=spec.gradient_checkpointing, **spec.load_options)
         if job.lora is not None:
             add_lora(model, job.lora)
-        _compile(model.model, spec, job.device)
+        is_compiled = _compile(model.model, spec, job.device)
         # Stage 2 splits gradients among ranks: one alone has nothing to split, and stage 1 takes less of the host.
         zero_stage = 1 if spec.zero_stage == 2 and job.num_ranks == 1 else spec.zero_stage
         self.engine = DeepSpeedEngine(
             model, spec.optimizer, zero_stage=zero_stage, dtype=resolve_dtype(spec.dtype), device=job.device
         )
+        tokens = job.schedule.micro_batch_tokens
+        if is_compiled and tokens and self.engine.gradient_sums and not spec.gradient_checkpointing:
+            replay_full_packs(model.model.base_model, tokens, self.engine.gradient_sums)
         self.objective = replace(job.objective, packing=spec.packing)
         self.items = self.objective.items(job.examples)
         self._eval_items = self.objective.items(job.eval_examples) if job.eval_examples else ()
@@ -219,10 +223,11 @@ def _own_base(engine: TrainEngine, *, has_adapters: bool) -> Callable[..., Any]:
     return forward
 
 
-def _compile(model: Any, spec: ModelSpec, device: str) -> None:
-    """Compile the layers if that is wanted and can be done. Raises ConfigError when it is demanded and cannot."""
+def _compile(model: Any, spec: ModelSpec, device: str) -> bool:
+    """Compile the layers if that is wanted and can be done; return whether they are. Raises ConfigError when it is
+    demanded and cannot."""
     if spec.torch_compile == "off":
-        return
+        return False
     reason = compile_unavailable_reason(model, torch.device(device))
     if spec.zero_stage == 3:
         reason = "ZeRO stage 3 gathers weights within the layers"
@@ -230,7 +235,8 @@ def _compile(model: Any, spec: ModelSpec, device: str) -> None:
         reason = "without packing nearly every batch has a shape of its own"
     if reason is None:
         compile_layers(model)
-    elif spec.torch_compile == "on":
+        return True
+    if spec.torch_compile == "on":
         raise ConfigError(f"the layers cannot be compiled: {reason}", hint="leave --torch_compile at auto")
-    else:
-        logger.info("the layers are not compiled: %s", reason)
+    logger.info("the layers are not compiled: %s", reason)
+    return False

@@ -1,0 +1,32 @@
+"""What a transformers model makes of a batch."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from rlhf_models.attention import forwarding, packed_arguments
+from rlhf_models.batch import TokenBatch
+from rlhf_models.pack_graph import PackGraph
+
+
+def replay_full_packs(backbone: nn.Module, num_tokens: int, gradient_sums: Mapping[nn.Parameter, Tensor]) -> None:
+    """Have passes that are to be learned from, over packs of about `num_tokens` tokens, replayed: see `PackGraph`."""
+    backbone.pack_graph = PackGraph(backbone, num_tokens, gradient_sums)
+
+
+def last_hidden_state(backbone: nn.Module, batch: TokenBatch) -> Tensor:
+    """Return the hidden states [B, T, D] of a batch."""
+    graph = getattr(backbone, "pack_graph", None)
+    hidden = graph(batch) if graph is not None else None
+    return run_backbone(backbone, batch).last_hidden_state if hidden is None else hidden
+
+
+def run_backbone(model: nn.Module, batch: TokenBatch) -> Any:
+    """Return all that a transformers model, with or without its head, makes of a batch.
+
+    No padding mask is passed: padding lies to the right, where no real token looks.
+    """
+    arguments = packed_arguments(batch, model.config._attn_implementation)
+    with forwarding(batch):
+        return model(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, **arguments)

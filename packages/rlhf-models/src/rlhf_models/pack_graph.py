@@ -1,0 +1,243 @@
+"""Passes over full packs, replayed from CUDA graphs: the host launches two graphs instead of thousands of kernels."""
+
+import gc
+import itertools
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.func import functional_call
+
+from rlhf_kernels import accumulate_
+from rlhf_models.attention import NO_MASK, bounds_arguments
+from rlhf_models.batch import TokenBatch, to_device
+
+logger = logging.getLogger(__name__)
+
+_NUM_SEEN = 16  # packs that are run as they come, to learn the shape from
+_LEAST_FILL = 0.75  # of a pack to be filled up: below, running it as it is costs less
+_SEQUENCES_STEP, _LONGEST_STEP = (
+    8,
+    128,
+)  # what a shape is rounded up to; attention pays for sequences that are not there
+
+
+@dataclass(frozen=True, slots=True)
+class PackShape:
+    """What all packs of a graph are brought to.
+
+    Attributes:
+        num_tokens: of a pack.
+        num_sequences: in a pack at most, those that fill it up included.
+        longest: tokens of a sequence at most.
+    """
+
+    num_tokens: int
+    num_sequences: int
+    longest: int
+
+    def bounds(self, lengths: tuple[int, ...]) -> list[int] | None:
+        """Return the bounds [num_sequences + 1] of such sequences and of those that fill the pack up, empty ones at the
+        end; None when they do not fit."""
+        bounds = list(itertools.accumulate(lengths, initial=0))
+        if bounds[-1] > self.num_tokens or max(lengths) > self.longest:
+            return None
+        while bounds[-1] < self.num_tokens:
+            bounds.append(min(bounds[-1] + self.longest, self.num_tokens))
+        missing = self.num_sequences + 1 - len(bounds)
+        return bounds + [self.num_tokens] * missing if missing >= 0 else None
+
+
+class PackGraph:
+    """The forward and the backward pass of a backbone over packs, as two CUDA graphs.
+
+    A pack is filled up by sequences that carry no loss, so that all are of one shape. The shape is learned from the
+    first packs. One that does not fit, a pass without gradient, and one whose forward pass comes before the backward
+    pass of the one before, are run without the graphs. Weights and sums must stay where they are in memory.
+
+    Args:
+        backbone: in training mode, without gradient checkpointing.
+        num_tokens: of a full pack.
+        gradient_sums: what the gradient of each weight that is trained is added to, float32; it is never its `grad`.
+        uses_graphs: False launches the same passes one kernel after the other, as where there is no CUDA.
+    """
+
+    def __init__(
+        self,
+        backbone: nn.Module,
+        num_tokens: int,
+        gradient_sums: Mapping[nn.Parameter, Tensor],
+        *,
+        uses_graphs: bool = True,
+    ) -> None:
+        self._backbone = backbone
+        self._num_tokens = num_tokens
+        self._gradient_sums = gradient_sums
+        self._uses_graphs = uses_graphs
+        self._seen: list[tuple[int, ...]] = []
+        self._shape: PackShape | None = None
+        self._passes: _Passes | None = None
+        self._has_failed = False
+
+    def __call__(self, batch: TokenBatch) -> Tensor | None:
+        """Return the hidden states [1, T, D] of a batch, or None when it is to be run without the graphs."""
+        if not (torch.is_grad_enabled() and self._backbone.training and batch.is_packed) or self._has_failed:
+            return None
+        if not self._num_tokens * _LEAST_FILL <= sum(batch.lengths) <= self._num_tokens:
+            return None
+        if self._shape is None:
+            self._learn(batch)
+            return None
+        bounds = self._shape.bounds(batch.lengths)
+        if bounds is None:
+            return None
+        if self._passes is None:
+            self._passes = self._prepare(self._shape, batch.input_ids.device)
+        if self._passes is None or self._passes.awaits_backward:
+            return None
+        self._passes.read(batch, bounds)
+        return _Replay.apply(self._passes, batch.input_ids.shape[1], self._passes.anchor)
+
+    def _learn(self, batch: TokenBatch) -> None:
+        self._seen.append(batch.lengths)
+        if len(self._seen) == _NUM_SEEN:
+            most, longest = max(map(len, self._seen)), max(map(max, self._seen))
+            num_sequences = _rounded_up(most * 9 // 8 + 1, _SEQUENCES_STEP)
+            self._shape = PackShape(self._num_tokens, num_sequences, _rounded_up(longest, _LONGEST_STEP))
+
+    def _prepare(self, shape: PackShape, device: torch.device) -> "_Passes | None":
+        passes = [_Passes(self._backbone, shape, self._gradient_sums, device) for _ in range(2)]
+        if not self._uses_graphs:
+            return passes[0]
+        try:
+            return _captured(*passes)
+        except (RuntimeError, torch.OutOfMemoryError) as error:
+            logger.warning("passes are launched kernel by kernel, for their CUDA graphs failed: %s", error)
+        self._has_failed = True
+        del passes
+        gc.collect()  # graphs hold themselves in a circle
+        torch.cuda.empty_cache()
+        return None
+
+
+class _Passes:
+    """A forward and a backward pass that read and write the same memory every time."""
+
+    def __init__(
+        self, backbone: nn.Module, shape: PackShape, sums: Mapping[nn.Parameter, Tensor], device: torch.device
+    ) -> None:
+        self._backbone = backbone
+        self._longest = shape.longest
+        # Stand-ins for the weights: the weights' own nodes in the autograd graph belong to another stream.
+        self._weights = {}
+        for name, weight in backbone.named_parameters():
+            self._weights[name] = stand_in = nn.Parameter(weight.detach(), weight.requires_grad)
+            if weight.requires_grad:
+                stand_in.register_post_accumulate_grad_hook(_adder(sums[weight]))
+        rows = torch.zeros(2, 1, shape.num_tokens, dtype=torch.int64, device=device)
+        self._input_ids, self._position_ids = rows
+        bounds = torch.tensor(shape.bounds((1,)), dtype=torch.int32)
+        self._cu_seqlens = bounds.to(device)
+        width = backbone.config.get_text_config().hidden_size
+        self._gradient = torch.zeros(1, shape.num_tokens, width, dtype=backbone.dtype, device=device)
+        self._hidden: Tensor | None = None
+        self.launch_forward: Callable[[], None] = self.run_forward
+        self.launch_backward: Callable[[], None] = self.run_backward
+        self.anchor = torch.zeros((), device=device, requires_grad=True)  # has autograd come back for the weights
+        self.awaits_backward = False
+
+    def run_forward(self) -> None:
+        """Launch the forward pass over what was read, one kernel after the other."""
+        arguments = {
+            "input_ids": self._input_ids,
+            "position_ids": self._position_ids,
+            "attention_mask": NO_MASK,
+            "use_cache": False,
+            **bounds_arguments(self._cu_seqlens, self._longest),
+        }
+        with torch.enable_grad():
+            self._hidden = functional_call(self._backbone, self._weights, kwargs=arguments).last_hidden_state
+
+    def run_backward(self) -> None:
+        """Launch the backward pass; gradients go to their sums."""
+        self._hidden.backward(self._gradient)
+        self._hidden = self._hidden.detach()
+
+    def read(self, batch: TokenBatch, bounds: Sequence[int]) -> None:
+        """Take a pack in, with the bounds of a full one."""
+        count = batch.input_ids.shape[1]
+        for own, part in ((self._input_ids, batch.input_ids), (self._position_ids, batch.position_ids)):
+            own[:, :count].copy_(part)
+            own[:, count:].zero_()
+        self._cu_seqlens.copy_(to_device(torch.tensor(bounds, dtype=torch.int32), self._cu_seqlens.device))
+
+    def forward(self, count: int) -> Tensor:
+        """Return the hidden states of the first `count` tokens; the next pass writes over them."""
+        self.launch_forward()
+        self.awaits_backward = True
+        return self._hidden[:, :count].detach()
+
+    def backward(self, gradient: Tensor) -> None:
+        """Go back from the gradient of those hidden states."""
+        count = gradient.shape[1]
+        self._gradient[:, :count].copy_(gradient)
+        self._gradient[:, count:].zero_()
+        self.launch_backward()
+        self.awaits_backward = False
+
+
+class _Replay(torch.autograd.Function):
+    """Both passes as one operator."""
+
+    @staticmethod
+    def forward(ctx: Any, passes: _Passes, count: int, anchor: Tensor) -> Tensor:
+        ctx.passes = passes
+        return passes.forward(count)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
+        ctx.passes.backward(gradient)
+        return None, None, None
+
+
+def _adder(total: Tensor) -> Callable[[Tensor], None]:
+    def add(weight: Tensor) -> None:
+        accumulate_(total, weight.grad)
+        weight.grad = None
+
+    return add
+
+
+def _rounded_up(value: int, step: int) -> int:
+    return -(-value // step) * step
+
+
+def _captured(warm_up: _Passes, passes: _Passes) -> _Passes:
+    """Return the second passes as graphs, after the first, which compile what is not yet compiled. Raises
+    OutOfMemoryError when a pass without graphs would not fit beside them."""
+    current, stream = torch.cuda.current_stream(), torch.cuda.Stream()
+    stream.wait_stream(current)
+    with torch.cuda.stream(stream):  # from a gradient of zeros, which adds nothing to the sums
+        warm_up.run_forward()
+        warm_up.run_backward()
+    current.wait_stream(stream)
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()  # what the passes before it left behind is theirs now
+    before = torch.cuda.mem_get_info()[0]
+    forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+    pool = torch.cuda.graph_pool_handle()
+    with torch.cuda.graph(forward, pool=pool):
+        passes.run_forward()
+    with torch.cuda.graph(backward, pool=pool):
+        passes.run_backward()
+    passes.launch_forward, passes.launch_backward = forward.replay, backward.replay
+    torch.cuda.empty_cache()
+    left = torch.cuda.mem_get_info()[0]
+    if left < 1.5 * (before - left):  # half of it for the head and what else a pass needs
+        raise torch.OutOfMemoryError(f"they take {(before - left) >> 20} MiB and leave {left >> 20} MiB free")
+    return passes

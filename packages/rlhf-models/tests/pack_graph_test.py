@@ -1,0 +1,139 @@
+"""Packs filled up to one shape give the hidden states and gradients of packs as they come; a GPU test adds graphs."""
+
+import numpy as np
+import pytest
+import torch
+
+from rlhf_models import pack_graph
+from rlhf_models.backbone import last_hidden_state
+from rlhf_models.batch import TokenBatch
+from rlhf_models.loading import load_actor
+from rlhf_models.pack_graph import _NUM_SEEN, PackGraph, PackShape
+from rlhf_models.testing import tiny_model_dir
+
+NUM_TOKENS = 64
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny_model_dir(tmp_path_factory.mktemp("model"))
+
+
+def packed(*lengths):
+    rng = np.random.default_rng(sum(lengths))
+    return TokenBatch.packed([rng.integers(5, 60, length) for length in lengths])
+
+
+def graphed(folder):
+    """A backbone whose passes have learned their shape from packs of two or three, and the sums of its gradients."""
+    backbone = load_actor(folder, dtype="float32", packing=True).model.base_model
+    sums = {weight: torch.zeros_like(weight) for weight in backbone.parameters()}
+    backbone.pack_graph = PackGraph(backbone, NUM_TOKENS, sums, uses_graphs=False)
+    for index in range(_NUM_SEEN):
+        assert backbone.pack_graph(packed(30, 31) if index % 2 else packed(20, 10, 33)) is None
+    return backbone, sums
+
+
+def learn(backbone, batch):
+    """Hidden states, and the gradient of a weighted sum of them."""
+    hidden = last_hidden_state(backbone, batch)
+    torch.manual_seed(0)
+    (hidden * torch.randn(hidden.shape)).sum().backward()
+    return hidden.detach().clone()
+
+
+def flat(tensors):
+    return torch.cat([tensor.flatten() for tensor in tensors])
+
+
+def gradients(backbone):
+    return flat(weight.grad for weight in backbone.parameters())
+
+
+@pytest.mark.parametrize(
+    ("lengths", "bounds"),
+    [
+        ((5, 5), [0, 5, 10, 10, 10]),
+        ((5, 1), [0, 5, 6, 10, 10]),
+        ((1,), [0, 1, 6, 10, 10]),
+        ((1, 1, 3, 5), [0, 1, 2, 5, 10]),
+        ((6, 1), None),
+        ((5, 5, 1), None),
+        ((1, 1, 1, 1), None),
+    ],
+)
+def test_bounds_fill_a_pack_up(lengths, bounds):
+    assert PackShape(num_tokens=10, num_sequences=4, longest=5).bounds(lengths) == bounds
+
+
+@pytest.mark.parametrize("lengths", [(30, 34), (64,), (48,), (20, 20, 19), (1, 50)])
+def test_filled_packs_give_hidden_states_and_gradients_of_plain_ones(folder, lengths):
+    plain = load_actor(folder, dtype="float32", packing=True).model.base_model
+    backbone, sums = graphed(folder)
+    batch = packed(*lengths)
+    for _ in range(2):
+        got = learn(backbone, batch)
+        want = learn(plain, batch)
+        torch.testing.assert_close(got, want, atol=2e-5, rtol=1e-4)
+        torch.testing.assert_close(flat(sums.values()), gradients(plain), atol=2e-5, rtol=1e-4)
+    assert all(weight.grad is None for weight in backbone.parameters())
+
+
+def test_filled_packs_follow_weights_that_change_in_place(folder):
+    plain = load_actor(folder, dtype="float32", packing=True).model.base_model
+    backbone, _ = graphed(folder)
+    learn(backbone, packed(30, 31))
+    for model in (plain, backbone):
+        for weight in model.parameters():
+            weight.data.mul_(1.5)
+    torch.testing.assert_close(learn(backbone, packed(20, 40)), learn(plain, packed(20, 40)), atol=2e-5, rtol=1e-4)
+
+
+def test_filled_packs_leave_frozen_weights(folder):
+    backbone, sums = graphed(folder)
+    frozen = next(backbone.layers[0].parameters())
+    frozen.requires_grad_(False)
+    del sums[frozen]
+    learn(backbone, packed(30, 31))
+    assert all(total.any() for total in sums.values())
+
+
+@pytest.mark.parametrize("lengths", [(47,), (65,), (60, 5), (2,) * 28])
+def test_packs_that_do_not_fit_are_run_as_they_come(folder, lengths):
+    backbone, sums = graphed(folder)
+    assert backbone.pack_graph(packed(*lengths)) is None
+    assert learn(backbone, packed(*lengths)).shape[1] == sum(lengths)
+    assert not flat(sums.values()).any()
+
+
+def test_padded_batches_evaluation_and_passes_without_gradient_are_run_as_they_come(folder):
+    backbone, _ = graphed(folder)
+    assert backbone.pack_graph(TokenBatch.padded([range(5, 61)], 0)) is None
+    with torch.no_grad():
+        assert backbone.pack_graph(packed(30, 30)) is None
+    assert backbone.eval().pack_graph(packed(30, 30)) is None
+
+
+def test_pass_is_kept_until_its_backward_pass(folder):
+    plain = load_actor(folder, dtype="float32", packing=True).model.base_model
+    backbone, sums = graphed(folder)
+    first, second = packed(30, 31), packed(20, 40)
+    hidden = last_hidden_state(backbone, first)
+    assert backbone.pack_graph(second) is None
+    hidden.sum().backward()
+    last_hidden_state(plain, first).sum().backward()
+    torch.testing.assert_close(flat(sums.values()), gradients(plain), atol=2e-5, rtol=1e-4)
+    assert backbone.pack_graph(second) is not None
+
+
+def test_passes_whose_graphs_cannot_be_captured_are_run_as_they_come(folder, caplog, monkeypatch):
+    def fail(*passes):
+        raise torch.OutOfMemoryError("they take 3 MiB")
+
+    monkeypatch.setattr(pack_graph, "_captured", fail)
+    backbone, sums = graphed(folder)
+    backbone.pack_graph._uses_graphs = True
+    for _ in range(2):
+        assert learn(backbone, packed(30, 30)).shape[1] == 60
+    assert caplog.text.count("they take 3 MiB") == 1
+    assert not flat(sums.values()).any()
