@@ -42,3 +42,15 @@ def poisoned_buffers(monkeypatch):
     monkeypatch.setattr(torch, "empty", poison(torch.empty))
     monkeypatch.setattr(torch, "empty_like", poison(torch.empty_like))
     monkeypatch.setattr(torch.Tensor, "new_empty", poison(torch.Tensor.new_empty))
+
+
+@pytest.fixture
+def require_as_near():
+    """Return a function that expects results to be about as far from the truth as those of a plain computation."""
+
+    def require(results, plain, truth):
+        for got, other, want in zip(results, plain, truth, strict=True):
+            error, allowed = ((part.double() - want).norm() for part in (got, other))
+            assert error <= 1.5 * allowed + 1e-5 * want.norm()
+
+    return require

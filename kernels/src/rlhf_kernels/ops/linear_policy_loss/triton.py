@@ -15,7 +15,7 @@ from rlhf_kernels.ops.packed_policy_loss.triton import (
     ratio_of,
     scaled_gradients,
 )
-from rlhf_kernels.ops.token_logprobs.triton import _on_device
+from rlhf_kernels.ops.token_logprobs.triton import LN_2, _on_device, bits
 
 CHUNK_BYTES = 480 << 20  # of logits at a time; with what cuBLAS takes it stays under 0.5 GiB
 TILE_ROWS = 128  # of the products: chunks of full tiles
@@ -25,9 +25,30 @@ ROW_NUM_WARPS = 32  # one row a multiprocessor at a time, so that its second rea
 
 
 @triton.jit
-def _load_block(row_ptr, columns, width, vocab_size):
-    z = tl.load(row_ptr + columns, mask=columns < width, other=0.0).to(tl.float32)
-    return tl.where(columns < vocab_size, z, float("-inf"))
+def _load(row_ptr, columns, vocab_size, MASKED: tl.constexpr):  # noqa: N803
+    """Return logits as float32, -inf past the vocabulary, which only a row's last block reaches."""
+    if MASKED:
+        return tl.load(row_ptr + columns, mask=columns < vocab_size, other=float("-inf")).to(tl.float32)
+    return tl.load(row_ptr + columns).to(tl.float32)
+
+
+@triton.jit
+def _merge(z, m, s, u, inv_temperature):
+    """Take logits [lanes, VECTOR] into each lane's m = max z, s = sum 2^c and u = sum c 2^c, c = (z - m) / temperature
+    in bits."""
+    new_m = tl.maximum(m, tl.max(z, axis=1))
+    shift = bits(m, new_m, inv_temperature)
+    scale = tl.exp2(shift)
+    c = bits(z, new_m[:, None], inv_temperature)
+    e = tl.exp2(c)
+    return new_m, s * scale + tl.sum(e, axis=1), (u + shift * s) * scale + tl.sum(c * e, axis=1)
+
+
+@triton.jit
+def _gradient(z, largest, log_total, constant, slope, inv_temperature):
+    """Return p (constant + slope c), c = (z - largest) / temperature in bits and p = 2^(c - log_total)."""
+    c = bits(z, largest, inv_temperature)
+    return tl.exp2(c - log_total) * (constant + slope * c)
 
 
 @triton.jit
@@ -36,44 +57,40 @@ def _rows_kernel(
     first_row, row_stride, vocab_size, inv_temperature, gradient_scale, kl_coef, entropy_coef,
     ratio_low, ratio_high, dual_clip,
     LOSS: tl.constexpr, KL: tl.constexpr, UNBIASED: tl.constexpr,  # noqa: N803
-    GRADIENT: tl.constexpr, BLOCK: tl.constexpr,  # noqa: N803
+    GRADIENT: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
-    """One row a program: log-prob and entropy, then the loss's gradient over the logits. Columns of a block keep
-    m = max z, s = sum e^c and u = sum c e^c of their own, c = (z - m) / temperature, until the row is through. Rows are
-    read and written to their padded width, by whole vectors."""
+    """One row a program: log-prob and entropy, then the loss's gradient over the logits. A lane has VECTOR neighbouring
+    columns of each block and sums of its own until the row is through. Rows are written to their padded width."""
     row_ptr = logits_ptr + tl.program_id(0).to(tl.int64) * row_stride
     row = first_row + tl.program_id(0)
-    columns = tl.arange(0, BLOCK)
+    lanes: tl.constexpr = BLOCK // VECTOR
+    columns = tl.arange(0, lanes)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
     token_id = tl.load(token_ids_ptr + row)
     if token_id < 0:
         tl.store(logprobs_ptr + row, 0.0)
         tl.store(entropy_ptr + row, 0.0)
         if GRADIENT:
             for start in range(0, row_stride, BLOCK):
-                zeros = tl.zeros([BLOCK], logits_ptr.dtype.element_ty)
+                zeros = tl.zeros([lanes, VECTOR], logits_ptr.dtype.element_ty)
                 tl.store(row_ptr + start + columns, zeros, mask=start + columns < row_stride)
         return
 
     token_logit = tl.load(row_ptr + token_id, mask=token_id < vocab_size, other=float("nan")).to(tl.float32)
-    m = tl.full([BLOCK], -3.0e38, tl.float32)
-    s = tl.zeros([BLOCK], tl.float32)
-    u = tl.zeros([BLOCK], tl.float32)
-    for start in range(0, row_stride, BLOCK):
-        z = _load_block(row_ptr, start + columns, row_stride, vocab_size)
-        # One exponential an element: of m and z the larger is the new m, and the other's distance d from it is scaled.
-        d = -tl.abs(z - m) * inv_temperature
-        e = tl.exp(d)
-        t = tl.where(d * e < 0, d * e, 0.0)  # d may be infinite where e is 0
-        u = tl.where(z > m, u * e + s * t, u + t)
-        s = tl.where(z > m, s * e + 1.0, s + e)
-        m = tl.maximum(m, z)
+    whole = vocab_size // BLOCK * BLOCK
+    m = tl.full([lanes], -3.0e38, tl.float32)
+    s = tl.zeros([lanes], tl.float32)
+    u = tl.zeros([lanes], tl.float32)
+    for start in range(0, whole, BLOCK):
+        m, s, u = _merge(_load(row_ptr, start + columns, vocab_size, False), m, s, u, inv_temperature)
+    m, s, u = _merge(_load(row_ptr, whole + columns, vocab_size, True), m, s, u, inv_temperature)
     largest = tl.max(m, axis=0)
-    d = (m - largest) * inv_temperature
-    e = tl.exp(d)
-    total = tl.sum(s * e, axis=0)
-    log_sum = tl.log(total)
+    shift = bits(m, largest, inv_temperature)
+    scale = tl.exp2(shift)
+    total = tl.sum(s * scale, axis=0)
+    log_total = tl.log2(total)
+    log_sum = log_total * LN_2
     logprob = (token_logit - largest) * inv_temperature - log_sum
-    entropy = log_sum - tl.sum(u * e + s * tl.where(d * e < 0, d * e, 0.0), axis=0) / total
+    entropy = log_sum - tl.sum((u + shift * s) * scale, axis=0) / total * LN_2
     tl.store(logprobs_ptr + row, logprob)
     tl.store(entropy_ptr + row, entropy)
 
@@ -90,15 +107,18 @@ def _rows_kernel(
                 _, slope = kl_terms(log_ratio, logprob - tl.load(ref_ptr + row).to(tl.float32), KL, UNBIASED)
                 grad += share * kl_coef * slope
         grad = grad * gradient_scale * inv_temperature
-        grad_entropy = -entropy_coef * share * gradient_scale * inv_temperature
-        for start in range(0, row_stride, BLOCK):
-            z = _load_block(row_ptr, start + columns, row_stride, vocab_size)
-            logp = (z - largest) * inv_temperature - log_sum
-            p = tl.exp(logp)
-            chosen = tl.where(start + columns == token_id, 1.0, 0.0)
-            value = grad * (chosen - p) - grad_entropy * p * tl.where(p > 0, logp + entropy, 0.0)
-            value = value.to(logits_ptr.dtype.element_ty)
-            tl.store(row_ptr + start + columns, value, mask=start + columns < row_stride)
+        by_entropy = -entropy_coef * share * gradient_scale * inv_temperature
+        # The token's own grad apart, grad (0 - p) - by_entropy p (log p + entropy).
+        terms = (largest, log_total, -grad - by_entropy * (entropy - log_sum), -by_entropy * LN_2, inv_temperature)
+        for start in range(0, whole, BLOCK):
+            value = _gradient(_load(row_ptr, start + columns, vocab_size, False), *terms)
+            tl.store(row_ptr + start + columns, value.to(logits_ptr.dtype.element_ty))
+        value = _gradient(_load(row_ptr, whole + columns, vocab_size, True), *terms)
+        value = value.to(logits_ptr.dtype.element_ty)
+        tl.store(row_ptr + whole + columns, value, mask=whole + columns < row_stride)
+        tl.debug_barrier()  # the token's element is written once more, by one thread, after all others
+        own = (_gradient(token_logit, *terms) + grad).to(logits_ptr.dtype.element_ty)
+        tl.store(row_ptr + token_id, own, mask=token_id < vocab_size)
 
 
 @torch.compiler.disable
@@ -144,6 +164,7 @@ class _LinearPolicyLoss(torch.autograd.Function):
                         **loss_options(objective),
                         GRADIENT=gradient,
                         BLOCK=ROW_BLOCK_SIZE,
+                        VECTOR=16 // hidden.itemsize,
                         num_warps=ROW_NUM_WARPS,
                     )
             return logits

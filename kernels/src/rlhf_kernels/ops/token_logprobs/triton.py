@@ -49,7 +49,7 @@ def token_logprobs_triton(
 
 
 @triton.jit
-def _bits(z, m, inv_temperature):
+def bits(z, m, inv_temperature):
     """Return (z - m) / temperature in bits; a NaN stays one, and -inf, which times 0 would be NaN, becomes -1e4."""
     return tl.maximum((z - m) * (inv_temperature * LOG2_E), -1e4, propagate_nan=tl.PropagateNan.ALL)
 
@@ -85,8 +85,8 @@ def _sums_kernel(
             columns = start + tl.arange(0, BLOCK_SIZE)
             z = tl.load(z_ptr + row * z_stride + columns, mask=columns < width, other=float("-inf")).to(tl.float32)
             new_m = tl.maximum(m, tl.max(z, axis=0))
-            shift = _bits(m, new_m, inv_temperature)
-            c = _bits(z, new_m, inv_temperature)
+            shift = bits(m, new_m, inv_temperature)
+            c = bits(z, new_m, inv_temperature)
             weight = tl.exp2(c)
             scale = tl.exp2(shift)
             if HAS_REFERENCE:
@@ -95,8 +95,8 @@ def _sums_kernel(
                 # Of the logits themselves: equal ones give 0, and no largest one takes their digits.
                 difference = tl.where(weight > 0, (z - y) * inv_temperature * weight, 0.0)
                 w = tl.where(scale > 0, w * scale, 0.0) + tl.sum(difference, axis=0)
-                t *= tl.exp2(_bits(n, new_n, inv_temperature))
-                t += tl.sum(tl.exp2(_bits(y, new_n, inv_temperature)), axis=0)
+                t *= tl.exp2(bits(n, new_n, inv_temperature))
+                t += tl.sum(tl.exp2(bits(y, new_n, inv_temperature)), axis=0)
                 n = new_n
             u = (u + shift * s) * scale + tl.sum(c * weight, axis=0)
             s = s * scale + tl.sum(weight, axis=0)
@@ -150,7 +150,7 @@ def _gradient_kernel(
     by_logsumexp = tl.load(grads_ptr + row + 2 * grads_stride) * inv_temperature
 
     z = tl.load(z_ptr + row * z_stride + columns, mask=valid, other=float("-inf")).to(tl.float32)
-    c = _bits(z, m, inv_temperature)
+    c = bits(z, m, inv_temperature)
     p = tl.exp2(c - tl.log2(s))
     slope = by_logsumexp - by_logprob - by_entropy * (c * LN_2 - u / s)
     if HAS_REFERENCE:
