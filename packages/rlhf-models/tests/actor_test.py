@@ -3,6 +3,8 @@ import torch
 from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM
 
 from rlhf_data.errors import ConfigError
+from rlhf_kernels import linear_token_logprobs
+from rlhf_models import actor as actor_module
 from rlhf_models.actor import Actor
 from rlhf_models.attention import PACKED_ATTENTION
 from rlhf_models.batch import TokenBatch
@@ -155,3 +157,46 @@ def test_actor_logits_after_tokens_are_those_its_logprobs_are_made_of(model_dir,
     torch.testing.assert_close(logprobs, actor(batch).logprobs.flatten()[index])
     # The last token has something after it too, which no log-prob speaks of.
     assert actor(batch, logits_after=batch.last_index).shape == (len(sequences), 512)
+
+
+def learned(actor, batch):
+    actor.zero_grad()
+    output = actor(batch, temperature=0.7)
+    (output.logprobs.sum() + 0.3 * output.entropy.sum()).backward()
+    return [output.logprobs.detach(), output.entropy.detach(), *(weight.grad for weight in actor.parameters())]
+
+
+def test_actor_large_logits_made_block_by_block_give_the_same(model_dir, sequences, monkeypatch):
+    calls = []
+
+    def counted(*args, **kwargs):
+        calls.append(args)
+        return linear_token_logprobs(*args, **kwargs)
+
+    monkeypatch.setattr(actor_module, "linear_token_logprobs", counted)
+    actor, batch = load_actor(model_dir, dtype="float32"), TokenBatch.padded(sequences, pad_id=0)
+    whole = learned(actor, batch)
+    assert not calls
+    monkeypatch.setattr(actor_module, "MAX_LOGITS_BYTES", 0)
+    for got, want in zip(learned(actor, batch), whole, strict=True):
+        torch.testing.assert_close(got, want, atol=1e-6, rtol=1e-5)
+    assert len(calls) == 1
+
+
+def test_actor_without_gradient_never_makes_whole_logits(model_dir, sequences, monkeypatch):
+    monkeypatch.setattr(actor_module, "token_logprobs", None)
+    with torch.no_grad():
+        load_actor(model_dir, dtype="float32")(TokenBatch.padded(sequences, pad_id=0))
+
+
+@pytest.mark.parametrize("is_split", [False, True])
+def test_actor_head_that_is_more_than_its_weight_is_called_as_a_module(model_dir, sequences, monkeypatch, is_split):
+    monkeypatch.setattr(actor_module, "linear_token_logprobs", None)
+    actor = load_actor(model_dir, dtype="float32")
+    head = actor.model.get_output_embeddings()
+    if is_split:
+        head.weight.ds_id = 0  # as ZeRO-3 marks it
+    else:
+        actor.model.set_output_embeddings(torch.nn.Sequential(head))
+    with torch.no_grad():
+        actor(TokenBatch.padded(sequences, pad_id=0))

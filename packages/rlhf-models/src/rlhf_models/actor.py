@@ -5,12 +5,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from rlhf_kernels import token_logprobs
+from rlhf_kernels import linear_token_logprobs, token_logprobs
 from rlhf_models.backbone import last_hidden_state, run_backbone
 from rlhf_models.batch import TokenBatch, to_device
 
 # Config fields of models that change the logits after the LM head, which is therefore not enough for them.
 _LOGIT_TRANSFORMS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
+# Logits that take more are made block by block, and for the gradient once more: a product in the place of memory.
+MAX_LOGITS_BYTES = 4 << 30
 
 
 class ActorOutput(NamedTuple):
@@ -61,22 +63,42 @@ class Actor(nn.Module):
             wanted = batch.target_mask & logits_mask
         # Found before the layers are queued, so that the device is not waited for after them.
         index = to_device(wanted.flatten().nonzero()[:, 0], batch.input_ids.device)
-        logits = self._logits(batch, index - 1)
-        # The head keeps its input, not its logits, and no one else sees these: their memory becomes their gradient's.
-        logprobs, entropy, _ = token_logprobs(
-            logits, batch.input_ids.flatten()[index], temperature=temperature, inplace_backward=True
-        )
+        token_ids = batch.input_ids.flatten()[index]
+        logprobs, entropy = self._after(batch, index - 1, token_ids, temperature)
         return ActorOutput(_spread(logprobs, index, wanted), _spread(entropy, index, wanted))
+
+    def _after(self, batch: TokenBatch, index: Tensor, token_ids: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        """Return the log-probs of tokens [N] after flat positions [N], and the entropies there."""
+        head = self.model.get_output_embeddings()
+        num_bytes = len(index) * self.model.config.get_text_config().vocab_size * self.model.dtype.itemsize
+        is_large = num_bytes > MAX_LOGITS_BYTES or not torch.is_grad_enabled()  # without a gradient blocks cost nothing
+        if is_large and _is_plain(head) and not self._changes_logits:
+            hidden = self._hidden(batch, index)
+            return linear_token_logprobs(hidden, head.weight, token_ids, temperature=temperature, bias=head.bias)[:2]
+        logits = self._logits(batch, index)
+        # The head keeps its input, not its logits, and no one else sees these: their memory becomes their gradient's.
+        return token_logprobs(logits, token_ids, temperature=temperature, inplace_backward=True)[:2]
+
+    @property
+    def _changes_logits(self) -> bool:
+        config = self.model.config.get_text_config()
+        return any(getattr(config, name, None) is not None for name in _LOGIT_TRANSFORMS)
+
+    def _hidden(self, batch: TokenBatch, index: Tensor) -> Tensor:
+        """Return the hidden states [N, D] at flat positions [N]."""
+        return last_hidden_state(self.model.base_model, batch).flatten(0, 1).index_select(0, index)
 
     def _logits(self, batch: TokenBatch, index: Tensor) -> Tensor:
         """Return the logits [N, V] at flat positions [N]."""
-        config = self.model.config.get_text_config()
-        if any(getattr(config, name, None) is not None for name in _LOGIT_TRANSFORMS):
-            logits = run_backbone(self.model, batch).logits
-            return logits.flatten(0, 1).index_select(0, index)
-        hidden = last_hidden_state(self.model.base_model, batch)
+        if self._changes_logits:
+            return run_backbone(self.model, batch).logits.flatten(0, 1).index_select(0, index)
         # As a module, never by its weight: ZeRO-3 gathers parameters when modules are called.
-        return self.model.get_output_embeddings()(hidden.flatten(0, 1).index_select(0, index))
+        return self.model.get_output_embeddings()(self._hidden(batch, index))
+
+
+def _is_plain(head: nn.Module) -> bool:
+    """Whether a head is its weight and bias: no adapter beside it, and not split up by ZeRO-3."""
+    return type(head) is nn.Linear and not any(hasattr(weight, "ds_id") for weight in head.parameters())
 
 
 def _spread(values: Tensor, index: Tensor, like: Tensor) -> Tensor:
