@@ -1,0 +1,154 @@
+"""What the kernels of the LM head change of a whole training step: seconds and memory, one model, one run.
+
+    python tools/bench/head_step.py --shape qwen2-1.5b --num_tokens 16384 --out head_step.json
+
+A model with random weights learns from one full pack, forward and backward, every token trained, its layers compiled.
+Only the head differs: PyTorch's as it is usually written (log-softmax of float32 logits, and the entropy from it),
+`token_logprobs` on logits that become their own gradient, and `linear_token_logprobs`, which never has all logits. They
+take turns; seconds are medians. Log-probs and gradients are held against those of the first before anything is timed.
+"""
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from environment import command_line, environment
+from rlhf_kernels import linear_token_logprobs, token_logprobs
+from rlhf_models.actor import Actor
+from rlhf_models.batch import TokenBatch
+from rlhf_models.compiled import compile_layers, compile_unavailable_reason
+from rlhf_models.loading import load_actor
+from rlhf_models.testing import tiny_model_dir
+from sft_throughput import MORE_SHAPES, SHAPES
+
+SEQUENCE_TOKENS = 512
+MAX_ERROR = 2e-2  # of the norm; bfloat16
+
+Head = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # hidden, weight and tokens to log-probs and entropies
+
+
+def plain(hidden: Tensor, weight: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute as is usual in PyTorch."""
+    logp = torch.log_softmax((hidden @ weight.T).float(), dim=-1)
+    return logp.gather(1, token_ids[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
+
+
+def given_logits(hidden: Tensor, weight: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute by `token_logprobs`."""
+    return token_logprobs(hidden @ weight.T, token_ids, inplace_backward=True)[:2]
+
+
+def in_blocks(hidden: Tensor, weight: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute by `linear_token_logprobs`."""
+    return linear_token_logprobs(hidden, weight, token_ids)[:2]
+
+
+HEADS: dict[str, Head] = {"torch": plain, "token_logprobs": given_logits, "linear_token_logprobs": in_blocks}
+
+
+class HeadActor(Actor):
+    """An actor with a head of choice."""
+
+    head: Head
+
+    def _after(self, batch: TokenBatch, index: Tensor, token_ids: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        return self.head(self._hidden(batch, index), self.model.get_output_embeddings().weight, token_ids)
+
+
+def step(actor: HeadActor, name: str, batch: TokenBatch) -> Tensor:
+    """Learn from the batch; gradients stay. Returns the log-probs."""
+    actor.head = HEADS[name]
+    actor.zero_grad()
+    output = actor(batch)
+    (-output.logprobs.mean() - 0.01 * output.entropy.mean()).backward()
+    return output.logprobs.detach()
+
+
+def wait() -> None:
+    """Wait for the device."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def seconds_and_gib(actor: HeadActor, name: str, batch: TokenBatch) -> tuple[float, float | None]:
+    """Time one step, and return its peak of memory above the weights; None without a GPU."""
+    on_gpu = torch.cuda.is_available()
+    actor.zero_grad()
+    wait()
+    before = torch.cuda.memory_allocated() if on_gpu else 0
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    started = time.perf_counter()
+    step(actor, name, batch)
+    wait()
+    spent = time.perf_counter() - started
+    return spent, (torch.cuda.max_memory_allocated() - before) / 2**30 if on_gpu else None
+
+
+def errors(actor: HeadActor, names: list[str], batch: TokenBatch) -> dict[str, dict[str, float]]:
+    """Return how far each head is from the first, relative to its norm; RuntimeError when that is too far."""
+    found: dict[str, dict[str, float]] = {}
+    wanted: list[Tensor] = []
+    for name in names:
+        logprobs = step(actor, name, batch)
+        results = [logprobs, torch.cat([weight.grad.flatten() for weight in actor.parameters()])]
+        wanted = wanted or [part.clone() for part in results]
+        relative = [float((got - want).norm() / want.norm()) for got, want in zip(results, wanted, strict=True)]
+        found[name] = dict(zip(("logprobs", "gradient"), relative, strict=True))
+        if not max(relative) < MAX_ERROR:
+            raise RuntimeError(f"{name} is wrong: {found[name]}")
+    return found
+
+
+def main() -> None:
+    """Measure each head and write the report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=[*SHAPES, *MORE_SHAPES], default="tiny")
+    parser.add_argument("--num_tokens", type=int, default=2048, help="of the pack")
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = "bfloat16" if device.type == "cuda" else "float32"
+    with tempfile.TemporaryDirectory() as folder:
+        shape = {**SHAPES, **MORE_SHAPES}[options.shape]
+        model = tiny_model_dir(Path(folder, "model"), dtype=getattr(torch, dtype), **shape)
+        actor = HeadActor(load_actor(model, dtype=dtype, packing=True).model.to(device))
+    if compile_unavailable_reason(actor.model, device) is None:
+        compile_layers(actor.model)
+    rng = np.random.default_rng(0)
+    lengths = [SEQUENCE_TOKENS] * (options.num_tokens // SEQUENCE_TOKENS)
+    batch = TokenBatch.packed([rng.integers(5, 500, length) for length in lengths], device)
+    relative = errors(actor, list(HEADS), batch)
+    turns = [{name: seconds_and_gib(actor, name, batch) for name in HEADS} for _ in range(options.repeats)]
+    heads = {
+        name: {
+            "seconds": statistics.median(turn[name][0] for turn in turns),
+            "peak_gib_above_weights": turns[-1][name][1],
+            "errors": relative[name],
+        }
+        for name in HEADS
+    }
+    report = {
+        "benchmark": "head_step",
+        "command": command_line(options.out),
+        "environment": environment(),
+        "shape": options.shape,
+        "num_tokens": sum(lengths),
+        "dtype": dtype,
+        "heads": heads,
+    }
+    options.out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    print(json.dumps(heads, indent=2))
+
+
+if __name__ == "__main__":
+    main()
