@@ -117,7 +117,8 @@ def test_micro_batches_under_a_token_budget_are_full_and_equally_many_on_each_ra
 @pytest.mark.parametrize("micro", [1, 2, 3, 5])
 def test_optimizer_step_moves_the_weight_alike_for_every_micro_batch_size(micro):
     engine = FakeEngine()
-    metrics = optimizer_step(engine, PullTo(), [1.0, 2.0, 3.0, 4.0, 5.0], passes(micro))
+    items = [1.0, 2.0, 3.0, 4.0, 5.0]
+    metrics = optimizer_step(engine, PullTo(), items, this_ranks_part(PullTo(), items, passes(micro)))
     # The gradient at w = 0 is -mean(x) = -3; rate 1 makes w = 3.
     assert engine.module.weight.item() == pytest.approx(3.0)
     assert metrics["train/grad_norm"] == pytest.approx(3.0)
@@ -160,6 +161,7 @@ def _step_on_rank(rank: int, num_ranks: int, master: tuple[str, int]) -> tuple[f
             return super().step()
 
     engine = Engine()
-    metrics = optimizer_step(engine, PullTo(), [2.0, 4.0], passes(1))
+    items = [2.0, 4.0]
+    metrics = optimizer_step(engine, PullTo(), items, this_ranks_part(PullTo(), items, passes(1)))
     torch.distributed.destroy_process_group()
     return engine.module.weight.item(), metrics

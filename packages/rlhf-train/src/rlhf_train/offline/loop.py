@@ -1,5 +1,6 @@
 """The one offline loop: epochs over a data set, mini-batches dealt to ranks, an objective that makes a loss of them."""
 
+import itertools
 import math
 import time
 from abc import ABC, abstractmethod
@@ -125,27 +126,41 @@ def train_offline(
     all ranks together.
     """
     num_steps = schedule.num_steps(len(items))
-    for step, members in enumerate(schedule.mini_batches(len(items)), start=1):
+    mini_batches = ([items[index] for index in members] for members in schedule.mini_batches(len(items)))
+    planned = ((chosen, this_ranks_part(objective, chosen, schedule)) for chosen in mini_batches)
+    ahead = [next(planned)]
+    for step in range(1, num_steps + 1):
         started = time.perf_counter()
-        chosen = [items[index] for index in members]
-        metrics = optimizer_step(engine, objective, chosen, schedule)
+        chosen, part = ahead.pop()
+        metrics = optimizer_step(
+            engine, objective, chosen, part, meanwhile=lambda: ahead.extend(itertools.islice(planned, 1))
+        )
         seconds = time.perf_counter() - started
         num_tokens = sum(map(objective.num_tokens, chosen))
         on_step(step, num_steps, {**metrics, "time/step": seconds, "throughput/tokens": num_tokens / seconds})
 
 
 def optimizer_step(
-    engine: TrainEngine, objective: Objective[Item], items: Sequence[Item], schedule: OfflineSchedule
+    engine: TrainEngine,
+    objective: Objective[Item],
+    items: Sequence[Item],
+    part: tuple[Sequence[MicroBatch[Item]], Denominators],
+    *,
+    meanwhile: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
-    """Learn once from `items`; return the metrics of all ranks together. Collective."""
+    """Learn once from `items`, of which a rank has a `part`; return the metrics of all ranks together. Collective.
+
+    `meanwhile` is called while the device works through the passes, before anything waits for it.
+    """
     engine.module.train()
-    micro_batches, denominators = this_ranks_part(objective, items, schedule)
+    micro_batches, denominators = part
     objective = objective.for_step(engine, micro_batches)
     parts: list[Mapping[str, Metric]] = []
     for index, batch in enumerate(micro_batches):
         loss, metrics = objective.loss(engine, batch.items, denominators)
         engine.backward(loss if batch.rows else loss * 0.0, is_last=index == len(micro_batches) - 1)
         parts.append(metrics if batch.rows else {})
+    meanwhile()
     stats = engine.step()
     parts.append({"train/grad_norm": Max(stats.grad_norm), "train/learning_rate": Max(stats.learning_rate)})
     return {**_over_ranks(parts), "samples/trained": float(len(items))}
