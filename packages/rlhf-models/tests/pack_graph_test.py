@@ -8,7 +8,7 @@ from rlhf_models import pack_graph
 from rlhf_models.backbone import last_hidden_state
 from rlhf_models.batch import TokenBatch
 from rlhf_models.loading import load_actor
-from rlhf_models.pack_graph import _NUM_SEEN, PackGraph, PackShape
+from rlhf_models.pack_graph import _MAX_GRAPHS, _NUM_SEEN, PackGraph, PackShape
 from rlhf_models.testing import tiny_model_dir
 
 NUM_TOKENS = 64
@@ -66,7 +66,7 @@ def test_bounds_fill_a_pack_up(lengths, bounds):
     assert PackShape(num_tokens=10, num_sequences=4, longest=5).bounds(lengths) == bounds
 
 
-@pytest.mark.parametrize("lengths", [(30, 34), (64,), (48,), (20, 20, 19), (1, 50)])
+@pytest.mark.parametrize("lengths", [(30, 34), (64,), (32,), (20, 20, 19), (1, 50)])
 def test_filled_packs_give_hidden_states_and_gradients_of_plain_ones(folder, lengths):
     plain = load_actor(folder, dtype="float32", packing=True).model.base_model
     backbone, sums = graphed(folder)
@@ -98,12 +98,25 @@ def test_filled_packs_leave_frozen_weights(folder):
     assert all(total.any() for total in sums.values())
 
 
-@pytest.mark.parametrize("lengths", [(47,), (65,), (60, 5), (2,) * 28])
+@pytest.mark.parametrize("lengths", [(31,), (65,), (60, 5), (2,) * 28])
 def test_packs_that_do_not_fit_are_run_as_they_come(folder, lengths):
     backbone, sums = graphed(folder)
     assert backbone.pack_graph(packed(*lengths)) is None
     assert learn(backbone, packed(*lengths)).shape[1] == sum(lengths)
     assert not flat(sums.values()).any()
+
+
+def test_packs_beyond_the_last_size_are_filled_up_to_one_that_takes_them(folder):
+    backbone, _ = graphed(folder)
+    for total in (*range(40, 47), 60):
+        learn(backbone, packed(total))
+    assert list(backbone.pack_graph._passes) == [*range(40, 47), 60]
+    assert backbone.pack_graph(packed(50)) is not None
+    backbone, _ = graphed(folder)
+    for total in range(40, 48):
+        learn(backbone, packed(total))
+    assert backbone.pack_graph(packed(50)) is None
+    assert len(backbone.pack_graph._passes) == _MAX_GRAPHS
 
 
 def test_padded_batches_evaluation_and_passes_without_gradient_are_run_as_they_come(folder):
@@ -120,6 +133,8 @@ def test_pass_is_kept_until_its_backward_pass(folder):
     first, second = packed(30, 31), packed(20, 40)
     hidden = last_hidden_state(backbone, first)
     assert backbone.pack_graph(second) is None
+    assert learn(backbone, second) is not None
+    backbone.zero_grad()
     hidden.sum().backward()
     last_hidden_state(plain, first).sum().backward()
     torch.testing.assert_close(flat(sums.values()), gradients(plain), atol=2e-5, rtol=1e-4)

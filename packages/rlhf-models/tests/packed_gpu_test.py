@@ -134,5 +134,5 @@ def test_replayed_packs_are_as_near_to_float32_as_launched_ones(folder, is_compi
     replayed = logprobs, torch.cat([total.flatten() for total in sums.values()])
     for got, other, want in zip(replayed, plain, truth, strict=True):
         assert (got - want).norm() < 1.5 * (other - want).norm() + 1e-3 * want.norm()
-    assert model.model.base_model.pack_graph._passes is not None
-    assert not caplog.records
+    assert model.model.base_model.pack_graph._passes
+    assert "CUDA graphs failed" not in caplog.text

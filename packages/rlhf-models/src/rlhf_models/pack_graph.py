@@ -4,7 +4,7 @@ import gc
 import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,16 +19,16 @@ from rlhf_models.batch import TokenBatch, to_device
 logger = logging.getLogger(__name__)
 
 _NUM_SEEN = 16  # packs that are run as they come, to learn the shape from
-_LEAST_FILL = 0.75  # of a pack to be filled up: below, running it as it is costs less
-_SEQUENCES_STEP, _LONGEST_STEP = (
-    8,
-    128,
-)  # what a shape is rounded up to; attention pays for sequences that are not there
+_LEAST_FILL = 0.5  # of the budget; smaller packs are rare, and run as they come
+_SIZES = 64  # a pack is filled up to the next of so many parts of the budget
+_MAX_GRAPHS = 8
+# What a shape is rounded up to: attention pays for sequences that are not there.
+_SEQUENCES_STEP, _LONGEST_STEP = 8, 128
 
 
 @dataclass(frozen=True, slots=True)
 class PackShape:
-    """What all packs of a graph are brought to.
+    """What the packs of a graph are brought to.
 
     Attributes:
         num_tokens: of a pack.
@@ -53,15 +53,16 @@ class PackShape:
 
 
 class PackGraph:
-    """The forward and the backward pass of a backbone over packs, as two CUDA graphs.
+    """The forward and the backward pass of a backbone over packs, as two CUDA graphs for each of a few sizes.
 
-    A pack is filled up by sequences that carry no loss, so that all are of one shape. The shape is learned from the
-    first packs. One that does not fit, a pass without gradient, and one whose forward pass comes before the backward
-    pass of the one before, are run without the graphs. Weights and sums must stay where they are in memory.
+    A pack is filled up to a size by sequences that carry no loss. How many sequences there are, and how long ones, is
+    learned from the first packs. One that does not fit, a pass without gradient, and one whose forward pass comes
+    before the backward pass of the one before, are run without the graphs. Graphs share their memory: only one is under
+    way at a time. Weights and sums must stay where they are in memory.
 
     Args:
         backbone: in training mode, without gradient checkpointing.
-        num_tokens: of a full pack.
+        num_tokens: of a full pack, the budget.
         gradient_sums: what the gradient of each weight that is trained is added to, float32; it is never its `grad`.
         uses_graphs: False launches the same passes one kernel after the other, as where there is no CUDA.
     """
@@ -79,8 +80,8 @@ class PackGraph:
         self._gradient_sums = gradient_sums
         self._uses_graphs = uses_graphs
         self._seen: list[tuple[int, ...]] = []
-        self._shape: PackShape | None = None
-        self._passes: _Passes | None = None
+        self._largest: PackShape | None = None
+        self._passes: dict[int, _Passes] = {}  # by tokens
         self._has_failed = False
 
     def __call__(self, batch: TokenBatch) -> Tensor | None:
@@ -89,36 +90,47 @@ class PackGraph:
             return None
         if not self._num_tokens * _LEAST_FILL <= sum(batch.lengths) <= self._num_tokens:
             return None
-        if self._shape is None:
+        if self._largest is None:
             self._learn(batch)
             return None
-        bounds = self._shape.bounds(batch.lengths)
-        if bounds is None:
+        passes, bounds = self._passes_for(batch)
+        if passes is None or any(each.awaits_backward for each in self._passes.values()):
             return None
-        if self._passes is None:
-            self._passes = self._prepare(self._shape, batch.input_ids.device)
-        if self._passes is None or self._passes.awaits_backward:
-            return None
-        self._passes.read(batch, bounds)
-        return _Replay.apply(self._passes, batch.input_ids.shape[1], self._passes.anchor)
+        passes.read(batch, bounds)
+        return _Replay.apply(passes, batch.input_ids.shape[1], passes.anchor)
 
     def _learn(self, batch: TokenBatch) -> None:
         self._seen.append(batch.lengths)
         if len(self._seen) == _NUM_SEEN:
             most, longest = max(map(len, self._seen)), max(map(max, self._seen))
             num_sequences = _rounded_up(most * 9 // 8 + 1, _SEQUENCES_STEP)
-            self._shape = PackShape(self._num_tokens, num_sequences, _rounded_up(longest, _LONGEST_STEP))
+            self._largest = PackShape(self._num_tokens, num_sequences, _rounded_up(longest, _LONGEST_STEP))
+
+    def _passes_for(self, batch: TokenBatch) -> tuple["_Passes | None", list[int]]:
+        """Return the passes of the size that a batch is to be filled up to, prepared if need be, and its bounds."""
+        total = sum(batch.lengths)
+        size = min(_rounded_up(total, max(self._num_tokens // _SIZES, 1)), self._num_tokens)
+        if size not in self._passes and len(self._passes) == _MAX_GRAPHS:
+            size = min((size for size in self._passes if size >= total), default=0)
+        shape = replace(self._largest, num_tokens=size)
+        bounds = shape.bounds(batch.lengths)
+        if bounds is None:
+            return None, []
+        if size not in self._passes and (passes := self._prepare(shape, batch.input_ids.device)) is not None:
+            self._passes[size] = passes
+        return self._passes.get(size), bounds
 
     def _prepare(self, shape: PackShape, device: torch.device) -> "_Passes | None":
         passes = [_Passes(self._backbone, shape, self._gradient_sums, device) for _ in range(2)]
         if not self._uses_graphs:
             return passes[0]
         try:
-            return _captured(*passes)
+            return _captured(*passes, next((each.pool for each in self._passes.values()), None))
         except (RuntimeError, torch.OutOfMemoryError) as error:
             logger.warning("passes are launched kernel by kernel, for their CUDA graphs failed: %s", error)
         self._has_failed = True
         del passes
+        self._passes.clear()
         gc.collect()  # graphs hold themselves in a circle
         torch.cuda.empty_cache()
         return None
@@ -149,6 +161,7 @@ class _Passes:
         self.launch_backward: Callable[[], None] = self.run_backward
         self.anchor = torch.zeros((), device=device, requires_grad=True)  # has autograd come back for the weights
         self.awaits_backward = False
+        self.pool: Any = None  # the graphs' memory
 
     def run_forward(self) -> None:
         """Launch the forward pass over what was read, one kernel after the other."""
@@ -217,7 +230,7 @@ def _rounded_up(value: int, step: int) -> int:
     return -(-value // step) * step
 
 
-def _captured(warm_up: _Passes, passes: _Passes) -> _Passes:
+def _captured(warm_up: _Passes, passes: _Passes, pool: Any) -> _Passes:
     """Return the second passes as graphs, after the first, which compile what is not yet compiled. Raises
     OutOfMemoryError when a pass without graphs would not fit beside them."""
     current, stream = torch.cuda.current_stream(), torch.cuda.Stream()
@@ -230,10 +243,10 @@ def _captured(warm_up: _Passes, passes: _Passes) -> _Passes:
     torch.cuda.empty_cache()  # what the passes before it left behind is theirs now
     before = torch.cuda.mem_get_info()[0]
     forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-    pool = torch.cuda.graph_pool_handle()
-    with torch.cuda.graph(forward, pool=pool):
+    passes.pool = pool or torch.cuda.graph_pool_handle()
+    with torch.cuda.graph(forward, pool=passes.pool):
         passes.run_forward()
-    with torch.cuda.graph(backward, pool=pool):
+    with torch.cuda.graph(backward, pool=passes.pool):
         passes.run_backward()
     passes.launch_forward, passes.launch_backward = forward.replay, backward.replay
     torch.cuda.empty_cache()
