@@ -154,8 +154,7 @@ class _Passes:
         self._input_ids, self._position_ids = rows
         bounds = torch.tensor(shape.bounds((1,)), dtype=torch.int32)
         self._cu_seqlens = bounds.to(device)
-        width = backbone.config.get_text_config().hidden_size
-        self._gradient = torch.zeros(1, shape.num_tokens, width, dtype=backbone.dtype, device=device)
+        self._gradient: Tensor | None = None
         self._hidden: Tensor | None = None
         self.launch_forward: Callable[[], None] = self.run_forward
         self.launch_backward: Callable[[], None] = self.run_backward
@@ -174,11 +173,17 @@ class _Passes:
         }
         with torch.enable_grad():
             self._hidden = functional_call(self._backbone, self._weights, kwargs=arguments).last_hidden_state
+        if self._gradient is None:
+            self._gradient = torch.zeros_like(self._hidden)
 
     def run_backward(self) -> None:
-        """Launch the backward pass; gradients go to their sums."""
+        """Launch the backward pass, at first from a gradient of zeros; gradients go to their sums."""
         self._hidden.backward(self._gradient)
         self._hidden = self._hidden.detach()
+
+    def adopt_gradient(self, other: "_Passes") -> None:
+        """Read the gradient where `other` does."""
+        self._gradient = other._gradient
 
     def read(self, batch: TokenBatch, bounds: Sequence[int]) -> None:
         """Take a pack in, with the bounds of a full one."""
@@ -235,7 +240,7 @@ def _captured(warm_up: _Passes, passes: _Passes, pool: Any) -> _Passes:
     OutOfMemoryError when a pass without graphs would not fit beside them."""
     current, stream = torch.cuda.current_stream(), torch.cuda.Stream()
     stream.wait_stream(current)
-    with torch.cuda.stream(stream):  # from a gradient of zeros, which adds nothing to the sums
+    with torch.cuda.stream(stream):
         warm_up.run_forward()
         warm_up.run_backward()
     current.wait_stream(stream)
@@ -244,6 +249,7 @@ def _captured(warm_up: _Passes, passes: _Passes, pool: Any) -> _Passes:
     before = torch.cuda.mem_get_info()[0]
     forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
     passes.pool = pool or torch.cuda.graph_pool_handle()
+    passes.adopt_gradient(warm_up)  # a tensor made while a graph is captured would be the graph's own
     with torch.cuda.graph(forward, pool=passes.pool):
         passes.run_forward()
     with torch.cuda.graph(backward, pool=passes.pool):

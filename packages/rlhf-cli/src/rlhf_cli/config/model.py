@@ -45,7 +45,10 @@ class PpoModelSection(ModelSection):
 class OfflineModelSection(ModelSection):
     """Adds adapters and compilation."""
 
-    torch_compile: TorchCompile = flag("auto", "compile the model's layers; auto: on a GPU, with --zero_stage below 3")
+    torch_compile: TorchCompile = flag(
+        "auto",
+        "compile the layers, and replay packs of --micro_batch_tokens as CUDA graphs; auto: on a GPU, --zero_stage below 3",
+    )
     lora_rank: int = flag(0, "rank of the adapters that are trained; 0: train all weights", ge=0)
     lora_alpha: float = flag(16.0, "adapters count this / --lora_rank times", gt=0)
     lora_dropout: float = flag(0.0, "share of an adapter's input that is left out", ge=0, lt=1)
