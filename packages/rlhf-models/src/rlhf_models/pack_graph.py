@@ -116,12 +116,12 @@ class PackGraph:
         bounds = shape.bounds(batch.lengths)
         if bounds is None:
             return None, []
-        if size not in self._passes and (passes := self._prepare(shape, batch.input_ids.device)) is not None:
+        if size not in self._passes and (passes := self._prepare(shape.longest, bounds)) is not None:
             self._passes[size] = passes
         return self._passes.get(size), bounds
 
-    def _prepare(self, shape: PackShape, device: torch.device) -> "_Passes | None":
-        passes = [_Passes(self._backbone, shape, self._gradient_sums, device) for _ in range(2)]
+    def _prepare(self, longest: int, bounds: Sequence[int]) -> "_Passes | None":
+        passes = [_Passes(self._backbone, longest, bounds, self._gradient_sums) for _ in range(2)]
         if not self._uses_graphs:
             return passes[0]
         try:
@@ -140,20 +140,19 @@ class _Passes:
     """A forward and a backward pass that read and write the same memory every time."""
 
     def __init__(
-        self, backbone: nn.Module, shape: PackShape, sums: Mapping[nn.Parameter, Tensor], device: torch.device
+        self, backbone: nn.Module, longest: int, bounds: Sequence[int], sums: Mapping[nn.Parameter, Tensor]
     ) -> None:
         self._backbone = backbone
-        self._longest = shape.longest
+        self._longest = longest
+        device = next(backbone.parameters()).device
         # Stand-ins for the weights: the weights' own nodes in the autograd graph belong to another stream.
         self._weights = {}
         for name, weight in backbone.named_parameters():
             self._weights[name] = stand_in = nn.Parameter(weight.detach(), weight.requires_grad)
             if weight.requires_grad:
                 stand_in.register_post_accumulate_grad_hook(_adder(sums[weight]))
-        rows = torch.zeros(2, 1, shape.num_tokens, dtype=torch.int64, device=device)
-        self._input_ids, self._position_ids = rows
-        bounds = torch.tensor(shape.bounds((1,)), dtype=torch.int32)
-        self._cu_seqlens = bounds.to(device)
+        self._input_ids, self._position_ids = torch.zeros(2, 1, bounds[-1], dtype=torch.int64, device=device)
+        self._cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device=device)
         self._gradient: Tensor | None = None
         self._hidden: Tensor | None = None
         self.launch_forward: Callable[[], None] = self.run_forward
