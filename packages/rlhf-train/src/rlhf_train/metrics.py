@@ -8,7 +8,7 @@ engine and trainer, `eval/*` on held-out prompts, `time/*` in seconds, `throughp
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Sum:
-    """Adds up."""
+    """Adds up; what, may be a tensor as in `Mean`."""
 
-    value: float
+    value: "float | Tensor"
 
     def merge(self, other: "Sum") -> "Sum":
         return Sum(self.value + other.value)
 
     def result(self) -> float:
-        return self.value
+        return float(self.value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,15 +73,14 @@ def merge_metrics(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
 
 
 def on_host(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
-    """Return the metrics with numbers where means hold tensors; a device is waited for once."""
+    """Return the metrics with numbers where they hold tensors; a device is waited for once."""
     import torch
 
-    means = {name: metric for name, metric in metrics.items() if isinstance(metric, Mean)}
-    parts = [part for mean in means.values() for part in (mean.total, mean.count)]
+    parts = [getattr(metric, field.name) for metric in metrics.values() for field in fields(metric)]
     tensors = [part.double() for part in parts if isinstance(part, torch.Tensor)]
     numbers = iter(torch.stack(tensors).tolist() if tensors else [])
     values = iter([next(numbers) if isinstance(part, torch.Tensor) else part for part in parts])
-    return {**metrics, **{name: Mean(next(values), next(values)) for name in means}}
+    return {name: type(metric)(*(next(values) for _ in fields(metric))) for name, metric in metrics.items()}
 
 
 def results(metrics: Mapping[str, Metric]) -> dict[str, float]:

@@ -27,9 +27,8 @@ MISMATCH_BOUNDS = (0.5, 2.0)  # of a token's importance weight, for the metric o
 
 
 def masked_mean(values: Tensor, mask: Tensor) -> Mean:
-    """Return the mean of `values` where `mask` holds, both [B, T], as a metric."""
-    chosen = values[mask]
-    return Mean(float(chosen.sum()), float(chosen.numel()))
+    """Return the mean of `values` where `mask` holds, both [B, T], as a metric that does not wait for the device."""
+    return Mean(torch.where(mask, values.detach(), 0).sum(dtype=torch.float64), mask.sum())
 
 
 def policy_loss(
@@ -72,16 +71,16 @@ def actor_loss(
     if "weights" in inputs:
         token_loss = inputs["weights"] * token_loss
     loss = aggregate(token_loss, mask, reduction, denominators)
-    metrics: dict[str, Metric] = {"policy/loss": Sum(loss.item())}
+    metrics: dict[str, Metric] = {"policy/loss": Sum(loss.detach())}
     if spec.use_kl_loss:
         unbiased = spec.kl_unbiased_gradient
         kl = kl_loss(logprobs, old_logprobs, inputs["ref_logprobs"], spec.kl_estimator, unbiased_gradient=unbiased)
         kl_term = aggregate(kl, mask, reduction, denominators)
-        metrics["kl/loss"] = Sum(kl_term.item())
+        metrics["kl/loss"] = Sum(kl_term.detach())
         loss = loss + kl_coef * kl_term
     if spec.entropy_coef:
         bonus = aggregate(outputs["entropy"], mask, reduction, denominators)
-        metrics["entropy/loss"] = Sum(-bonus.item())
+        metrics["entropy/loss"] = Sum(-bonus.detach())
         loss = loss - spec.entropy_coef * bonus
     with torch.no_grad():
         metrics |= _ratio_metrics(logprobs, old_logprobs, inputs["advantages"], mask, spec)
@@ -117,7 +116,7 @@ def critic_loss(
     gradient, where `mask` [B, T] bool holds. `inputs` are the values before the step and the returns, [B, T] each."""
     token_loss = clipped_value_loss(values, inputs["values"], inputs["returns"], value_clip=spec.value_clip)
     loss = aggregate(token_loss, mask, "token_mean", denominators)
-    return loss, {"value/loss": Sum(loss.item()), "value/mean": masked_mean(values.detach(), mask)}
+    return loss, {"value/loss": Sum(loss.detach()), "value/mean": masked_mean(values, mask)}
 
 
 def drop_nonfinite(experience: Experience) -> dict[str, Metric]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from rlhf_data.errors import EngineError
 from rlhf_data.records import Rollout
 from rlhf_models.actor import Actor
-from rlhf_models.batch import TokenBatch
+from rlhf_models.batch import TokenBatch, to_device
 from rlhf_models.critic import Critic
 from rlhf_models.loading import load_actor, load_critic, load_tokenizer, resolve_dtype
 from rlhf_models.reference import load_reference
@@ -24,7 +24,7 @@ from rlhf_train.ema import WeightAverage
 from rlhf_train.engine.deepspeed import DeepSpeedEngine, init_process_group
 from rlhf_train.experience import Experience
 from rlhf_train.kl import kl_estimate
-from rlhf_train.metrics import Max, Mean, Metric, Sum, merge_metrics
+from rlhf_train.metrics import Max, Mean, Metric, Sum, merge_metrics, on_host
 from rlhf_train.online.terms import (
     actor_loss,
     correct_mismatch,
@@ -116,7 +116,7 @@ class TrainWorker:
         self._experience.set_column(MODEL_COLUMNS[role], column)
         if role == "critic" and self._algorithm.bootstrap_truncated:
             self._experience.set_column("last_values", last_values)
-        return {"policy/entropy": entropy} if role == "actor" else {}
+        return on_host({"policy/entropy": entropy}) if role == "actor" else {}
 
     def export_columns(self, names: Sequence[str]) -> dict[str, dict[str, np.ndarray]]:
         """Return columns for ranks of another group."""
@@ -163,7 +163,7 @@ class TrainWorker:
         experience.set_column("returns", returns)
         metrics["policy/advantage_abs"] = masked_mean(columns["advantages"].abs(), mask)
         metrics["value/return"] = masked_mean(columns["returns"], mask)
-        return metrics
+        return on_host(metrics)
 
     def update(self, role: str, *, max_epochs: int, seed: int, kl_coef: float = 0.0) -> dict[str, Metric]:
         """Train `role` on the shard: every mini-batch once an epoch, in an order drawn from `seed`. Collective.
@@ -180,7 +180,7 @@ class TrainWorker:
                 self._optimizer_step(role, mini_batches[index], kl_coef, is_first=not epoch and not position)
                 for position, index in enumerate(order)
             ]
-        return merge_metrics(parts)
+        return on_host(merge_metrics(parts))
 
     def _counted(self, role: str) -> list[MiniBatch]:
         """Return the mini-batches with the denominators of what is left to train in them, over all ranks."""
@@ -268,10 +268,11 @@ class TrainWorker:
         if role == "critic":
             outputs = {"values": model(batch)}
         else:
-            wanted = batch.lay_out([row[: len(ids)].numpy() for row, ids in zip(mask, tokens, strict=True)], torch.bool)
+            rows_wanted = [row[: len(ids)].numpy() for row, ids in zip(mask, tokens, strict=True)]
+            wanted = batch.lay_out(rows_wanted, torch.bool, False, device="cpu")
             outputs = model(batch, temperature=self._temperature, logits_mask=wanted)._asdict()
         rows_of = {name: _rows(batch.split(values), width) for name, values in outputs.items()}
-        mask = mask.to(self._device)
+        mask = to_device(mask, self._device)
         return rows_of, mask if rows else torch.zeros_like(mask)
 
     def _values_with_last(
@@ -279,7 +280,7 @@ class TrainWorker:
     ) -> tuple[dict[str, Tensor], Tensor]:
         """Return the critic's outputs from the values after each token: those before it, and for a truncated rollout
         the value of its last state, at its last trained token."""
-        width, mask = mask.shape[1], mask.to(self._device)
+        width, mask = mask.shape[1], to_device(mask, self._device)
         before = _rows([torch.cat([row.new_zeros(1), row[:-1]]) for row in after], width)
         last = torch.stack([row[-1] for row in after])
         truncated = self._experience.truncated[list(rows)] if rows else torch.zeros(1, dtype=torch.bool)
@@ -293,7 +294,7 @@ class TrainWorker:
         """Return rows of a [B, T] tensor of the experience on the device; of no rows, one of zeros."""
         if not rows:
             return torch.zeros(1, width, dtype=torch.float32 if column is None else column.dtype, device=self._device)
-        return column[list(rows), :width].to(self._device)
+        return to_device(column[list(rows), :width], self._device)
 
     def offload(self) -> None:
         """Move optimizer states off the device."""
