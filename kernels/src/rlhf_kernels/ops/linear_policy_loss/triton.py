@@ -184,10 +184,10 @@ class _LinearPolicyLoss(torch.autograd.Function):
                 torch.mm(logits, weight, out=grad_hidden[start : start + chunk_rows])
             if wants_weight:
                 _add_product(grad_weight, logits.t(), hidden[start : start + chunk_rows], beta=min(start, 1))
-        metrics = launch_policy(logprobs, entropy, stream, objective)
+        loss, metrics = launch_policy(logprobs, entropy, stream, objective)
         ctx.save_for_backward(grad_hidden, grad_weight.to(weight.dtype) if wants_weight else None)
         ctx.mark_non_differentiable(metrics, logprobs, entropy)
-        return metrics[0].clone(), metrics, logprobs, entropy
+        return loss, metrics, logprobs, entropy
 
     backward = staticmethod(scaled_gradients)
 
