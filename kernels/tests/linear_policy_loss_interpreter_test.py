@@ -31,7 +31,8 @@ else:
         monkeypatch.setattr(packed, "SCALE_PROGRAMS", 2)
         monkeypatch.setattr(fused, "TILE_ROWS", 8)
         monkeypatch.setattr(fused, "CHUNK_BYTES", 16 * 128 * 4)  # two tiles of float32
-        monkeypatch.setattr(packed, "BLOCK_SIZE", 16)
+        for name in ("BLOCK_SIZE", "SEQUENCE_BLOCK_SIZE"):
+            monkeypatch.setattr(packed, name, 16)
 
     def problem(num_tokens=40, vocab_size=101, hidden_size=24, dtype=torch.float32, spread=1.0):
         """Arguments by name; the old log-probs are near the current ones, and one token in five is not trained."""

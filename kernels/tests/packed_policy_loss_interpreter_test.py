@@ -10,7 +10,7 @@ import torch
 if os.environ.get("TRITON_INTERPRET") != "1":
 
     def test_triton_packed_policy_loss_interpreted_passes_all_cases(interpret):
-        interpret(Path(__file__).resolve(), num_cases=63)
+        interpret(Path(__file__).resolve(), num_cases=69)
 
 else:
     from rlhf_kernels import POLICY_METRICS, PolicyObjective, PolicyStream
@@ -27,7 +27,9 @@ else:
         for name in ("empty", "empty_like"):
             make = getattr(torch, name)
             monkeypatch.setattr(torch, name, lambda *args, make=make, **kwargs: make(*args, **kwargs).fill_(math.nan))
-        monkeypatch.setattr(fused, "BLOCK_SIZE", 16)
+        sizes = {"BLOCK_SIZE": 16, "PROGRAMS": 3, "SEQUENCE_BLOCK_SIZE": 16, "SUMS_BLOCK_SIZE": 2}
+        for name, size in (sizes | {"SCALE_BLOCK_SIZE": 8, "SCALE_PROGRAMS": 2}).items():
+            monkeypatch.setattr(fused, name, size)
 
     NAMES = {"old": "old_logprobs", "ref": "ref_logprobs", "rollout": "rollout_logprobs"}
 
@@ -125,6 +127,25 @@ else:
         columns = columns_of()
         columns |= {name: columns[name].repeat_interleave(2)[::2] for name in ("logprobs", "old", "advantages", "mask")}
         check(PolicyObjective(), columns)
+
+    @pytest.mark.parametrize("wanted", ["logprobs", "entropy", "both"])
+    @pytest.mark.parametrize("factor", [1.0, -3.0])
+    def test_triton_packed_policy_loss_gradients_are_scaled_where_they_are_wanted(factor, wanted):
+        columns = columns_of(61)
+        constants = {"advantages": columns["advantages"], "loss_mask": columns["mask"], "cu_seqlens": columns["bounds"]}
+        stream = PolicyStream(**constants, num_tokens=50, num_sequences=4)
+        results = []
+        for function, dtype in ((fused.packed_policy_loss_triton, torch.float32), (packed_policy_loss_reference, None)):
+            leaves = [columns[name].detach().to(dtype or torch.float64) for name in ("logprobs", "entropy")]
+            for name, leaf in zip(("logprobs", "entropy"), leaves, strict=True):
+                leaf.requires_grad_(wanted in (name, "both"))
+            loss, _ = function(*leaves, stream, PolicyObjective(entropy_coef=0.1))
+            (factor * loss).backward()
+            results.append([leaf.grad for leaf in leaves])
+        for out, want in zip(*results, strict=True):
+            assert (out is None) == (want is None)
+            if out is not None:
+                torch.testing.assert_close(out.double(), want, atol=1e-8, rtol=1e-5)
 
     def test_triton_packed_policy_loss_second_backward_pass_raises():
         columns = columns_of()

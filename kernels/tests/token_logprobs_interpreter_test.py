@@ -10,7 +10,7 @@ import torch.utils.checkpoint
 if os.environ.get("TRITON_INTERPRET") != "1":
 
     def test_triton_token_logprobs_interpreted_passes_all_cases(interpret):
-        interpret(Path(__file__).resolve(), num_cases=26)
+        interpret(Path(__file__).resolve(), num_cases=28)
 
 else:
     from rlhf_kernels.ops.token_logprobs import triton as fused
@@ -38,7 +38,7 @@ else:
         rounding = torch.finfo(logits.dtype).eps
         torch.testing.assert_close(logits.grad.double(), expected_logits.grad, atol=tolerance, rtol=2 * rounding)
 
-    @pytest.mark.parametrize("vocab_size", [1, 2, 17, 256, 1000])
+    @pytest.mark.parametrize("vocab_size", [1, 2, 17, 256, 304, 1000])
     @pytest.mark.parametrize("block_size", [4096, 64])
     def test_triton_token_logprobs_odd_vocabulary_equals_float64(vocab_size, block_size, monkeypatch):
         monkeypatch.setattr(fused, "MAX_BLOCK_SIZE", block_size)

@@ -15,7 +15,7 @@ from rlhf_kernels.ops.packed_policy_loss.triton import (
     ratio_of,
     scaled_gradients,
 )
-from rlhf_kernels.ops.token_logprobs.triton import LN_2, _on_device, bits
+from rlhf_kernels.ops.token_logprobs.triton import LN_2, _on_device, add_to_lanes, bits, sum_of_lanes
 
 CHUNK_BYTES = 480 << 20  # of logits at a time; with what cuBLAS takes it stays under 0.5 GiB
 TILE_ROWS = 128  # of the products: chunks of full tiles
@@ -30,18 +30,6 @@ def _load(row_ptr, columns, vocab_size, MASKED: tl.constexpr):  # noqa: N803
     if MASKED:
         return tl.load(row_ptr + columns, mask=columns < vocab_size, other=float("-inf")).to(tl.float32)
     return tl.load(row_ptr + columns).to(tl.float32)
-
-
-@triton.jit
-def _merge(z, m, s, u, inv_temperature):
-    """Take logits [lanes, VECTOR] into each lane's m = max z, s = sum 2^c and u = sum c 2^c, c = (z - m) / temperature
-    in bits."""
-    new_m = tl.maximum(m, tl.max(z, axis=1))
-    shift = bits(m, new_m, inv_temperature)
-    scale = tl.exp2(shift)
-    c = bits(z, new_m[:, None], inv_temperature)
-    e = tl.exp2(c)
-    return new_m, s * scale + tl.sum(e, axis=1), (u + shift * s) * scale + tl.sum(c * e, axis=1)
 
 
 @triton.jit
@@ -81,16 +69,13 @@ def _rows_kernel(
     s = tl.zeros([lanes], tl.float32)
     u = tl.zeros([lanes], tl.float32)
     for start in range(0, whole, BLOCK):
-        m, s, u = _merge(_load(row_ptr, start + columns, vocab_size, False), m, s, u, inv_temperature)
-    m, s, u = _merge(_load(row_ptr, whole + columns, vocab_size, True), m, s, u, inv_temperature)
-    largest = tl.max(m, axis=0)
-    shift = bits(m, largest, inv_temperature)
-    scale = tl.exp2(shift)
-    total = tl.sum(s * scale, axis=0)
+        m, s, u = add_to_lanes(_load(row_ptr, start + columns, vocab_size, False), m, s, u, inv_temperature)
+    m, s, u = add_to_lanes(_load(row_ptr, whole + columns, vocab_size, True), m, s, u, inv_temperature)
+    largest, total, weighted = sum_of_lanes(m, s, u, inv_temperature)
     log_total = tl.log2(total)
     log_sum = log_total * LN_2
     logprob = (token_logit - largest) * inv_temperature - log_sum
-    entropy = log_sum - tl.sum((u + shift * s) * scale, axis=0) / total * LN_2
+    entropy = log_sum - weighted / total * LN_2
     tl.store(logprobs_ptr + row, logprob)
     tl.store(entropy_ptr + row, entropy)
 
@@ -184,10 +169,10 @@ class _LinearPolicyLoss(torch.autograd.Function):
                 torch.mm(logits, weight, out=grad_hidden[start : start + chunk_rows])
             if wants_weight:
                 _add_product(grad_weight, logits.t(), hidden[start : start + chunk_rows], beta=min(start, 1))
-        metrics = launch_policy(logprobs, entropy, stream, objective)
+        loss, metrics = launch_policy(logprobs, entropy, stream, objective)
         ctx.save_for_backward(grad_hidden, grad_weight.to(weight.dtype) if wants_weight else None)
         ctx.mark_non_differentiable(metrics, logprobs, entropy)
-        return metrics[0].clone(), metrics, logprobs, entropy
+        return loss, metrics, logprobs, entropy
 
     backward = staticmethod(scaled_gradients)
 

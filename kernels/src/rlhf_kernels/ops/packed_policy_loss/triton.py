@@ -1,4 +1,4 @@
-"""Fused `packed_policy_loss`: loss, gradients and metrics of the stream in one launch, then a sum over its programs."""
+"""Fused `packed_policy_loss`: gradients and parts of the metrics in one launch, the parts' sums in a small second."""
 
 import math
 from typing import Any
@@ -16,31 +16,37 @@ from rlhf_kernels.ops.packed_policy_loss.terms import (
     PolicyObjective,
     PolicyStream,
 )
-from rlhf_kernels.ops.token_logprobs.triton import _on_device
+from rlhf_kernels.ops.token_logprobs.triton import LOG2_E, _on_device
 
-BLOCK_SIZE = 2048  # tokens at a time; a program is one block, or one sequence where the loss depends on sequences
-NUM_WARPS = 32  # fewer, and the largest variants spill registers
-SCALE_BLOCK_SIZE, SCALE_PROGRAMS = 4096, 1024
+BLOCK_SIZE, PROGRAMS = 1024, 528  # four tokens a thread; a program takes every so many blocks
+SEQUENCE_BLOCK_SIZE = 2048  # two tokens a thread; where the loss depends on sequences, a program takes one of these
+MAX_REGISTERS = 64  # fewer are taken where no bound is set, by putting loads off until others have been used
+SUMS_BLOCK_SIZE = 1024
+SCALE_BLOCK_SIZE, SCALE_PROGRAMS = 8192, 264
+OVERLAP = True  # from Hopper on, a small kernel is started while the one before it ends, and waits for it inside
+
+Column = Tensor | None
 
 _MAX_LOG_RATIO = tl.constexpr(MAX_LOG_RATIO)
 _MAX_LOG_WEIGHT = tl.constexpr(math.log(MAX_WEIGHT))
 _NUM_METRICS = tl.constexpr(len(POLICY_METRICS))
+_K3_SERIES = tl.constexpr(tuple(2.0 * (-1) ** n / math.factorial(n) for n in range(10, 1, -1)))
 
 
 @triton.jit
 def clamped(x, low, high):
     """As torch.clamp: NaN stays NaN."""
-    return tl.where(x > high, high, tl.where(x < low, low, x))
+    return tl.clamp(x, low, high, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def _k3(log_ratio):
-    """e^-d - 1 + d; near 0, where that loses its digits, d^2/2 (1 - d/3 (1 - d/4 (...)))."""
+    """e^-d - 1 + d; near 0, where that loses its digits, by its Taylor series."""
     d = clamped(log_ratio, -_MAX_LOG_RATIO, _MAX_LOG_RATIO)
-    series = d * 0.0 + 1.0
-    for n in tl.static_range(12, 2, -1):
-        series = 1.0 - d * series * (1.0 / n)
-    return tl.where(tl.abs(d) < 1.0, d * d * 0.5 * series, tl.exp(-d) - 1.0 + d)
+    series = d * _K3_SERIES[0] + _K3_SERIES[1]
+    for i in tl.static_range(2, 9):
+        series = series * d + _K3_SERIES[i]
+    return tl.where(tl.abs(d) < 1.0, d * d * 0.5 * series, tl.exp2(d * -LOG2_E) - 1.0 + d)
 
 
 @triton.jit
@@ -48,16 +54,17 @@ def policy_terms(logprob, log_ratio, ratio, advantage, ratio_low, ratio_high, du
     """Return the policy loss, its derivative by the log-prob, and whether it is clipped."""
     slope = ratio if kind == "gspo" else tl.where(tl.abs(log_ratio) > _MAX_LOG_RATIO, 0.0, ratio)
     bounded = clamped(ratio, ratio_low, ratio_high)
-    cut = ((ratio > ratio_high) & (advantage > 0)) | ((ratio < ratio_low) & (advantage < 0))
+    cut = tl.where(advantage > 0, ratio > ratio_high, (ratio < ratio_low) & (advantage < 0))
+    cost = -advantage
     if kind == "reinforce":
-        return -advantage * logprob, -advantage, cut
+        return cost * logprob, cost, cut
     if kind == "cispo":
-        return -bounded * advantage * logprob, -bounded * advantage, (ratio < ratio_low) | (ratio > ratio_high)
-    loss = -tl.minimum(ratio * advantage, bounded * advantage)
+        return bounded * cost * logprob, bounded * cost, (ratio < ratio_low) | (ratio > ratio_high)
+    loss = tl.maximum(ratio * cost, bounded * cost)
     if dual_clip is not None:
-        loss = tl.where(advantage < 0, tl.minimum(loss, -dual_clip * advantage), loss)
-        cut = cut | ((advantage < 0) & (ratio > dual_clip))
-    return loss, tl.where(cut, 0.0, -advantage * slope), cut
+        loss = tl.where(cost > 0, tl.minimum(loss, dual_clip * cost), loss)
+        cut = cut | ((cost > 0) & (ratio > dual_clip))
+    return loss, tl.where(cut, 0.0, cost * slope), cut
 
 
 @triton.jit
@@ -71,20 +78,31 @@ def kl_terms(log_ratio, to_ref, estimator, unbiased):
         kl = _k3(d)
         grad = d - kl  # 1 - e^-d
     if unbiased:
-        grad = tl.exp(clamped(log_ratio, -_MAX_LOG_RATIO, _MAX_LOG_WEIGHT)) * d
+        grad = tl.exp2(clamped(log_ratio, -_MAX_LOG_RATIO, _MAX_LOG_WEIGHT) * LOG2_E) * d
     return kl, tl.where(tl.abs(to_ref) > _MAX_LOG_RATIO, 0.0, grad)
 
 
 @triton.jit
 def ratio_of(log_ratio):
     """Return e^x, x clamped."""
-    return tl.exp(clamped(log_ratio, -_MAX_LOG_RATIO, _MAX_LOG_RATIO))
+    return tl.exp2(clamped(log_ratio, -_MAX_LOG_RATIO, _MAX_LOG_RATIO) * LOG2_E)
 
 
 @triton.jit
-def _load(ptr, index, valid, used):
-    """What is not used is 0.0; it is read all the same, for a load that waits for its mask takes twice as long."""
-    return tl.where(used, tl.load(ptr + index, mask=valid, other=0.0).to(tl.float32), 0.0)
+def _load(ptr, index, valid):
+    """What is not trained is read all the same, for a load that waits for its mask takes twice as long."""
+    return tl.load(ptr + index, mask=valid).to(tl.float32)
+
+
+@triton.jit
+def _by_thread(x, trained, kept, apart):
+    """Return the sums of 16 columns [N] over the tokens that a thread holds: [N / 4, 16], or, if apart, [N / 2, 16]."""
+    even = tl.join(tl.join(x[0], x[8]), tl.join(x[4], x[12])), tl.join(tl.join(x[2], x[10]), tl.join(x[6], x[14]))
+    odd = tl.join(tl.join(x[1], x[9]), tl.join(x[5], x[13])), tl.join(tl.join(x[3], x[11]), tl.join(x[7], x[15]))
+    columns = tl.reshape(tl.join(tl.join(even[0], even[1]), tl.join(odd[0], odd[1])), [x[0].shape[0], 16])
+    used = tl.where(tl.arange(0, 16) < _NUM_METRICS - 2, kept[:, None], trained[:, None])
+    shape: tl.constexpr = [2, x[0].shape[0] // 2, 16] if apart else [x[0].shape[0] // 4, 4, 16]
+    return tl.sum(tl.reshape(tl.where(used, columns, 0.0), shape), axis=0 if apart else 1)
 
 
 @triton.jit
@@ -107,12 +125,13 @@ def _over_sequence(first, last, logprobs_ptr, old_ptr, mask_ptr, rollout_ptr, lo
         valid = index < last
         kept = tl.load(mask_ptr + index, mask=valid, other=0) != 0
         if level != "off":
-            gap = _load(old_ptr, index, valid, kept) - _load(rollout_ptr, index, valid, kept)
-            log_weight += gap
+            gap = _load(old_ptr, index, valid) - _load(rollout_ptr, index, valid)
+            log_weight += tl.where(kept, gap, 0.0)
             if level == "token":
                 _, kept, _ = _weighted(gap, kept, 1.0, low, high, level, masks)
         if kind == "gspo" and logprobs_ptr is not None and old_ptr is not None:
-            log_ratio += _load(logprobs_ptr, index, valid, kept) - _load(old_ptr, index, valid, kept)
+            gap = _load(logprobs_ptr, index, valid) - _load(old_ptr, index, valid)
+            log_ratio += tl.where(kept, gap, 0.0)
         count += tl.where(kept, 1.0, 0.0)
     num_trained = tl.maximum(tl.sum(count, axis=0), 1.0)
     total_weight = tl.sum(log_weight, axis=0)
@@ -126,132 +145,142 @@ def _policy_kernel(
     grad_logprobs_ptr, grad_entropy_ptr, sums_ptr,
     num_tokens, inv_denominator, kl_coef, entropy_coef, ratio_low, ratio_high, dual_clip, low, high,
     LOSS: tl.constexpr, KL: tl.constexpr, UNBIASED: tl.constexpr, LEVEL: tl.constexpr, MASKS: tl.constexpr,  # noqa: N803
-    SEQUENCES: tl.constexpr, MEANS: tl.constexpr, BLOCK: tl.constexpr,  # noqa: N803
+    SEQUENCES: tl.constexpr, MEANS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr  # noqa: N803
 ):  # fmt: skip
-    """One sequence or one block of tokens a program. Before there are log-probs it writes, in place of gradients, by
+    """One sequence or every so many blocks a program. Before there are log-probs it writes, in place of gradients, by
     what a token's policy loss and its other terms are multiplied in the whole."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
     program = tl.program_id(0).to(tl.int64)
-    first = program * BLOCK
-    last = tl.minimum(first + BLOCK, num_tokens)
+    num_programs = tl.num_programs(0)
+    first, last, step = program * BLOCK, num_tokens, num_programs * BLOCK
     share, sequence_weight, sequence_ratio = inv_denominator, 1.0, 1.0
     if SEQUENCES:
         first = tl.load(bounds_ptr + program).to(tl.int64)
         last = tl.load(bounds_ptr + program + 1).to(tl.int64)
+        step = BLOCK
         num_trained, sequence_weight, sequence_ratio = _over_sequence(
             first, last, logprobs_ptr, old_ptr, mask_ptr, rollout_ptr, low, high, LOSS, LEVEL, MASKS, BLOCK
         )
         share = inv_denominator / num_trained if MEANS else inv_denominator
 
     zeros = tl.zeros([BLOCK], tl.float32)
-    policy_sum, kl_sum, entropy_sum, tokens, clipped, ratios = zeros, zeros, zeros, zeros, zeros, zeros
-    kl_to_old, weights, masked_tokens, out_of_bounds = zeros, zeros, zeros, zeros
-    for start in range(first, last, BLOCK):
+    sums = tl.zeros([BLOCK // (2 if SEQUENCES else 4), 16], tl.float32)
+    for start in range(first, last, step):
         index = start + tl.arange(0, BLOCK)
         valid = index < last
         trained = tl.load(mask_ptr + index, mask=valid, other=0) != 0
-        logprob = zeros if logprobs_ptr is None else _load(logprobs_ptr, index, valid, trained)
-        old = logprob if old_ptr is None else _load(old_ptr, index, valid, trained)
+        bonus = zeros if entropy_ptr is None else _load(entropy_ptr, index, valid)
+        logprob = zeros if logprobs_ptr is None else _load(logprobs_ptr, index, valid)
+        old = logprob if old_ptr is None else _load(old_ptr, index, valid)
+        advantage = zeros if logprobs_ptr is None else _load(advantages_ptr, index, valid)
+        reference = zeros if ref_ptr is None else _load(ref_ptr, index, valid)
+        rollout = old if rollout_ptr is None else _load(rollout_ptr, index, valid)
+        given = zeros if weights_ptr is None else _load(weights_ptr, index, valid)
         weight, kept, outside = zeros + 1.0, trained, valid & False
         if rollout_ptr is not None:
-            gap = old - _load(rollout_ptr, index, valid, trained)
-            weight, kept, outside = _weighted(gap, trained, sequence_weight, low, high, LEVEL, MASKS)
-        weight = weight if weights_ptr is None else _load(weights_ptr, index, valid, trained)
+            weight, kept, outside = _weighted(old - rollout, trained, sequence_weight, low, high, LEVEL, MASKS)
+        weight = weight if weights_ptr is None else given
 
         grad, grad_entropy = share * weight, zeros + share
         if logprobs_ptr is not None:
             log_ratio = logprob - old
             ratio = zeros + sequence_ratio if LOSS == "gspo" else ratio_of(log_ratio)
-            advantage = _load(advantages_ptr, index, valid, trained)
             loss, grad, cut = policy_terms(logprob, log_ratio, ratio, advantage, ratio_low, ratio_high, dual_clip, LOSS)
-            grad *= weight
+            loss, grad = loss * weight, grad * weight
+            kl = zeros
             if ref_ptr is not None:
-                kl, grad_kl = kl_terms(log_ratio, logprob - _load(ref_ptr, index, valid, trained), KL, UNBIASED)
+                kl, grad_kl = kl_terms(log_ratio, logprob - reference, KL, UNBIASED)
                 grad += kl_coef * grad_kl
-                kl_sum += tl.where(kept, kl, 0.0)
-            entropy_sum += zeros if entropy_ptr is None else _load(entropy_ptr, index, valid, kept)
             grad, grad_entropy = share * grad, zeros - entropy_coef * share
-            policy_sum += tl.where(kept, weight * loss, 0.0)
-            tokens += tl.where(kept, 1.0, 0.0)
-            clipped += tl.where(kept & cut, 1.0, 0.0)
-            ratios += tl.where(kept, ratio, 0.0)
-            kl_to_old += tl.where(kept, _k3(log_ratio), 0.0)
-            weights += tl.where(kept, weight, 0.0)
-            masked_tokens += tl.where(trained, 1.0, 0.0)
-            out_of_bounds += tl.where(outside, 1.0, 0.0)
+            whole = loss + kl_coef * kl - entropy_coef * bonus
+            terms = (whole, loss, kl, bonus, zeros + 1.0, cut.to(tl.float32), ratio, _k3(log_ratio), kl, bonus, weight)
+            terms += (zeros + 1.0, outside.to(tl.float32), zeros, zeros, zeros)
+            sums += _by_thread(terms, trained, kept, SEQUENCES)
         if grad_logprobs_ptr is not None:
             grad = tl.where(kept, grad, 0.0).to(grad_logprobs_ptr.dtype.element_ty)
             tl.store(grad_logprobs_ptr + index, grad, mask=valid)
         if grad_entropy_ptr is not None:
             grad_entropy = tl.where(kept, grad_entropy, 0.0).to(grad_entropy_ptr.dtype.element_ty)
             tl.store(grad_entropy_ptr + index, grad_entropy, mask=valid)
-
     if logprobs_ptr is not None:
-        policy, kl, bonus = tl.sum(policy_sum, axis=0), tl.sum(kl_sum, axis=0), tl.sum(entropy_sum, axis=0)
-        terms = (policy + kl_coef * kl - entropy_coef * bonus, policy, kl, bonus)
-        for i in tl.static_range(4):
-            tl.store(sums_ptr + program * _NUM_METRICS + i, share * terms[i])
-        sums = (tokens, clipped, ratios, kl_to_old, kl_sum, entropy_sum, weights, masked_tokens, out_of_bounds)
-        for i in tl.static_range(9):
-            tl.store(sums_ptr + program * _NUM_METRICS + 4 + i, tl.sum(sums[i], axis=0))
+        slot = tl.arange(0, 16)
+        sums = tl.sum(sums, axis=0) * tl.where(slot < 4, share, 1.0)
+        tl.store(sums_ptr + slot * num_programs + program, sums, mask=slot < _NUM_METRICS)
+
+
+@triton.jit
+def _metrics_kernel(sums_ptr, metrics_ptr, loss_ptr, num_programs, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):  # noqa: N803
+    """One metric a program: adds up the parts in a fixed order. The first is the loss."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+    metric = tl.program_id(0).to(tl.int64)
+    sums = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, num_programs, BLOCK):
+        index = start + tl.arange(0, BLOCK)
+        sums += tl.load(sums_ptr + metric * num_programs + index, mask=index < num_programs, other=0.0)
+    total = tl.sum(sums, axis=0)
+    tl.store(metrics_ptr + metric, total)
+    tl.store(loss_ptr, total, mask=metric == 0)
 
 
 def loss_options(objective: PolicyObjective) -> dict[str, Any]:
     """Return the numbers and names of an objective's token losses, as the kernels take them."""
-    return {
-        "kl_coef": float(objective.kl_coef),
-        "entropy_coef": float(objective.entropy_coef),
-        "ratio_low": 1 - float(objective.clip_low),
-        "ratio_high": 1 + float(objective.clip_high),
-        "dual_clip": None if objective.dual_clip is None else float(objective.dual_clip),
-        "LOSS": objective.policy_loss,
-        "KL": objective.kl_estimator,
-        "UNBIASED": objective.kl_unbiased_gradient,
-    }
+    terms = {"kl_coef": float(objective.kl_coef), "entropy_coef": float(objective.entropy_coef)}
+    terms |= {"ratio_low": 1 - float(objective.clip_low), "ratio_high": 1 + float(objective.clip_high)}
+    dual_clip = None if objective.dual_clip is None else float(objective.dual_clip)
+    terms |= {"dual_clip": dual_clip, "UNBIASED": objective.kl_unbiased_gradient}
+    return terms | {"LOSS": objective.policy_loss, "KL": objective.kl_estimator}
 
 
 def launch_policy(
-    logprobs: Tensor | None,
-    entropy: Tensor | None,
-    stream: PolicyStream,
-    objective: PolicyObjective,
-    grad_logprobs: Tensor | None = None,
-    grad_entropy: Tensor | None = None,
-) -> Tensor:
-    """Return the metrics and fill the gradients that are given; before there are log-probs, see `_policy_kernel`."""
-    size = len(stream.advantages)
-    programs = len(stream.cu_seqlens) - 1 if objective.needs_sequences else triton.cdiv(size, BLOCK_SIZE)
-    sums = torch.empty((programs, len(POLICY_METRICS)), dtype=torch.float32, device=stream.advantages.device)
+    logprobs: Column, entropy: Column, stream: PolicyStream, objective: PolicyObjective, *grads: Column
+) -> tuple[Tensor, Tensor]:
+    """Return loss and metrics, and fill up to two gradients; before there are log-probs, what `_policy_kernel` says."""
+    size, sequences = len(stream.advantages), objective.needs_sequences
+    block = SEQUENCE_BLOCK_SIZE if sequences else BLOCK_SIZE
+    programs = len(stream.cu_seqlens) - 1 if sequences else min(triton.cdiv(size, block), PROGRAMS)
+    shapes = (), (len(POLICY_METRICS),), (len(POLICY_METRICS), programs)
+    loss, metrics, sums = (torch.empty(n, dtype=torch.float32, device=stream.advantages.device) for n in shapes)
     columns = [logprobs, entropy, stream.old_logprobs, stream.advantages, stream.loss_mask.view(torch.uint8)]
     columns += [stream.cu_seqlens, stream.ref_logprobs, stream.rollout_logprobs, stream.weights]
-    columns = [None if column is None else column.contiguous() for column in columns]
-    if programs:
-        with _on_device(sums):
+    columns = [None if column is None else column.contiguous() for column in columns] + [*grads, None, None][:2]
+    overlap = _overlap(sums)
+    options = {"SEQUENCES": sequences, "MEANS": objective.reduction == "seq_mean_token_mean", "BLOCK": block}
+    options |= {"LEVEL": objective.weight_level, "MASKS": objective.weight_mode == "mask", "OVERLAP": overlap}
+    options |= {"num_warps": max(block // (64 if sequences else 128), 1), "maxnreg": MAX_REGISTERS}
+    options |= {"low": float(objective.weight_low), "high": float(objective.weight_high)}
+    with _on_device(sums):
+        if programs:
             _policy_kernel[(programs,)](
-                *(*columns, grad_logprobs, grad_entropy, sums, size, 1.0 / stream.denominator(objective)),
-                **loss_options(objective),
-                low=float(objective.weight_low),
-                high=float(objective.weight_high),
-                LEVEL=objective.weight_level,
-                MASKS=objective.weight_mode == "mask",
-                SEQUENCES=objective.needs_sequences,
-                MEANS=objective.reduction == "seq_mean_token_mean",
-                BLOCK=BLOCK_SIZE,
-                num_warps=NUM_WARPS,
+                *columns, sums, size, 1.0 / stream.denominator(objective), **loss_options(objective), **options
             )
-    return sums.sum(dim=0)
+        if logprobs is not None:
+            options = {"BLOCK": SUMS_BLOCK_SIZE, "OVERLAP": overlap, "launch_pdl": overlap}
+            _metrics_kernel[(len(POLICY_METRICS),)](sums, metrics, loss, programs, **options)
+    return loss, metrics
+
+
+def _overlap(tensor: Tensor) -> bool:
+    return OVERLAP and tensor.is_cuda and torch.cuda.get_device_capability(tensor.device) >= (9, 0)
 
 
 @triton.jit
-def _scale_kernel(values_ptr, factor_ptr, size, BLOCK: tl.constexpr):  # noqa: N803
-    """Multiply in place; a factor of 1, which is read on the device, touches nothing."""
-    factor = tl.load(factor_ptr)
+def _scale_kernel(one_ptr, other_ptr, by_ptr, by, size, other_size, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):  # noqa: N803
+    """Multiply two tensors in place; a factor of 1, of which a part is read on the device, touches nothing."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+    factor = tl.load(by_ptr) * by
     if factor == 1.0:
         return
     step = tl.num_programs(0).to(tl.int64) * BLOCK
-    for start in range(tl.program_id(0).to(tl.int64) * BLOCK, size, step):
-        index = start + tl.arange(0, BLOCK)
-        value = tl.load(values_ptr + index, mask=index < size).to(tl.float32) * factor
-        tl.store(values_ptr + index, value.to(values_ptr.dtype.element_ty), mask=index < size)
+    for i in tl.static_range(2):
+        values_ptr, last = (one_ptr, size) if i == 0 else (other_ptr, other_size)
+        if values_ptr is not None:
+            for start in range(tl.program_id(0).to(tl.int64) * BLOCK, last, step):
+                index = start + tl.arange(0, BLOCK)
+                value = tl.load(values_ptr + index, mask=index < last).to(tl.float32) * factor
+                tl.store(values_ptr + index, value.to(values_ptr.dtype.element_ty), mask=index < last)
 
 
 @once_differentiable
@@ -259,12 +288,13 @@ def scaled_gradients(ctx: Any, grad_loss: Tensor, *_: Tensor) -> tuple[Tensor | 
     """A backward pass: the first two inputs' gradients, which were saved, times `ctx.factor` and the loss's own."""
     if ctx.factor is None:
         raise RuntimeError("a fused policy loss scales its gradients in place: its backward pass runs once")
-    grads, factor, ctx.factor = ctx.saved_tensors, grad_loss if ctx.factor == 1 else grad_loss * ctx.factor, None
-    for grad in grads:
-        if grad is not None and grad.numel():
-            programs = min(SCALE_PROGRAMS, triton.cdiv(grad.numel(), SCALE_BLOCK_SIZE))
-            with _on_device(grad):
-                _scale_kernel[(programs,)](grad, factor, grad.numel(), BLOCK=SCALE_BLOCK_SIZE, num_warps=8)
+    grads, factor, ctx.factor = ctx.saved_tensors, ctx.factor, None
+    sizes = [0 if grad is None else grad.numel() for grad in grads]
+    if any(sizes):
+        programs, overlap = min(SCALE_PROGRAMS, triton.cdiv(max(sizes), SCALE_BLOCK_SIZE)), _overlap(grad_loss)
+        options = {"BLOCK": SCALE_BLOCK_SIZE, "OVERLAP": overlap, "launch_pdl": overlap, "num_warps": 16}
+        with _on_device(grad_loss):
+            _scale_kernel[(programs,)](*grads, grad_loss, factor, *sizes, **options)
     return (*grads, *(None for _ in ctx.needs_input_grad[2:]))
 
 
@@ -282,10 +312,10 @@ class _PackedPolicyLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logprobs: Tensor, entropy: Tensor | None, *terms: Any) -> tuple[Tensor, Tensor]:
         grads = [torch.empty_like(x) if x is not None and x.requires_grad else None for x in (logprobs, entropy)]
-        metrics = launch_policy(logprobs, entropy, *terms, *grads)
+        loss, metrics = launch_policy(logprobs, entropy, *terms, *grads)
         ctx.save_for_backward(*grads)
         ctx.factor = 1.0
         ctx.mark_non_differentiable(metrics)
-        return metrics[0].clone(), metrics
+        return loss, metrics
 
     backward = staticmethod(scaled_gradients)

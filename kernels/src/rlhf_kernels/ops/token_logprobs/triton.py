@@ -20,11 +20,12 @@ if TYPE_CHECKING:
 
 MAX_BLOCK_SIZE = 4096
 NUM_WARPS = 8
+NUM_STAGES = 1  # blocks that `_sums_kernel` has under way; where there are several, by way of shared memory
 
 # The rows of `sums`, what is known of each row of logits so far: the policy's z and the reference's y. Exponents are
 # c = (z - m) / temperature and r = (y - n) / temperature.
 # 0 to 3: m = max z, s = sum e^c, u = sum c e^c, the token's z     4 to 7: logprob, entropy, log-sum-exp, KL
-# 8 to 11: n = max y, t = sum e^r, w = sum (z - y) / temperature e^c, its y      12: the reference's logprob
+# 8 to 11: n = max y, t = sum e^r, w = sum (z - y) e^c, its y      12: the reference's logprob
 # Without a reference there are rows 0 to 6.
 NUM_SUMS, NUM_SUMS_WITH_REFERENCE = 7, 13
 
@@ -55,9 +56,38 @@ def bits(z, m, inv_temperature):
 
 
 @triton.jit
+def add_to_lanes(z, m, s, u, inv_temperature):
+    """Take logits [lanes, VECTOR] into each lane's m = max z, s = sum 2^c and u = sum c 2^c, c = (z - m) / temperature
+    in bits."""
+    new_m = tl.maximum(m, tl.max(z, axis=1))
+    shift = bits(m, new_m, inv_temperature)
+    scale = tl.exp2(shift)
+    c = bits(z, new_m[:, None], inv_temperature)
+    e = tl.exp2(c)
+    return new_m, s * scale + tl.sum(e, axis=1), (u + shift * s) * scale + tl.sum(c * e, axis=1)
+
+
+@triton.jit
+def sum_of_lanes(m, s, u, inv_temperature):
+    """Return the m, s and u of all lanes together."""
+    largest = tl.max(m, axis=0)
+    shift = bits(m, largest, inv_temperature)
+    scale = tl.exp2(shift)
+    return largest, tl.sum(s * scale, axis=0), tl.sum((u + shift * s) * scale, axis=0)
+
+
+@triton.jit
+def _scaled(w, m, new_m, inv_temperature):
+    """Return sums relative to m as they are relative to new_m: 0, even of infinite ones, where nothing is left."""
+    scale = tl.exp2(bits(m, new_m, inv_temperature))
+    return tl.where(scale > 0, w * scale, 0.0)
+
+
+@triton.jit
 def _sums_kernel(
     z_ptr, y_ptr, ids_ptr, sums_ptr, z_stride, y_stride, sums_stride, vocab_start, width, inv_temperature,
-    FIRST: tl.constexpr, HAS_REFERENCE: tl.constexpr, BLOCK_SIZE: tl.constexpr  # noqa: N803
+    FIRST: tl.constexpr, HAS_REFERENCE: tl.constexpr, LANES: tl.constexpr,  # noqa: N803
+    PARTS: tl.constexpr, IN_A_ROW: tl.constexpr, STAGES: tl.constexpr  # noqa: N803
 ):  # fmt: skip
     """One row a program: merges the columns of one block into its sums, and computes the results so far."""
     row = tl.program_id(0).to(tl.int64)
@@ -81,34 +111,34 @@ def _sums_kernel(
                 t = tl.load(sums + 9 * sums_stride)
                 w = tl.load(sums + 10 * sums_stride)
                 ref_token_logit = tl.load(sums + 11 * sums_stride)
-        for start in range(0, width, BLOCK_SIZE):
-            columns = start + tl.arange(0, BLOCK_SIZE)
+        # Lanes have sums of their own until the row is through, so that none waits for another; one has what there was.
+        lane, part = tl.arange(0, LANES), tl.arange(0, PARTS)[None, :]
+        offsets = lane[:, None] * PARTS + part if IN_A_ROW else part * LANES + lane[:, None]
+        m, n = tl.full([LANES], m, tl.float32), tl.full([LANES], n, tl.float32)
+        s, u = tl.where(lane == 0, s, 0.0), tl.where(lane == 0, u, 0.0)
+        t, w = tl.where(lane == 0, t, 0.0), tl.where(lane == 0, w, 0.0)
+        for start in tl.range(0, width, LANES * PARTS, num_stages=STAGES):
+            columns = start + offsets
             z = tl.load(z_ptr + row * z_stride + columns, mask=columns < width, other=float("-inf")).to(tl.float32)
-            new_m = tl.maximum(m, tl.max(z, axis=0))
-            shift = bits(m, new_m, inv_temperature)
-            c = bits(z, new_m, inv_temperature)
-            weight = tl.exp2(c)
-            scale = tl.exp2(shift)
+            new_m, new_s, new_u = add_to_lanes(z, m, s, u, inv_temperature)
             if HAS_REFERENCE:
                 y = tl.load(y_ptr + row * y_stride + columns, mask=columns < width, other=float("-inf")).to(tl.float32)
-                new_n = tl.maximum(n, tl.max(y, axis=0))
+                weight = tl.exp2(bits(z, new_m[:, None], inv_temperature))
                 # Of the logits themselves: equal ones give 0, and no largest one takes their digits.
-                difference = tl.where(weight > 0, (z - y) * inv_temperature * weight, 0.0)
-                w = tl.where(scale > 0, w * scale, 0.0) + tl.sum(difference, axis=0)
-                t *= tl.exp2(bits(n, new_n, inv_temperature))
-                t += tl.sum(tl.exp2(bits(y, new_n, inv_temperature)), axis=0)
-                n = new_n
-            u = (u + shift * s) * scale + tl.sum(c * weight, axis=0)
-            s = s * scale + tl.sum(weight, axis=0)
-            m = new_m
+                difference = tl.where(weight > 0, z - y, 0.0)
+                w = _scaled(w, m, new_m, inv_temperature) + tl.sum(difference * weight, axis=1)
+                n, t, _ = add_to_lanes(y, n, t, t, inv_temperature)
+            m, s, u = new_m, new_s, new_u
+        w = tl.sum(_scaled(w, m, tl.max(m, axis=0), inv_temperature), axis=0)
+        m, s, u = sum_of_lanes(m, s, u, inv_temperature)
+        n, t, _ = sum_of_lanes(n, t, t, inv_temperature)
         here = token_id - vocab_start
         if (here >= 0) & (here < width):
             token_logit = tl.load(z_ptr + row * z_stride + here).to(tl.float32)
             if HAS_REFERENCE:
                 ref_token_logit = tl.load(y_ptr + row * y_stride + here).to(tl.float32)
 
-    log_sum = tl.log2(s) * LN_2
-    u = u * LN_2
+    log_sum, u = tl.log2(s) * LN_2, u * LN_2
     tl.store(sums, m)
     tl.store(sums + sums_stride, s)
     tl.store(sums + 2 * sums_stride, u)
@@ -119,7 +149,7 @@ def _sums_kernel(
     tl.store(sums + 6 * sums_stride, m * inv_temperature + log_sum)
     if HAS_REFERENCE:
         ref_log_sum = tl.log2(t) * LN_2
-        tl.store(sums + 7 * sums_stride, w / s - (m - n) * inv_temperature - (log_sum - ref_log_sum))
+        tl.store(sums + 7 * sums_stride, (w / s - (m - n)) * inv_temperature - (log_sum - ref_log_sum))
         tl.store(sums + 8 * sums_stride, n)
         tl.store(sums + 9 * sums_stride, t)
         tl.store(sums + 10 * sums_stride, w)
@@ -156,8 +186,8 @@ def _gradient_kernel(
     if HAS_REFERENCE:
         w = tl.load(sums_ptr + row + 10 * sums_stride)
         y = tl.load(y_ptr + row * y_stride + columns, mask=valid, other=0.0).to(tl.float32)
-        difference = tl.where(p > 0, (z - y) * inv_temperature, 0.0)
-        slope += tl.load(grads_ptr + row + 3 * grads_stride) * inv_temperature * (difference - w / s)
+        by_kl = tl.load(grads_ptr + row + 3 * grads_stride) * inv_temperature * inv_temperature
+        slope += by_kl * (tl.where(p > 0, z - y, 0.0) - w / s)
     grad = p * slope + tl.where(columns == token_id - vocab_start, by_logprob, 0.0)
     tl.store(out_ptrs, grad.to(out_ptr.dtype.element_ty), mask=valid)
 
@@ -174,12 +204,14 @@ def add_sums(
     """Merge a block of columns, `vocab_start` its first id, into `sums`, which need not be set before the first."""
     y = logits if ref_logits is None else ref_logits
     strides = logits.stride(0), y.stride(0), sums.stride(0)
-    options = {"FIRST": first, "HAS_REFERENCE": ref_logits is not None, "num_warps": NUM_WARPS}
-    (num_rows, width), size = logits.shape, _block_size(logits)
+    (num_rows, width), parts = logits.shape, 16 // logits.itemsize  # of 16 bytes
+    options = {"FIRST": first, "HAS_REFERENCE": ref_logits is not None, "num_warps": NUM_WARPS, "STAGES": NUM_STAGES}
+    in_a_row = logits.stride(0) % 16 == 0 and logits.data_ptr() % 16 == 0  # of this Triton makes vectors
+    options |= {"PARTS": parts, "LANES": _block_size(logits) // parts, "IN_A_ROW": in_a_row}
     if num_rows:
         with _on_device(logits):
             _sums_kernel[(num_rows,)](
-                logits, y, token_ids, sums, *strides, vocab_start, width, 1.0 / temperature, BLOCK_SIZE=size, **options
+                logits, y, token_ids, sums, *strides, vocab_start, width, 1.0 / temperature, **options
             )
 
 
