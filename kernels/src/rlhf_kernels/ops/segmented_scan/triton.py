@@ -1,13 +1,12 @@
 """Fused `segmented_scan` and `packed_gae`: each chunk of the stream as one step, then each token of it (README)."""
 
+import contextlib
 from collections.abc import Sequence
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-
-from rlhf_kernels.ops.token_logprobs.triton import _on_device
 
 CHUNK, NUM_WARPS = 1024, 4  # tokens, and warps, a program
 NUM_PROBES, NUM_STEPS = 256, 128  # bounds, and steps of chunks, that a program reads at a time
@@ -37,7 +36,8 @@ def _launch(*tensors: Tensor | None, discounts: Sequence[float]) -> list[Tensor]
     overlap = OVERLAP and num_chunks > 1 and values.is_cuda and not torch.compiler.is_compiling()
     overlap = overlap and torch.version.hip is None and torch.cuda.get_device_capability(values.device) >= (9, 0)
     sizes = {"chunk": CHUNK, "num_probes": NUM_PROBES, "num_steps": NUM_STEPS, "num_warps": NUM_WARPS}
-    with _on_device(values):
+    # Triton launches on the current device, which need not be the tensor's.
+    with torch.cuda.device(values.device) if values.is_cuda else contextlib.nullcontext():
         if num_chunks > 1:
             _kernel[(num_chunks,)](*arguments, solve=False, overlap=overlap, **sizes)
         if num_chunks:
