@@ -17,12 +17,13 @@ def seeded_gpu():
 
 
 def stream(shape):
-    """Bounds of one token, of a few odd lengths, or of about 1M tokens in sequences of 100 to 8,000 or of 40."""
+    """Bounds of one token, of a few odd lengths, of single tokens, or of about 1M tokens, 100 to 8,000 each or 40."""
     lengths = {
         "one": [1],
         "odd": [1, 63, 0, 100, 2000],
         "rollouts": torch.randint(100, 8001, (250,)).tolist(),
         "short": [40] * 25_000,
+        "single tokens": [1, 0, 1, 1] * 2000,
         "long": [131_072, 5],
     }[shape]
     return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device="cuda")
@@ -35,7 +36,7 @@ def numbers(bounds, dtype=torch.float32):
     return draw[0], draw[1], mask, torch.randn(len(bounds) - 1, device="cuda")
 
 
-@pytest.mark.parametrize("shape", ["one", "odd", "rollouts", "short", "long"])
+@pytest.mark.parametrize("shape", ["one", "odd", "rollouts", "short", "single tokens", "long"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_segmented_scan_equals_float64(shape, dtype):
     bounds = stream(shape)
@@ -47,7 +48,7 @@ def test_segmented_scan_equals_float64(shape, dtype):
     assert torch.equal(solved, segmented_scan(values, decays, bounds, last=last))
 
 
-@pytest.mark.parametrize("shape", ["one", "odd", "rollouts", "short", "long"])
+@pytest.mark.parametrize("shape", ["one", "odd", "rollouts", "short", "single tokens", "long"])
 @pytest.mark.parametrize("turns", [False, True])
 def test_packed_gae_equals_float64(shape, turns):
     bounds = stream(shape)
@@ -60,6 +61,34 @@ def test_packed_gae_equals_float64(shape, turns):
     wide = (rewards.double(), values.double(), mask, bounds, last, starts)
     for got, want in zip(results, packed_gae_reference(*wide, discounts=(1.0, 0.95, 0.5)), strict=True):
         torch.testing.assert_close(got.double(), want, atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_segmented_scan_of_a_million_tokens_in_one_sequence_equals_float64(overlap, monkeypatch):
+    monkeypatch.setattr("rlhf_kernels.ops.segmented_scan.triton.OVERLAP", overlap)
+    size = 1_000_003
+    bounds = torch.tensor([0, size], device="cuda")
+    # Views that do not start at a multiple of 16 bytes; the last token still counts at the first.
+    values, decays = torch.rand(size + 1, device="cuda")[1:], 1 - 1e-5 * torch.rand(size + 1, device="cuda")[1:]
+    solved = segmented_scan(values, decays, bounds, last=torch.ones(1, device="cuda"))
+    numbers, factors, x = values.tolist(), decays.tolist(), 1.0
+    for token in reversed(range(size)):
+        numbers[token] = x = numbers[token] + factors[token] * x
+    expected = torch.tensor(numbers, dtype=torch.float64, device="cuda")
+    torch.testing.assert_close(solved.double(), expected, atol=0, rtol=1e-5)
+
+
+def test_segmented_scan_numbers_of_one_sequence_reach_no_other():
+    bounds = stream("rollouts")
+    values, decays, _, last = numbers(bounds)
+    decays = decays.sigmoid()
+    clean = segmented_scan(values, decays, bounds, last=last)
+    start, end = bounds[100:102].tolist()
+    values[start:end] = float("nan")
+    spoilt = segmented_scan(values, decays, bounds, last=last)
+    assert spoilt[start:end].isnan().all()
+    spoilt[start:end] = clean[start:end]
+    assert torch.equal(spoilt, clean)
 
 
 def test_packed_gae_inside_a_compiled_function_is_the_same():

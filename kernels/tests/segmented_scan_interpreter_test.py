@@ -10,13 +10,15 @@ import torch
 if os.environ.get("TRITON_INTERPRET") != "1":
 
     def test_triton_segmented_scan_interpreted_passes_all_cases(interpret):
-        interpret(Path(__file__).resolve(), num_cases=24)
+        interpret(Path(__file__).resolve(), num_cases=48)
 
 else:
     from rlhf_kernels.ops.segmented_scan import triton as fused
     from rlhf_kernels.ops.segmented_scan.reference import packed_gae_reference, segmented_scan_reference
 
     LENGTHS = [(1,), (63, 100), (5, 0, 31, 32, 33, 1, 0), (1023, 1024, 1025), (2000, 1, 3100)]
+    # In chunks of 16: sequences over many of them, ends at their borders and beside, empty ones there, many in one.
+    BORDERS = [(16, 16), (0, 0, 16, 0, 0, 1, 15, 0), (300,), (15, 17, 33, 31), (1,) * 40, (48, 0, 0, 2, 1, 0, 45, 100)]
 
     pytestmark = pytest.mark.usefixtures("poisoned_buffers")
 
@@ -30,13 +32,44 @@ else:
         assert solved.dtype == torch.float32
         torch.testing.assert_close(solved.double(), expected, atol=3e-6, rtol=1e-6)
 
+    @pytest.fixture
+    def small(monkeypatch):
+        """Chunks of 16 tokens; four of their steps, and four bounds, at a time."""
+        for name, number in {"CHUNK": 16, "NUM_STEPS": 4, "NUM_PROBES": 4}.items():
+            monkeypatch.setattr(fused, name, number)
+
     @pytest.mark.parametrize("lengths", LENGTHS)
-    @pytest.mark.parametrize("max_rows", [32, 4])
-    def test_triton_segmented_scan_equals_float64(lengths, max_rows, monkeypatch):
-        monkeypatch.setattr(fused, "MAX_ROWS", max_rows)
+    def test_triton_segmented_scan_equals_float64(lengths):
         size = sum(lengths)
         check_scan(torch.randn(size), torch.rand(size), bounds(lengths), None)
         check_scan(torch.randn(size), torch.rand(size), bounds(lengths, torch.int64), torch.randn(len(lengths)))
+
+    @pytest.mark.parametrize("lengths", LENGTHS[1:3] + BORDERS)
+    def test_triton_segmented_scan_in_small_chunks_equals_float64(lengths, small):
+        values, decays = torch.randn(sum(lengths)), 1 - 0.05 * torch.rand(sum(lengths))
+        check_scan(values, decays, bounds(lengths), torch.randn(len(lengths)))
+        check_scan(values, decays, bounds(lengths, torch.int64), None)
+
+    @pytest.mark.parametrize("number", [float("nan"), float("inf")])
+    def test_triton_segmented_scan_numbers_of_one_sequence_reach_no_other(number, small):
+        # The second and the fourth are spoilt, one by its values, the other by what comes after it.
+        lengths = (14, 20, 14, 50, 1, 29)
+        cu_seqlens, size = bounds(lengths), sum(lengths)
+        values, decays, last = torch.randn(size), torch.rand(size), torch.randn(len(lengths))
+        sequence = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+        clean = fused.segmented_scan_triton(values, decays, cu_seqlens, last)
+        last[3] = number
+        spoilt = fused.segmented_scan_triton(values.where(sequence != 1, number), decays, cu_seqlens, last)
+        touched = (sequence == 1) | (sequence == 3)
+        assert torch.equal(spoilt[~touched], clean[~touched])
+        assert not spoilt[touched].isfinite().any()
+
+    def test_triton_segmented_scan_decay_that_is_no_number_spoils_what_comes_before_in_its_sequence(small):
+        values, decays = torch.ones(60), torch.full((60,), 0.5)
+        decays[[20, 45]] = float("nan")
+        solved = fused.segmented_scan_triton(values, decays, bounds((10, 30, 20)), None)
+        expected = segmented_scan_reference(values, decays, bounds((10, 30, 20)), None)
+        assert torch.equal(solved.isnan(), expected.isnan())
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
     def test_triton_segmented_scan_half_numbers_equal_float64_of_the_same(dtype):
@@ -55,9 +88,7 @@ else:
             torch.testing.assert_close(solved.double(), expected, atol=0, rtol=2e-6)
             decays[::100], decays[50::100] = 0.0, 1e4
 
-    @pytest.mark.parametrize("lengths", LENGTHS)
-    @pytest.mark.parametrize("turns", [False, True])
-    def test_triton_packed_gae_equals_float64(lengths, turns):
+    def check_gae(lengths, turns):
         size = sum(lengths)
         rewards, values, mask = torch.randn(size), torch.randn(size), torch.rand(size) < 0.6
         rewards[~mask], values[~mask] = float("nan"), float("inf")
@@ -69,3 +100,32 @@ else:
         for got, want in zip(results, packed_gae_reference(*wide, discounts=discounts), strict=True):
             assert got.dtype == torch.float32
             torch.testing.assert_close(got.double(), want, atol=1e-5, rtol=1e-6)
+
+    @pytest.mark.parametrize("lengths", LENGTHS)
+    @pytest.mark.parametrize("turns", [False, True])
+    def test_triton_packed_gae_equals_float64(lengths, turns):
+        check_gae(lengths, turns)
+
+    @pytest.mark.parametrize("lengths", LENGTHS[1:3] + BORDERS)
+    @pytest.mark.parametrize("turns", [False, True])
+    def test_triton_packed_gae_in_small_chunks_equals_float64(lengths, turns, small):
+        check_gae(lengths, turns)
+
+    def test_triton_packed_gae_numbers_of_one_sequence_reach_no_other(small):
+        lengths = (14, 20, 14, 50)
+        rewards, values, mask = torch.randn(98), torch.randn(98), torch.rand(98) < 0.6
+        mask[[33, 97]] = True
+        tensors = (values, mask, bounds(lengths), torch.randn(4), None)
+        clean = fused.packed_gae_triton(rewards, *tensors, discounts=(0.99, 0.95, 1.0))
+        rewards[33] = rewards[97] = float("nan")
+        for got, want in zip(
+            fused.packed_gae_triton(rewards, *tensors, discounts=(0.99, 0.95, 1.0)), clean, strict=True
+        ):
+            assert torch.equal(got[:14], want[:14]) and torch.equal(got[34:48], want[34:48])
+            assert got[14:34][mask[14:34]].isnan().all() and got[48:][mask[48:]].isnan().all()
+
+    def test_triton_no_tokens_give_nothing():
+        empty = torch.zeros(0)
+        assert fused.segmented_scan_triton(empty, empty, bounds((0,)), None).shape == (0,)
+        results = fused.packed_gae_triton(empty, empty, empty.bool(), bounds(()), None, None, discounts=(1.0, 1.0, 1.0))
+        assert [result.shape for result in results] == [(0,), (0,)]
