@@ -61,16 +61,16 @@ def test_linear_token_logprobs_full_vocabulary_is_as_near_to_float64_as_its_twin
 
 
 def test_linear_token_logprobs_more_rows_than_a_block_equal_those_of_each_part():
-    head, token_ids = make(20_000, 32_000)
+    head, token_ids = make(20_000, 32_000, torch.float32)  # products of other heights may round halves otherwise
     whole = linear_token_logprobs(*head[:2], token_ids, bias=head[2])
     parts = [slice(0, 12_000), slice(12_000, 20_000)]
     halves = [linear_token_logprobs(head[0][rows], head[1], token_ids[rows], bias=head[2]) for rows in parts]
     joined = [torch.cat(values) for values in zip(*halves, strict=True)]
     for values, want in zip(whole, joined, strict=True):
-        torch.testing.assert_close(values, want, atol=5e-2, rtol=0)
+        torch.testing.assert_close(values, want, atol=5e-5, rtol=0)
     gradients = [torch.autograd.grad(total(results), head) for results in (whole, joined)]
     for gradient, want in zip(*gradients, strict=True):
-        assert (gradient - want).float().norm() <= 2e-2 * want.float().norm()
+        assert (gradient - want).norm() <= 1e-5 * want.norm()
 
 
 def test_linear_token_logprobs_same_input_twice_agrees_bit_for_bit():

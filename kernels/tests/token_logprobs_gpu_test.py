@@ -38,7 +38,7 @@ def test_token_logprobs_full_vocabulary_equals_float64(vocab_size, dtype):
     sum((w * out).sum() for w, out in zip(weights, outputs, strict=True)).backward()
     sum((w * out).sum() for w, out in zip(weights.double(), expected, strict=True)).backward()
     rounding = torch.finfo(dtype).eps
-    torch.testing.assert_close(logits.grad.double(), expected_logits.grad, atol=1e-6, rtol=4 * rounding)
+    torch.testing.assert_close(logits.grad.double(), expected_logits.grad, atol=1e-6, rtol=8 * rounding)
 
 
 def test_token_logprobs_row_offsets_beyond_int32_equal_float64():

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 CHUNK, NUM_WARPS = 1024, 4  # tokens, and warps, a program
-NUM_PROBES, NUM_STEPS = 256, 128  # bounds, and steps of chunks, that a program reads at a time
+NUM_PROBES, NUM_STEPS = 256, 32  # bounds, and steps of chunks, that a program reads at a time
 OVERLAP = True  # the second launch begins during the first: on GPUs from Hopper on, and not in compiled graphs
 
 
