@@ -24,7 +24,8 @@ else:
     @pytest.fixture
     def small_blocks(monkeypatch):
         """Cut the logits of these sizes into many blocks, both ways: at most 32 rows, 16 or 32 columns."""
-        monkeypatch.setattr(fused, "MAX_BLOCK_ROWS", 32)
+        monkeypatch.setattr(fused, "MAX_FORWARD_ROWS", 24)
+        monkeypatch.setattr(fused, "MAX_BACKWARD_ROWS", 32)
         monkeypatch.setattr(fused, "MAX_BLOCK_BYTES", 32 * 32 * 4)
         monkeypatch.setattr(fused, "ALIGNMENT", 16)
 

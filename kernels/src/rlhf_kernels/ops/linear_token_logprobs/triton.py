@@ -14,10 +14,12 @@ from rlhf_kernels.ops.linear_token_logprobs.reference import Head
 from rlhf_kernels.ops.token_logprobs.reference import TokenLogprobs
 from rlhf_kernels.ops.token_logprobs.triton import NUM_SUMS, NUM_SUMS_WITH_REFERENCE, add_sums, write_gradient
 
-# Blocks of logits are at most MAX_BLOCK_ROWS high, and together, one of each head, about MAX_BLOCK_BYTES large. Their
-# width is a multiple of ALIGNMENT, so that every row is aligned for wide loads and the matrix product fills its tiles.
+# Blocks of logits, one of each head, are together about MAX_BLOCK_BYTES large. Forward they are wide, which leaves few
+# sums to be merged; backward high, which leaves few parts of the weight's gradient to be added up. Their width is a
+# multiple of ALIGNMENT: every row is aligned for wide loads and the matrix product fills its tiles.
 MAX_BLOCK_BYTES = 256 << 20
-MAX_BLOCK_ROWS = 16_384
+MAX_FORWARD_ROWS = 4096
+MAX_BACKWARD_ROWS = 16_384
 ALIGNMENT = 256
 
 
@@ -35,7 +37,7 @@ class HeadResults(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, token_ids: Tensor, temperature: float, *heads: Tensor | None) -> tuple[Tensor, ...]:
-        blocks = LogitBlocks(heads)
+        blocks = LogitBlocks(heads, MAX_FORWARD_ROWS)
         num_sums = NUM_SUMS if len(heads) == 3 else NUM_SUMS_WITH_REFERENCE
         sums = torch.empty((num_sums, len(token_ids)), dtype=torch.float32, device=token_ids.device)
         for rows in blocks.rows:
@@ -57,7 +59,7 @@ class HeadResults(torch.autograd.Function):
         token_ids, sums, *heads = ctx.saved_tensors
         grads = torch.stack(grads[:4])
         (hidden, weight, bias), needed = heads[:3], ctx.needs_input_grad[2:5]
-        blocks = LogitBlocks(heads)
+        blocks = LogitBlocks(heads, MAX_BACKWARD_ROWS)
         grad_hidden = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device) if needed[0] else None
         grad_weight = torch.empty_like(weight) if needed[1] else None
         grad_bias = torch.empty_like(bias) if needed[2] else None
@@ -97,10 +99,10 @@ class LogitBlocks:
         rows, columns: the blocks' slices of the rows and of the vocabulary, in order.
     """
 
-    def __init__(self, heads: Sequence[Tensor | None]) -> None:
+    def __init__(self, heads: Sequence[Tensor | None], max_rows: int) -> None:
         self._heads = [heads[start : start + 3] for start in range(0, len(heads), 3)]
         num_rows, vocab_size = len(heads[0]), len(heads[1])
-        height = max(1, min(num_rows, MAX_BLOCK_ROWS))
+        height = max(1, min(num_rows, max_rows))
         widest = MAX_BLOCK_BYTES // (height * sum(hidden.element_size() for hidden, _, _ in self._heads))
         num_columns = -(-vocab_size // max(ALIGNMENT, widest))  # of blocks of nearly equal width
         width = -(-vocab_size // (num_columns * ALIGNMENT)) * ALIGNMENT
