@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from rlhf_models import pack_graph
-from rlhf_models.backbone import last_hidden_state
+from rlhf_models.backbone import last_hidden_state, replay_full_packs
 from rlhf_models.batch import TokenBatch
 from rlhf_models.loading import load_actor
 from rlhf_models.pack_graph import _MAX_GRAPHS, _NUM_SEEN, PackGraph, PackShape
@@ -152,3 +152,12 @@ def test_passes_whose_graphs_cannot_be_captured_are_run_as_they_come(folder, cap
         assert learn(backbone, packed(30, 30)).shape[1] == 60
     assert caplog.text.count("they take 3 MiB") == 1
     assert not flat(sums.values()).any()
+
+
+@pytest.mark.parametrize(("fields", "is_replayed"), [({}, True), ({"num_local_experts": 8}, False)])
+def test_replay_full_packs_leaves_models_that_send_tokens_to_experts(folder, fields, is_replayed):
+    backbone = load_actor(folder, dtype="float32", packing=True).model.base_model
+    for name, value in fields.items():
+        setattr(backbone.config, name, value)
+    replay_full_packs(backbone, NUM_TOKENS, {})
+    assert hasattr(backbone, "pack_graph") == is_replayed

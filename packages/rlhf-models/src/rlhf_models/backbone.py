@@ -7,12 +7,14 @@ from torch import Tensor, nn
 
 from rlhf_models.attention import forwarding, packed_arguments
 from rlhf_models.batch import TokenBatch
-from rlhf_models.pack_graph import PackGraph
+from rlhf_models.pack_graph import PackGraph, can_be_replayed
 
 
 def replay_full_packs(backbone: nn.Module, num_tokens: int, gradient_sums: Mapping[nn.Parameter, Tensor]) -> None:
-    """Have passes that are to be learned from, over packs of about `num_tokens` tokens, replayed: see `PackGraph`."""
-    backbone.pack_graph = PackGraph(backbone, num_tokens, gradient_sums)
+    """Have passes that are to be learned from, over packs of about `num_tokens` tokens, replayed: see `PackGraph`. Does
+    nothing for a model whose passes cannot be."""
+    if can_be_replayed(backbone.config):
+        backbone.pack_graph = PackGraph(backbone, num_tokens, gradient_sums)
 
 
 def last_hidden_state(backbone: nn.Module, batch: TokenBatch) -> Tensor:

@@ -24,6 +24,14 @@ _SIZES = 64  # a pack is filled up to the next of so many parts of the budget
 _MAX_GRAPHS = 8
 # What a shape is rounded up to: attention pays for sequences that are not there.
 _SEQUENCES_STEP, _LONGEST_STEP = 8, 128
+# Config fields of models that send tokens to experts: what a layer launches depends on its data, which no graph allows.
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_experts_per_tok")
+
+
+def can_be_replayed(config: Any) -> bool:
+    """Return whether the passes of such a transformers model are the same launches whatever its inputs."""
+    text = config.get_text_config()
+    return not any(getattr(text, name, None) for name in _EXPERTS)
 
 
 @dataclass(frozen=True, slots=True)
