@@ -166,7 +166,7 @@ def learned(actor, batch):
     return [output.logprobs.detach(), output.entropy.detach(), *(weight.grad for weight in actor.parameters())]
 
 
-def test_actor_large_logits_made_block_by_block_give_the_same(model_dir, sequences, monkeypatch):
+def test_actor_large_logits_go_to_the_operator_that_makes_them_in_blocks(model_dir, sequences, monkeypatch):
     calls = []
 
     def counted(*args, **kwargs):
@@ -183,15 +183,10 @@ def test_actor_large_logits_made_block_by_block_give_the_same(model_dir, sequenc
     assert len(calls) == 1
 
 
-def test_actor_without_gradient_never_makes_whole_logits(model_dir, sequences, monkeypatch):
-    monkeypatch.setattr(actor_module, "token_logprobs", None)
-    with torch.no_grad():
-        load_actor(model_dir, dtype="float32")(TokenBatch.padded(sequences, pad_id=0))
-
-
 @pytest.mark.parametrize("is_split", [False, True])
 def test_actor_head_that_is_more_than_its_weight_is_called_as_a_module(model_dir, sequences, monkeypatch, is_split):
     monkeypatch.setattr(actor_module, "linear_token_logprobs", None)
+    monkeypatch.setattr(actor_module, "MAX_LOGITS_BYTES", 0)
     actor = load_actor(model_dir, dtype="float32")
     head = actor.model.get_output_embeddings()
     if is_split:

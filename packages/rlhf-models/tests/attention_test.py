@@ -113,6 +113,8 @@ def test_packed_attention_kernel_without_windows_refuses_one_that_matters(kernel
 def test_packed_attention_soft_cap_is_refused():
     with pytest.raises(ConfigError, match="soft cap"):
         call(softcap=30.0)
+    with pytest.raises(ConfigError, match="with sinks cannot be packed"):
+        call(s_aux=torch.zeros(2))
 
 
 @pytest.mark.parametrize(

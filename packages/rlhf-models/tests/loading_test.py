@@ -153,3 +153,12 @@ def test_load_actor_missing_weights_are_refused_not_made_up(qwen2_dir, tmp_path)
             edited(qwen2_dir, tmp_path, "config.json", num_hidden_layers=3, layer_types=["full_attention"] * 3),
             dtype="float32",
         )
+
+
+def test_load_actor_whose_attention_cannot_be_exchanged_is_not_packed(tmp_path):
+    from transformers import BloomConfig, BloomForCausalLM
+
+    BloomForCausalLM(BloomConfig(vocab_size=32, hidden_size=16, n_layer=1, n_head=2)).save_pretrained(tmp_path)
+    load_actor(tmp_path, dtype="float32", attn_implementation="eager")
+    with pytest.raises(ConfigError, match=r"a bloom model cannot be packed.*\n\nhint: turn packing off"):
+        load_actor(tmp_path, dtype="float32", packing=True)

@@ -11,7 +11,7 @@ from rlhf_models.batch import TokenBatch, to_device
 
 # Config fields of models that change the logits after the LM head, which is therefore not enough for them.
 _LOGIT_TRANSFORMS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
-# Logits that take more are made block by block, and for the gradient once more: a product in the place of memory.
+# On CUDA, logits that take more are made block by block, and once more for the gradient: a product in memory's place.
 MAX_LOGITS_BYTES = 4 << 30
 
 
@@ -71,8 +71,8 @@ class Actor(nn.Module):
         """Return the log-probs of tokens [N] after flat positions [N], and the entropies there."""
         head = self.model.get_output_embeddings()
         num_bytes = len(index) * self.model.config.get_text_config().vocab_size * self.model.dtype.itemsize
-        is_large = num_bytes > MAX_LOGITS_BYTES or not torch.is_grad_enabled()  # without a gradient blocks cost nothing
-        if is_large and _is_plain(head) and not self._changes_logits:
+        # Whether or not there is a gradient: of one batch both give the same numbers, and a ratio of exactly 1.
+        if num_bytes > MAX_LOGITS_BYTES and _is_plain(head) and not self._changes_logits:
             hidden = self._hidden(batch, index)
             return linear_token_logprobs(hidden, head.weight, token_ids, temperature=temperature, bias=head.bias)[:2]
         logits = self._logits(batch, index)

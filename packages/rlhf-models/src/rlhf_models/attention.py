@@ -126,8 +126,9 @@ def packed_attention(
     if cu_seq_lens_q is None:
         kwargs |= {"scaling": scaling, "dropout": dropout, "sliding_window": sliding_window}
         return _unpacked_attention(module, query, key, value, attention_mask, **kwargs)
-    if kwargs.get("softcap") is not None:
-        raise ConfigError("attention with a soft cap cannot be packed", hint="turn packing off")
+    for name, what in (("softcap", "a soft cap"), ("s_aux", "sinks")):
+        if kwargs.get(name) is not None:
+            raise ConfigError(f"attention with {what} cannot be packed", hint="turn packing off")
     # Layers are compiled only where the kernel runs: see `compiled.compile_layers`.
     is_known = torch.compiler.is_compiling() and query.is_cuda
     reason = None if is_known else varlen_unavailable_reason(query.device, query.dtype, query.shape[-1], dropout)

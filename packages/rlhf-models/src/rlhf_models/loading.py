@@ -8,7 +8,7 @@ import torch
 from rlhf_data.errors import ConfigError, unknown
 from rlhf_data.pretrained import check_eos, clear_errors, load_tokenizer, located_model
 from rlhf_models.actor import Actor
-from rlhf_models.attention import choose_attention
+from rlhf_models.attention import PACKED_ATTENTION, choose_attention
 from rlhf_models.critic import Critic
 from rlhf_models.files import check_weights, quiet_transformers
 from rlhf_models.heads import load_head, require_head
@@ -152,6 +152,9 @@ def _load_model(
             output_loading_info=True,
             local_files_only=is_local,
         )
+    if attention == PACKED_ATTENTION and not model._supports_attention_backend:
+        message = f"a {config.model_type} model cannot be packed: its attention cannot be exchanged"
+        raise ConfigError(message, hint="turn packing off")
     if missing := sorted(report["missing_keys"]):
         message = f"the model {path} lacks {len(missing)} weights of a {type(model).__name__}, {missing[0]} among them"
         raise ConfigError(message, hint="it may be the folder of another kind of model, such as a critic")

@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 from torch.func import functional_call
 
 from rlhf_kernels import accumulate_
-from rlhf_models.attention import NO_MASK, bounds_arguments
+from rlhf_models.attention import NO_MASK, PACKED_ATTENTION, bounds_arguments
 from rlhf_models.batch import TokenBatch, to_device
 
 logger = logging.getLogger(__name__)
@@ -29,9 +29,10 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_exp
 
 
 def can_be_replayed(config: Any) -> bool:
-    """Return whether the passes of such a transformers model are the same launches whatever its inputs."""
+    """Return whether the passes of such a transformers model are the same launches whatever its inputs, as far as its
+    config tells."""
     text = config.get_text_config()
-    return not any(getattr(text, name, None) for name in _EXPERTS)
+    return text._attn_implementation == PACKED_ATTENTION and not any(getattr(text, name, None) for name in _EXPERTS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,19 +91,22 @@ class PackGraph:
         self._seen: list[tuple[int, ...]] = []
         self._largest: PackShape | None = None
         self._passes: dict[int, _Passes] = {}  # by tokens
-        self._has_failed = False
+        self._num_bytes = 0  # of the graphs
+        self._takes_more = True
 
     def __call__(self, batch: TokenBatch) -> Tensor | None:
         """Return the hidden states [1, T, D] of a batch, or None when it is to be run without the graphs."""
-        if not (torch.is_grad_enabled() and self._backbone.training and batch.is_packed) or self._has_failed:
+        if not (torch.is_grad_enabled() and self._backbone.training and batch.is_packed):
             return None
         if not self._num_tokens * _LEAST_FILL <= sum(batch.lengths) <= self._num_tokens:
             return None
         if self._largest is None:
             self._learn(batch)
             return None
+        if any(each.awaits_backward for each in self._passes.values()):
+            return None
         passes, bounds = self._passes_for(batch)
-        if passes is None or any(each.awaits_backward for each in self._passes.values()):
+        if passes is None:
             return None
         passes.read(batch, bounds)
         return _Replay.apply(passes, batch.input_ids.shape[1], passes.anchor)
@@ -118,7 +122,7 @@ class PackGraph:
         """Return the passes of the size that a batch is to be filled up to, prepared if need be, and its bounds."""
         total = sum(batch.lengths)
         size = min(_rounded_up(total, max(self._num_tokens // _SIZES, 1)), self._num_tokens)
-        if size not in self._passes and len(self._passes) == _MAX_GRAPHS:
+        if size not in self._passes and not self._takes_more:
             size = min((size for size in self._passes if size >= total), default=0)
         shape = replace(self._largest, num_tokens=size)
         bounds = shape.bounds(batch.lengths)
@@ -126,6 +130,7 @@ class PackGraph:
             return None, []
         if size not in self._passes and (passes := self._prepare(shape.longest, bounds)) is not None:
             self._passes[size] = passes
+            self._takes_more = len(self._passes) < _MAX_GRAPHS
         return self._passes.get(size), bounds
 
     def _prepare(self, longest: int, bounds: Sequence[int]) -> "_Passes | None":
@@ -133,12 +138,19 @@ class PackGraph:
         if not self._uses_graphs:
             return passes[0]
         try:
-            return _captured(*passes, next((each.pool for each in self._passes.values()), None))
+            taken, left = _capture(*passes, next((each.pool for each in self._passes.values()), None))
+            # Without graphs a pass takes as much again; half of it is for the head and what else there is.
+            if left < 1.5 * (self._num_bytes + taken):
+                raise torch.OutOfMemoryError(
+                    f"they take {self._num_bytes + taken >> 20} MiB, {left >> 20} MiB are left"
+                )
         except (RuntimeError, torch.OutOfMemoryError) as error:
-            logger.warning("passes are launched kernel by kernel, for their CUDA graphs failed: %s", error)
-        self._has_failed = True
+            logger.warning("some passes are launched kernel by kernel, for CUDA graphs of them failed: %s", error)
+            self._takes_more = False
+        else:
+            self._num_bytes += taken
+            return passes[1]
         del passes
-        self._passes.clear()
         gc.collect()  # graphs hold themselves in a circle
         torch.cuda.empty_cache()
         return None
@@ -242,14 +254,20 @@ def _rounded_up(value: int, step: int) -> int:
     return -(-value // step) * step
 
 
-def _captured(warm_up: _Passes, passes: _Passes, pool: Any) -> _Passes:
-    """Return the second passes as graphs, after the first, which compile what is not yet compiled. Raises
-    OutOfMemoryError when a pass without graphs would not fit beside them."""
-    current, stream = torch.cuda.current_stream(), torch.cuda.Stream()
+def _capture(warm_up: _Passes, passes: _Passes, pool: Any) -> tuple[int, int]:
+    """Make the second passes graphs, after the first, which compile what is not yet compiled; return the bytes that the
+    graphs take, and those that are left. Raises RuntimeError for passes that wait for the device, before any capture:
+    one that fails under way keeps its memory."""
+    current, stream, mode = torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.get_sync_debug_mode()
     stream.wait_stream(current)
-    with torch.cuda.stream(stream):
-        warm_up.run_forward()
-        warm_up.run_backward()
+    try:
+        with torch.cuda.stream(stream):
+            for strictness in (mode, "error"):
+                torch.cuda.set_sync_debug_mode(strictness)
+                warm_up.run_forward()
+                warm_up.run_backward()
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
     current.wait_stream(stream)
     torch.cuda.synchronize()
     torch.cuda.empty_cache()  # what the passes before it left behind is theirs now
@@ -264,6 +282,4 @@ def _captured(warm_up: _Passes, passes: _Passes, pool: Any) -> _Passes:
     passes.launch_forward, passes.launch_backward = forward.replay, backward.replay
     torch.cuda.empty_cache()
     left = torch.cuda.mem_get_info()[0]
-    if left < 1.5 * (before - left):  # half of it for the head and what else a pass needs
-        raise torch.OutOfMemoryError(f"they take {(before - left) >> 20} MiB and leave {left >> 20} MiB free")
-    return passes
+    return before - left, left

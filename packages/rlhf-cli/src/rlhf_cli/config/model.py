@@ -47,7 +47,7 @@ class OfflineModelSection(ModelSection):
 
     torch_compile: TorchCompile = flag(
         "auto",
-        "compile the layers, and replay packs of --micro_batch_tokens as CUDA graphs; auto: on a GPU below ZeRO 3",
+        "compile the layers, and in bf16 at ZeRO 0 and 1 replay packs as CUDA graphs; auto: on a GPU, below ZeRO 3",
     )
     lora_rank: int = flag(0, "rank of the adapters that are trained; 0: train all weights", ge=0)
     lora_alpha: float = flag(16.0, "adapters count this / --lora_rank times", gt=0)

@@ -132,13 +132,24 @@ class _Run:
         self.engine = DeepSpeedEngine(
             model, spec.optimizer, zero_stage=zero_stage, dtype=resolve_dtype(spec.dtype), device=job.device
         )
-        tokens = job.schedule.micro_batch_tokens
-        if is_compiled and tokens and self.engine.gradient_sums and not spec.gradient_checkpointing:
-            replay_full_packs(model.model.base_model, tokens, self.engine.gradient_sums)
+        if is_compiled:
+            self._replay(model.model.base_model)
         self.objective = replace(job.objective, packing=spec.packing)
         self.items = self.objective.items(job.examples)
         self._eval_items = self.objective.items(job.eval_examples) if job.eval_examples else ()
         self._add_reference()
+
+    def _replay(self, backbone: Any) -> None:
+        tokens, sums = self._job.schedule.micro_batch_tokens, self.engine.gradient_sums
+        unmet = {
+            "packs have no common size without --micro_batch_tokens": tokens is None,
+            "gradients have sums apart from the weights only in bfloat16 at ZeRO stages 0 and 1": not sums,
+            "layers are checkpointed": self._job.model.gradient_checkpointing,
+        }
+        if reasons := [reason for reason, holds in unmet.items() if holds]:
+            logger.info("passes are not replayed as CUDA graphs: %s", "; ".join(reasons))
+        else:
+            replay_full_packs(backbone, tokens, sums)
 
     def on_step(self, step: int, num_steps: int, metrics: Mapping[str, float]) -> None:
         """Report an optimizer step, and evaluate when it is time."""
