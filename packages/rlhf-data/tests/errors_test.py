@@ -41,6 +41,7 @@ def test_unknown_lists_the_known_and_guesses():
 def test_missing_file_tells_folder_missing_file_and_folder_given_apart(tmp_path):
     (tmp_path / "reward.py").touch()
     assert missing_file("file", tmp_path / "rewrd.py").endswith(f"hint: did you mean {tmp_path / 'reward.py'}?")
-    assert missing_file("file", tmp_path / "zzzz") == f"file {tmp_path / 'zzzz'} does not exist"
+    message = f"file {tmp_path / 'zzzz'} does not exist\n\nhint: `ls {tmp_path}` shows what is there"
+    assert missing_file("file", tmp_path / "zzzz") == message
     assert "there is no folder" in missing_file("file", tmp_path / "a" / "b")
-    assert missing_file("file", tmp_path).endswith("is a folder, not a file")
+    assert missing_file("file", tmp_path).endswith("is a folder, not a file\n\nhint: name a file in it")

@@ -126,6 +126,17 @@ def test_optimizer_step_moves_the_weight_alike_for_every_micro_batch_size(micro)
     assert engine.boundaries == [False] * (len(engine.boundaries) - 1) + [True]
 
 
+def test_optimizer_step_lets_the_host_work_between_the_passes_and_the_step():
+    engine, seen, items = FakeEngine(), [], [2.0, 4.0]
+
+    def meanwhile():
+        seen.append((list(engine.boundaries), engine.module.weight.item()))
+
+    optimizer_step(engine, PullTo(), items, this_ranks_part(PullTo(), items, passes(1)), meanwhile=meanwhile)
+    assert seen == [([False, True], 0.0)]
+    assert engine.module.weight.item() == pytest.approx(3.0)
+
+
 def test_evaluate_leaves_the_weight_alone_and_the_gradient_empty():
     engine = FakeEngine()
     assert evaluate(engine, PullTo(), [1.0, 2.0, 6.0], passes(2)) == {"x": 3.0, "seen": 3.0}

@@ -13,7 +13,7 @@ from rlhf_rollout.protocols import SamplingParams
 from rlhf_train.algorithms import ALGORITHMS, POLICY_LOSSES, AlgorithmSpec, CorrectionSpec
 from rlhf_train.engine.protocol import learning_rate_at
 from rlhf_train.experience import Experience
-from rlhf_train.metrics import Max, Mean, Sum, merge_metrics, results
+from rlhf_train.metrics import Max, Mean, Sum, merge_metrics, on_host, results
 from rlhf_train.online.job import BatchSizes, DynamicSampling
 from rlhf_train.online.summaries import Ledger, scored, summarize
 from rlhf_train.placement import PlacementRequest, local_gpus, plan_placement
@@ -269,3 +269,11 @@ def test_timeline_adds_up_and_starts_anew():
             pass
     assert set(timeline.take()) == {"work"}
     assert timeline.take() == {}
+
+
+def test_metrics_of_tensors_are_merged_as_they_are_and_made_numbers_on_the_host():
+    one, two = torch.tensor(1.5), torch.tensor(2)
+    merged = merge_metrics([{"a": Mean(one, two), "b": Sum(one), "c": Max(3.0)}, {"a": Mean(0.5, 2), "b": Sum(two)}])
+    assert isinstance(merged["b"].value, torch.Tensor)
+    assert on_host(merged) == {"a": Mean(2.0, 4.0), "b": Sum(3.5), "c": Max(3.0)}
+    assert not any(isinstance(metric.value, torch.Tensor) for name, metric in on_host(merged).items() if name != "a")

@@ -56,12 +56,13 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> str:
 
 
 def missing_file(kind: str, path: str | Path) -> str:
-    """Return the message for a file that is not there: its path, and what its folder holds that is closest to it."""
+    """Return the message for a file that is not there, with a hint: what its folder holds that is closest to it."""
     path = Path(path)
     if path.is_dir():
-        return f"{kind} {path} is a folder, not a file"
+        return with_hint(f"{kind} {path} is a folder, not a file", "name a file in it")
     folder = path.parent
     if not folder.is_dir():
         return with_hint(f"{kind} {path} does not exist", f"there is no folder {folder.absolute()}")
     guess = nearest(path.name, (entry.name for entry in folder.iterdir()))
-    return with_hint(f"{kind} {path} does not exist", f"did you mean {folder / guess}?" if guess else None)
+    hint = f"did you mean {folder / guess}?" if guess else f"`ls {folder.absolute()}` shows what is there"
+    return with_hint(f"{kind} {path} does not exist", hint)
