@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rlhf_models.batch import TokenBatch
-from rlhf_models.compiled import compile_layers, compile_unavailable_reason
+from rlhf_models.compiled import compile_layers, compile_unavailable_reason, join_products
 from rlhf_models.loading import load_actor
 from rlhf_models.testing import tiny_model_dir
 
@@ -43,6 +43,55 @@ def test_compile_layers_calls_the_compiler(folder):
     with torch.no_grad():
         model(TokenBatch.padded([[5, 6, 7]], 0))
     assert calls
+
+
+class Branches(torch.nn.Module):
+    """Products of one input: with bias, without, wide, frozen."""
+
+    def __init__(self):
+        super().__init__()
+        self.parts = torch.nn.ModuleList(
+            [
+                torch.nn.Linear(8, 16),
+                torch.nn.Linear(8, 4),
+                torch.nn.Linear(8, 4).requires_grad_(False),
+                torch.nn.Linear(8, 1024, bias=False),
+                torch.nn.Linear(8, 2048, bias=False),
+                torch.nn.Linear(8, 6).requires_grad_(False),
+            ]
+        )
+
+    def forward(self, hidden):
+        return torch.cat([(part(hidden) * (index + 1)).sin() for index, part in enumerate(self.parts)], dim=-1)
+
+
+def test_join_products_joins_narrow_ones_of_a_kind_and_keeps_gradients():
+    torch.manual_seed(0)
+    module = Branches()
+    products = []
+
+    def backend(graph, inputs):
+        join_products(graph)
+        products.extend(graph.graph.find_nodes(op="call_function", target=torch.nn.functional.linear))
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    results = []
+    for run in (module, torch.compile(module, backend=backend)):
+        hidden = torch.randn(5, 8, generator=torch.Generator().manual_seed(1), requires_grad=True)
+        output = run(hidden)
+        trained = [hidden, *(weight for weight in module.parameters() if weight.requires_grad)]
+        results.append([output, *torch.autograd.grad(output.cos().sum(), trained)])
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+    assert len(products) == 4  # two trained, two frozen, and the wide ones each alone
+
+
+def test_compile_layers_compiles_the_final_norm(folder):
+    model = load_actor(folder, dtype="float32")
+    compile_layers(model, backend="eager")
+    base = model.model.base_model
+    compiled = [name for name, part in base.named_modules() if part._compiled_call_impl is not None]
+    assert compiled == [*(f"layers.{index}" for index in range(len(base.layers))), "norm"]
 
 
 def test_compile_unavailable_reason_on_a_cpu_and_without_layers(folder):

@@ -106,17 +106,46 @@ def test_packs_that_do_not_fit_are_run_as_they_come(folder, lengths):
     assert not flat(sums.values()).any()
 
 
-def test_packs_beyond_the_last_size_are_filled_up_to_one_that_takes_them(folder):
+def sizes(backbone):
+    return [shape.num_tokens for shape in backbone.pack_graph._passes]
+
+
+def test_last_graph_takes_packs_of_all_sizes(folder):
     backbone, _ = graphed(folder)
-    for total in (*range(40, 47), 60):
+    for total in range(40, 40 + _MAX_GRAPHS):
         learn(backbone, packed(total))
-    assert list(backbone.pack_graph._passes) == [*range(40, 47), 60]
-    assert backbone.pack_graph(packed(50)) is not None
+    assert sizes(backbone) == [*range(40, 39 + _MAX_GRAPHS), NUM_TOKENS]
+    for total in (39, 45, 60):
+        assert backbone.pack_graph(packed(total)) is not None
+        backbone.pack_graph._passes = {
+            shape: passes for shape, passes in backbone.pack_graph._passes.items() if not passes.awaits_backward
+        }
+    assert sizes(backbone) == [*range(41, 45), *range(46, 39 + _MAX_GRAPHS)]
+    assert backbone.pack_graph(packed(60)) is None
+
+
+def test_packs_with_longer_sequences_have_a_graph_of_their_own(folder, monkeypatch):
+    monkeypatch.setattr(pack_graph, "_LONGEST_STEP", 16)
+    plain = load_actor(folder, dtype="float32", packing=True).model.base_model
     backbone, _ = graphed(folder)
-    for total in range(40, 48):
-        learn(backbone, packed(total))
-    assert backbone.pack_graph(packed(50)) is None
-    assert len(backbone.pack_graph._passes) == _MAX_GRAPHS
+    for lengths in ((30, 30), (10, 50), (31, 29), (20, 20, 20)):
+        torch.testing.assert_close(
+            learn(backbone, packed(*lengths)), learn(plain, packed(*lengths)), atol=2e-5, rtol=1e-4
+        )
+    assert [(shape.num_tokens, shape.longest) for shape in backbone.pack_graph._passes] == [(60, 32), (60, 64)]
+
+
+def test_padding_token_gets_no_gradient_where_the_embedding_leaves_it_out(folder):
+    plain = load_actor(folder, dtype="float32", packing=True).model.base_model
+    backbone, sums = graphed(folder)
+    for model in (plain, backbone):
+        model.get_input_embeddings().padding_idx = 7
+    batch = TokenBatch.packed([[7, 9, 7, 11] * 8, [7] * 3 + [9] * 25])
+    learn(plain, batch)
+    learn(backbone, batch)
+    torch.testing.assert_close(flat(sums.values()), gradients(plain), atol=2e-5, rtol=1e-4)
+    assert sums[backbone.get_input_embeddings().weight][9].any()
+    assert not sums[backbone.get_input_embeddings().weight][7].any()
 
 
 def test_padded_batches_evaluation_and_passes_without_gradient_are_run_as_they_come(folder):
@@ -161,7 +190,7 @@ def test_graphs_beside_which_a_plain_pass_does_not_fit_are_given_up(folder, capl
     backbone.pack_graph._uses_graphs = True
     for total in (40, 44, 48, 52, 56):
         learn(backbone, packed(total))
-    assert list(backbone.pack_graph._passes) == [40, 44, 48]
+    assert sizes(backbone) == [40, 44, 48]
     assert caplog.text.count("they take 40 MiB, 50 MiB are left") == 1
     assert backbone.pack_graph(packed(46)) is not None
 

@@ -4,7 +4,7 @@ import gc
 import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,8 +21,8 @@ logger = logging.getLogger(__name__)
 _NUM_SEEN = 16  # packs that are run as they come, to learn the shape from
 _LEAST_FILL = 0.5  # of the budget; smaller packs are rare, and run as they come
 _SIZES = 64  # a pack is filled up to the next of so many parts of the budget
-_MAX_GRAPHS = 8
-# What a shape is rounded up to: attention pays for sequences that are not there.
+_MAX_GRAPHS = 12  # the last of them takes packs of all sizes
+# What a shape is rounded up to: attention pays for sequences that are not there, and for tokens that the longest lacks.
 _SEQUENCES_STEP, _LONGEST_STEP = 8, 128
 # Config fields of models that send tokens to experts: what a layer launches depends on its data, which no graph allows.
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_experts_per_tok")
@@ -62,10 +62,10 @@ class PackShape:
 
 
 class PackGraph:
-    """The forward and the backward pass of a backbone over packs, as two CUDA graphs for each of a few sizes.
+    """The forward and the backward pass of a backbone over packs, as two CUDA graphs for each of a few shapes.
 
-    A pack is filled up to a size by sequences that carry no loss. How many sequences there are, and how long ones, is
-    learned from the first packs. One that does not fit, a pass without gradient, and one whose forward pass comes
+    A pack is filled up to a shape by sequences that carry no loss. How many sequences there are is learned from the
+    first packs. One that does not fit, a pass without gradient, and one whose forward pass comes
     before the backward pass of the one before, are run without the graphs. Graphs share their memory: only one is under
     way at a time. Weights and sums must stay where they are in memory.
 
@@ -90,7 +90,7 @@ class PackGraph:
         self._uses_graphs = uses_graphs
         self._seen: list[tuple[int, ...]] = []
         self._largest: PackShape | None = None
-        self._passes: dict[int, _Passes] = {}  # by tokens
+        self._passes: dict[PackShape, _Passes] = {}
         self._num_bytes = 0  # of the graphs
         self._takes_more = True
 
@@ -115,23 +115,26 @@ class PackGraph:
         self._seen.append(batch.lengths)
         if len(self._seen) == _NUM_SEEN:
             most, longest = max(map(len, self._seen)), max(map(max, self._seen))
-            num_sequences = _rounded_up(most * 9 // 8 + 1, _SEQUENCES_STEP)
+            num_sequences = _rounded_up(most * 17 // 16 + 1, _SEQUENCES_STEP)
             self._largest = PackShape(self._num_tokens, num_sequences, _rounded_up(longest, _LONGEST_STEP))
 
     def _passes_for(self, batch: TokenBatch) -> tuple["_Passes | None", list[int]]:
-        """Return the passes of the size that a batch is to be filled up to, prepared if need be, and its bounds."""
-        total = sum(batch.lengths)
-        size = min(_rounded_up(total, max(self._num_tokens // _SIZES, 1)), self._num_tokens)
-        if size not in self._passes and not self._takes_more:
-            size = min((size for size in self._passes if size >= total), default=0)
-        shape = replace(self._largest, num_tokens=size)
+        """Return the passes of the shape that a batch is to be filled up to, prepared if need be, and its bounds."""
+        total, longest = sum(batch.lengths), max(batch.lengths)
+        num_tokens = min(_rounded_up(total, max(self._num_tokens // _SIZES, 1)), self._num_tokens)
+        shape = PackShape(num_tokens, self._largest.num_sequences, _rounded_up(longest, _LONGEST_STEP))
+        if shape not in self._passes and len(self._passes) == _MAX_GRAPHS - 1:
+            shape = self._largest
+        if shape not in self._passes and not self._takes_more:
+            fitting = [each for each in self._passes if each.num_tokens >= total and each.longest >= longest]
+            shape = min(fitting, key=lambda each: (each.num_tokens, each.longest), default=shape)
         bounds = shape.bounds(batch.lengths)
         if bounds is None:
             return None, []
-        if size not in self._passes and (passes := self._prepare(shape.longest, bounds)) is not None:
-            self._passes[size] = passes
+        if shape not in self._passes and self._takes_more and (passes := self._prepare(shape.longest, bounds)):
+            self._passes[shape] = passes
             self._takes_more = len(self._passes) < _MAX_GRAPHS
-        return self._passes.get(size), bounds
+        return self._passes.get(shape), bounds
 
     def _prepare(self, longest: int, bounds: Sequence[int]) -> "_Passes | None":
         passes = [_Passes(self._backbone, longest, bounds, self._gradient_sums) for _ in range(2)]
@@ -145,7 +148,7 @@ class PackGraph:
                     f"they take {self._num_bytes + taken >> 20} MiB, {left >> 20} MiB are left"
                 )
         except (RuntimeError, torch.OutOfMemoryError) as error:
-            logger.warning("some passes are launched kernel by kernel, for CUDA graphs of them failed: %s", error)
+            logger.warning("some passes are launched kernel by kernel, for CUDA graphs of them failed: %s", str(error))
             self._takes_more = False
         else:
             self._num_bytes += taken
@@ -167,9 +170,14 @@ class _Passes:
         device = next(backbone.parameters()).device
         # Stand-ins for the weights: the weights' own nodes in the autograd graph belong to another stream.
         self._weights = {}
+        self._embedding = backbone.get_input_embeddings()
+        self._row_sums: Tensor | None = None  # of its gradient, which has few rows that are not 0
         for name, weight in backbone.named_parameters():
-            self._weights[name] = stand_in = nn.Parameter(weight.detach(), weight.requires_grad)
-            if weight.requires_grad:
+            by_row = weight is getattr(self._embedding, "weight", None) and type(self._embedding) is nn.Embedding
+            self._weights[name] = stand_in = nn.Parameter(weight.detach(), weight.requires_grad and not by_row)
+            if weight.requires_grad and by_row:
+                self._row_sums = sums[weight].view(weight.shape)
+            elif weight.requires_grad:
                 stand_in.register_post_accumulate_grad_hook(_adder(sums[weight]))
         self._input_ids, self._position_ids = torch.zeros(2, 1, bounds[-1], dtype=torch.int64, device=device)
         self._cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device=device)
@@ -190,10 +198,26 @@ class _Passes:
             "use_cache": False,
             **bounds_arguments(self._cu_seqlens, self._longest),
         }
-        with torch.enable_grad():
-            self._hidden = functional_call(self._backbone, self._weights, kwargs=arguments).last_hidden_state
+        handle = self._embedding.register_forward_hook(self._track_rows)
+        try:
+            with torch.enable_grad():
+                self._hidden = functional_call(self._backbone, self._weights, kwargs=arguments).last_hidden_state
+        finally:
+            handle.remove()
         if self._gradient is None:
             self._gradient = torch.zeros_like(self._hidden)
+
+    def _track_rows(self, embedding: nn.Module, inputs: tuple[Tensor], rows: Tensor) -> None:
+        if self._row_sums is not None:
+            rows.requires_grad_().register_post_accumulate_grad_hook(self._add_rows)
+
+    def _add_rows(self, rows: Tensor) -> None:
+        """Add the gradient of the tokens' rows to the sums, always in the same order."""
+        gradient, token_ids = rows.grad.flatten(0, 1).float(), self._input_ids.flatten()
+        if (padding := self._embedding.padding_idx) is not None:
+            gradient = gradient.masked_fill((token_ids == padding)[:, None], 0.0)
+        self._row_sums.index_put_((token_ids,), gradient, accumulate=True)
+        rows.grad = None
 
     def run_backward(self) -> None:
         """Launch the backward pass, at first from a gradient of zeros; gradients go to their sums."""

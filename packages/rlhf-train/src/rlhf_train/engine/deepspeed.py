@@ -84,6 +84,9 @@ class DeepSpeedEngine:
         if self._engine.bfloat16_enabled() and zero_stage == 1:
             self.gradient_sums = _gradient_sums(self._engine.optimizer)
             _add_gradients_at_once(self.gradient_sums)
+            _clip_whole_groups(self._engine.optimizer)
+            # DeepSpeed would copy the sums there and back for it.
+            self._engine.enable_backward_allreduce = self._world_size > 1
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """See `TrainEngine`."""
@@ -101,9 +104,6 @@ class DeepSpeedEngine:
             group["lr"] = learning_rate
         # Without a ZeRO or mixed-precision optimizer, DeepSpeed clips but does not say what the norm was.
         gradients = [p.grad for p in self.module.parameters() if p.grad is not None] if self._is_plain else []
-        if self.gradient_sums:  # added to without DeepSpeed's knowledge
-            optimizer = self._engine.optimizer
-            optimizer.fp32_groups_has_gradients = [[True] * len(group) for group in optimizer.bf16_groups]
         norm = torch.nn.utils.get_total_norm(gradients) if gradients else None
         self._engine.step()
         self._num_steps += 1
@@ -177,6 +177,17 @@ def _add_gradients_at_once(sums: Mapping[torch.nn.Parameter, Tensor]) -> None:
         weight.register_post_accumulate_grad_hook(add)
 
 
+def _clip_whole_groups(optimizer: Any) -> None:
+    """Have DeepSpeed take the norm of a group's sums at once, and clip them at once, in the place of hundreds of
+    launches; also of those that were added to without its knowledge."""
+
+    def gradients(for_clipping: bool = False) -> Any:
+        flat = optimizer.fp32_groups_gradients_flat
+        return flat if for_clipping else (flat, {})
+
+    optimizer.get_grads_for_norm = gradients
+
+
 def _deepspeed_config(spec: OptimizerSpec, zero_stage: int, dtype: torch.dtype) -> dict[str, Any]:
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
@@ -191,4 +202,6 @@ def _deepspeed_config(spec: OptimizerSpec, zero_stage: int, dtype: torch.dtype) 
     }
     if dtype == torch.bfloat16:
         config["data_types"] = {"grad_accum_dtype": "fp32"}
+        if zero_stage == 1:
+            config["communication_data_type"] = "fp32"  # else float32 sums would be rounded for their way
     return config
