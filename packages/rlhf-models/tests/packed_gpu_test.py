@@ -186,14 +186,15 @@ def test_replayed_sizes_share_memory_and_follow_the_weights(folder):
 
 
 def test_passes_that_wait_for_the_device_are_not_captured_and_leave_no_memory(folder, caplog):
-    model, learn = replaying(folder, 1024)
-    norm = model.model.base_model.norm
-    norm.register_forward_hook(lambda module, inputs, output: output * float(output.isfinite().all()))
-    for _ in range(16):
-        learn((512, 300, 200))
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    for _ in range(3):
-        learn((512, 300, 200))
-    assert caplog.text.count("CUDA graphs of them failed") == 1
+    for turn in range(2):  # at the first, cuBLAS takes memory for the stream
+        model, learn = replaying(folder, 1024)
+        norm = model.model.base_model.norm
+        norm.register_forward_hook(lambda module, inputs, output: output * float(output.isfinite().all()))
+        for _ in range(16):
+            learn((512, 300, 200))
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        for _ in range(3):
+            learn((512, 300, 200))
+        assert caplog.text.count("CUDA graphs of them failed") == turn + 1
     assert torch.cuda.memory_allocated() - before < 1 << 20
