@@ -8,13 +8,16 @@ in the same order: padded to the longest of `--micro_batch_size` rows, and packe
 
 The model's floating-point operations a token, forward and backward, are 6 a weight of the layers, 6 a weight of the
 head where a token is trained, and 12 x layers x width a token before it for attention; recomputation does not count.
-The share is of 989 TFLOP/s, the H200's peak in bfloat16 without sparsity.
+The share is of 989 TFLOP/s, the H200's peak in bfloat16 without sparsity. "products alone" is the share that the same
+device reaches in the same run when it does nothing but the model's matrix products, with inputs of a pack's size: no
+device holds its peak for longer than moments, and devices differ.
 """
 
 import argparse
 import gc
 import itertools
 import json
+import math
 import statistics
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -35,6 +38,7 @@ from rlhf_train.online.ray_actors import free_port
 from rlhf_train.specs import ModelSpec, OptimizerSpec
 
 PEAK_FLOPS = 989e12
+PRODUCTS_SECONDS = 3.0
 CHARACTERS_A_TOKEN = 3
 MORE_SHAPES = {
     # For a CPU: wide enough that the layers' arithmetic decides, not the number of calls.
@@ -79,6 +83,27 @@ def flops(examples: Sequence[SftExample], shape: Mapping[str, float], num_layer_
         length, trained = example.num_tokens, int(example.loss_mask.sum())
         total += 6 * num_layer_weights * length + 6 * head * trained + 6 * attention * length**2
     return total
+
+
+def products_share(shapes: Sequence[tuple[int, int]], num_tokens: int) -> float:
+    """Return the share of the peak that products by weights of such shapes reach, forward and backward, one after the
+    other for seconds, as in training."""
+    weights = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) * 0.02 for shape in shapes]
+    sizes = {size for shape in shapes for size in shape}
+    sides = {size: torch.randn(num_tokens, size, device="cuda", dtype=torch.bfloat16) for size in sizes}
+    started, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    seconds = PRODUCTS_SECONDS / 5
+    for _ in range(2):  # the first to warm up
+        num_rounds = math.ceil(PRODUCTS_SECONDS / seconds)
+        started.record()
+        for _ in range(num_rounds):
+            for weight in weights:
+                above, below = (sides[size] for size in weight.shape)
+                below @ weight.T, above @ weight, above.T @ below
+        ended.record()
+        torch.cuda.synchronize()
+        seconds = started.elapsed_time(ended) / 1e3 / num_rounds
+    return 6 * num_tokens * sum(weight.numel() for weight in weights) / seconds / PEAK_FLOPS
 
 
 class Keeper:
@@ -165,6 +190,7 @@ def main() -> None:
 
         names = dict(load_actor(model, dtype="float32").named_parameters())
         num_layer_weights = sum(weight.numel() for name, weight in names.items() if ".layers." in name)
+        products = [weight.shape for name, weight in names.items() if ".layers." in name and weight.ndim == 2]
         runs = [
             measure(options, model, examples, tokens) for tokens in [*padded, *options.pack_tokens] * options.repeats
         ]
@@ -178,16 +204,20 @@ def main() -> None:
         for name in {run["layout"] for run in runs}
     }
     padded_speed = best.pop(f"padded, {options.micro_batch_size} rows", None)
+    alone = None
+    if torch.cuda.is_available():
+        alone = {tokens: products_share(products, tokens) for tokens in options.pack_tokens}
     report = {
         "benchmark": "sft_throughput",
         "command": command_line(options.out),
         "environment": environment(),
         "mean_tokens": sum(example.num_tokens for example in examples) / len(examples),
+        "products_alone": alone,
         "packed_over_padded": {name: speed / padded_speed for name, speed in best.items()} if padded_speed else None,
         "runs": runs,
     }
     options.out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    print(f"packed / padded: {report['packed_over_padded']}")
+    print(f"packed / padded: {report['packed_over_padded']}; products alone: {alone}")
 
 
 if __name__ == "__main__":

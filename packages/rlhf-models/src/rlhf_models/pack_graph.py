@@ -22,9 +22,9 @@ logger = logging.getLogger(__name__)
 _NUM_SEEN = 16  # packs that are run as they come, to learn the shape from
 _LEAST_FILL = 0.5  # of the budget; smaller packs are rare, and run as they come
 _SIZES = 64  # a pack is filled up to the next of so many parts of the budget
-_MAX_GRAPHS = 12  # the last of them takes packs of all sizes
-# What a shape is rounded up to: attention pays for sequences that are not there, and for tokens that the longest lacks.
-_SEQUENCES_STEP, _LONGEST_STEP = 8, 128
+_MAX_GRAPHS = 8
+# What the longest sequence is rounded up to: attention pays for tokens that it lacks, as for sequences of no tokens.
+_LONGEST_STEP = 128
 _MAX_HELD_BYTES = 512 << 20  # of gradients that are being added to their sums beside the backward pass
 # Config fields of models that send tokens to experts: what a layer launches depends on its data, which no graph allows.
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_experts_per_tok")
@@ -117,7 +117,7 @@ class PackGraph:
         self._seen.append(batch.lengths)
         if len(self._seen) == _NUM_SEEN:
             most, longest = max(map(len, self._seen)), max(map(max, self._seen))
-            num_sequences = _rounded_up(most * 17 // 16 + 1, _SEQUENCES_STEP)
+            num_sequences = most + max(2, most // 16)
             self._largest = PackShape(self._num_tokens, num_sequences, _rounded_up(longest, _LONGEST_STEP))
 
     def _passes_for(self, batch: TokenBatch) -> tuple["_Passes | None", list[int]]:
@@ -125,7 +125,7 @@ class PackGraph:
         total, longest = sum(batch.lengths), max(batch.lengths)
         num_tokens = min(_rounded_up(total, max(self._num_tokens // _SIZES, 1)), self._num_tokens)
         shape = PackShape(num_tokens, self._largest.num_sequences, _rounded_up(longest, _LONGEST_STEP))
-        if shape not in self._passes and len(self._passes) == _MAX_GRAPHS - 1:
+        if not self._passes:  # the first takes packs of all sizes, and has memory for all that follow
             shape = self._largest
         if shape not in self._passes and not self._takes_more:
             fitting = [each for each in self._passes if each.num_tokens >= total and each.longest >= longest]
