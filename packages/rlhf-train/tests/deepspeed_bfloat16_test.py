@@ -6,8 +6,11 @@ import torch
 from rlhf_train.engine.deepspeed import DeepSpeedEngine, init_process_group
 from rlhf_train.placement import free_port
 from rlhf_train.specs import OptimizerSpec
+from trainer_testing import run_ranks
 
 NUM_SMALL = 256
+SCALES = (1.0, 8.0, 0.125)
+SMALL = 1 / 512  # of the second rank's gradient: lost where 1 + SMALL is a bfloat16
 
 
 @pytest.mark.parametrize("zero_stage", [0, 1, 2])
@@ -27,3 +30,44 @@ def test_gradients_small_against_their_sum_are_not_lost(zero_stage, capfd):
     after = engine.state_dict()["weight"]
     torch.testing.assert_close(after, before - 0.2, atol=0.01, rtol=0)
     assert not capfd.readouterr().out
+
+
+def learn(rank, num_ranks, master, zero_stage):
+    """Three steps of a layer whose bias is in another group, and one weight of which is frozen."""
+    init_process_group(rank=rank, world_size=num_ranks, master_addr=master[0], master_port=master[1], device="cpu")
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4, dtype=torch.bfloat16), torch.nn.Linear(4, 4).bfloat16())
+    model[1].requires_grad_(False)
+    torch.nn.init.eye_(model[1].weight)
+    before = plain(model.state_dict())
+    spec = OptimizerSpec(learning_rate=0.1, max_norm=0.5, scheduler="constant")
+    engine = DeepSpeedEngine(model, spec, zero_stage=zero_stage, dtype=torch.bfloat16, device="cpu")
+    norms = []
+    for scale in SCALES:
+        loss = engine.forward(torch.ones(1, 4, dtype=torch.bfloat16)).float().sum() * scale
+        engine.backward(loss * (SMALL if rank else 1.0), is_last=True)
+        norms.append(engine.step().grad_norm)
+    return before, plain(engine.state_dict()), norms
+
+
+def plain(state):
+    """Numbers that outlive the process that made them."""
+    return {name: value.float().tolist() for name, value in state.items()}
+
+
+@pytest.mark.parametrize(("num_ranks", "zero_stage"), [(1, 1), (2, 1), (1, 2)])
+def test_whole_groups_are_clipped_and_ranks_add_up_in_float32(num_ranks, zero_stage):
+    for before, after, norms in run_ranks(learn, num_ranks, zero_stage):
+        total = 1 + SMALL * (num_ranks - 1)
+        # 16 weights and 4 biases, each with the gradient `scale * total`.
+        assert norms == pytest.approx([scale * total * 20**0.5 for scale in SCALES], rel=1e-6)
+        trained = [torch.tensor(before[f"0.{name}"]).requires_grad_() for name in ("weight", "bias")]
+        optimizer = torch.optim.AdamW(trained, lr=0.1, betas=(0.9, 0.95), weight_decay=0.0)
+        for scale in SCALES:
+            for weight in trained:
+                weight.grad = torch.full_like(weight, scale * total)
+            torch.nn.utils.clip_grad_norm_(trained, 0.5)
+            optimizer.step()
+        for name, want in zip(("weight", "bias"), trained, strict=True):
+            torch.testing.assert_close(torch.tensor(after[f"0.{name}"]), want.detach(), atol=4e-3, rtol=0)
+        assert all(after[name] == before[name] for name in ("1.weight", "1.bias"))
