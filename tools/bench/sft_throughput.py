@@ -9,8 +9,8 @@ in the same order: padded to the longest of `--micro_batch_size` rows, and packe
 The model's floating-point operations a token, forward and backward, are 6 a weight of the layers, 6 a weight of the
 head where a token is trained, and 12 x layers x width a token before it for attention; recomputation does not count.
 The share is of 989 TFLOP/s, the H200's peak in bfloat16 without sparsity. "products alone" is the share that the same
-device reaches in the same run when it does nothing but the model's matrix products, with inputs of a pack's size: no
-device holds its peak for longer than moments, and devices differ.
+device reaches in the same run when it does nothing but the matrix products of the layers' weights, one by one, with
+inputs of a pack's size: no device holds its peak for longer than moments, and devices differ.
 """
 
 import argparse

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.nn.functional import linear
 
 from rlhf_models.batch import TokenBatch
 from rlhf_models.compiled import compile_layers, compile_unavailable_reason, join_products
@@ -46,23 +47,25 @@ def test_compile_layers_calls_the_compiler(folder):
 
 
 class Branches(torch.nn.Module):
-    """Products of one input: with bias, without, wide, frozen."""
+    """Products of one input: with bias, without, wide, frozen, and as a model may write them."""
 
     def __init__(self):
         super().__init__()
+        frozen, bare = {4, 9}, {1024, 2048, 3}
         self.parts = torch.nn.ModuleList(
-            [
-                torch.nn.Linear(8, 16),
-                torch.nn.Linear(8, 4),
-                torch.nn.Linear(8, 4).requires_grad_(False),
-                torch.nn.Linear(8, 1024, bias=False),
-                torch.nn.Linear(8, 2048, bias=False),
-                torch.nn.Linear(8, 6).requires_grad_(False),
-            ]
+            torch.nn.Linear(8, size, bias=size not in bare).requires_grad_(size not in frozen)
+            for size in (16, 5, 4, 1024, 2048, 9, 3, 6)
         )
 
     def forward(self, hidden):
-        return torch.cat([(part(hidden) * (index + 1)).sin() for index, part in enumerate(self.parts)], dim=-1)
+        *plain, named, other = self.parts
+        made = [part(hidden) for part in plain]
+        made[0].clamp_(-0.5, 0.5)
+        made[1] = made[1].view(-1)[None, :5].expand(len(hidden), 5)
+        made.append(linear(hidden, weight=named.weight))
+        made.append(linear(hidden, other.weight, bias=other.bias))
+        made.append(linear(hidden, other.weight, other.bias * 2))
+        return torch.cat([(part * (index + 1)).sin() for index, part in enumerate(made)], dim=-1)
 
 
 def test_join_products_joins_narrow_ones_of_a_kind_and_keeps_gradients():
@@ -72,18 +75,33 @@ def test_join_products_joins_narrow_ones_of_a_kind_and_keeps_gradients():
 
     def backend(graph, inputs):
         join_products(graph)
-        products.extend(graph.graph.find_nodes(op="call_function", target=torch.nn.functional.linear))
+        products.extend(graph.graph.find_nodes(op="call_function", target=linear))
         return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
 
     results = []
-    for run in (module, torch.compile(module, backend=backend)):
+    for run in (module, torch.compile(module, backend=backend, fullgraph=True)):
         hidden = torch.randn(5, 8, generator=torch.Generator().manual_seed(1), requires_grad=True)
         output = run(hidden)
         trained = [hidden, *(weight for weight in module.parameters() if weight.requires_grad)]
         results.append([output, *torch.autograd.grad(output.cos().sum(), trained)])
     for got, want in zip(*results, strict=True):
         torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
-    assert len(products) == 4  # two trained, two frozen, and the wide ones each alone
+    assert len(products) == 7  # two trained, two frozen, two wide ones, and three that are not plain layers
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_compile_layers_joins_queries_keys_and_values_and_the_gate(folder, checkpointing):
+    products = []
+
+    def backend(module, inputs):
+        found = [part.graph.find_nodes(op="call_function", target=linear) for part in module.modules()]
+        products.append(sum(map(len, found)))
+        return module.forward
+
+    model = load_actor(folder, dtype="float32", gradient_checkpointing=checkpointing)
+    compile_layers(model, backend=backend)
+    model(TokenBatch.padded([[5, 6, 7]], 0)).logprobs.sum().backward()
+    assert products[0] == 4  # of 7
 
 
 def test_compile_layers_compiles_the_final_norm(folder):

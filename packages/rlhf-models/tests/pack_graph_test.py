@@ -110,15 +110,23 @@ def sizes(backbone):
     return [shape.num_tokens for shape in backbone.pack_graph._passes]
 
 
-def test_first_graph_takes_packs_of_all_sizes(folder):
+def test_first_graph_takes_packs_of_all_sizes_and_the_last_is_kept_for_a_longer_sequence(folder, monkeypatch):
+    monkeypatch.setattr(pack_graph, "_LONGEST_STEP", 16)
     backbone, _ = graphed(folder)
-    for total in (40, *range(40, 50)):
-        learn(backbone, packed(total))
-    assert sizes(backbone) == [NUM_TOKENS, *range(40, 39 + _MAX_GRAPHS)]
-    for total in (39, 46, 60):
-        learn(backbone, packed(total))
-    last_hidden_state(backbone, packed(48))
-    assert next(iter(backbone.pack_graph._passes.values())).awaits_backward
+    for total in range(40, 50):
+        learn(backbone, packed(20, total - 20))
+    shapes = list(backbone.pack_graph._passes)
+    assert [(shape.num_tokens, shape.longest) for shape in shapes] == [
+        (NUM_TOKENS, 48),
+        *((total, 32) for total in range(41, 39 + _MAX_GRAPHS)),
+    ]
+    learn(backbone, packed(50))
+    assert [(shape.num_tokens, shape.longest) for shape in backbone.pack_graph._passes][-1] == (NUM_TOKENS, 64)
+    for lengths, number in (((20, 19), 1), ((40, 2), 0), ((20, 40), 0), ((1, 60), -1)):
+        hidden = last_hidden_state(backbone, packed(*lengths))
+        assert list(backbone.pack_graph._passes.values())[number].awaits_backward
+        hidden.sum().backward()
+    assert len(backbone.pack_graph._passes) == _MAX_GRAPHS
 
 
 def test_packs_with_longer_sequences_have_a_graph_of_their_own(folder, monkeypatch):
@@ -147,6 +155,35 @@ def test_padding_token_gets_no_gradient_where_the_embedding_leaves_it_out(folder
     torch.testing.assert_close(flat(sums.values()), gradients(plain), atol=2e-5, rtol=1e-4)
     assert sums[backbone.get_input_embeddings().weight][9].any()
     assert not sums[backbone.get_input_embeddings().weight][7].any()
+
+
+class Scaled(torch.nn.Embedding):
+    """As in models that scale what they look up."""
+
+    def forward(self, token_ids):
+        return super().forward(token_ids) * 3.0
+
+
+@pytest.mark.parametrize("change", ["scaled", "frozen", "changed in place", "by frequency"])
+def test_embeddings_of_other_kinds_get_their_gradients(folder, change):
+    plain = load_actor(folder, dtype="float32", packing=True).model.base_model
+    backbone, sums = graphed(folder)
+    for model in (plain, backbone):
+        embedding = model.get_input_embeddings()
+        if change == "scaled":
+            embedding.__class__ = Scaled
+        elif change == "frozen":
+            embedding.weight.requires_grad_(False)
+        elif change == "changed in place":
+            model.layers[0].register_forward_pre_hook(lambda layer, inputs: (inputs[0].mul_(2.0), *inputs[1:]))
+        else:
+            embedding.scale_grad_by_freq = True
+    if change == "frozen":
+        del sums[backbone.get_input_embeddings().weight]
+    batch = TokenBatch.packed([[7, 9, 7, 11] * 8, [7] * 3 + [9] * 25])
+    torch.testing.assert_close(learn(backbone, batch), learn(plain, batch), atol=2e-5, rtol=1e-4)
+    want = [weight.grad for weight in plain.parameters() if weight.requires_grad]
+    torch.testing.assert_close(flat(sums.values()), flat(want), atol=1e-4, rtol=1e-4)
 
 
 def test_padded_batches_evaluation_and_passes_without_gradient_are_run_as_they_come(folder):

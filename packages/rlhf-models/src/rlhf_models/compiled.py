@@ -54,13 +54,14 @@ def _joining(backend: str) -> Callable[..., Any]:
 
 def join_products(module: fx.GraphModule) -> None:
     """Compute products of one input by weights side by side, such as queries, keys and values, as one, where any of
-    them alone has few columns. The weights stay apart, and so do their gradients."""
+    them alone has few columns. The weights stay apart, and so do their gradients; a joined copy of them is held from
+    the forward to the backward pass."""
     groups = defaultdict(list)
     for node in module.graph.find_nodes(op="call_function", target=linear):
-        hidden, weight, bias = (*node.args, None)[:3]
-        if weight.op == "placeholder":
+        hidden, *weights = [argument for argument in node.args if argument is not None]
+        if not node.kwargs and all(weight.op == "placeholder" for weight in weights):
             # Frozen weights among others would get gradients, too.
-            groups[hidden, bias is None, weight.meta["example_value"].requires_grad].append(node)
+            groups[hidden, len(weights) == 1, weights[0].meta["example_value"].requires_grad].append(node)
     for (hidden, is_bare, _), nodes in groups.items():
         sizes = [node.args[1].meta["example_value"].shape[0] for node in nodes]
         if len(nodes) < 2 or min(sizes) >= _FEW_COLUMNS:
@@ -82,7 +83,7 @@ class _Split(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, joined: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
-        return joined.split(sizes, dim=-1)
+        return tuple(part.clone() for part in joined.split(sizes, dim=-1))  # a model may change one in place
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:

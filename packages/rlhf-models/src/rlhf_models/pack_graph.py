@@ -5,7 +5,8 @@ import gc
 import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -117,7 +118,7 @@ class PackGraph:
         self._seen.append(batch.lengths)
         if len(self._seen) == _NUM_SEEN:
             most, longest = max(map(len, self._seen)), max(map(max, self._seen))
-            num_sequences = most + max(2, most // 16)
+            num_sequences = most + max(3, most // 8)
             self._largest = PackShape(self._num_tokens, num_sequences, _rounded_up(longest, _LONGEST_STEP))
 
     def _passes_for(self, batch: TokenBatch) -> tuple["_Passes | None", list[int]]:
@@ -127,9 +128,12 @@ class PackGraph:
         shape = PackShape(num_tokens, self._largest.num_sequences, _rounded_up(longest, _LONGEST_STEP))
         if not self._passes:  # the first takes packs of all sizes, and has memory for all that follow
             shape = self._largest
-        if shape not in self._passes and not self._takes_more:
-            fitting = [each for each in self._passes if each.num_tokens >= total and each.longest >= longest]
-            shape = min(fitting, key=lambda each: (each.num_tokens, each.longest), default=shape)
+        fitting = [each for each in self._passes if each.num_tokens >= total and each.longest >= longest]
+        is_last = len(self._passes) == _MAX_GRAPHS - 1  # kept for a pack with a longer sequence
+        if shape not in self._passes and fitting and (is_last or not self._takes_more):
+            shape = min(fitting, key=lambda each: (each.num_tokens, each.longest))
+        elif shape not in self._passes and is_last:
+            shape = replace(shape, num_tokens=self._num_tokens)
         bounds = shape.bounds(batch.lengths)
         if bounds is None:
             return None, []
@@ -172,10 +176,11 @@ class _Passes:
         device = next(backbone.parameters()).device
         # Stand-ins for the weights: the weights' own nodes in the autograd graph belong to another stream.
         self._weights = {}
-        self._embedding = backbone.get_input_embeddings()
+        self._embedding = _embedding_of_rows(backbone)
         self._row_sums: Tensor | None = None  # of its gradient, which has few rows that are not 0
+        self._row_anchor = torch.zeros((), device=device, requires_grad=True)
         for name, weight in backbone.named_parameters():
-            by_row = weight is getattr(self._embedding, "weight", None) and type(self._embedding) is nn.Embedding
+            by_row = self._embedding is not None and weight is self._embedding.weight
             self._weights[name] = stand_in = nn.Parameter(weight.detach(), weight.requires_grad and not by_row)
             if weight.requires_grad and by_row:
                 self._row_sums = sums[weight].view(weight.shape)
@@ -203,26 +208,20 @@ class _Passes:
             "use_cache": False,
             **bounds_arguments(self._cu_seqlens, self._longest),
         }
-        handle = self._embedding.register_forward_hook(self._track_rows)
-        try:
-            with torch.enable_grad():
-                self._hidden = functional_call(self._backbone, self._weights, kwargs=arguments).last_hidden_state
-        finally:
-            handle.remove()
+        tracks = self._row_sums is not None
+        with self._embedding.register_forward_hook(self._track_rows) if tracks else nullcontext(), torch.enable_grad():
+            self._hidden = functional_call(self._backbone, self._weights, kwargs=arguments).last_hidden_state
         if self._gradient is None:
             self._gradient = torch.zeros_like(self._hidden)
 
-    def _track_rows(self, embedding: nn.Module, inputs: tuple[Tensor], rows: Tensor) -> None:
-        if self._row_sums is not None:
-            rows.requires_grad_().register_post_accumulate_grad_hook(self._add_rows)
+    def _track_rows(self, embedding: nn.Module, inputs: tuple[Tensor], rows: Tensor) -> Tensor:
+        return _Rows.apply(rows, functools.partial(self._add_rows, inputs[0]), self._row_anchor)
 
-    def _add_rows(self, rows: Tensor) -> None:
+    def _add_rows(self, token_ids: Tensor, gradient: Tensor) -> None:
         """Add the gradient of the tokens' rows to the sums, always in the same order."""
-        gradient, token_ids = rows.grad.flatten(0, 1).float(), self._input_ids.flatten()
         if (padding := self._embedding.padding_idx) is not None:
-            gradient = gradient.masked_fill((token_ids == padding)[:, None], 0.0)
-        self._row_sums.index_put_((token_ids,), gradient, accumulate=True)
-        rows.grad = None
+            gradient = gradient.masked_fill((token_ids == padding)[..., None], 0.0)
+        self._row_sums.index_put_((token_ids.flatten(),), gradient.flatten(0, -2).float(), accumulate=True)
 
     def run_backward(self) -> None:
         """Launch the backward pass, at first from a gradient of zeros; gradients go to their sums."""
@@ -246,7 +245,7 @@ class _Passes:
         return add
 
     def _await_sums(self) -> None:
-        if self._adding is not None:
+        if self._held:
             torch.cuda.current_stream().wait_stream(self._adding)
             self._held.clear()
 
@@ -292,6 +291,33 @@ class _Replay(torch.autograd.Function):
         return None, None, None
 
 
+class _Rows(torch.autograd.Function):
+    """Rows of an embedding, whose gradient is taken by a function."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, take: Callable[[Tensor], None], anchor: Tensor) -> Tensor:
+        ctx.take = take
+        return rows.clone()  # a model may change them in place
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
+        ctx.take(gradient)
+        return None, None, None
+
+
+def _embedding_of_rows(backbone: nn.Module) -> nn.Embedding | None:
+    """Return the input embedding if a token's gradient goes to its row as it is, and nothing else uses the weight."""
+    try:
+        embedding = backbone.get_input_embeddings()
+    except NotImplementedError:
+        return None
+    if type(embedding) is not nn.Embedding or embedding.scale_grad_by_freq or embedding.max_norm is not None:
+        return None
+    users = [part for part in backbone.modules() if getattr(part, "weight", None) is embedding.weight]
+    return embedding if len(users) == 1 else None
+
+
 def _rounded_up(value: int, step: int) -> int:
     return -(-value // step) * step
 
@@ -300,8 +326,8 @@ def _capture(warm_up: _Passes, passes: _Passes, pool: Any) -> tuple[int, int]:
     """Make the second passes graphs, after the first, which compile what is not yet compiled; return the bytes that the
     graphs take, and those that are left. Raises RuntimeError for passes that wait for the device, before any capture:
     one that fails under way keeps its memory."""
-    current, stream, mode = torch.cuda.current_stream(), _capture_stream(), torch.cuda.get_sync_debug_mode()
-    stream.wait_stream(current)
+    stream, mode = _capture_stream(), torch.cuda.get_sync_debug_mode()
+    stream.wait_stream(torch.cuda.current_stream())
     try:
         with torch.cuda.stream(stream):
             for strictness in (mode, "error"):
@@ -310,8 +336,7 @@ def _capture(warm_up: _Passes, passes: _Passes, pool: Any) -> tuple[int, int]:
                 warm_up.run_backward()
     finally:
         torch.cuda.set_sync_debug_mode(mode)
-    current.wait_stream(stream)
-    torch.cuda.synchronize()
+        torch.cuda.synchronize()
     torch.cuda.empty_cache()  # what the passes before it left behind is theirs now
     before = torch.cuda.mem_get_info()[0]
     forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()

@@ -183,7 +183,10 @@ def _clip_whole_groups(optimizer: Any) -> None:
 
     def gradients(for_clipping: bool = False) -> Any:
         flat = optimizer.fp32_groups_gradients_flat
-        return flat if for_clipping else (flat, {})
+        if for_clipping:
+            return flat
+        # A CPU adds a norm's squares up one after the other, which many are too many for.
+        return [part for whole in flat for part in whole.split(len(whole) if whole.is_cuda else 1 << 20)], {}
 
     optimizer.get_grads_for_norm = gradients
 
