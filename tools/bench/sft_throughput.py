@@ -8,7 +8,9 @@ in the same order: padded to the longest of `--micro_batch_size` rows, and packe
 
 The model's floating-point operations a token, forward and backward, are 6 a weight of the layers, 6 a weight of the
 head where a token is trained, and 12 x layers x width a token before it for attention; recomputation does not count.
-The share is of 989 TFLOP/s, the H200's peak in bfloat16 without sparsity. "products alone" is the share that the same
+"model_flops_utilisation_of_every_token" counts the head for tokens that are not trained, too, as is usual (Chowdhery
+et al. 2022, PaLM, appendix B: 6 a weight and token, whatever is computed); here such tokens never reach the head.
+The share is of 989 TFLOP/s, the H200's peak in bfloat16 without sparsity. "products_alone" is the share that the same
 device reaches in the same run when it does nothing but the matrix products of the layers' weights, one by one, with
 inputs of a pack's size: no device holds its peak for longer than moments, and devices differ.
 """
@@ -74,14 +76,18 @@ def read_examples(path: Path, count: int) -> list[SftExample]:
     return examples
 
 
-def flops(examples: Sequence[SftExample], shape: Mapping[str, float], num_layer_weights: int) -> float:
-    """Return the operations of one pass over the examples, forward and backward."""
+def flops(
+    examples: Sequence[SftExample], shape: Mapping[str, float], num_layer_weights: int, *, every_token: bool = False
+) -> float:
+    """Return the operations of one pass over the examples, forward and backward, with the head's for trained tokens
+    or for every one."""
     head = shape.get("vocab_size", 0) * shape.get("hidden_size", 0)
     attention = shape.get("num_hidden_layers", 0) * shape.get("num_attention_heads", 0) * shape.get("head_dim", 0)
     total = 0.0
     for example in examples:
-        length, trained = example.num_tokens, int(example.loss_mask.sum())
-        total += 6 * num_layer_weights * length + 6 * head * trained + 6 * attention * length**2
+        length = example.num_tokens
+        through_head = length if every_token else int(example.loss_mask.sum())
+        total += 6 * num_layer_weights * length + 6 * head * through_head + 6 * attention * length**2
     return total
 
 
@@ -194,10 +200,13 @@ def main() -> None:
         runs = [
             measure(options, model, examples, tokens) for tokens in [*padded, *options.pack_tokens] * options.repeats
         ]
-    operations = flops(examples, shape, num_layer_weights) / sum(example.num_tokens for example in examples)
+    num_tokens = sum(example.num_tokens for example in examples)
     for result in runs:
-        share = result["tokens_a_second"] * operations / PEAK_FLOPS if torch.cuda.is_available() else None
-        result["model_flops_utilisation"] = share
+        for every_token in (False, True):
+            name = "model_flops_utilisation" + "_of_every_token" * every_token
+            operations = flops(examples, shape, num_layer_weights, every_token=every_token) / num_tokens
+            share = result["tokens_a_second"] * operations / PEAK_FLOPS
+            result[name] = share if torch.cuda.is_available() else None
         print(json.dumps(result), flush=True)
     best = {
         name: max(run["tokens_a_second"] for run in runs if run["layout"] == name)
@@ -211,7 +220,7 @@ def main() -> None:
         "benchmark": "sft_throughput",
         "command": command_line(options.out),
         "environment": environment(),
-        "mean_tokens": sum(example.num_tokens for example in examples) / len(examples),
+        "mean_tokens": num_tokens / len(examples),
         "products_alone": alone,
         "packed_over_padded": {name: speed / padded_speed for name, speed in best.items()} if padded_speed else None,
         "runs": runs,
