@@ -68,9 +68,9 @@ class PackGraph:
     """The forward and the backward pass of a backbone over packs, as two CUDA graphs for each of a few shapes.
 
     A pack is filled up to a shape by sequences that carry no loss. How many sequences there are is learned from the
-    first packs. One that does not fit, a pass without gradient, and one whose forward pass comes
-    before the backward pass of the one before, are run without the graphs. Graphs share their memory: only one is under
-    way at a time. Weights and sums must stay where they are in memory.
+    first packs. One that does not fit, a pass without gradient, and one whose forward pass comes before the backward
+    pass of the one before, are run without the graphs. Graphs share their memory: only one is under way at a time.
+    Weights and sums must stay where they are in memory.
 
     Args:
         backbone: in training mode, without gradient checkpointing.
