@@ -144,17 +144,21 @@ def _load_model(
     config = load_config(path)
     attention = choose_attention(config, attn_implementation, packing=packing)
     with clear_errors("model", path), quiet_transformers():
-        model, report = auto_class.from_pretrained(
-            name,
-            config=config,
-            dtype=resolve_dtype(dtype),
-            attn_implementation=attention,
-            output_loading_info=True,
-            local_files_only=is_local,
-        )
+        try:
+            model, report = auto_class.from_pretrained(
+                name,
+                config=config,
+                dtype=resolve_dtype(dtype),
+                attn_implementation=attention,
+                output_loading_info=True,
+                local_files_only=is_local,
+            )
+        except KeyError as error:  # of models that know kinds of attention of their own only
+            if attention in error.args:
+                raise _unexchangeable(config) from error
+            raise
     if attention == PACKED_ATTENTION and not model._supports_attention_backend:
-        message = f"a {config.model_type} model cannot be packed: its attention cannot be exchanged"
-        raise ConfigError(message, hint="turn packing off")
+        raise _unexchangeable(config)
     if missing := sorted(report["missing_keys"]):
         message = f"the model {path} lacks {len(missing)} weights of a {type(model).__name__}, {missing[0]} among them"
         raise ConfigError(message, hint="it may be the folder of another kind of model, such as a critic")
@@ -163,3 +167,8 @@ def _load_model(
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable({"use_reentrant": False})
     return model.train()
+
+
+def _unexchangeable(config: Any) -> ConfigError:
+    message = f"a {config.model_type} model cannot be packed: its attention cannot be exchanged"
+    return ConfigError(message, hint="turn packing off")
