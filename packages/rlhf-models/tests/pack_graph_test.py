@@ -208,6 +208,17 @@ def test_pass_is_kept_until_its_backward_pass(folder):
     assert backbone.pack_graph(second) is not None
 
 
+def test_pass_whose_result_is_dropped_does_not_hold_the_next_up(folder):
+    plain = load_actor(folder, dtype="float32", packing=True).model.base_model
+    backbone, sums = graphed(folder)
+    hidden = last_hidden_state(backbone, packed(30, 31))
+    assert backbone.pack_graph(packed(20, 40)) is None
+    del hidden
+    torch.testing.assert_close(learn(backbone, packed(20, 40)), learn(plain, packed(20, 40)), atol=2e-5, rtol=1e-4)
+    torch.testing.assert_close(flat(sums.values()), gradients(plain), atol=2e-5, rtol=1e-4)
+    assert all(weight.grad is None for weight in backbone.parameters())
+
+
 def test_passes_whose_graphs_cannot_be_captured_are_run_as_they_come(folder, caplog, monkeypatch):
     def fail(*passes):
         raise torch.OutOfMemoryError("no memory")

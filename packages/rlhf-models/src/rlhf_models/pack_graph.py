@@ -4,6 +4,7 @@ import functools
 import gc
 import itertools
 import logging
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -106,7 +107,7 @@ class PackGraph:
         if self._largest is None:
             self._learn(batch)
             return None
-        if any(each.awaits_backward for each in self._passes.values()):
+        if any(each.awaits_backward for each in self._passes.values()):  # and holds what the graphs share
             return None
         passes, bounds = self._passes_for(batch)
         if passes is None:
@@ -196,8 +197,15 @@ class _Passes:
         self.launch_forward: Callable[[], None] = self.run_forward
         self.launch_backward: Callable[[], None] = self.run_backward
         self.anchor = torch.zeros((), device=device, requires_grad=True)  # has autograd come back for the weights
-        self.awaits_backward = False
+        self.user: Callable[[], Any] = lambda: (
+            None
+        )  # the node of the autograd graph that will come back, while it lives
         self.pool: Any = None  # the graphs' memory
+
+    @property
+    def awaits_backward(self) -> bool:
+        """Whether a forward pass was launched whose backward pass can still come."""
+        return self.user() is not None
 
     def run_forward(self) -> None:
         """Launch the forward pass over what was read, one kernel after the other."""
@@ -264,7 +272,6 @@ class _Passes:
     def forward(self, count: int) -> Tensor:
         """Return the hidden states of the first `count` tokens; the next pass writes over them."""
         self.launch_forward()
-        self.awaits_backward = True
         return self._hidden[:, :count].detach()
 
     def backward(self, gradient: Tensor) -> None:
@@ -273,7 +280,7 @@ class _Passes:
         self._gradient[:, :count].copy_(gradient)
         self._gradient[:, count:].zero_()
         self.launch_backward()
-        self.awaits_backward = False
+        self.user = lambda: None
 
 
 class _Replay(torch.autograd.Function):
@@ -282,6 +289,7 @@ class _Replay(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, passes: _Passes, count: int, anchor: Tensor) -> Tensor:
         ctx.passes = passes
+        passes.user = weakref.ref(ctx)
         return passes.forward(count)
 
     @staticmethod
