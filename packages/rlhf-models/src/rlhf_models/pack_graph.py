@@ -23,8 +23,8 @@ logger = logging.getLogger(__name__)
 
 _NUM_SEEN = 16  # packs that are run as they come, to learn the shape from
 _LEAST_FILL = 0.5  # of the budget; smaller packs are rare, and run as they come
-_SIZES = 64  # a pack is filled up to the next of so many parts of the budget
-_MAX_GRAPHS = 8
+_SIZES = 128  # a pack is filled up to the next of so many parts of the budget
+_MAX_GRAPHS = 16
 # What the longest sequence is rounded up to: attention pays for tokens that it lacks, as for sequences of no tokens.
 _LONGEST_STEP = 128
 _MAX_HELD_BYTES = 512 << 20  # of gradients that are being added to their sums beside the backward pass
