@@ -63,9 +63,17 @@ def test_packed_gae_equals_float64(shape, turns):
         torch.testing.assert_close(got.double(), want, atol=2e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-def test_segmented_scan_of_a_million_tokens_in_one_sequence_equals_float64(overlap, monkeypatch):
-    monkeypatch.setattr("rlhf_kernels.ops.segmented_scan.triton.OVERLAP", overlap)
+WAYS = {"kept": {}, "kept, not early": {"EARLY": False}, "made": {"NUM_STATES": 0}}
+
+
+@pytest.fixture(params=list(WAYS))
+def way(request, monkeypatch):
+    """Each way to have chunks wait for each other."""
+    for name, constant in WAYS[request.param].items():
+        monkeypatch.setattr(f"rlhf_kernels.ops.segmented_scan.triton.{name}", constant)
+
+
+def test_segmented_scan_of_a_million_tokens_in_one_sequence_equals_float64(way):
     size = 1_000_003
     bounds = torch.tensor([0, size], device="cuda")
     # Views that do not start at a multiple of 16 bytes; the last token still counts at the first.
@@ -76,6 +84,40 @@ def test_segmented_scan_of_a_million_tokens_in_one_sequence_equals_float64(overl
         numbers[token] = x = numbers[token] + factors[token] * x
     expected = torch.tensor(numbers, dtype=torch.float64, device="cuda")
     torch.testing.assert_close(solved.double(), expected, atol=0, rtol=1e-5)
+
+
+@pytest.mark.parametrize("shape", ["rollouts", "single tokens"])
+def test_segmented_scan_replayed_beside_other_streams_stays_the_same(shape, way):
+    """Two graphs, and calls on two streams, of more chunks and of fewer: none may see the others' steps."""
+    bounds, few = stream(shape), stream("odd")
+    values, decays, _, last = numbers(bounds)
+    decays, size = decays.sigmoid(), int(few[-1])
+
+    def calls():
+        return segmented_scan(values, decays, bounds, last=last), segmented_scan(values[:size], decays[:size], few)
+
+    want, graphs = calls(), []
+    for _ in range(2):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            solved = calls()
+        graphs.append((graph, solved))
+    streams = [torch.cuda.Stream() for _ in range(4)]
+    for repeat in range(50):
+        values.neg_()  # steps left by the call before are wrong
+        last.neg_()
+        torch.cuda.synchronize()
+        got = []
+        for index, other in enumerate(streams):
+            with torch.cuda.stream(other):
+                if index < 2:
+                    graphs[index][0].replay()
+                else:
+                    got.append(calls())
+        torch.cuda.synchronize()
+        for solved in [*got, *(solved for _, solved in graphs)]:
+            for part, expected in zip(solved, want, strict=True):
+                assert torch.equal(part, expected if repeat % 2 else -expected)
 
 
 def test_segmented_scan_numbers_of_one_sequence_reach_no_other():

@@ -3,6 +3,7 @@
 import os
 from itertools import accumulate
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch
 if os.environ.get("TRITON_INTERPRET") != "1":
 
     def test_triton_segmented_scan_interpreted_passes_all_cases(interpret):
-        interpret(Path(__file__).resolve(), num_cases=48)
+        interpret(Path(__file__).resolve(), num_cases=52)
 
 else:
     from rlhf_kernels.ops.segmented_scan import triton as fused
@@ -35,7 +36,7 @@ else:
     @pytest.fixture
     def small(monkeypatch):
         """Chunks of 16 tokens; four of their steps, and four bounds, at a time."""
-        for name, number in {"CHUNK": 16, "NUM_STEPS": 4, "NUM_PROBES": 4}.items():
+        for name, number in {"CHUNK": 16, "NUM_AWAITED": 4, "NUM_PROBES": 4}.items():
             monkeypatch.setattr(fused, name, number)
 
     @pytest.mark.parametrize("lengths", LENGTHS)
@@ -123,6 +124,46 @@ else:
         ):
             assert torch.equal(got[:14], want[:14]) and torch.equal(got[34:48], want[34:48])
             assert got[14:34][mask[14:34]].isnan().all() and got[48:][mask[48:]].isnan().all()
+
+    def some_calls():
+        """Of more chunks and fewer, each leaving its words to the next."""
+        for lengths in [(300,), (16, 16), (15, 17, 33, 31), (300,), (100, 200), (64,) * 5]:
+            check_scan(torch.randn(sum(lengths)), torch.rand(sum(lengths)), bounds(lengths), None)
+
+    def test_triton_state_is_right_from_call_to_call_also_where_tags_wrap(small, monkeypatch):
+        monkeypatch.setattr(fused, "_states", {})
+        some_calls()
+        ((_, states),) = fused._states.values()
+        (state,) = states.values()
+        assert state[0] == 6 << 32
+        state[0] = (2**31 - 3) << 32
+        some_calls()
+        assert state[0] == (2**31 + 3 << 32) - 2**64
+
+    @pytest.mark.parametrize("constant", ["NUM_STATES", "STATE_CHUNKS"])
+    def test_triton_without_a_state_makes_one_a_call(constant, small, monkeypatch):
+        monkeypatch.setattr(fused, "_states", {})
+        monkeypatch.setattr(fused, constant, 0)
+        some_calls()
+        assert not fused._states
+
+    def test_triton_states_are_one_a_stream_and_one_a_recorded_call(monkeypatch):
+        device, stream, recorded = torch.device("cuda", 0), SimpleNamespace(cuda_stream=0), True
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: recorded)
+        monkeypatch.setattr(fused, "_states", {})
+        assert fused._kept_state(device, 2) is None
+        fused._states[device] = iter(torch.arange(4)), {}
+        given = [fused._kept_state(device, 2) for _ in range(2)]
+        recorded = False
+        given += [fused._kept_state(device, 2) for _ in range(2)]
+        stream.cuda_stream = 7
+        given += [fused._kept_state(device, 2)]
+        assert given == [0, 1, 2, 2, 3]
+        stream.cuda_stream = 8
+        assert fused._kept_state(device, 2) is None and fused._kept_state(device, fused.STATE_CHUNKS + 1) is None
+        stream.cuda_stream = 0
+        assert fused._kept_state(device, 2) == 2
 
     def test_triton_no_tokens_give_nothing():
         empty = torch.zeros(0)

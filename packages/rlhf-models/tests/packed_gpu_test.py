@@ -181,7 +181,7 @@ def test_replayed_sizes_share_memory_and_follow_the_weights(folder):
                 change = torch.randn_like(weight) * 1e-3 * turn
                 weight += change
                 other += change
-    assert len(graph._passes) == 3
+    assert sorted(shape.num_tokens for shape in graph._passes) == [616, 784, 1016, 1024]
     assert not plain.model.base_model.pack_graph._passes
 
 
