@@ -124,6 +124,13 @@ def _bound(bounds_ptr, index, num_sequences, start):
 
 
 @triton.jit
+def _advantage_step(reward, value, trained, discount, lambd):
+    """Return each token's step; a skipped one hands on what it gets, whatever its own numbers."""
+    earned = discount * ((1.0 - lambd) * value + lambd * reward)
+    return tl.where(trained, discount * lambd, 1.0), tl.where(trained, earned, 0.0)
+
+
+@triton.jit
 def _end_sequences(
     decay, value, reward, token, start, index, end, next_end, bounds_ptr, last_ptr, num_sequences, gamma
 ):
@@ -152,6 +159,18 @@ def _pack(high, low):
 def _unpack(word, dtype: tl.constexpr):
     """Return both, `dtype` and float32."""
     return (word >> 32).to(tl.int32).to(dtype, bitcast=True), word.to(tl.int32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _publish(words_ptr, tag, decays, values, chunk: tl.constexpr):
+    """Write the last of these steps, and that it is of the launch with this tag."""
+    # It is one thread's, which need not hand it to the others first.
+    row, lane = tl.arange(0, chunk // 4), tl.arange(0, chunk)
+    decay = tl.sum(tl.reshape(tl.where(lane == chunk - 1, decays, 0.0), chunk // 4, 4), 1)
+    value = tl.sum(tl.reshape(tl.where(lane == chunk - 1, values, 0.0), chunk // 4, 4), 1)
+    word_ptr, tags, is_last = words_ptr + 0 * row, tag + 0 * row, row == chunk // 4 - 1
+    tl.atomic_xchg(word_ptr, _pack(tags, decay), mask=is_last, sem="relaxed")
+    tl.atomic_xchg(word_ptr + 1, _pack(tags, value), mask=is_last, sem="relaxed")
 
 
 @triton.jit
@@ -225,31 +244,22 @@ def _kernel(
     first, second = first.to(tl.float32), second.to(tl.float32)
     value, decay = tl.where(second == second, first, second), second
     if mask_ptr is not None:
-        trained = trained != 0
         discount = gamma
         if turns_ptr is not None:
             discount = tl.where(turns != 0, turn_gamma, gamma)
-        # A skipped token hands on what it gets, whatever its own numbers.
-        value = tl.where(trained, discount * ((1.0 - lambd) * second + lambd * first), 0.0)
-        decay = tl.where(trained, discount * lambd, 1.0)
+        trained = trained != 0
+        decay, value = _advantage_step(first, second, trained, discount, lambd)
     decay, value, first, end = _end_sequences(
         decay, value, first, token, start, bound, end, next_end, bounds_ptr, last_ptr, num_sequences, gamma
     )
     decays, values = tl.associative_scan((tl.ravel(tl.flip(decay, 1)), tl.ravel(tl.flip(value, 1))), 0, _compose)
-    # The last numbers are a thread's, which need not hand them to the others first.
-    row_decay = tl.sum(tl.reshape(tl.where(lane == chunk - 1, decays, 0.0), token.shape), 1)
-    row_value = tl.sum(tl.reshape(tl.where(lane == chunk - 1, values, 0.0), token.shape), 1)
-    rows, words_ptr = tl.arange(0, chunk // 4), state_ptr + header
-    word_ptr, tags, is_last = words_ptr + 2 * index + 0 * rows, tag + 0 * rows, rows == chunk // 4 - 1
-    tl.atomic_xchg(word_ptr, _pack(tags, row_decay), mask=is_last, sem="relaxed")
-    tl.atomic_xchg(word_ptr + 1, _pack(tags, row_value), mask=is_last, sem="relaxed")
+    _publish(state_ptr + header + 2 * index, tag, decays, values, chunk)
     # All programs of a launch add 2**32 together, hence what the tag is made of changes with the last of them, after
     # all threads of all programs have read it.
     tl.debug_barrier()
-    share = tl.where(index == num_chunks - 1, (1 << 32) - (num_chunks - 1).to(tl.int64), 1)
-    tl.atomic_add(state_ptr, share, sem="relaxed")
+    tl.atomic_add(state_ptr, tl.where(index == num_chunks - 1, (1 << 32) - index.to(tl.int64), 1), sem="relaxed")
     num_later = tl.minimum(tl.maximum((end - 1) // chunk, 0), num_chunks - 1 - index).to(tl.int32)
-    carry = _await_after_chunk(words_ptr, tag, index, num_later, num_awaited)
+    carry = _await_after_chunk(state_ptr + header, tag, index, num_later, num_awaited)
     x = _compose(0.0, carry, decays, values)[1]
     if mask_ptr is None:
         _write(result_ptr + start + token, tl.flip(tl.reshape(x, token.shape), 1), inside, whole)
