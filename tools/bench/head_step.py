@@ -2,10 +2,11 @@
 
     python tools/bench/head_step.py --shape qwen2-1.5b --num_tokens 16384 --out head_step.json
 
-A model with random weights learns from one full pack, forward and backward, every token trained, its layers compiled.
-Only the head differs: PyTorch's as it is usually written (log-softmax of float32 logits, and the entropy from it),
-`token_logprobs` on logits that become their own gradient, and `linear_token_logprobs`, which never has all logits. They
-take turns; seconds are medians. Log-probs and gradients are held against those of the first before anything is timed.
+A model with random weights learns from one full pack, forward and backward, every token trained, its layers compiled:
+from -log p and an entropy bonus. Only the head and its loss differ: PyTorch's as they are usually written (log-softmax
+of float32 logits, and the entropy from it), `token_logprobs` on logits that become their own gradient,
+`linear_token_logprobs`, which never has all logits, and `linear_policy_loss`, which makes them once. They take turns;
+seconds are medians. Log-probs and gradients are held against those of the first before anything is timed.
 """
 
 import argparse
@@ -18,11 +19,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from environment import command_line, environment
-from rlhf_kernels import linear_token_logprobs, token_logprobs
-from rlhf_models.actor import Actor
+from rlhf_kernels import PolicyObjective, PolicyStream, linear_policy_loss, linear_token_logprobs, token_logprobs
+from rlhf_models.backbone import last_hidden_state
 from rlhf_models.batch import TokenBatch
 from rlhf_models.compiled import compile_layers, compile_unavailable_reason
 from rlhf_models.loading import load_actor
@@ -32,44 +33,57 @@ from sft_throughput import MORE_SHAPES, SHAPES
 SEQUENCE_TOKENS = 512
 MAX_ERROR = 2e-2  # of the norm; bfloat16
 
-Head = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # hidden, weight and tokens to log-probs and entropies
+ENTROPY_COEF = 0.01
+
+Head = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # hidden, weight and tokens to loss and log-probs
+
+
+def loss_of(logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the loss, and the log-probs with it."""
+    return -logprobs.mean() - ENTROPY_COEF * entropy.mean(), logprobs
 
 
 def plain(hidden: Tensor, weight: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
     """Compute as is usual in PyTorch."""
     logp = torch.log_softmax((hidden @ weight.T).float(), dim=-1)
-    return logp.gather(1, token_ids[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
+    return loss_of(logp.gather(1, token_ids[:, None])[:, 0], -(logp.exp() * logp).sum(-1))
 
 
 def given_logits(hidden: Tensor, weight: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
     """Compute by `token_logprobs`."""
-    return token_logprobs(hidden @ weight.T, token_ids, inplace_backward=True)[:2]
+    return loss_of(*token_logprobs(hidden @ weight.T, token_ids, inplace_backward=True)[:2])
 
 
 def in_blocks(hidden: Tensor, weight: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
     """Compute by `linear_token_logprobs`."""
-    return linear_token_logprobs(hidden, weight, token_ids)[:2]
+    return loss_of(*linear_token_logprobs(hidden, weight, token_ids)[:2])
 
 
-HEADS: dict[str, Head] = {"torch": plain, "token_logprobs": given_logits, "linear_token_logprobs": in_blocks}
+def with_the_loss(hidden: Tensor, weight: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute by `linear_policy_loss`."""
+    count, ones = len(token_ids), torch.ones(len(token_ids), device=hidden.device)
+    bounds = torch.tensor([0, count], dtype=torch.int32, device=hidden.device)
+    stream = PolicyStream(advantages=ones, loss_mask=ones.bool(), cu_seqlens=bounds, num_tokens=count, num_sequences=1)
+    objective = PolicyObjective(policy_loss="reinforce", entropy_coef=ENTROPY_COEF)
+    loss, _, logprobs, _ = linear_policy_loss(hidden, weight, token_ids, stream, objective)
+    return loss, logprobs
 
 
-class HeadActor(Actor):
-    """An actor with a head of choice."""
+HEADS: dict[str, Head] = {
+    "torch": plain,
+    "token_logprobs": given_logits,
+    "linear_token_logprobs": in_blocks,
+    "linear_policy_loss": with_the_loss,
+}
 
-    head: Head
 
-    def _after(self, batch: TokenBatch, index: Tensor, token_ids: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        return self.head(self._hidden(batch, index), self.model.get_output_embeddings().weight, token_ids)
-
-
-def step(actor: HeadActor, name: str, batch: TokenBatch) -> Tensor:
-    """Learn from the batch; gradients stay. Returns the log-probs."""
-    actor.head = HEADS[name]
-    actor.zero_grad()
-    output = actor(batch)
-    (-output.logprobs.mean() - 0.01 * output.entropy.mean()).backward()
-    return output.logprobs.detach()
+def step(model: nn.Module, name: str, batch: TokenBatch, index: Tensor) -> Tensor:
+    """Learn the tokens at flat positions `index` of the batch; gradients stay. Returns their log-probs."""
+    model.zero_grad()
+    hidden = last_hidden_state(model.base_model, batch)[0].index_select(0, index - 1)
+    loss, logprobs = HEADS[name](hidden, model.get_output_embeddings().weight, batch.input_ids[0, index])
+    loss.backward()
+    return logprobs.detach()
 
 
 def wait() -> None:
@@ -78,28 +92,28 @@ def wait() -> None:
         torch.cuda.synchronize()
 
 
-def seconds_and_gib(actor: HeadActor, name: str, batch: TokenBatch) -> tuple[float, float | None]:
+def seconds_and_gib(model: nn.Module, name: str, batch: TokenBatch, index: Tensor) -> tuple[float, float | None]:
     """Time one step, and return its peak of memory above the weights; None without a GPU."""
     on_gpu = torch.cuda.is_available()
-    actor.zero_grad()
+    model.zero_grad()
     wait()
     before = torch.cuda.memory_allocated() if on_gpu else 0
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
     started = time.perf_counter()
-    step(actor, name, batch)
+    step(model, name, batch, index)
     wait()
     spent = time.perf_counter() - started
     return spent, (torch.cuda.max_memory_allocated() - before) / 2**30 if on_gpu else None
 
 
-def errors(actor: HeadActor, names: list[str], batch: TokenBatch) -> dict[str, dict[str, float]]:
+def errors(model: nn.Module, batch: TokenBatch, index: Tensor) -> dict[str, dict[str, float]]:
     """Return how far each head is from the first, relative to its norm; RuntimeError when that is too far."""
     found: dict[str, dict[str, float]] = {}
     wanted: list[Tensor] = []
-    for name in names:
-        logprobs = step(actor, name, batch)
-        results = [logprobs, torch.cat([weight.grad.flatten() for weight in actor.parameters()])]
+    for name in HEADS:
+        logprobs = step(model, name, batch, index)
+        results = [logprobs, torch.cat([weight.grad.flatten() for weight in model.parameters()])]
         wanted = wanted or [part.clone() for part in results]
         relative = [float((got - want).norm() / want.norm()) for got, want in zip(results, wanted, strict=True)]
         found[name] = dict(zip(("logprobs", "gradient"), relative, strict=True))
@@ -120,15 +134,16 @@ def main() -> None:
     dtype = "bfloat16" if device.type == "cuda" else "float32"
     with tempfile.TemporaryDirectory() as folder:
         shape = {**SHAPES, **MORE_SHAPES}[options.shape]
-        model = tiny_model_dir(Path(folder, "model"), dtype=getattr(torch, dtype), **shape)
-        actor = HeadActor(load_actor(model, dtype=dtype, packing=True).model.to(device))
-    if compile_unavailable_reason(actor.model, device) is None:
-        compile_layers(actor.model)
+        path = tiny_model_dir(Path(folder, "model"), dtype=getattr(torch, dtype), **shape)
+        model = load_actor(path, dtype=dtype, packing=True).model.to(device)
+    if compile_unavailable_reason(model, device) is None:
+        compile_layers(model)
     rng = np.random.default_rng(0)
     lengths = [SEQUENCE_TOKENS] * (options.num_tokens // SEQUENCE_TOKENS)
     batch = TokenBatch.packed([rng.integers(5, 500, length) for length in lengths], device)
-    relative = errors(actor, list(HEADS), batch)
-    turns = [{name: seconds_and_gib(actor, name, batch) for name in HEADS} for _ in range(options.repeats)]
+    index = batch.host_target_mask[0].nonzero()[:, 0].to(device)
+    relative = errors(model, batch, index)
+    turns = [{name: seconds_and_gib(model, name, batch, index) for name in HEADS} for _ in range(options.repeats)]
     heads = {
         name: {
             "seconds": statistics.median(turn[name][0] for turn in turns),
