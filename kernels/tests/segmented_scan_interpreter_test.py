@@ -132,13 +132,15 @@ else:
 
     def test_triton_state_is_right_from_call_to_call_also_where_tags_wrap(small, monkeypatch):
         monkeypatch.setattr(fused, "_states", {})
-        some_calls()
+        check_scan(torch.ones(1), torch.ones(1), bounds((1,)), None)
         ((_, states),) = fused._states.values()
         (state,) = states.values()
-        assert state[0] == 6 << 32
-        state[0] = (2**31 - 3) << 32
-        some_calls()
-        assert state[0] == (2**31 + 3 << 32) - 2**64
+        for count in (6, 2**31 + 3):
+            state[0] = (count - 6) << 32
+            some_calls()
+            assert state[0] == ((count << 32) + 2**63) % 2**64 - 2**63
+            words = state[fused.HEADER : fused.HEADER + 2 * 20]  # of the last call, of 20 chunks
+            assert (words >> 32 == state[0] >> 32).all()
 
     @pytest.mark.parametrize("constant", ["NUM_STATES", "STATE_CHUNKS"])
     def test_triton_without_a_state_makes_one_a_call(constant, small, monkeypatch):

@@ -62,7 +62,7 @@ def in_blocks(hidden: Tensor, weight: Tensor, token_ids: Tensor) -> tuple[Tensor
 def with_the_loss(hidden: Tensor, weight: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
     """Compute by `linear_policy_loss`."""
     count, ones = len(token_ids), torch.ones(len(token_ids), device=hidden.device)
-    bounds = torch.tensor([0, count], dtype=torch.int32, device=hidden.device)
+    bounds = torch.arange(0, count + 1, count, dtype=torch.int32, device=hidden.device)
     stream = PolicyStream(advantages=ones, loss_mask=ones.bool(), cu_seqlens=bounds, num_tokens=count, num_sequences=1)
     objective = PolicyObjective(policy_loss="reinforce", entropy_coef=ENTROPY_COEF)
     loss, _, logprobs, _ = linear_policy_loss(hidden, weight, token_ids, stream, objective)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from rlhf_kernels.dispatch import FLOATS, takes_triton
+from rlhf_kernels.dispatch import FLOATS, log_fallback_once, takes_triton
 from rlhf_kernels.ops.segmented_scan.reference import packed_gae_reference, segmented_scan_reference
 
 
@@ -25,7 +25,7 @@ def segmented_scan(values: Tensor, decays: Tensor, cu_seqlens: Tensor, *, last: 
         ValueError: a wrong shape, dtype, device or, on the CPU, bound.
     """
     _check("segmented_scan", cu_seqlens, {"values": values, "decays": decays}, {}, last)
-    if takes_triton("segmented_scan", values):
+    if _takes_triton("segmented_scan", values):
         from rlhf_kernels.ops.segmented_scan.triton import segmented_scan_triton
 
         return segmented_scan_triton(values, decays, cu_seqlens, last)
@@ -80,11 +80,18 @@ def packed_gae(
     _check("packed_gae", cu_seqlens, {"rewards": rewards, "values": values}, masks, last_values)
     discounts = (float(gamma), float(lambd), float(turn_gamma))
     tensors = (rewards, values, loss_mask, cu_seqlens, last_values, turn_starts)
-    if takes_triton("packed_gae", values):
+    if _takes_triton("packed_gae", values):
         from rlhf_kernels.ops.segmented_scan.triton import packed_gae_triton
 
         return packed_gae_triton(*tensors, discounts=discounts)
     return packed_gae_reference(*tensors, discounts=discounts)
+
+
+def _takes_triton(operator: str, values: Tensor) -> bool:
+    if torch.version.hip is not None:  # programs wait for each other as NVIDIA's GPUs allow it
+        log_fallback_once(operator, "its kernel is for NVIDIA GPUs")
+        return False
+    return takes_triton(operator, values)
 
 
 def _check(

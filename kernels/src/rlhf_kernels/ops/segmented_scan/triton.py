@@ -17,7 +17,7 @@ NUM_AWAITED = 32 * NUM_WARPS
 # count. With no state left one is made for the call.
 NUM_STATES, STATE_CHUNKS, HEADER = 64, 4096, 16
 EARLY = True  # the launch begins during the end of what is before it: on GPUs from Hopper on, not in compiled graphs
-MAX_REGISTERS = 64  # a thread: so 1M tokens, 1,024 programs, are on an H100 or H200 all at once
+MAX_REGISTERS = 64  # a thread: so 1M tokens, 1,024 programs, are on an H200 all at once
 
 
 @torch.no_grad()
@@ -39,9 +39,9 @@ def _launch(*tensors: Tensor | None, discounts: Sequence[float]) -> list[Tensor]
     results = [values.new_empty(values.shape, dtype=torch.float32) for _ in range(1 if mask is None else 2)]
     inputs = [None if part is None else part.contiguous() for part in tensors]
     eager = not torch.compiler.is_compiling()
-    nvidia = eager and values.is_cuda and torch.version.hip is None
-    early = EARLY and nvidia and torch.cuda.get_device_capability(values.device) >= (9, 0)
-    options = ({"maxnreg": MAX_REGISTERS} if nvidia else {}) | ({"launch_pdl": True} if early else {})
+    early = EARLY and eager and values.is_cuda and torch.cuda.get_device_capability(values.device) >= (9, 0)
+    options = {"maxnreg": MAX_REGISTERS} if eager and values.is_cuda else {}
+    options |= {"launch_pdl": True} if early else {}
     # Triton launches on the current device, which need not be the tensor's.
     with torch.cuda.device(values.device) if values.is_cuda else contextlib.nullcontext():
         state = _kept_state(values.device, num_chunks) if eager else None
@@ -54,6 +54,7 @@ def _launch(*tensors: Tensor | None, discounts: Sequence[float]) -> list[Tensor]
     return results
 
 
+_EACH_THREADS_OWN = 2  # the handle of one default stream a thread: it stands for many
 _states: dict[torch.device, tuple[Iterator[Tensor], dict[int, Tensor]]] = {}  # not in use yet, and those of streams
 
 
@@ -63,18 +64,23 @@ def _kept_state(device: torch.device, num_chunks: int) -> Tensor | None:
     Launches that use one state must follow each other. Those on a stream do, and so do the replays of a CUDA graph; but
     a graph may be replayed beside any stream and any other graph, for which reason its states are never used again.
     """
-    recorded = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    if num_chunks > STATE_CHUNKS or not NUM_STATES or (recorded and device not in _states):
-        return None  # states made while a graph is recorded would be zeroed at each replay
+    on_gpu = device.type == "cuda"
+    recorded = on_gpu and torch.cuda.is_current_stream_capturing()
+    stream = torch.cuda.current_stream(device).cuda_stream if on_gpu else 0
+    if num_chunks > STATE_CHUNKS or not NUM_STATES or stream == _EACH_THREADS_OWN:
+        return None
     if device not in _states:
+        if recorded or (on_gpu and torch.cuda.get_sync_debug_mode()):
+            return None  # states made while a graph is recorded would be zeroed at each replay
         zeros = torch.zeros(NUM_STATES, HEADER + 2 * STATE_CHUNKS, dtype=torch.int64, device=device)
-        if device.type == "cuda":
+        if type(zeros) is not Tensor:  # under a mode that only plays calls through
+            return None
+        if on_gpu:
             torch.cuda.current_stream(device).synchronize()  # other streams do not wait for this one
-        _states[device] = iter(zeros.unbind()), {}
+        _states.setdefault(device, (iter(zeros.unbind()), {}))  # another thread may have been here
     unused, of_streams = _states[device]
     if recorded:
         return next(unused, None)
-    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     if stream not in of_streams and (state := next(unused, None)) is not None:
         of_streams[stream] = state
     return of_streams.get(stream)
@@ -134,8 +140,8 @@ def _advantage_step(reward, value, trained, discount, lambd):
 def _end_sequences(
     decay, value, reward, token, start, index, end, next_end, bounds_ptr, last_ptr, num_sequences, gamma
 ):
-    """Let the last tokens of sequences take in what comes after, their rewards, too; also return the first bound
-    beyond the chunk: the end of the last token's sequence."""
+    """Let the last tokens of sequences take in what comes after, their rewards, too; also return where the sequence of
+    the chunk's last token ends."""
     previous = tl.full((), 0, tl.int64)
     while (end <= token.numel) & (index <= num_sequences):
         ends = (token == end.to(tl.int32) - 1) & (end > previous)  # equal bounds are those of empty sequences
@@ -145,7 +151,7 @@ def _end_sequences(
         index += 1
         # This load is not waited for before there is an end that needs it.
         previous, end, next_end = end, next_end, _bound(bounds_ptr, index + 1, num_sequences, start)
-    return decay, value, reward, end
+    return decay, value, reward, tl.where(previous == token.numel, previous, end)
 
 
 @triton.jit
