@@ -34,6 +34,7 @@ def total(results, seed=1):
     return sum((w.to(values.dtype) * values).sum() for w, values in zip(weights, results, strict=True))
 
 
+@pytest.mark.parametrize("max_kept", [0, 384 << 20])
 @pytest.mark.parametrize("vocab_size", VOCAB_SIZES)
 @pytest.mark.parametrize(
     ("num_rows", "dtype"),
@@ -45,8 +46,9 @@ def total(results, seed=1):
     ],
 )
 def test_linear_token_logprobs_full_vocabulary_is_as_near_to_float64_as_its_twin(
-    num_rows, vocab_size, dtype, require_as_near
+    num_rows, vocab_size, dtype, max_kept, require_as_near, monkeypatch
 ):
+    monkeypatch.setattr("rlhf_kernels.ops.linear_token_logprobs.triton.MAX_KEPT_BYTES", max_kept)
     if torch.cuda.mem_get_info()[0] < 60 * num_rows * vocab_size + (4 << 30):
         pytest.skip("needs more free device memory for the float64 logits")
     head, token_ids = make(num_rows, vocab_size, dtype)
@@ -94,8 +96,9 @@ def test_linear_token_logprobs_inside_another_mechanism_gives_the_same(around):
         assert (gradient - want).float().norm() <= 1e-2 * want.float().norm()
 
 
-def test_linear_token_logprobs_holds_no_more_than_half_a_gibibyte_besides_the_gradients():
-    head, token_ids = make(8192, 151_936)  # whole logits: 2.3 GiB
+@pytest.mark.parametrize("num_rows", [1024, 8192])
+def test_linear_token_logprobs_holds_no_more_than_half_a_gibibyte_besides_the_gradients(num_rows):
+    head, token_ids = make(num_rows, 151_936)  # logits of 0.3 GiB, which are kept, and of 2.3
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     results = linear_token_logprobs(*head[:2], token_ids, bias=head[2])

@@ -9,7 +9,7 @@ import torch
 if os.environ.get("TRITON_INTERPRET") != "1":
 
     def test_triton_linear_token_logprobs_interpreted_passes_all_cases(interpret):
-        interpret(Path(__file__).resolve(), num_cases=24)
+        interpret(Path(__file__).resolve(), num_cases=26)
 
 else:
     from rlhf_kernels.ops.linear_token_logprobs import triton as fused
@@ -24,6 +24,7 @@ else:
     @pytest.fixture
     def small_blocks(monkeypatch):
         """Cut the logits of these sizes into many blocks, both ways: at most 32 rows, 16 or 32 columns."""
+        monkeypatch.setattr(fused, "MAX_KEPT_BYTES", 0)
         monkeypatch.setattr(fused, "MAX_FORWARD_ROWS", 24)
         monkeypatch.setattr(fused, "MAX_BACKWARD_ROWS", 32)
         monkeypatch.setattr(fused, "MAX_BLOCK_BYTES", 32 * 32 * 4)
@@ -63,6 +64,21 @@ else:
     @pytest.mark.parametrize("bias", [False, True])
     def test_triton_linear_token_logprobs_in_one_block_equals_float64(bias):
         check(head(20, 300, bias=bias), ids(20, 300))
+
+    @pytest.mark.parametrize("max_kept", [0, 20 * 300 * 4])
+    def test_triton_linear_token_logprobs_keeps_few_logits_for_one_backward_pass(max_kept, monkeypatch):
+        monkeypatch.setattr(fused, "MAX_KEPT_BYTES", max_kept)
+        monkeypatch.setattr(fused, "MAX_BLOCK_BYTES", 20 * 256 * 4)
+        made, make = [], fused.LogitBlocks.logits
+        monkeypatch.setattr(fused.LogitBlocks, "logits", lambda *block: made.append(block) or make(*block))
+        tensors = [tensor.requires_grad_() for tensor in head(20, 300)]
+        results = fused.linear_token_logprobs_triton(tensors, ids(20, 300), 0.7)
+        counts, gradients = [len(made)], []
+        for _ in range(2):
+            gradients.append(torch.autograd.grad(sum(x.sum() for x in results), tensors, retain_graph=True))
+            counts.append(len(made))
+        assert counts == ([1, 1, 2] if max_kept else [2, 4, 6])
+        assert all(map(torch.equal, *gradients))
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
     @pytest.mark.parametrize("num_rows", [20, 70])

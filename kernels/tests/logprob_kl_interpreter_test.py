@@ -25,6 +25,7 @@ else:
     @pytest.fixture
     def small_blocks(monkeypatch):
         """Cut the logits of these sizes into many blocks, both ways: at most 32 rows, 16 or 32 columns."""
+        monkeypatch.setattr(blocks, "MAX_KEPT_BYTES", 0)
         monkeypatch.setattr(blocks, "MAX_FORWARD_ROWS", 24)
         monkeypatch.setattr(blocks, "MAX_BACKWARD_ROWS", 32)
         monkeypatch.setattr(blocks, "MAX_BLOCK_BYTES", 2 * 32 * 32 * 4)

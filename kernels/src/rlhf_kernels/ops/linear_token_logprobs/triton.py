@@ -21,6 +21,8 @@ MAX_BLOCK_BYTES = 256 << 20
 MAX_FORWARD_ROWS = 4096
 MAX_BACKWARD_ROWS = 16_384
 ALIGNMENT = 256
+# Logits that take no more than this in all are one block, and kept for the gradient, which spares a product.
+MAX_KEPT_BYTES = 384 << 20
 
 
 @torch.compiler.disable  # products and kernels write into buffers, which a traced graph would copy
@@ -32,7 +34,7 @@ def linear_token_logprobs_triton(head: Head, token_ids: Tensor, temperature: flo
 class HeadResults(torch.autograd.Function):
     """Log-probs, entropies, log-sum-exps; given a reference's head too: KL and the reference's log-probs.
 
-    Keeps the arguments and a few numbers a row; the backward pass makes the logits again.
+    Keeps the arguments, a few numbers a row, and the logits if they are few; if not the backward pass makes them again.
     """
 
     @staticmethod
@@ -45,8 +47,9 @@ class HeadResults(torch.autograd.Function):
                 start = columns.start
                 pair = blocks.logits(rows, columns)
                 add_sums(*pair, token_ids[rows], sums[:, rows], temperature, start, first=start == 0)
-        ctx.save_for_backward(token_ids, sums, *heads)
-        ctx.temperature = temperature
+        kept = pair if len(blocks.rows) == len(blocks.columns) == 1 else (None, None)
+        ctx.save_for_backward(token_ids, sums, *kept, *heads)
+        ctx.temperature, ctx.is_first = temperature, True
         if len(heads) == 3:
             return tuple(row.clone() for row in sums[4:7])
         results = tuple(sums[row].clone() for row in (4, 5, 6, 7, 12))
@@ -56,7 +59,8 @@ class HeadResults(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        token_ids, sums, *heads = ctx.saved_tensors
+        token_ids, sums, logits, ref_logits, *heads = ctx.saved_tensors
+        are_kept, ctx.is_first = ctx.is_first and logits is not None, False  # they become their gradient
         grads = torch.stack(grads[:4])
         (hidden, weight, bias), needed = heads[:3], ctx.needs_input_grad[2:5]
         blocks = LogitBlocks(heads, MAX_BACKWARD_ROWS)
@@ -73,7 +77,8 @@ class HeadResults(torch.autograd.Function):
             weight_sum = torch.zeros(part.shape, dtype=torch.float32, device=part.device) if add_up else None
             bias_sum = torch.zeros(len(part), dtype=torch.float32, device=part.device) if needed[2] else None
             for rows in blocks.rows:
-                logits, ref_logits = blocks.logits(rows, columns)
+                if not are_kept:
+                    logits, ref_logits = blocks.logits(rows, columns)
                 beside = (token_ids[rows], sums[:, rows], grads[:, rows])
                 write_gradient(logits, ref_logits, *beside, logits, ctx.temperature, columns.start)
                 if needed[0]:
@@ -103,15 +108,18 @@ class LogitBlocks:
         self._heads = [heads[start : start + 3] for start in range(0, len(heads), 3)]
         num_rows, vocab_size = len(heads[0]), len(heads[1])
         height = max(1, min(num_rows, max_rows))
-        widest = MAX_BLOCK_BYTES // (height * sum(hidden.element_size() for hidden, _, _ in self._heads))
+        num_bytes = height * sum(hidden.element_size() for hidden, _, _ in self._heads)  # a column
+        is_one = height == num_rows and num_bytes * vocab_size <= MAX_KEPT_BYTES
+        widest = vocab_size if is_one else MAX_BLOCK_BYTES // num_bytes
         num_columns = -(-vocab_size // max(ALIGNMENT, widest))  # of blocks of nearly equal width
         width = -(-vocab_size // (num_columns * ALIGNMENT)) * ALIGNMENT
-        self._buffers = [hidden.new_empty((height, width)) for hidden, _, _ in self._heads]
+        self._shape, self._buffers = (height, width), []
         self.rows, self.columns = _slices(num_rows, height), _slices(vocab_size, width)
 
     def logits(self, rows: slice, columns: slice) -> tuple[Tensor, Tensor | None]:
         """Return one block of each head, None for a second that is not there; the next call overwrites them."""
         blocks = [None, None]
+        self._buffers = self._buffers or [hidden.new_empty(self._shape) for hidden, _, _ in self._heads]
         for index, ((hidden, weight, bias), buffer) in enumerate(zip(self._heads, self._buffers, strict=True)):
             hidden, weight = hidden[rows], weight[columns]
             out = buffer[: len(hidden), : len(weight)]
