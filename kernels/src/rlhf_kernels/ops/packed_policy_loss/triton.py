@@ -23,7 +23,7 @@ SEQUENCE_BLOCK_SIZE = 2048  # two tokens a thread; where the loss depends on seq
 MAX_REGISTERS = 64  # fewer are taken where no bound is set, by putting loads off until others have been used
 SUMS_BLOCK_SIZE = 1024
 SCALE_BLOCK_SIZE, SCALE_PROGRAMS = 8192, 264
-OVERLAP = True  # from Hopper on, a small kernel is started while the one before it ends, and waits for it inside
+OVERLAP = True  # from Hopper on, a kernel is started while the one before it ends, and waits for it inside
 
 Column = Tensor | None
 
@@ -150,6 +150,7 @@ def _policy_kernel(
     """One sequence or every so many blocks a program. Before there are log-probs it writes, in place of gradients, by
     what a token's policy loss and its other terms are multiplied in the whole."""
     if OVERLAP:
+        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     program = tl.program_id(0).to(tl.int64)
     num_programs = tl.num_programs(0)
@@ -249,7 +250,7 @@ def launch_policy(
     options = {"SEQUENCES": sequences, "MEANS": objective.reduction == "seq_mean_token_mean", "BLOCK": block}
     options |= {"LEVEL": objective.weight_level, "MASKS": objective.weight_mode == "mask", "OVERLAP": overlap}
     options |= {"num_warps": max(block // (64 if sequences else 128), 1), "maxnreg": MAX_REGISTERS}
-    options |= {"low": float(objective.weight_low), "high": float(objective.weight_high)}
+    options |= {"low": float(objective.weight_low), "high": float(objective.weight_high), "launch_pdl": overlap}
     with _on_device(sums):
         if programs:
             _policy_kernel[(programs,)](
