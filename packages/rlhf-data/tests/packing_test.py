@@ -34,6 +34,16 @@ def test_pack_many_short_items_gives_bins_of_nearly_equal_tokens(seed):
 
 
 @pytest.mark.parametrize("seed", range(5))
+def test_pack_spreads_items_evenly_also_where_hardly_a_token_is_left(seed):
+    # The spread alone exceeds the budget by 2 to 5 tokens; the best fit has a bin of 24 items and one of 125.
+    lengths = np.random.default_rng(seed).integers(20, 350, size=512)
+    budget = -(-int(lengths.sum()) // 12) + 4
+    bins = pack(lengths, budget)
+    assert len(bins) == 12 and max(int(lengths[items].sum()) for items in bins) <= budget
+    assert max(map(len, bins)) - min(map(len, bins)) < 10
+
+
+@pytest.mark.parametrize("seed", range(5))
 def test_pack_random_lengths_is_lossless_within_budget_and_near_optimal(seed):
     lengths = np.random.default_rng(seed).integers(1, 513, size=400)
     bins = pack(lengths, 512)

@@ -14,7 +14,8 @@ def pack(lengths: Sequence[int] | np.ndarray, budget_tokens: int) -> list[list[i
 
     As many bins as best-fit decreasing needs: the longest item first, each into the fullest bin that still takes it;
     never more than 11/9 of the fewest possible bins plus one. Over that many the items are then spread evenly, each to
-    the bin with the fewest tokens, where the budget allows it: passes over the bins take equally long.
+    the bin with the fewest tokens, where the budget allows it, if need be after items have changed places: passes over
+    the bins take equally long.
 
     Args:
         lengths: [N] tokens of each item, each at least 1.
@@ -39,8 +40,8 @@ def pack(lengths: Sequence[int] | np.ndarray, budget_tokens: int) -> list[list[i
     order = np.argsort(-lengths, kind="stable").tolist()
     tightest = _best_fit(lengths, order, budget_tokens)
     even = _spread(lengths, order, len(tightest))
-    fits = max(int(lengths[items].sum()) for items in even) <= budget_tokens
-    return sorted((sorted(items) for items in (even if fits else tightest)), key=lambda items: items[0])
+    bins = even if _fit(lengths, even, budget_tokens) else tightest
+    return sorted((sorted(items) for items in bins), key=lambda items: items[0])
 
 
 def _best_fit(lengths: np.ndarray, order: Sequence[int], budget_tokens: int) -> list[list[int]]:
@@ -67,6 +68,23 @@ def _spread(lengths: np.ndarray, order: Sequence[int], num_bins: int) -> list[li
         heapq.heapreplace(tokens, (count + int(lengths[index]), number))
         bins[number].append(index)
     return bins
+
+
+def _fit(lengths: np.ndarray, bins: list[list[int]], budget_tokens: int) -> bool:
+    """Exchange items of the fullest bin for shorter ones of the emptiest until every bin is within the budget; return
+    whether that is so."""
+    tokens = [int(lengths[items].sum()) for items in bins]
+    while max(tokens) > budget_tokens:
+        fullest, emptiest = tokens.index(max(tokens)), tokens.index(min(tokens))
+        gains = lengths[bins[fullest]][:, None] - lengths[bins[emptiest]]
+        helps = (gains >= tokens[fullest] - budget_tokens) & (gains <= budget_tokens - tokens[emptiest])
+        if not helps.any():
+            return False
+        one, other = np.argwhere(helps)[0]
+        gain = int(gains[one, other])
+        bins[fullest][one], bins[emptiest][other] = bins[emptiest][other], bins[fullest][one]
+        tokens[fullest], tokens[emptiest] = tokens[fullest] - gain, tokens[emptiest] + gain
+    return True
 
 
 def split_balanced(lengths: Sequence[int] | np.ndarray, num_parts: int) -> list[list[int]]:
