@@ -159,6 +159,8 @@ else:
         given = [fused._kept_state(device, 2) for _ in range(2)]
         recorded = False
         given += [fused._kept_state(device, 2) for _ in range(2)]
+        stream.cuda_stream = 2  # of each thread another
+        assert fused._kept_state(device, 2) is None
         stream.cuda_stream = 7
         given += [fused._kept_state(device, 2)]
         assert given == [0, 1, 2, 2, 3]

@@ -54,7 +54,7 @@ def _launch(*tensors: Tensor | None, discounts: Sequence[float]) -> list[Tensor]
     return results
 
 
-_EACH_THREADS_OWN = 2  # the handle of one default stream a thread: it stands for many
+_STREAM_PER_THREAD = 2  # CUDA's handle for the default stream of whichever thread calls
 _states: dict[torch.device, tuple[Iterator[Tensor], dict[int, Tensor]]] = {}  # not in use yet, and those of streams
 
 
@@ -67,7 +67,7 @@ def _kept_state(device: torch.device, num_chunks: int) -> Tensor | None:
     on_gpu = device.type == "cuda"
     recorded = on_gpu and torch.cuda.is_current_stream_capturing()
     stream = torch.cuda.current_stream(device).cuda_stream if on_gpu else 0
-    if num_chunks > STATE_CHUNKS or not NUM_STATES or stream == _EACH_THREADS_OWN:
+    if num_chunks > STATE_CHUNKS or not NUM_STATES or stream == _STREAM_PER_THREAD:
         return None
     if device not in _states:
         if recorded or (on_gpu and torch.cuda.get_sync_debug_mode()):
