@@ -17,6 +17,17 @@ def test_segmented_scan_matches_hand_values_and_does_not_cross_sequences():
     assert segmented_scan(values, decays, BOUNDS).tolist() == [2.75, 3.5, 3.0, 14.0, 5.0]
 
 
+def test_scans_on_a_gpu_that_is_not_nvidias_take_the_twin_and_say_so_once(monkeypatch, caplog):
+    monkeypatch.setattr("rlhf_kernels.ops.segmented_scan.takes_triton", lambda operator, tensor: True)
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    values = torch.arange(1.0, 6.0)
+    for _ in range(2):
+        assert segmented_scan(values, torch.ones(5), BOUNDS).tolist() == [6.0, 5.0, 3.0, 9.0, 5.0]
+        packed_gae(values, values, torch.ones(5, dtype=torch.bool), BOUNDS, gamma=1.0, lambd=1.0)
+    operators = [record.getMessage().split()[0] for record in caplog.records]
+    assert operators == ["segmented_scan", "packed_gae"]
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_segmented_scan_of_any_dtype_equals_the_loop_in_float64(dtype):
     torch.manual_seed(0)

@@ -197,9 +197,8 @@ class _Passes:
         self.launch_forward: Callable[[], None] = self.run_forward
         self.launch_backward: Callable[[], None] = self.run_backward
         self.anchor = torch.zeros((), device=device, requires_grad=True)  # has autograd come back for the weights
-        self.user: Callable[[], Any] = lambda: (
-            None
-        )  # the node of the autograd graph that will come back, while it lives
+        # The node of the autograd graph that will come back, while it lives.
+        self.user: Callable[[], Any] = lambda: None
         self.pool: Any = None  # the graphs' memory
 
     @property

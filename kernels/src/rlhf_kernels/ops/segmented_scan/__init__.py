@@ -88,10 +88,11 @@ def packed_gae(
 
 
 def _takes_triton(operator: str, values: Tensor) -> bool:
-    if torch.version.hip is not None:  # programs wait for each other as NVIDIA's GPUs allow it
-        log_fallback_once(operator, "its kernel is for NVIDIA GPUs")
+    taken = takes_triton(operator, values)
+    if taken and torch.version.hip is not None:
+        log_fallback_once(operator, "its programs wait for each other, as is known to work on NVIDIA GPUs only")
         return False
-    return takes_triton(operator, values)
+    return taken
 
 
 def _check(
