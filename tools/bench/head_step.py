@@ -28,7 +28,7 @@ from rlhf_models.batch import TokenBatch
 from rlhf_models.compiled import compile_layers, compile_unavailable_reason
 from rlhf_models.loading import load_actor
 from rlhf_models.testing import tiny_model_dir
-from sft_throughput import MORE_SHAPES, SHAPES
+from shapes import SHAPES
 
 SEQUENCE_TOKENS = 512
 MAX_ERROR = 2e-2  # of the norm; bfloat16
@@ -125,7 +125,7 @@ def errors(model: nn.Module, batch: TokenBatch, index: Tensor) -> dict[str, dict
 def main() -> None:
     """Measure each head and write the report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=[*SHAPES, *MORE_SHAPES], default="tiny")
+    parser.add_argument("--shape", choices=SHAPES, default="tiny")
     parser.add_argument("--num_tokens", type=int, default=2048, help="of the pack")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--out", type=Path, required=True)
@@ -133,7 +133,7 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = "bfloat16" if device.type == "cuda" else "float32"
     with tempfile.TemporaryDirectory() as folder:
-        shape = {**SHAPES, **MORE_SHAPES}[options.shape]
+        shape = SHAPES[options.shape]
         path = tiny_model_dir(Path(folder, "model"), dtype=getattr(torch, dtype), **shape)
         model = load_actor(path, dtype=dtype, packing=True).model.to(device)
     if compile_unavailable_reason(model, device) is None:

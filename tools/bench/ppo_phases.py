@@ -30,21 +30,8 @@ from rlhf_train.online.job import BatchSizes, OnlineJob, RewardSpec
 from rlhf_train.online.observer import Observer
 from rlhf_train.placement import PlacementRequest, local_gpus, plan_placement
 from rlhf_train.specs import ModelSpec, OptimizerSpec
+from shapes import SHAPES
 
-SHAPES: Mapping[str, Mapping[str, float]] = {
-    "tiny": {},
-    "qwen2-0.5b": {
-        "vocab_size": 151_936,
-        "hidden_size": 896,
-        "intermediate_size": 4864,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 14,
-        "num_key_value_heads": 2,
-        "head_dim": 64,
-        "max_position_embeddings": 4096,
-        "initializer_range": 0.02,
-    },
-}
 REWARD = 'def reward_func(queries, prompts, labels):\n    return {"rewards": [len(query) % 7 for query in queries]}\n'
 
 

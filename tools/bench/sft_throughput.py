@@ -30,7 +30,6 @@ import numpy as np
 import torch
 
 from environment import command_line, environment
-from ppo_phases import SHAPES
 from rlhf_data.sft import SftExample
 from rlhf_models.testing import tiny_model_dir
 from rlhf_train.offline.job import OfflineJob, run_offline
@@ -38,29 +37,11 @@ from rlhf_train.offline.loop import OfflineSchedule
 from rlhf_train.offline.supervised import SupervisedObjective
 from rlhf_train.online.ray_actors import free_port
 from rlhf_train.specs import ModelSpec, OptimizerSpec
+from shapes import SHAPES
 
 PEAK_FLOPS = 989e12
 PRODUCTS_SECONDS = 3.0
 CHARACTERS_A_TOKEN = 3
-MORE_SHAPES = {
-    # For a CPU: wide enough that the layers' arithmetic decides, not the number of calls.
-    "small": {
-        "hidden_size": 256,
-        "intermediate_size": 768,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 64,
-    },
-    "qwen2-1.5b": SHAPES["qwen2-0.5b"]
-    | {
-        "hidden_size": 1536,
-        "intermediate_size": 8960,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 12,
-        "head_dim": 128,
-    },
-}
 
 
 def read_examples(path: Path, count: int) -> list[SftExample]:
@@ -173,7 +154,7 @@ def measure(
 def main() -> None:
     """Measure both layouts, each twice, and write the report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=[*SHAPES, *MORE_SHAPES], default="tiny")
+    parser.add_argument("--shape", choices=SHAPES, default="tiny")
     parser.add_argument("--lengths", type=Path, required=True)
     parser.add_argument("--batch_size", type=int, default=256)
     parser.add_argument("--micro_batch_size", type=int, default=32)
@@ -186,7 +167,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=2, help="runs of each layout")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
-    shape = {**SHAPES, **MORE_SHAPES}[options.shape]
+    shape = SHAPES[options.shape]
     padded = [] if options.no_padded else [None]
     examples = read_examples(options.lengths, options.batch_size * options.steps)
     with tempfile.TemporaryDirectory() as folder:

@@ -227,6 +227,9 @@ def _kernel(
 ):
     """One chunk a program: its step, and then its solution. Without a mask the numbers are values and decays."""
     index, num_chunks, lane = tl.program_id(0), tl.num_programs(0), tl.arange(0, chunk)
+    # Graphs that torch.compile makes hand float64 over.
+    gamma, lambd = tl.full((), gamma, tl.float32), tl.full((), lambd, tl.float32)
+    turn_gamma = tl.full((), turn_gamma, tl.float32)
     if early:
         tl.extra.cuda.gdc_wait()
     index = num_chunks - 1 - index  # the last chunk first: programs wait only for those that began before them

@@ -1,0 +1,37 @@
+"""Shapes of models that benchmarks make with random weights: what they set in `rlhf_models.testing.tiny_model_dir`."""
+
+from collections.abc import Mapping
+
+_QWEN2 = {
+    "vocab_size": 151_936,
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 4096,
+    "initializer_range": 0.02,
+}
+
+SHAPES: Mapping[str, Mapping[str, float]] = {
+    "tiny": {},
+    # For a CPU: wide enough that the layers' arithmetic decides, not the number of calls.
+    "small": {
+        "hidden_size": 256,
+        "intermediate_size": 768,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+    },
+    "qwen2-0.5b": _QWEN2,
+    "qwen2-1.5b": _QWEN2
+    | {
+        "hidden_size": 1536,
+        "intermediate_size": 8960,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 12,
+        "head_dim": 128,
+    },
+}
