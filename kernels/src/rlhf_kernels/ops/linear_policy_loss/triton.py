@@ -15,12 +15,13 @@ from rlhf_kernels.ops.packed_policy_loss.triton import (
     ratio_of,
     scaled_gradients,
 )
-from rlhf_kernels.ops.token_logprobs.triton import LN_2, _on_device, add_to_lanes, bits, sum_of_lanes
+from rlhf_kernels.ops.token_logprobs.triton import LN_2, LOG2_E, _on_device
 
 CHUNK_BYTES = 480 << 20  # of logits at a time; with what cuBLAS takes it stays under 0.5 GiB
 TILE_ROWS = 128  # of the products: chunks of full tiles
 ROW_ALIGNMENT = 64  # logits; rows that start at odd addresses slow the products down
-ROW_BLOCK_SIZE = 8192
+ROW_BLOCK_SIZE = 16_384
+ROW_VECTOR_BYTES = 32  # that a lane reads of each block
 ROW_NUM_WARPS = 32  # one row a multiprocessor at a time, so that its second reading finds it in the L2 cache
 
 
@@ -33,10 +34,37 @@ def _load(row_ptr, columns, vocab_size, MASKED: tl.constexpr):  # noqa: N803
 
 
 @triton.jit
-def _gradient(z, largest, log_total, constant, slope, inv_temperature):
-    """Return p (constant + slope c), c = (z - largest) / temperature in bits and p = 2^(c - log_total)."""
-    c = bits(z, largest, inv_temperature)
-    return tl.exp2(c - log_total) * (constant + slope * c)
+def _exponents(z, scale, top, CLAMPED: tl.constexpr):  # noqa: N803
+    """Return c = z scale - top, rounded once. A NaN stays one; CLAMPED, -inf, which times 0 would be NaN, is -1e4."""
+    c = z * scale - top
+    return tl.maximum(c, -1e4, propagate_nan=tl.PropagateNan.ALL) if CLAMPED else c
+
+
+@triton.jit
+def _add_to_lanes(z, top, s, u, scale, CLAMPED: tl.constexpr):  # noqa: N803
+    """Take logits [lanes, VECTOR] into each lane's top = max z scale, s = sum 2^c and u = sum c 2^c, c in bits."""
+    new_top = tl.maximum(top, tl.max(z, axis=1) * scale)
+    c = _exponents(z, scale, new_top[:, None], CLAMPED)
+    e = tl.exp2(c)
+    shift = top - new_top
+    kept = tl.exp2(shift)
+    return new_top, s * kept + tl.sum(e, axis=1), (u + shift * s) * kept + tl.sum(c * e, axis=1)
+
+
+@triton.jit
+def _sum_of_lanes(top, s, u):
+    """Return the top, s and u of all lanes together."""
+    highest = tl.max(top, axis=0)
+    shift = top - highest
+    kept = tl.exp2(shift)
+    return highest, tl.sum(s * kept, axis=0), tl.sum((u + shift * s) * kept, axis=0)
+
+
+@triton.jit
+def _gradient(z, top, log_total, constant, slope, scale, ENTROPY: tl.constexpr, CLAMPED: tl.constexpr):  # noqa: N803
+    """Return p (constant + slope c), c = z scale - top in bits and p = 2^(c - log_total)."""
+    c = _exponents(z, scale, top, CLAMPED)
+    return tl.exp2(c - log_total) * (constant + slope * c if ENTROPY else constant)
 
 
 @triton.jit
@@ -45,7 +73,7 @@ def _rows_kernel(
     first_row, row_stride, vocab_size, inv_temperature, gradient_scale, kl_coef, entropy_coef,
     ratio_low, ratio_high, dual_clip,
     LOSS: tl.constexpr, KL: tl.constexpr, UNBIASED: tl.constexpr,  # noqa: N803
-    GRADIENT: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr,  # noqa: N803
+    GRADIENT: tl.constexpr, ENTROPY: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
     """One row a program: log-prob and entropy, then the loss's gradient over the logits. A lane has VECTOR neighbouring
     columns of each block and sums of its own until the row is through. Rows are written to their padded width."""
@@ -65,16 +93,20 @@ def _rows_kernel(
 
     token_logit = tl.load(row_ptr + token_id, mask=token_id < vocab_size, other=float("nan")).to(tl.float32)
     whole = vocab_size // BLOCK * BLOCK
-    m = tl.full([lanes], -3.0e38, tl.float32)
+    scale = inv_temperature * LOG2_E
+    # Only float16 is so narrow that sound logits can become -inf.
+    clamped: tl.constexpr = logits_ptr.dtype.element_ty == tl.float16
+    top = tl.full([lanes], -3.0e38, tl.float32)
     s = tl.zeros([lanes], tl.float32)
     u = tl.zeros([lanes], tl.float32)
     for start in range(0, whole, BLOCK):
-        m, s, u = add_to_lanes(_load(row_ptr, start + columns, vocab_size, False), m, s, u, inv_temperature)
-    m, s, u = add_to_lanes(_load(row_ptr, whole + columns, vocab_size, True), m, s, u, inv_temperature)
-    largest, total, weighted = sum_of_lanes(m, s, u, inv_temperature)
+        z = _load(row_ptr, start + columns, vocab_size, False)
+        top, s, u = _add_to_lanes(z, top, s, u, scale, clamped)
+    top, s, u = _add_to_lanes(_load(row_ptr, whole + columns, vocab_size, True), top, s, u, scale, True)
+    top, total, weighted = _sum_of_lanes(top, s, u)
     log_total = tl.log2(total)
     log_sum = log_total * LN_2
-    logprob = (token_logit - largest) * inv_temperature - log_sum
+    logprob = (token_logit * scale - top) * LN_2 - log_sum
     entropy = log_sum - weighted / total * LN_2
     tl.store(logprobs_ptr + row, logprob)
     tl.store(entropy_ptr + row, entropy)
@@ -94,15 +126,16 @@ def _rows_kernel(
         grad = grad * gradient_scale * inv_temperature
         by_entropy = -entropy_coef * share * gradient_scale * inv_temperature
         # The token's own grad apart, grad (0 - p) - by_entropy p (log p + entropy).
-        terms = (largest, log_total, -grad - by_entropy * (entropy - log_sum), -by_entropy * LN_2, inv_temperature)
+        terms = (top, log_total, -grad - by_entropy * (entropy - log_sum), -by_entropy * LN_2, scale)
         for start in range(0, whole, BLOCK):
-            value = _gradient(_load(row_ptr, start + columns, vocab_size, False), *terms)
-            tl.store(row_ptr + start + columns, value.to(logits_ptr.dtype.element_ty))
-        value = _gradient(_load(row_ptr, whole + columns, vocab_size, True), *terms)
+            value = _gradient(_load(row_ptr, start + columns, vocab_size, False), *terms, ENTROPY, clamped)
+            # Not to be read before the kernel ends: other rows may have its place in the cache.
+            tl.store(row_ptr + start + columns, value.to(logits_ptr.dtype.element_ty), cache_modifier=".cs")
+        value = _gradient(_load(row_ptr, whole + columns, vocab_size, True), *terms, ENTROPY, True)
         value = value.to(logits_ptr.dtype.element_ty)
         tl.store(row_ptr + whole + columns, value, mask=whole + columns < row_stride)
         tl.debug_barrier()  # the token's element is written once more, by one thread, after all others
-        own = (_gradient(token_logit, *terms) + grad).to(logits_ptr.dtype.element_ty)
+        own = (_gradient(token_logit, *terms, ENTROPY, clamped) + grad).to(logits_ptr.dtype.element_ty)
         tl.store(row_ptr + token_id, own, mask=token_id < vocab_size)
 
 
@@ -148,8 +181,9 @@ class _LinearPolicyLoss(torch.autograd.Function):
                         gradient_scale=1.0 / ctx.factor,
                         **loss_options(objective),
                         GRADIENT=gradient,
+                        ENTROPY=objective.entropy_coef > 0,
                         BLOCK=ROW_BLOCK_SIZE,
-                        VECTOR=16 // hidden.itemsize,
+                        VECTOR=ROW_VECTOR_BYTES // hidden.itemsize,
                         num_warps=ROW_NUM_WARPS,
                     )
             return logits
