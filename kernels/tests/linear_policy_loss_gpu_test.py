@@ -10,7 +10,9 @@ from rlhf_kernels import PolicyObjective, PolicyStream, linear_policy_loss
 from rlhf_kernels.ops.linear_policy_loss.reference import linear_policy_loss_reference
 
 VOCAB_SIZES = [32_000, 50_257, 128_256, 151_936, 262_144]
-PPO = PolicyObjective(clip_low=0.9, clip_high=9.0, kl_coef=0.1, entropy_coef=0.01)
+PPO = PolicyObjective(clip_low=0.9, clip_high=9.0, kl_coef=0.1)
+WITH_ENTROPY = replace(PPO, entropy_coef=0.01)  # for which each row of logits is read twice
+BOTH = pytest.mark.parametrize("objective", [PPO, WITH_ENTROPY], ids=["once", "twice"])
 
 
 @pytest.fixture(autouse=True)
@@ -58,17 +60,19 @@ def check(arguments, objective, **options):
 
 @pytest.mark.parametrize("vocab_size", VOCAB_SIZES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_linear_policy_loss_full_vocabulary_equals_float64(vocab_size, dtype):
-    check(problem(100, vocab_size, dtype=dtype), PPO)
+@BOTH
+def test_linear_policy_loss_full_vocabulary_equals_float64(vocab_size, dtype, objective):
+    check(problem(100, vocab_size, dtype=dtype), objective)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 63, 2000])
 @pytest.mark.parametrize("weight_grad_dtype", [None, torch.float32])
-def test_linear_policy_loss_row_counts_and_chunks_equal_float64(num_tokens, weight_grad_dtype, monkeypatch):
+@BOTH
+def test_linear_policy_loss_row_counts_and_chunks_equal_float64(num_tokens, weight_grad_dtype, objective, monkeypatch):
     from rlhf_kernels.ops.linear_policy_loss import triton as fused
 
     monkeypatch.setattr(fused, "CHUNK_BYTES", 64 << 20)
-    check(problem(num_tokens, 50_257), PPO, weight_grad_dtype=weight_grad_dtype)
+    check(problem(num_tokens, 50_257), objective, weight_grad_dtype=weight_grad_dtype)
 
 
 @pytest.mark.parametrize("policy_loss", ["gspo", "cispo", "reinforce"])
@@ -77,23 +81,34 @@ def test_linear_policy_loss_other_losses_equal_float64(policy_loss):
     check(problem(500, 32_000), objective)
 
 
-def test_linear_policy_loss_same_input_twice_agrees_bit_for_bit():
+def test_linear_policy_loss_logits_that_rise_through_a_row_equal_float64():
+    # Twice, by more than exponentials relative to what came before can take.
+    hidden, weight, token_ids, stream = problem(100, 32_000, dtype=torch.float32)
+    with torch.no_grad():
+        hidden[:, 0] = 1.0
+        weight[:, 0] = torch.arange(32_000, device="cuda") // 10_000 * 60.0
+    check((hidden, weight, 30_000 + token_ids % 2000, stream), PolicyObjective(policy_loss="reinforce"))
+
+
+@BOTH
+def test_linear_policy_loss_same_input_twice_agrees_bit_for_bit(objective):
     results = []
     for _ in range(2):
         torch.manual_seed(0)
         hidden, weight, token_ids, stream = problem(4000, 151_936)
-        outputs = linear_policy_loss(hidden, weight, token_ids, stream, PPO)
+        outputs = linear_policy_loss(hidden, weight, token_ids, stream, objective)
         outputs[0].backward()
         results.append((*outputs, hidden.grad, weight.grad))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-def test_linear_policy_loss_takes_half_a_gibibyte_besides_the_gradients():
+@BOTH
+def test_linear_policy_loss_takes_half_a_gibibyte_besides_the_gradients(objective):
     hidden, weight, token_ids, stream = problem(8192, 151_936, 1024)
     gradients = 2 * (hidden.numel() + weight.numel())
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    linear_policy_loss(hidden, weight, token_ids, stream, PPO)[0].backward()
+    linear_policy_loss(hidden, weight, token_ids, stream, objective)[0].backward()
     assert torch.cuda.max_memory_allocated() - before - gradients < 512 << 20
 
 

@@ -9,7 +9,7 @@ import torch
 if os.environ.get("TRITON_INTERPRET") != "1":
 
     def test_triton_linear_policy_loss_interpreted_passes_all_cases(interpret):
-        interpret(Path(__file__).resolve(), num_cases=31)
+        interpret(Path(__file__).resolve(), num_cases=32)
 
 else:
     from rlhf_kernels import PolicyObjective, PolicyStream
@@ -26,7 +26,8 @@ else:
         torch.manual_seed(0)
         empty = torch.empty
         monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: empty(*args, **kwargs).fill_(float("nan")))
-        monkeypatch.setattr(fused, "ROW_BLOCK_SIZE", 32)
+        monkeypatch.setattr(fused, "READ_ONCE", (32, 16, 1))
+        monkeypatch.setattr(fused, "READ_TWICE", (32, 32, 1))
         monkeypatch.setattr(packed, "SCALE_BLOCK_SIZE", 256)
         monkeypatch.setattr(packed, "SCALE_PROGRAMS", 2)
         monkeypatch.setattr(fused, "TILE_ROWS", 8)
@@ -142,6 +143,15 @@ else:
         shifted = run(fused.linear_policy_loss_triton, given, PolicyObjective(entropy_coef=0.1))
         for out, want in zip(shifted[0], expected[0], strict=True):
             torch.testing.assert_close(out, want, atol=5e-3, rtol=1e-3)
+
+    def test_triton_linear_policy_loss_logits_that_rise_from_block_to_block_keep_their_digits():
+        # By 100 bits a block: exponentials relative to the first would be infinite in the third, and 0 the other way.
+        given = problem()
+        steps = torch.arange(101)[:, None] // 32 * 48.0
+        given["hidden"] = torch.cat([given["hidden"], torch.ones(40, 1)], dim=1)
+        given["weight"] = torch.cat([given["weight"], steps], dim=1)
+        given["token_ids"] = 96 + given["token_ids"] % 5
+        check(PolicyObjective(policy_loss="reinforce"), given, 2e-5)
 
     def test_triton_linear_policy_loss_without_gradient_makes_none():
         given = problem()

@@ -1,4 +1,9 @@
-"""Fused `linear_policy_loss`: chunks of logits that become their own gradient in place, between cuBLAS products."""
+"""Fused `linear_policy_loss`: chunks of logits that become their own gradient in place, between cuBLAS products.
+
+Where each row's gradient is a multiple of its probabilities, a row is read once, and written as exponentials before its
+sum is known; the products' other factors take the multiple. An entropy's gradient is none, and float16 is too narrow:
+there a row is read twice.
+"""
 
 from typing import Any
 
@@ -20,9 +25,13 @@ from rlhf_kernels.ops.token_logprobs.triton import LN_2, LOG2_E, _on_device
 CHUNK_BYTES = 480 << 20  # of logits at a time; with what cuBLAS takes it stays under 0.5 GiB
 TILE_ROWS = 128  # of the products: chunks of full tiles
 ROW_ALIGNMENT = 64  # logits; rows that start at odd addresses slow the products down
-ROW_BLOCK_SIZE = 16_384
-ROW_VECTOR_BYTES = 32  # that a lane reads of each block
-ROW_NUM_WARPS = 32  # one row a multiprocessor at a time, so that its second reading finds it in the L2 cache
+# Logits of a block, bytes of it that a lane has, and warps a row. A row that is read twice has a multiprocessor for
+# itself, so that the second reading finds it in the L2 cache.
+READ_ONCE, READ_TWICE = (4096, 16, 8), (16_384, 32, 32)
+# In bits: an exponential is at most 2 to this power. The sum of as many as a vocabulary has, times a weight, is finite
+# in float32, and its reciprocal times a gradient is no subnormal number.
+MAX_EXPONENT = tl.constexpr(60.0)
+SCALE_BLOCK_SIZE = 1024  # columns of a matrix whose rows are scaled
 
 
 @triton.jit
@@ -68,6 +77,90 @@ def _gradient(z, top, log_total, constant, slope, scale, ENTROPY: tl.constexpr, 
 
 
 @triton.jit
+def _by_logprob(
+    logprob, row, share, old_ptr, advantages_ptr, ref_ptr, factors_ptr, kl_coef, ratio_low, ratio_high, dual_clip,
+    LOSS: tl.constexpr, KL: tl.constexpr, UNBIASED: tl.constexpr,  # noqa: N803
+):  # fmt: skip
+    """Return the loss's derivative by a token's log-prob."""
+    grad = tl.load(factors_ptr + row)
+    if LOSS != "gspo":  # whose whole derivative is known here, from a first pass over all tokens
+        log_ratio = 0.0 * logprob if old_ptr is None else logprob - tl.load(old_ptr + row).to(tl.float32)
+        advantage = tl.load(advantages_ptr + row).to(tl.float32)
+        ratio = ratio_of(log_ratio)
+        _, slope, _ = policy_terms(logprob, log_ratio, ratio, advantage, ratio_low, ratio_high, dual_clip, LOSS)
+        grad = grad * slope
+        if ref_ptr is not None:
+            _, slope = kl_terms(log_ratio, logprob - tl.load(ref_ptr + row).to(tl.float32), KL, UNBIASED)
+            grad += share * kl_coef * slope
+    return grad
+
+
+@triton.jit
+def _zero(row_ptr, columns, row_stride, BLOCK: tl.constexpr):  # noqa: N803
+    for start in range(0, row_stride, BLOCK):
+        zeros = tl.zeros(columns.shape, row_ptr.dtype.element_ty)
+        tl.store(row_ptr + start + columns, zeros, mask=start + columns < row_stride)
+
+
+@triton.jit
+def _exponentials_kernel(
+    logits_ptr, token_ids_ptr, old_ptr, advantages_ptr, ref_ptr, factors_ptr, shares_ptr, logprobs_ptr, entropy_ptr,
+    scales_ptr, first_row, row_stride, vocab_size, inv_temperature, gradient_scale, kl_coef,
+    ratio_low, ratio_high, dual_clip,
+    LOSS: tl.constexpr, KL: tl.constexpr, UNBIASED: tl.constexpr,  # noqa: N803
+    GRADIENT: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr,  # noqa: N803
+):  # fmt: skip
+    """One row a program: log-prob and entropy, and over the logits what, times the row's scale, is the gradient."""
+    row_ptr = logits_ptr + tl.program_id(0).to(tl.int64) * row_stride
+    row = first_row + tl.program_id(0)
+    lanes: tl.constexpr = BLOCK // VECTOR
+    columns = tl.arange(0, lanes)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
+    token_id = tl.load(token_ids_ptr + row)
+    if token_id < 0:
+        tl.store(logprobs_ptr + row, 0.0)
+        tl.store(entropy_ptr + row, 0.0)
+        if GRADIENT:
+            tl.store(scales_ptr + row, 0.0)
+            _zero(row_ptr, columns, row_stride, BLOCK)
+        return
+
+    token_logit = tl.load(row_ptr + token_id, mask=token_id < vocab_size, other=float("nan")).to(tl.float32)
+    scale = inv_temperature * LOG2_E
+    top = tl.full((), -3.0e38, tl.float32)
+    s, u = tl.zeros([lanes], tl.float32), tl.zeros([lanes], tl.float32)
+    for start in range(0, row_stride, BLOCK):
+        z = _load(row_ptr, start + columns, vocab_size, True)
+        highest = tl.max(tl.max(z, axis=1), axis=0) * scale
+        if highest - top > MAX_EXPONENT:  # as for the first block, and hardly ever again
+            shift = top - highest
+            factor = tl.exp2(shift)
+            if GRADIENT:
+                for before in range(0, start, BLOCK):
+                    e = tl.load(row_ptr + before + columns).to(tl.float32) * factor
+                    tl.store(row_ptr + before + columns, e.to(logits_ptr.dtype.element_ty))
+            s, u, top = s * factor, (u + shift * s) * factor, highest
+        c = _exponents(z, scale, top, True)
+        e = tl.exp2(c)
+        if GRADIENT:
+            tl.store(row_ptr + start + columns, e.to(logits_ptr.dtype.element_ty), mask=start + columns < row_stride)
+        s, u = s + tl.sum(e, axis=1), u + tl.sum(c * e, axis=1)
+    total, weighted = tl.sum(s, axis=0), tl.sum(u, axis=0)
+    log_sum = tl.log2(total) * LN_2
+    logprob = (token_logit * scale - top) * LN_2 - log_sum
+    tl.store(logprobs_ptr + row, logprob)
+    tl.store(entropy_ptr + row, log_sum - weighted / total * LN_2)
+    if GRADIENT:
+        grad = _by_logprob(
+            logprob, row, tl.load(shares_ptr + row), old_ptr, advantages_ptr, ref_ptr, factors_ptr, kl_coef,
+            ratio_low, ratio_high, dual_clip, LOSS, KL, UNBIASED
+        )  # fmt: skip
+        tl.store(scales_ptr + row, -grad * gradient_scale * inv_temperature / total)
+        tl.debug_barrier()  # the token's element is written once more, by one thread, after all others
+        own = tl.exp2(_exponents(token_logit, scale, top, True)) - total
+        tl.store(row_ptr + token_id, own.to(logits_ptr.dtype.element_ty), mask=token_id < vocab_size)
+
+
+@triton.jit
 def _rows_kernel(
     logits_ptr, token_ids_ptr, old_ptr, advantages_ptr, ref_ptr, factors_ptr, shares_ptr, logprobs_ptr, entropy_ptr,
     first_row, row_stride, vocab_size, inv_temperature, gradient_scale, kl_coef, entropy_coef,
@@ -86,9 +179,7 @@ def _rows_kernel(
         tl.store(logprobs_ptr + row, 0.0)
         tl.store(entropy_ptr + row, 0.0)
         if GRADIENT:
-            for start in range(0, row_stride, BLOCK):
-                zeros = tl.zeros([lanes, VECTOR], logits_ptr.dtype.element_ty)
-                tl.store(row_ptr + start + columns, zeros, mask=start + columns < row_stride)
+            _zero(row_ptr, columns, row_stride, BLOCK)
         return
 
     token_logit = tl.load(row_ptr + token_id, mask=token_id < vocab_size, other=float("nan")).to(tl.float32)
@@ -113,16 +204,10 @@ def _rows_kernel(
 
     if GRADIENT:
         share = tl.load(shares_ptr + row)
-        grad = tl.load(factors_ptr + row)
-        if LOSS != "gspo":  # whose whole gradient by the log-prob is known here, from a first pass over all tokens
-            log_ratio = 0.0 * logprob if old_ptr is None else logprob - tl.load(old_ptr + row).to(tl.float32)
-            advantage = tl.load(advantages_ptr + row).to(tl.float32)
-            ratio = ratio_of(log_ratio)
-            _, slope, _ = policy_terms(logprob, log_ratio, ratio, advantage, ratio_low, ratio_high, dual_clip, LOSS)
-            grad = grad * slope
-            if ref_ptr is not None:
-                _, slope = kl_terms(log_ratio, logprob - tl.load(ref_ptr + row).to(tl.float32), KL, UNBIASED)
-                grad += share * kl_coef * slope
+        grad = _by_logprob(
+            logprob, row, share, old_ptr, advantages_ptr, ref_ptr, factors_ptr, kl_coef,
+            ratio_low, ratio_high, dual_clip, LOSS, KL, UNBIASED
+        )  # fmt: skip
         grad = grad * gradient_scale * inv_temperature
         by_entropy = -entropy_coef * share * gradient_scale * inv_temperature
         # The token's own grad apart, grad (0 - p) - by_entropy p (log p + entropy).
@@ -137,6 +222,16 @@ def _rows_kernel(
         tl.debug_barrier()  # the token's element is written once more, by one thread, after all others
         own = (_gradient(token_logit, *terms, ENTROPY, clamped) + grad).to(logits_ptr.dtype.element_ty)
         tl.store(row_ptr + token_id, own, mask=token_id < vocab_size)
+
+
+@triton.jit
+def _scale_rows_kernel(matrix_ptr, scales_ptr, out_ptr, stride, column_stride, width, BLOCK: tl.constexpr):  # noqa: N803
+    """One block of one row a program."""
+    row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    scale = tl.load(scales_ptr + row)
+    value = tl.load(matrix_ptr + row * stride + column.to(tl.int64) * column_stride, mask=column < width)
+    value = value.to(tl.float32) * scale
+    tl.store(out_ptr + row * width + column, value.to(out_ptr.dtype.element_ty), mask=column < width)
 
 
 @torch.compiler.disable
@@ -168,47 +263,71 @@ class _LinearPolicyLoss(torch.autograd.Function):
         columns = [token_ids, stream.old_logprobs, stream.advantages, stream.ref_logprobs]
         columns = [None if column is None else column.contiguous() for column in columns]
 
+        wants_hidden, wants_weight = hidden.requires_grad, weight.requires_grad
+        # Exponentials and their sum are too far apart for float16, and an entropy's gradient is no multiple of them.
+        once = hidden.dtype != torch.float16 and not objective.entropy_coef
+        scales = empty(len(hidden)) if once else None
+        options = {"inv_temperature": 1.0 / temperature, "gradient_scale": 1.0 / ctx.factor, **loss_options(objective)}
+        entropy_coef = options.pop("entropy_coef")
+
         def logits_of(start: int, gradient: bool) -> Tensor:
-            """Return a chunk's logits, or their gradient, having filled in its log-probs and entropies."""
+            """Return a chunk's logits, or their gradient, perhaps yet to be scaled by row, having filled in its
+            log-probs and entropies."""
             rows = hidden[start : start + chunk_rows]
             logits = buffer[: len(rows), : len(weight)]
             torch.mm(rows, weight.t(), out=logits)
-            if len(rows):
-                with _on_device(hidden):
-                    _rows_kernel[(len(rows),)](
-                        *(logits, *columns, factors, shares, logprobs, entropy, start, width, len(weight)),
-                        inv_temperature=1.0 / temperature,
-                        gradient_scale=1.0 / ctx.factor,
-                        **loss_options(objective),
-                        GRADIENT=gradient,
-                        ENTROPY=objective.entropy_coef > 0,
-                        BLOCK=ROW_BLOCK_SIZE,
-                        VECTOR=ROW_VECTOR_BYTES // hidden.itemsize,
-                        num_warps=ROW_NUM_WARPS,
-                    )
+            per_row = (logits, *columns, factors, shares, logprobs, entropy)
+            sizes = (start, width, len(weight))
+            block_size, lane_bytes, num_warps = READ_ONCE if once else READ_TWICE
+            blocks = {"BLOCK": block_size, "VECTOR": lane_bytes // hidden.itemsize, "num_warps": num_warps}
+            with _on_device(hidden):
+                if len(rows) and once:
+                    _exponentials_kernel[(len(rows),)](*per_row, scales, *sizes, GRADIENT=gradient, **options, **blocks)
+                elif len(rows):
+                    blocks |= {"GRADIENT": gradient, "ENTROPY": entropy_coef > 0, "entropy_coef": entropy_coef}
+                    _rows_kernel[(len(rows),)](*per_row, *sizes, **options, **blocks)
             return logits
 
-        wants_hidden, wants_weight = hidden.requires_grad, weight.requires_grad
-        if objective.policy_loss == "gspo" and (
-            wants_hidden or wants_weight
-        ):  # whose gradients need the log-probs of whole sequences
-            for start in starts:
+        if objective.policy_loss == "gspo" and (wants_hidden or wants_weight):
+            for start in starts:  # its gradients need the log-probs of whole sequences
                 logits_of(start, gradient=False)
             launch_policy(logprobs, entropy, stream, objective, factors)
         grad_hidden = empty(*hidden.shape, dtype=hidden.dtype) if wants_hidden else None
         grad_weight = empty(*weight.shape, dtype=weight_grad_dtype or weight.dtype) if wants_weight else None
         for start in starts:
             logits = logits_of(start, gradient=wants_hidden or wants_weight)
-            if wants_hidden:
-                torch.mm(logits, weight, out=grad_hidden[start : start + chunk_rows])
+            chunk = slice(start, start + chunk_rows)
+            rows = hidden[chunk]
+            if wants_hidden and once:
+                _scale_rows(_wide_product(logits, weight), scales[chunk], grad_hidden[chunk])
+            elif wants_hidden:
+                torch.mm(logits, weight, out=grad_hidden[chunk])
             if wants_weight:
-                _add_product(grad_weight, logits.t(), hidden[start : start + chunk_rows], beta=min(start, 1))
+                rows = _scale_rows(rows, scales[chunk], empty(*rows.shape, dtype=rows.dtype)) if once else rows
+                _add_product(grad_weight, logits.t(), rows, beta=min(start, 1))
         loss, metrics = launch_policy(logprobs, entropy, stream, objective)
         ctx.save_for_backward(grad_hidden, grad_weight.to(weight.dtype) if wants_weight else None)
         ctx.mark_non_differentiable(metrics, logprobs, entropy)
         return loss, metrics, logprobs, entropy
 
     backward = staticmethod(scaled_gradients)
+
+
+def _scale_rows(matrix: Tensor, scales: Tensor, out: Tensor) -> Tensor:
+    """Return `out`, filled with each row of a matrix times its scale."""
+    if matrix.numel():
+        with _on_device(matrix):
+            _scale_rows_kernel[(len(matrix), triton.cdiv(matrix.shape[1], SCALE_BLOCK_SIZE))](
+                matrix, scales, out, *matrix.stride(), matrix.shape[1], BLOCK=SCALE_BLOCK_SIZE
+            )
+    return out
+
+
+def _wide_product(left: Tensor, right: Tensor) -> Tensor:
+    """Return left right in float32, as it was summed."""
+    if left.is_cuda and left.dtype != torch.float32:
+        return torch.mm(left, right, out_dtype=torch.float32)
+    return left.float() @ right.float()
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor, beta: int) -> None:
