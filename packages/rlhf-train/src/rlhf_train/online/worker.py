@@ -152,9 +152,9 @@ class TrainWorker:
         charged = zeros if kl is None or spec.use_kl_loss else kl
         rewards = token_rewards(experience.rewards, charged, mask, kl_coef=kl_coef)
         values, lambd = (columns["values"], spec.lambd) if spec.row.uses_critic else (zeros, 1.0)
-        advantages, returns = generalized_advantages(
-            rewards, values, mask, gamma=spec.gamma, lambd=lambd, last_values=last_values
-        )
+        given = [None if x is None else to_device(x, self._device) for x in (rewards, values, mask, last_values)]
+        solved = generalized_advantages(*given[:3], gamma=spec.gamma, lambd=lambd, last_values=given[3])
+        advantages, returns = (column.cpu() for column in solved)
         if spec.row.whiten:
             total = moments(advantages, mask).to(self._device)
             torch.distributed.all_reduce(total)
