@@ -1,8 +1,8 @@
 """The plain torch twin of `packed_policy_loss`: what the fused kernel must equal, and the path of CPUs.
 
-It is put together from losses that are one number a token, neither masked nor reduced. Shape letter: N tokens. Log-probs
-are in nats: `logprobs` are the current policy's and carry the gradient, `old_logprobs` are of the policy before the
-step, and a constant, as `advantages` are. Losses are in reward units.
+It is put together from losses that are one number a token, neither masked nor reduced. Shape letter: N tokens.
+Log-probs are in nats: `logprobs` are the current policy's and carry the gradient; `old_logprobs`, of the policy before
+the step, and `advantages` are constants. Losses are in reward units.
 """
 
 import math
@@ -40,7 +40,7 @@ def packed_policy_loss_reference(
         reference, unbiased = wide(stream.ref_logprobs).detach(), objective.kl_unbiased_gradient
         kl = kl_loss(logprobs, old, reference, objective.kl_estimator, unbiased_gradient=unbiased)
 
-    share = kept / stream.denominator(objective)
+    share = kept.to(old) / stream.denominator(objective)
     if objective.reduction == "seq_mean_token_mean":
         share = share / _totals(kept.to(old), stream.cu_seqlens).clamp(min=1)
     policy_loss, kl_term, entropy_bonus = ((share * term).sum() for term in (weights * loss, kl, bonus))
