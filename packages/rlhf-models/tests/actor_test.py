@@ -258,7 +258,7 @@ def expected_loss(pairs, stream, objective):
             d = logprob - reference[t]
             kl = (-d).exp() - 1 + d
             if objective.kl_unbiased_gradient:
-                kl = kl.detach() + min(float(ratio), 10.0) * d.detach() * (logprob - logprob.detach())
+                kl = kl.detach() + min(ratio.item(), 10.0) * d.detach() * (logprob - logprob.detach())
             total = total + share * (weights[t] * loss + objective.kl_coef * kl - objective.entropy_coef * entropy[t])
     return total
 
