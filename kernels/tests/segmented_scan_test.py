@@ -1,5 +1,7 @@
 """`segmented_scan` and `packed_gae` on the CPU: the plain twins, which are also what the kernels are held against."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -91,6 +93,31 @@ def test_packed_gae_step_into_another_turn_has_its_own_discount(turn_gamma, expe
     turns = torch.tensor([True, False, True])
     advantages, _ = gae([0.0, 0.0, 1.0], [0.5, 0.4, 0.6], turn_starts=turns, turn_gamma=turn_gamma)
     torch.testing.assert_close(advantages, torch.tensor(expected))
+
+
+@pytest.mark.parametrize("goes_on", [False, True])
+@pytest.mark.parametrize(("gamma", "lambd", "turn_gamma"), [(1.0, 1.0, 1.0), (0.99, 0.95, 0.5), (0.9, 0.0, 0.0)])
+def test_packed_gae_of_ragged_sequences_equals_the_loop_in_float64(gamma, lambd, turn_gamma, goes_on):
+    torch.manual_seed(0)
+    bounds = [0, 7, 7, 8, 38, 50, 54]  # one is empty; of the last one nothing is trained
+    rewards, values = torch.randn(2, 54).unbind()
+    mask, turns = torch.rand(54) < 0.6, torch.rand(54) < 0.3
+    mask[50:] = False
+    rewards[~mask], values[~mask] = float("nan"), float("nan")
+    last = torch.randn(6) if goes_on else None
+    expected = torch.zeros(2, 54, dtype=torch.float64)
+    for sequence, (start, end) in enumerate(itertools.pairwise(bounds)):
+        next_value, next_advantage, discount = float(last[sequence]) if goes_on else 0.0, 0.0, gamma
+        for token in (t for t in reversed(range(start, end)) if mask[t]):
+            delta = float(rewards[token]) + discount * next_value - float(values[token])
+            next_advantage = delta + discount * lambd * next_advantage
+            next_value, discount = float(values[token]), turn_gamma if turns[token] else gamma
+            expected[:, token] = torch.tensor([next_advantage, next_advantage + next_value], dtype=torch.float64)
+    got = packed_gae(
+        rewards, values, mask, torch.tensor(bounds),
+        gamma=gamma, lambd=lambd, last_values=last, turn_starts=turns, turn_gamma=turn_gamma,
+    )  # fmt: skip
+    torch.testing.assert_close(torch.stack(got).double(), expected, atol=1e-5, rtol=1e-5)
 
 
 def test_packed_gae_turns_cut_apart_are_sequences_of_their_own():

@@ -191,10 +191,10 @@ class Trainer:
         """Divide the actor's losses by something else."""
         right = self.worker._actor_loss
 
-        def actor_loss(rows: Any, outputs: Any, mask: Any, counts: Denominators, *rest: Any) -> Any:
+        def actor_loss(rows: Any, counts: Denominators, *rest: Any) -> Any:
             [batch] = self.worker._plan.mini_batches
-            left = self.worker._cut(self.worker._experience.policy_mask, rows, mask.shape[1])
-            return right(rows, outputs, mask, wrong(counts, left, len(batch.micro_batches)), *rest)
+            left = self.worker._experience.policy_mask[rows]
+            return right(rows, wrong(counts, left, len(batch.micro_batches)), *rest)
 
         self.worker._actor_loss = actor_loss
 

@@ -147,7 +147,6 @@ def ratio_of_first_update(rank: int, num_ranks: int, master: Any, path: str, cas
     """Return the largest ratio that the first optimizer step sees, or its inverse if that is farther from 1."""
     import torch
 
-    from rlhf_train.losses.policy import policy_ratio
     from rlhf_train.online.worker import TrainWorker
 
     spec = ModelSpec(path=path, zero_stage=0, optimizer=OPTIMIZER)
@@ -169,12 +168,22 @@ def ratio_of_first_update(rank: int, num_ranks: int, master: Any, path: str, cas
         max_response_tokens=24, seed=0,
     )[0]  # fmt: skip
     worker.load_rollouts([rollouts[row] for row in plan.rows], [0.0] * 8, plan)
-    worker.run_model("actor")
-    rows = plan.mini_batches[0].micro_batches[0]
-    outputs, mask = worker._forward("actor", rows)
-    old = worker._columns(rows, mask.shape[1], ("old_logprobs",))["old_logprobs"]
-    ratio = policy_ratio(outputs["logprobs"], old)[mask]
-    return float(torch.maximum(ratio, 1 / ratio).max())
+    for role in ("actor", "critic", "reference"):
+        worker.run_model(role)
+    worker.assign_advantages(kl_coef=0.05)
+    engine, seen = worker.engines["actor"], []
+    forward = engine.forward
+
+    def recorded(batch: Any, **options: Any) -> Any:
+        output = forward(batch, **options)
+        ratios = torch.exp(output.logprobs[options["logits_mask"].to(engine.device)] - options["stream"].old_logprobs)
+        seen.append(torch.maximum(ratios, 1 / ratios).max())
+        return output
+
+    engine.forward = recorded
+    worker.update("actor", max_epochs=1, seed=0)
+    [largest] = seen
+    return float(largest)
 
 
 @pytest.mark.parametrize("name", [name for name in SPLITS if name != "whole"])

@@ -1,20 +1,23 @@
 """Invariant 4: every loss and estimator equals a slow version, written token by token in float64 from its formula."""
 
+import itertools
 import math
 import random
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from rlhf_kernels import PolicyObjective, PolicyStream, packed_policy_loss
+from rlhf_kernels.ops.packed_policy_loss.reference import packed_policy_loss_reference
 from rlhf_train.advantages import generalized_advantages, moments, token_rewards, whiten
 from rlhf_train.algorithms import CORRECTION_LEVELS, CORRECTION_MODES, REDUCTIONS
 from rlhf_train.batching import Denominators
 from rlhf_train.corrections import bounded_weights, importance_weights
 from rlhf_train.group_rewards import group_normalized, leave_one_out
-from rlhf_train.kl import adapted_kl_coef, kl_estimate, kl_loss
-from rlhf_train.losses.aggregate import aggregate
-from rlhf_train.losses.policy import cispo_loss, clipped_policy_loss, gspo_loss, reinforce_loss
+from rlhf_train.kl import adapted_kl_coef, kl_estimate
+from rlhf_train.losses.aggregate import token_mean
 from rlhf_train.losses.value import clipped_value_loss
 
 NUM_ROWS, NUM_COLUMNS, MAX_TOKENS = 7, 11, 13
@@ -68,40 +71,78 @@ def slow_aggregate(losses: dict[tuple[int, int], float], reduction: str) -> floa
     return total if reduction == "seq_mean_token_sum" else total / MAX_TOKENS
 
 
+def fast_policy_loss(
+    x: dict[str, torch.Tensor], mask: torch.Tensor, reduction: str, counts: Denominators, **options: Any
+) -> torch.Tensor:
+    """Return the policy loss by the operator, or, in float64, by its twin; a row is a sequence."""
+    columns = {"advantages": "advantages", "old_logprobs": "old", "ref_logprobs": "reference", "weights": "weights"}
+    stream = PolicyStream(
+        **{name: x[key].flatten() for name, key in columns.items() if key in x},
+        loss_mask=mask.flatten(),
+        cu_seqlens=torch.arange(NUM_ROWS + 1) * NUM_COLUMNS,
+        num_tokens=counts.num_tokens,
+        num_sequences=counts.num_sequences,
+        max_tokens=counts.max_tokens,
+    )
+    logprobs, objective = x["logprobs"].flatten(), PolicyObjective(reduction=reduction, **options)
+    if logprobs.dtype == torch.float64:
+        return packed_policy_loss_reference(logprobs, None, stream, objective)[0]
+    return packed_policy_loss(logprobs, stream, objective)[0]
+
+
+def fast_kl(x: dict[str, torch.Tensor], *rest: Any, **options: Any) -> torch.Tensor:
+    """Return the KL term alone: with advantages of 0 there is no other."""
+    return fast_policy_loss(x | {"advantages": torch.zeros_like(x["advantages"])}, *rest, kl_coef=1.0, **options)
+
+
 CASES = {
     "policy": (
         slow_policy_loss,
         "logprobs",
-        lambda x: clipped_policy_loss(x["logprobs"], x["old"], x["advantages"], clip_low=0.2, clip_high=0.3),
+        lambda *args: fast_policy_loss(*args, clip_low=0.2, clip_high=0.3),
     ),
+    **{
+        f"{name} loss": (
+            lambda x, i, t, name=name: slow_kl(name, x | {"old": x["reference"]}, i, t),
+            "logprobs",
+            lambda *args, name=name: fast_kl(*args, kl_estimator=name),
+        )
+        for name in ("k1", "k2", "k3")
+    },
+}
+# What is reduced to the mean over tokens and no other.
+MEAN_CASES = {
     "value": (
         slow_value_loss,
         "values",
-        lambda x: clipped_value_loss(x["values"], x["old_values"], x["returns"], value_clip=0.5),
+        lambda x, mask, _, counts: token_mean(
+            clipped_value_loss(x["values"], x["old_values"], x["returns"], value_clip=0.5), mask, counts
+        ),
     ),
     **{
         name: (
             lambda x, i, t, name=name: slow_kl(name, x, i, t),
             "logprobs",
-            lambda x, name=name: kl_estimate(x["logprobs"], x["old"], name),
+            lambda x, mask, _, counts, name=name: token_mean(kl_estimate(x["logprobs"], x["old"], name), mask, counts),
         )
         for name in ("k1", "k2", "k3")
     },
 }
 
 
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "reduction"), [*itertools.product(CASES, REDUCTIONS), *((name, "token_mean") for name in MEAN_CASES)]
+)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_loss_and_gradient_equal_the_slow_twin(batch, name, reduction, dtype):
-    slow, variable, fast = CASES[name]
+    slow, variable, fast = (CASES | MEAN_CASES)[name]
     places = trained(batch["mask"])
     expected = slow_aggregate({place: slow(batch, *place) for place in places}, reduction)
 
     inputs = {key: value if key == "mask" else value.to(dtype) for key, value in batch.items()}
     inputs[variable] = inputs[variable].clone().requires_grad_()
     counts = Denominators(len(places), len({i for i, _ in places}), MAX_TOKENS)
-    loss = aggregate(fast(inputs), batch["mask"], reduction, counts)
+    loss = fast(inputs, batch["mask"], reduction, counts)
     loss.backward()
     tolerance = 1e-12 if dtype is torch.float64 else 1e-5
     assert loss.item() == pytest.approx(expected, rel=tolerance, abs=tolerance)
@@ -167,25 +208,14 @@ def slow_shares(mask: torch.Tensor, reduction: str) -> dict[tuple[int, int], flo
 
 
 BY_FORMULA = {
-    "dual clip": (
-        slow_dual_clip,
-        lambda x: clipped_policy_loss(
-            x["logprobs"], x["old"], x["advantages"], clip_low=0.2, clip_high=0.3, dual_clip=1.5
-        ),
-    ),
-    "gspo": (
-        slow_gspo,
-        lambda x: gspo_loss(x["logprobs"], x["old"], x["advantages"], x["mask"], clip_low=0.03, clip_high=0.04),
-    ),
-    "cispo": (
-        slow_cispo,
-        lambda x: cispo_loss(x["logprobs"], x["old"], x["advantages"], clip_low=0.2, clip_high=0.3),
-    ),
-    "reinforce": (slow_reinforce, lambda x: reinforce_loss(x["logprobs"], x["advantages"])),
+    "dual clip": (slow_dual_clip, lambda *args: fast_policy_loss(*args, clip_high=0.3, dual_clip=1.5)),
+    "gspo": (slow_gspo, lambda *args: fast_policy_loss(*args, policy_loss="gspo", clip_low=0.03, clip_high=0.04)),
+    "cispo": (slow_cispo, lambda *args: fast_policy_loss(*args, policy_loss="cispo", clip_high=0.3)),
+    "reinforce": (slow_reinforce, lambda *args: fast_policy_loss(*args, policy_loss="reinforce")),
     **{
         f"unbiased {name}": (
             lambda x, i, t, name=name: slow_unbiased_kl(name, x, i, t),
-            lambda x, name=name: kl_loss(x["logprobs"], x["old"], x["reference"], name, unbiased_gradient=True),
+            lambda *args, name=name: fast_kl(*args, kl_estimator=name, kl_unbiased_gradient=True),
         )
         for name in ("k1", "k2", "k3")
     },
@@ -201,7 +231,7 @@ def test_loss_with_constants_and_gradient_equal_the_slow_twin(batch, name, reduc
     inputs = {key: value if key == "mask" else value.to(dtype) for key, value in batch.items()}
     inputs["logprobs"] = inputs["logprobs"].clone().requires_grad_()
     counts = Denominators(len(shares), len({i for i, _ in shares}), MAX_TOKENS)
-    loss = aggregate(fast(inputs), mask, reduction, counts)
+    loss = fast(inputs, mask, reduction, counts)
     loss.backward()
     tolerance = 1e-12 if dtype is torch.float64 else 1e-5
     expected = sum(share * slow(batch, *place)[0] for place, share in shares.items())
@@ -238,11 +268,9 @@ def test_corrected_loss_and_gradient_equal_the_slow_twin(batch, level, mode, red
     assert set(trained(kept)) == set(exact) - (beyond if mode == "mask" else set())
 
     logprobs = batch["logprobs"].clone().requires_grad_()
-    tokens = clipped_policy_loss(
-        logprobs, batch["old"], batch["advantages"], clip_low=0.2, clip_high=0.3, dual_clip=1.5
-    )
     counts = Denominators(int(kept.sum()), int(kept.any(dim=1).sum()), MAX_TOKENS)
-    loss = aggregate(weights * tokens, kept, reduction, counts)
+    inputs = batch | {"logprobs": logprobs, "weights": weights}
+    loss = fast_policy_loss(inputs, kept, reduction, counts, clip_high=0.3, dual_clip=1.5)
     loss.backward()
     value = 0.0
     for place, share in slow_shares(kept, reduction).items():

@@ -1,9 +1,16 @@
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM
 
 from rlhf_data.errors import ConfigError
-from rlhf_kernels import linear_token_logprobs
+from rlhf_kernels import (
+    POLICY_METRICS,
+    PolicyObjective,
+    PolicyStream,
+    linear_policy_loss,
+    linear_token_logprobs,
+)
 from rlhf_models import actor as actor_module
 from rlhf_models.actor import Actor
 from rlhf_models.attention import PACKED_ATTENTION
@@ -12,9 +19,8 @@ from rlhf_models.loading import load_actor
 from rlhf_models.testing import tiny_model_dir
 
 
-def expected_logprobs(folder, sequences, temperature):
-    """One sequence at a time through plain transformers, in float64."""
-    model = AutoModelForCausalLM.from_pretrained(folder).double()
+def expected_logprobs(model, sequences, temperature):
+    """One sequence at a time through a model of plain transformers in float64."""
     results = []
     for sequence in sequences:
         ids = torch.as_tensor(sequence)[None]
@@ -32,7 +38,7 @@ def test_actor_each_token_has_the_logprob_and_entropy_of_plain_transformers(mode
     batch = TokenBatch.packed(sequences) if packing else TokenBatch.padded(sequences, pad_id=0)
     output = load_actor(model_dir, dtype="float32", packing=packing)(batch, temperature=0.7)
     assert output.logprobs.dtype == output.entropy.dtype == torch.float32
-    expected = expected_logprobs(model_dir, sequences, 0.7)
+    expected = expected_logprobs(AutoModelForCausalLM.from_pretrained(model_dir).double(), sequences, 0.7)
     for values, wanted in zip(output, zip(*expected, strict=True), strict=True):
         for one, want in zip(batch.split(values), wanted, strict=True):
             close(one[1:], want)
@@ -195,3 +201,161 @@ def test_actor_head_that_is_more_than_its_weight_is_called_as_a_module(model_dir
         actor.model.set_output_embeddings(torch.nn.Sequential(head))
     with torch.no_grad():
         actor(TokenBatch.padded(sequences, pad_id=0))
+
+
+OBJECTIVES = {
+    "ppo": PolicyObjective(dual_clip=1.5, kl_coef=0.2, kl_estimator="k3", entropy_coef=0.1),
+    "gspo": PolicyObjective(policy_loss="gspo", reduction="seq_mean_token_mean", clip_low=0.3, clip_high=0.4),
+    "cispo": PolicyObjective(policy_loss="cispo", kl_coef=0.1, kl_unbiased_gradient=True),
+    "reinforce": PolicyObjective(policy_loss="reinforce", entropy_coef=0.3),
+}
+
+
+def lesson(sequences):
+    """Where each sequence is trained, and a stream of those tokens: ratios of all sizes, one sequence not trained."""
+    torch.manual_seed(0)
+    trained = [np.arange(len(s)) % 3 != 0 if i != 2 else np.zeros(len(s), bool) for i, s in enumerate(sequences)]
+    counts = torch.tensor([mask.sum() for mask in trained])
+    columns = -6.2 + 0.5 * torch.randn(2, int(counts.sum()))
+    stream = PolicyStream(
+        advantages=torch.randn(columns.shape[1]),
+        loss_mask=torch.ones(columns.shape[1], dtype=torch.bool),
+        cu_seqlens=torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)]),
+        num_tokens=30,
+        num_sequences=6,
+        old_logprobs=columns[0],
+        ref_logprobs=columns[1],
+        weights=0.5 + torch.rand(columns.shape[1]),
+    )
+    return trained, stream
+
+
+def expected_loss(pairs, stream, objective):
+    """The loss token by token in float64; `pairs` are the log-probs and entropies of each sequence's trained tokens."""
+    total, start = torch.zeros(()).double(), 0
+    for logprobs, entropy in pairs:
+        place = slice(start, start + len(logprobs))
+        start += len(logprobs)
+        old, reference, advantages, weights = (
+            column[place].double()
+            for column in (stream.old_logprobs, stream.ref_logprobs, stream.advantages, stream.weights)
+        )
+        share = 1 / stream.num_tokens
+        if objective.reduction == "seq_mean_token_mean":
+            share = 1 / (max(len(logprobs), 1) * stream.num_sequences)
+        mean = (logprobs - old).mean()
+        for t, logprob in enumerate(logprobs):
+            gap = logprob - old[t] if objective.policy_loss != "gspo" else mean.detach() + logprob - logprob.detach()
+            ratio, advantage = gap.exp(), advantages[t]
+            bounded = ratio.clamp(1 - objective.clip_low, 1 + objective.clip_high)
+            loss = -torch.minimum(ratio * advantage, bounded * advantage)
+            if objective.dual_clip is not None and advantage < 0:
+                loss = torch.minimum(loss, -objective.dual_clip * advantage)
+            if objective.policy_loss == "cispo":
+                loss = -bounded.detach() * advantage * logprob
+            if objective.policy_loss == "reinforce":
+                loss = -advantage * logprob
+            d = logprob - reference[t]
+            kl = (-d).exp() - 1 + d
+            if objective.kl_unbiased_gradient:
+                kl = kl.detach() + min(ratio.item(), 10.0) * d.detach() * (logprob - logprob.detach())
+            total = total + share * (weights[t] * loss + objective.kl_coef * kl - objective.entropy_coef * entropy[t])
+    return total
+
+
+@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_actor_policy_loss_and_gradients_are_those_of_plain_transformers_in_float64(
+    model_dir, sequences, name, packing
+):
+    trained, stream = lesson(sequences)
+    plain = AutoModelForCausalLM.from_pretrained(model_dir).double()
+    pairs = [
+        [values[torch.from_numpy(mask[1:])] for values in pair]
+        for pair, mask in zip(expected_logprobs(plain, sequences, 0.7), trained, strict=True)
+    ]
+    want = expected_loss(pairs, stream, OBJECTIVES[name])
+    want.backward()
+
+    batch = TokenBatch.packed(sequences) if packing else TokenBatch.padded(sequences, pad_id=0)
+    actor = load_actor(model_dir, dtype="float32", packing=packing)
+    mask = batch.lay_out(trained, torch.bool)
+    output = actor(batch, temperature=0.7, logits_mask=mask, stream=stream, objective=OBJECTIVES[name])
+    output.loss.backward()
+    close(output.loss, want.detach())
+    for (label, weight), other in zip(actor.model.named_parameters(), plain.parameters(), strict=True):
+        assert other.grad.any(), label
+        close(weight.grad, other.grad, 1e-5 + 1e-4 * other.grad.abs().max().item())
+    for values, wanted in zip(output[2:], zip(*pairs, strict=True), strict=True):
+        assert not values.requires_grad and not values[~mask].any()
+        close(values[mask], torch.cat(wanted).detach())
+    metrics = dict(zip(POLICY_METRICS, output.metrics.tolist(), strict=True))
+    assert metrics["loss"] == output.loss.item() and metrics["tokens"] == mask.sum()
+    assert metrics["entropy"] == pytest.approx(output.entropy.sum().item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_actor_policy_loss_of_no_tokens_is_zero_with_a_gradient_of_zeros(model_dir, sequences, packing):
+    batch = TokenBatch.packed(sequences) if packing else TokenBatch.padded(sequences, pad_id=0)
+    none = torch.zeros(0)
+    stream = PolicyStream(
+        advantages=none, loss_mask=none.bool(), cu_seqlens=torch.tensor([0]), num_tokens=9, num_sequences=2
+    )
+    for objective in (PolicyObjective(entropy_coef=0.1), OBJECTIVES["gspo"]):
+        actor = load_actor(model_dir, dtype="float32", packing=packing)
+        mask = torch.zeros_like(batch.input_ids, dtype=torch.bool)
+        output = actor(batch, logits_mask=mask, stream=stream, objective=objective)
+        output.loss.backward()
+        assert output.loss.item() == 0.0 and not output.metrics.any() and not output.logprobs.any()
+        assert all(not parameter.grad.any() for parameter in actor.parameters())
+
+
+def test_actor_policy_loss_needs_a_stream_and_an_objective_and_the_streams_tokens(model_dir, sequences):
+    actor, batch = load_actor(model_dir, dtype="float32"), TokenBatch.padded(sequences, pad_id=0)
+    _, stream = lesson(sequences)
+    for one in ({"stream": stream}, {"objective": PolicyObjective()}):
+        with pytest.raises(ValueError, match="only one of them is given"):
+            actor(batch, **one)
+    with pytest.raises(ValueError, match="advantages must be"):
+        actor(batch, stream=stream, objective=PolicyObjective())
+
+
+def test_actor_loss_is_fused_with_a_plain_head_of_large_logits_on_cuda_alone(model_dir, monkeypatch):
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    actor = load_actor(model_dir, dtype="float32")
+    assert not actor._is_fused(100, cuda)
+    monkeypatch.setattr(actor_module, "MAX_LOGITS_BYTES", 100 * 512 * 4 - 1)
+    assert actor._is_fused(100, cuda) and not actor._is_fused(99, cuda) and not actor._is_fused(100, cpu)
+    head = actor.model.get_output_embeddings()
+    head.bias = torch.nn.Parameter(torch.zeros(512))
+    assert not actor._is_fused(100, cuda) and actor._needs_blocks(100)
+    head.bias = None
+    head.weight.ds_id = 0  # as ZeRO-3 marks it
+    assert not actor._is_fused(100, cuda)
+    del head.weight.ds_id
+    monkeypatch.setattr(actor.model.config, "final_logit_softcapping", 30.0, raising=False)
+    assert not actor._is_fused(100, cuda)
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.parametrize("packing", [False, True])
+def test_actor_fused_loss_equals_that_of_whole_logits(model_dir, sequences, monkeypatch, name, packing):
+    batch = TokenBatch.packed(sequences) if packing else TokenBatch.padded(sequences, pad_id=0)
+    trained, stream = lesson(sequences)
+    results, calls = [], []
+
+    def counted(*args, **kwargs):
+        calls.append(args)
+        return linear_policy_loss(*args, **kwargs)
+
+    monkeypatch.setattr(actor_module, "linear_policy_loss", counted)
+    for is_fused in (False, True):
+        monkeypatch.setattr(Actor, "_is_fused", lambda *args, is_fused=is_fused: is_fused)
+        actor = load_actor(model_dir, dtype="float32", packing=packing)
+        mask = batch.lay_out(trained, torch.bool)
+        output = actor(batch, temperature=0.7, logits_mask=mask, stream=stream, objective=OBJECTIVES[name])
+        output.loss.backward()
+        results.append([*output, *(weight.grad for weight in actor.parameters())])
+    assert len(calls) == 1
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want, atol=2e-6, rtol=1e-5)

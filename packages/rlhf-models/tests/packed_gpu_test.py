@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from rlhf_models import attention
+from rlhf_kernels import PolicyObjective, PolicyStream
+from rlhf_models import actor, attention
 from rlhf_models.actor import Actor
 from rlhf_models.backbone import replay_full_packs
 from rlhf_models.batch import TokenBatch
@@ -92,6 +93,51 @@ def test_packed_float32_on_cuda_logs_the_fallback_once(folder, caplog):
         for _ in range(2):
             load(load_actor, folder, "float32", True)(TokenBatch.packed(sequences(), "cuda"))
     assert len([record for record in caplog.records if "sequence by sequence" in record.message]) == 1
+
+
+def policy_lesson():
+    """A packed batch, where it is trained, and a stream of those tokens, whose ratios are near 1."""
+    batch = TokenBatch.packed(sequences(), "cuda")
+    torch.manual_seed(0)
+    advantages, old, reference = torch.randn(3, sum(LENGTHS) - len(LENGTHS), device="cuda")
+    stream = PolicyStream(
+        advantages=advantages,
+        loss_mask=torch.ones_like(advantages, dtype=torch.bool),
+        cu_seqlens=torch.tensor([0, *np.cumsum([length - 1 for length in LENGTHS])], device="cuda"),
+        num_tokens=len(advantages),
+        num_sequences=len(LENGTHS),
+        old_logprobs=0.3 * old - np.log(1003),
+        ref_logprobs=0.3 * reference - np.log(1003),
+    )
+    return batch, batch.host_target_mask, stream
+
+
+@pytest.mark.parametrize("policy_loss", ["ppo", "gspo"])
+def test_fused_head_is_as_near_to_float32_as_whole_logits_and_agrees_with_passes_without_gradient(
+    folder, policy_loss, monkeypatch
+):
+    batch, mask, stream = policy_lesson()
+    objective = PolicyObjective(
+        policy_loss=policy_loss, reduction="seq_mean_token_mean", kl_coef=0.1, entropy_coef=0.01
+    )
+    results = []
+    for dtype, is_fused in (("float32", False), ("bfloat16", False), ("bfloat16", True)):
+        monkeypatch.setattr(actor, "MAX_LOGITS_BYTES", 0 if is_fused else 4 << 30)
+        model = load(load_actor, folder, dtype, True)
+        assert model._is_fused(len(stream.advantages), batch.input_ids.device) == is_fused
+        output = model(batch, temperature=0.7, logits_mask=mask, stream=stream, objective=objective)
+        output.loss.backward()
+        scaled = torch.cat([output.metrics[:4], output.metrics[4:] / len(stream.advantages)])
+        gradient = torch.cat([weight.grad.flatten().float() for weight in model.parameters()])
+        results.append((output.loss.detach(), scaled, gradient, output.logprobs, output.entropy))
+        with torch.no_grad():
+            expected = model(batch, temperature=0.7, logits_mask=mask)
+        assert (output.logprobs - expected.logprobs).abs().max() < 1e-5
+    truth, whole, fused = results
+    for got, want in zip(fused[:2], whole[:2], strict=True):
+        torch.testing.assert_close(got, want, atol=2e-2, rtol=0)
+    for got, other, want in zip(fused[2:], whole[2:], truth[2:], strict=True):
+        assert (got - want).norm() < 1.5 * (other - want).norm() + 1e-3 * want.norm()
 
 
 @pytest.mark.parametrize("packing", [False, True])

@@ -85,6 +85,19 @@ def test_generalized_advantages_of_one_token_and_of_none():
     assert none.tolist() == [[0.0, 0.0]]
 
 
+@pytest.mark.parametrize("shape", [(0, 3), (3, 0), (0, 0)])
+def test_generalized_advantages_of_no_rollouts_or_no_places_are_empty(shape):
+    empty = torch.zeros(shape)
+    results = generalized_advantages(empty, empty, empty.bool(), gamma=0.9, lambd=0.9, last_values=torch.ones(shape[0]))
+    assert [result.shape for result in results] == [shape, shape]
+
+
+def test_generalized_advantages_of_other_shapes_are_refused():
+    two, three = torch.zeros(1, 2), torch.zeros(1, 3)
+    with pytest.raises(ValueError, match="shapes differ"):
+        generalized_advantages(two, three, two.bool(), gamma=0.9, lambd=0.9)
+
+
 def test_whiten_over_ranks_equals_whiten_of_the_whole():
     torch.manual_seed(0)
     values, mask = torch.randn(4, 5) * 3 + 1, torch.rand(4, 5) < 0.6

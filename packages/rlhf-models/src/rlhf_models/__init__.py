@@ -4,7 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rlhf_models.actor import Actor, ActorOutput
+    from rlhf_models.actor import Actor, ActorOutput, PolicyOutput
     from rlhf_models.batch import TokenBatch
     from rlhf_models.critic import Critic
     from rlhf_models.loading import (
@@ -25,6 +25,7 @@ __all__ = [
     "Actor",
     "ActorOutput",
     "Critic",
+    "PolicyOutput",
     "RewardModel",
     "TokenBatch",
     "check_reward_model",

@@ -5,7 +5,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from rlhf_kernels import linear_token_logprobs, token_logprobs
+from rlhf_kernels import (
+    PolicyObjective,
+    PolicyStream,
+    linear_policy_loss,
+    linear_token_logprobs,
+    packed_policy_loss,
+    token_logprobs,
+)
 from rlhf_models.backbone import last_hidden_state, run_backbone
 from rlhf_models.batch import TokenBatch, to_device
 
@@ -13,6 +20,8 @@ from rlhf_models.batch import TokenBatch, to_device
 _LOGIT_TRANSFORMS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
 # On CUDA, logits that take more are made block by block, and once more for the gradient: a product in memory's place.
 MAX_LOGITS_BYTES = 4 << 30
+
+Terms = tuple[PolicyStream, PolicyObjective]
 
 
 class ActorOutput(NamedTuple):
@@ -23,6 +32,21 @@ class ActorOutput(NamedTuple):
         entropy: [B, T] float32, nats, of the distribution that token was drawn from; 0.0 likewise.
     """
 
+    logprobs: Tensor
+    entropy: Tensor
+
+
+class PolicyOutput(NamedTuple):
+    """What the policy is to learn of its tokens.
+
+    Attributes:
+        loss: float32 scalar, the batch's share of the policy loss; alone carries the gradient.
+        metrics: [13] float32, named by `rlhf_kernels.POLICY_METRICS`.
+        logprobs, entropy: [B, T] float32, nats, as those of `ActorOutput`, of the tokens that the stream trains.
+    """
+
+    loss: Tensor
+    metrics: Tensor
     logprobs: Tensor
     entropy: Tensor
 
@@ -41,7 +65,9 @@ class Actor(nn.Module):
         temperature: float = 1.0,
         logits_mask: Tensor | None = None,
         logits_after: Tensor | None = None,
-    ) -> ActorOutput | Tensor:
+        stream: PolicyStream | None = None,
+        objective: PolicyObjective | None = None,
+    ) -> ActorOutput | PolicyOutput | Tensor:
         """Return log-probs and entropies; the first token of a sequence and padding have 0.0.
 
         Args:
@@ -51,10 +77,16 @@ class Actor(nn.Module):
                 on the CPU spares waiting for the device.
             logits_after: [N] int64, positions in the flattened batch. When given, the result is the plain logits
                 [N, V] of what follows the tokens there, and nothing else.
+            stream, objective: together, what the policy loss is of: the result is then a `PolicyOutput`. The stream's
+                tokens are those of `logits_mask` but for first ones and padding, in the order of the flattened batch;
+                there may be none, and the loss is then 0.0 with a gradient of zeros.
 
         Raises:
             ConfigError: a packed batch for a model that does not hand the bounds on to its attention.
+            ValueError: a stream without an objective, of other tokens than those asked about, or without what it needs.
         """
+        if (stream is None) != (objective is None):
+            raise ValueError("stream and objective say together what the policy loss is of; only one of them is given")
         if logits_after is not None:
             return self._logits(batch, logits_after)
         if logits_mask is None or logits_mask.device.type == "cpu":
@@ -64,20 +96,45 @@ class Actor(nn.Module):
         # Found before the layers are queued, so that the device is not waited for after them.
         index = to_device(wanted.flatten().nonzero()[:, 0], batch.input_ids.device)
         token_ids = batch.input_ids.flatten()[index]
-        logprobs, entropy = self._after(batch, index - 1, token_ids, temperature)
-        return ActorOutput(_spread(logprobs, index, wanted), _spread(entropy, index, wanted))
+        if stream is None:
+            values = self._after(batch, index - 1, token_ids, temperature)
+            return ActorOutput(*(_spread(column, index, wanted) for column in values))
+        loss, metrics, *values = self._learn(batch, index - 1, token_ids, temperature, (stream, objective))
+        return PolicyOutput(loss, metrics, *(_spread(column.detach(), index, wanted) for column in values))
+
+    def _learn(
+        self, batch: TokenBatch, index: Tensor, token_ids: Tensor, temperature: float, terms: Terms
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return the policy loss of tokens [N] after flat positions [N], its metrics, and what `_after` does."""
+        if self._is_fused(len(index), index.device):
+            weight = self.model.get_output_embeddings().weight
+            # One rounding of the weight's gradient, however many blocks it is summed over.
+            options = {"temperature": temperature, "weight_grad_dtype": torch.float32}
+            return linear_policy_loss(self._hidden(batch, index), weight, token_ids, *terms, **options)
+        logprobs, entropy = self._after(batch, index, token_ids, temperature)
+        bonus = entropy if terms[1].entropy_coef else entropy.detach()  # a gradient of zeros costs as much as another
+        return *packed_policy_loss(logprobs, *terms, entropy=bonus), logprobs, entropy
+
+    def _is_fused(self, num_tokens: int, device: torch.device) -> bool:
+        """Whether the loss is made from the head's input: not on CPUs, where that would round logits differently."""
+        is_large = device.type == "cuda" and self._needs_blocks(num_tokens)
+        return is_large and self.model.get_output_embeddings().bias is None
 
     def _after(self, batch: TokenBatch, index: Tensor, token_ids: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         """Return the log-probs of tokens [N] after flat positions [N], and the entropies there."""
-        head = self.model.get_output_embeddings()
-        num_bytes = len(index) * self.model.config.get_text_config().vocab_size * self.model.dtype.itemsize
         # Whether or not there is a gradient: of one batch both give the same numbers, and a ratio of exactly 1.
-        if num_bytes > MAX_LOGITS_BYTES and _is_plain(head) and not self._changes_logits:
-            hidden = self._hidden(batch, index)
+        if self._needs_blocks(len(index)):
+            hidden, head = self._hidden(batch, index), self.model.get_output_embeddings()
             return linear_token_logprobs(hidden, head.weight, token_ids, temperature=temperature, bias=head.bias)[:2]
         logits = self._logits(batch, index)
         # The head keeps its input, not its logits, and no one else sees these: their memory becomes their gradient's.
         return token_logprobs(logits, token_ids, temperature=temperature, inplace_backward=True)[:2]
+
+    def _needs_blocks(self, num_tokens: int) -> bool:
+        """Whether the logits of so many tokens are too large to be whole, and can be made from the head's weight."""
+        num_bytes = num_tokens * self.model.config.get_text_config().vocab_size * self.model.dtype.itemsize
+        is_plain = _is_plain(self.model.get_output_embeddings()) and not self._changes_logits
+        return num_bytes > MAX_LOGITS_BYTES and is_plain
 
     @property
     def _changes_logits(self) -> bool:

@@ -8,6 +8,7 @@ shapes differ.
 import torch
 from torch import Tensor
 
+from rlhf_kernels import packed_gae
 from rlhf_train.shapes import check_same_shape
 
 
@@ -66,22 +67,17 @@ def generalized_advantages(
             None is 0.0 for all.
 
     Returns:
-        ([B, T], [B, T]): advantages and returns, 0.0 where the mask is False.
+        ([B, T], [B, T]) float32: advantages and returns, 0.0 where the mask is False.
 
     Source: Schulman et al. 2016, arXiv:1506.02438, eq. 11 and 16; going on after a cut: Pardo et al. 2018,
     arXiv:1712.00378.
     """
     check_same_shape(rewards=rewards, values=values, loss_mask=loss_mask)
-    advantages = torch.zeros_like(values)
-    next_value = values.new_zeros(len(values)) if last_values is None else last_values.to(values.dtype)
-    next_advantage = values.new_zeros(len(values))
-    for t in reversed(range(values.shape[1])):
-        trained = loss_mask[:, t]
-        delta = rewards[:, t] + gamma * next_value - values[:, t]
-        next_advantage = torch.where(trained, delta + gamma * lambd * next_advantage, next_advantage)
-        next_value = torch.where(trained, values[:, t], next_value)
-        advantages[:, t] = torch.where(trained, next_advantage, 0.0)
-    return advantages, (advantages + values).masked_fill(~loss_mask, 0.0)
+    bounds = values.shape[1] * torch.arange(len(values) + 1, device=values.device)
+    flat = [tensor.flatten() for tensor in (rewards, values, loss_mask)]
+    results = packed_gae(*flat, bounds, gamma=gamma, lambd=lambd, last_values=last_values)
+    advantages, returns = (result.view(values.shape) for result in results)
+    return advantages, returns
 
 
 def moments(values: Tensor, loss_mask: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """The tables of algorithms: an algorithm is an estimator, its loss terms, a reduction and whether it needs a critic.
 
-A row is plain data, so it travels to Ray workers; what the names stand for is in `advantages`, `losses` and `kl`.
+A row is plain data, so it travels to Ray workers; what the names stand for is in `advantages`, `group_rewards`, `kl`
+and `rlhf_kernels.packed_policy_loss`.
 """
 
 from collections.abc import Collection, Mapping
@@ -71,7 +72,7 @@ ALGORITHMS: Mapping[str, AlgorithmRow] = {
 
 @dataclass(frozen=True, slots=True)
 class PolicyLossRow:
-    """A policy loss; `losses.policy` has their sources.
+    """A policy loss; `rlhf_kernels.packed_policy_loss` has their formulas and sources.
 
     Attributes:
         name: the value of --policy_loss_type.

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rlhf_data.errors import unknown
 from rlhf_train.algorithms import CORRECTION_LEVELS, CORRECTION_MODES
-from rlhf_train.losses.policy import MAX_LOG_RATIO
+from rlhf_train.kl import MAX_LOG_RATIO
 from rlhf_train.shapes import check_same_shape
 
 

@@ -10,10 +10,9 @@ from torch import Tensor
 
 from rlhf_data.errors import unknown
 from rlhf_train.algorithms import KL_ESTIMATORS
-from rlhf_train.losses.policy import MAX_LOG_RATIO
 from rlhf_train.shapes import check_same_shape
 
-MAX_WEIGHT = 10.0  # of an importance weight in a KL gradient: where a bias is better than a spike
+MAX_LOG_RATIO = 20.0  # nats; exp(20) is 5e8, far beyond any clip range and far below overflow
 MAX_KL_ERROR = 0.2
 
 
@@ -44,37 +43,6 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tenso
     if estimator == "k3":
         return torch.expm1(-difference) + difference
     raise ValueError(unknown("KL estimator", estimator, KL_ESTIMATORS))
-
-
-def kl_loss(
-    logprobs: Tensor, old_logprobs: Tensor, ref_logprobs: Tensor, estimator: str, *, unbiased_gradient: bool = False
-) -> Tensor:
-    """Return the KL term of the loss of every token: `kl_estimate`, by default with the gradient of its formula.
-
-    That gradient is, on average over tokens that the policy itself samples, 0 (k1), that of KL(policy || reference)
-    (k2), or that of KL(reference || policy) (k3). The unbiased one is that of KL(policy || reference) for every
-    estimator, for tokens that the old policy sampled:
-
-        grad = w d grad logprobs,   d = logprobs - ref_logprobs,   w = exp(logprobs - old_logprobs), at most 10
-
-    Args:
-        logprobs: [B, T] float, nats; carries the gradient.
-        old_logprobs, ref_logprobs: [B, T] float, nats; constants.
-        estimator: k1, k2 or k3.
-        unbiased_gradient: as above; the value stays the estimator's.
-
-    Returns:
-        [B, T] float, nats.
-
-    Source: Tang and Munos 2025, "On a few pitfalls in KL divergence gradient estimation for RL", arXiv:2506.09477.
-    """
-    estimate = kl_estimate(logprobs, ref_logprobs, estimator)
-    if not unbiased_gradient:
-        return estimate
-    check_same_shape(logprobs=logprobs, old_logprobs=old_logprobs)
-    weight = torch.exp((logprobs - old_logprobs).detach().clamp(-MAX_LOG_RATIO, math.log(MAX_WEIGHT)))
-    surrogate = weight * kl_estimate(logprobs, ref_logprobs, "k2")
-    return estimate.detach() + surrogate - surrogate.detach()
 
 
 def adapted_kl_coef(kl_coef: float, kl: float, *, target: float, horizon: int, num_rollouts: int) -> float:

@@ -1,4 +1,9 @@
-"""The plain torch twin of `packed_policy_loss`: what the fused kernel must equal, and the path of CPUs."""
+"""The plain torch twin of `packed_policy_loss`: what the fused kernel must equal, and the path of CPUs.
+
+It is put together from losses that are one number a token, neither masked nor reduced. Shape letter: N tokens.
+Log-probs are in nats: `logprobs` are the current policy's and carry the gradient; `old_logprobs`, of the policy before
+the step, and `advantages` are constants. Losses are in reward units.
+"""
 
 import math
 
@@ -24,32 +29,174 @@ def packed_policy_loss_reference(
     if stream.weights is not None:
         weights = wide(stream.weights).detach()
     logprobs, advantages, bonus = wide(logprobs), wide(stream.advantages).detach(), wide(entropy)
-    lengths = _totals(kept.to(old), stream).clamp(min=1)
 
-    log_ratio = logprobs - old
-    ratio = torch.exp(_clamped(log_ratio))
     if objective.policy_loss == "gspo":
-        mean = _totals(log_ratio.detach().masked_fill(~kept, 0.0), stream) / lengths
-        ratio = torch.exp(_clamped(mean)) * torch.exp(logprobs - logprobs.detach())
-    loss, clipped = _token_loss(logprobs, ratio, advantages, objective)
+        ratio = sequence_ratio(logprobs, old, kept, stream.cu_seqlens)
+    else:
+        ratio = policy_ratio(logprobs, old)
+    loss, clipped = _policy_term(logprobs, ratio, advantages, objective)
     kl = torch.zeros_like(logprobs)
     if stream.ref_logprobs is not None:
-        kl = _kl_term(logprobs - wide(stream.ref_logprobs).detach(), log_ratio.detach(), objective)
+        reference, unbiased = wide(stream.ref_logprobs).detach(), objective.kl_unbiased_gradient
+        kl = kl_loss(logprobs, old, reference, objective.kl_estimator, unbiased_gradient=unbiased)
 
-    share = kept / (lengths if objective.reduction == "seq_mean_token_mean" else 1) / stream.denominator(objective)
-    policy_loss, kl_loss, entropy_bonus = ((share * term).sum() for term in (weights * loss, kl, bonus))
-    total = policy_loss + objective.kl_coef * kl_loss - objective.entropy_coef * entropy_bonus
-    sums = [(kept * x).sum() for x in (torch.ones_like(kl), clipped, ratio, _k3(log_ratio), kl, bonus, weights)]
-    metrics = [total, policy_loss, kl_loss, entropy_bonus, *sums, stream.loss_mask.sum(), outside.sum()]
+    share = kept.to(old) / stream.denominator(objective)
+    if objective.reduction == "seq_mean_token_mean":
+        share = share / _totals(kept.to(old), stream.cu_seqlens).clamp(min=1)
+    policy_loss, kl_term, entropy_bonus = ((share * term).sum() for term in (weights * loss, kl, bonus))
+    total = policy_loss + objective.kl_coef * kl_term - objective.entropy_coef * entropy_bonus
+    kl_to_old = _k3(_clamped(logprobs - old))
+    sums = [(kept * x).sum() for x in (torch.ones_like(kl), clipped, ratio, kl_to_old, kl, bonus, weights)]
+    metrics = [total, policy_loss, kl_term, entropy_bonus, *sums, stream.loss_mask.sum(), outside.sum()]
     return total, torch.stack([entry.to(total) for entry in metrics]).detach()
+
+
+def policy_ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
+    """Return exp(logprobs - old_logprobs), [N] as both; exactly 1 where they agree. The log ratio is clamped to
+    +-MAX_LOG_RATIO so that exp cannot overflow; beyond it the gradient is zero."""
+    return torch.exp(_clamped(logprobs - old_logprobs))
+
+
+def sequence_ratio(logprobs: Tensor, old_logprobs: Tensor, loss_mask: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Return, for every token, the geometric mean of the ratios of its sequence, with the gradient of that token alone.
+
+        s_i = exp(mean_t(logprobs_t - old_logprobs_t)),   s_it = sg(s_i) exp(logprobs_t - sg(logprobs_t))
+
+    sg is a constant to the gradient.
+
+    Args:
+        logprobs, old_logprobs: [N] float.
+        loss_mask: [N] bool, over which the mean is.
+        cu_seqlens: [S + 1] integers, bounds of the sequences.
+
+    Returns:
+        [N] float, equal in all places of a sequence; exactly 1 where the two policies agree, or nothing is trained.
+
+    Source: Zheng et al. 2025, arXiv:2507.18071, eq. 7 and 14.
+    """
+    gap = (logprobs.detach() - old_logprobs).masked_fill(~loss_mask, 0.0)
+    mean = _totals(gap, cu_seqlens) / _totals(loss_mask.to(gap), cu_seqlens).clamp(min=1)
+    return torch.exp(_clamped(mean)) * torch.exp(logprobs - logprobs.detach())
+
+
+def clipped_policy_loss(
+    ratio: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float, dual_clip: float | None = None
+) -> Tensor:
+    """Return the clipped surrogate loss of every token: PPO's of `policy_ratio`, GSPO's of `sequence_ratio`.
+
+        loss_t = -min(r_t A_t, clip(r_t, 1 - clip_low, 1 + clip_high) A_t)
+
+    and with a dual clip c, where A_t < 0, no more than -c A_t. With one advantage a sequence and the reduction
+    seq_mean_token_mean it is GSPO's objective; with advantages that differ by token it is the paper's GSPO-token.
+
+    Args:
+        ratio: [N] float, carries the gradient.
+        advantages: [N] float.
+        clip_low: largest decrease of the ratio below 1, in [0, 1). GSPO's is 3e-4.
+        clip_high: largest increase above 1, >= 0. GSPO's is 4e-4.
+        dual_clip: c > 1, or None for no bound.
+
+    Source: Schulman et al. 2017, arXiv:1707.06347, eq. 7; unequal bounds: Yu et al. 2025, arXiv:2503.14476, sec. 3.1;
+    dual clip: Ye et al. 2020, arXiv:1912.09729, eq. 5; GSPO: Zheng et al. 2025, arXiv:2507.18071, eq. 5 and sec. 4.3.
+    """
+    loss = -torch.minimum(ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
+    if dual_clip is None:
+        return loss
+    return torch.where(advantages < 0, torch.minimum(loss, -dual_clip * advantages), loss)
+
+
+def cispo_loss(logprobs: Tensor, ratio: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float) -> Tensor:
+    """Return CISPO's loss of every token: REINFORCE under a clipped importance weight, so that no token's gradient is
+    ever cut off. Its value means little, its gradient is what counts.
+
+        loss_t = -sg(clip(r_t, 1 - clip_low, 1 + clip_high)) A_t logprobs_t,   sg = a constant to the gradient
+
+    Args:
+        logprobs, ratio, advantages: [N] float; the ratio is `policy_ratio`.
+        clip_low, clip_high: as in `clipped_policy_loss`.
+
+    Source: MiniMax 2025, arXiv:2506.13585, eq. 4 and 5.
+    """
+    return -ratio.detach().clamp(1 - clip_low, 1 + clip_high) * advantages * logprobs
+
+
+def reinforce_loss(logprobs: Tensor, advantages: Tensor) -> Tensor:
+    """Return the plain policy gradient's loss of every token: -A_t logprobs_t. As CISPO's, it is for its gradient.
+
+    Args:
+        logprobs, advantages: [N] float.
+
+    Source: Williams 1992, "Simple statistical gradient-following algorithms for connectionist reinforcement learning",
+    Machine Learning 8.
+    """
+    return -advantages * logprobs
+
+
+def is_clipped(
+    ratio: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float, dual_clip: float | None = None
+) -> Tensor:
+    """Return where, [N] bool, the clipped surrogate is flat: `ratio` [N] has left its range in the direction that
+    `advantages` [N] favour, or the loss has reached the dual clip. The bounds are as in `clipped_policy_loss`."""
+    flat = ((ratio > 1 + clip_high) & (advantages > 0)) | ((ratio < 1 - clip_low) & (advantages < 0))
+    return flat if dual_clip is None else flat | ((ratio > dual_clip) & (advantages < 0))
+
+
+def kl_loss(
+    logprobs: Tensor, old_logprobs: Tensor, ref_logprobs: Tensor, estimator: str, *, unbiased_gradient: bool = False
+) -> Tensor:
+    """Return the estimate of KL(policy || reference) of every token, by default with the gradient of its formula.
+
+        k1 = d,   k2 = d^2 / 2,   k3 = e^-d - 1 + d,   d = logprobs - ref_logprobs
+
+    That gradient is, on average over tokens that the policy itself samples, 0 (k1), that of KL(policy || reference)
+    (k2), or that of KL(reference || policy) (k3). The unbiased one is that of KL(policy || reference) for every
+    estimator, for tokens that the old policy sampled:
+
+        grad = w d grad logprobs,   w = exp(logprobs - old_logprobs), at most MAX_WEIGHT
+
+    Args:
+        logprobs: [N] float.
+        old_logprobs, ref_logprobs: [N] float; constants.
+        estimator: k1, k2 or k3.
+        unbiased_gradient: as above; the value stays the estimator's.
+
+    Returns:
+        [N] float, nats; exactly 0 where policy and reference agree.
+
+    Source: Schulman 2020, "Approximating KL divergence" (joschu.net/blog/kl-approx.html); gradients: Tang and Munos
+    2025, "On a few pitfalls in KL divergence gradient estimation for RL", arXiv:2506.09477.
+    """
+    difference = _clamped(logprobs - ref_logprobs)
+    squared = difference**2 / 2
+    estimate = {"k1": difference, "k2": squared, "k3": _k3(difference)}[estimator]
+    if not unbiased_gradient:
+        return estimate
+    weight = torch.exp((logprobs.detach() - old_logprobs).clamp(-MAX_LOG_RATIO, math.log(MAX_WEIGHT)))
+    surrogate = weight * squared
+    return estimate.detach() + surrogate - surrogate.detach()
+
+
+def _policy_term(
+    logprobs: Tensor, ratio: Tensor, advantages: Tensor, objective: PolicyObjective
+) -> tuple[Tensor, Tensor]:
+    """Return the policy loss of every token, and whether the clip has cut its gradient (cispo: its weight)."""
+    bounds = {"clip_low": objective.clip_low, "clip_high": objective.clip_high}
+    if objective.policy_loss == "cispo":
+        outside = (ratio < 1 - objective.clip_low) | (ratio > 1 + objective.clip_high)
+        return cispo_loss(logprobs, ratio, advantages, **bounds), outside
+    bounds["dual_clip"] = objective.dual_clip
+    flat = is_clipped(ratio, advantages, **bounds)
+    if objective.policy_loss == "reinforce":
+        return reinforce_loss(logprobs, advantages), flat
+    return clipped_policy_loss(ratio, advantages, **bounds), flat
 
 
 def _mismatch_weights(gap: Tensor, stream: PolicyStream, objective: PolicyObjective) -> tuple[Tensor, Tensor, Tensor]:
     """Return mismatch weights, the mask that they leave, and which are out of bounds; `gap` is old less rollout."""
     if objective.weight_level in ("sequence", "geometric"):
-        gap = _totals(gap, stream)
+        gap = _totals(gap, stream.cu_seqlens)
         if objective.weight_level == "geometric":
-            gap = gap / _totals(stream.loss_mask.to(gap), stream).clamp(min=1)
+            gap = gap / _totals(stream.loss_mask.to(gap), stream.cu_seqlens).clamp(min=1)
     weights = torch.exp(_clamped(gap))
     outside = ((weights < objective.weight_low) | (weights > objective.weight_high)) & stream.loss_mask
     if objective.weight_level == "off":
@@ -59,45 +206,16 @@ def _mismatch_weights(gap: Tensor, stream: PolicyStream, objective: PolicyObject
     return weights.clamp(objective.weight_low, objective.weight_high), stream.loss_mask, outside
 
 
-def _totals(values: Tensor, stream: PolicyStream) -> Tensor:
+def _totals(values: Tensor, cu_seqlens: Tensor) -> Tensor:
     """Return, for every token, the sum of `values` [N] over its sequence."""
-    lengths = stream.cu_seqlens.diff()
+    lengths = cu_seqlens.diff()
     sequence = torch.repeat_interleave(torch.arange(len(lengths), device=values.device), lengths)
     return values.new_zeros(len(lengths)).index_add(0, sequence, values)[sequence]
 
 
-def _clamped(log_ratio: Tensor, high: float = MAX_LOG_RATIO) -> Tensor:
-    return log_ratio.clamp(-MAX_LOG_RATIO, high)
+def _clamped(log_ratio: Tensor) -> Tensor:
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def _k3(difference: Tensor) -> Tensor:
-    difference = _clamped(difference)
     return torch.expm1(-difference) + difference
-
-
-def _token_loss(
-    logprobs: Tensor, ratio: Tensor, advantages: Tensor, objective: PolicyObjective
-) -> tuple[Tensor, Tensor]:
-    """Return the policy loss of every token, and whether the clip has cut its gradient (cispo: its weight)."""
-    low, high = 1 - objective.clip_low, 1 + objective.clip_high
-    clipped = ((ratio > high) & (advantages > 0)) | ((ratio < low) & (advantages < 0))
-    if objective.policy_loss == "reinforce":
-        return -advantages * logprobs, clipped
-    if objective.policy_loss == "cispo":
-        return -ratio.detach().clamp(low, high) * advantages * logprobs, (ratio < low) | (ratio > high)
-    loss = -torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages)
-    if objective.dual_clip is not None:
-        loss = torch.where(advantages < 0, torch.minimum(loss, -objective.dual_clip * advantages), loss)
-        clipped = clipped | ((advantages < 0) & (ratio > objective.dual_clip))
-    return loss, clipped
-
-
-def _kl_term(difference: Tensor, log_ratio: Tensor, objective: PolicyObjective) -> Tensor:
-    """Return the KL estimate of every token, with the gradient that the objective asks for."""
-    difference = _clamped(difference)
-    squared = difference**2 / 2
-    estimate = {"k1": difference, "k2": squared, "k3": _k3(difference)}[objective.kl_estimator]
-    if not objective.kl_unbiased_gradient:
-        return estimate
-    surrogate = torch.exp(_clamped(log_ratio, math.log(MAX_WEIGHT))) * squared
-    return estimate.detach() + surrogate - surrogate.detach()

@@ -1,6 +1,6 @@
 """The plain torch twins of `segmented_scan` and `packed_gae`: all sequences at once, one token of each a step."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -9,12 +9,13 @@ from torch import Tensor
 @torch.no_grad()
 def segmented_scan_reference(values: Tensor, decays: Tensor, cu_seqlens: Tensor, last: Tensor | None) -> Tensor:
     """Solve as `segmented_scan` does, in float32 or, for float64, in that."""
-    solution = torch.zeros_like(values, dtype=torch.promote_types(values.dtype, torch.float32))
-    state = _ends(last, cu_seqlens, solution.dtype)
-    for sequences, token in _backwards(cu_seqlens):
-        state[sequences] = values[token] + decays[token].to(state.dtype) * state[sequences]
-        solution[token] = state[sequences]
-    return solution
+    values = values.to(torch.promote_types(values.dtype, torch.float32))
+    tokens, counts, order = _backwards(torch.ones_like(values, dtype=torch.bool), cu_seqlens)
+    state, solved = _ends(last, cu_seqlens, values.dtype)[order], [values[:0]]
+    for value, decay in zip(values[tokens].split(counts), decays[tokens].to(values).split(counts), strict=True):
+        state = value + decay * state[: len(value)]
+        solved.append(state)
+    return torch.empty_like(values).index_copy(0, tokens, torch.cat(solved))
 
 
 @torch.no_grad()
@@ -29,27 +30,35 @@ def packed_gae_reference(
 ) -> tuple[Tensor, Tensor]:
     """Return advantages and returns as `packed_gae` does; `discounts` are its gamma, lambd and turn_gamma."""
     values = values.to(torch.promote_types(values.dtype, torch.float32))
-    lambd, gammas = discounts[1], values.new_tensor(discounts[::2])
-    returns = torch.zeros_like(values)
-    next_value = _ends(last_values, cu_seqlens, values.dtype)
-    next_return = next_value.clone()  # the advantage of what comes after the end is 0
-    into_turn = torch.zeros_like(next_value, dtype=torch.int64)  # 1: the step there leads into another turn
-    for every, position in _backwards(cu_seqlens):
-        of, token = every[loss_mask[position]], position[loss_mask[position]]
-        later = (1 - lambd) * next_value[of] + lambd * next_return[of]
-        returns[token] = rewards[token] + gammas[into_turn[of]] * later
-        next_value[of], next_return[of] = values[token], returns[token]
-        into_turn[of] = 0 if turn_starts is None else turn_starts[token].long()
+    gamma, lambd, turn_gamma = discounts
+    tokens, counts, order = _backwards(loss_mask, cu_seqlens)
+    next_value = _ends(last_values, cu_seqlens, values.dtype)[order]
+    next_return, solved = next_value, [values[:0]]  # the advantage of what comes after the end is 0
+    gammas = torch.full_like(next_value, gamma)
+    if turn_starts is None:
+        turn_starts = torch.zeros_like(loss_mask)
+    leads_on = torch.where(turn_starts[tokens], turn_gamma, gammas.new_tensor(gamma))  # the step to a token
+    columns = (rewards[tokens].to(values), values[tokens], leads_on)
+    for reward, value, next_gammas in zip(*(column.split(counts) for column in columns), strict=True):
+        size = len(value)
+        later = (1 - lambd) * next_value[:size] + lambd * next_return[:size]
+        next_value, next_return, gammas = value, reward + gammas[:size] * later, next_gammas
+        solved.append(next_return)
+    returns = torch.zeros_like(values).index_copy(0, tokens, torch.cat(solved))
     return torch.where(loss_mask, returns - values, 0.0), returns
 
 
 def _ends(given: Tensor | None, cu_seqlens: Tensor, dtype: torch.dtype) -> Tensor:
-    return cu_seqlens.new_zeros(cu_seqlens.numel() - 1, dtype=dtype) if given is None else given.to(dtype, copy=True)
+    return cu_seqlens.new_zeros(cu_seqlens.numel() - 1, dtype=dtype) if given is None else given.to(dtype)
 
 
-def _backwards(cu_seqlens: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield, from the ends on, the sequences that reach so far back, and the token of each."""
-    ends, lengths = cu_seqlens[1:].long(), cu_seqlens.long().diff()
-    for distance in range(int(lengths.max()) if lengths.numel() else 0):
-        sequences = (lengths > distance).nonzero()[:, 0]
-        yield sequences, ends[sequences] - 1 - distance
+def _backwards(mask: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, list[int], Tensor]:
+    """Return the tokens of a mask by their distance from the end of their sequence, how many there are at each, and the
+    order of the sequences within one: from that of the most tokens on, so that none joins in after the first step."""
+    sequences = torch.arange(cu_seqlens.numel() - 1, device=mask.device)
+    of = sequences.repeat_interleave(cu_seqlens.diff())[mask]
+    lengths = torch.bincount(of, minlength=len(sequences))
+    order = lengths.argsort(descending=True, stable=True)
+    distances = lengths.cumsum(0)[of] - torch.arange(1, len(of) + 1, device=mask.device)
+    solved_as = (distances * len(sequences) + order.argsort()[of]).argsort()
+    return mask.nonzero()[solved_as, 0], torch.bincount(distances).tolist(), order

@@ -18,7 +18,7 @@ def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, v
         value_clip: c > 0, or None for the plain squared error.
 
     Returns:
-        [B, T] float, in squared reward units; to be reduced by `aggregate`.
+        [B, T] float, in squared reward units; to be reduced by `token_mean`.
 
     Raises:
         ValueError: the tensors differ in shape.

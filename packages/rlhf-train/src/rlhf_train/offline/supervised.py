@@ -9,7 +9,7 @@ from rlhf_data.sft import SftExample
 from rlhf_models.batch import to_device
 from rlhf_train.batching import Denominators
 from rlhf_train.engine.protocol import TrainEngine
-from rlhf_train.losses.aggregate import aggregate
+from rlhf_train.losses.aggregate import token_mean
 from rlhf_train.metrics import Metric
 from rlhf_train.offline.loop import Objective
 from rlhf_train.offline.sequences import lay_out, mean_metrics, trained_mask
@@ -28,7 +28,7 @@ def supervised_loss(logprobs: Tensor, loss_mask: Tensor, denominators: Denominat
     Returns:
         Scalar, nats a token.
     """
-    return aggregate(-logprobs, loss_mask, "token_mean", denominators)
+    return token_mean(-logprobs, loss_mask, denominators)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

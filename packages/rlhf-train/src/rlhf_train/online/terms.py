@@ -1,25 +1,18 @@
-"""The terms of the actor's and the critic's loss put together, with the metrics that fall out of them."""
+"""What the actor's loss is told of an algorithm and a shard, the critic's loss, and the metrics of both."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from rlhf_kernels import POLICY_METRICS, PolicyObjective, PolicyStream
+from rlhf_models.batch import to_device
 from rlhf_train.algorithms import AlgorithmSpec
 from rlhf_train.batching import Denominators
 from rlhf_train.corrections import bounded_weights, importance_weights
 from rlhf_train.experience import Experience
-from rlhf_train.kl import kl_estimate, kl_loss
-from rlhf_train.losses.aggregate import aggregate
-from rlhf_train.losses.policy import (
-    cispo_loss,
-    clipped_policy_loss,
-    gspo_loss,
-    is_clipped,
-    policy_ratio,
-    reinforce_loss,
-    sequence_ratio,
-)
+from rlhf_train.kl import kl_estimate
+from rlhf_train.losses.aggregate import token_mean
 from rlhf_train.losses.value import clipped_value_loss
 from rlhf_train.metrics import Max, Mean, Metric, Sum
 
@@ -27,85 +20,61 @@ MISMATCH_BOUNDS = (0.5, 2.0)  # of a token's importance weight, for the metric o
 
 
 def masked_mean(values: Tensor, mask: Tensor) -> Mean:
-    """Return the mean of `values` where `mask` holds, both [B, T], as a metric that does not wait for the device."""
+    """Return the mean of `values` where `mask` holds, of one shape, as a metric that does not wait for the device."""
     return Mean(torch.where(mask, values.detach(), 0).sum(dtype=torch.float64), mask.sum())
 
 
-def policy_loss(
-    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, spec: AlgorithmSpec
-) -> Tensor:
-    """Return the policy loss of every token, [B, T], of the kind that `spec` names."""
-    bounds = {"clip_low": spec.clip_low, "clip_high": spec.clip_high}
-    if spec.policy_loss == "gspo":
-        return gspo_loss(logprobs, old_logprobs, advantages, mask, **bounds)
-    if spec.policy_loss == "cispo":
-        return cispo_loss(logprobs, old_logprobs, advantages, **bounds)
-    if spec.policy_loss == "reinforce":
-        return reinforce_loss(logprobs, advantages)
-    return clipped_policy_loss(logprobs, old_logprobs, advantages, **bounds, dual_clip=spec.dual_clip)
+def policy_objective(spec: AlgorithmSpec, kl_coef: float) -> PolicyObjective:
+    """Return the terms of the actor's loss; `kl_coef` is the weight of the KL loss, where the KL is one."""
+    return PolicyObjective(
+        policy_loss=spec.policy_loss,
+        reduction=spec.loss_reduction,
+        clip_low=spec.clip_low,
+        clip_high=spec.clip_high,
+        dual_clip=spec.dual_clip,
+        kl_coef=kl_coef if spec.use_kl_loss else 0.0,
+        kl_estimator=spec.kl_estimator,
+        kl_unbiased_gradient=spec.kl_unbiased_gradient,
+        entropy_coef=spec.entropy_coef,
+    )
 
 
-def actor_loss(
-    outputs: Mapping[str, Tensor],
-    mask: Tensor,
-    inputs: Mapping[str, Tensor],
+def policy_stream(
+    experience: Experience,
+    rows: Sequence[int],
     spec: AlgorithmSpec,
-    kl_coef: float,
     denominators: Denominators,
-) -> tuple[Tensor, dict[str, Metric]]:
-    """Return this micro-batch's share of the policy loss, the KL term and the entropy bonus, and its metrics: of a loss
-    the share, a `Sum`.
+    device: torch.device | str,
+) -> PolicyStream:
+    """Return the constants of the tokens that the policy loss of `rows` is of, row after row; `denominators` are those
+    of the optimizer step. The engine's log-probs are among them unless old ones were recomputed and compared before."""
+    mask = experience.policy_mask[list(rows)]
+    lengths = mask.sum(dim=1)
+    names = ["advantages", "old_logprobs", "weights", *(["ref_logprobs"] if spec.use_kl_loss else [])]
+    columns = {name: experience.columns[name] for name in names if name in experience.columns}
+    if spec.old_logprobs != "recompute":
+        columns["rollout_logprobs"] = experience.rollout_logprobs
+    return PolicyStream(
+        **{name: to_device(column[list(rows)][mask], device) for name, column in columns.items()},
+        loss_mask=torch.ones(int(lengths.sum()), dtype=torch.bool, device=device),
+        cu_seqlens=to_device(torch.nn.functional.pad(lengths.cumsum(0), (1, 0)), device),
+        num_tokens=denominators.num_tokens,
+        num_sequences=denominators.num_sequences,
+        max_tokens=denominators.max_tokens,
+    )
 
-    Args:
-        outputs: logprobs and entropy, [B, T] float, nats; carry the gradient.
-        mask: [B, T] bool.
-        inputs: advantages; old_logprobs unless they are skipped; with use_kl_loss ref_logprobs; with a correction
-            weights; [B, T] each.
-        spec: the algorithm.
-        kl_coef: weight of the KL term.
-        denominators: of the optimizer step.
-    """
-    logprobs, reduction = outputs["logprobs"], spec.loss_reduction
-    old_logprobs = inputs.get("old_logprobs", logprobs.detach())
-    token_loss = policy_loss(logprobs, old_logprobs, inputs["advantages"], mask, spec)
-    if "weights" in inputs:
-        token_loss = inputs["weights"] * token_loss
-    loss = aggregate(token_loss, mask, reduction, denominators)
-    metrics: dict[str, Metric] = {"policy/loss": Sum(loss.detach())}
+
+def policy_metrics(sums: Tensor, spec: AlgorithmSpec) -> dict[str, Metric]:
+    """Return the metrics of a micro-batch from what `packed_policy_loss` gives, [13] float: of a loss the share."""
+    of = dict(zip(POLICY_METRICS, sums.double().unbind(), strict=True))
+    metrics: dict[str, Metric] = {"policy/loss": Sum(of["policy_loss"])}
     if spec.use_kl_loss:
-        unbiased = spec.kl_unbiased_gradient
-        kl = kl_loss(logprobs, old_logprobs, inputs["ref_logprobs"], spec.kl_estimator, unbiased_gradient=unbiased)
-        kl_term = aggregate(kl, mask, reduction, denominators)
-        metrics["kl/loss"] = Sum(kl_term.detach())
-        loss = loss + kl_coef * kl_term
+        metrics["kl/loss"] = Sum(of["kl_loss"])
     if spec.entropy_coef:
-        bonus = aggregate(outputs["entropy"], mask, reduction, denominators)
-        metrics["entropy/loss"] = Sum(-bonus.detach())
-        loss = loss - spec.entropy_coef * bonus
-    with torch.no_grad():
-        metrics |= _ratio_metrics(logprobs, old_logprobs, inputs["advantages"], mask, spec)
-    return loss, metrics
-
-
-def _ratio_metrics(
-    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, spec: AlgorithmSpec
-) -> dict[str, Metric]:
-    if spec.policy_loss == "gspo":
-        ratio = sequence_ratio(logprobs, old_logprobs, mask)
-    else:
-        ratio = policy_ratio(logprobs, old_logprobs)
-    metrics: dict[str, Metric] = {
-        "policy/ratio": masked_mean(ratio, mask),
-        "policy/kl_to_old": masked_mean(kl_estimate(logprobs, old_logprobs, "k3"), mask),
-    }
-    if spec.policy_loss == "cispo":
-        clipped = (ratio < 1 - spec.clip_low) | (ratio > 1 + spec.clip_high)
-    else:
-        clipped = is_clipped(ratio, advantages, clip_low=spec.clip_low, clip_high=spec.clip_high)
-        if spec.dual_clip is not None:
-            clipped |= (advantages < 0) & (ratio > spec.dual_clip)
-    if spec.loss.uses_ratio:
-        metrics["policy/clip_fraction"] = masked_mean(clipped, mask)
+        metrics["entropy/loss"] = Sum(-of["entropy_bonus"])
+    for name, entry in (("ratio", "ratio"), ("kl_to_old", "kl_to_old"), ("clip_fraction", "clipped")):
+        if name != "clip_fraction" or spec.loss.uses_ratio:
+            metrics[f"policy/{name}"] = Mean(of[entry], of["tokens"])
     return metrics
 
 
@@ -115,7 +84,7 @@ def critic_loss(
     """Return this micro-batch's share of the value loss, and its metrics: of `values` [B, T] float, which carry the
     gradient, where `mask` [B, T] bool holds. `inputs` are the values before the step and the returns, [B, T] each."""
     token_loss = clipped_value_loss(values, inputs["values"], inputs["returns"], value_clip=spec.value_clip)
-    loss = aggregate(token_loss, mask, "token_mean", denominators)
+    loss = token_mean(token_loss, mask, denominators)
     return loss, {"value/loss": Sum(loss.detach()), "value/mean": masked_mean(values, mask)}
 
 
@@ -159,7 +128,7 @@ def correct_mismatch(experience: Experience, spec: AlgorithmSpec) -> dict[str, M
 
 def mismatch_metrics(logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> dict[str, Metric]:
     """Return the metrics of `correct_mismatch` for a run without correction, from the trainer's and the engine's
-    log-probs, both [B, T] float, nats, where `mask` [B, T] bool holds."""
+    log-probs, both float of one shape, nats, where `mask` holds."""
     gap = (logprobs - rollout_logprobs).abs()
     weights = importance_weights(logprobs, rollout_logprobs, mask, level="token")
     low, high = MISMATCH_BOUNDS

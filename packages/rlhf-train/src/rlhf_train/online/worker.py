@@ -26,12 +26,14 @@ from rlhf_train.experience import Experience
 from rlhf_train.kl import kl_estimate
 from rlhf_train.metrics import Max, Mean, Metric, Sum, merge_metrics, on_host
 from rlhf_train.online.terms import (
-    actor_loss,
     correct_mismatch,
     critic_loss,
     drop_nonfinite,
     masked_mean,
     mismatch_metrics,
+    policy_metrics,
+    policy_objective,
+    policy_stream,
 )
 from rlhf_train.specs import ModelSpec
 
@@ -152,9 +154,9 @@ class TrainWorker:
         charged = zeros if kl is None or spec.use_kl_loss else kl
         rewards = token_rewards(experience.rewards, charged, mask, kl_coef=kl_coef)
         values, lambd = (columns["values"], spec.lambd) if spec.row.uses_critic else (zeros, 1.0)
-        advantages, returns = generalized_advantages(
-            rewards, values, mask, gamma=spec.gamma, lambd=lambd, last_values=last_values
-        )
+        given = [None if x is None else to_device(x, self._device) for x in (rewards, values, mask, last_values)]
+        solved = generalized_advantages(*given[:3], gamma=spec.gamma, lambd=lambd, last_values=given[3])
+        advantages, returns = (column.cpu() for column in solved)
         if spec.row.whiten:
             total = moments(advantages, mask).to(self._device)
             torch.distributed.all_reduce(total)
@@ -203,12 +205,12 @@ class TrainWorker:
         for index, planned in enumerate(mini_batch.micro_batches):
             # Nothing is run for rows of which nothing is trained: their numbers need not even be finite.
             rows = [row for row in planned if trained[row]]
-            outputs, mask = self._forward(role, rows)
             if role == "critic":
+                outputs, mask = self._forward(role, rows)
                 inputs = self._columns(rows, mask.shape[1], ("values", "returns"))
                 loss, metrics = critic_loss(outputs["values"], mask, inputs, self._algorithm, mini_batch.denominators)
             else:
-                loss, metrics = self._actor_loss(rows, outputs, mask, mini_batch.denominators, kl_coef, is_first)
+                loss, metrics = self._actor_loss(rows, mini_batch.denominators, kl_coef, is_first)
             engine.backward(loss, is_last=index == len(mini_batch.micro_batches) - 1)
             parts.append(metrics)
         stats = engine.step()
@@ -229,71 +231,73 @@ class TrainWorker:
         }
 
     def _actor_loss(
-        self,
-        rows: Sequence[int],
-        outputs: Mapping[str, Tensor],
-        mask: Tensor,
-        denominators: Denominators,
-        kl_coef: float,
-        is_first: bool,
+        self, rows: Sequence[int], denominators: Denominators, kl_coef: float, is_first: bool
     ) -> tuple[Tensor, dict[str, Metric]]:
-        spec, width = self._algorithm, mask.shape[1]
-        names = ["advantages", *(name for name in ("old_logprobs", "weights") if name in self._experience.columns)]
-        inputs = self._columns(rows, width, [*names, *(["ref_logprobs"] if spec.use_kl_loss else [])])
-        policy_mask = self._cut(self._experience.policy_mask, rows, width)
-        loss, metrics = actor_loss(outputs, policy_mask, inputs, spec, kl_coef, denominators)
+        """Run the actor on rows of the shard; return this micro-batch's share of its loss, and metrics."""
+        spec, experience, batch = self._algorithm, self._experience, self._batch("actor", rows)
+        stream = policy_stream(experience, rows, spec, denominators, self._device)
+        wanted = _lay_out(experience.policy_mask, rows, batch)
+        output = self.engines["actor"].forward(
+            batch,
+            temperature=self._temperature,
+            logits_mask=wanted,
+            stream=stream,
+            objective=policy_objective(spec, kl_coef),
+        )
+        metrics = policy_metrics(output.metrics, spec)
         if is_first and spec.old_logprobs != "recompute":
-            with torch.no_grad():
-                metrics["policy/entropy"] = masked_mean(outputs["entropy"], mask)
-                rollout_logprobs = self._cut(self._experience.rollout_logprobs, rows, width)
-                metrics |= mismatch_metrics(outputs["logprobs"], rollout_logprobs, mask)
-                if spec.use_kl_loss:
-                    kl = kl_estimate(outputs["logprobs"], inputs["ref_logprobs"], spec.kl_estimator)
-                    metrics["kl/reference"] = masked_mean(kl, mask)
-        return loss, metrics
+            # Only recomputed log-probs are corrected: here the policy's mask is the loss mask.
+            asked, mask = to_device(wanted, self._device), stream.loss_mask
+            logprobs, entropy = output.logprobs[asked], output.entropy[asked]
+            metrics["policy/entropy"] = masked_mean(entropy, mask)
+            metrics |= mismatch_metrics(logprobs, stream.rollout_logprobs, mask)
+            if spec.use_kl_loss:
+                metrics["kl/reference"] = masked_mean(
+                    kl_estimate(logprobs, stream.ref_logprobs, spec.kl_estimator), mask
+                )
+        return output.loss, metrics
 
     def _forward(self, role: str, rows: Sequence[int]) -> tuple[dict[str, Tensor], Tensor]:
-        """Run `role` on rows of the shard; without rows, on tokens that are not trained, to keep the ranks in step.
-        Returns the model's outputs as [b, t] tensors, one rollout a row whatever the layout, and their loss mask."""
-        tokens = [self._experience.token_ids[row] for row in rows] or [IDLE_TOKENS]
-        width = max(len(ids) for ids in tokens)
-        mask = self._experience.loss_mask[list(rows), :width] if rows else torch.tensor([[False, True]])
-        if self._specs[role].packing:
-            batch = TokenBatch.packed(tokens, device=self._device)
-        else:
-            batch = TokenBatch.padded(tokens, pad_id=0, device=self._device)
+        """Run `role` on rows of the shard; return its outputs as [b, t] tensors, one rollout a row whatever the layout,
+        and their loss mask. Without rows there is one of which nothing is trained."""
+        batch, loss_mask = self._batch(role, rows), self._experience.loss_mask
+        width = max(batch.lengths)
+        mask = self._cut(loss_mask, rows, width)
         model = self.engines[role].forward if role in self.engines else self._frozen[role]
         if role == "critic" and self._algorithm.bootstrap_truncated and not torch.is_grad_enabled():
             return self._values_with_last(rows, batch.split(model(batch, after_token=True)), mask)
         if role == "critic":
             outputs = {"values": model(batch)}
         else:
-            rows_wanted = [row[: len(ids)].numpy() for row, ids in zip(mask, tokens, strict=True)]
-            wanted = batch.lay_out(rows_wanted, torch.bool, False, device="cpu")
+            wanted = _lay_out(loss_mask, rows, batch)
             outputs = model(batch, temperature=self._temperature, logits_mask=wanted)._asdict()
-        rows_of = {name: _rows(batch.split(values), width) for name, values in outputs.items()}
-        mask = to_device(mask, self._device)
-        return rows_of, mask if rows else torch.zeros_like(mask)
+        return {name: _rows(batch.split(values), width) for name, values in outputs.items()}, mask
+
+    def _batch(self, role: str, rows: Sequence[int]) -> TokenBatch:
+        """Lay out rows of the shard as `role` reads them; without rows, tokens that keep the ranks in step."""
+        tokens = [self._experience.token_ids[row] for row in rows] or [IDLE_TOKENS]
+        if self._specs[role].packing:
+            return TokenBatch.packed(tokens, device=self._device)
+        return TokenBatch.padded(tokens, pad_id=0, device=self._device)
 
     def _values_with_last(
         self, rows: Sequence[int], after: Sequence[Tensor], mask: Tensor
     ) -> tuple[dict[str, Tensor], Tensor]:
         """Return the critic's outputs from the values after each token: those before it, and for a truncated rollout
         the value of its last state, at its last trained token."""
-        width, mask = mask.shape[1], to_device(mask, self._device)
-        before = _rows([torch.cat([row.new_zeros(1), row[:-1]]) for row in after], width)
+        before = _rows([torch.cat([row.new_zeros(1), row[:-1]]) for row in after], mask.shape[1])
         last = torch.stack([row[-1] for row in after])
         truncated = self._experience.truncated[list(rows)] if rows else torch.zeros(1, dtype=torch.bool)
         last_values = last_trained(mask) * (last * truncated.to(self._device))[:, None]
-        return {"values": before, "last_values": last_values}, mask if rows else torch.zeros_like(mask)
+        return {"values": before, "last_values": last_values}, mask
 
     def _columns(self, rows: Sequence[int], width: int, names: Sequence[str]) -> dict[str, Tensor]:
-        return {name: self._cut(self._experience.columns.get(name), rows, width) for name in names}
+        return {name: self._cut(self._experience.columns[name], rows, width) for name in names}
 
-    def _cut(self, column: Tensor | None, rows: Sequence[int], width: int) -> Tensor:
+    def _cut(self, column: Tensor, rows: Sequence[int], width: int) -> Tensor:
         """Return rows of a [B, T] tensor of the experience on the device; of no rows, one of zeros."""
         if not rows:
-            return torch.zeros(1, width, dtype=torch.float32 if column is None else column.dtype, device=self._device)
+            return torch.zeros(1, width, dtype=column.dtype, device=self._device)
         return to_device(column[list(rows), :width], self._device)
 
     def offload(self) -> None:
@@ -339,6 +343,12 @@ def without_dropout(model: torch.nn.Module) -> torch.nn.Module:
             if "dropout" in name and isinstance(value, float):
                 setattr(module, name, 0.0)
     return model
+
+
+def _lay_out(mask: Tensor, rows: Sequence[int], batch: TokenBatch) -> Tensor:
+    """Return where in a batch of `rows` a shard's mask [B, T] bool holds, on the CPU; without rows, nowhere."""
+    parts = [mask[row, :length].numpy() for row, length in zip(rows, batch.lengths, strict=bool(rows))]
+    return batch.lay_out(parts or [np.zeros_like(IDLE_TOKENS, bool)], torch.bool, False, device="cpu")
 
 
 def _rows(sequences: Sequence[Tensor], width: int) -> Tensor:
