@@ -50,8 +50,8 @@ def check(arguments, objective, largest_logit=5.0, **options):
     token_ids = token_ids.masked_fill(~stream.loss_mask, -1)
     want = linear_policy_loss_reference(*leaves, token_ids, 0.9, wide, objective)
     want[0].backward()
-    # The logits themselves are rounded to the dtype: a log-prob near -12 has lost 2^-9 of logits near 5. In float32 they
-    # are rounded many times while they are summed.
+    # The logits themselves are rounded to the dtype: a log-prob near -12 has lost 2^-9 of logits near 5. In float32
+    # they are rounded many times while they are summed.
     rounding = torch.finfo(hidden.dtype).eps
     atol = max(8 * rounding, 4e-6 * largest_logit)
     for out, expected in zip(outputs[2:], want[2:], strict=True):

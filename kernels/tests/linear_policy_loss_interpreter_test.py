@@ -16,6 +16,7 @@ else:
     from rlhf_kernels.ops.linear_policy_loss import triton as fused
     from rlhf_kernels.ops.linear_policy_loss.reference import linear_policy_loss_reference
     from rlhf_kernels.ops.packed_policy_loss import triton as packed
+    from rlhf_kernels.ops.token_logprobs import triton as token_logprobs
 
     # Masked lanes hold what numpy, not the GPU, warns of.
     pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -26,8 +27,8 @@ else:
         torch.manual_seed(0)
         empty = torch.empty
         monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: empty(*args, **kwargs).fill_(float("nan")))
-        monkeypatch.setattr(fused, "READ_ONCE", (32, 16, 1))
-        monkeypatch.setattr(fused, "READ_TWICE", (32, 32, 1))
+        monkeypatch.setattr(fused, "BLOCK_SIZE", 32)
+        monkeypatch.setattr(token_logprobs, "MAX_BLOCK_SIZE", 32)
         monkeypatch.setattr(packed, "SCALE_BLOCK_SIZE", 256)
         monkeypatch.setattr(packed, "SCALE_PROGRAMS", 2)
         monkeypatch.setattr(fused, "TILE_ROWS", 8)

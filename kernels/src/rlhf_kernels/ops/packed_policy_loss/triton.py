@@ -34,7 +34,7 @@ _K3_SERIES = tl.constexpr(tuple(2.0 * (-1) ** n / math.factorial(n) for n in ran
 
 
 @triton.jit
-def clamped(x, low, high):
+def _clamped(x, low, high):
     """As torch.clamp: NaN stays NaN."""
     return tl.clamp(x, low, high, propagate_nan=tl.PropagateNan.ALL)
 
@@ -42,7 +42,7 @@ def clamped(x, low, high):
 @triton.jit
 def _k3(log_ratio):
     """e^-d - 1 + d; near 0, where that loses its digits, by its Taylor series."""
-    d = clamped(log_ratio, -_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+    d = _clamped(log_ratio, -_MAX_LOG_RATIO, _MAX_LOG_RATIO)
     series = d * _K3_SERIES[0] + _K3_SERIES[1]
     for i in tl.static_range(2, 9):
         series = series * d + _K3_SERIES[i]
@@ -50,10 +50,10 @@ def _k3(log_ratio):
 
 
 @triton.jit
-def policy_terms(logprob, log_ratio, ratio, advantage, ratio_low, ratio_high, dual_clip, kind):
+def _policy_terms(logprob, log_ratio, ratio, advantage, ratio_low, ratio_high, dual_clip, kind):
     """Return the policy loss, its derivative by the log-prob, and whether it is clipped."""
     slope = ratio if kind == "gspo" else tl.where(tl.abs(log_ratio) > _MAX_LOG_RATIO, 0.0, ratio)
-    bounded = clamped(ratio, ratio_low, ratio_high)
+    bounded = _clamped(ratio, ratio_low, ratio_high)
     cut = tl.where(advantage > 0, ratio > ratio_high, (ratio < ratio_low) & (advantage < 0))
     cost = -advantage
     if kind == "reinforce":
@@ -68,9 +68,9 @@ def policy_terms(logprob, log_ratio, ratio, advantage, ratio_low, ratio_high, du
 
 
 @triton.jit
-def kl_terms(log_ratio, to_ref, estimator, unbiased):
+def _kl_terms(log_ratio, to_ref, estimator, unbiased):
     """Return the KL estimate and its derivative by the log-prob; `to_ref` is log-prob less reference."""
-    d = clamped(to_ref, -_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+    d = _clamped(to_ref, -_MAX_LOG_RATIO, _MAX_LOG_RATIO)
     kl, grad = d, d * 0.0 + 1.0
     if estimator == "k2":
         kl, grad = d * d * 0.5, d
@@ -78,14 +78,14 @@ def kl_terms(log_ratio, to_ref, estimator, unbiased):
         kl = _k3(d)
         grad = d - kl  # 1 - e^-d
     if unbiased:
-        grad = tl.exp2(clamped(log_ratio, -_MAX_LOG_RATIO, _MAX_LOG_WEIGHT) * LOG2_E) * d
+        grad = tl.exp2(_clamped(log_ratio, -_MAX_LOG_RATIO, _MAX_LOG_WEIGHT) * LOG2_E) * d
     return kl, tl.where(tl.abs(to_ref) > _MAX_LOG_RATIO, 0.0, grad)
 
 
 @triton.jit
-def ratio_of(log_ratio):
+def _ratio_of(log_ratio):
     """Return e^x, x clamped."""
-    return tl.exp2(clamped(log_ratio, -_MAX_LOG_RATIO, _MAX_LOG_RATIO) * LOG2_E)
+    return tl.exp2(_clamped(log_ratio, -_MAX_LOG_RATIO, _MAX_LOG_RATIO) * LOG2_E)
 
 
 @triton.jit
@@ -108,11 +108,11 @@ def _by_thread(x, trained, kept, apart):
 @triton.jit
 def _weighted(gap, trained, sequence_weight, low, high, level, masks):
     """Return a block's mismatch weights, the mask that they leave, and which are out of bounds."""
-    raw = gap * 0.0 + sequence_weight if level == "sequence" or level == "geometric" else ratio_of(gap)
+    raw = gap * 0.0 + sequence_weight if level == "sequence" or level == "geometric" else _ratio_of(gap)
     outside = trained & ((raw < low) | (raw > high))
     if level == "off":
         return gap * 0.0 + 1.0, trained, outside
-    return (raw, trained & ~outside, outside) if masks else (clamped(raw, low, high), trained, outside)
+    return (raw, trained & ~outside, outside) if masks else (_clamped(raw, low, high), trained, outside)
 
 
 @triton.jit
@@ -129,14 +129,14 @@ def _over_sequence(first, last, logprobs_ptr, old_ptr, mask_ptr, rollout_ptr, lo
             log_weight += tl.where(kept, gap, 0.0)
             if level == "token":
                 _, kept, _ = _weighted(gap, kept, 1.0, low, high, level, masks)
-        if kind == "gspo" and logprobs_ptr is not None and old_ptr is not None:
+        if kind == "gspo" and old_ptr is not None:
             gap = _load(logprobs_ptr, index, valid) - _load(old_ptr, index, valid)
             log_ratio += tl.where(kept, gap, 0.0)
         count += tl.where(kept, 1.0, 0.0)
     num_trained = tl.maximum(tl.sum(count, axis=0), 1.0)
     total_weight = tl.sum(log_weight, axis=0)
     total_weight = total_weight / num_trained if level == "geometric" else total_weight
-    return num_trained, ratio_of(total_weight), ratio_of(tl.sum(log_ratio, axis=0) / num_trained)
+    return num_trained, _ratio_of(total_weight), _ratio_of(tl.sum(log_ratio, axis=0) / num_trained)
 
 
 @triton.jit
@@ -147,8 +147,7 @@ def _policy_kernel(
     LOSS: tl.constexpr, KL: tl.constexpr, UNBIASED: tl.constexpr, LEVEL: tl.constexpr, MASKS: tl.constexpr,  # noqa: N803
     SEQUENCES: tl.constexpr, MEANS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr  # noqa: N803
 ):  # fmt: skip
-    """One sequence or every so many blocks a program. Before there are log-probs it writes, in place of gradients, by
-    what a token's policy loss and its other terms are multiplied in the whole."""
+    """One sequence or every so many blocks a program."""
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -172,9 +171,9 @@ def _policy_kernel(
         valid = index < last
         trained = tl.load(mask_ptr + index, mask=valid, other=0) != 0
         bonus = zeros if entropy_ptr is None else _load(entropy_ptr, index, valid)
-        logprob = zeros if logprobs_ptr is None else _load(logprobs_ptr, index, valid)
+        logprob = _load(logprobs_ptr, index, valid)
         old = logprob if old_ptr is None else _load(old_ptr, index, valid)
-        advantage = zeros if logprobs_ptr is None else _load(advantages_ptr, index, valid)
+        advantage = _load(advantages_ptr, index, valid)
         reference = zeros if ref_ptr is None else _load(ref_ptr, index, valid)
         rollout = old if rollout_ptr is None else _load(rollout_ptr, index, valid)
         given = zeros if weights_ptr is None else _load(weights_ptr, index, valid)
@@ -183,31 +182,28 @@ def _policy_kernel(
             weight, kept, outside = _weighted(old - rollout, trained, sequence_weight, low, high, LEVEL, MASKS)
         weight = weight if weights_ptr is None else given
 
-        grad, grad_entropy = share * weight, zeros + share
-        if logprobs_ptr is not None:
-            log_ratio = logprob - old
-            ratio = zeros + sequence_ratio if LOSS == "gspo" else ratio_of(log_ratio)
-            loss, grad, cut = policy_terms(logprob, log_ratio, ratio, advantage, ratio_low, ratio_high, dual_clip, LOSS)
-            loss, grad = loss * weight, grad * weight
-            kl = zeros
-            if ref_ptr is not None:
-                kl, grad_kl = kl_terms(log_ratio, logprob - reference, KL, UNBIASED)
-                grad += kl_coef * grad_kl
-            grad, grad_entropy = share * grad, zeros - entropy_coef * share
-            whole = loss + kl_coef * kl - entropy_coef * bonus
-            terms = (whole, loss, kl, bonus, zeros + 1.0, cut.to(tl.float32), ratio, _k3(log_ratio), kl, bonus, weight)
-            terms += (zeros + 1.0, outside.to(tl.float32), zeros, zeros, zeros)
-            sums += _by_thread(terms, trained, kept, SEQUENCES)
+        log_ratio = logprob - old
+        ratio = zeros + sequence_ratio if LOSS == "gspo" else _ratio_of(log_ratio)
+        loss, grad, cut = _policy_terms(logprob, log_ratio, ratio, advantage, ratio_low, ratio_high, dual_clip, LOSS)
+        loss, grad = loss * weight, grad * weight
+        kl = zeros
+        if ref_ptr is not None:
+            kl, grad_kl = _kl_terms(log_ratio, logprob - reference, KL, UNBIASED)
+            grad += kl_coef * grad_kl
+        grad, grad_entropy = share * grad, zeros - entropy_coef * share
+        whole = loss + kl_coef * kl - entropy_coef * bonus
+        terms = (whole, loss, kl, bonus, zeros + 1.0, cut.to(tl.float32), ratio, _k3(log_ratio), kl, bonus, weight)
+        terms += (zeros + 1.0, outside.to(tl.float32), zeros, zeros, zeros)
+        sums += _by_thread(terms, trained, kept, SEQUENCES)
         if grad_logprobs_ptr is not None:
             grad = tl.where(kept, grad, 0.0).to(grad_logprobs_ptr.dtype.element_ty)
             tl.store(grad_logprobs_ptr + index, grad, mask=valid)
         if grad_entropy_ptr is not None:
             grad_entropy = tl.where(kept, grad_entropy, 0.0).to(grad_entropy_ptr.dtype.element_ty)
             tl.store(grad_entropy_ptr + index, grad_entropy, mask=valid)
-    if logprobs_ptr is not None:
-        slot = tl.arange(0, 16)
-        sums = tl.sum(sums, axis=0) * tl.where(slot < 4, share, 1.0)
-        tl.store(sums_ptr + slot * num_programs + program, sums, mask=slot < _NUM_METRICS)
+    slot = tl.arange(0, 16)
+    sums = tl.sum(sums, axis=0) * tl.where(slot < 4, share, 1.0)
+    tl.store(sums_ptr + slot * num_programs + program, sums, mask=slot < _NUM_METRICS)
 
 
 @triton.jit
@@ -225,19 +221,10 @@ def _metrics_kernel(sums_ptr, metrics_ptr, loss_ptr, num_programs, BLOCK: tl.con
     tl.store(loss_ptr, total, mask=metric == 0)
 
 
-def loss_options(objective: PolicyObjective) -> dict[str, Any]:
-    """Return the numbers and names of an objective's token losses, as the kernels take them."""
-    terms = {"kl_coef": float(objective.kl_coef), "entropy_coef": float(objective.entropy_coef)}
-    terms |= {"ratio_low": 1 - float(objective.clip_low), "ratio_high": 1 + float(objective.clip_high)}
-    dual_clip = None if objective.dual_clip is None else float(objective.dual_clip)
-    terms |= {"dual_clip": dual_clip, "UNBIASED": objective.kl_unbiased_gradient}
-    return terms | {"LOSS": objective.policy_loss, "KL": objective.kl_estimator}
-
-
 def launch_policy(
-    logprobs: Column, entropy: Column, stream: PolicyStream, objective: PolicyObjective, *grads: Column
+    logprobs: Tensor, entropy: Column, stream: PolicyStream, objective: PolicyObjective, *grads: Column
 ) -> tuple[Tensor, Tensor]:
-    """Return loss and metrics, and fill up to two gradients; before there are log-probs, what `_policy_kernel` says."""
+    """Return loss and metrics, and fill up to two gradients: by log-prob and by entropy."""
     size, sequences = len(stream.advantages), objective.needs_sequences
     block = SEQUENCE_BLOCK_SIZE if sequences else BLOCK_SIZE
     programs = len(stream.cu_seqlens) - 1 if sequences else min(triton.cdiv(size, block), PROGRAMS)
@@ -251,14 +238,15 @@ def launch_policy(
     options |= {"LEVEL": objective.weight_level, "MASKS": objective.weight_mode == "mask", "OVERLAP": overlap}
     options |= {"num_warps": max(block // (64 if sequences else 128), 1), "maxnreg": MAX_REGISTERS}
     options |= {"low": float(objective.weight_low), "high": float(objective.weight_high), "launch_pdl": overlap}
+    options |= {"kl_coef": float(objective.kl_coef), "entropy_coef": float(objective.entropy_coef)}
+    options |= {"ratio_low": 1 - float(objective.clip_low), "ratio_high": 1 + float(objective.clip_high)}
+    options |= {"dual_clip": None if objective.dual_clip is None else float(objective.dual_clip)}
+    options |= {"LOSS": objective.policy_loss, "KL": objective.kl_estimator, "UNBIASED": objective.kl_unbiased_gradient}
     with _on_device(sums):
         if programs:
-            _policy_kernel[(programs,)](
-                *columns, sums, size, 1.0 / stream.denominator(objective), **loss_options(objective), **options
-            )
-        if logprobs is not None:
-            options = {"BLOCK": SUMS_BLOCK_SIZE, "OVERLAP": overlap, "launch_pdl": overlap}
-            _metrics_kernel[(len(POLICY_METRICS),)](sums, metrics, loss, programs, **options)
+            _policy_kernel[(programs,)](*columns, sums, size, 1.0 / stream.denominator(objective), **options)
+        options = {"BLOCK": SUMS_BLOCK_SIZE, "OVERLAP": overlap, "launch_pdl": overlap}
+        _metrics_kernel[(len(POLICY_METRICS),)](sums, metrics, loss, programs, **options)
     return loss, metrics
 
 

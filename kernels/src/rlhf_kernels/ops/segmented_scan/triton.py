@@ -205,26 +205,10 @@ def _await_after_chunk(words_ptr, tag, index, num_later, num_awaited: tl.constex
 
 @triton.jit
 def _kernel(
-    first_ptr,
-    second_ptr,
-    mask_ptr,
-    bounds_ptr,
-    last_ptr,
-    turns_ptr,
-    gamma,
-    lambd,
-    turn_gamma,
-    result_ptr,
-    advantages_ptr,
-    state_ptr,
-    size,
-    num_sequences,
-    early: tl.constexpr,
-    chunk: tl.constexpr,
-    num_probes: tl.constexpr,
-    num_awaited: tl.constexpr,
-    header: tl.constexpr,
-):
+    first_ptr, second_ptr, mask_ptr, bounds_ptr, last_ptr, turns_ptr, gamma, lambd, turn_gamma,
+    result_ptr, advantages_ptr, state_ptr, size, num_sequences,
+    early: tl.constexpr, chunk: tl.constexpr, num_probes: tl.constexpr, num_awaited: tl.constexpr, header: tl.constexpr
+):  # fmt: skip
     """One chunk a program: its step, and then its solution. Without a mask the numbers are values and decays."""
     index, num_chunks, lane = tl.program_id(0), tl.num_programs(0), tl.arange(0, chunk)
     # Graphs that torch.compile makes hand float64 over.
