@@ -1,5 +1,6 @@
 """Which of its two forms an operator takes: Triton on CUDA, the plain twin elsewhere."""
 
+import contextlib
 import functools
 import logging
 
@@ -18,6 +19,11 @@ def takes_triton(operator: str, tensor: Tensor) -> bool:
     if reason := triton_unavailable_reason():
         log_fallback_once(operator, reason)
     return reason is None
+
+
+def on_device(tensor: Tensor) -> contextlib.AbstractContextManager:
+    """Triton launches on the current device, which need not be the tensor's: make it so."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
 
 
 @functools.cache

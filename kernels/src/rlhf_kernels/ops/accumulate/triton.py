@@ -4,6 +4,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rlhf_kernels.dispatch import on_device
+
 BLOCK_SIZE = 4096
 
 
@@ -21,4 +23,5 @@ def accumulate_triton_(total: Tensor, part: Tensor) -> None:
     """Add as `accumulate_` does, which checks the arguments."""
     size = total.numel()
     if size:
-        _accumulate_kernel[(triton.cdiv(size, BLOCK_SIZE),)](total, part.contiguous(), size, BLOCK_SIZE=BLOCK_SIZE)
+        with on_device(total):
+            _accumulate_kernel[(triton.cdiv(size, BLOCK_SIZE),)](total, part.contiguous(), size, BLOCK_SIZE=BLOCK_SIZE)

@@ -12,8 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rlhf_kernels.dispatch import on_device
 from rlhf_kernels.ops.packed_policy_loss.triton import launch_policy, scaled_gradients
-from rlhf_kernels.ops.token_logprobs.triton import LN_2, LOG2_E, NUM_SUMS, _on_device, add_sums, write_gradient
+from rlhf_kernels.ops.token_logprobs.triton import LN_2, LOG2_E, NUM_SUMS, add_sums, write_gradient
 
 CHUNK_BYTES = 480 << 20  # of logits at a time; with what cuBLAS takes it stays under 0.5 GiB
 TILE_ROWS = 128  # of the products: chunks of full tiles
@@ -173,7 +174,7 @@ def _exponentials(logits: Tensor, token_ids: Tensor, sums: Tensor, temperature: 
     if len(logits):
         sizes = (logits.stride(0), logits.shape[1], 1.0 / temperature)
         options = {"BLOCK": BLOCK_SIZE, "VECTOR": 16 // logits.itemsize, "num_warps": NUM_WARPS}
-        with _on_device(logits):
+        with on_device(logits):
             _exponentials_kernel[(len(logits),)](
                 logits, token_ids, sums[1], sums[4], sums[5], *sizes, GRADIENT=gradient, **options
             )
@@ -183,7 +184,7 @@ def _scale_rows(matrix: Tensor, grads: Tensor, totals: Tensor, by: float, out: T
     """Return `out`, filled with each row of a matrix times its gradient, over its total, times `by`."""
     if matrix.numel():
         grid = len(matrix), triton.cdiv(matrix.shape[1], SCALE_BLOCK_SIZE)
-        with _on_device(matrix):
+        with on_device(matrix):
             _scale_rows_kernel[grid](
                 matrix, grads, totals, out, *matrix.stride(), matrix.shape[1], by, BLOCK=SCALE_BLOCK_SIZE
             )

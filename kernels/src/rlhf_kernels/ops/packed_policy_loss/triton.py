@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from rlhf_kernels.dispatch import on_device
 from rlhf_kernels.ops.packed_policy_loss.terms import (
     MAX_LOG_RATIO,
     MAX_WEIGHT,
@@ -16,7 +17,7 @@ from rlhf_kernels.ops.packed_policy_loss.terms import (
     PolicyObjective,
     PolicyStream,
 )
-from rlhf_kernels.ops.token_logprobs.triton import LOG2_E, _on_device
+from rlhf_kernels.ops.token_logprobs.triton import LOG2_E
 
 BLOCK_SIZE, PROGRAMS = 1024, 528  # four tokens a thread; a program takes every so many blocks
 SEQUENCE_BLOCK_SIZE = 2048  # two tokens a thread; where the loss depends on sequences, a program takes one of these
@@ -242,7 +243,7 @@ def launch_policy(
     options |= {"ratio_low": 1 - float(objective.clip_low), "ratio_high": 1 + float(objective.clip_high)}
     options |= {"dual_clip": None if objective.dual_clip is None else float(objective.dual_clip)}
     options |= {"LOSS": objective.policy_loss, "KL": objective.kl_estimator, "UNBIASED": objective.kl_unbiased_gradient}
-    with _on_device(sums):
+    with on_device(sums):
         if programs:
             _policy_kernel[(programs,)](*columns, sums, size, 1.0 / stream.denominator(objective), **options)
         options = {"BLOCK": SUMS_BLOCK_SIZE, "OVERLAP": overlap, "launch_pdl": overlap}
@@ -282,7 +283,7 @@ def scaled_gradients(ctx: Any, grad_loss: Tensor, *_: Tensor) -> tuple[Tensor | 
     if any(sizes):
         programs, overlap = min(SCALE_PROGRAMS, triton.cdiv(max(sizes), SCALE_BLOCK_SIZE)), _overlap(grad_loss)
         options = {"BLOCK": SCALE_BLOCK_SIZE, "OVERLAP": overlap, "launch_pdl": overlap, "num_warps": 16}
-        with _on_device(grad_loss):
+        with on_device(grad_loss):
             _scale_kernel[(programs,)](*grads, grad_loss, factor, *sizes, **options)
     return (*grads, *(None for _ in ctx.needs_input_grad[2:]))
 

@@ -1,12 +1,13 @@
 """Fused `segmented_scan` and `packed_gae`: each chunk of the stream as one step, then each token of it (README)."""
 
-import contextlib
 from collections.abc import Iterator, Sequence
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from rlhf_kernels.dispatch import on_device
 
 CHUNK, NUM_WARPS = 1024, 4  # tokens, and warps, a program
 NUM_PROBES = 512  # bounds that a program reads at a time
@@ -42,8 +43,7 @@ def _launch(*tensors: Tensor | None, discounts: Sequence[float]) -> list[Tensor]
     early = EARLY and eager and values.is_cuda and torch.cuda.get_device_capability(values.device) >= (9, 0)
     options = {"maxnreg": MAX_REGISTERS} if eager and values.is_cuda else {}
     options |= {"launch_pdl": True} if early else {}
-    # Triton launches on the current device, which need not be the tensor's.
-    with torch.cuda.device(values.device) if values.is_cuda else contextlib.nullcontext():
+    with on_device(values):
         state = _kept_state(values.device, num_chunks) if eager else None
         if state is None:
             state = values.new_zeros(HEADER + 2 * num_chunks, dtype=torch.int64)

@@ -4,7 +4,6 @@ The kernels take a block of columns and may take a reference's logits beside the
 `logprob_kl` are made of them as well.
 """
 
-import contextlib
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from rlhf_kernels.dispatch import on_device
 from rlhf_kernels.ops.token_logprobs.reference import TokenLogprobs, combine_shards
 
 if TYPE_CHECKING:
@@ -209,7 +209,7 @@ def add_sums(
     in_a_row = logits.stride(0) % 16 == 0 and logits.data_ptr() % 16 == 0  # of this Triton makes vectors
     options |= {"PARTS": parts, "LANES": _block_size(logits) // parts, "IN_A_ROW": in_a_row}
     if num_rows:
-        with _on_device(logits):
+        with on_device(logits):
             _sums_kernel[(num_rows,)](
                 logits, y, token_ids, sums, *strides, vocab_start, width, 1.0 / temperature, **options
             )
@@ -232,7 +232,7 @@ def write_gradient(
     options = {"HAS_REFERENCE": ref_logits is not None, "num_warps": NUM_WARPS}
     (num_rows, width), size = logits.shape, _block_size(logits)
     if num_rows:
-        with _on_device(logits):
+        with on_device(logits):
             _gradient_kernel[(num_rows, triton.cdiv(width, size))](
                 *tensors, *strides, vocab_start, width, 1.0 / temperature, BLOCK_SIZE=size, **options
             )
@@ -273,8 +273,3 @@ class _TokenLogprobs(torch.autograd.Function):
 
 def _block_size(logits: Tensor) -> int:
     return min(MAX_BLOCK_SIZE, max(16, triton.next_power_of_2(logits.shape[1])))
-
-
-def _on_device(tensor: Tensor) -> contextlib.AbstractContextManager:
-    """Triton launches on the current device, which need not be the tensor's."""
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
