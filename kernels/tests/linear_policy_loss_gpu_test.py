@@ -105,9 +105,10 @@ def test_linear_policy_loss_same_input_twice_agrees_bit_for_bit(objective):
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
+@pytest.mark.parametrize(("vocab_size", "hidden_size"), [(151_936, 1024), (32_000, 8192)])
 @BOTH
-def test_linear_policy_loss_takes_half_a_gibibyte_besides_the_gradients(objective):
-    hidden, weight, token_ids, stream = problem(8192, 151_936, 1024)
+def test_linear_policy_loss_takes_half_a_gibibyte_besides_the_gradients(objective, vocab_size, hidden_size):
+    hidden, weight, token_ids, stream = problem(8192, vocab_size, hidden_size)
     gradients = 2 * (hidden.numel() + weight.numel())
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()

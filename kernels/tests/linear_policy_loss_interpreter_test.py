@@ -1,5 +1,6 @@
 """The Triton kernels of `linear_policy_loss` in Triton's interpreter, on the CPU, against the twin in float64."""
 
+import math
 import os
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import torch
 if os.environ.get("TRITON_INTERPRET") != "1":
 
     def test_triton_linear_policy_loss_interpreted_passes_all_cases(interpret):
-        interpret(Path(__file__).resolve(), num_cases=32)
+        interpret(Path(__file__).resolve(), num_cases=41)
 
 else:
     from rlhf_kernels import PolicyObjective, PolicyStream
@@ -115,12 +116,13 @@ else:
         objective = PolicyObjective(policy_loss="reinforce", entropy_coef=0.1)
         check(objective, problem(dtype=torch.float16), 4e-3, num_tokens=10**6, scale=65536.0)
 
-    def test_triton_linear_policy_loss_ignored_rows_are_not_read_and_get_zeros():
+    @pytest.mark.parametrize("entropy_coef", [0.0, 0.1])
+    def test_triton_linear_policy_loss_ignored_rows_are_not_read_and_get_zeros(entropy_coef):
         given = problem()
         given["hidden"][[3, 30]] = float("nan")
         given["mask"][[3, 30]] = False
-        hidden, weight = given["hidden"].requires_grad_(), given["weight"]
-        objective = PolicyObjective(entropy_coef=0.1)
+        hidden, weight = given["hidden"].requires_grad_(), given["weight"].requires_grad_()
+        objective = PolicyObjective(entropy_coef=entropy_coef)
         loss, _, logprobs, entropy = fused.linear_policy_loss_triton(
             hidden,
             weight,
@@ -132,6 +134,7 @@ else:
         )
         loss.backward()
         assert loss.isfinite() and hidden.grad.isfinite().all() and hidden.grad.any()
+        assert weight.grad.isfinite().all() and weight.grad.any()
         for out in (hidden.grad, logprobs, entropy):
             assert not out[~given["mask"]].any()
 
@@ -145,14 +148,32 @@ else:
         for out, want in zip(shifted[0], expected[0], strict=True):
             torch.testing.assert_close(out, want, atol=5e-3, rtol=1e-3)
 
-    def test_triton_linear_policy_loss_logits_that_rise_from_block_to_block_keep_their_digits():
-        # By 100 bits a block: exponentials relative to the first would be infinite in the third, and 0 the other way.
+    @pytest.mark.parametrize("levels", [(0, 99, 198, 297), (0, 58, 62, 62), (0, -80, 0, 59)])
+    def test_triton_linear_policy_loss_logits_that_rise_from_block_to_block_keep_their_digits(levels):
+        # In bits: where a block is too far above what came before, that is taken down to it.
         given = problem()
-        steps = torch.arange(101)[:, None] // 32 * 48.0
+        column = torch.tensor(levels).repeat_interleave(32)[:101, None] * 0.7 * math.log(2)
         given["hidden"] = torch.cat([given["hidden"], torch.ones(40, 1)], dim=1)
-        given["weight"] = torch.cat([given["weight"], steps], dim=1)
-        given["token_ids"] = 96 + given["token_ids"] % 5
+        given["weight"] = torch.cat([given["weight"], column], dim=1)
         check(PolicyObjective(policy_loss="reinforce"), given, 2e-5)
+
+    @pytest.mark.parametrize("entropy_coef", [0.0, 0.2])
+    def test_triton_linear_policy_loss_strided_arguments_equal_float64(entropy_coef):
+        given = problem()
+        given["hidden"] = given["hidden"].repeat_interleave(2, dim=0)[::2].T.contiguous().T
+        given["weight"] = given["weight"].repeat_interleave(2, dim=1)[:, ::2]
+        check(PolicyObjective(kl_coef=0.1, entropy_coef=entropy_coef), given)
+
+    @pytest.mark.parametrize("entropy_coef", [0.0, 0.2])
+    @pytest.mark.parametrize("wanted", ["hidden", "weight"])
+    def test_triton_linear_policy_loss_one_gradient_is_that_of_both(wanted, entropy_coef):
+        given, objective = problem(), PolicyObjective(kl_coef=0.1, entropy_coef=entropy_coef)
+        both = run(fused.linear_policy_loss_triton, given, objective, (None,))
+        leaves = {name: given[name].detach().requires_grad_(name == wanted) for name in ("hidden", "weight")}
+        token_ids = given["token_ids"].masked_fill(~given["mask"], -1)
+        outputs = fused.linear_policy_loss_triton(*leaves.values(), token_ids, 0.7, stream_of(given), objective, None)
+        (-0.5 * outputs[0]).backward()
+        assert torch.equal(leaves[wanted].grad, both[1 if wanted == "hidden" else 2])
 
     def test_triton_linear_policy_loss_without_gradient_makes_none():
         given = problem()

@@ -16,7 +16,7 @@ from rlhf_kernels.dispatch import on_device
 from rlhf_kernels.ops.packed_policy_loss.triton import launch_policy, scaled_gradients
 from rlhf_kernels.ops.token_logprobs.triton import LN_2, LOG2_E, NUM_SUMS, add_sums, write_gradient
 
-CHUNK_BYTES = 480 << 20  # of logits at a time; with what cuBLAS takes it stays under 0.5 GiB
+CHUNK_BYTES = 480 << 20  # of logits and of a product of theirs at a time; with what cuBLAS takes, under 0.5 GiB
 TILE_ROWS = 128  # of the products: chunks of full tiles
 ROW_ALIGNMENT = 64  # logits; rows that start at odd addresses slow the products down
 BLOCK_SIZE, NUM_WARPS = 4096, 8  # logits of a row at a time, and warps a row
@@ -90,11 +90,11 @@ def _exponentials_kernel(
 def _scale_rows_kernel(
     matrix_ptr, grads_ptr, totals_ptr, out_ptr, stride, column_stride, width, by, BLOCK: tl.constexpr  # noqa: N803
 ):  # fmt: skip
-    """One block of one row a program."""
+    """One block of one row a program; a row without a gradient becomes 0, whatever it holds."""
     row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     scale = tl.load(grads_ptr + row) / tl.load(totals_ptr + row) * by
     value = tl.load(matrix_ptr + row * stride + column.to(tl.int64) * column_stride, mask=column < width)
-    value = value.to(tl.float32) * scale
+    value = tl.where(scale == 0.0, 0.0, value.to(tl.float32) * scale)
     tl.store(out_ptr + row * width + column, value.to(out_ptr.dtype.element_ty), mask=column < width)
 
 
@@ -126,7 +126,8 @@ class _LinearPolicyLoss(torch.autograd.Function):
         sums, grads = empty(NUM_SUMS, len(hidden)), torch.zeros(3, len(hidden), device=hidden.device)
         logprobs, entropy = sums[4:6]
         width = triton.cdiv(len(weight), ROW_ALIGNMENT) * ROW_ALIGNMENT
-        chunk_rows = max(CHUNK_BYTES // (width * hidden.itemsize * TILE_ROWS), 1) * TILE_ROWS
+        row_bytes = width * hidden.itemsize + (4 * hidden.shape[1] if once else 0)
+        chunk_rows = max(CHUNK_BYTES // (row_bytes * TILE_ROWS), 1) * TILE_ROWS
         buffer = empty(min(chunk_rows, len(hidden)), width, dtype=hidden.dtype)
         chunks = [slice(start, start + chunk_rows) for start in range(0, max(len(hidden), 1), chunk_rows)]
 
@@ -158,7 +159,10 @@ class _LinearPolicyLoss(torch.autograd.Function):
             elif wants_hidden:
                 torch.mm(logits, weight, out=grad_hidden[chunk])
             if wants_weight:
-                rows = _scale_rows(rows, *scales, empty(*rows.shape, dtype=rows.dtype)) if once else rows
+                if once:
+                    rows = _scale_rows(rows, *scales, empty(*rows.shape, dtype=rows.dtype))
+                else:  # a gradient of 0 times a hidden state that is not finite would be NaN
+                    rows = rows.masked_fill((token_ids[chunk] < 0)[:, None], 0.0)
                 _add_product(grad_weight, logits.t(), rows, beta=min(chunk.start, 1))
         loss, metrics = launch_policy(logprobs, entropy, stream, objective)
         ctx.save_for_backward(grad_hidden, grad_weight.to(weight.dtype) if wants_weight else None)

@@ -247,8 +247,8 @@ class TrainWorker:
         metrics = policy_metrics(output.metrics, spec)
         if is_first and spec.old_logprobs != "recompute":
             # Only recomputed log-probs are corrected: here the policy's mask is the loss mask.
-            asked, mask = to_device(wanted, self._device), stream.loss_mask
-            logprobs, entropy = output.logprobs[asked], output.entropy[asked]
+            asked, mask = to_device(wanted.flatten().nonzero()[:, 0], self._device), stream.loss_mask
+            logprobs, entropy = (column.flatten()[asked] for column in (output.logprobs, output.entropy))
             metrics["policy/entropy"] = masked_mean(entropy, mask)
             metrics |= mismatch_metrics(logprobs, stream.rollout_logprobs, mask)
             if spec.use_kl_loss:
