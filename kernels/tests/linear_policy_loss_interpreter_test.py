@@ -10,29 +10,33 @@ import torch
 if os.environ.get("TRITON_INTERPRET") != "1":
 
     def test_triton_linear_policy_loss_interpreted_passes_all_cases(interpret):
-        interpret(Path(__file__).resolve(), num_cases=41)
+        interpret(Path(__file__).resolve(), num_cases=82)
 
 else:
     from rlhf_kernels import PolicyObjective, PolicyStream
     from rlhf_kernels.ops.linear_policy_loss import triton as fused
     from rlhf_kernels.ops.linear_policy_loss.reference import linear_policy_loss_reference
+    from rlhf_kernels.ops.linear_token_logprobs import product
     from rlhf_kernels.ops.packed_policy_loss import triton as packed
     from rlhf_kernels.ops.token_logprobs import triton as token_logprobs
 
     # Masked lanes hold what numpy, not the GPU, warns of.
     pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
-    @pytest.fixture(autouse=True)
-    def small_blocks_and_poisoned_buffers(monkeypatch):
-        """Several blocks a row, several chunks a stream, and buffers full of NaN, so that one never written shows."""
+    @pytest.fixture(autouse=True, params=["product", "logits"])
+    def form(request, monkeypatch):
+        """Both forms; several blocks a row, several chunks a stream; an element of a buffer never written shows."""
+        if request.param == "logits":
+            monkeypatch.setattr(product, "fits", lambda *_: False)
+        tiles = {"TILE_ROWS": 16, "TILE_COLUMNS": 32, "TILE_DEPTH": 16, "MAX_ROWS": 32, "GROUP_TILES": 2}
+        for name, value in {**tiles, "MERGED_ROWS": 2, "MERGED_PARTS": 2}.items():
+            monkeypatch.setattr(product, name, value)
         torch.manual_seed(0)
         empty = torch.empty
         monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: empty(*args, **kwargs).fill_(float("nan")))
-        monkeypatch.setattr(fused, "BLOCK_SIZE", 32)
         monkeypatch.setattr(token_logprobs, "MAX_BLOCK_SIZE", 32)
         monkeypatch.setattr(packed, "SCALE_BLOCK_SIZE", 256)
         monkeypatch.setattr(packed, "SCALE_PROGRAMS", 2)
-        monkeypatch.setattr(fused, "TILE_ROWS", 8)
         monkeypatch.setattr(fused, "CHUNK_BYTES", 16 * 128 * 4)  # two tiles of float32
         for name in ("BLOCK_SIZE", "SEQUENCE_BLOCK_SIZE"):
             monkeypatch.setattr(packed, name, 16)

@@ -9,9 +9,10 @@ import torch
 if os.environ.get("TRITON_INTERPRET") != "1":
 
     def test_triton_linear_token_logprobs_interpreted_passes_all_cases(interpret):
-        interpret(Path(__file__).resolve(), num_cases=26)
+        interpret(Path(__file__).resolve(), num_cases=52)
 
 else:
+    from rlhf_kernels.ops.linear_token_logprobs import product
     from rlhf_kernels.ops.linear_token_logprobs import triton as fused
     from rlhf_kernels.ops.linear_token_logprobs.reference import linear_token_logprobs_reference
 
@@ -21,14 +22,24 @@ else:
         pytest.mark.usefixtures("poisoned_buffers"),
     ]
 
+    @pytest.fixture(autouse=True, params=["product", "logits"])
+    def form(request, monkeypatch):
+        """Both forms, the product's with several tiles each way."""
+        if request.param == "logits":
+            monkeypatch.setattr(product, "fits", lambda *_: False)
+        tiles = {"TILE_ROWS": 16, "TILE_COLUMNS": 32, "TILE_DEPTH": 8, "MAX_ROWS": 32, "GROUP_TILES": 2}
+        for name, value in {**tiles, "MERGED_ROWS": 2, "MERGED_PARTS": 2}.items():
+            monkeypatch.setattr(product, name, value)
+        return request.param
+
     @pytest.fixture
     def small_blocks(monkeypatch):
-        """Cut the logits of these sizes into many blocks, both ways: at most 32 rows, 16 or 32 columns."""
+        """Cut the logits of these sizes into many blocks, both ways: at most 32 rows, 32 columns."""
         monkeypatch.setattr(fused, "MAX_KEPT_BYTES", 0)
         monkeypatch.setattr(fused, "MAX_FORWARD_ROWS", 24)
         monkeypatch.setattr(fused, "MAX_BACKWARD_ROWS", 32)
         monkeypatch.setattr(fused, "MAX_BLOCK_BYTES", 32 * 32 * 4)
-        monkeypatch.setattr(fused, "ALIGNMENT", 16)
+        monkeypatch.setattr(fused, "ALIGNMENT", 32)
 
     def head(num_rows, vocab_size, dtype=torch.float32, bias=True):
         hidden, weight = torch.randn(num_rows, 12).to(dtype), torch.randn(vocab_size, 12).to(dtype)
@@ -66,7 +77,7 @@ else:
         check(head(20, 300, bias=bias), ids(20, 300))
 
     @pytest.mark.parametrize("max_kept", [0, 20 * 300 * 4])
-    def test_triton_linear_token_logprobs_keeps_few_logits_for_one_backward_pass(max_kept, monkeypatch):
+    def test_triton_linear_token_logprobs_keeps_few_logits_for_one_backward_pass(max_kept, form, monkeypatch):
         monkeypatch.setattr(fused, "MAX_KEPT_BYTES", max_kept)
         monkeypatch.setattr(fused, "MAX_BLOCK_BYTES", 20 * 256 * 4)
         made, make = [], fused.LogitBlocks.logits
@@ -77,7 +88,7 @@ else:
         for _ in range(2):
             gradients.append(torch.autograd.grad(sum(x.sum() for x in results), tensors, retain_graph=True))
             counts.append(len(made))
-        assert counts == ([1, 1, 2] if max_kept else [2, 4, 6])
+        assert counts == ([1, 1, 2] if max_kept else [2, 4, 6] if form == "logits" else [0, 0, 0])
         assert all(map(torch.equal, *gradients))
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -1,6 +1,7 @@
-"""Fused `linear_token_logprobs`: logits are made and read a block at a time, forward and again backward.
+"""Fused `linear_token_logprobs`: logits are made a block at a time, forward and again backward.
 
-With a reference's head beside the policy's it is `logprob_kl`.
+Where `product` takes them they are never written, only their gradient is; elsewhere cuBLAS writes blocks of them, and
+the kernels of `token_logprobs` read these. With a reference's head beside the policy's it is `logprob_kl`.
 """
 
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from rlhf_kernels.ops.linear_token_logprobs import product
 from rlhf_kernels.ops.linear_token_logprobs.reference import Head
 from rlhf_kernels.ops.token_logprobs.reference import TokenLogprobs
 from rlhf_kernels.ops.token_logprobs.triton import NUM_SUMS, NUM_SUMS_WITH_REFERENCE, add_sums, write_gradient
@@ -42,13 +44,18 @@ class HeadResults(torch.autograd.Function):
         blocks = LogitBlocks(heads, MAX_FORWARD_ROWS)
         num_sums = NUM_SUMS if len(heads) == 3 else NUM_SUMS_WITH_REFERENCE
         sums = torch.empty((num_sums, len(token_ids)), dtype=torch.float32, device=token_ids.device)
-        for rows in blocks.rows:
-            for columns in blocks.columns:
-                start = columns.start
-                pair = blocks.logits(rows, columns)
-                add_sums(*pair, token_ids[rows], sums[:, rows], temperature, start, first=start == 0)
-        kept = pair if len(blocks.rows) == len(blocks.columns) == 1 else (None, None)
-        ctx.save_for_backward(token_ids, sums, *kept, *heads)
+        marks, keeps = None, any(ctx.needs_input_grad) and len(blocks.rows) == len(blocks.columns) == 1
+        ctx.by_product = len(heads) == 3 and not keeps and product.fits(*heads[:2])
+        if ctx.by_product:
+            marks = product.reference_sums(heads, token_ids, sums, temperature)
+            product.head_sums(heads, token_ids, marks, sums, temperature)
+        else:
+            for rows in blocks.rows:
+                for columns in blocks.columns:
+                    start = columns.start
+                    pair = blocks.logits(rows, columns)
+                    add_sums(*pair, token_ids[rows], sums[:, rows], temperature, start, first=start == 0)
+        ctx.save_for_backward(token_ids, marks, sums, *(pair if keeps else (None, None)), *heads)
         ctx.temperature, ctx.is_first = temperature, True
         if len(heads) == 3:
             return tuple(row.clone() for row in sums[4:7])
@@ -59,7 +66,7 @@ class HeadResults(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        token_ids, sums, logits, ref_logits, *heads = ctx.saved_tensors
+        token_ids, marks, sums, logits, ref_logits, *heads = ctx.saved_tensors
         are_kept, ctx.is_first = ctx.is_first and logits is not None, False  # they become their gradient
         grads = torch.stack(grads[:4])
         (hidden, weight, bias), needed = heads[:3], ctx.needs_input_grad[2:5]
@@ -68,7 +75,7 @@ class HeadResults(torch.autograd.Function):
         grad_weight = torch.empty_like(weight) if needed[1] else None
         grad_bias = torch.empty_like(bias) if needed[2] else None
         # A gradient of 0 times a hidden state that is not finite would be NaN.
-        kept = hidden.masked_fill((token_ids < 0)[:, None], 0.0) if needed[1] else hidden
+        kept = hidden.masked_fill((token_ids < 0)[:, None], 0.0) if needed[1] or ctx.by_product else hidden
         # The vocabulary is the outer loop: of the weight's gradient, much the largest, a part is written once and never
         # read. Sums over blocks are float32.
         for columns in blocks.columns:
@@ -77,10 +84,16 @@ class HeadResults(torch.autograd.Function):
             weight_sum = torch.zeros(part.shape, dtype=torch.float32, device=part.device) if add_up else None
             bias_sum = torch.zeros(len(part), dtype=torch.float32, device=part.device) if needed[2] else None
             for rows in blocks.rows:
-                if not are_kept:
-                    logits, ref_logits = blocks.logits(rows, columns)
-                beside = (token_ids[rows], sums[:, rows], grads[:, rows])
-                write_gradient(logits, ref_logits, *beside, logits, ctx.temperature, columns.start)
+                beside = (sums[:, rows], grads[:, rows])
+                if ctx.by_product:
+                    logits = blocks.buffer(rows, columns)
+                    head = kept[rows], part, None if bias is None else bias[columns]
+                    tokens = token_ids[rows], marks[rows.start // product.TILE_ROWS :]
+                    product.head_gradient(head, *tokens, *beside, logits, ctx.temperature, columns.start)
+                else:
+                    if not are_kept:
+                        logits, ref_logits = blocks.logits(rows, columns)
+                    write_gradient(logits, ref_logits, token_ids[rows], *beside, logits, ctx.temperature, columns.start)
                 if needed[0]:
                     _add_product(grad_hidden[rows], logits, part)
                 if add_up:
@@ -119,15 +132,18 @@ class LogitBlocks:
     def logits(self, rows: slice, columns: slice) -> tuple[Tensor, Tensor | None]:
         """Return one block of each head, None for a second that is not there; the next call overwrites them."""
         blocks = [None, None]
-        self._buffers = self._buffers or [hidden.new_empty(self._shape) for hidden, _, _ in self._heads]
-        for index, ((hidden, weight, bias), buffer) in enumerate(zip(self._heads, self._buffers, strict=True)):
-            hidden, weight = hidden[rows], weight[columns]
-            out = buffer[: len(hidden), : len(weight)]
+        for index, (hidden, weight, bias) in enumerate(self._heads):
+            out = self.buffer(rows, columns, index)
             if bias is None:
-                blocks[index] = torch.mm(hidden, weight.T, out=out)
+                blocks[index] = torch.mm(hidden[rows], weight[columns].T, out=out)
             else:
-                blocks[index] = torch.addmm(bias[columns], hidden, weight.T, out=out)
+                blocks[index] = torch.addmm(bias[columns], hidden[rows], weight[columns].T, out=out)
         return tuple(blocks)
+
+    def buffer(self, rows: slice, columns: slice, index: int = 0) -> Tensor:
+        """Return the memory of one block of a head's logits."""
+        self._buffers = self._buffers or [hidden.new_empty(self._shape) for hidden, _, _ in self._heads]
+        return self._buffers[index][: rows.stop - rows.start, : columns.stop - columns.start]
 
 
 def _slices(total: int, step: int) -> list[slice]:

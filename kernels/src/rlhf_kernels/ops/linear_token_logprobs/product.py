@@ -1,0 +1,281 @@
+"""The product of hidden states and an LM head, and what is wanted of its elements before they leave the registers.
+
+Without the logits a row's sums are those of its parts in tiles of the product, merged afterwards; with these sums known
+the product, made again, is written as its gradient. In place of the logits their exponentials can be written: relative
+to the token's own, or where a tile exceeds that too far to the tile's largest, which the merging brings to one level.
+"""
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from rlhf_kernels.dispatch import on_device
+from rlhf_kernels.ops.linear_token_logprobs.reference import Head
+from rlhf_kernels.ops.token_logprobs.triton import LN_2, LOG2_E
+
+TILE_ROWS, TILE_COLUMNS, TILE_DEPTH = 128, 256, 64
+# Of an SM's shared memory three stages of operands, and room for half a tile of results.
+OPTIONS = {"num_warps": 8, "num_stages": 3}
+GROUP_TILES = 16  # of rows, whose hidden states stay in the L2 cache while the head passes by
+MAX_ROWS = 4096  # whose parts of sums exist at a time
+MERGED_ROWS, MERGED_PARTS = 8, 256  # of parts of sums at a time
+# In bits: an exponential is at most 2 to this power. The sum of as many as a vocabulary has, times a weight, is finite
+# in float32, and its reciprocal times a gradient is no subnormal number.
+MAX_EXPONENT = tl.constexpr(60.0)
+# References of rows: of an ignored one, next to which every exponential is 0; and the least.
+IGNORED, LEAST = tl.constexpr(3.0e38), tl.constexpr(-1.0e30)
+
+# The rows of `sums`, x = z / temperature in bits:
+# 0 to 3: r, the reference, s = sum 2^(x - r), u = sum (x - r) 2^(x - r), the token's x
+# 4 to 6: logprob, entropy, log-sum-exp, in nats
+
+
+def fits(hidden: Tensor, weight: Tensor) -> bool:
+    """Return whether the kernels take these: where they run at the speed of cuBLAS, and rows are aligned for TMA."""
+    aligned = all(part.stride(1) == 1 and part.stride(0) * part.itemsize % 16 == 0 for part in (hidden, weight))
+    aligned = aligned and (hidden.data_ptr() | weight.data_ptr()) % 16 == 0 and len(hidden) > 0
+    if not hidden.is_cuda:  # Triton's interpreter, which multiplies no bfloat16
+        return aligned and hidden.dtype != torch.bfloat16
+    return aligned and hidden.itemsize == 2 and torch.cuda.get_device_capability(hidden.device)[0] == 9
+
+
+@triton.jit
+def _store(out, row, column, tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # noqa: N803
+    """Store a tile by halves, which need half the shared memory."""
+    halves = tl.permute(tl.reshape(tile.to(out.dtype), (ROWS, 2, COLUMNS // 2)), (0, 2, 1))
+    left, right = tl.split(halves)
+    out.store([row, column], left)
+    out.store([row, column + COLUMNS // 2], right)
+
+
+@triton.jit
+def _product_kernel(
+    hidden, weight, out, bias_ptr, ids_ptr, marks_ptr, sums_ptr, beside_ptr, marks_stride, sums_stride, beside_stride,
+    num_rows, width, depth, vocab_start, inv_temperature, GRADIENT: tl.constexpr, WRITES: tl.constexpr,  # noqa: N803
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,  # noqa: N803
+    PROGRAMS: tl.constexpr,  # noqa: N803
+):  # fmt: skip
+    """Tiles of hidden weight^T in turn: the parts of the rows' sums, and maybe exponentials; or the gradient."""
+    tiles_high, tiles_wide = tl.cdiv(num_rows, ROWS), tl.cdiv(width, COLUMNS)
+    for tile in tl.range(tl.program_id(0), tiles_high * tiles_wide, PROGRAMS, flatten=True):
+        first = tile // (GROUP * tiles_wide) * GROUP
+        group = min(tiles_high - first, GROUP)
+        place = tile % (GROUP * tiles_wide)
+        row, column = (first + place % group) * ROWS, place // group * COLUMNS
+        z = tl.zeros((ROWS, COLUMNS), tl.float32)
+        for k in range(0, depth, DEPTH):
+            z = tl.dot(hidden.load([row, k]), weight.load([column, k]).T, z)
+
+        rows, columns = row + tl.arange(0, ROWS), column + tl.arange(0, COLUMNS)
+        valid = rows < num_rows
+        has_tokens = tl.load(marks_ptr + row // ROWS * marks_stride + column // COLUMNS) != 0
+        token_id = tl.load(ids_ptr + rows, mask=valid, other=-1).to(tl.int32)
+        own_column = tl.where(token_id < 0, -1, token_id - vocab_start)
+        if bias_ptr is not None:
+            z += tl.load(bias_ptr + columns, mask=columns < width, other=0.0).to(tl.float32)[None, :]
+        z *= inv_temperature * LOG2_E
+        reference = tl.load(sums_ptr + rows, mask=valid, other=0.0)
+        if GRADIENT:
+            s = tl.load(sums_ptr + sums_stride + rows, mask=valid, other=1.0)
+            u = tl.load(sums_ptr + 2 * sums_stride + rows, mask=valid, other=0.0)
+            by = beside_ptr + rows
+            by_logprob = tl.load(by, mask=token_id >= 0, other=0.0) * inv_temperature
+            by_entropy = tl.load(by + beside_stride, mask=token_id >= 0, other=0.0) * inv_temperature * LN_2
+            by_logsumexp = tl.load(by + 2 * beside_stride, mask=token_id >= 0, other=0.0) * inv_temperature
+            level = by_logsumexp - by_logprob + by_entropy * u / s
+            c = tl.maximum(z - reference[:, None], -1e4, propagate_nan=tl.PropagateNan.ALL)
+            gradient = tl.exp2(c - tl.log2(s)[:, None]) * (level[:, None] - by_entropy[:, None] * c)
+            if has_tokens:
+                gradient += tl.where(columns[None, :] == own_column[:, None], by_logprob[:, None], 0.0)
+            _store(out, row, column, gradient, ROWS, COLUMNS)
+        else:
+            if column + COLUMNS > width:
+                z = tl.where((columns < width)[None, :], z, float("-inf"))
+            if has_tokens:
+                own = tl.sum(tl.where(columns[None, :] == own_column[:, None], z, 0.0), axis=1)
+                is_here = (own_column >= column) & (own_column < tl.minimum(column + COLUMNS, width))
+                tl.store(sums_ptr + 3 * sums_stride + rows, own, mask=is_here)
+            highest = tl.max(z, axis=1)
+            reference = tl.where(highest - reference > MAX_EXPONENT, highest, reference)  # hardly ever
+            c = z - reference[:, None]
+            e = tl.exp2(c)
+            parts = beside_ptr + column // COLUMNS * num_rows + rows
+            tl.store(parts, reference, mask=valid)
+            tl.store(parts + beside_stride, tl.sum(e, axis=1), mask=valid)
+            # -inf, which times 0 would be NaN, becomes -1e4.
+            tl.store(parts + 2 * beside_stride, tl.sum(tl.maximum(c, -1e4) * e, axis=1), mask=valid)
+            if WRITES:
+                _store(out, row, column, e, ROWS, COLUMNS)
+
+
+@triton.jit
+def _reference_kernel(
+    hidden_ptr, weight_ptr, bias_ptr, ids_ptr, marks_ptr, sums_ptr, hidden_stride, weight_stride, marks_stride,
+    sums_stride, vocab_size, depth, inv_temperature,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr  # noqa: N803
+):  # fmt: skip
+    """One row a program: about the token's logit, and NaN where that itself is to be; and a mark on its tile."""
+    row = tl.program_id(0).to(tl.int64)
+    token_id = tl.load(ids_ptr + row).to(tl.int64)
+    x = 0.0
+    if (token_id >= 0) & (token_id < vocab_size):
+        terms = tl.zeros([DEPTH], tl.float32)
+        for start in range(0, depth, DEPTH):
+            k = start + tl.arange(0, DEPTH)
+            h = tl.load(hidden_ptr + row * hidden_stride + k, mask=k < depth, other=0.0).to(tl.float32)
+            w = tl.load(weight_ptr + token_id * weight_stride + k, mask=k < depth, other=0.0).to(tl.float32)
+            terms += h * w
+        x = tl.sum(terms, axis=0)
+        if bias_ptr is not None:
+            x += tl.load(bias_ptr + token_id).to(tl.float32)
+        x = tl.maximum(x * inv_temperature * LOG2_E, LEAST)
+        tl.store(marks_ptr + row // ROWS * marks_stride + token_id // COLUMNS, 1)
+    tl.store(sums_ptr + row, tl.where(token_id < 0, IGNORED, x))
+    tl.store(sums_ptr + 3 * sums_stride + row, float("nan"))
+
+
+@triton.jit
+def _merge_kernel(
+    parts_ptr, ids_ptr, sums_ptr, out_ptr, sums_stride, out_stride, num_rows, vocab_size, num_parts,
+    WRITES: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr  # noqa: N803
+):  # fmt: skip
+    """Some rows a program: their sums and results from the parts; exponentials are brought to one reference, and the
+    token's, less the sum, is what the gradient of -log-prob has there."""
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    valid = rows < num_rows
+    plane = num_parts * num_rows
+    part = tl.arange(0, PARTS)[:, None]
+    highest, lowest = tl.full([ROWS], -3.4e38, tl.float32), tl.full([ROWS], 3.4e38, tl.float32)
+    for start in range(0, num_parts, PARTS):
+        present = (start + part < num_parts) & valid[None, :]
+        at = parts_ptr + (start + part) * num_rows + rows[None, :]
+        highest = tl.maximum(highest, tl.max(tl.load(at, mask=present, other=-3.4e38), axis=0))
+        lowest = tl.minimum(lowest, tl.min(tl.load(at, mask=present, other=3.4e38), axis=0))
+    s, u = tl.zeros([ROWS], tl.float32), tl.zeros([ROWS], tl.float32)
+    for start in range(0, num_parts, PARTS):
+        present = (start + part < num_parts) & valid[None, :]
+        at = parts_ptr + (start + part) * num_rows + rows[None, :]
+        shift = tl.load(at, mask=present, other=0.0) - highest[None, :]
+        factor = tl.exp2(shift)
+        part_s = tl.load(at + plane, mask=present, other=0.0)
+        part_u = tl.load(at + 2 * plane, mask=present, other=0.0)
+        s += tl.sum(part_s * factor, axis=0)
+        u += tl.sum((part_u + shift * part_s) * factor, axis=0)
+
+    token_id = tl.load(ids_ptr + rows, mask=valid, other=-1).to(tl.int64)
+    ignored = token_id < 0
+    s, u = tl.where(ignored, 1.0, s), tl.where(ignored, 0.0, u)
+    own = tl.load(sums_ptr + 3 * sums_stride + rows, mask=valid, other=0.0)
+    log_sum = tl.log2(s)
+    tl.store(sums_ptr + rows, highest, mask=valid)
+    tl.store(sums_ptr + sums_stride + rows, s, mask=valid)
+    tl.store(sums_ptr + 2 * sums_stride + rows, u, mask=valid)
+    # Kept apart, reference and log s lose no digits however large the logits are; their sum does.
+    tl.store(sums_ptr + 4 * sums_stride + rows, tl.where(ignored, 0.0, (own - highest - log_sum) * LN_2), mask=valid)
+    tl.store(sums_ptr + 5 * sums_stride + rows, tl.where(ignored, 0.0, (log_sum - u / s) * LN_2), mask=valid)
+    tl.store(sums_ptr + 6 * sums_stride + rows, tl.where(ignored, 0.0, (highest + log_sum) * LN_2), mask=valid)
+    if WRITES:
+        out = out_ptr + rows.to(tl.int64) * out_stride
+        if tl.max(tl.where(valid & (highest > lowest), 1, 0), axis=0) > 0:  # hardly ever
+            for index in range(num_parts):
+                factor = tl.exp2(tl.load(parts_ptr + index * num_rows + rows, mask=valid, other=0.0) - highest)
+                columns = index * COLUMNS + tl.arange(0, COLUMNS)
+                there = valid[:, None] & (columns < vocab_size)[None, :]
+                e = tl.load(out[:, None] + columns[None, :], mask=there, other=0.0).to(tl.float32) * factor[:, None]
+                tl.store(out[:, None] + columns[None, :], e.to(out_ptr.dtype.element_ty), mask=there)
+            tl.debug_barrier()  # the token's element is written once more, after all others
+        rest = tl.exp2(own - highest) - s
+        tl.store(out + token_id, rest.to(out_ptr.dtype.element_ty), mask=valid & ~ignored & (token_id < vocab_size))
+
+
+def reference_sums(head: Head, token_ids: Tensor, sums: Tensor, temperature: float) -> Tensor:
+    """Fill in what `head_sums` starts from; return marks on the product's tiles that have a row's token among them."""
+    hidden, weight, bias = head
+    tiles = triton.cdiv(len(hidden), TILE_ROWS), triton.cdiv(len(weight), TILE_COLUMNS)
+    marks = torch.zeros(tiles, dtype=torch.int8, device=hidden.device)
+    strides = hidden.stride(0), weight.stride(0), tiles[1], sums.stride(0)
+    with on_device(hidden):
+        _reference_kernel[(len(hidden),)](
+            hidden, weight, bias, token_ids, marks, sums, *strides, len(weight), hidden.shape[1], 1.0 / temperature,
+            ROWS=TILE_ROWS, COLUMNS=TILE_COLUMNS, DEPTH=512,
+        )  # fmt: skip
+    return marks
+
+
+def head_sums(
+    head: Head, token_ids: Tensor, marks: Tensor, sums: Tensor, temperature: float, exponentials: Tensor | None = None
+) -> None:
+    """Fill in `sums` [7, N], and in place of the logits their exponentials [N, V], the token's less the row's sum.
+
+    Divided by the row's sum, these are the gradient of -log-prob times the temperature. With them hidden states of
+    ignored rows must be finite.
+    """
+    hidden, weight, bias = head
+    height, num_parts = min(MAX_ROWS, len(hidden)), marks.shape[1]
+    space = torch.empty(3 * num_parts * height, dtype=torch.float32, device=hidden.device)
+    for start in range(0, len(hidden), height):
+        some = slice(start, min(start + height, len(hidden)))
+        rows, ids, some_sums = hidden[some], token_ids[some], sums[:, some]
+        out = exponentials if exponentials is None else exponentials[some]
+        beside = marks[start // TILE_ROWS :], some_sums, space, num_parts * len(rows)
+        with on_device(hidden):
+            _product((rows, weight, bias), ids, *beside, out, temperature)
+            _merge_kernel[(triton.cdiv(len(rows), MERGED_ROWS),)](
+                space, ids, some_sums, out, sums.stride(0), 0 if out is None else out.stride(0), len(rows), len(weight),
+                num_parts, WRITES=out is not None, COLUMNS=TILE_COLUMNS, ROWS=MERGED_ROWS, PARTS=MERGED_PARTS,
+            )  # fmt: skip
+
+
+def head_gradient(
+    head: Head,
+    token_ids: Tensor,
+    marks: Tensor,
+    sums: Tensor,
+    grads: Tensor,
+    out: Tensor,
+    temperature: float,
+    vocab_start: int,
+) -> None:
+    """Write the gradient by a block of logits from that by the results, [3, N].
+
+    The block's rows start at one of the product's tiles, and so do its ids, at `vocab_start`.
+    """
+    marks = marks[:, vocab_start // TILE_COLUMNS :]
+    with on_device(out):
+        _product(head, token_ids, marks, sums, grads, grads.stride(0), out, temperature, vocab_start, gradient=True)
+
+
+def _product(
+    head: Head,
+    token_ids: Tensor,
+    marks: Tensor,
+    sums: Tensor,
+    beside: Tensor,
+    beside_stride: int,
+    out: Tensor | None,
+    temperature: float,
+    vocab_start: int = 0,
+    gradient: bool = False,
+) -> None:
+    """Launch the product: at most as many programs as there are SMs, that take tile after tile."""
+    hidden, weight, bias = head
+    tiles = triton.cdiv(len(hidden), TILE_ROWS) * triton.cdiv(len(weight), TILE_COLUMNS)
+    programs = _num_sms(hidden.device)
+    target = None if out is None else TensorDescriptor.from_tensor(out, [TILE_ROWS, TILE_COLUMNS // 2])
+    _product_kernel[(min(tiles, programs),)](
+        TensorDescriptor.from_tensor(hidden, [TILE_ROWS, TILE_DEPTH]),
+        TensorDescriptor.from_tensor(weight, [TILE_COLUMNS, TILE_DEPTH]),
+        target, bias, token_ids, marks, sums, beside, marks.stride(0), sums.stride(0), beside_stride,
+        len(hidden), len(weight), hidden.shape[1], vocab_start, 1.0 / temperature,
+        GRADIENT=gradient, WRITES=target is not None, ROWS=TILE_ROWS, COLUMNS=TILE_COLUMNS, DEPTH=TILE_DEPTH,
+        GROUP=GROUP_TILES, PROGRAMS=programs, **OPTIONS,
+    )  # fmt: skip
+
+
+@functools.cache
+def _num_sms(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
