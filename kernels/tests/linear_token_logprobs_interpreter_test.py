@@ -9,7 +9,7 @@ import torch
 if os.environ.get("TRITON_INTERPRET") != "1":
 
     def test_triton_linear_token_logprobs_interpreted_passes_all_cases(interpret):
-        interpret(Path(__file__).resolve(), num_cases=52)
+        interpret(Path(__file__).resolve(), num_cases=54)
 
 else:
     from rlhf_kernels.ops.linear_token_logprobs import product
@@ -107,15 +107,16 @@ else:
         assert all(values.shape == (0,) for values in results)
         assert [tensor.grad.abs().sum().item() for tensor in tensors] == [0.0, 0.0, 0.0]
 
-    def test_triton_linear_token_logprobs_ignored_row_gives_zeros_whatever_its_hidden_state(small_blocks):
+    @pytest.mark.parametrize("frozen", [None, 1])
+    def test_triton_linear_token_logprobs_ignored_row_gives_zeros_whatever_its_hidden_state(frozen, small_blocks):
         tensors = head(3, 40)
         tensors[0][1] = float("nan")
-        tensors = [tensor.requires_grad_() for tensor in tensors]
+        tensors = [tensor.requires_grad_(index != frozen) for index, tensor in enumerate(tensors)]
         results = fused.linear_token_logprobs_triton(tensors, torch.tensor([0, -1, 39]), 1.0)
         sum(values.sum() for values in results).backward()
         assert [values[1].item() for values in results] == [0.0, 0.0, 0.0]
         assert torch.equal(tensors[0].grad[1], torch.zeros(12))
-        assert all(tensor.grad.isfinite().all() for tensor in tensors)
+        assert all(tensor.grad is None or tensor.grad.isfinite().all() for tensor in tensors)
 
     def test_triton_linear_token_logprobs_huge_and_forbidden_logits_equal_float64(small_blocks):
         tensors = head(6, 70)
