@@ -122,8 +122,8 @@ class Actor(nn.Module):
 
     def _after(self, batch: TokenBatch, index: Tensor, token_ids: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         """Return the log-probs of tokens [N] after flat positions [N], and the entropies there."""
-        # Whether or not there is a gradient: of one batch both give the same numbers, and a ratio of exactly 1. The
-        # fused head's are equal but for roundings: its products have other shapes.
+        # Whether or not there is a gradient: of one batch both give the same numbers, and a ratio of exactly 1. So do
+        # the fused head's on Hopper GPUs, up to the order of a sum; elsewhere its products round at other places.
         if self._needs_blocks(len(index)):
             hidden, head = self._hidden(batch, index), self.model.get_output_embeddings()
             return linear_token_logprobs(hidden, head.weight, token_ids, temperature=temperature, bias=head.bias)[:2]

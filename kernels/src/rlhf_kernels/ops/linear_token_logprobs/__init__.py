@@ -19,7 +19,7 @@ def linear_token_logprobs(
     hidden state.
 
     Args:
-        hidden: [N, H] bfloat16, float16 or float32. The logits are rounded to this dtype, as a linear layer rounds.
+        hidden: [N, H] bfloat16, float16 or float32; logits that are written to memory are rounded to this dtype.
         weight: [V, H], of the same dtype.
         token_ids: [N] integers below V. On CUDA an id of V or more gives NaN, because to raise would stall the stream.
         temperature: > 0; results are those of the distribution sampled at this temperature.
