@@ -10,7 +10,7 @@ import torch
 if os.environ.get("TRITON_INTERPRET") != "1":
 
     def test_triton_linear_policy_loss_interpreted_passes_all_cases(interpret):
-        interpret(Path(__file__).resolve(), num_cases=82)
+        interpret(Path(__file__).resolve(), num_cases=84)
 
 else:
     from rlhf_kernels import PolicyObjective, PolicyStream
@@ -142,13 +142,18 @@ else:
         for out in (hidden.grad, logprobs, entropy):
             assert not out[~given["mask"]].any()
 
-    def test_triton_linear_policy_loss_large_logits_keep_their_digits():
+    def add_to_logits(given, column):
+        """Add the same numbers [V] to the logits of every row; rows stay at multiples of 16 bytes."""
+        given["hidden"] = torch.cat([given["hidden"], torch.ones(40, 1), torch.zeros(40, 3)], dim=1)
+        given["weight"] = torch.cat([given["weight"], column[:, None].expand(101, 4)], dim=1)
+
+    @pytest.mark.parametrize("entropy_coef", [0.0, 0.1])
+    def test_triton_linear_policy_loss_large_logits_keep_their_digits(entropy_coef):
         # The same shift of all logits of a row changes nothing: of ten thousand it leaves a few of float32's digits.
-        given = problem(spread=4.0)
-        expected = run(fused.linear_policy_loss_triton, given, PolicyObjective(entropy_coef=0.1))
-        given["hidden"] = torch.cat([given["hidden"], torch.full((40, 1), 128.0)], dim=1)
-        given["weight"] = torch.cat([given["weight"], torch.full((101, 1), 64.0)], dim=1)
-        shifted = run(fused.linear_policy_loss_triton, given, PolicyObjective(entropy_coef=0.1))
+        given, objective = problem(spread=4.0), PolicyObjective(entropy_coef=entropy_coef)
+        expected = run(fused.linear_policy_loss_triton, given, objective)
+        add_to_logits(given, torch.full((101,), 128.0 * 64.0))
+        shifted = run(fused.linear_policy_loss_triton, given, objective)
         for out, want in zip(shifted[0], expected[0], strict=True):
             torch.testing.assert_close(out, want, atol=5e-3, rtol=1e-3)
 
@@ -156,9 +161,7 @@ else:
     def test_triton_linear_policy_loss_logits_that_rise_from_block_to_block_keep_their_digits(levels):
         # In bits: where a block is too far above what came before, that is taken down to it.
         given = problem()
-        column = torch.tensor(levels).repeat_interleave(32)[:101, None] * 0.7 * math.log(2)
-        given["hidden"] = torch.cat([given["hidden"], torch.ones(40, 1)], dim=1)
-        given["weight"] = torch.cat([given["weight"], column], dim=1)
+        add_to_logits(given, torch.tensor(levels).repeat_interleave(32)[:101] * 0.7 * math.log(2))
         check(PolicyObjective(policy_loss="reinforce"), given, 2e-5)
 
     @pytest.mark.parametrize("entropy_coef", [0.0, 0.2])
