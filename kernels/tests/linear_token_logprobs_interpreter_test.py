@@ -9,7 +9,7 @@ import torch
 if os.environ.get("TRITON_INTERPRET") != "1":
 
     def test_triton_linear_token_logprobs_interpreted_passes_all_cases(interpret):
-        interpret(Path(__file__).resolve(), num_cases=54)
+        interpret(Path(__file__).resolve(), num_cases=60)
 
 else:
     from rlhf_kernels.ops.linear_token_logprobs import product
@@ -96,8 +96,14 @@ else:
     def test_triton_linear_token_logprobs_half_inputs_equal_float64_but_for_rounding(dtype, num_rows, small_blocks):
         check(head(num_rows, 101, dtype), ids(num_rows, 101), tolerance=4 * torch.finfo(dtype).eps)
 
-    def test_triton_linear_token_logprobs_non_contiguous_inputs_equal_float64(small_blocks):
-        hidden, weight = torch.randn(40, 24)[:, ::2], torch.randn(12, 101).T
+    @pytest.mark.parametrize("rows", ["strided", "16 bytes apart", "not so in a copy", "one"])
+    def test_triton_linear_token_logprobs_non_contiguous_inputs_equal_float64(rows, small_blocks):
+        hidden, weight = {
+            "strided": lambda: (torch.randn(40, 24)[:, ::2], torch.randn(12, 101).T),
+            "16 bytes apart": lambda: (torch.randn(40, 16)[:, :12], torch.randn(202, 12)[::2]),
+            "not so in a copy": lambda: (torch.randn(40, 16)[:, :10], torch.randn(101, 12)[:, :10]),
+            "one": lambda: (torch.randn(1, 12).expand(40, 12), torch.randn(101, 12)),
+        }[rows]()
         check([hidden, weight, torch.randn(202)[::2]], torch.stack([ids(40, 101), ids(40, 101)], dim=1)[:, 0])
 
     def test_triton_linear_token_logprobs_no_rows_give_gradients_of_zero(small_blocks):

@@ -36,11 +36,18 @@ IGNORED, LEAST = tl.constexpr(3.0e38), tl.constexpr(-1.0e30)
 
 def fits(hidden: Tensor, weight: Tensor) -> bool:
     """Return whether the kernels take these: where they run at the speed of cuBLAS, and rows are aligned for TMA."""
-    aligned = all(part.stride(1) == 1 and part.stride(0) * part.itemsize % 16 == 0 for part in (hidden, weight))
-    aligned = aligned and (hidden.data_ptr() | weight.data_ptr()) % 16 == 0 and len(hidden) > 0
+    if len(hidden) == 0 or not all(_is_aligned(matrix) for matrix in (hidden, weight)):
+        return False
     if not hidden.is_cuda:  # Triton's interpreter, which multiplies no bfloat16
-        return aligned and hidden.dtype != torch.bfloat16
-    return aligned and hidden.itemsize == 2 and torch.cuda.get_device_capability(hidden.device)[0] == 9
+        return hidden.dtype != torch.bfloat16
+    return hidden.itemsize == 2 and torch.cuda.get_device_capability(hidden.device)[0] == 9
+
+
+def _is_aligned(matrix: Tensor) -> bool:
+    """Return whether rows, here and in a dense copy, start at multiples of 16 bytes."""
+    (_, width), (stride, step) = matrix.shape, matrix.stride()
+    starts = (matrix.data_ptr(), width * matrix.itemsize, stride * matrix.itemsize)
+    return step == 1 and stride >= width and not any(start % 16 for start in starts)
 
 
 @triton.jit

@@ -30,7 +30,9 @@ MAX_KEPT_BYTES = 384 << 20
 @torch.compiler.disable  # products and kernels write into buffers, which a traced graph would copy
 def linear_token_logprobs_triton(head: Head, token_ids: Tensor, temperature: float) -> TokenLogprobs:
     """Return what `linear_token_logprobs` does, which checks the arguments."""
-    return TokenLogprobs(*HeadResults.apply(token_ids.contiguous(), temperature, *head))
+    hidden, weight, bias = head
+    bias = None if bias is None else bias.contiguous()
+    return TokenLogprobs(*HeadResults.apply(token_ids.contiguous(), temperature, hidden, weight, bias))
 
 
 class HeadResults(torch.autograd.Function):
