@@ -136,8 +136,9 @@ class TransformersEngine(GatedEngine):
 
     async def close(self) -> None:
         """Free the model."""
+        await super().close()
         self._reader.close()
-        self._model, self._parameters, self._closed = None, {}, True
+        self._model, self._parameters = None, {}
 
 
 def _sample(
