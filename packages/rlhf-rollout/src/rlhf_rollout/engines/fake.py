@@ -76,12 +76,7 @@ class FakeEngine(GatedEngine):
                 break
         while reason is FinishReason.LENGTH and len(tokens) < sampling.max_tokens:
             tokens.append(VOCAB_SIZE - 1)
-        return Completion(
-            token_ids=np.asarray(tokens, np.int32),
-            logprobs=np.full(len(tokens), -np.log(VOCAB_SIZE), np.float32),
-            finish_reason=reason,
-            policy_version=self.policy_version,
-        )
+        return Completion(tokens, np.full(len(tokens), -np.log(VOCAB_SIZE)), reason, self.policy_version)
 
     async def begin_weight_update(self, policy_version: int) -> None:
         """See `RolloutEngine.begin_weight_update`."""

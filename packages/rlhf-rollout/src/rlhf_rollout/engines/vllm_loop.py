@@ -272,12 +272,9 @@ class StepLoop:
             self._abort(job)
             _reject(job.future, EngineError(f"vLLM gave a request up: {reason}"))
             return
-        num_tokens = len(sample.token_ids)
+        logprobs = sample.logprobs[: len(sample.token_ids)]
         job.completions[sample.index] = Completion(
-            token_ids=np.asarray(sample.token_ids, np.int32),
-            logprobs=np.asarray(sample.logprobs[:num_tokens], np.float32),
-            finish_reason=_FINISH_REASONS[reason],
-            policy_version=self.policy_version,
+            sample.token_ids, logprobs, _FINISH_REASONS[reason], self.policy_version
         )
         job.num_left -= 1
         if not job.num_left and not job.future.done():
@@ -291,12 +288,10 @@ class StepLoop:
             self._core.abort_requests(request_ids)
 
     def _fail_all(self, reason: str) -> None:
-        jobs = {id(sample.job): sample.job for sample in self._samples.values()}
-        jobs.update((id(job), job) for job in self._waiting)
+        for job in [*(sample.job for sample in self._samples.values()), *self._waiting]:
+            _reject(job.future, EngineError(reason))
         self._samples.clear()
         self._waiting.clear()
-        for job in jobs.values():
-            _reject(job.future, EngineError(reason))
         while self._calls:
             _reject(self._calls.popleft()[1], EngineError(reason))
 
