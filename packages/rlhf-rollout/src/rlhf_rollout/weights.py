@@ -32,6 +32,11 @@ class TensorSpec:
     offset_bytes: int
     size_bytes: int
 
+    @property
+    def place(self) -> slice:
+        """Its bytes in the buffer."""
+        return slice(self.offset_bytes, self.offset_bytes + self.size_bytes)
+
 
 @dataclass(frozen=True, slots=True)
 class WeightBucket:
@@ -52,7 +57,7 @@ class WeightBucket:
     @property
     def used_bytes(self) -> int:
         """Bytes from the start of the buffer to the end of its last weight."""
-        return max((tensor.offset_bytes + tensor.size_bytes for tensor in self.tensors), default=0)
+        return max((tensor.place.stop for tensor in self.tensors), default=0)
 
 
 def aligned(offset_bytes: int) -> int:
@@ -64,7 +69,7 @@ def bucket_checksum(buffer: np.ndarray, tensors: tuple[TensorSpec, ...]) -> int:
     """Return the CRC-32 of the weights' bytes in a buffer [n] uint8, in order, gaps between them left out."""
     checksum = 0
     for tensor in tensors:
-        checksum = zlib.crc32(buffer[tensor.offset_bytes : tensor.offset_bytes + tensor.size_bytes], checksum)
+        checksum = zlib.crc32(buffer[tensor.place], checksum)
     return checksum
 
 

@@ -38,13 +38,7 @@ class BucketReader:
         if flat.is_cuda:
             torch.cuda.synchronize(flat.device)
         return [
-            (
-                spec.name,
-                flat[spec.offset_bytes : spec.offset_bytes + spec.size_bytes]
-                .view(getattr(torch, spec.dtype))
-                .view(spec.shape),
-            )
-            for spec in bucket.tensors
+            (spec.name, flat[spec.place].view(getattr(torch, spec.dtype)).view(spec.shape)) for spec in bucket.tensors
         ]
 
     def close(self) -> None:
