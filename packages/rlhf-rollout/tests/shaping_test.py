@@ -1,11 +1,10 @@
 """Length penalties, bounds and running moments: values by hand, equal values, and numbers that make no sense."""
 
-import json
 
 import numpy as np
 import pytest
 
-from rlhf_data.errors import CheckpointError, ConfigError, DataError
+from rlhf_data.errors import ConfigError, DataError
 from rlhf_rollout.rewards.shaping import RunningMoments, clip_rewards, overlong_penalty, stop_properly
 
 
@@ -121,20 +120,5 @@ def test_running_moments_not_finite_value_is_refused_and_leaves_no_trace(value):
     moments = RunningMoments()
     with pytest.raises(DataError, match="1 of 2 values are not finite"):
         moments.update(np.array([1.0, value]))
-    assert moments.state_dict() == RunningMoments().state_dict()
-
-
-def test_running_moments_go_on_from_a_saved_state():
-    whole, first, second = RunningMoments(), RunningMoments(), RunningMoments()
-    values = np.random.default_rng(1).normal(size=(2, 50))
-    first.update(values[0])
-    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
-    second.update(values[1])
-    for batch in values:
-        whole.update(batch)
-    assert second.state_dict() == whole.state_dict()
-
-
-def test_running_moments_state_of_something_else_is_refused():
-    with pytest.raises(CheckpointError, match="have no mean, squares"):
-        RunningMoments().load_state_dict({"count": 3})
+    moments.update(np.array([1.0, 3.0]))
+    assert (moments.count, moments.mean, moments.deviation) == (2, 2.0, pytest.approx(2**0.5))

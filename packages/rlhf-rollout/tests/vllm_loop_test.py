@@ -2,7 +2,6 @@
 
 import threading
 from collections.abc import Iterator
-from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
@@ -90,9 +89,7 @@ def loop(core: ScriptedCore) -> Iterator[StepLoop]:
 
 
 def submit(loop: StepLoop, **sampling: Any) -> Job:
-    job = Job([5, 6], SamplingParams(**sampling), Future())
-    loop.submit(job)
-    return job
+    return loop.submit([5, 6], SamplingParams(**sampling))
 
 
 def barrier(loop: StepLoop) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rlhf_data.errors import WeightSyncError
-from rlhf_rollout.weights import SharedSegment, TensorSpec, WeightBucket, aligned, bucket_checksum, verify_checksum
+from rlhf_rollout.weights import TensorSpec, WeightBucket, aligned, bucket_checksum, map_segment, verify_checksum
 from rollout_testing import shared_memory_bucket
 
 SPECS = (TensorSpec("a", "uint8", (2,), 0, 2), TensorSpec("b", "uint8", (3,), 256, 3))
@@ -46,21 +46,19 @@ def test_verify_checksum_changed_byte_raises() -> None:
     verify_checksum(buffer, dataclasses.replace(bucket, checksum=None))
 
 
-def test_shared_segment_shows_what_the_sender_wrote() -> None:
+def test_map_segment_shows_what_the_sender_wrote() -> None:
     with shared_memory_bucket({"w": np.array([1.5, -2.0], np.float32)}, checksum=True) as bucket:
-        segment = SharedSegment(bucket.handle)
-        verify_checksum(segment.buffer, bucket)
-        np.testing.assert_array_equal(segment.buffer[:8].view(np.float32), [1.5, -2.0])
-        segment.close()
+        segment = map_segment(bucket.handle)
+        verify_checksum(segment, bucket)
+        np.testing.assert_array_equal(segment[:8].view(np.float32), [1.5, -2.0])
 
 
-def test_shared_segment_outlives_its_name() -> None:
+def test_map_segment_outlives_its_name() -> None:
     with shared_memory_bucket({"w": np.array([3.0], np.float32)}) as bucket:
-        segment = SharedSegment(bucket.handle)
-    assert segment.buffer[:4].view(np.float32)[0] == 3.0
-    segment.close()
+        segment = map_segment(bucket.handle)
+    assert segment[:4].view(np.float32)[0] == 3.0
 
 
-def test_shared_segment_missing_raises_with_hint() -> None:
+def test_map_segment_missing_raises_with_hint() -> None:
     with pytest.raises(WeightSyncError, match="hint: shared memory reaches engines on the trainer's own host only"):
-        SharedSegment("rlhf-test-none")
+        map_segment("rlhf-test-none")

@@ -10,7 +10,7 @@ import torch
 
 from rlhf_data.errors import ConfigError, WeightSyncError
 from rlhf_rollout.engines.fake import FakeEngine
-from rlhf_rollout.weights import SHARED_MEMORY_DIR, SharedSegment, WeightBucket
+from rlhf_rollout.weights import SHARED_MEMORY_DIR, WeightBucket, map_segment
 from rlhf_train.weight_sync.sender import WeightSender
 from rlhf_train.weight_sync.shared_memory import SharedMemoryBuffer
 
@@ -50,9 +50,8 @@ class Recorder:
         await self._note(f"begin {policy_version}")
 
     async def receive_weights(self, bucket: WeightBucket) -> None:
-        segment = SharedSegment(bucket.handle)
         self.buckets.append(bucket)
-        self.contents.append(bytes(segment.buffer[: bucket.used_bytes]))
+        self.contents.append(bytes(map_segment(bucket.handle)[: bucket.used_bytes]))
         await self._note("receive")
 
     async def finish_weight_update(self) -> None:

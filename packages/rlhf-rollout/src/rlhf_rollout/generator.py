@@ -221,9 +221,9 @@ class _Run:
     async def group(self, group_id: str, prompt: Prompt, seed_key: str) -> GroupResult:
         """Generate and score one group."""
         async with self.slots:
-            spans, reasons, error = await self._generate(prompt, seed_key)
+            written, error = await self._generate(prompt, seed_key)
             self.counts.generate_s = time.monotonic() - self.started
-        if error is not None:
+        if error:
             return GroupResult(group_id, prompt, None, error)
         rollouts = tuple(
             Rollout(
@@ -233,7 +233,7 @@ class _Run:
                 reason,
                 self.decode(span.token_ids),
             )
-            for index, (span, reason) in enumerate(zip(spans, reasons, strict=True))
+            for index, (span, reason) in enumerate(written)
         )
         if self.reward is not None:
             verdicts = await score_each(self.reward, prompt, rollouts)
@@ -244,8 +244,8 @@ class _Run:
         self.counts.score_s = time.monotonic() - self.started
         return GroupResult(group_id, prompt, RolloutGroup(group_id, prompt, rollouts))
 
-    async def _generate(self, prompt: Prompt, seed_key: str) -> tuple[list[Span], list[FinishReason], str | None]:
-        """Return the policy's spans and why they ended, or neither and the reason of the failure."""
+    async def _generate(self, prompt: Prompt, seed_key: str) -> tuple[list[tuple[Span, FinishReason]], str]:
+        """Return the policy's spans and why each ended, or none and the reason of the failure."""
         sampling = self.sampling
         if sampling.seed is not None:
             sampling = dataclasses.replace(sampling, seed=zlib.crc32(f"{sampling.seed}:{seed_key}".encode()) >> 1)
@@ -256,17 +256,17 @@ class _Run:
             self.num_running[index] += 1
             try:
                 completions = await self.engines[index].generate(prompt.token_ids, sampling)
-                spans = _policy_spans(completions, sampling)
+                written = _policy_spans(completions, sampling)
             except Exception as error:  # an engine is another process, maybe another machine: it may raise anything
                 self.num_failures[index] += 1
                 errors.append(f"engine {index}: {type(error).__name__}: {error}")
                 failed = index
             else:
                 self.num_failures[index] = 0
-                return spans, [completion.finish_reason for completion in completions], None
+                return written, ""
             finally:
                 self.num_running[index] -= 1
-        return [], [], "; ".join(errors)
+        return [], "; ".join(errors)
 
     def _pick(self, failed: int | None) -> int:
         """Return the engine to use: not the one that failed, none with failures if possible, the least loaded."""
@@ -274,13 +274,10 @@ class _Run:
         return min(indices, key=lambda index: (self.num_failures[index], self.num_running[index], index))
 
 
-def _policy_spans(completions: Sequence[Completion], sampling: SamplingParams) -> list[Span]:
+def _policy_spans(completions: Sequence[Completion], sampling: SamplingParams) -> list[tuple[Span, FinishReason]]:
     if len(completions) != sampling.num_samples:
         raise EngineError(f"{len(completions)} completions instead of {sampling.num_samples}")
     aborted = sum(completion.finish_reason is FinishReason.ABORT for completion in completions)
     if aborted:
         raise EngineError(f"{aborted} of {sampling.num_samples} completions were aborted")
-    return [
-        Span(SpanSource.POLICY, completion.token_ids, completion.logprobs, completion.policy_version)
-        for completion in completions
-    ]
+    return [(Span(SpanSource.POLICY, c.token_ids, c.logprobs, c.policy_version), c.finish_reason) for c in completions]

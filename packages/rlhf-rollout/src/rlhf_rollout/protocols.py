@@ -7,7 +7,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 
 from rlhf_data.errors import ConfigError
-from rlhf_data.records import FinishReason, Prompt, Rollout, Verdict
+from rlhf_data.records import FinishReason, Prompt, Rollout, Verdict, freeze_arrays
 from rlhf_rollout.weights import WeightBucket
 
 
@@ -59,6 +59,9 @@ class Completion:
     logprobs: np.ndarray
     finish_reason: FinishReason
     policy_version: int
+
+    def __post_init__(self) -> None:
+        freeze_arrays(self, token_ids=np.int32, logprobs=np.float32)
 
 
 @runtime_checkable

@@ -48,14 +48,12 @@ class RolloutWriter:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._file = self.path.open("a", encoding="utf-8")
-        self.num_written = 0
 
     def write(self, group: RolloutGroup, **fields: Any) -> None:
         """Append the group's rollouts, each with the further `fields` (a step, a phase) in front."""
         for rollout in group.rollouts:
             record = {**fields, **rollout_record(group, rollout)}
             self._file.write(json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n")
-            self.num_written += 1
         self._file.flush()
 
     def close(self) -> None:

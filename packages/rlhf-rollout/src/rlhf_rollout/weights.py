@@ -1,8 +1,5 @@
 """The receiver's half of weight sync: what a bucket of weights is and how its memory is mapped. Torch-free."""
 
-import contextlib
-import mmap
-import os
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -35,6 +32,11 @@ class TensorSpec:
     offset_bytes: int
     size_bytes: int
 
+    @property
+    def place(self) -> slice:
+        """Its bytes in the buffer."""
+        return slice(self.offset_bytes, self.offset_bytes + self.size_bytes)
+
 
 @dataclass(frozen=True, slots=True)
 class WeightBucket:
@@ -55,7 +57,7 @@ class WeightBucket:
     @property
     def used_bytes(self) -> int:
         """Bytes from the start of the buffer to the end of its last weight."""
-        return max((tensor.offset_bytes + tensor.size_bytes for tensor in self.tensors), default=0)
+        return max((tensor.place.stop for tensor in self.tensors), default=0)
 
 
 def aligned(offset_bytes: int) -> int:
@@ -67,7 +69,7 @@ def bucket_checksum(buffer: np.ndarray, tensors: tuple[TensorSpec, ...]) -> int:
     """Return the CRC-32 of the weights' bytes in a buffer [n] uint8, in order, gaps between them left out."""
     checksum = 0
     for tensor in tensors:
-        checksum = zlib.crc32(buffer[tensor.offset_bytes : tensor.offset_bytes + tensor.size_bytes], checksum)
+        checksum = zlib.crc32(buffer[tensor.place], checksum)
     return checksum
 
 
@@ -96,29 +98,12 @@ def verify_checksum(buffer: np.ndarray, bucket: WeightBucket) -> None:
         )
 
 
-class SharedSegment:
-    """A segment of shared memory that another process made, mapped until `close`."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        try:
-            # A plain file on tmpfs: multiprocessing.shared_memory would unlink the sender's segment at this exit.
-            descriptor = os.open(SHARED_MEMORY_DIR / name, os.O_RDWR)
-        except OSError as error:
-            message = f"the weight segment {SHARED_MEMORY_DIR / name} cannot be opened: {error.strerror}"
-            hint = "shared memory reaches engines on the trainer's own host only"
-            raise WeightSyncError(message, hint=hint) from error
-        try:
-            self._map = mmap.mmap(descriptor, 0)
-        finally:
-            os.close(descriptor)
-
-    @property
-    def buffer(self) -> np.ndarray:
-        """[n] uint8, the segment itself."""
-        return np.frombuffer(self._map, np.uint8)
-
-    def close(self) -> None:
-        """Unmap the segment, or leave that to the last array that still looks at it."""
-        with contextlib.suppress(BufferError):
-            self._map.close()
+def map_segment(name: str) -> np.ndarray:
+    """Return a segment of shared memory that another process made, [n] uint8, mapped as long as the array lives. Raises
+    WeightSyncError when it cannot be opened."""
+    try:
+        # A plain file on tmpfs: multiprocessing.shared_memory would unlink the sender's segment at this exit.
+        return np.memmap(SHARED_MEMORY_DIR / name, np.uint8, "r+")
+    except OSError as error:
+        message = f"the weight segment {SHARED_MEMORY_DIR / name} cannot be opened: {error.strerror}"
+        raise WeightSyncError(message, hint="shared memory reaches engines on the trainer's own host only") from error

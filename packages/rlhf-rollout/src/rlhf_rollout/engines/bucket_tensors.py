@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from rlhf_data.errors import WeightSyncError
-from rlhf_rollout.weights import SharedSegment, WeightBucket, verify_checksum
+from rlhf_rollout.weights import WeightBucket, map_segment, verify_checksum
 
 
 class BucketReader:
@@ -14,8 +14,7 @@ class BucketReader:
     def __init__(self, backend: str, device: torch.device) -> None:
         self.backend = backend
         self.device = device
-        self._segment: SharedSegment | None = None
-        self._exported: tuple[Any, torch.Tensor] | None = None
+        self._opened: tuple[Any, torch.Tensor] | None = None
 
     def read(self, bucket: WeightBucket) -> list[tuple[str, torch.Tensor]]:
         """Return the bucket's weights as tensors of their own on `device`: the sender may reuse its buffer.
@@ -25,7 +24,11 @@ class BucketReader:
         """
         if bucket.backend != self.backend:
             raise WeightSyncError(f"a bucket came by {bucket.backend}, the engine was built for {self.backend}")
-        source = self._shared_memory(bucket) if bucket.backend == "shared_memory" else self._cuda_ipc(bucket)
+        # torch counts one release for each export, so an export is opened once however many buckets it carries.
+        if self._opened is None or self._opened[0] != bucket.handle:
+            self.close()
+            self._opened = bucket.handle, self._open(bucket.handle)
+        source = self._opened[1]
         if bucket.used_bytes > source.numel():
             raise WeightSyncError(f"a bucket of {bucket.used_bytes} bytes came in a buffer of {source.numel()} bytes")
         flat = source[: bucket.used_bytes]
@@ -35,42 +38,24 @@ class BucketReader:
         if flat.is_cuda:
             torch.cuda.synchronize(flat.device)
         return [
-            (
-                spec.name,
-                flat[spec.offset_bytes : spec.offset_bytes + spec.size_bytes]
-                .view(getattr(torch, spec.dtype))
-                .view(spec.shape),
-            )
-            for spec in bucket.tensors
+            (spec.name, flat[spec.place].view(getattr(torch, spec.dtype)).view(spec.shape)) for spec in bucket.tensors
         ]
 
     def close(self) -> None:
         """Let go of the sender's memory."""
-        if self._segment is not None:
-            self._segment.close()
-            self._segment = None
-        self._exported = None
+        self._opened = None
 
-    def _shared_memory(self, bucket: WeightBucket) -> torch.Tensor:
-        if self._segment is None or self._segment.name != bucket.handle:
-            self.close()
-            self._segment = SharedSegment(bucket.handle)
-        return torch.from_numpy(self._segment.buffer)
-
-    def _cuda_ipc(self, bucket: WeightBucket) -> torch.Tensor:
+    def _open(self, handle: Any) -> torch.Tensor:
+        if self.backend == "shared_memory":
+            return torch.from_numpy(map_segment(handle))
         from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
-        # torch counts one release for each export, so an export is opened once however many buckets it carries.
-        device_uuid, arguments = bucket.handle
-        if self._exported is None or self._exported[0] != arguments:
-            self.close()
-            index = self.device.index if self.device.index is not None else torch.cuda.current_device()
-            own_uuid = str(torch.cuda.get_device_properties(index).uuid)
-            if own_uuid != device_uuid:
-                message = f"the weights lie on GPU {device_uuid}, the engine runs on GPU {own_uuid}"
-                hint = "use weight_transfer shared_memory when trainer and engine have GPUs of their own"
-                raise WeightSyncError(message, hint=hint)
-            # The seventh argument is the sender's number for the device, which may differ in this process.
-            opened = rebuild_cuda_tensor(*(*arguments[:6], index, *arguments[7:]))
-            self._exported = (arguments, opened)
-        return self._exported[1]
+        device_uuid, arguments = handle
+        index = self.device.index if self.device.index is not None else torch.cuda.current_device()
+        own_uuid = str(torch.cuda.get_device_properties(index).uuid)
+        if own_uuid != device_uuid:
+            message = f"the weights lie on GPU {device_uuid}, the engine runs on GPU {own_uuid}"
+            hint = "use weight_transfer shared_memory when trainer and engine have GPUs of their own"
+            raise WeightSyncError(message, hint=hint)
+        # The seventh argument is the sender's number for the device, which may differ in this process.
+        return rebuild_cuda_tensor(*(*arguments[:6], index, *arguments[7:]))

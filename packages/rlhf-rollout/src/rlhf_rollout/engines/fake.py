@@ -10,7 +10,7 @@ from rlhf_data.errors import EngineError, WeightSyncError
 from rlhf_data.records import FinishReason
 from rlhf_rollout.engines.gated import GatedEngine
 from rlhf_rollout.protocols import Completion, SamplingParams
-from rlhf_rollout.weights import SharedSegment, WeightBucket, verify_checksum
+from rlhf_rollout.weights import WeightBucket, map_segment, verify_checksum
 
 Script = Callable[[Sequence[int], int], Sequence[int]]
 
@@ -49,7 +49,6 @@ class FakeEngine(GatedEngine):
         self._latency_s = latency_s
         self._fail_after = fail_after
         self._num_requests = 0
-        self._segment: SharedSegment | None = None
         self._arriving: dict[str, int] = {}
         self.num_updates = 0
         self.weight_checksums: dict[str, int] = {}
@@ -77,12 +76,7 @@ class FakeEngine(GatedEngine):
                 break
         while reason is FinishReason.LENGTH and len(tokens) < sampling.max_tokens:
             tokens.append(VOCAB_SIZE - 1)
-        return Completion(
-            token_ids=np.asarray(tokens, np.int32),
-            logprobs=np.full(len(tokens), -np.log(VOCAB_SIZE), np.float32),
-            finish_reason=reason,
-            policy_version=self.policy_version,
-        )
+        return Completion(tokens, np.full(len(tokens), -np.log(VOCAB_SIZE)), reason, self.policy_version)
 
     async def begin_weight_update(self, policy_version: int) -> None:
         """See `RolloutEngine.begin_weight_update`."""
@@ -94,10 +88,7 @@ class FakeEngine(GatedEngine):
         self._check_updating()
         if bucket.backend != "shared_memory":
             raise WeightSyncError(f"the fake engine reads shared_memory buckets, not {bucket.backend}")
-        if self._segment is None or self._segment.name != bucket.handle:
-            self._close_segment()
-            self._segment = SharedSegment(bucket.handle)
-        buffer = self._segment.buffer
+        buffer = map_segment(bucket.handle)
         verify_checksum(buffer, bucket)
         for spec in bucket.tensors:
             self._arriving[spec.name] = zlib.crc32(buffer[spec.offset_bytes : spec.offset_bytes + spec.size_bytes])
@@ -105,17 +96,6 @@ class FakeEngine(GatedEngine):
     async def finish_weight_update(self) -> None:
         """Count the update and take its version over."""
         self._check_updating()
-        self._close_segment()
         self.weight_checksums = self._arriving
         self.num_updates += 1
         self._end_update()
-
-    async def close(self) -> None:
-        """See `RolloutEngine.close`."""
-        self._closed = True
-        self._close_segment()
-
-    def _close_segment(self) -> None:
-        if self._segment is not None:
-            self._segment.close()
-            self._segment = None

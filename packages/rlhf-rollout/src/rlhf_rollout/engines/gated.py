@@ -73,6 +73,10 @@ class GatedEngine(ABC):
         """See `RolloutEngine.wake_up`."""
         self._asleep = False
 
+    async def close(self) -> None:
+        """See `RolloutEngine.close`."""
+        self._closed = True
+
     def _check_updating(self) -> int:
         if self._updating is None:
             raise WeightSyncError("no weight update has begun")

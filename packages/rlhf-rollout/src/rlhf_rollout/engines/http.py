@@ -99,12 +99,7 @@ class HttpEngine:
             raise EngineError(f"{self._url} answered {len(token_ids)} tokens with log-probs {_excerpt(logprobs)}")
         if reason not in tuple(FinishReason):
             raise EngineError(f"{self._url} ended a completion for the reason {reason!r}")
-        return Completion(
-            token_ids=np.asarray(token_ids, np.int32),
-            logprobs=np.asarray(logprobs, np.float32),
-            finish_reason=FinishReason(reason),
-            policy_version=self._policy_version,
-        )
+        return Completion(token_ids, logprobs, FinishReason(reason), self._policy_version)
 
     async def _post(self, request: dict[str, Any]) -> dict[str, Any]:
         failure = ""

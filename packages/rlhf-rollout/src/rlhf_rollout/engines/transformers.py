@@ -76,22 +76,16 @@ class TransformersEngine(GatedEngine):
                 lengths += running
                 running = running & ~torch.isin(chosen, ends)
                 step_ids = chosen[:, None]
-            return self._completions(torch.stack(tokens, 1), torch.stack(logprobs, 1), lengths, running)
-
-    def _completions(
-        self, tokens: torch.Tensor, logprobs: torch.Tensor, lengths: torch.Tensor, running: torch.Tensor
-    ) -> list[Completion]:
-        return [
-            Completion(
-                token_ids=row_tokens[:length].astype(np.int32),
-                logprobs=row_logprobs[:length].astype(np.float32),
-                finish_reason=FinishReason.LENGTH if unfinished else FinishReason.STOP,
-                policy_version=self.policy_version,
-            )
-            for row_tokens, row_logprobs, length, unfinished in zip(
-                tokens.cpu().numpy(), logprobs.cpu().numpy(), lengths.tolist(), running.tolist(), strict=True
-            )
-        ]
+            rows = [torch.stack(tokens, 1).cpu(), torch.stack(logprobs, 1).cpu(), lengths.tolist(), running.tolist()]
+            return [
+                Completion(
+                    row_tokens[:length],
+                    row_logprobs[:length],
+                    FinishReason.LENGTH if unfinished else FinishReason.STOP,
+                    self.policy_version,
+                )
+                for row_tokens, row_logprobs, length, unfinished in zip(*rows, strict=True)
+            ]
 
     async def begin_weight_update(self, policy_version: int) -> None:
         """See `RolloutEngine.begin_weight_update`: a request that runs ends on the old weights."""
@@ -136,8 +130,9 @@ class TransformersEngine(GatedEngine):
 
     async def close(self) -> None:
         """Free the model."""
+        await super().close()
         self._reader.close()
-        self._model, self._parameters, self._closed = None, {}, True
+        self._model, self._parameters = None, {}
 
 
 def _sample(

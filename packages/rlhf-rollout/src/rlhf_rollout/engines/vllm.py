@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import os
 from collections.abc import Callable
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -81,10 +80,7 @@ class VllmEngine:
         if self._incomplete and self._updating is None:
             raise EngineError(f"the engine's weights are incomplete: {self._incomplete}", hint="send all of them")
         check_request(token_ids, sampling, max_model_len=self._spec.max_model_len, vocab_size=self._vocab_size)
-        from rlhf_rollout.engines.vllm_loop import Job
-
-        job = Job([int(token) for token in token_ids], sampling, Future())
-        self._loop.submit(job)
+        job = self._loop.submit([int(token) for token in token_ids], sampling)
         try:
             return await asyncio.wrap_future(job.future)
         except asyncio.CancelledError:

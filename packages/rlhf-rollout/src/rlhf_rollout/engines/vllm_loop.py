@@ -28,16 +28,22 @@ _FINISH_REASONS = {
 _MAX_SETTLING_STEPS = 8
 
 
+def _uncancellable() -> "Future[Any]":
+    """Return a future that a waiter that gives up does not cancel: the thread alone decides its fate."""
+    future: Future[Any] = Future()
+    future.set_running_or_notify_cancel()
+    return future
+
+
 @dataclass(slots=True, eq=False)
 class Job:
-    """One `generate` call: a prompt and the samples of it that are still to come."""
+    """One `generate` call: a prompt, and the completions of it that there are by the number of their sample."""
 
     prompt: list[int]
     sampling: SamplingParams
-    future: "Future[list[Completion]]"
-    completions: list[Completion | None] = field(default_factory=list)
+    future: "Future[list[Completion]]" = field(default_factory=_uncancellable)
+    completions: dict[int, Completion] = field(default_factory=dict)
     request_ids: list[str] = field(default_factory=list)
-    num_left: int = 0
 
 
 @dataclass(slots=True)
@@ -101,10 +107,11 @@ class StepLoop:
         """Sequences that are being decoded or wait to be."""
         return len(self._samples) + sum(job.sampling.num_samples for job in self._waiting)
 
-    def submit(self, job: Job) -> None:
-        """Queue a job; its future resolves when all of its samples are done."""
-        _protect(job.future)
+    def submit(self, prompt: list[int], sampling: SamplingParams) -> Job:
+        """Queue a job and return it; its future resolves when all of its samples are done."""
+        job = Job(prompt, sampling)
         self._inbox.put(lambda: self._queue(self._waiting, job, job.future))
+        return job
 
     def abort(self, job: Job) -> None:
         """Give a job up."""
@@ -113,8 +120,7 @@ class StepLoop:
     def call(self, function: Callable[[Any], Any], *, drain: bool) -> "Future[Any]":
         """Run `function(core)` between two steps; with `drain` once the requests in flight have finished, while those
         that come later wait."""
-        future: Future[Any] = Future()
-        _protect(future)
+        future = _uncancellable()
         if drain:
             self._inbox.put(lambda: self._queue(self._calls, (function, future), future))
         else:
@@ -219,7 +225,6 @@ class StepLoop:
         elif self._seed_every_row and sampling.temperature > 0:
             seeds = self._rng.integers(1 << 62, size=num_samples).tolist()
         params = None
-        job.completions, job.num_left = [None] * num_samples, num_samples
         for index, seed in enumerate(seeds):
             if params is None or seed is not None:
                 params = self._params(sampling, seed)
@@ -272,16 +277,12 @@ class StepLoop:
             self._abort(job)
             _reject(job.future, EngineError(f"vLLM gave a request up: {reason}"))
             return
-        num_tokens = len(sample.token_ids)
+        logprobs = sample.logprobs[: len(sample.token_ids)]
         job.completions[sample.index] = Completion(
-            token_ids=np.asarray(sample.token_ids, np.int32),
-            logprobs=np.asarray(sample.logprobs[:num_tokens], np.float32),
-            finish_reason=_FINISH_REASONS[reason],
-            policy_version=self.policy_version,
+            sample.token_ids, logprobs, _FINISH_REASONS[reason], self.policy_version
         )
-        job.num_left -= 1
-        if not job.num_left and not job.future.done():
-            job.future.set_result(job.completions)  # type: ignore[arg-type]
+        if len(job.completions) == job.sampling.num_samples and not job.future.done():
+            job.future.set_result([completion for _, completion in sorted(job.completions.items())])
 
     def _abort(self, job: Job) -> None:
         if job in self._waiting:
@@ -291,19 +292,12 @@ class StepLoop:
             self._core.abort_requests(request_ids)
 
     def _fail_all(self, reason: str) -> None:
-        jobs = {id(sample.job): sample.job for sample in self._samples.values()}
-        jobs.update((id(job), job) for job in self._waiting)
+        for job in [*(sample.job for sample in self._samples.values()), *self._waiting]:
+            _reject(job.future, EngineError(reason))
         self._samples.clear()
         self._waiting.clear()
-        for job in jobs.values():
-            _reject(job.future, EngineError(reason))
         while self._calls:
             _reject(self._calls.popleft()[1], EngineError(reason))
-
-
-def _protect(future: "Future[Any]") -> None:
-    """Keep a waiter that gives up from cancelling the future: the thread alone decides its fate."""
-    future.set_running_or_notify_cancel()
 
 
 def _reject(future: "Future[Any]", error: BaseException) -> None:

@@ -3,11 +3,9 @@
 Pure functions of numpy arrays; shape letter N: rollouts.
 """
 
-from collections.abc import Mapping
-
 import numpy as np
 
-from rlhf_data.errors import CheckpointError, ConfigError, DataError
+from rlhf_data.errors import ConfigError, DataError
 
 # A deviation below this share of the mean is the rounding of equal values, not a spread.
 _ROUNDING = 1e-12
@@ -123,14 +121,3 @@ class RunningMoments:
     def normalize(self, values: np.ndarray) -> np.ndarray:
         """Return (values - mean) / deviation as [N] float64; without a deviation only shifted."""
         return (np.asarray(values, np.float64) - self.mean) / (self.deviation or 1.0)
-
-    def state_dict(self) -> dict[str, float]:
-        """Return what `load_state_dict` needs to go on."""
-        return {"count": self.count, "mean": self.mean, "squares": self._squares}
-
-    def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Go on where `state` was taken. Raises CheckpointError for one that is none."""
-        missing = {"count", "mean", "squares"} - set(state)
-        if missing:
-            raise CheckpointError(f"the saved moments of the rewards have no {', '.join(sorted(missing))}")
-        self.count, self.mean, self._squares = int(state["count"]), float(state["mean"]), float(state["squares"])
