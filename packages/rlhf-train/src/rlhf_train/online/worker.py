@@ -63,7 +63,7 @@ class TrainWorker:
         if num_threads:
             torch.set_num_threads(num_threads)
         torch.manual_seed(seed)
-        init_process_group(rank=rank, world_size=num_ranks, master_addr=master[0], master_port=master[1], device=device)
+        init_process_group(rank=rank, world_size=num_ranks, master=master, device=device)
         self.rank = rank
         self._num_ranks = num_ranks
         self._algorithm = algorithm
@@ -207,7 +207,8 @@ class TrainWorker:
             rows = [row for row in planned if trained[row]]
             if role == "critic":
                 outputs, mask = self._forward(role, rows)
-                inputs = self._columns(rows, mask.shape[1], ("values", "returns"))
+                columns = self._experience.columns
+                inputs = {name: self._cut(columns[name], rows, mask.shape[1]) for name in ("values", "returns")}
                 loss, metrics = critic_loss(outputs["values"], mask, inputs, self._algorithm, mini_batch.denominators)
             else:
                 loss, metrics = self._actor_loss(rows, mini_batch.denominators, kl_coef, is_first)
@@ -291,9 +292,6 @@ class TrainWorker:
         last_values = last_trained(mask) * (last * truncated.to(self._device))[:, None]
         return {"values": before, "last_values": last_values}, mask
 
-    def _columns(self, rows: Sequence[int], width: int, names: Sequence[str]) -> dict[str, Tensor]:
-        return {name: self._cut(self._experience.columns[name], rows, width) for name in names}
-
     def _cut(self, column: Tensor, rows: Sequence[int], width: int) -> Tensor:
         """Return rows of a [B, T] tensor of the experience on the device; of no rows, one of zeros."""
         if not rows:
@@ -348,7 +346,7 @@ def without_dropout(model: torch.nn.Module) -> torch.nn.Module:
 def _lay_out(mask: Tensor, rows: Sequence[int], batch: TokenBatch) -> Tensor:
     """Return where in a batch of `rows` a shard's mask [B, T] bool holds, on the CPU; without rows, nowhere."""
     parts = [mask[row, :length].numpy() for row, length in zip(rows, batch.lengths, strict=bool(rows))]
-    return batch.lay_out(parts or [np.zeros_like(IDLE_TOKENS, bool)], torch.bool, False, device="cpu")
+    return batch.lay_out(parts or [np.zeros_like(IDLE_TOKENS, bool)], torch.bool, device="cpu")
 
 
 def _rows(sequences: Sequence[Tensor], width: int) -> Tensor:
