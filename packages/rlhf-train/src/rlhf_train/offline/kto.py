@@ -57,7 +57,6 @@ class KtoObjective(Objective[Compared]):
         ]
 
     def num_trained_tokens(self, item: Compared) -> int:
-        """See `Objective`."""
         return int(item.sequences[0].loss_mask[1:].sum())
 
     @torch.no_grad()

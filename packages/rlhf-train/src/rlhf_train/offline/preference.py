@@ -52,15 +52,12 @@ class PreferenceObjective(Objective[Compared]):
 
     @property
     def needs_reference(self) -> bool:
-        """See `Objective`."""
         return self.loss_type in ("dpo", "ipo")
 
     def items(self, examples: Sequence[PreferenceExample]) -> Sequence[Compared]:
-        """See `Objective`."""
         return [Compared(example, (example.chosen, example.rejected)) for example in examples]
 
     def num_trained_tokens(self, item: Compared) -> int:
-        """See `Objective`."""
         return sum(int(sequence.loss_mask[1:].sum()) for sequence in item.sequences)
 
     def loss(self, engine: TrainEngine, items: Sequence[Compared], denominators: Denominators) -> LossShare:

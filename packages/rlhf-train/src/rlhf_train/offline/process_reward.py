@@ -30,7 +30,6 @@ class ProcessRewardObjective(Objective[ProcessExample]):
             raise ConfigError(f"the reward tokens are {self.reward_tokens}; they must be two, of a good and a bad step")
 
     def num_trained_tokens(self, item: ProcessExample) -> int:
-        """See `Objective`."""
         return len(item.positions)
 
     def loss(self, engine: TrainEngine, items: Sequence[ProcessExample], denominators: Denominators) -> LossShare:

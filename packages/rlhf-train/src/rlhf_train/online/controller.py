@@ -84,7 +84,7 @@ class PlacedRun:
         self._sampler = EpochSampler(len(job.prompts), job.batch.rollout_batch_size, seed=job.seed)
         self._best = BestModel(job.best_metric, recorder.path("best model")) if job.best_metric else None
         self._metrics: dict[str, float] = {}
-        self._ledger = Ledger(0, 0, 0, 0, 0)
+        self._ledger = Ledger()
         self._kl_coef = job.algorithm.kl_coef
         self._policy_version = 0
         self._synced_version: int | None = None
@@ -109,7 +109,6 @@ class PlacedRun:
         self._metrics["rollout/kept_groups"] = len(kept) / len(groups)
         self._ledger = Ledger(
             num_generated=counts.num_requested,
-            num_trained=0,
             num_filtered=len(scored(dropped)),
             num_reward_failed=counts.num_generated - len(scored(groups)),
             num_engine_failed=counts.num_failed,

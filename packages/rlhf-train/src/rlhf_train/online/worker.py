@@ -3,7 +3,6 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -11,9 +10,7 @@ from torch import Tensor
 
 from rlhf_data.errors import EngineError
 from rlhf_data.records import Rollout
-from rlhf_models.actor import Actor
 from rlhf_models.batch import TokenBatch, to_device
-from rlhf_models.critic import Critic
 from rlhf_models.loading import load_actor, load_critic, load_tokenizer, resolve_dtype
 from rlhf_models.reference import load_reference
 from rlhf_models.weights import save_hf
@@ -314,8 +311,7 @@ class TrainWorker:
         """Write `role` as a Hugging Face folder. Collective; rank 0 writes."""
         state = self.engines[role].state_dict(wanted=self.rank == 0)
         if self.rank == 0:
-            module: Actor | Critic = self.engines[role].module
-            save_hf(module, state, load_tokenizer(self._specs[role].path), Path(path))
+            save_hf(self.engines[role].module, state, load_tokenizer(self._specs[role].path), path)
 
     def save_average(self, path: str) -> None:
         """Write the average of the actor's weights as a Hugging Face folder. Collective; rank 0 writes."""
