@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from rlhf_data.errors import EngineError
 from rlhf_data.records import Rollout
@@ -259,8 +260,7 @@ class TrainWorker:
         """Run `role` on rows of the shard; return its outputs as [b, t] tensors, one rollout a row whatever the layout,
         and their loss mask. Without rows there is one of which nothing is trained."""
         batch, loss_mask = self._batch(role, rows), self._experience.loss_mask
-        width = max(batch.lengths)
-        mask = self._cut(loss_mask, rows, width)
+        mask = self._cut(loss_mask, rows, max(batch.lengths))
         model = self.engines[role].forward if role in self.engines else self._frozen[role]
         if role == "critic" and self._algorithm.bootstrap_truncated and not torch.is_grad_enabled():
             return self._values_with_last(rows, batch.split(model(batch, after_token=True)), mask)
@@ -269,7 +269,7 @@ class TrainWorker:
         else:
             wanted = _lay_out(loss_mask, rows, batch)
             outputs = model(batch, temperature=self._temperature, logits_mask=wanted)._asdict()
-        return {name: _rows(batch.split(values), width) for name, values in outputs.items()}, mask
+        return {name: pad_sequence(batch.split(values), batch_first=True) for name, values in outputs.items()}, mask
 
     def _batch(self, role: str, rows: Sequence[int]) -> TokenBatch:
         """Lay out rows of the shard as `role` reads them; without rows, tokens that keep the ranks in step."""
@@ -283,7 +283,7 @@ class TrainWorker:
     ) -> tuple[dict[str, Tensor], Tensor]:
         """Return the critic's outputs from the values after each token: those before it, and for a truncated rollout
         the value of its last state, at its last trained token."""
-        before = _rows([torch.cat([row.new_zeros(1), row[:-1]]) for row in after], mask.shape[1])
+        before = pad_sequence([torch.cat([row.new_zeros(1), row[:-1]]) for row in after], batch_first=True)
         last = torch.stack([row[-1] for row in after])
         truncated = self._experience.truncated[list(rows)] if rows else torch.zeros(1, dtype=torch.bool)
         last_values = last_trained(mask) * (last * truncated.to(self._device))[:, None]
@@ -343,8 +343,3 @@ def _lay_out(mask: Tensor, rows: Sequence[int], batch: TokenBatch) -> Tensor:
     """Return where in a batch of `rows` a shard's mask [B, T] bool holds, on the CPU; without rows, nowhere."""
     parts = [mask[row, :length].numpy() for row, length in zip(rows, batch.lengths, strict=bool(rows))]
     return batch.lay_out(parts or [np.zeros_like(IDLE_TOKENS, bool)], torch.bool, device="cpu")
-
-
-def _rows(sequences: Sequence[Tensor], width: int) -> Tensor:
-    """Stack sequences of different lengths, filled up with 0.0 on the right; differentiable."""
-    return torch.stack([torch.nn.functional.pad(sequence, (0, width - len(sequence))) for sequence in sequences])
