@@ -15,7 +15,7 @@ SMALL = 1 / 512  # of the second rank's gradient: lost where 1 + SMALL is a bflo
 
 @pytest.mark.parametrize("zero_stage", [0, 1, 2])
 def test_gradients_small_against_their_sum_are_not_lost(zero_stage, capfd):
-    init_process_group(rank=0, world_size=1, master_addr="127.0.0.1", master_port=free_port(), device="cpu")
+    init_process_group(rank=0, world_size=1, master=("127.0.0.1", free_port()), device="cpu")
     model = torch.nn.Linear(4, 4, bias=False, dtype=torch.bfloat16)
     before = model.weight.detach().clone()
     spec = OptimizerSpec(learning_rate=0.1, max_norm=0.0, scheduler="constant")
@@ -34,7 +34,7 @@ def test_gradients_small_against_their_sum_are_not_lost(zero_stage, capfd):
 
 def learn(rank, num_ranks, master, zero_stage):
     """Three steps of a layer whose bias is in another group, and one weight of which is frozen."""
-    init_process_group(rank=rank, world_size=num_ranks, master_addr=master[0], master_port=master[1], device="cpu")
+    init_process_group(rank=rank, world_size=num_ranks, master=master, device="cpu")
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(4, 4, dtype=torch.bfloat16), torch.nn.Linear(4, 4).bfloat16())
     model[1].requires_grad_(False)

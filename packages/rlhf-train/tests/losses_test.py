@@ -87,6 +87,18 @@ def test_token_mean_ignores_what_is_not_trained_even_nan():
     assert torch.equal(poisoned.grad != 0, MASK)
 
 
+def test_token_mean_gradient_is_even_over_trained_tokens_and_zero_elsewhere():
+    losses = torch.tensor([[1.0, 2.0, 3.0]], requires_grad=True)
+    token_mean(losses, torch.tensor([[False, True, True]]), Denominators(2, 1, 2)).backward()
+    assert losses.grad.tolist() == [[0.0, 0.5, 0.5]]
+
+
+def test_token_mean_of_nothing_is_zero_with_a_gradient_of_zero_even_of_nan():
+    losses = torch.tensor([[float("nan"), 1.0]], requires_grad=True)
+    token_mean(losses, torch.tensor([[False, False]]), Denominators(0, 0, 0)).backward()
+    assert losses.grad.tolist() == [[0.0, 0.0]]
+
+
 def test_token_mean_of_nothing_is_zero():
     assert token_mean(LOSS, torch.zeros_like(MASK), Denominators(0, 0, 5)).item() == 0.0
 

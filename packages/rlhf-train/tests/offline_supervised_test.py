@@ -1,6 +1,5 @@
 """Supervised fine-tuning: the loss by hand, layouts alike, and a real run."""
 
-import math
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,7 +12,7 @@ from rlhf_models.testing import tiny_model_dir
 from rlhf_train.batching import Denominators
 from rlhf_train.offline.job import OfflineJob, run_offline
 from rlhf_train.offline.loop import OfflineSchedule
-from rlhf_train.offline.supervised import SupervisedObjective, supervised_loss
+from rlhf_train.offline.supervised import SupervisedObjective
 from rlhf_train.placement import free_port
 from rlhf_train.specs import ModelSpec, OptimizerSpec
 
@@ -29,28 +28,6 @@ def example(tokens: list[int], num_prompt: int) -> SftExample:
 
 
 EXAMPLES = [example([5, 6, 7, 8, 9], 2), example([10, 11, 12], 1), example([20, 21, 22, 23, 24, 25, 26], 6)]
-
-
-def test_supervised_loss_is_the_mean_over_trained_tokens_of_the_whole_batch():
-    # Trained tokens: -log p of 0.5 and 0.25 here; 4 in the whole batch: (ln 2 + ln 4) / 4 = 3/4 ln 2.
-    logprobs = torch.tensor([[-9.0, math.log(0.5), math.log(0.25)]])
-    mask = torch.tensor([[False, True, True]])
-    loss = supervised_loss(logprobs, mask, Denominators(4, 2, 3))
-    assert loss.item() == pytest.approx(0.75 * math.log(2), rel=1e-6)
-
-
-def test_supervised_loss_gradient_is_even_over_trained_tokens_and_zero_elsewhere():
-    logprobs = torch.tensor([[-1.0, -2.0, -3.0]], requires_grad=True)
-    supervised_loss(logprobs, torch.tensor([[False, True, True]]), Denominators(2, 1, 2)).backward()
-    assert logprobs.grad.tolist() == [[0.0, -0.5, -0.5]]
-
-
-def test_supervised_loss_nothing_trained_is_zero_and_ignores_nan():
-    logprobs = torch.tensor([[float("nan"), -1.0]], requires_grad=True)
-    loss = supervised_loss(logprobs, torch.tensor([[False, False]]), Denominators(0, 0, 0))
-    loss.backward()
-    assert loss.item() == 0.0
-    assert logprobs.grad.tolist() == [[0.0, 0.0]]
 
 
 @pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])

@@ -1,7 +1,7 @@
 """Token sequences as tensors, right-padded or packed end to end. B sequences, T positions, S packed sequences."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -71,7 +71,7 @@ class TokenBatch:
     @property
     def host_target_mask(self) -> Tensor:
         """`target_mask` on the CPU, made from the lengths: the device is not waited for."""
-        return self.lay_out([np.arange(length) > 0 for length in self.lengths], torch.bool, False, device="cpu")
+        return self.lay_out([np.arange(length) > 0 for length in self.lengths], torch.bool, device="cpu")
 
     @property
     def last_index(self) -> Tensor:
@@ -80,26 +80,15 @@ class TokenBatch:
         starts = lengths.cumsum(0) - lengths if self.is_packed else torch.arange(len(lengths)) * self.input_ids.shape[1]
         return to_device(starts + lengths - 1, self.input_ids.device)
 
-    def to(self, device: torch.device | str) -> "TokenBatch":
-        """Return the batch on another device."""
-        moved = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)}
-        return replace(self, **moved)
-
-    def lay_out(
-        self,
-        sequences: Sequence[Any],
-        dtype: torch.dtype,
-        fill: float | bool = 0,
-        device: torch.device | str | None = None,
-    ) -> Tensor:
+    def lay_out(self, sequences: Sequence[Any], dtype: torch.dtype, device: torch.device | str | None = None) -> Tensor:
         """Return per-token arrays, one of each sequence's length, in this batch's layout, [B, T].
 
-        Padding holds `fill`; without a `device` the result is on the batch's. Raises DataError for other lengths.
+        Padding holds 0; without a `device` the result is on the batch's. Raises DataError for other lengths.
         """
         if (lengths := tuple(len(sequence) for sequence in sequences)) != self.lengths:
             raise DataError(f"arrays of lengths {lengths} for sequences of {self.lengths} tokens")
         arrange = _packed_row if self.is_packed else _padded_rows
-        rows = arrange(sequences, torch.empty(0, dtype=dtype).numpy().dtype, fill)
+        rows = arrange(sequences, torch.empty(0, dtype=dtype).numpy().dtype)
         return to_device(torch.from_numpy(rows), self.input_ids.device if device is None else device)
 
     def split(self, values: Tensor) -> list[Tensor]:
@@ -123,11 +112,11 @@ def _lengths(sequences: Sequence[Any]) -> tuple[int, ...]:
     return lengths
 
 
-def _packed_row(sequences: Sequence[Any], dtype: Any, fill: Any = None) -> np.ndarray:
+def _packed_row(sequences: Sequence[Any], dtype: Any) -> np.ndarray:
     return np.concatenate([np.asarray(sequence, dtype) for sequence in sequences])[None]
 
 
-def _padded_rows(sequences: Sequence[Any], dtype: Any, fill: Any) -> np.ndarray:
+def _padded_rows(sequences: Sequence[Any], dtype: Any, fill: int = 0) -> np.ndarray:
     rows = np.full((len(sequences), max(map(len, sequences))), fill, dtype)
     for row, sequence in zip(rows, sequences, strict=True):
         row[: len(sequence)] = sequence

@@ -24,14 +24,12 @@ def hf_named_weights(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     ones once. Raises ConfigError when the checkpoint does not hold the weights as the model does, such as experts that
     are fused."""
     model = _unwrapped(model)
-    named = list(model.named_parameters())
-    saved = _checkpoint_names(model, [name for name, _ in named])
-    if saved != {name for name, _ in named}:
-        differing = ", ".join(sorted({name for name, _ in named} ^ saved)[:3])
-        kind = model.config.model_type
-        message = f"a {kind} model and its checkpoint name their weights differently ({differing}, ...)"
+    named = dict(model.named_parameters())
+    if differing := named.keys() ^ _checkpoint_names(model, named):
+        some, kind = ", ".join(sorted(differing)[:3]), model.config.model_type
+        message = f"a {kind} model and its checkpoint name their weights differently ({some}, ...)"
         raise ConfigError(message, hint="use a model whose layers are stored one by one")
-    return named
+    return list(named.items())
 
 
 def save_hf(model: nn.Module, state_dict: Mapping[str, Tensor] | None, tokenizer: Any | None, path: str | Path) -> Path:
@@ -107,14 +105,15 @@ def _unwrapped(model: nn.Module) -> Any:
     return model if isinstance(model, PreTrainedModel) else model.model
 
 
-def _checkpoint_names(model: Any, names: list[str]) -> set[str]:
+def _checkpoint_names(model: Any, named: Mapping[str, Tensor]) -> set[str]:
     from transformers.core_model_loading import revert_weight_conversion
 
     if not getattr(model, "_weight_conversions", None):
-        return set(names)
+        return set(named)
     # Converters cut and join tensors, so they get some, of the right rank and without memory.
-    shapes = {name: tuple(getattr(tensor, "ds_shape", tensor.shape)) for name, tensor in model.named_parameters()}
-    return set(revert_weight_conversion(model, {name: torch.empty(shapes[name], device="meta") for name in names}))
+    shapes = {name: tuple(getattr(tensor, "ds_shape", tensor.shape)) for name, tensor in named.items()}
+    empty = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    return set(revert_weight_conversion(model, empty))
 
 
 def _make_generation_config_savable(model: Any) -> None:

@@ -9,17 +9,16 @@ engine and trainer, `eval/*` on held-out prompts, `time/*` in seconds, `throughp
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from torch import Tensor
+import torch
+from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class Sum:
     """Adds up; what, may be a tensor as in `Mean`."""
 
-    value: "float | Tensor"
+    value: float | Tensor
 
     def merge(self, other: "Sum") -> "Sum":
         return Sum(self.value + other.value)
@@ -35,8 +34,8 @@ class Mean:
     Sums may be tensors of no dimension until `on_host` makes numbers of them.
     """
 
-    total: "float | Tensor"
-    count: "float | Tensor"
+    total: float | Tensor
+    count: float | Tensor
 
     def merge(self, other: "Mean") -> "Mean":
         return Mean(self.total + other.total, self.count + other.count)
@@ -74,12 +73,10 @@ def merge_metrics(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
 
 def on_host(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
     """Return the metrics with numbers where they hold tensors; a device is waited for once."""
-    import torch
-
     parts = [getattr(metric, field.name) for metric in metrics.values() for field in fields(metric)]
-    tensors = [part.double() for part in parts if isinstance(part, torch.Tensor)]
+    tensors = [part.double() for part in parts if isinstance(part, Tensor)]
     numbers = iter(torch.stack(tensors).tolist() if tensors else [])
-    values = iter([next(numbers) if isinstance(part, torch.Tensor) else part for part in parts])
+    values = iter([next(numbers) if isinstance(part, Tensor) else part for part in parts])
     return {name: type(metric)(*(next(values) for _ in fields(metric))) for name, metric in metrics.items()}
 
 

@@ -4,7 +4,6 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 
 class JsonlTracker:
@@ -28,19 +27,14 @@ class TensorBoardTracker:
     """Writes scalar events into a folder."""
 
     def __init__(self, path: Path) -> None:
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+        from torch.utils.tensorboard import SummaryWriter
 
-        self._writer: Any = EventFileWriter(str(path))
+        self._writer = SummaryWriter(path)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write the metrics of one step."""
-        from time import time
-
-        from tensorboard.compat.proto.event_pb2 import Event
-        from tensorboard.compat.proto.summary_pb2 import Summary
-
-        values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
-        self._writer.add_event(Event(wall_time=time(), step=step, summary=Summary(value=values)))
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
         """Flush and close."""

@@ -16,14 +16,14 @@ from rlhf_train.engine.protocol import StepStats, learning_rate_at
 from rlhf_train.specs import OptimizerSpec
 
 
-def init_process_group(*, rank: int, world_size: int, master_addr: str, master_port: int, device: str) -> None:
-    """Join the data-parallel ranks of this process's group: NCCL on "cuda", gloo on "cpu"."""
+def init_process_group(*, rank: int, world_size: int, master: tuple[str, int], device: str) -> None:
+    """Join the data-parallel ranks of this process's group at `master`: NCCL on "cuda", gloo on "cpu"."""
     os.environ.update(
         RANK=str(rank),
         WORLD_SIZE=str(world_size),
         LOCAL_RANK="0",
-        MASTER_ADDR=master_addr,
-        MASTER_PORT=str(master_port),
+        MASTER_ADDR=master[0],
+        MASTER_PORT=str(master[1]),
     )
     deepspeed = _import_deepspeed(device)
     if not torch.distributed.is_initialized():

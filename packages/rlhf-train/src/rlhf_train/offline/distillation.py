@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch import Tensor
 
 from rlhf_data.errors import ConfigError
 from rlhf_data.sft import SftExample
@@ -14,8 +13,7 @@ from rlhf_models.batch import to_device
 from rlhf_train.batching import Denominators
 from rlhf_train.engine.protocol import TrainEngine
 from rlhf_train.losses.preference import distillation_loss
-from rlhf_train.metrics import Metric
-from rlhf_train.offline.loop import Objective
+from rlhf_train.offline.loop import LossShare, Objective
 from rlhf_train.offline.sequences import lay_out, mean_metrics, trained_mask
 
 
@@ -38,9 +36,7 @@ class DistillationObjective(Objective[SftExample]):
         if not 0 < self.kd_coef <= 1:
             raise ConfigError(f"kd_coef is {self.kd_coef}; it must lie in (0, 1]")
 
-    def loss(
-        self, engine: TrainEngine, items: Sequence[SftExample], denominators: Denominators
-    ) -> tuple[Tensor, dict[str, Metric]]:
+    def loss(self, engine: TrainEngine, items: Sequence[SftExample], denominators: Denominators) -> LossShare:
         """See `Objective`. Metrics: `kd/loss`, `kd/nll` and `kd/distillation`, nats a trained token."""
         batch = lay_out([item.token_ids for item in items], packing=self.packing, device=engine.device)
         index = to_device(trained_mask(batch, items).flatten().nonzero()[:, 0], engine.device)

@@ -119,8 +119,7 @@ class _Run:
             lowest = job.best_metric in ("loss", "nll", "kl")
             self._best = BestModel(f"eval/{job.best_metric}", job.best_path, lowest=lowest)
         torch.manual_seed(job.schedule.seed)
-        address = {"master_addr": job.master[0], "master_port": job.master[1]}
-        init_process_group(rank=job.rank, world_size=job.num_ranks, device=job.device, **address)
+        init_process_group(rank=job.rank, world_size=job.num_ranks, master=job.master, device=job.device)
         spec = job.model
         load = load_trainable_reward_model if job.objective.model_kind == "reward" else load_actor
         model = load(spec.path, gradient_checkpointing=spec.gradient_checkpointing, **spec.load_options)

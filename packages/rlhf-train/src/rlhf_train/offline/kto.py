@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -14,8 +15,7 @@ from rlhf_train.batching import Denominators
 from rlhf_train.engine.protocol import TrainEngine
 from rlhf_train.losses.aggregate import sequence_mean
 from rlhf_train.losses.preference import kto_loss
-from rlhf_train.metrics import Metric
-from rlhf_train.offline.loop import MicroBatch, Objective
+from rlhf_train.offline.loop import LossShare, MicroBatch, Objective
 from rlhf_train.offline.sequences import Compared, answer_logprobs, mean_metrics, reference_logprobs
 
 
@@ -32,6 +32,8 @@ class KtoObjective(Objective[Compared]):
         kl: the divergence in nats, >= 0; set by `for_step`.
     """
 
+    needs_reference: ClassVar[bool] = True
+
     beta: float = 0.1
     desirable_weight: float = 1.0
     undesirable_weight: float = 1.0
@@ -41,11 +43,6 @@ class KtoObjective(Objective[Compared]):
         for name in ("beta", "desirable_weight", "undesirable_weight"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be above 0")
-
-    @property
-    def needs_reference(self) -> bool:
-        """See `Objective`."""
-        return True
 
     def items(self, examples: Sequence[UnpairedExample]) -> Sequence[Compared]:
         """See `Objective`: each example with its prompt before another's answer, cut where the longest example ends."""
@@ -60,7 +57,6 @@ class KtoObjective(Objective[Compared]):
         ]
 
     def num_trained_tokens(self, item: Compared) -> int:
-        """See `Objective`."""
         return int(item.sequences[0].loss_mask[1:].sum())
 
     @torch.no_grad()
@@ -78,9 +74,7 @@ class KtoObjective(Objective[Compared]):
             torch.distributed.all_reduce(total)
         return replace(self, kl=max(float(total[0] / total[1]), 0.0))
 
-    def loss(
-        self, engine: TrainEngine, items: Sequence[Compared], denominators: Denominators
-    ) -> tuple[Tensor, dict[str, Metric]]:
+    def loss(self, engine: TrainEngine, items: Sequence[Compared], denominators: Denominators) -> LossShare:
         """See `Objective`. Metrics: `kto/loss`, `kto/kl`, and beta times the log-ratio of either kind of answers:
         `kto/desirable_reward`, `kto/undesirable_reward`."""
         ratios = self._ratios(engine, items, 0)

@@ -21,6 +21,7 @@ from rlhf_train.metrics import Max, Metric, merge_metrics, on_host, results
 
 Item = TypeVar("Item")
 Part = TypeVar("Part")
+LossShare = tuple[Tensor, dict[str, Metric]]  # what a micro-batch adds to the loss, and its metrics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,14 +35,10 @@ class Objective(ABC, Generic[Item]):
 
     model_kind: ClassVar[str] = "actor"  # or "reward"
     needs_teacher: ClassVar[bool] = False
+    needs_reference: ClassVar[bool] = False  # whether the loss compares with the log-probs of a reference policy
 
     packing: bool = False
     reference: Callable[..., Any] | None = None
-
-    @property
-    def needs_reference(self) -> bool:
-        """Whether the loss compares with the log-probs of a reference policy."""
-        return False
 
     def items(self, examples: Sequence[Any]) -> Sequence[Item]:
         """Return what the loss takes in the place of each example; asked for once, of a whole data set."""
@@ -60,9 +57,7 @@ class Objective(ABC, Generic[Item]):
         return self
 
     @abstractmethod
-    def loss(
-        self, engine: TrainEngine, items: Sequence[Item], denominators: Denominators
-    ) -> tuple[Tensor, dict[str, Metric]]:
+    def loss(self, engine: TrainEngine, items: Sequence[Item], denominators: Denominators) -> LossShare:
         """Run the model on a micro-batch; return its share of the loss, and its metrics."""
 
 

@@ -11,8 +11,7 @@ from rlhf_train.batching import Denominators
 from rlhf_train.engine.protocol import TrainEngine
 from rlhf_train.losses.aggregate import sequence_mean
 from rlhf_train.losses.preference import dpo_loss, ipo_loss, orpo_loss, simpo_loss
-from rlhf_train.metrics import Metric
-from rlhf_train.offline.loop import Objective
+from rlhf_train.offline.loop import LossShare, Objective
 from rlhf_train.offline.sequences import Compared, answer_logprobs, mean_metrics, num_ordered, reference_logprobs
 
 LOSSES = ("dpo", "ipo", "simpo", "orpo")
@@ -53,20 +52,15 @@ class PreferenceObjective(Objective[Compared]):
 
     @property
     def needs_reference(self) -> bool:
-        """See `Objective`."""
         return self.loss_type in ("dpo", "ipo")
 
     def items(self, examples: Sequence[PreferenceExample]) -> Sequence[Compared]:
-        """See `Objective`."""
         return [Compared(example, (example.chosen, example.rejected)) for example in examples]
 
     def num_trained_tokens(self, item: Compared) -> int:
-        """See `Objective`."""
         return sum(int(sequence.loss_mask[1:].sum()) for sequence in item.sequences)
 
-    def loss(
-        self, engine: TrainEngine, items: Sequence[Compared], denominators: Denominators
-    ) -> tuple[Tensor, dict[str, Metric]]:
+    def loss(self, engine: TrainEngine, items: Sequence[Compared], denominators: Denominators) -> LossShare:
         """See `Objective`. Metrics under `preference/`: loss, nll (a chosen token), accuracy (a tie counts half), and
         the rewards that the policy stands for, beta times what the loss compares: chosen, rejected, margin."""
         sequences = [item.sequences[index] for index in (0, 1) for item in items]

@@ -5,15 +5,13 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from rlhf_data.errors import ConfigError
 from rlhf_data.preference import ProcessExample
 from rlhf_train.batching import Denominators
 from rlhf_train.engine.protocol import TrainEngine
 from rlhf_train.losses.preference import process_reward_loss
-from rlhf_train.metrics import Metric
-from rlhf_train.offline.loop import Objective
+from rlhf_train.offline.loop import LossShare, Objective
 from rlhf_train.offline.sequences import lay_out, mean_metrics
 
 
@@ -32,12 +30,9 @@ class ProcessRewardObjective(Objective[ProcessExample]):
             raise ConfigError(f"the reward tokens are {self.reward_tokens}; they must be two, of a good and a bad step")
 
     def num_trained_tokens(self, item: ProcessExample) -> int:
-        """See `Objective`."""
         return len(item.positions)
 
-    def loss(
-        self, engine: TrainEngine, items: Sequence[ProcessExample], denominators: Denominators
-    ) -> tuple[Tensor, dict[str, Metric]]:
+    def loss(self, engine: TrainEngine, items: Sequence[ProcessExample], denominators: Denominators) -> LossShare:
         """See `Objective`: the mean over steps. Metrics: `prm/loss` and `prm/accuracy`, of verdicts that are on the
         label's side of one half."""
         batch = lay_out([item.token_ids for item in items], packing=self.packing, device=engine.device)

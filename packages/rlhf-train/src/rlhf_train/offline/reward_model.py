@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
 
 from rlhf_data.errors import DataError
 from rlhf_data.preference import PreferenceExample
@@ -16,8 +15,7 @@ from rlhf_train.batching import Denominators
 from rlhf_train.engine.protocol import TrainEngine
 from rlhf_train.losses.aggregate import sequence_mean
 from rlhf_train.losses.preference import reward_model_loss
-from rlhf_train.metrics import Metric
-from rlhf_train.offline.loop import Objective
+from rlhf_train.offline.loop import LossShare, Objective
 from rlhf_train.offline.sequences import lay_out, mean_metrics, num_ordered
 
 
@@ -45,9 +43,7 @@ class RewardModelObjective(Objective[PreferenceExample]):
         """See `Objective`: a score is read at the end of each sequence."""
         return 2
 
-    def loss(
-        self, engine: TrainEngine, items: Sequence[PreferenceExample], denominators: Denominators
-    ) -> tuple[Tensor, dict[str, Metric]]:
+    def loss(self, engine: TrainEngine, items: Sequence[PreferenceExample], denominators: Denominators) -> LossShare:
         """See `Objective`. Metrics: `rm/loss`, `rm/accuracy` (a tie counts half), `rm/margin` between the scores, and
         the mean of all scores and of their squares, `rm/score` and `rm/squared_score`."""
         tokens = [item.chosen.token_ids for item in items] + [item.rejected.token_ids for item in items]

@@ -53,7 +53,7 @@ def lay_out(token_ids: Sequence[np.ndarray], *, packing: bool, device: torch.dev
 def trained_mask(batch: TokenBatch, sequences: Sequence[SftExample]) -> Tensor:
     """Return [B, T] bool, on the CPU: the tokens of a batch that are trained."""
     masks = [sequence.loss_mask for sequence in sequences]
-    return batch.lay_out(masks, torch.bool, False, device="cpu") & batch.host_target_mask
+    return batch.lay_out(masks, torch.bool, device="cpu") & batch.host_target_mask
 
 
 def answer_logprobs(

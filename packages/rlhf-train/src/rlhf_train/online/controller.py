@@ -79,12 +79,12 @@ class PlacedRun:
         self._started = started
         self._timeline = Timeline()
         engines = [RayEngine(handle) for handle in processes.engines]
-        self._generation = Generation(job, engines, reward, self._timeline, observer)
+        self._generation = Generation(job, engines, reward, self._timeline, observer, self._wake_engines)
         self._shaper = shaper
         self._sampler = EpochSampler(len(job.prompts), job.batch.rollout_batch_size, seed=job.seed)
         self._best = BestModel(job.best_metric, recorder.path("best model")) if job.best_metric else None
         self._metrics: dict[str, float] = {}
-        self._ledger = Ledger(0, 0, 0, 0, 0)
+        self._ledger = Ledger()
         self._kl_coef = job.algorithm.kl_coef
         self._policy_version = 0
         self._synced_version: int | None = None
@@ -101,15 +101,12 @@ class PlacedRun:
         """Draw prompts, let the engines answer and the reward score; return the groups that are worth training."""
         job = self._job
         self._timeline.take()  # seconds of the first sync belong to no step
-        groups, counts = self._generation.run(
-            self._prompts(), job.sampling, f"step{step}", make_ready=self._wake_engines
-        )
+        groups, counts = self._generation.run(self._prompts(), job.sampling, f"step{step}")
         kept = [group for group in groups if self._is_kept(group)]
         dropped = [group for group in groups if not self._is_kept(group)]
         self._metrics["rollout/kept_groups"] = len(kept) / len(groups)
         self._ledger = Ledger(
             num_generated=counts.num_requested,
-            num_trained=0,
             num_filtered=len(scored(dropped)),
             num_reward_failed=counts.num_generated - len(scored(groups)),
             num_engine_failed=counts.num_failed,
@@ -231,9 +228,7 @@ class PlacedRun:
             return
         started = time.perf_counter()
         # With the same seeds each time: what differs between evaluations is the policy, not the draw.
-        groups, _ = self._generation.run(
-            job.eval_prompts, job.eval_sampling, f"eval{step}", make_ready=self._wake_engines, seed_key="eval"
-        )
+        groups, _ = self._generation.run(job.eval_prompts, job.eval_sampling, f"eval{step}", seed_key="eval")
         self._timeline.take()
         metrics = summarize_evaluation(groups) | {"time/evaluate": time.perf_counter() - started}
         self._recorder.metrics(step, metrics)

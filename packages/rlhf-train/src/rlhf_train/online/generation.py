@@ -48,6 +48,7 @@ class Generation:
     """Engines that answer and rewards that score, side by side in an event loop of their own.
 
     The phases "generate" and "reward" of `timeline` are written; `observer` is told about groups that failed.
+    `make_ready` gives the engines the device, which counts as generation.
     """
 
     def __init__(
@@ -57,30 +58,26 @@ class Generation:
         reward: RewardFunction,
         timeline: Timeline,
         observer: Observer,
+        make_ready: Callable[[], None],
     ) -> None:
         self.engines = list(engines)
         self._max_in_flight = job.max_in_flight
         self._reward = reward
         self._timeline = timeline
         self._observer = observer
+        self._make_ready = make_ready
         self._loop = asyncio.Runner()
         tokenizer = load_tokenizer(job.engine.tokenizer or job.engine.model)
         self._decode = lambda token_ids: tokenizer.decode(token_ids, skip_special_tokens=True)
 
     def run(
-        self,
-        prompts: Iterable[Prompt],
-        sampling: SamplingParams,
-        prefix: str,
-        *,
-        make_ready: Callable[[], None],
-        seed_key: str | None = None,
+        self, prompts: Iterable[Prompt], sampling: SamplingParams, prefix: str, *, seed_key: str | None = None
     ) -> tuple[list[RolloutGroup], GenerationCounts]:
         """Return the groups that were generated, in the order of their prompts, and the account of all.
 
-        A `PromptSupply` among the `prompts` is told of every result. `prefix` begins the groups' ids, `make_ready`
-        gives the engines the device, which counts as generation, and of `seed_key` tells `generate_groups`. Raises
-        EngineError when there is no group at all, RewardError when the reward cannot run.
+        A `PromptSupply` among the `prompts` is told of every result. `prefix` begins the groups' ids, and of `seed_key`
+        tells `generate_groups`. Raises EngineError when there is no group at all, RewardError when the reward cannot
+        run.
         """
         counts = GenerationCounts()
 
@@ -100,7 +97,7 @@ class Generation:
             return [result async for result in stream]
 
         with self._timeline.phase("generate"):
-            make_ready()
+            self._make_ready()
             outcome = self._loop.run(collect())
         # Rewards are given while others generate; only what they take after the last generation is theirs.
         self._timeline.move("generate", "reward", counts.reward_wait_s)

@@ -7,6 +7,7 @@ import numpy as np
 from rlhf_data.records import FinishReason, Rollout, RolloutGroup
 from rlhf_rollout.rewards.shaping import RunningMoments, clip_rewards, overlong_penalty, stop_properly
 from rlhf_train.online.job import DynamicSampling, RewardSpec
+from rlhf_train.online.summaries import scored
 
 
 class RewardShaper:
@@ -59,8 +60,7 @@ def is_worth_training(group: RolloutGroup, spec: DynamicSampling) -> bool:
 
     Source: Yu et al. 2025, arXiv:2503.14476, sec. 3.2 (DAPO), eq. 11.
     """
-    verdicts = [rollout.verdict for rollout in group.rollouts]
-    scores = [v.score for v in verdicts if v is not None and not v.kind.failed and v.score is not None]
+    scores = [rollout.verdict.score for rollout in scored([group])]
     if len(scores) < 2 or max(scores) == min(scores):
         return False
     if spec.reward_range is None:

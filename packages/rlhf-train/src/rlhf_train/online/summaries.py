@@ -19,11 +19,11 @@ class Ledger:
         num_engine_failed: never finished by an engine.
     """
 
-    num_generated: int
-    num_trained: float
-    num_filtered: int
-    num_reward_failed: int
-    num_engine_failed: int
+    num_generated: int = 0
+    num_trained: float = 0
+    num_filtered: int = 0
+    num_reward_failed: int = 0
+    num_engine_failed: int = 0
 
     def check(self) -> None:
         """Raise RlhfError unless every rollout is accounted for."""

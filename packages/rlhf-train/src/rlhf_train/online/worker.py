@@ -3,17 +3,15 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from rlhf_data.errors import EngineError
 from rlhf_data.records import Rollout
-from rlhf_models.actor import Actor
 from rlhf_models.batch import TokenBatch, to_device
-from rlhf_models.critic import Critic
 from rlhf_models.loading import load_actor, load_critic, load_tokenizer, resolve_dtype
 from rlhf_models.reference import load_reference
 from rlhf_models.weights import save_hf
@@ -63,7 +61,7 @@ class TrainWorker:
         if num_threads:
             torch.set_num_threads(num_threads)
         torch.manual_seed(seed)
-        init_process_group(rank=rank, world_size=num_ranks, master_addr=master[0], master_port=master[1], device=device)
+        init_process_group(rank=rank, world_size=num_ranks, master=master, device=device)
         self.rank = rank
         self._num_ranks = num_ranks
         self._algorithm = algorithm
@@ -207,7 +205,8 @@ class TrainWorker:
             rows = [row for row in planned if trained[row]]
             if role == "critic":
                 outputs, mask = self._forward(role, rows)
-                inputs = self._columns(rows, mask.shape[1], ("values", "returns"))
+                columns = self._experience.columns
+                inputs = {name: self._cut(columns[name], rows, mask.shape[1]) for name in ("values", "returns")}
                 loss, metrics = critic_loss(outputs["values"], mask, inputs, self._algorithm, mini_batch.denominators)
             else:
                 loss, metrics = self._actor_loss(rows, mini_batch.denominators, kl_coef, is_first)
@@ -261,8 +260,7 @@ class TrainWorker:
         """Run `role` on rows of the shard; return its outputs as [b, t] tensors, one rollout a row whatever the layout,
         and their loss mask. Without rows there is one of which nothing is trained."""
         batch, loss_mask = self._batch(role, rows), self._experience.loss_mask
-        width = max(batch.lengths)
-        mask = self._cut(loss_mask, rows, width)
+        mask = self._cut(loss_mask, rows, max(batch.lengths))
         model = self.engines[role].forward if role in self.engines else self._frozen[role]
         if role == "critic" and self._algorithm.bootstrap_truncated and not torch.is_grad_enabled():
             return self._values_with_last(rows, batch.split(model(batch, after_token=True)), mask)
@@ -271,7 +269,7 @@ class TrainWorker:
         else:
             wanted = _lay_out(loss_mask, rows, batch)
             outputs = model(batch, temperature=self._temperature, logits_mask=wanted)._asdict()
-        return {name: _rows(batch.split(values), width) for name, values in outputs.items()}, mask
+        return {name: pad_sequence(batch.split(values), batch_first=True) for name, values in outputs.items()}, mask
 
     def _batch(self, role: str, rows: Sequence[int]) -> TokenBatch:
         """Lay out rows of the shard as `role` reads them; without rows, tokens that keep the ranks in step."""
@@ -285,14 +283,11 @@ class TrainWorker:
     ) -> tuple[dict[str, Tensor], Tensor]:
         """Return the critic's outputs from the values after each token: those before it, and for a truncated rollout
         the value of its last state, at its last trained token."""
-        before = _rows([torch.cat([row.new_zeros(1), row[:-1]]) for row in after], mask.shape[1])
+        before = pad_sequence([torch.cat([row.new_zeros(1), row[:-1]]) for row in after], batch_first=True)
         last = torch.stack([row[-1] for row in after])
         truncated = self._experience.truncated[list(rows)] if rows else torch.zeros(1, dtype=torch.bool)
         last_values = last_trained(mask) * (last * truncated.to(self._device))[:, None]
         return {"values": before, "last_values": last_values}, mask
-
-    def _columns(self, rows: Sequence[int], width: int, names: Sequence[str]) -> dict[str, Tensor]:
-        return {name: self._cut(self._experience.columns[name], rows, width) for name in names}
 
     def _cut(self, column: Tensor, rows: Sequence[int], width: int) -> Tensor:
         """Return rows of a [B, T] tensor of the experience on the device; of no rows, one of zeros."""
@@ -316,8 +311,7 @@ class TrainWorker:
         """Write `role` as a Hugging Face folder. Collective; rank 0 writes."""
         state = self.engines[role].state_dict(wanted=self.rank == 0)
         if self.rank == 0:
-            module: Actor | Critic = self.engines[role].module
-            save_hf(module, state, load_tokenizer(self._specs[role].path), Path(path))
+            save_hf(self.engines[role].module, state, load_tokenizer(self._specs[role].path), path)
 
     def save_average(self, path: str) -> None:
         """Write the average of the actor's weights as a Hugging Face folder. Collective; rank 0 writes."""
@@ -348,9 +342,4 @@ def without_dropout(model: torch.nn.Module) -> torch.nn.Module:
 def _lay_out(mask: Tensor, rows: Sequence[int], batch: TokenBatch) -> Tensor:
     """Return where in a batch of `rows` a shard's mask [B, T] bool holds, on the CPU; without rows, nowhere."""
     parts = [mask[row, :length].numpy() for row, length in zip(rows, batch.lengths, strict=bool(rows))]
-    return batch.lay_out(parts or [np.zeros_like(IDLE_TOKENS, bool)], torch.bool, False, device="cpu")
-
-
-def _rows(sequences: Sequence[Tensor], width: int) -> Tensor:
-    """Stack sequences of different lengths, filled up with 0.0 on the right; differentiable."""
-    return torch.stack([torch.nn.functional.pad(sequence, (0, width - len(sequence))) for sequence in sequences])
+    return batch.lay_out(parts or [np.zeros_like(IDLE_TOKENS, bool)], torch.bool, device="cpu")
