@@ -1,6 +1,5 @@
 """Length penalties, bounds and running moments: values by hand, equal values, and numbers that make no sense."""
 
-
 import numpy as np
 import pytest
 
