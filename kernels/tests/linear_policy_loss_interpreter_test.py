@@ -37,7 +37,8 @@ else:
         monkeypatch.setattr(token_logprobs, "MAX_BLOCK_SIZE", 32)
         monkeypatch.setattr(packed, "SCALE_BLOCK_SIZE", 256)
         monkeypatch.setattr(packed, "SCALE_PROGRAMS", 2)
-        monkeypatch.setattr(fused, "CHUNK_BYTES", 16 * 128 * 4)  # two tiles of float32
+        monkeypatch.setattr(fused, "CHUNK_BYTES", 48 * (128 + 2 * 24) * 4)  # three tiles of rows in float32
+        monkeypatch.setattr(fused, "BLOCK_SIZE", 32)
         for name in ("BLOCK_SIZE", "SEQUENCE_BLOCK_SIZE"):
             monkeypatch.setattr(packed, name, 16)
 
@@ -87,7 +88,7 @@ else:
             torch.testing.assert_close(out.double(), want, atol=tolerance, rtol=max(tolerance, 1e-5))
         for out, want in zip(results[1:], expected[1:], strict=True):
             assert out.dtype == given["hidden"].dtype
-            assert (out.double() - want).norm() <= tolerance * want.norm()
+            assert (out.double() - want).norm() <= tolerance * want.norm() + 1e-6  # of one token's sure choice it is 0
 
     @pytest.mark.parametrize("policy_loss", ["ppo", "gspo", "cispo", "reinforce"])
     @pytest.mark.parametrize("entropy_coef", [0.0, 0.2])
@@ -103,7 +104,7 @@ else:
         )
         check(objective, problem())
 
-    @pytest.mark.parametrize("num_tokens", [0, 1, 17, 63])
+    @pytest.mark.parametrize("num_tokens", [0, 1, 17, 70])
     @pytest.mark.parametrize("vocab_size", [1, 65])
     def test_triton_linear_policy_loss_odd_sizes_equal_float64(num_tokens, vocab_size):
         check(PolicyObjective(kl_coef=0.1, entropy_coef=0.2), problem(num_tokens, vocab_size))

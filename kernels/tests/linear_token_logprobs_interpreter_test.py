@@ -34,11 +34,11 @@ else:
 
     @pytest.fixture
     def small_blocks(monkeypatch):
-        """Cut the logits of these sizes into many blocks, both ways: at most 32 rows, 32 columns."""
+        """Cut the logits of these sizes into many blocks, both ways: at most 48 rows, 64 columns."""
         monkeypatch.setattr(fused, "MAX_KEPT_BYTES", 0)
         monkeypatch.setattr(fused, "MAX_FORWARD_ROWS", 24)
-        monkeypatch.setattr(fused, "MAX_BACKWARD_ROWS", 32)
-        monkeypatch.setattr(fused, "MAX_BLOCK_BYTES", 32 * 32 * 4)
+        monkeypatch.setattr(fused, "MAX_BACKWARD_ROWS", 48)
+        monkeypatch.setattr(fused, "MAX_BLOCK_BYTES", 48 * 64 * 4)
         monkeypatch.setattr(fused, "ALIGNMENT", 32)
 
     def head(num_rows, vocab_size, dtype=torch.float32, bias=True):
@@ -75,6 +75,13 @@ else:
     @pytest.mark.parametrize("bias", [False, True])
     def test_triton_linear_token_logprobs_in_one_block_equals_float64(bias):
         check(head(20, 300, bias=bias), ids(20, 300))
+
+    def test_triton_linear_token_logprobs_under_no_grad_keeps_no_logits_of_a_trained_head(form, monkeypatch):
+        monkeypatch.setattr(fused.LogitBlocks, "logits", None)  # no one asks for them
+        if form == "product":
+            tensors = [tensor.requires_grad_() for tensor in head(20, 300)]
+            with torch.no_grad():
+                assert not fused.linear_token_logprobs_triton(tensors, ids(20, 300), 0.7).logprobs.requires_grad
 
     @pytest.mark.parametrize("max_kept", [0, 20 * 300 * 4])
     def test_triton_linear_token_logprobs_keeps_few_logits_for_one_backward_pass(max_kept, form, monkeypatch):

@@ -1,8 +1,8 @@
 """Fused `linear_policy_loss`: chunks of the gradient by the logits, between the two products that read it.
 
-Where a row's gradient is a multiple of its exponentials, the product with the head writes these, and never logits; the
-other products' factors take the multiple. An entropy's gradient is none, float16 is too narrow, and not every GPU has
-that product: there cuBLAS writes logits, and the kernels of `token_logprobs` read them and make them their gradient.
+The product with the head writes a row's exponentials, and never logits. The row's gradient is a multiple of these, that
+the other products' factors take; or, with an entropy's, made of them in place. float16 is too narrow for them, and not
+every GPU has the product: there cuBLAS writes logits, and the kernels of `token_logprobs` make them their gradient.
 """
 
 from typing import Any
@@ -15,11 +15,11 @@ from torch import Tensor
 from rlhf_kernels.dispatch import on_device
 from rlhf_kernels.ops.linear_token_logprobs import product
 from rlhf_kernels.ops.packed_policy_loss.triton import launch_policy, scaled_gradients
-from rlhf_kernels.ops.token_logprobs.triton import NUM_SUMS, add_sums, write_gradient
+from rlhf_kernels.ops.token_logprobs.triton import LN_2, NUM_SUMS, add_sums, write_gradient
 
 CHUNK_BYTES = 480 << 20  # of logits and of a product of theirs at a time; with what cuBLAS takes, under 0.5 GiB
 ROW_ALIGNMENT = 64  # logits; rows that start at odd addresses slow the products down
-SCALE_BLOCK_SIZE = 1024  # columns of a matrix whose rows are scaled
+BLOCK_SIZE = 1024  # columns of a row at a time, of what the kernels here write
 
 
 @triton.jit
@@ -32,6 +32,26 @@ def _scale_rows_kernel(
     value = tl.load(matrix_ptr + row * stride + column.to(tl.int64) * column_stride, mask=column < width)
     value = tl.where(scale == 0.0, 0.0, value.to(tl.float32) * scale)
     tl.store(out_ptr + row * width + column, value.to(out_ptr.dtype.element_ty), mask=column < width)
+
+
+@triton.jit
+def _gradient_kernel(
+    e_ptr, ids_ptr, sums_ptr, grads_ptr, e_stride, sums_stride, grads_stride, vocab_size, inv_temperature,
+    BLOCK: tl.constexpr  # noqa: N803
+):  # fmt: skip
+    """One block of one row a program: the gradient by logits, of log-prob and entropy, over their exponentials."""
+    row, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    sums, at = sums_ptr + row, e_ptr + row * e_stride + columns
+    reference, s = tl.load(sums), tl.load(sums + sums_stride)
+    u, own = tl.load(sums + 2 * sums_stride), tl.load(sums + 3 * sums_stride)
+    by_logprob = tl.load(grads_ptr + row) * inv_temperature
+    by_entropy = tl.load(grads_ptr + row + grads_stride) * inv_temperature * LN_2
+    is_own = columns == tl.load(ids_ptr + row)  # which holds its exponential less the sum
+    e = tl.load(at, mask=columns < vocab_size, other=0.0).to(tl.float32)
+    c = tl.where(is_own, own - reference, tl.log2(e))
+    c = tl.maximum(c, -1e4, propagate_nan=tl.PropagateNan.ALL)  # -inf times 0 would be NaN
+    gradient = tl.where(is_own, by_logprob, 0.0) - tl.exp2(c - tl.log2(s)) * (by_logprob + by_entropy * (c - u / s))
+    tl.store(at, gradient.to(e_ptr.dtype.element_ty), mask=columns < vocab_size)
 
 
 @torch.compiler.disable
@@ -53,7 +73,8 @@ class _LinearPolicyLoss(torch.autograd.Function):
         wants_any = wants_hidden or wants_weight
         # Shares of a millionth would vanish in float16: there they are left to the backward pass.
         ctx.factor = 1.0 / stream.denominator(objective) if hidden.dtype == torch.float16 else 1.0
-        by_product = hidden.dtype != torch.float16 and not objective.entropy_coef and product.fits(hidden, weight)
+        by_product = hidden.dtype != torch.float16 and product.fits(hidden, weight)
+        is_multiple = by_product and not objective.entropy_coef
 
         def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.empty(shape, dtype=dtype, device=hidden.device)
@@ -62,7 +83,7 @@ class _LinearPolicyLoss(torch.autograd.Function):
         sums, grads = empty(NUM_SUMS, len(hidden)), torch.zeros(3, len(hidden), device=hidden.device)
         logprobs, entropy = sums[4:6]
         width = triton.cdiv(len(weight), ROW_ALIGNMENT) * ROW_ALIGNMENT
-        row_bytes = width * hidden.itemsize + hidden.shape[1] * (hidden.itemsize + (4 if by_product else 0))
+        row_bytes = width * hidden.itemsize + hidden.shape[1] * (hidden.itemsize + (4 if is_multiple else 0))
         chunk_rows = max(CHUNK_BYTES // (row_bytes * product.TILE_ROWS), 1) * product.TILE_ROWS
         buffer = empty(min(chunk_rows, len(hidden)), width, dtype=hidden.dtype)
         ignored = (token_ids < 0)[:, None]
@@ -90,18 +111,20 @@ class _LinearPolicyLoss(torch.autograd.Function):
         for chunk in chunks:
             rows, logits = fill_in(chunk, wants_any)
             # Until the last chunk these are right for the rows so far, and only the rows' gradients are used.
-            by_results = (grads[0], None if by_product else grads[1]) if wants_any else ()
+            by_results = (grads[0], None if is_multiple else grads[1]) if wants_any else ()
             loss, metrics = launch_policy(logprobs, entropy, stream, objective, *by_results)
             scales = (grads[0, chunk], sums[1, chunk], -1.0 / temperature)
-            if wants_any and not by_product:
-                by_row = grads[:, chunk] / ctx.factor
-                write_gradient(logits, None, token_ids[chunk], sums[:, chunk], by_row, logits, temperature)
-            if wants_hidden and by_product:
+            beside = (token_ids[chunk], sums[:, chunk], grads[:, chunk] / ctx.factor)
+            if wants_any and by_product and not is_multiple:
+                _write_gradient(logits, *beside, temperature)
+            elif wants_any and not by_product:
+                write_gradient(logits, None, *beside, logits, temperature)
+            if wants_hidden and is_multiple:
                 _scale_rows(_wide_product(logits, weight), *scales, grad_hidden[chunk])
             elif wants_hidden:
                 torch.mm(logits, weight, out=grad_hidden[chunk])
             if wants_weight:
-                if by_product:
+                if is_multiple:
                     rows = _scale_rows(rows, *scales, empty(*rows.shape, dtype=rows.dtype))
                 _add_product(grad_weight, logits.t(), rows, beta=min(chunk.start, 1))
         ctx.save_for_backward(grad_hidden, grad_weight.to(weight.dtype) if wants_weight else None)
@@ -112,13 +135,24 @@ class _LinearPolicyLoss(torch.autograd.Function):
     backward = staticmethod(scaled_gradients)
 
 
+def _write_gradient(exponentials: Tensor, token_ids: Tensor, sums: Tensor, grads: Tensor, temperature: float) -> None:
+    """Write the gradient by logits over their exponentials, from that by the results."""
+    num_rows, width = exponentials.shape
+    if num_rows:
+        strides = exponentials.stride(0), sums.stride(0), grads.stride(0)
+        with on_device(exponentials):
+            _gradient_kernel[(num_rows, triton.cdiv(width, BLOCK_SIZE))](
+                exponentials, token_ids, sums, grads, *strides, width, 1.0 / temperature, BLOCK=BLOCK_SIZE
+            )
+
+
 def _scale_rows(matrix: Tensor, grads: Tensor, totals: Tensor, by: float, out: Tensor) -> Tensor:
     """Return `out`, filled with each row of a matrix times its gradient, over its total, times `by`."""
     if matrix.numel():
-        grid = len(matrix), triton.cdiv(matrix.shape[1], SCALE_BLOCK_SIZE)
+        grid = len(matrix), triton.cdiv(matrix.shape[1], BLOCK_SIZE)
         with on_device(matrix):
             _scale_rows_kernel[grid](
-                matrix, grads, totals, out, *matrix.stride(), matrix.shape[1], by, BLOCK=SCALE_BLOCK_SIZE
+                matrix, grads, totals, out, *matrix.stride(), matrix.shape[1], by, BLOCK=BLOCK_SIZE
             )
     return out
 

@@ -21,7 +21,7 @@ TILE_ROWS, TILE_COLUMNS, TILE_DEPTH = 128, 256, 64
 # Of an SM's shared memory three stages of operands, and room for half a tile of results.
 OPTIONS = {"num_warps": 8, "num_stages": 3}
 GROUP_TILES = 16  # of rows, whose hidden states stay in the L2 cache while the head passes by
-MAX_ROWS = 4096  # whose parts of sums exist at a time
+MAX_ROWS = 4096  # of whole tiles, whose parts of sums exist at a time
 MERGED_ROWS, MERGED_PARTS = 8, 256  # of parts of sums at a time
 # In bits: an exponential is at most 2 to this power. The sum of as many as a vocabulary has, times a weight, is finite
 # in float32, and its reciprocal times a gradient is no subnormal number.
@@ -80,7 +80,7 @@ def _product_kernel(
         rows, columns = row + tl.arange(0, ROWS), column + tl.arange(0, COLUMNS)
         valid = rows < num_rows
         has_tokens = tl.load(marks_ptr + row // ROWS * marks_stride + column // COLUMNS) != 0
-        token_id = tl.load(ids_ptr + rows, mask=valid, other=-1).to(tl.int32)
+        token_id = tl.minimum(tl.load(ids_ptr + rows, mask=valid, other=-1), 2147483647).to(tl.int32)
         own_column = tl.where(token_id < 0, -1, token_id - vocab_start)
         if bias_ptr is not None:
             z += tl.load(bias_ptr + columns, mask=columns < width, other=0.0).to(tl.float32)[None, :]

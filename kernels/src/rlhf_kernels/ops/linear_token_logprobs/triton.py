@@ -21,8 +21,8 @@ from rlhf_kernels.ops.token_logprobs.triton import NUM_SUMS, NUM_SUMS_WITH_REFER
 # multiple of ALIGNMENT: every row is aligned for wide loads and the matrix product fills its tiles.
 MAX_BLOCK_BYTES = 256 << 20
 MAX_FORWARD_ROWS = 4096
-MAX_BACKWARD_ROWS = 16_384
-ALIGNMENT = 256
+MAX_BACKWARD_ROWS = 16_384  # of whole tiles of `product`
+ALIGNMENT = product.TILE_COLUMNS
 # Logits that take no more than this in all are one block, and kept for the gradient, which spares a product.
 MAX_KEPT_BYTES = 384 << 20
 
@@ -32,7 +32,14 @@ def linear_token_logprobs_triton(head: Head, token_ids: Tensor, temperature: flo
     """Return what `linear_token_logprobs` does, which checks the arguments."""
     hidden, weight, bias = head
     bias = None if bias is None else bias.contiguous()
-    return TokenLogprobs(*HeadResults.apply(token_ids.contiguous(), temperature, hidden, weight, bias))
+    return TokenLogprobs(*head_results(token_ids, temperature, hidden, weight, bias))
+
+
+def head_results(token_ids: Tensor, temperature: float, *heads: Tensor | None) -> tuple[Tensor, ...]:
+    """Return what `HeadResults` says of one head or two, each hidden states, weight and bias."""
+    if not torch.is_grad_enabled():  # to the function they would still seem to want gradients
+        heads = tuple(None if part is None else part.detach() for part in heads)
+    return HeadResults.apply(token_ids.contiguous(), temperature, *heads)
 
 
 class HeadResults(torch.autograd.Function):
