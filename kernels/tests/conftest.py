@@ -27,6 +27,19 @@ def interpret(tmp_path):
     return run
 
 
+@pytest.fixture(params=["product", "logits"])
+def form(request, monkeypatch):
+    """Whether log-probs come from the product with the head, here of several tiles each way, or from its logits."""
+    from rlhf_kernels.ops.linear_token_logprobs import product
+
+    if request.param == "logits":
+        monkeypatch.setattr(product, "fits", lambda *_: False)
+    tiles = {"TILE_ROWS": 16, "TILE_COLUMNS": 32, "TILE_DEPTH": 8, "MAX_ROWS": 32, "GROUP_TILES": 2}
+    for name, value in {**tiles, "MERGED_ROWS": 2, "MERGED_PARTS": 2}.items():
+        monkeypatch.setattr(product, name, value)
+    return request.param
+
+
 @pytest.fixture
 def poisoned_buffers(monkeypatch):
     """Hand out output buffers full of NaN, so that an element never written shows."""

@@ -16,21 +16,15 @@ else:
     from rlhf_kernels import PolicyObjective, PolicyStream
     from rlhf_kernels.ops.linear_policy_loss import triton as fused
     from rlhf_kernels.ops.linear_policy_loss.reference import linear_policy_loss_reference
-    from rlhf_kernels.ops.linear_token_logprobs import product
     from rlhf_kernels.ops.packed_policy_loss import triton as packed
     from rlhf_kernels.ops.token_logprobs import triton as token_logprobs
 
     # Masked lanes hold what numpy, not the GPU, warns of.
     pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
-    @pytest.fixture(autouse=True, params=["product", "logits"])
-    def form(request, monkeypatch):
-        """Both forms; several blocks a row, several chunks a stream; an element of a buffer never written shows."""
-        if request.param == "logits":
-            monkeypatch.setattr(product, "fits", lambda *_: False)
-        tiles = {"TILE_ROWS": 16, "TILE_COLUMNS": 32, "TILE_DEPTH": 16, "MAX_ROWS": 32, "GROUP_TILES": 2}
-        for name, value in {**tiles, "MERGED_ROWS": 2, "MERGED_PARTS": 2}.items():
-            monkeypatch.setattr(product, name, value)
+    @pytest.fixture(autouse=True)
+    def small_blocks_and_poisoned_buffers(form, monkeypatch):
+        """Several blocks a row, several chunks a stream, and buffers full of NaN, so that one never written shows."""
         torch.manual_seed(0)
         empty = torch.empty
         monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: empty(*args, **kwargs).fill_(float("nan")))

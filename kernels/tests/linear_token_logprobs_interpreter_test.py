@@ -19,18 +19,8 @@ else:
     # Masked lanes hold -inf, which numpy, not the GPU, warns of.
     pytestmark = [
         pytest.mark.filterwarnings("ignore::RuntimeWarning"),
-        pytest.mark.usefixtures("poisoned_buffers"),
+        pytest.mark.usefixtures("form", "poisoned_buffers"),
     ]
-
-    @pytest.fixture(autouse=True, params=["product", "logits"])
-    def form(request, monkeypatch):
-        """Both forms, the product's with several tiles each way."""
-        if request.param == "logits":
-            monkeypatch.setattr(product, "fits", lambda *_: False)
-        tiles = {"TILE_ROWS": 16, "TILE_COLUMNS": 32, "TILE_DEPTH": 8, "MAX_ROWS": 32, "GROUP_TILES": 2}
-        for name, value in {**tiles, "MERGED_ROWS": 2, "MERGED_PARTS": 2}.items():
-            monkeypatch.setattr(product, name, value)
-        return request.param
 
     @pytest.fixture
     def small_blocks(monkeypatch):
