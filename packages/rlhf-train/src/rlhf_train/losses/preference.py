@@ -1,7 +1,7 @@
 """Losses of judged answers: one number a pair, an answer, a token or a step, not reduced.
 
 What they compare are log-probs of whole answers, [B] float, nats: sums over the answer's tokens, or means of them
-where it says so. A loss is [B] float, nats, too, unless it says otherwise; ValueError is raised when shapes differ.
+where it says so.
 """
 
 import torch
@@ -18,12 +18,13 @@ def reward_model_loss(chosen_scores: Tensor, rejected_scores: Tensor, margins: T
 
         loss = -log sigmoid(r_c - r_r - m)
 
-    It is 0.69 for a tie without margin. Without margins it is also log(1 + exp(r_r - r_c)), known as LogExp, which
-    cannot overflow here.
-
     Args:
         chosen_scores, rejected_scores: [B] float; carry the gradient.
         margins: [B] float, by how much the chosen answer is better; None for 0.
+
+    Returns:
+        [B] float, nats; 0.69 for a tie without margin. Without margins it is also log(1 + exp(r_r - r_c)), known as
+        LogExp, which cannot overflow here.
 
     Source: Ouyang et al. 2022, arXiv:2203.02155, eq. 1; the margin: Touvron et al. 2023, arXiv:2307.09288, eq. 2.
     """
@@ -45,6 +46,9 @@ def dpo_loss(chosen_ratios: Tensor, rejected_ratios: Tensor, *, beta: float, lab
         beta: > 0; the larger, the nearer to the reference.
         label_smoothing: e, the probability in [0, 0.5) that a pair is the wrong way round.
 
+    Returns:
+        [B] float, nats.
+
     Source: Rafailov et al. 2023, arXiv:2305.18290, eq. 7; e: Mitchell 2023, "A note on DPO with noisy preferences".
     """
     check_same_shape(chosen_ratios=chosen_ratios, rejected_ratios=rejected_ratios)
@@ -55,12 +59,15 @@ def dpo_loss(chosen_ratios: Tensor, rejected_ratios: Tensor, *, beta: float, lab
 def ipo_loss(chosen_ratios: Tensor, rejected_ratios: Tensor, *, beta: float) -> Tensor:
     """Return identity preference optimization's loss of each pair: a margin is aimed at, not maximized.
 
-        loss = (z - 1 / (2 beta))^2,   z = ratio_c - ratio_r,   in nats squared
+        loss = (z - 1 / (2 beta))^2,   z = ratio_c - ratio_r
 
     Args:
         chosen_ratios, rejected_ratios: [B] float, as in `dpo_loss`. The paper's are sums over tokens; of means, which
             others use, the margin is one a token.
         beta: > 0; the paper's tau.
+
+    Returns:
+        [B] float, nats squared.
 
     Source: Azar et al. 2023, arXiv:2310.12036, eq. 17.
     """
@@ -78,6 +85,9 @@ def simpo_loss(chosen_means: Tensor, rejected_means: Tensor, *, beta: float, gam
         beta: > 0.
         gamma: the margin aimed at, >= 0.
 
+    Returns:
+        [B] float, nats.
+
     Source: Meng et al. 2024, arXiv:2405.14734, eq. 6.
     """
     check_same_shape(chosen_means=chosen_means, rejected_means=rejected_means)
@@ -91,6 +101,9 @@ def orpo_loss(chosen_means: Tensor, rejected_means: Tensor) -> Tensor:
 
     Args:
         chosen_means, rejected_means: [B] float, <= 0; carry the gradient. Above -`MIN_NLL`, certainty, they are held.
+
+    Returns:
+        [B] float, nats.
 
     Source: Hong et al. 2024, arXiv:2403.07691, eq. 7.
     """
@@ -109,8 +122,8 @@ def kto_loss(
 ) -> Tensor:
     """Return Kahneman-Tversky optimization's loss of each answer that was judged alone.
 
-        loss = w_d (1 - sigmoid(beta (ratio - kl)))   of a desirable answer, in [0, w_d]
-               w_u (1 - sigmoid(beta (kl - ratio)))   of another, in [0, w_u]
+        loss = w_d (1 - sigmoid(beta (ratio - kl)))   of a desirable answer
+               w_u (1 - sigmoid(beta (kl - ratio)))   of another
 
     Args:
         ratios: [B] float, log pi(answer) - log pi_ref(answer), summed over tokens; carries the gradient.
@@ -118,6 +131,9 @@ def kto_loss(
         kl: scalar, >= 0, the policy's divergence from the reference over the whole optimizer step; a constant.
         beta: > 0.
         desirable_weight, undesirable_weight: w_d and w_u.
+
+    Returns:
+        [B] float, in [0, max(w_d, w_u)].
 
     Source: Ethayarajh et al. 2024, arXiv:2402.01306, eq. 8.
     """
