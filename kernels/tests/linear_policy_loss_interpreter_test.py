@@ -31,7 +31,7 @@ else:
         monkeypatch.setattr(token_logprobs, "MAX_BLOCK_SIZE", 32)
         monkeypatch.setattr(packed, "SCALE_BLOCK_SIZE", 256)
         monkeypatch.setattr(packed, "SCALE_PROGRAMS", 2)
-        monkeypatch.setattr(fused, "CHUNK_BYTES", 48 * (128 + 2 * 24) * 4)  # three tiles of rows in float32
+        monkeypatch.setattr(fused, "CHUNK_BYTES", 48 * (4 * (128 + 24) + 12 * 4))  # three tiles of float32 rows
         monkeypatch.setattr(fused, "BLOCK_SIZE", 32)
         for name in ("BLOCK_SIZE", "SEQUENCE_BLOCK_SIZE"):
             monkeypatch.setattr(packed, name, 16)

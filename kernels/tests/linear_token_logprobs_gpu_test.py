@@ -19,6 +19,26 @@ def seeded_gpu():
     torch.manual_seed(0)
 
 
+@pytest.fixture
+def count_blocks(monkeypatch):
+    """Return a function that makes blocks small and has none kept, and returns the list of those made by `product`."""
+
+    def count(num_rows, itemsize):
+        monkeypatch.setattr("rlhf_kernels.ops.linear_token_logprobs.triton.MAX_KEPT_BYTES", 0)
+        block_bytes = 8192 * num_rows * itemsize
+        monkeypatch.setattr("rlhf_kernels.ops.linear_token_logprobs.triton.MAX_BLOCK_BYTES", block_bytes)
+        blocks, gradient = [], product.head_gradient
+
+        def counted(head, *rest):
+            blocks.append(len(head[1]))
+            return gradient(head, *rest)
+
+        monkeypatch.setattr(product, "head_gradient", counted)
+        return blocks
+
+    return count
+
+
 def make(num_rows, vocab_size, dtype=torch.bfloat16):
     """Return a head whose logits have a spread of about 2, and token ids of which some are ignored."""
     hidden = torch.randn(num_rows, HIDDEN_SIZE, device="cuda") / HIDDEN_SIZE**0.5
@@ -35,7 +55,7 @@ def total(results, seed=1):
     return sum((w.to(values.dtype) * values).sum() for w, values in zip(weights, results, strict=True))
 
 
-@pytest.mark.parametrize("max_kept", [0, 384 << 20])
+@pytest.mark.parametrize("is_kept", [False, True])
 @pytest.mark.parametrize("vocab_size", VOCAB_SIZES)
 @pytest.mark.parametrize(
     ("num_rows", "dtype"),
@@ -43,13 +63,14 @@ def total(results, seed=1):
         (1, torch.bfloat16),
         (63, torch.float32),
         (100, torch.float16),
+        (2000, torch.float16),
         (2000, torch.bfloat16),
     ],
 )
 def test_linear_token_logprobs_full_vocabulary_is_as_near_to_float64_as_its_twin(
-    num_rows, vocab_size, dtype, max_kept, require_as_near, monkeypatch
+    num_rows, vocab_size, dtype, is_kept, require_as_near, count_blocks
 ):
-    monkeypatch.setattr("rlhf_kernels.ops.linear_token_logprobs.triton.MAX_KEPT_BYTES", max_kept)
+    blocks = None if is_kept else count_blocks(num_rows, dtype.itemsize)
     if torch.cuda.mem_get_info()[0] < 60 * num_rows * vocab_size + (4 << 30):
         pytest.skip("needs more free device memory for the float64 logits")
     head, token_ids = make(num_rows, vocab_size, dtype)
@@ -61,6 +82,8 @@ def test_linear_token_logprobs_full_vocabulary_is_as_near_to_float64_as_its_twin
     for part in (results, twin, truth):
         total(part).backward()
     require_as_near(*([tensor.grad for tensor in part] for part in (head, plain, exact)))
+    if not is_kept and product.fits(*head[:2]):
+        assert len(blocks) > 1 and sum(blocks) == vocab_size
 
 
 # Products of other heights may round otherwise: a half of bfloat16's gradients, float32's all in the last digits.
@@ -79,8 +102,11 @@ def test_linear_token_logprobs_more_rows_than_a_block_equal_those_of_each_part(d
 
 
 @pytest.mark.parametrize("hidden_size", [96, 100])
-def test_linear_token_logprobs_of_rows_at_any_address_is_as_near_to_float64_as_its_twin(hidden_size, require_as_near):
+def test_linear_token_logprobs_of_rows_at_any_address_is_as_near_to_float64_as_its_twin(
+    hidden_size, require_as_near, count_blocks
+):
     head, token_ids = make(300, 50_257)
+    blocks = count_blocks(300, itemsize=2)
     head[:2] = (tensor.detach()[:, :hidden_size].contiguous().requires_grad_() for tensor in head[:2])
     is_hopper = torch.cuda.get_device_capability()[0] == 9
     assert product.fits(*head[:2]) == (is_hopper and hidden_size % 8 == 0)
@@ -94,16 +120,19 @@ def test_linear_token_logprobs_of_rows_at_any_address_is_as_near_to_float64_as_i
     for part in (results, twin, truth):
         total(part).backward()
     require_as_near(*([tensor.grad for tensor in part] for part in (head, plain, exact)))
+    assert sum(blocks) == (50_257 if product.fits(*head[:2]) else 0)
 
 
-def test_linear_token_logprobs_without_a_gradient_and_of_the_policy_loss_are_the_same():
+@pytest.mark.parametrize("entropy_coef", [0.0, 0.01])
+def test_linear_token_logprobs_without_a_gradient_and_of_the_policy_loss_are_the_same(entropy_coef):
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("elsewhere logits are rounded in products of other shapes")
     (hidden, weight, _), token_ids = make(5000, 151_936)
     counts = {"num_tokens": 5000, "num_sequences": 1, "cu_seqlens": torch.tensor([0, 5000], device="cuda")}
     mask = token_ids >= 0
     stream = PolicyStream(advantages=torch.ones(5000, device="cuda"), loss_mask=mask, **counts)
-    trained = linear_policy_loss(hidden, weight, token_ids, stream, PolicyObjective(policy_loss="reinforce"))
+    objective = PolicyObjective(policy_loss="reinforce", entropy_coef=entropy_coef)
+    trained = linear_policy_loss(hidden, weight, token_ids, stream, objective)
     with torch.no_grad():
         given = linear_token_logprobs(hidden, weight, token_ids)
     for got, want in zip(trained[2:], given, strict=False):

@@ -17,21 +17,19 @@ from rlhf_kernels.ops.linear_token_logprobs import product
 from rlhf_kernels.ops.packed_policy_loss.triton import launch_policy, scaled_gradients
 from rlhf_kernels.ops.token_logprobs.triton import LN_2, NUM_SUMS, add_sums, write_gradient
 
-CHUNK_BYTES = 480 << 20  # of logits and of a product of theirs at a time; with what cuBLAS takes, under 0.5 GiB
+CHUNK_BYTES = 506 << 20  # of all that is made of a chunk's tokens; with the numbers of every token, under 0.5 GiB
 ROW_ALIGNMENT = 64  # logits; rows that start at odd addresses slow the products down
 BLOCK_SIZE = 1024  # columns of a row at a time, of what the kernels here write
 
 
 @triton.jit
-def _scale_rows_kernel(
-    matrix_ptr, grads_ptr, totals_ptr, out_ptr, stride, column_stride, width, by, BLOCK: tl.constexpr  # noqa: N803
-):  # fmt: skip
-    """One block of one row a program; a row without a gradient becomes 0, whatever it holds."""
+def _scale_rows_kernel(matrix_ptr, grads_ptr, totals_ptr, width, by, BLOCK: tl.constexpr):  # noqa: N803
+    """One block of one row a program, in place; a row without a gradient becomes 0, whatever it holds."""
     row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     scale = tl.load(grads_ptr + row) / tl.load(totals_ptr + row) * by
-    value = tl.load(matrix_ptr + row * stride + column.to(tl.int64) * column_stride, mask=column < width)
-    value = tl.where(scale == 0.0, 0.0, value.to(tl.float32) * scale)
-    tl.store(out_ptr + row * width + column, value.to(out_ptr.dtype.element_ty), mask=column < width)
+    at = matrix_ptr + row * width + column
+    value = tl.load(at, mask=column < width).to(tl.float32)
+    tl.store(at, tl.where(scale == 0.0, 0.0, value * scale).to(matrix_ptr.dtype.element_ty), mask=column < width)
 
 
 @triton.jit
@@ -83,7 +81,8 @@ class _LinearPolicyLoss(torch.autograd.Function):
         sums, grads = empty(NUM_SUMS, len(hidden)), torch.zeros(3, len(hidden), device=hidden.device)
         logprobs, entropy = sums[4:6]
         width = triton.cdiv(len(weight), ROW_ALIGNMENT) * ROW_ALIGNMENT
-        row_bytes = width * hidden.itemsize + hidden.shape[1] * (hidden.itemsize + (4 if is_multiple else 0))
+        # Its logits, a copy of its hidden state, and the parts of three sums.
+        row_bytes = (width + hidden.shape[1]) * hidden.itemsize + 12 * triton.cdiv(len(weight), product.TILE_COLUMNS)
         chunk_rows = max(CHUNK_BYTES // (row_bytes * product.TILE_ROWS), 1) * product.TILE_ROWS
         buffer = empty(min(chunk_rows, len(hidden)), width, dtype=hidden.dtype)
         ignored = (token_ids < 0)[:, None]
@@ -113,19 +112,19 @@ class _LinearPolicyLoss(torch.autograd.Function):
             # Until the last chunk these are right for the rows so far, and only the rows' gradients are used.
             by_results = (grads[0], None if is_multiple else grads[1]) if wants_any else ()
             loss, metrics = launch_policy(logprobs, entropy, stream, objective, *by_results)
-            scales = (grads[0, chunk], sums[1, chunk], -1.0 / temperature)
-            beside = (token_ids[chunk], sums[:, chunk], grads[:, chunk] / ctx.factor)
+            beside = token_ids[chunk], sums[:, chunk], grads[:, chunk]
             if wants_any and by_product and not is_multiple:
                 _write_gradient(logits, *beside, temperature)
             elif wants_any and not by_product:
-                write_gradient(logits, None, *beside, logits, temperature)
-            if wants_hidden and is_multiple:
-                _scale_rows(_wide_product(logits, weight), *scales, grad_hidden[chunk])
-            elif wants_hidden:
+                write_gradient(logits, None, *beside[:2], grads[:, chunk] / ctx.factor, logits, temperature)
+            scales = grads[0, chunk], sums[1, chunk], -1.0 / temperature
+            if wants_hidden:
                 torch.mm(logits, weight, out=grad_hidden[chunk])
+                if is_multiple:
+                    _scale_rows(grad_hidden[chunk], *scales)
             if wants_weight:
                 if is_multiple:
-                    rows = _scale_rows(rows, *scales, empty(*rows.shape, dtype=rows.dtype))
+                    _scale_rows(rows, *scales)
                 _add_product(grad_weight, logits.t(), rows, beta=min(chunk.start, 1))
         ctx.save_for_backward(grad_hidden, grad_weight.to(weight.dtype) if wants_weight else None)
         results = logprobs.clone(), entropy.clone()
@@ -146,22 +145,13 @@ def _write_gradient(exponentials: Tensor, token_ids: Tensor, sums: Tensor, grads
             )
 
 
-def _scale_rows(matrix: Tensor, grads: Tensor, totals: Tensor, by: float, out: Tensor) -> Tensor:
-    """Return `out`, filled with each row of a matrix times its gradient, over its total, times `by`."""
+def _scale_rows(matrix: Tensor, grads: Tensor, totals: Tensor, by: float) -> None:
+    """Multiply each row of a dense matrix by its gradient over its total, times `by`."""
     if matrix.numel():
-        grid = len(matrix), triton.cdiv(matrix.shape[1], BLOCK_SIZE)
         with on_device(matrix):
-            _scale_rows_kernel[grid](
-                matrix, grads, totals, out, *matrix.stride(), matrix.shape[1], by, BLOCK=BLOCK_SIZE
+            _scale_rows_kernel[(len(matrix), triton.cdiv(matrix.shape[1], BLOCK_SIZE))](
+                matrix, grads, totals, matrix.shape[1], by, BLOCK=BLOCK_SIZE
             )
-    return out
-
-
-def _wide_product(left: Tensor, right: Tensor) -> Tensor:
-    """Return left right in float32, as it was summed."""
-    if left.is_cuda and left.dtype != torch.float32:
-        return torch.mm(left, right, out_dtype=torch.float32)
-    return left.float() @ right.float()
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor, beta: int) -> None:
