@@ -126,6 +126,7 @@ class _LinearPolicyLoss(torch.autograd.Function):
                 if is_multiple:
                     _scale_rows(rows, *scales)
                 _add_product(grad_weight, logits.t(), rows, beta=min(chunk.start, 1))
+            del rows  # before there are the next ones
         ctx.save_for_backward(grad_hidden, grad_weight.to(weight.dtype) if wants_weight else None)
         results = logprobs.clone(), entropy.clone()
         ctx.mark_non_differentiable(metrics, *results)
