@@ -95,19 +95,22 @@ def test_packed_float32_on_cuda_logs_the_fallback_once(folder, caplog):
     assert len([record for record in caplog.records if "sequence by sequence" in record.message]) == 1
 
 
-def policy_lesson():
+def policy_lesson(folder):
     """A packed batch, where it is trained, and a stream of those tokens, whose ratios are near 1."""
     batch = TokenBatch.packed(sequences(), "cuda")
+    with torch.no_grad():
+        model = load(load_actor, folder, "float32", True)
+        current = model(batch, temperature=0.7).logprobs.flatten()[batch.host_target_mask.flatten()]
     torch.manual_seed(0)
-    advantages, old, reference = torch.randn(3, sum(LENGTHS) - len(LENGTHS), device="cuda")
+    advantages, old, reference = torch.randn(3, len(current), device="cuda")
     stream = PolicyStream(
         advantages=advantages,
         loss_mask=torch.ones_like(advantages, dtype=torch.bool),
         cu_seqlens=torch.tensor([0, *np.cumsum([length - 1 for length in LENGTHS])], device="cuda"),
         num_tokens=len(advantages),
         num_sequences=len(LENGTHS),
-        old_logprobs=0.3 * old - np.log(1003),
-        ref_logprobs=0.3 * reference - np.log(1003),
+        old_logprobs=current + 0.3 * old,
+        ref_logprobs=current + 0.3 * reference,
     )
     return batch, batch.host_target_mask, stream
 
@@ -116,7 +119,7 @@ def policy_lesson():
 def test_fused_head_is_as_near_to_float32_as_whole_logits_and_agrees_with_passes_without_gradient(
     folder, policy_loss, monkeypatch
 ):
-    batch, mask, stream = policy_lesson()
+    batch, mask, stream = policy_lesson(folder)
     objective = PolicyObjective(
         policy_loss=policy_loss, reduction="seq_mean_token_mean", kl_coef=0.1, entropy_coef=0.01
     )
