@@ -33,6 +33,14 @@ def test_process_that_dies_is_an_engine_error_with_a_hint():
             wait([actor.end.remote()])
 
 
+def test_processes_share_the_cpu_as_the_driver_does():
+    import ray
+
+    plan = plan_placement(PlacementRequest(ranks={"actor": 1}), 0)
+    with ray_cluster(plan, None):
+        assert wait([ray.remote(lambda: os.nice(0)).remote()]) == [os.nice(0)]
+
+
 def scoring_job(folders, **request):
     """What `start_scorers` reads of a job."""
     sources = tuple(RewardSource(kind="model", targets=(str(folder),)) for folder in folders)

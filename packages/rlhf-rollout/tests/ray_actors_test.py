@@ -36,7 +36,7 @@ def handle(cluster: None) -> Iterator[Any]:
 
 
 def run(coroutine: Any) -> Any:
-    return asyncio.run(asyncio.wait_for(coroutine, 60))
+    return asyncio.run(asyncio.wait_for(coroutine, 180))
 
 
 def test_ray_engine_is_a_rollout_engine(handle: Any) -> None:

@@ -59,6 +59,7 @@ def ray_cluster(plan: PlacementPlan, address: str | None) -> Iterator[None]:
     _share_import_path()
     os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")  # else workers start through `uv run`, and hang
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    os.environ.setdefault("RAY_worker_niceness", "0")  # else ranks and engines get what other programs leave them
     options: dict[str, Any] = {"logging_level": "ERROR", "log_to_driver": False}
     started = address is None and not ray.is_initialized()
     if started:
