@@ -111,8 +111,7 @@ class PolicyStream:
         if bounds.ndim != 1 or bounds.dtype not in (torch.int32, torch.int64) or bounds.device != like.device:
             given = f"{list(bounds.shape)} {bounds.dtype} on {bounds.device}"
             raise ValueError(f"cu_seqlens must be [S + 1] int32 or int64 on {like.device}; got {given}")
-        edges = [*bounds[:1], *bounds[-1:]]
-        if not bounds.is_cuda and (edges != [0, len(like)] or bool((bounds.diff() < 0).any())):
+        if not bounds.is_cuda and ([*bounds[:1], *bounds[-1:]] != [0, len(like)] or bool((bounds.diff() < 0).any())):
             raise ValueError(f"cu_seqlens must rise from 0 to {len(like)}; got {bounds.tolist()[:8]} ...")
         if objective.kl_coef > 0 and self.ref_logprobs is None:
             raise ValueError(f"kl_coef is {objective.kl_coef:g}; without ref_logprobs it must be 0")
