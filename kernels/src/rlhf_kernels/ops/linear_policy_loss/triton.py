@@ -17,7 +17,7 @@ from rlhf_kernels.ops.linear_token_logprobs import product
 from rlhf_kernels.ops.packed_policy_loss.triton import launch_policy, scaled_gradients
 from rlhf_kernels.ops.token_logprobs.triton import LN_2, NUM_SUMS, add_sums, write_gradient
 
-CHUNK_BYTES = 506 << 20  # of all that is made of a chunk's tokens; with the numbers of every token, under 0.5 GiB
+CHUNK_BYTES = 506 << 20  # of all that is made of a chunk; with the numbers of 65,536 tokens, under 0.5 GiB
 ROW_ALIGNMENT = 64  # logits; rows that start at odd addresses slow the products down
 BLOCK_SIZE = 1024  # columns of a row at a time, of what the kernels here write
 
