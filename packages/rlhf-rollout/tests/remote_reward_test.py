@@ -235,9 +235,18 @@ def test_remote_reward_only_the_culprit_of_a_batch_is_charged(serve, fail):
 
 def test_remote_reward_samples_of_a_broken_batch_are_tried_twice(serve):
     server, url = serve()
-    server.answers = [(422, "bad"), (503, "busy"), (503, "busy")]
+    good, times_busy = server.respond, {"1": 1, "2": 2}
+
+    def respond(body):
+        if len(body["query"]) == 2:
+            return 422, "bad"
+        (text,) = responses(body)
+        times_busy[text] -= 1
+        return good(body) if times_busy[text] < 0 else (503, "busy")
+
+    server.respond = respond
     (verdicts,) = score([url], ["1", "2"], num_retries=3)
-    assert [verdict.reward for verdict in verdicts] == [1.0, 2.0]
+    assert [verdict.reward for verdict in verdicts] == [1.0, None]
     assert [len(request["query"]) for request in server.requests] == [2, 1, 1, 1, 1]
 
 
