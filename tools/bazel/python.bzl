@@ -58,8 +58,8 @@ def pytest_test(name, srcs, deps = [], data = [], args = [], tags = [], **kwargs
     modules = [src for src in srcs if src.endswith("_test.py")]
     _py_test(
         name = name,
-        srcs = srcs + ["//tools/pytest:pytest_main.py"],
-        main = "//tools/pytest:pytest_main.py",
+        srcs = srcs + ["//tools/bazel:pytest_main.py"],
+        main = "//tools/bazel:pytest_main.py",
         args = ["$(rootpath {})".format(src) for src in modules] + args,
         data = data + ["//:pyproject.toml"],  # pytest's settings
         legacy_create_init = 0,

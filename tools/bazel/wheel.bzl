@@ -25,7 +25,7 @@ wheel = rule(
     attrs = {
         "pyproject": attr.label(allow_single_file = True, mandatory = True),
         "srcs": attr.label_list(allow_files = True, mandatory = True),
-        "_builder": attr.label(default = "//tools/wheel:build_wheel", executable = True, cfg = "exec"),
-        "_shared": attr.label_list(default = ["//tools/wheel:hatch_hook.py"], allow_files = True),
+        "_builder": attr.label(default = "//tools/bazel:build_wheel", executable = True, cfg = "exec"),
+        "_shared": attr.label_list(default = ["//tools/bazel:hatch_hook.py"], allow_files = True),
     },
 )
