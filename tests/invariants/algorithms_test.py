@@ -157,7 +157,7 @@ class Trainer:
 
     def step(self, rollouts: Sequence[Rollout], seed: int) -> dict[str, float]:
         """Train on `rollouts` as a step of a run does; return what was measured."""
-        from rlhf_train.metrics import merge_metrics, results
+        from rlhf_train.run.metrics import merge_metrics, results
 
         spec, worker = self.case.algorithm, self.worker
         rewards = relative_rewards(

@@ -11,8 +11,8 @@ import pytest
 
 from rlhf_models.testing import tiny_model_dir
 from rlhf_train.online.controller import run_online
-from rlhf_train.online.observer import Observer
 from rlhf_train.placement import local_gpus
+from rlhf_train.run.observer import Observer
 from trainer_testing import tiny_job
 
 ON_GPU = local_gpus() > 0

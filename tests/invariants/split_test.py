@@ -57,8 +57,8 @@ def one_step(rank: int, num_ranks: int, master: Any, path: str, case: Case) -> d
     """Run one step of PPO with two optimizer steps a model; return the weights and what was measured."""
     import torch
 
-    from rlhf_train.metrics import merge_metrics, results
     from rlhf_train.online.worker import TrainWorker
+    from rlhf_train.run.metrics import merge_metrics, results
 
     spec = ModelSpec(path=path, packing=case.packing, zero_stage=case.zero_stage)
     trained = dataclasses.replace(spec, optimizer=OPTIMIZER)

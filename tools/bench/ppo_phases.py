@@ -27,8 +27,8 @@ from rlhf_rollout.rewards import RewardSource
 from rlhf_train.algorithms import ALGORITHMS, AlgorithmSpec
 from rlhf_train.online.controller import run_online
 from rlhf_train.online.job import BatchSizes, OnlineJob, RewardSpec
-from rlhf_train.online.observer import Observer
 from rlhf_train.placement import PlacementRequest, local_gpus, plan_placement
+from rlhf_train.run.observer import Observer
 from rlhf_train.specs import ModelSpec, OptimizerSpec
 from shapes import SHAPES
 

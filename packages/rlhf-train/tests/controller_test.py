@@ -13,14 +13,14 @@ from rlhf_data.sampler import EpochSampler
 from rlhf_models.testing import tiny_model_dir
 from rlhf_rollout.protocols import Completion
 from rlhf_train.algorithms import AlgorithmSpec
-from rlhf_train.metrics import Sum
 from rlhf_train.online.cluster import Processes
 from rlhf_train.online.controller import PlacedRun
-from rlhf_train.online.evaluation import BestModel
 from rlhf_train.online.generation import make_reward, make_shaper
 from rlhf_train.online.job import DynamicSampling
-from rlhf_train.online.observer import Observer
-from rlhf_train.online.recorder import Recorder
+from rlhf_train.run.best_model import BestModel
+from rlhf_train.run.metrics import Sum
+from rlhf_train.run.observer import Observer
+from rlhf_train.run.recorder import Recorder
 from trainer_testing import tiny_job
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rlhf_data.errors import ConfigError
-from rlhf_train.ema import WeightAverage
+from rlhf_train.run.ema import WeightAverage
 
 
 def parts(*numbers: float, dtype: torch.dtype = torch.float32) -> list[tuple[str, torch.Tensor]]:

@@ -9,8 +9,8 @@ import torch
 
 from rlhf_data.errors import ConfigError
 from rlhf_train.engine.protocol import StepStats
-from rlhf_train.metrics import Mean, Sum
 from rlhf_train.offline.loop import Objective, OfflineSchedule, evaluate, optimizer_step, this_ranks_part, train_offline
+from rlhf_train.run.metrics import Mean, Sum
 from trainer_testing import run_ranks
 
 

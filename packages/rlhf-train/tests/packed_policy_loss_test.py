@@ -12,8 +12,8 @@ from rlhf_train import algorithms, kl
 from rlhf_train.algorithms import AlgorithmSpec, CorrectionSpec
 from rlhf_train.batching import Denominators
 from rlhf_train.experience import Experience
-from rlhf_train.metrics import results
 from rlhf_train.online.terms import correct_mismatch, policy_metrics, policy_objective, policy_stream
+from rlhf_train.run.metrics import results
 
 DENOMINATORS = Denominators(num_tokens=60, num_sequences=7, max_tokens=12)
 ROWS = [2, 0, 3, 1]

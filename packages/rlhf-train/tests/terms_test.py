@@ -11,7 +11,6 @@ from rlhf_kernels import packed_policy_loss
 from rlhf_train.algorithms import AlgorithmSpec, CorrectionSpec
 from rlhf_train.batching import Denominators
 from rlhf_train.experience import Experience
-from rlhf_train.metrics import Metric, Sum, results
 from rlhf_train.online.terms import (
     correct_mismatch,
     critic_loss,
@@ -20,6 +19,7 @@ from rlhf_train.online.terms import (
     policy_objective,
     policy_stream,
 )
+from rlhf_train.run.metrics import Metric, Sum, results
 
 NAN, INF = float("nan"), float("inf")
 MASK = torch.tensor([[False, True, True, True], [False, True, False, False]])

@@ -43,8 +43,8 @@ def trained(
         num_mini_batches, max_epochs: how many optimizer steps.
         spoil: called with the experience once all models have been run.
     """
-    from rlhf_train.metrics import merge_metrics, results
     from rlhf_train.online.worker import TrainWorker
+    from rlhf_train.run.metrics import merge_metrics, results
 
     roles = ["actor", *(["critic"] if spec.row.uses_critic else [])]
     models = {role: ModelSpec(path=start[role], zero_stage=0, optimizer=OPTIMIZER) for role in roles}

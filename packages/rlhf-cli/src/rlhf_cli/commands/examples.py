@@ -37,25 +37,25 @@ def _steps(config: PrmConfig, tokenizer: Any) -> Any:
 
 
 def _completions(config: SftConfig, tokenizer: Any) -> Any:
-    from rlhf_train.offline.supervised import SupervisedObjective
+    from rlhf_train.offline.objectives.supervised import SupervisedObjective
 
     return SupervisedObjective()
 
 
 def _teacher(config: KdConfig, tokenizer: Any) -> Any:
-    from rlhf_train.offline.distillation import DistillationObjective
+    from rlhf_train.offline.objectives.distillation import DistillationObjective
 
     return DistillationObjective(kd_coef=config.objective.kd_coef)
 
 
 def _scores(config: RmConfig, tokenizer: Any) -> Any:
-    from rlhf_train.offline.reward_model import RewardModelObjective
+    from rlhf_train.offline.objectives.reward_model import RewardModelObjective
 
     return RewardModelObjective(use_margins=config.objective.margin_loss)
 
 
 def _preferences(config: DpoConfig, tokenizer: Any) -> Any:
-    from rlhf_train.offline.preference import PreferenceObjective
+    from rlhf_train.offline.objectives.preference import PreferenceObjective
 
     section = config.objective
     names = {"nll_loss_coef": "nll_coef", "simpo_gamma": "gamma"}
@@ -68,7 +68,7 @@ def _preferences(config: DpoConfig, tokenizer: Any) -> Any:
 
 
 def _judged_answers(config: KtoConfig, tokenizer: Any) -> Any:
-    from rlhf_train.offline.kto import KtoObjective
+    from rlhf_train.offline.objectives.kto import KtoObjective
 
     section = config.objective
     weights = {"desirable_weight": section.desirable_loss_weight, "undesirable_weight": section.undesirable_loss_weight}
@@ -76,7 +76,7 @@ def _judged_answers(config: KtoConfig, tokenizer: Any) -> Any:
 
 
 def _judged_steps(config: PrmConfig, tokenizer: Any) -> Any:
-    from rlhf_train.offline.process_reward import ProcessRewardObjective
+    from rlhf_train.offline.objectives.process_reward import ProcessRewardObjective
 
     ids = []
     for text in config.data.reward_tokens:

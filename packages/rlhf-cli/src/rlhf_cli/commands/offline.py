@@ -204,8 +204,8 @@ def _reference(config: OfflineConfig, tokenizer: Any) -> "ModelSpec | None":
 def _train(command: Command, parsed: Parsed[Any], job: "OfflineJob", tokenizer: Any, console: "Console") -> None:
     from rlhf_cli.console import StepTable, offline_columns, show_results
     from rlhf_train.offline.job import ADAPTER_FOLDER, run_offline
-    from rlhf_train.online.observer import Observer
-    from rlhf_train.online.recorder import ARTIFACTS, Recorder
+    from rlhf_train.run.observer import Observer
+    from rlhf_train.run.recorder import ARTIFACTS, Recorder
 
     started, folder = time.perf_counter(), job.model_path.parent
     recorder = Recorder(str(folder), to_toml(with_full_paths(parsed.config))) if job.rank == 0 else None

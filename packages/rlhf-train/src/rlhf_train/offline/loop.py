@@ -17,7 +17,7 @@ from rlhf_data.packing import pack
 from rlhf_data.sampler import EpochSampler
 from rlhf_train.batching import Denominators, plan_batches
 from rlhf_train.engine.protocol import TrainEngine
-from rlhf_train.metrics import Max, Metric, merge_metrics, on_host, results
+from rlhf_train.run.metrics import Max, Metric, merge_metrics, on_host, results
 
 Item = TypeVar("Item")
 Part = TypeVar("Part")

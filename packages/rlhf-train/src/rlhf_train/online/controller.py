@@ -15,17 +15,19 @@ from rlhf_rollout.ray_actors import RayEngine
 from rlhf_train.batching import plan_batches
 from rlhf_train.group_rewards import relative_rewards
 from rlhf_train.kl import adapted_kl_coef
-from rlhf_train.metrics import merge_metrics, results
 from rlhf_train.online.cluster import Processes, placed_bundles, ray_cluster, start_processes, wait
-from rlhf_train.online.evaluation import BestModel, summarize_evaluation
+from rlhf_train.online.evaluation import summarize_evaluation
 from rlhf_train.online.generation import Generation, make_reward, make_shaper
 from rlhf_train.online.job import OnlineJob, RunSummary
 from rlhf_train.online.loop import train
-from rlhf_train.online.observer import Observer
-from rlhf_train.online.recorder import ARTIFACTS, Recorder, check_save_path
 from rlhf_train.online.rewards import RewardShaper, is_worth_training
-from rlhf_train.online.summaries import Ledger, scored, summarize
-from rlhf_train.timeline import Timeline
+from rlhf_train.online.summaries import scored, summarize
+from rlhf_train.run.best_model import BestModel
+from rlhf_train.run.ledger import Ledger
+from rlhf_train.run.metrics import merge_metrics, results
+from rlhf_train.run.observer import Observer
+from rlhf_train.run.recorder import ARTIFACTS, Recorder, check_save_path
+from rlhf_train.run.timeline import Timeline
 
 NUM_SHOWN = 3  # rollouts shown to people before and after
 NAMES = {"actor": "policy", "critic": "value"}  # of roles in metrics

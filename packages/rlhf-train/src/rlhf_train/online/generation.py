@@ -15,9 +15,9 @@ from rlhf_rollout.rewards.mix import build_reward
 from rlhf_rollout.rewards.model import ModelReward
 from rlhf_train.online.cluster import wait
 from rlhf_train.online.job import OnlineJob
-from rlhf_train.online.observer import Observer
 from rlhf_train.online.rewards import RewardShaper
-from rlhf_train.timeline import Timeline
+from rlhf_train.run.observer import Observer
+from rlhf_train.run.timeline import Timeline
 
 
 def make_reward(job: OnlineJob, scorers: Sequence[Sequence[Any]], log_path: Path) -> RewardFunction:

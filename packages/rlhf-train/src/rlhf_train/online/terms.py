@@ -14,7 +14,7 @@ from rlhf_train.experience import Experience
 from rlhf_train.kl import kl_estimate
 from rlhf_train.losses.aggregate import token_mean
 from rlhf_train.losses.value import clipped_value_loss
-from rlhf_train.metrics import Max, Mean, Metric, Sum
+from rlhf_train.run.metrics import Max, Mean, Metric, Sum
 
 MISMATCH_BOUNDS = (0.5, 2.0)  # of a token's importance weight, for the metric of a run that does not correct it
 

@@ -18,11 +18,9 @@ from rlhf_models.weights import save_hf
 from rlhf_train.advantages import generalized_advantages, last_trained, moments, token_rewards, whiten
 from rlhf_train.algorithms import AlgorithmSpec
 from rlhf_train.batching import Denominators, MiniBatch, RankPlan
-from rlhf_train.ema import WeightAverage
 from rlhf_train.engine.deepspeed import DeepSpeedEngine, init_process_group
 from rlhf_train.experience import Experience
 from rlhf_train.kl import kl_estimate
-from rlhf_train.metrics import Max, Mean, Metric, Sum, merge_metrics, on_host
 from rlhf_train.online.terms import (
     correct_mismatch,
     critic_loss,
@@ -33,6 +31,8 @@ from rlhf_train.online.terms import (
     policy_objective,
     policy_stream,
 )
+from rlhf_train.run.ema import WeightAverage
+from rlhf_train.run.metrics import Max, Mean, Metric, Sum, merge_metrics, on_host
 from rlhf_train.specs import ModelSpec
 
 # What a rank without rows reads: two tokens, for a first one has neither a log-prob nor a value to be of use.

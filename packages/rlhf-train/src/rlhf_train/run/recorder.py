@@ -7,7 +7,8 @@ from typing import Any
 from rlhf_data.errors import ConfigError
 from rlhf_data.records import RolloutGroup
 from rlhf_rollout.records_io import RolloutWriter
-from rlhf_train.trackers import JsonlTracker, TensorBoardTracker
+from rlhf_train.run.trackers.jsonl import JsonlTracker
+from rlhf_train.run.trackers.tensorboard import TensorBoardTracker
 
 ARTIFACTS: Mapping[str, str] = {
     "metrics": "metrics.jsonl",

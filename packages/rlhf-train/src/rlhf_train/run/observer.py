@@ -12,7 +12,7 @@ class Observer:
         """A stage of the start-up began, such as "Ray", "engine and trainer"."""
 
     def step(self, step: int, num_steps: int, metrics: Mapping[str, float]) -> None:
-        """A step ended; see `rlhf_train.metrics` for the names."""
+        """A step ended; see `rlhf_train.run.metrics` for the names."""
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         """The held-out prompts were answered, or the held-out examples run."""

@@ -1,0 +1,1 @@
+"""What is learned from fixed examples: one objective per file."""

@@ -1,0 +1,22 @@
+"""TensorBoard events."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+
+class TensorBoardTracker:
+    """Writes scalar events into a folder."""
+
+    def __init__(self, path: Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(path)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write the metrics of one step."""
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        """Flush and close."""
+        self._writer.close()
