@@ -127,9 +127,9 @@ def test_shipped_model_writes_clean_steps_and_mostly_forgets_the_carry(tokenizer
 
 def test_make_prints_a_command_that_sft_understands(tmp_path):
     from rlhf_cli.config import SftConfig
-    from rlhf_cli.config.command_line import parse
+    from rlhf_data.command_line import CommandLine
 
     flags = make.sft_flags(tmp_path / "initial", tmp_path / "demonstrations.jsonl", tmp_path / "sft")
-    parsed = parse(SftConfig, shlex.split(shlex.join(flags)), prog="rlhf sft", description="", resolve=lambda p: p)
+    parsed = CommandLine(config=SftConfig, prog="rlhf sft").parse(shlex.split(shlex.join(flags)))
     assert parsed.config.training.train_batch_size == 64
     assert parsed.notices == ()

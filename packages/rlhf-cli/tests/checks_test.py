@@ -1,13 +1,11 @@
 """What the checks across options refuse, and what they tell: losses, KL, corrections, rewards, filters, models."""
 
-from pathlib import Path
-
 import pytest
 
 from rlhf_cli.commands.ppo import builtin_recipe
 from rlhf_cli.config import PpoConfig
-from rlhf_cli.config.command_line import Parsed, parse
 from rlhf_cli.preflight.devices import on_cpu
+from rlhf_data.command_line import CommandLine, Parsed
 from rlhf_data.errors import ConfigError
 from rlhf_train.algorithms import ALGORITHMS
 
@@ -18,7 +16,7 @@ MODEL_ONLY = ("--remote_rm_url", "None", "--reward_pretrain", "m")
 
 
 def ppo(*argv: str) -> Parsed[PpoConfig]:
-    return parse(PpoConfig, argv, prog="rlhf ppo", description="", resolve=Path, recipe=builtin_recipe)
+    return CommandLine(config=PpoConfig, prog="rlhf ppo", recipe=builtin_recipe).parse(argv)
 
 
 @pytest.mark.parametrize(

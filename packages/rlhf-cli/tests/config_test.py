@@ -1,28 +1,26 @@
 """The schema, its sources, and the checks across fields."""
 
-from pathlib import Path
-
 import pytest
 
 from rlhf_cli.builtin import RECIPE_FILE
 from rlhf_cli.commands.ppo import builtin_recipe
 from rlhf_cli.config import DpoConfig, KdConfig, KtoConfig, PpoConfig, PrmConfig, RmConfig, SftConfig
-from rlhf_cli.config.base import options
-from rlhf_cli.config.command_line import Parsed, make_parser, parse, read_toml, to_toml
 from rlhf_cli.config.elsewhere import known_elsewhere
 from rlhf_cli.preflight.devices import on_cpu
+from rlhf_data.command_line import CommandLine, Parsed, read_toml, to_toml
 from rlhf_data.errors import ConfigError
+from rlhf_data.options import options
 from rlhf_train.algorithms import ALGORITHMS
 
 GIVEN = ("--pretrain", "m", "--prompt_data", "p.jsonl", "--remote_rm_url", "r.py")
 
 
 def ppo(*argv: str) -> Parsed[PpoConfig]:
-    return parse(PpoConfig, argv, prog="rlhf ppo", description="", resolve=Path, recipe=builtin_recipe)
+    return CommandLine(config=PpoConfig, prog="rlhf ppo", recipe=builtin_recipe, explain=known_elsewhere).parse(argv)
 
 
 def sft(*argv: str) -> Parsed[SftConfig]:
-    return parse(SftConfig, argv, prog="rlhf sft", description="", resolve=Path)
+    return CommandLine(config=SftConfig, prog="rlhf sft", explain=known_elsewhere).parse(argv)
 
 
 def failure(*argv: str, command=ppo) -> str:
@@ -96,7 +94,7 @@ def test_options_estimators_are_those_of_the_table():
 
 
 def test_help_lists_every_flag_with_its_default():
-    text = make_parser(PpoConfig, prog="rlhf ppo", description="").format_help()
+    text = CommandLine(config=PpoConfig, prog="rlhf ppo").parser().format_help()
     assert all(f"--{option.name}" in text for option in options(PpoConfig))
     assert "prompts a step (default: 1024)" in text
 

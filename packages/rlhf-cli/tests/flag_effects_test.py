@@ -8,10 +8,10 @@ import pytest
 
 from rlhf_cli.commands.ppo import builtin_recipe
 from rlhf_cli.config import PpoConfig
-from rlhf_cli.config.base import options
-from rlhf_cli.config.command_line import parse
 from rlhf_cli.jobs import make_job, make_plan
 from rlhf_cli.preflight.inputs import Inputs
+from rlhf_data.command_line import CommandLine
+from rlhf_data.options import options
 from rlhf_data.prompts import PromptSet
 from rlhf_data.records import Prompt
 from rlhf_data.rows import Counts
@@ -158,7 +158,7 @@ READ_BEFORE = {
 
 
 def job_of(*argv: str, num_gpus: int = MANY_GPUS):
-    config = parse(PpoConfig, argv, prog="", description="", resolve=Path, recipe=builtin_recipe).config
+    config = CommandLine(config=PpoConfig, prog="", recipe=builtin_recipe).parse(argv).config
     prompts = tuple(Prompt(f"p{i}", np.array([1, 2]), f"prompt {i}") for i in range(100))
     inputs = Inputs(
         "policy", "critic", config.reward.sources(), PromptSet(prompts, Counts(100, longest_tokens=2)), None, ()

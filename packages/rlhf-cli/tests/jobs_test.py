@@ -7,10 +7,10 @@ import pytest
 
 from rlhf_cli.commands.ppo import builtin_recipe
 from rlhf_cli.config import PpoConfig
-from rlhf_cli.config.command_line import parse
 from rlhf_cli.jobs import count_steps, describe_batches, make_job, make_plan
 from rlhf_cli.preflight.devices import check_device
 from rlhf_cli.preflight.inputs import Inputs
+from rlhf_data.command_line import CommandLine
 from rlhf_data.errors import ConfigError
 from rlhf_data.prompts import PromptSet
 from rlhf_data.records import Prompt
@@ -23,7 +23,7 @@ CPU, ONE_GPU, MANY_GPUS = 0, 1, 8
 
 
 def configure(*argv: str) -> PpoConfig:
-    return parse(PpoConfig, argv, prog="", description="", resolve=Path, recipe=builtin_recipe).config
+    return CommandLine(config=PpoConfig, prog="", recipe=builtin_recipe).parse(argv).config
 
 
 def prompt_set(count: int) -> PromptSet:

@@ -8,9 +8,9 @@ import pytest
 
 from rlhf_cli.commands.examples import COMMANDS
 from rlhf_cli.commands.offline import _prepare
-from rlhf_cli.config.base import options
-from rlhf_cli.config.command_line import parse
 from rlhf_cli.console import Console
+from rlhf_data.command_line import CommandLine
+from rlhf_data.options import options
 
 PAIR = {"chosen": "\n\nHuman: a\n\nAssistant: good", "rejected": "\n\nHuman: a\n\nAssistant: bad", "margin": 0.5}
 STEP = {
@@ -155,7 +155,7 @@ def test_flag_reaches_its_part_of_the_job(folder, monkeypatch, command, flag, wo
     monkeypatch.setenv("BUILD_WORKING_DIRECTORY", str(folder))
     argv = f"--pretrain TINY --dataset x.jsonl --max_len 64 {NEEDED.get(command, '')} {others} --{flag} {words}".split()
     made = COMMANDS[command]
-    parsed = parse(made.config, argv, prog="", description="", resolve=Path)
+    parsed = CommandLine(config=made.config, prog="").parse(argv)
     assert not [notice for notice in parsed.notices if "has no effect" in notice]
     job, tokenizer = _prepare(made, parsed.config, Path("/out"), Console())
     assert part_of(folder, job, tokenizer, part) == expected
@@ -196,5 +196,5 @@ def test_every_flag_of_every_command_is_tested():
 )
 def test_option_without_effect_is_a_notice(command, argv, notice):
     config = COMMANDS[command].config
-    parsed = parse(config, ["--pretrain", "m", "--dataset", "d", *argv.split()], prog="", description="", resolve=Path)
+    parsed = CommandLine(config=config, prog="").parse(["--pretrain", "m", "--dataset", "d", *argv.split()])
     assert parsed.notices == (notice,)

@@ -11,9 +11,9 @@ import pytest
 
 from rlhf_cli.builtin import MODEL_DIR
 from rlhf_cli.config import PpoConfig
-from rlhf_cli.config.command_line import parse
 from rlhf_cli.preflight.data import metric_names
 from rlhf_cli.preflight.inputs import Inputs, check_inputs
+from rlhf_data.command_line import CommandLine
 from rlhf_data.errors import ConfigError, DataError
 from rlhf_data.records import FinishReason, Prompt, Rollout, RolloutGroup, Span, SpanSource, Verdict, VerdictKind
 from rlhf_train.online.evaluation import summarize_evaluation
@@ -73,7 +73,7 @@ def check(folder: Path, models: Path, *argv: str) -> Inputs:
     flags = ["--pretrain", str(models / "policy"), "--prompt_data", "prompts.jsonl", "--remote_rm_url", "reward.py"]
     flags += ["--prompt_max_len", "32", "--generate_max_len", "8", "--rollout_batch_size", "2"]
     flags += ["--train_batch_size", "2", *argv]
-    return check_inputs(parse(PpoConfig, flags, prog="", description="", resolve=Path).config, folder / "out")
+    return check_inputs(CommandLine(config=PpoConfig, prog="").parse(flags).config, folder / "out")
 
 
 def refused(folder: Path, models: Path, *argv: str) -> str:

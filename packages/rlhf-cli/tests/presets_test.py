@@ -1,20 +1,18 @@
 """Presets: what each stands for, and what goes over it."""
 
-from pathlib import Path
-
 import pytest
 
 from rlhf_cli.commands.ppo import builtin_recipe
 from rlhf_cli.config import PpoConfig
-from rlhf_cli.config.command_line import Parsed, make_parser, parse
 from rlhf_cli.presets import PRESETS
+from rlhf_data.command_line import CommandLine, Parsed
 from rlhf_data.errors import ConfigError
 
 GIVEN = ("--pretrain", "m", "--prompt_data", "p.jsonl", "--remote_rm_url", "r.py")
 
 
 def ppo(*argv: str) -> Parsed[PpoConfig]:
-    return parse(PpoConfig, argv, prog="rlhf ppo", description="", resolve=Path, recipe=builtin_recipe, presets=PRESETS)
+    return CommandLine(config=PpoConfig, prog="rlhf ppo", recipe=builtin_recipe, presets=PRESETS).parse(argv)
 
 
 # From the papers named in the files: estimator, loss, reduction, clip range, weight and place of the KL, filter.
@@ -103,6 +101,6 @@ def test_preset_unknown_name_fails_with_the_nearest():
 
 
 def test_preset_is_a_flag_only_where_there_are_presets():
-    with_presets = make_parser(PpoConfig, prog="p", description="", presets=PRESETS)
+    with_presets = CommandLine(config=PpoConfig, prog="p", presets=PRESETS).parser()
     assert "--preset {cispo,dapo,dr_grpo,grpo,gspo}" in with_presets.format_help()
-    assert "--preset" not in make_parser(PpoConfig, prog="p", description="").format_help()
+    assert "--preset" not in CommandLine(config=PpoConfig, prog="p").parser().format_help()

@@ -4,11 +4,11 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
-from rlhf_cli.config.base import matching
-from rlhf_cli.config.command_line import to_toml
 from rlhf_cli.config.ppo import PpoConfig
 from rlhf_cli.paths import with_full_paths
 from rlhf_cli.preflight.inputs import Inputs
+from rlhf_data.command_line import to_toml
+from rlhf_data.options import matching
 from rlhf_rollout.engines import EngineSpec
 from rlhf_rollout.protocols import SamplingParams
 from rlhf_train.online.job import DynamicSampling, OnlineJob, RewardSpec

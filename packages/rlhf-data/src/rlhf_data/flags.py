@@ -1,10 +1,21 @@
-"""argparse whose errors are ours, for every command of the packages."""
+"""argparse with our errors, and the flags of an option, of another program, and of no one."""
 
 import argparse
-from collections.abc import Iterable
-from typing import NoReturn
+import difflib
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, NoReturn, get_args
 
-from rlhf_data.errors import ConfigError, unknown
+from rlhf_data.errors import ConfigError, unknown, with_hint
+from rlhf_data.options import Option
+
+Values = dict[str, Any]
+"""Values by the names of options; as text where they come from a command line."""
+
+_TRUE = "true"
+_SIMILAR, _SAME_BUT_FOR_A_SLIP = 0.55, 0.8  # shares of letters in common
 
 
 class Parser(argparse.ArgumentParser):
@@ -16,12 +27,191 @@ class Parser(argparse.ArgumentParser):
 
     @property
     def flags(self) -> list[str]:
-        """All flags, as in `--name`."""
-        return [name for action in self._actions for name in action.option_strings if name.startswith("--")]
+        """All flags that --help shows, as in `--name`."""
+        shown = (action for action in self._actions if action.help != argparse.SUPPRESS)
+        return [name for action in shown for name in action.option_strings if name.startswith("--")]
 
     def check_flags(self, arguments: Iterable[str]) -> None:
-        """Raise ConfigError, with the nearest one as its hint, for a flag that there is not."""
+        """Raise ConfigError, with the nearest one as its hint, for a flag that does not exist."""
         for argument in arguments:
             flag = argument.partition("=")[0]
             if flag.startswith("--") and flag not in self.flags:
                 raise ConfigError(unknown("option", flag, self.flags))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Foreign:
+    """A flag of another program that a command accepts beside its own.
+
+    Attributes:
+        options: names of the options that it may set. A command without one of them does not have the flag.
+        read: from the flag and the words after it to values of options and to a notice, "" for none. Raises ConfigError
+            for words that mean nothing here, and for a feature that does not exist here. None: the flag is one more
+            spelling of the one option that `options` names.
+    """
+
+    options: Collection[str] = ()
+    read: Callable[[str, Sequence[str]], tuple[Values, str]] | None = None
+
+
+def renamed(option: str) -> Foreign:
+    """Return a flag that is another spelling of an option."""
+    return Foreign(options=(option,))
+
+
+def sets(notice: str = "", **values: Any) -> Foreign:
+    """Return a switch that sets options to `values`; with the word `false` it does nothing."""
+
+    def read(flag: str, words: Sequence[str]) -> tuple[Values, str]:
+        return (dict(values), notice) if is_on(flag, words) else ({}, "")
+
+    return Foreign(options=tuple(values), read=read)
+
+
+def mapped(meanings: Mapping[str, Values], notice: str = "") -> Foreign:
+    """Return a flag whose one word stands for values of options."""
+
+    def read(flag: str, words: Sequence[str]) -> tuple[Values, str]:
+        word = " ".join(words)
+        if word not in meanings:
+            raise ConfigError(f"{flag}: {unknown('value', word, meanings)}")
+        return dict(meanings[word]), notice
+
+    return Foreign(options=tuple({name for values in meanings.values() for name in values}), read=read)
+
+
+def moot(why: str) -> Foreign:
+    """Return a flag that does nothing here, which a notice says with the reason."""
+    return Foreign(read=lambda flag, words: ({}, f"{flag} has no effect: {why}"))
+
+
+def absent(feature: str, *, hint: str, unless: Collection[str] = ("0", "-1", "false", "None", "none")) -> Foreign:
+    """Return a flag for a feature that does not exist here: an error, but for words in `unless`, which do not ask for
+    the feature."""
+
+    def read(flag: str, words: Sequence[str]) -> tuple[Values, str]:
+        if " ".join(words) in unless:
+            return {}, ""
+        raise ConfigError(f"{feature} is not available: {' '.join([flag, *words])}", hint=hint)
+
+    return Foreign(read=read)
+
+
+def is_on(flag: str, words: Sequence[str]) -> bool:
+    """Return whether a switch is on. Raises ConfigError unless the words after it are none, `true` or `false`."""
+    word = " ".join(words).lower()
+    if word not in ("", "true", "false"):
+        raise ConfigError(f"{flag} is {' '.join(words)}; it must be true or false")
+    return word != "false"
+
+
+def add_option(group: argparse._ArgumentGroup, option: Option) -> None:
+    """Add the flags of an option. Values stay text: the schema knows their types."""
+    group.add_argument(*option.flags, dest=option.name, help=_help(option), **_shape(option))
+
+
+def add_foreign(parser: Parser, known: Mapping[str, Option], foreign: Mapping[str, Foreign]) -> None:
+    """Add the flags of another program, which --help does not show: those that are not flags of the parser already and
+    whose options are all known."""
+    own = set(parser.flags)
+    for name, meaning in foreign.items():
+        if f"--{name}" in own or not known.keys() >= set(meaning.options):
+            continue
+        if meaning.read is None:
+            [option] = meaning.options
+            shape = _shape(known[option]) | {"dest": option}
+        else:
+            # Each use is kept: two of them may say different things.
+            shape = {"dest": _FOREIGN + name, "nargs": "*", "action": "append"}
+        parser.add_argument(f"--{name}", help=argparse.SUPPRESS, **shape)
+
+
+_FOREIGN = "foreign:"
+
+
+def read_flags(
+    parser: Parser,
+    argv: Sequence[str],
+    foreign: Mapping[str, Foreign],
+    explain: Callable[[str, Collection[str]], str | None],
+) -> tuple[Values, list[str]]:
+    """Return values of options and notices.
+
+    Args:
+        parser: has a flag for each option and for each entry of `foreign`.
+        argv: what was typed.
+        foreign: flags of another program, without `--`.
+        explain: from an unknown flag and the known ones to a sentence about it, None for no sentence.
+
+    Raises:
+        ConfigError: for an unknown flag, with the nearest ones, or for two flags that set an option differently.
+    """
+    names = parser.flags
+    for flag, value in pairwise(argv):
+        if flag in names and re.match(r"-[\d.][^ ,]*,", value):
+            raise ConfigError(f"{flag}: `{value}` begins as a flag does", hint=f"write {flag}={value}")
+    namespace, rest = parser.parse_known_args(list(argv))
+    if rest:
+        raise ConfigError(_unknown_flags(rest, names, parser.prog, explain))
+    found = vars(namespace)
+    values = {name: value for name, value in found.items() if not name.startswith(_FOREIGN)}
+    notices: list[str] = []
+    said_by = {name: f"--{name}" for name in values}
+    for name in (name.removeprefix(_FOREIGN) for name in found if name.startswith(_FOREIGN)):
+        for words in found[_FOREIGN + name]:
+            meant, notice = foreign[name].read(f"--{name}", words)
+            for option, value in meant.items():
+                if option in values and values[option] != value:
+                    message = f"{said_by[option]} and --{name} set --{option} to {values[option]} and to {value}"
+                    raise ConfigError(message, hint="give one of them")
+                said_by.setdefault(option, f"--{name}")
+            values |= meant
+            notices += [notice] if notice else []
+    return values, list(dict.fromkeys(notices))
+
+
+def _unknown_flags(
+    rest: Sequence[str], names: Sequence[str], prog: str, explain: Callable[[str, Collection[str]], str | None]
+) -> str:
+    wrong = list(dict.fromkeys(word.split("=")[0] for word in rest if word.startswith("--")))
+    if not wrong:
+        return with_hint(f"`{rest[0]}` belongs to no flag", "quote a value that has spaces")
+    message = f"unknown flag{'s' if len(wrong) > 1 else ''} {', '.join(f'`{flag}`' for flag in wrong)}"
+    hints = ""
+    for flag in wrong:
+        if sentence := explain(flag, names):
+            hints += f"{sentence}; "
+        elif guess := nearest_flag(flag, names):
+            hints += f"nearest to `{flag}` is `{guess}`; " if len(wrong) > 1 else f"did you mean `{guess}`? "
+    return with_hint(message, f"{hints}`{prog} --help` lists the flags")
+
+
+def nearest_flag(flag: str, names: Sequence[str]) -> str | None:
+    """Return the flag that was probably meant: one with a word in common, or nearly the same letters."""
+    name = flag.lstrip("-").replace("-", "_")
+    words = set(name.split("_"))
+    for guess in difflib.get_close_matches(name, [known.lstrip("-") for known in names], n=5, cutoff=_SIMILAR):
+        if words & set(guess.split("_")) or difflib.SequenceMatcher(None, guess, name).ratio() >= _SAME_BUT_FOR_A_SLIP:
+            return f"--{guess}"
+    return None
+
+
+def _shape(option: Option) -> dict[str, Any]:
+    if option.is_switch:
+        return {"nargs": "?", "const": _TRUE, "metavar": "true|false"}
+    if option.num_values > 1:
+        # `+`, so that None is a value of it, and the schema counts the others
+        return {"nargs": "+" if option.optional else option.num_values, "metavar": "X"}
+    if option.choices:
+        return {"metavar": "{" + ",".join(option.choices) + "}"}
+    kinds = (option.info.annotation, *get_args(option.info.annotation))
+    return {"metavar": "N" if int in kinds else "X" if float in kinds else "TEXT"}
+
+
+def _help(option: Option) -> str:
+    default = option.info.get_default()
+    text = (option.info.description or "").replace("%", "%%")
+    if option.is_switch or default is None:
+        return text
+    shown = " ".join(map(str, default)) if isinstance(default, tuple) else default
+    return f"{text} (default: {shown})"

@@ -3,9 +3,9 @@
 from typing import Any
 
 from rlhf_cli.commands.offline import Command
-from rlhf_cli.config.base import matching
 from rlhf_cli.config.offline import LOSSES_WITH, DpoConfig, KdConfig, KtoConfig, PrmConfig, RmConfig, SftConfig
 from rlhf_data.errors import ConfigError
+from rlhf_data.options import matching
 
 
 def _demonstrations(config: SftConfig, tokenizer: Any) -> Any:

@@ -2,11 +2,12 @@
 
 from collections.abc import Collection, Sequence
 
-from rlhf_cli.config.base import Config, Section, flag, one_of
-from rlhf_cli.config.command_line import parse, to_toml
-from rlhf_cli.config.messages import missing
+from rlhf_cli.config.elsewhere import known_elsewhere
 from rlhf_cli.exits import SUCCESS, exit_status
 from rlhf_cli.paths import check_output_folder, model_path, user_path
+from rlhf_data.checks import missing
+from rlhf_data.command_line import CommandLine, to_toml
+from rlhf_data.options import Config, Section, flag, one_of
 
 DESCRIPTION = "Merge a low-rank adapter into its model, or reward model, and write a plain Hugging Face model folder."
 
@@ -33,13 +34,22 @@ class LoraCombinerConfig(Config):
         return []
 
 
+COMMAND_LINE = CommandLine(
+    config=LoraCombinerConfig,
+    prog="rlhf lora_combiner",
+    description=DESCRIPTION,
+    resolve=user_path,
+    explain=known_elsewhere,
+)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return its exit status."""
     return exit_status(_run, argv)
 
 
 def _run(argv: Sequence[str]) -> int:
-    parsed = parse(LoraCombinerConfig, argv, prog="rlhf lora_combiner", description=DESCRIPTION, resolve=user_path)
+    parsed = COMMAND_LINE.parse(argv)
     merge = parsed.config.merge
     out = user_path(merge.output_path)
     check_output_folder(out, "--output_path")

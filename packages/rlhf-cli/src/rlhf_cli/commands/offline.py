@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlhf_cli.config.base import matching
-from rlhf_cli.config.command_line import Parsed, parse, to_toml
+from rlhf_cli.config.elsewhere import known_elsewhere
 from rlhf_cli.config.offline import OfflineConfig
 from rlhf_cli.exits import SUCCESS, exit_status
 from rlhf_cli.paths import (
@@ -20,7 +19,9 @@ from rlhf_cli.paths import (
     user_path,
     with_full_paths,
 )
+from rlhf_data.command_line import CommandLine, Parsed, to_toml
 from rlhf_data.errors import ConfigError, missing_file, unknown
+from rlhf_data.options import matching
 
 if TYPE_CHECKING:
     from rlhf_cli.console import Console
@@ -55,12 +56,23 @@ class Command:
     prefix: str
     metrics: tuple[str, ...]
 
+    @property
+    def command_line(self) -> CommandLine[OfflineConfig]:
+        """What a person types."""
+        return CommandLine(
+            config=self.config,
+            prog=f"rlhf {self.name}",
+            description=self.description,
+            resolve=user_path,
+            explain=known_elsewhere,
+        )
+
     def __call__(self, argv: Sequence[str] | None = None) -> int:
         """Run the command; return its exit status."""
         return exit_status(self._run, argv)
 
     def _run(self, argv: Sequence[str]) -> int:
-        parsed = parse(self.config, argv, prog=f"rlhf {self.name}", description=self.description, resolve=user_path)
+        parsed = self.command_line.parse(argv)
         best, known = parsed.config.evaluation.best_metric_key, [f"eval/{name}" for name in self.metrics]
         if best is not None and best not in known:
             raise ConfigError(f"--best_metric_key: {unknown('metric', best, known)}")

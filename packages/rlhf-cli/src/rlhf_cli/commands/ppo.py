@@ -6,15 +6,32 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_cli.builtin import RECIPE_FILE
-from rlhf_cli.config.command_line import parse
-from rlhf_cli.config.messages import once
+from rlhf_cli.config.elsewhere import known_elsewhere
 from rlhf_cli.config.ppo import PpoConfig
 from rlhf_cli.exits import SUCCESS, exit_status
 from rlhf_cli.paths import output_folder, user_path
 from rlhf_cli.presets import PRESETS
+from rlhf_data.checks import once
+from rlhf_data.command_line import CommandLine
 
 DESCRIPTION = """Train a language model on rewards: vLLM generates, a reward function scores, DeepSpeed trains.
 Without --pretrain and --prompt_data a tiny model that ships learns to carry when it adds."""
+
+
+def builtin_recipe(values: Mapping[str, Any]) -> Path | None:
+    """Return the built-in recipe when neither a model nor prompts are given."""
+    return None if "pretrain" in values or "prompt_data" in values else RECIPE_FILE
+
+
+COMMAND_LINE = CommandLine(
+    config=PpoConfig,
+    prog="rlhf ppo",
+    description=DESCRIPTION,
+    resolve=user_path,
+    recipe=builtin_recipe,
+    presets=PRESETS,
+    explain=known_elsewhere,
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -23,15 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: Sequence[str]) -> int:
-    parsed = parse(
-        PpoConfig,
-        argv,
-        prog="rlhf ppo",
-        description=DESCRIPTION,
-        resolve=user_path,
-        recipe=builtin_recipe,
-        presets=PRESETS,
-    )
+    parsed = COMMAND_LINE.parse(argv)
     config = parsed.config
 
     from rlhf_cli.console import Console, RunView, show_results
@@ -69,11 +78,6 @@ def _run(argv: Sequence[str]) -> int:
         console.done()
     show_results(console, summary.save_path, summary.artifacts, summary.metrics)
     return SUCCESS
-
-
-def builtin_recipe(values: Mapping[str, Any]) -> Path | None:
-    """Return the built-in recipe when neither a model nor prompts are given."""
-    return None if "pretrain" in values or "prompt_data" in values else RECIPE_FILE
 
 
 if __name__ == "__main__":

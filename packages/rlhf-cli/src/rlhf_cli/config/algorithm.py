@@ -5,9 +5,9 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator
 
-from rlhf_cli.config.base import Section, flag, matching, one_of
-from rlhf_cli.config.messages import without_effect
+from rlhf_data.checks import without_effect
 from rlhf_data.errors import ConfigError
+from rlhf_data.options import Section, flag, matching, one_of
 from rlhf_train.algorithms import (
     ALGORITHMS,
     CORRECTION_LEVELS,

@@ -1,6 +1,6 @@
 """What is read, and how a row becomes tokens."""
 
-from rlhf_cli.config.base import Section, flag
+from rlhf_data.options import Section, flag
 
 _SOURCES = (
     ".jsonl, .json, .csv (also .gz), .parquet or .arrow files, saved data set folders, loading scripts and hub names,"

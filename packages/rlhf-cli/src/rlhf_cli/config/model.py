@@ -1,6 +1,6 @@
 """Which models, and how they are computed."""
 
-from rlhf_cli.config.base import Section, flag, matching, one_of
+from rlhf_data.options import Section, flag, matching, one_of
 from rlhf_train.specs import ModelSpec, OptimizerSpec
 
 TorchCompile = one_of(("auto", "on", "off"))

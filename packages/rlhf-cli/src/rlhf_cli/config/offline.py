@@ -2,7 +2,6 @@
 
 from collections.abc import Collection
 
-from rlhf_cli.config.base import Config, Section, flag, one_of
 from rlhf_cli.config.data import (
     DemonstrationSection,
     ExampleSection,
@@ -11,7 +10,6 @@ from rlhf_cli.config.data import (
     StepSection,
     VerdictSection,
 )
-from rlhf_cli.config.messages import check_has_metric, missing, without_effect
 from rlhf_cli.config.model import ComparedModelSection, OfflineModelSection, TaughtModelSection
 from rlhf_cli.config.output import OutputSection
 from rlhf_cli.config.training import (
@@ -20,7 +18,9 @@ from rlhf_cli.config.training import (
     OfflineTrainingSection,
     RewardTrainingSection,
 )
+from rlhf_data.checks import check_has_metric, missing, without_effect
 from rlhf_data.errors import ConfigError
+from rlhf_data.options import Config, Section, flag, one_of
 
 RewardLoss = one_of(("sigmoid", "logexp"))
 PreferenceLoss = one_of(("dpo", "ipo", "simpo", "orpo"))

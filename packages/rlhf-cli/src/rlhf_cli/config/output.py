@@ -1,6 +1,6 @@
 """What a run leaves."""
 
-from rlhf_cli.config.base import Section, flag
+from rlhf_data.options import Section, flag
 
 
 class OutputSection(Section, title="output"):

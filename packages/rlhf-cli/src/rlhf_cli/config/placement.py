@@ -1,6 +1,6 @@
 """Where processes run."""
 
-from rlhf_cli.config.base import Section, flag
+from rlhf_data.options import Section, flag
 
 
 class PlacementSection(Section, title="placement"):

@@ -4,16 +4,16 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from rlhf_cli.config.algorithm import AlgorithmSection
-from rlhf_cli.config.base import Config, matching
 from rlhf_cli.config.data import PromptSection
-from rlhf_cli.config.messages import check_has_metric, check_range, missing, once, without_effect
 from rlhf_cli.config.model import PpoModelSection
 from rlhf_cli.config.output import PpoOutputSection
 from rlhf_cli.config.placement import EngineSection, PlacementSection
 from rlhf_cli.config.reward import RewardSection
 from rlhf_cli.config.rollout import EvaluationSection, RolloutSection
 from rlhf_cli.config.training import PpoTrainingSection
+from rlhf_data.checks import check_has_metric, check_range, missing, once, without_effect
 from rlhf_data.errors import ConfigError
+from rlhf_data.options import Config, matching
 
 if TYPE_CHECKING:
     from rlhf_train.online.job import BatchSizes

@@ -2,9 +2,9 @@
 
 from collections.abc import Collection
 
-from rlhf_cli.config.base import Section, SymmetricRange, flag
-from rlhf_cli.config.messages import check_range, missing, without_effect
+from rlhf_data.checks import check_range, missing, without_effect
 from rlhf_data.errors import ConfigError
+from rlhf_data.options import Section, SymmetricRange, flag
 from rlhf_rollout.rewards.sources import RewardSource, parse_sources, parse_weights
 
 _MODEL_OPTIONS = ("reward_num_nodes", "reward_num_gpus_per_node", "colocate_critic_reward")

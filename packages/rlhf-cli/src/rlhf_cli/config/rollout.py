@@ -1,6 +1,6 @@
 """How responses are drawn, for training and for evaluation."""
 
-from rlhf_cli.config.base import Section, flag
+from rlhf_data.options import Section, flag
 
 
 class RolloutSection(Section, title="rollout"):

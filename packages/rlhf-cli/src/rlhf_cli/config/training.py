@@ -3,9 +3,9 @@
 import math
 from collections.abc import Collection
 
-from rlhf_cli.config.base import Section, flag, one_of
-from rlhf_cli.config.messages import without_effect
+from rlhf_data.checks import without_effect
 from rlhf_data.errors import ConfigError
+from rlhf_data.options import Section, flag, one_of
 from rlhf_train.specs import OptimizerSpec
 
 Scheduler = one_of(("cosine_with_min_lr", "linear", "constant"))

@@ -3,8 +3,8 @@
 import os
 from collections.abc import Collection
 
-from rlhf_cli.config.messages import without_effect
 from rlhf_cli.config.ppo import PpoConfig, with_places
+from rlhf_data.checks import without_effect
 from rlhf_data.errors import ConfigError
 from rlhf_train.placement import local_gpus
 

@@ -1,0 +1,223 @@
+"""From defaults, recipe, TOML file and flags to a checked configuration: one thin layer over argparse and pydantic."""
+
+import argparse
+import json
+import tomllib
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Generic, TypeVar
+
+from pydantic import ValidationError
+
+from rlhf_data.errors import ConfigError, missing_file, nearest, unknown
+from rlhf_data.flags import Foreign, Parser, Values, add_foreign, add_option, read_flags
+from rlhf_data.options import Config, Option, options
+
+AnyConfig = TypeVar("AnyConfig", bound=Config)
+
+NONE = "None"
+"""What stands for no value, on the command line and in TOML, which has none of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parsed(Generic[AnyConfig]):
+    """A command line, understood.
+
+    Attributes:
+        config: checked, everything filled in.
+        notices: options without effect, a sentence each.
+        given: names of the options that somebody set, by flag or by file, to something else than the default.
+        dry_run: only show what would be done.
+    """
+
+    config: AnyConfig
+    notices: tuple[str, ...]
+    given: frozenset[str]
+    dry_run: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommandLine(Generic[AnyConfig]):
+    """A command as a person types it: what it is called, and where its configuration comes from.
+
+    Attributes:
+        config: the class of its configuration.
+        prog: the words that call it, such as `rlhf ppo`.
+        description: what --help says first.
+        resolve: turns a path that a user typed into one that can be opened.
+        recipe: from what was given to a TOML file that fills in the rest, or None.
+        presets: what --preset may be, and the TOML files that the names stand for.
+        foreign: flags of another program, without `--`, and what they mean here.
+        explain: from an unknown flag and the known ones to a sentence about it; None for no sentence.
+    """
+
+    config: type[AnyConfig]
+    prog: str
+    description: str = ""
+    resolve: Callable[[str], Path] = Path
+    recipe: Callable[[Values], Path | None] = lambda values: None
+    presets: Mapping[str, Path] = field(default_factory=lambda: MappingProxyType({}))
+    foreign: Mapping[str, Foreign] = field(default_factory=lambda: MappingProxyType({}))
+    explain: Callable[[str, Collection[str]], str | None] = lambda flag, names: None
+
+    def parse(self, argv: Sequence[str]) -> Parsed[AnyConfig]:
+        """Return the configuration that `argv` describes; defaults < recipe < preset < TOML file < flags.
+
+        Raises:
+            ConfigError: an unknown flag, section, key or value, or options that cannot work together.
+            SystemExit: --help was asked for.
+        """
+        known = {option.name: option for option in options(self.config)}
+        flags, notices = read_flags(self.parser(), argv, self.foreign, self.explain)
+        file, preset, dry_run = _single("config", flags), _single("preset", flags), flags.pop("dry_run", False)
+        if preset is not None and preset not in self.presets:
+            raise ConfigError(f"--preset: {unknown('value', preset, self.presets)}")
+        in_file = read_toml(self.resolve(file), self.config) if file else {}
+        in_preset = read_toml(self.presets[preset], self.config) if preset else {}
+        named = _over(in_file, flags, known)
+        values = _over(in_preset, named, known)
+        if (path := self.recipe(values)) is not None:
+            values = _over(read_toml(path, self.config), values, known)
+        config = _validate(self.config, known, values)
+        given = frozenset(name for name in named if not _is_default(known[name], config))
+        left = _over(in_preset, in_file, known)
+        if beaten := [name for name, value in in_preset.items() if left.get(name) != value]:
+            count = f"{len(beaten)} of the {len(in_preset)} keys of --preset {preset}"
+            notices.append(f"--config {file} overrides {count}: {', '.join(beaten)}")
+        return Parsed(config, (*notices, *config.check(given)), given, dry_run)
+
+    def parser(self) -> Parser:
+        """Return an argparse parser with one group per section."""
+        parser = Parser(
+            prog=self.prog,
+            usage=f"{self.prog} {'[--preset NAME] ' if self.presets else ''}[--config FILE.toml] [--dry_run] [flags]",
+            description=self.description,
+            allow_abbrev=False,
+            argument_default=argparse.SUPPRESS,
+            formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34, width=110),
+        )
+        if self.presets:
+            text = "an algorithm's settings as its paper has them; --config and flags override them"
+            parser.add_argument("--preset", action="append", metavar="{" + ",".join(self.presets) + "}", help=text)
+        text = "read options from a TOML file with these sections"
+        parser.add_argument("--config", action="append", metavar="FILE.toml", help=text)
+        text = "show the configuration and what would be done; start nothing"
+        parser.add_argument("--dry_run", action="store_true", help=text)
+        sections = self.config.model_fields.items()
+        groups = {name: parser.add_argument_group(info.annotation.model_config["title"]) for name, info in sections}
+        known = {option.name: option for option in options(self.config)}
+        for option in known.values():
+            add_option(groups[option.section], option)
+        add_foreign(parser, known, self.foreign)
+        return parser
+
+
+def read_toml(path: Path, config_class: type[Config]) -> Values:
+    """Return the values of a TOML file. Raises ConfigError when there is none, it is not TOML, or it has a section or a
+    key that does not exist."""
+    if not path.is_file():
+        raise ConfigError(missing_file("configuration file", path))
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not TOML: {error}") from None
+    home = {option.name: option.section for option in options(config_class)}
+    sections = list(config_class.model_fields)
+    for section, table in content.items():
+        if section not in sections:
+            text = f"{path}: unknown section `{section}`"
+            raise ConfigError(text, hint=_place(section, sections, home, "[{}]", "[{}]"))
+        if not isinstance(table, dict):
+            raise ConfigError(f"{path}: `{section}` must be a section", hint=f"write [{section}] with its keys below")
+        for key in table:
+            if home.get(key) != section:
+                text = f"{path}: unknown key `{key}` in [{section}]"
+                keys = [name for name in home if home[name] == section]
+                raise ConfigError(text, hint=_place(key, keys, home, "`{}`", "{}"))
+    return {name: value for table in content.values() for name, value in table.items()}
+
+
+def _place(name: str, known: Sequence[str], home: Mapping[str, str], one: str, each: str) -> str:
+    """Return where a name belongs, the nearest of the known ones, or all of these; `one` and `each` format them."""
+    if name in home:
+        return f"`{name}` is a key of the section [{home[name]}]"
+    guess = nearest(name, known)
+    return f"did you mean {one.format(guess)}?" if guess else f"there are {', '.join(map(each.format, known))}"
+
+
+def to_toml(config: Config) -> str:
+    """Return a configuration as the TOML file that --config would read, without what is None by default."""
+    lines = []
+    for section, table in config.model_dump(mode="json").items():
+        fields = type(getattr(config, section)).model_fields
+        said = {name: value for name, value in table.items() if value is not None or fields[name].default is not None}
+        values = ((name, NONE if value is None else value) for name, value in said.items())
+        # TOML writes numbers, lists and basic strings as JSON does.
+        lines += [f"[{section}]", *(f"{name} = {json.dumps(value, ensure_ascii=False)}" for name, value in values), ""]
+    return "\n".join(lines)
+
+
+def _is_default(option: Option, config: Config) -> bool:
+    return getattr(getattr(config, option.section), option.name) == option.info.get_default()
+
+
+def _validate(config_class: type[AnyConfig], known: Mapping[str, Option], values: Values) -> AnyConfig:
+    """Return the configuration. Raises ConfigError, in terms of flags, for a value that a field cannot have."""
+    sections: dict[str, Values] = {}
+    for name, value in values.items():
+        is_none = known[name].optional and value in (NONE, [NONE])
+        sections.setdefault(known[name].section, {})[name] = None if is_none else value
+    try:
+        return config_class.model_validate(sections)
+    except ValidationError as error:
+        raise ConfigError(_explain(error.errors()[0])) from None
+
+
+def _over(below: Values, above: Values, known: Mapping[str, Option]) -> Values:
+    """Return one layer of values over another, without what of the lower one the upper one says in other words."""
+    gone = {other for name in above for other in known[name].instead_of}
+    return {name: value for name, value in below.items() if name not in gone} | above
+
+
+def _single(name: str, flags: Values) -> Any:
+    found = flags.pop(name, [None])
+    if len(found) > 1:
+        hint = "give one, and as flags what it should not say"
+        raise ConfigError(f"--{name} is given {len(found)} times: {', '.join(found)}", hint=hint)
+    return found[0]
+
+
+_ALLOWED = {
+    "int_parsing": "a whole number",
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_parsing": "a number",
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "bool_parsing": "true or false",
+    "bool_type": "true or false",
+    "string_type": "text",
+    "tuple_type": "a list of numbers",
+    "too_long": "{max_length} numbers",
+    "missing": "two numbers",
+    "greater_than": "above {gt}",
+    "greater_than_equal": "at least {ge}",
+    "less_than": "below {lt}",
+    "less_than_equal": "at most {le}",
+}
+
+
+def _explain(error: Mapping[str, Any]) -> str:
+    """Return one of pydantic's errors as a sentence about a flag."""
+    section, *rest = error["loc"]
+    name = next((part for part in rest if isinstance(part, str)), section)
+    value, kind = error["input"], error["type"]
+    if kind == "value_error":
+        return f"--{name}: {error['ctx']['error']}"
+    if isinstance(value, list | tuple):
+        value = " ".join(map(str, value))
+    if kind not in _ALLOWED:
+        return f"--{name} is {value!r}: {error['msg']}"
+    return f"--{name} is {value}; it must be {_ALLOWED[kind].format(**error.get('ctx', {}))}"
