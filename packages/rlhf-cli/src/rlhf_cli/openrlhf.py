@@ -1,0 +1,91 @@
+"""OpenRLHF's command modules: `python -m rlhf_cli.train_ppo_ray ...` runs `rlhf ppo ...` with OpenRLHF's flags."""
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
+from rlhf_cli.exits import BAD_INPUT
+from rlhf_data.errors import ConfigError, unknown
+
+COMMANDS: Mapping[str, str] = MappingProxyType(
+    {
+        "train_ppo_ray": "ppo",
+        "train_ppo": "ppo",
+        "train_sft": "sft",
+        "train_rm": "rm",
+        "train_dpo": "dpo",
+        "train_kto": "kto",
+        "train_prm": "prm",
+        "train_kd": "kd",
+        "batch_inference": "generate",
+        "interactive_chat": "chat",
+        "serve_rm": "serve_rm",
+        "lora_combiner": "lora_combiner",
+    }
+)
+"""Module of `openrlhf.cli` to command of `rlhf`."""
+
+_EVAL_TASKS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "generate_vllm": ("generate", "--engine", "vllm"),
+        "generate": ("generate", "--engine", "transformers"),
+        "rm": ("score",),
+    }
+)
+"""`--eval_task` of batch_inference to the words of the command here."""
+
+
+def main(module: str, argv: Sequence[str] | None = None) -> int:
+    """Run the command that stands for `module`; return its exit status.
+
+    Args:
+        module: the module's dotted name, such as `rlhf_cli.train_ppo_ray`.
+        argv: OpenRLHF's flags; None for the process's own.
+    """
+    from rlhf_cli.main import main as rlhf
+
+    name = module.rpartition(".")[2]
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        _check_launcher(name)
+        return rlhf(_command_words(name, words))
+    except ConfigError as error:
+        if os.environ.get("RANK", "0") == "0":  # one of the launched processes speaks for all
+            print(f"error: {error}", file=sys.stderr)
+        return BAD_INPUT
+
+
+def _command_words(name: str, words: list[str]) -> list[str]:
+    """Return the words of `rlhf` for those of a module; `--eval_task` of batch_inference chooses between commands."""
+    if name != "batch_inference":
+        return [COMMANDS[name], *words]
+    task, rest = None, []
+    while words:
+        word = words.pop(0)
+        flag, has_value, value = word.partition("=")
+        if flag.replace("-", "_") != "__eval_task":
+            rest.append(word)
+        elif has_value or words:
+            task = value if has_value else words.pop(0)
+    if task is None:
+        if {"-h", "--help"} & set(rest):
+            return [COMMANDS[name], *rest]
+        kinds = ", ".join(_EVAL_TASKS)
+        raise ConfigError("--eval_task is missing: it says what batch_inference does", hint=f"it is one of {kinds}")
+    if task not in _EVAL_TASKS:
+        raise ConfigError(f"--eval_task: {unknown('value', task, _EVAL_TASKS)}")
+    return [*_EVAL_TASKS[task], *rest]
+
+
+def _check_launcher(name: str) -> None:
+    """Raise ConfigError when a launcher started several processes of a command that starts its own."""
+    num_processes, command = int(os.environ.get("WORLD_SIZE", "1")), COMMANDS[name]
+    if num_processes > 1 and command not in _LAUNCHED:
+        message = f"{num_processes} processes of {name} were launched (WORLD_SIZE), and it starts its own processes"
+        flags = f" --actor_num_gpus_per_node {num_processes}" if command == "ppo" else ""
+        raise ConfigError(message, hint=f"use `python3 -m rlhf_cli.{name}{flags}`")
+
+
+_LAUNCHED = frozenset({"sft", "rm", "dpo", "kto", "prm", "kd"})
+"""Commands that train in the processes that deepspeed or torchrun launches."""
