@@ -11,7 +11,7 @@ from rlhf_rollout.engines import EngineSpec
 from rlhf_rollout.rewards.sources import RewardSource
 from rlhf_train.online.cluster import _part, placed_bundles, ray_cluster, start_scorers, wait
 from rlhf_train.online.job import RewardSpec
-from rlhf_train.placement import PlacementRequest, plan_placement
+from rlhf_train.online.placement import PlacementRequest, plan_placement
 
 
 class Mortal:

@@ -10,7 +10,7 @@ import pytest
 from rlhf_models.testing import tiny_model_dir
 from rlhf_train.algorithms import AlgorithmSpec
 from rlhf_train.online.controller import run_online
-from rlhf_train.placement import GroupPlan, PlacementPlan
+from rlhf_train.online.placement import GroupPlan, PlacementPlan
 from rlhf_train.run.observer import Observer
 from trainer_testing import tiny_job
 

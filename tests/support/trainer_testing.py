@@ -16,8 +16,9 @@ from rlhf_rollout.engines import EngineSpec
 from rlhf_rollout.protocols import SamplingParams
 from rlhf_rollout.rewards import RewardSource
 from rlhf_train.algorithms import AlgorithmSpec
+from rlhf_train.host import free_port, local_gpus
 from rlhf_train.online.job import BatchSizes, OnlineJob, RewardSpec
-from rlhf_train.placement import PlacementRequest, free_port, local_gpus, plan_placement
+from rlhf_train.online.placement import PlacementRequest, plan_placement
 from rlhf_train.specs import ModelSpec, OptimizerSpec
 
 RANK_TIMEOUT_S = 300.0

@@ -25,9 +25,10 @@ from rlhf_rollout.engines import EngineSpec
 from rlhf_rollout.protocols import SamplingParams
 from rlhf_rollout.rewards import RewardSource
 from rlhf_train.algorithms import ALGORITHMS, AlgorithmSpec
+from rlhf_train.host import local_gpus
 from rlhf_train.online.controller import run_online
 from rlhf_train.online.job import BatchSizes, OnlineJob, RewardSpec
-from rlhf_train.placement import PlacementRequest, local_gpus, plan_placement
+from rlhf_train.online.placement import PlacementRequest, plan_placement
 from rlhf_train.run.observer import Observer
 from rlhf_train.specs import ModelSpec, OptimizerSpec
 from shapes import SHAPES

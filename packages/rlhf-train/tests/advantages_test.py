@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from rlhf_train.advantages import generalized_advantages, moments, token_rewards, whiten
-from rlhf_train.group_rewards import group_normalized, leave_one_out, relative_rewards
+from rlhf_train.baselines import group_normalized, leave_one_out, relative_rewards
 
 
 def test_token_rewards_put_the_reward_on_the_last_trained_token():

@@ -3,7 +3,8 @@
 import pytest
 
 from rlhf_data.errors import ConfigError
-from rlhf_train.placement import PlacementRequest, local_gpus, plan_placement
+from rlhf_train.host import local_gpus
+from rlhf_train.online.placement import PlacementRequest, plan_placement
 
 PPO = {"actor": 1, "critic": 1, "reference": 1}
 

@@ -13,9 +13,10 @@ from rlhf_rollout.protocols import SamplingParams
 from rlhf_train.algorithms import ALGORITHMS, POLICY_LOSSES, AlgorithmSpec, CorrectionSpec
 from rlhf_train.engine.protocol import learning_rate_at
 from rlhf_train.experience import Experience
+from rlhf_train.host import local_gpus
 from rlhf_train.online.job import BatchSizes, DynamicSampling
+from rlhf_train.online.placement import PlacementRequest, plan_placement
 from rlhf_train.online.summaries import scored, summarize
-from rlhf_train.placement import PlacementRequest, local_gpus, plan_placement
 from rlhf_train.run.ledger import Ledger
 from rlhf_train.run.metrics import Max, Mean, Sum, merge_metrics, on_host, results
 from rlhf_train.run.timeline import Timeline

@@ -10,8 +10,8 @@ import pytest
 from rlhf_data.records import FinishReason, Rollout, Span, SpanSource
 from rlhf_models.testing import tiny_model_dir, tiny_reward_model_dir
 from rlhf_train.algorithms import POLICY_LOSSES, AlgorithmSpec
+from rlhf_train.baselines import relative_rewards
 from rlhf_train.batching import plan_batches
-from rlhf_train.group_rewards import relative_rewards
 from rlhf_train.specs import ModelSpec, OptimizerSpec
 from trainer_testing import random_rollouts, run_ranks
 

@@ -12,7 +12,7 @@ from rlhf_data.options import matching
 from rlhf_rollout.engines import EngineSpec
 from rlhf_rollout.protocols import SamplingParams
 from rlhf_train.online.job import DynamicSampling, OnlineJob, RewardSpec
-from rlhf_train.placement import PlacementPlan, PlacementRequest, plan_placement
+from rlhf_train.online.placement import PlacementPlan, PlacementRequest, plan_placement
 from rlhf_train.specs import ModelSpec
 
 # Of a GPU's memory, for an engine that has it to itself; that takes turns with the trainers, whose weights stay for the

@@ -1,6 +1,6 @@
 """The tables of algorithms: an algorithm is an estimator, its loss terms, a reduction and whether it needs a critic.
 
-A row is plain data, so it travels to Ray workers; what the names stand for is in `advantages`, `group_rewards`, `kl`
+A row is plain data, so it travels to Ray workers; what the names stand for is in `advantages`, `baselines`, `kl`
 and `rlhf_kernels.packed_policy_loss`.
 """
 
@@ -28,7 +28,7 @@ class AlgorithmRow:
     Attributes:
         name: the value of --advantage_estimator.
         title: what papers call it.
-        baseline: what a rollout's reward is compared with, see `group_rewards`.
+        baseline: what a rollout's reward is compared with, see `baselines`.
         reduction: how token losses become one number.
         whiten: whether advantages are whitened over the tokens of the whole rollout batch.
         uses_critic: whether values are learned.

@@ -106,9 +106,9 @@ def _prepare(command: Command, config: OfflineConfig, folder: Path, console: "Co
 
     from rlhf_cli.preflight.models import check_attention, check_context, load_model_files
     from rlhf_models.lora import LoraSpec
+    from rlhf_train.host import free_port
     from rlhf_train.offline.job import OfflineJob
     from rlhf_train.offline.loop import OfflineSchedule
-    from rlhf_train.placement import free_port
 
     path, model, training = model_path(config.model.pretrain), config.model, config.training
     model_config, tokenizer = load_model_files(path)

@@ -18,8 +18,8 @@ import rlhf_train
 from rlhf_data.errors import ConfigError, EngineError
 from rlhf_rollout.ray_actors import EngineActor, RewardModelActor, plain_errors
 from rlhf_train.online.job import OnlineJob
+from rlhf_train.online.placement import GroupPlan, PlacementPlan
 from rlhf_train.online.ray_actors import RankActor
-from rlhf_train.placement import GroupPlan, PlacementPlan
 
 PLACEMENT_TIMEOUT_S = 60.0
 _RAY_UNITS = 10_000  # in one CPU or GPU: Ray counts no finer
@@ -32,8 +32,8 @@ def wait(references: Sequence[Any]) -> list[Any]:
         return ray.get(list(references))
 
 
-class WorkerGroup:
-    """The ranks of one group, called together."""
+class RankSet:
+    """The processes that hold the same models, one per data-parallel rank, called together."""
 
     def __init__(self, plan: GroupPlan, handles: Sequence[Any]) -> None:
         self.roles = plan.roles
@@ -110,7 +110,7 @@ class Processes(NamedTuple):
     reward model, in the order of `job.reward.models`."""
 
     engines: list[Any]
-    workers: list[WorkerGroup]
+    workers: list[RankSet]
     scorers: list[list[Any]]
 
 
@@ -149,11 +149,11 @@ def start_scorers(job: OnlineJob, reserved: PlacementGroup) -> list[list[Any]]:
     return [_start(RewardModelActor, job.plan, group, reserved, path, parts=len(models), **options) for path in models]
 
 
-def start_workers(job: OnlineJob, reserved: PlacementGroup) -> list[WorkerGroup]:
+def start_workers(job: OnlineJob, reserved: PlacementGroup) -> list[RankSet]:
     """Start the training groups; return them at once, while they load."""
     groups = []
     for group in job.plan.groups:
-        workers = WorkerGroup(group, _start(RankActor, job.plan, group, reserved))
+        workers = RankSet(group, _start(RankActor, job.plan, group, reserved))
         master = wait([workers.handles[0].master_address.remote()])[0] if group.num_ranks > 1 else None
         models = {role: job.models[role] for role in group.roles}
         ranks = range(group.num_ranks)

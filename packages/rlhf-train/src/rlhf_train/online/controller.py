@@ -12,8 +12,8 @@ from rlhf_data.sampler import EpochSampler
 from rlhf_rollout.generator import PromptSupply
 from rlhf_rollout.protocols import RewardFunction
 from rlhf_rollout.ray_actors import RayEngine
+from rlhf_train.baselines import relative_rewards
 from rlhf_train.batching import plan_batches
-from rlhf_train.group_rewards import relative_rewards
 from rlhf_train.kl import adapted_kl_coef
 from rlhf_train.online.cluster import Processes, placed_bundles, ray_cluster, start_processes, wait
 from rlhf_train.online.evaluation import summarize_evaluation

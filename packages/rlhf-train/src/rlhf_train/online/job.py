@@ -10,7 +10,7 @@ from rlhf_rollout.engines import EngineSpec
 from rlhf_rollout.protocols import SamplingParams
 from rlhf_rollout.rewards.sources import RewardSource, model_paths
 from rlhf_train.algorithms import AlgorithmSpec
-from rlhf_train.placement import PlacementPlan
+from rlhf_train.online.placement import PlacementPlan
 from rlhf_train.specs import ModelSpec
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import ray
 
 from rlhf_rollout.ray_actors import RayEngine
-from rlhf_train.placement import free_port
+from rlhf_train.host import free_port
 from rlhf_train.specs import ModelSpec
 
 

@@ -1,10 +1,7 @@
 """Where every process runs, as data: a pure function from what was asked and what there is to a plan."""
 
-import os
-import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from rlhf_data.errors import ConfigError
 
@@ -210,18 +207,3 @@ def _roles(request: PlacementRequest) -> tuple[str, ...]:
 
 def _scorers(bundles: tuple[int, ...], gpus: int) -> GroupPlan | None:
     return GroupPlan("reward", ("reward",), bundles, gpus) if bundles else None
-
-
-def local_gpus() -> int:
-    """Return the number of GPUs, by CUDA_VISIBLE_DEVICES or the driver's device files: no GPU library is needed."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return len([device for device in visible.split(",") if device.strip() not in ("", "-1")])
-    return len([path for path in Path("/dev").glob("nvidia*") if path.name.removeprefix("nvidia").isdigit()])
-
-
-def free_port() -> int:
-    """Return a TCP port that is free on this host now."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return probe.getsockname()[1]
