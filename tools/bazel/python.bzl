@@ -100,7 +100,7 @@ def pytest_tests(deps, folder = "", data = [], overrides = {}):
         )
 
 def python_package(name, deps, users, test_deps = [], test_data = [], tests = {}):
-    """An installable package: its library, one test a file of `tests/`, `:wheel`, and `:sources` for what checks them.
+    """An installable package: its library, a test per file of `tests/`, `:wheel`, and `:sources` and `:pages` for checks.
 
     Args:
       name: the import package, `src/<name>/`.
@@ -129,6 +129,11 @@ def python_package(name, deps, users, test_deps = [], test_data = [], tests = {}
         srcs = native.glob(["src/**"], exclude = junk) + ["README.md"],
         pyproject = "pyproject.toml",
         visibility = ["//tests/install:__pkg__"],
+    )
+    native.filegroup(
+        name = "pages",
+        srcs = native.glob(["**/*.md", "bench/results/*.json"], exclude = junk),
+        visibility = ["//tools/bench:__pkg__"],
     )
     native.filegroup(
         name = "sources",
