@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from rlhf_rollout.weights import SHARED_MEMORY_DIR, TensorSpec, WeightBucket, aligned, bucket_checksum
+from rlhf_rollout.weight_sync.bucket import TensorSlot, WeightBucket, aligned, bucket_checksum
+from rlhf_rollout.weight_sync.shared_memory import SHARED_MEMORY_DIR
 
 
 @contextmanager
@@ -19,7 +20,7 @@ def shared_memory_bucket(weights: Mapping[str, np.ndarray], *, checksum: bool = 
     """Yield a bucket that holds `weights` in shared memory; the segment goes with the context."""
     specs, offset = [], 0
     for name, array in weights.items():
-        specs.append(TensorSpec(name, array.dtype.name, array.shape, offset, array.nbytes))
+        specs.append(TensorSlot(name, array.dtype.name, array.shape, offset, array.nbytes))
         offset = aligned(offset + array.nbytes)
     buffer = np.zeros(max(offset, 1), np.uint8)
     for spec, array in zip(specs, weights.values(), strict=True):

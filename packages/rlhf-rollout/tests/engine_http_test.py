@@ -15,7 +15,7 @@ from rlhf_data.records import FinishReason
 from rlhf_rollout.engines import EngineSpec, build_engine
 from rlhf_rollout.engines.http import HttpEngine
 from rlhf_rollout.protocols import RolloutEngine, SamplingParams
-from rlhf_rollout.weights import WeightBucket
+from rlhf_rollout.weight_sync.bucket import WeightBucket
 
 PROMPT = np.array([4, 5, 6], np.int32)
 

@@ -16,7 +16,7 @@ pytest.importorskip("vllm")
 
 from vllm.v1.engine import FinishReason as VllmFinishReason
 
-from rlhf_rollout.engines.vllm_loop import Job, StepLoop
+from rlhf_rollout.engines.vllm.loop import Job, StepLoop
 
 
 class ScriptedCore:

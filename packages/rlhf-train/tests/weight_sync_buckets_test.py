@@ -10,9 +10,10 @@ import torch
 
 from rlhf_data.errors import ConfigError, WeightSyncError
 from rlhf_rollout.engines.fake import FakeEngine
-from rlhf_rollout.weights import SHARED_MEMORY_DIR, WeightBucket, map_segment
-from rlhf_train.weight_sync.sender import WeightSender
+from rlhf_rollout.weight_sync.bucket import WeightBucket
+from rlhf_rollout.weight_sync.shared_memory import SHARED_MEMORY_DIR, map_segment
 from rlhf_train.weight_sync.shared_memory import SharedMemoryBuffer
+from rlhf_train.weight_sync.source import WeightSource
 
 WEIGHTS = {
     "embed": torch.arange(96, dtype=torch.float32).view(32, 3),  # 384 bytes
@@ -60,7 +61,7 @@ class Recorder:
 
 def test_send_brings_every_weight_to_every_engine() -> None:
     engines = [FakeEngine(), FakeEngine()]
-    sender = WeightSender("shared_memory", bucket_bytes=512, checksum=True)
+    sender = WeightSource("shared_memory", bucket_bytes=512, checksum=True)
     report = sender.send(iter(WEIGHTS.items()), engines, 5)
     for engine in engines:
         assert engine.weight_checksums == {name: crc(tensor) for name, tensor in WEIGHTS.items()}
@@ -72,7 +73,7 @@ def test_send_brings_every_weight_to_every_engine() -> None:
 
 def test_send_fills_buckets_in_order_at_aligned_offsets() -> None:
     engine = Recorder()
-    WeightSender("shared_memory", bucket_bytes=1024).send(iter(WEIGHTS.items()), [engine], 1)
+    WeightSource("shared_memory", bucket_bytes=1024).send(iter(WEIGHTS.items()), [engine], 1)
     assert engine.events == ["begin 1", "receive", "receive", "finish"]
     # 384 bytes, then 14 at 512; 512 more at 768 would end at 1280, beyond 1024.
     assert [[(spec.name, spec.offset_bytes) for spec in bucket.tensors] for bucket in engine.buckets] == [
@@ -87,7 +88,7 @@ def test_send_fills_buckets_in_order_at_aligned_offsets() -> None:
 
 def test_send_weight_above_the_bucket_gets_its_own() -> None:
     engine = Recorder()
-    report = WeightSender("shared_memory", bucket_bytes=100).send(iter(WEIGHTS.items()), [engine], 1)
+    report = WeightSource("shared_memory", bucket_bytes=100).send(iter(WEIGHTS.items()), [engine], 1)
     assert report.num_buckets == 3
     assert [len(content) for content in engine.contents] == [384, 14, 512]
 
@@ -101,7 +102,7 @@ def test_send_reads_transposed_and_gathered_tensors_lazily() -> None:
             yield name, torch.arange(6.0).view(2, 3).t()
 
     engine = Recorder()
-    WeightSender("shared_memory").send(gathered(), [engine], 1)
+    WeightSource("shared_memory").send(gathered(), [engine], 1)
     assert taken == ["a", "b"]
     assert engine.buckets[0].tensors[0].shape == (3, 2)
     assert torch.frombuffer(bytearray(engine.contents[0][:24]), dtype=torch.float32).tolist() == [0, 3, 1, 4, 2, 5]
@@ -111,7 +112,7 @@ def test_send_hands_a_bucket_to_all_engines_at_once() -> None:
     # Each call waits until the other engine's has begun: calls one after another would never pass.
     gate = asyncio.Barrier(2)
     engines = [Recorder(gate=gate), Recorder(gate=gate)]
-    WeightSender("shared_memory").send(iter(WEIGHTS.items()), engines, 1)
+    WeightSource("shared_memory").send(iter(WEIGHTS.items()), engines, 1)
     assert engines[0].events == engines[1].events == ["begin 1", "receive", "finish"]
 
 
@@ -119,7 +120,7 @@ def test_send_hands_a_bucket_to_all_engines_at_once() -> None:
 def test_send_failing_engine_raises_and_frees_the_segment(fail_at: str) -> None:
     source = iter(WEIGHTS.items())
     with pytest.raises(WeightSyncError, match=f"told to fail at {fail_at}"):
-        WeightSender("shared_memory", bucket_bytes=400).send(source, [Recorder(), Recorder(fail_at)], 1)
+        WeightSource("shared_memory", bucket_bytes=400).send(source, [Recorder(), Recorder(fail_at)], 1)
     assert segments() == set()
     # Ranks that gather along must not wait for this one: the weights were taken to their end.
     assert next(source, None) is None
@@ -131,13 +132,13 @@ def test_send_failing_source_raises_and_frees_the_segment() -> None:
         raise RuntimeError("gathering failed")
 
     with pytest.raises(RuntimeError, match="gathering failed"):
-        WeightSender("shared_memory").send(source(), [Recorder()], 1)
+        WeightSource("shared_memory").send(source(), [Recorder()], 1)
     assert segments() == set()
 
 
 def test_send_without_engines_raises() -> None:
     with pytest.raises(WeightSyncError, match="no engine"):
-        WeightSender("shared_memory").send(iter(()), [], 1)
+        WeightSource("shared_memory").send(iter(()), [], 1)
 
 
 def test_shared_memory_buffer_full_tmpfs_raises_with_hint(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,7 +147,7 @@ def test_shared_memory_buffer_full_tmpfs_raises_with_hint(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(WeightSyncError, match=r"no room for 384 bytes(.|\n)*hint: .*--shm-size"):
-        WeightSender("shared_memory").send(iter(WEIGHTS.items()), [Recorder()], 1)
+        WeightSource("shared_memory").send(iter(WEIGHTS.items()), [Recorder()], 1)
     assert segments() == set()
 
 
@@ -160,14 +161,14 @@ def test_shared_memory_buffer_takes_memory_only_as_it_is_written() -> None:
     assert not path.exists()
 
 
-def test_weight_sender_unknown_backend_raises_with_the_nearest() -> None:
+def test_weight_source_unknown_medium_raises_with_the_nearest() -> None:
     with pytest.raises(ConfigError, match="did you mean `shared_memory`"):
-        WeightSender("sharedmemory")
+        WeightSource("sharedmemory")
     with pytest.raises(ConfigError, match="bucket_bytes is 0"):
-        WeightSender("shared_memory", bucket_bytes=0)
+        WeightSource("shared_memory", bucket_bytes=0)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-def test_weight_sender_ipc_without_gpu_raises_with_hint() -> None:
+def test_weight_source_ipc_without_gpu_raises_with_hint() -> None:
     with pytest.raises(ConfigError, match="hint: use shared_memory"):
-        WeightSender("ipc")
+        WeightSource("ipc")

@@ -13,7 +13,7 @@ import torch
 from rlhf_models.testing import tiny_model_dir
 from rlhf_rollout.engines import EngineSpec
 from rlhf_rollout.protocols import Completion, SamplingParams
-from rlhf_train.weight_sync.sender import WeightSender
+from rlhf_train.weight_sync.source import WeightSource
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -28,7 +28,7 @@ class Pair:
 
     engine: Any
     model: Any
-    backend: str
+    medium: str
     loop: asyncio.AbstractEventLoop
 
     def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
@@ -40,7 +40,7 @@ class Pair:
         return [self.run(self.engine.generate(prompt, params)) for prompt in PROMPTS]
 
     def send(self, policy_version: int) -> Any:
-        sender = WeightSender(self.backend, bucket_bytes=400_000, checksum=True)
+        sender = WeightSource(self.medium, bucket_bytes=400_000, checksum=True)
         return sender.send(iter(self.model.named_parameters()), [self.engine], policy_version)
 
 

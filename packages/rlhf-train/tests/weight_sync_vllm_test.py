@@ -13,7 +13,7 @@ import torch
 from rlhf_models.testing import tiny_model_dir
 from rlhf_rollout.engines import EngineSpec, build_engine
 from rlhf_rollout.protocols import Completion, RolloutEngine, SamplingParams
-from rlhf_train.weight_sync.sender import WeightSender
+from rlhf_train.weight_sync.source import WeightSource
 
 PROMPTS = [np.arange(3, 3 + length, dtype=np.int32) for length in (1, 7, 40)]
 
@@ -51,7 +51,7 @@ def generate(pair: Pair, **sampling: Any) -> list[list[Completion]]:
 
 def send(pair: Pair, policy_version: int, *, bucket_bytes: int = 40_000) -> None:
     # Buckets small enough that a layer's query, key and value weights come in different ones.
-    sender = WeightSender("shared_memory", bucket_bytes=bucket_bytes, checksum=True)
+    sender = WeightSource("shared_memory", bucket_bytes=bucket_bytes, checksum=True)
     sender.send(iter(pair.model.named_parameters()), [pair.engine], policy_version)
 
 
@@ -119,7 +119,7 @@ def test_sync_in_bfloat16_is_cast_to_the_engines_type(pair: Pair) -> None:
         for parameter in pair.model.parameters():
             parameter.copy_(parameter.bfloat16())
     weights = ((name, parameter.bfloat16()) for name, parameter in pair.model.named_parameters())
-    WeightSender("shared_memory").send(weights, [pair.engine], 5)
+    WeightSource("shared_memory").send(weights, [pair.engine], 5)
     assert largest_difference(pair, generate(pair)) <= 1e-5
 
 

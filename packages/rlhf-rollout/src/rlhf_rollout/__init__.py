@@ -4,7 +4,7 @@ from rlhf_rollout.engines import ENGINE_KINDS, EngineSpec, build_engine
 from rlhf_rollout.generator import GenerationCounts, GroupResult, PromptSupply, generate_groups
 from rlhf_rollout.protocols import Completion, RewardFunction, RolloutEngine, SamplingParams
 from rlhf_rollout.rewards import FunctionReward, check_reward_function
-from rlhf_rollout.weights import TensorSpec, WeightBucket
+from rlhf_rollout.weight_sync.bucket import TensorSlot, WeightBucket
 
 __all__ = [
     "ENGINE_KINDS",
@@ -17,7 +17,7 @@ __all__ = [
     "RewardFunction",
     "RolloutEngine",
     "SamplingParams",
-    "TensorSpec",
+    "TensorSlot",
     "WeightBucket",
     "build_engine",
     "check_reward_function",

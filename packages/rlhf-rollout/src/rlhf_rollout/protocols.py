@@ -8,7 +8,7 @@ import numpy as np
 
 from rlhf_data.errors import ConfigError
 from rlhf_data.records import FinishReason, Prompt, Rollout, Verdict, freeze_arrays
-from rlhf_rollout.weights import WeightBucket
+from rlhf_rollout.weight_sync.bucket import WeightBucket
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from rlhf_data.errors import EngineError, RewardError, RlhfError, WeightSyncErro
 from rlhf_rollout.engines import EngineSpec, build_engine
 from rlhf_rollout.protocols import Completion, SamplingParams
 from rlhf_rollout.rewards.model import LocalScorer
-from rlhf_rollout.weights import WeightBucket
+from rlhf_rollout.weight_sync.bucket import WeightBucket
 
 
 class _Actor:

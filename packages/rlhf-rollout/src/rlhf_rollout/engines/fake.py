@@ -8,9 +8,10 @@ import numpy as np
 
 from rlhf_data.errors import EngineError, WeightSyncError
 from rlhf_data.records import FinishReason
-from rlhf_rollout.engines.gated import GatedEngine
+from rlhf_rollout.engines.gate import GatedEngine
 from rlhf_rollout.protocols import Completion, SamplingParams
-from rlhf_rollout.weights import WeightBucket, map_segment, verify_checksum
+from rlhf_rollout.weight_sync.bucket import WeightBucket, verify_checksum
+from rlhf_rollout.weight_sync.shared_memory import map_segment
 
 Script = Callable[[Sequence[int], int], Sequence[int]]
 
@@ -86,8 +87,8 @@ class FakeEngine(GatedEngine):
     async def receive_weights(self, bucket: WeightBucket) -> None:
         """Remember the CRC-32 of each weight; only shared memory can be read without a GPU."""
         self._check_updating()
-        if bucket.backend != "shared_memory":
-            raise WeightSyncError(f"the fake engine reads shared_memory buckets, not {bucket.backend}")
+        if bucket.medium != "shared_memory":
+            raise WeightSyncError(f"the fake engine reads shared_memory buckets, not {bucket.medium}")
         buffer = map_segment(bucket.handle)
         verify_checksum(buffer, bucket)
         for spec in bucket.tensors:

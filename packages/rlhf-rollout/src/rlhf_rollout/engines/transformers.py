@@ -9,13 +9,13 @@ import torch
 
 from rlhf_data.errors import ConfigError, EngineError, WeightSyncError
 from rlhf_data.records import FinishReason
-from rlhf_rollout.engines import EngineSpec
-from rlhf_rollout.engines.bucket_tensors import BucketReader
-from rlhf_rollout.engines.gated import GatedEngine
+from rlhf_rollout.engines.gate import GatedEngine
 from rlhf_rollout.engines.model_files import end_token_ids, resolve_model_dir
 from rlhf_rollout.engines.requests import sample_seeds
+from rlhf_rollout.engines.spec import EngineSpec
 from rlhf_rollout.protocols import Completion, SamplingParams
-from rlhf_rollout.weights import WeightBucket, check_tensor
+from rlhf_rollout.weight_sync.bucket import WeightBucket, check_tensor
+from rlhf_rollout.weight_sync.reader import BucketReader
 
 
 class TransformersEngine(GatedEngine):

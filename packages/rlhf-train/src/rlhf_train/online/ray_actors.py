@@ -23,7 +23,7 @@ class RankActor:
     ) -> None:
         """Load the models; without a master the group is this rank alone. Collective."""
         from rlhf_train.online.worker import TrainWorker
-        from rlhf_train.weight_sync.sender import WeightSender
+        from rlhf_train.weight_sync.source import WeightSource
 
         # On CPUs the ranks of a group share the cores; groups and engines take turns.
         num_threads = max((os.cpu_count() or 1) // num_ranks, 1) if job.plan.device == "cpu" else None
@@ -39,7 +39,7 @@ class RankActor:
             num_threads=num_threads,
             ema_beta=job.ema_beta,
         )
-        self._sender = WeightSender(job.engine.weight_transfer, checksum=job.sync_checksum)
+        self._sender = WeightSource(job.engine.weight_transfer, checksum=job.sync_checksum)
 
     def work(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of the worker."""

@@ -8,7 +8,7 @@ from rlhf_data.errors import WeightSyncError
 class CudaIpcBuffer:
     """A flat allocation on the current GPU, exported once for each engine."""
 
-    backend = "ipc"
+    medium = "ipc"
 
     def __init__(self, size_bytes: int, num_engines: int) -> None:
         from torch.multiprocessing.reductions import reduce_tensor

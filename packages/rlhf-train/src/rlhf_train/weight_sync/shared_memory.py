@@ -8,13 +8,13 @@ import secrets
 import torch
 
 from rlhf_data.errors import WeightSyncError
-from rlhf_rollout.weights import SHARED_MEMORY_DIR
+from rlhf_rollout.weight_sync.shared_memory import SHARED_MEMORY_DIR
 
 
 class SharedMemoryBuffer:
     """A file on tmpfs, mapped as a flat tensor."""
 
-    backend = "shared_memory"
+    medium = "shared_memory"
 
     def __init__(self, size_bytes: int, num_engines: int) -> None:
         name = f"rlhf-weights-{os.getpid()}-{secrets.token_hex(4)}"

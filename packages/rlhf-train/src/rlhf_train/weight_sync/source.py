@@ -10,7 +10,7 @@ import torch
 
 from rlhf_data.errors import ConfigError, WeightSyncError, unknown
 from rlhf_rollout.protocols import RolloutEngine
-from rlhf_rollout.weights import TensorSpec, WeightBucket, aligned, bucket_checksum
+from rlhf_rollout.weight_sync.bucket import TensorSlot, WeightBucket, aligned, bucket_checksum
 from rlhf_train.weight_sync.ipc import CudaIpcBuffer
 from rlhf_train.weight_sync.shared_memory import SharedMemoryBuffer
 
@@ -20,7 +20,7 @@ DEFAULT_BUCKET_BYTES = 256 << 20
 class BucketBuffer(Protocol):
     """Memory that both sides see; opened once a sync, for so many bytes and so many engines."""
 
-    backend: str
+    medium: str
     data: torch.Tensor
     handles: Sequence[Any]
     """One an engine, by which it opens the memory."""
@@ -35,7 +35,7 @@ class BucketBuffer(Protocol):
         """Free the memory. Never raises."""
 
 
-_BUFFERS = {"ipc": CudaIpcBuffer, "shared_memory": SharedMemoryBuffer}
+_MEDIA = {"ipc": CudaIpcBuffer, "shared_memory": SharedMemoryBuffer}
 
 
 class SyncReport(NamedTuple):
@@ -45,26 +45,26 @@ class SyncReport(NamedTuple):
     num_buckets: int
 
 
-class WeightSender:
+class WeightSource:
     """Brings the trainer's weights to engines.
 
     Args:
-        backend: "shared_memory" (same host) or "ipc" (same GPU); the engines must be built for it.
+        medium: "shared_memory" (same host) or "ipc" (same GPU); the engines must be built for it.
         bucket_bytes: weights travel in buckets of this size; a larger weight gets a bucket of its own size.
         checksum: let each engine verify the bytes that arrive, for debugging.
 
     Raises:
-        ConfigError: an unknown backend, a bucket without room, or ipc without a GPU.
+        ConfigError: an unknown medium, a bucket without room, or ipc without a GPU.
     """
 
-    def __init__(self, backend: str, *, bucket_bytes: int = DEFAULT_BUCKET_BYTES, checksum: bool = False) -> None:
+    def __init__(self, medium: str, *, bucket_bytes: int = DEFAULT_BUCKET_BYTES, checksum: bool = False) -> None:
         if bucket_bytes < 1:
             raise ConfigError(f"bucket_bytes is {bucket_bytes}; it must be at least 1")
-        if backend not in _BUFFERS:
-            raise ConfigError(unknown("weight sync backend", backend, _BUFFERS))
-        if backend == "ipc" and not torch.cuda.is_available():
+        if medium not in _MEDIA:
+            raise ConfigError(unknown("weight sync medium", medium, _MEDIA))
+        if medium == "ipc" and not torch.cuda.is_available():
             raise ConfigError("weight sync by ipc needs a GPU", hint="use shared_memory")
-        self._open_buffer = _BUFFERS[backend]
+        self._open_buffer = _MEDIA[medium]
         self._bucket_bytes = bucket_bytes
         self._checksum = checksum
 
@@ -90,7 +90,7 @@ class WeightSender:
             with closing(self._fillings(named_tensors, len(engines))) as fillings:
                 for buffer, specs in fillings:
                     buffer.publish()
-                    bucket = WeightBucket(backend=buffer.backend, tensors=tuple(specs), handle=None)
+                    bucket = WeightBucket(medium=buffer.medium, tensors=tuple(specs), handle=None)
                     if self._checksum:
                         written = buffer.data[: bucket.used_bytes].cpu().numpy()
                         bucket = replace(bucket, checksum=bucket_checksum(written, bucket.tensors))
@@ -110,10 +110,10 @@ class WeightSender:
 
     def _fillings(
         self, named_tensors: Iterator[tuple[str, torch.Tensor]], num_engines: int
-    ) -> Generator[tuple[BucketBuffer, list[TensorSpec]]]:
+    ) -> Generator[tuple[BucketBuffer, list[TensorSlot]]]:
         """Fill one buffer again and again, and yield it with what lies in it; a larger weight has it opened anew."""
         buffer: BucketBuffer | None = None
-        specs: list[TensorSpec] = []
+        specs: list[TensorSlot] = []
         try:
             for name, tensor in named_tensors:
                 offset = aligned(specs[-1].offset_bytes + specs[-1].size_bytes) if specs else 0
@@ -132,12 +132,12 @@ class WeightSender:
                 buffer.close()
 
 
-def _write(buffer: BucketBuffer, name: str, tensor: torch.Tensor, offset: int) -> TensorSpec:
+def _write(buffer: BucketBuffer, name: str, tensor: torch.Tensor, offset: int) -> TensorSlot:
     end = offset + tensor.nbytes
     buffer.reserve(end)
     buffer.data[offset:end].view(tensor.dtype).view(tensor.shape).copy_(tensor)
     dtype = str(tensor.dtype).removeprefix("torch.")
-    return TensorSpec(name, dtype, tuple(tensor.shape), offset_bytes=offset, size_bytes=tensor.nbytes)
+    return TensorSlot(name, dtype, tuple(tensor.shape), offset_bytes=offset, size_bytes=tensor.nbytes)
 
 
 async def _together(calls: Sequence[Awaitable[None]]) -> None:

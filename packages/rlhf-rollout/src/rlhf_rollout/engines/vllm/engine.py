@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 
 from rlhf_data.errors import ConfigError, EngineError, RlhfError, WeightSyncError
-from rlhf_rollout.engines import EngineSpec
 from rlhf_rollout.engines.model_files import cpu_kv_cache_bytes, end_token_ids, read_config, resolve_model_dir
 from rlhf_rollout.engines.requests import check_request
+from rlhf_rollout.engines.spec import EngineSpec
 from rlhf_rollout.protocols import Completion, SamplingParams
-from rlhf_rollout.weights import WeightBucket
+from rlhf_rollout.weight_sync.bucket import WeightBucket
 
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 _CPU_GATHER_S = 0.002
@@ -56,7 +56,7 @@ class VllmEngine:
         self._incomplete: str | None = None
         self._asleep = False
         try:
-            from rlhf_rollout.engines.vllm_loop import StepLoop
+            from rlhf_rollout.engines.vllm.loop import StepLoop
 
             self._loop = StepLoop(
                 lambda: _build_core(spec, model_dir, config, on_gpu=self._on_gpu),
@@ -224,7 +224,7 @@ def _build_core(spec: EngineSpec, model_dir: Path, model_config: dict[str, Any],
     from vllm.v1.engine.core_client import EngineCoreClient
     from vllm.v1.executor import Executor
 
-    from rlhf_rollout.engines import vllm_weights
+    from rlhf_rollout.engines.vllm import weights
 
     if spec.num_threads is not None:
         import torch
@@ -265,7 +265,7 @@ def _build_core(spec: EngineSpec, model_dir: Path, model_config: dict[str, Any],
         disable_log_stats=True,
         use_tqdm_on_load=False,
         weight_transfer_config=WeightTransferConfig(backend=f"rlhf_{spec.weight_transfer}"),
-        worker_extension_cls=f"{vllm_weights.__name__}.BucketWorkerExtension",
+        worker_extension_cls=f"{weights.__name__}.BucketWorkerExtension",
     ).create_engine_config()
     return EngineCoreClient.make_client(
         multiprocess_mode=False,

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 from rlhf_data.errors import WeightSyncError
-from rlhf_rollout.weights import TensorSpec, WeightBucket, aligned, bucket_checksum, map_segment, verify_checksum
+from rlhf_rollout.weight_sync.bucket import TensorSlot, WeightBucket, aligned, bucket_checksum, verify_checksum
+from rlhf_rollout.weight_sync.shared_memory import map_segment
 from rollout_testing import shared_memory_bucket
 
-SPECS = (TensorSpec("a", "uint8", (2,), 0, 2), TensorSpec("b", "uint8", (3,), 256, 3))
+SPECS = (TensorSlot("a", "uint8", (2,), 0, 2), TensorSlot("b", "uint8", (3,), 256, 3))
 
 
 def test_aligned_rounds_up_to_256() -> None:

@@ -1,9 +1,8 @@
-"""The receiver's half of weight sync: what a bucket of weights is and how its memory is mapped. Torch-free."""
+"""What a bucket of weights is. Torch-free."""
 
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,11 +10,10 @@ import numpy as np
 from rlhf_data.errors import WeightSyncError, nearest
 
 ALIGNMENT_BYTES = 256
-SHARED_MEMORY_DIR = Path("/dev/shm")
 
 
 @dataclass(frozen=True, slots=True)
-class TensorSpec:
+class TensorSlot:
     """Where one weight lies in a bucket's buffer.
 
     Attributes:
@@ -43,14 +41,14 @@ class WeightBucket:
     """A flat buffer of weights on its way to an engine.
 
     Attributes:
-        backend: "shared_memory" (a POSIX segment on this host) or "ipc" (a CUDA allocation on this device).
+        medium: a key of `MEDIA`: how the buffer reaches the engine.
         tensors: what lies in it.
         handle: the segment's name, or what torch needs to open the CUDA allocation in another process.
         checksum: of the buffer's bytes, in debug mode; None otherwise.
     """
 
-    backend: str
-    tensors: tuple[TensorSpec, ...]
+    medium: str
+    tensors: tuple[TensorSlot, ...]
     handle: Any
     checksum: int | None = None
 
@@ -65,7 +63,7 @@ def aligned(offset_bytes: int) -> int:
     return -(-offset_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
-def bucket_checksum(buffer: np.ndarray, tensors: tuple[TensorSpec, ...]) -> int:
+def bucket_checksum(buffer: np.ndarray, tensors: tuple[TensorSlot, ...]) -> int:
     """Return the CRC-32 of the weights' bytes in a buffer [n] uint8, in order, gaps between them left out."""
     checksum = 0
     for tensor in tensors:
@@ -73,7 +71,7 @@ def bucket_checksum(buffer: np.ndarray, tensors: tuple[TensorSpec, ...]) -> int:
     return checksum
 
 
-def check_tensor(spec: TensorSpec, expected: tuple[int, ...] | None, known: Iterable[str]) -> None:
+def check_tensor(spec: TensorSlot, expected: tuple[int, ...] | None, known: Iterable[str]) -> None:
     """Raise WeightSyncError unless a weight has the shape that the engine's model expects; None: it has no such one."""
     if expected is None:
         guess = nearest(spec.name, known)
@@ -96,14 +94,3 @@ def verify_checksum(buffer: np.ndarray, bucket: WeightBucket) -> None:
             f"{bucket.checksum:#010x}",
             hint="the sender changed the buffer before the engine had read it, or they share no memory",
         )
-
-
-def map_segment(name: str) -> np.ndarray:
-    """Return a segment of shared memory that another process made, [n] uint8, mapped as long as the array lives. Raises
-    WeightSyncError when it cannot be opened."""
-    try:
-        # A plain file on tmpfs: multiprocessing.shared_memory would unlink the sender's segment at this exit.
-        return np.memmap(SHARED_MEMORY_DIR / name, np.uint8, "r+")
-    except OSError as error:
-        message = f"the weight segment {SHARED_MEMORY_DIR / name} cannot be opened: {error.strerror}"
-        raise WeightSyncError(message, hint="shared memory reaches engines on the trainer's own host only") from error

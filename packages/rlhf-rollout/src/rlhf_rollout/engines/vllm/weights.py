@@ -16,11 +16,12 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
 
 from rlhf_data.errors import WeightSyncError
-from rlhf_rollout.engines.bucket_tensors import BucketReader
 from rlhf_rollout.engines.model_files import checkpoint_shapes
-from rlhf_rollout.weights import WeightBucket, check_tensor
+from rlhf_rollout.weight_sync import MEDIA
+from rlhf_rollout.weight_sync.bucket import WeightBucket, check_tensor
+from rlhf_rollout.weight_sync.reader import BucketReader
 
-BACKENDS = {"rlhf_shared_memory": "shared_memory", "rlhf_ipc": "ipc"}
+BACKENDS = {f"rlhf_{medium}": medium for medium in MEDIA}
 
 
 @dataclass

@@ -1,0 +1,101 @@
+"""What to generate with, and the kinds of engines; each is imported only when it is built."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from rlhf_data.errors import ConfigError, unknown
+from rlhf_rollout.weight_sync import MEDIA
+
+if TYPE_CHECKING:
+    from rlhf_rollout.protocols import RolloutEngine
+
+ENGINE_KINDS = ("fake", "http", "transformers", "vllm")
+_DTYPES = ("float32", "bfloat16")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSpec:
+    """What to generate with.
+
+    Attributes:
+        model: a Hugging Face folder or hub name; for "http" the name the server gives it.
+        tokenizer: the folder or name whose end token ends completions; the model's own when None.
+        dtype: of weights and activations.
+        max_model_len: prompt and completion together, in tokens.
+        max_num_seqs: completions decoded at once.
+        max_num_batched_tokens: tokens of one step.
+        gpu_memory_utilization: share of the GPU's memory for weights, activations and KV cache.
+        kv_cache_memory_bytes: fixes the KV cache's size; None takes it from `gpu_memory_utilization` on a GPU, and
+            on a CPU from what `max_num_seqs` full sequences need (at most 1 GiB).
+        enforce_eager: no compilation and no CUDA graphs.
+        enable_sleep: allow `sleep`; on a GPU the weights and KV cache then lie in memory that can be given back.
+        enable_prefix_caching: reuse the KV cache of common prefixes.
+        tensor_parallel_size: GPUs of one engine.
+        num_threads: of the engine's process for work on the CPU; None takes OMP_NUM_THREADS, or every core.
+        seed: of the completions that bring no seed of their own.
+        weight_transfer: how new weights arrive.
+        base_url: of the server, for "http" only.
+        request_timeout_s: of one HTTP request, for "http" only.
+    """
+
+    model: str
+    tokenizer: str | None = None
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    max_model_len: int = 2048
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 8192
+    gpu_memory_utilization: float = 0.9
+    kv_cache_memory_bytes: int | None = None
+    enforce_eager: bool = False
+    enable_sleep: bool = False
+    enable_prefix_caching: bool = True
+    tensor_parallel_size: int = 1
+    num_threads: int | None = None
+    seed: int = 0
+    weight_transfer: Literal["shared_memory", "ipc"] = "shared_memory"
+    base_url: str | None = None
+    request_timeout_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        if self.dtype not in _DTYPES:
+            raise ConfigError(unknown("engine dtype", self.dtype, _DTYPES))
+        if self.weight_transfer not in MEDIA:
+            raise ConfigError(unknown("weight transfer", self.weight_transfer, MEDIA))
+        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "tensor_parallel_size"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ConfigError(f"gpu_memory_utilization is {self.gpu_memory_utilization}; it must lie in (0, 1]")
+        if self.weight_transfer == "ipc" and self.tensor_parallel_size > 1:
+            message = (
+                f"weight_transfer ipc with tensor_parallel_size {self.tensor_parallel_size}: CUDA IPC reaches the "
+                "one GPU that the trainer shares with the engine"
+            )
+            raise ConfigError(message, hint="use weight_transfer shared_memory")
+
+
+def build_engine(kind: str, spec: EngineSpec) -> "RolloutEngine":
+    """Return a running engine of a kind named in `ENGINE_KINDS`. Raises ConfigError for an unknown kind or a spec that
+    does not suit it, EngineError when the engine does not start."""
+    if kind not in ENGINE_KINDS:
+        raise ConfigError(unknown("engine", kind, ENGINE_KINDS))
+    if (kind == "http") != (spec.base_url is not None):
+        message = f"engine {kind} with base_url {spec.base_url}: base_url belongs to engine http, which needs it"
+        raise ConfigError(message)
+    if kind == "vllm":
+        from rlhf_rollout.engines.vllm.engine import VllmEngine
+
+        return VllmEngine(spec)
+    if kind == "transformers":
+        from rlhf_rollout.engines.transformers import TransformersEngine
+
+        return TransformersEngine(spec)
+    if kind == "http":
+        from rlhf_rollout.engines.http import HttpEngine
+
+        return HttpEngine(
+            spec.base_url or "", model=spec.model, max_model_len=spec.max_model_len, timeout_s=spec.request_timeout_s
+        )
+    from rlhf_rollout.engines.fake import FakeEngine
+
+    return FakeEngine(max_model_len=spec.max_model_len, enable_sleep=spec.enable_sleep)

@@ -1,0 +1,49 @@
+"""Buckets of weights as torch tensors."""
+
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from rlhf_data.errors import WeightSyncError
+from rlhf_rollout.weight_sync import MEDIA
+from rlhf_rollout.weight_sync.bucket import WeightBucket, verify_checksum
+
+
+class BucketReader:
+    """Reads the buckets of one update; memory is mapped once and held until `close`."""
+
+    def __init__(self, medium: str, device: torch.device) -> None:
+        self.medium = medium
+        self.device = device
+        self._open_memory = import_module(MEDIA[medium]).open_memory
+        self._opened: tuple[Any, torch.Tensor] | None = None
+
+    def read(self, bucket: WeightBucket) -> list[tuple[str, torch.Tensor]]:
+        """Return the bucket's weights as tensors of their own on `device`: the sender may reuse its buffer.
+
+        A loader may keep a weight until the rest of its layer has come, in a later bucket, so views would not do.
+        Raises WeightSyncError for another medium than the engine's, memory that cannot be opened, or a wrong checksum.
+        """
+        if bucket.medium != self.medium:
+            raise WeightSyncError(f"a bucket came by {bucket.medium}, the engine was built for {self.medium}")
+        # torch counts one release for each export, so an export is opened once however many buckets it carries.
+        if self._opened is None or self._opened[0] != bucket.handle:
+            self.close()
+            self._opened = bucket.handle, self._open_memory(bucket.handle, self.device)
+        source = self._opened[1]
+        if bucket.used_bytes > source.numel():
+            raise WeightSyncError(f"a bucket of {bucket.used_bytes} bytes came in a buffer of {source.numel()} bytes")
+        flat = source[: bucket.used_bytes]
+        if bucket.checksum is not None:
+            verify_checksum(flat.cpu().numpy(), bucket)
+        flat = flat.to(self.device, copy=True)
+        if flat.is_cuda:
+            torch.cuda.synchronize(flat.device)
+        return [
+            (spec.name, flat[spec.place].view(getattr(torch, spec.dtype)).view(spec.shape)) for spec in bucket.tensors
+        ]
+
+    def close(self) -> None:
+        """Let go of the sender's memory."""
+        self._opened = None
