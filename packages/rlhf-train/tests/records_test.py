@@ -19,7 +19,6 @@ from rlhf_train.online.placement import PlacementRequest, plan_placement
 from rlhf_train.online.summaries import scored, summarize
 from rlhf_train.run.ledger import Ledger
 from rlhf_train.run.metrics import Max, Mean, Sum, merge_metrics, on_host, results
-from rlhf_train.run.timeline import Timeline
 from rlhf_train.specs import OptimizerSpec
 from trainer_testing import random_rollouts, tiny_job
 
@@ -262,15 +261,6 @@ def test_ledger_that_does_not_add_up_is_an_error():
     Ledger(10, 6, 2, 1, 1).check()
     with pytest.raises(RlhfError, match="rollouts were lost: 10 generated, 7 trained"):
         Ledger(10, 7, 2, 0, 0).check()
-
-
-def test_timeline_adds_up_and_starts_anew():
-    timeline = Timeline()
-    for _ in range(2):
-        with timeline.phase("work"):
-            pass
-    assert set(timeline.take()) == {"work"}
-    assert timeline.take() == {}
 
 
 def test_metrics_of_tensors_are_merged_as_they_are_and_made_numbers_on_the_host():

@@ -251,10 +251,10 @@ class PlacedRun:
         """Check that no rollout was lost, and report the step."""
         self._ledger.check()
         seconds = self._timeline.take()
-        total = sum(seconds.values())
+        total = seconds["step"]
         tokens = self._metrics.pop("samples/tokens", 0.0)
         self._metrics |= {f"time/{name}": value for name, value in seconds.items()} | self._ledger.metrics()
-        self._metrics |= {"time/step": total, "throughput/response_tokens": tokens / total if total else 0.0}
+        self._metrics["throughput/response_tokens"] = tokens / total if total else 0.0
         self._recorder.metrics(step, self._metrics)
         self._observer.step(step, self.num_steps, self._metrics)
         self._metrics = {}
