@@ -8,10 +8,10 @@ import pytest
 
 from rlhf_data.errors import EngineError
 from rlhf_data.testing import EOS_ID, ByteTokenizer
+from rlhf_rollout.commands.chat import stream
+from rlhf_rollout.commands.main import main
 from rlhf_rollout.engines.fake import FakeEngine
-from rlhf_rollout.main import main
 from rlhf_rollout.protocols import SamplingParams
-from rlhf_rollout.serving.chat import stream
 
 TOKENIZER = ByteTokenizer()
 
@@ -68,7 +68,7 @@ def talk(monkeypatch, capsys):
         prompts, typed = [], iter(lines)
         monkeypatch.setattr(builtins, "input", lambda mark: next(typed, None) or raise_end())
         monkeypatch.setattr(
-            "rlhf_rollout.serving.chat.build_engine",
+            "rlhf_rollout.commands.chat.build_engine",
             lambda kind, spec: FakeEngine(going_on("fine, and you?", prompts), max_model_len=spec.max_model_len),
         )
         assert main(["chat", "--engine", "fake", *more]) == 0

@@ -16,10 +16,10 @@ from rlhf_data.rows import Row
 from rlhf_data.sft import SftEncoder
 from rlhf_data.testing import ByteTokenizer, make_prompt, make_rollout
 from rlhf_models.testing import tiny_model_dir, tiny_reward_model_dir
-from rlhf_rollout import main as command
+from rlhf_rollout.commands import main as command
+from rlhf_rollout.commands.serve_rm import create_app
 from rlhf_rollout.rewards import LocalScorer, ModelReward
 from rlhf_rollout.rewards.remote import RemoteReward, check_reward_server
-from rlhf_rollout.serving.reward_server import create_app
 
 ANSWERS = [("two plus two is", " four"), ("two plus two is", " five or so"), ("the sky", " is blue"), ("", "alone")]
 

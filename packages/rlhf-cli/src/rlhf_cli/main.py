@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from rlhf_cli.exits import BAD_INPUT, SUCCESS
 from rlhf_data.errors import unknown
-from rlhf_rollout.main import COMMANDS as TOOLS
+from rlhf_rollout.commands.main import COMMANDS as TOOLS
 
 COMMANDS = {
     "ppo": "train a policy on rewards (PPO, GRPO)",

@@ -13,7 +13,7 @@ _SHIPPED = {
 
 def run_tool(name: str, argv: Sequence[str]) -> int:
     """Run `rlhf-rollout NAME`; return its exit status."""
-    from rlhf_rollout.main import main
+    from rlhf_rollout.commands.main import main
 
     words = [part for word in argv for part in (word.split("=") if word.endswith(f"={BUILTIN}") else [word])]
     flags_before = pairwise(["", *words])

@@ -16,9 +16,9 @@ from rlhf_data.preference import PreferenceEncoder
 from rlhf_data.sft import SftEncoder
 from rlhf_data.sources import open_sources
 from rlhf_data.testing import EOS_ID, ByteTokenizer, write_jsonl
-from rlhf_rollout.batch import post_process, take_up
+from rlhf_rollout.commands.generate import post_process, take_up
+from rlhf_rollout.commands.main import main
 from rlhf_rollout.engines.fake import FakeEngine
-from rlhf_rollout.main import main
 
 TOKENIZER = ByteTokenizer()
 TEMPLATE = "Q: {} A:"
@@ -102,7 +102,8 @@ def scripted(monkeypatch):
     """Engines that write letters, of a number that depends on prompt and sample; one in four is cut by --max_tokens."""
     script = lambda prompt, seed: [*(b"abcdefgh"[: 1 + (sum(prompt) + seed) % 8]), EOS_ID]  # noqa: E731
     monkeypatch.setattr(
-        "rlhf_rollout.batch.build_engine", lambda kind, spec: FakeEngine(script, max_model_len=spec.max_model_len)
+        "rlhf_rollout.commands.generate.build_engine",
+        lambda kind, spec: FakeEngine(script, max_model_len=spec.max_model_len),
     )
 
 
@@ -166,7 +167,8 @@ def test_resumed_run_after_a_kill_equals_one_that_was_not_interrupted(prompts, r
     assert main(arguments(prompts, whole, *more)) == 0
     # As slow as a real engine, one prompt at a time, and killed without a chance to tidy up.
     code = (
-        f"import sys; sys.path[:] = {sys.path!r}\nimport rlhf_rollout.batch as batch, rlhf_rollout.main as m\n"
+        f"import sys; sys.path[:] = {sys.path!r}\n"
+        "import rlhf_rollout.commands.generate as batch, rlhf_rollout.commands.main as m\n"
         "from rlhf_rollout.engines.fake import FakeEngine\n"
         "batch.build_engine = lambda kind, spec: FakeEngine(max_model_len=spec.max_model_len, latency_s=0.3)\n"
         f"m.main({arguments(prompts, cut, *more)!r})"
@@ -197,7 +199,7 @@ def test_resumed_run_after_a_kill_equals_one_that_was_not_interrupted(prompts, r
 
 def test_resume_tries_failed_prompts_again(prompts, tmp_path, monkeypatch):
     out = tmp_path / "out.jsonl"
-    monkeypatch.setattr("rlhf_rollout.batch.build_engine", lambda kind, spec: FakeEngine(fail_after=4))
+    monkeypatch.setattr("rlhf_rollout.commands.generate.build_engine", lambda kind, spec: FakeEngine(fail_after=4))
     assert main(arguments(prompts, out)) == 1
     monkeypatch.undo()
     assert main(arguments(prompts, out, "--resume")) == 0

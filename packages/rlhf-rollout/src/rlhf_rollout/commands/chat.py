@@ -12,8 +12,8 @@ from rlhf_data.chat import InputTemplate, Tokenizer, encode_prompts
 from rlhf_data.errors import EngineError
 from rlhf_data.records import FinishReason
 from rlhf_data.rows import Row
+from rlhf_rollout.commands.from_options import engine_spec, engine_tokenizer, sampling_params, say
 from rlhf_rollout.engines import build_engine
-from rlhf_rollout.from_options import engine_spec, engine_tokenizer, sampling_params, say
 from rlhf_rollout.protocols import RolloutEngine, SamplingParams
 
 _PIECE = 8  # tokens: soon enough to read along, and prompts are read anew not too often

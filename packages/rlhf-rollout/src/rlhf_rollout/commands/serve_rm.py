@@ -17,7 +17,7 @@ from rlhf_data.errors import ConfigError, DataError, RewardError
 from rlhf_data.records import FinishReason, Prompt, Rollout, Span, SpanSource, Verdict
 from rlhf_data.rows import Row
 from rlhf_data.sft import completed
-from rlhf_rollout.from_options import needed_sources, open_reward, reward_tokenizer, say
+from rlhf_rollout.commands.from_options import needed_sources, open_reward, reward_tokenizer, say
 from rlhf_rollout.protocols import RewardFunction
 from rlhf_rollout.rewards.mix import score_each
 from rlhf_rollout.rewards.remote import TOKEN_VARIABLE

@@ -20,8 +20,7 @@ from rlhf_data.prompts import PromptSet, load_prompts
 from rlhf_data.records import FinishReason
 from rlhf_data.rows import RowErrors
 from rlhf_data.sources import open_sources, parse_probs
-from rlhf_rollout.engines import build_engine
-from rlhf_rollout.from_options import (
+from rlhf_rollout.commands.from_options import (
     engine_spec,
     engine_tokenizer,
     open_reward,
@@ -30,8 +29,9 @@ from rlhf_rollout.from_options import (
     say,
     write_rows,
 )
+from rlhf_rollout.commands.main import POST_PROCESSORS
+from rlhf_rollout.engines import build_engine
 from rlhf_rollout.generator import GenerationCounts, generate_groups
-from rlhf_rollout.main import POST_PROCESSORS
 from rlhf_rollout.records_io import RolloutWriter
 from rlhf_rollout.rewards import RewardSource, check_reward
 
@@ -228,7 +228,7 @@ def post_process(
 
     Args:
         group: records of `rlhf_rollout.records_io`, with the `input`.
-        kind: see `rlhf_rollout.main.POST_PROCESSORS`, but for "rollouts".
+        kind: see `rlhf_rollout.commands.main.POST_PROCESSORS`, but for "rollouts".
         min_reward: what "rs" accepts; None for what has the verdict ok.
         reward_template: of "csft", with {input} and {reward}, of which two decimals are written.
     """

@@ -17,7 +17,7 @@ from rlhf_data.records import FinishReason, Prompt, Rollout, Span, SpanSource, V
 from rlhf_data.rows import Row, RowErrors
 from rlhf_data.sft import SftEncoder, SftExample
 from rlhf_data.sources import Rows, open_sources
-from rlhf_rollout.from_options import needed_sources, open_reward, reward_tokenizer, say, write_rows
+from rlhf_rollout.commands.from_options import needed_sources, open_reward, reward_tokenizer, say, write_rows
 from rlhf_rollout.rewards import RewardSource
 
 _NUM_AT_ONCE = 1024

@@ -29,13 +29,13 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = "rlhf-rollout") 
     try:
         options = _parse(arguments, prog)
         if options.command == "generate":
-            from rlhf_rollout.batch import generate as command
+            from rlhf_rollout.commands.generate import generate as command
         elif options.command == "score":
-            from rlhf_rollout.scoring import score as command
+            from rlhf_rollout.commands.score import score as command
         elif options.command == "serve_rm":
-            from rlhf_rollout.serving.reward_server import serve as command
+            from rlhf_rollout.commands.serve_rm import serve as command
         else:
-            from rlhf_rollout.serving.chat import chat as command
+            from rlhf_rollout.commands.chat import chat as command
         return command(options)
     except RlhfError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -12,7 +12,7 @@ from rlhf_data.testing import write_jsonl
 from rlhf_models.loading import load_reward_model
 from rlhf_models.reward import score_sequences
 from rlhf_models.testing import tiny_reward_model_dir
-from rlhf_rollout.main import main
+from rlhf_rollout.commands.main import main
 
 PAIRS = [
     {"prompt": "say", "chosen": "long answer", "rejected": "short"},

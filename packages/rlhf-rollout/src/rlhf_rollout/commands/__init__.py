@@ -1,0 +1,1 @@
+"""The commands of `rlhf-rollout`: generate, score, serve a reward, and chat."""

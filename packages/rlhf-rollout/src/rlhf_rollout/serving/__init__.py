@@ -1,1 +1,0 @@
-"""Programs that stay: a reward server, and a conversation in the terminal."""
