@@ -180,7 +180,7 @@ N = torch.zeros(5)
         (N, N, BOUNDS, torch.zeros(3, dtype=torch.int64), "last values in .*; got torch.int64"),
         (N, N, torch.tensor([0, 4]), None, r"from 0 to 5.*got \[0, 4\]"),
         (N, N, torch.tensor([1, 5]), None, r"got \[1, 5\]"),
-        (N, N, torch.tensor([0, 3, 2, 5]), None, "never fall"),
+        (N, N, torch.tensor([0, 3, 2, 5]), None, "must rise from 0 to"),
         (N, N, torch.tensor([1] * 12), None, "12 bounds from 1 to 1"),
         (N, N.to("meta"), BOUNDS, None, "one device; decays is on meta"),
     ],

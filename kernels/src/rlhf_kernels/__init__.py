@@ -1,4 +1,4 @@
-"""Fused operators of reinforcement learning on language models, each with a plain torch twin."""
+"""Fused operators for reinforcement learning on language models, each with a plain torch twin."""
 
 import importlib
 from typing import TYPE_CHECKING, Any
@@ -31,6 +31,7 @@ __all__ = [
     "token_logprobs",
 ]
 
+# The folder of each public name. Most operators are named like their folder.
 _FOLDERS = {name: name.rstrip("_") for name in __all__} | {
     "POLICY_METRICS": "packed_policy_loss",
     "PolicyObjective": "packed_policy_loss",
@@ -40,7 +41,7 @@ _FOLDERS = {name: name.rstrip("_") for name in __all__} | {
 
 
 def __getattr__(name: str) -> Any:
-    """Load torch only when an operator is asked for."""
+    """Import the operator on first use, so that importing the package does not import torch."""
     if name not in _FOLDERS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"rlhf_kernels.ops.{_FOLDERS[name]}"), name)

@@ -1,4 +1,4 @@
-"""Which of its two forms an operator takes: Triton on CUDA, the plain twin elsewhere."""
+"""Choice of implementation: Triton on CUDA, the plain torch twin elsewhere."""
 
 import contextlib
 import functools
@@ -9,11 +9,11 @@ from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
-FLOATS = (torch.bfloat16, torch.float16, torch.float32)  # what kernels read; they compute in float32
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)  # input dtypes of the kernels, which compute in float32
 
 
 def takes_triton(operator: str, tensor: Tensor) -> bool:
-    """Return whether an operator's kernel runs; on CUDA it is logged once when it does not."""
+    """Return whether an operator runs its Triton kernel. A fallback on CUDA is logged once, with the reason."""
     if not tensor.is_cuda:
         return False
     if reason := triton_unavailable_reason():
@@ -22,7 +22,7 @@ def takes_triton(operator: str, tensor: Tensor) -> bool:
 
 
 def on_device(tensor: Tensor) -> contextlib.AbstractContextManager:
-    """Triton launches on the current device, which need not be the tensor's: make it so."""
+    """Make the tensor's device current: Triton launches on the current device, whatever its arguments are on."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
 
 
@@ -41,5 +41,5 @@ def triton_unavailable_reason() -> str | None:
 
 @functools.cache
 def log_fallback_once(operator: str, reason: str) -> None:
-    """Warn that an operator takes its slower twin; the same pair is logged only once in a process."""
+    """Warn that an operator runs its slower twin. Each pair of operator and reason is logged once per process."""
     logger.warning("%s runs as plain torch: %s", operator, reason)

@@ -1,1 +1,1 @@
-"""One folder an operator: `reference.py` in plain torch, `triton.py` fused, `README.md` with the mathematics."""
+"""One folder per operator: `reference.py` in plain torch, `triton.py` fused, `README.md` with the mathematics."""

@@ -4,5 +4,5 @@ from torch import Tensor
 
 
 def accumulate_reference_(total: Tensor, part: Tensor) -> None:
-    """Add as `accumulate_` does."""
+    """Add `part` to `total` in place, as `accumulate_` does."""
     total.add_(part.view_as(total))

@@ -1,4 +1,4 @@
-"""Fused `accumulate_`: each element of both is read once, and the sum written once."""
+"""Fused `accumulate_`: one pass that reads each element once and writes each sum once."""
 
 import triton
 import triton.language as tl
@@ -11,7 +11,7 @@ BLOCK_SIZE = 4096
 
 @triton.jit
 def _accumulate_kernel(total_ptr, part_ptr, size, BLOCK_SIZE: tl.constexpr):  # noqa: N803
-    """One block a program."""
+    """Add one block of elements per program."""
     index = tl.program_id(0).to(tl.int64) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
     valid = index < size
     total = tl.load(total_ptr + index, mask=valid)
@@ -20,7 +20,7 @@ def _accumulate_kernel(total_ptr, part_ptr, size, BLOCK_SIZE: tl.constexpr):  # 
 
 
 def accumulate_triton_(total: Tensor, part: Tensor) -> None:
-    """Add as `accumulate_` does, which checks the arguments."""
+    """Add `part` to `total` in place. `accumulate_` has checked the arguments."""
     size = total.numel()
     if size:
         with on_device(total):

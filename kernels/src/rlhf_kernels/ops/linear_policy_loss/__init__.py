@@ -1,4 +1,4 @@
-"""The policy loss of a packed stream from hidden states and the LM head, without the logits."""
+"""Policy loss of a packed token stream from hidden states and the LM head, without storing the logits."""
 
 from dataclasses import replace
 
@@ -20,28 +20,29 @@ def linear_policy_loss(
     temperature: float = 1.0,
     weight_grad_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return what `packed_policy_loss` does, and log-probs and entropy, of logits that are never whole in memory.
+    """Return the loss and metrics of `packed_policy_loss`, with log-probs and entropy, without storing the logits.
 
         logprobs, entropy = token_logprobs(hidden @ weight.T, token_ids, temperature)
         loss, metrics     = packed_policy_loss(logprobs, stream, objective, entropy=entropy)
 
-    Gradients of the loss go to `hidden` and `weight`; on CUDA they are made in the forward pass, and the backward pass,
-    which can run once, scales them in place. A token that is not trained costs its products all the same: leave such
+    Gradients of the loss flow to `hidden` and `weight`. On CUDA the forward pass computes them and the backward pass,
+    which can run only once, scales them in place. An untrained token costs as much as a trained one, so leave untrained
     rows out of the stream where there are many.
 
     Args:
         hidden: [N, H] bfloat16, float16 or float32.
-        weight: [V, H], the LM head's, in the dtype of `hidden`.
-        token_ids: [N] int32 or int64 below V; a negative one is not trained. On CUDA an id of V or more gives NaN.
+        weight: [V, H], the LM head, in the dtype of `hidden`.
+        token_ids: [N] int32 or int64, below V. A negative id marks an untrained row. On CUDA an id of V or more gives
+            NaN.
         stream, objective: as in `packed_policy_loss`.
-        temperature: > 0; log-probs are those of the distribution sampled at this temperature.
-        weight_grad_dtype: on CUDA the weight's gradient is summed over chunks of tokens in this dtype; None for that of
-            `weight`. float32 rounds once, for 4 V H bytes more.
+        temperature: > 0. Log-probs are those of the distribution sampled at this temperature.
+        weight_grad_dtype: dtype in which CUDA sums the weight's gradient over chunks of tokens. None means the dtype of
+            `weight`. float32 rounds only once and takes 4 V H more bytes.
 
     Returns:
         loss: float32 scalar.
         metrics: [13] float32, named by `POLICY_METRICS`.
-        logprobs, entropy: [N] float32, nats, without gradient; 0.0 outside the loss mask.
+        logprobs, entropy: [N] float32, nats, without gradient, 0.0 outside the loss mask.
 
     Raises:
         ValueError: as `packed_policy_loss`, or (on the CPU) a token id beyond the vocabulary.
@@ -58,6 +59,7 @@ def linear_policy_loss(
         raise ValueError(f"temperature is {temperature}; it must be positive and finite")
     if token_ids.device.type == "cpu" and token_ids.numel() and int(token_ids.max()) >= len(weight):
         raise ValueError(f"token id {int(token_ids.max())} is outside the vocabulary of {len(weight)}")
+    # The mask and the negative ids say the same thing from here on: the kernels look only at the ids.
     stream = replace(stream, loss_mask=stream.loss_mask & (token_ids >= 0))
     token_ids = token_ids.masked_fill(~stream.loss_mask, -1)
     if takes_triton("linear_policy_loss", hidden):

@@ -1,4 +1,4 @@
-"""The plain torch twin of `linear_policy_loss`: whole logits, and autograd."""
+"""The plain torch twin of `linear_policy_loss`: full logits and autograd."""
 
 import torch
 from torch import Tensor

@@ -1,8 +1,12 @@
-"""Fused `linear_policy_loss`: chunks of the gradient by the logits, between the two products that read it.
+"""Fused `linear_policy_loss`: computes the gradient with respect to the logits one chunk of tokens at a time.
 
-The product with the head writes a row's exponentials, and never logits. The row's gradient is a multiple of these, that
-the other products' factors take; or, with an entropy's, made of them in place. float16 is too narrow for them, and not
-every GPU has the product: there cuBLAS writes logits, and the kernels of `token_logprobs` make them their gradient.
+Two matrix products read each chunk: one gives the gradient of the hidden states, the other that of the head's weight.
+
+On Hopper GPUs the `product` module multiplies hidden states and head, and stores exponentials of logits in place of
+logits. Without an entropy bonus, the gradient of a row is a multiple of its exponentials, so the factor is applied to
+the small results of the two products. With an entropy bonus, `_gradient_kernel` turns exponentials into the gradient
+in place. float16 is too narrow for the exponentials, and other GPUs lack the instructions: there cuBLAS writes logits
+and the kernels of `token_logprobs` overwrite them with their gradient.
 """
 
 from typing import Any
@@ -17,15 +21,17 @@ from rlhf_kernels.ops.linear_token_logprobs import product
 from rlhf_kernels.ops.packed_policy_loss.triton import launch_policy, scaled_gradients
 from rlhf_kernels.ops.token_logprobs.triton import LN_2, NUM_SUMS, add_sums, write_gradient
 
-CHUNK_BYTES = 506 << 20  # of all that is made of a chunk; with the numbers of 65,536 tokens, under 0.5 GiB
-ROW_ALIGNMENT = 64  # logits; rows that start at odd addresses slow the products down
-BLOCK_SIZE = 1024  # columns of a row at a time, of what the kernels here write
+# Memory per chunk of tokens. Together with the per-token results of 65,536 tokens it stays under 0.5 GiB.
+CHUNK_BYTES = 506 << 20
+ROW_ALIGNMENT = 64  # logits per row are padded to a multiple of this: unaligned rows slow the products down
+BLOCK_SIZE = 1024  # columns per program of the kernels in this file
 
 
 @triton.jit
 def _scale_rows_kernel(matrix_ptr, grads_ptr, totals_ptr, width, by, BLOCK: tl.constexpr):  # noqa: N803
-    """One block of one row a program, in place; a row without a gradient becomes 0, whatever it holds."""
-    row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    """Scale one block of one row per program, in place. A row without gradient becomes 0, even if it holds NaN."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     scale = tl.load(grads_ptr + row) / tl.load(totals_ptr + row) * by
     at = matrix_ptr + row * width + column
     value = tl.load(at, mask=column < width).to(tl.float32)
@@ -37,14 +43,19 @@ def _gradient_kernel(
     e_ptr, ids_ptr, sums_ptr, grads_ptr, e_stride, sums_stride, grads_stride, vocab_size, inv_temperature,
     BLOCK: tl.constexpr  # noqa: N803
 ):  # fmt: skip
-    """One block of one row a program: the gradient by logits, of log-prob and entropy, over their exponentials."""
-    row, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    sums, at = sums_ptr + row, e_ptr + row * e_stride + columns
-    reference, s = tl.load(sums), tl.load(sums + sums_stride)
-    u, own = tl.load(sums + 2 * sums_stride), tl.load(sums + 3 * sums_stride)
+    """Overwrite one block of one row of exponentials per program with the gradient with respect to the logits."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    sums = sums_ptr + row
+    at = e_ptr + row * e_stride + columns
+    reference = tl.load(sums)
+    s = tl.load(sums + sums_stride)
+    u = tl.load(sums + 2 * sums_stride)
+    own = tl.load(sums + 3 * sums_stride)
     by_logprob = tl.load(grads_ptr + row) * inv_temperature
     by_entropy = tl.load(grads_ptr + row + grads_stride) * inv_temperature * LN_2
-    is_own = columns == tl.load(ids_ptr + row)  # which holds its exponential less the sum
+    # The element of the row's own token holds its exponential minus the row's sum, so its logit comes from `sums`.
+    is_own = columns == tl.load(ids_ptr + row)
     e = tl.load(at, mask=columns < vocab_size, other=0.0).to(tl.float32)
     c = tl.where(is_own, own - reference, tl.log2(e))
     c = tl.maximum(c, -1e4, propagate_nan=tl.PropagateNan.ALL)  # -inf times 0 would be NaN
@@ -54,22 +65,24 @@ def _gradient_kernel(
 
 @torch.compiler.disable
 def linear_policy_loss_triton(hidden: Tensor, weight: Tensor, *terms: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return loss, metrics, log-probs and entropy as `linear_policy_loss` does, which checks the arguments."""
+    """Return loss, metrics, log-probs and entropy. `linear_policy_loss` has checked the arguments."""
     if not torch.is_grad_enabled():
+        # autograd.Function sees requires_grad even under no_grad, and would compute gradients that nobody reads.
         hidden, weight = hidden.detach(), weight.detach()
     return _LinearPolicyLoss.apply(hidden, weight, *terms)
 
 
 class _LinearPolicyLoss(torch.autograd.Function):
-    """Gradients are made in the forward pass; the backward pass only scales them."""
+    """Computes gradients in the forward pass, while the chunk is in memory. The backward pass only scales them."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, *terms: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         token_ids, temperature, stream, objective, weight_grad_dtype = terms
         token_ids = token_ids.contiguous()
-        wants_hidden, wants_weight = hidden.requires_grad, weight.requires_grad
+        wants_hidden = hidden.requires_grad
+        wants_weight = weight.requires_grad
         wants_any = wants_hidden or wants_weight
-        # Shares of a millionth would vanish in float16: there they are left to the backward pass.
+        # float16 has no room for a token's share of the loss, about 1e-6: the backward pass multiplies by it instead.
         ctx.factor = 1.0 / stream.denominator(objective) if hidden.dtype == torch.float16 else 1.0
         by_product = hidden.dtype != torch.float16 and product.fits(hidden, weight)
         is_multiple = by_product and not objective.entropy_coef
@@ -77,11 +90,13 @@ class _LinearPolicyLoss(torch.autograd.Function):
         def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.empty(shape, dtype=dtype, device=hidden.device)
 
-        # As in `token_logprobs`: sums, log-probs and entropies of rows; and the loss's gradient by these last two.
-        sums, grads = empty(NUM_SUMS, len(hidden)), torch.zeros(3, len(hidden), device=hidden.device)
+        # `sums` has the layout of `token_logprobs`. `grads` holds the gradient of the loss with respect to log-prob,
+        # entropy and log-sum-exp; the last stays 0.
+        sums = empty(NUM_SUMS, len(hidden))
+        grads = torch.zeros(3, len(hidden), device=hidden.device)
         logprobs, entropy = sums[4:6]
         width = triton.cdiv(len(weight), ROW_ALIGNMENT) * ROW_ALIGNMENT
-        # Its logits, a copy of its hidden state, and the parts of three sums.
+        # A row of a chunk takes its logits, a copy of its hidden state, and the partial sums of three quantities.
         row_bytes = (width + hidden.shape[1]) * hidden.itemsize + 12 * triton.cdiv(len(weight), product.TILE_COLUMNS)
         chunk_rows = max(CHUNK_BYTES // (row_bytes * product.TILE_ROWS), 1) * product.TILE_ROWS
         buffer = empty(min(chunk_rows, len(hidden)), width, dtype=hidden.dtype)
@@ -90,8 +105,8 @@ class _LinearPolicyLoss(torch.autograd.Function):
         chunks = [slice(start, start + chunk_rows) for start in range(0, max(len(hidden), 1), chunk_rows)]
 
         def fill_in(chunk: slice, gradient: bool) -> tuple[Tensor, Tensor]:
-            """Find a chunk's log-probs and entropies; return its hidden states, and its logits or exponentials."""
-            # A gradient of 0 times a hidden state that is not finite would be NaN.
+            """Compute a chunk's log-probs and entropies. Return its hidden states and its logits or exponentials."""
+            # 0 times a hidden state that is not finite would put NaN into the weight's gradient.
             rows = hidden[chunk].masked_fill(ignored[chunk], 0.0)
             logits = buffer[: len(rows), : len(weight)]
             if by_product:
@@ -103,13 +118,13 @@ class _LinearPolicyLoss(torch.autograd.Function):
             return rows, logits
 
         if objective.policy_loss == "gspo" and wants_any:
-            for chunk in chunks:  # its gradients need the log-probs of whole sequences
+            for chunk in chunks:  # GSPO's gradient needs the log-probs of whole sequences, which may span chunks
                 fill_in(chunk, gradient=False)
         grad_hidden = empty(*hidden.shape, dtype=hidden.dtype) if wants_hidden else None
         grad_weight = empty(*weight.shape, dtype=weight_grad_dtype or weight.dtype) if wants_weight else None
         for chunk in chunks:
             rows, logits = fill_in(chunk, wants_any)
-            # Until the last chunk these are right for the rows so far, and only the rows' gradients are used.
+            # Before the last chunk, loss and metrics are partial; only the gradients of this chunk's rows are used.
             by_results = (grads[0], None if is_multiple else grads[1]) if wants_any else ()
             loss, metrics = launch_policy(logprobs, entropy, stream, objective, *by_results)
             beside = token_ids[chunk], sums[:, chunk], grads[:, chunk]
@@ -126,7 +141,7 @@ class _LinearPolicyLoss(torch.autograd.Function):
                 if is_multiple:
                     _scale_rows(rows, *scales)
                 _add_product(grad_weight, logits.t(), rows, beta=min(chunk.start, 1))
-            del rows  # before there are the next ones
+            del rows  # free this chunk's copy before the next one is made
         ctx.save_for_backward(grad_hidden, grad_weight.to(weight.dtype) if wants_weight else None)
         results = logprobs.clone(), entropy.clone()
         ctx.mark_non_differentiable(metrics, *results)
@@ -136,7 +151,7 @@ class _LinearPolicyLoss(torch.autograd.Function):
 
 
 def _write_gradient(exponentials: Tensor, token_ids: Tensor, sums: Tensor, grads: Tensor, temperature: float) -> None:
-    """Write the gradient by logits over their exponentials, from that by the results."""
+    """Overwrite exponentials [N, V] with the gradient of the logits, from the gradients `grads` of the results."""
     num_rows, width = exponentials.shape
     if num_rows:
         strides = exponentials.stride(0), sums.stride(0), grads.stride(0)
@@ -147,7 +162,7 @@ def _write_gradient(exponentials: Tensor, token_ids: Tensor, sums: Tensor, grads
 
 
 def _scale_rows(matrix: Tensor, grads: Tensor, totals: Tensor, by: float) -> None:
-    """Multiply each row of a dense matrix by its gradient over its total, times `by`."""
+    """Multiply each row n of a dense matrix, in place, by grads[n] / totals[n] * by."""
     if matrix.numel():
         with on_device(matrix):
             _scale_rows_kernel[(len(matrix), triton.cdiv(matrix.shape[1], BLOCK_SIZE))](
@@ -156,8 +171,11 @@ def _scale_rows(matrix: Tensor, grads: Tensor, totals: Tensor, by: float) -> Non
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor, beta: int) -> None:
-    """Set total to beta total + left right, summed in its dtype."""
+    """Set `total` to beta * total + left @ right, accumulated in the dtype of `total`."""
     options = {} if total.dtype == left.dtype else {"out_dtype": total.dtype}
     if options and not total.is_cuda:
-        left, right, options = left.to(total.dtype), right.to(total.dtype), {}
+        # Only cuBLAS takes an output dtype that differs from the operands'.
+        left = left.to(total.dtype)
+        right = right.to(total.dtype)
+        options = {}
     torch.addmm(total, left, right, beta=beta, out=total, **options)

@@ -1,4 +1,4 @@
-"""Log-probability, entropy and log-sum-exp from hidden states and the LM head, without the logits."""
+"""Log-probability, entropy and log-sum-exp from hidden states and the LM head, without storing the logits."""
 
 from torch import Tensor
 
@@ -10,20 +10,19 @@ from rlhf_kernels.ops.token_logprobs import TokenLogprobs, check_below, check_to
 def linear_token_logprobs(
     hidden: Tensor, weight: Tensor, token_ids: Tensor, *, temperature: float = 1.0, bias: Tensor | None = None
 ) -> TokenLogprobs:
-    """Return what `token_logprobs` does of the logits of an LM head, which are never whole in memory on CUDA.
+    """Return the results of `token_logprobs` for an LM head's logits. On CUDA the logits are never all in memory.
 
         logits = hidden weight^T + bias
 
-    All three results carry exact gradients to `hidden`, `weight` and `bias`; where none of these wants one, only the
-    forward pass is made. A row whose token id is negative is ignored: its results and gradients are 0.0, whatever its
-    hidden state.
+    All three results carry exact gradients to `hidden`, `weight` and `bias`. A row with a negative token id is ignored:
+    its results and gradients are 0.0, even if its hidden state is not finite.
 
     Args:
-        hidden: [N, H] bfloat16, float16 or float32; logits that are written to memory are rounded to this dtype.
-        weight: [V, H], of the same dtype.
-        token_ids: [N] integers below V. On CUDA an id of V or more gives NaN, because to raise would stall the stream.
-        temperature: > 0; results are those of the distribution sampled at this temperature.
-        bias: [V], of the same dtype.
+        hidden: [N, H] bfloat16, float16 or float32. Logits that are written to memory are rounded to this dtype.
+        weight: [V, H], same dtype.
+        token_ids: [N] integers below V. On CUDA an id of V or more gives NaN, because raising would stall the stream.
+        temperature: > 0. Results are those of the distribution sampled at this temperature.
+        bias: [V], same dtype.
 
     Returns:
         `TokenLogprobs`: three tensors [N] float32, nats.
@@ -42,7 +41,7 @@ def linear_token_logprobs(
 
 
 def check_head(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    """Raise ValueError unless hidden states and an LM head fit each other."""
+    """Raise ValueError unless hidden states and an LM head agree in shape, dtype and device."""
     tensors = [hidden, weight] if bias is None else [hidden, weight, bias]
     fits = hidden.ndim == weight.ndim == 2 and hidden.shape[1] == weight.shape[1] and 0 not in weight.shape
     if not fits or (bias is not None and bias.shape != weight.shape[:1]):

@@ -1,8 +1,12 @@
-"""The product of hidden states and an LM head, and what is wanted of its elements before they leave the registers.
+"""Matrix product of hidden states and an LM head that reduces logits while they are in registers (Hopper GPUs).
 
-Without the logits a row's sums are those of its parts in tiles of the product, merged afterwards; with these sums known
-the product, made again, is written as its gradient. In place of the logits their exponentials can be written: relative
-to the token's own, or where a tile exceeds that too far to the tile's largest, which the merging brings to one level.
+Forward: each program computes tiles of logits and stores, for each row, the partial sums of the tile; `_merge_kernel`
+merges the partial sums of a row. Backward: with the sums known, the same product is computed again and written as the
+gradient of the logits.
+
+`head_sums` can also store the exponentials of the logits, for the gradient. They are relative to the logit of the row's
+own token, which is known before the product (`reference_sums`). If a tile exceeds that logit by so much that the
+exponential would overflow, they are relative to the tile's maximum, and merging rescales them.
 """
 
 import functools
@@ -18,41 +22,45 @@ from rlhf_kernels.ops.linear_token_logprobs.reference import Head
 from rlhf_kernels.ops.token_logprobs.triton import LN_2, LOG2_E
 
 TILE_ROWS, TILE_COLUMNS, TILE_DEPTH = 128, 256, 64
-# Of an SM's shared memory three stages of operands, and room for half a tile of results.
+# Three stages of operands and half a tile of results fill the shared memory of an SM.
 OPTIONS = {"num_warps": 8, "num_stages": 3}
-GROUP_TILES = 16  # of rows, whose hidden states stay in the L2 cache while the head passes by
-MAX_ROWS = 4096  # of whole tiles, whose parts of sums exist at a time
-MERGED_ROWS, MERGED_PARTS = 8, 256  # of parts of sums at a time
-# In bits: an exponential is at most 2 to this power. The sum of as many as a vocabulary has, times a weight, is finite
-# in float32, and its reciprocal times a gradient is no subnormal number.
+GROUP_TILES = 16  # tiles of rows per group: their hidden states stay in the L2 cache while the head streams past
+MAX_ROWS = 4096  # rows whose partial sums exist at a time, a multiple of the tile height
+MERGED_ROWS, MERGED_PARTS = 8, 256  # rows and partial sums per step of `_merge_kernel`
+# Exponentials are at most 2^60. A sum over a vocabulary of them, times a weight, is finite in float32, and a gradient
+# divided by it is not subnormal.
 MAX_EXPONENT = tl.constexpr(60.0)
-# References of rows: of an ignored one, next to which every exponential is 0; and the least.
+# Reference logits: IGNORED makes every exponential of an ignored row 0; LEAST is the lower bound for the other rows.
 IGNORED, LEAST = tl.constexpr(3.0e38), tl.constexpr(-1.0e30)
 
-# The rows of `sums`, x = z / temperature in bits:
-# 0 to 3: r, the reference, s = sum 2^(x - r), u = sum (x - r) 2^(x - r), the token's x
-# 4 to 6: logprob, entropy, log-sum-exp, in nats
+# Rows of `sums`, with x = z / temperature in bits (units of log 2):
+# 0 to 3: the reference r, s = sum 2^(x - r), u = sum (x - r) 2^(x - r), x of the token
+# 4 to 6: log-prob, entropy, log-sum-exp, in nats
 
 
 def fits(hidden: Tensor, weight: Tensor) -> bool:
-    """Return whether the kernels take these: where they run at the speed of cuBLAS, and rows are aligned for TMA."""
+    """Return whether the kernels can take this head: a Hopper GPU, and rows aligned for TMA loads.
+
+    On Hopper they reach the speed of cuBLAS; elsewhere cuBLAS is faster.
+    """
     if len(hidden) == 0 or not all(_is_aligned(matrix) for matrix in (hidden, weight)):
         return False
-    if not hidden.is_cuda:  # Triton's interpreter, which multiplies no bfloat16
+    if not hidden.is_cuda:  # Triton's interpreter cannot multiply bfloat16
         return hidden.dtype != torch.bfloat16
     return hidden.itemsize == 2 and torch.cuda.get_device_capability(hidden.device)[0] == 9
 
 
 def _is_aligned(matrix: Tensor) -> bool:
-    """Return whether rows, here and in a dense copy, start at multiples of 16 bytes."""
-    (_, width), (stride, step) = matrix.shape, matrix.stride()
+    """Return whether rows of the matrix, and of a dense copy of it, start at multiples of 16 bytes."""
+    width = matrix.shape[1]
+    stride, step = matrix.stride()
     starts = (matrix.data_ptr(), width * matrix.itemsize, stride * matrix.itemsize)
     return step == 1 and stride >= width and not any(start % 16 for start in starts)
 
 
 @triton.jit
 def _store(out, row, column, tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # noqa: N803
-    """Store a tile by halves, which need half the shared memory."""
+    """Store a tile in two halves: staging a half takes half the shared memory."""
     halves = tl.permute(tl.reshape(tile.to(out.dtype), (ROWS, 2, COLUMNS // 2)), (0, 2, 1))
     left, right = tl.split(halves)
     out.store([row, column], left)
@@ -66,19 +74,24 @@ def _product_kernel(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,  # noqa: N803
     PROGRAMS: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
-    """Tiles of hidden weight^T in turn: the parts of the rows' sums, and maybe exponentials; or the gradient."""
-    tiles_high, tiles_wide = tl.cdiv(num_rows, ROWS), tl.cdiv(width, COLUMNS)
+    """Compute tiles of hidden @ weight.T, and store partial sums (and exponentials if WRITES) or, if GRADIENT, the
+    gradient of the logits. A program takes every PROGRAMS-th tile."""
+    tiles_high = tl.cdiv(num_rows, ROWS)
+    tiles_wide = tl.cdiv(width, COLUMNS)
     for tile in tl.range(tl.program_id(0), tiles_high * tiles_wide, PROGRAMS, flatten=True):
         first = tile // (GROUP * tiles_wide) * GROUP
         group = min(tiles_high - first, GROUP)
         place = tile % (GROUP * tiles_wide)
-        row, column = (first + place % group) * ROWS, place // group * COLUMNS
+        row = (first + place % group) * ROWS
+        column = place // group * COLUMNS
         z = tl.zeros((ROWS, COLUMNS), tl.float32)
         for k in range(0, depth, DEPTH):
             z = tl.dot(hidden.load([row, k]), weight.load([column, k]).T, z)
 
-        rows, columns = row + tl.arange(0, ROWS), column + tl.arange(0, COLUMNS)
+        rows = row + tl.arange(0, ROWS)
+        columns = column + tl.arange(0, COLUMNS)
         valid = rows < num_rows
+        # Looking for a row's own token costs a comparison per element; the marks skip tiles without one.
         has_tokens = tl.load(marks_ptr + row // ROWS * marks_stride + column // COLUMNS) != 0
         token_id = tl.minimum(tl.load(ids_ptr + rows, mask=valid, other=-1), 2147483647).to(tl.int32)
         own_column = tl.where(token_id < 0, -1, token_id - vocab_start)
@@ -107,13 +120,14 @@ def _product_kernel(
                 is_here = (own_column >= column) & (own_column < tl.minimum(column + COLUMNS, width))
                 tl.store(sums_ptr + 3 * sums_stride + rows, own, mask=is_here)
             highest = tl.max(z, axis=1)
-            reference = tl.where(highest - reference > MAX_EXPONENT, highest, reference)  # hardly ever
+            # Rarely true: the token's logit would have to be 60 bits below the tile's maximum.
+            reference = tl.where(highest - reference > MAX_EXPONENT, highest, reference)
             c = z - reference[:, None]
             e = tl.exp2(c)
             parts = beside_ptr + column // COLUMNS * num_rows + rows
             tl.store(parts, reference, mask=valid)
             tl.store(parts + beside_stride, tl.sum(e, axis=1), mask=valid)
-            # -inf, which times 0 would be NaN, becomes -1e4.
+            # -inf * 0 would be NaN, hence the lower bound of -1e4, whose exponential is 0.
             tl.store(parts + 2 * beside_stride, tl.sum(tl.maximum(c, -1e4) * e, axis=1), mask=valid)
             if WRITES:
                 _store(out, row, column, e, ROWS, COLUMNS)
@@ -125,7 +139,11 @@ def _reference_kernel(
     sums_stride, vocab_size, depth, inv_temperature,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr  # noqa: N803
 ):  # fmt: skip
-    """One row a program: about the token's logit, and NaN where that itself is to be; and a mark on its tile."""
+    """Compute the approximate logit of one row's token per program, and mark the tile that holds the token.
+
+    The dot product sums in another order than the matrix product, so the result only serves as the reference of the
+    row's exponentials. The exact logit comes from the matrix product; its place holds NaN until then.
+    """
     row = tl.program_id(0).to(tl.int64)
     token_id = tl.load(ids_ptr + row).to(tl.int64)
     x = 0.0
@@ -150,19 +168,24 @@ def _merge_kernel(
     parts_ptr, ids_ptr, sums_ptr, out_ptr, sums_stride, out_stride, num_rows, vocab_size, num_parts,
     WRITES: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr  # noqa: N803
 ):  # fmt: skip
-    """Some rows a program: their sums and results from the parts; exponentials are brought to one reference, and the
-    token's, less the sum, is what the gradient of -log-prob has there."""
+    """Merge the partial sums of a few rows per program into their sums and results.
+
+    Exponentials that were stored relative to a tile's maximum are rescaled to the row's reference. The exponential of
+    the token itself becomes e - s: divided by the sum s this is p - 1, the gradient of -log-prob there.
+    """
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     valid = rows < num_rows
     plane = num_parts * num_rows
     part = tl.arange(0, PARTS)[:, None]
-    highest, lowest = tl.full([ROWS], -3.4e38, tl.float32), tl.full([ROWS], 3.4e38, tl.float32)
+    highest = tl.full([ROWS], -3.4e38, tl.float32)
+    lowest = tl.full([ROWS], 3.4e38, tl.float32)
     for start in range(0, num_parts, PARTS):
         present = (start + part < num_parts) & valid[None, :]
         at = parts_ptr + (start + part) * num_rows + rows[None, :]
         highest = tl.maximum(highest, tl.max(tl.load(at, mask=present, other=-3.4e38), axis=0))
         lowest = tl.minimum(lowest, tl.min(tl.load(at, mask=present, other=3.4e38), axis=0))
-    s, u = tl.zeros([ROWS], tl.float32), tl.zeros([ROWS], tl.float32)
+    s = tl.zeros([ROWS], tl.float32)
+    u = tl.zeros([ROWS], tl.float32)
     for start in range(0, num_parts, PARTS):
         present = (start + part < num_parts) & valid[None, :]
         at = parts_ptr + (start + part) * num_rows + rows[None, :]
@@ -175,13 +198,14 @@ def _merge_kernel(
 
     token_id = tl.load(ids_ptr + rows, mask=valid, other=-1).to(tl.int64)
     ignored = token_id < 0
-    s, u = tl.where(ignored, 1.0, s), tl.where(ignored, 0.0, u)
+    s = tl.where(ignored, 1.0, s)
+    u = tl.where(ignored, 0.0, u)
     own = tl.load(sums_ptr + 3 * sums_stride + rows, mask=valid, other=0.0)
     log_sum = tl.log2(s)
     tl.store(sums_ptr + rows, highest, mask=valid)
     tl.store(sums_ptr + sums_stride + rows, s, mask=valid)
     tl.store(sums_ptr + 2 * sums_stride + rows, u, mask=valid)
-    # Kept apart, reference and log s lose no digits however large the logits are; their sum does.
+    # Subtract the reference before log s: their sum would lose digits where logits are large.
     tl.store(sums_ptr + 4 * sums_stride + rows, tl.where(ignored, 0.0, (own - highest - log_sum) * LN_2), mask=valid)
     tl.store(sums_ptr + 5 * sums_stride + rows, tl.where(ignored, 0.0, (log_sum - u / s) * LN_2), mask=valid)
     tl.store(sums_ptr + 6 * sums_stride + rows, tl.where(ignored, 0.0, (highest + log_sum) * LN_2), mask=valid)
@@ -194,13 +218,14 @@ def _merge_kernel(
                 there = valid[:, None] & (columns < vocab_size)[None, :]
                 e = tl.load(out[:, None] + columns[None, :], mask=there, other=0.0).to(tl.float32) * factor[:, None]
                 tl.store(out[:, None] + columns[None, :], e.to(out_ptr.dtype.element_ty), mask=there)
-            tl.debug_barrier()  # the token's element is written once more, after all others
+            tl.debug_barrier()  # the token's element is written again below, after all other writes
         rest = tl.exp2(own - highest) - s
         tl.store(out + token_id, rest.to(out_ptr.dtype.element_ty), mask=valid & ~ignored & (token_id < vocab_size))
 
 
 def reference_sums(head: Head, token_ids: Tensor, sums: Tensor, temperature: float) -> Tensor:
-    """Fill in what `head_sums` starts from; return marks on the product's tiles that have a row's token among them."""
+    """Fill in the references that `head_sums` needs. Return marks [tiles of rows, tiles of columns] int8 of the tiles
+    that hold the token of one of their rows."""
     hidden, weight, bias = head
     tiles = triton.cdiv(len(hidden), TILE_ROWS), triton.cdiv(len(weight), TILE_COLUMNS)
     marks = torch.zeros(tiles, dtype=torch.int8, device=hidden.device)
@@ -216,13 +241,15 @@ def reference_sums(head: Head, token_ids: Tensor, sums: Tensor, temperature: flo
 def head_sums(
     head: Head, token_ids: Tensor, marks: Tensor, sums: Tensor, temperature: float, exponentials: Tensor | None = None
 ) -> None:
-    """Fill in `sums` [7, N], and in place of the logits their exponentials [N, V], the token's less the row's sum.
+    """Fill in `sums` [7, N] and, if given, `exponentials` [N, V] of the logits, with the row's sum subtracted at the
+    token.
 
-    Divided by the row's sum, these are the gradient of -log-prob times the temperature. With them hidden states of
-    ignored rows must be finite.
+    Divided by the row's sum, the exponentials are the gradient of -log-prob times the temperature. To write them, the
+    hidden states of ignored rows must be finite.
     """
     hidden, weight, bias = head
-    height, num_parts = min(MAX_ROWS, len(hidden)), marks.shape[1]
+    height = min(MAX_ROWS, len(hidden))
+    num_parts = marks.shape[1]
     space = torch.empty(3 * num_parts * height, dtype=torch.float32, device=hidden.device)
     for start in range(0, len(hidden), height):
         some = slice(start, min(start + height, len(hidden)))
@@ -247,9 +274,9 @@ def head_gradient(
     temperature: float,
     vocab_start: int,
 ) -> None:
-    """Write the gradient by a block of logits from that by the results, [3, N].
+    """Write the gradient of a block of logits to `out`, from the gradients `grads` [3, N] of the results.
 
-    The block's rows start at one of the product's tiles, and so do its ids, at `vocab_start`.
+    The block starts at a multiple of the tile size in its rows and, at `vocab_start`, in its columns.
     """
     marks = marks[:, vocab_start // TILE_COLUMNS :]
     with on_device(out):
@@ -268,7 +295,7 @@ def _product(
     vocab_start: int = 0,
     gradient: bool = False,
 ) -> None:
-    """Launch the product: at most as many programs as there are SMs, that take tile after tile."""
+    """Launch the product with at most one program per SM; each program takes several tiles."""
     hidden, weight, bias = head
     tiles = triton.cdiv(len(hidden), TILE_ROWS) * triton.cdiv(len(weight), TILE_COLUMNS)
     programs = _num_sms(hidden.device)

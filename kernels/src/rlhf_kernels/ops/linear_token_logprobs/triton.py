@@ -1,7 +1,8 @@
-"""Fused `linear_token_logprobs`: logits are made a block at a time, forward and again backward.
+"""Fused `linear_token_logprobs`: computes logits block by block in the forward pass, and again in the backward pass.
 
-Where `product` takes them they are never written, only their gradient is; elsewhere cuBLAS writes blocks of them, and
-the kernels of `token_logprobs` read these. With a reference's head beside the policy's it is `logprob_kl`.
+Where the kernels of `product` fit, logits stay in registers and only their gradient is written. Elsewhere cuBLAS writes
+blocks of logits, and the kernels of `token_logprobs` read them. `logprob_kl` uses the same code with a second head, the
+reference model's.
 """
 
 from collections.abc import Sequence
@@ -16,36 +17,37 @@ from rlhf_kernels.ops.linear_token_logprobs.reference import Head
 from rlhf_kernels.ops.token_logprobs.reference import TokenLogprobs
 from rlhf_kernels.ops.token_logprobs.triton import NUM_SUMS, NUM_SUMS_WITH_REFERENCE, add_sums, write_gradient
 
-# Blocks of logits, one of each head, are together about MAX_BLOCK_BYTES large. Forward they are wide, which leaves few
-# sums to be merged; backward high, which leaves few parts of the weight's gradient to be added up. Their width is a
+# The blocks of all heads together take about MAX_BLOCK_BYTES. Forward blocks are wide, so that few partial sums have to
+# be merged. Backward blocks are tall, so that few parts of the weight's gradient have to be added up. The width is a
 # multiple of ALIGNMENT: every row is aligned for wide loads and the matrix product fills its tiles.
 MAX_BLOCK_BYTES = 256 << 20
 MAX_FORWARD_ROWS = 4096
-MAX_BACKWARD_ROWS = 16_384  # of whole tiles of `product`
+MAX_BACKWARD_ROWS = 16_384  # a multiple of the tile height of `product`
 ALIGNMENT = product.TILE_COLUMNS
-# Logits that take no more than this in all are one block, and kept for the gradient, which spares a product.
+# Logits up to this size form one block that is kept for the backward pass, which saves computing them again.
 MAX_KEPT_BYTES = 384 << 20
 
 
-@torch.compiler.disable  # products and kernels write into buffers, which a traced graph would copy
+@torch.compiler.disable  # kernels write into buffers, which a traced graph would copy
 def linear_token_logprobs_triton(head: Head, token_ids: Tensor, temperature: float) -> TokenLogprobs:
-    """Return what `linear_token_logprobs` does, which checks the arguments."""
+    """Return log-prob, entropy and log-sum-exp. `linear_token_logprobs` has checked the arguments."""
     hidden, weight, bias = head
     bias = None if bias is None else bias.contiguous()
     return TokenLogprobs(*head_results(token_ids, temperature, hidden, weight, bias))
 
 
 def head_results(token_ids: Tensor, temperature: float, *heads: Tensor | None) -> tuple[Tensor, ...]:
-    """Return what `HeadResults` says of one head or two, each hidden states, weight and bias."""
-    if not torch.is_grad_enabled():  # to the function they would still seem to want gradients
+    """Apply `HeadResults` to one or two heads, each given as hidden states, weight and bias."""
+    if not torch.is_grad_enabled():
+        # autograd.Function sees requires_grad even under no_grad, and would keep tensors for a backward pass.
         heads = tuple(None if part is None else part.detach() for part in heads)
     return HeadResults.apply(token_ids.contiguous(), temperature, *heads)
 
 
 class HeadResults(torch.autograd.Function):
-    """Log-probs, entropies, log-sum-exps; given a reference's head too: KL and the reference's log-probs.
+    """Log-probs, entropies and log-sum-exps. With a reference's head also the KL and the reference's log-probs.
 
-    Keeps the arguments, a few numbers a row, and the logits if they are few; if not the backward pass makes them again.
+    Saves the arguments and a few numbers per row. Logits are saved only if they are few, else computed again backward.
     """
 
     @staticmethod
@@ -53,7 +55,8 @@ class HeadResults(torch.autograd.Function):
         blocks = LogitBlocks(heads, MAX_FORWARD_ROWS)
         num_sums = NUM_SUMS if len(heads) == 3 else NUM_SUMS_WITH_REFERENCE
         sums = torch.empty((num_sums, len(token_ids)), dtype=torch.float32, device=token_ids.device)
-        marks, keeps = None, any(ctx.needs_input_grad) and len(blocks.rows) == len(blocks.columns) == 1
+        marks = None
+        keeps = any(ctx.needs_input_grad) and len(blocks.rows) == len(blocks.columns) == 1
         ctx.by_product = len(heads) == 3 and not keeps and product.fits(*heads[:2])
         if ctx.by_product:
             marks = product.reference_sums(heads, token_ids, sums, temperature)
@@ -65,7 +68,8 @@ class HeadResults(torch.autograd.Function):
                     pair = blocks.logits(rows, columns)
                     add_sums(*pair, token_ids[rows], sums[:, rows], temperature, start, first=start == 0)
         ctx.save_for_backward(token_ids, marks, sums, *(pair if keeps else (None, None)), *heads)
-        ctx.temperature, ctx.is_first = temperature, True
+        ctx.temperature = temperature
+        ctx.is_first = True
         if len(heads) == 3:
             return tuple(row.clone() for row in sums[4:7])
         results = tuple(sums[row].clone() for row in (4, 5, 6, 7, 12))
@@ -76,17 +80,20 @@ class HeadResults(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         token_ids, marks, sums, logits, ref_logits, *heads = ctx.saved_tensors
-        are_kept, ctx.is_first = ctx.is_first and logits is not None, False  # they become their gradient
+        # The gradient overwrites kept logits, so a second backward pass computes them again.
+        are_kept = ctx.is_first and logits is not None
+        ctx.is_first = False
         grads = torch.stack(grads[:4])
-        (hidden, weight, bias), needed = heads[:3], ctx.needs_input_grad[2:5]
+        hidden, weight, bias = heads[:3]
+        needed = ctx.needs_input_grad[2:5]
         blocks = LogitBlocks(heads, MAX_BACKWARD_ROWS)
         grad_hidden = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device) if needed[0] else None
         grad_weight = torch.empty_like(weight) if needed[1] else None
         grad_bias = torch.empty_like(bias) if needed[2] else None
-        # A gradient of 0 times a hidden state that is not finite would be NaN.
+        # 0 times a hidden state that is not finite would put NaN into the weight's gradient.
         kept = hidden.masked_fill((token_ids < 0)[:, None], 0.0) if needed[1] or ctx.by_product else hidden
-        # The vocabulary is the outer loop: of the weight's gradient, much the largest, a part is written once and never
-        # read. Sums over blocks are float32.
+        # The vocabulary is the outer loop, because the weight's gradient is by far the largest output: each part of it
+        # is written once and never read back. Sums over blocks are float32.
         for columns in blocks.columns:
             part = weight[columns]
             add_up = needed[1] and len(blocks.rows) != 1
@@ -120,26 +127,28 @@ class HeadResults(torch.autograd.Function):
 
 
 class LogitBlocks:
-    """The logits of one LM head, or of two of one vocabulary, block by block in a buffer each.
+    """Logits of one LM head, or of two with the same vocabulary, block by block in one reused buffer per head.
 
     Attributes:
-        rows, columns: the blocks' slices of the rows and of the vocabulary, in order.
+        rows, columns: slices of the rows and of the vocabulary, in order; each pair of slices is a block.
     """
 
     def __init__(self, heads: Sequence[Tensor | None], max_rows: int) -> None:
         self._heads = [heads[start : start + 3] for start in range(0, len(heads), 3)]
         num_rows, vocab_size = len(heads[0]), len(heads[1])
         height = max(1, min(num_rows, max_rows))
-        num_bytes = height * sum(hidden.element_size() for hidden, _, _ in self._heads)  # a column
+        num_bytes = height * sum(hidden.element_size() for hidden, _, _ in self._heads)  # per column of a block
         is_one = height == num_rows and num_bytes * vocab_size <= MAX_KEPT_BYTES
         widest = vocab_size if is_one else MAX_BLOCK_BYTES // num_bytes
-        num_columns = -(-vocab_size // max(ALIGNMENT, widest))  # of blocks of nearly equal width
+        num_columns = -(-vocab_size // max(ALIGNMENT, widest))  # number of blocks, of nearly equal width
         width = -(-vocab_size // (num_columns * ALIGNMENT)) * ALIGNMENT
-        self._shape, self._buffers = (height, width), []
-        self.rows, self.columns = _slices(num_rows, height), _slices(vocab_size, width)
+        self._shape = (height, width)
+        self._buffers = []
+        self.rows = _slices(num_rows, height)
+        self.columns = _slices(vocab_size, width)
 
     def logits(self, rows: slice, columns: slice) -> tuple[Tensor, Tensor | None]:
-        """Return one block of each head, None for a second that is not there; the next call overwrites them."""
+        """Return one block of each head, None for a missing second head. The next call overwrites them."""
         blocks = [None, None]
         for index, (hidden, weight, bias) in enumerate(self._heads):
             out = self.buffer(rows, columns, index)
@@ -160,7 +169,7 @@ def _slices(total: int, step: int) -> list[slice]:
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add a product of two matrices to float32 sums; no step rounds to the matrices' dtype."""
+    """Add a @ b to the float32 sums in `total`, without rounding the product to the dtype of the matrices."""
     if a.is_cuda and a.dtype != torch.float32:
         torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
     else:

@@ -1,4 +1,4 @@
-"""Log-probabilities of a policy and of its reference, and their divergence, from hidden states and LM heads."""
+"""Log-probabilities of a policy and its reference, and the KL between them, from hidden states and LM heads."""
 
 from typing import NamedTuple
 
@@ -12,14 +12,14 @@ from rlhf_kernels.ops.token_logprobs import check_below, check_tokens
 
 
 class LogprobKL(NamedTuple):
-    """What a policy and its reference say of one token a row; [N] float32, nats, 0.0 in an ignored row.
+    """Results per row, [N] float32 in nats, 0.0 in ignored rows.
 
     Attributes:
-        logprobs: of the token, by the policy.
-        entropy: of the policy's distribution.
-        ref_logprobs: of the token, by the reference; carries no gradient.
+        logprobs: log-prob of the row's token under the policy.
+        entropy: entropy of the policy's distribution.
+        ref_logprobs: log-prob of the row's token under the reference, without gradient.
         k1, k2, k3: estimates of KL(policy || reference) from the token.
-        kl: KL(policy || reference) over the whole vocabulary; None where it was not asked for.
+        kl: KL(policy || reference) summed over the vocabulary; None unless `full_kl` was set.
     """
 
     logprobs: Tensor
@@ -43,25 +43,25 @@ def logprob_kl(
     ref_bias: Tensor | None = None,
     full_kl: bool = False,
 ) -> LogprobKL:
-    """Return log-probabilities of both models and the KL between them; neither's logits are whole in memory on CUDA.
+    """Return log-probs of both models and the KL between them. On CUDA the logits are never all in memory.
 
         x = (hidden weight^T + bias) / temperature,   logp = log_softmax(x);   ref_logp likewise
         d = logp[i] - ref_logp[i]                     for the token i
         k1 = d,   k2 = d^2 / 2,   k3 = e^-d - 1 + d
         kl = sum_v exp(logp[v]) (logp[v] - ref_logp[v])
 
-    Gradients flow to `hidden`, `weight` and `bias`, exactly; none to the reference. Equal models give exactly 0. A
-    row whose token id is negative is ignored: its results and gradients are 0.0, whatever its hidden states.
+    `hidden`, `weight` and `bias` get exact gradients; the reference gets none. Equal models give exactly 0. A row with
+    a negative token id is ignored: its results and gradients are 0.0, even if its hidden states are not finite.
 
     Args:
         hidden: [N, H] bfloat16, float16 or float32.
-        weight: [V, H], of the same dtype.
-        ref_hidden: [N, H_r], on the same device; H_r and the dtype may be others than the policy's.
-        ref_weight: [V, H_r], of the dtype of `ref_hidden`.
-        token_ids: [N] integers below V. On CUDA an id of V or more gives NaN, because to raise would stall the stream.
-        temperature: > 0; of both distributions.
-        bias, ref_bias: [V], of their heads' dtypes.
-        full_kl: whether `kl` is wanted; its gradient costs both heads' products again.
+        weight: [V, H], same dtype.
+        ref_hidden: [N, H_r], on the same device. H_r and the dtype may differ from the policy's.
+        ref_weight: [V, H_r], dtype of `ref_hidden`.
+        token_ids: [N] integers below V. On CUDA an id of V or more gives NaN, because raising would stall the stream.
+        temperature: > 0, applied to both distributions.
+        bias, ref_bias: [V], in the dtypes of their heads.
+        full_kl: whether to compute `kl`. Its gradient computes the logits of both heads a second time.
 
     Raises:
         ValueError: a wrong shape, dtype, device, temperature, or (on the CPU) token id.
@@ -76,7 +76,7 @@ def logprob_kl(
         raise ValueError(f"policy and reference must share rows, vocabulary, device; got {got} on {ref_hidden.device}")
     kl = None
     if not full_kl:
-        # Without a term of both models' whole rows there is nothing to gain from reading them together.
+        # Only the full KL reads the rows of both models together; without it, two separate calls cost the same.
         logprobs, entropy, _ = linear_token_logprobs(hidden, weight, token_ids, temperature=temperature, bias=bias)
         with torch.no_grad():
             reference = linear_token_logprobs(ref_hidden, ref_weight, token_ids, temperature=temperature, bias=ref_bias)

@@ -1,4 +1,4 @@
-"""The policy loss of a packed token stream, with its KL and entropy terms, reduced, and its metrics."""
+"""Policy loss of a packed token stream with KL and entropy terms, reduced to a scalar, and its metrics."""
 
 from torch import Tensor
 
@@ -12,7 +12,7 @@ __all__ = ["POLICY_METRICS", "PolicyObjective", "PolicyStream", "packed_policy_l
 def packed_policy_loss(
     logprobs: Tensor, stream: PolicyStream, objective: PolicyObjective, *, entropy: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return a packed micro-batch's share of the policy loss, and the sums that its metrics are made of.
+    """Return a packed micro-batch's share of the policy loss, and the sums from which its metrics are computed.
 
         loss = R(w_t l_t) + kl_coef R(k_t) - entropy_coef R(H_t)
         r_t  = exp(logprobs_t - old_logprobs_t)                          s_i = exp(mean over sequence i of log r_t)
@@ -26,23 +26,23 @@ def packed_policy_loss(
              = sum_t x_t / num_sequences                                          seq_mean_token_sum
              = sum_t x_t / (num_sequences max_tokens)                             seq_mean_token_sum_norm
 
-    Sums run over trained tokens, n_i of them in sequence i; log ratios and d are clamped to +-20 nats. Gradients go to
-    `logprobs` and `entropy`. On CUDA nothing waits for the device. Sources: PPO arXiv:1707.06347, dual clip
+    Sums run over trained tokens, n_i of them in sequence i. Log ratios and d are clamped to +-20 nats. Gradients flow
+    to `logprobs` and `entropy`. On CUDA nothing waits for the device. Sources: PPO arXiv:1707.06347, dual clip
     arXiv:1912.09729, GSPO arXiv:2507.18071, CISPO arXiv:2506.13585, KL estimators joschu.net/blog/kl-approx.html, their
     gradients arXiv:2506.09477, Dr. GRPO's reduction arXiv:2503.20783.
 
     Args:
         logprobs: [N] bfloat16, float16 or float32, nats.
-        stream: the constants of the tokens.
-        objective: the terms.
-        entropy: [N], nats; needed when entropy_coef > 0.
+        stream: constants per token.
+        objective: the terms and their coefficients.
+        entropy: [N], nats. Required if entropy_coef > 0.
 
     Returns:
-        loss: float32 scalar; the shares of all micro-batches add up to the whole.
-        metrics: [13] float32, named by `POLICY_METRICS`; without gradient.
+        loss: float32 scalar. The shares of all micro-batches add up to the loss of the optimizer update.
+        metrics: [13] float32, named by `POLICY_METRICS`, without gradient.
 
     Raises:
-        ValueError: a wrong shape, dtype, device, or (on the CPU) bounds; a tensor that the objective needs is missing.
+        ValueError: a wrong shape, dtype, device or (on the CPU) bound, or a missing tensor that the objective needs.
     """
     if logprobs.ndim != 1 or logprobs.dtype not in FLOATS:
         given = f"{list(logprobs.shape)} {logprobs.dtype}"

@@ -1,8 +1,8 @@
-"""The plain torch twin of `packed_policy_loss`: what the fused kernel must equal, and the path of CPUs.
+"""The plain torch twin of `packed_policy_loss`: the definition the fused kernel is tested against, and the CPU path.
 
-It is put together from losses that are one number a token, neither masked nor reduced. Shape letter: N tokens.
-Log-probs are in nats: `logprobs` are the current policy's and carry the gradient; `old_logprobs`, of the policy before
-the step, and `advantages` are constants. Losses are in reward units.
+It combines losses that return one number per token, neither masked nor reduced. N is the number of tokens. Log-probs
+are in nats: `logprobs` belong to the current policy and carry the gradient; `old_logprobs` (the policy before the step)
+and `advantages` are constants. Losses are in reward units.
 """
 
 import math
@@ -16,11 +16,11 @@ from rlhf_kernels.ops.packed_policy_loss.terms import MAX_LOG_RATIO, MAX_WEIGHT,
 def packed_policy_loss_reference(
     logprobs: Tensor, entropy: Tensor | None, stream: PolicyStream, objective: PolicyObjective
 ) -> tuple[Tensor, Tensor]:
-    """Return loss and metrics as `packed_policy_loss` does, in float32 or, for float64, in that."""
+    """Return loss and metrics as `packed_policy_loss` does, in float32, or in float64 for float64 input."""
 
     def wide(column: Tensor | None) -> Tensor:
         column = torch.zeros_like(logprobs) if column is None else column
-        # Before anything is computed of them: the gradient of a NaN is NaN even where its weight is 0.
+        # Mask before any arithmetic: a NaN in the forward pass gives a NaN gradient even with weight 0.
         return column.to(torch.promote_types(column.dtype, torch.float32)).masked_fill(~stream.loss_mask, 0.0)
 
     old = wide(logprobs if stream.old_logprobs is None else stream.old_logprobs).detach()
@@ -28,7 +28,9 @@ def packed_policy_loss_reference(
     weights, kept, outside = _mismatch_weights(old - rollout, stream, objective)
     if stream.weights is not None:
         weights = wide(stream.weights).detach()
-    logprobs, advantages, bonus = wide(logprobs), wide(stream.advantages).detach(), wide(entropy)
+    logprobs = wide(logprobs)
+    advantages = wide(stream.advantages).detach()
+    bonus = wide(entropy)
 
     if objective.policy_loss == "gspo":
         ratio = sequence_ratio(logprobs, old, kept, stream.cu_seqlens)
@@ -37,13 +39,16 @@ def packed_policy_loss_reference(
     loss, clipped = _policy_term(logprobs, ratio, advantages, objective)
     kl = torch.zeros_like(logprobs)
     if stream.ref_logprobs is not None:
-        reference, unbiased = wide(stream.ref_logprobs).detach(), objective.kl_unbiased_gradient
+        reference = wide(stream.ref_logprobs).detach()
+        unbiased = objective.kl_unbiased_gradient
         kl = kl_loss(logprobs, old, reference, objective.kl_estimator, unbiased_gradient=unbiased)
 
     share = kept.to(old) / stream.denominator(objective)
     if objective.reduction == "seq_mean_token_mean":
         share = share / _totals(kept.to(old), stream.cu_seqlens).clamp(min=1)
-    policy_loss, kl_term, entropy_bonus = ((share * term).sum() for term in (weights * loss, kl, bonus))
+    policy_loss = (share * (weights * loss)).sum()
+    kl_term = (share * kl).sum()
+    entropy_bonus = (share * bonus).sum()
     total = policy_loss + objective.kl_coef * kl_term - objective.entropy_coef * entropy_bonus
     kl_to_old = _k3(_clamped(logprobs - old))
     sums = [(kept * x).sum() for x in (torch.ones_like(kl), clipped, ratio, kl_to_old, kl, bonus, weights)]
@@ -52,25 +57,27 @@ def packed_policy_loss_reference(
 
 
 def policy_ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
-    """Return exp(logprobs - old_logprobs), [N] as both; exactly 1 where they agree. The log ratio is clamped to
-    +-MAX_LOG_RATIO so that exp cannot overflow; beyond it the gradient is zero."""
+    """Return exp(logprobs - old_logprobs), [N], exactly 1 where both agree.
+
+    The log ratio is clamped to +-MAX_LOG_RATIO so that exp cannot overflow; beyond it the gradient is zero.
+    """
     return torch.exp(_clamped(logprobs - old_logprobs))
 
 
 def sequence_ratio(logprobs: Tensor, old_logprobs: Tensor, loss_mask: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Return, for every token, the geometric mean of the ratios of its sequence, with the gradient of that token alone.
+    """Return for every token the geometric mean of the ratios of its sequence, with the gradient of that token alone.
 
         s_i = exp(mean_t(logprobs_t - old_logprobs_t)),   s_it = sg(s_i) exp(logprobs_t - sg(logprobs_t))
 
-    sg is a constant to the gradient.
+    sg stops the gradient.
 
     Args:
         logprobs, old_logprobs: [N] float.
-        loss_mask: [N] bool, over which the mean is.
+        loss_mask: [N] bool, the tokens over which the mean is taken.
         cu_seqlens: [S + 1] integers, bounds of the sequences.
 
     Returns:
-        [N] float, equal in all places of a sequence; exactly 1 where the two policies agree, or nothing is trained.
+        [N] float, the same for all tokens of a sequence. Exactly 1 where both policies agree or nothing is trained.
 
     Source: Zheng et al. 2025, arXiv:2507.18071, eq. 7 and 14.
     """
@@ -82,18 +89,18 @@ def sequence_ratio(logprobs: Tensor, old_logprobs: Tensor, loss_mask: Tensor, cu
 def clipped_policy_loss(
     ratio: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float, dual_clip: float | None = None
 ) -> Tensor:
-    """Return the clipped surrogate loss of every token: PPO's of `policy_ratio`, GSPO's of `sequence_ratio`.
+    """Return the clipped surrogate loss per token: PPO's with `policy_ratio`, GSPO's with `sequence_ratio`.
 
         loss_t = -min(r_t A_t, clip(r_t, 1 - clip_low, 1 + clip_high) A_t)
 
-    and with a dual clip c, where A_t < 0, no more than -c A_t. With one advantage a sequence and the reduction
-    seq_mean_token_mean it is GSPO's objective; with advantages that differ by token it is the paper's GSPO-token.
+    With a dual clip c, the loss is at most -c A_t where A_t < 0. With one advantage per sequence and the reduction
+    seq_mean_token_mean this is GSPO's objective; with advantages that differ by token it is GSPO-token.
 
     Args:
         ratio: [N] float, carries the gradient.
         advantages: [N] float.
-        clip_low: largest decrease of the ratio below 1, in [0, 1). GSPO's is 3e-4.
-        clip_high: largest increase above 1, >= 0. GSPO's is 4e-4.
+        clip_low: largest decrease of the ratio below 1, in [0, 1). The GSPO paper uses 3e-4.
+        clip_high: largest increase above 1, >= 0. The GSPO paper uses 4e-4.
         dual_clip: c > 1, or None for no bound.
 
     Source: Schulman et al. 2017, arXiv:1707.06347, eq. 7; unequal bounds: Yu et al. 2025, arXiv:2503.14476, sec. 3.1;
@@ -106,13 +113,14 @@ def clipped_policy_loss(
 
 
 def cispo_loss(logprobs: Tensor, ratio: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float) -> Tensor:
-    """Return CISPO's loss of every token: REINFORCE under a clipped importance weight, so that no token's gradient is
-    ever cut off. Its value means little, its gradient is what counts.
+    """Return CISPO's loss per token: REINFORCE with a clipped importance weight. No token loses its gradient.
 
-        loss_t = -sg(clip(r_t, 1 - clip_low, 1 + clip_high)) A_t logprobs_t,   sg = a constant to the gradient
+        loss_t = -sg(clip(r_t, 1 - clip_low, 1 + clip_high)) A_t logprobs_t,   sg stops the gradient
+
+    Only the gradient is meaningful; the value of the loss measures nothing.
 
     Args:
-        logprobs, ratio, advantages: [N] float; the ratio is `policy_ratio`.
+        logprobs, ratio, advantages: [N] float, the ratio from `policy_ratio`.
         clip_low, clip_high: as in `clipped_policy_loss`.
 
     Source: MiniMax 2025, arXiv:2506.13585, eq. 4 and 5.
@@ -121,7 +129,7 @@ def cispo_loss(logprobs: Tensor, ratio: Tensor, advantages: Tensor, *, clip_low:
 
 
 def reinforce_loss(logprobs: Tensor, advantages: Tensor) -> Tensor:
-    """Return the plain policy gradient's loss of every token: -A_t logprobs_t. As CISPO's, it is for its gradient.
+    """Return the plain policy-gradient loss per token, -A_t logprobs_t. Only its gradient is meaningful.
 
     Args:
         logprobs, advantages: [N] float.
@@ -135,8 +143,11 @@ def reinforce_loss(logprobs: Tensor, advantages: Tensor) -> Tensor:
 def is_clipped(
     ratio: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float, dual_clip: float | None = None
 ) -> Tensor:
-    """Return where, [N] bool, the clipped surrogate is flat: `ratio` [N] has left its range in the direction that
-    `advantages` [N] favour, or the loss has reached the dual clip. The bounds are as in `clipped_policy_loss`."""
+    """Return a mask [N] of the tokens whose clipped surrogate is flat, so that their gradient is zero.
+
+    That is where `ratio` [N] has left its range in the direction that `advantages` [N] favour, or where the loss has
+    reached the dual clip. The bounds are those of `clipped_policy_loss`.
+    """
     flat = ((ratio > 1 + clip_high) & (advantages > 0)) | ((ratio < 1 - clip_low) & (advantages < 0))
     return flat if dual_clip is None else flat | ((ratio > dual_clip) & (advantages < 0))
 
@@ -144,13 +155,13 @@ def is_clipped(
 def kl_loss(
     logprobs: Tensor, old_logprobs: Tensor, ref_logprobs: Tensor, estimator: str, *, unbiased_gradient: bool = False
 ) -> Tensor:
-    """Return the estimate of KL(policy || reference) of every token, by default with the gradient of its formula.
+    """Return an estimate of KL(policy || reference) per token, by default with the gradient of its formula.
 
         k1 = d,   k2 = d^2 / 2,   k3 = e^-d - 1 + d,   d = logprobs - ref_logprobs
 
-    That gradient is, on average over tokens that the policy itself samples, 0 (k1), that of KL(policy || reference)
-    (k2), or that of KL(reference || policy) (k3). The unbiased one is that of KL(policy || reference) for every
-    estimator, for tokens that the old policy sampled:
+    In expectation over tokens sampled by the policy itself, the gradient of the formula is 0 for k1, the gradient of
+    KL(policy || reference) for k2, and that of KL(reference || policy) for k3. The unbiased gradient is that of
+    KL(policy || reference) for all three, for tokens sampled by the old policy:
 
         grad = w d grad logprobs,   w = exp(logprobs - old_logprobs), at most MAX_WEIGHT
 
@@ -158,10 +169,10 @@ def kl_loss(
         logprobs: [N] float.
         old_logprobs, ref_logprobs: [N] float; constants.
         estimator: k1, k2 or k3.
-        unbiased_gradient: as above; the value stays the estimator's.
+        unbiased_gradient: use the unbiased gradient. The value stays that of the estimator.
 
     Returns:
-        [N] float, nats; exactly 0 where policy and reference agree.
+        [N] float, nats, exactly 0 where policy and reference agree.
 
     Source: Schulman 2020, "Approximating KL divergence" (joschu.net/blog/kl-approx.html); gradients: Tang and Munos
     2025, "On a few pitfalls in KL divergence gradient estimation for RL", arXiv:2506.09477.
@@ -172,14 +183,14 @@ def kl_loss(
     if not unbiased_gradient:
         return estimate
     weight = torch.exp((logprobs.detach() - old_logprobs).clamp(-MAX_LOG_RATIO, math.log(MAX_WEIGHT)))
-    surrogate = weight * squared
+    surrogate = weight * squared  # its gradient is weight * d * grad logprobs
     return estimate.detach() + surrogate - surrogate.detach()
 
 
 def _policy_term(
     logprobs: Tensor, ratio: Tensor, advantages: Tensor, objective: PolicyObjective
 ) -> tuple[Tensor, Tensor]:
-    """Return the policy loss of every token, and whether the clip has cut its gradient (cispo: its weight)."""
+    """Return the policy loss per token, and whether the clip has cut its gradient (for cispo: its weight)."""
     bounds = {"clip_low": objective.clip_low, "clip_high": objective.clip_high}
     if objective.policy_loss == "cispo":
         outside = (ratio < 1 - objective.clip_low) | (ratio > 1 + objective.clip_high)
@@ -192,7 +203,10 @@ def _policy_term(
 
 
 def _mismatch_weights(gap: Tensor, stream: PolicyStream, objective: PolicyObjective) -> tuple[Tensor, Tensor, Tensor]:
-    """Return mismatch weights, the mask that they leave, and which are out of bounds; `gap` is old less rollout."""
+    """Return importance weights between engine and trainer, the loss mask they leave, and which are out of bounds.
+
+    `gap` [N] is old_logprobs - rollout_logprobs.
+    """
     if objective.weight_level in ("sequence", "geometric"):
         gap = _totals(gap, stream.cu_seqlens)
         if objective.weight_level == "geometric":
@@ -207,7 +221,7 @@ def _mismatch_weights(gap: Tensor, stream: PolicyStream, objective: PolicyObject
 
 
 def _totals(values: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Return, for every token, the sum of `values` [N] over its sequence."""
+    """Return for every token the sum of `values` [N] over its sequence."""
     lengths = cu_seqlens.diff()
     sequence = torch.repeat_interleave(torch.arange(len(lengths), device=values.device), lengths)
     return values.new_zeros(len(lengths)).index_add(0, sequence, values)[sequence]

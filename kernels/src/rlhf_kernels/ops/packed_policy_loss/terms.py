@@ -1,4 +1,4 @@
-"""What the fused policy losses are told: the objective, and the constants of a packed micro-batch."""
+"""Arguments of the policy losses: the objective, and the constants of a packed micro-batch."""
 
 from dataclasses import dataclass
 
@@ -8,9 +8,10 @@ from torch import Tensor
 from rlhf_kernels.dispatch import FLOATS
 
 MAX_LOG_RATIO = 20.0  # nats; every log ratio is clamped to +-20
-MAX_WEIGHT = 10.0  # of the importance weight in the unbiased KL gradient
+MAX_WEIGHT = 10.0  # bound on the importance weight in the unbiased KL gradient
 
-# Four shares of the loss as reduced, then sums over the `tokens` that are trained; the last two are over the loss mask.
+# The first four are shares of the reduced loss. The others are sums over trained tokens ("tokens" counts them), except
+# the last two, which count over the whole loss mask.
 POLICY_METRICS = ("loss", "policy_loss", "kl_loss", "entropy_bonus", "tokens", "clipped", "ratio", "kl_to_old")
 POLICY_METRICS += ("kl_to_ref", "entropy", "weight", "masked_tokens", "out_of_bounds")
 
@@ -25,20 +26,26 @@ _CHOICES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyObjective:
-    """The terms of a policy loss; `packed_policy_loss` gives their formulas. ValueError names a wrong one.
+    """The terms of a policy loss and their coefficients. `packed_policy_loss` gives the formulas.
 
     Attributes:
         policy_loss: ppo, gspo, cispo or reinforce.
-        reduction: how token losses become one number.
-        clip_low, clip_high: largest decrease of the ratio below 1, in [0, 1), and increase above it, >= 0.
-        dual_clip: with ppo and a negative advantage A, the loss is at most this times |A|; > 1, None for no limit.
-        kl_coef: weight of the KL to the reference, >= 0; 0 only measures it, where the reference is given.
+        reduction: token_mean, seq_mean_token_mean, seq_mean_token_sum or seq_mean_token_sum_norm.
+        clip_low: largest decrease of the ratio below 1, in [0, 1).
+        clip_high: largest increase of the ratio above 1, >= 0.
+        dual_clip: with ppo and a negative advantage A, the loss is at most this times |A|. > 1, or None for no bound.
+        kl_coef: weight of the KL to the reference, >= 0. With 0 the KL is measured, if a reference is given.
         kl_estimator: k1, k2 or k3.
-        kl_unbiased_gradient: the KL term's gradient is that of KL(policy || reference), whatever the estimator.
+        kl_unbiased_gradient: give the KL term the gradient of KL(policy || reference), whatever the estimator.
         entropy_coef: weight of the entropy bonus, >= 0.
-        weight_level: what the mismatch weight is of: off, token, sequence (product) or geometric (mean of a sequence).
-        weight_mode: truncate sets a weight beyond a bound to it; mask leaves its tokens out of the loss.
-        weight_low, weight_high: the bounds, 0 <= low < high; with level off only the metric out_of_bounds knows them.
+        weight_level: importance weight between engine and trainer: off, token, sequence (product over the sequence) or
+            geometric (geometric mean over the sequence).
+        weight_mode: truncate clamps a weight to its bounds; mask leaves tokens with a weight out of bounds out of the
+            loss.
+        weight_low, weight_high: the bounds, 0 <= low < high. With level off they only affect the metric out_of_bounds.
+
+    Raises:
+        ValueError: an attribute out of its range.
     """
 
     policy_loss: str = "ppo"
@@ -78,18 +85,20 @@ class PolicyObjective:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyStream:
-    """The constants of a packed micro-batch of N tokens in S sequences; log-probs are in nats.
+    """Constants of a packed micro-batch of N tokens in S sequences. Log-probs are in nats.
+
+    Columns are bfloat16, float16 or float32, except where another dtype is given.
 
     Attributes:
-        advantages: [N] bfloat16, float16 or float32, as all but the next two.
-        loss_mask: [N] bool, True where a token is trained; what the others hold elsewhere does not matter.
-        cu_seqlens: [S + 1] int32 or int64, bounds of the sequences: 0 first, N last, never falling.
-        num_tokens, num_sequences, max_tokens: what the reduction divides by, counted over all micro-batches,
-            accumulation steps and ranks of the optimizer step; in mask mode, over the tokens that are left.
-        old_logprobs: [N], of the policy before the step; None takes the current ones as constants.
-        ref_logprobs: [N], the reference's; needed when kl_coef > 0.
-        rollout_logprobs: [N], the sampling engine's; needed, as old_logprobs, unless weight_level is off.
-        weights: [N], factors of the policy loss made elsewhere, instead of a weight_level.
+        advantages: [N], in reward units.
+        loss_mask: [N] bool, True where a token is trained. Other columns may hold anything where it is False.
+        cu_seqlens: [S + 1] int32 or int64, bounds of the sequences, ascending from 0 to N.
+        num_tokens, num_sequences, max_tokens: denominators of the reduction, counted over all micro-batches,
+            accumulation steps and ranks of the optimizer update. In mask mode they count the tokens that are left.
+        old_logprobs: [N], of the policy before the step. None uses the current ones as constants.
+        ref_logprobs: [N], of the reference. Required if kl_coef > 0.
+        rollout_logprobs: [N], of the sampling engine. Required with old_logprobs unless weight_level is off.
+        weights: [N], factors of the policy loss computed by the caller. Excludes a weight_level.
     """
 
     advantages: Tensor
@@ -104,7 +113,7 @@ class PolicyStream:
     weights: Tensor | None = None
 
     def check(self, like: Tensor, objective: PolicyObjective) -> None:
-        """Raise ValueError for what does not fit `like` [N, ...], the objective, or one another."""
+        """Raise ValueError for columns that do not match `like` [N, ...], the objective, or each other."""
         for name in ("advantages", "loss_mask", "old_logprobs", "ref_logprobs", "rollout_logprobs", "weights"):
             check_column(name, getattr(self, name), like, (torch.bool,) if name == "loss_mask" else FLOATS)
         bounds, level = self.cu_seqlens, objective.weight_level
@@ -119,14 +128,14 @@ class PolicyStream:
             raise ValueError(f"weight_level is {level}: it needs old_logprobs and rollout_logprobs, and no weights")
 
     def denominator(self, objective: PolicyObjective) -> int:
-        """Return what the summed loss is divided by."""
+        """Return the denominator of the reduction."""
         if objective.reduction == "token_mean":
             return max(self.num_tokens, 1)
         return max(self.num_sequences, 1) * (self.max_tokens if objective.reduction.endswith("_norm") else 1)
 
 
 def check_column(name: str, column: Tensor | None, like: Tensor, dtypes: tuple[torch.dtype, ...] = FLOATS) -> None:
-    """Raise ValueError unless `column` is None, or of one of `dtypes` with one element a row of `like`."""
+    """Raise ValueError unless `column` is None, or has one element per row of `like` in one of `dtypes`."""
     if column is None:
         return
     if column.shape != like.shape[:1] or column.dtype not in dtypes or column.device != like.device:

@@ -1,4 +1,8 @@
-"""Fused `packed_policy_loss`: gradients and parts of the metrics in one launch, the parts' sums in a small second."""
+"""Fused `packed_policy_loss`: one launch for gradients and partial metrics, a small second one that adds the partials.
+
+Where the loss of a token depends on its sequence (`objective.needs_sequences`), a program handles one sequence and
+reads it twice. Otherwise a program handles every `num_programs`-th block of the stream.
+"""
 
 import math
 from typing import Any
@@ -19,12 +23,13 @@ from rlhf_kernels.ops.packed_policy_loss.terms import (
 )
 from rlhf_kernels.ops.token_logprobs.triton import LOG2_E
 
-BLOCK_SIZE, PROGRAMS = 1024, 528  # four tokens a thread; a program takes every so many blocks
-SEQUENCE_BLOCK_SIZE = 2048  # two tokens a thread; where the loss depends on sequences, a program takes one of these
-MAX_REGISTERS = 64  # fewer are taken where no bound is set, by putting loads off until others have been used
+BLOCK_SIZE, PROGRAMS = 1024, 528  # tokens per block, four per thread; most programs of a launch
+SEQUENCE_BLOCK_SIZE = 2048  # tokens per block where a program handles one sequence, two per thread
+# Without this bound the compiler uses fewer registers per thread and delays loads, which serializes them.
+MAX_REGISTERS = 64
 SUMS_BLOCK_SIZE = 1024
 SCALE_BLOCK_SIZE, SCALE_PROGRAMS = 8192, 264
-OVERLAP = True  # from Hopper on, a kernel is started while the one before it ends, and waits for it inside
+OVERLAP = True  # programmatic dependent launch: from Hopper on, a kernel starts while the previous one ends
 
 Column = Tensor | None
 
@@ -36,13 +41,13 @@ _K3_SERIES = tl.constexpr(tuple(2.0 * (-1) ** n / math.factorial(n) for n in ran
 
 @triton.jit
 def _clamped(x, low, high):
-    """As torch.clamp: NaN stays NaN."""
+    """Clamp as torch.clamp does: NaN stays NaN."""
     return tl.clamp(x, low, high, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def _k3(log_ratio):
-    """e^-d - 1 + d; near 0, where that loses its digits, by its Taylor series."""
+    """Return e^-d - 1 + d. Near 0, where that formula cancels, use its Taylor series."""
     d = _clamped(log_ratio, -_MAX_LOG_RATIO, _MAX_LOG_RATIO)
     series = d * _K3_SERIES[0] + _K3_SERIES[1]
     for i in tl.static_range(2, 9):
@@ -52,7 +57,7 @@ def _k3(log_ratio):
 
 @triton.jit
 def _policy_terms(logprob, log_ratio, ratio, advantage, ratio_low, ratio_high, dual_clip, kind):
-    """Return the policy loss, its derivative by the log-prob, and whether it is clipped."""
+    """Return the policy loss, its derivative with respect to the log-prob, and whether it is clipped."""
     slope = ratio if kind == "gspo" else tl.where(tl.abs(log_ratio) > _MAX_LOG_RATIO, 0.0, ratio)
     bounded = _clamped(ratio, ratio_low, ratio_high)
     cut = tl.where(advantage > 0, ratio > ratio_high, (ratio < ratio_low) & (advantage < 0))
@@ -70,11 +75,13 @@ def _policy_terms(logprob, log_ratio, ratio, advantage, ratio_low, ratio_high, d
 
 @triton.jit
 def _kl_terms(log_ratio, to_ref, estimator, unbiased):
-    """Return the KL estimate and its derivative by the log-prob; `to_ref` is log-prob less reference."""
+    """Return the KL estimate and its derivative with respect to the log-prob. `to_ref` is log-prob - reference."""
     d = _clamped(to_ref, -_MAX_LOG_RATIO, _MAX_LOG_RATIO)
-    kl, grad = d, d * 0.0 + 1.0
+    kl = d
+    grad = d * 0.0 + 1.0
     if estimator == "k2":
-        kl, grad = d * d * 0.5, d
+        kl = d * d * 0.5
+        grad = d
     if estimator == "k3":
         kl = _k3(d)
         grad = d - kl  # 1 - e^-d
@@ -85,19 +92,23 @@ def _kl_terms(log_ratio, to_ref, estimator, unbiased):
 
 @triton.jit
 def _ratio_of(log_ratio):
-    """Return e^x, x clamped."""
+    """Return exp of the clamped log ratio."""
     return tl.exp2(_clamped(log_ratio, -_MAX_LOG_RATIO, _MAX_LOG_RATIO) * LOG2_E)
 
 
 @triton.jit
 def _load(ptr, index, valid):
-    """What is not trained is read all the same, for a load that waits for its mask takes twice as long."""
+    """Load a column, untrained tokens included: waiting for the loss mask first would double the latency."""
     return tl.load(ptr + index, mask=valid).to(tl.float32)
 
 
 @triton.jit
 def _by_thread(x, trained, kept, apart):
-    """Return the sums of 16 columns [N] over the tokens that a thread holds: [N / 4, 16], or, if apart, [N / 2, 16]."""
+    """Return the sums of 16 columns [N] over the tokens that a thread holds: [N / 4, 16], or, if apart, [N / 2, 16].
+
+    Reducing all metrics as one tensor takes one reduction over threads instead of 13.
+    """
+    # `tl.join` adds a last dimension of 2: joining in bit-reversed order makes columns 0 to 15 come out in order.
     even = tl.join(tl.join(x[0], x[8]), tl.join(x[4], x[12])), tl.join(tl.join(x[2], x[10]), tl.join(x[6], x[14]))
     odd = tl.join(tl.join(x[1], x[9]), tl.join(x[5], x[13])), tl.join(tl.join(x[3], x[11]), tl.join(x[7], x[15]))
     columns = tl.reshape(tl.join(tl.join(even[0], even[1]), tl.join(odd[0], odd[1])), [x[0].shape[0], 16])
@@ -108,7 +119,7 @@ def _by_thread(x, trained, kept, apart):
 
 @triton.jit
 def _weighted(gap, trained, sequence_weight, low, high, level, masks):
-    """Return a block's mismatch weights, the mask that they leave, and which are out of bounds."""
+    """Return a block's importance weights, the mask they leave, and which are out of bounds."""
     raw = gap * 0.0 + sequence_weight if level == "sequence" or level == "geometric" else _ratio_of(gap)
     outside = trained & ((raw < low) | (raw > high))
     if level == "off":
@@ -118,9 +129,10 @@ def _weighted(gap, trained, sequence_weight, low, high, level, masks):
 
 @triton.jit
 def _over_sequence(first, last, logprobs_ptr, old_ptr, mask_ptr, rollout_ptr, low, high, kind, level, masks, block):
-    """Return the trained tokens of a sequence (at least 1), its mismatch weight and its GSPO ratio."""
+    """Return the number of trained tokens of a sequence (at least 1), its importance weight and its GSPO ratio."""
     count = tl.zeros([block], tl.float32)
-    log_weight, log_ratio = count, count
+    log_weight = count
+    log_ratio = count
     for start in range(first, last, block):
         index = start + tl.arange(0, block)
         valid = index < last
@@ -148,14 +160,18 @@ def _policy_kernel(
     LOSS: tl.constexpr, KL: tl.constexpr, UNBIASED: tl.constexpr, LEVEL: tl.constexpr, MASKS: tl.constexpr,  # noqa: N803
     SEQUENCES: tl.constexpr, MEANS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr  # noqa: N803
 ):  # fmt: skip
-    """One sequence or every so many blocks a program."""
+    """Compute gradients and partial metrics of one sequence, or of every `num_programs`-th block, per program."""
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     program = tl.program_id(0).to(tl.int64)
     num_programs = tl.num_programs(0)
-    first, last, step = program * BLOCK, num_tokens, num_programs * BLOCK
-    share, sequence_weight, sequence_ratio = inv_denominator, 1.0, 1.0
+    first = program * BLOCK
+    last = num_tokens
+    step = num_programs * BLOCK
+    share = inv_denominator  # of the loss, per token
+    sequence_weight = 1.0
+    sequence_ratio = 1.0
     if SEQUENCES:
         first = tl.load(bounds_ptr + program).to(tl.int64)
         last = tl.load(bounds_ptr + program + 1).to(tl.int64)
@@ -178,7 +194,9 @@ def _policy_kernel(
         reference = zeros if ref_ptr is None else _load(ref_ptr, index, valid)
         rollout = old if rollout_ptr is None else _load(rollout_ptr, index, valid)
         given = zeros if weights_ptr is None else _load(weights_ptr, index, valid)
-        weight, kept, outside = zeros + 1.0, trained, valid & False
+        weight = zeros + 1.0
+        kept = trained
+        outside = valid & False
         if rollout_ptr is not None:
             weight, kept, outside = _weighted(old - rollout, trained, sequence_weight, low, high, LEVEL, MASKS)
         weight = weight if weights_ptr is None else given
@@ -186,13 +204,16 @@ def _policy_kernel(
         log_ratio = logprob - old
         ratio = zeros + sequence_ratio if LOSS == "gspo" else _ratio_of(log_ratio)
         loss, grad, cut = _policy_terms(logprob, log_ratio, ratio, advantage, ratio_low, ratio_high, dual_clip, LOSS)
-        loss, grad = loss * weight, grad * weight
+        loss = loss * weight
+        grad = grad * weight
         kl = zeros
         if ref_ptr is not None:
             kl, grad_kl = _kl_terms(log_ratio, logprob - reference, KL, UNBIASED)
             grad += kl_coef * grad_kl
-        grad, grad_entropy = share * grad, zeros - entropy_coef * share
+        grad = share * grad
+        grad_entropy = zeros - entropy_coef * share
         whole = loss + kl_coef * kl - entropy_coef * bonus
+        # In the order of POLICY_METRICS, filled up to a power of two.
         terms = (whole, loss, kl, bonus, zeros + 1.0, cut.to(tl.float32), ratio, _k3(log_ratio), kl, bonus, weight)
         terms += (zeros + 1.0, outside.to(tl.float32), zeros, zeros, zeros)
         sums += _by_thread(terms, trained, kept, SEQUENCES)
@@ -203,13 +224,14 @@ def _policy_kernel(
             grad_entropy = tl.where(kept, grad_entropy, 0.0).to(grad_entropy_ptr.dtype.element_ty)
             tl.store(grad_entropy_ptr + index, grad_entropy, mask=valid)
     slot = tl.arange(0, 16)
+    # The first four metrics are shares of the loss, the others plain sums.
     sums = tl.sum(sums, axis=0) * tl.where(slot < 4, share, 1.0)
     tl.store(sums_ptr + slot * num_programs + program, sums, mask=slot < _NUM_METRICS)
 
 
 @triton.jit
 def _metrics_kernel(sums_ptr, metrics_ptr, loss_ptr, num_programs, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):  # noqa: N803
-    """One metric a program: adds up the parts in a fixed order. The first is the loss."""
+    """Add up the partial sums of one metric per program, in a fixed order. The first metric is the loss."""
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
     metric = tl.program_id(0).to(tl.int64)
@@ -225,8 +247,9 @@ def _metrics_kernel(sums_ptr, metrics_ptr, loss_ptr, num_programs, BLOCK: tl.con
 def launch_policy(
     logprobs: Tensor, entropy: Column, stream: PolicyStream, objective: PolicyObjective, *grads: Column
 ) -> tuple[Tensor, Tensor]:
-    """Return loss and metrics, and fill up to two gradients: by log-prob and by entropy."""
-    size, sequences = len(stream.advantages), objective.needs_sequences
+    """Return loss and metrics, and fill up to two tensors with the gradients of log-probs and entropy."""
+    size = len(stream.advantages)
+    sequences = objective.needs_sequences
     block = SEQUENCE_BLOCK_SIZE if sequences else BLOCK_SIZE
     programs = len(stream.cu_seqlens) - 1 if sequences else min(triton.cdiv(size, block), PROGRAMS)
     shapes = (), (len(POLICY_METRICS),), (len(POLICY_METRICS), programs)
@@ -257,7 +280,7 @@ def _overlap(tensor: Tensor) -> bool:
 
 @triton.jit
 def _scale_kernel(one_ptr, other_ptr, by_ptr, by, size, other_size, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):  # noqa: N803
-    """Multiply two tensors in place; a factor of 1, of which a part is read on the device, touches nothing."""
+    """Multiply two tensors in place by `by` and by a factor on the device. A product of 1 leaves them untouched."""
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
     factor = tl.load(by_ptr) * by
@@ -275,13 +298,16 @@ def _scale_kernel(one_ptr, other_ptr, by_ptr, by, size, other_size, BLOCK: tl.co
 
 @once_differentiable
 def scaled_gradients(ctx: Any, grad_loss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-    """A backward pass: the first two inputs' gradients, which were saved, times `ctx.factor` and the loss's own."""
+    """Backward pass: scale the saved gradients of the first two inputs by `ctx.factor` and the loss's gradient."""
     if ctx.factor is None:
         raise RuntimeError("a fused policy loss scales its gradients in place: its backward pass runs once")
-    grads, factor, ctx.factor = ctx.saved_tensors, ctx.factor, None
+    grads = ctx.saved_tensors
+    factor = ctx.factor
+    ctx.factor = None
     sizes = [0 if grad is None else grad.numel() for grad in grads]
     if any(sizes):
-        programs, overlap = min(SCALE_PROGRAMS, triton.cdiv(max(sizes), SCALE_BLOCK_SIZE)), _overlap(grad_loss)
+        programs = min(SCALE_PROGRAMS, triton.cdiv(max(sizes), SCALE_BLOCK_SIZE))
+        overlap = _overlap(grad_loss)
         options = {"BLOCK": SCALE_BLOCK_SIZE, "OVERLAP": overlap, "launch_pdl": overlap, "num_warps": 16}
         with on_device(grad_loss):
             _scale_kernel[(programs,)](*grads, grad_loss, factor, *sizes, **options)
@@ -292,12 +318,12 @@ def scaled_gradients(ctx: Any, grad_loss: Tensor, *_: Tensor) -> tuple[Tensor | 
 def packed_policy_loss_triton(
     logprobs: Tensor, entropy: Tensor | None, stream: PolicyStream, objective: PolicyObjective
 ) -> tuple[Tensor, Tensor]:
-    """Return loss and metrics as `packed_policy_loss` does, which checks the arguments."""
+    """Return loss and metrics. `packed_policy_loss` has checked the arguments."""
     return _PackedPolicyLoss.apply(logprobs, entropy, stream, objective)
 
 
 class _PackedPolicyLoss(torch.autograd.Function):
-    """Gradients are made in the forward pass; the backward pass only scales them."""
+    """Computes gradients in the forward pass, with the loss. The backward pass only scales them."""
 
     @staticmethod
     def forward(ctx: Any, logprobs: Tensor, entropy: Tensor | None, *terms: Any) -> tuple[Tensor, Tensor]:

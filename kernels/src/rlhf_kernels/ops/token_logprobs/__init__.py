@@ -1,4 +1,4 @@
-"""Log-probability of one token a row, with the entropy and the log-sum-exp of the row, from logits."""
+"""Log-probability of one token per row of logits, with the entropy and log-sum-exp of the row."""
 
 from typing import TYPE_CHECKING
 
@@ -25,26 +25,26 @@ def token_logprobs(
     group: "ProcessGroup | None" = None,
     vocab_start: int = 0,
 ) -> TokenLogprobs:
-    """Return the log-probability of one token a row, and the entropy and log-sum-exp of the row.
+    """Return the log-probability of one token per row, and the entropy and log-sum-exp of the row.
 
         logprob_n = x[n, token_ids[n]] - logsumexp(x[n]),   entropy_n = -sum_v p[n, v] * log p[n, v]
         x = logits / temperature,   p = softmax(x)
 
-    All three carry gradients to `logits`. A row whose token id is negative is ignored: its results are 0.0 and so
-    are its gradients, whatever its logits.
+    All three carry gradients to `logits`. A row with a negative token id is ignored: its results and gradients are 0.0,
+    even if its logits are not finite.
 
     Args:
-        logits: [N, V] bfloat16, float16 or float32. With a group: [N, V_r], the columns of the vocabulary from
-            `vocab_start` on that this rank holds.
-        token_ids: [N] integers below the whole vocabulary's size. On CUDA, and with a group, an id beyond it gives
-            NaN, because to raise would wait for the device or for the other ranks.
-        temperature: > 0; results are those of the distribution sampled at this temperature.
-        inplace_backward: let the backward pass write the gradient over the logits, which halves the memory. From
-            then on the logits are lost: they must not be read, and autograd raises when another node that kept them
-            still wants them, or when this one is run again (`retain_graph=True`).
-        group: the ranks that share the vocabulary. Every rank gets the results of whole rows, and must derive the
-            same loss from them; the gradient is that of its own columns.
-        vocab_start: the id of the first column.
+        logits: [N, V] bfloat16, float16 or float32. With a group: [N, V_r], the columns of the vocabulary that this
+            rank holds, from `vocab_start` on.
+        token_ids: [N] integers below the size of the whole vocabulary. On CUDA, and with a group, an id beyond it gives
+            NaN, because raising would wait for the device or for the other ranks.
+        temperature: > 0. Results are those of the distribution sampled at this temperature.
+        inplace_backward: let the backward pass write the gradient over the logits, which halves the memory. The logits
+            must not be read afterwards. Autograd raises if another node that saved them needs them, or if the backward
+            pass is run again (`retain_graph=True`).
+        group: ranks that share the vocabulary. Every rank gets the results of whole rows and must derive the same loss
+            from them; each rank gets the gradient of its own columns.
+        vocab_start: id of the first column.
 
     Returns:
         `TokenLogprobs`: three tensors [N] float32, nats.
@@ -69,7 +69,7 @@ def token_logprobs(
 
 
 def check_tokens(token_ids: Tensor, num_rows: int, device: torch.device, temperature: float) -> None:
-    """Raise ValueError unless there is one integer a row on the rows' device, and a usable temperature."""
+    """Raise ValueError unless token ids are one integer per row, on the device of the rows, and temperature > 0."""
     if token_ids.shape != (num_rows,) or token_ids.dtype not in (torch.int32, torch.int64):
         got = f"{list(token_ids.shape)} in {token_ids.dtype}"
         raise ValueError(f"token_ids must be [{num_rows}], one a row, in int32 or int64; got {got}")
@@ -80,7 +80,7 @@ def check_tokens(token_ids: Tensor, num_rows: int, device: torch.device, tempera
 
 
 def check_below(token_ids: Tensor, vocab_size: int) -> None:
-    """Raise ValueError for an id outside the vocabulary, where to look costs no waiting for a device."""
+    """Raise ValueError for an id outside the vocabulary. Checked on CPUs only: on CUDA it would stall the stream."""
     if token_ids.device.type == "cpu" and token_ids.numel() and int(token_ids.max()) >= vocab_size:
         raise ValueError(f"token id {int(token_ids.max())} is outside the vocabulary of {vocab_size}")
 

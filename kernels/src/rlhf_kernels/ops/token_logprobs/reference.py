@@ -1,4 +1,4 @@
-"""The plain torch twin of `token_logprobs`: what the fused kernel must equal, and the path of CPUs."""
+"""The plain torch twin of `token_logprobs`: the definition the fused kernel is tested against, and the CPU path."""
 
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -8,16 +8,16 @@ from torch import Tensor
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-EMPTY = -1e4  # an exponent whose exponential is 0 in float32: stands for -inf, which times 0 would be NaN
+EMPTY = -1e4  # replaces an exponent of -inf: its exponential is 0 too, but 0 * EMPTY is 0 where 0 * -inf is NaN
 
 
 class TokenLogprobs(NamedTuple):
-    """What is known of one token a row; nats, 0.0 in an ignored row.
+    """Results per row, in nats, 0.0 in ignored rows.
 
     Attributes:
-        logprobs: [N], of the token.
-        entropy: [N], of the row's distribution.
-        logsumexp: [N], of the row's logits over the temperature.
+        logprobs: [N], log-prob of the row's token.
+        entropy: [N], entropy of the row's distribution.
+        logsumexp: [N], log-sum-exp of the row's logits divided by the temperature.
     """
 
     logprobs: Tensor
@@ -26,10 +26,10 @@ class TokenLogprobs(NamedTuple):
 
 
 def token_logprobs_reference(logits: Tensor, token_ids: Tensor, temperature: float) -> TokenLogprobs:
-    """Return what `token_logprobs` does, in float32 or, for float64, in that."""
+    """Return what `token_logprobs` does, in float32, or in float64 for float64 input."""
     vocab_size = logits.shape[1]
     scores, ignored = _readable_scores(logits, token_ids)
-    # Centered before it is scaled, a row of large logits keeps all its digits; softmax does not see the shift.
+    # Subtract the maximum before scaling, so that rows of large logits keep their digits. Softmax is shift-invariant.
     row_max = scores.detach().amax(dim=-1, keepdim=True)
     scaled = (scores - row_max) / temperature
     all_logprobs = torch.log_softmax(scaled, dim=-1)
@@ -46,7 +46,10 @@ def token_logprobs_reference(logits: Tensor, token_ids: Tensor, temperature: flo
 def sharded_token_logprobs_reference(
     logits: Tensor, token_ids: Tensor, temperature: float, group: "ProcessGroup", vocab_start: int
 ) -> TokenLogprobs:
-    """Return what `token_logprobs` does for one rank's columns; the gradient of these is local."""
+    """Return what `token_logprobs` does when each rank holds some columns of the logits.
+
+    Forward sums are combined over the ranks. The gradient needs no communication: it is local to each rank's columns.
+    """
     scores, ignored = _readable_scores(logits, token_ids)
     here = token_ids.long() - vocab_start
     held = (here >= 0) & (here < logits.shape[1])
@@ -60,7 +63,7 @@ def sharded_token_logprobs_reference(
         logp = (scores - sums[0, :, None]) / temperature - sums[1, :, None].log()
         probs = logp.exp()
         surprise = probs * torch.where(probs > 0, logp + values.entropy[:, None], 0.0)
-    # The values are the group's; to each is added 0 with the gradient that it has by this rank's columns.
+    # `values` has no gradient. Add terms whose value is 0 and whose gradient is that of this rank's columns.
     scaled = torch.where(probs > 0, scores, 0.0) / temperature
     mean = (probs * scaled).sum(-1)
     slopes = (
@@ -73,16 +76,16 @@ def sharded_token_logprobs_reference(
 
 
 def combine_shards(sums: Tensor, token_ids: Tensor, temperature: float, group: "ProcessGroup") -> TokenLogprobs:
-    """Turn sums over one rank's columns, [4, N], into those over all ranks', in place, and return the results.
+    """Combine sums over one rank's columns, [4, N], with those of all ranks, in place, and return the results.
 
-    The sums of a row are m = max z, s = sum e^c and u = sum c e^c with c = (z - m) / temperature, and the token's
-    logit, NaN where the rank does not hold it.
+    The four sums of a row are m = max z, s = sum e^c, u = sum c e^c, where c = (z - m) / temperature, and the token's
+    logit, which is NaN on ranks that do not hold it.
     """
     from torch import distributed
 
     row_max, total, weighted, token_logits = sums.clone()
     distributed.all_reduce(sums[0], distributed.ReduceOp.MAX, group=group)
-    shift = ((row_max - sums[0]) / temperature).clamp(min=EMPTY)
+    shift = ((row_max - sums[0]) / temperature).clamp(min=EMPTY)  # from this rank's maximum to the common one
     held = ~token_logits.isnan()
     centered = torch.where(held, (token_logits - sums[0]) / temperature, 0.0)
     parts = torch.stack([total * shift.exp(), (weighted + shift * total) * shift.exp(), centered, held.to(sums.dtype)])
@@ -95,10 +98,10 @@ def combine_shards(sums: Tensor, token_ids: Tensor, temperature: float, group: "
 
 
 def _readable_scores(logits: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Return logits in at least float32 with the rows of negative ids made 0, and which rows [N] these are."""
+    """Return logits in at least float32, with ignored rows set to 0, and the mask [N] of ignored rows."""
     scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
     ignored = token_ids < 0
     if ignored.any():
-        # Before anything is computed of them: the gradient of a NaN is NaN even where its weight is 0.
+        # Mask before any arithmetic: a NaN in the forward pass gives a NaN gradient even with weight 0.
         scores = scores.masked_fill(ignored[:, None], 0.0)
     return scores, ignored

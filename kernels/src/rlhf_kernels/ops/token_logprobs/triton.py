@@ -1,7 +1,7 @@
-"""Fused `token_logprobs`: one pass over the logits forward, one backward, nothing of width V kept but the logits.
+"""Fused `token_logprobs`: one pass over the logits forward and one backward. Only the logits are kept in memory.
 
-The kernels take a block of columns and may take a reference's logits beside the policy's: `linear_token_logprobs` and
-`logprob_kl` are made of them as well.
+The kernels work on a block of columns, and optionally on a reference model's logits beside the policy's, so that
+`linear_token_logprobs` and `logprob_kl` can use them too.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -20,20 +20,20 @@ if TYPE_CHECKING:
 
 MAX_BLOCK_SIZE = 4096
 NUM_WARPS = 8
-NUM_STAGES = 1  # blocks that `_sums_kernel` has under way; where there are several, by way of shared memory
+NUM_STAGES = 1  # blocks in flight in `_sums_kernel`; more than one goes through shared memory
 
-# The rows of `sums`, what is known of each row of logits so far: the policy's z and the reference's y. Exponents are
+# Rows of `sums`, the running sums per row of logits. z are the policy's logits, y the reference's, with exponents
 # c = (z - m) / temperature and r = (y - n) / temperature.
-# 0 to 3: m = max z, s = sum e^c, u = sum c e^c, the token's z     4 to 7: logprob, entropy, log-sum-exp, KL
-# 8 to 11: n = max y, t = sum e^r, w = sum (z - y) e^c, its y      12: the reference's logprob
-# Without a reference there are rows 0 to 6.
+# 0 to 3: m = max z, s = sum e^c, u = sum c e^c, z of the token             4 to 7: log-prob, entropy, log-sum-exp, KL
+# 8 to 11: n = max y, t = sum e^r, w = sum (z - y) e^c, y of the token     12: the reference's log-prob
+# Without a reference only rows 0 to 6 exist.
 NUM_SUMS, NUM_SUMS_WITH_REFERENCE = 7, 13
 
-LOG2_E = tl.constexpr(1.4426950408889634)  # exponents are in bits inside a kernel: the GPU's exponential is 2^x
+LOG2_E = tl.constexpr(1.4426950408889634)  # kernels keep exponents in bits, because the GPU computes 2^x
 LN_2 = tl.constexpr(0.6931471805599453)
 
 
-@torch.compiler.disable  # a kernel may write over its input, which a traced graph would not show
+@torch.compiler.disable  # a kernel may overwrite its input, which a traced graph would not see
 def token_logprobs_triton(
     logits: Tensor,
     token_ids: Tensor,
@@ -42,7 +42,7 @@ def token_logprobs_triton(
     group: "ProcessGroup | None" = None,
     vocab_start: int = 0,
 ) -> TokenLogprobs:
-    """Return what `token_logprobs` does, which checks the arguments."""
+    """Return log-prob, entropy and log-sum-exp. `token_logprobs` has checked the arguments."""
     if logits.stride(-1) != 1 or (inplace_backward and logits.stride(0) < logits.shape[1]):
         logits = logits.contiguous()
     token_ids = token_ids.contiguous()
@@ -51,14 +51,16 @@ def token_logprobs_triton(
 
 @triton.jit
 def bits(z, m, inv_temperature):
-    """Return (z - m) / temperature in bits; a NaN stays one, and -inf, which times 0 would be NaN, becomes -1e4."""
+    """Return (z - m) / temperature in bits. NaN stays NaN. -inf becomes -1e4, because 0 * -inf would be NaN."""
     return tl.maximum((z - m) * (inv_temperature * LOG2_E), -1e4, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def add_to_lanes(z, m, s, u, inv_temperature):
-    """Take logits [lanes, VECTOR] into each lane's m = max z, s = sum 2^c and u = sum c 2^c, c = (z - m) / temperature
-    in bits."""
+    """Merge logits [LANES, PARTS] into each lane's m = max z, s = sum 2^c and u = sum c 2^c.
+
+    c = (z - m) / temperature, in bits. A larger maximum shifts all exponents, hence the rescaling of s and u.
+    """
     new_m = tl.maximum(m, tl.max(z, axis=1))
     shift = bits(m, new_m, inv_temperature)
     scale = tl.exp2(shift)
@@ -69,7 +71,7 @@ def add_to_lanes(z, m, s, u, inv_temperature):
 
 @triton.jit
 def sum_of_lanes(m, s, u, inv_temperature):
-    """Return the m, s and u of all lanes together."""
+    """Return m, s and u over all lanes."""
     largest = tl.max(m, axis=0)
     shift = bits(m, largest, inv_temperature)
     scale = tl.exp2(shift)
@@ -78,7 +80,7 @@ def sum_of_lanes(m, s, u, inv_temperature):
 
 @triton.jit
 def _scaled(w, m, new_m, inv_temperature):
-    """Return sums relative to m as they are relative to new_m: 0, even of infinite ones, where nothing is left."""
+    """Rescale sums w from maximum m to new_m. Where the scale underflows the result is 0, even for infinite sums."""
     scale = tl.exp2(bits(m, new_m, inv_temperature))
     return tl.where(scale > 0, w * scale, 0.0)
 
@@ -89,11 +91,11 @@ def _sums_kernel(
     FIRST: tl.constexpr, HAS_REFERENCE: tl.constexpr, LANES: tl.constexpr,  # noqa: N803
     PARTS: tl.constexpr, IN_A_ROW: tl.constexpr, STAGES: tl.constexpr  # noqa: N803
 ):  # fmt: skip
-    """One row a program: merges the columns of one block into its sums, and computes the results so far."""
+    """Merge one block of columns into the running sums of one row per program, and compute the results so far."""
     row = tl.program_id(0).to(tl.int64)
     sums = sums_ptr + row
     token_id = tl.load(ids_ptr + row)
-    # An ignored row is sure of one token, in both models, so that whatever is computed of its sums is 0.
+    # An ignored row gets the sums of a distribution that is certain of one token, in both models: all results are 0.
     ignored = token_id < 0
     m = tl.where(ignored, 0.0, -3.0e38)
     s = tl.where(ignored, 1.0, 0.0)
@@ -111,12 +113,17 @@ def _sums_kernel(
                 t = tl.load(sums + 9 * sums_stride)
                 w = tl.load(sums + 10 * sums_stride)
                 ref_token_logit = tl.load(sums + 11 * sums_stride)
-        # Lanes have sums of their own until the row is through, so that none waits for another; one has what there was.
-        lane, part = tl.arange(0, LANES), tl.arange(0, PARTS)[None, :]
+        # Each lane keeps its own sums until the end of the row, so that lanes need not synchronize at every block.
+        # The sums of earlier blocks go into lane 0.
+        lane = tl.arange(0, LANES)
+        part = tl.arange(0, PARTS)[None, :]
         offsets = lane[:, None] * PARTS + part if IN_A_ROW else part * LANES + lane[:, None]
-        m, n = tl.full([LANES], m, tl.float32), tl.full([LANES], n, tl.float32)
-        s, u = tl.where(lane == 0, s, 0.0), tl.where(lane == 0, u, 0.0)
-        t, w = tl.where(lane == 0, t, 0.0), tl.where(lane == 0, w, 0.0)
+        m = tl.full([LANES], m, tl.float32)
+        n = tl.full([LANES], n, tl.float32)
+        s = tl.where(lane == 0, s, 0.0)
+        u = tl.where(lane == 0, u, 0.0)
+        t = tl.where(lane == 0, t, 0.0)
+        w = tl.where(lane == 0, w, 0.0)
         for start in tl.range(0, width, LANES * PARTS, num_stages=STAGES):
             columns = start + offsets
             z = tl.load(z_ptr + row * z_stride + columns, mask=columns < width, other=float("-inf")).to(tl.float32)
@@ -124,7 +131,7 @@ def _sums_kernel(
             if HAS_REFERENCE:
                 y = tl.load(y_ptr + row * y_stride + columns, mask=columns < width, other=float("-inf")).to(tl.float32)
                 weight = tl.exp2(bits(z, new_m[:, None], inv_temperature))
-                # Of the logits themselves: equal ones give 0, and no largest one takes their digits.
+                # Subtract the logits themselves, not centered ones: equal logits then give exactly 0.
                 difference = tl.where(weight > 0, z - y, 0.0)
                 w = _scaled(w, m, new_m, inv_temperature) + tl.sum(difference * weight, axis=1)
                 n, t, _ = add_to_lanes(y, n, t, t, inv_temperature)
@@ -143,7 +150,7 @@ def _sums_kernel(
     tl.store(sums + sums_stride, s)
     tl.store(sums + 2 * sums_stride, u)
     tl.store(sums + 3 * sums_stride, token_logit)
-    # Kept apart, m and log s lose no digits however large the logits are; their sum does.
+    # Subtract m before log s: their sum would lose digits where logits are large.
     tl.store(sums + 4 * sums_stride, (token_logit - m) * inv_temperature - log_sum)
     tl.store(sums + 5 * sums_stride, log_sum - u / s)
     tl.store(sums + 6 * sums_stride, m * inv_temperature + log_sum)
@@ -162,7 +169,10 @@ def _gradient_kernel(
     z_ptr, y_ptr, ids_ptr, sums_ptr, grads_ptr, out_ptr, z_stride, y_stride, sums_stride, grads_stride, out_stride,
     vocab_start, width, inv_temperature, HAS_REFERENCE: tl.constexpr, BLOCK_SIZE: tl.constexpr  # noqa: N803
 ):  # fmt: skip
-    """One block of one row a program: p from the logits again, and the gradient in their dtype, maybe over them."""
+    """Compute the gradient of one block of one row per program, from p recomputed from the logits.
+
+    `out_ptr` may equal `z_ptr`: each element is read before it is overwritten.
+    """
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
     valid = columns < width
@@ -201,12 +211,15 @@ def add_sums(
     vocab_start: int = 0,
     first: bool = True,
 ) -> None:
-    """Merge a block of columns, `vocab_start` its first id, into `sums`, which need not be set before the first."""
+    """Merge a block of columns, whose first id is `vocab_start`, into `sums`. With `first` the sums may be unset."""
     y = logits if ref_logits is None else ref_logits
     strides = logits.stride(0), y.stride(0), sums.stride(0)
-    (num_rows, width), parts = logits.shape, 16 // logits.itemsize  # of 16 bytes
+    num_rows, width = logits.shape
+    parts = 16 // logits.itemsize  # elements per 16-byte load, the widest of a thread
     options = {"FIRST": first, "HAS_REFERENCE": ref_logits is not None, "num_warps": NUM_WARPS, "STAGES": NUM_STAGES}
-    in_a_row = logits.stride(0) % 16 == 0 and logits.data_ptr() % 16 == 0  # of this Triton makes vectors
+    # Aligned rows let each lane read consecutive columns as one vector. Otherwise neighbouring lanes read neighbouring
+    # columns, so that single loads still coalesce.
+    in_a_row = logits.stride(0) % 16 == 0 and logits.data_ptr() % 16 == 0
     options |= {"PARTS": parts, "LANES": _block_size(logits) // parts, "IN_A_ROW": in_a_row}
     if num_rows:
         with on_device(logits):
@@ -225,12 +238,16 @@ def write_gradient(
     temperature: float,
     vocab_start: int = 0,
 ) -> None:
-    """Write to `out`, which may be `logits`, the gradient by logits, from that by the results (rows 4 on of `sums`)."""
+    """Write the gradient of the logits to `out`, which may be `logits`, from the gradients `grads` of the results.
+
+    Row i of `grads` belongs to row 4 + i of `sums`: log-prob, entropy, log-sum-exp and, with a reference, KL.
+    """
     y = logits if ref_logits is None else ref_logits
     tensors = (logits, y, token_ids, sums, grads, out)
     strides = logits.stride(0), y.stride(0), sums.stride(0), grads.stride(0), out.stride(0)
     options = {"HAS_REFERENCE": ref_logits is not None, "num_warps": NUM_WARPS}
-    (num_rows, width), size = logits.shape, _block_size(logits)
+    num_rows, width = logits.shape
+    size = _block_size(logits)
     if num_rows:
         with on_device(logits):
             _gradient_kernel[(num_rows, triton.cdiv(width, size))](
@@ -239,7 +256,7 @@ def write_gradient(
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """Keeps the logits and a few numbers a row for the backward pass."""
+    """Saves the logits and a few numbers per row for the backward pass."""
 
     @staticmethod
     def forward(
@@ -256,7 +273,9 @@ class _TokenLogprobs(torch.autograd.Function):
         if group is not None:
             sums[4:] = torch.stack(combine_shards(sums[:4], token_ids, temperature, group))
         ctx.save_for_backward(logits, token_ids, sums)
-        ctx.temperature, ctx.inplace, ctx.vocab_start = temperature, inplace, vocab_start
+        ctx.temperature = temperature
+        ctx.inplace = inplace
+        ctx.vocab_start = vocab_start
         return tuple(row.clone() for row in sums[4:])
 
     @staticmethod
@@ -266,7 +285,7 @@ class _TokenLogprobs(torch.autograd.Function):
         out = logits if ctx.inplace else torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
         write_gradient(logits, None, token_ids, sums, torch.stack(grads), out, ctx.temperature, ctx.vocab_start)
         if ctx.inplace:
-            # Whoever kept the logits, this node in a second pass included, is now told so by autograd.
+            # Autograd then raises in any node that saved the logits, this one in a second pass included.
             torch.autograd.graph.increment_version(logits)
         return out, None, None, None, None, None
 
