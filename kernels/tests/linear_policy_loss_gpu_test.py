@@ -16,9 +16,7 @@ BOTH = pytest.mark.parametrize("objective", [PPO, WITH_ENTROPY], ids=["once", "t
 
 
 @pytest.fixture(autouse=True)
-def seeded_gpu():
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
+def seeded():
     torch.manual_seed(0)
 
 

@@ -54,7 +54,7 @@ _PIP_TO_UV = {
 }
 
 def _normalize(name):
-    """The name as `pip.parse` of rules_python spells it in labels."""
+    """Returns the name as `pip.parse` of rules_python spells it in labels."""
     return name.strip().lower().replace("-", "_").replace(".", "_")
 
 def _locked_names(text):
@@ -75,7 +75,7 @@ def _run(ctx, command, doing, environ = {}):
     return result.stdout.strip()
 
 def _environ(ctx, python):
-    """What pip is configured for here and uv does not read by itself."""
+    """Returns variables for uv: what pip is configured for here, which uv does not read by itself."""
     environ = {}
     for option, variable in _PIP_TO_UV.items():
         if ctx.getenv(variable) or not python:
@@ -84,6 +84,9 @@ def _environ(ctx, python):
         value = ctx.getenv("PIP_" + option.replace("-", "_").upper()) or result.stdout
         if value.strip():
             environ[variable] = ",".join([part for part in value.replace("\n", " ").split(" ") if part])
+    if not ctx.attr.torch_backend:
+        # A folder of wheels may hold torch's CPU build, whose version `2.13.0+cpu` satisfies the lock's `2.13.0`.
+        environ["UV_FIND_LINKS"] = ""
     return environ
 
 def _find_uv(ctx, python):
@@ -100,7 +103,7 @@ def _sync(ctx, uv, python, environ):
     """Installs the lock; torch comes from a folder of wheels that pip or uv is configured for, else from its own index."""
     sync = [uv, "pip", "sync", "--quiet", "--compile-bytecode", "--python", python, ctx.path(ctx.attr.lock)]
     backend = ["--torch-backend=" + ctx.attr.torch_backend] if ctx.attr.torch_backend else []
-    if backend and (ctx.getenv("UV_FIND_LINKS") or "UV_FIND_LINKS" in environ):
+    if backend and (ctx.getenv("UV_FIND_LINKS") or environ.get("UV_FIND_LINKS")):
         if ctx.execute(sync, timeout = 3600, environment = environ).return_code == 0:
             return
     _run(ctx, sync + backend, "uv pip sync", environ)

@@ -52,13 +52,13 @@ def pytest_test(name, srcs, deps = [], data = [], args = [], tags = [], **kwargs
       deps: libraries the tests import.
       data: files the tests read.
       args: further arguments of pytest.
-      tags: Bazel tags; "gpu" also makes the test exclusive, for there is one GPU to share.
+      tags: Bazel tags; "gpu" also makes the test exclusive, for there is one GPU to share, and makes it fail without one.
       **kwargs: passed to py_test.
     """
     modules = [src for src in srcs if src.endswith("_test.py")]
     _py_test(
         name = name,
-        srcs = srcs + ["//tools/bazel:pytest_main.py"],
+        srcs = srcs + ["//tools/bazel:pytest_main.py"] + (["//:conftest.py"] if "gpu" in tags else []),
         main = "//tools/bazel:pytest_main.py",
         args = ["$(rootpath {})".format(src) for src in modules] + args,
         data = data + ["//:pyproject.toml"],  # pytest's settings
@@ -68,36 +68,37 @@ def pytest_test(name, srcs, deps = [], data = [], args = [], tags = [], **kwargs
         **kwargs
     )
 
-def pytest_tests(deps, folder = "", data = [], overrides = {}):
-    """One test for each `*_test.py` under `folder`, named after the file; `*_gpu_test.py` gets the tag gpu.
+def pytest_tests(deps, folder = "", data = [], overrides = {}, also_on_gpu = []):
+    """One test for each `*_test.py` under `folder`, named after the file.
+
+    `--config=gpu` runs the targets named `*_gpu_test`, which have the tag gpu, and other builds run the rest.
 
     Args:
       deps: libraries the tests import.
       folder: where the tests are; other files there (conftest.py, helpers, data) go with each of them.
       data: further files the tests read.
       overrides: file in `folder` to attributes of its test, such as HEAVY or `{"shard_count": 4}`.
+      also_on_gpu: files in `folder` that take a GPU when there is one: `x_test.py` becomes `x_gpu_test` as well.
     """
     prefix = folder + "/" if folder else ""
     tests = native.glob([prefix + "**/*_test.py"], allow_empty = True)
     shared = native.glob([prefix + "**/*.py"], exclude = tests, allow_empty = True)
     files = native.glob([prefix + "**"], exclude = [prefix + "**/*.py", "**/*.pyc", "BUILD.bazel"], allow_empty = True)
-    for file in overrides:
+    for file in list(overrides) + also_on_gpu:
         if prefix + file not in tests:
-            fail("overrides name {}, which is not a test in {}/{}".format(file, native.package_name(), folder))
+            fail("{} is not a test in {}/{}".format(file, native.package_name(), folder))
     for test in tests:
-        attributes = dict(overrides.get(test.removeprefix(prefix), {}))
-        tags = attributes.pop("tags", [])
-        if test.endswith("_gpu_test.py"):
-            tags = tags + ["gpu"]
-        pytest_test(
-            name = test.split("/")[-1].removesuffix(".py"),
-            size = attributes.pop("size", "medium"),
-            srcs = [test] + shared,
-            data = data + files,
-            tags = tags,
-            deps = deps,
-            **attributes
-        )
+        file = test.removeprefix(prefix)
+        name = test.split("/")[-1].removesuffix(".py")
+        attributes = dict(overrides.get(file, {}))
+        attributes.setdefault("size", "medium")
+        common = dict(srcs = [test] + shared, data = data + files, deps = deps)
+        if name.endswith("_gpu_test"):
+            attributes["tags"] = attributes.get("tags", []) + ["gpu"]
+        pytest_test(name = name, **(common | attributes))
+        if file in also_on_gpu:
+            attributes["tags"] = ["gpu"]
+            pytest_test(name = name.removesuffix("_test") + "_gpu_test", **(common | attributes))
 
 def python_package(name, deps, users, test_deps = [], test_data = [], tests = {}):
     """An installable package: its library, a test per file of `tests/`, `:wheel`, and `:sources` and `:pages` for checks.

@@ -18,12 +18,6 @@ from rlhf_models.testing import tiny_model_dir
 LENGTHS = (300, 1, 77, 512, 2, 129)
 
 
-@pytest.fixture(autouse=True)
-def gpu():
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
-
-
 @pytest.fixture(scope="module", params=[None, 64])
 def folder(request, tmp_path_factory):
     """A model of 8 heads of 64 on 2 key-value heads, once with a sliding window in its first layer."""

@@ -15,8 +15,6 @@ from rlhf_rollout.engines import EngineSpec
 from rlhf_rollout.protocols import Completion, SamplingParams
 from rlhf_train.weight_sync.source import WeightSource
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-
 PROMPTS = [np.arange(3, 3 + length, dtype=np.int32) for length in (1, 7, 40)]
 # bfloat16 keeps 8 bits of a logit; the logits of this model stay below 8 in size.
 LOGPROB_TOLERANCE = 0.1
