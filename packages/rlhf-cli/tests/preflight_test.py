@@ -15,7 +15,8 @@ from rlhf_cli.preflight.data import metric_names
 from rlhf_cli.preflight.inputs import Inputs, check_inputs
 from rlhf_data.command_line import CommandLine
 from rlhf_data.errors import ConfigError, DataError
-from rlhf_data.records import FinishReason, Prompt, Rollout, RolloutGroup, Span, SpanSource, Verdict, VerdictKind
+from rlhf_data.records import FinishReason, Prompt, Rollout, Span, SpanSource, Verdict, VerdictKind
+from rlhf_data.testing import make_group
 from rlhf_train.online.evaluation import summarize_evaluation
 
 REWARD = "def reward_func(queries, prompts, labels):\n    return {'rewards': [0.0] * len(queries)}\n"
@@ -238,7 +239,7 @@ def test_metric_names_are_those_of_an_evaluation(sources):
     for source in sources:
         verdict = Verdict(VerdictKind.OK, 1.0, 1.0)
         rollouts = [Rollout(f"{source}/{n}", source, spans, FinishReason.STOP, verdict=verdict) for n in range(3)]
-        groups.append(RolloutGroup(source, Prompt("p", np.array([1]), "?", source=source), tuple(rollouts)))
+        groups.append(make_group(source, Prompt("p", np.array([1]), "?", source=source), tuple(rollouts)))
     measured = {name for name in summarize_evaluation(groups) if "verdict_" not in name}
     assert set(metric_names(set(sources), 3)) == measured
 

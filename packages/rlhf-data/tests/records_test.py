@@ -1,5 +1,6 @@
 """Records: views over spans, validation where they are made, pickling."""
 
+import dataclasses
 import pickle
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 
 from rlhf_data.errors import DataError
 from rlhf_data.records import (
+    Episode,
     FinishReason,
     Prompt,
     Rollout,
@@ -16,7 +18,7 @@ from rlhf_data.records import (
     Verdict,
     VerdictKind,
 )
-from rlhf_data.testing import make_prompt, make_rollout
+from rlhf_data.testing import make_group, make_prompt, make_rollout
 
 
 def two_turns() -> Rollout:
@@ -42,6 +44,8 @@ def test_rollout_views_join_the_spans():
     assert rollout.loss_mask.tolist() == [False, False, True, False, False, True]
     assert rollout.rollout_logprobs.tolist() == [0, 0, -0.5, 0, 0, -0.25]
     assert (rollout.num_tokens, rollout.num_response_tokens, rollout.policy_version) == (6, 2, 7)
+    assert rollout.policy_versions.tolist() == [-1, -1, 7, -1, -1, 9]
+    assert rollout.turn_ends.tolist() == [2, 5]
 
 
 def test_rollout_without_prompt_first_is_refused():
@@ -91,15 +95,76 @@ def test_prompt_without_tokens_is_refused():
         Prompt("p", [], "")
 
 
-def test_rollout_group_refuses_a_stray():
+def test_verdict_turn_rewards_add_up_to_the_reward():
+    assert Verdict(VerdictKind.OK, 1.0, turn_rewards=[0.25, 0.75]).turn_rewards == (0.25, 0.75)
+    # 0.1 + 0.2 is not 0.3, and 1e9 - 1e9 + 1 loses more digits than 1 has.
+    Verdict(VerdictKind.OK, 0.3, turn_rewards=(0.1, 0.2))
+    Verdict(VerdictKind.OK, 1.0, turn_rewards=(1e9, -1e9 + 1.01))
+    for rewards in [(0.25, 0.76), (float("nan"), 1.0), (float("inf"),)]:
+        with pytest.raises(DataError, match="turns add up to"):
+            Verdict(VerdictKind.OK, 1.0, turn_rewards=rewards)
+    with pytest.raises(DataError, match="the reward is None"):
+        Verdict(VerdictKind.TIMEOUT, turn_rewards=(0.0,))
+
+
+@pytest.mark.parametrize("seconds", [-0.1, float("nan"), float("inf")])
+def test_verdict_seconds_are_finite_and_not_negative(seconds):
+    with pytest.raises(DataError, match="scoring took"):
+        Verdict(VerdictKind.OK, 1.0, seconds=seconds)
+
+
+def test_verdicts_that_took_different_times_are_equal():
+    assert Verdict(VerdictKind.OK, 1.0, seconds=2.5) == Verdict(VerdictKind.OK, 1.0)
+    assert Verdict(VerdictKind.OK, 1.0, turn_rewards=(1.0,)) != Verdict(VerdictKind.OK, 1.0)
+
+
+def test_rollout_turn_rewards_are_one_per_turn():
+    rollout = two_turns()
+    dataclasses.replace(rollout, verdict=Verdict(VerdictKind.OK, 1.0, turn_rewards=(0.0, 1.0)))
+    with pytest.raises(DataError, match="has 2 turns and 3 turn rewards"):
+        dataclasses.replace(rollout, verdict=Verdict(VerdictKind.OK, 1.0, turn_rewards=(0.0, 1.0, 0.0)))
+
+
+def test_rollout_turn_is_one_though_an_update_split_it():
+    spans = (
+        Span(SpanSource.PROMPT, [1]),
+        Span(SpanSource.POLICY, [3, 4], [-0.5, -0.5], 7),
+        Span(SpanSource.POLICY, [5], [-0.5], 8),
+    )
+    rollout = Rollout("g/0", "g", spans, FinishReason.LENGTH)
+    assert rollout.turn_ends.tolist() == [3]
+    assert rollout.policy_versions.tolist() == [-1, 7, 7, 8]
+    assert rollout.policy_version == 7
+    assert Rollout("g/0", "g", spans[:1], FinishReason.ABORT).turn_ends.tolist() == []
+
+
+def test_episode_verdict_is_that_of_its_last_rollout():
     prompt = make_prompt()
-    with pytest.raises(DataError, match=r"\['other/0'\] do not belong to group 'g0'"):
-        RolloutGroup("g0", prompt, (make_rollout(prompt, "4"), make_rollout(prompt, "5", group_id="other")))
+    first = make_rollout(prompt, "4", verdict=Verdict(VerdictKind.WRONG, 0.0))
+    last = make_rollout(prompt, "5", index=1, verdict=Verdict(VerdictKind.OK, 1.0))
+    assert Episode("e", "g0", (first, last)).verdict is last.verdict
+    assert Episode("e", "g0", (make_rollout(prompt, "4"),)).verdict is None
+
+
+def test_episode_without_rollouts_or_with_a_stray_is_refused():
+    with pytest.raises(DataError, match="'e' has no rollout"):
+        Episode("e", "g0", ())
+    with pytest.raises(DataError, match=r"rollouts \['other/0'\] do not belong to group 'g0'"):
+        Episode("e", "g0", (make_rollout(make_prompt(), "5", group_id="other"),))
+
+
+def test_rollout_group_flattens_its_episodes_in_order_and_refuses_a_stray():
+    prompt = make_prompt()
+    rollouts = [make_rollout(prompt, str(index), index=index) for index in range(3)]
+    episodes = (Episode("a", "g0", tuple(rollouts[:2])), Episode("b", "g0", (rollouts[2],)))
+    assert RolloutGroup("g0", prompt, episodes).rollouts == tuple(rollouts)
+    with pytest.raises(DataError, match=r"episodes \['a', 'b'\] do not belong to group 'g1'"):
+        RolloutGroup("g1", prompt, episodes)
 
 
 def test_records_pickle_round_trip():
     rollout = two_turns()
-    group = RolloutGroup("g", make_prompt(), (rollout,))
+    group = make_group("g", make_prompt(), (rollout,))
     again = pickle.loads(pickle.dumps(group))
     assert again.prompt.token_ids.tolist() == group.prompt.token_ids.tolist()
     assert again.rollouts[0].rollout_logprobs.tolist() == rollout.rollout_logprobs.tolist()

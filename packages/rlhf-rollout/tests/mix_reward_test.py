@@ -8,6 +8,7 @@ from rlhf_data.errors import ConfigError, RewardError
 from rlhf_data.records import Verdict, VerdictKind
 from rlhf_data.testing import make_prompt, make_rollout
 from rlhf_rollout.rewards import FunctionReward, MixedReward, RewardSource, build_reward, check_reward
+from rlhf_rollout.rewards.mix import score_each
 from rlhf_rollout.rewards.remote import RemoteReward
 
 OK, WRONG, CRASH, TIMEOUT = VerdictKind.OK, VerdictKind.WRONG, VerdictKind.CRASH, VerdictKind.TIMEOUT
@@ -66,6 +67,36 @@ def test_mixed_reward_single_source_is_only_weighted():
     source = ScriptedReward(Verdict(OK, 3.0, 1.0, extra={"length": 2.0}))
     (verdict,) = score(MixedReward([("a", -2.0, source)]))
     assert verdict == Verdict(OK, -6.0, -2.0, extra={"length": 2.0})
+
+
+def test_mixed_reward_adds_up_turns_and_puts_a_whole_reward_at_the_last():
+    by_turn = ScriptedReward(Verdict(OK, 3.0, turn_rewards=(1.0, 2.0)))
+    whole = ScriptedReward(Verdict(OK, 10.0))
+    (verdict,) = score(MixedReward([("a", 2.0, by_turn), ("b", 0.5, whole)]))
+    # Turn 1: 2 * 1. Turn 2: 2 * 2 + 0.5 * 10.
+    assert (verdict.reward, verdict.turn_rewards) == (11.0, (2.0, 9.0))
+    (verdict,) = score(MixedReward([("b", 0.5, whole)]))
+    assert (verdict.reward, verdict.turn_rewards) == (5.0, ())
+
+
+def test_mixed_reward_takes_as_long_as_its_slowest_source():
+    slow, quick = Verdict(OK, 1.0, seconds=3.0), Verdict(OK, 1.0, seconds=0.5)
+    failed = Verdict(TIMEOUT, seconds=7.0)
+    for verdicts, seconds in (((slow, quick), 3.0), ((quick, slow), 3.0), ((slow, failed), 7.0)):
+        sources = [(str(index), 1.0, ScriptedReward(verdict)) for index, verdict in enumerate(verdicts)]
+        assert score(MixedReward(sources))[0].seconds == seconds
+
+
+def test_score_each_crash_has_the_seconds_until_it():
+    class Late:
+        async def score(self, prompt, rollouts):
+            await asyncio.sleep(0.05)
+            raise ZeroDivisionError
+
+    prompt = make_prompt()
+    (verdict,) = asyncio.run(score_each(Late(), prompt, [make_rollout(prompt, "4")]))
+    assert verdict.kind is CRASH
+    assert 0.05 <= verdict.seconds < 5.0
 
 
 def test_mixed_reward_any_source_that_fails_fails_the_sum():

@@ -6,6 +6,7 @@ import json
 import pytest
 
 from rlhf_data.records import FinishReason, Prompt, Rollout, RolloutGroup, Span, SpanSource, Verdict, VerdictKind
+from rlhf_data.testing import make_group
 from rlhf_train.online.evaluation import pass_at_k, summarize_evaluation
 from rlhf_train.run.best_model import STATE_FILE, BestModel
 
@@ -34,7 +35,7 @@ def group(name: str, source: str, kinds: list[VerdictKind], length: int = 2) -> 
         reason = FinishReason.LENGTH if index == len(kinds) - 1 else FinishReason.STOP
         verdict = Verdict(kind, None if kind.failed else float(kind is OK))
         rollouts.append(Rollout(f"{name}{index}", name, spans, reason, verdict=verdict))
-    return RolloutGroup(name, Prompt(name, [1], "1", source=source), tuple(rollouts))
+    return make_group(name, Prompt(name, [1], "1", source=source), tuple(rollouts))
 
 
 def test_summarize_evaluation_of_one_source_matches_hand_values():

@@ -3,6 +3,7 @@
 import pytest
 
 from rlhf_data.records import FinishReason, Prompt, Rollout, RolloutGroup, Span, SpanSource, Verdict, VerdictKind
+from rlhf_data.testing import make_group
 from rlhf_train.online.job import DynamicSampling, RewardSpec
 from rlhf_train.online.rewards import RewardShaper, is_worth_training
 
@@ -66,7 +67,7 @@ def test_shaping_of_no_rollouts_gives_no_rewards():
 
 
 def group(*rollouts: Rollout) -> RolloutGroup:
-    return RolloutGroup("g", Prompt("p", [1], "1"), rollouts)
+    return make_group("g", Prompt("p", [1], "1"), rollouts)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from rlhf_data.errors import ConfigError, RlhfError
-from rlhf_data.records import FinishReason, Prompt, Rollout, RolloutGroup, Span, SpanSource, Verdict, VerdictKind
+from rlhf_data.records import FinishReason, Prompt, Rollout, Span, SpanSource, Verdict, VerdictKind
+from rlhf_data.testing import make_group
 from rlhf_rollout.protocols import SamplingParams
 from rlhf_train.algorithms import ALGORITHMS, POLICY_LOSSES, AlgorithmSpec, CorrectionSpec
 from rlhf_train.engine.protocol import learning_rate_at
@@ -237,7 +238,7 @@ def test_summarize_counts_failures_against_accuracy_but_not_against_the_mean_rew
         rollout(VerdictKind.WRONG, 0.0, 2),
         rollout(VerdictKind.TIMEOUT, None, 3),
     )
-    groups = [RolloutGroup("g", Prompt("p", [1], "1"), rollouts)]
+    groups = [make_group("g", Prompt("p", [1], "1"), rollouts)]
     numbers = summarize(groups, "rollout")
     assert numbers["rollout/accuracy"] == pytest.approx(1 / 3)
     assert numbers["rollout/reward"] == 0.5
@@ -253,7 +254,7 @@ def test_summarize_keeps_its_own_numbers_apart_from_a_users_of_the_same_name():
     verdict = Verdict(VerdictKind.WRONG, 0.0, extra={"accuracy": 0.9})
     spans = (Span(SpanSource.PROMPT, [1]), Span(SpanSource.POLICY, [2], [-1.0], policy_version=0))
     rollouts = (Rollout("r", "g", spans, FinishReason.STOP, verdict=verdict),)
-    numbers = summarize([RolloutGroup("g", Prompt("p", [1], "1"), rollouts)], "eval")
+    numbers = summarize([make_group("g", Prompt("p", [1], "1"), rollouts)], "eval")
     assert (numbers["eval/accuracy"], numbers["eval/extra_accuracy"]) == (0.0, 0.9)
 
 

@@ -20,7 +20,17 @@ from rlhf_data.preference import (
     UnpairedExample,
 )
 from rlhf_data.prompts import PromptSet, load_prompts
-from rlhf_data.records import FinishReason, Prompt, Rollout, RolloutGroup, Span, SpanSource, Verdict, VerdictKind
+from rlhf_data.records import (
+    Episode,
+    FinishReason,
+    Prompt,
+    Rollout,
+    RolloutGroup,
+    Span,
+    SpanSource,
+    Verdict,
+    VerdictKind,
+)
 from rlhf_data.rows import Row
 from rlhf_data.sampler import EpochSampler
 from rlhf_data.sft import SftEncoder, SftExample
@@ -31,6 +41,7 @@ __all__ = [
     "ConfigError",
     "DataError",
     "EngineError",
+    "Episode",
     "EpochSampler",
     "ExampleSet",
     "FinishReason",

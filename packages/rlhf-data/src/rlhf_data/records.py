@@ -12,6 +12,8 @@ import numpy as np
 
 from rlhf_data.errors import DataError
 
+_TURN_REWARD_TOLERANCE = 1e-6  # relative to the sum of magnitudes: weighted sums are rounded
+
 
 class SpanSource(StrEnum):
     """Who wrote the tokens of a span."""
@@ -116,6 +118,9 @@ class Verdict:
         score: the raw score; the reward itself when the scorer tells no difference.
         detail: one line for people, such as an exception's text.
         extra: further numbers to log.
+        seconds: how long scoring took, failed attempts included.
+        turn_rewards: the reward of each turn, in order; their sum is `reward`. Empty when the reward is for the rollout
+            as a whole.
     """
 
     kind: VerdictKind
@@ -123,6 +128,9 @@ class Verdict:
     score: float | None = None
     detail: str = ""
     extra: Mapping[str, float] = field(default_factory=dict)
+    # Two verdicts that differ only in how long they took are equal.
+    seconds: float = field(default=0.0, compare=False)
+    turn_rewards: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         if self.kind.failed != (self.reward is None):
@@ -131,6 +139,21 @@ class Verdict:
             raise DataError(f"the reward is {self.reward}")
         if self.score is None:
             object.__setattr__(self, "score", self.reward)
+        if not 0 <= self.seconds < np.inf:
+            raise DataError(f"scoring took {self.seconds} seconds; it must be at least 0 and finite")
+        if self.turn_rewards:
+            self._check_turn_rewards()
+
+    def _check_turn_rewards(self) -> None:
+        object.__setattr__(self, "turn_rewards", tuple(float(reward) for reward in self.turn_rewards))
+        total = sum(self.turn_rewards)
+        size = sum(abs(reward) for reward in self.turn_rewards)
+        fits = self.reward is not None and abs(total - self.reward) <= _TURN_REWARD_TOLERANCE * max(size, 1.0)
+        if not (fits and np.isfinite(size)):
+            raise DataError(
+                f"the rewards of {len(self.turn_rewards)} turns add up to {total}, the reward is {self.reward}",
+                hint="the reward of a rollout is the sum of the rewards of its turns",
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +179,10 @@ class Rollout:
     def __post_init__(self) -> None:
         if not self.spans or self.spans[0].source is not SpanSource.PROMPT:
             raise DataError(f"rollout {self.rollout_id!r} does not begin with its prompt")
+        num_rewards = len(self.verdict.turn_rewards) if self.verdict else 0
+        if num_rewards and num_rewards != len(self.turn_ends):
+            message = f"rollout {self.rollout_id!r} has {len(self.turn_ends)} turns and {num_rewards} turn rewards"
+            raise DataError(message, hint="give one reward per turn, or none")
 
     @property
     def token_ids(self) -> np.ndarray:
@@ -188,26 +215,78 @@ class Rollout:
         return sum(len(span.token_ids) for span in self.spans if span.source is SpanSource.POLICY)
 
     @property
+    def policy_versions(self) -> np.ndarray:
+        """[L] int32: the version that wrote each policy token, -1 elsewhere."""
+        return np.concatenate(
+            [
+                np.full(len(span.token_ids), -1 if span.policy_version is None else span.policy_version, np.int32)
+                for span in self.spans
+            ]
+        )
+
+    @property
+    def turn_ends(self) -> np.ndarray:
+        """[K] int64: the position in `token_ids` of the last token of each turn, an unbroken run of policy tokens."""
+        followed_by = np.append(self.loss_mask[1:], False)
+        return np.flatnonzero(self.loss_mask & ~followed_by)
+
+    @property
     def policy_version(self) -> int:
         """The oldest version that wrote a token of it."""
         return min((span.policy_version for span in self.spans if span.policy_version is not None), default=0)
 
 
 @dataclass(frozen=True, slots=True)
-class RolloutGroup:
-    """All samples of one prompt.
+class Episode:
+    """One attempt at a prompt.
 
     Attributes:
-        group_id: carried by every rollout of it: nothing is positional.
+        episode_id: unique in a run.
+        group_id: shared by the episodes of one prompt.
+        rollouts: at least one. A conversation that only grows is one rollout; one whose history was rewritten, or that
+            branched, is several.
+    """
+
+    episode_id: str
+    group_id: str
+    rollouts: tuple[Rollout, ...]
+
+    def __post_init__(self) -> None:
+        if not self.rollouts:
+            raise DataError(f"episode {self.episode_id!r} has no rollout")
+        _check_group(self.group_id, {rollout.rollout_id: rollout.group_id for rollout in self.rollouts}, "rollouts")
+
+    @property
+    def verdict(self) -> Verdict | None:
+        """The verdict of the last rollout, with which the episode ended; None until it is scored."""
+        return self.rollouts[-1].verdict
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutGroup:
+    """All episodes of one prompt.
+
+    Attributes:
+        group_id: carried by every episode and rollout of it: nothing is positional.
         prompt: what was asked.
-        rollouts: the samples.
+        episodes: the attempts.
     """
 
     group_id: str
     prompt: Prompt
-    rollouts: tuple[Rollout, ...]
+    episodes: tuple[Episode, ...]
 
     def __post_init__(self) -> None:
-        strays = [rollout.rollout_id for rollout in self.rollouts if rollout.group_id != self.group_id]
-        if strays:
-            raise DataError(f"rollouts {strays} do not belong to group {self.group_id!r}")
+        _check_group(self.group_id, {episode.episode_id: episode.group_id for episode in self.episodes}, "episodes")
+
+    @property
+    def rollouts(self) -> tuple[Rollout, ...]:
+        """The rollouts of all episodes, in order."""
+        return tuple(rollout for episode in self.episodes for rollout in episode.rollouts)
+
+
+def _check_group(group_id: str, members: Mapping[str, str], what: str) -> None:
+    """Raise DataError unless all members, group ids by their own ids, belong to the group."""
+    strays = [name for name, own_group_id in members.items() if own_group_id != group_id]
+    if strays:
+        raise DataError(f"{what} {strays} do not belong to group {group_id!r}")

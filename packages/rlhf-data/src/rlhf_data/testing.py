@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlhf_data.records import FinishReason, Prompt, Rollout, Span, SpanSource, Verdict
+from rlhf_data.records import Episode, FinishReason, Prompt, Rollout, RolloutGroup, Span, SpanSource, Verdict
 
 EOS_ID, BOS_ID = 0, 2  # bytes that no text has
 
@@ -101,3 +101,8 @@ def make_rollout(
     answer = Span(SpanSource.POLICY, token_ids, logprobs, policy_version)
     spans = (Span(SpanSource.PROMPT, prompt.token_ids), answer)
     return Rollout(f"{group_id}/{index}", group_id, spans, FinishReason.STOP, text, verdict)
+
+
+def make_group(group_id: str, prompt: Prompt, rollouts: Iterable[Rollout]) -> RolloutGroup:
+    """Return a group in which each rollout is an episode."""
+    return RolloutGroup(group_id, prompt, tuple(Episode(r.rollout_id, group_id, (r,)) for r in rollouts))

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from rlhf_data.errors import ConfigError, EngineError
-from rlhf_data.records import FinishReason, Prompt, Rollout, RolloutGroup, Span, SpanSource, VerdictKind
+from rlhf_data.records import Episode, FinishReason, Prompt, Rollout, RolloutGroup, Span, SpanSource, VerdictKind
 from rlhf_rollout.protocols import Completion, RewardFunction, RolloutEngine, SamplingParams
 from rlhf_rollout.rewards.mix import score_each
 
@@ -242,7 +242,8 @@ class _Run:
                 for rollout, verdict in zip(rollouts, verdicts, strict=True)
             )
         self.counts.score_s = time.monotonic() - self.started
-        return GroupResult(group_id, prompt, RolloutGroup(group_id, prompt, rollouts))
+        episodes = tuple(Episode(rollout.rollout_id, group_id, (rollout,)) for rollout in rollouts)
+        return GroupResult(group_id, prompt, RolloutGroup(group_id, prompt, episodes))
 
     async def _generate(self, prompt: Prompt, seed_key: str) -> tuple[list[tuple[Span, FinishReason]], str]:
         """Return the policy's spans and why each ended, or none and the reason of the failure."""

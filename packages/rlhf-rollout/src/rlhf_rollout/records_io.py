@@ -6,19 +6,20 @@ from typing import Any
 
 import numpy as np
 
-from rlhf_data.records import Rollout, RolloutGroup
+from rlhf_data.records import Episode, Rollout, RolloutGroup
 
 
-def rollout_record(group: RolloutGroup, rollout: Rollout) -> dict[str, Any]:
+def rollout_record(group: RolloutGroup, episode: Episode, rollout: Rollout) -> dict[str, Any]:
     """Return a rollout with its prompt as plain JSON values.
 
-    `token_ids` and `logprobs` hold the whole sequence, prompt included; log-probs are those of the engine, 0.0 where
+    `token_ids` and `logprobs` hold the whole sequence, prompt included. Log-probs are those of the engine, 0.0 where
     the policy did not write the token and null where one is not finite. `spans` says who wrote which run of tokens.
-    `reward`, `score` and `verdict` are null for a rollout that was not scored.
+    `reward`, `score`, `verdict` and `score_seconds` are null for a rollout that was not scored.
     """
     verdict = rollout.verdict
     return {
         "rollout_id": rollout.rollout_id,
+        "episode_id": episode.episode_id,
         "group_id": rollout.group_id,
         "prompt_id": group.prompt.prompt_id,
         "source": group.prompt.source,
@@ -38,6 +39,8 @@ def rollout_record(group: RolloutGroup, rollout: Rollout) -> dict[str, Any]:
         "verdict": str(verdict.kind) if verdict else None,
         "detail": verdict.detail if verdict else "",
         "extra": dict(verdict.extra) if verdict else {},
+        "turn_rewards": list(verdict.turn_rewards) if verdict else [],
+        "score_seconds": round(verdict.seconds, 6) if verdict else None,
     }
 
 
@@ -51,9 +54,10 @@ class RolloutWriter:
 
     def write(self, group: RolloutGroup, **fields: Any) -> None:
         """Append the group's rollouts, each with the further `fields` (a step, a phase) in front."""
-        for rollout in group.rollouts:
-            record = {**fields, **rollout_record(group, rollout)}
-            self._file.write(json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n")
+        for episode in group.episodes:
+            for rollout in episode.rollouts:
+                record = {**fields, **rollout_record(group, episode, rollout)}
+                self._file.write(json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n")
         self._file.flush()
 
     def close(self) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,9 +18,10 @@ class MixedReward:
 
         reward = sum_i w_i reward_i        score = sum_i w_i score_i
 
-    The verdict is as the first source says. When any source failed, there is no sum: the verdict fails as that source
-    did, the first one of several. With several sources `extra` holds each one's own reward as `reward_<name>` and its
-    further numbers as `<number>_<name>`, so that numbers of one name stay apart.
+    The verdict is as the first source says. When any source failed, there is no sum: the verdict fails as the first of
+    the failed sources did. Sources are asked side by side, so `seconds` are those of the slowest. With several sources
+    `extra` holds each one's own reward as `reward_<name>` and its further numbers as `<number>_<name>`, so that numbers
+    of one name stay apart.
 
     Args:
         sources: name, weight and reward of each, side by side in every call.
@@ -57,14 +59,17 @@ class MixedReward:
         failed = [(verdict, name) for verdict, name in zip(verdicts, names, strict=True) if verdict.kind.failed]
         said = failed or [(verdict, name) for verdict, name in zip(verdicts, names, strict=True) if verdict.detail]
         detail = "; ".join(f"{name}: {verdict.detail}" for verdict, name in said)
+        seconds = max(verdict.seconds for verdict in verdicts)
         if failed:
-            return Verdict(failed[0][0].kind, detail=detail, extra=extra)
+            return Verdict(failed[0][0].kind, detail=detail, extra=extra, seconds=seconds)
         weights = [weight for _, weight, _ in self._sources]
         reward = sum(weight * verdict.reward for weight, verdict in zip(weights, verdicts, strict=True))
         score = sum(weight * verdict.score for weight, verdict in zip(weights, verdicts, strict=True))
         if not math.isfinite(reward) or not math.isfinite(score):
-            return Verdict(VerdictKind.CRASH, detail=f"the weighted sum is {reward} (score {score})", extra=extra)
-        return Verdict(verdicts[0].kind, reward, score, detail, extra)
+            message = f"the weighted sum is {reward} (score {score})"
+            return Verdict(VerdictKind.CRASH, detail=message, extra=extra, seconds=seconds)
+        turn_rewards = _turn_rewards(weights, verdicts)
+        return Verdict(verdicts[0].kind, reward, score, detail, extra, seconds, turn_rewards)
 
     def _extra(self, verdicts: Sequence[Verdict]) -> dict[str, float]:
         if len(verdicts) == 1:
@@ -77,18 +82,36 @@ class MixedReward:
         return extra
 
 
+def _turn_rewards(weights: Sequence[float], verdicts: Sequence[Verdict]) -> tuple[float, ...]:
+    """Return the weighted sum of the rewards by turn; a reward for the whole rollout counts for its last turn."""
+    num_turns = max(len(verdict.turn_rewards) for verdict in verdicts)
+    if not num_turns:
+        return ()
+    rows = [verdict.turn_rewards or (*[0.0] * (num_turns - 1), verdict.reward) for verdict in verdicts]
+    return tuple(
+        sum(weight * reward for weight, reward in zip(weights, column, strict=True))
+        for column in zip(*rows, strict=True)
+    )
+
+
 async def score_each(reward: RewardFunction, prompt: Prompt, rollouts: Sequence[Rollout]) -> list[Verdict]:
-    """Return one verdict a rollout of a reward that may break its Protocol: what it raises is the verdict `crash`.
-    Raises RewardError when it cannot run at all."""
+    """Return one verdict per rollout from a reward that may break its Protocol: what it raises is the verdict `crash`.
+
+    Raises RewardError when the reward cannot run at all.
+    """
+    started = time.monotonic()
+
+    def crash(detail: str) -> list[Verdict]:
+        return [Verdict(VerdictKind.CRASH, detail=detail, seconds=time.monotonic() - started)] * len(rollouts)
+
     try:
         verdicts = await reward.score(prompt, rollouts)
     except RewardError:
         raise
     except Exception as error:  # any implementation of the Protocol, a user's too
-        return [Verdict(VerdictKind.CRASH, detail=f"{type(error).__name__}: {error}")] * len(rollouts)
+        return crash(f"{type(error).__name__}: {error}")
     if len(verdicts) != len(rollouts):
-        detail = f"{len(verdicts)} verdicts for {len(rollouts)} rollouts"
-        return [Verdict(VerdictKind.CRASH, detail=detail)] * len(rollouts)
+        return crash(f"{len(verdicts)} verdicts for {len(rollouts)} rollouts")
     return list(verdicts)
 
 
