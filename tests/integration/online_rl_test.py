@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from rlhf_models.testing import tiny_model_dir, tiny_reward_model_dir
-from rlhf_train.host import local_gpus
+from rlhf_rollout.host import local_gpus
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 600

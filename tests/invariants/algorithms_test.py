@@ -12,12 +12,12 @@ import pytest
 
 from rlhf_data.records import FinishReason, Rollout, Span, SpanSource
 from rlhf_models.testing import tiny_model_dir, tiny_reward_model_dir
+from rlhf_rollout.host import local_gpus
 from rlhf_train import algorithms as tables
 from rlhf_train.algorithms import AlgorithmSpec as Spec
 from rlhf_train.algorithms import CorrectionSpec as Correction
 from rlhf_train.baselines import relative_rewards
 from rlhf_train.batching import Denominators, plan_batches
-from rlhf_train.host import local_gpus
 from rlhf_train.specs import ModelSpec, OptimizerSpec
 from trainer_testing import random_rollouts, run_ranks
 

@@ -13,10 +13,10 @@ import numpy as np
 
 from rlhf_data.records import FinishReason, Prompt, Rollout, Span, SpanSource, Verdict, VerdictKind
 from rlhf_rollout.engines import EngineSpec
+from rlhf_rollout.host import free_port, local_gpus
 from rlhf_rollout.protocols import SamplingParams
 from rlhf_rollout.rewards import RewardSource
 from rlhf_train.algorithms import AlgorithmSpec
-from rlhf_train.host import free_port, local_gpus
 from rlhf_train.online.job import BatchSizes, OnlineJob, RewardSpec
 from rlhf_train.online.placement import PlacementRequest, plan_placement
 from rlhf_train.specs import ModelSpec, OptimizerSpec

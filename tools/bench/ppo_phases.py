@@ -22,10 +22,10 @@ from environment import command_line, environment
 from rlhf_data.records import Prompt
 from rlhf_models.testing import tiny_model_dir
 from rlhf_rollout.engines import EngineSpec
+from rlhf_rollout.host import local_gpus
 from rlhf_rollout.protocols import SamplingParams
 from rlhf_rollout.rewards import RewardSource
 from rlhf_train.algorithms import ALGORITHMS, AlgorithmSpec
-from rlhf_train.host import local_gpus
 from rlhf_train.online.controller import run_online
 from rlhf_train.online.job import BatchSizes, OnlineJob, RewardSpec
 from rlhf_train.online.placement import PlacementRequest, plan_placement

@@ -32,7 +32,7 @@ import torch
 from environment import command_line, environment
 from rlhf_data.sft import SftExample
 from rlhf_models.testing import tiny_model_dir
-from rlhf_train.host import free_port
+from rlhf_rollout.host import free_port
 from rlhf_train.offline.job import OfflineJob, run_offline
 from rlhf_train.offline.loop import OfflineSchedule
 from rlhf_train.offline.objectives.supervised import SupervisedObjective

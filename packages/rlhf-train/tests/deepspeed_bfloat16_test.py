@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from rlhf_rollout.host import free_port
 from rlhf_train.engine.deepspeed import DeepSpeedEngine, init_process_group
-from rlhf_train.host import free_port
 from rlhf_train.specs import OptimizerSpec
 from trainer_testing import run_ranks
 

@@ -9,8 +9,8 @@ import torch
 from rlhf_data.sft import SftExample
 from rlhf_models.loading import load_actor
 from rlhf_models.testing import tiny_model_dir
+from rlhf_rollout.host import free_port
 from rlhf_train.batching import Denominators
-from rlhf_train.host import free_port
 from rlhf_train.offline.job import OfflineJob, run_offline
 from rlhf_train.offline.loop import OfflineSchedule
 from rlhf_train.offline.objectives.supervised import SupervisedObjective

@@ -3,7 +3,6 @@
 import pytest
 
 from rlhf_data.errors import ConfigError
-from rlhf_train.host import local_gpus
 from rlhf_train.online.placement import PlacementRequest, plan_placement
 
 PPO = {"actor": 1, "critic": 1, "reference": 1}
@@ -121,10 +120,3 @@ def test_too_few_gpus_for_reward_models_apart_shares_and_counts_them():
 def test_plans_that_cannot_be_are_refused_with_a_hint(request_, num_gpus, message):
     with pytest.raises(ConfigError, match=message):
         plan_placement(request_, num_gpus)
-
-
-def test_local_gpus_honours_visible_devices(monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,3")
-    assert local_gpus() == 2
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert local_gpus() == 0

@@ -10,11 +10,11 @@ import torch
 from rlhf_data.errors import ConfigError, RlhfError
 from rlhf_data.records import FinishReason, Prompt, Rollout, Span, SpanSource, Verdict, VerdictKind
 from rlhf_data.testing import make_group
+from rlhf_rollout.host import local_gpus
 from rlhf_rollout.protocols import SamplingParams
 from rlhf_train.algorithms import ALGORITHMS, POLICY_LOSSES, AlgorithmSpec, CorrectionSpec
 from rlhf_train.engine.protocol import learning_rate_at
 from rlhf_train.experience import Experience
-from rlhf_train.host import local_gpus
 from rlhf_train.online.job import BatchSizes, DynamicSampling
 from rlhf_train.online.placement import PlacementRequest, plan_placement
 from rlhf_train.online.summaries import scored, summarize

@@ -4,6 +4,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from rlhf_data.errors import ConfigError, DataError, RlhfError
+from rlhf_rollout.host import wait_passively
 
 SUCCESS, FAILURE, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 
@@ -14,6 +15,7 @@ def exit_status(command: Callable[[Sequence[str]], int], argv: Sequence[str] | N
     2 stands for input that cannot be used, 1 for a run that failed, 130 for Ctrl-C. An error that is meant for the user
     goes to stderr without a traceback.
     """
+    wait_passively()
     try:
         return command(sys.argv[1:] if argv is None else argv)
     except RlhfError as error:

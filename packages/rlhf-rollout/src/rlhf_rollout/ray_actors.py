@@ -1,6 +1,7 @@
 """Engines and reward models as Ray actors, and how the driver and the trainer see them. Only this file imports Ray."""
 
 import asyncio
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,9 +13,19 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from rlhf_data.errors import EngineError, RewardError, RlhfError, WeightSyncError
 from rlhf_rollout.engines import EngineSpec, build_engine
+from rlhf_rollout.host import visible_devices, wait_passively
 from rlhf_rollout.protocols import Completion, SamplingParams
 from rlhf_rollout.rewards.model import LocalScorer
 from rlhf_rollout.weight_sync.bucket import WeightBucket
+
+
+def prepare_process() -> None:
+    """Set what PyTorch reads once in this worker: its GPUs, and how its threads wait. Call before torch is imported."""
+    wait_passively()
+    assigned = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
+    devices = visible_devices(assigned, os.environ)
+    if devices is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = devices
 
 
 class _Actor:
@@ -24,6 +35,7 @@ class _Actor:
     """
 
     def __init__(self, build: Callable[[], Any]) -> None:
+        prepare_process()
         started = time.perf_counter()
         self._error: RlhfError | None = None
         try:

@@ -106,7 +106,7 @@ def _prepare(command: Command, config: OfflineConfig, folder: Path, console: "Co
 
     from rlhf_cli.preflight.models import check_attention, check_context, load_model_files
     from rlhf_models.lora import LoraSpec
-    from rlhf_train.host import free_port
+    from rlhf_rollout.host import free_port
     from rlhf_train.offline.job import OfflineJob
     from rlhf_train.offline.loop import OfflineSchedule
 

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from rlhf_cli.config.ppo import PpoConfig, with_places
 from rlhf_data.checks import without_effect
 from rlhf_data.errors import ConfigError
-from rlhf_train.host import local_gpus
+from rlhf_rollout.host import local_gpus
 
 _GPU_OPTIONS = (
     "vllm_gpu_memory_utilization",

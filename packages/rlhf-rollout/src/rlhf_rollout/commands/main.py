@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from rlhf_data.errors import RlhfError
 from rlhf_data.flags import Parser
+from rlhf_rollout.host import wait_passively
 
 COMMANDS = {
     "generate": "sample responses to a file of prompts, or make training data of them",
@@ -25,6 +26,7 @@ POST_PROCESSORS = {
 
 def main(arguments: Sequence[str] | None = None, *, prog: str = "rlhf-rollout") -> int:
     """Run the command and return its exit status: 0, 1 when some prompts failed, 2 when it cannot run."""
+    wait_passively()
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     try:
         options = _parse(arguments, prog)

@@ -6,13 +6,16 @@ from typing import Any
 
 import ray
 
-from rlhf_rollout.ray_actors import RayEngine
-from rlhf_train.host import free_port
+from rlhf_rollout.host import free_port
+from rlhf_rollout.ray_actors import RayEngine, prepare_process
 from rlhf_train.specs import ModelSpec
 
 
 class RankActor:
     """Holds a `TrainWorker` in a process of its own, and drives the weight sync from there."""
+
+    def __init__(self) -> None:
+        prepare_process()
 
     def master_address(self) -> tuple[str, int]:
         """Return where the ranks of the group meet."""

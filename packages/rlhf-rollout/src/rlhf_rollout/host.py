@@ -1,0 +1,53 @@
+"""The machine that a process runs on: its GPUs, its ports, and how its threads wait."""
+
+import os
+import socket
+from collections.abc import Mapping, MutableMapping, Sequence
+from pathlib import Path
+
+# The runtimes under PyTorch's CPU builds: GNU's reads the first, Intel's and LLVM's read both.
+_PASSIVE_WAITING = {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"}
+_NOSET = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
+
+
+def local_gpus() -> int:
+    """Return the number of GPUs, by CUDA_VISIBLE_DEVICES or the driver's device files: no GPU library is needed."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([device for device in visible.split(",") if device.strip() not in ("", "-1", "NoDevFiles")])
+    return len([path for path in Path("/dev").glob("nvidia*") if path.name.removeprefix("nvidia").isdigit()])
+
+
+def free_port() -> int:
+    """Return a TCP port that is free on this host now."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return probe.getsockname()[1]
+
+
+def wait_passively(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Let idle OpenMP threads sleep on a machine without GPUs; by default they spin and take time from other processes.
+
+    Engines and trainers have a thread pool each on the same cores, so one that spins slows the other down, and any
+    other program slows both. Variables that are set already stay. Call this before torch is imported: the runtime reads
+    them once. Child processes inherit them.
+    """
+    if local_gpus() == 0:
+        for name, value in _PASSIVE_WAITING.items():
+            environ.setdefault(name, value)
+
+
+def visible_devices(assigned: Sequence[str], environ: Mapping[str, str]) -> str | None:
+    """Return the CUDA_VISIBLE_DEVICES that a Ray worker has to set for itself, or None to leave it as it is.
+
+    Ray sets the variable to the GPUs that it assigned, unless RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES tells it not
+    to: then every worker sees all GPUs of the node, and all of them would use the first.
+
+    Args:
+        assigned: the worker's GPUs as Ray names them: indices on the node, or what the node's own
+            CUDA_VISIBLE_DEVICES calls them.
+        environ: the worker's environment.
+    """
+    if not assigned or environ.get(_NOSET, "").lower() not in ("1", "true"):
+        return None
+    return ",".join(sorted(assigned, key=lambda device: (len(device), device)))
