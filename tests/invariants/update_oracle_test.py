@@ -1,0 +1,359 @@
+"""Invariant 4 for a whole update: from the same rollouts, a rank's `TrainWorker` in float32 computes the columns,
+metrics and weights that `update_oracle`, which shares no code with it, computes in float64."""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rlhf_data.records import FinishReason, Rollout, Span, SpanSource, Verdict, VerdictKind
+from rlhf_models.testing import tiny_model_dir, tiny_reward_model_dir
+from rlhf_train import algorithms as tables
+from rlhf_train.algorithms import AlgorithmSpec, CorrectionSpec
+from rlhf_train.baselines import relative_rewards
+from rlhf_train.batching import RankPlan, plan_batches
+from rlhf_train.specs import ModelSpec, OptimizerSpec
+from trainer_testing import random_rollouts, run_ranks
+from update_oracle import Adam, Oracle, Outcome, Recipe, Sample, TinyQwen2
+
+NUM_ROLLOUTS, NUM_MINI_BATCHES, VOCAB_SIZE, MAX_TOKENS, TEMPERATURE, SEED = 24, 2, 272, 24, 0.8, 5
+# Float32 against float64. Weights move by about 1e-2 per update and 4e-2 in all.
+COLUMN_TOLERANCE = 1e-5
+WEIGHT_TOLERANCE = 2e-5
+# Smallest change of a weight that leaving a feature out must make, so that the tolerance would notice it.
+NOTICED = 20 * WEIGHT_TOLERANCE
+
+# Adam divides by the gradient's own size; its epsilon lies above the rounding of gradients near 0.
+ADAM = Adam(learning_rate=1e-2, eps=1e-4)
+CLIPPED_ADAM = Adam(
+    learning_rate=2e-2, eps=1e-4, weight_decay=0.1, max_norm=0.05, scheduler="cosine_with_min_lr", warmup_steps=1,
+    total_steps=4,
+)  # fmt: skip
+LINEAR_ADAM = Adam(
+    learning_rate=1e-2, betas=(0.8, 0.99), eps=1e-3, max_norm=0.2, scheduler="linear", warmup_steps=2, total_steps=6
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """An algorithm, an optimizer, and how the rows of a micro-batch lie."""
+
+    recipe: Recipe
+    adam: Adam = ADAM
+    max_epochs: int = 2
+    packing: bool = False
+
+
+CASES = {
+    "gae": Case(Recipe(
+        estimator="gae", gamma=0.9, lambd=0.8, bootstrap_truncated=True, value_clip=0.02, kl_coef=0.1, dual_clip=1.05,
+        clip_low=0.02, clip_high=0.03, entropy_coef=0.01,
+    ), CLIPPED_ADAM),
+    "gae, centred, CISPO": Case(Recipe(
+        estimator="gae", gamma=0.97, lambd=0.5, policy_loss="cispo", clip_low=0.02, clip_high=0.02, whiten_std=False,
+        kl_coef=0.1, kl_estimator="k3", use_kl_loss=True, correction=("token", "truncate", 0.9, 1.1),
+    ), packing=True),
+    "gae, GSPO": Case(Recipe(
+        estimator="gae", gamma=0.95, bootstrap_truncated=True, value_clip=0.5, policy_loss="gspo", clip_low=3e-3,
+        clip_high=4e-3, kl_coef=0.05, kl_estimator="k2",
+    ), LINEAR_ADAM),
+    "gae, REINFORCE": Case(Recipe(estimator="gae", lambd=0.9, policy_loss="reinforce", old_logprobs="rollout")),
+    "reinforce": Case(Recipe(
+        estimator="reinforce", gamma=0.95, kl_coef=0.1, kl_estimator="k2", old_logprobs="rollout",
+        reduction="seq_mean_token_sum", entropy_coef=0.02, clip_low=0.1, clip_high=0.1,
+    ), CLIPPED_ADAM),
+    "reinforce, CISPO": Case(Recipe(
+        estimator="reinforce", policy_loss="cispo", gamma=0.9, clip_low=0.03, clip_high=0.01, kl_coef=0.1,
+        kl_estimator="k3", correction=("sequence", "mask", 0.7, 1.4),
+    )),
+    "reinforce_baseline": Case(Recipe(
+        estimator="reinforce_baseline", gamma=0.98, kl_coef=0.05, clip_low=0.02, clip_high=0.05,
+        correction=("token", "mask", 0.9, 1.1),
+    ), LINEAR_ADAM, packing=True),
+    "reinforce_baseline, GSPO, centred": Case(Recipe(
+        estimator="reinforce_baseline", policy_loss="gspo", clip_low=2e-3, clip_high=5e-3, whiten_std=False,
+        kl_coef=0.1, use_kl_loss=True, correction=("sequence", "truncate", 0.8, 1.3),
+    )),
+    "group_norm": Case(Recipe(
+        estimator="group_norm", kl_coef=0.1, kl_estimator="k3", use_kl_loss=True, clip_low=0.02, clip_high=0.03,
+        dual_clip=1.1, correction=("geometric", "truncate", 0.98, 1.02),
+    ), CLIPPED_ADAM),
+    "group_norm, GSPO, centred": Case(Recipe(
+        estimator="group_norm", policy_loss="gspo", whiten_std=False, clip_low=3e-3, clip_high=4e-3, kl_coef=0.1,
+        kl_estimator="k3", use_kl_loss=True, kl_unbiased_gradient=True,
+        correction=("geometric", "mask", 0.98, 1.02),
+    )),
+    "dr_grpo": Case(Recipe(
+        estimator="dr_grpo", kl_coef=0.2, kl_estimator="k2", use_kl_loss=True, clip_low=0.02, clip_high=0.02,
+        entropy_coef=0.01,
+    )),
+    "dr_grpo, CISPO": Case(Recipe(
+        estimator="dr_grpo", policy_loss="cispo", reduction="seq_mean_token_mean", kl_coef=0.1, kl_estimator="k2",
+        use_kl_loss=True, kl_unbiased_gradient=True, clip_low=0.02, clip_high=0.02,
+    ), packing=True),
+    "rloo": Case(Recipe(
+        estimator="rloo", gamma=0.99, kl_coef=0.1, kl_estimator="k3", clip_low=0.02, clip_high=0.02,
+    ), CLIPPED_ADAM),
+    "rloo, REINFORCE, own log-probs": Case(Recipe(
+        estimator="rloo", policy_loss="reinforce", kl_coef=0.1, kl_estimator="k1", use_kl_loss=True,
+        kl_unbiased_gradient=True, old_logprobs="skip", entropy_coef=0.01,
+    ), max_epochs=1),
+}  # fmt: skip
+TWO_RANKS = ("gae", "gae, GSPO", "reinforce, CISPO", "group_norm")
+# What to change in a recipe to leave a feature out, and a case that has the feature.
+FEATURES = {
+    "gamma": ("gae", {"gamma": 1.0}),
+    "lambda": ("gae", {"lambd": 1.0}),
+    "gamma without a critic": ("reinforce", {"gamma": 1.0}),
+    "bootstrap value": ("gae", {"bootstrap_truncated": False}),
+    "value clip": ("gae", {"value_clip": None}),
+    "dual clip": ("group_norm", {"dual_clip": None}),
+    "clip range": ("group_norm", {"clip_low": 0.2, "clip_high": 0.2}),
+    "entropy bonus": ("dr_grpo", {"entropy_coef": 0.0}),
+    "KL in the reward": ("rloo", {"kl_coef": 0.0}),
+    "KL in the loss": ("dr_grpo", {"kl_coef": 0.0, "use_kl_loss": False}),
+    "KL estimator in the reward": ("rloo", {"kl_estimator": "k1"}),
+    "KL estimator in the loss": ("group_norm", {"kl_estimator": "k2"}),
+    "unbiased gradient": ("dr_grpo, CISPO", {"kl_unbiased_gradient": False}),
+    "reduction": ("dr_grpo, CISPO", {"reduction": "token_mean"}),
+    "correction's level": ("group_norm", {"correction": ("sequence", "truncate", 0.98, 1.02)}),
+    "correction's bounds": ("gae, centred, CISPO", {"correction": ("token", "truncate", 0.5, 2.0)}),
+    "correction's mode": ("reinforce, CISPO", {"correction": ("sequence", "truncate", 0.7, 1.4)}),
+    "group's deviation": ("group_norm, GSPO, centred", {"whiten_std": True}),
+    "batch's deviation": ("gae, centred, CISPO", {"whiten_std": True}),
+}
+
+
+def spec_of(recipe: Recipe) -> AlgorithmSpec:
+    """Return the product's record of a recipe."""
+    fields = dataclasses.asdict(recipe)
+    if recipe.correction is not None:
+        fields["correction"] = CorrectionSpec(
+            **dict(zip(("level", "mode", "low", "high"), recipe.correction, strict=True))
+        )
+    else:
+        del fields["correction"]
+    return AlgorithmSpec(**fields)
+
+
+def plans_of(rollouts: Sequence[Rollout], num_ranks: int) -> tuple[RankPlan, ...]:
+    return plan_batches(
+        [rollout.num_tokens for rollout in rollouts],
+        [rollout.num_response_tokens for rollout in rollouts],
+        num_ranks=num_ranks, num_mini_batches=NUM_MINI_BATCHES, micro_train_batch_size=5,
+        micro_rollout_batch_size=7, max_response_tokens=MAX_TOKENS, seed=3,
+    )  # fmt: skip
+
+
+def run_worker(
+    rank: int, num_ranks: int, master: Any, cases: dict[str, Case], paths: dict[str, str], batches: dict[str, Any]
+) -> dict[str, Any]:
+    """Run one update of each case on this rank; return columns by rollout, weights and metrics."""
+    from rlhf_train.online.worker import TrainWorker
+    from rlhf_train.run.metrics import merge_metrics, results
+
+    outcomes = {}
+    for name, case in cases.items():
+        recipe, spec, rollouts = case.recipe, spec_of(case.recipe), batches[case.recipe.old_logprobs]
+        trained = ["actor", *(["critic"] if recipe.estimator == "gae" else [])]
+        roles = [*trained, *(["reference"] if recipe.kl_coef else [])]
+        optimizer = OptimizerSpec(**dataclasses.asdict(case.adam))
+        models = {
+            role: ModelSpec(
+                path=paths[role], packing=case.packing, zero_stage=0, optimizer=optimizer if role in trained else None
+            )
+            for role in roles
+        }
+        worker = TrainWorker(
+            models, spec, temperature=TEMPERATURE, rank=rank, num_ranks=num_ranks, master=master, device="cpu", seed=0
+        )
+        rewards = relative_rewards(
+            np.array([rollout.verdict.reward for rollout in rollouts]),
+            [rollout.group_id for rollout in rollouts],
+            spec.row.baseline,
+            divide_by_std=spec.whiten_std,
+        )
+        plan = plans_of(rollouts, num_ranks)[rank]
+        worker.load_rollouts([rollouts[row] for row in plan.rows], [float(rewards[row]) for row in plan.rows], plan)
+        metrics = [worker.run_model(role) for role in roles if role != "actor" or spec.old_logprobs == "recompute"]
+        metrics.append(worker.assign_advantages(recipe.kl_coef))
+        metrics += [
+            worker.update(role, max_epochs=case.max_epochs, seed=SEED, kl_coef=recipe.kl_coef)
+            for role in reversed(trained)
+        ]
+        names = [name for name in worker._experience.columns if name not in ("trained", "last_values")]
+        outcomes[name] = {
+            "columns": worker.export_columns(names),
+            "weights": {
+                role: {key: value.numpy().copy() for key, value in worker.engines[role].state_dict().items()}
+                for role in trained
+            },
+            "metrics": results(merge_metrics(metrics)),
+        }
+    return outcomes
+
+
+def sample_of(rollout: Rollout) -> Sample:
+    return Sample(
+        tokens=rollout.token_ids.tolist(),
+        is_policy=rollout.loss_mask.tolist(),
+        rollout_logprobs=rollout.rollout_logprobs.tolist(),
+        reward=rollout.verdict.reward,
+        group=rollout.group_id,
+        truncated=rollout.finish_reason is FinishReason.LENGTH,
+    )
+
+
+def run_oracle(case: Case, paths: dict[str, str], batches: dict[str, Any]) -> Outcome:
+    rollouts = batches[case.recipe.old_logprobs]
+    [plan] = plans_of(rollouts, 1)
+    members = [
+        [plan.rows[row] for micro_batch in batch.micro_batches for row in micro_batch] for batch in plan.mini_batches
+    ]
+    samples = [sample_of(rollout) for rollout in rollouts]
+    oracle = Oracle(case.recipe, case.adam, paths, samples, temperature=TEMPERATURE, max_tokens=MAX_TOKENS)
+    return oracle.run(members, max_epochs=case.max_epochs, seed=SEED)
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory) -> dict[str, str]:
+    folder, size = tmp_path_factory.mktemp("models"), {"hidden_size": 32, "intermediate_size": 48}
+    return {
+        "actor": str(tiny_model_dir(folder / "actor", vocab_size=VOCAB_SIZE, **size)),
+        "reference": str(tiny_model_dir(folder / "reference", vocab_size=VOCAB_SIZE, seed=1, **size)),
+        "critic": str(tiny_reward_model_dir(folder / "critic", vocab_size=VOCAB_SIZE, **size)),
+    }
+
+
+@pytest.fixture(scope="module")
+def batches(paths) -> dict[str, list[Rollout]]:
+    """Rollouts whose engine is a little off the model, by where old log-probs come from: a third truncated, one without
+    a response, two equal groups; when old log-probs are recomputed, two tokens of the engine are NaN."""
+    rng, actor = np.random.default_rng(0), TinyQwen2(paths["actor"])
+    rollouts = []
+    for row, rollout in enumerate(random_rollouts(NUM_ROLLOUTS, vocab_size=VOCAB_SIZE)):
+        with torch.no_grad():
+            logprobs = actor.logprobs(torch.from_numpy(rollout.token_ids[None].astype(np.int64)), TEMPERATURE)[0][0]
+        spans, start = [], 0
+        for span in rollout.spans:
+            end = start + len(span.token_ids)
+            if span.source is SpanSource.POLICY:
+                span = dataclasses.replace(span, logprobs=logprobs[start:end].numpy() + rng.normal(0, 0.1, end - start))
+            spans.append(span)
+            start = end
+        if row == 2:
+            spans = [spans[0], Span(SpanSource.POLICY, [], [], policy_version=0)]
+        verdict = Verdict(VerdictKind.OK, 1.0) if rollout.group_id == "group3" else rollout.verdict
+        reason = FinishReason.LENGTH if row % 3 == 0 else FinishReason.STOP
+        rollouts.append(dataclasses.replace(rollout, spans=tuple(spans), finish_reason=reason, verdict=verdict))
+    broken = list(rollouts)
+    for row, place in ((3, -1), (6, 0)):
+        span = broken[row].spans[1]
+        logprobs = span.logprobs.copy()
+        assert len(logprobs) > 1
+        logprobs[place] = math.nan
+        spans = (broken[row].spans[0], dataclasses.replace(span, logprobs=logprobs), *broken[row].spans[2:])
+        broken[row] = dataclasses.replace(broken[row], spans=spans)
+    return {"recompute": broken, "rollout": rollouts, "skip": rollouts}
+
+
+@pytest.fixture(scope="module")
+def oracles(paths, batches) -> dict[str, Outcome]:
+    return {name: run_oracle(case, paths, batches) for name, case in CASES.items()}
+
+
+@pytest.fixture(scope="module")
+def on_one_rank(paths, batches) -> dict[str, Any]:
+    return run_ranks(run_worker, 1, CASES, paths, batches)[0]
+
+
+@pytest.fixture(scope="module")
+def on_two_ranks(paths, batches) -> list[dict[str, Any]]:
+    return run_ranks(run_worker, 2, {name: CASES[name] for name in TWO_RANKS}, paths, batches)
+
+
+def check_columns(columns: dict[str, Any], oracle: Outcome, rollouts: Sequence[Rollout]) -> None:
+    """Check the columns of all rollouts, however they are shared out among ranks."""
+    assert set(columns) == set(oracle.columns)
+    for name, rows in columns.items():
+        assert set(rows) == {rollout.rollout_id for rollout in rollouts}
+        for row, rollout in enumerate(rollouts):
+            expected = oracle.columns[name][row, : rollout.num_tokens]
+            assert rows[rollout.rollout_id] == pytest.approx(expected, abs=COLUMN_TOLERANCE), (name, row)
+
+
+def largest_difference(weights: dict[str, Any], oracle: Outcome) -> dict[str, float]:
+    """Return, per role, how far any weight is from the oracle's."""
+    differences = {}
+    for role, expected in oracle.weights.items():
+        ours = {named_by_folder(name): value for name, value in weights[role].items() if "inv_freq" not in name}
+        assert set(ours) == set(expected)
+        differences[role] = max(float(np.abs(ours[name] - expected[name]).max()) for name in expected)
+    return differences
+
+
+def named_by_folder(name: str) -> str:
+    """Return the name that a worker's weight has in the model folder."""
+    return {"value_head.weight": "score.weight"}.get(name, name.replace("model.model.", "model."))
+
+
+def test_cases_have_every_row_of_every_table():
+    recipes = [case.recipe for case in CASES.values()]
+    specs = [spec_of(recipe) for recipe in recipes]
+    assert {spec.estimator for spec in specs} == set(tables.ALGORITHMS)
+    assert {spec.policy_loss for spec in specs} == set(tables.POLICY_LOSSES)
+    assert {spec.loss_reduction for spec in specs} == set(tables.REDUCTIONS)
+    assert {spec.old_logprobs for spec in specs} == set(tables.OLD_LOGPROBS)
+    assert {(r.kl_estimator, r.use_kl_loss) for r in recipes if r.kl_coef} == set(
+        itertools.product(tables.KL_ESTIMATORS, (False, True))
+    )
+    corrections = {recipe.correction[:2] for recipe in recipes if recipe.correction}
+    assert corrections == set(itertools.product(tables.CORRECTION_LEVELS[1:], tables.CORRECTION_MODES))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_columns_equal_the_oracle(on_one_rank, oracles, batches, name):
+    check_columns(on_one_rank[name]["columns"], oracles[name], batches[CASES[name].recipe.old_logprobs])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_weights_equal_the_oracle(on_one_rank, oracles, paths, name):
+    for role, difference in largest_difference(on_one_rank[name]["weights"], oracles[name]).items():
+        assert difference < WEIGHT_TOLERANCE, role
+        before = TinyQwen2(paths[role]).weights
+        moves = {
+            key: np.abs(weight - before[key].detach().numpy()) for key, weight in oracles[name].weights[role].items()
+        }
+        assert max(move.max() for move in moves.values()) > NOTICED
+        assert all(move.max() > 0 for move in moves.values())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_metrics_equal_the_oracle(on_one_rank, oracles, name):
+    metrics, expected = on_one_rank[name]["metrics"], oracles[name].metrics
+    assert {"policy/loss", "policy/grad_norm", "value/return"} <= set(expected)
+    assert {key: metrics[key] for key in expected} == pytest.approx(expected, rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize("name", TWO_RANKS)
+def test_two_ranks_equal_the_oracle(on_two_ranks, oracles, batches, name):
+    one, other = (outcome[name]["columns"] for outcome in on_two_ranks)
+    assert all(len(rows) < NUM_ROLLOUTS for rank in (one, other) for rows in rank.values())
+    together = {column: one[column] | other[column] for column in one}
+    check_columns(together, oracles[name], batches[CASES[name].recipe.old_logprobs])
+    for outcome in on_two_ranks:
+        differences = largest_difference(outcome[name]["weights"], oracles[name])
+        assert differences and max(differences.values()) < WEIGHT_TOLERANCE, differences
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_leaving_a_feature_out_is_noticed(oracles, paths, batches, feature):
+    name, changes = FEATURES[feature]
+    case = CASES[name]
+    without = run_oracle(dataclasses.replace(case, recipe=dataclasses.replace(case.recipe, **changes)), paths, batches)
+    assert max(largest_difference(without.weights, oracles[name]).values()) > NOTICED

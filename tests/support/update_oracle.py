@@ -1,0 +1,424 @@
+"""One update of an online run in float64, written from the formulas: rollouts to columns, losses, gradients, weights.
+
+It shares no code with `rlhf_train`, `rlhf_kernels` or `rlhf_models`, so that tests can hold them against it. Gradients
+of the policy loss are derivatives written out by hand; torch differentiates the model, the entropy and the value loss.
+
+Shape letters: B rollouts, T token positions, L layers, D hidden, V vocabulary.
+"""
+
+import dataclasses
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+# estimator: (baseline within the group, reduction, whitened over the batch, uses a critic)
+ESTIMATORS = {
+    "gae": ("none", "token_mean", True, True),
+    "reinforce": ("none", "token_mean", True, False),
+    "reinforce_baseline": ("mean", "token_mean", True, False),
+    "group_norm": ("mean and deviation", "seq_mean_token_mean", False, False),
+    "dr_grpo": ("mean", "seq_mean_token_sum_norm", False, False),
+    "rloo": ("mean of the others", "seq_mean_token_sum", False, False),
+}
+LOSS_REDUCTIONS = {"gspo": "seq_mean_token_mean", "cispo": "token_mean"}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """What is computed. Names and meanings are those of the command line; None stands for "off" or "the default"."""
+
+    estimator: str
+    policy_loss: str = "ppo"
+    reduction: str | None = None
+    gamma: float = 1.0
+    lambd: float = 1.0
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    dual_clip: float | None = None
+    entropy_coef: float = 0.0
+    value_clip: float | None = None
+    bootstrap_truncated: bool = False
+    kl_coef: float = 0.0
+    kl_estimator: str = "k1"
+    use_kl_loss: bool = False
+    kl_unbiased_gradient: bool = False
+    old_logprobs: str = "recompute"
+    correction: tuple[str, str, float, float] | None = None  # level, mode, low, high
+    whiten_std: bool = True
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Adam:
+    """AdamW with decay of matrices only, clipping by the global norm, and a schedule."""
+
+    learning_rate: float
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-4
+    weight_decay: float = 0.0
+    max_norm: float = 0.0
+    scheduler: str = "constant"
+    warmup_steps: int = 0
+    total_steps: int = 1
+    min_lr_ratio: float = 0.1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sample:
+    """One rollout: its tokens, which of them the policy wrote, the engine's log-probs [n] of all (0.0 for others')."""
+
+    tokens: list[int]
+    is_policy: list[bool]
+    rollout_logprobs: list[float]
+    reward: float
+    group: str
+    truncated: bool
+
+
+class TinyQwen2:
+    """A Qwen2 model of a Hugging Face folder in float64: tied LM head, or a score head."""
+
+    def __init__(self, folder: str) -> None:
+        self.config = json.loads(Path(folder, "config.json").read_text(encoding="utf-8"))
+        loaded = load_file(Path(folder, "model.safetensors"))
+        self.weights = {name: weight.double().requires_grad_() for name, weight in loaded.items()}
+
+    def hidden(self, tokens: Tensor) -> Tensor:
+        """Return the hidden states [B, T, D] of right-padded tokens [B, T]."""
+        config, weights = self.config, self.weights
+        num_heads, num_pairs = config["num_attention_heads"], config["num_key_value_heads"]
+        size = config["hidden_size"] // num_heads
+        batch, length = tokens.shape
+        theta = config["rope_parameters"]["rope_theta"]
+        angles = torch.outer(
+            torch.arange(length, dtype=torch.float64),
+            theta ** -(torch.arange(0, size, 2, dtype=torch.float64) / size),
+        )
+        causal = torch.ones(length, length, dtype=torch.bool).tril()
+        # As transformers has it: reading the padding token teaches its embedding nothing.
+        x = torch.nn.functional.embedding(
+            tokens, weights["model.embed_tokens.weight"], padding_idx=config["pad_token_id"]
+        )
+        for layer in range(config["num_hidden_layers"]):
+            own = {n.split(f"layers.{layer}.")[1]: w for n, w in weights.items() if f"layers.{layer}." in n}
+            y = self._norm(x, own["input_layernorm.weight"])
+
+            def heads(name: str, count: int, y: Tensor = y, own: dict[str, Tensor] = own) -> Tensor:
+                flat = y @ own[f"self_attn.{name}.weight"].T + own[f"self_attn.{name}.bias"]
+                return flat.view(batch, length, count, size).transpose(1, 2)
+
+            queries = _rotated(heads("q_proj", num_heads), angles)
+            keys = _rotated(heads("k_proj", num_pairs), angles).repeat_interleave(num_heads // num_pairs, 1)
+            values = heads("v_proj", num_pairs).repeat_interleave(num_heads // num_pairs, 1)
+            scores = (queries @ keys.transpose(2, 3) / math.sqrt(size)).masked_fill(~causal, -math.inf)
+            mixed = (scores.softmax(-1) @ values).transpose(1, 2).reshape(batch, length, -1)
+            x = x + mixed @ own["self_attn.o_proj.weight"].T
+            y = self._norm(x, own["post_attention_layernorm.weight"])
+            gate = y @ own["mlp.gate_proj.weight"].T
+            up = y @ own["mlp.up_proj.weight"].T
+            x = x + (gate * gate.sigmoid() * up) @ own["mlp.down_proj.weight"].T
+        return self._norm(x, weights["model.norm.weight"])
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return weight * x / torch.sqrt((x**2).mean(-1, keepdim=True) + self.config["rms_norm_eps"])
+
+    def logprobs(self, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        """Return log-prob and entropy [B, T] of each token given those before it; 0.0 for the first."""
+        logits = self.hidden(tokens) @ self.weights["model.embed_tokens.weight"].T / temperature
+        table = logits - logits.logsumexp(-1, keepdim=True)
+        chosen = table[:, :-1].gather(2, tokens[:, 1:, None])[..., 0]
+        entropy = -(table.exp() * table).sum(-1)[:, :-1]
+        first = torch.zeros(len(tokens), 1, dtype=torch.float64)
+        return torch.cat([first, chosen], 1), torch.cat([first, entropy], 1)
+
+    def values_after(self, tokens: Tensor) -> Tensor:
+        """Return the value [B, T] of the state that each token leads to."""
+        return (self.hidden(tokens) @ self.weights["score.weight"].T)[..., 0]
+
+    def values(self, tokens: Tensor) -> Tensor:
+        """Return the value [B, T] of the state in which each token is written; 0.0 for the first."""
+        after = self.values_after(tokens)
+        return torch.cat([torch.zeros(len(tokens), 1, dtype=torch.float64), after[:, :-1]], 1)
+
+
+def _rotated(x: Tensor, angles: Tensor) -> Tensor:
+    """Return [B, H, T, 2 K] with feature pairs (k, k + K) turned by `angles` [T, K]."""
+    one, two = x.chunk(2, -1)
+    return torch.cat([one * angles.cos() - two * angles.sin(), two * angles.cos() + one * angles.sin()], -1)
+
+
+@dataclasses.dataclass
+class Outcome:
+    """What an update came to: columns [B, T], weights by role and name, metrics."""
+
+    columns: dict[str, np.ndarray]
+    weights: dict[str, dict[str, np.ndarray]]
+    metrics: dict[str, float]
+
+
+class Oracle:
+    """Computes one rollout batch's update.
+
+    Args:
+        recipe: the algorithm.
+        adam: the optimizer of actor and critic.
+        folders: model folders by role: actor, reference (with a KL), critic (with values).
+        samples: the rollout batch, of all ranks.
+        temperature: of the policy.
+        max_tokens: the constant of seq_mean_token_sum_norm.
+    """
+
+    def __init__(
+        self, recipe: Recipe, adam: Adam, folders: dict[str, str], samples: Sequence[Sample], *, temperature: float,
+        max_tokens: int,
+    ) -> None:  # fmt: skip
+        self.recipe, self.adam, self.samples = recipe, adam, samples
+        self.temperature, self.max_tokens = temperature, max_tokens
+        self.baseline, own_reduction, self.whitens, self.uses_critic = ESTIMATORS[recipe.estimator]
+        self.reduction = recipe.reduction or LOSS_REDUCTIONS.get(recipe.policy_loss) or own_reduction
+        self.models = {role: TinyQwen2(folder) for role, folder in folders.items()}
+        self.width = max(len(sample.tokens) for sample in samples)
+        self.tokens = torch.tensor([s.tokens + [0] * (self.width - len(s.tokens)) for s in samples])
+        # Places are (row, column) of tokens that are trained: the policy's, with a finite log-prob of the engine's.
+        self.places = [
+            [t for t, is_policy in enumerate(s.is_policy) if is_policy and math.isfinite(s.rollout_logprobs[t])]
+            for s in samples
+        ]
+        self.columns: dict[str, np.ndarray] = {}
+        self.metrics: dict[str, float] = {}
+
+    # Rewards, columns
+
+    def baselined_rewards(self) -> list[float]:
+        """Return each sample's reward as compared within its group."""
+        results = []
+        for sample in self.samples:
+            group = [other.reward for other in self.samples if other.group == sample.group]
+            mean = sum(group) / len(group)
+            deviation = math.sqrt(sum((reward - mean) ** 2 for reward in group) / len(group))
+            if self.baseline == "none":
+                results.append(sample.reward)
+            elif self.baseline == "mean of the others":
+                others = (sum(group) - sample.reward) / (len(group) - 1) if len(group) > 1 else sample.reward
+                results.append(sample.reward - others)
+            elif self.baseline == "mean and deviation" and self.recipe.whiten_std:
+                results.append((sample.reward - mean) / deviation if deviation > 1e-12 else 0.0)
+            else:
+                results.append(sample.reward - mean)
+        return results
+
+    def fill_columns(self) -> None:
+        """Compute everything that stays constant during the update."""
+        recipe, shape = self.recipe, (len(self.samples), self.width)
+        with torch.no_grad():
+            if recipe.old_logprobs == "recompute":
+                self._keep("old_logprobs", self.models["actor"].logprobs(self.tokens, self.temperature)[0])
+            elif recipe.old_logprobs == "rollout":
+                rows = [s.rollout_logprobs + [0.0] * (self.width - len(s.tokens)) for s in self.samples]
+                self._keep("old_logprobs", torch.tensor(rows, dtype=torch.float64))
+            if recipe.kl_coef:
+                self._keep("ref_logprobs", self.models["reference"].logprobs(self.tokens, self.temperature)[0])
+            after = self.models["critic"].values_after(self.tokens).numpy() if self.uses_critic else np.zeros(shape)
+            if self.uses_critic:
+                self._keep("values", self.models["critic"].values(self.tokens))
+        self._correct()
+        self._credit(after)
+        if self.whitens:
+            self._whiten()
+
+    def _keep(self, name: str, values: Any) -> None:
+        kept = np.zeros((len(self.samples), self.width))
+        for i, places in enumerate(self.places):
+            kept[i, places] = np.asarray(values)[i, places]
+        self.columns[name] = kept
+
+    def _correct(self) -> None:
+        """Weigh tokens by how much likelier the trainer finds them than the engine did."""
+        self.policy_places = [list(places) for places in self.places]
+        if self.recipe.correction is None:
+            return
+        level, mode, low, high = self.recipe.correction
+        weights = np.zeros((len(self.samples), self.width))
+        for i, places in enumerate(self.places):
+            gaps = {t: self.columns["old_logprobs"][i, t] - self.samples[i].rollout_logprobs[t] for t in places}
+            total = sum(gaps.values())
+            for t in places:
+                exponent = {"token": gaps[t], "sequence": total, "geometric": total / len(places)}[level]
+                weights[i, t] = math.exp(exponent)
+            if mode == "mask":
+                self.policy_places[i] = [t for t in places if low <= weights[i, t] <= high]
+            else:
+                weights[i, places] = weights[i, places].clip(low, high)
+        self._keep("weights", weights)
+
+    def _credit(self, after: np.ndarray) -> None:
+        """Fill in advantages and returns, from the last trained token of each rollout to its first."""
+        recipe, rewards = self.recipe, self.baselined_rewards()
+        shape = (len(self.samples), self.width)
+        advantages, returns, values = np.zeros(shape), np.zeros(shape), self.columns.get("values", np.zeros(shape))
+        kls = []
+        for i, (sample, places) in enumerate(zip(self.samples, self.places, strict=True)):
+            goes_on = recipe.bootstrap_truncated and sample.truncated and self.uses_critic
+            next_value = after[i, len(sample.tokens) - 1] if goes_on else 0.0
+            next_advantage = 0.0
+            for t in reversed(places):
+                reward = rewards[i] if t == places[-1] else 0.0
+                if recipe.kl_coef and recipe.old_logprobs != "skip":
+                    kls.append(self._kl(self.columns["old_logprobs"][i, t], self.columns["ref_logprobs"][i, t])[0])
+                    reward -= 0.0 if recipe.use_kl_loss else recipe.kl_coef * kls[-1]
+                surprise = reward + recipe.gamma * next_value - values[i, t]
+                lambd = recipe.lambd if self.uses_critic else 1.0
+                advantages[i, t] = surprise + recipe.gamma * lambd * next_advantage
+                returns[i, t] = advantages[i, t] + values[i, t]
+                next_value, next_advantage = values[i, t], advantages[i, t]
+        if kls:
+            self.metrics["kl/reference"] = float(np.mean(kls))
+        self._keep("advantages", advantages)
+        self._keep("returns", returns)
+        self.metrics["value/return"] = float(np.mean(self._chosen(returns)))
+
+    def _chosen(self, values: np.ndarray) -> list[float]:
+        return [values[i, t] for i, places in enumerate(self.places) for t in places]
+
+    def _whiten(self) -> None:
+        chosen = self._chosen(self.columns["advantages"])
+        mean, deviation = np.mean(chosen), np.std(chosen)
+        for i, places in enumerate(self.places):
+            self.columns["advantages"][i, places] -= mean
+            if self.recipe.whiten_std:
+                self.columns["advantages"][i, places] /= deviation
+
+    # Losses
+
+    def _kl(self, logprob: float, ref_logprob: float) -> tuple[float, float]:
+        """Return the estimate of one token and its derivative by the log-prob."""
+        d = logprob - ref_logprob
+        return {
+            "k1": (d, 1.0),
+            "k2": (d * d / 2, d),
+            "k3": (math.exp(-d) - 1 + d, 1 - math.exp(-d)),
+        }[self.recipe.kl_estimator]
+
+    def _policy_term(self, logprob: float, ratio: float, advantage: float) -> tuple[float, float]:
+        """Return the policy loss of one token and its derivative by the log-prob; `ratio` is GSPO's or the token's."""
+        recipe = self.recipe
+        bounded = min(max(ratio, 1 - recipe.clip_low), 1 + recipe.clip_high)
+        if recipe.policy_loss == "reinforce":
+            return -advantage * logprob, -advantage
+        if recipe.policy_loss == "cispo":
+            return -bounded * advantage * logprob, -bounded * advantage
+        loss, slope = -ratio * advantage, -ratio * advantage
+        if bounded * advantage < ratio * advantage:
+            loss, slope = -bounded * advantage, 0.0
+        if recipe.dual_clip is not None and advantage < 0 and loss > -recipe.dual_clip * advantage:
+            loss, slope = -recipe.dual_clip * advantage, 0.0
+        return loss, slope
+
+    def _actor_loss(self, members: Sequence[int]) -> tuple[Tensor, float]:
+        """Return a number with the gradient of the actor's loss, and the value of its policy term."""
+        recipe, columns = self.recipe, self.columns
+        logprobs, entropy = self.models["actor"].logprobs(self.tokens[members], self.temperature)
+        now = logprobs.detach().numpy()
+        rows = {i: self.policy_places[i] for i in members if self.policy_places[i]}
+        num_tokens = sum(map(len, rows.values()))
+        slopes, shares, total = torch.zeros_like(logprobs), torch.zeros_like(logprobs), 0.0
+        for row, i in enumerate(members):
+            places = rows.get(i, [])
+            old = columns["old_logprobs"][i] if "old_logprobs" in columns else now[row]
+            gaps = [now[row, t] - old[t] for t in places]
+            for t, gap in zip(places, gaps, strict=True):
+                share = {
+                    "token_mean": 1 / num_tokens,
+                    "seq_mean_token_mean": 1 / len(rows) / len(places),
+                    "seq_mean_token_sum": 1 / len(rows),
+                    "seq_mean_token_sum_norm": 1 / len(rows) / self.max_tokens,
+                }[self.reduction]
+                ratio = math.exp(sum(gaps) / len(gaps) if recipe.policy_loss == "gspo" else gap)
+                loss, slope = self._policy_term(now[row, t], ratio, columns["advantages"][i, t])
+                weight = columns["weights"][i, t] if "weights" in columns else 1.0
+                total += share * weight * loss
+                slope *= weight
+                if recipe.use_kl_loss:
+                    reference = columns["ref_logprobs"][i, t]
+                    pull = self._kl(now[row, t], reference)[1]
+                    if recipe.kl_unbiased_gradient:
+                        pull = min(math.exp(gap), 10.0) * (now[row, t] - reference)
+                    slope += recipe.kl_coef * pull
+                slopes[row, t] = share * slope
+                shares[row, t] = share
+        return (slopes * logprobs).sum() - recipe.entropy_coef * (shares * entropy).sum(), total
+
+    def _critic_loss(self, members: Sequence[int]) -> tuple[Tensor, float]:
+        """Return the critic's loss, with its gradient, and its value."""
+        values = self.models["critic"].values(self.tokens[members])
+        losses = []
+        for row, i in enumerate(members):
+            for t in self.places[i]:
+                old, goal, value = self.columns["values"][i, t], self.columns["returns"][i, t], values[row, t]
+                squares = [(value - goal) ** 2]
+                if (bound := self.recipe.value_clip) is not None:
+                    squares.append((old + torch.clamp(value - old, -bound, bound) - goal) ** 2)
+                losses.append(torch.stack(squares).max() / 2)
+        loss = torch.stack(losses).mean()
+        return loss, float(loss.detach())
+
+    # Weights
+
+    def run(self, mini_batches: Sequence[Sequence[int]], *, max_epochs: int, seed: int) -> Outcome:
+        """Train actor and critic on every mini-batch once per epoch, in the order that a run with `seed` takes."""
+        self.fill_columns()
+        orders = [np.random.default_rng((seed, epoch)).permutation(len(mini_batches)) for epoch in range(max_epochs)]
+        updates = [list(mini_batches[index]) for order in orders for index in order]
+        self._train("actor", "policy", self._actor_loss, updates)
+        if self.uses_critic:
+            self._train("critic", "value", self._critic_loss, updates)
+        trained = ["actor", *(["critic"] if self.uses_critic else [])]
+        weights = {
+            role: {name: weight.detach().numpy() for name, weight in self.models[role].weights.items()}
+            for role in trained
+        }
+        return Outcome(self.columns, weights, self.metrics)
+
+    def _train(self, role: str, metric: str, loss_of: Any, updates: Sequence[Sequence[int]]) -> None:
+        weights = self.models[role].weights
+        moments = {name: [torch.zeros_like(w), torch.zeros_like(w)] for name, w in weights.items()}
+        values, norms = [], []
+        for step, members in enumerate(updates):
+            loss, value = loss_of(members)
+            gradients = dict(zip(weights, torch.autograd.grad(loss, list(weights.values())), strict=True))
+            norm = math.sqrt(sum(float((gradient**2).sum()) for gradient in gradients.values()))
+            factor = min(1.0, self.adam.max_norm / norm) if self.adam.max_norm else 1.0
+            rate = self._rate(step)
+            with torch.no_grad():
+                for name, weight in weights.items():
+                    self._step(weight, gradients[name] * factor, moments[name], rate, step + 1)
+            values.append(value)
+            norms.append(norm)
+        self.metrics |= {f"{metric}/loss": float(np.mean(values)), f"{metric}/grad_norm": float(np.mean(norms))}
+
+    def _step(self, weight: Tensor, gradient: Tensor, moments: list[Tensor], rate: float, count: int) -> None:
+        beta1, beta2 = self.adam.betas
+        moments[0] = beta1 * moments[0] + (1 - beta1) * gradient
+        moments[1] = beta2 * moments[1] + (1 - beta2) * gradient**2
+        mean, square = moments[0] / (1 - beta1**count), moments[1] / (1 - beta2**count)
+        decay = self.adam.weight_decay if weight.ndim > 1 else 0.0
+        weight -= rate * (decay * weight + mean / (square.sqrt() + self.adam.eps))
+
+    def _rate(self, step: int) -> float:
+        adam = self.adam
+        if step < adam.warmup_steps:
+            return adam.learning_rate * (step + 1) / (adam.warmup_steps + 1)
+        done = min((step - adam.warmup_steps) / max(adam.total_steps - adam.warmup_steps, 1), 1.0)
+        floor = adam.min_lr_ratio
+        share = {
+            "constant": 1.0,
+            "linear": 1 - done,
+            "cosine_with_min_lr": floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * done)),
+        }[adam.scheduler]
+        return adam.learning_rate * share
