@@ -3,7 +3,7 @@
 import argparse
 import json
 import tomllib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 
 from pydantic import ValidationError
 
-from rlhf_data.errors import ConfigError, missing_file, nearest, unknown
+from rlhf_data.errors import ConfigError, FeatureError, missing_file, nearest, unknown
 from rlhf_data.flags import Foreign, Parser, Values, add_foreign, add_option, read_flags
 from rlhf_data.options import Config, Option, options
 
@@ -30,12 +30,16 @@ class Parsed(Generic[AnyConfig]):
         notices: options without effect, a sentence each.
         given: names of the options that somebody set, by flag or by file, to something else than the default.
         dry_run: only show what would be done.
+        missing: what a run would still need; only a dry run gets here without it.
+        unavailable: what was asked for and is not available, likewise.
     """
 
     config: AnyConfig
     notices: tuple[str, ...]
     given: frozenset[str]
     dry_run: bool
+    missing: tuple[ConfigError, ...] = ()
+    unavailable: tuple[FeatureError, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +54,8 @@ class CommandLine(Generic[AnyConfig]):
         recipe: from what was given to a TOML file that fills in the rest, or None.
         presets: what --preset may be, and the TOML files that the names stand for.
         foreign: flags of another program, without `--`, and what they mean here.
+        compare: from a configuration and the given options to notices about flags that mean something else in that
+            program; asked when one of its flags was given.
         explain: from an unknown flag and the known ones to a sentence about it; None for no sentence.
     """
 
@@ -60,17 +66,20 @@ class CommandLine(Generic[AnyConfig]):
     recipe: Callable[[Values], Path | None] = lambda values: None
     presets: Mapping[str, Path] = field(default_factory=lambda: MappingProxyType({}))
     foreign: Mapping[str, Foreign] = field(default_factory=lambda: MappingProxyType({}))
+    compare: Callable[[AnyConfig, Collection[str]], Iterable[str]] = lambda config, given: ()
     explain: Callable[[str, Collection[str]], str | None] = lambda flag, names: None
 
     def parse(self, argv: Sequence[str]) -> Parsed[AnyConfig]:
         """Return the configuration that `argv` describes; defaults < recipe < preset < TOML file < flags.
 
         Raises:
-            ConfigError: an unknown flag, section, key or value, or options that cannot work together.
+            ConfigError: an unknown flag, section, key or value, or options that cannot work together; and, but for a dry
+                run, an option that is missing or that asks for a feature that is not available.
             SystemExit: --help was asked for.
         """
         known = {option.name: option for option in options(self.config)}
-        flags, notices = read_flags(self.parser(), argv, self.foreign, self.explain)
+        words = read_flags(self.parser(), argv, self.foreign, self.explain)
+        flags, notices = dict(words.values), list(words.notices)
         file, preset, dry_run = _single("config", flags), _single("preset", flags), flags.pop("dry_run", False)
         if preset is not None and preset not in self.presets:
             raise ConfigError(f"--preset: {unknown('value', preset, self.presets)}")
@@ -86,7 +95,13 @@ class CommandLine(Generic[AnyConfig]):
         if beaten := [name for name, value in in_preset.items() if left.get(name) != value]:
             count = f"{len(beaten)} of the {len(in_preset)} keys of --preset {preset}"
             notices.append(f"--config {file} overrides {count}: {', '.join(beaten)}")
-        return Parsed(config, (*notices, *config.check(given)), given, dry_run)
+        missing = config.missing()
+        if (lacks := (*words.unavailable, *missing)) and not dry_run:
+            raise lacks[0]
+        notices += config.check(given)
+        if words.is_foreign:
+            notices += self.compare(config, given)
+        return Parsed(config, tuple(notices), given, dry_run, tuple(missing), words.unavailable)
 
     def parser(self) -> Parser:
         """Return an argparse parser with one group per section."""

@@ -16,6 +16,10 @@ class ConfigError(RlhfError, ValueError):
     """An option or a combination of options that cannot work."""
 
 
+class FeatureError(ConfigError):
+    """An option asks for a feature that is not available."""
+
+
 class DataError(RlhfError, ValueError):
     """A file, a row or a record that is not what it should be."""
 

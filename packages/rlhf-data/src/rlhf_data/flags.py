@@ -4,11 +4,11 @@ import argparse
 import difflib
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, NoReturn, get_args
 
-from rlhf_data.errors import ConfigError, unknown, with_hint
+from rlhf_data.errors import ConfigError, FeatureError, unknown, with_hint
 from rlhf_data.options import Option
 
 Values = dict[str, Any]
@@ -46,7 +46,7 @@ class Foreign:
     Attributes:
         options: names of the options that it may set. A command without one of them does not have the flag.
         read: from the flag and the words after it to values of options and to a notice, "" for none. Raises ConfigError
-            for words that mean nothing here, and for a feature that does not exist here. None: the flag is one more
+            for words that mean nothing here, and FeatureError for a feature that is not available. None: the flag is one more
             spelling of the one option that `options` names.
     """
 
@@ -85,14 +85,14 @@ def moot(why: str) -> Foreign:
     return Foreign(read=lambda flag, words: ({}, f"{flag} has no effect: {why}"))
 
 
-def absent(feature: str, *, hint: str, unless: Collection[str] = ("0", "-1", "false", "None", "none")) -> Foreign:
+def absent(feature: str, *, hint: str | None = None, unless: Collection[str] = ("0", "-1", "false", "None", "none")) -> Foreign:
     """Return a flag for a feature that does not exist here: an error, but for words in `unless`, which do not ask for
     the feature."""
 
     def read(flag: str, words: Sequence[str]) -> tuple[Values, str]:
         if " ".join(words) in unless:
             return {}, ""
-        raise ConfigError(f"{feature} is not available: {' '.join([flag, *words])}", hint=hint)
+        raise FeatureError(f"{feature} is not available: {' '.join([flag, *words])}", hint=hint)
 
     return Foreign(read=read)
 
@@ -129,13 +129,30 @@ def add_foreign(parser: Parser, known: Mapping[str, Option], foreign: Mapping[st
 _FOREIGN = "foreign:"
 
 
+@dataclass(frozen=True, slots=True)
+class Words:
+    """The flags of a command line, read.
+
+    Attributes:
+        values: by the names of options.
+        notices: what the flags of another program had to say, a sentence each.
+        unavailable: an error for each flag that asks for a feature that is not available.
+        is_foreign: whether a flag of another program was given.
+    """
+
+    values: Values
+    notices: tuple[str, ...]
+    unavailable: tuple[FeatureError, ...]
+    is_foreign: bool
+
+
 def read_flags(
     parser: Parser,
     argv: Sequence[str],
     foreign: Mapping[str, Foreign],
     explain: Callable[[str, Collection[str]], str | None],
-) -> tuple[Values, list[str]]:
-    """Return values of options and notices.
+) -> Words:
+    """Return what the flags of a command line say.
 
     Args:
         parser: has a flag for each option and for each entry of `foreign`.
@@ -153,21 +170,31 @@ def read_flags(
     namespace, rest = parser.parse_known_args(list(argv))
     if rest:
         raise ConfigError(_unknown_flags(rest, names, parser.prog, explain))
-    found = vars(namespace)
+    typed = {word.partition("=")[0].removeprefix("--") for word in argv if word.startswith("--")}
+    words = _read_foreign(vars(namespace), foreign)
+    return replace(words, is_foreign=any(name in foreign and f"--{name}" not in names for name in typed))
+
+
+def _read_foreign(found: Mapping[str, Any], foreign: Mapping[str, Foreign]) -> Words:
     values = {name: value for name, value in found.items() if not name.startswith(_FOREIGN)}
     notices: list[str] = []
+    unavailable: list[FeatureError] = []
     said_by = {name: f"--{name}" for name in values}
-    for name in (name.removeprefix(_FOREIGN) for name in found if name.startswith(_FOREIGN)):
-        for words in found[_FOREIGN + name]:
+    uses = [(name, words) for name in found if name.startswith(_FOREIGN) for words in found[name]]
+    for name, words in ((name.removeprefix(_FOREIGN), words) for name, words in uses):
+        try:
             meant, notice = foreign[name].read(f"--{name}", words)
-            for option, value in meant.items():
-                if option in values and values[option] != value:
-                    message = f"{said_by[option]} and --{name} set --{option} to {values[option]} and to {value}"
-                    raise ConfigError(message, hint="give one of them")
-                said_by.setdefault(option, f"--{name}")
-            values |= meant
-            notices += [notice] if notice else []
-    return values, list(dict.fromkeys(notices))
+        except FeatureError as error:
+            unavailable.append(error)
+            continue
+        for option, value in meant.items():
+            if option in values and values[option] != value:
+                message = f"{said_by[option]} and --{name} set --{option} to {values[option]} and to {value}"
+                raise ConfigError(message, hint="give one of them")
+            said_by.setdefault(option, f"--{name}")
+        values |= meant
+        notices += [notice] if notice else []
+    return Words(values, tuple(dict.fromkeys(notices)), tuple(unavailable), is_foreign=False)
 
 
 def _unknown_flags(

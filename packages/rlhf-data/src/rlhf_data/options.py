@@ -8,7 +8,7 @@ from typing import Annotated, Any, get_args, get_origin
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field
 from pydantic.fields import FieldInfo
 
-from rlhf_data.errors import unknown, with_hint
+from rlhf_data.errors import ConfigError, unknown, with_hint
 
 
 class Section(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=()):
@@ -22,8 +22,12 @@ class Config(BaseModel, frozen=True, extra="forbid", protected_namespaces=()):
         """Check what concerns several fields; return a notice for each option that has no effect.
 
         `given` are the options that somebody set to something else than the default. Raises ConfigError for options
-        that cannot work together, or one that is missing.
+        that cannot work together.
         """
+        return []
+
+    def missing(self) -> list[ConfigError]:
+        """Return an error for each option that a run needs and nobody set. A dry run shows what it can without them."""
         return []
 
 

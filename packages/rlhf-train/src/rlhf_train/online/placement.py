@@ -1,7 +1,8 @@
 """Where every process runs, as data: a pure function from what was asked and what there is to a plan."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from rlhf_data.errors import ConfigError
 
@@ -16,7 +17,7 @@ class GroupPlan:
     Attributes:
         name: of the group.
         roles: the models each of its processes holds; empty for generation engines.
-        bundles: the index of the bundle each process lives in.
+        bundles: the index of the bundle that each process lives in, the first one where it spans several.
         gpus_a_rank: whole GPUs that a process uses; it may share them with other groups.
     """
 
@@ -43,6 +44,7 @@ class PlacementPlan:
         colocated: engines and training processes share devices.
         notes: what was decided without being asked, a sentence each.
         scorers: the reward models, all of them in each of its places; None when there are none.
+        unavailable: features that the layout needs and that are not available, one phrase each; a run needs none.
     """
 
     device: str
@@ -52,11 +54,17 @@ class PlacementPlan:
     colocated: bool
     notes: tuple[str, ...] = ()
     scorers: GroupPlan | None = None
+    unavailable: tuple[str, ...] = ()
 
     @property
     def all_groups(self) -> tuple[GroupPlan, ...]:
         """Trainers, engines and reward models."""
         return (*self.groups, self.engines, *((self.scorers,) if self.scorers else ()))
+
+    @property
+    def num_gpus(self) -> int:
+        """GPUs of the whole layout."""
+        return sum(self.bundles)
 
     @property
     def shares_gpus(self) -> bool:
@@ -74,14 +82,24 @@ class PlacementPlan:
         return float(group.gpus_a_rank) if num_sharing == 1 or not group.gpus_a_rank else SHARED_GPU / num_sharing
 
     def describe(self) -> str:
-        """A table for people: one line a group."""
-        lines = [f"device {self.device}, {len(self.bundles)} bundle(s), {sum(self.bundles)} GPU(s)"]
+        """A table for people: one line per group."""
+        on_gpu = self.device == "cuda"
+        head = f"{self.num_gpus} GPU(s)" if on_gpu else "no GPU, everything shares the CPU"
+        width = max(len(group.name) for group in self.all_groups)
+        rows = []
         for group in self.all_groups:
             holds = " + ".join(group.roles) or "vLLM"
-            unit = f"{group.gpus_a_rank} GPU each" if self.device == "cuda" else "CPU"
-            where = ", ".join(map(str, group.bundles))
-            lines.append(f"  {group.name:<8} {group.num_ranks} x {holds} ({unit}) in bundle(s) {where}")
-        return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
+            where = f"GPU {self._gpus(group)}" if on_gpu else "CPU"
+            rows.append(f"  {group.name.ljust(width)}  {group.num_ranks} x {holds}, {where}")
+        return "\n".join([head, *rows, *(f"  note: {note}" for note in self.notes)])
+
+    def _gpus(self, group: GroupPlan) -> str:
+        """Return the GPUs of a group's processes, numbered over the whole layout, as `0-3` or `0-1, 2-3`."""
+        starts = [sum(self.bundles[:bundle]) for bundle in group.bundles]
+        spans = [(start, start + group.gpus_a_rank - 1) for start in starts]
+        if group.gpus_a_rank == 1 and all(right == left + 1 for left, right in pairwise(starts)):
+            spans = [(starts[0], starts[-1])]
+        return ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in spans)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,13 +107,15 @@ class PlacementRequest:
     """What was asked for.
 
     Attributes:
-        ranks: role to data-parallel processes; a role that does not exist is absent.
+        ranks: role to data-parallel processes; a role that does not exist is absent, and 0 lives with the actor.
         num_engines: generation engines.
         tensor_parallel_size: GPUs of one engine.
         colocate_all_models: every model and engine on the same devices.
         colocate_actor_ref: actor and reference in the same processes.
-        reward_ranks: replicas of every reward model; 0 when there are none.
+        reward_ranks: replicas of every reward model, 0 when they live with the actor; None when there are none.
         colocate_critic_reward: reward models on the critic's devices.
+        num_nodes: nodes that a single model asks for, the largest such number.
+        gpus_per_node: GPUs of one node; None when all GPUs are in one.
     """
 
     ranks: Mapping[str, int]
@@ -103,83 +123,108 @@ class PlacementRequest:
     tensor_parallel_size: int = 1
     colocate_all_models: bool = False
     colocate_actor_ref: bool = False
-    reward_ranks: int = 0
+    reward_ranks: int | None = None
     colocate_critic_reward: bool = False
+    num_nodes: int = 1
+    gpus_per_node: int | None = None
+
+    def __post_init__(self) -> None:
+        asked = {**self.ranks, "reward": self.reward_ranks or 0}
+        least = {"actor": (self.ranks["actor"], 1), "vllm_num_engines": (self.num_engines, 1)}
+        least |= {name: (count, 0) for name, count in asked.items() if name != "actor"}
+        for name, (count, smallest) in least.items():
+            if count < smallest:
+                raise ConfigError(f"{name} asks for {count} processes; at least {smallest} is needed")
 
 
 def plan_placement(request: PlacementRequest, num_gpus: int) -> PlacementPlan:
     """Return the plan.
 
     On CPUs everything shares the machine: all roles in one process group beside the engines and the reward models. On
-    GPUs, models apart get bundles of their own; where those are more than there are, everything shares the actor's
-    devices and a note says so.
+    GPUs, models apart get bundles of their own. On a single GPU, models of one process each share it, and a note says
+    so. `unavailable` of the plan names what a run cannot do.
 
     Raises:
-        ConfigError: colocated models of unequal size, or more GPUs than there are.
+        ConfigError: models that were to share and have different sizes, or more GPUs than there are.
     """
-    if request.reward_ranks < 0:
-        raise ConfigError(f"the reward models ask for {request.reward_ranks} processes; 0 is for none")
-    for name, count in {**request.ranks, "vllm_num_engines": request.num_engines}.items():
-        if count < 1:
-            raise ConfigError(f"{name} asks for {count} processes; at least 1 is needed")
     if num_gpus == 0:
-        counts = (request.ranks["actor"], request.num_engines, request.reward_ranks)
-        return _together("cpu", request, [(0,) * count for count in counts])
-    notes: tuple[str, ...] = ()
-    if not request.colocate_all_models:
-        plan = _apart(request)
-        asked = sum(plan.bundles)
-        if asked <= num_gpus:
-            return plan
-        notes = (f"models apart need {asked} GPUs and there are {num_gpus}: all models share the actor's",)
-    _check_together(request, num_gpus)
-    places = tuple(range(request.ranks["actor"]))
-    return _together("cuda", request, [places, places, places if request.reward_ranks else ()], notes)
+        scorers = request.ranks["actor"] if request.reward_ranks == 0 else request.reward_ranks or 0
+        counts = (request.ranks["actor"], request.num_engines, scorers)
+        return _on_cpu(request, [(0,) * count for count in counts])
+    plan = _wanted(request)
+    if plan.num_gpus <= num_gpus:
+        return plan
+    if num_gpus == 1 and _is_single(request):
+        note = f"models apart need {plan.num_gpus} GPUs and there is 1: all models share it"
+        return replace(_wanted(replace(request, colocate_all_models=True)), notes=(note,))
+    raise _too_large(request, plan, num_gpus)
 
 
-def _together(
-    device: str, request: PlacementRequest, places: Sequence[tuple[int, ...]], notes: tuple[str, ...] = ()
-) -> PlacementPlan:
-    """Return the plan of one training group that shares its devices; `places` are its, the engines', the scorers'."""
-    gpus = int(device == "cuda")
+def gpus_needed(request: PlacementRequest) -> int:
+    """Return the GPUs of the layout that was asked for. Raises ConfigError as `plan_placement` does."""
+    return _wanted(request).num_gpus
+
+
+def _wanted(request: PlacementRequest) -> PlacementPlan:
+    """Return the layout that was asked for, on as many GPUs as it takes."""
+    plan = _shared(request) if request.colocate_all_models else _apart(request)
+    if request.num_nodes > 1 or plan.num_gpus > (request.gpus_per_node or plan.num_gpus):
+        size = f"{request.gpus_per_node} per node" if request.gpus_per_node else f"{request.num_nodes} nodes"
+        nodes = f"a run on more than one node ({plan.num_gpus} GPUs, {size})"
+        return replace(plan, unavailable=(*plan.unavailable, nodes))
+    return plan
+
+
+def _on_cpu(request: PlacementRequest, places: Sequence[tuple[int, ...]]) -> PlacementPlan:
+    """Return the plan of one training group on the machine; `places` are its, the engines' and the reward models'."""
     trainers, engines, scorers = places
     return PlacementPlan(
-        device=device,
-        bundles=(gpus,) * (max(trainers) + 1),
-        groups=(GroupPlan("train", _roles(request), trainers, gpus),),
-        engines=GroupPlan("engines", (), engines, gpus),
+        device="cpu",
+        bundles=(0,) * (max(trainers) + 1),
+        groups=(GroupPlan("train", _roles(request), trainers, 0),),
+        engines=GroupPlan("engines", (), engines, 0),
         colocated=True,
-        notes=notes,
-        scorers=_scorers(scorers, gpus),
+        scorers=_scorers(scorers, 0),
     )
 
 
-def _check_together(request: PlacementRequest, num_gpus: int) -> None:
-    ranks = request.ranks["actor"]
-    asked = dict(request.ranks) | ({"reward": request.reward_ranks} if request.reward_ranks else {})
-    unequal = {role: count for role, count in asked.items() if count != ranks}
-    if unequal:
-        message = f"models that share devices need equally many: actor has {ranks}, {unequal}"
-        raise ConfigError(message, hint="set every *_num_nodes x *_num_gpus_per_node to the actor's")
-    if request.num_engines != ranks or request.tensor_parallel_size != 1:
-        message = f"colocated engines take {request.num_engines} x {request.tensor_parallel_size} GPUs, not {ranks}"
-        raise ConfigError(message, hint=f"use --vllm_num_engines {ranks} --vllm_tensor_parallel_size 1")
-    if ranks > num_gpus:
-        message = f"{ranks} GPUs asked, {num_gpus} in the cluster"
-        raise ConfigError(message, hint="lower --actor_num_gpus_per_node")
+def _shared(request: PlacementRequest) -> PlacementPlan:
+    """Return the plan in which every model and engine uses the same GPUs, counted from the first one."""
+    actor, size = request.ranks["actor"], request.tensor_parallel_size
+    sizes = {role: request.ranks[role] or actor for role in _roles(request)}
+    together = tuple(role for role in sizes if sizes[role] == actor)
+    groups = [GroupPlan("train", together, tuple(range(actor)), 1)]
+    groups += [GroupPlan(role, (role,), tuple(range(n)), 1) for role, n in sizes.items() if role not in together]
+    num_scorers = actor if request.reward_ranks == 0 else request.reward_ranks or 0
+    width = max(*sizes.values(), num_scorers, request.num_engines * size)
+    return PlacementPlan(
+        device="cuda",
+        bundles=(1,) * width,
+        groups=tuple(groups),
+        engines=GroupPlan("engines", (), tuple(range(0, request.num_engines * size, size)), size),
+        colocated=True,
+        scorers=_scorers(tuple(range(num_scorers)), 1),
+        unavailable=_unavailable_together(request, sizes | ({"reward": num_scorers} if num_scorers else {})),
+    )
+
+
+def _unavailable_together(request: PlacementRequest, sizes: Mapping[str, int]) -> tuple[str, ...]:
+    """Return what a run cannot do of models of these sizes and engines on the same GPUs."""
+    found = []
+    actor, engines, size = sizes["actor"], request.num_engines, request.tensor_parallel_size
+    if any(count != actor for count in sizes.values()):
+        counts = ", ".join(f"{role} {count}" for role, count in sizes.items())
+        found.append(f"models with unequal numbers of processes on shared GPUs ({counts})")
+    if size > 1:
+        found.append(f"tensor-parallel engines on GPUs that they share with training ({engines} x {size} GPUs)")
+    elif engines != actor:
+        found.append(f"{engines} engine(s) on the GPUs of {actor} training process(es)")
+    return tuple(found)
 
 
 def _apart(request: PlacementRequest) -> PlacementPlan:
     """Return the plan in which every group has bundles of its own, but for those that were to share."""
-    roles = _roles(request)
-    hosted = [(role,) for role in roles]
-    if request.colocate_actor_ref and "reference" in roles:
-        actor, reference = request.ranks["actor"], request.ranks["reference"]
-        if actor != reference:
-            message = f"actor and reference share processes: the actor has {actor}, the reference {reference}"
-            hint = "set --ref_num_nodes and --ref_num_gpus_per_node to the actor's, or drop --colocate_actor_ref"
-            raise ConfigError(message, hint=hint)
-        hosted = [("actor", "reference"), *((role,) for role in roles if role not in ("actor", "reference"))]
+    hosted = _hosted(request)
     bundles: list[int] = []
 
     def reserve(count: int, gpus: int = 1) -> tuple[int, ...]:
@@ -190,15 +235,52 @@ def _apart(request: PlacementRequest) -> PlacementPlan:
     engine_gpus = request.tensor_parallel_size
     engines = GroupPlan("engines", (), reserve(request.num_engines, engine_gpus), engine_gpus)
     critics = next((group.bundles for group in groups if "critic" in group.roles), None)
-    if request.colocate_critic_reward and request.reward_ranks and critics is not None:
-        places, critic = critics, len(critics)
-        if request.reward_ranks != critic:
-            message = f"critic and reward models share devices: the critic has {critic}, they have"
+    if request.colocate_critic_reward and request.reward_ranks is not None and critics is not None:
+        places, count = critics, request.reward_ranks or len(critics)
+        if count != len(critics):
+            message = f"critic and reward models share devices: the critic has {len(critics)}, they have {count}"
             hint = "set --reward_num_nodes and --reward_num_gpus_per_node to the critic's, or drop"
-            raise ConfigError(f"{message} {request.reward_ranks}", hint=f"{hint} --colocate_critic_reward")
+            raise ConfigError(message, hint=f"{hint} --colocate_critic_reward")
+    elif request.reward_ranks == 0:
+        places = groups[0].bundles
     else:
-        places = reserve(request.reward_ranks)
+        places = reserve(request.reward_ranks or 0)
     return PlacementPlan("cuda", tuple(bundles), groups, engines, False, scorers=_scorers(places, 1))
+
+
+def _hosted(request: PlacementRequest) -> list[tuple[str, ...]]:
+    """Return the roles of each training group of models apart, the actor's group first."""
+    roles = _roles(request)
+    with_actor = {role for role in roles if request.ranks[role] == 0}
+    if request.colocate_actor_ref and "reference" in roles:
+        actor, reference = request.ranks["actor"], request.ranks["reference"]
+        if reference not in (0, actor):
+            message = f"actor and reference share processes: the actor has {actor}, the reference {reference}"
+            hint = "set --ref_num_nodes and --ref_num_gpus_per_node to the actor's, or drop --colocate_actor_ref"
+            raise ConfigError(message, hint=hint)
+        with_actor.add("reference")
+    return [("actor", *(r for r in roles if r in with_actor)), *((r,) for r in roles[1:] if r not in with_actor)]
+
+
+def _too_large(request: PlacementRequest, plan: PlacementPlan, num_gpus: int) -> ConfigError:
+    """Return the error for a layout that takes more GPUs than there are; its hint keeps every process asked for."""
+    counts = ", ".join(f"{group.name} {group.num_ranks * group.gpus_a_rank}" for group in plan.all_groups)
+    how = "on shared GPUs" if plan.colocated else "apart"
+    message = f"models {how} need {plan.num_gpus} GPUs ({counts}), and there are {num_gpus}"
+    hint = f"run where there are {plan.num_gpus} GPUs"
+    shared = _wanted(replace(request, colocate_all_models=True))
+    if _is_single(request):
+        hint = f"--colocate_all_models --actor_num_gpus_per_node {num_gpus} --vllm_num_engines {num_gpus} shares all"
+        hint = f"{hint} {num_gpus} GPUs"
+    elif not plan.colocated and shared.num_gpus <= num_gpus and not shared.unavailable:
+        hint = f"{hint}, or add --colocate_all_models, with which all models share {shared.num_gpus} GPUs"
+    return ConfigError(message, hint=hint)
+
+
+def _is_single(request: PlacementRequest) -> bool:
+    """Whether no model and no engine asks for more than one GPU."""
+    counts = (*request.ranks.values(), request.reward_ranks or 0, request.num_engines, request.tensor_parallel_size)
+    return max(*counts, request.num_nodes) == 1
 
 
 def _roles(request: PlacementRequest) -> tuple[str, ...]:
