@@ -136,8 +136,9 @@ REACHES = [
     ("save_value_network", "", "", "save_critic", True),
 ]
 
-# What becomes of these is looked at where files are read: preflight_test, ppo_command_test.
+# What becomes of these is looked at where files are read: preflight_test, ppo_command_test, dry_run_test.
 READ_BEFORE = {
+    "plan_gpus",
     "pretrain",
     "critic_pretrain",
     "prompt_data",

@@ -7,7 +7,7 @@ import pytest
 
 from rlhf_cli.commands.ppo import builtin_recipe
 from rlhf_cli.config import PpoConfig
-from rlhf_cli.jobs import count_steps, describe_batches, make_job, make_plan
+from rlhf_cli.jobs import count_steps, describe_batches, make_job, make_plan, unavailable_in
 from rlhf_cli.preflight.devices import check_device
 from rlhf_cli.preflight.inputs import Inputs
 from rlhf_data.command_line import CommandLine
@@ -167,7 +167,7 @@ def test_check_device_says_nothing_of_places_of_which_there_are_none():
 
 def test_describe_batches_splits_over_processes():
     config = configure("--actor_num_gpus_per_node", "2", "--micro_train_batch_size", "5")
-    text = describe_batches(config, make(config, CPU))
+    text = describe_batches(config, make(config, CPU).plan, 100)
     # 64 samples / 2 processes = 32; 32 / 5 = 6.4
     assert "64 samples / 2 process(es) = 32 each, in 7 pass(es) of at most 5" in text
 
@@ -177,6 +177,45 @@ def test_make_plan_apart_uses_each_roles_own_gpus():
     plan = make_plan(configure(*argv), MANY_GPUS)
     assert {group.name: group.num_ranks for group in plan.groups} == {"actor": 2, "critic": 2, "reference": 1}
     assert plan.engines.num_ranks == 2
+
+
+@pytest.mark.parametrize(
+    ("argv", "ranks"),
+    [
+        ([], {"actor": 1, "critic": 1, "ref": 1, "reward": 1}),
+        (["--critic_num_nodes", "0"], {"actor": 4, "critic": 0, "ref": 1, "reward": 1}),
+        (["--colocate_all_models"], {"actor": 4, "critic": 4, "ref": 4, "reward": 4}),
+        (["--colocate_all_models", "--reward_num_gpus_per_node", "2"], {"reward": 2, "ref": 4}),
+        (["--colocate_all_models", "--ref_num_nodes", "0", "--ref_num_gpus_per_node", "0"], {"ref": 0, "critic": 4}),
+        (["--colocate_actor_ref"], {"ref": 4, "critic": 1}),
+        (["--colocate_critic_reward", "--critic_num_gpus_per_node", "3"], {"critic": 3, "reward": 3, "ref": 1}),
+    ],
+    ids=" ".join,
+)
+def test_num_ranks_are_as_many_as_those_of_the_models_that_share_the_gpus(argv, ranks):
+    given = ["--actor_num_gpus_per_node", "4"] if ranks.get("actor") != 1 else []
+    placement = configure(*given, *argv).placement
+    assert {role: placement.num_ranks(role) for role in ranks} == ranks
+
+
+def test_unavailable_in_names_what_a_run_cannot_do_on_gpus():
+    argv = [
+        "--colocate_all_models",
+        "--deepspeed_enable_sleep",
+        "--zero_stage",
+        "3",
+        "--vllm_tensor_parallel_size",
+        "2",
+    ]
+    config = configure(*argv, "--actor_num_gpus_per_node", "2")
+    texts = [str(error).partition("\n")[0] for error in unavailable_in(config, make_plan(config, MANY_GPUS))]
+    assert texts == [
+        "not available: tensor-parallel engines on GPUs that they share with training (1 x 2 GPUs)",
+        "not available: --deepspeed_enable_sleep at --zero_stage 3",
+    ]
+    assert unavailable_in(config, make_plan(config, CPU)) == []
+    config = configure("--colocate_all_models", "--deepspeed_enable_sleep", "--zero_stage", "2")
+    assert unavailable_in(config, make_plan(config, ONE_GPU)) == []
 
 
 def test_check_device_without_gpu_refuses_tensor_parallelism():

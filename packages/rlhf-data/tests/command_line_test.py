@@ -3,7 +3,7 @@
 import pytest
 
 from rlhf_data.command_line import CommandLine
-from rlhf_data.errors import ConfigError
+from rlhf_data.errors import ConfigError, FeatureError
 from rlhf_data.flags import absent, mapped, moot, renamed, sets
 from rlhf_data.options import Config, Section, flag, one_of
 
@@ -96,3 +96,43 @@ def test_own_flag_is_stronger_than_a_foreign_one_and_unknown_options_have_none()
 def test_foreign_flags_are_not_in_the_help_and_not_among_the_guesses():
     assert "adam.lr" not in LINE.parser().format_help()
     assert "did you mean" not in failure("--adamlr", "1")
+
+
+class _Needy(_Demo):
+    def missing(self):
+        return [ConfigError("--rate is missing")] if self.optimizer.rate == 0.5 else []
+
+
+def test_dry_run_collects_what_is_missing_or_not_available_and_a_run_refuses_it():
+    line = CommandLine(config=_Needy, prog="demo", foreign=FOREIGN)
+    parsed = line.parse(["--dry_run", "--offload", "cpu", "--offload", "disk"])
+    assert [str(error) for error in parsed.missing] == ["--rate is missing"]
+    assert [str(error).partition("\n")[0] for error in parsed.unavailable] == [
+        "offloading is not available: --offload cpu",
+        "offloading is not available: --offload disk",
+    ]
+    assert isinstance(parsed.unavailable[0], FeatureError)
+    with pytest.raises(FeatureError, match="--offload cpu"):
+        line.parse(["--offload", "cpu"])
+    with pytest.raises(ConfigError, match="--rate is missing"):
+        line.parse([])
+    assert line.parse(["--rate", "1"]).missing == ()
+
+
+@pytest.mark.parametrize(
+    ("argv", "notices"),
+    [
+        (["--rate", "1", "--fused"], ()),
+        (["--adam.lr", "1"], ("rate: other",)),
+        (["--adam.lr=1"], ("rate: other",)),
+        (["--flash"], ("--flash has no effect: the quickest one is found", "none: other")),
+    ],
+)
+def test_compare_is_asked_when_a_flag_of_the_other_program_was_given(argv, notices):
+    line = CommandLine(
+        config=_Demo,
+        prog="demo",
+        foreign=FOREIGN,
+        compare=lambda config, given: [f"{' '.join(given) or 'none'}: other"],
+    )
+    assert line.parse(argv).notices == notices

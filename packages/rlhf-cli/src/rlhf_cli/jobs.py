@@ -8,6 +8,7 @@ from rlhf_cli.config.ppo import PpoConfig
 from rlhf_cli.paths import with_full_paths
 from rlhf_cli.preflight.inputs import Inputs
 from rlhf_data.command_line import to_toml
+from rlhf_data.errors import FeatureError
 from rlhf_data.options import matching
 from rlhf_rollout.engines import EngineSpec
 from rlhf_rollout.protocols import SamplingParams
@@ -20,22 +21,43 @@ from rlhf_train.specs import ModelSpec
 _SHARE_ALONE, _SHARE_IN_TURN, _SHARE_TOGETHER = 0.9, 0.6, 0.4
 
 
-def make_plan(config: PpoConfig, num_gpus: int) -> PlacementPlan:
-    """Return where everything runs. Raises ConfigError when it does not fit."""
+_SLEEP_STAGE = 2  # at which optimizer states can leave the GPU and come back
+_OTHER_LAYOUT = "use models apart, or --colocate_all_models with one engine per training process, on one node"
+
+
+def make_request(config: PpoConfig, gpus_per_node: int | None = None) -> PlacementRequest:
+    """Return the layout that was asked for; `gpus_per_node` None is for one node."""
     spec, placement = config.algorithm.spec(), config.placement
     ranks = {"actor": placement.num_ranks("actor")}
     if spec.row.uses_critic:
         ranks["critic"] = placement.num_ranks("critic")
     if spec.uses_reference:
         ranks["reference"] = placement.num_ranks("ref")
-    request = PlacementRequest(
+    return PlacementRequest(
         ranks=ranks,
-        reward_ranks=placement.num_ranks("reward") if config.reward.reward_pretrain is not None else 0,
+        reward_ranks=placement.num_ranks("reward") if config.reward.reward_pretrain is not None else None,
         num_engines=config.engine.vllm_num_engines,
         tensor_parallel_size=config.engine.vllm_tensor_parallel_size,
+        num_nodes=placement.most_nodes,
+        gpus_per_node=gpus_per_node,
         **matching(PlacementRequest, placement),
     )
-    return plan_placement(request, num_gpus)
+
+
+def make_plan(config: PpoConfig, num_gpus: int) -> PlacementPlan:
+    """Return where everything runs. Raises ConfigError when it does not fit."""
+    return plan_placement(make_request(config), num_gpus)
+
+
+def unavailable_in(config: PpoConfig, plan: PlacementPlan) -> list[FeatureError]:
+    """Return an error for each thing that the plan asks for and a run cannot do."""
+    found = [FeatureError(f"not available: {feature}", hint=_OTHER_LAYOUT) for feature in plan.unavailable]
+    stage = config.training.zero_stage
+    if plan.device == "cuda" and config.placement.deepspeed_enable_sleep and stage != _SLEEP_STAGE:
+        message = f"not available: --deepspeed_enable_sleep at --zero_stage {stage}"
+        hint = f"use --zero_stage {_SLEEP_STAGE}, or drop --deepspeed_enable_sleep"
+        found.append(FeatureError(message, hint=hint))
+    return found
 
 
 def make_job(
@@ -97,10 +119,13 @@ def count_steps(config: PpoConfig, num_prompts: int) -> int:
     return steps if config.training.max_steps is None else min(steps, config.training.max_steps)
 
 
-def describe_batches(config: PpoConfig, job: OnlineJob) -> str:
-    """Return the arithmetic of a run for people: a line each for samples, optimizer steps, prompts and tokens."""
-    batch, ranks = job.batch, job.plan.group_of("actor").num_ranks
-    asked, size, limit = job.num_steps * batch.rollout_batch_size, batch.rollout_batch_size, job.sampling.max_tokens
+def describe_batches(
+    config: PpoConfig, plan: PlacementPlan, num_prompts: int | None, num_held_out: int | None = 0
+) -> str:
+    """Return the arithmetic of a run for people: a line each for samples, updates, prompts and tokens. Numbers of
+    prompts that are not known are None."""
+    batch, rollout, ranks = config.batch, config.rollout, plan.group_of("actor").num_ranks
+    size, limit, prompt_limit = batch.rollout_batch_size, rollout.generate_max_len, config.data.prompt_max_len
     a_rank = math.ceil(batch.train_batch_size / ranks)
     passes = math.ceil(a_rank / batch.micro_train_batch_size)
     rows = {
@@ -109,23 +134,34 @@ def describe_batches(config: PpoConfig, job: OnlineJob) -> str:
         " optimizer step(s)",
         "an optimizer step": f"{batch.train_batch_size} samples / {ranks} process(es) = {a_rank} each, in {passes}"
         f" pass(es) of at most {batch.micro_train_batch_size}",
-        "the run": f"{job.num_steps} steps x {batch.num_updates} = {job.num_steps * batch.num_updates} optimizer steps;"
-        f" {asked} prompts asked of {len(job.prompts)}, {asked / len(job.prompts):.2f} passes",
-        "tokens": f"prompt {config.data.prompt_max_len} + response {limit} = {job.engine.max_model_len} at most",
+        "the run": _describe_run(config, num_prompts),
+        "tokens": f"prompt {prompt_limit} + response {limit} = {prompt_limit + limit} at most",
     }
-    if job.dynamic_sampling is not None:
-        most = size * job.dynamic_sampling.max_batches
+    if rollout.dynamic_filtering:
+        most = size * rollout.dynamic_filtering_max_batches
         rows["dynamic sampling"] = f"a step draws prompts until {size} are worth training, {most} at most"
-    if job.num_frozen_steps:
-        learning = job.models["actor"].optimizer.total_steps
-        without = f"{job.num_frozen_steps} steps without the policy"
-        rows["critic first"] = f"{without}, which takes {learning} optimizer steps"
-    if buffer := job.reward.overlong_buffer:
-        factor = job.reward.overlong_penalty_factor
+    num_frozen = config.training.freezing_actor_steps
+    if num_frozen > 0 and num_prompts is not None:
+        learning = (count_steps(config, num_prompts) - num_frozen) * batch.num_updates
+        rows["critic first"] = f"{num_frozen} steps without the policy, which takes {learning} optimizer steps"
+    if buffer := config.reward.overlong_buffer(limit):
+        factor = config.reward.overlong_penalty_factor
         rows["length"] = f"no penalty up to {limit - buffer} tokens, then up to {factor:g} over {buffer}"
-    if job.eval_prompts:
-        rows["held-out"] = f"{len(job.eval_prompts)} prompts x {job.eval_sampling.num_samples} sample(s)"
+    if num_held_out:
+        rows["held-out"] = f"{num_held_out} prompts x {config.evaluation.eval_n_samples_per_prompt} sample(s)"
     return "\n".join(f"  {name.ljust(18)} {text}" for name, text in rows.items())
+
+
+def _describe_run(config: PpoConfig, num_prompts: int | None) -> str:
+    updates = config.batch.num_updates
+    if num_prompts is None:
+        return f"prompts / {config.rollout.rollout_batch_size} x {config.training.num_episodes} episode(s) = steps"
+    steps = count_steps(config, num_prompts)
+    asked = steps * config.rollout.rollout_batch_size
+    return (
+        f"{steps} steps x {updates} = {steps * updates} optimizer steps; {asked} prompts asked of {num_prompts},"
+        f" {asked / num_prompts:.2f} passes"
+    )
 
 
 def _make_reward(config: PpoConfig, inputs: Inputs) -> RewardSpec:

@@ -25,13 +25,14 @@ def user_path(text: str | Path) -> Path:
     return user_folder() / Path(text).expanduser()
 
 
-def _parts(texts: str) -> list[str]:
+def parts(texts: str) -> list[str]:
+    """Return the entries of a list with commas."""
     return [part.strip() for part in texts.split(",") if part.strip()]
 
 
 def data_paths(texts: str | None, *, held_out: bool = False) -> list[Path]:
     """Return the data files of a list with commas."""
-    return [data_path(part, held_out=held_out) for part in _parts(texts or "")]
+    return [data_path(part, held_out=held_out) for part in parts(texts or "")]
 
 
 def data_path(text: str, *, held_out: bool = False) -> Path:
@@ -43,13 +44,17 @@ def data_path(text: str, *, held_out: bool = False) -> Path:
 
 def source_names(texts: str, *, held_out: bool = False) -> str:
     """Return a list with commas of data sources with the paths of files and folders resolved; hub names stay."""
-    return ",".join(_source_name(part, held_out) for part in _parts(texts))
+    return ",".join(_source_name(part, held_out) for part in parts(texts))
 
 
 def _source_name(text: str, held_out: bool) -> str:
+    return str(data_path(text, held_out=held_out)) if text == BUILTIN or is_data_path(text) else text
+
+
+def is_data_path(text: str) -> bool:
+    """Return whether a data source is a file or a folder; else it is a name on the hub."""
     path = text.rpartition("@")[0] or text
-    is_path = path.startswith((".", "/", "~")) or path.endswith(SUFFIXES) or user_path(path).exists()
-    return str(data_path(text, held_out=held_out)) if is_path or text == BUILTIN else text
+    return path.startswith((".", "/", "~")) or path.endswith(SUFFIXES) or user_path(path).exists()
 
 
 def model_path(text: str) -> str:
@@ -90,8 +95,8 @@ def with_full_paths(config: Config) -> Config:
         options, full = getattr(config, section), {}
         for name in _RESOLVE.keys() & type(options).model_fields:
             if (text := getattr(options, name)) is not None:
-                parts = _parts(text) if name in _LISTS else [text]
-                full[name] = ",".join(part if part == BUILTIN else str(_RESOLVE[name](part)) for part in parts)
+                entries = parts(text) if name in _LISTS else [text]
+                full[name] = ",".join(entry if entry == BUILTIN else str(_RESOLVE[name](entry)) for entry in entries)
         sections[section] = options.model_copy(update=full)
     return config.model_copy(update=sections)
 

@@ -73,8 +73,8 @@ class CommandLine(Generic[AnyConfig]):
         """Return the configuration that `argv` describes; defaults < recipe < preset < TOML file < flags.
 
         Raises:
-            ConfigError: an unknown flag, section, key or value, or options that cannot work together; and, but for a dry
-                run, an option that is missing or that asks for a feature that is not available.
+            ConfigError: an unknown flag, section, key or value, or options that cannot work together. Unless it is a
+                dry run, also an option that is missing, or that asks for a feature that is not available.
             SystemExit: --help was asked for.
         """
         known = {option.name: option for option in options(self.config)}

@@ -14,6 +14,9 @@ from rlhf_data.options import Option
 Values = dict[str, Any]
 """Values by the names of options; as text where they come from a command line."""
 
+UNASKED = ("0", "-1", "false", "None", "none")
+"""Words after a flag that do not ask for its feature."""
+
 _TRUE = "true"
 _SIMILAR, _SAME_BUT_FOR_A_SLIP = 0.55, 0.8  # shares of letters in common
 
@@ -46,8 +49,8 @@ class Foreign:
     Attributes:
         options: names of the options that it may set. A command without one of them does not have the flag.
         read: from the flag and the words after it to values of options and to a notice, "" for none. Raises ConfigError
-            for words that mean nothing here, and FeatureError for a feature that is not available. None: the flag is one more
-            spelling of the one option that `options` names.
+            for words that mean nothing here, and FeatureError for a feature that is not available. None: the flag is
+            one more spelling of the option that `options` names.
     """
 
     options: Collection[str] = ()
@@ -85,8 +88,8 @@ def moot(why: str) -> Foreign:
     return Foreign(read=lambda flag, words: ({}, f"{flag} has no effect: {why}"))
 
 
-def absent(feature: str, *, hint: str | None = None, unless: Collection[str] = ("0", "-1", "false", "None", "none")) -> Foreign:
-    """Return a flag for a feature that does not exist here: an error, but for words in `unless`, which do not ask for
+def absent(feature: str, *, hint: str | None = None, unless: Collection[str] = UNASKED) -> Foreign:
+    """Return a flag for a feature that is not available: an error, except for words in `unless`, which do not ask for
     the feature."""
 
     def read(flag: str, words: Sequence[str]) -> tuple[Values, str]:

@@ -1,12 +1,13 @@
 """`lora_combiner`: merge an adapter into its model."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 from rlhf_cli.config.elsewhere import known_elsewhere
 from rlhf_cli.exits import SUCCESS, exit_status
 from rlhf_cli.paths import check_output_folder, model_path, user_path
 from rlhf_data.checks import missing
 from rlhf_data.command_line import CommandLine, to_toml
+from rlhf_data.errors import ConfigError
 from rlhf_data.options import Config, Section, flag, one_of
 
 DESCRIPTION = "Merge a low-rank adapter into its model, or reward model, and write a plain Hugging Face model folder."
@@ -26,12 +27,10 @@ class LoraCombinerConfig(Config):
 
     merge: MergeSection = MergeSection()
 
-    def check(self, given: Collection[str]) -> list[str]:
-        """Raise ConfigError unless all three paths are there."""
-        for name in ("model_path", "lora_path", "output_path"):
-            if getattr(self.merge, name) is None:
-                raise missing(name, f"lora_combiner needs a {name}", f"--{name} DIR")
-        return []
+    def missing(self) -> list[ConfigError]:
+        """See `Config`."""
+        names = [name for name in ("model_path", "lora_path", "output_path") if getattr(self.merge, name) is None]
+        return [missing(name, f"lora_combiner needs a {name}", f"add --{name} DIR") for name in names]
 
 
 COMMAND_LINE = CommandLine(

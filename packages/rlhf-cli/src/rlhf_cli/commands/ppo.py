@@ -43,8 +43,9 @@ def _run(argv: Sequence[str]) -> int:
     parsed = COMMAND_LINE.parse(argv)
     config = parsed.config
 
+    from rlhf_cli.commands.dry_run import show_ppo
     from rlhf_cli.console import Console, RunView, show_results
-    from rlhf_cli.jobs import describe_batches, make_job, make_plan
+    from rlhf_cli.jobs import describe_batches, make_job, make_plan, unavailable_in
     from rlhf_cli.preflight.devices import check_device, find_gpus
     from rlhf_cli.preflight.inputs import check_inputs
 
@@ -52,22 +53,23 @@ def _run(argv: Sequence[str]) -> int:
     for notice in parsed.notices:
         console.notice(notice)
     folder = output_folder(config.output.save_path, "ppo")
+    if parsed.dry_run:
+        return show_ppo(parsed, folder, console)
     console.working("checking model, data and reward")
     inputs = check_inputs(config, folder)
     num_gpus, ray_address = find_gpus()
     device_notices = check_device(config, parsed.given, num_gpus)
     plan = make_plan(config, num_gpus)
+    if unavailable := unavailable_in(config, plan):
+        raise unavailable[0]
     job = make_job(config, inputs, plan, folder, ray_address)
     console.done()
     for notice in once([*parsed.notices, *inputs.notices, *device_notices])[len(parsed.notices) :]:
         console.notice(notice)
-    if parsed.dry_run:
-        console.result(job.config)
     console.result(f"placement: {plan.describe()}")
-    console.result(f"batches\n{describe_batches(config, job)}")
+    num_held_out = len(inputs.eval_prompts or ())
+    console.result(f"batches\n{describe_batches(config, plan, len(inputs.prompts), num_held_out)}")
     console.result(f"results will be in {folder}")
-    if parsed.dry_run:
-        return SUCCESS
 
     from rlhf_train.online.controller import run_online
 

@@ -35,14 +35,20 @@ class OfflineConfig(Config):
     evaluation: OfflineEvaluationSection = OfflineEvaluationSection()
     output: OutputSection = OutputSection()
 
+    def missing(self) -> list[ConfigError]:
+        """See `Config`."""
+        found = []
+        if self.model.pretrain is None:
+            hint = "add --pretrain FOLDER_OR_NAME; --pretrain builtin is the tiny model that ships"
+            found.append(missing("pretrain", "it names the model to start from", hint))
+        if self.data.dataset is None:
+            hint = "add --dataset FILE.jsonl and the keys of its rows"
+            found.append(missing("dataset", "there must be examples", hint))
+        return found
+
     def check(self, given: Collection[str]) -> list[str]:
         """See `Config`."""
         model, data, training, evaluation = self.model, self.data, self.training, self.evaluation
-        if model.pretrain is None:
-            hint = "--pretrain builtin is the tiny model that ships"
-            raise missing("pretrain", "there must be a model to start from", hint)
-        if data.dataset is None:
-            raise missing("dataset", "there must be examples", "add --dataset FILE.jsonl and the keys of its rows")
         from rlhf_data.sources import parse_probs  # takes a moment, which --help has not
 
         parse_probs("dataset_probs", data.dataset_probs)
@@ -80,11 +86,12 @@ class KdConfig(SftConfig):
     model: TaughtModelSection = TaughtModelSection()
     objective: DistillationSection = DistillationSection()
 
-    def check(self, given: Collection[str]) -> list[str]:
+    def missing(self) -> list[ConfigError]:
         """See `Config`."""
-        if self.model.teacher_model is None:
-            raise missing("teacher_model", "kd needs a model to learn from", "add --teacher_model FOLDER_OR_NAME")
-        return super().check(given)
+        if self.model.teacher_model is not None:
+            return super().missing()
+        error = missing("teacher_model", "kd needs a model to learn from", "add --teacher_model FOLDER_OR_NAME")
+        return [*super().missing(), error]
 
 
 class RewardLossSection(Section, title="objective"):
@@ -182,8 +189,9 @@ class PrmConfig(OfflineConfig):
     data: StepSection = StepSection()
     training: CautiousTrainingSection = CautiousTrainingSection()
 
-    def check(self, given: Collection[str]) -> list[str]:
+    def missing(self) -> list[ConfigError]:
         """See `Config`."""
-        if self.data.placeholder_token is None:
-            raise missing("placeholder_token", "prm needs to know where steps end", "name what follows each step")
-        return super().check(given)
+        if self.data.placeholder_token is not None:
+            return super().missing()
+        error = missing("placeholder_token", "prm needs to know where steps end", "name what follows each step")
+        return [*super().missing(), error]

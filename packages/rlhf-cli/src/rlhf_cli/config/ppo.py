@@ -47,7 +47,6 @@ class PpoConfig(Config):
 
     def check(self, given: Collection[str]) -> list[str]:
         """See `Config`. In the order in which a person would want to hear of it."""
-        _check_inputs(self)
         given = with_places(self, given)
         notices = self.reward.check(given, self.rollout.generate_max_len)
         notices += self.algorithm.check(given, self.batch.num_updates)
@@ -58,21 +57,31 @@ class PpoConfig(Config):
         notices += _check_sampling(self, given)
         return once([*notices, *_check_placement(self, given)])
 
+    def missing(self) -> list[ConfigError]:
+        """See `Config`."""
+        found, model, row = [], self.model.pretrain, self.algorithm.row
+        if model is None:
+            hint = "add --pretrain FOLDER_OR_NAME; --pretrain builtin is the tiny model that ships"
+            found.append(missing("pretrain", "it names the model to train", hint))
+        if self.data.prompt_data is None:
+            hint = "add --prompt_data FILE.jsonl with --input_key and --label_key"
+            what = f"--pretrain {model} needs prompts to train on" if model else "there must be prompts to train on"
+            found.append(missing("prompt_data", what, f"{hint}; without --pretrain the built-in task runs"))
+        if not self.reward.sources():
+            hint = (
+                "add --remote_rm_url FILE.py, which defines reward_func(queries, prompts, labels), or a reward server's"
+                " http:// address, or --reward_pretrain MODEL"
+            )
+            found.append(missing("remote_rm_url", "nothing says how responses are scored", hint))
+        if row.uses_group and self.rollout.n_samples_per_prompt == 1:
+            message = f"--n_samples_per_prompt is 1, and {self.algorithm.title} compares the samples of one prompt"
+            found.append(ConfigError(message, hint="use --n_samples_per_prompt 4 or more"))
+        return found
+
 
 def with_places(config: PpoConfig, given: Collection[str]) -> set[str]:
-    """Return `given` without the places of which there are 0: they say that a model is not there."""
+    """Return `given` without the places of which there are 0: they say that a model has none of its own."""
     return {name for name in given if getattr(config.placement, name, None) != 0}
-
-
-def _check_inputs(config: PpoConfig) -> None:
-    model, data = config.model, config.data
-    if model.pretrain is None:
-        hint = "add --pretrain FOLDER_OR_NAME; --pretrain builtin is the tiny model that ships"
-        raise missing("pretrain", "--prompt_data says what to ask, not whom", hint)
-    if data.prompt_data is None:
-        hint = "add --prompt_data FILE.jsonl with --input_key and --label_key"
-        what = f"--pretrain {model.pretrain} needs prompts to train on"
-        raise missing("prompt_data", what, f"{hint}; without --pretrain the built-in task runs")
 
 
 def _check_training(config: PpoConfig, given: Collection[str]) -> list[str]:
@@ -131,16 +140,8 @@ def _check_sampling(config: PpoConfig, given: Collection[str]) -> list[str]:
 
 
 def _check_placement(config: PpoConfig, given: Collection[str]) -> list[str]:
-    """Check that every model there is has a place, and who shares devices with whom; 0 is for one that is not there."""
-    algorithm, placement, has_scorers = config.algorithm, config.placement, config.reward.reward_pretrain is not None
-    for role, needed, why in (
-        ("critic", algorithm.row.uses_critic, f"{algorithm.title} has a critic"),
-        ("ref", algorithm.init_kl_coef > 0, f"--init_kl_coef {algorithm.init_kl_coef:g} needs the reference model"),
-        ("reward", has_scorers, "--reward_pretrain names reward models"),
-    ):
-        for name in (f"{role}_num_nodes", f"{role}_num_gpus_per_node"):
-            if needed and getattr(placement, name) == 0:
-                raise ConfigError(f"--{name} is 0, and {why}", hint=f"use --{name} 1 or more")
+    """Check who shares devices with whom."""
+    algorithm, placement = config.algorithm, config.placement
     all_share = placement.colocate_all_models
     for name, section in (("vllm_enable_sleep", config.engine), ("deepspeed_enable_sleep", placement)):
         if getattr(section, name) and not all_share:

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection
 
-from rlhf_data.checks import check_range, missing, without_effect
+from rlhf_data.checks import check_range, without_effect
 from rlhf_data.errors import ConfigError
 from rlhf_data.options import Section, SymmetricRange, flag
 from rlhf_rollout.rewards.sources import RewardSource, parse_sources, parse_weights
@@ -59,12 +59,6 @@ class RewardSection(Section, title="reward"):
         """Return notices. Raises ConfigError for sources, ranges and lengths that cannot work. `given` are the options
         that somebody set to something else than the default, `max_tokens` those of a response."""
         sources = self.sources()
-        if not sources:
-            hint = (
-                "add --remote_rm_url FILE.py, which defines reward_func(queries, prompts, labels), or a reward server's"
-                " http:// address, or --reward_pretrain MODEL"
-            )
-            raise missing("remote_rm_url", "nothing says how responses are scored", hint)
         check_range("reward_clip_range", self.reward_clip_range)
         buffer = self.overlong_buffer(max_tokens)
         if self.overlong_buffer_len > 0 and not 1 <= buffer <= max_tokens:

@@ -18,6 +18,18 @@ _GPU_OPTIONS = (
     "colocate_critic_reward",
 )
 _RANK_OPTIONS = ("critic_num_nodes", "critic_num_gpus_per_node", "ref_num_nodes", "ref_num_gpus_per_node")
+GPU_FLAGS = frozenset(
+    {
+        "actor_num_nodes",
+        "actor_num_gpus_per_node",
+        "reward_num_nodes",
+        "reward_num_gpus_per_node",
+        "vllm_tensor_parallel_size",
+        *_RANK_OPTIONS,
+    }
+    | {name for name in _GPU_OPTIONS if name != "enforce_eager"}
+)
+"""Options that say on which or on how many GPUs something runs."""
 
 
 def find_gpus() -> tuple[int, str | None]:

@@ -1,0 +1,133 @@
+"""What a dry run of `ppo` shows: the plan, what could not be looked at, and what a run would still need."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlhf_cli.config.ppo import PpoConfig
+from rlhf_cli.console import Console
+from rlhf_cli.exits import SUCCESS
+from rlhf_cli.jobs import describe_batches, make_job, make_request, unavailable_in
+from rlhf_cli.paths import check_output_folder, model_path, with_full_paths
+from rlhf_cli.preflight.data import open_prompts
+from rlhf_cli.preflight.devices import GPU_FLAGS, check_device, find_gpus
+from rlhf_cli.preflight.here import Absent
+from rlhf_cli.preflight.inputs import Inputs, check_inputs
+from rlhf_cli.preflight.models import check_attention, check_context, load_model_files, longest_sequence
+from rlhf_data.checks import once
+from rlhf_data.command_line import Parsed, to_toml
+from rlhf_data.errors import ConfigError
+from rlhf_train.online.placement import PlacementPlan, gpus_needed, plan_placement
+
+_GPUS_OF_A_NODE = 8  # of a machine that nobody has described; a model that asks for more per node has its way
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What a dry run found.
+
+    Attributes:
+        inputs: everything that a run reads, checked; None when a part of it could not be looked at.
+        num_prompts: rows to train on; None when they are not known.
+        absent: what could not be looked at.
+    """
+
+    inputs: Inputs | None
+    num_prompts: int | None
+    absent: Absent
+
+
+def show_ppo(parsed: Parsed[PpoConfig], folder: Path, console: Console) -> int:
+    """Show what a run of `ppo` would do; return the exit status.
+
+    Raises:
+        ConfigError: for options that contradict each other or a model, data or reward that is here and does not work.
+        DataError: for data that is here and cannot be used.
+    """
+    config = parsed.config
+    console.working("looking at model, data and reward")
+    seen = _look(parsed, folder)
+    plan = _plan(parsed, seen.absent)
+    unavailable = [*parsed.unavailable, *unavailable_in(config, plan)]
+    if seen.inputs is not None and not unavailable:
+        make_job(config, seen.inputs, plan, folder)
+    console.done()
+    notices = seen.inputs.notices if seen.inputs else ()
+    on_device = check_device(config, parsed.given, plan.num_gpus)
+    for notice in once([*parsed.notices, *notices, *on_device])[len(parsed.notices) :]:
+        console.notice(notice)
+    num_held_out = len(seen.inputs.eval_prompts or ()) if seen.inputs else None
+    console.result(to_toml(with_full_paths(config)))
+    console.result(f"placement: {plan.describe()}")
+    console.result(f"batches\n{describe_batches(config, plan, seen.num_prompts, num_held_out)}")
+    console.result(f"results will be in {folder}")
+    show_lacks(console, parsed, seen.absent, unavailable)
+    return SUCCESS
+
+
+def show_lacks(console: Console, parsed: Parsed, absent: Absent, unavailable: Iterable[ConfigError]) -> None:
+    """Write what could not be looked at, what is not available, and what is missing."""
+    lacks = [str(error) for error in parsed.missing] + absent.missing
+    for title, texts in (
+        ("not looked at", absent.unseen),
+        ("cannot run yet", [str(error) for error in unavailable]),
+        ("still missing", lacks),
+    ):
+        if texts:
+            console.result(f"\n{title}", "bold")
+        for text in texts:
+            console.result("  " + text.replace("\n\n", "\n").replace("\n", "\n    "))
+
+
+def _look(parsed: Parsed[PpoConfig], folder: Path) -> Seen:
+    """Return what can be seen of a run's inputs from here."""
+    config, absent = parsed.config, Absent()
+    check_output_folder(folder)
+    functions = [source.targets[0] for source in config.reward.sources() if source.kind == "function"]
+    critic = config.model.critic_pretrain if config.algorithm.row.uses_critic else None
+    has_model = absent.models("pretrain", config.model.pretrain)
+    has_data = absent.data("prompt_data", config.data.prompt_data) and absent.data("eval_data", config.data.eval_data)
+    absent.models("reward_pretrain", config.reward.reward_pretrain)
+    absent.models("critic_pretrain", critic)
+    absent.rewards("remote_rm_url", functions)
+    if not absent and not parsed.missing:
+        inputs = check_inputs(config, folder)
+        return Seen(inputs, len(inputs.prompts), absent)
+    if has_model and config.model.pretrain is not None:
+        _check_model(config, config.model.pretrain)
+    num_prompts = None
+    if has_data and config.data.prompt_data is not None:
+        rows, _ = open_prompts(config)
+        num_prompts = sum(1 for _ in rows)
+    return Seen(None, num_prompts, absent)
+
+
+def _check_model(config: PpoConfig, name: str) -> None:
+    model_config, _ = load_model_files(model_path(name))
+    check_attention(config.model, model_config)
+    check_context(model_config, *longest_sequence(config))
+
+
+def _plan(parsed: Parsed[PpoConfig], absent: Absent) -> PlacementPlan:
+    """Return the plan for --plan_gpus, the GPUs that are here, or those that the flags name; note what is assumed."""
+    config, placement = parsed.config, parsed.config.placement
+    request = make_request(config, max(_GPUS_OF_A_NODE, placement.most_gpus_per_node))
+    if placement.plan_gpus is not None:
+        absent.unseen.append(f"GPUs: planned for --plan_gpus {placement.plan_gpus}")
+        return plan_placement(request, placement.plan_gpus)
+    try:
+        num_here, _ = find_gpus()
+    except ConfigError as error:  # of a cluster that does not answer
+        num_here = 0
+        absent.unseen.append(str(error).partition("\n")[0])
+    if num_here == 0 and not GPU_FLAGS & parsed.given:
+        return plan_placement(request, 0)
+    num_needed = gpus_needed(request)
+    if num_here == 0:
+        absent.unseen.append(f"GPUs: there are none here; planned for the {num_needed} that the flags name")
+        return plan_placement(request, num_needed)
+    try:
+        return plan_placement(request, num_here)
+    except ConfigError as error:
+        absent.missing.append(str(error))
+        return plan_placement(request, num_needed)

@@ -1,0 +1,72 @@
+"""Which of the models, data and rewards that a command names are on this machine: what a dry run may look at."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rlhf_cli.builtin import BUILTIN
+from rlhf_cli.paths import is_data_path, model_path, parts, reward_path, user_path
+
+
+@dataclass(slots=True)
+class Absent:
+    """What a dry run cannot look at.
+
+    Attributes:
+        unseen: what may well exist, elsewhere: a phrase each.
+        missing: files and folders that do not exist: a sentence each.
+    """
+
+    unseen: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return self._count > 0
+
+    @property
+    def _count(self) -> int:
+        return len(self.unseen) + len(self.missing)
+
+    def models(self, flag: str, names: str | None) -> bool:
+        """Note those models of a list with commas that are not here; return whether all are."""
+        num_before = self._count
+        for name in parts(names or ""):
+            path = model_path(name)
+            if Path(path).is_dir():
+                continue
+            if name.startswith((".", "/", "~")):
+                self.missing.append(f"--{flag} {name}: there is no folder {path}")
+            elif not _is_cached(path):
+                self.unseen.append(f"--{flag} {name}: not on this machine, and a dry run does not ask the hub")
+        return self._count == num_before
+
+    def data(self, flag: str, names: str | None) -> bool:
+        """Note those data sources of a list with commas that are not here; return whether all are."""
+        num_before = self._count
+        for name in parts(names or ""):
+            path = user_path(name.rpartition("@")[0] or name)
+            if name == BUILTIN or path.exists() or user_path(name).exists():
+                continue
+            if is_data_path(name):
+                self.missing.append(f"--{flag} {name}: there is no file {path}")
+            else:
+                self.unseen.append(f"--{flag} {name}: a dry run does not load data from the hub")
+        return self._count == num_before
+
+    def rewards(self, flag: str, names: Iterable[str]) -> None:
+        """Note those reward functions that name a file that is not here."""
+        for name in names:
+            path = Path(reward_path(name).partition(".py")[0] + ".py")
+            if ".py" in name and not path.is_file():
+                self.missing.append(f"--{flag} {name}: there is no file {path}")
+
+
+def _is_cached(name: str) -> bool:
+    """Return whether the hub's cache on this machine has the model."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        return isinstance(try_to_load_from_cache(name, "config.json"), str)
+    except HFValidationError:
+        return False
