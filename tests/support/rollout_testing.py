@@ -1,4 +1,4 @@
-"""Helpers for tests: buckets of weights without a trainer, a server without a framework."""
+"""Helpers for tests of rlhf-rollout: weight buckets without a trainer, and a small HTTP server."""
 
 import json
 import os
@@ -17,8 +17,9 @@ from rlhf_rollout.weight_sync.shared_memory import SHARED_MEMORY_DIR
 
 @contextmanager
 def shared_memory_bucket(weights: Mapping[str, np.ndarray], *, checksum: bool = False) -> Iterator[WeightBucket]:
-    """Yield a bucket that holds `weights` in shared memory; the segment goes with the context."""
-    specs, offset = [], 0
+    """Yield a bucket that holds `weights` in shared memory. The segment is removed when the context ends."""
+    specs = []
+    offset = 0
     for name, array in weights.items():
         specs.append(TensorSlot(name, array.dtype.name, array.shape, offset, array.nbytes))
         offset = aligned(offset + array.nbytes)
@@ -40,10 +41,10 @@ def shared_memory_bucket(weights: Mapping[str, np.ndarray], *, checksum: bool = 
 
 @contextmanager
 def json_server(respond: Callable[[Any, Mapping[str, str]], tuple[int, Any]]) -> Iterator[str]:
-    """Yield the URL of a server on this machine that ends with the context.
+    """Yield the URL of a server on this machine. It stops when the context ends.
 
-    `respond` gets the JSON and the headers of each POST, in a thread of its own, and returns the status and the answer:
-    text as it is, anything else as JSON.
+    For each POST, `respond` is called in a thread of its own with the JSON body and the headers. It returns the status
+    and the answer: text is sent unchanged, anything else as JSON.
     """
 
     class Handler(BaseHTTPRequestHandler):
@@ -61,7 +62,7 @@ def json_server(respond: Callable[[Any, Mapping[str, str]], tuple[int, Any]]) ->
 
     class Server(ThreadingHTTPServer):
         def handle_error(self, request: Any, client_address: Any) -> None:
-            pass  # a client that has stopped waiting
+            pass  # tests let clients time out on purpose: keep their disconnects out of the output
 
     server = Server(("127.0.0.1", 0), Handler)
     threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()

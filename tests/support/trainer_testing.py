@@ -1,4 +1,4 @@
-"""What tests of the trainer share: made-up rollouts, ranks in processes of their own, and a job over a tiny model."""
+"""Helpers for tests of the trainer: random rollouts, ranks in processes of their own, and a job on a tiny model."""
 
 import dataclasses
 import multiprocessing
@@ -27,8 +27,10 @@ RANK_TIMEOUT_S = 300.0
 def random_rollouts(
     count: int, *, vocab_size: int, seed: int = 0, max_prompt: int = 9, max_response: int = 12
 ) -> list[Rollout]:
-    """Return rollouts of random tokens and lengths with random rewards, four to a group; every fifth has two turns with
-    environment tokens in between, and one has a response of a single token."""
+    """Return rollouts of random tokens and lengths with random rewards, four per group.
+
+    Every fifth rollout has two turns with environment tokens in between. One has a response of a single token.
+    """
     rng = np.random.default_rng(seed)
 
     def tokens(low: int, high: int) -> np.ndarray:
@@ -59,10 +61,10 @@ def random_rollouts(
 
 
 def run_ranks(function: Callable[..., Any], num_ranks: int, *arguments: Any) -> list[Any]:
-    """Call `function(rank, num_ranks, (host, port), *arguments)` in `num_ranks` fresh processes; return their results.
+    """Call `function(rank, num_ranks, (host, port), *arguments)` in `num_ranks` new processes and return the results.
 
     Raises:
-        RuntimeError: a rank raised (its traceback is the message), died, or took longer than RANK_TIMEOUT_S.
+        RuntimeError: a rank raised (the message is its traceback), died, or took longer than RANK_TIMEOUT_S.
     """
     master = ("127.0.0.1", free_port())
     context = multiprocessing.get_context("spawn")
@@ -117,10 +119,10 @@ def reward_func(queries, prompts, labels):
 
 
 def tiny_job(model_path: str, folder: Path, **changes: Any) -> OnlineJob:
-    """Return a PPO job over a tiny model that ends within seconds once its processes are up.
+    """Return a PPO job on a tiny model that ends within seconds after its processes have started.
 
-    On a machine with a GPU it is the colocated one: bfloat16, CUDA IPC, engine and trainer sleeping in turn; on others
-    float32 and shared memory. Everything it writes, its reward file included, is under `folder`.
+    With a GPU, engine and trainer share it (bfloat16, CUDA IPC, sleeping in turn). Otherwise the job uses float32 and
+    shared memory. Everything it writes, including its reward file, is under `folder`.
 
     Args:
         model_path: from `rlhf_models.testing.tiny_model_dir`.

@@ -25,7 +25,7 @@ from environment import command_line, environment
 from rlhf_kernels import PolicyObjective, PolicyStream, linear_policy_loss, linear_token_logprobs, token_logprobs
 from rlhf_models.backbone import last_hidden_state
 from rlhf_models.batch import TokenBatch
-from rlhf_models.compiled import compile_layers, compile_unavailable_reason
+from rlhf_models.fast.compiled import compile_layers, compile_unavailable_reason
 from rlhf_models.loading import load_actor
 from rlhf_models.testing import tiny_model_dir
 from shapes import SHAPES

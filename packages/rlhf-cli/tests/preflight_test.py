@@ -171,13 +171,13 @@ def test_check_inputs_without_reward_model_the_critic_is_the_policy(folder, mode
 def test_check_inputs_model_without_a_score_is_refused(folder, models):
     text = refused(folder, models, "--reward_pretrain", str(models / "policy"))
     assert text.startswith("--reward_pretrain: the model")
-    assert "no head that gives a score" in text
+    assert "has no scalar head" in text
 
 
 @pytest.mark.parametrize("flag", ["reward_pretrain", "critic_pretrain"])
 def test_check_inputs_model_that_reads_other_tokens_is_refused(folder, models, flag):
     text = refused(folder, models, "--pretrain", str(MODEL_DIR), f"--{flag}", str(models / "judge"))
-    assert text.startswith(f"--{flag}: the model {models / 'judge'} has another vocabulary than the policy")
+    assert text.startswith(f"--{flag}: the vocabulary of {models / 'judge'} differs from the policy's")
 
 
 def test_check_inputs_reward_model_without_weights_is_refused(folder, models):

@@ -314,7 +314,7 @@ def test_actor_policy_loss_needs_a_stream_and_an_objective_and_the_streams_token
     actor, batch = load_actor(model_dir, dtype="float32"), TokenBatch.padded(sequences, pad_id=0)
     _, stream = lesson(sequences)
     for one in ({"stream": stream}, {"objective": PolicyObjective()}):
-        with pytest.raises(ValueError, match="only one of them is given"):
+        with pytest.raises(ValueError, match="got only one of them"):
             actor(batch, **one)
     with pytest.raises(ValueError, match="advantages must be"):
         actor(batch, stream=stream, objective=PolicyObjective())

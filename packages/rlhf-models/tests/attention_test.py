@@ -123,8 +123,8 @@ def test_packed_attention_soft_cap_is_refused():
         ("cpu", torch.bfloat16, 64, 0.0, "runs on CUDA"),
         ("cuda", torch.float32, 64, 0.0, "computes in torch.float32"),
         ("cuda", torch.bfloat16, 64, 0.1, "no dropout"),
-        ("cuda", torch.bfloat16, 512, 0.0, "have 512"),
-        ("cuda", torch.bfloat16, 20, 0.0, "multiple of 8 dimensions, at most 256, the model's have 20"),
+        ("cuda", torch.bfloat16, 512, 0.0, "the model's is 512"),
+        ("cuda", torch.bfloat16, 20, 0.0, "multiple of 8 and at most 256, the model's is 20"),
     ],
 )
 def test_varlen_unavailable_reason_says_what_stands_in_the_way(device, dtype, head_dim, dropout, reason):

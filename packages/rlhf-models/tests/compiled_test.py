@@ -5,7 +5,7 @@ import torch
 from torch.nn.functional import linear
 
 from rlhf_models.batch import TokenBatch
-from rlhf_models.compiled import compile_layers, compile_unavailable_reason, join_products
+from rlhf_models.fast.compiled import compile_layers, compile_unavailable_reason, join_products
 from rlhf_models.loading import load_actor
 from rlhf_models.testing import tiny_model_dir
 
@@ -114,8 +114,8 @@ def test_compile_layers_compiles_the_final_norm(folder):
 
 def test_compile_unavailable_reason_on_a_cpu_and_without_layers(folder):
     model = load_actor(folder, dtype="float32").model
-    assert "runs on cpu" in compile_unavailable_reason(model, torch.device("cpu"))
-    assert "layers of a Linear are not known" in compile_unavailable_reason(torch.nn.Linear(2, 2), torch.device("cuda"))
+    assert "model is on cpu" in compile_unavailable_reason(model, torch.device("cpu"))
+    assert "a Linear has no layers" in compile_unavailable_reason(torch.nn.Linear(2, 2), torch.device("cuda"))
 
 
 def test_compile_unavailable_reason_packed_float32_has_no_kernel(folder):

@@ -148,7 +148,7 @@ def test_load_actor_weights_of_other_shapes_are_refused(qwen2_dir, tmp_path):
 
 
 def test_load_actor_missing_weights_are_refused_not_made_up(qwen2_dir, tmp_path):
-    with pytest.raises(ConfigError, match=r"lacks 12 weights of a Qwen2ForCausalLM, model.layers.2"):
+    with pytest.raises(ConfigError, match=r"lacks 12 weights of a Qwen2ForCausalLM, such as model.layers.2"):
         load_actor(
             edited(qwen2_dir, tmp_path, "config.json", num_hidden_layers=3, layer_types=["full_attention"] * 3),
             dtype="float32",

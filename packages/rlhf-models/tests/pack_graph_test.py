@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 import torch
 
-from rlhf_models import pack_graph
 from rlhf_models.backbone import last_hidden_state, replay_full_packs
 from rlhf_models.batch import TokenBatch
+from rlhf_models.fast import pack_graph
+from rlhf_models.fast.pack_graph import _NUM_SEEN, PackGraph, PackShape
 from rlhf_models.loading import load_actor
-from rlhf_models.pack_graph import _NUM_SEEN, PackGraph, PackShape
 from rlhf_models.testing import tiny_model_dir
 
 NUM_TOKENS = 64

@@ -110,7 +110,7 @@ def test_score_sequences_gives_each_its_score_whatever_the_order(reward_dir, seq
 
 def test_score_sequences_token_without_embedding_is_refused(reward_dir):
     model = load_reward_model(reward_dir, dtype="float32")
-    with pytest.raises(DataError, match="no embedding of token 512; it has 512"):
+    with pytest.raises(DataError, match="512 embedding rows and got the token id 512"):
         score_sequences(model, [[5], np.array([3, 512])], batch_size=2)
 
 

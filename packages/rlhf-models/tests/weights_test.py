@@ -105,7 +105,7 @@ def test_save_hf_failure_leaves_the_earlier_folder_as_it_was(model_dir, tmp_path
     target = save_hf(actor, None, None, tmp_path / "model")
     state = gathered(actor)
     del state["model.model.norm.weight"]
-    with pytest.raises(CheckpointError, match=r"lacks 1 weights, model\.norm\.weight"):
+    with pytest.raises(CheckpointError, match=r"lacks 1 weights, such as model\.norm\.weight"):
         save_hf(actor, state, None, target)
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
     assert same(AutoModelForCausalLM.from_pretrained(target), actor.model)

@@ -162,12 +162,12 @@ def test_local_scorer_does_not_depend_on_who_is_scored_beside(reward_dir: Path) 
 
 def test_local_scorer_unknown_token_is_an_error_and_a_crash_of_its_rollout_alone(reward_dir: Path) -> None:
     scorer = LocalScorer(str(reward_dir))
-    with pytest.raises(DataError, match="no embedding of token 512"):
+    with pytest.raises(DataError, match="got the token id 512"):
         run(scorer.score([np.array([3, 512], np.int32)]))
     verdicts = run(ModelReward([scorer]).score(PROMPT, rollouts([512], [20])))
     assert [verdict.kind.failed for verdict in verdicts] == [True, False]
 
 
 def test_local_scorer_of_a_policy_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no head that gives a score"):
+    with pytest.raises(ConfigError, match="has no scalar head"):
         LocalScorer(str(tiny_model_dir(tmp_path)))

@@ -126,7 +126,7 @@ def test_ray_scorer_gives_the_scores_of_its_model_and_its_errors(cluster: None, 
     assert ray.get(handle.ready.remote()) > 0
     assert ray.get(handle.has_moments.remote())
     assert run(scorer.score(sequences)) == run(LocalScorer(folder, normalize=True).score(sequences))
-    with pytest.raises(DataError, match="no embedding of token 512"):
+    with pytest.raises(DataError, match="got the token id 512"):
         run(scorer.score([np.array([512], np.int32)]))
     ray.kill(handle)
     with pytest.raises(RewardError, match="the reward model's process is gone"):

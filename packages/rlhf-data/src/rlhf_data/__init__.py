@@ -1,4 +1,7 @@
-"""Data for reinforcement learning from feedback: records, prompts, chat templates, masks, packing, order. No torch."""
+"""Data for reinforcement learning from feedback: records, prompts, chat templates, masks, packing, order.
+
+Does not need torch.
+"""
 
 from rlhf_data.errors import (
     CheckpointError,

@@ -1,6 +1,7 @@
-"""From rows to tokens: chat template, input template, special tokens exactly once, and which tokens are trained.
+"""Rendering and tokenizing of rows: chat template, input template, special tokens, and the mask of trained tokens.
 
-A tokenizer is a loaded Hugging Face tokenizer, or an object that behaves like one (`rlhf_data.testing.ByteTokenizer`).
+A tokenizer is a loaded Hugging Face tokenizer, or an object with the same methods
+(`rlhf_data.testing.ByteTokenizer`).
 """
 
 import re
@@ -42,15 +43,15 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputTemplate:
-    """How an input becomes a prompt.
+    """Options that turn the input of a row into the text of a prompt.
 
     Attributes:
-        tokenizer: the model's, loaded.
+        tokenizer: the model's tokenizer, loaded.
         apply_chat_template: render with the tokenizer's chat template.
         input_template: text with one `{}` for the input; everything else in it is literal.
 
     Raises:
-        ConfigError: the two ways do not fit each other or the tokenizer.
+        ConfigError: both templates are given, or one that the tokenizer cannot apply.
     """
 
     tokenizer: Tokenizer = field(repr=False)
@@ -72,11 +73,13 @@ class InputTemplate:
             raise ConfigError(message, hint=hint)
 
     def render(self, row: Row, key: str) -> str:
-        """Return the text of the prompt that asks for a response to a row.
+        """Return the text of a row's prompt.
 
-        With the chat template: the row's input as one user message, or as it is when it already is a list of messages,
-        followed by the generation prompt. Else the input put into `input_template`. Raises DataError for a missing key,
-        an input that is empty or of the wrong type, and messages the template refuses.
+        With the chat template, the input is one user message (or already a list of messages), followed by the
+        generation prompt. Otherwise the input is inserted into `input_template`.
+
+        Raises:
+            DataError: a missing key, an input that is empty or of the wrong type, or messages the template refuses.
         """
         if self.apply_chat_template:
             messages = row_messages(row, key)
@@ -87,8 +90,11 @@ class InputTemplate:
 
 
 def row_messages(row: Row, key: str) -> Messages:
-    """Return a row's input as messages: a list of messages as it is, text as one user message. Raises DataError for an
-    empty list, or a message without a text `role` and a text `content`."""
+    """Return a row's input as messages: a list of messages unchanged, text as one user message.
+
+    Raises:
+        DataError: an empty list, or a message without a text `role` and a text `content`.
+    """
     value = row.cell(key)
     if not isinstance(value, list):
         return [{"role": "user", "content": row.filled(key)}]
@@ -102,27 +108,33 @@ def row_messages(row: Row, key: str) -> Messages:
 
 
 def render_chat(messages: Messages, tokenizer: Tokenizer, *, origin: str, add_generation_prompt: bool) -> str:
-    """Return a conversation as the tokenizer's chat template writes it, special tokens included. Raises DataError,
-    which names `origin`, when the template refuses the messages."""
-    # return_dict: from transformers 5 on the default is a dictionary.
+    """Return a conversation as text rendered by the tokenizer's chat template, including special tokens.
+
+    Raises:
+        DataError: the template refuses the messages. The message names `origin`.
+    """
+    # return_dict=False, because transformers 5 returns a dictionary by default.
     options = {"tokenize": False, "add_generation_prompt": add_generation_prompt, "return_dict": False}
     return _apply_template(messages, tokenizer, origin, **options)
 
 
 def encode_prompts(texts: Sequence[str], tokenizer: Tokenizer, *, has_special_tokens: bool) -> list[list[int]]:
-    """Return the token ids of rendered prompts, with the tokens that begin a text exactly once and none that end one;
-    `has_special_tokens` is for the output of a chat template, which has written them itself."""
+    """Return the token ids of rendered prompts, with the tokenizer's start tokens exactly once and without end tokens.
+
+    Set `has_special_tokens` for the output of a chat template, which already contains them.
+    """
     texts = list(texts)
     if has_special_tokens:
         return _encode(texts, tokenizer, add_special_tokens=False)
-    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+    bos = tokenizer.bos_token_id
+    eos = tokenizer.eos_token_id
     bare_ids = _encode(texts, tokenizer, add_special_tokens=False)
     prompts = []
     for ids, bare in zip(_encode(texts, tokenizer, add_special_tokens=True), bare_ids, strict=True):
-        # Some tokenizers also end a text: a prompt that is to be continued must not be ended.
+        # Some tokenizers append an EOS. A prompt is to be continued, so it must not end with one.
         if ids and ids[-1] == eos and (not bare or bare[-1] != eos):
             ids = ids[:-1]
-        # The text, or an input template, may begin with the token that the tokenizer adds.
+        # The text or the input template may already begin with the BOS that the tokenizer adds.
         if bos is not None and ids[:2] == [bos, bos] and bare[:1] == [bos]:
             ids = ids[1:]
         prompts.append(ids)
@@ -130,10 +142,12 @@ def encode_prompts(texts: Sequence[str], tokenizer: Tokenizer, *, has_special_to
 
 
 def encode_completion(text: str, tokenizer: Tokenizer, *, is_truncated: bool = False) -> list[int]:
-    """Return the token ids of a completion that follows a prompt: no token begins it, one EOS ends it.
+    """Return the token ids of a completion that follows a prompt: without start tokens, with one EOS at the end.
 
-    White space after an EOS in the text, as chat templates write it, is left out. A truncated text gets no EOS. Raises
-    ConfigError for a tokenizer without an EOS token.
+    White space after an EOS in the text, which many chat templates write, is dropped. A truncated text gets no EOS.
+
+    Raises:
+        ConfigError: the tokenizer has no EOS token.
     """
     eos = _eos(tokenizer)
     ids = _encode([text], tokenizer, add_special_tokens=False)[0]
@@ -147,14 +161,15 @@ def encode_completion(text: str, tokenizer: Tokenizer, *, is_truncated: bool = F
 
 
 def check_roles(messages: Messages, *, origin: str) -> None:
-    """Raise DataError unless the messages are a conversation that ends with an answer.
+    """Raise DataError unless the messages are a conversation that ends with the assistant's answer.
 
-    System messages come first, no two users and no two assistants follow each other, an assistant answers somebody, and
-    no answer is empty.
+    System messages must come first, user and assistant must alternate, an assistant's message must follow a user's or a
+    tool's, and no answer may be empty.
     """
     before = None
     for index, message in enumerate(messages):
-        role, place = message["role"], f"{origin}: message {index}"
+        role = message["role"]
+        place = f"{origin}: message {index}"
         if role not in _ROLES:
             raise DataError(f"{place}: {unknown('role', role, _ROLES)}")
         if role in ("system", "developer") and before not in (None, "system", "developer"):
@@ -171,30 +186,30 @@ def check_roles(messages: Messages, *, origin: str) -> None:
 def encode_conversation(
     row: Row, messages: Messages, tokenizer: Tokenizer, *, all_turns: bool = False
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the token ids [L] of a row's conversation and which of them the assistant wrote [L] bool.
+    """Return the token ids [L] int32 of a row's conversation, and the mask [L] bool of what the assistant wrote.
 
-    A template with `{% generation %}` marks says itself what the assistant writes, and an EOS right after a mark
-    belongs to it. Of any other template, what it writes for an assistant's message after the generation prompt is the
-    assistant's, provided that it writes all before that in the same way; the pieces are tokenized apart, as they are in
-    generation. The last answer ends with one EOS, and what follows that is left out.
+    If the chat template has `{% generation %}` marks, they define the mask, together with an EOS right after a mark.
+    Otherwise the assistant's part is the text that the template appends to the rendered conversation so far, including
+    the generation prompt. These pieces are tokenized separately, as in generation. The last answer ends with one EOS;
+    what the template writes after it is dropped.
 
     Args:
-        row: where the messages come from. When it says that the answer was cut, no EOS is put after that, and marks
-            are not used, for they hold the EOS.
+        row: the row of the messages. If it says that the answer was truncated, no EOS is appended and marks are not
+            used, because they include the EOS.
         messages: a conversation that ends with the assistant; see `check_roles`.
-        tokenizer: the model's, loaded, with a chat template.
-        all_turns: every answer is trained; else the last one.
+        tokenizer: the model's tokenizer, loaded, with a chat template.
+        all_turns: train every answer; otherwise only the last one.
 
     Raises:
-        ConfigError: the template writes history differently once messages follow it, so that no mask fits what the
-            model will see; marks that cannot be told apart by message; no EOS token.
+        ConfigError: the template renders earlier messages differently once others follow, so that no mask matches what
+            the model sees in generation; marks that cannot be assigned to messages; no EOS token.
         DataError: roles out of order, or messages that the template refuses.
     """
     check_roles(messages, origin=row.origin)
     if has_generation_marks(tokenizer) and not row.is_truncated:
         return _encode_marked(messages, tokenizer, row.origin, all_turns)
     *pieces, (last, _) = _pieces(messages, tokenizer, row.origin, all_turns)
-    if row.is_truncated:  # the template ends every answer
+    if row.is_truncated:  # the template writes an end after every answer: cut it off
         answer = messages[-1]["content"].strip()
         if answer not in last:
             raise DataError(f"{row.origin}: the chat template does not write the truncated answer as it is")
@@ -206,16 +221,18 @@ def encode_conversation(
 
 
 def has_generation_marks(tokenizer: Tokenizer) -> bool:
-    """Return whether the tokenizer's chat template says which part of its output the assistant writes."""
+    """Return whether the tokenizer's chat template marks the assistant's part of its output."""
     template = tokenizer.chat_template
-    if isinstance(template, Mapping):  # several templates by name
+    if isinstance(template, Mapping):  # a tokenizer with several named templates
         template = template.get("default", "")
     return bool(_GENERATION_MARK.search(template))
 
 
 def _pieces(messages: Messages, tokenizer: Tokenizer, origin: str, all_turns: bool) -> list[tuple[str, bool]]:
-    """Return the conversation's text in pieces, with whether the assistant wrote it, an answer last."""
-    pieces, done, carried = [], "", ""
+    """Return the conversation as pieces of text, each with whether the assistant wrote it. The last is an answer."""
+    pieces = []
+    done = ""  # the conversation up to and including the latest answer
+    carried = ""  # white space after that answer, which belongs to the piece that follows
     for index, message in enumerate(messages):
         if message["role"] != "assistant" or not (all_turns or index == len(messages) - 1):
             continue
@@ -226,12 +243,13 @@ def _pieces(messages: Messages, tokenizer: Tokenizer, origin: str, all_turns: bo
             hint = "use a template that only appends or has {% generation %} marks"
             hint += ", or train the last answer only, without --multiturn" if all_turns else ""
             raise ConfigError(problem, hint=hint)
-        # White space that the template writes after the EOS is not the assistant's.
+        # White space that the template writes after the EOS is not part of the answer.
         text = after[len(before) :]
         head, eos, tail = text.rpartition(tokenizer.eos_token or "\0")
         ends = bool(eos) and not tail.strip() and index < len(messages) - 1
         pieces += [(carried + before[len(done) :], False), (head + eos if ends else text, True)]
-        done, carried = after, tail if ends else ""
+        done = after
+        carried = tail if ends else ""
     return pieces
 
 
@@ -261,7 +279,7 @@ def _encode_marked(
 def _apply_template(messages: Messages, tokenizer: Tokenizer, origin: str, **options: bool) -> Any:
     try:
         return tokenizer.apply_chat_template(messages, **options)
-    except Exception as error:  # a template is a program: it may raise anything
+    except Exception as error:  # a template is a program and may raise anything
         raise DataError(f"{origin}: the chat template refuses the messages: {error}") from error
 
 

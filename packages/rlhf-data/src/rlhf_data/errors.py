@@ -1,4 +1,4 @@
-"""The errors of every rlhf package: one tree, each message a sentence and, where one helps, a `hint:` line."""
+"""Errors of all rlhf packages: one tree. A message says what is wrong, then, after a blank line, a `hint:`."""
 
 import difflib
 from collections.abc import Iterable
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 class RlhfError(Exception):
-    """Base of all errors that are meant for the user: what is wrong, and a `hint` of what to do where one helps."""
+    """Base of all errors addressed to the user. `hint` says what to do about it."""
 
     def __init__(self, message: str, *, hint: str | None = None):
         super().__init__(with_hint(message, hint))
@@ -21,7 +21,7 @@ class FeatureError(ConfigError):
 
 
 class DataError(RlhfError, ValueError):
-    """A file, a row or a record that is not what it should be."""
+    """A file, row or record that cannot be used."""
 
 
 class EngineError(RlhfError, RuntimeError):
@@ -41,18 +41,18 @@ class CheckpointError(RlhfError, RuntimeError):
 
 
 def with_hint(message: str, hint: str | None = None) -> str:
-    """Return `message`, followed by a blank line and `hint: ...` when there is a hint."""
+    """Return `message`, followed by a blank line and `hint: ...` if there is a hint."""
     return f"{message}\n\nhint: {hint}" if hint else message
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """Return the known name closest to `name`, or None when nothing is close."""
+    """Return the known name closest to `name`, or None if none is close."""
     matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     return matches[0] if matches else None
 
 
 def unknown(kind: str, name: str, known: Iterable[str]) -> str:
-    """Return the message for an unknown name: what it was, what there is, and the nearest as the hint."""
+    """Return the message for an unknown name, with the known names and the nearest of them as the hint."""
     known = sorted(known)
     guess = nearest(name, known)
     hint = f"did you mean `{guess}`?" if guess else None
@@ -60,7 +60,7 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> str:
 
 
 def missing_file(kind: str, path: str | Path) -> str:
-    """Return the message for a file that is not there, with a hint: what its folder holds that is closest to it."""
+    """Return the message for a missing file, with the most similar name in its folder as the hint."""
     path = Path(path)
     if path.is_dir():
         return with_hint(f"{kind} {path} is a folder, not a file", "name a file in it")

@@ -1,4 +1,4 @@
-"""From rows to a set of examples: encoded by several processes, over-long ones and bad rows counted, kept on disk."""
+"""Encoding of rows into training examples: in several processes, with a cache on disk, and with bad rows counted."""
 
 import hashlib
 import os
@@ -19,15 +19,15 @@ from rlhf_data.rows import Counts, Row, RowErrors
 from rlhf_data.sources import Rows
 from rlhf_data.store import Store, write_store
 
-_CHUNK = 256  # rows that a worker takes at once
-_FORMAT = 2  # of the cache; goes up when a row gives other tokens, or they are kept in another way
+_CHUNK = 256  # rows per task of a worker
+_FORMAT = 2  # version of the cache; raise it when rows give other tokens or the files have another layout
 
 Example = TypeVar("Example")
-Result = tuple[Any, str | None]  # an example, or why there is none
+Result = tuple[Any, str | None]  # an example and None, or None and the reason why there is none
 
 
 class Encoder(Protocol[Example]):
-    """Makes an example of a row, or raises DataError; a frozen dataclass that can be pickled."""
+    """Turns a row into an example or raises DataError. Must be a frozen dataclass that can be pickled."""
 
     tokenizer: Any
 
@@ -37,7 +37,7 @@ class Encoder(Protocol[Example]):
 
 @dataclass(frozen=True, slots=True)
 class ExampleSet(Generic[Example]):
-    """The usable examples, in the order of their rows, and what became of the rest."""
+    """The usable examples, in the order of their rows, and counts of those left out."""
 
     examples: Sequence[Example]
     counts: Counts
@@ -63,13 +63,13 @@ def load_examples(
     Args:
         rows: see `rlhf_data.sources.open_sources`.
         encoder: such as `rlhf_data.sft.SftEncoder`.
-        max_len: tokens of a sequence. An example with a longer one is left out and counted, never cut.
-        skip_bad_rows: leave out rows that cannot be used, however many; else they may be 1 % of all.
-        num_workers: processes that encode; 0: this one. They are spawned, so a script must keep its own work under
-            `if __name__ == "__main__"`.
-        progress: called with the number of rows done so far, now and then.
-        cache_dir: a folder that keeps the examples. They are found again when rows, tokenizer and options are the same,
-            and are read from there as they are used. None: they are kept in memory.
+        max_len: largest number of tokens per sequence. Longer examples are left out and counted, never cut.
+        skip_bad_rows: leave out any number of rows that cannot be used. Otherwise more than 1 % is an error.
+        num_workers: number of encoding processes; 0 encodes in this process. They are spawned, so a script must keep
+            its own work under `if __name__ == "__main__"`.
+        progress: called from time to time with the number of rows done.
+        cache_dir: folder in which examples are stored. Later calls with the same rows, tokenizer and options read them
+            from there, as they are used. None keeps them in memory.
 
     Raises:
         DataError: a source is broken; more than 1 % of the rows cannot be used; no example is left.
@@ -95,7 +95,7 @@ class _Work:
     max_len: int
     num_workers: int
     progress: Callable[[int], None]
-    counts: Counts = field(default_factory=Counts)  # of the last complete `encode`
+    counts: Counts = field(default_factory=Counts)  # set when `encode` has yielded everything
 
     def encode(self) -> Iterator[Any]:
         errors = RowErrors(skip_bad_rows=True)
@@ -131,7 +131,7 @@ class _Work:
                 (draft / "counts.pickle").write_bytes(pickle.dumps(self.counts))
                 try:
                     draft.rename(folder)
-                except OSError:  # another process was faster
+                except OSError:  # another process may have written the same cache in the meantime
                     if not folder.exists():
                         raise
         return Store(folder), pickle.loads((folder / "counts.pickle").read_bytes())
@@ -140,13 +140,13 @@ class _Work:
         if not self.num_workers:
             yield from (_attempt(self.encoder, row) for row in rows)
             return
-        # Spawned, not forked: this process may hold threads, of the tokenizer and of torch.
+        # Spawn, because this process may have threads (of the tokenizer or torch), which forking would break.
         context = get_context("spawn")
         with ProcessPoolExecutor(self.num_workers, context, _start_worker, (self.encoder,)) as pool:
             waiting: deque[Future[list[Result]]] = deque()
             while chunk := list(islice(rows, _CHUNK)):
                 waiting.append(pool.submit(_encode_chunk, chunk))
-                if len(waiting) > 2 * self.num_workers:  # rows are not read far ahead
+                if len(waiting) > 2 * self.num_workers:  # bounds how far rows are read ahead
                     yield from waiting.popleft().result()
             for future in waiting:
                 yield from future.result()
@@ -157,7 +157,7 @@ _worker_encoder: Any = None
 
 def _start_worker(encoder: Encoder) -> None:
     global _worker_encoder
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads would compete with the other processes
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads would compete with the other workers
     _worker_encoder = encoder
 
 
@@ -180,8 +180,10 @@ def _longest_sequence(example: Any) -> int:
 
 def _key(data: str, encoder: Any, max_len: int) -> str:
     tokenizer = encoder.tokenizer
-    backend = getattr(tokenizer, "backend_tokenizer", None)  # a pickled one is not the same in every process
+    backend = getattr(tokenizer, "backend_tokenizer", None)  # serialize this one: pickles differ between processes
     words = pickle.dumps(tokenizer) if backend is None else backend.to_str().encode()
     ends = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.chat_template)
-    parts = repr((_FORMAT, data, encoder, max_len, ends)).encode()  # an encoder shows all but its tokenizer
+    parts = repr(
+        (_FORMAT, data, encoder, max_len, ends)
+    ).encode()  # an encoder's repr has all options but the tokenizer
     return hashlib.sha256(parts + words).hexdigest()[:24]

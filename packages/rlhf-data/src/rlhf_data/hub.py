@@ -1,4 +1,4 @@
-"""Data sets that the `datasets` library reads: Parquet, Arrow, saved folders, builder scripts, the Hugging Face hub."""
+"""Data sets read by the `datasets` library: Parquet, Arrow, saved folders, builder scripts, the Hugging Face hub."""
 
 import importlib.util
 import sys
@@ -13,9 +13,13 @@ from rlhf_data.pretrained import hub_answers
 def open_dataset(
     name: str, subset: str | None, *, split: str, streaming: bool
 ) -> tuple[Iterable[dict[str, Any]], str | None]:
-    """Return the rows of a data set as dictionaries, and its fingerprint (None when streaming). Raises ConfigError
-    without the library, for an unknown split of a saved folder and for a script without one builder class, DataError
-    when the library refuses the data set."""
+    """Return the rows of a data set as dictionaries, and its fingerprint (None if streaming).
+
+    Raises:
+        ConfigError: the library is not installed, a saved folder has no such split, or a script does not define exactly
+            one builder class.
+        DataError: the library cannot open the data set.
+    """
     try:
         import datasets
     except ImportError as error:
@@ -31,12 +35,12 @@ def open_dataset(
             kind = path.suffix.lower()[1:]  # parquet or arrow
             table = datasets.load_dataset(kind, data_files=name, split="train", streaming=streaming)
         else:
-            # The library's own switch; it would try the hub again and again for half a minute.
+            # Set the library's own switch if the hub does not answer: it would retry for half a minute otherwise.
             datasets.config.HF_HUB_OFFLINE |= not path.exists() and not hub_answers()
             table = datasets.load_dataset(name, subset, split=split, streaming=streaming)
     except RlhfError:
         raise
-    except Exception as error:  # the library raises what its many parts do
+    except Exception as error:  # the library passes on errors of many kinds from its readers
         hint = None if path.exists() else "a name that is no file is looked up on the hub, which needs the network"
         raise DataError(f"data set {name} cannot be opened: {error}", hint=hint) from error
     return table, None if streaming else table._fingerprint
@@ -58,7 +62,7 @@ def _run_script(path: Path, subset: str | None, split: str, streaming: bool) -> 
 
     spec = importlib.util.spec_from_file_location(f"rlhf_data_script_{path.stem}", path)
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # the library looks a builder's source up there
+    sys.modules[spec.name] = module  # the library looks up the builder's source code there
     spec.loader.exec_module(module)
     found = [
         value

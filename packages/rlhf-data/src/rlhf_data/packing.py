@@ -1,4 +1,7 @@
-"""Which sequences share a batch: bins under a token budget, and shares of equal work. Deterministic and lossless."""
+"""Assignment of sequences to batches: bins under a token budget, and shares of equal work per rank.
+
+All functions are deterministic and assign every sequence exactly once.
+"""
 
 import bisect
 import heapq
@@ -12,17 +15,17 @@ from rlhf_data.errors import ConfigError, DataError
 def pack(lengths: Sequence[int] | np.ndarray, budget_tokens: int) -> list[list[int]]:
     """Return bins of indices such that no bin exceeds the budget and every index is in exactly one bin.
 
-    As many bins as best-fit decreasing needs: the longest item first, each into the fullest bin that still takes it;
-    never more than 11/9 of the fewest possible bins plus one. Over that many the items are then spread evenly, each to
-    the bin with the fewest tokens, where the budget allows it, if need be after items have changed places: passes over
-    the bins take equally long.
+    Best-fit decreasing gives the number of bins: the longest item first, each into the fullest bin that has room. This
+    is at most 11/9 of the optimum plus one. The items are then spread evenly over that many bins, longest first, each
+    into the bin with the fewest tokens, so that passes over the bins take equally long. If a bin then exceeds the
+    budget, items are exchanged between bins; if that does not help either, the best-fit bins are kept.
 
     Args:
-        lengths: [N] tokens of each item, each at least 1.
-        budget_tokens: the most tokens of a bin.
+        lengths: [N] tokens per item, each at least 1.
+        budget_tokens: largest number of tokens per bin.
 
     Returns:
-        The bins in the order of their smallest index, each in ascending order; no bins for no items.
+        The bins in the order of their smallest index, each in ascending order. No items give no bins.
 
     Raises:
         DataError: an item is longer than the budget, or shorter than one token.
@@ -71,11 +74,14 @@ def _spread(lengths: np.ndarray, order: Sequence[int], num_bins: int) -> list[li
 
 
 def _fit(lengths: np.ndarray, bins: list[list[int]], budget_tokens: int) -> bool:
-    """Exchange items of the fullest bin for shorter ones of the emptiest until every bin is within the budget; return
-    whether that is so."""
+    """Exchange items of the fullest bin for shorter ones of the emptiest until no bin exceeds the budget.
+
+    Return whether that succeeded. Each exchange leaves the emptiest bin within the budget.
+    """
     tokens = [int(lengths[items].sum()) for items in bins]
     while max(tokens) > budget_tokens:
-        fullest, emptiest = tokens.index(max(tokens)), tokens.index(min(tokens))
+        fullest = tokens.index(max(tokens))
+        emptiest = tokens.index(min(tokens))
         gains = lengths[bins[fullest]][:, None] - lengths[bins[emptiest]]
         helps = (gains >= tokens[fullest] - budget_tokens) & (gains <= budget_tokens - tokens[emptiest])
         if not helps.any():
@@ -83,22 +89,23 @@ def _fit(lengths: np.ndarray, bins: list[list[int]], budget_tokens: int) -> bool
         one, other = np.argwhere(helps)[0]
         gain = int(gains[one, other])
         bins[fullest][one], bins[emptiest][other] = bins[emptiest][other], bins[fullest][one]
-        tokens[fullest], tokens[emptiest] = tokens[fullest] - gain, tokens[emptiest] + gain
+        tokens[fullest] -= gain
+        tokens[emptiest] += gain
     return True
 
 
 def split_balanced(lengths: Sequence[int] | np.ndarray, num_parts: int) -> list[list[int]]:
-    """Return a share of the indices for each rank, with token sums as close as a greedy split makes them.
+    """Return a share of the indices for each rank, with nearly equal token sums by a greedy split.
 
-    The longest item first, each to the share with the fewest tokens so far, of those that are not full: the sizes
-    differ by at most one item.
+    The longest item first, each to the share with the fewest tokens so far among those that are not full. The numbers
+    of items per share differ by at most one.
 
     Args:
-        lengths: [N] tokens of each item, each at least 1.
-        num_parts: the number of ranks.
+        lengths: [N] tokens per item, each at least 1.
+        num_parts: number of ranks.
 
     Returns:
-        `num_parts` lists in ascending order; together every index exactly once.
+        `num_parts` lists in ascending order, which together hold every index exactly once.
 
     Raises:
         ConfigError: fewer items than parts.
@@ -113,7 +120,7 @@ def split_balanced(lengths: Sequence[int] | np.ndarray, num_parts: int) -> list[
     parts: list[list[int]] = [[] for _ in range(num_parts)]
     tokens = [0] * num_parts
     for index in np.argsort(-lengths, kind="stable").tolist():
-        # A share may take one above the common size only while that many larger shares remain.
+        # Only `larger` of the shares may have one item more than the others.
         limit = smallest + (sum(len(part) > smallest for part in parts) < larger)
         open_ranks = (rank for rank in range(num_parts) if len(parts[rank]) < limit)
         rank = min(open_ranks, key=lambda rank: (tokens[rank], len(parts[rank]), rank))

@@ -1,4 +1,4 @@
-"""Examples of what is better than what: pairs, single judged answers, and judged steps."""
+"""Preference data: pairs of answers, single answers with a verdict, and solutions with a verdict per step."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,19 +11,21 @@ from rlhf_data.records import freeze_arrays
 from rlhf_data.rows import Row, kind_of
 from rlhf_data.sft import SftEncoder, SftExample, completed
 
-_ANSWER_MARK = "\n\nAssistant:"  # of the helpful-and-harmless dialogues, whose texts hold prompt and answer
+_ANSWER_MARK = (
+    "\n\nAssistant:"  # starts an answer in Anthropic's HH dialogues, which hold prompt and answer in one text
+)
 _VERDICTS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
 
 
 @dataclass(frozen=True, slots=True)
 class PreferenceExample:
-    """Two answers to one prompt, of which the first is preferred.
+    """Two answers to one prompt, one of them preferred.
 
     Attributes:
         example_id: the row's id.
-        chosen: the prompt with the preferred answer and one EOS; its mask is True for the answer.
+        chosen: the prompt with the preferred answer and one EOS. Its mask is True for the answer.
         rejected: the same prompt with the other answer.
-        margin: by how much the chosen answer is better; None when the data does not say.
+        margin: how much better the chosen answer is; None if the data does not say.
     """
 
     example_id: str
@@ -43,20 +45,20 @@ class PreferenceExample:
 
 @dataclass(frozen=True, slots=True)
 class UnpairedExample(SftExample):
-    """One answer that was judged good or bad: trained are the answer and its EOS; `is_desirable` is the verdict."""
+    """One answer with a verdict, `is_desirable`. The answer and its EOS are trained."""
 
     is_desirable: bool
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessExample:
-    """A solution whose steps were judged one by one.
+    """A solution with a label per step.
 
     Attributes:
         example_id: the row's id.
-        token_ids: [L] int32: the problem and the solution, a placeholder token after each step.
-        positions: [n] int32: where the placeholders are, ascending; the model's output there judges the step.
-        labels: [n] float32: the probability that the step is good, 0.0 or 1.0 for hard labels.
+        token_ids: [L] int32, the problem and the solution, with a placeholder token after each step.
+        positions: [n] int32, ascending indices of the placeholders. The model's output there is its verdict.
+        labels: [n] float32, the probability that the step is good; 0.0 or 1.0 for hard labels.
     """
 
     example_id: str
@@ -69,7 +71,7 @@ class ProcessExample:
         if self.positions.shape != self.labels.shape or not len(self.positions):
             raise DataError(
                 f"{self.example_id}: {self.positions.size} steps with {self.labels.size} labels; "
-                "there must be one label a step, and at least one step"
+                "there must be one label per step, and at least one step"
             )
         if self.positions[0] < 0 or self.positions[-1] >= len(self.token_ids) or (np.diff(self.positions) < 1).any():
             raise DataError(f"{self.example_id}: the steps' positions must ascend within {len(self.token_ids)} tokens")
@@ -78,28 +80,28 @@ class ProcessExample:
 
     @property
     def num_tokens(self) -> int:
-        """L."""
+        """Number of tokens, L."""
         return len(self.token_ids)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreferenceEncoder(InputTemplate):
-    """Makes a pair of a row. Picklable, so that worker processes can do it.
+    """Turns a row into a pair. Picklable, for worker processes.
 
     With `prompt_key`, the prompt is text (or messages, with the chat template) and the answers are texts (or lists of
-    messages that go on from the prompt). Without it, both answers hold the prompt: as lists of messages that differ in
-    the last one only, or as texts, of which all up to the last "Assistant:" that begins a paragraph is the prompt; a
-    text without one is an answer to nothing.
+    messages that continue the prompt). Without it, both answers contain the prompt: either as lists of messages that
+    differ only in the last one, or as texts, in which everything up to the last paragraph that begins with "Assistant:"
+    is the prompt. A text without such a paragraph is an answer to an empty prompt.
 
-    Attributes, beside those of `InputTemplate`:
+    Attributes, in addition to those of `InputTemplate`:
         prompt_key: the key of the prompt, or None.
         chosen_key: the key of the preferred answer.
         rejected_key: the key of the other answer.
-        margin_key: the key of a number, by how much the preferred answer is better; None for no margins.
+        margin_key: the key of a number that says how much better the preferred answer is; None for no margins.
 
     Raises:
-        ConfigError: options that do not fit each other or the tokenizer.
-        DataError: called with a row that cannot be used, such as one whose two answers are the same.
+        ConfigError: options that exclude each other or do not suit the tokenizer.
+        DataError: when called with a row that cannot be used, such as one with two equal answers.
     """
 
     prompt_key: str | None = None
@@ -155,15 +157,15 @@ class PreferenceEncoder(InputTemplate):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnpairedEncoder:
-    """Makes a judged answer of a row: prompt and answer as `SftEncoder` does, and a verdict.
+    """Turns a row into an answer with a verdict. `SftEncoder` encodes prompt and answer.
 
     Attributes:
-        sft: how prompt and answer are encoded: the answer alone is trained.
+        sft: encoder of prompt and answer. Only the answer may be trained.
         label_key: the key of the verdict: true or false, 1 or 0.
 
     Raises:
         ConfigError: an encoder that trains more than the answer.
-        DataError: called with a row that cannot be used.
+        DataError: when called with a row that cannot be used.
     """
 
     sft: SftEncoder
@@ -175,11 +177,11 @@ class UnpairedEncoder:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The model's."""
+        """The model's tokenizer."""
         return self.sft.tokenizer
 
     def __call__(self, row: Row) -> UnpairedExample:
-        """Return the judged answer of a row."""
+        """Return the answer of a row with its verdict."""
         value = row.cell(self.label_key)
         verdict = _VERDICTS.get(str(value).strip().lower()) if isinstance(value, str | bool | int | float) else None
         if verdict is None:
@@ -190,19 +192,19 @@ class UnpairedEncoder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessEncoder:
-    """Makes judged steps of a row: a text with a placeholder after each step, and a list of a label for each.
+    """Turns a row into steps with labels. The row has a text with a placeholder after each step, and a list of labels.
 
     Attributes:
-        tokenizer: the model's, loaded.
+        tokenizer: the model's tokenizer, loaded.
         placeholder: a text that is one token, such as a special token or "ки".
-        input_key: the key of the problem with its solution, a text.
+        input_key: the key of the text with the problem and its solution.
         label_key: the key of the labels: numbers from 0 to 1, booleans, or the two `reward_tokens`.
         reward_tokens: the labels of a good and of a bad step.
         input_template: text with one `{}` for the input; everything else in it is literal.
 
     Raises:
         ConfigError: a placeholder that is not one token.
-        DataError: called with a row that cannot be used, such as one with more labels than placeholders.
+        DataError: when called with a row that cannot be used, such as one with more labels than placeholders.
     """
 
     tokenizer: Tokenizer = field(repr=False)
@@ -220,16 +222,17 @@ class ProcessEncoder:
             raise ConfigError(f"the placeholder {self.placeholder!r} is {len(ids)} tokens, not one", hint=hint)
 
     def __call__(self, row: Row) -> ProcessExample:
-        """Return the judged steps of a row."""
+        """Return the steps of a row with their labels."""
         head, *steps = self._template().render(row, self.input_key).split(self.placeholder)
         labels = row.cell(self.label_key)
         if not isinstance(labels, list):
             raise DataError(f"{row.origin}: `{self.label_key}` must be a list of labels, got {kind_of(labels)}")
         if len(labels) != len(steps) or not steps:
             raise DataError(f"{row.origin}: {len(steps)} placeholders {self.placeholder!r} and {len(labels)} labels")
-        # Tokenized apart, so that the placeholder never merges with its neighbours.
+        # Tokenize pieces separately, so that the placeholder never merges with its neighbours.
         [ids] = encode_prompts([head], self.tokenizer, has_special_tokens=False)
-        [placeholder], positions = self._bare(self.placeholder), []
+        [placeholder] = self._bare(self.placeholder)
+        positions = []
         for step in steps:
             positions.append(len(ids))
             ids += [placeholder, *(self._bare(step) if step else [])]

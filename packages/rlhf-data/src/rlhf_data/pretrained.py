@@ -1,4 +1,4 @@
-"""Folders and hub names of models: whether they are there, what their tokenizer is, and errors that say what to do."""
+"""Look-up of models by folder or hub name, their tokenizers, and errors that say what to do."""
 
 import functools
 import logging
@@ -16,9 +16,11 @@ logger = logging.getLogger(__name__)
 
 
 def load_tokenizer(path: str | Path) -> Any:
-    """Return the Hugging Face tokenizer of a folder or hub name; its padding token is its end token when it has none.
-    Raises ConfigError without transformers, and for a tokenizer that is missing, makes no tokens or has no end
-    token."""
+    """Return the Hugging Face tokenizer of a folder or hub name. Without a padding token, it pads with its end token.
+
+    Raises:
+        ConfigError: transformers is not installed, or the tokenizer is missing, gives no tokens or has no end token.
+    """
     name, is_local = located(path)
     try:
         from transformers import AutoTokenizer
@@ -26,7 +28,7 @@ def load_tokenizer(path: str | Path) -> Any:
         raise ConfigError(f"tokenizers need transformers: {error}", hint="pip install 'rlhf-data[hf]'") from None
     with clear_errors("tokenizer", path):
         tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=is_local)
-    if not tokenizer.encode("text", add_special_tokens=False):  # what transformers makes of a folder without one
+    if not tokenizer.encode("text", add_special_tokens=False):  # transformers loads this for a folder without tokenizer
         hint = "put its files there: tokenizer.json, or what `tokenizer.save_pretrained` writes"
         raise ConfigError(f"{path} has no tokenizer that makes tokens of text", hint=hint)
     check_eos(tokenizer, path)
@@ -43,10 +45,12 @@ def check_eos(tokenizer: Any, name: str | Path) -> None:
 
 
 def located(path: str | Path) -> tuple[str, bool]:
-    """Return the name by which transformers finds a model, and whether to look on this machine only.
+    """Return the name by which transformers finds a model, and whether to look only on this machine.
 
-    That is so of a folder, and of a hub name when the hub does not answer. Raises ConfigError for what is plainly meant
-    as a folder and is none, before the hub is asked.
+    It looks only on this machine for a folder, and for a hub name if the hub does not answer.
+
+    Raises:
+        ConfigError: the text looks like a folder, and no such folder exists. The hub is not asked.
     """
     folder, text = Path(path).expanduser(), str(path)
     if folder.is_dir():
@@ -59,7 +63,7 @@ def located(path: str | Path) -> tuple[str, bool]:
 
 
 def located_model(path: str | Path) -> tuple[str, bool]:
-    """Return what `located` does. Raises ConfigError for a folder without a config, too."""
+    """Return what `located` returns. Raises ConfigError also for a folder without config.json."""
     name, is_local = located(path)
     if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
         hint = "a model folder holds config.json, *.safetensors and the tokenizer, as `save_pretrained` writes them"
@@ -69,7 +73,7 @@ def located_model(path: str | Path) -> tuple[str, bool]:
 
 @functools.cache
 def hub_answers() -> bool:
-    """Whether the hub can be reached, asked once; its own client would retry every file for half a minute."""
+    """Return whether the hub can be reached. Asked once: its own client would retry each file for half a minute."""
     from huggingface_hub import constants, get_session
 
     problems: list[Any] = ["no answer in time"]
@@ -78,10 +82,10 @@ def hub_answers() -> bool:
         try:
             get_session().head(constants.ENDPOINT, timeout=_HUB_TIMEOUT_S)
             problems.clear()
-        except Exception as error:  # of the HTTP library, which differs between versions of the client
+        except Exception as error:  # the HTTP library, and so its errors, differs between versions of the client
             problems.append(error)
 
-    # A thread, because the look-up of the hub's address knows no timeout.
+    # Ask in a thread, because looking up the hub's address has no timeout.
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
     thread.join(_HUB_TIMEOUT_S)
@@ -92,12 +96,12 @@ def hub_answers() -> bool:
 
 @contextmanager
 def clear_errors(kind: str, path: str | Path) -> Iterator[None]:
-    """Turn what libraries raise while they read a model or tokenizer, the `kind`, into a ConfigError with a hint."""
+    """Turn any error of the libraries that read a model or tokenizer (`kind`) into a ConfigError with a hint."""
     try:
         yield
     except RlhfError:
         raise
-    except Exception as error:  # the libraries raise whatever their many parts do
+    except Exception as error:  # the libraries pass on errors of many kinds
         first_line = str(error).strip().split("\n")[0]
         hint = "check the path, or the hub name and the network; a hub model must be in the local cache when offline"
         raise ConfigError(f"cannot load the {kind} {path}: {first_line}", hint=hint) from error

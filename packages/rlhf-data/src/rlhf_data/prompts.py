@@ -1,4 +1,4 @@
-"""Prompts for generation, from a data file: rendered, tokenized, over-long ones dropped and counted."""
+"""Prompts for generation: rendered and tokenized rows. Prompts above a length are left out and counted."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from rlhf_data.sources import Rows
 
 @dataclass(frozen=True, slots=True)
 class PromptSet(Sequence[Prompt]):
-    """The usable prompts of a data file, in its order, and what became of its rows."""
+    """The usable prompts, in the order of their rows, and counts of those left out."""
 
     prompts: tuple[Prompt, ...]
     counts: Counts
@@ -47,26 +47,28 @@ def load_prompts(
 
     Args:
         rows: see `rlhf_data.sources.open_sources`.
-        tokenizer: the policy's, loaded.
+        tokenizer: the policy's tokenizer, loaded.
         input_key: the key of the question: text, or a list of messages with `apply_chat_template`.
-        label_key: the key of the reference answer; None for no labels.
+        label_key: the key of the reference answer; None if rows have none.
         apply_chat_template: render the input with the tokenizer's chat template.
         input_template: text with one `{}` for the input; everything else in it is literal.
-        prompt_max_len: tokens. A longer prompt is left out and counted, never cut.
-        skip_bad_rows: leave out rows that cannot be used, however many; else they may be 1 % of all.
-        source: the data source's name in every prompt.
-        source_key: the key of the data source's name in a row, instead of `source`.
+        prompt_max_len: largest number of tokens per prompt. Longer prompts are left out and counted, never cut.
+        skip_bad_rows: leave out any number of rows that cannot be used. Otherwise more than 1 % is an error.
+        source: name of the data source, stored in every prompt.
+        source_key: the key under which a row names its data source; replaces `source`.
 
     Raises:
-        DataError: too many rows cannot be used (the first with file and line); every prompt is too long.
-        ConfigError: options that do not fit each other or the tokenizer.
+        DataError: too many rows cannot be used (the message shows the first with file and line), or all prompts are too
+            long.
+        ConfigError: options that exclude each other or do not suit the tokenizer.
     """
     if prompt_max_len < 1:
         raise ConfigError(f"prompt_max_len must be at least 1, got {prompt_max_len}")
     template = InputTemplate(
         tokenizer=tokenizer, apply_chat_template=apply_chat_template, input_template=input_template
     )
-    errors, drafts = RowErrors(skip_bad_rows=skip_bad_rows), []
+    errors = RowErrors(skip_bad_rows=skip_bad_rows)
+    drafts = []
     for row in rows.read(errors):
         try:
             text = template.render(row, input_key)

@@ -1,4 +1,4 @@
-"""One record of a data set, which knows where it came from, and the count of those that cannot be used."""
+"""A record of a data set with its origin, and counts of records that cannot be used."""
 
 import json
 from collections.abc import Mapping
@@ -13,12 +13,12 @@ _NUM_SHOWN = 3
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One record.
+    """A record of a data set.
 
     Attributes:
         values: the record's keys and values.
-        source: the file, or the data set's name.
-        number: the line where the record begins, counted from 1; in a data set that has no lines, the row from 0.
+        source: the file or the name of the data set.
+        number: the line where the record begins, counted from 1, or in a data set without lines the row, from 0.
         has_lines: whether `number` is a line.
     """
 
@@ -34,25 +34,25 @@ class Row:
 
     @property
     def row_id(self) -> str:
-        """The origin without the folders of a file."""
+        """The origin without the folder of the file."""
         return self.origin.rpartition("/")[2]
 
     @property
     def is_truncated(self) -> bool:
-        """Whether the answer was cut by a length limit: `finish_reason` is "length", as `rlhf-rollout generate` writes.
+        """Whether `finish_reason` is "length", which `rlhf-rollout generate` writes for answers cut by a length limit.
 
-        Such an answer has no end that could be learned.
+        No EOS is appended to such an answer, so that the model does not learn to stop there.
         """
         return self.values.get("finish_reason") == "length"
 
     def cell(self, key: str) -> Any:
-        """Return the value of `key`. Raises DataError with the keys there are when it is missing."""
+        """Return the value of `key`. Raises DataError, which lists the row's keys, if it is missing."""
         if key not in self.values:
             raise DataError(f"{self.origin}: {unknown('key', key, self.values)}")
         return self.values[key]
 
     def text(self, key: str) -> str:
-        """Return the cell as text: a string as it is, a number as JSON writes it. Raises DataError for all else."""
+        """Return the value of `key` as text: a string unchanged, a number as in JSON. Raises DataError for others."""
         value = self.cell(key)
         if isinstance(value, bool) or not isinstance(value, str | int | float):
             raise DataError(f"{self.origin}: `{key}` must be text or a number, got {kind_of(value)}")
@@ -65,16 +65,17 @@ class Row:
         return value
 
     def filled(self, key: str) -> str:
-        """Return the cell as text. Raises DataError when it is empty, too."""
+        """Return the value of `key` as text. Raises DataError as `text`, and if it is empty."""
         text = self.text(key)
         if not text.strip():
             raise DataError(f"{self.origin}: `{key}` is empty")
         return text
 
     def label(self, key: str) -> str:
-        """Return the cell as a reward function receives it: text, or JSON for a boolean, a list or an object.
+        """Return the value of `key` as reward functions receive it: text, or JSON for a boolean, list or object.
 
-        Raises DataError for null: a missing answer is a broken row, not an empty one.
+        Raises:
+            DataError: the value is null, because a missing answer is an error of the data.
         """
         value = self.cell(key)
         if value is None:
@@ -87,12 +88,12 @@ class Row:
 
 @dataclass
 class RowErrors:
-    """Counts the rows that cannot be used, so that a few do not stop a run and many do.
+    """Collects rows that cannot be used: a few are tolerated, many are an error.
 
     Attributes:
-        skip_bad_rows: leave all of them out, however many.
-        num_bad: how many there were.
-        first: what is wrong with the first of them.
+        skip_bad_rows: tolerate any number of them.
+        num_bad: how many there are so far.
+        first: the messages of the first few.
     """
 
     skip_bad_rows: bool = False
@@ -100,13 +101,13 @@ class RowErrors:
     first: list[str] = field(default_factory=list)
 
     def add(self, error: DataError | str) -> None:
-        """Count one row; the text of the error names its file and line."""
+        """Count one row. The text of the error names its file and line."""
         self.num_bad += 1
         if len(self.first) < _NUM_SHOWN:
             self.first.append(str(error))
 
     def check(self, num_rows: int) -> None:
-        """Raise DataError when all of `num_rows` rows are bad, or more than 1 % and they may not be skipped."""
+        """Raise DataError if all of `num_rows` rows are bad, or more than 1 % without `skip_bad_rows`."""
         is_allowed = self.skip_bad_rows or self.num_bad <= _TOLERATED_FRACTION * num_rows
         if is_allowed and self.num_bad < num_rows:
             return
@@ -117,14 +118,14 @@ class RowErrors:
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """What became of the rows.
+    """Numbers of rows read and left out.
 
     Attributes:
-        num_rows: rows read; always those kept + `num_too_long` + `num_bad`.
-        num_too_long: rows left out because a sequence has more tokens than the limit.
+        num_rows: rows read: rows kept + `num_too_long` + `num_bad`.
+        num_too_long: rows left out because a sequence exceeds the token limit.
         num_bad: rows left out because they cannot be used.
-        longest_tokens: tokens of the longest sequence, kept or not.
-        bad: what is wrong with the first bad rows.
+        longest_tokens: tokens of the longest sequence, whether kept or left out.
+        bad: messages of the first bad rows.
     """
 
     num_rows: int = 0
@@ -138,7 +139,7 @@ class Counts:
         return Counts(*numbers, max(self.longest_tokens, other.longest_tokens), self.bad + other.bad)
 
     def summary(self, kept: str) -> str:
-        """Return one line for people; `kept` says how many there are of what, as "5 prompts"."""
+        """Return a summary in one line. `kept` says what was kept, such as "5 prompts"."""
         text = f"{kept}, the longest read has {self.longest_tokens} tokens"
         text += f"; {self.num_too_long} of {self.num_rows} left out as too long" if self.num_too_long else ""
         bad = f"; {self.num_bad} of {self.num_rows} cannot be used, such as {self.bad[0]}" if self.bad else ""
@@ -146,6 +147,6 @@ class Counts:
 
 
 def kind_of(value: Any) -> str:
-    """Return what a JSON value is, for messages."""
+    """Return the kind of a JSON value, for messages."""
     names = {dict: "an object", list: "a list", str: "text", bool: "a boolean", type(None): "null"}
     return names.get(type(value), "a number")

@@ -1,4 +1,4 @@
-"""The order in which a data set is seen: shuffled anew each epoch from one seed, resumable to the exact item."""
+"""The order in which the items of a data set are used: shuffled per epoch from one seed, resumable at any item."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,15 +9,15 @@ from rlhf_data.errors import CheckpointError, ConfigError
 
 
 class EpochSampler:
-    """Batches of indices, epoch after epoch, without end.
+    """An endless stream of batches of indices.
 
-    Every epoch holds every index exactly once. A batch that reaches past the end of an epoch takes its rest from the
-    beginning of the next one, so no item is dropped and every batch is full (an item may then appear twice in it).
+    Every epoch contains every index exactly once. A batch at the end of an epoch is filled up from the next epoch, so
+    that no item is dropped and every batch is full. Such a batch may contain an item twice.
 
     Args:
-        num_items: the size of the data set.
-        batch_size: indices a batch; may exceed `num_items`.
-        seed: with the epoch's number, fixes the order of the epoch.
+        num_items: size of the data set.
+        batch_size: indices per batch; may exceed `num_items`.
+        seed: determines, with the number of the epoch, the order of the epoch.
         shuffle: False keeps the order of the data set.
     """
 
@@ -26,10 +26,13 @@ class EpochSampler:
             raise ConfigError(f"num_items ({num_items}) and batch_size ({batch_size}) must be at least 1")
         if seed < 0:
             raise ConfigError(f"the seed must not be negative, got {seed}")
-        self.num_items, self.batch_size, self.seed, self.shuffle = num_items, batch_size, seed, shuffle
+        self.num_items = num_items
+        self.batch_size = batch_size
+        self.seed = seed
+        self.shuffle = shuffle
         self._identity = {"num_items": num_items, "seed": seed, "shuffle": shuffle}
-        self.num_seen = 0  # indices handed out since the beginning
-        self._shuffled = (-1, np.array([], np.int64))  # the epoch at hand and its order
+        self.num_seen = 0  # indices returned since the beginning; the only state
+        self._shuffled = (-1, np.array([], np.int64))  # the current epoch and its order
 
     def next_batch(self) -> np.ndarray:
         """Return the next [batch_size] int64 indices."""
@@ -48,12 +51,15 @@ class EpochSampler:
         return np.array(batch, dtype=np.int64)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what `load_state_dict` needs to go on with the next batch."""
+        """Return the state from which `load_state_dict` continues with the next batch."""
         return {"num_seen": self.num_seen, **self._identity}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state` was taken; the batch size may differ. Raises CheckpointError for the state of another
-        data set, seed or order."""
+        """Continue where `state` was taken. The batch size may differ.
+
+        Raises:
+            CheckpointError: the state belongs to another data set, seed or order.
+        """
         for name, own in self._identity.items():
             if state.get(name) != own:
                 message = f"the saved order has {name} {state.get(name)}, this run has {own}"

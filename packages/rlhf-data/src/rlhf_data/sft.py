@@ -1,4 +1,4 @@
-"""Examples for supervised training: a sequence of tokens, and which of them are trained."""
+"""Examples for supervised fine-tuning: a token sequence with the mask of trained tokens."""
 
 from dataclasses import dataclass
 
@@ -19,12 +19,12 @@ from rlhf_data.rows import Row
 
 @dataclass(frozen=True, slots=True)
 class SftExample:
-    """One sequence to learn from.
+    """A token sequence with its loss mask.
 
     Attributes:
-        example_id: of its row: `<file name>:<line>`.
-        token_ids: [L] int32: prompt, completion, one EOS; or a conversation that ends with one.
-        loss_mask: [L] bool: True for what is trained, which includes the EOS.
+        example_id: the row's id, `<file name>:<line>`.
+        token_ids: [L] int32, prompt and completion, or a conversation, with one EOS at the end.
+        loss_mask: [L] bool, True for trained tokens, including the EOS.
     """
 
     example_id: str
@@ -40,28 +40,28 @@ class SftExample:
 
     @property
     def num_tokens(self) -> int:
-        """L."""
+        """Number of tokens, L."""
         return len(self.token_ids)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SftEncoder(InputTemplate):
-    """Makes an example of a row. Picklable, so that worker processes can do it.
+    """Turns a row into an example. Picklable, for worker processes.
 
-    The prompt gets exactly the tokens it has in generation (`rlhf_data.prompts.load_prompts`); the completion is
-    tokenized apart from it and ends with one EOS, unless the row says that it was cut (`Row.is_truncated`). With the
-    chat template the trained tokens are those of `rlhf_data.chat.encode_conversation`.
+    The prompt gets the same tokens as in generation (`rlhf_data.prompts.load_prompts`). The completion is tokenized
+    separately and ends with one EOS, unless the row says that it was truncated (`Row.is_truncated`). With the chat
+    template, `rlhf_data.chat.encode_conversation` decides which tokens are trained.
 
-    Attributes, beside those of `InputTemplate`:
+    Attributes, in addition to those of `InputTemplate`:
         input_key: the key of the prompt: text, or a list of messages with `apply_chat_template`.
-        output_key: the key of the completion, a text. None: the input is all there is, a conversation that ends with
-            the assistant's answer, or a text to train on whole.
-        multiturn: train every answer of a conversation, not the last alone.
-        pretrain: train every token but the first, which nothing predicts.
+        output_key: the key of the completion, a text. None if the input holds everything: a conversation that ends with
+            the assistant's answer, or a text for pretraining.
+        multiturn: train every answer of a conversation; otherwise only the last.
+        pretrain: train every token except the first, which has no prediction.
 
     Raises:
-        ConfigError: options that do not fit each other or the tokenizer.
-        DataError: called with a row that cannot be used.
+        ConfigError: options that exclude each other or do not suit the tokenizer.
+        DataError: when called with a row that cannot be used.
     """
 
     input_key: str = "input"
@@ -102,9 +102,9 @@ class SftEncoder(InputTemplate):
 
 
 def completed(row: Row, prompt: str, answer: str, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
-    """Return tokens and mask of a prompt, which may be empty, and the answer to it."""
+    """Return token ids [L] int32 and loss mask [L] bool of a prompt, which may be empty, and its answer."""
     [prompt_ids] = encode_prompts([prompt], tokenizer, has_special_tokens=False)
     answer_ids = encode_completion(answer, tokenizer, is_truncated=row.is_truncated)
     ids = np.array([*prompt_ids, *answer_ids], np.int32)
-    # Nothing predicts the first token, even where no prompt precedes it.
+    # The first token has no prediction, so it cannot be trained even if the prompt is empty.
     return ids, np.arange(len(ids)) >= max(len(prompt_ids), 1)

@@ -1,4 +1,4 @@
-"""Rows of data files and data sets: JSON, JSONL, CSV and all that the `datasets` library reads, one or several."""
+"""Rows of one or several data sources: JSON, JSONL and CSV files, and data sets of the `datasets` library."""
 
 import bisect
 import csv
@@ -20,7 +20,7 @@ from rlhf_data.errors import ConfigError, DataError, missing_file
 from rlhf_data.rows import Row, RowErrors, kind_of
 
 SUFFIXES = (".json", ".jsonl", ".csv", ".json.gz", ".jsonl.gz", ".csv.gz", ".parquet", ".arrow", ".py")
-_ONE_A_LINE = "a .jsonl file has one whole JSON object a line, with names and text in double quotes"
+_ONE_A_LINE = "a .jsonl file has one whole JSON object per line, with names and text in double quotes"
 
 _WHITESPACE = re.compile(r"[ \t\n\r]*")
 _NOT_UTF8 = DataError("not UTF-8", hint="convert the file to UTF-8")
@@ -33,7 +33,7 @@ class _Strict(RowErrors):
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One file or data set: its name, how its rows are read, and what says whether it is still the same."""
+    """One file or data set: its name, a function that reads its rows, and one that returns its fingerprint."""
 
     name: str
     read: Callable[[RowErrors], Iterator[Row]]
@@ -41,7 +41,7 @@ class Source:
 
 
 def parse_probs(option: str, text: str | None) -> tuple[float, ...] | None:
-    """Return the probabilities of a list with commas. Raises ConfigError for what is no number."""
+    """Parse a comma-separated list of probabilities. Raises ConfigError for anything but numbers."""
     try:
         return None if text is None else tuple(float(part) for part in text.split(","))
     except ValueError:
@@ -50,13 +50,13 @@ def parse_probs(option: str, text: str | None) -> tuple[float, ...] | None:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The rows of one or several sources, read anew, row by row, at every iteration. Made by `open_sources`.
+    """The rows of one or several sources. Each iteration reads them again, row by row. Build it with `open_sources`.
 
     Attributes:
-        sources: where the rows come from.
-        probs: of each source; None: one source after the other.
-        seed: of the interleaving.
-        max_samples: rows of each source at most.
+        sources: the sources, in order.
+        probs: probability per source of drawing the next row from it; None reads one source after the other.
+        seed: seed of these draws.
+        max_samples: largest number of rows per source.
     """
 
     sources: tuple[Source, ...]
@@ -66,15 +66,18 @@ class Rows:
 
     @property
     def name(self) -> str:
-        """The sources' names, with commas."""
+        """The names of the sources, joined by commas."""
         return ", ".join(source.name for source in self.sources)
 
     def __iter__(self) -> Iterator[Row]:
         return self.read()
 
     def read(self, errors: RowErrors | None = None) -> Iterator[Row]:
-        """Yield the rows; those that are broken go to `errors`, or are raised without it. Raises DataError for a source
-        without a usable row, or one that is broken as a whole."""
+        """Yield the rows. Broken rows go to `errors`; without it they are raised.
+
+        Raises:
+            DataError: a source has no usable row, or cannot be read at all.
+        """
         errors = _Strict() if errors is None else errors
         if self.probs is None:
             for source in self.sources:
@@ -94,18 +97,19 @@ class Rows:
                 yield row
 
     def fingerprint(self) -> str | None:
-        """Return a text that changes when the rows do; None when a source cannot tell without being read."""
+        """Return a text that changes whenever the rows do, or None if a source is streamed and has no fingerprint."""
         prints = [source.fingerprint() for source in self.sources]
         return None if None in prints else repr((prints, self.probs, self.seed, self.max_samples))
 
     def _read(self, source: Source, errors: RowErrors) -> Iterator[Row]:
-        row, num_bad = None, errors.num_bad
+        row = None
+        num_bad = errors.num_bad
         for row in itertools.islice(source.read(errors), self.max_samples):
             yield row
         if row is None and errors.num_bad > num_bad:
             raise DataError(f"no row of {source.name} can be read; the first that cannot:\n" + "\n".join(errors.first))
         if row is None:
-            raise DataError(f"{source.name} has no rows", hint="write one JSON object a line, with the prompt in it")
+            raise DataError(f"{source.name} has no rows", hint="write one JSON object per line, with the prompt in it")
 
 
 def open_sources(
@@ -119,21 +123,21 @@ def open_sources(
 ) -> Rows:
     """Open data files and data sets.
 
-    JSON, JSONL and CSV need nothing; the others need the extra `rlhf-data[datasets]`.
+    JSON, JSONL and CSV need no extra; the others need `rlhf-data[datasets]`.
 
     Args:
-        text: a list with commas of `.json` (one list of objects), `.jsonl` (one object a line; empty lines are
-            skipped), `.csv` (with a header; every cell is text), these compressed (`.jsonl.gz`), `.parquet` and
-            `.arrow` files, folders that `save_to_disk` wrote, hub names, and `.py` files with one builder class of the
-            `datasets` library. A folder, a hub name and a script may end in `@subset`. A Path is one source. Text is
-            UTF-8.
-        probs: a probability for each source. The source of every next row is drawn with them; a source that ends
-            begins again, until each has ended at least once. None: one source after the other.
-        seed: of that drawing.
-        max_samples: rows of each source at most.
-        streaming: read data sets of the `datasets` library as their rows are used, without a copy in its cache. Files
-            of text are always read that way.
-        split: of data sets that have splits.
+        text: a comma-separated list of sources, or a Path for one source. A source is a `.json` file (a list of
+            objects), a `.jsonl` file (one object per line; empty lines are skipped), a `.csv` file (with a header; all
+            cells are text), one of these compressed (`.jsonl.gz`), a `.parquet` or `.arrow` file, a folder written by
+            `save_to_disk`, a hub name, or a `.py` file with one builder class of the `datasets` library. A folder, hub
+            name or script may end in `@subset`. Text must be UTF-8.
+        probs: probability per source of drawing the next row from it. A source that ends starts again, until each has
+            ended at least once. None reads one source after the other.
+        seed: seed of these draws.
+        max_samples: largest number of rows per source.
+        streaming: read data sets of the `datasets` library row by row, without copying them into its cache. Text files
+            are always read this way.
+        split: split to read from data sets that have splits.
 
     Raises:
         DataError: a file is missing or of an unknown type, or the `datasets` library refuses a data set.
@@ -154,7 +158,8 @@ def open_sources(
 
 
 def _open(name: str | Path, streaming: bool, split: str) -> Source:
-    path, subset = Path(name), None
+    path = Path(name)
+    subset = None
     if not path.exists() and "@" in path.name:
         name, _, subset = str(name).rpartition("@")
         path = Path(name)
@@ -186,7 +191,7 @@ def _read_table(name: str, table: Iterable[dict[str, Any]], errors: RowErrors) -
     try:
         for number, values in enumerate(table):
             yield Row(values, name, number, has_lines=False)
-    except Exception as error:  # the library's readers raise whatever the file's format does
+    except Exception as error:  # the library's readers pass on errors of their file formats
         raise DataError(f"{name} cannot be read: {error}") from error
 
 
@@ -201,7 +206,7 @@ def _read_text(parse: Callable[[Path], Iterator[tuple[int, Any]]], path: Path, e
 
 
 def _lines(path: Path) -> Iterator[str]:
-    """Yield the lines of a file, decompressed if need be; a byte that is not UTF-8 becomes half of a surrogate pair."""
+    """Yield the lines of a file, decompressed. Bytes that are not UTF-8 become lone surrogates; see `_is_utf8`."""
     try:
         with gzip.open(path) if path.suffix.lower() == ".gz" else path.open("rb") as file:
             for number, line in enumerate(file):
@@ -213,17 +218,20 @@ def _lines(path: Path) -> Iterator[str]:
 def _is_utf8(text: str) -> bool:
     try:
         text.encode()
-    except UnicodeEncodeError:  # of what `_lines` makes of other bytes
+    except UnicodeEncodeError:  # a lone surrogate, which `_lines` puts in place of other bytes
         return False
     return True
 
 
 def _csv_values(path: Path) -> Iterator[tuple[int, Any]]:
-    """Yield the line of each record after the header with its cells by name, or with the error it has."""
+    """Yield for each record after the header its line, with its cells by column name or with its error."""
     csv.field_size_limit(2**31 - 1)
-    cells, header = csv.reader(_lines(path), strict=True), None
+    cells = csv.reader(_lines(path), strict=True)
+    header = None
     while True:
-        line, problem, values = cells.line_num + 1, None, []
+        line = cells.line_num + 1
+        problem = None
+        values = []
         try:
             values = next(cells)
         except StopIteration:
@@ -242,7 +250,7 @@ def _csv_values(path: Path) -> Iterator[tuple[int, Any]]:
 
 
 def _jsonl_values(path: Path) -> Iterator[tuple[int, Any]]:
-    """Yield the number of each line that is not empty with its value, or with the error it has."""
+    """Yield for each line that is not empty its number, with its JSON value or with its error."""
     for line, text in enumerate(_lines(path), start=1):
         if not _is_utf8(text):
             yield line, _NOT_UTF8
@@ -255,8 +263,9 @@ def _jsonl_values(path: Path) -> Iterator[tuple[int, Any]]:
 
 
 def _json_values(path: Path) -> Iterator[tuple[int, Any]]:
-    """Yield the line where each item of the list begins with the item, or with the error it has."""
-    text, decoder = "".join(_lines(path)), json.JSONDecoder(parse_constant=_refuse_constant)
+    """Yield for each item of the list the line where it begins, with the item or with its error."""
+    text = "".join(_lines(path))
+    decoder = json.JSONDecoder(parse_constant=_refuse_constant)
     newlines = [match.start() for match in re.finditer("\n", text)]
 
     def line_at(position: int) -> int:
@@ -268,7 +277,7 @@ def _json_values(path: Path) -> Iterator[tuple[int, Any]]:
     position = _skip(text, 0)
     if not text.startswith("[", position):
         one_object = text.startswith("{", position)
-        hint = "one object a line belongs into a file that ends in .jsonl" if one_object else None
+        hint = "one object per line belongs into a file that ends in .jsonl" if one_object else None
         raise DataError(f"data file {path} is not a JSON list of objects", hint=hint)
     position = _skip(text, position + 1)
     while not text.startswith("]", position):

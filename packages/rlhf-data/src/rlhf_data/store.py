@@ -1,4 +1,4 @@
-"""Objects in a folder: written one after the other, read when they are used, so that a set may exceed the memory."""
+"""Pickled objects in a folder, read one by one when they are used, so that a data set may exceed the memory."""
 
 import pickle
 from collections.abc import Iterable, Sequence
@@ -11,7 +11,7 @@ Item = TypeVar("Item")
 
 
 def write_store(folder: Path, items: Iterable[Any]) -> None:
-    """Write pickled items end to end, and where each begins, into a new folder."""
+    """Write pickled items end to end into a new folder, with an index of where each begins."""
     folder.mkdir()
     starts = [0]
     with (folder / "items.bin").open("wb") as file:
@@ -21,7 +21,7 @@ def write_store(folder: Path, items: Iterable[Any]) -> None:
 
 
 class Store(Sequence[Item]):
-    """The items that `write_store` wrote, each read when it is asked for."""
+    """A sequence of the items that `write_store` wrote. Each access reads an item from disk."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

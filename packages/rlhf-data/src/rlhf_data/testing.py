@@ -8,18 +8,18 @@ from typing import Any
 
 from rlhf_data.records import Episode, FinishReason, Prompt, Rollout, RolloutGroup, Span, SpanSource, Verdict
 
-EOS_ID, BOS_ID = 0, 2  # bytes that no text has
+EOS_ID, BOS_ID = 0, 2  # control bytes, which do not occur in text
 
 
 class ByteTokenizer:
-    """A tokenizer with one token a UTF-8 byte, `<eos>` (0) and `<bos>` (2), which behaves like a Hugging Face one.
+    """A tokenizer with one token per UTF-8 byte, `<eos>` (0) and `<bos>` (2), and the interface of a Hugging Face one.
 
-    Its chat template writes `<bos>`, then `role: content<eos>` and a newline for each message; the generation prompt
-    is `assistant: `. It refuses a conversation of which no message is the user's.
+    Its chat template writes `<bos>`, then `role: content<eos>` and a newline per message. The generation prompt is
+    `assistant: `. It refuses a conversation without a user message.
 
     Args:
-        add_bos: whether tokenizing with special tokens puts `<bos>` in front.
-        add_eos: whether it also puts `<eos>` at the end.
+        add_bos: whether tokenizing with special tokens adds `<bos>` at the start.
+        add_eos: whether it adds `<eos>` at the end.
         chat_template: None for a tokenizer without one.
     """
 
@@ -36,7 +36,7 @@ class ByteTokenizer:
         return self.vocab_size
 
     def __call__(self, text: str | list[str], *, add_special_tokens: bool = True) -> dict[str, Any]:
-        """Return {"input_ids": ids}, a list of ids for each text when `text` is a list."""
+        """Return {"input_ids": ids}. For a list of texts, `ids` has a list per text."""
         if isinstance(text, str):
             return {"input_ids": self.encode(text, add_special_tokens=add_special_tokens)}
         return {"input_ids": [self.encode(one, add_special_tokens=add_special_tokens) for one in text]}
@@ -62,7 +62,7 @@ class ByteTokenizer:
         add_generation_prompt: bool,
         return_dict: bool = True,
     ) -> Any:
-        """Return the rendered conversation; as ids, or {"input_ids": ids} by default, when `tokenize`."""
+        """Return the rendered conversation as text or, with `tokenize`, as {"input_ids": ids} or ids."""
         if not any(message["role"] == "user" for message in conversation):
             raise ValueError("no user message")
         text = "<bos>" + "".join(f"{message['role']}: {message['content']}<eos>\n" for message in conversation)
@@ -74,7 +74,7 @@ class ByteTokenizer:
 
 
 def write_jsonl(path: str | Path, rows: Iterable[Any]) -> Path:
-    """Write one JSON value a line and return the path."""
+    """Write one JSON value per line and return the path."""
     path = Path(path)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path
@@ -95,7 +95,7 @@ def make_rollout(
     policy_version: int = 0,
     verdict: Verdict | None = None,
 ) -> Rollout:
-    """Return a single-turn rollout that answers `text` and `<eos>`; each log-prob is -1.0 unless given."""
+    """Return a single-turn rollout that answers with `text` and `<eos>`. Log-probs are -1.0 unless given."""
     token_ids = [*ByteTokenizer().encode(text, add_special_tokens=False), EOS_ID]
     logprobs = [-1.0] * len(token_ids) if logprobs is None else logprobs
     answer = Span(SpanSource.POLICY, token_ids, logprobs, policy_version)

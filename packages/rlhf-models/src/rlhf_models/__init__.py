@@ -46,7 +46,7 @@ _MODULES = ("actor", "batch", "critic", "loading", "reference", "reward", "weigh
 
 
 def __getattr__(name: str) -> Any:
-    """Load torch only when something that needs it is asked for."""
+    """Import the modules on first use, so that importing the package does not import torch."""
     if name in __all__:
         modules = (import_module(f"rlhf_models.{module}") for module in _MODULES)
         return next(getattr(module, name) for module in modules if hasattr(module, name))

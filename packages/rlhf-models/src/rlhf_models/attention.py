@@ -1,7 +1,7 @@
-"""Attention over packed sequences without a mask, as an implementation that transformers knows by name.
+"""Attention over packed sequences without a mask, registered with transformers under the name `rlhf_packed`.
 
-Each sequence attends only to itself, causally. On CUDA that is torch's varlen kernel; where it cannot run, each
-sequence takes its own call of scaled_dot_product_attention, which costs the same arithmetic and more launches.
+Each sequence attends only to itself, causally. On CUDA this is torch's varlen kernel. Where that cannot run, each
+sequence gets its own call of scaled_dot_product_attention: the same arithmetic in more launches.
 """
 
 import functools
@@ -22,19 +22,21 @@ from rlhf_models.batch import TokenBatch
 logger = logging.getLogger(__name__)
 
 PACKED_ATTENTION = "rlhf_packed"
-# Stands where a mask would: without any, transformers looks for sequences in the positions and waits for the device.
+# Passed in place of a mask: without one, transformers searches the positions for sequences and waits for the device.
 NO_MASK = torch.empty(1, 1, 0, 0)
 _PACKABLE_LAYERS = {"full_attention", "sliding_attention"}
-_kernel: dict[str, Any] = {}  # torch's varlen attention and the names of its parameters, once it is known to run
+_kernel: dict[str, Any] = {}  # torch's varlen attention and its parameter names, filled in when it is known to run
 _forwarding_packed: ContextVar[bool] = ContextVar("forwarding_packed", default=False)
 
 
 def choose_attention(config: Any, attn_implementation: str, *, packing: bool) -> str:
     """Return the attention implementation to load a model with.
 
-    "auto" is `rlhf_packed` when packed batches will come and torch's "sdpa" otherwise; any other name that transformers
-    knows is kept ("sdpa" and "eager" then build a [T, T] block-diagonal mask for packed batches). Raises ConfigError
-    for packing a model whose layers carry state from one token to the next outside of attention.
+    "auto" is `rlhf_packed` if batches will be packed, else torch's "sdpa". Any other name that transformers knows is
+    kept; "sdpa" and "eager" then build a [T, T] block-diagonal mask for packed batches.
+
+    Raises:
+        ConfigError: packing for a model whose layers pass state between tokens outside of attention.
     """
     layers = set(getattr(config.get_text_config(), "layer_types", None) or ()) - _PACKABLE_LAYERS
     if packing and layers:
@@ -56,7 +58,7 @@ def register_packed_attention() -> None:
     from transformers.masking_utils import sdpa_mask
 
     def mask(*args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
-        # Asked for by batches that are not packed, such as those of `generate`: these are plain SDPA.
+        # Called for batches that are not packed, such as those of `generate`, which use plain SDPA.
         return None if attention_mask is None else sdpa_mask(*args, attention_mask=attention_mask, **kwargs)
 
     AttentionInterface.register(PACKED_ATTENTION, packed_attention)
@@ -64,7 +66,7 @@ def register_packed_attention() -> None:
 
 
 def packed_arguments(batch: TokenBatch, attention: str) -> dict[str, Any]:
-    """Return the keyword arguments by which transformers hands a packed batch's bounds down to that attention."""
+    """Return the keyword arguments that make transformers pass a packed batch's bounds to this attention."""
     if not batch.is_packed:
         return {}
     mask = {"attention_mask": NO_MASK} if attention == PACKED_ATTENTION else {}
@@ -83,7 +85,7 @@ def bounds_arguments(cu_seqlens: Tensor, longest: int) -> dict[str, Any]:
 
 @contextmanager
 def forwarding(batch: TokenBatch) -> Iterator[None]:
-    """While inside, attention that should have got the bounds of packed sequences and did not raises ConfigError."""
+    """Make attention raise ConfigError if it should receive the bounds of packed sequences and does not."""
     token = _forwarding_packed.set(batch.is_packed)
     try:
         yield
@@ -112,16 +114,19 @@ def packed_attention(
         query: [1, H, T, D].
         key: [1, K, T, D], K dividing H.
         value: [1, K, T, D].
-        attention_mask: of batches that are not packed; others' is not read.
-        scaling: of the scores; D ** -0.5 when None.
-        dropout: of the attention weights.
-        sliding_window: how many tokens a token sees, itself included; all when None.
-        cu_seq_lens_q: [S + 1] int32, the bounds; None for batches that are not packed.
-        max_length_q: the longest sequence.
-        kwargs: what else transformers hands over.
+        attention_mask: mask of a batch that is not packed. Ignored for packed batches.
+        scaling: factor of the scores; None means D ** -0.5.
+        dropout: probability, applied to the attention weights.
+        sliding_window: number of tokens a token sees, itself included; None means all.
+        cu_seq_lens_q: [S + 1] int32, the bounds; None for a batch that is not packed.
+        max_length_q: length of the longest sequence.
+        kwargs: further arguments of transformers.
 
     Returns:
-        [1, T, H, D], and None for the weights.
+        The output [1, T, H, D], and None in place of the attention weights.
+
+    Raises:
+        ConfigError: a model with soft-capped scores or attention sinks, or one that does not pass on the bounds.
     """
     if cu_seq_lens_q is None:
         kwargs |= {"scaling": scaling, "dropout": dropout, "sliding_window": sliding_window}
@@ -129,7 +134,7 @@ def packed_attention(
     for name, what in (("softcap", "a soft cap"), ("s_aux", "sinks")):
         if kwargs.get(name) is not None:
             raise ConfigError(f"attention with {what} cannot be packed", hint="turn packing off")
-    # Layers are compiled only where the kernel runs: see `compiled.compile_layers`.
+    # `compile_layers` has already checked that the kernel runs, and its cached check cannot be traced.
     is_known = torch.compiler.is_compiling() and query.is_cuda
     reason = None if is_known else varlen_unavailable_reason(query.device, query.dtype, query.shape[-1], dropout)
     if reason is None:
@@ -140,7 +145,7 @@ def packed_attention(
 
 @functools.cache
 def varlen_unavailable_reason(device: torch.device, dtype: torch.dtype, head_dim: int, dropout: float) -> str | None:
-    """Return why torch's varlen attention cannot take such a call, or None when it can."""
+    """Return why torch's varlen attention cannot take such a call, or None if it can."""
     if device.type != "cuda":
         return f"it runs on CUDA, the model is on {device.type}"
     if dtype not in (torch.bfloat16, torch.float16):
@@ -148,11 +153,11 @@ def varlen_unavailable_reason(device: torch.device, dtype: torch.dtype, head_dim
     if dropout:
         return f"it has no dropout, the model's is {dropout}"
     if head_dim > 256 or head_dim % 8:
-        return f"its heads have a multiple of 8 dimensions, at most 256, the model's have {head_dim}"
+        return f"its head size must be a multiple of 8 and at most 256, the model's is {head_dim}"
     if torch.cuda.get_device_capability(device) < (8, 0):
         return f"it needs compute capability 8.0, the GPU has {torch.cuda.get_device_capability(device)}"
     try:
-        from torch.nn.attention.varlen import varlen_attn  # takes seconds
+        from torch.nn.attention.varlen import varlen_attn  # imported here because the import takes seconds
     except ImportError as error:
         return f"torch {torch.__version__} has none ({error})"
     _kernel.update(function=varlen_attn, parameters=frozenset(inspect.signature(varlen_attn).parameters))
@@ -182,7 +187,7 @@ def _varlen(
     scaling: float | None,
     sliding_window: int | None,
 ) -> Tensor:
-    """Call the kernel as the installed torch wants it: causality was a flag before it was a window."""
+    """Call the kernel with the arguments of the installed torch: older versions have `is_causal` and no window."""
     query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     parameters = _kernel["parameters"]
     options: dict[str, Any] = {}
@@ -198,7 +203,7 @@ def _varlen(
     elif scaling is not None:
         # The kernel scales by D ** -0.5 itself.
         query = query * (scaling * query.shape[-1] ** 0.5)
-    if "enable_gqa" in parameters:  # which others take without being told
+    if "enable_gqa" in parameters:  # versions without this parameter take grouped heads as they are
         options["enable_gqa"] = key.shape[1] != query.shape[1]
     if longest is None:
         longest = int(cu_seqlens.diff().max())
@@ -216,7 +221,7 @@ def _sequence_by_sequence(
 ) -> Tensor:
     lengths = cu_seqlens.diff().tolist()
     groups = query.shape[1] // key.shape[1]
-    if query.is_cuda and groups > 1:  # its kernel that spares memory refuses grouped heads
+    if query.is_cuda and groups > 1:  # SDPA's memory-efficient kernel refuses grouped heads
         key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
     outputs = []
     for q, k, v in zip(*(tensor.split(lengths, dim=2) for tensor in (query, key, value)), strict=True):

@@ -1,4 +1,4 @@
-"""What a transformers model makes of a batch."""
+"""Forward passes of a transformers model over a `TokenBatch`."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,12 +7,14 @@ from torch import Tensor, nn
 
 from rlhf_models.attention import forwarding, packed_arguments
 from rlhf_models.batch import TokenBatch
-from rlhf_models.pack_graph import PackGraph, can_be_replayed
+from rlhf_models.fast.pack_graph import PackGraph, can_be_replayed
 
 
 def replay_full_packs(backbone: nn.Module, num_tokens: int, gradient_sums: Mapping[nn.Parameter, Tensor]) -> None:
-    """Have passes that are to be learned from, over packs of about `num_tokens` tokens, replayed: see `PackGraph`. Does
-    nothing for a model whose passes cannot be."""
+    """Replay training passes over packs of about `num_tokens` tokens from CUDA graphs (`PackGraph`).
+
+    Does nothing for a model whose passes cannot be captured.
+    """
     if can_be_replayed(backbone.config):
         backbone.pack_graph = PackGraph(backbone, num_tokens, gradient_sums)
 
@@ -25,9 +27,9 @@ def last_hidden_state(backbone: nn.Module, batch: TokenBatch) -> Tensor:
 
 
 def run_backbone(model: nn.Module, batch: TokenBatch) -> Any:
-    """Return all that a transformers model, with or without its head, makes of a batch.
+    """Return the output of a transformers model, with or without its head, for a batch.
 
-    No padding mask is passed: padding lies to the right, where no real token looks.
+    No padding mask is passed: padding is on the right, where causal attention never looks.
     """
     arguments = packed_arguments(batch, model.config._attn_implementation)
     with forwarding(batch):

@@ -1,4 +1,4 @@
-"""The critic: what return to expect of a sequence from each token on."""
+"""The critic: the expected return of a sequence from each token on."""
 
 import torch
 from torch import Tensor, nn
@@ -9,13 +9,13 @@ from rlhf_models.batch import TokenBatch
 
 
 class ValueHead(nn.Linear):
-    """A scalar a token, of zeros at first, computed and returned in float32 whatever the weight's dtype."""
+    """A linear layer to one scalar per token, initialized with zeros and computed in float32 for any weight dtype."""
 
     def __init__(self, hidden_size: int, dtype: torch.dtype) -> None:
         super().__init__(hidden_size, 1, bias=False, dtype=dtype)
 
     def reset_parameters(self) -> None:
-        """Begin with a value of 0.0 for every state: no noise in the first advantages."""
+        """Set the weight to zero: a random head would add noise to the first advantages."""
         nn.init.zeros_(self.weight)
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -24,7 +24,7 @@ class ValueHead(nn.Linear):
 
 
 class Critic(nn.Module):
-    """A transformers backbone without LM head, under the name `model`, and a `value_head`."""
+    """A transformers backbone without LM head, stored as `model`, with a `value_head`."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -32,11 +32,15 @@ class Critic(nn.Module):
         self.value_head = ValueHead(model.config.get_text_config().hidden_size, model.dtype)
 
     def forward(self, batch: TokenBatch, *, after_token: bool = False) -> Tensor:
-        """Return the value of the state in which each token is written: that of the tokens before it.
+        """Return the value of the state before each token, that is, of the tokens that precede it.
 
-        It is [B, T] float32, in reward units, and 0.0 for the first token of each sequence and for padding. With
-        `after_token` it is of the state that each token leads to instead, every token has one, and padding means
-        nothing.
+        Args:
+            batch: padded or packed.
+            after_token: return the value of the state after each token in its place.
+
+        Returns:
+            [B, T] float32, in reward units, 0.0 for the first token of a sequence and for padding. With `after_token`
+            every token has a value, and padding holds arbitrary numbers.
         """
         hidden = last_hidden_state(self.model, batch)
         after = self.value_head(hidden).squeeze(-1)

@@ -1,4 +1,4 @@
-"""The files of a model folder: where its weights are, and whether they are whole."""
+"""The files of a model folder: which of them hold the weights, and whether they are complete."""
 
 import json
 import logging
@@ -9,12 +9,15 @@ from pathlib import Path
 from rlhf_data.errors import ConfigError
 
 VALUE_HEAD_FILE = "value_head.safetensors"
-WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")  # of one file each, in transformers' order of preference
+WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")  # unsharded names, in transformers' order of preference
 
 
 def check_weights(path: str | Path) -> None:
-    """Check that a model folder holds its weights, whole; only the files' headers are read, and of hub names nothing.
-    Raises ConfigError for no weights, a shard that is missing, or a file that is not safetensors."""
+    """Check that a model folder holds complete weights. Reads only the headers of files, and nothing for hub names.
+
+    Raises:
+        ConfigError: no weights, a missing shard, or a damaged safetensors file.
+    """
     folder = Path(path).expanduser()
     if not folder.is_dir():
         return
@@ -37,7 +40,7 @@ def check_weights(path: str | Path) -> None:
 
 
 def _weight_files(folder: Path) -> list[Path] | None:
-    """Return the files that transformers loads weights from, in its order of preference; None when there are none."""
+    """Return the files that transformers would load the weights from, or None if there are none."""
     for name in WEIGHT_FILES:
         if (folder / name).is_file():
             return [folder / name]
@@ -48,7 +51,7 @@ def _weight_files(folder: Path) -> list[Path] | None:
 
 
 def read_index(index: Path) -> dict[str, str]:
-    """Return tensor name to file name, of weights in shards. Raises ConfigError when the file is no index."""
+    """Return the file name of each tensor of a sharded model. Raises ConfigError if the file is not an index."""
     try:
         return dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"].items())
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -57,10 +60,11 @@ def read_index(index: Path) -> dict[str, str]:
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Hide the progress bar and the report on weights that the model class does not use."""
+    """Hide transformers' progress bar and its report on weights that the model class does not use."""
     from transformers.utils import logging as hf_logging
 
-    bar, level = hf_logging.is_progress_bar_enabled(), hf_logging.get_verbosity()
+    bar = hf_logging.is_progress_bar_enabled()
+    level = hf_logging.get_verbosity()
     hf_logging.disable_progress_bar()
     hf_logging.set_verbosity(logging.ERROR)
     try:

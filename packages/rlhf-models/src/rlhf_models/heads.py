@@ -1,4 +1,4 @@
-"""The scalar head of a model folder, wherever those who trained it put it."""
+"""The scalar head of a model folder, under the names that different trainers save it with."""
 
 from pathlib import Path
 from typing import Any
@@ -10,18 +10,20 @@ from rlhf_data.errors import ConfigError
 from rlhf_data.pretrained import clear_errors, located
 from rlhf_models.files import VALUE_HEAD_FILE, WEIGHT_FILES, read_index
 
-# `score` is that of transformers' ...ForSequenceClassification; the others are of trainers with a class of their own.
+# transformers' ...ForSequenceClassification saves `score`; the others come from trainers with their own model class.
 HEAD_NAMES = ("score", "value_head", "reward_head", "v_head")
-_WEIGHTS = ("weight", *(f"{name}.weight" for name in HEAD_NAMES))  # the first is that of `VALUE_HEAD_FILE`
+_WEIGHTS = ("weight", *(f"{name}.weight" for name in HEAD_NAMES))  # `VALUE_HEAD_FILE` uses the first name
 _SERVE = "serve a model of another kind with its own code behind --remote_rm_url http://..."
 
 
 def load_head(path: str | Path, config: Any) -> Tensor | None:
-    """Return the weight [1, D] of a model's scalar head, None when it has none; nothing else is read.
+    """Return the weight [1, D] of a model's scalar head, or None if it has none. Reads no other weights.
 
-    It is that of the folder's `value_head.safetensors`, as `save_hf` writes it for a critic, else the first of
-    `HEAD_NAMES` among the model's weights. Raises ConfigError for a head of more outputs than one or of another width
-    than the hidden size D in `config`, and for one with a bias.
+    The head is in the folder's `value_head.safetensors`, which `save_hf` writes for a critic, or under the first of
+    `HEAD_NAMES` that is among the model's weights.
+
+    Raises:
+        ConfigError: a head with more than one output, with a bias, or with a width other than the hidden size D.
     """
     with clear_errors("model", path):
         files = _files_by_tensor(path)
@@ -29,10 +31,11 @@ def load_head(path: str | Path, config: Any) -> Tensor | None:
         if name is None:
             return None
         if name.removesuffix("weight") + "bias" in files:
-            raise ConfigError(f"the head {name} of the model {path} has a bias; a weight alone is read", hint=_SERVE)
+            message = f"the head {name} of the model {path} has a bias; only heads without bias are supported"
+            raise ConfigError(message, hint=_SERVE)
         file = _file(path, files[name])
         if file is None:
-            raise ConfigError(f"the model {path} lacks the weights in {files[name]}")
+            raise ConfigError(f"the model {path} has no file {files[name]}, which its index names for {name}")
         weight = _read(file, name)
     expected = [1, config.get_text_config().hidden_size]
     if list(weight.shape) != expected:
@@ -42,18 +45,18 @@ def load_head(path: str | Path, config: Any) -> Tensor | None:
 
 
 def require_head(path: str | Path, config: Any) -> Tensor:
-    """Return what `load_head` does. Raises ConfigError when there is no head either."""
+    """Return the weight [1, D] of a model's scalar head. Raises ConfigError as `load_head`, and if there is none."""
     weight = load_head(path, config)
     if weight is None:
         names = ", ".join(f"{name}.weight" for name in HEAD_NAMES)
-        message = f"the model {path} has no head that gives a score: none of {names} is among its weights"
+        message = f"the model {path} has no scalar head: none of {names} is among its weights"
         hint = f"use a reward model, such as a ...ForSequenceClassification with one label, or {_SERVE}"
         raise ConfigError(message, hint=hint)
     return weight
 
 
 def _files_by_tensor(path: str | Path) -> dict[str, str]:
-    """Return the name of the file that holds each of a model's tensors, or only that of its head where it has one."""
+    """Return the file name of each tensor of a model, or only of the head if it has a file of its own."""
     if _file(path, VALUE_HEAD_FILE):
         return {"weight": VALUE_HEAD_FILE}
     for stem in WEIGHT_FILES:
@@ -65,7 +68,7 @@ def _files_by_tensor(path: str | Path) -> dict[str, str]:
 
 
 def _file(path: str | Path, name: str) -> Path | None:
-    """Return a file of a folder or hub name, None when it is not there."""
+    """Return the path of a file of a folder or hub repository, or None if there is no such file."""
     from transformers.utils import cached_file
 
     model, is_local = located(path)

@@ -1,4 +1,4 @@
-"""From a model folder or hub name to a config and models, with errors that say what to do."""
+"""Load configs and models from a folder or hub name, with errors that say what to do."""
 
 from pathlib import Path
 from typing import Any, Required, TypedDict, Unpack
@@ -18,13 +18,13 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class LoadOptions(TypedDict, total=False):
-    """How a model is loaded.
+    """Options for loading a model. Only `dtype` is required.
 
     Attributes:
-        dtype: "float32" or "bfloat16"; the only one that must be given.
-        attn_implementation: "auto", which is the default, or a name that transformers knows.
-        gradient_checkpointing: recompute each layer in the backward pass instead of keeping its activations.
-        packing: whether packed batches will come; see `attention.choose_attention`.
+        dtype: "float32" or "bfloat16".
+        attn_implementation: "auto" (default) or a name that transformers knows.
+        gradient_checkpointing: recompute each layer in the backward pass, to save the memory of its activations.
+        packing: whether batches will be packed; see `attention.choose_attention`.
     """
 
     dtype: Required[str | torch.dtype]
@@ -34,7 +34,7 @@ class LoadOptions(TypedDict, total=False):
 
 
 def load_config(path: str | Path) -> Any:
-    """Return the transformers config of a folder or hub name. Raises ConfigError when there is none."""
+    """Return the transformers config of a folder or hub name. Raises ConfigError if there is none."""
     name, is_local = located_model(path)
     from transformers import AutoConfig
 
@@ -43,7 +43,7 @@ def load_config(path: str | Path) -> Any:
 
 
 def check_tokenizer_fits(config: Any, tokenizer: Any) -> None:
-    """Check that each of the tokenizer's ids has an embedding row and that a sequence can end. Raises ConfigError."""
+    """Raise ConfigError unless each id of the tokenizer has an embedding row and the tokenizer has an end token."""
     check_eos(tokenizer, getattr(tokenizer, "name_or_path", "") or "the tokenizer")
     num_rows = config.get_text_config().vocab_size
     largest = max(tokenizer.get_vocab().values())
@@ -53,28 +53,34 @@ def check_tokenizer_fits(config: Any, tokenizer: Any) -> None:
 
 
 def check_reward_model(path: str | Path) -> None:
-    """Check that a model folder has a head that gives a score, before it is loaded; of hub names nothing is read.
-    Raises ConfigError as `load_reward_model` does."""
+    """Check, before loading, that a model folder has a scalar head. Reads nothing for hub names.
+
+    Raises:
+        ConfigError: as in `load_reward_model`.
+    """
     if Path(located_model(path)[0]).is_dir():
         check_weights(path)
         require_head(path, load_config(path))
 
 
 def check_same_tokenizer(path: str | Path, tokenizer: Any) -> None:
-    """Check that a model that scores the policy's tokens, a reward model or a critic, reads them as the policy does.
+    """Check that a reward model or critic gives the policy's token ids the same meaning as the policy does.
 
-    Further tokens of its own do no harm. Raises ConfigError for a token of the policy's `tokenizer` that has no id or
-    another one in the model's vocabulary, and for a model without tokenizer.
+    The model may have further tokens of its own.
+
+    Raises:
+        ConfigError: a token of the policy's `tokenizer` has another id or none in the model's vocabulary, or the model
+            has no tokenizer.
     """
     own = load_tokenizer(path).get_vocab()
     vocabulary = tokenizer.get_vocab()
     differing = [(token, index) for token, index in vocabulary.items() if own.get(token) != index]
     if differing:
         token, index = min(differing, key=lambda pair: pair[1])
-        message = f"the model {path} has another vocabulary than the policy: {len(differing)} of the policy's"
-        message += f" {len(vocabulary)} tokens differ, such as {token!r}, {index} to the policy, {own.get(token)} to it"
-        hint = "it reads the policy's token ids: use a model of the same family, or serve a reward model behind"
-        raise ConfigError(message, hint=f"{hint} --remote_rm_url http://..., which gets text")
+        message = f"the vocabulary of {path} differs from the policy's in {len(differing)} of {len(vocabulary)} tokens:"
+        message += f" {token!r} has id {index} in the policy's and {own.get(token)} in this one"
+        hint = "use a model of the same family, or serve a reward model behind --remote_rm_url http://..., which gets"
+        raise ConfigError(message, hint=f"{hint} text and not token ids")
 
 
 def resolve_dtype(dtype: str | torch.dtype) -> torch.dtype:
@@ -86,19 +92,24 @@ def resolve_dtype(dtype: str | torch.dtype) -> torch.dtype:
 
 
 def load_actor(path: str | Path, **options: Unpack[LoadOptions]) -> Actor:
-    """Load the causal language model of a folder in the Hugging Face layout, or hub name, on the CPU, to be trained.
-    Raises ConfigError for no such folder, no config, no weights, or a model that cannot be packed."""
+    """Load a causal language model for training, on the CPU, from a Hugging Face folder or hub name.
+
+    Raises:
+        ConfigError: no such folder, no config, no weights, or packing for a model that cannot be packed.
+    """
     from transformers import AutoModelForCausalLM
 
     return Actor(_load_model(AutoModelForCausalLM, path, **options))
 
 
 def load_critic(path: str | Path, **options: Unpack[LoadOptions]) -> Critic:
-    """Load the backbone of a folder or hub name under a scalar head.
+    """Load the backbone of a folder or hub name with a scalar head, for training.
 
-    The head is the model's own when it has one, a critic's or a reward model's: values then begin at the scores that
-    the reward model would give, without its stored mean and deviation. A causal language model gets one of zeros.
-    Raises ConfigError as `load_actor` does, and for a head that is not one of a single score.
+    If the folder has a scalar head (a critic or reward model), the critic starts with it: its values are then the
+    reward model's raw scores, without the stored mean and deviation. A causal language model gets a head of zeros.
+
+    Raises:
+        ConfigError: as in `load_actor`, or a head with more than one output.
     """
     from transformers import AutoModel
 
@@ -110,18 +121,18 @@ def load_critic(path: str | Path, **options: Unpack[LoadOptions]) -> Critic:
 
 
 def load_reward_model(path: str | Path, *, normalize: bool = False, **options: Unpack[LoadOptions]) -> RewardModel:
-    """Load a reward model that is never trained: in eval mode, without gradients.
+    """Load a reward model for scoring: in eval mode, without gradients.
 
-    A Hugging Face folder of a ...ForSequenceClassification with one label, the folder of a critic that `save_hf` wrote,
-    or a backbone with a head under one of `heads.HEAD_NAMES`.
+    Accepts a ...ForSequenceClassification with one label, a critic written by `save_hf`, and a backbone with a head
+    under one of `heads.HEAD_NAMES`.
 
     Args:
         path: a folder or hub name.
-        normalize: shift and scale scores by the mean and deviation in the model's config, where it has them.
+        normalize: return (score - mean) / std with the moments in the model's config, if it has them.
         options: see `LoadOptions`.
 
     Raises:
-        ConfigError: as in `load_actor`, or no head of a single score, such as in a causal language model.
+        ConfigError: as in `load_actor`, or no head with one output (a causal language model, for example).
     """
     from transformers import AutoModel
 
@@ -153,22 +164,22 @@ def _load_model(
                 output_loading_info=True,
                 local_files_only=is_local,
             )
-        except KeyError as error:  # of models that know kinds of attention of their own only
+        except KeyError as error:  # raised by models that accept only their own attention implementations
             if attention in error.args:
                 raise _unexchangeable(config) from error
             raise
     if attention == PACKED_ATTENTION and not model._supports_attention_backend:
         raise _unexchangeable(config)
     if missing := sorted(report["missing_keys"]):
-        message = f"the model {path} lacks {len(missing)} weights of a {type(model).__name__}, {missing[0]} among them"
+        message = f"the model {path} lacks {len(missing)} weights of a {type(model).__name__}, such as {missing[0]}"
         raise ConfigError(message, hint="it may be the folder of another kind of model, such as a critic")
     if gradient_checkpointing:
-        # Renamed, its argument too, between the versions of transformers that are supported.
+        # The method and its argument have different names in the versions of transformers that are supported.
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable({"use_reentrant": False})
     return model.train()
 
 
 def _unexchangeable(config: Any) -> ConfigError:
-    message = f"a {config.model_type} model cannot be packed: its attention cannot be exchanged"
+    message = f"a {config.model_type} model cannot be packed: its attention cannot be replaced"
     return ConfigError(message, hint="turn packing off")

@@ -1,4 +1,4 @@
-"""Low-rank adapters over the linear layers of a model, by peft. The only file that imports it."""
+"""Low-rank adapters (LoRA) for the linear layers of a model. The only file that imports peft."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -14,18 +14,21 @@ from rlhf_models.files import VALUE_HEAD_FILE
 from rlhf_models.loading import load_actor, load_critic
 from rlhf_models.weights import save_hf
 
-_PREFIX = "model."  # of the transformers model in an `Actor`, `Critic` or `RewardModel`
+_PREFIX = "model."  # name of the transformers model inside an `Actor`, `Critic` or `RewardModel`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraSpec:
-    """Which adapters: W x + (alpha / rank) B A x, with A [rank, in] random and B [out, rank] zero at first.
+    """Adapters W x + (alpha / rank) B A x, where A [rank, in] starts random and B [out, rank] starts at zero.
 
     Attributes:
-        rank: at least 1.
-        alpha: see above.
-        dropout: of what goes into A, in [0, 1).
-        target_modules: names of the linear layers that get one; "all-linear" for all but the LM head.
+        rank: >= 1.
+        alpha: > 0; the adapter's output is scaled by alpha / rank.
+        dropout: probability, applied to the input of A, in [0, 1).
+        target_modules: names of the linear layers that get an adapter; "all-linear" means all except the LM head.
+
+    Raises:
+        ConfigError: an attribute out of its range.
 
     Source: Hu et al. 2021, arXiv:2106.09685, sec. 4.1.
     """
@@ -42,8 +45,11 @@ class LoraSpec:
 
 
 def add_lora(model: nn.Module, spec: LoraSpec) -> None:
-    """Put adapters into an actor, critic or reward model, and take all else but its value head out of training. Raises
-    ConfigError when peft is not installed, or a target is in no layer's name."""
+    """Add adapters to an actor, critic or reward model and freeze all other weights except its value head.
+
+    Raises:
+        ConfigError: peft is not installed, or a target matches no layer.
+    """
     peft = _import_peft()
     targets = spec.target_modules if isinstance(spec.target_modules, str) else list(spec.target_modules)
     config = peft.LoraConfig(
@@ -57,7 +63,7 @@ def add_lora(model: nn.Module, spec: LoraSpec) -> None:
 
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """Let a model with adapters be its base for the time of a `with` block."""
+    """Switch the adapters of a model off inside a `with` block, which leaves the base model."""
     model.model.disable_adapters()
     try:
         yield
@@ -66,8 +72,10 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
 
 def save_adapter(model: nn.Module, state_dict: Mapping[str, Tensor], path: str | Path) -> Path:
-    """Write the adapters of a model in peft's layout, and a value head beside them. `state_dict` has its weights by its
-    own names, whole; those that are not trained may be missing."""
+    """Write the adapters of a model in peft's layout, with its value head in a file beside them.
+
+    `state_dict` maps the model's own names to full (unsharded) weights. Frozen weights may be missing.
+    """
     from safetensors.torch import save_file
 
     peft = _import_peft()
@@ -88,12 +96,12 @@ def merge_adapter(base: str | Path, adapter: str | Path, out: str | Path, *, dty
 
     Args:
         base: a folder or hub name.
-        adapter: a folder in peft's layout; with a value head in it, the result is a reward model's folder.
-        out: the folder; an earlier one is replaced.
-        dtype: "float32" or "bfloat16", of the merged weights.
+        adapter: a folder in peft's layout. If it holds a value head, the result is the folder of a reward model.
+        out: the folder to write. An existing one is replaced.
+        dtype: dtype of the merged weights, "float32" or "bfloat16".
 
     Raises:
-        ConfigError: no such model, or no adapter that fits it.
+        ConfigError: no such model, or no adapter that matches it.
     """
     from safetensors.torch import load_file
 

@@ -1,4 +1,4 @@
-"""The reference: the policy that the trained one is kept near to."""
+"""The reference model: the fixed policy that KL terms are measured against."""
 
 from pathlib import Path
 from typing import Unpack
@@ -8,5 +8,5 @@ from rlhf_models.loading import LoadOptions, load_actor
 
 
 def load_reference(path: str | Path, **options: Unpack[LoadOptions]) -> Actor:
-    """Load an actor that is never trained: in eval mode, without gradients. Errors as in `load_actor`."""
+    """Load a frozen actor: in eval mode, without gradients. Raises ConfigError as `load_actor`."""
     return load_actor(path, **options).eval().requires_grad_(False)

@@ -1,4 +1,4 @@
-"""The reward model: how good a whole sequence is."""
+"""The reward model: one score per sequence."""
 
 import json
 import math
@@ -15,18 +15,18 @@ from rlhf_models.backbone import last_hidden_state
 from rlhf_models.batch import TokenBatch
 from rlhf_models.critic import ValueHead
 
-MAX_BATCH_TOKENS = 32768  # padding included: what a forward pass needs beside other models stays within a few GiB
+MAX_BATCH_TOKENS = 32768  # per forward pass, padding included, so that its activations take at most a few GiB
 
 
 class RewardModel(nn.Module):
-    """A transformers backbone without LM head, under the name `model`, and a `value_head` at the last token.
+    """A transformers backbone without LM head, stored as `model`, with a `value_head` read at the last token.
 
     Args:
-        model: the backbone; `mean` and `std` in its config are moments of its scores, stored when it was trained.
-        normalize: return (score - mean) / std where the config has both.
+        model: the backbone. `mean` and `std` in its config are moments of its scores, stored when it was trained.
+        normalize: return (score - mean) / std if the config has both.
 
     Raises:
-        ConfigError: moments that nothing can be divided by.
+        ConfigError: the mean is not finite or the deviation is not positive.
     """
 
     def __init__(self, model: nn.Module, *, normalize: bool = False) -> None:
@@ -46,9 +46,13 @@ class RewardModel(nn.Module):
 
 
 def stored_moments(config: Any) -> tuple[float, float] | None:
-    """Return the mean and the deviation of a reward model's scores that its config holds, None when it has none. Raises
-    ConfigError for a mean that is not finite, or a deviation that is not a positive number."""
-    mean, std = getattr(config, "mean", None), getattr(config, "std", None)
+    """Return the mean and standard deviation of the scores stored in a reward model's config, or None.
+
+    Raises:
+        ConfigError: the mean is not finite, or the deviation is not positive and finite.
+    """
+    mean = getattr(config, "mean", None)
+    std = getattr(config, "std", None)
     if mean is None or std is None:
         return None
     if not (math.isfinite(mean) and math.isfinite(std) and std > 0):
@@ -58,9 +62,9 @@ def stored_moments(config: Any) -> tuple[float, float] | None:
 
 
 def store_moments(folder: Path, mean: float, std: float) -> None:
-    """Write the moments of a reward model's scores into the config of its folder, in the place of any earlier ones.
+    """Write the moments of a reward model's scores into its config.json, replacing any earlier ones.
 
-    Scores that are all alike have no deviation to be divided by: nothing is stored of them.
+    If all scores are equal, nothing is stored, because their deviation of 0 cannot divide anything.
     """
     file = folder / "config.json"
     fields = json.loads(file.read_text(encoding="utf-8"))
@@ -74,16 +78,19 @@ def store_moments(folder: Path, mean: float, std: float) -> None:
 def score_sequences(model: RewardModel, sequences: Sequence[Any], *, batch_size: int) -> list[float]:
     """Return the score of each token sequence, in order.
 
-    They are batched by length, at most `batch_size` and `MAX_BATCH_TOKENS` a pass. On a CPU each is read alone, which
-    costs little there: a score then does not depend on what is scored beside it, down to the last bit. Raises DataError
-    for an empty sequence, or a token that the model has no embedding of.
+    Sequences are batched by length, with at most `batch_size` sequences and `MAX_BATCH_TOKENS` tokens per pass. On a
+    CPU each sequence has a pass of its own, which costs little there and makes scores independent of the batch to the
+    last bit.
+
+    Raises:
+        DataError: an empty sequence, or a token id outside the model's embedding.
     """
     num_rows = model.model.get_input_embeddings().weight.shape[0]
     for sequence in sequences:
-        # An index out of bounds would end a CUDA process.
+        # Check on the host: an index out of bounds on CUDA aborts the process.
         strays = [index for index in np.unique(sequence).tolist() if not 0 <= index < num_rows]
         if strays:
-            raise DataError(f"the reward model has no embedding of token {strays[0]}; it has {num_rows}")
+            raise DataError(f"the reward model has {num_rows} embedding rows and got the token id {strays[0]}")
     device = model.value_head.weight.device
     scores = [0.0] * len(sequences)
     for rows in _batches([len(sequence) for sequence in sequences], 1 if device.type == "cpu" else batch_size):
@@ -94,7 +101,7 @@ def score_sequences(model: RewardModel, sequences: Sequence[Any], *, batch_size:
 
 
 def _batches(lengths: Sequence[int], batch_size: int) -> Iterator[list[int]]:
-    """Yield indices of sequences of like lengths, so that padding stays small."""
+    """Yield batches of indices, sorted by length so that little padding is needed."""
     rows: list[int] = []
     for row in sorted(range(len(lengths)), key=lengths.__getitem__):
         if rows and (len(rows) == batch_size or (len(rows) + 1) * lengths[row] > MAX_BATCH_TOKENS):

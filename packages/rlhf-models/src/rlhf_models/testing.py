@@ -1,4 +1,4 @@
-"""Tiny random models for tests and smoke runs: a real Hugging Face folder, made in well under two seconds."""
+"""Tiny random models for tests and smoke runs, written as Hugging Face folders in less than two seconds."""
 
 import random
 from collections.abc import Iterable, Iterator
@@ -27,28 +27,29 @@ _SYLLABLES = "anbecodierfugoheinlomunoorparestthun"
 
 
 def tiny_model_dir(path: str | Path, *, tied: bool = True, **options: Any) -> Path:
-    """Write a random causal language model with its tokenizer and chat template, and return the folder.
+    """Write a random causal language model with tokenizer and chat template, and return the folder.
 
-    The default has 2 layers, hidden size 64, 2 heads of 32 on 1 key-value head, and fewer than 0.2 M parameters.
+    By default it has 2 layers, hidden size 64, 2 attention heads of size 32, 1 key-value head and fewer than 0.2 M
+    parameters.
 
     Args:
-        path: the folder to make; files in it of the same names are replaced.
+        path: the folder to write. Files of the same names are replaced.
         tied: whether the LM head shares the embedding's weight.
-        options: `vocab_size` (512), embedding rows, at least 256 bytes and 3 special tokens, of which the tokenizer
-            uses at most 4096; `seed` (0) of the weights; `architecture` ("qwen2" or "llama"); `dtype` (float32) of the
-            saved weights; further fields of the transformers config, such as `hidden_size` or `num_hidden_layers`.
+        options: `vocab_size` (512), the number of embedding rows, at least 259 for the 256 bytes and 3 special tokens,
+            of which the tokenizer uses at most 4096; `seed` (0) of the weights; `architecture` ("qwen2" or "llama");
+            `dtype` (float32) of the saved weights; further fields of the transformers config, such as `hidden_size`.
 
     Raises:
-        ConfigError: an unknown architecture, or a vocabulary that cannot hold the bytes.
+        ConfigError: an unknown architecture, or a vocabulary too small for the bytes.
     """
     return _write(Path(path), "CausalLM", **({"tie_word_embeddings": tied} | options))
 
 
 def tiny_reward_model_dir(path: str | Path, **options: Any) -> Path:
-    """Write a random reward model, a ...ForSequenceClassification with one label, that reads `tiny_model_dir`'s tokens.
+    """Write a random reward model, a ...ForSequenceClassification with one label and the tokenizer of `tiny_model_dir`.
 
-    Options, result and errors as in `tiny_model_dir`, but the seed is 1; `mean` and `std` among the options are its
-    stored moments.
+    Options, result and errors are those of `tiny_model_dir`, with a default seed of 1. The options `mean` and `std` are
+    stored as the moments of its scores.
     """
     return _write(Path(path), "SequenceClassification", **({"num_labels": 1, "seed": 1} | options))
 
@@ -95,9 +96,9 @@ def _write(
 
 
 def tiny_tokenizer(vocab_size: int = 512, corpus: Iterable[str] | None = None) -> Any:
-    """Return a byte-level BPE tokenizer with a ChatML template and at most `vocab_size` tokens, always the same.
+    """Return a byte-level BPE tokenizer with a ChatML template and at most `vocab_size` tokens. It is deterministic.
 
-    It is trained on `corpus`, and then keeps digits apart; None for words that mean nothing.
+    It is trained on `corpus` with each digit as its own token, or, if that is None, on words of random syllables.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast

@@ -1,4 +1,4 @@
-"""Weights on their way out of a model: under checkpoint names, or as a folder."""
+"""Export of weights: under the names of the Hugging Face checkpoint, or as a folder."""
 
 import logging
 import stat
@@ -20,32 +20,36 @@ _HEAD_PREFIX = "value_head."
 
 
 def hf_named_weights(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Return the parameters of an `Actor` or a transformers model under the names of its Hugging Face checkpoint, tied
-    ones once. Raises ConfigError when the checkpoint does not hold the weights as the model does, such as experts that
-    are fused."""
+    """Return the parameters of an `Actor` or transformers model under their checkpoint names, tied ones once.
+
+    Raises:
+        ConfigError: the checkpoint stores weights in another form than the model, such as fused experts.
+    """
     model = _unwrapped(model)
     named = dict(model.named_parameters())
     if differing := named.keys() ^ _checkpoint_names(model, named):
-        some, kind = ", ".join(sorted(differing)[:3]), model.config.model_type
-        message = f"a {kind} model and its checkpoint name their weights differently ({some}, ...)"
+        some = ", ".join(sorted(differing)[:3])
+        message = f"a {model.config.model_type} model and its checkpoint name their weights differently ({some}, ...)"
         raise ConfigError(message, hint="use a model whose layers are stored one by one")
     return list(named.items())
 
 
 def save_hf(model: nn.Module, state_dict: Mapping[str, Tensor] | None, tokenizer: Any | None, path: str | Path) -> Path:
-    """Write and return a folder that plain transformers loads, all or nothing: it is moved into place when complete.
+    """Write a folder that plain transformers can load, and return its path.
+
+    The folder is written under a temporary name and then renamed, so that `path` never holds an incomplete model.
 
     Args:
-        model: an `Actor`, a `Critic` (whose head lies beside the backbone), or a transformers model.
-        state_dict: its weights where the model does not hold them, as gathered from ZeRO-3, under the names of
-            `model.state_dict()` or of the checkpoint, tied ones once or twice; the model's own when None.
-        tokenizer: saved beside it; None for none.
-        path: the folder; an earlier one is replaced.
+        model: an `Actor`, a `Critic` (its head is saved in a file beside the backbone), or a transformers model.
+        state_dict: the weights, if the model itself does not hold them (gathered from ZeRO-3, for example), under the
+            names of `model.state_dict()` or of the checkpoint, tied ones once or twice. None saves the model's own.
+        tokenizer: saved in the same folder, unless None.
+        path: the folder to write. An existing one is replaced.
 
     Raises:
         CheckpointError: a weight is missing, or the folder cannot be written.
     """
-    from safetensors import SafetensorError  # a full disk among them
+    from safetensors import SafetensorError  # raised, among others, for a full disk
 
     path = Path(path)
     try:
@@ -74,7 +78,7 @@ def _write(model: nn.Module, state_dict: Mapping[str, Tensor] | None, tokenizer:
             tokenizer.save_pretrained(folder)
     if head:
         save_file({name: tensor.contiguous() for name, tensor in head.items()}, folder / VALUE_HEAD_FILE)
-    # safetensors makes private files; the config is written as any file is, so its mode follows the user's umask.
+    # safetensors creates files that only the owner can read. Give them the mode of the config, which follows the umask.
     mode = stat.S_IMODE((folder / "config.json").stat().st_mode)
     for file in folder.glob("*.safetensors"):
         file.chmod(mode)
@@ -93,7 +97,7 @@ def _split_state(
     if hasattr(model, "value_head") and not head:
         missing.append(_HEAD_PREFIX + "weight")
     if missing:
-        raise CheckpointError(f"the state to save lacks {len(missing)} weights, {missing[0]} among them")
+        raise CheckpointError(f"the state to save lacks {len(missing)} weights, such as {missing[0]}")
     weights = {name: state[prefix + name].detach() for name in needed}
     return weights, head
 
@@ -110,19 +114,19 @@ def _checkpoint_names(model: Any, named: Mapping[str, Tensor]) -> set[str]:
 
     if not getattr(model, "_weight_conversions", None):
         return set(named)
-    # Converters cut and join tensors, so they get some, of the right rank and without memory.
+    # Converters split and join tensors. Meta tensors have the right shapes and take no memory.
     shapes = {name: tuple(getattr(tensor, "ds_shape", tensor.shape)) for name, tensor in named.items()}
     empty = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
     return set(revert_weight_conversion(model, empty))
 
 
 def _make_generation_config_savable(model: Any) -> None:
-    """Some published models sample by options that transformers refuses to save unless sampling is on."""
+    """Set do_sample on models whose published sampling options transformers refuses to save without it."""
     config = getattr(model, "generation_config", None)
     if config is None:
         return
     try:
         config.validate(strict=True)
     except ValueError as error:
-        logger.warning("generation_config: do_sample is set to True, without which it cannot be saved: %s", error)
+        logger.warning("generation_config: set do_sample to True, because it cannot be saved otherwise: %s", error)
         config.do_sample = True

@@ -12,7 +12,7 @@ import torch
 
 from rlhf_data.errors import ConfigError, unknown
 from rlhf_models.backbone import replay_full_packs
-from rlhf_models.compiled import compile_layers, compile_unavailable_reason
+from rlhf_models.fast.compiled import compile_layers, compile_unavailable_reason
 from rlhf_models.loading import load_actor, load_tokenizer, resolve_dtype
 from rlhf_models.lora import LoraSpec, adapters_off, add_lora, merge_adapter, save_adapter
 from rlhf_models.reference import load_reference

@@ -1,4 +1,4 @@
-"""Layers compiled where they stand: what lies between their matrix products becomes a few kernels."""
+"""Layers compiled in place by torch.compile: the operations between matrix products are fused into a few kernels."""
 
 import functools
 import operator
@@ -12,16 +12,16 @@ from torch.nn.functional import linear
 
 from rlhf_models.attention import PACKED_ATTENTION, varlen_unavailable_reason
 
-# A product with fewer columns leaves most of a GPU idle; it is computed with others of its input.
+# A matrix product with fewer columns leaves most of a GPU idle, so it is joined with other products of the same input.
 _FEW_COLUMNS = 1024
 
 
 def compile_unavailable_reason(model: nn.Module, device: torch.device) -> str | None:
-    """Return why the layers of a transformers model are not to be compiled, or None when they are."""
+    """Return why the layers of a transformers model cannot be compiled, or None if they can."""
     if device.type != "cuda":
-        return f"it is for CUDA, the model runs on {device.type}"
+        return f"it needs CUDA, the model is on {device.type}"
     if not _layers(model):
-        return f"the layers of a {type(model).__name__} are not known"
+        return f"a {type(model).__name__} has no layers that transformers marks as such"
     config = model.config.get_text_config()
     if config._attn_implementation == PACKED_ATTENTION:
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -32,19 +32,21 @@ def compile_unavailable_reason(model: nn.Module, device: torch.device) -> str | 
 
 
 def compile_layers(model: nn.Module, *, backend: str = "inductor") -> None:
-    """Have the layers of a transformers model, and the norm after them, compiled at their first call; shapes may change
-    from call to call. One layer's code serves all that are alike: this takes seconds however deep the model is. Names
-    of weights stay. The model must be one without `compile_unavailable_reason`."""
+    """Compile the layers of a transformers model, and the norm after them, at their first call.
+
+    Equal layers share one compiled code, so compilation takes seconds for any depth. Shapes may change between calls.
+    Names of weights do not change. Call this only if `compile_unavailable_reason` returns None.
+    """
     for layer in [*_layers(model), *_final_norms(model)]:
         layer.compile(dynamic=True, backend=_joining(backend))
 
 
-@functools.cache  # a layer is compiled anew for another backend, also for one that does the same
+@functools.cache  # torch.compile compiles a layer again for another backend object, even an equivalent one
 def _joining(backend: str) -> Callable[..., Any]:
     inner = torch._dynamo.lookup_backend(backend)
 
     def compile_joined(module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
-        for part in module.modules():  # layers that are checkpointed are graphs within
+        for part in module.modules():  # the layers under gradient checkpointing are subgraphs
             if isinstance(part, fx.GraphModule):
                 join_products(part)
         return inner(module, inputs)
@@ -53,22 +55,27 @@ def _joining(backend: str) -> Callable[..., Any]:
 
 
 def join_products(module: fx.GraphModule) -> None:
-    """Compute products of one input by weights side by side, such as queries, keys and values, as one, where any of
-    them alone has few columns. The weights stay apart, and so do their gradients; a joined copy of them is held from
-    the forward to the backward pass."""
+    """Replace several matrix products of one input (queries, keys and values, for example) by one joined product.
+
+    Applies where one of them alone has fewer than `_FEW_COLUMNS` columns. The weights and their gradients remain
+    separate tensors; a joined copy of the weights is kept from the forward to the backward pass.
+    """
     groups = defaultdict(list)
     for node in module.graph.find_nodes(op="call_function", target=linear):
         hidden, *weights = [argument for argument in node.args if argument is not None]
         if not node.kwargs and all(weight.op == "placeholder" for weight in weights):
-            # Frozen weights among others would get gradients, too.
-            groups[hidden, len(weights) == 1, weights[0].meta["example_value"].requires_grad].append(node)
-    for (hidden, is_bare, _), nodes in groups.items():
+            # Group by requires_grad as well: joined with trained weights, frozen ones would get gradients.
+            is_trained = weights[0].meta["example_value"].requires_grad
+            groups[hidden, len(weights) == 1, is_trained].append(node)
+    for (hidden, has_no_bias, _), nodes in groups.items():
         sizes = [node.args[1].meta["example_value"].shape[0] for node in nodes]
         if len(nodes) < 2 or min(sizes) >= _FEW_COLUMNS:
             continue
         call = module.graph.call_function
         with module.graph.inserting_before(nodes[0]):
-            terms = [call(torch.cat, ([node.args[at] for node in nodes],)) for at in ((1,) if is_bare else (1, 2))]
+            terms = [call(torch.cat, ([node.args[1] for node in nodes],))]
+            if not has_no_bias:
+                terms.append(call(torch.cat, ([node.args[2] for node in nodes],)))
             parts = call(_split, (call(linear, (hidden, *terms)), sizes))
             made = [call(operator.getitem, (parts, index)) for index in range(len(nodes))]
         for node, part in zip(nodes, made, strict=True):
@@ -78,12 +85,14 @@ def join_products(module: fx.GraphModule) -> None:
 
 
 class _Split(torch.autograd.Function):
-    """Columns apart. Their gradients are laid side by side by an operator that no compiler looks into: one kernel that
-    makes them all would work out for each element by which formula."""
+    """Splits columns. In the backward pass a custom operator, opaque to the compiler, concatenates their gradients.
+
+    Inductor would otherwise fuse the computation of all parts into one kernel that selects a formula per element.
+    """
 
     @staticmethod
     def forward(ctx: Any, joined: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
-        return tuple(part.clone() for part in joined.split(sizes, dim=-1))  # a model may change one in place
+        return tuple(part.clone() for part in joined.split(sizes, dim=-1))  # clone: a model may change a part in place
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
@@ -111,7 +120,7 @@ def _layers(model: nn.Module) -> list[nn.Module]:
 
 
 def _final_norms(model: nn.Module) -> list[nn.Module]:
-    """Return what stands beside the layers and has nothing but a weight for each channel."""
+    """Return the modules beside the list of layers that have only one-dimensional weights: the norms."""
     first = _layers(model)[0]
     owners = [part for part in model.modules() if any(first in child.children() for child in part.children())]
     beside = [(child, list(child.parameters())) for owner in owners for child in owner.children()]

@@ -1,4 +1,12 @@
-"""Passes over full packs, replayed from CUDA graphs: the host launches two graphs instead of thousands of kernels."""
+"""Training passes over full packs, replayed from CUDA graphs.
+
+The host launches two graphs in place of thousands of kernels, which matters where launching takes longer than running.
+A CUDA graph replays the same kernels on the same memory with the same shapes. Packs differ in all three, hence:
+
+- a pack is copied into fixed buffers and filled up with sequences without loss to one of a few shapes (`PackShape`);
+- gradients are not stored in `weight.grad` but added to float32 sums that stay where they are in memory;
+- everything that would make the host wait for the device is kept out of the captured passes.
+"""
 
 import functools
 import gc
@@ -21,32 +29,32 @@ from rlhf_models.batch import TokenBatch, to_device
 
 logger = logging.getLogger(__name__)
 
-_NUM_SEEN = 16  # packs that are run as they come, to learn the shape from
-_LEAST_FILL = 0.5  # of the budget; smaller packs are rare, and run as they come
-_SIZES = 128  # a pack is filled up to the next of so many parts of the budget
+_NUM_SEEN = 16  # packs that run without graphs first, from which the number of sequences is learned
+_LEAST_FILL = 0.5  # of the budget; smaller packs are rare and run without graphs
+_SIZES = 128  # pack sizes are rounded up to multiples of budget / _SIZES
 _MAX_GRAPHS = 16
-# What the longest sequence is rounded up to: attention pays for tokens that it lacks, as for sequences of no tokens.
+# The longest sequence is rounded up to a multiple of this. Attention launches blocks for the longest sequence in every
+# sequence, so a larger bound costs time.
 _LONGEST_STEP = 128
-_MAX_HELD_BYTES = 512 << 20  # of gradients that are being added to their sums beside the backward pass
-# Config fields of models that send tokens to experts: what a layer launches depends on its data, which no graph allows.
+_MAX_HELD_BYTES = 512 << 20  # gradients kept alive while a second stream adds them to their sums
+# Config fields of mixture-of-experts models: the kernels that their layers launch depend on the data, unlike a graph.
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_experts_per_tok")
 
 
 def can_be_replayed(config: Any) -> bool:
-    """Return whether the passes of such a transformers model are the same launches whatever its inputs, as far as its
-    config tells."""
+    """Return whether a transformers model launches the same kernels for all inputs, as far as its config tells."""
     text = config.get_text_config()
     return text._attn_implementation == PACKED_ATTENTION and not any(getattr(text, name, None) for name in _EXPERTS)
 
 
 @dataclass(frozen=True, slots=True)
 class PackShape:
-    """What the packs of a graph are brought to.
+    """The shape to which the packs of one graph are filled up.
 
     Attributes:
-        num_tokens: of a pack.
-        num_sequences: in a pack at most, those that fill it up included.
-        longest: tokens of a sequence at most.
+        num_tokens: tokens per pack.
+        num_sequences: largest number of sequences per pack, including those that fill it up.
+        longest: largest number of tokens per sequence.
     """
 
     num_tokens: int
@@ -54,11 +62,14 @@ class PackShape:
     longest: int
 
     def bounds(self, lengths: tuple[int, ...]) -> list[int] | None:
-        """Return the bounds [num_sequences + 1] of such sequences and of those that fill the pack up, empty ones at the
-        end; None when they do not fit."""
+        """Return the bounds [num_sequences + 1] of a pack of such sequences, or None if they do not fit.
+
+        Sequences without loss fill up the tokens; empty sequences at the end fill up the number of sequences.
+        """
         bounds = list(itertools.accumulate(lengths, initial=0))
         if bounds[-1] > self.num_tokens or max(lengths) > self.longest:
             return None
+        # No filling sequence may exceed `longest` either, because attention is captured with that bound.
         while bounds[-1] < self.num_tokens:
             bounds.append(min(bounds[-1] + self.longest, self.num_tokens))
         missing = self.num_sequences + 1 - len(bounds)
@@ -66,18 +77,19 @@ class PackShape:
 
 
 class PackGraph:
-    """The forward and the backward pass of a backbone over packs, as two CUDA graphs for each of a few shapes.
+    """Forward and backward pass of a backbone over packs, as two CUDA graphs for each of a few shapes.
 
-    A pack is filled up to a shape by sequences that carry no loss. How many sequences there are is learned from the
-    first packs. One that does not fit, a pass without gradient, and one whose forward pass comes before the backward
-    pass of the one before, are run without the graphs. Graphs share their memory: only one is under way at a time.
-    Weights and sums must stay where they are in memory.
+    The first packs run without graphs, to learn how many sequences a pack has. These always run without graphs: a pack
+    that fits no shape, a pass without gradient, and a forward pass before the backward pass of the previous one. All
+    graphs share one memory pool, so only one pair of passes can be in progress. Weights and sums must not move in
+    memory.
 
     Args:
         backbone: in training mode, without gradient checkpointing.
-        num_tokens: of a full pack, the budget.
-        gradient_sums: what the gradient of each weight that is trained is added to, float32; it is never its `grad`.
-        uses_graphs: False launches the same passes one kernel after the other, as where there is no CUDA.
+        num_tokens: tokens of a full pack (the budget).
+        gradient_sums: the float32 tensor to which the gradient of each trained weight is added. `weight.grad` stays
+            None.
+        uses_graphs: False runs the same passes kernel by kernel, which also works without CUDA.
     """
 
     def __init__(
@@ -95,11 +107,11 @@ class PackGraph:
         self._seen: list[tuple[int, ...]] = []
         self._largest: PackShape | None = None
         self._passes: dict[PackShape, _Passes] = {}
-        self._num_bytes = 0  # of the graphs
-        self._takes_more = True
+        self._num_bytes = 0  # device memory of all graphs
+        self._takes_more = True  # whether further shapes may be captured
 
     def __call__(self, batch: TokenBatch) -> Tensor | None:
-        """Return the hidden states [1, T, D] of a batch, or None when it is to be run without the graphs."""
+        """Return the hidden states [1, T, D] of a batch, or None if the caller must run it without graphs."""
         if not (torch.is_grad_enabled() and self._backbone.training and batch.is_packed):
             return None
         if not self._num_tokens * _LEAST_FILL <= sum(batch.lengths) <= self._num_tokens:
@@ -107,7 +119,8 @@ class PackGraph:
         if self._largest is None:
             self._learn(batch)
             return None
-        if any(each.awaits_backward for each in self._passes.values()):  # and holds what the graphs share
+        if any(each.awaits_backward for each in self._passes.values()):
+            # Its activations are in the memory that all graphs share; another forward pass would overwrite them.
             return None
         passes, bounds = self._passes_for(batch)
         if passes is None:
@@ -118,19 +131,26 @@ class PackGraph:
     def _learn(self, batch: TokenBatch) -> None:
         self._seen.append(batch.lengths)
         if len(self._seen) == _NUM_SEEN:
-            most, longest = max(map(len, self._seen)), max(map(max, self._seen))
+            most = max(map(len, self._seen))
+            longest = max(map(max, self._seen))
+            # Room for packs with more sequences than any seen so far, and for those that fill a pack up.
             num_sequences = most + max(3, most // 8)
             self._largest = PackShape(self._num_tokens, num_sequences, _rounded_up(longest, _LONGEST_STEP))
 
     def _passes_for(self, batch: TokenBatch) -> tuple["_Passes | None", list[int]]:
-        """Return the passes of the shape that a batch is to be filled up to, prepared if need be, and its bounds."""
-        total, longest = sum(batch.lengths), max(batch.lengths)
+        """Return the passes of the shape that fits a batch, captured if they are new, and the bounds of the full pack.
+
+        The passes are None if no shape fits.
+        """
+        total = sum(batch.lengths)
+        longest = max(batch.lengths)
         num_tokens = min(_rounded_up(total, max(self._num_tokens // _SIZES, 1)), self._num_tokens)
         shape = PackShape(num_tokens, self._largest.num_sequences, _rounded_up(longest, _LONGEST_STEP))
-        if not self._passes:  # the first takes packs of all sizes, and has memory for all that follow
+        if not self._passes:  # capture the largest shape first: the memory pool then suffices for all that follow
             shape = self._largest
         fitting = [each for each in self._passes if each.num_tokens >= total and each.longest >= longest]
-        is_last = len(self._passes) == _MAX_GRAPHS - 1  # kept for a pack with a longer sequence
+        # The last graph is reserved for a pack with a longer sequence than any before, at full size.
+        is_last = len(self._passes) == _MAX_GRAPHS - 1
         if shape not in self._passes and fitting and (is_last or not self._takes_more):
             shape = min(fitting, key=lambda each: (each.num_tokens, each.longest))
         elif shape not in self._passes and is_last:
@@ -144,30 +164,32 @@ class PackGraph:
         return self._passes.get(shape), bounds
 
     def _prepare(self, longest: int, bounds: Sequence[int]) -> "_Passes | None":
+        """Capture the passes of a shape. If that fails or leaves too little memory, return None and capture no more."""
+        # The first of the two warms up, the second is captured.
         passes = [_Passes(self._backbone, longest, bounds, self._gradient_sums) for _ in range(2)]
         if not self._uses_graphs:
             return passes[0]
         try:
             taken, left = _capture(*passes, next((each.pool for each in self._passes.values()), None))
-            # Without graphs a pass takes as much again; half of it is for the head and what else there is.
+            # Packs that run without graphs need as much memory again. The other half is for the head and its logits.
             if left < 1.5 * (self._num_bytes + taken):
                 raise torch.OutOfMemoryError(
                     f"they take {self._num_bytes + taken >> 20} MiB, {left >> 20} MiB are left"
                 )
         except (RuntimeError, torch.OutOfMemoryError) as error:
-            logger.warning("some passes are launched kernel by kernel, for CUDA graphs of them failed: %s", str(error))
+            logger.warning("some passes run kernel by kernel, because capturing CUDA graphs failed: %s", str(error))
             self._takes_more = False
         else:
             self._num_bytes += taken
             return passes[1]
         del passes
-        gc.collect()  # graphs hold themselves in a circle
+        gc.collect()  # graphs are in reference cycles, which keep their memory until collected
         torch.cuda.empty_cache()
         return None
 
 
 class _Passes:
-    """A forward and a backward pass that read and write the same memory every time."""
+    """A forward and a backward pass that use the same memory every time, so that they can be captured and replayed."""
 
     def __init__(
         self, backbone: nn.Module, longest: int, bounds: Sequence[int], sums: Mapping[nn.Parameter, Tensor]
@@ -175,10 +197,12 @@ class _Passes:
         self._backbone = backbone
         self._longest = longest
         device = next(backbone.parameters()).device
-        # Stand-ins for the weights: the weights' own nodes in the autograd graph belong to another stream.
+        # Stand-ins that share the weights' memory: autograd runs a weight's own node on the stream it was created on,
+        # which is not the capture stream.
         self._weights = {}
         self._embedding = _embedding_of_rows(backbone)
-        self._row_sums: Tensor | None = None  # of its gradient, which has few rows that are not 0
+        # The input embedding's gradient has few nonzero rows. It is added row by row, without a dense [V, D] tensor.
+        self._row_sums: Tensor | None = None
         self._row_anchor = torch.zeros((), device=device, requires_grad=True)
         for name, weight in backbone.named_parameters():
             by_row = self._embedding is not None and weight is self._embedding.weight
@@ -189,25 +213,26 @@ class _Passes:
                 stand_in.register_post_accumulate_grad_hook(self._adder(sums[weight]))
         self._input_ids, self._position_ids = torch.zeros(2, 1, bounds[-1], dtype=torch.int64, device=device)
         self._cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device=device)
-        # Adding moves memory, a product computes: side by side they take less time than one after the other.
+        # Adding gradients is bound by memory bandwidth, matrix products by arithmetic: overlapping them saves time.
         self._adding = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._held: list[Tensor] = []
         self._gradient: Tensor | None = None
         self._hidden: Tensor | None = None
         self.launch_forward: Callable[[], None] = self.run_forward
         self.launch_backward: Callable[[], None] = self.run_backward
-        self.anchor = torch.zeros((), device=device, requires_grad=True)  # has autograd come back for the weights
-        # The node of the autograd graph that will come back, while it lives.
+        # An input of the `_Replay` node that requires a gradient; without one autograd would not call its backward.
+        self.anchor = torch.zeros((), device=device, requires_grad=True)
+        # Weak reference to the autograd node whose backward pass is outstanding.
         self.user: Callable[[], Any] = lambda: None
-        self.pool: Any = None  # the graphs' memory
+        self.pool: Any = None  # memory pool of the graphs
 
     @property
     def awaits_backward(self) -> bool:
-        """Whether a forward pass was launched whose backward pass can still come."""
+        """Whether the backward pass of the latest forward pass can still be called."""
         return self.user() is not None
 
     def run_forward(self) -> None:
-        """Launch the forward pass over what was read, one kernel after the other."""
+        """Run the forward pass over the buffers that `read` filled, kernel by kernel."""
         arguments = {
             "input_ids": self._input_ids,
             "position_ids": self._position_ids,
@@ -225,27 +250,30 @@ class _Passes:
         return _Rows.apply(rows, functools.partial(self._add_rows, inputs[0]), self._row_anchor)
 
     def _add_rows(self, token_ids: Tensor, gradient: Tensor) -> None:
-        """Add the gradient of the tokens' rows to the sums, always in the same order."""
+        """Add the gradient of the tokens' embedding rows to the sums, in a fixed order."""
         if (padding := self._embedding.padding_idx) is not None:
             gradient = gradient.masked_fill((token_ids == padding)[..., None], 0.0)
         self._row_sums.index_put_((token_ids.flatten(),), gradient.flatten(0, -2).float(), accumulate=True)
 
     def run_backward(self) -> None:
-        """Launch the backward pass, at first from a gradient of zeros; gradients go to their sums."""
+        """Run the backward pass kernel by kernel, from `_gradient` (zeros until `backward` sets it), into the sums."""
         self._hidden.backward(self._gradient)
         self._hidden = self._hidden.detach()
         self._await_sums()
 
     def _adder(self, total: Tensor) -> Callable[[Tensor], None]:
+        """Return a hook that moves a weight's gradient to its sum, on the second stream if there is one."""
+
         def add(weight: Tensor) -> None:
-            gradient, weight.grad = weight.grad, None
+            gradient = weight.grad
+            weight.grad = None
             if self._adding is None:
                 accumulate_(total, gradient)
                 return
             self._adding.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._adding):
                 accumulate_(total, gradient)
-            self._held.append(gradient)
+            self._held.append(gradient)  # or the allocator could reuse its memory before the second stream has read it
             if sum(each.nbytes for each in self._held) > _MAX_HELD_BYTES:
                 self._await_sums()
 
@@ -257,11 +285,11 @@ class _Passes:
             self._held.clear()
 
     def adopt_gradient(self, other: "_Passes") -> None:
-        """Read the gradient where `other` does."""
+        """Use the same gradient tensor as `other`."""
         self._gradient = other._gradient
 
     def read(self, batch: TokenBatch, bounds: Sequence[int]) -> None:
-        """Take a pack in, with the bounds of a full one."""
+        """Copy a pack into the buffers, with the bounds of the pack it is filled up to."""
         count = batch.input_ids.shape[1]
         for own, part in ((self._input_ids, batch.input_ids), (self._position_ids, batch.position_ids)):
             own[:, :count].copy_(part)
@@ -269,12 +297,12 @@ class _Passes:
         self._cu_seqlens.copy_(to_device(torch.tensor(bounds, dtype=torch.int32), self._cu_seqlens.device))
 
     def forward(self, count: int) -> Tensor:
-        """Return the hidden states of the first `count` tokens; the next pass writes over them."""
+        """Return the hidden states of the first `count` tokens. The next forward pass overwrites them."""
         self.launch_forward()
         return self._hidden[:, :count].detach()
 
     def backward(self, gradient: Tensor) -> None:
-        """Go back from the gradient of those hidden states."""
+        """Run the backward pass from the gradient of the hidden states that `forward` returned."""
         count = gradient.shape[1]
         self._gradient[:, :count].copy_(gradient)
         self._gradient[:, count:].zero_()
@@ -283,7 +311,7 @@ class _Passes:
 
 
 class _Replay(torch.autograd.Function):
-    """Both passes as one operator."""
+    """A node of the autograd graph whose forward and backward are the two passes."""
 
     @staticmethod
     def forward(ctx: Any, passes: _Passes, count: int, anchor: Tensor) -> Tensor:
@@ -299,12 +327,12 @@ class _Replay(torch.autograd.Function):
 
 
 class _Rows(torch.autograd.Function):
-    """Rows of an embedding, whose gradient is taken by a function."""
+    """Passes rows of an embedding on, and hands their gradient to a function in place of autograd."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, take: Callable[[Tensor], None], anchor: Tensor) -> Tensor:
         ctx.take = take
-        return rows.clone()  # a model may change them in place
+        return rows.clone()  # clone: a model may change them in place
 
     @staticmethod
     @once_differentiable
@@ -314,7 +342,10 @@ class _Rows(torch.autograd.Function):
 
 
 def _embedding_of_rows(backbone: nn.Module) -> nn.Embedding | None:
-    """Return the input embedding if a token's gradient goes to its row as it is, and nothing else uses the weight."""
+    """Return the input embedding if its gradient can be added row by row, else None.
+
+    That needs a plain lookup (no scaling by frequency, no norm bound) and a weight that no other module uses.
+    """
     try:
         embedding = backbone.get_input_embeddings()
     except NotImplementedError:
@@ -330,10 +361,13 @@ def _rounded_up(value: int, step: int) -> int:
 
 
 def _capture(warm_up: _Passes, passes: _Passes, pool: Any) -> tuple[int, int]:
-    """Make the second passes graphs, after the first, which compile what is not yet compiled; return the bytes that the
-    graphs take, and those that are left. Raises RuntimeError for passes that wait for the device, before any capture:
-    one that fails under way keeps its memory."""
-    stream, mode = _capture_stream(), torch.cuda.get_sync_debug_mode()
+    """Run `warm_up`, then capture `passes` as CUDA graphs. Return the bytes that the graphs take and those still free.
+
+    The warm-up compiles kernels and then runs in a mode that raises RuntimeError where the host waits for the device.
+    This finds passes that cannot be captured before capture begins, because a failed capture never frees its memory.
+    """
+    stream = _capture_stream()
+    mode = torch.cuda.get_sync_debug_mode()
     stream.wait_stream(torch.cuda.current_stream())
     try:
         with torch.cuda.stream(stream):
@@ -344,16 +378,18 @@ def _capture(warm_up: _Passes, passes: _Passes, pool: Any) -> tuple[int, int]:
     finally:
         torch.cuda.set_sync_debug_mode(mode)
         torch.cuda.synchronize()
-    torch.cuda.empty_cache()  # what the passes before it left behind is theirs now
+    torch.cuda.empty_cache()  # return what earlier passes left in the cache, so that the graphs can have it
     before = torch.cuda.mem_get_info()[0]
-    forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+    forward = torch.cuda.CUDAGraph()
+    backward = torch.cuda.CUDAGraph()
     passes.pool = pool or torch.cuda.graph_pool_handle()
-    passes.adopt_gradient(warm_up)  # a tensor made while a graph is captured would be the graph's own
+    passes.adopt_gradient(warm_up)  # a tensor allocated during capture would belong to the graph's pool
     with torch.cuda.graph(forward, pool=passes.pool, stream=stream):
         passes.run_forward()
     with torch.cuda.graph(backward, pool=passes.pool, stream=stream):
         passes.run_backward()
-    passes.launch_forward, passes.launch_backward = forward.replay, backward.replay
+    passes.launch_forward = forward.replay
+    passes.launch_backward = backward.replay
     torch.cuda.empty_cache()
     left = torch.cuda.mem_get_info()[0]
     return before - left, left
@@ -361,4 +397,4 @@ def _capture(warm_up: _Passes, passes: _Passes, pool: Any) -> tuple[int, int]:
 
 @functools.cache
 def _capture_stream() -> torch.cuda.Stream:
-    return torch.cuda.Stream()  # of each, cuBLAS keeps memory
+    return torch.cuda.Stream()  # one for all captures: cuBLAS allocates a workspace per stream
