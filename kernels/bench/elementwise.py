@@ -143,7 +143,7 @@ def packed_gae(tokens: int, device: str) -> Work:
 
 def packed_policy_loss(tokens: int, device: str) -> Work:
     """PPO with KL and entropy terms, forward and backward: reads five numbers and a mask a token, writes two."""
-    objective = operator("PolicyObjective")(kl_coef=0.01, entropy_coef=0.01)
+    objective = operator("PolicyObjective")(kl_coef=0.01, kl_estimator="k3", entropy_coef=0.01)
     compute, (cu_seqlens, bounds) = operator("packed_policy_loss"), stream(tokens, device)
     old, advantages, entropy = -torch.rand(tokens, device=device), *torch.randn(2, tokens, device=device)
     logprobs, reference = (old + 0.1 * torch.randn(tokens, device=device) for _ in range(2))

@@ -10,10 +10,10 @@ from rlhf_kernels import PolicyObjective, PolicyStream, packed_policy_loss
 from rlhf_kernels.ops.packed_policy_loss.reference import packed_policy_loss_reference
 
 OBJECTIVES = {
-    "ppo": PolicyObjective(dual_clip=3.0, kl_coef=0.1, entropy_coef=0.01),
+    "ppo": PolicyObjective(dual_clip=3.0, kl_coef=0.1, kl_estimator="k3", entropy_coef=0.01),
     "gspo": PolicyObjective(policy_loss="gspo", reduction="seq_mean_token_mean", clip_low=3e-2, clip_high=4e-2),
-    "cispo": PolicyObjective(policy_loss="cispo", weight_level="geometric", kl_coef=0.1, kl_unbiased_gradient=True),
-    "reinforce": PolicyObjective(policy_loss="reinforce", reduction="seq_mean_token_sum", weight_level="token"),
+    "cispo": PolicyObjective(policy_loss="cispo", kl_coef=0.1, kl_unbiased_gradient=True),
+    "reinforce": PolicyObjective(policy_loss="reinforce", reduction="seq_mean_token_sum"),
 }
 
 
@@ -27,7 +27,7 @@ def problem(num_tokens):
     lengths = torch.randint(100, 8001, (num_tokens // 100 + 1,)).cumsum(0)
     bounds = torch.cat([torch.zeros(1, dtype=torch.int64), lengths[lengths < num_tokens], torch.tensor([num_tokens])])
     logprobs = -3 * torch.rand(num_tokens, device="cuda")
-    old, ref, rollout = (logprobs + 0.2 * torch.randn_like(logprobs) for _ in range(3))
+    old, ref = (logprobs + 0.2 * torch.randn_like(logprobs) for _ in range(2))
     stream = PolicyStream(
         advantages=torch.randn_like(logprobs),
         loss_mask=torch.rand_like(logprobs) < 0.9,
@@ -36,7 +36,7 @@ def problem(num_tokens):
         num_sequences=len(bounds) - 1,
         old_logprobs=old,
         ref_logprobs=ref,
-        rollout_logprobs=rollout,
+        weights=2 * torch.rand_like(logprobs),
     )
     return logprobs.requires_grad_(), torch.rand_like(logprobs).requires_grad_(), stream
 
@@ -48,7 +48,7 @@ def test_packed_policy_loss_full_stream_equals_float64(name, num_tokens):
     logprobs, entropy, stream = problem(num_tokens)
     loss, metrics = packed_policy_loss(logprobs, stream, objective, entropy=entropy)
     loss.backward()
-    columns = ("advantages", "old_logprobs", "ref_logprobs", "rollout_logprobs")
+    columns = ("advantages", "old_logprobs", "ref_logprobs", "weights")
     wide = replace(stream, **{column: getattr(stream, column).double() for column in columns})
     leaves = [column.detach().double().requires_grad_() for column in (logprobs, entropy)]
     want, want_metrics = packed_policy_loss_reference(*leaves, wide, objective)

@@ -102,29 +102,15 @@ def test_packed_policy_loss_kl_values_and_slopes_at_twice_the_reference(estimato
     loss, grad, metrics = loss_and_gradient([0.0], stream, objective)
     assert loss == pytest.approx(0.5 * value)
     assert grad == pytest.approx([0.5 * slope])
-    assert metrics["kl_loss"] == metrics["kl_to_ref"] == pytest.approx(value)
+    assert metrics["kl_loss"] == pytest.approx(value)
 
 
-@pytest.mark.parametrize(
-    ("level", "mode", "expected"),
-    [
-        ("token", "truncate", [2.0, 1.0, 1.0]),  # 4, 1 and 1 within [0.5, 2]
-        ("token", "mask", [0.0, 1.0, 1.0]),
-        ("sequence", "truncate", [2.0, 2.0, 1.0]),  # 4 for both of the first sequence
-        ("sequence", "mask", [0.0, 0.0, 1.0]),
-        ("geometric", "truncate", [2.0, 2.0, 1.0]),  # sqrt(4 * 1)
-        ("geometric", "mask", [2.0, 2.0, 1.0]),
-    ],
-)
-def test_packed_policy_loss_mismatch_weights_scale_or_drop_tokens(level, mode, expected):
-    stream = stream_of([1.0] * 3, [0.0] * 3, [0, 2, 3], rollout_logprobs=[-2 * LN2, 0.0, 0.0])
-    objective = PolicyObjective(weight_level=level, weight_mode=mode, weight_high=2.0 + 1e-6)
-    _, grad, metrics = loss_and_gradient([0.0] * 3, stream, objective)
-    assert grad == pytest.approx([-w for w in expected], abs=1e-5)
-    assert metrics["masked_tokens"] == 3
-    assert metrics["out_of_bounds"] == {"token": 1, "sequence": 2, "geometric": 0}[level]
-    assert metrics["tokens"] == sum(w > 0 for w in expected)
-    assert metrics["weight"] == pytest.approx(sum(expected), abs=1e-4)
+def test_packed_policy_loss_weights_scale_the_policy_term_alone():
+    stream = stream_of([1.0] * 3, [0.0] * 3, [0, 2, 3], weights=[4.0, 1.0, 0.5], ref_logprobs=[-LN2] * 3)
+    loss, grad, metrics = loss_and_gradient([0.0] * 3, stream, PolicyObjective(kl_coef=0.5, kl_estimator="k1"))
+    assert grad == pytest.approx([0.5 - w for w in (4.0, 1.0, 0.5)])
+    assert metrics["policy_loss"] == pytest.approx(-5.5) and metrics["kl_loss"] == pytest.approx(3 * LN2)
+    assert loss == pytest.approx(-5.5 + 0.5 * 3 * LN2)
 
 
 def test_packed_policy_loss_entropy_bonus_lowers_the_loss_and_gives_its_gradient():
@@ -140,7 +126,7 @@ def test_packed_policy_loss_entropy_bonus_lowers_the_loss_and_gives_its_gradient
 def test_packed_policy_loss_nan_outside_the_mask_changes_nothing():
     nan = float("nan")
     stream = stream_of([1.0, nan], [0.0, nan], mask=[True, False], ref_logprobs=[0.0, nan], weights=[2.0, nan])
-    loss, grad, metrics = loss_and_gradient([0.0, nan], stream, PolicyObjective(kl_coef=0.1))
+    loss, grad, metrics = loss_and_gradient([0.0, nan], stream, PolicyObjective(kl_coef=0.1, kl_estimator="k3"))
     assert (loss, grad) == (-2.0, [-2.0, 0.0])
     assert all(math.isfinite(value) for value in metrics.values())
 
@@ -181,11 +167,9 @@ def test_packed_policy_loss_share_of_two_micro_batches_adds_up():
 def test_packed_policy_loss_gradient_equals_the_numerical_one_in_float64(policy_loss, estimator):
     torch.manual_seed(0)
     logprobs, entropy = torch.randn(2, 9, dtype=torch.float64).requires_grad_()
-    columns = {name: (torch.randn(9) / 2).tolist() for name in ("old", "ref_logprobs", "rollout_logprobs")}
+    columns = {name: (torch.randn(9) / 2).tolist() for name in ("old", "ref_logprobs", "weights")}
     stream = stream_of(torch.randn(9).tolist(), **columns, bounds=[0, 4, 9], dtype=torch.float64)
-    objective = PolicyObjective(
-        policy_loss=policy_loss, kl_coef=0.3, kl_estimator=estimator, entropy_coef=0.2, weight_level="sequence"
-    )
+    objective = PolicyObjective(policy_loss=policy_loss, kl_coef=0.3, kl_estimator=estimator, entropy_coef=0.2)
     objective = replace(objective, reduction="seq_mean_token_mean", dual_clip=3.0 if policy_loss == "ppo" else None)
     assert torch.autograd.gradcheck(
         lambda x, h: packed_policy_loss_reference(x, h, stream, objective)[0], (logprobs, entropy)
@@ -203,7 +187,6 @@ def test_packed_policy_loss_gradient_equals_the_numerical_one_in_float64(policy_
         ({"dual_clip": 3.0, "policy_loss": "gspo"}, "None unless policy_loss is ppo"),
         ({"kl_coef": float("nan")}, "kl_coef is nan"),
         ({"entropy_coef": -1.0}, "entropy_coef is -1.0"),
-        ({"weight_low": 2.0, "weight_high": 2.0}, "below weight_high"),
     ],
 )
 def test_policy_objective_wrong_value_says_what_is_allowed(options, message):
@@ -225,12 +208,6 @@ def test_policy_objective_wrong_value_says_what_is_allowed(options, message):
         ({"cu_seqlens": torch.tensor([0, 2, 1, 2])}, {}, "rise from 0 to 2"),
         ({}, {"kl_coef": 0.1}, "kl_coef is 0.1; without ref_logprobs"),
         ({}, {"entropy_coef": 0.1}, "entropy_coef is 0.1; without entropy"),
-        ({}, {"weight_level": "token"}, "weight_level is token: it needs old_logprobs and rollout_logprobs"),
-        (
-            {"rollout_logprobs": torch.zeros(2), "weights": torch.ones(2)},
-            {"weight_level": "token"},
-            "and no weights",
-        ),
     ],
 )
 def test_packed_policy_loss_wrong_stream_says_what_is_allowed(changes, objective, message):

@@ -14,7 +14,7 @@ from rlhf_data.records import FinishReason, Rollout, Span, SpanSource
 from rlhf_models.testing import tiny_model_dir, tiny_reward_model_dir
 from rlhf_rollout.host import local_gpus
 from rlhf_train import algorithms as tables
-from rlhf_train.algorithms import AlgorithmSpec as Spec
+from rlhf_train.algorithms import AlgorithmSpec, make_algorithm
 from rlhf_train.algorithms import CorrectionSpec as Correction
 from rlhf_train.baselines import relative_rewards
 from rlhf_train.batching import Denominators, plan_batches
@@ -42,43 +42,43 @@ class Case:
     """An algorithm with what is switched on in it; `rate` makes the updates of gradient descent about 0.05 long, which
     moves ratios by several per cent and leaves the weights where a split's rounding does not grow from step to step."""
 
-    algorithm: Spec
+    algorithm: AlgorithmSpec
     rate: float
     max_epochs: int = 2
     ema_beta: float | None = None
 
 
 CASES = {
-    "gae": Case(Spec(
+    "gae": Case(make_algorithm(
         estimator="gae", gamma=0.99, lambd=0.95, bootstrap_truncated=True, kl_coef=0.05, dual_clip=1.05,
         clip_low=0.01, clip_high=0.01, correction=Correction(level="sequence", mode="mask", low=0.7, high=1.4),
     ), rate=0.1, ema_beta=0.8),
-    "reinforce": Case(Spec(
+    "reinforce": Case(make_algorithm(
         estimator="reinforce", gamma=0.95, kl_coef=0.05, kl_estimator="k2", old_logprobs="rollout",
         reduction="seq_mean_token_sum", entropy_coef=0.01, clip_low=0.1, clip_high=0.1,
     ), rate=0.02),
-    "reinforce_baseline with CISPO": Case(Spec(
+    "reinforce_baseline with CISPO": Case(make_algorithm(
         estimator="reinforce_baseline", policy_loss="cispo", kl_coef=0, entropy_coef=0.01, clip_low=0.01,
         clip_high=0.01, correction=Correction(level="token", mode="truncate", low=0.0, high=1.1),
     ), rate=0.1, ema_beta=0.8),
-    "group_norm with GSPO": Case(Spec(
+    "group_norm with GSPO": Case(make_algorithm(
         estimator="group_norm", policy_loss="gspo", kl_coef=0.05, kl_estimator="k3", use_kl_loss=True,
         kl_unbiased_gradient=True, clip_low=3e-4, clip_high=4e-4,
         correction=Correction(level="geometric", mode="mask", low=0.97, high=1.03),
     ), rate=0.1),
-    "group_norm as DAPO": Case(Spec(
+    "group_norm as DAPO": Case(make_algorithm(
         estimator="group_norm", reduction="token_mean", kl_coef=0, clip_low=0.01, clip_high=0.02,
         correction=Correction(level="token", mode="mask", low=0.85, high=1.15),
     ), rate=0.2),
-    "dr_grpo": Case(Spec(
+    "dr_grpo": Case(make_algorithm(
         estimator="dr_grpo", kl_coef=0.05, kl_estimator="k2", use_kl_loss=True, clip_low=0.01, clip_high=0.01,
         correction=Correction(level="geometric", mode="truncate", low=0.95, high=1.05),
     ), rate=0.5),
-    "rloo": Case(Spec(
+    "rloo": Case(make_algorithm(
         estimator="rloo", kl_coef=0.05, kl_estimator="k3", clip_low=0.01, clip_high=0.01,
         correction=Correction(level="sequence", mode="truncate", low=0.5, high=1.3),
     ), rate=0.02),
-    "rloo with the plain gradient": Case(Spec(
+    "rloo with the plain gradient": Case(make_algorithm(
         estimator="rloo", policy_loss="reinforce", kl_coef=0.05, kl_estimator="k1", use_kl_loss=True,
         kl_unbiased_gradient=True, old_logprobs="skip",
     ), rate=0.02, max_epochs=1),
@@ -334,7 +334,7 @@ def has_no_direction(residual: np.ndarray) -> bool:
 def test_cases_have_every_row_of_every_table():
     specs = [case.algorithm for case in CASES.values()]
     assert {spec.estimator for spec in specs} == set(tables.ALGORITHMS)
-    assert {spec.policy_loss for spec in specs} == set(tables.POLICY_LOSSES)
+    assert {spec.objective.policy_loss for spec in specs} == set(tables.POLICY_LOSSES)
     assert {spec.loss_reduction for spec in specs} == set(tables.REDUCTIONS)
     assert {spec.old_logprobs for spec in specs} == set(tables.OLD_LOGPROBS)
     corrections = {(spec.correction.level, spec.correction.mode) for spec in specs} - {("off", "truncate")}

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rlhf_models.testing import tiny_model_dir
-from rlhf_train.algorithms import AlgorithmSpec
+from rlhf_train.algorithms import make_algorithm
 from rlhf_train.online.controller import run_online
 from rlhf_train.online.placement import GroupPlan, PlacementPlan
 from rlhf_train.run.observer import Observer
@@ -36,7 +36,7 @@ def runs(tmp_path_factory) -> dict[str, tuple[list[dict[str, float]], np.ndarray
     from safetensors.numpy import load_file
 
     model_path, outcomes = str(tiny_model_dir(tmp_path_factory.mktemp("model"))), {}
-    spec = AlgorithmSpec(kl_coef=0.05, bootstrap_truncated=True, gamma=0.99, lambd=0.9)
+    spec = make_algorithm(kl_coef=0.05, bootstrap_truncated=True, gamma=0.99, lambd=0.9)
     for name, groups in PLACES.items():
         folder = tmp_path_factory.mktemp("run")
         job = tiny_job(model_path, folder, algorithm=spec, plan=plan_of(groups), num_frozen_steps=1, eval_prompts=())

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rlhf_models.testing import tiny_model_dir
-from rlhf_train.algorithms import AlgorithmSpec
+from rlhf_train.algorithms import AlgorithmSpec, make_algorithm
 from rlhf_train.batching import plan_batches
 from rlhf_train.specs import ModelSpec, OptimizerSpec
 from trainer_testing import random_rollouts, run_ranks
@@ -21,7 +21,7 @@ OPTIMIZER = OptimizerSpec(learning_rate=1e-2, eps=1e-4, scheduler="constant", ma
 TOLERANCE = 2e-5
 
 
-PPO_WITH_KL_LOSS = AlgorithmSpec(kl_coef=0.05, use_kl_loss=True, kl_estimator="k3")
+PPO_WITH_KL_LOSS = make_algorithm(kl_coef=0.05, use_kl_loss=True, kl_estimator="k3")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,7 +138,7 @@ def test_step_zero_policy_equals_reference_exactly(on_one_rank):
 
 
 def test_first_update_ratio_is_exactly_one(model_path):
-    single = dataclasses.replace(SPLITS["whole"], algorithm=AlgorithmSpec(kl_coef=0.05))
+    single = dataclasses.replace(SPLITS["whole"], algorithm=make_algorithm(kl_coef=0.05))
     outcome = run_ranks(ratio_of_first_update, 1, model_path, single)[0]
     assert outcome == 1.0
 
@@ -230,6 +230,6 @@ def test_different_data_gives_a_different_update(on_one_rank, model_path):
         all_cases,
         1,
         model_path,
-        {"other": dataclasses.replace(Case(), algorithm=AlgorithmSpec(clip_low=0.0, clip_high=0.0, gamma=0.5))},
+        {"other": dataclasses.replace(Case(), algorithm=make_algorithm(clip_low=0.0, clip_high=0.0, gamma=0.5))},
     )[0]
     assert largest_difference(on_one_rank["whole"]["weights"], other["other"]["weights"]) > 100 * TOLERANCE

@@ -16,7 +16,7 @@ from rlhf_rollout.engines import EngineSpec
 from rlhf_rollout.host import free_port, local_gpus
 from rlhf_rollout.protocols import SamplingParams
 from rlhf_rollout.rewards import RewardSource
-from rlhf_train.algorithms import AlgorithmSpec
+from rlhf_train.algorithms import make_algorithm
 from rlhf_train.online.job import BatchSizes, OnlineJob, RewardSpec
 from rlhf_train.online.placement import PlacementRequest, plan_placement
 from rlhf_train.specs import ModelSpec, OptimizerSpec
@@ -143,7 +143,7 @@ def tiny_job(model_path: str, folder: Path, **changes: Any) -> OnlineJob:
     request = PlacementRequest(ranks={"actor": 1, "critic": 1, "reference": 1}, colocate_all_models=True)
     job = OnlineJob(
         models={"actor": trained, "critic": trained, "reference": model},
-        algorithm=AlgorithmSpec(kl_coef=0.01),
+        algorithm=make_algorithm(kl_coef=0.01),
         engine=EngineSpec(
             model=model_path,
             dtype=dtype,

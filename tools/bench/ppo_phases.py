@@ -25,7 +25,7 @@ from rlhf_rollout.engines import EngineSpec
 from rlhf_rollout.host import local_gpus
 from rlhf_rollout.protocols import SamplingParams
 from rlhf_rollout.rewards import RewardSource
-from rlhf_train.algorithms import ALGORITHMS, AlgorithmSpec
+from rlhf_train.algorithms import ALGORITHMS, make_algorithm
 from rlhf_train.online.controller import run_online
 from rlhf_train.online.job import BatchSizes, OnlineJob, RewardSpec
 from rlhf_train.online.placement import PlacementRequest, plan_placement
@@ -75,7 +75,7 @@ def build_job(options: argparse.Namespace, folder: Path) -> OnlineJob:
     request = PlacementRequest(ranks=dict.fromkeys(models, 1), colocate_all_models=True)
     return OnlineJob(
         models=models,
-        algorithm=AlgorithmSpec(estimator=options.estimator, kl_coef=options.kl_coef),
+        algorithm=make_algorithm(options.estimator, kl_coef=options.kl_coef),
         engine=EngineSpec(
             model=path,
             dtype=dtype,

@@ -4,16 +4,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rlhf_kernels.objective import PolicyObjective
     from rlhf_kernels.ops.accumulate import accumulate_
     from rlhf_kernels.ops.linear_policy_loss import linear_policy_loss
     from rlhf_kernels.ops.linear_token_logprobs import linear_token_logprobs
     from rlhf_kernels.ops.logprob_kl import logprob_kl
-    from rlhf_kernels.ops.packed_policy_loss import (
-        POLICY_METRICS,
-        PolicyObjective,
-        PolicyStream,
-        packed_policy_loss,
-    )
+    from rlhf_kernels.ops.packed_policy_loss import POLICY_METRICS, PolicyStream, packed_policy_loss
     from rlhf_kernels.ops.segmented_scan import packed_gae, segmented_scan
     from rlhf_kernels.ops.token_logprobs import token_logprobs
 
@@ -31,17 +27,17 @@ __all__ = [
     "token_logprobs",
 ]
 
-# The folder of each public name. Most operators are named like their folder.
-_FOLDERS = {name: name.rstrip("_") for name in __all__} | {
-    "POLICY_METRICS": "packed_policy_loss",
-    "PolicyObjective": "packed_policy_loss",
-    "PolicyStream": "packed_policy_loss",
-    "packed_gae": "segmented_scan",
+# The module of each public name. Most operators are named like their folder.
+_MODULES = {name: f"ops.{name.rstrip('_')}" for name in __all__} | {
+    "POLICY_METRICS": "ops.packed_policy_loss",
+    "PolicyObjective": "objective",
+    "PolicyStream": "ops.packed_policy_loss",
+    "packed_gae": "ops.segmented_scan",
 }
 
 
 def __getattr__(name: str) -> Any:
     """Import the operator on first use, so that importing the package does not import torch."""
-    if name not in _FOLDERS:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"rlhf_kernels.ops.{_FOLDERS[name]}"), name)
+    return getattr(importlib.import_module(f"rlhf_kernels.{_MODULES[name]}"), name)

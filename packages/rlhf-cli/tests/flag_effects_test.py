@@ -55,24 +55,24 @@ REACHES = [
     ("lambd", "0.9", "", "algorithm.lambd", 0.9),
     ("bootstrap_truncated", "", "", "algorithm.bootstrap_truncated", True),
     ("no_advantage_std_norm", "", "", "algorithm.whiten_std", False),
-    ("policy_loss_type", "cispo", "", "algorithm.policy_loss", "cispo"),
-    ("loss_agg_mode", "seq_mean_token_sum", "", "algorithm.loss_reduction", "seq_mean_token_sum"),
-    ("loss_agg_mode", "seq-mean-token-mean", "", "algorithm.loss_reduction", "seq_mean_token_mean"),
-    ("eps_clip", "0.1", "", "algorithm.clip_low", 0.1),
-    ("eps_clip", "0.1", "", "algorithm.clip_high", 0.1),
-    ("eps_clip_low_high", "0.1 0.3", "", "algorithm.clip_high", 0.3),
-    ("clip_eps_low", "0.1", "", "algorithm.clip_low", 0.1),
-    ("clip_eps_low", "0.1", "", "algorithm.clip_high", 0.2),
-    ("clip_eps_high", "0.3", "", "algorithm.clip_high", 0.3),
-    ("dual_clip", "3", "", "algorithm.dual_clip", 3.0),
-    ("entropy_loss_coef", "0.01", "", "algorithm.entropy_coef", 0.01),
+    ("policy_loss_type", "cispo", "", "algorithm.objective.policy_loss", "cispo"),
+    ("loss_agg_mode", "seq_mean_token_sum", "", "algorithm.objective.reduction", "seq_mean_token_sum"),
+    ("loss_agg_mode", "seq-mean-token-mean", "", "algorithm.objective.reduction", "seq_mean_token_mean"),
+    ("eps_clip", "0.1", "", "algorithm.objective.clip_low", 0.1),
+    ("eps_clip", "0.1", "", "algorithm.objective.clip_high", 0.1),
+    ("eps_clip_low_high", "0.1 0.3", "", "algorithm.objective.clip_high", 0.3),
+    ("clip_eps_low", "0.1", "", "algorithm.objective.clip_low", 0.1),
+    ("clip_eps_low", "0.1", "", "algorithm.objective.clip_high", 0.2),
+    ("clip_eps_high", "0.3", "", "algorithm.objective.clip_high", 0.3),
+    ("dual_clip", "3", "", "algorithm.objective.dual_clip", 3.0),
+    ("entropy_loss_coef", "0.01", "", "algorithm.objective.entropy_coef", 0.01),
     ("value_clip", "0.1", "", "algorithm.value_clip", 0.1),
     ("init_kl_coef", "0.5", "", "algorithm.kl_coef", 0.5),
     ("kl_target", "0.1", "", "algorithm.kl_target", 0.1),
     ("kl_horizon", "500", "--kl_target 0.1", "algorithm.kl_horizon", 500),
-    ("kl_estimator", "k2", "", "algorithm.kl_estimator", "k2"),
+    ("kl_estimator", "k2", "", "algorithm.objective.kl_estimator", "k2"),
     ("use_kl_loss", "", "", "algorithm.use_kl_loss", True),
-    ("kl_unbiased_gradient", "", "--use_kl_loss", "algorithm.kl_unbiased_gradient", True),
+    ("kl_unbiased_gradient", "", "--use_kl_loss", "algorithm.objective.kl_unbiased_gradient", True),
     ("old_logprobs", "rollout", "", "algorithm.old_logprobs", "rollout"),
     (
         "is_correction_level",
@@ -216,7 +216,7 @@ def test_make_job_without_critic_saves_none():
 )
 def test_make_job_clip_range_is_what_was_said_or_the_losss_own(argv, low, high):
     algorithm = job_of(*argv).algorithm
-    assert (algorithm.clip_low, algorithm.clip_high) == (low, high)
+    assert (algorithm.objective.clip_low, algorithm.objective.clip_high) == (low, high)
 
 
 @pytest.mark.parametrize(("mode", "bounds"), [("truncate", (0.0, 2.0)), ("mask", (0.5, 5.0))])

@@ -74,8 +74,13 @@ def test_make_job_models_are_those_the_algorithm_needs():
 def test_make_job_algorithm_takes_every_number():
     argv = ["--eps_clip_low_high", "0.1", "0.3", "--value_clip", "None", "--no_advantage_std_norm", "--use_kl_loss"]
     spec = make(configure(*argv, "--kl_estimator", "k3", "--gamma", "0.9", "--lambd", "0.8"), CPU).algorithm
-    assert (spec.clip_low, spec.clip_high, spec.value_clip, spec.whiten_std) == (0.1, 0.3, None, False)
-    assert (spec.use_kl_loss, spec.kl_estimator, spec.gamma, spec.lambd) == (True, "k3", 0.9, 0.8)
+    assert (spec.objective.clip_low, spec.objective.clip_high, spec.value_clip, spec.whiten_std) == (
+        0.1,
+        0.3,
+        None,
+        False,
+    )
+    assert (spec.use_kl_loss, spec.objective.kl_estimator, spec.gamma, spec.lambd) == (True, "k3", 0.9, 0.8)
 
 
 def test_make_job_on_cpu_does_not_sleep_and_syncs_by_shared_memory():

@@ -31,9 +31,9 @@ def test_preset_is_what_its_paper_says_on_the_builtin_task(name, expected):
     spec = parsed.config.algorithm.spec()
     assert (
         spec.estimator,
-        spec.policy_loss,
-        spec.loss_reduction,
-        (spec.clip_low, spec.clip_high),
+        spec.objective.policy_loss,
+        spec.objective.reduction,
+        (spec.objective.clip_low, spec.objective.clip_high),
         spec.kl_coef,
         spec.use_kl_loss,
         parsed.config.rollout.dynamic_filtering,

@@ -124,7 +124,7 @@ def test_fused_head_is_as_near_to_float32_as_whole_logits_and_agrees_with_passes
         assert model._is_fused(len(stream.advantages), batch.input_ids.device) == is_fused
         output = model(batch, temperature=0.7, logits_mask=mask, stream=stream, objective=objective)
         output.loss.backward()
-        scaled = torch.cat([output.metrics[:4], output.metrics[4:] / len(stream.advantages)])
+        scaled = torch.cat([output.metrics[:3], output.metrics[3:] / len(stream.advantages)])
         gradient = torch.cat([weight.grad.flatten().float() for weight in model.parameters()])
         results.append((output.loss.detach(), scaled, gradient, output.logprobs, output.entropy))
         with torch.no_grad():

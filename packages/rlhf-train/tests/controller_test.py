@@ -12,7 +12,7 @@ from rlhf_data.records import FinishReason, Verdict, VerdictKind
 from rlhf_data.sampler import EpochSampler
 from rlhf_models.testing import tiny_model_dir
 from rlhf_rollout.protocols import Completion
-from rlhf_train.algorithms import AlgorithmSpec
+from rlhf_train.algorithms import make_algorithm
 from rlhf_train.online.cluster import Processes
 from rlhf_train.online.controller import PlacedRun
 from rlhf_train.online.generation import make_reward, make_shaper
@@ -30,7 +30,7 @@ def test_online_job_plan_without_a_place_for_a_model_is_refused(tmp_path):
         dataclasses.replace(
             job,
             models={role: job.models[role] for role in ("actor", "reference")},
-            algorithm=AlgorithmSpec(estimator="group_norm"),
+            algorithm=make_algorithm("group_norm"),
         )
 
 
@@ -250,7 +250,7 @@ def ranked_run(make_run, monkeypatch):
 
 
 def test_frozen_actor_is_not_updated_and_its_weights_keep_their_version(ranked_run):
-    run, ranks = ranked_run(num_frozen_steps=1, algorithm=AlgorithmSpec(kl_target=0.5, kl_horizon=64))
+    run, ranks = ranked_run(num_frozen_steps=1, algorithm=make_algorithm(kl_target=0.5, kl_horizon=64))
     run.generate(1)
     run._metrics["kl/reference"] = 0.0
     run.update(1)
@@ -273,7 +273,7 @@ def test_rollouts_that_only_the_critic_missed_are_missed(ranked_run):
 
 
 def test_adaptive_kl_coefficient_follows_the_kl_of_its_own_batch(ranked_run):
-    spec = AlgorithmSpec(kl_coef=0.1, kl_target=0.5, kl_horizon=640)
+    spec = make_algorithm(kl_coef=0.1, kl_target=0.5, kl_horizon=640)
     run, ranks = ranked_run(algorithm=spec)
     run.generate(1)
     run._metrics["kl/reference"] = 5.0  # ten times the target: the error is held at 0.2

@@ -2,6 +2,7 @@
 
 import dataclasses
 import pickle
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -10,9 +11,11 @@ import torch
 from rlhf_data.errors import ConfigError, RlhfError
 from rlhf_data.records import FinishReason, Prompt, Rollout, Span, SpanSource, Verdict, VerdictKind
 from rlhf_data.testing import make_group
+from rlhf_kernels import PolicyObjective
+from rlhf_kernels.objective import PolicyLossName
 from rlhf_rollout.host import local_gpus
 from rlhf_rollout.protocols import SamplingParams
-from rlhf_train.algorithms import ALGORITHMS, POLICY_LOSSES, AlgorithmSpec, CorrectionSpec
+from rlhf_train.algorithms import POLICY_LOSSES, AlgorithmSpec, CorrectionSpec, make_algorithm
 from rlhf_train.engine.protocol import learning_rate_at
 from rlhf_train.experience import Experience
 from rlhf_train.online.job import BatchSizes, DynamicSampling
@@ -30,9 +33,48 @@ SINGLES = BatchSizes(
 )  # fmt: skip
 
 
-def test_algorithm_table_rows_carry_their_own_name():
-    assert all(name == row.name for table in (ALGORITHMS, POLICY_LOSSES) for name, row in table.items())
-    assert pickle.loads(pickle.dumps(AlgorithmSpec())) == AlgorithmSpec()
+@pytest.mark.parametrize(
+    ("estimator", "title", "baseline", "reduction", "whiten", "uses_critic"),
+    [
+        ("gae", "PPO", "none", "token_mean", True, True),
+        ("reinforce", "REINFORCE++", "none", "token_mean", True, False),
+        ("reinforce_baseline", "REINFORCE++-baseline", "group_mean", "token_mean", True, False),
+        ("group_norm", "GRPO", "group_mean_std", "seq_mean_token_mean", False, False),
+        ("dr_grpo", "Dr. GRPO", "group_mean", "seq_mean_token_sum_norm", False, False),
+        ("rloo", "RLOO", "leave_one_out", "seq_mean_token_sum", False, False),
+    ],
+)
+def test_algorithm_of_an_estimator_has_what_its_paper_says(estimator, title, baseline, reduction, whiten, uses_critic):
+    spec = make_algorithm(estimator)
+    row = spec.row
+    assert (row.name, row.title, row.baseline) == (estimator, title, baseline)
+    assert (spec.objective.reduction, row.whiten, row.uses_critic) == (reduction, whiten, uses_critic)
+    assert (row.uses_group, row.divides_by_std) == (baseline != "none", whiten or baseline.endswith("_std"))
+
+
+def test_policy_loss_rows_are_those_of_the_operator():
+    assert list(POLICY_LOSSES) == list(get_args(PolicyLossName)) == [row.name for row in POLICY_LOSSES.values()]
+    assert [name for name, row in POLICY_LOSSES.items() if row.dual_clip] == ["ppo"]
+    assert [name for name, row in POLICY_LOSSES.items() if not row.uses_ratio] == ["reinforce"]
+
+
+def test_algorithm_crosses_a_process_unchanged():
+    spec = make_algorithm("group_norm", policy_loss="gspo", kl_coef=0.2, use_kl_loss=True, clip_high=0.3)
+    copied = pickle.loads(pickle.dumps(spec))
+    assert copied == spec and copied.objective.clip_high == 0.3 and copied.kl_coef == 0.2
+
+
+@pytest.mark.parametrize(("use_kl_loss", "loss", "reward"), [(True, 0.3, 0.0), (False, 0.0, 0.3)])
+def test_kl_coefficient_weighs_the_loss_or_the_reward(use_kl_loss, loss, reward):
+    spec = make_algorithm(kl_coef=0.3, use_kl_loss=use_kl_loss)
+    assert (spec.objective.kl_coef, spec.kl_reward_coef) == (loss, reward)
+    assert (spec.kl_coef, spec.use_kl_loss, spec.uses_reference) == (0.3, use_kl_loss, True)
+    assert not make_algorithm(kl_coef=0).uses_reference
+
+
+def test_kl_in_the_loss_and_in_the_reward_at_once_is_refused():
+    with pytest.raises(ConfigError, match=r"weights 0.3 and 0.01: .* term of the loss or a part of the reward"):
+        AlgorithmSpec(objective=PolicyObjective(kl_coef=0.3), kl_reward_coef=0.01)
 
 
 @pytest.mark.parametrize(
@@ -42,14 +84,15 @@ def test_algorithm_table_rows_carry_their_own_name():
         ({"policy_loss": "gsp"}, "did you mean `gspo`"),
         ({"reduction": "token-mean"}, "did you mean `token_mean`"),
         ({"old_logprobs": "recomputed"}, "did you mean `recompute`"),
-        ({"kl_estimator": "k4"}, "known: k1, k2, k3"),
+        ({"kl_estimator": "k4"}, "allowed: k1, k2, k3"),
         ({"gamma": 1.5}, "gamma is 1.5"),
         ({"lambd": -0.5}, "lambd is -0.5"),
-        ({"clip_low": 1.0}, "low must lie in"),
-        ({"clip_high": -0.1}, "high be >= 0"),
-        ({"dual_clip": 1.0}, "dual_clip is 1.0; it must be > 1"),
+        ({"clip_low": 1.0}, r"clip_low is 1.0; allowed: in \[0, 1\)"),
+        ({"clip_high": -0.1}, "clip_high is -0.1; allowed: >= 0"),
+        ({"dual_clip": 1.0}, "dual_clip is 1.0; allowed: > 1"),
         ({"entropy_coef": -1.0}, "entropy_coef is -1.0"),
-        ({"kl_coef": -0.1}, "kl_coef is -0.1"),
+        ({"kl_coef": -0.1}, "kl_reward_coef is -0.1; it must be >= 0"),
+        ({"kl_coef": -0.1, "use_kl_loss": True}, "kl_coef is -0.1; allowed: >= 0"),
         ({"kl_target": 0.0}, "kl_target is 0.0; it must be > 0"),
         ({"kl_horizon": 0}, "kl_horizon is 0; it must be >= 1"),
         ({"value_clip": 0.0}, "value_clip is 0.0"),
@@ -57,7 +100,7 @@ def test_algorithm_table_rows_carry_their_own_name():
 )
 def test_algorithm_spec_bad_numbers_are_refused(options, message):
     with pytest.raises(ConfigError, match=message):
-        AlgorithmSpec(**options)
+        make_algorithm(**options)
 
 
 @pytest.mark.parametrize(
@@ -72,12 +115,12 @@ def test_algorithm_spec_bad_numbers_are_refused(options, message):
 )
 def test_algorithm_spec_options_that_exclude_each_other_are_refused(options, message):
     with pytest.raises(ConfigError, match=message):
-        AlgorithmSpec(**options)
+        make_algorithm(**options)
 
 
 @pytest.mark.parametrize("options", [{"kl_coef": 0}, {"use_kl_loss": True}])
 def test_algorithm_spec_may_skip_old_logprobs_without_a_kl_in_the_reward(options):
-    assert AlgorithmSpec(old_logprobs="skip", **options).old_logprobs == "skip"
+    assert make_algorithm(old_logprobs="skip", **options).old_logprobs == "skip"
 
 
 @pytest.mark.parametrize(
@@ -95,19 +138,21 @@ def test_correction_spec_bad_options_are_refused(options, message):
 
 
 def test_loss_reduction_is_the_given_one_else_the_losses_else_the_estimators():
-    assert AlgorithmSpec(estimator="dr_grpo").loss_reduction == "seq_mean_token_sum_norm"
-    assert AlgorithmSpec(estimator="dr_grpo", policy_loss="cispo").loss_reduction == "token_mean"
-    assert AlgorithmSpec(policy_loss="cispo", reduction="seq_mean_token_sum").loss_reduction == "seq_mean_token_sum"
+    assert make_algorithm("dr_grpo").objective.reduction == "seq_mean_token_sum_norm"
+    assert make_algorithm("dr_grpo", policy_loss="cispo").objective.reduction == "token_mean"
+    assert (
+        make_algorithm(policy_loss="cispo", reduction="seq_mean_token_sum").objective.reduction == "seq_mean_token_sum"
+    )
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"num_frozen_steps": 3}, "frozen for 3 of 3 steps"),
-        ({"algorithm": AlgorithmSpec(estimator="group_norm")}, "GRPO has no critic"),
-        ({"algorithm": AlgorithmSpec(kl_coef=0)}, "exactly when init_kl_coef is above 0"),
+        ({"algorithm": make_algorithm("group_norm")}, "GRPO has no critic"),
+        ({"algorithm": make_algorithm(kl_coef=0)}, "exactly when init_kl_coef is above 0"),
         (
-            {"algorithm": AlgorithmSpec(old_logprobs="skip", use_kl_loss=True)},
+            {"algorithm": make_algorithm(old_logprobs="skip", use_kl_loss=True)},
             "of 2 optimizer steps a step only the first is exactly on-policy",
         ),
         ({"batch": SINGLES, "dynamic_sampling": DynamicSampling()}, "a group has one sample"),
@@ -132,7 +177,7 @@ def test_online_job_without_a_critic_or_a_group_refuses_what_needs_one(tmp_path,
     models = {role: job.models[role] for role in ("actor", "reference")}
     request = PlacementRequest(ranks={"actor": 1, "reference": 1}, colocate_all_models=True)
     plan = plan_placement(request, local_gpus())
-    changes = {"algorithm": AlgorithmSpec(estimator="group_norm"), "models": models, "plan": plan, **changes}
+    changes = {"algorithm": make_algorithm("group_norm"), "models": models, "plan": plan, **changes}
     with pytest.raises(ConfigError, match=message):
         dataclasses.replace(job, **changes)
 

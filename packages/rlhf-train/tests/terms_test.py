@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rlhf_kernels import packed_policy_loss
-from rlhf_train.algorithms import AlgorithmSpec, CorrectionSpec
+from rlhf_train.algorithms import AlgorithmSpec, CorrectionSpec, make_algorithm
 from rlhf_train.batching import Denominators
 from rlhf_train.experience import Experience
 from rlhf_train.online.terms import (
@@ -16,7 +16,6 @@ from rlhf_train.online.terms import (
     critic_loss,
     drop_nonfinite,
     policy_metrics,
-    policy_objective,
     policy_stream,
 )
 from rlhf_train.run.metrics import Metric, Sum, results
@@ -86,7 +85,7 @@ def mismatched() -> Experience:
 
 def test_mismatch_is_measured_without_a_correction():
     experience = mismatched()
-    metrics = results(correct_mismatch(experience, AlgorithmSpec()))
+    metrics = results(correct_mismatch(experience, make_algorithm()))
     log2 = math.log(2)
     assert metrics == pytest.approx(
         {
@@ -119,7 +118,7 @@ def test_mismatch_is_measured_without_a_correction():
 )
 def test_mismatch_correction_sets_weights_and_shrinks_the_policys_mask_only(correction, kept, weights, outside, mean):
     experience = mismatched()
-    metrics = results(correct_mismatch(experience, AlgorithmSpec(correction=correction)))
+    metrics = results(correct_mismatch(experience, make_algorithm(correction=correction)))
     assert torch.equal(experience.loss_mask, MASK)
     assert experience.policy_mask.sum(dim=1).tolist() == kept
     assert experience.columns["weights"][MASK].tolist() == pytest.approx(weights, rel=1e-5)
@@ -134,7 +133,7 @@ ADVANTAGES = torch.tensor([[9.0, 1.0, 2.0, 3.0], [9.0, -4.0, 9.0, 9.0]])
 ON_POLICY = torch.where(MASK, -1.0, 0.0)
 
 
-def learned(spec: AlgorithmSpec, kl_coef: float = 0.0, **columns: Tensor) -> tuple[float, dict[str, Metric], Tensor]:
+def learned(spec: AlgorithmSpec, **columns: Tensor) -> tuple[float, dict[str, Metric], Tensor]:
     """Return the loss of log-probs of -1 and entropies of 2, its metrics, and the gradients by both, [2, 2, 4]."""
     experience = experience_of(ON_POLICY, ON_POLICY, advantages=ADVANTAGES, **columns)
     if spec.old_logprobs == "skip":
@@ -142,7 +141,7 @@ def learned(spec: AlgorithmSpec, kl_coef: float = 0.0, **columns: Tensor) -> tup
     stream = policy_stream(experience, [0, 1], spec, COUNTS, "cpu")
     leaves = torch.stack([torch.full((2, 4), -1.0), torch.full((2, 4), 2.0)]).requires_grad_()
     logprobs, entropy = leaves[:, MASK]
-    loss, sums = packed_policy_loss(logprobs, stream, policy_objective(spec, kl_coef), entropy=entropy)
+    loss, sums = packed_policy_loss(logprobs, stream, spec.objective, entropy=entropy)
     loss.backward()
     return loss.item(), policy_metrics(sums, spec), leaves.grad
 
@@ -150,37 +149,27 @@ def learned(spec: AlgorithmSpec, kl_coef: float = 0.0, **columns: Tensor) -> tup
 def test_policy_stream_has_the_tokens_of_the_policys_mask_row_after_row():
     experience = experience_of(ON_POLICY, ON_POLICY, advantages=ADVANTAGES, ref_logprobs=2 * ON_POLICY)
     experience.policy_mask[0, 2] = False
-    stream = policy_stream(experience, [1, 0], AlgorithmSpec(), COUNTS, "cpu")
+    stream = policy_stream(experience, [1, 0], make_algorithm(), COUNTS, "cpu")
     assert stream.advantages.tolist() == [-4.0, 1.0, 3.0] and stream.cu_seqlens.tolist() == [0, 1, 3]
     assert stream.old_logprobs.tolist() == [-1.0] * 3 and stream.loss_mask.tolist() == [True] * 3
-    assert stream.ref_logprobs is stream.weights is stream.rollout_logprobs is None
+    assert stream.ref_logprobs is stream.weights is None
     assert (stream.num_tokens, stream.num_sequences, stream.max_tokens) == (4, 2, 3)
     assert (
-        policy_stream(experience, [0], AlgorithmSpec(use_kl_loss=True), COUNTS, "cpu").ref_logprobs.tolist() == [-2] * 2
+        policy_stream(experience, [0], make_algorithm(use_kl_loss=True), COUNTS, "cpu").ref_logprobs.tolist()
+        == [-2] * 2
     )
 
 
 def test_policy_stream_of_no_rows_is_empty():
     experience = experience_of(ON_POLICY, ON_POLICY, advantages=ADVANTAGES)
-    stream = policy_stream(experience, [], AlgorithmSpec(), COUNTS, "cpu")
+    stream = policy_stream(experience, [], make_algorithm(), COUNTS, "cpu")
     assert stream.advantages.shape == stream.old_logprobs.shape == stream.loss_mask.shape == (0,)
     assert stream.cu_seqlens.tolist() == [0]
 
 
-@pytest.mark.parametrize(("use_kl_loss", "expected"), [(True, 0.5), (False, 0.0)])
-def test_policy_objective_has_a_kl_where_it_is_a_loss(use_kl_loss, expected):
-    spec = AlgorithmSpec(
-        estimator="dr_grpo", use_kl_loss=use_kl_loss, kl_estimator="k2", clip_high=0.3, entropy_coef=0.1
-    )
-    objective = policy_objective(spec, 0.5)
-    assert objective.kl_coef == expected
-    assert (objective.reduction, objective.kl_estimator) == ("seq_mean_token_sum_norm", "k2")
-    assert (objective.clip_low, objective.clip_high, objective.entropy_coef) == (0.2, 0.3, 0.1)
-
-
 def test_actors_loss_adds_its_terms_by_their_weights():
-    spec = AlgorithmSpec(use_kl_loss=True, kl_coef=0.5, kl_estimator="k1", entropy_coef=0.25, estimator="reinforce")
-    loss, metrics, grads = learned(spec, 0.5, ref_logprobs=torch.where(MASK, -1.5, 0.0))
+    spec = make_algorithm(use_kl_loss=True, kl_coef=0.5, kl_estimator="k1", entropy_coef=0.25, estimator="reinforce")
+    loss, metrics, grads = learned(spec, ref_logprobs=torch.where(MASK, -1.5, 0.0))
     # Policy: -(1 + 2 + 3 - 4) / 4 = -0.5; KL: 0.5 everywhere, times 0.5; entropy: 2 everywhere, times 0.25, a bonus.
     assert loss == pytest.approx(-0.5 + 0.25 - 0.5)
     assert {name: metric.value for name, metric in metrics.items() if isinstance(metric, Sum)} == pytest.approx(
@@ -192,14 +181,14 @@ def test_actors_loss_adds_its_terms_by_their_weights():
 
 
 def test_actors_loss_weights_are_of_the_policy_term_alone():
-    spec = AlgorithmSpec(use_kl_loss=True, kl_coef=1.0, estimator="reinforce")
-    _, metrics, _ = learned(spec, 1.0, ref_logprobs=torch.where(MASK, -1.5, 0.0), weights=torch.full((2, 4), 0.5))
+    spec = make_algorithm(use_kl_loss=True, kl_coef=1.0, estimator="reinforce")
+    _, metrics, _ = learned(spec, ref_logprobs=torch.where(MASK, -1.5, 0.0), weights=torch.full((2, 4), 0.5))
     assert metrics["policy/loss"].value == pytest.approx(-0.25)
     assert metrics["kl/loss"].value == pytest.approx(0.5)
 
 
 def test_actors_loss_without_old_logprobs_is_that_of_the_policy_itself():
-    _, metrics, grads = learned(AlgorithmSpec(kl_coef=0, old_logprobs="skip", estimator="reinforce"))
+    _, metrics, grads = learned(make_algorithm(kl_coef=0, old_logprobs="skip", estimator="reinforce"))
     assert torch.allclose(grads[0], torch.where(MASK, -ADVANTAGES / 4, 0.0))
     assert results(metrics) == {
         "policy/loss": -0.5, "policy/ratio": 1.0, "policy/kl_to_old": 0.0, "policy/clip_fraction": 0.0,
@@ -207,7 +196,7 @@ def test_actors_loss_without_old_logprobs_is_that_of_the_policy_itself():
 
 
 def test_policy_metrics_of_a_loss_without_a_ratio_have_no_clip_fraction():
-    _, metrics, _ = learned(AlgorithmSpec(kl_coef=0, policy_loss="reinforce", estimator="reinforce"))
+    _, metrics, _ = learned(make_algorithm(kl_coef=0, policy_loss="reinforce", estimator="reinforce"))
     assert set(metrics) == {"policy/loss", "policy/ratio", "policy/kl_to_old"}
 
 
@@ -219,14 +208,14 @@ def test_clip_fraction_counts_what_each_loss_cuts(options, fraction):
     # bounds all but the third.
     ratios = torch.tensor([[1.0, 1.5, 0.5, 1.1], [1.0, 3.0, 1.0, 1.0]])
     _, metrics, _ = learned(
-        AlgorithmSpec(kl_coef=0, estimator="reinforce", **options), old_logprobs=ON_POLICY - ratios.log()
+        make_algorithm(kl_coef=0, estimator="reinforce", **options), old_logprobs=ON_POLICY - ratios.log()
     )
     assert results(metrics)["policy/clip_fraction"] == fraction
     assert results(metrics)["policy/ratio"] == pytest.approx((1.5 + 0.5 + 1.1 + 3) / 4)
 
 
 def test_critic_loss_is_a_mean_over_tokens_whatever_the_actors_reduction():
-    spec = AlgorithmSpec(value_clip=None, reduction="seq_mean_token_sum")
+    spec = make_algorithm(value_clip=None, reduction="seq_mean_token_sum")
     values = torch.where(MASK, 1.0, 99.0).requires_grad_()
     inputs = {"values": torch.zeros(2, 4), "returns": torch.tensor([[0.0, 1.0, 2.0, 3.0], [0.0, 1.0, 0.0, 0.0]])}
     loss, metrics = critic_loss(values, MASK, inputs, spec, COUNTS)

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from rlhf_models.testing import tiny_model_dir
-from rlhf_train.algorithms import AlgorithmSpec
+from rlhf_train.algorithms import make_algorithm
 from rlhf_train.batching import plan_batches
 from rlhf_train.specs import ModelSpec, OptimizerSpec
 from trainer_testing import random_rollouts, run_ranks
@@ -35,7 +35,7 @@ def two_updates(rank: int, num_ranks: int, master: Any, path: str) -> dict[int, 
         )  # fmt: skip
         worker = TrainWorker(
             {"actor": trained, "critic": trained, "reference": spec},
-            AlgorithmSpec(kl_coef=0.05, use_kl_loss=True, kl_estimator="k3"),
+            make_algorithm(kl_coef=0.05, use_kl_loss=True, kl_estimator="k3"),
             temperature=1.0, rank=rank, num_ranks=num_ranks, master=master, device="cpu", seed=0,
         )  # fmt: skip
         worker.load_rollouts([rollouts[row] for row in plan.rows], [float(row + 1) for row in plan.rows], plan)

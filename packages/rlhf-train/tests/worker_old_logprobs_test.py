@@ -9,7 +9,7 @@ import pytest
 
 from rlhf_data.records import FinishReason, Rollout, Span, SpanSource
 from rlhf_models.testing import tiny_model_dir, tiny_reward_model_dir
-from rlhf_train.algorithms import POLICY_LOSSES, AlgorithmSpec
+from rlhf_train.algorithms import POLICY_LOSSES, AlgorithmSpec, make_algorithm
 from rlhf_train.baselines import relative_rewards
 from rlhf_train.batching import plan_batches
 from rlhf_train.specs import ModelSpec, OptimizerSpec
@@ -20,7 +20,7 @@ VOCAB_SIZE, NUM_ROLLOUTS = 512, 12
 OPTIMIZER = OptimizerSpec(learning_rate=1e-2, eps=1e-4, scheduler="constant")
 TOLERANCE = 2e-5
 KL_LOSS = {"kl_coef": 0.05, "use_kl_loss": True, "kl_estimator": "k3", "kl_unbiased_gradient": True}
-PPO_WITH_BOOTSTRAP = AlgorithmSpec(bootstrap_truncated=True, gamma=0.9, lambd=0.9, kl_coef=0.05)
+PPO_WITH_BOOTSTRAP = make_algorithm(bootstrap_truncated=True, gamma=0.9, lambd=0.9, kl_coef=0.05)
 PLACES = ((0, -1), (4, 0), (7, -1))  # rollout and response token whose log-prob is no number; two are the last ones
 
 Weights = dict[str, np.ndarray]
@@ -114,7 +114,7 @@ def all_cases(rank: int, num_ranks: int, master: Any, paths: dict[str, str]) -> 
     start, outcomes = {**paths, "master": master}, {}
     rollouts = random_rollouts(NUM_ROLLOUTS, vocab_size=VOCAB_SIZE)
     for loss in POLICY_LOSSES:
-        spec = AlgorithmSpec(estimator="group_norm", policy_loss=loss, **KL_LOSS)
+        spec = make_algorithm("group_norm", policy_loss=loss, **KL_LOSS)
         skip = dataclasses.replace(spec, old_logprobs="skip")
         engines = dataclasses.replace(spec, old_logprobs="rollout")
         outcomes[loss, "recompute"], metrics, _ = trained(start, spec, rollouts)

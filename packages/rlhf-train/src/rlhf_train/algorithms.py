@@ -1,21 +1,21 @@
 """The tables of algorithms: an algorithm is an estimator, its loss terms, a reduction and whether it needs a critic.
 
-A row is plain data, so it travels to Ray workers; what the names stand for is in `advantages`, `baselines`, `kl`
-and `rlhf_kernels.packed_policy_loss`.
+A row is plain data, so it travels to Ray workers. `advantages`, `baselines`, `kl` and `rlhf_kernels.packed_policy_loss`
+say what the names stand for.
 """
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
-from typing import Literal, get_args
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, get_args
 
 from rlhf_data.errors import ConfigError, unknown
+from rlhf_kernels import PolicyObjective
+from rlhf_kernels.objective import KlEstimator, Reduction
 
-KlEstimator = Literal["k1", "k2", "k3"]
 KL_ESTIMATORS: tuple[KlEstimator, ...] = get_args(KlEstimator)
+REDUCTIONS: tuple[Reduction, ...] = get_args(Reduction)
 Baseline = Literal["none", "group_mean", "group_mean_std", "leave_one_out"]
 BASELINES: tuple[Baseline, ...] = get_args(Baseline)
-Reduction = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"]
-REDUCTIONS: tuple[Reduction, ...] = get_args(Reduction)
 OLD_LOGPROBS = ("recompute", "rollout", "skip")
 CORRECTION_LEVELS = ("off", "token", "sequence", "geometric")
 CORRECTION_MODES = ("truncate", "mask")
@@ -43,7 +43,7 @@ class AlgorithmRow:
 
     @property
     def uses_group(self) -> bool:
-        """Whether the samples of one prompt are compared, so that one sample a prompt cannot work."""
+        """Whether the samples of one prompt are compared, so that one sample per prompt cannot work."""
         return self.baseline != "none"
 
     @property
@@ -78,7 +78,7 @@ class PolicyLossRow:
         name: the value of --policy_loss_type.
         title: what papers call it.
         reduction: how its token losses become one number; None leaves that to the estimator.
-        uses_ratio: whether the ratio to the old policy is in it, so that it allows for several optimizer steps a batch.
+        uses_ratio: whether the ratio to the old policy is in it, so that it allows for several updates per batch.
         dual_clip: whether --dual_clip applies.
     """
 
@@ -136,26 +136,19 @@ class CorrectionSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlgorithmSpec:
-    """One algorithm with its numbers.
+    """One algorithm with its numbers; `make_algorithm` gives it the defaults of its rows.
 
     Attributes:
         estimator: a row of `ALGORITHMS`.
-        policy_loss: a row of `POLICY_LOSSES`.
-        reduction: of the policy loss, the KL loss and the entropy; None for the policy loss's or the estimator's own.
-        gamma: discount a token, in [0, 1].
+        objective: the actor's loss. Its `kl_coef` is the first one when the coefficient adapts.
+        kl_reward_coef: weight of the KL to the reference as a part of the reward, in reward units per nat, >= 0; it is
+            0 where the KL is a term of the loss. The first one when the coefficient adapts.
+        kl_target: nats per token that an adaptive coefficient steers to; None keeps the coefficient fixed.
+        kl_horizon: rollouts over which an adaptive coefficient can move by a fifth.
+        gamma: discount per token, in [0, 1].
         lambd: GAE's trade of bias for variance, in [0, 1].
-        clip_low: largest decrease of the ratio below 1, in [0, 1).
-        clip_high: largest increase above 1, >= 0.
-        dual_clip: with a negative advantage A, the loss is at most this times |A|; > 1, None for no limit.
-        entropy_coef: weight of the entropy bonus, >= 0.
         value_clip: largest move of a value from its old one that still lowers the loss; None for no limit.
         bootstrap_truncated: a rollout that the length limit ended goes on with the critic's value of its last state.
-        kl_coef: weight of the KL to the reference, >= 0; 0 means there is no reference. The first one, when adaptive.
-        kl_target: nats a token that an adaptive coefficient steers to; None keeps the coefficient fixed.
-        kl_horizon: rollouts over which an adaptive coefficient can move by a fifth.
-        kl_estimator: k1, k2 or k3.
-        use_kl_loss: the KL is a term of the loss instead of a part of the reward.
-        kl_unbiased_gradient: the gradient of the KL loss is the true one, whatever the estimator.
         old_logprobs: "recompute" runs the trainer's model once before the update, "rollout" takes the engine's,
             "skip" takes those of the update itself, which must then be the only one of its batch.
         correction: of the gap between engine and trainer.
@@ -164,22 +157,14 @@ class AlgorithmSpec:
     """
 
     estimator: str = "gae"
-    policy_loss: str = "ppo"
-    reduction: Reduction | None = None
-    gamma: float = 1.0
-    lambd: float = 1.0
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    dual_clip: float | None = None
-    entropy_coef: float = 0.0
-    value_clip: float | None = 0.5
-    bootstrap_truncated: bool = False
-    kl_coef: float = 0.01
+    objective: PolicyObjective = field(default_factory=PolicyObjective)
+    kl_reward_coef: float = 0.01
     kl_target: float | None = None
     kl_horizon: int = 10_000
-    kl_estimator: KlEstimator = "k1"
-    use_kl_loss: bool = False
-    kl_unbiased_gradient: bool = False
+    gamma: float = 1.0
+    lambd: float = 1.0
+    value_clip: float | None = 0.5
+    bootstrap_truncated: bool = False
     old_logprobs: str = "recompute"
     correction: CorrectionSpec = CorrectionSpec()
     whiten_std: bool = True
@@ -187,38 +172,22 @@ class AlgorithmSpec:
     def __post_init__(self) -> None:
         _check_names(
             ("advantage estimator", self.estimator, ALGORITHMS),
-            ("policy loss", self.policy_loss, POLICY_LOSSES),
-            ("reduction", self.reduction or REDUCTIONS[0], REDUCTIONS),
             ("source of old log-probs", self.old_logprobs, OLD_LOGPROBS),
-            ("KL estimator", self.kl_estimator, KL_ESTIMATORS),
         )
         for name, is_right, wanted in (
             ("gamma", 0 <= self.gamma <= 1, "lie in [0, 1]"),
             ("lambd", 0 <= self.lambd <= 1, "lie in [0, 1]"),
-            ("dual_clip", self.dual_clip is None or self.dual_clip > 1, "be > 1"),
-            ("entropy_coef", self.entropy_coef >= 0, "be >= 0"),
             ("value_clip", self.value_clip is None or self.value_clip > 0, "be > 0"),
-            ("kl_coef", self.kl_coef >= 0, "be >= 0"),
+            ("kl_reward_coef", self.kl_reward_coef >= 0, "be >= 0"),
             ("kl_target", self.kl_target is None or self.kl_target > 0, "be > 0"),
             ("kl_horizon", self.kl_horizon >= 1, "be >= 1"),
         ):
             if not is_right:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must {wanted}")
-        if not 0 <= self.clip_low < 1 or self.clip_high < 0:
-            given = f"--eps_clip_low_high is {self.clip_low:g} {self.clip_high:g}"
-            hint = "the policy ratio is kept between 1 - LOW and 1 + HIGH: try 0.2 0.28"
-            raise ConfigError(f"{given}: low must lie in [0, 1), high be >= 0", hint=hint)
-        self._check_combinations()
-
-    def _check_combinations(self) -> None:
-        if self.dual_clip is not None and not self.loss.dual_clip:
-            message = f"--dual_clip {self.dual_clip:g} belongs to the PPO loss"
-            hint = "drop --dual_clip, or use --policy_loss_type ppo"
-            raise ConfigError(f"{message}, and the policy loss is {self.loss.title}", hint=hint)
-        if self.use_kl_loss and not self.uses_reference:
-            message = "the KL is a loss and its coefficient is 0: there is no KL"
-            raise ConfigError(message, hint="set --init_kl_coef above 0, or drop --use_kl_loss")
-        if self.old_logprobs == "skip" and self.kl_coef > 0 and not self.use_kl_loss:
+        if self.use_kl_loss and self.kl_reward_coef:
+            weights = f"{self.objective.kl_coef:g} and {self.kl_reward_coef:g}"
+            raise ConfigError(f"the KL has the weights {weights}: it is a term of the loss or a part of the reward")
+        if self.old_logprobs == "skip" and self.kl_reward_coef:
             hint = "add --use_kl_loss, or set --init_kl_coef 0 or --old_logprobs recompute"
             raise ConfigError("without old log-probs there is no KL that could be a part of the reward", hint=hint)
         if self.old_logprobs != "recompute" and self.correction.level != "off":
@@ -233,14 +202,63 @@ class AlgorithmSpec:
     @property
     def loss(self) -> PolicyLossRow:
         """The policy loss's row."""
-        return POLICY_LOSSES[self.policy_loss]
+        return POLICY_LOSSES[self.objective.policy_loss]
 
     @property
-    def loss_reduction(self) -> Reduction:
-        """How the actor's token losses become one number."""
-        return self.reduction or self.loss.reduction or self.row.reduction
+    def use_kl_loss(self) -> bool:
+        """Whether the KL is a term of the loss."""
+        return self.objective.kl_coef > 0
+
+    @property
+    def kl_coef(self) -> float:
+        """Weight of the KL to the reference, wherever it is; the first one when it adapts."""
+        return self.objective.kl_coef or self.kl_reward_coef
 
     @property
     def uses_reference(self) -> bool:
         """Whether a reference model is needed."""
         return self.kl_coef > 0
+
+
+def make_algorithm(
+    estimator: str = "gae",
+    *,
+    policy_loss: str = "ppo",
+    reduction: str | None = None,
+    kl_coef: float = AlgorithmSpec().kl_reward_coef,
+    use_kl_loss: bool = False,
+    **numbers: Any,
+) -> AlgorithmSpec:
+    """Return an algorithm with the defaults of its rows.
+
+    Args:
+        estimator: a row of `ALGORITHMS`.
+        policy_loss: a row of `POLICY_LOSSES`.
+        reduction: None for the policy loss's own, or else the estimator's.
+        kl_coef: weight of the KL to the reference; 0 for no reference.
+        use_kl_loss: the KL is a term of the loss instead of a part of the reward.
+        numbers: fields of `PolicyObjective` and `AlgorithmSpec`.
+
+    Raises:
+        ConfigError: an unknown name, a number out of bounds, or options that exclude each other.
+    """
+    _check_names(
+        ("advantage estimator", estimator, ALGORITHMS),
+        ("policy loss", policy_loss, POLICY_LOSSES),
+        ("reduction", reduction or REDUCTIONS[0], REDUCTIONS),
+    )
+    if use_kl_loss and not kl_coef:
+        message = "the KL is a loss and its coefficient is 0: there is no KL"
+        raise ConfigError(message, hint="set --init_kl_coef above 0, or drop --use_kl_loss")
+    loss = POLICY_LOSSES[policy_loss]
+    if numbers.get("dual_clip") is not None and not loss.dual_clip:
+        message = f"--dual_clip {numbers['dual_clip']:g} belongs to the PPO loss, and the policy loss is {loss.title}"
+        raise ConfigError(message, hint="drop --dual_clip, or use --policy_loss_type ppo")
+    terms = {item.name: numbers.pop(item.name) for item in fields(PolicyObjective) if item.name in numbers}
+    terms |= {"policy_loss": policy_loss, "reduction": reduction or loss.reduction or ALGORITHMS[estimator].reduction}
+    try:
+        objective = PolicyObjective(**terms, kl_coef=kl_coef if use_kl_loss else 0.0)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    kl_reward_coef = 0.0 if use_kl_loss else kl_coef
+    return AlgorithmSpec(estimator=estimator, objective=objective, kl_reward_coef=kl_reward_coef, **numbers)

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from rlhf_kernels.dispatch import FLOATS, takes_triton
+from rlhf_kernels.objective import PolicyObjective
 from rlhf_kernels.ops.linear_policy_loss.reference import linear_policy_loss_reference
-from rlhf_kernels.ops.packed_policy_loss.terms import PolicyObjective, PolicyStream, check_column
+from rlhf_kernels.ops.packed_policy_loss.terms import PolicyStream, check_column
 
 
 def linear_policy_loss(
@@ -41,7 +42,7 @@ def linear_policy_loss(
 
     Returns:
         loss: float32 scalar.
-        metrics: [13] float32, named by `POLICY_METRICS`.
+        metrics: [7] float32, named by `POLICY_METRICS`.
         logprobs, entropy: [N] float32, nats, without gradient, 0.0 outside the loss mask.
 
     Raises:

@@ -3,8 +3,9 @@
 import torch
 from torch import Tensor
 
+from rlhf_kernels.objective import PolicyObjective
 from rlhf_kernels.ops.packed_policy_loss.reference import packed_policy_loss_reference
-from rlhf_kernels.ops.packed_policy_loss.terms import PolicyObjective, PolicyStream
+from rlhf_kernels.ops.packed_policy_loss.terms import PolicyStream
 from rlhf_kernels.ops.token_logprobs.reference import token_logprobs_reference
 
 

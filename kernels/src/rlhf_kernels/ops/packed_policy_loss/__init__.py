@@ -3,10 +3,11 @@
 from torch import Tensor
 
 from rlhf_kernels.dispatch import FLOATS, takes_triton
+from rlhf_kernels.objective import PolicyObjective
 from rlhf_kernels.ops.packed_policy_loss.reference import packed_policy_loss_reference
-from rlhf_kernels.ops.packed_policy_loss.terms import POLICY_METRICS, PolicyObjective, PolicyStream, check_column
+from rlhf_kernels.ops.packed_policy_loss.terms import POLICY_METRICS, PolicyStream, check_column
 
-__all__ = ["POLICY_METRICS", "PolicyObjective", "PolicyStream", "packed_policy_loss"]
+__all__ = ["POLICY_METRICS", "PolicyStream", "packed_policy_loss"]
 
 
 def packed_policy_loss(
@@ -20,7 +21,7 @@ def packed_policy_loss(
         l_t  = -constant(clip(r_t, 1 - clip_low, 1 + clip_high)) A_t logprobs_t   cispo
         l_t  = -A_t logprobs_t                                                    reinforce
         k_t  = d, d^2 / 2 or e^-d - 1 + d;  d = logprobs_t - ref_logprobs_t
-        w_t  = exp(old_logprobs_t - rollout_logprobs_t), or its product or geometric mean over the sequence, bounded
+        w_t  = the stream's weights, or 1
         R(x) = sum_t x_t / num_tokens                                             token_mean
              = sum_i (sum_t x_t / n_i) / num_sequences                            seq_mean_token_mean
              = sum_t x_t / num_sequences                                          seq_mean_token_sum
@@ -38,8 +39,8 @@ def packed_policy_loss(
         entropy: [N], nats. Required if entropy_coef > 0.
 
     Returns:
-        loss: float32 scalar. The shares of all micro-batches add up to the loss of the optimizer update.
-        metrics: [13] float32, named by `POLICY_METRICS`, without gradient.
+        loss: float32 scalar. The shares of all micro-batches add up to the loss of the update.
+        metrics: [7] float32, named by `POLICY_METRICS`, without gradient.
 
     Raises:
         ValueError: a wrong shape, dtype, device or (on the CPU) bound, or a missing tensor that the objective needs.

@@ -10,7 +10,8 @@ import math
 import torch
 from torch import Tensor
 
-from rlhf_kernels.ops.packed_policy_loss.terms import MAX_LOG_RATIO, MAX_WEIGHT, PolicyObjective, PolicyStream
+from rlhf_kernels.objective import PolicyObjective
+from rlhf_kernels.ops.packed_policy_loss.terms import MAX_LOG_RATIO, MAX_WEIGHT, PolicyStream
 
 
 def packed_policy_loss_reference(
@@ -24,16 +25,14 @@ def packed_policy_loss_reference(
         return column.to(torch.promote_types(column.dtype, torch.float32)).masked_fill(~stream.loss_mask, 0.0)
 
     old = wide(logprobs if stream.old_logprobs is None else stream.old_logprobs).detach()
-    rollout = old if stream.rollout_logprobs is None else wide(stream.rollout_logprobs).detach()
-    weights, kept, outside = _mismatch_weights(old - rollout, stream, objective)
-    if stream.weights is not None:
-        weights = wide(stream.weights).detach()
+    weights = torch.ones_like(old) if stream.weights is None else wide(stream.weights).detach()
+    trained = stream.loss_mask
     logprobs = wide(logprobs)
     advantages = wide(stream.advantages).detach()
     bonus = wide(entropy)
 
     if objective.policy_loss == "gspo":
-        ratio = sequence_ratio(logprobs, old, kept, stream.cu_seqlens)
+        ratio = sequence_ratio(logprobs, old, trained, stream.cu_seqlens)
     else:
         ratio = policy_ratio(logprobs, old)
     loss, clipped = _policy_term(logprobs, ratio, advantages, objective)
@@ -43,17 +42,14 @@ def packed_policy_loss_reference(
         unbiased = objective.kl_unbiased_gradient
         kl = kl_loss(logprobs, old, reference, objective.kl_estimator, unbiased_gradient=unbiased)
 
-    share = kept.to(old) / stream.denominator(objective)
+    share = trained.to(old) / stream.denominator(objective)
     if objective.reduction == "seq_mean_token_mean":
-        share = share / _totals(kept.to(old), stream.cu_seqlens).clamp(min=1)
-    policy_loss = (share * (weights * loss)).sum()
-    kl_term = (share * kl).sum()
-    entropy_bonus = (share * bonus).sum()
-    total = policy_loss + objective.kl_coef * kl_term - objective.entropy_coef * entropy_bonus
+        share = share / _totals(trained.to(old), stream.cu_seqlens).clamp(min=1)
+    shares = [(share * term).sum() for term in (weights * loss, kl, bonus)]
+    total = shares[0] + objective.kl_coef * shares[1] - objective.entropy_coef * shares[2]
     kl_to_old = _k3(_clamped(logprobs - old))
-    sums = [(kept * x).sum() for x in (torch.ones_like(kl), clipped, ratio, kl_to_old, kl, bonus, weights)]
-    metrics = [total, policy_loss, kl_term, entropy_bonus, *sums, stream.loss_mask.sum(), outside.sum()]
-    return total, torch.stack([entry.to(total) for entry in metrics]).detach()
+    sums = [(trained * x).sum() for x in (torch.ones_like(kl), clipped, ratio, kl_to_old)]
+    return total, torch.stack([entry.to(total) for entry in (*shares, *sums)]).detach()
 
 
 def policy_ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
@@ -200,24 +196,6 @@ def _policy_term(
     if objective.policy_loss == "reinforce":
         return reinforce_loss(logprobs, advantages), flat
     return clipped_policy_loss(ratio, advantages, **bounds), flat
-
-
-def _mismatch_weights(gap: Tensor, stream: PolicyStream, objective: PolicyObjective) -> tuple[Tensor, Tensor, Tensor]:
-    """Return importance weights between engine and trainer, the loss mask they leave, and which are out of bounds.
-
-    `gap` [N] is old_logprobs - rollout_logprobs.
-    """
-    if objective.weight_level in ("sequence", "geometric"):
-        gap = _totals(gap, stream.cu_seqlens)
-        if objective.weight_level == "geometric":
-            gap = gap / _totals(stream.loss_mask.to(gap), stream.cu_seqlens).clamp(min=1)
-    weights = torch.exp(_clamped(gap))
-    outside = ((weights < objective.weight_low) | (weights > objective.weight_high)) & stream.loss_mask
-    if objective.weight_level == "off":
-        return torch.ones_like(weights), stream.loss_mask, outside
-    if objective.weight_mode == "mask":
-        return weights, stream.loss_mask & ~outside, outside
-    return weights.clamp(objective.weight_low, objective.weight_high), stream.loss_mask, outside
 
 
 def _totals(values: Tensor, cu_seqlens: Tensor) -> Tensor:

@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rlhf_kernels.dispatch import on_device
+from rlhf_kernels.objective import PolicyObjective
 from rlhf_kernels.ops.packed_policy_loss.terms import (
     MAX_LOG_RATIO,
     MAX_WEIGHT,
     POLICY_METRICS,
-    PolicyObjective,
     PolicyStream,
 )
 from rlhf_kernels.ops.token_logprobs.triton import LOG2_E
@@ -35,7 +35,7 @@ Column = Tensor | None
 
 _MAX_LOG_RATIO = tl.constexpr(MAX_LOG_RATIO)
 _MAX_LOG_WEIGHT = tl.constexpr(math.log(MAX_WEIGHT))
-_NUM_METRICS = tl.constexpr(len(POLICY_METRICS))
+_NUM_SUMS = tl.constexpr(1 + len(POLICY_METRICS))  # the loss first
 _K3_SERIES = tl.constexpr(tuple(2.0 * (-1) ** n / math.factorial(n) for n in range(10, 1, -1)))
 
 
@@ -103,61 +103,42 @@ def _load(ptr, index, valid):
 
 
 @triton.jit
-def _by_thread(x, trained, kept, apart):
-    """Return the sums of 16 columns [N] over the tokens that a thread holds: [N / 4, 16], or, if apart, [N / 2, 16].
+def _by_thread(x, trained, apart):
+    """Return the sums of 8 columns [N] over the tokens that a thread holds: [N / 4, 8], or, if apart, [N / 2, 8].
 
-    Reducing all metrics as one tensor takes one reduction over threads instead of 13.
+    Reducing all sums as one tensor takes one reduction over threads instead of 8.
     """
-    # `tl.join` adds a last dimension of 2: joining in bit-reversed order makes columns 0 to 15 come out in order.
-    even = tl.join(tl.join(x[0], x[8]), tl.join(x[4], x[12])), tl.join(tl.join(x[2], x[10]), tl.join(x[6], x[14]))
-    odd = tl.join(tl.join(x[1], x[9]), tl.join(x[5], x[13])), tl.join(tl.join(x[3], x[11]), tl.join(x[7], x[15]))
-    columns = tl.reshape(tl.join(tl.join(even[0], even[1]), tl.join(odd[0], odd[1])), [x[0].shape[0], 16])
-    used = tl.where(tl.arange(0, 16) < _NUM_METRICS - 2, kept[:, None], trained[:, None])
-    shape: tl.constexpr = [2, x[0].shape[0] // 2, 16] if apart else [x[0].shape[0] // 4, 4, 16]
-    return tl.sum(tl.reshape(tl.where(used, columns, 0.0), shape), axis=0 if apart else 1)
+    # `tl.join` adds a last dimension of 2: joining in bit-reversed order makes columns 0 to 7 come out in order.
+    even = tl.join(tl.join(x[0], x[4]), tl.join(x[2], x[6]))
+    odd = tl.join(tl.join(x[1], x[5]), tl.join(x[3], x[7]))
+    columns = tl.reshape(tl.join(even, odd), [x[0].shape[0], 8])
+    shape: tl.constexpr = [2, x[0].shape[0] // 2, 8] if apart else [x[0].shape[0] // 4, 4, 8]
+    return tl.sum(tl.reshape(tl.where(trained[:, None], columns, 0.0), shape), axis=0 if apart else 1)
 
 
 @triton.jit
-def _weighted(gap, trained, sequence_weight, low, high, level, masks):
-    """Return a block's importance weights, the mask they leave, and which are out of bounds."""
-    raw = gap * 0.0 + sequence_weight if level == "sequence" or level == "geometric" else _ratio_of(gap)
-    outside = trained & ((raw < low) | (raw > high))
-    if level == "off":
-        return gap * 0.0 + 1.0, trained, outside
-    return (raw, trained & ~outside, outside) if masks else (_clamped(raw, low, high), trained, outside)
-
-
-@triton.jit
-def _over_sequence(first, last, logprobs_ptr, old_ptr, mask_ptr, rollout_ptr, low, high, kind, level, masks, block):
-    """Return the number of trained tokens of a sequence (at least 1), its importance weight and its GSPO ratio."""
+def _over_sequence(first, last, logprobs_ptr, old_ptr, mask_ptr, kind, block):
+    """Return the number of trained tokens of a sequence (at least 1) and its GSPO ratio."""
     count = tl.zeros([block], tl.float32)
-    log_weight = count
     log_ratio = count
     for start in range(first, last, block):
         index = start + tl.arange(0, block)
         valid = index < last
-        kept = tl.load(mask_ptr + index, mask=valid, other=0) != 0
-        if level != "off":
-            gap = _load(old_ptr, index, valid) - _load(rollout_ptr, index, valid)
-            log_weight += tl.where(kept, gap, 0.0)
-            if level == "token":
-                _, kept, _ = _weighted(gap, kept, 1.0, low, high, level, masks)
+        trained = tl.load(mask_ptr + index, mask=valid, other=0) != 0
         if kind == "gspo" and old_ptr is not None:
             gap = _load(logprobs_ptr, index, valid) - _load(old_ptr, index, valid)
-            log_ratio += tl.where(kept, gap, 0.0)
-        count += tl.where(kept, 1.0, 0.0)
+            log_ratio += tl.where(trained, gap, 0.0)
+        count += tl.where(trained, 1.0, 0.0)
     num_trained = tl.maximum(tl.sum(count, axis=0), 1.0)
-    total_weight = tl.sum(log_weight, axis=0)
-    total_weight = total_weight / num_trained if level == "geometric" else total_weight
-    return num_trained, _ratio_of(total_weight), _ratio_of(tl.sum(log_ratio, axis=0) / num_trained)
+    return num_trained, _ratio_of(tl.sum(log_ratio, axis=0) / num_trained)
 
 
 @triton.jit
 def _policy_kernel(
-    logprobs_ptr, entropy_ptr, old_ptr, advantages_ptr, mask_ptr, bounds_ptr, ref_ptr, rollout_ptr, weights_ptr,
+    logprobs_ptr, entropy_ptr, old_ptr, advantages_ptr, mask_ptr, bounds_ptr, ref_ptr, weights_ptr,
     grad_logprobs_ptr, grad_entropy_ptr, sums_ptr,
-    num_tokens, inv_denominator, kl_coef, entropy_coef, ratio_low, ratio_high, dual_clip, low, high,
-    LOSS: tl.constexpr, KL: tl.constexpr, UNBIASED: tl.constexpr, LEVEL: tl.constexpr, MASKS: tl.constexpr,  # noqa: N803
+    num_tokens, inv_denominator, kl_coef, entropy_coef, ratio_low, ratio_high, dual_clip,
+    LOSS: tl.constexpr, KL: tl.constexpr, UNBIASED: tl.constexpr,  # noqa: N803
     SEQUENCES: tl.constexpr, MEANS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr  # noqa: N803
 ):  # fmt: skip
     """Compute gradients and partial metrics of one sequence, or of every `num_programs`-th block, per program."""
@@ -170,19 +151,16 @@ def _policy_kernel(
     last = num_tokens
     step = num_programs * BLOCK
     share = inv_denominator  # of the loss, per token
-    sequence_weight = 1.0
     sequence_ratio = 1.0
     if SEQUENCES:
         first = tl.load(bounds_ptr + program).to(tl.int64)
         last = tl.load(bounds_ptr + program + 1).to(tl.int64)
         step = BLOCK
-        num_trained, sequence_weight, sequence_ratio = _over_sequence(
-            first, last, logprobs_ptr, old_ptr, mask_ptr, rollout_ptr, low, high, LOSS, LEVEL, MASKS, BLOCK
-        )
+        num_trained, sequence_ratio = _over_sequence(first, last, logprobs_ptr, old_ptr, mask_ptr, LOSS, BLOCK)
         share = inv_denominator / num_trained if MEANS else inv_denominator
 
     zeros = tl.zeros([BLOCK], tl.float32)
-    sums = tl.zeros([BLOCK // (2 if SEQUENCES else 4), 16], tl.float32)
+    sums = tl.zeros([BLOCK // (2 if SEQUENCES else 4), 8], tl.float32)
     for start in range(first, last, step):
         index = start + tl.arange(0, BLOCK)
         valid = index < last
@@ -192,14 +170,7 @@ def _policy_kernel(
         old = logprob if old_ptr is None else _load(old_ptr, index, valid)
         advantage = _load(advantages_ptr, index, valid)
         reference = zeros if ref_ptr is None else _load(ref_ptr, index, valid)
-        rollout = old if rollout_ptr is None else _load(rollout_ptr, index, valid)
-        given = zeros if weights_ptr is None else _load(weights_ptr, index, valid)
-        weight = zeros + 1.0
-        kept = trained
-        outside = valid & False
-        if rollout_ptr is not None:
-            weight, kept, outside = _weighted(old - rollout, trained, sequence_weight, low, high, LEVEL, MASKS)
-        weight = weight if weights_ptr is None else given
+        weight = zeros + 1.0 if weights_ptr is None else _load(weights_ptr, index, valid)
 
         log_ratio = logprob - old
         ratio = zeros + sequence_ratio if LOSS == "gspo" else _ratio_of(log_ratio)
@@ -213,35 +184,34 @@ def _policy_kernel(
         grad = share * grad
         grad_entropy = zeros - entropy_coef * share
         whole = loss + kl_coef * kl - entropy_coef * bonus
-        # In the order of POLICY_METRICS, filled up to a power of two.
-        terms = (whole, loss, kl, bonus, zeros + 1.0, cut.to(tl.float32), ratio, _k3(log_ratio), kl, bonus, weight)
-        terms += (zeros + 1.0, outside.to(tl.float32), zeros, zeros, zeros)
-        sums += _by_thread(terms, trained, kept, SEQUENCES)
+        # The loss, then POLICY_METRICS.
+        terms = (whole, loss, kl, bonus, zeros + 1.0, cut.to(tl.float32), ratio, _k3(log_ratio))
+        sums += _by_thread(terms, trained, SEQUENCES)
         if grad_logprobs_ptr is not None:
-            grad = tl.where(kept, grad, 0.0).to(grad_logprobs_ptr.dtype.element_ty)
+            grad = tl.where(trained, grad, 0.0).to(grad_logprobs_ptr.dtype.element_ty)
             tl.store(grad_logprobs_ptr + index, grad, mask=valid)
         if grad_entropy_ptr is not None:
-            grad_entropy = tl.where(kept, grad_entropy, 0.0).to(grad_entropy_ptr.dtype.element_ty)
+            grad_entropy = tl.where(trained, grad_entropy, 0.0).to(grad_entropy_ptr.dtype.element_ty)
             tl.store(grad_entropy_ptr + index, grad_entropy, mask=valid)
-    slot = tl.arange(0, 16)
-    # The first four metrics are shares of the loss, the others plain sums.
+    slot = tl.arange(0, 8)
+    # The first four sums are shares of the loss, the others plain sums.
     sums = tl.sum(sums, axis=0) * tl.where(slot < 4, share, 1.0)
-    tl.store(sums_ptr + slot * num_programs + program, sums, mask=slot < _NUM_METRICS)
+    tl.store(sums_ptr + slot * num_programs + program, sums, mask=slot < _NUM_SUMS)
 
 
 @triton.jit
 def _metrics_kernel(sums_ptr, metrics_ptr, loss_ptr, num_programs, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):  # noqa: N803
-    """Add up the partial sums of one metric per program, in a fixed order. The first metric is the loss."""
+    """Add up the partial sums of the loss or of one metric per program, in a fixed order."""
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
-    metric = tl.program_id(0).to(tl.int64)
+    number = tl.program_id(0).to(tl.int64)
     sums = tl.zeros([BLOCK], tl.float32)
     for start in range(0, num_programs, BLOCK):
         index = start + tl.arange(0, BLOCK)
-        sums += tl.load(sums_ptr + metric * num_programs + index, mask=index < num_programs, other=0.0)
+        sums += tl.load(sums_ptr + number * num_programs + index, mask=index < num_programs, other=0.0)
     total = tl.sum(sums, axis=0)
-    tl.store(metrics_ptr + metric, total)
-    tl.store(loss_ptr, total, mask=metric == 0)
+    tl.store(loss_ptr, total, mask=number == 0)
+    tl.store(metrics_ptr + number - 1, total, mask=number > 0)
 
 
 def launch_policy(
@@ -252,16 +222,15 @@ def launch_policy(
     sequences = objective.needs_sequences
     block = SEQUENCE_BLOCK_SIZE if sequences else BLOCK_SIZE
     programs = len(stream.cu_seqlens) - 1 if sequences else min(triton.cdiv(size, block), PROGRAMS)
-    shapes = (), (len(POLICY_METRICS),), (len(POLICY_METRICS), programs)
+    shapes = (), (len(POLICY_METRICS),), (_NUM_SUMS.value, programs)
     loss, metrics, sums = (torch.empty(n, dtype=torch.float32, device=stream.advantages.device) for n in shapes)
     columns = [logprobs, entropy, stream.old_logprobs, stream.advantages, stream.loss_mask.view(torch.uint8)]
-    columns += [stream.cu_seqlens, stream.ref_logprobs, stream.rollout_logprobs, stream.weights]
+    columns += [stream.cu_seqlens, stream.ref_logprobs, stream.weights]
     columns = [None if column is None else column.contiguous() for column in columns] + [*grads, None, None][:2]
     overlap = _overlap(sums)
     options = {"SEQUENCES": sequences, "MEANS": objective.reduction == "seq_mean_token_mean", "BLOCK": block}
-    options |= {"LEVEL": objective.weight_level, "MASKS": objective.weight_mode == "mask", "OVERLAP": overlap}
     options |= {"num_warps": max(block // (64 if sequences else 128), 1), "maxnreg": MAX_REGISTERS}
-    options |= {"low": float(objective.weight_low), "high": float(objective.weight_high), "launch_pdl": overlap}
+    options |= {"OVERLAP": overlap, "launch_pdl": overlap}
     options |= {"kl_coef": float(objective.kl_coef), "entropy_coef": float(objective.entropy_coef)}
     options |= {"ratio_low": 1 - float(objective.clip_low), "ratio_high": 1 + float(objective.clip_high)}
     options |= {"dual_clip": None if objective.dual_clip is None else float(objective.dual_clip)}
@@ -270,7 +239,7 @@ def launch_policy(
         if programs:
             _policy_kernel[(programs,)](*columns, sums, size, 1.0 / stream.denominator(objective), **options)
         options = {"BLOCK": SUMS_BLOCK_SIZE, "OVERLAP": overlap, "launch_pdl": overlap}
-        _metrics_kernel[(len(POLICY_METRICS),)](sums, metrics, loss, programs, **options)
+        _metrics_kernel[(_NUM_SUMS.value,)](sums, metrics, loss, programs, **options)
     return loss, metrics
 
 

@@ -8,6 +8,7 @@ from pydantic import BeforeValidator
 from rlhf_data.checks import without_effect
 from rlhf_data.errors import ConfigError
 from rlhf_data.options import Section, flag, matching, one_of
+from rlhf_kernels import PolicyObjective
 from rlhf_train.algorithms import (
     ALGORITHMS,
     CORRECTION_LEVELS,
@@ -19,6 +20,7 @@ from rlhf_train.algorithms import (
     AlgorithmRow,
     AlgorithmSpec,
     CorrectionSpec,
+    make_algorithm,
 )
 
 Estimator = one_of(ALGORITHMS, {name: row.title for name, row in ALGORITHMS.items()})
@@ -29,10 +31,11 @@ CorrectionLevel = one_of(CORRECTION_LEVELS)
 CorrectionMode = one_of(CORRECTION_MODES)
 
 _DEFAULTS = AlgorithmSpec()
-_CLIP_RANGE = (_DEFAULTS.clip_low, _DEFAULTS.clip_high)
+_OBJECTIVE = _DEFAULTS.objective
+_CLIP_RANGE = (_OBJECTIVE.clip_low, _OBJECTIVE.clip_high)
 _CLIP_RANGES = {
     "gspo": (3e-4, 4e-4),  # of the mean log-ratio's exponential, which hardly leaves 1
-    "cispo": (0.999, _DEFAULTS.clip_high),  # no lower bound, or as good as none
+    "cispo": (0.999, _OBJECTIVE.clip_high),  # no lower bound, or as good as none
 }
 _CORRECTION_BOUNDS = {"truncate": (0.0, 2.0), "mask": (0.5, 5.0)}
 _CLIP_SPELLINGS = (("eps_clip",), ("eps_clip_low_high",), ("clip_eps_low", "clip_eps_high"))
@@ -78,14 +81,14 @@ class AlgorithmSection(Section, title="algorithm"):
         False, "do not divide advantages by their standard deviation (of the batch, or of the group)"
     )
     policy_loss_type: PolicyLoss = flag(
-        _DEFAULTS.policy_loss, "; ".join(f"{row.name}: {row.title}" for row in POLICY_LOSSES.values())
+        _OBJECTIVE.policy_loss, "; ".join(f"{row.name}: {row.title}" for row in POLICY_LOSSES.values())
     )
     loss_agg_mode: ReductionName | None = flag(
         None, "how token losses become one number; None: the policy loss's or the estimator's own"
     )
     eps_clip: float | None = flag(
         None,
-        f"the policy ratio is clipped to 1 -+ this; None: {_DEFAULTS.clip_low:g}"
+        f"the policy ratio is clipped to 1 -+ this; None: {_OBJECTIVE.clip_low:g}"
         + "".join(f", for {loss} {low:g} below and {high:g} above" for loss, (low, high) in _CLIP_RANGES.items()),
         gt=0,
         lt=1,
@@ -105,7 +108,7 @@ class AlgorithmSection(Section, title="algorithm"):
     dual_clip: float | None = flag(
         None, "with a negative advantage A the PPO loss is at most this times |A|; None: no limit", gt=1
     )
-    entropy_loss_coef: float = flag(_DEFAULTS.entropy_coef, "weight of the entropy bonus", ge=0)
+    entropy_loss_coef: float = flag(_OBJECTIVE.entropy_coef, "weight of the entropy bonus", ge=0)
     value_clip: float | None = flag(
         _DEFAULTS.value_clip, "a value may move that far from its old one; None: as far as it likes", gt=0
     )
@@ -118,7 +121,7 @@ class AlgorithmSection(Section, title="algorithm"):
     kl_horizon: int = flag(
         _DEFAULTS.kl_horizon, "responses over which --kl_target may move the weight by a fifth", ge=1
     )
-    kl_estimator: KlEstimatorName = flag(_DEFAULTS.kl_estimator, "estimate of the KL of a token")
+    kl_estimator: KlEstimatorName = flag(_OBJECTIVE.kl_estimator, "estimate of the KL of a token")
     use_kl_loss: bool = flag(False, "the KL is a term of the loss instead of a part of the reward")
     kl_unbiased_gradient: bool = flag(
         False, "the gradient of the KL loss is the KL's own, whatever the estimator; with --use_kl_loss"
@@ -174,9 +177,13 @@ class AlgorithmSection(Section, title="algorithm"):
     def spec(self) -> AlgorithmSpec:
         """Return the algorithm with its numbers. Raises ConfigError for numbers or options that cannot work."""
         clip_low, clip_high = self.clip_range
+        if not 0 <= clip_low < 1 or clip_high < 0:
+            given = f"--eps_clip_low_high is {clip_low:g} {clip_high:g}"
+            hint = "the policy ratio is kept between 1 - LOW and 1 + HIGH: try 0.2 0.28"
+            raise ConfigError(f"{given}: low must lie in [0, 1), high be >= 0", hint=hint)
         low, high = self.is_correction_threshold or _CORRECTION_BOUNDS[self.is_correction_mode]
-        return AlgorithmSpec(
-            estimator=self.advantage_estimator,
+        return make_algorithm(
+            self.advantage_estimator,
             policy_loss=self.policy_loss_type,
             reduction=self.loss_agg_mode,
             clip_low=clip_low,
@@ -185,6 +192,8 @@ class AlgorithmSection(Section, title="algorithm"):
             kl_coef=self.init_kl_coef,
             correction=CorrectionSpec(level=self.is_correction_level, mode=self.is_correction_mode, low=low, high=high),
             whiten_std=not self.no_advantage_std_norm,
+            use_kl_loss=self.use_kl_loss,
+            **matching(PolicyObjective, self),
             **matching(AlgorithmSpec, self),
         )
 
@@ -201,7 +210,7 @@ class AlgorithmSection(Section, title="algorithm"):
         if not spec.uses_reference and self.kl_target is not None:
             message = "--kl_target with --init_kl_coef 0: there is no KL"
             raise ConfigError(message, hint="set --init_kl_coef above 0, or drop --kl_target")
-        skips, loss = spec.old_logprobs == "skip", f"--policy_loss_type {spec.policy_loss}"
+        skips, loss = spec.old_logprobs == "skip", f"--policy_loss_type {spec.objective.policy_loss}"
         no_ratio = not skips and not spec.loss.uses_ratio
         notices = without_effect(
             given,

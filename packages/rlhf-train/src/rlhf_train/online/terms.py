@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from rlhf_kernels import POLICY_METRICS, PolicyObjective, PolicyStream
+from rlhf_kernels import POLICY_METRICS, PolicyStream
 from rlhf_models.batch import to_device
 from rlhf_train.algorithms import AlgorithmSpec
 from rlhf_train.batching import Denominators
@@ -24,21 +24,6 @@ def masked_mean(values: Tensor, mask: Tensor) -> Mean:
     return Mean(torch.where(mask, values.detach(), 0).sum(dtype=torch.float64), mask.sum())
 
 
-def policy_objective(spec: AlgorithmSpec, kl_coef: float) -> PolicyObjective:
-    """Return the terms of the actor's loss; `kl_coef` is the weight of the KL loss, where the KL is one."""
-    return PolicyObjective(
-        policy_loss=spec.policy_loss,
-        reduction=spec.loss_reduction,
-        clip_low=spec.clip_low,
-        clip_high=spec.clip_high,
-        dual_clip=spec.dual_clip,
-        kl_coef=kl_coef if spec.use_kl_loss else 0.0,
-        kl_estimator=spec.kl_estimator,
-        kl_unbiased_gradient=spec.kl_unbiased_gradient,
-        entropy_coef=spec.entropy_coef,
-    )
-
-
 def policy_stream(
     experience: Experience,
     rows: Sequence[int],
@@ -46,14 +31,14 @@ def policy_stream(
     denominators: Denominators,
     device: torch.device | str,
 ) -> PolicyStream:
-    """Return the constants of the tokens that the policy loss of `rows` is of, row after row; `denominators` are those
-    of the optimizer step. The engine's log-probs are among them unless old ones were recomputed and compared before."""
+    """Return the constants of the tokens that the policy loss sees, for `rows` of a shard, one row after the other.
+
+    `denominators` are those of the whole update.
+    """
     mask = experience.policy_mask[list(rows)]
     lengths = mask.sum(dim=1)
     names = ["advantages", "old_logprobs", "weights", *(["ref_logprobs"] if spec.use_kl_loss else [])]
     columns = {name: experience.columns[name] for name in names if name in experience.columns}
-    if spec.old_logprobs != "recompute":
-        columns["rollout_logprobs"] = experience.rollout_logprobs
     return PolicyStream(
         **{name: to_device(column[list(rows)][mask], device) for name, column in columns.items()},
         loss_mask=torch.ones(int(lengths.sum()), dtype=torch.bool, device=device),
@@ -65,12 +50,12 @@ def policy_stream(
 
 
 def policy_metrics(sums: Tensor, spec: AlgorithmSpec) -> dict[str, Metric]:
-    """Return the metrics of a micro-batch from what `packed_policy_loss` gives, [13] float: of a loss the share."""
+    """Return the metrics of a micro-batch from those of `packed_policy_loss`, [7] float. A loss is the share of it."""
     of = dict(zip(POLICY_METRICS, sums.double().unbind(), strict=True))
     metrics: dict[str, Metric] = {"policy/loss": Sum(of["policy_loss"])}
     if spec.use_kl_loss:
         metrics["kl/loss"] = Sum(of["kl_loss"])
-    if spec.entropy_coef:
+    if spec.objective.entropy_coef:
         metrics["entropy/loss"] = Sum(-of["entropy_bonus"])
     for name, entry in (("ratio", "ratio"), ("kl_to_old", "kl_to_old"), ("clip_fraction", "clipped")):
         if name != "clip_fraction" or spec.loss.uses_ratio:

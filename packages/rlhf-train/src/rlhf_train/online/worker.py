@@ -11,6 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from rlhf_data.errors import EngineError
 from rlhf_data.records import Rollout
+from rlhf_kernels import PolicyObjective
 from rlhf_models.batch import TokenBatch, to_device
 from rlhf_models.loading import load_actor, load_critic, load_tokenizer, resolve_dtype
 from rlhf_models.reference import load_reference
@@ -28,7 +29,6 @@ from rlhf_train.online.terms import (
     masked_mean,
     mismatch_metrics,
     policy_metrics,
-    policy_objective,
     policy_stream,
 )
 from rlhf_train.run.ema import WeightAverage
@@ -146,7 +146,7 @@ class TrainWorker:
             metrics |= correct_mismatch(experience, spec)
         kl = None
         if spec.uses_reference and "old_logprobs" in columns:
-            kl = kl_estimate(columns["old_logprobs"], columns["ref_logprobs"], spec.kl_estimator)
+            kl = kl_estimate(columns["old_logprobs"], columns["ref_logprobs"], spec.objective.kl_estimator)
             metrics["kl/reference"] = masked_mean(kl, mask)
         zeros = torch.zeros(mask.shape)
         charged = zeros if kl is None or spec.use_kl_loss else kl
@@ -166,18 +166,21 @@ class TrainWorker:
         return on_host(metrics)
 
     def update(self, role: str, *, max_epochs: int, seed: int, kl_coef: float = 0.0) -> dict[str, Metric]:
-        """Train `role` on the shard: every mini-batch once an epoch, in an order drawn from `seed`. Collective.
+        """Train `role` on the shard: one update per mini-batch and epoch, in an order drawn from `seed`. Collective.
 
-        `kl_coef` is the weight of the KL loss, for the actor when the KL is one. Raises EngineError when a gradient is
-        not finite.
+        `kl_coef` is the weight of the KL where it is a term of the actor's loss; elsewhere it is not read. Raises
+        EngineError when a gradient is not finite.
         """
+        objective = self._algorithm.objective
+        if self._algorithm.use_kl_loss:
+            objective = replace(objective, kl_coef=kl_coef)
         mini_batches = self._counted(role)
         parts: list[Mapping[str, Metric]] = []
         for epoch in range(max_epochs):
             order = np.random.default_rng((seed, epoch)).permutation(len(mini_batches))
-            # Only before the first step is the trainer's policy the one whose gap to the engine is asked for.
+            # The gap to the engine is that of the policy before its first update.
             parts += [
-                self._optimizer_step(role, mini_batches[index], kl_coef, is_first=not epoch and not position)
+                self._update_once(role, mini_batches[index], objective, is_first=not epoch and not position)
                 for position, index in enumerate(order)
             ]
         return on_host(merge_metrics(parts))
@@ -195,13 +198,15 @@ class TrainWorker:
             for batch, (tokens, sequences) in zip(batches, counts.tolist(), strict=True)
         ]
 
-    def _optimizer_step(self, role: str, mini_batch: MiniBatch, kl_coef: float, *, is_first: bool) -> dict[str, Metric]:
+    def _update_once(
+        self, role: str, mini_batch: MiniBatch, objective: PolicyObjective, *, is_first: bool
+    ) -> dict[str, Metric]:
         engine, name = self.engines[role], {"actor": "policy", "critic": "value"}[role]
         engine.module.train()
         parts: list[Mapping[str, Metric]] = []
         trained = (self._experience.policy_mask if role == "actor" else self._experience.loss_mask).any(dim=1)
         for index, planned in enumerate(mini_batch.micro_batches):
-            # Nothing is run for rows of which nothing is trained: their numbers need not even be finite.
+            # Rows without a trained token are left out: their numbers need not even be finite.
             rows = [row for row in planned if trained[row]]
             if role == "critic":
                 outputs, mask = self._forward(role, rows)
@@ -209,7 +214,7 @@ class TrainWorker:
                 inputs = {name: self._cut(columns[name], rows, mask.shape[1]) for name in ("values", "returns")}
                 loss, metrics = critic_loss(outputs["values"], mask, inputs, self._algorithm, mini_batch.denominators)
             else:
-                loss, metrics = self._actor_loss(rows, mini_batch.denominators, kl_coef, is_first)
+                loss, metrics = self._actor_loss(rows, mini_batch.denominators, objective, is_first)
             engine.backward(loss, is_last=index == len(mini_batch.micro_batches) - 1)
             parts.append(metrics)
         stats = engine.step()
@@ -219,7 +224,7 @@ class TrainWorker:
         if role == "actor" and self._average is not None:
             self._average.update(engine.local_weights())
         merged = merge_metrics(parts)
-        # The shares of a loss add up to that of an optimizer step, which all ranks together count as one.
+        # The shares of a loss add up to that of one update, which all ranks together count as one.
         losses = {key: Mean(part.value, 1 / self._num_ranks) for key, part in merged.items() if isinstance(part, Sum)}
         return {
             **merged,
@@ -230,7 +235,7 @@ class TrainWorker:
         }
 
     def _actor_loss(
-        self, rows: Sequence[int], denominators: Denominators, kl_coef: float, is_first: bool
+        self, rows: Sequence[int], denominators: Denominators, objective: PolicyObjective, is_first: bool
     ) -> tuple[Tensor, dict[str, Metric]]:
         """Run the actor on rows of the shard; return this micro-batch's share of its loss, and metrics."""
         spec, experience, batch = self._algorithm, self._experience, self._batch("actor", rows)
@@ -241,7 +246,7 @@ class TrainWorker:
             temperature=self._temperature,
             logits_mask=wanted,
             stream=stream,
-            objective=policy_objective(spec, kl_coef),
+            objective=objective,
         )
         metrics = policy_metrics(output.metrics, spec)
         if is_first and spec.old_logprobs != "recompute":
@@ -249,10 +254,11 @@ class TrainWorker:
             asked, mask = to_device(wanted.flatten().nonzero()[:, 0], self._device), stream.loss_mask
             logprobs, entropy = (column.flatten()[asked] for column in (output.logprobs, output.entropy))
             metrics["policy/entropy"] = masked_mean(entropy, mask)
-            metrics |= mismatch_metrics(logprobs, stream.rollout_logprobs, mask)
+            rollout_logprobs = experience.rollout_logprobs[list(rows)][experience.policy_mask[list(rows)]]
+            metrics |= mismatch_metrics(logprobs, to_device(rollout_logprobs, self._device), mask)
             if spec.use_kl_loss:
                 metrics["kl/reference"] = masked_mean(
-                    kl_estimate(logprobs, stream.ref_logprobs, spec.kl_estimator), mask
+                    kl_estimate(logprobs, stream.ref_logprobs, objective.kl_estimator), mask
                 )
         return output.loss, metrics
 

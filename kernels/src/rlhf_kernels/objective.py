@@ -1,0 +1,63 @@
+"""The terms of a policy loss as plain data, from the command line to the kernel. Torch-free."""
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+PolicyLossName = Literal["ppo", "gspo", "cispo", "reinforce"]
+Reduction = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"]
+KlEstimator = Literal["k1", "k2", "k3"]
+
+_CHOICES = {
+    "policy_loss": get_args(PolicyLossName),
+    "reduction": get_args(Reduction),
+    "kl_estimator": get_args(KlEstimator),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyObjective:
+    """The terms of a policy loss and their coefficients. `packed_policy_loss` gives the formulas.
+
+    Attributes:
+        policy_loss: ppo, gspo, cispo or reinforce.
+        reduction: token_mean, seq_mean_token_mean, seq_mean_token_sum or seq_mean_token_sum_norm; of the KL and entropy
+            terms, too.
+        clip_low: largest decrease of the ratio below 1, in [0, 1).
+        clip_high: largest increase of the ratio above 1, >= 0.
+        dual_clip: with ppo and a negative advantage A, the loss is at most this times |A|. > 1, or None for no bound.
+        kl_coef: weight of the KL to the reference as a term of the loss, >= 0.
+        kl_estimator: k1, k2 or k3.
+        kl_unbiased_gradient: give the KL term the gradient of KL(policy || reference), whatever the estimator.
+        entropy_coef: weight of the entropy bonus, >= 0.
+
+    Raises:
+        ValueError: an attribute out of its range.
+    """
+
+    policy_loss: PolicyLossName = "ppo"
+    reduction: Reduction = "token_mean"
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    dual_clip: float | None = None
+    kl_coef: float = 0.0
+    kl_estimator: KlEstimator = "k1"
+    kl_unbiased_gradient: bool = False
+    entropy_coef: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, is_right, allowed in (
+            *((name, getattr(self, name) in known, ", ".join(known)) for name, known in _CHOICES.items()),
+            ("clip_low", 0 <= self.clip_low < 1, "in [0, 1)"),
+            ("clip_high", self.clip_high >= 0, ">= 0"),
+            ("dual_clip", self.dual_clip is None or self.dual_clip > 1, "> 1, or None"),
+            ("dual_clip", self.dual_clip is None or self.policy_loss == "ppo", "None unless policy_loss is ppo"),
+            ("kl_coef", self.kl_coef >= 0, ">= 0"),
+            ("entropy_coef", self.entropy_coef >= 0, ">= 0"),
+        ):
+            if not is_right:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; allowed: {allowed}")
+
+    @property
+    def needs_sequences(self) -> bool:
+        """Whether a token's loss depends on other tokens of its sequence."""
+        return self.policy_loss == "gspo" or self.reduction == "seq_mean_token_mean"
