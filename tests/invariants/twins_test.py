@@ -11,7 +11,7 @@ import torch
 
 from rlhf_kernels import PolicyObjective, PolicyStream, packed_policy_loss
 from rlhf_kernels.ops.packed_policy_loss.reference import packed_policy_loss_reference
-from rlhf_train.advantages import generalized_advantages, moments, token_rewards, whiten
+from rlhf_train.advantages import generalized_advantages, moments, placed_rewards, token_rewards, whiten
 from rlhf_train.algorithms import CORRECTION_LEVELS, CORRECTION_MODES, REDUCTIONS
 from rlhf_train.baselines import group_normalized, leave_one_out
 from rlhf_train.batching import Denominators
@@ -313,7 +313,8 @@ def test_generalized_advantages_equal_the_slow_twin(batch, gamma, lambd, goes_on
 
 def test_token_rewards_equal_the_slow_twin(batch):
     scores = batch["rewards"][:, 0]
-    fast = token_rewards(scores, batch["logprobs"], batch["mask"], kl_coef=0.3)
+    placed = placed_rewards(scores, torch.zeros_like(batch["rewards"]), batch["mask"])
+    fast = token_rewards(placed, batch["logprobs"], batch["mask"], kl_coef=0.3)
     for i in range(NUM_ROWS):
         places = [t for t in range(NUM_COLUMNS) if batch["mask"][i, t]]
         for t in range(NUM_COLUMNS):

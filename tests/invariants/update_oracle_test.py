@@ -14,7 +14,7 @@ import torch
 from rlhf_data.records import FinishReason, Rollout, Span, SpanSource, Verdict, VerdictKind
 from rlhf_models.testing import tiny_model_dir, tiny_reward_model_dir
 from rlhf_train import algorithms as tables
-from rlhf_train.algorithms import AlgorithmSpec, CorrectionSpec
+from rlhf_train.algorithms import AlgorithmSpec, CorrectionSpec, make_algorithm
 from rlhf_train.baselines import relative_rewards
 from rlhf_train.batching import RankPlan, plan_batches
 from rlhf_train.specs import ModelSpec, OptimizerSpec
@@ -138,7 +138,7 @@ def spec_of(recipe: Recipe) -> AlgorithmSpec:
         )
     else:
         del fields["correction"]
-    return AlgorithmSpec(**fields)
+    return make_algorithm(**fields)
 
 
 def plans_of(rollouts: Sequence[Rollout], num_ranks: int) -> tuple[RankPlan, ...]:
@@ -306,8 +306,8 @@ def test_cases_have_every_row_of_every_table():
     recipes = [case.recipe for case in CASES.values()]
     specs = [spec_of(recipe) for recipe in recipes]
     assert {spec.estimator for spec in specs} == set(tables.ALGORITHMS)
-    assert {spec.policy_loss for spec in specs} == set(tables.POLICY_LOSSES)
-    assert {spec.loss_reduction for spec in specs} == set(tables.REDUCTIONS)
+    assert {spec.objective.policy_loss for spec in specs} == set(tables.POLICY_LOSSES)
+    assert {spec.objective.reduction for spec in specs} == set(tables.REDUCTIONS)
     assert {spec.old_logprobs for spec in specs} == set(tables.OLD_LOGPROBS)
     assert {(r.kl_estimator, r.use_kl_loss) for r in recipes if r.kl_coef} == set(
         itertools.product(tables.KL_ESTIMATORS, (False, True))

@@ -4,16 +4,53 @@ import numpy as np
 import pytest
 import torch
 
-from rlhf_train.advantages import generalized_advantages, moments, token_rewards, whiten
+from rlhf_train.advantages import generalized_advantages, moments, placed_rewards, token_rewards, whiten
 from rlhf_train.baselines import group_normalized, leave_one_out, relative_rewards
 
+F64 = torch.float64
 
-def test_token_rewards_put_the_reward_on_the_last_trained_token():
+
+def test_rewards_without_turns_are_whole_at_the_last_trained_token():
     mask = torch.tensor([[False, True, True, False], [False, True, False, False], [False, False, False, False]])
-    kl = torch.full((3, 4), 2.0)
-    rewards = token_rewards(torch.tensor([5.0, 7.0, 9.0]), kl, mask, kl_coef=0.1)
-    # -0.1 * 2 at every trained token, the reward on top at the last one; the third rollout trains nothing.
-    assert torch.allclose(rewards, torch.tensor([[0, -0.2, 4.8, 0], [0, 6.8, 0, 0], [0, 0, 0, 0.0]]))
+    placed = placed_rewards(torch.tensor([5.0, 7.0, 9.0], dtype=F64), torch.zeros(3, 4, dtype=F64), mask)
+    # The third rollout trains nothing, so that its reward has no place.
+    assert placed.tolist() == [[0, 0, 5, 0], [0, 7, 0, 0], [0, 0, 0, 0]] and placed.dtype == F64
+
+
+def test_rewards_by_turn_are_at_the_turns_last_tokens_and_the_rest_at_the_end():
+    # Two turns of two tokens with one of the environment between: they earned 2 and -0.5, in all 1.5.
+    mask = torch.tensor([[False, True, True, False, True, True, False]] * 3)
+    turns = torch.zeros(3, 7, dtype=F64)
+    turns[:, 2], turns[:, 5] = 2.0, -0.5
+    # The second rollout's reward is 1 less by comparison with its group; the first turn's end of the third drops out.
+    mask[2, 2] = False
+    placed = placed_rewards(torch.tensor([1.5, 0.5, 1.5], dtype=F64), turns, mask)
+    assert placed.tolist() == [[0, 0, 2, 0, 0, -0.5, 0], [0, 0, 2, 0, 0, -1.5, 0], [0, 0, 0, 0, 0, 1.5, 0]]
+
+
+def test_token_rewards_charge_the_kl_at_trained_tokens():
+    mask = torch.tensor([[False, True, True, False], [False, False, False, False]])
+    rewards = torch.tensor([[0, 0.25, 5.0, 0], [0, 0, 0, 0]], dtype=F64)
+    charged = token_rewards(rewards, torch.full((2, 4), 2.0, dtype=F64), mask, kl_coef=0.1)
+    torch.testing.assert_close(charged, torch.tensor([[0, 0.05, 4.8, 0], [0, 0, 0, 0]], dtype=F64))
+
+
+def test_reward_of_an_early_turn_counts_for_that_turn_and_before_only():
+    mask = torch.tensor([[False, True, True, False, True, True]])
+    turns = torch.zeros(1, 6)
+    turns[0, 2], turns[0, 5] = 2.0, 1.0
+    rewards = placed_rewards(torch.tensor([3.0]), turns, mask)
+    _, returns = generalized_advantages(rewards, torch.zeros(1, 6), mask, gamma=0.5, lambd=1.0)
+    # From the end: 1; 0.5; 2 + 0.25; 1.125.
+    assert returns.tolist() == [[0, 1.125, 2.25, 0, 0.5, 1.0]]
+
+
+def test_rewards_of_another_shape_are_refused():
+    mask = torch.ones(2, 3, dtype=torch.bool)
+    with pytest.raises(ValueError, match="shapes differ"):
+        placed_rewards(torch.zeros(2), torch.zeros(2, 4), mask)
+    with pytest.raises(ValueError, match="shapes differ"):
+        token_rewards(torch.zeros(2), torch.zeros(2, 3), mask, kl_coef=0.1)
 
 
 def test_generalized_advantages_match_hand_values():

@@ -248,6 +248,25 @@ def test_experience_aligns_columns_with_tokens():
         assert np.allclose(experience.rollout_logprobs[row, : rollout.num_tokens], rollout.rollout_logprobs)
 
 
+def test_experience_keeps_the_version_of_each_token_and_the_rewards_of_turns():
+    spans = (
+        Span(SpanSource.PROMPT, [1]),
+        Span(SpanSource.POLICY, [2, 3], [-1.0, -1.0], policy_version=4),
+        Span(SpanSource.POLICY, [4], [-1.0], policy_version=5),  # the same turn, after an update of the weights
+        Span(SpanSource.ENVIRONMENT, [5]),
+        Span(SpanSource.POLICY, [6], [-1.0], policy_version=5),
+    )
+    verdict = Verdict(VerdictKind.OK, 1.5, turn_rewards=(2.0, -0.5))
+    by_turn = Rollout("a", "g", spans, FinishReason.STOP, verdict=verdict)
+    whole = Rollout("b", "g", spans[:2], FinishReason.STOP, verdict=Verdict(VerdictKind.OK, 1.0))
+    experience = Experience.from_rollouts([by_turn, whole], [1.0, 0.5])
+    assert experience.policy_versions.tolist() == [[-1, 4, 4, 5, -1, 5], [-1, 4, 4, -1, -1, -1]]
+    assert experience.turn_rewards.tolist() == [[0, 0, 0, 2.0, 0, -0.5], [0] * 6]
+    assert experience.rewards.tolist() == [1.0, 0.5]
+    with pytest.raises(ValueError, match="1 rewards for 2 rollouts"):
+        Experience.from_rollouts([by_turn, whole], [1.0])
+
+
 def test_experience_columns_travel_by_rollout_id_in_any_order():
     rollouts = random_rollouts(6, vocab_size=50)
     source = Experience.from_rollouts(rollouts, [0.0] * 6)

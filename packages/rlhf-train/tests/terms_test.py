@@ -17,6 +17,7 @@ from rlhf_train.online.terms import (
     drop_nonfinite,
     policy_metrics,
     policy_stream,
+    staleness_metrics,
 )
 from rlhf_train.run.metrics import Metric, Sum, results
 
@@ -31,8 +32,10 @@ def experience_of(old: Tensor, rollout: Tensor, **columns: Tensor) -> Experience
         token_ids=[np.zeros(4, np.int32), np.zeros(2, np.int32)],
         loss_mask=MASK.clone(),
         policy_mask=MASK.clone(),
+        policy_versions=torch.where(MASK, 3, -1),
         rollout_logprobs=rollout.clone(),
         rewards=torch.zeros(2),
+        turn_rewards=torch.zeros(2, 4),
         truncated=torch.zeros(2, dtype=torch.bool),
         columns={"old_logprobs": old.clone(), **columns},
     )
@@ -74,6 +77,17 @@ def test_drop_nonfinite_may_leave_a_rollout_with_nothing_to_train():
     experience = experience_of(old, torch.where(MASK, -1.0, 0.0))
     drop_nonfinite(experience)
     assert experience.loss_mask.sum(dim=1).tolist() == [3, 0]
+
+
+def test_staleness_counts_updates_of_trained_tokens_only():
+    experience = experience_of(torch.zeros(2, 4), torch.zeros(2, 4))
+    experience.policy_versions[0, 3] = 1
+    # Version 5 less 3, 3 and 1 in the first rollout, less 3 in the second.
+    assert results(staleness_metrics(experience, 5)) == {"policy/staleness": 10 / 4, "policy/staleness_max": 4.0}
+    experience.loss_mask[0, 3] = False
+    assert results(staleness_metrics(experience, 5)) == {"policy/staleness": 2.0, "policy/staleness_max": 2.0}
+    experience.loss_mask[:] = False
+    assert results(staleness_metrics(experience, 5)) == {"policy/staleness_max": 0.0}
 
 
 def mismatched() -> Experience:

@@ -12,24 +12,46 @@ from rlhf_kernels import packed_gae
 from rlhf_train.shapes import check_same_shape
 
 
-def token_rewards(rewards: Tensor, kl: Tensor, loss_mask: Tensor, *, kl_coef: float) -> Tensor:
-    """Spread rollout rewards over tokens.
+def placed_rewards(rewards: Tensor, turn_rewards: Tensor, loss_mask: Tensor) -> Tensor:
+    """Place what each rollout earned at its tokens.
 
-        r_t = -kl_coef kl_t + [t is the last trained token] R
+        R_t = turn_t + [t is the last trained token] (R - sum_s turn_s)
+
+    Without rewards by turn the whole reward is at the last trained token. What shaping or a comparison within the group
+    changed is at the last trained token, too, as is the reward of a turn whose last token is not trained: the row's sum
+    is R in any case.
 
     Args:
-        rewards: [B] float, one a rollout.
-        kl: [B, T] float, nats, to the reference; zeros when the KL is no part of the reward.
+        rewards: [B] float, R, in reward units.
+        turn_rewards: [B, T] float, each at the last token of its turn, 0.0 elsewhere.
         loss_mask: [B, T] bool.
-        kl_coef: reward units a nat, >= 0.
 
     Returns:
-        [B, T] float, in reward units. A rollout without a trained token has nowhere to put its reward: all zeros.
+        [B, T] float. A rollout without a trained token has no place for its reward: all zeros.
+    """
+    check_same_shape(turn_rewards=turn_rewards, loss_mask=loss_mask)
+    placed = turn_rewards.masked_fill(~loss_mask, 0.0)
+    return placed + last_trained(loss_mask) * (rewards - placed.sum(dim=1))[:, None]
+
+
+def token_rewards(rewards: Tensor, kl: Tensor, loss_mask: Tensor, *, kl_coef: float) -> Tensor:
+    """Charge the KL to the reference to the rewards of tokens.
+
+        r_t = R_t - kl_coef kl_t
+
+    Args:
+        rewards: [B, T] float, in reward units, from `placed_rewards`.
+        kl: [B, T] float, nats, to the reference; zeros when the KL is no part of the reward.
+        loss_mask: [B, T] bool.
+        kl_coef: reward units per nat, >= 0.
+
+    Returns:
+        [B, T] float, in reward units, 0.0 where the mask is False.
 
     Source: Ouyang et al. 2022, arXiv:2203.02155, eq. 2.
     """
-    check_same_shape(kl=kl, loss_mask=loss_mask)
-    return (-kl_coef * kl).masked_fill(~loss_mask, 0.0) + last_trained(loss_mask) * rewards[:, None]
+    check_same_shape(rewards=rewards, kl=kl, loss_mask=loss_mask)
+    return (-kl_coef * kl + rewards).masked_fill(~loss_mask, 0.0)
 
 
 def last_trained(loss_mask: Tensor) -> Tensor:
@@ -61,7 +83,7 @@ def generalized_advantages(
         rewards: [B, T] float, from `token_rewards`.
         values: [B, T] float, in reward units: V_t is of the state before token t is written.
         loss_mask: [B, T] bool.
-        gamma: discount a token.
+        gamma: discount per token.
         lambd: 0 trusts the values, 1 the rewards.
         last_values: [B] float, the value after the last token of each rollout; 0.0 for those that ended by themselves.
             None is 0.0 for all.

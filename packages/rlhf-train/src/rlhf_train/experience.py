@@ -24,12 +24,15 @@ class Experience:
         rollout_ids: B ids.
         token_ids: B arrays of the rollouts' tokens, [L_i] int32 each.
         loss_mask: [B, T] bool, True where the token is trained.
-        policy_mask: [B, T] bool, the part of it that the policy loss is of.
+        policy_mask: [B, T] bool, the trained tokens that the policy loss includes.
+        policy_versions: [B, T] int32, the version of the policy that wrote each token; -1 where it wrote none.
         rollout_logprobs: [B, T] float32, nats, from the engine; 0.0 where the mask is False.
-        rewards: [B] float32, what each rollout earned, after any comparison within its group.
+        rewards: [B] float32, what each rollout earned in all, after shaping and any comparison within its group.
+        turn_rewards: [B, T] float32, the part of it that a turn earned, at the turn's last token and as its verdict has
+            it; 0.0 elsewhere.
         truncated: [B] bool, whether the length limit ended it.
         columns: name to [B, T] float32, filled in as models are run; 0.0 where the mask is False. `last_values` has the
-            value of a rollout's last state at its last trained token, `trained` is 1.0 where the loss mask holds still,
+            value of a rollout's last state at its last trained token, `trained` is 1.0 where the loss mask still holds,
             `weights` are what the policy loss is multiplied by.
     """
 
@@ -37,27 +40,39 @@ class Experience:
     token_ids: list[np.ndarray]
     loss_mask: Tensor
     policy_mask: Tensor
+    policy_versions: Tensor
     rollout_logprobs: Tensor
     rewards: Tensor
+    turn_rewards: Tensor
     truncated: Tensor
     columns: dict[str, Tensor] = field(default_factory=dict)
 
     @classmethod
     def from_rollouts(cls, rollouts: Sequence[Rollout], rewards: Sequence[float]) -> "Experience":
-        """Align `rollouts`; `rewards` has one number for each."""
+        """Align `rollouts`; `rewards` has one number for each. Raises ValueError unless it does."""
+        if len(rewards) != len(rollouts):
+            raise ValueError(f"{len(rewards)} rewards for {len(rollouts)} rollouts")
         width = max((rollout.num_tokens for rollout in rollouts), default=1)
         loss_mask = torch.zeros(len(rollouts), width, dtype=torch.bool)
         rollout_logprobs = torch.zeros(len(rollouts), width)
+        turn_rewards = torch.zeros(len(rollouts), width)
+        policy_versions = torch.full((len(rollouts), width), -1, dtype=torch.int32)
         for row, rollout in enumerate(rollouts):
-            loss_mask[row, : rollout.num_tokens] = torch.from_numpy(rollout.loss_mask)
-            rollout_logprobs[row, : rollout.num_tokens] = torch.from_numpy(rollout.rollout_logprobs)
+            size = rollout.num_tokens
+            loss_mask[row, :size] = torch.from_numpy(rollout.loss_mask)
+            rollout_logprobs[row, :size] = torch.from_numpy(rollout.rollout_logprobs)
+            policy_versions[row, :size] = torch.from_numpy(rollout.policy_versions)
+            if rollout.verdict is not None and rollout.verdict.turn_rewards:
+                turn_rewards[row, rollout.turn_ends] = torch.tensor(rollout.verdict.turn_rewards)
         return cls(
             rollout_ids=[rollout.rollout_id for rollout in rollouts],
             token_ids=[rollout.token_ids for rollout in rollouts],
             loss_mask=loss_mask,
             policy_mask=loss_mask.clone(),
+            policy_versions=policy_versions,
             rollout_logprobs=rollout_logprobs,
             rewards=torch.tensor(list(rewards), dtype=torch.float32),
+            turn_rewards=turn_rewards,
             truncated=torch.tensor([r.finish_reason is FinishReason.LENGTH for r in rollouts], dtype=torch.bool),
         )
 
@@ -75,7 +90,7 @@ class Experience:
         self.rollout_logprobs = self.rollout_logprobs.masked_fill(~self.loss_mask, 0.0)
 
     def export(self, names: Sequence[str]) -> dict[str, dict[str, np.ndarray]]:
-        """Return columns as name to rollout id to [L_i] array, for a rank of another group."""
+        """Return columns as name to rollout id to [L_i] array, for a rank of another set."""
         rows = [(row, rollout_id, len(self.token_ids[row])) for row, rollout_id in enumerate(self.rollout_ids)]
         return {name: {key: self.columns[name][row, :size].numpy() for row, key, size in rows} for name in names}
 

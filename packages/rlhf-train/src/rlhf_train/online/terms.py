@@ -88,6 +88,16 @@ def drop_nonfinite(experience: Experience) -> dict[str, Metric]:
     return {"samples/nonfinite_tokens": dropped}
 
 
+def staleness_metrics(experience: Experience, policy_version: int) -> dict[str, Metric]:
+    """Return mean and maximum of the updates between the policy that wrote a trained token and `policy_version`."""
+    mask = experience.loss_mask
+    staleness = policy_version - experience.policy_versions
+    return {
+        "policy/staleness": masked_mean(staleness, mask),
+        "policy/staleness_max": Max(float(staleness[mask].max()) if mask.any() else 0.0),
+    }
+
+
 def correct_mismatch(experience: Experience, spec: AlgorithmSpec) -> dict[str, Metric]:
     """Measure how far the trainer's log-probs are from the engine's, and correct for it when `spec` says so.
 

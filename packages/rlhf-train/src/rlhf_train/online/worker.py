@@ -16,7 +16,14 @@ from rlhf_models.batch import TokenBatch, to_device
 from rlhf_models.loading import load_actor, load_critic, load_tokenizer, resolve_dtype
 from rlhf_models.reference import load_reference
 from rlhf_models.weights import save_hf
-from rlhf_train.advantages import generalized_advantages, last_trained, moments, token_rewards, whiten
+from rlhf_train.advantages import (
+    generalized_advantages,
+    last_trained,
+    moments,
+    placed_rewards,
+    token_rewards,
+    whiten,
+)
 from rlhf_train.algorithms import AlgorithmSpec
 from rlhf_train.batching import Denominators, MiniBatch, RankPlan
 from rlhf_train.engine.deepspeed import DeepSpeedEngine, init_process_group
@@ -30,6 +37,7 @@ from rlhf_train.online.terms import (
     mismatch_metrics,
     policy_metrics,
     policy_stream,
+    staleness_metrics,
 )
 from rlhf_train.run.ema import WeightAverage
 from rlhf_train.run.metrics import Max, Mean, Metric, Sum, merge_metrics, on_host
@@ -77,6 +85,7 @@ class TrainWorker:
             self._average = WeightAverage(ema_beta, self.engines["actor"].local_weights())
         self._experience = Experience.from_rollouts([], [])
         self._plan = RankPlan((), (), ())
+        self._policy_version = 0
 
     def _load(self, role: str, spec: ModelSpec, device: str) -> None:
         if spec.optimizer is None:
@@ -90,10 +99,13 @@ class TrainWorker:
             model, spec.optimizer, zero_stage=spec.zero_stage, dtype=resolve_dtype(spec.dtype), device=device
         )
 
-    def load_rollouts(self, rollouts: Sequence[Rollout], rewards: Sequence[float], plan: RankPlan) -> None:
-        """Take this step's shard, in the order of `plan.rows`."""
+    def load_rollouts(
+        self, rollouts: Sequence[Rollout], rewards: Sequence[float], plan: RankPlan, policy_version: int = 0
+    ) -> None:
+        """Take this step's shard, in the order of `plan.rows`; `policy_version` is that of the weights to train."""
         self._experience = Experience.from_rollouts(rollouts, rewards)
         self._plan = plan
+        self._policy_version = policy_version
 
     @torch.no_grad()
     def run_model(self, role: str) -> dict[str, Metric]:
@@ -139,7 +151,7 @@ class TrainWorker:
             experience.set_column("old_logprobs", experience.rollout_logprobs)
         # Before tokens are dropped: the value of the last state stays, whichever token is then the last.
         last_values = columns["last_values"].sum(dim=1) if "last_values" in columns else None
-        metrics = drop_nonfinite(experience)
+        metrics = drop_nonfinite(experience) | staleness_metrics(experience, self._policy_version)
         mask = experience.loss_mask
         experience.set_column("trained", mask.float())
         if spec.old_logprobs == "recompute":
@@ -150,7 +162,8 @@ class TrainWorker:
             metrics["kl/reference"] = masked_mean(kl, mask)
         zeros = torch.zeros(mask.shape)
         charged = zeros if kl is None or spec.use_kl_loss else kl
-        rewards = token_rewards(experience.rewards, charged, mask, kl_coef=kl_coef)
+        rewards = placed_rewards(experience.rewards, experience.turn_rewards, mask)
+        rewards = token_rewards(rewards, charged, mask, kl_coef=kl_coef)
         values, lambd = (columns["values"], spec.lambd) if spec.row.uses_critic else (zeros, 1.0)
         given = [None if x is None else to_device(x, self._device) for x in (rewards, values, mask, last_values)]
         solved = generalized_advantages(*given[:3], gamma=spec.gamma, lambd=lambd, last_values=given[3])
