@@ -36,6 +36,7 @@ from rlhf_rollout.host import free_port
 from rlhf_train.offline.job import OfflineJob, run_offline
 from rlhf_train.offline.loop import OfflineSchedule
 from rlhf_train.offline.objectives.supervised import SupervisedObjective
+from rlhf_train.run.observer import Observer
 from rlhf_train.specs import ModelSpec, OptimizerSpec
 from shapes import SHAPES
 
@@ -93,18 +94,15 @@ def products_share(shapes: Sequence[tuple[int, int]], num_tokens: int) -> float:
     return 6 * num_tokens * sum(weight.numel() for weight in weights) / seconds / PEAK_FLOPS
 
 
-class Keeper:
-    """Keeps the seconds and tokens of every step."""
+class Keeper(Observer):
+    """Keeps the seconds and tokens of every update."""
 
     def __init__(self) -> None:
-        self.steps: list[Mapping[str, float]] = []
+        self.updates: list[Mapping[str, float]] = []
 
-    def step(self, step: int, num_steps: int, metrics: dict[str, float]) -> None:
+    def update(self, update: int, num_updates: int, metrics: dict[str, float]) -> None:
         """See `Observer`."""
-        self.steps.append(metrics)
-
-    def evaluation(self, step: int, metrics: dict[str, float]) -> None:
-        """See `Observer`."""
+        self.updates.append(metrics)
 
 
 def measure(
@@ -141,11 +139,11 @@ def measure(
             device="cuda" if on_gpu else "cpu",
         )
         run_offline(job, keeper)
-    steps = keeper.steps[options.warmup :]
+    steps = keeper.updates[options.warmup :]
     return {
         "layout": f"packed, {pack_tokens} tokens" if packing else f"padded, {options.micro_batch_size} rows",
         "tokens_a_second": statistics.median(step["throughput/tokens"] for step in steps),
-        "seconds_a_step": statistics.median(step["time/step"] for step in steps),
+        "seconds_a_step": statistics.median(step["time/update"] for step in steps),
         "peak_memory_gib": torch.cuda.max_memory_allocated() / 2**30 if on_gpu else None,
         "num_steps": len(steps),
     }

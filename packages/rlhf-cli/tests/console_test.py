@@ -5,7 +5,7 @@ import io
 import numpy as np
 import pytest
 
-from rlhf_cli.console import PPO_COLUMNS, Console, RunView, StepTable, offline_columns, show_results
+from rlhf_cli.console import PPO_COLUMNS, Console, RunView, StepTable, show_results
 from rlhf_data.records import FinishReason, Prompt, Rollout, Span, SpanSource, Verdict, VerdictKind
 
 METRICS = {
@@ -64,9 +64,9 @@ def test_step_table_repeats_its_header(streams):
 
 def test_step_table_with_an_interval_keeps_the_first_and_the_last(streams):
     out, err = streams
-    table = StepTable(Console(out, err), offline_columns("sft", ["loss", "entropy"]), min_interval_s=60.0)
+    table = StepTable(Console(out, err), PPO_COLUMNS, min_interval_s=60.0)
     for step in range(1, 6):
-        table.step(step, 5, {"sft/loss": 1.0})
+        table.step(step, 5, METRICS)
     assert [line.split()[0] for line in out.getvalue().splitlines()[1:]] == ["1/5", "5/5"]
 
 

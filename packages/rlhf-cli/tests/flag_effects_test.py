@@ -134,6 +134,14 @@ REACHES = [
     ("colocate_critic_reward", "", "--reward_pretrain m", "plan.scorers.bundles", (1,)),  # the critic's
     ("deepspeed_enable_sleep", "", COLOCATED, "trainer_sleep", True),
     ("save_value_network", "", "", "save_critic", True),
+    ("logging_steps", "5", "", "trackers.logging_steps", 5),
+    ("use_tensorboard", "/events", "", "trackers.tensorboard_dir", "/events"),
+    ("use_wandb", "", "", "trackers.wandb", True),
+    ("wandb_org", "x", "--use_wandb", "trackers.wandb_org", "x"),
+    ("wandb_group", "x", "--use_wandb", "trackers.wandb_group", "x"),
+    ("wandb_project", "x", "--use_wandb", "trackers.wandb_project", "x"),
+    ("wandb_run_name", "x", "", "trackers.run_name", "x"),
+    ("use_mlflow", "http://host:5000", "", "trackers.mlflow_uri", "http://host:5000"),
 ]
 
 # What becomes of these is looked at where files are read: preflight_test, ppo_command_test, dry_run_test.

@@ -144,7 +144,7 @@ def test_config_that_a_run_leaves_runs_again_from_another_folder(folder, models,
     (folder / "elsewhere").mkdir()
     monkeypatch.setenv("BUILD_WORKING_DIRECTORY", str(folder / "elsewhere"))
     assert run("dpo", ["--config", "../run.toml", "--dry_run"]) == 0
-    assert "16 examples x 1 epochs = 4 optimizer steps of 4" in capsys.readouterr().out
+    assert "16 examples x 1 epochs = 4 updates of 4" in capsys.readouterr().out
     assert [path.name for path in (folder / "elsewhere").iterdir()] == []
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from rlhf_cli.commands.examples import COMMANDS
 from rlhf_cli.commands.offline import _prepare
+from rlhf_cli.config.output import OutputSection
 from rlhf_cli.console import Console
 from rlhf_data.command_line import CommandLine
 from rlhf_data.options import options
@@ -162,7 +163,8 @@ def test_flag_reaches_its_part_of_the_job(folder, monkeypatch, command, flag, wo
 
 
 def test_every_flag_of_every_command_is_tested():
-    tested = {row[1] for row in REACHES}
+    trackers = {name for name in OutputSection.model_fields if name != "save_path"}  # see output_section_test.py
+    tested = {row[1] for row in REACHES} | trackers
     for command in COMMANDS:
         config = COMMANDS[command].config
         assert {option.name for option in options(config)} <= tested

@@ -26,6 +26,7 @@ from rlhf_train.offline.objectives.preference import PreferenceObjective
 from rlhf_train.offline.objectives.process_reward import ProcessRewardObjective
 from rlhf_train.offline.objectives.reward_model import RewardModelObjective, score_moments
 from rlhf_train.offline.objectives.supervised import SupervisedObjective
+from rlhf_train.run.observer import Observer
 from rlhf_train.specs import ModelSpec, OptimizerSpec
 
 
@@ -77,7 +78,9 @@ def job(model_path: str, folder: Any, **changes: Any) -> OfflineJob:
 def run(made: OfflineJob) -> dict[int, dict[str, float]]:
     """Carry a job out; return its evaluations."""
     seen: dict[int, dict[str, float]] = {}
-    run_offline(made, SimpleNamespace(step=lambda *_: None, evaluation=seen.__setitem__))
+    observer = Observer()
+    observer.evaluation = seen.__setitem__
+    run_offline(made, observer)
     return seen
 
 
@@ -202,7 +205,7 @@ def test_kto_divergence_by_hand_is_the_mean_over_real_rows_and_never_negative(mo
         mismatched = SimpleNamespace(token_ids=np.array([7, ratio]), loss_mask=np.array([False, True]))
         items.append(SimpleNamespace(sequences=(None, mismatched), ref_logprobs=None))
     batches = [MicroBatch(items[:2], [0, 1]), MicroBatch(items[2:], [2]), MicroBatch(items[:1], [])]
-    assert KtoObjective(reference=reference).for_step(engine, batches).kl == pytest.approx(kl)
+    assert KtoObjective(reference=reference).for_batch(engine, batches).kl == pytest.approx(kl)
 
 
 def test_score_moments_by_hand():

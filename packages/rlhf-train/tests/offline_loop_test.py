@@ -9,7 +9,7 @@ import torch
 
 from rlhf_data.errors import ConfigError
 from rlhf_train.engine.protocol import StepStats
-from rlhf_train.offline.loop import Objective, OfflineSchedule, evaluate, optimizer_step, this_ranks_part, train_offline
+from rlhf_train.offline.loop import Objective, OfflineSchedule, evaluate, learn_once, this_ranks_part, train_offline
 from rlhf_train.run.metrics import Mean, Sum
 from trainer_testing import run_ranks
 
@@ -71,7 +71,7 @@ def one_rank(monkeypatch):
 def test_schedule_shows_every_example_exactly_max_epochs_times(size, epochs, batch):
     schedule = OfflineSchedule(train_batch_size=batch, micro_train_batch_size=1, max_epochs=epochs)
     batches = list(schedule.mini_batches(size))
-    assert len(batches) == schedule.num_steps(size)
+    assert len(batches) == schedule.num_updates(size)
     assert np.bincount(np.concatenate(batches), minlength=size).tolist() == [epochs] * size
     assert all(len(members) == batch for members in batches[:-1])
 
@@ -115,10 +115,10 @@ def test_micro_batches_under_a_token_budget_are_full_and_equally_many_on_each_ra
 
 
 @pytest.mark.parametrize("micro", [1, 2, 3, 5])
-def test_optimizer_step_moves_the_weight_alike_for_every_micro_batch_size(micro):
+def test_learn_once_moves_the_weight_alike_for_every_micro_batch_size(micro):
     engine = FakeEngine()
     items = [1.0, 2.0, 3.0, 4.0, 5.0]
-    metrics = optimizer_step(engine, PullTo(), items, this_ranks_part(PullTo(), items, passes(micro)))
+    metrics = learn_once(engine, PullTo(), items, this_ranks_part(PullTo(), items, passes(micro)))
     # The gradient at w = 0 is -mean(x) = -3; rate 1 makes w = 3.
     assert engine.module.weight.item() == pytest.approx(3.0)
     assert metrics["train/grad_norm"] == pytest.approx(3.0)
@@ -126,13 +126,13 @@ def test_optimizer_step_moves_the_weight_alike_for_every_micro_batch_size(micro)
     assert engine.boundaries == [False] * (len(engine.boundaries) - 1) + [True]
 
 
-def test_optimizer_step_lets_the_host_work_between_the_passes_and_the_step():
+def test_learn_once_lets_the_host_work_between_the_passes_and_the_step():
     engine, seen, items = FakeEngine(), [], [2.0, 4.0]
 
     def meanwhile():
         seen.append((list(engine.boundaries), engine.module.weight.item()))
 
-    optimizer_step(engine, PullTo(), items, this_ranks_part(PullTo(), items, passes(1)), meanwhile=meanwhile)
+    learn_once(engine, PullTo(), items, this_ranks_part(PullTo(), items, passes(1)), meanwhile=meanwhile)
     assert seen == [([False, True], 0.0)]
     assert engine.module.weight.item() == pytest.approx(3.0)
 
@@ -148,13 +148,17 @@ def test_train_offline_reports_each_step_once():
     engine, seen = FakeEngine(), []
     schedule = OfflineSchedule(train_batch_size=2, micro_train_batch_size=1, max_epochs=2)
     train_offline(
-        engine, PullTo(), [1.0, 1.0, 1.0], schedule, on_step=lambda step, total, metrics: seen.append((step, total))
+        engine,
+        PullTo(),
+        [1.0, 1.0, 1.0],
+        schedule,
+        on_update=lambda update, total, _: seen.append((update, total)),
     )
     assert seen == [(1, 3), (2, 3), (3, 3)]  # 3 examples x 2 epochs / 2
     assert engine.module.weight.item() == pytest.approx(1.0)
 
 
-def test_optimizer_step_on_three_ranks_equals_one_even_when_one_has_nothing_to_do():
+def test_learn_once_on_three_ranks_equals_one_even_when_one_has_nothing_to_do():
     # Two examples on three ranks: the third runs one for nothing. mean(2, 4) = 3.
     results = run_ranks(_step_on_rank, 3)
     assert [weight for weight, _ in results] == pytest.approx([3.0] * 3)
@@ -173,6 +177,6 @@ def _step_on_rank(rank: int, num_ranks: int, master: tuple[str, int]) -> tuple[f
 
     engine = Engine()
     items = [2.0, 4.0]
-    metrics = optimizer_step(engine, PullTo(), items, this_ranks_part(PullTo(), items, passes(1)))
+    metrics = learn_once(engine, PullTo(), items, this_ranks_part(PullTo(), items, passes(1)))
     torch.distributed.destroy_process_group()
     return engine.module.weight.item(), metrics

@@ -21,6 +21,7 @@ from rlhf_train.offline.objectives.preference import PreferenceObjective
 from rlhf_train.offline.objectives.process_reward import ProcessRewardObjective
 from rlhf_train.offline.objectives.reward_model import RewardModelObjective
 from rlhf_train.offline.objectives.supervised import SupervisedObjective
+from rlhf_train.run.observer import Observer
 from rlhf_train.specs import ModelSpec, OptimizerSpec
 from trainer_testing import run_ranks
 
@@ -70,14 +71,14 @@ def examples_for(name: str, count: int = 12, seed: int = 0) -> list[Any]:
     return examples
 
 
-class Watch:
+class Watch(Observer):
     """Keeps what a run reports."""
 
     def __init__(self) -> None:
         self.steps: list[dict[str, float]] = []
         self.evaluations: dict[int, dict[str, float]] = {}
 
-    def step(self, step: int, num_steps: int, metrics: dict[str, float]) -> None:
+    def update(self, update: int, num_updates: int, metrics: dict[str, float]) -> None:
         self.steps.append(metrics)
 
     def evaluation(self, step: int, metrics: dict[str, float]) -> None:

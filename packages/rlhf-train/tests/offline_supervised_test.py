@@ -14,6 +14,7 @@ from rlhf_train.batching import Denominators
 from rlhf_train.offline.job import OfflineJob, run_offline
 from rlhf_train.offline.loop import OfflineSchedule
 from rlhf_train.offline.objectives.supervised import SupervisedObjective
+from rlhf_train.run.observer import Observer
 from rlhf_train.specs import ModelSpec, OptimizerSpec
 
 
@@ -60,9 +61,9 @@ def test_objective_first_token_of_a_sequence_is_never_counted(model_path):
 def test_run_offline_supervised_loss_falls_and_the_model_is_saved(model_path, tmp_path):
     steps, evaluations = [], []
 
-    class Watch:
-        def step(self, step, num_steps, metrics):
-            steps.append((step, num_steps, metrics))
+    class Watch(Observer):
+        def update(self, update, num_updates, metrics):
+            steps.append((update, num_updates, metrics))
 
         def evaluation(self, step, metrics):
             evaluations.append((step, metrics["eval/loss"]))

@@ -16,6 +16,7 @@ from rlhf_data.records import Prompt, Rollout
 _HEADER_EVERY = 20  # lines
 _MAX_SHOWN = 400  # characters of a prompt or response
 _MAX_LABEL = 40
+_MAX_NAMES = 4  # metrics of an offline objective
 _MAX_SOURCES = 6  # of held-out prompts
 _PLAIN_WIDTH = 10_000  # a pipe has no width to wrap at
 
@@ -49,18 +50,9 @@ _OFFLINE_COLUMNS = (
     Column("grad norm", "train/grad_norm", 3, 10),
     Column("rate", "train/learning_rate", 7, 11),
     Column("tok/s", "throughput/tokens", 0, 8),
-    Column("seconds", "time/step", 2, 8, "dim"),
+    Column("seconds", "time/update", 2, 8, "dim"),
 )
 _HELD_OUT = {"accuracy": 3, "loss": 4, "margin": 4}  # decimals
-
-
-def offline_columns(prefix: str, names: Sequence[str]) -> tuple[Column, ...]:
-    """Return the columns of a run over fixed examples, with the metrics `prefix`/name first."""
-    own = [
-        Column(name.replace("_", " "), f"{prefix}/{name}", 4, max(8, len(name) + 1), "" if index else "bold green")
-        for index, name in enumerate(names)
-    ]
-    return (*own, *_OFFLINE_COLUMNS)
 
 
 class Console:
@@ -110,12 +102,22 @@ class Console:
 
 
 class StepTable:
-    """One line a step under a header that comes again."""
+    """One line per step, or per update, under a header that comes again every few lines."""
 
-    def __init__(self, console: Console, columns: Sequence[Column], *, min_interval_s: float = 0.0) -> None:
-        """Steps that follow a shown one sooner than `min_interval_s` are left out, but for the last."""
+    def __init__(
+        self,
+        console: Console,
+        columns: Sequence[Column],
+        *,
+        noun: str = "step",
+        every: int = 1,
+        min_interval_s: float = 0.0,
+    ) -> None:
+        """Show every Nth step (N is `every`) and the last one, but none within `min_interval_s` of the one before."""
         self._console = console
         self._columns = columns
+        self._noun = noun
+        self._every = every
         self._min_interval_s = min_interval_s
         self._num_lines = 0
         self._shown_at = float("-inf")
@@ -123,30 +125,73 @@ class StepTable:
     def step(self, step: int, num_steps: int, metrics: Mapping[str, float]) -> None:
         """Show one step."""
         now = time.monotonic()
-        if step not in (1, num_steps) and now - self._shown_at < self._min_interval_s:
+        is_due = step % self._every == 0 and now - self._shown_at >= self._min_interval_s
+        if not is_due and step != num_steps:
             return
         self._shown_at = now
-        width = 2 * len(str(num_steps)) + 2
+        width = max(2 * len(str(num_steps)) + 2, len(self._noun) + 1)
         if self._num_lines % _HEADER_EVERY == 0:
-            titles = [("step".rjust(width), "bold"), *((c.title.rjust(c.width), "bold") for c in self._columns)]
+            titles = [(self._noun.rjust(width), "bold"), *((c.title.rjust(c.width), "bold") for c in self._columns)]
             self._console.row(titles)
         self._num_lines += 1
         cells = [(f"{step}/{num_steps}".rjust(width), "cyan")]
         self._console.row([*cells, *((_cell(metrics.get(c.metric), c), c.style) for c in self._columns)])
 
 
-class RunView:
-    """Shows an online run; the `Observer` of `rlhf_train.online`."""
+class View:
+    """What online and offline runs show alike; an `Observer`."""
 
-    def __init__(self, console: Console, *, dynamic_sampling: bool = False) -> None:
-        """With `dynamic_sampling` a step says how many samples it left out."""
+    def __init__(self, console: Console) -> None:
         self._console = console
-        filtered = [_FILTERED] if dynamic_sampling else []
-        self._table = StepTable(console, [PPO_COLUMNS[0], *filtered, *PPO_COLUMNS[1:]])
 
     def starting(self, text: str) -> None:
         """See `Observer`."""
         self._console.working(f"starting {text}")
+
+    def notice(self, text: str) -> None:
+        """See `Observer`."""
+        self._console.notice(text)
+
+    def warning(self, text: str) -> None:
+        """See `Observer`."""
+        self._console.log(f"warning: {text}", "yellow")
+
+
+class OfflineView(View):
+    """Shows a run over fixed examples."""
+
+    def __init__(self, console: Console, prefix: str, names: Sequence[str], *, logging_steps: int = 1) -> None:
+        """The metrics `prefix`/name are shown first, and of `names` the first few."""
+        super().__init__(console)
+        self._names = names[:_MAX_NAMES]
+        own = [
+            Column(name.replace("_", " "), f"{prefix}/{name}", 4, max(8, len(name) + 1), "" if index else "bold green")
+            for index, name in enumerate(self._names)
+        ]
+        columns = [*own, *_OFFLINE_COLUMNS]
+        self._table = StepTable(console, columns, noun="update", every=logging_steps, min_interval_s=1.0)
+
+    def update(self, update: int, num_updates: int, metrics: Mapping[str, float]) -> None:
+        """See `Observer`."""
+        self._console.done()
+        self._table.step(update, num_updates, metrics)
+
+    def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        """See `Observer`."""
+        self._console.done()
+        names = [name for name in self._names if f"eval/{name}" in metrics]
+        shown = ", ".join(f"{name} {metrics[f'eval/{name}']:.4f}" for name in names)
+        self._console.result(f"held-out after update {step}: {shown}", "bold")
+
+
+class RunView(View):
+    """Shows an online run."""
+
+    def __init__(self, console: Console, *, dynamic_sampling: bool = False, logging_steps: int = 1) -> None:
+        """With `dynamic_sampling` a step says how many samples it left out."""
+        super().__init__(console)
+        filtered = [_FILTERED] if dynamic_sampling else []
+        self._table = StepTable(console, [PPO_COLUMNS[0], *filtered, *PPO_COLUMNS[1:]], every=logging_steps)
 
     def step(self, step: int, num_steps: int, metrics: Mapping[str, float]) -> None:
         """See `Observer`."""
@@ -203,10 +248,6 @@ class RunView:
             self._console.result(f"     prompt    {_one_line(prompt.text)}", "dim")
             self._console.result(f"     response  {_one_line(rollout.text)}")
         self._console.result()
-
-    def warning(self, text: str) -> None:
-        """See `Observer`."""
-        self._console.log(f"warning: {text}", "yellow")
 
 
 def show_results(

@@ -81,6 +81,7 @@ def make_job(
         **matching(SamplingParams, rollout),
     )
     evaluation = config.evaluation
+    full = with_full_paths(config)
     return OnlineJob(
         models=_make_models(config, inputs, num_steps * batch.num_updates, num_frozen * batch.num_updates),
         algorithm=spec,
@@ -97,7 +98,7 @@ def make_job(
         num_steps=num_steps,
         eval_steps=max(evaluation.eval_steps, 0),
         save_path=str(folder),
-        config=to_toml(with_full_paths(config)),
+        config=to_toml(full),
         seed=training.seed,
         engine_sleep=config.engine.vllm_enable_sleep and on_gpu,
         trainer_sleep=config.placement.deepspeed_enable_sleep and on_gpu,
@@ -110,6 +111,7 @@ def make_job(
         ema_beta=training.ema_beta if training.enable_ema else None,
         save_critic=config.output.save_value_network and spec.row.uses_critic,
         best_metric=evaluation.best_metric_key,
+        trackers=full.output.trackers("ppo", folder.name),
     )
 
 

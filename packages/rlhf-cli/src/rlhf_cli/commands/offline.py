@@ -19,6 +19,7 @@ from rlhf_cli.paths import (
     user_path,
     with_full_paths,
 )
+from rlhf_cli.secrets import restart_without_key
 from rlhf_data.command_line import CommandLine, Parsed, to_toml
 from rlhf_data.errors import ConfigError, missing_file, unknown
 from rlhf_data.options import matching
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from rlhf_train.offline.job import OfflineJob
     from rlhf_train.specs import ModelSpec
 
-_NUM_SHOWN = 4  # metrics
 _LOADERS = {"actor": "AutoModelForCausalLM.from_pretrained", "reward": "rlhf_models.loading.load_reward_model"}
 
 
@@ -45,7 +45,7 @@ class Command:
         encoder: from configuration and tokenizer to what makes examples of rows.
         objective: from configuration and tokenizer to what is learned.
         prefix: what the names of its metrics begin with.
-        metrics: what the objective measures, without the prefix; the first four are shown.
+        metrics: what the objective measures, without the prefix; the first few are shown.
     """
 
     name: str
@@ -73,6 +73,8 @@ class Command:
 
     def _run(self, argv: Sequence[str]) -> int:
         parsed = self.command_line.parse(argv)
+        if not parsed.dry_run:
+            restart_without_key()
         best, known = parsed.config.evaluation.best_metric_key, [f"eval/{name}" for name in self.metrics]
         if best is not None and best not in known:
             raise ConfigError(f"--best_metric_key: {unknown('metric', best, known)}")
@@ -124,7 +126,7 @@ def _prepare(command: Command, config: OfflineConfig, folder: Path, console: "Co
     train, best = loaded["--dataset"].examples, config.evaluation.best_metric_key
     targets = model.target_modules if model.target_modules == "all-linear" else tuple(model.target_modules.split(","))
     lora = {"alpha": model.lora_alpha, "dropout": model.lora_dropout, "target_modules": targets}
-    optimizer = training.optimizer(training.learning_rate, schedule.num_steps(len(train)))
+    optimizer = training.optimizer(training.learning_rate, schedule.num_updates(len(train)))
     job = OfflineJob(
         objective=objective,
         model=model.spec(path, training.zero_stage, optimizer),
@@ -214,45 +216,26 @@ def _reference(config: OfflineConfig, tokenizer: Any) -> "ModelSpec | None":
 
 
 def _train(command: Command, parsed: Parsed[Any], job: "OfflineJob", tokenizer: Any, console: "Console") -> None:
-    from rlhf_cli.console import StepTable, offline_columns, show_results
+    from rlhf_cli.console import OfflineView, show_results
     from rlhf_train.offline.job import ADAPTER_FOLDER, run_offline
     from rlhf_train.run.observer import Observer
     from rlhf_train.run.recorder import ARTIFACTS, Recorder
 
     started, folder = time.perf_counter(), job.model_path.parent
-    recorder = Recorder(str(folder), to_toml(with_full_paths(parsed.config))) if job.rank == 0 else None
-    names = command.metrics[:_NUM_SHOWN]
-    final: dict[str, float] = {}
-
-    class View(Observer):
-        """Shows the run and keeps its numbers."""
-
-        def __init__(self) -> None:
-            self.table = StepTable(console, offline_columns(command.prefix, names), min_interval_s=1.0)
-
-        def step(self, step: int, num_steps: int, metrics: dict[str, float]) -> None:
-            console.done()
-            self.table.step(step, num_steps, metrics)
-            recorder.metrics(step, metrics)
-
-        def evaluation(self, step: int, metrics: dict[str, float]) -> None:
-            console.done()
-            shown = ", ".join(f"{name} {metrics[f'eval/{name}']:.4f}" for name in names if f"eval/{name}" in metrics)
-            console.result(f"held-out after step {step}: {shown}", "bold")
-            recorder.metrics(step, metrics)
-            final.update({f"{name}_{'after' if step else 'before'}": value for name, value in metrics.items()})
-
+    config = with_full_paths(parsed.config)
+    output = config.output
+    trackers = output.trackers(command.name, folder.name)
+    trackers.check_installed()
+    if job.rank > 0:
+        run_offline(job, Observer())
+        return
+    view = OfflineView(console, command.prefix, command.metrics, logging_steps=output.logging_steps)
     try:
-        if recorder is not None:
-            console.working("loading the model")
-        run_offline(job, View())
+        with Recorder(str(folder), to_toml(config), trackers, view) as recorder:
+            final = run_offline(job, view, recorder)
     finally:
         console.done()
-        if recorder is not None:
-            recorder.close()
-    if recorder is None:
-        return
-    final["time/total"] = time.perf_counter() - started
+    final |= {"time/total": time.perf_counter() - started}
     known = {**ARTIFACTS, "adapter": f"{ARTIFACTS['final model']}/{ADAPTER_FOLDER}"}
     artifacts = {name: path for name, path in known.items() if (folder / path).exists()}
     if getattr(parsed.config.data, "tokenizer_chat_template", None) is not None:
@@ -267,7 +250,7 @@ def _arithmetic(job: "OfflineJob") -> str:
     if schedule.micro_batch_tokens is not None:
         a_pass = f"{schedule.micro_batch_tokens} tokens a pass at most"
     return (
-        f"{count} examples x {schedule.max_epochs} epochs = {schedule.num_steps(count)} optimizer steps of"
+        f"{count} examples x {schedule.max_epochs} epochs = {schedule.num_updates(count)} updates of"
         f" {schedule.train_batch_size} on {job.num_ranks} process(es), {a_pass};"
         f" learning rate {job.model.optimizer.learning_rate:g}, warm-up {job.model.optimizer.warmup_steps} steps"
     )

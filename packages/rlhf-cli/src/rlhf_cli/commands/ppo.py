@@ -11,6 +11,7 @@ from rlhf_cli.config.ppo import PpoConfig
 from rlhf_cli.exits import SUCCESS, exit_status
 from rlhf_cli.paths import output_folder, user_path
 from rlhf_cli.presets import PRESETS
+from rlhf_cli.secrets import restart_without_key
 from rlhf_data.checks import once
 from rlhf_data.command_line import CommandLine
 
@@ -42,6 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(argv: Sequence[str]) -> int:
     parsed = COMMAND_LINE.parse(argv)
     config = parsed.config
+    if not parsed.dry_run:
+        restart_without_key()
 
     from rlhf_cli.commands.dry_run import show_ppo
     from rlhf_cli.console import Console, RunView, show_results
@@ -63,6 +66,7 @@ def _run(argv: Sequence[str]) -> int:
     if unavailable := unavailable_in(config, plan):
         raise unavailable[0]
     job = make_job(config, inputs, plan, folder, ray_address)
+    job.trackers.check_installed()
     console.done()
     for notice in once([*parsed.notices, *inputs.notices, *device_notices])[len(parsed.notices) :]:
         console.notice(notice)
@@ -73,7 +77,9 @@ def _run(argv: Sequence[str]) -> int:
 
     from rlhf_train.online.controller import run_online
 
-    view = RunView(console, dynamic_sampling=job.dynamic_sampling is not None)
+    view = RunView(
+        console, dynamic_sampling=job.dynamic_sampling is not None, logging_steps=config.output.logging_steps
+    )
     try:
         summary = run_online(job, view)
     finally:

@@ -17,9 +17,9 @@ _INSTEAD = {
 # Whole names, and words that a name has only there.
 _NOT_HERE = frozenset(
     "4bit accum actor_init_on_gpu agent async aux backend checkpoint ckpt comm dataloader deepcompile determinism"  # noqa: SIM905
-    " ds_tensor_parallel_size head image images kernel logging lora offload partial perf pretrain_data ptx ray"
-    " reentrant ring rollout_max_tokens_per_gpu save_steps split target_modules tensorboard tokenizer"
-    " train_max_tokens_per_gpu use_dynamic_batch use_ms visual vllm_generate_batch_size wandb zpg".split()
+    " ds_tensor_parallel_size head image images kernel lora offload partial perf pretrain_data ptx ray"
+    " reentrant ring rollout_max_tokens_per_gpu save_steps split target_modules tokenizer"
+    " train_max_tokens_per_gpu use_dynamic_batch use_ms visual vllm_generate_batch_size zpg".split()
 )
 
 

@@ -58,6 +58,7 @@ class OfflineConfig(Config):
             raise ConfigError(message, hint="add --packing_samples, or use --micro_train_batch_size")
         held_out, best = data.eval_dataset, evaluation.best_metric_key
         notices += check_has_metric("eval_dataset", held_out, best, evaluation.eval_steps)
+        notices += self.output.check(given)
         has_template = getattr(data, "apply_chat_template", True)
         return notices + without_effect(
             given,

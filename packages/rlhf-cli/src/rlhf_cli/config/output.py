@@ -1,14 +1,82 @@
-"""What a run leaves."""
+"""What a run leaves, and who else is told its numbers."""
 
+import os
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Annotated, Any
+from urllib.parse import urlsplit
+
+from pydantic import AfterValidator, BeforeValidator
+
+from rlhf_data.checks import without_effect
+from rlhf_data.errors import with_hint
 from rlhf_data.options import Section, flag
+
+if TYPE_CHECKING:
+    from rlhf_train.run.trackers import TrackerSpec
+
+WANDB_KEY = "WANDB_API_KEY"
+
+
+def _keep_key(value: Any) -> Any:
+    """Return whether Weights & Biases is wanted. A key in the place of `true` goes into the environment variable that
+    the library reads: no configuration, log or file can show it from here on."""
+    if not isinstance(value, str) or value.strip().lower() in ("true", "false", "none", ""):
+        return False if value in ("None", "none", "") else value
+    os.environ[WANDB_KEY] = value.strip()
+    return True
+
+
+def _without_password(uri: str) -> str:
+    if urlsplit(uri).password is not None:
+        message = "the address has a password, which would be saved with the configuration"
+        hint = "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, and leave them out of --use_mlflow"
+        raise ValueError(with_hint(message, hint))
+    return uri
 
 
 class OutputSection(Section, title="output"):
-    """The folder of a run."""
+    """The folder of a run, and the trackers of its metrics."""
 
     save_path: str | None = flag(
         None, "folder for everything a run leaves, new or empty; None: ./rlhf-output/COMMAND-DATE-TIME"
     )
+    logging_steps: int = flag(
+        1, "show and track every Nth step (of sft, rm ...: update); metrics.jsonl has all of them", ge=1
+    )
+    use_tensorboard: str | None = flag(
+        None, "folder for TensorBoard events, with one folder per run in it; None: in the run's folder"
+    )
+    use_wandb: Annotated[bool, BeforeValidator(_keep_key)] = flag(
+        False, "log to Weights & Biases with the key in WANDB_API_KEY, or with --use_wandb KEY, which is never saved"
+    )
+    wandb_org: str | None = flag(None, "Weights & Biases team or user; None: the account's default")
+    wandb_group: str | None = flag(None, "Weights & Biases group of runs")
+    wandb_project: str | None = flag(None, "Weights & Biases project; None: rlhf-COMMAND")
+    wandb_run_name: str | None = flag(None, "name of the run in all trackers; None: the name of its folder")
+    use_mlflow: Annotated[str, AfterValidator(_without_password)] | None = flag(
+        None, "log to MLflow: the URI of a tracking server, or a folder; the experiment is rlhf-COMMAND"
+    )
+
+    def trackers(self, command: str, run_name: str) -> "TrackerSpec":
+        """Return the trackers of a run of `rlhf COMMAND` whose folder is called `run_name`."""
+        from rlhf_train.run.trackers import TrackerSpec
+
+        return TrackerSpec(
+            project=f"rlhf-{command}",
+            run_name=self.wandb_run_name or run_name,
+            logging_steps=self.logging_steps,
+            tensorboard_dir=self.use_tensorboard,
+            wandb=self.use_wandb,
+            wandb_org=self.wandb_org,
+            wandb_group=self.wandb_group,
+            wandb_project=self.wandb_project,
+            mlflow_uri=self.use_mlflow,
+        )
+
+    def check(self, given: Collection[str]) -> list[str]:
+        """Return a notice for each option that has no effect."""
+        names = ["wandb_org", "wandb_group", "wandb_project"]
+        return without_effect(given, (not self.use_wandb, names, "--use_wandb is off"))
 
 
 class PpoOutputSection(OutputSection):

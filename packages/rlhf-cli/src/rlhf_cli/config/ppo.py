@@ -55,6 +55,7 @@ class PpoConfig(Config):
         notices += _check_filtering(self, given)
         notices += _check_evaluation(self, given)
         notices += _check_sampling(self, given)
+        notices += self.output.check(given)
         return once([*notices, *_check_placement(self, given)])
 
     def missing(self) -> list[ConfigError]:

@@ -25,6 +25,7 @@ from rlhf_train.offline.objectives.reward_model import load_trainable_reward_mod
 from rlhf_train.offline.sequences import with_reference
 from rlhf_train.run.best_model import BestModel
 from rlhf_train.run.observer import Observer
+from rlhf_train.run.recorder import Recorder
 from rlhf_train.specs import ModelSpec
 
 logger = logging.getLogger(__name__)
@@ -44,7 +45,7 @@ class OfflineJob:
         precompute_reference: ask the reference about all examples before the first step, and not at every step.
         lora: train adapters instead of all weights.
         examples, eval_examples: as the objective takes them; the latter may be empty.
-        eval_steps: optimizer steps between evaluations, which also open and end the run; None for no others.
+        eval_steps: updates between evaluations; one more opens and one ends the run; None for no others.
         best_metric: the evaluation's metric, without "eval/", whose best value marks weights to keep in `best_path`:
             the lowest of "loss", "nll" and "kl", the highest of others. None keeps the last weights only.
         schedule: batch sizes, epochs, seed.
@@ -95,24 +96,34 @@ class OfflineJob:
                 raise ConfigError(f"{message} {longest} tokens", hint=hint)
 
 
-def run_offline(job: OfflineJob, observer: Observer) -> None:
-    """Train, evaluate, and write the model. Collective over `job.num_ranks` processes; rank 0 tells the observer.
+def run_offline(job: OfflineJob, observer: Observer, recorder: Recorder | None = None) -> dict[str, float]:
+    """Train, evaluate, and write the model. Collective over `job.num_ranks` processes; rank 0 tells the observer and,
+    where there is one, the recorder.
+
+    Returns what the first and the last evaluation measured, as `eval/<name>_before` and `eval/<name>_after`.
 
     Raises ConfigError for an unknown `best_metric` and a model that cannot be loaded, DataError for examples that the
     objective cannot learn from.
     """
-    run = _Run(job, observer)
+    if job.rank == 0:
+        observer.starting("the model")
+    run = _Run(job, observer, recorder)
     run.evaluate(0)
-    train_offline(run.engine, run.objective, run.items, job.schedule, on_step=run.on_step)
+    train_offline(run.engine, run.objective, run.items, job.schedule, on_update=run.on_update)
+    if job.rank == 0:
+        observer.starting("to save the model")
     run.save(job.model_path)
+    return run.final
 
 
 class _Run:
     """The models and examples of a job under way."""
 
-    def __init__(self, job: OfflineJob, observer: Observer) -> None:
+    def __init__(self, job: OfflineJob, observer: Observer, recorder: Recorder | None) -> None:
+        self.final: dict[str, float] = {}
         self._job = job
         self._observer = observer
+        self._recorder = recorder
         self._eval_metrics: dict[str, float] = {}
         self._best: BestModel | None = None
         if job.best_metric is not None and job.best_path is not None:
@@ -150,20 +161,26 @@ class _Run:
         else:
             replay_full_packs(backbone, tokens, sums)
 
-    def on_step(self, step: int, num_steps: int, metrics: Mapping[str, float]) -> None:
-        """Report an optimizer step, and evaluate when it is time."""
+    def on_update(self, update: int, num_updates: int, metrics: Mapping[str, float]) -> None:
+        """Report an update, and evaluate when it is time. Collective."""
         if self._job.rank == 0:
-            self._observer.step(step, num_steps, dict(metrics))
-        if step == num_steps or (self._job.eval_steps and step % self._job.eval_steps == 0):
-            self.evaluate(step)
+            self._observer.update(update, num_updates, dict(metrics))
+            if self._recorder is not None:
+                self._recorder.step(update, metrics)
+        if update == num_updates or (self._job.eval_steps and update % self._job.eval_steps == 0):
+            self.evaluate(update)
 
-    def evaluate(self, step: int) -> None:
+    def evaluate(self, update: int) -> None:
         """Run the evaluation examples, and keep the weights when they are the best so far. Collective."""
         if not self._eval_items:
             return
         self._eval_metrics = self._measure(self._eval_items)
         if self._job.rank == 0:
-            self._observer.evaluation(step, dict(self._eval_metrics))
+            self._observer.evaluation(update, dict(self._eval_metrics))
+            if self._recorder is not None:
+                self._recorder.metrics(update, self._eval_metrics)
+        moment = "after" if update else "before"
+        self.final |= {f"{name}_{moment}": value for name, value in self._eval_metrics.items()}
         best = self._best
         if best is None:
             return
@@ -172,7 +189,7 @@ class _Run:
             raise ConfigError(unknown("best_metric", self._job.best_metric, names))
         if best.beaten_by(self._eval_metrics):  # alike on all ranks: so are the metrics
             self.save(best.staging)
-            best.keep(step, self._eval_metrics, {}, writes=self._job.rank == 0)
+            best.keep(update, self._eval_metrics, {}, writes=self._job.rank == 0)
 
     def save(self, folder: Path) -> None:
         """Write the model as it is now. Collective."""

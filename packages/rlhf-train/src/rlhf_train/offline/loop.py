@@ -52,7 +52,7 @@ class Objective(ABC, Generic[Item]):
         """Tokens that carry loss; the first one of a sequence has nothing before it to be learned from."""
         return int(item.loss_mask[1:].sum())
 
-    def for_step(self, engine: TrainEngine, micro_batches: Sequence["MicroBatch[Item]"]) -> "Objective[Item]":
+    def for_batch(self, engine: TrainEngine, micro_batches: Sequence["MicroBatch[Item]"]) -> "Objective[Item]":
         """Return the objective with what it must know of a whole batch first, given this rank's part. Collective."""
         return self
 
@@ -75,7 +75,7 @@ class OfflineSchedule:
     """How often and in what portions the data are seen.
 
     Attributes:
-        train_batch_size: examples an optimizer step, over all ranks; the last one of a run takes what is left.
+        train_batch_size: examples per update, over all ranks; the last update of a run takes what is left.
         micro_train_batch_size: examples a forward-backward pass on one rank.
         micro_batch_tokens: tokens a pass at most, in the place of a number of examples: those of a rank are put
             together so that the passes are few. None for none.
@@ -95,14 +95,14 @@ class OfflineSchedule:
             if value is not None and value < 1:
                 raise ConfigError(f"{name} is {value}; it must be at least 1")
 
-    def num_steps(self, num_examples: int) -> int:
-        """Optimizer steps over a data set of that size."""
+    def num_updates(self, num_examples: int) -> int:
+        """Return the number of updates over a data set of that size."""
         return math.ceil(self.max_epochs * num_examples / self.train_batch_size)
 
     def mini_batches(self, num_examples: int) -> Iterator[np.ndarray]:
-        """Yield the indices of each optimizer step: every example exactly `max_epochs` times, shuffled."""
+        """Yield the indices of the examples of each update: every example exactly `max_epochs` times, shuffled."""
         sampler = EpochSampler(num_examples, self.train_batch_size, seed=self.seed)
-        for _ in range(self.num_steps(num_examples)):
+        for _ in range(self.num_updates(num_examples)):
             left = self.max_epochs * num_examples - sampler.num_seen
             yield sampler.next_batch()[:left]
 
@@ -113,29 +113,29 @@ def train_offline(
     items: Sequence[Item],
     schedule: OfflineSchedule,
     *,
-    on_step: Callable[[int, int, Mapping[str, float]], None],
+    on_update: Callable[[int, int, Mapping[str, float]], None],
 ) -> None:
     """Train over `items`. Collective: every rank holds all of them and takes its part of each mini-batch.
 
-    `on_step` is called on every rank after each optimizer step, with its number from 1, their total, and the metrics of
-    all ranks together.
+    `on_update` is called on every rank after each update (optimizer step), with its number from 1, their total, and the
+    metrics of all ranks together.
     """
-    num_steps = schedule.num_steps(len(items))
+    num_updates = schedule.num_updates(len(items))
     mini_batches = ([items[index] for index in members] for members in schedule.mini_batches(len(items)))
     planned = ((chosen, this_ranks_part(objective, chosen, schedule)) for chosen in mini_batches)
     ahead = [next(planned)]
-    for step in range(1, num_steps + 1):
+    for update in range(1, num_updates + 1):
         started = time.perf_counter()
         chosen, part = ahead.pop()
-        metrics = optimizer_step(
+        metrics = learn_once(
             engine, objective, chosen, part, meanwhile=lambda: ahead.extend(itertools.islice(planned, 1))
         )
         seconds = time.perf_counter() - started
         num_tokens = sum(map(objective.num_tokens, chosen))
-        on_step(step, num_steps, {**metrics, "time/step": seconds, "throughput/tokens": num_tokens / seconds})
+        on_update(update, num_updates, {**metrics, "time/update": seconds, "throughput/tokens": num_tokens / seconds})
 
 
-def optimizer_step(
+def learn_once(
     engine: TrainEngine,
     objective: Objective[Item],
     items: Sequence[Item],
@@ -149,7 +149,7 @@ def optimizer_step(
     """
     engine.module.train()
     micro_batches, denominators = part
-    objective = objective.for_step(engine, micro_batches)
+    objective = objective.for_batch(engine, micro_batches)
     parts: list[Mapping[str, Metric]] = []
     for index, batch in enumerate(micro_batches):
         loss, metrics = objective.loss(engine, batch.items, denominators)
@@ -168,7 +168,7 @@ def evaluate(
     """Return the metrics of `items` without learning from them. Collective."""
     engine.module.eval()
     micro_batches, denominators = this_ranks_part(objective, items, schedule)
-    objective = objective.for_step(engine, micro_batches)
+    objective = objective.for_batch(engine, micro_batches)
     parts: list[Mapping[str, Metric]] = []
     for batch in micro_batches:
         _, metrics = objective.loss(engine, batch.items, denominators)

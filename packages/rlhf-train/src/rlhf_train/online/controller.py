@@ -45,8 +45,7 @@ def run_online(job: OnlineJob, observer: Observer) -> RunSummary:
         reserved = stack.enter_context(placed_bundles(job.plan))
         observer.starting("engines and trainers")
         processes = start_processes(job, reserved)
-        recorder = Recorder(job.save_path, job.config)
-        stack.callback(recorder.close)
+        recorder = stack.enter_context(Recorder(job.save_path, job.config, job.trackers, observer))
         reward = make_reward(job, processes.scorers, recorder.folder / "reward.log")
         shaper = make_shaper(job, processes.scorers)
         run = PlacedRun(job, processes, reward, shaper, recorder, observer, started)
@@ -255,7 +254,7 @@ class PlacedRun:
         tokens = self._metrics.pop("samples/tokens", 0.0)
         self._metrics |= {f"time/{name}": value for name, value in seconds.items()} | self._ledger.metrics()
         self._metrics["throughput/response_tokens"] = tokens / total if total else 0.0
-        self._recorder.metrics(step, self._metrics)
+        self._recorder.step(step, self._metrics)
         self._observer.step(step, self.num_steps, self._metrics)
         self._metrics = {}
 

@@ -11,6 +11,7 @@ from rlhf_rollout.protocols import SamplingParams
 from rlhf_rollout.rewards.sources import RewardSource, model_paths
 from rlhf_train.algorithms import AlgorithmSpec
 from rlhf_train.online.placement import PlacementPlan
+from rlhf_train.run.trackers import TrackerSpec
 from rlhf_train.specs import ModelSpec
 
 
@@ -135,6 +136,7 @@ class OnlineJob:
         ema_beta: decay a step of the average of the actor's weights that is saved beside it; None for none.
         save_critic: save the critic beside the actor.
         best_metric: the evaluation's metric whose highest value marks weights to keep; None keeps the last only.
+        trackers: who is told the metrics beside `metrics.jsonl`, and how often; None for TensorBoard at every step.
         ray_address: of a running cluster; None starts one in this process.
     """
 
@@ -157,6 +159,7 @@ class OnlineJob:
     trainer_sleep: bool = False
     sync_checksum: bool = False
     max_in_flight: int = 256
+    trackers: TrackerSpec | None = None
     ray_address: str | None = None
     dynamic_sampling: DynamicSampling | None = None
     num_frozen_steps: int = 0

@@ -15,7 +15,7 @@ class WeightAverage:
     It holds the part of the weights that this rank has, whatever that is; see `DeepSpeedEngine.local_weights`.
 
     Args:
-        beta: decay of one update, in [0, 1).
+        beta: decay per update, in [0, 1).
         weights: name and tensor of each part, as they are now.
 
     Raises:
@@ -31,7 +31,7 @@ class WeightAverage:
         self._average = {name: _on_host(tensor) for name, tensor in weights}
 
     def update(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Take the weights of one more optimizer step in."""
+        """Take the weights after one more update in."""
         for name, tensor in weights:
             self._average[name].lerp_(_on_host(tensor), 1 - self._beta)
 

@@ -1,14 +1,19 @@
-"""What a run leaves behind: metrics, TensorBoard events, the resolved configuration, rollouts, and the final model."""
+"""What a run leaves behind: metrics, TensorBoard events, the resolved configuration, rollouts, and the models."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
-from rlhf_data.errors import ConfigError
+from rlhf_data.errors import ConfigError, RlhfError
 from rlhf_data.records import RolloutGroup
 from rlhf_rollout.records_io import RolloutWriter
+from rlhf_train.run.background import BackgroundWriter, cannot_write
+from rlhf_train.run.observer import Observer
+from rlhf_train.run.trackers import Tracker, TrackerSpec, open_remote, open_tensorboard
 from rlhf_train.run.trackers.jsonl import JsonlTracker
-from rlhf_train.run.trackers.tensorboard import TensorBoardTracker
 
 ARTIFACTS: Mapping[str, str] = {
     "metrics": "metrics.jsonl",
@@ -20,47 +25,141 @@ ARTIFACTS: Mapping[str, str] = {
     "best model": "best_model",
     "averaged model": "ema_model",
     "critic": "critic",
+    "log": "log.txt",
 }
 
 
 def check_save_path(save_path: str) -> None:
-    """Raise ConfigError when there is something in the folder already."""
+    """Raise ConfigError when the folder has anything in it but the log of the command that makes it."""
     folder = Path(save_path)
-    if folder.is_dir() and any(folder.iterdir()):
+    if folder.is_dir() and any(path.name != ARTIFACTS["log"] for path in folder.iterdir()):
         raise ConfigError(f"save_path {folder} is not empty", hint="name a new folder with --save_path")
 
 
 class Recorder:
-    """Writes a run's folder."""
+    """Writes a run's folder and tells its trackers; a context manager that closes it.
 
-    def __init__(self, save_path: str, config: str) -> None:
-        """Make the folder and save the configuration. Raises ConfigError when there is something in it already."""
+    Rollouts are written on threads while the run goes on. A write that fails is an RlhfError at the next call and at
+    the end; only a tracker on another machine may fail without ending the run: `metrics.jsonl` has its numbers.
+
+    Args:
+        save_path: the folder, new or empty.
+        config: the resolved configuration as TOML.
+        trackers: who is told the metrics beside `metrics.jsonl`.
+        observer: is told where trackers lie, and when one fails.
+
+    Raises:
+        ConfigError: the folder has something in it, or a tracker cannot start.
+    """
+
+    def __init__(
+        self, save_path: str, config: str, trackers: TrackerSpec | None = None, observer: Observer | None = None
+    ) -> None:
         check_save_path(save_path)
+        spec = trackers or TrackerSpec()
         self.folder = Path(save_path)
         self.folder.mkdir(parents=True, exist_ok=True)
         self.path("config").write_text(config, encoding="utf-8")
-        self._trackers = [JsonlTracker(self.path("metrics")), TensorBoardTracker(self.path("tensorboard"))]
-        self._writers: dict[str, RolloutWriter] = {}
+        self._observer = observer or Observer()
+        self._logging_steps = spec.logging_steps
+        self._metrics = JsonlTracker(self.path("metrics"))
+        remote = open_remote(spec, self.folder, config)
+        self._trackers: list[Tracker] = [
+            open_tensorboard(spec, self.path("tensorboard")),
+            *(RemoteTracker(name, tracker, self._observer.warning) for name, tracker in remote.items()),
+        ]
+        for name, tracker in remote.items():
+            self._observer.notice(f"{name}: {tracker.where}")
+        self._rollouts: dict[str, _RolloutFile] = {}
 
     def path(self, artifact: str) -> Path:
         """Return where an artifact lies."""
         return self.folder / ARTIFACTS[artifact]
 
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Log the numbers of one step, or of one update of an offline run; trackers hear of every Nth."""
+        self._metrics.log(step, metrics)
+        if step % self._logging_steps == 0:
+            for tracker in self._trackers:
+                tracker.log(step, metrics)
+
     def metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log the numbers of one step."""
-        for tracker in self._trackers:
+        """Log numbers that do not come at every step, such as those of an evaluation."""
+        for tracker in (self._metrics, *self._trackers):
             tracker.log(step, metrics)
 
     def rollouts(self, artifact: str, step: int, groups: Sequence[RolloutGroup], **fields: Any) -> None:
-        """Append one record a rollout, with the step and further `fields` in front."""
-        if artifact not in self._writers:
-            self._writers[artifact] = RolloutWriter(self.path(artifact))
-        for group in groups:
-            self._writers[artifact].write(group, step=step, **fields)
+        """Append one record per rollout, with the step and further `fields` in front. Returns before it is written,
+        unless much waits to be written already."""
+        if artifact not in self._rollouts:
+            self._rollouts[artifact] = _RolloutFile(self.path(artifact))
+        self._rollouts[artifact].append(groups, {"step": step, **fields})
 
     def close(self) -> None:
-        """Close every file."""
-        for tracker in self._trackers:
-            tracker.close()
-        for writer in self._writers.values():
-            writer.close()
+        """Write what waits and close every file. Raises RlhfError when something could not be written."""
+        with ExitStack() as stack:  # closes all of them even when one fails
+            for part in (*self._rollouts.values(), *self._trackers, self._metrics):
+                stack.callback(part.close)
+
+    def __enter__(self) -> "Recorder":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            self.close()
+        except RlhfError as failure:
+            if error is None:
+                raise
+            if str(failure) != str(error):  # the run ends with its own error; this one is said beside it
+                self._observer.warning(str(failure))
+
+
+class _RolloutFile:
+    """A JSONL file of rollouts that is written in the background."""
+
+    def __init__(self, path: Path) -> None:
+        self._writer = RolloutWriter(path)
+        self._background = BackgroundWriter(partial(cannot_write, path))
+
+    def append(self, groups: Sequence[RolloutGroup], fields: Mapping[str, Any]) -> None:
+        self._background.submit(lambda: self._write(groups, fields))
+
+    def close(self) -> None:
+        self._background.close(self._writer.close)
+
+    def _write(self, groups: Sequence[RolloutGroup], fields: Mapping[str, Any]) -> None:
+        for group in groups:
+            self._writer.write(group, **fields)
+
+
+class RemoteTracker:
+    """Keeps a run from waiting for a tracker on another machine, and from failing with it.
+
+    When the tracker fails, `warn` is called once and the tracker hears no more.
+    """
+
+    def __init__(self, name: str, tracker: Tracker, warn: Callable[[str], None]) -> None:
+        self._tracker = tracker
+        self._warn = warn
+        self._background = BackgroundWriter(lambda error: RlhfError(f"{name} failed: {error}"), max_pending=64)
+        self._has_failed = False
+        self.where = tracker.where
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """See `Tracker`."""
+        numbers = dict(metrics)
+        self._attempt(lambda: self._background.submit(lambda: self._tracker.log(step, numbers)))
+
+    def close(self) -> None:
+        """See `Tracker`."""
+        self._attempt(lambda: self._background.close(self._tracker.close))
+
+    def _attempt(self, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except RlhfError as error:
+            if not self._has_failed:
+                self._warn(f"{error}; it has no more of this run's metrics, which are in metrics.jsonl")
+            self._has_failed = True

@@ -29,7 +29,7 @@ class KtoObjective(Objective[Compared]):
     Attributes:
         beta: > 0; the larger, the nearer to the reference.
         desirable_weight, undesirable_weight: of the two kinds of answers; their total weights should be like.
-        kl: the divergence in nats, >= 0; set by `for_step`.
+        kl: the divergence in nats, >= 0; set by `for_batch`.
     """
 
     needs_reference: ClassVar[bool] = True
@@ -60,7 +60,7 @@ class KtoObjective(Objective[Compared]):
         return int(item.sequences[0].loss_mask[1:].sum())
 
     @torch.no_grad()
-    def for_step(self, engine: TrainEngine, micro_batches: Sequence[MicroBatch[Compared]]) -> "KtoObjective":
+    def for_batch(self, engine: TrainEngine, micro_batches: Sequence[MicroBatch[Compared]]) -> "KtoObjective":
         """See `Objective`: estimate the divergence over all ranks."""
         total = torch.zeros(2, dtype=torch.float64, device=engine.device)
         was_training = engine.module.training

@@ -5,19 +5,29 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 
+from rlhf_train.run.background import cannot_write
+
 
 class JsonlTracker:
-    """Appends one JSON object per step to a file."""
+    """Appends one JSON object per call to a file, which has every line as soon as `log` returns."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
+        self.where = str(path)
         self._file = path.open("a", encoding="utf-8", buffering=1)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write the metrics of one step. NaN and infinities become null, because JSON has neither."""
+        """See `Tracker`. NaN and infinities become null, because JSON has neither. Raises RlhfError when the file
+        cannot be written."""
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-        self._file.write(json.dumps({"step": step, **finite}) + "\n")
+        try:
+            self._file.write(json.dumps({"step": step, **finite}) + "\n")
+        except OSError as error:
+            raise cannot_write(self.where, error) from error
 
     def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+        """See `Tracker`. Raises RlhfError when the file cannot be written."""
+        try:
+            self._file.close()
+        except OSError as error:
+            raise cannot_write(self.where, error) from error

@@ -10,13 +10,14 @@ class TensorBoardTracker:
     def __init__(self, path: Path) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
+        self.where = str(path)
         self._writer = SummaryWriter(path)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write the metrics of one step."""
+        """See `Tracker`."""
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
-        """Flush and close."""
+        """See `Tracker`."""
         self._writer.close()

@@ -1,0 +1,57 @@
+"""MLflow, by its client for tracking servers and stores."""
+
+import os
+import re
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from mlflow import MlflowClient
+from mlflow.entities import Metric
+from mlflow.exceptions import MlflowException
+
+from rlhf_data.errors import ConfigError
+from rlhf_train.run.trackers import TrackerSpec
+
+
+class MlflowTracker:
+    """Sends metrics to an MLflow tracking server or store, with the configuration as an artifact.
+
+    `where` is the tracking URI, experiment and run.
+    """
+
+    def __init__(self, spec: TrackerSpec, folder: Path, config: str) -> None:
+        """Start a run. Raises ConfigError when the server or store cannot be used."""
+        assert spec.mlflow_uri
+        if urlsplit(spec.mlflow_uri).scheme in ("", "file"):
+            # MLflow refuses folders, which are in maintenance mode, unless told that one is meant.
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+        try:
+            self._client = MlflowClient(tracking_uri=spec.mlflow_uri)
+            experiment = self._client.get_experiment_by_name(spec.project)
+            experiment_id = experiment.experiment_id if experiment else self._client.create_experiment(spec.project)
+            self._run_id = self._client.create_run(experiment_id, run_name=spec.run_name).info.run_id
+            self._client.log_text(self._run_id, config, "config.toml")
+        except (MlflowException, OSError, ImportError) as error:
+            raise ConfigError(
+                f"MLflow at {spec.mlflow_uri} cannot be used: {error}",
+                hint="give --use_mlflow the URI of a tracking server, or a folder",
+            ) from error
+        self.where = f"{spec.mlflow_uri}, experiment {spec.project}, run {self._run_id}"
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """See `Tracker`. Characters that MLflow's names cannot have become words or underscores: `pass@4` is
+        `pass_at_4`."""
+        now_ms = int(time.time() * 1000)
+        entries = [Metric(metric_name(name), float(value), now_ms, step) for name, value in metrics.items()]
+        self._client.log_batch(self._run_id, entries)
+
+    def close(self) -> None:
+        """See `Tracker`: the run is marked as finished."""
+        self._client.set_terminated(self._run_id)
+
+
+def metric_name(name: str) -> str:
+    """Return a metric's name in the characters that MLflow allows: letters, digits, _ - . : / and space."""
+    return re.sub(r"[^/\w.\- :]", "_", name.replace("@", "_at_"))

@@ -1,0 +1,49 @@
+"""Weights & Biases."""
+
+import os
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+
+import wandb
+
+from rlhf_data.errors import ConfigError
+from rlhf_train.run.trackers import TrackerSpec
+
+
+class WandbTracker:
+    """Sends metrics to Weights & Biases, or with WANDB_MODE=offline writes them into the run's folder.
+
+    `where` is the page of the run, or the folder that `wandb sync` uploads.
+    """
+
+    def __init__(self, spec: TrackerSpec, folder: Path, config: str) -> None:
+        """Start a run. Raises ConfigError when the server refuses it, for example for want of a key."""
+        # Without a key, wandb would ask for one on the terminal and wait.
+        is_offline = os.environ.get("WANDB_MODE") in ("offline", "disabled", "dryrun")
+        if not is_offline and not wandb.login(prompt=False):
+            hint = "set WANDB_API_KEY, run `wandb login` once, or set WANDB_MODE=offline"
+            raise ConfigError("Weights & Biases has no API key", hint=hint)
+        try:
+            self._run = wandb.init(
+                entity=spec.wandb_org,
+                project=spec.wandb_project or spec.project,
+                group=spec.wandb_group,
+                name=spec.run_name,
+                dir=folder,
+                config=tomllib.loads(config),
+                settings=wandb.Settings(console="off", silent=True),
+            )
+        except wandb.Error as error:
+            hint = "see --wandb_org and --wandb_project, or set WANDB_MODE=offline"
+            raise ConfigError(f"Weights & Biases refuses the run: {error}", hint=hint) from error
+        # An offline run has no page, and warns when asked for it.
+        self.where = self._run.dir if self._run.offline else self._run.url
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """See `Tracker`."""
+        self._run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        """See `Tracker`: uploads what is left."""
+        self._run.finish()

@@ -1,0 +1,364 @@
+"""The run's folder: rollouts are written in the background, and none is lost however the run ends."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rlhf_data.errors import ConfigError, RlhfError
+from rlhf_data.records import Episode, FinishReason, Prompt, Rollout, RolloutGroup, Span, SpanSource
+from rlhf_rollout.records_io import RolloutWriter
+from rlhf_train.run.background import BackgroundWriter, cannot_write
+from rlhf_train.run.observer import Observer
+from rlhf_train.run.recorder import Recorder, RemoteTracker
+from rlhf_train.run.trackers import TrackerSpec
+from rlhf_train.run.trackers.jsonl import JsonlTracker
+
+
+class Listener(Observer):
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.warnings: list[str] = []
+        self.notices: list[str] = []
+
+    def warning(self, text: str) -> None:
+        self.warnings.append(text)
+
+    def notice(self, text: str) -> None:
+        self.notices.append(text)
+
+
+def group(name: str) -> RolloutGroup:
+    """Return a group of one rollout."""
+    spans = (
+        Span(SpanSource.PROMPT, np.array([1, 2])),
+        Span(SpanSource.POLICY, np.array([3]), np.array([-0.5]), policy_version=0),
+    )
+    rollout = Rollout(f"{name}/0", name, spans, FinishReason.STOP)
+    return RolloutGroup(name, Prompt("p", np.array([1, 2]), "?"), (Episode(f"{name}/e", name, (rollout,)),))
+
+
+def lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture
+def gate(monkeypatch):
+    """Hold back every write of rollouts until the event is set."""
+    event = threading.Event()
+    write = RolloutWriter.write
+
+    def late(self, *arguments, **fields):
+        assert event.wait(20)
+        write(self, *arguments, **fields)
+
+    monkeypatch.setattr(RolloutWriter, "write", late)
+    yield event
+    event.set()
+
+
+def test_rollouts_are_written_after_the_call_in_order_with_their_fields(gate, tmp_path):
+    recorder = Recorder(str(tmp_path / "run"), "")
+    recorder.rollouts("rollouts", 1, [group("a"), group("b")], kept=True)
+    recorder.rollouts("rollouts", 1, [group("c")], kept=False)
+    recorder.rollouts("held-out rollouts", 2, [group("d")])
+    assert lines(recorder.path("rollouts")) == []
+    gate.set()
+    recorder.close()
+    written = [(line["step"], line["kept"], line["group_id"]) for line in lines(recorder.path("rollouts"))]
+    assert written == [(1, True, "a"), (1, True, "b"), (1, False, "c")]
+    [line] = lines(recorder.path("held-out rollouts"))
+    assert (line["step"], line["group_id"]) == (2, "d")
+    assert "kept" not in line
+
+
+def test_a_run_that_raises_still_has_all_rollouts(gate, tmp_path):
+    def run():
+        with Recorder(str(tmp_path), "") as recorder:
+            for step in range(1, 4):
+                recorder.rollouts("rollouts", step, [group(f"g{step}")])
+            threading.Timer(0.2, gate.set).start()
+            raise KeyError("the run's own error")
+
+    with pytest.raises(KeyError, match="the run's own error"):
+        run()
+    assert [line["step"] for line in lines(tmp_path / "rollouts.jsonl")] == [1, 2, 3]
+
+
+SCRIPT = """
+import sys, time
+from run_recorder_test import group
+from rlhf_rollout.records_io import RolloutWriter
+from rlhf_train.run.recorder import Recorder
+
+write = RolloutWriter.write
+def slowly(self, *arguments, **fields):
+    time.sleep(0.3)
+    write(self, *arguments, **fields)
+RolloutWriter.write = slowly
+
+def run(recorder):
+    for step in range(1, 5):
+        recorder.rollouts("rollouts", step, [group(f"g{step}")])
+    print("submitted", flush=True)
+    if sys.argv[2] == "ctrl-c":
+        time.sleep(60)
+
+recorder = Recorder(sys.argv[1], "")
+if sys.argv[2] == "ctrl-c":
+    with recorder:
+        run(recorder)
+run(recorder)
+"""
+
+
+@pytest.mark.parametrize(("how", "status"), [("ctrl-c", -signal.SIGINT), ("forgotten", 0)])
+def test_a_process_that_ends_while_rollouts_wait_writes_them_first(how, status, tmp_path):
+    folder = tmp_path / "run"
+    paths = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
+    process = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, str(folder), how],
+        env=os.environ | {"PYTHONPATH": paths},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout.readline() == "submitted\n"
+    before = len(lines(folder / "rollouts.jsonl"))
+    if how == "ctrl-c":
+        process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == status, errors
+    assert before < 4  # else the end had nothing to wait for
+    assert [line["step"] for line in lines(folder / "rollouts.jsonl")] == [1, 2, 3, 4]
+
+
+def fill_disk(recorder: Recorder) -> None:
+    """Make the file of rollouts one that is always full."""
+    recorder.path("rollouts").symlink_to("/dev/full")
+
+
+def settle(recorder: Recorder) -> None:
+    """Wait until the writes that were submitted have run."""
+    done = threading.Event()
+    background = recorder._rollouts["rollouts"]._background
+    background._executor.submit(done.set)
+    assert done.wait(20)
+
+
+FULL = r"rollouts\.jsonl cannot be written: .*No space left.*\n\nhint: free space there, or use another --save_path"
+
+
+def test_a_full_disk_is_an_error_at_the_next_call_and_at_the_end(tmp_path):
+    recorder = Recorder(str(tmp_path), "")
+    fill_disk(recorder)
+    recorder.rollouts("rollouts", 1, [group("a")])
+    settle(recorder)
+    with pytest.raises(RlhfError, match=FULL):
+        recorder.rollouts("rollouts", 2, [group("b")])
+    with pytest.raises(RlhfError, match=FULL):
+        recorder.close()
+
+
+def test_a_full_disk_in_the_last_step_is_an_error_at_the_end(tmp_path):
+    def run():
+        with Recorder(str(tmp_path), "") as recorder:
+            fill_disk(recorder)
+            recorder.rollouts("rollouts", 1, [group("a")])
+
+    with pytest.raises(RlhfError, match=FULL):
+        run()
+
+
+def test_a_full_disk_beside_another_error_is_said_and_the_other_error_stays(tmp_path):
+    listener = Listener()
+
+    def run():
+        with Recorder(str(tmp_path), "", observer=listener) as recorder:
+            fill_disk(recorder)
+            recorder.rollouts("rollouts", 1, [group("a")])
+            raise KeyError("engine")
+
+    with pytest.raises(KeyError, match="engine"):
+        run()
+    [warning] = listener.warnings
+    assert "No space left" in warning
+
+
+def test_a_full_disk_that_ended_the_run_is_said_once(tmp_path):
+    listener = Listener()
+
+    def run():
+        with Recorder(str(tmp_path), "", observer=listener) as recorder:
+            fill_disk(recorder)
+            recorder.rollouts("rollouts", 1, [group("a")])
+            settle(recorder)
+            recorder.rollouts("rollouts", 2, [group("b")])
+
+    with pytest.raises(RlhfError, match=FULL):
+        run()
+    assert listener.warnings == []
+
+
+def test_metrics_on_a_full_disk_are_an_error_at_once(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.symlink_to("/dev/full")
+    tracker = JsonlTracker(path)
+    with pytest.raises(RlhfError, match=r"metrics\.jsonl cannot be written: .*No space left"):
+        tracker.log(1, {"loss": 1.0})
+    with pytest.raises(RlhfError, match="No space left"):
+        tracker.close()
+
+
+def test_background_writer_bounds_what_waits_and_keeps_the_order():
+    event, written = threading.Event(), []
+    writer = BackgroundWriter(lambda error: cannot_write("x", error), max_pending=2)
+
+    def write(index: int) -> None:
+        assert event.wait(20)
+        written.append(index)
+
+    def submit_all() -> None:
+        for index in range(4):
+            writer.submit(lambda index=index: write(index))
+            submitted.append(index)
+
+    submitted: list[int] = []
+    thread = threading.Thread(target=submit_all)
+    thread.start()
+    deadline = time.monotonic() + 10
+    while len(submitted) < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(0.2)
+    assert submitted == [0, 1]  # the third waits for room
+    event.set()
+    thread.join(20)
+    writer.close(lambda: written.append("closed"))
+    assert written == [0, 1, 2, 3, "closed"]
+
+
+def test_background_writer_writes_nothing_after_a_failure_but_closes():
+    written = []
+    writer = BackgroundWriter(lambda error: cannot_write("x", error))
+
+    def fail() -> None:
+        event.wait(20)
+        raise OSError("broken")
+
+    event = threading.Event()
+    writer.submit(fail)
+    writer.submit(lambda: written.append("after"))
+    event.set()
+    with pytest.raises(RlhfError, match="x cannot be written: broken"):
+        writer.close(lambda: written.append("closed"))
+    assert written == ["closed"]
+
+
+def test_background_writer_says_when_only_closing_fails():
+    writer = BackgroundWriter(lambda error: cannot_write("x", error))
+
+    def fail() -> None:
+        raise OSError("quota")
+
+    with pytest.raises(RlhfError, match="x cannot be written: quota"):
+        writer.close(fail)
+
+
+class Broken:
+    """A tracker that fails from its second number on."""
+
+    where = "http://far.away"
+
+    def __init__(self) -> None:
+        self.logged: list[int] = []
+        self.is_closed = False
+
+    def log(self, step, metrics):
+        if step > 1:
+            raise ConnectionError("no route")
+        self.logged.append(step)
+
+    def close(self):
+        self.is_closed = True
+
+
+def test_remote_tracker_that_fails_is_said_once_and_ends_no_run():
+    listener, broken = Listener(), Broken()
+    tracker = RemoteTracker("MLflow", broken, listener.warning)
+    for step in range(1, 30):
+        tracker.log(step, {"loss": 1.0})
+        time.sleep(0.01)
+    tracker.close()
+    assert broken.logged == [1]
+    assert broken.is_closed
+    [warning] = listener.warnings
+    assert warning.startswith("MLflow failed: no route; ")
+    assert "metrics.jsonl" in warning
+
+
+def test_remote_tracker_gets_the_numbers_as_they_were():
+    class Slow(Broken):
+        def log(self, step, metrics):
+            assert event.wait(20)
+            self.logged.append(dict(metrics))
+
+    event, slow, metrics = threading.Event(), Slow(), {"loss": 1.0}
+    tracker = RemoteTracker("MLflow", slow, pytest.fail)
+    tracker.log(1, metrics)
+    metrics["loss"] = 2.0
+    event.set()
+    tracker.close()
+    assert slow.logged == [{"loss": 1.0}]
+
+
+def test_trackers_hear_of_every_nth_step_and_of_every_evaluation_and_the_file_of_all(tmp_path, monkeypatch):
+    tracker = Broken()
+    tracker.log = lambda step, metrics: tracker.logged.append((step, *metrics))
+    monkeypatch.setattr("rlhf_train.run.recorder.open_tensorboard", lambda spec, folder: tracker)
+    with Recorder(str(tmp_path), "", TrackerSpec(logging_steps=3)) as recorder:
+        recorder.metrics(0, {"eval": 1.0})
+        for step in range(1, 8):
+            recorder.step(step, {"loss": 1.0})
+        recorder.metrics(7, {"eval": 1.0})
+    assert tracker.logged == [(0, "eval"), (3, "loss"), (6, "loss"), (7, "eval")]
+    assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == [0, 1, 2, 3, 4, 5, 6, 7, 7]
+
+
+def test_recorder_says_where_remote_trackers_are(tmp_path, monkeypatch):
+    listener = Listener()
+    monkeypatch.setattr("rlhf_train.run.recorder.open_remote", lambda *_: {"MLflow": Broken()})
+    with Recorder(str(tmp_path), "", observer=listener):
+        pass
+    assert listener.notices == ["MLflow: http://far.away"]
+
+
+def test_every_part_is_closed_when_one_fails(tmp_path, monkeypatch):
+    first, second = Broken(), Broken()
+
+    def fail():
+        raise RlhfError("first")
+
+    first.close = fail
+    monkeypatch.setattr("rlhf_train.run.recorder.open_tensorboard", lambda spec, folder: first)
+    recorder = Recorder(str(tmp_path), "")
+    recorder._trackers.append(second)
+    with pytest.raises(RlhfError, match="first"):
+        recorder.close()
+    assert second.is_closed
+    assert recorder._metrics._file.closed
+
+
+def test_recorder_refuses_a_folder_with_something_in_it_but_its_own_log(tmp_path):
+    (tmp_path / "log.txt").write_text("said before the run began")
+    Recorder(str(tmp_path), "a = 1").close()
+    assert (tmp_path / "config.toml").read_text() == "a = 1"
+    with pytest.raises(ConfigError, match=r"is not empty\n\nhint: name a new folder"):
+        Recorder(str(tmp_path), "")
