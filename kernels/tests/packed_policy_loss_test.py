@@ -37,15 +37,15 @@ def loss_and_gradient(logprobs, stream, objective, **options):
 
 
 def test_packed_policy_loss_ppo_clips_what_the_advantage_favours():
-    # Ratios 2, 2, 1/2, 1/2 within [0.8, 1.2]: -1.2, +2, -1/2, +0.8; the first and the last are flat.
-    stream = stream_of([1.0, -1.0, 1.0, -1.0], [-LN2, -LN2, LN2, LN2])
+    # Ratios 2, 2, 1/2, 1/4 within [0.8, 1.2]: -1.2, +2, -1/2, +0.8; the first and the last are flat.
+    stream = stream_of([1.0, -1.0, 1.0, -1.0], [-LN2, -LN2, LN2, 2 * LN2])
     loss, grad, metrics = loss_and_gradient([0.0] * 4, stream, PolicyObjective())
     assert loss == pytest.approx(-1.2 + 2.0 - 0.5 + 0.8)
     assert grad == pytest.approx([0.0, 2.0, -0.5, 0.0])
     assert metrics["clipped"] == 2 and metrics["tokens"] == 4
-    assert metrics["ratio"] == pytest.approx(5.0)
-    # e^-d - 1 + d at d = +-ln 2, twice each.
-    assert metrics["kl_to_old"] == pytest.approx(2 * (0.5 - 1 + LN2) + 2 * (2 - 1 - LN2))
+    assert metrics["ratio"] == pytest.approx(4.75)
+    # e^-d - 1 + d at d = ln 2 (twice), -ln 2 and -2 ln 2: 2.31; of the other direction, at -d, it would be 1.44.
+    assert metrics["kl_to_old"] == pytest.approx(2 * (0.5 - 1 + LN2) + (2 - 1 - LN2) + (4 - 1 - 2 * LN2))
 
 
 def test_packed_policy_loss_dual_clip_bounds_the_loss_of_a_negative_advantage():

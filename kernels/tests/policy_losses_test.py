@@ -343,3 +343,34 @@ def test_kl_loss_of_extremes_is_finite(estimator):
     loss = kl_loss(logprobs, row(0, 0), row(0, 0), estimator, unbiased_gradient=True)
     loss.sum().backward()
     assert loss.isfinite().all() and logprobs.grad.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "dual_clip", "expected"),
+    [
+        # The range is [0.75, 1.25]; its ends belong to it.
+        (1.25, 1.0, None, False),
+        (1.26, 1.0, None, True),
+        (1.26, 0.0, None, False),
+        (1.26, -1.0, None, False),
+        (0.75, -1.0, None, False),
+        (0.74, -1.0, None, True),
+        (0.74, 0.0, None, False),
+        (0.74, 0.5, None, False),
+        # The dual clip is for negative advantages only.
+        (3.0, -1.0, 3.0, False),
+        (3.01, -1.0, 3.0, True),
+        (3.01, 0.0, 3.0, False),
+        (2.99, -0.5, 3.0, False),
+    ],
+)
+def test_is_clipped_only_beyond_the_end_that_the_advantage_favours(ratio, advantage, dual_clip, expected):
+    found = is_clipped(
+        torch.tensor([ratio]), torch.tensor([advantage]), clip_low=0.25, clip_high=0.25, dual_clip=dual_clip
+    )
+    assert found.tolist() == [expected]
+
+
+def test_is_clipped_dual_clip_does_not_concern_a_small_positive_advantage():
+    found = is_clipped(torch.tensor([4.0]), torch.tensor([0.5]), clip_low=0.25, clip_high=9.0, dual_clip=3.0)
+    assert found.tolist() == [False]

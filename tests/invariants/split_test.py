@@ -32,6 +32,7 @@ class Case:
     micro_batch_size: int = 32
     packing: bool = False
     algorithm: AlgorithmSpec = PPO_WITH_KL_LOSS
+    first_reward: float | None = None  # in place of the first rollout's own
 
 
 SPLITS = {
@@ -73,6 +74,9 @@ def one_step(rank: int, num_ranks: int, master: Any, path: str, case: Case) -> d
         seed=0,
     )
     rollouts = random_rollouts(NUM_ROLLOUTS, vocab_size=VOCAB_SIZE)
+    rewards = [rollout.verdict.reward for rollout in rollouts]
+    if case.first_reward is not None:
+        rewards[0] = case.first_reward
     plan = plan_batches(
         [rollout.num_tokens for rollout in rollouts],
         [rollout.num_response_tokens for rollout in rollouts],
@@ -83,9 +87,7 @@ def one_step(rank: int, num_ranks: int, master: Any, path: str, case: Case) -> d
         max_response_tokens=24,
         seed=3,
     )[rank]
-    worker.load_rollouts(
-        [rollouts[row] for row in plan.rows], [rollouts[row].verdict.reward for row in plan.rows], plan
-    )
+    worker.load_rollouts([rollouts[row] for row in plan.rows], [rewards[row] for row in plan.rows], plan)
     metrics = [worker.run_model(role) for role in ("actor", "reference", "critic")]
     experience = worker._experience
     before = {name: column.clone() for name, column in experience.columns.items()}
@@ -118,7 +120,7 @@ def model_path(tmp_path_factory) -> str:
 
 @pytest.fixture(scope="module")
 def on_one_rank(model_path) -> dict[str, Any]:
-    return run_ranks(all_cases, 1, model_path, SPLITS)[0]
+    return run_ranks(all_cases, 1, model_path, SPLITS | {"one other reward": Case(first_reward=3.0)})[0]
 
 
 @pytest.fixture(scope="module")
@@ -203,13 +205,21 @@ def test_two_ranks_whiten_over_both(on_one_rank, on_two_ranks, name):
     alone = on_one_rank["whole"]["advantages"]
     assert together.keys() == alone.keys() and len(alone) == NUM_ROLLOUTS
     assert max(float(np.abs(alone[key] - together[key]).max()) for key in alone) < 1e-5
+    # Mean 0 and deviation 1 over the trained tokens of both ranks, and of neither rank's alone.
+    masks = {rollout.rollout_id: rollout.loss_mask for rollout in random_rollouts(NUM_ROLLOUTS, vocab_size=VOCAB_SIZE)}
+    whole, *shards = (
+        np.concatenate([columns[key][masks[key]] for key in columns], dtype=np.float64)
+        for columns in (together, *(rank[name]["advantages"] for rank in on_two_ranks))
+    )
+    assert (whole.mean(), whole.std()) == pytest.approx((0.0, 1.0), abs=1e-5)
+    assert all(abs(shard.mean()) > 1e-3 and abs(shard.std() - 1) > 1e-3 for shard in shards)
 
 
 def test_gradient_norm_does_not_depend_on_the_split(on_one_rank, on_two_ranks):
     for name in ("policy/grad_norm", "value/grad_norm"):
         expected = on_one_rank["whole"]["metrics"][name]
         assert expected > 0
-        for outcomes in (on_one_rank, *on_two_ranks):
+        for outcomes in ({split: on_one_rank[split] for split in SPLITS}, *on_two_ranks):
             norms = [outcome["metrics"][name] for outcome in outcomes.values()]
             assert norms == pytest.approx([expected] * len(norms), rel=1e-4)
 
@@ -225,11 +235,9 @@ def test_update_moves_every_weight(on_one_rank, model_path):
     assert not still
 
 
-def test_different_data_gives_a_different_update(on_one_rank, model_path):
-    other = run_ranks(
-        all_cases,
-        1,
-        model_path,
-        {"other": dataclasses.replace(Case(), algorithm=make_algorithm(clip_low=0.0, clip_high=0.0, gamma=0.5))},
-    )[0]
-    assert largest_difference(on_one_rank["whole"]["weights"], other["other"]["weights"]) > 100 * TOLERANCE
+def test_one_other_reward_of_all_gives_a_different_update(on_one_rank):
+    moved = on_one_rank["one other reward"]["weights"]
+    for role in ("actor", "critic"):
+        own = {name: weight for name, weight in moved.items() if name.startswith(role)}
+        whole = {name: on_one_rank["whole"]["weights"][name] for name in own}
+        assert largest_difference(whole, own) > 100 * TOLERANCE, role

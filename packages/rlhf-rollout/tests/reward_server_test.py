@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import socket
+import sys
 import threading
 import time
 
@@ -170,17 +172,68 @@ def test_token_is_asked_for_and_accepted():
         assert accepted.reward == 2.0
 
 
-def test_command_listens_on_this_machine_only_with_the_environments_token(model_dir, monkeypatch, capsys):
-    started = []
-    monkeypatch.setattr(uvicorn, "run", lambda app, **options: started.append(options))
-    assert command.main(["serve_rm", "--reward_pretrain", str(model_dir)]) == 0
-    assert started == [{"host": "127.0.0.1", "port": 5000, "log_level": "warning"}]
+@contextlib.contextmanager
+def command_running(monkeypatch, *arguments):
+    """Run `serve_rm` with `arguments` in a thread, on a port of its own; yield the port."""
+    servers = []
+
+    class Kept(uvicorn.Server):
+        def __init__(self, config):
+            super().__init__(config)
+            servers.append(self)
+
+    monkeypatch.setattr(sys.modules[uvicorn.run.__module__], "Server", Kept)
+    port, codes = free_port(), []
+    arguments = ["serve_rm", *arguments, "--port", str(port)]
+    thread = threading.Thread(target=lambda: codes.append(command.main(arguments)), daemon=True)
+    thread.start()
+    try:
+        deadline = time.monotonic() + 60
+        while not (servers and servers[0].started):
+            assert time.monotonic() < deadline and thread.is_alive()
+            time.sleep(0.01)
+        yield port
+    finally:
+        for server in servers:
+            server.should_exit = True
+        thread.join(20)
+    assert codes == [0]
+
+
+def free_port():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def answers(host, port):
+    """Whether a server at this address says that it is up."""
+    try:
+        return httpx.get(f"http://{host}:{port}/health").json() == {"status": "ok"}
+    except httpx.ConnectError:
+        return False
+
+
+# All of 127.0.0.0/8 is this machine, but a server that is bound to 127.0.0.1 alone answers nowhere else.
+OTHER_ADDRESS = "127.0.0.2"
+
+
+def test_command_listens_on_this_machine_only_unless_told_otherwise(model_dir, monkeypatch, capsys):
+    model = ("--reward_pretrain", str(model_dir))
+    with command_running(monkeypatch, *model) as port:
+        assert answers("127.0.0.1", port) and not answers(OTHER_ADDRESS, port)
     assert "warning" not in capsys.readouterr().err
-    assert command.main(["serve_rm", "--reward_pretrain", str(model_dir), "--host", "0.0.0.0"]) == 0
+    with command_running(monkeypatch, *model, "--host", "0.0.0.0") as port:
+        assert answers("127.0.0.1", port) and answers(OTHER_ADDRESS, port)
+        assert post(f"http://{OTHER_ADDRESS}:{port}", {"query": ["a"]}).status_code == 200
     assert "RLHF_REMOTE_RM_TOKEN sets a token" in capsys.readouterr().err
     monkeypatch.setenv("RLHF_REMOTE_RM_TOKEN", "secret")
-    assert command.main(["serve_rm", "--reward_pretrain", str(model_dir), "--host", "0.0.0.0"]) == 0
+    with command_running(monkeypatch, *model, "--host", "0.0.0.0") as port:
+        assert post(f"http://{OTHER_ADDRESS}:{port}", {"query": ["a"]}).status_code == 401
     assert "warning" not in capsys.readouterr().err
+
+
+def test_command_without_a_usable_reward_is_refused(model_dir, capsys):
     plain = str(tiny_model_dir(model_dir.parent / "policy"))
     assert command.main(["serve_rm", "--reward_pretrain", plain]) == 2
     assert "error:" in capsys.readouterr().err

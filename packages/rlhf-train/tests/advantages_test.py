@@ -208,3 +208,19 @@ def test_relative_rewards_divide_only_where_the_baseline_says_so():
 def test_relative_rewards_unknown_baseline_suggests_the_nearest():
     with pytest.raises(ValueError, match="did you mean `group_mean`"):
         relative_rewards(np.zeros(1), ["a"], "group_men")
+
+
+@pytest.mark.parametrize("value", [123456789.1, -7e8 / 3, 0.1 + 1e6])
+def test_group_normalized_large_equal_rewards_are_zero_though_their_mean_is_rounded(value):
+    rewards = np.array([value] * 7)
+    assert rewards.sum() / 7 != value  # what is left of the rounding is no deviation
+    assert group_normalized(rewards, ["a"] * 7).tolist() == [0.0] * 7
+
+
+def test_whiten_one_token_is_zero_and_none_stays_empty():
+    mask = torch.tensor([[False, True]])
+    one = torch.tensor([[9.0, 3.0]])
+    for divide_by_std in (True, False):
+        assert whiten(one, mask, moments(one, mask), divide_by_std=divide_by_std).tolist() == [[0.0, 0.0]]
+    nothing = mask & ~mask
+    assert whiten(one, nothing, moments(one, nothing)).tolist() == [[0.0, 0.0]]

@@ -1,10 +1,43 @@
-"""The weight of the KL, which adapts."""
+"""Estimates of the KL by hand, and the weight of the KL, which adapts."""
 
 import math
 
 import pytest
+import torch
 
-from rlhf_train.kl import adapted_kl_coef
+from rlhf_train.kl import MAX_LOG_RATIO, adapted_kl_coef, kl_estimate
+
+
+@pytest.mark.parametrize(
+    ("estimator", "expected"),
+    [
+        # log p - log q of ln 2, 0 and -ln 4.
+        ("k1", [math.log(2), 0.0, -math.log(4)]),
+        ("k2", [math.log(2) ** 2 / 2, 0.0, math.log(4) ** 2 / 2]),
+        ("k3", [0.5 - 1 + math.log(2), 0.0, 4 - 1 - math.log(4)]),
+    ],
+)
+def test_kl_estimate_matches_hand_values(estimator, expected):
+    logprobs = torch.tensor([[-1.0, -2.0, -3.0]], dtype=torch.float64)
+    difference = torch.tensor([[math.log(2), 0.0, -math.log(4)]], dtype=torch.float64)
+    assert kl_estimate(logprobs, logprobs - difference, estimator)[0].tolist() == pytest.approx(expected, rel=1e-12)
+
+
+def test_kl_estimate_far_from_the_reference_is_bounded():
+    far = torch.tensor([[1000.0, -1000.0]], dtype=torch.float64)
+    for estimator, bounds in {
+        "k1": [MAX_LOG_RATIO, -MAX_LOG_RATIO],
+        "k2": [MAX_LOG_RATIO**2 / 2] * 2,
+        "k3": [math.exp(-20) + 19, math.exp(20) - 21],
+    }.items():
+        assert kl_estimate(far, 0 * far, estimator)[0].tolist() == pytest.approx(bounds, rel=1e-12)
+
+
+def test_kl_estimate_of_an_unknown_name_or_other_shapes_is_refused():
+    with pytest.raises(ValueError, match="k4"):
+        kl_estimate(torch.zeros(1, 2), torch.zeros(1, 2), "k4")
+    with pytest.raises(ValueError, match="shapes differ"):
+        kl_estimate(torch.zeros(1, 2), torch.zeros(1, 3), "k1")
 
 
 @pytest.mark.parametrize(
