@@ -113,14 +113,25 @@ def all_cases(rank: int, num_ranks: int, master: Any, path: str, cases: dict[str
     return {name: one_step(rank, num_ranks, master, path, case) for name, case in cases.items()}
 
 
+def cases_and_ratio(rank: int, num_ranks: int, master: Any, path: str, cases: dict[str, Case]) -> Any:
+    """Run every case, and the update whose first ratio is asked for, in one process."""
+    single = Case(algorithm=make_algorithm(kl_coef=0.05))
+    return all_cases(rank, num_ranks, master, path, cases), ratio_of_first_update(master, path, single)
+
+
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory) -> str:
     return str(tiny_model_dir(tmp_path_factory.mktemp("model"), vocab_size=VOCAB_SIZE))
 
 
 @pytest.fixture(scope="module")
-def on_one_rank(model_path) -> dict[str, Any]:
-    return run_ranks(all_cases, 1, model_path, SPLITS | {"one other reward": Case(first_reward=3.0)})[0]
+def one_rank(model_path) -> tuple[dict[str, Any], float]:
+    return run_ranks(cases_and_ratio, 1, model_path, SPLITS | {"one other reward": Case(first_reward=3.0)})[0]
+
+
+@pytest.fixture(scope="module")
+def on_one_rank(one_rank) -> dict[str, Any]:
+    return one_rank[0]
 
 
 @pytest.fixture(scope="module")
@@ -139,13 +150,11 @@ def test_step_zero_policy_equals_reference_exactly(on_one_rank):
         assert outcome["metrics"]["kl/reference"] == 0.0, name
 
 
-def test_first_update_ratio_is_exactly_one(model_path):
-    single = dataclasses.replace(SPLITS["whole"], algorithm=make_algorithm(kl_coef=0.05))
-    outcome = run_ranks(ratio_of_first_update, 1, model_path, single)[0]
-    assert outcome == 1.0
+def test_first_update_ratio_is_exactly_one(one_rank):
+    assert one_rank[1] == 1.0
 
 
-def ratio_of_first_update(rank: int, num_ranks: int, master: Any, path: str, case: Case) -> float:
+def ratio_of_first_update(master: Any, path: str, case: Case) -> float:
     """Return the largest ratio that the first optimizer step sees, or its inverse if that is farther from 1."""
     import torch
 
