@@ -76,8 +76,8 @@ def test_moot_flag_is_one_notice_however_often_it_is_given():
 
 
 def test_absent_feature_is_an_error_that_names_it_unless_the_word_asks_for_nothing():
-    assert failure("--offload", "cpu") == "offloading is not available: --offload cpu\n\nhint: use --fused"
-    assert "offloading is not available: --offload\n" in failure("--offload")
+    assert failure("--offload", "cpu") == "not available: offloading (--offload cpu)\n\nhint: use --fused"
+    assert "not available: offloading (--offload)\n" in failure("--offload")
     assert LINE.parse(["--offload", "-1"]).notices == ()
 
 
@@ -108,8 +108,8 @@ def test_dry_run_collects_what_is_missing_or_not_available_and_a_run_refuses_it(
     parsed = line.parse(["--dry_run", "--offload", "cpu", "--offload", "disk"])
     assert [str(error) for error in parsed.missing] == ["--rate is missing"]
     assert [str(error).partition("\n")[0] for error in parsed.unavailable] == [
-        "offloading is not available: --offload cpu",
-        "offloading is not available: --offload disk",
+        "not available: offloading (--offload cpu)",
+        "not available: offloading (--offload disk)",
     ]
     assert isinstance(parsed.unavailable[0], FeatureError)
     with pytest.raises(FeatureError, match="--offload cpu"):

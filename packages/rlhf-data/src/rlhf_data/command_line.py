@@ -56,7 +56,7 @@ class CommandLine(Generic[AnyConfig]):
         foreign: flags of another program, without `--`, and what they mean here.
         compare: from a configuration and the given options to notices about flags that mean something else in that
             program; asked when one of its flags was given.
-        explain: from an unknown flag and the known ones to a sentence about it; None for no sentence.
+        adapt: from the values of flags, with what `foreign` made of its own, to values of options.
     """
 
     config: type[AnyConfig]
@@ -67,7 +67,7 @@ class CommandLine(Generic[AnyConfig]):
     presets: Mapping[str, Path] = field(default_factory=lambda: MappingProxyType({}))
     foreign: Mapping[str, Foreign] = field(default_factory=lambda: MappingProxyType({}))
     compare: Callable[[AnyConfig, Collection[str]], Iterable[str]] = lambda config, given: ()
-    explain: Callable[[str, Collection[str]], str | None] = lambda flag, names: None
+    adapt: Callable[[Values], Values] = lambda values: values
 
     def parse(self, argv: Sequence[str]) -> Parsed[AnyConfig]:
         """Return the configuration that `argv` describes; defaults < recipe < preset < TOML file < flags.
@@ -78,8 +78,8 @@ class CommandLine(Generic[AnyConfig]):
             SystemExit: --help was asked for.
         """
         known = {option.name: option for option in options(self.config)}
-        words = read_flags(self.parser(), argv, self.foreign, self.explain)
-        flags, notices = dict(words.values), list(words.notices)
+        words = read_flags(self.parser(), argv, self.foreign)
+        flags, notices = self.adapt(dict(words.values)), list(words.notices)
         file, preset, dry_run = _single("config", flags), _single("preset", flags), flags.pop("dry_run", False)
         if preset is not None and preset not in self.presets:
             raise ConfigError(f"--preset: {unknown('value', preset, self.presets)}")

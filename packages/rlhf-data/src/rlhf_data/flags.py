@@ -95,7 +95,7 @@ def absent(feature: str, *, hint: str | None = None, unless: Collection[str] = U
     def read(flag: str, words: Sequence[str]) -> tuple[Values, str]:
         if " ".join(words) in unless:
             return {}, ""
-        raise FeatureError(f"{feature} is not available: {' '.join([flag, *words])}", hint=hint)
+        raise FeatureError(f"not available: {feature} ({' '.join([flag, *words])})", hint=hint)
 
     return Foreign(read=read)
 
@@ -153,7 +153,6 @@ def read_flags(
     parser: Parser,
     argv: Sequence[str],
     foreign: Mapping[str, Foreign],
-    explain: Callable[[str, Collection[str]], str | None],
 ) -> Words:
     """Return what the flags of a command line say.
 
@@ -161,7 +160,6 @@ def read_flags(
         parser: has a flag for each option and for each entry of `foreign`.
         argv: what was typed.
         foreign: flags of another program, without `--`.
-        explain: from an unknown flag and the known ones to a sentence about it, None for no sentence.
 
     Raises:
         ConfigError: for an unknown flag, with the nearest ones, or for two flags that set an option differently.
@@ -172,7 +170,7 @@ def read_flags(
             raise ConfigError(f"{flag}: `{value}` begins as a flag does", hint=f"write {flag}={value}")
     namespace, rest = parser.parse_known_args(list(argv))
     if rest:
-        raise ConfigError(_unknown_flags(rest, names, parser.prog, explain))
+        raise ConfigError(_unknown_flags(rest, names, parser.prog))
     typed = {word.partition("=")[0].removeprefix("--") for word in argv if word.startswith("--")}
     words = _read_foreign(vars(namespace), foreign)
     return replace(words, is_foreign=any(name in foreign and f"--{name}" not in names for name in typed))
@@ -200,18 +198,14 @@ def _read_foreign(found: Mapping[str, Any], foreign: Mapping[str, Foreign]) -> W
     return Words(values, tuple(dict.fromkeys(notices)), tuple(unavailable), is_foreign=False)
 
 
-def _unknown_flags(
-    rest: Sequence[str], names: Sequence[str], prog: str, explain: Callable[[str, Collection[str]], str | None]
-) -> str:
+def _unknown_flags(rest: Sequence[str], names: Sequence[str], prog: str) -> str:
     wrong = list(dict.fromkeys(word.split("=")[0] for word in rest if word.startswith("--")))
     if not wrong:
         return with_hint(f"`{rest[0]}` belongs to no flag", "quote a value that has spaces")
     message = f"unknown flag{'s' if len(wrong) > 1 else ''} {', '.join(f'`{flag}`' for flag in wrong)}"
     hints = ""
     for flag in wrong:
-        if sentence := explain(flag, names):
-            hints += f"{sentence}; "
-        elif guess := nearest_flag(flag, names):
+        if guess := nearest_flag(flag, names):
             hints += f"nearest to `{flag}` is `{guess}`; " if len(wrong) > 1 else f"did you mean `{guess}`? "
     return with_hint(message, f"{hints}`{prog} --help` lists the flags")
 

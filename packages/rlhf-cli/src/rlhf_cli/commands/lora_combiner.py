@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from rlhf_cli.config.elsewhere import known_elsewhere
+from rlhf_cli.config.openrlhf import flags_of
 from rlhf_cli.exits import SUCCESS, exit_status
 from rlhf_cli.paths import check_output_folder, model_path, user_path
 from rlhf_data.checks import missing
@@ -38,7 +38,7 @@ COMMAND_LINE = CommandLine(
     prog="rlhf lora_combiner",
     description=DESCRIPTION,
     resolve=user_path,
-    explain=known_elsewhere,
+    foreign=flags_of("lora_combiner"),
 )
 
 

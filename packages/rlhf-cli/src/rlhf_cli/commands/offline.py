@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlhf_cli.config.elsewhere import known_elsewhere
 from rlhf_cli.config.offline import OfflineConfig
+from rlhf_cli.config.openrlhf import flags_of
 from rlhf_cli.exits import SUCCESS, exit_status
 from rlhf_cli.paths import (
     check_output_folder,
@@ -64,7 +64,7 @@ class Command:
             prog=f"rlhf {self.name}",
             description=self.description,
             resolve=user_path,
-            explain=known_elsewhere,
+            foreign=flags_of(self.name),
         )
 
     def __call__(self, argv: Sequence[str] | None = None) -> int:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_cli.builtin import RECIPE_FILE
-from rlhf_cli.config.elsewhere import known_elsewhere
+from rlhf_cli.config.openrlhf import adapt, flags_of
 from rlhf_cli.config.ppo import PpoConfig
 from rlhf_cli.exits import SUCCESS, exit_status
 from rlhf_cli.paths import output_folder, user_path
@@ -31,7 +31,8 @@ COMMAND_LINE = CommandLine(
     resolve=user_path,
     recipe=builtin_recipe,
     presets=PRESETS,
-    explain=known_elsewhere,
+    foreign=flags_of("ppo"),
+    adapt=adapt,
 )
 
 

@@ -1,0 +1,170 @@
+"""OpenRLHF's flags, old and new, and what each one means here: read from the table `openrlhf.txt`."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from types import MappingProxyType
+
+from rlhf_data.errors import ConfigError, FeatureError
+from rlhf_data.flags import UNASKED, Foreign, Values, absent, is_on, mapped, moot, renamed, sets
+
+OFFLINE = ("sft", "rm", "dpo", "kto", "prm", "kd")
+INFERENCE = ("generate", "score", "serve_rm", "chat")
+COMMANDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "offline": OFFLINE,
+        "training": ("ppo", *OFFLINE),
+        "inference": INFERENCE,
+        "all": ("ppo", *OFFLINE, *INFERENCE, "lora_combiner"),
+    }
+)
+"""What the table calls several commands at once."""
+
+_TOTAL = "prompt and response"  # a value between flags and options: the tokens of a prompt and its response together
+_RESPONSE = 1024  # tokens, where only the length of both is given
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of the table.
+
+    Attributes:
+        names: spellings of a flag, or of flags that mean the same here, without `--`.
+        commands: those that have it.
+        kind: what precedes the colon, such as "option" or "not available".
+        text: what follows it.
+        hint: what to do instead, "" for nothing.
+        unless: words after the flag that do not ask for a feature that is not available.
+    """
+
+    names: tuple[str, ...]
+    commands: tuple[str, ...]
+    kind: str
+    text: str
+    hint: str = ""
+    unless: tuple[str, ...] = ()
+
+    @property
+    def meaning(self) -> Foreign:
+        """What the flag does."""
+        if self.kind == "option":
+            return renamed(self.text)
+        if self.kind == "option of all models":
+            return _reading(self.text, lambda words: words[0] if len(words) == 1 else words)
+        if self.kind == "no effect":
+            return moot(self.text)
+        if self.kind == "not available":
+            return absent(self.text, hint=self.hint or None, unless=(*UNASKED, *self.unless))
+        return _SPECIAL[self.names[0]]
+
+
+@cache
+def table() -> tuple[Row, ...]:
+    """Return all lines of the table."""
+    text = resources.files("rlhf_cli.config").joinpath("openrlhf.txt").read_text(encoding="utf-8")
+    return tuple(_row(line) for line in text.splitlines() if line and not line.startswith("#"))
+
+
+def _row(line: str) -> Row:
+    names, commands, meaning, *rest = (part.strip() for part in line.split("|"))
+    kind, _, text = meaning.partition(": ")
+    hint, unless = (*rest, "", "")[:2]
+    found = tuple(one for word in commands.split() for one in COMMANDS.get(word, (word,)))
+    return Row(tuple(names.split()), found, kind, text, hint, tuple(unless.split()))
+
+
+@cache
+def flags_of(command: str) -> Mapping[str, Foreign]:
+    """Return OpenRLHF's flags of a command of `rlhf`, without `--`."""
+    return {name: row.meaning for row in table() if command in row.commands for name in row.names}
+
+
+def adapt(values: Values) -> Values:
+    """Return the values of flags with those that depend on each other resolved.
+
+    OpenRLHF's newest limit is the length of prompt and response together; here the prompt has what the response leaves.
+    """
+    if _TOTAL not in values:
+        return values
+    values = dict(values)
+    total = int(values.pop(_TOTAL))
+    response = values.setdefault("generate_max_len", str(min(_RESPONSE, total // 2)))
+    if "prompt_max_len" not in values and str(response).isdecimal():
+        if int(response) >= total:
+            message = f"prompt and response have {total} tokens together, and --generate_max_len {response} takes all"
+            raise ConfigError(message, hint="raise the length of both, or lower --generate_max_len")
+        values["prompt_max_len"] = str(total - int(response))
+    return values
+
+
+def _reading(option: str, read: Callable[[list[str]], object]) -> Foreign:
+    """Return a flag that sets one option to what `read` makes of its words."""
+    return Foreign(options=(option,), read=lambda flag, words: ({option: read(list(words))}, ""))
+
+
+def _total_length(flag: str, words: Sequence[str]) -> tuple[Values, str]:
+    if len(words) != 1 or not words[0].isdecimal():
+        raise ConfigError(f"{flag} is {' '.join(words) or 'empty'}; it must be a whole number")
+    return {_TOTAL: words[0]}, ""
+
+
+def _greedy(flag: str, words: Sequence[str]) -> tuple[Values, str]:
+    return ({"temperature": "0"} if is_on(flag, words) else {}), ""
+
+
+def _but_for(word: str, feature: str, hint: str, otherwise: Foreign) -> Foreign:
+    """Return a flag with one word that asks for a feature that is not available."""
+
+    def read(flag: str, words: Sequence[str]) -> tuple[Values, str]:
+        if list(words) == [word]:
+            raise FeatureError(f"not available: {feature} ({flag} {word})", hint=hint)
+        assert otherwise.read is not None
+        return otherwise.read(flag, words)
+
+    return Foreign(options=otherwise.options, read=read)
+
+
+_KEEPS_WEIGHTS = (
+    "masking responses by their geometric mean and keeping the weights of their tokens",
+    "--is_correction_level geometric --is_correction_mode mask has the same mask, and weighs by the mean itself",
+)
+_TOKEN_LEVEL = {"is_correction_level": "token"}
+_LEVELS = mapped({"off": {"is_correction_level": "off"}, "token": _TOKEN_LEVEL})
+_TYPES = mapped(
+    {
+        "tis": _TOKEN_LEVEL | {"is_correction_mode": "truncate"},
+        "icepop": _TOKEN_LEVEL | {"is_correction_mode": "mask"},
+    }
+)
+
+_SPECIAL: Mapping[str, Foreign] = MappingProxyType(
+    {
+        "max_len": Foreign(options=("prompt_max_len", "generate_max_len"), read=_total_length),
+        "greedy_sampling": Foreign(options=("temperature",), read=_greedy),
+        "algo.advantage.estimator": _but_for(
+            "flash_reinforce",
+            "FlashREINFORCE",
+            "use --advantage_estimator reinforce",
+            _reading("advantage_estimator", " ".join),
+        ),
+        "enable_vllm_is_correction": sets(**_TOKEN_LEVEL),
+        "vllm_is_correction_type": _but_for("seq-mask-tis", *_KEEPS_WEIGHTS, _TYPES),
+        "algo.advantage.is_correction_level": _but_for("seq", *_KEEPS_WEIGHTS, _LEVELS),
+        "algo.advantage.is_correction_mode": mapped(
+            {"mask": {"is_correction_mode": "mask"}, "clip": {"is_correction_mode": "truncate"}}
+        ),
+        "vllm_is_truncated_threshold": _reading(
+            "is_correction_threshold", lambda words: ["0", *words] if len(words) == 1 else words
+        ),
+        "ckpt.best_metric_key": _reading(
+            "best_metric_key", lambda words: "None" if words in ([], [""], ["none"]) else words[0]
+        ),
+        "ds.param_dtype": _but_for("fp16", "float16", "use --bf16", mapped({"bf16": {"bf16": "true"}})),
+        "param_dtype": mapped({"bf16": {"param_dtype": "bfloat16"}, "fp32": {"param_dtype": "float32"}}),
+        "bf16": sets(param_dtype="bfloat16"),
+        "local_rank": Foreign(read=lambda flag, words: ({}, "")),
+        "openrlhf": Foreign(read=lambda flag, words: ({}, "")),
+    }
+)
+"""What flags with a meaning of their own do, by their first spelling."""

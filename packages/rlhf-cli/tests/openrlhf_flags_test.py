@@ -1,0 +1,237 @@
+"""OpenRLHF's flags: each is accepted, says that it has no effect, or names the feature that is not available."""
+
+from pathlib import Path
+
+import pytest
+
+from rlhf_cli.commands.examples import COMMANDS as EXAMPLES
+from rlhf_cli.commands.lora_combiner import COMMAND_LINE as LORA_COMBINER
+from rlhf_cli.commands.ppo import COMMAND_LINE as PPO
+from rlhf_cli.config.openrlhf import flags_of, table
+from rlhf_data.command_line import CommandLine, Parsed
+from rlhf_data.errors import ConfigError, FeatureError
+
+HERE = Path(__file__).parent
+MODEL = ("--pretrain", "m", "--prompt_data", "p.jsonl", "--remote_rm_url", "r.py")
+DATA = ("--pretrain", "m", "--dataset", "d.jsonl")
+NAMES = {
+    block.split()[0]: block.split()[1:]
+    for block in (HERE / "openrlhf_flag_names.txt").read_text().split("\n\n")
+    if not block.startswith("#")
+}
+
+
+def line(command: str) -> CommandLine:
+    own = {"ppo": PPO, "lora_combiner": LORA_COMBINER}
+    return own[command] if command in own else EXAMPLES[command].command_line
+
+
+def parse(command: str, *argv: str) -> Parsed:
+    return line(command).parse([*(MODEL if command == "ppo" else DATA), *argv])
+
+
+def option(parsed: Parsed, name: str):
+    sections = (getattr(parsed.config, section) for section in type(parsed.config).model_fields)
+    return next(getattr(section, name) for section in sections if hasattr(section, name))
+
+
+@pytest.mark.parametrize("command", NAMES)
+def test_every_flag_of_openrlhf_is_known(command):
+    parser = line(command).parser()
+    known = {name for action in parser._actions for name in action.option_strings}
+    assert [name for name in NAMES[command] if f"--{name}" not in known] == []
+
+
+def test_table_has_no_flag_twice_for_a_command_and_names_options_that_exist():
+    for command in NAMES:
+        names = [name for row in table() if command in row.commands for name in row.names]
+        assert sorted(set(names)) == sorted(names)
+    options = {
+        name
+        for command in NAMES
+        for section in line(command).config.model_fields.values()
+        for name in section.annotation.model_fields
+    }
+    for row in table():
+        if row.kind.startswith("option") and not {"generate", "score", "serve_rm", "chat"} & set(row.commands):
+            assert row.text in options, row
+    assert {row.kind for row in table()} == {
+        "option",
+        "option of all models",
+        "special",
+        "no effect",
+        "not available",
+    }
+
+
+@pytest.mark.parametrize(
+    ("command", "argv", "name", "value"),
+    [
+        ("ppo", "--actor.model_name_or_path org/model", "pretrain", "org/model"),
+        ("ppo", "--critic.num_gpus_per_node 3", "critic_num_gpus_per_node", 3),
+        ("ppo", "--train.colocate_all", "colocate_all_models", True),
+        ("ppo", "--vllm.gpu_memory_utilization 0.5", "vllm_gpu_memory_utilization", 0.5),
+        ("ppo", "--rollout.batch_size 256 --train.batch_size 64", "rollout_batch_size", 256),
+        ("ppo", "--rollout.max_new_tokens 77", "generate_max_len", 77),
+        ("ppo", "--actor.adam.lr 2e-6", "actor_learning_rate", 2e-6),
+        ("ppo", "--actor.adam.betas 0.8 0.9 --critic.adam.betas 0.8 0.9", "adam_betas", (0.8, 0.9)),
+        ("ppo", "--critic.max_norm 0.5", "max_norm", 0.5),
+        ("ppo", "--actor.adam.weight_decay 0.1 --l2 0.1", "l2", 0.1),
+        ("ppo", "--actor.entropy_coef 0.01", "entropy_loss_coef", 0.01),
+        ("ppo", "--entropy_coef 0.02", "entropy_loss_coef", 0.02),
+        ("ppo", "--actor.eps_clip_low_high 0.2 0.28", "eps_clip_low_high", (0.2, 0.28)),
+        ("ppo", "--actor.loss_agg_mode seq-mean-token-mean", "loss_agg_mode", "seq_mean_token_mean"),
+        ("ppo", "--algo.advantage.estimator reinforce", "advantage_estimator", "reinforce"),
+        ("ppo", "--algo.kl.use_loss --algo.kl.estimator k3", "use_kl_loss", True),
+        ("ppo", "--algo.kl.init_coef 0.05", "init_kl_coef", 0.05),
+        ("ppo", "--enable_vllm_is_correction", "is_correction_level", "token"),
+        ("ppo", "--vllm_is_correction_type tis", "is_correction_mode", "truncate"),
+        ("ppo", "--enable_vllm_is_correction --vllm_is_correction_type icepop", "is_correction_mode", "mask"),
+        ("ppo", "--vllm_is_correction_type icepop", "is_correction_level", "token"),
+        ("ppo", "--algo.advantage.is_correction_level token", "is_correction_level", "token"),
+        ("ppo", "--algo.advantage.is_correction_mode clip", "is_correction_mode", "truncate"),
+        ("ppo", "--vllm_is_truncated_threshold 0.5 4", "is_correction_threshold", (0.5, 4)),
+        ("ppo", "--algo.advantage.is_correction_threshold 3", "is_correction_threshold", (0, 3)),
+        ("ppo", "--reward.clip_range -5 5", "reward_clip_range", (-5, 5)),
+        ("ppo", "--reward_clip_range 10.0", "reward_clip_range", (-10, 10)),
+        ("ppo", "--reward.remote_url http://a,http://b", "remote_rm_url", "http://a,http://b"),
+        ("ppo", "--data.prompt_dataset q.jsonl", "prompt_data", "q.jsonl"),
+        ("ppo", "--data.max_len 4096 --rollout.max_new_tokens 1000", "prompt_max_len", 3096),
+        ("ppo", "--data.max_len 4096", "prompt_max_len", 3072),
+        ("ppo", "--data.max_len 512", "generate_max_len", 256),
+        ("ppo", "--max_len 4096 --prompt_max_len 100", "prompt_max_len", 100),
+        ("ppo", "--ds.param_dtype bf16", "bf16", True),
+        ("ppo", "--ds.zero_stage 3", "zero_stage", 3),
+        ("ppo", "--eval.dataset e.jsonl --eval.steps 5", "eval_steps", 5),
+        ("ppo", "--ckpt.output_dir ./out", "save_path", "./out"),
+        ("ppo", "--ckpt.best_metric_key none", "best_metric_key", None),
+        ("ppo", "--critic_pretrain None --advantage_estimator reinforce", "critic_pretrain", None),
+        ("sft", "--model.model_name_or_path org/model", "pretrain", "org/model"),
+        ("sft", "--adam.lr 1e-5", "learning_rate", 1e-5),
+        ("sft", "--data.max_len 4096", "max_len", 4096),
+        ("sft", "--ds.lora.rank 8", "lora_rank", 8),
+        ("sft", "--model.pretrain_mode_enable", "pretrain_mode", True),
+        ("rm", "--model.loss_type logexp", "loss", "logexp"),
+        ("rm", "--data.chosen_key better", "chosen_key", "better"),
+        ("dpo", "--model.beta 0.3", "beta", 0.3),
+        ("dpo", "--model.ipo_enable", "ipo", True),
+        ("dpo", "--ref.model_name_or_path other", "ref_pretrain", "other"),
+    ],
+)
+def test_flag_sets_the_option_that_it_stands_for(command, argv, name, value):
+    parsed = parse(command, *argv.split())
+    assert option(parsed, name) == value
+    assert not [notice for notice in parsed.notices if "not available" in notice]
+
+
+@pytest.mark.parametrize(
+    ("command", "argv"),
+    [
+        ("ppo", "--flash_attn"),
+        ("ppo", "--vllm_sync_backend nccl"),
+        ("ppo", "--vllm_sync_with_ray"),
+        ("ppo", "--actor.gradient_checkpointing_reentrant"),
+        ("ppo", "--overlap_comm"),
+        ("ppo", "--perf"),
+        ("rm", "--model.compute_fp32_loss_enable"),
+        ("sft", "--data.dataloader_num_workers 4"),
+        ("dpo", "--ds.use_liger_kernel"),
+    ],
+)
+def test_flag_with_nothing_left_to_choose_is_one_notice(command, argv):
+    flag = argv.split()[0]
+    parsed = parse(command, *argv.split(), *argv.split())
+    assert [notice for notice in parsed.notices if notice.startswith(f"{flag} has no effect: ")] != []
+    assert len(parsed.notices) == len(parse(command).notices) + 1
+    assert parsed.config == parse(command).config
+
+
+@pytest.mark.parametrize(
+    ("command", "argv", "feature"),
+    [
+        ("ppo", "--async_train", "asynchronous training (--async_train)"),
+        ("ppo", "--train.async_queue_size 2", "asynchronous training"),
+        ("ppo", "--agent_func_path ./agent.py", "agents with several turns (--agent_func_path ./agent.py)"),
+        ("ppo", "--partial_rollout", "responses that go on over a weight update"),
+        ("ppo", "--ckpt_path ./x", "checkpoints during a run"),
+        ("ppo", "--save_steps 100", "checkpoints during a run (--save_steps 100)"),
+        ("ppo", "--ckpt.load_enable", "going on from a checkpoint"),
+        ("ppo", "--ds.ring_attn_size 4", "sequence parallelism (ring attention)"),
+        ("ppo", "--ds_tensor_parallel_size 2", "tensor-parallel training"),
+        ("ppo", "--lora_rank 8", "adapters (LoRA) in reinforcement learning"),
+        ("ppo", "--data.image_key images", "models that read images"),
+        ("ppo", "--adam_offload", "optimizer states in CPU memory during training"),
+        ("ppo", "--use_dynamic_batch", "micro-batches by their number of tokens"),
+        ("ppo", "--algo.advantage.estimator flash_reinforce", "FlashREINFORCE"),
+        ("ppo", "--vllm_is_correction_type seq-mask-tis", "masking responses by their geometric mean"),
+        ("ppo", "--algo.advantage.is_correction_level seq", "masking responses by their geometric mean"),
+        ("ppo", "--algo.advantage.is_correction_gating tv", "a gate by binary KL or total variation"),
+        ("ppo", "--actor.optim muon", "the Muon optimizer"),
+        ("ppo", "--ds.param_dtype fp16", "float16"),
+        ("sft", "--load_in_4bit", "weights in 4 bits"),
+        ("sft", "--model.aux_loss_coef 0.01", "the load-balancing loss"),
+        ("dpo", "--ref_offload", "keeping a model in CPU memory"),
+        ("kto", "--vanilla_loss", "KTO on pairs"),
+    ],
+)
+def test_flag_of_a_feature_that_is_not_available_names_the_feature(command, argv, feature):
+    with pytest.raises(FeatureError) as caught:
+        parse(command, *argv.split())
+    assert str(caught.value).startswith(f"not available: {feature}")
+    assert "unknown" not in str(caught.value)
+    (error,) = parse(command, "--dry_run", *argv.split()).unavailable
+    assert str(error) == str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("command", "argv"),
+    [
+        ("ppo", "--save_steps -1 --ckpt.save_steps -1"),
+        ("ppo", "--aux_loss_coef 0 --ring_attn_size 1 --ds.ring_attn_head_stride 1 --zpg 1"),
+        ("ppo", "--async_train false --lora_rank 0 --ds_tensor_parallel_size 1"),
+        ("ppo", "--actor.optim adam --actor.adam.eps 1e-8 --grad_accum_dtype fp32 --value_head_prefix score"),
+        ("ppo", "--algo.advantage.is_correction_gating ratio --agent_func_path None"),
+        ("sft", "--local_rank=0"),
+        ("ppo", "--local_rank 3 --openrlhf"),
+    ],
+)
+def test_words_that_ask_for_nothing_are_accepted_in_silence(command, argv):
+    parsed = parse(command, *argv.split())
+    assert parsed.config == parse(command).config
+    if "--openrlhf" not in argv:
+        assert not [notice for notice in parsed.notices if "no effect" in notice]
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ("--actor.adam.betas 0.8 0.9 --critic.adam.betas 0.8 0.99", "set --adam_betas to"),
+        ("--vllm_is_correction_type mask", "unknown value `mask`; known: icepop, tis"),
+        ("--data.max_len 1024 --generate_max_len 1024", "have 1024 tokens together"),
+        ("--data.max_len long", "--data.max_len is long; it must be a whole number"),
+        ("--data.max_len", "--data.max_len is empty; it must be a whole number"),
+        ("--vllm_is_truncated_threshold 1 2 3", "it must be 2 numbers"),
+        ("--ds.param_dtype int8", "unknown value `int8`"),
+        ("--algo.advantage.estimator gea", "did you mean `gae`?"),
+        ("--async_trian", "unknown flag `--async_trian`"),
+    ],
+)
+def test_words_that_mean_nothing_are_refused(argv, message):
+    with pytest.raises(ConfigError) as caught:
+        parse("ppo", *argv.split())
+    assert message in str(caught.value)
+    assert not isinstance(caught.value, FeatureError)
+
+
+def test_lora_combiner_takes_openrlhfs_spellings():
+    paths = [word for name in ("model", "lora", "output") for word in (f"--{name}_path", name)]
+    assert LORA_COMBINER.parse([*paths, "--ds.param_dtype", "fp32"]).config.merge.param_dtype == "float32"
+    assert LORA_COMBINER.parse([*paths, "--bf16"]).config.merge.param_dtype == "bfloat16"
+    (notice,) = LORA_COMBINER.parse([*paths, "--is_rm"]).notices
+    assert notice.startswith("--is_rm has no effect")
+
+
+def test_flags_of_a_command_are_those_of_its_rows():
+    assert "async_train" in flags_of("ppo") and "async_train" not in flags_of("sft")
+    assert "adam.lr" in flags_of("sft") and "adam.lr" not in flags_of("ppo")
+    assert flags_of("chat")["max_new_tokens"].options == ("generate_max_len",)
