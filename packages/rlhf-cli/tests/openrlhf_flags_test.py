@@ -141,8 +141,7 @@ def test_flag_sets_the_option_that_it_stands_for(command, argv, name, value):
 def test_flag_with_nothing_left_to_choose_is_one_notice(command, argv):
     flag = argv.split()[0]
     parsed = parse(command, *argv.split(), *argv.split())
-    assert [notice for notice in parsed.notices if notice.startswith(f"{flag} has no effect: ")] != []
-    assert len(parsed.notices) == len(parse(command).notices) + 1
+    assert len([notice for notice in parsed.notices if notice.startswith(f"{flag} has no effect: ")]) == 1
     assert parsed.config == parse(command).config
 
 
@@ -198,8 +197,7 @@ def test_flag_of_a_feature_that_is_not_available_names_the_feature(command, argv
 def test_words_that_ask_for_nothing_are_accepted_in_silence(command, argv):
     parsed = parse(command, *argv.split())
     assert parsed.config == parse(command).config
-    if "--openrlhf" not in argv:
-        assert not [notice for notice in parsed.notices if "no effect" in notice]
+    assert not [notice for notice in parsed.notices if "no effect" in notice]
 
 
 @pytest.mark.parametrize(

@@ -43,9 +43,10 @@ def run_module(module: str, *words: str, **env: str) -> subprocess.CompletedProc
 @pytest.mark.parametrize(("module", "command"), COMMANDS.items())
 def test_module_runs_its_command_with_the_flags_as_they_are(ran, module, command):
     assert openrlhf.main(module, ["--pretrain", "x", "--bf16"]) == 7
-    assert ran == [[command, "--pretrain", "x", "--bf16"]]
+    compares = ["--openrlhf"] if module.startswith("train_") else []
+    assert ran == [[command, *compares, "--pretrain", "x", "--bf16"]]
     assert openrlhf.main(f"rlhf_cli.{module}", []) == 7
-    assert ran[1] == [command]
+    assert ran[1] == [command, *compares]
 
 
 def test_every_module_can_be_run_by_its_name():
@@ -93,7 +94,7 @@ def test_launcher_may_start_many_processes_of_offline_training_alone(ran, capsys
     monkeypatch.setenv("RANK", "3")  # the first process has said it
     assert openrlhf.main("train_ppo_ray", []) == 2
     assert capsys.readouterr().err == ""
-    assert ran == [["sft"]]
+    assert ran == [["sft", "--openrlhf"]]
 
 
 def test_module_under_python_m_shows_the_help_of_its_command():

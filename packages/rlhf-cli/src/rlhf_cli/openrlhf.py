@@ -59,7 +59,8 @@ def main(module: str, argv: Sequence[str] | None = None) -> int:
 def _command_words(name: str, words: list[str]) -> list[str]:
     """Return the words of `rlhf` for those of a module; `--eval_task` of batch_inference chooses between commands."""
     if name != "batch_inference":
-        return [COMMANDS[name], *words]
+        compares = ["--openrlhf"] if COMMANDS[name] in ("ppo", *_LAUNCHED) else []
+        return [COMMANDS[name], *compares, *words]
     task, rest = None, []
     while words:
         word = words.pop(0)

@@ -1,6 +1,5 @@
 """What a dry run of `ppo` shows: the plan, what could not be looked at, and what a run would still need."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +10,7 @@ from rlhf_cli.jobs import describe_batches, make_job, make_request, unavailable_
 from rlhf_cli.paths import check_output_folder, model_path, with_full_paths
 from rlhf_cli.preflight.data import open_prompts
 from rlhf_cli.preflight.devices import GPU_FLAGS, check_device, find_gpus
-from rlhf_cli.preflight.here import Absent
+from rlhf_cli.preflight.here import Absent, show_lacks
 from rlhf_cli.preflight.inputs import Inputs, check_inputs
 from rlhf_cli.preflight.models import check_attention, check_context, load_model_files, longest_sequence
 from rlhf_data.checks import once
@@ -63,20 +62,6 @@ def show_ppo(parsed: Parsed[PpoConfig], folder: Path, console: Console) -> int:
     console.result(f"results will be in {folder}")
     show_lacks(console, parsed, seen.absent, unavailable)
     return SUCCESS
-
-
-def show_lacks(console: Console, parsed: Parsed, absent: Absent, unavailable: Iterable[ConfigError]) -> None:
-    """Write what could not be looked at, what is not available, and what is missing."""
-    lacks = [str(error) for error in parsed.missing] + absent.missing
-    for title, texts in (
-        ("not looked at", absent.unseen),
-        ("cannot run yet", [str(error) for error in unavailable]),
-        ("still missing", lacks),
-    ):
-        if texts:
-            console.result(f"\n{title}", "bold")
-        for text in texts:
-            console.result("  " + text.replace("\n\n", "\n").replace("\n", "\n    "))
 
 
 def _look(parsed: Parsed[PpoConfig], folder: Path) -> Seen:

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlhf_cli.config.differences import offline_differences
 from rlhf_cli.config.offline import OfflineConfig
-from rlhf_cli.config.openrlhf import flags_of
+from rlhf_cli.config.openrlhf import adapt, flags_of
 from rlhf_cli.exits import SUCCESS, exit_status
 from rlhf_cli.paths import (
     check_output_folder,
@@ -65,6 +66,8 @@ class Command:
             description=self.description,
             resolve=user_path,
             foreign=flags_of(self.name),
+            adapt=adapt,
+            compare=offline_differences,
         )
 
     def __call__(self, argv: Sequence[str] | None = None) -> int:
@@ -87,14 +90,30 @@ class Command:
             check_output_folder(folder)
             for notice in parsed.notices:
                 console.notice(notice)
-        job, tokenizer = _prepare(self, parsed.config, folder, console)
         if parsed.dry_run:
-            console.result(to_toml(with_full_paths(parsed.config)))
-            console.result(_arithmetic(job))
-            console.result(f"results will be in {folder}")
+            self._show(parsed, folder, console)
             return SUCCESS
+        job, tokenizer = _prepare(self, parsed.config, folder, console)
         _train(self, parsed, job, tokenizer, console)
         return SUCCESS
+
+    def _show(self, parsed: Parsed[OfflineConfig], folder: Path, console: "Console") -> None:
+        """Show what a run would do, as far as its model and its data are on this machine."""
+        from rlhf_cli.preflight.here import absent_offline, show_lacks
+
+        config = parsed.config
+        absent, has_data = absent_offline(config)
+        if absent or parsed.missing:
+            if has_data:
+                _open(config)
+            arithmetic = _arithmetic_without_examples(config)
+        else:
+            job, _ = _prepare(self, config, folder, console)
+            arithmetic = _arithmetic(job)
+        console.result(to_toml(with_full_paths(config)))
+        console.result(arithmetic)
+        console.result(f"results will be in {folder}")
+        show_lacks(console, parsed, absent, parsed.unavailable)
 
 
 def _prepare(command: Command, config: OfflineConfig, folder: Path, console: "Console") -> tuple["OfflineJob", Any]:
@@ -242,6 +261,14 @@ def _train(command: Command, parsed: Parsed[Any], job: "OfflineJob", tokenizer: 
         for name in artifacts.keys() & {"final model", "best model"}:
             tokenizer.save_pretrained(folder / artifacts[name])
     show_results(console, str(folder), artifacts, final, loader=_LOADERS[job.objective.model_kind])
+
+
+def _arithmetic_without_examples(config: OfflineConfig) -> str:
+    training = config.training
+    return (
+        f"examples x {training.max_epochs} epochs = updates of {training.train_batch_size} on"
+        f" {os.environ.get('WORLD_SIZE', '1')} process(es); learning rate {training.learning_rate:g}"
+    )
 
 
 def _arithmetic(job: "OfflineJob") -> str:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_cli.builtin import RECIPE_FILE
+from rlhf_cli.config.differences import online_differences
 from rlhf_cli.config.openrlhf import adapt, flags_of
 from rlhf_cli.config.ppo import PpoConfig
 from rlhf_cli.exits import SUCCESS, exit_status
@@ -33,6 +34,7 @@ COMMAND_LINE = CommandLine(
     presets=PRESETS,
     foreign=flags_of("ppo"),
     adapt=adapt,
+    compare=online_differences,
 )
 
 

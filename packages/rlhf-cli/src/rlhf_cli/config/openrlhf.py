@@ -22,6 +22,7 @@ COMMANDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 """What the table calls several commands at once."""
 
 _TOTAL = "prompt and response"  # a value between flags and options: the tokens of a prompt and its response together
+_GUEST = "openrlhf"  # likewise: the command line was written for OpenRLHF
 _RESPONSE = 1024  # tokens, where only the length of both is given
 
 
@@ -81,13 +82,15 @@ def flags_of(command: str) -> Mapping[str, Foreign]:
 
 
 def adapt(values: Values) -> Values:
-    """Return the values of flags with those that depend on each other resolved.
+    """Return the values of options for those of flags, with those that depend on each other resolved.
 
     OpenRLHF's newest limit is the length of prompt and response together; here the prompt has what the response leaves.
     """
+    values = dict(values)
+    if values.pop(_GUEST, None) and not values.keys() & {"pretrain", "prompt_data", "config", "preset"}:
+        values["pretrain"] = "None"  # a command line for OpenRLHF does not mean the built-in model
     if _TOTAL not in values:
         return values
-    values = dict(values)
     total = int(values.pop(_TOTAL))
     response = values.setdefault("generate_max_len", str(min(_RESPONSE, total // 2)))
     if "prompt_max_len" not in values and str(response).isdecimal():
@@ -164,7 +167,7 @@ _SPECIAL: Mapping[str, Foreign] = MappingProxyType(
         "param_dtype": mapped({"bf16": {"param_dtype": "bfloat16"}, "fp32": {"param_dtype": "float32"}}),
         "bf16": sets(param_dtype="bfloat16"),
         "local_rank": Foreign(read=lambda flag, words: ({}, "")),
-        "openrlhf": Foreign(read=lambda flag, words: ({}, "")),
+        "openrlhf": Foreign(read=lambda flag, words: ({_GUEST: "true"}, "")),
     }
 )
 """What flags with a meaning of their own do, by their first spelling."""

@@ -3,9 +3,16 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rlhf_cli.builtin import BUILTIN
+from rlhf_cli.config.offline import OfflineConfig
 from rlhf_cli.paths import is_data_path, model_path, parts, reward_path, user_path
+from rlhf_data.command_line import Parsed
+from rlhf_data.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rlhf_cli.console import Console
 
 
 @dataclass(slots=True)
@@ -70,3 +77,27 @@ def _is_cached(name: str) -> bool:
         return isinstance(try_to_load_from_cache(name, "config.json"), str)
     except HFValidationError:
         return False
+
+
+def absent_offline(config: OfflineConfig) -> tuple[Absent, bool]:
+    """Return what a command over fixed examples names that is not here, and whether its examples are."""
+    absent = Absent()
+    has_data = config.data.dataset is not None and absent.data("dataset", config.data.dataset)
+    has_data &= absent.data("eval_dataset", config.data.eval_dataset)
+    for flag in ("pretrain", "ref_pretrain", "teacher_model"):
+        absent.models(flag, getattr(config.model, flag, None))
+    return absent, has_data
+
+
+def show_lacks(console: "Console", parsed: Parsed, absent: Absent, unavailable: Iterable[ConfigError]) -> None:
+    """Write what could not be looked at, what is not available, and what is missing."""
+    lacks = [str(error) for error in parsed.missing] + absent.missing
+    for title, texts in (
+        ("not looked at", absent.unseen),
+        ("cannot run yet", [str(error) for error in unavailable]),
+        ("still missing", lacks),
+    ):
+        if texts:
+            console.result(f"\n{title}", "bold")
+        for text in texts:
+            console.result("  " + text.replace("\n\n", "\n").replace("\n", "\n    "))

@@ -1,0 +1,114 @@
+"""Command lines as guides to OpenRLHF print them: each one parses and dry-runs with nothing changed but its module."""
+
+import os
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from rlhf_cli.openrlhf import main
+
+HERE = Path(__file__).parent
+COMMENT = re.compile(r"(^|\s)#.*")
+MODULE = re.compile(r"openrlhf\.cli\.(\w+)")
+
+
+def blocks(name: str) -> list[str]:
+    """Return the blocks of a file of printed lines, its first comment left out."""
+    return (HERE / name).read_text().strip().split("\n\n")[1:]
+
+
+def words_of(block: str) -> list[str]:
+    """Return the words that a shell would make of a block, with inline comments and broken lines."""
+    lines = (COMMENT.sub("", line).rstrip().removesuffix("\\") for line in block.splitlines())
+    return shlex.split(os.path.expandvars(" ".join(lines)))
+
+
+def module_and_flags(block: str) -> tuple[str, list[str]]:
+    """Return the module that a printed command line runs, and what follows it."""
+    words = words_of(block)
+    position = next(index for index, word in enumerate(words) if MODULE.fullmatch(word))
+    launcher = words[:position]
+    assert launcher[-2:] in (["python3", "-m"], ["deepspeed", "--module"])
+    return MODULE.fullmatch(words[position])[1], words[position + 1 :]
+
+
+@pytest.fixture
+def dry_run(tmp_path, monkeypatch, capsys):
+    """Return a function from module and flags to the exit status, and to what a dry run lists under its titles."""
+    monkeypatch.setenv("BUILD_WORKING_DIRECTORY", str(tmp_path))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    for name in ("RAY_ADDRESS", "WORLD_SIZE", "RANK"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("WANDB_API_KEY", "secret-of-the-user")
+    monkeypatch.setattr("socket.socket.connect", lambda *words: pytest.fail("a dry run used the network"))
+
+    def run(module: str, flags: list[str]) -> tuple[int, str, dict[str, list[str]]]:
+        status = main(module, [*flags, "--dry_run"])
+        printed = capsys.readouterr()
+        assert "secret-of-the-user" not in printed.out + printed.err
+        assert "{token}" not in printed.out + printed.err
+        found: dict[str, list[str]] = {}
+        for block in printed.out.partition("results will be in")[2].split("\n\n")[1:]:
+            title, *lines = block.splitlines()
+            found[title] = [line.strip() for line in lines if "hint: " not in line]
+        return status, printed.out + printed.err, found
+
+    return run
+
+
+TP = "not available: tensor-parallel engines on GPUs that they share with training"
+SLEEP = "not available: --deepspeed_enable_sleep at --zero_stage 3"
+NODES = "not available: a run on more than one node"
+CHECKPOINTS = "not available: checkpoints during a run"
+
+# For each block: what cannot run yet, and what is missing, each by its first words.
+EXPECTED = [
+    ([TP, SLEEP], ["--prompt_data"]),  # PPO on shared GPUs
+    ([], []),  # reward model
+    ([TP, SLEEP], ["--prompt_data", "--reward_pretrain ./output/llama3-8b-rm"]),  # PPO, with that reward model
+    ([TP], ["--prompt_data", "--n_samples_per_prompt is 1"]),  # GRPO
+    ([], []),  # DPO
+    (["not available: models with unequal", TP, SLEEP], ["--prompt_data", "--reward_pretrain ./reward-model-70b"]),
+    ([NODES], ["--prompt_data", "--remote_rm_url"]),  # 70B, apart
+    ([CHECKPOINTS, CHECKPOINTS, NODES], ["--prompt_data", "--reward_pretrain ./reward-model-70b"]),
+    ([TP, NODES], ["--pretrain", "--prompt_data", "--remote_rm_url"]),  # two nodes, shared
+    (["not available: going on from a checkpoint", CHECKPOINTS], ["--pretrain", "--prompt_data", "--remote_rm_url"]),
+    ([CHECKPOINTS] * 3 + [NODES], ["--prompt_data", "--reward_pretrain ./reward-70b"]),
+    ([], ["--remote_rm_url ./reward_func_code_gen.py"]),
+    ([], ["--remote_rm_url ./reward_func_math.py"]),
+    ([], ["--remote_rm_url ./reward_func_conversation.py"]),
+    (["not available: asynchronous training", "not available: agents"], ["--remote_rm_url"]),
+    ([], ["--n_samples_per_prompt is 1"]),  # GRPO, on one line
+]
+
+
+def different_blocks() -> list[str]:
+    """Return each command line once, however often and with whatever indentation it is printed."""
+    found: dict[tuple[str, ...], str] = {}
+    for block in blocks("openrlhf_commands.txt"):
+        found.setdefault(tuple(words_of(block)), block)
+    return list(found.values())
+
+
+@pytest.mark.parametrize(("block", "lacks"), zip(different_blocks(), EXPECTED, strict=True))
+def test_printed_command_line_parses_and_dry_runs(dry_run, block, lacks):
+    module, flags = module_and_flags(block)
+    status, text, found = dry_run(module, flags)
+    assert status == 0, text
+    unavailable, missing = lacks
+    for title, expected in (("cannot run yet", unavailable), ("still missing", missing)):
+        lines = found.get(title, [])
+        assert len(lines) == len(expected), (title, lines)
+        assert not [
+            pair for pair in zip(sorted(lines), sorted(expected), strict=True) if not pair[0].startswith(pair[1])
+        ]
+
+
+@pytest.mark.parametrize("block", blocks("openrlhf_flags.txt"))
+def test_printed_flags_parse_and_dry_run(dry_run, block):
+    status, text, _ = dry_run("train_ppo_ray", ["--pretrain", "org/model", *words_of(block)])
+    contradiction = "--vllm_enable_sleep is for models and engines that share GPUs" in text
+    contradiction |= "--deepspeed_enable_sleep is for models and engines that share GPUs" in text
+    assert status == 0 or (contradiction and "--colocate_all_models" not in block), text
