@@ -1,13 +1,21 @@
 """Processes of a run in a real cluster: one that dies, and reward models."""
 
+import json
 import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+import rlhf_train
 from rlhf_data.errors import ConfigError, EngineError
 from rlhf_models.testing import tiny_reward_model_dir
 from rlhf_rollout.engines import EngineSpec
+from rlhf_rollout.host import free_port
 from rlhf_rollout.rewards.sources import RewardSource
 from rlhf_train.online.cluster import _part, placed_bundles, ray_cluster, start_scorers, wait
 from rlhf_train.online.job import RewardSpec
@@ -39,6 +47,75 @@ def test_processes_share_the_cpu_as_the_driver_does():
     plan = plan_placement(PlacementRequest(ranks={"actor": 1}), 0)
     with ray_cluster(plan, None):
         assert wait([ray.remote(lambda: os.nice(0)).remote()]) == [os.nice(0)]
+
+
+JOIN = """
+import json, os, sys
+from rlhf_cli.preflight.devices import find_gpus
+from rlhf_train.online.cluster import placed_bundles, ray_cluster, wait
+from rlhf_train.online.placement import PlacementRequest, plan_placement
+from rlhf_data.errors import EngineError
+
+num_gpus, address = find_gpus()
+import ray
+
+class Probe:
+    def __init__(self):
+        from rlhf_rollout.ray_actors import prepare_process
+        prepare_process()
+
+    def look(self):
+        import rlhf_train
+        return [os.environ.get("CUDA_VISIBLE_DEVICES"), os.environ["OMP_WAIT_POLICY"], rlhf_train.__file__]
+
+plan = plan_placement(PlacementRequest(ranks={"actor": 1}), 0)
+with ray_cluster(plan, address), placed_bundles(plan):
+    probes = [ray.remote(Probe).options(num_cpus=0, num_gpus=1).remote() for _ in range(2)]
+    seen = wait([probe.look.remote() for probe in probes])
+    try:
+        with placed_bundles(plan_placement(PlacementRequest(ranks={"actor": 3}), 0)):
+            refused = None
+    except EngineError as error:
+        refused = str(error)
+print(json.dumps({"num_gpus": num_gpus, "address": address, "seen": seen, "refused": refused}))
+"""
+
+
+@pytest.fixture
+def left_running(monkeypatch):
+    """A cluster as `ray start --head` leaves it, of 2 CPUs and 2 GPUs that Ray is not to set; return its address."""
+    with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp") as folder:
+        monkeypatch.delenv("RAY_ADDRESS", raising=False)
+        monkeypatch.setenv("RAY_TMPDIR", folder)
+        port = free_port()
+        command = [sys.executable, "-c", "from ray.scripts.scripts import main; main()", "start", "--head", "--block"]
+        command += ["--num-cpus=2", "--num-gpus=2", f"--port={port}", "--include-dashboard=false"]
+        environment = os.environ | {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1", "PYTHONPATH": ""}
+        environment.pop("CUDA_VISIBLE_DEVICES", None)
+        head = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, start_new_session=True)
+        try:
+            deadline = time.monotonic() + 180
+            while not (Path(folder) / "ray/ray_current_cluster").exists():
+                assert head.poll() is None and time.monotonic() < deadline, "ray start did not come up"
+                time.sleep(0.2)
+            yield port
+        finally:
+            head.terminate()
+            head.wait(timeout=60)
+
+
+def test_run_joins_the_cluster_that_ray_start_left_and_each_worker_takes_its_own_gpu(left_running):
+    own = os.pathsep.join(path for path in sys.path if path and not path.startswith((sys.prefix, sys.base_prefix)))
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": own}
+    environment.pop("OMP_WAIT_POLICY", None)
+    done = subprocess.run([sys.executable, "-c", JOIN], env=environment, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["address"].endswith(f":{left_running}")
+    assert result["num_gpus"] == 2
+    assert sorted(devices for devices, _, _ in result["seen"]) == ["0", "1"]
+    assert {(policy, source) for _, policy, source in result["seen"]} == {("PASSIVE", rlhf_train.__file__)}
+    assert result["refused"].startswith("the run needs 4 CPUs and 0 GPUs, and the Ray cluster has 2 and 2")
 
 
 def scoring_job(folders, **request):

@@ -52,7 +52,7 @@ def _run(argv: Sequence[str]) -> int:
     from rlhf_cli.commands.dry_run import show_ppo
     from rlhf_cli.console import Console, RunView, show_results
     from rlhf_cli.jobs import describe_batches, make_job, make_plan, unavailable_in
-    from rlhf_cli.preflight.devices import check_device, find_gpus
+    from rlhf_cli.preflight.devices import check_device, cluster_notices, find_gpus
     from rlhf_cli.preflight.inputs import check_inputs
 
     console = Console()
@@ -64,7 +64,7 @@ def _run(argv: Sequence[str]) -> int:
     console.working("checking model, data and reward")
     inputs = check_inputs(config, folder)
     num_gpus, ray_address = find_gpus()
-    device_notices = check_device(config, parsed.given, num_gpus)
+    device_notices = [*cluster_notices(ray_address), *check_device(config, parsed.given, num_gpus)]
     plan = make_plan(config, num_gpus)
     if unavailable := unavailable_in(config, plan):
         raise unavailable[0]

@@ -33,19 +33,24 @@ GPU_FLAGS = frozenset(
 
 
 def find_gpus() -> tuple[int, str | None]:
-    """Return how many GPUs there are, and the address of the Ray cluster that RAY_ADDRESS names, if it does."""
-    address = os.environ.get("RAY_ADDRESS") or None
+    """Return how many GPUs there are, and the address of the Ray cluster that has them; None is this machine alone."""
+    from rlhf_train.online.ray_session import find_cluster, join
+
+    address = find_cluster()
     if address is None:
         return local_gpus(), None
+    join(address)
+
     import ray
 
-    if not ray.is_initialized():
-        try:
-            ray.init(address=address, logging_level="ERROR", log_to_driver=False)
-        except (ConnectionError, ValueError, RuntimeError) as error:
-            hint = "start one with `ray start --head`, set up its token here if it has one, or unset RAY_ADDRESS"
-            raise ConfigError(f"no Ray cluster answers at RAY_ADDRESS {address}: {error}", hint=hint) from None
     return int(ray.cluster_resources().get("GPU", 0)), address
+
+
+def cluster_notices(address: str | None) -> list[str]:
+    """Return a notice when the run joins a cluster that nobody named."""
+    if address is None or os.environ.get("RAY_ADDRESS"):
+        return []
+    return [f"joins the Ray cluster at {address}; set RAY_ADDRESS=local to start one for this run"]
 
 
 def check_device(config: PpoConfig, given: Collection[str], num_gpus: int) -> list[str]:

@@ -2,24 +2,22 @@
 
 import math
 import os
-import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-import rlhf_train
 from rlhf_data.errors import ConfigError, EngineError
 from rlhf_rollout.ray_actors import EngineActor, RewardModelActor, plain_errors
 from rlhf_train.online.job import OnlineJob
 from rlhf_train.online.placement import GroupPlan, PlacementPlan
 from rlhf_train.online.ray_actors import RankActor
+from rlhf_train.online.ray_session import check_resources, join, started_cluster
 
 PLACEMENT_TIMEOUT_S = 60.0
 _RAY_UNITS = 10_000  # in one CPU or GPU: Ray counts no finer
@@ -56,33 +54,15 @@ class RankSet:
 @contextmanager
 def ray_cluster(plan: PlacementPlan, address: str | None) -> Iterator[None]:
     """Join the cluster at `address`, or start one in this process and end it afterwards."""
-    _share_import_path()
-    os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")  # else workers start through `uv run`, and hang
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    os.environ.setdefault("RAY_worker_niceness", "0")  # else ranks and engines get what other programs leave them
-    options: dict[str, Any] = {"logging_level": "ERROR", "log_to_driver": False}
-    started = address is None and not ray.is_initialized()
-    if started:
-        num_cpus = max(os.cpu_count() or 1, 2 + sum(group.num_ranks for group in plan.all_groups))
-        ray.init(num_cpus=num_cpus, num_gpus=sum(plan.bundles), include_dashboard=False, **options)
-    elif not ray.is_initialized():
-        ray.init(address=address, **options)
-    try:
+    if ray.is_initialized():
         yield
-    finally:
-        if started:
-            ray.shutdown()
-
-
-def _share_import_path() -> None:
-    """Let Ray's workers import what this process imports, from a checkout or Bazel's runfiles alike."""
-    source = Path(rlhf_train.__file__).parents[1]
-    site = [Path(path) for path in sys.path if path.endswith("site-packages")]
-    if any(source.is_relative_to(path) for path in site):
-        return
-    own = [path for path in sys.path if path and not path.startswith((sys.prefix, sys.base_prefix))]
-    before = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
-    os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([*own, *before]))
+    elif address is not None:
+        join(address)
+        yield
+    else:
+        num_cpus = max(os.cpu_count() or 1, 2 + sum(group.num_ranks for group in plan.all_groups))
+        with started_cluster(num_cpus, sum(plan.bundles)):
+            yield
 
 
 @contextmanager
@@ -93,6 +73,7 @@ def placed_bundles(plan: PlacementPlan) -> Iterator[PlacementGroup]:
         {"CPU": float(processes[index]), **({"GPU": float(gpus)} if gpus else {})}
         for index, gpus in enumerate(plan.bundles)
     ]
+    check_resources(sum(processes.values()), sum(plan.bundles))
     reserved = placement_group(bundles, strategy="PACK")
     try:
         if not reserved.wait(PLACEMENT_TIMEOUT_S):

@@ -1,0 +1,165 @@
+"""Ray joined, started, and explained when it is neither."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+import ray
+
+from rlhf_data.errors import ConfigError, EngineError
+from rlhf_train.online import ray_session
+from rlhf_train.online.ray_session import (
+    START_ATTEMPTS,
+    check_resources,
+    find_cluster,
+    join,
+    started_cluster,
+    worker_environment,
+)
+
+TIMED_OUT = Exception("The current node timed out during startup.")
+
+
+@pytest.fixture(autouse=True)
+def no_cluster(monkeypatch, tmp_path):
+    """Neither a named cluster nor one that `ray start` left, and no connection; variables that Ray gets come and go."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+
+
+@pytest.fixture
+def left_behind(tmp_path):
+    """Return a function that writes what `ray start` writes."""
+
+    def write(address):
+        (tmp_path / "ray").mkdir()
+        (tmp_path / "ray/ray_current_cluster").write_text(f"{address}\n")
+
+    return write
+
+
+def test_cluster_that_ray_start_left_is_found_while_it_answers(left_behind):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        left_behind(address)
+        assert find_cluster() == address
+    assert find_cluster() is None
+
+
+@pytest.mark.parametrize("text", ["", "nonsense", "127.0.0.1:x"])
+def test_unreadable_address_of_a_cluster_is_no_cluster(left_behind, text):
+    left_behind(text)
+    assert find_cluster() is None
+
+
+def test_without_a_cluster_none_is_found():
+    assert find_cluster() is None
+
+
+@pytest.mark.parametrize(("named", "found"), [("head:6379", "head:6379"), ("auto", "auto"), ("local", None)])
+def test_named_cluster_comes_before_one_that_was_left(monkeypatch, left_behind, named, found):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        left_behind(f"127.0.0.1:{server.getsockname()[1]}")
+        monkeypatch.setenv("RAY_ADDRESS", named)
+        assert find_cluster() == found
+
+
+@pytest.mark.parametrize("error", [ConnectionError("nobody"), RuntimeError("Version mismatch"), ValueError("bad")])
+def test_cluster_that_cannot_be_joined_is_named_with_a_hint(monkeypatch, error):
+    def init(**options):
+        raise error
+
+    monkeypatch.setattr(ray, "init", init)
+    with pytest.raises(ConfigError, match=rf"(?s)at head:1 cannot be joined: {error}.*hint: .*RAY_ADDRESS=local"):
+        join("head:1")
+
+
+def fake_init(monkeypatch, *failures):
+    """Let the first calls of `ray.init` fail, each with a process left behind; return the calls and the processes."""
+    calls, processes, waiting = [], [], list(failures)
+
+    def init(**options):
+        calls.append(options)
+        if waiting:
+            processes.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]))
+            raise waiting.pop(0)
+
+    monkeypatch.setattr(ray, "init", init)
+    return calls, processes
+
+
+def test_start_that_times_out_is_tried_again_and_its_processes_are_ended(monkeypatch, caplog):
+    neighbour = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    calls, processes = fake_init(monkeypatch, TIMED_OUT, RuntimeError("Failed to start GCS"))
+    with started_cluster(3, 1):
+        pass
+    assert [(call["address"], call["num_cpus"], call["num_gpus"]) for call in calls] == [("local", 3, 1)] * 3
+    assert [process.wait(timeout=10) for process in processes] == [-9, -9]
+    assert neighbour.poll() is None
+    neighbour.kill()
+    neighbour.wait()
+    assert "attempt 1 of 3: The current node timed out" in caplog.text
+
+
+def test_start_that_never_succeeds_is_explained(monkeypatch):
+    calls, processes = fake_init(monkeypatch, *[TIMED_OUT] * START_ATTEMPTS)
+    with (
+        pytest.raises(
+            EngineError, match=r"(?s)in 3 attempts \(load average .*timed out during startup.*hint: .*ray start"
+        ),
+        started_cluster(2, 0),
+    ):
+        pytest.fail("it did not start")
+    assert len(calls) == START_ATTEMPTS
+    for process in processes:
+        process.wait(timeout=10)
+
+
+@pytest.mark.parametrize("error", [TypeError("no such argument"), ValueError("num_cpus")])
+def test_other_errors_of_a_start_are_raised_at_once(monkeypatch, error):
+    calls, processes = fake_init(monkeypatch, error, error)
+    with pytest.raises(type(error)), started_cluster(2, 0):
+        pytest.fail("it did not start")
+    assert len(calls) == 1
+    processes[0].kill()
+    processes[0].wait()
+
+
+def test_cluster_that_is_too_small_is_refused_with_the_numbers(monkeypatch):
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 2.0, "GPU": 4.0})
+    check_resources(2, 4)
+    with pytest.raises(EngineError, match=r"needs 3 CPUs and 0 GPUs, and the Ray cluster has 2 and 4") as caught:
+        check_resources(3, 0)
+    assert "`ray start --head --num-cpus 3`" in str(caught.value)
+    with pytest.raises(EngineError, match=r"(?s)needs 2 CPUs and 5 GPUs.*--num-cpus 2 --num-gpus 5"):
+        check_resources(2, 5)
+    monkeypatch.setattr(ray, "cluster_resources", dict)
+    with pytest.raises(EngineError, match="has 0 and 0"):
+        check_resources(1, 0)
+
+
+@pytest.mark.parametrize(
+    ("runtime_env", "expected"),
+    [
+        (None, {"env_vars": {"PYTHONPATH": "/a:/b"}}),
+        ({"working_dir": "/openrlhf"}, {"env_vars": {"PYTHONPATH": "/a:/b"}}),
+        ({"env_vars": {"NCCL_DEBUG": "INFO"}}, {"env_vars": {"PYTHONPATH": "/a:/b"}}),
+        ({"env_vars": {"PYTHONPATH": "/job"}}, {}),
+    ],
+)
+def test_workers_of_a_joined_cluster_get_the_import_path_of_a_checkout(monkeypatch, runtime_env, expected):
+    monkeypatch.setattr(ray_session, "_is_installed", lambda: False)
+    submitted = None if runtime_env is None else json.dumps({"runtime_env": runtime_env, "metadata": {}})
+    assert worker_environment({"PYTHONPATH": "/a:/b"}, submitted) == expected
+    assert worker_environment({}, submitted) == {}
+
+
+def test_workers_of_a_joined_cluster_import_installed_packages_as_they_are(monkeypatch):
+    monkeypatch.setattr(ray_session, "_is_installed", lambda: True)
+    assert worker_environment({"PYTHONPATH": "/a"}, None) == {}
