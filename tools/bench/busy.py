@@ -1,0 +1,131 @@
+"""How much slower the main job gets beside one other busy process, in one run.
+
+    python tools/bench/busy.py --out busy.json
+
+Runs `rlhf ppo` with no flags but the number of steps, first alone and then beside a process that computes without
+pause, and again in the other order, and compares the medians of a step's wall clock. Ranks and engines have a pool of
+OpenMP threads each; threads that spin while they wait lose what a neighbour takes from them many times over.
+
+The ratio means something only on a machine that does nothing else. The load before each run is in the report, and
+`idle_at_start` is false when it was too high; the script then says so and exits with 1 unless `--even_if_busy`.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from environment import command_line, environment
+
+GOAL = 2.5
+IDLE_SHARE = 0.15  # of all cores, in use by others
+SAMPLE_S = 3.0
+
+
+def busy_share(seconds: float = SAMPLE_S) -> float:
+    """Return the share of all cores that was in use over the next seconds."""
+    before = _cpu_times()
+    time.sleep(seconds)
+    total, idle = (after - earlier for after, earlier in zip(_cpu_times(), before, strict=True))
+    return 1 - idle / total
+
+
+def _cpu_times() -> tuple[float, float]:
+    """Return clock ticks since boot: of all cores, and of those idle or waiting for a disk."""
+    fields = [float(field) for field in Path("/proc/stat").read_text(encoding="utf-8").splitlines()[0].split()[1:9]]
+    return sum(fields), fields[3] + fields[4]
+
+
+@contextlib.contextmanager
+def neighbour() -> Iterator[None]:
+    """Keep one core busy from another process."""
+    process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait()
+
+
+def run(num_steps: int, flags: list[str], folder: Path, timeout_s: float) -> list[dict[str, Any]]:
+    """Run the job; return the metrics of its steps."""
+    command = [sys.executable, "-m", "rlhf_cli.main", "ppo", "--max_steps", str(num_steps), *flags]
+    command += ["--save_path", str(folder)]
+    # What users have who set nothing.
+    defaults = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "KMP_"))}
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    subprocess.run(command, check=True, env=defaults, timeout=timeout_s, **quiet)
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    return [line for line in lines if "time/step" in line]
+
+
+def medians(steps: list[dict[str, Any]]) -> dict[str, float]:
+    """Return the median seconds per phase, without the first step, which warms up."""
+    names = sorted({name for step in steps for name in step if name.startswith("time/")})
+    return {name: statistics.median(step[name] for step in steps[1:] if name in step) for name in names}
+
+
+def main() -> int:
+    """Measure, write the report, and return the exit status: 1 when the machine was busy or the goal is missed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--even_if_busy", action="store_true", help="measure on a machine that is in use, too")
+    parser.add_argument("--timeout_s", type=float, default=900.0, help="per run")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("flags", nargs="*", help="further flags of the command, after --")
+    options = parser.parse_args()
+    if options.steps < 2:
+        parser.error("--steps must be at least 2: the first step is left out of the medians")
+    runs: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for number, beside in enumerate([False, True, True, False]):
+            share = busy_share()
+            if share > IDLE_SHARE and not options.even_if_busy:
+                print(f"the machine is not idle: {share:.0%} of its cores are in use, {IDLE_SHARE:.0%} are allowed")
+                print("hint: end other programs, or add --even_if_busy, and the report says that it was not idle")
+                return 1
+            with neighbour() if beside else contextlib.nullcontext():
+                steps = run(options.steps, options.flags, Path(folder, str(number)), options.timeout_s)
+            runs.append({"neighbour": beside, "busy_share_before": round(share, 3), "median": medians(steps)})
+            print(json.dumps(runs[-1]), flush=True)
+    report = {"benchmark": "busy", "command": command_line(options.out), "environment": environment(), **summary(runs)}
+    options.out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    note = "" if report["idle_at_start"] else "; the machine was NOT idle, so that the ratio means little"
+    print(
+        f"step {report['seconds_alone']:.3f} s alone, {report['seconds_beside']:.3f} s beside a busy process: ", end=""
+    )
+    print(f"{report['ratio']:.2f} times (goal: at most {GOAL}){note}")
+    return 0 if report["idle_at_start"] and report["ratio"] <= GOAL else 1
+
+
+def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the ratio of a step beside a busy process to one alone, and by phase, over all runs."""
+
+    def seconds(name: str, beside: bool) -> float:
+        return statistics.mean(each["median"].get(name, 0.0) for each in runs if each["neighbour"] == beside)
+
+    phases = {name.removeprefix("time/"): name for each in runs for name in each["median"]}
+    by_phase = {
+        phase: {"alone": seconds(name, False), "beside": seconds(name, True)} for phase, name in sorted(phases.items())
+    }
+    return {
+        "idle_at_start": all(each["busy_share_before"] <= IDLE_SHARE for each in runs),
+        "seconds_alone": by_phase["step"]["alone"],
+        "seconds_beside": by_phase["step"]["beside"],
+        "ratio": by_phase["step"]["beside"] / by_phase["step"]["alone"],
+        "goal": GOAL,
+        "by_phase": by_phase,
+        "runs": runs,
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

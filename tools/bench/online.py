@@ -1,0 +1,155 @@
+"""Seconds per phase of one step of `rlhf ppo` at the shape of a real model with random weights.
+
+    python tools/bench/online.py --setting W1 --out online.json
+
+Settings, each with one optimizer update over all rollouts of a step and everything on one GPU:
+
+    W1  GRPO, shape of Qwen2-0.5B, 64 prompts x 8 samples, 256 + 512 tokens; nothing sleeps, packed
+    W2  GRPO, shape of Qwen2-1.5B, 64 x 8, 256 + 1024 tokens; nothing sleeps, padded, micro-batches of 8
+    W3  PPO with critic and reference, sizes of W1; engine and optimizer states sleep in turn, packed
+
+W1 and W2 have no reference and skip old log-probs: the only update of a batch is exactly on-policy.
+
+The command runs in a process of its own, as a user starts it; figures come from its `metrics.jsonl`. Random weights
+hardly ever draw an end token, so nearly every response has full length. Medians leave out the first step, which
+compiles and warms up. Flags behind `--` go to the command: `-- --init_kl_coef 0.01`.
+
+On a machine without a GPU the phases mean nothing, but the script can be tried: `--shape tiny --prompts 4 --samples 2
+--prompt_tokens 16 --response_tokens 8`.
+"""
+
+import argparse
+import json
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from environment import command_line, environment
+from rlhf_rollout.host import local_gpus
+from shapes import SHAPES
+
+REWARD = 'def reward_func(queries, prompts, labels):\n    return {"rewards": [len(query) % 7 for query in queries]}\n'
+SYMBOLS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"  # one token each, whatever stands beside them
+
+_SIZES = {"shape": "qwen2-0.5b", "response_tokens": 512, "micro_batch": 16}
+_GRPO = ["--advantage_estimator", "group_norm", "--init_kl_coef", "0", "--old_logprobs", "skip"]
+_PPO = ["--advantage_estimator", "gae", "--init_kl_coef", "0.01"]
+SETTINGS: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "W1": (_SIZES, [*_GRPO, "--packing_samples"]),
+    "W2": ({"shape": "qwen2-1.5b", "response_tokens": 1024, "micro_batch": 8}, _GRPO),
+    "W3": (_SIZES, [*_PPO, "--packing_samples", "--vllm_enable_sleep", "--deepspeed_enable_sleep"]),
+}
+_ON_GPU = ["--bf16", "--colocate_all_models", "--vllm_gpu_memory_utilization", "0.3"]
+
+
+def write_inputs(options: argparse.Namespace, folder: Path) -> list[str]:
+    """Write model, prompts and reward into `folder`; return the flags that name them."""
+    import torch
+
+    from rlhf_models.testing import tiny_model_dir
+
+    dtype = torch.bfloat16 if local_gpus() else torch.float32
+    tiny_model_dir(folder / "model", dtype=dtype, **SHAPES[options.shape])
+    draw = random.Random(0)
+    rows = ["".join(draw.choices(SYMBOLS, k=options.prompt_tokens)) for _ in range(options.prompts * options.steps)]
+    text = "".join(json.dumps({"input": row}) + "\n" for row in rows)
+    (folder / "prompts.jsonl").write_text(text, encoding="utf-8")
+    (folder / "reward.py").write_text(REWARD, encoding="utf-8")
+    return [
+        *("--pretrain", str(folder / "model"), "--prompt_data", str(folder / "prompts.jsonl")),
+        *("--remote_rm_url", str(folder / "reward.py"), "--save_path", str(folder / "run")),
+    ]
+
+
+def size_flags(options: argparse.Namespace) -> list[str]:
+    """Return the flags of the command that say how much it does in a step."""
+    rollouts = options.prompts * options.samples
+    flags = {
+        "rollout_batch_size": options.prompts,
+        "n_samples_per_prompt": options.samples,
+        "train_batch_size": rollouts,
+        "micro_train_batch_size": options.micro_batch,
+        "micro_rollout_batch_size": 2 * options.micro_batch,
+        "prompt_max_len": options.prompt_tokens,
+        "generate_max_len": options.response_tokens,
+        "vllm_max_num_seqs": rollouts,
+        "zero_stage": 2,
+    }
+    return [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+
+
+def measure(command: Sequence[str], run: Path, timeout_s: float) -> dict[str, Any]:
+    """Run the command, its output on stderr; return what its metrics say. Raises CalledProcessError when it fails."""
+    started = time.perf_counter()
+    subprocess.run(command, check=True, stdout=sys.stderr, timeout=timeout_s)
+    wall = time.perf_counter() - started
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    steps = [line for line in lines if "time/step" in line]
+    names = sorted({name for step in steps[1:] for name in step})
+    medians = {name: statistics.median(step[name] for step in steps[1:] if name in step) for name in names}
+    phases = {name: value for name, value in medians.items() if name.startswith("time/") and name != "time/step"}
+    return {
+        "seconds_wall": round(wall, 2),
+        "seconds_first_step": steps[0]["time/step"],
+        "sum_of_phases": sum(phases.values()),
+        "median": medians,
+        "steps": steps,
+        "end": lines[-1],
+    }
+
+
+def main() -> None:
+    """Run one setting and write its report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--setting", choices=SETTINGS, default="W1")
+    parser.add_argument("--shape", choices=SHAPES)
+    parser.add_argument("--prompts", type=int, default=64, help="per step")
+    parser.add_argument("--samples", type=int, default=8, help="per prompt")
+    parser.add_argument("--prompt_tokens", type=int, default=256)
+    parser.add_argument("--response_tokens", type=int)
+    parser.add_argument("--micro_batch", type=int, help="rollouts per forward and backward pass")
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--timeout_s", type=float, default=3600.0)
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="keep the run's folder here")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("flags", nargs="*", help="further flags of the command, after --")
+    options = parser.parse_args()
+    if options.steps < 2:
+        parser.error("--steps must be at least 2: the first step is left out of the medians")
+    sizes, flags = SETTINGS[options.setting]
+    for name, value in sizes.items():
+        if getattr(options, name) is None:
+            setattr(options, name, value)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = options.keep or Path(scratch)
+        folder.mkdir(parents=True, exist_ok=True)
+        device_flags = _ON_GPU if local_gpus() else []
+        shown = [*size_flags(options), *device_flags, *flags, *options.flags]
+        command = [sys.executable, "-m", "rlhf_cli.main", "ppo", *write_inputs(options, folder), *shown]
+        result = measure(command, folder / "run", options.timeout_s)
+    names = ("shape", "prompts", "samples", "prompt_tokens", "response_tokens", "micro_batch", "steps")
+    report = {
+        "benchmark": "online",
+        "command": command_line(options.out),
+        "environment": environment(),
+        "setting": options.setting,
+        "options": {name: getattr(options, name) for name in names},
+        "flags": " ".join(shown),
+        **result,
+    }
+    options.out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    seconds = {name: value for name, value in result["median"].items() if name.startswith("time/")}
+    for name, value in sorted(seconds.items(), key=lambda item: -item[1]):
+        print(f"{name.removeprefix('time/'):<16} {value:8.3f} s")
+    print(f"{'sum of phases':<16} {result['sum_of_phases']:8.3f} s   (median of steps 2 to {options.steps})")
+    print(f"{'first step':<16} {result['seconds_first_step']:8.3f} s   whole command {result['seconds_wall']:.1f} s")
+
+
+if __name__ == "__main__":
+    main()
