@@ -144,14 +144,14 @@ def test_malformed_row_is_named_by_file_and_line(folder, capsys):
         file.write('{"question": "unfinished\n')
     message, hint = refused(capsys, flags())
     assert f"{folder / 'prompts.jsonl'}:9: malformed JSON" in message
-    assert "one whole JSON object a line" in hint
+    assert "one whole JSON object per line" in hint
 
 
 def test_empty_data_set_is_refused(folder, capsys):
     (folder / "prompts.jsonl").write_text("\n")
     message, hint = refused(capsys, flags())
     assert "has no rows" in message
-    assert "one JSON object a line" in hint
+    assert "one JSON object per line" in hint
 
 
 def test_only_too_long_prompts_are_refused_with_their_lengths(folder, capsys):
