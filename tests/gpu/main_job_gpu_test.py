@@ -8,7 +8,7 @@ FLAGS = ["--bf16", "--colocate_all_models", "--vllm_enable_sleep", "--deepspeed_
 
 
 def test_main_job_on_one_gpu_learns_and_syncs_by_cuda_ipc(tmp_path):
-    command = [sys.executable, "-m", "rlhf_cli.commands.ppo", *FLAGS, "--seed", "1", "--max_steps", "14"]
+    command = [sys.executable, "-m", "rlhf_cli.commands.ppo", *FLAGS, "--seed", "1", "--train_steps", "14"]
     done = subprocess.run([*command, "--save_path", tmp_path / "out"], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     lines = [json.loads(line) for line in (tmp_path / "out/metrics.jsonl").read_text(encoding="utf-8").splitlines()]

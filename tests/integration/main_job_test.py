@@ -43,7 +43,7 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def main_job(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Path]:
     folder = tmp_path_factory.mktemp("main")
-    done = ppo("--seed", "1", "--max_steps", "14", "--eval_steps", "7", "--save_path", "out", folder=folder)
+    done = ppo("--seed", "1", "--train_steps", "14", "--eval_steps", "7", "--save_path", "out", folder=folder)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     return done, folder / "out"
 

@@ -42,10 +42,10 @@ def ppo(*flags: str, folder: Path, **variables: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     "flags",
     [
-        "--advantage_estimator reinforce --is_correction_level token --max_steps 16",
+        "--advantage_estimator reinforce --is_correction_level token --train_steps 16",
         # One optimizer step a step, half as many as the others.
-        "--advantage_estimator rloo --old_logprobs skip --init_kl_coef 0 --train_batch_size 128 --max_steps 24",
-        "--preset dapo --dynamic_filtering_max_batches 4 --max_steps 16",
+        "--advantage_estimator rloo --old_logprobs skip --init_kl_coef 0 --train_batch_size 128 --train_steps 24",
+        "--preset dapo --dynamic_filtering_max_batches 4 --train_steps 16",
     ],
     ids=["reinforce", "rloo", "dapo"],
 )

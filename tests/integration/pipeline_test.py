@@ -147,7 +147,7 @@ def train_reward_model(folder: Path, policy: Path) -> Path:
 def reinforce(folder: Path, policy: Path, reward_model: Path) -> Path:
     """Train the policy on the reward model's scores: both must be those of the stages before."""
     flags = ["--pretrain", str(policy), "--reward_pretrain", str(reward_model), "--prompt_data", "train.jsonl"]
-    flags += ["--max_samples", "32", "--max_steps", "2", "--rollout_batch_size", "16", "--n_samples_per_prompt", "2"]
+    flags += ["--max_samples", "32", "--train_steps", "2", "--rollout_batch_size", "16", "--n_samples_per_prompt", "2"]
     flags += ["--train_batch_size", "16", "--micro_train_batch_size", "8", "--micro_rollout_batch_size", "16"]
     flags += ["--prompt_max_len", "384", "--generate_max_len", "32", "--seed", "1"]
     flags += ["--actor_learning_rate", "3e-4", "--critic_learning_rate", "3e-4", "--save_path", "ppo"]

@@ -101,7 +101,7 @@ REACHES = [
     ("seed", "3", "", "seed", 3),
     ("max_epochs", "2", "", "batch.max_epochs", 2),
     ("num_episodes", "2", "", "num_steps", 7),  # 200 prompts / 32 = 6.25
-    ("max_steps", "2", "", "num_steps", 2),
+    ("train_steps", "2", "", "num_steps", 2),
     ("freezing_actor_steps", "1", "", "num_frozen_steps", 1),
     ("freezing_actor_steps", "-1", "", "num_frozen_steps", 0),
     ("enable_ema", "", "", "ema_beta", 0.992),
@@ -189,9 +189,9 @@ def field(job, path: str):
 
 @pytest.mark.parametrize(("flag", "words", "others", "path", "expected"), REACHES, ids=lambda part: str(part)[:30])
 def test_flag_reaches_its_field_of_the_job(flag, words, others, path, expected):
-    argv = ["--max_steps", "4"] if flag != "max_steps" else []
+    argv = ["--train_steps", "4"] if flag != "train_steps" else []
     if flag == "num_episodes":
-        argv = ["--max_steps", "None"]
+        argv = ["--train_steps", "None"]
     assert field(job_of(*argv, *others.split(), f"--{flag}", *words.split()), path) == expected
 
 
@@ -201,7 +201,7 @@ def test_every_flag_is_tested():
 
 def test_make_job_learning_rates_are_spread_over_the_steps_that_each_model_takes():
     # 4 steps x 2 optimizer steps; the policy sits out the first 3.
-    job = job_of("--max_steps", "4", "--freezing_actor_steps", "3", "--lr_warmup_ratio", "0.5")
+    job = job_of("--train_steps", "4", "--freezing_actor_steps", "3", "--lr_warmup_ratio", "0.5")
     actor, critic = job.models["actor"].optimizer, job.models["critic"].optimizer
     assert (actor.total_steps, actor.warmup_steps) == (2, 1)
     assert (critic.total_steps, critic.warmup_steps) == (8, 4)

@@ -39,14 +39,14 @@ def make(config: PpoConfig, num_gpus: int):
 @pytest.mark.parametrize(
     ("argv", "num_prompts", "steps"),
     [
-        (["--max_steps", "None"], 64, 2),  # 64 / 32
-        (["--max_steps", "None"], 65, 3),  # the last step begins another pass
-        (["--max_steps", "None", "--num_episodes", "3"], 65, 7),  # 195 / 32 = 6.1
-        (["--max_steps", "2", "--num_episodes", "3"], 65, 2),
-        (["--max_steps", "9"], 64, 2),
+        (["--train_steps", "None"], 64, 2),  # 64 / 32
+        (["--train_steps", "None"], 65, 3),  # the last step begins another pass
+        (["--train_steps", "None", "--num_episodes", "3"], 65, 7),  # 195 / 32 = 6.1
+        (["--train_steps", "2", "--num_episodes", "3"], 65, 2),
+        (["--train_steps", "9"], 64, 2),
     ],
 )
-def test_count_steps_covers_the_episodes_up_to_max_steps(argv, num_prompts, steps):
+def test_count_steps_covers_the_episodes_up_to_train_steps(argv, num_prompts, steps):
     assert count_steps(configure(*argv), num_prompts) == steps
 
 

@@ -5,13 +5,21 @@ import resource
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
 from rlhf_data.testing import write_jsonl
-from rlhf_rollout.commands.main import main
+from rlhf_rollout.commands.generate import GenerateJob, PromptJob, make_job
+from rlhf_rollout.commands.main import COMMANDS, main
+from rlhf_rollout.commands.parts import EngineJob, RewardJob
+from rlhf_rollout.engines import EngineSpec
 from rlhf_rollout.engines.fake import FakeEngine
+from rlhf_rollout.protocols import SamplingParams
+from rlhf_rollout.rewards import RewardSource
 from rollout_testing import json_server
+
+_MATH = ("--remote_rm_url", "rlhf_rollout.rewards.math")
 
 
 @pytest.fixture
@@ -21,7 +29,18 @@ def prompts(tmp_path):
 
 def generate(prompts, out, *more):
     return main(
-        ["generate", "--engine", "fake", "--prompts", str(prompts), "--input_key", "q", "--out", str(out), *more]
+        [
+            "generate",
+            "--engine",
+            "fake",
+            "--prompt_data",
+            str(prompts),
+            "--input_key",
+            "q",
+            "--output_path",
+            str(out),
+            *more,
+        ]
     )
 
 
@@ -29,7 +48,7 @@ def test_generate_writes_one_scored_record_a_rollout(prompts, tmp_path, capsys):
     reward = tmp_path / "reward.py"
     reward.write_text("def reward_func(q, p, l): return {'rewards': [float(label) for label in l]}\n")
     out = tmp_path / "out.jsonl"
-    status = generate(prompts, out, "--label_key", "a", "--reward", str(reward), "--num_samples", "3")
+    status = generate(prompts, out, "--label_key", "a", "--remote_rm_url", str(reward), "--n_samples_per_prompt", "3")
     records = [json.loads(line) for line in out.read_text().splitlines()]
     assert status == 0
     assert len(records) == 15
@@ -50,7 +69,7 @@ def reward_url():
 def test_generate_mixes_functions_and_servers_by_weight(prompts, tmp_path, capsys, reward_url):
     (tmp_path / "label.py").write_text("def reward_func(q, p, l): return {'rewards': [float(label) for label in l]}\n")
     rewards, out = f"{tmp_path}/label.py,{reward_url}/a,{reward_url}/b", tmp_path / "out.jsonl"
-    assert generate(prompts, out, "--label_key", "a", "--reward", rewards, "--reward_weights", "2,0.5") == 0
+    assert generate(prompts, out, "--label_key", "a", "--remote_rm_url", rewards, "--reward_weights", "2,0.5") == 0
     records = [json.loads(line) for line in out.read_text().splitlines()]
     assert all(record["reward"] == 2 * float(record["label"]) + 0.5 * 10 for record in records)
     host = reward_url.removeprefix("http://").replace(":", "_")
@@ -88,7 +107,7 @@ def test_generate_failed_prompts_are_told_and_change_the_status(prompts, tmp_pat
 def test_generate_reward_that_raises_is_told_and_counted(prompts, tmp_path, capsys):
     reward = tmp_path / "reward.py"
     reward.write_text("def reward_func(q, p, l): return 1 / 0\n")
-    assert generate(prompts, tmp_path / "out.jsonl", "--reward", str(reward)) == 0
+    assert generate(prompts, tmp_path / "out.jsonl", "--remote_rm_url", str(reward)) == 0
     told = capsys.readouterr().err
     assert "warning: the reward function failed a trial call: ZeroDivisionError" in told
     assert "verdicts: crash 5" in told
@@ -97,27 +116,29 @@ def test_generate_reward_that_raises_is_told_and_counted(prompts, tmp_path, caps
 @pytest.mark.parametrize(
     ("more", "says"),
     [
-        (["--input_kye", "q"], "unknown option `--input_kye`"),
+        (["--input_kye", "q"], "unknown flag `--input_kye`\n\nhint: did you mean `--input_key`?"),
         (["--input_key", "question"], "prompts.jsonl:1: unknown key `question`; known: a, q"),
         (["--engine", "vlm"], "did you mean `vllm`?"),
-        (["--engine", "vllm"], "engine vllm needs --model"),
-        (["--prompts", "nothere.jsonl"], "data file nothere.jsonl does not exist"),
+        (["--engine", "vllm"], "--pretrain is missing: engine vllm needs a model"),
+        (["--prompt_data", "nothere.jsonl"], "data file nothere.jsonl does not exist"),
         (["--prompt_max_len", "1"], "all 5 prompts of"),
-        (["--prompt_max_len", "0"], "at least 1"),
-        (["--prompt_max_len", "x"], "invalid int value"),
-        (["--max_samples", "0"], "at least 1, got 0"),
-        (["--num_samples", "2", "--temperature", "0"], "greedy sampling"),
-        (["--top_p", "0"], "top_p 0.0 in (0, 1]"),
-        (["--dtype", "float16"], "unknown engine dtype `float16`"),
+        (["--prompt_max_len", "0"], "--prompt_max_len is 0; it must be at least 1"),
+        (["--prompt_max_len", "x"], "--prompt_max_len is x; it must be a whole number"),
+        (["--max_samples", "0"], "--max_samples is 0; it must be at least 1"),
+        (["--n_samples_per_prompt", "2", "--temperature", "0"], "greedy responses are all the same"),
+        (["--top_p", "0"], "--top_p is 0; it must be above 0.0"),
+        (["--top_k", "0"], "--top_k is 0, which leaves no token to sample"),
+        (["--engine", "http", "--pretrain", "m"], "--base_url is missing: --engine http asks a server"),
+        (["--bf16", "float16"], "--bf16 is float16; it must be true or false"),
         (["--input_template", "x"], "must contain `{}` exactly once"),
-        (["--reward", "nothere.py"], "reward file nothere.py does not exist"),
-        (["--reward", "rlhf_rollout.rewards.math:nothing"], "has no function `nothing`"),
-        (["--reward", "rlhf_rollout.rewards.math,"], "names nothing between two commas"),
-        (["--reward", "rlhf_rollout.rewards.math,http://"], "reward server http:// is no URL"),
-        (["--reward", "http://127.0.0.1:9/get_reward"], "the reward server does not answer: http://127.0.0.1:9"),
-        (["--reward", "rlhf_rollout.rewards.math", "--reward_weights", "1,2"], "2 weights for 1 rewards"),
+        (["--remote_rm_url", "nothere.py"], "reward file nothere.py does not exist"),
+        (["--remote_rm_url", "rlhf_rollout.rewards.math:nothing"], "has no function `nothing`"),
+        (["--remote_rm_url", "rlhf_rollout.rewards.math,"], "names nothing between two commas"),
+        (["--remote_rm_url", "rlhf_rollout.rewards.math,http://"], "reward server http:// is no URL"),
+        (["--remote_rm_url", "http://127.0.0.1:9/get_reward"], "the reward server does not answer: http://127.0.0.1:9"),
+        (["--remote_rm_url", "rlhf_rollout.rewards.math", "--reward_weights", "1,2"], "2 weights for 1 rewards"),
         (
-            ["--reward", "rlhf_rollout.rewards.math", "--reward_weights", "one"],
+            ["--remote_rm_url", "rlhf_rollout.rewards.math", "--reward_weights", "one"],
             "--reward_weights is one; it must be",
         ),
         (["--reward_weights", "1"], "1 weights for 0 rewards: none"),
@@ -134,19 +155,39 @@ def test_generate_bad_input_is_refused_before_the_engine_starts(prompts, tmp_pat
 
 def test_generate_model_without_tokenizer_is_refused(prompts, tmp_path, capsys):
     (tmp_path / "model").mkdir()
-    assert generate(prompts, tmp_path / "out.jsonl", "--model", str(tmp_path / "model")) == 2
+    assert generate(prompts, tmp_path / "out.jsonl", "--pretrain", str(tmp_path / "model")) == 2
     assert f"cannot load the tokenizer {tmp_path / 'model'}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["generate", "--prompts", "{prompts}", "--input_key", "q", "--out", "{out}", "--model", "{none}"],
-        ["generate", "--prompts", "{prompts}", "--out", "{out}", "--engine", "fake", "--reward_pretrain", "{none}"],
-        ["score", "--dataset", "{prompts}", "--out", "{out}", "--reward_pretrain", "{none}"],
+        [
+            "generate",
+            "--prompt_data",
+            "{prompts}",
+            "--input_key",
+            "q",
+            "--output_path",
+            "{out}",
+            "--pretrain",
+            "{none}",
+        ],
+        [
+            "generate",
+            "--prompt_data",
+            "{prompts}",
+            "--output_path",
+            "{out}",
+            "--engine",
+            "fake",
+            "--reward_pretrain",
+            "{none}",
+        ],
+        ["score", "--dataset", "{prompts}", "--output_path", "{out}", "--reward_pretrain", "{none}"],
         ["serve_rm", "--reward_pretrain", "{none}"],
         ["chat", "--pretrain", "{none}"],
-        ["chat", "--engine", "transformers", "--model", "{none}", "--tokenizer", "owner/name"],
+        ["chat", "--engine", "transformers", "--pretrain", "{none}", "--tokenizer", "owner/name"],
     ],
 )
 def test_model_folder_that_does_not_exist_is_refused_at_once(prompts, tmp_path, capsys, arguments):
@@ -176,16 +217,168 @@ def test_generate_existing_file_is_kept_unless_told(prompts, tmp_path, capsys):
     out = tmp_path / "out.jsonl"
     out.write_text("precious\n")
     assert generate(prompts, out) == 2
-    assert "hint: give another --out, or --overwrite" in capsys.readouterr().err
+    assert "hint: give another --output_path, or --overwrite" in capsys.readouterr().err
     assert out.read_text() == "precious\n"
     assert generate(prompts, out, "--overwrite") == 0
     assert len(out.read_text().splitlines()) == 5
 
 
-def test_main_without_a_command_or_a_needed_option_is_refused(capsys):
-    assert main([]) == 2
-    assert main(["generate", "--prompts", "x"]) == 2
-    assert capsys.readouterr().err.count("are required") == 2
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (
+            ["generat"],
+            "unknown command `generat`; known: chat, generate, score, serve_rm\n\nhint: did you mean `generate`",
+        ),
+        (["generate", "--output_path", "x"], "--prompt_data is missing: there must be prompts"),
+        (["generate", "--prompt_data", "x"], "--output_path is missing: the rows must be written somewhere"),
+        (["score", "--output_path", "x"], "--dataset is missing: there must be answers"),
+        (["score", "--dataset", "x"], "--output_path is missing"),
+        (["score", "--dataset", "x", "--output_path", "y"], "--remote_rm_url is missing: nothing says how"),
+        (["serve_rm"], "--remote_rm_url is missing: nothing says how"),
+        (["serve_rm", "--port", "65536"], "--port is 65536; it must be at most 65535"),
+        (["chat"], "--pretrain is missing: engine vllm needs a model"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_command_that_lacks_something_is_refused(capsys, words, says):
+    assert main(words) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_main_without_a_command_lists_the_commands(capsys):
+    assert main([]) == main(["--help"]) == 0
+    listed = capsys.readouterr().out
+    assert listed.count("usage: rlhf-rollout COMMAND") == 2
+    assert all(f"  {name} " in listed for name in ("generate", "score", "serve_rm", "chat"))
+
+
+@pytest.mark.parametrize(
+    ("more", "notice"),
+    [
+        (["--min_reward", "1"], "--min_reward has no effect: nothing scores the responses"),
+        (["--reward_timeout_s", "1"], "--reward_timeout_s has no effect: nothing scores the responses"),
+        ([*_MATH, "--min_reward", "1"], "--min_reward has no effect: --post_processor is rollouts"),
+        ([*_MATH, "--reward_batch_size", "1"], "--reward_batch_size has no effect: no reward server or model scores"),
+        ([*_MATH, "--normalize_reward"], "--normalize_reward has no effect: there is no --reward_pretrain"),
+        (["--reward_template", "{input}"], "--reward_template has no effect: --post_processor is rollouts"),
+        (["--enforce_eager"], "--enforce_eager has no effect: --engine is fake"),
+        (["--enable_prefix_caching", "false"], "--enable_prefix_caching has no effect: --engine is fake"),
+        (["--base_url", "http://x"], "--base_url has no effect: --engine is fake"),
+        (["--bf16"], "--bf16 has no effect: --engine is fake"),
+    ],
+    ids=" ".join,
+)
+def test_generate_option_without_effect_is_a_notice(prompts, tmp_path, capsys, more, notice):
+    assert generate(prompts, tmp_path / "out.jsonl", *more, "--dry_run") == 0
+    told = capsys.readouterr().err
+    assert told == f"notice: {notice}\n"
+
+
+def test_score_keys_that_its_rows_do_not_have_are_a_notice(capsys):
+    words = ["score", "--dataset", "d", "--output_path", "o", *_MATH, "--dry_run"]
+    assert main([*words, "--prompt_key", "p"]) == 0
+    assert "--prompt_key has no effect: without --chosen_key a row holds one answer" in capsys.readouterr().err
+    assert main([*words, "--chosen_key", "c", "--output_key", "a"]) == 0
+    assert "--output_key has no effect: --chosen_key says that rows are pairs" in capsys.readouterr().err
+
+
+def test_dry_run_lists_what_is_missing(capsys):
+    assert main(["generate", "--dry_run", "--n_samples_per_prompt", "2", "--post_processor", "rs"]) == 0
+    told = capsys.readouterr()
+    assert "n_samples_per_prompt = 2" in told.out
+    lacks = [line for line in told.err.splitlines() if line.startswith("still missing: ")]
+    assert [line.split()[2] for line in lacks] == ["--prompt_data", "--remote_rm_url", "--output_path", "--pretrain"]
+
+
+def test_dry_run_prints_a_configuration_that_does_the_same_and_starts_nothing(prompts, tmp_path, capsys):
+    out, file = tmp_path / "out.jsonl", tmp_path / "job.toml"
+    assert generate(prompts, out, "--n_samples_per_prompt", "2", "--seed", "3", "--dry_run") == 0
+    file.write_text(capsys.readouterr().out)
+    assert not out.exists()
+    assert main(["generate", "--config", str(file), "--seed", "4"]) == 0
+    assert main(["generate", "--config", str(file), "--overwrite"]) == 0
+    first = sorted(out.read_text().splitlines())
+    assert generate(prompts, out, "--n_samples_per_prompt", "2", "--seed", "3", "--overwrite") == 0
+    assert sorted(out.read_text().splitlines()) == first
+    assert len(first) == 10
+
+
+@pytest.mark.parametrize(
+    ("words", "option", "value"),
+    [
+        (["--best_of_n", "3"], ("rollout", "n_samples_per_prompt"), 3),
+        (["--dataset", "d"], ("data", "prompt_data"), "d"),
+        (["--tp_size", "2"], ("engine", "vllm_tensor_parallel_size"), 2),
+        (["--max_num_seqs", "7"], ("engine", "vllm_max_num_seqs"), 7),
+        (["--max_new_tokens", "9"], ("rollout", "generate_max_len"), 9),
+    ],
+)
+def test_generate_takes_openrlhfs_spellings(words, option, value):
+    required = ["--prompt_data", "p", "--output_path", "o", "--pretrain", "m"]
+    config = COMMANDS["generate"].command_line("x").parse([*required, *words]).config
+    assert getattr(getattr(config, option[0]), option[1]) == value
+
+
+def test_generate_job_holds_what_the_flags_say():
+    flags = (
+        "--prompt_data p --prompt_split test --prompt_data_probs 1 --max_samples 3 --input_key q --label_key a"
+        " --apply_chat_template --prompt_max_len 10 --skip_bad_rows --generate_max_len 20 --temperature 0.5 --top_p 0.5"
+        " --top_k 4 --n_samples_per_prompt 2 --seed 7 --pretrain m --tokenizer t --bf16 --vllm_max_num_seqs 5"
+        " --vllm_gpu_memory_utilization 0.5 --vllm_tensor_parallel_size 2 --enforce_eager --enable_prefix_caching false"
+        " --remote_rm_url f.py --reward_pretrain rm --reward_weights 1,2 --reward_timeout_s 3 --reward_num_workers 4"
+        " --reward_batch_size 6 --normalize_reward --output_path o.jsonl --overwrite --post_processor rs"
+        " --min_reward 0.5 --reward_template {reward}"
+    )
+    job = make_job(COMMANDS["generate"].command_line("x").parse(flags.split()).config)
+    assert job == GenerateJob(
+        prompts=PromptJob(
+            sources="p",
+            probs=(1.0,),
+            seed=7,
+            split="test",
+            max_samples=3,
+            input_key="q",
+            label_key="a",
+            apply_chat_template=True,
+            input_template=None,
+            prompt_max_len=10,
+            skip_bad_rows=True,
+        ),
+        engine=EngineJob(
+            kind="vllm",
+            spec=EngineSpec(
+                model="m",
+                tokenizer="t",
+                dtype="bfloat16",
+                max_model_len=30,
+                max_num_seqs=5,
+                gpu_memory_utilization=0.5,
+                tensor_parallel_size=2,
+                enforce_eager=True,
+                enable_prefix_caching=False,
+            ),
+            tokenizer="t",
+        ),
+        sampling=SamplingParams(num_samples=2, max_tokens=20, temperature=0.5, top_p=0.5, top_k=4, seed=7),
+        reward=RewardJob(
+            sources=(
+                RewardSource(kind="function", targets=("f.py",), weight=1.0),
+                RewardSource(kind="model", targets=("rm",), weight=2.0),
+            ),
+            timeout_s=3.0,
+            num_workers=4,
+            batch_size=6,
+            dtype="bfloat16",
+            normalize=True,
+        ),
+        output_path=Path("o.jsonl"),
+        post_processor="rs",
+        min_reward=0.5,
+        reward_template="{reward}",
+        overwrite=True,
+        resume=False,
+    )
 
 
 def children_seconds() -> float:
@@ -205,6 +398,6 @@ def test_help_is_quick_and_brings_no_heavy_library():
         started = children_seconds()
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
         seconds.append(children_seconds() - started)
-    assert "--reward" in done.stdout
+    assert "--remote_rm_url" in done.stdout
     assert done.stdout.splitlines()[-1] == "[]"
     assert min(seconds) < 1.0

@@ -16,8 +16,9 @@ from rlhf_data.preference import PreferenceEncoder
 from rlhf_data.sft import SftEncoder
 from rlhf_data.sources import open_sources
 from rlhf_data.testing import EOS_ID, ByteTokenizer, write_jsonl
-from rlhf_rollout.commands.generate import post_process, take_up
+from rlhf_rollout.commands.generate import take_up
 from rlhf_rollout.commands.main import main
+from rlhf_rollout.commands.post_process import post_process
 from rlhf_rollout.engines.fake import FakeEngine
 
 TOKENIZER = ByteTokenizer()
@@ -99,7 +100,7 @@ def reward(tmp_path):
 
 @pytest.fixture
 def scripted(monkeypatch):
-    """Engines that write letters, of a number that depends on prompt and sample; one in four is cut by --max_tokens."""
+    """Engines that write letters, of a number that depends on prompt and sample; one in four is cut."""
     script = lambda prompt, seed: [*(b"abcdefgh"[: 1 + (sum(prompt) + seed) % 8]), EOS_ID]  # noqa: E731
     monkeypatch.setattr(
         "rlhf_rollout.commands.generate.build_engine",
@@ -108,7 +109,17 @@ def scripted(monkeypatch):
 
 
 def arguments(prompts, out, *more):
-    words = ["generate", "--engine", "fake", "--prompts", str(prompts), "--input_key", "q", "--out", str(out)]
+    words = [
+        "generate",
+        "--engine",
+        "fake",
+        "--prompt_data",
+        str(prompts),
+        "--input_key",
+        "q",
+        "--output_path",
+        str(out),
+    ]
     return [*words, "--input_template", TEMPLATE, "--seed", "3", *more]
 
 
@@ -117,7 +128,16 @@ def test_rows_of_answers_are_read_by_the_sft_loader_with_the_tokens_of_generatio
     prompts, reward, tmp_path, scripted, capsys, kind
 ):
     out = tmp_path / "out.jsonl"
-    more = ("--num_samples", "4", "--max_tokens", "6", "--reward", reward, "--post_processor", kind)
+    more = (
+        "--n_samples_per_prompt",
+        "4",
+        "--generate_max_len",
+        "6",
+        "--remote_rm_url",
+        reward,
+        "--post_processor",
+        kind,
+    )
     assert main(arguments(prompts, out, *more)) == 0
     encoder = SftEncoder(tokenizer=TOKENIZER, input_template=TEMPLATE)
     examples = load_examples(open_sources(out), encoder, max_len=100)
@@ -125,7 +145,7 @@ def test_rows_of_answers_are_read_by_the_sft_loader_with_the_tokens_of_generatio
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     num_cut = sum(record["finish_reason"] == "length" for record in rollouts)
     assert 0 < num_cut < 24
-    assert f"{num_cut} of 24 rollouts were cut by --max_tokens 6" in capsys.readouterr().err
+    assert f"{num_cut} of 24 rollouts were cut by --generate_max_len 6" in capsys.readouterr().err
     assert len(examples.examples) == len(rows) >= 6
     if kind == "csft":
         assert all(f"<rm_score>: {row['reward']:.2f}" in row["input"] for row in rows)
@@ -138,7 +158,16 @@ def test_rows_of_answers_are_read_by_the_sft_loader_with_the_tokens_of_generatio
 
 def test_pairs_are_read_by_the_preference_loader(prompts, reward, tmp_path, scripted):
     out = tmp_path / "out.jsonl"
-    more = ("--num_samples", "4", "--max_tokens", "9", "--reward", reward, "--post_processor", "iter_dpo")
+    more = (
+        "--n_samples_per_prompt",
+        "4",
+        "--generate_max_len",
+        "9",
+        "--remote_rm_url",
+        reward,
+        "--post_processor",
+        "iter_dpo",
+    )
     assert main(arguments(prompts, out, *more)) == 0
     encoder = PreferenceEncoder(tokenizer=TOKENIZER, prompt_key="prompt", margin_key="margin", input_template=TEMPLATE)
     examples = load_examples(open_sources(out), encoder, max_len=100).examples
@@ -151,7 +180,17 @@ def test_pairs_are_read_by_the_preference_loader(prompts, reward, tmp_path, scri
 def test_chat_prompts_stay_messages_and_are_read_with_the_template(tmp_path, scripted):
     messages = [{"role": "user", "content": "hello"}]
     prompts, out = write_jsonl(tmp_path / "chat.jsonl", [{"m": messages}]), tmp_path / "out.jsonl"
-    words = ["generate", "--engine", "fake", "--prompts", str(prompts), "--input_key", "m", "--out", str(out)]
+    words = [
+        "generate",
+        "--engine",
+        "fake",
+        "--prompt_data",
+        str(prompts),
+        "--input_key",
+        "m",
+        "--output_path",
+        str(out),
+    ]
     assert main([*words, "--apply_chat_template", "--post_processor", "plain"]) == 0
     assert json.loads(out.read_text())["input"] == messages
     [example] = load_examples(
@@ -163,7 +202,16 @@ def test_chat_prompts_stay_messages_and_are_read_with_the_template(tmp_path, scr
 
 def test_resumed_run_after_a_kill_equals_one_that_was_not_interrupted(prompts, reward, tmp_path, capsys):
     whole, cut = tmp_path / "whole.jsonl", tmp_path / "cut.jsonl"
-    more = ("--num_samples", "2", "--reward", reward, "--post_processor", "best_of_n", "--max_num_seqs", "1")
+    more = (
+        "--n_samples_per_prompt",
+        "2",
+        "--remote_rm_url",
+        reward,
+        "--post_processor",
+        "best_of_n",
+        "--vllm_max_num_seqs",
+        "1",
+    )
     assert main(arguments(prompts, whole, *more)) == 0
     # As slow as a real engine, one prompt at a time, and killed without a chance to tidy up.
     code = (
@@ -231,11 +279,13 @@ def test_take_up_refuses_what_it_has_not_written(tmp_path):
     ("more", "says"),
     [
         (["--post_processor", "best"], "did you mean `best_of_n`?"),
-        (["--post_processor", "best_of_n", "--num_samples", "2"], "needs a reward"),
-        (["--post_processor", "iter_dpo", "--reward", "REWARD"], "give --num_samples 4"),
-        (["--post_processor", "csft", "--reward", "REWARD", "--reward_template", "{input}"], "must hold {input} and"),
-        (["--min_reward", "1"], "--min_reward has no effect"),
-        (["--resume", "--overwrite"], "either replaced or gone on with"),
+        (["--post_processor", "best_of_n", "--n_samples_per_prompt", "2"], "needs a reward"),
+        (["--post_processor", "iter_dpo", "--remote_rm_url", "REWARD"], "give --n_samples_per_prompt 4"),
+        (
+            ["--post_processor", "csft", "--remote_rm_url", "REWARD", "--reward_template", "{input}"],
+            "must hold {input} and",
+        ),
+        (["--resume", "--overwrite"], "either replaced or continued"),
         (["--reward_pretrain", "FOLDER"], "a reward model needs the tokenizer of its tokens"),
         (["--reward_pretrain", "FOLDER", "--tokenizer", "FOLDER"], "cannot load the tokenizer "),
     ],

@@ -238,4 +238,4 @@ def test_command_without_a_usable_reward_is_refused(model_dir, capsys):
     assert command.main(["serve_rm", "--reward_pretrain", plain]) == 2
     assert "error:" in capsys.readouterr().err
     assert command.main(["serve_rm"]) == 2
-    assert "there is no reward" in capsys.readouterr().err
+    assert "nothing says how answers are scored" in capsys.readouterr().err

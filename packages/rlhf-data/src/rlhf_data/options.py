@@ -2,10 +2,11 @@
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, fields
-from typing import Annotated, Any, get_args, get_origin
+from typing import Annotated, Any, TypeVar, get_args, get_origin
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, create_model
 from pydantic.fields import FieldInfo
 
 from rlhf_data.errors import ConfigError, unknown, with_hint
@@ -13,6 +14,9 @@ from rlhf_data.errors import ConfigError, unknown, with_hint
 
 class Section(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=()):
     """One concern; its `title`, a class argument, heads it in --help."""
+
+
+AnySection = TypeVar("AnySection", bound=Section)
 
 
 class Config(BaseModel, frozen=True, extra="forbid", protected_namespaces=()):
@@ -45,6 +49,16 @@ def flag(
     """
     extra = {"aliases": list(aliases), "instead_of": list(instead_of)}
     return Field(default, description=text, json_schema_extra=extra, **bounds)
+
+
+def with_defaults(section: type[AnySection], **defaults: Any) -> type[AnySection]:
+    """Return a section with other defaults for some of its options, which keep their types, bounds and texts."""
+    fields: dict[str, Any] = {}
+    for name, default in defaults.items():
+        info = copy(section.model_fields[name])
+        info.default = default
+        fields[name] = (info.annotation, info)
+    return create_model(section.__name__, __base__=section, __doc__=section.__doc__, **fields)
 
 
 def matching(kind: type, *sections: Section) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """`lora_combiner`: merge an adapter into its model."""
 
+import sys
 from collections.abc import Sequence
 
 from rlhf_cli.config.openrlhf import flags_of
@@ -50,11 +51,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(argv: Sequence[str]) -> int:
     parsed = COMMAND_LINE.parse(argv)
     merge = parsed.config.merge
-    out = user_path(merge.output_path)
-    check_output_folder(out, "--output_path")
     if parsed.dry_run:
         print(to_toml(parsed.config))
+        for error in (*parsed.unavailable, *parsed.missing):
+            print(f"still missing: {error}".replace("\n\n", "\n"), file=sys.stderr)
         return SUCCESS
+    out = user_path(merge.output_path)
+    check_output_folder(out, "--output_path")
     from rlhf_models.lora import merge_adapter
 
     merge_adapter(model_path(merge.model_path), user_path(merge.lora_path), out, dtype=merge.param_dtype)

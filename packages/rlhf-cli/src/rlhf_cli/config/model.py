@@ -1,29 +1,20 @@
 """Which models, and how they are computed."""
 
-from rlhf_data.options import Section, flag, matching, one_of
+from rlhf_data.options import flag, matching, one_of
+from rlhf_rollout.commands import sections
 from rlhf_train.specs import ModelSpec, OptimizerSpec
 
 TorchCompile = one_of(("auto", "on", "off"))
 
 
-class ModelSection(Section, title="model"):
+class ModelSection(sections.ModelSection):
     """The trained model and how every model is run; what all commands have in common."""
 
-    pretrain: str | None = flag(
-        None,
-        "the model to start from: a Hugging Face model folder or hub name, or `builtin` for the tiny one that ships",
-    )
-    bf16: bool = flag(False, "compute in bfloat16 with float32 master weights; else float32")
     attn_implementation: str = flag(
         "auto", "attention of the trained models: `auto`, or a name that transformers knows"
     )
     gradient_checkpointing: bool = flag(False, "recompute activations in the backward pass: less memory, more time")
     packing_samples: bool = flag(False, "pack the sequences of a micro-batch into one row instead of padding them")
-
-    @property
-    def dtype(self) -> str:
-        """What is computed in."""
-        return "bfloat16" if self.bf16 else "float32"
 
     def spec(self, path: str, zero_stage: int, optimizer: OptimizerSpec | None = None) -> ModelSpec:
         """Return how the model at `path` is run; without an optimizer it is frozen."""

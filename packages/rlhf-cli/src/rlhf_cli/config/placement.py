@@ -1,6 +1,7 @@
 """Where processes run."""
 
 from rlhf_data.options import Section, flag
+from rlhf_rollout.commands import sections
 
 _ROLES = ("actor", "critic", "ref", "reward")
 
@@ -68,20 +69,10 @@ class PlacementSection(Section, title="placement"):
         return max(self._count(role, "num_gpus_per_node") for role in _ROLES)
 
 
-class EngineSection(Section, title="generation engine (vLLM)"):
-    """vLLM."""
+class EngineSection(sections.EngineSection):
+    """vLLM engines beside trained models."""
 
     vllm_num_engines: int = flag(1, "engines", ge=1)
-    vllm_tensor_parallel_size: int = flag(1, "GPUs per engine", ge=1)
-    vllm_gpu_memory_utilization: float | None = flag(
-        None,
-        "share of a GPU's memory for an engine; None: 0.9, or beside models 0.6 if it sleeps, else 0.4",
-        gt=0,
-        le=1,
-    )
-    vllm_max_num_seqs: int = flag(256, "responses that an engine writes at the same time", ge=1)
-    enforce_eager: bool = flag(False, "no CUDA graphs: quicker start, slower generation")
-    enable_prefix_caching: bool = flag(False, "keep the attention state of prompt beginnings in common")
     vllm_enable_sleep: bool = flag(
         False, "engines give their GPU memory back while models train; with --colocate_all_models"
     )

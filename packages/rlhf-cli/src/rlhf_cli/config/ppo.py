@@ -48,7 +48,7 @@ class PpoConfig(Config):
     def check(self, given: Collection[str]) -> list[str]:
         """See `Config`. In the order in which a person would want to hear of it."""
         given = with_places(self, given)
-        notices = self.reward.check(given, self.rollout.generate_max_len)
+        notices = self.reward.check_training(given, self.rollout.generate_max_len)
         notices += self.algorithm.check(given, self.batch.num_updates)
         notices += self.training.check(given)
         notices += _check_training(self, given)
@@ -68,12 +68,7 @@ class PpoConfig(Config):
             hint = "add --prompt_data FILE.jsonl with --input_key and --label_key"
             what = f"--pretrain {model} needs prompts to train on" if model else "there must be prompts to train on"
             found.append(missing("prompt_data", what, f"{hint}; without --pretrain the built-in task runs"))
-        if not self.reward.sources():
-            hint = (
-                "add --remote_rm_url FILE.py, which defines reward_func(queries, prompts, labels), or a reward server's"
-                " http:// address, or --reward_pretrain MODEL"
-            )
-            found.append(missing("remote_rm_url", "nothing says how responses are scored", hint))
+        found += self.reward.missing("nothing says how responses are scored")
         if row.uses_group and self.rollout.n_samples_per_prompt == 1:
             message = f"--n_samples_per_prompt is 1, and {self.algorithm.title} compares the samples of one prompt"
             found.append(ConfigError(message, hint="use --n_samples_per_prompt 4 or more"))
@@ -96,7 +91,7 @@ def _check_training(config: PpoConfig, given: Collection[str]) -> list[str]:
     anyway = f"{algorithm.title} shifts and scales the rewards of a group anyway, and nothing comes between"
     return without_effect(
         given,
-        (rescales and shapes == (None,) * 3, ["normalize_reward"], anyway),
+        (rescales and shapes == (None,) * 3, ["running_reward_norm"], anyway),
         (not training.enable_ema, ["ema_beta"], "--enable_ema is off"),
     )
 
@@ -130,8 +125,7 @@ def _check_evaluation(config: PpoConfig, given: Collection[str]) -> list[str]:
 
 
 def _check_sampling(config: PpoConfig, given: Collection[str]) -> list[str]:
-    if config.rollout.top_k == 0:
-        raise ConfigError("--top_k is 0, which leaves no token to sample", hint="use -1 for all tokens")
+    config.rollout.check()
     return [
         f"--{name} {getattr(config.rollout, name)} samples from a part of the distribution, while the trainer's"
         " log-probs are of the whole: mismatch/* will not be near 0"

@@ -5,7 +5,7 @@ from collections.abc import Collection
 
 from rlhf_data.checks import without_effect
 from rlhf_data.errors import ConfigError
-from rlhf_data.options import Section, flag, one_of
+from rlhf_data.options import Section, flag, one_of, with_defaults
 from rlhf_train.specs import OptimizerSpec
 
 Scheduler = one_of(("cosine_with_min_lr", "linear", "constant"))
@@ -53,7 +53,9 @@ class PpoTrainingSection(TrainingSection):
 
     max_epochs: int = flag(1, "passes over the samples of a step", ge=1)
     num_episodes: int = flag(1, "passes over the prompts", ge=1)
-    max_steps: int | None = flag(None, "steps at most; None: as --num_episodes says", ge=1)
+    train_steps: int | None = flag(
+        None, "rounds of generation and training at most; None: as many as --num_episodes needs", ge=1
+    )
     freezing_actor_steps: int = flag(-1, "steps at the start in which only the critic learns; -1: none", ge=-1)
     enable_ema: bool = flag(False, "save, too, a running average of the policy's weights")
     ema_beta: float = flag(0.992, "share of the average that stays at a step", ge=0, lt=1)
@@ -71,16 +73,12 @@ class OfflineTrainingSection(TrainingSection):
     )
 
 
-class RewardTrainingSection(OfflineTrainingSection):
-    """Of a reward model."""
-
-    learning_rate: float = flag(9e-6, "peak learning rate", ge=0)
+class RewardTrainingSection(with_defaults(OfflineTrainingSection, learning_rate=9e-6)):
+    """Defaults for reward models."""
 
 
-class CautiousTrainingSection(OfflineTrainingSection):
-    """Of what moves far at little."""
-
-    learning_rate: float = flag(1e-6, "peak learning rate", ge=0)
+class CautiousTrainingSection(with_defaults(OfflineTrainingSection, learning_rate=1e-6)):
+    """Defaults for objectives that need a low learning rate."""
 
 
 class OfflineEvaluationSection(Section, title="evaluation"):

@@ -7,7 +7,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from rlhf_cli.config.data import DataSection
 from rlhf_cli.config.ppo import PpoConfig
 from rlhf_cli.paths import data_paths, source_names
 from rlhf_data.errors import ConfigError, DataError, missing_file, unknown
@@ -15,6 +14,7 @@ from rlhf_data.prompts import PromptSet, load_prompts
 from rlhf_data.records import Prompt
 from rlhf_data.rows import Counts, RowErrors
 from rlhf_data.sources import SUFFIXES, Rows, open_sources, parse_probs
+from rlhf_rollout.commands.sections import RowSection
 
 _METRICS = ("accuracy", "reward", "score", "response_tokens", "truncated", "failed")
 _SOURCE_METRICS = ("response_tokens", "truncated")
@@ -35,7 +35,7 @@ def open_prompts(config: PpoConfig) -> tuple[Rows, dict[str, Rows]]:
     assert data.prompt_data
     probs = parse_probs("prompt_data_probs", data.prompt_data_probs)
     options = {"probs": probs, "seed": config.training.seed, "max_samples": data.max_samples}
-    training = open_sources(source_names(data.prompt_data), **options)
+    training = open_sources(source_names(data.prompt_data), split=data.prompt_split, **options)
     check_keys(data, training, ("input_key", "label_key"))
     for name, path in zip(names, files, strict=True):
         if not path.exists() and not path.name.lower().endswith(SUFFIXES):
@@ -46,7 +46,7 @@ def open_prompts(config: PpoConfig) -> tuple[Rows, dict[str, Rows]]:
     return training, held_out
 
 
-def check_keys(section: DataSection, rows: Rows, names: Iterable[str]) -> None:
+def check_keys(section: RowSection, rows: Rows, names: Iterable[str]) -> None:
     """Raise DataError unless the first readable row of every source has the keys that options called `names` say."""
     for source in rows.sources:
         row = next(Rows((source,)).read(RowErrors(skip_bad_rows=True)))

@@ -1,40 +1,67 @@
-"""A conversation with a model in the terminal."""
+"""`chat`: a conversation with a model in the terminal."""
 
-import argparse
 import asyncio
 import dataclasses
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from rlhf_data.chat import InputTemplate, Tokenizer, encode_prompts
 from rlhf_data.errors import EngineError
+from rlhf_data.options import matching
 from rlhf_data.records import FinishReason
 from rlhf_data.rows import Row
-from rlhf_rollout.commands.from_options import engine_spec, engine_tokenizer, sampling_params, say
+from rlhf_rollout.commands.configs import ChatConfig
+from rlhf_rollout.commands.parts import EngineJob, make_engine, make_sampling, say
 from rlhf_rollout.engines import build_engine
 from rlhf_rollout.protocols import RolloutEngine, SamplingParams
 
-_PIECE = 8  # tokens: soon enough to read along, and prompts are read anew not too often
+_PIECE = 8  # tokens: few enough to read along, many enough that re-reading the prompt costs little
 _CUT_CHARACTER = "\ufffd"
 
 
-def chat(options: argparse.Namespace) -> int:
-    """Run `rlhf-rollout chat` until the end of the input."""
-    spec, tokenizer = engine_spec(options), engine_tokenizer(options)
-    with_template = options.input_template is None and bool(getattr(tokenizer, "chat_template", None))
-    template = InputTemplate(
-        tokenizer=tokenizer, apply_chat_template=with_template, input_template=options.input_template
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatJob:
+    """One conversation.
+
+    Attributes:
+        engine: what answers.
+        sampling: how; one response per question.
+        system: the system message; None for none.
+        input_template: text with one `{}` for a question, instead of the tokenizer's chat template.
+        prompt_max_len: tokens that a conversation may have.
+    """
+
+    engine: EngineJob
+    sampling: SamplingParams
+    system: str | None
+    input_template: str | None
+    prompt_max_len: int
+
+
+def make_job(config: ChatConfig) -> ChatJob:
+    """Return the job that a configuration describes."""
+    return ChatJob(
+        engine=make_engine(config.model, config.engine, config.rollout, config.data.prompt_max_len),
+        sampling=make_sampling(config.rollout, 1, config.rollout.seed),
+        **matching(ChatJob, config.conversation, config.data),
     )
-    sampling = sampling_params(options, 1)
+
+
+def run(job: ChatJob) -> int:
+    """Talk until the input ends; return 0. Raises ConfigError for a model that cannot be used."""
+    tokenizer = job.engine.load_tokenizer()
+    with_template = job.input_template is None and bool(getattr(tokenizer, "chat_template", None))
+    template = InputTemplate(tokenizer=tokenizer, apply_chat_template=with_template, input_template=job.input_template)
     if not with_template:
         say("without a chat template every question stands alone")
-    start: list[dict[str, Any]] = [{"role": "system", "content": options.system}] if options.system else []
+    start: list[dict[str, Any]] = [{"role": "system", "content": job.system}] if job.system else []
     messages = [*start]
-    engine = build_engine(options.engine, spec)
+    engine = build_engine(job.engine.kind, job.engine.spec)
     say("/clear begins anew, /exit ends")
-    # Questions are asked outside of the event loop, which would hold Ctrl-C back.
+    # Questions are asked outside of the event loop, which would delay Ctrl-C.
     with asyncio.Runner() as runner:
         try:
             while (question := _ask()) not in (None, "/exit"):
@@ -46,11 +73,11 @@ def chat(options: argparse.Namespace) -> int:
                 row = Row({"input": asked if with_template else question}, "chat", len(asked))
                 prompt = template.render(row, "input")
                 [token_ids] = encode_prompts([prompt], tokenizer, has_special_tokens=with_template)
-                if len(token_ids) > options.prompt_max_len:
-                    limit = f"--prompt_max_len {options.prompt_max_len}"
+                if len(token_ids) > job.prompt_max_len:
+                    limit = f"--prompt_max_len {job.prompt_max_len}"
                     say(f"{len(token_ids)} tokens are more than {limit}: /clear begins anew")
                     continue
-                answer = runner.run(_reply(engine, np.array(token_ids, np.int32), sampling, tokenizer))
+                answer = runner.run(_reply(engine, np.array(token_ids, np.int32), job.sampling, tokenizer))
                 messages = [*asked, {"role": "assistant", "content": answer}]
         finally:
             runner.run(engine.close())
@@ -77,10 +104,10 @@ async def _reply(engine: RolloutEngine, token_ids: np.ndarray, sampling: Samplin
 async def stream(
     engine: RolloutEngine, token_ids: np.ndarray, sampling: SamplingParams, tokenizer: Tokenizer
 ) -> AsyncIterator[str]:
-    """Yield a response piece by piece, each a request that goes on from the last: any engine can do that.
+    """Yield a response piece by piece, each a request that continues the last one, which any engine can do.
 
-    The `max_tokens` of `sampling` are of the whole response, its seed is of every piece with the piece's place added.
-    `token_ids` [P] are the prompt. Raises EngineError when the engine gave nothing.
+    `max_tokens` of `sampling` limits the whole response; each piece is drawn with the seed plus its position.
+    `token_ids` [P] is the prompt. Raises EngineError when the engine returns nothing.
     """
     written: list[int] = []
     shown = ""

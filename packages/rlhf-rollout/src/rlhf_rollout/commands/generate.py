@@ -1,129 +1,222 @@
-"""Responses to a file of prompts, and the training data that they make; a run that was stopped goes on.
+"""`generate`: responses to prompts, and the training data made of them; a run that was stopped can continue.
 
-Rollouts are written as they come. Training data is made of them at the end, so that it is whole or not there.
+Rollouts are written as they come. Training data is made of them at the end, so its file is complete or not there.
 """
 
-import argparse
 import asyncio
 import contextlib
 import hashlib
-import itertools
 import json
 import time
-from collections.abc import Iterator, Sequence
-from operator import itemgetter
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhf_data.errors import ConfigError, DataError, unknown
+from rlhf_data.errors import ConfigError, DataError
+from rlhf_data.options import matching
 from rlhf_data.prompts import PromptSet, load_prompts
 from rlhf_data.records import FinishReason
 from rlhf_data.rows import RowErrors
 from rlhf_data.sources import open_sources, parse_probs
-from rlhf_rollout.commands.from_options import (
-    engine_spec,
-    engine_tokenizer,
-    open_reward,
-    reward_sources,
-    sampling_params,
+from rlhf_rollout.commands.configs import GenerateConfig
+from rlhf_rollout.commands.parts import (
+    EngineJob,
+    RewardJob,
+    check_new_file,
+    make_engine,
+    make_reward,
+    make_sampling,
     say,
     write_rows,
 )
-from rlhf_rollout.commands.main import POST_PROCESSORS
+from rlhf_rollout.commands.post_process import training_rows
 from rlhf_rollout.engines import build_engine
 from rlhf_rollout.generator import GenerationCounts, generate_groups
+from rlhf_rollout.protocols import SamplingParams
 from rlhf_rollout.records_io import RolloutWriter
-from rlhf_rollout.rewards import RewardSource, check_reward
+from rlhf_rollout.rewards import check_reward
 
 _NUM_SHOWN_FAILURES = 3
+_NUM_TRIED = 4  # prompts of the trial call of a reward
 _PROGRESS_INTERVAL_S = 5.0
-_SETTINGS = ("engine", "model", "tokenizer", "dtype", "num_samples", "max_tokens", "temperature", "top_p", "top_k")
-_SETTINGS += ("seed", "reward", "reward_pretrain", "reward_weights", "normalize_reward")
-
-Record = dict[str, Any]
 
 
-def generate(options: argparse.Namespace) -> int:
-    """Run `rlhf-rollout generate`."""
-    out = Path(options.out)
-    rollouts = out if options.post_processor == "rollouts" else out.with_suffix(".rollouts.jsonl")
-    sources = reward_sources(options)
-    _check(options, sources, (out, rollouts))
-    task = _Task(options, sources, rollouts)
-    for source in sources:
-        if problem := check_reward(source, task.prompts[:4], timeout_s=options.reward_timeout_s):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptJob:
+    """Which prompts are asked.
+
+    Attributes:
+        sources: data files and hub names, with commas.
+        probs: a probability per source; None reads one source after the other.
+        seed: of the order that `probs` draws.
+        split: read where a data set has splits.
+        max_samples: rows per source at most; None for all.
+        input_key, label_key, apply_chat_template, input_template, prompt_max_len, skip_bad_rows: see `load_prompts`.
+    """
+
+    sources: str
+    probs: tuple[float, ...] | None
+    seed: int
+    split: str
+    max_samples: int | None
+    input_key: str
+    label_key: str | None
+    apply_chat_template: bool
+    input_template: str | None
+    prompt_max_len: int
+    skip_bad_rows: bool
+
+    def load(self, tokenizer: Any) -> tuple[PromptSet, list[Any]]:
+        """Return the prompts, and of each the cell that it was made from."""
+        rows = open_sources(
+            self.sources, probs=self.probs, seed=self.seed, split=self.split, max_samples=self.max_samples
+        )
+        prompts = load_prompts(
+            rows,
+            tokenizer,
+            input_key=self.input_key,
+            label_key=self.label_key,
+            apply_chat_template=self.apply_chat_template,
+            input_template=self.input_template,
+            prompt_max_len=self.prompt_max_len,
+            skip_bad_rows=self.skip_bad_rows,
+        )
+        # Reading again gives the same rows in the same order; those that made no prompt are passed over.
+        again = iter(rows.read(RowErrors(skip_bad_rows=True)))
+        kept = (next(row for row in again if row.row_id == prompt.prompt_id) for prompt in prompts)
+        return prompts, [row.cell(self.input_key) for row in kept]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateJob:
+    """One run of `generate`.
+
+    Attributes:
+        prompts: what is asked.
+        engine: what answers.
+        sampling: how.
+        reward: what scores the answers; without sources nothing does.
+        output_path: the file of results.
+        post_processor: what results are; a key of `rlhf_rollout.commands.post_process.POST_PROCESSORS`.
+        min_reward, reward_template: see `post_process`.
+        overwrite: replace files that exist.
+        resume: continue with the prompts that a stopped run has not answered.
+    """
+
+    prompts: PromptJob
+    engine: EngineJob
+    sampling: SamplingParams
+    reward: RewardJob
+    output_path: Path
+    post_processor: str
+    min_reward: float | None
+    reward_template: str
+    overwrite: bool
+    resume: bool
+
+    @property
+    def rollouts_path(self) -> Path:
+        """The file of rollouts: that of the results, or one beside it."""
+        is_result = self.post_processor == "rollouts"
+        return self.output_path if is_result else self.output_path.with_suffix(".rollouts.jsonl")
+
+    def digest(self, prompts: PromptSet) -> str:
+        """Return a name for all that decides what the rollouts are."""
+        spec = self.engine.spec
+        settings = (self.engine.kind, spec.model, spec.tokenizer, spec.dtype, self.sampling)
+        rewards = (self.reward.sources, self.reward.normalize)
+        asked = [(prompt.prompt_id, prompt.token_ids.tobytes(), prompt.label) for prompt in prompts]
+        return hashlib.sha256(repr((settings, rewards, asked)).encode()).hexdigest()[:16]
+
+
+def make_job(config: GenerateConfig) -> GenerateJob:
+    """Return the job that a configuration describes. Raises ConfigError for numbers that cannot work."""
+    data, rollout, output = config.data, config.rollout, config.output
+    assert data.prompt_data and output.output_path
+    probs = parse_probs("prompt_data_probs", data.prompt_data_probs)
+    return GenerateJob(
+        prompts=PromptJob(
+            sources=data.prompt_data,
+            probs=None if probs is None else tuple(probs),
+            seed=rollout.seed or 0,
+            split=data.prompt_split,
+            **matching(PromptJob, data),
+        ),
+        engine=make_engine(config.model, config.engine, rollout, data.prompt_max_len),
+        sampling=make_sampling(rollout, rollout.n_samples_per_prompt, rollout.seed),
+        reward=make_reward(config.reward, config.model.dtype),
+        **matching(GenerateJob, output) | {"output_path": Path(output.output_path)},
+    )
+
+
+def run(job: GenerateJob) -> int:
+    """Generate, score and write; return 1 when some prompts failed, else 0.
+
+    Raises:
+        ConfigError: for a file that exists, a model that does not, or a reward that cannot be used.
+        DataError: for rows that cannot be used.
+    """
+    for path in (job.output_path, job.rollouts_path):
+        hint = "give another --output_path, or --overwrite, or --resume to continue"
+        check_new_file(path, replace=job.overwrite or job.resume, hint=hint)
+    task = _prepare(job)
+    for source in job.reward.sources:
+        if problem := check_reward(source, task.prompts[:_NUM_TRIED], timeout_s=job.reward.timeout_s):
             say(f"warning: the reward {source.kind} failed a trial call: {problem}")
     status = asyncio.run(_write_rollouts(task)) if len(task.done) < len(task.prompts) else 0
-    if rollouts != out:
-        num_rows = write_rows(out, training_rows(rollouts, options))
-        say(f"{options.post_processor}: {num_rows} rows of {len(task.prompts)} prompts written to {out}")
+    if job.rollouts_path != job.output_path:
+        rows = training_rows(
+            job.rollouts_path, job.post_processor, min_reward=job.min_reward, reward_template=job.reward_template
+        )
+        num_rows = write_rows(job.output_path, rows)
+        say(f"{job.post_processor}: {num_rows} rows of {len(task.prompts)} prompts written to {job.output_path}")
     return status
 
 
-def _check(options: argparse.Namespace, sources: Sequence[RewardSource], files: Sequence[Path]) -> None:
-    kind = options.post_processor
-    if kind not in POST_PROCESSORS:
-        raise ConfigError(unknown("post-processor", kind, POST_PROCESSORS))
-    if options.overwrite and options.resume:
-        raise ConfigError("--overwrite and --resume: a file is either replaced or gone on with")
-    for path in files:
-        if path.exists() and not (options.overwrite or options.resume):
-            raise ConfigError(f"{path} exists", hint="give another --out, or --overwrite, or --resume to go on")
-    if not sources and kind not in ("rollouts", "plain"):
-        hint = "give --reward_pretrain DIR, or --reward FILE.py"
-        raise ConfigError(f"--post_processor {kind} needs a reward", hint=hint)
-    if kind in ("best_of_n", "iter_dpo") and options.num_samples < 2:
-        raise ConfigError(f"--post_processor {kind} compares responses to a prompt", hint="give --num_samples 4")
-    if options.min_reward is not None and kind != "rs":
-        raise ConfigError("--min_reward has no effect", hint="it goes with --post_processor rs")
-    if kind == "csft" and not all(options.reward_template.count(part) == 1 for part in ("{input}", "{reward}")):
-        raise ConfigError(f"--reward_template must hold {{input}} and {{reward}} once, got {options.reward_template!r}")
-
-
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Task:
-    """What there is to generate: `done` are the numbers of the prompts whose rollouts are in the file, and `run`, in
-    each of its records, names the settings."""
+    """What there is to generate.
 
-    def __init__(self, options: argparse.Namespace, sources: Sequence[RewardSource], rollouts: Path) -> None:
-        self.options, self.sources, self.rollouts = options, sources, rollouts
-        self.spec, self.sampling = engine_spec(options), sampling_params(options, options.num_samples)
-        probs = parse_probs("prompt_data_probs", options.prompt_data_probs)
-        rows = open_sources(options.prompts, probs=probs, seed=options.seed or 0, max_samples=options.max_samples)
-        self.tokenizer = engine_tokenizer(options)
-        self.prompts = load_prompts(
-            rows,
-            self.tokenizer,
-            input_key=options.input_key,
-            label_key=options.label_key,
-            apply_chat_template=options.apply_chat_template,
-            input_template=options.input_template,
-            prompt_max_len=options.prompt_max_len,
-            skip_bad_rows=options.skip_bad_rows,
-        )
-        say(self.prompts.summary)
-        # The rows of the prompts: the same ones, in the same order, without those that were left out.
-        kept = iter(rows.read(RowErrors(skip_bad_rows=True)))
-        found = (next(row for row in kept if row.row_id == prompt.prompt_id) for prompt in self.prompts)
-        self.inputs: list[Any] = [row.cell(options.input_key) for row in found]
-        if options.post_processor == "csft" and not all(isinstance(value, str) for value in self.inputs):
-            raise DataError("conditional SFT writes the reward into the input, which must be text")
-        self.run, self.done = _digest(options, self.prompts), frozenset[int]()
-        if options.resume and rollouts.exists():
-            self.done = take_up(rollouts, self.run, options.num_samples)
-            say(f"{len(self.done)} of {len(self.prompts)} prompts are done already")
+    Attributes:
+        job: what was asked for.
+        tokenizer: of the engine.
+        prompts, inputs: the prompts, and the cell that each was made from.
+        digest: names the settings, in each record of the file.
+        done: numbers of the prompts whose rollouts are in the file already.
+    """
+
+    job: GenerateJob
+    tokenizer: Any
+    prompts: PromptSet
+    inputs: list[Any]
+    digest: str
+    done: frozenset[int]
 
 
-def _digest(options: argparse.Namespace, prompts: PromptSet) -> str:
-    """Return a name of all that decides what the rollouts are."""
-    settings = [(name, getattr(options, name)) for name in _SETTINGS]
-    asked = [(prompt.prompt_id, prompt.token_ids.tobytes(), prompt.label) for prompt in prompts]
-    return hashlib.sha256(repr((settings, asked)).encode()).hexdigest()[:16]
+def _prepare(job: GenerateJob) -> _Task:
+    job.reward.check_models()
+    tokenizer = job.engine.load_tokenizer()
+    prompts, inputs = job.prompts.load(tokenizer)
+    say(prompts.summary)
+    if job.post_processor == "csft" and not all(isinstance(value, str) for value in inputs):
+        raise DataError("conditional SFT writes the reward into the input, which must be text")
+    digest, done = job.digest(prompts), frozenset[int]()
+    if job.resume and job.rollouts_path.exists():
+        done = take_up(job.rollouts_path, digest, job.sampling.num_samples)
+        say(f"{len(done)} of {len(prompts)} prompts are done already")
+    return _Task(job=job, tokenizer=tokenizer, prompts=prompts, inputs=inputs, digest=digest, done=done)
 
 
-def take_up(path: Path, run: str, num_samples: int) -> frozenset[int]:
-    """Cut a file of rollouts behind its last whole group; return the numbers of the groups in it. Raises ConfigError
-    when it was written with other settings, DataError when it holds something else than rollouts."""
-    done, size, offset, count = set(), 0, 0, 0
+def take_up(path: Path, digest: str, num_samples: int) -> frozenset[int]:
+    """Cut a file of rollouts behind its last whole group; return the numbers of the groups in it.
+
+    Raises:
+        ConfigError: the file was written with other settings than those that `digest` names.
+        DataError: the file holds something else than rollouts.
+    """
+    done = set()
+    size = offset = count = 0  # of whole groups, of all records (both in bytes), and records of the last group
     with path.open("rb+") as file:
         for line in file:
             offset += len(line)
@@ -133,11 +226,11 @@ def take_up(path: Path, run: str, num_samples: int) -> frozenset[int]:
                 record = json.loads(line)
                 number, found = int(record["group_id"].rpartition("/")[2]), record["run"]
             except (ValueError, KeyError, TypeError, AttributeError):
-                message = f"{path}: {line[:60]!r} is no record of a run that can be gone on with"
-                raise DataError(message, hint="give another --out, or --overwrite") from None
-            if found != run:
+                message = f"{path}: {line[:60]!r} is no record of a run that can be continued"
+                raise DataError(message, hint="give another --output_path, or --overwrite") from None
+            if found != digest:
                 message = f"{path} was written with another model, other prompts, sampling or rewards"
-                raise ConfigError(message, hint="repeat its options, or give another --out")
+                raise ConfigError(message, hint="repeat its options, or give another --output_path")
             count += 1
             if count == num_samples:
                 done.add(number)
@@ -147,23 +240,23 @@ def take_up(path: Path, run: str, num_samples: int) -> frozenset[int]:
 
 
 async def _write_rollouts(task: _Task) -> int:
-    options, counts = task.options, GenerationCounts()
+    job, counts = task.job, GenerationCounts()
     failures, rewards, num_cut = [], [], 0
     started = told = time.monotonic()
     async with contextlib.AsyncExitStack() as stack:
-        reward = open_reward(options, task.sources, task.tokenizer, stack) if task.sources else None
-        engine = build_engine(options.engine, task.spec)
+        reward = job.reward.open(task.tokenizer, stack) if job.reward.sources else None
+        engine = build_engine(job.engine.kind, job.engine.spec)
         stack.push_async_callback(engine.close)
-        if options.overwrite:
-            task.rollouts.unlink(missing_ok=True)
-        writer = RolloutWriter(task.rollouts)
+        if job.overwrite:
+            job.rollouts_path.unlink(missing_ok=True)
+        writer = RolloutWriter(job.rollouts_path)
         stack.callback(writer.close)
         results = generate_groups(
             task.prompts,
             [engine],
-            task.sampling,
+            job.sampling,
             reward,
-            max_in_flight=max(1, 2 * options.max_num_seqs // options.num_samples),
+            max_in_flight=max(1, 2 * job.engine.spec.max_num_seqs // job.sampling.num_samples),
             group_id_prefix="generate",
             decode=lambda token_ids: task.tokenizer.decode(token_ids, skip_special_tokens=True),
             counts=counts,
@@ -174,16 +267,16 @@ async def _write_rollouts(task: _Task) -> int:
                 failures.append(f"{result.prompt.prompt_id}: {result.failure}")
             else:
                 number = int(result.group_id.rpartition("/")[2])
-                writer.write(result.group, run=task.run, input=task.inputs[number])
+                writer.write(result.group, run=task.digest, input=task.inputs[number])
                 num_cut += sum(rollout.finish_reason is FinishReason.LENGTH for rollout in result.group.rollouts)
                 rewards += [r.verdict.reward for r in result.group.rollouts if r.verdict and not r.verdict.kind.failed]
             if time.monotonic() - told > _PROGRESS_INTERVAL_S:
                 told = time.monotonic()
                 num_done = len(task.done) + counts.num_groups + counts.num_failed_groups
                 say(f"{num_done} of {len(task.prompts)} prompts")
-    say(_summary(counts, rewards, time.monotonic() - started, task.rollouts))
+    say(_summary(counts, rewards, time.monotonic() - started, job.rollouts_path))
     if num_cut:
-        say(f"{num_cut} of {counts.num_generated} rollouts were cut by --max_tokens {options.max_tokens}")
+        say(f"{num_cut} of {counts.num_generated} rollouts were cut by --generate_max_len {job.sampling.max_tokens}")
     for failure in failures[:_NUM_SHOWN_FAILURES]:
         say(f"failed: {failure}")
     return 1 if failures else 0
@@ -199,64 +292,3 @@ def _summary(counts: GenerationCounts, rewards: Sequence[float], seconds: float,
     if counts.verdicts:
         lines.append("verdicts: " + ", ".join(f"{kind} {number}" for kind, number in sorted(counts.verdicts.items())))
     return "\n".join([*lines, f"written to {path}"])
-
-
-def training_rows(rollouts: Path, options: argparse.Namespace) -> list[Record]:
-    """Return what `--post_processor` makes of a file of rollouts, in the order of the prompts."""
-    made: dict[str, list[Record]] = {}
-    with rollouts.open(encoding="utf-8") as lines:
-        for group_id, group in itertools.groupby(map(json.loads, lines), key=itemgetter("group_id")):
-            made[group_id] = list(
-                post_process(
-                    list(group),
-                    options.post_processor,
-                    min_reward=options.min_reward,
-                    reward_template=options.reward_template,
-                )
-            )
-    return [row for group_id in sorted(made) for row in made[group_id]]
-
-
-def post_process(
-    group: Sequence[Record], kind: str, *, min_reward: float | None = None, reward_template: str = "{input}{reward}"
-) -> Iterator[Record]:
-    """Yield the training rows of one prompt's rollouts.
-
-    An empty response makes no row, and but for "plain" one whose reward failed makes none either. Rows keep the
-    `finish_reason`, by which the trainers know an answer that has no end. The input is what the prompt was made of:
-    trainers read it with the same chat template or input template.
-
-    Args:
-        group: records of `rlhf_rollout.records_io`, with the `input`.
-        kind: see `rlhf_rollout.commands.main.POST_PROCESSORS`, but for "rollouts".
-        min_reward: what "rs" accepts; None for what has the verdict ok.
-        reward_template: of "csft", with {input} and {reward}, of which two decimals are written.
-    """
-    answers, by_reward = [record for record in group if record["text"].strip()], itemgetter("reward")
-    if kind != "plain":
-        answers = [record for record in answers if record["reward"] is not None]
-    if kind == "best_of_n":
-        answers = answers and [max(answers, key=by_reward)]
-    elif kind == "rs":
-        accepted = [r for r in answers if (r["verdict"] == "ok" if min_reward is None else r["reward"] >= min_reward)]
-        first: dict[str, Record] = {}
-        for record in accepted:
-            first.setdefault(record["text"], record)
-        answers = list(first.values())
-    elif kind == "iter_dpo":
-        # A row says for both answers whether they were cut, and of one that was cut nothing tells how it would end.
-        answers = [record for record in answers if record["finish_reason"] == "stop"]
-        if answers:
-            best, worst = max(answers, key=by_reward), min(answers, key=by_reward)
-            high, low = best["reward"], worst["reward"]
-            if high > low and best["text"] != worst["text"]:
-                pair = {"prompt": best["input"], "chosen": best["text"], "rejected": worst["text"]}
-                yield {**pair, "chosen_reward": high, "rejected_reward": low, "margin": high - low}
-        return
-    for record in answers:
-        text = record["input"]
-        if kind == "csft":
-            # In this order: an input may hold braces.
-            text = reward_template.replace("{reward}", f"{record['reward']:.2f}").replace("{input}", text)
-        row = {"input": text, "output": record["text"], "reward": record["reward"]}
-        yield {**row, "label": record["label"], "finish_reason": record["finish_reason"]}

@@ -1,10 +1,10 @@
-"""Rewards of answers that are in a file: one an answer, or two a pair and how often the preferred one has more."""
+"""`score`: rewards of answers in a file, one per answer, or two per pair with the share of pairs that agree."""
 
-import argparse
 import asyncio
 import contextlib
 import itertools
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,80 +12,134 @@ import numpy as np
 
 from rlhf_data.chat import Tokenizer
 from rlhf_data.errors import ConfigError, DataError
+from rlhf_data.options import matching
 from rlhf_data.preference import PreferenceEncoder
 from rlhf_data.records import FinishReason, Prompt, Rollout, Span, SpanSource, Verdict
 from rlhf_data.rows import Row, RowErrors
 from rlhf_data.sft import SftEncoder, SftExample
 from rlhf_data.sources import Rows, open_sources
-from rlhf_rollout.commands.from_options import needed_sources, open_reward, reward_tokenizer, say, write_rows
-from rlhf_rollout.rewards import RewardSource
+from rlhf_rollout.commands.configs import ScoreConfig
+from rlhf_rollout.commands.parts import RewardJob, check_new_file, make_reward, say, write_rows
 
 _NUM_AT_ONCE = 1024
 
 Sample = tuple[Prompt, Rollout]
 
 
-def score(options: argparse.Namespace) -> int:
-    """Run `rlhf-rollout score`."""
-    out = Path(options.out)
-    if out.exists() and not options.overwrite:
-        raise ConfigError(f"{out} exists", hint="give another --out, or --overwrite")
-    sources = needed_sources(options)
-    rows = open_sources(options.dataset, max_samples=options.max_samples)
-    tokenizer = reward_tokenizer(options, sources)
-    reader = _Reader(options, rows, tokenizer)
-    scored = asyncio.run(_score(options, sources, reader))
-    write_rows(out, scored)
-    reader.tell()
-    _tell(scored, pairs=options.chosen_key is not None)
-    say(f"{len(scored)} rows written to {out}")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreJob:
+    """One run of `score`.
+
+    Attributes:
+        dataset: data files and hub names, with commas.
+        dataset_split: read where a data set has splits.
+        max_samples: rows per source at most; None for all.
+        input_key, output_key: keys of prompt and answer.
+        chosen_key, rejected_key, prompt_key: keys of a pair and its prompt; without `chosen_key` rows are no pairs.
+        label_key: key of the reference answer; None for none.
+        apply_chat_template, input_template: how prompts become text.
+        max_len: tokens of prompt and answer at most; longer rows are left out.
+        skip_bad_rows: leave out rows that cannot be used, however many.
+        tokenizer: folder or hub name; None for the reward model's.
+        reward: what scores.
+        output_path: the file of the rows with their rewards.
+        overwrite: replace that file if it exists.
+    """
+
+    dataset: str
+    dataset_split: str
+    max_samples: int | None
+    input_key: str
+    output_key: str
+    chosen_key: str | None
+    rejected_key: str
+    prompt_key: str | None
+    label_key: str | None
+    apply_chat_template: bool
+    input_template: str | None
+    max_len: int
+    skip_bad_rows: bool
+    tokenizer: str | None
+    reward: RewardJob
+    output_path: Path
+    overwrite: bool
+
+
+def make_job(config: ScoreConfig) -> ScoreJob:
+    """Return the job that a configuration describes."""
+    assert config.output.output_path
+    return ScoreJob(
+        reward=make_reward(config.reward, config.model.dtype),
+        output_path=Path(config.output.output_path),
+        overwrite=config.output.overwrite,
+        **matching(ScoreJob, config.data, config.model),
+    )
+
+
+def run(job: ScoreJob) -> int:
+    """Score every row and write it with its rewards; return 0.
+
+    Raises:
+        ConfigError: for a file that exists, a model that does not, or a reward that cannot be used.
+        DataError: for rows that cannot be used.
+    """
+    hint = "give another --output_path, or --overwrite"
+    check_new_file(job.output_path, replace=job.overwrite, hint=hint)
+    rows = open_sources(job.dataset, max_samples=job.max_samples, split=job.dataset_split)
+    tokenizer = job.reward.load_tokenizer(job.tokenizer)
+    reader = _Reader(job, rows, tokenizer)
+    scored = asyncio.run(_score(job.reward, reader))
+    write_rows(job.output_path, scored)
+    reader.report()
+    _report(scored, pairs=job.chosen_key is not None)
+    say(f"{len(scored)} rows written to {job.output_path}")
     return 0
 
 
 class _Reader:
-    """Reads rows as prompts with answers, one answer a row or two, and counts those that are left out."""
+    """Reads rows as prompts with one answer or two, and counts those that are left out."""
 
-    def __init__(self, options: argparse.Namespace, rows: Rows, tokenizer: Tokenizer) -> None:
+    def __init__(self, job: ScoreJob, rows: Rows, tokenizer: Tokenizer) -> None:
         common = {
             "tokenizer": tokenizer,
-            "apply_chat_template": options.apply_chat_template,
-            "input_template": options.input_template,
+            "apply_chat_template": job.apply_chat_template,
+            "input_template": job.input_template,
         }
-        if options.chosen_key is None:
-            self._encoder: Any = SftEncoder(input_key=options.input_key, output_key=options.output_key, **common)
+        if job.chosen_key is None:
+            self._encoder: Any = SftEncoder(input_key=job.input_key, output_key=job.output_key, **common)
         else:
-            keys = {"chosen_key": options.chosen_key, "rejected_key": options.rejected_key}
-            self._encoder = PreferenceEncoder(prompt_key=options.prompt_key, **keys, **common)
-        self._options, self._rows, self.tokenizer = options, rows, tokenizer
-        self._errors = RowErrors(skip_bad_rows=options.skip_bad_rows)
+            keys = {"chosen_key": job.chosen_key, "rejected_key": job.rejected_key}
+            self._encoder = PreferenceEncoder(prompt_key=job.prompt_key, **keys, **common)
+        self._job, self._rows, self.tokenizer = job, rows, tokenizer
+        self._errors = RowErrors(skip_bad_rows=job.skip_bad_rows)
         self._num_rows = self._num_too_long = 0
 
     def __iter__(self) -> Iterator[tuple[Row, list[Sample]]]:
         for row in self._rows.read(self._errors):
             try:
                 example = self._encoder(row)
-                label = None if self._options.label_key is None else row.label(self._options.label_key)
+                label = None if self._job.label_key is None else row.label(self._job.label_key)
             except DataError as error:
                 self._check_no_pair(row)
                 self._errors.add(error)
                 continue
             self._num_rows += 1
             answers = [example] if isinstance(example, SftExample) else [example.chosen, example.rejected]
-            if max(answer.num_tokens for answer in answers) > self._options.max_len:
+            if max(answer.num_tokens for answer in answers) > self._job.max_len:
                 self._num_too_long += 1
             else:
                 yield row, [self._sample(answer, label) for answer in answers]
         self._errors.check(self._num_rows + self._errors.num_bad)
 
     def _check_no_pair(self, row: Row) -> None:
-        """Tell a file of pairs that is read as one of answers, which would be wrong in every row."""
+        """Raise ConfigError for a pair where rows should hold one answer: every row would be wrong."""
         keys = [key for key in ("chosen", "rejected") if key in row.values]
-        if self._options.chosen_key is None and len(keys) == 2:
+        if self._job.chosen_key is None and len(keys) == 2:
             keys += ["prompt"] if "prompt" in row.values else []
             hint = "give " + " ".join(f"--{key}_key {key}" for key in keys)
             raise ConfigError(f"{row.origin} is no answer but a pair of answers: {', '.join(row.values)}", hint=hint)
 
-    def tell(self) -> None:
+    def report(self) -> None:
         """Say what was left out."""
         if self._num_too_long:
             say(f"{self._num_too_long} of {self._num_rows} rows left out as too long")
@@ -96,17 +150,17 @@ class _Reader:
         first = int(example.loss_mask.argmax())
         asked, answer = example.token_ids[:first], example.token_ids[first:]
         # What a chat template has written belongs to the prompt's text, as it does in generation.
-        plain = not self._options.apply_chat_template
+        plain = not self._job.apply_chat_template
         text = self.tokenizer.decode(asked, skip_special_tokens=plain)
         spans = (Span(SpanSource.PROMPT, asked), Span(SpanSource.POLICY, answer, np.zeros(len(answer)), 0))
         name, response = example.example_id, self.tokenizer.decode(answer, skip_special_tokens=True)
         return Prompt(name, asked, text, label), Rollout(name, name, spans, FinishReason.STOP, response)
 
 
-async def _score(options: argparse.Namespace, sources: Sequence[RewardSource], reader: _Reader) -> list[dict[str, Any]]:
+async def _score(job: RewardJob, reader: _Reader) -> list[dict[str, Any]]:
     scored = []
     async with contextlib.AsyncExitStack() as stack:
-        reward = open_reward(options, sources, reader.tokenizer, stack)
+        reward = job.open(reader.tokenizer, stack)
         samples = iter(reader)
         while batch := list(itertools.islice(samples, _NUM_AT_ONCE)):
             calls = [reward.score(prompt, [answer]) for _, answers in batch for prompt, answer in answers]
@@ -124,7 +178,7 @@ def _columns(prefix: str, verdict: Verdict) -> dict[str, Any]:
     return {prefix + name: value for name, value in values.items()}
 
 
-def _tell(scored: Sequence[dict[str, Any]], *, pairs: bool) -> None:
+def _report(scored: Sequence[dict[str, Any]], *, pairs: bool) -> None:
     names = ("chosen_reward", "rejected_reward") if pairs else ("reward",)
     whole = [row for row in scored if all(row[name] is not None for name in names)]
     if len(whole) < len(scored):

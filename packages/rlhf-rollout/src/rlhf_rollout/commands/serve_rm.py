@@ -1,15 +1,15 @@
-"""A reward over HTTP, as `rlhf_rollout.rewards.remote` asks for it. The only file that imports FastAPI.
+"""`serve_rm`: a reward over HTTP, as `rlhf_rollout.rewards.remote` asks for it. The only file that imports FastAPI.
 
 A POST to /get_reward with `{"query": [...], "prompts": [...], "labels": [...]}` is answered by `{"rewards": [...],
 "scores": [...], "extra_logs": {...}, "verdicts": [...]}`, one entry a query. GET /health says that the server is up.
 """
 
-import argparse
 import asyncio
 import contextlib
 import os
 import secrets
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 from rlhf_data.chat import Tokenizer
@@ -17,7 +17,8 @@ from rlhf_data.errors import ConfigError, DataError, RewardError
 from rlhf_data.records import FinishReason, Prompt, Rollout, Span, SpanSource, Verdict
 from rlhf_data.rows import Row
 from rlhf_data.sft import completed
-from rlhf_rollout.commands.from_options import needed_sources, open_reward, reward_tokenizer, say
+from rlhf_rollout.commands.configs import ServeConfig
+from rlhf_rollout.commands.parts import RewardJob, make_reward, say
 from rlhf_rollout.protocols import RewardFunction
 from rlhf_rollout.rewards.mix import score_each
 from rlhf_rollout.rewards.remote import TOKEN_VARIABLE
@@ -45,18 +46,40 @@ class Query(BaseModel):
     labels: list[str | None] | None = None
 
 
-def serve(options: argparse.Namespace) -> int:
-    """Run `rlhf-rollout serve_rm` until it is interrupted."""
-    sources = needed_sources(options)
-    tokenizer = reward_tokenizer(options, sources)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeJob:
+    """One run of `serve_rm`.
+
+    Attributes:
+        host, port: where the server listens.
+        tokenizer: folder or hub name; None for the reward model's.
+        reward: what scores.
+    """
+
+    host: str
+    port: int
+    tokenizer: str | None
+    reward: RewardJob
+
+
+def make_job(config: ServeConfig) -> ServeJob:
+    """Return the job that a configuration describes."""
+    reward = make_reward(config.reward, config.model.dtype)
+    return ServeJob(host=config.server.host, port=config.server.port, tokenizer=config.model.tokenizer, reward=reward)
+
+
+def run(job: ServeJob) -> int:
+    """Serve until interrupted; return 0. Raises ConfigError for a reward that cannot be used."""
+    tokenizer = job.reward.load_tokenizer(job.tokenizer)
     token = os.environ.get(TOKEN_VARIABLE, "").strip()
-    if not token and options.host not in ("127.0.0.1", "localhost", "::1"):
-        say(f"warning: whoever reaches {options.host}:{options.port} may use it; {TOKEN_VARIABLE} sets a token")
+    if not token and job.host not in ("127.0.0.1", "localhost", "::1"):
+        say(f"warning: whoever reaches {job.host}:{job.port} may use it; {TOKEN_VARIABLE} sets a token")
     resources = contextlib.AsyncExitStack()
-    reward = open_reward(options, sources, tokenizer, resources)  # before the server, which would hide why it cannot
-    say(f"POST to http://{options.host}:{options.port}/get_reward")
+    # Opened before the server starts, which would hide the reason of a failure.
+    reward = job.reward.open(tokenizer, resources)
+    say(f"POST to http://{job.host}:{job.port}/get_reward")
     app = create_app(reward, tokenizer, resources, token=token)
-    uvicorn.run(app, host=options.host, port=options.port, log_level="warning")
+    uvicorn.run(app, host=job.host, port=job.port, log_level="warning")
     return 0
 
 

@@ -1,0 +1,22 @@
+"""The commands of `rlhf-rollout` as `rlhf` has them: they also know the model and the data that ship."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from rlhf_cli.config.elsewhere import known_elsewhere
+from rlhf_cli.exits import exit_status
+from rlhf_cli.paths import user_path, with_full_paths
+from rlhf_data.command_line import CommandLine
+from rlhf_rollout.commands.main import COMMANDS
+
+
+def command_line(name: str) -> CommandLine[Any]:
+    """Return what a person types for the command called `name`."""
+    return COMMANDS[name].command_line("rlhf", resolve=user_path, explain=known_elsewhere)
+
+
+def main(name: str, argv: Sequence[str] | None = None) -> int:
+    """Run the command called `name`; return its exit status."""
+    complete = partial(with_full_paths, keep_builtin=False)
+    return exit_status(lambda words: COMMANDS[name].run(command_line(name), words, complete), argv)

@@ -1,0 +1,247 @@
+"""What each command of `rlhf-rollout` is told: sections, and the checks that concern several options."""
+
+from collections.abc import Collection
+
+from rlhf_data.checks import missing, without_effect
+from rlhf_data.errors import ConfigError
+from rlhf_data.options import Config, Section, flag, one_of, with_defaults
+from rlhf_rollout.commands.post_process import POST_PROCESSORS
+from rlhf_rollout.commands.sections import (
+    EngineModelSection,
+    EngineSection,
+    ExampleSection,
+    GroupSamplingSection,
+    InputSection,
+    PromptLengthSection,
+    PromptSection,
+    ReferenceSection,
+    RewardSection,
+    SamplingSection,
+    TemplateSection,
+    TokenizerSection,
+)
+from rlhf_rollout.engines import ENGINE_KINDS
+
+EngineKind = one_of(ENGINE_KINDS)
+PostProcessor = one_of(POST_PROCESSORS)
+
+_VLLM_OPTIONS = (
+    "vllm_tensor_parallel_size",
+    "vllm_gpu_memory_utilization",
+    "enforce_eager",
+    "enable_prefix_caching",
+)
+_REWARD_OPTIONS = (
+    "reward_weights",
+    "reward_timeout_s",
+    "reward_num_workers",
+    "reward_batch_size",
+    "normalize_reward",
+    "min_reward",
+)
+
+
+class SeededSampling(Section, title="sampling"):
+    """Adds a seed."""
+
+    seed: int | None = flag(
+        None, "makes responses repeatable, and orders the sources of --prompt_data_probs; None: neither", ge=0
+    )
+
+
+class GenerateSampling(GroupSamplingSection, SeededSampling):
+    """How `generate` draws."""
+
+
+class ChatSampling(with_defaults(SamplingSection, temperature=0.7), SeededSampling):
+    """How `chat` draws."""
+
+
+# The samples of a prompt, and the questions of a conversation, begin alike: without the cache they would be read anew.
+class OneEngineSection(with_defaults(EngineSection, enable_prefix_caching=True)):
+    """Any kind of engine."""
+
+    engine: EngineKind = flag("vllm", "what generates; http: a vLLM server elsewhere; fake: nonsense, for trials")
+    base_url: str | None = flag(None, "address of the vLLM server, for --engine http")
+
+    def missing(self, model: EngineModelSection) -> list[ConfigError]:
+        """Return an error for each option that the engine needs and nobody set."""
+        lacks = []
+        if model.pretrain is None and self.engine != "fake":
+            lacks.append(missing("pretrain", f"engine {self.engine} needs a model", "give a model folder or hub name"))
+        if self.engine == "http" and self.base_url is None:
+            lacks.append(missing("base_url", "--engine http asks a server", "give --base_url http://HOST:8000"))
+        return lacks
+
+    def check(self, given: Collection[str]) -> list[str]:
+        """Return notices for options that the kind of engine does not use."""
+        kind = f"--engine is {self.engine}"
+        computes = self.engine in ("vllm", "transformers")
+        return without_effect(
+            given,
+            (self.engine != "http", ["base_url"], kind),
+            (self.engine != "vllm", _VLLM_OPTIONS, kind),
+            (not computes, ["bf16"], kind),
+        )
+
+
+class FileSection(Section, title="output"):
+    """The file that a command writes."""
+
+    output_path: str | None = flag(None, "FILE.jsonl to write")
+    overwrite: bool = flag(False, "replace the file if it exists")
+
+    def missing(self) -> list[ConfigError]:
+        """Return an error when there is no file to write."""
+        if self.output_path is not None:
+            return []
+        return [missing("output_path", "the rows must be written somewhere", "add --output_path FILE.jsonl")]
+
+
+class GenerateFileSection(FileSection):
+    """Adds what is made of responses."""
+
+    resume: bool = flag(False, "continue a run that was stopped")
+    post_processor: PostProcessor = flag(
+        "rollouts", "; ".join(f"{name}: {text}" for name, text in POST_PROCESSORS.items())
+    )
+    min_reward: float | None = flag(
+        None, "lowest reward that `rs` accepts; None: it accepts what the reward itself calls right"
+    )
+    reward_template: str = flag("{input} <rm_score>: {reward} ", "the input that `csft` writes")
+
+
+class GenerateConfig(Config):
+    """Everything `generate` is told."""
+
+    model: EngineModelSection = EngineModelSection()
+    data: PromptSection = PromptSection()
+    rollout: GenerateSampling = GenerateSampling()
+    engine: OneEngineSection = OneEngineSection()
+    reward: RewardSection = RewardSection()
+    output: GenerateFileSection = GenerateFileSection()
+
+    def missing(self) -> list[ConfigError]:
+        """See `Config`."""
+        lacks = []
+        if self.data.prompt_data is None:
+            hint = "add --prompt_data FILE.jsonl and --input_key KEY"
+            lacks.append(missing("prompt_data", "there must be prompts", hint))
+        if self.output.post_processor not in ("rollouts", "plain"):
+            lacks += self.reward.missing(f"--post_processor {self.output.post_processor} needs a reward")
+        return lacks + self.output.missing() + self.engine.missing(self.model)
+
+    def check(self, given: Collection[str]) -> list[str]:
+        """See `Config`."""
+        self.rollout.check()
+        kind = self.output.post_processor
+        has_reward = bool(self.reward.sources())
+        num_samples = self.rollout.n_samples_per_prompt
+        if kind in ("best_of_n", "iter_dpo") and num_samples < 2:
+            message = f"--post_processor {kind} compares responses to a prompt, and there is one"
+            raise ConfigError(message, hint="give --n_samples_per_prompt 4")
+        if num_samples > 1 and self.rollout.temperature == 0:
+            message = f"--n_samples_per_prompt is {num_samples} at --temperature 0"
+            raise ConfigError(f"{message}: greedy responses are all the same", hint="use 1 sample, or a temperature")
+        template = self.output.reward_template
+        if kind == "csft" and not all(template.count(part) == 1 for part in ("{input}", "{reward}")):
+            raise ConfigError(f"--reward_template must hold {{input}} and {{reward}} once, got {template!r}")
+        if self.output.overwrite and self.output.resume:
+            message = "--overwrite and --resume: a file is either replaced or continued"
+            raise ConfigError(message, hint="give one of them")
+        notices = self.engine.check(given)
+        if has_reward:
+            notices += self.reward.check(given)
+        return notices + without_effect(
+            given,
+            (not has_reward, _REWARD_OPTIONS, "nothing scores the responses"),
+            (has_reward and kind != "rs", ["min_reward"], f"--post_processor is {kind}"),
+            (kind != "csft", ["reward_template"], f"--post_processor is {kind}"),
+        )
+
+
+class AnswerSection(ReferenceSection, InputSection, ExampleSection):
+    """Answers to score: one per row, or pairs."""
+
+    output_key: str = flag("output", "key of the answer in a row")
+    chosen_key: str | None = flag(None, "key of the preferred answer; None: rows hold one answer, not pairs")
+    rejected_key: str = flag("rejected", "key of the other answer of a pair")
+    prompt_key: str | None = flag(None, "key of the prompt of a pair; None: both answers are whole dialogues")
+
+
+class ScoreConfig(Config):
+    """Everything `score` is told."""
+
+    model: TokenizerSection = TokenizerSection()
+    data: AnswerSection = AnswerSection()
+    reward: RewardSection = RewardSection()
+    output: FileSection = FileSection()
+
+    def missing(self) -> list[ConfigError]:
+        """See `Config`."""
+        lacks = []
+        if self.data.dataset is None:
+            hint = "add --dataset FILE.jsonl and the keys of its rows"
+            lacks.append(missing("dataset", "there must be answers", hint))
+        return lacks + self.output.missing() + self.reward.missing("nothing says how answers are scored")
+
+    def check(self, given: Collection[str]) -> list[str]:
+        """See `Config`."""
+        pairs = self.data.chosen_key is not None
+        return self.reward.check(given) + without_effect(
+            given,
+            (pairs, ["input_key", "output_key"], "--chosen_key says that rows are pairs"),
+            (not pairs, ["rejected_key", "prompt_key"], "without --chosen_key a row holds one answer"),
+        )
+
+
+class ServerSection(Section, title="server"):
+    """Where a server listens."""
+
+    host: str = flag("127.0.0.1", "address to listen on; 0.0.0.0: all addresses of this machine")
+    port: int = flag(5000, "port to listen on", ge=1, le=65535)
+
+
+class ServeConfig(Config):
+    """Everything `serve_rm` is told."""
+
+    model: TokenizerSection = TokenizerSection()
+    reward: RewardSection = RewardSection()
+    server: ServerSection = ServerSection()
+
+    def missing(self) -> list[ConfigError]:
+        """See `Config`."""
+        return self.reward.missing("nothing says how answers are scored")
+
+    def check(self, given: Collection[str]) -> list[str]:
+        """See `Config`."""
+        return self.reward.check(given)
+
+
+class ConversationSection(Section, title="conversation"):
+    """What a conversation is."""
+
+    system: str | None = flag(None, "the system message")
+
+
+class ConversationRows(PromptLengthSection, TemplateSection):
+    """How a conversation becomes tokens."""
+
+
+class ChatConfig(Config):
+    """Everything `chat` is told."""
+
+    model: EngineModelSection = EngineModelSection()
+    data: ConversationRows = ConversationRows()
+    conversation: ConversationSection = ConversationSection()
+    rollout: ChatSampling = ChatSampling()
+    engine: OneEngineSection = OneEngineSection()
+
+    def missing(self) -> list[ConfigError]:
+        """See `Config`."""
+        return self.engine.missing(self.model)
+
+    def check(self, given: Collection[str]) -> list[str]:
+        """See `Config`."""
+        self.rollout.check()
+        return self.engine.check(given)

@@ -1,0 +1,194 @@
+"""From the options of the commands to what they run with: engines, tokenizers, sampling and rewards."""
+
+import json
+import os
+import sys
+from collections.abc import Iterable, Mapping
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from rlhf_data.chat import Tokenizer
+from rlhf_data.errors import ConfigError
+from rlhf_data.pretrained import load_tokenizer, located
+from rlhf_data.testing import ByteTokenizer
+from rlhf_rollout.commands.configs import OneEngineSection
+from rlhf_rollout.commands.sections import EngineModelSection, RewardSection, SamplingSection
+from rlhf_rollout.engines import EngineSpec
+from rlhf_rollout.protocols import RewardFunction, SamplingParams
+from rlhf_rollout.rewards import LocalScorer, ModelReward, RewardSource, build_reward
+from rlhf_rollout.rewards.sources import model_paths
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineJob:
+    """What generates.
+
+    Attributes:
+        kind: one of `rlhf_rollout.engines.ENGINE_KINDS`.
+        spec: how the engine is built.
+        tokenizer: folder or hub name; None for bytes, the tokens of an engine of the kind "fake" without a model.
+    """
+
+    kind: str
+    spec: EngineSpec
+    tokenizer: str | None
+
+    def load_tokenizer(self) -> Tokenizer:
+        """Return the tokenizer. Raises ConfigError for one that cannot be loaded, and for a model that does not
+        exist."""
+        if self.kind in ("transformers", "vllm"):
+            located(self.spec.model)
+        return ByteTokenizer() if self.tokenizer is None else load_tokenizer(self.tokenizer)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardJob:
+    """What scores.
+
+    Attributes:
+        sources: whose rewards are added up, by weight.
+        timeout_s: for one call of a function or a server.
+        num_workers: processes per function.
+        batch_size: responses per call of a server or a reward model.
+        dtype: what reward models compute in.
+        normalize: shift and scale the scores of reward models by the moments stored with them.
+    """
+
+    sources: tuple[RewardSource, ...]
+    timeout_s: float
+    num_workers: int
+    batch_size: int
+    dtype: Literal["float32", "bfloat16"]
+    normalize: bool
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """Folders or hub names of the reward models, in order."""
+        return model_paths(self.sources)
+
+    def check_models(self) -> None:
+        """Raise ConfigError for a reward model that does not exist."""
+        for path in self.models:
+            located(path)
+
+    def load_tokenizer(self, name: str | None) -> Tokenizer:
+        """Return the tokenizer called `name`, else the first reward model's. Without either, bytes: functions and
+        servers receive text, whatever its tokens are. Raises ConfigError for a reward model that does not exist."""
+        self.check_models()
+        if name is None and not self.models:
+            return ByteTokenizer()
+        return load_tokenizer(name or self.models[0])
+
+    def open(self, tokenizer: Tokenizer, stack: AsyncExitStack) -> RewardFunction:
+        """Return the reward; `stack` ends the processes behind it. Raises ConfigError for a model that cannot be loaded
+        or that reads other tokens than those of `tokenizer`."""
+        models = []
+        for path in self.models:
+            scorer = self._scorer(path, tokenizer)
+            stack.callback(scorer.close)
+            models.append(ModelReward([scorer], batch_size=self.batch_size))
+        reward = build_reward(
+            self.sources,
+            timeout_s=self.timeout_s,
+            num_workers=self.num_workers,
+            batch_size=self.batch_size,
+            models=models,
+        )
+        stack.push_async_callback(reward.close)
+        return reward
+
+    def _scorer(self, path: str, tokenizer: Tokenizer) -> LocalScorer:
+        try:
+            import torch
+
+            from rlhf_models.loading import check_same_tokenizer
+        except ImportError as error:
+            raise ConfigError("reward models need rlhf-models", hint="install rlhf-rollout[models]") from error
+        if isinstance(tokenizer, ByteTokenizer):
+            raise ConfigError("a reward model needs the tokenizer of its tokens", hint="give --tokenizer")
+        check_same_tokenizer(path, tokenizer)
+        scorer = LocalScorer(
+            path,
+            dtype=self.dtype,
+            device="cuda" if torch.cuda.is_available() else "cpu",
+            batch_size=self.batch_size,
+            normalize=self.normalize,
+        )
+        if self.normalize and not scorer.has_moments:
+            say(f"notice: --normalize_reward has no effect: no moments are stored with {path}")
+        return scorer
+
+
+def make_engine(
+    model: EngineModelSection, engine: OneEngineSection, sampling: SamplingSection, prompt_max_len: int
+) -> EngineJob:
+    """Return what generates responses to prompts of at most `prompt_max_len` tokens."""
+    spec = EngineSpec(
+        model=model.pretrain or "fake",
+        tokenizer=model.tokenizer,
+        dtype=model.dtype,
+        max_model_len=prompt_max_len + sampling.generate_max_len,
+        max_num_seqs=engine.vllm_max_num_seqs,
+        gpu_memory_utilization=engine.vllm_gpu_memory_utilization or _SHARE_ALONE,
+        tensor_parallel_size=engine.vllm_tensor_parallel_size,
+        enforce_eager=engine.enforce_eager,
+        enable_prefix_caching=engine.enable_prefix_caching,
+        base_url=engine.base_url if engine.engine == "http" else None,
+    )
+    return EngineJob(kind=engine.engine, spec=spec, tokenizer=model.tokenizer or model.pretrain)
+
+
+_SHARE_ALONE = 0.9  # of the GPU's memory: nothing else runs there
+
+
+def make_sampling(section: SamplingSection, num_samples: int, seed: int | None) -> SamplingParams:
+    """Return how responses are drawn."""
+    return SamplingParams(
+        num_samples=num_samples,
+        max_tokens=section.generate_max_len,
+        temperature=section.temperature,
+        top_p=section.top_p,
+        top_k=section.top_k,
+        seed=seed,
+    )
+
+
+def make_reward(section: RewardSection, dtype: Literal["float32", "bfloat16"]) -> RewardJob:
+    """Return what scores; its sources may be none."""
+    return RewardJob(
+        sources=section.sources(),
+        timeout_s=section.reward_timeout_s,
+        num_workers=section.reward_num_workers,
+        batch_size=section.reward_batch_size,
+        dtype=dtype,
+        normalize=section.normalize_reward,
+    )
+
+
+def check_new_file(path: Path, *, replace: bool, hint: str) -> None:
+    """Raise ConfigError when a file exists that must not be replaced."""
+    if path.exists() and not replace:
+        raise ConfigError(f"{path} exists", hint=hint)
+
+
+def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> int:
+    """Write a JSONL file, whole or not at all; return the number of rows."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(path.name + ".part")
+    count = 0
+    try:
+        with draft.open("w", encoding="utf-8") as file:
+            for row in rows:
+                file.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
+                count += 1
+        os.replace(draft, path)
+    finally:
+        draft.unlink(missing_ok=True)
+    return count
+
+
+def say(text: str) -> None:
+    """Tell the user something beside the results."""
+    print(text, file=sys.stderr, flush=True)

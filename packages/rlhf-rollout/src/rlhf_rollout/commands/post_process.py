@@ -1,0 +1,74 @@
+"""Training data made of rollouts: a file of rows from a file of rollouts."""
+
+import itertools
+import json
+from collections.abc import Iterator, Sequence
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+POST_PROCESSORS = {
+    "rollouts": "one record per response, with its tokens and log-probs",
+    "plain": "one input/output row per response",
+    "best_of_n": "the response with the highest reward, for each prompt",
+    "rs": "rejection sampling: the different responses that the reward accepts",
+    "iter_dpo": "prompt/chosen/rejected: the complete responses with the highest and the lowest reward",
+    "csft": "conditional SFT: every response, with its reward written into its input",
+}
+
+Record = dict[str, Any]
+
+
+def training_rows(rollouts: Path, kind: str, *, min_reward: float | None, reward_template: str) -> list[Record]:
+    """Return the rows that `post_process` makes of a file of rollouts, in the order of the prompts."""
+    made: dict[str, list[Record]] = {}
+    with rollouts.open(encoding="utf-8") as lines:
+        for group_id, group in itertools.groupby(map(json.loads, lines), key=itemgetter("group_id")):
+            rows = post_process(list(group), kind, min_reward=min_reward, reward_template=reward_template)
+            made[group_id] = list(rows)
+    return [row for group_id in sorted(made) for row in made[group_id]]
+
+
+def post_process(
+    group: Sequence[Record], kind: str, *, min_reward: float | None = None, reward_template: str = "{input}{reward}"
+) -> Iterator[Record]:
+    """Yield the training rows of one prompt's rollouts.
+
+    An empty response makes no row. A response whose reward failed makes a row for "plain" only. Rows keep the
+    `finish_reason`, which tells trainers that an answer was cut. `input` is what the prompt was made from, so trainers
+    must read it with the same chat template or input template.
+
+    Args:
+        group: records of `rlhf_rollout.records_io`, with the `input`.
+        kind: a key of `POST_PROCESSORS` other than "rollouts".
+        min_reward: the lowest reward that "rs" accepts; None accepts responses with the verdict ok.
+        reward_template: the input that "csft" writes, with {input} and {reward} (two decimals).
+    """
+    answers, by_reward = [record for record in group if record["text"].strip()], itemgetter("reward")
+    if kind != "plain":
+        answers = [record for record in answers if record["reward"] is not None]
+    if kind == "best_of_n":
+        answers = answers and [max(answers, key=by_reward)]
+    elif kind == "rs":
+        accepted = [r for r in answers if (r["verdict"] == "ok" if min_reward is None else r["reward"] >= min_reward)]
+        first: dict[str, Record] = {}
+        for record in accepted:
+            first.setdefault(record["text"], record)
+        answers = list(first.values())
+    elif kind == "iter_dpo":
+        # A pair has no place to say that one of its answers was cut, so trainers could not tell.
+        answers = [record for record in answers if record["finish_reason"] == "stop"]
+        if answers:
+            best, worst = max(answers, key=by_reward), min(answers, key=by_reward)
+            high, low = best["reward"], worst["reward"]
+            if high > low and best["text"] != worst["text"]:
+                pair = {"prompt": best["input"], "chosen": best["text"], "rejected": worst["text"]}
+                yield {**pair, "chosen_reward": high, "rejected_reward": low, "margin": high - low}
+        return
+    for record in answers:
+        text = record["input"]
+        if kind == "csft":
+            # The input comes last because it may hold braces itself.
+            text = reward_template.replace("{reward}", f"{record['reward']:.2f}").replace("{input}", text)
+        row = {"input": text, "output": record["text"], "reward": record["reward"]}
+        yield {**row, "label": record["label"], "finish_reason": record["finish_reason"]}

@@ -1,0 +1,195 @@
+"""Options that `rlhf-rollout` and `rlhf` share, each declared once; `rlhf` adds what training needs."""
+
+from collections.abc import Collection
+from typing import Literal
+
+from rlhf_data.checks import missing, without_effect
+from rlhf_data.errors import ConfigError
+from rlhf_data.options import Section, flag
+from rlhf_rollout.rewards.sources import RewardSource, parse_sources, parse_weights
+
+SOURCES = (
+    ".jsonl, .json, .csv (also .gz), .parquet or .arrow files, saved data set folders, loading scripts and hub names,"
+    " with commas; `name@subset`"
+)
+_SPLIT = "the split to read where a data set has splits"
+
+
+class PrecisionSection(Section, title="model"):
+    """What is computed in."""
+
+    bf16: bool = flag(False, "compute in bfloat16 instead of float32; trained weights keep a float32 copy")
+
+    @property
+    def dtype(self) -> Literal["float32", "bfloat16"]:
+        """The name of the type."""
+        return "bfloat16" if self.bf16 else "float32"
+
+
+class ModelSection(PrecisionSection):
+    """Adds the model."""
+
+    pretrain: str | None = flag(
+        None, "the model: a Hugging Face folder or hub name; with `rlhf` also `builtin`, a tiny one that ships"
+    )
+
+
+class TokenizerSection(PrecisionSection):
+    """Adds a tokenizer."""
+
+    tokenizer: str | None = flag(None, "folder or hub name of the tokenizer; None: the model's own")
+
+
+class EngineModelSection(TokenizerSection, ModelSection):
+    """A model that generates, with a tokenizer."""
+
+
+class TemplateSection(Section, title="data"):
+    """How an input becomes a prompt without a chat template."""
+
+    input_template: str | None = flag(
+        None, "text with one `{}` where the input goes, for models without a chat template"
+    )
+
+
+class PromptLengthSection(Section, title="data"):
+    """How long a prompt may be."""
+
+    prompt_max_len: int = flag(
+        1024, "tokens per prompt at most; longer prompts are left out and counted, never cut", ge=1
+    )
+
+
+class ReferenceSection(Section, title="data"):
+    """The reference answer of a row."""
+
+    label_key: str | None = flag(
+        None, "key of the reference answer in a row, handed to the reward function; None: no reference answers"
+    )
+
+
+class RowSection(TemplateSection):
+    """Which rows are read; what all commands that read rows have in common."""
+
+    max_samples: int | None = flag(None, "rows to read of each source at most; None: all", ge=1)
+    skip_bad_rows: bool = flag(
+        False, "leave out every row that cannot be used; without it, more than 1 % of such rows are an error"
+    )
+
+
+class ChatSection(RowSection):
+    """Adds the chat template."""
+
+    apply_chat_template: bool = flag(False, "render rows with the tokenizer's chat template")
+
+
+class InputSection(ChatSection):
+    """Adds the prompt of a row."""
+
+    input_key: str = flag("input", "key of the prompt in a row: text, or a list of messages")
+
+
+class PromptSection(ReferenceSection, PromptLengthSection, InputSection):
+    """Prompts with reference answers."""
+
+    prompt_data: str | None = flag(
+        None, f"prompts: {SOURCES}; with `rlhf` also `builtin`, the prompts that ship with the built-in model"
+    )
+    prompt_data_probs: str | None = flag(
+        None, "a probability for each source of --prompt_data, with commas; None: one source after the other"
+    )
+    prompt_split: str = flag("train", f"--prompt_data: {_SPLIT}")
+
+
+class ExampleSection(RowSection):
+    """Texts that are there already: to train on, or to score."""
+
+    dataset: str | None = flag(None, f"rows to read: {SOURCES}")
+    dataset_split: str = flag("train", f"--dataset: {_SPLIT}")
+    max_len: int = flag(2048, "tokens per sequence at most; longer sequences are left out and counted, never cut", ge=2)
+
+
+class SamplingSection(Section, title="sampling"):
+    """How responses are drawn."""
+
+    generate_max_len: int = flag(1024, "tokens per response at most", aliases=["max_new_tokens"], ge=1)
+    temperature: float = flag(1.0, "sampling temperature, at which log-probs are taken too; 0: greedy", ge=0)
+    top_p: float = flag(1.0, "nucleus mass to sample from", gt=0, le=1)
+    top_k: int = flag(-1, "most likely tokens to sample from; -1: all", ge=-1)
+
+    def check(self) -> None:
+        """Raise ConfigError for sampling that cannot work."""
+        if self.top_k == 0:
+            raise ConfigError("--top_k is 0, which leaves no token to sample", hint="use -1 for all tokens")
+
+
+class GroupSamplingSection(SamplingSection):
+    """Adds how many."""
+
+    n_samples_per_prompt: int = flag(1, "responses per prompt", ge=1)
+
+
+class EngineSection(Section, title="generation engine (vLLM)"):
+    """One vLLM engine."""
+
+    vllm_tensor_parallel_size: int = flag(1, "GPUs per engine", ge=1)
+    vllm_gpu_memory_utilization: float | None = flag(
+        None,
+        "share of a GPU's memory for an engine; None: 0.9, or beside trained models 0.6 if the engine sleeps, else 0.4",
+        gt=0,
+        le=1,
+    )
+    vllm_max_num_seqs: int = flag(256, "responses that an engine writes at the same time", ge=1)
+    enforce_eager: bool = flag(False, "no CUDA graphs: quicker start, slower generation")
+    enable_prefix_caching: bool = flag(False, "keep the attention state of beginnings that prompts share")
+
+
+class RewardSection(Section, title="reward"):
+    """Who scores."""
+
+    remote_rm_url: str | None = flag(
+        None,
+        "what scores, with commas: Python FILE.py with `reward_func(queries, prompts, labels)`, module:function, or"
+        " http(s):// URLs of a reward server, which take turns; accuracy and pass@k follow the first source: a score"
+        " above 0 is right",
+    )
+    reward_pretrain: str | None = flag(
+        None, "reward models, with commas: Hugging Face model folders or hub names with a scalar head"
+    )
+    reward_weights: str | None = flag(
+        None,
+        "a weight for each source, with commas, --remote_rm_url's first, all URLs together as one source; None: 1 each."
+        " A first weight below 0 needs a =, as in --reward_weights=-1,1",
+    )
+    reward_timeout_s: float = flag(30.0, "seconds for one call of a reward function or server", gt=0)
+    reward_num_workers: int = flag(1, "processes per reward function, which score side by side", ge=1)
+    reward_batch_size: int = flag(64, "responses per call of a reward server or model", ge=1)
+    normalize_reward: bool = flag(
+        False, "shift and scale the scores of reward models by the mean and the deviation stored with them"
+    )
+
+    def sources(self) -> tuple[RewardSource, ...]:
+        """Return who scores, as they were named. Raises ConfigError unless there is one weight for each."""
+        return parse_sources(self.remote_rm_url or "", self.reward_pretrain or "", parse_weights(self.reward_weights))
+
+    def missing(self, why: str) -> list[ConfigError]:
+        """Return an error, with the reason `why` there should be one, when nothing scores."""
+        if self.sources():
+            return []
+        hint = (
+            "add --remote_rm_url FILE.py, which defines reward_func(queries, prompts, labels), or a reward server's"
+            " http:// address, or --reward_pretrain MODEL"
+        )
+        return [missing("remote_rm_url", why, hint)]
+
+    def check(self, given: Collection[str]) -> list[str]:
+        """Return notices for options that concern a kind of source that is not there. Raises ConfigError for sources
+        that cannot be."""
+        kinds = {source.kind for source in self.sources()}
+        return without_effect(
+            given,
+            (kinds <= {"model"}, ["reward_timeout_s"], "no reward function or server scores"),
+            ("function" not in kinds, ["reward_num_workers"], "no reward function scores"),
+            (kinds <= {"function"}, ["reward_batch_size"], "no reward server or model scores"),
+            ("model" not in kinds, ["normalize_reward"], "there is no --reward_pretrain"),
+        )
