@@ -99,7 +99,7 @@ def test_rewards_of_a_function_a_server_and_a_model_add_up_by_weight(server, tmp
     url = f"http://127.0.0.1:{server.server_address[1]}/get_reward"
     flags = ["--pretrain", "policy", "--prompt_data", "train.jsonl", "--eval_data", "easy.jsonl,hard.jsonl"]
     flags += ["--remote_rm_url", f"odd.py,{url}", "--reward_pretrain", "judge", "--reward_weights", "1,2,0.5"]
-    flags += ["--normalize_reward", "--reward_clip_range", "1.5", "--stop_properly_penalty_coef", "0.5"]
+    flags += ["--running_reward_norm", "--reward_clip_range", "1.5", "--stop_properly_penalty_coef", "0.5"]
     flags += ["--rollout_batch_size", "8", "--n_samples_per_prompt", "2", "--train_batch_size", "8"]
     flags += ["--generate_max_len", "12", "--prompt_max_len", "32", "--num_episodes", "3", "--zero_stage", "2"]
     flags += ["--freezing_actor_steps", "1", "--save_value_network", "--bootstrap_truncated", "--enable_ema"]

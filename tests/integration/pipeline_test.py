@@ -163,9 +163,18 @@ def reinforce(folder: Path, policy: Path, reward_model: Path) -> Path:
 
 def generate(folder: Path, policy: Path, before: Path) -> Path:
     """Answer held-out questions: by the policy that PPO left, not by the one before it."""
-    flags = ["--model", str(policy), "--prompts", "test.jsonl", "--max_samples", str(NUM_PROMPTS)]
-    flags += ["--num_samples", str(NUM_SAMPLES), "--max_tokens", "32", "--prompt_max_len", "480", "--seed", "1"]
-    rlhf("generate", *flags, *QUESTIONS, "--post_processor", "plain", "--out", "answers.jsonl", folder=folder)
+    flags = ["--pretrain", str(policy), "--prompt_data", "test.jsonl", "--max_samples", str(NUM_PROMPTS)]
+    flags += [
+        "--n_samples_per_prompt",
+        str(NUM_SAMPLES),
+        "--generate_max_len",
+        "32",
+        "--prompt_max_len",
+        "480",
+        "--seed",
+        "1",
+    ]
+    rlhf("generate", *flags, *QUESTIONS, "--post_processor", "plain", "--output_path", "answers.jsonl", folder=folder)
     rollouts = read_jsonl(folder / "answers.rollouts.jsonl")
     assert len(rollouts) == NUM_PROMPTS * NUM_SAMPLES
     assert logprob_gap(policy, rollouts) < 1e-3 < 0.1 < logprob_gap(before, rollouts)
@@ -177,7 +186,7 @@ def generate(folder: Path, policy: Path, before: Path) -> Path:
 def score(folder: Path, answers: Path, reward_model: Path) -> None:
     """Score the answers: a row for each, with what the reward model gives it."""
     flags = ["--dataset", str(answers), "--reward_pretrain", str(reward_model), "--input_template", DIALOGUE]
-    rlhf("score", *flags, "--out", "scored.jsonl", folder=folder)
+    rlhf("score", *flags, "--output_path", "scored.jsonl", folder=folder)
     rows, scored = read_jsonl(answers), read_jsonl(folder / "scored.jsonl")
     assert [(row["input"], row["output"]) for row in scored] == [(row["input"], row["output"]) for row in rows]
     rewards = [row["reward"] for row in scored]

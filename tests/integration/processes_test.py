@@ -122,7 +122,7 @@ def scoring_job(folders, **request):
     """What `start_scorers` reads of a job."""
     sources = tuple(RewardSource(kind="model", targets=(str(folder),)) for folder in folders)
     plan = plan_placement(PlacementRequest(ranks={"actor": 1}, **request), 0)
-    reward = RewardSpec(sources=sources, batch_size=2, normalize=True)
+    reward = RewardSpec(sources=sources, batch_size=2, normalize_models=True)
     return SimpleNamespace(plan=plan, reward=reward, engine=EngineSpec(model="none"))
 
 

@@ -95,7 +95,7 @@ def test_options_estimators_are_those_of_the_table():
 def test_help_lists_every_flag_with_its_default():
     text = CommandLine(config=PpoConfig, prog="rlhf ppo").parser().format_help()
     assert all(f"--{option.name}" in text for option in options(PpoConfig))
-    assert "prompts a step (default: 1024)" in text
+    assert "prompts per step (default: 1024)" in text
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_parse_flag_that_resembles_no_other_gets_no_guess(flag):
         (["--rollout_batch_size", "1.5"], "--rollout_batch_size is 1.5; it must be a whole number"),
         (["--rollout_batch_size", "0"], "--rollout_batch_size is 0; it must be at least 1"),
         (["--gamma", "2"], "--gamma is 2; it must be at most 1.0"),
-        (["--temperature", "0"], "--temperature is 0; it must be above 0.0"),
+        (["--temperature", "0"], "--temperature is 0; it must be above 0 for training"),
         (["--lambd", "nan"], "--lambd is nan; it must be a finite number"),
         (["--bf16", "maybe"], "--bf16 is maybe; it must be true or false"),
         (["--zero_stage", "4"], "--zero_stage is 4; it must be at most 3"),

@@ -94,6 +94,15 @@ def test_check_inputs_prompts_of_several_sources_are_read_one_after_the_other_or
     assert "2 data sources need as many probabilities" in refused(folder, models, *argv, "--prompt_data_probs", "1")
 
 
+def test_check_inputs_prompt_split_reaches_the_data_set(folder, models):
+    from datasets import Dataset, DatasetDict
+
+    splits = {name: Dataset.from_list([{"input": f"{name}?"}]) for name in ("train", "test")}
+    DatasetDict(splits).save_to_disk(str(folder / "split"))
+    argv = ["--prompt_data", "split", "--rollout_batch_size", "2", "--prompt_split", "test"]
+    assert [prompt.text for prompt in check(folder, models, *argv).prompts] == ["test?"]
+
+
 def test_check_inputs_bad_rows_are_refused_or_left_out(folder, models):
     with (folder / "prompts.jsonl").open("a") as file:
         file.write('{"input": ""}\n')

@@ -16,11 +16,11 @@ from rlhf_models.testing import tiny_model_dir, tiny_reward_model_dir
 BATCH = TokenBatch.padded([np.arange(5, 12)], 0, "cpu")
 
 
-@pytest.mark.parametrize("flag", [["--model", BUILTIN], [f"--pretrain={BUILTIN}"]])
+@pytest.mark.parametrize("flag", [["--pretrain", BUILTIN], [f"--pretrain={BUILTIN}"]])
 def test_generate_writes_data_for_sft_with_the_model_that_ships(tmp_path, capsys, flag):
     out = tmp_path / "out.jsonl"
-    words = ["generate", "--engine", "transformers", *flag, "--prompts", BUILTIN, "--input_key", "prompt"]
-    more = ["--max_samples", "2", "--max_tokens", "4", "--post_processor", "plain", "--out", str(out)]
+    words = ["generate", "--engine", "transformers", *flag, "--prompt_data", BUILTIN, "--input_key", "prompt"]
+    more = ["--max_samples", "2", "--generate_max_len", "4", "--post_processor", "plain", "--output_path", str(out)]
     assert main([*words, *more]) == 0, capsys.readouterr().err
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert len(rows) <= 2
@@ -30,8 +30,8 @@ def test_generate_writes_data_for_sft_with_the_model_that_ships(tmp_path, capsys
 def test_chat_talks_with_the_model_that_ships(monkeypatch, capsys):
     typed = iter(["1 + 1 =", "/exit"])
     monkeypatch.setattr("builtins.input", lambda mark: next(typed))
-    more = ["--max_tokens", "3", "--temperature", "0"]
-    assert main(["chat", "--engine", "transformers", "--model", BUILTIN, *more]) == 0
+    more = ["--generate_max_len", "3", "--temperature", "0"]
+    assert main(["chat", "--engine", "transformers", "--pretrain", BUILTIN, *more]) == 0
     assert capsys.readouterr().out.strip()
 
 

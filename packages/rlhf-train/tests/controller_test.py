@@ -15,8 +15,9 @@ from rlhf_rollout.protocols import Completion
 from rlhf_train.algorithms import make_algorithm
 from rlhf_train.online.cluster import Processes
 from rlhf_train.online.controller import PlacedRun
-from rlhf_train.online.generation import make_reward, make_shaper
+from rlhf_train.online.generation import make_reward
 from rlhf_train.online.job import DynamicSampling
+from rlhf_train.online.rewards import RewardShaper
 from rlhf_train.run.best_model import BestModel
 from rlhf_train.run.metrics import Sum
 from rlhf_train.run.observer import Observer
@@ -73,7 +74,17 @@ def make_run(tmp_path):
 
     def make(failing: int) -> tuple[PlacedRun, Listener]:
         reward = make_reward(job, [], recorder.folder / "reward.log")
-        runs.append(PlacedRun(job, Processes([], [], []), reward, make_shaper(job, []), recorder, listener, 0.0))
+        runs.append(
+            PlacedRun(
+                job,
+                Processes([], [], []),
+                reward,
+                RewardShaper(job.reward, max_tokens=job.sampling.max_tokens),
+                recorder,
+                listener,
+                0.0,
+            )
+        )
         runs[-1]._generation.engines = [HalfEngine(failing)]
         return runs[-1], listener
 

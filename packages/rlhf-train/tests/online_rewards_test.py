@@ -15,8 +15,8 @@ def rollout(reward: float | None, *, length: int = 1, truncated: bool = False, s
     return Rollout("r", "g", spans, reason, verdict=Verdict(kind, reward, score))
 
 
-def shaper(*, normalize: bool = False, **options) -> RewardShaper:
-    return RewardShaper(RewardSpec(sources=(), **options), max_tokens=10, normalize=normalize)
+def shaper(**options) -> RewardShaper:
+    return RewardShaper(RewardSpec(sources=(), **options), max_tokens=10)
 
 
 def test_rewards_that_nothing_is_done_to_stay_as_they_are_without_metrics():
@@ -27,7 +27,11 @@ def test_rewards_that_nothing_is_done_to_stay_as_they_are_without_metrics():
 def test_rewards_are_normalised_then_clipped_then_shaped_by_length():
     # Seen: 0, 0, 6, 6 -> mean 3, sample deviation sqrt(36 / 3) = sqrt(12).
     made = shaper(
-        normalize=True, clip_range=(-0.5, 0.5), overlong_buffer=4, overlong_penalty_factor=2.0, stop_properly_coef=0.25
+        running_norm=True,
+        clip_range=(-0.5, 0.5),
+        overlong_buffer=4,
+        overlong_penalty_factor=2.0,
+        stop_properly_coef=0.25,
     )
     seen = [rollout(0.0), rollout(0.0), rollout(6.0, length=8), rollout(6.0, length=10, truncated=True)]
     made.observe(seen)
@@ -52,7 +56,7 @@ def test_truncated_rollout_keeps_its_share_of_a_reward_or_has_at_most_a_negative
 
 
 def test_normalisation_is_by_all_rewards_so_far():
-    made = shaper(normalize=True)
+    made = shaper(running_norm=True)
     made.observe([rollout(0.0), rollout(2.0)])
     made.observe([rollout(4.0)])
     # 0, 2, 4: mean 2, sample deviation 2
@@ -60,7 +64,7 @@ def test_normalisation_is_by_all_rewards_so_far():
 
 
 def test_shaping_of_no_rollouts_gives_no_rewards():
-    made = shaper(normalize=True, clip_range=(-1, 1), overlong_buffer=4, stop_properly_coef=0.5)
+    made = shaper(running_norm=True, clip_range=(-1, 1), overlong_buffer=4, stop_properly_coef=0.5)
     made.observe([])
     rewards, metrics = made.shape([])
     assert rewards.shape == (0,) and all(value == 0.0 for value in metrics.values())

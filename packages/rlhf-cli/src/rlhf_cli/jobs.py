@@ -173,7 +173,7 @@ def _make_reward(config: PpoConfig, inputs: Inputs) -> RewardSpec:
         timeout_s=section.reward_timeout_s,
         num_workers=section.reward_num_workers,
         batch_size=section.reward_batch_size,
-        normalize=section.running_reward_norm,
+        running_norm=section.running_reward_norm,
         normalize_models=section.normalize_reward,
         clip_range=section.reward_clip_range,
         overlong_buffer=section.overlong_buffer(config.rollout.generate_max_len),

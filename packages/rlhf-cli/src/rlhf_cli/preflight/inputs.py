@@ -42,10 +42,11 @@ def check_inputs(config: PpoConfig, folder: Path) -> Inputs:
     model_config, tokenizer = load_model_files(model)
     check_attention(config.model, model_config)
     check_context(model_config, *longest_sequence(config))
-    check_reward_models(config, sources, tokenizer)
+    reward_notices = check_reward_models(config, sources, tokenizer)
     critic, notices = choose_critic(config, model, model_paths(sources), tokenizer)
     prompts, held_out = load_all(config, rows, held_out_rows, tokenizer)
     check_best_metric(config, held_out or (), logs_numbers=any(source.kind != "model" for source in sources))
+    notices += reward_notices
     notices += data_notices(config, prompts, held_out)
     notices += try_rewards(config, sources, prompts.prompts[:4])
     return Inputs(model, critic, sources, prompts, held_out, tuple(notices))

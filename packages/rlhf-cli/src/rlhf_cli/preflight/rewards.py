@@ -32,11 +32,13 @@ def named_sources(config: PpoConfig) -> tuple[RewardSource, ...]:
     return tuple(sources)
 
 
-def check_reward_models(config: PpoConfig, sources: Sequence[RewardSource], tokenizer: Any) -> None:
-    """Raise ConfigError unless every reward model has a score to give and reads the policy's tokens, all of them."""
+def check_reward_models(config: PpoConfig, sources: Sequence[RewardSource], tokenizer: Any) -> list[str]:
+    """Return notices. Raises ConfigError unless every reward model has a score head and reads all of the policy's
+    tokens."""
     from rlhf_models.loading import check_reward_model, check_same_tokenizer, check_tokenizer_fits, load_config
     from rlhf_models.reward import stored_moments
 
+    notices = []
     for path in model_paths(sources):
         try:
             check_reward_model(path)
@@ -45,10 +47,14 @@ def check_reward_models(config: PpoConfig, sources: Sequence[RewardSource], toke
             check_tokenizer_fits(model_config, tokenizer)
             check_attention(config.model.model_copy(update={"packing_samples": False}), model_config)
             check_context(model_config, *longest_sequence(config))
-            if config.reward.normalize_reward:
-                stored_moments(model_config)
+            if config.reward.normalize_reward and stored_moments(model_config) is None:
+                notices.append(
+                    f"--normalize_reward has no effect on {path}: no mean and deviation are stored with it;"
+                    " --running_reward_norm takes those of the run"
+                )
         except ConfigError as error:
             raise ConfigError(f"--reward_pretrain: {error}") from None
+    return notices
 
 
 def try_rewards(config: PpoConfig, sources: Sequence[RewardSource], prompts: Sequence[Prompt]) -> list[str]:

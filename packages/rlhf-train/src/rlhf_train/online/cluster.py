@@ -126,7 +126,7 @@ def start_scorers(job: OnlineJob, reserved: PlacementGroup) -> list[list[Any]]:
     if group is None:
         return []
     options = {"dtype": job.engine.dtype, "attn_implementation": "auto", "device": job.plan.device}
-    options |= {"batch_size": job.reward.batch_size, "normalize": job.reward.normalize}
+    options |= {"batch_size": job.reward.batch_size, "normalize": job.reward.normalize_models}
     return [_start(RewardModelActor, job.plan, group, reserved, path, parts=len(models), **options) for path in models]
 
 

@@ -17,7 +17,7 @@ from rlhf_train.batching import plan_batches
 from rlhf_train.kl import adapted_kl_coef
 from rlhf_train.online.cluster import Processes, placed_bundles, ray_cluster, start_processes, wait
 from rlhf_train.online.evaluation import summarize_evaluation
-from rlhf_train.online.generation import Generation, make_reward, make_shaper
+from rlhf_train.online.generation import Generation, make_reward
 from rlhf_train.online.job import OnlineJob, RunSummary
 from rlhf_train.online.loop import train
 from rlhf_train.online.rewards import RewardShaper, is_worth_training
@@ -47,7 +47,7 @@ def run_online(job: OnlineJob, observer: Observer) -> RunSummary:
         processes = start_processes(job, reserved)
         recorder = stack.enter_context(Recorder(job.save_path, job.config, job.trackers, observer))
         reward = make_reward(job, processes.scorers, recorder.folder / "reward.log")
-        shaper = make_shaper(job, processes.scorers)
+        shaper = RewardShaper(job.reward, max_tokens=job.sampling.max_tokens)
         run = PlacedRun(job, processes, reward, shaper, recorder, observer, started)
         stack.callback(run.close)
         try:

@@ -13,9 +13,7 @@ from rlhf_rollout.protocols import RewardFunction, RolloutEngine, SamplingParams
 from rlhf_rollout.ray_actors import RayScorer
 from rlhf_rollout.rewards.mix import build_reward
 from rlhf_rollout.rewards.model import ModelReward
-from rlhf_train.online.cluster import wait
 from rlhf_train.online.job import OnlineJob
-from rlhf_train.online.rewards import RewardShaper
 from rlhf_train.run.observer import Observer
 from rlhf_train.run.timeline import Timeline
 
@@ -34,14 +32,6 @@ def make_reward(job: OnlineJob, scorers: Sequence[Sequence[Any]], log_path: Path
         log_path=log_path,
         models=models,
     )
-
-
-def make_shaper(job: OnlineJob, scorers: Sequence[Sequence[Any]]) -> RewardShaper:
-    """Return what is done to the rewards of `job`; models that come with their own moments are normalised by them."""
-    stored = wait([replicas[0].has_moments.remote() for replicas in scorers])
-    is_normalized = len(stored) == len(job.reward.sources) and all(stored)
-    normalize = job.reward.normalize and not is_normalized
-    return RewardShaper(job.reward, max_tokens=job.sampling.max_tokens, normalize=normalize)
 
 
 class Generation:

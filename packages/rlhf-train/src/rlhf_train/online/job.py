@@ -72,7 +72,8 @@ class RewardSpec:
         timeout_s: for one call of a function or a server.
         num_workers: processes that score side by side, of each function.
         batch_size: responses of one call of a server or of a reward model.
-        normalize: raw rewards are shifted and scaled to mean 0 and deviation 1.
+        normalize_models: scores of reward models are shifted and scaled by the moments stored with them.
+        running_norm: rewards are shifted and scaled by the moments of all raw rewards of the run so far.
         clip_range: smallest and largest reward after that, before any shaping; None for no bounds.
         overlong_buffer: tokens before the length limit over which a penalty grows; 0 for none.
         overlong_penalty_factor: the penalty at the limit.
@@ -83,7 +84,8 @@ class RewardSpec:
     timeout_s: float = 30.0
     num_workers: int = 1
     batch_size: int = 64
-    normalize: bool = False
+    normalize_models: bool = False
+    running_norm: bool = False
     clip_range: tuple[float, float] | None = None
     overlong_buffer: int = 0
     overlong_penalty_factor: float = 1.0

@@ -11,13 +11,13 @@ from rlhf_train.online.summaries import scored
 
 
 class RewardShaper:
-    """Normalises, clips and shapes the rewards of each step as `spec` says, in this order; with `normalize` by the
-    moments of all raw rewards of the run so far. The overlong penalty is whole at `max_tokens` of a response."""
+    """Normalises, clips and shapes the rewards of each step as `spec` says, in this order. The overlong penalty is full
+    at `max_tokens` tokens of a response."""
 
-    def __init__(self, spec: RewardSpec, *, max_tokens: int, normalize: bool) -> None:
+    def __init__(self, spec: RewardSpec, *, max_tokens: int) -> None:
         self._spec = spec
         self._max_tokens = max_tokens
-        self._moments = RunningMoments() if normalize else None
+        self._moments = RunningMoments() if spec.running_norm else None
 
     def observe(self, rollouts: Sequence[Rollout]) -> None:
         """Take the raw rewards of rollouts that have one into account."""
