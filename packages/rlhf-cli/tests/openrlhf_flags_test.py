@@ -223,8 +223,8 @@ def test_words_that_mean_nothing_are_refused(argv, message):
 
 def test_lora_combiner_takes_openrlhfs_spellings():
     paths = [word for name in ("model", "lora", "output") for word in (f"--{name}_path", name)]
-    assert LORA_COMBINER.parse([*paths, "--ds.param_dtype", "fp32"]).config.merge.param_dtype == "float32"
-    assert LORA_COMBINER.parse([*paths, "--bf16"]).config.merge.param_dtype == "bfloat16"
+    assert LORA_COMBINER.parse([*paths, "--ds.param_dtype", "fp32"]).config.merge.dtype == "float32"
+    assert LORA_COMBINER.parse([*paths, "--bf16"]).config.merge.dtype == "bfloat16"
     (notice,) = LORA_COMBINER.parse([*paths, "--is_rm"]).notices
     assert notice.startswith("--is_rm has no effect")
 

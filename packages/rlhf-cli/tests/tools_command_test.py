@@ -46,7 +46,7 @@ def test_lora_combiner_writes_the_model_with_its_adapter(tmp_path, capsys):
     expected = model.eval()(BATCH).logprobs.detach()
     save_adapter(model, model.state_dict(), tmp_path / "adapter")
     words = ["--model_path", str(base), "--lora_path", str(tmp_path / "adapter"), "--output_path"]
-    assert main(["lora_combiner", *words, str(tmp_path / "merged"), "--param_dtype", "float32"]) == 0
+    assert main(["lora_combiner", *words, str(tmp_path / "merged"), "--bf16", "false"]) == 0
     merged = load_actor(tmp_path / "merged", dtype="float32").eval()(BATCH).logprobs.detach()
     plain = load_actor(base, dtype="float32").eval()(BATCH).logprobs.detach()
     assert torch.allclose(merged, expected, atol=1e-5)

@@ -304,22 +304,6 @@ def test_dry_run_prints_a_configuration_that_does_the_same_and_starts_nothing(pr
     assert len(first) == 10
 
 
-@pytest.mark.parametrize(
-    ("words", "option", "value"),
-    [
-        (["--best_of_n", "3"], ("rollout", "n_samples_per_prompt"), 3),
-        (["--dataset", "d"], ("data", "prompt_data"), "d"),
-        (["--tp_size", "2"], ("engine", "vllm_tensor_parallel_size"), 2),
-        (["--max_num_seqs", "7"], ("engine", "vllm_max_num_seqs"), 7),
-        (["--max_new_tokens", "9"], ("rollout", "generate_max_len"), 9),
-    ],
-)
-def test_generate_takes_openrlhfs_spellings(words, option, value):
-    required = ["--prompt_data", "p", "--output_path", "o", "--pretrain", "m"]
-    config = COMMANDS["generate"].command_line("x").parse([*required, *words]).config
-    assert getattr(getattr(config, option[0]), option[1]) == value
-
-
 def test_generate_job_holds_what_the_flags_say():
     flags = (
         "--prompt_data p --prompt_split test --prompt_data_probs 1 --max_samples 3 --input_key q --label_key a"

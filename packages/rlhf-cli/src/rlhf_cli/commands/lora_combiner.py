@@ -9,18 +9,18 @@ from rlhf_cli.paths import check_output_folder, model_path, user_path
 from rlhf_data.checks import missing
 from rlhf_data.command_line import CommandLine, to_toml
 from rlhf_data.errors import ConfigError
-from rlhf_data.options import Config, Section, flag, one_of
+from rlhf_data.options import Config, flag, with_defaults
+from rlhf_rollout.commands.sections import PrecisionSection
 
 DESCRIPTION = "Merge a low-rank adapter into its model, or reward model, and write a plain Hugging Face model folder."
 
 
-class MergeSection(Section, title="merge"):
+class MergeSection(with_defaults(PrecisionSection, bf16=True), title="merge"):
     """What is merged into what."""
 
     model_path: str | None = flag(None, "the model that the adapter was trained on: a folder or hub name")
     lora_path: str | None = flag(None, "the adapter's folder; one of a reward model has its head in it")
     output_path: str | None = flag(None, "folder for the merged model, new or empty")
-    param_dtype: one_of(("bfloat16", "float32")) = flag("bfloat16", "type of the merged weights")
 
 
 class LoraCombinerConfig(Config):
@@ -60,6 +60,6 @@ def _run(argv: Sequence[str]) -> int:
     check_output_folder(out, "--output_path")
     from rlhf_models.lora import merge_adapter
 
-    merge_adapter(model_path(merge.model_path), user_path(merge.lora_path), out, dtype=merge.param_dtype)
+    merge_adapter(model_path(merge.model_path), user_path(merge.lora_path), out, dtype=merge.dtype)
     print(f"written to {out}")
     return SUCCESS

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from rlhf_cli.config.elsewhere import known_elsewhere
+from rlhf_cli.config.openrlhf import adapt, flags_of
 from rlhf_cli.exits import exit_status
 from rlhf_cli.paths import user_path, with_full_paths
 from rlhf_data.command_line import CommandLine
@@ -13,7 +13,7 @@ from rlhf_rollout.commands.main import COMMANDS
 
 def command_line(name: str) -> CommandLine[Any]:
     """Return what a person types for the command called `name`."""
-    return COMMANDS[name].command_line("rlhf", resolve=user_path, explain=known_elsewhere)
+    return COMMANDS[name].command_line("rlhf", resolve=user_path, foreign=flags_of(name), adapt=adapt)
 
 
 def main(name: str, argv: Sequence[str] | None = None) -> int:

@@ -163,9 +163,9 @@ _SPECIAL: Mapping[str, Foreign] = MappingProxyType(
         "ckpt.best_metric_key": _reading(
             "best_metric_key", lambda words: "None" if words in ([], [""], ["none"]) else words[0]
         ),
-        "ds.param_dtype": _but_for("fp16", "float16", "use --bf16", mapped({"bf16": {"bf16": "true"}})),
-        "param_dtype": mapped({"bf16": {"param_dtype": "bfloat16"}, "fp32": {"param_dtype": "float32"}}),
-        "bf16": sets(param_dtype="bfloat16"),
+        "ds.param_dtype": _but_for(
+            "fp16", "float16", "use --bf16", mapped({"bf16": {"bf16": "true"}, "fp32": {"bf16": "false"}})
+        ),
         "local_rank": Foreign(read=lambda flag, words: ({}, "")),
         "openrlhf": Foreign(read=lambda flag, words: ({_GUEST: "true"}, "")),
     }

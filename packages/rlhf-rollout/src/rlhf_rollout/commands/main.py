@@ -2,15 +2,13 @@
 
 import importlib
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 from rlhf_data.command_line import CommandLine, to_toml
 from rlhf_data.errors import RlhfError, unknown
-from rlhf_data.flags import Foreign, renamed
 from rlhf_data.options import Config
 from rlhf_rollout.commands.configs import ChatConfig, GenerateConfig, ScoreConfig, ServeConfig
 from rlhf_rollout.host import wait_passively
@@ -26,33 +24,16 @@ class RolloutCommand:
         name: the word that calls it, and its module's name.
         title: what the list of commands says.
         config: the class of its configuration.
-        spellings: other flags for its options, as OpenRLHF's tool for the same work has them.
     """
 
     name: str
     title: str
     config: type[Config]
-    spellings: Mapping[str, Foreign] = field(default_factory=dict)
 
-    def command_line(
-        self,
-        prog: str,
-        *,
-        resolve: Callable[[str], Path] = Path,
-        foreign: Mapping[str, Foreign] = MappingProxyType({}),
-        compare: Callable[[Any, Collection[str]], Iterable[str]] = lambda config, given: (),
-        explain: Callable[[str, Collection[str]], str | None] = lambda flag, names: None,
-    ) -> CommandLine[Any]:
-        """Return what a person types after `prog`; see `CommandLine`."""
-        return CommandLine(
-            config=self.config,
-            prog=f"{prog} {self.name}",
-            description=f"{self.title[0].upper()}{self.title[1:]}.",
-            resolve=resolve,
-            foreign={**self.spellings, **foreign},
-            compare=compare,
-            explain=explain,
-        )
+    def command_line(self, prog: str, **options: Any) -> CommandLine[Any]:
+        """Return what a person types after `prog`; `options` are further attributes of `CommandLine`."""
+        description = f"{self.title[0].upper()}{self.title[1:]}."
+        return CommandLine(config=self.config, prog=f"{prog} {self.name}", description=description, **options)
 
     def run(
         self, line: CommandLine[Any], argv: Sequence[str], complete: Callable[[Any], Any] = lambda config: config
@@ -82,20 +63,10 @@ COMMANDS: Mapping[str, RolloutCommand] = MappingProxyType(
                 name="generate",
                 title="sample responses to prompts, and make training data of them",
                 config=GenerateConfig,
-                spellings={
-                    "best_of_n": renamed("n_samples_per_prompt"),
-                    "dataset": renamed("prompt_data"),
-                    "dataset_probs": renamed("prompt_data_probs"),
-                    "max_num_seqs": renamed("vllm_max_num_seqs"),
-                    "tp_size": renamed("vllm_tensor_parallel_size"),
-                },
             ),
             RolloutCommand(name="score", title="give the answers in a file rewards", config=ScoreConfig),
             RolloutCommand(
-                name="serve_rm",
-                title="serve a reward, such as a reward model, over HTTP",
-                config=ServeConfig,
-                spellings={"batch_size": renamed("reward_batch_size")},
+                name="serve_rm", title="serve a reward, such as a reward model, over HTTP", config=ServeConfig
             ),
             RolloutCommand(name="chat", title="talk to a model in the terminal", config=ChatConfig),
         )
