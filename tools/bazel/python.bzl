@@ -134,10 +134,10 @@ def python_package(name, deps, users, test_deps = [], test_data = [], tests = {}
     native.filegroup(
         name = "pages",
         srcs = native.glob(["**/*.md", "bench/results/*.json"], exclude = junk),
-        visibility = ["//tools/bench:__pkg__"],
+        visibility = ["//tests/pages:__pkg__", "//tools/bench:__pkg__"],
     )
     native.filegroup(
         name = "sources",
         srcs = native.glob(["**/*.py", "src/**"], exclude = junk) + ["BUILD.bazel", "pyproject.toml"],
-        visibility = ["//tests/install:__pkg__", "//tools/lint:__pkg__"],
+        visibility = ["//tests/install:__pkg__", "//tests/pages:__pkg__", "//tools/lint:__pkg__"],
     )

@@ -9,7 +9,8 @@ A figure is a number with a comment behind it, which says where the number comes
 
 The parts are a JSON file relative to the root of the repository, a value in it, a format specification of Python and,
 optionally, a factor such as `x100`. A value is a dotted path: keys and list indices; `*` stands for every element, and
-`max(...)`, `min(...)`, `mean(...)` or `sum(...)` reduce what it finds. `A / B` divides two values.
+`max(...)`, `min(...)`, `mean(...)` or `sum(...)` reduce what it finds. `A / B` divides two values. `%20` stands for a
+space in a key.
 """
 
 import argparse
@@ -90,7 +91,7 @@ def render(source: str, root: Path = ROOT) -> str:
         factor = float(terms.pop()[1:])
     if len(terms) < 2:
         raise FigureError(f"{source!r} is not FILE VALUE FORMAT [xFACTOR]")
-    *value, form = terms
+    *value, form = [term.replace("%20", " ") for term in terms]
     try:
         data = json.loads((root / name).read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -15,6 +15,7 @@ DATA = {
     "none": None,
     "time/step": 3.0,
     "0.5b": {"seconds": 4.0},
+    "with, space": 5.0,
     "runs": [{"gap": 0.25, "seed": 1}, {"gap": 0.5, "seed": 2}],
 }
 
@@ -35,6 +36,7 @@ def root(tmp_path: Path) -> Path:
         ("x.json large .1e", "2.5e11"),
         ("x.json time/step .1f", "3.0"),
         ("x.json 0.5b.seconds .1f", "4.0"),
+        ("x.json with,%20space .1f", "5.0"),
         ("x.json runs.1.seed d", "2"),
         ("x.json max(runs.*.gap) .2f", "0.50"),
         ("x.json mean(runs.*.gap) .3f", "0.375"),
