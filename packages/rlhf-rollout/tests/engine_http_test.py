@@ -155,7 +155,7 @@ def test_http_engine_no_server_raises_with_hint() -> None:
 def test_http_engine_silent_server_times_out(stub: Stub, url: str) -> None:
     stub.answers = [(200, {"choices": []})]
     stub.delay.clear()
-    with pytest.raises(EngineError, match="ReadTimeout"):
+    with pytest.raises(EngineError, match=r"no answer within 0\.1 s"):
         ask(url, timeout_s=0.1, num_retries=0)
 
 

@@ -11,8 +11,10 @@ import pytest
 from rlhf_data.errors import ConfigError, EngineError, RewardError
 from rlhf_data.records import FinishReason, Verdict, VerdictKind
 from rlhf_data.testing import EOS_ID, ByteTokenizer, make_prompt
+from rlhf_rollout.agents import SingleTurn
 from rlhf_rollout.generator import GenerationCounts, GroupResult, generate_groups
 from rlhf_rollout.protocols import Completion, SamplingParams
+from rlhf_rollout.router import EngineRouter
 
 
 class ScriptedEngine:
@@ -25,7 +27,7 @@ class ScriptedEngine:
         self.running = self.most_running = self.num_calls = 0
         self.seeds = []
 
-    async def generate(self, token_ids, sampling):
+    async def generate(self, token_ids, sampling, *, timeout_s=None):
         self.num_calls += 1
         self.running += 1
         self.most_running = max(self.most_running, self.running)
@@ -35,7 +37,7 @@ class ScriptedEngine:
             if self.failures:
                 raise self.failures.pop(0)
             ids = np.array([token_ids[-1], EOS_ID])
-            completions = [Completion(ids, np.array([-0.5, -0.25]), FinishReason.STOP, 3)] * sampling.num_samples
+            completions = [Completion.single(ids, np.array([-0.5, -0.25]), FinishReason.STOP, 3)] * sampling.num_samples
             return self.transform(completions) if self.transform else completions
         finally:
             self.running -= 1
@@ -64,16 +66,19 @@ def prompts_of(count):
     return [make_prompt(str(index), prompt_id=f"p{index}") for index in range(count)]
 
 
+def workflow_of(*engines):
+    return SingleTurn(EngineRouter(engines), str)
+
+
 def run(prompts, engines, reward=None, *, num_samples=2, seed=None, max_in_flight=4, counts=None):
     async def collect():
         stream = generate_groups(
             prompts,
-            engines,
+            SingleTurn(EngineRouter(engines), lambda ids: ByteTokenizer().decode(ids, skip_special_tokens=True)),
             SamplingParams(num_samples=num_samples, seed=seed),
             reward,
             max_in_flight=max_in_flight,
             group_id_prefix="step-1",
-            decode=lambda ids: ByteTokenizer().decode(ids, skip_special_tokens=True),
             counts=counts,
         )
         return [result async for result in stream]
@@ -116,7 +121,7 @@ def test_generate_groups_every_prompt_once_and_counted():
 
 def test_generate_groups_results_come_as_they_finish():
     class BySize(ScriptedEngine):
-        async def generate(self, token_ids, sampling):
+        async def generate(self, token_ids, sampling, *, timeout_s=None):
             await asyncio.sleep(0.3 if token_ids[-1] == ord("0") else 0.0)
             return await super().generate(token_ids, sampling)
 
@@ -152,7 +157,7 @@ def test_generate_groups_reads_prompts_as_they_are_needed():
 
     async def first():
         stream = generate_groups(
-            endless(), [ScriptedEngine()], SamplingParams(), None, max_in_flight=2, group_id_prefix="g", decode=str
+            endless(), workflow_of(ScriptedEngine()), SamplingParams(), None, max_in_flight=2, group_id_prefix="g"
         )
         result = await anext(stream)
         await stream.aclose()
@@ -204,10 +209,13 @@ def test_generate_groups_group_that_fails_twice_is_reported_and_counted():
     [
         (lambda completions: completions[:1], "1 completions instead of 2"),
         (
-            lambda completions: [completions[0], Completion([1], [-1.0], FinishReason.ABORT, 0)],
+            lambda completions: [completions[0], Completion.single([1], [-1.0], FinishReason.ABORT, 0)],
             "1 of 2 completions were aborted",
         ),
-        (lambda completions: [completions[0], Completion([1, 2], [-1.0], FinishReason.STOP, 0)], "1 log-probs for 2"),
+        (
+            lambda completions: [completions[0], Completion.single([1, 2], [-1.0], FinishReason.STOP, 0)],
+            "1 log-probs for 2",
+        ),
     ],
 )
 def test_generate_groups_incomplete_group_is_a_failure(transform, says):
@@ -278,7 +286,7 @@ def test_generate_groups_with_one_seed_key_draw_alike_whatever_their_ids():
         engine = ScriptedEngine()
         sampling = SamplingParams(seed=3)
         stream = generate_groups(
-            prompts_of(3), [engine], sampling, None, max_in_flight=1, group_id_prefix=prefix, decode=str,
+            prompts_of(3), workflow_of(engine), sampling, None, max_in_flight=1, group_id_prefix=prefix,
             seed_key=seed_key,
         )  # fmt: skip
         ids = [result.group_id async for result in stream]

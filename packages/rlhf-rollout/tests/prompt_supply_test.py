@@ -10,8 +10,10 @@ import pytest
 from rlhf_data.errors import ConfigError, EngineError
 from rlhf_data.records import FinishReason
 from rlhf_data.testing import EOS_ID, make_prompt
+from rlhf_rollout.agents import SingleTurn
 from rlhf_rollout.generator import GroupResult, PromptSupply, generate_groups
 from rlhf_rollout.protocols import Completion, SamplingParams
+from rlhf_rollout.router import EngineRouter
 
 
 class ShuffledEngine:
@@ -21,12 +23,16 @@ class ShuffledEngine:
         self.random = random.Random(shuffle)
         self.fails = fails
 
-    async def generate(self, token_ids, sampling):
+    async def generate(self, token_ids, sampling, *, timeout_s=None):
         await asyncio.sleep(self.random.uniform(0.001, 0.02))
         if chr(token_ids[-1]) in self.fails:
             raise EngineError("told to fail")
-        completion = Completion(np.array([7, EOS_ID]), np.array([-0.5, -0.25]), FinishReason.STOP, 0)
+        completion = Completion.single(np.array([7, EOS_ID]), np.array([-0.5, -0.25]), FinishReason.STOP, 0)
         return [completion] * sampling.num_samples
+
+
+def workflow_of(engine):
+    return SingleTurn(EngineRouter([engine]), str)
 
 
 def numbered_prompts(count=10**9):
@@ -50,8 +56,9 @@ def run_supply(supply, engine, *, max_in_flight=3, order=None):
 
     async def drain():
         stream = generate_groups(
-            supply, [engine], SamplingParams(num_samples=2), None, max_in_flight=max_in_flight, group_id_prefix="s",
-            decode=str, settle=settle,
+            supply, workflow_of(engine), SamplingParams(num_samples=2), None, max_in_flight=max_in_flight,
+            group_id_prefix="s",
+            settle=settle,
         )  # fmt: skip
         order.extend([result.group_id async for result in stream])
 
@@ -132,7 +139,7 @@ def test_generate_groups_settles_a_result_before_it_is_yielded_and_before_more_i
 
     async def drain():
         stream = generate_groups(
-            prompts(), [ShuffledEngine()], SamplingParams(), None, max_in_flight=1, group_id_prefix="s", decode=str,
+            prompts(), workflow_of(ShuffledEngine()), SamplingParams(), None, max_in_flight=1, group_id_prefix="s",
             settle=lambda result: events.append(f"settled {result.prompt.prompt_id}"),
         )  # fmt: skip
         async for result in stream:

@@ -1,6 +1,7 @@
 """Engines and scorers behind Ray: the driver's view and the trainer's client, on a fake engine and a tiny model."""
 
 import asyncio
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from rlhf_data.errors import ConfigError, DataError, EngineError, RewardError, W
 from rlhf_models.testing import tiny_reward_model_dir
 from rlhf_rollout.engines import EngineSpec
 from rlhf_rollout.protocols import RolloutEngine, SamplingParams
-from rlhf_rollout.ray_actors import EngineActor, RayEngine, RayScorer, RewardModelActor
+from rlhf_rollout.ray_actors import RayEngine, RayScorer, RemoteEngine, RewardModelActor
 from rlhf_rollout.rewards.model import LocalScorer
 from rollout_testing import shared_memory_bucket
 
@@ -29,7 +30,7 @@ def cluster() -> Iterator[None]:
 
 @pytest.fixture
 def handle(cluster: None) -> Iterator[Any]:
-    actor = ray.remote(EngineActor).options(num_cpus=0, max_concurrency=64)
+    actor = RemoteEngine.options(num_cpus=0)
     handle = actor.remote("fake", EngineSpec(model="none"))
     yield handle
     ray.kill(handle)
@@ -90,27 +91,81 @@ def test_killed_engine_raises_instead_of_hanging(handle: Any) -> None:
         run(engine.begin_weight_update(1))
 
 
-def test_ray_engine_cancelled_call_is_given_up_in_the_actor(cluster: None) -> None:
-    handle = ray.remote(EngineActor).options(num_cpus=0, max_concurrency=64).remote("fake", EngineSpec(model="none"))
+@pytest.mark.parametrize("leave", ["cancel", "deadline"])
+def test_ray_engine_call_that_its_caller_leaves_is_given_up_in_the_actor(handle: Any, leave: str) -> None:
     engine = RayEngine(handle)
 
-    async def scenario() -> Any:
-        await engine.begin_weight_update(1)
-        task = asyncio.create_task(engine.generate(PROMPT, SamplingParams()))
-        await asyncio.sleep(0.5)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        await engine.finish_weight_update()
-        return await engine.generate(PROMPT, SamplingParams(max_tokens=3))
+    async def scenario() -> None:
+        await engine.pause("drain")
+        task = asyncio.create_task(
+            engine.generate(PROMPT, SamplingParams(), timeout_s=1.0 if leave == "deadline" else None)
+        )
+        while (await engine.health()).num_in_flight == 0:
+            await asyncio.sleep(0.05)
+        if leave == "cancel":
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        else:
+            with pytest.raises(EngineError, match=r"a request of an engine's process took longer than 1 s\s+hint: "):
+                await task
+        # The engine is still paused: only a request that was given up is not in flight.
+        while (await engine.health()).num_in_flight:
+            await asyncio.sleep(0.05)
 
-    assert run(scenario())[0].policy_version == 1
-    run(engine.close())
+    run(scenario())
+
+
+def test_control_calls_do_not_wait_behind_requests(handle: Any) -> None:
+    # More requests than the actor runs at once, all of them held by a pause: the rest queues in the actor.
+    engine = RayEngine(handle)
+
+    async def scenario() -> tuple[float, int]:
+        await engine.pause("drain")
+        tasks = [asyncio.create_task(engine.generate(PROMPT, SamplingParams(max_tokens=2))) for _ in range(1100)]
+        while (await engine.health()).num_in_flight < 1000:
+            await asyncio.sleep(0.1)
+        started = time.monotonic()
+        await engine.health()
+        await engine.pause("keep")
+        seconds = time.monotonic() - started
+        assert not any(task.done() for task in tasks)
+        await engine.resume()
+        return seconds, len(await asyncio.gather(*tasks))
+
+    seconds, num_answers = run(scenario())
+    assert seconds < 5.0
+    assert num_answers == 1100
+
+
+@pytest.mark.parametrize("method", ["pause", "resume", "health", "sleep", "wake_up", "begin_weight_update"])
+def test_ray_engine_control_call_that_hangs_ends_at_its_deadline(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    cancelled: list[Any] = []
+    monkeypatch.setattr(ray, "cancel", cancelled.append)
+
+    class Handle:
+        """An actor that never answers."""
+
+        def __init__(self) -> None:
+            self.call = self
+
+        def remote(self, *arguments: Any) -> Any:
+            return asyncio.get_running_loop().create_future()
+
+    spec = EngineSpec(model="x", request_timeout_s=0.05, control_timeout_s=0.05, health_timeout_s=0.05)
+    arguments = {"pause": ["drain"], "begin_weight_update": [1]}.get(method, [])
+
+    async def scenario() -> None:
+        await getattr(RayEngine(Handle(), spec), method)(*arguments)
+
+    with pytest.raises(EngineError, match=r"of an engine's process took longer than 0\.\d+ s\s+hint: the engine hangs"):
+        run(scenario())
+    assert len(cancelled) == 1
 
 
 def test_engine_that_does_not_start_tells_why(cluster: None, tmp_path: Path) -> None:
     spec = EngineSpec(model=str(tmp_path / "none"))
-    handle = ray.remote(EngineActor).options(num_cpus=0).remote("transformers", spec)
+    handle = RemoteEngine.options(num_cpus=0).remote("transformers", spec)
     engine = RayEngine(handle)
     with pytest.raises(ConfigError, match=r"^there is no model folder"):
         run(engine.ready())

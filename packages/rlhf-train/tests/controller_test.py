@@ -41,10 +41,10 @@ class HalfEngine:
     def __init__(self, failing: int) -> None:
         self.failing = failing
 
-    async def generate(self, token_ids, sampling):
+    async def generate(self, token_ids, sampling, *, timeout_s=None):
         if token_ids[0] % 2 < self.failing:
             raise EngineError("the GPU is on fire")
-        return [Completion(np.arange(5), np.full(5, -1.0), FinishReason.STOP, 0)] * sampling.num_samples
+        return [Completion.single(np.arange(5), np.full(5, -1.0), FinishReason.STOP, 0)] * sampling.num_samples
 
 
 class Listener(Observer):

@@ -47,7 +47,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     import ray
     from transformers import AutoModelForCausalLM
 
-    from rlhf_rollout.ray_actors import EngineActor, RayEngine
+    from rlhf_rollout.ray_actors import RayEngine, RemoteEngine
 
     path = tmp_path_factory.mktemp(request.param)
     heads = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 512}
@@ -67,7 +67,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         enable_sleep=True,
         weight_transfer=request.param,
     )
-    handle = ray.remote(EngineActor).options(num_gpus=0.4, max_concurrency=64).remote("vllm", spec)
+    handle = RemoteEngine.options(num_gpus=0.4).remote("vllm", spec)
     engine = RayEngine(handle)
     # The engine measures the GPU's free memory as it starts, so the trainer comes after it.
     asyncio.run_coroutine_threadsafe(engine.ready(), loop).result(600)

@@ -1,14 +1,18 @@
 """Prompts in, scored rollouts out: engines, rewards and a generator that loses nothing. No torch."""
 
+from rlhf_rollout.agents import SingleTurn, Workflow
 from rlhf_rollout.engines import ENGINE_KINDS, EngineSpec, build_engine
 from rlhf_rollout.generator import GenerationCounts, GroupResult, PromptSupply, generate_groups
-from rlhf_rollout.protocols import Completion, RewardFunction, RolloutEngine, SamplingParams
+from rlhf_rollout.protocols import Completion, EngineHealth, RewardFunction, RolloutEngine, SamplingParams
 from rlhf_rollout.rewards import FunctionReward, check_reward_function
+from rlhf_rollout.router import EngineRouter
 from rlhf_rollout.weight_sync.bucket import TensorSlot, WeightBucket
 
 __all__ = [
     "ENGINE_KINDS",
     "Completion",
+    "EngineHealth",
+    "EngineRouter",
     "EngineSpec",
     "FunctionReward",
     "GenerationCounts",
@@ -17,8 +21,10 @@ __all__ = [
     "RewardFunction",
     "RolloutEngine",
     "SamplingParams",
+    "SingleTurn",
     "TensorSlot",
     "WeightBucket",
+    "Workflow",
     "build_engine",
     "check_reward_function",
     "generate_groups",

@@ -1,4 +1,4 @@
-"""Prompts in, scored groups of rollouts out: bounded in flight, whole groups only, rewards while others generate."""
+"""Prompts in, scored rollout groups out: bounded in flight, whole groups only, rewards while others generate."""
 
 import asyncio
 import dataclasses
@@ -6,19 +6,14 @@ import itertools
 import time
 import zlib
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Container, Iterable, Iterator
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from rlhf_data.errors import ConfigError, EngineError
-from rlhf_data.records import Episode, FinishReason, Prompt, Rollout, RolloutGroup, Span, SpanSource, VerdictKind
-from rlhf_rollout.protocols import Completion, RewardFunction, RolloutEngine, SamplingParams
+from rlhf_data.records import Episode, Prompt, RolloutGroup, VerdictKind
+from rlhf_rollout.agents.base import Workflow
+from rlhf_rollout.protocols import RewardFunction, SamplingParams
 from rlhf_rollout.rewards.mix import score_each
-
-Decode = Callable[[np.ndarray], str]
-
-_NUM_ATTEMPTS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +23,7 @@ class GroupResult:
     Attributes:
         group_id: names the group, failed or not.
         prompt: what was asked.
-        group: all `num_samples` rollouts; None when generation failed.
+        group: all episodes; None when generation failed.
         failure: why it failed, None otherwise.
     """
 
@@ -40,15 +35,15 @@ class GroupResult:
 
 @dataclass(slots=True)
 class GenerationCounts:
-    """A running account: `num_requested == num_generated + num_failed` rollouts once all results are out.
+    """A running account: `num_requested == num_generated + num_failed` episodes once all results are out.
 
     Attributes:
         num_groups: groups returned, whole.
         num_failed_groups: groups returned as failed.
-        num_requested: rollouts asked for.
-        num_generated: rollouts in whole groups.
-        num_failed: rollouts of failed groups.
-        num_retries: groups that an engine failed and that were tried again.
+        num_requested: episodes asked for.
+        num_generated: episodes in whole groups.
+        num_failed: episodes of failed groups.
+        num_retries: requests that an engine failed and that were sent again, since the start of the call.
         num_response_tokens: tokens written in whole groups.
         verdicts: rollouts by the kind of their verdict; empty without a reward.
         generate_s: seconds from the start of the call to the end of its last generation.
@@ -78,7 +73,7 @@ class GenerationCounts:
             self.num_failed += num_samples
             return
         self.num_groups += 1
-        self.num_generated += len(result.group.rollouts)
+        self.num_generated += len(result.group.episodes)
         for rollout in result.group.rollouts:
             self.num_response_tokens += rollout.num_response_tokens
             if rollout.verdict is not None:
@@ -139,33 +134,31 @@ class PromptSupply:
 
 async def generate_groups(
     prompts: Iterable[Prompt],
-    engines: Sequence[RolloutEngine],
+    workflow: Workflow,
     sampling: SamplingParams,
     reward: RewardFunction | None,
     *,
     max_in_flight: int,
     group_id_prefix: str,
-    decode: Decode,
     seed_key: str | None = None,
     counts: GenerationCounts | None = None,
     settle: Callable[[GroupResult], object] | None = None,
     skip: Container[int] = (),
 ) -> AsyncIterator[GroupResult]:
-    """Yield one result a prompt, in the order in which they finish.
+    """Yield one result per prompt, in the order in which they finish.
 
-    A prompt goes to the engine with the fewest groups running. A group is whole or failed: when an engine raises,
-    aborts or returns too few completions, the prompt is tried once more, on another engine if there is one, and then
-    reported as failed with the reason. A failing reward is a verdict of its rollouts.
+    A group is whole or failed: when the workflow raises or returns another number of episodes than were asked for, the
+    prompt is reported as failed with the reason. A failing reward is a verdict of its rollouts. Closing the iterator
+    cancels what is under way.
 
     Args:
         prompts: read as they are needed, may be endless. An iterator that has none is asked again after every result
             until nothing is under way, so it may have more by then: see `PromptSupply`.
-        engines: at least one; one that has just failed is used again only when all have.
+        workflow: turns each prompt into `sampling.num_samples` episodes.
         sampling: for every prompt. Its seed, if any, is mixed with `seed_key`, so that groups differ.
         reward: None leaves the rollouts without verdicts.
         max_in_flight: groups that generate at once; as many again may wait for their rewards.
-        group_id_prefix: unique in a run, such as "step-3"; groups are `<prefix>/<number>`, rollouts `<group>/<number>`.
-        decode: the text of a response from its token ids, a stop token included.
+        group_id_prefix: unique in a run, such as "step-3"; groups are `<prefix>/<number>`.
         seed_key: what the sampling seed is mixed with besides a group's number; the prefix when None. Calls with one
             key draw alike from one policy, so that a difference between them is the policies'.
         counts: updated as results come.
@@ -176,11 +169,13 @@ async def generate_groups(
         ConfigError: no engine, or `max_in_flight` below 1.
         RewardError: the reward function cannot run at all.
     """
-    if not engines or max_in_flight < 1:
-        raise ConfigError(f"{len(engines)} engines and max_in_flight {max_in_flight}: both must be at least 1")
-    run = _Run(engines, sampling, reward, decode, counts or GenerationCounts(), asyncio.Semaphore(max_in_flight))
+    num_engines = len(workflow.router.engines)
+    if not num_engines or max_in_flight < 1:
+        raise ConfigError(f"{num_engines} engines and max_in_flight {max_in_flight}: both must be at least 1")
+    run = _Run(workflow, sampling, reward, counts or GenerationCounts(), asyncio.Semaphore(max_in_flight))
     numbered = filter(lambda pair: pair[0] not in skip, enumerate(prompts))
     seed_key = group_id_prefix if seed_key is None else seed_key
+    num_retries = workflow.router.num_retries
     tasks: set[asyncio.Task[GroupResult]] = set()
     done: set[asyncio.Task[GroupResult]] = set()
     try:
@@ -193,6 +188,7 @@ async def generate_groups(
             if not tasks:
                 return
             done, tasks = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            run.counts.num_retries = workflow.router.num_retries - num_retries
             for result in [task.result() for task in done]:
                 run.counts.add(result, sampling.num_samples)
                 if settle is not None:
@@ -206,79 +202,42 @@ async def generate_groups(
 
 @dataclass(slots=True)
 class _Run:
-    """What the tasks of one `generate_groups` share; of each engine how many groups run, and failures in a row."""
+    """What the tasks of one `generate_groups` share."""
 
-    engines: Sequence[RolloutEngine]
+    workflow: Workflow
     sampling: SamplingParams
     reward: RewardFunction | None
-    decode: Decode
     counts: GenerationCounts
     slots: asyncio.Semaphore
     started: float = field(default_factory=time.monotonic)
-    num_running: Counter[int] = field(default_factory=Counter)
-    num_failures: Counter[int] = field(default_factory=Counter)
 
     async def group(self, group_id: str, prompt: Prompt, seed_key: str) -> GroupResult:
         """Generate and score one group."""
-        async with self.slots:
-            written, error = await self._generate(prompt, seed_key)
-            self.counts.generate_s = time.monotonic() - self.started
-        if error:
-            return GroupResult(group_id, prompt, None, error)
-        rollouts = tuple(
-            Rollout(
-                f"{group_id}/{index}",
-                group_id,
-                (Span(SpanSource.PROMPT, prompt.token_ids), span),
-                reason,
-                self.decode(span.token_ids),
-            )
-            for index, (span, reason) in enumerate(written)
-        )
-        if self.reward is not None:
-            verdicts = await score_each(self.reward, prompt, rollouts)
-            rollouts = tuple(
-                dataclasses.replace(rollout, verdict=verdict)
-                for rollout, verdict in zip(rollouts, verdicts, strict=True)
-            )
-        self.counts.score_s = time.monotonic() - self.started
-        episodes = tuple(Episode(rollout.rollout_id, group_id, (rollout,)) for rollout in rollouts)
-        return GroupResult(group_id, prompt, RolloutGroup(group_id, prompt, episodes))
-
-    async def _generate(self, prompt: Prompt, seed_key: str) -> tuple[list[tuple[Span, FinishReason]], str]:
-        """Return the policy's spans and why each ended, or none and the reason of the failure."""
         sampling = self.sampling
         if sampling.seed is not None:
             sampling = dataclasses.replace(sampling, seed=zlib.crc32(f"{sampling.seed}:{seed_key}".encode()) >> 1)
-        errors, failed = [], None
-        for attempt in range(_NUM_ATTEMPTS):
-            self.counts.num_retries += attempt
-            index = self._pick(failed)
-            self.num_running[index] += 1
+        async with self.slots:
             try:
-                completions = await self.engines[index].generate(prompt.token_ids, sampling)
-                written = _policy_spans(completions, sampling)
-            except Exception as error:  # an engine is another process, maybe another machine: it may raise anything
-                self.num_failures[index] += 1
-                errors.append(f"engine {index}: {type(error).__name__}: {error}")
-                failed = index
-            else:
-                self.num_failures[index] = 0
-                return written, ""
+                episodes = await self.workflow.run(prompt, sampling, group_id)
+                if len(episodes) != sampling.num_samples:
+                    raise EngineError(f"the workflow made {len(episodes)} episodes instead of {sampling.num_samples}")
+            except EngineError as error:
+                return GroupResult(group_id, prompt, None, str(error))
+            except Exception as error:  # a workflow may be a user's: its fault costs this group and not the run
+                return GroupResult(group_id, prompt, None, f"{type(error).__name__}: {error}")
             finally:
-                self.num_running[index] -= 1
-        return [], "; ".join(errors)
-
-    def _pick(self, failed: int | None) -> int:
-        """Return the engine to use: not the one that failed, none with failures if possible, the least loaded."""
-        indices = [index for index in range(len(self.engines)) if index != failed] or [failed]
-        return min(indices, key=lambda index: (self.num_failures[index], self.num_running[index], index))
+                self.counts.generate_s = time.monotonic() - self.started
+        if self.reward is not None:
+            episodes = await _score(self.reward, prompt, episodes)
+        self.counts.score_s = time.monotonic() - self.started
+        return GroupResult(group_id, prompt, RolloutGroup(group_id, prompt, episodes))
 
 
-def _policy_spans(completions: Sequence[Completion], sampling: SamplingParams) -> list[tuple[Span, FinishReason]]:
-    if len(completions) != sampling.num_samples:
-        raise EngineError(f"{len(completions)} completions instead of {sampling.num_samples}")
-    aborted = sum(completion.finish_reason is FinishReason.ABORT for completion in completions)
-    if aborted:
-        raise EngineError(f"{aborted} of {sampling.num_samples} completions were aborted")
-    return [(Span(SpanSource.POLICY, c.token_ids, c.logprobs, c.policy_version), c.finish_reason) for c in completions]
+async def _score(reward: RewardFunction, prompt: Prompt, episodes: tuple[Episode, ...]) -> tuple[Episode, ...]:
+    """Return the episodes with the verdicts of one call for all of their rollouts."""
+    verdicts = iter(await score_each(reward, prompt, [rollout for episode in episodes for rollout in episode.rollouts]))
+    scored = []
+    for episode in episodes:
+        rollouts = tuple(dataclasses.replace(rollout, verdict=next(verdicts)) for rollout in episode.rollouts)
+        scored.append(dataclasses.replace(episode, rollouts=rollouts))
+    return tuple(scored)

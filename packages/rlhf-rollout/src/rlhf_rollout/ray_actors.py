@@ -13,8 +13,9 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from rlhf_data.errors import EngineError, RewardError, RlhfError, WeightSyncError
 from rlhf_rollout.engines import EngineSpec, build_engine
+from rlhf_rollout.engines.requests import deadline
 from rlhf_rollout.host import visible_devices, wait_passively
-from rlhf_rollout.protocols import Completion, SamplingParams
+from rlhf_rollout.protocols import Completion, EngineHealth, PauseMode, SamplingParams
 from rlhf_rollout.rewards.model import LocalScorer
 from rlhf_rollout.weight_sync.bucket import WeightBucket
 
@@ -29,13 +30,12 @@ def prepare_process() -> None:
 
 
 class _Actor:
-    """Runs one part in a process of its own: every call that runs at once takes a place of `max_concurrency`.
+    """Runs one part in a process of its own.
 
     What keeps the part from starting is raised by each call: Ray would bury it in the report of an actor's death.
     """
 
     def __init__(self, build: Callable[[], Any]) -> None:
-        prepare_process()
         started = time.perf_counter()
         self._error: RlhfError | None = None
         try:
@@ -62,10 +62,28 @@ class _Actor:
 
 
 class EngineActor(_Actor):
-    """Runs one `RolloutEngine`: `ray.remote(EngineActor).options(max_concurrency=...)`."""
+    """Runs one `RolloutEngine`: `RemoteEngine` is its actor class.
+
+    Requests and control calls are in concurrency groups of their own, each with an event loop on a thread of its own:
+    however many requests are in flight or queue, a control call is taken at once.
+    """
 
     def __init__(self, kind: str, spec: EngineSpec) -> None:
         super().__init__(lambda: build_engine(kind, spec))
+
+    @ray.method(concurrency_group="requests")
+    async def generate(self, token_ids: np.ndarray, sampling: SamplingParams) -> list[Completion]:
+        """See `RolloutEngine.generate`; the caller keeps the deadline."""
+        return await self.part.generate(token_ids, sampling)
+
+    @ray.method(concurrency_group="control")
+    async def call(self, method: str, *arguments: Any) -> Any:
+        """Return what a control call of the engine returns."""
+        return await super().call(method, *arguments)
+
+
+RemoteEngine = ray.remote(concurrency_groups={"requests": 1024, "control": 64})(EngineActor)
+"""The Ray actor class of `EngineActor`: `RemoteEngine.options(...).remote(kind, spec)`."""
 
 
 class RewardModelActor(_Actor):
@@ -92,33 +110,48 @@ def plain_errors(gone: type[RlhfError], process: str = "the engine's process") -
 
 
 class RayEngine:
-    """A `RolloutEngine` in another process, by the handle of its `EngineActor`."""
+    """A `RolloutEngine` in another process, by the handle of its `EngineActor`. Every call has a deadline.
 
-    def __init__(self, handle: Any) -> None:
+    Args:
+        handle: the actor.
+        spec: has the deadlines; those of a plain `EngineSpec` when None.
+    """
+
+    def __init__(self, handle: Any, spec: EngineSpec | None = None) -> None:
+        spec = spec or EngineSpec(model="")
         self.handle = handle
-
-    async def _call(self, method: str, *arguments: Any, gone: type[RlhfError] = EngineError) -> Any:
-        with plain_errors(gone):
-            return await self.handle.call.remote(method, *arguments)
+        self._request_timeout_s = spec.request_timeout_s
+        self._control_timeout_s = spec.control_timeout_s
+        self._health_timeout_s = spec.health_timeout_s
+        self._start_timeout_s = spec.start_timeout_s
 
     async def ready(self) -> float:
         """Wait until the engine has started; return the seconds that it took in its process."""
-        with plain_errors(EngineError):
-            return await self.handle.ready.remote()
+        return await self._await(self.handle.ready.remote(), "the start", self._start_timeout_s)
 
-    async def generate(self, token_ids: np.ndarray, sampling: SamplingParams) -> list[Completion]:
-        """See `RolloutEngine.generate`. A cancelled call gives its request up in the engine too."""
-        reference = self.handle.call.remote("generate", token_ids, sampling)
-        try:
-            with plain_errors(EngineError):
-                return await reference
-        except asyncio.CancelledError:
-            ray.cancel(reference)
-            raise
+    async def generate(
+        self, token_ids: np.ndarray, sampling: SamplingParams, *, timeout_s: float | None = None
+    ) -> list[Completion]:
+        """See `RolloutEngine.generate`. A call that is cancelled or late gives its request up in the engine, too."""
+        reference = self.handle.generate.remote(token_ids, sampling)
+        timeout_s = self._request_timeout_s if timeout_s is None else timeout_s
+        return await self._await(reference, "a request", timeout_s)
+
+    async def pause(self, mode: PauseMode) -> None:
+        """See `RolloutEngine.pause`."""
+        await self._call("pause", mode, drains=mode == "drain")
+
+    async def resume(self) -> None:
+        """See `RolloutEngine.resume`."""
+        await self._call("resume")
+
+    async def health(self) -> EngineHealth:
+        """See `RolloutEngine.health`."""
+        return await self._await(self.handle.call.remote("health"), "a health check", self._health_timeout_s)
 
     async def begin_weight_update(self, policy_version: int) -> None:
         """See `RolloutEngine.begin_weight_update`."""
-        await self._call("begin_weight_update", policy_version, gone=WeightSyncError)
+        await self._call("begin_weight_update", policy_version, gone=WeightSyncError, drains=True)
 
     async def receive_weights(self, bucket: WeightBucket) -> None:
         """See `RolloutEngine.receive_weights`."""
@@ -142,6 +175,23 @@ class RayEngine:
             await self._call("close")
         finally:
             ray.kill(self.handle)
+
+    async def _call(
+        self, method: str, *arguments: Any, gone: type[RlhfError] = EngineError, drains: bool = False
+    ) -> Any:
+        """Make a control call; one that `drains` waits for the requests in flight."""
+        timeout_s = self._control_timeout_s + (self._request_timeout_s if drains else 0.0)
+        return await self._await(self.handle.call.remote(method, *arguments), f"`{method}`", timeout_s, gone)
+
+    async def _await(self, reference: Any, what: str, timeout_s: float, gone: type[RlhfError] = EngineError) -> Any:
+        """Return what a call returns; give it up in the actor when it is cancelled or late."""
+        async with deadline(timeout_s, f"{what} of an engine's process"):
+            try:
+                with plain_errors(gone):
+                    return await reference
+            except asyncio.CancelledError:
+                ray.cancel(reference)
+                raise
 
 
 class RayScorer:

@@ -10,6 +10,7 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from rlhf_data.prompts import PromptSet, load_prompts
 from rlhf_data.records import FinishReason
 from rlhf_data.rows import RowErrors
 from rlhf_data.sources import open_sources, parse_probs
+from rlhf_rollout.agents import SingleTurn
 from rlhf_rollout.commands.configs import GenerateConfig
 from rlhf_rollout.commands.parts import (
     EngineJob,
@@ -36,6 +38,7 @@ from rlhf_rollout.generator import GenerationCounts, generate_groups
 from rlhf_rollout.protocols import SamplingParams
 from rlhf_rollout.records_io import RolloutWriter
 from rlhf_rollout.rewards import check_reward
+from rlhf_rollout.router import EngineRouter
 
 _NUM_SHOWN_FAILURES = 3
 _NUM_TRIED = 4  # prompts of the trial call of a reward
@@ -251,14 +254,15 @@ async def _write_rollouts(task: _Task) -> int:
             job.rollouts_path.unlink(missing_ok=True)
         writer = RolloutWriter(job.rollouts_path)
         stack.callback(writer.close)
+        decode = partial(task.tokenizer.decode, skip_special_tokens=True)
+        workflow = SingleTurn(EngineRouter([engine]), decode)
         results = generate_groups(
             task.prompts,
-            [engine],
+            workflow,
             job.sampling,
             reward,
             max_in_flight=max(1, 2 * job.engine.spec.max_num_seqs // job.sampling.num_samples),
             group_id_prefix="generate",
-            decode=lambda token_ids: task.tokenizer.decode(token_ids, skip_special_tokens=True),
             counts=counts,
             skip=task.done,
         )

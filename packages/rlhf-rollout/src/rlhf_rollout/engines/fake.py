@@ -1,15 +1,16 @@
 """An engine without a model, for tests and fault injection: what it writes is scripted."""
 
 import asyncio
+import itertools
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
 from rlhf_data.errors import EngineError, WeightSyncError
-from rlhf_data.records import FinishReason
-from rlhf_rollout.engines.gate import GatedEngine
-from rlhf_rollout.protocols import Completion, SamplingParams
+from rlhf_data.records import FinishReason, Span, SpanSource
+from rlhf_rollout.engines.gate import Gate, GatedEngine
+from rlhf_rollout.protocols import PAUSE_MODES, Completion, PauseMode, SamplingParams
 from rlhf_rollout.weight_sync.bucket import WeightBucket, verify_checksum
 from rlhf_rollout.weight_sync.shared_memory import map_segment
 
@@ -19,7 +20,7 @@ VOCAB_SIZE = 256
 
 
 def pseudo_random_script(prompt: Sequence[int], sample_seed: int) -> list[int]:
-    """Return 1 to 32 tokens in [1, 256), always the same for the same prompt and seed, with the stop token 0 behind."""
+    """Return 1 to 32 tokens in [1, 256) and the stop token 0, always the same for the same prompt and seed."""
     rng = np.random.default_rng([sample_seed, *prompt])
     return [*rng.integers(1, VOCAB_SIZE, size=int(rng.integers(1, 33))).tolist(), 0]
 
@@ -28,13 +29,16 @@ class FakeEngine(GatedEngine):
     """Answers from a script. Token 0 ends a completion; every log-prob is log(1/256), that of a uniform choice.
 
     Args:
-        script: the tokens that follow a prompt, for each sample; the second argument differs between samples, and
+        script: the tokens that follow a prompt, for each sample. The second argument differs between samples, and
             between requests unless they carry a seed; it is 0 when greedy.
         max_model_len: prompt and completion together, in tokens.
         enable_sleep: allow `sleep`.
-        latency_s: of each request.
+        latency_s: before the first token of each request.
+        token_latency_s: before each token; the samples of a request are written side by side.
         fail_after: so many requests succeed; those after it raise EngineError.
     """
+
+    pause_modes = PAUSE_MODES
 
     def __init__(
         self,
@@ -43,41 +47,72 @@ class FakeEngine(GatedEngine):
         max_model_len: int = 2048,
         enable_sleep: bool = False,
         latency_s: float = 0.0,
+        token_latency_s: float = 0.0,
         fail_after: int | None = None,
     ) -> None:
         super().__init__(max_model_len=max_model_len, vocab_size=VOCAB_SIZE, enable_sleep=enable_sleep)
         self._script = script
         self._latency_s = latency_s
+        self._token_latency_s = token_latency_s
         self._fail_after = fail_after
         self._num_requests = 0
+        self._num_restarts = 0
+        self._writing = Gate()  # closed while requests in flight are frozen
         self._arriving: dict[str, int] = {}
         self.num_updates = 0
         self.weight_checksums: dict[str, int] = {}
 
+    async def pause(self, mode: PauseMode) -> None:
+        """See `RolloutEngine.pause`."""
+        if mode != "drain":
+            self._writing.close()
+        self._num_restarts += mode == "restart"
+        await super().pause(mode)
+
+    async def resume(self) -> None:
+        """See `RolloutEngine.resume`."""
+        await super().resume()
+        self._writing.open()
+
+    async def close(self) -> None:
+        """See `RolloutEngine.close`."""
+        await super().close()
+        self._writing.open()
+
     async def _complete(self, token_ids: np.ndarray, sampling: SamplingParams) -> list[Completion]:
-        number, self._num_requests = self._num_requests, self._num_requests + 1
+        number = self._num_requests
+        self._num_requests += 1
         await asyncio.sleep(self._latency_s)
         if self._fail_after is not None and number >= self._fail_after:
             raise EngineError(f"the fake engine was told to fail after {self._fail_after} requests")
         prompt = [int(token) for token in token_ids]
-        base = 0 if sampling.temperature == 0 else (number if sampling.seed is None else sampling.seed) * 1009
-        return [self._write(prompt, base + index, sampling) for index in range(sampling.num_samples)]
+        base = 0
+        if sampling.temperature > 0:
+            base = (number if sampling.seed is None else sampling.seed) * 1009
+        samples = [self._write(prompt, base + index, sampling) for index in range(sampling.num_samples)]
+        return list(await asyncio.gather(*samples))
 
-    def _write(self, prompt: list[int], sample_seed: int, sampling: SamplingParams) -> Completion:
-        ends = {0, *sampling.stop_token_ids}
-        tokens: list[int] = []
-        reason = FinishReason.LENGTH
-        for token in self._script(prompt, sample_seed):
-            if token in ends and len(tokens) + 1 <= sampling.min_tokens:
-                token = VOCAB_SIZE - 1
-            tokens.append(int(token))
-            if token in ends:
-                reason = FinishReason.STOP
-            if token in ends or len(tokens) == sampling.max_tokens:
+    async def _write(self, prompt: list[int], sample_seed: int, sampling: SamplingParams) -> Completion:
+        """Return a completion whose tokens carry the policy version that was in force when each was written."""
+        while True:
+            num_restarts = self._num_restarts
+            written: list[tuple[int, int]] = []
+            for token in _tokens(self._script(prompt, sample_seed), sampling):
+                if self._token_latency_s:
+                    await asyncio.sleep(self._token_latency_s)
+                await self._writing.opened()
+                self._check_usable()
+                if num_restarts != self._num_restarts:
+                    break
+                written.append((token, self.policy_version))
+            else:
                 break
-        while reason is FinishReason.LENGTH and len(tokens) < sampling.max_tokens:
-            tokens.append(VOCAB_SIZE - 1)
-        return Completion(tokens, np.full(len(tokens), -np.log(VOCAB_SIZE)), reason, self.policy_version)
+        spans = []
+        for version, group in itertools.groupby(written, key=lambda pair: pair[1]):
+            token_ids = [token for token, _ in group]
+            spans.append(Span(SpanSource.POLICY, token_ids, np.full(len(token_ids), -np.log(VOCAB_SIZE)), version))
+        stopped = written[-1][0] in {0, *sampling.stop_token_ids}
+        return Completion(tuple(spans), FinishReason.STOP if stopped else FinishReason.LENGTH)
 
     async def begin_weight_update(self, policy_version: int) -> None:
         """See `RolloutEngine.begin_weight_update`."""
@@ -91,8 +126,8 @@ class FakeEngine(GatedEngine):
             raise WeightSyncError(f"the fake engine reads shared_memory buckets, not {bucket.medium}")
         buffer = map_segment(bucket.handle)
         verify_checksum(buffer, bucket)
-        for spec in bucket.tensors:
-            self._arriving[spec.name] = zlib.crc32(buffer[spec.offset_bytes : spec.offset_bytes + spec.size_bytes])
+        for slot in bucket.tensors:
+            self._arriving[slot.name] = zlib.crc32(buffer[slot.place])
 
     async def finish_weight_update(self) -> None:
         """Count the update and take its version over."""
@@ -100,3 +135,16 @@ class FakeEngine(GatedEngine):
         self.weight_checksums = self._arriving
         self.num_updates += 1
         self._end_update()
+
+
+def _tokens(script: Sequence[int], sampling: SamplingParams) -> Iterator[int]:
+    """Yield what the script says up to the first end token or `max_tokens`, filled up when it says too little."""
+    ends = {0, *sampling.stop_token_ids}
+    filler = VOCAB_SIZE - 1
+    padded = itertools.chain(script, itertools.repeat(filler))
+    for number, token in enumerate(itertools.islice(padded, sampling.max_tokens), 1):
+        if token in ends and number <= sampling.min_tokens:
+            token = filler
+        yield int(token)
+        if token in ends:
+            return

@@ -1,18 +1,106 @@
-"""What the engines share that answer requests by themselves: what they refuse, and a gate while weights come in."""
+"""What engines share that answer requests by themselves: checks, pausing, and the state of a weight update."""
 
 import asyncio
+import threading
 from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator
 from concurrent.futures import Future
+from contextlib import asynccontextmanager
+from typing import ClassVar
 
 import numpy as np
 
 from rlhf_data.errors import EngineError, WeightSyncError
-from rlhf_rollout.engines.requests import check_request
-from rlhf_rollout.protocols import Completion, SamplingParams
+from rlhf_rollout.engines.requests import check_request, deadline
+from rlhf_rollout.protocols import Completion, EngineHealth, PauseMode, SamplingParams, check_pause_mode
+
+
+class Gate:
+    """Holds requests back while it is closed and counts those inside. Usable from several event loops and threads.
+
+    Attributes:
+        num_waiting: requests in front of the gate.
+        num_inside: requests that have passed it and are not done.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._opening: Future[None] | None = None  # None while the gate is open
+        self._emptying: Future[None] | None = None
+        self.num_waiting = 0
+        self.num_inside = 0
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether requests are held back."""
+        return self._opening is not None
+
+    @asynccontextmanager
+    async def passing(self) -> AsyncIterator[None]:
+        """Wait until the gate is open, and count as inside for as long as the context lasts."""
+        with self._lock:
+            self.num_waiting += 1
+        try:
+            while not self._enter():
+                await self.opened()
+        finally:
+            with self._lock:
+                self.num_waiting -= 1
+        try:
+            yield
+        finally:
+            self._leave()
+
+    async def opened(self) -> None:
+        """Wait until the gate is open."""
+        while (opening := self._opening) is not None:
+            await _wait_for(opening)
+
+    async def emptied(self) -> None:
+        """Wait until no request is inside."""
+        with self._lock:
+            if not self.num_inside:
+                return
+            self._emptying = self._emptying or Future()
+            emptying = self._emptying
+        await _wait_for(emptying)
+
+    def close(self) -> None:
+        """Hold requests back from now on."""
+        with self._lock:
+            self._opening = self._opening or Future()
+
+    def open(self) -> None:
+        """Let requests pass."""
+        with self._lock:
+            opening, self._opening = self._opening, None
+        if opening is not None:
+            opening.set_result(None)
+
+    def _enter(self) -> bool:
+        with self._lock:
+            if self._opening is not None:
+                return False
+            self.num_inside += 1
+            return True
+
+    def _leave(self) -> None:
+        emptying = None
+        with self._lock:
+            self.num_inside -= 1
+            if not self.num_inside:
+                emptying, self._emptying = self._emptying, None
+        if emptying is not None:
+            emptying.set_result(None)
+
+
+async def _wait_for(future: "Future[None]") -> None:
+    # Shielded: a waiter that is cancelled must not cancel the future for the others.
+    await asyncio.shield(asyncio.wrap_future(future))
 
 
 class GatedEngine(ABC):
-    """A `RolloutEngine` but for its model: subclasses complete prompts and receive weights.
+    """A `RolloutEngine` except for its model: subclasses complete prompts and receive weights.
 
     Args:
         max_model_len: prompt and completion together, in tokens.
@@ -20,53 +108,86 @@ class GatedEngine(ABC):
         enable_sleep: allow `sleep`.
 
     Attributes:
+        pause_modes: the modes of `pause` that the engine has.
         policy_version: of the weights in force.
     """
+
+    pause_modes: ClassVar[tuple[PauseMode, ...]] = ("drain",)
 
     def __init__(self, *, max_model_len: int, vocab_size: int, enable_sleep: bool) -> None:
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
         self._enable_sleep = enable_sleep
-        self._opening: Future[None] | None = None  # held back are those that wait for it; of any event loop
-        self._num_in_flight = 0
+        self._gate = Gate()
         self._updating: int | None = None
         self._incomplete: str | None = None
-        self._asleep = self._closed = False
+        self._paused = False
+        self._asleep = False
+        self._closed = False
         self.policy_version = 0
 
     @abstractmethod
     async def _complete(self, token_ids: np.ndarray, sampling: SamplingParams) -> list[Completion]:
         """Return the completions of a request that can be generated."""
 
-    async def generate(self, token_ids: np.ndarray, sampling: SamplingParams) -> list[Completion]:
+    async def generate(
+        self, token_ids: np.ndarray, sampling: SamplingParams, *, timeout_s: float | None = None
+    ) -> list[Completion]:
         """See `RolloutEngine.generate`."""
-        if self._closed:
-            raise EngineError("the engine was closed")
+        self._check_usable()
         if self._asleep:
             raise EngineError("the engine sleeps", hint="await wake_up() before generate()")
         check_request(token_ids, sampling, max_model_len=self._max_model_len, vocab_size=self._vocab_size)
-        self._num_in_flight += 1
-        try:
-            while (opening := self._opening) is not None:
-                # Shielded: a waiter that is cancelled must not cancel the opening for the others.
-                await asyncio.shield(asyncio.wrap_future(opening))
+        async with deadline(timeout_s, "a generation request"), self._gate.passing():
+            self._check_usable()
             if self._incomplete:
                 raise EngineError(f"the engine's weights are incomplete: {self._incomplete}", hint="send all of them")
             return await self._complete(token_ids, sampling)
-        finally:
-            self._num_in_flight -= 1
+
+    async def pause(self, mode: PauseMode) -> None:
+        """See `RolloutEngine.pause`."""
+        check_pause_mode(mode, self.pause_modes, type(self).__name__)
+        self._paused = True
+        self._gate.close()
+        if mode == "drain":
+            await self._drain()
+
+    async def resume(self) -> None:
+        """See `RolloutEngine.resume`."""
+        self._paused = False
+        if self._updating is None:
+            self._gate.open()
+
+    async def health(self) -> EngineHealth:
+        """See `RolloutEngine.health`."""
+        self._check_usable()
+        return EngineHealth(
+            policy_version=self.policy_version,
+            num_in_flight=self._gate.num_waiting + self._gate.num_inside,
+            is_paused=self._gate.is_closed,
+            is_asleep=self._asleep,
+        )
 
     async def begin_weight_update(self, policy_version: int) -> None:
         """See `RolloutEngine.begin_weight_update`."""
-        self._opening = self._opening or Future()
+        self._gate.close()
+        try:
+            if not self._paused:
+                await self._drain()
+        except BaseException:
+            # A sender that gives up while requests drain must not leave the others waiting for its update.
+            if self._updating is None and not self._paused:
+                self._gate.open()
+            raise
         self._updating = policy_version
 
     async def sleep(self) -> None:
         """See `RolloutEngine.sleep`."""
         if not self._enable_sleep:
             raise EngineError("this engine cannot sleep", hint="build it with EngineSpec(enable_sleep=True)")
-        if self._num_in_flight:
-            raise EngineError(f"the engine cannot sleep with {self._num_in_flight} requests in flight")
+        num_in_flight = self._gate.num_waiting + self._gate.num_inside
+        if num_in_flight:
+            raise EngineError(f"the engine cannot sleep with {num_in_flight} requests in flight")
         self._asleep = True
 
     async def wake_up(self) -> None:
@@ -74,8 +195,17 @@ class GatedEngine(ABC):
         self._asleep = False
 
     async def close(self) -> None:
-        """See `RolloutEngine.close`."""
+        """See `RolloutEngine.close`: requests that wait fail."""
         self._closed = True
+        self._gate.open()
+
+    async def _drain(self) -> None:
+        """Wait until no request is being completed."""
+        await self._gate.emptied()
+
+    def _check_usable(self) -> None:
+        if self._closed:
+            raise EngineError("the engine was closed")
 
     def _check_updating(self) -> int:
         if self._updating is None:
@@ -83,10 +213,10 @@ class GatedEngine(ABC):
         return self._updating
 
     def _end_update(self, incomplete: str | None = None) -> None:
-        """Let requests through: with the new weights, or to be refused for what is `incomplete`."""
+        """Let requests through: with the new weights, or to be refused because the weights are `incomplete`."""
         if incomplete is None:
             self.policy_version = self._check_updating()
-        self._updating, self._incomplete = None, incomplete
-        opening, self._opening = self._opening, None
-        if opening is not None:
-            opening.set_result(None)
+        self._updating = None
+        self._incomplete = incomplete
+        if not self._paused:
+            self._gate.open()

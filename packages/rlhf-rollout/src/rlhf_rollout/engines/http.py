@@ -8,11 +8,12 @@ import numpy as np
 
 from rlhf_data.errors import EngineError
 from rlhf_data.records import FinishReason
-from rlhf_rollout.engines.requests import check_request, sample_seeds
-from rlhf_rollout.protocols import Completion, SamplingParams
+from rlhf_rollout.engines.requests import check_request, deadline, sample_seeds
+from rlhf_rollout.protocols import Completion, EngineHealth, PauseMode, SamplingParams, check_pause_mode
 
 _RETRIED_STATUS = (408, 429, 500, 502, 503, 504)
 _MAX_RETRY_WAIT_S = 30.0
+_HEALTH_TIMEOUT_S = 10.0
 
 
 class HttpEngine:
@@ -25,7 +26,7 @@ class HttpEngine:
         base_url: such as "http://host:8000" or "http://host:8000/v1".
         model: the name under which the server has the model.
         max_model_len: checked here before a request goes out, in tokens.
-        timeout_s: of one request, all of its samples included.
+        timeout_s: of one attempt at a request, all of its samples included.
         num_retries: after an error that may pass: no connection, a timeout, or status 408, 429 or 5xx.
         retry_wait_s: before the first retry; doubled for each further one, at most 30 s.
         policy_version: of the server's weights.
@@ -49,9 +50,11 @@ class HttpEngine:
         self._url = base_url.rstrip("/").removesuffix("/v1") + "/v1/completions"
         self._model = model
         self._max_model_len = max_model_len
+        self._timeout_s = timeout_s
         self._num_retries = num_retries
         self._retry_wait_s = retry_wait_s
         self._policy_version = policy_version
+        self._num_in_flight = 0
         self._client = httpx.AsyncClient(
             timeout=httpx.Timeout(timeout_s, connect=min(timeout_s, 10.0)),
             limits=httpx.Limits(max_connections=None),
@@ -59,10 +62,17 @@ class HttpEngine:
             transport=transport,
         )
 
-    async def generate(self, token_ids: np.ndarray, sampling: SamplingParams) -> list[Completion]:
-        """Return `sampling.num_samples` completions of one prompt. Raises EngineError."""
+    async def generate(
+        self, token_ids: np.ndarray, sampling: SamplingParams, *, timeout_s: float | None = None
+    ) -> list[Completion]:
+        """See `RolloutEngine.generate`; `timeout_s` covers all attempts."""
         check_request(token_ids, sampling, max_model_len=self._max_model_len)
-        answer = await self._post(self._request(token_ids, sampling))
+        self._num_in_flight += 1
+        try:
+            async with deadline(timeout_s, f"a request to {self._url}"):
+                answer = await self._post(self._request(token_ids, sampling))
+        finally:
+            self._num_in_flight -= 1
         choices = answer.get("choices")
         if not isinstance(choices, list) or len(choices) != sampling.num_samples:
             raise EngineError(f"{self._url} answered without {sampling.num_samples} choices: {_excerpt(answer)}")
@@ -99,7 +109,7 @@ class HttpEngine:
             raise EngineError(f"{self._url} answered {len(token_ids)} tokens with log-probs {_excerpt(logprobs)}")
         if reason not in tuple(FinishReason):
             raise EngineError(f"{self._url} ended a completion for the reason {reason!r}")
-        return Completion(token_ids, logprobs, FinishReason(reason), self._policy_version)
+        return Completion.single(token_ids, logprobs, FinishReason(reason), self._policy_version)
 
     async def _post(self, request: dict[str, Any]) -> dict[str, Any]:
         failure = ""
@@ -107,7 +117,11 @@ class HttpEngine:
             if attempt:
                 await asyncio.sleep(min(self._retry_wait_s * 2 ** (attempt - 1), _MAX_RETRY_WAIT_S))
             try:
-                response = await self._client.post(self._url, json=request)
+                async with asyncio.timeout(self._timeout_s):  # httpx's own limits each read alone
+                    response = await self._client.post(self._url, json=request)
+            except TimeoutError:
+                failure = f"no answer within {self._timeout_s:g} s"
+                continue
             except httpx.TransportError as error:
                 failure = f"{type(error).__name__}: {error}"
                 continue
@@ -124,6 +138,28 @@ class HttpEngine:
                 raise EngineError(f"{self._url} answered no JSON: {_excerpt(response.text)}") from error
         message = f"{self._url} failed {self._num_retries + 1} times; last: {failure}"
         raise EngineError(message, hint="is the server up and healthy?")
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Raise EngineError: a server's requests are not ours to hold."""
+        check_pause_mode(mode, (), "an HTTP engine")
+
+    async def resume(self) -> None:
+        """Do nothing: it is never paused."""
+
+    async def health(self) -> EngineHealth:
+        """Ask the server. Raises EngineError when it does not answer well within 10 s."""
+        url = self._url.removesuffix("/v1/completions") + "/health"
+        async with deadline(_HEALTH_TIMEOUT_S, f"a request to {url}"):
+            try:
+                response = await self._client.get(url)
+            except httpx.TransportError as error:
+                message = f"{url} does not answer: {type(error).__name__}: {error}"
+                raise EngineError(message, hint="is the server up?") from error
+        if not response.is_success:
+            raise EngineError(f"{url} answered with status {response.status_code}: {_excerpt(response.text)}")
+        return EngineHealth(
+            policy_version=self._policy_version, num_in_flight=self._num_in_flight, is_paused=False, is_asleep=False
+        )
 
     async def begin_weight_update(self, *_: Any) -> None:
         """Raise EngineError: a server's weights are not ours to change."""

@@ -1,4 +1,8 @@
-"""What every engine checks before it generates, and how one seed becomes a seed for each sample."""
+"""What every engine does with a request: checks, a deadline, and a seed for each sample."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import numpy as np
 
@@ -37,6 +41,19 @@ def check_request(
 
 
 def sample_seeds(seed: int, num_samples: int) -> list[int]:
-    """Return one 63-bit seed a sample, independent even where the requests' own seeds follow one another."""
+    """Return one 63-bit seed per sample, independent even where the requests' own seeds follow one another."""
     state = np.random.SeedSequence(seed & (2**64 - 1)).generate_state(num_samples, np.uint64)
     return [int(value) >> 1 for value in state]
+
+
+@asynccontextmanager
+async def deadline(timeout_s: float | None, what: str) -> AsyncIterator[None]:
+    """End the context with EngineError when it lasts longer than `timeout_s`; None is no deadline."""
+    try:
+        async with asyncio.timeout(timeout_s) as timer:
+            yield
+    except TimeoutError as error:
+        if not timer.expired():
+            raise
+        message = f"{what} took longer than {timeout_s:g} s"
+        raise EngineError(message, hint="the engine hangs or is overloaded; or raise its deadline") from error

@@ -1,5 +1,6 @@
 """What to generate with, and the kinds of engines; each is imported only when it is built."""
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -35,7 +36,11 @@ class EngineSpec:
         seed: of the completions that bring no seed of their own.
         weight_transfer: how new weights arrive.
         base_url: of the server, for "http" only.
-        request_timeout_s: of one HTTP request, for "http" only.
+        request_timeout_s: deadline of one request, all of its samples included.
+        control_timeout_s: deadline of one control call, such as the transfer of one bucket of weights. A call that
+            waits until the requests in flight are done has `request_timeout_s` in addition.
+        health_timeout_s: deadline of a health check.
+        start_timeout_s: deadline of the engine's start in another process.
     """
 
     model: str
@@ -54,7 +59,10 @@ class EngineSpec:
     seed: int = 0
     weight_transfer: Literal["shared_memory", "ipc"] = "shared_memory"
     base_url: str | None = None
-    request_timeout_s: float = 600.0
+    request_timeout_s: float = 1800.0
+    control_timeout_s: float = 600.0
+    health_timeout_s: float = 30.0
+    start_timeout_s: float = 1800.0
 
     def __post_init__(self) -> None:
         if self.dtype not in _DTYPES:
@@ -64,6 +72,9 @@ class EngineSpec:
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "tensor_parallel_size"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        for name in ("request_timeout_s", "control_timeout_s", "health_timeout_s", "start_timeout_s"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be positive and finite")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ConfigError(f"gpu_memory_utilization is {self.gpu_memory_utilization}; it must lie in (0, 1]")
         if self.weight_transfer == "ipc" and self.tensor_parallel_size > 1:

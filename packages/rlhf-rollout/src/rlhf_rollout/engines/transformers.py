@@ -78,7 +78,7 @@ class TransformersEngine(GatedEngine):
                 step_ids = chosen[:, None]
             rows = [torch.stack(tokens, 1).cpu(), torch.stack(logprobs, 1).cpu(), lengths.tolist(), running.tolist()]
             return [
-                Completion(
+                Completion.single(
                     row_tokens[:length],
                     row_logprobs[:length],
                     FinishReason.LENGTH if unfinished else FinishReason.STOP,
@@ -87,19 +87,23 @@ class TransformersEngine(GatedEngine):
                 for row_tokens, row_logprobs, length, unfinished in zip(*rows, strict=True)
             ]
 
-    async def begin_weight_update(self, policy_version: int) -> None:
-        """See `RolloutEngine.begin_weight_update`: a request that runs ends on the old weights."""
-        await super().begin_weight_update(policy_version)
+    async def _drain(self) -> None:
+        await super()._drain()
+        # The thread of a cancelled request runs to its end.
         await asyncio.to_thread(self._lock.acquire)
         self._lock.release()
+
+    async def begin_weight_update(self, policy_version: int) -> None:
+        """See `RolloutEngine.begin_weight_update`."""
+        await super().begin_weight_update(policy_version)
         self._received = set()
 
     async def receive_weights(self, bucket: WeightBucket) -> None:
         """Copy the bucket's weights into the model."""
         self._check_updating()
         try:
-            for spec in bucket.tensors:
-                check_tensor(spec, self._shapes.get(spec.name), self._shapes)
+            for slot in bucket.tensors:
+                check_tensor(slot, self._shapes.get(slot.name), self._shapes)
             for name, tensor in self._reader.read(bucket):
                 self._parameters[name].data.copy_(tensor)
                 self._received.add(name)

@@ -13,7 +13,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rlhf_data.errors import ConfigError, EngineError
-from rlhf_rollout.ray_actors import EngineActor, RewardModelActor, plain_errors
+from rlhf_rollout.ray_actors import RemoteEngine, RewardModelActor, plain_errors
 from rlhf_train.online.job import OnlineJob
 from rlhf_train.online.placement import GroupPlan, PlacementPlan
 from rlhf_train.online.ray_actors import RankActor
@@ -115,7 +115,7 @@ def start_processes(job: OnlineJob, reserved: PlacementGroup) -> Processes:
 
 def start_engines(job: OnlineJob, reserved: PlacementGroup) -> list[Any]:
     """Start the generation engines; return their handles at once, while they load."""
-    return _start(EngineActor, job.plan, job.plan.engines, reserved, "vllm", job.engine, max_concurrency=1024)
+    return _start(RemoteEngine, job.plan, job.plan.engines, reserved, "vllm", job.engine)
 
 
 def start_scorers(job: OnlineJob, reserved: PlacementGroup) -> list[list[Any]]:
@@ -127,14 +127,15 @@ def start_scorers(job: OnlineJob, reserved: PlacementGroup) -> list[list[Any]]:
         return []
     options = {"dtype": job.engine.dtype, "attn_implementation": "auto", "device": job.plan.device}
     options |= {"batch_size": job.reward.batch_size, "normalize": job.reward.normalize_models}
-    return [_start(RewardModelActor, job.plan, group, reserved, path, parts=len(models), **options) for path in models]
+    scorer = ray.remote(RewardModelActor)
+    return [_start(scorer, job.plan, group, reserved, path, parts=len(models), **options) for path in models]
 
 
 def start_workers(job: OnlineJob, reserved: PlacementGroup) -> list[RankSet]:
     """Start the training groups; return them at once, while they load."""
     groups = []
     for group in job.plan.groups:
-        workers = RankSet(group, _start(RankActor, job.plan, group, reserved))
+        workers = RankSet(group, _start(ray.remote(RankActor), job.plan, group, reserved))
         master = wait([workers.handles[0].master_address.remote()])[0] if group.num_ranks > 1 else None
         models = {role: job.models[role] for role in group.roles}
         ranks = range(group.num_ranks)
@@ -144,13 +145,12 @@ def start_workers(job: OnlineJob, reserved: PlacementGroup) -> list[RankSet]:
 
 
 def _start(
-    actor: type,
+    actor: Any,
     plan: PlacementPlan,
     group: GroupPlan,
     reserved: PlacementGroup,
     *args: Any,
     parts: int = 1,
-    max_concurrency: int | None = None,
     **kwargs: Any,
 ) -> list[Any]:
     """Start `actor` in each place of a group, as one of the `parts` processes that a place is split into."""
@@ -159,10 +159,9 @@ def _start(
         options = {
             "num_cpus": _part(1.0, parts),
             "num_gpus": _part(plan.gpu_share(group, rank), parts),
-            "max_concurrency": max_concurrency,
             "scheduling_strategy": PlacementGroupSchedulingStrategy(reserved, placement_group_bundle_index=bundle),
         }
-        handles.append(ray.remote(actor).options(**options).remote(*args, **kwargs))
+        handles.append(actor.options(**options).remote(*args, **kwargs))
     return handles
 
 

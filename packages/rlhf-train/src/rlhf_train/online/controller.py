@@ -79,7 +79,7 @@ class PlacedRun:
         self._observer = observer
         self._started = started
         self._timeline = Timeline()
-        engines = [RayEngine(handle) for handle in processes.engines]
+        engines = [RayEngine(handle, job.engine) for handle in processes.engines]
         self._generation = Generation(job, engines, reward, self._timeline, observer, self._wake_engines)
         self._shaper = shaper
         self._sampler = EpochSampler(len(job.prompts), job.batch.rollout_batch_size, seed=job.seed)

@@ -2,17 +2,20 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rlhf_data.errors import EngineError
 from rlhf_data.records import Prompt, RolloutGroup
 from rlhf_models.loading import load_tokenizer
+from rlhf_rollout.agents import SingleTurn
 from rlhf_rollout.generator import GenerationCounts, GroupResult, PromptSupply, generate_groups
 from rlhf_rollout.protocols import RewardFunction, RolloutEngine, SamplingParams
 from rlhf_rollout.ray_actors import RayScorer
 from rlhf_rollout.rewards.mix import build_reward
 from rlhf_rollout.rewards.model import ModelReward
+from rlhf_rollout.router import EngineRouter
 from rlhf_train.online.job import OnlineJob
 from rlhf_train.run.observer import Observer
 from rlhf_train.run.timeline import Timeline
@@ -58,7 +61,7 @@ class Generation:
         self._make_ready = make_ready
         self._loop = asyncio.Runner()
         tokenizer = load_tokenizer(job.engine.tokenizer or job.engine.model)
-        self._decode = lambda token_ids: tokenizer.decode(token_ids, skip_special_tokens=True)
+        self._decode = partial(tokenizer.decode, skip_special_tokens=True)
 
     def run(
         self, prompts: Iterable[Prompt], sampling: SamplingParams, prefix: str, *, seed_key: str | None = None
@@ -74,12 +77,11 @@ class Generation:
         async def collect() -> list[GroupResult]:
             stream = generate_groups(
                 prompts,
-                self.engines,
+                SingleTurn(EngineRouter(self.engines), self._decode),
                 sampling,
                 self._reward,
                 max_in_flight=self._max_in_flight,
                 group_id_prefix=prefix,
-                decode=self._decode,
                 seed_key=seed_key,
                 counts=counts,
                 settle=prompts.settle if isinstance(prompts, PromptSupply) else None,

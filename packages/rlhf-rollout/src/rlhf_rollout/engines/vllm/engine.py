@@ -11,9 +11,9 @@ import numpy as np
 
 from rlhf_data.errors import ConfigError, EngineError, RlhfError, WeightSyncError
 from rlhf_rollout.engines.model_files import cpu_kv_cache_bytes, end_token_ids, read_config, resolve_model_dir
-from rlhf_rollout.engines.requests import check_request
+from rlhf_rollout.engines.requests import check_request, deadline
 from rlhf_rollout.engines.spec import EngineSpec
-from rlhf_rollout.protocols import Completion, SamplingParams
+from rlhf_rollout.protocols import Completion, EngineHealth, PauseMode, SamplingParams, check_pause_mode
 from rlhf_rollout.weight_sync.bucket import WeightBucket
 
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2}
@@ -55,7 +55,9 @@ class VllmEngine:
         self._updating: int | None = None
         self._incomplete: str | None = None
         self._asleep = False
+        self._paused = False
         try:
+            # Imports vLLM.
             from rlhf_rollout.engines.vllm.loop import StepLoop
 
             self._loop = StepLoop(
@@ -70,90 +72,63 @@ class VllmEngine:
         except Exception as error:
             raise EngineError(f"vLLM does not start with {spec.model}: {error}", hint=_start_hint(error)) from error
 
-    async def generate(self, token_ids: np.ndarray, sampling: SamplingParams) -> list[Completion]:
-        """Return `sampling.num_samples` completions of one prompt; while weights are updated, it waits for them. Raises
-        EngineError when the request does not fit the model, or the engine sleeps, has failed, or has incomplete
-        weights."""
-        self._check_alive()
-        if self._asleep:
-            raise EngineError("the engine sleeps", hint="await wake_up() before generate()")
-        if self._incomplete and self._updating is None:
-            raise EngineError(f"the engine's weights are incomplete: {self._incomplete}", hint="send all of them")
+    async def generate(
+        self, token_ids: np.ndarray, sampling: SamplingParams, *, timeout_s: float | None = None
+    ) -> list[Completion]:
+        """See `RolloutEngine.generate`. Raises EngineError also while the engine sleeps or has incomplete weights."""
         check_request(token_ids, sampling, max_model_len=self._spec.max_model_len, vocab_size=self._vocab_size)
         job = self._loop.submit([int(token) for token in token_ids], sampling)
         try:
-            return await asyncio.wrap_future(job.future)
-        except asyncio.CancelledError:
+            async with deadline(timeout_s, "a generation request"):
+                return await asyncio.wrap_future(job.future)
+        except (asyncio.CancelledError, EngineError):
             self._loop.abort(job)
             raise
 
+    async def pause(self, mode: PauseMode) -> None:
+        """See `RolloutEngine.pause`: with "keep" the sequences in flight are prefilled again under new weights."""
+        check_pause_mode(mode)
+        await self._call(lambda core: self._pause(core, mode), drain=mode == "drain")
+
+    async def resume(self) -> None:
+        """See `RolloutEngine.resume`."""
+        await self._call(self._resume)
+
+    async def health(self) -> EngineHealth:
+        """See `RolloutEngine.health`. It answers between two steps, so it shows that the engine steps."""
+        return await self._call(lambda core: self._health())
+
     async def begin_weight_update(self, policy_version: int) -> None:
-        """Let what is in flight finish on the old weights, hold new requests back, and get ready for buckets."""
-        self._check_alive()
-        if self._asleep:
-            raise WeightSyncError("the engine sleeps", hint="await wake_up() before a weight update")
-        await self._call(self._begin, drain=True)
-        self._updating = policy_version
+        """See `RolloutEngine.begin_weight_update`. Raises WeightSyncError while the engine sleeps."""
+        await self._call(lambda core: self._begin(core, policy_version), drain=True)
 
     async def receive_weights(self, bucket: WeightBucket) -> None:
-        """Load one bucket; the sender may reuse its buffer once this returns. Raises WeightSyncError when no update has
-        begun, or the bucket does not fit the model. The update is then over, and the engine generates nothing until a
-        complete one has come."""
-        self._check_updating()
-        try:
-            await self._call(
-                lambda core: core.collective_rpc("update_weights", kwargs={"update_info": {"bucket": bucket}})
-            )
-        except Exception as error:
-            self._updating = None
-            self._incomplete = str(error).partition("\n")[0]
-            await self._call(lambda core: core.collective_rpc("rlhf_abandon_weight_update"))
-            await self._call(self._release)
-            if isinstance(error, WeightSyncError):
-                raise
-            message = f"vLLM could not load a bucket of weights: {type(error).__name__}: {error}"
-            raise WeightSyncError(message) from error
+        """Load one bucket; the sender may reuse its buffer once this returns.
+
+        Raises WeightSyncError when no update has begun, or the bucket does not fit the model. The update is then over,
+        and the engine refuses requests until a complete one has come.
+        """
+        await self._call(lambda core: self._receive(core, bucket))
 
     async def finish_weight_update(self) -> None:
-        """Put the weights in force, forget cached prefixes, and generate on as the new policy version. Raises
-        WeightSyncError when weights did not come; the engine generates nothing until a complete update."""
-        self._check_updating()
-        try:
-            missing = await self._call(_finish)
-        except Exception as error:
-            self._incomplete = f"the last update failed: {error}"
-            raise WeightSyncError(f"vLLM could not put the new weights in force: {error}") from error
-        finally:
-            version, self._updating = self._updating, None
-        self._incomplete = None
-        if missing:
-            names = ", ".join(missing[:5]) + (" ..." if len(missing) > 5 else "")
-            self._incomplete = f"{len(missing)} did not come in the last update ({names})"
-        else:
-            self._loop.policy_version = version or 0
-        await self._call(self._release)
-        if missing:
-            raise WeightSyncError(f"weights missing: {self._incomplete}", hint="send every weight in each update")
+        """Put the weights in force, forget cached prefixes, and generate as the new policy version.
+
+        Raises WeightSyncError when weights did not come; the engine refuses requests until a complete update.
+        """
+        await self._call(self._finish)
 
     async def sleep(self) -> None:
         """Free the GPU's memory (weights to the host, KV cache dropped); on a CPU only stop and drop cached prefixes.
-        Raises EngineError when the engine was built without `enable_sleep`, or requests are in flight."""
-        self._check_alive()
+
+        Raises EngineError when the engine was built without `enable_sleep`, or requests are in flight.
+        """
         if not self._spec.enable_sleep:
             raise EngineError("this engine cannot sleep", hint="build it with EngineSpec(enable_sleep=True)")
-        if self._asleep:
-            return
-        if self._loop.num_in_flight:
-            raise EngineError(f"the engine cannot sleep with {self._loop.num_in_flight} sequences in flight")
-        self._asleep = True
-        await self._call(self._fall_asleep, drain=True)
+        await self._call(self._fall_asleep)
 
     async def wake_up(self) -> None:
         """Take the memory back; the weights are those from before `sleep`."""
-        self._check_alive()
-        if self._asleep:
-            await self._call(lambda core: core.wake_up(None if self._on_gpu else ["scheduling"]))
-            self._asleep = False
+        await self._call(self._wake_up)
 
     async def close(self) -> None:
         """End the stepping thread and free the model; what is in flight fails."""
@@ -162,38 +137,112 @@ class VllmEngine:
     async def _call(self, function: Callable[[Any], Any], *, drain: bool = False) -> Any:
         return await asyncio.wrap_future(self._loop.call(function, drain=drain))
 
-    def _begin(self, core: Any) -> None:
-        self._loop.holding = True
-        if self._updating is not None:
-            # The sender of an earlier update went away: make the layers whole before they are opened again.
-            self._incomplete = "an update was begun and never finished"
-            core.collective_rpc("finish_weight_update")
-        core.collective_rpc("start_weight_update")
+    # -- on the stepping thread, which alone changes the engine's state ------------------------------------------------
 
-    def _release(self, core: Any) -> None:
-        if not core.reset_prefix_cache() and self._spec.enable_prefix_caching:
-            raise EngineError("vLLM kept prefixes that the old weights computed")
-        self._loop.holding = False
-        if self._incomplete:
-            self._loop.fail_waiting(f"the engine's weights are incomplete: {self._incomplete}")
+    def _pause(self, core: Any, mode: PauseMode) -> None:
+        self._paused = True
+        self._loop.holding = True
+        if mode == "keep":
+            self._loop.freeze(core)
+        elif mode == "restart":
+            self._loop.restart(core)
+
+    def _resume(self, core: Any) -> None:
+        self._paused = False
+        self._loop.unfreeze(core)
+        self._loop.holding = self._updating is not None
+
+    def _health(self) -> EngineHealth:
+        return EngineHealth(
+            policy_version=self._loop.policy_version,
+            num_in_flight=self._loop.num_in_flight,
+            is_paused=self._loop.holding,
+            is_asleep=self._asleep,
+        )
+
+    def _begin(self, core: Any, policy_version: int) -> None:
+        if self._asleep:
+            raise WeightSyncError("the engine sleeps", hint="await wake_up() before a weight update")
+        self._loop.holding = True
+        was_updating = self._updating is not None
+        self._updating = policy_version
+        try:
+            if was_updating:
+                # The sender of an earlier update went away: make the layers whole before they are opened again.
+                self._incomplete = "an update was begun and never finished"
+                core.collective_rpc("finish_weight_update")
+            core.collective_rpc("start_weight_update")
+        except Exception as error:
+            self._end_update(core, f"an update could not begin: {error}")
+            raise WeightSyncError(f"vLLM could not begin a weight update: {error}") from error
+        self._loop.refusal = None  # requests wait for the update
+
+    def _receive(self, core: Any, bucket: WeightBucket) -> None:
+        self._check_updating()
+        try:
+            core.collective_rpc("update_weights", kwargs={"update_info": {"bucket": bucket}})
+        except Exception as error:
+            try:
+                core.collective_rpc("rlhf_abandon_weight_update")
+            finally:
+                self._end_update(core, str(error).partition("\n")[0])
+            if isinstance(error, WeightSyncError):
+                raise
+            message = f"vLLM could not load a bucket of weights: {type(error).__name__}: {error}"
+            raise WeightSyncError(message) from error
+
+    def _finish(self, core: Any) -> None:
+        version = self._check_updating()
+        try:
+            core.collective_rpc("finish_weight_update")
+            missing = sorted({name for names in core.collective_rpc("rlhf_missing_weights") for name in names})
+        except Exception as error:
+            self._end_update(core, f"the last update failed: {error}")
+            raise WeightSyncError(f"vLLM could not put the new weights in force: {error}") from error
+        if missing:
+            names = ", ".join(missing[:5]) + (" ..." if len(missing) > 5 else "")
+            self._end_update(core, f"{len(missing)} did not come in the last update ({names})")
+            raise WeightSyncError(f"weights missing: {self._incomplete}", hint="send every weight in each update")
+        self._loop.advance(version)
+        self._end_update(core, None)
+
+    def _end_update(self, core: Any, incomplete: str | None) -> None:
+        """Let requests go on: with the new weights, or to be refused because the weights are `incomplete`."""
+        self._updating = None
+        # Frozen sequences are preempted, so that the new weights compute their keys and values again.
+        is_reset = core.reset_prefix_cache(self._loop.has_samples)
+        if not is_reset and self._spec.enable_prefix_caching:
+            incomplete = incomplete or "vLLM kept prefixes that the old weights computed"
+        self._incomplete = incomplete
+        self._loop.holding = self._paused
+        self._loop.refusal = None
+        if incomplete:
+            self._loop.refuse(core, f"the engine's weights are incomplete: {incomplete}", "send all of them")
 
     def _fall_asleep(self, core: Any) -> None:
+        if self._asleep:
+            return
+        if self._loop.num_in_flight:
+            raise EngineError(f"the engine cannot sleep with {self._loop.num_in_flight} sequences in flight")
+        self._loop.settle(core)
         core.reset_prefix_cache()
         core.sleep(1 if self._on_gpu else 0)
+        self._asleep = True
+        self._loop.refuse(core, "the engine sleeps", "await wake_up() before generate()")
 
-    def _check_alive(self) -> None:
-        if self._loop.failure is not None:
-            raise EngineError(self._loop.failure)
+    def _wake_up(self, core: Any) -> None:
+        if not self._asleep:
+            return
+        core.wake_up(None if self._on_gpu else ["scheduling"])
+        self._asleep = False
+        self._loop.refusal = None
+        if self._incomplete:
+            self._loop.refuse(core, f"the engine's weights are incomplete: {self._incomplete}", "send all of them")
 
-    def _check_updating(self) -> None:
-        self._check_alive()
+    def _check_updating(self) -> int:
         if self._updating is None:
             raise WeightSyncError("no weight update has begun")
-
-
-def _finish(core: Any) -> list[str]:
-    core.collective_rpc("finish_weight_update")
-    return sorted({name for names in core.collective_rpc("rlhf_missing_weights") for name in names})
+        return self._updating
 
 
 def _check_visible_gpus(num_gpus: int) -> None:

@@ -1,4 +1,4 @@
-"""The thread that owns a vLLM engine core: it admits requests, steps, and runs what must not run beside a step."""
+"""The thread that owns a vLLM engine core: it admits requests, steps, and runs control calls between two steps."""
 
 import queue
 import threading
@@ -16,7 +16,7 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine import FinishReason as VllmFinishReason
 
 from rlhf_data.errors import EngineError
-from rlhf_data.records import FinishReason
+from rlhf_data.records import FinishReason, Span, SpanSource
 from rlhf_rollout.engines.requests import sample_seeds
 from rlhf_rollout.protocols import Completion, SamplingParams
 
@@ -37,7 +37,7 @@ def _uncancellable() -> "Future[Any]":
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """One `generate` call: a prompt, and the completions of it that there are by the number of their sample."""
+    """One `generate` call: a prompt, and the completions that are done by the number of their sample."""
 
     prompt: list[int]
     sampling: SamplingParams
@@ -48,12 +48,21 @@ class Job:
 
 @dataclass(slots=True)
 class _Sample:
-    """One sequence in flight."""
+    """One sequence in flight: the spans that earlier weights wrote, and what the weights in force have written."""
 
     job: Job
     index: int
+    spans: list[Span] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+
+    def end_span(self, policy_version: int) -> None:
+        """Put what was written since the last span into a span of its own."""
+        if self.token_ids or not self.spans:
+            logprobs = self.logprobs[: len(self.token_ids)]
+            self.spans.append(Span(SpanSource.POLICY, self.token_ids, logprobs, policy_version))
+        self.token_ids = []
+        self.logprobs = []
 
 
 class StepLoop:
@@ -70,8 +79,12 @@ class StepLoop:
 
     Attributes:
         failure: why the engine can no longer generate; None while it is healthy.
-        holding: whether requests that have come wait; only functions that run through `call` change it.
-        policy_version: of the completions that end from now on.
+        holding: whether requests that have not started wait.
+        frozen: whether the requests in flight stay where they are.
+        refusal: message and hint with which new requests are rejected at once; None while they are accepted.
+        policy_version: of the tokens that are drawn from now on.
+
+    Only functions that run through `call` change `holding`, `frozen` and `refusal`.
     """
 
     def __init__(
@@ -94,8 +107,12 @@ class StepLoop:
         self._numbers = count()
         self._greedy_batch = False
         self._closing = False
+        self._lock = threading.Lock()
+        self._ended = False
         self.failure: str | None = None
         self.holding = False
+        self.frozen = False
+        self.refusal: tuple[str, str] | None = None
         self.policy_version = 0
         started: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, args=(build, started), name="vllm-steps", daemon=True)
@@ -104,39 +121,102 @@ class StepLoop:
 
     @property
     def num_in_flight(self) -> int:
-        """Sequences that are being decoded or wait to be."""
+        """Sequences that are decoded or wait; only for functions that run through `call`."""
         return len(self._samples) + sum(job.sampling.num_samples for job in self._waiting)
 
     def submit(self, prompt: list[int], sampling: SamplingParams) -> Job:
         """Queue a job and return it; its future resolves when all of its samples are done."""
         job = Job(prompt, sampling)
-        self._inbox.put(lambda: self._queue(self._waiting, job, job.future))
+        self._send(lambda: self._take_job(job))
         return job
 
     def abort(self, job: Job) -> None:
         """Give a job up."""
-        self._inbox.put(lambda: self._abort(job))
+        self._send(lambda: self._abort(job))
 
     def call(self, function: Callable[[Any], Any], *, drain: bool) -> "Future[Any]":
-        """Run `function(core)` between two steps; with `drain` once the requests in flight have finished, while those
-        that come later wait."""
+        """Run `function(core)` between two steps and return what it returns.
+
+        With `drain` it runs once the requests in flight have finished, unless they are frozen; requests that come later
+        wait for it.
+        """
         future = _uncancellable()
         if drain:
-            self._inbox.put(lambda: self._queue(self._calls, (function, future), future))
+            self._send(lambda: self._queue(self._calls, (function, future), future))
         else:
-            self._inbox.put(lambda: self._perform(function, future))
+            self._send(lambda: self._perform(function, future))
         return future
+
+    def _send(self, action: Callable[[], None]) -> None:
+        """Let the thread run an action; once it has ended, every action only tells its caller why."""
+        with self._lock:
+            if not self._ended:
+                self._inbox.put(action)
+                return
+        action()
 
     def close(self) -> None:
         """End the thread; whatever is in flight fails."""
-        if self._thread.is_alive():
-            self._inbox.put(lambda: setattr(self, "_closing", True))
-            self._thread.join(timeout=60)
+        self._send(lambda: setattr(self, "_closing", True))
+        self._thread.join(timeout=60)
 
-    def fail_waiting(self, reason: str) -> None:
-        """Reject the requests that have not started; only for functions that run through `call`."""
-        while self._waiting:
-            _reject(self._waiting.popleft().future, EngineError(reason))
+    # -- for functions that run through `call` -----------------------------------------------------------------------
+
+    def refuse(self, core: Any, message: str, hint: str) -> None:
+        """Reject all requests, started or not, and those that come until `refusal` is None again."""
+        self.refusal = (message, hint)
+        core.abort_requests(list(self._samples))
+        self._reject_all(EngineError(message, hint=hint))
+
+    def settle(self, core: Any) -> None:
+        """Let the batch that async scheduling has begun ahead of the last finished request run out."""
+        inner = core.engine_core
+        for _ in range(_MAX_SETTLING_STEPS):
+            if not inner.batch_queue and not inner.scheduler.has_requests():
+                return
+            core.get_output()
+
+    def freeze(self, core: Any) -> None:
+        """Stop stepping and let requests in flight keep what they have written."""
+        self.holding = True
+        self.frozen = True
+        inner = core.engine_core
+        inner.pause_scheduler("keep", clear_cache=False)
+        # With async scheduling a batch is under way whose tokens the weights in force draw: they belong to this span.
+        for _ in range(_MAX_SETTLING_STEPS):
+            if not inner.batch_queue:
+                break
+            self._take_outputs(core.get_output())
+
+    def restart(self, core: Any) -> None:
+        """Stop stepping, and queue requests in flight again from their beginning; finished samples stay."""
+        self.freeze(core)
+        core.abort_requests(list(self._samples))
+        jobs = list(dict.fromkeys(sample.job for sample in self._samples.values()))
+        self._samples.clear()
+        for job in reversed(jobs):
+            job.request_ids.clear()
+            self._waiting.appendleft(job)
+
+    def unfreeze(self, core: Any) -> None:
+        """Step again."""
+        if self.frozen:
+            core.engine_core.resume_scheduler()
+        self.frozen = False
+
+    def advance(self, policy_version: int) -> None:
+        """Let what is drawn from now on belong to new weights."""
+        for sample in self._samples.values():
+            if sample.token_ids:
+                sample.end_span(self.policy_version)
+        self.policy_version = policy_version
+
+    @property
+    def has_samples(self) -> bool:
+        """Whether sequences are in the core, frozen or not."""
+        return bool(self._samples)
+
+    # -- the thread --------------------------------------------------------------------------------------------------
 
     def _run(self, build: Callable[[], Any], started: "Future[None]") -> None:
         try:
@@ -154,24 +234,31 @@ class StepLoop:
         healthy = self.failure is None
         self.failure = self.failure or "the engine was closed"
         self._fail_all(self.failure)
+        with self._lock:
+            self._ended = True
         while not self._inbox.empty():
             self._inbox.get()()
         if healthy:
             self._core.shutdown()
 
     def _cycle(self) -> None:
-        self._receive(block=not self._samples and not self._can_admit())
+        self._receive(block=not self._has_work())
         if self._closing:
             return
-        while self._calls and not self._samples:
-            _settle(self._core)
+        while self._calls and self._is_still():
+            if not self._samples:
+                self.settle(self._core)
             self._perform(*self._calls.popleft())
         self._admit()
-        if self._samples:
-            self._step()
+        if not self._is_still():
+            self._take_outputs(self._core.get_output())
 
-    def _can_admit(self) -> bool:
-        return bool(self._calls) or (bool(self._waiting) and not self.holding)
+    def _is_still(self) -> bool:
+        """Whether no request in flight advances."""
+        return self.frozen or not self._samples
+
+    def _has_work(self) -> bool:
+        return not self._is_still() or bool(self._calls) or (bool(self._waiting) and not self.holding)
 
     def _receive(self, *, block: bool) -> None:
         """Take in what has come; when idle, wait for it, and a moment longer for its companions."""
@@ -186,6 +273,13 @@ class StepLoop:
                     return
         while not self._inbox.empty():
             self._inbox.get()()
+
+    def _take_job(self, job: Job) -> None:
+        if self.failure is None and self.refusal is not None:
+            message, hint = self.refusal
+            _reject(job.future, EngineError(message, hint=hint))
+        else:
+            self._queue(self._waiting, job, job.future)
 
     def _queue(self, line: deque[Any], item: Any, future: "Future[Any]") -> None:
         if self.failure is None:
@@ -226,6 +320,8 @@ class StepLoop:
             seeds = self._rng.integers(1 << 62, size=num_samples).tolist()
         params = None
         for index, seed in enumerate(seeds):
+            if index in job.completions:  # of a job that was restarted
+                continue
             if params is None or seed is not None:
                 params = self._params(sampling, seed)
             request_id = str(next(self._numbers))
@@ -258,9 +354,9 @@ class StepLoop:
             detokenize=False,
         )
 
-    def _step(self) -> None:
+    def _take_outputs(self, outputs: Any) -> None:
         samples = self._samples
-        for output in self._core.get_output().outputs:
+        for output in outputs.outputs:
             sample = samples.get(output.request_id)
             if sample is None:
                 continue
@@ -277,10 +373,8 @@ class StepLoop:
             self._abort(job)
             _reject(job.future, EngineError(f"vLLM gave a request up: {reason}"))
             return
-        logprobs = sample.logprobs[: len(sample.token_ids)]
-        job.completions[sample.index] = Completion(
-            sample.token_ids, logprobs, _FINISH_REASONS[reason], self.policy_version
-        )
+        sample.end_span(self.policy_version)
+        job.completions[sample.index] = Completion(tuple(sample.spans), _FINISH_REASONS[reason])
         if len(job.completions) == job.sampling.num_samples and not job.future.done():
             job.future.set_result([completion for _, completion in sorted(job.completions.items())])
 
@@ -291,11 +385,14 @@ class StepLoop:
         if request_ids and self.failure is None:
             self._core.abort_requests(request_ids)
 
-    def _fail_all(self, reason: str) -> None:
+    def _reject_all(self, error: EngineError) -> None:
         for job in [*(sample.job for sample in self._samples.values()), *self._waiting]:
-            _reject(job.future, EngineError(reason))
+            _reject(job.future, error)
         self._samples.clear()
         self._waiting.clear()
+
+    def _fail_all(self, reason: str) -> None:
+        self._reject_all(EngineError(reason))
         while self._calls:
             _reject(self._calls.popleft()[1], EngineError(reason))
 
@@ -303,12 +400,3 @@ class StepLoop:
 def _reject(future: "Future[Any]", error: BaseException) -> None:
     if not future.done():
         future.set_exception(error)
-
-
-def _settle(core: Any) -> None:
-    """Let the batch that async scheduling has begun ahead of the last finished request run out."""
-    inner = core.engine_core
-    for _ in range(_MAX_SETTLING_STEPS):
-        if not inner.batch_queue and not inner.scheduler.has_requests():
-            return
-        core.get_output()

@@ -1,0 +1,24 @@
+"""The Protocol of a workflow."""
+
+from typing import Protocol
+
+from rlhf_data.records import Episode, Prompt
+from rlhf_rollout.protocols import SamplingParams
+from rlhf_rollout.router import EngineRouter
+
+
+class Workflow(Protocol):
+    """Turns a prompt into episodes; `run` may be called many times at once.
+
+    Attributes:
+        router: answers the workflow's requests.
+    """
+
+    router: EngineRouter
+
+    async def run(self, prompt: Prompt, sampling: SamplingParams, group_id: str) -> tuple[Episode, ...]:
+        """Return `sampling.num_samples` episodes of one prompt, without verdicts.
+
+        Their ids begin with `group_id`, which is unique in a run. Raises EngineError when an episode cannot be
+        finished: a group is whole or failed.
+        """

@@ -1,0 +1,40 @@
+"""One prompt, one answer."""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from rlhf_data.records import Episode, Prompt, Rollout, Span, SpanSource
+from rlhf_rollout.protocols import SamplingParams
+from rlhf_rollout.router import EngineRouter
+
+Decode = Callable[[np.ndarray], str]
+
+
+class SingleTurn:
+    """A `Workflow` of one turn: an episode is one rollout, the prompt and the policy's answer to it.
+
+    All samples of a prompt are one request, so that the engine computes the prompt once.
+
+    Args:
+        router: answers the requests.
+        decode: the text of an answer from its token ids [n], a stop token included.
+        timeout_s: deadline of each request; None for the engine's own.
+    """
+
+    def __init__(self, router: EngineRouter, decode: Decode, *, timeout_s: float | None = None) -> None:
+        self.router = router
+        self._decode = decode
+        self._timeout_s = timeout_s
+
+    async def run(self, prompt: Prompt, sampling: SamplingParams, group_id: str) -> tuple[Episode, ...]:
+        """See `Workflow.run`: episode and rollout `<group_id>/<number>` for each sample."""
+        completions = await self.router.generate(prompt.token_ids, sampling, timeout_s=self._timeout_s)
+        asked = Span(SpanSource.PROMPT, prompt.token_ids)
+        episodes = []
+        for index, completion in enumerate(completions):
+            name = f"{group_id}/{index}"
+            text = self._decode(completion.token_ids)
+            rollout = Rollout(name, group_id, (asked, *completion.spans), completion.finish_reason, text)
+            episodes.append(Episode(name, group_id, (rollout,)))
+        return tuple(episodes)

@@ -1,0 +1,123 @@
+"""Which engine answers a request: the least loaded one, another one when it fails, the same one per conversation."""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from rlhf_data.errors import ConfigError, EngineError
+from rlhf_data.records import FinishReason
+from rlhf_rollout.protocols import Completion, RolloutEngine, SamplingParams
+
+_NUM_ATTEMPTS = 2
+_MAX_CONVERSATIONS = 1 << 16
+
+
+@dataclass(slots=True, eq=False)
+class _Place:
+    """An attached engine."""
+
+    engine: RolloutEngine
+    number: int
+    num_running: int = 0  # completions
+    num_failures: int = 0  # in a row
+
+
+class EngineRouter:
+    """Answers requests with the engines that are attached; to be used from one event loop.
+
+    A request goes to the engine with the fewest completions in flight, one that has just failed last. When an engine
+    raises, aborts, or returns too few completions, the request is sent once more, to another engine if there is one.
+
+    Args:
+        engines: attached from the start.
+
+    Attributes:
+        num_retries: requests that were sent again so far.
+    """
+
+    def __init__(self, engines: Iterable[RolloutEngine] = ()) -> None:
+        self._places: list[_Place] = []
+        self._conversations: OrderedDict[str, _Place] = OrderedDict()
+        self._num_attached = 0
+        self.num_retries = 0
+        for engine in engines:
+            self.attach(engine)
+
+    @property
+    def engines(self) -> list[RolloutEngine]:
+        """The engines that are attached, in the order of `attach`."""
+        return [place.engine for place in self._places]
+
+    def attach(self, engine: RolloutEngine) -> None:
+        """Send requests to `engine`, too. Raises ConfigError when it is attached already."""
+        if any(place.engine is engine for place in self._places):
+            raise ConfigError("the engine is attached already")
+        self._places.append(_Place(engine, self._num_attached))
+        self._num_attached += 1
+
+    def detach(self, engine: RolloutEngine) -> None:
+        """Send nothing more to `engine`; what it has in flight is waited for. Raises ConfigError for a stranger."""
+        remaining = [place for place in self._places if place.engine is not engine]
+        if len(remaining) == len(self._places):
+            raise ConfigError("the engine is not attached")
+        self._places = remaining
+
+    async def generate(
+        self,
+        token_ids: np.ndarray,
+        sampling: SamplingParams,
+        *,
+        timeout_s: float | None = None,
+        conversation: str | None = None,
+    ) -> list[Completion]:
+        """Return `sampling.num_samples` completions of one prompt [P] int32.
+
+        `timeout_s` is the deadline of each attempt. Requests of one `conversation` go to one engine, whose cache holds
+        their common prefix, for as long as it is attached and does not fail. Raises EngineError when no engine is
+        attached, or the last attempt failed too; its message has the reasons of all attempts.
+        """
+        errors: list[str] = []
+        failed: _Place | None = None
+        for attempt in range(_NUM_ATTEMPTS):
+            self.num_retries += attempt
+            place = self._pick(failed, conversation)
+            place.num_running += sampling.num_samples
+            try:
+                completions = await place.engine.generate(token_ids, sampling, timeout_s=timeout_s)
+                _check_complete(completions, sampling)
+            except Exception as error:  # an engine is another process, maybe on another machine: it may raise anything
+                place.num_failures += 1
+                errors.append(f"engine {place.number}: {type(error).__name__}: {error}")
+                failed = place
+            else:
+                place.num_failures = 0
+                return completions
+            finally:
+                place.num_running -= sampling.num_samples
+        raise EngineError("; ".join(errors))
+
+    def _pick(self, failed: _Place | None, conversation: str | None) -> _Place:
+        """Return where a request goes that `failed` could not answer."""
+        if not self._places:
+            raise EngineError("no engine is attached", hint="attach one; all have failed or were detached")
+        home = self._conversations.get(conversation) if conversation is not None else None
+        if home is None or home is failed or home.num_failures or home not in self._places:
+            others = [place for place in self._places if place is not failed]
+            candidates = others or self._places
+            home = min(candidates, key=lambda place: (place.num_failures, place.num_running, place.number))
+        if conversation is not None:
+            self._conversations[conversation] = home
+            self._conversations.move_to_end(conversation)
+            if len(self._conversations) > _MAX_CONVERSATIONS:
+                self._conversations.popitem(last=False)
+        return home
+
+
+def _check_complete(completions: Sequence[Completion], sampling: SamplingParams) -> None:
+    if len(completions) != sampling.num_samples:
+        raise EngineError(f"{len(completions)} completions instead of {sampling.num_samples}")
+    num_aborted = sum(completion.finish_reason is FinishReason.ABORT for completion in completions)
+    if num_aborted:
+        raise EngineError(f"{num_aborted} of {sampling.num_samples} completions were aborted")
