@@ -13,7 +13,8 @@ import pytest
 from rlhf_data.errors import EngineError, WeightSyncError
 from rlhf_data.records import FinishReason
 from rlhf_rollout.engines import EngineSpec, build_engine
-from rlhf_rollout.protocols import RolloutEngine, SamplingParams
+from rlhf_rollout.engines.fake import FakeEngine
+from rlhf_rollout.protocols import EngineHealth, RolloutEngine, SamplingParams
 from rollout_testing import shared_memory_bucket
 
 MAX_MODEL_LEN = 128
@@ -313,7 +314,129 @@ def test_sleep_with_requests_in_flight_raises(subject: Subject) -> None:
     run(scenario())
 
 
+def test_generate_deadline_that_passes_raises_and_gives_the_request_up(subject: Subject) -> None:
+    async def scenario() -> None:
+        await subject.engine.pause("drain")
+        with pytest.raises(EngineError, match=r"took longer than 0\.05 s"):
+            await subject.engine.generate(PROMPT, SamplingParams(max_tokens=2), timeout_s=0.05)
+        assert (await subject.engine.health()).num_in_flight == 0
+        await subject.engine.resume()
+
+    run(scenario())
+
+
+def test_pause_by_drain_finishes_what_runs_and_holds_newcomers_until_resume(subject: Subject) -> None:
+    async def scenario() -> None:
+        running = asyncio.create_task(subject.engine.generate(PROMPT, SamplingParams(max_tokens=30, min_tokens=30)))
+        while (await subject.engine.health()).num_in_flight == 0:
+            await asyncio.sleep(0.001)
+        await subject.engine.pause("drain")
+        health = await subject.engine.health()
+        assert (health.num_in_flight, health.is_paused) == (0, True)
+        assert len((await asyncio.wait_for(running, 1))[0].token_ids) == 30
+        waiting = asyncio.create_task(subject.engine.generate(PROMPT, SamplingParams(max_tokens=2)))
+        await asyncio.sleep(0.1)
+        assert not waiting.done()
+        assert (await subject.engine.health()).num_in_flight == 1
+        await subject.engine.resume()
+        await waiting
+        assert not (await subject.engine.health()).is_paused
+
+    run(scenario())
+
+
+def test_pause_lasts_through_a_weight_update_until_resume(subject: Subject) -> None:
+    async def scenario() -> Any:
+        await subject.engine.pause("drain")
+        task = asyncio.create_task(subject.engine.generate(PROMPT, SamplingParams(max_tokens=2)))
+        await update(subject, 70)
+        await asyncio.sleep(0.1)
+        assert not task.done()
+        await subject.engine.begin_weight_update(71)
+        await subject.engine.resume()  # the update that has begun still holds requests back
+        await asyncio.sleep(0.1)
+        assert not task.done()
+        with shared_memory_bucket(subject.weights) as bucket:
+            await subject.engine.receive_weights(bucket)
+        await subject.engine.finish_weight_update()
+        return await task
+
+    assert run(scenario())[0].policy_version == 71
+
+
+def test_pause_by_a_mode_that_there_is_not_raises(subject: Subject) -> None:
+    with pytest.raises(EngineError, match="unknown pause mode `drian`; did you mean `drain`"):
+        run(subject.engine.pause("drian"))
+    if subject.kind == "transformers":
+        for mode in ("keep", "restart"):
+            with pytest.raises(EngineError, match=rf"cannot pause by {mode}\s+hint: use one of: drain"):
+                run(subject.engine.pause(mode))
+    assert not run(subject.engine.health()).is_paused
+
+
+@pytest.mark.parametrize("mode", ["keep", "restart"])
+def test_pause_request_that_lives_through_an_update(subject: Subject, mode: Any) -> None:
+    if subject.kind == "transformers":
+        pytest.skip("it drains only")
+    engine = subject.engine
+    if subject.kind == "fake":
+        engine = FakeEngine(token_latency_s=0.005, max_model_len=MAX_MODEL_LEN)
+    paced = dataclasses.replace(subject, engine=engine)
+
+    async def scenario() -> Any:
+        await update(paced, 80)
+        # Sixty tokens, with a pause after some of them.
+        sampling = SamplingParams(num_samples=2, max_tokens=60, min_tokens=60, seed=4)
+        task = asyncio.create_task(engine.generate(PROMPT, sampling))
+        while (await engine.health()).num_in_flight == 0:
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.05)
+        await engine.pause(mode)
+        assert not task.done()
+        await update(paced, 81)
+        await asyncio.sleep(0.05)
+        assert not task.done()
+        await engine.resume()
+        return await task
+
+    for completion in run(scenario()):
+        assert len(completion.token_ids) == len(completion.logprobs) == 60
+        versions = [span.policy_version for span in completion.spans]
+        assert versions == ([80, 81] if mode == "keep" else [81])
+    run(update(subject, 82))
+
+
+def test_weight_update_that_fails_lets_no_request_wait_for_ever(subject: Subject) -> None:
+    async def scenario() -> None:
+        await subject.engine.begin_weight_update(90)
+        task = asyncio.create_task(subject.engine.generate(PROMPT, SamplingParams(max_tokens=2)))
+        await asyncio.sleep(0.05)
+        weights = _with_extra(dict(subject.weights))
+        with shared_memory_bucket(weights) as bucket, pytest.raises(WeightSyncError, match="has no weight"):
+            await subject.engine.receive_weights(bucket)
+        with pytest.raises(EngineError, match="weights are incomplete"):
+            await asyncio.wait_for(task, 5)
+
+    if subject.kind == "fake":
+        pytest.skip("the fake engine has no model to compare with")
+    run(scenario())
+    run(update(subject, 91))
+
+
+def test_health_tells_the_version_and_the_sleep(subject: Subject) -> None:
+    run(update(subject, 92))
+    assert run(subject.engine.health()) == EngineHealth(
+        policy_version=92, num_in_flight=0, is_paused=False, is_asleep=False
+    )
+    run(subject.engine.sleep())
+    assert run(subject.engine.health()).is_asleep
+    run(subject.engine.wake_up())
+    assert not run(subject.engine.health()).is_asleep
+
+
 def test_close_refuses_further_requests(subject: Subject) -> None:
     run(subject.engine.close())
     with pytest.raises(EngineError, match="closed"):
         generate(subject)
+    with pytest.raises(EngineError, match="closed"):
+        run(subject.engine.health())

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from rlhf_data.errors import ConfigError, EngineError, RewardError
-from rlhf_data.records import FinishReason, Verdict, VerdictKind
-from rlhf_data.testing import EOS_ID, ByteTokenizer, make_prompt
+from rlhf_data.records import Episode, FinishReason, Verdict, VerdictKind
+from rlhf_data.testing import EOS_ID, ByteTokenizer, make_prompt, make_rollout
 from rlhf_rollout.agents import SingleTurn
 from rlhf_rollout.generator import GenerationCounts, GroupResult, generate_groups
 from rlhf_rollout.protocols import Completion, SamplingParams
@@ -296,3 +296,82 @@ def test_generate_groups_with_one_seed_key_draw_alike_whatever_their_ids():
     assert first[0] != second[0]
     assert first[1] == second[1]
     assert set(first[1]).isdisjoint(other[1])
+
+
+def test_generate_groups_closed_early_cancels_what_its_engines_do():
+    cancelled = []
+
+    class Slow(ScriptedEngine):
+        async def generate(self, token_ids, sampling, *, timeout_s=None):
+            if token_ids[-1] == ord("0"):
+                return await super().generate(token_ids, sampling)
+            try:
+                await asyncio.sleep(60)
+            except asyncio.CancelledError:
+                cancelled.append(chr(token_ids[-1]))
+                raise
+
+    async def first():
+        stream = generate_groups(
+            prompts_of(3), workflow_of(Slow()), SamplingParams(), None, max_in_flight=3, group_id_prefix="g"
+        )
+        await anext(stream)
+        await stream.aclose()
+
+    asyncio.run(asyncio.wait_for(first(), 30))
+    assert sorted(cancelled) == ["1", "2"]
+
+
+def test_generate_groups_workflow_that_breaks_its_protocol_fails_its_group_only():
+    class Odd(SingleTurn):
+        async def run(self, prompt, sampling, group_id):
+            episodes = await super().run(prompt, sampling, group_id)
+            if prompt.prompt_id == "p0":
+                return episodes[:1]
+            if prompt.prompt_id == "p1":
+                raise ZeroDivisionError("by zero")
+            return episodes
+
+    async def collect():
+        stream = generate_groups(
+            prompts_of(3),
+            Odd(EngineRouter([ScriptedEngine()]), str),
+            SamplingParams(num_samples=2),
+            None,
+            max_in_flight=3,
+            group_id_prefix="g",
+        )
+        return {result.prompt.prompt_id: result async for result in stream}
+
+    results = asyncio.run(collect())
+    assert results["p0"].failure == "the workflow made 1 episodes instead of 2"
+    assert results["p1"].failure == "ZeroDivisionError: by zero"
+    assert len(results["p2"].group.episodes) == 2
+
+
+def test_generate_groups_scores_all_rollouts_of_an_episode_and_keeps_them_in_it():
+    class Branching:
+        router = EngineRouter([ScriptedEngine()])
+
+        async def run(self, prompt, sampling, group_id):
+            rollouts = [make_rollout(prompt, str(index), group_id=group_id, index=index) for index in range(3)]
+            return (Episode("first", group_id, tuple(rollouts[:2])), Episode("second", group_id, (rollouts[2],)))
+
+    counts = GenerationCounts()
+    reward = ScriptedReward(
+        verdicts=lambda rollouts: [Verdict(VerdictKind.OK, float(rollout.text)) for rollout in rollouts]
+    )
+
+    async def collect():
+        stream = generate_groups(
+            prompts_of(1), Branching(), SamplingParams(num_samples=2), reward, max_in_flight=1, group_id_prefix="g",
+            counts=counts,
+        )  # fmt: skip
+        return [result async for result in stream]
+
+    (result,) = asyncio.run(collect())
+    first, second = result.group.episodes
+    assert [rollout.verdict.reward for rollout in first.rollouts] == [0.0, 1.0]
+    assert (first.verdict.reward, second.verdict.reward) == (1.0, 2.0)
+    # Two episodes were asked for and made; they hold three rollouts.
+    assert (counts.num_requested, counts.num_generated, counts.verdicts) == (2, 2, {VerdictKind.OK: 3})

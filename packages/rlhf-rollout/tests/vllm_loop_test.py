@@ -32,8 +32,13 @@ class ScriptedCore:
         self.failure: Exception | None = None
         self.refusal: Exception | None = None
         self.down = False
+        self.paused: str | None = None
+        self.finished_early: set[str] = set()
         self.engine_core = SimpleNamespace(
-            batch_queue=None, scheduler=SimpleNamespace(has_requests=lambda: bool(self.running))
+            batch_queue=None,
+            scheduler=SimpleNamespace(has_requests=lambda: bool(self.running)),
+            pause_scheduler=lambda mode, clear_cache: setattr(self, "paused", mode),
+            resume_scheduler=lambda: setattr(self, "paused", None),
         )
 
     def add_request(self, request: Any) -> None:
@@ -56,7 +61,7 @@ class ScriptedCore:
         outputs = []
         for request_id, (request, step) in list(self.running.items()):
             token = step + 1
-            done = token == request.sampling_params.max_tokens
+            done = token == request.sampling_params.max_tokens or request_id in self.finished_early
             self.running[request_id] = (request, token)
             if done:
                 del self.running[request_id]
@@ -223,3 +228,101 @@ def test_step_loop_failed_build_raises() -> None:
 
     with pytest.raises(RuntimeError, match="no device"):
         StepLoop(build, end_token_ids=(), seed=0, seed_every_row=True)
+
+
+def test_step_loop_frozen_requests_go_on_with_a_new_span(core: ScriptedCore, loop: StepLoop) -> None:
+    job = submit(loop, num_samples=2, max_tokens=3)
+    wait_for_step(core)
+    frozen = loop.call(loop.freeze, drain=False)
+    core.allowed.release()
+    frozen.result(5)
+    assert core.paused == "keep"
+    later = submit(loop, max_tokens=1)
+    barrier(loop)
+    loop.call(lambda core: loop.advance(7), drain=True).result(5)  # nothing in flight advances, so nothing to drain
+    core.allowed.release()
+    barrier(loop)
+    assert len(core.batches) == 1
+    assert not later.future.done()
+
+    def resume(core: Any) -> None:
+        loop.unfreeze(core)
+        loop.holding = False
+
+    loop.call(resume, drain=False).result(5)
+    assert core.paused is None
+    for _ in range(4):
+        core.allowed.release()
+    for completion in job.future.result(5):
+        assert [span.policy_version for span in completion.spans] == [0, 7]
+        assert [span.token_ids.tolist() for span in completion.spans] == [[1], [2, 3]]
+        assert [span.logprobs.tolist() for span in completion.spans] == [[-0.5], [-1.0, -1.5]]
+    assert [span.policy_version for span in later.future.result(5)[0].spans] == [7]
+
+
+def test_step_loop_freeze_takes_in_the_batch_under_way(core: ScriptedCore, loop: StepLoop) -> None:
+    job = submit(loop, max_tokens=3)
+    wait_for_step(core)
+    core.engine_core.batch_queue = ["a batch that was scheduled ahead"]
+    frozen = loop.call(loop.freeze, drain=False)
+    core.allowed.release()  # the step at hand
+    wait_for_step(core)
+    core.engine_core.batch_queue = []
+    core.allowed.release()  # the batch under way
+    frozen.result(5)
+    loop.call(lambda core: loop.advance(5), drain=False).result(5)
+    loop.call(loop.unfreeze, drain=False).result(5)
+    core.allowed.release()
+    spans = job.future.result(5)[0].spans
+    assert [(span.token_ids.tolist(), span.policy_version) for span in spans] == [([1, 2], 0), ([3], 5)]
+
+
+def test_step_loop_restart_begins_anew_and_keeps_samples_that_were_done(core: ScriptedCore, loop: StepLoop) -> None:
+    job = submit(loop, num_samples=2, max_tokens=2)
+    other = submit(loop, max_tokens=1)
+    wait_for_step(core)
+    core.finished_early.add("0")
+    restarted = loop.call(loop.restart, drain=False)
+    core.allowed.release()
+    restarted.result(5)
+    assert core.aborted == ["1"]
+    assert other.future.done()
+
+    def resume(core: Any) -> None:
+        loop.advance(4)
+        loop.unfreeze(core)
+        loop.holding = False
+
+    loop.call(resume, drain=False).result(5)
+    for _ in range(2):
+        core.allowed.release()
+    first, second = job.future.result(5)
+    assert (first.token_ids.tolist(), first.policy_version) == ([1], 0)
+    assert [(span.token_ids.tolist(), span.policy_version) for span in second.spans] == [([1, 2], 4)]
+
+
+def test_step_loop_refusal_rejects_what_runs_what_waits_and_what_comes(core: ScriptedCore, loop: StepLoop) -> None:
+    running = submit(loop, max_tokens=9)
+    wait_for_step(core)
+    greedy = submit(loop, max_tokens=1, temperature=0.0)
+    refused = loop.call(lambda core: loop.refuse(core, "weights are missing", "send them"), drain=False)
+    core.allowed.release()
+    refused.result(5)
+    for job in (running, greedy, submit(loop, max_tokens=1)):
+        with pytest.raises(EngineError, match=r"weights are missing\s+hint: send them"):
+            job.future.result(5)
+    assert core.aborted == running.request_ids
+    loop.call(lambda core: setattr(loop, "refusal", None), drain=False).result(5)
+    job = submit(loop, max_tokens=1)
+    core.allowed.release()
+    assert len(job.future.result(5)) == 1
+
+
+def test_step_loop_closed_answers_at_once(core: ScriptedCore) -> None:
+    loop = StepLoop(lambda: core, end_token_ids=(), seed=0, seed_every_row=False)
+    loop.close()
+    loop.close()
+    with pytest.raises(EngineError, match="the engine was closed"):
+        submit(loop, max_tokens=1).future.result(5)
+    with pytest.raises(EngineError, match="the engine was closed"):
+        loop.call(lambda core: None, drain=False).result(5)

@@ -1,0 +1,202 @@
+"""Where a request goes: the least loaded engine, another one after a failure, one engine per conversation."""
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from rlhf_data.errors import ConfigError, EngineError
+from rlhf_data.records import FinishReason
+from rlhf_data.testing import make_prompt
+from rlhf_rollout.agents import SingleTurn
+from rlhf_rollout.engines.fake import FakeEngine
+from rlhf_rollout.protocols import Completion, SamplingParams
+from rlhf_rollout.router import EngineRouter
+
+PROMPT = np.array([4, 5], np.int32)
+
+
+class Engine:
+    """Answers after `seconds`, or raises while `broken`; remembers what it was asked."""
+
+    def __init__(self, seconds=0.0, broken=False):
+        self.seconds = seconds
+        self.broken = broken
+        self.asked = []
+        self.timeouts = []
+
+    async def generate(self, token_ids, sampling, *, timeout_s=None):
+        self.asked.append(sampling)
+        self.timeouts.append(timeout_s)
+        await asyncio.sleep(self.seconds)
+        if self.broken:
+            raise EngineError("broken")
+        return [Completion.single([7], [-0.5], FinishReason.STOP, 0)] * sampling.num_samples
+
+    @property
+    def num_asked(self):
+        return len(self.asked)
+
+
+def ask(router, count=1, **options):
+    async def at_once():
+        return await asyncio.gather(*[router.generate(PROMPT, SamplingParams(), **options) for _ in range(count)])
+
+    return asyncio.run(at_once())
+
+
+def test_router_spreads_requests_evenly():
+    engines = [Engine(0.01) for _ in range(3)]
+    ask(EngineRouter(engines), 9)
+    assert [engine.num_asked for engine in engines] == [3, 3, 3]
+
+
+def test_router_load_is_counted_in_completions():
+    first, second = engines = [Engine(0.05), Engine(0.05)]
+    router = EngineRouter(engines)
+
+    async def scenario():
+        large = asyncio.create_task(router.generate(PROMPT, SamplingParams(num_samples=4)))
+        await asyncio.sleep(0)
+        await asyncio.gather(large, *[router.generate(PROMPT, SamplingParams()) for _ in range(4)])
+
+    asyncio.run(scenario())
+    # Four completions are as much as four requests of one.
+    assert (first.num_asked, second.num_asked) == (1, 4)
+
+
+def test_router_frees_the_place_of_a_request_that_ended():
+    first, second = engines = [Engine(), Engine()]
+    router = EngineRouter(engines)
+    for _ in range(3):
+        ask(router)
+    assert (first.num_asked, second.num_asked) == (3, 0)
+
+
+def test_router_retries_elsewhere_and_prefers_engines_that_work():
+    broken, works = Engine(broken=True), Engine()
+    router = EngineRouter([broken, works])
+    for _ in range(3):
+        ask(router)
+    assert (broken.num_asked, works.num_asked, router.num_retries) == (1, 3, 1)
+    broken.broken, works.broken = False, True
+    ask(router)
+    # The one that failed last is asked last, until it has answered again.
+    assert (broken.num_asked, works.num_asked, router.num_retries) == (2, 4, 2)
+    works.broken = False
+    ask(router)
+    assert (broken.num_asked, works.num_asked) == (3, 4)
+
+
+def test_router_single_engine_is_asked_again_and_then_the_reasons_are_raised():
+    engine = Engine(broken=True)
+    router = EngineRouter([engine])
+    with pytest.raises(EngineError, match=r"^engine 0: EngineError: broken; engine 0: EngineError: broken$"):
+        ask(router)
+    assert (engine.num_asked, router.num_retries) == (2, 1)
+
+
+def test_router_hands_the_deadline_on():
+    engine = Engine()
+    ask(EngineRouter([engine]), timeout_s=2.5)
+    assert engine.timeouts == [2.5]
+
+
+def test_router_attaches_and_detaches_while_requests_run():
+    old, new = Engine(0.1), Engine()
+    router = EngineRouter([old])
+
+    async def scenario():
+        running = asyncio.create_task(router.generate(PROMPT, SamplingParams()))
+        await asyncio.sleep(0.01)
+        router.attach(new)
+        router.detach(old)
+        assert router.engines == [new]
+        await router.generate(PROMPT, SamplingParams())
+        return await running
+
+    assert len(asyncio.run(scenario())) == 1
+    assert (old.num_asked, new.num_asked) == (1, 1)
+    router.detach(new)
+    with pytest.raises(EngineError, match="no engine is attached"):
+        ask(router)
+
+
+def test_router_attached_twice_or_detached_without_being_there_raises():
+    engine = Engine()
+    router = EngineRouter([engine])
+    with pytest.raises(ConfigError, match="attached already"):
+        router.attach(engine)
+    with pytest.raises(ConfigError, match="is not attached"):
+        router.detach(Engine())
+    assert router.engines == [engine]
+
+
+def test_router_numbers_of_engines_are_not_used_again():
+    first, second = Engine(broken=True), Engine(broken=True)
+    router = EngineRouter([first])
+    router.detach(first)
+    router.attach(second)
+    with pytest.raises(EngineError, match=r"^engine 1: "):
+        ask(router)
+
+
+def test_router_conversation_stays_on_its_engine_until_that_fails_or_goes():
+    first, second = Engine(0.01), Engine(0.01)
+    router = EngineRouter([first, second])
+    ask(router, conversation="a")
+    # Beside it the first engine is busy, and others go to the second.
+    ask(router, 4, conversation="a")
+    assert (first.num_asked, second.num_asked) == (5, 0)
+    first.broken = True
+    ask(router, conversation="a")
+    first.broken = False
+    ask(router, conversation="a")
+    assert (first.num_asked, second.num_asked) == (6, 2)
+    router.detach(second)
+    ask(router, conversation="a")
+    assert first.num_asked == 7
+
+
+def test_router_forgets_the_conversation_that_was_idle_longest(monkeypatch):
+    monkeypatch.setattr("rlhf_rollout.router._MAX_CONVERSATIONS", 2)
+    router = EngineRouter([Engine()])
+    for name in ("a", "b", "a", "c"):
+        ask(router, conversation=name)
+    assert list(router._conversations) == ["a", "c"]
+
+
+def test_single_turn_asks_for_all_samples_in_one_request():
+    engine = Engine()
+    workflow = SingleTurn(EngineRouter([engine]), lambda ids: str(ids.tolist()), timeout_s=3.0)
+    prompt = make_prompt()
+    episodes = asyncio.run(workflow.run(prompt, SamplingParams(num_samples=3, seed=5), "s/00001"))
+    assert engine.asked == [SamplingParams(num_samples=3, seed=5)]
+    assert engine.timeouts == [3.0]
+    assert [episode.episode_id for episode in episodes] == ["s/00001/0", "s/00001/1", "s/00001/2"]
+    (rollout,) = episodes[1].rollouts
+    assert (rollout.rollout_id, rollout.group_id, rollout.text) == ("s/00001/1", "s/00001", "[7]")
+    assert rollout.token_ids.tolist() == [*prompt.token_ids, 7]
+    assert rollout.finish_reason is FinishReason.STOP
+    assert rollout.verdict is None
+
+
+def test_single_turn_keeps_the_spans_of_an_update():
+    router = EngineRouter([FakeEngine(lambda prompt, seed: [9] * 20 + [0], token_latency_s=0.005)])
+    workflow = SingleTurn(router, str)
+
+    async def scenario():
+        task = asyncio.create_task(workflow.run(make_prompt(), SamplingParams(max_tokens=21), "g"))
+        await asyncio.sleep(0.04)
+        (engine,) = router.engines
+        await engine.pause("keep")
+        await engine.begin_weight_update(3)
+        await engine.finish_weight_update()
+        await engine.resume()
+        return await task
+
+    (episode,) = asyncio.run(scenario())
+    (rollout,) = episode.rollouts
+    assert [span.policy_version for span in rollout.spans] == [None, 0, 3]
+    assert rollout.num_response_tokens == 21
+    assert rollout.turn_ends.tolist() == [rollout.num_tokens - 1]
