@@ -9,10 +9,11 @@ from typing import Any
 
 from rlhf_cli.config.ppo import PpoConfig
 from rlhf_cli.paths import data_paths, source_names
+from rlhf_data import keys
 from rlhf_data.errors import ConfigError, DataError, missing_file, unknown
 from rlhf_data.prompts import PromptSet, load_prompts
 from rlhf_data.records import Prompt
-from rlhf_data.rows import Counts, RowErrors
+from rlhf_data.rows import Counts
 from rlhf_data.sources import SUFFIXES, Rows, open_sources, parse_probs
 from rlhf_rollout.commands.sections import RowSection
 
@@ -48,14 +49,9 @@ def open_prompts(config: PpoConfig) -> tuple[Rows, dict[str, Rows]]:
 
 def check_keys(section: RowSection, rows: Rows, names: Iterable[str]) -> None:
     """Raise DataError unless the first readable row of every source has the keys that options called `names` say."""
-    for source in rows.sources:
-        row = next(Rows((source,)).read(RowErrors(skip_bad_rows=True)))
-        for name in names:
-            key = getattr(section, name)
-            if key is not None and key not in row.values:
-                message = f"--{name}: {row.origin}: {unknown('key', key, row.values)}"
-                may_be_none = type(section).model_fields[name].annotation == str | None and "hint:" not in message
-                raise DataError(message, hint=f"--{name} None says that there is none" if may_be_none else None)
+    fields = type(section).model_fields
+    optional = [name for name in names if fields[name].annotation == str | None]
+    keys.check_keys(rows, {name: getattr(section, name) for name in names}, optional)
 
 
 def load_all(

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_data.errors import ConfigError, DataError
+from rlhf_data.keys import check_keys
 from rlhf_data.options import matching
 from rlhf_data.prompts import PromptSet, load_prompts
 from rlhf_data.records import FinishReason
@@ -75,6 +76,7 @@ class PromptJob:
         rows = open_sources(
             self.sources, probs=self.probs, seed=self.seed, split=self.split, max_samples=self.max_samples
         )
+        check_keys(rows, {"input_key": self.input_key, "label_key": self.label_key}, ["label_key"])
         prompts = load_prompts(
             rows,
             tokenizer,

@@ -1,0 +1,109 @@
+"""`rlhf` itself: the list of commands, versions, completion, and the commands that it shares with `rlhf-rollout`."""
+
+import json
+import subprocess
+import sys
+from importlib.metadata import version
+
+import pytest
+
+from rlhf_cli.builtin import BUILTIN, MODEL_DIR, TRAIN_FILE
+from rlhf_cli.commands import rollout
+from rlhf_cli.main import COMMANDS, GROUPS, command_line, main
+from rlhf_cli.paths import with_full_paths
+from rlhf_data.options import options
+
+GENERATE = ("--engine", "fake", "--prompt_data", BUILTIN, "--input_key", "prompt")
+
+
+def test_help_groups_every_command_once(capsys):
+    assert main([]) == main(["--help"]) == 0
+    first, second = capsys.readouterr().out.split("usage: rlhf COMMAND [flags]\n")[1:]
+    assert first == second
+    blocks = {block.splitlines()[0]: block.splitlines()[1:] for block in first.strip().split("\n\n")}
+    assert [name.split()[0] for name in blocks["inference:"]] == ["generate", "score", "serve_rm", "chat"]
+    assert set(blocks) >= {"reinforcement learning:", "fine-tuning:", "tools:"}
+    assert sum(map(len, GROUPS.values())) == len(COMMANDS)
+
+
+def test_version_names_what_is_installed(capsys):
+    assert main(["--version"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("rlhf-cli")
+    assert f"ray {version('ray')}" in lines
+    assert lines[-1] == f"python {sys.version.split()[0]}"
+
+
+def test_command_line_is_the_commands_own():
+    for name in COMMANDS:
+        assert command_line(name).prog == f"rlhf {name}"
+
+
+def completions(script, *words):
+    """Return what bash offers for the last of `words` after `rlhf`."""
+    last = len(words)
+    typed = " ".join(f"'{word}'" for word in ("rlhf", *words))
+    code = f"{script}\nCOMP_WORDS=({typed}); COMP_CWORD={last}; _shtab_rlhf; printf '%s\\n' \"${{COMPREPLY[@]}}\""
+    done = subprocess.run(["bash", "-c", code], capture_output=True, text=True, check=True)
+    return done.stdout.split()
+
+
+def test_completion_in_bash_offers_commands_flags_and_values(capsys):
+    assert main(["--print_completion", "bash"]) == 0
+    script = capsys.readouterr().out
+    assert {"ppo", "generate"} <= set(completions(script, ""))
+    assert completions(script, "lora_c") == ["lora_combiner"]
+    assert completions(script, "ppo", "--advantage_e") == ["--advantage_estimator"]
+    assert completions(script, "ppo", "--advantage_estimator", "re") == ["reinforce", "reinforce_baseline"]
+    assert completions(script, "ppo", "--actor.adam") == []  # flags of other programs are accepted, not offered
+
+
+@pytest.mark.parametrize("shell", ["zsh", "tcsh"])
+def test_completion_of_another_shell_names_every_command(capsys, shell):
+    assert main([f"--print_completion={shell}"]) == 0
+    script = capsys.readouterr().out
+    assert all(name in script for name in COMMANDS)
+
+
+@pytest.mark.parametrize("words", [["--print_completion"], ["--print_completion", "fish"]])
+def test_completion_of_an_unknown_shell_is_refused(capsys, words):
+    assert main(words) == 2
+    assert "known: bash, tcsh, zsh" in capsys.readouterr().err
+
+
+def test_builtin_names_become_files_and_stay_words_in_what_is_shown(tmp_path, capsys):
+    words = [*GENERATE, "--pretrain", BUILTIN, "--tokenizer", BUILTIN, "--output_path", "o.jsonl"]
+    config = rollout.command_line("generate").parse(words).config
+    full = with_full_paths(config, keep_builtin=False)
+    assert (full.model.pretrain, full.model.tokenizer) == (str(MODEL_DIR), str(MODEL_DIR))
+    assert full.data.prompt_data == str(TRAIN_FILE)
+    assert with_full_paths(config).model.pretrain == BUILTIN
+    assert main(["generate", *words, "--dry_run"]) == 0
+    assert 'pretrain = "builtin"' in capsys.readouterr().out
+
+
+def test_generate_writes_where_the_user_is(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("BUILD_WORKING_DIRECTORY", str(tmp_path))
+    (tmp_path / "reward.py").write_text("def reward_func(q, p, l): return {'rewards': [1.0] * len(q)}\n")
+    words = [*GENERATE, "--max_samples", "2", "--remote_rm_url", "reward.py", "--output_path", "o.jsonl"]
+    assert main(["generate", *words, "--generate_max_len", "4"]) == 0, capsys.readouterr().err
+    records = [json.loads(line) for line in (tmp_path / "o.jsonl").read_text().splitlines()]
+    assert [record["reward"] for record in records] == [1.0, 1.0]
+
+
+def test_wrong_key_of_generate_names_the_flag_to_type(tmp_path, capsys):
+    words = [*GENERATE, "--label_key", "answers", "--output_path", str(tmp_path / "o.jsonl")]
+    assert main(["generate", *words]) == 2
+    told = capsys.readouterr().err
+    assert "unknown key `answers`; known: answer, prompt" in told
+    assert "hint: did you mean --label_key answer?" in told
+
+
+def test_one_name_has_one_declaration_in_all_commands():
+    """Options of one name have one type in every command, but for keys of rows, which differ by what rows hold."""
+    kinds: dict[str, set[str]] = {}
+    for name in COMMANDS:
+        for option in options(command_line(name).config):
+            kinds.setdefault(option.name, set()).add(str(option.info.annotation))
+    several = {name for name, found in kinds.items() if len(found) > 1}
+    assert several == {"chosen_key", "label_key", "output_key", "seed"}

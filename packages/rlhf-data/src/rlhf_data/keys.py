@@ -1,0 +1,44 @@
+"""Whether rows have the keys that options name, and which flag to type when they do not."""
+
+from collections.abc import Collection, Mapping
+
+from rlhf_data.errors import DataError, nearest
+from rlhf_data.rows import Row, RowErrors
+from rlhf_data.sources import Rows
+
+# What data sets call the same thing, most common first.
+_OTHER_NAMES: Mapping[str, tuple[str, ...]] = {
+    "input_key": ("input", "question", "prompt", "problem", "query", "instruction", "messages", "conversations"),
+    "prompt_key": ("prompt", "question", "input", "problem", "query", "instruction", "messages"),
+    "output_key": ("output", "answer", "response", "completion", "solution", "messages"),
+    "label_key": ("label", "answer", "solution", "ground_truth", "target", "final_answer"),
+    "chosen_key": ("chosen", "response_0", "preferred"),
+    "rejected_key": ("rejected", "response_1", "dispreferred"),
+}
+
+
+def check_keys(rows: Rows, keys: Mapping[str, str | None], optional: Collection[str] = ()) -> None:
+    """Raise DataError unless the first readable row of every source has the keys that options name.
+
+    The error shows the keys that the row has and, as its hint, the flag to type.
+
+    Args:
+        rows: one or more sources.
+        keys: option, such as "input_key", to the key that it names; None for an option that names none.
+        optional: the options that may be None.
+    """
+    for source in rows.sources:
+        row = next(Rows((source,)).read(RowErrors(skip_bad_rows=True)))
+        for option, key in keys.items():
+            if key is not None and key not in row.values:
+                message = f"--{option}: {row.origin}: unknown key `{key}`; known: {', '.join(sorted(row.values))}"
+                taken = {other for name, other in keys.items() if name != option}
+                raise DataError(message, hint=_advice(option, key, row, taken, option in optional))
+
+
+def _advice(option: str, key: str, row: Row, taken: Collection[str | None], is_optional: bool) -> str:
+    """Return what to type; a key that another option names already is not proposed."""
+    free = [name for name in row.values if name not in taken]
+    guess = nearest(key, free) or next((name for name in _OTHER_NAMES.get(option, ()) if name in free), None)
+    advice = f"did you mean --{option} {guess}?" if guess else f"name one of these keys with --{option} KEY"
+    return f"{advice}; --{option} None: there is none" if is_optional else advice

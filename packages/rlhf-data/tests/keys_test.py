@@ -1,0 +1,54 @@
+"""Keys that rows do not have: the error shows those that they have and the flag to type."""
+
+import pytest
+
+from rlhf_data.errors import DataError
+from rlhf_data.keys import check_keys
+from rlhf_data.sources import open_sources
+from rlhf_data.testing import write_jsonl
+
+
+def failure(tmp_path, row, keys, optional=()):
+    with pytest.raises(DataError) as caught:
+        check_keys(open_sources(write_jsonl(tmp_path / "data.jsonl", [row])), keys, optional)
+    text, _, hint = str(caught.value).partition("\n\nhint: ")
+    return text.replace(f"{tmp_path}/", ""), hint
+
+
+@pytest.mark.parametrize(
+    ("keys", "text", "hint"),
+    [
+        # The columns of GSM8K, beside what guides to it call them.
+        ({"input_key": "question", "label_key": "answers"}, "label_key: data.jsonl:1: unknown key `answers`", "answer"),
+        ({"input_key": "input", "label_key": "answer"}, "input_key: data.jsonl:1: unknown key `input`", "question"),
+        ({"input_key": "question", "label_key": "label"}, "label_key: data.jsonl:1: unknown key `label`", "answer"),
+        ({"prompt_key": "prompt"}, "prompt_key: data.jsonl:1: unknown key `prompt`", "question"),
+    ],
+)
+def test_missing_key_names_the_flag_to_type(tmp_path, keys, text, hint):
+    option = text.partition(":")[0]
+    row = {"question": "1 + 1?", "answer": "#### 2"}
+    expected = (f"--{text}; known: answer, question", f"did you mean --{option} {hint}?")
+    assert failure(tmp_path, row, keys) == expected
+
+
+def test_missing_key_without_a_guess_asks_for_one_and_may_be_none(tmp_path):
+    assert failure(tmp_path, {"x": 1, "y": 2}, {"input_key": "input"}) == (
+        "--input_key: data.jsonl:1: unknown key `input`; known: x, y",
+        "name one of these keys with --input_key KEY",
+    )
+    _, hint = failure(tmp_path, {"x": 1}, {"source_key": "set"}, optional=["source_key"])
+    assert hint == "name one of these keys with --source_key KEY; --source_key None: there is none"
+
+
+def test_key_that_another_option_names_is_not_proposed(tmp_path):
+    _, hint = failure(tmp_path, {"question": "q", "z": 1}, {"input_key": "question", "prompt_key": "questions"})
+    assert hint == "name one of these keys with --prompt_key KEY"
+
+
+def test_every_source_is_looked_at_and_none_is_no_key(tmp_path):
+    first = write_jsonl(tmp_path / "a.jsonl", [{"input": "q"}])
+    second = write_jsonl(tmp_path / "b.jsonl", [{"question": "q"}])
+    check_keys(open_sources(first), {"input_key": "input", "label_key": None})
+    with pytest.raises(DataError, match=r"b.jsonl:1: unknown key `input`"):
+        check_keys(open_sources(f"{first},{second}"), {"input_key": "input"})
