@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 from rich.console import Console as RichConsole
-from rich.status import Status
 from rich.text import Text
 
+from rlhf_data.progress import Progress
 from rlhf_data.records import Prompt, Rollout
 
 _HEADER_EVERY = 20  # lines
@@ -45,6 +45,14 @@ PPO_COLUMNS = (
     Column("train", "time/train", 2, 6, "dim"),
     Column("sync", "time/sync", 2, 6, "dim"),
 )
+_DOING = {
+    "generate": "generating",
+    "reward": "scoring",
+    "experience": "log-probs and values",
+    "train": "training",
+    "sync": "weights to the engines",
+    "write": "writing",
+}
 _FILTERED = Column("filtered", "samples/filtered", 0, 9)
 _OFFLINE_COLUMNS = (
     Column("grad norm", "train/grad_norm", 3, 10),
@@ -56,19 +64,21 @@ _HELD_OUT = {"accuracy": 3, "loss": 4, "margin": 4}  # decimals
 
 
 class Console:
-    """Writes lines. Colours and the spinner are for terminals; NO_COLOR is honoured."""
+    """Writes lines, and a live line while something is being done. Colours are for terminals; NO_COLOR is honoured."""
 
     def __init__(self, out: TextIO | None = None, err: TextIO | None = None) -> None:
         self._out = _rich_console(out or sys.stdout)
         self._err = _rich_console(err or sys.stderr)
-        self._status: Status | None = None
+        self._progress = Progress(err or sys.stderr)
 
     def result(self, text: str = "", style: str = "") -> None:
         """Write a line to stdout."""
+        self.done()
         self._out.print(Text(text, style))
 
     def log(self, text: str, style: str = "") -> None:
         """Write a line to stderr."""
+        self.done()
         self._err.print(Text(text, style))
 
     def notice(self, text: str) -> None:
@@ -80,24 +90,25 @@ class Console:
         """Whether somebody may be looking at stderr."""
         return self._err.is_terminal
 
-    def working(self, text: str) -> None:
-        """Say what is being done: a spinner on a terminal, a line elsewhere; replaced by the next one."""
-        if not self._err.is_terminal:
-            self.log(f"{text} ...")
-        elif self._status is None:
-            self._status = self._err.status(Text(text))
-            self._status.start()
-        else:
-            self._status.update(Text(text))
+    def working(
+        self,
+        text: str,
+        *,
+        done: int | None = None,
+        total: int | None = None,
+        ends_in_s: float | None = None,
+        announce: bool = True,
+    ) -> None:
+        """Say what is being done, until the next call or `done`; see `Progress.show`."""
+        self._progress.show(text, done=done, total=total, ends_in_s=ends_in_s, announce=announce)
 
     def done(self) -> None:
-        """End the spinner."""
-        if self._status is not None:
-            self._status.stop()
-            self._status = None
+        """End the live line."""
+        self._progress.clear()
 
     def row(self, cells: Sequence[tuple[str, str]]) -> None:
         """Write a line of (text, style) cells to stdout."""
+        self.done()
         self._out.print(Text.assemble(*cells), soft_wrap=True)
 
 
@@ -173,12 +184,11 @@ class OfflineView(View):
 
     def update(self, update: int, num_updates: int, metrics: Mapping[str, float]) -> None:
         """See `Observer`."""
-        self._console.done()
         self._table.step(update, num_updates, metrics)
+        self._console.working("training", done=update, total=num_updates, announce=False)
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         """See `Observer`."""
-        self._console.done()
         names = [name for name in self._names if f"eval/{name}" in metrics]
         shown = ", ".join(f"{name} {metrics[f'eval/{name}']:.4f}" for name in names)
         self._console.result(f"held-out after update {step}: {shown}", "bold")
@@ -192,17 +202,28 @@ class RunView(View):
         super().__init__(console)
         filtered = [_FILTERED] if dynamic_sampling else []
         self._table = StepTable(console, [PPO_COLUMNS[0], *filtered, *PPO_COLUMNS[1:]], every=logging_steps)
+        self._place = ""  # of what is being done: which step
+        self._ends_at: float | None = None  # when the run should be over, by the clock and the steps so far
+        self._step_seconds: list[float] = []
+
+    def phase(self, name: str) -> None:
+        """See `Observer`."""
+        left = None if self._ends_at is None else self._ends_at - time.monotonic()
+        text = f"{self._place}{_DOING.get(name, name)}"
+        self._console.working(text, ends_in_s=left, announce=False)
 
     def step(self, step: int, num_steps: int, metrics: Mapping[str, float]) -> None:
         """See `Observer`."""
-        self._console.done()
+        self._step_seconds.append(metrics.get("time/step", 0.0))
+        mean = sum(self._step_seconds) / len(self._step_seconds)
+        self._ends_at = time.monotonic() + mean * (num_steps - step)
+        self._place = f"step {min(step + 1, num_steps)}/{num_steps}: "
         self._table.step(step, num_steps, metrics)
         if failed := int(metrics.get("samples/failed", 0)):
             self._console.notice(f"step {step}: {failed} samples have no reward and were not trained on")
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         """See `Observer`."""
-        self._console.done()
         moment = f"after step {step}" if step else "before training"
         accuracy = metrics.get("eval/accuracy")
         if accuracy is None:
@@ -236,7 +257,6 @@ class RunView(View):
 
     def samples(self, title: str, samples: Sequence[tuple[Prompt, Rollout]]) -> None:
         """See `Observer`."""
-        self._console.done()
         self._console.result(f"\n{title}", "bold")
         for number, (prompt, rollout) in enumerate(samples, start=1):
             verdict = rollout.verdict

@@ -13,6 +13,7 @@ from rlhf_cli.builtin import BUILTIN, HELD_OUT_FILE, MODEL_DIR, TRAIN_FILE
 from rlhf_data.errors import ConfigError
 from rlhf_data.sources import SUFFIXES
 
+LOG_FILE = "log.txt"  # in the folder of a run
 Config = TypeVar("Config", bound=BaseModel)
 
 
@@ -118,9 +119,9 @@ def output_folder(text: str | None, command: str) -> Path:
 
 
 def check_output_folder(folder: Path, flag: str = "--save_path") -> None:
-    """Raise ConfigError unless `folder` is new or empty and can be written; nothing is left behind."""
+    """Raise ConfigError unless `folder` is new or empty, but for a log, and can be written; nothing is left behind."""
     try:
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        if folder.exists() and (not folder.is_dir() or {path.name for path in folder.iterdir()} - {LOG_FILE}):
             raise ConfigError(f"{flag} {folder} is not an empty folder", hint="name a new one")
         there = next(path for path in (folder, *folder.parents) if path.exists())
         with tempfile.TemporaryDirectory(prefix=".rlhf-", dir=there):  # permissions alone do not tell: root, /proc

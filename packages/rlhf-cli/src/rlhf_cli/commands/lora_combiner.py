@@ -10,6 +10,7 @@ from rlhf_data.checks import missing
 from rlhf_data.command_line import CommandLine, to_toml
 from rlhf_data.errors import ConfigError
 from rlhf_data.options import Config, flag, with_defaults
+from rlhf_data.progress import Progress
 from rlhf_rollout.commands.sections import PrecisionSection
 
 DESCRIPTION = "Merge a low-rank adapter into its model, or reward model, and write a plain Hugging Face model folder."
@@ -58,8 +59,9 @@ def _run(argv: Sequence[str]) -> int:
         return SUCCESS
     out = user_path(merge.output_path)
     check_output_folder(out, "--output_path")
-    from rlhf_models.lora import merge_adapter
+    with Progress().doing(f"merging {merge.lora_path} into {merge.model_path}"):
+        from rlhf_models.lora import merge_adapter  # takes seconds
 
-    merge_adapter(model_path(merge.model_path), user_path(merge.lora_path), out, dtype=merge.dtype)
+        merge_adapter(model_path(merge.model_path), user_path(merge.lora_path), out, dtype=merge.dtype)
     print(f"written to {out}")
     return SUCCESS

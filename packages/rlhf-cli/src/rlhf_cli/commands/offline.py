@@ -3,15 +3,18 @@
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlhf_cli.capture import captured
 from rlhf_cli.config.differences import offline_differences
 from rlhf_cli.config.offline import OfflineConfig
 from rlhf_cli.config.openrlhf import adapt, flags_of
 from rlhf_cli.exits import SUCCESS, exit_status
 from rlhf_cli.paths import (
+    LOG_FILE,
     check_output_folder,
     is_template_file,
     model_path,
@@ -83,19 +86,32 @@ class Command:
             raise ConfigError(f"--best_metric_key: {unknown('metric', best, known)}")
         folder = output_folder(parsed.config.output.save_path, self.name)
 
+        is_first = os.environ.get("RANK", "0") == "0"  # who may be done with this before another process begins
+        if is_first:
+            check_output_folder(folder)
+
         from rlhf_cli.console import Console
 
-        console = Console()
-        if os.environ.get("RANK", "0") == "0":  # who may be done with this before another process begins
-            check_output_folder(folder)
+        with nullcontext((None, None)) if parsed.dry_run else captured(folder) as (out, err):
+            console = Console(out, err)
+            try:
+                self._carry_out(parsed, folder, console, is_first)
+            finally:
+                console.done()
+        return SUCCESS
+
+    def _carry_out(self, parsed: Parsed[OfflineConfig], folder: Path, console: "Console", is_first: bool) -> None:
+        if is_first:
             for notice in parsed.notices:
                 console.notice(notice)
         if parsed.dry_run:
             self._show(parsed, folder, console)
-            return SUCCESS
+            return
+        if is_first:
+            console.log(f"results will be in {folder}, messages of libraries in {LOG_FILE} there")
+            console.working("checking model and data")
         job, tokenizer = _prepare(self, parsed.config, folder, console)
         _train(self, parsed, job, tokenizer, console)
-        return SUCCESS
 
     def _show(self, parsed: Parsed[OfflineConfig], folder: Path, console: "Console") -> None:
         """Show what a run would do, as far as its model and its data are on this machine."""
@@ -202,7 +218,7 @@ def _load(
         max_len=data.max_len,
         skip_bad_rows=data.skip_bad_rows,
         num_workers=data.data_num_workers,
-        progress=lambda num_rows: console.working(f"{flag}: {num_rows} rows tokenized") if shows else None,
+        progress=lambda num_rows: console.working(f"{flag}: tokenizing, {num_rows} rows") if shows else None,
         cache_dir=None if data.data_cache is None else user_path(data.data_cache),
     )
     console.done()
@@ -249,11 +265,8 @@ def _train(command: Command, parsed: Parsed[Any], job: "OfflineJob", tokenizer: 
         run_offline(job, Observer())
         return
     view = OfflineView(console, command.prefix, command.metrics, logging_steps=output.logging_steps)
-    try:
-        with Recorder(str(folder), to_toml(config), trackers, view) as recorder:
-            final = run_offline(job, view, recorder)
-    finally:
-        console.done()
+    with Recorder(str(folder), to_toml(config), trackers, view) as recorder:
+        final = run_offline(job, view, recorder)
     final |= {"time/total": time.perf_counter() - started}
     known = {**ARTIFACTS, "adapter": f"{ARTIFACTS['final model']}/{ADAPTER_FOLDER}"}
     artifacts = {name: path for name, path in known.items() if (folder / path).exists()}

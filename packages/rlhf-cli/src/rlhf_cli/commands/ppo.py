@@ -3,18 +3,22 @@
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlhf_cli.builtin import RECIPE_FILE
+from rlhf_cli.capture import captured
 from rlhf_cli.config.differences import online_differences
 from rlhf_cli.config.openrlhf import adapt, flags_of
 from rlhf_cli.config.ppo import PpoConfig
 from rlhf_cli.exits import SUCCESS, exit_status
-from rlhf_cli.paths import output_folder, user_path
+from rlhf_cli.paths import LOG_FILE, check_output_folder, output_folder, user_path
 from rlhf_cli.presets import PRESETS
 from rlhf_cli.secrets import restart_without_key
 from rlhf_data.checks import once
-from rlhf_data.command_line import CommandLine
+from rlhf_data.command_line import CommandLine, Parsed
+
+if TYPE_CHECKING:
+    from rlhf_cli.console import Console
 
 DESCRIPTION = """Train a language model on rewards: vLLM generates, a reward function scores, DeepSpeed trains.
 Without --pretrain and --prompt_data a tiny model that ships learns to carry when it adds."""
@@ -49,18 +53,35 @@ def _run(argv: Sequence[str]) -> int:
     if not parsed.dry_run:
         restart_without_key()
 
-    from rlhf_cli.commands.dry_run import show_ppo
-    from rlhf_cli.console import Console, RunView, show_results
+    from rlhf_cli.console import Console
+
+    folder = output_folder(config.output.save_path, "ppo")
+    if parsed.dry_run:
+        from rlhf_cli.commands.dry_run import show_ppo
+
+        console = Console()
+        for notice in parsed.notices:
+            console.notice(notice)
+        return show_ppo(parsed, folder, console)
+    check_output_folder(folder)
+    with captured(folder) as (out, err):
+        console = Console(out, err)
+        try:
+            _train(parsed, folder, console)
+        finally:
+            console.done()
+    return SUCCESS
+
+
+def _train(parsed: Parsed[PpoConfig], folder: Path, console: "Console") -> None:
+    from rlhf_cli.console import RunView, show_results
     from rlhf_cli.jobs import describe_batches, make_job, make_plan, unavailable_in
     from rlhf_cli.preflight.devices import check_device, cluster_notices, find_gpus
     from rlhf_cli.preflight.inputs import check_inputs
 
-    console = Console()
+    config = parsed.config
     for notice in parsed.notices:
         console.notice(notice)
-    folder = output_folder(config.output.save_path, "ppo")
-    if parsed.dry_run:
-        return show_ppo(parsed, folder, console)
     console.working("checking model, data and reward")
     inputs = check_inputs(config, folder)
     num_gpus, ray_address = find_gpus()
@@ -76,19 +97,15 @@ def _run(argv: Sequence[str]) -> int:
     console.result(f"placement: {plan.describe()}")
     num_held_out = len(inputs.eval_prompts or ())
     console.result(f"batches\n{describe_batches(config, plan, len(inputs.prompts), num_held_out)}")
-    console.result(f"results will be in {folder}")
+    console.result(f"results will be in {folder}, messages of libraries in {LOG_FILE} there")
 
     from rlhf_train.online.controller import run_online
 
     view = RunView(
         console, dynamic_sampling=job.dynamic_sampling is not None, logging_steps=config.output.logging_steps
     )
-    try:
-        summary = run_online(job, view)
-    finally:
-        console.done()
+    summary = run_online(job, view)
     show_results(console, summary.save_path, summary.artifacts, summary.metrics)
-    return SUCCESS
 
 
 if __name__ == "__main__":

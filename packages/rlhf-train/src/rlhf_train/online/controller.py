@@ -78,7 +78,7 @@ class PlacedRun:
         self._recorder = recorder
         self._observer = observer
         self._started = started
-        self._timeline = Timeline()
+        self._timeline = Timeline(on_phase=observer.phase)
         engines = [RayEngine(handle, job.engine) for handle in processes.engines]
         self._generation = Generation(job, engines, reward, self._timeline, observer, self._wake_engines)
         self._shaper = shaper

@@ -11,6 +11,9 @@ class Observer:
     def starting(self, text: str) -> None:
         """A stage of the start-up begins, such as "Ray" or "engines and trainers"."""
 
+    def phase(self, name: str) -> None:
+        """A phase of a step begins: see `Timeline`."""
+
     def step(self, step: int, num_steps: int, metrics: Mapping[str, float]) -> None:
         """A step of an online run ended; see `rlhf_train.run.metrics` for the names."""
 

@@ -13,9 +13,12 @@ class Timeline:
     A phase inside another one pauses the outer one. Only one thread may use a timeline: the one whose time it splits.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        """`clock` returns seconds from any fixed moment."""
+    def __init__(
+        self, clock: Callable[[], float] = time.perf_counter, on_phase: Callable[[str], None] = lambda name: None
+    ) -> None:
+        """`clock` returns seconds from any fixed moment; `on_phase` is told the name of each phase as it begins."""
         self._clock = clock
+        self._on_phase = on_phase
         self._seconds: dict[str, float] = {}
         self._open: list[str] = []  # phases under way, the innermost last; only that one is counting
         self._taken_at = self._counted_to = clock()
@@ -27,6 +30,7 @@ class Timeline:
             raise ValueError(f"a phase cannot be called {name!r}")
         self._count()
         self._open.append(name)
+        self._on_phase(name)
         try:
             yield
         finally:

@@ -1,0 +1,159 @@
+"""What libraries write stays off the terminal, and every command says soon what it is doing."""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from rlhf_cli.builtin import BUILTIN
+from rlhf_cli.capture import captured
+from rlhf_data.errors import ConfigError
+
+# Noisy when a heavy library is imported: as C code that writes to the descriptors, and as Python's own ways.
+NOISE = """
+import os, sys
+
+class Noisy:
+    def find_spec(self, name, path=None, target=None):
+        if name in ("torch", "deepspeed") and name not in said:
+            said.add(name)
+            os.write(1, b"NOISE from C on stdout\\n")
+            os.write(2, b"NOISE from C on stderr\\n")
+            print("NOISE from print", file=sys.stderr)
+            import warnings
+            warnings.warn("NOISE from a warning", FutureWarning)
+        return None
+
+said = set()
+sys.meta_path.insert(0, Noisy())
+"""
+
+SCRIPT = """
+import os, sys, warnings
+from pathlib import Path
+from rlhf_cli.capture import captured
+from rlhf_data.errors import ConfigError
+
+os.write(1, b"before\\n")
+try:
+    with captured(Path(sys.argv[1])) as (out, err):
+        os.write(1, b"C out\\n")
+        os.write(2, b"C err\\n")
+        print("python out")
+        warnings.warn("a warning")
+        os.system("echo a child")
+        print("result", file=out)
+        print("progress", file=err)
+        if sys.argv[2] == "unexpected":
+            raise KeyError("unexpected")
+        if sys.argv[2] == "refused":
+            raise ConfigError("refused")
+        if sys.argv[2] == "run":
+            (Path(sys.argv[1]) / "metrics.jsonl").touch()
+except ConfigError as error:
+    print("error:", error, file=sys.stderr)
+print("after")
+"""
+
+
+def run_script(folder: Path, how: str) -> subprocess.CompletedProcess:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", SCRIPT, str(folder), how]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_everything_but_ours_is_in_the_log(tmp_path):
+    done = run_script(tmp_path / "run", "run")
+    assert (done.stdout, done.stderr) == ("before\nresult\nafter\n", "progress\n")
+    log = (tmp_path / "run/log.txt").read_text()
+    for said in ("C out", "C err", "python out", "a warning", "a child"):
+        assert said in log
+    assert "result" not in log
+
+
+def test_a_command_that_is_refused_leaves_no_folder(tmp_path):
+    done = run_script(tmp_path / "run", "refused")
+    assert done.stderr.endswith("error: refused\n")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_that_was_there_stays(tmp_path):
+    run_script(tmp_path, "refused")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_unexpected_error_shows_its_traceback_and_leaves_the_log(tmp_path):
+    done = run_script(tmp_path / "run", "unexpected")
+    assert "Traceback" in done.stderr
+    assert done.stderr.endswith("KeyError: 'unexpected'\n")
+    assert "C err" in (tmp_path / "run/log.txt").read_text()
+
+
+def test_replaced_streams_are_written_to_as_they_are(tmp_path, capsys):
+    with captured(tmp_path / "run") as (out, err):
+        print("result", file=out)
+        print("progress", file=err)
+    assert capsys.readouterr() == ("result\n", "progress\n")
+    with pytest.raises(ConfigError), captured(tmp_path / "run"):
+        raise ConfigError("refused")
+    assert not (tmp_path / "run").exists()
+
+
+SFT = (
+    *("sft", "--pretrain", BUILTIN, "--dataset", BUILTIN, "--input_key", "prompt", "--output_key", "answer"),
+    *("--max_samples", "8", "--train_batch_size", "4", "--max_len", "64"),
+)
+
+
+def seconds_to_first_line(process: subprocess.Popen) -> float:
+    started = time.monotonic()
+    first: list[float] = []
+
+    def read(stream) -> None:
+        if stream.readline():
+            first.append(time.monotonic() - started)
+
+    threads = [threading.Thread(target=read, args=(stream,)) for stream in (process.stdout, process.stderr)]
+    for thread in threads:
+        thread.start()
+    while not first and time.monotonic() - started < 60:
+        time.sleep(0.02)
+    process.kill()
+    for thread in threads:
+        thread.join()
+    return min(first)
+
+
+def python_seconds(code: str) -> float:
+    started = time.monotonic()
+    subprocess.run([sys.executable, "-c", code], check=True)
+    return time.monotonic() - started
+
+
+@pytest.mark.parametrize("argv", [SFT, ("ppo",)], ids=lambda argv: argv[0])
+def test_a_command_says_what_it_does_before_it_loads_anything_heavy(argv, tmp_path):
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-m", "rlhf_cli.main", *argv, "--save_path", str(tmp_path / "out")]
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    seconds = seconds_to_first_line(process)
+    process.wait(20)
+    # Two seconds where nothing else runs; what a bare interpreter takes says how busy the machine is.
+    assert seconds < 2 + 5 * python_seconds("import pydantic, rich.console")
+
+
+def test_a_short_run_shows_no_word_of_a_library(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(NOISE)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    command = [sys.executable, "-m", "rlhf_cli.main", *SFT, "--save_path", str(tmp_path / "out")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "NOISE" not in done.stdout + done.stderr
+    assert "warning" not in (done.stdout + done.stderr).lower()
+    log = (tmp_path / "out/log.txt").read_text()
+    for way in ("C on stdout", "C on stderr", "print", "a warning"):
+        assert f"NOISE from {way}" in log
+    assert done.stderr.count("log.txt") == 1

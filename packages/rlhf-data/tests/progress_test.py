@@ -1,0 +1,172 @@
+"""The live line against a clock that the tests set by hand, on a terminal and in a pipe."""
+
+import io
+import time
+
+import pytest
+
+from rlhf_data.progress import Progress, duration
+
+
+class Terminal(io.StringIO):
+    """Text that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+class Clock:
+    """Stands at `now` seconds."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def pipe(clock):
+    """A progress whose thread finds nothing to say: the tests call `beat`."""
+    stream = io.StringIO()
+    return stream, Progress(stream, clock=clock)
+
+
+@pytest.fixture
+def terminal(clock, monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "60")
+    stream = Terminal()
+    return stream, Progress(stream, clock=clock)
+
+
+def test_a_pipe_gets_a_line_at_once_and_one_after_each_silence(pipe, clock):
+    stream, progress = pipe
+    progress.show("loading the model")
+    for _ in range(45):
+        clock.now += 1
+        progress.beat()
+    progress.clear()
+    assert stream.getvalue().splitlines() == [
+        "loading the model ...",
+        "loading the model: 20 s",
+        "loading the model: 40 s",
+    ]
+
+
+def test_a_pipe_gets_one_line_for_a_text_that_comes_again(pipe):
+    stream, progress = pipe
+    for done in range(3):
+        progress.show("generating", done=done, total=3)
+        progress.clear()
+    progress.show("scoring")
+    assert stream.getvalue().splitlines() == ["generating ...", "scoring ..."]
+
+
+def test_what_is_not_announced_is_said_after_a_silence_only(pipe, clock):
+    stream, progress = pipe
+    progress.show("training", announce=False)
+    clock.now += 19
+    progress.beat()
+    assert stream.getvalue() == ""
+    clock.now += 1
+    progress.beat()
+    assert stream.getvalue() == "training: 20 s\n"
+
+
+def test_time_left_comes_from_the_parts_that_are_done(pipe, clock):
+    stream, progress = pipe
+    progress.show("generating", done=0, total=8)
+    clock.now += 20
+    progress.beat()
+    progress.show("generating", done=2, total=8)
+    clock.now += 20
+    progress.beat()
+    # 40 s for 2 parts: 120 s for the other 6.
+    assert stream.getvalue().splitlines()[1:] == [
+        "generating: 0/8, 20 s",
+        "generating: 2/8, 40 s, about 2 min 0 s left",
+    ]
+
+
+def test_time_left_that_the_caller_knows_runs_down_to_zero(pipe, clock):
+    stream, progress = pipe
+    progress.show("step 2/3: training", ends_in_s=30)
+    for _ in range(2):
+        clock.now += 20
+        progress.beat()
+    assert stream.getvalue().splitlines()[1:] == [
+        "step 2/3: training: 20 s, about 10 s left",
+        "step 2/3: training: 40 s, about 0 s left",
+    ]
+
+
+def test_a_terminal_gets_one_line_that_is_drawn_again_and_removed(terminal, clock):
+    stream, progress = terminal
+    progress.show("loading")
+    clock.now += 3
+    progress.beat()
+    drawn = stream.getvalue()
+    assert "\n" not in drawn
+    assert drawn.split("\r\x1b[2K")[-1].endswith("loading  3 s")
+    progress.clear()
+    assert stream.getvalue().endswith("\r\x1b[2K")
+    size = len(stream.getvalue())
+    progress.beat()
+    progress.clear()
+    assert len(stream.getvalue()) == size  # nothing is left to draw or to remove
+
+
+def test_a_line_fits_the_terminal(terminal):
+    stream, progress = terminal
+    progress.show("x" * 200)
+    assert len(stream.getvalue().split("\r\x1b[2K")[-1]) == 59
+    progress.clear()
+
+
+def test_a_dumb_terminal_is_a_pipe(clock, monkeypatch):
+    monkeypatch.setenv("TERM", "dumb")
+    stream = Terminal()
+    Progress(stream, clock=clock).show("loading")
+    assert stream.getvalue() == "loading ...\n"
+
+
+def test_the_line_is_drawn_without_further_calls(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    stream = Terminal()
+    progress = Progress(stream)
+    progress.show("loading")
+    deadline = time.monotonic() + 20
+    while stream.getvalue().count("loading") < 3 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    progress.clear()
+    drawn = stream.getvalue()
+    assert drawn.count("loading") >= 3
+    time.sleep(0.6)
+    assert stream.getvalue() == drawn  # the thread ended
+
+
+def test_doing_ends_with_its_block_even_when_that_fails(terminal):
+    stream, progress = terminal
+
+    def fail():
+        with progress.doing("merging"):
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert "merging" in stream.getvalue()
+    assert stream.getvalue().endswith("\r\x1b[2K")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0 s"), (59.4, "59 s"), (59.6, "1 min 0 s"), (3599, "59 min 59 s"), (3600, "1 h 0 min"), (7500, "2 h 5 min")],
+)
+def test_duration(seconds, text):
+    assert duration(seconds) == text
