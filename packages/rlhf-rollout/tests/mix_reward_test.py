@@ -256,3 +256,10 @@ def test_check_reward_asks_what_the_source_is(function):
     with pytest.raises(ConfigError, match="the reward server does not answer"):
         check_reward(RewardSource(kind="server", targets=(NO_SERVER,)), [make_prompt()], timeout_s=5.0)
     assert check_reward(RewardSource(kind="model", targets=("m",)), [make_prompt()]) is None
+
+
+def test_check_reward_gives_a_function_as_long_as_told(tmp_path):
+    path = tmp_path / "hang.py"
+    path.write_text("import time\ndef reward_func(queries, prompts, labels): time.sleep(1000)\n")
+    source = RewardSource(kind="function", targets=(str(path),))
+    assert check_reward(source, [make_prompt()], timeout_s=0.5) == "no answer within 0.5 s"

@@ -1,5 +1,6 @@
 """Reward sources by name: comma lists, weights, and names for metrics."""
 
+import dataclasses
 import pickle
 
 import pytest
@@ -80,3 +81,11 @@ def test_reward_source_that_is_none_is_refused(kind, targets, says):
 def test_reward_source_pickle_round_trip():
     (source,) = parse_sources("http://one,http://two", weights=(0.5,))
     assert pickle.loads(pickle.dumps(source)) == source
+
+
+def test_reward_source_is_frozen_and_takes_names_only():
+    source = RewardSource(kind="model", targets=("m",))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        source.weight = 2.0
+    with pytest.raises(TypeError):
+        RewardSource("model", ("m",))

@@ -1,7 +1,9 @@
 """How a reward function is named, and what it may return."""
 
+import json
 import math
 import pickle
+import sys
 
 import numpy as np
 import pytest
@@ -86,6 +88,17 @@ def test_parse_reward_file_that_is_not_python_names_the_line(tmp_path):
 def test_load_function_module_without_it_is_refused():
     with pytest.raises(RewardError, match=r"rlhf_rollout\.rewards\.math has no function `grad`; it has .*grade"):
         load_function(RewardTarget("rlhf_rollout.rewards.math", "grad"))
+
+
+@pytest.mark.parametrize("name", ["json.py", "my-reward.py"])
+def test_load_function_file_of_any_name_takes_no_modules_place(tmp_path, monkeypatch, name):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "modules", dict(sys.modules))
+    path = tmp_path / name
+    path.write_text("def reward_func(queries, prompts, labels):\n    return {'rewards': [4.0]}\n")
+    assert load_function(RewardTarget(str(path)))([], [], []) == {"rewards": [4.0]}
+    assert sys.modules["json"] is json
+    assert sys.path[0] == str(tmp_path)  # so that it can import its neighbours
 
 
 def test_load_function_that_takes_other_arguments_is_refused(tmp_path):
