@@ -52,8 +52,7 @@ class Bigram:
 
     @property
     def engine(self) -> Any:
-        module = SimpleNamespace(training=True, eval=lambda: None, train=lambda mode: None)
-        return SimpleNamespace(forward=self, device=torch.device("cpu"), module=module)
+        return SimpleNamespace(forward=self, device=torch.device("cpu"), module=torch.nn.Module())
 
     def rows(self, sequence: SftExample) -> list[Tensor]:
         """Return the log-probs [V] of what each trained token of a sequence was drawn from."""
@@ -227,6 +226,23 @@ def test_kto_divergence_is_the_mean_log_ratio_of_mismatched_answers_and_never_ne
     batches = [MicroBatch(items[:3], [0, 1, 2]), MicroBatch(items[3:], [3]), MicroBatch(items[:1], [])]
     assert KtoObjective(reference=far).for_batch(near.engine, batches).kl == pytest.approx(abs(mean), rel=1e-5)
     assert KtoObjective(reference=near).for_batch(far.engine, batches).kl == 0.0
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_kto_divergence_is_measured_in_eval_mode_and_the_mode_is_put_back(monkeypatch, training):
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
+    model, engine, modes = Bigram(0), Bigram(0).engine, []
+
+    def forward(*args: Any, **options: Any) -> Any:
+        modes.append((engine.module.training, torch.is_grad_enabled()))
+        return model(*args, **options)
+
+    engine.forward = forward
+    engine.module.train(training)
+    items = KtoObjective().items(UNPAIRED)
+    KtoObjective(reference=model).for_batch(engine, [MicroBatch(items, range(4))])
+    assert modes == [(False, False)]
+    assert engine.module.training == training
 
 
 @pytest.mark.parametrize("name", ["beta", "desirable_weight", "undesirable_weight"])
