@@ -315,6 +315,28 @@ def test_process_reward_loss_and_metrics_equal_plain_arithmetic(packing):
     assert [objective.num_trained_tokens(example) for example in SOLUTIONS] == [2, 1]
 
 
+def test_process_reward_tie_between_the_tokens_is_a_verdict_of_bad():
+    model, labels = Bigram(0), [0.0, 1.0, 0.5]
+    with torch.no_grad():
+        model.table[2, 1] = model.table[2, 4]
+    example = ProcessExample("a", np.array([2, 2, 2]), np.array([0, 1, 2]), np.array(labels))
+    _, metrics = ProcessRewardObjective(reward_tokens=(4, 1)).loss(model.engine, [example], DENOMINATORS)
+    assert metrics["prm/accuracy"].result() == pytest.approx(2 / 3)  # a label of one half is no good step either
+
+
+OBJECTIVES = [
+    PreferenceObjective, KtoObjective, DistillationObjective, SupervisedObjective, RewardModelObjective,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", OBJECTIVES)
+def test_objectives_are_frozen_and_take_names_only(kind):
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        kind().packing = True
+    with pytest.raises(TypeError):
+        kind(True)
+
+
 def test_process_reward_of_a_single_token_is_refused():
     with pytest.raises(ConfigError, match="must be two"):
         ProcessRewardObjective(reward_tokens=(3, 3))
