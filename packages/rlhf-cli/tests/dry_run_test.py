@@ -16,7 +16,7 @@ REWARD = "def reward_func(queries, prompts, labels):\n    return {'rewards': [0.
 def folder(tmp_path, monkeypatch) -> Path:
     """The user's folder, with prompts, a reward and a model; without GPUs or a network."""
     monkeypatch.setenv("BUILD_WORKING_DIRECTORY", str(tmp_path))
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_ADDRESS", "local")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setattr("socket.socket.connect", lambda *words: pytest.fail("a dry run used the network"))
     rows = [{"input": f"What is {n} + 1?"} for n in range(8)]

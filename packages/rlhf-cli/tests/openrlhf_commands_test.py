@@ -39,7 +39,8 @@ def dry_run(tmp_path, monkeypatch, capsys):
     """Return a function from module and flags to the exit status, and to what a dry run lists under its titles."""
     monkeypatch.setenv("BUILD_WORKING_DIRECTORY", str(tmp_path))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    for name in ("RAY_ADDRESS", "WORLD_SIZE", "RANK"):
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+    for name in ("WORLD_SIZE", "RANK"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("WANDB_API_KEY", "secret-of-the-user")
     monkeypatch.setattr("socket.socket.connect", lambda *words: pytest.fail("a dry run used the network"))
@@ -79,7 +80,7 @@ EXPECTED = [
     ([], ["--remote_rm_url ./reward_func_code_gen.py"]),
     ([], ["--remote_rm_url ./reward_func_math.py"]),
     ([], ["--remote_rm_url ./reward_func_conversation.py"]),
-    (["not available: asynchronous training", "not available: agents"], ["--remote_rm_url"]),
+    (["not available: asynchronous training", "not available: agents", "not available: agents"], ["--remote_rm_url"]),
     ([], ["--n_samples_per_prompt is 1"]),  # GRPO, on one line
 ]
 
