@@ -58,7 +58,7 @@ def test_sft_trains_and_leaves_a_model_that_plain_transformers_loads(folder, cap
 def test_sft_dry_run_shows_the_arithmetic_and_starts_nothing(folder, capsys):
     assert main([*flags(), "--dry_run"]) == 0
     out = capsys.readouterr().out
-    assert "16 examples x 2 epochs = 4 updates of 8 on 1 process(es), 3 a pass" in out
+    assert "16 examples x 2 epochs = 4 updates of 8 on 1 process(es), 3 per pass" in out
     assert 'pretrain = "builtin"' in out
     assert not (folder / "out").exists()
 

@@ -1,4 +1,8 @@
-"""What `sft`, `rm`, `dpo`, `kto`, `prm` and `kd` have in common: from flags to a run over fixed examples."""
+"""The part that `sft`, `rm`, `dpo`, `kto`, `prm` and `kd` share: from flags to a run over fixed examples.
+
+Under torchrun or deepspeed every process runs this code: each checks and tokenizes the same data, and rank 0 alone
+speaks and writes.
+"""
 
 import os
 import time
@@ -46,9 +50,9 @@ class Command:
         name: `rlhf NAME`.
         description: for --help.
         config: the class of its configuration.
-        encoder: from configuration and tokenizer to what makes examples of rows.
-        objective: from configuration and tokenizer to what is learned.
-        prefix: what the names of its metrics begin with.
+        encoder: makes, from configuration and tokenizer, the encoder that turns rows into examples.
+        objective: makes, from configuration and tokenizer, the objective.
+        prefix: prefix of the metrics' names.
         metrics: what the objective measures, without the prefix; the first few are shown.
     """
 
@@ -137,6 +141,7 @@ def _prepare(command: Command, config: OfflineConfig, folder: Path, console: "Co
     assert config.model.pretrain
     rank, num_ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     _take_own_gpu(num_ranks)
+    # Data is opened before torch is imported: a wrong path or key is reported within a second.
     sources = _open(config)
 
     import torch
@@ -156,6 +161,7 @@ def _prepare(command: Command, config: OfflineConfig, folder: Path, console: "Co
     objective = command.objective(config, tokenizer)
     encoder = command.encoder(config, tokenizer)
     loaded = {flag: _load(config, flag, rows, encoder, console, rank) for flag, rows in sources.items()}
+    # The launcher names where its processes meet; a single process meets itself at a port that is free.
     shared = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])) if num_ranks > 1 else None
     schedule = OfflineSchedule(**matching(OfflineSchedule, training))
     train, best = loaded["--dataset"].examples, config.evaluation.best_metric_key
@@ -184,7 +190,7 @@ def _prepare(command: Command, config: OfflineConfig, folder: Path, console: "Co
 
 
 def _open(config: OfflineConfig) -> dict[str, "Rows"]:
-    """Return the rows of each flag that names some, their first ones checked for the keys."""
+    """Return the rows of --dataset and --eval_dataset. Raises DataError when the first row of a source lacks a key."""
     from rlhf_cli.preflight.data import check_keys
     from rlhf_data.sources import open_sources, parse_probs
 
@@ -199,6 +205,7 @@ def _open(config: OfflineConfig) -> dict[str, "Rows"]:
     if data.eval_dataset is not None:
         names = source_names(data.eval_dataset, held_out=True)
         sources["--eval_dataset"] = open_sources(names, split=data.eval_split, **common)
+    # The margin is optional in a row, and read with --margin_loss only.
     keys = [name for name in type(data).model_fields if name.endswith("_key") and name != "margin_key"]
     for rows in sources.values():
         check_keys(data, rows, keys)
@@ -211,6 +218,7 @@ def _load(
     from rlhf_data.examples import load_examples
 
     data = config.data
+    # In a log file, one line per progress report would bury everything else.
     shows = rank == 0 and console.is_terminal
     examples = load_examples(
         rows,
@@ -239,7 +247,8 @@ def _set_chat_template(config: OfflineConfig, tokenizer: Any) -> None:
 
 
 def _reference(config: OfflineConfig, tokenizer: Any) -> "ModelSpec | None":
-    """Return the reference or the teacher that was named, checked."""
+    """Return the reference or the teacher that was named; None for neither. Raises ConfigError for one that reads other
+    tokens."""
     from rlhf_cli.preflight.models import check_companion
 
     for flag in ("ref_pretrain", "teacher_model"):
@@ -270,6 +279,7 @@ def _train(command: Command, parsed: Parsed[Any], job: "OfflineJob", tokenizer: 
     final |= {"time/total": time.perf_counter() - started}
     known = {**ARTIFACTS, "adapter": f"{ARTIFACTS['final model']}/{ADAPTER_FOLDER}"}
     artifacts = {name: path for name, path in known.items() if (folder / path).exists()}
+    # The trainer copies the tokenizer of --pretrain, which does not know the template that was trained.
     if getattr(parsed.config.data, "tokenizer_chat_template", None) is not None:
         for name in artifacts.keys() & {"final model", "best model"}:
             tokenizer.save_pretrained(folder / artifacts[name])
@@ -286,9 +296,9 @@ def _arithmetic_without_examples(config: OfflineConfig) -> str:
 
 def _arithmetic(job: "OfflineJob") -> str:
     schedule, count = job.schedule, len(job.examples)
-    a_pass = f"{schedule.micro_train_batch_size} a pass"
+    a_pass = f"{schedule.micro_train_batch_size} per pass"
     if schedule.micro_batch_tokens is not None:
-        a_pass = f"{schedule.micro_batch_tokens} tokens a pass at most"
+        a_pass = f"{schedule.micro_batch_tokens} tokens per pass at most"
     return (
         f"{count} examples x {schedule.max_epochs} epochs = {schedule.num_updates(count)} updates of"
         f" {schedule.train_batch_size} on {job.num_ranks} process(es), {a_pass};"
@@ -297,7 +307,7 @@ def _arithmetic(job: "OfflineJob") -> str:
 
 
 def _take_own_gpu(num_ranks: int) -> None:
-    """Under torchrun, let this process see its own GPU only; before torch is imported."""
+    """Under a launcher, let this process see its own GPU only. CUDA reads the variable once, when torch starts it."""
     local_rank = os.environ.get("LOCAL_RANK")
     if num_ranks < 2 or local_rank is None:
         return

@@ -1,4 +1,4 @@
-"""What is optimised."""
+"""The objective of reinforcement learning: estimator, policy loss, KL and off-policy correction."""
 
 from collections.abc import Collection
 from typing import Annotated, Any
@@ -33,11 +33,18 @@ CorrectionMode = one_of(CORRECTION_MODES)
 _DEFAULTS = AlgorithmSpec()
 _OBJECTIVE = _DEFAULTS.objective
 _CLIP_RANGE = (_OBJECTIVE.clip_low, _OBJECTIVE.clip_high)
+# Losses whose ratio has another scale than PPO's, so that its clip range would never bind or always.
 _CLIP_RANGES = {
-    "gspo": (3e-4, 4e-4),  # of the mean log-ratio's exponential, which hardly leaves 1
-    "cispo": (0.999, _OBJECTIVE.clip_high),  # no lower bound, or as good as none
+    # GSPO clips the geometric mean of a response's token ratios. It averages hundreds of tokens and stays close to 1.
+    "gspo": (3e-4, 4e-4),
+    # CISPO clips a weight, not the objective, and only from above; 1 - 0.999 leaves nearly every small weight alone.
+    "cispo": (0.999, _OBJECTIVE.clip_high),
 }
+# Truncation only limits large weights: a small one adds little variance. A mask drops tokens on which trainer and
+# engine disagree in either direction.
 _CORRECTION_BOUNDS = {"truncate": (0.0, 2.0), "mask": (0.5, 5.0)}
+# Each inner tuple is one way to set the same two numbers. An option given in a later layer (a flag over a file over a
+# preset) replaces the other ways in earlier layers, so that a preset's range does not conflict with a flag.
 _CLIP_SPELLINGS = (("eps_clip",), ("eps_clip_low_high",), ("clip_eps_low", "clip_eps_high"))
 _CLIP_OPTIONS = tuple(name for names in _CLIP_SPELLINGS for name in names)
 _CRITIC_OPTIONS = (
@@ -50,13 +57,16 @@ _CRITIC_OPTIONS = (
     "bootstrap_truncated",
     "save_value_network",
 )
+# Options that concern a model which some algorithms do not have: without it they have no effect.
 _REFERENCE_OPTIONS = ("kl_estimator", "ref_num_nodes", "ref_num_gpus_per_node", "colocate_actor_ref")
 _CORRECTION_OPTIONS = ("is_correction_mode", "is_correction_threshold")
+# Clip ranges above this were meant for token ratios; the mean ratio of a response does not reach them.
 _WIDE_FOR_GSPO = 0.1
 
 
 def _underscored(value: Any) -> Any:
-    return value.replace("-", "_") if isinstance(value, str) else value  # `token-mean`, as verl writes it
+    """Return `token_mean` for `token-mean`, the spelling of verl and OpenRLHF."""
+    return value.replace("-", "_") if isinstance(value, str) else value
 
 
 def _other_ways(own: str) -> list[str]:
@@ -72,7 +82,7 @@ class AlgorithmSection(Section, title="algorithm"):
     advantage_estimator: Estimator = flag(
         _DEFAULTS.estimator, "; ".join(f"{row.name}: {row.title}" for row in ALGORITHMS.values())
     )
-    gamma: float = flag(_DEFAULTS.gamma, "discount a token", ge=0, le=1)
+    gamma: float = flag(_DEFAULTS.gamma, "discount per token", ge=0, le=1)
     lambd: float = flag(_DEFAULTS.lambd, "GAE's lambda: 0 trusts the critic, 1 the rewards", ge=0, le=1)
     bootstrap_truncated: bool = flag(
         False, "a response that --generate_max_len ended goes on with the critic's value of its last state"
@@ -110,18 +120,18 @@ class AlgorithmSection(Section, title="algorithm"):
     )
     entropy_loss_coef: float = flag(_OBJECTIVE.entropy_coef, "weight of the entropy bonus", ge=0)
     value_clip: float | None = flag(
-        _DEFAULTS.value_clip, "a value may move that far from its old one; None: as far as it likes", gt=0
+        _DEFAULTS.value_clip, "how far a value may move from its old one; None: without limit", gt=0
     )
     init_kl_coef: float = flag(
-        _DEFAULTS.kl_coef, "weight of the KL to the reference, in reward a nat; 0: no reference model", ge=0
+        _DEFAULTS.kl_coef, "weight of the KL to the reference, in reward per nat; 0: no reference model", ge=0
     )
     kl_target: float | None = flag(
-        None, "nats a token that the weight of the KL is steered to; None: the weight stays", gt=0
+        None, "nats per token to which the weight of the KL is steered; None: the weight stays", gt=0
     )
     kl_horizon: int = flag(
         _DEFAULTS.kl_horizon, "responses over which --kl_target may move the weight by a fifth", ge=1
     )
-    kl_estimator: KlEstimatorName = flag(_OBJECTIVE.kl_estimator, "estimate of the KL of a token")
+    kl_estimator: KlEstimatorName = flag(_OBJECTIVE.kl_estimator, "estimate of the KL per token")
     use_kl_loss: bool = flag(False, "the KL is a term of the loss instead of a part of the reward")
     kl_unbiased_gradient: bool = flag(
         False, "the gradient of the KL loss is the KL's own, whatever the estimator; with --use_kl_loss"
@@ -129,7 +139,7 @@ class AlgorithmSection(Section, title="algorithm"):
     old_logprobs: OldLogprobs = flag(
         _DEFAULTS.old_logprobs,
         "log-probs before the update: recompute with the trainer's model, take the engine's (rollout), or"
-        " skip, when there is one optimizer step a step",
+        " skip, when there is one optimizer step per step",
     )
     is_correction_level: CorrectionLevel = flag(
         _DEFAULTS.correction.level,
@@ -147,13 +157,13 @@ class AlgorithmSection(Section, title="algorithm"):
 
     @property
     def clip_spellings(self) -> tuple[str, ...]:
-        """The options that set the clip range, the first one of each way to do so."""
+        """The options that set the clip range, one for each way that is used."""
         given = ([name for name in names if getattr(self, name) is not None] for names in _CLIP_SPELLINGS)
         return tuple(names[0] for names in given if names)
 
     @property
     def clip_range(self) -> tuple[float, float]:
-        """How far below and above 1 the policy ratio may go."""
+        """How far the policy ratio may go below 1 and above 1."""
         if self.eps_clip_low_high is not None:
             return self.eps_clip_low_high
         if self.eps_clip is not None:
@@ -198,8 +208,15 @@ class AlgorithmSection(Section, title="algorithm"):
         )
 
     def check(self, given: Collection[str], num_updates: int) -> list[str]:
-        """Return notices. Raises ConfigError for options that cannot work. `given` are the options that somebody set to
-        something else than the default, `num_updates` the optimizer steps a step."""
+        """Check the objective; return notices.
+
+        Args:
+            given: options that somebody set to something else than the default.
+            num_updates: optimizer steps per step.
+
+        Raises:
+            ConfigError: for options that cannot work together.
+        """
         if len(self.clip_spellings) > 1:
             names = " and ".join(f"--{name}" for name in self.clip_spellings)
             raise ConfigError(f"{names} set the same clip range", hint="give one of them")
@@ -210,6 +227,7 @@ class AlgorithmSection(Section, title="algorithm"):
         if not spec.uses_reference and self.kl_target is not None:
             message = "--kl_target with --init_kl_coef 0: there is no KL"
             raise ConfigError(message, hint="set --init_kl_coef above 0, or drop --kl_target")
+        # With old log-probs equal to the current ones the ratio is exactly 1, so nothing that acts on it can matter.
         skips, loss = spec.old_logprobs == "skip", f"--policy_loss_type {spec.objective.policy_loss}"
         no_ratio = not skips and not spec.loss.uses_ratio
         notices = without_effect(
@@ -227,6 +245,7 @@ class AlgorithmSection(Section, title="algorithm"):
                 f"{loss} has no ratio to the policy that wrote the samples: of the {num_updates} optimizer steps a"
                 " step, those after the first are off-policy"
             )
+        # The gradient of k1 = log p - log q is the score function of the policy, whose expectation is zero.
         if self.use_kl_loss and self.kl_estimator == "k1" and not self.kl_unbiased_gradient:
             notices.append(
                 "--use_kl_loss with --kl_estimator k1: the gradient of k1 averages to 0, so that the term holds nothing"
