@@ -11,7 +11,7 @@ import pytest
 
 from rlhf_models.testing import tiny_model_dir
 from rlhf_rollout.host import local_gpus
-from rlhf_train.online.controller import run_online
+from rlhf_train.online.run import run_online
 from rlhf_train.run.observer import Observer
 from trainer_testing import tiny_job
 

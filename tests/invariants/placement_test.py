@@ -9,8 +9,8 @@ import pytest
 
 from rlhf_models.testing import tiny_model_dir
 from rlhf_train.algorithms import make_algorithm
-from rlhf_train.online.controller import run_online
 from rlhf_train.online.placement import GroupPlan, PlacementPlan
+from rlhf_train.online.run import run_online
 from rlhf_train.run.observer import Observer
 from trainer_testing import tiny_job
 

@@ -322,10 +322,37 @@ def test_summarize_keeps_its_own_numbers_apart_from_a_users_of_the_same_name():
     assert (numbers["eval/accuracy"], numbers["eval/extra_accuracy"]) == (0.0, 0.9)
 
 
-def test_ledger_that_does_not_add_up_is_an_error():
-    Ledger(10, 6, 2, 1, 1).check()
-    with pytest.raises(RlhfError, match="rollouts were lost: 10 generated, 7 trained"):
-        Ledger(10, 7, 2, 0, 0).check()
+def test_ledger_balances_the_run_and_reports_the_step():
+    ledger = Ledger()
+    ledger.add(requested=10, failed=1, filtered=2)
+    ledger.check(queued=4, in_flight=3)
+    ledger.add(trained=6.0, stale=1)
+    ledger.check(queued=0, in_flight=0)
+    counts = {"generated": 10, "trained": 6, "filtered": 2, "failed": 1, "stale": 1}
+    assert ledger.close_step() == {f"samples/{name}": count for name, count in counts.items()}
+    ledger.add(requested=4, failed=4)
+    assert ledger.run.requested == 14 and ledger.step.requested == 4
+    assert ledger.close_step() == {f"samples/{name}": 4 * (name in ("generated", "failed")) for name in counts}
+    ledger.check(queued=0, in_flight=0)
+
+
+@pytest.mark.parametrize("name", ["requested", "trained", "filtered", "failed", "stale"])
+def test_ledger_misses_a_rollout_of_an_earlier_step(name):
+    ledger = Ledger()
+    ledger.add(requested=5, trained=1, filtered=1, failed=1, stale=2)
+    ledger.add(**{name: 0.5 if name == "trained" else 1})
+    ledger.close_step()
+    ledger.add(requested=2, trained=2)
+    with pytest.raises(RlhfError, match=r"rollouts were lost: [78] requested"):
+        ledger.check(queued=0, in_flight=0)
+
+
+def test_ledger_misses_rollouts_that_are_neither_queued_nor_in_flight():
+    ledger = Ledger()
+    ledger.add(requested=3)
+    ledger.check(queued=1, in_flight=2)
+    with pytest.raises(RlhfError, match="1 queued, 1 in flight"):
+        ledger.check(queued=1, in_flight=1)
 
 
 def test_metrics_of_tensors_are_merged_as_they_are_and_made_numbers_on_the_host():

@@ -99,7 +99,7 @@ def _train(parsed: Parsed[PpoConfig], folder: Path, console: "Console") -> None:
     console.result(f"batches\n{describe_batches(config, plan, len(inputs.prompts), num_held_out)}")
     console.result(f"results will be in {folder}, messages of libraries in {LOG_FILE} there")
 
-    from rlhf_train.online.controller import run_online
+    from rlhf_train.online.run import run_online
 
     view = RunView(
         console, dynamic_sampling=job.dynamic_sampling is not None, logging_steps=config.output.logging_steps

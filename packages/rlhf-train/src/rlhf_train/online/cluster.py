@@ -3,7 +3,7 @@
 import math
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any, NamedTuple
@@ -13,42 +13,15 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rlhf_data.errors import ConfigError, EngineError
-from rlhf_rollout.ray_actors import RemoteEngine, RewardModelActor, plain_errors
+from rlhf_rollout.ray_actors import RemoteEngine, RewardModelActor
 from rlhf_train.online.job import OnlineJob
 from rlhf_train.online.placement import GroupPlan, PlacementPlan
+from rlhf_train.online.ranks import RankSet, wait
 from rlhf_train.online.ray_actors import RankActor
 from rlhf_train.online.ray_session import check_resources, join, started_cluster
 
 PLACEMENT_TIMEOUT_S = 60.0
 _RAY_UNITS = 10_000  # in one CPU or GPU: Ray counts no finer
-
-
-def wait(references: Sequence[Any]) -> list[Any]:
-    """Return what `references` stand for. Raises RlhfError when the remote side raised it, EngineError when its process
-    is gone, and ray.exceptions.RayTaskError, with the remote traceback, for any other error of it."""
-    with plain_errors(EngineError, "a process of the run"):
-        return ray.get(list(references))
-
-
-class RankSet:
-    """The processes that hold the same models, one per data-parallel rank, called together."""
-
-    def __init__(self, plan: GroupPlan, handles: Sequence[Any]) -> None:
-        self.roles = plan.roles
-        self.handles = list(handles)
-        self.started: list[Any] = []
-
-    def start(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """Call `method` on every rank with the same arguments; return one object reference a rank."""
-        return [getattr(handle, method).remote(*args, **kwargs) for handle in self.handles]
-
-    def start_each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Call `method` on every rank with its own arguments; return one object reference a rank."""
-        return [getattr(h, method).remote(*args) for h, args in zip(self.handles, arguments, strict=True)]
-
-    def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """Call `method` on every rank and wait; return one result a rank."""
-        return wait(self.start(method, *args, **kwargs))
 
 
 @contextmanager
@@ -135,7 +108,7 @@ def start_workers(job: OnlineJob, reserved: PlacementGroup) -> list[RankSet]:
     """Start the training groups; return them at once, while they load."""
     groups = []
     for group in job.plan.groups:
-        workers = RankSet(group, _start(ray.remote(RankActor), job.plan, group, reserved))
+        workers = RankSet(group.roles, _start(ray.remote(RankActor), job.plan, group, reserved))
         master = wait([workers.handles[0].master_address.remote()])[0] if group.num_ranks > 1 else None
         models = {role: job.models[role] for role in group.roles}
         ranks = range(group.num_ranks)

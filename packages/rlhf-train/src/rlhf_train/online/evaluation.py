@@ -1,10 +1,78 @@
-"""What held-out answers say of the policy, by data source. Torch-free."""
+"""Held-out prompts: when they are asked, and what their answers say of the policy, by data source."""
 
 import math
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 
 from rlhf_data.records import RolloutGroup, VerdictKind
+from rlhf_train.online.job import OnlineJob
+from rlhf_train.online.learner import Learner
+from rlhf_train.online.report import Report
+from rlhf_train.online.rollouts import Rollouts
 from rlhf_train.online.summaries import lengths, summarize
+from rlhf_train.online.turns import Turns
+from rlhf_train.run.best_model import BestModel
+
+
+class Evaluator:
+    """Has the held-out prompts answered, says what the answers show, and keeps the weights that did best.
+
+    Args:
+        job: the run.
+        rollouts: answers the prompts.
+        learner: has the weights.
+        turns: gives the engines the device.
+        report: is told about each evaluation.
+        best: where the best weights are kept; None keeps none.
+    """
+
+    def __init__(
+        self,
+        job: OnlineJob,
+        rollouts: Rollouts,
+        learner: Learner,
+        turns: Turns,
+        report: Report,
+        best: BestModel | None,
+    ) -> None:
+        self._job = job
+        self._rollouts = rollouts
+        self._learner = learner
+        self._turns = turns
+        self._report = report
+        self._best = best
+
+    def is_due(self, step: int, *, is_last: bool) -> bool:
+        """Say whether to evaluate after `step`: at the start (step 0), at the end, and every `eval_steps` steps."""
+        every = self._job.eval_steps
+        is_between = every > 0 and step % every == 0
+        return bool(self._job.eval_prompts) and (step == 0 or is_last or is_between)
+
+    def run(self, step: int, *, is_last: bool) -> None:
+        """Evaluate the weights that the engines have."""
+        started = time.perf_counter()
+        self._turns.give_to_engines()
+        groups = self._rollouts.answer_held_out(step)
+        metrics = summarize_evaluation(groups) | {"time/evaluate": time.perf_counter() - started}
+        self._report.evaluation(step, groups, metrics)
+        self._keep_best(step, metrics)
+        if step > 0 and not is_last:
+            return
+        moment = "after" if is_last else "before"
+        self._report.add_final(
+            {f"{name}_{moment}": value for name, value in metrics.items() if name.startswith("eval/")}
+        )
+        self._report.samples(f"Held-out samples {moment} training", groups)
+
+    def _keep_best(self, step: int, metrics: Mapping[str, float]) -> None:
+        if self._best is None:
+            return
+        if self._best.metric not in metrics:
+            self._report.warning(f"this evaluation has no {self._best.metric}, by which the best model is chosen")
+        elif self._best.beaten_by(metrics):
+            self._learner.save("actor", str(self._best.staging))
+            state = {"policy_version": self._learner.policy_version, "kl_coef": self._learner.kl_coef}
+            self._best.keep(step, metrics, state)
 
 
 def pass_at_k(num_samples: int, num_right: int, k: int) -> float:

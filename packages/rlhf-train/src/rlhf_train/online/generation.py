@@ -1,7 +1,7 @@
 """Prompts to scored rollout groups from the controller: engines, rewards and their clock, behind one blocking call."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,8 +40,8 @@ def make_reward(job: OnlineJob, scorers: Sequence[Sequence[Any]], log_path: Path
 class Generation:
     """Engines that answer and rewards that score, side by side in an event loop of their own.
 
-    The phases "generate" and "reward" of `timeline` are written; `observer` is told about groups that failed.
-    `make_ready` gives the engines the device, which counts as generation.
+    Seconds are counted in the phase of the `timeline` that `run` names, and in "reward" where that is "generate".
+    `observer` is told about groups that failed.
     """
 
     def __init__(
@@ -51,20 +51,24 @@ class Generation:
         reward: RewardFunction,
         timeline: Timeline,
         observer: Observer,
-        make_ready: Callable[[], None],
     ) -> None:
         self.engines = list(engines)
         self._max_in_flight = job.max_in_flight
         self._reward = reward
         self._timeline = timeline
         self._observer = observer
-        self._make_ready = make_ready
         self._loop = asyncio.Runner()
         tokenizer = load_tokenizer(job.engine.tokenizer or job.engine.model)
         self._decode = partial(tokenizer.decode, skip_special_tokens=True)
 
     def run(
-        self, prompts: Iterable[Prompt], sampling: SamplingParams, prefix: str, *, seed_key: str | None = None
+        self,
+        prompts: Iterable[Prompt],
+        sampling: SamplingParams,
+        prefix: str,
+        *,
+        seed_key: str | None = None,
+        phase: str = "generate",
     ) -> tuple[list[RolloutGroup], GenerationCounts]:
         """Return the groups that were generated, in the order of their prompts, and the account of all.
 
@@ -88,11 +92,11 @@ class Generation:
             )
             return [result async for result in stream]
 
-        with self._timeline.phase("generate"):
-            self._make_ready()
+        with self._timeline.phase(phase):
             outcome = self._loop.run(collect())
-        # Rewards are given while others generate; only what they take after the last generation is theirs.
-        self._timeline.move("generate", "reward", counts.reward_wait_s)
+        if phase == "generate":
+            # Rewards are given while others generate; only what they take after the last generation is theirs.
+            self._timeline.move("generate", "reward", counts.reward_wait_s)
         if failures := [result.failure for result in outcome if result.group is None]:
             text = f"{prefix}: {len(failures)} of {len(outcome)} rollout groups failed in an engine"
             self._observer.warning(f"{text}; the last: {failures[-1]}")

@@ -1,23 +1,19 @@
-"""The online algorithm, on one screen. Placement, overlap, faults and bookkeeping are the run's business."""
+"""The online algorithm, on one screen. The controller's parts know how each step is done."""
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from rlhf_train.online.controller import PlacedRun
+from rlhf_train.online.controller import Controller
 
 
-def train(run: "PlacedRun") -> None:
+def train(run: Controller) -> None:
     """Run every step: generate with the newest weights, learn from what was generated, repeat."""
-    run.sync_weights()
-    run.evaluate(step=0)
+    run.start()
     for step in range(1, run.num_steps + 1):
-        groups = run.generate(step)
-        if run.can_learn(groups):
-            run.make_experience(groups, step)
+        run.generate(step)
+        if run.can_learn():
+            run.make_experience(step)
             run.assign_advantages()
             run.update(step)
             run.sync_weights()
-        run.record(step)
         run.evaluate(step)
+        run.record(step)
         if run.is_exhausted:
             break

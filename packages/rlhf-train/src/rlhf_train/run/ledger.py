@@ -1,43 +1,71 @@
 """The account of a run's rollouts: none is lost. Torch-free."""
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, fields
 
 from rlhf_data.errors import RlhfError
 
 
-@dataclass(frozen=True, slots=True)
-class Ledger:
-    """Where the rollouts of one step went.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutCounts:
+    """What became of rollouts.
 
     Attributes:
-        num_generated: asked of the engines.
-        num_trained: in the update; not a whole number when an epoch missed some.
-        num_filtered: of groups that dynamic sampling left out.
-        num_reward_failed: without a reward, by timeout or crash; all of a step that had too few rewards to learn from.
-        num_engine_failed: never finished by an engine.
+        requested: asked of the engines.
+        trained: in the update; not a whole number when an epoch missed some.
+        filtered: of groups that dynamic sampling left out.
+        failed: never finished by an engine, or without a reward by time-out or crash.
+        stale: of groups that were too old to learn from.
     """
 
-    num_generated: int = 0
-    num_trained: float = 0
-    num_filtered: int = 0
-    num_reward_failed: int = 0
-    num_engine_failed: int = 0
+    requested: int = 0
+    trained: float = 0.0
+    filtered: int = 0
+    failed: int = 0
+    stale: int = 0
 
-    def check(self) -> None:
-        """Raise RlhfError unless every rollout is accounted for."""
-        failed = self.num_reward_failed + self.num_engine_failed
-        if self.num_generated != self.num_trained + self.num_filtered + failed:
+    def __add__(self, other: "RolloutCounts") -> "RolloutCounts":
+        return RolloutCounts(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
+
+
+class Ledger:
+    """Balances the run, from its first rollout on:
+
+    requested = trained + filtered + failed + stale + queued + in flight
+    """
+
+    def __init__(self) -> None:
+        self.run = RolloutCounts()
+        self.step = RolloutCounts()  # since the last `close_step`
+
+    def add(self, **counts: float) -> None:
+        """Add to the fields of `RolloutCounts`."""
+        added = RolloutCounts(**counts)
+        self.run += added
+        self.step += added
+
+    def check(self, *, queued: int, in_flight: int) -> None:
+        """Raise RlhfError unless every rollout of the run is accounted for.
+
+        Args:
+            queued: complete rollouts that wait to be trained.
+            in_flight: rollouts that are being generated or scored.
+        """
+        run = self.run
+        accounted = run.trained + run.filtered + run.failed + run.stale + queued + in_flight
+        if not math.isclose(run.requested, accounted, rel_tol=0, abs_tol=1e-6):
             raise RlhfError(
-                f"rollouts were lost: {self.num_generated} generated, {self.num_trained:g} trained,"
-                f" {self.num_filtered} filtered, {self.num_reward_failed} without a reward,"
-                f" {self.num_engine_failed} failed in an engine"
+                f"rollouts were lost: {run.requested} requested, {run.trained:g} trained, {run.filtered} filtered,"
+                f" {run.failed} failed, {run.stale} stale, {queued} queued, {in_flight} in flight"
             )
 
-    def metrics(self) -> dict[str, float]:
-        """Return the counts to log."""
+    def close_step(self) -> dict[str, float]:
+        """Return the step's counts to log, and begin the next one."""
+        step, self.step = self.step, RolloutCounts()
         return {
-            "samples/generated": self.num_generated,
-            "samples/trained": int(self.num_trained),
-            "samples/filtered": self.num_filtered,
-            "samples/failed": self.num_reward_failed + self.num_engine_failed,
+            "samples/generated": step.requested,
+            "samples/trained": int(step.trained),
+            "samples/filtered": step.filtered,
+            "samples/failed": step.failed,
+            "samples/stale": step.stale,
         }

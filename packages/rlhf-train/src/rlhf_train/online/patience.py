@@ -1,0 +1,68 @@
+"""How long a run goes on without anything to learn from. Torch-free."""
+
+from collections.abc import Sequence
+
+from rlhf_data.errors import RewardError
+from rlhf_data.records import RolloutGroup
+from rlhf_train.online.summaries import scored
+from rlhf_train.run.ledger import RolloutCounts
+from rlhf_train.run.observer import Observer
+
+MAX_BARREN_STEPS = 3  # in a row, without a reward to learn from, before the run ends
+
+
+class Patience:
+    """Counts steps without anything to learn from, and says why there is nothing.
+
+    Args:
+        batch_size: groups of a full batch.
+        observer: is warned of each such step, and of batches that are not full.
+
+    Attributes:
+        is_exhausted: dynamic sampling found nothing to learn from for `MAX_BARREN_STEPS` steps in a row.
+    """
+
+    def __init__(self, batch_size: int, observer: Observer) -> None:
+        self._batch_size = batch_size
+        self._observer = observer
+        self._num_barren_steps = 0
+        self._last_failure = ""
+        self.is_exhausted = False
+
+    def observe(self, groups: Sequence[RolloutGroup]) -> None:
+        """Take note of the last reward of a step that failed."""
+        verdicts = [rollout.verdict for group in groups for rollout in group.rollouts if rollout.verdict]
+        self._last_failure = next((verdict.detail for verdict in reversed(verdicts) if verdict.kind.failed), "")
+
+    def can_learn(self, groups: Sequence[RolloutGroup], counts: RolloutCounts) -> bool:
+        """Say whether a rollout of `groups` has a reward.
+
+        Args:
+            groups: the batch.
+            counts: what became of the step's rollouts so far.
+
+        Raises:
+            RewardError: nothing to learn from for the `MAX_BARREN_STEPS`th time in a row, because rewards fail.
+        """
+        if scored(groups):
+            if len(groups) < self._batch_size and counts.filtered:
+                text = f"only {len(groups)} of {self._batch_size} rollout groups are worth training"
+                self._observer.warning(text)
+            self._num_barren_steps = 0
+            return True
+        self._num_barren_steps += 1
+        gives_up = self._num_barren_steps >= MAX_BARREN_STEPS
+        message = "no rollout has a reward that could be learned from"
+        if self._last_failure:
+            message += f"; the last failure: {self._last_failure}"
+        if counts.stale:
+            message += f"; {counts.stale} rollouts are of an older policy than the batch may have"
+        if counts.filtered > counts.failed:
+            message = f"all {counts.filtered} scored rollouts are in groups whose samples have alike rewards"
+            self.is_exhausted = gives_up
+        elif gives_up:
+            message = f"{MAX_BARREN_STEPS} steps in a row: {message}"
+            raise RewardError(message, hint="see rollouts.jsonl for the prompts and responses it was given")
+        end = "the run ends here" if self.is_exhausted else "nothing is learned from this step"
+        self._observer.warning(f"{end}: {message}")
+        return False
