@@ -8,7 +8,7 @@ import pytest
 from rlhf_cli.commands.ppo import builtin_recipe
 from rlhf_cli.config import PpoConfig
 from rlhf_cli.jobs import count_steps, describe_batches, make_job, make_plan, unavailable_in
-from rlhf_cli.preflight.devices import check_device
+from rlhf_cli.preflight.devices import check_device, gpus_per_node
 from rlhf_cli.preflight.inputs import Inputs
 from rlhf_data.command_line import CommandLine
 from rlhf_data.errors import ConfigError
@@ -201,6 +201,19 @@ def test_num_ranks_are_as_many_as_those_of_the_models_that_share_the_gpus(argv, 
     given = ["--actor_num_gpus_per_node", "4"] if ranks.get("actor") != 1 else []
     placement = configure(*given, *argv).placement
     assert {role: placement.num_ranks(role) for role in ranks} == ranks
+
+
+def test_make_plan_on_several_nodes_is_not_available(monkeypatch):
+    nodes = [("Alive", 2.0), ("Alive", 4.0), ("Dead", 8.0)]
+    found = [{"Alive": state == "Alive", "Resources": {"GPU": gpus, "CPU": 9.0}} for state, gpus in nodes]
+    monkeypatch.setattr("ray.nodes", lambda: [*found, {"Alive": True, "Resources": {}}])
+    assert gpus_per_node("127.0.0.1:6379") == 4
+    assert gpus_per_node(None) is None
+    config = configure("--actor_num_gpus_per_node", "2")
+    assert make_plan(config, 6, 5).unavailable == ()
+    assert make_plan(config, 6, 4).unavailable == ("a run on more than one node (5 GPUs, 4 per node)",)
+    monkeypatch.setattr("ray.nodes", list)
+    assert gpus_per_node("127.0.0.1:6379") is None
 
 
 def test_unavailable_in_names_what_a_run_cannot_do_on_gpus():

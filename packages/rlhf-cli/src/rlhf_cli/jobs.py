@@ -44,9 +44,9 @@ def make_request(config: PpoConfig, gpus_per_node: int | None = None) -> Placeme
     )
 
 
-def make_plan(config: PpoConfig, num_gpus: int) -> PlacementPlan:
-    """Return where everything runs. Raises ConfigError when it does not fit."""
-    return plan_placement(make_request(config), num_gpus)
+def make_plan(config: PpoConfig, num_gpus: int, gpus_per_node: int | None = None) -> PlacementPlan:
+    """Return where everything runs; `gpus_per_node` None is for one node. Raises ConfigError when it does not fit."""
+    return plan_placement(make_request(config, gpus_per_node), num_gpus)
 
 
 def unavailable_in(config: PpoConfig, plan: PlacementPlan) -> list[FeatureError]:

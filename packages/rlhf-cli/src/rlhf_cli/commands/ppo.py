@@ -76,7 +76,7 @@ def _run(argv: Sequence[str]) -> int:
 def _train(parsed: Parsed[PpoConfig], folder: Path, console: "Console") -> None:
     from rlhf_cli.console import RunView, show_results
     from rlhf_cli.jobs import describe_batches, make_job, make_plan, unavailable_in
-    from rlhf_cli.preflight.devices import check_device, cluster_notices, find_gpus
+    from rlhf_cli.preflight.devices import check_device, cluster_notices, find_gpus, gpus_per_node
     from rlhf_cli.preflight.inputs import check_inputs
 
     config = parsed.config
@@ -86,7 +86,7 @@ def _train(parsed: Parsed[PpoConfig], folder: Path, console: "Console") -> None:
     inputs = check_inputs(config, folder)
     num_gpus, ray_address = find_gpus()
     device_notices = [*cluster_notices(ray_address), *check_device(config, parsed.given, num_gpus)]
-    plan = make_plan(config, num_gpus)
+    plan = make_plan(config, num_gpus, gpus_per_node(ray_address))
     if unavailable := unavailable_in(config, plan):
         raise unavailable[0]
     job = make_job(config, inputs, plan, folder, ray_address)

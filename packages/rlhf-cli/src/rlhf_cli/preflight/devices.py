@@ -46,6 +46,15 @@ def find_gpus() -> tuple[int, str | None]:
     return int(ray.cluster_resources().get("GPU", 0)), address
 
 
+def gpus_per_node(address: str | None) -> int | None:
+    """Return the GPUs of the largest node of a joined cluster; None when there is this machine alone, or no GPU."""
+    if address is None:
+        return None
+    import ray
+
+    return int(max((node["Resources"].get("GPU", 0) for node in ray.nodes() if node["Alive"]), default=0)) or None
+
+
 def cluster_notices(address: str | None) -> list[str]:
     """Return a notice when the run joins a cluster that nobody named."""
     if address is None or os.environ.get("RAY_ADDRESS"):
