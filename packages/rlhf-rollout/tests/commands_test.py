@@ -1,6 +1,7 @@
 """The command: what it writes, what it refuses before anything starts, and how quickly it helps."""
 
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -363,6 +364,15 @@ def test_generate_job_holds_what_the_flags_say():
         overwrite=True,
         resume=False,
     )
+
+
+def test_threads_of_a_command_wait_passively_on_cpus(monkeypatch, capsys):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("OMP_WAIT_POLICY", "")
+    monkeypatch.delenv("OMP_WAIT_POLICY")
+    monkeypatch.setenv("KMP_BLOCKTIME", "0")
+    assert main(["--help"]) == 0
+    assert os.environ["OMP_WAIT_POLICY"] == "PASSIVE"
 
 
 def children_seconds() -> float:
