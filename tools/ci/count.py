@@ -1,7 +1,8 @@
 """Counts single tests in Bazel's build event file and prints `N passed, N failed`.
 
 Usage: count.py EVENTS. Tests that an earlier run left in Bazel's cache count as well. A target that ended without a
-report (it did not build, timed out or died) counts as one failed test.
+report (it did not build, timed out or died) counts as one failed test. Targets that took more than a third of their
+time limit are named: on a machine that does several things at once they would time out.
 """
 
 import json
@@ -54,6 +55,29 @@ def count(events: Iterable[dict]) -> tuple[int, int, list[str]]:
     return passed, failed, list(labels)
 
 
+LIMITS_S = {"SMALL": 60, "MEDIUM": 300, "LARGE": 900, "ENORMOUS": 3600}  # Bazel's, by size
+
+
+def near_limit(events: Iterable[dict]) -> list[tuple[str, float, int]]:
+    """Returns label, seconds of the slowest shard and limit of the targets above a third of it, the nearest first."""
+    limits: dict[str, int] = {}
+    seconds: dict[str, float] = {}
+    for event in events:
+        identity = event["id"]
+        if "targetConfigured" in identity:
+            size = event.get("configured", {}).get("testSize")
+            if size in LIMITS_S:
+                limits[identity["targetConfigured"]["label"]] = LIMITS_S[size]
+        elif "testResult" in identity and "testResult" in event:
+            label = identity["testResult"]["label"]
+            took = int(event["testResult"].get("testAttemptDurationMillis", 0)) / 1000
+            seconds[label] = max(took, seconds.get(label, 0.0))
+    near = [
+        (label, took, limits[label]) for label, took in seconds.items() if label in limits and 3 * took > limits[label]
+    ]
+    return sorted(near, key=lambda each: each[1] / each[2], reverse=True)
+
+
 def read(path: str) -> Iterator[dict]:
     """The events of a file of one JSON object a line."""
     with open(path, encoding="utf-8") as stream:
@@ -62,7 +86,9 @@ def read(path: str) -> Iterator[dict]:
 
 
 def main() -> int:
-    """Prints the failed targets and the closing line; fails when nothing ran."""
+    """Prints the slow targets, the failed ones and the closing line; fails when nothing ran."""
+    for label, seconds, limit in near_limit(read(sys.argv[1])):
+        print(f"above a third of its limit: {label} {seconds:.0f} s of {limit} s")
     passed, failed, labels = count(read(sys.argv[1]))
     for label in labels:
         print(f"failed: {label}")
