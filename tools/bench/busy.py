@@ -57,7 +57,7 @@ def neighbour() -> Iterator[None]:
 
 def run(num_steps: int, flags: list[str], folder: Path, timeout_s: float) -> list[dict[str, Any]]:
     """Run the job; return the metrics of its steps."""
-    command = [sys.executable, "-m", "rlhf_cli.main", "ppo", "--max_steps", str(num_steps), *flags]
+    command = [sys.executable, "-m", "rlhf_cli.main", "ppo", "--train_steps", str(num_steps), *flags]
     command += ["--save_path", str(folder)]
     # What users have who set nothing.
     defaults = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "KMP_"))}
