@@ -18,6 +18,7 @@ class Boundary:
         first_party: distributions of this repository that it needs.
         extras: distributions of this repository that one of its optional dependencies brings.
         never: import names that its code must not contain.
+        layers: rows of folders and files, the lowest first; each imports from lower rows only. "." is all the rest.
     """
 
     distribution: str
@@ -25,6 +26,7 @@ class Boundary:
     first_party: tuple[str, ...]
     never: tuple[str, ...]
     extras: tuple[str, ...] = ()
+    layers: tuple[list[str], ...] = ()
 
     @property
     def folder(self) -> Path:

@@ -23,6 +23,45 @@ def imported_roots(path: Path) -> set[str]:
     return roots
 
 
+def modules_of(boundary: Boundary) -> dict[str, Path]:
+    """The files of a package by their import names."""
+    source = boundary.folder / "src"
+    names = {path: path.relative_to(source).with_suffix("").parts for path in sorted(source.rglob("*.py"))}
+    return {".".join(parts[:-1] if parts[-1] == "__init__" else parts): path for path, parts in names.items()}
+
+
+def imports_within(modules: dict[str, Path]) -> dict[str, set[str]]:
+    """The modules of the same package that each one imports, at any depth of its code."""
+    found: dict[str, set[str]] = {name: set() for name in modules}
+    for name, path in modules.items():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), str(path))):
+            if isinstance(node, ast.Import):
+                found[name] |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.level == 0:
+                submodules = {f"{node.module}.{alias.name}" for alias in node.names} & modules.keys()
+                found[name] |= submodules or {node.module}
+        found[name] &= modules.keys() - {name}
+    return found
+
+
+def circles(imports: dict[str, set[str]]) -> list[list[str]]:
+    """The sets of modules that reach each other."""
+    reached = {name: set(direct) for name, direct in imports.items()}
+    for middle in reached:
+        for targets in reached.values():
+            if middle in targets:
+                targets |= reached[middle]
+    together = {name: sorted(other for other in reached[name] if name in reached[other]) for name in reached}
+    return sorted({tuple(names): names for names in together.values() if len(names) > 1}.values())
+
+
+def place_of(path: str, layers: tuple[list[str], ...]) -> tuple[int, str]:
+    """The row of a file's path within its package, and the entry of the row that holds it: the longest that does."""
+    entries = [(row, entry) for row, names in enumerate(layers) for entry in names]
+    own = [(row, entry) for row, entry in entries if path == entry or path.startswith(f"{entry}/")]
+    return max(own, key=lambda place: len(place[1])) if own else next(place for place in entries if place[1] == ".")
+
+
 def project(boundary: Boundary) -> dict:
     return tomllib.loads((boundary.folder / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
@@ -69,3 +108,37 @@ def test_bazel_and_metadata_name_the_same_dependencies(boundary: Boundary) -> No
             if name in by_name:
                 needed |= {distribution(text) for text in project(by_name[name])["optional-dependencies"][extra]}
     assert bazel_dependencies(boundary.folder / "BUILD.bazel") == needed
+
+
+@each_package
+def test_no_modules_import_each_other(boundary: Boundary) -> None:
+    assert circles(imports_within(modules_of(boundary))) == []
+
+
+@each_package
+def test_no_import_runs_up_between_layers(boundary: Boundary) -> None:
+    if not boundary.layers:
+        return  # a flat package
+    modules = modules_of(boundary)
+    root = boundary.folder / "src" / boundary.package
+    for entry in (entry for row in boundary.layers for entry in row):
+        assert (root / entry).exists(), f"{entry} in boundaries.toml is not there"
+    place = {name: place_of(path.relative_to(root).as_posix(), boundary.layers) for name, path in modules.items()}
+    upward = [
+        f"{name} ({place[name][1]}) imports {other} ({place[other][1]})"
+        for name, others in imports_within(modules).items()
+        for other in sorted(others)
+        if place[other] != place[name] and place[other][0] >= place[name][0]
+    ]
+    assert upward == []
+
+
+def test_circles_of_any_length_are_found_and_chains_are_none() -> None:
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": set()}) == [["a", "b", "c"]]
+    assert circles({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
+
+
+def test_a_file_belongs_to_its_longest_entry() -> None:
+    layers = (["a.py"], ["run/trackers"], ["run"], ["."])
+    paths = ("a.py", "run/x.py", "run/trackers/x.py", "other.py", "runner/x.py")
+    assert [place_of(path, layers)[0] for path in paths] == [0, 2, 1, 3, 3]

@@ -12,7 +12,7 @@ from rlhf_cli.config.output import OutputSection
 from rlhf_cli.paths import with_full_paths
 from rlhf_data.command_line import CommandLine, to_toml
 from rlhf_data.errors import ConfigError
-from rlhf_train.run.trackers import TrackerSpec
+from rlhf_train.run.trackers.spec import TrackerSpec
 
 KEY = "0123456789abcdef0123456789abcdef01234567"
 GIVEN = ("--pretrain", "m", "--dataset", "d.jsonl")

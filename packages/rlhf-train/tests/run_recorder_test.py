@@ -15,11 +15,11 @@ import pytest
 from rlhf_data.errors import ConfigError, RlhfError
 from rlhf_data.records import Episode, FinishReason, Prompt, Rollout, RolloutGroup, Span, SpanSource
 from rlhf_rollout.records_io import RolloutWriter
-from rlhf_train.run.background import BackgroundWriter, cannot_write
+from rlhf_train.background import BackgroundWriter, cannot_write
 from rlhf_train.run.observer import Observer
 from rlhf_train.run.recorder import Recorder, RemoteTracker
-from rlhf_train.run.trackers import TrackerSpec
 from rlhf_train.run.trackers.jsonl import JsonlTracker
+from rlhf_train.run.trackers.spec import TrackerSpec
 
 
 class Listener(Observer):

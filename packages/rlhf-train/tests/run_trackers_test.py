@@ -10,9 +10,10 @@ import sys
 import pytest
 
 from rlhf_data.errors import ConfigError
-from rlhf_train.run.trackers import TrackerSpec, open_remote, open_tensorboard
 from rlhf_train.run.trackers.jsonl import JsonlTracker
 from rlhf_train.run.trackers.mlflow import metric_name
+from rlhf_train.run.trackers.spec import TrackerSpec
+from rlhf_train.run.trackers.start import open_remote, open_tensorboard
 
 CONFIG = "[training]\nseed = 7\n\n[output]\nuse_wandb = true\n"
 KEY = "0123456789abcdef0123456789abcdef01234567"

@@ -12,7 +12,7 @@ from rlhf_data.errors import with_hint
 from rlhf_data.options import Section, flag
 
 if TYPE_CHECKING:
-    from rlhf_train.run.trackers import TrackerSpec
+    from rlhf_train.run.trackers.spec import TrackerSpec
 
 WANDB_KEY = "WANDB_API_KEY"
 
@@ -59,7 +59,7 @@ class OutputSection(Section, title="output"):
 
     def trackers(self, command: str, run_name: str) -> "TrackerSpec":
         """Return the trackers of a run of `rlhf COMMAND` whose folder is called `run_name`."""
-        from rlhf_train.run.trackers import TrackerSpec
+        from rlhf_train.run.trackers.spec import TrackerSpec
 
         return TrackerSpec(
             project=f"rlhf-{command}",

@@ -8,7 +8,7 @@ from rlhf_data.errors import ConfigError, unknown
 from rlhf_rollout.weight_sync import MEDIA
 
 if TYPE_CHECKING:
-    from rlhf_rollout.protocols import RolloutEngine
+    pass
 
 ENGINE_KINDS = ("fake", "http", "transformers", "vllm")
 _DTYPES = ("float32", "bfloat16")
@@ -83,30 +83,3 @@ class EngineSpec:
                 "one GPU that the trainer shares with the engine"
             )
             raise ConfigError(message, hint="use weight_transfer shared_memory")
-
-
-def build_engine(kind: str, spec: EngineSpec) -> "RolloutEngine":
-    """Return a running engine of a kind named in `ENGINE_KINDS`. Raises ConfigError for an unknown kind or a spec that
-    does not suit it, EngineError when the engine does not start."""
-    if kind not in ENGINE_KINDS:
-        raise ConfigError(unknown("engine", kind, ENGINE_KINDS))
-    if (kind == "http") != (spec.base_url is not None):
-        message = f"engine {kind} with base_url {spec.base_url}: base_url belongs to engine http, which needs it"
-        raise ConfigError(message)
-    if kind == "vllm":
-        from rlhf_rollout.engines.vllm.engine import VllmEngine
-
-        return VllmEngine(spec)
-    if kind == "transformers":
-        from rlhf_rollout.engines.transformers import TransformersEngine
-
-        return TransformersEngine(spec)
-    if kind == "http":
-        from rlhf_rollout.engines.http import HttpEngine
-
-        return HttpEngine(
-            spec.base_url or "", model=spec.model, max_model_len=spec.max_model_len, timeout_s=spec.request_timeout_s
-        )
-    from rlhf_rollout.engines.fake import FakeEngine
-
-    return FakeEngine(max_model_len=spec.max_model_len, enable_sleep=spec.enable_sleep)

@@ -21,7 +21,7 @@ from rlhf_models.weights import save_hf
 from rlhf_train.engine.deepspeed import DeepSpeedEngine, init_process_group
 from rlhf_train.engine.protocol import TrainEngine
 from rlhf_train.offline.loop import Objective, OfflineSchedule, evaluate, train_offline
-from rlhf_train.offline.objectives.reward_model import load_trainable_reward_model, score_moments
+from rlhf_train.offline.reward_models import load_trainable_reward_model, score_moments
 from rlhf_train.offline.sequences import with_reference
 from rlhf_train.run.best_model import BestModel
 from rlhf_train.run.observer import Observer

@@ -11,7 +11,7 @@ from rlhf_rollout.protocols import SamplingParams
 from rlhf_rollout.rewards.sources import RewardSource, model_paths
 from rlhf_train.algorithms import AlgorithmSpec
 from rlhf_train.online.placement import PlacementPlan
-from rlhf_train.run.trackers import TrackerSpec
+from rlhf_train.run.trackers.spec import TrackerSpec
 from rlhf_train.specs import ModelSpec
 
 

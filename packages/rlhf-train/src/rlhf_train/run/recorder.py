@@ -10,10 +10,11 @@ from typing import Any
 from rlhf_data.errors import ConfigError, RlhfError
 from rlhf_data.records import RolloutGroup
 from rlhf_rollout.records_io import RolloutWriter
-from rlhf_train.run.background import BackgroundWriter, cannot_write
+from rlhf_train.background import BackgroundWriter, cannot_write
 from rlhf_train.run.observer import Observer
-from rlhf_train.run.trackers import Tracker, TrackerSpec, open_remote, open_tensorboard
 from rlhf_train.run.trackers.jsonl import JsonlTracker
+from rlhf_train.run.trackers.spec import Tracker, TrackerSpec
+from rlhf_train.run.trackers.start import open_remote, open_tensorboard
 
 ARTIFACTS: Mapping[str, str] = {
     "metrics": "metrics.jsonl",

@@ -1,16 +1,13 @@
 """Reward models: the chosen answer of each pair is to score above the rejected one."""
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
 from rlhf_data.errors import DataError
 from rlhf_data.preference import PreferenceExample
-from rlhf_models.loading import load_critic
-from rlhf_models.reward import RewardModel
 from rlhf_train.batching import Denominators
 from rlhf_train.engine.protocol import TrainEngine
 from rlhf_train.losses.aggregate import sequence_mean
@@ -58,17 +55,3 @@ class RewardModelObjective(Objective[PreferenceExample]):
         precise = scores.double()
         moments = mean_metrics("rm", len(scores), score=precise.sum(), squared_score=precise.square().sum())
         return sequence_mean(losses, denominators), metrics | moments
-
-
-def score_moments(metrics: Mapping[str, float]) -> tuple[float, float]:
-    """Return mean and deviation of the scores that an evaluation saw."""
-    mean = metrics["eval/score"]
-    return mean, math.sqrt(max(metrics["eval/squared_score"] - mean**2, 0.0))
-
-
-def load_trainable_reward_model(path: str, **options: Any) -> RewardModel:
-    """Return a reward model to train, with the folder's head or one of zeros; see `load_critic`."""
-    critic = load_critic(path, **options)
-    model = RewardModel(critic.model)
-    model.value_head = critic.value_head
-    return model

@@ -5,7 +5,7 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 
-from rlhf_train.run.background import cannot_write
+from rlhf_train.background import cannot_write
 
 
 class JsonlTracker:

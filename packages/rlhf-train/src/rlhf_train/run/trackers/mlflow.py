@@ -12,7 +12,7 @@ from mlflow.entities import Metric
 from mlflow.exceptions import MlflowException
 
 from rlhf_data.errors import ConfigError
-from rlhf_train.run.trackers import TrackerSpec
+from rlhf_train.run.trackers.spec import TrackerSpec
 
 
 class MlflowTracker:

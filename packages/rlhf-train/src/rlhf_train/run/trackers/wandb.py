@@ -8,7 +8,7 @@ from pathlib import Path
 import wandb
 
 from rlhf_data.errors import ConfigError
-from rlhf_train.run.trackers import TrackerSpec
+from rlhf_train.run.trackers.spec import TrackerSpec
 
 
 class WandbTracker:
