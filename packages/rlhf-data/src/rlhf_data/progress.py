@@ -45,8 +45,7 @@ class Progress:
         clock: Callable[[], float] = time.monotonic,
         heartbeat_s: float = _HEARTBEAT_S,
     ) -> None:
-        self._stream = stream or sys.stderr
-        self._is_live = self._stream.isatty() and os.environ.get("TERM") != "dumb"
+        self._own_stream = stream
         self._clock = clock
         self._heartbeat_s = heartbeat_s
         self._lock = threading.Lock()
@@ -56,6 +55,14 @@ class Progress:
         self._written_at = -math.inf
         self._num_frames = 0
         self._thread: threading.Thread | None = None
+
+    @property
+    def _stream(self) -> TextIO:
+        return self._own_stream or sys.stderr
+
+    @property
+    def _is_live(self) -> bool:
+        return self._stream.isatty() and os.environ.get("TERM") != "dumb"
 
     def show(
         self,

@@ -14,7 +14,7 @@ from rlhf_data.options import matching
 from rlhf_data.records import FinishReason
 from rlhf_data.rows import Row
 from rlhf_rollout.commands.configs import ChatConfig
-from rlhf_rollout.commands.parts import EngineJob, make_engine, make_sampling, say
+from rlhf_rollout.commands.parts import PROGRESS, EngineJob, make_engine, make_sampling, say
 from rlhf_rollout.engines import build_engine
 from rlhf_rollout.protocols import RolloutEngine, SamplingParams
 
@@ -52,14 +52,15 @@ def make_job(config: ChatConfig) -> ChatJob:
 
 def run(job: ChatJob) -> int:
     """Talk until the input ends; return 0. Raises ConfigError for a model that cannot be used."""
-    tokenizer = job.engine.load_tokenizer()
+    with PROGRESS.doing("loading the model"):
+        tokenizer = job.engine.load_tokenizer()
+        engine = build_engine(job.engine.kind, job.engine.spec)
     with_template = job.input_template is None and bool(getattr(tokenizer, "chat_template", None))
     template = InputTemplate(tokenizer=tokenizer, apply_chat_template=with_template, input_template=job.input_template)
     if not with_template:
         say("without a chat template every question stands alone")
     start: list[dict[str, Any]] = [{"role": "system", "content": job.system}] if job.system else []
     messages = [*start]
-    engine = build_engine(job.engine.kind, job.engine.spec)
     say("/clear begins anew, /exit ends")
     # Questions are asked outside of the event loop, which would delay Ctrl-C.
     with asyncio.Runner() as runner:

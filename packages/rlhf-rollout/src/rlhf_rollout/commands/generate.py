@@ -24,6 +24,7 @@ from rlhf_data.sources import open_sources, parse_probs
 from rlhf_rollout.agents import SingleTurn
 from rlhf_rollout.commands.configs import GenerateConfig
 from rlhf_rollout.commands.parts import (
+    PROGRESS,
     EngineJob,
     RewardJob,
     check_new_file,
@@ -43,7 +44,6 @@ from rlhf_rollout.router import EngineRouter
 
 _NUM_SHOWN_FAILURES = 3
 _NUM_TRIED = 4  # prompts of the trial call of a reward
-_PROGRESS_INTERVAL_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,7 +165,8 @@ def run(job: GenerateJob) -> int:
     for path in (job.output_path, job.rollouts_path):
         hint = "give another --output_path, or --overwrite, or --resume to continue"
         check_new_file(path, replace=job.overwrite or job.resume, hint=hint)
-    task = _prepare(job)
+    with PROGRESS.doing("reading the prompts"):
+        task = _prepare(job)
     for source in job.reward.sources:
         if problem := check_reward(source, task.prompts[:_NUM_TRIED], timeout_s=job.reward.timeout_s):
             say(f"warning: the reward {source.kind} failed a trial call: {problem}")
@@ -247,10 +248,11 @@ def take_up(path: Path, digest: str, num_samples: int) -> frozenset[int]:
 async def _write_rollouts(task: _Task) -> int:
     job, counts = task.job, GenerationCounts()
     failures, rewards, num_cut = [], [], 0
-    started = told = time.monotonic()
+    started = time.monotonic()
     async with contextlib.AsyncExitStack() as stack:
         reward = job.reward.open(task.tokenizer, stack) if job.reward.sources else None
-        engine = build_engine(job.engine.kind, job.engine.spec)
+        with PROGRESS.doing("starting the engine"):
+            engine = build_engine(job.engine.kind, job.engine.spec)
         stack.push_async_callback(engine.close)
         if job.overwrite:
             job.rollouts_path.unlink(missing_ok=True)
@@ -268,6 +270,9 @@ async def _write_rollouts(task: _Task) -> int:
             counts=counts,
             skip=task.done,
         )
+        num_wanted = len(task.prompts) - len(task.done)
+        stack.callback(PROGRESS.clear)
+        PROGRESS.show("generating", done=0, total=num_wanted)
         async for result in results:
             if result.group is None:
                 failures.append(f"{result.prompt.prompt_id}: {result.failure}")
@@ -276,10 +281,7 @@ async def _write_rollouts(task: _Task) -> int:
                 writer.write(result.group, run=task.digest, input=task.inputs[number])
                 num_cut += sum(rollout.finish_reason is FinishReason.LENGTH for rollout in result.group.rollouts)
                 rewards += [r.verdict.reward for r in result.group.rollouts if r.verdict and not r.verdict.kind.failed]
-            if time.monotonic() - told > _PROGRESS_INTERVAL_S:
-                told = time.monotonic()
-                num_done = len(task.done) + counts.num_groups + counts.num_failed_groups
-                say(f"{num_done} of {len(task.prompts)} prompts")
+            PROGRESS.show("generating", done=counts.num_groups + counts.num_failed_groups, total=num_wanted)
     say(_summary(counts, rewards, time.monotonic() - started, job.rollouts_path))
     if num_cut:
         say(f"{num_cut} of {counts.num_generated} rollouts were cut by --generate_max_len {job.sampling.max_tokens}")

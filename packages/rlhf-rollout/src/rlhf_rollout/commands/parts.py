@@ -12,6 +12,7 @@ from typing import Any, Literal
 from rlhf_data.chat import Tokenizer
 from rlhf_data.errors import ConfigError
 from rlhf_data.pretrained import load_tokenizer, located
+from rlhf_data.progress import Progress
 from rlhf_data.testing import ByteTokenizer
 from rlhf_rollout.commands.configs import OneEngineSection
 from rlhf_rollout.commands.sections import EngineModelSection, RewardSection, SamplingSection
@@ -189,6 +190,11 @@ def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> int:
     return count
 
 
+PROGRESS = Progress()
+"""What the commands show while a person waits."""
+
+
 def say(text: str) -> None:
     """Tell the user something beside the results."""
+    PROGRESS.clear()
     print(text, file=sys.stderr, flush=True)

@@ -19,7 +19,7 @@ from rlhf_data.rows import Row, RowErrors
 from rlhf_data.sft import SftEncoder, SftExample
 from rlhf_data.sources import Rows, open_sources
 from rlhf_rollout.commands.configs import ScoreConfig
-from rlhf_rollout.commands.parts import RewardJob, check_new_file, make_reward, say, write_rows
+from rlhf_rollout.commands.parts import PROGRESS, RewardJob, check_new_file, make_reward, say, write_rows
 
 _NUM_AT_ONCE = 1024
 
@@ -85,10 +85,12 @@ def run(job: ScoreJob) -> int:
     """
     hint = "give another --output_path, or --overwrite"
     check_new_file(job.output_path, replace=job.overwrite, hint=hint)
-    rows = open_sources(job.dataset, max_samples=job.max_samples, split=job.dataset_split)
-    tokenizer = job.reward.load_tokenizer(job.tokenizer)
-    reader = _Reader(job, rows, tokenizer)
-    scored = asyncio.run(_score(job.reward, reader))
+    with PROGRESS.doing("reading the rows"):
+        rows = open_sources(job.dataset, max_samples=job.max_samples, split=job.dataset_split)
+        tokenizer = job.reward.load_tokenizer(job.tokenizer)
+        reader = _Reader(job, rows, tokenizer)
+    with PROGRESS.doing("scoring"):
+        scored = asyncio.run(_score(job.reward, reader))
     write_rows(job.output_path, scored)
     reader.report()
     _report(scored, pairs=job.chosen_key is not None)

@@ -18,7 +18,7 @@ from rlhf_data.records import FinishReason, Prompt, Rollout, Span, SpanSource, V
 from rlhf_data.rows import Row
 from rlhf_data.sft import completed
 from rlhf_rollout.commands.configs import ServeConfig
-from rlhf_rollout.commands.parts import RewardJob, make_reward, say
+from rlhf_rollout.commands.parts import PROGRESS, RewardJob, make_reward, say
 from rlhf_rollout.protocols import RewardFunction
 from rlhf_rollout.rewards.mix import score_each
 from rlhf_rollout.rewards.remote import TOKEN_VARIABLE
@@ -76,7 +76,8 @@ def run(job: ServeJob) -> int:
         say(f"warning: whoever reaches {job.host}:{job.port} may use it; {TOKEN_VARIABLE} sets a token")
     resources = contextlib.AsyncExitStack()
     # Opened before the server starts, which would hide the reason of a failure.
-    reward = job.reward.open(tokenizer, resources)
+    with PROGRESS.doing("loading the reward"):
+        reward = job.reward.open(tokenizer, resources)
     say(f"POST to http://{job.host}:{job.port}/get_reward")
     app = create_app(reward, tokenizer, resources, token=token)
     uvicorn.run(app, host=job.host, port=job.port, log_level="warning")

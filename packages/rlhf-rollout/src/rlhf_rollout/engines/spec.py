@@ -2,13 +2,10 @@
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from rlhf_data.errors import ConfigError, unknown
 from rlhf_rollout.weight_sync import MEDIA
-
-if TYPE_CHECKING:
-    pass
 
 ENGINE_KINDS = ("fake", "http", "transformers", "vllm")
 _DTYPES = ("float32", "bfloat16")
