@@ -1,14 +1,14 @@
-"""Operators that are bound by memory, as a share of the bandwidth of a copy measured in the same run.
+"""Speed of memory-bound operators, relative to the bandwidth of a copy in the same run.
 
     python kernels/bench/elementwise.py --out elementwise.json
 
-Bytes are those that must be moved: each input read once, each result written once. Calls take turns over sets of inputs
-that are together larger than the cache, replayed from one CUDA graph, so that a call of microseconds is not measured by
-its launch. The share is of a copy of 2 GiB, and of one that moves as many bytes as the operator, which any launch slows
-down alike; each is the faster of the driver's copy and of a kernel that reads and writes. Before an operator is timed,
-its results are held against float64.
+Bytes count each input read once and each result written once. Calls cycle over several sets of inputs, together larger
+than the cache, and are replayed from one CUDA graph, because launching a call of microseconds takes longer than running
+it. The report compares each operator with a copy of 2 GiB and with a copy of as many bytes as the operator moves, which
+suffers from launch latency in the same way. The copy is the faster of the driver's and of a kernel. Before an operator
+is timed, its results are compared with float64.
 
-Without a GPU tiny sizes are run, to see that everything does; their times say nothing.
+Without a GPU, tiny sizes run as a test of the script; their times mean nothing.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from harness import Call, attempt, median_ms, operator, options_parser, print_table, relative_error, require, write
 
-CACHE_BYTES = 64 << 20  # more than the 50 MB of an H100 or H200
+CACHE_BYTES = 64 << 20  # larger than the 50 MB L2 cache of an H100 or H200
 LENGTHS = (100, 8000)
 MAX_ERROR = 1e-5
 MAX_HALF_ERROR = 1e-2
@@ -31,13 +31,13 @@ MAX_HALF_ERROR = 1e-2
 
 @dataclass(frozen=True)
 class Work:
-    """One call on inputs of its own.
+    """One call with its own inputs.
 
     Attributes:
-        call: what is timed.
-        num_bytes: what it must move.
-        check: returns errors, none of which may reach `limit`.
-        limit: of the errors.
+        call: the call to time.
+        num_bytes: bytes that it must move.
+        check: returns errors by name; each must be below `limit`.
+        limit: bound of the errors.
     """
 
     call: Call
@@ -47,7 +47,7 @@ class Work:
 
 
 def copy(num_bytes: int, device: str, *, by_kernel: bool) -> Work:
-    """Move `num_bytes`: read half of them, write the others; by the driver's copy, or by a kernel that negates."""
+    """Read num_bytes / 2 and write as many, by the driver's copy or by a kernel that negates."""
     source = torch.randn(num_bytes // 8, device=device)
     target = torch.empty_like(source)
     move = partial(torch.neg, source, out=target) if by_kernel else partial(target.copy_, source)
@@ -60,13 +60,13 @@ def copy(num_bytes: int, device: str, *, by_kernel: bool) -> Work:
 
 
 def fastest_copy(num_bytes: int, device: str, seconds: float) -> dict[str, Any]:
-    """Return the faster of both."""
+    """Return the faster of the two copies."""
     ways = [attempt(partial(speed, partial(copy, num_bytes, device, by_kernel=way), seconds)) for way in (False, True)]
     return min(ways, key=lambda result: result.get("ms", float("inf")))
 
 
 def token_logprobs(rows: int, vocab_size: int, device: str, *, backward: bool) -> Work:
-    """Log-probs and entropies of given logits; with their gradient, which reads the logits again and writes as much."""
+    """Log-probs and entropies of logits, and optionally their gradient, which reads and writes as many bytes again."""
     compute = operator("token_logprobs")
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     logits = torch.randn(rows, vocab_size, device=device, dtype=dtype).requires_grad_(backward)
@@ -90,7 +90,7 @@ def token_logprobs(rows: int, vocab_size: int, device: str, *, backward: bool) -
 
 
 def stream(tokens: int, device: str) -> tuple[Tensor, list[int]]:
-    """Return bounds of sequences of 100 to 8,000 tokens that are `tokens` together, and their list."""
+    """Return bounds of sequences of 100 to 8,000 tokens, `tokens` in total, as a tensor and as a list."""
     shortest, longest = LENGTHS if tokens > LENGTHS[1] else (1, max(2, tokens // 4))
     bounds = [0]
     while bounds[-1] < tokens:
@@ -99,7 +99,7 @@ def stream(tokens: int, device: str) -> tuple[Tensor, list[int]]:
 
 
 def scanned(values: Tensor, decays: Tensor, bounds: Sequence[int]) -> Tensor:
-    """Return the recurrence of the first sequences in float64, one token after the other."""
+    """Return the solution of the recurrence for the first sequences in float64, computed token by token."""
     numbers, factors = values[: bounds[-1]].tolist(), decays[: bounds[-1]].tolist()
     solved = [0.0] * len(numbers)
     for start, end in pairwise(bounds):
@@ -110,7 +110,7 @@ def scanned(values: Tensor, decays: Tensor, bounds: Sequence[int]) -> Tensor:
 
 
 def segmented_scan(tokens: int, device: str) -> Work:
-    """A linear recurrence: reads two numbers a token, writes one."""
+    """A linear recurrence: reads two numbers per token and writes one."""
     compute, (cu_seqlens, bounds) = operator("segmented_scan"), stream(tokens, device)
     values, decays = torch.randn(tokens, device=device), torch.rand(tokens, device=device)
 
@@ -122,7 +122,7 @@ def segmented_scan(tokens: int, device: str) -> Work:
 
 
 def packed_gae(tokens: int, device: str) -> Work:
-    """Advantages and returns: reads two numbers and a mask a token, writes two numbers."""
+    """Advantages and returns: reads two numbers and a mask per token and writes two numbers."""
     compute, (cu_seqlens, bounds) = operator("packed_gae"), stream(tokens, device)
     rewards, values = torch.randn(tokens, device=device), torch.randn(tokens, device=device)
     mask = torch.rand(tokens, device=device) < 0.8
@@ -142,7 +142,7 @@ def packed_gae(tokens: int, device: str) -> Work:
 
 
 def packed_policy_loss(tokens: int, device: str) -> Work:
-    """PPO with KL and entropy terms, forward and backward: reads five numbers and a mask a token, writes two."""
+    """PPO with KL and entropy terms, forward and backward: reads five numbers and a mask per token and writes two."""
     objective = operator("PolicyObjective")(kl_coef=0.01, kl_estimator="k3", entropy_coef=0.01)
     compute, (cu_seqlens, bounds) = operator("packed_policy_loss"), stream(tokens, device)
     old, advantages, entropy = -torch.rand(tokens, device=device), *torch.randn(2, tokens, device=device)
@@ -170,7 +170,7 @@ def packed_policy_loss(tokens: int, device: str) -> Work:
 
 
 def accumulate(size: int, device: str) -> Work:
-    """bfloat16 added to float32 in place."""
+    """Adds bfloat16 to float32 in place."""
     compute = operator("accumulate_")
     total, part = torch.zeros(size, device=device), torch.randn(size, device=device).bfloat16()
 
@@ -183,7 +183,7 @@ def accumulate(size: int, device: str) -> Work:
 
 
 def works(device: str, quick: bool) -> dict[str, Callable[[], Work]]:
-    """Return what is measured, by name."""
+    """Return the operators to measure, by name."""
     on_gpu = device == "cuda"
     rows, vocab_size = (2048 if quick else 8192, 151_936) if on_gpu else (9, 101)
     size, tokens = (1 << 26, 1 << 20) if on_gpu else (1000, 300)
@@ -198,7 +198,7 @@ def works(device: str, quick: bool) -> dict[str, Callable[[], Work]]:
 
 
 def speed(build: Callable[[], Work], seconds: float) -> dict[str, Any]:
-    """Check a call, then time it over enough sets of inputs to leave the cache."""
+    """Check a call, then time it over enough sets of inputs to exceed the cache."""
     torch.manual_seed(0)
     first = build()
     errors = first.check()

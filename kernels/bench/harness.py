@@ -1,4 +1,4 @@
-"""How the benchmarks of this folder time a call, see its memory, and write down what they found."""
+"""Shared by the benchmarks in this folder: timing, peak memory, error checks and reports."""
 
 import argparse
 import functools
@@ -22,15 +22,15 @@ Call = Callable[[], object]
 
 
 class SkippedError(Exception):
-    """Why something is not measured here."""
+    """Raised with the reason why a measurement is skipped."""
 
 
 class WrongError(Exception):
-    """How far a result is from the truth."""
+    """Raised if a result is too far from the float64 result."""
 
 
 def operator(name: str) -> Callable[..., Any]:
-    """Return an operator of `rlhf_kernels`, or raise SkippedError where it has none of that name."""
+    """Return an operator of `rlhf_kernels`. Raises SkippedError if there is none of that name."""
     try:
         return getattr(importlib.import_module("rlhf_kernels"), name)
     except AttributeError:
@@ -38,11 +38,11 @@ def operator(name: str) -> Callable[..., Any]:
 
 
 def median_ms(calls: Sequence[Call], *, seconds: float, graph: bool = False) -> float:
-    """Return the median milliseconds of a call, the calls taking turns; each reads inputs of its own.
+    """Return the median milliseconds per call, cycling over `calls`.
 
     Args:
         calls: the same work on different inputs.
-        seconds: about how long to repeat; there are 5 repeats at least.
+        seconds: approximate time to repeat; at least 5 repeats are made.
         graph: replay the calls from one CUDA graph, for work that takes less time than its launch.
     """
     for call in [*calls] * WARMUP:
@@ -63,7 +63,7 @@ def median_ms(calls: Sequence[Call], *, seconds: float, graph: bool = False) -> 
     torch.cuda.synchronize()
     fitting = seconds * 1000 / max(start.elapsed_time(end), 1e-3)
     repeats = int(min(MAX_REPEATS, max(MIN_REPEATS, fitting)))
-    # All are queued before any is waited for, so that the device does not wait for the host in between.
+    # Queue all calls before waiting for any, so that the device never waits for the host in between.
     events = [_events(calls[index % len(calls)]) for index in range(repeats)]
     torch.cuda.synchronize()
     return statistics.median(start.elapsed_time(end) for start, end in events) / count
@@ -84,7 +84,10 @@ def _clocked(call: Call) -> float:
 
 
 def extra_gib(call: Call, results: Sequence[Tensor] = ()) -> float | None:
-    """Return the peak of device memory in a call above what it found and above `results`; None without a GPU."""
+    """Return the peak device memory of a call, without what was allocated before and without `results`.
+
+    None without a GPU.
+    """
     if not torch.cuda.is_available():
         return None
     release()
@@ -96,25 +99,25 @@ def extra_gib(call: Call, results: Sequence[Tensor] = ()) -> float | None:
 
 
 def release() -> None:
-    """Give what nothing refers to back to the device."""
+    """Free unreferenced tensors and return cached memory to the device."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
 def require(errors: Mapping[str, float], limits: Mapping[str, float]) -> None:
-    """Raise WrongError unless every error that has a limit is below it; NaN is not."""
+    """Raise WrongError unless every error is below its limit. NaN counts as above."""
     if not all(errors[name] < limit for name, limit in limits.items()):
         raise WrongError(", ".join(f"{name} {error:.2g}" for name, error in errors.items()))
 
 
 def relative_error(got: Tensor, want: Tensor) -> float:
-    """Return the norm of the difference over that of `want`; NaN anywhere gives NaN."""
+    """Return the norm of the difference divided by the norm of `want`. NaN anywhere gives NaN."""
     return float(((got.double() - want).norm() / want.norm().clamp(min=1e-300)).detach())
 
 
 def attempt(measure: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
-    """Return what `measure` does with a status; what it raises becomes a note, for one failure not to end the run."""
+    """Return the result of `measure` with a status. An exception becomes a note and does not end the run."""
     try:
         return {"status": "ok", **measure()}
     except SkippedError as error:
@@ -123,14 +126,14 @@ def attempt(measure: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
         return {"status": "wrong", "note": str(error)}
     except torch.OutOfMemoryError:
         return {"status": "failed", "note": "out of memory"}
-    except Exception as error:  # whatever a peer may raise
+    except Exception as error:  # other libraries may raise anything
         return {"status": "failed", "note": f"{type(error).__name__}: {error}".splitlines()[0][:300]}
     finally:
         release()
 
 
 def options_parser(doc: str | None) -> argparse.ArgumentParser:
-    """Return a parser of what both benchmarks take."""
+    """Return a parser for the flags that both benchmarks share."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="JSON file, written anew as results come")
     parser.add_argument("--quick", action="store_true", help="one size, a few repeats: ends within a minute")

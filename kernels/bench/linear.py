@@ -1,14 +1,15 @@
-"""Log-probs and policy losses from hidden states and the LM head: ours, PyTorch's and other libraries', in one run.
+"""Log-probs and losses from hidden states and the LM head: this package, PyTorch and other libraries in one run.
 
     python kernels/bench/linear.py --out linear.json            # every size; minutes for each hidden width
-    python kernels/bench/linear.py --quick --out linear.json    # one size, without what compiles for long
+    python kernels/bench/linear.py --quick --out linear.json    # one size, without contenders that compile for long
 
-For each size (T tokens, H hidden, V vocabulary), in bfloat16: the matrix products alone, and each contender's forward
-pass without gradient, and forward and backward pass ("step"), as the median of CUDA-event times over two sets of hidden
-states in turn; and the peak of memory above inputs and gradients. Every contender gives the mean of -log p of the
-tokens. Before it is timed, all but 64 rows are masked out, and loss and gradients are held against float64.
+For each size (T tokens, H hidden, V vocabulary) in bfloat16, it measures the matrix products alone, and for each
+contender the forward pass without gradient, the forward and backward pass ("step"), and the peak memory above inputs
+and gradients. Times are medians of CUDA-event times, alternating between two sets of hidden states. Every contender
+computes the mean of -log p of the tokens. Before it is timed, all but 64 rows are masked out, and loss and gradients
+are compared with float64.
 
-Without a GPU a tiny size is run in float32, to see that everything does; its times say nothing.
+Without a GPU, a tiny size runs in float32 as a test of the script; its times mean nothing.
 """
 
 import argparse
@@ -40,20 +41,20 @@ TOKENS = (1024, 4096, 16_384, 65_536)
 CHECKED_ROWS = 64
 NUM_SETS = 2
 MAX_LOSS_ERROR = 1e-2  # nats; logits in bfloat16 are off by up to 2e-2 each
-MAX_GRADIENT_ERROR = 2e-2  # of the norm
-MAX_PEER_ERROR = 0.1  # some leave small gradients out, which the report shows
+MAX_GRADIENT_ERROR = 2e-2  # relative to the norm
+MAX_PEER_ERROR = 0.1  # looser for other libraries, because some drop small gradients; the report shows their errors
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a call reads.
+    """Inputs of a call.
 
     Attributes:
         hidden: [T, H].
         weight: [V, H].
         ids: [T] int64, -100 where masked out.
-        count: rows that are not.
-        reference: another model's [T, H] and [V, H].
+        count: number of rows that are not masked out.
+        reference: hidden states [T, H] and weight [V, H] of another model.
         advantages: [T] float32, all 1.
         mask: [T] bool.
         cu_seqlens: [S + 1] int32.
@@ -80,16 +81,15 @@ Loss = Callable[[Inputs], Tensor]
 
 @dataclass(frozen=True)
 class Contender:
-    """One way to the loss.
+    """One implementation of the loss.
 
     Attributes:
-        build: returns the function from Inputs to the scalar; raises SkippedError or ImportError.
-        products: matrix products of T x H x V that a forward pass, and a forward and backward pass, are held
-            against; a pass without is not measured.
-        ours: whether it is held against the others, and small gradients must be right too, and not only those that
-            decide the norm.
+        build: returns the function from Inputs to a scalar; raises SkippedError or ImportError.
+        products: number of matrix products of T x H x V to compare the forward pass with, and the forward and backward
+            pass. A pass with None is not measured.
+        ours: whether it belongs to this package: then small gradients must be right too, not only the norm.
         quick: whether it starts without compiling for long.
-        gives: what the scalar is: nll, or k1 or kl to the reference.
+        gives: meaning of the scalar: nll, or k1 or kl to the reference.
     """
 
     build: Callable[[], Loss]
@@ -100,7 +100,7 @@ class Contender:
 
     @property
     def is_peer(self) -> bool:
-        """Whether ours are held against it."""
+        """Whether this package is compared with it."""
         return not self.ours and self.gives == "nll"
 
 
@@ -112,19 +112,19 @@ def plain_loss(hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
 
 
 def torch_eager() -> Loss:
-    """PyTorch as written."""
+    """PyTorch in eager mode."""
     return lambda inputs: plain_loss(inputs.hidden, inputs.weight, inputs.ids) / inputs.count
 
 
 def torch_compiled() -> Loss:
-    """PyTorch, compiled as a whole."""
+    """PyTorch, compiled as one function."""
     needs_cuda()
     compiled = torch.compile(plain_loss)
     return lambda inputs: compiled(inputs.hidden, inputs.weight, inputs.ids) / inputs.count
 
 
 def torch_chunked() -> Loss:
-    """PyTorch, compiled, in 16 chunks whose logits are made again for the backward pass."""
+    """PyTorch, compiled, in 16 chunks whose logits are computed again for the backward pass."""
     needs_cuda()
     compiled = torch.compile(plain_loss)
 
@@ -137,7 +137,7 @@ def torch_chunked() -> Loss:
 
 
 def liger() -> Loss:
-    """Liger's fused linear cross-entropy, as it comes: the weight's gradient is summed in the weight's dtype."""
+    """Liger's fused linear cross-entropy with its defaults: it sums the weight's gradient in the weight's dtype."""
     needs_cuda()
     from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
 
@@ -145,7 +145,7 @@ def liger() -> Loss:
 
 
 def cut_cross_entropy() -> Loss:
-    """Apple's, as it comes: blocks of small gradients are left out."""
+    """Apple's cut-cross-entropy with its defaults: it drops blocks of small gradients."""
     needs_cuda()
     from cut_cross_entropy import linear_cross_entropy
 
@@ -161,13 +161,13 @@ def quack() -> Loss:
 
 
 def ours_logprobs() -> Loss:
-    """`linear_token_logprobs`, which gives the entropy with it."""
+    """`linear_token_logprobs`, which also computes the entropy."""
     compute = operator("linear_token_logprobs")
     return lambda inputs: -compute(inputs.hidden, inputs.weight, inputs.ids)[0].sum() / inputs.count
 
 
 def ours_policy_loss() -> Loss:
-    """`linear_policy_loss` with advantages of 1 and without clipping, whose gradient is that of -log p."""
+    """`linear_policy_loss` with advantages of 1 and without clipping, which has the gradient of -log p."""
     compute, objective = operator("linear_policy_loss"), operator("PolicyObjective")(policy_loss="reinforce")
     stream_of = operator("PolicyStream")
 
@@ -180,7 +180,7 @@ def ours_policy_loss() -> Loss:
 
 
 def ours_kl(full_kl: bool) -> Loss:
-    """`logprob_kl`: the estimate k1 from the token, or the KL over the whole vocabulary."""
+    """`logprob_kl`: the estimate k1 from the token, or the full KL over the vocabulary."""
     compute = operator("logprob_kl")
 
     def divergence(inputs: Inputs) -> Tensor:
@@ -211,7 +211,7 @@ def needs_cuda() -> None:
 
 
 def draw(tokens: int, width: int, vocab_size: int) -> list[Inputs]:
-    """Return sets of inputs that share the weights; logits have a deviation of about 1."""
+    """Return sets of inputs that share the weights. Logits have a standard deviation of about 1."""
     torch.manual_seed(0)
     on_gpu = torch.cuda.is_available()
     options: dict[str, Any] = {"device": "cuda" if on_gpu else "cpu", "dtype": torch.bfloat16 if on_gpu else None}
@@ -225,7 +225,7 @@ def draw(tokens: int, width: int, vocab_size: int) -> list[Inputs]:
 
 
 def with_gradient(inputs: Inputs) -> Inputs:
-    """Return the same tensors as leaves that want gradients."""
+    """Return the same tensors as leaves that require gradients."""
     hidden, weight = (part.detach().requires_grad_() for part in (inputs.hidden, inputs.weight))
     return Inputs(hidden, weight, inputs.ids, inputs.count, inputs.reference)
 
@@ -272,7 +272,7 @@ def check(loss: Loss, inputs: Inputs, contender: Contender, *, backward: bool) -
 
 
 def true_value(of: str, inputs: Inputs, rows: Tensor, logprobs: Tensor) -> float:
-    """Return a mean over rows in float64: -log p of the token, or the KL to the reference or its estimate k1."""
+    """Return the mean over rows in float64 of -log p of the token, the KL to the reference, or its estimate k1."""
     picked = logprobs.gather(1, inputs.ids[rows][:, None])
     if of == "nll":
         return -float(picked.mean())
@@ -282,7 +282,7 @@ def true_value(of: str, inputs: Inputs, rows: Tensor, logprobs: Tensor) -> float
 
 
 def measure(contender: Contender, sets: Sequence[Inputs], seconds: float, *, backward: bool) -> dict[str, Any]:
-    """Check one pass of a contender, then time it and see its memory."""
+    """Check one pass of a contender, then measure its time and memory."""
     torch._dynamo.reset()
     loss = contender.build()
     errors = check(loss, sets[0], contender, backward=backward)
@@ -310,7 +310,7 @@ def timed(loss: Loss, sets: Sequence[Inputs], seconds: float, *, backward: bool)
 
 
 def products(sets: Sequence[Inputs], seconds: float) -> dict[str, Any]:
-    """Time the matrix products alone: logits; and both gradients from them; and the logits again."""
+    """Time the matrix products alone: one (logits), three (and both gradients), four (and the logits again)."""
     weight = sets[0].weight
     logits = torch.empty(len(sets[0].hidden), len(weight), dtype=weight.dtype, device=weight.device)
     grads = torch.empty_like(sets[0].hidden), torch.empty_like(weight)

@@ -1,4 +1,4 @@
-"""`linear_policy_loss` on the CPU: the plain twin, which is also what the Triton kernels are held against."""
+"""`linear_policy_loss` on the CPU: the plain twin, against which the Triton kernels are tested."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""`linear_token_logprobs` on the CPU: the plain twin, which is also what the Triton form is held against."""
+"""`linear_token_logprobs` on the CPU: the plain twin, against which the Triton form is tested."""
 
 import math
 

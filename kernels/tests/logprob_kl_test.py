@@ -1,4 +1,4 @@
-"""`logprob_kl` on the CPU: the plain twin, which is also what the Triton form is held against."""
+"""`logprob_kl` on the CPU: the plain twin, against which the Triton form is tested."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""`packed_policy_loss` on the CPU: the plain twin, which is also what the Triton kernel is held against."""
+"""`packed_policy_loss` on the CPU: the plain twin, against which the Triton kernel is tested."""
 
 import math
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""`segmented_scan` and `packed_gae` on the CPU: the plain twins, which are also what the kernels are held against."""
+"""`segmented_scan` and `packed_gae` on the CPU: the plain twins, against which the kernels are tested."""
 
 import itertools
 

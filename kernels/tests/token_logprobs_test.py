@@ -1,4 +1,4 @@
-"""`token_logprobs` on the CPU: the plain twin, which is also what the Triton kernel is held against."""
+"""`token_logprobs` on the CPU: the plain twin, against which the Triton kernel is tested."""
 
 import logging
 import math

@@ -1,4 +1,4 @@
-"""The order: every item once an epoch, full batches, the same from one seed, resumable anywhere."""
+"""The order: every item once per epoch, full batches, the same from one seed, resumable anywhere."""
 
 import json
 

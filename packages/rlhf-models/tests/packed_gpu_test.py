@@ -1,4 +1,4 @@
-"""Packed batches on a GPU: torch's varlen kernel in half precision, one call a sequence in float32."""
+"""Packed batches on a GPU: torch's varlen kernel in half precision, one call per sequence in float32."""
 
 import logging
 

@@ -1,0 +1,159 @@
+"""What the pages tell people to type is accepted, the files they name exist, and their Python runs."""
+
+import os
+import re
+import runpy
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from page_commands import PATTERNS, ROOT, blocks, calls
+from rlhf_cli.main import command_line
+from rlhf_cli.main import main as rlhf
+from rlhf_data.command_line import CommandLine
+from rlhf_data.main import main as rlhf_data
+from rlhf_rollout.commands.main import COMMANDS
+
+PAGES = sorted({block.page for block in blocks("sh")})
+ANSWERS = (
+    '{"input": "What is 4 + 8?", "output": "4+8=12 #### 12", "reward": 1.0, "label": "12"}\n'
+    '{"input": "What is 5 + 9?", "output": "5+9=14, 1 #### 4", "reward": 0.0, "label": "14"}\n'
+)
+
+
+def test_pages_with_commands_are_found():
+    assert {"README.md", "CONTRIBUTING.md", "docs/quickstart.md", "docs/tour.md", "kernels/README.md"} <= set(PAGES)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_command_of_a_page_is_accepted(page, tmp_path, monkeypatch, capsys):
+    folder = tmp_path / "here"
+    (folder / "outputs").mkdir(parents=True)
+    for split in ("train", "held_out"):
+        (folder / f"outputs/plain-{split}.jsonl").write_text(ANSWERS, encoding="utf-8")
+    monkeypatch.chdir(folder)
+    found = calls(page, folder)
+    assert found, f"{page} has shell blocks without a command"
+    for program, *arguments in found:
+        CHECKS[program](arguments)
+        capsys.readouterr()
+
+
+def check_rlhf(arguments: list[str]) -> None:
+    """The flags must be known and have an effect; where the page itself asks for a dry run, it must succeed."""
+    if "--dry_run" in arguments:
+        assert rlhf(arguments) == 0, f"rlhf {' '.join(arguments)}"
+    else:
+        _check_flags(command_line(arguments[0]), arguments)
+
+
+def check_rlhf_rollout(arguments: list[str]) -> None:
+    _check_flags(COMMANDS[arguments[0]].command_line("rlhf-rollout"), arguments)
+
+
+def _check_flags(line: CommandLine[Any], arguments: list[str]) -> None:
+    parsed = line.parse(arguments[1:])
+    useless = [notice for notice in parsed.notices if "no effect" in notice]
+    assert not useless, f"{' '.join(arguments)}: {useless}"
+
+
+def check_rlhf_data(arguments: list[str]) -> None:
+    """A folder without the file: the message is about that, so the flags are right."""
+    assert rlhf_data(arguments) == 2
+
+
+def check_bazel(arguments: list[str]) -> None:
+    command, *rest = arguments
+    assert command in ("run", "test", "build")
+    for label in (word for word in rest if word.startswith("//")):
+        folder, _, target = label.removeprefix("//").partition(":")
+        place = ROOT / folder.removesuffix("...").rstrip("/")
+        assert place.is_dir(), f"{label}: no folder {place}"
+        if target and (place / "BUILD.bazel").is_file():
+            assert f'"{target}"' in (place / "BUILD.bazel").read_text(encoding="utf-8"), f"{label} is no target"
+
+
+def check_python(arguments: list[str]) -> None:
+    """A script must exist and know its flags; a module must be pytest, on paths that exist."""
+    if arguments[0] == "-m":
+        assert arguments[1] == "pytest"
+        check_pytest(arguments[2:])
+        return
+    shown = subprocess.run([sys.executable, ROOT / arguments[0], "--help"], capture_output=True, text=True, timeout=120)
+    for flag in (word for word in arguments if word.startswith("--")):
+        assert flag in shown.stdout, f"{arguments[0]} has no {flag}"
+
+
+def check_pytest(arguments: list[str]) -> None:
+    for path in arguments:
+        assert (ROOT / path).exists(), path
+
+
+def check_pip(arguments: list[str]) -> None:
+    if arguments[0] == "config":
+        return
+    assert arguments[0] == "install"
+    for word in arguments[1:]:
+        path, _, extras = word.partition("[")
+        _check_extras(ROOT / path / "pyproject.toml", extras.rstrip("]").split(",") if extras else [])
+
+
+def check_uv(arguments: list[str]) -> None:
+    assert arguments[:2] == ["sync", "--extra"]
+    _check_extras(ROOT / "pyproject.toml", arguments[2:3])
+
+
+def _check_extras(file: Path, extras: list[str]) -> None:
+    project = tomllib.loads(file.read_text(encoding="utf-8"))["project"]
+    unknown = set(extras) - set(project.get("optional-dependencies", {}))
+    assert not unknown, f"{file} has no extra {unknown}"
+
+
+CHECKS = {
+    "bazel": check_bazel,
+    "tools/bazelw": check_bazel,
+    "pip": check_pip,
+    "pytest": check_pytest,
+    "python": check_python,
+    "rlhf": check_rlhf,
+    "rlhf-data": check_rlhf_data,
+    "rlhf-rollout": check_rlhf_rollout,
+    "uv": check_uv,
+}
+
+
+@pytest.mark.parametrize("block", blocks("python"), ids=lambda block: f"{block.page}:{block.line}")
+def test_python_of_a_page_runs(block, tmp_path):
+    file = tmp_path / "example.py"
+    file.write_text(block.text, encoding="utf-8")
+    if "def reward_func" not in block.text:
+        done = subprocess.run([sys.executable, file.name], cwd=tmp_path, capture_output=True, text=True, timeout=240)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.strip()
+        return
+    reward_func = runpy.run_path(str(file))["reward_func"]
+    result = reward_func(["1+1=#### 2", "2+2=#### 5"], ["1+1=", "2+2="], ["2", "#### 4"])
+    assert len(result["rewards"]) == len(result["scores"]) == 2
+
+
+def test_links_lead_to_files():
+    for page in sorted({path for pattern in PATTERNS for path in ROOT.glob(pattern)}):
+        for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
+            if not target.startswith("http"):
+                assert os.path.exists(page.parent / target), f"{page.name}: {target}"
+
+
+def test_readme_is_short():
+    prose = re.sub(r"<!--.*?-->", "", (ROOT / "README.md").read_text(encoding="utf-8"))
+    assert len(prose.split()) <= 800
+
+
+def test_readmes_of_packages_have_the_same_headings():
+    for page in (ROOT / "kernels/README.md", *sorted(ROOT.glob("packages/*/README.md"))):
+        headings = re.findall(r"^## (.*)$", page.read_text(encoding="utf-8"), re.M)
+        expected = ["Install", "Use it alone", "What it defines", "How it behaves", "Test"]
+        assert headings == expected, page

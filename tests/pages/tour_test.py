@@ -1,0 +1,45 @@
+"""The tour runs as its page prints it, on fewer rows and steps: every command reads what earlier ones wrote."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from page_commands import ROOT, script
+
+TIMEOUT_S = 1500
+# A server never ends; the other commands get less to do, and generate uses the engine that starts fastest (`ppo` and
+# `chat` use vLLM). Later flags win over those on the page.
+PRELUDE = """
+rlhf() {
+  case $1 in
+    serve_rm) "$PYTHON" -m rlhf_cli.main "$@" --dry_run ;;
+    generate) "$PYTHON" -m rlhf_cli.main "$@" --max_samples 24 --engine transformers ;;
+    ppo) "$PYTHON" -m rlhf_cli.main "$@" --train_steps 1 --rollout_batch_size 16 ;;
+    sft|rm|dpo|kto|prm|kd) "$PYTHON" -m rlhf_cli.main "$@" --max_epochs 1 ;;
+    *) "$PYTHON" -m rlhf_cli.main "$@" ;;
+  esac
+}
+"""
+MODELS = ("sft", "lora", "kd", "rm", "ppo", "dpo", "kto", "prm")
+
+
+def test_tour(tmp_path):
+    data = tmp_path / "packages/rlhf-cli/src/rlhf_cli/builtin/data"
+    shutil.copytree(ROOT / "packages/rlhf-cli/src/rlhf_cli/builtin/data", data)
+    command = ["bash", "-euo", "pipefail", "-c", PRELUDE + script("docs/tour.md")]
+    environment = os.environ | {"PYTHON": sys.executable}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    for name in MODELS:
+        assert (tmp_path / f"outputs/{name}/model/config.json").is_file() or name == "lora", name
+        assert read_jsonl(tmp_path / f"outputs/{name}/metrics.jsonl"), name
+    assert (tmp_path / "outputs/merged/config.json").is_file()
+    scored = read_jsonl(tmp_path / "outputs/scored.jsonl")
+    assert scored and all(row["reward"] in (0.0, 1.0) for row in scored)
+
+
+def read_jsonl(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
