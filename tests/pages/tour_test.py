@@ -10,13 +10,12 @@ from pathlib import Path
 from page_commands import ROOT, script
 
 TIMEOUT_S = 1500
-# A server never ends; the other commands get less to do, and generate uses the engine that starts fastest (`ppo` and
-# `chat` use vLLM). Later flags win over those on the page.
+# A server never ends; the other commands get less to do. Later flags win over those on the page.
 PRELUDE = """
 rlhf() {
   case $1 in
     serve_rm) "$PYTHON" -m rlhf_cli.main "$@" --dry_run ;;
-    generate) "$PYTHON" -m rlhf_cli.main "$@" --max_samples 24 --engine transformers ;;
+    generate) "$PYTHON" -m rlhf_cli.main "$@" --max_samples 24 ;;
     ppo) "$PYTHON" -m rlhf_cli.main "$@" --train_steps 1 --rollout_batch_size 16 ;;
     sft|rm|dpo|kto|prm|kd) "$PYTHON" -m rlhf_cli.main "$@" --max_epochs 1 ;;
     *) "$PYTHON" -m rlhf_cli.main "$@" ;;
