@@ -239,5 +239,5 @@ def test_passes_that_wait_for_the_device_are_not_captured_and_leave_no_memory(fo
         before = torch.cuda.memory_allocated()
         for _ in range(3):
             learn((512, 300, 200))
-        assert caplog.text.count("CUDA graphs of them failed") == turn + 1
+        assert caplog.text.count("capturing CUDA graphs failed") == turn + 1
     assert torch.cuda.memory_allocated() - before < 8 << 20
