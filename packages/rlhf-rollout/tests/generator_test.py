@@ -106,7 +106,9 @@ def test_generate_groups_without_reward_leaves_no_verdict():
 
 
 def test_generate_groups_no_prompts_yields_nothing():
-    assert run([], [ScriptedEngine()]) == []
+    counts = GenerationCounts()
+    assert run([], [ScriptedEngine()], counts=counts) == []
+    assert counts == GenerationCounts(num_retries=0)
 
 
 def test_generate_groups_every_prompt_once_and_counted():

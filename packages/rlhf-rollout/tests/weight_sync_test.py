@@ -3,12 +3,21 @@
 import dataclasses
 import pickle
 import zlib
+from importlib import import_module
 
 import numpy as np
 import pytest
 
 from rlhf_data.errors import WeightSyncError
-from rlhf_rollout.weight_sync.bucket import TensorSlot, WeightBucket, aligned, bucket_checksum, verify_checksum
+from rlhf_rollout.weight_sync import MEDIA
+from rlhf_rollout.weight_sync.bucket import (
+    TensorSlot,
+    WeightBucket,
+    aligned,
+    bucket_checksum,
+    check_tensor,
+    verify_checksum,
+)
 from rlhf_rollout.weight_sync.shared_memory import map_segment
 from rollout_testing import shared_memory_bucket
 
@@ -63,3 +72,73 @@ def test_map_segment_outlives_its_name() -> None:
 def test_map_segment_missing_raises_with_hint() -> None:
     with pytest.raises(WeightSyncError, match="hint: shared memory reaches engines on the trainer's own host only"):
         map_segment("rlhf-test-none")
+
+
+def reader():
+    torch = pytest.importorskip("torch")
+    from rlhf_rollout.weight_sync.reader import BucketReader
+
+    return BucketReader("shared_memory", torch.device("cpu"))
+
+
+def test_reader_returns_each_weight_in_its_dtype_and_shape() -> None:
+    weights = {"a": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.array([7, 8], np.int64)}
+    with shared_memory_bucket(weights, checksum=True) as bucket:
+        read = dict(reader().read(bucket))
+    assert list(read) == ["a", "b"]
+    assert str(read["a"].dtype) == "torch.float32"
+    assert read["a"].tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert read["b"].tolist() == [7, 8]
+
+
+def test_reader_weights_are_copies_that_the_sender_cannot_change() -> None:
+    with shared_memory_bucket({"a": np.array([1.0, 2.0], np.float32)}) as bucket:
+        ((_, tensor),) = reader().read(bucket)
+        map_segment(bucket.handle)[:8] = 0
+    assert tensor.tolist() == [1.0, 2.0]
+
+
+def test_reader_maps_a_segment_once_and_the_next_one_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = reader()
+    opened = []
+    original = held._open_memory
+    monkeypatch.setattr(held, "_open_memory", lambda handle, device: opened.append(handle) or original(handle, device))
+    with shared_memory_bucket({"a": np.ones(2, np.float32)}) as first:
+        held.read(first)
+        held.read(first)
+        with shared_memory_bucket({"a": np.zeros(2, np.float32)}) as second:
+            ((_, tensor),) = held.read(second)
+        held.close()
+        held.read(first)
+    assert tensor.tolist() == [0.0, 0.0]
+    assert opened == [first.handle, second.handle, first.handle]
+
+
+def test_reader_another_medium_or_a_bucket_beyond_its_buffer_or_a_wrong_checksum_raises() -> None:
+    with shared_memory_bucket({"a": np.ones(2, np.float32)}, checksum=True) as bucket:
+        with pytest.raises(WeightSyncError, match="came by ipc, the engine was built for shared_memory"):
+            reader().read(dataclasses.replace(bucket, medium="ipc"))
+        slot = dataclasses.replace(bucket.tensors[0], size_bytes=257)
+        with pytest.raises(WeightSyncError, match="a bucket of 257 bytes came in a buffer of 256 bytes"):
+            reader().read(dataclasses.replace(bucket, tensors=(slot,)))
+        whole = dataclasses.replace(bucket.tensors[0], size_bytes=256, shape=(64,))
+        reader().read(dataclasses.replace(bucket, tensors=(whole,), checksum=None))
+        with pytest.raises(WeightSyncError, match="checksum"):
+            reader().read(dataclasses.replace(bucket, checksum=1))
+
+
+def test_every_medium_has_a_module_that_opens_its_memory() -> None:
+    pytest.importorskip("torch")
+    for module in MEDIA.values():
+        assert callable(import_module(module).open_memory)
+
+
+def test_check_tensor_names_the_nearest_weight_or_both_shapes() -> None:
+    slot = TensorSlot("model.norm.weight", "float32", (4,), 0, 16)
+    check_tensor(slot, (4,), ["model.norm.weight"])
+    with pytest.raises(WeightSyncError, match=r"no weight 'model.norm.weight'\s+hint: did you mean 'model.norm2"):
+        check_tensor(slot, None, ["model.norm2.weight"])
+    with pytest.raises(WeightSyncError, match=r"\s+hint: trainer and engine hold different models"):
+        check_tensor(slot, None, ["embedding"])
+    with pytest.raises(WeightSyncError, match=r"came with shape \(4,\); the engine's model has \(5,\)"):
+        check_tensor(slot, (5,), [])

@@ -1,7 +1,8 @@
 """The trainer's weights in a live vLLM engine, compared with a plain forward pass of transformers."""
 
 import asyncio
-from collections.abc import Iterator
+import copy
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 
 from rlhf_models.testing import tiny_model_dir
 from rlhf_rollout.engines import EngineSpec, build_engine
+from rlhf_rollout.engines.model_files import end_token_ids
 from rlhf_rollout.protocols import Completion, RolloutEngine, SamplingParams
 from rlhf_train.weight_sync.source import WeightSource
 
@@ -20,10 +22,11 @@ PROMPTS = [np.arange(3, 3 + length, dtype=np.int32) for length in (1, 7, 40)]
 
 @dataclass(frozen=True)
 class Pair:
-    """An engine and the model whose weights it is to have."""
+    """An engine, the model whose weights it is to have, and the tokens that end its completions."""
 
     engine: RolloutEngine
     model: Any
+    ends: tuple[int, ...]
 
 
 @pytest.fixture(scope="module", params=["tied", "untied", "padded"])
@@ -35,9 +38,10 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     vocab_size = 500 if request.param == "padded" else 512
     path: Path = tmp_path_factory.mktemp(request.param)
     tiny_model_dir(path, tied=request.param != "untied", vocab_size=vocab_size)
-    spec = EngineSpec(model=str(path), max_model_len=128, max_num_seqs=16, max_num_batched_tokens=512)
+    spec = EngineSpec(model=str(path), max_model_len=320, max_num_seqs=16, max_num_batched_tokens=512)
     engine = build_engine("vllm", spec)
-    yield Pair(engine, AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval())
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    yield Pair(engine, model, end_token_ids(path, path))
     asyncio.run(engine.close())
 
 
@@ -75,6 +79,23 @@ def largest_difference(pair: Pair, groups: list[list[Completion]], temperature: 
     return largest
 
 
+def span_difference(
+    model: Any, prompt: np.ndarray, before: np.ndarray, span: Any, forbidden: Sequence[int] = ()
+) -> float:
+    """The largest distance, in nats, between a span's log-probs and the model's after the prompt and `before`.
+
+    `forbidden` tokens have no probability, as end tokens have none before `min_tokens`.
+    """
+    context = np.concatenate([prompt, before])
+    tokens = torch.tensor(np.concatenate([context, span.token_ids]), dtype=torch.long)[None]
+    with torch.no_grad():
+        logits = model(tokens).logits[0]
+    logits[:, list(forbidden)] = -torch.inf
+    logprobs = logits.log_softmax(-1)
+    expected = logprobs[len(context) - 1 : -1].gather(1, tokens[0, len(context) :, None])[:, 0]
+    return float((torch.tensor(span.logprobs) - expected).abs().max())
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_engine_logprobs_equal_the_models_after_temperature(pair: Pair, temperature: float) -> None:
     assert largest_difference(pair, generate(pair, temperature=temperature), temperature) <= 1e-5
@@ -93,6 +114,46 @@ def test_sync_makes_the_engines_logprobs_the_models(pair: Pair) -> None:
     after = generate(pair)
     assert largest_difference(pair, after) <= 1e-5
     assert {completion.policy_version for group in after for completion in group} == {1}
+
+
+def test_sync_forgets_the_prefixes_that_the_old_weights_computed(pair: Pair) -> None:
+    # Four blocks of KV cache on a GPU and more than two on a CPU, where a block has 128 tokens: a hit needs whole ones.
+    prompt = np.arange(3, 303, dtype=np.int32)
+    params = SamplingParams(max_tokens=4, seed=3)
+    asyncio.run(pair.engine.generate(prompt, params))
+    perturb(pair, seed=4)
+    send(pair, 1)
+    for _ in range(2):  # the second time from prefixes that the new weights computed
+        (completion,) = asyncio.run(pair.engine.generate(prompt, params))
+        (span,) = completion.spans
+        assert span_difference(pair.model, prompt, np.empty(0, np.int32), span) <= 1e-5
+
+
+def test_sync_amid_a_paused_request_splits_it_into_spans_of_their_own_weights(pair: Pair) -> None:
+    send(pair, 20)
+    old = copy.deepcopy(pair.model)
+    prompt = PROMPTS[2]
+
+    async def scenario() -> list[Completion]:
+        params = SamplingParams(num_samples=2, max_tokens=80, min_tokens=80, seed=5)
+        task = asyncio.create_task(pair.engine.generate(prompt, params))
+        while (await pair.engine.health()).num_in_flight == 0:
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.03)
+        await pair.engine.pause("keep")
+        perturb(pair, seed=5)
+        await asyncio.to_thread(send, pair, 21)
+        await pair.engine.resume()
+        return await task
+
+    for completion in asyncio.run(scenario()):
+        first, second = completion.spans
+        assert (first.policy_version, second.policy_version) == (20, 21)
+        assert len(completion.token_ids) == 80
+        assert span_difference(old, prompt, np.empty(0, np.int32), first, pair.ends) <= 1e-5
+        assert span_difference(pair.model, prompt, first.token_ids, second, pair.ends) <= 1e-5
+        # What the new weights drew is not what the old ones would have said of it.
+        assert span_difference(old, prompt, first.token_ids, second, pair.ends) > 1e-3
 
 
 def test_sync_perturbed_and_reverted_gives_the_same_tokens_bit_for_bit(pair: Pair) -> None:

@@ -14,7 +14,7 @@ _NUM_ATTEMPTS = 2
 _MAX_CONVERSATIONS = 1 << 16
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True)
 class _Place:
     """An attached engine."""
 

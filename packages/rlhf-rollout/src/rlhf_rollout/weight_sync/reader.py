@@ -41,7 +41,7 @@ class BucketReader:
         if flat.is_cuda:
             torch.cuda.synchronize(flat.device)
         return [
-            (spec.name, flat[spec.place].view(getattr(torch, spec.dtype)).view(spec.shape)) for spec in bucket.tensors
+            (slot.name, flat[slot.place].view(getattr(torch, slot.dtype)).view(slot.shape)) for slot in bucket.tensors
         ]
 
     def close(self) -> None:
