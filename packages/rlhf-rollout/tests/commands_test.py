@@ -6,14 +6,18 @@ import resource
 import subprocess
 import sys
 import time
+from dataclasses import FrozenInstanceError, fields
 from pathlib import Path
 
 import pytest
 
 from rlhf_data.testing import write_jsonl
+from rlhf_rollout.commands.chat import ChatJob
 from rlhf_rollout.commands.generate import GenerateJob, PromptJob, make_job
 from rlhf_rollout.commands.main import COMMANDS, main
 from rlhf_rollout.commands.parts import EngineJob, RewardJob
+from rlhf_rollout.commands.score import ScoreJob
+from rlhf_rollout.commands.serve_rm import ServeJob
 from rlhf_rollout.engines import EngineSpec
 from rlhf_rollout.engines.fake import FakeEngine
 from rlhf_rollout.protocols import SamplingParams
@@ -398,3 +402,10 @@ def test_help_is_quick_and_brings_no_heavy_library(tmp_path):
     assert "--remote_rm_url" in done.stdout
     assert done.stdout.splitlines()[-1] == "[]"
     assert min(seconds) < 1.0
+
+
+@pytest.mark.parametrize("record", [GenerateJob, PromptJob, EngineJob, RewardJob, ScoreJob, ServeJob, ChatJob])
+def test_jobs_cannot_be_changed(record):
+    made = object.__new__(record)
+    with pytest.raises(FrozenInstanceError):
+        setattr(made, fields(record)[0].name, "other")
