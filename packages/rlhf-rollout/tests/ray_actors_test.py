@@ -23,7 +23,14 @@ PROMPT = np.array([4, 5, 6], np.int32)
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
+    for attempt in range(3):
+        try:
+            ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
+            break
+        except Exception:  # Ray gives its node 30 s to start, which a busy machine may not manage
+            ray.shutdown()
+            if attempt == 2:
+                raise
     yield
     ray.shutdown()
 
