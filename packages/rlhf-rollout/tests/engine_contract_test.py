@@ -272,7 +272,7 @@ def test_weight_update_of_another_model_raises_and_a_good_one_heals(
     expected = generate(subject, max_tokens=8, temperature=0.0)[0]
     with pytest.raises(WeightSyncError, match=message):
         run(update(subject, 50, change(dict(subject.weights))))
-    with pytest.raises(EngineError, match="weights are incomplete"):
+    with pytest.raises(EngineError, match=r"weights are incomplete(.|\n)*hint: send all of them"):
         generate(subject, max_tokens=2)
     run(update(subject, 51))
     healed = generate(subject, max_tokens=8, temperature=0.0)[0]
@@ -285,7 +285,7 @@ def test_sleep_then_wake_up_keeps_the_weights(subject: Subject) -> None:
 
     async def nap() -> None:
         await subject.engine.sleep()
-        with pytest.raises(EngineError, match="sleeps"):
+        with pytest.raises(EngineError, match=r"sleeps\s+hint: await wake_up\(\)"):
             await subject.engine.generate(PROMPT, SamplingParams())
         await subject.engine.wake_up()
 
@@ -422,7 +422,7 @@ def test_weight_update_that_fails_lets_no_request_wait_for_ever(subject: Subject
         weights = _with_extra(dict(subject.weights))
         with shared_memory_bucket(weights) as bucket, pytest.raises(WeightSyncError, match="has no weight"):
             await subject.engine.receive_weights(bucket)
-        with pytest.raises(EngineError, match="weights are incomplete"):
+        with pytest.raises(EngineError, match=r"weights are incomplete(.|\n)*hint: send all of them"):
             await asyncio.wait_for(task, 5)
 
     if subject.kind == "fake":
@@ -440,6 +440,32 @@ def test_health_tells_the_version_and_the_sleep(subject: Subject) -> None:
     assert run(subject.engine.health()).is_asleep
     run(subject.engine.wake_up())
     assert not run(subject.engine.health()).is_asleep
+
+
+def test_weight_update_given_up_while_it_drains_lets_requests_through(subject: Subject) -> None:
+    if subject.kind != "fake":
+        pytest.skip("only the fake engine's requests last as long as they are told")
+    engine = FakeEngine(latency_s=0.5)
+
+    async def scenario() -> Any:
+        running = asyncio.create_task(engine.generate(PROMPT, SamplingParams(max_tokens=2)))
+        await asyncio.sleep(0.01)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(engine.begin_weight_update(9), 0.05)
+        with pytest.raises(WeightSyncError, match="no weight update has begun"):
+            await engine.finish_weight_update()
+        return await asyncio.gather(running, engine.generate(PROMPT, SamplingParams(max_tokens=2)))
+
+    assert [completions[0].policy_version for completions in run(scenario())] == [0, 0]
+
+
+def test_fake_engine_scripts_get_a_seed_per_request_and_sample() -> None:
+    seeds: list[int] = []
+    engine = FakeEngine(lambda prompt, seed: seeds.append(seed) or [0])
+    for sampling in (SamplingParams(num_samples=2), SamplingParams(), SamplingParams(num_samples=3, seed=5)):
+        run(engine.generate(PROMPT, sampling))
+    run(engine.generate(PROMPT, SamplingParams(temperature=0.0)))
+    assert seeds == [0, 1, 1009, 5045, 5046, 5047, 0]
 
 
 def test_close_refuses_further_requests(subject: Subject) -> None:

@@ -12,6 +12,7 @@ from rlhf_data.errors import ConfigError, WeightSyncError
 from rlhf_rollout.engines.fake import FakeEngine
 from rlhf_rollout.weight_sync.bucket import WeightBucket
 from rlhf_rollout.weight_sync.shared_memory import SHARED_MEMORY_DIR, map_segment
+from rlhf_train.weight_sync import source
 from rlhf_train.weight_sync.shared_memory import SharedMemoryBuffer
 from rlhf_train.weight_sync.source import WeightSource
 
@@ -118,21 +119,21 @@ def test_send_hands_a_bucket_to_all_engines_at_once() -> None:
 
 @pytest.mark.parametrize("fail_at", ["begin", "receive", "finish"])
 def test_send_failing_engine_raises_and_frees_the_segment(fail_at: str) -> None:
-    source = iter(WEIGHTS.items())
+    weights = iter(WEIGHTS.items())
     with pytest.raises(WeightSyncError, match=f"told to fail at {fail_at}"):
-        WeightSource("shared_memory", bucket_bytes=400).send(source, [Recorder(), Recorder(fail_at)], 1)
+        WeightSource("shared_memory", bucket_bytes=400).send(weights, [Recorder(), Recorder(fail_at)], 1)
     assert segments() == set()
     # Ranks that gather along must not wait for this one: the weights were taken to their end.
-    assert next(source, None) is None
+    assert next(weights, None) is None
 
 
 def test_send_failing_source_raises_and_frees_the_segment() -> None:
-    def source() -> Iterator[tuple[str, torch.Tensor]]:
+    def gathered() -> Iterator[tuple[str, torch.Tensor]]:
         yield "a", torch.zeros(4)
         raise RuntimeError("gathering failed")
 
     with pytest.raises(RuntimeError, match="gathering failed"):
-        WeightSource("shared_memory").send(source(), [Recorder()], 1)
+        WeightSource("shared_memory").send(gathered(), [Recorder()], 1)
     assert segments() == set()
 
 
@@ -172,3 +173,50 @@ def test_weight_source_unknown_medium_raises_with_the_nearest() -> None:
 def test_weight_source_ipc_without_gpu_raises_with_hint() -> None:
     with pytest.raises(ConfigError, match="hint: use shared_memory"):
         WeightSource("ipc")
+
+
+def test_send_with_checksum_lets_every_bucket_carry_that_of_its_bytes() -> None:
+    engine = Recorder()
+    WeightSource("shared_memory", bucket_bytes=1024, checksum=True).send(iter(WEIGHTS.items()), [engine], 1)
+    # The gap behind "embed" does not count.
+    together = zlib.crc32(WEIGHTS["norm"].view(torch.uint8).numpy(), crc(WEIGHTS["embed"]))
+    assert [bucket.checksum for bucket in engine.buckets] == [together, crc(WEIGHTS["head"])]
+
+
+def test_send_smallest_bucket_holds_one_weight_each() -> None:
+    assert WeightSource("shared_memory", bucket_bytes=1).send(iter(WEIGHTS.items()), [Recorder()], 1).num_buckets == 3
+
+
+def test_send_publishes_each_filling_before_an_engine_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+
+    class Buffer(SharedMemoryBuffer):
+        def publish(self) -> None:
+            order.append("publish")
+
+    class Reading(Recorder):
+        async def receive_weights(self, bucket: WeightBucket) -> None:
+            order.append("read")
+
+    monkeypatch.setitem(source._MEDIA, "shared_memory", Buffer)
+    WeightSource("shared_memory", bucket_bytes=1024).send(iter(WEIGHTS.items()), [Reading()], 1)
+    assert order == ["publish", "read", "publish", "read"]
+
+
+def test_send_failing_engine_waits_for_the_others_before_the_segment_goes() -> None:
+    class Slow(Recorder):
+        async def receive_weights(self, bucket: WeightBucket) -> None:
+            await asyncio.sleep(0.1)
+            await super().receive_weights(bucket)  # maps the segment, which must still be there
+
+    slow = Slow()
+    with pytest.raises(WeightSyncError, match="told to fail at receive"):
+        WeightSource("shared_memory").send(iter(WEIGHTS.items()), [Recorder("receive"), slow], 1)
+    assert slow.events == ["begin 1", "receive"]
+
+
+def test_shared_memory_buffer_closes_twice_and_without_its_file() -> None:
+    buffer = SharedMemoryBuffer(4096, num_engines=1)
+    (SHARED_MEMORY_DIR / buffer.handles[0]).unlink()
+    buffer.close()
+    buffer.close()

@@ -22,7 +22,7 @@ class SharedMemoryBuffer:
         self.handles = [name] * num_engines
         self._reserved_bytes = 0
         try:
-            self._descriptor = os.open(self._path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+            self._descriptor: int | None = os.open(self._path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
         except OSError as error:
             message = f"no shared memory at {SHARED_MEMORY_DIR}: {error.strerror}"
             raise WeightSyncError(message, hint="shared memory needs Linux with a tmpfs there") from error
@@ -54,6 +54,6 @@ class SharedMemoryBuffer:
     def close(self) -> None:
         """See `BucketBuffer`: the name goes at once, the memory with the last process that maps it."""
         self._path.unlink(missing_ok=True)
-        if self._descriptor >= 0:
+        if self._descriptor is not None:
             os.close(self._descriptor)
-            self._descriptor = -1
+            self._descriptor = None
