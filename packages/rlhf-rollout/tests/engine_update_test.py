@@ -1,0 +1,257 @@
+"""Weight updates and pauses of every engine that runs here: what waits, what fails, and which version drew a token."""
+
+import asyncio
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine_testing import MAX_MODEL_LEN, PROMPT, Subject, generate, run, update
+from rlhf_data.errors import EngineError, WeightSyncError
+from rlhf_rollout.engines.fake import FakeEngine
+from rlhf_rollout.protocols import EngineHealth, SamplingParams
+from rollout_testing import shared_memory_bucket
+
+
+def test_weight_update_changes_the_policy_version(subject: Subject) -> None:
+    run(update(subject, 41))
+    assert generate(subject, max_tokens=2)[0].policy_version == 41
+
+
+def test_weight_update_same_weights_give_the_same_tokens(subject: Subject) -> None:
+    before = generate(subject, num_samples=2, max_tokens=16, seed=9)
+    run(update(subject, 42))
+    after = generate(subject, num_samples=2, max_tokens=16, seed=9)
+    for first, second in zip(before, after, strict=True):
+        np.testing.assert_array_equal(first.token_ids, second.token_ids)
+        np.testing.assert_array_equal(first.logprobs, second.logprobs)
+
+
+def test_weight_update_requests_wait_for_it(subject: Subject) -> None:
+    async def scenario() -> Any:
+        await subject.engine.begin_weight_update(43)
+        task = asyncio.create_task(subject.engine.generate(PROMPT, SamplingParams(max_tokens=2)))
+        await asyncio.sleep(0.05)
+        assert not task.done()
+        with shared_memory_bucket(subject.weights) as bucket:
+            await subject.engine.receive_weights(bucket)
+        await subject.engine.finish_weight_update()
+        return await task
+
+    assert run(scenario())[0].policy_version == 43
+
+
+def test_weight_update_not_begun_raises(subject: Subject) -> None:
+    with pytest.raises(WeightSyncError, match="no weight update has begun"):
+        run(subject.engine.finish_weight_update())
+
+
+def test_weight_update_begun_twice_starts_over(subject: Subject) -> None:
+    async def scenario() -> None:
+        await subject.engine.begin_weight_update(44)
+        with shared_memory_bucket(dict(list(subject.weights.items())[:1])) as bucket:
+            await subject.engine.receive_weights(bucket)
+        await update(subject, 45)
+
+    run(scenario())
+    assert generate(subject, max_tokens=2)[0].policy_version == 45
+
+
+def test_weight_update_wrong_checksum_raises(subject: Subject) -> None:
+    async def scenario() -> None:
+        await subject.engine.begin_weight_update(46)
+        with shared_memory_bucket(subject.weights, checksum=True) as bucket:
+            await subject.engine.receive_weights(dataclasses.replace(bucket, checksum=(bucket.checksum or 0) ^ 1))
+
+    with pytest.raises(WeightSyncError, match="checksum"):
+        run(scenario())
+    run(update(subject, 47))
+
+
+def _without_last(weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    return dict(list(weights.items())[:-1])
+
+
+def _with_extra(weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    return weights | {"model.extra.weight": np.zeros(3, np.float32)}
+
+
+def _with_wrong_shape(weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    name = "model.layers.1.mlp.up_proj.weight"
+    return weights | {name: weights[name][1:]}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_without_last, "1 did not come"),
+        (_with_extra, "has no weight 'model.extra.weight'"),
+        (_with_wrong_shape, r"up_proj.weight' came with shape \(127, 64\); the engine's model has \(128, 64\)"),
+    ],
+    ids=["missing", "extra", "shape"],
+)
+def test_weight_update_of_another_model_raises_and_a_good_one_heals(
+    subject: Subject, change: Any, message: str
+) -> None:
+    if subject.kind == "fake":
+        pytest.skip("the fake engine has no model to compare with")
+    expected = generate(subject, max_tokens=8, temperature=0.0)[0]
+    with pytest.raises(WeightSyncError, match=message):
+        run(update(subject, 50, change(dict(subject.weights))))
+    with pytest.raises(EngineError, match=r"weights are incomplete(.|\n)*hint: send all of them"):
+        generate(subject, max_tokens=2)
+    run(update(subject, 51))
+    healed = generate(subject, max_tokens=8, temperature=0.0)[0]
+    np.testing.assert_array_equal(healed.token_ids, expected.token_ids)
+    assert healed.policy_version == 51
+
+
+def paced(subject: Subject) -> Subject:
+    """The subject, or in place of the fake engine, which answers at once, one that takes its time for each token."""
+    if subject.kind != "fake":
+        return subject
+    return dataclasses.replace(subject, engine=FakeEngine(token_latency_s=0.005, max_model_len=MAX_MODEL_LEN))
+
+
+def test_pause_by_drain_finishes_what_runs_and_holds_newcomers_until_resume(subject: Subject) -> None:
+    subject = paced(subject)
+
+    async def scenario() -> None:
+        running = asyncio.create_task(subject.engine.generate(PROMPT, SamplingParams(max_tokens=30, min_tokens=30)))
+        while (await subject.engine.health()).num_in_flight == 0:
+            await asyncio.sleep(0.001)
+        await subject.engine.pause("drain")
+        health = await subject.engine.health()
+        assert (health.num_in_flight, health.is_paused) == (0, True)
+        assert len((await asyncio.wait_for(running, 1))[0].token_ids) == 30
+        waiting = asyncio.create_task(subject.engine.generate(PROMPT, SamplingParams(max_tokens=2)))
+        await asyncio.sleep(0.1)
+        assert not waiting.done()
+        assert (await subject.engine.health()).num_in_flight == 1
+        await subject.engine.resume()
+        await waiting
+        assert not (await subject.engine.health()).is_paused
+
+    run(scenario())
+
+
+def test_pause_lasts_through_a_weight_update_until_resume(subject: Subject) -> None:
+    async def scenario() -> Any:
+        await subject.engine.pause("drain")
+        task = asyncio.create_task(subject.engine.generate(PROMPT, SamplingParams(max_tokens=2)))
+        await update(subject, 70)
+        await asyncio.sleep(0.1)
+        assert not task.done()
+        await subject.engine.begin_weight_update(71)
+        await subject.engine.resume()  # the update that has begun still holds requests back
+        await asyncio.sleep(0.1)
+        assert not task.done()
+        with shared_memory_bucket(subject.weights) as bucket:
+            await subject.engine.receive_weights(bucket)
+        await subject.engine.finish_weight_update()
+        return await task
+
+    assert run(scenario())[0].policy_version == 71
+
+
+def test_pause_by_a_mode_that_there_is_not_raises(subject: Subject) -> None:
+    with pytest.raises(EngineError, match=r"unknown pause mode `drian`(.|\n)*hint: did you mean `drain`"):
+        run(subject.engine.pause("drian"))
+    if subject.kind == "transformers":
+        for mode in ("keep", "restart"):
+            with pytest.raises(EngineError, match=rf"cannot pause by {mode}\s+hint: use one of: drain"):
+                run(subject.engine.pause(mode))
+    assert not run(subject.engine.health()).is_paused
+
+
+@pytest.mark.parametrize("mode", ["keep", "restart"])
+def test_pause_request_that_lives_through_an_update(subject: Subject, mode: Any) -> None:
+    if subject.kind == "transformers":
+        pytest.skip("it drains only")
+    subject = paced(subject)
+    engine = subject.engine
+
+    async def scenario() -> Any:
+        await update(subject, 80)
+        # Sixty tokens, with a pause after some of them.
+        sampling = SamplingParams(num_samples=2, max_tokens=60, min_tokens=60, seed=4)
+        task = asyncio.create_task(engine.generate(PROMPT, sampling))
+        while (await engine.health()).num_in_flight == 0:
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.05)
+        await engine.pause(mode)
+        assert not task.done()
+        await update(subject, 81)
+        await asyncio.sleep(0.05)
+        assert not task.done()
+        await engine.resume()
+        return await task
+
+    for completion in run(scenario()):
+        assert len(completion.token_ids) == len(completion.logprobs) == 60
+        versions = [span.policy_version for span in completion.spans]
+        assert versions == ([80, 81] if mode == "keep" else [81])
+    run(update(subject, 82))
+
+
+def test_weight_update_that_fails_lets_no_request_wait_for_ever(subject: Subject) -> None:
+    async def scenario() -> None:
+        await subject.engine.begin_weight_update(90)
+        task = asyncio.create_task(subject.engine.generate(PROMPT, SamplingParams(max_tokens=2)))
+        await asyncio.sleep(0.05)
+        weights = _with_extra(dict(subject.weights))
+        with shared_memory_bucket(weights) as bucket, pytest.raises(WeightSyncError, match="has no weight"):
+            await subject.engine.receive_weights(bucket)
+        with pytest.raises(EngineError, match=r"weights are incomplete(.|\n)*hint: send all of them"):
+            await asyncio.wait_for(task, 5)
+
+    if subject.kind == "fake":
+        pytest.skip("the fake engine has no model to compare with")
+    run(scenario())
+    run(update(subject, 91))
+
+
+def test_health_tells_the_version_and_the_sleep(subject: Subject) -> None:
+    run(update(subject, 92))
+    assert run(subject.engine.health()) == EngineHealth(
+        policy_version=92, num_in_flight=0, is_paused=False, is_asleep=False
+    )
+    run(subject.engine.sleep())
+    assert run(subject.engine.health()).is_asleep
+    run(subject.engine.wake_up())
+    assert not run(subject.engine.health()).is_asleep
+
+
+def test_weight_update_given_up_while_it_drains_lets_requests_through(subject: Subject) -> None:
+    if subject.kind != "fake":
+        pytest.skip("only the fake engine's requests last as long as they are told")
+    engine = FakeEngine(latency_s=0.5)
+
+    async def scenario() -> Any:
+        running = asyncio.create_task(engine.generate(PROMPT, SamplingParams(max_tokens=2)))
+        await asyncio.sleep(0.01)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(engine.begin_weight_update(9), 0.05)
+        with pytest.raises(WeightSyncError, match="no weight update has begun"):
+            await engine.finish_weight_update()
+        return await asyncio.gather(running, engine.generate(PROMPT, SamplingParams(max_tokens=2)))
+
+    assert [completions[0].policy_version for completions in run(scenario())] == [0, 0]
+
+
+def test_fake_engine_closed_while_paused_fails_what_it_held() -> None:
+    engine = FakeEngine(token_latency_s=0.005)
+
+    async def scenario() -> None:
+        running = asyncio.create_task(engine.generate(PROMPT, SamplingParams(max_tokens=60, min_tokens=60)))
+        await asyncio.sleep(0.05)
+        await engine.pause("keep")
+        waiting = asyncio.create_task(engine.generate(PROMPT, SamplingParams(max_tokens=2)))
+        await asyncio.sleep(0.01)
+        await engine.close()
+        for task in (running, waiting):
+            with pytest.raises(EngineError, match="the engine was closed"):
+                await asyncio.wait_for(task, 5)
+
+    run(scenario())
