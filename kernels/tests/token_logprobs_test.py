@@ -118,7 +118,7 @@ def test_token_logprobs_no_rows_gives_no_values_and_a_gradient():
     ("logits", "token_ids", "temperature", "message"),
     [
         (torch.zeros(3), torch.zeros(3, dtype=torch.int64), 1.0, r"\[N, V\]"),
-        (torch.zeros(3, 2), torch.zeros(2, dtype=torch.int64), 1.0, r"must be \[3\], one a row.*got \[2\]"),
+        (torch.zeros(3, 2), torch.zeros(2, dtype=torch.int64), 1.0, r"must be \[3\], one per row.*got \[2\]"),
         (torch.zeros(3, 0), torch.zeros(3, dtype=torch.int64), 1.0, "at least one token"),
         (torch.zeros(1, 2).double(), torch.zeros(1, dtype=torch.int64), 1.0, "got torch.float64"),
         (torch.zeros(1, 2), torch.zeros(1), 1.0, r"got \[1\] in torch.float32"),

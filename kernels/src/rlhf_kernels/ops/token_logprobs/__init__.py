@@ -72,7 +72,7 @@ def check_tokens(token_ids: Tensor, num_rows: int, device: torch.device, tempera
     """Raise ValueError unless token ids are one integer per row, on the device of the rows, and temperature > 0."""
     if token_ids.shape != (num_rows,) or token_ids.dtype not in (torch.int32, torch.int64):
         got = f"{list(token_ids.shape)} in {token_ids.dtype}"
-        raise ValueError(f"token_ids must be [{num_rows}], one a row, in int32 or int64; got {got}")
+        raise ValueError(f"token_ids must be [{num_rows}], one per row, in int32 or int64; got {got}")
     if token_ids.device != device:
         raise ValueError(f"token_ids are on {token_ids.device}, the rest on {device}; all must be on one device")
     if not 0 < temperature < float("inf"):
