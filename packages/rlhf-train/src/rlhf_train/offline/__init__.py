@@ -1,1 +1,1 @@
-"""Offline training: one loop over a fixed data set; what is learned from it is an objective."""
+"""Offline training: one loop over a fixed data set, with an objective for the loss."""

@@ -1,4 +1,4 @@
-"""One run of the offline loop, as data, and what carries it out."""
+"""An offline run as frozen data, and the function that carries it out."""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -38,19 +38,19 @@ class OfflineJob:
     """One run over fixed data.
 
     Attributes:
-        objective: what is learned; with it goes what kind of model is trained and what the examples are.
-        model: what is trained; it has an optimizer.
-        reference: the policy that is compared with, where the objective does so, or the teacher that it needs. None for
-            the model as it was at the start; with LoRA that is the model without its adapters.
-        precompute_reference: ask the reference about all examples before the first step, and not at every step.
+        objective: the loss; it decides the kind of model and of examples.
+        model: the model to train; it has an optimizer.
+        reference: the policy that the objective compares with, or its teacher. None for the model as it was at the
+            start; with LoRA that is the model without its adapters.
+        precompute_reference: run the reference once over all examples before the first update, not at each update.
         lora: train adapters instead of all weights.
         examples, eval_examples: as the objective takes them; the latter may be empty.
-        eval_steps: updates between evaluations; one more opens and one ends the run; None for no others.
-        best_metric: the evaluation's metric, without "eval/", whose best value marks weights to keep in `best_path`:
-            the lowest of "loss", "nll" and "kl", the highest of others. None keeps the last weights only.
+        eval_steps: updates from one evaluation to the next; None evaluates only at the start and the end.
+        best_metric: the evaluation's metric, without "eval/", that decides which weights are kept in `best_path`. Lower
+            is better for "loss", "nll" and "kl", higher for all others. None keeps the last weights only.
         schedule: batch sizes, epochs, seed.
-        model_path, best_path: folders that the model is written to, in the Hugging Face layout; with LoRA it is merged,
-            and the adapter lies in the folder `adapter` within.
+        model_path, best_path: folders for the model, in the Hugging Face layout. With LoRA the adapter is merged into
+            it, and saved in its folder `adapter` as well.
         rank, num_ranks, master: of the data-parallel processes, each of which runs the same job.
         device: "cuda" or "cpu".
     """

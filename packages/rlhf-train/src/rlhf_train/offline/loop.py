@@ -1,4 +1,4 @@
-"""The one offline loop: epochs over a data set, mini-batches dealt to ranks, an objective that makes a loss of them."""
+"""The offline loop: shuffled epochs over a data set, mini-batches split over ranks, and an objective for the loss."""
 
 import itertools
 import math
@@ -26,11 +26,12 @@ LossShare = tuple[Tensor, dict[str, Metric]]  # what a micro-batch adds to the l
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Objective(ABC, Generic[Item]):
-    """What is learned from examples. Losses are shares: over micro-batches and ranks they add up to the whole.
+    """A loss over examples. Each micro-batch returns its share: the shares of all micro-batches and ranks add up to the
+    loss of the whole batch.
 
     Attributes:
-        packing: sequences of a micro-batch lie end to end instead of padded.
-        reference: the forward pass of the model that the trained one is held against, if any; a run sets it.
+        packing: concatenate the sequences of a micro-batch instead of padding them.
+        reference: forward pass of the reference or teacher model, if the loss needs one; the run sets it.
     """
 
     model_kind: ClassVar[str] = "actor"  # or "reward"
@@ -41,30 +42,33 @@ class Objective(ABC, Generic[Item]):
     reference: Callable[..., Any] | None = None
 
     def items(self, examples: Sequence[Any]) -> Sequence[Item]:
-        """Return what the loss takes in the place of each example; asked for once, of a whole data set."""
+        """Return one item per example, in the form that `loss` takes. Called once for a whole data set."""
         return examples
 
     def num_tokens(self, item: Item) -> int:
-        """Tokens that a forward pass runs over; what ranks are balanced by."""
+        """Return the tokens of a forward pass over the item; ranks are balanced by it."""
         return item.num_tokens
 
     def num_trained_tokens(self, item: Item) -> int:
-        """Tokens that carry loss; the first one of a sequence has nothing before it to be learned from."""
+        """Return the tokens that carry loss. The first token of a sequence has no context to predict it from."""
         return int(item.loss_mask[1:].sum())
 
     def for_batch(self, engine: TrainEngine, micro_batches: Sequence["MicroBatch[Item]"]) -> "Objective[Item]":
-        """Return the objective with what it must know of a whole batch first, given this rank's part. Collective."""
+        """Return the objective with the quantities that need a pass over the whole batch. Collective."""
         return self
 
     @abstractmethod
     def loss(self, engine: TrainEngine, items: Sequence[Item], denominators: Denominators) -> LossShare:
-        """Run the model on a micro-batch; return its share of the loss, and its metrics."""
+        """Run the model on a micro-batch; return its share of the batch's loss, and its metrics."""
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch(Generic[Item]):
-    """What one rank runs at once: at least one item, and the rows of the batch where they lie, none when one is run for
-    nothing, to keep the ranks in step."""
+    """The items of one forward pass on one rank, and their rows in the batch.
+
+    A rank with fewer micro-batches than another runs an item without a row, whose loss counts zero: collectives need
+    the same number of passes on every rank.
+    """
 
     items: Sequence[Item]
     rows: Sequence[int]
@@ -72,15 +76,15 @@ class MicroBatch(Generic[Item]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OfflineSchedule:
-    """How often and in what portions the data are seen.
+    """Batch sizes, epochs and order.
 
     Attributes:
         train_batch_size: examples per update, over all ranks; the last update of a run takes what is left.
-        micro_train_batch_size: examples a forward-backward pass on one rank.
-        micro_batch_tokens: tokens a pass at most, in the place of a number of examples: those of a rank are put
-            together so that the passes are few. None for none.
-        max_epochs: times each example is seen.
-        seed: of the order.
+        micro_train_batch_size: examples per forward-backward pass on one rank.
+        micro_batch_tokens: most tokens per pass, instead of a number of examples: the examples of a rank are combined
+            into as few passes as possible. None for no limit.
+        max_epochs: passes over the examples.
+        seed: of the shuffling.
     """
 
     train_batch_size: int
@@ -115,7 +119,7 @@ def train_offline(
     *,
     on_update: Callable[[int, int, Mapping[str, float]], None],
 ) -> None:
-    """Train over `items`. Collective: every rank holds all of them and takes its part of each mini-batch.
+    """Train on `items`. Collective: every rank holds all of them and computes its part of each mini-batch.
 
     `on_update` is called on every rank after each update (optimizer step), with its number from 1, their total, and the
     metrics of all ranks together.
@@ -143,9 +147,9 @@ def learn_once(
     *,
     meanwhile: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
-    """Learn once from `items`, of which a rank has a `part`; return the metrics of all ranks together. Collective.
+    """Do one update on `items`, of which this rank computes `part`; return the metrics over all ranks. Collective.
 
-    `meanwhile` is called while the device works through the passes, before anything waits for it.
+    `meanwhile` is called after the passes were launched and before anything waits for the device.
     """
     engine.module.train()
     micro_batches, denominators = part
@@ -165,7 +169,7 @@ def learn_once(
 def evaluate(
     engine: TrainEngine, objective: Objective[Item], items: Sequence[Item], schedule: OfflineSchedule
 ) -> dict[str, float]:
-    """Return the metrics of `items` without learning from them. Collective."""
+    """Return the metrics over `items` without an update. Collective."""
     engine.module.eval()
     micro_batches, denominators = this_ranks_part(objective, items, schedule)
     objective = objective.for_batch(engine, micro_batches)
@@ -207,7 +211,7 @@ def _over_ranks(parts: Sequence[Mapping[str, Metric]]) -> dict[str, float]:
 
 
 def of_all_ranks(own: Part) -> list[Part]:
-    """Return what every rank has in the place of `own`, by rank. Collective."""
+    """Return every rank's value of `own`, in the order of ranks. Collective."""
     gathered = [own] * torch.distributed.get_world_size()
     if len(gathered) > 1:
         torch.distributed.all_gather_object(gathered, own)

@@ -1,4 +1,4 @@
-"""What objectives share: sequences laid out for a model, log-probs of whole answers, and those of a reference."""
+"""What objectives share: batches of sequences, and log-probs of answers by the model and by the reference."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -17,12 +17,12 @@ from rlhf_train.run.metrics import Mean, Metric
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """An example as the sequences that its loss compares with each other or with the reference.
+    """The sequences of one example that the loss compares with each other, or with the reference.
 
     Attributes:
         example: a `PreferenceExample` or `UnpairedExample`.
         sequences: tokens and masks.
-        ref_logprobs: of each sequence's answer, summed, when they were computed up front.
+        ref_logprobs: the reference's log-prob of each sequence's answer in nats; None when not computed up front.
     """
 
     example: Any
@@ -36,12 +36,12 @@ class Compared:
 
 
 def mean_metrics(prefix: str, count: float | Tensor, **sums: Tensor) -> dict[str, Metric]:
-    """Return metrics that are means: sums over a micro-batch, and how many went into each of them."""
+    """Return metrics that are means: the `sums` over a micro-batch, each over `count` items or tokens."""
     return {f"{prefix}/{name}": Mean(total.detach().double(), count) for name, total in sums.items()}
 
 
 def num_ordered(chosen: Tensor, rejected: Tensor) -> Tensor:
-    """Return how many of the pairs are in order; a tie counts half, as a guess would."""
+    """Return the number of pairs whose chosen value is higher; a tie counts one half, like a random guess."""
     return (chosen > rejected).sum() + (chosen == rejected).sum() / 2
 
 

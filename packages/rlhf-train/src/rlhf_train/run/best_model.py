@@ -1,4 +1,4 @@
-"""The weights that an evaluation liked best, kept in a folder. Torch-free."""
+"""Keeps the weights with the best evaluation in a folder. Torch-free."""
 
 import json
 import math
@@ -10,7 +10,7 @@ STATE_FILE = "state.json"
 
 
 class BestModel:
-    """The folder with the weights that a metric of the evaluation was highest with, or `lowest`."""
+    """A folder with the weights whose evaluation had the highest value of a metric, or with `lowest` the lowest."""
 
     def __init__(self, metric: str, folder: Path, *, lowest: bool = False) -> None:
         self.metric = metric
@@ -19,18 +19,20 @@ class BestModel:
         self._best = math.inf if lowest else -math.inf
 
     def beaten_by(self, metrics: Mapping[str, float]) -> bool:
-        """Say whether an evaluation that has the metric is better than all before it; the first one is."""
+        """Return whether the metric is better than at all evaluations before; at the first one it is."""
         value = metrics[self.metric]
         return value < self._best if self._lowest else value > self._best
 
     @property
     def staging(self) -> Path:
-        """Where to write the weights before `keep` puts them into place."""
+        """The folder to write the weights to before `keep` moves them into place."""
         return self._folder.with_name(f".{self._folder.name}.new")
 
     def keep(self, step: int, metrics: Mapping[str, float], state: Mapping[str, float], *, writes: bool = True) -> None:
-        """Let what lies in `staging` be the best, with a file that says of which step, at what value, and `state`; of
-        several ranks, one `writes`."""
+        """Replace the folder by `staging`, and write the step, the value and `state` to a file in it.
+
+        All ranks call this; only the one that `writes` touches the disk.
+        """
         self._best = metrics[self.metric]
         if not writes:
             return

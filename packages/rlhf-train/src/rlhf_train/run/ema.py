@@ -1,4 +1,4 @@
-"""The moving average of a model's weights, kept in float32 in host memory."""
+"""An exponential moving average of a model's weights, in float32 in host memory."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -10,9 +10,9 @@ from rlhf_data.errors import ConfigError
 
 
 class WeightAverage:
-    """average <- beta average + (1 - beta) weights, from the weights at the start on.
+    """average <- beta * average + (1 - beta) * weights, starting at the initial weights.
 
-    It holds the part of the weights that this rank has, whatever that is; see `DeepSpeedEngine.local_weights`.
+    Each rank averages its own part of the weights; see `DeepSpeedEngine.local_weights`.
 
     Args:
         beta: decay per update, in [0, 1).
@@ -37,7 +37,7 @@ class WeightAverage:
 
     @contextmanager
     def in_place_of(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[None]:
-        """Put the average into the weights' own memory for the time of a `with` block."""
+        """Replace the weights by their average for the time of a `with` block."""
         weights = list(weights)
         kept = [tensor.detach().to("cpu", copy=True) for _, tensor in weights]
         try:

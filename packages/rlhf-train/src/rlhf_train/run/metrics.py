@@ -1,10 +1,10 @@
-"""Numbers that many ranks and micro-batches contribute to: how they combine is part of their type.
+"""Metrics that ranks and micro-batches contribute to. Their type says how parts combine.
 
 Each kind has `merge`, which puts two parts together, and `result`, the number to log.
 
-Names, as they appear in metrics.jsonl: `rollout/*` of all that was generated and how it was scored, `train/*` of the
-rewards that are trained on, `policy/*`, `value/*`, `kl/*` and `entropy/*` of the update, `mismatch/*` between
-engine and trainer, `eval/*` on held-out prompts, `time/*` in seconds, `throughput/*` a second, `samples/*` counts.
+Names in metrics.jsonl: `rollout/*` for what was generated and its scores, `train/*` for the rewards that are trained
+on, `policy/*`, `value/*`, `kl/*` and `entropy/*` for the updates, `mismatch/*` between engine and trainer, `eval/*` on
+held-out prompts, `time/*` in seconds, `throughput/*` per second, and `samples/*` for counts of rollouts.
 """
 
 from collections.abc import Iterable, Mapping
@@ -16,7 +16,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Sum:
-    """Adds up; what, may be a tensor as in `Mean`."""
+    """Adds up. The value may be a tensor, as in `Mean`."""
 
     value: float | Tensor
 
@@ -29,9 +29,9 @@ class Sum:
 
 @dataclass(frozen=True, slots=True)
 class Mean:
-    """Averages over everything that was counted, wherever it was counted; NaN when nothing was.
+    """Averages over the counts of all parts; NaN when the count is 0.
 
-    Sums may be tensors of no dimension until `on_host` makes numbers of them.
+    Total and count may be zero-dimensional tensors until `on_host` copies them to the host.
     """
 
     total: float | Tensor
@@ -46,7 +46,7 @@ class Mean:
 
 @dataclass(frozen=True, slots=True)
 class Max:
-    """Keeps the largest; NaN when a part is."""
+    """Keeps the largest value; NaN when any part is NaN."""
 
     value: float
 
@@ -72,7 +72,7 @@ def merge_metrics(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
 
 
 def on_host(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
-    """Return the metrics with numbers where they hold tensors; a device is waited for once."""
+    """Return the metrics with tensors replaced by numbers, with one wait for the device."""
     parts = [getattr(metric, field.name) for metric in metrics.values() for field in fields(metric)]
     tensors = [part.double() for part in parts if isinstance(part, Tensor)]
     numbers = iter(torch.stack(tensors).tolist() if tensors else [])
@@ -81,6 +81,6 @@ def on_host(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
 
 
 def results(metrics: Mapping[str, Metric]) -> dict[str, float]:
-    """Return the numbers to log, without those that nothing contributed to. A loss that is NaN stays: it is news."""
+    """Return the numbers to log, without means of nothing. A loss that is NaN stays: people must see it."""
     counted = {name: metric for name, metric in metrics.items() if not isinstance(metric, Mean) or metric.count}
     return {name: metric.result() for name, metric in counted.items()}

@@ -1,4 +1,4 @@
-"""Knowledge distillation: a student learns the whole distributions of a teacher, beside the demonstrated tokens."""
+"""Knowledge distillation: a student learns a teacher's next-token distributions beside the demonstrated tokens."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,10 +19,10 @@ from rlhf_train.offline.sequences import lay_out, mean_metrics, trained_mask
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DistillationObjective(Objective[SftExample]):
-    """loss = (1 - k) negative log-likelihood + k cross-entropy under the teacher, a trained token.
+    """Per trained token: loss = (1 - k) negative log-likelihood + k cross-entropy under the teacher.
 
-    The teacher is the `reference`, and reads the same tokens. Where one of the two has more embedding rows than the
-    other, of padding, both are cut to the common ones.
+    The teacher is the `reference` and reads the same tokens. Vocabularies that differ only in padding rows are cut to
+    the rows that both models have.
 
     Attributes:
         kd_coef: k, in (0, 1].
@@ -37,7 +37,7 @@ class DistillationObjective(Objective[SftExample]):
             raise ConfigError(f"kd_coef is {self.kd_coef}; it must lie in (0, 1]")
 
     def loss(self, engine: TrainEngine, items: Sequence[SftExample], denominators: Denominators) -> LossShare:
-        """See `Objective`. Metrics: `kd/loss`, `kd/nll` and `kd/distillation`, nats a trained token."""
+        """See `Objective`. Metrics: `kd/loss`, `kd/nll` and `kd/distillation`, in nats per trained token."""
         batch = lay_out([item.token_ids for item in items], packing=self.packing, device=engine.device)
         index = to_device(trained_mask(batch, items).flatten().nonzero()[:, 0], engine.device)
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Learning from answers that were judged one by one, good or bad: Kahneman-Tversky optimization."""
+"""Kahneman-Tversky optimization: learn from single answers that were judged good or bad."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -21,14 +21,15 @@ from rlhf_train.offline.sequences import Compared, answer_logprobs, mean_metrics
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KtoObjective(Objective[Compared]):
-    """Desirable answers are to gain on the reference, others to lose, both against the policy's overall divergence.
+    """Raise the log-ratio of desirable answers to the reference above the policy's KL divergence; lower the others'.
 
-    The divergence is estimated on prompts with the answers of other prompts, before each step and over all of its
-    examples, so that it does not depend on how the step is split.
+    The divergence is estimated before each update, on its prompts paired with answers to other prompts. All examples of
+    the update take part, so that the estimate does not depend on how the update is split.
 
     Attributes:
-        beta: > 0; the larger, the nearer to the reference.
-        desirable_weight, undesirable_weight: of the two kinds of answers; their total weights should be like.
+        beta: > 0; a larger value keeps the policy closer to the reference.
+        desirable_weight, undesirable_weight: of the two kinds of answers; choose them so that both kinds have about the
+            same total weight.
         kl: the divergence in nats, >= 0; set by `for_batch`.
     """
 
@@ -45,7 +46,7 @@ class KtoObjective(Objective[Compared]):
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be above 0")
 
     def items(self, examples: Sequence[UnpairedExample]) -> Sequence[Compared]:
-        """See `Objective`: each example with its prompt before another's answer, cut where the longest example ends."""
+        """See `Objective`: each example, and its prompt with the answer of another one, cut to the longest example."""
         if len(examples) < 2:
             raise DataError("KTO needs two examples at least: it sets answers against those of other prompts")
         longest = max(example.num_tokens for example in examples)

@@ -1,4 +1,4 @@
-"""Learning from pairs without a reward model: DPO, IPO, SimPO and ORPO are one objective with four losses."""
+"""Preference optimization without a reward model: DPO, IPO, SimPO and ORPO are one objective with four losses."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,15 +19,15 @@ LOSSES = ("dpo", "ipo", "simpo", "orpo")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreferenceObjective(Objective[Compared]):
-    """The chosen answer of each pair is to become likelier than the rejected one.
+    """Make the chosen answer of each pair more likely than the rejected one.
 
     Attributes:
         loss_type: one of `LOSSES`.
         beta: of the loss; for "orpo" the weight of the odds ratio beside the log-likelihood.
-        label_smoothing: of "dpo", the probability that a pair is the wrong way round.
-        gamma: of "simpo", the margin aimed at.
-        nll_coef: weight of the chosen answers' negative log-likelihood a token, each answer's mean; "orpo" has it in
-            its own right, with weight 1.
+        label_smoothing: for "dpo": the probability that the labels of a pair are swapped.
+        gamma: for "simpo": the target margin.
+        nll_coef: weight of the chosen answer's negative log-likelihood, averaged over its tokens; for "orpo" it is part
+            of the loss, with weight 1.
         length_average: "dpo" and "ipo" compare means over tokens instead of sums; the others always do.
     """
 

@@ -1,4 +1,4 @@
-"""Reward models: the chosen answer of each pair is to score above the rejected one."""
+"""Reward models: score the chosen answer of each pair above the rejected one."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,10 +18,11 @@ from rlhf_train.offline.sequences import lay_out, mean_metrics, num_ordered
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardModelObjective(Objective[PreferenceExample]):
-    """Scores are to order pairs.
+    """Bradley-Terry loss on the scores of pairs.
 
     Attributes:
-        use_margins: the examples' margins are to be kept; without them the loss is LogExp, log(1 + exp(r_r - r_c)).
+        use_margins: subtract each example's margin from the difference of scores; without margins the loss is
+            log(1 + exp(r_rejected - r_chosen)).
     """
 
     model_kind: ClassVar[str] = "reward"
@@ -37,7 +38,7 @@ class RewardModelObjective(Objective[PreferenceExample]):
         return examples
 
     def num_trained_tokens(self, item: PreferenceExample) -> int:
-        """See `Objective`: a score is read at the end of each sequence."""
+        """See `Objective`: one score at the end of each of the two sequences."""
         return 2
 
     def loss(self, engine: TrainEngine, items: Sequence[PreferenceExample], denominators: Denominators) -> LossShare:

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: the completions of demonstrations, token by token."""
+"""Supervised fine-tuning on the completions of demonstrations."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,16 +14,16 @@ from rlhf_train.offline.sequences import lay_out, mean_metrics, trained_mask
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SupervisedObjective(Objective[SftExample]):
-    """The completions of demonstrations are to become likely: the loss is the negative log-likelihood a trained token.
+    """Negative log-likelihood of the completions, averaged over trained tokens.
 
     loss = - sum_i sum_t [mask_it] log p(token_it | tokens before it) / num_tokens
     """
 
     def loss(self, engine: TrainEngine, items: Sequence[SftExample], denominators: Denominators) -> LossShare:
-        """See `Objective`. Metrics: `sft/loss` and `sft/entropy`, nats a trained token."""
+        """See `Objective`. Metrics: `sft/loss` and `sft/entropy`, in nats per trained token."""
         batch = lay_out([item.token_ids for item in items], packing=self.packing, device=engine.device)
         mask = trained_mask(batch, items)
         output = engine.forward(batch, logits_mask=mask)
-        # Both are 0.0 outside of the mask.
+        # The model returns 0.0 for both outside the mask, so that plain sums are right.
         metrics = mean_metrics("sft", int(mask.sum()), loss=-output.logprobs.sum(), entropy=output.entropy.sum())
         return token_mean(-output.logprobs, to_device(mask, engine.device), denominators), metrics
