@@ -20,6 +20,11 @@ from rlhf_rollout.rewards.model import LocalScorer
 from rlhf_rollout.weight_sync.bucket import WeightBucket
 
 
+def node_address() -> str:
+    """Return the IP address by which other nodes of the cluster reach this worker's."""
+    return ray.util.get_node_ip_address()
+
+
 def prepare_process() -> None:
     """Set what PyTorch reads once in this worker: its GPUs, and how its threads wait. Call before torch is imported."""
     wait_passively()

@@ -4,10 +4,8 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import ray
-
 from rlhf_rollout.host import free_port
-from rlhf_rollout.ray_actors import RayEngine, prepare_process
+from rlhf_rollout.ray_actors import RayEngine, node_address, prepare_process
 from rlhf_train.specs import ModelSpec
 
 
@@ -19,7 +17,7 @@ class RankActor:
 
     def master_address(self) -> tuple[str, int]:
         """Return where the ranks of the group meet."""
-        return ray.util.get_node_ip_address(), free_port()
+        return node_address(), free_port()
 
     def load(
         self, rank: int, num_ranks: int, models: Mapping[str, ModelSpec], job: Any, master: tuple[str, int] | None
