@@ -18,8 +18,9 @@ from rlhf_train.algorithms import AlgorithmSpec, CorrectionSpec, make_algorithm
 from rlhf_train.baselines import relative_rewards
 from rlhf_train.batching import RankPlan, plan_batches
 from rlhf_train.specs import ModelSpec, OptimizerSpec
+from tiny_qwen2 import TinyQwen2
 from trainer_testing import random_rollouts, run_ranks
-from update_oracle import Adam, Oracle, Outcome, Recipe, Sample, TinyQwen2
+from update_oracle import Adam, Oracle, Outcome, Recipe, Sample
 
 NUM_ROLLOUTS, NUM_MINI_BATCHES, VOCAB_SIZE, MAX_TOKENS, TEMPERATURE, SEED = 24, 2, 272, 24, 0.8, 5
 # Float32 against float64. Weights move by about 1e-2 per update and 4e-2 in all.
