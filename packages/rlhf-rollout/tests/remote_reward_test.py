@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import json
 import threading
 import time
 
@@ -125,29 +124,6 @@ def test_remote_reward_concurrent_calls_share_requests_up_to_the_batch_size(serv
     verdicts = score([url], *groups, batch_size=4)
     assert sorted(len(request["query"]) for request in server.requests) == [2, 4, 4]
     assert [[verdict.reward for verdict in group] for group in verdicts] == [[float(t) for t in g] for g in groups]
-
-
-@pytest.mark.parametrize(("options", "num_requests"), [({"max_wait_s": 30.0}, 1), ({}, 2)])
-def test_remote_reward_waits_for_others_as_long_as_told(options, num_requests):
-    bodies = []
-
-    def answer(request):
-        bodies.append(json.loads(request.content))
-        return httpx.Response(200, json={"rewards": [1.0] * len(bodies[-1]["query"])})
-
-    async def run():
-        reward = RemoteReward(["http://host/r"], batch_size=2, transport=httpx.MockTransport(answer), **options)
-        prompt = make_prompt("q=")
-        one = asyncio.create_task(reward.score(prompt, [make_rollout(prompt, "1")]))
-        # By default the first is not kept waiting: it has its answer before a second one comes.
-        await asyncio.wait([one], timeout=0.3 if options else 0.9)
-        assert one.done() == (not options)
-        await reward.score(prompt, [make_rollout(prompt, "2")])
-        await one
-        await reward.close()
-
-    asyncio.run(run())
-    assert len(bodies) == num_requests
 
 
 def test_remote_reward_servers_take_turns(serve):
