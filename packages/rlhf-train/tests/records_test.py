@@ -153,7 +153,7 @@ def test_loss_reduction_is_the_given_one_else_the_losses_else_the_estimators():
         ({"algorithm": make_algorithm(kl_coef=0)}, "exactly when init_kl_coef is above 0"),
         (
             {"algorithm": make_algorithm(old_logprobs="skip", use_kl_loss=True)},
-            "of 2 optimizer steps a step only the first is exactly on-policy",
+            "needs one update per step, and there are 2",
         ),
         ({"batch": SINGLES, "dynamic_sampling": DynamicSampling()}, "a group has one sample"),
         ({"sampling": SamplingParams(temperature=0.0)}, "greedy rollouts teach nothing"),

@@ -1,7 +1,7 @@
 """Which rollout is trained where and when: mini-batches, ranks and micro-batches as lists of indices. Torch-free.
 
-The plan is made once a step from lengths alone. What an optimizer step sees, and what its loss is divided by, depends
-on the seed and the mini-batch size only, never on the number of ranks or the size of micro-batches.
+The plan is made once per step, from lengths alone. What an update sees, and what its loss is divided by, depends on the
+seed and the mini-batch size only, never on the number of ranks or the size of micro-batches.
 """
 
 from collections.abc import Sequence
@@ -14,8 +14,7 @@ from rlhf_data.packing import split_balanced
 
 @dataclass(frozen=True, slots=True)
 class Denominators:
-    """What a loss is divided by: counts over all micro-batches, accumulation steps and data-parallel ranks of one
-    optimizer step.
+    """What a loss is divided by: counts over all micro-batches, accumulation steps and ranks of one update.
 
     Attributes:
         num_tokens: tokens trained.
@@ -30,12 +29,12 @@ class Denominators:
 
 @dataclass(frozen=True, slots=True)
 class MiniBatch:
-    """One rank's part of one optimizer step.
+    """One rank's part of one update.
 
     Attributes:
-        micro_batches: rows of the rank's shard, one tuple a forward-backward pass. Every rank has equally many; one
+        micro_batches: rows of the rank's shard, one tuple per forward-backward pass. Every rank has equally many; one
             that runs out of rows has empty tuples, for which it takes part in the collectives with a loss of zero.
-        denominators: of the whole optimizer step, equal on all ranks, while no token has been left out.
+        denominators: of the whole update, equal on all ranks, while no token has been left out.
     """
 
     micro_batches: tuple[tuple[int, ...], ...]
@@ -48,8 +47,8 @@ class RankPlan:
 
     Attributes:
         rows: the rollouts of its shard, as indices into the step's rollouts.
-        forward_batches: rows of the shard, one tuple a forward pass without gradient; equally many on every rank.
-        mini_batches: its parts of the optimizer steps, in order.
+        forward_batches: rows of the shard, one tuple per forward pass without gradient; equally many on every rank.
+        mini_batches: its parts of the updates, in order.
     """
 
     rows: tuple[int, ...]
@@ -68,13 +67,13 @@ def plan_batches(
     max_response_tokens: int,
     seed: int,
 ) -> tuple[RankPlan, ...]:
-    """Return one plan a rank; each rollout is in exactly one mini-batch of exactly one rank.
+    """Return one plan per rank; each rollout is in exactly one mini-batch of exactly one rank.
 
     Args:
         num_tokens: of each rollout, prompt included; what ranks are balanced by.
         num_response_tokens: trained tokens of each rollout.
         num_ranks: data-parallel ranks.
-        num_mini_batches: optimizer steps; their sizes differ by one at most.
+        num_mini_batches: updates per epoch; their sizes differ by one at most.
         micro_train_batch_size: rows of a forward-backward pass.
         micro_rollout_batch_size: rows of a forward pass without gradient.
         max_response_tokens: goes into the denominators.

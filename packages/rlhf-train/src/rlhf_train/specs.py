@@ -13,8 +13,8 @@ class OptimizerSpec:
         betas, eps, weight_decay: AdamW's.
         max_norm: gradients are scaled down to this global norm; 0 for no limit.
         scheduler: "constant", "linear" or "cosine_with_min_lr".
-        warmup_steps: optimizer steps of linear warm-up.
-        total_steps: optimizer steps until the schedule's end.
+        warmup_steps: updates of linear warm-up.
+        total_steps: updates until the schedule's end.
         min_lr_ratio: of the peak, at the end of cosine_with_min_lr.
     """
 

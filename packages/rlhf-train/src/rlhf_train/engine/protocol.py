@@ -10,7 +10,7 @@ from rlhf_train.specs import OptimizerSpec
 
 
 class StepStats(NamedTuple):
-    """One optimizer step: the global L2 norm of the gradient before clipping, and the learning rate."""
+    """One update: the global L2 norm of the gradient before clipping, and the learning rate."""
 
     grad_norm: float
     learning_rate: float
@@ -34,7 +34,7 @@ class TrainEngine(Protocol):
 
 
 def learning_rate_at(spec: OptimizerSpec, step: int) -> float:
-    """Return the learning rate of optimizer step `step`, counted from 0.
+    """Return the learning rate of update number `step`, counted from 0.
 
     Linear warm-up over `warmup_steps`, then constant, linear to 0, or half a cosine to `min_lr_ratio` of the peak at
     `total_steps`; the end value from there on. Raises ValueError for an unknown scheduler.

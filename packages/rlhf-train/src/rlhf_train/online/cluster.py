@@ -16,9 +16,9 @@ from rlhf_data.errors import ConfigError, EngineError
 from rlhf_rollout.ray_actors import RemoteEngine, RewardModelActor
 from rlhf_train.online.job import OnlineJob
 from rlhf_train.online.placement import GroupPlan, PlacementPlan
-from rlhf_train.online.ranks import RankSet, wait
+from rlhf_train.online.ranks import RankSet
 from rlhf_train.online.ray_actors import RankActor
-from rlhf_train.online.ray_session import check_resources, join, started_cluster
+from rlhf_train.online.ray_session import check_resources, join, started_cluster, wait
 
 PLACEMENT_TIMEOUT_S = 60.0
 _RAY_UNITS = 10_000  # in one CPU or GPU: Ray counts no finer

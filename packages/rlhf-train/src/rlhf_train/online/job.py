@@ -17,14 +17,14 @@ from rlhf_train.specs import ModelSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSizes:
-    """How many of what, all over the whole cluster except where a name says micro.
+    """Sizes of batches. All count over the whole cluster, except those whose names say micro.
 
     Attributes:
-        rollout_batch_size: prompts a step.
-        num_samples_per_prompt: rollouts a prompt.
-        train_batch_size: rollouts an optimizer step.
-        micro_train_batch_size: rollouts a forward-backward pass on one rank.
-        micro_rollout_batch_size: rollouts a forward pass without gradient on one rank.
+        rollout_batch_size: prompts per step.
+        num_samples_per_prompt: rollouts per prompt.
+        train_batch_size: rollouts per update.
+        micro_train_batch_size: rollouts per forward-backward pass on one rank.
+        micro_rollout_batch_size: rollouts per forward pass without gradient on one rank.
         max_epochs: passes over the rollouts of a step.
     """
 
@@ -201,9 +201,11 @@ class OnlineJob:
             message = f"the actor is frozen for {self.num_frozen_steps} of {self.num_steps} steps: it would never learn"
             raise ConfigError(message, hint="lower --freezing_actor_steps")
         if self.algorithm.old_logprobs == "skip" and self.batch.num_updates > 1:
-            message = f"old log-probs are skipped, and of {self.batch.num_updates} optimizer steps a step only"
+            message = (
+                f"old log-probs are skipped, which needs one update per step, and there are {self.batch.num_updates}"
+            )
             hint = f"use --train_batch_size {self.batch.num_rollouts} --max_epochs 1, or --old_logprobs recompute"
-            raise ConfigError(f"{message} the first is exactly on-policy", hint=hint)
+            raise ConfigError(message, hint=hint)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

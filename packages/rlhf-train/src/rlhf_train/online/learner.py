@@ -8,7 +8,8 @@ from rlhf_train.baselines import relative_rewards
 from rlhf_train.batching import plan_batches
 from rlhf_train.kl import adapted_kl_coef
 from rlhf_train.online.job import OnlineJob
-from rlhf_train.online.ranks import RankSet, wait
+from rlhf_train.online.ranks import RankSet
+from rlhf_train.online.ray_session import wait
 from rlhf_train.online.rewards import RewardShaper
 from rlhf_train.run.metrics import Metric, merge_metrics, results
 

@@ -3,24 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-import ray
-
-from rlhf_data.errors import EngineError
-from rlhf_rollout.ray_actors import plain_errors
-
-
-def wait(references: Sequence[Any]) -> list[Any]:
-    """Return the results of Ray's `references`.
-
-    Raises:
-        RlhfError: the remote side raised it.
-        EngineError: the process is gone.
-        ray.exceptions.RayTaskError: any other error of the remote side, with its traceback.
-    """
-    if not references:
-        return []  # `ray.get` would start a cluster in a process that has none
-    with plain_errors(EngineError, "a process of the run"):
-        return ray.get(list(references))
+from rlhf_train.online.ray_session import wait
 
 
 class RankSet:

@@ -1,4 +1,5 @@
-"""This process's connection to Ray: a cluster that is running already, or one that lives as long as the run."""
+"""This process's connection to Ray: a cluster that is running already or one that lives as long as the run, and what
+its processes answer."""
 
 import json
 import logging
@@ -6,7 +7,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from ray._private import services
 
 import rlhf_train
 from rlhf_data.errors import ConfigError, EngineError
+from rlhf_rollout.ray_actors import plain_errors
 
 START_ATTEMPTS = 3
 _ANSWER_TIMEOUT_S = 2.0
@@ -24,6 +26,20 @@ _SUBMITTED = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # what `ray job submit` gives the pr
 _OWN = "set RAY_ADDRESS=local to start one for this run"
 
 _logger = logging.getLogger(__name__)
+
+
+def wait(references: Sequence[Any]) -> list[Any]:
+    """Return the results of Ray's `references`.
+
+    Raises:
+        RlhfError: the remote side raised it.
+        EngineError: the process is gone.
+        ray.exceptions.RayTaskError: any other error of the remote side, with its traceback.
+    """
+    if not references:
+        return []  # `ray.get` would start a cluster in a process that has none
+    with plain_errors(EngineError, "a process of the run"):
+        return ray.get(list(references))
 
 
 def find_cluster() -> str | None:

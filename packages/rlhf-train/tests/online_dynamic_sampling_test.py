@@ -1,0 +1,79 @@
+"""Dynamic sampling in a whole run: what it draws, keeps and counts, and how the run ends when nothing is kept."""
+
+import dataclasses
+import math
+
+import pytest
+
+from online_fakes import BrokenReward, Run, SpreadReward, by_step, tiny_batch
+from rlhf_data.errors import RewardError
+from rlhf_train.online.job import DynamicSampling
+from rlhf_train.online.rewards import RewardShaper
+from rlhf_train.online.run import train_and_save
+
+
+@pytest.fixture
+def dynamic_run(make_run):
+    """Half of the sixteen prompts are worth training; a step wants eight groups and may draw `max_batches` times it."""
+
+    def make(reward=None, **dynamic) -> Run:
+        sampling = DynamicSampling(**dynamic)
+        return make_run(reward or SpreadReward(), batch=tiny_batch(8), dynamic_sampling=sampling, num_steps=9, seed=3)
+
+    return make
+
+
+def test_dynamic_sampling_refills_until_the_batch_is_full_and_counts_what_it_drew(dynamic_run):
+    run = dynamic_run(max_batches=10)
+    assert run.step(1)
+    assert len(run.world.rollouts[0]) == 32
+    assert all(rollout.spans[0].token_ids[0] % 2 == 0 for rollout in run.world.rollouts[0])
+    assert not run.listener.warnings
+    [line] = run.lines()
+    drawn = line["samples/generated"] / 4
+    assert 8 < drawn <= 16
+    assert (line["samples/filtered"], line["samples/trained"]) == (4 * (drawn - 8), 32)
+    assert line["rollout/kept_groups"] == pytest.approx(8 / drawn)
+    run.recorder.close()
+    assert len(run.recorder.path("rollouts").read_text().splitlines()) == 4 * drawn
+
+
+def test_rewards_are_normalised_by_those_of_groups_that_are_not_trained_too(dynamic_run):
+    run = dynamic_run(max_batches=1)
+    reward = dataclasses.replace(run.job.reward, running_norm=True)
+    run.parts.learner._shaper = RewardShaper(reward, max_tokens=12)
+    assert run.step(1)
+    num_kept = len(run.world.rollouts[0]) // 4
+    # Of 32 rewards one per kept group is 1, the others are 0.
+    mean = num_kept / 32
+    deviation = math.sqrt(mean * (1 - mean) * 32 / 31)
+    assert max(run.world.rewards) == pytest.approx((1 - mean) / deviation)
+
+
+def test_dynamic_sampling_goes_on_with_what_it_has_at_its_cap(dynamic_run):
+    run = dynamic_run(max_batches=1)
+    assert run.step(1)
+    num_kept = len(run.world.rollouts[0]) // 4
+    assert 0 < num_kept < 8
+    assert f"only {num_kept} of 8 rollout groups are worth training" in run.listener.warnings[0]
+    assert run.step(2)  # and the next step has room for a whole batch
+    assert [line["samples/generated"] for line in run.lines()] == [32, 32]
+
+
+def test_dynamic_sampling_that_keeps_nothing_three_times_in_a_row_ends_the_run_well(dynamic_run):
+    run = dynamic_run(max_batches=2, reward_range=(0.9, 1.0))  # group means are 0 and 1/4
+    train_and_save(run.job, run.parts, run.recorder)
+    lines = by_step(run.lines())
+    assert [(n["samples/generated"], n["samples/filtered"], n["samples/trained"]) for n in lines] == [(64, 64, 0)] * 3
+    assert "nothing is learned from this step: all 64 scored rollouts" in run.listener.warnings[0]
+    assert "the run ends here" in run.listener.warnings[2] and len(run.listener.warnings) == 3
+
+
+def test_reward_that_fails_under_dynamic_sampling_ends_the_run_with_its_own_words(dynamic_run):
+    run = dynamic_run(BrokenReward(), max_batches=1)
+    for step in (1, 2):
+        assert not run.step(step)
+    assert [(line["samples/filtered"], line["samples/failed"]) for line in run.lines()] == [(8, 24)] * 2
+    assert "server down" in run.listener.warnings[0]
+    with pytest.raises(RewardError, match=r"3 steps in a row: .*server down"):
+        run.step(3)

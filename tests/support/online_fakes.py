@@ -1,0 +1,189 @@
+"""An online run in one process: an engine and ranks that answer what a test tells them to."""
+
+import dataclasses
+import json
+import time
+
+import numpy as np
+
+from rlhf_data.errors import EngineError
+from rlhf_data.records import FinishReason, Prompt, Verdict, VerdictKind
+from rlhf_rollout.protocols import Completion
+from rlhf_train.online.job import BatchSizes
+from rlhf_train.online.ranks import RankSet
+from rlhf_train.run.metrics import Mean, Sum
+from rlhf_train.run.observer import Observer
+from rlhf_train.run.recorder import Recorder
+
+
+class World:
+    """An engine and the ranks of one set, with everything that happened to them in order.
+
+    Attributes:
+        failing: prompts with a first token below this, modulo 2, fail in the engine.
+        lost: rollouts that a role's ranks do not train, by role.
+        kl: what the ranks measure.
+        delay_s: of every call.
+        log: the calls, without those for completions.
+    """
+
+    def __init__(self) -> None:
+        self.failing = 0
+        self.lost: dict[str, int] = {}
+        self.kl = 0.0
+        self.delay_s = 0.0
+        self.engine_version = 0
+        self.log: list[str] = []
+        self.kl_coefs: list[float] = []
+        self.rollouts: list = []
+        self.rewards: list[float] = []
+
+    # the engine
+
+    async def generate(self, token_ids, sampling, *_, **__):
+        if token_ids[0] % 2 < self.failing:
+            raise EngineError("the GPU is on fire")
+        time.sleep(self.delay_s)
+        completion = Completion.single(np.arange(5), np.full(5, -1.0), FinishReason.STOP, self.engine_version)
+        return [completion] * sampling.num_samples
+
+    # the ranks
+
+    def start(self, method, *arguments, **options):
+        time.sleep(self.delay_s)
+        if method == "work":
+            name, *arguments = arguments
+            self.log.append(" ".join([name, *[part for part in arguments if isinstance(part, str)]]))
+            return [getattr(self, f"on_{name}", lambda *_, **__: {})(*arguments, **options)]
+        return []
+
+    def on_load_rollouts(self, rollouts, rewards, plan, policy_version):
+        assert len(rollouts) == len(rewards) == len(plan.rows)
+        self.rollouts.append(rollouts)
+        self.rewards = rewards
+
+    def on_assign_advantages(self, kl_coef):
+        self.kl_coefs.append(kl_coef)
+        return {"kl/reference": Mean(self.kl, 1)}
+
+    def on_update(self, role, *, max_epochs, seed, kl_coef):
+        assert kl_coef == self.kl_coefs[-1]
+        passes = len(self.rollouts[-1]) * max_epochs - self.lost.get(role, 0)
+        name = {"actor": "policy", "critic": "value"}[role]
+        return {f"{name}/rollout_passes": Sum(passes), f"{name}/loss": Mean(0.5, 1)}
+
+    def on_peak_memory_bytes(self):
+        return 7
+
+    def send(self, engines, policy_version):
+        self.log.append(f"send {policy_version} to {len(engines)}")
+        self.engine_version = policy_version
+        return 11
+
+
+class FakeRanks(RankSet):
+    """The ranks of a `World`: its results stand for the references to them."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__(("actor", "critic", "reference"), [world])
+        self.world = world
+
+    def start(self, method, *arguments, **options):
+        return self.world.start(method, *arguments, **options)
+
+    def start_each(self, method, arguments):
+        if method == "send_weights":
+            return [self.world.send(*each) for each in arguments]
+        return [result for each in arguments for result in self.world.start(method, *each)]
+
+
+class Listener(Observer):
+    """Keeps the warnings, and the titles of samples that were shown."""
+
+    def __init__(self) -> None:
+        self.warnings: list[str] = []
+        self.titles: list[str] = []
+
+    def samples(self, title: str, samples: object) -> None:
+        self.titles.append(title)
+
+    def warning(self, text: str) -> None:
+        self.warnings.append(text)
+
+
+class SpreadReward:
+    """Tells the samples of even prompts apart, gives all samples of odd ones the same."""
+
+    async def score(self, prompt, rollouts):
+        first = 1.0 if prompt.token_ids[0] % 2 == 0 else 0.0
+        rewards = [first, *[0.0] * (len(rollouts) - 1)]
+        return [Verdict(VerdictKind.OK if reward else VerdictKind.WRONG, reward) for reward in rewards]
+
+    async def close(self):
+        pass
+
+
+class BrokenReward(SpreadReward):
+    """Scores the last sample of a group only."""
+
+    async def score(self, prompt, rollouts):
+        scored = await super().score(prompt, rollouts)
+        return [*[Verdict(VerdictKind.TIMEOUT, detail="server down")] * (len(rollouts) - 1), scored[-1]]
+
+
+class CrashingReward(SpreadReward):
+    """Scores nothing."""
+
+    async def score(self, prompt, rollouts):
+        return [Verdict(VerdictKind.CRASH, detail="no disk")] * len(rollouts)
+
+
+@dataclasses.dataclass
+class Run:
+    """A run in this process and whoever watches it."""
+
+    job: object
+    world: World
+    listener: Listener
+    recorder: Recorder
+    parts: object
+
+    @property
+    def controller(self):
+        return self.parts.controller
+
+    def step(self, step: int) -> bool:
+        """Do a step as the loop does; return whether something was learned."""
+        self.controller.generate(step)
+        learns = self.controller.can_learn()
+        if learns:
+            self.controller.make_experience(step)
+            self.controller.assign_advantages()
+            self.controller.update(step)
+            self.controller.sync_weights()
+        self.controller.record(step)
+        return learns
+
+    def lines(self) -> list[dict]:
+        return [json.loads(line) for line in self.recorder.path("metrics").read_text().splitlines()]
+
+
+def by_step(lines: list[dict]) -> list[dict]:
+    return [line for line in lines if "time/step" in line]
+
+
+def tiny_batch(prompts: int):
+    """Batch sizes of `prompts` groups of four and updates of sixteen rollouts."""
+    return BatchSizes(
+        rollout_batch_size=prompts, num_samples_per_prompt=4, train_batch_size=16, micro_train_batch_size=8,
+        micro_rollout_batch_size=16,
+    )  # fmt: skip
+
+
+def held_out():
+    """Two prompts, one even and one odd."""
+    return (Prompt("even", np.array([2]), "even"), Prompt("odd", np.array([3]), "odd"))
+
+
+async def nothing() -> None:
+    """What an engine's sleep and wake do here."""
