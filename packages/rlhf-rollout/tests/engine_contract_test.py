@@ -184,3 +184,20 @@ def test_close_refuses_further_requests(subject: Subject) -> None:
         generate(subject)
     with pytest.raises(EngineError, match="closed"):
         run(subject.engine.health())
+
+
+def test_fake_engine_holds_end_tokens_back_until_min_tokens_and_fills_up_to_max_tokens() -> None:
+    engine = FakeEngine(lambda prompt, seed: [0] * 9)
+    (completion,) = run(engine.generate(PROMPT, SamplingParams(min_tokens=2, max_tokens=5)))
+    assert completion.token_ids.tolist() == [255, 255, 0]
+    engine = FakeEngine(lambda prompt, seed: [9])
+    (completion,) = run(engine.generate(PROMPT, SamplingParams(max_tokens=3)))
+    assert (completion.token_ids.tolist(), completion.finish_reason) == ([9, 255, 255], FinishReason.LENGTH)
+
+
+def test_fake_engine_fails_after_the_requests_that_it_was_told() -> None:
+    engine = FakeEngine(fail_after=2)
+    for _ in range(2):
+        run(engine.generate(PROMPT, SamplingParams()))
+    with pytest.raises(EngineError, match="told to fail after 2 requests"):
+        run(engine.generate(PROMPT, SamplingParams()))

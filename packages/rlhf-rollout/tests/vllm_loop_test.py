@@ -1,6 +1,7 @@
 """The stepping thread around vLLM, on a core whose steps are scripted: no model is loaded."""
 
 import threading
+import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -32,6 +33,7 @@ class ScriptedCore:
         self.failure: Exception | None = None
         self.refusal: Exception | None = None
         self.down = False
+        self.shutdown_s = 0.0
         self.paused: str | None = None
         self.finished_early: set[str] = set()
         self.engine_core = SimpleNamespace(
@@ -76,6 +78,7 @@ class ScriptedCore:
         return SimpleNamespace(outputs=outputs)
 
     def shutdown(self) -> None:
+        time.sleep(self.shutdown_s)
         self.down = True
 
 
@@ -319,8 +322,10 @@ def test_step_loop_refusal_rejects_what_runs_what_waits_and_what_comes(core: Scr
 
 
 def test_step_loop_closed_answers_at_once(core: ScriptedCore) -> None:
+    core.shutdown_s = 0.2
     loop = StepLoop(lambda: core, end_token_ids=(), seed=0, seed_every_row=False)
     loop.close()
+    assert core.down  # it has waited for the thread
     loop.close()
     with pytest.raises(EngineError, match="the engine was closed"):
         submit(loop, max_tokens=1).future.result(5)

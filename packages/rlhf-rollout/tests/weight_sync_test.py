@@ -142,3 +142,16 @@ def test_check_tensor_names_the_nearest_weight_or_both_shapes() -> None:
         check_tensor(slot, None, ["embedding"])
     with pytest.raises(WeightSyncError, match=r"came with shape \(4,\); the engine's model has \(5,\)"):
         check_tensor(slot, (5,), [])
+
+
+def test_slots_and_buckets_are_frozen() -> None:
+    bucket = WeightBucket("shared_memory", SPECS, "x")
+    for record, name in ((bucket, "handle"), (SPECS[0], "name")):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(record, name, "other")
+
+
+def test_verify_checksum_names_the_first_three_weights() -> None:
+    slots = tuple(TensorSlot(name, "uint8", (1,), offset, 1) for offset, name in enumerate("abcd"))
+    with pytest.raises(WeightSyncError, match=r"a bucket of 4 weights \(a, b, c \.\.\.\) has checksum"):
+        verify_checksum(np.zeros(4, np.uint8), WeightBucket("shared_memory", slots, "x", 1))
