@@ -209,9 +209,7 @@ class VllmEngine:
     def _end_update(self, core: Any, incomplete: str | None) -> None:
         """Let requests go on: with the new weights, or to be refused because the weights are `incomplete`."""
         self._updating = None
-        # Frozen sequences are preempted, so that the new weights compute their keys and values again.
-        is_reset = core.reset_prefix_cache(self._loop.has_samples)
-        if not is_reset and self._spec.enable_prefix_caching:
+        if not self._loop.forget_prefixes(core) and self._spec.enable_prefix_caching:
             incomplete = incomplete or "vLLM kept prefixes that the old weights computed"
         self._incomplete = incomplete
         self._loop.holding = self._paused

@@ -211,10 +211,9 @@ class StepLoop:
                 sample.end_span(self.policy_version)
         self.policy_version = policy_version
 
-    @property
-    def has_samples(self) -> bool:
-        """Whether sequences are in the core, frozen or not."""
-        return bool(self._samples)
+    def forget_prefixes(self, core: Any) -> bool:
+        """Drop cached prefixes and return whether that worked; frozen sequences will be prefilled again."""
+        return core.reset_prefix_cache(bool(self._samples))
 
     # -- the thread --------------------------------------------------------------------------------------------------
 
@@ -275,9 +274,8 @@ class StepLoop:
             self._inbox.get()()
 
     def _take_job(self, job: Job) -> None:
-        if self.failure is None and self.refusal is not None:
-            message, hint = self.refusal
-            _reject(job.future, EngineError(message, hint=hint))
+        if self.refusal is not None and self.failure is None:
+            _reject(job.future, EngineError(self.refusal[0], hint=self.refusal[1]))
         else:
             self._queue(self._waiting, job, job.future)
 
