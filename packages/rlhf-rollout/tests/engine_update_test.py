@@ -118,13 +118,15 @@ def test_pause_by_drain_finishes_what_runs_and_holds_newcomers_until_resume(subj
     subject = paced(subject)
 
     async def scenario() -> None:
-        running = asyncio.create_task(subject.engine.generate(PROMPT, SamplingParams(max_tokens=30, min_tokens=30)))
-        while (await subject.engine.health()).num_in_flight == 0:
-            await asyncio.sleep(0.001)
+        length = MAX_MODEL_LEN - len(PROMPT)
+        whole = SamplingParams(max_tokens=length, min_tokens=length)
+        running = asyncio.create_task(subject.engine.generate(PROMPT, whole))
+        # A request counts as in flight before it is decoded, and one that is not decoded yet waits for `resume`.
+        await asyncio.sleep(0.05)
         await subject.engine.pause("drain")
         health = await subject.engine.health()
         assert (health.num_in_flight, health.is_paused) == (0, True)
-        assert len((await asyncio.wait_for(running, 1))[0].token_ids) == 30
+        assert len((await asyncio.wait_for(running, 5))[0].token_ids) == length
         waiting = asyncio.create_task(subject.engine.generate(PROMPT, SamplingParams(max_tokens=2)))
         await asyncio.sleep(0.1)
         assert not waiting.done()
