@@ -64,6 +64,11 @@ CASES = {
         clip_high=4e-3, kl_coef=0.05, kl_estimator="k2",
     ), LINEAR_ADAM),
     "gae, REINFORCE": Case(Recipe(estimator="gae", lambd=0.9, policy_loss="reinforce", old_logprobs="rollout")),
+    # Rollouts that the actor leaves out are the critic's to learn from all the same.
+    "gae, masked": Case(Recipe(
+        estimator="gae", gamma=0.95, lambd=0.9, kl_coef=0.05, clip_low=0.02, clip_high=0.02,
+        correction=("sequence", "mask", 0.7, 1.4),
+    )),
     "reinforce": Case(Recipe(
         estimator="reinforce", gamma=0.95, kl_coef=0.1, kl_estimator="k2", old_logprobs="rollout",
         reduction="seq_mean_token_sum", entropy_coef=0.02, clip_low=0.1, clip_high=0.1,

@@ -1,0 +1,166 @@
+"""The training side's traffic: what is dealt to which rank, which columns go where, and who sends weights to whom."""
+
+import dataclasses
+
+import pytest
+
+from online_fakes import FakeRanks, World
+from rlhf_train.online.learner import Learner
+from rlhf_train.online.placement import GroupPlan, PlacementPlan
+from rlhf_train.online.ranks import RankSet
+from rlhf_train.run.metrics import Sum
+from trainer_testing import random_rollouts, tiny_job
+
+
+class Ranks(RankSet):
+    """Ranks that note their calls in `log`; a call of several has a result per rank."""
+
+    def __init__(self, log: list, *roles: str, count: int = 1) -> None:
+        super().__init__(roles, range(count))
+        self.log = log
+        self.shards: list[tuple] = []
+
+    def start(self, method, *arguments, **options):
+        name = arguments[0] if method == "work" else method
+        self.log.append((self.roles, *arguments[(method == "work") :]))
+        if name == "update":
+            prefix = {"actor": "policy", "critic": "value"}[arguments[1]]
+            return [{f"{prefix}/rollout_passes": Sum(3.0)} for _ in self.handles]
+        if name == "export_columns":
+            return [f"part {rank}" for rank in self.handles]
+        if name == "peak_memory_bytes":
+            return [10 * len(self.roles) + rank for rank in self.handles]
+        return [{} for _ in self.handles]
+
+    def start_each(self, method, arguments):
+        self.log.append((self.roles, method))
+        self.shards += arguments
+        return [1000 + rank for rank in self.handles]
+
+
+@pytest.fixture
+def job(tmp_path):
+    return tiny_job("model", tmp_path)
+
+
+@pytest.fixture(autouse=True)
+def results_stand_for_references(monkeypatch):
+    for module in ("learner", "ranks"):
+        monkeypatch.setattr(f"rlhf_train.online.{module}.wait", list)
+
+
+def test_columns_go_between_models_in_processes_apart(job):
+    log: list = []
+    job = dataclasses.replace(job, algorithm=dataclasses.replace(job.algorithm, bootstrap_truncated=True))
+    actor, critic, reference = Ranks(log, "actor", count=2), Ranks(log, "critic", count=3), Ranks(log, "reference")
+    learner = Learner(job, [actor, critic, reference])
+    learner.fill_columns()
+    # All models are started before any is waited for.
+    assert log == [
+        (("actor",), "actor"),
+        (("reference",), "reference"),
+        (("critic",), "critic"),
+        (("reference",), ["ref_logprobs"]),
+        (("actor",), "part 0"),
+        (("critic",), ["values", "last_values"]),
+        (("actor",), "part 0", "part 1", "part 2"),
+    ]
+    log.clear()
+    learner.assign_advantages()
+    assert log == [
+        (("actor",), learner.kl_coef),
+        (("actor",), ["returns", "trained"]),
+        (("critic",), "part 0", "part 1"),
+    ]
+
+
+def test_models_in_the_same_processes_exchange_nothing(job):
+    log: list = []
+    learner = Learner(job, [Ranks(log, "actor", "critic", "reference")])
+    learner.fill_columns()
+    learner.assign_advantages()
+    assert log == [(("actor", "critic", "reference"), part) for part in ("actor", "reference", "critic", 0.01)]
+
+
+def test_columns_without_a_use_are_not_made(job):
+    log: list = []
+    plain = dataclasses.replace(job.algorithm, old_logprobs="rollout")
+    learner = Learner(dataclasses.replace(job, algorithm=plain), [Ranks(log, "actor"), Ranks(log, "critic")])
+    learner.fill_columns()
+    assert log == [(("critic",), "critic"), (("critic",), ["values"]), (("actor",), "part 0")]
+
+
+def test_every_set_is_dealt_every_rollout_once_with_its_own_number_of_ranks(job):
+    log: list = []
+    actor, critic = Ranks(log, "actor", "reference", count=2), Ranks(log, "critic", count=3)
+    rollouts = random_rollouts(32, vocab_size=64)
+    learner = Learner(job, [actor, critic])
+    learner.policy_version = 6
+    learner.deal(rollouts, step=2)
+    earned = {rollout.rollout_id: rollout.verdict.reward for rollout in rollouts}
+    for ranks in (actor, critic):
+        assert len(ranks.shards) == len(ranks.handles)
+        dealt: dict[str, float] = {}
+        for name, mine, rewards, plan, version in ranks.shards:
+            assert (name, version, len(plan.mini_batches)) == ("load_rollouts", 6, 2)
+            assert [rollouts[row] for row in plan.rows] == mine
+            dealt |= {rollout.rollout_id: reward for rollout, reward in zip(mine, rewards, strict=True)}
+        assert dealt == pytest.approx(earned)
+
+
+def test_order_of_a_deal_differs_by_step_and_seed_and_repeats(job):
+    def rows(seed: int, step: int) -> tuple:
+        ranks = Ranks([], "actor", "critic", "reference")
+        Learner(dataclasses.replace(job, seed=seed), [ranks]).deal(random_rollouts(32, vocab_size=64), step)
+        return ranks.shards[0][3].rows
+
+    assert rows(1, 1) == rows(1, 1) != rows(1, 2)
+    assert rows(1, 1) != rows(5, 1)
+
+
+def test_updates_start_side_by_side_and_count_as_the_sum_of_their_ranks(job):
+    log: list = []
+    learner = Learner(job, [Ranks(log, "actor", count=8), Ranks(log, "critic", count=9)])
+    metrics, num_trained = learner.update(1)
+    assert [entry[1] for entry in log] == ["critic", "actor"]
+    # Eight and nine ranks had three rollouts each.
+    assert num_trained == 24
+    assert metrics == {"kl/coef": 0.01}
+    assert learner.policy_version == 2  # 24 rollouts in updates of 16
+
+
+@pytest.mark.parametrize(
+    ("transfer", "targets"),
+    [
+        ("shared_memory", [["a", "b", "c"], []]),
+        ("ipc", [["b"], ["a", "c"]]),
+    ],
+)
+def test_weights_go_to_the_engines_of_the_same_device_or_all_from_the_first_rank(job, transfer, targets):
+    plan = PlacementPlan(
+        "cuda", (1, 1), (GroupPlan("actor", ("actor", "critic", "reference"), (0, 1), 1),),
+        GroupPlan("engines", (), (1, 0, 1), 1), colocated=True,
+    )  # fmt: skip
+    engine = dataclasses.replace(job.engine, weight_transfer=transfer)
+    ranks = Ranks([], "actor", "critic", "reference", count=2)
+    learner = Learner(dataclasses.replace(job, plan=plan, engine=engine), [ranks])
+    learner.policy_version = 4
+    assert learner.send_weights(["a", "b", "c"]) == 1001  # the larger of what the two ranks say
+    assert ranks.shards == [(engines, 4) for engines in targets]
+
+
+def test_sleep_and_peak_memory_are_of_all_sets(job):
+    log: list = []
+    learner = Learner(job, [Ranks(log, "actor", "reference", count=2), Ranks(log, "critic", count=3)])
+    learner.sleep()
+    learner.wake_up()
+    assert log == [(("actor", "reference"),), (("critic",),)] * 2
+    assert learner.peak_memory_bytes() == 21
+
+
+def test_models_are_saved_by_the_ranks_that_hold_them(job):
+    world = World()
+    learner = Learner(job, [FakeRanks(world)])
+    learner.save("critic", "there")
+    learner.save_average("here")
+    assert world.log == ["save critic there", "save_average here"]
