@@ -45,5 +45,8 @@ class WandbTracker:
         self._run.log(dict(metrics), step=step)
 
     def close(self) -> None:
-        """See `Tracker`: uploads what is left."""
+        """See `Tracker`: uploads what is left, or writes it to the run's folder."""
         self._run.finish()
+        if self._run.offline:
+            # `finish` does not wait until its service has written an offline run's file; the end of the service does.
+            wandb.teardown()
