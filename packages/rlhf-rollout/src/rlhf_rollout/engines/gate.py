@@ -134,7 +134,6 @@ class GatedEngine(ABC):
         self, token_ids: np.ndarray, sampling: SamplingParams, *, timeout_s: float | None = None
     ) -> list[Completion]:
         """See `RolloutEngine.generate`."""
-        self._check_usable()
         if self._asleep:
             raise EngineError("the engine sleeps", hint="await wake_up() before generate()")
         check_request(token_ids, sampling, max_model_len=self._max_model_len, vocab_size=self._vocab_size)
