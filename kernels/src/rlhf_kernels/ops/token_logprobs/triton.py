@@ -98,8 +98,7 @@ def _sums_kernel(
     # An ignored row gets the sums of a distribution that is certain of one token, in both models: all results are 0.
     ignored = token_id < 0
     m = tl.where(ignored, 0.0, -3.0e38)
-    s = tl.where(ignored, 1.0, 0.0)
-    u = 0.0
+    s, u = tl.where(ignored, 1.0, 0.0), 0.0
     token_logit = tl.where(ignored, 0.0, float("nan"))
     n, t, w, ref_token_logit = m, s, u, token_logit
     if not ignored:
@@ -115,15 +114,11 @@ def _sums_kernel(
                 ref_token_logit = tl.load(sums + 11 * sums_stride)
         # Each lane keeps its own sums until the end of the row, so that lanes need not synchronize at every block.
         # The sums of earlier blocks go into lane 0.
-        lane = tl.arange(0, LANES)
-        part = tl.arange(0, PARTS)[None, :]
+        lane, part = tl.arange(0, LANES), tl.arange(0, PARTS)[None, :]
         offsets = lane[:, None] * PARTS + part if IN_A_ROW else part * LANES + lane[:, None]
-        m = tl.full([LANES], m, tl.float32)
-        n = tl.full([LANES], n, tl.float32)
-        s = tl.where(lane == 0, s, 0.0)
-        u = tl.where(lane == 0, u, 0.0)
-        t = tl.where(lane == 0, t, 0.0)
-        w = tl.where(lane == 0, w, 0.0)
+        m, n = tl.full([LANES], m, tl.float32), tl.full([LANES], n, tl.float32)
+        s, u = tl.where(lane == 0, s, 0.0), tl.where(lane == 0, u, 0.0)
+        t, w = tl.where(lane == 0, t, 0.0), tl.where(lane == 0, w, 0.0)
         for start in tl.range(0, width, LANES * PARTS, num_stages=STAGES):
             columns = start + offsets
             z = tl.load(z_ptr + row * z_stride + columns, mask=columns < width, other=float("-inf")).to(tl.float32)
