@@ -73,7 +73,10 @@ def test_linear_policy_loss_bfloat16_computes_in_float32():
         ({"token_ids": torch.zeros(6)}, r"token_ids must be \[6\] on cpu in int32, int64"),
         ({"token_ids": torch.full((6,), 11)}, "token id 11 is outside the vocabulary of 11"),
         ({"temperature": 0.0}, "temperature is 0.0"),
-        ({"objective": PolicyObjective(kl_coef=0.1)}, "without ref_logprobs it must be 0"),
+        (
+            {"objective": PolicyObjective(kl_coef=0.1), "stream": replace(problem()[3], ref_logprobs=None)},
+            "without ref_logprobs it must be 0",
+        ),
     ],
 )
 def test_linear_policy_loss_wrong_argument_says_what_is_allowed(changes, message):
