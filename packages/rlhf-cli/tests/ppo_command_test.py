@@ -57,7 +57,7 @@ def refused(capsys, argv: list[str]) -> tuple[str, str]:
 def test_dry_run_of_the_builtin_task_shows_configuration_placement_and_arithmetic(folder, capsys):
     assert main(["--dry_run"]) == 0
     out = capsys.readouterr().out
-    assert "[rollout]\nrollout_batch_size = 32" in out
+    assert "\nrollout_batch_size = 32\n" in out
     assert "x actor + critic + reference" in out
     # 32 x 4 = 128 samples; 128 / 64 = 2 optimizer steps; 40 x 2 = 80, asking 40 x 32 = 1280 of 3445 prompts.
     assert "32 prompts x 4 samples = 128" in out
@@ -131,12 +131,18 @@ def test_held_out_data_of_the_hub_is_refused_with_what_can_be_read(folder, capsy
     assert hint == "give a .jsonl or .json file; names on the hub are for --prompt_data\n"
 
 
-@pytest.mark.parametrize("flag", ["input_key", "label_key"])
-def test_missing_key_lists_the_keys_there_are(folder, capsys, flag):
+@pytest.mark.parametrize(
+    ("flag", "guess"),
+    [
+        ("input_key", "did you mean --input_key question?"),
+        ("label_key", "did you mean --label_key answer?; --label_key None: there is none"),
+    ],
+)
+def test_missing_key_lists_the_keys_there_are(folder, capsys, flag, guess):
     message, hint = refused(capsys, flags(**{flag: "answr"}))
     assert f"error: --{flag}: {folder}/prompts.jsonl:1: " in message
     assert "unknown key `answr`; known: answer, question" in message
-    assert hint == "did you mean `answer`?\n"
+    assert hint == f"{guess}\n"
 
 
 def test_malformed_row_is_named_by_file_and_line(folder, capsys):
