@@ -335,7 +335,7 @@ def test_cases_have_every_row_of_every_table():
     specs = [case.algorithm for case in CASES.values()]
     assert {spec.estimator for spec in specs} == set(tables.ALGORITHMS)
     assert {spec.objective.policy_loss for spec in specs} == set(tables.POLICY_LOSSES)
-    assert {spec.loss_reduction for spec in specs} == set(tables.REDUCTIONS)
+    assert {spec.objective.reduction for spec in specs} == set(tables.REDUCTIONS)
     assert {spec.old_logprobs for spec in specs} == set(tables.OLD_LOGPROBS)
     corrections = {(spec.correction.level, spec.correction.mode) for spec in specs} - {("off", "truncate")}
     assert corrections == set(itertools.product(tables.CORRECTION_LEVELS[1:], tables.CORRECTION_MODES))
