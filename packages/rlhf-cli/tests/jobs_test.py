@@ -147,7 +147,10 @@ def test_make_job_saves_full_paths_so_that_the_file_works_from_any_folder(tmp_pa
     [
         # 32 x 4 = 128 samples / 64 = 2 updates; / 128 x 3 epochs = 3.
         (["--old_logprobs", "skip"], "one update per step, and there are 2"),
-        (["--old_logprobs", "skip", "--train_batch_size", "128", "--max_epochs", "3"], "one update per step, and there are 3"),
+        (
+            ["--old_logprobs", "skip", "--train_batch_size", "128", "--max_epochs", "3"],
+            "one update per step, and there are 3",
+        ),
         (["--dynamic_filtering", *ONE_SAMPLE], "use --n_samples_per_prompt 4 or more"),
         (["--advantage_estimator", "group_norm", *ONE_SAMPLE], "use --n_samples_per_prompt 4 or more"),
         (["--colocate_all_models", "--deepspeed_enable_sleep", "--zero_stage", "3"], "needs ZeRO stage 2"),
