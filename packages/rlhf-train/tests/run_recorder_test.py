@@ -94,7 +94,8 @@ def test_a_run_that_raises_still_has_all_rollouts(gate, tmp_path):
 
 
 SCRIPT = """
-import sys, time
+import signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background starts with Ctrl-C ignored
 from run_recorder_test import group
 from rlhf_rollout.records_io import RolloutWriter
 from rlhf_train.run.recorder import Recorder

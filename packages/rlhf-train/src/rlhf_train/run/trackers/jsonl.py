@@ -12,7 +12,6 @@ class JsonlTracker:
     """Appends one JSON object per call to a file, which has every line as soon as `log` returns."""
 
     def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
         self.where = str(path)
         self._file = path.open("a", encoding="utf-8", buffering=1)
 
