@@ -83,7 +83,12 @@ def check_python(arguments: list[str]) -> None:
         assert arguments[1] == "pytest"
         check_pytest(arguments[2:])
         return
-    shown = subprocess.run([sys.executable, ROOT / arguments[0], "--help"], capture_output=True, text=True, timeout=120)
+    script = ROOT / arguments[0]
+    # Bazel's Python does not look beside a script for what it imports.
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(script.parent), *filter(None, sys.path)])}
+    command = [sys.executable, script, "--help"]
+    shown = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert shown.returncode == 0, shown.stderr
     for flag in (word for word in arguments if word.startswith("--")):
         assert flag in shown.stdout, f"{arguments[0]} has no {flag}"
 
