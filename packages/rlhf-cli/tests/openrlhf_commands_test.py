@@ -107,9 +107,88 @@ def test_printed_command_line_parses_and_dry_runs(dry_run, block, lacks):
         ]
 
 
+SHARING = "is for models and engines that share GPUs, and --colocate_all_models is off"
+
+# Blocks whose flags contradict a default, and the error that names the contradiction.
+REFUSED = {
+    ("--vllm_enable_sleep",): f"error: --vllm_enable_sleep {SHARING}\n",
+    ("--deepspeed_enable_sleep",): f"error: --deepspeed_enable_sleep {SHARING}\n",
+    ("--vllm_enable_sleep", "--deepspeed_enable_sleep"): f"error: --vllm_enable_sleep {SHARING}\n",
+}
+
+
 @pytest.mark.parametrize("block", blocks("openrlhf_flags.txt"))
 def test_printed_flags_parse_and_dry_run(dry_run, block):
-    status, text, _ = dry_run("train_ppo_ray", ["--pretrain", "org/model", *words_of(block)])
-    contradiction = "--vllm_enable_sleep is for models and engines that share GPUs" in text
-    contradiction |= "--deepspeed_enable_sleep is for models and engines that share GPUs" in text
-    assert status == 0 or (contradiction and "--colocate_all_models" not in block), text
+    flags = words_of(block)
+    status, text, _ = dry_run("train_ppo_ray", ["--pretrain", "org/model", *flags])
+    error = REFUSED.get(tuple(flags))
+    if error is None:
+        assert status == 0, text
+        assert "error: " not in text
+    else:
+        assert status == 2
+        assert text.startswith(error)
+
+
+def test_flags_that_are_refused_are_printed_somewhere():
+    printed = [tuple(words_of(block)) for block in blocks("openrlhf_flags.txt")]
+    assert REFUSED.keys() <= set(printed)
+
+
+LAUNCH = re.compile(r"(python3? -m|deepspeed --module) openrlhf\.cli\.\w+")
+
+
+def continues(line: str) -> bool:
+    """Return whether a line of a command ends with a backslash, a comment behind it left out."""
+    return COMMENT.sub("", line).rstrip().endswith("\\")
+
+
+def command_lines(text: str) -> list[str]:
+    """Return the command lines that a document prints, with their broken lines and comments.
+
+    Guides also forget the backslash, mostly before a comment: a line of flags continues the line above it.
+    """
+    lines, found = text.splitlines(), []
+    for position, line in enumerate(lines):
+        if LAUNCH.search(line) is None:
+            continue
+        first, end = position, position + 1
+        while first > 0 and continues(lines[first - 1]):
+            first -= 1
+        while end < len(lines) and (continues(lines[end - 1]) or lines[end].lstrip().startswith(("--", "# "))):
+            end += 1
+        found.append("\n".join(lines[first:end]))
+    return found
+
+
+DOCUMENT = """Train with `openrlhf.cli.train_ppo_ray`:
+```bash
+ray start --head
+ray job submit --address="http://127.0.0.1:8265" \\
+  -- python3 -m openrlhf.cli.train_ppo_ray \\ # the module
+  --pretrain a/b \\
+  --save_steps 100 # every 100 steps
+  # ... other args
+```
+# A heading
+deepspeed --module openrlhf.cli.train_rm --bf16
+--max_len 8192
+
+--not_part_of_it 1
+`python3 -m openrlhf.cli.train_dpo`
+"""
+
+
+def test_command_lines_of_a_document_are_found_with_broken_lines_and_comments():
+    ray, deepspeed, inline = command_lines(DOCUMENT)
+    assert ray.splitlines()[0].startswith("ray job submit")
+    assert ray.splitlines()[-1] == "  # ... other args"
+    assert module_and_flags(ray) == ("train_ppo_ray", ["--pretrain", "a/b", "--save_steps", "100"])
+    assert module_and_flags(deepspeed) == ("train_rm", ["--bf16", "--max_len", "8192"])
+    assert inline == "`python3 -m openrlhf.cli.train_dpo`"
+
+
+@pytest.mark.skipif(not os.environ.get("RLHF_SEEDS"), reason="RLHF_SEEDS names no folder of documents")
+def test_every_command_line_of_the_documents_is_in_the_copy():
+    documents = sorted(path for path in Path(os.environ["RLHF_SEEDS"]).iterdir() if path.is_file())
+    assert [line for path in documents for line in command_lines(path.read_text())] == blocks("openrlhf_commands.txt")
