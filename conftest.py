@@ -1,5 +1,6 @@
-"""The rule for tests that need a GPU: their files are named `*_gpu_test.py`, and are skipped where there is none.
+"""What all tests share: the rule for those that need a GPU, and a Ray cluster of their own.
 
+Tests that need a GPU are in files named `*_gpu_test.py`, and are skipped where there is none.
 `RLHF_REQUIRE_GPU=1`, which Bazel's `--config=gpu` sets, makes a missing GPU an error, so that a run that is meant for a
 GPU does not pass with every test skipped.
 """
@@ -12,7 +13,8 @@ SUFFIX = "_gpu_test.py"
 
 
 def pytest_configure() -> None:
-    """Refuse to start without the GPU that RLHF_REQUIRE_GPU asks for."""
+    """Keep tests out of a Ray cluster that runs on this machine; insist on the GPU that RLHF_REQUIRE_GPU asks for."""
+    os.environ.setdefault("RAY_ADDRESS", "local")
     if os.environ.get("RLHF_REQUIRE_GPU") == "1" and not _has_gpu():
         raise pytest.UsageError("RLHF_REQUIRE_GPU is 1 and PyTorch finds no GPU")
 

@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from environment import command_line, environment
+from environment import OWN_CLUSTER, command_line, environment
 
 GOAL = 2.5
 IDLE_SHARE = 0.15  # of all cores, in use by others
@@ -62,7 +62,7 @@ def run(num_steps: int, flags: list[str], folder: Path, timeout_s: float) -> lis
     # What users have who set nothing.
     defaults = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "KMP_"))}
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    subprocess.run(command, check=True, env=defaults, timeout=timeout_s, **quiet)
+    subprocess.run(command, check=True, env=defaults | OWN_CLUSTER, timeout=timeout_s, **quiet)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     return [line for line in lines if "time/step" in line]
 

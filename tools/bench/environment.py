@@ -13,6 +13,8 @@ PACKAGES = (
     *("liger-kernel", "cut-cross-entropy", "quack-kernels"),
 )
 ROOT = Path(__file__).resolve().parents[2]
+# Variables of a run that is measured: it must not join a Ray cluster that happens to run on this machine.
+OWN_CLUSTER = {"RAY_ADDRESS": "local"}
 
 
 def environment() -> dict[str, Any]:

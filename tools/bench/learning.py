@@ -9,6 +9,7 @@ step, and with the final ones.
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from environment import command_line, environment
+from environment import OWN_CLUSTER, command_line, environment
 
 STILL = ["--actor_learning_rate", "0", "--critic_learning_rate", "0"]
 
@@ -24,7 +25,8 @@ STILL = ["--actor_learning_rate", "0", "--critic_learning_rate", "0"]
 def run(flags: list[str], folder: Path) -> dict[str, Any]:
     """Run the job into `folder`; return the numbers of its end and of its evaluations."""
     command = [sys.executable, "-m", "rlhf_cli.commands.ppo", *flags, "--save_path", str(folder)]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    subprocess.run(command, check=True, env=os.environ | OWN_CLUSTER, **quiet)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     final = next(line for line in reversed(lines) if "time/total" in line)
     steps = [line for line in lines if "time/step" in line]

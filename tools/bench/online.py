@@ -20,6 +20,7 @@ On a machine without a GPU the phases mean nothing, but the script can be tried:
 
 import argparse
 import json
+import os
 import random
 import statistics
 import subprocess
@@ -30,7 +31,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from environment import command_line, environment
+from environment import OWN_CLUSTER, command_line, environment
 from rlhf_rollout.host import local_gpus
 from shapes import SHAPES
 
@@ -87,7 +88,7 @@ def size_flags(options: argparse.Namespace) -> list[str]:
 def measure(command: Sequence[str], run: Path, timeout_s: float) -> dict[str, Any]:
     """Run the command, its output on stderr; return what its metrics say. Raises CalledProcessError when it fails."""
     started = time.perf_counter()
-    subprocess.run(command, check=True, stdout=sys.stderr, timeout=timeout_s)
+    subprocess.run(command, check=True, env=os.environ | OWN_CLUSTER, stdout=sys.stderr, timeout=timeout_s)
     wall = time.perf_counter() - started
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     steps = [line for line in lines if "time/step" in line]
