@@ -1,4 +1,4 @@
-"""Builds the wheel of one package with the backend its pyproject.toml names (PEP 517), without a network."""
+"""Build the wheel of one package with the backend that its pyproject.toml names (PEP 517), without a network."""
 
 import argparse
 import importlib
@@ -10,9 +10,10 @@ import tomllib
 
 
 def main() -> None:
-    """Copies the sources to a scratch folder, laid out like the workspace, and builds there.
+    """Copy the sources to a scratch folder with the layout of the workspace, and build there.
 
-    Backends write next to the sources, and pyproject.toml may name files outside of its folder (`../../tools/...`).
+    A copy is needed because backends write beside the sources. The layout matters because pyproject.toml names files
+    outside of its folder (`../../tools/...`).
     """
     parser = argparse.ArgumentParser()
     parser.add_argument("--package", type=pathlib.Path, required=True, help="the folder of pyproject.toml")
@@ -26,7 +27,8 @@ def main() -> None:
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source, target)
         os.chdir(pathlib.Path(scratch, options.package))
-        os.environ.setdefault("SOURCE_DATE_EPOCH", "315532800")  # the first date a zip file can hold
+        # A fixed date makes the wheel the same for the same sources; this is the first date that a zip file can hold.
+        os.environ.setdefault("SOURCE_DATE_EPOCH", "315532800")
         system = tomllib.loads(pathlib.Path("pyproject.toml").read_text(encoding="utf-8"))["build-system"]
         importlib.import_module(system["build-backend"]).build_wheel(str(out))
 

@@ -1,4 +1,4 @@
-"""What the metadata of all packages has in common, and what lets plain pip install one of them from a checkout.
+"""Metadata that all packages share, and a rewrite of requirements that lets pip install a package from a checkout.
 
 pip knows no workspaces: `pip install packages/rlhf-rollout` would look for `rlhf-data` on an index. When pip builds a
 package inside a checkout, its requirement `rlhf-data` becomes `rlhf-data @ file:///.../rlhf-data`. uv reads the
@@ -21,7 +21,7 @@ CLASSIFIERS = [
 
 
 def localized(requirement: str, package: Path) -> str:
-    """Returns `requirement` with a file URL when it names a package beside the folder `package`, else as it is."""
+    """Return `requirement` with a file URL if it names a package beside the folder `package`, else unchanged."""
     match = re.match(r"(rlhf-[a-z]+)(\[[^]]*\])?[^;]*(;.*)?$", requirement)
     if match is None:
         return requirement
@@ -33,11 +33,12 @@ def localized(requirement: str, package: Path) -> str:
 
 
 class CustomMetadataHook(MetadataHookInterface):
-    """Sets the classifiers and, under pip, rewrites the first-party requirements."""
+    """Set the classifiers and, under pip, rewrite the first-party requirements."""
 
     def update(self, metadata: dict) -> None:
-        """Changes the `[project]` table `metadata` in place."""
+        """Change the `[project]` table `metadata` in place."""
         metadata["classifiers"] = CLASSIFIERS
+        # pip sets this variable while it builds; uv and Bazel do not.
         if "PIP_BUILD_TRACKER" not in os.environ:
             return
         package = Path(self.root).resolve()

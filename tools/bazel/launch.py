@@ -1,4 +1,4 @@
-"""Starts a command of the repository under `bazel run` as if it were installed."""
+"""Start a command of the repository under `bazel run` as if it were installed."""
 
 import os
 import runpy
@@ -6,10 +6,10 @@ import sys
 
 
 def run(module: str) -> None:
-    """Runs `module` as `__main__`, in the user's folder, with the import path handed on to child processes.
+    """Run `module` as `__main__`, in the user's folder, and pass the import path on to child processes.
 
-    Ray starts its workers with this interpreter and environment, and the packages under `src/` are known to this
-    process only: Bazel's stub put them on `sys.path`.
+    Ray starts its workers with this interpreter and environment. Bazel's stub puts the packages under `src/` on
+    `sys.path` of this process only, so workers would not find them without PYTHONPATH.
     """
     own = [path for path in sys.path if path and not path.startswith((sys.prefix, sys.base_prefix))]
     sys.path[:] = [os.path.abspath(path) if path in own else path for path in sys.path if path]

@@ -6,7 +6,7 @@ load("@rules_python//python:py_test.bzl", _py_test = "py_test")
 load("//tools/bazel:main.bzl", "main_module")
 load("//tools/bazel:wheel.bzl", "wheel")
 
-# Attributes of a test that starts Ray, vLLM or DeepSpeed: two cores and a few GB are its own while it runs.
+# Attributes of a test that starts Ray, vLLM or DeepSpeed, and needs two cores and a few GB for itself while it runs.
 HEAVY = {
     "size": "large",
     "tags": ["cpu:2"],
@@ -52,7 +52,7 @@ def pytest_test(name, srcs, deps = [], data = [], args = [], tags = [], **kwargs
       deps: libraries the tests import.
       data: files the tests read.
       args: further arguments of pytest.
-      tags: Bazel tags; "gpu" also makes the test exclusive, for there is one GPU to share, and makes it fail without one.
+      tags: Bazel tags. "gpu" also makes the test exclusive, because tests share one GPU, and makes it fail without a GPU.
       **kwargs: passed to py_test.
     """
     modules = [src for src in srcs if src.endswith("_test.py")]
@@ -78,7 +78,7 @@ def pytest_tests(deps, folder = "", data = [], overrides = {}, also_on_gpu = [])
       folder: where the tests are; other files there (conftest.py, helpers, data) go with each of them.
       data: further files the tests read.
       overrides: file in `folder` to attributes of its test, such as HEAVY or `{"shard_count": 4}`.
-      also_on_gpu: files in `folder` that take a GPU when there is one: `x_test.py` becomes `x_gpu_test` as well.
+      also_on_gpu: files in `folder` that use a GPU if there is one: `x_test.py` also becomes the target `x_gpu_test`.
     """
     prefix = folder + "/" if folder else ""
     tests = native.glob([prefix + "**/*_test.py"], allow_empty = True)
@@ -105,9 +105,9 @@ def python_package(name, deps, users, test_deps = [], test_data = [], tests = {}
 
     Args:
       name: the import package, `src/<name>/`.
-      deps: what the package needs when nothing optional is installed; pyproject.toml says the same.
+      deps: what the package needs without its extras, as in pyproject.toml.
       users: the packages that may depend on it.
-      test_deps: what the tests need besides.
+      test_deps: what only the tests need.
       test_data: files that the tests read besides those in `tests/`.
       tests: attributes of single tests, as in `pytest_tests`.
     """

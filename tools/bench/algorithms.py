@@ -1,8 +1,8 @@
-"""Does every algorithm learn? Held-out accuracy of the built-in task before and after, by algorithm and seed.
+"""Measure held-out accuracy on the built-in task before and after training, by algorithm and seed.
 
     python tools/bench/algorithms.py --out algorithms.json
 
-Runs `rlhf ppo` on the built-in task, 40 steps, once a row of `RECIPES` and seed. Accuracy is measured as in
+Runs `rlhf ppo` on the built-in task for 40 steps, once for each seed and row of `RECIPES`. Accuracy is measured as in
 `learning.py`.
 """
 
@@ -41,7 +41,7 @@ RECIPES = {
 
 
 def main() -> None:
-    """Run all of it and write the report, which is whole after every run."""
+    """Run every recipe with every seed, and write the report after each recipe."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--only", nargs="+", choices=RECIPES, default=list(RECIPES), metavar="NAME")

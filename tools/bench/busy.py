@@ -1,13 +1,13 @@
-"""How much slower the main job gets beside one other busy process, in one run.
+"""Measure how much slower `rlhf ppo` gets beside one other busy process.
 
     python tools/bench/busy.py --out busy.json
 
-Runs `rlhf ppo` with no flags but the number of steps, first alone and then beside a process that computes without
-pause, and again in the other order, and compares the medians of a step's wall clock. Ranks and engines have a pool of
-OpenMP threads each; threads that spin while they wait lose what a neighbour takes from them many times over.
+Runs `rlhf ppo` with no flags but the number of steps four times: alone, twice beside a process that computes without
+pause, and alone again. Compares the median seconds per step. Ranks and engines have a pool of OpenMP threads each. If
+these threads spin while they wait, one busy neighbour slows a step down by much more than the core that it takes.
 
-The ratio means something only on a machine that does nothing else. The load before each run is in the report, and
-`idle_at_start` is false when it was too high; the script then says so and exits with 1 unless `--even_if_busy`.
+The ratio is meaningful only on a machine that does nothing else. The report holds the load before each run. If it is
+too high, the script says so and exits with 1; with `--even_if_busy` it goes on and sets `idle_at_start` to false.
 """
 
 import argparse
@@ -25,13 +25,13 @@ from typing import Any
 
 from environment import OWN_CLUSTER, command_line, environment
 
-GOAL = 2.5
-IDLE_SHARE = 0.15  # of all cores, in use by others
-SAMPLE_S = 3.0
+GOAL = 2.5  # largest ratio of a step beside a busy process to a step alone
+IDLE_SHARE = 0.15  # the machine counts as idle up to this share of its cores in use
+SAMPLE_S = 3.0  # seconds over which the load is measured
 
 
 def busy_share(seconds: float = SAMPLE_S) -> float:
-    """Return the share of all cores that was in use over the next seconds."""
+    """Return the share of all cores that is in use, measured over the next `seconds`."""
     before = _cpu_times()
     time.sleep(seconds)
     total, idle = (after - earlier for after, earlier in zip(_cpu_times(), before, strict=True))
@@ -39,7 +39,7 @@ def busy_share(seconds: float = SAMPLE_S) -> float:
 
 
 def _cpu_times() -> tuple[float, float]:
-    """Return clock ticks since boot: of all cores, and of those idle or waiting for a disk."""
+    """Return clock ticks since boot, summed over cores: all ticks, and those spent idle or waiting for a disk."""
     fields = [float(field) for field in Path("/proc/stat").read_text(encoding="utf-8").splitlines()[0].split()[1:9]]
     return sum(fields), fields[3] + fields[4]
 
@@ -59,7 +59,7 @@ def run(num_steps: int, flags: list[str], folder: Path, timeout_s: float) -> lis
     """Run the job; return the metrics of its steps."""
     command = [sys.executable, "-m", "rlhf_cli.main", "ppo", "--train_steps", str(num_steps), *flags]
     command += ["--save_path", str(folder)]
-    # What users have who set nothing.
+    # Without the caller's OpenMP settings, so that the job runs with its own defaults.
     defaults = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "KMP_"))}
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     subprocess.run(command, check=True, env=defaults | OWN_CLUSTER, timeout=timeout_s, **quiet)
@@ -77,7 +77,7 @@ def main() -> int:
     """Measure, write the report, and return the exit status: 1 when the machine was busy or the goal is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--even_if_busy", action="store_true", help="measure on a machine that is in use, too")
+    parser.add_argument("--even_if_busy", action="store_true", help="measure even if the machine is in use")
     parser.add_argument("--timeout_s", type=float, default=900.0, help="per run")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("flags", nargs="*", help="further flags of the command, after --")
@@ -107,7 +107,7 @@ def main() -> int:
 
 
 def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the ratio of a step beside a busy process to one alone, and by phase, over all runs."""
+    """Return mean seconds per step and phase, alone and beside a busy process, and the ratio of the steps."""
 
     def seconds(name: str, beside: bool) -> float:
         return statistics.mean(each["median"].get(name, 0.0) for each in runs if each["neighbour"] == beside)

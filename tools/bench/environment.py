@@ -1,4 +1,4 @@
-"""What a figure was measured on and with."""
+"""Hardware, versions, commit and command of a measurement, for the head of its report."""
 
 import importlib.metadata
 import os
@@ -18,7 +18,7 @@ OWN_CLUSTER = {"RAY_ADDRESS": "local"}
 
 
 def environment() -> dict[str, Any]:
-    """Return hardware, versions and the commit, for the head of a benchmark's JSON."""
+    """Return hardware, versions of libraries, and the commit. What is not there is None or left out."""
     versions = {}
     for name in PACKAGES:
         try:
@@ -36,7 +36,7 @@ def environment() -> dict[str, Any]:
 
 
 def command_line(out: Path) -> str:
-    """Return the command that was typed, with the folder of its output file left out."""
+    """Return the command that was typed. The script's path is relative to the root; the output file has no folder."""
     script = Path(sys.argv[0]).resolve()
     name = str(script.relative_to(ROOT)) if script.is_relative_to(ROOT) else script.name
     return " ".join(["python", name, *(out.name if part == str(out) else part for part in sys.argv[1:])])

@@ -1,16 +1,16 @@
-"""Keeps the figures in Markdown pages equal to the committed measurements.
+"""Keep the figures in Markdown pages equal to the committed measurements.
 
     python tools/bench/figures.py            write the figures into the pages
-    python tools/bench/figures.py --check    name the ones that differ, and exit with 1
+    python tools/bench/figures.py --check    print the figures that differ, and exit with 1
 
-A figure is a number with a comment behind it, which says where the number comes from and how it is written:
+A figure is a number followed by a comment that says where the number comes from and how to format it:
 
     0.88 <!-- figure: tools/bench/results/learning-cpu.json mean_after .2f -->
 
 The parts are a JSON file relative to the root of the repository, a value in it, a format specification of Python and,
-optionally, a factor such as `x100`. A value is a dotted path: keys and list indices; `*` stands for every element, and
-`max(...)`, `min(...)`, `mean(...)` or `sum(...)` reduce what it finds. `A / B` divides two values. `%20` stands for a
-space in a key.
+optionally, a factor such as `x100`. A value is a dotted path of keys and list indices. `*` stands for every element,
+and `max(...)`, `min(...)`, `mean(...)` or `sum(...)` reduces them. `A / B` divides two values. `%20` stands for a space
+in a key.
 """
 
 import argparse
@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = ("*.md", *(f"{folder}/**/*.md" for folder in ("docs", "kernels", "packages", "third_party", "tools")))
 REDUCTIONS = {"max": max, "mean": statistics.fmean, "min": min, "sum": sum}
 
-# In "6-7" the hyphen is no sign.
+# A hyphen after a word character is no sign: the numbers of "6-7" are 6 and 7.
 _NUMBER = r"(?:(?<!\w)[-+])?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?"
 # Emphasis and a unit may stand between the number and its comment, which may begin the next line. No digit may: the
 # comment belongs to the last number before it.
@@ -35,11 +35,11 @@ _MARKER = re.compile(r"<!-- figure:")
 
 
 class FigureError(ValueError):
-    """A marker that cannot be read, or that names a file or a value that does not exist."""
+    """A comment that cannot be read, or that names a file or a value that does not exist."""
 
 
 class Difference(NamedTuple):
-    """A figure that is not what its measurement says."""
+    """A figure that differs from its measurement."""
 
     line: int
     written: str
@@ -58,6 +58,7 @@ def find(data: Any, path: str) -> list[Any]:
     if isinstance(data, list) and head.isdecimal() and int(head) < len(data):
         return find(data[int(head)], rest)
     if isinstance(data, dict):
+        # Keys may contain dots, so several keys can begin the path. The longest one is meant.
         keys = [key for key in data if path == key or path.startswith(f"{key}.")]
         if keys:
             key = max(keys, key=len)
@@ -84,7 +85,7 @@ def evaluate(data: Any, terms: Sequence[str]) -> float:
 
 
 def render(source: str, root: Path = ROOT) -> str:
-    """Return the text that the marker `FILE VALUE FORMAT [xFACTOR]` asks for."""
+    """Return the formatted figure of the comment `FILE VALUE FORMAT [xFACTOR]`."""
     name, *terms = source.split()
     factor = 1.0
     if terms and re.fullmatch(r"x[\d.e+-]+", terms[-1]):
@@ -102,6 +103,7 @@ def render(source: str, root: Path = ROOT) -> str:
         text = format(scaled, form)
     except ValueError as error:
         raise FigureError(f"format {form!r}: {error}") from None
+    # 1.4e-4 in place of Python's 1.4e-04
     return re.sub(r"e([-+])0*(\d)", lambda match: f"e{match[1].removeprefix('+')}{match[2]}", text)
 
 
@@ -140,7 +142,7 @@ def pages(root: Path = ROOT) -> list[Path]:
 def main(argv: Sequence[str] | None = None, root: Path = ROOT) -> int:
     """Rewrite or check every page under `root`; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="change nothing; exit with 1 when a figure differs")
+    parser.add_argument("--check", action="store_true", help="change nothing; exit with 1 if a figure differs")
     options = parser.parse_args(argv)
     status = 0
     for path in pages(root):

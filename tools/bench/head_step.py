@@ -1,12 +1,17 @@
-"""What the kernels of the LM head change of a whole training step: seconds and memory, one model, one run.
+"""Measure what the operators of the LM head change in a whole training step: seconds and memory.
 
     python tools/bench/head_step.py --shape qwen2-1.5b --num_tokens 16384 --out head_step.json
 
-A model with random weights learns from one full pack, forward and backward, every token trained, its layers compiled:
-from -log p and an entropy bonus. Only the head and its loss differ: PyTorch's as they are usually written (log-softmax
-of float32 logits, and the entropy from it), `token_logprobs` on logits that become their own gradient,
-`linear_token_logprobs`, which never has all logits, and `linear_policy_loss`, which makes them once. They take turns;
-seconds are medians. Log-probs and gradients are held against those of the first before anything is timed.
+A random model with compiled layers runs forward and backward over one full pack. All tokens are trained, by -log p and
+an entropy bonus. Only the head and its loss differ:
+
+    torch                    log-softmax of float32 logits, and the entropy from it, as usually written in PyTorch
+    token_logprobs           the gradient overwrites the logits
+    linear_token_logprobs    logits are computed block by block, in the forward pass and again in the backward pass
+    linear_policy_loss       logits are computed once, chunk by chunk, together with the gradients
+
+They take turns; seconds are medians. Log-probs and gradients are compared with those of the first before anything is
+timed.
 """
 
 import argparse
@@ -31,37 +36,37 @@ from rlhf_models.testing import tiny_model_dir
 from shapes import SHAPES
 
 SEQUENCE_TOKENS = 512
-MAX_ERROR = 2e-2  # of the norm; bfloat16
-
+MAX_ERROR = 2e-2  # relative to the norm, in bfloat16
 ENTROPY_COEF = 0.01
 
 Head = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # hidden, weight and tokens to loss and log-probs
 
 
 def loss_of(logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the loss, and the log-probs with it."""
+    """Return the loss and, unchanged, the log-probs."""
     return -logprobs.mean() - ENTROPY_COEF * entropy.mean(), logprobs
 
 
 def plain(hidden: Tensor, weight: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute as is usual in PyTorch."""
+    """Compute the loss as it is usually written in PyTorch."""
     logp = torch.log_softmax((hidden @ weight.T).float(), dim=-1)
     return loss_of(logp.gather(1, token_ids[:, None])[:, 0], -(logp.exp() * logp).sum(-1))
 
 
 def given_logits(hidden: Tensor, weight: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute by `token_logprobs`."""
+    """Compute the loss with `token_logprobs`."""
     return loss_of(*token_logprobs(hidden @ weight.T, token_ids, inplace_backward=True)[:2])
 
 
 def in_blocks(hidden: Tensor, weight: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute by `linear_token_logprobs`."""
+    """Compute the loss with `linear_token_logprobs`."""
     return loss_of(*linear_token_logprobs(hidden, weight, token_ids)[:2])
 
 
 def with_the_loss(hidden: Tensor, weight: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute by `linear_policy_loss`."""
-    count, ones = len(token_ids), torch.ones(len(token_ids), device=hidden.device)
+    """Compute the loss with `linear_policy_loss`."""
+    count = len(token_ids)
+    ones = torch.ones(count, device=hidden.device)
     bounds = torch.arange(0, count + 1, count, dtype=torch.int32, device=hidden.device)
     stream = PolicyStream(advantages=ones, loss_mask=ones.bool(), cu_seqlens=bounds, num_tokens=count, num_sequences=1)
     objective = PolicyObjective(policy_loss="reinforce", entropy_coef=ENTROPY_COEF)
@@ -78,7 +83,7 @@ HEADS: dict[str, Head] = {
 
 
 def step(model: nn.Module, name: str, batch: TokenBatch, index: Tensor) -> Tensor:
-    """Learn the tokens at flat positions `index` of the batch; gradients stay. Returns their log-probs."""
+    """Compute the gradients of one step, trained on the tokens at flat positions `index`. Return their log-probs."""
     model.zero_grad()
     hidden = last_hidden_state(model.base_model, batch)[0].index_select(0, index - 1)
     loss, logprobs = HEADS[name](hidden, model.get_output_embeddings().weight, batch.input_ids[0, index])
@@ -93,7 +98,7 @@ def wait() -> None:
 
 
 def seconds_and_gib(model: nn.Module, name: str, batch: TokenBatch, index: Tensor) -> tuple[float, float | None]:
-    """Time one step, and return its peak of memory above the weights; None without a GPU."""
+    """Return the seconds of one step, and its peak memory in GiB above the weights (None without a GPU)."""
     on_gpu = torch.cuda.is_available()
     model.zero_grad()
     wait()
@@ -108,7 +113,11 @@ def seconds_and_gib(model: nn.Module, name: str, batch: TokenBatch, index: Tenso
 
 
 def errors(model: nn.Module, batch: TokenBatch, index: Tensor) -> dict[str, dict[str, float]]:
-    """Return how far each head is from the first, relative to its norm; RuntimeError when that is too far."""
+    """Return the relative error of each head's log-probs and gradients compared with the first head.
+
+    Raises:
+        RuntimeError: an error of `MAX_ERROR` or more.
+    """
     found: dict[str, dict[str, float]] = {}
     wanted: list[Tensor] = []
     for name in HEADS:
@@ -123,10 +132,10 @@ def errors(model: nn.Module, batch: TokenBatch, index: Tensor) -> dict[str, dict
 
 
 def main() -> None:
-    """Measure each head and write the report."""
+    """Compare the heads, time them in turn, and write the report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="tiny")
-    parser.add_argument("--num_tokens", type=int, default=2048, help="of the pack")
+    parser.add_argument("--num_tokens", type=int, default=2048, help="tokens of the pack")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()

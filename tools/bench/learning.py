@@ -1,10 +1,10 @@
-"""Does the main job learn? Held-out accuracy before and after, by seed, and of a run that must not learn.
+"""Measure held-out accuracy on the built-in task before and after `rlhf ppo`, by seed.
 
     python tools/bench/learning.py --out learning.json
 
-Runs `rlhf ppo` with no flags but the seed for seeds 1, 2 and 3, and once with both learning rates 0. Accuracy is
-measured by the job itself: the engine answers 200 held-out prompts at temperature 1 with the weights before the first
-step, and with the final ones.
+Runs `rlhf ppo` with no flags but the seed, for seeds 1, 2 and 3, and once with both learning rates 0: that run must not
+learn. The job itself measures accuracy: the engine answers 200 held-out prompts at temperature 1, with the weights
+before the first step and with the final ones.
 """
 
 import argparse
@@ -23,7 +23,7 @@ STILL = ["--actor_learning_rate", "0", "--critic_learning_rate", "0"]
 
 
 def run(flags: list[str], folder: Path) -> dict[str, Any]:
-    """Run the job into `folder`; return the numbers of its end and of its evaluations."""
+    """Run the job with `folder` as its --save_path; return its accuracies, times and largest log-prob gap."""
     command = [sys.executable, "-m", "rlhf_cli.commands.ppo", *flags, "--save_path", str(folder)]
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     subprocess.run(command, check=True, env=os.environ | OWN_CLUSTER, **quiet)
@@ -43,7 +43,7 @@ def run(flags: list[str], folder: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run all of it and write the report."""
+    """Run every seed and the run with learning rate 0, and write the report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--out", type=Path, required=True)

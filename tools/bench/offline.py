@@ -1,17 +1,17 @@
-"""Does every offline trainer learn? Held-out figures before and after, by trainer and seed, on a CPU.
+"""Measure held-out figures before and after training with every offline command, by seed, on a CPU.
 
-    python tools/bench/offline.py --real_data ../shared/data --out offline.json
+    python tools/bench/offline.py --real_data DATA --out offline.json
 
-Runs `rlhf sft`, `rm`, `dpo`, `kto`, `prm` and `kd` on the tiny model that ships, once a row of `RECIPES` and seed. Two
-rows read real records from `--real_data`: `gsm8k/{train,test}.jsonl` and `hh-harmless/pairs.jsonl.gz`. The others read
-workings of additions of two-digit numbers, in half of which the ones carry:
+Runs `rlhf sft`, `rm`, `dpo`, `kto`, `prm` and `kd` on the built-in model, once for each seed and row of `RECIPES`. Two
+rows read real data from the folder `--real_data`: `gsm8k/{train,test}.jsonl` and `hh-harmless/pairs.jsonl.gz`. The
+other rows read solutions of two-digit additions. Half of the additions need a carry:
 
     What is 47 + 38?    chosen  7+8=15, 4+3+1=8 #### 85    rejected  7+8=15, 4+3=7 #### 75
     What is 41 + 38?    chosen  1+8=9, 4+3=7 #### 79       rejected  1+8=9, 4+3+1=8 #### 89
 
-What is chosen depends on the sum of the ones alone: whether a carry is written says nothing by itself, and chance is
-0.5. `kto` gets each working apart with its verdict; `prm` judges both steps of a working, each of which is wrong in one
-row of two; `sft` and `kd` get the chosen workings, and the teacher is the model that `sft` made. Additions held out are
+A written carry is right in half of the rows, so a model that only looks for one has an accuracy of 0.5: it must add the
+ones. `kto` reads single solutions with a label. `prm` reads solutions whose steps are each wrong with probability 0.5.
+`sft` and `kd` read the chosen solutions; the teacher of `kd` is the model that `sft` trained. Held-out additions are
 not trained on.
 """
 
@@ -71,7 +71,8 @@ Row = dict[str, Any]
 
 def additions() -> tuple[list[Problem], list[Problem]]:
     """Return training and held-out additions, half of which carry."""
-    rng, kinds = random.Random(0), ([], [])
+    rng = random.Random(0)
+    kinds: tuple[list[Problem], list[Problem]] = ([], [])  # without a carry, with a carry
     for problem in ((a, b) for a in range(10, 100) for b in range(10, 100)):
         kinds[carries(problem)].append(problem)
     for problems in kinds:
@@ -86,7 +87,7 @@ def carries(problem: Problem) -> bool:
 
 
 def write_additions(folder: Path) -> None:
-    """Write the rows that each trainer reads, and the held-out ones, into `folder`."""
+    """Write training rows and held-out rows for each command into `folder`."""
     for problems, ending in zip(additions(), ("", "_held_out"), strict=True):
         pairs = [
             {
@@ -111,7 +112,7 @@ def write_additions(folder: Path) -> None:
 
 
 def judged_steps(problems: list[Problem]) -> Iterator[Row]:
-    """Yield workings with the verdicts on their two steps."""
+    """Yield solutions of two steps with a label per step."""
     rng = random.Random(0)
     for problem in problems:
         good = [rng.random() < 0.5 for _ in range(2)]
@@ -124,7 +125,7 @@ def judged_steps(problems: list[Problem]) -> Iterator[Row]:
 
 
 def write_real(source: Path, folder: Path) -> None:
-    """Write the real records into `folder`, the last pairs held out."""
+    """Write the real data into `folder`. The last pairs are held out."""
     for name in ("train", "test"):
         shutil.copyfile(source / f"gsm8k/{name}.jsonl", folder / f"gsm8k_{name}.jsonl")
     with gzip.open(source / "hh-harmless/pairs.jsonl.gz", "rt", encoding="utf-8") as lines:
@@ -134,7 +135,7 @@ def write_real(source: Path, folder: Path) -> None:
 
 
 def write_jsonl(path: Path, rows: list[Row]) -> None:
-    """Write one JSON object a line."""
+    """Write one JSON object per line."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
@@ -158,7 +159,7 @@ def run(recipe: str, seed: int, folder: Path) -> dict[str, Any]:
 
 
 def figures_of(line: dict[str, float]) -> dict[str, float]:
-    """Return the held-out figures of a line of metrics; answers judged apart have a margin as well."""
+    """Return the held-out figures of a line of metrics. For `kto`, add the margin of good over bad answers."""
     figures = {name.removeprefix("eval/"): value for name, value in line.items() if name.startswith("eval/")}
     if "desirable_reward" in figures:
         figures["margin"] = figures["desirable_reward"] - figures["undesirable_reward"]
@@ -166,7 +167,7 @@ def figures_of(line: dict[str, float]) -> dict[str, float]:
 
 
 def row_of(name: str, runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return a row of the report: the means over the seeds, and every run."""
+    """Return a row of the report: the means over the seeds, and all runs."""
     means = {
         when: {figure: statistics.mean(result[when][figure] for result in runs) for figure in runs[0][when]}
         for when in ("before", "after")
@@ -175,12 +176,12 @@ def row_of(name: str, runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run all of it and write the report, which is whole after every row."""
+    """Run every recipe with every seed, and write the report after each recipe."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--only", nargs="+", choices=RECIPES, default=list(RECIPES), metavar="NAME")
-    parser.add_argument("--real_data", type=Path, help="folder of real records; without it their rows are left out")
-    parser.add_argument("--jobs", type=int, default=1, help="seeds that run at once")
+    parser.add_argument("--real_data", type=Path, help="folder of the real data; without it, its rows are left out")
+    parser.add_argument("--jobs", type=int, default=1, help="seeds that run at the same time")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     table = []

@@ -8,13 +8,13 @@ Settings, each with one optimizer update over all rollouts of a step and everyth
     W2  GRPO, shape of Qwen2-1.5B, 64 x 8, 256 + 1024 tokens; nothing sleeps, padded, micro-batches of 8
     W3  PPO with critic and reference, sizes of W1; engine and optimizer states sleep in turn, packed
 
-W1 and W2 have no reference and skip old log-probs: the only update of a batch is exactly on-policy.
+W1 and W2 have no reference model. They skip old log-probs, because the only update of a batch is exactly on-policy.
 
 The command runs in a process of its own, as a user starts it; figures come from its `metrics.jsonl`. Random weights
 hardly ever draw an end token, so nearly every response has full length. Medians leave out the first step, which
 compiles and warms up. Flags behind `--` go to the command: `-- --init_kl_coef 0.01`.
 
-On a machine without a GPU the phases mean nothing, but the script can be tried: `--shape tiny --prompts 4 --samples 2
+Without a GPU the times mean nothing, but the script can be tried with `--shape tiny --prompts 4 --samples 2
 --prompt_tokens 16 --response_tokens 8`.
 """
 
@@ -36,7 +36,7 @@ from rlhf_rollout.host import local_gpus
 from shapes import SHAPES
 
 REWARD = 'def reward_func(queries, prompts, labels):\n    return {"rewards": [len(query) % 7 for query in queries]}\n'
-SYMBOLS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"  # one token each, whatever stands beside them
+SYMBOLS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"  # one token each, in any order
 
 _SIZES = {"shape": "qwen2-0.5b", "response_tokens": 512, "micro_batch": 16}
 _GRPO = ["--advantage_estimator", "group_norm", "--init_kl_coef", "0", "--old_logprobs", "skip"]
@@ -69,7 +69,7 @@ def write_inputs(options: argparse.Namespace, folder: Path) -> list[str]:
 
 
 def size_flags(options: argparse.Namespace) -> list[str]:
-    """Return the flags of the command that say how much it does in a step."""
+    """Return the flags of the command that set batch sizes and lengths."""
     rollouts = options.prompts * options.samples
     flags = {
         "rollout_batch_size": options.prompts,
@@ -86,7 +86,11 @@ def size_flags(options: argparse.Namespace) -> list[str]:
 
 
 def measure(command: Sequence[str], run: Path, timeout_s: float) -> dict[str, Any]:
-    """Run the command, its output on stderr; return what its metrics say. Raises CalledProcessError when it fails."""
+    """Run the command, with its output on stderr, and return its times and metrics.
+
+    Raises:
+        CalledProcessError: the command failed.
+    """
     started = time.perf_counter()
     subprocess.run(command, check=True, env=os.environ | OWN_CLUSTER, stdout=sys.stderr, timeout=timeout_s)
     wall = time.perf_counter() - started

@@ -1,4 +1,4 @@
-"""Draws the pictures of a run for the README: its terminal output, shortened, and its learning curve, as SVG.
+"""Draw two SVG pictures of a run for the README: its terminal output, shortened, and its learning curve.
 
 rlhf ppo --seed 1 --save_path outputs/ppo 2>&1 | tee ppo.log
 python tools/bench/pictures.py --log ppo.log --run outputs/ppo --command "rlhf ppo --seed 1" --out docs/images
@@ -12,6 +12,7 @@ from html import escape
 from pathlib import Path
 
 SHOWN_STEPS = (1, 2, 3, 4, 5, 10, 20, 30, 40)
+# Beginnings of lines that the picture leaves out: samples, notices and progress.
 LEFT_OUT = (
     "Held-out samples",
     "  1.",
@@ -34,6 +35,7 @@ def shown_lines(log: str) -> list[str]:
     """Return the lines of a terminal log that the picture shows: no spinners, no samples, and only `SHOWN_STEPS`."""
     lines: list[str] = []
     for raw in log.splitlines():
+        # A live line is written again and again after a carriage return; only what was written last remains visible.
         parts = [part for part in _ESCAPE.sub("", raw).split("\r") if part.strip() and not _SPINNER.match(part)]
         line = parts[-1].rstrip() if parts else ""
         step = _STEP.match(line)
@@ -54,6 +56,7 @@ def terminal_svg(lines: Sequence[str]) -> str:
     parts.append('<g font-size="13" fill="#d4d4d4" xml:space="preserve">')
     for index, line in enumerate(lines):
         style = ' fill="#8fd18f" font-weight="bold"' if "held-out accuracy" in line else ""
+        # A fixed length aligns the columns whatever font the reader's browser has.
         length = f'textLength="{len(line) * _CHARACTER_WIDTH:.0f}"'
         parts.append(f'<text x="10" y="{24 + index * _LINE_HEIGHT}" {length}{style}>{escape(line)}</text>')
     return "\n".join([*parts, "</g>", "</svg>\n"])

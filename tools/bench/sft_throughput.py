@@ -1,18 +1,19 @@
-"""Tokens a second of supervised fine-tuning, padded against packed, and the share of the device's peak that is used.
+"""Measure tokens per second of supervised fine-tuning, padded and packed, and the share of the GPU's peak in use.
 
     python tools/bench/sft_throughput.py --shape qwen2-0.5b --lengths gsm8k/train.jsonl --out sft_throughput.json
 
-Full fine-tuning of a model with random weights on sequences whose lengths are those of the rows of a file with
-`question` and `answer`, three characters a token. Layouts take turns on one machine in one run, with the same examples
-in the same order: padded to the longest of `--micro_batch_size` rows, and packed to `--pack_tokens` tokens a pass.
+Trains all weights of a random model. The lengths of its sequences come from the rows of a file with `question` and
+`answer`, at three characters per token. The layouts take turns on one machine in one run, with the same examples in the
+same order: padded to the longest of `--micro_batch_size` rows, and packed to `--pack_tokens` tokens per pass.
 
-The model's floating-point operations a token, forward and backward, are 6 a weight of the layers, 6 a weight of the
-head where a token is trained, and 12 x layers x width a token before it for attention; recomputation does not count.
-"model_flops_utilisation_of_every_token" counts the head for tokens that are not trained, too, as is usual (Chowdhery
-et al. 2022, PaLM, appendix B: 6 a weight and token, whatever is computed); here such tokens never reach the head.
-The share is of 989 TFLOP/s, the H200's peak in bfloat16 without sparsity. "products_alone" is the share that the same
-device reaches in the same run when it does nothing but the matrix products of the layers' weights, one by one, with
-inputs of a pack's size: no device holds its peak for longer than moments, and devices differ.
+Floating-point operations, forward and backward, are counted per token: 6 per weight of the layers, 6 per weight of the
+head if the token is trained, and 12 x layers x width per earlier token of its sequence for attention. Recomputation
+does not count. "model_flops_utilisation" is their share of 989 TFLOP/s, the H200's peak in bfloat16 without sparsity.
+"model_flops_utilisation_of_every_token" counts the head for untrained tokens as well, as is usual (Chowdhery et al.
+2022, PaLM, appendix B), although they do not reach the head here.
+
+"products_alone" is the share that the same GPU reaches in the same run when it computes only the matrix products of the
+layers' weights, with inputs of a pack's size. It is the practical bound: no GPU sustains its peak, and GPUs differ.
 """
 
 import argparse
@@ -40,19 +41,19 @@ from rlhf_train.run.observer import Observer
 from rlhf_train.specs import ModelSpec, OptimizerSpec
 from shapes import SHAPES
 
-PEAK_FLOPS = 989e12
-PRODUCTS_SECONDS = 3.0
-CHARACTERS_A_TOKEN = 3
+PEAK_FLOPS = 989e12  # per second, H200, bfloat16
+PRODUCTS_SECONDS = 3.0  # long enough that the clock settles, as in training
+CHARACTERS_PER_TOKEN = 3
 
 
 def read_examples(path: Path, count: int) -> list[SftExample]:
-    """Return random tokens of the lengths of the file's first `count` rows, from the start again where it has fewer."""
+    """Return `count` examples of random tokens, with the lengths of the file's rows. Rows repeat if there are fewer."""
     rng = np.random.default_rng(0)
     examples = []
     rows = itertools.cycle(path.read_text(encoding="utf-8").splitlines())
     for number, line in enumerate(itertools.islice(rows, count)):
         row = json.loads(line)
-        prompt, answer = (len(row[key]) // CHARACTERS_A_TOKEN + 1 for key in ("question", "answer"))
+        prompt, answer = (len(row[key]) // CHARACTERS_PER_TOKEN + 1 for key in ("question", "answer"))
         mask = np.arange(prompt + answer) >= prompt
         examples.append(SftExample(f"row{number}", rng.integers(300, 500, prompt + answer), mask))
     return examples
@@ -61,8 +62,14 @@ def read_examples(path: Path, count: int) -> list[SftExample]:
 def flops(
     examples: Sequence[SftExample], shape: Mapping[str, float], num_layer_weights: int, *, every_token: bool = False
 ) -> float:
-    """Return the operations of one pass over the examples, forward and backward, with the head's for trained tokens
-    or for every one."""
+    """Return the operations of one pass over the examples, forward and backward.
+
+    Args:
+        examples: trained once each.
+        shape: fields of the model's config.
+        num_layer_weights: weights of all layers.
+        every_token: count the head for every token and not only for trained ones.
+    """
     head = shape.get("vocab_size", 0) * shape.get("hidden_size", 0)
     attention = shape.get("num_hidden_layers", 0) * shape.get("num_attention_heads", 0) * shape.get("head_dim", 0)
     total = 0.0
@@ -74,14 +81,16 @@ def flops(
 
 
 def products_share(shapes: Sequence[tuple[int, int]], num_tokens: int) -> float:
-    """Return the share of the peak that products by weights of such shapes reach, forward and backward, one after the
-    other for seconds, as in training."""
+    """Return the share of the peak that the matrix products of weights [out, in] reach, forward and backward.
+
+    They run one after the other for `PRODUCTS_SECONDS`, each for `num_tokens` tokens.
+    """
     weights = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) * 0.02 for shape in shapes]
     sizes = {size for shape in shapes for size in shape}
     sides = {size: torch.randn(num_tokens, size, device="cuda", dtype=torch.bfloat16) for size in sizes}
     started, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     seconds = PRODUCTS_SECONDS / 5
-    for _ in range(2):  # the first to warm up
+    for _ in range(2):  # the first round warms up, and shows how many rounds fill the time
         num_rounds = math.ceil(PRODUCTS_SECONDS / seconds)
         started.record()
         for _ in range(num_rounds):
@@ -108,12 +117,12 @@ class Keeper(Observer):
 def measure(
     options: argparse.Namespace, model: str, examples: Sequence[SftExample], pack_tokens: int | None
 ) -> dict[str, Any]:
-    """Train over the examples, packed or, with None, padded; the first `--warmup` steps are left out."""
+    """Train on the examples, packed to `pack_tokens`, or padded if it is None. Return medians without the warm-up."""
     packing = pack_tokens is not None
     on_gpu = torch.cuda.is_available()
     if on_gpu:
         torch._dynamo.reset()
-        gc.collect()  # the engine before this one, which holds itself in a circle
+        gc.collect()  # the previous engine is in a reference cycle, which keeps its memory until collected
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     keeper = Keeper()

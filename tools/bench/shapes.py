@@ -1,4 +1,4 @@
-"""Shapes of models that benchmarks make with random weights: what they set in `rlhf_models.testing.tiny_model_dir`."""
+"""Shapes of the random models of benchmarks, as arguments of `rlhf_models.testing.tiny_model_dir`."""
 
 from collections.abc import Mapping
 
@@ -16,7 +16,7 @@ _QWEN2 = {
 
 SHAPES: Mapping[str, Mapping[str, float]] = {
     "tiny": {},
-    # For a CPU: wide enough that the layers' arithmetic decides, not the number of calls.
+    # For a CPU: wide enough that arithmetic takes most of the time, and not the overhead of calls.
     "small": {
         "hidden_size": 256,
         "intermediate_size": 768,

@@ -1,10 +1,11 @@
-"""The built-in task: add two numbers of two digits whose ones carry, digit by digit.
+"""The built-in task: add two two-digit numbers with a carry, digit by digit.
 
-    What is 47 + 38?     7+8=15, 4+3+1=8 #### 85        the answer
-                         7+8=15, 4+3=7 #### 75          the slip: the carry is forgotten
+    What is 47 + 38?     7+8=15, 4+3+1=8 #### 85        right
+                         7+8=15, 4+3=7 #### 75          wrong: the carry is forgotten
 
-Demonstrations contain both, the slip more often. A model trained on them writes clean steps and forgets the carry most
-of the time, so that its accuracy is low for a reason that a reward on the answer alone can mend.
+Demonstrations contain both kinds, the wrong one more often. A model trained on them writes correct steps but forgets
+the carry most of the time. Its accuracy is low, and a reward for the final answer can raise it: right answers occur
+often enough to be reinforced.
 """
 
 import random
@@ -15,9 +16,9 @@ LABEL_KEY = "answer"
 OUTPUT_KEY = "completion"
 NUM_HELD_OUT = 200
 CARRY_SHARE = 0.25
-"""The share of demonstrations that carry, and so about the accuracy of a model that imitates them."""
+"""The share of demonstrations with the carry, which is about the accuracy of a model that imitates them."""
 
-_DEMONSTRATIONS_A_PROBLEM = 3
+_DEMONSTRATIONS_PER_PROBLEM = 3
 _SPLIT_SEED = 20_240_601
 
 Problem = tuple[int, int]
@@ -29,35 +30,37 @@ def problems() -> list[Problem]:
 
 
 def split() -> tuple[list[Problem], list[Problem]]:
-    """Return the training and the held-out problems: together all of them, in a fixed shuffled order."""
+    """Return the training problems and the held-out problems, each in a fixed shuffled order."""
     shuffled = problems()
     random.Random(_SPLIT_SEED).shuffle(shuffled)
     return shuffled[NUM_HELD_OUT:], shuffled[:NUM_HELD_OUT]
 
 
 def question(problem: Problem) -> str:
-    """Return what is asked."""
+    """Return the text of a problem."""
     return f"What is {problem[0]} + {problem[1]}?"
 
 
 def solution(problem: Problem, *, carries: bool = True) -> str:
-    """Return the steps and, after `####`, the result; without the carry it is the slip."""
-    (tens_a, ones_a), (tens_b, ones_b) = (divmod(number, 10) for number in problem)
-    ones, tens = ones_a + ones_b, tens_a + tens_b + carries
+    """Return the steps and, after `####`, the result. Without the carry, the result is wrong by 10."""
+    tens_a, ones_a = divmod(problem[0], 10)
+    tens_b, ones_b = divmod(problem[1], 10)
+    ones = ones_a + ones_b
+    tens = tens_a + tens_b + carries
     middle = f"{tens_a}+{tens_b}+1={tens}" if carries else f"{tens_a}+{tens_b}={tens}"
     return f"{ones_a}+{ones_b}={ones}, {middle} #### {10 * tens + ones % 10}"
 
 
 def prompt_rows(chosen: list[Problem]) -> Iterator[dict[str, str]]:
-    """Yield one row a problem for reinforcement learning: the question and the right answer."""
+    """Yield one row per problem for reinforcement learning: the question and the right answer."""
     for problem in chosen:
         yield {INPUT_KEY: question(problem), LABEL_KEY: str(sum(problem))}
 
 
 def demonstration_rows(chosen: list[Problem], *, seed: int) -> Iterator[dict[str, str]]:
-    """Yield rows for supervised training, several a problem, of which `CARRY_SHARE` carry."""
+    """Yield several rows per problem for supervised training. A share of `CARRY_SHARE` of them is right."""
     rng = random.Random(seed)
     for problem in chosen:
-        for _ in range(_DEMONSTRATIONS_A_PROBLEM):
+        for _ in range(_DEMONSTRATIONS_PER_PROBLEM):
             carries = rng.random() < CARRY_SHARE
             yield {INPUT_KEY: question(problem), OUTPUT_KEY: solution(problem, carries=carries)}

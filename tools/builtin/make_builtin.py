@@ -1,10 +1,10 @@
-"""Make what `rlhf_cli.builtin` ships: prompts, held-out prompts, tokenizer and model.
+"""Make the files of `rlhf_cli.builtin`: prompts, held-out prompts, tokenizer and model.
 
-    python tools/builtin/make_builtin.py --work_dir /tmp/builtin             # then look at /tmp/builtin
-    python tools/builtin/make_builtin.py --work_dir /tmp/builtin --install   # and put it into the package
+    python tools/builtin/make_builtin.py --work_dir /tmp/builtin             # write them to /tmp/builtin
+    python tools/builtin/make_builtin.py --work_dir /tmp/builtin --install   # and copy them into the package
 
-Data and tokenizer come out byte for byte the same everywhere; the model does up to rounding. It is trained by the
-project's own `sft` command, which is printed before it runs.
+Data and tokenizer are the same on every machine, byte for byte; the weights of the model differ by rounding. The model
+is trained by the project's own `sft` command, which is printed before it runs.
 """
 
 import argparse
@@ -27,9 +27,9 @@ _SFT_FLAGS = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Make everything under --work_dir."""
+    """Make all files under --work_dir and return the exit status."""
     parser = argparse.ArgumentParser(description="Make the built-in data and model.")
-    parser.add_argument("--work_dir", type=Path, required=True, help="folder for the results; made when absent")
+    parser.add_argument("--work_dir", type=Path, required=True, help="folder for the results; created if missing")
     parser.add_argument("--install", action="store_true", help="copy the results into the package")
     options = parser.parse_args(argv)
     work: Path = options.work_dir.absolute()
@@ -80,7 +80,8 @@ def make_initial_model(folder: Path) -> None:
         initializer_range=0.02,
     )
     tiny_tokenizer(_VOCAB_SIZE, corpus + written).save_pretrained(folder)
-    # Whatever the file says, transformers cuts text for a Qwen2 model its own way, digits apart, too: write that down.
+    # For a Qwen2 model, transformers replaces the tokenizer's splitting of text by its own, which also keeps digits
+    # apart. Save the tokenizer as transformers loads it, so that the file says what is used.
     load_tokenizer(folder).save_pretrained(folder)
 
 

@@ -1,8 +1,8 @@
-"""Counts single tests in Bazel's build event file and prints `N passed, N failed`.
+"""Count single tests in Bazel's build event file and print `N passed, N failed`.
 
-Usage: count.py EVENTS. Tests that an earlier run left in Bazel's cache count as well. A target that ended without a
-report (it did not build, timed out or died) counts as one failed test. Targets that took more than a third of their
-time limit are named: on a machine that does several things at once they would time out.
+Usage: count.py EVENTS. Tests whose result comes from Bazel's cache count as well. A target without a report (it did not
+build, timed out or died) counts as one failed test. Targets that took more than a third of their time limit are named:
+on a busy machine they would time out.
 """
 
 import json
@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 
 
 def cases(report: str) -> tuple[int, int]:
-    """Returns how many tests of a JUnit report, given as a file URL, passed and failed; skipped ones are neither."""
+    """Return how many tests of a JUnit report (a file URL) passed and failed. Skipped tests count as neither."""
     path = urllib.request.url2pathname(urllib.parse.urlparse(report).path)
     passed = failed = 0
     for case in ElementTree.parse(path).iter("testcase"):
@@ -27,7 +27,7 @@ def cases(report: str) -> tuple[int, int]:
 
 
 def count(events: Iterable[dict]) -> tuple[int, int, list[str]]:
-    """Returns the tests passed, the tests failed and the labels of the targets that failed."""
+    """Return the number of tests that passed, the number that failed, and the labels of the targets that failed."""
     passed = failed = 0
     labels: dict[str, None] = {}
     reports: dict[tuple, dict] = {}
@@ -35,7 +35,8 @@ def count(events: Iterable[dict]) -> tuple[int, int, list[str]]:
     for event in events:
         identity = event["id"]
         if "testResult" in identity and "testResult" in event:
-            key = identity["testResult"]  # the last attempt of a shard is what counts
+            key = identity["testResult"]
+            # A later attempt of a shard replaces an earlier one.
             reports[(key["label"], key.get("run", 1), key.get("shard", 1))] = event["testResult"]
         elif "targetCompleted" in identity and not event.get("completed", {}).get("success"):
             unbuilt.append(identity["targetCompleted"]["label"])
@@ -59,7 +60,10 @@ LIMITS_S = {"SMALL": 60, "MEDIUM": 300, "LARGE": 900, "ENORMOUS": 3600}  # Bazel
 
 
 def near_limit(events: Iterable[dict]) -> list[tuple[str, float, int]]:
-    """Returns label, seconds of the slowest shard and limit of the targets above a third of it, the nearest first."""
+    """Return the targets above a third of their time limit: label, seconds of the slowest shard, limit in seconds.
+
+    Targets nearest to their limit come first.
+    """
     limits: dict[str, int] = {}
     seconds: dict[str, float] = {}
     for event in events:
@@ -79,14 +83,14 @@ def near_limit(events: Iterable[dict]) -> list[tuple[str, float, int]]:
 
 
 def read(path: str) -> Iterator[dict]:
-    """The events of a file of one JSON object a line."""
+    """Yield the events of a file with one JSON object per line."""
     with open(path, encoding="utf-8") as stream:
         for line in stream:
             yield json.loads(line)
 
 
 def main() -> int:
-    """Prints the slow targets, the failed ones and the closing line; fails when nothing ran."""
+    """Print slow targets, failed targets and the totals. Return the exit status, 1 if no test ran."""
     for label, seconds, limit in near_limit(read(sys.argv[1])):
         print(f"above a third of its limit: {label} {seconds:.0f} s of {limit} s")
     passed, failed, labels = count(read(sys.argv[1]))

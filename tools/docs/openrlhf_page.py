@@ -1,7 +1,7 @@
-"""Writes the table of OpenRLHF's flags into its page.
+"""Write the table of OpenRLHF's flags into its page.
 
 python tools/docs/openrlhf_page.py            write the table
-python tools/docs/openrlhf_page.py --check    exit with 1 if the page has another one
+python tools/docs/openrlhf_page.py --check    exit with 1 if the table on the page differs
 """
 
 import sys
@@ -32,6 +32,7 @@ def with_table(page: str) -> str:
 
 
 def _commands(row: Row) -> str:
+    # Replace commands by the largest group that contains only commands of the row; name the rest one by one.
     left = set(row.commands)
     words = []
     for name in ("all", "training", "offline", "inference"):

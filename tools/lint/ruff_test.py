@@ -1,4 +1,4 @@
-"""ruff finds nothing: neither a rule of pyproject.toml broken nor a file formatted otherwise."""
+"""ruff reports no broken rule of pyproject.toml and no file that it would format differently."""
 
 import os
 import subprocess

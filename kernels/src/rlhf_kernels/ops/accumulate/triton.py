@@ -12,6 +12,7 @@ BLOCK_SIZE = 4096
 @triton.jit
 def _accumulate_kernel(total_ptr, part_ptr, size, BLOCK_SIZE: tl.constexpr):  # noqa: N803
     """Add one block of elements per program."""
+    # 64 bits: the sums of a large model's gradients have more than 2^31 elements.
     index = tl.program_id(0).to(tl.int64) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
     valid = index < size
     total = tl.load(total_ptr + index, mask=valid)

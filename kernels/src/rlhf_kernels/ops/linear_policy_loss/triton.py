@@ -32,6 +32,7 @@ def _scale_rows_kernel(matrix_ptr, grads_ptr, totals_ptr, width, by, BLOCK: tl.c
     """Scale one block of one row per program, in place. A row without gradient becomes 0, even if it holds NaN."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    # One float32 factor per row, so that the product is rounded once.
     scale = tl.load(grads_ptr + row) / tl.load(totals_ptr + row) * by
     at = matrix_ptr + row * width + column
     value = tl.load(at, mask=column < width).to(tl.float32)
@@ -43,7 +44,14 @@ def _gradient_kernel(
     e_ptr, ids_ptr, sums_ptr, grads_ptr, e_stride, sums_stride, grads_stride, vocab_size, inv_temperature,
     BLOCK: tl.constexpr  # noqa: N803
 ):  # fmt: skip
-    """Overwrite one block of one row of exponentials per program with the gradient with respect to the logits."""
+    """Overwrite one block of one row of exponentials per program with the gradient with respect to the logits.
+
+    With g and h the gradients of log-prob and entropy, T the temperature, i the token, and c the exponent in bits:
+
+        grad z_v = (g [v = i] - p_v (g + h (c_v - u / s))) / T
+
+    The exponent is the logarithm of the stored exponential, because the logits themselves were never stored.
+    """
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     sums = sums_ptr + row
@@ -139,7 +147,7 @@ class _LinearPolicyLoss(torch.autograd.Function):
                     _scale_rows(grad_hidden[chunk], *scales)
             if wants_weight:
                 if is_multiple:
-                    _scale_rows(rows, *scales)
+                    _scale_rows(rows, *scales)  # `rows` is a copy: the hidden states themselves stay as they are
                 _add_product(grad_weight, logits.t(), rows, beta=min(chunk.start, 1))
             del rows  # free this chunk's copy before the next one is made
         ctx.save_for_backward(grad_hidden, grad_weight.to(weight.dtype) if wants_weight else None)

@@ -21,6 +21,7 @@ from rlhf_kernels.dispatch import on_device
 from rlhf_kernels.ops.linear_token_logprobs.reference import Head
 from rlhf_kernels.ops.token_logprobs.triton import LN_2, LOG2_E
 
+# With 8 warps, the float32 sums of a tile take 128 registers per thread, half of what a thread can have.
 TILE_ROWS, TILE_COLUMNS, TILE_DEPTH = 128, 256, 64
 # Three stages of operands and half a tile of results fill the shared memory of an SM.
 OPTIONS = {"num_warps": 8, "num_stages": 3}
@@ -78,14 +79,18 @@ def _product_kernel(
     gradient of the logits. A program takes every PROGRAMS-th tile."""
     tiles_high = tl.cdiv(num_rows, ROWS)
     tiles_wide = tl.cdiv(width, COLUMNS)
+    # `flatten` joins this loop with the one over the depth: the next tile's operands are loaded while this tile's sums
+    # are computed and stored.
     for tile in tl.range(tl.program_id(0), tiles_high * tiles_wide, PROGRAMS, flatten=True):
+        # Go down the tile rows of a group, then to the next tile column: programs that run at the same time share a
+        # block of the head, and the hidden states of the group are read again from the L2 cache.
         first = tile // (GROUP * tiles_wide) * GROUP
         group = min(tiles_high - first, GROUP)
         place = tile % (GROUP * tiles_wide)
         row = (first + place % group) * ROWS
         column = place // group * COLUMNS
         z = tl.zeros((ROWS, COLUMNS), tl.float32)
-        for k in range(0, depth, DEPTH):
+        for k in range(0, depth, DEPTH):  # no masks: TMA loads give zeros beyond the edges of a matrix
             z = tl.dot(hidden.load([row, k]), weight.load([column, k]).T, z)
 
         rows = row + tl.arange(0, ROWS)
@@ -93,13 +98,15 @@ def _product_kernel(
         valid = rows < num_rows
         # Looking for a row's own token costs a comparison per element; the marks skip tiles without one.
         has_tokens = tl.load(marks_ptr + row // ROWS * marks_stride + column // COLUMNS) != 0
+        # Ids are compared in 32 bits, to save registers. The bound keeps a larger id from wrapping to a valid one.
         token_id = tl.minimum(tl.load(ids_ptr + rows, mask=valid, other=-1), 2147483647).to(tl.int32)
         own_column = tl.where(token_id < 0, -1, token_id - vocab_start)
         if bias_ptr is not None:
             z += tl.load(bias_ptr + columns, mask=columns < width, other=0.0).to(tl.float32)[None, :]
-        z *= inv_temperature * LOG2_E
+        z *= inv_temperature * LOG2_E  # divided by the temperature, and in bits, from here on
         reference = tl.load(sums_ptr + rows, mask=valid, other=0.0)
         if GRADIENT:
+            # The formula of `_gradient_kernel` in `token_logprobs`; `level` collects what is the same for a row.
             s = tl.load(sums_ptr + sums_stride + rows, mask=valid, other=1.0)
             u = tl.load(sums_ptr + 2 * sums_stride + rows, mask=valid, other=0.0)
             by = beside_ptr + rows
@@ -113,17 +120,19 @@ def _product_kernel(
                 gradient += tl.where(columns[None, :] == own_column[:, None], by_logprob[:, None], 0.0)
             _store(out, row, column, gradient, ROWS, COLUMNS)
         else:
-            if column + COLUMNS > width:
+            if column + COLUMNS > width:  # the zeros that TMA loads give there would count as logits
                 z = tl.where((columns < width)[None, :], z, float("-inf"))
             if has_tokens:
                 own = tl.sum(tl.where(columns[None, :] == own_column[:, None], z, 0.0), axis=1)
                 is_here = (own_column >= column) & (own_column < tl.minimum(column + COLUMNS, width))
+                # One tile holds a row's token, so one program writes its logit.
                 tl.store(sums_ptr + 3 * sums_stride + rows, own, mask=is_here)
             highest = tl.max(z, axis=1)
             # Rarely true: the token's logit would have to be 60 bits below the tile's maximum.
             reference = tl.where(highest - reference > MAX_EXPONENT, highest, reference)
             c = z - reference[:, None]
             e = tl.exp2(c)
+            # Partial sums go to memory and not into atomics, so that they are merged in a fixed order.
             parts = beside_ptr + column // COLUMNS * num_rows + rows
             tl.store(parts, reference, mask=valid)
             tl.store(parts + beside_stride, tl.sum(e, axis=1), mask=valid)
@@ -177,6 +186,8 @@ def _merge_kernel(
     valid = rows < num_rows
     plane = num_parts * num_rows
     part = tl.arange(0, PARTS)[:, None]
+    # First pass: the highest reference of the row's parts, to which the second pass rescales their sums. They are equal
+    # unless a tile used its own maximum.
     highest = tl.full([ROWS], -3.4e38, tl.float32)
     lowest = tl.full([ROWS], 3.4e38, tl.float32)
     for start in range(0, num_parts, PARTS):
@@ -191,6 +202,7 @@ def _merge_kernel(
         at = parts_ptr + (start + part) * num_rows + rows[None, :]
         shift = tl.load(at, mask=present, other=0.0) - highest[None, :]
         factor = tl.exp2(shift)
+        # Relative to `highest`, every exponent of the part changes by `shift`, and every exponential by `factor`.
         part_s = tl.load(at + plane, mask=present, other=0.0)
         part_u = tl.load(at + 2 * plane, mask=present, other=0.0)
         s += tl.sum(part_s * factor, axis=0)
@@ -211,7 +223,8 @@ def _merge_kernel(
     tl.store(sums_ptr + 6 * sums_stride + rows, tl.where(ignored, 0.0, (highest + log_sum) * LN_2), mask=valid)
     if WRITES:
         out = out_ptr + rows.to(tl.int64) * out_stride
-        if tl.max(tl.where(valid & (highest > lowest), 1, 0), axis=0) > 0:  # hardly ever
+        # Hardly ever: some exponentials are relative to their tile's maximum, and the whole row is rescaled in memory.
+        if tl.max(tl.where(valid & (highest > lowest), 1, 0), axis=0) > 0:
             for index in range(num_parts):
                 factor = tl.exp2(tl.load(parts_ptr + index * num_rows + rows, mask=valid, other=0.0) - highest)
                 columns = index * COLUMNS + tl.arange(0, COLUMNS)
@@ -248,6 +261,7 @@ def head_sums(
     hidden states of ignored rows must be finite.
     """
     hidden, weight, bias = head
+    # Launch by blocks of rows: partial sums of all rows at once would take 12 bytes per row and tile column.
     height = min(MAX_ROWS, len(hidden))
     num_parts = marks.shape[1]
     space = torch.empty(3 * num_parts * height, dtype=torch.float32, device=hidden.device)

@@ -110,6 +110,7 @@ class HeadResults(torch.autograd.Function):
                     if not are_kept:
                         logits, ref_logits = blocks.logits(rows, columns)
                     write_gradient(logits, ref_logits, token_ids[rows], *beside, logits, ctx.temperature, columns.start)
+                # `logits` holds their gradient from here on; both products read it before the next block overwrites it.
                 if needed[0]:
                     _add_product(grad_hidden[rows], logits, part)
                 if add_up:

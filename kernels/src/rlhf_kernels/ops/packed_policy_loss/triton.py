@@ -23,12 +23,14 @@ from rlhf_kernels.ops.packed_policy_loss.terms import (
 )
 from rlhf_kernels.ops.token_logprobs.triton import LOG2_E
 
-BLOCK_SIZE, PROGRAMS = 1024, 528  # tokens per block, four per thread; most programs of a launch
+# Tokens per block, four per thread, and the largest number of programs: four per multiprocessor of an H100 or H200. A
+# bounded number of programs leaves few partial sums to add up.
+BLOCK_SIZE, PROGRAMS = 1024, 528
 SEQUENCE_BLOCK_SIZE = 2048  # tokens per block where a program handles one sequence, two per thread
 # Without this bound the compiler uses fewer registers per thread and delays loads, which serializes them.
 MAX_REGISTERS = 64
-SUMS_BLOCK_SIZE = 1024
-SCALE_BLOCK_SIZE, SCALE_PROGRAMS = 8192, 264
+SUMS_BLOCK_SIZE = 1024  # at least PROGRAMS, so that most launches add up their partial sums in one load
+SCALE_BLOCK_SIZE, SCALE_PROGRAMS = 8192, 264  # two programs per multiprocessor, each of 16 warps
 OVERLAP = True  # programmatic dependent launch: from Hopper on, a kernel starts while the previous one ends
 
 Column = Tensor | None
@@ -36,6 +38,7 @@ Column = Tensor | None
 _MAX_LOG_RATIO = tl.constexpr(MAX_LOG_RATIO)
 _MAX_LOG_WEIGHT = tl.constexpr(math.log(MAX_WEIGHT))
 _NUM_SUMS = tl.constexpr(1 + len(POLICY_METRICS))  # the loss first
+# 2 / n! (-1)^n for n = 10 to 2: the Taylor coefficients of e^-d - 1 + d, divided by d^2 / 2.
 _K3_SERIES = tl.constexpr(tuple(2.0 * (-1) ** n / math.factorial(n) for n in range(10, 1, -1)))
 
 
@@ -58,15 +61,18 @@ def _k3(log_ratio):
 @triton.jit
 def _policy_terms(logprob, log_ratio, ratio, advantage, ratio_low, ratio_high, dual_clip, kind):
     """Return the policy loss, its derivative with respect to the log-prob, and whether it is clipped."""
+    # The derivative of exp is the ratio, and 0 where the log ratio was clamped. GSPO's ratio is a constant of the
+    # sequence times a factor of 1 that carries the gradient, so the clamp does not cut it.
     slope = ratio if kind == "gspo" else tl.where(tl.abs(log_ratio) > _MAX_LOG_RATIO, 0.0, ratio)
     bounded = _clamped(ratio, ratio_low, ratio_high)
+    # PPO's loss is flat where the ratio has left its range in the direction that the advantage favours.
     cut = tl.where(advantage > 0, ratio > ratio_high, (ratio < ratio_low) & (advantage < 0))
     cost = -advantage
     if kind == "reinforce":
         return cost * logprob, cost, cut
     if kind == "cispo":
         return bounded * cost * logprob, bounded * cost, (ratio < ratio_low) | (ratio > ratio_high)
-    loss = tl.maximum(ratio * cost, bounded * cost)
+    loss = tl.maximum(ratio * cost, bounded * cost)  # -min(r A, clip(r) A)
     if dual_clip is not None:
         loss = tl.where(cost > 0, tl.minimum(loss, dual_clip * cost), loss)
         cut = cut | ((cost > 0) & (ratio > dual_clip))
@@ -78,7 +84,7 @@ def _kl_terms(log_ratio, to_ref, estimator, unbiased):
     """Return the KL estimate and its derivative with respect to the log-prob. `to_ref` is log-prob - reference."""
     d = _clamped(to_ref, -_MAX_LOG_RATIO, _MAX_LOG_RATIO)
     kl = d
-    grad = d * 0.0 + 1.0
+    grad = d * 0.0 + 1.0  # 1, and NaN for a NaN log-prob, which must not pass as a gradient
     if estimator == "k2":
         kl = d * d * 0.5
         grad = d
@@ -106,7 +112,9 @@ def _load(ptr, index, valid):
 def _by_thread(x, trained, apart):
     """Return the sums of 8 columns [N] over the tokens that a thread holds: [N / 4, 8], or, if apart, [N / 2, 8].
 
-    Reducing all sums as one tensor takes one reduction over threads instead of 8.
+    Reducing all sums as one tensor takes one reduction over threads instead of 8. The reshape must match the layout in
+    which threads load tokens, or the sum would move data between threads: four adjacent tokens per thread, or, where
+    sequences start at any address and loads are single, two tokens half a block apart.
     """
     # `tl.join` adds a last dimension of 2: joining in bit-reversed order makes columns 0 to 7 come out in order.
     even = tl.join(tl.join(x[0], x[4]), tl.join(x[2], x[6]))
@@ -118,7 +126,10 @@ def _by_thread(x, trained, apart):
 
 @triton.jit
 def _over_sequence(first, last, logprobs_ptr, old_ptr, mask_ptr, kind, block):
-    """Return the number of trained tokens of a sequence (at least 1) and its GSPO ratio."""
+    """Return the number of trained tokens of a sequence (at least 1) and its GSPO ratio.
+
+    The tokens are read here and again for the loss, the second time from the cache unless the sequence is very long.
+    """
     count = tl.zeros([block], tl.float32)
     log_ratio = count
     for start in range(first, last, block):
@@ -143,7 +154,7 @@ def _policy_kernel(
 ):  # fmt: skip
     """Compute gradients and partial metrics of one sequence, or of every `num_programs`-th block, per program."""
     if OVERLAP:
-        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_wait()  # this kernel may start before the previous one has written its results
         tl.extra.cuda.gdc_launch_dependents()
     program = tl.program_id(0).to(tl.int64)
     num_programs = tl.num_programs(0)
@@ -160,10 +171,13 @@ def _policy_kernel(
         share = inv_denominator / num_trained if MEANS else inv_denominator
 
     zeros = tl.zeros([BLOCK], tl.float32)
+    # Each thread keeps its own sums over all blocks, and threads are reduced once, after the loop.
     sums = tl.zeros([BLOCK // (2 if SEQUENCES else 4), 8], tl.float32)
     for start in range(first, last, step):
         index = start + tl.arange(0, BLOCK)
         valid = index < last
+        # Columns may hold anything, NaN included, where a token is not trained: `trained` selects what is summed and
+        # stored, and nothing is multiplied by 0.
         trained = tl.load(mask_ptr + index, mask=valid, other=0) != 0
         bonus = zeros if entropy_ptr is None else _load(entropy_ptr, index, valid)
         logprob = _load(logprobs_ptr, index, valid)
@@ -194,7 +208,9 @@ def _policy_kernel(
             grad_entropy = tl.where(trained, grad_entropy, 0.0).to(grad_entropy_ptr.dtype.element_ty)
             tl.store(grad_entropy_ptr + index, grad_entropy, mask=valid)
     slot = tl.arange(0, 8)
-    # The first four sums are shares of the loss, the others plain sums.
+    # The first four sums are shares of the loss, the others plain sums. The share is the same for all tokens of a
+    # program, so it is applied to their sum. Partial sums are stored and not added atomically: the order of additions,
+    # and with it the last bit, is then the same in every run.
     sums = tl.sum(sums, axis=0) * tl.where(slot < 4, share, 1.0)
     tl.store(sums_ptr + slot * num_programs + program, sums, mask=slot < _NUM_SUMS)
 
@@ -253,7 +269,7 @@ def _scale_kernel(one_ptr, other_ptr, by_ptr, by, size, other_size, BLOCK: tl.co
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
     factor = tl.load(by_ptr) * by
-    if factor == 1.0:
+    if factor == 1.0:  # the usual case, `loss.backward()`: nothing is read or written
         return
     step = tl.num_programs(0).to(tl.int64) * BLOCK
     for i in tl.static_range(2):

@@ -100,7 +100,10 @@ def _compose(later_decay, later_value, decay, value):
 
 @triton.jit
 def _read(pointers, full, inside, whole):
-    """Load rows of four numbers; a full row is one vector load, because its mask is uniform."""
+    """Load rows of four numbers; a full row is one vector load, because its mask is uniform.
+
+    Only the last chunk of a stream can have a row that is cut off, whose numbers need a mask each.
+    """
     numbers = tl.load(pointers, mask=full)
     if not whole:
         numbers = tl.where(full, numbers, tl.load(pointers, mask=inside))
@@ -109,6 +112,7 @@ def _read(pointers, full, inside, whole):
 
 @triton.jit
 def _write(pointers, numbers, inside, whole):
+    """Store rows of four numbers, in whole chunks without a mask, which would split the vector stores."""
     if whole:
         tl.store(pointers, numbers)
     else:
@@ -120,6 +124,8 @@ def _first_bound(start, bounds_ptr, num_sequences, num_probes):
     """Return the index of the first bound beyond a chunk's first token, by a search with `num_probes` probes a step."""
     stride = tl.full((), 1, tl.int64)
     index = tl.full((), 0, tl.int64)
+    # Each round divides the interval by `num_probes`: 512 probes find one of 262,144 bounds in two rounds of loads; a
+    # binary search would wait for 18 loads, one after the other.
     while stride * num_probes <= num_sequences:
         stride *= num_probes
     while stride > 0:
@@ -182,7 +188,8 @@ def _unpack(word, dtype: tl.constexpr):
 @triton.jit
 def _publish(words_ptr, tag, decays, values, chunk: tl.constexpr):
     """Publish the chunk's step, the last of these composed ones, tagged with the launch it belongs to."""
-    # One thread holds the step and writes it itself, which saves a broadcast to the others.
+    # One thread holds the step and writes it itself, which saves a broadcast to the others. An atomic exchange writes
+    # the word at once and past the L1 cache, which other multiprocessors do not see.
     row = tl.arange(0, chunk // 4)
     lane = tl.arange(0, chunk)
     decay = tl.sum(tl.reshape(tl.where(lane == chunk - 1, decays, 0.0), chunk // 4, 4), 1)
@@ -237,7 +244,7 @@ def _kernel(
     lambd = tl.full((), lambd, tl.float32)
     turn_gamma = tl.full((), turn_gamma, tl.float32)
     if early:
-        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_wait()  # the previous kernel may still be writing the inputs or the counter
     index = num_chunks - 1 - index  # last chunk first: programs wait only for programs that started before them
     start = index.to(tl.int64) * chunk
     # Each thread holds a row of four tokens. Rows are in reverse order, because Triton's reverse scans cost far more.
@@ -272,18 +279,21 @@ def _kernel(
     decay, value, first, end = _end_sequences(
         decay, value, first, token, start, bound, end, next_end, bounds_ptr, last_ptr, num_sequences, gamma
     )
+    # Flipped, the four tokens of a thread run backwards too, like the threads. The last composed step is the chunk's.
     decays, values = tl.associative_scan((tl.ravel(tl.flip(decay, 1)), tl.ravel(tl.flip(value, 1))), 0, _compose)
     _publish(state_ptr + header + 2 * index, tag, decays, values, chunk)
     # The programs of a launch together add 2**32 to the counter, so the tag (its high word) changes only with the last
     # of them, after all threads of all programs have read it.
     tl.debug_barrier()
     tl.atomic_add(state_ptr, tl.where(index == num_chunks - 1, (1 << 32) - index.to(tl.int64), 1), sem="relaxed")
+    # `end` lies in the chunk up to which this chunk's last sequence reaches; chunks beyond it have no influence.
     num_later = tl.minimum(tl.maximum((end - 1) // chunk, 0), num_chunks - 1 - index).to(tl.int32)
     carry = _await_after_chunk(state_ptr + header, tag, index, num_later, num_awaited)
     x = _compose(0.0, carry, decays, values)[1]
     if mask_ptr is None:
         _write(result_ptr + start + token, tl.flip(tl.reshape(x, token.shape), 1), inside, whole)
     else:
+        # GAE needs the solution at the next token: in the scan's order that is the lane before.
         after = tl.where(lane == 0, carry, tl.gather(x, tl.maximum(lane - 1, 0), 0))
         after = tl.flip(tl.reshape(after, token.shape), 1)
         result = first + tl.where(decay == decay, after, 0.0)

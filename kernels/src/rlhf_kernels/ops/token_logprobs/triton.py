@@ -18,6 +18,7 @@ from rlhf_kernels.ops.token_logprobs.reference import TokenLogprobs, combine_sha
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+# Columns per block of a row. With 8 warps a thread holds 16 of them: two 16-byte loads of bfloat16, four of float32.
 MAX_BLOCK_SIZE = 4096
 NUM_WARPS = 8
 NUM_STAGES = 1  # blocks in flight in `_sums_kernel`; more than one goes through shared memory
@@ -51,7 +52,10 @@ def token_logprobs_triton(
 
 @triton.jit
 def bits(z, m, inv_temperature):
-    """Return (z - m) / temperature in bits. NaN stays NaN. -inf becomes -1e4, because 0 * -inf would be NaN."""
+    """Return (z - m) / temperature in bits, at least -1e4: 2^-1e4 is 0 as well, but 0 * -inf would be NaN.
+
+    NaN stays NaN, so that a logit that is not a number shows in the result.
+    """
     return tl.maximum((z - m) * (inv_temperature * LOG2_E), -1e4, propagate_nan=tl.PropagateNan.ALL)
 
 
@@ -91,11 +95,22 @@ def _sums_kernel(
     FIRST: tl.constexpr, HAS_REFERENCE: tl.constexpr, LANES: tl.constexpr,  # noqa: N803
     PARTS: tl.constexpr, IN_A_ROW: tl.constexpr, STAGES: tl.constexpr  # noqa: N803
 ):  # fmt: skip
-    """Merge one block of columns into the running sums of one row per program, and compute the results so far."""
-    row = tl.program_id(0).to(tl.int64)
+    """Merge one block of columns into the running sums of one row per program, and compute the results so far.
+
+    The results are final after the last block of columns; computing them after every block saves a launch. An ignored
+    row gets the sums of a distribution that is certain of one token, in both models: all its results are 0.
+
+    The first maximum is finite, because the first rescaling would otherwise compute -inf - -inf, which is NaN. The
+    token's logit is NaN until its column is read, so that an id beyond the vocabulary gives NaN and no wrong number.
+    Columns beyond the last are -inf: they add 0 to the sums and are never the maximum.
+
+    KL = E[z - y] / temperature - log-sum-exp of the policy + that of the reference. It is arranged so that each bracket
+    holds numbers of similar size and equal models give exactly 0. Where p is 0, the term of the KL is 0, whatever z - y
+    is.
+    """
+    row = tl.program_id(0).to(tl.int64)  # offsets into the logits exceed 32 bits
     sums = sums_ptr + row
     token_id = tl.load(ids_ptr + row)
-    # An ignored row gets the sums of a distribution that is certain of one token, in both models: all results are 0.
     ignored = token_id < 0
     m = tl.where(ignored, 0.0, -3.0e38)
     s, u = tl.where(ignored, 1.0, 0.0), 0.0
@@ -105,7 +120,7 @@ def _sums_kernel(
         if not FIRST:
             m = tl.load(sums)
             s = tl.load(sums + sums_stride)
-            u = tl.load(sums + 2 * sums_stride) * LOG2_E
+            u = tl.load(sums + 2 * sums_stride) * LOG2_E  # nats in memory, bits in the kernel
             token_logit = tl.load(sums + 3 * sums_stride)
             if HAS_REFERENCE:
                 n = tl.load(sums + 8 * sums_stride)
@@ -134,6 +149,7 @@ def _sums_kernel(
         w = tl.sum(_scaled(w, m, tl.max(m, axis=0), inv_temperature), axis=0)
         m, s, u = sum_of_lanes(m, s, u, inv_temperature)
         n, t, _ = sum_of_lanes(n, t, t, inv_temperature)
+        # The token's logit is one more load per row: comparing every column with the token would cost more.
         here = token_id - vocab_start
         if (here >= 0) & (here < width):
             token_logit = tl.load(z_ptr + row * z_stride + here).to(tl.float32)
@@ -166,20 +182,26 @@ def _gradient_kernel(
 ):  # fmt: skip
     """Compute the gradient of one block of one row per program, from p recomputed from the logits.
 
-    `out_ptr` may equal `z_ptr`: each element is read before it is overwritten.
+    With g, h, l and k the gradients of log-prob, entropy, log-sum-exp and KL, T the temperature and i the token:
+
+        grad z_v = (g [v = i] + p_v (l - g - h (c_v - u / s))) / T + k p_v (z_v - y_v - w / s) / T^2
+
+    Storing p in the forward pass would take as much memory as the logits; computing it costs one exponential per
+    element. `out_ptr` may equal `z_ptr`: each element is read before it is overwritten.
     """
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
     valid = columns < width
     out_ptrs = out_ptr + row * out_stride + columns
     token_id = tl.load(ids_ptr + row)
-    if token_id < 0:
+    if token_id < 0:  # return early: logits and gradients of an ignored row may be NaN, and 0 * NaN is NaN
         tl.store(out_ptrs, tl.zeros([BLOCK_SIZE], tl.float32).to(out_ptr.dtype.element_ty), mask=valid)
         return
 
     m = tl.load(sums_ptr + row)
     s = tl.load(sums_ptr + row + sums_stride)
     u = tl.load(sums_ptr + row + 2 * sums_stride)
+    # Divide the row's gradients by the temperature once, in place of every element.
     by_logprob = tl.load(grads_ptr + row) * inv_temperature
     by_entropy = tl.load(grads_ptr + row + grads_stride) * inv_temperature
     by_logsumexp = tl.load(grads_ptr + row + 2 * grads_stride) * inv_temperature
@@ -215,6 +237,7 @@ def add_sums(
     # Aligned rows let each lane read consecutive columns as one vector. Otherwise neighbouring lanes read neighbouring
     # columns, so that single loads still coalesce.
     in_a_row = logits.stride(0) % 16 == 0 and logits.data_ptr() % 16 == 0
+    # One program per row: the sums of a row then need no communication and no atomics, so their order is fixed.
     options |= {"PARTS": parts, "LANES": _block_size(logits) // parts, "IN_A_ROW": in_a_row}
     if num_rows:
         with on_device(logits):
@@ -243,6 +266,7 @@ def write_gradient(
     options = {"HAS_REFERENCE": ref_logits is not None, "num_warps": NUM_WARPS}
     num_rows, width = logits.shape
     size = _block_size(logits)
+    # With the sums known, elements are independent: a program per block of a row keeps the GPU busy with few rows too.
     if num_rows:
         with on_device(logits):
             _gradient_kernel[(num_rows, triton.cdiv(width, size))](

@@ -1,4 +1,4 @@
-"""Layers compiled in place by torch.compile: the operations between matrix products are fused into a few kernels."""
+"""Layers compiled in place by torch.compile, which fuses the operations between matrix products into a few kernels."""
 
 import functools
 import operator
@@ -43,6 +43,7 @@ def compile_layers(model: nn.Module, *, backend: str = "inductor") -> None:
 
 @functools.cache  # torch.compile compiles a layer again for another backend object, even an equivalent one
 def _joining(backend: str) -> Callable[..., Any]:
+    """Return a backend of torch.compile that joins matrix products and passes the graph on to `backend`."""
     inner = torch._dynamo.lookup_backend(backend)
 
     def compile_joined(module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
@@ -60,9 +61,11 @@ def join_products(module: fx.GraphModule) -> None:
     Applies where one of them alone has fewer than `_FEW_COLUMNS` columns. The weights and their gradients remain
     separate tensors; a joined copy of the weights is kept from the forward to the backward pass.
     """
-    groups = defaultdict(list)
+    groups = defaultdict(list)  # products by input, presence of a bias, and whether their weights are trained
     for node in module.graph.find_nodes(op="call_function", target=linear):
         hidden, *weights = [argument for argument in node.args if argument is not None]
+        # Only weights of the layer itself are placeholders; a computed weight (LoRA's, for example) may not exist yet
+        # where the joined product is inserted.
         if not node.kwargs and all(weight.op == "placeholder" for weight in weights):
             # Group by requires_grad as well: joined with trained weights, frozen ones would get gradients.
             is_trained = weights[0].meta["example_value"].requires_grad
@@ -72,6 +75,7 @@ def join_products(module: fx.GraphModule) -> None:
         if len(nodes) < 2 or min(sizes) >= _FEW_COLUMNS:
             continue
         call = module.graph.call_function
+        # Insert before the first of the products: their common input exists there.
         with module.graph.inserting_before(nodes[0]):
             terms = [call(torch.cat, ([node.args[1] for node in nodes],))]
             if not has_no_bias:
@@ -108,12 +112,13 @@ def _side_by_side(parts: Sequence[Tensor]) -> Tensor:
     return torch.cat(parts, dim=-1)
 
 
-@_side_by_side.register_fake
+@_side_by_side.register_fake  # the shape of the result, for tracing
 def _(parts: Sequence[Tensor]) -> Tensor:
     return torch.cat(parts, dim=-1)
 
 
 def _layers(model: nn.Module) -> list[nn.Module]:
+    """Return the layers of a model: transformers derives them from the class that allows gradient checkpointing."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
