@@ -152,6 +152,18 @@ def test_links_lead_to_files():
                 assert os.path.exists(page.parent / target), f"{page.name}: {target}"
 
 
+def test_tree_of_the_architecture_page_has_the_folders_of_the_packages():
+    text = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    listed, above = set(), {}
+    for line in re.search(r"^## Tree\n+```\n(.*?)^```", text, re.M | re.S)[1].splitlines():
+        depth = (len(line) - len(line.lstrip())) // 2
+        above[depth] = line.split()[0].rstrip("/")
+        listed.add("/".join(above[level] for level in range(depth + 1)))
+    sources = [path.parent.relative_to(ROOT) for path in ROOT.glob("packages/*/src/**/*.py")]
+    folders = {str(path) for path in sources if path.name != "vllm"}  # the line of engines/ names vllm/
+    assert {path for path in listed if path.startswith("packages/")} == folders
+
+
 def test_readme_is_short():
     prose = re.sub(r"<!--.*?-->", "", (ROOT / "README.md").read_text(encoding="utf-8"))
     assert len(prose.split()) <= 800
