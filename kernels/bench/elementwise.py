@@ -100,7 +100,8 @@ def stream(tokens: int, device: str) -> tuple[Tensor, list[int]]:
 
 def scanned(values: Tensor, decays: Tensor, bounds: Sequence[int]) -> Tensor:
     """Return the solution of the recurrence for the first sequences in float64, computed token by token."""
-    numbers, factors = values[: bounds[-1]].tolist(), decays[: bounds[-1]].tolist()
+    numbers = values[: bounds[-1]].tolist()
+    factors = decays[: bounds[-1]].tolist()
     solved = [0.0] * len(numbers)
     for start, end in pairwise(bounds):
         x = 0.0
@@ -111,11 +112,14 @@ def scanned(values: Tensor, decays: Tensor, bounds: Sequence[int]) -> Tensor:
 
 def segmented_scan(tokens: int, device: str) -> Work:
     """A linear recurrence: reads two numbers per token and writes one."""
-    compute, (cu_seqlens, bounds) = operator("segmented_scan"), stream(tokens, device)
-    values, decays = torch.randn(tokens, device=device), torch.rand(tokens, device=device)
+    compute = operator("segmented_scan")
+    cu_seqlens, bounds = stream(tokens, device)
+    values = torch.randn(tokens, device=device)
+    decays = torch.rand(tokens, device=device)
 
     def check() -> dict[str, float]:
-        got, want = compute(values, decays, cu_seqlens), scanned(values, decays, bounds[:5])
+        got = compute(values, decays, cu_seqlens)
+        want = scanned(values, decays, bounds[:5])  # token by token in Python is slow, so only the first sequences
         return {"solution": relative_error(got[: bounds[:5][-1]], want)}
 
     return Work(lambda: compute(values, decays, cu_seqlens), 12 * tokens, check)
@@ -123,8 +127,10 @@ def segmented_scan(tokens: int, device: str) -> Work:
 
 def packed_gae(tokens: int, device: str) -> Work:
     """Advantages and returns: reads two numbers and a mask per token and writes two numbers."""
-    compute, (cu_seqlens, bounds) = operator("packed_gae"), stream(tokens, device)
-    rewards, values = torch.randn(tokens, device=device), torch.randn(tokens, device=device)
+    compute = operator("packed_gae")
+    cu_seqlens, bounds = stream(tokens, device)
+    rewards = torch.randn(tokens, device=device)
+    values = torch.randn(tokens, device=device)
     mask = torch.rand(tokens, device=device) < 0.8
     run = partial(compute, rewards, values, mask, cu_seqlens, gamma=0.99, lambd=0.95)
 
@@ -134,7 +140,8 @@ def packed_gae(tokens: int, device: str) -> Work:
             value = advantage = 0.0
             for token in reversed([token for token in range(start, end) if mask[token]]):
                 delta = float(rewards[token]) + 0.99 * value - float(values[token])
-                value, advantage = float(values[token]), delta + 0.99 * 0.95 * advantage
+                value = float(values[token])
+                advantage = delta + 0.99 * 0.95 * advantage
                 want[token] = advantage
         return {"advantages": relative_error(run()[0][: len(want)].cpu(), want)}
 
@@ -144,8 +151,10 @@ def packed_gae(tokens: int, device: str) -> Work:
 def packed_policy_loss(tokens: int, device: str) -> Work:
     """PPO with KL and entropy terms, forward and backward: reads five numbers and a mask per token and writes two."""
     objective = operator("PolicyObjective")(kl_coef=0.01, kl_estimator="k3", entropy_coef=0.01)
-    compute, (cu_seqlens, bounds) = operator("packed_policy_loss"), stream(tokens, device)
-    old, advantages, entropy = -torch.rand(tokens, device=device), *torch.randn(2, tokens, device=device)
+    compute = operator("packed_policy_loss")
+    cu_seqlens, bounds = stream(tokens, device)
+    old = -torch.rand(tokens, device=device)
+    advantages, entropy = torch.randn(2, tokens, device=device)
     logprobs, reference = (old + 0.1 * torch.randn(tokens, device=device) for _ in range(2))
     mask = torch.rand(tokens, device=device) < 0.8
     count = int(mask.sum())
@@ -160,7 +169,8 @@ def packed_policy_loss(tokens: int, device: str) -> Work:
 
     def check() -> dict[str, float]:
         x, h = (leaf.detach().double().requires_grad_() for leaf in leaves)
-        ratio, distance = (x - old).exp(), x - reference
+        ratio = (x - old).exp()
+        distance = x - reference
         terms = -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
         loss = ((terms + 0.01 * (torch.expm1(-distance) + distance) - 0.01 * h) * mask).sum() / count
         want = (loss, *torch.autograd.grad(loss, (x, h)))
@@ -170,9 +180,10 @@ def packed_policy_loss(tokens: int, device: str) -> Work:
 
 
 def accumulate(size: int, device: str) -> Work:
-    """Adds bfloat16 to float32 in place."""
+    """A sum of bfloat16 and float32 in place: reads both and writes the float32."""
     compute = operator("accumulate_")
-    total, part = torch.zeros(size, device=device), torch.randn(size, device=device).bfloat16()
+    total = torch.zeros(size, device=device)
+    part = torch.randn(size, device=device).bfloat16()
 
     def check() -> dict[str, float]:
         before = total.double()
@@ -219,7 +230,8 @@ def main() -> None:
     options: argparse.Namespace = parser.parse_args()
     seconds = min(options.seconds, 0.2) if options.quick else options.seconds
     large = fastest_copy(2 << 30 if device == "cuda" else 1000, device, seconds)
-    results, chosen = {}, works(device, options.quick)
+    results: dict[str, dict[str, Any]] = {}
+    chosen = works(device, options.quick)
     for name in options.only or names:
         results[name] = result = attempt(partial(speed, chosen[name], seconds))
         if result["status"] == "ok":

@@ -49,16 +49,16 @@ def median_ms(calls: Sequence[Call], *, seconds: float, graph: bool = False) -> 
         call()
     if not torch.cuda.is_available():
         return statistics.median(_clocked(call) for _ in range(MIN_REPEATS) for call in calls)
+    count = 1  # calls per measurement
     if graph:
-        recorded, count = torch.cuda.CUDAGraph(), len(calls)
+        recorded = torch.cuda.CUDAGraph()
+        count = len(calls)
         torch.cuda.synchronize()
         with torch.cuda.graph(recorded):
             for call in calls:
                 call()
         calls = [recorded.replay]
         recorded.replay()
-    else:
-        count = 1
     start, end = _events(calls[0])
     torch.cuda.synchronize()
     fitting = seconds * 1000 / max(start.elapsed_time(end), 1e-3)
@@ -84,7 +84,7 @@ def _clocked(call: Call) -> float:
 
 
 def extra_gib(call: Call, results: Sequence[Tensor] = ()) -> float | None:
-    """Return the peak device memory of a call, without what was allocated before and without `results`.
+    """Return the peak device memory of a call in GiB, without what was allocated before and without `results`.
 
     None without a GPU.
     """
@@ -135,9 +135,9 @@ def attempt(measure: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
 def options_parser(doc: str | None) -> argparse.ArgumentParser:
     """Return a parser for the flags that both benchmarks share."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="JSON file, written anew as results come")
-    parser.add_argument("--quick", action="store_true", help="one size, a few repeats: ends within a minute")
-    parser.add_argument("--seconds", type=float, default=1.0, help="to repeat each call for")
+    parser.add_argument("--out", type=Path, required=True, help="JSON file, rewritten after each result")
+    parser.add_argument("--quick", action="store_true", help="one size and few repeats: less than a minute")
+    parser.add_argument("--seconds", type=float, default=1.0, help="how long to repeat each call")
     return parser
 
 
@@ -159,5 +159,10 @@ def write(out: Path, benchmark: str, **content: Any) -> None:
 def print_table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
     """Print rows as a Markdown table: numbers to three digits, None as a dash."""
     for row in (header, ["---"] * len(header), *rows):
-        cells = ("-" if cell is None else f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in row)
-        print("| " + " | ".join(cells) + " |")
+        print("| " + " | ".join(_cell(value) for value in row) + " |")
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.3g}" if isinstance(value, float) else str(value)

@@ -168,7 +168,8 @@ def ours_logprobs() -> Loss:
 
 def ours_policy_loss() -> Loss:
     """`linear_policy_loss` with advantages of 1 and without clipping, which has the gradient of -log p."""
-    compute, objective = operator("linear_policy_loss"), operator("PolicyObjective")(policy_loss="reinforce")
+    compute = operator("linear_policy_loss")
+    objective = operator("PolicyObjective")(policy_loss="reinforce")
     stream_of = operator("PolicyStream")
 
     def loss(inputs: Inputs) -> Tensor:
@@ -237,17 +238,18 @@ def logprobs_of(hidden: Tensor, weight: Tensor) -> Tensor:
 
 
 def check(loss: Loss, inputs: Inputs, contender: Contender, *, backward: bool) -> dict[str, float]:
-    """Hold loss and gradients of 64 rows against float64; raise WrongError where they are too far off.
+    """Compare loss and gradients of 64 rows with float64. Raise WrongError if an error is too large.
 
-    The gradients are those of these rows' hidden states, of the weights of their tokens, and of weights of as many
-    other tokens: the last are small, since every probability is.
+    Checked are the gradients of these rows' hidden states, of the weights of their tokens, and of the weights of as
+    many other tokens. The last are small, because the probabilities of other tokens are.
     """
     rows = torch.randperm(len(inputs.ids), device=inputs.ids.device)[:CHECKED_ROWS].sort().values
     masked = torch.full_like(inputs.ids, -100).index_copy(0, rows, inputs.ids[rows])
     leaves = Inputs(inputs.hidden, inputs.weight, masked, len(rows), inputs.reference)
     if backward:
         leaves = with_gradient(leaves)
-    hidden, tokens = inputs.hidden[rows], inputs.ids[rows]
+    hidden = inputs.hidden[rows]
+    tokens = inputs.ids[rows]
     logprobs = logprobs_of(hidden, inputs.weight)
     with torch.set_grad_enabled(backward):
         value = loss(leaves)
@@ -310,7 +312,7 @@ def timed(loss: Loss, sets: Sequence[Inputs], seconds: float, *, backward: bool)
 
 
 def products(sets: Sequence[Inputs], seconds: float) -> dict[str, Any]:
-    """Time the matrix products alone: one (logits), three (and both gradients), four (and the logits again)."""
+    """Time the matrix products alone: one (logits), three (with both gradients), four (with the logits twice)."""
     weight = sets[0].weight
     logits = torch.empty(len(sets[0].hidden), len(weight), dtype=weight.dtype, device=weight.device)
     grads = torch.empty_like(sets[0].hidden), torch.empty_like(weight)
@@ -377,7 +379,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=list(CONTENDERS), help="what to measure")
     parser.add_argument("--tokens", type=int, nargs="+")
     parser.add_argument("--hidden", type=int, nargs="+")
-    parser.add_argument("--vocabulary", type=int, help="a model's of that width where left out")
+    parser.add_argument("--vocabulary", type=int, help="default: that of a model of this width")
     options: argparse.Namespace = parser.parse_args()
     on_gpu = torch.cuda.is_available()
     some = ((4096,), (1536,)) if options.quick else (TOKENS, tuple(VOCABULARIES))

@@ -36,7 +36,8 @@ from environment import command_line, environment
 sys.path.insert(0, str(Path(__file__).parents[1] / "builtin"))
 from builtin_task import Problem, question, solution
 
-NUM_TRAIN, NUM_HELD_OUT = 2048, 256
+NUM_TRAIN = 2048
+NUM_HELD_OUT = 256
 NUM_HELD_OUT_REAL = 200  # pairs
 PLACEHOLDER = "<|endoftext|>"
 COMMON = "--train_batch_size 64 --zero_stage 0"
@@ -168,10 +169,10 @@ def figures_of(line: dict[str, float]) -> dict[str, float]:
 
 def row_of(name: str, runs: list[dict[str, Any]]) -> dict[str, Any]:
     """Return a row of the report: the means over the seeds, and all runs."""
-    means = {
-        when: {figure: statistics.mean(result[when][figure] for result in runs) for figure in runs[0][when]}
-        for when in ("before", "after")
-    }
+    means: dict[str, dict[str, float]] = {"before": {}, "after": {}}
+    for when, figures in means.items():
+        for figure in runs[0][when]:
+            figures[figure] = statistics.mean(result[when][figure] for result in runs)
     return {"name": name, "command": f"rlhf {RECIPES[name]}", **means, "runs": runs}
 
 

@@ -127,7 +127,8 @@ class Actor(nn.Module):
         # from the same code, and their ratio is exactly 1. The fused policy loss on Hopper GPUs gives the same numbers
         # up to the order of a sum; on other GPUs it rounds logits that this code does not.
         if self._needs_blocks(len(index)):
-            hidden, head = self._hidden(batch, index), self.model.get_output_embeddings()
+            hidden = self._hidden(batch, index)
+            head = self.model.get_output_embeddings()
             return linear_token_logprobs(hidden, head.weight, token_ids, temperature=temperature, bias=head.bias)[:2]
         logits = self._logits(batch, index)
         # Autograd keeps the head's input, not its logits, and nothing else reads them: the gradient may overwrite them.

@@ -58,7 +58,8 @@ def add_lora(model: nn.Module, spec: LoraSpec) -> None:
     try:
         model.model.add_adapter(config)
     except ValueError as error:
-        raise ConfigError(f"LoRA: {error}", hint="target_modules may be all-linear, or q_proj v_proj") from None
+        hint = "target_modules takes all-linear, or names of layers such as q_proj,v_proj"
+        raise ConfigError(f"LoRA: {error}", hint=hint) from None
 
 
 @contextmanager
@@ -92,7 +93,7 @@ def save_adapter(model: nn.Module, state_dict: Mapping[str, Tensor], path: str |
 
 
 def merge_adapter(base: str | Path, adapter: str | Path, out: str | Path, *, dtype: str) -> Path:
-    """Write the model that a base with an adapter is, as a plain Hugging Face folder with the base's tokenizer.
+    """Merge an adapter into its base model. Write a plain Hugging Face folder with the base's tokenizer.
 
     Args:
         base: a folder or hub name.

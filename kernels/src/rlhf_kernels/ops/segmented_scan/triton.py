@@ -121,7 +121,7 @@ def _write(pointers, numbers, inside, whole):
 
 @triton.jit
 def _first_bound(start, bounds_ptr, num_sequences, num_probes):
-    """Return the index of the first bound beyond a chunk's first token, by a search with `num_probes` probes per step."""
+    """Return the index of the first bound beyond a chunk's first token, with `num_probes` probes at a time."""
     stride = tl.full((), 1, tl.int64)
     index = tl.full((), 0, tl.int64)
     # Each round divides the interval by `num_probes`: 512 probes find one of 262,144 bounds in two rounds of loads; a

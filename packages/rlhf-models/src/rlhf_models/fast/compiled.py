@@ -127,6 +127,12 @@ def _layers(model: nn.Module) -> list[nn.Module]:
 def _final_norms(model: nn.Module) -> list[nn.Module]:
     """Return the modules beside the list of layers that have only one-dimensional weights: the norms."""
     first = _layers(model)[0]
-    owners = [part for part in model.modules() if any(first in child.children() for child in part.children())]
-    beside = [(child, list(child.parameters())) for owner in owners for child in owner.children()]
-    return [child for child, weights in beside if weights and all(weight.ndim == 1 for weight in weights)]
+    norms = []
+    for owner in model.modules():
+        if not any(first in child.children() for child in owner.children()):
+            continue  # no child is the list of layers
+        for child in owner.children():
+            dims = {weight.ndim for weight in child.parameters()}
+            if dims == {1}:
+                norms.append(child)
+    return norms
