@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Resolves the workspace's requirements again and writes the exact versions that Bazel installs, one file an environment.
+# Resolves the workspace's requirements and writes the exact versions that Bazel installs, one file per environment.
 #
 #   third_party/python/lock.sh            (needs uv)
 #
-# The result depends on the pyproject.toml files alone: `exclude-newer` and the constraints there fix the day and the
-# versions. The CPU build of torch carries no hash, for it comes from whatever index or folder the machine has.
+# The result depends only on the pyproject.toml files: `exclude-newer` and the constraints there fix the day and the
+# versions. The CPU build of torch has no hash, because machines take it from different indexes or folders.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 

@@ -1,8 +1,8 @@
 """Python environments for Bazel, built by uv from lock files.
 
-Every `uv.environment` becomes a virtual environment and a Python toolchain; the hub offers `@pypi//<package>` for every
-package that some lock names. The environment is the interpreter's own site-packages, so a package's target carries no
-files: it states the dependency and fails the build when no lock has the package.
+Every `uv.environment` becomes a virtual environment and a Python toolchain. The hub has a target `@pypi//<package>` for
+every package of the locks. Such a target has no files, because the interpreter finds the package in its own
+site-packages; it declares the dependency, and a package that no lock has fails the build.
 """
 
 _HUB_HEADER = """\
@@ -75,7 +75,7 @@ def _run(ctx, command, doing, environ = {}):
     return result.stdout.strip()
 
 def _environ(ctx, python):
-    """Returns variables for uv: what pip is configured for here, which uv does not read by itself."""
+    """Returns variables for uv with pip's configuration of this machine, which uv does not read by itself."""
     environ = {}
     for option, variable in _PIP_TO_UV.items():
         if ctx.getenv(variable) or not python:
@@ -100,7 +100,7 @@ def _find_uv(ctx, python):
     return ctx.path("uv/bin/uv")
 
 def _sync(ctx, uv, python, environ):
-    """Installs the lock; torch comes from a folder of wheels that pip or uv is configured for, else from its own index."""
+    """Installs the lock. torch comes from a configured folder of wheels if it has the build, else from its own index."""
     sync = [uv, "pip", "sync", "--quiet", "--compile-bytecode", "--python", python, ctx.path(ctx.attr.lock)]
     backend = ["--torch-backend=" + ctx.attr.torch_backend] if ctx.attr.torch_backend else []
     if backend and (ctx.getenv("UV_FIND_LINKS") or environ.get("UV_FIND_LINKS")):
@@ -114,7 +114,7 @@ def _digest(*parts):
 def _environment_impl(ctx):
     python = ctx.getenv("RLHF_PYTHON")
     if not python:
-        # The path names what it was built from, so that every action that runs Python depends on the lock.
+        # The path contains a hash of the lock, so that a new lock invalidates every action that runs Python.
         digest = _digest(ctx.read(ctx.attr.lock), ctx.attr.python_version, ctx.attr.torch_backend)
         directory = ctx.path("env-" + digest)
         python = "{}/bin/python".format(directory)

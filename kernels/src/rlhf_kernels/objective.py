@@ -20,8 +20,8 @@ class PolicyObjective:
 
     Attributes:
         policy_loss: ppo, gspo, cispo or reinforce.
-        reduction: token_mean, seq_mean_token_mean, seq_mean_token_sum or seq_mean_token_sum_norm; of the KL and entropy
-            terms, too.
+        reduction: token_mean, seq_mean_token_mean, seq_mean_token_sum or seq_mean_token_sum_norm. The KL and entropy
+            terms are reduced in the same way.
         clip_low: largest decrease of the ratio below 1, in [0, 1).
         clip_high: largest increase of the ratio above 1, >= 0.
         dual_clip: with ppo and a negative advantage A, the loss is at most this times |A|. > 1, or None for no bound.

@@ -8,8 +8,8 @@ from torch import Tensor
 from rlhf_kernels.dispatch import FLOATS
 from rlhf_kernels.objective import PolicyObjective
 
-MAX_LOG_RATIO = 20.0  # nats; every log ratio is clamped to +-20
-MAX_WEIGHT = 10.0  # bound on the importance weight in the unbiased KL gradient
+MAX_LOG_RATIO = 20.0  # nats; every log ratio is clamped to +-20, so that exp cannot overflow
+MAX_WEIGHT = 10.0  # bound on the importance weight in the unbiased KL gradient, which limits its variance
 
 # The first three are shares of the reduced loss, without their coefficients. The others are sums over trained tokens,
 # which "tokens" counts.

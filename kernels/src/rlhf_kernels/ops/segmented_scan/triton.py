@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rlhf_kernels.dispatch import on_device
 
-CHUNK, NUM_WARPS = 1024, 4  # tokens and warps per program
+CHUNK, NUM_WARPS = 1024, 4  # tokens and warps per program: 8 tokens per thread, in two rows of four
 NUM_PROBES = 512  # bounds that a program reads at a time
 # Steps that a program waits for at a time: at least one per thread. Two threads that polled the same word could read it
 # at different times and disagree on whether it has been published.
