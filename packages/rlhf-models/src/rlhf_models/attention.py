@@ -224,6 +224,7 @@ def _sequence_by_sequence(
     if query.is_cuda and groups > 1:  # SDPA's memory-efficient kernel refuses grouped heads
         key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
     outputs = []
+    # A causal mask without a window is a flag of SDPA and takes no memory; a window needs a mask [length, length].
     for q, k, v in zip(*(tensor.split(lengths, dim=2) for tensor in (query, key, value)), strict=True):
         window = _window_mask(q.shape[2], sliding_window, q.device)
         outputs.append(

@@ -80,6 +80,7 @@ class TokenBatch:
     def last_index(self) -> Tensor:
         """[S] int64, index of each sequence's last token in the flattened batch."""
         lengths = torch.tensor(self.lengths)
+        # Computed on the host from the lengths, so that the device is not waited for.
         starts = lengths.cumsum(0) - lengths if self.is_packed else torch.arange(len(lengths)) * self.input_ids.shape[1]
         return to_device(starts + lengths - 1, self.input_ids.device)
 

@@ -84,6 +84,7 @@ def save_adapter(model: nn.Module, state_dict: Mapping[str, Tensor], path: str |
     path.mkdir(parents=True, exist_ok=True)
     inner = {name.removeprefix(_PREFIX): value for name, value in state_dict.items() if name.startswith(_PREFIX)}
     weights = peft.get_peft_model_state_dict(model.model, state_dict=inner)
+    # In peft's files, names begin with those of its wrappers.
     tensors = {f"base_model.model.{name}": value.contiguous() for name, value in weights.items()}
     save_file(tensors, path / "adapter_model.safetensors", {"format": "pt"})
     model.model.peft_config["default"].save_pretrained(path)

@@ -90,7 +90,9 @@ def _split_state(
     """Return the transformers model's weights, tied ones once, and the value head's, from either kind of names."""
     head = {name.removeprefix(_HEAD_PREFIX): value for name, value in state.items() if name.startswith(_HEAD_PREFIX)}
     parameters = {name for name, _ in inner.named_parameters()}
+    # The state has the names of the transformers model, or those of the actor or critic around it.
     prefix = "" if parameters <= set(state) else _WRAPPER_PREFIX
+    # A tied weight has several names in a state dict, but is one parameter.
     tied = set(inner.state_dict()) - parameters - {name for name, _ in inner.named_buffers()}
     needed = sorted(set(inner.state_dict()) - tied)
     missing = [name for name in needed if prefix + name not in state]

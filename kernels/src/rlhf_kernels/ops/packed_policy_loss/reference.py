@@ -42,6 +42,7 @@ def packed_policy_loss_reference(
         unbiased = objective.kl_unbiased_gradient
         kl = kl_loss(logprobs, old, reference, objective.kl_estimator, unbiased_gradient=unbiased)
 
+    # A token's share of the loss: every reduction is a weighted sum over tokens.
     share = trained.to(old) / stream.denominator(objective)
     if objective.reduction == "seq_mean_token_mean":
         share = share / _totals(trained.to(old), stream.cu_seqlens).clamp(min=1)

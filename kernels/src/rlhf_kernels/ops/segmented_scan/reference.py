@@ -18,6 +18,7 @@ def segmented_scan_reference(values: Tensor, decays: Tensor, cu_seqlens: Tensor,
     state = _ends(last, cu_seqlens, values.dtype)[order]
     solved = [values[:0]]
     for value, decay in zip(values[tokens].split(counts), decays[tokens].to(values).split(counts), strict=True):
+        # Sequences that have ended drop out at the end of `state`, because the shortest come last.
         state = value + decay * state[: len(value)]
         solved.append(state)
     return torch.empty_like(values).index_copy(0, tokens, torch.cat(solved))
@@ -46,6 +47,7 @@ def packed_gae_reference(
     discounts_to = torch.where(turn_starts[tokens], turn_gamma, gammas.new_tensor(gamma))  # of the step to a token
     columns = (rewards[tokens].to(values), values[tokens], discounts_to)
     for reward, value, next_gammas in zip(*(column.split(counts) for column in columns), strict=True):
+        # From the definitions of delta, A and R: R_t = r_t + g_t ((1 - lambd) V_t' + lambd R_t').
         size = len(value)
         later = (1 - lambd) * next_value[:size] + lambd * next_return[:size]
         next_value = value
@@ -72,5 +74,6 @@ def _backwards(mask: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, list[int], Ten
     lengths = torch.bincount(sequence_of, minlength=len(sequences))
     order = lengths.argsort(descending=True, stable=True)
     distances = lengths.cumsum(0)[sequence_of] - torch.arange(1, len(sequence_of) + 1, device=mask.device)
+    # Sort by distance first, and within a distance by the order of the sequences.
     solved_as = (distances * len(sequences) + order.argsort()[sequence_of]).argsort()
     return mask.nonzero()[solved_as, 0], torch.bincount(distances).tolist(), order
