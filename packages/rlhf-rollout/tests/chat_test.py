@@ -101,4 +101,4 @@ def test_chat_ends_with_the_input_and_refuses_what_is_too_long(talk):
 def test_chat_without_chat_template_asks_each_question_alone(talk):
     prompts, said = talk("a", "b", more=("--input_template", "Q {} A: "))
     assert prompts == ["<bos>Q a A: ", "<bos>Q b A: "]
-    assert "every question stands alone" in said.err
+    assert "the model sees each question alone" in said.err

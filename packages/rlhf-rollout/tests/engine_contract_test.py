@@ -99,7 +99,7 @@ def test_generate_many_at_once_keeps_requests_apart(subject: Subject) -> None:
     ("prompt", "sampling", "message"),
     [
         (PROMPT, {"max_tokens": MAX_MODEL_LEN}, "exceed the engine's context of 128 tokens"),
-        (np.array([], np.int32), {}, "without tokens"),
+        (np.array([], np.int32), {}, "has no tokens"),
         (
             np.array([3, 100_000], np.int32),
             {},

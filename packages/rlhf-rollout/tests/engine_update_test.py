@@ -85,9 +85,9 @@ def _with_wrong_shape(weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (_without_last, "1 did not come"),
+        (_without_last, "1 did not arrive"),
         (_with_extra, "has no weight 'model.extra.weight'"),
-        (_with_wrong_shape, r"up_proj.weight' came with shape \(127, 64\); the engine's model has \(128, 64\)"),
+        (_with_wrong_shape, r"up_proj.weight' arrived with shape \(127, 64\); the engine's model has \(128, 64\)"),
     ],
     ids=["missing", "extra", "shape"],
 )
@@ -99,7 +99,7 @@ def test_weight_update_of_another_model_raises_and_a_good_one_heals(
     expected = generate(subject, max_tokens=8, temperature=0.0)[0]
     with pytest.raises(WeightSyncError, match=message):
         run(update(subject, 50, change(dict(subject.weights))))
-    with pytest.raises(EngineError, match=r"weights are incomplete(.|\n)*hint: send all of them"):
+    with pytest.raises(EngineError, match=r"weights are incomplete(.|\n)*hint: send a complete weight update"):
         generate(subject, max_tokens=2)
     run(update(subject, 51))
     healed = generate(subject, max_tokens=8, temperature=0.0)[0]
@@ -162,7 +162,7 @@ def test_pause_by_a_mode_that_there_is_not_raises(subject: Subject) -> None:
         run(subject.engine.pause("drian"))
     if subject.kind == "transformers":
         for mode in ("keep", "restart"):
-            with pytest.raises(EngineError, match=rf"cannot pause by {mode}\s+hint: use one of: drain"):
+            with pytest.raises(EngineError, match=rf"cannot pause with mode {mode}\s+hint: use one of: drain"):
                 run(subject.engine.pause(mode))
     assert not run(subject.engine.health()).is_paused
 
@@ -205,7 +205,7 @@ def test_weight_update_that_fails_lets_no_request_wait_for_ever(subject: Subject
         weights = _with_extra(dict(subject.weights))
         with shared_memory_bucket(weights) as bucket, pytest.raises(WeightSyncError, match="has no weight"):
             await subject.engine.receive_weights(bucket)
-        with pytest.raises(EngineError, match=r"weights are incomplete(.|\n)*hint: send all of them"):
+        with pytest.raises(EngineError, match=r"weights are incomplete(.|\n)*hint: send a complete weight update"):
             await asyncio.wait_for(task, 5)
 
     if subject.kind == "fake":

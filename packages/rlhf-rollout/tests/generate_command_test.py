@@ -244,7 +244,7 @@ def test_resumed_run_after_a_kill_equals_one_that_was_not_interrupted(prompts, r
         file.write(first.replace("generate/00000", "generate/00005") + "\n" + second[:40])
     capsys.readouterr()
     assert main(arguments(prompts, cut, *more, "--resume")) == 0
-    assert f"{num_lines // 2} of 6 prompts are done already" in capsys.readouterr().err
+    assert f"{num_lines // 2} of 6 prompts are already done" in capsys.readouterr().err
     rollouts = [timeless_records(tmp_path / f"{name}.rollouts.jsonl") for name in ("whole", "cut")]
     assert rollouts[0] == rollouts[1] and len(rollouts[0]) == 12
     assert cut.read_text() == whole.read_text()
@@ -275,7 +275,7 @@ def test_resume_with_other_settings_is_refused_and_changes_nothing(prompts, tmp_
 
 def test_take_up_refuses_what_it_has_not_written(tmp_path):
     other = write_jsonl(tmp_path / "other.jsonl", [{"precious": 1}])
-    with pytest.raises(DataError, match="is no record of a run"):
+    with pytest.raises(DataError, match="is not a record of a run"):
         take_up(other, "r", 1)
     assert other.read_text() == '{"precious": 1}\n'
     with pytest.raises(ConfigError, match="another model"):
@@ -293,7 +293,7 @@ def test_take_up_refuses_what_it_has_not_written(tmp_path):
             "must hold {input} and",
         ),
         (["--resume", "--overwrite"], "either replaced or continued"),
-        (["--reward_pretrain", "FOLDER"], "a reward model needs the tokenizer of its tokens"),
+        (["--reward_pretrain", "FOLDER"], "a reward model reads tokens, and no tokenizer is named"),
         (["--reward_pretrain", "FOLDER", "--tokenizer", "FOLDER"], "cannot load the tokenizer "),
     ],
 )

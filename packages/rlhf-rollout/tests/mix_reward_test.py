@@ -171,7 +171,7 @@ def test_mixed_reward_close_closes_all_and_tells_what_failed():
     ("names", "weight", "says"),
     [
         ([], 1.0, "got none"),
-        (["a", "a"], 1.0, "names of their own, got a, a"),
+        (["a", "a"], 1.0, "different names, got a, a"),
         (["a"], float("nan"), "the weight of reward a is nan"),
         (["a"], float("inf"), "the weight of reward a is inf"),
     ],
@@ -237,9 +237,9 @@ def test_build_reward_single_source_with_a_weight_is_weighted(function):
 
 
 def test_build_reward_sources_that_cannot_work_are_refused(function):
-    with pytest.raises(ConfigError, match="0 reward models for 1 sources"):
+    with pytest.raises(ConfigError, match="got 0 reward models for 1 sources of the kind model"):
         build_reward([RewardSource(kind="model", targets=("m",))])
-    with pytest.raises(ConfigError, match="1 reward models for 0 sources"):
+    with pytest.raises(ConfigError, match="got 1 reward models for 0 sources"):
         build_reward([function], models=[ScriptedReward()])
     with pytest.raises(ConfigError, match="got none"):
         build_reward([])

@@ -125,7 +125,7 @@ def test_prompt_supply_has_more_only_after_a_rejection():
 
 @pytest.mark.parametrize(("target", "max_drawn"), [(0, 5), (6, 5), (-1, -1)])
 def test_prompt_supply_impossible_numbers_are_refused(target, max_drawn):
-    with pytest.raises(ConfigError, match="1 <= target <= max_drawn"):
+    with pytest.raises(ConfigError, match=r"1 <= target <= max_drawn must hold"):
         supply_of(target, max_drawn, kept="")
 
 

@@ -315,7 +315,7 @@ def test_remote_reward_url_that_is_none_is_refused(url):
 
 
 def test_remote_reward_password_in_a_url_is_refused_unseen():
-    with pytest.raises(ConfigError, match=rf"host has a password in it\n\nhint: .*{TOKEN_VARIABLE}") as caught:
+    with pytest.raises(ConfigError, match=rf"host holds a password\n\nhint: .*{TOKEN_VARIABLE}") as caught:
         RemoteReward(["http://me:secret@host/"])
     assert "secret" not in str(caught.value)
 
@@ -376,9 +376,9 @@ def test_check_reward_server_out_of_reach_is_refused():
     ("status", "answer", "says"),
     [
         (401, "who are you", rf"status 401: who are you\n\nhint: the environment variable {TOKEN_VARIABLE}"),
-        (404, "what", r"status 404: what\n\nhint: it takes a POST .*is the path right"),
-        (422, {"detail": "no"}, r"status 422(.|\n)*hint: it takes a POST"),
-        (200, "hello", r"no JSON: hello\n\nhint: answer \{\"rewards\": \[one number a query\]\}"),
+        (404, "what", r"status 404: what\n\nhint: the server must accept a POST .*check the path"),
+        (422, {"detail": "no"}, r"status 422(.|\n)*hint: the server must accept a POST"),
+        (200, "hello", r"no JSON: hello\n\nhint: answer \{\"rewards\": \[one number per query\]\}"),
         (200, {"rewards": [1.0]}, r"`rewards` has 1 numbers for 2 samples\n\nhint: answer"),
         (200, '{"rewards": [1.0, NaN]}', r"the reward is nan in the trial call \(sample 1\)\n\nhint: "),
     ],

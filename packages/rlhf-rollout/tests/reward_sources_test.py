@@ -69,8 +69,8 @@ def test_metric_names_stay_different_when_a_source_is_called_like_a_number():
     ("kind", "targets", "says"),
     [
         ("oracle", ("x",), "unknown kind of reward `oracle`"),
-        ("function", ("a.py", "b.py"), "a reward function with the targets a.py, b.py"),
-        ("model", (), "a reward model with the targets none"),
+        ("function", ("a.py", "b.py"), "a reward function needs one target, got a.py, b.py"),
+        ("model", (), "a reward model needs one target, got none"),
     ],
 )
 def test_reward_source_that_is_none_is_refused(kind, targets, says):

@@ -98,7 +98,7 @@ def test_reward_model_scores_pairs_and_is_mixed_with_a_function(tmp_path, model_
 def test_pairs_without_their_keys_are_told_which_to_give(tmp_path, capsys, length):
     assert score(tmp_path, PAIRS, "--remote_rm_url", length) == (2, None)
     told = capsys.readouterr().err
-    assert "data.jsonl:1 is no answer but a pair of answers: prompt, chosen, rejected" in told
+    assert "data.jsonl:1 holds a pair of answers, not one answer: prompt, chosen, rejected" in told
     assert "hint: give --chosen_key chosen --rejected_key rejected --prompt_key prompt" in told
 
 

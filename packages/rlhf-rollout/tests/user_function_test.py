@@ -55,7 +55,7 @@ def test_parse_reward_module():
 
 @pytest.mark.parametrize("reward", ["", "http://host:5000/get_reward", "a-b", "a.b:c:d", "dir/reward", "a.b:"])
 def test_parse_reward_of_no_known_form_is_refused(reward):
-    with pytest.raises(ConfigError, match=r"names no Python file and no module\n\nhint: "):
+    with pytest.raises(ConfigError, match=r"is neither a Python file nor a module\n\nhint: "):
         parse_reward(reward)
 
 
@@ -72,7 +72,7 @@ def test_parse_reward_file_without_the_function_lists_what_it_has(tmp_path):
         parse_reward(str(path))
     assert str(caught.value) == (
         f"{path} has no function `reward_func`; it has reward_fn\n\n"
-        'hint: def reward_func(queries, prompts, labels): return {"rewards": [one number a query]}'
+        'hint: def reward_func(queries, prompts, labels): return {"rewards": [one number per query]}'
     )
     with pytest.raises(ConfigError, match="has no function `grade`"):
         parse_reward(f"{path}:grade")

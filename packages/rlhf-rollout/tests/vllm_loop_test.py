@@ -36,6 +36,7 @@ class ScriptedCore:
         self.shutdown_s = 0.0
         self.paused: str | None = None
         self.finished_early: set[str] = set()
+        self.end_reason = VllmFinishReason.LENGTH
         self.engine_core = SimpleNamespace(
             batch_queue=None,
             scheduler=SimpleNamespace(has_requests=lambda: bool(self.running)),
@@ -72,7 +73,7 @@ class ScriptedCore:
                     request_id=request_id,
                     new_token_ids=[token],
                     new_logprobs=SimpleNamespace(logprobs=np.array([[-0.5 * token]], np.float32)),
-                    finish_reason=VllmFinishReason.LENGTH if done else None,
+                    finish_reason=self.end_reason if done else None,
                 )
             )
         return SimpleNamespace(outputs=outputs)
@@ -127,8 +128,8 @@ def test_step_loop_asks_for_end_tokens_logprobs_and_own_seeds(core: ScriptedCore
     first, second = (request.sampling_params for request in core.added)
     assert sorted(first.stop_token_ids) == [7, 99]
     assert (first.logprobs, first.detokenize) == (0, False)
-    assert first.seed is not None
-    assert first.seed != second.seed
+    # Written down, so that one seed gives the same responses in every release.
+    assert (first.seed, second.seed) == (2937467307694268567, 1244171615822312904)
 
 
 def test_step_loop_keeps_greedy_and_sampled_requests_apart(core: ScriptedCore, loop: StepLoop) -> None:
@@ -140,6 +141,27 @@ def test_step_loop_keeps_greedy_and_sampled_requests_apart(core: ScriptedCore, l
     sampled.future.result(5), greedy.future.result(5)
     # Two steps of the sampled request alone, then one of the greedy request alone.
     assert core.batches == [["0"], ["0"], ["1"]]
+
+
+def test_step_loop_gathers_requests_of_an_idle_engine_into_one_batch(core: ScriptedCore) -> None:
+    loop = StepLoop(lambda: core, end_token_ids=(), seed=0, seed_every_row=False, gather_s=1.5)
+    first = submit(loop, max_tokens=1)
+    time.sleep(0.1)  # the thread has taken the first request in, and waits for another one
+    second = submit(loop, max_tokens=1)
+    core.allowed.release()
+    first.future.result(5), second.future.result(5)
+    assert core.batches == [["0", "1"]]
+    loop.close()
+
+
+def test_step_loop_call_lets_a_batch_that_was_scheduled_ahead_run_out(core: ScriptedCore, loop: StepLoop) -> None:
+    core.engine_core.batch_queue = ["a batch that was scheduled ahead"]
+    call = loop.call(lambda core: list(core.engine_core.batch_queue), drain=True)
+    wait_for_step(core)
+    core.engine_core.batch_queue = []
+    core.allowed.release()
+    assert call.result(5) == []
+    assert len(core.batches) == 1
 
 
 def test_step_loop_call_that_drains_waits_and_holds_newcomers_back(core: ScriptedCore, loop: StepLoop) -> None:
@@ -180,6 +202,25 @@ def test_step_loop_failed_step_fails_everything_in_flight(core: ScriptedCore, lo
     with pytest.raises(EngineError, match="the device was lost"):
         loop.call(lambda core: None, drain=True).result(5)
     assert loop.failure is not None
+
+
+def test_step_loop_request_that_vllm_fails_takes_the_other_samples_with_it(core: ScriptedCore, loop: StepLoop) -> None:
+    core.finished_early.add("0")
+    core.end_reason = VllmFinishReason.ERROR
+    job = submit(loop, num_samples=2, max_tokens=9)
+    wait_for_step(core)
+    core.allowed.release()
+    with pytest.raises(EngineError, match="vLLM ended a request for the reason"):
+        job.future.result(5)
+    core.allowed.release()
+    barrier(loop)
+    assert core.aborted == ["1"]
+    assert loop.failure is None
+
+
+def test_step_loop_that_nobody_closes_does_not_keep_the_process_alive(loop: StepLoop) -> None:
+    threads = [thread for thread in threading.enumerate() if thread.name == "vllm-steps"]
+    assert threads and all(thread.daemon for thread in threads)
 
 
 def test_step_loop_refused_request_fails_alone(core: ScriptedCore, loop: StepLoop) -> None:
@@ -289,6 +330,7 @@ def test_step_loop_restart_begins_anew_and_keeps_samples_that_were_done(core: Sc
     core.allowed.release()
     restarted.result(5)
     assert core.aborted == ["1"]
+    assert loop.call(lambda core: loop.num_in_flight, drain=False).result(5) == 2
     assert other.future.done()
 
     def resume(core: Any) -> None:

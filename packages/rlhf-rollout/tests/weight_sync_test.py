@@ -119,7 +119,7 @@ def test_reader_another_medium_or_a_bucket_beyond_its_buffer_or_a_wrong_checksum
         with pytest.raises(WeightSyncError, match="came by ipc, the engine was built for shared_memory"):
             reader().read(dataclasses.replace(bucket, medium="ipc"))
         slot = dataclasses.replace(bucket.tensors[0], size_bytes=257)
-        with pytest.raises(WeightSyncError, match="a bucket of 257 bytes came in a buffer of 256 bytes"):
+        with pytest.raises(WeightSyncError, match="a bucket of 257 bytes arrived in a buffer of 256 bytes"):
             reader().read(dataclasses.replace(bucket, tensors=(slot,)))
         whole = dataclasses.replace(bucket.tensors[0], size_bytes=256, shape=(64,))
         reader().read(dataclasses.replace(bucket, tensors=(whole,), checksum=None))
@@ -140,7 +140,7 @@ def test_check_tensor_names_the_nearest_weight_or_both_shapes() -> None:
         check_tensor(slot, None, ["model.norm2.weight"])
     with pytest.raises(WeightSyncError, match=r"\s+hint: trainer and engine hold different models"):
         check_tensor(slot, None, ["embedding"])
-    with pytest.raises(WeightSyncError, match=r"came with shape \(4,\); the engine's model has \(5,\)"):
+    with pytest.raises(WeightSyncError, match=r"arrived with shape \(4,\); the engine's model has \(5,\)"):
         check_tensor(slot, (5,), [])
 
 

@@ -1,4 +1,4 @@
-"""Prompts in, scored rollouts out: engines, rewards and a generator that loses nothing. No torch."""
+"""Turns prompts into scored rollouts: engines, rewards, and a generator that accounts for every sample. No torch."""
 
 from rlhf_rollout.agents import SingleTurn, Workflow
 from rlhf_rollout.engines import ENGINE_KINDS, EngineSpec, build_engine

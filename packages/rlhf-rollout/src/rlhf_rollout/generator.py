@@ -1,4 +1,4 @@
-"""Prompts in, scored rollout groups out: bounded in flight, whole groups only, rewards while others generate."""
+"""Turns prompts into scored rollout groups: a bounded number at once, complete groups, scoring while others run."""
 
 import asyncio
 import dataclasses
@@ -18,13 +18,13 @@ from rlhf_rollout.rewards.mix import score_each
 
 @dataclass(frozen=True, slots=True)
 class GroupResult:
-    """What became of one prompt.
+    """The outcome of one prompt.
 
     Attributes:
-        group_id: names the group, failed or not.
-        prompt: what was asked.
+        group_id: id of the group, also of a failed one.
+        prompt: the prompt.
         group: all episodes; None when generation failed.
-        failure: why it failed, None otherwise.
+        failure: why generation failed; None when it did not.
     """
 
     group_id: str
@@ -35,19 +35,19 @@ class GroupResult:
 
 @dataclass(slots=True)
 class GenerationCounts:
-    """A running account: `num_requested == num_generated + num_failed` episodes once all results are out.
+    """Counts of one call of `generate_groups`; at its end `num_requested == num_generated + num_failed`.
 
     Attributes:
-        num_groups: groups returned, whole.
-        num_failed_groups: groups returned as failed.
-        num_requested: episodes asked for.
-        num_generated: episodes in whole groups.
+        num_groups: complete groups returned.
+        num_failed_groups: failed groups returned.
+        num_requested: episodes requested.
+        num_generated: episodes in complete groups.
         num_failed: episodes of failed groups.
-        num_retries: requests that an engine failed and that were sent again, since the start of the call.
-        num_response_tokens: tokens written in whole groups.
-        verdicts: rollouts by the kind of their verdict; empty without a reward.
-        generate_s: seconds from the start of the call to the end of its last generation.
-        score_s: seconds from the start of the call to its last reward.
+        num_retries: requests that were sent again after an engine failed, since the start of the call.
+        num_response_tokens: response tokens in complete groups.
+        verdicts: number of rollouts per kind of verdict; empty without a reward.
+        generate_s: seconds from the start of the call to the end of the last generation.
+        score_s: seconds from the start of the call to the last reward.
     """
 
     num_groups: int = 0
@@ -63,11 +63,11 @@ class GenerationCounts:
 
     @property
     def reward_wait_s(self) -> float:
-        """Seconds from the last generation to the last reward: what rewards cost beyond what generation hid."""
+        """Seconds from the last generation to the last reward: the part of scoring that did not overlap generation."""
         return max(0.0, self.score_s - self.generate_s)
 
     def add(self, result: GroupResult, num_samples: int) -> None:
-        """Account for one result."""
+        """Count one result."""
         if result.group is None:
             self.num_failed_groups += 1
             self.num_failed += num_samples
@@ -81,21 +81,21 @@ class GenerationCounts:
 
 
 class PromptSupply:
-    """Prompts for as many groups as are to be kept: each group that is not kept makes room for one prompt more.
+    """Hands out prompts until enough groups are kept: each group that is rejected or fails allows one more prompt.
 
-    Hands out a prompt while kept + under way < target, up to `max_drawn`. So the last prompt drawn is the first one
-    with which there can be `target` groups: which prompts are drawn, and which groups are kept, depends on what the
-    groups are and not on the order in which they finish. For `generate_groups`, with `settle` as its `settle`.
+    A prompt is handed out while groups kept + groups in flight < target. So never more prompts are drawn than `target`
+    groups need. Which prompts are drawn, and which groups are kept, depends on the groups alone and not on the order in
+    which they finish. Pass the supply to `generate_groups` as its `prompts`, and `settle` as its `settle`.
 
     Args:
-        draw: the next prompt; StopIteration when there is none.
+        draw: returns the next prompt; raises StopIteration when there is none.
         target: groups to keep.
         max_drawn: prompts to draw at most.
-        keep: whether a group is kept; a failed one never is.
+        keep: returns whether a group is kept. Failed groups never are.
 
     Attributes:
-        num_drawn, num_kept, num_rejected, num_failed: prompts and what became of them; drawn less the others are under
-            way.
+        num_drawn: prompts handed out.
+        num_kept, num_rejected, num_failed: their outcomes; the other groups are in flight.
 
     Raises:
         ConfigError: `target` below 1 or above `max_drawn`.
@@ -105,7 +105,9 @@ class PromptSupply:
         self, draw: Callable[[], Prompt], target: int, max_drawn: int, keep: Callable[[RolloutGroup], bool]
     ) -> None:
         if not 1 <= target <= max_drawn:
-            raise ConfigError(f"{target} groups to keep of at most {max_drawn} drawn: 1 <= target <= max_drawn")
+            raise ConfigError(
+                f"target is {target} groups and max_drawn is {max_drawn}; 1 <= target <= max_drawn must hold"
+            )
         self._draw = draw
         self._target = target
         self._max_drawn = max_drawn
@@ -118,13 +120,13 @@ class PromptSupply:
     def __next__(self) -> Prompt:
         num_lost = self.num_rejected + self.num_failed
         if self.num_drawn - num_lost >= self._target or self.num_drawn >= self._max_drawn:
-            raise StopIteration  # for now: the next result may make room
+            raise StopIteration  # for the moment: the next result may allow another prompt
         prompt = self._draw()
         self.num_drawn += 1
         return prompt
 
     def settle(self, result: GroupResult) -> bool:
-        """Account for the result of a prompt handed out; return whether it is kept."""
+        """Count the result of a prompt that was handed out; return whether its group is kept."""
         kept = result.group is not None and self._keep(result.group)
         self.num_kept += kept
         self.num_failed += result.group is None
@@ -147,26 +149,26 @@ async def generate_groups(
 ) -> AsyncIterator[GroupResult]:
     """Yield one result per prompt, in the order in which they finish.
 
-    A group is whole or failed: when the workflow raises or returns another number of episodes than were asked for, the
-    prompt is reported as failed with the reason. A failing reward is a verdict of its rollouts. Closing the iterator
-    cancels what is under way.
+    A group is complete or failed: when the workflow raises, or returns another number of episodes than requested, the
+    result of the prompt is a failure with its reason. A failing reward gives its rollouts failed verdicts. Closing the
+    iterator cancels the groups in flight.
 
     Args:
-        prompts: read as they are needed, may be endless. An iterator that has none is asked again after every result
-            until nothing is under way, so it may have more by then: see `PromptSupply`.
+        prompts: read as needed, so they may be endless. An exhausted iterator is asked again after every result while
+            groups are in flight, because it may have further prompts by then, as `PromptSupply` has.
         workflow: turns each prompt into `sampling.num_samples` episodes.
         sampling: for every prompt. Its seed, if any, is mixed with `seed_key`, so that groups differ.
         reward: None leaves the rollouts without verdicts.
-        max_in_flight: groups that generate at once; as many again may wait for their rewards.
-        group_id_prefix: unique in a run, such as "step-3"; groups are `<prefix>/<number>`.
-        seed_key: what the sampling seed is mixed with besides a group's number; the prefix when None. Calls with one
-            key draw alike from one policy, so that a difference between them is the policies'.
-        counts: updated as results come.
-        settle: told of every result before `prompts` are asked for more and before it is yielded.
-        skip: numbers of groups that an earlier run has made; the others get the numbers and seeds they had in it.
+        max_in_flight: groups that generate at once. The same number may wait for their rewards in addition.
+        group_id_prefix: unique in a run, such as "step-3"; group ids are `<prefix>/<number>`.
+        seed_key: mixed into the sampling seed together with the group's number; None for `group_id_prefix`. Calls with
+            the same key use the same seeds, so that two policies can be compared.
+        counts: updated with every result.
+        settle: called with every result before the next prompt is read and before the result is yielded.
+        skip: numbers of the groups that an earlier run finished. The other groups keep their numbers and seeds.
 
     Raises:
-        ConfigError: no engine, or `max_in_flight` below 1.
+        ConfigError: no engine is attached, or `max_in_flight` is below 1.
         RewardError: the reward function cannot run at all.
     """
     num_engines = len(workflow.router.engines)
@@ -180,6 +182,7 @@ async def generate_groups(
     done: set[asyncio.Task[GroupResult]] = set()
     try:
         while True:
+            # `run.slots` lets half of these tasks generate; the others may wait for their rewards.
             for index, prompt in itertools.islice(numbered, 2 * max_in_flight - len(tasks)):
                 run.counts.num_requested += sampling.num_samples
                 number = f"{index:05d}"
@@ -197,12 +200,13 @@ async def generate_groups(
     finally:
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*done, *tasks, return_exceptions=True)  # several may have failed: the first is raised
+        # Collects the errors of all tasks: asyncio would report those behind the first one as never retrieved.
+        await asyncio.gather(*done, *tasks, return_exceptions=True)
 
 
 @dataclass(slots=True)
 class _Run:
-    """What the tasks of one `generate_groups` share."""
+    """What the tasks of one call of `generate_groups` share."""
 
     workflow: Workflow
     sampling: SamplingParams
@@ -215,6 +219,7 @@ class _Run:
         """Generate and score one group."""
         sampling = self.sampling
         if sampling.seed is not None:
+            # CRC-32 because Python's own hash of a text differs between processes.
             sampling = dataclasses.replace(sampling, seed=zlib.crc32(f"{sampling.seed}:{seed_key}".encode()) >> 1)
         async with self.slots:
             try:
@@ -223,7 +228,7 @@ class _Run:
                     raise EngineError(f"the workflow made {len(episodes)} episodes instead of {sampling.num_samples}")
             except EngineError as error:
                 return GroupResult(group_id, prompt, None, str(error))
-            except Exception as error:  # a workflow may be a user's: its fault costs this group and not the run
+            except Exception as error:  # a user's workflow may raise anything: this group fails, not the run
                 return GroupResult(group_id, prompt, None, f"{type(error).__name__}: {error}")
             finally:
                 self.counts.generate_s = time.monotonic() - self.started
@@ -234,7 +239,7 @@ class _Run:
 
 
 async def _score(reward: RewardFunction, prompt: Prompt, episodes: tuple[Episode, ...]) -> tuple[Episode, ...]:
-    """Return the episodes with the verdicts of one call for all of their rollouts."""
+    """Return the episodes with verdicts, which one call gives for all of their rollouts."""
     verdicts = iter(await score_each(reward, prompt, [rollout for episode in episodes for rollout in episode.rollouts]))
     scored = []
     for episode in episodes:

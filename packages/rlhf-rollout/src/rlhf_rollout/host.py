@@ -19,7 +19,7 @@ def local_gpus() -> int:
 
 
 def free_port() -> int:
-    """Return a TCP port that is free on this host now."""
+    """Return a TCP port that is free on this host at this moment."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         return probe.getsockname()[1]
@@ -28,9 +28,9 @@ def free_port() -> int:
 def wait_passively(environ: MutableMapping[str, str] = os.environ) -> None:
     """Let idle OpenMP threads sleep on a machine without GPUs; by default they spin and take time from other processes.
 
-    Engines and trainers have a thread pool each on the same cores, so one that spins slows the other down, and any
-    other program slows both. Variables that are set already stay. Call this before torch is imported: the runtime reads
-    them once. Child processes inherit them.
+    Engines and trainers have a thread pool each on the same cores: threads of one that spin slow the other down.
+    Variables that are already set keep their values. Call this before torch is imported, because the OpenMP runtime
+    reads them once. Child processes inherit them.
     """
     if local_gpus() == 0:
         for name, value in _PASSIVE_WAITING.items():
@@ -40,8 +40,8 @@ def wait_passively(environ: MutableMapping[str, str] = os.environ) -> None:
 def visible_devices(assigned: Sequence[str], environ: Mapping[str, str]) -> str | None:
     """Return the CUDA_VISIBLE_DEVICES that a Ray worker has to set for itself, or None to leave it as it is.
 
-    Ray sets the variable to the GPUs that it assigned, unless RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES tells it not
-    to: then every worker sees all GPUs of the node, and all of them would use the first.
+    Ray sets the variable to the GPUs that it assigned, unless RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES is set. Then
+    every worker sees all GPUs of the node, and all workers would use the first one.
 
     Args:
         assigned: the worker's GPUs as Ray names them: indices on the node, or what the node's own
@@ -50,4 +50,5 @@ def visible_devices(assigned: Sequence[str], environ: Mapping[str, str]) -> str 
     """
     if not assigned or environ.get(_NOSET, "").lower() not in ("1", "true"):
         return None
+    # By length first, so that "10" comes after "9".
     return ",".join(sorted(assigned, key=lambda device: (len(device), device)))

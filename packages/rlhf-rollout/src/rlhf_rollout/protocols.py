@@ -16,16 +16,17 @@ PAUSE_MODES: tuple[PauseMode, ...] = get_args(PauseMode)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How to sample.
+    """How completions are sampled.
 
     Attributes:
         num_samples: completions per prompt.
-        max_tokens: limit of new tokens.
+        max_tokens: new tokens per completion at most.
         min_tokens: new tokens before a stop token may end a completion.
         temperature: 0.0 is greedy. Log-probs are those of the distribution after temperature (1.0 when greedy).
         top_p: nucleus mass in (0, 1].
         top_k: -1 for all tokens.
-        stop_token_ids: end a completion and stay its last token, as the model's own end tokens always do.
+        stop_token_ids: tokens that end a completion, in addition to the model's own end tokens. The token that ends a
+            completion remains its last token.
         seed: makes the completions of one request repeatable.
     """
 
@@ -49,11 +50,11 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One sampled continuation, token in, token out.
+    """One sampled continuation of a prompt, as tokens.
 
     Attributes:
         spans: the tokens, stop token included, in policy spans. A request that lives through a weight update has one
-            span per policy version; log-probs are in nats, under the distribution that each token was drawn from.
+            span per policy version. Log-probs are in nats, under the distribution that each token was drawn from.
         finish_reason: why it ended.
     """
 
@@ -83,19 +84,19 @@ class Completion:
 
     @property
     def policy_version(self) -> int:
-        """The oldest version that drew a token of it."""
+        """The oldest policy version that drew one of its tokens."""
         return min(span.policy_version for span in self.spans)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineHealth:
-    """What an engine says of itself.
+    """The state that an engine reports.
 
     Attributes:
-        policy_version: of the weights in force.
-        num_in_flight: requests or sequences that are decoded or wait.
+        policy_version: version of the weights in force.
+        num_in_flight: requests that are being decoded or wait; vLLM counts each of their sequences.
         is_paused: requests wait for `resume` or for the end of a weight update.
-        is_asleep: its memory was given back.
+        is_asleep: the engine has freed the device's memory and cannot generate.
     """
 
     policy_version: int
@@ -106,11 +107,11 @@ class EngineHealth:
 
 @runtime_checkable
 class RolloutEngine(Protocol):
-    """Generates from live weights.
+    """Generates with weights that can be updated while it runs.
 
-    `generate` may be called many times at once. Every other method is a control call, which never waits behind
-    `generate` calls except to let requests in flight finish, and may be made from another event loop. Every call raises
-    EngineError when the engine has failed or is gone.
+    `generate` may be called concurrently. Every other method is a control call: it may come from another event loop,
+    and it never queues behind `generate` calls. It waits for them only where its docstring says that requests in flight
+    finish first. Every call raises EngineError when the engine has failed or its process has ended.
     """
 
     async def generate(
@@ -118,16 +119,16 @@ class RolloutEngine(Protocol):
     ) -> list[Completion]:
         """Return `sampling.num_samples` completions of one prompt [P] int32.
 
-        `timeout_s` is the deadline of the request; without one the engine's own applies, if it has any. Raises
-        EngineError when the request does not fit the engine or the deadline passes.
+        `timeout_s` is the deadline of the request; None for the engine's own, if it has one. Raises EngineError when
+        the request exceeds the engine's context or the deadline passes.
         """
 
     async def pause(self, mode: PauseMode) -> None:
         """Stop generating until `resume`; requests that arrive meanwhile wait.
 
-        What becomes of the requests in flight depends on `mode`: "drain" lets them finish first, "keep" freezes them
-        where they are and continues them afterwards with the weights that are then in force, "restart" discards what
-        they have generated so far and starts them again. Raises EngineError for a mode that the engine does not have.
+        `mode` decides about the requests in flight. "drain" lets them finish first. "keep" freezes them and continues
+        them after `resume`, with the weights that are then in force. "restart" discards their tokens and starts them
+        again after `resume`. Raises EngineError for a mode that the engine does not support.
         """
 
     async def resume(self) -> None:
@@ -137,38 +138,41 @@ class RolloutEngine(Protocol):
         """Return the engine's state. Raises EngineError when it cannot generate any more."""
 
     async def begin_weight_update(self, policy_version: int) -> None:
-        """Get ready for buckets. Requests in flight are drained unless the engine is paused."""
+        """Prepare for buckets of weights of version `policy_version`.
+
+        Unless the engine is paused, requests in flight finish first. Later requests wait for the end of the update.
+        """
 
     async def receive_weights(self, bucket: WeightBucket) -> None:
         """Load one bucket; the sender may reuse its buffer once this returns. Raises WeightSyncError."""
 
     async def finish_weight_update(self) -> None:
-        """Put the weights in force, forget cached prefixes, and generate as the new policy version unless paused."""
+        """Put the new weights and their version in force, drop cached prefixes, and generate again unless paused."""
 
     async def sleep(self) -> None:
         """Free the device's memory. Raises EngineError while requests are in flight."""
 
     async def wake_up(self) -> None:
-        """Take the memory back; the weights are those from before `sleep`."""
+        """Allocate the memory again and restore the weights from before `sleep`."""
 
     async def close(self) -> None:
-        """Free everything."""
+        """End the engine and free what it holds."""
 
 
 def check_pause_mode(mode: str, available: Sequence[PauseMode] = PAUSE_MODES, engine: str = "this engine") -> None:
-    """Raise EngineError for a mode that does not exist, or that is not among those `available` to the engine."""
+    """Raise EngineError for a pause mode that does not exist, or that is not among the engine's `available` ones."""
     if mode not in PAUSE_MODES:
         raise EngineError(unknown("pause mode", mode, PAUSE_MODES))
     if mode not in available:
         hint = f"use one of: {', '.join(available)}" if available else "use engine vllm"
-        raise EngineError(f"{engine} cannot pause by {mode}", hint=hint)
+        raise EngineError(f"{engine} cannot pause with mode {mode}", hint=hint)
 
 
 class RewardFunction(Protocol):
-    """Scores rollouts. Never raises for a bad sample: that is a verdict."""
+    """Scores rollouts. A sample that cannot be scored gets a failed verdict instead of raising an error."""
 
     async def score(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> list[Verdict]:
         """Return one verdict per rollout, in order."""
 
     async def close(self) -> None:
-        """End what runs behind it."""
+        """End its processes and connections."""

@@ -1,4 +1,4 @@
-"""Engines and reward models as Ray actors, and how the driver and the trainer see them. Only this file imports Ray."""
+"""Engines and reward models as Ray actors, and handles to them. Only this file imports Ray."""
 
 import asyncio
 import os
@@ -35,9 +35,10 @@ def prepare_process() -> None:
 
 
 class _Actor:
-    """Runs one part in a process of its own.
+    """Builds one part, an engine or a reward model, in its own process and calls its methods.
 
-    What keeps the part from starting is raised by each call: Ray would bury it in the report of an actor's death.
+    An error of the build is kept and raised by every call. Raised here, it would reach the caller only as a line in
+    Ray's report of a dead actor.
     """
 
     def __init__(self, build: Callable[[], Any]) -> None:
@@ -56,21 +57,21 @@ class _Actor:
         return self._built
 
     async def ready(self) -> float:
-        """Return the seconds that the part took to start, once it has. Raises what kept it from starting."""
+        """Return how many seconds the part took to start. Raises the error that kept it from starting."""
         if self._error is not None:
             raise self._error
         return self._startup_s
 
     async def call(self, method: str, *arguments: Any) -> Any:
-        """Return what a coroutine method of the part returns."""
+        """Return the result of a coroutine method of the part."""
         return await getattr(self.part, method)(*arguments)
 
 
 class EngineActor(_Actor):
     """Runs one `RolloutEngine`: `RemoteEngine` is its actor class.
 
-    Requests and control calls are in concurrency groups of their own, each with an event loop on a thread of its own:
-    however many requests are in flight or queue, a control call is taken at once.
+    Requests and control calls have separate concurrency groups of Ray, each with its own event loop and thread.
+    Therefore control calls start at once, however many requests are in flight or queued.
     """
 
     def __init__(self, kind: str, spec: EngineSpec) -> None:
@@ -78,12 +79,12 @@ class EngineActor(_Actor):
 
     @ray.method(concurrency_group="requests")
     async def generate(self, token_ids: np.ndarray, sampling: SamplingParams) -> list[Completion]:
-        """See `RolloutEngine.generate`; the caller keeps the deadline."""
+        """See `RolloutEngine.generate`; the caller enforces the deadline."""
         return await self.part.generate(token_ids, sampling)
 
     @ray.method(concurrency_group="control")
     async def call(self, method: str, *arguments: Any) -> Any:
-        """Return what a control call of the engine returns."""
+        """Return the result of a control call of the engine."""
         return await super().call(method, *arguments)
 
 
@@ -92,7 +93,7 @@ RemoteEngine = ray.remote(concurrency_groups={"requests": 1024, "control": 64})(
 
 
 class RewardModelActor(_Actor):
-    """Runs one reward model: `ray.remote(RewardModelActor)`. Arguments as of `LocalScorer`."""
+    """Runs one reward model: `ray.remote(RewardModelActor)`. Takes the arguments of `LocalScorer`."""
 
     def __init__(self, path: str, **options: Any) -> None:
         super().__init__(lambda: LocalScorer(path, **options))
@@ -104,22 +105,22 @@ class RewardModelActor(_Actor):
 
 @contextmanager
 def plain_errors(gone: type[RlhfError], process: str = "the engine's process") -> Iterator[None]:
-    """Raise an actor's own errors as themselves, and `gone` when its process has died."""
+    """Raise an actor's RlhfError without Ray's wrapper, and `gone` when the actor's process has died."""
     try:
         yield
     except RayTaskError as error:
         raise error.cause if isinstance(error.cause, RlhfError) else error from None
     except RayActorError as error:
-        hint = "its log tells why (Ray's session folder); out of memory is the usual reason"
+        hint = "its log in Ray's session folder tells why; often the machine ran out of memory"
         raise gone(f"{process} is gone: {error}", hint=hint) from error
 
 
 class RayEngine:
-    """A `RolloutEngine` in another process, by the handle of its `EngineActor`. Every call has a deadline.
+    """A `RolloutEngine` in another process, called through its `EngineActor`. Every call has a deadline.
 
     Args:
-        handle: the actor.
-        spec: has the deadlines; those of a plain `EngineSpec` when None.
+        handle: Ray's handle of the actor.
+        spec: gives the deadlines; None for the defaults of `EngineSpec`.
     """
 
     def __init__(self, handle: Any, spec: EngineSpec | None = None) -> None:
@@ -131,13 +132,13 @@ class RayEngine:
         self._start_timeout_s = spec.start_timeout_s
 
     async def ready(self) -> float:
-        """Wait until the engine has started; return the seconds that it took in its process."""
+        """Wait until the engine has started; return how many seconds that took in its process."""
         return await self._await(self.handle.ready.remote(), "the start", self._start_timeout_s)
 
     async def generate(
         self, token_ids: np.ndarray, sampling: SamplingParams, *, timeout_s: float | None = None
     ) -> list[Completion]:
-        """See `RolloutEngine.generate`. A call that is cancelled or late gives its request up in the engine, too."""
+        """See `RolloutEngine.generate`. If the call is cancelled or late, the engine drops the request, too."""
         reference = self.handle.generate.remote(token_ids, sampling)
         timeout_s = self._request_timeout_s if timeout_s is None else timeout_s
         return await self._await(reference, "a request", timeout_s)
@@ -184,12 +185,12 @@ class RayEngine:
     async def _call(
         self, method: str, *arguments: Any, gone: type[RlhfError] = EngineError, drains: bool = False
     ) -> Any:
-        """Make a control call; one that `drains` waits for the requests in flight."""
+        """Make a control call. One that `drains` waits for the requests in flight, so their deadline is added."""
         timeout_s = self._control_timeout_s + (self._request_timeout_s if drains else 0.0)
         return await self._await(self.handle.call.remote(method, *arguments), f"`{method}`", timeout_s, gone)
 
     async def _await(self, reference: Any, what: str, timeout_s: float, gone: type[RlhfError] = EngineError) -> Any:
-        """Return what a call returns; give it up in the actor when it is cancelled or late."""
+        """Return the result of a call; cancel it in the actor when the caller is cancelled or the call is late."""
         async with deadline(timeout_s, f"{what} of an engine's process"):
             try:
                 with plain_errors(gone):
@@ -200,7 +201,7 @@ class RayEngine:
 
 
 class RayScorer:
-    """A `Scorer` in another process, by the handle of its `RewardModelActor`."""
+    """A `Scorer` in another process, called through its `RewardModelActor`."""
 
     def __init__(self, handle: Any) -> None:
         self._handle = handle

@@ -1,4 +1,4 @@
-"""Rollouts as JSON: one record each, one line each."""
+"""Rollouts as JSON lines: one record per rollout."""
 
 import json
 from pathlib import Path
@@ -12,9 +12,9 @@ from rlhf_data.records import Episode, Rollout, RolloutGroup
 def rollout_record(group: RolloutGroup, episode: Episode, rollout: Rollout) -> dict[str, Any]:
     """Return a rollout with its prompt as plain JSON values.
 
-    `token_ids` and `logprobs` hold the whole sequence, prompt included. Log-probs are those of the engine, 0.0 where
-    the policy did not write the token and null where one is not finite. `spans` says who wrote which run of tokens.
-    `reward`, `score`, `verdict` and `score_seconds` are null for a rollout that was not scored.
+    `token_ids` and `logprobs` hold the whole sequence, prompt included. Log-probs are the engine's: 0.0 for tokens that
+    the policy did not write, null for values that are not finite. `spans` gives source, length and policy version of
+    each run of tokens. `reward`, `score`, `verdict` and `score_seconds` are null for a rollout that was not scored.
     """
     verdict = rollout.verdict
     return {
@@ -45,7 +45,7 @@ def rollout_record(group: RolloutGroup, episode: Episode, rollout: Rollout) -> d
 
 
 class RolloutWriter:
-    """Appends groups to a JSONL file, whose folders it makes; what was written is on disk after every group."""
+    """Appends groups to a JSONL file and creates its folder. The file is flushed after every group."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -53,7 +53,7 @@ class RolloutWriter:
         self._file = self.path.open("a", encoding="utf-8")
 
     def write(self, group: RolloutGroup, **fields: Any) -> None:
-        """Append the group's rollouts, each with the further `fields` (a step, a phase) in front."""
+        """Append the group's rollouts; each record begins with `fields`, such as the step and the phase."""
         for episode in group.episodes:
             for rollout in episode.rollouts:
                 record = {**fields, **rollout_record(group, episode, rollout)}
@@ -66,5 +66,5 @@ class RolloutWriter:
 
 
 def _number(value: np.float32) -> float | None:
-    # The shortest decimal that is this float32, not the long one that its float64 has.
+    # The shortest decimal that gives this float32 again; by way of float64, 0.1 would become 0.10000000149011612.
     return float(str(value)) if np.isfinite(value) else None

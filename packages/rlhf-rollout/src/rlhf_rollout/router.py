@@ -1,4 +1,4 @@
-"""Which engine answers a request: the least loaded one, another one when it fails, the same one per conversation."""
+"""Chooses an engine per request: the least loaded, another one after a failure, the same one within a conversation."""
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
@@ -10,7 +10,7 @@ from rlhf_data.errors import ConfigError, EngineError
 from rlhf_data.records import FinishReason
 from rlhf_rollout.protocols import Completion, RolloutEngine, SamplingParams
 
-_NUM_ATTEMPTS = 2
+_NUM_ATTEMPTS = 2  # per request
 _MAX_CONVERSATIONS = 1 << 16
 
 
@@ -21,20 +21,21 @@ class _Place:
     engine: RolloutEngine
     number: int
     num_running: int = 0  # completions
-    num_failures: int = 0  # in a row
+    num_failures: int = 0  # since its last success
 
 
 class EngineRouter:
-    """Answers requests with the engines that are attached; to be used from one event loop.
+    """Sends requests to the attached engines. Use it from one event loop.
 
-    A request goes to the engine with the fewest completions in flight, one that has just failed last. When an engine
-    raises, aborts, or returns too few completions, the request is sent once more, to another engine if there is one.
+    A request goes to the engine with the fewest completions in flight; engines whose last requests failed come last.
+    When an engine raises, aborts a completion, or returns too few completions, the request is sent once more, to
+    another engine if there is one.
 
     Args:
-        engines: attached from the start.
+        engines: engines to attach at once.
 
     Attributes:
-        num_retries: requests that were sent again so far.
+        num_retries: how many requests were sent again so far.
     """
 
     def __init__(self, engines: Iterable[RolloutEngine] = ()) -> None:
@@ -51,14 +52,14 @@ class EngineRouter:
         return [place.engine for place in self._places]
 
     def attach(self, engine: RolloutEngine) -> None:
-        """Send requests to `engine`, too. Raises ConfigError when it is attached already."""
+        """Send requests to `engine`, too. Raises ConfigError when it is already attached."""
         if any(place.engine is engine for place in self._places):
             raise ConfigError("the engine is attached already")
         self._places.append(_Place(engine, self._num_attached))
         self._num_attached += 1
 
     def detach(self, engine: RolloutEngine) -> None:
-        """Send nothing more to `engine`; what it has in flight is waited for. Raises ConfigError for a stranger."""
+        """Send no more requests to `engine`; those in flight still return. Raises ConfigError if it is not attached."""
         remaining = [place for place in self._places if place.engine is not engine]
         if len(remaining) == len(self._places):
             raise ConfigError("the engine is not attached")
@@ -74,9 +75,9 @@ class EngineRouter:
     ) -> list[Completion]:
         """Return `sampling.num_samples` completions of one prompt [P] int32.
 
-        `timeout_s` is the deadline of each attempt. Requests of one `conversation` go to one engine, whose cache holds
-        their common prefix, for as long as it is attached and does not fail. Raises EngineError when no engine is
-        attached, or the last attempt failed too; its message has the reasons of all attempts.
+        `timeout_s` is the deadline of each attempt. Requests with the same `conversation` go to the same engine, whose
+        cache holds their common prefix, as long as it is attached and does not fail. Raises EngineError when no engine
+        is attached or all attempts failed; the message names the failure of each attempt.
         """
         errors: list[str] = []
         failed: _Place | None = None
@@ -87,7 +88,7 @@ class EngineRouter:
             try:
                 completions = await place.engine.generate(token_ids, sampling, timeout_s=timeout_s)
                 _check_complete(completions, sampling)
-            except Exception as error:  # an engine is another process, maybe on another machine: it may raise anything
+            except Exception as error:  # an engine in another process or on another machine may raise anything
                 place.num_failures += 1
                 errors.append(f"engine {place.number}: {type(error).__name__}: {error}")
                 failed = place
@@ -99,9 +100,9 @@ class EngineRouter:
         raise EngineError("; ".join(errors))
 
     def _pick(self, failed: _Place | None, conversation: str | None) -> _Place:
-        """Return where a request goes that `failed` could not answer."""
+        """Return the engine for a request; `failed` is the one whose attempt at it failed, if any."""
         if not self._places:
-            raise EngineError("no engine is attached", hint="attach one; all have failed or were detached")
+            raise EngineError("no engine is attached", hint="attach an engine before sending requests")
         home = self._conversations.get(conversation) if conversation is not None else None
         if home is None or home is failed or home.num_failures or home not in self._places:
             others = [place for place in self._places if place is not failed]
@@ -109,6 +110,7 @@ class EngineRouter:
             home = min(candidates, key=lambda place: (place.num_failures, place.num_running, place.number))
         if conversation is not None:
             self._conversations[conversation] = home
+            # The least recently used one is forgotten: nobody says when a conversation has ended.
             self._conversations.move_to_end(conversation)
             if len(self._conversations) > _MAX_CONVERSATIONS:
                 self._conversations.popitem(last=False)

@@ -1,4 +1,4 @@
-"""Workflows: how one prompt becomes episodes. They ask a router and know no engine."""
+"""Workflows turn one prompt into episodes. They send requests to a router and depend on no engine."""
 
 from rlhf_rollout.agents.base import Workflow
 from rlhf_rollout.agents.single_turn import SingleTurn

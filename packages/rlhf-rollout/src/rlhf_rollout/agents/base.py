@@ -8,7 +8,7 @@ from rlhf_rollout.router import EngineRouter
 
 
 class Workflow(Protocol):
-    """Turns a prompt into episodes; `run` may be called many times at once.
+    """Turns a prompt into episodes; `run` may be called concurrently.
 
     Attributes:
         router: answers the workflow's requests.
@@ -19,6 +19,6 @@ class Workflow(Protocol):
     async def run(self, prompt: Prompt, sampling: SamplingParams, group_id: str) -> tuple[Episode, ...]:
         """Return `sampling.num_samples` episodes of one prompt, without verdicts.
 
-        Their ids begin with `group_id`, which is unique in a run. Raises EngineError when an episode cannot be
-        finished: a group is whole or failed.
+        Their ids begin with `group_id`, which is unique in a run. Raises EngineError when one of the episodes cannot be
+        finished: a group is complete or failed.
         """

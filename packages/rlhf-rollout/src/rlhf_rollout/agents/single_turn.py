@@ -1,4 +1,4 @@
-"""One prompt, one answer."""
+"""The workflow of one prompt and one answer."""
 
 from collections.abc import Callable
 
@@ -12,13 +12,13 @@ Decode = Callable[[np.ndarray], str]
 
 
 class SingleTurn:
-    """A `Workflow` of one turn: an episode is one rollout, the prompt and the policy's answer to it.
+    """A `Workflow` of one turn: an episode is one rollout, which holds the prompt and the policy's answer.
 
-    All samples of a prompt are one request, so that the engine computes the prompt once.
+    All samples of a prompt go out as one request, so that the engine computes the prompt once.
 
     Args:
         router: answers the requests.
-        decode: the text of an answer from its token ids [n], a stop token included.
+        decode: returns the text of an answer's token ids [n], which include a stop token.
         timeout_s: deadline of each request; None for the engine's own.
     """
 

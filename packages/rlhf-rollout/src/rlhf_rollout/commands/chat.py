@@ -14,12 +14,13 @@ from rlhf_data.options import matching
 from rlhf_data.records import FinishReason
 from rlhf_data.rows import Row
 from rlhf_rollout.commands.configs import ChatConfig
-from rlhf_rollout.commands.parts import PROGRESS, EngineJob, make_engine, make_sampling, say
+from rlhf_rollout.commands.parts import EngineJob, make_engine, make_sampling
+from rlhf_rollout.commands.terminal import TERMINAL
 from rlhf_rollout.engines import build_engine
 from rlhf_rollout.protocols import RolloutEngine, SamplingParams
 
-_PIECE = 8  # tokens: few enough to read along, many enough that re-reading the prompt costs little
-_CUT_CHARACTER = "\ufffd"
+_PIECE = 8  # tokens: few enough for a smooth display, enough that repeated prefill of the prompt costs little
+_CUT_CHARACTER = "\ufffd"  # what a tokenizer decodes incomplete bytes of a character to
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,11 +28,11 @@ class ChatJob:
     """One conversation.
 
     Attributes:
-        engine: what answers.
-        sampling: how; one response per question.
+        engine: the engine that answers.
+        sampling: how responses are sampled; one per question.
         system: the system message; None for none.
         input_template: text with one `{}` for a question, instead of the tokenizer's chat template.
-        prompt_max_len: tokens that a conversation may have.
+        prompt_max_len: tokens of the conversation before a response, at most.
     """
 
     engine: EngineJob
@@ -42,7 +43,7 @@ class ChatJob:
 
 
 def make_job(config: ChatConfig) -> ChatJob:
-    """Return the job that a configuration describes."""
+    """Return the job of a configuration."""
     return ChatJob(
         engine=make_engine(config.model, config.engine, config.rollout, config.data.prompt_max_len),
         sampling=make_sampling(config.rollout, 1, config.rollout.seed),
@@ -51,21 +52,21 @@ def make_job(config: ChatConfig) -> ChatJob:
 
 
 def run(job: ChatJob) -> int:
-    """Talk until the input ends; return 0. Raises ConfigError for a model that cannot be used."""
-    with PROGRESS.doing("loading the model"):
+    """Hold the conversation until the input ends; return 0. Raises ConfigError for a model that cannot be used."""
+    with TERMINAL.progress.doing("loading the model"):
         tokenizer = job.engine.load_tokenizer()
         engine = build_engine(job.engine.kind, job.engine.spec)
     with_template = job.input_template is None and bool(getattr(tokenizer, "chat_template", None))
     template = InputTemplate(tokenizer=tokenizer, apply_chat_template=with_template, input_template=job.input_template)
     if not with_template:
-        say("without a chat template every question stands alone")
+        TERMINAL.say("notice: without a chat template the model sees each question alone, without those before it")
     start: list[dict[str, Any]] = [{"role": "system", "content": job.system}] if job.system else []
     messages = [*start]
-    say("/clear begins anew, /exit ends")
-    # Questions are asked outside of the event loop, which would delay Ctrl-C.
+    TERMINAL.say("/clear starts a new conversation, /exit ends the program")
+    # `input` runs outside of the event loop: within it Ctrl-C would take effect only after the next line.
     with asyncio.Runner() as runner:
         try:
-            while (question := _ask()) not in (None, "/exit"):
+            while (question := TERMINAL.ask("> ")) not in (None, "/exit"):
                 if question == "/clear":
                     messages = [*start]
                 if not question.strip() or question == "/clear":
@@ -76,7 +77,9 @@ def run(job: ChatJob) -> int:
                 [token_ids] = encode_prompts([prompt], tokenizer, has_special_tokens=with_template)
                 if len(token_ids) > job.prompt_max_len:
                     limit = f"--prompt_max_len {job.prompt_max_len}"
-                    say(f"{len(token_ids)} tokens are more than {limit}: /clear begins anew")
+                    TERMINAL.say(
+                        f"the conversation has {len(token_ids)} tokens, more than {limit}; /clear starts a new one"
+                    )
                     continue
                 answer = runner.run(_reply(engine, np.array(token_ids, np.int32), job.sampling, tokenizer))
                 messages = [*asked, {"role": "assistant", "content": answer}]
@@ -85,30 +88,23 @@ def run(job: ChatJob) -> int:
     return 0
 
 
-def _ask() -> str | None:
-    try:
-        return input("> ")
-    except EOFError:
-        return None
-
-
 async def _reply(engine: RolloutEngine, token_ids: np.ndarray, sampling: SamplingParams, tokenizer: Tokenizer) -> str:
-    """Print the response as it comes, and return it."""
+    """Print the response piece by piece, and return all of it."""
     answer = ""
     async for text in stream(engine, token_ids, sampling, tokenizer):
-        print(text, end="", flush=True)
+        print(text, end="", flush=True, file=TERMINAL.out)
         answer += text
-    print()
+    print(file=TERMINAL.out)
     return answer
 
 
 async def stream(
     engine: RolloutEngine, token_ids: np.ndarray, sampling: SamplingParams, tokenizer: Tokenizer
 ) -> AsyncIterator[str]:
-    """Yield a response piece by piece, each a request that continues the last one, which any engine can do.
+    """Yield a response piece by piece. Each piece is a request that continues the last one, so any engine can do it.
 
-    `max_tokens` of `sampling` limits the whole response; each piece is drawn with the seed plus its position.
-    `token_ids` [P] is the prompt. Raises EngineError when the engine returns nothing.
+    `token_ids` [P] is the prompt. `max_tokens` of `sampling` limits the whole response. The seed of a piece is the seed
+    of `sampling` plus the position of its first token. Raises EngineError when the engine returns no tokens.
     """
     written: list[int] = []
     shown = ""
@@ -122,11 +118,11 @@ async def stream(
         context = np.concatenate([token_ids, np.array(written, np.int32)])
         [completion] = await engine.generate(context, piece)
         if not len(completion.token_ids) or completion.finish_reason is FinishReason.ABORT:
-            raise EngineError("the engine gave up the response")
+            raise EngineError("the engine stopped in the middle of the response")
         written += completion.token_ids.tolist()
         ended = completion.finish_reason is FinishReason.STOP
         text = tokenizer.decode(written, skip_special_tokens=True)
-        # The bytes of a character may be spread over tokens.
+        # The bytes of one character may belong to several tokens: hold the text back until they are complete.
         if ended or len(written) == sampling.max_tokens or not text.endswith(_CUT_CHARACTER):
             yield text[len(shown) :]
             shown = text

@@ -1,4 +1,4 @@
-"""What each command of `rlhf-rollout` is told: sections, and the checks that concern several options."""
+"""The configuration of each command of `rlhf-rollout`: its sections, and checks across several options."""
 
 from collections.abc import Collection
 
@@ -45,27 +45,31 @@ class SeededSampling(Section, title="sampling"):
     """Adds a seed."""
 
     seed: int | None = flag(
-        None, "makes responses repeatable, and orders the sources of --prompt_data_probs; None: neither", ge=0
+        None,
+        "makes responses repeatable, and the order that --prompt_data_probs draws; None: responses differ in each run",
+        ge=0,
     )
 
 
 class GenerateSampling(GroupSamplingSection, SeededSampling):
-    """How `generate` draws."""
+    """How `generate` samples."""
 
 
 class ChatSampling(with_defaults(SamplingSection, temperature=0.7), SeededSampling):
-    """How `chat` draws."""
+    """How `chat` samples."""
 
 
-# The samples of a prompt, and the questions of a conversation, begin alike: without the cache they would be read anew.
+# The samples of a prompt share it, and so do the questions of a conversation: with the cache it is computed once.
 class OneEngineSection(with_defaults(EngineSection, enable_prefix_caching=True)):
     """Any kind of engine."""
 
-    engine: EngineKind = flag("vllm", "what generates; http: a vLLM server elsewhere; fake: nonsense, for trials")
+    engine: EngineKind = flag(
+        "vllm", "what generates; http: a vLLM server that runs elsewhere; fake: random tokens, to try a command out"
+    )
     base_url: str | None = flag(None, "address of the vLLM server, for --engine http")
 
     def missing(self, model: EngineModelSection) -> list[ConfigError]:
-        """Return an error for each option that the engine needs and nobody set."""
+        """Return an error for each option that the engine needs and that is not set."""
         lacks = []
         if model.pretrain is None and self.engine != "fake":
             lacks.append(missing("pretrain", f"engine {self.engine} needs a model", "give a model folder or hub name"))
@@ -74,7 +78,7 @@ class OneEngineSection(with_defaults(EngineSection, enable_prefix_caching=True))
         return lacks
 
     def check(self, given: Collection[str]) -> list[str]:
-        """Return notices for options that the kind of engine does not use."""
+        """Return notices for options that this kind of engine ignores."""
         kind = f"--engine is {self.engine}"
         computes = self.engine in ("vllm", "transformers")
         return without_effect(
@@ -92,27 +96,29 @@ class FileSection(Section, title="output"):
     overwrite: bool = flag(False, "replace the file if it exists")
 
     def missing(self) -> list[ConfigError]:
-        """Return an error when there is no file to write."""
+        """Return an error when no output file is named."""
         if self.output_path is not None:
             return []
         return [missing("output_path", "the rows must be written somewhere", "add --output_path FILE.jsonl")]
 
 
 class GenerateFileSection(FileSection):
-    """Adds what is made of responses."""
+    """Adds what is written: rollouts, or training data made from them."""
 
-    resume: bool = flag(False, "continue a run that was stopped")
+    resume: bool = flag(False, "continue a run that was stopped: prompts whose rollouts are in the file are skipped")
     post_processor: PostProcessor = flag(
         "rollouts", "; ".join(f"{name}: {text}" for name, text in POST_PROCESSORS.items())
     )
     min_reward: float | None = flag(
-        None, "lowest reward that `rs` accepts; None: it accepts what the reward itself calls right"
+        None, "lowest reward that `rs` accepts; None: `rs` accepts responses with the verdict ok"
     )
-    reward_template: str = flag("{input} <rm_score>: {reward} ", "the input that `csft` writes")
+    reward_template: str = flag(
+        "{input} <rm_score>: {reward} ", "the input of a row of `csft`, with {input} and {reward} in it"
+    )
 
 
 class GenerateConfig(Config):
-    """Everything `generate` is told."""
+    """All options of `generate`."""
 
     model: EngineModelSection = EngineModelSection()
     data: PromptSection = PromptSection()
@@ -126,7 +132,7 @@ class GenerateConfig(Config):
         lacks = []
         if self.data.prompt_data is None:
             hint = "add --prompt_data FILE.jsonl and --input_key KEY"
-            lacks.append(missing("prompt_data", "there must be prompts", hint))
+            lacks.append(missing("prompt_data", "it names the prompts", hint))
         if self.output.post_processor not in ("rollouts", "plain"):
             lacks += self.reward.missing(f"--post_processor {self.output.post_processor} needs a reward")
         return lacks + self.output.missing() + self.engine.missing(self.model)
@@ -138,7 +144,7 @@ class GenerateConfig(Config):
         has_reward = bool(self.reward.sources())
         num_samples = self.rollout.n_samples_per_prompt
         if kind in ("best_of_n", "iter_dpo") and num_samples < 2:
-            message = f"--post_processor {kind} compares responses to a prompt, and there is one"
+            message = f"--post_processor {kind} compares responses to a prompt; --n_samples_per_prompt is {num_samples}"
             raise ConfigError(message, hint="give --n_samples_per_prompt 4")
         if num_samples > 1 and self.rollout.temperature == 0:
             message = f"--n_samples_per_prompt is {num_samples} at --temperature 0"
@@ -170,7 +176,7 @@ class AnswerSection(ReferenceSection, InputSection, ExampleSection):
 
 
 class ScoreConfig(Config):
-    """Everything `score` is told."""
+    """All options of `score`."""
 
     model: TokenizerSection = TokenizerSection()
     data: AnswerSection = AnswerSection()
@@ -182,7 +188,7 @@ class ScoreConfig(Config):
         lacks = []
         if self.data.dataset is None:
             hint = "add --dataset FILE.jsonl and the keys of its rows"
-            lacks.append(missing("dataset", "there must be answers", hint))
+            lacks.append(missing("dataset", "it names the answers to score", hint))
         return lacks + self.output.missing() + self.reward.missing("nothing says how answers are scored")
 
     def check(self, given: Collection[str]) -> list[str]:
@@ -203,7 +209,7 @@ class ServerSection(Section, title="server"):
 
 
 class ServeConfig(Config):
-    """Everything `serve_rm` is told."""
+    """All options of `serve_rm`."""
 
     model: TokenizerSection = TokenizerSection()
     reward: RewardSection = RewardSection()
@@ -219,7 +225,7 @@ class ServeConfig(Config):
 
 
 class ConversationSection(Section, title="conversation"):
-    """What a conversation is."""
+    """What a conversation begins with."""
 
     system: str | None = flag(None, "the system message")
 
@@ -229,7 +235,7 @@ class ConversationRows(PromptLengthSection, TemplateSection):
 
 
 class ChatConfig(Config):
-    """Everything `chat` is told."""
+    """All options of `chat`."""
 
     model: EngineModelSection = EngineModelSection()
     data: ConversationRows = ConversationRows()

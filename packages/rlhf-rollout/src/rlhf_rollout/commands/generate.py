@@ -1,6 +1,6 @@
-"""`generate`: responses to prompts, and the training data made of them; a run that was stopped can continue.
+"""`generate`: samples responses to prompts and makes training data of them. A run that was stopped can continue.
 
-Rollouts are written as they come. Training data is made of them at the end, so its file is complete or not there.
+Rollouts are written as they are generated. Training data is made of them at the end, so its file is complete or absent.
 """
 
 import asyncio
@@ -24,17 +24,16 @@ from rlhf_data.sources import open_sources, parse_probs
 from rlhf_rollout.agents import SingleTurn
 from rlhf_rollout.commands.configs import GenerateConfig
 from rlhf_rollout.commands.parts import (
-    PROGRESS,
     EngineJob,
     RewardJob,
     check_new_file,
     make_engine,
     make_reward,
     make_sampling,
-    say,
     write_rows,
 )
 from rlhf_rollout.commands.post_process import training_rows
+from rlhf_rollout.commands.terminal import TERMINAL
 from rlhf_rollout.engines import build_engine
 from rlhf_rollout.generator import GenerationCounts, generate_groups
 from rlhf_rollout.protocols import SamplingParams
@@ -48,13 +47,13 @@ _NUM_TRIED = 4  # prompts of the trial call of a reward
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptJob:
-    """Which prompts are asked.
+    """The prompts to answer.
 
     Attributes:
-        sources: data files and hub names, with commas.
+        sources: data files and hub names, separated by commas.
         probs: a probability per source; None reads one source after the other.
-        seed: of the order that `probs` draws.
-        split: read where a data set has splits.
+        seed: seed of the order that `probs` draws.
+        split: the split to read if a data set has splits.
         max_samples: rows per source at most; None for all.
         input_key, label_key, apply_chat_template, input_template, prompt_max_len, skip_bad_rows: see `load_prompts`.
     """
@@ -72,7 +71,7 @@ class PromptJob:
     skip_bad_rows: bool
 
     def load(self, tokenizer: Any) -> tuple[PromptSet, list[Any]]:
-        """Return the prompts, and of each the cell that it was made from."""
+        """Return the prompts, and for each the cell that it was made from: text or messages."""
         rows = open_sources(
             self.sources, probs=self.probs, seed=self.seed, split=self.split, max_samples=self.max_samples
         )
@@ -87,7 +86,7 @@ class PromptJob:
             prompt_max_len=self.prompt_max_len,
             skip_bad_rows=self.skip_bad_rows,
         )
-        # Reading again gives the same rows in the same order; those that made no prompt are passed over.
+        # A second pass gives the same rows in the same order; rows that made no prompt are skipped.
         again = iter(rows.read(RowErrors(skip_bad_rows=True)))
         kept = (next(row for row in again if row.row_id == prompt.prompt_id) for prompt in prompts)
         return prompts, [row.cell(self.input_key) for row in kept]
@@ -98,15 +97,15 @@ class GenerateJob:
     """One run of `generate`.
 
     Attributes:
-        prompts: what is asked.
-        engine: what answers.
-        sampling: how.
-        reward: what scores the answers; without sources nothing does.
+        prompts: the prompts to answer.
+        engine: the engine that answers.
+        sampling: how responses are sampled.
+        reward: what scores the responses; without sources they are not scored.
         output_path: the file of results.
-        post_processor: what results are; a key of `rlhf_rollout.commands.post_process.POST_PROCESSORS`.
+        post_processor: the form of the results; a key of `rlhf_rollout.commands.post_process.POST_PROCESSORS`.
         min_reward, reward_template: see `post_process`.
         overwrite: replace files that exist.
-        resume: continue with the prompts that a stopped run has not answered.
+        resume: answer only the prompts that a stopped run has not answered.
     """
 
     prompts: PromptJob
@@ -122,12 +121,12 @@ class GenerateJob:
 
     @property
     def rollouts_path(self) -> Path:
-        """The file of rollouts: that of the results, or one beside it."""
+        """The file of rollouts: the file of results itself, or one beside it."""
         is_result = self.post_processor == "rollouts"
         return self.output_path if is_result else self.output_path.with_suffix(".rollouts.jsonl")
 
     def digest(self, prompts: PromptSet) -> str:
-        """Return a name for all that decides what the rollouts are."""
+        """Return a hash of everything that determines the rollouts: model, sampling, rewards and prompts."""
         spec = self.engine.spec
         settings = (self.engine.kind, spec.model, spec.tokenizer, spec.dtype, self.sampling)
         rewards = (self.reward.sources, self.reward.normalize)
@@ -136,7 +135,7 @@ class GenerateJob:
 
 
 def make_job(config: GenerateConfig) -> GenerateJob:
-    """Return the job that a configuration describes. Raises ConfigError for numbers that cannot work."""
+    """Return the job of a configuration. Raises ConfigError for numbers that cannot work."""
     data, rollout, output = config.data, config.rollout, config.output
     assert data.prompt_data and output.output_path
     probs = parse_probs("prompt_data_probs", data.prompt_data_probs)
@@ -159,37 +158,39 @@ def run(job: GenerateJob) -> int:
     """Generate, score and write; return 1 when some prompts failed, else 0.
 
     Raises:
-        ConfigError: for a file that exists, a model that does not, or a reward that cannot be used.
-        DataError: for rows that cannot be used.
+        ConfigError: an output file exists, a model does not exist, or a reward cannot be used.
+        DataError: rows cannot be used.
     """
     for path in (job.output_path, job.rollouts_path):
         hint = "give another --output_path, or --overwrite, or --resume to continue"
         check_new_file(path, replace=job.overwrite or job.resume, hint=hint)
-    with PROGRESS.doing("reading the prompts"):
+    with TERMINAL.progress.doing("reading the prompts"):
         task = _prepare(job)
     for source in job.reward.sources:
         if problem := check_reward(source, task.prompts[:_NUM_TRIED], timeout_s=job.reward.timeout_s):
-            say(f"warning: the reward {source.kind} failed a trial call: {problem}")
+            TERMINAL.say(f"warning: the reward {source.kind} failed a trial call: {problem}")
     status = asyncio.run(_write_rollouts(task)) if len(task.done) < len(task.prompts) else 0
     if job.rollouts_path != job.output_path:
         rows = training_rows(
             job.rollouts_path, job.post_processor, min_reward=job.min_reward, reward_template=job.reward_template
         )
         num_rows = write_rows(job.output_path, rows)
-        say(f"{job.post_processor}: {num_rows} rows of {len(task.prompts)} prompts written to {job.output_path}")
+        TERMINAL.say(
+            f"{job.post_processor}: {num_rows} rows of {len(task.prompts)} prompts written to {job.output_path}"
+        )
     return status
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Task:
-    """What there is to generate.
+    """A job whose inputs have been read.
 
     Attributes:
-        job: what was asked for.
-        tokenizer: of the engine.
+        job: the job.
+        tokenizer: the engine's tokenizer.
         prompts, inputs: the prompts, and the cell that each was made from.
-        digest: names the settings, in each record of the file.
-        done: numbers of the prompts whose rollouts are in the file already.
+        digest: hash of the settings, which every record of the file holds.
+        done: numbers of the prompts whose rollouts are already in the file.
     """
 
     job: GenerateJob
@@ -204,54 +205,61 @@ def _prepare(job: GenerateJob) -> _Task:
     job.reward.check_models()
     tokenizer = job.engine.load_tokenizer()
     prompts, inputs = job.prompts.load(tokenizer)
-    say(prompts.summary)
+    TERMINAL.say(prompts.summary)
     if job.post_processor == "csft" and not all(isinstance(value, str) for value in inputs):
-        raise DataError("conditional SFT writes the reward into the input, which must be text")
+        raise DataError(
+            "--post_processor csft writes the reward into the input, so inputs must be text and not messages"
+        )
     digest, done = job.digest(prompts), frozenset[int]()
     if job.resume and job.rollouts_path.exists():
         done = take_up(job.rollouts_path, digest, job.sampling.num_samples)
-        say(f"{len(done)} of {len(prompts)} prompts are done already")
+        TERMINAL.say(f"{len(done)} of {len(prompts)} prompts are already done")
     return _Task(job=job, tokenizer=tokenizer, prompts=prompts, inputs=inputs, digest=digest, done=done)
 
 
 def take_up(path: Path, digest: str, num_samples: int) -> frozenset[int]:
-    """Cut a file of rollouts behind its last whole group; return the numbers of the groups in it.
+    """Cut a file of rollouts off after its last complete group; return the numbers of the groups in it.
 
     Raises:
-        ConfigError: the file was written with other settings than those that `digest` names.
-        DataError: the file holds something else than rollouts.
+        ConfigError: the file was written with other settings than those of `digest`.
+        DataError: the file holds something other than rollouts.
     """
     done = set()
-    size = offset = count = 0  # of whole groups, of all records (both in bytes), and records of the last group
+    size = 0  # bytes of the complete groups
+    offset = 0  # bytes of all records so far
+    count = 0  # records of the group that is being read
     with path.open("rb+") as file:
         for line in file:
             offset += len(line)
-            if not line.endswith(b"\n"):  # the process was killed as it wrote
+            if not line.endswith(b"\n"):  # the process was killed while it wrote the line
                 break
             try:
                 record = json.loads(line)
                 number, found = int(record["group_id"].rpartition("/")[2]), record["run"]
             except (ValueError, KeyError, TypeError, AttributeError):
-                message = f"{path}: {line[:60]!r} is no record of a run that can be continued"
+                message = f"{path}: {line[:60]!r} is not a record of a run that can be continued"
                 raise DataError(message, hint="give another --output_path, or --overwrite") from None
             if found != digest:
                 message = f"{path} was written with another model, other prompts, sampling or rewards"
-                raise ConfigError(message, hint="repeat its options, or give another --output_path")
+                raise ConfigError(message, hint="give the options of that run, or another --output_path")
             count += 1
             if count == num_samples:
                 done.add(number)
-                size, count = offset, 0
+                size = offset
+                count = 0
         file.truncate(size)
     return frozenset(done)
 
 
 async def _write_rollouts(task: _Task) -> int:
     job, counts = task.job, GenerationCounts()
-    failures, rewards, num_cut = [], [], 0
+    failures: list[str] = []
+    rewards: list[float] = []
+    num_cut = 0
     started = time.monotonic()
     async with contextlib.AsyncExitStack() as stack:
         reward = job.reward.open(task.tokenizer, stack) if job.reward.sources else None
-        with PROGRESS.doing("starting the engine"):
+        with TERMINAL.progress.doing("starting the engine"):
             engine = build_engine(job.engine.kind, job.engine.spec)
         stack.push_async_callback(engine.close)
         if job.overwrite:
@@ -265,14 +273,15 @@ async def _write_rollouts(task: _Task) -> int:
             workflow,
             job.sampling,
             reward,
+            # Twice what the engine decodes at once, so that it never waits for the next prompt.
             max_in_flight=max(1, 2 * job.engine.spec.max_num_seqs // job.sampling.num_samples),
             group_id_prefix="generate",
             counts=counts,
             skip=task.done,
         )
         num_wanted = len(task.prompts) - len(task.done)
-        stack.callback(PROGRESS.clear)
-        PROGRESS.show("generating", done=0, total=num_wanted)
+        stack.callback(TERMINAL.progress.clear)
+        TERMINAL.progress.show("generating", done=0, total=num_wanted)
         async for result in results:
             if result.group is None:
                 failures.append(f"{result.prompt.prompt_id}: {result.failure}")
@@ -281,12 +290,14 @@ async def _write_rollouts(task: _Task) -> int:
                 writer.write(result.group, run=task.digest, input=task.inputs[number])
                 num_cut += sum(rollout.finish_reason is FinishReason.LENGTH for rollout in result.group.rollouts)
                 rewards += [r.verdict.reward for r in result.group.rollouts if r.verdict and not r.verdict.kind.failed]
-            PROGRESS.show("generating", done=counts.num_groups + counts.num_failed_groups, total=num_wanted)
-    say(_summary(counts, rewards, time.monotonic() - started, job.rollouts_path))
+            TERMINAL.progress.show("generating", done=counts.num_groups + counts.num_failed_groups, total=num_wanted)
+    TERMINAL.say(_summary(counts, rewards, time.monotonic() - started, job.rollouts_path))
     if num_cut:
-        say(f"{num_cut} of {counts.num_generated} rollouts were cut by --generate_max_len {job.sampling.max_tokens}")
+        TERMINAL.say(
+            f"{num_cut} of {counts.num_generated} rollouts were cut by --generate_max_len {job.sampling.max_tokens}"
+        )
     for failure in failures[:_NUM_SHOWN_FAILURES]:
-        say(f"failed: {failure}")
+        TERMINAL.say(f"failed: {failure}")
     return 1 if failures else 0
 
 

@@ -1,4 +1,4 @@
-"""The command `rlhf-rollout`: generate, score, serve a reward, and chat, with any engine and any reward."""
+"""The command `rlhf-rollout`: generates, scores, serves a reward, and chats, with any engine and any reward."""
 
 import importlib
 import sys
@@ -11,6 +11,7 @@ from rlhf_data.command_line import CommandLine, to_toml
 from rlhf_data.errors import RlhfError, unknown
 from rlhf_data.options import Config
 from rlhf_rollout.commands.configs import ChatConfig, GenerateConfig, ScoreConfig, ServeConfig
+from rlhf_rollout.commands.terminal import TERMINAL, log_file
 from rlhf_rollout.host import wait_passively
 
 SUCCESS, BAD_INPUT, INTERRUPTED = 0, 2, 130
@@ -18,11 +19,11 @@ SUCCESS, BAD_INPUT, INTERRUPTED = 0, 2, 130
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutCommand:
-    """One command. Its module in this folder has `make_job(config)` and `run(job) -> exit status`.
+    """One command. Its module in this folder has `make_job(config)`, and `run(job)`, which returns the exit status.
 
     Attributes:
         name: the word that calls it, and its module's name.
-        title: what the list of commands says.
+        title: one line for the list of commands.
         config: the class of its configuration.
     """
 
@@ -31,15 +32,18 @@ class RolloutCommand:
     config: type[Config]
 
     def command_line(self, prog: str, **options: Any) -> CommandLine[Any]:
-        """Return what a person types after `prog`; `options` are further attributes of `CommandLine`."""
+        """Return the command line that follows `prog`; `options` are further attributes of `CommandLine`."""
         description = f"{self.title[0].upper()}{self.title[1:]}."
         return CommandLine(config=self.config, prog=f"{prog} {self.name}", description=description, **options)
 
     def run(
         self, line: CommandLine[Any], argv: Sequence[str], complete: Callable[[Any], Any] = lambda config: config
     ) -> int:
-        """Run the command; return its exit status: 0, or 1 when some prompts failed. `complete` may replace names in a
-        configuration that only the caller knows. Raises RlhfError when the command cannot run."""
+        """Run the command; return its exit status: 0, or 1 when some prompts failed.
+
+        `complete` may replace names in the configuration, such as those of files that ship with the caller. Raises
+        RlhfError when the command cannot run.
+        """
         parsed = line.parse(argv)
         for notice in parsed.notices:
             print(f"notice: {notice}", file=sys.stderr)
@@ -50,9 +54,18 @@ class RolloutCommand:
                     print(f"{title}: {error}".replace("\n\n", "\n"), file=sys.stderr)
         if parsed.missing or parsed.unavailable:
             return SUCCESS
-        module = importlib.import_module(f"rlhf_rollout.commands.{self.name}")
-        job = module.make_job(complete(parsed.config))
-        return SUCCESS if parsed.dry_run else module.run(job)
+        config = complete(parsed.config)
+        if parsed.dry_run:
+            self._module().make_job(config)
+            return SUCCESS
+        output_path = config.output.output_path if "output" in type(config).model_fields else None
+        # Captured from here on, because importing the command's module loads libraries that write to the terminal.
+        with TERMINAL.captured(log_file(self.name, output_path)):
+            module = self._module()
+            return module.run(module.make_job(config))
+
+    def _module(self) -> Any:
+        return importlib.import_module(f"rlhf_rollout.commands.{self.name}")
 
 
 COMMANDS: Mapping[str, RolloutCommand] = MappingProxyType(
@@ -64,7 +77,7 @@ COMMANDS: Mapping[str, RolloutCommand] = MappingProxyType(
                 title="sample responses to prompts, and make training data of them",
                 config=GenerateConfig,
             ),
-            RolloutCommand(name="score", title="give the answers in a file rewards", config=ScoreConfig),
+            RolloutCommand(name="score", title="score the answers in a file", config=ScoreConfig),
             RolloutCommand(
                 name="serve_rm", title="serve a reward, such as a reward model, over HTTP", config=ServeConfig
             ),
@@ -75,7 +88,7 @@ COMMANDS: Mapping[str, RolloutCommand] = MappingProxyType(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit status: 0, 1 when some prompts failed, 2 when it cannot run."""
+    """Run the command; return its status: 0, 1 when some prompts failed, 2 when it cannot run, 130 after Ctrl-C."""
     wait_passively()
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("-h", "--help"):

@@ -1,8 +1,7 @@
-"""From the options of the commands to what they run with: engines, tokenizers, sampling and rewards."""
+"""Turns the options of the commands into what they run with: engines, tokenizers, sampling and rewards."""
 
 import json
 import os
-import sys
 from collections.abc import Iterable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -12,10 +11,10 @@ from typing import Any, Literal
 from rlhf_data.chat import Tokenizer
 from rlhf_data.errors import ConfigError
 from rlhf_data.pretrained import load_tokenizer, located
-from rlhf_data.progress import Progress
 from rlhf_data.testing import ByteTokenizer
 from rlhf_rollout.commands.configs import OneEngineSection
 from rlhf_rollout.commands.sections import EngineModelSection, RewardSection, SamplingSection
+from rlhf_rollout.commands.terminal import TERMINAL
 from rlhf_rollout.engines import EngineSpec
 from rlhf_rollout.protocols import RewardFunction, SamplingParams
 from rlhf_rollout.rewards import LocalScorer, ModelReward, RewardSource, build_reward
@@ -24,12 +23,12 @@ from rlhf_rollout.rewards.sources import model_paths
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineJob:
-    """What generates.
+    """The engine that generates.
 
     Attributes:
         kind: one of `rlhf_rollout.engines.ENGINE_KINDS`.
         spec: how the engine is built.
-        tokenizer: folder or hub name; None for bytes, the tokens of an engine of the kind "fake" without a model.
+        tokenizer: folder or hub name; None for bytes, the tokens of engine "fake" without a model.
     """
 
     kind: str
@@ -37,8 +36,7 @@ class EngineJob:
     tokenizer: str | None
 
     def load_tokenizer(self) -> Tokenizer:
-        """Return the tokenizer. Raises ConfigError for one that cannot be loaded, and for a model that does not
-        exist."""
+        """Return the tokenizer. Raises ConfigError when it cannot be loaded or the model does not exist."""
         if self.kind in ("transformers", "vllm"):
             located(self.spec.model)
         return ByteTokenizer() if self.tokenizer is None else load_tokenizer(self.tokenizer)
@@ -46,14 +44,14 @@ class EngineJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardJob:
-    """What scores.
+    """The reward that scores.
 
     Attributes:
-        sources: whose rewards are added up, by weight.
-        timeout_s: for one call of a function or a server.
+        sources: the sources whose weighted rewards are added.
+        timeout_s: time limit of one call of a function or a server, in seconds.
         num_workers: processes per function.
         batch_size: responses per call of a server or a reward model.
-        dtype: what reward models compute in.
+        dtype: data type of reward models.
         normalize: shift and scale the scores of reward models by the moments stored with them.
     """
 
@@ -75,16 +73,21 @@ class RewardJob:
             located(path)
 
     def load_tokenizer(self, name: str | None) -> Tokenizer:
-        """Return the tokenizer called `name`, else the first reward model's. Without either, bytes: functions and
-        servers receive text, whatever its tokens are. Raises ConfigError for a reward model that does not exist."""
+        """Return the tokenizer `name`, or the first reward model's if `name` is None.
+
+        Without both it is a tokenizer of bytes, because functions and servers receive text and no tokens. Raises
+        ConfigError for a reward model that does not exist.
+        """
         self.check_models()
         if name is None and not self.models:
             return ByteTokenizer()
         return load_tokenizer(name or self.models[0])
 
     def open(self, tokenizer: Tokenizer, stack: AsyncExitStack) -> RewardFunction:
-        """Return the reward; `stack` ends the processes behind it. Raises ConfigError for a model that cannot be loaded
-        or that reads other tokens than those of `tokenizer`."""
+        """Return the reward function; `stack` closes it.
+
+        Raises ConfigError for a reward model that cannot be loaded or whose tokenizer differs from `tokenizer`.
+        """
         models = []
         for path in self.models:
             scorer = self._scorer(path, tokenizer)
@@ -108,7 +111,7 @@ class RewardJob:
         except ImportError as error:
             raise ConfigError("reward models need rlhf-models", hint="install rlhf-rollout[models]") from error
         if isinstance(tokenizer, ByteTokenizer):
-            raise ConfigError("a reward model needs the tokenizer of its tokens", hint="give --tokenizer")
+            raise ConfigError("a reward model reads tokens, and no tokenizer is named", hint="give --tokenizer")
         check_same_tokenizer(path, tokenizer)
         scorer = LocalScorer(
             path,
@@ -118,14 +121,14 @@ class RewardJob:
             normalize=self.normalize,
         )
         if self.normalize and not scorer.has_moments:
-            say(f"notice: --normalize_reward has no effect: no moments are stored with {path}")
+            TERMINAL.say(f"notice: --normalize_reward has no effect: no moments are stored with {path}")
         return scorer
 
 
 def make_engine(
     model: EngineModelSection, engine: OneEngineSection, sampling: SamplingSection, prompt_max_len: int
 ) -> EngineJob:
-    """Return what generates responses to prompts of at most `prompt_max_len` tokens."""
+    """Return the engine for responses to prompts of at most `prompt_max_len` tokens."""
     spec = EngineSpec(
         model=model.pretrain or "fake",
         tokenizer=model.tokenizer,
@@ -141,11 +144,11 @@ def make_engine(
     return EngineJob(kind=engine.engine, spec=spec, tokenizer=model.tokenizer or model.pretrain)
 
 
-_SHARE_ALONE = 0.9  # of the GPU's memory: nothing else runs there
+_SHARE_ALONE = 0.9  # share of the GPU's memory when no trainer runs on it
 
 
 def make_sampling(section: SamplingSection, num_samples: int, seed: int | None) -> SamplingParams:
-    """Return how responses are drawn."""
+    """Return how responses are sampled."""
     return SamplingParams(
         num_samples=num_samples,
         max_tokens=section.generate_max_len,
@@ -157,7 +160,7 @@ def make_sampling(section: SamplingSection, num_samples: int, seed: int | None) 
 
 
 def make_reward(section: RewardSection, dtype: Literal["float32", "bfloat16"]) -> RewardJob:
-    """Return what scores; its sources may be none."""
+    """Return the reward, which may have no sources."""
     return RewardJob(
         sources=section.sources(),
         timeout_s=section.reward_timeout_s,
@@ -175,7 +178,7 @@ def check_new_file(path: Path, *, replace: bool, hint: str) -> None:
 
 
 def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> int:
-    """Write a JSONL file, whole or not at all; return the number of rows."""
+    """Write a JSONL file, completely or not at all; return the number of rows."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(path.name + ".part")
     count = 0
@@ -188,13 +191,3 @@ def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> int:
     finally:
         draft.unlink(missing_ok=True)
     return count
-
-
-PROGRESS = Progress()
-"""What the commands show while a person waits."""
-
-
-def say(text: str) -> None:
-    """Tell the user something beside the results."""
-    PROGRESS.clear()
-    print(text, file=sys.stderr, flush=True)

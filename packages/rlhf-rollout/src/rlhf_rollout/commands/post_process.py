@@ -1,4 +1,4 @@
-"""Training data made of rollouts: a file of rows from a file of rollouts."""
+"""Makes training data from a file of rollouts."""
 
 import itertools
 import json
@@ -11,8 +11,8 @@ POST_PROCESSORS = {
     "rollouts": "one record per response, with its tokens and log-probs",
     "plain": "one input/output row per response",
     "best_of_n": "the response with the highest reward, for each prompt",
-    "rs": "rejection sampling: the different responses that the reward accepts",
-    "iter_dpo": "prompt/chosen/rejected: the complete responses with the highest and the lowest reward",
+    "rs": "rejection sampling: the responses that the reward accepts, without repetitions",
+    "iter_dpo": "prompt/chosen/rejected rows: the uncut responses with the highest and the lowest reward",
     "csft": "conditional SFT: every response, with its reward written into its input",
 }
 
@@ -34,29 +34,33 @@ def post_process(
 ) -> Iterator[Record]:
     """Yield the training rows of one prompt's rollouts.
 
-    An empty response makes no row. A response whose reward failed makes a row for "plain" only. Rows keep the
-    `finish_reason`, which tells trainers that an answer was cut. `input` is what the prompt was made from, so trainers
-    must read it with the same chat template or input template.
+    An empty response gives no row. A response whose reward failed gives a row only for "plain". Rows keep the
+    `finish_reason`, which tells trainers whether an answer was cut. `input` is the text or the messages that the prompt
+    was made from, so trainers must read it with the same chat template or input template.
 
     Args:
-        group: records of `rlhf_rollout.records_io`, with the `input`.
+        group: records of `rlhf_rollout.records_io`, each with its `input`.
         kind: a key of `POST_PROCESSORS` other than "rollouts".
-        min_reward: the lowest reward that "rs" accepts; None accepts responses with the verdict ok.
+        min_reward: lowest reward that "rs" accepts; None accepts responses with the verdict ok.
         reward_template: the input that "csft" writes, with {input} and {reward} (two decimals).
     """
-    answers, by_reward = [record for record in group if record["text"].strip()], itemgetter("reward")
+    answers = [record for record in group if record["text"].strip()]
+    by_reward = itemgetter("reward")
     if kind != "plain":
         answers = [record for record in answers if record["reward"] is not None]
     if kind == "best_of_n":
         answers = answers and [max(answers, key=by_reward)]
     elif kind == "rs":
-        accepted = [r for r in answers if (r["verdict"] == "ok" if min_reward is None else r["reward"] >= min_reward)]
+        if min_reward is None:
+            accepted = [record for record in answers if record["verdict"] == "ok"]
+        else:
+            accepted = [record for record in answers if record["reward"] >= min_reward]
         first: dict[str, Record] = {}
         for record in accepted:
             first.setdefault(record["text"], record)
         answers = list(first.values())
     elif kind == "iter_dpo":
-        # A pair has no place to say that one of its answers was cut, so trainers could not tell.
+        # The row of a pair has no `finish_reason`, so trainers could not tell that an answer was cut.
         answers = [record for record in answers if record["finish_reason"] == "stop"]
         if answers:
             best, worst = max(answers, key=by_reward), min(answers, key=by_reward)
@@ -68,7 +72,7 @@ def post_process(
     for record in answers:
         text = record["input"]
         if kind == "csft":
-            # The input comes last because it may hold braces itself.
+            # The input is filled in last, because it may itself contain `{reward}`.
             text = reward_template.replace("{reward}", f"{record['reward']:.2f}").replace("{input}", text)
         row = {"input": text, "output": record["text"], "reward": record["reward"]}
         yield {**row, "label": record["label"], "finish_reason": record["finish_reason"]}

@@ -1,4 +1,4 @@
-"""`score`: rewards of answers in a file, one per answer, or two per pair with the share of pairs that agree."""
+"""`score`: rewards the answers in a file. For pairs it also reports how often the preferred answer scores higher."""
 
 import asyncio
 import contextlib
@@ -19,9 +19,10 @@ from rlhf_data.rows import Row, RowErrors
 from rlhf_data.sft import SftEncoder, SftExample
 from rlhf_data.sources import Rows, open_sources
 from rlhf_rollout.commands.configs import ScoreConfig
-from rlhf_rollout.commands.parts import PROGRESS, RewardJob, check_new_file, make_reward, say, write_rows
+from rlhf_rollout.commands.parts import RewardJob, check_new_file, make_reward, write_rows
+from rlhf_rollout.commands.terminal import TERMINAL
 
-_NUM_AT_ONCE = 1024
+_NUM_AT_ONCE = 1024  # rows that are scored concurrently
 
 Sample = tuple[Prompt, Rollout]
 
@@ -31,15 +32,15 @@ class ScoreJob:
     """One run of `score`.
 
     Attributes:
-        dataset: data files and hub names, with commas.
-        dataset_split: read where a data set has splits.
+        dataset: data files and hub names, separated by commas.
+        dataset_split: the split to read if a data set has splits.
         max_samples: rows per source at most; None for all.
         input_key, output_key: keys of prompt and answer.
-        chosen_key, rejected_key, prompt_key: keys of a pair and its prompt; without `chosen_key` rows are no pairs.
-        label_key: key of the reference answer; None for none.
+        chosen_key, rejected_key, prompt_key: keys of a pair and its prompt; without `chosen_key` a row has one answer.
+        label_key: key of the reference answer; None if rows have none.
         apply_chat_template, input_template: how prompts become text.
-        max_len: tokens of prompt and answer at most; longer rows are left out.
-        skip_bad_rows: leave out rows that cannot be used, however many.
+        max_len: tokens of prompt and answer together, at most; longer rows are left out.
+        skip_bad_rows: leave out rows that cannot be used, however many there are.
         tokenizer: folder or hub name; None for the reward model's.
         reward: what scores.
         output_path: the file of the rows with their rewards.
@@ -66,7 +67,7 @@ class ScoreJob:
 
 
 def make_job(config: ScoreConfig) -> ScoreJob:
-    """Return the job that a configuration describes."""
+    """Return the job of a configuration."""
     assert config.output.output_path
     return ScoreJob(
         reward=make_reward(config.reward, config.model.dtype),
@@ -80,26 +81,26 @@ def run(job: ScoreJob) -> int:
     """Score every row and write it with its rewards; return 0.
 
     Raises:
-        ConfigError: for a file that exists, a model that does not, or a reward that cannot be used.
-        DataError: for rows that cannot be used.
+        ConfigError: the output file exists, a model does not exist, or a reward cannot be used.
+        DataError: rows cannot be used.
     """
     hint = "give another --output_path, or --overwrite"
     check_new_file(job.output_path, replace=job.overwrite, hint=hint)
-    with PROGRESS.doing("reading the rows"):
+    with TERMINAL.progress.doing("reading the rows"):
         rows = open_sources(job.dataset, max_samples=job.max_samples, split=job.dataset_split)
         tokenizer = job.reward.load_tokenizer(job.tokenizer)
         reader = _Reader(job, rows, tokenizer)
-    with PROGRESS.doing("scoring"):
+    with TERMINAL.progress.doing("scoring"):
         scored = asyncio.run(_score(job.reward, reader))
     write_rows(job.output_path, scored)
     reader.report()
     _report(scored, pairs=job.chosen_key is not None)
-    say(f"{len(scored)} rows written to {job.output_path}")
+    TERMINAL.say(f"{len(scored)} rows written to {job.output_path}")
     return 0
 
 
 class _Reader:
-    """Reads rows as prompts with one answer or two, and counts those that are left out."""
+    """Reads rows as prompts with one or two answers, and counts the rows that are left out."""
 
     def __init__(self, job: ScoreJob, rows: Rows, tokenizer: Tokenizer) -> None:
         common = {
@@ -112,7 +113,9 @@ class _Reader:
         else:
             keys = {"chosen_key": job.chosen_key, "rejected_key": job.rejected_key}
             self._encoder = PreferenceEncoder(prompt_key=job.prompt_key, **keys, **common)
-        self._job, self._rows, self.tokenizer = job, rows, tokenizer
+        self._job = job
+        self._rows = rows
+        self.tokenizer = tokenizer
         self._errors = RowErrors(skip_bad_rows=job.skip_bad_rows)
         self._num_rows = self._num_too_long = 0
 
@@ -134,24 +137,26 @@ class _Reader:
         self._errors.check(self._num_rows + self._errors.num_bad)
 
     def _check_no_pair(self, row: Row) -> None:
-        """Raise ConfigError for a pair where rows should hold one answer: every row would be wrong."""
+        """Raise ConfigError for a pair of answers where one is expected: all other rows are then pairs, too."""
         keys = [key for key in ("chosen", "rejected") if key in row.values]
         if self._job.chosen_key is None and len(keys) == 2:
             keys += ["prompt"] if "prompt" in row.values else []
             hint = "give " + " ".join(f"--{key}_key {key}" for key in keys)
-            raise ConfigError(f"{row.origin} is no answer but a pair of answers: {', '.join(row.values)}", hint=hint)
+            raise ConfigError(
+                f"{row.origin} holds a pair of answers, not one answer: {', '.join(row.values)}", hint=hint
+            )
 
     def report(self) -> None:
-        """Say what was left out."""
+        """Tell how many rows were left out, and why."""
         if self._num_too_long:
-            say(f"{self._num_too_long} of {self._num_rows} rows left out as too long")
+            TERMINAL.say(f"{self._num_too_long} of {self._num_rows} rows left out as too long")
         if self._errors.num_bad:
-            say(f"{self._errors.num_bad} rows cannot be used, such as {self._errors.first[0]}")
+            TERMINAL.say(f"{self._errors.num_bad} rows cannot be used, such as {self._errors.first[0]}")
 
     def _sample(self, example: SftExample, label: str | None) -> Sample:
         first = int(example.loss_mask.argmax())
         asked, answer = example.token_ids[:first], example.token_ids[first:]
-        # What a chat template has written belongs to the prompt's text, as it does in generation.
+        # As in generation, the prompt's text includes what the chat template adds.
         plain = not self._job.apply_chat_template
         text = self.tokenizer.decode(asked, skip_special_tokens=plain)
         spans = (Span(SpanSource.PROMPT, asked), Span(SpanSource.POLICY, answer, np.zeros(len(answer)), 0))
@@ -184,10 +189,10 @@ def _report(scored: Sequence[dict[str, Any]], *, pairs: bool) -> None:
     names = ("chosen_reward", "rejected_reward") if pairs else ("reward",)
     whole = [row for row in scored if all(row[name] is not None for name in names)]
     if len(whole) < len(scored):
-        say(f"{len(scored) - len(whole)} rows have no reward: the scorer failed")
+        TERMINAL.say(f"{len(scored) - len(whole)} rows have no reward: the scorer failed")
     for name in names if whole else ():
         values = np.array([row[name] for row in whole])
-        say(f"{name}: mean {values.mean():.4f}, deviation {values.std():.4f}")
+        TERMINAL.say(f"{name}: mean {values.mean():.4f}, deviation {values.std():.4f}")
     if pairs and whole:
         right = [float(np.sign(row["chosen_reward"] - row["rejected_reward"]) + 1) / 2 for row in whole]
-        say(f"accuracy {np.mean(right):.4f} of {len(whole)} pairs (a tie counts half)")
+        TERMINAL.say(f"accuracy {np.mean(right):.4f} of {len(whole)} pairs (a tie counts half)")

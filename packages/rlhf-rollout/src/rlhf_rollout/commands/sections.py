@@ -1,4 +1,4 @@
-"""Options that `rlhf-rollout` and `rlhf` share, each declared once; `rlhf` adds what training needs."""
+"""Options that `rlhf-rollout` and `rlhf` share. Each is declared once; `rlhf` adds those of training."""
 
 from collections.abc import Collection
 from typing import Literal
@@ -10,19 +10,19 @@ from rlhf_rollout.rewards.sources import RewardSource, parse_sources, parse_weig
 
 SOURCES = (
     ".jsonl, .json, .csv (also .gz), .parquet or .arrow files, saved data set folders, loading scripts and hub names,"
-    " with commas; `name@subset`"
+    " separated by commas; `name@subset` names a subset"
 )
-_SPLIT = "the split to read where a data set has splits"
+_SPLIT = "the split to read if a data set has splits"
 
 
 class PrecisionSection(Section, title="model"):
-    """What is computed in."""
+    """The data type of computations."""
 
     bf16: bool = flag(False, "compute in bfloat16 instead of float32; trained weights keep a float32 copy")
 
     @property
     def dtype(self) -> Literal["float32", "bfloat16"]:
-        """The name of the type."""
+        """Torch's name of the data type."""
         return "bfloat16" if self.bf16 else "float32"
 
 
@@ -30,7 +30,7 @@ class ModelSection(PrecisionSection):
     """Adds the model."""
 
     pretrain: str | None = flag(
-        None, "the model: a Hugging Face folder or hub name; with `rlhf` also `builtin`, a tiny one that ships"
+        None, "the model: a Hugging Face folder or hub name; with `rlhf` also `builtin`, a tiny model that ships"
     )
 
 
@@ -69,11 +69,11 @@ class ReferenceSection(Section, title="data"):
 
 
 class RowSection(TemplateSection):
-    """Which rows are read; what all commands that read rows have in common."""
+    """Which rows are read: the options of all commands that read rows."""
 
-    max_samples: int | None = flag(None, "rows to read of each source at most; None: all", ge=1)
+    max_samples: int | None = flag(None, "rows to read per source, at most; None: all", ge=1)
     skip_bad_rows: bool = flag(
-        False, "leave out every row that cannot be used; without it, more than 1 % of such rows are an error"
+        False, "leave out every row that cannot be used; without this flag, more than 1 % of such rows are an error"
     )
 
 
@@ -96,13 +96,13 @@ class PromptSection(ReferenceSection, PromptLengthSection, InputSection):
         None, f"prompts: {SOURCES}; with `rlhf` also `builtin`, the prompts that ship with the built-in model"
     )
     prompt_data_probs: str | None = flag(
-        None, "a probability for each source of --prompt_data, with commas; None: one source after the other"
+        None, "one probability per source of --prompt_data, separated by commas; None: one source after the other"
     )
     prompt_split: str = flag("train", f"--prompt_data: {_SPLIT}")
 
 
 class ExampleSection(RowSection):
-    """Texts that are there already: to train on, or to score."""
+    """Existing texts, to train on or to score."""
 
     dataset: str | None = flag(None, f"rows to read: {SOURCES}")
     dataset_split: str = flag("train", f"--dataset: {_SPLIT}")
@@ -110,21 +110,21 @@ class ExampleSection(RowSection):
 
 
 class SamplingSection(Section, title="sampling"):
-    """How responses are drawn."""
+    """How responses are sampled."""
 
     generate_max_len: int = flag(1024, "tokens per response at most", aliases=["max_new_tokens"], ge=1)
-    temperature: float = flag(1.0, "sampling temperature, at which log-probs are taken too; 0: greedy", ge=0)
-    top_p: float = flag(1.0, "nucleus mass to sample from", gt=0, le=1)
-    top_k: int = flag(-1, "most likely tokens to sample from; -1: all", ge=-1)
+    temperature: float = flag(1.0, "sampling temperature, which log-probs include; 0: greedy", ge=0)
+    top_p: float = flag(1.0, "probability mass of the most likely tokens to sample from", gt=0, le=1)
+    top_k: int = flag(-1, "number of most likely tokens to sample from; -1: all", ge=-1)
 
     def check(self) -> None:
-        """Raise ConfigError for sampling that cannot work."""
+        """Raise ConfigError for options of sampling that cannot work."""
         if self.top_k == 0:
             raise ConfigError("--top_k is 0, which leaves no token to sample", hint="use -1 for all tokens")
 
 
 class GroupSamplingSection(SamplingSection):
-    """Adds how many."""
+    """Adds the number of responses."""
 
     n_samples_per_prompt: int = flag(1, "responses per prompt", ge=1)
 
@@ -139,41 +139,41 @@ class EngineSection(Section, title="generation engine (vLLM)"):
         gt=0,
         le=1,
     )
-    vllm_max_num_seqs: int = flag(256, "responses that an engine writes at the same time", ge=1)
-    enforce_eager: bool = flag(False, "no CUDA graphs: quicker start, slower generation")
-    enable_prefix_caching: bool = flag(False, "keep the attention state of beginnings that prompts share")
+    vllm_max_num_seqs: int = flag(256, "responses that an engine decodes at the same time", ge=1)
+    enforce_eager: bool = flag(False, "no CUDA graphs: faster start, slower generation")
+    enable_prefix_caching: bool = flag(False, "keep the KV cache of prefixes that prompts share")
 
 
 class RewardSection(Section, title="reward"):
-    """Who scores."""
+    """What scores responses."""
 
     remote_rm_url: str | None = flag(
         None,
-        "what scores, with commas: Python FILE.py with `reward_func(queries, prompts, labels)`, module:function, or"
-        " http(s):// URLs of a reward server, which take turns; accuracy and pass@k follow the first source: a score"
-        " above 0 is right",
+        "what scores, separated by commas: Python FILE.py with `reward_func(queries, prompts, labels)`,"
+        " module:function, or http(s):// URLs of reward servers, which are asked in turn; accuracy and pass@k count"
+        " scores of the first source above 0 as right",
     )
     reward_pretrain: str | None = flag(
-        None, "reward models, with commas: Hugging Face model folders or hub names with a scalar head"
+        None, "reward models, separated by commas: Hugging Face folders or hub names of models with a scalar head"
     )
     reward_weights: str | None = flag(
         None,
-        "a weight for each source, with commas, --remote_rm_url's first, all URLs together as one source; None: 1 each."
-        " A first weight below 0 needs a =, as in --reward_weights=-1,1",
+        "one weight per source, separated by commas, those of --remote_rm_url first; all URLs together are one source."
+        " None: 1 each. A negative first weight needs a =, as in --reward_weights=-1,1",
     )
-    reward_timeout_s: float = flag(30.0, "seconds for one call of a reward function or server", gt=0)
-    reward_num_workers: int = flag(1, "processes per reward function, which score side by side", ge=1)
+    reward_timeout_s: float = flag(30.0, "time limit of one call of a reward function or server, in seconds", gt=0)
+    reward_num_workers: int = flag(1, "processes per reward function, which score concurrently", ge=1)
     reward_batch_size: int = flag(64, "responses per call of a reward server or model", ge=1)
     normalize_reward: bool = flag(
-        False, "shift and scale the scores of reward models by the mean and the deviation stored with them"
+        False, "shift and scale the scores of reward models by the mean and the standard deviation stored with them"
     )
 
     def sources(self) -> tuple[RewardSource, ...]:
-        """Return who scores, as they were named. Raises ConfigError unless there is one weight for each."""
+        """Return the sources that the options name. Raises ConfigError unless there is one weight per source."""
         return parse_sources(self.remote_rm_url or "", self.reward_pretrain or "", parse_weights(self.reward_weights))
 
     def missing(self, why: str) -> list[ConfigError]:
-        """Return an error, with the reason `why` there should be one, when nothing scores."""
+        """Return an error when nothing scores; `why` says what a reward is needed for."""
         if self.sources():
             return []
         hint = (
@@ -183,8 +183,7 @@ class RewardSection(Section, title="reward"):
         return [missing("remote_rm_url", why, hint)]
 
     def check(self, given: Collection[str]) -> list[str]:
-        """Return notices for options that concern a kind of source that is not there. Raises ConfigError for sources
-        that cannot be."""
+        """Return notices for options of a kind of source that is not used. Raises ConfigError for invalid sources."""
         kinds = {source.kind for source in self.sources()}
         return without_effect(
             given,

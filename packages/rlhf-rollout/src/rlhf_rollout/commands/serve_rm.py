@@ -1,11 +1,13 @@
-"""`serve_rm`: a reward over HTTP, as `rlhf_rollout.rewards.remote` asks for it. The only file that imports FastAPI.
+"""`serve_rm`: a reward over HTTP, for `rlhf_rollout.rewards.remote`. Only this file imports FastAPI.
 
 A POST to /get_reward with `{"query": [...], "prompts": [...], "labels": [...]}` is answered by `{"rewards": [...],
-"scores": [...], "extra_logs": {...}, "verdicts": [...]}`, one entry a query. GET /health says that the server is up.
+"scores": [...], "extra_logs": {...}, "verdicts": [...]}`, one entry per query.
+GET /health tells whether the server is up.
 """
 
 import asyncio
 import contextlib
+import copy
 import os
 import secrets
 from collections.abc import AsyncIterator, Sequence
@@ -18,7 +20,8 @@ from rlhf_data.records import FinishReason, Prompt, Rollout, Span, SpanSource, V
 from rlhf_data.rows import Row
 from rlhf_data.sft import completed
 from rlhf_rollout.commands.configs import ServeConfig
-from rlhf_rollout.commands.parts import PROGRESS, RewardJob, make_reward, say
+from rlhf_rollout.commands.parts import RewardJob, make_reward
+from rlhf_rollout.commands.terminal import TERMINAL
 from rlhf_rollout.protocols import RewardFunction
 from rlhf_rollout.rewards.mix import score_each
 from rlhf_rollout.rewards.remote import TOKEN_VARIABLE
@@ -33,12 +36,12 @@ except ImportError as error:
 
 
 class Query(BaseModel):
-    """A request.
+    """The body of a request.
 
     Attributes:
-        query: whole texts, prompt and response.
-        prompts: what each begins with; when left out, a query is a response to nothing.
-        labels: the reference answers, for functions.
+        query: texts of prompt and response together.
+        prompts: the prompt at the beginning of each query; if left out, a query is a response without a prompt.
+        labels: the reference answers, which reward functions receive.
     """
 
     query: list[str]
@@ -51,9 +54,9 @@ class ServeJob:
     """One run of `serve_rm`.
 
     Attributes:
-        host, port: where the server listens.
+        host, port: address on which the server listens.
         tokenizer: folder or hub name; None for the reward model's.
-        reward: what scores.
+        reward: the reward that scores.
     """
 
     host: str
@@ -63,7 +66,7 @@ class ServeJob:
 
 
 def make_job(config: ServeConfig) -> ServeJob:
-    """Return the job that a configuration describes."""
+    """Return the job of a configuration."""
     reward = make_reward(config.reward, config.model.dtype)
     return ServeJob(host=config.server.host, port=config.server.port, tokenizer=config.model.tokenizer, reward=reward)
 
@@ -73,15 +76,24 @@ def run(job: ServeJob) -> int:
     tokenizer = job.reward.load_tokenizer(job.tokenizer)
     token = os.environ.get(TOKEN_VARIABLE, "").strip()
     if not token and job.host not in ("127.0.0.1", "localhost", "::1"):
-        say(f"warning: whoever reaches {job.host}:{job.port} may use it; {TOKEN_VARIABLE} sets a token")
+        TERMINAL.say(
+            f"warning: anyone who reaches {job.host}:{job.port} may use this server; {TOKEN_VARIABLE} sets a token"
+        )
     resources = contextlib.AsyncExitStack()
-    # Opened before the server starts, which would hide the reason of a failure.
-    with PROGRESS.doing("loading the reward"):
+    # Opened before the server starts: an error within the server's start would not reach the caller.
+    with TERMINAL.progress.doing("loading the reward"):
         reward = job.reward.open(tokenizer, resources)
-    say(f"POST to http://{job.host}:{job.port}/get_reward")
+    TERMINAL.say(f"POST to http://{job.host}:{job.port}/get_reward")
     app = create_app(reward, tokenizer, resources, token=token)
-    uvicorn.run(app, host=job.host, port=job.port, log_level="warning")
+    uvicorn.run(app, host=job.host, port=job.port, log_level="warning", log_config=_log_config())
     return 0
+
+
+def _log_config() -> dict[str, Any]:
+    """Return uvicorn's logging with the terminal as its target: what the server says concerns the user."""
+    config = copy.deepcopy(uvicorn.config.LOGGING_CONFIG)
+    config["handlers"]["default"]["stream"] = TERMINAL.err
+    return config
 
 
 def create_app(
@@ -90,11 +102,11 @@ def create_app(
     """Return the server's application.
 
     Args:
-        reward: requests are answered side by side, so one that batches across its calls batches across them.
-        tokenizer: makes the tokens that a reward model reads, of prompt and response apart and with an EOS, as for
-            its training.
+        reward: called concurrently for the queries of all requests, so that it may batch them.
+        tokenizer: makes the tokens that a reward model reads. As in its training, prompt and response are tokenized
+            separately and an EOS is added.
         resources: closed when the server ends.
-        token: what requests must carry as their bearer token; empty for none.
+        token: the bearer token that requests must carry; empty if they need none.
     """
 
     @contextlib.asynccontextmanager
@@ -142,7 +154,8 @@ def _sample(tokenizer: Tokenizer, query: str, prompt: str, label: str | None) ->
 
 
 def _answer(verdicts: Sequence[Verdict]) -> dict[str, Any]:
-    """Return the answer; a verdict that failed has a 0.0 that nobody reads."""
+    """Return the body of the answer. Failed verdicts have the reward 0.0, which clients ignore."""
+    # Only numbers that every query has: a client expects one number per query.
     names = set.intersection(*(set(verdict.extra) for verdict in verdicts)) if verdicts else set()
     return {
         "rewards": [verdict.reward or 0.0 for verdict in verdicts],

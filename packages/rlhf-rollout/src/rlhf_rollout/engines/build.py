@@ -11,7 +11,7 @@ def build_engine(kind: str, spec: EngineSpec) -> RolloutEngine:
     if kind not in ENGINE_KINDS:
         raise ConfigError(unknown("engine", kind, ENGINE_KINDS))
     if (kind == "http") != (spec.base_url is not None):
-        message = f"engine {kind} with base_url {spec.base_url}: base_url belongs to engine http, which needs it"
+        message = f"engine {kind} got base_url {spec.base_url}; engine http needs one, the other engines take none"
         raise ConfigError(message)
     if kind == "vllm":
         from rlhf_rollout.engines.vllm.engine import VllmEngine

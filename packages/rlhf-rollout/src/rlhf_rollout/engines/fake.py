@@ -1,4 +1,4 @@
-"""An engine without a model, for tests and fault injection: what it writes is scripted."""
+"""An engine without a model, for tests and fault injection: a script decides what it writes."""
 
 import asyncio
 import itertools
@@ -29,13 +29,13 @@ class FakeEngine(GatedEngine):
     """Answers from a script. Token 0 ends a completion; every log-prob is log(1/256), that of a uniform choice.
 
     Args:
-        script: the tokens that follow a prompt, for each sample. The second argument differs between samples, and
-            between requests unless they carry a seed; it is 0 when greedy.
+        script: returns the tokens that follow a prompt. Its second argument, the seed of a sample, differs between
+            samples, and between requests without a seed; it is 0 for greedy requests.
         max_model_len: prompt and completion together, in tokens.
         enable_sleep: allow `sleep`.
-        latency_s: before the first token of each request.
-        token_latency_s: before each token; the samples of a request are written side by side.
-        fail_after: so many requests succeed; those after it raise EngineError.
+        latency_s: pause before the first token of each request.
+        token_latency_s: pause before each token; the samples of a request are written concurrently.
+        fail_after: number of requests that succeed; later ones raise EngineError. None lets all succeed.
     """
 
     pause_modes = PAUSE_MODES
@@ -88,12 +88,14 @@ class FakeEngine(GatedEngine):
         prompt = [int(token) for token in token_ids]
         base = 0
         if sampling.temperature > 0:
+            # Wide apart, so that the samples of two requests have different seeds.
             base = (number if sampling.seed is None else sampling.seed) * 1009
         samples = [self._write(prompt, base + index, sampling) for index in range(sampling.num_samples)]
         return list(await asyncio.gather(*samples))
 
     async def _write(self, prompt: list[int], sample_seed: int, sampling: SamplingParams) -> Completion:
         """Return a completion whose tokens carry the policy version that was in force when each was written."""
+        # Each pass of the outer loop is one attempt; a restart discards what was written and begins the next one.
         while True:
             num_restarts = self._num_restarts
             written: list[tuple[int, int]] = []
@@ -130,7 +132,7 @@ class FakeEngine(GatedEngine):
             self._arriving[slot.name] = zlib.crc32(buffer[slot.place])
 
     async def finish_weight_update(self) -> None:
-        """Count the update and take its version over."""
+        """Count the update and put its version in force."""
         self._check_updating()
         self.weight_checksums = self._arriving
         self.num_updates += 1
@@ -138,7 +140,10 @@ class FakeEngine(GatedEngine):
 
 
 def _tokens(script: Sequence[int], sampling: SamplingParams) -> Iterator[int]:
-    """Yield what the script says up to the first end token or `max_tokens`, filled up when it says too little."""
+    """Yield the script's tokens up to the first end token or `max_tokens`; token 255 fills a short one up.
+
+    Token 255 also replaces end tokens among the first `min_tokens`.
+    """
     ends = {0, *sampling.stop_token_ids}
     filler = VOCAB_SIZE - 1
     padded = itertools.chain(script, itertools.repeat(filler))

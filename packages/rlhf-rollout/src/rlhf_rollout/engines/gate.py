@@ -1,4 +1,4 @@
-"""What engines share that answer requests by themselves: checks, pausing, and the state of a weight update."""
+"""What engines that hold a model themselves share: checks, pausing, and the state of a weight update."""
 
 import asyncio
 import threading
@@ -16,15 +16,16 @@ from rlhf_rollout.protocols import Completion, EngineHealth, PauseMode, Sampling
 
 
 class Gate:
-    """Holds requests back while it is closed and counts those inside. Usable from several event loops and threads.
+    """Holds requests back while it is closed and counts those that have passed. Works across event loops and threads.
 
     Attributes:
-        num_waiting: requests in front of the gate.
-        num_inside: requests that have passed it and are not done.
+        num_waiting: requests that wait for the gate to open.
+        num_inside: requests that have passed the gate and are not done.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        # Futures of threads and not asyncio.Event, whose waiters must all belong to one event loop.
         self._opening: Future[None] | None = None  # None while the gate is open
         self._emptying: Future[None] | None = None
         self.num_waiting = 0
@@ -41,6 +42,7 @@ class Gate:
         with self._lock:
             self.num_waiting += 1
         try:
+            # The gate may have closed again between `opened` and `_enter`, so ask until one try succeeds.
             while not self._enter():
                 await self.opened()
         finally:
@@ -95,12 +97,12 @@ class Gate:
 
 
 async def _wait_for(future: "Future[None]") -> None:
-    # Shielded: a waiter that is cancelled must not cancel the future for the others.
+    # Shielded, so that one cancelled waiter does not cancel the future for the others.
     await asyncio.shield(asyncio.wrap_future(future))
 
 
 class GatedEngine(ABC):
-    """A `RolloutEngine` except for its model: subclasses complete prompts and receive weights.
+    """The part of a `RolloutEngine` that does not depend on its model; subclasses complete prompts and load weights.
 
     Args:
         max_model_len: prompt and completion together, in tokens.
@@ -108,8 +110,8 @@ class GatedEngine(ABC):
         enable_sleep: allow `sleep`.
 
     Attributes:
-        pause_modes: the modes of `pause` that the engine has.
-        policy_version: of the weights in force.
+        pause_modes: the modes of `pause` that the engine supports.
+        policy_version: version of the weights in force.
     """
 
     pause_modes: ClassVar[tuple[PauseMode, ...]] = ("drain",)
@@ -128,7 +130,7 @@ class GatedEngine(ABC):
 
     @abstractmethod
     async def _complete(self, token_ids: np.ndarray, sampling: SamplingParams) -> list[Completion]:
-        """Return the completions of a request that can be generated."""
+        """Return the completions of a request that has passed all checks."""
 
     async def generate(
         self, token_ids: np.ndarray, sampling: SamplingParams, *, timeout_s: float | None = None
@@ -140,7 +142,9 @@ class GatedEngine(ABC):
         async with deadline(timeout_s, "a generation request"), self._gate.passing():
             self._check_usable()
             if self._incomplete:
-                raise EngineError(f"the engine's weights are incomplete: {self._incomplete}", hint="send all of them")
+                raise EngineError(
+                    f"the engine's weights are incomplete: {self._incomplete}", hint="send a complete weight update"
+                )
             return await self._complete(token_ids, sampling)
 
     async def pause(self, mode: PauseMode) -> None:
@@ -174,7 +178,7 @@ class GatedEngine(ABC):
             if not self._paused:
                 await self._drain()
         except BaseException:
-            # A sender that gives up while requests drain must not leave the others waiting for its update.
+            # The caller was cancelled while requests drained, so its update never comes: let waiting requests pass.
             if self._updating is None and not self._paused:
                 self._gate.open()
             raise
@@ -194,9 +198,9 @@ class GatedEngine(ABC):
         self._asleep = False
 
     async def close(self) -> None:
-        """See `RolloutEngine.close`: requests that wait fail."""
+        """See `RolloutEngine.close`. Requests that wait fail."""
         self._closed = True
-        self._gate.open()
+        self._gate.open()  # waiting requests pass it and then find the engine closed
 
     async def _drain(self) -> None:
         """Wait until no request is being completed."""
@@ -212,7 +216,7 @@ class GatedEngine(ABC):
         return self._updating
 
     def _end_update(self, incomplete: str | None = None) -> None:
-        """Let requests through: with the new weights, or to be refused because the weights are `incomplete`."""
+        """End a weight update and let requests pass; they are refused if `incomplete` tells what is missing."""
         if incomplete is None:
             self.policy_version = self._check_updating()
         self._updating = None

@@ -17,19 +17,19 @@ _HEALTH_TIMEOUT_S = 10.0
 
 
 class HttpEngine:
-    """Generates on a server that someone else runs, with the weights that it has.
+    """Generates on a vLLM server that runs elsewhere, with the server's fixed weights.
 
     The server must be started with `--logprobs-mode processed_logprobs`: log-probs are then those of the distribution
-    sampled from. Without it they ignore the temperature, which nothing in an answer shows.
+    sampled from. Without it they ignore the temperature, and the client cannot see that in an answer.
 
     Args:
         base_url: such as "http://host:8000" or "http://host:8000/v1".
-        model: the name under which the server has the model.
-        max_model_len: checked here before a request goes out, in tokens.
-        timeout_s: of one attempt at a request, all of its samples included.
-        num_retries: after an error that may pass: no connection, a timeout, or status 408, 429 or 5xx.
-        retry_wait_s: before the first retry; doubled for each further one, at most 30 s.
-        policy_version: of the server's weights.
+        model: the model's name on the server.
+        max_model_len: the model's context in tokens, which is checked before a request goes out.
+        timeout_s: deadline of one attempt at a request, with all of its samples.
+        num_retries: further attempts after a temporary error: no connection, a timeout, or status 408, 429 or 5xx.
+        retry_wait_s: pause before the first retry; it doubles with each further one, to at most 30 s.
+        policy_version: version of the server's weights.
         api_key: sent as a bearer token.
         transport: replaces the network, for tests.
     """
@@ -108,7 +108,7 @@ class HttpEngine:
         if len(token_ids) != len(logprobs) or None in logprobs:
             raise EngineError(f"{self._url} answered {len(token_ids)} tokens with log-probs {_excerpt(logprobs)}")
         if reason not in tuple(FinishReason):
-            raise EngineError(f"{self._url} ended a completion for the reason {reason!r}")
+            raise EngineError(f"{self._url} ended a completion with the unknown finish_reason {reason!r}")
         return Completion.single(token_ids, logprobs, FinishReason(reason), self._policy_version)
 
     async def _post(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -117,7 +117,7 @@ class HttpEngine:
             if attempt:
                 await asyncio.sleep(min(self._retry_wait_s * 2 ** (attempt - 1), _MAX_RETRY_WAIT_S))
             try:
-                async with asyncio.timeout(self._timeout_s):  # httpx's own limits each read alone
+                async with asyncio.timeout(self._timeout_s):  # httpx's timeout limits each read, not the request
                     response = await self._client.post(self._url, json=request)
             except TimeoutError:
                 failure = f"no answer within {self._timeout_s:g} s"
@@ -140,14 +140,14 @@ class HttpEngine:
         raise EngineError(message, hint="is the server up and healthy?")
 
     async def pause(self, mode: PauseMode) -> None:
-        """Raise EngineError: a server's requests are not ours to hold."""
+        """Raise EngineError: the server has no call that holds requests back."""
         check_pause_mode(mode, (), "an HTTP engine")
 
     async def resume(self) -> None:
-        """Do nothing: it is never paused."""
+        """Do nothing, because the engine is never paused."""
 
     async def health(self) -> EngineHealth:
-        """Ask the server. Raises EngineError when it does not answer well within 10 s."""
+        """Ask the server. Raises EngineError when it reports a problem or does not answer within 10 s."""
         url = self._url.removesuffix("/v1/completions") + "/health"
         async with deadline(_HEALTH_TIMEOUT_S, f"a request to {url}"):
             try:
@@ -162,17 +162,17 @@ class HttpEngine:
         )
 
     async def begin_weight_update(self, *_: Any) -> None:
-        """Raise EngineError: a server's weights are not ours to change."""
+        """Raise EngineError: the server's weights cannot be changed."""
         raise EngineError("an HTTP engine takes no weights", hint="train with engine vllm, which receives them live")
 
     receive_weights = finish_weight_update = begin_weight_update
 
     async def sleep(self) -> None:
-        """Raise EngineError: a server's memory is not ours to take."""
+        """Raise EngineError: the server's memory cannot be freed."""
         raise EngineError("an HTTP engine cannot be put to sleep", hint="train with engine vllm")
 
     async def wake_up(self) -> None:
-        """Do nothing: it never sleeps."""
+        """Do nothing, because the engine never sleeps."""
 
     async def close(self) -> None:
         """Close the connections."""

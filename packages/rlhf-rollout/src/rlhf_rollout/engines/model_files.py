@@ -1,4 +1,4 @@
-"""What an engine reads from a Hugging Face model folder before any heavy library is imported."""
+"""Reads from a Hugging Face model folder what engines need before they import heavy libraries."""
 
 import json
 import struct
@@ -11,11 +11,14 @@ from rlhf_data.pretrained import located_model
 
 _MAX_CPU_KV_CACHE_BYTES = 1 << 30
 _MIN_CPU_KV_CACHE_BYTES = 16 << 20
-_PAGE_TOKENS = 128
+_PAGE_TOKENS = 128  # per block of vLLM's KV cache on a CPU
 
 
 def resolve_model_dir(name: str) -> Path:
-    """Return the folder of a model: the folder itself, or the hub's snapshot. Raises ConfigError or EngineError."""
+    """Return the folder of a model: the folder itself, or the snapshot of a hub name, which is downloaded if needed.
+
+    Raises ConfigError for a folder that does not exist, EngineError when the download fails.
+    """
     found, is_local = located_model(name)
     if (path := Path(found)).is_dir():
         return path
@@ -25,7 +28,7 @@ def resolve_model_dir(name: str) -> Path:
 
         return Path(snapshot_download(name, allow_patterns=patterns, local_files_only=is_local))
     except Exception as error:
-        message = f"the model {name!r} is no folder and the hub does not give it: {error}"
+        message = f"the model {name!r} is not a folder and cannot be downloaded from the hub: {error}"
         raise EngineError(message, hint="name a local folder") from error
 
 
@@ -34,13 +37,13 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def read_config(model_dir: Path) -> dict[str, Any]:
-    """Return config.json, with the fields of its `text_config` on top when it has one."""
+    """Return config.json. Fields of its `text_config`, where multimodal models describe the language model, win."""
     config = _read_json(model_dir / "config.json")
     return config | config.get("text_config", {})
 
 
 def end_token_ids(model_dir: Path, tokenizer_dir: Path) -> tuple[int, ...]:
-    """Return every token that ends a completion: those of the model's two configs and the tokenizer's own, sorted."""
+    """Return the ids of all end tokens, sorted: from config.json, generation_config.json and the tokenizer."""
     found: set[int] = set()
     for source in (read_config(model_dir), _read_json(model_dir / "generation_config.json")):
         value = source.get("eos_token_id")
@@ -56,9 +59,9 @@ def end_token_ids(model_dir: Path, tokenizer_dir: Path) -> tuple[int, ...]:
 
 
 def checkpoint_shapes(model_dir: Path) -> dict[str, tuple[int, ...]] | None:
-    """Return the shape of every weight by its name, from the safetensors headers; None when there are none.
+    """Return the shape of every weight by its name, from the safetensors headers; None without safetensors files.
 
-    A head that is tied to the embedding is left out even where a file holds it.
+    An output head that is tied to the embedding is left out even if a file holds it: it is the same parameter.
     """
     index = _read_json(model_dir / "model.safetensors.index.json")
     files = {model_dir / name for name in index.get("weight_map", {}).values()} or set(model_dir.glob("*.safetensors"))
@@ -67,6 +70,7 @@ def checkpoint_shapes(model_dir: Path) -> dict[str, tuple[int, ...]] | None:
     shapes: dict[str, tuple[int, ...]] = {}
     for file in sorted(files):
         with file.open("rb") as stream:
+            # A safetensors file begins with the length of its JSON header, 8 bytes little-endian.
             (header_bytes,) = struct.unpack("<Q", stream.read(8))
             header = json.loads(stream.read(header_bytes))
         shapes.update({name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"})
@@ -76,7 +80,7 @@ def checkpoint_shapes(model_dir: Path) -> dict[str, tuple[int, ...]] | None:
 
 
 def cpu_kv_cache_bytes(config: Mapping[str, Any], *, max_num_seqs: int, max_model_len: int, item_bytes: int) -> int:
-    """Return the KV cache that `max_num_seqs` full sequences need, between 16 MiB and 1 GiB.
+    """Return the bytes of KV cache that `max_num_seqs` full sequences need, between 16 MiB and 1 GiB.
 
     2 (keys, values) * layers * key-value heads * head size * item size * sequences * tokens
     """

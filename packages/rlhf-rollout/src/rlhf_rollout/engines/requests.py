@@ -17,13 +17,13 @@ def check_request(
 
     Args:
         token_ids: [P], the prompt.
-        sampling: its `max_tokens` must fit behind the prompt.
+        sampling: its `max_tokens` must fit into the context after the prompt.
         max_model_len: the model's context, in tokens.
         vocab_size: ids must lie below it; None leaves them unchecked.
     """
     num_tokens = len(token_ids)
     if not num_tokens:
-        raise EngineError("a prompt without tokens cannot be continued")
+        raise EngineError("the prompt has no tokens")
     if num_tokens + sampling.max_tokens > max_model_len:
         raise EngineError(
             f"a prompt of {num_tokens} tokens and max_tokens {sampling.max_tokens} exceed the engine's context of "
@@ -41,7 +41,7 @@ def check_request(
 
 
 def sample_seeds(seed: int, num_samples: int) -> list[int]:
-    """Return one 63-bit seed per sample, independent even where the requests' own seeds follow one another."""
+    """Return one 63-bit seed per sample. Requests with neighbouring seeds get independent samples, too."""
     state = np.random.SeedSequence(seed & (2**64 - 1)).generate_state(num_samples, np.uint64)
     return [int(value) >> 1 for value in state]
 
@@ -53,7 +53,9 @@ async def deadline(timeout_s: float | None, what: str) -> AsyncIterator[None]:
         async with asyncio.timeout(timeout_s) as timer:
             yield
     except TimeoutError as error:
-        if not timer.expired():
+        if not timer.expired():  # a TimeoutError from within the context
             raise
         message = f"{what} took longer than {timeout_s:g} s"
-        raise EngineError(message, hint="the engine hangs or is overloaded; or raise its deadline") from error
+        raise EngineError(
+            message, hint="the engine hangs or is overloaded; if it is only slow, raise the deadline"
+        ) from error

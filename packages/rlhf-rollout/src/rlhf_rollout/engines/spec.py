@@ -1,4 +1,4 @@
-"""What to generate with, and the kinds of engines; each is imported only when it is built."""
+"""The settings of an engine, and the kinds of engines."""
 
 import math
 from dataclasses import dataclass
@@ -13,27 +13,27 @@ _DTYPES = ("float32", "bfloat16")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSpec:
-    """What to generate with.
+    """The settings of an engine.
 
     Attributes:
-        model: a Hugging Face folder or hub name; for "http" the name the server gives it.
-        tokenizer: the folder or name whose end token ends completions; the model's own when None.
-        dtype: of weights and activations.
+        model: a Hugging Face folder or hub name; for "http" the model's name on the server.
+        tokenizer: folder or hub name of the tokenizer, whose end token ends completions; None for the model's own.
+        dtype: data type of weights and activations.
         max_model_len: prompt and completion together, in tokens.
-        max_num_seqs: completions decoded at once.
-        max_num_batched_tokens: tokens of one step.
+        max_num_seqs: completions that are decoded at once, at most.
+        max_num_batched_tokens: tokens per engine step, at most.
         gpu_memory_utilization: share of the GPU's memory for weights, activations and KV cache.
         kv_cache_memory_bytes: fixes the KV cache's size; None takes it from `gpu_memory_utilization` on a GPU, and
             on a CPU from what `max_num_seqs` full sequences need (at most 1 GiB).
         enforce_eager: no compilation and no CUDA graphs.
         enable_sleep: allow `sleep`; on a GPU the weights and KV cache then lie in memory that can be given back.
         enable_prefix_caching: reuse the KV cache of common prefixes.
-        tensor_parallel_size: GPUs of one engine.
-        num_threads: of the engine's process for work on the CPU; None takes OMP_NUM_THREADS, or every core.
-        seed: of the completions that bring no seed of their own.
-        weight_transfer: how new weights arrive.
-        base_url: of the server, for "http" only.
-        request_timeout_s: deadline of one request, all of its samples included.
+        tensor_parallel_size: GPUs per engine.
+        num_threads: CPU threads of the engine's process; None for OMP_NUM_THREADS, or else one per core.
+        seed: seed for requests without a seed.
+        weight_transfer: medium by which new weights arrive, a key of `rlhf_rollout.weight_sync.MEDIA`.
+        base_url: address of the server, for "http" only.
+        request_timeout_s: deadline of one request, with all of its samples.
         control_timeout_s: deadline of one control call, such as the transfer of one bucket of weights. A call that
             waits until the requests in flight are done has `request_timeout_s` in addition.
         health_timeout_s: deadline of a health check.
@@ -76,7 +76,7 @@ class EngineSpec:
             raise ConfigError(f"gpu_memory_utilization is {self.gpu_memory_utilization}; it must lie in (0, 1]")
         if self.weight_transfer == "ipc" and self.tensor_parallel_size > 1:
             message = (
-                f"weight_transfer ipc with tensor_parallel_size {self.tensor_parallel_size}: CUDA IPC reaches the "
-                "one GPU that the trainer shares with the engine"
+                f"weight_transfer ipc with tensor_parallel_size {self.tensor_parallel_size}: CUDA IPC reaches only the "
+                "one GPU that trainer and engine share"
             )
             raise ConfigError(message, hint="use weight_transfer shared_memory")

@@ -19,7 +19,7 @@ from rlhf_rollout.weight_sync.reader import BucketReader
 
 
 class TransformersEngine(GatedEngine):
-    """Samples token by token from the model's logits; requests run one after another."""
+    """Samples token by token from the model's logits. Requests run one after another."""
 
     def __init__(self, spec: EngineSpec) -> None:
         try:
@@ -59,6 +59,7 @@ class TransformersEngine(GatedEngine):
                 torch.Generator(self._device).manual_seed(value) for value in sample_seeds(seed, sampling.num_samples)
             ]
             ends = torch.tensor([*self._end_token_ids, *sampling.stop_token_ids], device=self._device, dtype=torch.long)
+            # The first pass reads the prompt; each later one reads the tokens just drawn, and the cache.
             step_ids = torch.as_tensor(np.asarray(token_ids), dtype=torch.long, device=self._device)
             step_ids = step_ids.expand(sampling.num_samples, -1)
             running = torch.ones(sampling.num_samples, dtype=torch.bool, device=self._device)
@@ -73,6 +74,7 @@ class TransformersEngine(GatedEngine):
                 chosen, chosen_logprobs = _sample(logits, sampling, generators)
                 tokens.append(chosen)
                 logprobs.append(chosen_logprobs)
+                # Rows that have ended are computed further with the others; `lengths` cuts their excess tokens off.
                 lengths += running
                 running = running & ~torch.isin(chosen, ends)
                 step_ids = chosen[:, None]
@@ -89,7 +91,7 @@ class TransformersEngine(GatedEngine):
 
     async def _drain(self) -> None:
         await super()._drain()
-        # The thread of a cancelled request runs to its end.
+        # A cancelled request leaves the gate at once, but its thread still uses the model: wait for its lock.
         await asyncio.to_thread(self._lock.acquire)
         self._lock.release()
 
@@ -113,22 +115,22 @@ class TransformersEngine(GatedEngine):
             raise
 
     async def finish_weight_update(self) -> None:
-        """See `RolloutEngine.finish_weight_update`. Raises WeightSyncError when weights did not come."""
+        """See `RolloutEngine.finish_weight_update`. Raises WeightSyncError when weights are missing."""
         self._check_updating()
         self._reader.close()
         missing = sorted(set(self._parameters) - self._received)
         if missing:
-            self._end_update(f"{len(missing)} did not come in the last update ({', '.join(missing[:5])})")
+            self._end_update(f"{len(missing)} did not arrive in the last update ({', '.join(missing[:5])})")
             raise WeightSyncError(f"weights missing: {self._incomplete}", hint="send every weight in each update")
         self._end_update()
 
     async def sleep(self) -> None:
-        """Move the weights to the host."""
+        """Move the weights to host memory."""
         await super().sleep()
         self._model.to("cpu")
 
     async def wake_up(self) -> None:
-        """Move the weights back."""
+        """Move the weights back to the device."""
         self._model.to(self._device)
         await super().wake_up()
 
@@ -142,8 +144,16 @@ class TransformersEngine(GatedEngine):
 def _sample(
     logits: torch.Tensor, sampling: SamplingParams, generators: list[torch.Generator]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a token of each row of `logits` [n, V] float32, [n] int64, and its log-prob under the distribution it was
-    drawn from, [n] float32, nats; each row has a generator."""
+    """Draw one token per row.
+
+    Args:
+        logits: [n, V] float32.
+        sampling: temperature 0 takes the most likely token.
+        generators: one random generator per row.
+
+    Returns:
+        Token ids [n] int64, and their log-probs [n] float32, nats, under the distribution they were drawn from.
+    """
     if sampling.temperature == 0:
         logprobs = logits.log_softmax(-1)
         tokens = logits.argmax(-1)

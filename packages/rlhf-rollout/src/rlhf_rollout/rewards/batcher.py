@@ -1,4 +1,4 @@
-"""One call for the items of many callers: what arrives within a few milliseconds goes out together."""
+"""Joins the items of concurrent callers into batches: items that arrive within milliseconds share one call."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -11,18 +11,18 @@ Result = TypeVar("Result")
 
 
 class Batcher(Generic[Item, Result]):
-    """Gathers the items that concurrent `submit` calls bring into batches, in the order in which they come.
+    """Gathers the items of concurrent `submit` calls into batches, in the order of their arrival.
 
-    A batch goes out when it is full, or `max_wait_s` after its first item; batches may be under way side by side. Not
-    tied to an event loop, but to be used from one at a time.
+    A batch goes out when it is full, or `max_wait_s` after its first item. Several batches may be in flight. Use it
+    from one event loop at a time.
 
     Args:
-        call: takes the items of a batch and returns one result each, in order.
-        max_batch: items of a batch at most.
-        max_wait_s: what an item waits for others at most.
+        call: takes the items of a batch and returns one result per item, in order.
+        max_batch: items per batch at most.
+        max_wait_s: seconds that an item waits for others at most.
 
     Raises:
-        ConfigError: `max_batch` below 1, or a negative `max_wait_s`.
+        ConfigError: `max_batch` is below 1, or `max_wait_s` is negative.
     """
 
     def __init__(
@@ -38,8 +38,11 @@ class Batcher(Generic[Item, Result]):
         self._running: set[asyncio.Task[None]] = set()
 
     async def submit(self, item: Item) -> Result:
-        """Return the item's result. What the call raises is raised for every item of the batch. Raises RewardError when
-        it returned another number of results than it got items."""
+        """Return the item's result.
+
+        An exception of the call is raised for every item of its batch. Raises RewardError when the call returns another
+        number of results than it got items.
+        """
         loop = asyncio.get_running_loop()
         result: asyncio.Future[Result] = loop.create_future()
         self._waiting[result] = item
@@ -50,12 +53,12 @@ class Batcher(Generic[Item, Result]):
         try:
             return await result
         finally:
-            self._waiting.pop(result, None)  # it is still there when the caller gave up
+            self._waiting.pop(result, None)  # still there if the caller was cancelled before the batch went out
             if not self._waiting:
                 self._stop_timer()
 
     async def close(self) -> None:
-        """Cancel what waits and what is under way."""
+        """Cancel waiting items and batches in flight."""
         for result in self._waiting:
             result.cancel()
         running = list(self._running)
@@ -67,7 +70,7 @@ class Batcher(Generic[Item, Result]):
         self._stop_timer()
         batch, self._waiting = self._waiting, {}
         task = asyncio.get_running_loop().create_task(self._run(batch))
-        self._running.add(task)
+        self._running.add(task)  # the event loop itself keeps only a weak reference to a task
         task.add_done_callback(self._running.discard)
 
     def _stop_timer(self) -> None:
@@ -84,7 +87,7 @@ class Batcher(Generic[Item, Result]):
             for waiter in batch:
                 waiter.cancel()
             raise
-        except Exception as error:  # of whatever is called: each caller decides what it means for its item
+        except Exception as error:  # the call may raise anything; each caller decides what that means for its item
             for waiter in batch:
                 if not waiter.done():
                     waiter.set_exception(error)

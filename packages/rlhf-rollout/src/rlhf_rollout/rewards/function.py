@@ -1,4 +1,4 @@
-"""Reward by a user's Python function: scores rollouts in worker processes, and a trial before anything starts."""
+"""Rewards from a user's Python function: scoring in worker processes, and a trial call before a run starts."""
 
 import asyncio
 import queue
@@ -21,24 +21,24 @@ _CLOSED = "the reward function's workers have been shut down"
 
 
 class FunctionReward:
-    """A `RewardFunction` over a user's function, off the event loop; what fails is a verdict.
+    """A `RewardFunction` that calls a user's function in worker processes. Failures become verdicts.
 
-    The rollouts of a prompt are scored in one call. When that call fails, they are called one by one, so that only the
-    culprit is charged; after a timeout each has its share of the time limit (at least 1 s), so that a function that
-    always hangs costs no more than about twice the limit a prompt. Usable from any event loop, and from several.
+    The rollouts of a prompt are scored in one call. If it fails, each rollout is scored in a call of its own, so that
+    only the rollouts at fault get a failed verdict. After a timeout these calls share the time limit (each has at least
+    1 s): a function that always hangs costs about twice the limit per prompt. May be used from several event loops.
 
     Args:
         reward: `FILE.py` (its `reward_func`), `FILE.py:function`, `module` or `module:function`.
-        timeout_s: the time limit of a call, counted from when a worker has it.
-        num_workers: calls at once, each in a process of its own; further ones wait.
-        startup_timeout_s: the time limit of the imports of a worker.
+        timeout_s: time limit of a call in seconds, from the moment that a worker has it.
+        num_workers: concurrent calls, each in its own process; further calls wait.
+        startup_timeout_s: time limit of a worker's imports in seconds.
         log_path: file for what the function prints; None for this process's standard error.
 
     Attributes:
-        num_replaced: workers that hung or died so far.
+        num_replaced: how many workers hung or died so far.
 
     Raises:
-        ConfigError: see `parse_reward`; a number that is not positive.
+        ConfigError: the reward is refused by `parse_reward`, or a number is not positive.
     """
 
     def __init__(
@@ -59,7 +59,8 @@ class FunctionReward:
         self._startup_timeout_s = startup_timeout_s
         self._log_path = None if log_path is None else Path(log_path)
         self._executor = ThreadPoolExecutor(num_workers, thread_name_prefix="reward")
-        # One slot a thread; None is a worker that is yet to be started. Last in, first out: started ones first.
+        # One slot per thread; None stands for a worker that is not started yet. Last in, first out, so that running
+        # workers are used before new ones start.
         self._slots: queue.LifoQueue[WorkerProcess | None] = queue.LifoQueue()
         for _ in range(num_workers):
             self._slots.put(None)
@@ -70,8 +71,11 @@ class FunctionReward:
         self.num_replaced = 0
 
     async def score(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> list[Verdict]:
-        """Return one verdict a rollout, in order. Raises RewardError when the function cannot be imported, workers fail
-        to start three times in a row, or it is closed."""
+        """Return one verdict per rollout, in order.
+
+        Raises RewardError when the function cannot be imported, when workers fail to start three times in a row, and
+        after `close`.
+        """
 
         async def ask(responses: Sequence[str], failure: Failure | None) -> Scored | Failure:
             if self._closed:
@@ -85,7 +89,7 @@ class FunctionReward:
         return await judge([rollout.text for rollout in rollouts], ask)
 
     async def close(self) -> None:
-        """End the workers, a hung one included."""
+        """End the workers, hung ones included."""
         await asyncio.to_thread(self._shutdown)
 
     def _shutdown(self) -> None:
@@ -101,7 +105,7 @@ class FunctionReward:
     def _call(self, samples: Samples, timeout_s: float) -> Scored | Failure:
         worker = self._slots.get()
         try:
-            if worker is not None and not worker.alive:  # it died between two calls: no one is to be charged
+            if worker is not None and not worker.alive:  # it died between two calls, so no sample is at fault
                 worker = self._retire(worker)
             if worker is None:
                 worker = self._start()
@@ -116,7 +120,7 @@ class FunctionReward:
             self.num_replaced += 1
 
     def _start(self) -> WorkerProcess:
-        # The first start tells whether the function can be imported at all; a later one fails by accident.
+        # If the first start fails, the function cannot be imported. Later failures are accidents, so they are retried.
         attempts = _START_ATTEMPTS if self._has_started else 1
         for attempt in range(1, attempts + 1):
             if self._closed:
@@ -140,12 +144,18 @@ class FunctionReward:
 def check_reward_function(
     reward: str, prompts: Sequence[Prompt] = (), *, timeout_s: float = 30.0, startup_timeout_s: float = 120.0
 ) -> str | None:
-    """Import a reward function and call it once, in a worker of its own, before anything expensive starts.
+    """Import a reward function and call it once in a worker process, before anything expensive starts.
 
-    Each of the first four `prompts` is tried with its label and with nothing as the response; `reward` and the time
-    limits are those of `FunctionReward`. Returns why the call gave no result when it raised or hung, which a run counts
-    as verdicts; None when it gave one. Raises ConfigError as `parse_reward` does, RewardError when it cannot be
-    imported, or returns no dictionary with `rewards`, another number of them than queries, or one that is not finite.
+    The call holds each of the first four `prompts` twice: with its label and with an empty text as the response.
+    `reward` and the time limits are those of `FunctionReward`.
+
+    Returns:
+        The reason when the call raised or hung, which a run would count as failed verdicts; None when it gave rewards.
+
+    Raises:
+        ConfigError: the reward is refused by `parse_reward`.
+        RewardError: the function cannot be imported, or it returns no dictionary with `rewards`, another number of
+            rewards than queries, or a reward that is not finite.
     """
     target = parse_reward(reward)
     worker = WorkerProcess(target, startup_timeout_s=startup_timeout_s)
@@ -165,20 +175,20 @@ def check_reward_function(
 
 
 def reward_arguments(prompt: Prompt, responses: Sequence[str]) -> Samples:
-    """Return the queries, prompts and labels that a reward function gets for responses to one prompt."""
+    """Return the queries, prompts and labels that a reward function receives for responses to one prompt."""
     queries = [prompt.text + response for response in responses]
     return queries, [prompt.text] * len(queries), [prompt.label or ""] * len(queries)
 
 
 def trial_arguments(prompts: Sequence[Prompt]) -> Samples:
-    """Return the queries, prompts and labels of a trial: each of the first four with its label and with nothing."""
+    """Return the queries, prompts and labels of a trial: the first four prompts, with their labels and with no text."""
     samples = [reward_arguments(prompt, [prompt.label or "", ""]) for prompt in prompts[:4]]
     queries, texts, labels = ([text for sample in samples for text in sample[part]] for part in range(3))
     return queries, texts, labels
 
 
 def check_finite(name: str, scored: Scored) -> None:
-    """Raise RewardError when a trial of the function or server `name` has a number that is not finite."""
+    """Raise RewardError when a trial of the function or server `name` gave a number that is not finite."""
     for index in range(len(scored.rewards)):
         verdict = verdict_of(scored, index)
         if verdict.kind is VerdictKind.CRASH and scored.verdicts[index] != VerdictKind.CRASH:

@@ -1,6 +1,6 @@
 """Rewards for answers that are numbers: the number after the last `####`, compared exactly.
 
-As a reward function by name: `rlhf_rollout.rewards.math`. LaTeX is compared by math-verify where that is installed.
+It is the reward function `rlhf_rollout.rewards.math`. LaTeX is compared by math-verify if that is installed.
 """
 
 import re
@@ -17,11 +17,12 @@ MARKER = "####"
 # 300 characters hold every sensible number; the limit keeps exact arithmetic on a model's nonsense cheap.
 _MAX_LENGTH = 300
 _VERIFY_TIMEOUT_S = 5
+# A sign, a fraction or a decimal number, `%`, and behind white space a unit without digits.
 _NUMBER = re.compile(r"([-+]?)(?:([0-9]+)/([0-9]+)|([0-9]+\.?[0-9]*|\.[0-9]+))(%?)(?=$|\s)([^0-9]*)")
 
 
 def extract_answer(text: str) -> str | None:
-    """Return the answer in the line after the last `####`, without thousands commas, `$` and a trailing period.
+    """Return the answer after the last `####`, up to the end of its line, as `clean_answer` leaves it.
 
     None when there is no `####` or nothing after it.
     """
@@ -29,13 +30,15 @@ def extract_answer(text: str) -> str | None:
     if not marker:
         return None
     lines = rest.strip().splitlines()
-    return clean_answer(lines[0]) or None if lines else None
+    if not lines:
+        return None
+    return clean_answer(lines[0]) or None
 
 
 def clean_answer(text: str) -> str:
-    """Return an answer without thousands commas, `$`, a trailing period and white space around it."""
+    """Return an answer without thousands separators, `$`, a final period and surrounding white space."""
     text = text.strip()
-    # `$` marks money or, in a pair around the whole, LaTeX: both say nothing about the value.
+    # `$` is a currency sign or delimits LaTeX; neither changes the value.
     return re.sub(r"(?<=[0-9]),(?=[0-9]{3})", "", text.replace("$", "")).strip().removesuffix(".").strip()
 
 
@@ -52,9 +55,11 @@ def parse_number(text: str) -> Fraction | None:
 
 
 def grade(response: str, label: str) -> VerdictKind:
-    """Return whether a response gives the label's answer after its last `####`: ok, wrong, or unparsable when it gives
-    none. The label is the answer alone, or a solution that ends in `#### answer`. Raises ValueError when it has no
-    answer in it."""
+    """Return ok or wrong by the response's answer after its last `####`; unparsable when there is none to compare.
+
+    The label is the answer alone, or a solution that ends in `#### answer`. Raises ValueError when the label has no
+    answer.
+    """
     expected = extract_answer(label) if MARKER in label else clean_answer(label)
     if not expected:
         raise ValueError(f"the label {label[:80]!r} has no answer")
@@ -69,7 +74,7 @@ def grade(response: str, label: str) -> VerdictKind:
     same = _same_expression(answer, expected) if "\\" in answer + expected else None
     if same is not None:
         return VerdictKind.OK if same else VerdictKind.WRONG
-    # A number or a word where the other is expected is an answer, and wrong; anything else is no answer.
+    # Words where a number is expected cannot be compared; any other difference makes the answer wrong.
     return VerdictKind.WRONG if number is not None or expected_number is None else VerdictKind.UNPARSABLE
 
 
@@ -90,12 +95,12 @@ def _has_math_verify() -> bool:
 
 
 def _same_expression(answer: str, expected: str) -> bool | None:
-    """Return whether two LaTeX expressions are equal; None when that cannot be told."""
+    """Return whether two LaTeX expressions are equal; None when that cannot be decided."""
     if not _has_math_verify() or max(len(answer), len(expected)) > _MAX_LENGTH:
         return None
     from math_verify import parse, verify
 
-    # math-verify limits its time with a signal, which works in the main thread only.
+    # math-verify enforces its time limit with a signal, which works only in the main thread.
     timeout_s = _VERIFY_TIMEOUT_S if threading.current_thread() is threading.main_thread() else None
     gold, found = (parse(f"${text}$", parsing_timeout=timeout_s) for text in (expected, answer))
     return verify(gold, found, timeout_seconds=timeout_s) if gold and found else None

@@ -1,4 +1,4 @@
-"""The weighted sum of several rewards, and the reward that a list of sources stands for."""
+"""The weighted sum of several rewards, and the reward function of a list of sources."""
 
 import asyncio
 import math
@@ -14,46 +14,46 @@ from rlhf_rollout.rewards.sources import RewardSource, metric_names, model_paths
 
 
 class MixedReward:
-    """A `RewardFunction` that adds up others, by weight.
+    """A `RewardFunction` that returns the weighted sum of others.
 
         reward = sum_i w_i reward_i        score = sum_i w_i score_i
 
-    The verdict is as the first source says. When any source failed, there is no sum: the verdict fails as the first of
-    the failed sources did. Sources are asked side by side, so `seconds` are those of the slowest. With several sources
-    `extra` holds each one's own reward as `reward_<name>` and its further numbers as `<number>_<name>`, so that numbers
-    of one name stay apart.
+    The verdict has the kind that the first source gave. If any source fails there is no sum: the verdict then has the
+    kind of the first source that failed. Sources are called concurrently, so `seconds` are those of the slowest. With
+    several sources `extra` holds each source's reward as `reward_<name>` and its own extra numbers as
+    `<number>_<name>`.
 
     Args:
-        sources: name, weight and reward of each, side by side in every call.
+        sources: name, weight and reward function of each source.
 
     Raises:
-        ConfigError: no source, two of one name, or a weight that is not finite.
+        ConfigError: there is no source, two have the same name, or a weight is not finite.
     """
 
     def __init__(self, sources: Sequence[tuple[str, float, RewardFunction]]) -> None:
         names = [name for name, _, _ in sources]
         if not names or len(set(names)) < len(names):
             listed = ", ".join(names) or "none"
-            raise ConfigError(f"a sum of rewards needs sources with names of their own, got {listed}")
+            raise ConfigError(f"a sum of rewards needs sources with different names, got {listed}")
         for name, weight, _ in sources:
             if not math.isfinite(weight):
                 raise ConfigError(f"the weight of reward {name} is {weight}")
         self._sources = tuple(sources)
 
     async def score(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> list[Verdict]:
-        """Return one verdict a rollout, in order. Raises RewardError when a source cannot run at all."""
+        """Return one verdict per rollout, in order. Raises RewardError when a source cannot run at all."""
         calls = [score_each(reward, prompt, rollouts) for _, _, reward in self._sources]
         return [self._sum(verdicts) for verdicts in zip(*await asyncio.gather(*calls), strict=True)]
 
     async def close(self) -> None:
-        """End what runs behind every source, also when one of them fails to."""
+        """Close every source, also if closing one of them fails, and raise the first failure."""
         closed = await asyncio.gather(*[reward.close() for _, _, reward in self._sources], return_exceptions=True)
         for outcome in closed:
             if isinstance(outcome, BaseException):
                 raise outcome
 
     def _sum(self, verdicts: Sequence[Verdict]) -> Verdict:
-        """Return the verdict on one rollout, from those of the sources."""
+        """Return the verdict on one rollout from the verdicts of the sources."""
         names = [name for name, _, _ in self._sources]
         extra = self._extra(verdicts)
         failed = [(verdict, name) for verdict, name in zip(verdicts, names, strict=True) if verdict.kind.failed]
@@ -83,19 +83,19 @@ class MixedReward:
 
 
 def _turn_rewards(weights: Sequence[float], verdicts: Sequence[Verdict]) -> tuple[float, ...]:
-    """Return the weighted sum of the rewards by turn; a reward for the whole rollout counts for its last turn."""
+    """Return the weighted sum of the rewards per turn; a reward for the whole rollout counts for its last turn."""
     num_turns = max(len(verdict.turn_rewards) for verdict in verdicts)
     if not num_turns:
         return ()
     rows = [verdict.turn_rewards or (*[0.0] * (num_turns - 1), verdict.reward) for verdict in verdicts]
-    return tuple(
-        sum(weight * reward for weight, reward in zip(weights, column, strict=True))
-        for column in zip(*rows, strict=True)
-    )
+    sums = []
+    for turn in zip(*rows, strict=True):
+        sums.append(sum(weight * reward for weight, reward in zip(weights, turn, strict=True)))
+    return tuple(sums)
 
 
 async def score_each(reward: RewardFunction, prompt: Prompt, rollouts: Sequence[Rollout]) -> list[Verdict]:
-    """Return one verdict per rollout from a reward that may break its Protocol: what it raises is the verdict `crash`.
+    """Return one verdict per rollout; an exception, or a wrong number of verdicts, becomes `crash` for all of them.
 
     Raises RewardError when the reward cannot run at all.
     """
@@ -108,7 +108,7 @@ async def score_each(reward: RewardFunction, prompt: Prompt, rollouts: Sequence[
         verdicts = await reward.score(prompt, rollouts)
     except RewardError:
         raise
-    except Exception as error:  # any implementation of the Protocol, a user's too
+    except Exception as error:  # a user's implementation may raise anything
         return crash(f"{type(error).__name__}: {error}")
     if len(verdicts) != len(rollouts):
         return crash(f"{len(verdicts)} verdicts for {len(rollouts)} rollouts")
@@ -124,21 +124,22 @@ def build_reward(
     log_path: str | Path | None = None,
     models: Sequence[RewardFunction] = (),
 ) -> RewardFunction:
-    """Return the reward that the sources stand for: their sum by weight, or the only one itself.
+    """Return the reward function of the sources: their weighted sum, or a single source of weight 1 itself.
 
     Args:
         sources: at least one.
-        timeout_s: of one call of a function or a server.
-        num_workers: calls at once, of each function.
-        batch_size: rollouts of one request to a server.
+        timeout_s: time limit of one call of a function or a server, in seconds.
+        num_workers: concurrent calls per function.
+        batch_size: rollouts per request to a server.
         log_path: file for what functions print; None for this process's standard error.
-        models: for the sources of kind "model", in their order; who has the devices builds them.
+        models: the reward functions of the sources of kind "model", in order. The caller builds them, because it knows
+            on which devices they run.
 
     Raises:
-        ConfigError: no source, one that cannot work, or another number of models.
+        ConfigError: there is no source, a source cannot work, or the number of models is wrong.
     """
     if len(models) != (num_models := len(model_paths(sources))):
-        raise ConfigError(f"{len(models)} reward models for {num_models} sources")
+        raise ConfigError(f"got {len(models)} reward models for {num_models} sources of the kind model")
     remaining = iter(models)
     rewards: list[RewardFunction] = []
     for source in sources:
@@ -147,7 +148,7 @@ def build_reward(
                 FunctionReward(source.targets[0], timeout_s=timeout_s, num_workers=num_workers, log_path=log_path)
             )
         elif source.kind == "server":
-            from rlhf_rollout.rewards.remote import RemoteReward  # httpx
+            from rlhf_rollout.rewards.remote import RemoteReward  # imports httpx
 
             rewards.append(RemoteReward(source.targets, timeout_s=timeout_s, batch_size=batch_size))
         else:
@@ -161,12 +162,12 @@ def build_reward(
 def check_reward(source: RewardSource, prompts: Sequence[Prompt] = (), *, timeout_s: float = 30.0) -> str | None:
     """Try a source before anything expensive starts: see `check_reward_function` and `remote.check_reward_server`.
 
-    Of a reward model only loading it tells.
+    A reward model is not tried, since that means loading it. Returns the reason of a failed trial, None without one.
     """
     if source.kind == "function":
         return check_reward_function(source.targets[0], prompts, timeout_s=timeout_s)
     if source.kind == "server":
-        from rlhf_rollout.rewards.remote import check_reward_server  # httpx
+        from rlhf_rollout.rewards.remote import check_reward_server  # imports httpx
 
         return check_reward_server(source.targets, prompts, timeout_s=timeout_s)
     return None

@@ -1,4 +1,4 @@
-"""Reward by a reward model: the tokens of rollouts go to scorers, in batches. Here too: a scorer in this process."""
+"""Rewards from reward models: scorers receive rollouts' tokens in batches. Includes a scorer in this process."""
 
 import asyncio
 from collections.abc import Sequence
@@ -16,27 +16,27 @@ from rlhf_rollout.rewards.user_function import Scored
 
 
 class Scorer(Protocol):
-    """Gives token sequences a score; `score` may be called many times at once."""
+    """Scores token sequences; `score` may be called concurrently."""
 
     async def score(self, token_ids: list[np.ndarray]) -> list[float]:
-        """Return one score a sequence [L] int32, in order. Raises when it cannot."""
+        """Return one score per sequence [L] int32, in order. May raise anything on failure."""
 
 
 class ModelReward:
-    """A `RewardFunction` over a reward model: token in, so that it reads what the policy wrote and not a text of it.
+    """A `RewardFunction` that asks a reward model, which reads the tokens that the policy wrote and not their text.
 
-    Prompt and response go as one sequence, batched across concurrent `score` calls, to the replica with the fewest
-    sequences under way, one that has just failed last. A score above 0 is the verdict ok, another wrong. A batch that
-    fails is tried once more on another replica, if there is one, then its sequences one by one, so that only the
-    culprit is charged: its verdict is crash.
+    Prompt and response form one sequence. Sequences of concurrent `score` calls are batched. A batch goes to the
+    replica with the fewest sequences in flight; replicas whose last calls failed come last. A score above 0 gives the
+    verdict ok, any other wrong. A batch that fails is sent once more to another replica, if there is one, and then
+    sequence by sequence, so that only the sequences at fault get the verdict crash.
 
     Args:
-        scorers: replicas of one model, which stay the caller's to close.
-        batch_size: sequences of a call.
-        max_wait_s: what a sequence waits for others at most.
+        scorers: replicas of one model. The caller closes them.
+        batch_size: sequences per call.
+        max_wait_s: seconds that a sequence waits for others at most.
 
     Raises:
-        ConfigError: no scorer, or a batch size below 1.
+        ConfigError: there is no scorer, or the batch size is below 1.
     """
 
     def __init__(self, scorers: Sequence[Scorer], *, batch_size: int = 64, max_wait_s: float = 0.005) -> None:
@@ -44,19 +44,19 @@ class ModelReward:
             raise ConfigError("a reward model needs at least one scorer")
         self._scorers = list(scorers)
         self._num_under_way = [0] * len(self._scorers)
-        self._num_failures = [0] * len(self._scorers)  # in a row
+        self._num_failures = [0] * len(self._scorers)  # since the last success of each
         self._batcher = Batcher(partial(judge, ask=self._ask), max_batch=batch_size, max_wait_s=max_wait_s)
 
     async def score(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> list[Verdict]:
-        """Return one verdict a rollout, in order."""
+        """Return one verdict per rollout, in order."""
         return list(await asyncio.gather(*(self._batcher.submit(rollout.token_ids) for rollout in rollouts)))
 
     async def close(self) -> None:
-        """Give up what is under way."""
+        """Cancel what is in flight."""
         await self._batcher.close()
 
     async def _ask(self, token_ids: Sequence[np.ndarray], _: Failure | None) -> Scored | Failure:
-        """Return the scores of one scorer, or else of another one, or why the last gave none."""
+        """Return the scores of one replica, or after a failure those of another one, or the last failure."""
         indices = range(len(self._scorers))
         for _ in self._scorers[:2]:
             index = min(indices, key=lambda index: (self._num_failures[index], self._num_under_way[index]))
@@ -65,7 +65,7 @@ class ModelReward:
                 scores = await self._scorers[index].score(list(token_ids))
                 if len(scores) != len(token_ids):
                     raise RewardError(f"the reward model gave {len(scores)} scores for {len(token_ids)} sequences")
-            except Exception as error:  # of any scorer: what fails is a verdict
+            except Exception as error:  # a scorer may raise anything; the failure becomes a verdict
                 self._num_failures[index] += 1
                 first_line = str(error).strip().partition("\n")[0]
                 failure = Failure(VerdictKind.CRASH, f"{type(error).__name__}: {first_line}")
@@ -80,14 +80,14 @@ class ModelReward:
 
 
 class LocalScorer:
-    """A `Scorer` over a reward model in this process, on a thread of its own.
+    """A `Scorer` with a reward model in this process, which runs on its own thread.
 
     Args:
         path: a folder or hub name, see `rlhf_models.load_reward_model`.
         dtype: "float32" or "bfloat16".
         attn_implementation: "auto", or a name that transformers knows.
-        device: where it runs.
-        batch_size: sequences a pass at most.
+        device: torch's name of the device.
+        batch_size: sequences per forward pass at most.
         normalize: shift and scale scores by the moments that the model's config holds, if any.
 
     Raises:
@@ -120,7 +120,7 @@ class LocalScorer:
         return self._model.moments is not None
 
     async def score(self, token_ids: list[np.ndarray]) -> list[float]:
-        """See `Scorer`. Raises DataError for a token that the model has no embedding of, else RewardError."""
+        """See `Scorer`. Raises DataError for a token id outside of the vocabulary, RewardError for other failures."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._score, token_ids)
 
     def close(self) -> None:
@@ -134,6 +134,6 @@ class LocalScorer:
             return score_sequences(self._model, token_ids, batch_size=self._batch_size)
         except RlhfError:
             raise
-        except RuntimeError as error:  # of torch, out of memory among them
+        except RuntimeError as error:  # torch raises it, also when memory runs out
             first_line = str(error).strip().partition("\n")[0]
             raise RewardError(f"the reward model {self._path} failed: {type(error).__name__}: {first_line}") from error

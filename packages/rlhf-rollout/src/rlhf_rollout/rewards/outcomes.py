@@ -1,4 +1,4 @@
-"""What a call of a scorer came to, and how its samples are judged when it failed: the culprit alone is charged."""
+"""The outcome of a scorer's call, and the verdicts it leads to: after a failure each sample is judged by itself."""
 
 import asyncio
 import time
@@ -14,13 +14,13 @@ Sample = TypeVar("Sample")
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A call without rewards.
+    """A call that gave no rewards.
 
     Attributes:
         kind: `timeout` or `crash`.
-        detail: for people.
-        of_sample: whether one sample of several may be to blame.
-        is_invalid: whether there was a result, and it was none that could be used.
+        detail: the reason, for people.
+        of_sample: whether a single sample of the call may be at fault.
+        is_invalid: whether the scorer returned a result that cannot be used.
     """
 
     kind: VerdictKind
@@ -32,10 +32,11 @@ class Failure:
 async def judge(
     samples: Sequence[Sample], ask: Callable[[Sequence[Sample], Failure | None], Awaitable[Scored | Failure]]
 ) -> list[Verdict]:
-    """Return one verdict per sample: from a call for all of them or, when that failed, from a call for each.
+    """Return one verdict per sample, from one call for all of them or, if that fails, from one call per sample.
 
-    `ask` calls the scorer. Its second argument is the failure of the call for all, or None when it is that call. A
-    verdict's `seconds` run from here to the end of the call that gave it, so they hold the failed call, too.
+    `ask` calls the scorer. Its second argument is None in the call for all samples, and the failure of that call in the
+    calls for single samples. A verdict's `seconds` run from the start of this function to the end of the call that gave
+    the verdict, so they include a failed call for all.
     """
     if not samples:
         return []

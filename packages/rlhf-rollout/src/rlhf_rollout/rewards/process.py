@@ -1,4 +1,4 @@
-"""One reward worker as its parent sees it: a clean interpreter, called with a deadline, killed with its children."""
+"""The parent's side of a reward worker: a fresh interpreter, called with a deadline, killed with its children."""
 
 import contextlib
 import json
@@ -21,7 +21,7 @@ _EXIT_TIMEOUT_S = 5.0
 
 Samples = tuple[list[str], list[str], list[str]]  # queries, prompts, labels
 
-# The parent's import path, not its modules: nothing that the parent imported is loaded in the worker.
+# The worker gets the parent's import path, but loads none of the modules that the parent has imported.
 _BOOTSTRAP = (
     "import json, sys; from multiprocessing.connection import Connection; c = Connection(int(sys.argv[1])); "
     "sys.path[:] = json.loads(c.recv_bytes()); from rlhf_rollout.rewards.worker import main; main(c)"
@@ -32,7 +32,7 @@ class WorkerProcess:
     """A running worker that has loaded the function of `target`.
 
     What the function prints is appended to `log_path`; None for this process's standard error. Raises RewardError when
-    it cannot be imported, or not within `startup_timeout_s`.
+    the function cannot be imported within `startup_timeout_s` seconds.
     """
 
     def __init__(self, target: RewardTarget, *, startup_timeout_s: float, log_path: Path | None = None) -> None:
@@ -46,7 +46,7 @@ class WorkerProcess:
                 stdout=output,
                 stderr=output,
                 pass_fds=[theirs.fileno()],
-                start_new_session=True,  # Ctrl-C is the parent's; and its own children can be killed with it
+                start_new_session=True,  # Ctrl-C does not reach it, and `kill` can end its children, too
             )
         path = [os.path.abspath(entry) for entry in sys.path]
         answer = self._exchange([path, asdict(target)], startup_timeout_s)
@@ -60,7 +60,7 @@ class WorkerProcess:
         return self._process.poll() is None
 
     def call(self, samples: Samples, timeout_s: float) -> Scored | Failure:
-        """Return what the function says about the samples; after some failures the worker is dead (see `alive`)."""
+        """Return the function's result for the samples. After a timeout or a crash the worker is dead: see `alive`."""
         request = dict(zip(("queries", "prompts", "labels"), samples, strict=True))
         answer = self._exchange([request], timeout_s)
         return answer if isinstance(answer, Failure) else Scored(**answer["scored"])
@@ -72,12 +72,12 @@ class WorkerProcess:
         self._process.wait()
 
     def close(self) -> None:
-        """End the worker and free its connection; not while a call is running in another thread."""
+        """End the worker and free its connection. Must not be called while another thread is in `call`."""
         self.kill()
         self._connection.close()
 
     def _exchange(self, values: Sequence[Any], timeout_s: float) -> dict[str, Any] | Failure:
-        """Send values and return the answer; a worker that is late or gone is dead afterwards."""
+        """Send values and return the answer. A worker that is late or has ended is dead afterwards."""
         try:
             for value in values:
                 self._connection.send_bytes(json.dumps(value).encode())
@@ -85,7 +85,7 @@ class WorkerProcess:
                 self.close()
                 return Failure(VerdictKind.TIMEOUT, f"no answer within {timeout_s:g} s")
             answer = json.loads(self._connection.recv_bytes())
-        except (EOFError, OSError):
+        except (EOFError, OSError):  # the worker has closed its end; wait for its exit status
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(timeout=_EXIT_TIMEOUT_S)
             self.close()

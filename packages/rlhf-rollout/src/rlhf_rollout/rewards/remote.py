@@ -1,7 +1,7 @@
-"""Rewards from servers: what rollouts of many prompts ask is sent together, retried elsewhere, and never raises.
+"""Rewards from HTTP servers: rollouts of several prompts share requests, which are retried on other servers.
 
-A server takes a POST of `{"query": [...], "prompts": [...], "labels": [...]}`, one text each a rollout, and answers
-`{"rewards": [one number a query]}` and, if it likes, `scores`, `extra_logs` and `verdicts` as a reward function does.
+A server takes a POST of `{"query": [...], "prompts": [...], "labels": [...]}`, one text per rollout, and answers
+`{"rewards": [one number per query]}` and optionally `scores`, `extra_logs` and `verdicts`, as a reward function does.
 """
 
 import asyncio
@@ -23,19 +23,24 @@ from rlhf_rollout.rewards.user_function import Scored, read_result
 
 TOKEN_VARIABLE = "RLHF_REMOTE_RM_TOKEN"
 
-_PASSING_STATUS = (408, 425, 429, 500, 502, 503, 504)
-_STATUS_OF_A_SAMPLE = (400, 413, 422, 500)  # one sample of a batch may be to blame for these
+_PASSING_STATUS = (408, 425, 429, 500, 502, 503, 504)  # another try may succeed
+_STATUS_OF_A_SAMPLE = (400, 413, 422, 500)  # one sample of a batch may be the reason for these
 _MAX_TIMEOUTS = 2
 _MAX_RETRY_WAIT_S = 30.0
 _CONNECT_TIMEOUT_S = 10.0
-_SKELETON = 'answer {"rewards": [one number a query]}'
+_SKELETON = 'answer {"rewards": [one number per query]}'
 
 Sample = tuple[str, str, str]  # query, prompt, label
 
 
 @dataclass(frozen=True, slots=True)
 class _RequestFailure(Failure):
-    """A request without rewards: whether another try may help, and the status of the answer, None without one."""
+    """A request that gave no rewards.
+
+    Attributes:
+        passing: whether another try may succeed.
+        status: HTTP status of the answer; None without an answer.
+    """
 
     of_sample: bool = False
     passing: bool = False
@@ -43,25 +48,25 @@ class _RequestFailure(Failure):
 
 
 class RemoteReward:
-    """A `RewardFunction` over servers that are equal to each other and take turns; what fails is a verdict.
+    """A `RewardFunction` that asks equivalent servers in turn. Failures become verdicts.
 
-    A request that fails with what may pass (no connection, a timeout, status 408, 425, 429 or 5xx) is repeated on the
-    next server, after a pause that doubles; two timeouts are the end of it. When a server answers a batch with an error
-    that one sample may have caused, or with something unusable, the samples are sent one by one, so that only the
-    culprit is charged. To be used from one event loop.
+    After a temporary failure (no connection, a timeout, status 408, 425, 429 or 5xx) a request is repeated on the next
+    server. The pause before it doubles each time, and a second timeout ends the tries. If a server answers a batch with
+    an error that one sample may have caused, or with an unusable answer, the samples are sent one by one, so that only
+    the samples at fault get a failed verdict. Use it from one event loop.
 
     Args:
-        urls: where the requests go, as they are.
-        timeout_s: of one request, from its start to the end of the answer.
-        batch_size: rollouts of one request at most, of whatever prompts.
-        token: sent as a bearer token; by default what the environment has as RLHF_REMOTE_RM_TOKEN, if anything.
+        urls: full addresses of the requests, one per server.
+        timeout_s: time limit of one request in seconds, from its start to the end of the answer.
+        batch_size: rollouts per request at most; they may belong to different prompts.
+        token: sent as a bearer token; None for the value of the environment variable RLHF_REMOTE_RM_TOKEN, if set.
         num_retries: further tries of a request.
-        retry_wait_s: before the first of them; doubled for each further one, at most 30 s.
-        max_wait_s: what a rollout waits for others to go with.
+        retry_wait_s: pause before the first retry; it doubles with each further one, to at most 30 s.
+        max_wait_s: seconds that a rollout waits for others at most.
         transport: replaces the network, for tests.
 
     Raises:
-        ConfigError: a URL that is none, a number that is not positive, or a token that no header can carry.
+        ConfigError: a URL is invalid, a number is not positive, or no header can carry the token.
     """
 
     def __init__(
@@ -85,7 +90,7 @@ class RemoteReward:
         self._turns = itertools.count()
         self._batcher = Batcher(partial(judge, ask=self._ask), max_batch=batch_size, max_wait_s=max_wait_s)
         self._client = httpx.AsyncClient(
-            # A connection that is not there must not pass for an answer that is late.
+            # Shorter than the request's own limit, so that a server that is not there is told from one that is late.
             timeout=httpx.Timeout(timeout_s, connect=min(timeout_s / 2, _CONNECT_TIMEOUT_S)),
             limits=httpx.Limits(max_connections=None),
             headers={"Content-Type": "application/json", **_authorization(token)},
@@ -93,18 +98,19 @@ class RemoteReward:
         )
 
     async def score(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> list[Verdict]:
-        """Return one verdict a rollout, in order."""
+        """Return one verdict per rollout, in order."""
         samples = zip(*reward_arguments(prompt, [rollout.text for rollout in rollouts]), strict=True)
         return await asyncio.gather(*[self._batcher.submit(sample) for sample in samples])
 
     async def close(self) -> None:
-        """Cancel what is under way and close the connections."""
+        """Cancel the requests in flight and close the connections."""
         await self._batcher.close()
         await self._client.aclose()
 
     async def _ask(self, samples: Sequence[Sample], failure: Failure | None) -> Scored | Failure:
-        """Return what the servers say, from the one whose turn it is on, or why the last of the tries failed."""
+        """Return the rewards of the first server that gives them, or the failure of the last try."""
         turn, num_timeouts = next(self._turns), 0
+        # A call for a single sample follows a failed one for the batch, which has used up the patience already.
         num_retries = self._num_retries if failure is None else min(self._num_retries, 1)
         for attempt in range(num_retries + 1):
             if attempt:
@@ -122,7 +128,7 @@ class RemoteReward:
         queries, prompts, labels = map(list, zip(*samples, strict=True))
         content = json.dumps({"query": queries, "prompts": prompts, "labels": labels}).encode()
         try:
-            async with asyncio.timeout(self._timeout_s):  # httpx's own is for each of its reads alone
+            async with asyncio.timeout(self._timeout_s):  # httpx's timeout limits each read, not the request
                 response = await self._client.post(url, content=content)
         except (TimeoutError, httpx.TimeoutException, httpx.HTTPError) as error:
             is_late = isinstance(error, TimeoutError | httpx.TimeoutException)
@@ -153,13 +159,18 @@ def check_reward_server(
     token: str | None = None,
     transport: httpx.AsyncBaseTransport | None = None,
 ) -> str | None:
-    """Ask each of the servers once, before anything expensive starts; not from within an event loop.
+    """Ask each server once, before anything expensive starts. Must not be called from within an event loop.
 
-    Each of the first four `prompts` is tried with its label and with nothing as the response; without any, only the
-    URLs are looked at. Returns the problem of a server that did not answer in time or answered that it is not well,
-    None without one. Raises ConfigError as `RemoteReward` does and for a server that cannot be reached, RewardError for
-    one that refuses the request, or whose answer has no `rewards`, another number of them than queries, or one that is
-    not finite.
+    The request holds each of the first four `prompts` twice: with its label and with an empty text as the response.
+    Without prompts only the URLs are checked.
+
+    Returns:
+        The problem of a server that was late or reported a temporary error; None without a problem.
+
+    Raises:
+        ConfigError: `RemoteReward` refuses the arguments, or a server cannot be reached.
+        RewardError: a server refuses the request, or its answer has no `rewards`, another number of rewards than
+            queries, or a reward that is not finite.
     """
     samples = list(zip(*trial_arguments(prompts), strict=True))
 
@@ -181,7 +192,7 @@ def check_reward_server(
 
 
 def check_url(url: str) -> str:
-    """Return the URL of a reward server. Raises ConfigError for one that is none or that carries a password."""
+    """Return the URL of a reward server. Raises ConfigError for an invalid URL and for one that holds a password."""
     example = "give one such as http://host:5000/get_reward"
     try:
         parsed = httpx.URL(url)
@@ -190,13 +201,13 @@ def check_url(url: str) -> str:
     if parsed.scheme not in ("http", "https") or not parsed.host:
         raise ConfigError(f"reward server {url} is no URL", hint=example)
     if parsed.userinfo:
-        message = f"the reward server's URL at {parsed.host} has a password in it"
-        raise ConfigError(message, hint=f"use a token: {TOKEN_VARIABLE}")
+        message = f"the reward server's URL at {parsed.host} holds a password"
+        raise ConfigError(message, hint=f"set a token in the environment variable {TOKEN_VARIABLE} instead")
     return url
 
 
 def _check_passing(url: str, failure: _RequestFailure) -> None:
-    """Raise for a failure that will not pass by itself."""
+    """Raise ConfigError or RewardError for a failure that another try cannot mend."""
     if failure.status is None and failure.kind is VerdictKind.CRASH:
         message = f"the reward server does not answer: {failure.detail}"
         raise ConfigError(message, hint=f"start it, and check that this machine reaches {httpx.URL(url).host}")
@@ -204,9 +215,9 @@ def _check_passing(url: str, failure: _RequestFailure) -> None:
         return
     hint = _SKELETON
     if failure.status in (401, 403):
-        hint = f"the environment variable {TOKEN_VARIABLE} holds the token that it wants"
+        hint = f"set the token that the server expects in the environment variable {TOKEN_VARIABLE}"
     elif failure.status >= 300:
-        hint = "it takes a POST of query, prompts and labels; is the path right, such as /get_reward?"
+        hint = "the server must accept a POST of query, prompts and labels; check the path, such as /get_reward"
     raise RewardError(f"the reward server refuses the trial request: {failure.detail}", hint=hint)
 
 

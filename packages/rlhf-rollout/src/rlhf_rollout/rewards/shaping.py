@@ -1,6 +1,6 @@
-"""What becomes of rewards before anything compares them: running normalisation, bounds, penalties for length.
+"""Reward shaping before advantages are computed: running normalization, clipping, penalties for length.
 
-Pure functions of numpy arrays; shape letter N: rollouts.
+Pure functions of numpy arrays. N is the number of rollouts.
 """
 
 import numpy as np
@@ -49,21 +49,22 @@ def stop_properly(rewards: np.ndarray, truncated: np.ndarray, *, coef: float) ->
         R' = R - (1 - coef) |R|     0 <= coef <= 1
         R' = min(R, coef)           coef < 0
 
-    So a truncated rollout keeps the share `coef` of a positive reward, and a negative one gets worse: to multiply that
-    by `coef` would raise it. A negative `coef` is the reward that it has at most.
+    With `coef` from 0 to 1 a truncated rollout keeps the share `coef` of a positive reward. A negative reward gets
+    lower; multiplying it by `coef` would raise it. With `coef` below 0 a truncated rollout has at most the reward
+    `coef`.
 
     Args:
         rewards: [N] float.
         truncated: [N] bool.
-        coef: at most 1, which changes nothing.
+        coef: at most 1; 1 changes nothing.
 
     Returns:
-        [N] float64; as it was where `truncated` is False.
+        [N] float64; unchanged where `truncated` is False.
 
     Raises:
         ConfigError: `coef` above 1, or not a number.
 
-    Source: the "stop properly" penalty of the ProRL v2 recipe (NVIDIA 2025), made right for negative rewards.
+    Source: the "stop properly" penalty of the ProRL v2 recipe (NVIDIA 2025), corrected for negative rewards.
     """
     if not coef <= 1:
         hint = "0 to 1 is the share of its reward that a truncated rollout keeps, below 0 the most that it gets"
@@ -83,7 +84,7 @@ def clip_rewards(rewards: np.ndarray, low: float, high: float) -> tuple[np.ndarr
 
 
 class RunningMoments:
-    """Mean and deviation of all values so far, whatever batches they came in.
+    """Mean and standard deviation of all values so far, independent of the batches in which they arrived.
 
         n = n_a + n_b,  d = mean_b - mean_a
         mean = mean_a + d n_b / n
@@ -99,14 +100,14 @@ class RunningMoments:
 
     @property
     def deviation(self) -> float:
-        """Of the sample; 0.0 of fewer than two values, and of equal ones."""
+        """Standard deviation of the sample; 0.0 for fewer than two values and for equal values."""
         if self.count < 2:
             return 0.0
         deviation = float(np.sqrt(self._squares / (self.count - 1)))
         return deviation if deviation > _ROUNDING * abs(self.mean) else 0.0
 
     def update(self, values: np.ndarray) -> None:
-        """Take in [N] values. Raises DataError for one that is not finite: it would stay for good."""
+        """Add [N] values. Raises DataError for values that are not finite, since they would spoil all later results."""
         values = np.asarray(values, np.float64)
         if not np.isfinite(values).all():
             raise DataError(f"{int((~np.isfinite(values)).sum())} of {values.size} values are not finite")
@@ -119,5 +120,5 @@ class RunningMoments:
         self.count = count
 
     def normalize(self, values: np.ndarray) -> np.ndarray:
-        """Return (values - mean) / deviation as [N] float64; without a deviation only shifted."""
+        """Return (values - mean) / deviation as [N] float64; a deviation of 0 counts as 1."""
         return (np.asarray(values, np.float64) - self.mean) / (self.deviation or 1.0)

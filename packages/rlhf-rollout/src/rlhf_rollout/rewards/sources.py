@@ -1,4 +1,4 @@
-"""What gives rewards, as plain data: functions, servers and reward models, each with a weight."""
+"""Sources of rewards as plain data: functions, servers and reward models, each with a weight."""
 
 import math
 import re
@@ -14,13 +14,13 @@ REWARD_KINDS: tuple[RewardKind, ...] = ("function", "server", "model")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardSource:
-    """One giver of rewards.
+    """One source of rewards.
 
     Attributes:
         kind: "function", "server" or "model".
-        targets: a function's `FILE.py` or `module:function`; the URLs of a server, equal to each other, which take
-            turns; a model's folder or hub name.
-        weight: its rewards are multiplied by that before they are added to the others'.
+        targets: a function's `FILE.py` or `module:function`; the URLs of equivalent servers, which are asked in turn;
+            a model's folder or hub name.
+        weight: factor of its rewards in the sum of all sources.
     """
 
     kind: RewardKind
@@ -31,11 +31,11 @@ class RewardSource:
         if self.kind not in REWARD_KINDS:
             raise ConfigError(unknown("kind of reward", self.kind, REWARD_KINDS))
         if not self.targets or (self.kind != "server" and len(self.targets) > 1):
-            raise ConfigError(f"a reward {self.kind} with the targets {', '.join(self.targets) or 'none'}")
+            raise ConfigError(f"a reward {self.kind} needs one target, got {', '.join(self.targets) or 'none'}")
 
     @property
     def name(self) -> str:
-        """Its last part, for people and for the names of metrics: a file's stem, a host, a folder's name."""
+        """Short name for messages and metrics: a file's stem, a server's host, or a folder's name."""
         target = self.targets[0].rstrip("/")
         if self.kind == "server":
             return target.partition("://")[2].partition("/")[0] or target
@@ -45,16 +45,16 @@ class RewardSource:
 def parse_sources(
     rewards: str = "", models: str = "", weights: Sequence[float] | None = None
 ) -> tuple[RewardSource, ...]:
-    """Return the sources that comma lists name.
+    """Return the sources that comma-separated lists name.
 
     Args:
-        rewards: functions (`FILE.py`, `FILE.py:function`, `module:function`) and URLs. All URLs are one server, at the
-            place of the first of them.
-        models: reward models, after the others.
-        weights: one a source, in that order; None for 1 each.
+        rewards: functions (`FILE.py`, `FILE.py:function`, `module:function`) and URLs. All URLs together are one
+            source, at the place of the first URL.
+        models: reward models; they come after the others.
+        weights: one per source, in that order; None for 1 each.
 
     Raises:
-        ConfigError: an empty name, a name given twice, or another number of weights.
+        ConfigError: a name is empty or given twice, or the number of weights is wrong.
     """
     sources: list[RewardSource] = []
     targets = list(_names(rewards))
@@ -72,24 +72,26 @@ def parse_sources(
             f"{len(weights)} weights for {len(sources)} rewards:"
             f" {', '.join(source.name for source in sources) or 'none'}"
         )
-        raise ConfigError(message, hint="give one a reward, in their order; all URLs together are one reward")
+        raise ConfigError(
+            message, hint="give one weight per reward, in the same order; all URLs together are one reward"
+        )
     return tuple(replace(source, weight=weight) for source, weight in zip(sources, weights, strict=True))
 
 
 def parse_weights(text: str | None) -> list[float] | None:
-    """Return the numbers of a comma list, None for None. Raises ConfigError for what is no finite number."""
+    """Return the numbers of a comma-separated list; None for None. Raises ConfigError unless all are finite numbers."""
     try:
         weights = None if text is None else [float(weight) for weight in text.split(",")]
     except ValueError:
         weights = [math.nan]
     if weights and not all(map(math.isfinite, weights)):
-        message = f"--reward_weights is {text}; it must be numbers with commas between them"
+        message = f"--reward_weights is {text}; it must be numbers, separated by commas"
         raise ConfigError(message, hint="such as 1,0.5")
     return weights
 
 
 def metric_names(sources: Sequence[RewardSource]) -> tuple[str, ...]:
-    """Return one name a source, fit for metrics: all different, and of word characters, `.` and `-` only."""
+    """Return a metric name per source: all are different and contain only word characters, `.` and `-`."""
     names: list[str] = []
     for source in sources:
         name = plain = re.sub(r"[^\w.-]", "_", source.name)
@@ -106,12 +108,14 @@ def model_paths(sources: Sequence[RewardSource]) -> tuple[str, ...]:
 
 
 def _names(text: str) -> Iterator[str]:
-    """Yield the names in a comma list."""
+    """Yield the names in a comma-separated list."""
     seen: set[str] = set()
     for name in text.split(",") if text.strip() else ():
         name = name.strip()
-        if not name or name in seen:
-            raise ConfigError(f"`{text}` names {f'{name} twice' if name else 'nothing between two commas'}")
+        if not name:
+            raise ConfigError(f"`{text}` names nothing between two commas")
+        if name in seen:
+            raise ConfigError(f"`{text}` names {name} twice")
         seen.add(name)
         yield name
 

@@ -1,11 +1,11 @@
-"""A user's reward function: how it is named, found and called, and what it may return. Runs inside a reward worker.
+"""A user's reward function: how it is named and found, how it is called, and what it may return.
 
     def reward_func(queries: list[str], prompts: list[str], labels: list[str]) -> dict
 
-gets, for each sample, prompt and response as one text, the prompt alone, and the reference answer ("" without one), and
-returns `rewards` (one number a sample) and, if it likes, `scores` (raw scores; the rewards when left out), `extra_logs`
-(name -> a number, or one number a sample) and `verdicts` (one of `VerdictKind` a sample). Numbers may be lists, tuples,
-numpy arrays or torch tensors.
+It receives, per sample, prompt and response as one text, the prompt alone, and the reference answer ("" without one).
+It returns a dictionary with `rewards` (one number per sample) and optionally `scores` (raw scores; the rewards if left
+out), `extra_logs` (name -> one number, or one number per sample) and `verdicts` (one of `VerdictKind` per sample).
+Numbers may be in lists, tuples, numpy arrays or torch tensors.
 """
 
 import ast
@@ -28,12 +28,12 @@ DEFAULT_FUNCTION = "reward_func"
 
 _IN_FILE = re.compile(r"(?P<path>.+\.py)(?::(?P<function>\w+))?", re.DOTALL)
 
-_SKELETON = 'def reward_func(queries, prompts, labels): return {"rewards": [one number a query]}'
+_SKELETON = 'def reward_func(queries, prompts, labels): return {"rewards": [one number per query]}'
 
 
 @dataclass(frozen=True, slots=True)
 class RewardTarget:
-    """Where a reward function lies: in an importable module or the absolute path of a Python file, and by what name."""
+    """Where a reward function is: a module's name or the absolute path of a Python file, and the function's name."""
 
     module: str
     function: str = DEFAULT_FUNCTION
@@ -41,7 +41,7 @@ class RewardTarget:
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """What a reward function returned for a batch, as plain numbers, one a sample in every list; may be non-finite."""
+    """The result of a reward function: every list has one entry per sample. Numbers may be non-finite."""
 
     rewards: list[float]
     scores: list[float]
@@ -50,8 +50,10 @@ class Scored:
 
 
 def parse_reward(reward: str) -> RewardTarget:
-    """Return where `FILE.py`, `FILE.py:function`, `module` or `module:function` points, importing nothing. Raises
-    ConfigError for anything else, a file that does not exist, or one that defines no function of that name."""
+    """Return the target of `FILE.py`, `FILE.py:function`, `module` or `module:function`. Nothing is imported.
+
+    Raises ConfigError for any other form, for a file that does not exist, and for one that defines no such function.
+    """
     in_file = _IN_FILE.fullmatch(reward)
     if in_file:
         path = Path(in_file["path"]).expanduser()
@@ -63,17 +65,20 @@ def parse_reward(reward: str) -> RewardTarget:
     module, colon, function = reward.partition(":")
     function = function if colon else DEFAULT_FUNCTION
     if not all(part.isidentifier() for part in [*module.split("."), function]):
-        message = f"reward `{reward}` names no Python file and no module"
+        message = f"reward `{reward}` is neither a Python file nor a module"
         raise ConfigError(message, hint="give path/to/file.py or module:function")
     return RewardTarget(module, function)
 
 
 def load_function(target: RewardTarget) -> Callable[..., Any]:
-    """Import the target and return its function; the folder of a file is importable by it. Raises RewardError when
-    there is no such function, or it takes other arguments, and whatever the import raises."""
+    """Import the target and return its function. A file can import other modules from its folder.
+
+    Raises RewardError when there is no such function or it takes other arguments, and whatever the import raises.
+    """
     if target.module.endswith(".py"):
         path = Path(target.module)
         sys.path.insert(0, str(path.parent))
+        # The file must not replace a module that is imported under the same name.
         name = path.stem if path.stem.isidentifier() and path.stem not in sys.modules else f"rlhf_reward_{path.stem}"
         spec = importlib.util.spec_from_file_location(name, path)
         module = importlib.util.module_from_spec(spec)
@@ -90,9 +95,11 @@ def load_function(target: RewardTarget) -> Callable[..., Any]:
 
 
 def read_result(result: Any, num_samples: int, *, giver: str = "the reward function") -> Scored:
-    """Return what a reward function, or another `giver`, returned as plain lists; numbers need not be finite. Raises
-    RewardError for what is no dictionary with `rewards`, a list of another length than `num_samples`, something that is
-    no number, or a verdict that does not exist."""
+    """Return the result of a reward function, or of another `giver`, as plain lists. Numbers need not be finite.
+
+    Raises RewardError when the result is not a dictionary with `rewards`, a list has another length than `num_samples`,
+    an entry is not a number, or a verdict does not exist.
+    """
     if not isinstance(result, Mapping):
         raise RewardError(f"{giver} returned {_kind(result)}, not a dictionary", hint=_SKELETON)
     if "rewards" not in result:
@@ -119,10 +126,10 @@ def read_result(result: Any, num_samples: int, *, giver: str = "the reward funct
 
 
 def verdict_of(scored: Scored, index: int) -> Verdict:
-    """Return the verdict of one sample: what the function says, else ok for a score above 0 and wrong otherwise.
+    """Return the verdict of one sample: the function's, or by default ok for a score above 0 and wrong otherwise.
 
-    A reward or score that is not finite is the verdict `crash`; an extra log that is not is left out and named in
-    `detail`.
+    A reward or score that is not finite gives the verdict `crash`. An extra log that is not finite is left out and
+    named in `detail`.
     """
     reward, score, kind = scored.rewards[index], scored.scores[index], scored.verdicts[index]
     extra = {name: values[index] for name, values in scored.extra.items()}
@@ -130,7 +137,7 @@ def verdict_of(scored: Scored, index: int) -> Verdict:
     detail = f"left out of the logs: {', '.join(lost)}" if lost else ""
     extra = {name: value for name, value in extra.items() if np.isfinite(value)}
     if kind is not None and VerdictKind(kind).failed:
-        return Verdict(VerdictKind(kind), detail=detail or "said by the scorer", extra=extra)
+        return Verdict(VerdictKind(kind), detail=detail or "reported by the scorer", extra=extra)
     for name, value in (("reward", reward), ("score", score)):
         if not np.isfinite(value):
             return Verdict(VerdictKind.CRASH, detail=f"the {name} is {value}", extra=extra)
@@ -140,7 +147,7 @@ def verdict_of(scored: Scored, index: int) -> Verdict:
 
 
 def _check_defined(target: RewardTarget) -> None:
-    """Look for the function in the file's source; a file that gets names from `import *` is left to the worker."""
+    """Raise ConfigError when the file's source defines no such function; `import *` may define it, so it passes."""
     path = Path(target.module)
     try:
         body = ast.parse(path.read_bytes(), str(path)).body
@@ -163,10 +170,10 @@ def _bound_names(body: list[ast.stmt]) -> Iterator[str]:
 
 
 def _check_parameters(function: Callable[..., Any], target: RewardTarget) -> None:
-    """Every call would fail alike, so it is said before the first one."""
+    """Raise RewardError when the function cannot take three arguments: every call would fail."""
     try:
         signature = inspect.signature(function)
-    except ValueError:  # of some functions written in C
+    except ValueError:  # some functions written in C have no signature
         return
     try:
         signature.bind([], [], [])
@@ -183,7 +190,7 @@ def _no_function(target: RewardTarget, defined: Sequence[str]) -> str:
 
 
 def _numbers(name: str, values: Any, num_samples: int, *, spread: bool = False) -> list[float]:
-    """Return `num_samples` floats; one number stands for all of them when `spread`, or when there is one sample."""
+    """Return `num_samples` floats. With `spread`, or for one sample, a single number stands for all of them."""
     if hasattr(values, "tolist"):  # a torch tensor or a numpy array or number, without importing either
         values = (values.detach() if hasattr(values, "detach") else values).tolist()
     if _is_number(values):
@@ -193,7 +200,7 @@ def _numbers(name: str, values: Any, num_samples: int, *, spread: bool = False) 
     if not isinstance(values, list | tuple):
         raise RewardError(f"`{name}` must be a list of numbers, got {_kind(values)}")
     if len(values) != num_samples:
-        raise RewardError(f"`{name}` has {len(values)} numbers for {num_samples} samples", hint="return one a query")
+        raise RewardError(f"`{name}` has {len(values)} numbers for {num_samples} samples", hint="return one per query")
     numbers = []
     for value in values:
         if hasattr(value, "tolist"):

@@ -1,6 +1,6 @@
 """The program of a reward worker: imports the user's function, then answers calls over a connection until it closes.
 
-The connection carries JSON values, each way. Standard output and error are the user's own.
+The connection carries JSON values in both directions. Standard output and error belong to the user's function.
 """
 
 import contextlib
@@ -22,8 +22,8 @@ _MAX_DETAIL = 500
 
 
 def main(connection: Connection) -> None:
-    """Serve the parent. The first message names the function, every further one is a call; each gets one back."""
-    os.set_inheritable(connection.fileno(), False)
+    """Serve the parent. The first message names the function, each later one is a call. Each gets one answer."""
+    os.set_inheritable(connection.fileno(), False)  # a child of the function would keep it open after a crash
     _die_with_parent()
     target = RewardTarget(**json.loads(connection.recv_bytes()))
     try:
@@ -31,7 +31,7 @@ def main(connection: Connection) -> None:
     except RewardError as error:
         _send(connection, {"invalid": str(error)})
         return
-    except BaseException as error:  # SystemExit included: the parent must hear of it
+    except BaseException as error:  # also SystemExit: the parent must be told the reason
         _send(connection, {"error": _explain(error, target)})
         return
     _send(connection, {"ready": True})
@@ -47,7 +47,7 @@ def main(connection: Connection) -> None:
             answer = {"invalid": str(error)}
         except BaseException as error:
             answer = {"error": _explain(error, target)}
-        with contextlib.suppress(Exception):  # the function may have closed it
+        with contextlib.suppress(Exception):  # the function may have closed stdout
             sys.stdout.flush()
         _send(connection, answer)
 
@@ -57,13 +57,13 @@ def _send(connection: Connection, value: Any) -> None:
 
 
 def _explain(error: BaseException, target: RewardTarget) -> str:
-    """Return the last line of the traceback, with the place in the user's file that it came through."""
+    """Return the error as one line, with the last line of the user's file in its traceback."""
     text = " ".join(f"{type(error).__name__}: {error}".split())[:_MAX_DETAIL]
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == target.module]
     return f"{text} ({os.path.basename(target.module)}:{frames[-1].lineno})" if frames else text
 
 
 def _die_with_parent() -> None:
-    """Have the kernel end this process when the thread that started it ends, so that a hung call outlives no run."""
+    """Have the kernel end this process with the thread that started it: a hung call must not outlive the run."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,7 +1,7 @@
 """The receiving half of weight sync: buckets of weights, and one file per medium through which they arrive.
 
-A medium is a module with the function `open_memory(handle, device)`, which returns the sender's buffer as a flat uint8
-tensor. The sending half, with the same file names, is `rlhf_train.weight_sync`.
+The module of a medium has the function `open_memory(handle, device)`, which returns the sender's buffer as a flat uint8
+tensor. The sending half is `rlhf_train.weight_sync`, with the same file names.
 """
 
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""What a bucket of weights is. Torch-free."""
+"""Buckets of weights: their description and their checks. Without torch."""
 
 import zlib
 from collections.abc import Iterable
@@ -21,7 +21,7 @@ class TensorSlot:
         dtype: torch's name for it without the prefix, such as "bfloat16".
         shape: as in the checkpoint.
         offset_bytes: from the start of the buffer, a multiple of 256.
-        size_bytes: contiguous.
+        size_bytes: length; the weight is contiguous.
     """
 
     name: str
@@ -41,9 +41,9 @@ class WeightBucket:
     """A flat buffer of weights on its way to an engine.
 
     Attributes:
-        medium: a key of `MEDIA`: how the buffer reaches the engine.
-        tensors: what lies in it.
-        handle: the segment's name, or what torch needs to open the CUDA allocation in another process.
+        medium: how the buffer reaches the engine, a key of `MEDIA`.
+        tensors: the weights in the buffer.
+        handle: the name of the shared-memory segment, or what torch needs to open the CUDA allocation elsewhere.
         checksum: of the buffer's bytes, in debug mode; None otherwise.
     """
 
@@ -64,7 +64,7 @@ def aligned(offset_bytes: int) -> int:
 
 
 def bucket_checksum(buffer: np.ndarray, tensors: tuple[TensorSlot, ...]) -> int:
-    """Return the CRC-32 of the weights' bytes in a buffer [n] uint8, in order, gaps between them left out."""
+    """Return the CRC-32 of the weights' bytes in a buffer [n] uint8, in order, without the gaps between them."""
     checksum = 0
     for tensor in tensors:
         checksum = zlib.crc32(buffer[tensor.place], checksum)
@@ -72,25 +72,25 @@ def bucket_checksum(buffer: np.ndarray, tensors: tuple[TensorSlot, ...]) -> int:
 
 
 def check_tensor(spec: TensorSlot, expected: tuple[int, ...] | None, known: Iterable[str]) -> None:
-    """Raise WeightSyncError unless a weight has the shape that the engine's model expects; None: it has no such one."""
+    """Raise WeightSyncError unless a weight has the `expected` shape; None: the engine's model has no such weight."""
     if expected is None:
         guess = nearest(spec.name, known)
         hint = f"did you mean {guess!r}?" if guess else "trainer and engine hold different models"
         raise WeightSyncError(f"the engine's model has no weight {spec.name!r}", hint=hint)
     if tuple(spec.shape) != expected:
-        message = f"the weight {spec.name!r} came with shape {tuple(spec.shape)}; the engine's model has {expected}"
+        message = f"the weight {spec.name!r} arrived with shape {tuple(spec.shape)}; the engine's model has {expected}"
         raise WeightSyncError(message)
 
 
 def verify_checksum(buffer: np.ndarray, bucket: WeightBucket) -> None:
-    """Raise WeightSyncError when the bucket carries a checksum that its bytes do not have."""
+    """Raise WeightSyncError when the bucket carries a checksum and the buffer's bytes have another."""
     if bucket.checksum is None:
         return
     found = bucket_checksum(buffer, bucket.tensors)
     if found != bucket.checksum:
         names = ", ".join(tensor.name for tensor in bucket.tensors[:3])
         raise WeightSyncError(
-            f"a bucket of {len(bucket.tensors)} weights ({names} ...) has checksum {found:#010x}, sent was "
-            f"{bucket.checksum:#010x}",
+            f"a bucket of {len(bucket.tensors)} weights ({names} ...) has checksum {found:#010x}, but the sender "
+            f"computed {bucket.checksum:#010x}",
             hint="the sender changed the buffer before the engine had read it, or they share no memory",
         )

