@@ -94,7 +94,7 @@ def test_chat_keeps_the_conversation_until_it_is_cleared(talk):
 def test_chat_ends_with_the_input_and_refuses_what_is_too_long(talk):
     prompts, said = talk("x" * 80, "hi", more=("--prompt_max_len", "60"))
     assert len(prompts) == 1
-    assert "are more than --prompt_max_len 60" in said.err
+    assert "tokens, more than --prompt_max_len 60" in said.err
     assert said.out == "fine, and you?\n"
 
 

@@ -375,7 +375,7 @@ def test_check_reward_server_out_of_reach_is_refused():
 @pytest.mark.parametrize(
     ("status", "answer", "says"),
     [
-        (401, "who are you", rf"status 401: who are you\n\nhint: the environment variable {TOKEN_VARIABLE}"),
+        (401, "who are you", rf"status 401: who are you\n\nhint: set the token .* {TOKEN_VARIABLE}"),
         (404, "what", r"status 404: what\n\nhint: the server must accept a POST .*check the path"),
         (422, {"detail": "no"}, r"status 422(.|\n)*hint: the server must accept a POST"),
         (200, "hello", r"no JSON: hello\n\nhint: answer \{\"rewards\": \[one number per query\]\}"),

@@ -70,7 +70,7 @@ def test_map_segment_outlives_its_name() -> None:
 
 
 def test_map_segment_missing_raises_with_hint() -> None:
-    with pytest.raises(WeightSyncError, match="hint: shared memory reaches engines on the trainer's own host only"):
+    with pytest.raises(WeightSyncError, match="hint: shared memory reaches only engines on the trainer's own host"):
         map_segment("rlhf-test-none")
 
 
@@ -116,7 +116,7 @@ def test_reader_maps_a_segment_once_and_the_next_one_anew(monkeypatch: pytest.Mo
 
 def test_reader_another_medium_or_a_bucket_beyond_its_buffer_or_a_wrong_checksum_raises() -> None:
     with shared_memory_bucket({"a": np.ones(2, np.float32)}, checksum=True) as bucket:
-        with pytest.raises(WeightSyncError, match="came by ipc, the engine was built for shared_memory"):
+        with pytest.raises(WeightSyncError, match="arrived by ipc, but the engine was built for shared_memory"):
             reader().read(dataclasses.replace(bucket, medium="ipc"))
         slot = dataclasses.replace(bucket.tensors[0], size_bytes=257)
         with pytest.raises(WeightSyncError, match="a bucket of 257 bytes arrived in a buffer of 256 bytes"):

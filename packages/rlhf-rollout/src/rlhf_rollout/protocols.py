@@ -53,8 +53,8 @@ class Completion:
     """One sampled continuation of a prompt, as tokens.
 
     Attributes:
-        spans: the tokens, stop token included, in policy spans. A request that lives through a weight update has one
-            span per policy version. Log-probs are in nats, under the distribution that each token was drawn from.
+        spans: the tokens, stop token included, in policy spans. A request during which the weights change has
+            one span per policy version. Log-probs are in nats, under the distribution that each token was drawn from.
         finish_reason: why it ended.
     """
 

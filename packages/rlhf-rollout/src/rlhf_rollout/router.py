@@ -82,7 +82,8 @@ class EngineRouter:
         errors: list[str] = []
         failed: _Place | None = None
         for attempt in range(_NUM_ATTEMPTS):
-            self.num_retries += attempt
+            if attempt:
+                self.num_retries += 1
             place = self._pick(failed, conversation)
             place.num_running += sampling.num_samples
             try:
