@@ -34,13 +34,13 @@ class ScriptedCore:
         self.refusal: Exception | None = None
         self.down = False
         self.shutdown_s = 0.0
-        self.paused: str | None = None
+        self.paused: tuple[str, bool] | None = None
         self.finished_early: set[str] = set()
         self.end_reason = VllmFinishReason.LENGTH
         self.engine_core = SimpleNamespace(
             batch_queue=None,
             scheduler=SimpleNamespace(has_requests=lambda: bool(self.running)),
-            pause_scheduler=lambda mode, clear_cache: setattr(self, "paused", mode),
+            pause_scheduler=lambda mode, clear_cache: setattr(self, "paused", (mode, clear_cache)),
             resume_scheduler=lambda: setattr(self, "paused", None),
         )
 
@@ -144,7 +144,7 @@ def test_step_loop_keeps_greedy_and_sampled_requests_apart(core: ScriptedCore, l
 
 
 def test_step_loop_gathers_requests_of_an_idle_engine_into_one_batch(core: ScriptedCore) -> None:
-    loop = StepLoop(lambda: core, end_token_ids=(), seed=0, seed_every_row=False, gather_s=1.5)
+    loop = StepLoop(lambda: core, end_token_ids=(), seed=0, seed_every_row=False, gather_s=0.9)
     first = submit(loop, max_tokens=1)
     time.sleep(0.1)  # the thread has taken the first request in, and waits for another one
     second = submit(loop, max_tokens=1)
@@ -280,7 +280,7 @@ def test_step_loop_frozen_requests_go_on_with_a_new_span(core: ScriptedCore, loo
     frozen = loop.call(loop.freeze, drain=False)
     core.allowed.release()
     frozen.result(5)
-    assert core.paused == "keep"
+    assert core.paused == ("keep", False)  # the cache still serves when they go on under the same weights
     later = submit(loop, max_tokens=1)
     barrier(loop)
     loop.call(lambda core: loop.advance(7), drain=True).result(5)  # nothing in flight advances, so nothing to drain
