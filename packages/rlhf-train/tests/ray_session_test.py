@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import ray
+from ray.exceptions import AuthenticationError, RayError
 
 from rlhf_data.errors import ConfigError, EngineError
 from rlhf_train.online import ray_session
@@ -70,7 +71,9 @@ def test_named_cluster_comes_before_one_that_was_left(monkeypatch, left_behind, 
         assert find_cluster() == found
 
 
-@pytest.mark.parametrize("error", [ConnectionError("nobody"), RuntimeError("Version mismatch"), ValueError("bad")])
+@pytest.mark.parametrize(
+    "error", [ConnectionError("nobody"), RuntimeError("Version mismatch"), ValueError("bad"), RayError("no route")]
+)
 def test_cluster_that_cannot_be_joined_is_named_with_a_hint(monkeypatch, error):
     def init(**options):
         raise error
@@ -78,6 +81,22 @@ def test_cluster_that_cannot_be_joined_is_named_with_a_hint(monkeypatch, error):
     monkeypatch.setattr(ray, "init", init)
     with pytest.raises(ConfigError, match=rf"(?s)at head:1 cannot be joined: {error}.*hint: .*RAY_ADDRESS=local"):
         join("head:1")
+
+
+def test_cluster_that_asks_for_a_token_says_where_it_comes_from_and_what_to_type(monkeypatch):
+    def init(**options):
+        raise AuthenticationError("Token authentication is enabled but no authentication token was found")
+
+    monkeypatch.setattr(ray, "init", init)
+    with pytest.raises(ConfigError) as caught:
+        join("head:1")
+    message, _, hint = str(caught.value).partition("hint: ")
+    assert message.strip() == (
+        "the Ray cluster at head:1 cannot be joined: Token authentication is enabled but no authentication token was"
+        " found"
+    )
+    for text in ("`ray get-auth-token`", "export RAY_AUTH_MODE=token RAY_AUTH_TOKEN=", "RAY_ADDRESS=local"):
+        assert text in hint
 
 
 def fake_init(monkeypatch, *failures):

@@ -14,6 +14,7 @@ from typing import Any
 
 import ray
 from ray._private import services
+from ray.exceptions import AuthenticationError, RayError
 
 import rlhf_train
 from rlhf_data.errors import ConfigError, EngineError
@@ -23,6 +24,10 @@ START_ATTEMPTS = 3
 _ANSWER_TIMEOUT_S = 2.0
 _OPTIONS: Mapping[str, Any] = {"logging_level": "ERROR", "log_to_driver": False}
 _SUBMITTED = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # what `ray job submit` gives the process that it starts
+_TOKEN = (
+    "copy the token of the account that started the cluster (`ray get-auth-token` prints it there) and type"
+    " `export RAY_AUTH_MODE=token RAY_AUTH_TOKEN=...` with it"
+)
 _OWN = "set RAY_ADDRESS=local to start one for this run"
 
 _logger = logging.getLogger(__name__)
@@ -59,7 +64,7 @@ def join(address: str) -> None:
     """Connect to the cluster at `address`, unless this process is connected already.
 
     Raises:
-        ConfigError: no cluster answers there, or its Ray or Python version is another.
+        ConfigError: no cluster answers there, it asks for another token, or its Ray or Python version is another.
     """
     if ray.is_initialized():
         return
@@ -69,9 +74,13 @@ def join(address: str) -> None:
     submitted = os.environ.get(_SUBMITTED)
     try:
         ray.init(address=address, runtime_env=worker_environment(os.environ, submitted), **_OPTIONS)
-    except (ConnectionError, ValueError, RuntimeError) as error:
-        hint = f"start it with `ray start --head`, set RAY_AUTH_MODE=token if it asks for a token, or {_OWN}"
-        raise ConfigError(f"the Ray cluster at {address} cannot be joined: {error}", hint=hint) from None
+    except (ConnectionError, ValueError, RuntimeError, RayError) as error:
+        hint = f"start it with `ray start --head`; if it asks for a token, {_TOKEN}; or {_OWN}"
+        reason = str(error)
+        if isinstance(error, AuthenticationError):
+            hint = f"{_TOKEN}; or {_OWN}"
+            reason = error.message  # its text as a string holds advice for other situations, too
+        raise ConfigError(f"the Ray cluster at {address} cannot be joined: {reason}", hint=hint) from None
 
 
 @contextmanager
