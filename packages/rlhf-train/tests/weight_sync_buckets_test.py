@@ -2,17 +2,23 @@
 
 import asyncio
 import os
+import pkgutil
 import zlib
 from collections.abc import Iterator
+from importlib import import_module
+from inspect import signature
 
 import pytest
 import torch
 
+import rlhf_rollout.weight_sync
+import rlhf_train.weight_sync
 from rlhf_data.errors import ConfigError, WeightSyncError
 from rlhf_rollout.engines.fake import FakeEngine
+from rlhf_rollout.weight_sync import MEDIA
 from rlhf_rollout.weight_sync.bucket import WeightBucket
 from rlhf_rollout.weight_sync.shared_memory import SHARED_MEMORY_DIR, map_segment
-from rlhf_train.weight_sync import source
+from rlhf_train.weight_sync import shared_memory
 from rlhf_train.weight_sync.shared_memory import SharedMemoryBuffer
 from rlhf_train.weight_sync.source import WeightSource
 
@@ -162,6 +168,22 @@ def test_shared_memory_buffer_takes_memory_only_as_it_is_written() -> None:
     assert not path.exists()
 
 
+@pytest.mark.parametrize("medium", MEDIA)
+def test_every_medium_has_a_module_at_the_sender_and_at_the_receiver(medium: str) -> None:
+    sender = import_module(f"rlhf_train.weight_sync.{medium}")
+    receiver = import_module(f"rlhf_rollout.weight_sync.{medium}")
+    assert sender.open_buffer.medium == medium
+    assert list(signature(sender.open_buffer).parameters) == ["size_bytes", "num_engines"]
+    assert list(signature(receiver.open_memory).parameters) == ["handle", "device"]
+
+
+def test_every_file_of_a_half_that_opens_memory_is_a_medium() -> None:
+    for package, function in ((rlhf_train.weight_sync, "open_buffer"), (rlhf_rollout.weight_sync, "open_memory")):
+        names = [module.name for module in pkgutil.iter_modules(package.__path__)]
+        media = [name for name in names if hasattr(import_module(f"{package.__name__}.{name}"), function)]
+        assert sorted(media) == sorted(MEDIA)
+
+
 def test_weight_source_unknown_medium_raises_with_the_nearest() -> None:
     with pytest.raises(ConfigError, match="did you mean `shared_memory`"):
         WeightSource("sharedmemory")
@@ -198,7 +220,7 @@ def test_send_publishes_each_filling_before_an_engine_reads_it(monkeypatch: pyte
         async def receive_weights(self, bucket: WeightBucket) -> None:
             order.append("read")
 
-    monkeypatch.setitem(source._MEDIA, "shared_memory", Buffer)
+    monkeypatch.setattr(shared_memory, "open_buffer", Buffer)
     WeightSource("shared_memory", bucket_bytes=1024).send(iter(WEIGHTS.items()), [Reading()], 1)
     assert order == ["publish", "read", "publish", "read"]
 

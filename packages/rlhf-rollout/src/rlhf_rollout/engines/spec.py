@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rlhf_data.errors import ConfigError, unknown
-from rlhf_rollout.weight_sync import MEDIA
+from rlhf_rollout.weight_sync import MEDIA, Medium
 
 ENGINE_KINDS = ("fake", "http", "transformers", "vllm")
 _DTYPES = ("float32", "bfloat16")
@@ -54,7 +54,7 @@ class EngineSpec:
     tensor_parallel_size: int = 1
     num_threads: int | None = None
     seed: int = 0
-    weight_transfer: Literal["shared_memory", "ipc"] = "shared_memory"
+    weight_transfer: Medium = "shared_memory"
     base_url: str | None = None
     request_timeout_s: float = 1800.0
     control_timeout_s: float = 600.0

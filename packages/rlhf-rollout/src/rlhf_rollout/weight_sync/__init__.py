@@ -1,12 +1,11 @@
 """The receiving half of weight sync: buckets of weights, and one file per medium through which they arrive.
 
-The module of a medium has the function `open_memory(handle, device)`, which returns the sender's buffer as a flat uint8
-tensor. The sending half is `rlhf_train.weight_sync`, with the same file names.
+A medium is a name in `Medium` and two modules of that name, one per half. The module here has the function
+`open_memory(handle, device)`, which returns the sender's buffer as a flat uint8 tensor. The module in
+`rlhf_train.weight_sync` has `open_buffer(size_bytes, num_engines)`, which makes that buffer (see its `BucketBuffer`).
 """
 
-from collections.abc import Mapping
+from typing import Literal, get_args
 
-MEDIA: Mapping[str, str] = {
-    "shared_memory": "rlhf_rollout.weight_sync.shared_memory",
-    "ipc": "rlhf_rollout.weight_sync.ipc",
-}
+Medium = Literal["shared_memory", "ipc"]
+MEDIA: tuple[Medium, ...] = get_args(Medium)

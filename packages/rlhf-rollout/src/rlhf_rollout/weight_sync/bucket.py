@@ -41,7 +41,7 @@ class WeightBucket:
     """A flat buffer of weights on its way to an engine.
 
     Attributes:
-        medium: how the buffer reaches the engine, a key of `MEDIA`.
+        medium: how the buffer reaches the engine, one of `MEDIA`.
         tensors: the weights in the buffer.
         handle: the name of the shared-memory segment, or what torch needs to open the CUDA allocation elsewhere.
         checksum: of the buffer's bytes, in debug mode; None otherwise.

@@ -6,17 +6,17 @@ from typing import Any
 import torch
 
 from rlhf_data.errors import WeightSyncError
-from rlhf_rollout.weight_sync import MEDIA
+from rlhf_rollout.weight_sync import Medium
 from rlhf_rollout.weight_sync.bucket import WeightBucket, verify_checksum
 
 
 class BucketReader:
     """Reads the buckets of one weight update. The sender's memory is mapped once and stays mapped until `close`."""
 
-    def __init__(self, medium: str, device: torch.device) -> None:
+    def __init__(self, medium: Medium, device: torch.device) -> None:
         self.medium = medium
         self.device = device
-        self._open_memory = import_module(MEDIA[medium]).open_memory
+        self._open_memory = import_module(f"rlhf_rollout.weight_sync.{medium}").open_memory
         self._opened: tuple[Any, torch.Tensor] | None = None
 
     def read(self, bucket: WeightBucket) -> list[tuple[str, torch.Tensor]]:

@@ -3,12 +3,13 @@
 import torch
 
 from rlhf_data.errors import WeightSyncError
+from rlhf_rollout.weight_sync import Medium
 
 
 class CudaIpcBuffer:
     """A flat allocation on the current GPU, exported once for each engine."""
 
-    medium = "ipc"
+    medium: Medium = "ipc"
 
     def __init__(self, size_bytes: int, num_engines: int) -> None:
         from torch.multiprocessing.reductions import reduce_tensor
@@ -17,8 +18,8 @@ class CudaIpcBuffer:
         self.data = torch.empty(size_bytes, dtype=torch.uint8, device=device)
         uuid = str(torch.cuda.get_device_properties(device).uuid)
         try:
-            # The GPU's id, and what torch needs to open the export. torch frees the buffer after one release an export,
-            # so that no two engines may share one.
+            # The GPU's id, and what torch needs to open the export. torch frees the buffer after one release per
+            # export, so each engine needs an export of its own.
             self.handles = [(uuid, reduce_tensor(self.data)[1]) for _ in range(num_engines)]
         except RuntimeError as error:
             hint = "unset expandable_segments in PYTORCH_CUDA_ALLOC_CONF, or use shared_memory"
@@ -36,3 +37,6 @@ class CudaIpcBuffer:
         self.handles = []
         self.data = self.data.new_empty(0)
         torch.cuda.ipc_collect()
+
+
+open_buffer = CudaIpcBuffer

@@ -8,13 +8,14 @@ import secrets
 import torch
 
 from rlhf_data.errors import WeightSyncError
+from rlhf_rollout.weight_sync import Medium
 from rlhf_rollout.weight_sync.shared_memory import SHARED_MEMORY_DIR
 
 
 class SharedMemoryBuffer:
     """A file on tmpfs, mapped as a flat tensor."""
 
-    medium = "shared_memory"
+    medium: Medium = "shared_memory"
 
     def __init__(self, size_bytes: int, num_engines: int) -> None:
         name = f"rlhf-weights-{os.getpid()}-{secrets.token_hex(4)}"
@@ -57,3 +58,6 @@ class SharedMemoryBuffer:
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
+
+
+open_buffer = SharedMemoryBuffer

@@ -4,26 +4,26 @@ import asyncio
 from collections.abc import Awaitable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
+from importlib import import_module
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from rlhf_data.errors import ConfigError, WeightSyncError, unknown
 from rlhf_rollout.protocols import RolloutEngine
+from rlhf_rollout.weight_sync import MEDIA, Medium
 from rlhf_rollout.weight_sync.bucket import TensorSlot, WeightBucket, aligned, bucket_checksum
-from rlhf_train.weight_sync.ipc import CudaIpcBuffer
-from rlhf_train.weight_sync.shared_memory import SharedMemoryBuffer
 
 DEFAULT_BUCKET_BYTES = 256 << 20
 
 
 class BucketBuffer(Protocol):
-    """Memory that both sides see; opened once a sync, for so many bytes and so many engines."""
+    """Memory that both sides see, opened once per sync for a number of bytes and a number of engines."""
 
-    medium: str
+    medium: Medium
     data: torch.Tensor
     handles: Sequence[Any]
-    """One an engine, by which it opens the memory."""
+    """One per engine, by which the engine opens the memory."""
 
     def reserve(self, end_bytes: int) -> None:
         """Make sure that the first `end_bytes` bytes of `data` can be written."""
@@ -33,9 +33,6 @@ class BucketBuffer(Protocol):
 
     def close(self) -> None:
         """Free the memory. Never raises."""
-
-
-_MEDIA = {"ipc": CudaIpcBuffer, "shared_memory": SharedMemoryBuffer}
 
 
 class SyncReport(NamedTuple):
@@ -49,7 +46,7 @@ class WeightSource:
     """Brings the trainer's weights to engines.
 
     Args:
-        medium: "shared_memory" (same host) or "ipc" (same GPU); the engines must be built for it.
+        medium: "shared_memory" (same host) or "ipc" (same GPU), see `Medium`; the engines must be built for it.
         bucket_bytes: weights travel in buckets of this size; a larger weight gets a bucket of its own size.
         checksum: let each engine verify the bytes that arrive, for debugging.
 
@@ -57,14 +54,14 @@ class WeightSource:
         ConfigError: an unknown medium, a bucket without room, or ipc without a GPU.
     """
 
-    def __init__(self, medium: str, *, bucket_bytes: int = DEFAULT_BUCKET_BYTES, checksum: bool = False) -> None:
+    def __init__(self, medium: Medium, *, bucket_bytes: int = DEFAULT_BUCKET_BYTES, checksum: bool = False) -> None:
         if bucket_bytes < 1:
             raise ConfigError(f"bucket_bytes is {bucket_bytes}; it must be at least 1")
-        if medium not in _MEDIA:
-            raise ConfigError(unknown("weight sync medium", medium, _MEDIA))
+        if medium not in MEDIA:
+            raise ConfigError(unknown("weight sync medium", medium, MEDIA))
         if medium == "ipc" and not torch.cuda.is_available():
             raise ConfigError("weight sync by ipc needs a GPU", hint="use shared_memory")
-        self._open_buffer = _MEDIA[medium]
+        self._open_buffer = import_module(f"rlhf_train.weight_sync.{medium}").open_buffer
         self._bucket_bytes = bucket_bytes
         self._checksum = checksum
 
