@@ -97,7 +97,7 @@ def test_sync_makes_the_weights_the_trainers_and_reverting_gives_the_same_tokens
     from rlhf_train.online import cluster
 
     other_path = str(tiny_model_dir(tmp_path / "other", seed=1))
-    job = tiny_job(model_path, tmp_path, engine_sleep=False, trainer_sleep=False)
+    job = tiny_job(model_path, tmp_path, trainer_sleep=False)
     other = tiny_job(other_path, tmp_path)
     # Two trainers, one engine: the plan's bundle is counted twice over, so that all three fit.
     with cluster.ray_cluster(job.plan, None), cluster.placed_bundles(job.plan) as reserved:

@@ -170,7 +170,6 @@ def tiny_job(model_path: str, folder: Path, **changes: Any) -> OnlineJob:
         ),
         num_steps=3,
         save_path=str(folder / "run"),
-        engine_sleep=on_gpu,
         trainer_sleep=on_gpu,
         sync_checksum=True,
     )

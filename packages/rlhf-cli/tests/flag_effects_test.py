@@ -119,7 +119,7 @@ REACHES = [
     ("vllm_max_num_seqs", "3", "", "engine.max_num_seqs", 3),
     ("enforce_eager", "", "", "engine.enforce_eager", True),
     ("enable_prefix_caching", "", "", "engine.enable_prefix_caching", True),
-    ("vllm_enable_sleep", "", COLOCATED, "engine_sleep", True),
+    ("vllm_enable_sleep", "", COLOCATED, "engine.enable_sleep", True),
     ("weight_sync_checksum", "", "", "sync_checksum", True),
     ("actor_num_nodes", "2", "", "plan.actor", 2),
     ("actor_num_gpus_per_node", "2", "", "plan.actor", 2),

@@ -86,7 +86,6 @@ def test_make_job_algorithm_takes_every_number():
 def test_make_job_on_cpu_does_not_sleep_and_syncs_by_shared_memory():
     config = configure("--colocate_all_models", "--vllm_enable_sleep", "--deepspeed_enable_sleep")
     job = make(config, CPU)
-    assert not job.engine_sleep
     assert not job.trainer_sleep
     assert not job.engine.enable_sleep
     assert job.engine.weight_transfer == "shared_memory"
@@ -95,7 +94,6 @@ def test_make_job_on_cpu_does_not_sleep_and_syncs_by_shared_memory():
 def test_make_job_colocated_on_a_gpu_sleeps_and_syncs_by_ipc():
     config = configure("--colocate_all_models", "--vllm_enable_sleep", "--deepspeed_enable_sleep")
     job = make(config, ONE_GPU)
-    assert job.engine_sleep
     assert job.trainer_sleep
     assert job.engine.enable_sleep
     assert (job.engine.weight_transfer, job.engine.gpu_memory_utilization) == ("ipc", 0.6)

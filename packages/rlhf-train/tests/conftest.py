@@ -28,16 +28,16 @@ def make_run(tmp_path, model_path, monkeypatch):
         monkeypatch.setattr(f"rlhf_train.online.{module}.wait", list)
     runs = []
 
-    def make(reward=None, zero_stage=0, **changes):
+    def make(reward=None, zero_stage=0, enable_sleep=False, **changes):
         job = tiny_job(model_path, tmp_path, eval_prompts=())
         models = {role: dataclasses.replace(model, zero_stage=zero_stage) for role, model in job.models.items()}
         prompts = tuple(
             dataclasses.replace(prompt, token_ids=np.array([index, 1])) for index, prompt in enumerate(job.prompts)
         )
         batch = dataclasses.replace(job.batch, rollout_batch_size=16)
-        job = dataclasses.replace(
-            job, **{"models": models, "prompts": prompts, "batch": batch, "num_steps": 3, **changes}
-        )
+        engine = dataclasses.replace(job.engine, enable_sleep=enable_sleep)
+        fields = {"models": models, "engine": engine, "prompts": prompts, "batch": batch, "num_steps": 3}
+        job = dataclasses.replace(job, **{**fields, **changes})
         world, listener = World(), Listener()
         recorder = Recorder(job.save_path, "")
         reward = reward or make_reward(job, [], recorder.folder / "reward.log")

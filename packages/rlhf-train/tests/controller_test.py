@@ -194,7 +194,7 @@ def test_evaluation_without_the_metric_of_the_best_model_is_warned_of(make_run):
 
 def test_phases_of_a_run_add_up_to_its_wall_clock(make_run):
     run = make_run(
-        SpreadReward(), eval_prompts=held_out(), eval_steps=1, zero_stage=2, engine_sleep=True, trainer_sleep=True
+        SpreadReward(), eval_prompts=held_out(), eval_steps=1, zero_stage=2, enable_sleep=True, trainer_sleep=True
     )
     run.world.delay_s = 0.01
     for name in ("sleep", "wake_up"):

@@ -100,7 +100,6 @@ def make_job(
         save_path=str(folder),
         config=to_toml(full),
         seed=training.seed,
-        engine_sleep=config.engine.vllm_enable_sleep and on_gpu,
         trainer_sleep=config.placement.deepspeed_enable_sleep and on_gpu,
         sync_checksum=config.engine.weight_sync_checksum,
         # Twice what the engines write at once: they never wait for the next prompt.

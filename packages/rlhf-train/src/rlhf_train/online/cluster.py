@@ -77,7 +77,7 @@ def start_processes(job: OnlineJob, reserved: PlacementGroup) -> Processes:
     engines = start_engines(job, reserved)
     if job.plan.shares_gpus:
         wait([engine.ready.remote() for engine in engines])
-        if job.engine_sleep:
+        if job.engine.enable_sleep:
             wait([engine.call.remote("sleep") for engine in engines])
     scorers = start_scorers(job, reserved)
     workers = start_workers(job, reserved)

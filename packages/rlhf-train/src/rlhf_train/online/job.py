@@ -118,7 +118,7 @@ class OnlineJob:
     Attributes:
         models: role ("actor", "critic", "reference") to its model; the critic and the reference may be absent.
         algorithm: what is optimised.
-        engine: how the engines are built.
+        engine: how the engines are built; with `enable_sleep` they give their memory back while the trainer works.
         sampling, eval_sampling: how training and held-out rollouts are drawn.
         prompts, eval_prompts: what is asked; the held-out ones may be empty.
         reward: who scores.
@@ -129,7 +129,6 @@ class OnlineJob:
         save_path: the folder for all that a run leaves; it must not exist or be empty.
         config: the resolved configuration as TOML, saved beside the results.
         seed: of everything.
-        engine_sleep: engines give their memory back while the trainer works.
         trainer_sleep: optimizer states leave the device while engines generate.
         sync_checksum: every weight bucket carries a checksum that the engine verifies.
         max_in_flight: rollout groups under way at once.
@@ -157,7 +156,6 @@ class OnlineJob:
     save_path: str
     config: str = ""
     seed: int = 42
-    engine_sleep: bool = False
     trainer_sleep: bool = False
     sync_checksum: bool = False
     max_in_flight: int = 256

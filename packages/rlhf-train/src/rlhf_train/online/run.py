@@ -79,9 +79,9 @@ def assemble(
         rollouts,
         learner,
         timeline,
-        engines_sleep=job.engine_sleep,
+        engines_sleep=job.engine.enable_sleep,
         trainers_sleep=job.trainer_sleep,
-        engines_asleep=job.engine_sleep and job.plan.shares_gpus,
+        engines_asleep=job.engine.enable_sleep and job.plan.shares_gpus,
     )
     report = Report(recorder, observer, timeline, started)
     best = BestModel(job.best_metric, recorder.path("best model")) if job.best_metric else None
