@@ -4,12 +4,12 @@ The interpreter is chosen when Triton is imported, and would hold for everything
 process of their own, which is their file again.
 """
 
+import functools
 import os
 import subprocess
 import sys
 
 import pytest
-import torch
 
 
 @pytest.fixture
@@ -25,6 +25,30 @@ def interpret(tmp_path):
         assert f"{num_cases} passed" in done.stdout
 
     return run
+
+
+@pytest.fixture(autouse=True)
+def language_mapped_once(monkeypatch):
+    """Have the interpreter map Triton's language to NumPy once per launch.
+
+    It maps it again at every call of a device function. That changes nothing and takes half of the time.
+    """
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        return
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    map_language = interpreter._patch_lang
+
+    @functools.cache
+    def languages(function):
+        return [module for module in (tl, tl.core) if any(value is module for value in function.__globals__.values())]
+
+    def map_once(function):
+        is_mapped = not any(tl.core.is_builtin(module.load) for module in languages(function))
+        return interpreter._LangPatchScope() if is_mapped else map_language(function)
+
+    monkeypatch.setattr(interpreter, "_patch_lang", map_once)
 
 
 @pytest.fixture(params=["product", "logits"])
@@ -43,6 +67,8 @@ def form(request, monkeypatch):
 @pytest.fixture
 def poisoned_buffers(monkeypatch):
     """Hand out output buffers full of NaN, so that an element never written shows."""
+    import torch
+
     torch.manual_seed(0)
 
     def poison(make):

@@ -1,24 +1,29 @@
 """The Triton kernels of `linear_policy_loss` in Triton's interpreter, on the CPU, against the twin in float64."""
 
+import itertools
 import math
 import os
 from pathlib import Path
 
 import pytest
-import torch
 
 if os.environ.get("TRITON_INTERPRET") != "1":
 
     def test_triton_linear_policy_loss_interpreted_passes_all_cases(interpret):
-        interpret(Path(__file__).resolve(), num_cases=76)
+        interpret(Path(__file__).resolve(), num_cases=67)
 
 else:
+    import torch
+
     from rlhf_kernels import PolicyObjective, PolicyStream
     from rlhf_kernels.ops.linear_policy_loss import triton as fused
     from rlhf_kernels.ops.linear_policy_loss.reference import linear_policy_loss_reference
+    from rlhf_kernels.ops.linear_token_logprobs import product
     from rlhf_kernels.ops.packed_policy_loss import triton as packed
     from rlhf_kernels.ops.token_logprobs import triton as token_logprobs
 
+    # For cases in which the product with the head is not taken, whatever the form: both would do the same.
+    without_product = pytest.mark.parametrize("form", ["product"], indirect=True)
     # Masked lanes hold what numpy, not the GPU, warns of.
     pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -31,12 +36,13 @@ else:
         monkeypatch.setattr(token_logprobs, "MAX_BLOCK_SIZE", 32)
         monkeypatch.setattr(packed, "SCALE_BLOCK_SIZE", 256)
         monkeypatch.setattr(packed, "SCALE_PROGRAMS", 2)
-        monkeypatch.setattr(fused, "CHUNK_BYTES", 48 * (4 * (128 + 24) + 12 * 4))  # three tiles of float32 rows
-        monkeypatch.setattr(fused, "BLOCK_SIZE", 32)
+        monkeypatch.setattr(product, "MAX_ROWS", 16)  # a tile
+        monkeypatch.setattr(fused, "CHUNK_BYTES", 32 * (4 * (128 + 24) + 12 * 3))  # two tiles of float32 rows
+        monkeypatch.setattr(fused, "BLOCK_SIZE", 64)
         for name in ("BLOCK_SIZE", "SEQUENCE_BLOCK_SIZE"):
             monkeypatch.setattr(packed, name, 16)
 
-    def problem(num_tokens=40, vocab_size=101, hidden_size=24, dtype=torch.float32, spread=1.0):
+    def problem(num_tokens=20, vocab_size=70, hidden_size=24, dtype=torch.float32, spread=1.0):
         """Arguments by name; the old log-probs are near the current ones, and one token in five is not trained."""
         hidden = (spread * torch.randn(num_tokens, hidden_size)).to(dtype)
         weight = (torch.randn(vocab_size, hidden_size) / 3).to(dtype)
@@ -56,6 +62,10 @@ else:
             "bounds": torch.tensor([0, third, third, num_tokens]),
             "ref": ref,
         }
+
+    def several_chunks(**options):
+        """Arguments of two chunks, of which the first has two blocks of partial sums."""
+        return problem(num_tokens=35, **options)
 
     def stream_of(given, names=("old", "ref"), num_tokens=7):
         columns = {f"{name}_logprobs": given[name] for name in names}
@@ -87,17 +97,18 @@ else:
     @pytest.mark.parametrize("entropy_coef", [0.0, 0.2])
     def test_triton_linear_policy_loss_every_loss_equals_float64(policy_loss, entropy_coef):
         objective = PolicyObjective(policy_loss=policy_loss, kl_coef=0.1, entropy_coef=entropy_coef)
-        check(objective, problem())
+        check(objective, several_chunks())
 
     @pytest.mark.parametrize("policy_loss", ["ppo", "gspo"])
     def test_triton_linear_policy_loss_sequence_means_equal_float64(policy_loss):
-        check(PolicyObjective(policy_loss=policy_loss, reduction="seq_mean_token_mean"), problem())
+        check(PolicyObjective(policy_loss=policy_loss, reduction="seq_mean_token_mean"), several_chunks())
 
-    @pytest.mark.parametrize("num_tokens", [0, 1, 17, 70])
+    @pytest.mark.parametrize("num_tokens", [0, 1, 17, 32])
     @pytest.mark.parametrize("vocab_size", [1, 65])
     def test_triton_linear_policy_loss_odd_sizes_equal_float64(num_tokens, vocab_size):
         check(PolicyObjective(kl_coef=0.1, entropy_coef=0.2), problem(num_tokens, vocab_size))
 
+    @without_product
     @pytest.mark.parametrize("weight_grad_dtype", [None, torch.float32])
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
     def test_triton_linear_policy_loss_half_states_are_near_float64(dtype, weight_grad_dtype):
@@ -105,6 +116,7 @@ else:
         given = problem(dtype=dtype)
         check(PolicyObjective(clip_low=0.9, clip_high=99.0), given, 4 * rounding, weight_grad_dtype)
 
+    @without_product
     def test_triton_linear_policy_loss_float16_keeps_gradients_of_large_batches():
         # By a loss scale of 2^16, and that comes after they are made.
         objective = PolicyObjective(policy_loss="reinforce", entropy_coef=0.1)
@@ -113,8 +125,8 @@ else:
     @pytest.mark.parametrize("entropy_coef", [0.0, 0.1])
     def test_triton_linear_policy_loss_ignored_rows_are_not_read_and_get_zeros(entropy_coef):
         given = problem()
-        given["hidden"][[3, 30]] = float("nan")
-        given["mask"][[3, 30]] = False
+        given["hidden"][[3, 17]] = float("nan")
+        given["mask"][[3, 17]] = False
         hidden, weight = given["hidden"].requires_grad_(), given["weight"].requires_grad_()
         objective = PolicyObjective(entropy_coef=entropy_coef)
         loss, _, logprobs, entropy = fused.linear_policy_loss_triton(
@@ -134,15 +146,16 @@ else:
 
     def add_to_logits(given, column):
         """Add the same numbers [V] to the logits of every row; rows stay at multiples of 16 bytes."""
-        given["hidden"] = torch.cat([given["hidden"], torch.ones(40, 1), torch.zeros(40, 3)], dim=1)
-        given["weight"] = torch.cat([given["weight"], column[:, None].expand(101, 4)], dim=1)
+        rows = len(given["hidden"])
+        given["hidden"] = torch.cat([given["hidden"], torch.ones(rows, 1), torch.zeros(rows, 3)], dim=1)
+        given["weight"] = torch.cat([given["weight"], column[:, None].expand(-1, 4)], dim=1)
 
     @pytest.mark.parametrize("entropy_coef", [0.0, 0.1])
     def test_triton_linear_policy_loss_large_logits_keep_their_digits(entropy_coef):
         # The same shift of all logits of a row changes nothing: of ten thousand it leaves a few of float32's digits.
         given, objective = problem(spread=4.0), PolicyObjective(entropy_coef=entropy_coef)
         expected = run(fused.linear_policy_loss_triton, given, objective)
-        add_to_logits(given, torch.full((101,), 128.0 * 64.0))
+        add_to_logits(given, torch.full((70,), 128.0 * 64.0))
         shifted = run(fused.linear_policy_loss_triton, given, objective)
         for out, want in zip(shifted[0], expected[0], strict=True):
             torch.testing.assert_close(out, want, atol=5e-3, rtol=1e-3)
@@ -150,19 +163,28 @@ else:
     @pytest.mark.parametrize("levels", [(0, 99, 198, 297), (0, 58, 62, 62), (0, -80, 0, 59)])
     def test_triton_linear_policy_loss_logits_that_rise_from_block_to_block_keep_their_digits(levels):
         # In bits: where a block is too far above what came before, that is taken down to it.
-        given = problem()
+        given = problem(vocab_size=101)
         add_to_logits(given, torch.tensor(levels).repeat_interleave(32)[:101] * 0.7 * math.log(2))
         check(PolicyObjective(policy_loss="reinforce"), given, 2e-5)
 
+    @without_product
     @pytest.mark.parametrize("entropy_coef", [0.0, 0.2])
     def test_triton_linear_policy_loss_strided_arguments_equal_float64(entropy_coef):
-        given = problem()
+        given = several_chunks()
         given["hidden"] = given["hidden"].repeat_interleave(2, dim=0)[::2].T.contiguous().T
         given["weight"] = given["weight"].repeat_interleave(2, dim=1)[:, ::2]
         check(PolicyObjective(kl_coef=0.1, entropy_coef=entropy_coef), given)
 
-    @pytest.mark.parametrize("entropy_coef", [0.0, 0.2])
-    @pytest.mark.parametrize("wanted", ["hidden", "weight"])
+    @pytest.mark.parametrize(
+        ("form", "wanted", "entropy_coef"),
+        # Only after the product does the entropy bonus decide what becomes of a gradient.
+        [
+            *itertools.product(["product"], ["hidden", "weight"], [0.0, 0.2]),
+            ("logits", "hidden", 0.2),
+            ("logits", "weight", 0.0),
+        ],
+        indirect=["form"],
+    )
     def test_triton_linear_policy_loss_one_gradient_is_that_of_both(wanted, entropy_coef):
         given, objective = problem(), PolicyObjective(kl_coef=0.1, entropy_coef=entropy_coef)
         both = run(fused.linear_policy_loss_triton, given, objective, (None,))

@@ -4,7 +4,6 @@ import os
 from pathlib import Path
 
 import pytest
-import torch
 
 if os.environ.get("TRITON_INTERPRET") != "1":
 
@@ -12,6 +11,8 @@ if os.environ.get("TRITON_INTERPRET") != "1":
         interpret(Path(__file__).resolve(), num_cases=48)
 
 else:
+    import torch
+
     from rlhf_kernels.ops.linear_token_logprobs import product
     from rlhf_kernels.ops.linear_token_logprobs import triton as fused
     from rlhf_kernels.ops.linear_token_logprobs.reference import linear_token_logprobs_reference

@@ -4,7 +4,6 @@ import os
 from pathlib import Path
 
 import pytest
-import torch
 
 if os.environ.get("TRITON_INTERPRET") != "1":
 
@@ -12,6 +11,8 @@ if os.environ.get("TRITON_INTERPRET") != "1":
         interpret(Path(__file__).resolve(), num_cases=14)
 
 else:
+    import torch
+
     from rlhf_kernels.ops.linear_token_logprobs import triton as blocks
     from rlhf_kernels.ops.logprob_kl.reference import logprob_kl_reference
     from rlhf_kernels.ops.logprob_kl.triton import logprob_kl_triton
@@ -57,7 +58,7 @@ else:
             assert tensor.grad.dtype == tensor.dtype
             assert (tensor.grad.double() - want.grad).norm() <= tolerance * want.grad.norm()
 
-    @pytest.mark.parametrize("num_rows", [1, 63])
+    @pytest.mark.parametrize("num_rows", [1, 33])
     @pytest.mark.parametrize("vocab_size", [1, 17, 101])
     def test_triton_logprob_kl_odd_sizes_equal_float64(num_rows, vocab_size):
         check(*heads(num_rows, vocab_size), ids(num_rows, vocab_size))
@@ -66,7 +67,7 @@ else:
     @pytest.mark.parametrize("ref_dtype", [torch.bfloat16, torch.float32])
     def test_triton_logprob_kl_half_inputs_equal_float64_but_for_rounding(dtype, ref_dtype):
         rounding = max(torch.finfo(dtype).eps, torch.finfo(ref_dtype).eps)
-        check(*heads(40, 101, dtype, ref_dtype), ids(40, 101), tolerance=4 * rounding)
+        check(*heads(33, 101, dtype, ref_dtype), ids(33, 101), tolerance=4 * rounding)
 
     def test_triton_logprob_kl_huge_and_forbidden_logits_equal_float64():
         policy, reference = heads(6, 70)
@@ -86,9 +87,9 @@ else:
         ]
 
     def test_triton_logprob_kl_of_equal_models_is_exactly_zero():
-        policy, _ = heads(40, 101)
-        logprobs, _, ref_logprobs, kl = logprob_kl_triton(policy, policy, ids(40, 101), 0.7)
-        assert torch.equal(logprobs, ref_logprobs) and torch.equal(kl, torch.zeros(40))
+        policy, _ = heads(33, 101)
+        logprobs, _, ref_logprobs, kl = logprob_kl_triton(policy, policy, ids(33, 101), 0.7)
+        assert torch.equal(logprobs, ref_logprobs) and torch.equal(kl, torch.zeros(33))
 
     def test_triton_logprob_kl_gives_the_reference_no_gradient_and_an_ignored_row_none_at_all():
         policy, reference = heads(3, 40)

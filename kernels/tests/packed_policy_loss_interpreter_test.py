@@ -5,7 +5,6 @@ import os
 from pathlib import Path
 
 import pytest
-import torch
 
 if os.environ.get("TRITON_INTERPRET") != "1":
 
@@ -13,6 +12,8 @@ if os.environ.get("TRITON_INTERPRET") != "1":
         interpret(Path(__file__).resolve(), num_cases=53)
 
 else:
+    import torch
+
     from rlhf_kernels import POLICY_METRICS, PolicyObjective, PolicyStream
     from rlhf_kernels.ops.packed_policy_loss import triton as fused
     from rlhf_kernels.ops.packed_policy_loss.reference import packed_policy_loss_reference

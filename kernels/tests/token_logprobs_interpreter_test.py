@@ -4,8 +4,6 @@ import os
 from pathlib import Path
 
 import pytest
-import torch
-import torch.utils.checkpoint
 
 if os.environ.get("TRITON_INTERPRET") != "1":
 
@@ -13,6 +11,9 @@ if os.environ.get("TRITON_INTERPRET") != "1":
         interpret(Path(__file__).resolve(), num_cases=28)
 
 else:
+    import torch
+    import torch.utils.checkpoint
+
     from rlhf_kernels.ops.token_logprobs import triton as fused
     from rlhf_kernels.ops.token_logprobs.reference import token_logprobs_reference
 
