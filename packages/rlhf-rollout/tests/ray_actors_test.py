@@ -35,10 +35,14 @@ def cluster() -> Iterator[None]:
     ray.shutdown()
 
 
-@pytest.fixture
+def start_engine() -> Any:
+    return RemoteEngine.options(num_cpus=0).remote("fake", EngineSpec(model="none"))
+
+
+@pytest.fixture(scope="module")
 def handle(cluster: None) -> Iterator[Any]:
-    actor = RemoteEngine.options(num_cpus=0)
-    handle = actor.remote("fake", EngineSpec(model="none"))
+    """An engine for all tests that leave it running, for a process takes longer to start than to test."""
+    handle = start_engine()
     yield handle
     ray.kill(handle)
 
@@ -88,7 +92,8 @@ def test_ray_engine_weight_errors_arrive_as_themselves(handle: Any) -> None:
         run(RayEngine(handle).finish_weight_update())
 
 
-def test_killed_engine_raises_instead_of_hanging(handle: Any) -> None:
+def test_killed_engine_raises_instead_of_hanging(cluster: None) -> None:
+    handle = start_engine()
     engine = RayEngine(handle)
     run(engine.ready())
     ray.kill(handle)
@@ -119,6 +124,7 @@ def test_ray_engine_call_that_its_caller_leaves_is_given_up_in_the_actor(handle:
         # The engine is still paused: only a request that was given up is not in flight.
         while (await engine.health()).num_in_flight:
             await asyncio.sleep(0.05)
+        await engine.resume()
 
     run(scenario())
 

@@ -111,8 +111,9 @@ def test_reward_model_without_held_out_pairs_stores_the_moments_of_its_own(model
     assert load_reward_model(made.model_path, dtype="float32", normalize=True).moments is not None
 
 
-@pytest.mark.parametrize("loss_type", ["dpo", "ipo", "simpo", "orpo"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("loss_type", "dtype"), [("dpo", "bfloat16"), ("ipo", "float32"), ("simpo", "bfloat16"), ("orpo", "float32")]
+)
 def test_preference_run_raises_the_margin_of_held_out_pairs(model_path, tmp_path, loss_type, dtype):
     model = ModelSpec(
         path=model_path, dtype=dtype, zero_stage=2, optimizer=OptimizerSpec(learning_rate=2e-3, scheduler="constant")
