@@ -21,34 +21,6 @@ from rlhf_train.online.cluster import _part, placed_bundles, ray_cluster, start_
 from rlhf_train.online.job import RewardSpec
 from rlhf_train.online.placement import PlacementRequest, plan_placement
 
-
-class Mortal:
-    """Ends its process."""
-
-    def end(self) -> None:
-        os._exit(1)
-
-
-def test_process_that_dies_is_an_engine_error_with_a_hint():
-    import ray
-
-    plan = plan_placement(PlacementRequest(ranks={"actor": 1}), 0)
-    with ray_cluster(plan, None), placed_bundles(plan):
-        # By value: Ray's workers need not find this file.
-        ray.cloudpickle.register_pickle_by_value(__import__(__name__, fromlist=["Mortal"]))
-        actor = ray.remote(Mortal).remote()
-        with pytest.raises(EngineError, match=r"(?s)a process of the run is gone.*hint: .*out of memory"):
-            wait([actor.end.remote()])
-
-
-def test_processes_share_the_cpu_as_the_driver_does():
-    import ray
-
-    plan = plan_placement(PlacementRequest(ranks={"actor": 1}), 0)
-    with ray_cluster(plan, None):
-        assert wait([ray.remote(lambda: os.nice(0)).remote()]) == [os.nice(0)]
-
-
 JOIN = """
 import json, os, sys
 from rlhf_cli.preflight.devices import find_gpus
@@ -118,6 +90,37 @@ def test_run_joins_the_cluster_that_ray_start_left_and_each_worker_takes_its_own
     assert result["refused"].startswith("the run needs 4 CPUs and 0 GPUs, and the Ray cluster has 2 and 2")
 
 
+@pytest.fixture(scope="module")
+def cluster():
+    """A cluster of its own, for all tests below that need one."""
+    with ray_cluster(plan_placement(PlacementRequest(ranks={"actor": 1}, reward_ranks=2), 0), None):
+        yield
+
+
+class Mortal:
+    """Ends its process."""
+
+    def end(self) -> None:
+        os._exit(1)
+
+
+def test_process_that_dies_is_an_engine_error_with_a_hint(cluster):
+    import ray
+
+    with placed_bundles(plan_placement(PlacementRequest(ranks={"actor": 1}), 0)):
+        # By value: Ray's workers need not find this file.
+        ray.cloudpickle.register_pickle_by_value(__import__(__name__, fromlist=["Mortal"]))
+        actor = ray.remote(Mortal).remote()
+        with pytest.raises(EngineError, match=r"(?s)a process of the run is gone.*hint: .*out of memory"):
+            wait([actor.end.remote()])
+
+
+def test_processes_share_the_cpu_as_the_driver_does(cluster):
+    import ray
+
+    assert wait([ray.remote(lambda: os.nice(0)).remote()]) == [os.nice(0)]
+
+
 def scoring_job(folders, **request):
     """What `start_scorers` reads of a job."""
     sources = tuple(RewardSource(kind="model", targets=(str(folder),)) for folder in folders)
@@ -126,11 +129,11 @@ def scoring_job(folders, **request):
     return SimpleNamespace(plan=plan, reward=reward, engine=EngineSpec(model="none"))
 
 
-def test_reward_models_run_in_as_many_replicas_as_planned(tmp_path):
+def test_reward_models_run_in_as_many_replicas_as_planned(cluster, tmp_path):
     folders = [tiny_reward_model_dir(tmp_path / "a"), tiny_reward_model_dir(tmp_path / "b", seed=5, mean=1.0, std=2.0)]
     job = scoring_job(folders, reward_ranks=2)
     sequences = [[3, 4, 5], [6]]
-    with ray_cluster(job.plan, None), placed_bundles(job.plan) as reserved:
+    with placed_bundles(job.plan) as reserved:
         scorers = start_scorers(job, reserved)
         scores = [wait([replica.call.remote("score", sequences) for replica in replicas]) for replicas in scorers]
         moments = [wait([replica.has_moments.remote() for replica in replicas]) for replicas in scorers]

@@ -5,9 +5,11 @@ import multiprocessing
 import queue
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
@@ -22,6 +24,7 @@ from rlhf_train.online.placement import PlacementRequest, plan_placement
 from rlhf_train.specs import ModelSpec, OptimizerSpec
 
 RANK_TIMEOUT_S = 300.0
+NUM_CLUSTER_CPUS = 16  # as Ray counts them: more than the processes of any run of a test
 
 
 def random_rollouts(
@@ -174,3 +177,20 @@ def tiny_job(model_path: str, folder: Path, **changes: Any) -> OnlineJob:
         sync_checksum=True,
     )
     return dataclasses.replace(job, **changes)
+
+
+@contextmanager
+def running_engine(job: OnlineJob) -> Iterator[Any]:
+    """Start a cluster and the engine of `job` on CPUs, and yield the engine's handle.
+
+    Runs inside the context use this engine and start none, because an engine takes longer to start than a short run
+    takes. A run's first weight sync gives the engine the weights of that run.
+    """
+    from rlhf_rollout.ray_actors import RemoteEngine
+    from rlhf_train.online import cluster
+    from rlhf_train.online.ray_session import started_cluster
+
+    with started_cluster(NUM_CLUSTER_CPUS, 0):
+        engine = RemoteEngine.options(num_cpus=1).remote("vllm", job.engine)
+        with mock.patch.object(cluster, "start_engines", return_value=[engine]):
+            yield engine
