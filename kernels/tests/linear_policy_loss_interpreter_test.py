@@ -22,14 +22,14 @@ else:
     from rlhf_kernels.ops.packed_policy_loss import triton as packed
     from rlhf_kernels.ops.token_logprobs import triton as token_logprobs
 
-    # For cases in which the product with the head is not taken, whatever the form: both would do the same.
+    # For cases that are never multiplied by tiles: both forms would take the logits.
     without_product = pytest.mark.parametrize("form", ["product"], indirect=True)
     # Masked lanes hold what numpy, not the GPU, warns of.
     pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
     @pytest.fixture(autouse=True)
     def small_blocks_and_poisoned_buffers(form, monkeypatch):
-        """Several blocks a row, several chunks a stream, and buffers full of NaN, so that one never written shows."""
+        """Several blocks per row and chunks per stream, and buffers full of NaN, so that one never written shows."""
         torch.manual_seed(0)
         empty = torch.empty
         monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: empty(*args, **kwargs).fill_(float("nan")))
@@ -64,7 +64,7 @@ else:
         }
 
     def several_chunks(**options):
-        """Arguments of two chunks, of which the first has two blocks of partial sums."""
+        """Arguments that take two chunks. The first has two blocks of partial sums."""
         return problem(num_tokens=35, **options)
 
     def stream_of(given, names=("old", "ref"), num_tokens=7):

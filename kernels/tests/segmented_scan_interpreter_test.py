@@ -37,7 +37,7 @@ else:
 
     @pytest.fixture
     def medium(monkeypatch):
-        """Chunks of 256 tokens, for the interpreter takes time for each; steps and bounds as they are."""
+        """Chunks of 256 tokens: the interpreter works through full chunks only."""
         monkeypatch.setattr(fused, "CHUNK", 256)
 
     @pytest.fixture

@@ -19,7 +19,7 @@ Rows = dict[str, dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> Rows:
-    """The benchmark's rows by trainer: two trainers run at a time, for each keeps one core busy."""
+    """The benchmark's rows by trainer: two trainers run at a time, because each keeps one core busy."""
     folder = tmp_path_factory.mktemp("offline")
     with ThreadPoolExecutor(len(HALVES)) as pool:
         tables = list(pool.map(lambda names: benchmark(names, folder / f"{names[0]}.json"), HALVES))

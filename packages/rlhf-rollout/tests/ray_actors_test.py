@@ -41,7 +41,7 @@ def start_engine() -> Any:
 
 @pytest.fixture(scope="module")
 def handle(cluster: None) -> Iterator[Any]:
-    """An engine for all tests that leave it running, for a process takes longer to start than to test."""
+    """One engine for all tests that leave it running: a process takes longer to start than such a test."""
     handle = start_engine()
     yield handle
     ray.kill(handle)
