@@ -10,9 +10,19 @@ from pathlib import Path
 from page_commands import ROOT, script
 
 TIMEOUT_S = 1500
-# A server never ends; the other commands get less to do. Later flags win over those on the page.
+# A server never ends; the other commands get less to do. Later flags win over those on the page. The page draws the same
+# rollouts for three kinds of rows: here the second and the third kind continue from those of the first.
 PRELUDE = """
 rlhf() {
+  local kind split
+  for kind in iter_dpo plain; do
+    for split in train held_out; do
+      if [[ "$*" == *"--output_path outputs/$kind-$split.jsonl"* ]]; then
+        cp "outputs/rs-$split.rollouts.jsonl" "outputs/$kind-$split.rollouts.jsonl"
+        set -- "$@" --resume
+      fi
+    done
+  done
   case $1 in
     serve_rm) "$PYTHON" -m rlhf_cli.main "$@" --dry_run ;;
     generate) "$PYTHON" -m rlhf_cli.main "$@" --max_samples 24 ;;
