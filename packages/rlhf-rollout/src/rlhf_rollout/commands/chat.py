@@ -91,7 +91,10 @@ def run(job: ChatJob) -> int:
 async def _reply(engine: RolloutEngine, token_ids: np.ndarray, sampling: SamplingParams, tokenizer: Tokenizer) -> str:
     """Print the response piece by piece, and return all of it."""
     answer = ""
+    # On a terminal only: the first piece takes seconds with a long conversation.
+    TERMINAL.progress.show("reading the question", announce=False)
     async for text in stream(engine, token_ids, sampling, tokenizer):
+        TERMINAL.progress.clear()
         print(text, end="", flush=True, file=TERMINAL.out)
         answer += text
     print(file=TERMINAL.out)

@@ -167,7 +167,9 @@ def run(job: GenerateJob) -> int:
     with TERMINAL.progress.doing("reading the prompts"):
         task = _prepare(job)
     for source in job.reward.sources:
-        if problem := check_reward(source, task.prompts[:_NUM_TRIED], timeout_s=job.reward.timeout_s):
+        with TERMINAL.progress.doing(f"trying the reward {source.kind}"):
+            problem = check_reward(source, task.prompts[:_NUM_TRIED], timeout_s=job.reward.timeout_s)
+        if problem:
             TERMINAL.say(f"warning: the reward {source.kind} failed a trial call: {problem}")
     status = asyncio.run(_write_rollouts(task)) if len(task.done) < len(task.prompts) else 0
     if job.rollouts_path != job.output_path:

@@ -61,8 +61,10 @@ class RolloutCommand:
         output_path = config.output.output_path if "output" in type(config).model_fields else None
         # Captured from here on, because importing the command's module loads libraries that write to the terminal.
         with TERMINAL.captured(log_file(self.name, output_path)):
-            module = self._module()
-            return module.run(module.make_job(config))
+            with TERMINAL.progress.doing("loading libraries"):
+                module = self._module()
+                job = module.make_job(config)
+            return module.run(job)
 
     def _module(self) -> Any:
         return importlib.import_module(f"rlhf_rollout.commands.{self.name}")

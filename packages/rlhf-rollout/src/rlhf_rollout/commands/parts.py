@@ -89,17 +89,20 @@ class RewardJob:
         Raises ConfigError for a reward model that cannot be loaded or whose tokenizer differs from `tokenizer`.
         """
         models = []
-        for path in self.models:
+        for number, path in enumerate(self.models):
+            # Each loads for seconds to minutes, and the first one imports torch as well.
+            TERMINAL.progress.show("loading the reward models", done=number, total=len(self.models))
             scorer = self._scorer(path, tokenizer)
             stack.callback(scorer.close)
             models.append(ModelReward([scorer], batch_size=self.batch_size))
-        reward = build_reward(
-            self.sources,
-            timeout_s=self.timeout_s,
-            num_workers=self.num_workers,
-            batch_size=self.batch_size,
-            models=models,
-        )
+        with TERMINAL.progress.doing("starting the rewards"):
+            reward = build_reward(
+                self.sources,
+                timeout_s=self.timeout_s,
+                num_workers=self.num_workers,
+                batch_size=self.batch_size,
+                models=models,
+            )
         stack.push_async_callback(reward.close)
         return reward
 

@@ -90,8 +90,8 @@ def run(job: ScoreJob) -> int:
         rows = open_sources(job.dataset, max_samples=job.max_samples, split=job.dataset_split)
         tokenizer = job.reward.load_tokenizer(job.tokenizer)
         reader = _Reader(job, rows, tokenizer)
-    with TERMINAL.progress.doing("scoring"):
-        scored = asyncio.run(_score(job.reward, reader))
+        num_rows = sum(1 for _ in rows.read(RowErrors(skip_bad_rows=True)))
+    scored = asyncio.run(_score(job.reward, reader, num_rows))
     write_rows(job.output_path, scored)
     reader.report()
     _report(scored, pairs=job.chosen_key is not None)
@@ -118,6 +118,8 @@ class _Reader:
         self.tokenizer = tokenizer
         self._errors = RowErrors(skip_bad_rows=job.skip_bad_rows)
         self._num_rows = self._num_too_long = 0
+        self.num_answers = 1 if job.chosen_key is None else 2  # per row
+        self.num_left_out = 0
 
     def __iter__(self) -> Iterator[tuple[Row, list[Sample]]]:
         for row in self._rows.read(self._errors):
@@ -127,11 +129,13 @@ class _Reader:
             except DataError as error:
                 self._check_no_pair(row)
                 self._errors.add(error)
+                self.num_left_out += 1
                 continue
             self._num_rows += 1
             answers = [example] if isinstance(example, SftExample) else [example.chosen, example.rejected]
             if max(answer.num_tokens for answer in answers) > self._job.max_len:
                 self._num_too_long += 1
+                self.num_left_out += 1
             else:
                 yield row, [self._sample(answer, label) for answer in answers]
         self._errors.check(self._num_rows + self._errors.num_bad)
@@ -164,14 +168,31 @@ class _Reader:
         return Prompt(name, asked, text, label), Rollout(name, name, spans, FinishReason.STOP, response)
 
 
-async def _score(job: RewardJob, reader: _Reader) -> list[dict[str, Any]]:
+async def _score(job: RewardJob, reader: _Reader, num_rows: int) -> list[dict[str, Any]]:
+    """Return the rows with their rewards, of the `num_rows` that can be read."""
     scored = []
+    num_scored = 0
+
+    def show() -> None:
+        # Answers that are left out count as done, for which no time was needed.
+        done = num_scored + reader.num_left_out * reader.num_answers
+        TERMINAL.progress.show("scoring", done=done, total=num_rows * reader.num_answers)
+
+    async def verdict_of(prompt: Prompt, answer: Rollout) -> Verdict:
+        nonlocal num_scored
+        [verdict] = await reward.score(prompt, [answer])
+        num_scored += 1
+        show()
+        return verdict
+
     async with contextlib.AsyncExitStack() as stack:
         reward = job.open(reader.tokenizer, stack)
+        stack.callback(TERMINAL.progress.clear)
+        show()
         samples = iter(reader)
         while batch := list(itertools.islice(samples, _NUM_AT_ONCE)):
-            calls = [reward.score(prompt, [answer]) for _, answers in batch for prompt, answer in answers]
-            verdicts = iter([verdict for [verdict] in await asyncio.gather(*calls)])
+            calls = [verdict_of(prompt, answer) for _, answers in batch for prompt, answer in answers]
+            verdicts = iter(await asyncio.gather(*calls))
             for row, answers in batch:
                 columns = dict(row.values)
                 for prefix in [""] if len(answers) == 1 else ["chosen_", "rejected_"]:

@@ -73,7 +73,8 @@ def make_job(config: ServeConfig) -> ServeJob:
 
 def run(job: ServeJob) -> int:
     """Serve until interrupted; return 0. Raises ConfigError for a reward that cannot be used."""
-    tokenizer = job.reward.load_tokenizer(job.tokenizer)
+    with TERMINAL.progress.doing("loading the tokenizer"):
+        tokenizer = job.reward.load_tokenizer(job.tokenizer)
     token = os.environ.get(TOKEN_VARIABLE, "").strip()
     if not token and job.host not in ("127.0.0.1", "localhost", "::1"):
         TERMINAL.say(
@@ -81,8 +82,7 @@ def run(job: ServeJob) -> int:
         )
     resources = contextlib.AsyncExitStack()
     # Opened before the server starts: an error within the server's start would not reach the caller.
-    with TERMINAL.progress.doing("loading the reward"):
-        reward = job.reward.open(tokenizer, resources)
+    reward = job.reward.open(tokenizer, resources)
     TERMINAL.say(f"POST to http://{job.host}:{job.port}/get_reward")
     app = create_app(reward, tokenizer, resources, token=token)
     uvicorn.run(app, host=job.host, port=job.port, log_level="warning", log_config=_log_config())
