@@ -10,8 +10,8 @@ from pathlib import Path
 from page_commands import ROOT, script
 
 TIMEOUT_S = 1500
-# A server never ends; the other commands get less to do. Later flags win over those on the page. The page draws the same
-# rollouts for three kinds of rows: here the second and the third kind continue from those of the first.
+# A server never ends; the other commands get less to do. Later flags win over those on the page. The page draws the
+# same rollouts for three kinds of rows: here the second and the third kind continue from those of the first.
 PRELUDE = """
 rlhf() {
   local kind split
