@@ -88,8 +88,11 @@ class PromptJob:
         )
         # A second pass gives the same rows in the same order; rows that made no prompt are skipped.
         again = iter(rows.read(RowErrors(skip_bad_rows=True)))
-        kept = (next(row for row in again if row.row_id == prompt.prompt_id) for prompt in prompts)
-        return prompts, [row.cell(self.input_key) for row in kept]
+        cells = []
+        for prompt in prompts:
+            row = next(row for row in again if row.row_id == prompt.prompt_id)
+            cells.append(row.cell(self.input_key))
+        return prompts, cells
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,7 +215,8 @@ def _prepare(job: GenerateJob) -> _Task:
         raise DataError(
             "--post_processor csft writes the reward into the input, so inputs must be text and not messages"
         )
-    digest, done = job.digest(prompts), frozenset[int]()
+    digest = job.digest(prompts)
+    done: frozenset[int] = frozenset()
     if job.resume and job.rollouts_path.exists():
         done = take_up(job.rollouts_path, digest, job.sampling.num_samples)
         TERMINAL.say(f"{len(done)} of {len(prompts)} prompts are already done")
@@ -237,7 +241,8 @@ def take_up(path: Path, digest: str, num_samples: int) -> frozenset[int]:
                 break
             try:
                 record = json.loads(line)
-                number, found = int(record["group_id"].rpartition("/")[2]), record["run"]
+                number = int(record["group_id"].rpartition("/")[2])
+                found = record["run"]
             except (ValueError, KeyError, TypeError, AttributeError):
                 message = f"{path}: {line[:60]!r} is not a record of a run that can be continued"
                 raise DataError(message, hint="give another --output_path, or --overwrite") from None
@@ -254,7 +259,8 @@ def take_up(path: Path, digest: str, num_samples: int) -> frozenset[int]:
 
 
 async def _write_rollouts(task: _Task) -> int:
-    job, counts = task.job, GenerationCounts()
+    job = task.job
+    counts = GenerationCounts()
     failures: list[str] = []
     rewards: list[float] = []
     num_cut = 0

@@ -164,7 +164,8 @@ class _Reader:
         plain = not self._job.apply_chat_template
         text = self.tokenizer.decode(asked, skip_special_tokens=plain)
         spans = (Span(SpanSource.PROMPT, asked), Span(SpanSource.POLICY, answer, np.zeros(len(answer)), 0))
-        name, response = example.example_id, self.tokenizer.decode(answer, skip_special_tokens=True)
+        name = example.example_id
+        response = self.tokenizer.decode(answer, skip_special_tokens=True)
         return Prompt(name, asked, text, label), Rollout(name, name, spans, FinishReason.STOP, response)
 
 

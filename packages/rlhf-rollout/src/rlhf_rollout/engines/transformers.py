@@ -63,7 +63,9 @@ class TransformersEngine(GatedEngine):
             step_ids = torch.as_tensor(np.asarray(token_ids), dtype=torch.long, device=self._device)
             step_ids = step_ids.expand(sampling.num_samples, -1)
             running = torch.ones(sampling.num_samples, dtype=torch.bool, device=self._device)
-            cache, tokens, logprobs = None, [], []
+            cache: Any = None
+            tokens: list[torch.Tensor] = []
+            logprobs: list[torch.Tensor] = []
             lengths = torch.zeros(sampling.num_samples, dtype=torch.long, device=self._device)
             while len(tokens) < sampling.max_tokens and bool(running.any()):
                 output = self._model(input_ids=step_ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
@@ -138,7 +140,8 @@ class TransformersEngine(GatedEngine):
         """Free the model."""
         await super().close()
         self._reader.close()
-        self._model, self._parameters = None, {}
+        self._model = None
+        self._parameters = {}
 
 
 def _sample(

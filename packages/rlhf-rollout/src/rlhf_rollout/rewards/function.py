@@ -83,7 +83,8 @@ class FunctionReward:
             timeout_s = self._timeout_s
             if failure is not None and failure.kind is VerdictKind.TIMEOUT:
                 timeout_s = max(timeout_s / len(rollouts), min(timeout_s, _MIN_SHARE_S))
-            loop, samples = asyncio.get_running_loop(), reward_arguments(prompt, responses)
+            loop = asyncio.get_running_loop()
+            samples = reward_arguments(prompt, responses)
             return await loop.run_in_executor(self._executor, self._call, samples, timeout_s)
 
         return await judge([rollout.text for rollout in rollouts], ask)
@@ -182,9 +183,11 @@ def reward_arguments(prompt: Prompt, responses: Sequence[str]) -> Samples:
 
 def trial_arguments(prompts: Sequence[Prompt]) -> Samples:
     """Return the queries, prompts and labels of a trial: the first four prompts, with their labels and with no text."""
-    samples = [reward_arguments(prompt, [prompt.label or "", ""]) for prompt in prompts[:4]]
-    queries, texts, labels = ([text for sample in samples for text in sample[part]] for part in range(3))
-    return queries, texts, labels
+    trial: Samples = ([], [], [])
+    for prompt in prompts[:4]:
+        for texts, more in zip(trial, reward_arguments(prompt, [prompt.label or "", ""]), strict=True):
+            texts += more
+    return trial
 
 
 def check_finite(name: str, scored: Scored) -> None:

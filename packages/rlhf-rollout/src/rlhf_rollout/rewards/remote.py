@@ -109,7 +109,8 @@ class RemoteReward:
 
     async def _ask(self, samples: Sequence[Sample], failure: Failure | None) -> Scored | Failure:
         """Return the rewards of the first server that gives them, or the failure of the last try."""
-        turn, num_timeouts = next(self._turns), 0
+        turn = next(self._turns)
+        num_timeouts = 0
         # A call for a single sample follows a failed one for the batch, which has used up the patience already.
         num_retries = self._num_retries if failure is None else min(self._num_retries, 1)
         for attempt in range(num_retries + 1):
@@ -140,7 +141,8 @@ class RemoteReward:
         status = response.status_code
         if not response.is_success:
             said = f"{url}: status {status}: {_excerpt(response.text)}"
-            passing, of_sample = status in _PASSING_STATUS, status in _STATUS_OF_A_SAMPLE
+            passing = status in _PASSING_STATUS
+            of_sample = status in _STATUS_OF_A_SAMPLE
             return _RequestFailure(VerdictKind.CRASH, said, passing=passing, of_sample=of_sample, status=status)
         try:
             return read_result(response.json(), len(samples), giver="the reward server")

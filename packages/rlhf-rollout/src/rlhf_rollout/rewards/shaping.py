@@ -113,7 +113,8 @@ class RunningMoments:
             raise DataError(f"{int((~np.isfinite(values)).sum())} of {values.size} values are not finite")
         if not values.size:
             return
-        mean, count = float(values.mean()), self.count + values.size
+        mean = float(values.mean())
+        count = self.count + values.size
         distance = mean - self.mean
         self._squares += float(((values - mean) ** 2).sum()) + distance**2 * self.count * values.size / count
         self.mean += distance * values.size / count

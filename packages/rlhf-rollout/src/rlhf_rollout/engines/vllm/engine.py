@@ -45,7 +45,8 @@ class VllmEngine:
 
     def __init__(self, spec: EngineSpec) -> None:
         model_dir = resolve_model_dir(spec.model)
-        config, self._on_gpu = read_config(model_dir), _prepare_environment()
+        config = read_config(model_dir)
+        self._on_gpu = _prepare_environment()
         if spec.weight_transfer == "ipc" and not self._on_gpu:
             raise ConfigError("weight_transfer ipc needs a GPU", hint="use weight_transfer shared_memory")
         if spec.tensor_parallel_size > 1:

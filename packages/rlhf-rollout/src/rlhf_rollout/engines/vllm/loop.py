@@ -278,7 +278,8 @@ class StepLoop:
                 _reject(job.future, EngineError(f"vLLM does not take the request: {error}"))
 
     def _start(self, job: Job) -> None:
-        sampling, num_samples = job.sampling, job.sampling.num_samples
+        sampling = job.sampling
+        num_samples = sampling.num_samples
         seeds: list[int | None] = [None] * num_samples
         if sampling.seed is not None:
             seeds = list(sample_seeds(sampling.seed, num_samples))
