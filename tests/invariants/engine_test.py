@@ -3,6 +3,8 @@ trainer's, exactly enough that taking it back gives the same tokens."""
 
 import dataclasses
 import json
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from rlhf_models.testing import tiny_model_dir
 from rlhf_rollout.host import local_gpus
 from rlhf_train.online.run import run_online
 from rlhf_train.run.observer import Observer
-from trainer_testing import tiny_job
+from trainer_testing import running_engine, tiny_job
 
 ON_GPU = local_gpus() > 0
 # Nats between the engine's and the trainer's log-prob of one token. In float32 two orders of summation differ by about
@@ -29,6 +31,15 @@ def metrics_of(save_path: str) -> list[dict[str, float]]:
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory) -> str:
     return str(tiny_model_dir(tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def engine(model_path, tmp_path_factory) -> Iterator[None]:
+    """One engine for all tests. On a GPU every run starts its own, because engine and trainer share its memory."""
+    with ExitStack() as stack:
+        if not ON_GPU:
+            stack.enter_context(running_engine(tiny_job(model_path, tmp_path_factory.mktemp("engine"))))
+        yield
 
 
 def with_learning_rate(job: Any, learning_rate: float) -> Any:

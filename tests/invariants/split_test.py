@@ -2,12 +2,14 @@
 micro-batches, data-parallel ranks and ZeRO stages gives the same update."""
 
 import dataclasses
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import pytest
 
 from rlhf_models.testing import tiny_model_dir
+from rlhf_rollout.host import free_port
 from rlhf_train.algorithms import AlgorithmSpec, make_algorithm
 from rlhf_train.batching import plan_batches
 from rlhf_train.specs import ModelSpec, OptimizerSpec
@@ -113,30 +115,28 @@ def all_cases(rank: int, num_ranks: int, master: Any, path: str, cases: dict[str
     return {name: one_step(rank, num_ranks, master, path, case) for name, case in cases.items()}
 
 
-def cases_and_ratio(rank: int, num_ranks: int, master: Any, path: str, cases: dict[str, Case]) -> Any:
-    """Run every case, and the update whose first ratio is asked for, in one process."""
-    single = Case(algorithm=make_algorithm(kl_coef=0.05))
-    return all_cases(rank, num_ranks, master, path, cases), ratio_of_first_update(master, path, single)
-
-
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory) -> str:
     return str(tiny_model_dir(tmp_path_factory.mktemp("model"), vocab_size=VOCAB_SIZE))
 
 
 @pytest.fixture(scope="module")
-def one_rank(model_path) -> tuple[dict[str, Any], float]:
-    return run_ranks(cases_and_ratio, 1, model_path, SPLITS | {"one other reward": Case(first_reward=3.0)})[0]
+def outcomes(model_path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The cases on one rank, which is this process, and meanwhile those on two, in processes of their own."""
+    with ThreadPoolExecutor(1) as pool:
+        pair = pool.submit(run_ranks, all_cases, 2, model_path, RANKS)
+        cases = SPLITS | {"one other reward": Case(first_reward=3.0)}
+        return all_cases(0, 1, ("127.0.0.1", free_port()), model_path, cases), pair.result()
 
 
 @pytest.fixture(scope="module")
-def on_one_rank(one_rank) -> dict[str, Any]:
-    return one_rank[0]
+def on_one_rank(outcomes) -> dict[str, Any]:
+    return outcomes[0]
 
 
 @pytest.fixture(scope="module")
-def on_two_ranks(model_path) -> list[dict[str, Any]]:
-    return run_ranks(all_cases, 2, model_path, RANKS)
+def on_two_ranks(outcomes) -> list[dict[str, Any]]:
+    return outcomes[1]
 
 
 def largest_difference(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> float:
@@ -150,12 +150,12 @@ def test_step_zero_policy_equals_reference_exactly(on_one_rank):
         assert outcome["metrics"]["kl/reference"] == 0.0, name
 
 
-def test_first_update_ratio_is_exactly_one(one_rank):
-    assert one_rank[1] == 1.0
+def test_first_update_ratio_is_exactly_one(model_path):
+    assert ratio_of_first_update(model_path, Case(algorithm=make_algorithm(kl_coef=0.05))) == 1.0
 
 
-def ratio_of_first_update(master: Any, path: str, case: Case) -> float:
-    """Return the largest ratio that the first optimizer step sees, or its inverse if that is farther from 1."""
+def ratio_of_first_update(path: str, case: Case) -> float:
+    """Return the largest ratio that the first update sees, or its inverse if that is farther from 1."""
     import torch
 
     from rlhf_train.online.worker import TrainWorker
@@ -168,7 +168,7 @@ def ratio_of_first_update(master: Any, path: str, case: Case) -> float:
         temperature=1.0,
         rank=0,
         num_ranks=1,
-        master=master,
+        master=("127.0.0.1", free_port()),
         device="cuda" if torch.cuda.is_available() else "cpu",
         seed=0,
     )

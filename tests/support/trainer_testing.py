@@ -2,6 +2,7 @@
 
 import dataclasses
 import multiprocessing
+import os
 import queue
 import time
 import traceback
@@ -24,6 +25,8 @@ from rlhf_train.online.placement import PlacementRequest, plan_placement
 from rlhf_train.specs import ModelSpec, OptimizerSpec
 
 RANK_TIMEOUT_S = 300.0
+# What a trainer of another device or number of ranks leaves in the environment of the process that starts ranks.
+DEEPSPEED_VARIABLES = ("DS_ACCELERATOR", "LOCAL_SIZE")
 NUM_CLUSTER_CPUS = 16  # as Ray counts them: more than the processes of any run of a test
 
 
@@ -105,6 +108,8 @@ def run_ranks(function: Callable[..., Any], num_ranks: int, *arguments: Any) -> 
 def _run_rank(
     outbox: Any, function: Callable[..., Any], rank: int, num_ranks: int, master: Any, arguments: Sequence[Any]
 ) -> None:
+    for name in DEEPSPEED_VARIABLES:
+        os.environ.pop(name, None)
     try:
         outbox.put((rank, function(rank, num_ranks, master, *arguments), None))
     except BaseException:
