@@ -9,11 +9,12 @@ import pytest
 
 from rlhf_data.records import FinishReason, Rollout, Span, SpanSource
 from rlhf_models.testing import tiny_model_dir, tiny_reward_model_dir
+from rlhf_rollout.host import free_port
 from rlhf_train.algorithms import POLICY_LOSSES, AlgorithmSpec, make_algorithm
 from rlhf_train.baselines import relative_rewards
 from rlhf_train.batching import plan_batches
 from rlhf_train.specs import ModelSpec, OptimizerSpec
-from trainer_testing import random_rollouts, run_ranks
+from trainer_testing import random_rollouts
 
 VOCAB_SIZE, NUM_ROLLOUTS = 512, 12
 # As in tests/invariants/split_test.py: an epsilon above rounding, and the largest difference of a weight.
@@ -109,9 +110,9 @@ def with_no_policy_tokens(rollout: Rollout) -> Rollout:
     return dataclasses.replace(rollout, spans=(first, *(Span(SpanSource.ENVIRONMENT, span.token_ids) for span in rest)))
 
 
-def all_cases(rank: int, num_ranks: int, master: Any, paths: dict[str, str]) -> dict[str, Any]:
-    """Run every case in one process, for the imports take longer than the work."""
-    start, outcomes = {**paths, "master": master}, {}
+def all_cases(paths: dict[str, str]) -> dict[str, Any]:
+    """Run every case in this process, because another one takes longer to import than to work."""
+    start, outcomes = {**paths, "master": ("127.0.0.1", free_port())}, {}
     rollouts = random_rollouts(NUM_ROLLOUTS, vocab_size=VOCAB_SIZE)
     for loss in POLICY_LOSSES:
         spec = make_algorithm("group_norm", policy_loss=loss, **KL_LOSS)
@@ -169,8 +170,7 @@ def outcomes(tmp_path_factory) -> dict[Any, Any]:
         "reference": str(tiny_model_dir(folder / "reference", vocab_size=VOCAB_SIZE, seed=1)),
         "critic": str(tiny_reward_model_dir(folder / "critic", vocab_size=VOCAB_SIZE)),
     }
-    [result] = run_ranks(all_cases, 1, paths)
-    return result
+    return all_cases(paths)
 
 
 def largest_difference(one: Weights, other: Weights) -> float:
