@@ -135,7 +135,7 @@ class Oracle:
                 others = (sum(group) - sample.reward) / (len(group) - 1) if len(group) > 1 else sample.reward
                 results.append(sample.reward - others)
             elif self.baseline == "mean and deviation" and self.recipe.whiten_std:
-                results.append((sample.reward - mean) / deviation if deviation > 1e-12 else 0.0)
+                results.append((sample.reward - mean) / (deviation + 1e-6) if deviation > 1e-12 else 0.0)
             else:
                 results.append(sample.reward - mean)
         return results

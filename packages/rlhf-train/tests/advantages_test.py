@@ -1,5 +1,7 @@
 """Token rewards, generalised advantages, whitening and group comparison, against numbers worked out by hand."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -159,7 +161,7 @@ def test_group_normalized_matches_hand_values_by_id_not_by_position():
     # a: [0, 1, 2], mean 1, population deviation sqrt(2/3); b: [4, 8], mean 6, deviation 2. Interleaved on purpose.
     advantages = group_normalized(np.array([0.0, 4.0, 1.0, 8.0, 2.0]), ["a", "b", "a", "b", "a"])
     scale = np.sqrt(2 / 3)
-    assert np.allclose(advantages, [-1 / scale, -1, 0, 1, 1 / scale])
+    assert np.allclose(advantages, [-1 / scale, -1, 0, 1, 1 / scale], atol=2e-6)
 
 
 def test_group_normalized_without_deviation_keeps_the_units():
@@ -168,6 +170,23 @@ def test_group_normalized_without_deviation_keeps_the_units():
 
 def test_group_normalized_equal_rewards_and_single_samples_are_exactly_zero():
     assert group_normalized(np.array([0.1, 0.1, 0.1, 5.0]), ["a", "a", "a", "b"]).tolist() == [0.0] * 4
+
+
+def test_group_normalized_differences_of_noise_stay_small_and_equal_ones_zero():
+    # Deviation 5e-10: without the constant these would be -1 and 1. With it they are +-5e-10 / 1.0005e-6 = 0.0004998.
+    noise = group_normalized(np.array([0.5, 0.5 + 1e-9]), ["a", "a"])
+    assert np.abs(noise).max() < 0.01
+    assert noise.tolist() == pytest.approx([-0.0004998, 0.0004998], rel=1e-3)
+    assert group_normalized(np.array([0.5, 0.5]), ["a", "a"]).tolist() == [0.0, 0.0]
+    assert np.isfinite(group_normalized(np.array([0.0, 1e-300, 7.0]), ["a", "a", "b"])).all()
+
+
+@pytest.mark.parametrize("num_right", [1, 2, 4, 7])
+def test_group_normalized_right_and_wrong_answers_are_worth_what_the_paper_says(num_right):
+    rewards = np.array([1.0] * num_right + [0.0] * (8 - num_right))
+    share = num_right / 8
+    expected = (rewards - share) / math.sqrt(share * (1 - share))
+    assert np.abs(group_normalized(rewards, ["a"] * 8) - expected).max() < 1e-5
 
 
 def test_group_normalized_missing_ids_are_refused():
@@ -190,18 +209,18 @@ def test_leave_one_out_equal_rewards_and_single_samples_are_exactly_zero():
     [
         ("none", [1.0, 3.0]),
         ("group_mean", [-1.0, 1.0]),
-        ("group_mean_std", [-1.0, 1.0]),  # the deviation of 1 and 3 is 1
+        ("group_mean_std", [-1 / 1.000001, 1 / 1.000001]),  # the deviation of 1 and 3 is 1
         ("leave_one_out", [-2.0, 2.0]),
     ],
 )
 def test_relative_rewards_match_hand_values(baseline, expected):
-    assert relative_rewards(np.array([1.0, 3.0]), ["a", "a"], baseline).tolist() == expected
+    assert relative_rewards(np.array([1.0, 3.0]), ["a", "a"], baseline).tolist() == pytest.approx(expected, rel=1e-12)
 
 
 def test_relative_rewards_divide_only_where_the_baseline_says_so():
     rewards, ids = np.array([1.0, 5.0]), ["a", "a"]
     assert relative_rewards(rewards, ids, "group_mean").tolist() == [-2.0, 2.0]
-    assert relative_rewards(rewards, ids, "group_mean_std").tolist() == [-1.0, 1.0]
+    assert relative_rewards(rewards, ids, "group_mean_std").tolist() == pytest.approx([-1.0, 1.0], abs=1e-6)
     assert relative_rewards(rewards, ids, "group_mean_std", divide_by_std=False).tolist() == [-2.0, 2.0]
 
 

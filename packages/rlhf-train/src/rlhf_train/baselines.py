@@ -1,7 +1,7 @@
-"""Rewards compared among the samples of one prompt. Torch-free: the controller calls it on plain numbers.
+"""Baselines: each rollout's reward is compared with the rewards of its group. Torch-free, for the controller.
 
-`rewards` are [B] float and `group_ids` B ids, results are [B] float64. ValueError is raised for an unknown baseline,
-and unless there are as many ids as rewards.
+In every function `rewards` is [B] float, `group_ids` holds B ids, and the result is [B] float64. The functions raise
+ValueError when the numbers of rewards and ids differ, and for an unknown baseline.
 """
 
 from collections.abc import Sequence
@@ -11,16 +11,18 @@ import numpy as np
 from rlhf_data.errors import unknown
 from rlhf_train.algorithms import BASELINES
 
+MIN_STD = 1e-6  # reward units; added to a group's deviation, so that rewards that differ by noise get advantages near 0
+
 
 def relative_rewards(
     rewards: np.ndarray, group_ids: Sequence[str], baseline: str, *, divide_by_std: bool = True
 ) -> np.ndarray:
-    """Return the rewards as an algorithm compares them.
+    """Return the rewards relative to a baseline.
 
     Args:
-        baseline: "none" leaves them as they are, "group_mean" and "group_mean_std" are `group_normalized`,
-            "leave_one_out" is `leave_one_out`.
-        divide_by_std: for "group_mean_std" only.
+        baseline: "none" returns the rewards unchanged, "group_mean" and "group_mean_std" call `group_normalized`,
+            "leave_one_out" calls `leave_one_out`.
+        divide_by_std: whether "group_mean_std" divides by the deviation; the other baselines never do.
     """
     if baseline == "none":
         return np.asarray(rewards, np.float64)
@@ -32,12 +34,12 @@ def relative_rewards(
 
 
 def leave_one_out(rewards: np.ndarray, group_ids: Sequence[str]) -> np.ndarray:
-    """Return each reward less the mean of the others of its group.
+    """Return each reward minus the mean of the other rewards in its group.
 
         A_i = R_i - sum_{j != i} R_j / (n - 1) = (R_i - mean(R_group)) n / (n - 1)
 
-    A group of equal rewards, or of one, is exactly 0.0. The paper's R holds the KL of the whole response; here the KL
-    is charged token by token in the reward to go, so that the baseline is of the scores alone.
+    The result is exactly 0.0 for groups of equal rewards and for groups of one rollout. The paper's R includes the KL
+    penalty of the whole response. Here R is the reward without the KL, which `token_rewards` charges token by token.
 
     Source: Ahmadian et al. 2024, arXiv:2402.14740, eq. 8; Kool et al. 2019, "Buy 4 REINFORCE samples, get a baseline
     for free!".
@@ -49,17 +51,19 @@ def leave_one_out(rewards: np.ndarray, group_ids: Sequence[str]) -> np.ndarray:
 
 
 def group_normalized(rewards: np.ndarray, group_ids: Sequence[str], *, divide_by_std: bool = True) -> np.ndarray:
-    """Return each reward relative to its group.
+    """Return each reward minus the mean of its group, divided by the group's standard deviation.
 
-        A_i = (R_i - mean(R_group)) / std(R_group)        std without the division when told so
+        A_i = (R_i - mean(R_group)) / (std(R_group) + 1e-6)
 
-    The deviation is the population's. A group of equal rewards has nothing to say: exactly 0.0. A group is known by its
-    id, not by its position, and may have any size; a group of one is all zeros.
+    The deviation is that of the population (divisor n). The constant keeps rewards that differ by far less than 1e-6,
+    such as rounding noise, from becoming advantages of +-1. Groups may have any size and order, because ids tell them
+    apart. The result is exactly 0.0 for groups of equal rewards and for groups of one rollout.
 
     Args:
-        divide_by_std: False keeps the units of the reward.
+        divide_by_std: False leaves the division out, and the result in reward units.
 
-    Source: Shao et al. 2024, arXiv:2402.03300, sec. 4.1.2.
+    Source: Shao et al. 2024, arXiv:2402.03300, sec. 4.1.2; the constant: verl, `compute_grpo_outcome_advantage`
+    (OpenRLHF adds 1e-9).
     """
     if len(rewards) != len(group_ids):
         raise ValueError(f"{len(rewards)} rewards, {len(group_ids)} group ids")
@@ -68,8 +72,8 @@ def group_normalized(rewards: np.ndarray, group_ids: Sequence[str], *, divide_by
     counts = np.bincount(index, minlength=len(names))
     centred = rewards - (np.bincount(index, rewards, len(names)) / np.maximum(counts, 1))[index]
     std = np.sqrt(np.bincount(index, centred**2, len(names)) / np.maximum(counts, 1))[index]
-    # Rounding leaves about 1e-17 of deviation in a group of equal rewards; that is no signal.
+    # The mean of equal rewards is rounded, which leaves a relative deviation of about 1e-17: set it to exactly 0.
     is_equal = std <= 1e-12 * np.maximum(np.abs(rewards), 1.0)
     if not divide_by_std:
         return np.where(is_equal, 0.0, centred)
-    return np.where(is_equal, 0.0, centred / np.where(is_equal, 1.0, std))
+    return np.where(is_equal, 0.0, centred / (std + MIN_STD))

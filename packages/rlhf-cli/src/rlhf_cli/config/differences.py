@@ -71,8 +71,8 @@ def _group_deviation(config: PpoConfig) -> list[str]:
     size = config.rollout.n_samples_per_prompt
     factor = ((size - 1) / size) ** 0.5
     return [
-        f"{config.algorithm.row.name} divides by the population deviation of {size} samples; OpenRLHF by the sample"
-        f" deviation (n - 1), so that its advantages are {factor:.3f} times as large; no flag"
+        f"{config.algorithm.row.name} divides by the population deviation of {size} samples + 1e-6; OpenRLHF by the"
+        f" sample deviation (n - 1) + 1e-9, so that its advantages are {factor:.3f} times as large; no flag"
     ]
 
 
