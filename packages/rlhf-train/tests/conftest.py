@@ -19,7 +19,7 @@ def model_path(tmp_path_factory):
 def make_run(tmp_path, model_path, monkeypatch):
     """Return a function that makes a run of sixteen prompts per step, eight of them even, four samples each."""
     from online_fakes import FakeRanks, Listener, Run, World
-    from rlhf_train.online.generation import make_reward
+    from rlhf_train.online.rewards import make_reward
     from rlhf_train.online.run import assemble
     from rlhf_train.run.recorder import Recorder
     from trainer_testing import tiny_job

@@ -1,18 +1,50 @@
-"""From the rewards that rollouts were given to those that an algorithm learns from. Torch-free."""
+"""The reward of a run: the function that scores rollouts, and the shaping before an algorithm learns from them."""
 
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from rlhf_data.records import FinishReason, Rollout, RolloutGroup
+from rlhf_rollout.protocols import RewardFunction
+from rlhf_rollout.ray_actors import RayScorer
+from rlhf_rollout.rewards.mix import build_reward
+from rlhf_rollout.rewards.model import ModelReward
 from rlhf_rollout.rewards.shaping import RunningMoments, clip_rewards, overlong_penalty, stop_properly
-from rlhf_train.online.job import DynamicSampling, RewardSpec
+from rlhf_train.online.job import DynamicSampling, OnlineJob, RewardSpec
 from rlhf_train.online.summaries import scored
 
 
+def make_reward(job: OnlineJob, scorers: Sequence[Sequence[Any]], log_path: Path) -> RewardFunction:
+    """Return the function that scores the rollouts of `job`.
+
+    Args:
+        job: the run.
+        scorers: Ray handles of the replicas of each reward model, in the order of `job.reward.models`.
+        log_path: file for what reward functions print.
+    """
+    spec = job.reward
+    models = [
+        ModelReward([RayScorer(handle) for handle in replicas], batch_size=spec.batch_size) for replicas in scorers
+    ]
+    return build_reward(
+        spec.sources,
+        timeout_s=spec.timeout_s,
+        num_workers=spec.num_workers,
+        batch_size=spec.batch_size,
+        log_path=log_path,
+        models=models,
+    )
+
+
 class RewardShaper:
-    """Normalises, clips and shapes the rewards of each step as `spec` says, in this order. The overlong penalty is full
-    at `max_tokens` tokens of a response."""
+    """Turns the rewards of each step into those that are trained on: normalizes, clips, then shapes them by length.
+
+    Args:
+        spec: which of these are on, and their numbers.
+        max_tokens: response length in tokens at which the overlong penalty reaches its full size.
+    """
 
     def __init__(self, spec: RewardSpec, *, max_tokens: int) -> None:
         self._spec = spec
@@ -20,12 +52,15 @@ class RewardShaper:
         self._moments = RunningMoments() if spec.running_norm else None
 
     def observe(self, rollouts: Sequence[Rollout]) -> None:
-        """Take the raw rewards of rollouts that have one into account."""
+        """Update the running mean and deviation with the raw rewards of `rollouts`, which all have a reward."""
         if self._moments is not None:
             self._moments.update(_raw(rollouts))
 
     def shape(self, rollouts: Sequence[Rollout]) -> tuple[np.ndarray, dict[str, float]]:
-        """Return the rewards [B] float64 of rollouts that have one, and metrics of what was done to them."""
+        """Return the shaped rewards of `rollouts`, [B] float64, and metrics of the shaping.
+
+        Every rollout must have a reward.
+        """
         spec = self._spec
         rewards = _raw(rollouts)
         metrics: dict[str, float] = {}
@@ -54,9 +89,9 @@ def _raw(rollouts: Sequence[Rollout]) -> np.ndarray:
 
 
 def is_worth_training(group: RolloutGroup, spec: DynamicSampling) -> bool:
-    """Say whether the scores of a group differ and, where bounds are given, their mean lies strictly between.
+    """Return whether a group's scores differ and, with `reward_range`, their mean lies strictly within its bounds.
 
-    Rollouts without a score are left out of account.
+    A group of equal scores has no advantage to learn from. Rollouts without a score are ignored.
 
     Source: Yu et al. 2025, arXiv:2503.14476, sec. 3.2 (DAPO), eq. 11.
     """

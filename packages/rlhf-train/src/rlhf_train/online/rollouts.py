@@ -1,26 +1,34 @@
-"""The generating side: which prompts are asked, and which of their groups go into the stream."""
+"""The generating side: which prompts are asked, how they become scored rollout groups, and which groups are kept."""
 
-from collections.abc import Callable, Sequence
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+from rlhf_data.errors import EngineError
 from rlhf_data.records import Prompt, RolloutGroup
 from rlhf_data.sampler import EpochSampler
-from rlhf_rollout.generator import GenerationCounts, GroupResult, PromptSupply
-from rlhf_train.online.generation import Generation
+from rlhf_models.loading import load_tokenizer
+from rlhf_rollout.agents import SingleTurn
+from rlhf_rollout.generator import GenerationCounts, GroupResult, PromptSupply, generate_groups
+from rlhf_rollout.protocols import RewardFunction, RolloutEngine, SamplingParams
+from rlhf_rollout.router import EngineRouter
 from rlhf_train.online.job import OnlineJob
 from rlhf_train.online.rewards import is_worth_training
 from rlhf_train.online.stream import SampleStream
+from rlhf_train.run.observer import Observer
+from rlhf_train.run.timeline import Timeline
 
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """What a call of `Rollouts.fill` has made.
+    """The result of one call of `Rollouts.fill`.
 
     Attributes:
-        kept: groups that are in the stream now.
-        dropped: groups that are not worth training.
-        counts: the account of all groups, failed ones included.
+        kept: groups that were put into the stream.
+        dropped: complete groups that dynamic sampling leaves out of training.
+        counts: totals over all groups, including those that failed.
     """
 
     kept: tuple[RolloutGroup, ...]
@@ -34,35 +42,52 @@ class Drawn:
 
 
 class Rollouts:
-    """Draws prompts while the stream has room, and has them answered and scored.
+    """Has prompts answered by the engines and scored by the reward, and fills the stream with the groups.
 
-    With dynamic sampling, each group that is not worth training makes room for one prompt more.
+    Generation and rewards run concurrently in an asyncio event loop that belongs to this object. Its methods block, so
+    that the controller stays plain sequential code. With dynamic sampling, each group that is not worth training is
+    replaced by the group of another prompt.
 
     Args:
         job: the run.
-        generation: engines and rewards.
-        stream: where complete groups go.
+        engines: the generation engines, in the order of the plan.
+        reward: scores the rollouts. `close` closes it.
+        stream: receives the complete groups.
+        timeline: counts the seconds of generation, rewards and evaluation.
+        observer: is warned about groups that failed.
 
     Attributes:
-        policy_version: the version of the engines' weights; None before the first sync.
+        engines: as given.
+        policy_version: version of the weights that the engines have; None before the first weight sync.
     """
 
-    def __init__(self, job: OnlineJob, generation: Generation, stream: SampleStream) -> None:
-        self._job = job
-        self._generation = generation
-        self._stream = stream
-        self._sampler = EpochSampler(len(job.prompts), job.batch.rollout_batch_size, seed=job.seed)
+    def __init__(
+        self,
+        job: OnlineJob,
+        engines: Sequence[RolloutEngine],
+        reward: RewardFunction,
+        stream: SampleStream,
+        timeline: Timeline,
+        observer: Observer,
+    ) -> None:
+        self.engines = list(engines)
         self.policy_version: int | None = None
-
-    @property
-    def engines(self) -> Sequence[Any]:
-        """The engines, in the order of the plan."""
-        return self._generation.engines
+        self._job = job
+        self._reward = reward
+        self._stream = stream
+        self._timeline = timeline
+        self._observer = observer
+        self._sampler = EpochSampler(len(job.prompts), job.batch.rollout_batch_size, seed=job.seed)
+        tokenizer = load_tokenizer(job.engine.tokenizer or job.engine.model)
+        self._decode = partial(tokenizer.decode, skip_special_tokens=True)
+        # One loop for the whole run: reward clients keep connections that belong to the loop they were opened in.
+        self._loop = asyncio.Runner()
 
     def fill(self, step: int) -> Drawn:
-        """Generate until the stream is full, or as many prompts were drawn as a step may draw.
+        """Generate until the stream is full, or until the step's limit of prompts is reached.
 
-        Raises EngineError when every group failed, RewardError when the reward cannot run.
+        The limit is the room in the stream, times `max_batches` with dynamic sampling. Raises EngineError when every
+        group failed, RewardError when the reward cannot run.
         """
         dynamic = self._job.dynamic_sampling
         supply = _AdmittedPrompts(
@@ -72,43 +97,96 @@ class Rollouts:
             max_drawn=self._stream.room * (dynamic.max_batches if dynamic else 1),
             keep=self.is_kept,
         )
-        groups, counts = self._generation.run(supply, self._job.sampling, f"step{step}")
+        groups, counts = self._generate(
+            supply, self._job.sampling, phase="generate", group_id_prefix=f"step{step}", settle=supply.settle
+        )
+        # Most rewards are computed while other groups still generate, so they cost no time of their own. Only the
+        # seconds after the last generation are the reward's.
+        self._timeline.move("generate", "reward", counts.reward_wait_s)
         kept = tuple(group for group in groups if self.is_kept(group))
-        return Drawn(kept, tuple(group for group in groups if not self.is_kept(group)), counts)
+        dropped = tuple(group for group in groups if not self.is_kept(group))
+        return Drawn(kept, dropped, counts)
 
     def is_kept(self, group: RolloutGroup) -> bool:
-        """Say whether a group is worth training."""
+        """Return whether a group is trained: all are, unless dynamic sampling leaves them out."""
         dynamic = self._job.dynamic_sampling
         return dynamic is None or is_worth_training(group, dynamic)
 
     def answer_held_out(self, step: int) -> list[RolloutGroup]:
-        """Return the groups of the held-out prompts.
+        """Return the scored groups of the held-out prompts.
 
-        Each call draws with the same seeds: what differs between evaluations is the policy and not the draw.
+        Every call uses the same sampling seeds. Differences between two evaluations then come from the policy and not
+        from the draw. Raises like `fill`.
         """
-        job = self._job
-        prompts, sampling = job.eval_prompts, job.eval_sampling
-        groups, _ = self._generation.run(prompts, sampling, f"eval{step}", seed_key="eval", phase="evaluate")
+        groups, _ = self._generate(
+            self._job.eval_prompts,
+            self._job.eval_sampling,
+            phase="evaluate",
+            group_id_prefix=f"eval{step}",
+            seed_key="eval",
+        )
         return groups
 
     def sleep(self) -> None:
-        """Have the engines give their memory back."""
-        self._generation.await_all(engine.sleep() for engine in self.engines)
+        """Have all engines release their device memory."""
+        self._await_all(engine.sleep() for engine in self.engines)
 
     def wake_up(self) -> None:
-        """Have the engines take their memory again."""
-        self._generation.await_all(engine.wake_up() for engine in self.engines)
+        """Have all engines take their device memory back."""
+        self._await_all(engine.wake_up() for engine in self.engines)
 
     def close(self) -> None:
-        """End the rewards and what runs in this process."""
-        self._generation.close()
+        """Close the reward and the event loop."""
+        self._loop.run(self._reward.close())
+        self._loop.close()
 
     def _next_prompt(self) -> Prompt:
         return self._job.prompts[self._sampler.take(1)[0]]
 
+    def _generate(
+        self, prompts: Iterable[Prompt], sampling: SamplingParams, *, phase: str, group_id_prefix: str, **options: Any
+    ) -> tuple[list[RolloutGroup], GenerationCounts]:
+        """Run `generate_groups` to its end and return the complete groups, in the order of their prompts, and totals.
+
+        `phase` is the timeline's name for the time this takes, `options` are further arguments of `generate_groups`.
+        """
+        counts = GenerationCounts()
+
+        async def collect() -> list[GroupResult]:
+            results = generate_groups(
+                prompts,
+                SingleTurn(EngineRouter(self.engines), self._decode),
+                sampling,
+                self._reward,
+                max_in_flight=self._job.max_in_flight,
+                group_id_prefix=group_id_prefix,
+                counts=counts,
+                **options,
+            )
+            return [result async for result in results]
+
+        with self._timeline.phase(phase):
+            outcome = self._loop.run(collect())
+        if failures := [result.failure for result in outcome if result.group is None]:
+            text = f"{group_id_prefix}: {len(failures)} of {len(outcome)} rollout groups failed in an engine"
+            self._observer.warning(f"{text}; the last: {failures[-1]}")
+        # Groups arrive in the order in which they finish, which varies from run to run. Sorting them by number makes
+        # two runs with one seed train on the same batches in the same order.
+        outcome.sort(key=lambda result: int(result.group_id.rpartition("/")[2]))
+        groups = [result.group for result in outcome if result.group is not None]
+        if not groups:
+            raise EngineError(f"every rollout group failed; the last: {outcome[-1].failure}")
+        return groups, counts
+
+    def _await_all(self, calls: Iterable[Awaitable[Any]]) -> None:
+        async def gather() -> None:
+            await asyncio.gather(*calls)
+
+        self._loop.run(gather())
+
 
 class _AdmittedPrompts(PromptSupply):
-    """Prompts that a stream admits one by one; the stream is told at once what became of each."""
+    """A supply of prompts that asks the stream for admission, prompt by prompt, and reports each result to it."""
 
     def __init__(
         self,
@@ -123,13 +201,14 @@ class _AdmittedPrompts(PromptSupply):
 
     def __next__(self) -> Prompt:
         if not self._stream.room:
-            raise StopIteration  # for now: the next result may make room
+            raise StopIteration  # not the end: `generate_groups` asks again after the next result
         prompt = super().__next__()
+        # Admit only after a prompt was drawn: `super` may refuse one, and the stream would wait for its group forever.
         self._stream.start()
         return prompt
 
     def settle(self, result: GroupResult) -> bool:
-        """Account for the result of a prompt handed out; return whether its group is in the stream now."""
+        """Put a finished group into the stream, or give up its place; return whether it is in the stream."""
         kept = super().settle(result)
         if kept and result.group is not None:
             self._stream.put(result.group)

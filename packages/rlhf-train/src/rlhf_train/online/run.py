@@ -11,13 +11,13 @@ from rlhf_rollout.ray_actors import RayEngine
 from rlhf_train.online.cluster import placed_bundles, ray_cluster, start_processes
 from rlhf_train.online.controller import Controller
 from rlhf_train.online.evaluation import Evaluator
-from rlhf_train.online.generation import Generation, make_reward
 from rlhf_train.online.job import OnlineJob, RunSummary
 from rlhf_train.online.learner import Learner
 from rlhf_train.online.loop import train
 from rlhf_train.online.patience import Patience
 from rlhf_train.online.ranks import RankSet
 from rlhf_train.online.report import Report
+from rlhf_train.online.rewards import make_reward
 from rlhf_train.online.rollouts import Rollouts
 from rlhf_train.online.stream import SampleStream
 from rlhf_train.online.turns import Turns
@@ -72,8 +72,7 @@ def assemble(
     """Put the parts of a run together. `started` is `time.perf_counter()` at the begin of the run."""
     timeline = Timeline(on_phase=observer.phase)
     stream = SampleStream(job.batch.rollout_batch_size)
-    generation = Generation(job, engines, reward, timeline, observer)
-    rollouts = Rollouts(job, generation, stream)
+    rollouts = Rollouts(job, engines, reward, stream, timeline, observer)
     learner = Learner(job, rank_sets)
     turns = Turns(
         rollouts,
