@@ -27,7 +27,11 @@ def ppo(*argv: str) -> Parsed[PpoConfig]:
         (["--eps_clip_low_high", "0.1", "0.2", "--clip_eps_high", "0.1"], "--clip_eps_high set the same", "give one"),
         (["--dual_clip", "3", "--policy_loss_type", "gspo"], "--dual_clip 3 belongs to the PPO loss", "drop --dual_cl"),
         (["--eps_clip_low_high", "1.2", "0.1"], "--eps_clip_low_high is 1.2 0.1: low must lie in", "between 1 - LOW"),
-        (["--old_logprobs", "skip", *ONE_UPDATE], "no KL that could be a part of the reward", "add --use_kl_loss"),
+        (
+            ["--old_logprobs", "skip", *ONE_UPDATE],
+            "leaves nothing to compute the reward's KL penalty from",
+            "add --use_kl_loss",
+        ),
         # the KL
         (
             ["--kl_target", "0.1", "--init_kl_coef", "0"],
@@ -36,7 +40,11 @@ def ppo(*argv: str) -> Parsed[PpoConfig]:
         ),
         (["--kl_unbiased_gradient"], "--use_kl_loss is off", "add --use_kl_loss"),
         # corrections
-        (["--is_correction_level", "token", "--old_logprobs", "rollout"], "a correction compares", "recompute"),
+        (
+            ["--is_correction_level", "token", "--old_logprobs", "rollout"],
+            "an importance correction needs",
+            "recompute",
+        ),
         (["--is_correction_threshold", "2", "1"], "--is_correction_threshold is 2 1", "LOW before HIGH"),
         (["--is_correction_threshold", "-1", "3"], "--is_correction_threshold is -1 3", "LOW before HIGH"),
         # rewards

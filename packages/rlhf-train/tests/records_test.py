@@ -73,7 +73,7 @@ def test_kl_coefficient_weighs_the_loss_or_the_reward(use_kl_loss, loss, reward)
 
 
 def test_kl_in_the_loss_and_in_the_reward_at_once_is_refused():
-    with pytest.raises(ConfigError, match=r"weights 0.3 and 0.01: .* term of the loss or a part of the reward"):
+    with pytest.raises(ConfigError, match=r"in the loss and in the reward \(0.3 and 0.01\); only one may be above 0"):
         AlgorithmSpec(objective=PolicyObjective(kl_coef=0.3), kl_reward_coef=0.01)
 
 
@@ -108,7 +108,7 @@ def test_algorithm_spec_bad_numbers_are_refused(options, message):
     [
         ({"policy_loss": "cispo", "dual_clip": 3.0}, "belongs to the PPO loss, and the policy loss is CISPO"),
         ({"use_kl_loss": True, "kl_coef": 0}, "there is no KL"),
-        ({"old_logprobs": "skip"}, "no KL that could be a part of the reward"),
+        ({"old_logprobs": "skip"}, "leaves nothing to compute the reward's KL penalty from"),
         ({"old_logprobs": "skip", "kl_coef": 0, "correction": TOKEN}, "old log-probs, which are `skip`"),
         ({"old_logprobs": "rollout", "correction": TOKEN}, "old log-probs, which are `rollout`"),
     ],
@@ -167,8 +167,8 @@ def test_online_job_that_cannot_work_is_refused(tmp_path, changes, message):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"num_frozen_steps": 1}, "freezing_actor_steps is for a critic, and GRPO has none"),
-        ({"save_critic": True}, "save_value_network is for a critic, and GRPO has none"),
+        ({"num_frozen_steps": 1}, "freezing_actor_steps needs a critic, and GRPO has none"),
+        ({"save_critic": True}, "save_value_network needs a critic, and GRPO has none"),
         ({"batch": SINGLES}, r"GRPO \(group_norm\) compares the samples of one prompt"),
     ],
 )

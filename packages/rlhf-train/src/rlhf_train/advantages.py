@@ -1,8 +1,8 @@
-"""From rewards to advantages: token rewards, generalised advantage estimation, whitening.
+"""From rewards to advantages: token rewards, generalized advantage estimation, whitening.
 
-Shape letters: B rollouts, T token positions. Positions where the loss mask is False (prompt, environment, padding) are
-skipped, as if the policy's tokens followed each other directly; every result is 0.0 there. ValueError is raised when
-shapes differ.
+Shape letters: B rollouts, T token positions. All functions skip positions where the loss mask is False (prompt,
+environment, padding), as if the policy's tokens followed each other directly. Results are 0.0 at these positions.
+Functions raise ValueError when shapes differ.
 """
 
 import torch
@@ -13,13 +13,13 @@ from rlhf_train.shapes import check_same_shape
 
 
 def placed_rewards(rewards: Tensor, turn_rewards: Tensor, loss_mask: Tensor) -> Tensor:
-    """Place what each rollout earned at its tokens.
+    """Assign each rollout's reward to tokens.
 
         R_t = turn_t + [t is the last trained token] (R - sum_s turn_s)
 
-    Without rewards by turn the whole reward is at the last trained token. What shaping or a comparison within the group
-    changed is at the last trained token, too, as is the reward of a turn whose last token is not trained: the row's sum
-    is R in any case.
+    Each turn's reward stays at the turn's last token. The last trained token gets the rest: the whole reward when there
+    are no rewards by turn, the change by shaping and by the group's baseline, and the rewards of turns whose last token
+    is not trained. Each row sums to R.
 
     Args:
         rewards: [B] float, R, in reward units.
@@ -27,7 +27,7 @@ def placed_rewards(rewards: Tensor, turn_rewards: Tensor, loss_mask: Tensor) -> 
         loss_mask: [B, T] bool.
 
     Returns:
-        [B, T] float. A rollout without a trained token has no place for its reward: all zeros.
+        [B, T] float. A row without trained tokens is all zeros.
     """
     check_same_shape(turn_rewards=turn_rewards, loss_mask=loss_mask)
     placed = turn_rewards.masked_fill(~loss_mask, 0.0)
@@ -35,13 +35,13 @@ def placed_rewards(rewards: Tensor, turn_rewards: Tensor, loss_mask: Tensor) -> 
 
 
 def token_rewards(rewards: Tensor, kl: Tensor, loss_mask: Tensor, *, kl_coef: float) -> Tensor:
-    """Charge the KL to the reference to the rewards of tokens.
+    """Subtract the KL penalty from the rewards of tokens.
 
         r_t = R_t - kl_coef kl_t
 
     Args:
         rewards: [B, T] float, in reward units, from `placed_rewards`.
-        kl: [B, T] float, nats, to the reference; zeros when the KL is no part of the reward.
+        kl: [B, T] float, nats, to the reference; zeros when the reward includes no KL penalty.
         loss_mask: [B, T] bool.
         kl_coef: reward units per nat, >= 0.
 
@@ -55,7 +55,7 @@ def token_rewards(rewards: Tensor, kl: Tensor, loss_mask: Tensor, *, kl_coef: fl
 
 
 def last_trained(loss_mask: Tensor) -> Tensor:
-    """Return where the last trained token of each row of `loss_mask` [B, T] is, as [B, T] bool."""
+    """Return [B, T] bool that marks the last trained token of each row of `loss_mask` [B, T] bool."""
     position = torch.arange(loss_mask.shape[1], device=loss_mask.device)
     return loss_mask & (position == torch.where(loss_mask, position, -1).amax(dim=1, keepdim=True))
 
@@ -69,32 +69,33 @@ def generalized_advantages(
     lambd: float,
     last_values: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return advantages and returns.
+    """Return advantages and returns by generalized advantage estimation.
 
         delta_t = r_t + gamma V_{t'} - V_t
-        A_t     = delta_t + gamma lambd A_{t'}        t' = the next trained token; after the last V and A are 0
+        A_t     = delta_t + gamma lambd A_{t'}        t' = the next trained token; after the last one V and A are 0
         R_t     = A_t + V_t
 
-    For a rollout that was cut off, V after the last token is what the critic expects of going on from there.
-
-    With values of zero and lambd = 1 both are the discounted sum of rewards from t on.
+    A rollout that the length limit cut off has not ended. For it, V after the last token is the critic's estimate of
+    the reward that would have followed (`last_values`). With zero values and lambd = 1, advantages and returns are both
+    the discounted sum of rewards from t on.
 
     Args:
         rewards: [B, T] float, from `token_rewards`.
-        values: [B, T] float, in reward units: V_t is of the state before token t is written.
+        values: [B, T] float, in reward units; V_t is the value of the state before token t is written.
         loss_mask: [B, T] bool.
         gamma: discount per token.
-        lambd: 0 trusts the values, 1 the rewards.
-        last_values: [B] float, the value after the last token of each rollout; 0.0 for those that ended by themselves.
-            None is 0.0 for all.
+        lambd: in [0, 1]; 0 relies on the values alone (more bias), 1 on the rewards alone (more variance).
+        last_values: [B] float, the value after the last token of each rollout that was cut off; 0.0 for the others.
+            None means 0.0 for all.
 
     Returns:
         ([B, T], [B, T]) float32: advantages and returns, 0.0 where the mask is False.
 
-    Source: Schulman et al. 2016, arXiv:1506.02438, eq. 11 and 16; going on after a cut: Pardo et al. 2018,
+    Source: Schulman et al. 2016, arXiv:1506.02438, eq. 11 and 16; the value after a cut: Pardo et al. 2018,
     arXiv:1712.00378.
     """
     check_same_shape(rewards=rewards, values=values, loss_mask=loss_mask)
+    # The kernel takes packed sequences: row b occupies positions bounds[b] to bounds[b + 1] of the flattened tensors.
     bounds = values.shape[1] * torch.arange(len(values) + 1, device=values.device)
     flat = [tensor.flatten() for tensor in (rewards, values, loss_mask)]
     results = packed_gae(*flat, bounds, gamma=gamma, lambd=lambd, last_values=last_values)
@@ -103,23 +104,27 @@ def generalized_advantages(
 
 
 def moments(values: Tensor, loss_mask: Tensor) -> Tensor:
-    """Return [3] float64, to be added up over ranks: count, sum and sum of squares of `values` [B, T] where `loss_mask`
-    [B, T] bool holds."""
+    """Return count, sum and sum of squares of the trained `values`, [3] float64. Ranks add theirs up for `whiten`.
+
+    Args:
+        values: [B, T] float.
+        loss_mask: [B, T] bool.
+    """
     chosen = values[loss_mask].double()
     return torch.stack([chosen.new_tensor(float(chosen.numel())), chosen.sum(), (chosen**2).sum()])
 
 
 def whiten(values: Tensor, loss_mask: Tensor, global_moments: Tensor, *, divide_by_std: bool = True) -> Tensor:
-    """Return values shifted to mean 0 and, unless told otherwise, scaled to deviation 1 over the whole rollout batch.
+    """Return values with mean 0 and standard deviation 1 over the trained tokens of the whole rollout batch.
 
     Args:
         values: [B, T] float.
         loss_mask: [B, T] bool.
         global_moments: [3] float64, `moments` added up over all ranks.
-        divide_by_std: False only centres.
+        divide_by_std: False subtracts the mean and does not divide.
 
     Returns:
-        [B, T] float, 0.0 where the mask is False. Equal values become 0.0: the variance is kept at 1e-8 or more.
+        [B, T] float, 0.0 where the mask is False. Equal values become 0.0, because the variance is at least 1e-8.
     """
     count, total, squares = global_moments.to(values.device)
     mean = total / count.clamp(min=1)

@@ -1,7 +1,7 @@
-"""The tables of algorithms: an algorithm is an estimator, its loss terms, a reduction and whether it needs a critic.
+"""The tables of advantage estimators and policy losses, and the settings of one algorithm.
 
-A row is plain data, so it travels to Ray workers. `advantages`, `baselines`, `kl` and `rlhf_kernels.packed_policy_loss`
-say what the names stand for.
+A row is plain data, which can be sent to Ray workers. The functions behind the names are in `advantages`, `baselines`,
+`kl` and `rlhf_kernels.packed_policy_loss`.
 """
 
 from collections.abc import Collection, Mapping
@@ -23,15 +23,15 @@ CORRECTION_MODES = ("truncate", "mask")
 
 @dataclass(frozen=True, slots=True)
 class AlgorithmRow:
-    """What sets one algorithm apart.
+    """One advantage estimator with the defaults of its paper.
 
     Attributes:
         name: the value of --advantage_estimator.
-        title: what papers call it.
-        baseline: what a rollout's reward is compared with, see `baselines`.
-        reduction: how token losses become one number.
-        whiten: whether advantages are whitened over the tokens of the whole rollout batch.
-        uses_critic: whether values are learned.
+        title: its name in papers.
+        baseline: subtracted from each rollout's reward; see `baselines`.
+        reduction: how the losses of tokens become one number.
+        whiten: whether advantages are whitened over all tokens of the rollout batch.
+        uses_critic: whether a critic learns values.
     """
 
     name: str
@@ -43,7 +43,7 @@ class AlgorithmRow:
 
     @property
     def uses_group(self) -> bool:
-        """Whether the samples of one prompt are compared, so that one sample per prompt cannot work."""
+        """Whether rewards are compared within a group; the algorithm then needs several samples per prompt."""
         return self.baseline != "none"
 
     @property
@@ -72,13 +72,13 @@ ALGORITHMS: Mapping[str, AlgorithmRow] = {
 
 @dataclass(frozen=True, slots=True)
 class PolicyLossRow:
-    """A policy loss; `rlhf_kernels.packed_policy_loss` has their formulas and sources.
+    """One policy loss. `rlhf_kernels.packed_policy_loss` has the formulas and sources.
 
     Attributes:
         name: the value of --policy_loss_type.
-        title: what papers call it.
-        reduction: how its token losses become one number; None leaves that to the estimator.
-        uses_ratio: whether the ratio to the old policy is in it, so that it allows for several updates per batch.
+        title: its name in papers.
+        reduction: how the losses of tokens become one number; None for the estimator's.
+        uses_ratio: whether it includes the ratio to the old policy, which keeps several updates per batch valid.
         dual_clip: whether --dual_clip applies.
     """
 
@@ -101,7 +101,7 @@ POLICY_LOSSES: Mapping[str, PolicyLossRow] = {
 
 
 def _check_names(*names: tuple[str, str, Collection[str]]) -> None:
-    """Raise ConfigError for a name that is not among the known ones of its kind."""
+    """Raise ConfigError for an unknown name. `names` holds triples: the kind, the name, and the known names."""
     for kind, name, known in names:
         if name not in known:
             raise ConfigError(unknown(kind, name, known))
@@ -109,13 +109,13 @@ def _check_names(*names: tuple[str, str, Collection[str]]) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CorrectionSpec:
-    """How the gap between the engine's and the trainer's probabilities is corrected; see `corrections`.
+    """How importance weights correct the gap between engine and trainer; see `corrections`.
 
     Attributes:
-        level: "off", or over what the importance weight is taken: "token", "sequence" (the product of its tokens') or
-            "geometric" (their geometric mean).
-        mode: "truncate" bounds the weights; "mask" leaves out of the actor's loss what lies beyond the bounds, KL and
-            entropy terms included.
+        level: "off", "token" (a weight per token), "sequence" (the product over a rollout's tokens) or "geometric"
+            (their geometric mean).
+        mode: "truncate" bounds the weights; "mask" removes tokens with weights out of bounds from all terms of the
+            actor's loss, KL and entropy included.
         low: smallest weight, >= 0.
         high: largest weight, > low.
     """
@@ -136,24 +136,26 @@ class CorrectionSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlgorithmSpec:
-    """One algorithm with its numbers; `make_algorithm` gives it the defaults of its rows.
+    """One algorithm with its numbers. `make_algorithm` fills in the defaults of its rows.
 
     Attributes:
-        estimator: a row of `ALGORITHMS`.
-        objective: the actor's loss. Its `kl_coef` is the first one when the coefficient adapts.
-        kl_reward_coef: weight of the KL to the reference as a part of the reward, in reward units per nat, >= 0; it is
-            0 where the KL is a term of the loss. The first one when the coefficient adapts.
-        kl_target: nats per token that an adaptive coefficient steers to; None keeps the coefficient fixed.
-        kl_horizon: rollouts over which an adaptive coefficient can move by a fifth.
+        estimator: name of a row of `ALGORITHMS`.
+        objective: the actor's loss. Its `kl_coef` is the initial value when the coefficient adapts.
+        kl_reward_coef: weight of the KL penalty in the reward, in reward units per nat, >= 0; 0 when the KL is a term
+            of the loss. The initial value when the coefficient adapts.
+        kl_target: KL in nats per token that an adaptive coefficient steers towards; None keeps the coefficient fixed.
+        kl_horizon: rollouts over which an adaptive coefficient can change by about a fifth.
         gamma: discount per token, in [0, 1].
-        lambd: GAE's trade of bias for variance, in [0, 1].
-        value_clip: largest move of a value from its old one that still lowers the loss; None for no limit.
-        bootstrap_truncated: a rollout that the length limit ended goes on with the critic's value of its last state.
-        old_logprobs: "recompute" runs the trainer's model once before the update, "rollout" takes the engine's,
-            "skip" takes those of the update itself, which must then be the only one of its batch.
+        lambd: lambda of GAE, in [0, 1]: lower means more bias and less variance.
+        value_clip: distance from the old value beyond which a value no longer lowers the loss; None for no limit.
+        bootstrap_truncated: add the critic's value of the last state to the return of a rollout that the length limit
+            ended.
+        old_logprobs: where the old log-probs come from. "recompute" runs the trainer's model once before the updates,
+            "rollout" takes the engine's, and "skip" takes those of the update itself, which must then be the only
+            update of its batch.
         correction: of the gap between engine and trainer.
-        whiten_std: False only centres: no division by the batch's deviation where the row whitens, nor by the group's
-            where it does not.
+        whiten_std: False subtracts the mean without dividing by the deviation: of the batch where the estimator
+            whitens, of the group where it does not.
     """
 
     estimator: str = "gae"
@@ -186,22 +188,23 @@ class AlgorithmSpec:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must {wanted}")
         if self.use_kl_loss and self.kl_reward_coef:
             weights = f"{self.objective.kl_coef:g} and {self.kl_reward_coef:g}"
-            raise ConfigError(f"the KL has the weights {weights}: it is a term of the loss or a part of the reward")
+            message = f"the KL has weights in the loss and in the reward ({weights}); only one may be above 0"
+            raise ConfigError(message)
         if self.old_logprobs == "skip" and self.kl_reward_coef:
             hint = "add --use_kl_loss, or set --init_kl_coef 0 or --old_logprobs recompute"
-            raise ConfigError("without old log-probs there is no KL that could be a part of the reward", hint=hint)
+            raise ConfigError("--old_logprobs skip leaves nothing to compute the reward's KL penalty from", hint=hint)
         if self.old_logprobs != "recompute" and self.correction.level != "off":
-            message = f"a correction compares the trainer's old log-probs, which are `{self.old_logprobs}`"
+            message = f"an importance correction needs the trainer's old log-probs; they are `{self.old_logprobs}`"
             raise ConfigError(message, hint="use --old_logprobs recompute")
 
     @property
     def row(self) -> AlgorithmRow:
-        """The estimator's row."""
+        """The row of the estimator."""
         return ALGORITHMS[self.estimator]
 
     @property
     def loss(self) -> PolicyLossRow:
-        """The policy loss's row."""
+        """The row of the policy loss."""
         return POLICY_LOSSES[self.objective.policy_loss]
 
     @property
@@ -211,7 +214,7 @@ class AlgorithmSpec:
 
     @property
     def kl_coef(self) -> float:
-        """Weight of the KL to the reference, wherever it is; the first one when it adapts."""
+        """Weight of the KL to the reference, in the loss or in the reward; the initial value when it adapts."""
         return self.objective.kl_coef or self.kl_reward_coef
 
     @property
@@ -234,9 +237,9 @@ def make_algorithm(
     Args:
         estimator: a row of `ALGORITHMS`.
         policy_loss: a row of `POLICY_LOSSES`.
-        reduction: None for the policy loss's own, or else the estimator's.
-        kl_coef: weight of the KL to the reference; 0 for no reference.
-        use_kl_loss: the KL is a term of the loss instead of a part of the reward.
+        reduction: None for that of the policy loss, or that of the estimator if the policy loss has none.
+        kl_coef: weight of the KL to the reference; 0 for no reference model.
+        use_kl_loss: make the KL a term of the loss instead of a penalty in the reward.
         numbers: fields of `PolicyObjective` and `AlgorithmSpec`.
 
     Raises:
@@ -248,7 +251,7 @@ def make_algorithm(
         ("reduction", reduction or REDUCTIONS[0], REDUCTIONS),
     )
     if use_kl_loss and not kl_coef:
-        message = "the KL is a loss and its coefficient is 0: there is no KL"
+        message = "--use_kl_loss adds a KL term to the loss, and the coefficient of the KL is 0"
         raise ConfigError(message, hint="set --init_kl_coef above 0, or drop --use_kl_loss")
     loss = POLICY_LOSSES[policy_loss]
     if numbers.get("dual_clip") is not None and not loss.dual_clip:

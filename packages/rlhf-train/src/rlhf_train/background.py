@@ -1,4 +1,4 @@
-"""Writing beside the work: a run goes on while its files are written."""
+"""Writes files on a thread while the run goes on."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -8,20 +8,21 @@ from rlhf_data.errors import RlhfError
 
 
 def cannot_write(path: object, error: Exception) -> RlhfError:
-    """Return the error for a file of a run that cannot be written, such as on a full disk."""
+    """Return the error for a file of a run that cannot be written, for example because the disk is full."""
     return RlhfError(f"{path} cannot be written: {error}", hint="free space there, or use another --save_path")
 
 
 class BackgroundWriter:
-    """Calls functions that write to one place, one after the other, on a thread of its own.
+    """Calls functions that write to one file, one after the other, on a thread of its own.
 
-    What was submitted is written even when the run ends by an exception or Ctrl-C: `close` waits for it, and without a
-    `close` the interpreter waits before it exits. After a failed write nothing more is written, so that a file never
-    has a gap in the middle.
+    Everything submitted is written even when the run ends by an exception or Ctrl-C: `close` waits for it, and without
+    `close` the interpreter waits at exit. After a failed write, later ones are skipped, so that the file has no gap in
+    the middle.
 
     Args:
-        describe: from what a failed write raised to the error for the user.
-        max_pending: writes that may wait; `submit` waits for room. It bounds the memory of records that wait.
+        describe: turns the exception of a failed write into the error for the user.
+        max_pending: largest number of waiting writes. `submit` blocks at this number, which bounds the memory that
+            waiting records take.
     """
 
     def __init__(self, describe: Callable[[Exception], RlhfError], *, max_pending: int = 4) -> None:
@@ -32,14 +33,19 @@ class BackgroundWriter:
         self._failure: Exception | None = None
 
     def submit(self, write: Callable[[], None]) -> None:
-        """Call `write` after all that was submitted before. Raises what `describe` returns when a write failed."""
+        """Call `write` after everything submitted earlier.
+
+        Raises the error that `describe` returns when an earlier write failed.
+        """
         self._check()
         self._room.acquire()
         self._executor.submit(self._run, write)
 
     def close(self, finish: Callable[[], None]) -> None:
-        """Wait until everything is written, then call `finish`, whether or not a write failed. Raises what `describe`
-        returns when one did, or `finish`."""
+        """Wait until everything is written, then call `finish`, even when a write failed.
+
+        Raises the error that `describe` returns when a write or `finish` failed.
+        """
         self._executor.shutdown(wait=True)
         try:
             finish()

@@ -1,7 +1,8 @@
-"""Which rollout is trained where and when: mini-batches, ranks and micro-batches as lists of indices. Torch-free.
+"""The plan of a step: which rollouts form each mini-batch, rank shard and micro-batch, as lists of indices. Torch-free.
 
-The plan is made once per step, from lengths alone. What an update sees, and what its loss is divided by, depends on the
-seed and the mini-batch size only, never on the number of ranks or the size of micro-batches.
+The plan is made once per step, from the rollouts' lengths. The rollouts of an update, and the counts that its loss is
+divided by, depend only on the seed and the mini-batch size. The number of ranks and the micro-batch size do not change
+them.
 """
 
 from collections.abc import Sequence
@@ -14,12 +15,12 @@ from rlhf_data.packing import split_balanced
 
 @dataclass(frozen=True, slots=True)
 class Denominators:
-    """What a loss is divided by: counts over all micro-batches, accumulation steps and ranks of one update.
+    """The counts that a loss is divided by, over all micro-batches and ranks of one update.
 
     Attributes:
-        num_tokens: tokens trained.
-        num_sequences: rollouts with at least one such token.
-        max_tokens: the longest response allowed; the constant of seq_mean_token_sum_norm.
+        num_tokens: trained tokens.
+        num_sequences: rollouts with at least one trained token.
+        max_tokens: longest response allowed; the divisor of seq_mean_token_sum_norm.
     """
 
     num_tokens: int
@@ -32,9 +33,10 @@ class MiniBatch:
     """One rank's part of one update.
 
     Attributes:
-        micro_batches: rows of the rank's shard, one tuple per forward-backward pass. Every rank has equally many; one
-            that runs out of rows has empty tuples, for which it takes part in the collectives with a loss of zero.
-        denominators: of the whole update, equal on all ranks, while no token has been left out.
+        micro_batches: rows of the rank's shard, one tuple per forward-backward pass. All ranks have the same number. A
+            rank with fewer rows gets empty tuples, for which it runs a pass with zero loss: collectives need every
+            rank.
+        denominators: of the whole update, the same on all ranks, counted before any token is dropped.
     """
 
     micro_batches: tuple[tuple[int, ...], ...]
@@ -43,12 +45,12 @@ class MiniBatch:
 
 @dataclass(frozen=True, slots=True)
 class RankPlan:
-    """What one data-parallel rank does in one step.
+    """The work of one data-parallel rank in one step.
 
     Attributes:
-        rows: the rollouts of its shard, as indices into the step's rollouts.
-        forward_batches: rows of the shard, one tuple per forward pass without gradient; equally many on every rank.
-        mini_batches: its parts of the updates, in order.
+        rows: the rollouts of the rank's shard, as indices into the step's rollouts.
+        forward_batches: rows of the shard, one tuple per forward pass without gradient; the same number on every rank.
+        mini_batches: the rank's part of each update, in order.
     """
 
     rows: tuple[int, ...]
@@ -70,17 +72,17 @@ def plan_batches(
     """Return one plan per rank; each rollout is in exactly one mini-batch of exactly one rank.
 
     Args:
-        num_tokens: of each rollout, prompt included; what ranks are balanced by.
+        num_tokens: tokens of each rollout, prompt included. Ranks get about equal sums of them.
         num_response_tokens: trained tokens of each rollout.
         num_ranks: data-parallel ranks.
-        num_mini_batches: updates per epoch; their sizes differ by one at most.
-        micro_train_batch_size: rows of a forward-backward pass.
-        micro_rollout_batch_size: rows of a forward pass without gradient.
-        max_response_tokens: goes into the denominators.
-        seed: of the order in which rollouts are dealt to mini-batches.
+        num_mini_batches: updates per epoch; their sizes differ by at most one.
+        micro_train_batch_size: rows per forward-backward pass.
+        micro_rollout_batch_size: rows per forward pass without gradient.
+        max_response_tokens: becomes `Denominators.max_tokens`.
+        seed: decides which rollouts form a mini-batch.
 
     Raises:
-        ValueError: no rollouts, or fewer than mini-batches.
+        ValueError: no rollouts, or fewer rollouts than mini-batches.
     """
     count = len(num_tokens)
     if count < num_mini_batches or not count:
@@ -92,11 +94,12 @@ def plan_batches(
         response = [num_response_tokens[i] for i in members]
         denominators = Denominators(sum(response), sum(n > 0 for n in response), max_response_tokens)
         shares = _shares([num_tokens[i] for i in members], num_ranks)
+        # Ranks must run the same number of passes, or a collective would wait forever.
         num_micro = max(-(-len(share) // micro_train_batch_size) for share in shares)
         for rank, share in enumerate(shares):
             first = len(rows[rank])
             rows[rank] += [int(members[i]) for i in share]
-            local = range(first, len(rows[rank]))
+            local = range(first, len(rows[rank]))  # from the rollout's index in the step to its row in the shard
             mini_batches[rank].append(MiniBatch(_chunks(local, micro_train_batch_size, num_micro), denominators))
     num_forward = max(-(-len(shard) // micro_rollout_batch_size) for shard in rows)
     return tuple(
@@ -106,7 +109,11 @@ def plan_batches(
 
 
 def _shares(weights: Sequence[int], num_ranks: int) -> list[list[int]]:
-    """Deal items to ranks evenly; each share from long to short, so that neighbours need little padding."""
+    """Split items into one share per rank with about equal weights.
+
+    Each share is sorted from long to short, so that the rows of a micro-batch have similar lengths and need little
+    padding.
+    """
     if len(weights) < num_ranks:
         return [[item] if item < len(weights) else [] for item in range(num_ranks)]
     parts = split_balanced(weights, num_ranks)

@@ -1,7 +1,8 @@
-"""The gap between the probabilities of the engine that sampled and of the trainer that learns, and its correction.
+"""Importance weights that correct for the gap between the engine's and the trainer's probabilities.
 
-Engine and trainer compute the same policy by different kernels, and an engine may be a few updates behind. A gradient
-from the engine's samples is that of the trainer's policy only under importance weights
+Engine and trainer compute the same policy with different kernels, and an engine's weights may be a few updates old. The
+samples therefore come from a slightly different policy than the one that is trained. A policy gradient from them is
+unbiased when each token is weighted by
 
     w_t = exp(old_logprobs_t - rollout_logprobs_t)
 
@@ -21,17 +22,18 @@ def importance_weights(old_logprobs: Tensor, rollout_logprobs: Tensor, loss_mask
     """Return the importance weight of every token.
 
         token      w_t
-        sequence   prod_t w_t,                       in all places of its rollout
-        geometric  (prod_t w_t)^(1/n),               likewise; n = trained tokens of the rollout
+        sequence   prod_t w_t            the same weight for all tokens of a rollout
+        geometric  (prod_t w_t)^(1/n)    likewise; n = trained tokens of the rollout
 
     Args:
-        old_logprobs: [B, T] float, nats, the trainer's before the update.
-        rollout_logprobs: [B, T] float, nats, the engine's.
+        old_logprobs: [B, T] float, nats, from the trainer before the step's first update.
+        rollout_logprobs: [B, T] float, nats, from the engine.
         loss_mask: [B, T] bool.
-        level: one of the names above. "sequence" is unbiased and grows wild with length, "token" is the reverse.
+        level: one of the names above. "sequence" is unbiased, but its variance grows with length; "token" has low
+            variance and is biased.
 
     Returns:
-        [B, T] float, 1.0 where the mask is False; logarithms are clamped to +-20.
+        [B, T] float, 1.0 where the mask is False. Log-weights are clamped to +-20 nats.
 
     Source: token: Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training"; sequence:
     Liu et al. 2025, "When speed kills stability"; geometric: Zheng et al. 2025, arXiv:2507.18071, eq. 7.
@@ -53,19 +55,19 @@ def importance_weights(old_logprobs: Tensor, rollout_logprobs: Tensor, loss_mask
 def bounded_weights(
     weights: Tensor, loss_mask: Tensor, *, mode: str, low: float, high: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Keep importance weights within bounds.
+    """Bound importance weights, by truncation or by masking.
 
     Args:
         weights: [B, T] float, from `importance_weights`.
         loss_mask: [B, T] bool.
-        mode: "truncate" sets what is beyond a bound to it; "mask" leaves it out of the loss, and so of what the loss is
-            divided by.
+        mode: "truncate" sets a weight beyond a bound to the bound. "mask" removes the token from the loss and from
+            the counts that the loss is divided by.
         low: smallest weight.
         high: largest weight.
 
     Returns:
-        Weights [B, T] float; the mask that is left, [B, T] bool; and which trained weights were out of bounds,
-        [B, T] bool.
+        Weights [B, T] float; the loss mask without what was removed, [B, T] bool; and which trained tokens had a weight
+        out of bounds, [B, T] bool.
 
     Source: truncate: Yao et al. 2025 (above), after Ionides 2008, "Truncated importance sampling"; mask: Ling
     Team 2025, arXiv:2510.18855 (IcePop).

@@ -1,7 +1,8 @@
 """Rollouts as aligned tensors, ready for estimators and losses.
 
-Shape letters: B rollouts of one rank's shard, T the longest of them. Column t of every [B, T] tensor belongs to token
-t: log-probs are of that token given the tokens before it, values are of the state before it is written.
+Shape letters: B rollouts in the shard of one rank, T tokens in the longest of them. Position t of every [B, T] tensor
+belongs to token t: its log-prob is conditioned on the tokens before it, and its value is that of the state before it is
+written.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,16 +25,17 @@ class Experience:
         rollout_ids: B ids.
         token_ids: B arrays of the rollouts' tokens, [L_i] int32 each.
         loss_mask: [B, T] bool, True where the token is trained.
-        policy_mask: [B, T] bool, the trained tokens that the policy loss includes.
-        policy_versions: [B, T] int32, the version of the policy that wrote each token; -1 where it wrote none.
+        policy_mask: [B, T] bool, the trained tokens that the policy loss includes. The off-policy correction can mask
+            further tokens for the policy, while the critic still learns from them.
+        policy_versions: [B, T] int32, the version of the policy that wrote each token; -1 for all other tokens.
         rollout_logprobs: [B, T] float32, nats, from the engine; 0.0 where the mask is False.
-        rewards: [B] float32, what each rollout earned in all, after shaping and any comparison within its group.
-        turn_rewards: [B, T] float32, the part of it that a turn earned, at the turn's last token and as its verdict has
-            it; 0.0 elsewhere.
-        truncated: [B] bool, whether the length limit ended it.
-        columns: name to [B, T] float32, filled in as models are run; 0.0 where the mask is False. `last_values` has the
-            value of a rollout's last state at its last trained token, `trained` is 1.0 where the loss mask still holds,
-            `weights` are what the policy loss is multiplied by.
+        rewards: [B] float32, the total reward of each rollout, after shaping and after the group's baseline.
+        turn_rewards: [B, T] float32, each turn's reward from the verdict, unshaped, at the turn's last token; 0.0
+            elsewhere.
+        truncated: [B] bool, whether the length limit ended the rollout.
+        columns: name to [B, T] float32, filled in as models run; 0.0 where the mask is False. `last_values` holds the
+            value of the state after a truncated rollout, at its last trained token. `trained` is 1.0 where the loss
+            mask is True. `weights` multiply the policy loss.
     """
 
     rollout_ids: list[str]
@@ -49,7 +51,7 @@ class Experience:
 
     @classmethod
     def from_rollouts(cls, rollouts: Sequence[Rollout], rewards: Sequence[float]) -> "Experience":
-        """Align `rollouts`; `rewards` has one number for each. Raises ValueError unless it does."""
+        """Align `rollouts` as tensors. Raises ValueError unless `rewards` has one number per rollout."""
         if len(rewards) != len(rollouts):
             raise ValueError(f"{len(rewards)} rewards for {len(rollouts)} rollouts")
         width = max((rollout.num_tokens for rollout in rollouts), default=1)
@@ -77,12 +79,12 @@ class Experience:
         )
 
     def set_column(self, name: str, values: Tensor) -> None:
-        """Store a [B, T] tensor under `name`, zeroed where nothing is trained."""
+        """Store a [B, T] tensor under `name`, with 0.0 at tokens that are not trained."""
         assert name in COLUMNS, name
         self.columns[name] = values.detach().float().cpu().masked_fill(~self.loss_mask, 0.0)
 
     def restrict(self, kept: Tensor) -> None:
-        """Train only where `kept` [B, T] holds, too: masks shrink, and columns are 0.0 beyond."""
+        """Stop training the tokens where `kept` [B, T] bool is False: clear them in the masks, set columns to 0.0."""
         self.loss_mask &= kept
         self.policy_mask &= kept
         for name, column in self.columns.items():
@@ -90,12 +92,15 @@ class Experience:
         self.rollout_logprobs = self.rollout_logprobs.masked_fill(~self.loss_mask, 0.0)
 
     def export(self, names: Sequence[str]) -> dict[str, dict[str, np.ndarray]]:
-        """Return columns as name to rollout id to [L_i] array, for a rank of another set."""
+        """Return the named columns for ranks of another rank set, as name to rollout id to [L_i] array.
+
+        The keys are rollout ids, because the other rank set has dealt the rollouts to its ranks in its own way.
+        """
         rows = [(row, rollout_id, len(self.token_ids[row])) for row, rollout_id in enumerate(self.rollout_ids)]
         return {name: {key: self.columns[name][row, :size].numpy() for row, key, size in rows} for name in names}
 
     def adopt(self, *parts: Mapping[str, Mapping[str, np.ndarray]]) -> None:
-        """Take the columns of this shard's rollouts out of what other ranks exported, all of them together."""
+        """Store the columns of this shard's rollouts. `parts` are the exports of all ranks of the other rank set."""
         for name in {name for part in parts for name in part}:
             exported = {rollout_id: values for part in parts for rollout_id, values in part.get(name, {}).items()}
             column = torch.zeros(self.loss_mask.shape)

@@ -1,6 +1,6 @@
-"""Estimates of the KL divergence from the reference, one a token, and the weight that it has.
+"""Per-token estimates of the KL divergence from the reference, and the rule that adapts its coefficient.
 
-ValueError is raised for an unknown estimator, and when shapes differ.
+Functions raise ValueError for an unknown estimator, and when shapes differ.
 """
 
 import math
@@ -13,7 +13,7 @@ from rlhf_train.algorithms import KL_ESTIMATORS
 from rlhf_train.shapes import check_same_shape
 
 MAX_LOG_RATIO = 20.0  # nats; exp(20) is 5e8, far beyond any clip range and far below overflow
-MAX_KL_ERROR = 0.2
+MAX_KL_ERROR = 0.2  # bound of the relative deviation from the target, as in the paper
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
@@ -21,16 +21,16 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tenso
 
         d = logprobs - ref_logprobs
         k1 = d            unbiased, may be negative
-        k2 = d^2 / 2      biased, never negative; its gradient is the true one in expectation, on policy
+        k2 = d^2 / 2      biased, never negative; on policy, its expected gradient is that of the KL
         k3 = e^-d - 1 + d unbiased, never negative
 
     Args:
         logprobs: [B, T] float, nats; may carry a gradient.
         ref_logprobs: [B, T] float, nats; a constant.
-        estimator: k1, k2 or k3.
+        estimator: "k1", "k2" or "k3".
 
     Returns:
-        [B, T] float, nats; exactly 0 where the two agree.
+        [B, T] float, nats; exactly 0 where the two log-probs are equal. d is clamped to +-20.
 
     Source: Schulman 2020, "Approximating KL divergence" (joschu.net/blog/kl-approx.html).
     """
@@ -46,18 +46,19 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tenso
 
 
 def adapted_kl_coef(kl_coef: float, kl: float, *, target: float, horizon: int, num_rollouts: int) -> float:
-    """Return the coefficient for the next batch: larger when the KL was above its target, smaller when below.
+    """Return the KL coefficient for the next step: larger when the KL was above its target, smaller when below.
 
         kl_coef exp(clip(kl / target - 1, -0.2, 0.2) num_rollouts / horizon)
 
-    The paper's factor is the first two terms of that exponential, which never reaches 0, however large the batch.
+    The paper's factor, 1 + clip(...) num_rollouts / horizon, is the first-order expansion of this one. The exponential
+    stays above 0 for a batch of any size.
 
     Args:
-        kl_coef: the one that the batch was made with.
-        kl: nats a token, mean over the batch; unchanged coefficient when it is not finite.
-        target: nats a token, > 0.
-        horizon: rollouts, >= 1.
-        num_rollouts: trained in the batch.
+        kl_coef: coefficient of the step that measured `kl`.
+        kl: mean over the batch, nats per token. The coefficient stays unchanged when `kl` is not finite.
+        target: nats per token, > 0.
+        horizon: rollouts over which the coefficient changes by at most about a fifth, >= 1.
+        num_rollouts: rollouts trained in the step.
 
     Source: Ziegler et al. 2019, arXiv:1909.08593, sec. 2.2, where the KL is that of a whole response.
     """

@@ -1,4 +1,4 @@
-"""What a model on the training side is told, as plain frozen data."""
+"""Settings of a model on the training side and of its optimizer, as frozen data."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -6,16 +6,16 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerSpec:
-    """AdamW and its schedule.
+    """Settings of AdamW and of the learning-rate schedule.
 
     Attributes:
-        learning_rate: the peak.
-        betas, eps, weight_decay: AdamW's.
-        max_norm: gradients are scaled down to this global norm; 0 for no limit.
-        scheduler: "constant", "linear" or "cosine_with_min_lr".
+        learning_rate: the peak of the schedule.
+        betas, eps, weight_decay: of AdamW.
+        max_norm: gradients with a larger global L2 norm are scaled down to it; 0 for no limit.
+        scheduler: "constant", "linear" or "cosine_with_min_lr"; see `learning_rate_at`.
         warmup_steps: updates of linear warm-up.
-        total_steps: updates until the schedule's end.
-        min_lr_ratio: of the peak, at the end of cosine_with_min_lr.
+        total_steps: updates until the end of the schedule.
+        min_lr_ratio: final learning rate of cosine_with_min_lr as a fraction of the peak.
     """
 
     learning_rate: float
@@ -31,16 +31,17 @@ class OptimizerSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """One model on the training side.
+    """Settings of one model on the training side.
 
     Attributes:
-        path: a Hugging Face model folder or name.
+        path: folder or hub name of a Hugging Face model.
         dtype: "float32" or "bfloat16".
         attn_implementation: see `rlhf_models.loading`.
-        gradient_checkpointing: recompute activations in the backward pass.
-        packing: rows of a micro-batch are packed into one sequence instead of padded.
-        torch_compile: "on", "off", or "auto": where it can be done and pays; of models that learn from fixed examples.
-        zero_stage: DeepSpeed's, 0 to 3.
+        gradient_checkpointing: recompute activations in the backward pass, which saves memory.
+        packing: concatenate the rows of a micro-batch into one sequence, instead of padding them.
+        torch_compile: "on", "off", or "auto", which compiles where that is possible and faster. Only offline runs read
+            it.
+        zero_stage: ZeRO stage of DeepSpeed, 0 to 3.
         optimizer: None for a frozen model.
     """
 
@@ -55,5 +56,5 @@ class ModelSpec:
 
     @property
     def load_options(self) -> dict[str, Any]:
-        """What every loader of `rlhf_models` is told of it."""
+        """The keyword arguments that all loaders of `rlhf_models` take."""
         return {"dtype": self.dtype, "attn_implementation": self.attn_implementation, "packing": self.packing}

@@ -1,1 +1,1 @@
-"""The training engine: gradients, optimizer, sharding."""
+"""The training engine: gradients, optimizer and sharding of one model."""

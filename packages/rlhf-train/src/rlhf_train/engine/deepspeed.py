@@ -1,4 +1,7 @@
-"""DeepSpeed behind `TrainEngine`: ZeRO 0 to 3 on CUDA with NCCL or on CPUs with gloo. The only file that imports it."""
+"""The `TrainEngine` on DeepSpeed: ZeRO stages 0 to 3, on CUDA with NCCL or on CPUs with gloo.
+
+No other file imports DeepSpeed.
+"""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -17,7 +20,14 @@ from rlhf_train.specs import OptimizerSpec
 
 
 def init_process_group(*, rank: int, world_size: int, master: tuple[str, int], device: str) -> None:
-    """Join the data-parallel ranks of this process's group at `master`: NCCL on "cuda", gloo on "cpu"."""
+    """Join this process's rank set: NCCL on "cuda", gloo on "cpu". Collective.
+
+    Args:
+        rank: of this process, from 0.
+        world_size: processes of the rank set.
+        master: host and port of rank 0, where the ranks meet.
+        device: "cuda" or "cpu".
+    """
     os.environ.update(
         RANK=str(rank),
         WORLD_SIZE=str(world_size),
@@ -38,22 +48,36 @@ def _import_deepspeed(device: str) -> Any:
         os.environ.setdefault("LOCAL_SIZE", os.environ.get("WORLD_SIZE", "1"))
     import deepspeed
 
-    # On a CPU this extension would be compiled at first use and leak a shared-memory segment a run; gloo needs none.
+    # On CPUs DeepSpeed would compile this extension at first use, and leak a shared-memory segment per run. Gloo does
+    # not need it.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.utils.logger.setLevel("ERROR")
     return deepspeed
 
 
 class DeepSpeedEngine:
-    """One model trained by DeepSpeed. The process group must have been joined."""
+    """One model trained by DeepSpeed. Call `init_process_group` first."""
 
     def __init__(
         self, model: torch.nn.Module, spec: OptimizerSpec, *, zero_stage: int, dtype: torch.dtype, device: str
     ) -> None:
-        """Shard `model` and give it an AdamW optimizer. Raises EngineError when DeepSpeed refuses the combination."""
+        """Shard `model` over the ranks and give it an AdamW optimizer. Collective.
+
+        Args:
+            model: moved to the device, trained in place.
+            spec: the optimizer and its schedule.
+            zero_stage: 0 to 3. Stage 0 in bfloat16 runs as stage 1.
+            dtype: of the weights.
+            device: "cuda" or "cpu".
+
+        Raises:
+            EngineError: DeepSpeed refuses the combination.
+        """
         deepspeed = _import_deepspeed(device)
         if zero_stage == 0 and dtype == torch.bfloat16:
-            zero_stage = 1  # stage 0 adds gradients up in bfloat16: what small micro-batches contribute would be lost
+            # Stage 0 accumulates gradients in bfloat16, where the small gradient of one more micro-batch is rounded
+            # away. Stage 1 accumulates in float32.
+            zero_stage = 1
         self._deepspeed = deepspeed
         self._spec = spec
         self._zero_stage = zero_stage
@@ -69,7 +93,7 @@ class DeepSpeedEngine:
             fused=device == "cuda",
         )
         try:
-            with redirect_stdout(StringIO()):  # where its bfloat16 optimizer tells of memory
+            with redirect_stdout(StringIO()):  # DeepSpeed's bfloat16 optimizer prints memory figures
                 self._engine, *_ = deepspeed.initialize(
                     model=model.to(self.device),
                     optimizer=optimizer,
@@ -79,13 +103,14 @@ class DeepSpeedEngine:
         except (AssertionError, NotImplementedError, ValueError) as error:
             raise EngineError(f"DeepSpeed: {error}", hint="try another --zero_stage") from error
         self.module = self._engine.module
-        # In bfloat16 at stage 1: the float32 sums of gradients, which may be added to from outside.
+        # The float32 sums of gradients by weight, in bfloat16 at stage 1; empty otherwise. CUDA graphs of a backward
+        # pass add to them directly (`rlhf_models.backbone.replay_full_packs`).
         self.gradient_sums: dict[torch.nn.Parameter, Tensor] = {}
         if self._engine.bfloat16_enabled() and zero_stage == 1:
             self.gradient_sums = _gradient_sums(self._engine.optimizer)
             _add_gradients_at_once(self.gradient_sums)
             _clip_whole_groups(self._engine.optimizer)
-            # DeepSpeed would copy the sums there and back for it.
+            # A single rank has nothing to reduce, yet DeepSpeed would copy the sums to a buffer and back.
             self._engine.enable_backward_allreduce = self._world_size > 1
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -93,7 +118,7 @@ class DeepSpeedEngine:
         return self._engine(*args, **kwargs)
 
     def backward(self, loss: Tensor, *, is_last: bool) -> None:
-        """See `TrainEngine`. DeepSpeed averages over ranks, hence the factor."""
+        """See `TrainEngine`. DeepSpeed averages gradients over ranks; the factor turns the mean into a sum."""
         self._engine.set_gradient_accumulation_boundary(is_last)
         self._engine.backward(loss * self._world_size)
 
@@ -102,7 +127,7 @@ class DeepSpeedEngine:
         learning_rate = learning_rate_at(self._spec, self._num_steps)
         for group in self._engine.optimizer.param_groups:
             group["lr"] = learning_rate
-        # Without a ZeRO or mixed-precision optimizer, DeepSpeed clips but does not say what the norm was.
+        # Without a ZeRO or mixed-precision optimizer, DeepSpeed clips the gradients but does not report their norm.
         gradients = [p.grad for p in self.module.parameters() if p.grad is not None] if self._is_plain else []
         norm = torch.nn.utils.get_total_norm(gradients) if gradients else None
         self._engine.step()
@@ -110,13 +135,19 @@ class DeepSpeedEngine:
         return StepStats(float(self._engine.get_global_grad_norm() if norm is None else norm), learning_rate)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every weight whole, under its Hugging Face name; valid until the next is asked for. Collective."""
+        """Yield the Hugging Face name and the full tensor of every weight. Collective.
+
+        ZeRO-3 gathers one weight at a time: a tensor is valid until the next one is requested.
+        """
         for name, parameter in hf_named_weights(self.module):
             with self._gathered([parameter]):
                 yield name, parameter.detach()
 
     def state_dict(self, *, wanted: bool = True) -> dict[str, Tensor]:
-        """Return all weights on the CPU, under the module's own names; nothing where not `wanted`. Collective."""
+        """Return all full weights and buffers on the CPU, under the module's own names. Collective.
+
+        A rank with `wanted` False takes part in the gathering and returns an empty dict.
+        """
         state = {}
         for name, parameter in self.module.named_parameters():
             with self._gathered([parameter]):
@@ -127,23 +158,28 @@ class DeepSpeedEngine:
         return state
 
     def local_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the part of the weights that this rank is to look after, in place: each weight's shard where they are
-        sharded, else everything on rank 0 and nothing on others."""
+        """Yield the name and tensor of the weights that this rank keeps for the rank set; writing to them changes the
+        model. With ZeRO-3 this is the rank's shard of each weight. Otherwise rank 0 yields all weights, others none."""
         if self._zero_stage < 3 and torch.distributed.get_rank() > 0:
             return
         for name, parameter in self.module.named_parameters():
-            with self._gathered([parameter]):  # small ones stay whole after a step; this splits them again
+            # ZeRO-3 leaves small weights gathered after an update. Entering and leaving the context partitions them
+            # again, which brings the newest values into the shard.
+            with self._gathered([parameter]):
                 pass
             yield name, parameter.ds_tensor if self._zero_stage == 3 else parameter.data
 
     def offload(self) -> None:
-        """Move optimizer states, master weights and gradients to host memory. The weights stay, for the next sync."""
+        """Move optimizer states, master weights and gradients to host memory.
+
+        The model's weights stay on the device, because the next weight sync reads them there.
+        """
         from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum as States
 
         self._engine.offload_states(include=[States.optim_states, States.hp_params, States.lp_grads])
 
     def reload(self) -> None:
-        """Undo `offload`."""
+        """Move back to the device what `offload` moved to the host."""
         self._engine.reload_states()
 
     def _gathered(self, parameters: list[torch.nn.Parameter]) -> Any:
@@ -151,7 +187,7 @@ class DeepSpeedEngine:
 
 
 def _parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    # Decaying norms and biases pulls a scale towards 0 that is meant to be near 1.
+    # Weight decay applies to matrices only: it would pull the scales of norms, which are near 1, towards 0.
     matrices = [p for p in model.parameters() if p.requires_grad and p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.requires_grad and p.ndim < 2]
     groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
@@ -164,9 +200,9 @@ def _gradient_sums(optimizer: Any) -> dict[torch.nn.Parameter, Tensor]:
 
 
 def _add_gradients_at_once(sums: Mapping[torch.nn.Parameter, Tensor]) -> None:
-    """Add each bfloat16 gradient to DeepSpeed's float32 sums as soon as it is there, and free it.
+    """Add each bfloat16 gradient to DeepSpeed's float32 sum as soon as backward has computed it, and free it.
 
-    DeepSpeed would make a float32 copy of each and add that, which moves twice as much memory.
+    DeepSpeed itself makes a float32 copy of the gradient and adds the copy, which moves twice as much memory.
     """
 
     def add(weight: torch.nn.Parameter) -> None:
@@ -178,14 +214,17 @@ def _add_gradients_at_once(sums: Mapping[torch.nn.Parameter, Tensor]) -> None:
 
 
 def _clip_whole_groups(optimizer: Any) -> None:
-    """Have DeepSpeed take the norm of a group's sums at once, and clip them at once, in the place of hundreds of
-    launches; also of those that were added to without its knowledge."""
+    """Make DeepSpeed compute the gradient norm, and clip, on the flat float32 sums of each parameter group.
+
+    DeepSpeed itself does both weight by weight, in hundreds of kernel launches, and skips weights whose gradient it did
+    not see, such as those that CUDA graphs added to.
+    """
 
     def gradients(for_clipping: bool = False) -> Any:
         flat = optimizer.fp32_groups_gradients_flat
         if for_clipping:
             return flat
-        # A CPU adds a norm's squares up one after the other, which many are too many for.
+        # CPU norms sum sequentially and lose precision over many elements; split into chunks of 2^20.
         return [part for whole in flat for part in whole.split(len(whole) if whole.is_cuda else 1 << 20)], {}
 
     optimizer.get_grads_for_norm = gradients
@@ -201,10 +240,10 @@ def _deepspeed_config(spec: OptimizerSpec, zero_stage: int, dtype: torch.dtype) 
         "zero_force_ds_cpu_optimizer": False,
         "bf16": {"enabled": dtype == torch.bfloat16},
         "steps_per_print": None,
-        "timers": {"throughput": {"enabled": False}},  # it waits for the device at every pass
+        "timers": {"throughput": {"enabled": False}},  # its timers synchronize the device at every pass
     }
     if dtype == torch.bfloat16:
         config["data_types"] = {"grad_accum_dtype": "fp32"}
         if zero_stage == 1:
-            config["communication_data_type"] = "fp32"  # else float32 sums would be rounded for their way
+            config["communication_data_type"] = "fp32"  # else the sums are rounded to bfloat16 to be sent
     return config

@@ -1,4 +1,4 @@
-"""What a loop over data needs of an engine that trains one model."""
+"""The interface of a training engine, and the learning-rate schedule."""
 
 import math
 from typing import Any, NamedTuple, Protocol
@@ -17,8 +17,11 @@ class StepStats(NamedTuple):
 
 
 class TrainEngine(Protocol):
-    """Trains one model over the data-parallel ranks. Losses come in as shares that add up over micro-batches and ranks:
-    the engine sums gradients and never averages them."""
+    """Trains one model on all data-parallel ranks.
+
+    Each loss passed to `backward` is a share: the shares of all micro-batches and ranks add up to the loss of the
+    update. The engine therefore sums gradients over micro-batches and ranks, and never averages them.
+    """
 
     module: torch.nn.Module
     device: torch.device
@@ -27,7 +30,10 @@ class TrainEngine(Protocol):
         """Run the model."""
 
     def backward(self, loss: Tensor, *, is_last: bool) -> None:
-        """Add the gradient of `loss`; `is_last` says that `step` comes next. Collective."""
+        """Add the gradient of `loss` to the gradients of this update. Collective.
+
+        `is_last` is True for the last micro-batch of the update, after which `step` is called.
+        """
 
     def step(self) -> StepStats:
         """Update the weights and clear the gradients. Collective."""
@@ -36,8 +42,9 @@ class TrainEngine(Protocol):
 def learning_rate_at(spec: OptimizerSpec, step: int) -> float:
     """Return the learning rate of update number `step`, counted from 0.
 
-    Linear warm-up over `warmup_steps`, then constant, linear to 0, or half a cosine to `min_lr_ratio` of the peak at
-    `total_steps`; the end value from there on. Raises ValueError for an unknown scheduler.
+    The rate rises linearly over `warmup_steps` updates. It then stays constant, falls linearly to 0, or falls along
+    half a cosine to `min_lr_ratio` times the peak. The fall ends at update `total_steps`; the rate is constant after
+    it. Raises ValueError for an unknown scheduler.
     """
     if step < spec.warmup_steps:
         return spec.learning_rate * (step + 1) / (spec.warmup_steps + 1)

@@ -1,1 +1,1 @@
-"""Losses of one token each, and the reduction that makes one number of them."""
+"""Losses per token or per answer, and the reductions that turn them into one number."""

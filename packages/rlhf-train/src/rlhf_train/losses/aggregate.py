@@ -1,4 +1,7 @@
-"""From one loss a token or a sequence to one number, by denominators that do not depend on how the batch was split."""
+"""Reductions: from one loss per token or sequence to one number.
+
+They divide by counts over the whole update, so that the result does not depend on how the batch is split.
+"""
 
 from torch import Tensor
 
@@ -7,17 +10,18 @@ from rlhf_train.shapes import check_same_shape
 
 
 def token_mean(token_loss: Tensor, loss_mask: Tensor, denominators: Denominators) -> Tensor:
-    """Return this micro-batch's share of the mean over all trained tokens; the shares of all add up to the whole.
+    """Return this micro-batch's share of the mean over all trained tokens of the update.
 
-    The actor's reductions, this and others, are `rlhf_kernels.packed_policy_loss`'s.
+    The shares of all micro-batches and ranks add up to the mean. The policy loss does not use this function:
+    `rlhf_kernels.packed_policy_loss` includes its reductions.
 
     Args:
-        token_loss: [B, T] float; anything, NaN included, where the mask is False.
+        token_loss: [B, T] float; values where the mask is False are ignored, NaN included.
         loss_mask: [B, T] bool, True where the token is trained.
-        denominators: global counts.
+        denominators: counts over the whole update.
 
     Returns:
-        Scalar; 0.0, with a gradient of zero, when nothing is trained.
+        Scalar; 0.0, with a zero gradient, when no token is trained.
 
     Raises:
         ValueError: shapes differ.
@@ -27,5 +31,10 @@ def token_mean(token_loss: Tensor, loss_mask: Tensor, denominators: Denominators
 
 
 def sequence_mean(losses: Tensor, denominators: Denominators) -> Tensor:
-    """Return this micro-batch's share of the mean of `losses` [B], one a pair or an answer, over the whole batch."""
+    """Return this micro-batch's share of the mean of `losses` over the whole update.
+
+    Args:
+        losses: [B] float, one per pair or per answer.
+        denominators: counts over the whole update.
+    """
     return losses.sum() / max(denominators.num_sequences, 1)

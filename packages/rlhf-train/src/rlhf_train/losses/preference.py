@@ -1,7 +1,7 @@
-"""Losses of judged answers: one number a pair, an answer, a token or a step, not reduced.
+"""Losses on judged answers: one number per pair, answer, token or reasoning step, before reduction.
 
-What they compare are log-probs of whole answers, [B] float, nats: sums over the answer's tokens, or means of them
-where it says so.
+Shape letter: B pairs or answers. The log-prob of an answer is in nats: the sum over its tokens, or their mean where the
+docstring says so.
 """
 
 import torch
@@ -10,21 +10,21 @@ from torch.nn.functional import log_softmax, logsigmoid
 
 from rlhf_train.shapes import check_same_shape
 
-MIN_NLL = 1e-6  # nats a token; below it, log odds are held: they grow without bound towards certainty
+MIN_NLL = 1e-6  # nats per token; the lower bound of the NLL in log odds, which grow without bound as it goes to 0
 
 
 def reward_model_loss(chosen_scores: Tensor, rejected_scores: Tensor, margins: Tensor | None = None) -> Tensor:
-    """Return how badly scores order each pair, as a Bradley-Terry model sees it.
+    """Return the Bradley-Terry negative log-likelihood of each pair's order.
 
         loss = -log sigmoid(r_c - r_r - m)
 
     Args:
         chosen_scores, rejected_scores: [B] float; carry the gradient.
-        margins: [B] float, by how much the chosen answer is better; None for 0.
+        margins: [B] float, m: how much better the chosen answer is, in score units; None for 0.
 
     Returns:
-        [B] float, nats; 0.69 for a tie without margin. Without margins it is also log(1 + exp(r_r - r_c)), known as
-        LogExp, which cannot overflow here.
+        [B] float, nats; log 2 for a tie without margin. Without margins this equals log(1 + exp(r_r - r_c)), which is
+        known as the LogExp loss. The form used here cannot overflow.
 
     Source: Ouyang et al. 2022, arXiv:2203.02155, eq. 1; the margin: Touvron et al. 2023, arXiv:2307.09288, eq. 2.
     """
@@ -37,14 +37,14 @@ def reward_model_loss(chosen_scores: Tensor, rejected_scores: Tensor, margins: T
 
 
 def dpo_loss(chosen_ratios: Tensor, rejected_ratios: Tensor, *, beta: float, label_smoothing: float = 0.0) -> Tensor:
-    """Return direct preference optimization's loss of each pair, conservative with label smoothing.
+    """Return the loss of direct preference optimization (DPO) for each pair; with label smoothing, conservative DPO.
 
         loss = -(1 - e) log sigmoid(beta z) - e log sigmoid(-beta z),   z = ratio_c - ratio_r
 
     Args:
         chosen_ratios, rejected_ratios: [B] float, log pi(answer) - log pi_ref(answer); carry the gradient.
-        beta: > 0; the larger, the nearer to the reference.
-        label_smoothing: e, the probability in [0, 0.5) that a pair is the wrong way round.
+        beta: > 0; a larger value keeps the policy closer to the reference.
+        label_smoothing: e in [0, 0.5), the probability that a pair's labels are swapped.
 
     Returns:
         [B] float, nats.
@@ -57,14 +57,16 @@ def dpo_loss(chosen_ratios: Tensor, rejected_ratios: Tensor, *, beta: float, lab
 
 
 def ipo_loss(chosen_ratios: Tensor, rejected_ratios: Tensor, *, beta: float) -> Tensor:
-    """Return identity preference optimization's loss of each pair: a margin is aimed at, not maximized.
+    """Return the loss of identity preference optimization (IPO) for each pair.
+
+    It regresses the margin between the two answers to a target, instead of making the margin as large as possible.
 
         loss = (z - 1 / (2 beta))^2,   z = ratio_c - ratio_r
 
     Args:
-        chosen_ratios, rejected_ratios: [B] float, as in `dpo_loss`. The paper's are sums over tokens; of means, which
-            others use, the margin is one a token.
-        beta: > 0; the paper's tau.
+        chosen_ratios, rejected_ratios: [B] float, as in `dpo_loss`. The paper sums log-probs over tokens. With means
+            over tokens, which other libraries use, the target margin is per token.
+        beta: > 0; tau in the paper.
 
     Returns:
         [B] float, nats squared.
@@ -76,14 +78,14 @@ def ipo_loss(chosen_ratios: Tensor, rejected_ratios: Tensor, *, beta: float) -> 
 
 
 def simpo_loss(chosen_means: Tensor, rejected_means: Tensor, *, beta: float, gamma: float) -> Tensor:
-    """Return simple preference optimization's loss of each pair, which needs no reference.
+    """Return the loss of simple preference optimization (SimPO) for each pair. It needs no reference model.
 
         loss = -log sigmoid(beta (mean_c - mean_r) - gamma)
 
     Args:
         chosen_means, rejected_means: [B] float, mean log-prob of the answer's tokens; carry the gradient.
-        beta: > 0.
-        gamma: the margin aimed at, >= 0.
+        beta: > 0; scales the log-probs.
+        gamma: target margin, >= 0.
 
     Returns:
         [B] float, nats.
@@ -95,12 +97,15 @@ def simpo_loss(chosen_means: Tensor, rejected_means: Tensor, *, beta: float, gam
 
 
 def orpo_loss(chosen_means: Tensor, rejected_means: Tensor) -> Tensor:
-    """Return the odds ratio term of odds ratio preference optimization; the log-likelihood term is apart.
+    """Return the odds ratio term of odds ratio preference optimization (ORPO) for each pair.
 
-        loss = -log sigmoid(log odds_c - log odds_r),   odds = p / (1 - p),   log p = mean log-prob a token
+        loss = -log sigmoid(log odds_c - log odds_r),   odds = p / (1 - p),   log p = mean log-prob per token
+
+    The method's other term, the negative log-likelihood of the chosen answer, is not included.
 
     Args:
-        chosen_means, rejected_means: [B] float, <= 0; carry the gradient. Above -`MIN_NLL`, certainty, they are held.
+        chosen_means, rejected_means: [B] float, <= 0; carry the gradient. Clamped to at most -`MIN_NLL`, because the
+            odds are infinite at 0.
 
     Returns:
         [B] float, nats.
@@ -120,16 +125,16 @@ def kto_loss(
     desirable_weight: float = 1.0,
     undesirable_weight: float = 1.0,
 ) -> Tensor:
-    """Return Kahneman-Tversky optimization's loss of each answer that was judged alone.
+    """Return the loss of Kahneman-Tversky optimization (KTO) for each answer, judged good or bad on its own.
 
-        loss = w_d (1 - sigmoid(beta (ratio - kl)))   of a desirable answer
-               w_u (1 - sigmoid(beta (kl - ratio)))   of another
+        loss = w_d (1 - sigmoid(beta (ratio - kl)))   for a desirable answer
+               w_u (1 - sigmoid(beta (kl - ratio)))   for an undesirable answer
 
     Args:
         ratios: [B] float, log pi(answer) - log pi_ref(answer), summed over tokens; carries the gradient.
         is_desirable: [B] bool.
-        kl: scalar, >= 0, the policy's divergence from the reference over the whole optimizer step; a constant.
-        beta: > 0.
+        kl: scalar, nats, >= 0, the policy's divergence from the reference, estimated on the whole update; a constant.
+        beta: > 0; a larger value keeps the policy closer to the reference.
         desirable_weight, undesirable_weight: w_d and w_u.
 
     Returns:
@@ -139,12 +144,12 @@ def kto_loss(
     """
     check_same_shape(ratios=ratios, is_desirable=is_desirable)
     gain = beta * (ratios - kl.detach())
-    # 1 - sigmoid(x) = sigmoid(-x), without the cancellation.
+    # sigmoid(-x) equals 1 - sigmoid(x), without the cancellation that loses precision for large x.
     return torch.where(is_desirable, desirable_weight * torch.sigmoid(-gain), undesirable_weight * torch.sigmoid(gain))
 
 
 def distillation_loss(logits: Tensor, teacher_logits: Tensor) -> Tensor:
-    """Return the cross-entropy of each token's distribution under the teacher's.
+    """Return the cross-entropy between the teacher's and the model's next-token distribution, for each token.
 
         loss_n = - sum_v q_nv log p_nv,   p = softmax(logits), q = softmax(teacher_logits)
 
@@ -153,7 +158,7 @@ def distillation_loss(logits: Tensor, teacher_logits: Tensor) -> Tensor:
         teacher_logits: [N, V] float; a constant.
 
     Returns:
-        [N] float32, nats; least, the teacher's entropy, when both agree.
+        [N] float32, nats; its minimum is the teacher's entropy, when both distributions are equal.
 
     Source: Hinton, Vinyals and Dean 2015, arXiv:1503.02531, at temperature 1.
     """
@@ -163,13 +168,13 @@ def distillation_loss(logits: Tensor, teacher_logits: Tensor) -> Tensor:
 
 
 def process_reward_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return the cross-entropy of each step's verdict among the reward tokens alone.
+    """Return the cross-entropy of each reasoning step's verdict, with the softmax over the reward tokens only.
 
         loss_n = - sum_k y_nk log p_nk,   p = softmax(logits)
 
     Args:
-        logits: [N, K] float, of the K reward tokens where the step is judged; carries the gradient.
-        targets: [N, K] float, the probability of each verdict: hard labels are 0 and 1; a constant.
+        logits: [N, K] float, of the K reward tokens at the position where the step is judged; carries the gradient.
+        targets: [N, K] float, the probability of each verdict, 0 and 1 for hard labels; a constant.
 
     Returns:
         [N] float32, nats.

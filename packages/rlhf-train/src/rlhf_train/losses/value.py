@@ -1,4 +1,4 @@
-"""The critic's loss: one number a token, neither masked nor reduced."""
+"""The critic's loss, one number per token, before masking and reduction."""
 
 import torch
 from torch import Tensor
@@ -7,18 +7,18 @@ from rlhf_train.shapes import check_same_shape
 
 
 def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, value_clip: float | None) -> Tensor:
-    """Return half the squared error of every value, the larger of the free and the clipped one.
+    """Return half the squared error of every value, or of the clipped value where that error is larger.
 
         loss_t = 1/2 max((V_t - R_t)^2, (old_t + clip(V_t - old_t, -c, c) - R_t)^2),   c = value_clip
 
     Args:
-        values: [B, T] float, in reward units. Current critic; carries the gradient.
-        old_values: [B, T] float. Critic before this step; a constant.
-        returns: [B, T] float. What the values should have been; a constant.
+        values: [B, T] float, in reward units, from the current critic; carry the gradient.
+        old_values: [B, T] float, from the critic before the step's first update; constants.
+        returns: [B, T] float, the targets of the values; constants.
         value_clip: c > 0, or None for the plain squared error.
 
     Returns:
-        [B, T] float, in squared reward units; to be reduced by `token_mean`.
+        [B, T] float, in squared reward units, for `token_mean`.
 
     Raises:
         ValueError: the tensors differ in shape.

@@ -1,1 +1,1 @@
-"""Offline training: one loop over a fixed data set, with an objective for the loss."""
+"""Offline training: one loop over a fixed data set. An objective defines the loss."""

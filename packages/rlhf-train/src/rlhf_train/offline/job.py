@@ -1,4 +1,4 @@
-"""An offline run as frozen data, and the function that carries it out."""
+"""The settings of an offline run as frozen data, and the function that runs it."""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -35,24 +35,29 @@ ADAPTER_FOLDER = "adapter"  # within a saved model
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OfflineJob:
-    """One run over fixed data.
+    """One training run over fixed examples.
 
     Attributes:
         objective: the loss; it decides the kind of model and of examples.
-        model: the model to train; it has an optimizer.
-        reference: the policy that the objective compares with, or its teacher. None for the model as it was at the
-            start; with LoRA that is the model without its adapters.
-        precompute_reference: run the reference once over all examples before the first update, not at each update.
-        lora: train adapters instead of all weights.
-        examples, eval_examples: as the objective takes them; the latter may be empty.
-        eval_steps: updates from one evaluation to the next; None evaluates only at the start and the end.
-        best_metric: the evaluation's metric, without "eval/", that decides which weights are kept in `best_path`. Lower
-            is better for "loss", "nll" and "kl", higher for all others. None keeps the last weights only.
-        schedule: batch sizes, epochs, seed.
-        model_path, best_path: folders for the model, in the Hugging Face layout. With LoRA the adapter is merged into
-            it, and saved in its folder `adapter` as well.
-        rank, num_ranks, master: of the data-parallel processes, each of which runs the same job.
+        model: settings of the model to train, with an optimizer.
+        reference: the reference policy of the loss, or the teacher for distillation. None for the model at the start of
+            the run; with LoRA that is the model without its adapters.
+        precompute_reference: run the reference once over all examples before the first update, instead of in each
+            update.
+        lora: train adapters instead of all weights; None for all weights.
+        examples, eval_examples: in the form that the objective takes; the latter may be empty.
+        eval_steps: updates between evaluations; None evaluates only at the start and the end.
+        best_metric: evaluation metric, without "eval/", that decides which weights are saved in `best_path`. Lower is
+            better for "loss", "nll" and "kl", higher for all others. None saves the last weights only.
+        schedule: batch sizes, epochs and seed.
+        model_path, best_path: folders for the final and the best model, in the Hugging Face layout. With LoRA the
+            adapter is merged into the model, and also saved in the subfolder `adapter`.
+        rank, num_ranks, master: rank of this process, number of data-parallel processes, and host and port where they
+            meet. Every process runs the same job.
         device: "cuda" or "cpu".
+
+    Raises:
+        ConfigError: settings that contradict each other.
     """
 
     objective: Objective[Any]
@@ -77,12 +82,15 @@ class OfflineJob:
         needs_evaluation = self.eval_steps is not None or self.best_metric is not None
         limits_tokens = self.schedule.micro_batch_tokens is not None
         for is_wrong, message in (
-            (self.model.optimizer is None, "what is trained needs an optimizer"),
-            (limits_tokens and not self.model.packing, "tokens a pass can be limited for packed sequences only"),
+            (self.model.optimizer is None, "the model to train needs an optimizer"),
+            (limits_tokens and not self.model.packing, "micro_batch_tokens needs packed sequences"),
             (teacher and self.reference is None, "distillation needs a teacher"),
             (self.reference is not None and not (compares or teacher), "a reference has no effect on this objective"),
-            (self.precompute_reference and not compares, "this objective has no reference to ask up front"),
-            (self.eval_steps is not None and self.eval_steps < 1, f"eval_steps is {self.eval_steps}; the least is 1"),
+            (self.precompute_reference and not compares, "precompute_reference: this objective uses no reference"),
+            (
+                self.eval_steps is not None and self.eval_steps < 1,
+                f"eval_steps is {self.eval_steps}; it must be at least 1",
+            ),
             (needs_evaluation and not self.eval_examples, "eval_steps and best_metric need examples to evaluate on"),
             (self.best_metric is not None and self.best_path is None, "best_metric needs a folder for the best model"),
         ):
@@ -91,19 +99,25 @@ class OfflineJob:
         for examples in [part for part in (self.examples, self.eval_examples) if limits_tokens and part]:
             longest = max(map(self.objective.num_tokens, self.objective.items(examples)))
             if longest > self.schedule.micro_batch_tokens:
-                message = f"--micro_batch_tokens is {self.schedule.micro_batch_tokens}, and the longest example takes"
+                message = f"--micro_batch_tokens is {self.schedule.micro_batch_tokens}, and the longest example has"
                 hint = f"use --micro_batch_tokens {longest}, or a lower --max_len"
                 raise ConfigError(f"{message} {longest} tokens", hint=hint)
 
 
 def run_offline(job: OfflineJob, observer: Observer, recorder: Recorder | None = None) -> dict[str, float]:
-    """Train, evaluate, and write the model. Collective over `job.num_ranks` processes; rank 0 tells the observer and,
-    where there is one, the recorder.
+    """Train, evaluate, and save the model. Collective over `job.num_ranks` processes.
 
-    Returns what the first and the last evaluation measured, as `eval/<name>_before` and `eval/<name>_after`.
+    Args:
+        job: the run; equal on all ranks except for `rank`.
+        observer: receives the events of the run, on rank 0 only.
+        recorder: receives the metrics, on rank 0 only; None to record nothing.
 
-    Raises ConfigError for an unknown `best_metric` and a model that cannot be loaded, DataError for examples that the
-    objective cannot learn from.
+    Returns:
+        Metrics of the first and of the last evaluation, as `eval/<name>_before` and `eval/<name>_after`.
+
+    Raises:
+        ConfigError: an unknown `best_metric`, or a model that cannot be loaded.
+        DataError: examples that the objective cannot learn from.
     """
     if job.rank == 0:
         observer.starting("the model")
@@ -117,7 +131,7 @@ def run_offline(job: OfflineJob, observer: Observer, recorder: Recorder | None =
 
 
 class _Run:
-    """The models and examples of a job under way."""
+    """The engine, objective and examples of a running job."""
 
     def __init__(self, job: OfflineJob, observer: Observer, recorder: Recorder | None) -> None:
         self.final: dict[str, float] = {}
@@ -137,7 +151,7 @@ class _Run:
         if job.lora is not None:
             add_lora(model, job.lora)
         is_compiled = _compile(model.model, spec, job.device)
-        # Stage 2 splits gradients among ranks: one alone has nothing to split, and stage 1 takes less of the host.
+        # Stage 2 shards gradients over ranks. One rank has nothing to shard, and stage 1 does less work on the host.
         zero_stage = 1 if spec.zero_stage == 2 and job.num_ranks == 1 else spec.zero_stage
         self.engine = DeepSpeedEngine(
             model, spec.optimizer, zero_stage=zero_stage, dtype=resolve_dtype(spec.dtype), device=job.device
@@ -150,19 +164,20 @@ class _Run:
         self._add_reference()
 
     def _replay(self, backbone: Any) -> None:
+        """Replay the passes over full packed sequences as CUDA graphs where that is possible, else log why not."""
         tokens, sums = self._job.schedule.micro_batch_tokens, self.engine.gradient_sums
         unmet = {
-            "packs have no common size without --micro_batch_tokens": tokens is None,
-            "gradients have sums apart from the weights only in bfloat16 at ZeRO stages 0 and 1": not sums,
-            "layers are checkpointed": self._job.model.gradient_checkpointing,
+            "packed sequences have no common length without --micro_batch_tokens": tokens is None,
+            "only bfloat16 with ZeRO stage 0 or 1 keeps separate gradient sums": not sums,
+            "gradient checkpointing is on": self._job.model.gradient_checkpointing,
         }
         if reasons := [reason for reason, holds in unmet.items() if holds]:
-            logger.info("passes are not replayed as CUDA graphs: %s", "; ".join(reasons))
+            logger.info("forward and backward passes are not replayed as CUDA graphs: %s", "; ".join(reasons))
         else:
             replay_full_packs(backbone, tokens, sums)
 
     def on_update(self, update: int, num_updates: int, metrics: Mapping[str, float]) -> None:
-        """Report an update, and evaluate when it is time. Collective."""
+        """Report an update, and evaluate after every `eval_steps` updates and after the last. Collective."""
         if self._job.rank == 0:
             self._observer.update(update, num_updates, dict(metrics))
             if self._recorder is not None:
@@ -171,7 +186,7 @@ class _Run:
             self.evaluate(update)
 
     def evaluate(self, update: int) -> None:
-        """Run the evaluation examples, and keep the weights when they are the best so far. Collective."""
+        """Evaluate, and save the weights if they are the best so far. Collective."""
         if not self._eval_items:
             return
         self._eval_metrics = self._measure(self._eval_items)
@@ -187,16 +202,17 @@ class _Run:
         if best.metric not in self._eval_metrics:
             names = [name.removeprefix("eval/") for name in self._eval_metrics]
             raise ConfigError(unknown("best_metric", self._job.best_metric, names))
-        if best.beaten_by(self._eval_metrics):  # alike on all ranks: so are the metrics
+        # All ranks take the same branch, because the metrics are those of all ranks together. `save` is collective.
+        if best.beaten_by(self._eval_metrics):
             self.save(best.staging)
             best.keep(update, self._eval_metrics, {}, writes=self._job.rank == 0)
 
     def save(self, folder: Path) -> None:
-        """Write the model as it is now. Collective."""
+        """Save the model with its current weights. Collective; rank 0 writes."""
         job, model = self._job, self.engine.module
         metrics = self._eval_metrics
         if job.objective.model_kind == "reward" and not metrics:
-            metrics = self._measure(self.items)  # whose scores must do, for want of held-out ones
+            metrics = self._measure(self.items)  # no evaluation examples: take the score moments of the training ones
         state = self.engine.state_dict(wanted=job.rank == 0)
         if job.rank > 0:
             return
@@ -235,7 +251,10 @@ class _Run:
 
 
 def _own_base(engine: TrainEngine, *, has_adapters: bool) -> Callable[..., Any]:
-    """Return the forward pass of the trained model without its adapters, or as it is at the start without any."""
+    """Return a forward pass in eval mode that serves as the reference: the model without its adapters.
+
+    Without adapters it runs the model itself, which equals the reference only before the first update.
+    """
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         module = engine.module
@@ -251,15 +270,17 @@ def _own_base(engine: TrainEngine, *, has_adapters: bool) -> Callable[..., Any]:
 
 
 def _compile(model: Any, spec: ModelSpec, device: str) -> bool:
-    """Compile the layers if that is wanted and can be done; return whether they are. Raises ConfigError when it is
-    demanded and cannot."""
+    """Compile the layers as `spec.torch_compile` says; return whether they are compiled.
+
+    Raises ConfigError when it is "on" and the layers cannot be compiled.
+    """
     if spec.torch_compile == "off":
         return False
     reason = compile_unavailable_reason(model, torch.device(device))
     if spec.zero_stage == 3:
-        reason = "ZeRO stage 3 gathers weights within the layers"
+        reason = "ZeRO stage 3 gathers weights inside the layers"
     if reason is None and spec.torch_compile == "auto" and not spec.packing:
-        reason = "without packing nearly every batch has a shape of its own"
+        reason = "without packing, nearly every batch has another shape and would be compiled again"
     if reason is None:
         compile_layers(model)
         return True

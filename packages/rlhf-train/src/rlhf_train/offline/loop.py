@@ -1,4 +1,4 @@
-"""The offline loop: shuffled epochs over a data set, mini-batches split over ranks, and an objective for the loss."""
+"""The offline loop: shuffled epochs over a data set, with mini-batches split over ranks. An objective is the loss."""
 
 import itertools
 import math
@@ -26,17 +26,22 @@ LossShare = tuple[Tensor, dict[str, Metric]]  # what a micro-batch adds to the l
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Objective(ABC, Generic[Item]):
-    """A loss over examples. Each micro-batch returns its share: the shares of all micro-batches and ranks add up to the
-    loss of the whole batch.
+    """A loss over examples.
+
+    `loss` returns the share of one micro-batch. The shares of all micro-batches and ranks add up to the loss of the
+    update.
 
     Attributes:
+        model_kind: "actor" for a language model, "reward" for a model that returns a score.
+        needs_teacher: whether the loss needs a teacher model.
+        needs_reference: whether the loss needs log-probs of a reference policy.
         packing: concatenate the sequences of a micro-batch instead of padding them.
-        reference: forward pass of the reference or teacher model, if the loss needs one; the run sets it.
+        reference: forward pass of the reference or teacher model, if the loss needs one; set by the run.
     """
 
-    model_kind: ClassVar[str] = "actor"  # or "reward"
+    model_kind: ClassVar[str] = "actor"
     needs_teacher: ClassVar[bool] = False
-    needs_reference: ClassVar[bool] = False  # whether the loss compares with the log-probs of a reference policy
+    needs_reference: ClassVar[bool] = False
 
     packing: bool = False
     reference: Callable[..., Any] | None = None
@@ -46,28 +51,31 @@ class Objective(ABC, Generic[Item]):
         return examples
 
     def num_tokens(self, item: Item) -> int:
-        """Return the tokens of a forward pass over the item; ranks are balanced by it."""
+        """Return the tokens that a forward pass over the item reads. Ranks get about equal sums of them."""
         return item.num_tokens
 
     def num_trained_tokens(self, item: Item) -> int:
-        """Return the tokens that carry loss. The first token of a sequence has no context to predict it from."""
+        """Return the tokens that carry loss, without a sequence's first token, which nothing precedes to predict it."""
         return int(item.loss_mask[1:].sum())
 
     def for_batch(self, engine: TrainEngine, micro_batches: Sequence["MicroBatch[Item]"]) -> "Objective[Item]":
-        """Return the objective with the quantities that need a pass over the whole batch. Collective."""
+        """Return the objective with quantities set that need a pass over the whole mini-batch. Collective."""
         return self
 
     @abstractmethod
     def loss(self, engine: TrainEngine, items: Sequence[Item], denominators: Denominators) -> LossShare:
-        """Run the model on a micro-batch; return its share of the batch's loss, and its metrics."""
+        """Run the model on a micro-batch; return its share of the update's loss, and metrics.
+
+        `denominators` count over the whole update.
+        """
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch(Generic[Item]):
-    """The items of one forward pass on one rank, and their rows in the batch.
+    """The items of one forward pass on one rank, and their rows in the mini-batch.
 
-    A rank with fewer micro-batches than another runs an item without a row, whose loss counts zero: collectives need
-    the same number of passes on every rank.
+    Collectives need the same number of passes on every rank. A rank that has fewer runs an arbitrary item with no
+    `rows`, and multiplies its loss by zero.
     """
 
     items: Sequence[Item]
@@ -76,15 +84,18 @@ class MicroBatch(Generic[Item]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OfflineSchedule:
-    """Batch sizes, epochs and order.
+    """Batch sizes, epochs and order of examples.
 
     Attributes:
-        train_batch_size: examples per update, over all ranks; the last update of a run takes what is left.
+        train_batch_size: examples per update, over all ranks; the last update of a run takes the rest.
         micro_train_batch_size: examples per forward-backward pass on one rank.
-        micro_batch_tokens: most tokens per pass, instead of a number of examples: the examples of a rank are combined
-            into as few passes as possible. None for no limit.
+        micro_batch_tokens: largest number of tokens per pass. If set, it replaces `micro_train_batch_size`: a rank's
+            examples are combined into as few passes as possible. None for no limit.
         max_epochs: passes over the examples.
         seed: of the shuffling.
+
+    Raises:
+        ConfigError: a size below 1.
     """
 
     train_batch_size: int
@@ -100,11 +111,11 @@ class OfflineSchedule:
                 raise ConfigError(f"{name} is {value}; it must be at least 1")
 
     def num_updates(self, num_examples: int) -> int:
-        """Return the number of updates over a data set of that size."""
+        """Return the number of updates of a run over `num_examples` examples."""
         return math.ceil(self.max_epochs * num_examples / self.train_batch_size)
 
     def mini_batches(self, num_examples: int) -> Iterator[np.ndarray]:
-        """Yield the indices of the examples of each update: every example exactly `max_epochs` times, shuffled."""
+        """Yield the indices of each update's examples. Every example occurs exactly `max_epochs` times, shuffled."""
         sampler = EpochSampler(num_examples, self.train_batch_size, seed=self.seed)
         for _ in range(self.num_updates(num_examples)):
             left = self.max_epochs * num_examples - sampler.num_seen
@@ -119,12 +130,13 @@ def train_offline(
     *,
     on_update: Callable[[int, int, Mapping[str, float]], None],
 ) -> None:
-    """Train on `items`. Collective: every rank holds all of them and computes its part of each mini-batch.
+    """Train on `items`. Collective: every rank holds all items and computes its part of each mini-batch.
 
-    `on_update` is called on every rank after each update (optimizer step), with its number from 1, their total, and the
-    metrics of all ranks together.
+    After each update, `on_update` is called on every rank with the update's number from 1, the number of updates, and
+    the metrics over all ranks.
     """
     num_updates = schedule.num_updates(len(items))
+    # Generators: the next mini-batch is read and planned by `meanwhile`, while the device still computes.
     mini_batches = ([items[index] for index in members] for members in schedule.mini_batches(len(items)))
     planned = ((chosen, this_ranks_part(objective, chosen, schedule)) for chosen in mini_batches)
     ahead = [next(planned)]
@@ -147,9 +159,9 @@ def learn_once(
     *,
     meanwhile: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
-    """Do one update on `items`, of which this rank computes `part`; return the metrics over all ranks. Collective.
+    """Run one update on `items`, of which this rank computes `part`; return metrics over all ranks. Collective.
 
-    `meanwhile` is called after the passes were launched and before anything waits for the device.
+    `meanwhile` is called when all passes are launched and before anything waits for the device.
     """
     engine.module.train()
     micro_batches, denominators = part
@@ -169,7 +181,7 @@ def learn_once(
 def evaluate(
     engine: TrainEngine, objective: Objective[Item], items: Sequence[Item], schedule: OfflineSchedule
 ) -> dict[str, float]:
-    """Return the metrics over `items` without an update. Collective."""
+    """Return the metrics over `items`, without an update. Collective."""
     engine.module.eval()
     micro_batches, denominators = this_ranks_part(objective, items, schedule)
     objective = objective.for_batch(engine, micro_batches)
@@ -183,7 +195,7 @@ def evaluate(
 def this_ranks_part(
     objective: Objective[Item], items: Sequence[Item], schedule: OfflineSchedule
 ) -> tuple[list[MicroBatch[Item]], Denominators]:
-    """Return this rank's micro-batches of a batch, as many as any rank has, and the whole batch's counts."""
+    """Return this rank's micro-batches of a mini-batch, the same number on every rank, and the mini-batch's counts."""
     num_tokens = [objective.num_tokens(item) for item in items]
     trained = [objective.num_trained_tokens(item) for item in items]
     plans = plan_batches(
@@ -211,7 +223,7 @@ def _over_ranks(parts: Sequence[Mapping[str, Metric]]) -> dict[str, float]:
 
 
 def of_all_ranks(own: Part) -> list[Part]:
-    """Return every rank's value of `own`, in the order of ranks. Collective."""
+    """Return the values of `own` from all ranks, in the order of ranks. Collective."""
     gathered = [own] * torch.distributed.get_world_size()
     if len(gathered) > 1:
         torch.distributed.all_gather_object(gathered, own)

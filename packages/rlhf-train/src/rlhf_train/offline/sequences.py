@@ -1,4 +1,4 @@
-"""What objectives share: batches of sequences, and log-probs of answers by the model and by the reference."""
+"""Helpers that objectives share: batches of sequences, and log-probs of answers by the model and the reference."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -17,12 +17,13 @@ from rlhf_train.run.metrics import Mean, Metric
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """The sequences of one example that the loss compares with each other, or with the reference.
+    """The sequences of one example that the loss compares with each other or with the reference.
 
     Attributes:
         example: a `PreferenceExample` or `UnpairedExample`.
-        sequences: tokens and masks.
-        ref_logprobs: the reference's log-prob of each sequence's answer in nats; None when not computed up front.
+        sequences: tokens and loss masks, such as the chosen and the rejected answer with their prompt.
+        ref_logprobs: the reference's log-prob of each sequence's answer, summed over tokens, nats; None unless
+            precomputed.
     """
 
     example: Any
@@ -31,12 +32,12 @@ class Compared:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all sequences."""
+        """Number of tokens in all sequences."""
         return sum(len(sequence.token_ids) for sequence in self.sequences)
 
 
 def mean_metrics(prefix: str, count: float | Tensor, **sums: Tensor) -> dict[str, Metric]:
-    """Return metrics that are means: the `sums` over a micro-batch, each over `count` items or tokens."""
+    """Return metrics that are means, from `sums` over a micro-batch of `count` items or tokens."""
     return {f"{prefix}/{name}": Mean(total.detach().double(), count) for name, total in sums.items()}
 
 
@@ -46,12 +47,12 @@ def num_ordered(chosen: Tensor, rejected: Tensor) -> Tensor:
 
 
 def lay_out(token_ids: Sequence[np.ndarray], *, packing: bool, device: torch.device) -> TokenBatch:
-    """Return sequences as a batch."""
+    """Return the sequences as one batch, packed or padded."""
     return TokenBatch.packed(token_ids, device) if packing else TokenBatch.padded(token_ids, 0, device)
 
 
 def trained_mask(batch: TokenBatch, sequences: Sequence[SftExample]) -> Tensor:
-    """Return [B, T] bool, on the CPU: the tokens of a batch that are trained."""
+    """Return the trained tokens of a batch, bool in the batch's layout, on the CPU."""
     masks = [sequence.loss_mask for sequence in sequences]
     return batch.lay_out(masks, torch.bool, device="cpu") & batch.host_target_mask
 
@@ -59,8 +60,17 @@ def trained_mask(batch: TokenBatch, sequences: Sequence[SftExample]) -> Tensor:
 def answer_logprobs(
     forward: Callable[..., Any], sequences: Sequence[SftExample], *, packing: bool, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Return the log-probs of the answers of S sequences by an `Actor`'s `forward`, sums [S] float32, nats, and how
-    many tokens each has, [S] int64."""
+    """Return the log-probs of the answers in S sequences, and the answers' lengths.
+
+    Args:
+        forward: of an `Actor`, or of a reference.
+        sequences: S sequences; the loss mask marks the answer.
+        packing: concatenate the sequences instead of padding them.
+        device: of the model.
+
+    Returns:
+        Sums of log-probs over each answer's tokens, [S] float32, nats; and the number of these tokens, [S] int64.
+    """
     batch = lay_out([sequence.token_ids for sequence in sequences], packing=packing, device=device)
     mask = trained_mask(batch, sequences)
     logprobs = forward(batch, logits_mask=mask).logprobs
@@ -71,8 +81,15 @@ def answer_logprobs(
 def reference_logprobs(
     objective: Objective[Compared], items: Sequence[Compared], which: Sequence[int], device: torch.device
 ) -> Tensor:
-    """Return the reference's log-probs of the items' sequences number `which`: all items' first, and so on. They are
-    sums, [len(which) * B] float32, nats, and constants."""
+    """Return the reference's log-probs of answers, [len(which) * B] float32, nats; constants.
+
+    Args:
+        objective: has the reference.
+        items: B items.
+        which: indices into the sequences of each item. The result has the B items' values for the first index, then
+            those for the second, and so on.
+        device: of the result.
+    """
     if items[0].ref_logprobs is not None:
         return torch.tensor([item.ref_logprobs[index] for index in which for item in items], device=device)
     sequences = [item.sequences[index] for index in which for item in items]
@@ -83,7 +100,7 @@ def reference_logprobs(
 def with_reference(
     engine: TrainEngine, objective: Objective[Compared], items: Sequence[Compared], schedule: OfflineSchedule
 ) -> list[Compared]:
-    """Return the items with the reference's log-probs, each computed once by some rank. Collective."""
+    """Return the items with precomputed log-probs of the reference. Collective: each rank computes a part of them."""
     own: dict[int, tuple[float, ...]] = {}
     for batch in this_ranks_part(objective, items, schedule)[0]:
         which = range(len(items[0].sequences))

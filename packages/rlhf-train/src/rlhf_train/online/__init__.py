@@ -1,1 +1,1 @@
-"""Online training: a controller that places workers and engines, and the loop it runs."""
+"""Online training: the loop, the parts that it calls, and the placement of their processes."""

@@ -1,4 +1,4 @@
-"""Ray: a cluster, placement groups from a plan, and the processes of a run in them."""
+"""Starts the processes of a run on Ray: a cluster, a placement group from the plan, and actors in it."""
 
 import math
 import os
@@ -21,18 +21,23 @@ from rlhf_train.online.ray_actors import RankActor
 from rlhf_train.online.ray_session import check_resources, join, started_cluster, wait
 
 PLACEMENT_TIMEOUT_S = 60.0
-_RAY_UNITS = 10_000  # in one CPU or GPU: Ray counts no finer
+_RAY_UNITS = 10_000  # the finest fraction of a CPU or GPU that Ray can account for is 1 / 10,000
 
 
 @contextmanager
 def ray_cluster(plan: PlacementPlan, address: str | None) -> Iterator[None]:
-    """Join the cluster at `address`, or start one in this process and end it afterwards."""
+    """Join the Ray cluster at `address`; without an address, start one for this run and stop it afterwards.
+
+    A process that is connected to a cluster already keeps that connection.
+    """
     if ray.is_initialized():
         yield
     elif address is not None:
         join(address)
         yield
     else:
+        # Ray accounts one CPU per process. Declare enough for all of them, even with fewer cores: a process that does
+        # not fit would wait forever.
         num_cpus = max(os.cpu_count() or 1, 2 + sum(group.num_ranks for group in plan.all_groups))
         with started_cluster(num_cpus, sum(plan.bundles)):
             yield
@@ -40,7 +45,10 @@ def ray_cluster(plan: PlacementPlan, address: str | None) -> Iterator[None]:
 
 @contextmanager
 def placed_bundles(plan: PlacementPlan) -> Iterator[PlacementGroup]:
-    """Reserve the plan's bundles. Raises EngineError when the cluster cannot give them in time."""
+    """Reserve the plan's bundles in the cluster for the time of a `with` block.
+
+    Raises EngineError when the cluster is too small, or does not have them free within `PLACEMENT_TIMEOUT_S`.
+    """
     processes = Counter(bundle for group in plan.all_groups for bundle in group.bundles)
     bundles = [
         {"CPU": float(processes[index]), **({"GPU": float(gpus)} if gpus else {})}
@@ -51,17 +59,22 @@ def placed_bundles(plan: PlacementPlan) -> Iterator[PlacementGroup]:
     try:
         if not reserved.wait(PLACEMENT_TIMEOUT_S):
             have = ray.available_resources()
-            message = f"the cluster did not give {bundles} within {PLACEMENT_TIMEOUT_S:g} s"
+            message = f"the Ray cluster did not have {bundles} free within {PLACEMENT_TIMEOUT_S:g} s"
             free = f"free: CPU {have.get('CPU', 0)}, GPU {have.get('GPU', 0)}"
-            raise EngineError(f"{message}; {free}", hint="end what else runs there, or ask for less")
+            raise EngineError(f"{message}; {free}", hint="end other jobs on the cluster, or ask for fewer GPUs")
         yield reserved
     finally:
         remove_placement_group(reserved)
 
 
 class Processes(NamedTuple):
-    """What runs for a job: the handles of its engines, its training groups, and the handles of the replicas of each
-    reward model, in the order of `job.reward.models`."""
+    """The processes of a job.
+
+    Attributes:
+        engines: Ray handles of the generation engines.
+        workers: the rank sets that train.
+        scorers: for each reward model, in the order of `job.reward.models`, the handles of its replicas.
+    """
 
     engines: list[Any]
     workers: list[RankSet]
@@ -71,8 +84,8 @@ class Processes(NamedTuple):
 def start_processes(job: OnlineJob, reserved: PlacementGroup) -> Processes:
     """Start engines, trainers and reward models, and return them once all are ready.
 
-    They load side by side; where they share GPUs the engines come first, for vLLM takes its part of the memory that it
-    finds free, and fall asleep when that is what they will do.
+    They load in parallel, unless engines share GPUs with trainers. In that case the engines load first, because vLLM
+    sizes its memory by what is free when it starts; engines that may sleep then release it for the others to load.
     """
     engines = start_engines(job, reserved)
     if job.plan.shares_gpus:
@@ -87,12 +100,15 @@ def start_processes(job: OnlineJob, reserved: PlacementGroup) -> Processes:
 
 
 def start_engines(job: OnlineJob, reserved: PlacementGroup) -> list[Any]:
-    """Start the generation engines; return their handles at once, while they load."""
+    """Start the generation engines; return their handles without waiting until they are loaded."""
     return _start(RemoteEngine, job.plan, job.plan.engines, reserved, "vllm", job.engine)
 
 
 def start_scorers(job: OnlineJob, reserved: PlacementGroup) -> list[list[Any]]:
-    """Start the reward models; return the handles of each one's replicas at once, while they load."""
+    """Start the reward models; return the handles of the replicas of each without waiting until they are loaded.
+
+    Raises ConfigError when the plan has places for reward models and the job has none, or the other way round.
+    """
     group, models = job.plan.scorers, job.reward.models
     if (group is None) != (not models):
         raise ConfigError(f"the plan has {'no ' if group is None else ''}places for {len(models)} reward models")
@@ -105,7 +121,7 @@ def start_scorers(job: OnlineJob, reserved: PlacementGroup) -> list[list[Any]]:
 
 
 def start_workers(job: OnlineJob, reserved: PlacementGroup) -> list[RankSet]:
-    """Start the training groups; return them at once, while they load."""
+    """Start the rank sets that train; return them without waiting until they are loaded."""
     groups = []
     for group in job.plan.groups:
         workers = RankSet(group.roles, _start(ray.remote(RankActor), job.plan, group, reserved))
@@ -126,7 +142,7 @@ def _start(
     parts: int = 1,
     **kwargs: Any,
 ) -> list[Any]:
-    """Start `actor` in each place of a group, as one of the `parts` processes that a place is split into."""
+    """Start one `actor` in each place of `group`, with `1 / parts` of the place's CPU and GPU share."""
     handles = []
     for rank, bundle in enumerate(group.bundles):
         options = {
@@ -139,5 +155,5 @@ def _start(
 
 
 def _part(share: float, parts: int) -> float:
-    """Return an equal part of a share of CPUs or GPUs, rounded down to what Ray can count."""
+    """Return `share / parts` CPUs or GPUs, rounded down to what Ray can count, so that all parts fit together."""
     return math.floor(round(share / parts * _RAY_UNITS, 6)) / _RAY_UNITS

@@ -1,4 +1,4 @@
-"""What happens in which order in an online run. Its parts know how."""
+"""The order of events in an online run. Other files implement the events."""
 
 from rlhf_data.records import RolloutGroup
 from rlhf_train.online.evaluation import Evaluator
@@ -15,7 +15,7 @@ from rlhf_train.run.timeline import Timeline
 
 
 class Controller:
-    """The steps of a run, which `online.loop` calls in the order of the algorithm."""
+    """Calls the parts of a run in order. `online.loop` calls its methods, one per line of the algorithm."""
 
     def __init__(
         self,
@@ -44,24 +44,25 @@ class Controller:
 
     @property
     def num_steps(self) -> int:
-        """Steps that the run has at most."""
+        """Largest number of steps; the run ends earlier when it `is_exhausted`."""
         return self._job.num_steps
 
     @property
     def is_exhausted(self) -> bool:
-        """Whether the prompts have nothing left to teach."""
+        """Whether dynamic sampling finds nothing to learn from any more."""
         return self._patience.is_exhausted
 
     def start(self) -> None:
-        """Bring the weights into the engines, evaluate them, and begin the first step."""
+        """Send the initial weights to the engines, evaluate them, and start the clock of the first step."""
         self.sync_weights()
         self.evaluate(0)
         self._report.begin()
 
     def generate(self, step: int) -> None:
-        """Have prompts answered and scored, and take the batch to learn from."""
+        """Have prompts answered and scored, and take the batch to learn from out of the stream."""
         self._turns.give_to_engines()
         drawn = self._rollouts.fill(step)
+        # Rollouts fail in two places: whole groups in an engine, and single rollouts in the reward.
         num_failed = drawn.counts.num_generated - len(scored(drawn.groups))
         num_filtered = len(scored(drawn.dropped))
         self._ledger.add(
@@ -76,14 +77,15 @@ class Controller:
             self._report.samples(f"Samples of step {step}", drawn.groups)
 
     def can_learn(self) -> bool:
-        """Say whether the batch has a reward to learn from. Raises RewardError when rewards keep failing."""
+        """Return whether the batch has a reward to learn from. Raises RewardError when rewards keep failing."""
         can_learn = self._patience.can_learn(self._batch, self._ledger.step)
         if not can_learn:
+            # The stream counts batches: without this call it would wait for the batch that is skipped here.
             self._stream.done(self._learner.policy_version)
         return can_learn
 
     def make_experience(self, step: int) -> None:
-        """Deal the batch to the ranks, and have old and reference log-probs and values made."""
+        """Send the batch to the ranks, and compute old log-probs, reference log-probs and values."""
         self._turns.give_to_trainers()
         with self._timeline.phase("load"):
             self._report.add(self._learner.deal(scored(self._batch), step))
@@ -91,12 +93,12 @@ class Controller:
             self._report.add(self._learner.fill_columns())
 
     def assign_advantages(self) -> None:
-        """Turn rewards into advantages and returns."""
+        """Compute advantages and returns from the rewards."""
         with self._timeline.phase("experience"):
             self._report.add(self._learner.assign_advantages())
 
     def update(self, step: int) -> None:
-        """Update the models."""
+        """Update the critic and the actor on the batch."""
         with self._timeline.phase("train"):
             metrics, num_trained = self._learner.update(step)
         self._report.add(metrics)
@@ -104,7 +106,7 @@ class Controller:
         self._stream.done(self._learner.policy_version)
 
     def sync_weights(self) -> None:
-        """Bring the actor's weights into the engines, unless they have them."""
+        """Send the actor's weights to the engines, unless they have this version already."""
         version = self._learner.policy_version
         if self._rollouts.policy_version == version:
             return
@@ -115,7 +117,7 @@ class Controller:
         self._report.add({"sync/size_bytes": size})
 
     def evaluate(self, step: int) -> None:
-        """Answer the held-out prompts: at the start, at the end, and every `eval_steps` steps between."""
+        """Evaluate on the held-out prompts at the start, at the end, and every `eval_steps` steps in between."""
         is_last = step == self.num_steps or self.is_exhausted
         if self._evaluator.is_due(step, is_last=is_last):
             self._evaluator.run(step, is_last=is_last)

@@ -1,4 +1,4 @@
-"""Held-out prompts: when they are asked, and what their answers say of the policy, by data source."""
+"""Evaluation on held-out prompts: when it happens, and its metrics, overall and by data source."""
 
 import math
 import time
@@ -15,15 +15,15 @@ from rlhf_train.run.best_model import BestModel
 
 
 class Evaluator:
-    """Has the held-out prompts answered, says what the answers show, and keeps the weights that did best.
+    """Has the held-out prompts answered, reports the metrics, and saves the weights with the best evaluation.
 
     Args:
         job: the run.
-        rollouts: answers the prompts.
-        learner: has the weights.
-        turns: gives the engines the device.
-        report: is told about each evaluation.
-        best: where the best weights are kept; None keeps none.
+        rollouts: answers and scores the prompts.
+        learner: holds the weights that are saved.
+        turns: gives the device to the engines.
+        report: receives the metrics and rollouts of each evaluation.
+        best: folder of the best weights; None to save none.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Evaluator:
         self._best = best
 
     def is_due(self, step: int, *, is_last: bool) -> bool:
-        """Say whether to evaluate after `step`: at the start (step 0), at the end, and every `eval_steps` steps."""
+        """Return whether to evaluate after `step`: at the start (step 0), at the end, and every `eval_steps` steps."""
         every = self._job.eval_steps
         is_between = every > 0 and step % every == 0
         return bool(self._job.eval_prompts) and (step == 0 or is_last or is_between)
@@ -68,7 +68,7 @@ class Evaluator:
         if self._best is None:
             return
         if self._best.metric not in metrics:
-            self._report.warning(f"this evaluation has no {self._best.metric}, by which the best model is chosen")
+            self._report.warning(f"this evaluation has no {self._best.metric}, which decides the best model")
         elif self._best.beaten_by(metrics):
             self._learner.save("actor", str(self._best.staging))
             state = {"policy_version": self._learner.policy_version, "kl_coef": self._learner.kl_coef}
@@ -76,12 +76,14 @@ class Evaluator:
 
 
 def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
-    """Return the chance that one of `k` samples is right, estimated from more: 1 - C(n - c, k) / C(n, k).
+    """Return the unbiased estimate of the chance that at least one of `k` samples is right.
+
+        pass@k = 1 - C(n - c, k) / C(n, k)
 
     Args:
-        num_samples: n, of one prompt.
-        num_right: c, of them.
-        k: at most n.
+        num_samples: n, the samples of one prompt.
+        num_right: c, how many of them are right.
+        k: in [1, n].
 
     Raises:
         ValueError: k is not in [1, n].
@@ -94,10 +96,10 @@ def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
 
 
 def summarize_evaluation(groups: Sequence[RolloutGroup]) -> dict[str, float]:
-    """Return the metrics of held-out groups under `eval/`, and with several data sources under `eval/<source>/`, too.
+    """Return the metrics of held-out groups under `eval/`; with several data sources also under `eval/<source>/`.
 
-    `pass@k` is there for k = 1, 2, 4, ... and the number of samples a prompt; a rollout passes when its verdict is ok,
-    so that one whose reward failed does not. `failed` is the share of these.
+    `pass@k` is computed for k = 1, 2, 4, ... and for the number of samples per prompt. A rollout passes when its
+    verdict is ok; a failed reward counts as not passed. `failed` is the share of rollouts whose reward failed.
     """
     metrics = summarize(groups, "eval") | _passes(groups, "eval")
     verdicts = [rollout.verdict for group in groups for rollout in group.rollouts]

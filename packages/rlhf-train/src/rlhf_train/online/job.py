@@ -1,4 +1,4 @@
-"""Everything an online run is told, as plain frozen data: what the command line fills in and what Ray carries."""
+"""The settings of an online run as frozen data, filled in by the command line and sent to Ray actors."""
 
 import math
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ from rlhf_train.specs import ModelSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSizes:
-    """Sizes of batches. All count over the whole cluster, except those whose names say micro.
+    """Batch sizes. They count over all ranks, except the micro batch sizes, which are per rank.
 
     Attributes:
         rollout_batch_size: prompts per step.
@@ -50,34 +50,35 @@ class BatchSizes:
 
     @property
     def num_rollouts(self) -> int:
-        """Rollouts a step."""
+        """Rollouts per step."""
         return self.rollout_batch_size * self.num_samples_per_prompt
 
     @property
     def num_updates(self) -> int:
-        """Optimizer steps a step that trains all its rollouts."""
+        """Updates per step, if no rollout is left out."""
         return self.num_mini_batches(self.num_rollouts) * self.max_epochs
 
     def num_mini_batches(self, num_trained: float) -> int:
-        """Optimizer steps of an epoch over `num_trained` rollouts: fewer when a step has fewer to train."""
+        """Return the updates per epoch over `num_trained` rollouts, which may be fewer than `num_rollouts`."""
         return math.ceil(num_trained / self.train_batch_size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardSpec:
-    """Who scores, and what becomes of the scores before any algorithm sees them: in this order.
+    """Where rewards come from, and how they are changed before training, in the order of the attributes.
 
     Attributes:
-        sources: whose rewards are added up, by weight.
-        timeout_s: for one call of a function or a server.
-        num_workers: processes that score side by side, of each function.
-        batch_size: responses of one call of a server or of a reward model.
-        normalize_models: scores of reward models are shifted and scaled by the moments stored with them.
-        running_norm: rewards are shifted and scaled by the moments of all raw rewards of the run so far.
-        clip_range: smallest and largest reward after that, before any shaping; None for no bounds.
-        overlong_buffer: tokens before the length limit over which a penalty grows; 0 for none.
-        overlong_penalty_factor: the penalty at the limit.
-        stop_properly_coef: what a rollout keeps of its reward when the length limit ended it; see `shaping`.
+        sources: reward sources; the reward is the weighted sum of theirs.
+        timeout_s: time limit for one call of a reward function or server.
+        num_workers: worker processes per reward function.
+        batch_size: responses per call of a server or reward model.
+        normalize_models: shift and scale scores of reward models by the mean and deviation stored with the model.
+        running_norm: shift and scale rewards by the mean and deviation of all raw rewards of the run so far.
+        clip_range: smallest and largest reward after normalization; None for no bounds.
+        overlong_buffer: tokens before the length limit over which a penalty grows linearly; 0 for no penalty.
+        overlong_penalty_factor: size of the penalty at the length limit.
+        stop_properly_coef: changes the reward of rollouts that the length limit ended; see
+            `rlhf_rollout.rewards.shaping.stop_properly`.
     """
 
     sources: tuple[RewardSource, ...]
@@ -93,18 +94,17 @@ class RewardSpec:
 
     @property
     def models(self) -> tuple[str, ...]:
-        """The folders or hub names of the reward models, in order."""
+        """The folders or hub names of the reward models, in the order of the sources."""
         return model_paths(self.sources)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DynamicSampling:
-    """Which rollout groups are trained: those with something to say, refilled until the batch is full.
+    """Train only groups whose scores differ, and draw more prompts until the batch is full of such groups.
 
     Attributes:
-        reward_range: a group's mean score must lie strictly between; None for no bounds. Its scores must differ in any
-            case.
-        max_batches: prompts drawn a step at most, as a multiple of the rollout batch.
+        reward_range: bounds that a group's mean score must lie strictly within; None for no bounds.
+        max_batches: limit on the prompts drawn per step, as a multiple of the rollout batch size.
     """
 
     reward_range: tuple[float, float] | None = None
@@ -116,29 +116,35 @@ class OnlineJob:
     """One online run.
 
     Attributes:
-        models: role ("actor", "critic", "reference") to its model; the critic and the reference may be absent.
-        algorithm: what is optimised.
-        engine: how the engines are built; with `enable_sleep` they give their memory back while the trainer works.
-        sampling, eval_sampling: how training and held-out rollouts are drawn.
-        prompts, eval_prompts: what is asked; the held-out ones may be empty.
-        reward: who scores.
-        plan: where everything runs.
-        batch: sizes.
-        num_steps: rollout-and-train rounds.
-        eval_steps: rounds between evaluations; 0 evaluates only at the start and the end.
-        save_path: the folder for all that a run leaves; it must not exist or be empty.
-        config: the resolved configuration as TOML, saved beside the results.
-        seed: of everything.
-        trainer_sleep: optimizer states leave the device while engines generate.
-        sync_checksum: every weight bucket carries a checksum that the engine verifies.
-        max_in_flight: rollout groups under way at once.
-        dynamic_sampling: None trains every group.
-        num_frozen_steps: steps at the start in which only the critic learns.
-        ema_beta: decay a step of the average of the actor's weights that is saved beside it; None for none.
-        save_critic: save the critic beside the actor.
-        best_metric: the evaluation's metric whose highest value marks weights to keep; None keeps the last only.
-        trackers: who is told the metrics beside `metrics.jsonl`, and how often; None for TensorBoard at every step.
-        ray_address: of a running cluster; None starts one in this process.
+        models: role ("actor", "critic", "reference") to the settings of its model. The algorithm decides whether there
+            is a critic and a reference.
+        algorithm: what is optimized.
+        engine: settings of the generation engines. With `enable_sleep` they release device memory while the trainers
+            work.
+        sampling, eval_sampling: sampling parameters of training and held-out rollouts.
+        prompts, eval_prompts: training and held-out prompts; the latter may be empty.
+        reward: where rewards come from.
+        plan: where every process runs.
+        batch: batch sizes.
+        num_steps: number of steps, each a round of rollouts and training.
+        eval_steps: steps between evaluations; 0 evaluates only at the start and the end.
+        save_path: folder for all results; new or empty.
+        config: the resolved configuration as TOML, saved with the results.
+        seed: of the order of prompts and batches and of the models' initialization.
+        trainer_sleep: optimizer states move to host memory while engines generate.
+        sync_checksum: engines verify a checksum of each weight bucket.
+        max_in_flight: largest number of rollout groups that generate at once.
+        dynamic_sampling: which groups are trained; None for all.
+        num_frozen_steps: steps at the start in which only the critic is updated.
+        ema_beta: decay per update of a moving average of the actor's weights, saved with the actor; None for no
+            average.
+        save_critic: save the critic with the actor.
+        best_metric: evaluation metric; the weights with its highest value are saved. None saves the last weights only.
+        trackers: where metrics go besides `metrics.jsonl`, and how often; None for TensorBoard at every step.
+        ray_address: address of a running Ray cluster; None starts one for the run.
+
+    Raises:
+        ConfigError: settings that contradict each other.
     """
 
     models: Mapping[str, ModelSpec]
@@ -172,7 +178,7 @@ class OnlineJob:
         if row.uses_critic != ("critic" in self.models):
             raise ConfigError(f"{row.title} {'needs a' if row.uses_critic else 'has no'} critic")
         if self.algorithm.uses_reference != ("reference" in self.models):
-            raise ConfigError("a reference model is there exactly when init_kl_coef is above 0")
+            raise ConfigError("a reference model is needed if and only if init_kl_coef is above 0")
         placed = [role for group in self.plan.groups for role in group.roles]
         if sorted(placed) != sorted(self.models):
             raise ConfigError(f"the plan has places for {', '.join(placed)}, the models are {', '.join(self.models)}")
@@ -194,7 +200,7 @@ class OnlineJob:
     def _check_options(self) -> None:
         for name, wanted in (("freezing_actor_steps", self.num_frozen_steps), ("save_value_network", self.save_critic)):
             if wanted and "critic" not in self.models:
-                raise ConfigError(f"{name} is for a critic, and {self.algorithm.row.title} has none")
+                raise ConfigError(f"{name} needs a critic, and {self.algorithm.row.title} has none")
         if self.num_frozen_steps and self.num_frozen_steps >= self.num_steps:
             message = f"the actor is frozen for {self.num_frozen_steps} of {self.num_steps} steps: it would never learn"
             raise ConfigError(message, hint="lower --freezing_actor_steps")
@@ -208,8 +214,13 @@ class OnlineJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSummary:
-    """What a run leaves: its folder, the paths of artifacts in it by name, and final numbers such as
-    `eval/accuracy_after`."""
+    """The results of a run.
+
+    Attributes:
+        save_path: the folder of the run.
+        artifacts: name to path within that folder, for each artifact that exists.
+        metrics: final metrics, such as `eval/accuracy_after`.
+    """
 
     save_path: str
     artifacts: Mapping[str, str]

@@ -1,4 +1,4 @@
-"""The training side: rank sets, what is dealt to them, and what goes between them."""
+"""The training side: distributes a batch over the rank sets and calls them in the order of the algorithm."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -17,16 +17,16 @@ METRIC_PREFIXES = {"actor": "policy", "critic": "value"}
 
 
 class Learner:
-    """Deals a batch to the ranks, has columns and advantages made, and updates the models.
+    """Distributes a batch over the ranks, has them compute columns and advantages, and has them update the models.
 
-    Every method that computes returns metrics by name.
+    It holds no tensors. Ranks keep them; this class passes rollouts, references to Ray objects, and metrics.
 
     Args:
         job: the run.
-        rank_sets: the processes; every role is in exactly one set.
+        rank_sets: the training processes; each role is in exactly one set.
 
     Attributes:
-        policy_version: updates behind the actor's weights.
+        policy_version: number of updates applied to the actor's weights.
         kl_coef: weight of the KL to the reference in the next step.
     """
 
@@ -35,23 +35,28 @@ class Learner:
         self._sets = list(rank_sets)
         self._set_of = {role: ranks for ranks in rank_sets for role in ranks.roles}
         self._shaper = RewardShaper(job.reward, max_tokens=job.sampling.max_tokens)
-        self._kl: float | None = None  # nats per token, of the batch at hand
+        self._kl: float | None = None  # nats per token, of the current batch
         self.policy_version = 0
         self.kl_coef = job.algorithm.kl_coef
 
     # -- the algorithm -------------------------------------------------------------------------------------------
 
     def observe(self, rollouts: Sequence[Rollout]) -> None:
-        """Take the raw rewards of a step into account, those of rollouts that are not trained, too."""
+        """Update the reward normalization with the raw rewards of a step, trained or not."""
         self._shaper.observe(rollouts)
 
     def deal(self, rollouts: Sequence[Rollout], step: int) -> dict[str, float]:
-        """Shape the rewards of rollouts that have one, and deal the rollouts to the ranks of every set."""
+        """Shape the rewards of `rollouts`, which all have one, and send each rank of each set its rollouts.
+
+        Returns metrics of the shaping.
+        """
         batch = self._job.batch
         self._kl = None
         rewards, metrics = self._rewards(rollouts)
         pending: list[Any] = []
         for ranks in self._sets:
+            # Rank sets of different sizes split the batch differently. The seed is the same, so that they agree on
+            # which rollouts form a mini-batch.
             plans = plan_batches(
                 [rollout.num_tokens for rollout in rollouts],
                 [rollout.num_response_tokens for rollout in rollouts],
@@ -77,10 +82,11 @@ class Learner:
         return metrics
 
     def fill_columns(self) -> dict[str, float]:
-        """Have the models run that the algorithm needs: old and reference log-probs, and values."""
+        """Run the models that the algorithm needs: old log-probs, reference log-probs and values. Returns metrics."""
         algorithm = self._job.algorithm
         wanted = ["actor"] if algorithm.old_logprobs == "recompute" else []
         roles = [role for role in (*wanted, "reference", "critic") if role in self._set_of]
+        # Start all before waiting for any, so that models in separate processes run at the same time.
         pending = {role: self._set_of[role].start("work", "run_model", role) for role in roles}
         metrics = _merged(part for references in pending.values() for part in wait(references))
         self._move_columns(["ref_logprobs"], "reference", "actor")
@@ -89,18 +95,20 @@ class Learner:
         return metrics
 
     def assign_advantages(self) -> dict[str, float]:
-        """Turn rewards into advantages and returns."""
+        """Compute advantages and returns on the actor's ranks; return metrics."""
         metrics = _merged(self._set_of["actor"].call("work", "assign_advantages", self.kl_coef))
         self._kl = metrics.get("kl/reference")
         self._move_columns(["returns", "trained"], "actor", "critic")
         return metrics
 
     def update(self, step: int) -> tuple[dict[str, float], float]:
-        """Update the critic and, unless it is still frozen, the actor; models in processes apart train at once.
+        """Update the critic and, after the frozen steps, the actor.
+
+        Models in separate processes train in parallel.
 
         Returns:
-            Metrics, and the number of rollouts trained, as counted by the ranks while they train: a rollout lost on the
-            way to them is missed. It is not a whole number when an epoch missed some.
+            Metrics, and the number of rollouts that were trained. The ranks count them during training, so that the
+            number reveals rollouts that were lost on the way. It is a fraction when only some epochs missed rollouts.
         """
         job = self._job
         roles = [role for role in ("critic", "actor") if role in self._set_of]
@@ -110,6 +118,7 @@ class Learner:
         pending = [self._set_of[role].start("work", "update", role, **options) for role in roles]
         metrics = _merged(part for references in pending for part in wait(references))
         passes = [metrics.pop(f"{METRIC_PREFIXES[role]}/rollout_passes") for role in roles]
+        # A rollout counts as trained only if every model trained on it.
         num_trained = min(passes) / job.batch.max_epochs
         if job.algorithm.uses_reference:
             metrics["kl/coef"] = self.kl_coef
@@ -119,22 +128,25 @@ class Learner:
         return metrics, num_trained
 
     def _rewards(self, rollouts: Sequence[Rollout]) -> tuple[list[float], dict[str, float]]:
-        """Return what each rollout earned, as the algorithm compares it, and metrics of the shaping."""
+        """Return each rollout's shaped reward relative to the algorithm's baseline, and metrics of the shaping."""
         spec = self._job.algorithm
-        earned, metrics = self._shaper.shape(rollouts)
+        shaped, metrics = self._shaper.shape(rollouts)
         group_ids = [rollout.group_id for rollout in rollouts]
-        compared = relative_rewards(earned, group_ids, spec.row.baseline, divide_by_std=spec.whiten_std)
-        return compared.tolist(), metrics
+        relative = relative_rewards(shaped, group_ids, spec.row.baseline, divide_by_std=spec.whiten_std)
+        return relative.tolist(), metrics
 
     def _adapt_kl(self, kl: float | None, num_rollouts: int) -> None:
-        """Set the next step's coefficient by the KL of this one, measured before its updates."""
+        """Adapt the KL coefficient of the next step to this step's KL, which was measured before its updates."""
         spec = self._job.algorithm
         if spec.kl_target is not None and kl is not None:
             rule = {"target": spec.kl_target, "horizon": spec.kl_horizon}
             self.kl_coef = adapted_kl_coef(self.kl_coef, kl, num_rollouts=num_rollouts, **rule)
 
     def _move_columns(self, names: Sequence[str], source: str, target: str) -> None:
-        """Hand columns from the ranks of one role to those of another. Processes that hold both have them already."""
+        """Copy columns from the ranks of role `source` to those of role `target`.
+
+        Nothing is copied when a role is absent, or when one rank set holds both roles and so shares the columns.
+        """
         if source not in self._set_of or target not in self._set_of:
             return
         if self._set_of[source] is self._set_of[target]:
@@ -145,13 +157,19 @@ class Learner:
     # -- weights and memory --------------------------------------------------------------------------------------
 
     def send_weights(self, engines: Sequence[Any]) -> int:
-        """Send the actor's weights to `engines`, in the order of the plan; return their bytes."""
+        """Send the actor's weights to `engines`, in the order of the plan; return the weights' size in bytes.
+
+        All actor ranks take part, because ZeRO-3 has to gather the weights.
+        """
         actor = self._set_of["actor"]
         targets = self._targets(engines, len(actor.handles))
         return max(wait(actor.start_each("send_weights", [(mine, self.policy_version) for mine in targets])))
 
     def _targets(self, engines: Sequence[Any], num_ranks: int) -> list[list[Any]]:
-        """Return the engines that each rank sends to: those on its own device by CUDA IPC, else all from rank 0."""
+        """Return the engines that each rank sends to.
+
+        CUDA IPC works within one GPU, so each rank serves the engines on its own. Otherwise rank 0 serves all engines.
+        """
         if self._job.engine.weight_transfer == "ipc":
             pairs = list(zip(self._job.plan.engines.bundles, engines, strict=True))
             homes = self._job.plan.group_of("actor").bundles
@@ -163,19 +181,19 @@ class Learner:
         self._set_of[role].call("work", "save", role, path)
 
     def save_average(self, path: str) -> None:
-        """Write the average of the actor's weights as a Hugging Face folder."""
+        """Write the moving average of the actor's weights as a Hugging Face folder."""
         self._set_of["actor"].call("work", "save_average", path)
 
     def sleep(self) -> None:
-        """Move optimizer states off the device."""
+        """Move optimizer states to host memory, so that the engines can use the device."""
         self._call_all("offload")
 
     def wake_up(self) -> None:
-        """Undo `sleep`."""
+        """Move optimizer states back to the device."""
         self._call_all("reload")
 
     def peak_memory_bytes(self) -> int:
-        """Return the most device memory that a rank has allocated."""
+        """Return the peak of allocated device memory in bytes, the largest over all ranks."""
         return max((peak for ranks in self._sets for peak in ranks.call("work", "peak_memory_bytes")), default=0)
 
     def _call_all(self, method: str) -> None:

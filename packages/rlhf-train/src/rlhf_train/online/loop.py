@@ -1,10 +1,10 @@
-"""The online algorithm, on one screen. The controller's parts know how each step is done."""
+"""The online algorithm on one screen. The parts behind `Controller` implement each call."""
 
 from rlhf_train.online.controller import Controller
 
 
 def train(run: Controller) -> None:
-    """Run every step: generate with the newest weights, learn from what was generated, repeat."""
+    """Run all steps: generate rollouts with the newest weights, and update the weights from them."""
     run.start()
     for step in range(1, run.num_steps + 1):
         run.generate(step)

@@ -1,4 +1,4 @@
-"""How long a run goes on without anything to learn from. Torch-free."""
+"""Ends a run that finds nothing to learn from for several steps. Torch-free."""
 
 from collections.abc import Sequence
 
@@ -8,18 +8,18 @@ from rlhf_train.online.summaries import scored
 from rlhf_train.run.ledger import RolloutCounts
 from rlhf_train.run.observer import Observer
 
-MAX_BARREN_STEPS = 3  # in a row, without a reward to learn from, before the run ends
+MAX_BARREN_STEPS = 3  # steps in a row without a reward to learn from, after which the run ends
 
 
 class Patience:
-    """Counts steps without anything to learn from, and says why there is nothing.
+    """Counts steps without a reward to learn from, and warns with the reason.
 
     Args:
-        batch_size: groups of a full batch.
-        observer: is warned of each such step, and of batches that are not full.
+        batch_size: groups in a full batch.
+        observer: receives a warning for each such step, and for each batch that is not full.
 
     Attributes:
-        is_exhausted: dynamic sampling found nothing to learn from for `MAX_BARREN_STEPS` steps in a row.
+        is_exhausted: whether dynamic sampling has left out all groups for `MAX_BARREN_STEPS` steps in a row.
     """
 
     def __init__(self, batch_size: int, observer: Observer) -> None:
@@ -30,19 +30,19 @@ class Patience:
         self.is_exhausted = False
 
     def observe(self, groups: Sequence[RolloutGroup]) -> None:
-        """Take note of the last reward of a step that failed."""
+        """Remember why the last failed reward of a step failed."""
         verdicts = [rollout.verdict for group in groups for rollout in group.rollouts if rollout.verdict]
         self._last_failure = next((verdict.detail for verdict in reversed(verdicts) if verdict.kind.failed), "")
 
     def can_learn(self, groups: Sequence[RolloutGroup], counts: RolloutCounts) -> bool:
-        """Say whether a rollout of `groups` has a reward.
+        """Return whether any rollout of `groups` has a reward.
 
         Args:
             groups: the batch.
-            counts: what became of the step's rollouts so far.
+            counts: of the step's rollouts so far.
 
         Raises:
-            RewardError: nothing to learn from for the `MAX_BARREN_STEPS`th time in a row, because rewards fail.
+            RewardError: the `MAX_BARREN_STEPS`th step in a row has nothing to learn from, because rewards fail.
         """
         if scored(groups):
             if len(groups) < self._batch_size and counts.filtered:
@@ -52,17 +52,17 @@ class Patience:
             return True
         self._num_barren_steps += 1
         gives_up = self._num_barren_steps >= MAX_BARREN_STEPS
-        message = "no rollout has a reward that could be learned from"
+        message = "no rollout has a reward"
         if self._last_failure:
             message += f"; the last failure: {self._last_failure}"
         if counts.stale:
-            message += f"; {counts.stale} rollouts are of an older policy than the batch may have"
+            message += f"; {counts.stale} rollouts are too old for the batch (stale)"
         if counts.filtered > counts.failed:
-            message = f"all {counts.filtered} scored rollouts are in groups whose samples have alike rewards"
+            message = f"all {counts.filtered} scored rollouts are in groups that dynamic sampling leaves out"
             self.is_exhausted = gives_up
         elif gives_up:
             message = f"{MAX_BARREN_STEPS} steps in a row: {message}"
-            raise RewardError(message, hint="see rollouts.jsonl for the prompts and responses it was given")
+            raise RewardError(message, hint="rollouts.jsonl has the prompts and responses that the reward was given")
         end = "the run ends here" if self.is_exhausted else "nothing is learned from this step"
         self._observer.warning(f"{end}: {message}")
         return False

@@ -1,4 +1,4 @@
-"""Where every process runs, as data: a pure function from what was asked and what there is to a plan."""
+"""Where every process runs: a pure function from the requested layout and the number of GPUs to a plan."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -7,18 +7,18 @@ from itertools import pairwise
 from rlhf_data.errors import ConfigError
 
 ROLES = ("actor", "critic", "reference")
-SHARED_GPU = 0.9  # what processes on one GPU divide between them; Ray only counts it
+SHARED_GPU = 0.9  # GPU share that processes on one GPU split; Ray uses it for accounting only
 
 
 @dataclass(frozen=True, slots=True)
 class GroupPlan:
-    """Processes of one kind, each hosting `roles`.
+    """The processes of one kind: a rank set that trains, the engines, or the reward models.
 
     Attributes:
-        name: of the group.
-        roles: the models each of its processes holds; empty for generation engines.
-        bundles: the index of the bundle that each process lives in, the first one where it spans several.
-        gpus_a_rank: whole GPUs that a process uses; it may share them with other groups.
+        name: for people, such as "actor+reference".
+        roles: the models that each process holds; empty for engines.
+        bundles: index of the bundle of each process; the first bundle if a process spans several.
+        gpus_a_rank: GPUs that one process uses. Processes of other kinds may use the same ones.
     """
 
     name: str
@@ -28,23 +28,25 @@ class GroupPlan:
 
     @property
     def num_ranks(self) -> int:
-        """Processes: data-parallel ranks, or engines."""
+        """Number of processes: data-parallel ranks, engines, or replicas of the reward models."""
         return len(self.bundles)
 
 
 @dataclass(frozen=True, slots=True)
 class PlacementPlan:
-    """Bundles of resources and who lives in them.
+    """Bundles of resources, and the processes in them.
 
     Attributes:
         device: "cuda" or "cpu".
-        bundles: GPUs of each bundle.
-        groups: the training groups.
+        bundles: number of GPUs of each bundle.
+        groups: the rank sets that train.
         engines: the generation engines.
-        colocated: engines and training processes share devices.
-        notes: what was decided without being asked, a sentence each.
-        scorers: the reward models, all of them in each of its places; None when there are none.
-        unavailable: features that the layout needs and that are not available, one phrase each; a run needs none.
+        colocated: whether engines and training processes share devices.
+        notes: decisions that differ from the request, one sentence each.
+        scorers: places of the reward models, each of which holds one replica of every model; None without reward
+            models.
+        unavailable: features that this layout needs and that do not exist, one phrase each. A run is refused unless it
+            is empty.
     """
 
     device: str
@@ -58,12 +60,12 @@ class PlacementPlan:
 
     @property
     def all_groups(self) -> tuple[GroupPlan, ...]:
-        """Trainers, engines and reward models."""
+        """All processes: trainers, engines and reward models."""
         return (*self.groups, self.engines, *((self.scorers,) if self.scorers else ()))
 
     @property
     def num_gpus(self) -> int:
-        """GPUs of the whole layout."""
+        """Number of GPUs of the whole layout."""
         return sum(self.bundles)
 
     @property
@@ -72,17 +74,17 @@ class PlacementPlan:
         return self.device == "cuda" and self.colocated
 
     def group_of(self, role: str) -> GroupPlan:
-        """The group whose processes hold `role`."""
+        """Return the rank set that holds `role`."""
         return next(group for group in self.groups if role in group.roles)
 
     def gpu_share(self, group: GroupPlan, rank: int) -> float:
-        """The part of its bundle's GPUs that a process is counted for: all of them, or as much as the others there."""
+        """Return the GPU share that Ray accounts for a process: whole GPUs, or an equal part of a shared GPU."""
         bundle = group.bundles[rank]
         num_sharing = sum(other.bundles.count(bundle) for other in self.all_groups)
         return float(group.gpus_a_rank) if num_sharing == 1 or not group.gpus_a_rank else SHARED_GPU / num_sharing
 
     def describe(self) -> str:
-        """A table for people: one line per group."""
+        """Return a table for people, with one line per kind of process."""
         on_gpu = self.device == "cuda"
         head = f"{self.num_gpus} GPU(s)" if on_gpu else "no GPU, everything shares the CPU"
         width = max(len(group.name) for group in self.all_groups)
@@ -94,7 +96,10 @@ class PlacementPlan:
         return "\n".join([head, *rows, *(f"  note: {note}" for note in self.notes)])
 
     def _gpus(self, group: GroupPlan) -> str:
-        """Return the GPUs of a group's processes, numbered over the whole layout, as `0-3` or `0-1, 2-3`."""
+        """Return the GPU numbers of a group, as `0-3` for processes of one GPU or `0-1, 2-3` for larger ones.
+
+        Numbers count over the whole layout.
+        """
         starts = [sum(self.bundles[:bundle]) for bundle in group.bundles]
         spans = [(start, start + group.gpus_a_rank - 1) for start in starts]
         if group.gpus_a_rank == 1 and all(right == left + 1 for left, right in pairwise(starts)):
@@ -104,18 +109,21 @@ class PlacementPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementRequest:
-    """What was asked for.
+    """The layout that the user asks for.
 
     Attributes:
-        ranks: role to data-parallel processes; a role that does not exist is absent, and 0 lives with the actor.
-        num_engines: generation engines.
-        tensor_parallel_size: GPUs of one engine.
-        colocate_all_models: every model and engine on the same devices.
-        colocate_actor_ref: actor and reference in the same processes.
-        reward_ranks: replicas of every reward model, 0 when they live with the actor; None when there are none.
-        colocate_critic_reward: reward models on the critic's devices.
-        num_nodes: nodes that a single model asks for, the largest such number.
-        gpus_per_node: GPUs of one node; None when all GPUs are in one.
+        ranks: role to number of data-parallel processes. 0 places the role with the actor; unused roles are absent.
+        num_engines: number of generation engines.
+        tensor_parallel_size: GPUs per engine.
+        colocate_all_models: place all models and engines on the same devices.
+        colocate_actor_ref: place actor and reference in the same processes.
+        reward_ranks: replicas of every reward model; 0 places them with the actor; None without reward models.
+        colocate_critic_reward: place reward models on the critic's devices.
+        num_nodes: the largest number of nodes that any one model asks for.
+        gpus_per_node: GPUs per node; None when all GPUs are in one node.
+
+    Raises:
+        ConfigError: a number of processes is too small.
     """
 
     ranks: Mapping[str, int]
@@ -138,14 +146,19 @@ class PlacementRequest:
 
 
 def plan_placement(request: PlacementRequest, num_gpus: int) -> PlacementPlan:
-    """Return the plan.
+    """Return the placement of all processes.
 
-    On CPUs everything shares the machine: all roles in one process group beside the engines and the reward models. On
-    GPUs, models apart get bundles of their own. On a single GPU, models of one process each share it, and a note says
-    so. `unavailable` of the plan names what a run cannot do.
+    Without GPUs, one rank set holds all roles, beside the engines and the reward models. With GPUs, models get bundles
+    of their own unless the request places them together. If the request needs several GPUs, there is only one, and each
+    model asks for one process, all share that GPU and a note says so.
+
+    Args:
+        request: the layout to plan.
+        num_gpus: GPUs that are available; 0 for a plan on CPUs.
 
     Raises:
-        ConfigError: models that were to share and have different sizes, or more GPUs than there are.
+        ConfigError: models that should share processes have different sizes, or the layout needs more GPUs than there
+            are.
     """
     if num_gpus == 0:
         scorers = request.ranks["actor"] if request.reward_ranks == 0 else request.reward_ranks or 0
@@ -161,12 +174,12 @@ def plan_placement(request: PlacementRequest, num_gpus: int) -> PlacementPlan:
 
 
 def gpus_needed(request: PlacementRequest) -> int:
-    """Return the GPUs of the layout that was asked for. Raises ConfigError as `plan_placement` does."""
+    """Return the number of GPUs that the request needs. Raises ConfigError like `plan_placement`."""
     return _wanted(request).num_gpus
 
 
 def _wanted(request: PlacementRequest) -> PlacementPlan:
-    """Return the layout that was asked for, on as many GPUs as it takes."""
+    """Return the layout of the request, on as many GPUs as it needs."""
     plan = _shared(request) if request.colocate_all_models else _apart(request)
     if request.num_nodes > 1 or plan.num_gpus > (request.gpus_per_node or plan.num_gpus):
         size = f"{request.gpus_per_node} per node" if request.gpus_per_node else f"{request.num_nodes} nodes"
@@ -176,7 +189,7 @@ def _wanted(request: PlacementRequest) -> PlacementPlan:
 
 
 def _on_cpu(request: PlacementRequest, places: Sequence[tuple[int, ...]]) -> PlacementPlan:
-    """Return the plan of one training group on the machine; `places` are its, the engines' and the reward models'."""
+    """Return the plan without GPUs; `places` holds the bundles of the trainers, the engines and the reward models."""
     trainers, engines, scorers = places
     return PlacementPlan(
         device="cpu",
@@ -189,7 +202,7 @@ def _on_cpu(request: PlacementRequest, places: Sequence[tuple[int, ...]]) -> Pla
 
 
 def _shared(request: PlacementRequest) -> PlacementPlan:
-    """Return the plan in which every model and engine uses the same GPUs, counted from the first one."""
+    """Return the plan in which all models and engines use the same GPUs, each starting at GPU 0."""
     actor, size = request.ranks["actor"], request.tensor_parallel_size
     sizes = {role: request.ranks[role] or actor for role in _roles(request)}
     together = tuple(role for role in sizes if sizes[role] == actor)
@@ -209,7 +222,7 @@ def _shared(request: PlacementRequest) -> PlacementPlan:
 
 
 def _unavailable_together(request: PlacementRequest, sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """Return what a run cannot do of models of these sizes and engines on the same GPUs."""
+    """Return the features that do not exist for models of these sizes and engines on the same GPUs."""
     found = []
     actor, engines, size = sizes["actor"], request.num_engines, request.tensor_parallel_size
     if any(count != actor for count in sizes.values()):
@@ -223,7 +236,7 @@ def _unavailable_together(request: PlacementRequest, sizes: Mapping[str, int]) -
 
 
 def _apart(request: PlacementRequest) -> PlacementPlan:
-    """Return the plan in which every group has bundles of its own, but for those that were to share."""
+    """Return the plan in which all processes have GPUs of their own, except those that the request colocates."""
     hosted = _hosted(request)
     bundles: list[int] = []
 
@@ -238,7 +251,7 @@ def _apart(request: PlacementRequest) -> PlacementPlan:
     if request.colocate_critic_reward and request.reward_ranks is not None and critics is not None:
         places, count = critics, request.reward_ranks or len(critics)
         if count != len(critics):
-            message = f"critic and reward models share devices: the critic has {len(critics)}, they have {count}"
+            message = f"critic and reward models must have equally many processes to share: {len(critics)} and {count}"
             hint = "set --reward_num_nodes and --reward_num_gpus_per_node to the critic's, or drop"
             raise ConfigError(message, hint=f"{hint} --colocate_critic_reward")
     elif request.reward_ranks == 0:
@@ -249,13 +262,13 @@ def _apart(request: PlacementRequest) -> PlacementPlan:
 
 
 def _hosted(request: PlacementRequest) -> list[tuple[str, ...]]:
-    """Return the roles of each training group of models apart, the actor's group first."""
+    """Return the roles of each rank set when models do not share all GPUs, the actor's rank set first."""
     roles = _roles(request)
     with_actor = {role for role in roles if request.ranks[role] == 0}
     if request.colocate_actor_ref and "reference" in roles:
         actor, reference = request.ranks["actor"], request.ranks["reference"]
         if reference not in (0, actor):
-            message = f"actor and reference share processes: the actor has {actor}, the reference {reference}"
+            message = f"actor and reference must have equally many processes to share: {actor} and {reference}"
             hint = "set --ref_num_nodes and --ref_num_gpus_per_node to the actor's, or drop --colocate_actor_ref"
             raise ConfigError(message, hint=hint)
         with_actor.add("reference")
@@ -263,7 +276,10 @@ def _hosted(request: PlacementRequest) -> list[tuple[str, ...]]:
 
 
 def _too_large(request: PlacementRequest, plan: PlacementPlan, num_gpus: int) -> ConfigError:
-    """Return the error for a layout that takes more GPUs than there are; its hint keeps every process asked for."""
+    """Return the error for a layout that needs more GPUs than there are.
+
+    The hint never advises fewer processes than were asked for, unless every model asks for one.
+    """
     counts = ", ".join(f"{group.name} {group.num_ranks * group.gpus_a_rank}" for group in plan.all_groups)
     how = "on shared GPUs" if plan.colocated else "apart"
     message = f"models {how} need {plan.num_gpus} GPUs ({counts}), and there are {num_gpus}"
@@ -278,7 +294,7 @@ def _too_large(request: PlacementRequest, plan: PlacementPlan, num_gpus: int) ->
 
 
 def _is_single(request: PlacementRequest) -> bool:
-    """Whether no model and no engine asks for more than one GPU."""
+    """Return whether no model and no engine asks for more than one GPU."""
     counts = (*request.ranks.values(), request.reward_ranks or 0, request.num_engines, request.tensor_parallel_size)
     return max(*counts, request.num_nodes) == 1
 

@@ -1,4 +1,4 @@
-"""The processes that train, called together."""
+"""A rank set: the training processes of some models, called together."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,7 +7,15 @@ from rlhf_train.online.ray_session import wait
 
 
 class RankSet:
-    """The processes that hold the models of `roles`, one per data-parallel rank, called together."""
+    """Calls methods on all ranks that hold the models of `roles`.
+
+    Args:
+        roles: the models that each rank holds.
+        handles: Ray handles of the ranks, in the order of ranks.
+
+    Attributes:
+        started: object references of calls whose results the caller still has to wait for.
+    """
 
     def __init__(self, roles: Sequence[str], handles: Sequence[Any]) -> None:
         self.roles = tuple(roles)

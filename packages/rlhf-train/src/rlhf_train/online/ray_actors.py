@@ -10,23 +10,24 @@ from rlhf_train.specs import ModelSpec
 
 
 class RankActor:
-    """Holds a `TrainWorker` in a process of its own, and drives the weight sync from there."""
+    """Hosts a `TrainWorker` in a process of its own, and sends its weights to engines."""
 
     def __init__(self) -> None:
         prepare_process()
 
     def master_address(self) -> tuple[str, int]:
-        """Return where the ranks of the group meet."""
+        """Return the host and port where the ranks of this rank set meet."""
         return node_address(), free_port()
 
     def load(
         self, rank: int, num_ranks: int, models: Mapping[str, ModelSpec], job: Any, master: tuple[str, int] | None
     ) -> None:
-        """Load the models; without a master the group is this rank alone. Collective."""
+        """Join the rank set and load the models. Collective. `master` is None for a rank set of one rank."""
         from rlhf_train.online.worker import TrainWorker
         from rlhf_train.weight_sync.source import WeightSource
 
-        # On CPUs the ranks of a group share the cores; groups and engines take turns.
+        # On CPUs the ranks of a set compute at the same time and split the cores. Other sets and the engines mostly
+        # compute while this set waits, so they are not counted.
         num_threads = max((os.cpu_count() or 1) // num_ranks, 1) if job.plan.device == "cpu" else None
         self._worker = TrainWorker(
             models,
@@ -43,13 +44,13 @@ class RankActor:
         self._sender = WeightSource(job.engine.weight_transfer, checksum=job.sync_checksum)
 
     def work(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of the worker."""
+        """Call a method of the `TrainWorker` and return its result."""
         return getattr(self._worker, method)(*args, **kwargs)
 
     def send_weights(self, engines: Sequence[RayEngine], policy_version: int) -> int:
-        """Send the actor's weights to `engines`; return their bytes. Collective.
+        """Send the actor's weights to `engines`; return their size in bytes, 0 without engines. Collective.
 
-        A rank without engines takes part in the gathering only.
+        A rank without engines only takes part in gathering the weights.
         """
         weights = self._worker.engines["actor"].named_weights()
         if not engines:

@@ -1,5 +1,4 @@
-"""This process's connection to Ray: a cluster that is running already or one that lives as long as the run, and what
-its processes answer."""
+"""This process's connection to Ray: joining a running cluster, starting one for the run, and waiting for results."""
 
 import json
 import logging
@@ -23,7 +22,7 @@ from rlhf_rollout.ray_actors import plain_errors
 START_ATTEMPTS = 3
 _ANSWER_TIMEOUT_S = 2.0
 _OPTIONS: Mapping[str, Any] = {"logging_level": "ERROR", "log_to_driver": False}
-_SUBMITTED = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # what `ray job submit` gives the process that it starts
+_SUBMITTED = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set by `ray job submit` in the process that it starts
 _TOKEN = (
     "copy the token of the account that started the cluster (`ray get-auth-token` prints it there) and type"
     " `export RAY_AUTH_MODE=token RAY_AUTH_TOKEN=...` with it"
@@ -34,12 +33,12 @@ _logger = logging.getLogger(__name__)
 
 
 def wait(references: Sequence[Any]) -> list[Any]:
-    """Return the results of Ray's `references`.
+    """Wait for Ray `references` and return their results.
 
     Raises:
-        RlhfError: the remote side raised it.
-        EngineError: the process is gone.
-        ray.exceptions.RayTaskError: any other error of the remote side, with its traceback.
+        RlhfError: the remote call raised it.
+        EngineError: the remote process has died.
+        ray.exceptions.RayTaskError: the remote call raised any other error; the message has its traceback.
     """
     if not references:
         return []  # `ray.get` would start a cluster in a process that has none
@@ -48,10 +47,10 @@ def wait(references: Sequence[Any]) -> list[Any]:
 
 
 def find_cluster() -> str | None:
-    """Return the address of the cluster to join, or None when the run starts its own.
+    """Return the address of the cluster to join, or None when the run should start its own.
 
-    RAY_ADDRESS decides where it is set, and its value `local` asks for an own cluster. Otherwise this is the cluster
-    that `ray start` last left running on this machine, if it answers.
+    If RAY_ADDRESS is set, it decides; its value `local` means an own cluster. Otherwise the function looks for the
+    cluster that `ray start` last started on this machine, and checks that it answers.
     """
     named = os.environ.get("RAY_ADDRESS")
     if named:
@@ -64,7 +63,7 @@ def join(address: str) -> None:
     """Connect to the cluster at `address`, unless this process is connected already.
 
     Raises:
-        ConfigError: no cluster answers there, it asks for another token, or its Ray or Python version is another.
+        ConfigError: no cluster answers there, it requires another token, or it runs another version of Ray or Python.
     """
     if ray.is_initialized():
         return
@@ -85,9 +84,10 @@ def join(address: str) -> None:
 
 @contextmanager
 def started_cluster(num_cpus: int, num_gpus: int) -> Iterator[None]:
-    """Start a cluster of these resources in this process; end it afterwards. Raises EngineError when it does not start.
+    """Start a cluster with these resources on this machine, and stop it after the `with` block.
 
-    Ray gives its node 30 s to start, which a busy machine may not manage, so that a start is tried several times.
+    Ray gives its node 30 s to start, which is too short on a busy machine. The start is therefore tried
+    `START_ATTEMPTS` times. Raises EngineError when none succeeds.
     """
     _prepare_environment()
     for attempt in range(1, START_ATTEMPTS + 1):
@@ -96,7 +96,7 @@ def started_cluster(num_cpus: int, num_gpus: int) -> Iterator[None]:
             ray.init(address="local", num_cpus=num_cpus, num_gpus=num_gpus, include_dashboard=False, **_OPTIONS)
             break
         except Exception as error:
-            # Ray has no class of its own for this: a plain Exception, RuntimeError or TimeoutError tells of a time-out.
+            # Ray reports a time-out as a plain Exception, RuntimeError or TimeoutError. Subclasses are other errors.
             if type(error) not in (Exception, RuntimeError, TimeoutError):
                 raise
             failure = error
@@ -105,7 +105,7 @@ def started_cluster(num_cpus: int, num_gpus: int) -> Iterator[None]:
         _logger.warning("Ray did not start, attempt %d of %d: %s", attempt, START_ATTEMPTS, failure)
     else:
         load = f"{os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
-        hint = "end other programs and try again; or start Ray apart with `ray start --head`, which this run then joins"
+        hint = "end other programs and try again, or run `ray start --head` first: the next run joins that cluster"
         message = f"Ray did not start in {START_ATTEMPTS} attempts (load average {load}): {failure}"
         raise EngineError(message, hint=hint) from failure
     try:
@@ -115,7 +115,7 @@ def started_cluster(num_cpus: int, num_gpus: int) -> Iterator[None]:
 
 
 def check_resources(num_cpus: float, num_gpus: float) -> None:
-    """Raise EngineError when the whole cluster has fewer CPUs or GPUs than the run needs."""
+    """Raise EngineError when the cluster has fewer CPUs or GPUs in total, free or not, than the run needs."""
     have = ray.cluster_resources()
     if have.get("CPU", 0) >= num_cpus and have.get("GPU", 0) >= num_gpus:
         return
@@ -126,12 +126,12 @@ def check_resources(num_cpus: float, num_gpus: float) -> None:
 
 
 def worker_environment(environ: Mapping[str, str], submitted: str | None) -> dict[str, Any]:
-    """Return the runtime environment that makes a joined cluster's workers import what this process imports.
+    """Return the Ray runtime environment with which workers of a joined cluster find this process's packages.
 
     Args:
-        environ: this process's variables.
-        submitted: the configuration, in JSON, of the job that `ray job submit` started this process for. Ray refuses a
-            variable that both set, and the job's counts.
+        environ: this process's environment variables.
+        submitted: JSON configuration of the job if `ray job submit` started this process, else None. Ray refuses a
+            variable that both the job and the driver set; the job's value is kept.
     """
     path = environ.get("PYTHONPATH")
     given = (json.loads(submitted).get("runtime_env") or {}) if submitted else {}
@@ -141,20 +141,24 @@ def worker_environment(environ: Mapping[str, str], submitted: str | None) -> dic
 
 
 def _prepare_environment() -> None:
-    """Set what Ray, and the workers of a cluster that this process starts, take from its environment."""
+    """Set environment variables for Ray and for the workers of a cluster that this process starts."""
     if not _is_installed():
         own = [path for path in sys.path if path and not path.startswith((sys.prefix, sys.base_prefix))]
         before = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
         os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([*own, *before]))
-    os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")  # else workers start through `uv run`, and hang
+    # Under `uv run`, Ray would start its workers through `uv run` too, and they hang.
+    os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+    # Keep CUDA_VISIBLE_DEVICES of workers without GPUs as it is.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    os.environ.setdefault("RAY_worker_niceness", "0")  # else ranks and engines get what other programs leave them
+    # By default Ray lowers the priority of its workers, so that ranks and engines lose to every other program.
+    os.environ.setdefault("RAY_worker_niceness", "0")
 
 
 def _use_token() -> None:
-    """Send the token of this account, if it has one: a cluster that `ray start` began then asks for it.
+    """Authenticate with this account's Ray token, if there is one; clusters from `ray start` then require it.
 
-    Ray does so itself where it finds the cluster. It sends no token to an address that is named, and neither do we.
+    Ray does this itself when it discovers the cluster, but not when it is given an address, as here. `join` does not
+    call this when the user named the address in RAY_ADDRESS: the token must not go to a foreign cluster.
     """
     try:
         from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
@@ -164,7 +168,10 @@ def _use_token() -> None:
 
 
 def _is_installed() -> bool:
-    """Return whether every process of this interpreter finds the packages: not so in a checkout or Bazel's runfiles."""
+    """Return whether the packages are in site-packages, where every process of this interpreter finds them.
+
+    In a checkout or in Bazel's runfiles they are not, and workers need PYTHONPATH.
+    """
     source = Path(rlhf_train.__file__).parents[1]
     return any(source.is_relative_to(path) for path in sys.path if path.endswith("site-packages"))
 
@@ -184,7 +191,7 @@ def _children() -> set[int]:
 
 
 def _kill(pids: set[int]) -> None:
-    """End what a failed start of Ray left behind: it would take memory and time from the next."""
+    """Kill the processes that a failed start of Ray left behind, which would slow the next attempt."""
     for pid in pids:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""What an online run says: to its folder, to the people who watch it, and at its end."""
+"""The output of an online run: to the files of its folder, to the terminal, and as the final summary."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -11,17 +11,17 @@ from rlhf_train.run.observer import Observer
 from rlhf_train.run.recorder import ARTIFACTS, Recorder
 from rlhf_train.run.timeline import Timeline
 
-NUM_SHOWN = 3  # rollouts shown to people before and after
+NUM_SHOWN = 3  # sample rollouts shown on the terminal before and after training
 
 
 class Report:
-    """Collects the metrics of a step, and hands everything to the recorder and the observer.
+    """Collects the metrics of a step, and passes metrics, rollouts and samples to the recorder and the observer.
 
     Args:
         recorder: writes the run's folder.
-        observer: shows the run to people.
-        timeline: splits the wall clock of each step.
-        started: `time.perf_counter()` at the begin of the run.
+        observer: shows the run on the terminal.
+        timeline: splits the wall-clock time of each step into phases.
+        started: `time.perf_counter()` at the start of the run.
     """
 
     def __init__(self, recorder: Recorder, observer: Observer, timeline: Timeline, started: float) -> None:
@@ -34,15 +34,15 @@ class Report:
         self._final = {"time/startup": time.perf_counter() - started}
 
     def begin(self) -> None:
-        """Begin the first step: the seconds before it belong to none."""
+        """Start the clock of the first step; the seconds before count for no step."""
         self._timeline.take()
 
     def add(self, metrics: Mapping[str, float]) -> None:
-        """Add metrics to those of the step."""
+        """Add to the metrics of the current step."""
         self._metrics |= metrics
 
     def rollouts(self, step: int, drawn: Drawn) -> None:
-        """Write the step's rollouts, and sum them up."""
+        """Write the step's rollouts, and add their summary to the step's metrics."""
         with self._timeline.phase("write"):
             self._recorder.rollouts("rollouts", step, drawn.kept, kept=True)
             self._recorder.rollouts("rollouts", step, drawn.dropped, kept=False)
@@ -67,12 +67,13 @@ class Report:
         self._observer.samples(title, [(group.prompt, group.rollouts[0]) for group in groups[:NUM_SHOWN]])
 
     def warning(self, text: str) -> None:
-        """Say something that does not stop the run."""
+        """Show a warning; the run goes on."""
         self._observer.warning(text)
 
     def step(self, step: int, num_steps: int) -> None:
-        """Write and show the step that ends here; the next one begins."""
+        """End the step: write and show its metrics, and start the clock of the next step."""
         seconds = self._timeline.take()
+        # Throughput is that of training: an evaluation generates tokens that no step counts.
         total = seconds["step"] - seconds.get("evaluate", 0.0)
         self.add({f"time/{name}": value for name, value in seconds.items()})
         self.add({"throughput/response_tokens": self._num_tokens / total if total else 0.0})
@@ -83,11 +84,11 @@ class Report:
         self._num_tokens = 0
 
     def add_final(self, metrics: Mapping[str, float]) -> None:
-        """Add metrics to those that the run ends with."""
+        """Add to the metrics of the final summary."""
         self._final |= metrics
 
     def finish(self, num_steps: int) -> RunSummary:
-        """Write the last metrics; return them and where everything lies."""
+        """Write the final metrics; return them with the paths of all artifacts that exist."""
         self._final["time/total"] = time.perf_counter() - self._started
         self._recorder.metrics(num_steps, self._final)
         artifacts = {name: path for name, path in ARTIFACTS.items() if self._recorder.path(name).exists()}

@@ -1,4 +1,4 @@
-"""An online run from start to final model: its processes, its parts, and what it leaves."""
+"""An online run from start to final model: starts its processes, assembles its parts, trains, and saves."""
 
 import time
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ from rlhf_train.run.timeline import Timeline
 
 
 class Parts(NamedTuple):
-    """The parts of a run that are needed after its last step, too."""
+    """The parts of a run that its end needs: to save the models, to write the summary, and to close."""
 
     controller: Controller
     rollouts: Rollouts
@@ -41,8 +41,9 @@ def run_online(job: OnlineJob, observer: Observer) -> RunSummary:
     """Run `job` from start to final model.
 
     Raises:
-        ConfigError: the job cannot work.
-        EngineError, RewardError, WeightSyncError: a part failed for good. On a RewardError the models are saved first.
+        ConfigError: the job cannot run as configured.
+        EngineError, RewardError, WeightSyncError: a part failed and retries did not help. On a RewardError the models
+            are saved before it is raised.
     """
     started = time.perf_counter()
     check_save_path(job.save_path)
@@ -69,7 +70,17 @@ def assemble(
     observer: Observer,
     started: float,
 ) -> Parts:
-    """Put the parts of a run together. `started` is `time.perf_counter()` at the begin of the run."""
+    """Construct the parts of a run.
+
+    Args:
+        job: the run.
+        engines: the generation engines, in the order of the plan.
+        rank_sets: the training processes.
+        reward: scores the rollouts.
+        recorder: writes the run's folder.
+        observer: shows the run on the terminal.
+        started: `time.perf_counter()` at the start of the run.
+    """
     timeline = Timeline(on_phase=observer.phase)
     stream = SampleStream(job.batch.rollout_batch_size)
     rollouts = Rollouts(job, engines, reward, stream, timeline, observer)
@@ -99,11 +110,12 @@ def assemble(
 
 
 def train_and_save(job: OnlineJob, parts: Parts, recorder: Recorder) -> RunSummary:
-    """Run every step, write the models, and say where everything lies."""
+    """Run all steps, save the models, and return the final metrics and the paths of all artifacts."""
     try:
         train(parts.controller)
     except RewardError:
-        save_models(job, parts, recorder)  # the trainers are well: what was learned so far is not lost
+        # A broken reward leaves the trainers intact, so the progress so far can be saved.
+        save_models(job, parts, recorder)
         raise
     save_models(job, parts, recorder)
     parts.report.add_final({"memory/trainer_peak_bytes": float(parts.learner.peak_memory_bytes())})
@@ -111,7 +123,7 @@ def train_and_save(job: OnlineJob, parts: Parts, recorder: Recorder) -> RunSumma
 
 
 def save_models(job: OnlineJob, parts: Parts, recorder: Recorder) -> None:
-    """Write the actor and, if the job says so, its average and the critic."""
+    """Save the actor and, if the job asks for them, its moving average and the critic."""
     parts.turns.give_to_trainers()
     parts.learner.save("actor", str(recorder.path("final model")))
     if job.ema_beta is not None:

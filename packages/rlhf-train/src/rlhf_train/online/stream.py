@@ -1,4 +1,4 @@
-"""Between generation and training: complete rollout groups go in, batches come out. Torch-free."""
+"""The queue between generation and training: complete rollout groups go in, batches come out. Torch-free."""
 
 from collections import deque
 
@@ -6,22 +6,26 @@ from rlhf_data.records import RolloutGroup
 
 
 class SampleStream:
-    """Holds rollout groups until the learner takes them, and alone decides how many may be started.
+    """Holds complete rollout groups until the learner takes them, and limits how many groups may be started.
 
-    Groups are admitted while
+    A limit is needed because groups that wait get stale: the policy that trains on them moves on. After each admission
 
         trained + queued + in flight <= (version + 1 + max_staleness) batch_size
 
-    where `version` is the number of batches that the learner is done with, and `trained` the number of groups in the
-    batches that it has taken; a batch that was not full counts as a full one. With a `max_staleness` of 0 nothing is
-    started while the learner works. The queue has room for one batch.
+    holds, where `version` is the number of batches that the learner has finished, and `trained` the number of groups in
+    the batches that it has taken. A batch that was not full counts as full. With `max_staleness` 0, no group is started
+    while the learner works. The queue has room for one batch.
 
     Args:
         batch_size: groups per batch.
-        max_staleness: batches that may be trained between the weights that wrote a group and those that learn from it.
+        max_staleness: batches that may be trained between the weights that wrote a group and the weights that train on
+            it.
 
     Attributes:
-        num_in_flight: groups that were started and are neither complete nor left out.
+        num_in_flight: groups that were started and are not complete yet.
+
+    Raises:
+        ValueError: `batch_size` below 1 or `max_staleness` below 0.
     """
 
     def __init__(self, batch_size: int, max_staleness: int = 0) -> None:
@@ -32,41 +36,42 @@ class SampleStream:
         self._queue: list[RolloutGroup] = []
         self._num_taken = 0  # batches
         self._num_done = 0  # batches
-        # The policy versions that groups may be of: the oldest first, the current one last.
+        # Policy versions at the start of the last batches, the current one last. A group must not be older than the
+        # first of them.
         self._versions = deque([0], maxlen=max_staleness + 1)
         self.num_in_flight = 0
 
     @property
     def room(self) -> int:
-        """Groups that may be started now."""
+        """Number of groups that may be started now."""
         under_way = len(self._queue) + self.num_in_flight
         by_staleness = (self._num_done + 1 + self._max_staleness - self._num_taken) * self._batch_size - under_way
         return max(min(by_staleness, self._batch_size - under_way), 0)
 
     @property
     def num_queued_rollouts(self) -> int:
-        """Rollouts of the groups that wait to be taken."""
+        """Number of rollouts in the groups that wait to be taken."""
         return sum(len(group.rollouts) for group in self._queue)
 
     def start(self) -> None:
-        """Admit one group. There must be room."""
+        """Count one more group as in flight. Call it only when there is `room`."""
         assert self.room, "a rollout group was started without room for it"
         self.num_in_flight += 1
 
     def put(self, group: RolloutGroup) -> None:
-        """Queue a group that was started and is complete."""
+        """Queue a complete group, which is then no longer in flight."""
         self.leave_out()
         self._queue.append(group)
 
     def leave_out(self) -> None:
-        """Give up a group that was started: it failed, or it is not worth training."""
+        """Count one group less as in flight, because it failed or is not worth training."""
         assert self.num_in_flight, "a rollout group ended that was not started"
         self.num_in_flight -= 1
 
     def take(self) -> tuple[list[RolloutGroup], list[RolloutGroup]]:
-        """Return the batch, in the order in which its groups were started, and the groups that are too old for it.
+        """Empty the queue; return the groups to train on, in the order in which they were started, and the stale ones.
 
-        A group is as old as its oldest token.
+        The oldest token of a group decides whether the group is stale.
         """
         groups = sorted(self._queue, key=lambda group: _number(group.group_id))
         self._queue = []
@@ -78,7 +83,7 @@ class SampleStream:
         return fresh, stale
 
     def done(self, policy_version: int) -> None:
-        """Say that the learner is done with the batch it took, and has weights of `policy_version` now."""
+        """Record that the learner has finished the batch it took, and that its weights are now `policy_version`."""
         assert self._num_done < self._num_taken, "a batch is done that was not taken"
         self._num_done += 1
         self._versions.append(policy_version)

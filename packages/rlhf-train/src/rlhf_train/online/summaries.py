@@ -1,4 +1,4 @@
-"""What a set of rollouts says in a few numbers. Torch-free."""
+"""Metrics that summarize a set of rollouts. Torch-free."""
 
 from collections.abc import Sequence
 
@@ -11,12 +11,11 @@ def scored(groups: Sequence[RolloutGroup]) -> list[Rollout]:
 
 
 def summarize(groups: Sequence[RolloutGroup], prefix: str) -> dict[str, float]:
-    """Return reward, verdicts and lengths of `groups` under `prefix`; means are over all rollouts with a reward.
+    """Return the mean reward, the verdicts and the lengths of `groups`, under names that begin with `prefix`.
 
-    What a reward function logs beside the reward keeps its name; one of ours becomes `extra_<name>`, so that a user's
-    `accuracy` never stands where ours is read.
-
-    `accuracy` is the share of verdicts that are ok among all rollouts, failures included.
+    Means of rewards and scores are over the rollouts that have a reward. `accuracy` is the share of all rollouts whose
+    verdict is ok; rollouts with a failed reward count as not ok. Numbers that a reward function logs (`extra_logs`) are
+    averaged under their own names. If such a name is taken by a metric of this function, it becomes `extra_<name>`.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     rewards = [rollout.verdict.reward for rollout in scored(groups)]
@@ -40,7 +39,7 @@ def summarize(groups: Sequence[RolloutGroup], prefix: str) -> dict[str, float]:
 
 
 def lengths(rollouts: Sequence[Rollout], prefix: str) -> dict[str, float]:
-    """Return the mean length and the share of `rollouts` that the length limit ended, under `prefix`."""
+    """Return the mean response length in tokens and the share of `rollouts` that the length limit ended."""
     return {
         f"{prefix}/response_tokens": sum(rollout.num_response_tokens for rollout in rollouts) / len(rollouts),
         f"{prefix}/truncated": sum(r.finish_reason is FinishReason.LENGTH for r in rollouts) / len(rollouts),

@@ -1,4 +1,4 @@
-"""What the actor's loss is told of an algorithm and a shard, the critic's loss, and the metrics of both."""
+"""Between a worker's shard and the loss kernels: inputs of the actor's loss, the critic's loss, and metrics of both."""
 
 from collections.abc import Mapping, Sequence
 
@@ -16,11 +16,15 @@ from rlhf_train.losses.aggregate import token_mean
 from rlhf_train.losses.value import clipped_value_loss
 from rlhf_train.run.metrics import Max, Mean, Metric, Sum
 
-MISMATCH_BOUNDS = (0.5, 2.0)  # of a token's importance weight, for the metric of a run that does not correct it
+# Bounds of a token's importance weight for the metric mismatch/out_of_bounds, when no correction sets bounds.
+MISMATCH_BOUNDS = (0.5, 2.0)
 
 
 def masked_mean(values: Tensor, mask: Tensor) -> Mean:
-    """Return the mean of `values` where `mask` holds, of one shape, as a metric that does not wait for the device."""
+    """Return the mean of `values` where `mask` is True, as a metric that stays on the device.
+
+    Reading the number here would wait for the GPU in every micro-batch. Both tensors have the same shape.
+    """
     return Mean(torch.where(mask, values.detach(), 0).sum(dtype=torch.float64), mask.sum())
 
 
@@ -31,9 +35,14 @@ def policy_stream(
     denominators: Denominators,
     device: torch.device | str,
 ) -> PolicyStream:
-    """Return the constants of the tokens that the policy loss sees, for `rows` of a shard, one row after the other.
+    """Return the constant inputs of the policy loss: the trained tokens of `rows`, concatenated.
 
-    `denominators` are those of the whole update.
+    Args:
+        experience: the rank's shard.
+        rows: of the shard.
+        spec: decides whether reference log-probs are included.
+        denominators: of the whole update.
+        device: where the result is placed.
     """
     mask = experience.policy_mask[list(rows)]
     lengths = mask.sum(dim=1)
@@ -50,7 +59,10 @@ def policy_stream(
 
 
 def policy_metrics(sums: Tensor, spec: AlgorithmSpec) -> dict[str, Metric]:
-    """Return the metrics of a micro-batch from those of `packed_policy_loss`, [7] float. A loss is the share of it."""
+    """Return the metrics of a micro-batch from the sums of `packed_policy_loss`, [7] float, named by `POLICY_METRICS`.
+
+    The loss metrics are the micro-batch's shares of the update's losses.
+    """
     of = dict(zip(POLICY_METRICS, sums.double().unbind(), strict=True))
     metrics: dict[str, Metric] = {"policy/loss": Sum(of["policy_loss"])}
     if spec.use_kl_loss:
@@ -66,18 +78,25 @@ def policy_metrics(sums: Tensor, spec: AlgorithmSpec) -> dict[str, Metric]:
 def critic_loss(
     values: Tensor, mask: Tensor, inputs: Mapping[str, Tensor], spec: AlgorithmSpec, denominators: Denominators
 ) -> tuple[Tensor, dict[str, Metric]]:
-    """Return this micro-batch's share of the value loss, and its metrics: of `values` [B, T] float, which carry the
-    gradient, where `mask` [B, T] bool holds. `inputs` are the values before the step and the returns, [B, T] each."""
+    """Return this micro-batch's share of the update's value loss, and metrics.
+
+    Args:
+        values: [B, T] float, from the current critic; carry the gradient.
+        mask: [B, T] bool.
+        inputs: "values" from the critic before the step's first update, and "returns", [B, T] float each.
+        spec: has the clip range.
+        denominators: of the whole update.
+    """
     token_loss = clipped_value_loss(values, inputs["values"], inputs["returns"], value_clip=spec.value_clip)
     loss = token_mean(token_loss, mask, denominators)
     return loss, {"value/loss": Sum(loss.detach()), "value/mean": masked_mean(values, mask)}
 
 
 def drop_nonfinite(experience: Experience) -> dict[str, Metric]:
-    """Leave what has a log-prob that is not finite out of training; return the number of tokens.
+    """Exclude tokens with NaN or infinite log-probs from training; return their number as a metric.
 
-    That is the token itself when the number is the engine's. It is the whole rollout when it is a model's of ours, for
-    then a gradient through any of its tokens would not be finite either.
+    For a log-prob of the engine, the token is excluded. For a log-prob of the trainer's or the reference model, the
+    whole rollout is excluded, because the gradient through any of its tokens would not be finite either.
     """
     finite = experience.rollout_logprobs.isfinite()
     for name in ("old_logprobs", "ref_logprobs"):
@@ -89,7 +108,7 @@ def drop_nonfinite(experience: Experience) -> dict[str, Metric]:
 
 
 def staleness_metrics(experience: Experience, policy_version: int) -> dict[str, Metric]:
-    """Return mean and maximum of the updates between the policy that wrote a trained token and `policy_version`."""
+    """Return mean and maximum staleness, in updates between the version that wrote a token and `policy_version`."""
     mask = experience.loss_mask
     staleness = policy_version - experience.policy_versions
     return {
@@ -99,11 +118,11 @@ def staleness_metrics(experience: Experience, policy_version: int) -> dict[str, 
 
 
 def correct_mismatch(experience: Experience, spec: AlgorithmSpec) -> dict[str, Metric]:
-    """Measure how far the trainer's log-probs are from the engine's, and correct for it when `spec` says so.
+    """Measure the gap between the trainer's and the engine's log-probs, and correct for it as `spec` says.
 
-    Fills in the column `weights` and shrinks the policy mask. Metrics, over the tokens that are trained: mean and
-    maximum of the absolute gap in nats, the k3 estimate of KL(engine || trainer), and the share of importance weights
-    beyond the bounds (of the correction, else `MISMATCH_BOUNDS` a token).
+    A correction sets the column `weights`, and in mode "mask" removes tokens from the policy mask. Metrics, over the
+    trained tokens: mean and maximum of the absolute gap in nats, the k3 estimate of KL(engine || trainer), and the
+    share of importance weights out of bounds (those of the correction; without one, `MISMATCH_BOUNDS` per token).
     """
     mask, old_logprobs = experience.loss_mask, experience.columns["old_logprobs"]
     metrics = mismatch_metrics(old_logprobs, experience.rollout_logprobs, mask)
@@ -122,8 +141,12 @@ def correct_mismatch(experience: Experience, spec: AlgorithmSpec) -> dict[str, M
 
 
 def mismatch_metrics(logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> dict[str, Metric]:
-    """Return the metrics of `correct_mismatch` for a run without correction, from the trainer's and the engine's
-    log-probs, both float of one shape, nats, where `mask` holds."""
+    """Return the metrics of `correct_mismatch` for a run without correction.
+
+    Args:
+        logprobs, rollout_logprobs: float, same shape, nats, from the trainer and from the engine.
+        mask: bool, same shape, the tokens to measure.
+    """
     gap = (logprobs - rollout_logprobs).abs()
     weights = importance_weights(logprobs, rollout_logprobs, mask, level="token")
     low, high = MISMATCH_BOUNDS

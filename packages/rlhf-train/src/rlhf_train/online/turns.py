@@ -1,4 +1,4 @@
-"""Who has the device when engines and trainers share it."""
+"""Which side may use the device when engines and trainers share it."""
 
 from typing import Protocol
 
@@ -6,26 +6,27 @@ from rlhf_train.run.timeline import Timeline
 
 
 class Sleeper(Protocol):
-    """One side of a shared device: it can give most of its memory back, and take it again."""
+    """One side of a shared device, which can release most of its memory and take it back."""
 
     def sleep(self) -> None:
-        """Give memory of the device back."""
+        """Release device memory."""
 
     def wake_up(self) -> None:
-        """Take the memory again. Only called after `sleep`."""
+        """Take the memory back. Called only after `sleep`."""
 
 
 class Turns:
-    """Gives the device to the engines or to the trainers, and puts the other side to sleep first where it may sleep.
+    """Gives the device to the engines or to the trainers, after putting the other side to sleep if it may sleep.
 
-    Writes the phases "offload" (trainers fall asleep), "wake" (engines wake up), "sleep" (engines fall asleep) and
-    "reload" (trainers wake up).
+    The order matters: one side must release its memory before the other side takes it. Asking for a side that has the
+    device already costs nothing. The timeline phases are "offload" (trainers fall asleep), "wake" (engines wake up),
+    "sleep" (engines fall asleep) and "reload" (trainers wake up).
 
     Args:
         engines, trainers: the two sides.
-        timeline: where the seconds of each change are counted.
-        engines_sleep, trainers_sleep: whether that side gives its memory back while the other one works.
-        engines_asleep: whether the engines sleep already.
+        timeline: counts the seconds of each change.
+        engines_sleep, trainers_sleep: whether that side releases its memory while the other one works.
+        engines_asleep: whether the engines are asleep at the start.
     """
 
     def __init__(
@@ -47,7 +48,7 @@ class Turns:
         self._trainers_asleep = False
 
     def give_to_engines(self) -> None:
-        """Let the engines work: for generation, and to receive weights."""
+        """Make the engines ready to generate and to receive weights."""
         if self._trainers_sleep and not self._trainers_asleep:
             with self._timeline.phase("offload"):
                 self._trainers.sleep()
@@ -58,7 +59,7 @@ class Turns:
             self._engines_asleep = False
 
     def give_to_trainers(self) -> None:
-        """Let the trainers work."""
+        """Make the trainers ready to compute."""
         if self._engines_sleep and not self._engines_asleep:
             with self._timeline.phase("sleep"):
                 self._engines.sleep()

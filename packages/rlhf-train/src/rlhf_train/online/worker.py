@@ -1,4 +1,4 @@
-"""One data-parallel rank: the models it hosts, its shard of the step's rollouts, and what it computes from them."""
+"""One data-parallel rank: the models it hosts, its shard of the step's rollouts, and the computations on them."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -29,6 +29,7 @@ from rlhf_train.batching import Denominators, MiniBatch, RankPlan
 from rlhf_train.engine.deepspeed import DeepSpeedEngine, init_process_group
 from rlhf_train.experience import Experience
 from rlhf_train.kl import kl_estimate
+from rlhf_train.online.dropout import without_dropout
 from rlhf_train.online.terms import (
     correct_mismatch,
     critic_loss,
@@ -43,13 +44,18 @@ from rlhf_train.run.ema import WeightAverage
 from rlhf_train.run.metrics import Max, Mean, Metric, Sum, merge_metrics, on_host
 from rlhf_train.specs import ModelSpec
 
-# What a rank without rows reads: two tokens, for a first one has neither a log-prob nor a value to be of use.
+# The input of a rank without rows, which must run a pass because collectives need every rank. It has two tokens,
+# because the first token of a sequence has no log-prob.
 IDLE_TOKENS = np.zeros(2, np.int32)
 MODEL_COLUMNS = {"actor": "old_logprobs", "reference": "ref_logprobs", "critic": "values"}
 
 
 class TrainWorker:
-    """Hosts the models of one rank of one group. Methods marked collective are called on all ranks of the group."""
+    """Hosts the models of one rank of a rank set.
+
+    Methods marked "collective" must be called on all ranks of the set. Methods return metrics by name as mergeable
+    parts (`rlhf_train.run.metrics`).
+    """
 
     def __init__(
         self,
@@ -65,7 +71,19 @@ class TrainWorker:
         num_threads: int | None = None,
         ema_beta: float | None = None,
     ) -> None:
-        """Join the group and load the models. Collective."""
+        """Join the rank set and load the models. Collective.
+
+        Args:
+            models: role ("actor", "critic" or "reference") to the settings of its model.
+            algorithm: what is optimized.
+            temperature: sampling temperature of the rollouts; log-probs are computed at this temperature.
+            rank: of this process in its rank set, from 0.
+            num_ranks: processes of the rank set.
+            master: host and port where the ranks meet.
+            device: "cuda" or "cpu".
+            seed, num_threads: of PyTorch; None for its default number of CPU threads.
+            ema_beta: decay per update of the moving average of the actor's weights; None for no average.
+        """
         if num_threads:
             torch.set_num_threads(num_threads)
         torch.manual_seed(seed)
@@ -102,14 +120,21 @@ class TrainWorker:
     def load_rollouts(
         self, rollouts: Sequence[Rollout], rewards: Sequence[float], plan: RankPlan, policy_version: int = 0
     ) -> None:
-        """Take this step's shard, in the order of `plan.rows`; `policy_version` is that of the weights to train."""
+        """Store this step's shard.
+
+        Args:
+            rollouts: in the order of `plan.rows`.
+            rewards: one per rollout, relative to the algorithm's baseline.
+            plan: mini-batches and micro-batches of the shard.
+            policy_version: of the weights before the step's first update.
+        """
         self._experience = Experience.from_rollouts(rollouts, rewards)
         self._plan = plan
         self._policy_version = policy_version
 
     @torch.no_grad()
     def run_model(self, role: str) -> dict[str, Metric]:
-        """Fill in the column of `role`: old or reference log-probs, or values. Collective under ZeRO-3."""
+        """Compute the column of `role`: old log-probs, reference log-probs, or values. Collective under ZeRO-3."""
         if role in self.engines:
             self.engines[role].module.eval()
         shape = self._experience.loss_mask.shape
@@ -131,25 +156,27 @@ class TrainWorker:
         return on_host({"policy/entropy": entropy}) if role == "actor" else {}
 
     def export_columns(self, names: Sequence[str]) -> dict[str, dict[str, np.ndarray]]:
-        """Return columns for ranks of another group."""
+        """Return columns for the ranks of another set; see `Experience.export`."""
         return self._experience.export(names)
 
     def adopt_columns(self, *parts: Mapping[str, Mapping[str, np.ndarray]]) -> None:
-        """Take this shard's columns out of other ranks' exports."""
+        """Store the columns of this shard from the exports of another set's ranks."""
         self._experience.adopt(*parts)
         if "trained" in self._experience.columns:
+            # The actor's ranks dropped tokens with non-finite log-probs; the critic must skip the same tokens.
             self._experience.restrict(self._experience.columns["trained"] > 0)
 
     def assign_advantages(self, kl_coef: float) -> dict[str, Metric]:
-        """Turn rewards into advantages and returns, and the engine's mismatch into weights.
+        """Compute advantages, returns, and the weights that correct for the gap to the engine.
 
-        Collective: whitening is over the batch of all ranks. `kl_coef` is the weight of the KL in the reward.
+        Collective, because whitening uses the batch of all ranks. `kl_coef` is the weight of the KL in the reward, in
+        reward units per nat.
         """
         spec, experience = self._algorithm, self._experience
         columns = experience.columns
         if spec.old_logprobs == "rollout":
             experience.set_column("old_logprobs", experience.rollout_logprobs)
-        # Before tokens are dropped: the value of the last state stays, whichever token is then the last.
+        # Read before tokens are dropped: dropping the last trained token would clear the value stored at it.
         last_values = columns["last_values"].sum(dim=1) if "last_values" in columns else None
         metrics = drop_nonfinite(experience) | staleness_metrics(experience, self._policy_version)
         mask = experience.loss_mask
@@ -161,9 +188,10 @@ class TrainWorker:
             kl = kl_estimate(columns["old_logprobs"], columns["ref_logprobs"], spec.objective.kl_estimator)
             metrics["kl/reference"] = masked_mean(kl, mask)
         zeros = torch.zeros(mask.shape)
-        charged = zeros if kl is None or spec.use_kl_loss else kl
+        charged = zeros if kl is None or spec.use_kl_loss else kl  # a KL loss replaces the penalty in the reward
         rewards = placed_rewards(experience.rewards, experience.turn_rewards, mask)
         rewards = token_rewards(rewards, charged, mask, kl_coef=kl_coef)
+        # Without a critic, zero values and lambda 1 make the advantage the discounted reward to go.
         values, lambd = (columns["values"], spec.lambd) if spec.row.uses_critic else (zeros, 1.0)
         given = [None if x is None else to_device(x, self._device) for x in (rewards, values, mask, last_values)]
         solved = generalized_advantages(*given[:3], gamma=spec.gamma, lambd=lambd, last_values=given[3])
@@ -179,10 +207,16 @@ class TrainWorker:
         return on_host(metrics)
 
     def update(self, role: str, *, max_epochs: int, seed: int, kl_coef: float = 0.0) -> dict[str, Metric]:
-        """Train `role` on the shard: one update per mini-batch and epoch, in an order drawn from `seed`. Collective.
+        """Train `role` on the shard, one update per mini-batch and epoch. Collective.
 
-        `kl_coef` is the weight of the KL where it is a term of the actor's loss; elsewhere it is not read. Raises
-        EngineError when a gradient is not finite.
+        Args:
+            role: "actor" or "critic".
+            max_epochs: passes over the shard.
+            seed: of the order of mini-batches, which differs between epochs.
+            kl_coef: weight of the KL term in the actor's loss; ignored when the loss has no KL term.
+
+        Raises:
+            EngineError: a gradient is not finite.
         """
         objective = self._algorithm.objective
         if self._algorithm.use_kl_loss:
@@ -191,7 +225,7 @@ class TrainWorker:
         parts: list[Mapping[str, Metric]] = []
         for epoch in range(max_epochs):
             order = np.random.default_rng((seed, epoch)).permutation(len(mini_batches))
-            # The gap to the engine is that of the policy before its first update.
+            # Only the step's first update measures the gap to the engine: later ones have moved the weights.
             parts += [
                 self._update_once(role, mini_batches[index], objective, is_first=not epoch and not position)
                 for position, index in enumerate(order)
@@ -199,7 +233,8 @@ class TrainWorker:
         return on_host(merge_metrics(parts))
 
     def _counted(self, role: str) -> list[MiniBatch]:
-        """Return the mini-batches with the denominators of what is left to train in them, over all ranks."""
+        """Return the mini-batches with denominators that count, over all ranks, the tokens that are still trained:
+        the plan counted them before any were dropped or masked. Collective."""
         experience, batches = self._experience, self._plan.mini_batches
         lengths = (experience.policy_mask if role == "actor" else experience.loss_mask).sum(dim=1)
         members = [[row for rows in batch.micro_batches for row in rows] for batch in batches]
@@ -219,7 +254,7 @@ class TrainWorker:
         parts: list[Mapping[str, Metric]] = []
         trained = (self._experience.policy_mask if role == "actor" else self._experience.loss_mask).any(dim=1)
         for index, planned in enumerate(mini_batch.micro_batches):
-            # Rows without a trained token are left out: their numbers need not even be finite.
+            # Skip rows without trained tokens. Their log-probs may not be finite, and 0 times infinity is NaN.
             rows = [row for row in planned if trained[row]]
             if role == "critic":
                 outputs, mask = self._forward(role, rows)
@@ -237,7 +272,8 @@ class TrainWorker:
         if role == "actor" and self._average is not None:
             self._average.update(engine.local_weights())
         merged = merge_metrics(parts)
-        # The shares of a loss add up to that of one update, which all ranks together count as one.
+        # Losses are shares: their sum over micro-batches and ranks is the loss of this update. With a count of
+        # 1 / num_ranks per rank, merging the ranks divides by the number of updates.
         losses = {key: Mean(part.value, 1 / self._num_ranks) for key, part in merged.items() if isinstance(part, Sum)}
         return {
             **merged,
@@ -250,7 +286,7 @@ class TrainWorker:
     def _actor_loss(
         self, rows: Sequence[int], denominators: Denominators, objective: PolicyObjective, is_first: bool
     ) -> tuple[Tensor, dict[str, Metric]]:
-        """Run the actor on rows of the shard; return this micro-batch's share of its loss, and metrics."""
+        """Run the actor on rows of the shard; return this micro-batch's share of the update's loss, and metrics."""
         spec, experience, batch = self._algorithm, self._experience, self._batch("actor", rows)
         stream = policy_stream(experience, rows, spec, denominators, self._device)
         wanted = _lay_out(experience.policy_mask, rows, batch)
@@ -263,7 +299,8 @@ class TrainWorker:
         )
         metrics = policy_metrics(output.metrics, spec)
         if is_first and spec.old_logprobs != "recompute":
-            # Only recomputed log-probs are corrected: here the policy's mask is the loss mask.
+            # Without recomputed log-probs, this pass is the first to know the gap to the engine. No correction has
+            # masked tokens in this case, so the stream holds exactly the trained tokens.
             asked, mask = to_device(wanted.flatten().nonzero()[:, 0], self._device), stream.loss_mask
             logprobs, entropy = (column.flatten()[asked] for column in (output.logprobs, output.entropy))
             metrics["policy/entropy"] = masked_mean(entropy, mask)
@@ -276,8 +313,10 @@ class TrainWorker:
         return output.loss, metrics
 
     def _forward(self, role: str, rows: Sequence[int]) -> tuple[dict[str, Tensor], Tensor]:
-        """Run `role` on rows of the shard; return its outputs as [b, t] tensors, one rollout a row whatever the layout,
-        and their loss mask. Without rows there is one of which nothing is trained."""
+        """Run `role` on rows of the shard; return its outputs by name and their loss mask, as [b, t] tensors.
+
+        The outputs have one row per rollout, packed or not. Without rows there is one row, with an empty mask.
+        """
         batch, loss_mask = self._batch(role, rows), self._experience.loss_mask
         mask = self._cut(loss_mask, rows, max(batch.lengths))
         model = self.engines[role].forward if role in self.engines else self._frozen[role]
@@ -291,7 +330,7 @@ class TrainWorker:
         return {name: pad_sequence(batch.split(values), batch_first=True) for name, values in outputs.items()}, mask
 
     def _batch(self, role: str, rows: Sequence[int]) -> TokenBatch:
-        """Lay out rows of the shard as `role` reads them; without rows, tokens that keep the ranks in step."""
+        """Return rows of the shard as a batch, packed or padded as `role` needs; `IDLE_TOKENS` if there are no rows."""
         tokens = [self._experience.token_ids[row] for row in rows] or [IDLE_TOKENS]
         if self._specs[role].packing:
             return TokenBatch.packed(tokens, device=self._device)
@@ -300,8 +339,17 @@ class TrainWorker:
     def _values_with_last(
         self, rows: Sequence[int], after: Sequence[Tensor], mask: Tensor
     ) -> tuple[dict[str, Tensor], Tensor]:
-        """Return the critic's outputs from the values after each token: those before it, and for a truncated rollout
-        the value of its last state, at its last trained token."""
+        """Turn values after each token into values before each token, and into `last_values` of truncated rollouts.
+
+        Args:
+            rows: of the shard.
+            after: per row, [L_i] float, the value of the state after each token.
+            mask: [b, t] bool, the loss mask of the rows.
+
+        Returns:
+            "values" and "last_values", [b, t] float each, and `mask`. `last_values` is 0.0 except at the last trained
+            token of truncated rollouts.
+        """
         before = pad_sequence([torch.cat([row.new_zeros(1), row[:-1]]) for row in after], batch_first=True)
         last = torch.stack([row[-1] for row in after])
         truncated = self._experience.truncated[list(rows)] if rows else torch.zeros(1, dtype=torch.bool)
@@ -309,56 +357,44 @@ class TrainWorker:
         return {"values": before, "last_values": last_values}, mask
 
     def _cut(self, column: Tensor, rows: Sequence[int], width: int) -> Tensor:
-        """Return rows of a [B, T] tensor of the experience on the device; of no rows, one of zeros."""
+        """Return rows of a [B, T] tensor on the device, cut to `width` columns; without rows, one row of zeros."""
         if not rows:
             return torch.zeros(1, width, dtype=column.dtype, device=self._device)
         return to_device(column[list(rows), :width], self._device)
 
     def offload(self) -> None:
-        """Move optimizer states off the device."""
+        """Move optimizer states to host memory."""
         for engine in self.engines.values():
             engine.offload()
         if self._device.type == "cuda":
-            torch.cuda.empty_cache()
+            torch.cuda.empty_cache()  # the allocator would keep the freed memory from the engines' processes
 
     def reload(self) -> None:
-        """Undo `offload`."""
+        """Move optimizer states back to the device."""
         for engine in self.engines.values():
             engine.reload()
 
     def save(self, role: str, path: str) -> None:
-        """Write `role` as a Hugging Face folder. Collective; rank 0 writes."""
+        """Write the model of `role` as a Hugging Face folder. Collective; rank 0 writes."""
         state = self.engines[role].state_dict(wanted=self.rank == 0)
         if self.rank == 0:
             save_hf(self.engines[role].module, state, load_tokenizer(self._specs[role].path), path)
 
     def save_average(self, path: str) -> None:
-        """Write the average of the actor's weights as a Hugging Face folder. Collective; rank 0 writes."""
+        """Write the moving average of the actor's weights as a Hugging Face folder. Collective; rank 0 writes."""
         assert self._average is not None
         with self._average.in_place_of(self.engines["actor"].local_weights()):
             self.save("actor", path)
 
     def peak_memory_bytes(self) -> int:
-        """The most device memory this process has allocated; 0 on a CPU."""
+        """Return the peak of this process's allocated device memory in bytes; 0 on a CPU."""
         return torch.cuda.max_memory_allocated() if self._device.type == "cuda" else 0
 
 
-def without_dropout(model: torch.nn.Module) -> torch.nn.Module:
-    """Switch dropout off for good; returns the same model.
-
-    Old log-probs come from eval mode and the engine has no dropout: with it the ratio of an update that has not begun
-    would not be 1. The training mode itself stays, for gradient checkpointing needs it.
-    """
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
-        for name, value in vars(module).items():
-            if "dropout" in name and isinstance(value, float):
-                setattr(module, name, 0.0)
-    return model
-
-
 def _lay_out(mask: Tensor, rows: Sequence[int], batch: TokenBatch) -> Tensor:
-    """Return where in a batch of `rows` a shard's mask [B, T] bool holds, on the CPU; without rows, nowhere."""
+    """Return a shard's mask [B, T] bool in the layout of `batch`, which holds `rows`, on the CPU.
+
+    Without rows it is all False.
+    """
     parts = [mask[row, :length].numpy() for row, length in zip(rows, batch.lengths, strict=bool(rows))]
     return batch.lay_out(parts or [np.zeros_like(IDLE_TOKENS, bool)], torch.bool, device="cpu")

@@ -1,4 +1,4 @@
-"""Keeps the weights with the best evaluation in a folder. Torch-free."""
+"""A folder that holds the weights with the best evaluation so far. Torch-free."""
 
 import json
 import math
@@ -10,7 +10,13 @@ STATE_FILE = "state.json"
 
 
 class BestModel:
-    """A folder with the weights whose evaluation had the highest value of a metric, or with `lowest` the lowest."""
+    """Decides which evaluation is the best so far, and replaces the folder's weights by those of the best one.
+
+    Args:
+        metric: name of the metric that decides.
+        folder: of the best weights.
+        lowest: whether lower values are better.
+    """
 
     def __init__(self, metric: str, folder: Path, *, lowest: bool = False) -> None:
         self.metric = metric
@@ -19,19 +25,22 @@ class BestModel:
         self._best = math.inf if lowest else -math.inf
 
     def beaten_by(self, metrics: Mapping[str, float]) -> bool:
-        """Return whether the metric is better than at all evaluations before; at the first one it is."""
+        """Return whether the metric is better than in all earlier evaluations. The first one is always better."""
         value = metrics[self.metric]
         return value < self._best if self._lowest else value > self._best
 
     @property
     def staging(self) -> Path:
-        """The folder to write the weights to before `keep` moves them into place."""
+        """The folder for new weights, which `keep` then moves into place.
+
+        A run that dies while it writes leaves the previous best weights intact.
+        """
         return self._folder.with_name(f".{self._folder.name}.new")
 
     def keep(self, step: int, metrics: Mapping[str, float], state: Mapping[str, float], *, writes: bool = True) -> None:
-        """Replace the folder by `staging`, and write the step, the value and `state` to a file in it.
+        """Replace the folder by `staging`, with the step, the metric's value and `state` in a JSON file.
 
-        All ranks call this; only the one that `writes` touches the disk.
+        All ranks call this, so that all know the best value. Only the rank with `writes` True touches the disk.
         """
         self._best = metrics[self.metric]
         if not writes:

@@ -10,13 +10,13 @@ from rlhf_data.errors import ConfigError
 
 
 class WeightAverage:
-    """average <- beta * average + (1 - beta) * weights, starting at the initial weights.
+    """The moving average of the weights that one rank keeps (`DeepSpeedEngine.local_weights`).
 
-    Each rank averages its own part of the weights; see `DeepSpeedEngine.local_weights`.
+        average <- beta * average + (1 - beta) * weights        after each update
 
     Args:
         beta: decay per update, in [0, 1).
-        weights: name and tensor of each part, as they are now.
+        weights: name and tensor of each weight; the average starts at these values.
 
     Raises:
         ConfigError: beta is out of range.
@@ -31,13 +31,13 @@ class WeightAverage:
         self._average = {name: _on_host(tensor) for name, tensor in weights}
 
     def update(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Take the weights after one more update in."""
+        """Average in the weights after one more update."""
         for name, tensor in weights:
             self._average[name].lerp_(_on_host(tensor), 1 - self._beta)
 
     @contextmanager
     def in_place_of(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[None]:
-        """Replace the weights by their average for the time of a `with` block."""
+        """Replace the weights by their average within a `with` block, for example to save the average."""
         weights = list(weights)
         kept = [tensor.detach().to("cpu", copy=True) for _, tensor in weights]
         try:

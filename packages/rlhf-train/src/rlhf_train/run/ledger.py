@@ -1,4 +1,4 @@
-"""The account of a run's rollouts: none is lost. Torch-free."""
+"""Counts every rollout of a run, so that none is lost unnoticed. Torch-free."""
 
 import math
 from dataclasses import dataclass, fields
@@ -8,14 +8,14 @@ from rlhf_data.errors import RlhfError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutCounts:
-    """What became of rollouts.
+    """Numbers of rollouts by what happened to them.
 
     Attributes:
-        requested: asked of the engines.
-        trained: in the update; not a whole number when an epoch missed some.
-        filtered: of groups that dynamic sampling left out.
-        failed: never finished by an engine, or without a reward by time-out or crash.
-        stale: of groups that were too old to learn from.
+        requested: requested from the engines.
+        trained: used in updates; a fraction when only some epochs used a rollout.
+        filtered: left out by dynamic sampling.
+        failed: not completed by an engine, or without a reward because of a time-out or crash.
+        stale: left out because they were written by weights that are too old.
     """
 
     requested: int = 0
@@ -29,17 +29,23 @@ class RolloutCounts:
 
 
 class Ledger:
-    """Balances the run, from its first rollout on:
+    """Checks over the whole run that
 
-    requested = trained + filtered + failed + stale + queued + in flight
+        requested = trained + filtered + failed + stale + queued + in flight
+
+    Counting over the run, and not per step, also covers rollouts that one step generates and a later one trains.
+
+    Attributes:
+        run: counts since the start of the run.
+        step: counts since the last `close_step`.
     """
 
     def __init__(self) -> None:
         self.run = RolloutCounts()
-        self.step = RolloutCounts()  # since the last `close_step`
+        self.step = RolloutCounts()
 
     def add(self, **counts: float) -> None:
-        """Add to the fields of `RolloutCounts`."""
+        """Add to the counts, named by the fields of `RolloutCounts`."""
         added = RolloutCounts(**counts)
         self.run += added
         self.step += added
@@ -48,7 +54,7 @@ class Ledger:
         """Raise RlhfError unless every rollout of the run is accounted for.
 
         Args:
-            queued: complete rollouts that wait to be trained.
+            queued: complete rollouts that wait for training.
             in_flight: rollouts that are being generated or scored.
         """
         run = self.run
@@ -60,7 +66,7 @@ class Ledger:
             )
 
     def close_step(self) -> dict[str, float]:
-        """Return the step's counts to log, and begin the next one."""
+        """Return the step's counts as metrics, and start counting the next step."""
         step, self.step = self.step, RolloutCounts()
         return {
             "samples/generated": step.requested,

@@ -1,10 +1,10 @@
-"""Metrics that ranks and micro-batches contribute to. Their type says how parts combine.
+"""Metrics to which ranks and micro-batches contribute parts. The class of a metric says how parts combine.
 
-Each kind has `merge`, which puts two parts together, and `result`, the number to log.
+Each class has `merge`, which combines two parts, and `result`, which returns the number to log.
 
-Names in metrics.jsonl: `rollout/*` for what was generated and its scores, `train/*` for the rewards that are trained
-on, `policy/*`, `value/*`, `kl/*` and `entropy/*` for the updates, `mismatch/*` between engine and trainer, `eval/*` on
-held-out prompts, `time/*` in seconds, `throughput/*` per second, and `samples/*` for counts of rollouts.
+Prefixes in metrics.jsonl: `rollout/` for rollouts and their scores, `train/` for the rewards that are trained on,
+`policy/`, `value/`, `kl/` and `entropy/` for the updates, `mismatch/` for the gap between engine and trainer, `eval/`
+for held-out prompts, `time/` in seconds, `throughput/` per second, and `samples/` for counts of rollouts.
 """
 
 from collections.abc import Iterable, Mapping
@@ -16,7 +16,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Sum:
-    """Adds up. The value may be a tensor, as in `Mean`."""
+    """The sum of all parts. The value may be a tensor, as in `Mean`."""
 
     value: float | Tensor
 
@@ -29,9 +29,9 @@ class Sum:
 
 @dataclass(frozen=True, slots=True)
 class Mean:
-    """Averages over the counts of all parts; NaN when the count is 0.
+    """The total of all parts divided by their count; NaN when the count is 0.
 
-    Total and count may be zero-dimensional tensors until `on_host` copies them to the host.
+    Total and count may be zero-dimensional tensors on the device until `on_host` copies them to the host.
     """
 
     total: float | Tensor
@@ -46,12 +46,13 @@ class Mean:
 
 @dataclass(frozen=True, slots=True)
 class Max:
-    """Keeps the largest value; NaN when any part is NaN."""
+    """The largest value of all parts; NaN when any part is NaN."""
 
     value: float
 
     def merge(self, other: "Max") -> "Max":
-        return other if other.value > self.value or other.value != other.value else self
+        other_is_nan = other.value != other.value  # every comparison with NaN is False
+        return other if other.value > self.value or other_is_nan else self
 
     def result(self) -> float:
         return self.value
@@ -61,7 +62,7 @@ Metric = Sum | Mean | Max
 
 
 def merge_metrics(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
-    """Combine the parts name by name. Raises TypeError when one name has two kinds."""
+    """Merge parts by name. Raises TypeError when a name has metrics of two classes."""
     merged: dict[str, Metric] = {}
     for part in parts:
         for name, metric in part.items():
@@ -72,7 +73,7 @@ def merge_metrics(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
 
 
 def on_host(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
-    """Return the metrics with tensors replaced by numbers, with one wait for the device."""
+    """Return the metrics with tensors replaced by numbers, waiting for the device only once."""
     parts = [getattr(metric, field.name) for metric in metrics.values() for field in fields(metric)]
     tensors = [part.double() for part in parts if isinstance(part, Tensor)]
     numbers = iter(torch.stack(tensors).tolist() if tensors else [])
@@ -81,6 +82,6 @@ def on_host(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
 
 
 def results(metrics: Mapping[str, Metric]) -> dict[str, float]:
-    """Return the numbers to log, without means of nothing. A loss that is NaN stays: people must see it."""
+    """Return the numbers to log. Means with a count of 0 are left out; any other NaN stays, so that people see it."""
     counted = {name: metric for name, metric in metrics.items() if not isinstance(metric, Mean) or metric.count}
     return {name: metric.result() for name, metric in counted.items()}

@@ -1,4 +1,4 @@
-"""What a run tells whoever watches it."""
+"""The events of a run that people can watch."""
 
 from collections.abc import Mapping, Sequence
 
@@ -6,13 +6,13 @@ from rlhf_data.records import Prompt, Rollout
 
 
 class Observer:
-    """Shows a run to people and decides nothing. This one is silent: subclasses override what they show."""
+    """Receives the events of a run. This class ignores them all; subclasses override those that they show."""
 
     def starting(self, text: str) -> None:
-        """A stage of the start-up begins, such as "Ray" or "engines and trainers"."""
+        """A stage of start-up or shutdown begins, such as "Ray" or "engines and trainers"."""
 
     def phase(self, name: str) -> None:
-        """A phase of a step begins: see `Timeline`."""
+        """A phase of a step begins; see `Timeline`."""
 
     def step(self, step: int, num_steps: int, metrics: Mapping[str, float]) -> None:
         """A step of an online run ended; see `rlhf_train.run.metrics` for the names."""
@@ -21,14 +21,13 @@ class Observer:
         """An update of an offline run ended."""
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """The held-out prompts were answered, or the held-out examples were run through the model; offline, `step`
-        counts updates."""
+        """An evaluation on held-out prompts or examples ended. In offline runs `step` counts updates."""
 
     def samples(self, title: str, samples: Sequence[tuple[Prompt, Rollout]]) -> None:
-        """A few rollouts to read."""
+        """A few sample rollouts to read."""
 
     def notice(self, text: str) -> None:
-        """Something a person may want to know, such as the address of a tracker."""
+        """Information that a person may want, such as the address of a tracker."""
 
     def warning(self, text: str) -> None:
-        """Something a person should know that does not stop the run."""
+        """A problem that does not stop the run."""

@@ -1,4 +1,4 @@
-"""What a run leaves behind: metrics, TensorBoard events, the resolved configuration, rollouts, and the models."""
+"""Writes the folder of a run: metrics, TensorBoard events, the resolved configuration and rollouts."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -31,26 +31,26 @@ ARTIFACTS: Mapping[str, str] = {
 
 
 def check_save_path(save_path: str) -> None:
-    """Raise ConfigError when the folder has anything in it but the log of the command that makes it."""
+    """Raise ConfigError when the folder holds anything besides the log of the command that is running."""
     folder = Path(save_path)
     if folder.is_dir() and any(path.name != ARTIFACTS["log"] for path in folder.iterdir()):
         raise ConfigError(f"save_path {folder} is not empty", hint="name a new folder with --save_path")
 
 
 class Recorder:
-    """Writes a run's folder and tells its trackers; a context manager that closes it.
+    """Writes a run's folder and sends its metrics to trackers. A context manager that closes both.
 
-    Rollouts are written on threads while the run goes on. A write that fails is an RlhfError at the next call and at
-    the end; only a tracker on another machine may fail without ending the run: `metrics.jsonl` has its numbers.
+    Rollouts are written on background threads. A failed write raises RlhfError at the next call and at `close`. A
+    tracker on another machine is the exception: its failure is a warning, because `metrics.jsonl` has the numbers too.
 
     Args:
         save_path: the folder, new or empty.
         config: the resolved configuration as TOML.
-        trackers: who is told the metrics beside `metrics.jsonl`.
-        observer: is told where trackers lie, and when one fails.
+        trackers: where metrics go besides `metrics.jsonl`.
+        observer: is notified of the trackers' addresses, and warned when one fails.
 
     Raises:
-        ConfigError: the folder has something in it, or a tracker cannot start.
+        ConfigError: the folder is not empty, or a tracker cannot start.
     """
 
     def __init__(
@@ -74,31 +74,33 @@ class Recorder:
         self._rollouts: dict[str, _RolloutFile] = {}
 
     def path(self, artifact: str) -> Path:
-        """Return where an artifact lies."""
+        """Return the path of an artifact, which need not exist yet."""
         return self.folder / ARTIFACTS[artifact]
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log the numbers of one step, or of one update of an offline run; trackers hear of every Nth."""
+        """Log the metrics of one step, or of one update of an offline run. Trackers get every `logging_steps`th."""
         self._metrics.log(step, metrics)
         if step % self._logging_steps == 0:
             for tracker in self._trackers:
                 tracker.log(step, metrics)
 
     def metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log numbers that do not come at every step, such as those of an evaluation."""
+        """Log metrics that not every step has, such as those of an evaluation. Trackers get all of them."""
         for tracker in (self._metrics, *self._trackers):
             tracker.log(step, metrics)
 
     def rollouts(self, artifact: str, step: int, groups: Sequence[RolloutGroup], **fields: Any) -> None:
-        """Append one record per rollout, with the step and further `fields` in front. Returns before it is written,
-        unless much waits to be written already."""
+        """Append one record per rollout, which begins with the step and further `fields`.
+
+        Returns before the records are written, unless many writes are waiting already.
+        """
         if artifact not in self._rollouts:
             self._rollouts[artifact] = _RolloutFile(self.path(artifact))
         self._rollouts[artifact].append(groups, {"step": step, **fields})
 
     def close(self) -> None:
-        """Write what waits and close every file. Raises RlhfError when something could not be written."""
-        with ExitStack() as stack:  # closes all of them even when one fails
+        """Finish all waiting writes and close all files. Raises RlhfError when a write failed."""
+        with ExitStack() as stack:  # closes all of them even if one fails
             for part in (*self._rollouts.values(), *self._trackers, self._metrics):
                 stack.callback(part.close)
 
@@ -113,12 +115,13 @@ class Recorder:
         except RlhfError as failure:
             if error is None:
                 raise
-            if str(failure) != str(error):  # the run ends with its own error; this one is said beside it
+            # The run ends with the error that stopped it. Show this one as a warning, unless they are the same.
+            if str(failure) != str(error):
                 self._observer.warning(str(failure))
 
 
 class _RolloutFile:
-    """A JSONL file of rollouts that is written in the background."""
+    """A JSONL file of rollouts, written on a background thread."""
 
     def __init__(self, path: Path) -> None:
         self._writer = RolloutWriter(path)
@@ -136,9 +139,9 @@ class _RolloutFile:
 
 
 class RemoteTracker:
-    """Keeps a run from waiting for a tracker on another machine, and from failing with it.
+    """Sends metrics to a tracker on another machine without making the run wait for it or fail with it.
 
-    When the tracker fails, `warn` is called once and the tracker hears no more.
+    After a failure, `warn` is called once, and the tracker gets no more metrics.
     """
 
     def __init__(self, name: str, tracker: Tracker, warn: Callable[[str], None]) -> None:
@@ -162,5 +165,5 @@ class RemoteTracker:
             call()
         except RlhfError as error:
             if not self._has_failed:
-                self._warn(f"{error}; it has no more of this run's metrics, which are in metrics.jsonl")
+                self._warn(f"{error}; it gets no more metrics of this run; metrics.jsonl has all of them")
             self._has_failed = True

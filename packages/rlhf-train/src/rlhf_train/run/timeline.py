@@ -1,31 +1,32 @@
-"""Where the wall-clock time of a step goes."""
+"""Splits the wall-clock time of a step into phases."""
 
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-OTHER, STEP = "other", "step"  # names that `take` adds
+OTHER, STEP = "other", "step"  # added by `take`, so no phase may use these names
 
 
 class Timeline:
-    """Splits wall-clock time into named phases that do not overlap, so that the phases of a step add up to the step.
+    """Splits the wall-clock time of one thread into named phases that do not overlap.
 
-    A phase inside another one pauses the outer one. Only one thread may use a timeline: the one whose time it splits.
+    The phases of a step, with "other" for the rest, add up to the step. A phase within another one pauses the outer
+    phase. Only the thread whose time is split may use a timeline.
     """
 
     def __init__(
         self, clock: Callable[[], float] = time.perf_counter, on_phase: Callable[[str], None] = lambda name: None
     ) -> None:
-        """`clock` returns seconds from any fixed moment; `on_phase` is told the name of each phase as it begins."""
+        """`clock` returns seconds since a fixed moment; `on_phase` is called with the name of a phase that begins."""
         self._clock = clock
         self._on_phase = on_phase
         self._seconds: dict[str, float] = {}
-        self._open: list[str] = []  # phases under way, the innermost last; only that one is counting
+        self._open: list[str] = []  # open phases, the innermost last; time counts for that one only
         self._taken_at = self._counted_to = clock()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Count the time inside under `name`. Raises ValueError for the two names that `take` adds."""
+        """Count the time within a `with` block as `name`. Raises ValueError for the two names that `take` adds."""
         if name in (OTHER, STEP):
             raise ValueError(f"a phase cannot be called {name!r}")
         self._count()
@@ -38,18 +39,18 @@ class Timeline:
             self._open.pop()
 
     def move(self, source: str, target: str, seconds: float) -> None:
-        """Count `seconds` that were counted under `source` under `target` instead.
+        """Move `seconds` from phase `source` to phase `target`.
 
-        For work that runs side by side within one phase and whose share is only known afterwards.
+        For concurrent work within one phase, whose share of the time is known only afterwards.
         """
         self._seconds[source] = self._seconds.get(source, 0.0) - seconds
         self._seconds[target] = self._seconds.get(target, 0.0) + seconds
 
     def take(self) -> dict[str, float]:
-        """Return the seconds by phase since the last `take` (at first, since the timeline was made), and start anew.
+        """Return the seconds of each phase since the last `take`, or since the timeline was created, and reset them.
 
-        "step" is the wall clock between the two calls, and "other" is what lies in no phase; all but "step" add up to
-        it. A phase that is under way counts up to now, and goes on.
+        The result also has "step", the seconds between the two calls, and "other", the seconds outside any phase. All
+        entries except "step" add up to "step". An open phase is counted up to now and stays open.
         """
         self._count()
         seconds, self._seconds = self._seconds, {}

@@ -1,4 +1,4 @@
-"""The sender's half of weight sync: the trainer's weights to live engines, bucket by bucket.
+"""The sending half of weight sync: moves the trainer's weights to running engines, bucket by bucket.
 
-Each medium is a module of its name with the function `open_buffer`: see `rlhf_rollout.weight_sync`.
+Each medium is a module with its name, which defines `open_buffer`; see `rlhf_rollout.weight_sync`.
 """

@@ -1,4 +1,4 @@
-"""Weights through CUDA IPC: one flat buffer on the GPU that the trainer and its engines share."""
+"""Weight sync through CUDA IPC: a flat buffer on the GPU that the trainer shares with the engines on that GPU."""
 
 import torch
 
@@ -7,7 +7,7 @@ from rlhf_rollout.weight_sync import Medium
 
 
 class CudaIpcBuffer:
-    """A flat allocation on the current GPU, exported once for each engine."""
+    """A `BucketBuffer` in the memory of the current GPU, exported once per engine."""
 
     medium: Medium = "ipc"
 
@@ -18,22 +18,22 @@ class CudaIpcBuffer:
         self.data = torch.empty(size_bytes, dtype=torch.uint8, device=device)
         uuid = str(torch.cuda.get_device_properties(device).uuid)
         try:
-            # The GPU's id, and what torch needs to open the export. torch frees the buffer after one release per
-            # export, so each engine needs an export of its own.
+            # Each handle is the GPU's UUID and the arguments with which torch opens the export. Each engine needs an
+            # export of its own, because torch counts one release per export before it frees the buffer.
             self.handles = [(uuid, reduce_tensor(self.data)[1]) for _ in range(num_engines)]
         except RuntimeError as error:
             hint = "unset expandable_segments in PYTORCH_CUDA_ALLOC_CONF, or use shared_memory"
-            raise WeightSyncError(f"CUDA does not export the weight buffer: {error}", hint=hint) from error
+            raise WeightSyncError(f"CUDA cannot export the weight buffer: {error}", hint=hint) from error
 
     def reserve(self, end_bytes: int) -> None:
-        """See `BucketBuffer`: all of it was allocated."""
+        """See `BucketBuffer`. Does nothing, because the whole buffer is allocated from the start."""
 
     def publish(self) -> None:
-        """See `BucketBuffer`: wait for the copies on the stream."""
+        """See `BucketBuffer`. Waits for the copies on the current stream."""
         torch.cuda.current_stream(self.data.device).synchronize()
 
     def close(self) -> None:
-        """See `BucketBuffer`: torch keeps the memory until every engine has let go of it."""
+        """See `BucketBuffer`. torch frees the memory when every engine has released it."""
         self.handles = []
         self.data = self.data.new_empty(0)
         torch.cuda.ipc_collect()

@@ -1,4 +1,4 @@
-"""Weights through a segment of shared memory on this host, from tensors on any device."""
+"""Weight sync through shared memory on this host, from tensors on any device."""
 
 import errno
 import mmap
@@ -13,7 +13,7 @@ from rlhf_rollout.weight_sync.shared_memory import SHARED_MEMORY_DIR
 
 
 class SharedMemoryBuffer:
-    """A file on tmpfs, mapped as a flat tensor."""
+    """A `BucketBuffer` in a file on tmpfs, mapped as a flat tensor."""
 
     medium: Medium = "shared_memory"
 
@@ -25,8 +25,10 @@ class SharedMemoryBuffer:
         try:
             self._descriptor: int | None = os.open(self._path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
         except OSError as error:
-            message = f"no shared memory at {SHARED_MEMORY_DIR}: {error.strerror}"
-            raise WeightSyncError(message, hint="shared memory needs Linux with a tmpfs there") from error
+            message = f"cannot create shared memory in {SHARED_MEMORY_DIR}: {error.strerror}"
+            raise WeightSyncError(
+                message, hint=f"weight sync needs Linux with a tmpfs at {SHARED_MEMORY_DIR}"
+            ) from error
         try:
             os.ftruncate(self._descriptor, size_bytes)
             self._map = mmap.mmap(self._descriptor, size_bytes)
@@ -36,7 +38,11 @@ class SharedMemoryBuffer:
             raise
 
     def reserve(self, end_bytes: int) -> None:
-        """See `BucketBuffer`. Without it, writing to a full tmpfs would kill the process."""
+        """See `BucketBuffer`. Raises WeightSyncError when the tmpfs is full.
+
+        tmpfs allocates pages on first use. Without this call, writing a page that does not fit would kill the process
+        with SIGBUS.
+        """
         if end_bytes <= self._reserved_bytes:
             return
         try:
@@ -45,15 +51,15 @@ class SharedMemoryBuffer:
             if error.errno != errno.ENOSPC:
                 raise
             message = f"{SHARED_MEMORY_DIR} has no room for {end_bytes} bytes of weights"
-            hint = "use smaller buckets, or give it more room (docker run --shm-size)"
+            hint = f"make {SHARED_MEMORY_DIR} larger (docker run --shm-size), or use smaller buckets"
             raise WeightSyncError(message, hint=hint) from error
         self._reserved_bytes = end_bytes
 
     def publish(self) -> None:
-        """See `BucketBuffer`: a copy from a GPU to pageable memory has arrived when it returns."""
+        """See `BucketBuffer`. Does nothing: a copy from a GPU to pageable memory returns when it is complete."""
 
     def close(self) -> None:
-        """See `BucketBuffer`: the name goes at once, the memory with the last process that maps it."""
+        """See `BucketBuffer`. Removes the file name; the memory is freed when the last process unmaps it."""
         self._path.unlink(missing_ok=True)
         if self._descriptor is not None:
             os.close(self._descriptor)

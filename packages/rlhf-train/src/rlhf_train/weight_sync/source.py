@@ -1,4 +1,4 @@
-"""The sender of weights: packs them into buckets and hands each bucket to all engines."""
+"""Sends weights: packs them into buckets, and has all engines read each bucket."""
 
 import asyncio
 from collections.abc import Awaitable, Generator, Iterator, Sequence
@@ -18,40 +18,45 @@ DEFAULT_BUCKET_BYTES = 256 << 20
 
 
 class BucketBuffer(Protocol):
-    """Memory that both sides see, opened once per sync for a number of bytes and a number of engines."""
+    """Memory that the trainer writes and engines read. It is opened for a size in bytes and a number of engines.
+
+    Attributes:
+        medium: name of the medium, as the receiving half knows it.
+        data: [size_bytes] uint8, the memory on the trainer's side.
+        handles: one per engine, with which the engine opens the memory.
+    """
 
     medium: Medium
     data: torch.Tensor
     handles: Sequence[Any]
-    """One per engine, by which the engine opens the memory."""
 
     def reserve(self, end_bytes: int) -> None:
-        """Make sure that the first `end_bytes` bytes of `data` can be written."""
+        """Make the first `end_bytes` bytes of `data` writable. Raises WeightSyncError when there is no room."""
 
     def publish(self) -> None:
-        """Wait until what was written can be read by others."""
+        """Wait until other processes can read what was written."""
 
     def close(self) -> None:
         """Free the memory. Never raises."""
 
 
 class SyncReport(NamedTuple):
-    """What one sync took: the bytes of the weights, and the buffer's fillings."""
+    """The size of one sync: bytes of all weights, and number of buckets."""
 
     size_bytes: int
     num_buckets: int
 
 
 class WeightSource:
-    """Brings the trainer's weights to engines.
+    """Sends the trainer's weights to engines.
 
     Args:
-        medium: "shared_memory" (same host) or "ipc" (same GPU), see `Medium`; the engines must be built for it.
-        bucket_bytes: weights travel in buckets of this size; a larger weight gets a bucket of its own size.
-        checksum: let each engine verify the bytes that arrive, for debugging.
+        medium: "shared_memory" (same host) or "ipc" (same GPU). The engines must be built for the same medium.
+        bucket_bytes: size of a bucket. A weight larger than this gets a bucket of its own size.
+        checksum: whether engines verify a checksum of each bucket, for debugging.
 
     Raises:
-        ConfigError: an unknown medium, a bucket without room, or ipc without a GPU.
+        ConfigError: an unknown medium, a bucket size below 1, or "ipc" without a GPU.
     """
 
     def __init__(self, medium: Medium, *, bucket_bytes: int = DEFAULT_BUCKET_BYTES, checksum: bool = False) -> None:
@@ -68,11 +73,19 @@ class WeightSource:
     def send(
         self, named_tensors: Iterator[tuple[str, torch.Tensor]], engines: Sequence[RolloutEngine], policy_version: int
     ) -> SyncReport:
-        """Send every weight to every engine. Not for use inside a running event loop.
+        """Send every weight to every engine. Must not be called inside a running event loop.
 
-        Names and full tensors are taken one by one, so they may be gathered on the way; all engines, at least one,
-        receive a bucket before the buffer is filled again. Raises EngineError or WeightSyncError when an engine did not
-        take a bucket, or the buffer cannot be had; the buffer is gone and the weights are taken to their end then, too.
+        All engines read a bucket before the buffer is filled again.
+
+        Args:
+            named_tensors: names and full tensors, read one at a time, so that ZeRO-3 can gather each when it is read.
+            engines: at least one.
+            policy_version: of these weights.
+
+        Raises:
+            WeightSyncError: there is no engine, or the buffer cannot be opened.
+            EngineError, WeightSyncError: an engine did not take a bucket. The buffer is then closed, and the rest of
+                `named_tensors` is read, as it may gather weights together with other ranks.
         """
         if not engines:
             raise WeightSyncError("there is no engine to send weights to")
@@ -99,7 +112,7 @@ class WeightSource:
                     num_buckets += 1
             await _together([engine.finish_weight_update() for engine in engines])
         except BaseException:
-            # Other ranks gather each weight together with this one: they must not be left waiting.
+            # Reading a weight may be a collective with the other ranks, which would wait forever if this rank stopped.
             for _ in named_tensors:
                 pass
             raise
@@ -108,7 +121,11 @@ class WeightSource:
     def _fillings(
         self, named_tensors: Iterator[tuple[str, torch.Tensor]], num_engines: int
     ) -> Generator[tuple[BucketBuffer, list[TensorSlot]]]:
-        """Fill one buffer again and again, and yield it with what lies in it; a larger weight has it opened anew."""
+        """Pack the weights into one buffer, and yield the buffer with its contents each time it is full.
+
+        The caller must be done with the buffer when it asks for the next one. A weight larger than the buffer makes the
+        generator close the buffer and open a larger one.
+        """
         buffer: BucketBuffer | None = None
         specs: list[TensorSlot] = []
         try:
@@ -138,7 +155,10 @@ def _write(buffer: BucketBuffer, name: str, tensor: torch.Tensor, offset: int) -
 
 
 async def _together(calls: Sequence[Awaitable[None]]) -> None:
-    """Run the calls at once, wait for all of them, and raise the first error."""
+    """Run the calls concurrently, wait for all of them, and raise the first error.
+
+    Waiting for all matters on errors too: an engine may still be reading the buffer that the caller closes next.
+    """
     for outcome in await asyncio.gather(*calls, return_exceptions=True):
         if outcome is not None:
             raise outcome

@@ -1,4 +1,4 @@
-"""Knowledge distillation: a student learns a teacher's next-token distributions beside the demonstrated tokens."""
+"""Knowledge distillation: a student learns from demonstrations and from a teacher's next-token distributions."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,10 +19,10 @@ from rlhf_train.offline.sequences import lay_out, mean_metrics, trained_mask
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DistillationObjective(Objective[SftExample]):
-    """Per trained token: loss = (1 - k) negative log-likelihood + k cross-entropy under the teacher.
+    """For each trained token, loss = (1 - k) nll + k cross_entropy(teacher, student).
 
-    The teacher is the `reference` and reads the same tokens. Vocabularies that differ only in padding rows are cut to
-    the rows that both models have.
+    `nll` is the negative log-likelihood of the demonstrated token. The teacher is the `reference` and reads the same
+    tokens. If the vocabularies differ in padding rows, the rows that both models have are used.
 
     Attributes:
         kd_coef: k, in (0, 1].

@@ -1,4 +1,4 @@
-"""Kahneman-Tversky optimization: learn from single answers that were judged good or bad."""
+"""Kahneman-Tversky optimization (KTO): learns from single answers that were judged good or bad."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -21,15 +21,16 @@ from rlhf_train.offline.sequences import Compared, answer_logprobs, mean_metrics
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KtoObjective(Objective[Compared]):
-    """Raise the log-ratio of desirable answers to the reference above the policy's KL divergence; lower the others'.
+    """Makes desirable answers more likely, and undesirable ones less likely, relative to the reference.
 
-    The divergence is estimated before each update, on its prompts paired with answers to other prompts. All examples of
-    the update take part, so that the estimate does not depend on how the update is split.
+    The loss compares the log-ratio of policy to reference with the policy's KL divergence from the reference. The
+    divergence is estimated before each update, on the update's prompts with answers to other prompts. The estimate uses
+    all examples of the update, so that it does not depend on the split over ranks and micro-batches.
 
     Attributes:
         beta: > 0; a larger value keeps the policy closer to the reference.
-        desirable_weight, undesirable_weight: of the two kinds of answers; choose them so that both kinds have about the
-            same total weight.
+        desirable_weight, undesirable_weight: weights of the two kinds of answers. Choose them so that both kinds have
+            about the same total weight.
         kl: the divergence in nats, >= 0; set by `for_batch`.
     """
 
@@ -46,10 +47,14 @@ class KtoObjective(Objective[Compared]):
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be above 0")
 
     def items(self, examples: Sequence[UnpairedExample]) -> Sequence[Compared]:
-        """See `Objective`: each example, and its prompt with the answer of another one, cut to the longest example."""
+        """See `Objective`. Each item has the example, and its prompt with the answer of another example.
+
+        The latter sequence is cut to the length of the longest example. Raises DataError for fewer than two examples.
+        """
         if len(examples) < 2:
-            raise DataError("KTO needs two examples at least: it sets answers against those of other prompts")
+            raise DataError("KTO needs at least two examples, to pair prompts with answers to other prompts")
         longest = max(example.num_tokens for example in examples)
+        # A random cycle through all examples: each one's partner is another example, and is used exactly once.
         order = np.random.default_rng(0).permutation(len(examples))
         partner = dict(zip(order, np.roll(order, 1), strict=True))
         return [
@@ -62,7 +67,7 @@ class KtoObjective(Objective[Compared]):
 
     @torch.no_grad()
     def for_batch(self, engine: TrainEngine, micro_batches: Sequence[MicroBatch[Compared]]) -> "KtoObjective":
-        """See `Objective`: estimate the divergence over all ranks."""
+        """See `Objective`. Estimates the divergence over the examples of all ranks."""
         total = torch.zeros(2, dtype=torch.float64, device=engine.device)
         was_training = engine.module.training
         engine.module.eval()
@@ -76,8 +81,8 @@ class KtoObjective(Objective[Compared]):
         return replace(self, kl=max(float(total[0] / total[1]), 0.0))
 
     def loss(self, engine: TrainEngine, items: Sequence[Compared], denominators: Denominators) -> LossShare:
-        """See `Objective`. Metrics: `kto/loss`, `kto/kl`, and beta times the log-ratio of either kind of answers:
-        `kto/desirable_reward`, `kto/undesirable_reward`."""
+        """See `Objective`. Metrics: `kto/loss`, `kto/kl`, and beta times the mean log-ratio of each kind of answer,
+        `kto/desirable_reward` and `kto/undesirable_reward`."""
         ratios = self._ratios(engine, items, 0)
         desirable = torch.tensor([item.example.is_desirable for item in items], device=engine.device)
         kl = torch.tensor(self.kl, device=engine.device)
@@ -95,6 +100,7 @@ class KtoObjective(Objective[Compared]):
 
 
 def _mismatched(example: UnpairedExample, other: UnpairedExample, longest: int) -> SftExample:
+    """Return the prompt of `example` followed by the answer of `other`, cut to `longest` tokens."""
     prompt, answer = (int(np.argmax(sequence.loss_mask)) for sequence in (example, other))
     tokens = np.concatenate([example.token_ids[:prompt], other.token_ids[answer:]])
     mask = np.concatenate([np.zeros(prompt, np.bool_), other.loss_mask[answer:]])

@@ -1,4 +1,4 @@
-"""Preference optimization without a reward model: DPO, IPO, SimPO and ORPO are one objective with four losses."""
+"""Preference optimization without a reward model: one objective with the losses DPO, IPO, SimPO and ORPO."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,16 +19,17 @@ LOSSES = ("dpo", "ipo", "simpo", "orpo")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreferenceObjective(Objective[Compared]):
-    """Make the chosen answer of each pair more likely than the rejected one.
+    """Makes the chosen answer of each pair more likely than the rejected one.
 
     Attributes:
         loss_type: one of `LOSSES`.
-        beta: of the loss; for "orpo" the weight of the odds ratio beside the log-likelihood.
-        label_smoothing: for "dpo": the probability that the labels of a pair are swapped.
-        gamma: for "simpo": the target margin.
-        nll_coef: weight of the chosen answer's negative log-likelihood, averaged over its tokens; for "orpo" it is part
-            of the loss, with weight 1.
-        length_average: "dpo" and "ipo" compare means over tokens instead of sums; the others always do.
+        beta: of the loss; for "orpo" the weight of the odds ratio term.
+        label_smoothing: for "dpo", the probability that the labels of a pair are swapped.
+        gamma: for "simpo", the target margin.
+        nll_coef: weight of the chosen answer's negative log-likelihood per token, added to the loss. "orpo" always adds
+            it with weight 1.
+        length_average: make "dpo" and "ipo" compare means over tokens instead of sums. "simpo" and "orpo" always
+            compare means.
     """
 
     loss_type: str = "dpo"
@@ -48,7 +49,7 @@ class PreferenceObjective(Objective[Compared]):
         for name, owners in _OWNERS.items():
             if getattr(self, name) and self.loss_type not in owners:
                 message = f"{name} has no effect on the loss {self.loss_type}"
-                raise ConfigError(message, hint=f"it is for {' and '.join(owners)}")
+                raise ConfigError(message, hint=f"it applies to {' and '.join(owners)}")
 
     @property
     def needs_reference(self) -> bool:
@@ -61,8 +62,9 @@ class PreferenceObjective(Objective[Compared]):
         return sum(int(sequence.loss_mask[1:].sum()) for sequence in item.sequences)
 
     def loss(self, engine: TrainEngine, items: Sequence[Compared], denominators: Denominators) -> LossShare:
-        """See `Objective`. Metrics under `preference/`: loss, nll (a chosen token), accuracy (a tie counts half), and
-        the rewards that the policy stands for, beta times what the loss compares: chosen, rejected, margin."""
+        """See `Objective`. Metrics under `preference/`: `loss`, `nll` (per token of the chosen answer), `accuracy` (a
+        tie counts one half), and the implicit rewards `chosen_reward`, `rejected_reward` and their `margin`, which are
+        beta times the quantities that the loss compares."""
         sequences = [item.sequences[index] for index in (0, 1) for item in items]
         sums, counts = answer_logprobs(engine.forward, sequences, packing=self.packing, device=engine.device)
         means = sums / counts.clamp(min=1)

@@ -1,4 +1,4 @@
-"""Process reward models: after each step of a solution, the model predicts whether the step is good."""
+"""Process reward models: after each reasoning step of a solution, the model predicts whether the step is good."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,10 +17,10 @@ from rlhf_train.offline.sequences import lay_out, mean_metrics
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessRewardObjective(Objective[ProcessExample]):
-    """Predict the token of the verdict after the placeholder of each step.
+    """Predicts a verdict token at the placeholder that ends each reasoning step.
 
     Attributes:
-        reward_tokens: ids of the tokens for a good and for a bad step; the softmax is over these two.
+        reward_tokens: ids of the tokens for a good and for a bad step. The softmax is over these two.
     """
 
     reward_tokens: tuple[int, int]
@@ -33,8 +33,11 @@ class ProcessRewardObjective(Objective[ProcessExample]):
         return len(item.positions)
 
     def loss(self, engine: TrainEngine, items: Sequence[ProcessExample], denominators: Denominators) -> LossShare:
-        """See `Objective`: the mean over steps. Metrics: `prm/loss` and `prm/accuracy`, the share of verdicts on the
-        same side of one half as the label."""
+        """See `Objective`. The loss is the mean over reasoning steps.
+
+        Metrics: `prm/loss`, and `prm/accuracy`, the share of steps whose predicted probability is on the same side of
+        one half as the label.
+        """
         batch = lay_out([item.token_ids for item in items], packing=self.packing, device=engine.device)
         starts = batch.last_index.cpu() + 1 - torch.tensor(batch.lengths)
         index = torch.cat([start + torch.tensor(item.positions) for start, item in zip(starts, items, strict=True)])

@@ -1,4 +1,4 @@
-"""Reward models: score the chosen answer of each pair above the rejected one."""
+"""Reward models: learn to score the chosen answer of each pair above the rejected one."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,8 +21,7 @@ class RewardModelObjective(Objective[PreferenceExample]):
     """Bradley-Terry loss on the scores of pairs.
 
     Attributes:
-        use_margins: subtract each example's margin from the difference of scores; without margins the loss is
-            log(1 + exp(r_rejected - r_chosen)).
+        use_margins: subtract each example's margin from the difference of the scores.
     """
 
     model_kind: ClassVar[str] = "reward"
@@ -30,20 +29,23 @@ class RewardModelObjective(Objective[PreferenceExample]):
     use_margins: bool = False
 
     def items(self, examples: Sequence[PreferenceExample]) -> Sequence[PreferenceExample]:
-        """See `Objective`. Raises DataError when a margin is wanted that an example does not have."""
+        """See `Objective`. Raises DataError when `use_margins` is set and an example has no margin."""
         missing = [example.example_id for example in examples if self.use_margins and example.margin is None]
         if missing:
             message = f"{len(missing)} of {len(examples)} pairs have no margin, {missing[0]} among them"
-            raise DataError(message, hint="name the key of the margins, or train without them")
+            raise DataError(message, hint="give --margin_key the key of the margins, or drop --margin_loss")
         return examples
 
     def num_trained_tokens(self, item: PreferenceExample) -> int:
-        """See `Objective`: one score at the end of each of the two sequences."""
+        """See `Objective`. The loss has one score at the end of each of the two sequences."""
         return 2
 
     def loss(self, engine: TrainEngine, items: Sequence[PreferenceExample], denominators: Denominators) -> LossShare:
-        """See `Objective`. Metrics: `rm/loss`, `rm/accuracy` (a tie counts half), `rm/margin` between the scores, and
-        the mean of all scores and of their squares, `rm/score` and `rm/squared_score`."""
+        """See `Objective`.
+
+        Metrics: `rm/loss`, `rm/accuracy` (a tie counts one half), `rm/margin` (chosen minus rejected score), and the
+        means of all scores and of their squares, `rm/score` and `rm/squared_score`.
+        """
         tokens = [item.chosen.token_ids for item in items] + [item.rejected.token_ids for item in items]
         scores = engine.forward(lay_out(tokens, packing=self.packing, device=engine.device))
         chosen, rejected = scores.chunk(2)

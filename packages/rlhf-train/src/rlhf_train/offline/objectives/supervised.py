@@ -1,4 +1,4 @@
-"""Supervised fine-tuning on the completions of demonstrations."""
+"""Supervised fine-tuning: learns the completions of demonstrations."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,6 +24,6 @@ class SupervisedObjective(Objective[SftExample]):
         batch = lay_out([item.token_ids for item in items], packing=self.packing, device=engine.device)
         mask = trained_mask(batch, items)
         output = engine.forward(batch, logits_mask=mask)
-        # The model returns 0.0 for both outside the mask, so that plain sums are right.
+        # The model returns 0.0 for both at masked tokens, so plain sums count trained tokens only.
         metrics = mean_metrics("sft", int(mask.sum()), loss=-output.logprobs.sum(), entropy=output.entropy.sum())
         return token_mean(-output.logprobs, to_device(mask, engine.device), denominators), metrics

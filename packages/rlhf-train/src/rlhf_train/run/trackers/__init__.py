@@ -1,1 +1,1 @@
-"""Where metrics go: one tracker per file, all behind the protocol in `spec.py`."""
+"""Trackers receive a run's metrics. Each file has one, with the interface of `spec.Tracker`."""

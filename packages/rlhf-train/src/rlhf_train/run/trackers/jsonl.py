@@ -1,4 +1,4 @@
-"""Metrics as JSON lines."""
+"""Writes metrics as JSON lines."""
 
 import json
 import math
@@ -9,7 +9,7 @@ from rlhf_train.background import cannot_write
 
 
 class JsonlTracker:
-    """Appends one JSON object per call to a file, which has every line as soon as `log` returns."""
+    """Appends one JSON object per call to a file. The line is in the file when `log` returns."""
 
     def __init__(self, path: Path) -> None:
         self.where = str(path)

@@ -1,4 +1,4 @@
-"""MLflow, by its client for tracking servers and stores."""
+"""Sends metrics to MLflow."""
 
 import os
 import re
@@ -16,16 +16,16 @@ from rlhf_train.run.trackers.spec import TrackerSpec
 
 
 class MlflowTracker:
-    """Sends metrics to an MLflow tracking server or store, with the configuration as an artifact.
+    """Sends metrics to an MLflow tracking server or to a local store, with the configuration as an artifact.
 
-    `where` is the tracking URI, experiment and run.
+    `where` names the tracking URI, the experiment and the run.
     """
 
     def __init__(self, spec: TrackerSpec, folder: Path, config: str) -> None:
         """Start a run. Raises ConfigError when the server or store cannot be used."""
         assert spec.mlflow_uri
         if urlsplit(spec.mlflow_uri).scheme in ("", "file"):
-            # MLflow refuses folders, which are in maintenance mode, unless told that one is meant.
+            # MLflow no longer develops folder stores, and refuses to open one without this variable.
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         try:
             self._client = MlflowClient(tracking_uri=spec.mlflow_uri)
@@ -41,17 +41,16 @@ class MlflowTracker:
         self.where = f"{spec.mlflow_uri}, experiment {spec.project}, run {self._run_id}"
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """See `Tracker`. Characters that MLflow's names cannot have become words or underscores: `pass@4` is
-        `pass_at_4`."""
+        """See `Tracker`. Names change to the characters that MLflow allows, for example `pass@4` to `pass_at_4`."""
         now_ms = int(time.time() * 1000)
         entries = [Metric(metric_name(name), float(value), now_ms, step) for name, value in metrics.items()]
         self._client.log_batch(self._run_id, entries)
 
     def close(self) -> None:
-        """See `Tracker`: the run is marked as finished."""
+        """See `Tracker`. The run is marked as finished."""
         self._client.set_terminated(self._run_id)
 
 
 def metric_name(name: str) -> str:
-    """Return a metric's name in the characters that MLflow allows: letters, digits, _ - . : / and space."""
+    """Return `name` with only characters that MLflow allows: letters, digits, `_`, `-`, `.`, `:`, `/` and space."""
     return re.sub(r"[^/\w.\- :]", "_", name.replace("@", "_at_"))

@@ -1,4 +1,4 @@
-"""What every tracker does, and which ones a run has."""
+"""The interface of trackers, and the settings that choose them."""
 
 import importlib.util
 from collections.abc import Mapping
@@ -9,35 +9,37 @@ from rlhf_data.errors import ConfigError
 
 
 class Tracker(Protocol):
-    """Records the numbers of a run.
+    """Records the metrics of a run.
 
     Attributes:
-        where: where people find them: a path or an address.
+        where: path or address where people find them.
     """
 
     where: str
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Record metrics under a step, or under an update of an offline run. Steps never decrease; one step may come
-        several times, with other names. NaN and infinities are values."""
+        """Record metrics of a step, or of an update of an offline run.
+
+        Steps never decrease. One step may be logged several times with different names. Values may be NaN or infinite.
+        """
 
     def close(self) -> None:
-        """Finish: everything that was logged is where it belongs."""
+        """Write or send everything that was logged, and release all resources."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrackerSpec:
-    """Which trackers a run has beside `metrics.jsonl`, and how often they are told.
+    """The trackers of a run besides `metrics.jsonl`, and how often they get metrics.
 
     Attributes:
-        project: heads the runs of one kind: the Weights & Biases project, where none is named, and the MLflow
-            experiment.
-        run_name: of this run.
-        logging_steps: steps, or updates of an offline run, from one that is tracked to the next.
+        project: name of the MLflow experiment, and of the Weights & Biases project if `wandb_project` is None.
+        run_name: name of this run in all trackers; None for a name that the tracker chooses.
+        logging_steps: steps, or updates of an offline run, between two that are sent to trackers.
         tensorboard_dir: folder of event files; None for one in the run's folder.
-        wandb: use Weights & Biases. The key comes from WANDB_API_KEY or `wandb login`, and is never part of a spec.
-        wandb_org, wandb_group, wandb_project: where the run is filed there; None for the account's own.
-        mlflow_uri: MLflow's tracking URI, or a folder; None for no MLflow.
+        wandb: use Weights & Biases. The key comes from WANDB_API_KEY or `wandb login` and is never part of this record.
+        wandb_org, wandb_group, wandb_project: entity, group and project of the run in Weights & Biases; None for the
+            account's defaults.
+        mlflow_uri: tracking URI of MLflow, or a folder; None for no MLflow.
     """
 
     project: str = "rlhf"
@@ -51,7 +53,7 @@ class TrackerSpec:
     mlflow_uri: str | None = None
 
     def check_installed(self) -> None:
-        """Raise ConfigError for a tracker whose library is not installed."""
+        """Raise ConfigError when the library of a chosen tracker is not installed."""
         for wanted, flag, module in ((self.wandb, "use_wandb", "wandb"), (self.mlflow_uri, "use_mlflow", "mlflow")):
             if wanted and importlib.util.find_spec(module) is None:
                 message = f"--{flag} needs the Python package {module}, which is not installed"

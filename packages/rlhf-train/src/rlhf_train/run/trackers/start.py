@@ -1,4 +1,4 @@
-"""Starts the trackers of a run; each library is imported only where it is wanted."""
+"""Starts the trackers of a run. A tracker's library is imported only if the tracker is used."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ from rlhf_train.run.trackers.spec import Tracker, TrackerSpec
 
 
 def open_tensorboard(spec: TrackerSpec, folder: Path) -> Tracker:
-    """Return the tracker for TensorBoard; `folder` is for its events where `spec` names none."""
+    """Return the TensorBoard tracker. It writes to `folder` if `spec` names no folder."""
     from rlhf_train.run.trackers.tensorboard import TensorBoardTracker
 
     if spec.tensorboard_dir is None:
@@ -15,15 +15,15 @@ def open_tensorboard(spec: TrackerSpec, folder: Path) -> Tracker:
 
 
 def open_remote(spec: TrackerSpec, folder: Path, config: str) -> dict[str, Tracker]:
-    """Return the trackers that may lie on other machines, by their names for people.
+    """Return the trackers that may be on other machines, by their display names.
 
     Args:
-        spec: which.
-        folder: of the run; what they leave on this machine goes into it.
-        config: the resolved configuration as TOML, which they show.
+        spec: chooses the trackers.
+        folder: of the run, for files that trackers write locally.
+        config: the resolved configuration as TOML, for the trackers to show.
 
     Raises:
-        ConfigError: one cannot start.
+        ConfigError: a tracker cannot start.
     """
     trackers: dict[str, Tracker] = {}
     if spec.wandb:

@@ -1,11 +1,11 @@
-"""TensorBoard events."""
+"""Writes metrics as TensorBoard events."""
 
 from collections.abc import Mapping
 from pathlib import Path
 
 
 class TensorBoardTracker:
-    """Writes scalar events into a folder."""
+    """Writes scalar events to a folder."""
 
     def __init__(self, path: Path) -> None:
         from torch.utils.tensorboard import SummaryWriter

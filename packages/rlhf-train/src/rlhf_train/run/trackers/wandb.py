@@ -1,4 +1,4 @@
-"""Weights & Biases."""
+"""Sends metrics to Weights & Biases."""
 
 import os
 import tomllib
@@ -12,14 +12,14 @@ from rlhf_train.run.trackers.spec import TrackerSpec
 
 
 class WandbTracker:
-    """Sends metrics to Weights & Biases, or with WANDB_MODE=offline writes them into the run's folder.
+    """Sends metrics to Weights & Biases, or writes them to the run's folder if WANDB_MODE is `offline`.
 
-    `where` is the page of the run, or the folder that `wandb sync` uploads.
+    `where` is the web page of the run, or the folder that `wandb sync` uploads.
     """
 
     def __init__(self, spec: TrackerSpec, folder: Path, config: str) -> None:
-        """Start a run. Raises ConfigError when the server refuses it, for example for want of a key."""
-        # Without a key, wandb would ask for one on the terminal and wait.
+        """Start a run. Raises ConfigError when there is no API key, or when the server refuses the run."""
+        # Without a key, `wandb.init` would ask for one on the terminal and wait for input.
         is_offline = os.environ.get("WANDB_MODE") in ("offline", "disabled", "dryrun")
         if not is_offline and not wandb.login(prompt=False):
             hint = "set WANDB_API_KEY, run `wandb login` once, or set WANDB_MODE=offline"
@@ -37,7 +37,7 @@ class WandbTracker:
         except wandb.Error as error:
             hint = "see --wandb_org and --wandb_project, or set WANDB_MODE=offline"
             raise ConfigError(f"Weights & Biases refuses the run: {error}", hint=hint) from error
-        # An offline run has no page, and warns when asked for it.
+        # An offline run has no web page; reading `url` would print a warning.
         self.where = self._run.dir if self._run.offline else self._run.url
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -45,8 +45,9 @@ class WandbTracker:
         self._run.log(dict(metrics), step=step)
 
     def close(self) -> None:
-        """See `Tracker`: uploads what is left, or writes it to the run's folder."""
+        """See `Tracker`. Uploads the remaining metrics, or writes them to the run's folder."""
         self._run.finish()
         if self._run.offline:
-            # `finish` does not wait until its service has written an offline run's file; the end of the service does.
+            # In an offline run `finish` returns before wandb's service process has written the file. `teardown` stops
+            # the service and waits for it.
             wandb.teardown()
