@@ -87,10 +87,10 @@ def test_launcher_may_start_many_processes_of_offline_training_alone(ran, capsys
     assert openrlhf.main("train_sft", []) == 7
     assert openrlhf.main("train_ppo_ray", []) == 2
     error = capsys.readouterr().err
-    assert "8 processes of train_ppo_ray were launched" in error
-    assert "hint: use `python3 -m rlhf_cli.train_ppo_ray --actor_num_gpus_per_node 8`\n" in error
+    assert "8 processes of `python3 -m rlhf_cli.train_ppo_ray` were launched (WORLD_SIZE)" in error
+    assert "hint: use `python3 -m rlhf_cli.train_ppo_ray --actor_num_gpus_per_node 8`, without a launcher\n" in error
     assert openrlhf.main("interactive_chat", []) == 2
-    assert "hint: use `python3 -m rlhf_cli.interactive_chat`\n" in capsys.readouterr().err
+    assert "hint: use `python3 -m rlhf_cli.interactive_chat`, without a launcher\n" in capsys.readouterr().err
     monkeypatch.setenv("RANK", "3")  # the first process has said it
     assert openrlhf.main("train_ppo_ray", []) == 2
     assert capsys.readouterr().err == ""

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from rlhf_cli.exits import BAD_INPUT
+from rlhf_cli.launcher import LAUNCHED, check_launched_once
 from rlhf_data.errors import ConfigError, unknown
 
 COMMANDS: Mapping[str, str] = MappingProxyType(
@@ -48,7 +49,7 @@ def main(module: str, argv: Sequence[str] | None = None) -> int:
     name = module.rpartition(".")[2]
     words = list(sys.argv[1:] if argv is None else argv)
     try:
-        _check_launcher(name)
+        check_launched_once(COMMANDS[name], f"python3 -m rlhf_cli.{name}")
         return rlhf(_command_words(name, words))
     except ConfigError as error:
         if os.environ.get("RANK", "0") == "0":  # one of the launched processes speaks for all
@@ -59,7 +60,7 @@ def main(module: str, argv: Sequence[str] | None = None) -> int:
 def _command_words(name: str, words: list[str]) -> list[str]:
     """Return the words of `rlhf` for those of a module; `--eval_task` of batch_inference chooses between commands."""
     if name != "batch_inference":
-        compares = ["--openrlhf"] if COMMANDS[name] in ("ppo", *_LAUNCHED) else []
+        compares = ["--openrlhf"] if COMMANDS[name] in ("ppo", *LAUNCHED) else []
         return [COMMANDS[name], *compares, *words]
     task, rest = None, []
     while words:
@@ -77,16 +78,3 @@ def _command_words(name: str, words: list[str]) -> list[str]:
     if task not in _EVAL_TASKS:
         raise ConfigError(f"--eval_task: {unknown('value', task, _EVAL_TASKS)}")
     return [*_EVAL_TASKS[task], *rest]
-
-
-def _check_launcher(name: str) -> None:
-    """Raise ConfigError when a launcher started several processes of a command that starts its own."""
-    num_processes, command = int(os.environ.get("WORLD_SIZE", "1")), COMMANDS[name]
-    if num_processes > 1 and command not in _LAUNCHED:
-        message = f"{num_processes} processes of {name} were launched (WORLD_SIZE), and it starts its own processes"
-        flags = f" --actor_num_gpus_per_node {num_processes}" if command == "ppo" else ""
-        raise ConfigError(message, hint=f"use `python3 -m rlhf_cli.{name}{flags}`")
-
-
-_LAUNCHED = frozenset({"sft", "rm", "dpo", "kto", "prm", "kd"})
-"""Commands that train in the processes that deepspeed or torchrun launches."""

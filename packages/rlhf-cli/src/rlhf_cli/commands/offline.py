@@ -17,6 +17,7 @@ from rlhf_cli.config.differences import offline_differences
 from rlhf_cli.config.offline import OfflineConfig
 from rlhf_cli.config.openrlhf import adapt, flags_of
 from rlhf_cli.exits import SUCCESS, exit_status
+from rlhf_cli.launcher import Launch, launch
 from rlhf_cli.paths import (
     LOG_FILE,
     check_output_folder,
@@ -90,7 +91,7 @@ class Command:
             raise ConfigError(f"--best_metric_key: {unknown('metric', best, known)}")
         folder = output_folder(parsed.config.output.save_path, self.name)
 
-        is_first = os.environ.get("RANK", "0") == "0"  # who may be done with this before another process begins
+        is_first = launch().rank == 0  # who may be done with this before another process begins
         if is_first:
             check_output_folder(folder)
 
@@ -139,8 +140,8 @@ class Command:
 def _prepare(command: Command, config: OfflineConfig, folder: Path, console: "Console") -> tuple["OfflineJob", Any]:
     """Check models and data; return what to run, and the tokenizer. No model is loaded."""
     assert config.model.pretrain
-    rank, num_ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    _take_own_gpu(num_ranks)
+    place = launch()
+    _take_own_gpu(place)
     # Data is opened before torch is imported: a wrong path or key is reported within a second.
     sources = _open(config)
 
@@ -160,9 +161,7 @@ def _prepare(command: Command, config: OfflineConfig, folder: Path, console: "Co
     reference = _reference(config, tokenizer)
     objective = command.objective(config, tokenizer)
     encoder = command.encoder(config, tokenizer)
-    loaded = {flag: _load(config, flag, rows, encoder, console, rank) for flag, rows in sources.items()}
-    # The launcher names where its processes meet; a single process meets itself at a port that is free.
-    shared = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])) if num_ranks > 1 else None
+    loaded = {flag: _load(config, flag, rows, encoder, console, place.rank) for flag, rows in sources.items()}
     schedule = OfflineSchedule(**matching(OfflineSchedule, training))
     train, best = loaded["--dataset"].examples, config.evaluation.best_metric_key
     targets = model.target_modules if model.target_modules == "all-linear" else tuple(model.target_modules.split(","))
@@ -181,9 +180,9 @@ def _prepare(command: Command, config: OfflineConfig, folder: Path, console: "Co
         schedule=schedule,
         model_path=folder / "model",
         best_path=folder / "best_model" if best else None,
-        rank=rank,
-        num_ranks=num_ranks,
-        master=shared or ("127.0.0.1", free_port()),
+        rank=place.rank,
+        num_ranks=place.num_ranks,
+        master=place.master or ("127.0.0.1", free_port()),
         device="cuda" if torch.cuda.is_available() else "cpu",
     )
     return job, tokenizer
@@ -290,7 +289,7 @@ def _arithmetic_without_examples(config: OfflineConfig) -> str:
     training = config.training
     return (
         f"examples x {training.max_epochs} epochs = updates of {training.train_batch_size} on"
-        f" {os.environ.get('WORLD_SIZE', '1')} process(es); learning rate {training.learning_rate:g}"
+        f" {launch().num_ranks} process(es); learning rate {training.learning_rate:g}"
     )
 
 
@@ -306,10 +305,9 @@ def _arithmetic(job: "OfflineJob") -> str:
     )
 
 
-def _take_own_gpu(num_ranks: int) -> None:
+def _take_own_gpu(place: Launch) -> None:
     """Under a launcher, let this process see its own GPU only. CUDA reads the variable once, when torch starts it."""
-    local_rank = os.environ.get("LOCAL_RANK")
-    if num_ranks < 2 or local_rank is None:
+    if place.local_rank is None:
         return
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[int(local_rank)] if visible else local_rank
+    os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[place.local_rank] if visible else str(place.local_rank)
