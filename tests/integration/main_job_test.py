@@ -82,7 +82,7 @@ def test_main_job_rollouts_are_records_with_tokens_logprobs_reward_and_version(m
     for record in records[:: len(records) // 20]:
         assert record["verdict"] in ("ok", "wrong", "unparsable")
         assert len(record["token_ids"]) == len(record["logprobs"])
-        assert record["policy_version"] == 2 * (record["step"] - 1)  # two optimizer steps a step
+        assert record["policy_version"] == 2 * (record["step"] - 1)  # two updates per step
         assert record["reward"] == float(record["text"].rpartition("####")[2].strip() == record["label"])
 
 

@@ -43,7 +43,7 @@ def ppo(*flags: str, folder: Path, **variables: str) -> list[dict[str, Any]]:
     "flags",
     [
         "--advantage_estimator reinforce --is_correction_level token --train_steps 16",
-        # One optimizer step a step, half as many as the others.
+        # One update per step, half as many as the others.
         "--advantage_estimator rloo --old_logprobs skip --init_kl_coef 0 --train_batch_size 128 --train_steps 24",
         "--preset dapo --dynamic_filtering_max_batches 4 --train_steps 16",
     ],

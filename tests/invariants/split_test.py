@@ -57,7 +57,7 @@ RANKS = {
 
 
 def one_step(rank: int, num_ranks: int, master: Any, path: str, case: Case) -> dict[str, Any]:
-    """Run one step of PPO with two optimizer steps a model; return the weights and what was measured."""
+    """Run one step of PPO with two updates per model; return the weights and the metrics."""
     import torch
 
     from rlhf_train.online.worker import TrainWorker

@@ -1,4 +1,4 @@
-"""The batch plan: nothing twice, nothing lost, and the same optimizer steps however it is split."""
+"""The batch plan: nothing twice, nothing lost, and the same updates for every split."""
 
 import pickle
 
@@ -24,7 +24,7 @@ def plan(num_ranks: int, micro: int, seed: int = 1):
 
 
 def members(plans) -> list[set[int]]:
-    """The rollouts of each optimizer step, over all ranks."""
+    """The rollouts of each update, over all ranks."""
     return [
         {rank.rows[row] for rank in plans for rows in rank.mini_batches[step].micro_batches for row in rows}
         for step in range(len(plans[0].mini_batches))

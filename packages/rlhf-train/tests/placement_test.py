@@ -22,7 +22,7 @@ def test_apart_gives_every_model_its_own_gpus():
     plan = plan_placement(request, 8)
     assert plan.bundles == (1, 1, 1, 1, 2, 2) and not plan.colocated and not plan.notes
     assert [group.bundles for group in plan.groups] == [(0, 1), (2,), (3,)]
-    assert plan.engines.bundles == (4, 5) and plan.engines.gpus_a_rank == 2
+    assert plan.engines.bundles == (4, 5) and plan.engines.gpus_per_rank == 2
     assert plan.group_of("critic").name == "critic"
 
 

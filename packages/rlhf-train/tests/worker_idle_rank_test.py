@@ -15,7 +15,7 @@ VOCAB_SIZE = 512
 
 
 def two_updates(rank: int, num_ranks: int, master: Any, path: str) -> dict[int, dict[str, np.ndarray]]:
-    """Train on two rollouts, each an optimizer step of its own, at two ZeRO stages; return the actor's weights."""
+    """Train on two rollouts, each in an update of its own, at two ZeRO stages; return the actor's weights."""
     from rlhf_train.online.worker import TrainWorker
 
     rollouts = random_rollouts(2, vocab_size=VOCAB_SIZE)

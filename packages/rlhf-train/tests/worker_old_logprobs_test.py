@@ -41,7 +41,7 @@ def trained(
     Args:
         start: paths of the models, and the ranks' meeting point.
         spec, rollouts: what is trained, and on what.
-        num_mini_batches, max_epochs: how many optimizer steps.
+        num_mini_batches, max_epochs: their product is the number of updates.
         spoil: called with the experience once all models have been run.
     """
     from rlhf_train.online.worker import TrainWorker

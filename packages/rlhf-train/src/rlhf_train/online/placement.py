@@ -18,13 +18,13 @@ class GroupPlan:
         name: for people, such as "actor+reference".
         roles: the models that each process holds; empty for engines.
         bundles: index of the bundle of each process; the first bundle if a process spans several.
-        gpus_a_rank: GPUs that one process uses. Processes of other kinds may use the same ones.
+        gpus_per_rank: GPUs that one process uses. Processes of other kinds may use the same ones.
     """
 
     name: str
     roles: tuple[str, ...]
     bundles: tuple[int, ...]
-    gpus_a_rank: int
+    gpus_per_rank: int
 
     @property
     def num_ranks(self) -> int:
@@ -81,7 +81,7 @@ class PlacementPlan:
         """Return the GPU share that Ray accounts for a process: whole GPUs, or an equal part of a shared GPU."""
         bundle = group.bundles[rank]
         num_sharing = sum(other.bundles.count(bundle) for other in self.all_groups)
-        return float(group.gpus_a_rank) if num_sharing == 1 or not group.gpus_a_rank else SHARED_GPU / num_sharing
+        return float(group.gpus_per_rank) if num_sharing == 1 or not group.gpus_per_rank else SHARED_GPU / num_sharing
 
     def describe(self) -> str:
         """Return a table for people, with one line per kind of process."""
@@ -101,8 +101,8 @@ class PlacementPlan:
         Numbers count over the whole layout.
         """
         starts = [sum(self.bundles[:bundle]) for bundle in group.bundles]
-        spans = [(start, start + group.gpus_a_rank - 1) for start in starts]
-        if group.gpus_a_rank == 1 and all(right == left + 1 for left, right in pairwise(starts)):
+        spans = [(start, start + group.gpus_per_rank - 1) for start in starts]
+        if group.gpus_per_rank == 1 and all(right == left + 1 for left, right in pairwise(starts)):
             spans = [(starts[0], starts[-1])]
         return ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in spans)
 
@@ -280,7 +280,7 @@ def _too_large(request: PlacementRequest, plan: PlacementPlan, num_gpus: int) ->
 
     The hint never advises fewer processes than were asked for, unless every model asks for one.
     """
-    counts = ", ".join(f"{group.name} {group.num_ranks * group.gpus_a_rank}" for group in plan.all_groups)
+    counts = ", ".join(f"{group.name} {group.num_ranks * group.gpus_per_rank}" for group in plan.all_groups)
     how = "on shared GPUs" if plan.colocated else "apart"
     message = f"models {how} need {plan.num_gpus} GPUs ({counts}), and there are {num_gpus}"
     hint = f"run where there are {plan.num_gpus} GPUs"

@@ -1,1 +1,1 @@
-"""What online and offline runs share: what a run shows, measures, keeps count of, and leaves behind."""
+"""What online and offline runs share: metrics, trackers, the files of a run, and the account of rollouts."""
