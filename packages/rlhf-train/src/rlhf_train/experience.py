@@ -96,8 +96,12 @@ class Experience:
 
         The keys are rollout ids, because the other rank set has dealt the rollouts to its ranks in its own way.
         """
-        rows = [(row, rollout_id, len(self.token_ids[row])) for row, rollout_id in enumerate(self.rollout_ids)]
-        return {name: {key: self.columns[name][row, :size].numpy() for row, key, size in rows} for name in names}
+        lengths = [len(tokens) for tokens in self.token_ids]
+        exported = {}
+        for name in names:
+            rows = [row[:length].numpy() for row, length in zip(self.columns[name], lengths, strict=True)]
+            exported[name] = dict(zip(self.rollout_ids, rows, strict=True))
+        return exported
 
     def adopt(self, *parts: Mapping[str, Mapping[str, np.ndarray]]) -> None:
         """Store the columns of this shard's rollouts. `parts` are the exports of all ranks of the other rank set."""

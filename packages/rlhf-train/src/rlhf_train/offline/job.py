@@ -78,7 +78,8 @@ class OfflineJob:
     device: str = "cpu"
 
     def __post_init__(self) -> None:
-        compares, teacher = self.objective.needs_reference, self.objective.needs_teacher
+        compares = self.objective.needs_reference
+        teacher = self.objective.needs_teacher
         needs_evaluation = self.eval_steps is not None or self.best_metric is not None
         limits_tokens = self.schedule.micro_batch_tokens is not None
         for is_wrong, message in (
@@ -165,7 +166,8 @@ class _Run:
 
     def _replay(self, backbone: Any) -> None:
         """Replay the passes over full packed sequences as CUDA graphs where that is possible, else log why not."""
-        tokens, sums = self._job.schedule.micro_batch_tokens, self.engine.gradient_sums
+        tokens = self._job.schedule.micro_batch_tokens
+        sums = self.engine.gradient_sums
         unmet = {
             "packed sequences have no common length without --micro_batch_tokens": tokens is None,
             "only bfloat16 with ZeRO stage 0 or 1 keeps separate gradient sums": not sums,
@@ -209,7 +211,8 @@ class _Run:
 
     def save(self, folder: Path) -> None:
         """Save the model with its current weights. Collective; rank 0 writes."""
-        job, model = self._job, self.engine.module
+        job = self._job
+        model = self.engine.module
         metrics = self._eval_metrics
         if job.objective.model_kind == "reward" and not metrics:
             metrics = self._measure(self.items)  # no evaluation examples: take the score moments of the training ones

@@ -136,9 +136,8 @@ def train_offline(
     the metrics over all ranks.
     """
     num_updates = schedule.num_updates(len(items))
-    # Generators: the next mini-batch is read and planned by `meanwhile`, while the device still computes.
-    mini_batches = ([items[index] for index in members] for members in schedule.mini_batches(len(items)))
-    planned = ((chosen, this_ranks_part(objective, chosen, schedule)) for chosen in mini_batches)
+    # One mini-batch is read and planned ahead: `meanwhile` does so while the device computes the one before.
+    planned = _planned(objective, items, schedule)
     ahead = [next(planned)]
     for update in range(1, num_updates + 1):
         started = time.perf_counter()
@@ -149,6 +148,15 @@ def train_offline(
         seconds = time.perf_counter() - started
         num_tokens = sum(map(objective.num_tokens, chosen))
         on_update(update, num_updates, {**metrics, "time/update": seconds, "throughput/tokens": num_tokens / seconds})
+
+
+def _planned(
+    objective: Objective[Item], items: Sequence[Item], schedule: OfflineSchedule
+) -> Iterator[tuple[list[Item], tuple[list[MicroBatch[Item]], Denominators]]]:
+    """Yield the items of each mini-batch, and this rank's part of them."""
+    for members in schedule.mini_batches(len(items)):
+        chosen = [items[index] for index in members]
+        yield chosen, this_ranks_part(objective, chosen, schedule)
 
 
 def learn_once(
@@ -209,13 +217,23 @@ def this_ranks_part(
         seed=0,
     )
     rank = torch.distributed.get_rank()
-    parts: Sequence[Sequence[int]] = plans[rank].mini_batches[0].micro_batches
+    own = plans[rank]
+    parts: Sequence[Sequence[int]] = own.mini_batches[0].micro_batches
     if schedule.micro_batch_tokens is not None:
-        bins = [pack([num_tokens[row] for row in plan.rows], schedule.micro_batch_tokens) for plan in plans]
-        parts = bins[rank] + [[]] * (max(map(len, bins)) - len(bins[rank]))
-    rows = [[plans[rank].rows[index] for index in part] for part in parts]
-    micro_batches = [MicroBatch([items[row] for row in part] or [items[0]], part) for part in rows]
-    return micro_batches, plans[rank].mini_batches[0].denominators
+        # Every rank packs the shards of all ranks, to know how many passes the others need.
+        packed = [_pack_rows(plan.rows, num_tokens, schedule.micro_batch_tokens) for plan in plans]
+        num_idle = max(map(len, packed)) - len(packed[rank])
+        parts = packed[rank] + [[]] * num_idle
+    micro_batches = []
+    for part in parts:
+        rows = [own.rows[index] for index in part]
+        micro_batches.append(MicroBatch([items[row] for row in rows] or [items[0]], rows))
+    return micro_batches, own.mini_batches[0].denominators
+
+
+def _pack_rows(rows: Sequence[int], num_tokens: Sequence[int], capacity: int) -> list[list[int]]:
+    """Return indices into `rows`, one list per pass of at most `capacity` tokens."""
+    return pack([num_tokens[row] for row in rows], capacity)
 
 
 def _over_ranks(parts: Sequence[Mapping[str, Metric]]) -> dict[str, float]:

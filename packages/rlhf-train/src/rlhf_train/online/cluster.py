@@ -109,7 +109,8 @@ def start_scorers(job: OnlineJob, reserved: PlacementGroup) -> list[list[Any]]:
 
     Raises ConfigError when the plan has places for reward models and the job has none, or the other way round.
     """
-    group, models = job.plan.scorers, job.reward.models
+    group = job.plan.scorers
+    models = job.reward.models
     if (group is None) != (not models):
         raise ConfigError(f"the plan has {'no ' if group is None else ''}places for {len(models)} reward models")
     if group is None:

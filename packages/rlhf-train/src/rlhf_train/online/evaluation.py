@@ -117,8 +117,13 @@ def summarize_evaluation(groups: Sequence[RolloutGroup]) -> dict[str, float]:
 def _passes(groups: Sequence[RolloutGroup], prefix: str) -> dict[str, float]:
     num_samples = min(len(group.rollouts) for group in groups)
     ks = {2**power for power in range(num_samples.bit_length())} | {num_samples}
-    counts = [
-        (len(group.rollouts), sum(r.verdict is not None and r.verdict.kind is VerdictKind.OK for r in group.rollouts))
-        for group in groups
-    ]
-    return {f"{prefix}/pass@{k}": sum(pass_at_k(n, c, k) for n, c in counts) / len(counts) for k in sorted(ks)}
+    metrics = {}
+    for k in sorted(ks):
+        chances = [pass_at_k(len(group.rollouts), _num_right(group), k) for group in groups]
+        metrics[f"{prefix}/pass@{k}"] = sum(chances) / len(chances)
+    return metrics
+
+
+def _num_right(group: RolloutGroup) -> int:
+    verdicts = [rollout.verdict for rollout in group.rollouts]
+    return sum(verdict is not None and verdict.kind is VerdictKind.OK for verdict in verdicts)

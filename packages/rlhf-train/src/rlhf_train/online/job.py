@@ -40,7 +40,8 @@ class BatchSizes:
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if self.num_rollouts % self.train_batch_size:
-            size, count = self.train_batch_size, self.num_rollouts
+            size = self.train_batch_size
+            count = self.num_rollouts
             divisor = max(number for number in range(1, min(size, count) + 1) if count % number == 0)
             message = f"--train_batch_size is {size}, which does not divide the {count} samples of a step"
             product = f"--rollout_batch_size {self.rollout_batch_size} x --n_samples_per_prompt"
@@ -182,7 +183,8 @@ class OnlineJob:
         placed = [role for group in self.plan.groups for role in group.roles]
         if sorted(placed) != sorted(self.models):
             raise ConfigError(f"the plan has places for {', '.join(placed)}, the models are {', '.join(self.models)}")
-        has_pairs, hint = self.batch.num_samples_per_prompt > 1, "use --n_samples_per_prompt 4 or more"
+        has_pairs = self.batch.num_samples_per_prompt > 1
+        hint = "use --n_samples_per_prompt 4 or more"
         if row.uses_group and not has_pairs:
             message = f"{row.title} ({row.name}) compares the samples of one prompt and n_samples_per_prompt is 1"
             raise ConfigError(message, hint=hint)

@@ -11,9 +11,7 @@ from rlhf_train.online.job import OnlineJob
 from rlhf_train.online.ranks import RankSet
 from rlhf_train.online.ray_session import wait
 from rlhf_train.online.rewards import RewardShaper
-from rlhf_train.run.metrics import Metric, merge_metrics, results
-
-METRIC_PREFIXES = {"actor": "policy", "critic": "value"}
+from rlhf_train.run.metrics import METRIC_PREFIXES, Metric, merge_metrics, results
 
 
 class Learner:
@@ -67,17 +65,12 @@ class Learner:
                 max_response_tokens=self._job.sampling.max_tokens,
                 seed=self._job.seed + step,
             )
-            shards = [
-                (
-                    "load_rollouts",
-                    [rollouts[row] for row in plan.rows],
-                    [rewards[row] for row in plan.rows],
-                    plan,
-                    self.policy_version,
-                )
-                for plan in plans
-            ]
-            pending += ranks.start_each("work", shards)
+            calls = []
+            for plan in plans:
+                shard = [rollouts[row] for row in plan.rows]
+                shard_rewards = [rewards[row] for row in plan.rows]
+                calls.append(("load_rollouts", shard, shard_rewards, plan, self.policy_version))
+            pending += ranks.start_each("work", calls)
         wait(pending)
         return metrics
 
@@ -172,8 +165,10 @@ class Learner:
         """
         if self._job.engine.weight_transfer == "ipc":
             pairs = list(zip(self._job.plan.engines.bundles, engines, strict=True))
-            homes = self._job.plan.group_of("actor").bundles
-            return [[engine for bundle, engine in pairs if bundle == own] for own in homes]
+            targets = []
+            for home in self._job.plan.group_of("actor").bundles:
+                targets.append([engine for bundle, engine in pairs if bundle == home])
+            return targets
         return [list(engines) if rank == 0 else [] for rank in range(num_ranks)]
 
     def save(self, role: str, path: str) -> None:

@@ -203,7 +203,8 @@ def _on_cpu(request: PlacementRequest, places: Sequence[tuple[int, ...]]) -> Pla
 
 def _shared(request: PlacementRequest) -> PlacementPlan:
     """Return the plan in which all models and engines use the same GPUs, each starting at GPU 0."""
-    actor, size = request.ranks["actor"], request.tensor_parallel_size
+    actor = request.ranks["actor"]
+    size = request.tensor_parallel_size
     sizes = {role: request.ranks[role] or actor for role in _roles(request)}
     together = tuple(role for role in sizes if sizes[role] == actor)
     groups = [GroupPlan("train", together, tuple(range(actor)), 1)]
@@ -224,7 +225,9 @@ def _shared(request: PlacementRequest) -> PlacementPlan:
 def _unavailable_together(request: PlacementRequest, sizes: Mapping[str, int]) -> tuple[str, ...]:
     """Return the features that do not exist for models of these sizes and engines on the same GPUs."""
     found = []
-    actor, engines, size = sizes["actor"], request.num_engines, request.tensor_parallel_size
+    actor = sizes["actor"]
+    engines = request.num_engines
+    size = request.tensor_parallel_size
     if any(count != actor for count in sizes.values()):
         counts = ", ".join(f"{role} {count}" for role, count in sizes.items())
         found.append(f"models with unequal numbers of processes on shared GPUs ({counts})")
@@ -249,7 +252,8 @@ def _apart(request: PlacementRequest) -> PlacementPlan:
     engines = GroupPlan("engines", (), reserve(request.num_engines, engine_gpus), engine_gpus)
     critics = next((group.bundles for group in groups if "critic" in group.roles), None)
     if request.colocate_critic_reward and request.reward_ranks is not None and critics is not None:
-        places, count = critics, request.reward_ranks or len(critics)
+        places = critics
+        count = request.reward_ranks or len(critics)
         if count != len(critics):
             message = f"critic and reward models must have equally many processes to share: {len(critics)} and {count}"
             hint = "set --reward_num_nodes and --reward_num_gpus_per_node to the critic's, or drop"
@@ -266,7 +270,8 @@ def _hosted(request: PlacementRequest) -> list[tuple[str, ...]]:
     roles = _roles(request)
     with_actor = {role for role in roles if request.ranks[role] == 0}
     if request.colocate_actor_ref and "reference" in roles:
-        actor, reference = request.ranks["actor"], request.ranks["reference"]
+        actor = request.ranks["actor"]
+        reference = request.ranks["reference"]
         if reference not in (0, actor):
             message = f"actor and reference must have equally many processes to share: {actor} and {reference}"
             hint = "set --ref_num_nodes and --ref_num_gpus_per_node to the actor's, or drop --colocate_actor_ref"

@@ -25,9 +25,10 @@ def make_reward(job: OnlineJob, scorers: Sequence[Sequence[Any]], log_path: Path
         log_path: file for what reward functions print.
     """
     spec = job.reward
-    models = [
-        ModelReward([RayScorer(handle) for handle in replicas], batch_size=spec.batch_size) for replicas in scorers
-    ]
+    models = []
+    for handles in scorers:
+        replicas = [RayScorer(handle) for handle in handles]
+        models.append(ModelReward(replicas, batch_size=spec.batch_size))
     return build_reward(
         spec.sources,
         timeout_s=spec.timeout_s,

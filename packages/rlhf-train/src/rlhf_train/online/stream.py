@@ -76,10 +76,11 @@ class SampleStream:
         groups = sorted(self._queue, key=lambda group: _number(group.group_id))
         self._queue = []
         self._num_taken += 1
-        oldest = self._versions[0]
-        is_fresh = [all(rollout.policy_version >= oldest for rollout in group.rollouts) for group in groups]
-        fresh = [group for group, fits in zip(groups, is_fresh, strict=True) if fits]
-        stale = [group for group, fits in zip(groups, is_fresh, strict=True) if not fits]
+        fresh: list[RolloutGroup] = []
+        stale: list[RolloutGroup] = []
+        for group in groups:
+            is_fresh = all(rollout.policy_version >= self._versions[0] for rollout in group.rollouts)
+            (fresh if is_fresh else stale).append(group)
         return fresh, stale
 
     def done(self, policy_version: int) -> None:

@@ -4,9 +4,11 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from rlhf_kernels import POLICY_METRICS, PolicyStream
 from rlhf_models.batch import to_device
+from rlhf_train.advantages import last_trained
 from rlhf_train.algorithms import AlgorithmSpec
 from rlhf_train.batching import Denominators
 from rlhf_train.corrections import bounded_weights, importance_weights
@@ -75,6 +77,23 @@ def policy_metrics(sums: Tensor, spec: AlgorithmSpec) -> dict[str, Metric]:
     return metrics
 
 
+def values_before(after: Sequence[Tensor], truncated: Tensor, mask: Tensor) -> dict[str, Tensor]:
+    """Turn values after each token into values before each token, and into `last_values` of truncated rollouts.
+
+    Args:
+        after: per rollout, [L_i] float, the value of the state after each token.
+        truncated: [B] bool, whether the length limit ended the rollout.
+        mask: [B, T] bool, the loss mask.
+
+    Returns:
+        "values" and "last_values", [B, T] float each. The latter is 0.0 except at the last trained token of truncated
+        rollouts.
+    """
+    before = pad_sequence([torch.cat([row.new_zeros(1), row[:-1]]) for row in after], batch_first=True)
+    last = torch.stack([row[-1] for row in after])
+    return {"values": before, "last_values": last_trained(mask) * (last * truncated)[:, None]}
+
+
 def critic_loss(
     values: Tensor, mask: Tensor, inputs: Mapping[str, Tensor], spec: AlgorithmSpec, denominators: Denominators
 ) -> tuple[Tensor, dict[str, Metric]]:
@@ -124,7 +143,8 @@ def correct_mismatch(experience: Experience, spec: AlgorithmSpec) -> dict[str, M
     trained tokens: mean and maximum of the absolute gap in nats, the k3 estimate of KL(engine || trainer), and the
     share of importance weights out of bounds (those of the correction; without one, `MISMATCH_BOUNDS` per token).
     """
-    mask, old_logprobs = experience.loss_mask, experience.columns["old_logprobs"]
+    mask = experience.loss_mask
+    old_logprobs = experience.columns["old_logprobs"]
     metrics = mismatch_metrics(old_logprobs, experience.rollout_logprobs, mask)
     correction = spec.correction
     if correction.level == "off":

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 
 import numpy as np
 import torch
@@ -18,7 +19,6 @@ from rlhf_models.reference import load_reference
 from rlhf_models.weights import save_hf
 from rlhf_train.advantages import (
     generalized_advantages,
-    last_trained,
     moments,
     placed_rewards,
     token_rewards,
@@ -39,9 +39,10 @@ from rlhf_train.online.terms import (
     policy_metrics,
     policy_stream,
     staleness_metrics,
+    values_before,
 )
 from rlhf_train.run.ema import WeightAverage
-from rlhf_train.run.metrics import Max, Mean, Metric, Sum, merge_metrics, on_host
+from rlhf_train.run.metrics import METRIC_PREFIXES, Max, Mean, Metric, Sum, merge_metrics, on_host
 from rlhf_train.specs import ModelSpec
 
 # The input of a rank without rows, which must run a pass because collectives need every rank. It has two tokens,
@@ -138,7 +139,8 @@ class TrainWorker:
         if role in self.engines:
             self.engines[role].module.eval()
         shape = self._experience.loss_mask.shape
-        column, last_values = torch.zeros(shape), torch.zeros(shape)
+        column = torch.zeros(shape)
+        last_values = torch.zeros(shape)
         entropy = Mean(0.0, 0.0)
         for rows in self._plan.forward_batches:
             outputs, mask = self._forward(role, rows)
@@ -172,7 +174,8 @@ class TrainWorker:
         Collective, because whitening uses the batch of all ranks. `kl_coef` is the weight of the KL in the reward, in
         reward units per nat.
         """
-        spec, experience = self._algorithm, self._experience
+        spec = self._algorithm
+        experience = self._experience
         columns = experience.columns
         if spec.old_logprobs == "rollout":
             experience.set_column("old_logprobs", experience.rollout_logprobs)
@@ -235,24 +238,31 @@ class TrainWorker:
     def _counted(self, role: str) -> list[MiniBatch]:
         """Return the mini-batches with denominators that count, over all ranks, the tokens that are still trained:
         the plan counted them before any were dropped or masked. Collective."""
-        experience, batches = self._experience, self._plan.mini_batches
-        lengths = (experience.policy_mask if role == "actor" else experience.loss_mask).sum(dim=1)
-        members = [[row for rows in batch.micro_batches for row in rows] for batch in batches]
-        counts = torch.tensor([[lengths[rows].sum(), (lengths[rows] > 0).sum()] for rows in members], dtype=torch.int64)
-        counts = counts.to(self._device)
+        batches = self._plan.mini_batches
+        lengths = self._trained_mask(role).sum(dim=1)
+        local_counts = []
+        for batch in batches:
+            rows = list(chain.from_iterable(batch.micro_batches))
+            local_counts.append([int(lengths[rows].sum()), int((lengths[rows] > 0).sum())])
+        # One collective for all mini-batches of the step.
+        counts = torch.tensor(local_counts, dtype=torch.int64, device=self._device)
         torch.distributed.all_reduce(counts)
         return [
             replace(batch, denominators=Denominators(tokens, sequences, batch.denominators.max_tokens))
             for batch, (tokens, sequences) in zip(batches, counts.tolist(), strict=True)
         ]
 
+    def _trained_mask(self, role: str) -> Tensor:
+        """Return the tokens that the loss of `role` includes, [B, T] bool."""
+        return self._experience.policy_mask if role == "actor" else self._experience.loss_mask
+
     def _update_once(
         self, role: str, mini_batch: MiniBatch, objective: PolicyObjective, *, is_first: bool
     ) -> dict[str, Metric]:
-        engine, name = self.engines[role], {"actor": "policy", "critic": "value"}[role]
+        engine = self.engines[role]
         engine.module.train()
         parts: list[Mapping[str, Metric]] = []
-        trained = (self._experience.policy_mask if role == "actor" else self._experience.loss_mask).any(dim=1)
+        trained = self._trained_mask(role).any(dim=1)
         for index, planned in enumerate(mini_batch.micro_batches):
             # Skip rows without trained tokens. Their log-probs may not be finite, and 0 times infinity is NaN.
             rows = [row for row in planned if trained[row]]
@@ -275,6 +285,7 @@ class TrainWorker:
         # Losses are shares: their sum over micro-batches and ranks is the loss of this update. With a count of
         # 1 / num_ranks per rank, merging the ranks divides by the number of updates.
         losses = {key: Mean(part.value, 1 / self._num_ranks) for key, part in merged.items() if isinstance(part, Sum)}
+        name = METRIC_PREFIXES[role]
         return {
             **merged,
             **losses,
@@ -287,7 +298,9 @@ class TrainWorker:
         self, rows: Sequence[int], denominators: Denominators, objective: PolicyObjective, is_first: bool
     ) -> tuple[Tensor, dict[str, Metric]]:
         """Run the actor on rows of the shard; return this micro-batch's share of the update's loss, and metrics."""
-        spec, experience, batch = self._algorithm, self._experience, self._batch("actor", rows)
+        spec = self._algorithm
+        experience = self._experience
+        batch = self._batch("actor", rows)
         stream = policy_stream(experience, rows, spec, denominators, self._device)
         wanted = _lay_out(experience.policy_mask, rows, batch)
         output = self.engines["actor"].forward(
@@ -301,9 +314,10 @@ class TrainWorker:
         if is_first and spec.old_logprobs != "recompute":
             # Without recomputed log-probs, this pass is the first to know the gap to the engine. No correction has
             # masked tokens in this case, so the stream holds exactly the trained tokens.
-            asked, mask = to_device(wanted.flatten().nonzero()[:, 0], self._device), stream.loss_mask
-            logprobs, entropy = (column.flatten()[asked] for column in (output.logprobs, output.entropy))
-            metrics["policy/entropy"] = masked_mean(entropy, mask)
+            mask = stream.loss_mask
+            places = to_device(wanted.flatten().nonzero()[:, 0], self._device)
+            logprobs = output.logprobs.flatten()[places]
+            metrics["policy/entropy"] = masked_mean(output.entropy.flatten()[places], mask)
             rollout_logprobs = experience.rollout_logprobs[list(rows)][experience.policy_mask[list(rows)]]
             metrics |= mismatch_metrics(logprobs, to_device(rollout_logprobs, self._device), mask)
             if spec.use_kl_loss:
@@ -317,11 +331,13 @@ class TrainWorker:
 
         The outputs have one row per rollout, packed or not. Without rows there is one row, with an empty mask.
         """
-        batch, loss_mask = self._batch(role, rows), self._experience.loss_mask
+        batch = self._batch(role, rows)
+        loss_mask = self._experience.loss_mask
         mask = self._cut(loss_mask, rows, max(batch.lengths))
         model = self.engines[role].forward if role in self.engines else self._frozen[role]
         if role == "critic" and self._algorithm.bootstrap_truncated and not torch.is_grad_enabled():
-            return self._values_with_last(rows, batch.split(model(batch, after_token=True)), mask)
+            truncated = self._cut(self._experience.truncated[:, None], rows, 1)[:, 0]
+            return values_before(batch.split(model(batch, after_token=True)), truncated, mask), mask
         if role == "critic":
             outputs = {"values": model(batch)}
         else:
@@ -335,26 +351,6 @@ class TrainWorker:
         if self._specs[role].packing:
             return TokenBatch.packed(tokens, device=self._device)
         return TokenBatch.padded(tokens, pad_id=0, device=self._device)
-
-    def _values_with_last(
-        self, rows: Sequence[int], after: Sequence[Tensor], mask: Tensor
-    ) -> tuple[dict[str, Tensor], Tensor]:
-        """Turn values after each token into values before each token, and into `last_values` of truncated rollouts.
-
-        Args:
-            rows: of the shard.
-            after: per row, [L_i] float, the value of the state after each token.
-            mask: [b, t] bool, the loss mask of the rows.
-
-        Returns:
-            "values" and "last_values", [b, t] float each, and `mask`. `last_values` is 0.0 except at the last trained
-            token of truncated rollouts.
-        """
-        before = pad_sequence([torch.cat([row.new_zeros(1), row[:-1]]) for row in after], batch_first=True)
-        last = torch.stack([row[-1] for row in after])
-        truncated = self._experience.truncated[list(rows)] if rows else torch.zeros(1, dtype=torch.bool)
-        last_values = last_trained(mask) * (last * truncated.to(self._device))[:, None]
-        return {"values": before, "last_values": last_values}, mask
 
     def _cut(self, column: Tensor, rows: Sequence[int], width: int) -> Tensor:
         """Return rows of a [B, T] tensor on the device, cut to `width` columns; without rows, one row of zeros."""

@@ -9,9 +9,12 @@ for held-out prompts, `time/` in seconds, `throughput/` per second, and `samples
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
+from itertools import islice
 
 import torch
 from torch import Tensor
+
+METRIC_PREFIXES = {"actor": "policy", "critic": "value"}  # of the metrics of a model's updates
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +81,8 @@ def on_host(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
     tensors = [part.double() for part in parts if isinstance(part, Tensor)]
     numbers = iter(torch.stack(tensors).tolist() if tensors else [])
     values = iter([next(numbers) if isinstance(part, Tensor) else part for part in parts])
-    return {name: type(metric)(*(next(values) for _ in fields(metric))) for name, metric in metrics.items()}
+    # Metrics have one or two fields; `values` holds those of all metrics in order.
+    return {name: type(metric)(*islice(values, len(fields(metric)))) for name, metric in metrics.items()}
 
 
 def results(metrics: Mapping[str, Metric]) -> dict[str, float]:
