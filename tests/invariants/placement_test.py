@@ -9,7 +9,7 @@ import pytest
 
 from rlhf_models.testing import tiny_model_dir
 from rlhf_train.algorithms import make_algorithm
-from rlhf_train.online.placement import GroupPlan, PlacementPlan
+from rlhf_train.online.placement import PlacementPlan, ProcessPlan
 from rlhf_train.online.run import run_online
 from rlhf_train.run.observer import Observer
 from trainer_testing import running_engine, tiny_job
@@ -25,8 +25,8 @@ COMPARED = ("policy/loss", "value/loss", "value/mean", "value/return", "policy/a
 
 def plan_of(groups: dict[tuple[str, ...], int]) -> PlacementPlan:
     """All on CPUs, in one bundle."""
-    placed = tuple(GroupPlan("+".join(roles), roles, (0,) * ranks, 0) for roles, ranks in groups.items())
-    return PlacementPlan("cpu", (0,), placed, GroupPlan("engines", (), (0,), 0), True)
+    placed = tuple(ProcessPlan("+".join(roles), roles, (0,) * ranks, 0) for roles, ranks in groups.items())
+    return PlacementPlan("cpu", (0,), placed, ProcessPlan("engines", (), (0,), 0), True)
 
 
 @pytest.fixture(scope="module")

@@ -131,7 +131,7 @@ REACHES = [
     ("reward_num_gpus_per_node", "2", "--reward_pretrain m", "plan.scorers.num_ranks", 2),
     ("reward_num_nodes", "0", "", "plan.scorers", None),
     ("colocate_all_models", "", "", "plan.colocated", True),
-    ("colocate_actor_ref", "", "", "plan.groups.0.roles", ("actor", "reference")),
+    ("colocate_actor_ref", "", "", "plan.trainers.0.roles", ("actor", "reference")),
     ("colocate_critic_reward", "", "--reward_pretrain m", "plan.scorers.bundles", (1,)),  # the critic's
     ("deepspeed_enable_sleep", "", COLOCATED, "trainer_sleep", True),
     ("save_value_network", "", "", "save_critic", True),
@@ -183,9 +183,9 @@ def field(job, path: str):
         role, _, rest = rest.partition(".")
         return attrgetter(rest)(job.models[role])
     if path in ("plan.actor", "plan.critic", "plan.reference"):
-        return job.plan.group_of(rest).num_ranks
-    if path.startswith("plan.groups."):
-        return job.plan.groups[0].roles
+        return job.plan.trainers_of(rest).num_ranks
+    if path.startswith("plan.trainers."):
+        return job.plan.trainers[0].roles
     return attrgetter(path)(job)
 
 

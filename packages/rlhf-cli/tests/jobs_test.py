@@ -181,7 +181,7 @@ def test_describe_batches_splits_over_processes():
 def test_make_plan_apart_uses_each_roles_own_gpus():
     argv = ["--actor_num_gpus_per_node", "2", "--critic_num_nodes", "2", "--vllm_num_engines", "2"]
     plan = make_plan(configure(*argv), MANY_GPUS)
-    assert {group.name: group.num_ranks for group in plan.groups} == {"actor": 2, "critic": 2, "reference": 1}
+    assert {group.name: group.num_ranks for group in plan.trainers} == {"actor": 2, "critic": 2, "reference": 1}
     assert plan.engines.num_ranks == 2
 
 

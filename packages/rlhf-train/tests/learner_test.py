@@ -6,7 +6,7 @@ import pytest
 
 from online_fakes import FakeRanks, World
 from rlhf_train.online.learner import Learner
-from rlhf_train.online.placement import GroupPlan, PlacementPlan
+from rlhf_train.online.placement import PlacementPlan, ProcessPlan
 from rlhf_train.online.ranks import RankSet
 from rlhf_train.run.metrics import Sum
 from trainer_testing import random_rollouts, tiny_job
@@ -138,8 +138,8 @@ def test_updates_start_side_by_side_and_count_as_the_sum_of_their_ranks(job):
 )
 def test_weights_go_to_the_engines_of_the_same_device_or_all_from_the_first_rank(job, transfer, targets):
     plan = PlacementPlan(
-        "cuda", (1, 1), (GroupPlan("actor", ("actor", "critic", "reference"), (0, 1), 1),),
-        GroupPlan("engines", (), (1, 0, 1), 1), colocated=True,
+        "cuda", (1, 1), (ProcessPlan("actor", ("actor", "critic", "reference"), (0, 1), 1),),
+        ProcessPlan("engines", (), (1, 0, 1), 1), colocated=True,
     )  # fmt: skip
     engine = dataclasses.replace(job.engine, weight_transfer=transfer)
     ranks = Ranks([], "actor", "critic", "reference", count=2)

@@ -13,7 +13,7 @@ PPO = {"actor": 1, "critic": 1, "reference": 1}
 def test_on_cpus_all_models_share_one_group_beside_the_engine():
     plan = plan_placement(PlacementRequest(ranks=PPO), 0)
     assert plan.device == "cpu" and plan.colocated and plan.bundles == (0,)
-    assert [(group.roles, group.num_ranks) for group in plan.groups] == [(("actor", "critic", "reference"), 1)]
+    assert [(group.roles, group.num_ranks) for group in plan.trainers] == [(("actor", "critic", "reference"), 1)]
     assert plan.engines.num_ranks == 1
 
 
@@ -21,14 +21,14 @@ def test_apart_gives_every_model_its_own_gpus():
     request = PlacementRequest(ranks={"actor": 2, "critic": 1, "reference": 1}, num_engines=2, tensor_parallel_size=2)
     plan = plan_placement(request, 8)
     assert plan.bundles == (1, 1, 1, 1, 2, 2) and not plan.colocated and not plan.notes
-    assert [group.bundles for group in plan.groups] == [(0, 1), (2,), (3,)]
+    assert [group.bundles for group in plan.trainers] == [(0, 1), (2,), (3,)]
     assert plan.engines.bundles == (4, 5) and plan.engines.gpus_per_rank == 2
-    assert plan.group_of("critic").name == "critic"
+    assert plan.trainers_of("critic").name == "critic"
 
 
 def test_colocate_actor_ref_puts_both_in_the_same_processes():
     plan = plan_placement(PlacementRequest(ranks=PPO, colocate_actor_ref=True), 3)
-    assert plan.group_of("actor") is plan.group_of("reference")
+    assert plan.trainers_of("actor") is plan.trainers_of("reference")
     assert plan.bundles == (1, 1, 1)
 
 
@@ -36,7 +36,7 @@ def test_colocate_all_models_shares_every_gpu_with_an_engine():
     request = PlacementRequest(ranks=dict.fromkeys(PPO, 4), num_engines=4, colocate_all_models=True)
     plan = plan_placement(request, 8)
     assert plan.bundles == (1,) * 4 and plan.colocated
-    assert plan.groups[0].bundles == plan.engines.bundles == (0, 1, 2, 3)
+    assert plan.trainers[0].bundles == plan.engines.bundles == (0, 1, 2, 3)
 
 
 def test_single_gpu_is_shared_by_models_of_one_process_each_and_the_plan_says_so():
@@ -73,7 +73,7 @@ def test_gpus_needed_are_those_of_the_layout_that_was_asked_for():
 
 def test_zero_processes_live_with_the_actor():
     plan = plan_placement(PlacementRequest(ranks={"actor": 2, "critic": 0, "reference": 0}, reward_ranks=0), 3)
-    assert [(group.name, group.roles, group.bundles) for group in plan.groups] == [
+    assert [(group.name, group.roles, group.bundles) for group in plan.trainers] == [
         ("actor+critic+reference", ("actor", "critic", "reference"), (0, 1))
     ]
     assert plan.scorers.bundles == (0, 1) and plan.engines.bundles == (2,)
@@ -81,7 +81,7 @@ def test_zero_processes_live_with_the_actor():
         ranks={"actor": 2, "critic": 0, "reference": 2}, num_engines=2, reward_ranks=0, colocate_all_models=True
     )
     plan = plan_placement(shared, 2)
-    assert plan.groups[0].roles == ("actor", "critic", "reference") and len(plan.groups) == 1
+    assert plan.trainers[0].roles == ("actor", "critic", "reference") and len(plan.trainers) == 1
     assert plan.scorers.bundles == plan.engines.bundles == (0, 1) and not plan.unavailable
     on_cpu = plan_placement(PlacementRequest(ranks={"actor": 2}, reward_ranks=0), 0)
     assert on_cpu.scorers.num_ranks == 2
@@ -153,7 +153,7 @@ def test_description_numbers_the_gpus_of_every_process():
 def test_reward_models_on_cpus_share_the_machine_and_without_them_there_are_none():
     plan = plan_placement(PlacementRequest(ranks=PPO, reward_ranks=2), 0)
     assert plan.scorers.bundles == (0, 0) and plan.bundles == (0,)
-    assert [plan.gpu_share(group, 0) for group in plan.all_groups] == [0.0, 0.0, 0.0]
+    assert [plan.gpu_share(group, 0) for group in plan.all_processes] == [0.0, 0.0, 0.0]
     assert "  reward   2 x reward, CPU" in plan.describe()
     assert plan_placement(PlacementRequest(ranks=PPO), 0).scorers is None
 
@@ -163,7 +163,7 @@ def test_reward_models_apart_get_gpus_of_their_own():
     assert plan.bundles == (1, 1, 1, 2, 1, 1) and not plan.notes
     assert plan.scorers.bundles == (4, 5)
     # Each process has its bundle alone: whole GPUs.
-    assert [plan.gpu_share(group, 0) for group in plan.all_groups] == [1.0, 1.0, 1.0, 2.0, 1.0]
+    assert [plan.gpu_share(group, 0) for group in plan.all_processes] == [1.0, 1.0, 1.0, 2.0, 1.0]
 
 
 def test_reward_models_with_the_critic_take_no_gpus_of_their_own():
@@ -171,9 +171,9 @@ def test_reward_models_with_the_critic_take_no_gpus_of_their_own():
     request = PlacementRequest(ranks=ranks, reward_ranks=2, colocate_critic_reward=True)
     plan = plan_placement(request, 5)
     assert plan.bundles == (1,) * 5 and not plan.colocated and not plan.shares_gpus
-    assert plan.scorers.bundles == plan.group_of("critic").bundles == (1, 2)
-    assert plan.gpu_share(plan.scorers, 1) == plan.gpu_share(plan.group_of("critic"), 1) == 0.45
-    assert plan.gpu_share(plan.group_of("actor"), 0) == plan.gpu_share(plan.engines, 0) == 1.0
+    assert plan.scorers.bundles == plan.trainers_of("critic").bundles == (1, 2)
+    assert plan.gpu_share(plan.scorers, 1) == plan.gpu_share(plan.trainers_of("critic"), 1) == 0.45
+    assert plan.gpu_share(plan.trainers_of("actor"), 0) == plan.gpu_share(plan.engines, 0) == 1.0
 
 
 def test_reward_models_without_a_critic_to_live_with_get_gpus_of_their_own():
@@ -186,9 +186,9 @@ def test_colocated_reward_models_divide_every_gpu_with_engine_and_trainer():
     request = PlacementRequest(ranks=dict.fromkeys(PPO, 2), num_engines=2, reward_ranks=2, colocate_all_models=True)
     plan = plan_placement(request, 8)
     assert plan.bundles == (1, 1)
-    assert plan.scorers.bundles == plan.engines.bundles == plan.groups[0].bundles == (0, 1)
+    assert plan.scorers.bundles == plan.engines.bundles == plan.trainers[0].bundles == (0, 1)
     # 0.9 of a GPU for three processes, and below 1 together.
-    assert [plan.gpu_share(group, 1) for group in plan.all_groups] == pytest.approx([0.3] * 3)
+    assert [plan.gpu_share(group, 1) for group in plan.all_processes] == pytest.approx([0.3] * 3)
 
 
 @pytest.mark.parametrize(

@@ -125,7 +125,7 @@ def describe_batches(
 ) -> str:
     """Return the arithmetic of a run for people: a line each for samples, updates, prompts and tokens. Numbers of
     prompts that are not known are None."""
-    batch, rollout, ranks = config.batch, config.rollout, plan.group_of("actor").num_ranks
+    batch, rollout, ranks = config.batch, config.rollout, plan.trainers_of("actor").num_ranks
     size, limit, prompt_limit = batch.rollout_batch_size, rollout.generate_max_len, config.data.prompt_max_len
     a_rank = math.ceil(batch.train_batch_size / ranks)
     passes = math.ceil(a_rank / batch.micro_train_batch_size)

@@ -15,7 +15,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from rlhf_data.errors import ConfigError, EngineError
 from rlhf_rollout.ray_actors import RemoteEngine, RewardModelActor
 from rlhf_train.online.job import OnlineJob
-from rlhf_train.online.placement import GroupPlan, PlacementPlan
+from rlhf_train.online.placement import PlacementPlan, ProcessPlan
 from rlhf_train.online.ranks import RankSet
 from rlhf_train.online.ray_actors import RankActor
 from rlhf_train.online.ray_session import check_resources, join, started_cluster, wait
@@ -38,7 +38,7 @@ def ray_cluster(plan: PlacementPlan, address: str | None) -> Iterator[None]:
     else:
         # Ray accounts one CPU per process. Declare enough for all of them, even with fewer cores: a process that does
         # not fit would wait forever.
-        num_cpus = max(os.cpu_count() or 1, 2 + sum(group.num_ranks for group in plan.all_groups))
+        num_cpus = max(os.cpu_count() or 1, 2 + sum(placed.num_ranks for placed in plan.all_processes))
         with started_cluster(num_cpus, sum(plan.bundles)):
             yield
 
@@ -49,7 +49,7 @@ def placed_bundles(plan: PlacementPlan) -> Iterator[PlacementGroup]:
 
     Raises EngineError when the cluster is too small, or does not have them free within `PLACEMENT_TIMEOUT_S`.
     """
-    processes = Counter(bundle for group in plan.all_groups for bundle in group.bundles)
+    processes = Counter(bundle for placed in plan.all_processes for bundle in placed.bundles)
     bundles = [
         {"CPU": float(processes[index]), **({"GPU": float(gpus)} if gpus else {})}
         for index, gpus in enumerate(plan.bundles)
@@ -94,7 +94,7 @@ def start_processes(job: OnlineJob, reserved: PlacementGroup) -> Processes:
             wait([engine.call.remote("sleep") for engine in engines])
     scorers = start_scorers(job, reserved)
     workers = start_workers(job, reserved)
-    wait([reference for group in workers for reference in group.started])
+    wait(list(chain.from_iterable(ranks.started for ranks in workers)))
     wait([handle.ready.remote() for handle in [*engines, *chain.from_iterable(scorers)]])
     return Processes(engines, workers, scorers)
 
@@ -109,46 +109,46 @@ def start_scorers(job: OnlineJob, reserved: PlacementGroup) -> list[list[Any]]:
 
     Raises ConfigError when the plan has places for reward models and the job has none, or the other way round.
     """
-    group = job.plan.scorers
+    placed = job.plan.scorers
     models = job.reward.models
-    if (group is None) != (not models):
-        raise ConfigError(f"the plan has {'no ' if group is None else ''}places for {len(models)} reward models")
-    if group is None:
+    if (placed is None) != (not models):
+        raise ConfigError(f"the plan has {'no ' if placed is None else ''}places for {len(models)} reward models")
+    if placed is None:
         return []
     options = {"dtype": job.engine.dtype, "attn_implementation": "auto", "device": job.plan.device}
     options |= {"batch_size": job.reward.batch_size, "normalize": job.reward.normalize_models}
     scorer = ray.remote(RewardModelActor)
-    return [_start(scorer, job.plan, group, reserved, path, parts=len(models), **options) for path in models]
+    return [_start(scorer, job.plan, placed, reserved, path, parts=len(models), **options) for path in models]
 
 
 def start_workers(job: OnlineJob, reserved: PlacementGroup) -> list[RankSet]:
     """Start the rank sets that train; return them without waiting until they are loaded."""
-    groups = []
-    for group in job.plan.groups:
-        workers = RankSet(group.roles, _start(ray.remote(RankActor), job.plan, group, reserved))
-        master = wait([workers.handles[0].master_address.remote()])[0] if group.num_ranks > 1 else None
-        models = {role: job.models[role] for role in group.roles}
-        ranks = range(group.num_ranks)
-        workers.started = workers.start_each("load", [(rank, len(ranks), models, job, master) for rank in ranks])
-        groups.append(workers)
-    return groups
+    rank_sets = []
+    for placed in job.plan.trainers:
+        ranks = RankSet(placed.roles, _start(ray.remote(RankActor), job.plan, placed, reserved))
+        size = placed.num_ranks
+        master = wait([ranks.handles[0].master_address.remote()])[0] if size > 1 else None
+        models = {role: job.models[role] for role in placed.roles}
+        ranks.started = ranks.start_each("load", [(rank, size, models, job, master) for rank in range(size)])
+        rank_sets.append(ranks)
+    return rank_sets
 
 
 def _start(
     actor: Any,
     plan: PlacementPlan,
-    group: GroupPlan,
+    placed: ProcessPlan,
     reserved: PlacementGroup,
     *args: Any,
     parts: int = 1,
     **kwargs: Any,
 ) -> list[Any]:
-    """Start one `actor` in each place of `group`, with `1 / parts` of the place's CPU and GPU share."""
+    """Start one `actor` in each place of `placed`, with `1 / parts` of the place's CPU and GPU share."""
     handles = []
-    for rank, bundle in enumerate(group.bundles):
+    for rank, bundle in enumerate(placed.bundles):
         options = {
             "num_cpus": _part(1.0, parts),
-            "num_gpus": _part(plan.gpu_share(group, rank), parts),
+            "num_gpus": _part(plan.gpu_share(placed, rank), parts),
             "scheduling_strategy": PlacementGroupSchedulingStrategy(reserved, placement_group_bundle_index=bundle),
         }
         handles.append(actor.options(**options).remote(*args, **kwargs))

@@ -180,7 +180,7 @@ class OnlineJob:
             raise ConfigError(f"{row.title} {'needs a' if row.uses_critic else 'has no'} critic")
         if self.algorithm.uses_reference != ("reference" in self.models):
             raise ConfigError("a reference model is needed if and only if init_kl_coef is above 0")
-        placed = [role for group in self.plan.groups for role in group.roles]
+        placed = [role for processes in self.plan.trainers for role in processes.roles]
         if sorted(placed) != sorted(self.models):
             raise ConfigError(f"the plan has places for {', '.join(placed)}, the models are {', '.join(self.models)}")
         has_pairs = self.batch.num_samples_per_prompt > 1

@@ -166,7 +166,7 @@ class Learner:
         if self._job.engine.weight_transfer == "ipc":
             pairs = list(zip(self._job.plan.engines.bundles, engines, strict=True))
             targets = []
-            for home in self._job.plan.group_of("actor").bundles:
+            for home in self._job.plan.trainers_of("actor").bundles:
                 targets.append([engine for bundle, engine in pairs if bundle == home])
             return targets
         return [list(engines) if rank == 0 else [] for rank in range(num_ranks)]

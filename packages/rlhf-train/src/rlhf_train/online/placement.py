@@ -11,7 +11,7 @@ SHARED_GPU = 0.9  # GPU share that processes on one GPU split; Ray uses it for a
 
 
 @dataclass(frozen=True, slots=True)
-class GroupPlan:
+class ProcessPlan:
     """The processes of one kind: a rank set that trains, the engines, or the reward models.
 
     Attributes:
@@ -39,7 +39,7 @@ class PlacementPlan:
     Attributes:
         device: "cuda" or "cpu".
         bundles: number of GPUs of each bundle.
-        groups: the rank sets that train.
+        trainers: the rank sets that train.
         engines: the generation engines.
         colocated: whether engines and training processes share devices.
         notes: decisions that differ from the request, one sentence each.
@@ -51,17 +51,17 @@ class PlacementPlan:
 
     device: str
     bundles: tuple[int, ...]
-    groups: tuple[GroupPlan, ...]
-    engines: GroupPlan
+    trainers: tuple[ProcessPlan, ...]
+    engines: ProcessPlan
     colocated: bool
     notes: tuple[str, ...] = ()
-    scorers: GroupPlan | None = None
+    scorers: ProcessPlan | None = None
     unavailable: tuple[str, ...] = ()
 
     @property
-    def all_groups(self) -> tuple[GroupPlan, ...]:
+    def all_processes(self) -> tuple[ProcessPlan, ...]:
         """All processes: trainers, engines and reward models."""
-        return (*self.groups, self.engines, *((self.scorers,) if self.scorers else ()))
+        return (*self.trainers, self.engines, *((self.scorers,) if self.scorers else ()))
 
     @property
     def num_gpus(self) -> int:
@@ -73,36 +73,36 @@ class PlacementPlan:
         """Whether engines and training processes use the same GPUs."""
         return self.device == "cuda" and self.colocated
 
-    def group_of(self, role: str) -> GroupPlan:
+    def trainers_of(self, role: str) -> ProcessPlan:
         """Return the rank set that holds `role`."""
-        return next(group for group in self.groups if role in group.roles)
+        return next(placed for placed in self.trainers if role in placed.roles)
 
-    def gpu_share(self, group: GroupPlan, rank: int) -> float:
+    def gpu_share(self, placed: ProcessPlan, rank: int) -> float:
         """Return the GPU share that Ray accounts for a process: whole GPUs, or an equal part of a shared GPU."""
-        bundle = group.bundles[rank]
-        num_sharing = sum(other.bundles.count(bundle) for other in self.all_groups)
-        return float(group.gpus_per_rank) if num_sharing == 1 or not group.gpus_per_rank else SHARED_GPU / num_sharing
+        bundle = placed.bundles[rank]
+        num_sharing = sum(other.bundles.count(bundle) for other in self.all_processes)
+        return float(placed.gpus_per_rank) if num_sharing == 1 or not placed.gpus_per_rank else SHARED_GPU / num_sharing
 
     def describe(self) -> str:
         """Return a table for people, with one line per kind of process."""
         on_gpu = self.device == "cuda"
         head = f"{self.num_gpus} GPU(s)" if on_gpu else "no GPU, everything shares the CPU"
-        width = max(len(group.name) for group in self.all_groups)
+        width = max(len(placed.name) for placed in self.all_processes)
         rows = []
-        for group in self.all_groups:
-            holds = " + ".join(group.roles) or "vLLM"
-            where = f"GPU {self._gpus(group)}" if on_gpu else "CPU"
-            rows.append(f"  {group.name.ljust(width)}  {group.num_ranks} x {holds}, {where}")
+        for placed in self.all_processes:
+            holds = " + ".join(placed.roles) or "vLLM"
+            where = f"GPU {self._gpus(placed)}" if on_gpu else "CPU"
+            rows.append(f"  {placed.name.ljust(width)}  {placed.num_ranks} x {holds}, {where}")
         return "\n".join([head, *rows, *(f"  note: {note}" for note in self.notes)])
 
-    def _gpus(self, group: GroupPlan) -> str:
-        """Return the GPU numbers of a group, as `0-3` for processes of one GPU or `0-1, 2-3` for larger ones.
+    def _gpus(self, placed: ProcessPlan) -> str:
+        """Return the GPU numbers of processes, as `0-3` for processes of one GPU or `0-1, 2-3` for larger ones.
 
         Numbers count over the whole layout.
         """
-        starts = [sum(self.bundles[:bundle]) for bundle in group.bundles]
-        spans = [(start, start + group.gpus_per_rank - 1) for start in starts]
-        if group.gpus_per_rank == 1 and all(right == left + 1 for left, right in pairwise(starts)):
+        starts = [sum(self.bundles[:bundle]) for bundle in placed.bundles]
+        spans = [(start, start + placed.gpus_per_rank - 1) for start in starts]
+        if placed.gpus_per_rank == 1 and all(right == left + 1 for left, right in pairwise(starts)):
             spans = [(starts[0], starts[-1])]
         return ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in spans)
 
@@ -194,8 +194,8 @@ def _on_cpu(request: PlacementRequest, places: Sequence[tuple[int, ...]]) -> Pla
     return PlacementPlan(
         device="cpu",
         bundles=(0,) * (max(trainers) + 1),
-        groups=(GroupPlan("train", _roles(request), trainers, 0),),
-        engines=GroupPlan("engines", (), engines, 0),
+        trainers=(ProcessPlan("train", _roles(request), trainers, 0),),
+        engines=ProcessPlan("engines", (), engines, 0),
         colocated=True,
         scorers=_scorers(scorers, 0),
     )
@@ -207,15 +207,15 @@ def _shared(request: PlacementRequest) -> PlacementPlan:
     size = request.tensor_parallel_size
     sizes = {role: request.ranks[role] or actor for role in _roles(request)}
     together = tuple(role for role in sizes if sizes[role] == actor)
-    groups = [GroupPlan("train", together, tuple(range(actor)), 1)]
-    groups += [GroupPlan(role, (role,), tuple(range(n)), 1) for role, n in sizes.items() if role not in together]
+    trainers = [ProcessPlan("train", together, tuple(range(actor)), 1)]
+    trainers += [ProcessPlan(role, (role,), tuple(range(n)), 1) for role, n in sizes.items() if role not in together]
     num_scorers = actor if request.reward_ranks == 0 else request.reward_ranks or 0
     width = max(*sizes.values(), num_scorers, request.num_engines * size)
     return PlacementPlan(
         device="cuda",
         bundles=(1,) * width,
-        groups=tuple(groups),
-        engines=GroupPlan("engines", (), tuple(range(0, request.num_engines * size, size)), size),
+        trainers=tuple(trainers),
+        engines=ProcessPlan("engines", (), tuple(range(0, request.num_engines * size, size)), size),
         colocated=True,
         scorers=_scorers(tuple(range(num_scorers)), 1),
         unavailable=_unavailable_together(request, sizes | ({"reward": num_scorers} if num_scorers else {})),
@@ -247,10 +247,10 @@ def _apart(request: PlacementRequest) -> PlacementPlan:
         bundles.extend([gpus] * count)
         return tuple(range(len(bundles) - count, len(bundles)))
 
-    groups = tuple(GroupPlan("+".join(names), names, reserve(request.ranks[names[0]]), 1) for names in hosted)
+    trainers = tuple(ProcessPlan("+".join(names), names, reserve(request.ranks[names[0]]), 1) for names in hosted)
     engine_gpus = request.tensor_parallel_size
-    engines = GroupPlan("engines", (), reserve(request.num_engines, engine_gpus), engine_gpus)
-    critics = next((group.bundles for group in groups if "critic" in group.roles), None)
+    engines = ProcessPlan("engines", (), reserve(request.num_engines, engine_gpus), engine_gpus)
+    critics = next((placed.bundles for placed in trainers if "critic" in placed.roles), None)
     if request.colocate_critic_reward and request.reward_ranks is not None and critics is not None:
         places = critics
         count = request.reward_ranks or len(critics)
@@ -259,10 +259,10 @@ def _apart(request: PlacementRequest) -> PlacementPlan:
             hint = "set --reward_num_nodes and --reward_num_gpus_per_node to the critic's, or drop"
             raise ConfigError(message, hint=f"{hint} --colocate_critic_reward")
     elif request.reward_ranks == 0:
-        places = groups[0].bundles
+        places = trainers[0].bundles
     else:
         places = reserve(request.reward_ranks or 0)
-    return PlacementPlan("cuda", tuple(bundles), groups, engines, False, scorers=_scorers(places, 1))
+    return PlacementPlan("cuda", tuple(bundles), trainers, engines, False, scorers=_scorers(places, 1))
 
 
 def _hosted(request: PlacementRequest) -> list[tuple[str, ...]]:
@@ -285,7 +285,7 @@ def _too_large(request: PlacementRequest, plan: PlacementPlan, num_gpus: int) ->
 
     The hint never advises fewer processes than were asked for, unless every model asks for one.
     """
-    counts = ", ".join(f"{group.name} {group.num_ranks * group.gpus_per_rank}" for group in plan.all_groups)
+    counts = ", ".join(f"{placed.name} {placed.num_ranks * placed.gpus_per_rank}" for placed in plan.all_processes)
     how = "on shared GPUs" if plan.colocated else "apart"
     message = f"models {how} need {plan.num_gpus} GPUs ({counts}), and there are {num_gpus}"
     hint = f"run where there are {plan.num_gpus} GPUs"
@@ -308,5 +308,5 @@ def _roles(request: PlacementRequest) -> tuple[str, ...]:
     return tuple(role for role in ROLES if role in request.ranks)
 
 
-def _scorers(bundles: tuple[int, ...], gpus: int) -> GroupPlan | None:
-    return GroupPlan("reward", ("reward",), bundles, gpus) if bundles else None
+def _scorers(bundles: tuple[int, ...], gpus: int) -> ProcessPlan | None:
+    return ProcessPlan("reward", ("reward",), bundles, gpus) if bundles else None
