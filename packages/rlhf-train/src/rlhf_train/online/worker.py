@@ -196,9 +196,16 @@ class TrainWorker:
         rewards = token_rewards(rewards, charged, mask, kl_coef=kl_coef)
         # Without a critic, zero values and lambda 1 make the advantage the discounted reward to go.
         values, lambd = (columns["values"], spec.lambd) if spec.row.uses_critic else (zeros, 1.0)
-        given = [None if x is None else to_device(x, self._device) for x in (rewards, values, mask, last_values)]
-        solved = generalized_advantages(*given[:3], gamma=spec.gamma, lambd=lambd, last_values=given[3])
-        advantages, returns = (column.cpu() for column in solved)
+        # The columns are in host memory, and the scan over tokens is a kernel on the device.
+        advantages, returns = generalized_advantages(
+            to_device(rewards, self._device),
+            to_device(values, self._device),
+            to_device(mask, self._device),
+            gamma=spec.gamma,
+            lambd=lambd,
+            last_values=None if last_values is None else to_device(last_values, self._device),
+        )
+        advantages = advantages.cpu()
         if spec.row.whiten:
             total = moments(advantages, mask).to(self._device)
             torch.distributed.all_reduce(total)

@@ -1,0 +1,72 @@
+"""`sft` in two launched processes trains one model: the one that a single process trains with the same batches."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+TIMEOUT_S = 240
+ROWS = [{"prompt": f"What is {number} + {number}?", "answer": str(2 * number)} for number in range(10, 34)]
+LAUNCHERS = {
+    "one process": (),
+    "torchrun": ("torch.distributed.run", "--nproc_per_node", "2"),
+    "deepspeed": ("deepspeed.launcher.runner", "--num_accelerators", "2", "--master_port", "29577"),
+}
+
+
+def train(folder: Path, *launcher: str) -> subprocess.CompletedProcess[str]:
+    """Run train_sft on `ROWS`, 24 examples in updates of 8, as a person would under `launcher`."""
+    data = folder / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in ROWS), encoding="utf-8")
+    words = ["--pretrain", "builtin", "--dataset", str(data), "--input_key", "prompt", "--output_key", "answer"]
+    words += ["--apply_chat_template", "--max_len", "64", "--train_batch_size", "8", "--micro_train_batch_size", "3"]
+    words += ["--learning_rate", "1e-4", "--lr_scheduler", "constant", "--save_path", str(folder / "out")]
+    module = ["--module"] if "deepspeed" in "".join(launcher) else ["-m"]
+    command = [*(["-m", *launcher] if launcher else []), *module, "rlhf_cli.train_sft", *words]
+    path = os.pathsep.join(path for path in sys.path if path)
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    }
+    return subprocess.run(
+        [sys.executable, *command],
+        capture_output=True,
+        text=True,
+        env={**environment, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> dict[str, tuple[list[dict[str, float]], dict[str, np.ndarray], str]]:
+    """The metrics of each update, the final weights and the output, by launcher."""
+    from safetensors.numpy import load_file
+
+    outcomes = {}
+    for name, launcher in LAUNCHERS.items():
+        folder = tmp_path_factory.mktemp("run")
+        done = train(folder, *launcher)
+        assert done.returncode == 0, f"{name}:\n{done.stdout}\n{done.stderr}"
+        lines = [json.loads(line) for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()]
+        updates = [line for line in lines if "sft/loss" in line]
+        outcomes[name] = updates, load_file(folder / "out" / "model" / "model.safetensors"), done.stdout
+    return outcomes
+
+
+@pytest.mark.parametrize("name", [name for name in LAUNCHERS if name != "one process"])
+def test_two_launched_processes_train_the_model_of_one(runs, name):
+    updates, weights, output = runs[name]
+    expected_updates, expected_weights, _ = runs["one process"]
+    assert [line["step"] for line in updates] == [1, 2, 3]
+    for line, other in zip(updates, expected_updates, strict=True):
+        assert line["sft/loss"] == pytest.approx(other["sft/loss"], rel=1e-4)
+        assert line["train/grad_norm"] == pytest.approx(other["train/grad_norm"], rel=1e-3)
+    assert weights.keys() == expected_weights.keys()
+    # Adam turns rounding of tiny gradients into moves of up to a learning rate, so compare the mean difference.
+    differences = np.concatenate([np.abs(weights[key] - expected_weights[key]).ravel() for key in weights])
+    assert differences.mean() < 1e-6
+    assert output.count("results will be in") == 1
