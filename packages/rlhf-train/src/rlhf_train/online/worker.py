@@ -78,8 +78,7 @@ class TrainWorker:
             models: role ("actor", "critic" or "reference") to the settings of its model.
             algorithm: what is optimized.
             temperature: sampling temperature of the rollouts; log-probs are computed at this temperature.
-            rank: of this process in its rank set, from 0.
-            num_ranks: processes of the rank set.
+            rank, num_ranks: number of this process in its rank set, from 0, and of processes there.
             master: host and port where the ranks meet.
             device: "cuda" or "cpu".
             seed, num_threads: of PyTorch; None for its default number of CPU threads.
@@ -111,9 +110,8 @@ class TrainWorker:
             self._frozen[role] = load_reference(spec.path, **spec.load_options).to(self._device)
             return
         load = {"actor": load_actor, "critic": load_critic}[role]
-        model = without_dropout(
-            load(spec.path, gradient_checkpointing=spec.gradient_checkpointing, **spec.load_options)
-        )
+        options = {"gradient_checkpointing": spec.gradient_checkpointing, **spec.load_options}
+        model = without_dropout(load(spec.path, **options))
         self.engines[role] = DeepSpeedEngine(
             model, spec.optimizer, zero_stage=spec.zero_stage, dtype=resolve_dtype(spec.dtype), device=device
         )
@@ -251,7 +249,6 @@ class TrainWorker:
         for batch in batches:
             rows = list(chain.from_iterable(batch.micro_batches))
             local_counts.append([int(lengths[rows].sum()), int((lengths[rows] > 0).sum())])
-        # One collective for all mini-batches of the step.
         counts = torch.tensor(local_counts, dtype=torch.int64, device=self._device)
         torch.distributed.all_reduce(counts)
         return [
