@@ -13,6 +13,7 @@ from rlhf_cli.main import COMMANDS
 
 HEAVY = ("torch", "ray", "vllm", "deepspeed", "transformers", "fastapi")
 HELP_LIMIT_S = 1.0
+NUM_TRIES = 3  # the first one may have to compile the sources
 
 
 def run(code: str) -> tuple[subprocess.CompletedProcess[str], float]:
@@ -46,7 +47,10 @@ sys.exit(status)
 
 @pytest.mark.parametrize("words", [["--help"], *([name, "--help"] for name in COMMANDS)], ids=" ".join)
 def test_help_answers_in_a_second_without_heavy_imports(words):
-    done, seconds = min((run(command(*words)) for _ in range(3)), key=lambda result: result[1])
+    for _ in range(NUM_TRIES):
+        done, seconds = run(command(*words))
+        if seconds < HELP_LIMIT_S:
+            break
     assert done.returncode == 0, done.stderr
     assert "usage: rlhf" in done.stdout
     assert "heavy: []" in done.stdout
