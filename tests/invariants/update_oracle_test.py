@@ -5,6 +5,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -269,18 +270,28 @@ def batches(paths) -> dict[str, list[Rollout]]:
 
 
 @pytest.fixture(scope="module")
-def oracles(paths, batches) -> dict[str, Outcome]:
-    return {name: run_oracle(case, paths, batches) for name, case in CASES.items()}
+def outcomes(paths, batches) -> tuple[dict[str, Outcome], list[dict[str, Any]], list[dict[str, Any]]]:
+    """The oracle's, computed here, and those of one rank and of two, computed meanwhile in processes of their own."""
+    with ThreadPoolExecutor(2) as pool:
+        alone = pool.submit(run_ranks, run_worker, 1, CASES, paths, batches)
+        pair = pool.submit(run_ranks, run_worker, 2, {name: CASES[name] for name in TWO_RANKS}, paths, batches)
+        oracles = {name: run_oracle(case, paths, batches) for name, case in CASES.items()}
+        return oracles, alone.result(), pair.result()
 
 
 @pytest.fixture(scope="module")
-def on_one_rank(paths, batches) -> dict[str, Any]:
-    return run_ranks(run_worker, 1, CASES, paths, batches)[0]
+def oracles(outcomes) -> dict[str, Outcome]:
+    return outcomes[0]
 
 
 @pytest.fixture(scope="module")
-def on_two_ranks(paths, batches) -> list[dict[str, Any]]:
-    return run_ranks(run_worker, 2, {name: CASES[name] for name in TWO_RANKS}, paths, batches)
+def on_one_rank(outcomes) -> dict[str, Any]:
+    return outcomes[1][0]
+
+
+@pytest.fixture(scope="module")
+def on_two_ranks(outcomes) -> list[dict[str, Any]]:
+    return outcomes[2]
 
 
 def check_columns(columns: dict[str, Any], oracle: Outcome, rollouts: Sequence[Rollout]) -> None:
