@@ -26,7 +26,7 @@ def ppo(*argv: str) -> Parsed[PpoConfig]:
         (["--clip_eps_low", "0.1", "--eps_clip", "0.1"], "--eps_clip and --clip_eps_low set the same", "give one"),
         (["--eps_clip_low_high", "0.1", "0.2", "--clip_eps_high", "0.1"], "--clip_eps_high set the same", "give one"),
         (["--dual_clip", "3", "--policy_loss_type", "gspo"], "--dual_clip 3 belongs to the PPO loss", "drop --dual_cl"),
-        (["--eps_clip_low_high", "1.2", "0.1"], "--eps_clip_low_high is 1.2 0.1: low must lie in", "between 1 - LOW"),
+        (["--eps_clip_low_high", "1.2", "0.1"], "--eps_clip_low_high is 1.2 0.1: LOW must be in", "between 1 - LOW"),
         (
             ["--old_logprobs", "skip", *ONE_UPDATE],
             "leaves nothing to compute the reward's KL penalty from",
@@ -51,7 +51,7 @@ def ppo(*argv: str) -> Parsed[PpoConfig]:
         (["--remote_rm_url", "None"], "--remote_rm_url is missing", "or --reward_pretrain MODEL"),
         (["--reward_weights", "1,2"], "2 weights for 1 rewards", "give one a reward"),
         (["--reward_weights", "much"], "--reward_weights is much; it must be numbers", ""),
-        (["--reward_weights", "-1,1"], "--reward_weights: `-1,1` begins as a flag", "write --reward_weights=-1,1"),
+        (["--reward_weights", "-1,1"], "--reward_weights: `-1,1` begins with `-`", "write --reward_weights=-1,1"),
         (["--reward_weights", "inf"], "--reward_weights is inf; it must be numbers", ""),
         (["--reward_clip_range", "1", "1"], "--reward_clip_range is 1 1", "LOW before HIGH"),
         (["--reward_clip_range", "1", "2", "3"], "--reward_clip_range is 1 2 3; it must be 2 numbers", ""),
@@ -71,7 +71,11 @@ def ppo(*argv: str) -> Parsed[PpoConfig]:
         # training, evaluation, placement
         ([*GRPO, "--freezing_actor_steps", "3"], "GRPO (group_norm) has none", "--advantage_estimator gae"),
         (["--ema_beta", "1", "--enable_ema"], "--ema_beta is 1; it must be below 1", ""),
-        (["--eval_data", "None", "--best_metric_key", "eval/pass@1"], "--eval_data is missing", "add it"),
+        (
+            ["--eval_data", "None", "--best_metric_key", "eval/pass@1"],
+            "--eval_data is missing",
+            "add --eval_data FILE.jsonl",
+        ),
         (["--ref_num_nodes", "-1"], "--ref_num_nodes is -1; it must be at least 0", ""),
     ],
 )
@@ -94,9 +98,9 @@ def test_check_ppo_what_cannot_work_is_an_error_with_a_hint(argv, message, hint)
             ["--policy_loss_type", "reinforce", "--eps_clip", "0.1"],
             "--eps_clip has no effect: --policy_loss_type reinf",
         ),
-        (  # 32 x 4 = 128 samples / 64 = 2 optimizer steps
+        (  # 32 x 4 = 128 samples / 64 = 2 updates
             ["--policy_loss_type", "reinforce"],
-            "--policy_loss_type reinforce has no ratio to the policy that wrote the samples: of the 2 optimizer steps",
+            "--policy_loss_type reinforce does not use the policy ratio, so nothing corrects for samples of an older",
         ),
         ([*SKIP, *ONE_UPDATE, "--eps_clip", "0.1"], "--eps_clip has no effect: with --old_logprobs skip"),
         ([*SKIP, *ONE_UPDATE, "--dual_clip", "3"], "--dual_clip has no effect: with --old_logprobs skip"),
@@ -111,7 +115,10 @@ def test_check_ppo_what_cannot_work_is_an_error_with_a_hint(argv, message, hint)
         ([*GRPO, "--running_reward_norm"], "--running_reward_norm has no effect: GRPO (group_norm) shifts and scales"),
         ([*MODEL_ONLY], "accuracy and pass@k follow the reward model, m: a score above 0 counts as right"),
         (["--remote_rm_url", "a/b.py,c.py"], "accuracy and pass@k follow the first of 2 rewards, b: a score above 0"),
-        ([*MODEL_ONLY, "--dynamic_filtering"], "--dynamic_filtering leaves out prompts whose responses score alike"),
+        (
+            [*MODEL_ONLY, "--dynamic_filtering"],
+            "--dynamic_filtering leaves out prompts whose responses all have the same",
+        ),
         (["--reward_batch_size", "3"], "--reward_batch_size has no effect: no reward server or model scores"),
         (["--overlong_penalty_factor", "2"], "--overlong_penalty_factor has no effect: there is no --overlong_buffer"),
         (["--stop_properly_penalty_coef", "1"], "--stop_properly_penalty_coef has no effect"),
@@ -124,7 +131,7 @@ def test_check_ppo_what_cannot_work_is_an_error_with_a_hint(argv, message, hint)
         (["--eval_data", "None", "--source_key", "set"], "--source_key has no effect: there is no --eval_data"),
         (
             ["--best_metric_key", "eval/pass@1", "--eval_steps", "-1"],
-            "--best_metric_key has only the first and the last evaluation",
+            "--best_metric_key can only choose between the first and the last evaluation",
         ),
         (["--best_metric_key", "eval/truncated"], "--best_metric_key eval/truncated keeps the highest value"),
         (["--best_metric_key", "eval/a/response_tokens"], "--best_metric_key eval/a/response_tokens keeps the highest"),

@@ -166,9 +166,9 @@ def test_parse_flag_that_resembles_no_other_gets_no_guess(flag):
         (["--lambd", "nan"], "--lambd is nan; it must be a finite number"),
         (["--bf16", "maybe"], "--bf16 is maybe; it must be true or false"),
         (["--zero_stage", "4"], "--zero_stage is 4; it must be at most 3"),
-        (["--adam_betas", "0.9", "1.5"], "--adam_betas is (0.9, 1.5); both must lie in [0, 1)"),
+        (["--adam_betas", "0.9", "1.5"], "--adam_betas is (0.9, 1.5); both must be in [0, 1)"),
         (["--top_k", "0"], "--top_k is 0"),
-        (["--eps_clip_low_high", "1.5", "0.2"], "low must lie in [0, 1)"),
+        (["--eps_clip_low_high", "1.5", "0.2"], "LOW must be in [0, 1)"),
     ],
 )
 def test_parse_impossible_value_says_what_is_allowed(argv, message):

@@ -101,8 +101,8 @@ def test_run_view_evaluation_says_when_and_how_well(streams):
     view.evaluation(10, {"eval/accuracy": 1.0, "eval/response_tokens": 20.0})
     view.evaluation(20, {})
     assert out.getvalue().splitlines() == [
-        "held-out accuracy before training: 0.250  (reward 0.500, 20.0 tokens a response)",
-        "held-out accuracy after step 10: 1.000  (20.0 tokens a response)",
+        "held-out accuracy before training: 0.250  (reward 0.500, 20.0 tokens per response)",
+        "held-out accuracy after step 10: 1.000  (20.0 tokens per response)",
         "held-out accuracy after step 20: no response came back",
     ]
 
@@ -115,9 +115,9 @@ def test_run_view_evaluation_with_several_samples_and_sources_shows_pass_at_k_of
         metrics |= {f"eval/{source}/response_tokens": 30.0, f"eval/{source}/truncated": 0.1}
     RunView(Console(out, err)).evaluation(0, metrics)
     assert out.getvalue().splitlines() == [
-        "held-out accuracy before training: 0.500  (pass@2 0.750, 20.0 tokens a response)",
-        "  aime   pass@1 0.250, pass@2 0.500, 30.0 tokens a response, 10% cut off",
-        "  gsm8k  pass@1 0.500, pass@2 1.000, 30.0 tokens a response, 10% cut off",
+        "held-out accuracy before training: 0.500  (pass@2 0.750, 20.0 tokens per response)",
+        "  aime   pass@1 0.250, pass@2 0.500, 30.0 tokens per response, 10% cut off",
+        "  gsm8k  pass@1 0.500, pass@2 1.000, 30.0 tokens per response, 10% cut off",
     ]
 
 

@@ -36,12 +36,12 @@ def test_nothing_is_said_where_the_meaning_is_the_same(estimator):
 def test_reduction_of_an_estimator_and_its_effect_on_kl_and_entropy(estimator, reduction):
     first = said("--advantage_estimator", estimator)[0]
     end = f"by {reduction}; OpenRLHF by token_mean: --loss_agg_mode token_mean"
-    assert first == f"{estimator} reduces token losses {end}"
+    assert first == f"{estimator} averages token losses {end}"
     for terms in (["--use_kl_loss", "--kl_estimator", "k3"], ["--entropy_loss_coef", "0.1"]):
         first = said("--advantage_estimator", estimator, *terms)[0]
-        assert first == f"{estimator} reduces token losses, KL and entropy {end}"
+        assert first == f"{estimator} averages token losses, KL and entropy {end}"
     theirs = said("--advantage_estimator", estimator, "--loss_agg_mode", "token_mean", "--entropy_loss_coef", "0.1")
-    assert not [sentence for sentence in theirs if "reduces" in sentence]
+    assert not [sentence for sentence in theirs if "averages" in sentence]
 
 
 def test_reduction_that_was_chosen_matters_for_kl_and_entropy_alone():
@@ -49,7 +49,7 @@ def test_reduction_that_was_chosen_matters_for_kl_and_entropy_alone():
     assert said(*chosen) == []
     (sentence,) = said(*chosen, "--entropy_loss_coef", "0.1")
     assert sentence == (
-        "seq_mean_token_mean is for token losses, KL and entropy; OpenRLHF takes token_mean for KL and entropy"
+        "seq_mean_token_mean applies to token losses, KL and entropy; OpenRLHF uses token_mean for KL and entropy"
     )
     assert said("--policy_loss_type", "gspo", "--entropy_loss_coef", "0.1") == [sentence]
 
@@ -61,7 +61,7 @@ def test_deviation_of_a_group(samples, factor):
     assert f"population deviation of {samples} samples + 1e-6" in sentences[1]
     assert f"{factor} times as large" in sentences[1]
     without = said("--advantage_estimator", "group_norm", "--no_advantage_std_norm")
-    assert without[1].endswith("in OpenRLHF it does nothing here: drop it")
+    assert without[1].endswith("in OpenRLHF it has no effect here: drop it")
 
 
 @pytest.mark.parametrize(
@@ -70,8 +70,8 @@ def test_deviation_of_a_group(samples, factor):
         (["--advantage_estimator", "reinforce_baseline", "--gamma", "0.9"], "uses 1 for reinforce_baseline"),
         (["--vllm_is_correction_type", "tis"], "OpenRLHF's newest default is to mask: --is_correction_mode mask"),
         (["--vllm_is_correction_type", "tis"], "OpenRLHF's is 0.5 5"),
-        (["--vllm_is_correction_type", "icepop"], "is not counted in the mean; in OpenRLHF it is"),
-        (["--reward_clip_range", "5"], "OpenRLHF bounds what is left"),
+        (["--vllm_is_correction_type", "icepop"], "are not counted in the mean; OpenRLHF counts them"),
+        (["--reward_clip_range", "5"], "OpenRLHF clips them afterwards"),
         (["--dynamic_filtering"], "--dynamic_filtering_reward_range 0 1"),
         (["--dynamic_filtering"], "--dynamic_filtering_max_batches"),
         (["--eval_data", "e.jsonl"], "--eval_n_samples_per_prompt is 1; OpenRLHF's default is 4"),

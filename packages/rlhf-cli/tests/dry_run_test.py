@@ -86,7 +86,7 @@ def test_files_and_folders_that_do_not_exist_are_missing(folder, capsys):
 
 def test_what_is_here_is_looked_at_though_something_else_is_not(folder, capsys):
     assert main([*flags(remote_rm_url="absent.py", num_episodes=3), "--dry_run"]) == 0
-    assert "3 steps x 1 = 3 optimizer steps; 24 prompts asked of 8, 3.00 passes" in capsys.readouterr().out
+    assert "3 steps x 1 = 3 updates; 24 prompts drawn from 8, 3.00 passes" in capsys.readouterr().out
     assert main([*flags(remote_rm_url="absent.py", input_key="question"), "--dry_run"]) == 2
     assert "unknown key `question`; known: input" in capsys.readouterr().err
     assert main([*flags(remote_rm_url="absent.py", generate_max_len=4096), "--dry_run"]) == 2
@@ -124,10 +124,14 @@ def test_layout_that_a_run_cannot_do_is_shown_and_a_run_refuses_it(folder, capsy
     layout += ["--vllm_tensor_parallel_size", "2"]
     feature = "not available: tensor-parallel engines on GPUs that they share with training (2 x 2 GPUs)"
     assert main([*flags(), *layout, "--dry_run"]) == 0
-    assert lists(capsys)["cannot run yet"] == [feature]
+    out = capsys.readouterr().out
+    (shown,) = out.partition("cannot run yet\n")[2].split("\n\n")[:1]
+    assert shown.startswith(f"  {feature}\n    hint: use models apart")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    monkeypatch.setattr("ray.init", lambda **options: pytest.fail("the run started Ray"))
     assert main([*flags(), *layout]) == 2
-    assert f"error: {feature}" in capsys.readouterr().err
+    (refused,) = capsys.readouterr().err.partition("error: ")[2:]
+    assert refused.split() == shown.split()
 
 
 def test_plan_of_more_than_one_node_is_shown_and_named(folder, capsys):

@@ -202,7 +202,7 @@ def test_every_flag_is_tested():
 
 
 def test_make_job_learning_rates_are_spread_over_the_steps_that_each_model_takes():
-    # 4 steps x 2 optimizer steps; the policy sits out the first 3.
+    # 4 steps x 2 updates; the policy sits out the first 3.
     job = job_of("--train_steps", "4", "--freezing_actor_steps", "3", "--lr_warmup_ratio", "0.5")
     actor, critic = job.models["actor"].optimizer, job.models["critic"].optimizer
     assert (actor.total_steps, actor.warmup_steps) == (2, 1)

@@ -151,8 +151,14 @@ def test_make_job_saves_full_paths_so_that_the_file_works_from_any_folder(tmp_pa
         ),
         (["--dynamic_filtering", *ONE_SAMPLE], "use --n_samples_per_prompt 4 or more"),
         (["--advantage_estimator", "group_norm", *ONE_SAMPLE], "use --n_samples_per_prompt 4 or more"),
-        (["--colocate_all_models", "--deepspeed_enable_sleep", "--zero_stage", "3"], "needs ZeRO stage 2"),
-        (["--colocate_all_models", "--deepspeed_enable_sleep", "--zero_stage", "1"], "needs ZeRO stage 2"),
+        (
+            ["--colocate_all_models", "--deepspeed_enable_sleep", "--zero_stage", "3"],
+            "--deepspeed_enable_sleep at --zero_stage 3",
+        ),
+        (
+            ["--colocate_all_models", "--deepspeed_enable_sleep", "--zero_stage", "1"],
+            "--deepspeed_enable_sleep at --zero_stage 1",
+        ),
     ],
 )
 def test_make_job_what_the_trainer_refuses_is_an_error_before_anything_starts(argv, message):

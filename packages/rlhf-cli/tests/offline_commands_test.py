@@ -99,7 +99,7 @@ def test_command_learns_its_examples_and_says_where_everything_lies(folder, mode
     before, after = measured(folder, "eval/loss")
     assert after < before
     assert f"{before:.4f} -> {after:.4f}" in out
-    # 8 examples x 4 epochs / 4 = 8 optimizer steps.
+    # 8 examples x 4 epochs / 4 = 8 updates.
     assert len(measured(folder, "train/grad_norm")) == 8
     for part in ("config.toml", "metrics.jsonl", "model"):
         assert str(folder / "out" / part) in out
@@ -165,7 +165,7 @@ def test_config_that_a_run_leaves_runs_again_from_another_folder(folder, models,
         ("dpo", {"micro_batch_tokens": 64}, "add --packing_samples"),
         ("dpo", {"micro_batch_tokens": 9, "packing_samples": ""}, "the longest example has"),
         ("dpo", {"apply_chat_template": "", "tokenizer_chat_template": "x.jinja"}, "x.jinja does not exist"),
-        ("kd", {"output_key": "reply"}, "--output_key None: there is none"),
+        ("kd", {"output_key": "reply"}, "--output_key None if rows have none"),
         ("kto", {"label_key": "answer"}, "must be true or false, 1 or 0, got 'one'"),
         ("prm", {"placeholder_token": "None"}, "--placeholder_token is missing"),
         ("prm", {"placeholder_token": "step"}, "the placeholder 'step' is"),

@@ -185,7 +185,7 @@ def test_every_flag_of_every_command_is_tested():
         (
             "sft",
             "--eval_dataset e --best_metric_key eval/loss",
-            "--best_metric_key has only the first and the last evaluation to choose from: --eval_steps -1",
+            "--best_metric_key can only choose between the first and the last evaluation: --eval_steps is -1",
         ),
         ("rm", "--margin_key by", "--margin_key has no effect: --margin_loss is off"),
         ("dpo", "--simpo_gamma 1", "--simpo_gamma has no effect: the loss is dpo"),

@@ -75,7 +75,7 @@ EXPECTED = [
     ([NODES], ["--prompt_data", "--remote_rm_url"]),  # 70B, apart
     ([CHECKPOINTS, CHECKPOINTS, NODES], ["--prompt_data", "--reward_pretrain ./reward-model-70b"]),
     ([TP, NODES], ["--pretrain", "--prompt_data", "--remote_rm_url"]),  # two nodes, shared
-    (["not available: going on from a checkpoint", CHECKPOINTS], ["--pretrain", "--prompt_data", "--remote_rm_url"]),
+    (["not available: resuming from a checkpoint", CHECKPOINTS], ["--pretrain", "--prompt_data", "--remote_rm_url"]),
     ([CHECKPOINTS] * 3 + [NODES], ["--prompt_data", "--reward_pretrain ./reward-70b"]),
     ([], ["--remote_rm_url ./reward_func_code_gen.py"]),
     ([], ["--remote_rm_url ./reward_func_math.py"]),

@@ -59,10 +59,10 @@ def test_dry_run_of_the_builtin_task_shows_configuration_placement_and_arithmeti
     out = capsys.readouterr().out
     assert "\nrollout_batch_size = 32\n" in out
     assert "x actor + critic + reference" in out
-    # 32 x 4 = 128 samples; 128 / 64 = 2 optimizer steps; 40 x 2 = 80, asking 40 x 32 = 1280 of 3445 prompts.
+    # 32 x 4 = 128 samples; 128 / 64 = 2 updates; 40 x 2 = 80, drawing 40 x 32 = 1280 of 3445 prompts.
     assert "32 prompts x 4 samples = 128" in out
-    assert "128 / 64 x 1 epoch(s) = 2 optimizer step(s)" in out
-    assert "40 steps x 2 = 80 optimizer steps; 1280 prompts asked of 3445, 0.37 passes" in out
+    assert "128 / 64 x 1 epoch(s) = 2 update(s)" in out
+    assert "40 steps x 2 = 80 updates; 1280 prompts drawn from 3445, 0.37 passes" in out
     assert not (folder / "rlhf-output").exists()
 
 
@@ -71,7 +71,7 @@ def test_dry_run_on_own_files_resolves_them_from_the_users_folder(folder, capsys
     assert main([*flags(num_episodes=3), "--dry_run", "--save_path", "out"]) == 0
     printed = capsys.readouterr()
     assert f"results will be in {folder / 'out'}" in printed.out
-    assert "3 steps x 1 = 3 optimizer steps; 24 prompts asked of 8, 3.00 passes" in printed.out
+    assert "3 steps x 1 = 3 updates; 24 prompts drawn from 8, 3.00 passes" in printed.out
     assert "held-out" not in printed.out
     assert f'prompt_data = "{folder / "prompts.jsonl"}"' in printed.out
     assert not (folder / "out").exists()
@@ -85,10 +85,10 @@ def test_dry_run_reports_what_is_left_out_shared_or_failing(folder, capsys):
     assert main([*argv, "--dry_run"]) == 0
     notices = capsys.readouterr().err
     assert "1 of 9 prompts are longer than --prompt_max_len and left out" in notices
-    assert "8 of 8 held-out prompts are training prompts, too" in notices
+    assert "8 of 8 held-out prompts are also training prompts" in notices
     assert "the reward function failed on the first prompts, and the run goes on" in notices
     assert "no luck" in notices
-    assert "--rollout_batch_size 16 is more than the 8 prompts: each is asked 2.0 times a step" in notices
+    assert "--rollout_batch_size 16 is more than the 8 prompts: each is used 2.0 times per step" in notices
 
 
 def test_dry_run_says_once_that_an_option_has_no_effect(folder, capsys):
@@ -110,7 +110,7 @@ def test_dry_run_says_once_that_an_option_has_no_effect(folder, capsys):
 def test_dry_run_reports_more_draws_than_prompts(folder, capsys):
     argv = [*flags(rollout_batch_size=4, n_samples_per_prompt=2), "--dynamic_filtering", "--dry_run"]
     assert main([*argv, "--dynamic_filtering_max_batches", "3"]) == 0
-    assert "--dynamic_filtering may draw 12 prompts a step" in capsys.readouterr().err
+    assert "--dynamic_filtering may draw 12 prompts per step" in capsys.readouterr().err
     assert main([*argv, "--dynamic_filtering_max_batches", "2"]) == 0  # 8 prompts of 8
     assert "may draw" not in capsys.readouterr().err
 
@@ -135,7 +135,7 @@ def test_held_out_data_of_the_hub_is_refused_with_what_can_be_read(folder, capsy
     ("flag", "guess"),
     [
         ("input_key", "did you mean --input_key question?"),
-        ("label_key", "did you mean --label_key answer?; --label_key None: there is none"),
+        ("label_key", "did you mean --label_key answer?; --label_key None if rows have none"),
     ],
 )
 def test_missing_key_lists_the_keys_there_are(folder, capsys, flag, guess):

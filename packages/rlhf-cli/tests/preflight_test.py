@@ -165,7 +165,7 @@ def test_check_inputs_reward_models_are_folders_and_the_critic_starts_from_the_f
     assert [source.targets[0] for source in found.reward_sources] == [str(models / "judge"), str(models / "second")]
     assert found.critic == str(models / "judge")
     assert found.notices == (
-        f"the critic starts from the reward model {models / 'judge'}; --critic_pretrain would name another",
+        f"the critic starts from the reward model {models / 'judge'}; use --critic_pretrain for another model",
     )
     named = check(folder, models, *argv, "--critic_pretrain", str(models / "policy"))
     assert (named.critic, named.notices) == (str(models / "policy"), ())

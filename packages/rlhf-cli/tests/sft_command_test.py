@@ -41,7 +41,7 @@ def test_sft_trains_and_leaves_a_model_that_plain_transformers_loads(folder, cap
     out = capsys.readouterr().out
     lines = [json.loads(line) for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "sft/loss" in line]
-    # 16 examples x 2 epochs / 8 = 4 optimizer steps.
+    # 16 examples x 2 epochs / 8 = 4 updates.
     assert [line["step"] for line in steps] == [1, 2, 3, 4]
     before, after = [line["eval/loss"] for line in lines if "eval/loss" in line]
     assert after < before - 0.5

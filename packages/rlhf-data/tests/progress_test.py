@@ -6,6 +6,7 @@ import time
 import pytest
 
 from rlhf_data.progress import Progress, duration
+from rlhf_data.testing import ManualClock
 
 
 class Terminal(io.StringIO):
@@ -15,19 +16,9 @@ class Terminal(io.StringIO):
         return True
 
 
-class Clock:
-    """Stands at `now` seconds."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 @pytest.fixture
 def clock():
-    return Clock()
+    return ManualClock()
 
 
 @pytest.fixture

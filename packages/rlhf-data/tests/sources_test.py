@@ -185,7 +185,7 @@ def test_row_errors_above_one_percent_are_refused_unless_skipped():
         errors.check(399)
     assert str(caught.value) == (
         "4 of 399 rows cannot be used; the first:\na.jsonl:0: broken\na.jsonl:1: broken\n"
-        "a.jsonl:2: broken\n\nhint: repair them, or leave them all out with --skip_bad_rows; 1 % is left out anyway"
+        "a.jsonl:2: broken\n\nhint: repair them, or leave all of them out with --skip_bad_rows (1 % is tolerated)"
     )
     skipping = RowErrors(skip_bad_rows=True)
     skipping.add("a.jsonl:1: broken")
@@ -257,7 +257,7 @@ def test_open_sources_probabilities_draw_until_every_source_has_ended(tmp_path):
 def test_open_sources_options_out_of_range_are_refused(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", [{"q": 1}])
     for text, options, says in (
-        (" , ", {}, "no data is named"),
+        (" , ", {}, "no data source is named"),
         (str(path), {"probs": [0.5, 0.5]}, "1 data sources need as many probabilities, got 2"),
         (f"{path},{path}", {"probs": [1, 0]}, "must be above 0"),
         (f"{path}@sub", {}, "has no subsets, got `@sub`"),

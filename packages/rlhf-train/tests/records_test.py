@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlhf_data.errors import ConfigError, RlhfError
+from rlhf_data.errors import ConfigError, FeatureError, RlhfError
 from rlhf_data.records import FinishReason, Prompt, Rollout, Span, SpanSource, Verdict, VerdictKind
 from rlhf_data.testing import make_group
 from rlhf_kernels import PolicyObjective
@@ -180,6 +180,22 @@ def test_online_job_without_a_critic_or_a_group_refuses_what_needs_one(tmp_path,
     changes = {"algorithm": make_algorithm("group_norm"), "models": models, "plan": plan, **changes}
     with pytest.raises(ConfigError, match=message):
         dataclasses.replace(job, **changes)
+
+
+def test_online_job_refuses_a_layout_that_is_not_available_before_anything_starts(tmp_path):
+    job = tiny_job("model", tmp_path, engine_sleep=False, trainer_sleep=False)
+    request = PlacementRequest(ranks={"actor": 1, "critic": 1, "reference": 1}, colocate_all_models=True)
+    two_engines = plan_placement(dataclasses.replace(request, num_engines=2), 2)
+    with pytest.raises(FeatureError) as refused:
+        dataclasses.replace(job, plan=two_engines)
+    assert str(refused.value) == (
+        "not available: 2 engine(s) on the GPUs of 1 training process(es)\n\nhint: use models apart, or"
+        " --colocate_all_models with one engine per training process, on one node"
+    )
+    models = {role: dataclasses.replace(model, zero_stage=3) for role, model in job.models.items()}
+    shared = dataclasses.replace(job, plan=plan_placement(request, 1), models=models)
+    with pytest.raises(FeatureError, match="not available: --deepspeed_enable_sleep at --zero_stage 3"):
+        dataclasses.replace(shared, trainer_sleep=True)
 
 
 def test_batch_sizes_that_do_not_divide_are_refused():

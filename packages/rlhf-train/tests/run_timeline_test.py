@@ -2,22 +2,13 @@
 
 import pytest
 
+from rlhf_data.testing import ManualClock
 from rlhf_train.run.timeline import Timeline
-
-
-class Clock:
-    """Stands at `now` seconds."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture
 def clock():
-    return Clock()
+    return ManualClock()
 
 
 @pytest.fixture

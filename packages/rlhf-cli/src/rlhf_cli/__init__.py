@@ -1,1 +1,1 @@
-"""The commands of the house: ppo, sft. Nothing heavy is imported before the flags are parsed."""
+"""The `rlhf` commands. Nothing heavy is imported before the flags are parsed, so that --help is fast."""

@@ -1,4 +1,4 @@
-"""What a person sees of a run: results on stdout, the rest on stderr; rich on a terminal, plain text elsewhere."""
+"""What a run shows: results on stdout, everything else on stderr; colored on a terminal, plain text elsewhere."""
 
 import shlex
 import sys
@@ -13,16 +13,16 @@ from rich.text import Text
 from rlhf_data.progress import Progress
 from rlhf_data.records import Prompt, Rollout
 
-_HEADER_EVERY = 20  # lines
+_HEADER_EVERY = 20  # lines between headers
 _MAX_SHOWN = 400  # characters of a prompt or response
-_MAX_LABEL = 40
-_MAX_NAMES = 4  # metrics of an offline objective
-_MAX_SOURCES = 6  # of held-out prompts
-_PLAIN_WIDTH = 10_000  # a pipe has no width to wrap at
+_MAX_LABEL = 40  # characters of a label
+_MAX_NAMES = 4  # metrics of an offline objective in the table
+_MAX_SOURCES = 6  # lines with the results of single data sources
+_PLAIN_WIDTH = 10_000  # characters: wide enough that rich never wraps a line in a pipe or file
 
 
 class Column(NamedTuple):
-    """One number of a step: its title, its name in the metrics, decimals, width in characters, and rich's style."""
+    """A column of the table: its title, the name of its metric, decimals, width in characters, and rich's style."""
 
     title: str
     metric: str
@@ -45,12 +45,13 @@ PPO_COLUMNS = (
     Column("train", "time/train", 2, 6, "dim"),
     Column("sync", "time/sync", 2, 6, "dim"),
 )
+# What the live line says in each phase of a step.
 _DOING = {
     "generate": "generating",
     "reward": "scoring",
     "experience": "log-probs and values",
     "train": "training",
-    "sync": "weights to the engines",
+    "sync": "sending weights to the engines",
     "write": "writing",
 }
 _FILTERED = Column("filtered", "samples/filtered", 0, 9)
@@ -64,12 +65,14 @@ _HELD_OUT = {"accuracy": 3, "loss": 4, "margin": 4}  # decimals
 
 
 class Console:
-    """Writes lines, and a live line while something is being done. Colours are for terminals; NO_COLOR is honoured."""
+    """Writes lines, and a live line while work is in progress. Terminals get colors unless NO_COLOR is set."""
 
     def __init__(self, out: TextIO | None = None, err: TextIO | None = None) -> None:
         self._out = _rich_console(out or sys.stdout)
         self._err = _rich_console(err or sys.stderr)
-        self._progress = Progress(err or sys.stderr)
+        progress = Progress(err or sys.stderr)
+        self.working = progress.show  # shows the live line, until the next call or `done`
+        self.done = progress.clear  # removes the live line
 
     def result(self, text: str = "", style: str = "") -> None:
         """Write a line to stdout."""
@@ -82,29 +85,13 @@ class Console:
         self._err.print(Text(text, style))
 
     def notice(self, text: str) -> None:
-        """Say something the user should know."""
+        """Write a notice to stderr."""
         self.log(f"notice: {text}", "yellow")
 
     @property
     def is_terminal(self) -> bool:
-        """Whether somebody may be looking at stderr."""
+        """Whether stderr is a terminal."""
         return self._err.is_terminal
-
-    def working(
-        self,
-        text: str,
-        *,
-        done: int | None = None,
-        total: int | None = None,
-        ends_in_s: float | None = None,
-        announce: bool = True,
-    ) -> None:
-        """Say what is being done, until the next call or `done`; see `Progress.show`."""
-        self._progress.show(text, done=done, total=total, ends_in_s=ends_in_s, announce=announce)
-
-    def done(self) -> None:
-        """End the live line."""
-        self._progress.clear()
 
     def row(self, cells: Sequence[tuple[str, str]]) -> None:
         """Write a line of (text, style) cells to stdout."""
@@ -113,7 +100,7 @@ class Console:
 
 
 class StepTable:
-    """One line per step, or per update, under a header that comes again every few lines."""
+    """A table with one line per step or update. The header is repeated every 20 lines."""
 
     def __init__(
         self,
@@ -124,7 +111,15 @@ class StepTable:
         every: int = 1,
         min_interval_s: float = 0.0,
     ) -> None:
-        """Show every Nth step (N is `every`) and the last one, but none within `min_interval_s` of the one before."""
+        """Show every step whose number is a multiple of `every`, at most one per `min_interval_s`, and the last step.
+
+        Args:
+            console: where to write.
+            columns: the metrics to show.
+            noun: title of the first column.
+            every: interval of shown steps.
+            min_interval_s: least time between two lines.
+        """
         self._console = console
         self._columns = columns
         self._noun = noun
@@ -134,7 +129,7 @@ class StepTable:
         self._shown_at = float("-inf")
 
     def step(self, step: int, num_steps: int, metrics: Mapping[str, float]) -> None:
-        """Show one step."""
+        """Show a step, if it is due."""
         now = time.monotonic()
         is_due = step % self._every == 0 and now - self._shown_at >= self._min_interval_s
         if not is_due and step != num_steps:
@@ -150,7 +145,7 @@ class StepTable:
 
 
 class View:
-    """What online and offline runs show alike; an `Observer`."""
+    """What online and offline runs both show. An `Observer`."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -169,10 +164,10 @@ class View:
 
 
 class OfflineView(View):
-    """Shows a run over fixed examples."""
+    """Shows a run on fixed examples."""
 
     def __init__(self, console: Console, prefix: str, names: Sequence[str], *, logging_steps: int = 1) -> None:
-        """The metrics `prefix`/name are shown first, and of `names` the first few."""
+        """Show the first few of the objective's metrics `names`, which are logged as `prefix`/name, in the table."""
         super().__init__(console)
         self._names = names[:_MAX_NAMES]
         own = [
@@ -198,12 +193,12 @@ class RunView(View):
     """Shows an online run."""
 
     def __init__(self, console: Console, *, dynamic_sampling: bool = False, logging_steps: int = 1) -> None:
-        """With `dynamic_sampling` a step says how many samples it left out."""
+        """Show an online run. With `dynamic_sampling` the table has a column for the samples that were filtered out."""
         super().__init__(console)
         filtered = [_FILTERED] if dynamic_sampling else []
         self._table = StepTable(console, [PPO_COLUMNS[0], *filtered, *PPO_COLUMNS[1:]], every=logging_steps)
-        self._place = ""  # of what is being done: which step
-        self._ends_at: float | None = None  # when the run should be over, by the clock and the steps so far
+        self._place = ""  # the beginning of the live line: which step is running
+        self._ends_at: float | None = None  # the estimated end of the run, from the mean time of the steps so far
         self._step_seconds: list[float] = []
 
     def phase(self, name: str) -> None:
@@ -229,7 +224,7 @@ class RunView(View):
         if accuracy is None:
             self._console.result(f"held-out accuracy {moment}: no response came back", "bold red")
             return
-        details = [f"{metrics['eval/response_tokens']:.1f} tokens a response"]
+        details = [f"{metrics['eval/response_tokens']:.1f} tokens per response"]
         if "eval/reward" in metrics:
             details.insert(0, f"reward {metrics['eval/reward']:.3f}")
         if name := _widest_pass("eval", metrics):
@@ -241,7 +236,7 @@ class RunView(View):
         self._sources(metrics)
 
     def _sources(self, metrics: Mapping[str, float]) -> None:
-        """Write a line for each data source, where there are several."""
+        """Write one line per data source, if there are several."""
         parts = (name.split("/") for name in metrics)
         sources = [part[1] for part in parts if len(part) == 3 and part[0] == "eval" and part[2] == "pass@1"]
         width = max(map(len, sources[:_MAX_SOURCES]), default=0)
@@ -249,7 +244,7 @@ class RunView(View):
             prefix = f"eval/{source}"
             names = ("pass@1", _widest_pass(prefix, metrics))
             numbers = [f"{name} {metrics[f'{prefix}/{name}']:.3f}" for name in names if name]
-            numbers.append(f"{metrics[f'{prefix}/response_tokens']:.1f} tokens a response")
+            numbers.append(f"{metrics[f'{prefix}/response_tokens']:.1f} tokens per response")
             numbers.append(f"{metrics[f'{prefix}/truncated']:.0%} cut off")
             self._console.result(f"  {source.ljust(width)}  {', '.join(numbers)}")
         if len(sources) > _MAX_SOURCES:
@@ -278,7 +273,15 @@ def show_results(
     *,
     loader: str = "AutoModelForCausalLM.from_pretrained",
 ) -> None:
-    """Write the last block: what came out, and where everything lies; `loader` is the function that loads the model."""
+    """Write the last lines of a run: final metrics, and the paths of everything that it wrote.
+
+    Args:
+        console: where to write.
+        folder: the folder of the run.
+        artifacts: by name, paths in the folder.
+        metrics: final metrics.
+        loader: name of the function that loads the model.
+    """
     console.done()
     console.result("\nDone", "bold green")
     lines: list[tuple[str, str]] = []
@@ -304,7 +307,7 @@ def show_results(
 
 
 def _widest_pass(prefix: str, metrics: Mapping[str, float]) -> str | None:
-    """Return `pass@K` with the largest K that was measured; None when that is 1."""
+    """Return `pass@K` with the largest K that was measured, or None if it is 1."""
     start = f"{prefix}/pass@"
     most = max((int(name.removeprefix(start)) for name in metrics if name.startswith(start)), default=1)
     return f"pass@{most}" if most > 1 else None
@@ -323,7 +326,7 @@ def _one_line(text: str) -> str:
 
 
 def _tail(text: str) -> str:
-    """Return the end of a label: of a worked solution, the answer."""
+    """Return the end of a label. In a worked solution the answer comes last."""
     text = " ".join(text.split())
     return text if len(text) <= _MAX_LABEL else f"... {text[-_MAX_LABEL:]}"
 

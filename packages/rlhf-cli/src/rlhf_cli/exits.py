@@ -1,4 +1,4 @@
-"""How a command ends: its exit status, and errors as a person reads them."""
+"""Exit statuses of commands, and how errors are shown to the user."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -10,10 +10,13 @@ SUCCESS, FAILURE, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 
 
 def exit_status(command: Callable[[Sequence[str]], int], argv: Sequence[str] | None) -> int:
-    """Run `command` on `argv`, None for the process's own, and return its exit status.
+    """Run `command` and return its exit status: 2 for bad input, 1 for a run that failed, 130 after Ctrl-C.
 
-    2 stands for input that cannot be used, 1 for a run that failed, 130 for Ctrl-C. An error that is meant for the user
-    goes to stderr without a traceback.
+    An error for the user (`RlhfError`) is printed to stderr without a traceback.
+
+    Args:
+        command: takes the words of the command line; returns an exit status.
+        argv: those words; None for the process's own.
     """
     wait_passively()
     try:

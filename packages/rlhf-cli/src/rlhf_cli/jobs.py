@@ -1,4 +1,4 @@
-"""From a checked configuration to the job that the trainer runs, and its arithmetic in words."""
+"""Builds the job that the trainer runs from a checked configuration, and describes its batches in words."""
 
 import math
 from dataclasses import replace
@@ -10,24 +10,21 @@ from rlhf_cli.preflight.inputs import Inputs
 from rlhf_data.command_line import to_toml
 from rlhf_data.errors import FeatureError
 from rlhf_data.options import matching
+from rlhf_rollout.commands.sections import SHARE_ALONE
 from rlhf_rollout.engines import EngineSpec
-from rlhf_rollout.protocols import SamplingParams
-from rlhf_train.online.job import DynamicSampling, OnlineJob, RewardSpec
+from rlhf_train.online.job import DynamicSampling, OnlineJob, RewardSpec, unavailable_features
 from rlhf_train.online.placement import PlacementPlan, PlacementRequest, plan_placement
 from rlhf_train.specs import ModelSpec
 
-# Of a GPU's memory, for an engine that has it to itself; that takes turns with the trainers, whose weights stay for the
-# sync when their optimizer states leave; that never sleeps beside them.
-_SHARE_ALONE, _SHARE_IN_TURN, _SHARE_TOGETHER = 0.9, 0.6, 0.4
-
-
-_SLEEP_STAGE = 2  # at which optimizer states can leave the GPU and come back
-_OTHER_LAYOUT = "use models apart, or --colocate_all_models with one engine per training process, on one node"
+# Shares of a GPU's memory for an engine on a GPU that it shares with training.
+_SHARE_IN_TURN = 0.6  # the engine sleeps while models train; their weights stay on the GPU, for the weight sync
+_SHARE_TOGETHER = 0.4  # the engine never sleeps
 
 
 def make_request(config: PpoConfig, gpus_per_node: int | None = None) -> PlacementRequest:
-    """Return the layout that was asked for; `gpus_per_node` None is for one node."""
-    spec, placement = config.algorithm.spec(), config.placement
+    """Return the layout that the flags ask for. `gpus_per_node` is None on a single node."""
+    spec = config.algorithm.spec()
+    placement = config.placement
     ranks = {"actor": placement.num_ranks("actor")}
     if spec.row.uses_critic:
         ranks["critic"] = placement.num_ranks("critic")
@@ -45,41 +42,40 @@ def make_request(config: PpoConfig, gpus_per_node: int | None = None) -> Placeme
 
 
 def make_plan(config: PpoConfig, num_gpus: int, gpus_per_node: int | None = None) -> PlacementPlan:
-    """Return where everything runs; `gpus_per_node` None is for one node. Raises ConfigError when it does not fit."""
+    """Return the placement of all processes. `gpus_per_node` is None on a single node. Raises ConfigError if the GPUs
+    are too few."""
     return plan_placement(make_request(config, gpus_per_node), num_gpus)
 
 
 def unavailable_in(config: PpoConfig, plan: PlacementPlan) -> list[FeatureError]:
-    """Return an error for each thing that the plan asks for and a run cannot do."""
-    found = [FeatureError(f"not available: {feature}", hint=_OTHER_LAYOUT) for feature in plan.unavailable]
-    stage = config.training.zero_stage
-    if plan.device == "cuda" and config.placement.deepspeed_enable_sleep and stage != _SLEEP_STAGE:
-        message = f"not available: --deepspeed_enable_sleep at --zero_stage {stage}"
-        hint = f"use --zero_stage {_SLEEP_STAGE}, or drop --deepspeed_enable_sleep"
-        found.append(FeatureError(message, hint=hint))
-    return found
+    """Return an error for each feature that the plan and the flags need and that is not available."""
+    sleeps = config.placement.deepspeed_enable_sleep and plan.device == "cuda"
+    return unavailable_features(plan, trainer_sleep=sleeps, zero_stages=[config.training.zero_stage])
 
 
 def make_job(
     config: PpoConfig, inputs: Inputs, plan: PlacementPlan, folder: Path, ray_address: str | None = None
 ) -> OnlineJob:
-    """Return the job. Raises ConfigError for combinations that only show here."""
-    rollout, training, spec, on_gpu = config.rollout, config.training, config.algorithm.spec(), plan.device == "cuda"
-    batch, num_samples = config.batch, rollout.n_samples_per_prompt
+    """Return the job.
+
+    Raises:
+        ConfigError: values that cannot work together, or a plan with a feature that is not available.
+    """
+    rollout = config.rollout
+    training = config.training
+    spec = config.algorithm.spec()
+    on_gpu = plan.device == "cuda"
+    batch = config.batch
+    num_samples = rollout.n_samples_per_prompt
     num_steps = count_steps(config, len(inputs.prompts))
     num_frozen = max(training.freezing_actor_steps, 0)
     places = config.engine.vllm_max_num_seqs * plan.engines.num_ranks
     filtering = DynamicSampling(
         reward_range=rollout.dynamic_filtering_reward_range, max_batches=rollout.dynamic_filtering_max_batches
     )
-    sampling = SamplingParams(
-        num_samples=num_samples,
-        max_tokens=rollout.generate_max_len,
-        # Requests reach an engine in no fixed order, so that on a CPU each draws from a seed of its own. On a GPU, sums
-        # depend on what else is in the batch: it would not make runs alike, and slow the sampler down.
-        seed=None if on_gpu else training.seed,
-        **matching(SamplingParams, rollout),
-    )
+    # Requests reach an engine in no fixed order, so each needs a seed of its own for two runs to agree. On a GPU they
+    # would not agree anyway, because sums depend on what else is in the batch, and seeds slow the sampler down.
+    sampling = rollout.params(num_samples, seed=None if on_gpu else training.seed)
     evaluation = config.evaluation
     full = with_full_paths(config)
     return OnlineJob(
@@ -102,7 +98,7 @@ def make_job(
         seed=training.seed,
         trainer_sleep=config.placement.deepspeed_enable_sleep and on_gpu,
         sync_checksum=config.engine.weight_sync_checksum,
-        # Twice what the engines write at once: they never wait for the next prompt.
+        # Twice as many groups as the engines generate at the same time, so that they never wait for a prompt.
         max_in_flight=max(math.ceil(2 * places / num_samples), 1),
         ray_address=ray_address,
         dynamic_sampling=filtering if rollout.dynamic_filtering else None,
@@ -115,7 +111,7 @@ def make_job(
 
 
 def count_steps(config: PpoConfig, num_prompts: int) -> int:
-    """Return the number of steps: enough for `num_episodes` passes over the prompts, `train_steps` at most."""
+    """Return the number of steps: as many as `num_episodes` passes over the prompts need, at most `train_steps`."""
     steps = math.ceil(config.training.num_episodes * num_prompts / config.rollout.rollout_batch_size)
     return steps if config.training.train_steps is None else min(steps, config.training.train_steps)
 
@@ -123,44 +119,55 @@ def count_steps(config: PpoConfig, num_prompts: int) -> int:
 def describe_batches(
     config: PpoConfig, plan: PlacementPlan, num_prompts: int | None, num_held_out: int | None = 0
 ) -> str:
-    """Return the arithmetic of a run for people: a line each for samples, updates, prompts and tokens. Numbers of
-    prompts that are not known are None."""
-    batch, rollout, ranks = config.batch, config.rollout, plan.trainers_of("actor").num_ranks
-    size, limit, prompt_limit = batch.rollout_batch_size, rollout.generate_max_len, config.data.prompt_max_len
-    a_rank = math.ceil(batch.train_batch_size / ranks)
-    passes = math.ceil(a_rank / batch.micro_train_batch_size)
+    """Return the arithmetic of a run for people, with one line each for samples, updates, prompts and tokens.
+
+    Args:
+        config: the configuration.
+        plan: the placement, for the number of training processes.
+        num_prompts: number of training prompts; None if it is not known.
+        num_held_out: number of held-out prompts; None if it is not known.
+    """
+    batch = config.batch
+    rollout = config.rollout
+    ranks = plan.trainers_of("actor").num_ranks
+    size = batch.rollout_batch_size
+    limit = rollout.generate_max_len
+    prompt_limit = config.data.prompt_max_len
+    per_rank = math.ceil(batch.train_batch_size / ranks)
+    passes = math.ceil(per_rank / batch.micro_train_batch_size)
     rows = {
-        "a step": f"{size} prompts x {batch.num_samples_per_prompt} samples = {batch.num_rollouts}",
+        "step": f"{size} prompts x {batch.num_samples_per_prompt} samples = {batch.num_rollouts}",
         "": f"{batch.num_rollouts} / {batch.train_batch_size} x {batch.max_epochs} epoch(s) = {batch.num_updates}"
-        " optimizer step(s)",
-        "an optimizer step": f"{batch.train_batch_size} samples / {ranks} process(es) = {a_rank} each, in {passes}"
+        " update(s)",
+        "update": f"{batch.train_batch_size} samples / {ranks} process(es) = {per_rank} each, in {passes}"
         f" pass(es) of at most {batch.micro_train_batch_size}",
-        "the run": _describe_run(config, num_prompts),
-        "tokens": f"prompt {prompt_limit} + response {limit} = {prompt_limit + limit} at most",
+        "run": _describe_run(config, num_prompts),
+        "tokens": f"prompt {prompt_limit} + response {limit} = at most {prompt_limit + limit}",
     }
     if rollout.dynamic_filtering:
         most = size * rollout.dynamic_filtering_max_batches
-        rows["dynamic sampling"] = f"a step draws prompts until {size} are worth training, {most} at most"
+        rows["dynamic sampling"] = f"each step draws prompts until {size} pass the filter, at most {most}"
     num_frozen = config.training.freezing_actor_steps
     if num_frozen > 0 and num_prompts is not None:
         learning = (count_steps(config, num_prompts) - num_frozen) * batch.num_updates
-        rows["critic first"] = f"{num_frozen} steps without the policy, which takes {learning} optimizer steps"
+        rows["critic first"] = f"{num_frozen} steps train the critic only; the policy gets {learning} updates"
     if buffer := config.reward.overlong_buffer(limit):
         factor = config.reward.overlong_penalty_factor
-        rows["length"] = f"no penalty up to {limit - buffer} tokens, then up to {factor:g} over {buffer}"
+        rows["length penalty"] = f"none up to {limit - buffer} tokens, then growing to {factor:g} over {buffer} tokens"
     if num_held_out:
         rows["held-out"] = f"{num_held_out} prompts x {config.evaluation.eval_n_samples_per_prompt} sample(s)"
     return "\n".join(f"  {name.ljust(18)} {text}" for name, text in rows.items())
 
 
 def _describe_run(config: PpoConfig, num_prompts: int | None) -> str:
+    """Return the numbers of steps, updates and prompts of the whole run, in words."""
     updates = config.batch.num_updates
     if num_prompts is None:
         return f"prompts / {config.rollout.rollout_batch_size} x {config.training.num_episodes} episode(s) = steps"
     steps = count_steps(config, num_prompts)
     asked = steps * config.rollout.rollout_batch_size
     return (
-        f"{steps} steps x {updates} = {steps * updates} optimizer steps; {asked} prompts asked of {num_prompts},"
+        f"{steps} steps x {updates} = {steps * updates} updates; {asked} prompts drawn from {num_prompts},"
         f" {asked / num_prompts:.2f} passes"
     )
 
@@ -183,27 +190,26 @@ def _make_reward(config: PpoConfig, inputs: Inputs) -> RewardSpec:
 
 def _make_engine(config: PpoConfig, model: str, plan: PlacementPlan) -> EngineSpec:
     engine = config.engine
-    share = _SHARE_ALONE
+    share = SHARE_ALONE
     if plan.shares_gpus:
         share = _SHARE_IN_TURN if engine.vllm_enable_sleep else _SHARE_TOGETHER
-    return EngineSpec(
-        model=model,
+    return engine.spec(
+        model,
+        config.data.prompt_max_len + config.rollout.generate_max_len,
+        share,
         tokenizer=model,
         dtype=config.model.dtype,
-        max_model_len=config.data.prompt_max_len + config.rollout.generate_max_len,
-        max_num_seqs=engine.vllm_max_num_seqs,
-        gpu_memory_utilization=engine.vllm_gpu_memory_utilization or share,
-        enforce_eager=engine.enforce_eager,
         enable_sleep=engine.vllm_enable_sleep and plan.device == "cuda",
-        enable_prefix_caching=engine.enable_prefix_caching,
-        tensor_parallel_size=engine.vllm_tensor_parallel_size,
         seed=config.training.seed,
         weight_transfer="ipc" if plan.shares_gpus else "shared_memory",
     )
 
 
 def _make_models(config: PpoConfig, inputs: Inputs, num_updates: int, num_frozen_updates: int) -> dict[str, ModelSpec]:
-    spec, model, training, stage = config.algorithm.spec(), config.model, config.training, config.training.zero_stage
+    spec = config.algorithm.spec()
+    model = config.model
+    training = config.training
+    stage = config.training.zero_stage
     learning = training.optimizer(training.actor_learning_rate, num_updates - num_frozen_updates)
     models = {"actor": model.spec(inputs.model, stage, learning)}
     if spec.row.uses_critic:

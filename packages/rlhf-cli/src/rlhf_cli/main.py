@@ -1,4 +1,4 @@
-"""`rlhf COMMAND ...`: finds the command and hands it the flags."""
+"""`rlhf COMMAND ...`: imports the command and runs it with its flags."""
 
 import argparse
 import importlib
@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def command_line(name: str) -> CommandLine[Any]:
-    """Return what a person types for the command called `name`."""
+    """Return the command line of the command called `name`."""
     if name in ROLLOUT_COMMANDS:
         from rlhf_cli.commands import rollout
 
@@ -90,7 +90,7 @@ def _help() -> str:
 
 
 def _versions() -> str:
-    """Return a line per installed distribution that matters; nothing is imported."""
+    """Return one line per installed distribution that matters. Nothing is imported for that."""
     lines = []
     for name in ("rlhf-cli", *_LIBRARIES):
         try:
@@ -116,7 +116,7 @@ def _print_completion(shell: str) -> int:
         flags = line.parser()
         choices = {option.name: option.choices for option in options(line.config)}
         for action in flags._actions:
-            # The parser itself checks no values, so that errors come from the schema. A shell needs the list.
+            # The parser does not check values, so that the schema's errors are shown. shtab reads them from `choices`.
             action.choices = choices.get(action.dest)
         commands.add_parser(name, help=title, parents=[flags], add_help=False)
     print(shtab.complete(parser, shell))

@@ -25,7 +25,7 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
         "lora_combiner": "lora_combiner",
     }
 )
-"""Module of `openrlhf.cli` to command of `rlhf`."""
+"""By module of `openrlhf.cli`, the command of `rlhf`."""
 
 _EVAL_TASKS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
@@ -34,11 +34,11 @@ _EVAL_TASKS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "rm": ("score",),
     }
 )
-"""`--eval_task` of batch_inference to the words of the command here."""
+"""By `--eval_task` of batch_inference, the words of the command here."""
 
 
 def main(module: str, argv: Sequence[str] | None = None) -> int:
-    """Run the command that stands for `module`; return its exit status.
+    """Run the command that corresponds to `module`; return its exit status.
 
     Args:
         module: the module's dotted name, such as `rlhf_cli.train_ppo_ray`.
@@ -52,17 +52,18 @@ def main(module: str, argv: Sequence[str] | None = None) -> int:
         check_launched_once(COMMANDS[name], f"python3 -m rlhf_cli.{name}")
         return rlhf(_command_words(name, words))
     except ConfigError as error:
-        if os.environ.get("RANK", "0") == "0":  # one of the launched processes speaks for all
+        if os.environ.get("RANK", "0") == "0":  # all launched processes fail alike, so one of them prints the error
             print(f"error: {error}", file=sys.stderr)
         return BAD_INPUT
 
 
 def _command_words(name: str, words: list[str]) -> list[str]:
-    """Return the words of `rlhf` for those of a module; `--eval_task` of batch_inference chooses between commands."""
+    """Return the words of `rlhf` for the words of a module. `--eval_task` of batch_inference selects the command."""
     if name != "batch_inference":
         compares = ["--openrlhf"] if COMMANDS[name] in ("ppo", *LAUNCHED) else []
         return [COMMANDS[name], *compares, *words]
-    task, rest = None, []
+    task = None
+    rest = []
     while words:
         word = words.pop(0)
         flag, has_value, value = word.partition("=")
@@ -74,7 +75,7 @@ def _command_words(name: str, words: list[str]) -> list[str]:
         if {"-h", "--help"} & set(rest):
             return [COMMANDS[name], *rest]
         kinds = ", ".join(_EVAL_TASKS)
-        raise ConfigError("--eval_task is missing: it says what batch_inference does", hint=f"it is one of {kinds}")
+        raise ConfigError("--eval_task is missing: it says what batch_inference does", hint=f"give one of {kinds}")
     if task not in _EVAL_TASKS:
         raise ConfigError(f"--eval_task: {unknown('value', task, _EVAL_TASKS)}")
     return [*_EVAL_TASKS[task], *rest]

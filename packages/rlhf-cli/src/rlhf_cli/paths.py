@@ -1,4 +1,4 @@
-"""What a user typed as a path, as a path that can be opened from wherever the command runs."""
+"""Turns paths as the user typed them into paths that can be opened from any working folder."""
 
 import os
 import tempfile
@@ -13,39 +13,39 @@ from rlhf_cli.builtin import BUILTIN, HELD_OUT_FILE, MODEL_DIR, TRAIN_FILE
 from rlhf_data.errors import ConfigError
 from rlhf_data.sources import SUFFIXES
 
-LOG_FILE = "log.txt"  # in the folder of a run
+LOG_FILE = "log.txt"  # output of libraries, in the folder of a run
 Config = TypeVar("Config", bound=BaseModel)
 
 
 def user_folder() -> Path:
-    """Return the folder the user is in; under `bazel run` that is not the process's."""
+    """Return the user's working folder. Under `bazel run` it is not the working folder of the process."""
     return Path(os.environ.get("BUILD_WORKING_DIRECTORY") or Path.cwd())
 
 
 def user_path(text: str | Path) -> Path:
-    """Return a path relative to the user's folder."""
+    """Return a path, resolved from the user's folder if it is relative."""
     return user_folder() / Path(text).expanduser()
 
 
 def parts(texts: str) -> list[str]:
-    """Return the entries of a list with commas."""
+    """Return the entries of a comma-separated list."""
     return [part.strip() for part in texts.split(",") if part.strip()]
 
 
 def data_paths(texts: str | None, *, held_out: bool = False) -> list[Path]:
-    """Return the data files of a list with commas."""
+    """Return the data files of a comma-separated list."""
     return [data_path(part, held_out=held_out) for part in parts(texts or "")]
 
 
 def data_path(text: str, *, held_out: bool = False) -> Path:
-    """Return a data file; `builtin` is the one that ships."""
+    """Return the path of a data file; `builtin` stands for the file that ships with the package."""
     if text == BUILTIN:
         return HELD_OUT_FILE if held_out else TRAIN_FILE
     return user_path(text)
 
 
 def source_names(texts: str, *, held_out: bool = False) -> str:
-    """Return a list with commas of data sources with the paths of files and folders resolved; hub names stay."""
+    """Return a comma-separated list of data sources with paths resolved. Hub names stay the same."""
     return ",".join(_source_name(part, held_out) for part in parts(texts))
 
 
@@ -54,13 +54,13 @@ def _source_name(text: str, held_out: bool) -> str:
 
 
 def is_data_path(text: str) -> bool:
-    """Return whether a data source is a file or a folder; else it is a name on the hub."""
+    """Return whether a data source is a file or folder. Otherwise it is a hub name."""
     path = text.rpartition("@")[0] or text
     return path.startswith((".", "/", "~")) or path.endswith(SUFFIXES) or user_path(path).exists()
 
 
 def model_path(text: str) -> str:
-    """Return a model folder, or the text itself when it is a hub name; `builtin` is the model that ships."""
+    """Return the path of a model folder, or a hub name unchanged. `builtin` stands for the model that ships."""
     if text == BUILTIN:
         return str(MODEL_DIR)
     path = user_path(text)
@@ -68,18 +68,19 @@ def model_path(text: str) -> str:
 
 
 def is_template_file(text: str) -> bool:
-    """Return whether a chat template is named by its file: Jinja has braces."""
+    """Return whether a chat template is given as a file and not as Jinja text, which always has braces."""
     return "{" not in text
 
 
 def reward_path(text: str) -> str:
-    """Return a reward with the path of its file resolved; a module and a URL stay as they are."""
+    """Return the name of a reward with the path of its file resolved. Modules and URLs stay the same."""
     file, suffix, function = text.partition(".py")
     if "://" in text or not suffix or (function and not function.startswith(":")):
         return text
     return f"{user_path(file + suffix)}{function}"
 
 
+# By option, how its value is resolved.
 _RESOLVE = {
     **dict.fromkeys(
         ("pretrain", "critic_pretrain", "reward_pretrain", "ref_pretrain", "teacher_model", "tokenizer"), model_path
@@ -91,15 +92,21 @@ _RESOLVE = {
     "use_mlflow": lambda text: text if urlsplit(text).scheme else user_path(text),
     "tokenizer_chat_template": lambda text: user_path(text) if is_template_file(text) else text,
 }
+# Options whose values are comma-separated lists.
 _LISTS = ("reward_pretrain", "prompt_data", "dataset", "eval_dataset", "eval_data", "remote_rm_url")
 
 
 def with_full_paths(config: Config, *, keep_builtin: bool = True) -> Config:
-    """Return a configuration that reads the same files and folders from wherever it is used; `builtin` stays a word, or
-    becomes the files that it stands for."""
+    """Return a configuration with absolute paths, which names the same files from every working folder.
+
+    Args:
+        config: the configuration of a command.
+        keep_builtin: keep the word `builtin`; otherwise replace it by the files that it stands for.
+    """
     sections = {}
     for section in type(config).model_fields:
-        options, full = getattr(config, section), {}
+        options = getattr(config, section)
+        full = {}
         for name in _RESOLVE.keys() & type(options).model_fields:
             if (text := getattr(options, name)) is not None:
                 entries = parts(text) if name in _LISTS else [text]
@@ -111,7 +118,7 @@ def with_full_paths(config: Config, *, keep_builtin: bool = True) -> Config:
 
 
 def output_folder(text: str | None, command: str) -> Path:
-    """Return where a run writes: the folder named, or a new one under ./rlhf-output."""
+    """Return the folder that a run writes to: `text`, or a new one in ./rlhf-output."""
     if text is not None:
         return user_path(text)
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
@@ -119,13 +126,14 @@ def output_folder(text: str | None, command: str) -> Path:
 
 
 def check_output_folder(folder: Path, flag: str = "--save_path") -> None:
-    """Raise ConfigError unless `folder` is new or empty, but for a log, and can be written; nothing is left behind."""
+    """Raise ConfigError unless `folder` is new or empty (a log file may be in it) and can be written to."""
     try:
         if folder.exists() and (not folder.is_dir() or {path.name for path in folder.iterdir()} - {LOG_FILE}):
             raise ConfigError(f"{flag} {folder} is not an empty folder", hint="name a new one")
         there = next(path for path in (folder, *folder.parents) if path.exists())
-        with tempfile.TemporaryDirectory(prefix=".rlhf-", dir=there):  # permissions alone do not tell: root, /proc
+        # Try to write. Permission bits do not tell: root ignores them, and file systems such as /proc refuse anyway.
+        with tempfile.TemporaryDirectory(prefix=".rlhf-", dir=there):
             pass
     except OSError as error:
         message = f"{flag} {folder} cannot be written: {error.strerror}"
-        raise ConfigError(message, hint="name a folder on a disk that you may write to") from None
+        raise ConfigError(message, hint="name a folder that you may write to") from None

@@ -1,4 +1,4 @@
-"""Keys that were typed on a command line."""
+"""Keeps API keys out of the command line of a run."""
 
 import os
 import sys
@@ -7,10 +7,10 @@ from rlhf_cli.config.output import WANDB_KEY
 
 
 def restart_without_key() -> None:
-    """Replace this process by one whose command line has `true` in the place of the key in WANDB_API_KEY, if it has it.
+    """If the key in WANDB_API_KEY is on the command line, restart this process with `true` in its place.
 
-    `ps`, Ray's dashboard and Weights & Biases itself all show or keep the command line of a run. The environment, which
-    they do not keep, carries the key over. Call it before the process has done anything.
+    `ps`, Ray's dashboard and Weights & Biases show or store the command line of a run. The key survives the restart in
+    the environment, which they do not store. Call this before the process has done anything else.
     """
     key = os.environ.get(WANDB_KEY)
     words = sys.orig_argv[1:]

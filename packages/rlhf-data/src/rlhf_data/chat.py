@@ -258,7 +258,9 @@ def _encode_marked(
 ) -> tuple[np.ndarray, np.ndarray]:
     options = {"tokenize": True, "add_generation_prompt": False, "return_dict": True}
     encoded = _apply_template(messages, tokenizer, origin, return_assistant_tokens_mask=True, **options)
-    ids, mask, eos = np.array(encoded["input_ids"]), np.array(encoded["assistant_masks"], bool), _eos(tokenizer)
+    ids = np.array(encoded["input_ids"])
+    mask = np.array(encoded["assistant_masks"], bool)
+    eos = _eos(tokenizer)
     mask[1:] |= mask[:-1] & (ids[1:] == eos)
     starts = np.flatnonzero(mask & ~np.concatenate([[False], mask[:-1]]))
     answers = sum(message["role"] == "assistant" for message in messages)

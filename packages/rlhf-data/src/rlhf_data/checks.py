@@ -1,4 +1,4 @@
-"""The sentences that checks have in common."""
+"""Errors and notices that the checks of several commands share."""
 
 from collections.abc import Collection, Iterable
 
@@ -6,19 +6,22 @@ from rlhf_data.errors import ConfigError
 
 
 def missing(option: str, what: str, hint: str) -> ConfigError:
-    """Return the error for an option that is needed and not there."""
+    """Return the error for a required option that is not set. `what` says why it is required."""
     return ConfigError(f"--{option} is missing: {what}", hint=hint)
 
 
 def without_effect(given: Collection[str], *rows: tuple[bool, Iterable[str], str]) -> list[str]:
-    """Return a notice for each given option that a row says is without effect: (whether it is so, options, why)."""
+    """Return a notice for each option in `given` that has no effect.
+
+    Each row is (condition, options, reason): if the condition is true, those options have no effect.
+    """
     return [
         f"--{name} has no effect: {why}" for useless, names, why in rows if useless for name in names if name in given
     ]
 
 
 def once(notices: Iterable[str]) -> list[str]:
-    """Return `notices` without those that say of an option again, for another reason, that it has no effect."""
+    """Return `notices` with at most one per option that has no effect: the first, when there are several reasons."""
     found: dict[str, str] = {}
     for notice in notices:
         what, has_none, _ = notice.partition(" has no effect: ")
@@ -27,16 +30,23 @@ def once(notices: Iterable[str]) -> list[str]:
 
 
 def check_range(option: str, bounds: tuple[float, float] | None) -> None:
-    """Raise ConfigError unless the lower bound is below the upper one."""
+    """Raise ConfigError unless the lower bound is below the upper bound."""
     if bounds is not None and not bounds[0] < bounds[1]:
         raise ConfigError(f"--{option} is {bounds[0]:g} {bounds[1]:g}", hint="give LOW before HIGH, two numbers")
 
 
 def check_has_metric(data_option: str, held_out: str | None, key: str | None, eval_steps: int) -> list[str]:
-    """Return notices about --best_metric_key. Raises ConfigError when there is nothing to measure it on."""
+    """Return notices about --best_metric_key, whose value is `key`. Raises ConfigError if there is no held-out data.
+
+    Args:
+        data_option: the option that names the held-out data.
+        held_out: its value.
+        key: the metric, or None.
+        eval_steps: the interval of evaluations; below 1 there are only two, before and after training.
+    """
     if key is None:
         return []
     if held_out is None:
-        raise missing(data_option, f"--best_metric_key {key} is measured on it", "add it")
-    few = "--best_metric_key has only the first and the last evaluation to choose from: --eval_steps -1"
+        raise missing(data_option, f"--best_metric_key {key} is measured on it", f"add --{data_option} FILE.jsonl")
+    few = "--best_metric_key can only choose between the first and the last evaluation: --eval_steps is -1"
     return [few] if eval_steps < 1 else []

@@ -1,4 +1,4 @@
-"""From defaults, recipe, TOML file and flags to a checked configuration: one thin layer over argparse and pydantic."""
+"""Reads a command's configuration from defaults, recipe, preset, TOML file and flags, over argparse and pydantic."""
 
 import argparse
 import json
@@ -18,20 +18,20 @@ from rlhf_data.options import Config, Option, options
 AnyConfig = TypeVar("AnyConfig", bound=Config)
 
 NONE = "None"
-"""What stands for no value, on the command line and in TOML, which has none of its own."""
+"""The word for "no value" on the command line and in TOML files, because TOML has no null."""
 
 
 @dataclass(frozen=True, slots=True)
 class Parsed(Generic[AnyConfig]):
-    """A command line, understood.
+    """A parsed command line.
 
     Attributes:
-        config: checked, everything filled in.
-        notices: options without effect, a sentence each.
-        given: names of the options that somebody set, by flag or by file, to something else than the default.
-        dry_run: only show what would be done.
-        missing: what a run would still need; only a dry run gets here without it.
-        unavailable: what was asked for and is not available, likewise.
+        config: the complete, checked configuration.
+        notices: what the user should know about the options, one sentence each.
+        given: names of the options that the user set, by flag or file, to a value other than the default.
+        dry_run: only show what a run would do.
+        missing: one error per required option that is not set. Empty unless this is a dry run.
+        unavailable: one error per flag for a feature that is not available. Empty unless this is a dry run.
     """
 
     config: AnyConfig
@@ -44,19 +44,20 @@ class Parsed(Generic[AnyConfig]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommandLine(Generic[AnyConfig]):
-    """A command as a person types it: what it is called, and where its configuration comes from.
+    """The command line of one command.
 
     Attributes:
         config: the class of its configuration.
         prog: the words that call it, such as `rlhf ppo`.
-        description: what --help says first.
+        description: the first paragraph of --help.
         resolve: turns a path that a user typed into one that can be opened.
-        recipe: from what was given to a TOML file that fills in the rest, or None.
-        presets: what --preset may be, and the TOML files that the names stand for.
-        foreign: flags of another program, without `--`, and what they mean here.
-        compare: from a configuration and the given options to notices about flags that mean something else in that
-            program; asked when one of its flags was given.
-        adapt: from the values of flags, with what `foreign` made of its own, to values of options.
+        recipe: takes the values given so far; returns a TOML file with values for the rest, or None.
+        presets: the values of --preset, each with its TOML file.
+        foreign: flags of another program, by name without `--`, and their meaning here.
+        compare: takes a configuration and the names of the options that were set; returns notices about flags that have
+            another meaning in that program. Called if one of the program's flags was given.
+        adapt: takes the values of all flags, `foreign` ones included; returns values of options. Resolves flags whose
+            meaning depends on each other.
     """
 
     config: type[AnyConfig]
@@ -70,31 +71,39 @@ class CommandLine(Generic[AnyConfig]):
     adapt: Callable[[Values], Values] = lambda values: values
 
     def parse(self, argv: Sequence[str]) -> Parsed[AnyConfig]:
-        """Return the configuration that `argv` describes; defaults < recipe < preset < TOML file < flags.
+        """Return the configuration that `argv` describes. Each layer overrides those before it: defaults, recipe,
+        preset, TOML file, flags.
 
         Raises:
-            ConfigError: an unknown flag, section, key or value, or options that cannot work together. Unless it is a
-                dry run, also an option that is missing, or that asks for a feature that is not available.
-            SystemExit: --help was asked for.
+            ConfigError: an unknown flag, section, key or value, or options that cannot work together. Except in a dry
+                run, also a required option that is not set, or a flag for a feature that is not available.
+            SystemExit: after --help.
         """
         known = {option.name: option for option in options(self.config)}
         words = read_flags(self.parser(), argv, self.foreign)
-        flags, notices = self.adapt(dict(words.values)), list(words.notices)
-        file, preset, dry_run = _single("config", flags), _single("preset", flags), flags.pop("dry_run", False)
+        flags = self.adapt(dict(words.values))
+        notices = list(words.notices)
+        file = _single("config", flags)
+        preset = _single("preset", flags)
+        dry_run = flags.pop("dry_run", False)
         if preset is not None and preset not in self.presets:
             raise ConfigError(f"--preset: {unknown('value', preset, self.presets)}")
         in_file = read_toml(self.resolve(file), self.config) if file else {}
         in_preset = read_toml(self.presets[preset], self.config) if preset else {}
+        # Options count as given if the user wrote them, in a file or as flags. Those of presets and recipes do not, so
+        # that a preset's option without effect is no reason for a notice.
         named = _over(in_file, flags, known)
         values = _over(in_preset, named, known)
+        # The recipe comes last, although it is the lowest layer: whether it applies depends on what the others set.
         if (path := self.recipe(values)) is not None:
             values = _over(read_toml(path, self.config), values, known)
         config = _validate(self.config, known, values)
         given = frozenset(name for name in named if not _is_default(known[name], config))
+        # A flag beside --preset overrides it on purpose. A file may do so unnoticed: the run is then not the paper's.
         left = _over(in_preset, in_file, known)
-        if beaten := [name for name, value in in_preset.items() if left.get(name) != value]:
-            count = f"{len(beaten)} of the {len(in_preset)} keys of --preset {preset}"
-            notices.append(f"--config {file} overrides {count}: {', '.join(beaten)}")
+        if overridden := [name for name, value in in_preset.items() if left.get(name) != value]:
+            count = f"{len(overridden)} of the {len(in_preset)} keys of --preset {preset}"
+            notices.append(f"--config {file} overrides {count}: {', '.join(overridden)}")
         missing = config.missing()
         if (lacks := (*words.unavailable, *missing)) and not dry_run:
             raise lacks[0]
@@ -104,7 +113,7 @@ class CommandLine(Generic[AnyConfig]):
         return Parsed(config, tuple(notices), given, dry_run, tuple(missing), words.unavailable)
 
     def parser(self) -> Parser:
-        """Return an argparse parser with one group per section."""
+        """Return an argparse parser with one group of flags per section."""
         parser = Parser(
             prog=self.prog,
             usage=f"{self.prog} {'[--preset NAME] ' if self.presets else ''}[--config FILE.toml] [--dry_run] [flags]",
@@ -114,7 +123,7 @@ class CommandLine(Generic[AnyConfig]):
             formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34, width=110),
         )
         if self.presets:
-            text = "an algorithm's settings as its paper has them; --config and flags override them"
+            text = "the settings of an algorithm's paper; --config and flags override them"
             parser.add_argument("--preset", action="append", metavar="{" + ",".join(self.presets) + "}", help=text)
         text = "read options from a TOML file with these sections"
         parser.add_argument("--config", action="append", metavar="FILE.toml", help=text)
@@ -130,8 +139,11 @@ class CommandLine(Generic[AnyConfig]):
 
 
 def read_toml(path: Path, config_class: type[Config]) -> Values:
-    """Return the values of a TOML file. Raises ConfigError when there is none, it is not TOML, or it has a section or a
-    key that does not exist."""
+    """Return the values of a TOML file by name of option.
+
+    Raises:
+        ConfigError: the file does not exist, is not TOML, or has an unknown section or key.
+    """
     if not path.is_file():
         raise ConfigError(missing_file("configuration file", path))
     try:
@@ -155,7 +167,8 @@ def read_toml(path: Path, config_class: type[Config]) -> Values:
 
 
 def _place(name: str, known: Sequence[str], home: Mapping[str, str], one: str, each: str) -> str:
-    """Return where a name belongs, the nearest of the known ones, or all of these; `one` and `each` format them."""
+    """Return the hint for an unknown name: the section it belongs to, else the most similar known name, else all of
+    them. `one` and `each` are formats for one name and for a list."""
     if name in home:
         return f"`{name}` is a key of the section [{home[name]}]"
     guess = nearest(name, known)
@@ -163,8 +176,9 @@ def _place(name: str, known: Sequence[str], home: Mapping[str, str], one: str, e
 
 
 def to_toml(config: Config) -> str:
-    """Return a configuration as the TOML file that --config would read, without what is None by default."""
+    """Return a configuration as a TOML file for --config. Options that are None by default and now are left out."""
     lines = []
+    # None is written only where it is not the default: the reader's defaults fill in the others.
     for section, table in config.model_dump(mode="json").items():
         fields = type(getattr(config, section)).model_fields
         said = {name: value for name, value in table.items() if value is not None or fields[name].default is not None}
@@ -179,9 +193,10 @@ def _is_default(option: Option, config: Config) -> bool:
 
 
 def _validate(config_class: type[AnyConfig], known: Mapping[str, Option], values: Values) -> AnyConfig:
-    """Return the configuration. Raises ConfigError, in terms of flags, for a value that a field cannot have."""
+    """Return the configuration. Raises ConfigError, which names the flag, for a value that is not valid."""
     sections: dict[str, Values] = {}
     for name, value in values.items():
+        # Flags with several values arrive as lists, so the word None may be alone in one.
         is_none = known[name].optional and value in (NONE, [NONE])
         sections.setdefault(known[name].section, {})[name] = None if is_none else value
     try:
@@ -191,7 +206,8 @@ def _validate(config_class: type[AnyConfig], known: Mapping[str, Option], values
 
 
 def _over(below: Values, above: Values, known: Mapping[str, Option]) -> Values:
-    """Return one layer of values over another, without what of the lower one the upper one says in other words."""
+    """Return the values of two layers together. The upper layer wins, also over options of the lower one that set the
+    same thing under another name (`instead_of`)."""
     gone = {other for name in above for other in known[name].instead_of}
     return {name: value for name, value in below.items() if name not in gone} | above
 
@@ -199,7 +215,7 @@ def _over(below: Values, above: Values, known: Mapping[str, Option]) -> Values:
 def _single(name: str, flags: Values) -> Any:
     found = flags.pop(name, [None])
     if len(found) > 1:
-        hint = "give one, and as flags what it should not say"
+        hint = "give one, and set other options by flags"
         raise ConfigError(f"--{name} is given {len(found)} times: {', '.join(found)}", hint=hint)
     return found[0]
 
@@ -225,10 +241,11 @@ _ALLOWED = {
 
 
 def _explain(error: Mapping[str, Any]) -> str:
-    """Return one of pydantic's errors as a sentence about a flag."""
+    """Return the message for one of pydantic's errors, in terms of the flag."""
     section, *rest = error["loc"]
     name = next((part for part in rest if isinstance(part, str)), section)
-    value, kind = error["input"], error["type"]
+    value = error["input"]
+    kind = error["type"]
     if kind == "value_error":
         return f"--{name}: {error['ctx']['error']}"
     if isinstance(value, list | tuple):

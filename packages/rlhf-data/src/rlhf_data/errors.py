@@ -1,4 +1,4 @@
-"""Errors of all rlhf packages: one tree. A message says what is wrong, then, after a blank line, a `hint:`."""
+"""The errors of all rlhf packages. A message says what is wrong; after a blank line, `hint:` says what to do."""
 
 import difflib
 from collections.abc import Iterable
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 class RlhfError(Exception):
-    """Base of all errors addressed to the user. `hint` says what to do about it."""
+    """Base of all errors that a user should read. `hint` says what to do about the error."""
 
     def __init__(self, message: str, *, hint: str | None = None):
         super().__init__(with_hint(message, hint))

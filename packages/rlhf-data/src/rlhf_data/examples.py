@@ -180,10 +180,10 @@ def _longest_sequence(example: Any) -> int:
 
 def _key(data: str, encoder: Any, max_len: int) -> str:
     tokenizer = encoder.tokenizer
-    backend = getattr(tokenizer, "backend_tokenizer", None)  # serialize this one: pickles differ between processes
+    # Pickles of a Hugging Face tokenizer differ between processes; the text form of its Rust part does not.
+    backend = getattr(tokenizer, "backend_tokenizer", None)
     words = pickle.dumps(tokenizer) if backend is None else backend.to_str().encode()
     ends = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.chat_template)
-    parts = repr(
-        (_FORMAT, data, encoder, max_len, ends)
-    ).encode()  # an encoder's repr has all options but the tokenizer
+    # The repr of an encoder has all of its options except the tokenizer.
+    parts = repr((_FORMAT, data, encoder, max_len, ends)).encode()
     return hashlib.sha256(parts + words).hexdigest()[:24]

@@ -1,4 +1,4 @@
-"""argparse with our errors, and the flags of an option, of another program, and of no one."""
+"""argparse with this project's errors, flags of options, and flags of another program that are accepted beside them."""
 
 import argparse
 import difflib
@@ -12,13 +12,14 @@ from rlhf_data.errors import ConfigError, FeatureError, unknown, with_hint
 from rlhf_data.options import Option
 
 Values = dict[str, Any]
-"""Values by the names of options; as text where they come from a command line."""
+"""Values by name of option. Those from a command line are text, which the schema converts."""
 
 UNASKED = ("0", "-1", "false", "None", "none")
-"""Words after a flag that do not ask for its feature."""
+"""Words after a flag that switch its feature off."""
 
 _TRUE = "true"
-_SIMILAR, _SAME_BUT_FOR_A_SLIP = 0.55, 0.8  # shares of letters in common
+_SIMILAR = 0.55  # share of common letters from which flags with a common word count as similar
+_SAME_BUT_FOR_A_SLIP = 0.8  # likewise without a common word: probably a typing error
 
 
 class Parser(argparse.ArgumentParser):
@@ -30,12 +31,12 @@ class Parser(argparse.ArgumentParser):
 
     @property
     def flags(self) -> list[str]:
-        """All flags that --help shows, as in `--name`."""
+        """All flags that --help shows, each as `--name`."""
         shown = (action for action in self._actions if action.help != argparse.SUPPRESS)
         return [name for action in shown for name in action.option_strings if name.startswith("--")]
 
     def check_flags(self, arguments: Iterable[str]) -> None:
-        """Raise ConfigError, with the nearest one as its hint, for a flag that does not exist."""
+        """Raise ConfigError for a flag that does not exist. The hint names the most similar flag."""
         for argument in arguments:
             flag = argument.partition("=")[0]
             if flag.startswith("--") and flag not in self.flags:
@@ -47,10 +48,10 @@ class Foreign:
     """A flag of another program that a command accepts beside its own.
 
     Attributes:
-        options: names of the options that it may set. A command without one of them does not have the flag.
-        read: from the flag and the words after it to values of options and to a notice, "" for none. Raises ConfigError
-            for words that mean nothing here, and FeatureError for a feature that is not available. None: the flag is
-            one more spelling of the option that `options` names.
+        options: names of the options that it may set. A command that lacks one of them does not accept the flag.
+        read: takes the flag and the words after it; returns values of options, and a notice or "". Raises ConfigError
+            for words that are not valid, and FeatureError for a feature that is not available. None if the flag is just
+            another spelling of the one option in `options`.
     """
 
     options: Collection[str] = ()
@@ -63,7 +64,7 @@ def renamed(option: str) -> Foreign:
 
 
 def sets(notice: str = "", **values: Any) -> Foreign:
-    """Return a switch that sets options to `values`; with the word `false` it does nothing."""
+    """Return a switch that sets options to `values`. With the word `false` after it, it does nothing."""
 
     def read(flag: str, words: Sequence[str]) -> tuple[Values, str]:
         return (dict(values), notice) if is_on(flag, words) else ({}, "")
@@ -72,7 +73,7 @@ def sets(notice: str = "", **values: Any) -> Foreign:
 
 
 def mapped(meanings: Mapping[str, Values], notice: str = "") -> Foreign:
-    """Return a flag whose one word stands for values of options."""
+    """Return a flag with one word after it. `meanings` has the words, each with the values of options it stands for."""
 
     def read(flag: str, words: Sequence[str]) -> tuple[Values, str]:
         word = " ".join(words)
@@ -84,13 +85,13 @@ def mapped(meanings: Mapping[str, Values], notice: str = "") -> Foreign:
 
 
 def moot(why: str) -> Foreign:
-    """Return a flag that does nothing here, which a notice says with the reason."""
+    """Return a flag that is accepted and has no effect. A notice gives the reason, `why`."""
     return Foreign(read=lambda flag, words: ({}, f"{flag} has no effect: {why}"))
 
 
 def absent(feature: str, *, hint: str | None = None, unless: Collection[str] = UNASKED) -> Foreign:
-    """Return a flag for a feature that is not available: an error, except for words in `unless`, which do not ask for
-    the feature."""
+    """Return a flag for a feature that is not available. It is an error unless the words after it switch the feature
+    off; `unless` lists those words."""
 
     def read(flag: str, words: Sequence[str]) -> tuple[Values, str]:
         if " ".join(words) in unless:
@@ -101,7 +102,11 @@ def absent(feature: str, *, hint: str | None = None, unless: Collection[str] = U
 
 
 def is_on(flag: str, words: Sequence[str]) -> bool:
-    """Return whether a switch is on. Raises ConfigError unless the words after it are none, `true` or `false`."""
+    """Return whether a switch is on, which it is unless `false` follows it.
+
+    Raises:
+        ConfigError: a word other than true or false follows it.
+    """
     word = " ".join(words).lower()
     if word not in ("", "true", "false"):
         raise ConfigError(f"{flag} is {' '.join(words)}; it must be true or false")
@@ -109,13 +114,15 @@ def is_on(flag: str, words: Sequence[str]) -> bool:
 
 
 def add_option(group: argparse._ArgumentGroup, option: Option) -> None:
-    """Add the flags of an option. Values stay text: the schema knows their types."""
+    """Add the flags of an option. argparse keeps values as text, and the schema converts and checks them."""
     group.add_argument(*option.flags, dest=option.name, help=_help(option), **_shape(option))
 
 
 def add_foreign(parser: Parser, known: Mapping[str, Option], foreign: Mapping[str, Foreign]) -> None:
-    """Add the flags of another program, which --help does not show: those that are not flags of the parser already and
-    whose options are all known."""
+    """Add the flags of another program, without showing them in --help.
+
+    Left out are flags that the parser has already, and flags that set an option which the command does not have.
+    """
     own = set(parser.flags)
     for name, meaning in foreign.items():
         if f"--{name}" in own or not known.keys() >= set(meaning.options):
@@ -124,7 +131,7 @@ def add_foreign(parser: Parser, known: Mapping[str, Option], foreign: Mapping[st
             [option] = meaning.options
             shape = _shape(known[option]) | {"dest": option}
         else:
-            # Each use is kept: two of them may say different things.
+            # "append" keeps every use of the flag, so that two contradictory uses can be reported.
             shape = {"dest": _FOREIGN + name, "nargs": "*", "action": "append"}
         parser.add_argument(f"--{name}", help=argparse.SUPPRESS, **shape)
 
@@ -134,13 +141,13 @@ _FOREIGN = "foreign:"
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """The flags of a command line, read.
+    """The parsed flags of a command line.
 
     Attributes:
-        values: by the names of options.
-        notices: what the flags of another program had to say, a sentence each.
-        unavailable: an error for each flag that asks for a feature that is not available.
-        is_foreign: whether a flag of another program was given.
+        values: values by name of option.
+        notices: notices about flags of another program, one sentence each.
+        unavailable: one error per flag that asks for a feature that is not available.
+        is_foreign: whether at least one flag of another program was given.
     """
 
     values: Values
@@ -154,20 +161,23 @@ def read_flags(
     argv: Sequence[str],
     foreign: Mapping[str, Foreign],
 ) -> Words:
-    """Return what the flags of a command line say.
+    """Parse a command line.
 
     Args:
-        parser: has a flag for each option and for each entry of `foreign`.
-        argv: what was typed.
-        foreign: flags of another program, without `--`.
+        parser: has the flags of all options, and those of `foreign`.
+        argv: the words of the command line.
+        foreign: flags of another program, by name without `--`.
 
     Raises:
-        ConfigError: for an unknown flag, with the nearest ones, or for two flags that set an option differently.
+        ConfigError: an unknown flag, with the most similar ones as the hint, or two flags that set one option to
+            different values.
     """
     names = parser.flags
+    # argparse takes `-1,2` for a flag, because only a plain negative number counts as a value. Its own message would
+    # say that the flag before it lacks its value.
     for flag, value in pairwise(argv):
         if flag in names and re.match(r"-[\d.][^ ,]*,", value):
-            raise ConfigError(f"{flag}: `{value}` begins as a flag does", hint=f"write {flag}={value}")
+            raise ConfigError(f"{flag}: `{value}` begins with `-`, as a flag does", hint=f"write {flag}={value}")
     namespace, rest = parser.parse_known_args(list(argv))
     if rest:
         raise ConfigError(_unknown_flags(rest, names, parser.prog))
@@ -211,7 +221,7 @@ def _unknown_flags(rest: Sequence[str], names: Sequence[str], prog: str) -> str:
 
 
 def nearest_flag(flag: str, names: Sequence[str]) -> str | None:
-    """Return the flag that was probably meant: one with a word in common, or nearly the same letters."""
+    """Return the flag that was probably meant: one that shares a word, or nearly all letters. None if there is none."""
     name = flag.lstrip("-").replace("-", "_")
     words = set(name.split("_"))
     for guess in difflib.get_close_matches(name, [known.lstrip("-") for known in names], n=5, cutoff=_SIMILAR):
@@ -224,7 +234,7 @@ def _shape(option: Option) -> dict[str, Any]:
     if option.is_switch:
         return {"nargs": "?", "const": _TRUE, "metavar": "true|false"}
     if option.num_values > 1:
-        # `+`, so that None is a value of it, and the schema counts the others
+        # With "+", the single word None is accepted, too. The schema checks the number of other values.
         return {"nargs": "+" if option.optional else option.num_values, "metavar": "X"}
     if option.choices:
         return {"metavar": "{" + ",".join(option.choices) + "}"}

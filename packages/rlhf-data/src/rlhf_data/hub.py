@@ -41,7 +41,7 @@ def open_dataset(
     except RlhfError:
         raise
     except Exception as error:  # the library passes on errors of many kinds from its readers
-        hint = None if path.exists() else "a name that is no file is looked up on the hub, which needs the network"
+        hint = None if path.exists() else "names that are not files are looked up on the hub, which needs a network"
         raise DataError(f"data set {name} cannot be opened: {error}", hint=hint) from error
     return table, None if streaming else table._fingerprint
 

@@ -1,4 +1,4 @@
-"""Whether rows have the keys that options name, and which flag to type when they do not."""
+"""A check that rows have the keys that options name. Its error says which flag to type."""
 
 from collections.abc import Collection, Mapping
 
@@ -6,7 +6,7 @@ from rlhf_data.errors import DataError, nearest
 from rlhf_data.rows import Row, RowErrors
 from rlhf_data.sources import Rows
 
-# What data sets call the same thing, most common first.
+# Names that public data sets use for the same content, the most common first.
 _OTHER_NAMES: Mapping[str, tuple[str, ...]] = {
     "input_key": ("input", "question", "prompt", "problem", "query", "instruction", "messages", "conversations"),
     "prompt_key": ("prompt", "question", "input", "problem", "query", "instruction", "messages"),
@@ -24,7 +24,7 @@ def check_keys(rows: Rows, keys: Mapping[str, str | None], optional: Collection[
 
     Args:
         rows: one or more sources.
-        keys: option, such as "input_key", to the key that it names; None for an option that names none.
+        keys: by option, such as "input_key", the key that it names, or None.
         optional: the options that may be None.
     """
     for source in rows.sources:
@@ -37,8 +37,8 @@ def check_keys(rows: Rows, keys: Mapping[str, str | None], optional: Collection[
 
 
 def _advice(option: str, key: str, row: Row, taken: Collection[str | None], is_optional: bool) -> str:
-    """Return what to type; a key that another option names already is not proposed."""
+    """Return the hint: what to type. It does not propose a key that another option names already."""
     free = [name for name in row.values if name not in taken]
     guess = nearest(key, free) or next((name for name in _OTHER_NAMES.get(option, ()) if name in free), None)
     advice = f"did you mean --{option} {guess}?" if guess else f"name one of these keys with --{option} KEY"
-    return f"{advice}; --{option} None: there is none" if is_optional else advice
+    return f"{advice}; --{option} None if rows have none" if is_optional else advice

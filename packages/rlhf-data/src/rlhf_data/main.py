@@ -1,4 +1,4 @@
-"""The command `rlhf-data`: what is in data files, and what a model would learn from them."""
+"""The command `rlhf-data`: shows what data files contain and which tokens a model would be trained on."""
 
 import argparse
 import os
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> tuple[Parser, Parser]:
-    """Return the parser, and that of its command."""
+    """Return the parser of `rlhf-data`, and that of its command `inspect`."""
     parser = Parser(prog="rlhf-data", description=__doc__, allow_abbrev=False)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     command = commands.add_parser("inspect", help="count, measure and show the rows of data files", allow_abbrev=False)
@@ -58,11 +58,19 @@ def _parser() -> tuple[Parser, Parser]:
     command.add_argument("--tokenizer", metavar="NAME", help="folder or hub name; without it only the rows are counted")
     command.add_argument("--kind", default="sft", help=f"what the rows are for: {', '.join(_OPTIONS)} (default: sft)")
     command.add_argument("--row", type=int, default=1, metavar="N", help="show the Nth row (default: 1)")
-    command.add_argument("--max_len", type=int, default=2048, help="count what has more tokens (default: 2048)")
-    command.add_argument("--max_samples", type=int, help="read only so many rows of each file")
-    command.add_argument("--split", default="train", help="of data sets that have splits (default: train)")
-    command.add_argument("--tokenizer_chat_template", default=argparse.SUPPRESS, metavar="TEXT", help="not its own")
-    encoding = command.add_argument_group("encoding", "as in the trainers; an --output_key '' stands for none")
+    command.add_argument(
+        "--max_len", type=int, default=2048, help="count examples with more tokens than this (default: 2048)"
+    )
+    command.add_argument("--max_samples", type=int, help="read at most this many rows of each file")
+    command.add_argument(
+        "--split", default="train", help="the split to read from data sets that have splits (default: train)"
+    )
+    command.add_argument(
+        "--tokenizer_chat_template", default=argparse.SUPPRESS, metavar="TEXT", help="instead of the tokenizer's"
+    )
+    encoding = command.add_argument_group(
+        "encoding", "options of the trainers; --output_key '' means that rows have no output"
+    )
     for name in _NAMES[1:]:
         action: dict[str, Any] = {"action": "store_true"} if name in _SWITCHES else {"metavar": "TEXT"}
         encoding.add_argument(f"--{name}", default=argparse.SUPPRESS, **action)
@@ -120,8 +128,10 @@ def _encoder(kind: str, tokenizer_name: str, given: dict[str, Any]) -> Any:
 
 
 def _print_rows(rows: Iterable[Row], number: int) -> tuple[int, Row | None]:
-    """Print the keys of rows; return their count and the row of that number, from 1."""
-    count, shown, keys = 0, None, Counter()
+    """Print the keys of all rows. Return the number of rows, and the row with the given number, counted from 1."""
+    count = 0
+    shown = None
+    keys = Counter()
     for count, row in enumerate(rows, start=1):
         keys.update((key, kind_of(value)) for key, value in row.values.items())
         shown = row if count == number else shown

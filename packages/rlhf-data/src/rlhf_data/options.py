@@ -1,4 +1,4 @@
-"""What sections and fields of a configuration are made of."""
+"""Building blocks of a command's configuration: options, and sections of options that belong together."""
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -13,38 +13,45 @@ from rlhf_data.errors import ConfigError, unknown, with_hint
 
 
 class Section(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=()):
-    """One concern; its `title`, a class argument, heads it in --help."""
+    """Options that belong together. The class argument `title` is their heading in --help."""
 
 
 AnySection = TypeVar("AnySection", bound=Section)
 
 
 class Config(BaseModel, frozen=True, extra="forbid", protected_namespaces=()):
-    """Everything that a command is told, a field a section."""
+    """All options of a command, with one field per section."""
 
     def check(self, given: Collection[str]) -> list[str]:
-        """Check what concerns several fields; return a notice for each option that has no effect.
+        """Check options that depend on each other; return a notice for each option that has no effect.
 
-        `given` are the options that somebody set to something else than the default. Raises ConfigError for options
-        that cannot work together.
+        Args:
+            given: names of the options that the user set to a value other than the default.
+
+        Raises:
+            ConfigError: options that cannot work together.
         """
         return []
 
     def missing(self) -> list[ConfigError]:
-        """Return an error for each option that a run needs and nobody set. A dry run shows what it can without them."""
+        """Return an error for each option that a run needs and the user did not set.
+
+        A run raises the first error. A dry run lists them all and shows what it can without the options.
+        """
         return []
 
 
 def flag(
     default: Any, text: str, *, aliases: Sequence[str] = (), instead_of: Sequence[str] = (), **bounds: float
 ) -> Any:
-    """Return a field of a section.
+    """Return an option: a field of a section.
 
     Args:
-        default: its value when nobody sets it.
-        text: what --help says of it.
-        aliases: further flags for it.
-        instead_of: options whose place it takes: what a layer below says with them no longer counts.
+        default: the value when the user sets none.
+        text: the help text.
+        aliases: further spellings of the flag.
+        instead_of: other options that set the same thing. If this one is set in a higher layer, such as a flag, values
+            of the others in a lower layer, such as a file, are dropped.
         bounds: pydantic's `ge`, `gt`, `le` and `lt`.
     """
     extra = {"aliases": list(aliases), "instead_of": list(instead_of)}
@@ -52,7 +59,7 @@ def flag(
 
 
 def with_defaults(section: type[AnySection], **defaults: Any) -> type[AnySection]:
-    """Return a section with other defaults for some of its options, which keep their types, bounds and texts."""
+    """Return a section with other defaults for some options. Their types, bounds and help texts stay the same."""
     fields: dict[str, Any] = {}
     for name, default in defaults.items():
         info = copy(section.model_fields[name])
@@ -62,19 +69,24 @@ def with_defaults(section: type[AnySection], **defaults: Any) -> type[AnySection
 
 
 def matching(kind: type, *sections: Section) -> dict[str, Any]:
-    """Return what sections hold for those fields of a dataclass that are called the same."""
+    """Return the values of sections' options that have the name of a field of the dataclass `kind`."""
     return {f.name: getattr(part, f.name) for f in fields(kind) for part in sections if hasattr(part, f.name)}
 
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """The values a text field may have; metadata of the field."""
+    """The allowed values of a text option, kept in the metadata of its field."""
 
     names: tuple[str, ...]
 
 
 def one_of(names: Iterable[str], titles: Mapping[str, str] | None = None) -> Any:
-    """Return the type of a text field that must be one of `names`; `titles` are what else people call them."""
+    """Return the type of a text option with a fixed list of values.
+
+    Args:
+        names: the allowed values.
+        titles: the name that papers use for a value, by value. A title is refused with a hint that names the value.
+    """
     choices = Choices(tuple(names))
     by_title = {title.lower(): (name, title) for name, title in (titles or {}).items()}
 
@@ -91,14 +103,14 @@ def one_of(names: Iterable[str], titles: Mapping[str, str] | None = None) -> Any
 
 
 def _around_zero(value: Any) -> Any:
-    """Return (-X, X) for a single number X, and anything else as it is."""
+    """Return (-X, X) for a single number X. Any other value is returned unchanged, for pydantic to check."""
     words = value if isinstance(value, list | tuple) else [value]
     if len(words) != 1:
         return value
     try:
         bound = float(words[0])
     except (TypeError, ValueError):
-        return words * 2  # refused as the words that they are
+        return words * 2  # pydantic refuses each word as a number, with a better message than a wrong count
     if not 0 < bound < math.inf:
         raise ValueError(with_hint(f"{words[0]} is one number, which must be above 0", "give LOW HIGH, or X for -X X"))
     return -bound, bound
@@ -110,8 +122,13 @@ SymmetricRange = Annotated[tuple[float, float], BeforeValidator(_around_zero)]
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One field of one section, as flags and TOML see it: `section` is its table in TOML, `name` its key there and its
-    flag after `--`, `info` pydantic's description of it."""
+    """One option of a command.
+
+    Attributes:
+        section: its table in a TOML file.
+        name: its key in that table, and its flag without `--`.
+        info: pydantic's description of the field.
+    """
 
     section: str
     name: str
@@ -124,25 +141,28 @@ class Option:
 
     @property
     def choices(self) -> tuple[str, ...] | None:
-        """The values it may have, where they are a list."""
-        for item in (*self.info.metadata, *(m for arg in get_args(self.info.annotation) for m in get_args(arg)[1:])):
+        """The allowed values; None if there is no fixed list of them."""
+        # pydantic moves the metadata of `Annotated[str, ...]` into the field. In `Annotated[str, ...] | None` it stays
+        # with the first member of the union.
+        in_union = (item for member in get_args(self.info.annotation) for item in get_args(member)[1:])
+        for item in (*self.info.metadata, *in_union):
             if isinstance(item, Choices):
                 return item.names
         return None
 
     @property
     def instead_of(self) -> Sequence[str]:
-        """The options whose place it takes."""
+        """Other options that set the same thing; see `flag`."""
         return self.info.json_schema_extra["instead_of"]
 
     @property
     def is_switch(self) -> bool:
-        """Whether it is on or off."""
+        """Whether the option is either on or off."""
         return self.info.annotation is bool
 
     @property
     def num_values(self) -> int:
-        """Words that follow its flag."""
+        """How many words follow the flag: more than one for a tuple."""
         for kind in (self.info.annotation, *get_args(self.info.annotation)):
             plain = get_args(kind)[0] if get_origin(kind) is Annotated else kind
             if get_origin(plain) is tuple:
@@ -151,12 +171,12 @@ class Option:
 
     @property
     def optional(self) -> bool:
-        """Whether None is a value."""
+        """Whether the value may be None."""
         return type(None) in get_args(self.info.annotation)
 
 
 def options(config_class: type[Config]) -> Iterator[Option]:
-    """Yield every field of every section of a configuration, in the order of their definition."""
+    """Yield every option of every section of a configuration, in the order of definition."""
     for section, info in config_class.model_fields.items():
         for name, field in info.annotation.model_fields.items():
             yield Option(section, name, field)

@@ -82,6 +82,8 @@ def _fit(lengths: np.ndarray, bins: list[list[int]], budget_tokens: int) -> bool
     while max(tokens) > budget_tokens:
         fullest = tokens.index(max(tokens))
         emptiest = tokens.index(min(tokens))
+        # gains[i, j]: tokens that the fullest bin loses if its item i and item j of the emptiest bin change places. An
+        # exchange helps if it brings the fullest bin within the budget and keeps the emptiest one within it.
         gains = lengths[bins[fullest]][:, None] - lengths[bins[emptiest]]
         helps = (gains >= tokens[fullest] - budget_tokens) & (gains <= budget_tokens - tokens[emptiest])
         if not helps.any():
@@ -97,8 +99,8 @@ def _fit(lengths: np.ndarray, bins: list[list[int]], budget_tokens: int) -> bool
 def split_balanced(lengths: Sequence[int] | np.ndarray, num_parts: int) -> list[list[int]]:
     """Return a share of the indices for each rank, with nearly equal token sums by a greedy split.
 
-    The longest item first, each to the share with the fewest tokens so far among those that are not full. The numbers
-    of items per share differ by at most one.
+    Items are taken longest first. Each goes to the share with the fewest tokens so far, among the shares that may take
+    another item: the numbers of items per share differ by at most one.
 
     Args:
         lengths: [N] tokens per item, each at least 1.

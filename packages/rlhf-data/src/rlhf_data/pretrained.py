@@ -52,7 +52,8 @@ def located(path: str | Path) -> tuple[str, bool]:
     Raises:
         ConfigError: the text looks like a folder, and no such folder exists. The hub is not asked.
     """
-    folder, text = Path(path).expanduser(), str(path)
+    folder = Path(path).expanduser()
+    text = str(path)
     if folder.is_dir():
         return str(folder), True
     is_name = isinstance(path, str) and not text.startswith((".", "/", "~")) and text.count("/") == 1

@@ -32,7 +32,7 @@ class FinishReason(StrEnum):
 
 
 class VerdictKind(StrEnum):
-    """What became of a reward: the first three are scores to learn from, the last two are failures of the scorer."""
+    """The outcome of scoring. The policy learns from the first three; the last two are failures of the scorer."""
 
     OK = "ok"
     WRONG = "wrong"
@@ -42,7 +42,7 @@ class VerdictKind(StrEnum):
 
     @property
     def failed(self) -> bool:
-        """Whether there is no score at all."""
+        """Whether the scorer failed, so that there is no score."""
         return self in (VerdictKind.TIMEOUT, VerdictKind.CRASH)
 
 
@@ -64,7 +64,7 @@ class Prompt:
     Attributes:
         prompt_id: unique in its data set.
         token_ids: [P] int32, P >= 1; exactly what the engine receives.
-        text: the rendered prompt; a view of the tokens for rewards and people.
+        text: the rendered prompt, for rewards and people.
         label: the reference answer, as the reward function receives it.
         source: the data source it came from.
     """
@@ -83,13 +83,13 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A run of tokens from one author.
+    """Consecutive tokens from one source.
 
     Attributes:
         source: who wrote them.
         token_ids: [n] int32.
         logprobs: [n] float32, nats, under the distribution they were sampled from; for policy spans only.
-        policy_version: optimizer steps behind the weights that sampled them; for policy spans only.
+        policy_version: version of the weights that sampled them, counted in updates; for policy spans only.
     """
 
     source: SpanSource
@@ -110,13 +110,13 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """A reward and how it came about.
+    """The result of scoring a rollout.
 
     Attributes:
-        kind: see `VerdictKind`.
-        reward: what the policy learns from; None exactly when `kind.failed`.
-        score: the raw score; the reward itself when the scorer tells no difference.
-        detail: one line for people, such as an exception's text.
+        kind: the outcome.
+        reward: what the policy learns from; None if and only if `kind.failed`.
+        score: the raw score; equal to the reward unless the scorer returned both.
+        detail: one line for people, such as the text of an exception.
         extra: further numbers to log.
         seconds: how long scoring took, failed attempts included.
         turn_rewards: the reward of each turn, in order; their sum is `reward`. Empty when the reward is for the rollout
@@ -166,7 +166,7 @@ class Rollout:
         spans: the tokens, in order.
         finish_reason: why it ended.
         text: the decoded response.
-        verdict: None until scored.
+        verdict: the result of scoring; None before it.
     """
 
     rollout_id: str
@@ -226,13 +226,13 @@ class Rollout:
 
     @property
     def turn_ends(self) -> np.ndarray:
-        """[K] int64: the position in `token_ids` of the last token of each turn, an unbroken run of policy tokens."""
+        """[K] int64: the position in `token_ids` of the last token of each turn (consecutive policy tokens)."""
         followed_by = np.append(self.loss_mask[1:], False)
         return np.flatnonzero(self.loss_mask & ~followed_by)
 
     @property
     def policy_version(self) -> int:
-        """The oldest version that wrote a token of it."""
+        """The oldest policy version that wrote a token of this rollout; 0 if the policy wrote none."""
         return min((span.policy_version for span in self.spans if span.policy_version is not None), default=0)
 
 
@@ -267,7 +267,7 @@ class RolloutGroup:
     """All episodes of one prompt.
 
     Attributes:
-        group_id: carried by every episode and rollout of it: nothing is positional.
+        group_id: also stored in each of its episodes and rollouts, so that nothing depends on their positions.
         prompt: what was asked.
         episodes: the attempts.
     """

@@ -112,7 +112,7 @@ class RowErrors:
         if is_allowed and self.num_bad < num_rows:
             return
         message = f"{self.num_bad} of {num_rows} rows cannot be used; the first:\n" + "\n".join(self.first)
-        hint = None if is_allowed else "repair them, or leave them all out with --skip_bad_rows; 1 % is left out anyway"
+        hint = None if is_allowed else "repair them, or leave all of them out with --skip_bad_rows (1 % is tolerated)"
         raise DataError(message, hint=hint)
 
 

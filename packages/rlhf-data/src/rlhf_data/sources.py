@@ -45,7 +45,7 @@ def parse_probs(option: str, text: str | None) -> tuple[float, ...] | None:
     try:
         return None if text is None else tuple(float(part) for part in text.split(","))
     except ValueError:
-        raise ConfigError(f"--{option} is {text}; it must be numbers with commas between them") from None
+        raise ConfigError(f"--{option} is {text}; it must be numbers separated by commas") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +83,8 @@ class Rows:
             for source in self.sources:
                 yield from self._read(source, errors)
             return
+        # A source that ends before the others starts again, so that the proportions hold until every source was read
+        # whole at least once.
         generator = np.random.default_rng(self.seed)
         streams = [self._read(source, errors) for source in self.sources]
         unfinished = set(range(len(streams)))
@@ -145,7 +147,7 @@ def open_sources(
     """
     names = [text] if isinstance(text, Path) else [part.strip() for part in text.split(",") if part.strip()]
     if not names:
-        raise ConfigError("no data is named")
+        raise ConfigError("no data source is named")
     if max_samples is not None and max_samples < 1:
         raise ConfigError(f"the number of samples to read must be at least 1, got {max_samples}")
     if probs is not None:

@@ -1,4 +1,4 @@
-"""Small stand-ins for tests: a tokenizer without dependencies, and makers of files and records."""
+"""Small stand-ins for tests: a tokenizer without dependencies, a clock, and makers of files and records."""
 
 import json
 import re
@@ -71,6 +71,16 @@ class ByteTokenizer:
             return text
         ids = self.encode(text, add_special_tokens=False)
         return {"input_ids": ids} if return_dict else ids
+
+
+class ManualClock:
+    """A clock that stands at `now` seconds until a test moves it."""
+
+    def __init__(self, now: float = 1000.0) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
 
 
 def write_jsonl(path: str | Path, rows: Iterable[Any]) -> Path:

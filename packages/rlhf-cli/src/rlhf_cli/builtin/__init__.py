@@ -1,12 +1,12 @@
-"""What `ppo` runs on when it is given nothing: a tiny model, prompts with answers, and a recipe with a rule reward.
+"""What `ppo` uses without any flags: a tiny model, prompts with answers, and a recipe with a rule-based reward.
 
-`tools/builtin/` of the repository makes the model and the data anew.
+`tools/builtin/` in the repository creates the model and the data.
 """
 
 from pathlib import Path
 
 BUILTIN = "builtin"
-"""The name that stands for the model, the prompts or the held-out prompts of this folder."""
+"""The name that flags accept for the model, the prompts or the held-out prompts of this folder."""
 
 _FOLDER = Path(__file__).resolve().parent
 

@@ -1,1 +1,1 @@
-"""The commands: each parses its flags first and imports what it runs afterwards."""
+"""The commands. Each parses its flags first and imports heavy libraries afterwards."""

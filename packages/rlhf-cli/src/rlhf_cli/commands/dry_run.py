@@ -1,4 +1,4 @@
-"""What a dry run of `ppo` shows: the plan, what could not be looked at, and what a run would still need."""
+"""A dry run of `ppo`: shows the plan, what could not be checked from here, and what a run would still need."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,7 @@ from rlhf_data.command_line import Parsed, to_toml
 from rlhf_data.errors import ConfigError
 from rlhf_train.online.placement import PlacementPlan, gpus_needed, plan_placement
 
-_GPUS_OF_A_NODE = 8  # of a machine that nobody has described; a model that asks for more per node has its way
+_GPUS_OF_A_NODE = 8  # assumed where the machine is not known; more if a model asks for more GPUs per node
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +26,9 @@ class Seen:
     """What a dry run found.
 
     Attributes:
-        inputs: everything that a run reads, checked; None when a part of it could not be looked at.
-        num_prompts: rows to train on; None when they are not known.
-        absent: what could not be looked at.
+        inputs: everything that a run reads, checked; None if a part of it is not on this machine.
+        num_prompts: number of rows to train on; None if it is not known.
+        absent: what is not on this machine.
     """
 
     inputs: Inputs | None
@@ -40,11 +40,11 @@ def show_ppo(parsed: Parsed[PpoConfig], folder: Path, console: Console) -> int:
     """Show what a run of `ppo` would do; return the exit status.
 
     Raises:
-        ConfigError: for options that contradict each other or a model, data or reward that is here and does not work.
-        DataError: for data that is here and cannot be used.
+        ConfigError: options that contradict each other, or a model, data or reward on this machine that does not work.
+        DataError: data on this machine that cannot be used.
     """
     config = parsed.config
-    console.working("looking at model, data and reward")
+    console.working("checking model, data and reward")
     seen = _look(parsed, folder)
     plan = _plan(parsed, seen.absent)
     unavailable = [*parsed.unavailable, *unavailable_in(config, plan)]
@@ -65,8 +65,9 @@ def show_ppo(parsed: Parsed[PpoConfig], folder: Path, console: Console) -> int:
 
 
 def _look(parsed: Parsed[PpoConfig], folder: Path) -> Seen:
-    """Return what can be seen of a run's inputs from here."""
-    config, absent = parsed.config, Absent()
+    """Check those of a run's inputs that are on this machine."""
+    config = parsed.config
+    absent = Absent()
     check_output_folder(folder)
     functions = [source.targets[0] for source in config.reward.sources() if source.kind == "function"]
     critic = config.model.critic_pretrain if config.algorithm.row.uses_critic else None
@@ -88,21 +89,26 @@ def _look(parsed: Parsed[PpoConfig], folder: Path) -> Seen:
 
 
 def _check_model(config: PpoConfig, name: str) -> None:
+    """Raise ConfigError for a model that cannot be run as the flags say."""
     model_config, _ = load_model_files(model_path(name))
     check_attention(config.model, model_config)
     check_context(model_config, *longest_sequence(config))
 
 
 def _plan(parsed: Parsed[PpoConfig], absent: Absent) -> PlacementPlan:
-    """Return the plan for --plan_gpus, the GPUs that are here, or those that the flags name; note what is assumed."""
-    config, placement = parsed.config, parsed.config.placement
+    """Return the placement for the first of these: --plan_gpus, the GPUs here, as many GPUs as the flags ask for.
+
+    What is assumed, or does not fit on the GPUs here, is added to `absent`.
+    """
+    config = parsed.config
+    placement = parsed.config.placement
     request = make_request(config, max(_GPUS_OF_A_NODE, placement.most_gpus_per_node))
     if placement.plan_gpus is not None:
         absent.unseen.append(f"GPUs: planned for --plan_gpus {placement.plan_gpus}")
         return plan_placement(request, placement.plan_gpus)
     try:
         num_here, _ = find_gpus()
-    except ConfigError as error:  # of a cluster that does not answer
+    except ConfigError as error:  # the Ray cluster does not answer
         num_here = 0
         absent.unseen.append(str(error).partition("\n")[0])
     if num_here == 0 and not GPU_FLAGS & parsed.given:

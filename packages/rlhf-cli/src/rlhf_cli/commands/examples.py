@@ -1,4 +1,4 @@
-"""The commands that learn from fixed examples: what makes examples of rows, and what is learned, a row a command."""
+"""The commands that train on fixed examples. Each entry has the encoder of its rows and the objective."""
 
 from typing import Any
 
@@ -80,7 +80,8 @@ def _judged_steps(config: PrmConfig, tokenizer: Any) -> Any:
 
     ids = []
     for text in config.data.reward_tokens:
-        ids += (found := tokenizer(text, add_special_tokens=False)["input_ids"])
+        found = tokenizer(text, add_special_tokens=False)["input_ids"]
+        ids += found
         if len(found) != 1:
             message = f"--reward_tokens: {text!r} is {len(found)} tokens, not one"
             raise ConfigError(message, hint="use a character, such as + and -, or a special token")
@@ -91,7 +92,7 @@ COMMANDS = {
     "sft": Command(
         name="sft",
         description="Supervised fine-tuning: read prompts with completions, train the model on the completions, and"
-        " write a Hugging Face model folder. One process; under torchrun, one process a GPU.",
+        " write a Hugging Face model folder. One process; under torchrun, one process per GPU.",
         config=SftConfig,
         encoder=_demonstrations,
         objective=_completions,
@@ -100,8 +101,8 @@ COMMANDS = {
     ),
     "rm": Command(
         name="rm",
-        description="Reward model: the model gets a scalar head that is to score the chosen answer of each pair above"
-        " the rejected one. Mean and deviation of its scores are stored with it.",
+        description="Reward model: train a model with a scalar head to score the chosen answer of each pair higher than"
+        " the rejected one. The mean and standard deviation of its scores are stored with it.",
         config=RmConfig,
         encoder=_pairs,
         objective=_scores,
@@ -110,8 +111,8 @@ COMMANDS = {
     ),
     "dpo": Command(
         name="dpo",
-        description="Direct preference optimization, and its relatives by --loss_type: the chosen answer of each pair"
-        " is to become likelier than the rejected one.",
+        description="Direct preference optimization and, with --loss_type, related losses: make the chosen answer of"
+        " each pair more likely than the rejected one.",
         config=DpoConfig,
         encoder=_pairs,
         objective=_preferences,
@@ -120,7 +121,7 @@ COMMANDS = {
     ),
     "kto": Command(
         name="kto",
-        description="Kahneman-Tversky optimization: learn from answers that were judged one by one, good or bad.",
+        description="Kahneman-Tversky optimization: learn from single answers that were judged good or bad.",
         config=KtoConfig,
         encoder=_verdicts,
         objective=_judged_answers,
@@ -129,7 +130,7 @@ COMMANDS = {
     ),
     "prm": Command(
         name="prm",
-        description="Process reward model: a language model that writes its verdict after each step of a solution.",
+        description="Process reward model: train a language model to judge each step of a solution.",
         config=PrmConfig,
         encoder=_steps,
         objective=_judged_steps,
@@ -138,7 +139,7 @@ COMMANDS = {
     ),
     "kd": Command(
         name="kd",
-        description="Knowledge distillation: the examples of `sft`, on whose completions the model follows a teacher.",
+        description="Knowledge distillation: train on the examples of `sft` and on a teacher's predictions for them.",
         config=KdConfig,
         encoder=_demonstrations,
         objective=_teacher,

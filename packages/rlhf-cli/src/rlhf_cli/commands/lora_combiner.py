@@ -1,4 +1,4 @@
-"""`lora_combiner`: merge an adapter into its model."""
+"""`lora_combiner`: merge a LoRA adapter into its model."""
 
 import sys
 from collections.abc import Sequence
@@ -17,15 +17,15 @@ DESCRIPTION = "Merge a low-rank adapter into its model, or reward model, and wri
 
 
 class MergeSection(with_defaults(PrecisionSection, bf16=True), title="merge"):
-    """What is merged into what."""
+    """The adapter, its model and the output folder."""
 
     model_path: str | None = flag(None, "the model that the adapter was trained on: a folder or hub name")
-    lora_path: str | None = flag(None, "the adapter's folder; one of a reward model has its head in it")
-    output_path: str | None = flag(None, "folder for the merged model, new or empty")
+    lora_path: str | None = flag(None, "folder of the adapter; for a reward model it also contains the score head")
+    output_path: str | None = flag(None, "new or empty folder for the merged model")
 
 
 class LoraCombinerConfig(Config):
-    """Everything `lora_combiner` is told."""
+    """All options of `lora_combiner`."""
 
     merge: MergeSection = MergeSection()
 
@@ -60,7 +60,7 @@ def _run(argv: Sequence[str]) -> int:
     out = user_path(merge.output_path)
     check_output_folder(out, "--output_path")
     with Progress().doing(f"merging {merge.lora_path} into {merge.model_path}"):
-        from rlhf_models.lora import merge_adapter  # takes seconds
+        from rlhf_models.lora import merge_adapter  # imports torch, which takes seconds
 
         merge_adapter(model_path(merge.model_path), user_path(merge.lora_path), out, dtype=merge.dtype)
     print(f"written to {out}")

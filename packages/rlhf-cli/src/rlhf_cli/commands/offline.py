@@ -1,7 +1,7 @@
-"""The part that `sft`, `rm`, `dpo`, `kto`, `prm` and `kd` share: from flags to a run over fixed examples.
+"""The code that `sft`, `rm`, `dpo`, `kto`, `prm` and `kd` share: from flags to a run on fixed examples.
 
-Under torchrun or deepspeed every process runs this code: each checks and tokenizes the same data, and rank 0 alone
-speaks and writes.
+Under torchrun or deepspeed every process runs this code. Each of them checks and tokenizes the same data; only rank 0
+prints and writes files.
 """
 
 import os
@@ -40,21 +40,22 @@ if TYPE_CHECKING:
     from rlhf_train.offline.job import OfflineJob
     from rlhf_train.specs import ModelSpec
 
+# By kind of model, the function that loads the final model, for the last line of the output.
 _LOADERS = {"actor": "AutoModelForCausalLM.from_pretrained", "reward": "rlhf_models.loading.load_reward_model"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """One command.
+    """A command that trains on fixed examples.
 
     Attributes:
-        name: `rlhf NAME`.
-        description: for --help.
+        name: its name, as in `rlhf NAME`.
+        description: the first paragraph of --help.
         config: the class of its configuration.
-        encoder: makes, from configuration and tokenizer, the encoder that turns rows into examples.
-        objective: makes, from configuration and tokenizer, the objective.
-        prefix: prefix of the metrics' names.
-        metrics: what the objective measures, without the prefix; the first few are shown.
+        encoder: takes configuration and tokenizer; returns the encoder that turns rows into examples.
+        objective: takes configuration and tokenizer; returns the objective.
+        prefix: prefix of the objective's metrics.
+        metrics: names of these metrics, without the prefix; the first few are shown during a run.
     """
 
     name: str
@@ -67,7 +68,7 @@ class Command:
 
     @property
     def command_line(self) -> CommandLine[OfflineConfig]:
-        """What a person types."""
+        """Its command line."""
         return CommandLine(
             config=self.config,
             prog=f"rlhf {self.name}",
@@ -84,14 +85,16 @@ class Command:
 
     def _run(self, argv: Sequence[str]) -> int:
         parsed = self.command_line.parse(argv)
-        if not parsed.dry_run:
+        if not parsed.dry_run:  # a dry run starts nothing that could record the command line
             restart_without_key()
-        best, known = parsed.config.evaluation.best_metric_key, [f"eval/{name}" for name in self.metrics]
+        best = parsed.config.evaluation.best_metric_key
+        known = [f"eval/{name}" for name in self.metrics]
         if best is not None and best not in known:
             raise ConfigError(f"--best_metric_key: {unknown('metric', best, known)}")
         folder = output_folder(parsed.config.output.save_path, self.name)
 
-        is_first = launch().rank == 0  # who may be done with this before another process begins
+        # Only rank 0 checks the folder: it may have written to it already when a slower process gets here.
+        is_first = launch().rank == 0
         if is_first:
             check_output_folder(folder)
 
@@ -119,7 +122,7 @@ class Command:
         _train(self, parsed, job, tokenizer, console)
 
     def _show(self, parsed: Parsed[OfflineConfig], folder: Path, console: "Console") -> None:
-        """Show what a run would do, as far as its model and its data are on this machine."""
+        """Show what a run would do. Models and data are checked if they are on this machine."""
         from rlhf_cli.preflight.here import absent_offline, show_lacks
 
         config = parsed.config
@@ -138,11 +141,11 @@ class Command:
 
 
 def _prepare(command: Command, config: OfflineConfig, folder: Path, console: "Console") -> tuple["OfflineJob", Any]:
-    """Check models and data; return what to run, and the tokenizer. No model is loaded."""
+    """Check models and data without loading a model; return the job and the tokenizer."""
     assert config.model.pretrain
     place = launch()
     _take_own_gpu(place)
-    # Data is opened before torch is imported: a wrong path or key is reported within a second.
+    # Open the data before importing torch, so that a wrong path or key is reported within a second.
     sources = _open(config)
 
     import torch
@@ -153,17 +156,21 @@ def _prepare(command: Command, config: OfflineConfig, folder: Path, console: "Co
     from rlhf_train.offline.job import OfflineJob
     from rlhf_train.offline.loop import OfflineSchedule
 
-    path, model, training = model_path(config.model.pretrain), config.model, config.training
+    path = model_path(config.model.pretrain)
+    model = config.model
+    training = config.training
     model_config, tokenizer = load_model_files(path)
     _set_chat_template(config, tokenizer)
     check_attention(model, model_config)
     check_context(model_config, config.data.max_len, "--max_len")
+    # Other models are checked against the tokenizer before the data is tokenized, which may take minutes.
     reference = _reference(config, tokenizer)
     objective = command.objective(config, tokenizer)
     encoder = command.encoder(config, tokenizer)
     loaded = {flag: _load(config, flag, rows, encoder, console, place.rank) for flag, rows in sources.items()}
     schedule = OfflineSchedule(**matching(OfflineSchedule, training))
-    train, best = loaded["--dataset"].examples, config.evaluation.best_metric_key
+    train = loaded["--dataset"].examples
+    best = config.evaluation.best_metric_key
     targets = model.target_modules if model.target_modules == "all-linear" else tuple(model.target_modules.split(","))
     lora = {"alpha": model.lora_alpha, "dropout": model.lora_dropout, "target_modules": targets}
     optimizer = training.optimizer(training.learning_rate, schedule.num_updates(len(train)))
@@ -189,7 +196,11 @@ def _prepare(command: Command, config: OfflineConfig, folder: Path, console: "Co
 
 
 def _open(config: OfflineConfig) -> dict[str, "Rows"]:
-    """Return the rows of --dataset and --eval_dataset. Raises DataError when the first row of a source lacks a key."""
+    """Return the rows by flag: those of --dataset, and of --eval_dataset if it is given.
+
+    Raises:
+        DataError: the first row of a source lacks a key.
+    """
     from rlhf_cli.preflight.data import check_keys
     from rlhf_data.sources import open_sources, parse_probs
 
@@ -204,7 +215,7 @@ def _open(config: OfflineConfig) -> dict[str, "Rows"]:
     if data.eval_dataset is not None:
         names = source_names(data.eval_dataset, held_out=True)
         sources["--eval_dataset"] = open_sources(names, split=data.eval_split, **common)
-    # The margin is optional in a row, and read with --margin_loss only.
+    # A row may lack the margin, which is only read with --margin_loss.
     keys = [name for name in type(data).model_fields if name.endswith("_key") and name != "margin_key"]
     for rows in sources.values():
         check_keys(data, rows, keys)
@@ -214,10 +225,11 @@ def _open(config: OfflineConfig) -> dict[str, "Rows"]:
 def _load(
     config: OfflineConfig, flag: str, rows: "Rows", encoder: Any, console: "Console", rank: int
 ) -> "ExampleSet[Any]":
+    """Tokenize the rows of a flag; rank 0 shows progress and reports rows that were left out."""
     from rlhf_data.examples import load_examples
 
     data = config.data
-    # In a log file, one line per progress report would bury everything else.
+    # Progress is for terminals: in a log file, its many lines would hide everything else.
     shows = rank == 0 and console.is_terminal
     examples = load_examples(
         rows,
@@ -235,6 +247,7 @@ def _load(
 
 
 def _set_chat_template(config: OfflineConfig, tokenizer: Any) -> None:
+    """Give the tokenizer the template of --tokenizer_chat_template, which is Jinja text or the path of a file."""
     text = getattr(config.data, "tokenizer_chat_template", None)
     if text is None:
         return
@@ -246,8 +259,7 @@ def _set_chat_template(config: OfflineConfig, tokenizer: Any) -> None:
 
 
 def _reference(config: OfflineConfig, tokenizer: Any) -> "ModelSpec | None":
-    """Return the reference or the teacher that was named; None for neither. Raises ConfigError for one that reads other
-    tokens."""
+    """Return the model of --ref_pretrain or --teacher_model, or None. Raises ConfigError if its tokenizer differs."""
     from rlhf_cli.preflight.models import check_companion
 
     for flag in ("ref_pretrain", "teacher_model"):
@@ -259,12 +271,14 @@ def _reference(config: OfflineConfig, tokenizer: Any) -> "ModelSpec | None":
 
 
 def _train(command: Command, parsed: Parsed[Any], job: "OfflineJob", tokenizer: Any, console: "Console") -> None:
+    """Run the job. Rank 0 records and shows it; the other ranks only take part in training."""
     from rlhf_cli.console import OfflineView, show_results
     from rlhf_train.offline.job import ADAPTER_FOLDER, run_offline
     from rlhf_train.run.observer import Observer
     from rlhf_train.run.recorder import ARTIFACTS, Recorder
 
-    started, folder = time.perf_counter(), job.model_path.parent
+    started = time.perf_counter()
+    folder = job.model_path.parent
     config = with_full_paths(parsed.config)
     output = config.output
     trackers = output.trackers(command.name, folder.name)
@@ -278,7 +292,7 @@ def _train(command: Command, parsed: Parsed[Any], job: "OfflineJob", tokenizer: 
     final |= {"time/total": time.perf_counter() - started}
     known = {**ARTIFACTS, "adapter": f"{ARTIFACTS['final model']}/{ADAPTER_FOLDER}"}
     artifacts = {name: path for name, path in known.items() if (folder / path).exists()}
-    # The trainer copies the tokenizer of --pretrain, which does not know the template that was trained.
+    # The trainer saved the tokenizer of --pretrain with each model. Replace it, because it lacks the new template.
     if getattr(parsed.config.data, "tokenizer_chat_template", None) is not None:
         for name in artifacts.keys() & {"final model", "best model"}:
             tokenizer.save_pretrained(folder / artifacts[name])
@@ -286,6 +300,7 @@ def _train(command: Command, parsed: Parsed[Any], job: "OfflineJob", tokenizer: 
 
 
 def _arithmetic_without_examples(config: OfflineConfig) -> str:
+    """Return the arithmetic of a run for people, where the number of examples is not known."""
     training = config.training
     return (
         f"examples x {training.max_epochs} epochs = updates of {training.train_batch_size} on"
@@ -294,19 +309,24 @@ def _arithmetic_without_examples(config: OfflineConfig) -> str:
 
 
 def _arithmetic(job: "OfflineJob") -> str:
-    schedule, count = job.schedule, len(job.examples)
-    a_pass = f"{schedule.micro_train_batch_size} per pass"
+    """Return the arithmetic of a run for people: examples, epochs, updates and learning rate."""
+    schedule = job.schedule
+    count = len(job.examples)
+    per_pass = f"{schedule.micro_train_batch_size} per pass"
     if schedule.micro_batch_tokens is not None:
-        a_pass = f"{schedule.micro_batch_tokens} tokens per pass at most"
+        per_pass = f"at most {schedule.micro_batch_tokens} tokens per pass"
     return (
         f"{count} examples x {schedule.max_epochs} epochs = {schedule.num_updates(count)} updates of"
-        f" {schedule.train_batch_size} on {job.num_ranks} process(es), {a_pass};"
-        f" learning rate {job.model.optimizer.learning_rate:g}, warm-up {job.model.optimizer.warmup_steps} steps"
+        f" {schedule.train_batch_size} on {job.num_ranks} process(es), {per_pass};"
+        f" learning rate {job.model.optimizer.learning_rate:g}, warm-up {job.model.optimizer.warmup_steps} updates"
     )
 
 
 def _take_own_gpu(place: Launch) -> None:
-    """Under a launcher, let this process see its own GPU only. CUDA reads the variable once, when torch starts it."""
+    """If a launcher started several processes, make only its own GPU visible to this one.
+
+    This must happen before torch initializes CUDA, which reads CUDA_VISIBLE_DEVICES once.
+    """
     if place.local_rank is None:
         return
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")

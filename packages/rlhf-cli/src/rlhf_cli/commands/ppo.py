@@ -1,4 +1,4 @@
-"""`ppo`: train a policy on rewards, with a critic (PPO) or by comparing samples of one prompt (GRPO)."""
+"""`ppo`: train a policy on rewards, with a critic (PPO) or by comparing the samples of each prompt (GRPO)."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from rlhf_cli.console import Console
 
 DESCRIPTION = """Train a language model on rewards: vLLM generates, a reward function scores, DeepSpeed trains.
-Without --pretrain and --prompt_data a tiny model that ships learns to carry when it adds."""
+Without --pretrain and --prompt_data, the tiny model that ships learns to carry when it adds two numbers."""
 
 
 def builtin_recipe(values: Mapping[str, Any]) -> Path | None:
-    """Return the built-in recipe when neither a model nor prompts are given."""
+    """Return the built-in recipe if neither a model nor prompts are given."""
     return None if "pretrain" in values or "prompt_data" in values else RECIPE_FILE
 
 
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(argv: Sequence[str]) -> int:
     parsed = COMMAND_LINE.parse(argv)
     config = parsed.config
-    if not parsed.dry_run:
+    if not parsed.dry_run:  # a dry run starts nothing that could record the command line
         restart_without_key()
 
     from rlhf_cli.console import Console
@@ -74,8 +74,9 @@ def _run(argv: Sequence[str]) -> int:
 
 
 def _train(parsed: Parsed[PpoConfig], folder: Path, console: "Console") -> None:
+    """Check everything, show the plan, and run. Nothing is started before all checks have passed."""
     from rlhf_cli.console import RunView, show_results
-    from rlhf_cli.jobs import describe_batches, make_job, make_plan, unavailable_in
+    from rlhf_cli.jobs import describe_batches, make_job, make_plan
     from rlhf_cli.preflight.devices import check_device, cluster_notices, find_gpus, gpus_per_node
     from rlhf_cli.preflight.inputs import check_inputs
 
@@ -87,8 +88,6 @@ def _train(parsed: Parsed[PpoConfig], folder: Path, console: "Console") -> None:
     num_gpus, ray_address = find_gpus()
     device_notices = [*cluster_notices(ray_address), *check_device(config, parsed.given, num_gpus)]
     plan = make_plan(config, num_gpus, gpus_per_node(ray_address))
-    if unavailable := unavailable_in(config, plan):
-        raise unavailable[0]
     job = make_job(config, inputs, plan, folder, ray_address)
     job.trackers.check_installed()
     console.done()

@@ -1,4 +1,4 @@
-"""The commands of `rlhf-rollout` as `rlhf` has them: they also know the model and the data that ship."""
+"""The commands of `rlhf-rollout` as part of `rlhf`, where they also accept `builtin`, the model and data that ship."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -12,7 +12,7 @@ from rlhf_rollout.commands.main import COMMANDS
 
 
 def command_line(name: str) -> CommandLine[Any]:
-    """Return what a person types for the command called `name`."""
+    """Return the command line of the command called `name`."""
     return COMMANDS[name].command_line("rlhf", resolve=user_path, foreign=flags_of(name), adapt=adapt)
 
 

@@ -1,4 +1,4 @@
-"""The configuration: a closed schema in sections, filled from defaults, a recipe, a TOML file and flags. Torch-free."""
+"""The configuration of each command: typed sections of options. Does not need torch."""
 
 from rlhf_cli.config.offline import DpoConfig, KdConfig, KtoConfig, OfflineConfig, PrmConfig, RmConfig, SftConfig
 from rlhf_cli.config.ppo import PpoConfig

@@ -1,4 +1,4 @@
-"""The objective of reinforcement learning: estimator, policy loss, KL and off-policy correction."""
+"""Options of the objective of `ppo`: advantage estimator, policy loss, KL and off-policy correction."""
 
 from collections.abc import Collection
 from typing import Annotated, Any
@@ -33,7 +33,8 @@ CorrectionMode = one_of(CORRECTION_MODES)
 _DEFAULTS = AlgorithmSpec()
 _OBJECTIVE = _DEFAULTS.objective
 _CLIP_RANGE = (_OBJECTIVE.clip_low, _OBJECTIVE.clip_high)
-# Losses whose ratio has another scale than PPO's, so that its clip range would never bind or always.
+# Clip ranges of losses whose ratio has another scale than PPO's. With PPO's range, they would never be clipped, or
+# nearly always.
 _CLIP_RANGES = {
     # GSPO clips the geometric mean of a response's token ratios. It averages hundreds of tokens and stays close to 1.
     "gspo": (3e-4, 4e-4),
@@ -43,10 +44,11 @@ _CLIP_RANGES = {
 # Truncation only limits large weights: a small one adds little variance. A mask drops tokens on which trainer and
 # engine disagree in either direction.
 _CORRECTION_BOUNDS = {"truncate": (0.0, 2.0), "mask": (0.5, 5.0)}
-# Each inner tuple is one way to set the same two numbers. An option given in a later layer (a flag over a file over a
-# preset) replaces the other ways in earlier layers, so that a preset's range does not conflict with a flag.
+# Each inner tuple is one way to set the same two numbers. If a way is used in a higher layer (flags over file over
+# preset), the other ways in lower layers are dropped, so that a preset's clip range does not conflict with a flag.
 _CLIP_SPELLINGS = (("eps_clip",), ("eps_clip_low_high",), ("clip_eps_low", "clip_eps_high"))
 _CLIP_OPTIONS = tuple(name for names in _CLIP_SPELLINGS for name in names)
+# Options without effect for algorithms without a critic.
 _CRITIC_OPTIONS = (
     "critic_pretrain",
     "critic_learning_rate",
@@ -57,19 +59,20 @@ _CRITIC_OPTIONS = (
     "bootstrap_truncated",
     "save_value_network",
 )
-# Options that concern a model which some algorithms do not have: without it they have no effect.
+# Options without effect when there is no reference model.
 _REFERENCE_OPTIONS = ("kl_estimator", "ref_num_nodes", "ref_num_gpus_per_node", "colocate_actor_ref")
 _CORRECTION_OPTIONS = ("is_correction_mode", "is_correction_threshold")
-# Clip ranges above this were meant for token ratios; the mean ratio of a response does not reach them.
+# A larger clip range is meant for the ratios of tokens: the geometric mean over a response stays within it.
 _WIDE_FOR_GSPO = 0.1
 
 
 def _underscored(value: Any) -> Any:
-    """Return `token_mean` for `token-mean`, the spelling of verl and OpenRLHF."""
+    """Return `token_mean` for `token-mean`: verl and OpenRLHF write reductions with hyphens."""
     return value.replace("-", "_") if isinstance(value, str) else value
 
 
 def _other_ways(own: str) -> list[str]:
+    """Return the options that set the clip range in another way than `own` does."""
     return [name for names in _CLIP_SPELLINGS if own not in names for name in names]
 
 
@@ -77,7 +80,7 @@ ReductionName = Annotated[one_of(REDUCTIONS), BeforeValidator(_underscored)]
 
 
 class AlgorithmSection(Section, title="algorithm"):
-    """Estimator, losses, KL and corrections."""
+    """Estimator, policy loss, KL and corrections."""
 
     advantage_estimator: Estimator = flag(
         _DEFAULTS.estimator, "; ".join(f"{row.name}: {row.title}" for row in ALGORITHMS.values())
@@ -85,7 +88,8 @@ class AlgorithmSection(Section, title="algorithm"):
     gamma: float = flag(_DEFAULTS.gamma, "discount per token", ge=0, le=1)
     lambd: float = flag(_DEFAULTS.lambd, "GAE's lambda: 0 trusts the critic, 1 the rewards", ge=0, le=1)
     bootstrap_truncated: bool = flag(
-        False, "a response that --generate_max_len ended goes on with the critic's value of its last state"
+        False,
+        "when --generate_max_len cuts a response, count the critic's value of its last state as further return",
     )
     no_advantage_std_norm: bool = flag(
         False, "do not divide advantages by their standard deviation (of the batch, or of the group)"
@@ -94,11 +98,11 @@ class AlgorithmSection(Section, title="algorithm"):
         _OBJECTIVE.policy_loss, "; ".join(f"{row.name}: {row.title}" for row in POLICY_LOSSES.values())
     )
     loss_agg_mode: ReductionName | None = flag(
-        None, "how token losses become one number; None: the policy loss's or the estimator's own"
+        None, "how token losses are combined into one; None: the default of the policy loss or of the estimator"
     )
     eps_clip: float | None = flag(
         None,
-        f"the policy ratio is clipped to 1 -+ this; None: {_OBJECTIVE.clip_low:g}"
+        f"clip the policy ratio to [1 - X, 1 + X]; None: {_OBJECTIVE.clip_low:g}"
         + "".join(f", for {loss} {low:g} below and {high:g} above" for loss, (low, high) in _CLIP_RANGES.items()),
         gt=0,
         lt=1,
@@ -106,48 +110,48 @@ class AlgorithmSection(Section, title="algorithm"):
     )
     eps_clip_low_high: tuple[float, float] | None = flag(
         None,
-        "two different bounds instead of --eps_clip: LOW below 1, HIGH above",
+        "LOW HIGH: clip the policy ratio to [1 - LOW, 1 + HIGH], instead of --eps_clip",
         instead_of=_other_ways("eps_clip_low_high"),
     )
     clip_eps_low: float | None = flag(
-        None, "the LOW of --eps_clip_low_high alone", ge=0, lt=1, instead_of=_other_ways("clip_eps_low")
+        None, "LOW of --eps_clip_low_high, without setting HIGH", ge=0, lt=1, instead_of=_other_ways("clip_eps_low")
     )
     clip_eps_high: float | None = flag(
-        None, "the HIGH of --eps_clip_low_high alone", ge=0, instead_of=_other_ways("clip_eps_high")
+        None, "HIGH of --eps_clip_low_high, without setting LOW", ge=0, instead_of=_other_ways("clip_eps_high")
     )
     dual_clip: float | None = flag(
-        None, "with a negative advantage A the PPO loss is at most this times |A|; None: no limit", gt=1
+        None, "limit the PPO loss of a token with negative advantage A to X times |A|; None: no limit", gt=1
     )
     entropy_loss_coef: float = flag(_OBJECTIVE.entropy_coef, "weight of the entropy bonus", ge=0)
     value_clip: float | None = flag(
-        _DEFAULTS.value_clip, "how far a value may move from its old one; None: without limit", gt=0
+        _DEFAULTS.value_clip, "clip each value to its old value -+ X in the value loss; None: no clipping", gt=0
     )
     init_kl_coef: float = flag(
-        _DEFAULTS.kl_coef, "weight of the KL to the reference, in reward per nat; 0: no reference model", ge=0
+        _DEFAULTS.kl_coef, "coefficient of the KL to the reference, in reward per nat; 0: no reference model", ge=0
     )
     kl_target: float | None = flag(
-        None, "nats per token to which the weight of the KL is steered; None: the weight stays", gt=0
+        None, "adapt the KL coefficient until the KL per token is X nats; None: keep the coefficient", gt=0
     )
     kl_horizon: int = flag(
-        _DEFAULTS.kl_horizon, "responses over which --kl_target may move the weight by a fifth", ge=1
+        _DEFAULTS.kl_horizon, "responses over which --kl_target changes the KL coefficient by at most about 20 %", ge=1
     )
-    kl_estimator: KlEstimatorName = flag(_OBJECTIVE.kl_estimator, "estimate of the KL per token")
-    use_kl_loss: bool = flag(False, "the KL is a term of the loss instead of a part of the reward")
+    kl_estimator: KlEstimatorName = flag(_OBJECTIVE.kl_estimator, "estimator of the KL per token")
+    use_kl_loss: bool = flag(False, "add the KL to the loss, instead of subtracting it from the reward")
     kl_unbiased_gradient: bool = flag(
-        False, "the gradient of the KL loss is the KL's own, whatever the estimator; with --use_kl_loss"
+        False, "with --use_kl_loss: use the exact gradient of the KL in expectation, for every --kl_estimator"
     )
     old_logprobs: OldLogprobs = flag(
         _DEFAULTS.old_logprobs,
-        "log-probs before the update: recompute with the trainer's model, take the engine's (rollout), or"
-        " skip, when there is one optimizer step per step",
+        "log-probs of the policy before the first update of a step: recompute them with the trainer, take those of the"
+        " engine (rollout), or skip them, which needs one update per step",
     )
     is_correction_level: CorrectionLevel = flag(
         _DEFAULTS.correction.level,
-        "weigh by trainer probability / engine probability: of each token, of the whole response (sequence)"
-        " or as its geometric mean",
+        "weigh losses by trainer probability / engine probability: per token, per response (sequence), or by the"
+        " geometric mean over a response's tokens",
     )
     is_correction_mode: CorrectionMode = flag(
-        _DEFAULTS.correction.mode, "truncate weights at the threshold, or mask what lies beyond it"
+        _DEFAULTS.correction.mode, "truncate weights at the threshold, or mask tokens whose weight is beyond it"
     )
     is_correction_threshold: tuple[float, float] | None = flag(
         None,
@@ -157,13 +161,13 @@ class AlgorithmSection(Section, title="algorithm"):
 
     @property
     def clip_spellings(self) -> tuple[str, ...]:
-        """The options that set the clip range, one for each way that is used."""
+        """The options that were used to set the clip range: one name per way in `_CLIP_SPELLINGS`."""
         given = ([name for name in names if getattr(self, name) is not None] for names in _CLIP_SPELLINGS)
         return tuple(names[0] for names in given if names)
 
     @property
     def clip_range(self) -> tuple[float, float]:
-        """How far the policy ratio may go below 1 and above 1."""
+        """How far the policy ratio may be below 1 and above 1 before it is clipped."""
         if self.eps_clip_low_high is not None:
             return self.eps_clip_low_high
         if self.eps_clip is not None:
@@ -176,21 +180,21 @@ class AlgorithmSection(Section, title="algorithm"):
 
     @property
     def row(self) -> AlgorithmRow:
-        """The estimator's row."""
+        """The estimator's row in the table of algorithms."""
         return ALGORITHMS[self.advantage_estimator]
 
     @property
     def title(self) -> str:
-        """What papers and flags call the estimator."""
+        """The estimator's name in papers, and its name as an option."""
         return f"{self.row.title} ({self.row.name})"
 
     def spec(self) -> AlgorithmSpec:
-        """Return the algorithm with its numbers. Raises ConfigError for numbers or options that cannot work."""
+        """Return the algorithm with all its numbers. Raises ConfigError for values that cannot work."""
         clip_low, clip_high = self.clip_range
         if not 0 <= clip_low < 1 or clip_high < 0:
             given = f"--eps_clip_low_high is {clip_low:g} {clip_high:g}"
             hint = "the policy ratio is kept between 1 - LOW and 1 + HIGH: try 0.2 0.28"
-            raise ConfigError(f"{given}: low must lie in [0, 1), high be >= 0", hint=hint)
+            raise ConfigError(f"{given}: LOW must be in [0, 1), HIGH at least 0", hint=hint)
         low, high = self.is_correction_threshold or _CORRECTION_BOUNDS[self.is_correction_mode]
         return make_algorithm(
             self.advantage_estimator,
@@ -211,8 +215,8 @@ class AlgorithmSection(Section, title="algorithm"):
         """Check the objective; return notices.
 
         Args:
-            given: options that somebody set to something else than the default.
-            num_updates: optimizer steps per step.
+            given: names of the options that the user set to a value other than the default.
+            num_updates: updates per step.
 
         Raises:
             ConfigError: for options that cannot work together.
@@ -222,18 +226,20 @@ class AlgorithmSection(Section, title="algorithm"):
             raise ConfigError(f"{names} set the same clip range", hint="give one of them")
         spec = self.spec()
         if self.kl_unbiased_gradient and not self.use_kl_loss:
-            message = "--kl_unbiased_gradient is about the gradient of the KL loss, and --use_kl_loss is off"
+            message = "--kl_unbiased_gradient changes the gradient of the KL loss, and --use_kl_loss is off"
             raise ConfigError(message, hint="add --use_kl_loss, or drop --kl_unbiased_gradient")
         if not spec.uses_reference and self.kl_target is not None:
             message = "--kl_target with --init_kl_coef 0: there is no KL"
             raise ConfigError(message, hint="set --init_kl_coef above 0, or drop --kl_target")
-        # With old log-probs equal to the current ones the ratio is exactly 1, so nothing that acts on it can matter.
-        skips, loss = spec.old_logprobs == "skip", f"--policy_loss_type {spec.objective.policy_loss}"
+        # With --old_logprobs skip, the current log-probs stand for the old ones. The ratio is then exactly 1, and
+        # options that limit it have no effect.
+        skips = spec.old_logprobs == "skip"
+        loss = f"--policy_loss_type {spec.objective.policy_loss}"
         no_ratio = not skips and not spec.loss.uses_ratio
         notices = without_effect(
             given,
             (skips, (*_CLIP_OPTIONS, "dual_clip"), "with --old_logprobs skip the policy ratio is 1"),
-            (no_ratio, _CLIP_OPTIONS, f"{loss} has no ratio to clip"),
+            (no_ratio, _CLIP_OPTIONS, f"{loss} does not use the policy ratio"),
             (not spec.uses_reference, _REFERENCE_OPTIONS, "--init_kl_coef is 0, so there is no reference model"),
             (self.kl_target is None, ["kl_horizon"], "there is no --kl_target"),
             (not self.row.uses_critic, _CRITIC_OPTIONS, f"{self.title} has no critic"),
@@ -242,14 +248,14 @@ class AlgorithmSection(Section, title="algorithm"):
         )
         if no_ratio and num_updates > 1:
             notices.append(
-                f"{loss} has no ratio to the policy that wrote the samples: of the {num_updates} optimizer steps a"
-                " step, those after the first are off-policy"
+                f"{loss} does not use the policy ratio, so nothing corrects for samples of an older policy: of the"
+                f" {num_updates} updates per step, all but the first are off-policy"
             )
-        # The gradient of k1 = log p - log q is the score function of the policy, whose expectation is zero.
+        # k1 is log p - log q. Its gradient is that of log p alone, whose expectation under p is zero.
         if self.use_kl_loss and self.kl_estimator == "k1" and not self.kl_unbiased_gradient:
             notices.append(
-                "--use_kl_loss with --kl_estimator k1: the gradient of k1 averages to 0, so that the term holds nothing"
-                " back; k2 and k3 do"
+                "--use_kl_loss with --kl_estimator k1: the gradient of k1 averages to 0, so the term does not keep the"
+                " policy near the reference; use k2 or k3"
             )
         return notices if skips else notices + self._clip_notices(loss)
 
@@ -257,9 +263,10 @@ class AlgorithmSection(Section, title="algorithm"):
         (low, high), given = self.clip_range, self.clip_spellings
         bounds = f"1 - {low:g} and 1 + {high:g}"
         if self.policy_loss_type == "gspo" and not given:
-            return [f"{loss} clips the ratio to {bounds}, as its paper"]
+            return [f"{loss} clips the ratio to {bounds}, as in its paper"]
         if self.policy_loss_type == "gspo" and max(low, high) > _WIDE_FOR_GSPO:
-            return [f"{loss}: the mean ratio of a response hardly reaches {bounds}; its paper has 3e-4 and 4e-4"]
+            hint = "its paper uses 3e-4 and 4e-4"
+            return [f"{loss}: the mean ratio of a response hardly ever reaches {bounds}; {hint}"]
         if self.policy_loss_type == "cispo" and self.clip_eps_high is None and given in ((), ("clip_eps_low",)):
-            return [f"{loss}: --clip_eps_high is {high:g}; its paper tunes it and gives no number"]
+            return [f"{loss}: --clip_eps_high is {high:g}; its paper tunes it and does not print the value"]
         return []

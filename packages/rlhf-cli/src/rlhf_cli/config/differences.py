@@ -1,17 +1,19 @@
-"""Where a flag means something else than in OpenRLHF: sentences for those who come from there."""
+"""Notices about flags that have another meaning in OpenRLHF, for users who come from there."""
 
 from collections.abc import Collection
 
 from rlhf_cli.config.offline import OfflineConfig
 from rlhf_cli.config.ppo import PpoConfig
 
-_DISCOUNTED = ("gae", "reinforce")  # estimators for which OpenRLHF heeds --gamma
+_DISCOUNTED = ("gae", "reinforce")  # the estimators for which OpenRLHF uses --gamma
 
 
 def online_differences(config: PpoConfig, given: Collection[str]) -> list[str]:
-    """Return a sentence per flag in use that means something else in OpenRLHF, with the flag that gives its meaning.
+    """Return one notice per flag in use that has another meaning in OpenRLHF, with the flag that gives that meaning.
 
-    `given` are the options that somebody set to something else than the default.
+    Args:
+        config: the configuration of `ppo`.
+        given: names of the options that the user set to a value other than the default.
     """
     algorithm = config.algorithm
     found = _reduction(config)
@@ -23,8 +25,8 @@ def online_differences(config: PpoConfig, given: Collection[str]) -> list[str]:
         found += _correction(config)
     if config.reward.reward_clip_range is not None:
         found.append(
-            "--reward_clip_range bounds rewards before their baseline is taken off; OpenRLHF bounds what is left"
-            " afterwards, for which there is no flag here"
+            "--reward_clip_range clips rewards before the baseline is subtracted; OpenRLHF clips them afterwards, for"
+            " which there is no flag here"
         )
     if config.rollout.dynamic_filtering:
         found += _filtering(config)
@@ -36,12 +38,12 @@ def online_differences(config: PpoConfig, given: Collection[str]) -> list[str]:
 
 
 def offline_differences(config: OfflineConfig, given: Collection[str]) -> list[str]:
-    """Return the same for a command that trains on fixed examples."""
+    """Return the same notices for a command that trains on fixed examples."""
     found = []
     if config.data.eval_dataset is not None and config.evaluation.eval_steps == -1:
         found.append(
-            "--eval_steps -1 evaluates before the first and after the last update; OpenRLHF once per epoch:"
-            " --eval_steps with the updates of an epoch"
+            "--eval_steps -1 evaluates before the first and after the last update; OpenRLHF once per epoch: set"
+            " --eval_steps to the number of updates of an epoch"
         )
     if not config.model.bf16:
         found.append("without --bf16 everything is computed in float32; OpenRLHF's newest default is bfloat16: --bf16")
@@ -49,7 +51,8 @@ def offline_differences(config: OfflineConfig, given: Collection[str]) -> list[s
 
 
 def _reduction(config: PpoConfig) -> list[str]:
-    """Compare how token losses become one number: OpenRLHF has token_mean, and for KL and entropy never another."""
+    """Compare how the losses of tokens are averaged. OpenRLHF's default is token_mean; for KL and entropy it has no
+    other."""
     algorithm = config.algorithm
     reduction = algorithm.spec().objective.reduction
     if reduction == "token_mean":
@@ -60,27 +63,34 @@ def _reduction(config: PpoConfig) -> list[str]:
     if chosen:
         if not has_more_terms:
             return []
-        return [f"{reduction} is for token {terms}; OpenRLHF takes token_mean for KL and entropy"]
+        return [f"{reduction} applies to token {terms}; OpenRLHF uses token_mean for KL and entropy"]
     name = algorithm.row.name
-    return [f"{name} reduces token {terms} by {reduction}; OpenRLHF by token_mean: --loss_agg_mode token_mean"]
+    return [f"{name} averages token {terms} by {reduction}; OpenRLHF by token_mean: --loss_agg_mode token_mean"]
 
 
 def _group_deviation(config: PpoConfig) -> list[str]:
+    """Compare how the deviation of a group's rewards is computed."""
     if config.algorithm.no_advantage_std_norm:
-        return ["--no_advantage_std_norm leaves a group's deviation out; in OpenRLHF it does nothing here: drop it"]
+        text = "--no_advantage_std_norm turns off division by the group's deviation; in OpenRLHF it has no effect here"
+        return [f"{text}: drop it"]
     size = config.rollout.n_samples_per_prompt
     factor = ((size - 1) / size) ** 0.5
     return [
         f"{config.algorithm.row.name} divides by the population deviation of {size} samples + 1e-6; OpenRLHF by the"
-        f" sample deviation (n - 1) + 1e-9, so that its advantages are {factor:.3f} times as large; no flag"
+        f" sample deviation (n - 1) + 1e-9, so its advantages are {factor:.3f} times as large, for which there is no"
+        " flag here"
     ]
 
 
 def _correction(config: PpoConfig) -> list[str]:
+    """Compare the off-policy correction."""
     algorithm = config.algorithm
     found = []
     if algorithm.is_correction_mode == "mask":
-        found.append("what --is_correction_mode mask leaves out is not counted in the mean; in OpenRLHF it is; no flag")
+        found.append(
+            "tokens that --is_correction_mode mask leaves out are not counted in the mean; OpenRLHF counts them, for"
+            " which there is no flag here"
+        )
     else:
         found.append("weights are truncated; OpenRLHF's newest default is to mask: --is_correction_mode mask")
     if algorithm.is_correction_threshold is None:
@@ -89,6 +99,7 @@ def _correction(config: PpoConfig) -> list[str]:
 
 
 def _filtering(config: PpoConfig) -> list[str]:
+    """Compare dynamic filtering."""
     rollout = config.rollout
     found = [
         f"--dynamic_filtering draws at most {rollout.dynamic_filtering_max_batches} batches per step; OpenRLHF has no"
@@ -96,13 +107,14 @@ def _filtering(config: PpoConfig) -> list[str]:
     ]
     if rollout.dynamic_filtering_reward_range is None:
         found.append(
-            "--dynamic_filtering trains prompts whose samples differ in score; OpenRLHF those with a mean score"
+            "--dynamic_filtering trains on prompts whose samples differ in score; OpenRLHF on prompts with a mean score"
             " between 0 and 1: --dynamic_filtering_reward_range 0 1"
         )
     return found
 
 
 def _evaluation(config: PpoConfig, given: Collection[str]) -> list[str]:
+    """Compare evaluation."""
     found = ["eval/pass@k counts right answers; in OpenRLHF it is the mean of the largest of k rewards"]
     if "eval_n_samples_per_prompt" not in given:
         found.append("--eval_n_samples_per_prompt is 1; OpenRLHF's default is 4")

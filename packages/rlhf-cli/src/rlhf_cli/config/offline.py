@@ -1,4 +1,4 @@
-"""The configurations of the commands that learn from fixed examples."""
+"""The configurations of the commands that train on fixed examples."""
 
 from collections.abc import Collection
 
@@ -10,11 +10,11 @@ from rlhf_cli.config.data import (
     StepSection,
     VerdictSection,
 )
+from rlhf_cli.config.evaluation import EvaluationSection
 from rlhf_cli.config.model import ComparedModelSection, OfflineModelSection, TaughtModelSection
 from rlhf_cli.config.output import OutputSection
 from rlhf_cli.config.training import (
     CautiousTrainingSection,
-    OfflineEvaluationSection,
     OfflineTrainingSection,
     RewardTrainingSection,
 )
@@ -27,36 +27,34 @@ PreferenceLoss = one_of(("dpo", "ipo", "simpo", "orpo"))
 
 
 class OfflineConfig(Config):
-    """What every such command is told."""
+    """The options that all of these commands have."""
 
     model: OfflineModelSection = OfflineModelSection()
     data: ExampleSection = ExampleSection()
     training: OfflineTrainingSection = OfflineTrainingSection()
-    evaluation: OfflineEvaluationSection = OfflineEvaluationSection()
+    evaluation: EvaluationSection = EvaluationSection()
     output: OutputSection = OutputSection()
 
     def missing(self) -> list[ConfigError]:
         """See `Config`."""
-        found = []
-        if self.model.pretrain is None:
-            hint = "add --pretrain FOLDER_OR_NAME; --pretrain builtin is the tiny model that ships"
-            found.append(missing("pretrain", "it names the model to start from", hint))
-        if self.data.dataset is None:
-            hint = "add --dataset FILE.jsonl and the keys of its rows"
-            found.append(missing("dataset", "there must be examples", hint))
-        return found
+        return self.model.missing() + self.data.missing("there must be examples to train on")
 
     def check(self, given: Collection[str]) -> list[str]:
         """See `Config`."""
-        model, data, training, evaluation = self.model, self.data, self.training, self.evaluation
-        from rlhf_data.sources import parse_probs  # takes a moment, which --help has not
+        model = self.model
+        data = self.data
+        training = self.training
+        evaluation = self.evaluation
+        from rlhf_data.sources import parse_probs  # imported here, so that --help does not wait for numpy
 
         parse_probs("dataset_probs", data.dataset_probs)
-        notices, budget = training.check(given), training.micro_batch_tokens
+        notices = training.check(given)
+        budget = training.micro_batch_tokens
         if budget is not None and not model.packing_samples:
-            message = "--micro_batch_tokens limits packed sequences only"
+            message = "--micro_batch_tokens limits packed sequences, and --packing_samples is off"
             raise ConfigError(message, hint="add --packing_samples, or use --micro_train_batch_size")
-        held_out, best = data.eval_dataset, evaluation.best_metric_key
+        held_out = data.eval_dataset
+        best = evaluation.best_metric_key
         notices += check_has_metric("eval_dataset", held_out, best, evaluation.eval_steps)
         notices += self.output.check(given)
         has_template = getattr(data, "apply_chat_template", True)
@@ -70,19 +68,19 @@ class OfflineConfig(Config):
 
 
 class SftConfig(OfflineConfig):
-    """Everything `sft` is told."""
+    """All options of `sft`."""
 
     data: DemonstrationSection = DemonstrationSection()
 
 
 class DistillationSection(Section, title="objective"):
-    """What the student follows."""
+    """How much the student learns from the teacher."""
 
-    kd_coef: float = flag(0.4, "share of the teacher in the loss; the rest is the examples'", gt=0, le=1)
+    kd_coef: float = flag(0.4, "weight of the teacher's term in the loss; the examples' term has 1 - X", gt=0, le=1)
 
 
 class KdConfig(SftConfig):
-    """Everything `kd` is told."""
+    """All options of `kd`."""
 
     model: TaughtModelSection = TaughtModelSection()
     objective: DistillationSection = DistillationSection()
@@ -96,16 +94,16 @@ class KdConfig(SftConfig):
 
 
 class RewardLossSection(Section, title="objective"):
-    """How scores are to differ."""
+    """The loss of a reward model."""
 
     loss: RewardLoss = flag(
         "sigmoid", "sigmoid: -log sigmoid(chosen - rejected - margin); logexp: log(1 + exp(rejected - chosen))"
     )
-    margin_loss: bool = flag(False, "scores are to differ by --margin_key at least")
+    margin_loss: bool = flag(False, "the scores of a pair must differ by at least its margin, --margin_key")
 
 
 class RmConfig(OfflineConfig):
-    """Everything `rm` is told."""
+    """All options of `rm`."""
 
     data: MarginPairSection = MarginPairSection()
     training: RewardTrainingSection = RewardTrainingSection()
@@ -113,33 +111,45 @@ class RmConfig(OfflineConfig):
 
     def check(self, given: Collection[str]) -> list[str]:
         """See `Config`."""
-        notices, has_margin = super().check(given), self.objective.margin_loss
+        notices = super().check(given)
+        has_margin = self.objective.margin_loss
         if has_margin and self.objective.loss == "logexp":
             raise ConfigError("--loss logexp has no margin", hint="drop --margin_loss, or use --loss sigmoid")
         return notices + without_effect(given, (not has_margin, ["margin_key"], "--margin_loss is off"))
 
 
-class PreferenceSection(Section, title="objective"):
-    """How likely the preferred answer is to be, against the other one."""
+class ReferenceStrengthSection(Section, title="objective"):
+    """How closely the model is held to the reference."""
 
-    loss_type: PreferenceLoss = flag("dpo", "dpo and ipo compare with a reference; simpo and orpo need none")
-    ipo: bool = flag(False, "the same as --loss_type ipo")
     beta: float = flag(
-        0.1, "the larger, the nearer to the reference; orpo: weight of the odds ratio; simpo: 2 or more", gt=0
+        0.1,
+        "larger values keep the model closer to the reference (`dpo --loss_type orpo`: weight of the odds ratio;"
+        " `simpo`: scale of the reward, 2 or more)",
+        gt=0,
     )
-    label_smoothing: float = flag(0.0, "probability that a pair is the wrong way round (cDPO); of dpo", ge=0, lt=0.5)
+
+
+class PreferenceSection(ReferenceStrengthSection):
+    """The loss of preference optimization."""
+
+    loss_type: PreferenceLoss = flag("dpo", "dpo and ipo compare with a reference model; simpo and orpo need none")
+    ipo: bool = flag(False, "the same as --loss_type ipo")
+    label_smoothing: float = flag(
+        0.0, "with dpo: probability that the two answers of a pair are swapped (conservative DPO)", ge=0, lt=0.5
+    )
     nll_loss_coef: float = flag(
-        0.0, "weight of the preferred answer's negative log-likelihood; orpo always has it, with 1", ge=0
+        0.0, "weight of the negative log-likelihood of the preferred answer; always 1 with orpo", ge=0
     )
-    simpo_gamma: float = flag(0.5, "margin that simpo aims at", ge=0)
-    length_average: bool = flag(False, "dpo and ipo compare means over tokens instead of sums")
+    simpo_gamma: float = flag(0.5, "target margin of simpo between the two rewards", ge=0)
+    length_average: bool = flag(False, "dpo and ipo compare mean log-probs per token instead of sums")
 
     @property
     def name(self) -> str:
-        """The loss, however it was asked for."""
+        """The name of the loss, whether --ipo or --loss_type set it."""
         return "ipo" if self.ipo else self.loss_type
 
 
+# The losses for which each option has an effect.
 LOSSES_WITH = {
     "label_smoothing": ("dpo",),
     "nll_loss_coef": ("dpo", "ipo", "simpo"),
@@ -151,7 +161,7 @@ LOSSES_WITH = {
 
 
 class DpoConfig(OfflineConfig):
-    """Everything `dpo` is told."""
+    """All options of `dpo`."""
 
     model: ComparedModelSection = ComparedModelSection()
     data: PairSection = PairSection()
@@ -160,23 +170,23 @@ class DpoConfig(OfflineConfig):
 
     def check(self, given: Collection[str]) -> list[str]:
         """See `Config`."""
-        notices, loss = super().check(given), self.objective
+        notices = super().check(given)
+        loss = self.objective
         if loss.ipo and loss.loss_type not in ("dpo", "ipo"):
             raise ConfigError(f"--ipo and --loss_type {loss.loss_type} are two losses", hint="drop one of them")
         unused = [option for option in LOSSES_WITH if loss.name not in LOSSES_WITH[option]]
         return notices + without_effect(given, (True, unused, f"the loss is {loss.name}"))
 
 
-class KtoSection(Section, title="objective"):
-    """How answers are to move."""
+class KtoSection(ReferenceStrengthSection):
+    """The weights of good and bad answers."""
 
-    beta: float = flag(0.1, "the larger, the nearer to the reference", gt=0)
-    desirable_loss_weight: float = flag(1.0, "weight of an answer with the verdict true", gt=0)
-    undesirable_loss_weight: float = flag(1.0, "weight of an answer with the verdict false", gt=0)
+    desirable_loss_weight: float = flag(1.0, "weight of answers with the verdict true", gt=0)
+    undesirable_loss_weight: float = flag(1.0, "weight of answers with the verdict false", gt=0)
 
 
 class KtoConfig(OfflineConfig):
-    """Everything `kto` is told."""
+    """All options of `kto`."""
 
     model: ComparedModelSection = ComparedModelSection()
     data: VerdictSection = VerdictSection()
@@ -185,7 +195,7 @@ class KtoConfig(OfflineConfig):
 
 
 class PrmConfig(OfflineConfig):
-    """Everything `prm` is told."""
+    """All options of `prm`."""
 
     data: StepSection = StepSection()
     training: CautiousTrainingSection = CautiousTrainingSection()
@@ -194,5 +204,6 @@ class PrmConfig(OfflineConfig):
         """See `Config`."""
         if self.data.placeholder_token is not None:
             return super().missing()
-        error = missing("placeholder_token", "prm needs to know where steps end", "name what follows each step")
+        hint = "add --placeholder_token TEXT, the text that follows each step"
+        error = missing("placeholder_token", "prm needs to know where steps end", hint)
         return [*super().missing(), error]

@@ -1,4 +1,4 @@
-"""OpenRLHF's flags, old and new, and what each one means here: read from the table `openrlhf.txt`."""
+"""OpenRLHF's flags, old and new, and what each one means here, as read from the table `openrlhf.txt`."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,11 +19,12 @@ COMMANDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "all": ("ppo", *OFFLINE, *INFERENCE, "lora_combiner"),
     }
 )
-"""What the table calls several commands at once."""
+"""The table's names for several commands at once."""
 
-_TOTAL = "prompt and response"  # a value between flags and options: the tokens of a prompt and its response together
-_GUEST = "openrlhf"  # likewise: the command line was written for OpenRLHF
-_RESPONSE = 1024  # tokens, where only the length of both is given
+# Values that flags set and `adapt` turns into options.
+_TOTAL = "prompt and response"  # tokens of a prompt and its response together
+_GUEST = "openrlhf"  # whether the command line was written for OpenRLHF
+_RESPONSE = 1024  # tokens per response if only the length of both is given
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +32,12 @@ class Row:
     """One line of the table.
 
     Attributes:
-        names: spellings of a flag, or of flags that mean the same here, without `--`.
-        commands: those that have it.
-        kind: what precedes the colon, such as "option" or "not available".
-        text: what follows it.
-        hint: what to do instead, "" for nothing.
-        unless: words after the flag that do not ask for a feature that is not available.
+        names: spellings of one flag, or of several with the same meaning here, without `--`.
+        commands: the commands that accept it.
+        kind: the text before the colon, such as "option" or "not available".
+        text: the text after it.
+        hint: what to do instead, or "".
+        unless: words after a flag "not available" that switch the feature off, so that there is no error.
     """
 
     names: tuple[str, ...]
@@ -48,7 +49,7 @@ class Row:
 
     @property
     def meaning(self) -> Foreign:
-        """What the flag does."""
+        """The meaning of the flag, for the command line."""
         if self.kind == "option":
             return renamed(self.text)
         if self.kind == "option of all models":
@@ -77,20 +78,23 @@ def _row(line: str) -> Row:
 
 @cache
 def flags_of(command: str) -> Mapping[str, Foreign]:
-    """Return OpenRLHF's flags of a command of `rlhf`, without `--`."""
+    """Return OpenRLHF's flags for a command of `rlhf`, by name without `--`."""
     return {name: row.meaning for row in table() if command in row.commands for name in row.names}
 
 
 def adapt(values: Values) -> Values:
-    """Return the values of options for those of flags, with those that depend on each other resolved.
+    """Return values of options for the values of flags. Resolves flags whose meaning depends on each other.
 
-    OpenRLHF's newest limit is the length of prompt and response together; here the prompt has what the response leaves.
+    OpenRLHF's newest flag limits prompt and response together. Here each has a limit: the prompt may have as many
+    tokens as the response leaves.
     """
     values = dict(values)
     if values.pop(_GUEST, None) and not values.keys() & {"pretrain", "prompt_data", "config", "preset"}:
-        values["pretrain"] = "None"  # a command line for OpenRLHF does not mean the built-in model
+        # Without a model and prompts, `rlhf ppo` runs the built-in task. A command line for OpenRLHF never means that.
+        values["pretrain"] = "None"
     if _TOTAL not in values:
         return values
+    # Without --generate_max_len, the response may have half of the tokens, but not more than the usual limit.
     total = int(values.pop(_TOTAL))
     response = values.setdefault("generate_max_len", str(min(_RESPONSE, total // 2)))
     if "prompt_max_len" not in values and str(response).isdecimal():
@@ -102,7 +106,7 @@ def adapt(values: Values) -> Values:
 
 
 def _reading(option: str, read: Callable[[list[str]], object]) -> Foreign:
-    """Return a flag that sets one option to what `read` makes of its words."""
+    """Return a flag that sets one option. `read` makes its value from the words after the flag."""
     return Foreign(options=(option,), read=lambda flag, words: ({option: read(list(words))}, ""))
 
 
@@ -117,7 +121,7 @@ def _greedy(flag: str, words: Sequence[str]) -> tuple[Values, str]:
 
 
 def _but_for(word: str, feature: str, hint: str, otherwise: Foreign) -> Foreign:
-    """Return a flag with one word that asks for a feature that is not available."""
+    """Return the flag `otherwise`, except that the value `word` asks for a feature that is not available."""
 
     def read(flag: str, words: Sequence[str]) -> tuple[Values, str]:
         if list(words) == [word]:
@@ -170,4 +174,4 @@ _SPECIAL: Mapping[str, Foreign] = MappingProxyType(
         "openrlhf": Foreign(read=lambda flag, words: ({_GUEST: "true"}, "")),
     }
 )
-"""What flags with a meaning of their own do, by their first spelling."""
+"""By first spelling, the flags whose meaning does not fit into the table."""

@@ -1,4 +1,4 @@
-"""What a run leaves, and who else is told its numbers."""
+"""Options of output: the folder of a run, and the trackers of its metrics."""
 
 import os
 from collections.abc import Collection
@@ -9,7 +9,7 @@ from pydantic import AfterValidator, BeforeValidator
 
 from rlhf_data.checks import without_effect
 from rlhf_data.errors import with_hint
-from rlhf_data.options import Section, flag
+from rlhf_data.options import Section, flag, matching
 
 if TYPE_CHECKING:
     from rlhf_train.run.trackers.spec import TrackerSpec
@@ -18,8 +18,11 @@ WANDB_KEY = "WANDB_API_KEY"
 
 
 def _keep_key(value: Any) -> Any:
-    """Return whether Weights & Biases is wanted. A key in the place of `true` goes into the environment variable that
-    the library reads: no configuration, log or file can show it from here on."""
+    """Return whether to use Weights & Biases. The value may also be an API key.
+
+    A key is moved to the environment variable that the library reads, so that it never gets into a configuration, log
+    or file.
+    """
     if not isinstance(value, str) or value.strip().lower() in ("true", "false", "none", ""):
         return False if value in ("None", "none", "") else value
     os.environ[WANDB_KEY] = value.strip()
@@ -38,16 +41,16 @@ class OutputSection(Section, title="output"):
     """The folder of a run, and the trackers of its metrics."""
 
     save_path: str | None = flag(
-        None, "folder for everything a run leaves, new or empty; None: ./rlhf-output/COMMAND-DATE-TIME"
+        None, "new or empty folder for everything that a run writes; None: ./rlhf-output/COMMAND-DATE-TIME"
     )
     logging_steps: int = flag(
-        1, "show and track every Nth step (of sft, rm ...: update); metrics.jsonl has all of them", ge=1
+        1, "show and track every Nth step (ppo) or update (other commands); metrics.jsonl has all of them", ge=1
     )
     use_tensorboard: str | None = flag(
-        None, "folder for TensorBoard events, with one folder per run in it; None: in the run's folder"
+        None, "folder for TensorBoard events, in which each run gets a folder; None: the run's own folder"
     )
     use_wandb: Annotated[bool, BeforeValidator(_keep_key)] = flag(
-        False, "log to Weights & Biases with the key in WANDB_API_KEY, or with --use_wandb KEY, which is never saved"
+        False, "log to Weights & Biases with the key in WANDB_API_KEY; or give the key here, where it is never saved"
     )
     wandb_org: str | None = flag(None, "Weights & Biases team or user; None: the account's default")
     wandb_group: str | None = flag(None, "Weights & Biases group of runs")
@@ -58,19 +61,16 @@ class OutputSection(Section, title="output"):
     )
 
     def trackers(self, command: str, run_name: str) -> "TrackerSpec":
-        """Return the trackers of a run of `rlhf COMMAND` whose folder is called `run_name`."""
+        """Return the trackers of a run. Unless --wandb_run_name names it, it is called `run_name`, as its folder."""
         from rlhf_train.run.trackers.spec import TrackerSpec
 
         return TrackerSpec(
             project=f"rlhf-{command}",
             run_name=self.wandb_run_name or run_name,
-            logging_steps=self.logging_steps,
             tensorboard_dir=self.use_tensorboard,
             wandb=self.use_wandb,
-            wandb_org=self.wandb_org,
-            wandb_group=self.wandb_group,
-            wandb_project=self.wandb_project,
             mlflow_uri=self.use_mlflow,
+            **matching(TrackerSpec, self),
         )
 
     def check(self, given: Collection[str]) -> list[str]:

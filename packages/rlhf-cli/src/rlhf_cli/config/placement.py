@@ -1,4 +1,4 @@
-"""Where processes run."""
+"""Options of placement: how many processes each model has, and which of them share devices."""
 
 from rlhf_data.options import Section, flag
 from rlhf_rollout.commands import sections
@@ -7,50 +7,58 @@ _ROLES = ("actor", "critic", "ref", "reward")
 
 
 class PlacementSection(Section, title="placement"):
-    """Processes and devices. Without GPUs a process takes CPU cores instead."""
+    """Processes and their GPUs. Without GPUs, processes run on CPU cores."""
 
-    actor_num_nodes: int = flag(1, "nodes of the policy's training processes", ge=1)
+    actor_num_nodes: int = flag(1, "nodes for the policy's training processes", ge=1)
     actor_num_gpus_per_node: int = flag(1, "training processes of the policy per node", ge=1)
     critic_num_nodes: int | None = flag(
         None,
-        "nodes of the critic's processes; 0: it lives in the policy's; None: 1, or those of whom it shares GPUs with",
+        "nodes for the critic's processes; 0: run it in the policy's processes; None: as many as the policy has if they"
+        " share GPUs, else 1",
         ge=0,
     )
     critic_num_gpus_per_node: int | None = flag(
-        None, "processes of the critic per node; 0 and None: as for its nodes", ge=0
+        None, "processes of the critic per node; 0 and None: see --critic_num_nodes", ge=0
     )
     ref_num_nodes: int | None = flag(
         None,
-        "nodes of the reference's processes; 0 and None: as for the critic",
+        "nodes for the reference's processes; 0 and None: see --critic_num_nodes",
         ge=0,
     )
     ref_num_gpus_per_node: int | None = flag(
-        None, "processes of the reference per node; 0 and None: as for its nodes", ge=0
+        None, "processes of the reference per node; 0 and None: see --critic_num_nodes", ge=0
     )
     reward_num_nodes: int | None = flag(
         None,
-        "nodes of the reward models' processes; 0: they live where the policy does; None: as for the critic",
+        "nodes for the reward models' processes; 0: use the policy's GPUs; None: as many as the critic or the policy"
+        " has if they share GPUs, else 1",
         ge=0,
     )
     reward_num_gpus_per_node: int | None = flag(
-        None, "processes of the reward models per node, each with all of them; 0 and None: as for their nodes", ge=0
+        None,
+        "processes of the reward models per node, each with all reward models; 0 and None: see --reward_num_nodes",
+        ge=0,
     )
-    colocate_all_models: bool = flag(False, "all models and engines share the same GPUs, taking turns")
+    colocate_all_models: bool = flag(False, "all models and engines share the same GPUs and take turns")
     colocate_actor_ref: bool = flag(False, "policy and reference share processes")
     colocate_critic_reward: bool = flag(False, "critic and reward models share GPUs")
     deepspeed_enable_sleep: bool = flag(
-        False, "optimizer states leave the GPU while engines generate; with --colocate_all_models"
+        False, "with --colocate_all_models: move optimizer states to CPU memory while engines generate"
     )
 
     plan_gpus: int | None = flag(
-        None, "with --dry_run: GPUs to plan for; None: those that are here, or that the other flags name", ge=0
+        None, "with --dry_run: number of GPUs to plan for; None: the GPUs here, or as many as the flags ask for", ge=0
     )
 
     def num_ranks(self, role: str) -> int:
-        """Return the processes of "actor", "critic", "ref" or "reward"; 0 when they live in the actor's."""
+        """Return the number of processes of "actor", "critic", "ref" or "reward"; 0 to run in the actor's processes."""
         return self._count(role, "num_nodes") * self._count(role, "num_gpus_per_node")
 
     def _count(self, role: str, what: str) -> int:
+        """Return "num_nodes" or "num_gpus_per_node" (`what`) of a role.
+
+        The default is the value of the role with which it shares GPUs, else 1.
+        """
         count = getattr(self, f"{role}_{what}")
         if count is not None:
             return count
@@ -60,20 +68,20 @@ class PlacementSection(Section, title="placement"):
 
     @property
     def most_nodes(self) -> int:
-        """The most nodes that a model asks for."""
+        """The largest number of nodes that a model asks for."""
         return max(self._count(role, "num_nodes") for role in _ROLES)
 
     @property
     def most_gpus_per_node(self) -> int:
-        """The most GPUs that a model asks for on one node."""
+        """The largest number of GPUs per node that a model asks for."""
         return max(self._count(role, "num_gpus_per_node") for role in _ROLES)
 
 
 class EngineSection(sections.EngineSection):
     """vLLM engines beside trained models."""
 
-    vllm_num_engines: int = flag(1, "engines", ge=1)
+    vllm_num_engines: int = flag(1, "number of vLLM engines", ge=1)
     vllm_enable_sleep: bool = flag(
-        False, "engines give their GPU memory back while models train; with --colocate_all_models"
+        False, "with --colocate_all_models: engines free their GPU memory while models train"
     )
-    weight_sync_checksum: bool = flag(False, "check every weight that reaches an engine; slower, for debugging")
+    weight_sync_checksum: bool = flag(False, "verify a checksum of all weights sent to engines: slower, for debugging")

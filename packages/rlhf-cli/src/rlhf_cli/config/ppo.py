@@ -5,11 +5,12 @@ from typing import TYPE_CHECKING
 
 from rlhf_cli.config.algorithm import AlgorithmSection
 from rlhf_cli.config.data import PromptSection
+from rlhf_cli.config.evaluation import PpoEvaluationSection
 from rlhf_cli.config.model import PpoModelSection
 from rlhf_cli.config.output import PpoOutputSection
 from rlhf_cli.config.placement import EngineSection, PlacementSection
 from rlhf_cli.config.reward import RewardSection
-from rlhf_cli.config.rollout import EvaluationSection, RolloutSection
+from rlhf_cli.config.rollout import RolloutSection
 from rlhf_cli.config.training import PpoTrainingSection
 from rlhf_data.checks import check_has_metric, check_range, missing, once, without_effect
 from rlhf_data.errors import ConfigError
@@ -24,7 +25,7 @@ _BETTER_WHEN_LOW = ("truncated", "response_tokens", "failed")
 
 
 class PpoConfig(Config):
-    """Everything `ppo` is told."""
+    """All options of `ppo`."""
 
     model: PpoModelSection = PpoModelSection()
     data: PromptSection = PromptSection()
@@ -32,21 +33,21 @@ class PpoConfig(Config):
     rollout: RolloutSection = RolloutSection()
     algorithm: AlgorithmSection = AlgorithmSection()
     training: PpoTrainingSection = PpoTrainingSection()
-    evaluation: EvaluationSection = EvaluationSection()
+    evaluation: PpoEvaluationSection = PpoEvaluationSection()
     placement: PlacementSection = PlacementSection()
     engine: EngineSection = EngineSection()
     output: PpoOutputSection = PpoOutputSection()
 
     @property
     def batch(self) -> "BatchSizes":
-        """How many of what. Raises ConfigError unless the samples of a step make whole optimizer steps."""
-        from rlhf_train.online.job import BatchSizes  # takes a moment, which --help has not
+        """The batch sizes. Raises ConfigError unless the samples of a step divide into whole updates."""
+        from rlhf_train.online.job import BatchSizes  # imported here, so that --help does not wait for it
 
         num_samples = self.rollout.n_samples_per_prompt
         return BatchSizes(num_samples_per_prompt=num_samples, **matching(BatchSizes, self.rollout, self.training))
 
     def check(self, given: Collection[str]) -> list[str]:
-        """See `Config`. In the order in which a person would want to hear of it."""
+        """See `Config`. Notices come in the order of a run: rewards, objective, training, evaluation, placement."""
         given = with_places(self, given)
         notices = self.reward.check_training(given, self.rollout.generate_max_len)
         notices += self.algorithm.check(given, self.batch.num_updates)
@@ -60,10 +61,9 @@ class PpoConfig(Config):
 
     def missing(self) -> list[ConfigError]:
         """See `Config`."""
-        found, model, row = [], self.model.pretrain, self.algorithm.row
-        if model is None:
-            hint = "add --pretrain FOLDER_OR_NAME; --pretrain builtin is the tiny model that ships"
-            found.append(missing("pretrain", "it names the model to train", hint))
+        model = self.model.pretrain
+        row = self.algorithm.row
+        found = self.model.missing()
         if self.data.prompt_data is None:
             hint = "add --prompt_data FILE.jsonl with --input_key and --label_key"
             what = f"--pretrain {model} needs prompts to train on" if model else "there must be prompts to train on"
@@ -76,19 +76,26 @@ class PpoConfig(Config):
 
 
 def with_places(config: PpoConfig, given: Collection[str]) -> set[str]:
-    """Return `given` without the places of which there are 0: they say that a model has none of its own."""
+    """Return `given` without the placement options that are 0.
+
+    0 means that a model has no processes of its own, so there is no need for a notice that it gets none.
+    """
     return {name for name in given if getattr(config.placement, name, None) != 0}
 
 
 def _check_training(config: PpoConfig, given: Collection[str]) -> list[str]:
-    """Check what some algorithms do not do, or do anyway, and the average of the weights."""
-    training, algorithm, reward = config.training, config.algorithm, config.reward
+    """Check training options against the algorithm."""
+    training = config.training
+    algorithm = config.algorithm
+    reward = config.reward
     if training.freezing_actor_steps > 0 and not algorithm.row.uses_critic:
         message = f"--freezing_actor_steps {training.freezing_actor_steps} trains the critic only, and"
         raise ConfigError(f"{message} {algorithm.title} has none", hint="drop it, or use --advantage_estimator gae")
+    # GRPO subtracts the mean of a group's rewards and divides by their deviation. A running norm before that cancels
+    # out, unless clipping or a length penalty acts between the two.
     shapes = (reward.reward_clip_range, reward.overlong_buffer_len or None, reward.stop_properly_penalty_coef)
     rescales = algorithm.row.baseline == "group_mean_std" and not algorithm.no_advantage_std_norm
-    anyway = f"{algorithm.title} shifts and scales the rewards of a group anyway, and nothing comes between"
+    anyway = f"{algorithm.title} shifts and scales the rewards of each group, which undoes it"
     return without_effect(
         given,
         (rescales and shapes == (None,) * 3, ["running_reward_norm"], anyway),
@@ -97,7 +104,7 @@ def _check_training(config: PpoConfig, given: Collection[str]) -> list[str]:
 
 
 def _check_filtering(config: PpoConfig, given: Collection[str]) -> list[str]:
-    """Check which groups of responses are trained."""
+    """Check the options of dynamic filtering."""
     rollout = config.rollout
     if not rollout.dynamic_filtering:
         return without_effect(given, (True, _FILTER_OPTIONS, "--dynamic_filtering is off"))
@@ -105,12 +112,13 @@ def _check_filtering(config: PpoConfig, given: Collection[str]) -> list[str]:
     if config.reward.reward_pretrain is None or rollout.dynamic_filtering_reward_range is not None:
         return []
     return [
-        "--dynamic_filtering leaves out prompts whose responses score alike, which with a reward model they hardly ever"
-        " do: --dynamic_filtering_reward_range LOW HIGH would leave out some"
+        "--dynamic_filtering leaves out prompts whose responses all have the same score, and scores of a reward model"
+        " are hardly ever equal: --dynamic_filtering_reward_range LOW HIGH filters by the mean score"
     ]
 
 
 def _check_evaluation(config: PpoConfig, given: Collection[str]) -> list[str]:
+    """Check the options of evaluation on held-out prompts."""
     section = config.evaluation
     notices = check_has_metric("eval_data", config.data.eval_data, section.best_metric_key, section.eval_steps)
     if config.data.eval_data is None:
@@ -120,23 +128,25 @@ def _check_evaluation(config: PpoConfig, given: Collection[str]) -> list[str]:
         raise ConfigError(f"{message}: greedy responses are all the same", hint="use 1 sample, or a temperature")
     best = section.best_metric_key
     if best is not None and best.rpartition("/")[2] in _BETTER_WHEN_LOW:
-        notices.append(f"--best_metric_key {best} keeps the highest value, and a lower one is usually better")
+        notices.append(f"--best_metric_key {best} keeps the highest value, though lower is usually better")
     return notices
 
 
 def _check_sampling(config: PpoConfig, given: Collection[str]) -> list[str]:
+    """Check sampling; return a notice for each option that makes engine and trainer log-probs differ."""
     config.rollout.check()
     return [
-        f"--{name} {getattr(config.rollout, name)} samples from a part of the distribution, while the trainer's"
-        " log-probs are of the whole: mismatch/* will not be near 0"
+        f"--{name} {getattr(config.rollout, name)} samples from a part of the distribution, and the trainer's log-probs"
+        " are those of the whole distribution: the mismatch/* metrics will not be near 0"
         for name in ("top_p", "top_k")
         if name in given
     ]
 
 
 def _check_placement(config: PpoConfig, given: Collection[str]) -> list[str]:
-    """Check who shares devices with whom."""
-    algorithm, placement = config.algorithm, config.placement
+    """Check which models and engines share devices."""
+    algorithm = config.algorithm
+    placement = config.placement
     all_share = placement.colocate_all_models
     for name, section in (("vllm_enable_sleep", config.engine), ("deepspeed_enable_sleep", placement)):
         if getattr(section, name) and not all_share:

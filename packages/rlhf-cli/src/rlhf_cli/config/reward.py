@@ -1,4 +1,4 @@
-"""Who scores, and what becomes of the scores."""
+"""Options of rewards: who scores, and how scores become the rewards that an algorithm uses."""
 
 from collections.abc import Collection
 
@@ -11,31 +11,32 @@ _MODEL_OPTIONS = ("reward_num_nodes", "reward_num_gpus_per_node", "colocate_crit
 
 
 class RewardSection(sections.RewardSection):
-    """Sources, and what becomes of their rewards before an algorithm sees them."""
+    """Adds how rewards are normalized, clipped and shaped before an algorithm uses them."""
 
     running_reward_norm: bool = flag(
-        False, "shift and scale rewards by the mean and the deviation of all rewards so far in the run"
+        False, "normalize rewards by the mean and standard deviation of all rewards of the run so far"
     )
     reward_clip_range: SymmetricRange | None = flag(
         None,
-        "LOW HIGH, or X for -X X: bounds of a reward, after --running_reward_norm and before length penalties; None: no"
-        " bounds",
+        "LOW HIGH, or X for -X X: clip rewards to this range, after --running_reward_norm and before length penalties;"
+        " None: no clipping",
     )
     overlong_buffer_len: float = flag(
         0.0,
-        "tokens before --generate_max_len over which a penalty grows; below 1: a share of that length; 0: no penalty",
+        "a length penalty grows over this many tokens before --generate_max_len; below 1: a share of that length; 0: no"
+        " penalty",
         ge=0,
     )
-    overlong_penalty_factor: float = flag(1.0, "the penalty of --overlong_buffer_len at --generate_max_len", gt=0)
+    overlong_penalty_factor: float = flag(1.0, "the length penalty at --generate_max_len, the largest one", gt=0)
     stop_properly_penalty_coef: float | None = flag(
         None,
-        "share of its reward that a response keeps when --generate_max_len cut it; below 0: the highest reward that"
-        " such a response gets; None: it keeps all",
+        "share of the reward that a response keeps if --generate_max_len cut it; below 0: the largest reward of such a"
+        " response; None: it keeps all of its reward",
         le=1,
     )
 
     def overlong_buffer(self, max_tokens: int) -> int:
-        """Return the tokens over which the penalty grows, for responses of at most `max_tokens`."""
+        """Return the number of tokens over which the length penalty grows, for responses of at most `max_tokens`."""
         share = max_tokens if self.overlong_buffer_len < 1 else 1
         return round(self.overlong_buffer_len * share)
 
@@ -43,7 +44,7 @@ class RewardSection(sections.RewardSection):
         """Check the rewards of a training run; return notices.
 
         Args:
-            given: options that somebody set to something else than the default.
+            given: names of the options that the user set to a value other than the default.
             max_tokens: tokens per response at most.
 
         Raises:
@@ -54,7 +55,7 @@ class RewardSection(sections.RewardSection):
         buffer = self.overlong_buffer(max_tokens)
         if self.overlong_buffer_len > 0 and not 1 <= buffer <= max_tokens:
             message = f"--overlong_buffer_len {self.overlong_buffer_len:g} is {buffer} of the {max_tokens} tokens of"
-            hint = f"give 1 to {max_tokens} tokens, or a share below 1 that is a token at least"
+            hint = f"give 1 to {max_tokens} tokens, or a share below 1 that comes to at least one token"
             raise ConfigError(f"{message} --generate_max_len", hint=hint)
         keeps_all = self.stop_properly_penalty_coef == 1
         kinds = {source.kind for source in sources}

@@ -1,1 +1,1 @@
-"""What is looked at before anything starts: files, keys, tokenizers, lengths, rewards, devices."""
+"""Checks before a run starts anything: files, keys, tokenizers, lengths, rewards, devices."""

@@ -1,4 +1,4 @@
-"""Data files before a run: rows, keys, lengths, and what can be measured on the held-out ones."""
+"""Checks of data before a run: rows, keys, lengths, and the metrics that held-out prompts allow."""
 
 import difflib
 import re
@@ -19,20 +19,24 @@ from rlhf_rollout.commands.sections import RowSection
 
 _METRICS = ("accuracy", "reward", "score", "response_tokens", "truncated", "failed")
 _SOURCE_METRICS = ("response_tokens", "truncated")
-_A_SLIP = 0.9  # share of letters in common
+_A_SLIP = 0.9  # share of common letters from which a name counts as a misspelling of a known one
 
 
 def open_prompts(config: PpoConfig) -> tuple[Rows, dict[str, Rows]]:
-    """Return the rows of --prompt_data, and by name those of each --eval_data file. Raises DataError for a source that
-    cannot be opened or whose first row lacks its keys, ConfigError for held-out files of one name and for probabilities
-    that are none."""
-    data, held_out = config.data, {}
+    """Return the rows of --prompt_data, and the rows of each --eval_data file by the file's name.
+
+    Raises:
+        DataError: a source cannot be opened, or its first row lacks a key.
+        ConfigError: two held-out files with one name, or probabilities that are not valid.
+    """
+    data = config.data
+    held_out = {}
     files = data_paths(data.eval_data, held_out=True)
     names = [path.stem for path in files]
     for name in names:
         if names.count(name) > 1:
-            message = f"two files of --eval_data are called {name}, the name by which their results are told apart"
-            raise ConfigError(message, hint="rename one")
+            message = f"two files of --eval_data are called {name}, but results are reported by file name"
+            raise ConfigError(message, hint="rename one of them")
     assert data.prompt_data
     probs = parse_probs("prompt_data_probs", data.prompt_data_probs)
     options = {"probs": probs, "seed": config.training.seed, "max_samples": data.max_samples}
@@ -48,7 +52,7 @@ def open_prompts(config: PpoConfig) -> tuple[Rows, dict[str, Rows]]:
 
 
 def check_keys(section: RowSection, rows: Rows, names: Iterable[str]) -> None:
-    """Raise DataError unless the first readable row of every source has the keys that options called `names` say."""
+    """Raise DataError unless the first readable row of every source has the keys that the options `names` hold."""
     fields = type(section).model_fields
     optional = [name for name in names if fields[name].annotation == str | None]
     keys.check_keys(rows, {name: getattr(section, name) for name in names}, optional)
@@ -57,22 +61,28 @@ def check_keys(section: RowSection, rows: Rows, names: Iterable[str]) -> None:
 def load_all(
     config: PpoConfig, rows: Rows, held_out_rows: Mapping[str, Rows], tokenizer: Any
 ) -> tuple[PromptSet, PromptSet | None]:
-    """Return what the policy trains on, and the held-out prompts, each with the name of its source as metrics have it.
-    Raises DataError for a row that cannot be used."""
+    """Return the training prompts and the held-out prompts. A held-out prompt's source is the one its metrics name.
+
+    Raises:
+        DataError: too many rows that cannot be used.
+    """
     names = ("input_key", "label_key", "apply_chat_template", "input_template", "prompt_max_len", "skip_bad_rows")
     load = partial(load_prompts, tokenizer=tokenizer, **{name: getattr(config.data, name) for name in names})
     prompts = load(rows, source="train")
     sets = [load(part, source=name, source_key=config.data.source_key) for name, part in held_out_rows.items()]
     if not sets:
         return prompts, None
+    # The source becomes a part of metric names, in which trackers allow few characters.
     held_out = (replace(p, source=re.sub(r"[^\w.-]", "_", p.source) or "_") for part in sets for p in part)
     return prompts, PromptSet(tuple(held_out), sum((part.counts for part in sets), Counts()))
 
 
 def check_best_metric(config: PpoConfig, prompts: Sequence[Prompt], *, logs_numbers: bool) -> None:
-    """Raise ConfigError when --best_metric_key names a number that no evaluation of the held-out `prompts` will have.
-    Where a reward `logs_numbers` of its own, their names show at the first evaluation; a name that only a slip tells
-    from one of ours is none of them."""
+    """Raise ConfigError if --best_metric_key names a metric that evaluations of the held-out `prompts` will not have.
+
+    If the reward `logs_numbers`, it may add metrics of its own, whose names are not known before the first evaluation.
+    Then an unknown name is accepted, unless it is probably a misspelling of a known one.
+    """
     name = config.evaluation.best_metric_key
     if name is None:
         return
@@ -84,7 +94,7 @@ def check_best_metric(config: PpoConfig, prompts: Sequence[Prompt], *, logs_numb
 
 
 def metric_names(sources: Collection[str], num_samples: int) -> list[str]:
-    """Return what an evaluation measures; see `rlhf_train.online.evaluation`."""
+    """Return the names of an evaluation's metrics; see `rlhf_train.online.evaluation`."""
     ks = {2**power for power in range(num_samples.bit_length())} | {num_samples}
     passes = [f"pass@{k}" for k in sorted(ks) if k <= num_samples]
     names = [f"eval/{name}" for name in (*_METRICS, *passes)]
@@ -94,8 +104,9 @@ def metric_names(sources: Collection[str], num_samples: int) -> list[str]:
 
 
 def data_notices(config: PpoConfig, prompts: PromptSet, held_out: PromptSet | None) -> list[str]:
-    """Return what a person should know about the prompts, a sentence each."""
-    notices, rollout = [], config.rollout
+    """Return notices about the prompts, one sentence each."""
+    notices = []
+    rollout = config.rollout
     for part in (prompts.counts, held_out.counts) if held_out is not None else (prompts.counts,):
         if part.num_too_long:
             count = f"{part.num_too_long} of {part.num_rows} prompts are longer than --prompt_max_len and left out"
@@ -104,14 +115,15 @@ def data_notices(config: PpoConfig, prompts: PromptSet, held_out: PromptSet | No
             notices.append(f"{part.num_bad} of {part.num_rows} rows cannot be used and are left out")
     trained = {prompt.text for prompt in prompts}
     if shared := sum(prompt.text in trained for prompt in held_out or ()):
-        notices.append(f"{shared} of {len(held_out)} held-out prompts are training prompts, too")
-    size, most = rollout.rollout_batch_size, rollout.rollout_batch_size * rollout.dynamic_filtering_max_batches
+        notices.append(f"{shared} of {len(held_out)} held-out prompts are also training prompts")
+    size = rollout.rollout_batch_size
+    most = rollout.rollout_batch_size * rollout.dynamic_filtering_max_batches
     if size > len(prompts):
-        times = f"each is asked {size / len(prompts):.1f} times a step"
+        times = f"each is used {size / len(prompts):.1f} times per step"
         notices.append(f"--rollout_batch_size {size} is more than the {len(prompts)} prompts: {times}")
     elif rollout.dynamic_filtering and most > len(prompts):
         notices.append(
-            f"--dynamic_filtering may draw {most} prompts a step (--rollout_batch_size x"
-            f" --dynamic_filtering_max_batches), more than the {len(prompts)} there are: some are asked again"
+            f"--dynamic_filtering may draw {most} prompts per step (--rollout_batch_size x"
+            f" --dynamic_filtering_max_batches), more than the {len(prompts)} there are: some are used again"
         )
     return notices

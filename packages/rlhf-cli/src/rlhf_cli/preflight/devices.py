@@ -1,4 +1,4 @@
-"""What there is to run on."""
+"""The GPUs and the Ray cluster that a run can use, and checks of options against them."""
 
 import os
 from collections.abc import Collection
@@ -8,6 +8,7 @@ from rlhf_data.checks import without_effect
 from rlhf_data.errors import ConfigError
 from rlhf_rollout.host import local_gpus
 
+# Options without effect on a machine without GPUs.
 _GPU_OPTIONS = (
     "vllm_gpu_memory_utilization",
     "enforce_eager",
@@ -17,6 +18,7 @@ _GPU_OPTIONS = (
     "colocate_actor_ref",
     "colocate_critic_reward",
 )
+# Likewise: without GPUs, these models have no processes of their own.
 _RANK_OPTIONS = ("critic_num_nodes", "critic_num_gpus_per_node", "ref_num_nodes", "ref_num_gpus_per_node")
 GPU_FLAGS = frozenset(
     {
@@ -29,11 +31,11 @@ GPU_FLAGS = frozenset(
     }
     | {name for name in _GPU_OPTIONS if name != "enforce_eager"}
 )
-"""Options that say on which or on how many GPUs something runs."""
+"""Options that say on how many GPUs, or on which ones, something runs."""
 
 
 def find_gpus() -> tuple[int, str | None]:
-    """Return how many GPUs there are, and the address of the Ray cluster that has them; None is this machine alone."""
+    """Return the number of GPUs, and the address of the Ray cluster that has them, or None for this machine alone."""
     from rlhf_train.online.ray_session import find_cluster, join
 
     address = find_cluster()
@@ -47,7 +49,7 @@ def find_gpus() -> tuple[int, str | None]:
 
 
 def gpus_per_node(address: str | None) -> int | None:
-    """Return the GPUs of the largest node of a joined cluster; None when there is this machine alone, or no GPU."""
+    """Return the number of GPUs of the cluster's largest node, or None without a cluster or without GPUs."""
     if address is None:
         return None
     import ray
@@ -56,14 +58,14 @@ def gpus_per_node(address: str | None) -> int | None:
 
 
 def cluster_notices(address: str | None) -> list[str]:
-    """Return a notice when the run joins a cluster that nobody named."""
+    """Return a notice if the run joins a cluster that was found, and not named by RAY_ADDRESS."""
     if address is None or os.environ.get("RAY_ADDRESS"):
         return []
-    return [f"joins the Ray cluster at {address}; set RAY_ADDRESS=local to start one for this run"]
+    return [f"joining the Ray cluster at {address}; set RAY_ADDRESS=local to start one for this run instead"]
 
 
 def check_device(config: PpoConfig, given: Collection[str], num_gpus: int) -> list[str]:
-    """Return notices for options that a machine without GPUs does not heed. Raises ConfigError for one it cannot."""
+    """Return a notice for each option that has no effect without GPUs. Raises ConfigError for one that needs a GPU."""
     if num_gpus:
         return []
     if config.engine.vllm_tensor_parallel_size > 1:
@@ -73,7 +75,7 @@ def check_device(config: PpoConfig, given: Collection[str], num_gpus: int) -> li
 
 
 def on_cpu(given: Collection[str]) -> list[str]:
-    """Return notices for options that concern GPUs only."""
+    """Return a notice for each option in `given` that has no effect without GPUs."""
     return without_effect(
         given,
         (True, _GPU_OPTIONS, "there is no GPU, everything shares the CPU"),

@@ -1,4 +1,4 @@
-"""Which of the models, data and rewards that a command names are on this machine: what a dry run may look at."""
+"""Finds which models, data and rewards are on this machine, so that a dry run can check them."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Absent:
-    """What a dry run cannot look at.
+    """What a dry run cannot check because it is not on this machine.
 
     Attributes:
-        unseen: what may well exist, elsewhere: a phrase each.
-        missing: files and folders that do not exist: a sentence each.
+        unseen: what may exist elsewhere, such as on the hub; one phrase each.
+        missing: files and folders that do not exist; one sentence each.
     """
 
     unseen: list[str] = field(default_factory=list)
@@ -35,7 +35,7 @@ class Absent:
         return len(self.unseen) + len(self.missing)
 
     def models(self, flag: str, names: str | None) -> bool:
-        """Note those models of a list with commas that are not here; return whether all are."""
+        """Add the models of a comma-separated list that are not on this machine; return True if there are none."""
         num_before = self._count
         for name in parts(names or ""):
             path = model_path(name)
@@ -48,7 +48,7 @@ class Absent:
         return self._count == num_before
 
     def data(self, flag: str, names: str | None) -> bool:
-        """Note those data sources of a list with commas that are not here; return whether all are."""
+        """Add the sources of a comma-separated list that are not on this machine; return True if there are none."""
         num_before = self._count
         for name in parts(names or ""):
             path = user_path(name.rpartition("@")[0] or name)
@@ -61,7 +61,7 @@ class Absent:
         return self._count == num_before
 
     def rewards(self, flag: str, names: Iterable[str]) -> None:
-        """Note those reward functions that name a file that is not here."""
+        """Add the reward functions whose file does not exist."""
         for name in names:
             path = Path(reward_path(name).partition(".py")[0] + ".py")
             if ".py" in name and not path.is_file():
@@ -69,7 +69,7 @@ class Absent:
 
 
 def _is_cached(name: str) -> bool:
-    """Return whether the hub's cache on this machine has the model."""
+    """Return whether the model is in this machine's cache of the hub."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
@@ -80,7 +80,7 @@ def _is_cached(name: str) -> bool:
 
 
 def absent_offline(config: OfflineConfig) -> tuple[Absent, bool]:
-    """Return what a command over fixed examples names that is not here, and whether its examples are."""
+    """Return what a command on fixed examples names that is not on this machine, and whether its data is here."""
     absent = Absent()
     has_data = config.data.dataset is not None and absent.data("dataset", config.data.dataset)
     has_data &= absent.data("eval_dataset", config.data.eval_dataset)
@@ -90,7 +90,7 @@ def absent_offline(config: OfflineConfig) -> tuple[Absent, bool]:
 
 
 def show_lacks(console: "Console", parsed: Parsed, absent: Absent, unavailable: Iterable[ConfigError]) -> None:
-    """Write what could not be looked at, what is not available, and what is missing."""
+    """Write what could not be checked, what is not available, and what is missing."""
     lacks = [str(error) for error in parsed.missing] + absent.missing
     for title, texts in (
         ("not looked at", absent.unseen),

@@ -1,4 +1,4 @@
-"""Everything that a `ppo` run reads, in the order in which it is quick to check."""
+"""Checks of everything that a `ppo` run reads, quick ones first."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,13 +14,13 @@ from rlhf_rollout.rewards.sources import RewardSource, model_paths
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """What a `ppo` run reads, checked.
+    """The checked inputs of a `ppo` run.
 
     Attributes:
         model, critic: folders or hub names.
-        reward_sources: who scores; files and folders with their full paths.
-        prompts, eval_prompts: tokenized; the latter may be empty.
-        notices: what a person should know about them, a sentence each.
+        reward_sources: the sources of rewards, with absolute paths.
+        prompts, eval_prompts: tokenized prompts; `eval_prompts` may be None.
+        notices: what the user should know about the inputs, one sentence each.
     """
 
     model: str
@@ -32,9 +32,15 @@ class Inputs:
 
 
 def check_inputs(config: PpoConfig, folder: Path) -> Inputs:
-    """Check everything a `ppo` run reads. Raises ConfigError for a model, tokenizer, length, folder, or reward
-    function, server or model that does not work, DataError for a data file that does not."""
+    """Check everything that a `ppo` run reads.
+
+    Raises:
+        ConfigError: a model, tokenizer, length, folder or reward that does not work.
+        DataError: data that cannot be used.
+    """
     assert config.model.pretrain and config.data.prompt_data
+    # From quick to slow: paths and keys, model files, tokenizing all prompts, and calls of rewards, which may take as
+    # long as --reward_timeout_s.
     check_output_folder(folder)
     rows, held_out_rows = open_prompts(config)
     sources = named_sources(config)

@@ -1,4 +1,4 @@
-"""Model folders before a run: config, tokenizer, weights, attention, context. No weights are loaded."""
+"""Checks of models before a run: config, tokenizer, weight files, attention, context. No weights are loaded."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,17 +10,18 @@ from rlhf_data.errors import ConfigError, unknown
 
 
 def load_model_files(path: str) -> tuple[Any, Any]:
-    """Return the config and the tokenizer of a model folder or hub name. Raises ConfigError when they do not fit."""
+    """Return config and tokenizer of a model folder or hub name. Raises ConfigError if they do not fit together."""
     from rlhf_models.loading import check_tokenizer_fits, check_weights, load_config, load_tokenizer
 
-    config, tokenizer = load_config(path), load_tokenizer(path)
+    config = load_config(path)
+    tokenizer = load_tokenizer(path)
     check_tokenizer_fits(config, tokenizer)
     check_weights(path)
     return config, tokenizer
 
 
 def check_attention(section: ModelSection, model_config: Any) -> None:
-    """Raise ConfigError unless the model can be run with the attention and the packing asked for."""
+    """Raise ConfigError unless the model works with --attn_implementation and --packing_samples."""
     from rlhf_models.attention import choose_attention
 
     name = section.attn_implementation
@@ -34,25 +35,30 @@ def check_attention(section: ModelSection, model_config: Any) -> None:
 
 
 def check_context(model_config: Any, num_tokens: int, flags: str) -> None:
-    """Raise ConfigError unless the model can look back over `num_tokens`, which `flags` ask for."""
+    """Raise ConfigError if `num_tokens`, which `flags` ask for, exceed the context of the model."""
     context = getattr(model_config.get_text_config(), "max_position_embeddings", None)
     if context is not None and num_tokens > context:
         message = f"{flags} is {num_tokens} tokens, and the model has a context of {context}"
-        raise ConfigError(message, hint=f"lower them to {context} tokens in all")
+        raise ConfigError(message, hint=f"lower them to at most {context} tokens in total")
 
 
 def longest_sequence(config: PpoConfig) -> tuple[int, str]:
-    """Return the tokens of a prompt and its response at most, and the flags that say so."""
-    prompt, response = config.data.prompt_max_len, config.rollout.generate_max_len
+    """Return the largest number of tokens of a prompt with its response, and the flags that set it."""
+    prompt = config.data.prompt_max_len
+    response = config.rollout.generate_max_len
     return prompt + response, f"--prompt_max_len {prompt} + --generate_max_len {response}"
 
 
 def choose_critic(config: PpoConfig, model: str, reward_models: Sequence[str], tokenizer: Any) -> tuple[str, list[str]]:
-    """Return what the critic starts from, and a notice when nobody said so.
+    """Return the model from which the critic starts, and a notice if that is a reward model by default.
 
-    That is --critic_pretrain, else the first of the `reward_models`, which were checked, else the policy's `model`.
-    Raises ConfigError for a critic that cannot be run or does not read the tokens of the policy's `tokenizer`.
+    It is --critic_pretrain, else the first of the `reward_models`, which were checked before, else the policy's
+    `model`.
+
+    Raises:
+        ConfigError: a critic that cannot be run, or whose tokenizer differs from the policy's `tokenizer`.
     """
+    # A reward model already knows what is good, so it is the better start for predicting rewards.
     named = config.model.critic_pretrain
     if not config.algorithm.spec().row.uses_critic or (named is None and not reward_models):
         return model, []
@@ -61,11 +67,11 @@ def choose_critic(config: PpoConfig, model: str, reward_models: Sequence[str], t
         check_companion("critic_pretrain", config.model, critic, tokenizer)
     if named is not None:
         return critic, []
-    return critic, [f"the critic starts from the reward model {critic}; --critic_pretrain would name another"]
+    return critic, [f"the critic starts from the reward model {critic}; use --critic_pretrain for another model"]
 
 
 def check_companion(flag: str, section: ModelSection, path: str, tokenizer: Any) -> None:
-    """Raise ConfigError unless a model can be run beside the trained one, and reads its tokens."""
+    """Raise ConfigError unless a model can be run beside the trained one and has the same tokenizer."""
     from rlhf_models.loading import check_same_tokenizer, check_tokenizer_fits, check_weights, load_config
 
     try:

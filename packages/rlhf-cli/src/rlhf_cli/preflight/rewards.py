@@ -1,4 +1,4 @@
-"""Who scores, before a run: functions are called, servers reached, and reward models looked into."""
+"""Checks of rewards before a run: functions and servers are called once, and files of reward models are read."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,7 +14,8 @@ from rlhf_rollout.rewards.sources import model_paths
 
 
 def named_sources(config: PpoConfig) -> tuple[RewardSource, ...]:
-    """Return who scores, with full paths. Raises ConfigError for a file, a function or a URL that is none."""
+    """Return the sources of rewards with absolute paths. Raises ConfigError for a file, function or URL that is not
+    valid."""
     sources = []
     for source in config.reward.sources():
         if source.kind == "function":
@@ -33,8 +34,7 @@ def named_sources(config: PpoConfig) -> tuple[RewardSource, ...]:
 
 
 def check_reward_models(config: PpoConfig, sources: Sequence[RewardSource], tokenizer: Any) -> list[str]:
-    """Return notices. Raises ConfigError unless every reward model has a score head and reads all of the policy's
-    tokens."""
+    """Return notices about reward models. Raises ConfigError for one without a score head or the policy's tokenizer."""
     from rlhf_models.loading import check_reward_model, check_same_tokenizer, check_tokenizer_fits, load_config
     from rlhf_models.reward import stored_moments
 
@@ -45,12 +45,13 @@ def check_reward_models(config: PpoConfig, sources: Sequence[RewardSource], toke
             model_config = load_config(path)
             check_same_tokenizer(path, tokenizer)
             check_tokenizer_fits(model_config, tokenizer)
+            # Reward models score padded batches, so --packing_samples does not concern them.
             check_attention(config.model.model_copy(update={"packing_samples": False}), model_config)
             check_context(model_config, *longest_sequence(config))
             if config.reward.normalize_reward and stored_moments(model_config) is None:
                 notices.append(
-                    f"--normalize_reward has no effect on {path}: no mean and deviation are stored with it;"
-                    " --running_reward_norm takes those of the run"
+                    f"--normalize_reward has no effect on {path}: no mean and standard deviation are stored with it;"
+                    " --running_reward_norm uses those of the run"
                 )
         except ConfigError as error:
             raise ConfigError(f"--reward_pretrain: {error}") from None
@@ -58,8 +59,14 @@ def check_reward_models(config: PpoConfig, sources: Sequence[RewardSource], toke
 
 
 def try_rewards(config: PpoConfig, sources: Sequence[RewardSource], prompts: Sequence[Prompt]) -> list[str]:
-    """Ask every function and server once; return a notice for each that has no answer and may have one later. Raises
-    ConfigError for a function or server that cannot work."""
+    """Call every reward function and server once, with a few prompts.
+
+    Returns:
+        A notice for each one that failed, which may still work for other prompts.
+
+    Raises:
+        ConfigError: a function or server that cannot work at all.
+    """
     notices = []
     for source in sources:
         try:

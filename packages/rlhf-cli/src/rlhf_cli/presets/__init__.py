@@ -1,6 +1,6 @@
-"""Algorithms with the settings of their papers, by the names that --preset takes; files in the format of --config.
+"""Settings of algorithms as in their papers, for --preset. The files have the format of --config.
 
-Batch sizes and learning rates are left to the user: they depend on the model and the machine.
+They do not set batch sizes and learning rates, which depend on the model and the machine.
 """
 
 from collections.abc import Mapping

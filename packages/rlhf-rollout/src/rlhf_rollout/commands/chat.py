@@ -14,7 +14,7 @@ from rlhf_data.options import matching
 from rlhf_data.records import FinishReason
 from rlhf_data.rows import Row
 from rlhf_rollout.commands.configs import ChatConfig
-from rlhf_rollout.commands.parts import EngineJob, make_engine, make_sampling
+from rlhf_rollout.commands.parts import EngineJob, make_engine
 from rlhf_rollout.commands.terminal import TERMINAL
 from rlhf_rollout.engines import build_engine
 from rlhf_rollout.protocols import RolloutEngine, SamplingParams
@@ -46,7 +46,7 @@ def make_job(config: ChatConfig) -> ChatJob:
     """Return the job of a configuration."""
     return ChatJob(
         engine=make_engine(config.model, config.engine, config.rollout, config.data.prompt_max_len),
-        sampling=make_sampling(config.rollout, 1, config.rollout.seed),
+        sampling=config.rollout.params(1, config.rollout.seed),
         **matching(ChatJob, config.conversation, config.data),
     )
 

@@ -7,11 +7,13 @@ from rlhf_data.errors import ConfigError
 from rlhf_data.options import Config, Section, flag, one_of, with_defaults
 from rlhf_rollout.commands.post_process import POST_PROCESSORS
 from rlhf_rollout.commands.sections import (
+    AnswerKeySection,
     EngineModelSection,
     EngineSection,
     ExampleSection,
     GroupSamplingSection,
     InputSection,
+    PairKeySection,
     PromptLengthSection,
     PromptSection,
     ReferenceSection,
@@ -166,13 +168,10 @@ class GenerateConfig(Config):
         )
 
 
-class AnswerSection(ReferenceSection, InputSection, ExampleSection):
+class AnswerSection(PairKeySection, AnswerKeySection, ReferenceSection, InputSection, ExampleSection):
     """Answers to score: one per row, or pairs."""
 
-    output_key: str = flag("output", "key of the answer in a row")
-    chosen_key: str | None = flag(None, "key of the preferred answer; None: rows hold one answer, not pairs")
-    rejected_key: str = flag("rejected", "key of the other answer of a pair")
-    prompt_key: str | None = flag(None, "key of the prompt of a pair; None: both answers are whole dialogues")
+    chosen_key: str | None = flag(None, "key of the preferred answer of a pair; None: rows hold one answer, not pairs")
 
 
 class ScoreConfig(Config):
@@ -185,11 +184,8 @@ class ScoreConfig(Config):
 
     def missing(self) -> list[ConfigError]:
         """See `Config`."""
-        lacks = []
-        if self.data.dataset is None:
-            hint = "add --dataset FILE.jsonl and the keys of its rows"
-            lacks.append(missing("dataset", "it names the answers to score", hint))
-        return lacks + self.output.missing() + self.reward.missing("nothing says how answers are scored")
+        lacks = self.data.missing("it names the answers to score") + self.output.missing()
+        return lacks + self.reward.missing("nothing says how answers are scored")
 
     def check(self, given: Collection[str]) -> list[str]:
         """See `Config`."""

@@ -29,7 +29,6 @@ from rlhf_rollout.commands.parts import (
     check_new_file,
     make_engine,
     make_reward,
-    make_sampling,
     write_rows,
 )
 from rlhf_rollout.commands.post_process import training_rows
@@ -151,7 +150,7 @@ def make_job(config: GenerateConfig) -> GenerateJob:
             **matching(PromptJob, data),
         ),
         engine=make_engine(config.model, config.engine, rollout, data.prompt_max_len),
-        sampling=make_sampling(rollout, rollout.n_samples_per_prompt, rollout.seed),
+        sampling=rollout.params(rollout.n_samples_per_prompt, rollout.seed),
         reward=make_reward(config.reward, config.model.dtype),
         **matching(GenerateJob, output) | {"output_path": Path(output.output_path)},
     )

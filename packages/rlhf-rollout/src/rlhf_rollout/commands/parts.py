@@ -13,10 +13,10 @@ from rlhf_data.errors import ConfigError
 from rlhf_data.pretrained import load_tokenizer, located
 from rlhf_data.testing import ByteTokenizer
 from rlhf_rollout.commands.configs import OneEngineSection
-from rlhf_rollout.commands.sections import EngineModelSection, RewardSection, SamplingSection
+from rlhf_rollout.commands.sections import SHARE_ALONE, EngineModelSection, RewardSection, SamplingSection
 from rlhf_rollout.commands.terminal import TERMINAL
 from rlhf_rollout.engines import EngineSpec
-from rlhf_rollout.protocols import RewardFunction, SamplingParams
+from rlhf_rollout.protocols import RewardFunction
 from rlhf_rollout.rewards import LocalScorer, ModelReward, RewardSource, build_reward
 from rlhf_rollout.rewards.sources import model_paths
 
@@ -132,34 +132,15 @@ def make_engine(
     model: EngineModelSection, engine: OneEngineSection, sampling: SamplingSection, prompt_max_len: int
 ) -> EngineJob:
     """Return the engine for responses to prompts of at most `prompt_max_len` tokens."""
-    spec = EngineSpec(
-        model=model.pretrain or "fake",
+    spec = engine.spec(
+        model.pretrain or "fake",
+        prompt_max_len + sampling.generate_max_len,
+        SHARE_ALONE,
         tokenizer=model.tokenizer,
         dtype=model.dtype,
-        max_model_len=prompt_max_len + sampling.generate_max_len,
-        max_num_seqs=engine.vllm_max_num_seqs,
-        gpu_memory_utilization=engine.vllm_gpu_memory_utilization or _SHARE_ALONE,
-        tensor_parallel_size=engine.vllm_tensor_parallel_size,
-        enforce_eager=engine.enforce_eager,
-        enable_prefix_caching=engine.enable_prefix_caching,
         base_url=engine.base_url if engine.engine == "http" else None,
     )
     return EngineJob(kind=engine.engine, spec=spec, tokenizer=model.tokenizer or model.pretrain)
-
-
-_SHARE_ALONE = 0.9  # share of the GPU's memory when no trainer runs on it
-
-
-def make_sampling(section: SamplingSection, num_samples: int, seed: int | None) -> SamplingParams:
-    """Return how responses are sampled."""
-    return SamplingParams(
-        num_samples=num_samples,
-        max_tokens=section.generate_max_len,
-        temperature=section.temperature,
-        top_p=section.top_p,
-        top_k=section.top_k,
-        seed=seed,
-    )
 
 
 def make_reward(section: RewardSection, dtype: Literal["float32", "bfloat16"]) -> RewardJob:

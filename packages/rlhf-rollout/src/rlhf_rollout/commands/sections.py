@@ -1,11 +1,13 @@
 """Options that `rlhf-rollout` and `rlhf` share. Each is declared once; `rlhf` adds those of training."""
 
 from collections.abc import Collection
-from typing import Literal
+from typing import Any, Literal
 
 from rlhf_data.checks import missing, without_effect
 from rlhf_data.errors import ConfigError
-from rlhf_data.options import Section, flag
+from rlhf_data.options import Section, flag, matching
+from rlhf_rollout.engines import EngineSpec
+from rlhf_rollout.protocols import SamplingParams
 from rlhf_rollout.rewards.sources import RewardSource, parse_sources, parse_weights
 
 SOURCES = (
@@ -13,6 +15,7 @@ SOURCES = (
     " separated by commas; `name@subset` names a subset"
 )
 _SPLIT = "the split to read if a data set has splits"
+SHARE_ALONE = 0.9  # share of a GPU's memory for an engine that has the GPU to itself
 
 
 class PrecisionSection(Section, title="model"):
@@ -89,6 +92,21 @@ class InputSection(ChatSection):
     input_key: str = flag("input", "key of the prompt in a row: text, or a list of messages")
 
 
+class AnswerKeySection(Section, title="data"):
+    """Rows with one answer."""
+
+    output_key: str = flag("output", "key of the answer in a row")
+
+
+class PairKeySection(Section, title="data"):
+    """Rows with two answers to a prompt. Each command says which key holds the preferred one."""
+
+    prompt_key: str | None = flag(
+        None, "key of the prompt of a pair, text or messages; None: both answers are whole dialogues that hold it"
+    )
+    rejected_key: str = flag("rejected", "key of the other answer of a pair")
+
+
 class PromptSection(ReferenceSection, PromptLengthSection, InputSection):
     """Prompts with reference answers."""
 
@@ -108,6 +126,12 @@ class ExampleSection(RowSection):
     dataset_split: str = flag("train", f"--dataset: {_SPLIT}")
     max_len: int = flag(2048, "tokens per sequence at most; longer sequences are left out and counted, never cut", ge=2)
 
+    def missing(self, why: str) -> list[ConfigError]:
+        """Return an error if no source of rows is named. `why` says why one is needed."""
+        if self.dataset is not None:
+            return []
+        return [missing("dataset", why, "add --dataset FILE.jsonl and the keys of its rows")]
+
 
 class SamplingSection(Section, title="sampling"):
     """How responses are sampled."""
@@ -116,6 +140,11 @@ class SamplingSection(Section, title="sampling"):
     temperature: float = flag(1.0, "sampling temperature, which log-probs include; 0: greedy", ge=0)
     top_p: float = flag(1.0, "probability mass of the most likely tokens to sample from", gt=0, le=1)
     top_k: int = flag(-1, "number of most likely tokens to sample from; -1: all", ge=-1)
+
+    def params(self, num_samples: int, seed: int | None) -> SamplingParams:
+        """Return how an engine samples `num_samples` responses to a prompt."""
+        own = {"num_samples": num_samples, "max_tokens": self.generate_max_len, "seed": seed}
+        return SamplingParams(**matching(SamplingParams, self) | own)
 
     def check(self) -> None:
         """Raise ConfigError for options of sampling that cannot work."""
@@ -142,6 +171,26 @@ class EngineSection(Section, title="generation engine (vLLM)"):
     vllm_max_num_seqs: int = flag(256, "responses that an engine decodes at the same time", ge=1)
     enforce_eager: bool = flag(False, "no CUDA graphs: faster start, slower generation")
     enable_prefix_caching: bool = flag(False, "keep the KV cache of prefixes that prompts share")
+
+    def spec(self, model: str, max_model_len: int, memory_share: float, **options: Any) -> EngineSpec:
+        """Return how an engine is built.
+
+        Args:
+            model: a folder or hub name.
+            max_model_len: tokens of prompt and response together.
+            memory_share: share of a GPU's memory if --vllm_gpu_memory_utilization is not set.
+            options: further fields of the specification.
+        """
+        return EngineSpec(
+            model=model,
+            max_model_len=max_model_len,
+            max_num_seqs=self.vllm_max_num_seqs,
+            gpu_memory_utilization=self.vllm_gpu_memory_utilization or memory_share,
+            tensor_parallel_size=self.vllm_tensor_parallel_size,
+            enforce_eager=self.enforce_eager,
+            enable_prefix_caching=self.enable_prefix_caching,
+            **options,
+        )
 
 
 class RewardSection(Section, title="reward"):

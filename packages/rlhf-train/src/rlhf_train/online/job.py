@@ -1,10 +1,10 @@
 """The settings of an online run as frozen data, filled in by the command line and sent to Ray actors."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from rlhf_data.errors import ConfigError
+from rlhf_data.errors import ConfigError, FeatureError
 from rlhf_data.records import Prompt
 from rlhf_rollout.engines import EngineSpec
 from rlhf_rollout.protocols import SamplingParams
@@ -13,6 +13,9 @@ from rlhf_train.algorithms import AlgorithmSpec
 from rlhf_train.online.placement import PlacementPlan
 from rlhf_train.run.trackers.spec import TrackerSpec
 from rlhf_train.specs import ModelSpec
+
+_SLEEP_STAGE = 2  # the only ZeRO stage whose optimizer states can leave the GPU and come back
+_OTHER_LAYOUT = "use models apart, or --colocate_all_models with one engine per training process, on one node"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,9 +198,8 @@ class OnlineJob:
         if self.sampling.temperature <= 0:
             raise ConfigError("temperature is 0: greedy rollouts teach nothing", hint="use --temperature 1.0")
         stages = {model.zero_stage for model in self.models.values() if model.optimizer}
-        if self.trainer_sleep and not stages <= {2}:
-            hint = "add --zero_stage 2 or drop the flag"
-            raise ConfigError("deepspeed_enable_sleep needs ZeRO stage 2", hint=hint)
+        if lacks := unavailable_features(self.plan, trainer_sleep=self.trainer_sleep, zero_stages=stages):
+            raise lacks[0]
 
     def _check_options(self) -> None:
         for name, wanted in (("freezing_actor_steps", self.num_frozen_steps), ("save_value_network", self.save_critic)):
@@ -212,6 +214,26 @@ class OnlineJob:
             )
             hint = f"use --train_batch_size {self.batch.num_rollouts} --max_epochs 1, or --old_logprobs recompute"
             raise ConfigError(message, hint=hint)
+
+
+def unavailable_features(
+    plan: PlacementPlan, *, trainer_sleep: bool, zero_stages: Collection[int]
+) -> list[FeatureError]:
+    """Return an error for each feature that a layout or its options need and that is not available.
+
+    `OnlineJob` raises the first of them, so that nothing starts; a dry run lists them all.
+
+    Args:
+        plan: where everything runs.
+        trainer_sleep: whether optimizer states leave the device while engines generate.
+        zero_stages: the ZeRO stages of the trained models.
+    """
+    found = [FeatureError(f"not available: {feature}", hint=_OTHER_LAYOUT) for feature in plan.unavailable]
+    for stage in sorted(set(zero_stages) - {_SLEEP_STAGE}) if trainer_sleep else ():
+        message = f"not available: --deepspeed_enable_sleep at --zero_stage {stage}"
+        hint = f"use --zero_stage {_SLEEP_STAGE}, or drop --deepspeed_enable_sleep"
+        found.append(FeatureError(message, hint=hint))
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
