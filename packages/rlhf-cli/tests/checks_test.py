@@ -49,7 +49,7 @@ def ppo(*argv: str) -> Parsed[PpoConfig]:
         (["--is_correction_threshold", "-1", "3"], "--is_correction_threshold is -1 3", "LOW before HIGH"),
         # rewards
         (["--remote_rm_url", "None"], "--remote_rm_url is missing", "or --reward_pretrain MODEL"),
-        (["--reward_weights", "1,2"], "2 weights for 1 rewards", "give one a reward"),
+        (["--reward_weights", "1,2"], "2 weights for 1 rewards", "give one weight per reward"),
         (["--reward_weights", "much"], "--reward_weights is much; it must be numbers", ""),
         (["--reward_weights", "-1,1"], "--reward_weights: `-1,1` begins with `-`", "write --reward_weights=-1,1"),
         (["--reward_weights", "inf"], "--reward_weights is inf; it must be numbers", ""),

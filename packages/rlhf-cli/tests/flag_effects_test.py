@@ -2,6 +2,7 @@
 
 from operator import attrgetter
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -168,8 +169,17 @@ READ_BEFORE = {
 }
 
 
+def config_of(*argv: str):
+    return CommandLine(config=PpoConfig, prog="", recipe=builtin_recipe).parse(argv).config
+
+
+def plan_of(*argv: str):
+    """Something with a plan only: a job refuses plans with features that are not available, such as several nodes."""
+    return SimpleNamespace(plan=make_plan(config_of(*argv), MANY_GPUS))
+
+
 def job_of(*argv: str, num_gpus: int = MANY_GPUS):
-    config = CommandLine(config=PpoConfig, prog="", recipe=builtin_recipe).parse(argv).config
+    config = config_of(*argv)
     prompts = tuple(Prompt(f"p{i}", np.array([1, 2]), f"prompt {i}") for i in range(100))
     inputs = Inputs(
         "policy", "critic", config.reward.sources(), PromptSet(prompts, Counts(100, longest_tokens=2)), None, ()
@@ -194,7 +204,8 @@ def test_flag_reaches_its_field_of_the_job(flag, words, others, path, expected):
     argv = ["--train_steps", "4"] if flag != "train_steps" else []
     if flag == "num_episodes":
         argv = ["--train_steps", "None"]
-    assert field(job_of(*argv, *others.split(), f"--{flag}", *words.split()), path) == expected
+    made = (plan_of if path.startswith("plan.") else job_of)(*argv, *others.split(), f"--{flag}", *words.split())
+    assert field(made, path) == expected
 
 
 def test_every_flag_is_tested():
