@@ -61,6 +61,9 @@ def make_job(
     Raises:
         ConfigError: values that cannot work together, or a plan with a feature that is not available.
     """
+    # The job refuses such a plan, too, but its engine may do so first, in words that do not name the flags.
+    if unavailable := unavailable_in(config, plan):
+        raise unavailable[0]
     rollout = config.rollout
     training = config.training
     spec = config.algorithm.spec()
