@@ -222,7 +222,7 @@ def test_read_toml_missing_or_broken_file_is_named(tmp_path):
         # 32 x 4 = 128 samples; of the divisors of 128, 32 is the largest that is not above 48.
         (["--train_batch_size", "48"], "does not divide the 128 samples of a step", "use --train_batch_size 32"),
         (["--train_batch_size", "256"], "--train_batch_size is 256", "use --train_batch_size 128"),
-        (["--use_kl_loss", "--init_kl_coef", "0"], "there is no KL", "set --init_kl_coef above 0"),
+        (["--use_kl_loss", "--init_kl_coef", "0"], "the coefficient of the KL is 0", "set --init_kl_coef above 0"),
         (["--eps_clip", "0.1", "--eps_clip_low_high", "0.1", "0.2"], "set the same clip range", "give one"),
         (["--vllm_enable_sleep"], "--colocate_all_models is off", "add --colocate_all_models"),
         (["--deepspeed_enable_sleep"], "--colocate_all_models is off", "add --colocate_all_models"),
