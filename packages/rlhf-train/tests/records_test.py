@@ -183,7 +183,7 @@ def test_online_job_without_a_critic_or_a_group_refuses_what_needs_one(tmp_path,
 
 
 def test_online_job_refuses_a_layout_that_is_not_available_before_anything_starts(tmp_path):
-    job = tiny_job("model", tmp_path, engine_sleep=False, trainer_sleep=False)
+    job = tiny_job("model", tmp_path, trainer_sleep=False)
     request = PlacementRequest(ranks={"actor": 1, "critic": 1, "reference": 1}, colocate_all_models=True)
     two_engines = plan_placement(dataclasses.replace(request, num_engines=2), 2)
     with pytest.raises(FeatureError) as refused:
