@@ -17,7 +17,8 @@ from rlhf_models.testing import tiny_reward_model_dir
 from rlhf_rollout.engines import EngineSpec
 from rlhf_rollout.host import free_port
 from rlhf_rollout.rewards.sources import RewardSource
-from rlhf_train.online.cluster import _part, placed_bundles, ray_cluster, start_scorers, wait
+from rlhf_train.online import cluster as cluster_module
+from rlhf_train.online.cluster import _part, placed_bundles, ray_cluster, start_processes, start_scorers, wait
 from rlhf_train.online.job import RewardSpec
 from rlhf_train.online.placement import PlacementRequest, plan_placement
 
@@ -113,6 +114,66 @@ def test_process_that_dies_is_an_engine_error_with_a_hint(cluster):
         actor = ray.remote(Mortal).remote()
         with pytest.raises(EngineError, match=r"(?s)a process of the run is gone.*hint: .*out of memory"):
             wait([actor.end.remote()])
+
+
+class Sleeper:
+    """Is never ready."""
+
+    def ready(self) -> None:
+        time.sleep(3600)
+
+    def call(self, method: str) -> None:
+        time.sleep(3600)
+
+
+class Ready(Sleeper):
+    """Is ready, and hangs at the next call."""
+
+    def ready(self) -> None:
+        pass
+
+
+@pytest.fixture
+def start(cluster):
+    """A function that starts an actor of a class of this file; they end with the test."""
+    import ray
+
+    ray.cloudpickle.register_pickle_by_value(__import__(__name__, fromlist=["Sleeper"]))
+    actors = []
+
+    def start_one(kind):
+        actors.append(ray.remote(kind).options(num_cpus=0).remote())
+        return actors[-1]
+
+    yield start_one
+    for actor in actors:
+        ray.kill(actor)
+
+
+@pytest.mark.parametrize(
+    ("kind", "shares_gpus", "start_timeout_s", "what"),
+    [
+        (Sleeper, True, 3.0, "the start of the engines"),
+        (Sleeper, False, 3.0, "the start of the engines and reward models"),
+        (Ready, True, 120.0, "the engines' falling asleep"),
+    ],
+)
+def test_start_that_hangs_is_an_engine_error_with_a_hint(monkeypatch, start, kind, shares_gpus, start_timeout_s, what):
+    spec = EngineSpec(model="none", enable_sleep=True, start_timeout_s=start_timeout_s, control_timeout_s=3.0)
+    job = SimpleNamespace(plan=SimpleNamespace(shares_gpus=shares_gpus), engine=spec)
+    for name, started in (("start_engines", [start(kind)]), ("start_scorers", []), ("start_workers", [])):
+        monkeypatch.setattr(cluster_module, name, lambda job, reserved, started=started: started)
+    with pytest.raises(EngineError, match=rf"(?s)^{what} took longer than 3 s.*hint: .*Ray's session folder"):
+        start_processes(job, None)
+
+
+def test_trainer_whose_start_hangs_is_an_engine_error(monkeypatch, start):
+    job = SimpleNamespace(plan=SimpleNamespace(shares_gpus=False), engine=EngineSpec(model="none", start_timeout_s=3.0))
+    loading = SimpleNamespace(started=[start(Sleeper).ready.remote()])
+    for name, started in (("start_engines", []), ("start_scorers", []), ("start_workers", [loading])):
+        monkeypatch.setattr(cluster_module, name, lambda job, reserved, started=started: started)
+    with pytest.raises(EngineError, match="the start of the trainers took longer than 3 s"):
+        start_processes(job, None)
 
 
 def test_processes_share_the_cpu_as_the_driver_does(cluster):

@@ -14,6 +14,8 @@ from rlhf_rollout.protocols import RolloutEngine, SamplingParams
 from rollout_testing import shared_memory_bucket
 
 MAX_MODEL_LEN = 128
+REQUEST_TIMEOUT_S = 90.0
+CONTROL_TIMEOUT_S = 80.0
 PROMPT = np.arange(3, 13, dtype=np.int32)
 
 
@@ -47,6 +49,8 @@ def subject(request: pytest.FixtureRequest) -> Iterator[Subject]:
         max_num_seqs=32,
         max_num_batched_tokens=1024,
         enable_sleep=True,
+        request_timeout_s=REQUEST_TIMEOUT_S,
+        control_timeout_s=CONTROL_TIMEOUT_S,
     )
     weights: Mapping[str, np.ndarray] = {"a": np.arange(6, dtype=np.float32), "b": np.ones((2, 3), np.float32)}
     vocab_size = 256

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine_testing import MAX_MODEL_LEN, PROMPT, Subject, generate, run
+from engine_testing import CONTROL_TIMEOUT_S, MAX_MODEL_LEN, PROMPT, REQUEST_TIMEOUT_S, Subject, generate, run
 from rlhf_data.errors import EngineError
 from rlhf_data.records import FinishReason
 from rlhf_rollout.engines import EngineSpec, build_engine
@@ -171,6 +171,63 @@ def test_generate_deadline_that_passes_raises_and_gives_the_request_up(subject: 
         await subject.engine.resume()
 
     run(scenario())
+
+
+def test_deadlines_of_the_spec_hold_for_calls_that_bring_none(
+    subject: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = subject.engine
+    assert (engine._request_timeout_s, engine._control_timeout_s) == (REQUEST_TIMEOUT_S, CONTROL_TIMEOUT_S)
+
+    async def scenario() -> None:
+        await engine.pause("drain")
+        with monkeypatch.context() as patch:
+            patch.setattr(engine, "_request_timeout_s", 0.05)
+            with pytest.raises(EngineError, match=r"a generation request took longer than 0\.05 s\s+hint: "):
+                await engine.generate(PROMPT, SamplingParams(max_tokens=2))
+        await engine.resume()
+        if subject.kind == "fake":  # it writes at once: nothing is in flight that could hold a call up
+            return
+        task = asyncio.create_task(engine.generate(PROMPT, SamplingParams(max_tokens=100, num_samples=4), timeout_s=60))
+        await asyncio.sleep(0.02)
+        with monkeypatch.context() as patch:
+            patch.setattr(engine, "_request_timeout_s", 0.001)
+            patch.setattr(engine, "_control_timeout_s", 0.001)
+            with pytest.raises(EngineError, match=r"`pause` took longer than 0\.002 s"):
+                await engine.pause("drain")
+        assert len(await task) == 4
+        await engine.pause("drain")  # behind the late one, which an engine may still carry out
+        await engine.resume()
+
+    run(scenario())
+    assert len(generate(subject, max_tokens=3, min_tokens=3, seed=1)[0].token_ids) == 3
+
+
+@pytest.mark.parametrize("call", ["pause", "begin_weight_update"])
+def test_control_call_that_waits_for_requests_has_the_deadline_of_both(call: str) -> None:
+    engine = FakeEngine(latency_s=60.0, request_timeout_s=0.06, control_timeout_s=0.02)
+
+    async def scenario() -> None:
+        task = asyncio.create_task(engine.generate(PROMPT, SamplingParams(max_tokens=2), timeout_s=60.0))
+        await asyncio.sleep(0)
+        arguments = {"pause": "drain", "begin_weight_update": 1}
+        with pytest.raises(EngineError, match=rf"`{call}` took longer than 0\.08 s"):
+            await getattr(engine, call)(arguments[call])
+        task.cancel()
+
+    run(scenario())
+
+
+def test_built_fake_engine_has_the_deadlines_of_its_spec() -> None:
+    engine = build_engine("fake", EngineSpec(model="", request_timeout_s=0.03, control_timeout_s=0.02))
+
+    async def scenario() -> None:
+        await engine.pause("drain")
+        with pytest.raises(EngineError, match=r"took longer than 0\.03 s"):
+            await engine.generate(PROMPT, SamplingParams())
+
+    run(scenario())
+    assert engine._control_timeout_s == 0.02
 
 
 def test_fake_engine_scripts_get_a_seed_per_request_and_sample() -> None:

@@ -120,6 +120,53 @@ def test_model_reward_of_dead_replicas_says_why() -> None:
     assert (verdict.kind, verdict.detail) == (VerdictKind.CRASH, "RuntimeError: gone")
 
 
+class Hung:
+    """A replica that never answers."""
+
+    def __init__(self) -> None:
+        self.num_cancelled = 0
+
+    async def score(self, token_ids: list[np.ndarray]) -> list[float]:
+        try:
+            await asyncio.get_running_loop().create_future()
+        except asyncio.CancelledError:
+            self.num_cancelled += 1
+            raise
+        return []
+
+
+def test_model_reward_hung_replica_is_a_timeout_of_the_whole_batch_with_a_hint() -> None:
+    hung = Hung()
+    verdicts = run(ModelReward([hung], timeout_s=0.05).score(PROMPT, rollouts([11], [12], [14])))
+    assert [verdict.kind for verdict in verdicts] == [VerdictKind.TIMEOUT] * 3
+    assert hung.num_cancelled == 1  # one call: its sequences are not asked for one by one
+    detail = verdicts[0].detail
+    assert detail.startswith("the reward model gave no scores for 3 sequences within 0.05 s")
+    assert "lower --reward_batch_size" in detail
+
+
+def test_model_reward_another_replica_answers_for_a_hung_one() -> None:
+    hung, alive = Hung(), Scripted()
+    verdicts = run(ModelReward([hung, alive], timeout_s=0.05).score(PROMPT, rollouts([11], [12])))
+    assert [verdict.reward for verdict in verdicts] == [1.0, 2.0]
+    assert (hung.num_cancelled, len(alive.batches)) == (1, 1)
+
+
+def test_model_reward_scorers_own_timeout_error_is_a_crash() -> None:
+    class Raising:
+        async def score(self, token_ids: list[np.ndarray]) -> list[float]:
+            raise TimeoutError("of a socket")
+
+    [verdict] = run(ModelReward([Raising()]).score(PROMPT, rollouts([11])))
+    assert (verdict.kind, verdict.detail) == (VerdictKind.CRASH, "TimeoutError: of a socket")
+
+
+@pytest.mark.parametrize("timeout_s", [0.0, -1.0])
+def test_model_reward_deadline_that_is_not_positive_is_refused(timeout_s: float) -> None:
+    with pytest.raises(ConfigError, match="must be positive"):
+        ModelReward([Scripted()], timeout_s=timeout_s)
+
+
 def test_model_reward_another_number_of_scores_is_a_crash() -> None:
     (verdict,) = run(ModelReward([Scripted(excess=1)]).score(PROMPT, rollouts([20])))
     assert verdict.kind is VerdictKind.CRASH

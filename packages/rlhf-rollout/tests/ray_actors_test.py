@@ -11,11 +11,12 @@ import pytest
 import ray
 
 from rlhf_data.errors import ConfigError, DataError, EngineError, RewardError, WeightSyncError
+from rlhf_data.records import FinishReason, Prompt, Rollout, Span, SpanSource, VerdictKind
 from rlhf_models.testing import tiny_reward_model_dir
 from rlhf_rollout.engines import EngineSpec
 from rlhf_rollout.protocols import RolloutEngine, SamplingParams
-from rlhf_rollout.ray_actors import RayEngine, RayScorer, RemoteEngine, RewardModelActor
-from rlhf_rollout.rewards.model import LocalScorer
+from rlhf_rollout.ray_actors import RayEngine, RayScorer, RemoteEngine, RewardModelActor, plain_errors
+from rlhf_rollout.rewards.model import LocalScorer, ModelReward
 from rollout_testing import shared_memory_bucket
 
 PROMPT = np.array([4, 5, 6], np.int32)
@@ -54,7 +55,7 @@ def run(coroutine: Any) -> Any:
 def test_ray_engine_is_a_rollout_engine(handle: Any) -> None:
     engine = RayEngine(handle)
     assert isinstance(engine, RolloutEngine)
-    assert run(engine.ready()) >= 0
+    assert ray.get(handle.ready.remote()) >= 0
 
 
 def test_ray_engine_generates_many_at_once(handle: Any) -> None:
@@ -95,7 +96,7 @@ def test_ray_engine_weight_errors_arrive_as_themselves(handle: Any) -> None:
 def test_killed_engine_raises_instead_of_hanging(cluster: None) -> None:
     handle = start_engine()
     engine = RayEngine(handle)
-    run(engine.ready())
+    ray.get(handle.ready.remote())
     ray.kill(handle)
     with pytest.raises(EngineError, match="the engine's process is gone"):
         run(engine.generate(PROMPT, SamplingParams()))
@@ -151,25 +152,26 @@ def test_control_calls_do_not_wait_behind_requests(handle: Any) -> None:
     assert num_answers == 1100
 
 
+class HungHandle:
+    """An actor that never answers."""
+
+    def __init__(self) -> None:
+        self.call = self
+
+    def remote(self, *arguments: Any) -> Any:
+        return asyncio.get_running_loop().create_future()
+
+
 @pytest.mark.parametrize("method", ["pause", "resume", "health", "sleep", "wake_up", "begin_weight_update"])
 def test_ray_engine_control_call_that_hangs_ends_at_its_deadline(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     cancelled: list[Any] = []
     monkeypatch.setattr(ray, "cancel", cancelled.append)
 
-    class Handle:
-        """An actor that never answers."""
-
-        def __init__(self) -> None:
-            self.call = self
-
-        def remote(self, *arguments: Any) -> Any:
-            return asyncio.get_running_loop().create_future()
-
     spec = EngineSpec(model="x", request_timeout_s=0.05, control_timeout_s=0.05, health_timeout_s=0.05)
     arguments = {"pause": ["drain"], "begin_weight_update": [1]}.get(method, [])
 
     async def scenario() -> None:
-        await getattr(RayEngine(Handle(), spec), method)(*arguments)
+        await getattr(RayEngine(HungHandle(), spec), method)(*arguments)
 
     with pytest.raises(EngineError, match=r"of an engine's process took longer than 0\.\d+ s\s+hint: the engine hangs"):
         run(scenario())
@@ -180,8 +182,8 @@ def test_engine_that_does_not_start_tells_why(cluster: None, tmp_path: Path) -> 
     spec = EngineSpec(model=str(tmp_path / "none"))
     handle = RemoteEngine.options(num_cpus=0).remote("transformers", spec)
     engine = RayEngine(handle)
-    with pytest.raises(ConfigError, match=r"^there is no model folder"):
-        run(engine.ready())
+    with pytest.raises(ConfigError, match=r"^there is no model folder"), plain_errors(EngineError):
+        ray.get(handle.ready.remote())
     with pytest.raises(ConfigError, match=r"^there is no model folder"):
         run(engine.generate(PROMPT, SamplingParams()))
 
@@ -199,6 +201,17 @@ def test_ray_scorer_gives_the_scores_of_its_model_and_its_errors(cluster: None, 
     ray.kill(handle)
     with pytest.raises(RewardError, match="the reward model's process is gone"):
         run(scorer.score(sequences))
+
+
+def test_hung_reward_model_process_is_a_timeout_and_its_call_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    cancelled: list[Any] = []
+    monkeypatch.setattr(ray, "cancel", cancelled.append)
+    spans = (Span(SpanSource.PROMPT, [5]), Span(SpanSource.POLICY, [6], [-1.0], 0))
+    rollouts = [Rollout(f"r{index}", "g", spans, FinishReason.STOP) for index in range(2)]
+    reward = ModelReward([RayScorer(HungHandle())], timeout_s=0.05)
+    verdicts = run(reward.score(Prompt("p", [5], "five"), rollouts))
+    assert [verdict.kind for verdict in verdicts] == [VerdictKind.TIMEOUT] * 2
+    assert len(cancelled) == 1
 
 
 def test_ray_scorer_that_does_not_start_tells_why(cluster: None, tmp_path: Path) -> None:

@@ -1,11 +1,16 @@
 """From raw rewards to those that are learned from, in their order, and which groups are worth training."""
 
+import asyncio
+from types import SimpleNamespace
+
 import pytest
+import ray
 
 from rlhf_data.records import FinishReason, Prompt, Rollout, RolloutGroup, Span, SpanSource, Verdict, VerdictKind
 from rlhf_data.testing import make_group
+from rlhf_rollout.rewards.sources import RewardSource
 from rlhf_train.online.job import DynamicSampling, RewardSpec
-from rlhf_train.online.rewards import RewardShaper, is_worth_training
+from rlhf_train.online.rewards import RewardShaper, is_worth_training, make_reward
 
 
 def rollout(reward: float | None, *, length: int = 1, truncated: bool = False, score: float | None = None) -> Rollout:
@@ -97,3 +102,16 @@ def test_groups_worth_training_differ_in_score_with_a_mean_within_bounds(rewards
 def test_groups_are_compared_by_score_not_by_reward():
     assert not is_worth_training(group(rollout(0.0, score=1.0), rollout(5.0, score=1.0)), DynamicSampling())
     assert is_worth_training(group(rollout(5.0, score=0.0), rollout(5.0, score=1.0)), DynamicSampling())
+
+
+def test_reward_model_of_a_job_has_its_deadline(monkeypatch, tmp_path):
+    cancelled = []
+    monkeypatch.setattr(ray, "cancel", cancelled.append)
+    call = SimpleNamespace(remote=lambda *arguments: asyncio.get_running_loop().create_future())
+    source = RewardSource(kind="model", targets=("model",))
+    job = SimpleNamespace(reward=RewardSpec(sources=(source,), model_timeout_s=0.05))
+    reward = make_reward(job, [[SimpleNamespace(call=call)]], tmp_path / "reward.log")
+    [verdict] = asyncio.run(asyncio.wait_for(reward.score(Prompt("p", [1], "one"), [rollout(None)]), 30))
+    assert verdict.kind is VerdictKind.TIMEOUT
+    assert "within 0.05 s" in verdict.detail
+    assert len(cancelled) == 1

@@ -70,7 +70,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     handle = RemoteEngine.options(num_gpus=0.4).remote("vllm", spec)
     engine = RayEngine(handle)
     # The engine measures the GPU's free memory as it starts, so the trainer comes after it.
-    asyncio.run_coroutine_threadsafe(engine.ready(), loop).result(600)
+    ray.get(handle.ready.remote(), timeout=600)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).cuda().eval()
     yield Pair(engine, model, request.param, loop)
     ray.shutdown()

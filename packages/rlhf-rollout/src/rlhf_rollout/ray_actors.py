@@ -129,11 +129,6 @@ class RayEngine:
         self._request_timeout_s = spec.request_timeout_s
         self._control_timeout_s = spec.control_timeout_s
         self._health_timeout_s = spec.health_timeout_s
-        self._start_timeout_s = spec.start_timeout_s
-
-    async def ready(self) -> float:
-        """Wait until the engine has started; return how many seconds that took in its process."""
-        return await self._await(self.handle.ready.remote(), "the start", self._start_timeout_s)
 
     async def generate(
         self, token_ids: np.ndarray, sampling: SamplingParams, *, timeout_s: float | None = None
@@ -201,12 +196,17 @@ class RayEngine:
 
 
 class RayScorer:
-    """A `Scorer` in another process, called through its `RewardModelActor`."""
+    """A `Scorer` in another process, called through its `RewardModelActor`; `ModelReward` keeps the deadline."""
 
     def __init__(self, handle: Any) -> None:
         self._handle = handle
 
     async def score(self, token_ids: list[np.ndarray]) -> list[float]:
-        """See `LocalScorer.score`."""
-        with plain_errors(RewardError, "the reward model's process"):
-            return await self._handle.call.remote("score", token_ids)
+        """See `LocalScorer.score`. A call that is cancelled or late is given up in the process, too."""
+        reference = self._handle.call.remote("score", token_ids)
+        try:
+            with plain_errors(RewardError, "the reward model's process"):
+                return await reference
+        except asyncio.CancelledError:
+            ray.cancel(reference)
+            raise

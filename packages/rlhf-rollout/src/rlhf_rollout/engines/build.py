@@ -29,4 +29,9 @@ def build_engine(kind: str, spec: EngineSpec) -> RolloutEngine:
         )
     from rlhf_rollout.engines.fake import FakeEngine
 
-    return FakeEngine(max_model_len=spec.max_model_len, enable_sleep=spec.enable_sleep)
+    return FakeEngine(
+        max_model_len=spec.max_model_len,
+        enable_sleep=spec.enable_sleep,
+        request_timeout_s=spec.request_timeout_s,
+        control_timeout_s=spec.control_timeout_s,
+    )

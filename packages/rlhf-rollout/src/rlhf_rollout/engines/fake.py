@@ -36,6 +36,7 @@ class FakeEngine(GatedEngine):
         latency_s: pause before the first token of each request.
         token_latency_s: pause before each token; the samples of a request are written concurrently.
         fail_after: number of requests that succeed; later ones raise EngineError. None lets all succeed.
+        request_timeout_s, control_timeout_s: see `GatedEngine`.
     """
 
     pause_modes = PAUSE_MODES
@@ -49,8 +50,16 @@ class FakeEngine(GatedEngine):
         latency_s: float = 0.0,
         token_latency_s: float = 0.0,
         fail_after: int | None = None,
+        request_timeout_s: float = 1800.0,
+        control_timeout_s: float = 600.0,
     ) -> None:
-        super().__init__(max_model_len=max_model_len, vocab_size=VOCAB_SIZE, enable_sleep=enable_sleep)
+        super().__init__(
+            max_model_len=max_model_len,
+            vocab_size=VOCAB_SIZE,
+            enable_sleep=enable_sleep,
+            request_timeout_s=request_timeout_s,
+            control_timeout_s=control_timeout_s,
+        )
         self._script = script
         self._latency_s = latency_s
         self._token_latency_s = token_latency_s

@@ -108,6 +108,9 @@ class GatedEngine(ABC):
         max_model_len: prompt and completion together, in tokens.
         vocab_size: token ids lie below it.
         enable_sleep: allow `sleep`.
+        request_timeout_s: deadline of a request that brings none of its own.
+        control_timeout_s: deadline of a control call; one that waits for the requests in flight has
+            `request_timeout_s` in addition.
 
     Attributes:
         pause_modes: the modes of `pause` that the engine supports.
@@ -116,10 +119,20 @@ class GatedEngine(ABC):
 
     pause_modes: ClassVar[tuple[PauseMode, ...]] = ("drain",)
 
-    def __init__(self, *, max_model_len: int, vocab_size: int, enable_sleep: bool) -> None:
+    def __init__(
+        self,
+        *,
+        max_model_len: int,
+        vocab_size: int,
+        enable_sleep: bool,
+        request_timeout_s: float,
+        control_timeout_s: float,
+    ) -> None:
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
         self._enable_sleep = enable_sleep
+        self._request_timeout_s = request_timeout_s
+        self._control_timeout_s = control_timeout_s
         self._gate = Gate()
         self._updating: int | None = None
         self._incomplete: str | None = None
@@ -139,6 +152,7 @@ class GatedEngine(ABC):
         if self._asleep:
             raise EngineError("the engine sleeps", hint="await wake_up() before generate()")
         check_request(token_ids, sampling, max_model_len=self._max_model_len, vocab_size=self._vocab_size)
+        timeout_s = self._request_timeout_s if timeout_s is None else timeout_s
         async with deadline(timeout_s, "a generation request"), self._gate.passing():
             self._check_usable()
             if self._incomplete:
@@ -153,7 +167,7 @@ class GatedEngine(ABC):
         self._paused = True
         self._gate.close()
         if mode == "drain":
-            await self._drain()
+            await self._drain_in_time("`pause`")
 
     async def resume(self) -> None:
         """See `RolloutEngine.resume`."""
@@ -176,7 +190,7 @@ class GatedEngine(ABC):
         self._gate.close()
         try:
             if not self._paused:
-                await self._drain()
+                await self._drain_in_time("`begin_weight_update`")
         except BaseException:
             # The caller was cancelled while requests drained, so its update never comes: let waiting requests pass.
             if self._updating is None and not self._paused:
@@ -205,6 +219,10 @@ class GatedEngine(ABC):
     async def _drain(self) -> None:
         """Wait until no request is being completed."""
         await self._gate.emptied()
+
+    async def _drain_in_time(self, what: str) -> None:
+        async with deadline(self._control_timeout_s + self._request_timeout_s, what):
+            await self._drain()
 
     def _check_usable(self) -> None:
         if self._closed:

@@ -31,13 +31,14 @@ class EngineSpec:
         tensor_parallel_size: GPUs per engine.
         num_threads: CPU threads of the engine's process; None for OMP_NUM_THREADS, or else one per core.
         seed: seed for requests without a seed.
-        weight_transfer: medium by which new weights arrive, a key of `rlhf_rollout.weight_sync.MEDIA`.
+        weight_transfer: medium by which new weights arrive, one of `rlhf_rollout.weight_sync.MEDIA`.
         base_url: address of the server, for "http" only.
-        request_timeout_s: deadline of one request, with all of its samples.
+        request_timeout_s: deadline of one request, with all of its samples, unless the call has its own.
         control_timeout_s: deadline of one control call, such as the transfer of one bucket of weights. A call that
             waits until the requests in flight are done has `request_timeout_s` in addition.
         health_timeout_s: deadline of a health check.
-        start_timeout_s: deadline of the engine's start in another process.
+        start_timeout_s: deadline of the engine's start in another process; the trainers and reward models of an online
+            run have as long.
     """
 
     model: str

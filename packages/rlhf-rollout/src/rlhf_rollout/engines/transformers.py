@@ -46,7 +46,13 @@ class TransformersEngine(GatedEngine):
         self._lock = threading.Lock()
         self._received: set[str] = set()
         vocab_size = self._model.config.vocab_size
-        super().__init__(max_model_len=spec.max_model_len, vocab_size=vocab_size, enable_sleep=spec.enable_sleep)
+        super().__init__(
+            max_model_len=spec.max_model_len,
+            vocab_size=vocab_size,
+            enable_sleep=spec.enable_sleep,
+            request_timeout_s=spec.request_timeout_s,
+            control_timeout_s=spec.control_timeout_s,
+        )
 
     async def _complete(self, token_ids: np.ndarray, sampling: SamplingParams) -> list[Completion]:
         return await asyncio.to_thread(self._generate, token_ids, sampling)
@@ -94,8 +100,12 @@ class TransformersEngine(GatedEngine):
     async def _drain(self) -> None:
         await super()._drain()
         # A cancelled request leaves the gate at once, but its thread still uses the model: wait for its lock.
-        await asyncio.to_thread(self._lock.acquire)
-        self._lock.release()
+        await asyncio.to_thread(self._wait_for_thread)
+
+    def _wait_for_thread(self) -> None:
+        # Taken and released in one thread: a caller that gives up while it waits must not leave the lock taken.
+        with self._lock:
+            pass
 
     async def begin_weight_update(self, policy_version: int) -> None:
         """See `RolloutEngine.begin_weight_update`."""

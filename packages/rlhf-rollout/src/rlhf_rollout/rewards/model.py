@@ -14,6 +14,8 @@ from rlhf_rollout.rewards.batcher import Batcher
 from rlhf_rollout.rewards.outcomes import Failure, judge
 from rlhf_rollout.rewards.user_function import Scored
 
+MODEL_TIMEOUT_S = 1800.0  # as long as an engine's request: a call may wait for all calls before it
+
 
 class Scorer(Protocol):
     """Scores token sequences; `score` may be called concurrently."""
@@ -28,20 +30,32 @@ class ModelReward:
     Prompt and response form one sequence. Sequences of concurrent `score` calls are batched. A batch goes to the
     replica with the fewest sequences in flight; replicas whose last calls failed come last. A score above 0 gives the
     verdict ok, any other wrong. A batch that fails is sent once more to another replica, if there is one, and then
-    sequence by sequence, so that only the sequences at fault get the verdict crash.
+    sequence by sequence, so that only the sequences at fault get the verdict crash. A batch without scores at the
+    deadline is the fault of the replica and of no sequence: all get the verdict timeout unless another replica answers.
 
     Args:
         scorers: replicas of one model. The caller closes them.
         batch_size: sequences per call.
         max_wait_s: seconds that a sequence waits for others at most.
+        timeout_s: deadline of one call, in which it may wait for other calls of the same replica.
 
     Raises:
-        ConfigError: there is no scorer, or the batch size is below 1.
+        ConfigError: there is no scorer, the batch size is below 1, or the deadline is not positive.
     """
 
-    def __init__(self, scorers: Sequence[Scorer], *, batch_size: int = 64, max_wait_s: float = 0.005) -> None:
+    def __init__(
+        self,
+        scorers: Sequence[Scorer],
+        *,
+        batch_size: int = 64,
+        max_wait_s: float = 0.005,
+        timeout_s: float = MODEL_TIMEOUT_S,
+    ) -> None:
         if not scorers:
             raise ConfigError("a reward model needs at least one scorer")
+        if timeout_s <= 0:
+            raise ConfigError(f"timeout_s of a reward model is {timeout_s}; it must be positive")
+        self._timeout_s = timeout_s
         self._scorers = list(scorers)
         self._num_under_way = [0] * len(self._scorers)
         self._num_failures = [0] * len(self._scorers)  # since the last success of each
@@ -62,13 +76,13 @@ class ModelReward:
             index = min(indices, key=lambda index: (self._num_failures[index], self._num_under_way[index]))
             self._num_under_way[index] += len(token_ids)
             try:
-                scores = await self._scorers[index].score(list(token_ids))
+                async with asyncio.timeout(self._timeout_s) as timer:
+                    scores = await self._scorers[index].score(list(token_ids))
                 if len(scores) != len(token_ids):
                     raise RewardError(f"the reward model gave {len(scores)} scores for {len(token_ids)} sequences")
             except Exception as error:  # a scorer may raise anything; the failure becomes a verdict
                 self._num_failures[index] += 1
-                first_line = str(error).strip().partition("\n")[0]
-                failure = Failure(VerdictKind.CRASH, f"{type(error).__name__}: {first_line}")
+                failure = self._late(len(token_ids)) if timer.expired() else _crashed(error)
                 indices = [other for other in indices if other != index]
             else:
                 self._num_failures[index] = 0
@@ -77,6 +91,16 @@ class ModelReward:
             finally:
                 self._num_under_way[index] -= len(token_ids)
         return failure
+
+    def _late(self, num_sequences: int) -> Failure:
+        message = f"the reward model gave no scores for {num_sequences} sequences within {self._timeout_s:g} s"
+        hint = "its process hangs, or is overloaded: lower --reward_batch_size, or give it more replicas"
+        return Failure(VerdictKind.TIMEOUT, f"{message}; {hint}", of_sample=False)
+
+
+def _crashed(error: Exception) -> Failure:
+    first_line = str(error).strip().partition("\n")[0]
+    return Failure(VerdictKind.CRASH, f"{type(error).__name__}: {first_line}")
 
 
 class LocalScorer:

@@ -3,7 +3,7 @@
 import math
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any, NamedTuple
@@ -86,17 +86,28 @@ def start_processes(job: OnlineJob, reserved: PlacementGroup) -> Processes:
 
     They load in parallel, unless engines share GPUs with trainers. In that case the engines load first, because vLLM
     sizes its memory by what is free when it starts; engines that may sleep then release it for the others to load.
+
+    Raises:
+        EngineError: processes have not started within the engines' `start_timeout_s`.
     """
+    spec = job.engine
     engines = start_engines(job, reserved)
     if job.plan.shares_gpus:
-        wait([engine.ready.remote() for engine in engines])
-        if job.engine.enable_sleep:
-            wait([engine.call.remote("sleep") for engine in engines])
+        _await_ready("the start of the engines", engines, spec.start_timeout_s)
+        if spec.enable_sleep:
+            asleep = [engine.call.remote("sleep") for engine in engines]
+            wait(asleep, timeout_s=spec.control_timeout_s, what="the engines' falling asleep")
     scorers = start_scorers(job, reserved)
     workers = start_workers(job, reserved)
-    wait(list(chain.from_iterable(ranks.started for ranks in workers)))
-    wait([handle.ready.remote() for handle in [*engines, *chain.from_iterable(scorers)]])
+    loaded = list(chain.from_iterable(ranks.started for ranks in workers))
+    wait(loaded, timeout_s=spec.start_timeout_s, what="the start of the trainers")
+    rest = [*engines, *chain.from_iterable(scorers)]
+    _await_ready("the start of the engines and reward models", rest, spec.start_timeout_s)
     return Processes(engines, workers, scorers)
+
+
+def _await_ready(what: str, handles: Sequence[Any], timeout_s: float) -> None:
+    wait([handle.ready.remote() for handle in handles], timeout_s=timeout_s, what=what)
 
 
 def start_engines(job: OnlineJob, reserved: PlacementGroup) -> list[Any]:
@@ -127,7 +138,10 @@ def start_workers(job: OnlineJob, reserved: PlacementGroup) -> list[RankSet]:
     for placed in job.plan.trainers:
         ranks = RankSet(placed.roles, _start(ray.remote(RankActor), job.plan, placed, reserved))
         size = placed.num_ranks
-        master = wait([ranks.handles[0].master_address.remote()])[0] if size > 1 else None
+        master = None
+        if size > 1:
+            first = [ranks.handles[0].master_address.remote()]
+            [master] = wait(first, timeout_s=job.engine.start_timeout_s, what="the start of a trainer's process")
         models = {role: job.models[role] for role in placed.roles}
         ranks.started = ranks.start_each("load", [(rank, size, models, job, master) for rank in range(size)])
         rank_sets.append(ranks)

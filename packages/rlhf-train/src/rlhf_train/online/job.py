@@ -8,6 +8,7 @@ from rlhf_data.errors import ConfigError, FeatureError
 from rlhf_data.records import Prompt
 from rlhf_rollout.engines import EngineSpec
 from rlhf_rollout.protocols import SamplingParams
+from rlhf_rollout.rewards.model import MODEL_TIMEOUT_S
 from rlhf_rollout.rewards.sources import RewardSource, model_paths
 from rlhf_train.algorithms import AlgorithmSpec
 from rlhf_train.online.placement import PlacementPlan
@@ -74,6 +75,7 @@ class RewardSpec:
     Attributes:
         sources: reward sources; the reward is the weighted sum of theirs.
         timeout_s: time limit for one call of a reward function or server.
+        model_timeout_s: time limit for one call of a reward model, which may wait for other calls of the same replica.
         num_workers: worker processes per reward function.
         batch_size: responses per call of a server or reward model.
         normalize_models: shift and scale scores of reward models by the mean and deviation stored with the model.
@@ -87,6 +89,7 @@ class RewardSpec:
 
     sources: tuple[RewardSource, ...]
     timeout_s: float = 30.0
+    model_timeout_s: float = MODEL_TIMEOUT_S
     num_workers: int = 1
     batch_size: int = 64
     normalize_models: bool = False

@@ -13,7 +13,7 @@ from typing import Any
 
 import ray
 from ray._private import services
-from ray.exceptions import AuthenticationError, RayError
+from ray.exceptions import AuthenticationError, GetTimeoutError, RayError
 
 import rlhf_train
 from rlhf_data.errors import ConfigError, EngineError
@@ -32,18 +32,27 @@ _OWN = "set RAY_ADDRESS=local to start one for this run"
 _logger = logging.getLogger(__name__)
 
 
-def wait(references: Sequence[Any]) -> list[Any]:
+def wait(references: Sequence[Any], *, timeout_s: float | None = None, what: str = "a call") -> list[Any]:
     """Wait for Ray `references` and return their results.
+
+    Args:
+        references: of calls.
+        timeout_s: for all of them together; None waits as long as the processes live, since training may take hours.
+        what: the calls, for the error.
 
     Raises:
         RlhfError: the remote call raised it.
-        EngineError: the remote process has died.
+        EngineError: the remote process has died, or results are missing after `timeout_s`.
         ray.exceptions.RayTaskError: the remote call raised any other error; the message has its traceback.
     """
     if not references:
         return []  # `ray.get` would start a cluster in a process that has none
-    with plain_errors(EngineError, "a process of the run"):
-        return ray.get(list(references))
+    try:
+        with plain_errors(EngineError, "a process of the run"):
+            return ray.get(list(references), timeout=timeout_s)
+    except GetTimeoutError:
+        hint = "the processes' logs in Ray's session folder tell what they wait for, such as a disk or a download"
+        raise EngineError(f"{what} took longer than {timeout_s:g} s", hint=hint) from None
 
 
 def find_cluster() -> str | None:

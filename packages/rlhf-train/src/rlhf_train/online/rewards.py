@@ -28,7 +28,7 @@ def make_reward(job: OnlineJob, scorers: Sequence[Sequence[Any]], log_path: Path
     models = []
     for handles in scorers:
         replicas = [RayScorer(handle) for handle in handles]
-        models.append(ModelReward(replicas, batch_size=spec.batch_size))
+        models.append(ModelReward(replicas, batch_size=spec.batch_size, timeout_s=spec.model_timeout_s))
     return build_reward(
         spec.sources,
         timeout_s=spec.timeout_s,

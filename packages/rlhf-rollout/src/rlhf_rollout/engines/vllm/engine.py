@@ -53,6 +53,8 @@ class VllmEngine:
             _check_visible_gpus(spec.tensor_parallel_size)
         tokenizer_dir = resolve_model_dir(spec.tokenizer) if spec.tokenizer else model_dir
         self._spec = spec
+        self._request_timeout_s = spec.request_timeout_s
+        self._control_timeout_s = spec.control_timeout_s
         self._vocab_size = int(config["vocab_size"])
         self._updating: int | None = None
         self._incomplete: str | None = None
@@ -79,6 +81,7 @@ class VllmEngine:
     ) -> list[Completion]:
         """See `RolloutEngine.generate`. Raises EngineError also while the engine sleeps or lacks weights."""
         check_request(token_ids, sampling, max_model_len=self._spec.max_model_len, vocab_size=self._vocab_size)
+        timeout_s = self._request_timeout_s if timeout_s is None else timeout_s
         job = self._loop.submit([int(token) for token in token_ids], sampling)
         try:
             async with deadline(timeout_s, "a generation request"):
@@ -90,19 +93,19 @@ class VllmEngine:
     async def pause(self, mode: PauseMode) -> None:
         """See `RolloutEngine.pause`. After "keep" and a weight update the sequences in flight are prefilled again."""
         check_pause_mode(mode)
-        await self._call(lambda core: self._pause(core, mode), drain=mode == "drain")
+        await self._call("pause", lambda core: self._pause(core, mode), drain=mode == "drain")
 
     async def resume(self) -> None:
         """See `RolloutEngine.resume`."""
-        await self._call(self._resume)
+        await self._call("resume", self._resume)
 
     async def health(self) -> EngineHealth:
         """See `RolloutEngine.health`. The stepping thread answers, so a hanging step shows as a missing answer."""
-        return await self._call(lambda core: self._health())
+        return await self._call("health", lambda core: self._health(), timeout_s=self._spec.health_timeout_s)
 
     async def begin_weight_update(self, policy_version: int) -> None:
         """See `RolloutEngine.begin_weight_update`. Raises WeightSyncError while the engine sleeps."""
-        await self._call(lambda core: self._begin(core, policy_version), drain=True)
+        await self._call("begin_weight_update", lambda core: self._begin(core, policy_version), drain=True)
 
     async def receive_weights(self, bucket: WeightBucket) -> None:
         """Load one bucket; the sender may reuse its buffer once this returns.
@@ -110,14 +113,14 @@ class VllmEngine:
         Raises WeightSyncError when no update has begun or the bucket does not fit the model. This ends the update, and
         the engine refuses requests until an update is complete.
         """
-        await self._call(lambda core: self._receive(core, bucket))
+        await self._call("receive_weights", lambda core: self._receive(core, bucket))
 
     async def finish_weight_update(self) -> None:
         """See `RolloutEngine.finish_weight_update`.
 
         Raises WeightSyncError when weights are missing; the engine then refuses requests until an update is complete.
         """
-        await self._call(self._finish)
+        await self._call("finish_weight_update", self._finish)
 
     async def sleep(self) -> None:
         """Move the weights to host memory and drop the KV cache; on a CPU only stop and drop cached prefixes.
@@ -126,18 +129,28 @@ class VllmEngine:
         """
         if not self._spec.enable_sleep:
             raise EngineError("this engine cannot sleep", hint="build it with EngineSpec(enable_sleep=True)")
-        await self._call(self._fall_asleep)
+        await self._call("sleep", self._fall_asleep)
 
     async def wake_up(self) -> None:
         """See `RolloutEngine.wake_up`."""
-        await self._call(self._wake_up)
+        await self._call("wake_up", self._wake_up)
 
     async def close(self) -> None:
         """End the stepping thread and free the model. Requests in flight fail."""
         await asyncio.to_thread(self._loop.close)
 
-    async def _call(self, function: Callable[[Any], Any], *, drain: bool = False) -> Any:
-        return await asyncio.wrap_future(self._loop.call(function, drain=drain))
+    async def _call(
+        self, name: str, function: Callable[[Any], Any], *, drain: bool = False, timeout_s: float | None = None
+    ) -> Any:
+        """Run `function(core)` on the stepping thread, with `drain` once the requests in flight have finished.
+
+        Raises EngineError when it took longer than `timeout_s`, by default the deadline of a control call. The function
+        still runs when the thread comes to it.
+        """
+        if timeout_s is None:
+            timeout_s = self._control_timeout_s + (self._request_timeout_s if drain else 0.0)
+        async with deadline(timeout_s, f"`{name}`"):
+            return await asyncio.wrap_future(self._loop.call(function, drain=drain))
 
     # -- on the stepping thread, which alone changes the engine's state ------------------------------------------------
 
