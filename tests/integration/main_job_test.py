@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +42,15 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def main_job(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Path]:
+def main_job(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Path, float]:
+    """The command as it ended, its folder, and its seconds."""
     folder = tmp_path_factory.mktemp("main")
-    done = ppo("--seed", "1", "--train_steps", "14", "--eval_steps", "7", "--save_path", "out", folder=folder)
+    started = time.monotonic()
+    flags = ["--seed", "1", "--train_steps", "14", "--eval_steps", "7", "--best_metric_key", "eval/accuracy"]
+    done = ppo(*flags, "--save_path", "out", folder=folder)
+    seconds = time.monotonic() - started
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    return done, folder / "out"
+    return done, folder / "out", seconds
 
 
 def test_main_job_learns(main_job):
@@ -74,6 +79,27 @@ def test_main_job_logs_every_phase_and_loses_no_rollout(main_job):
             assert line[f"time/{phase}"] >= 0
         assert line["mismatch/logprob_gap_max"] < 1e-3
     assert any((main_job[1] / "tensorboard").iterdir())
+
+
+def test_main_job_every_second_belongs_to_a_phase_of_a_step_or_to_a_part_of_the_run(main_job):
+    lines = read_jsonl(main_job[1] / "metrics.jsonl")
+    steps = [line for line in lines if "time/step" in line]
+    for line in steps:
+        phases = {name: value for name, value in line.items() if name.startswith("time/") and name != "time/step"}
+        assert sum(phases.values()) == pytest.approx(line["time/step"], abs=1e-3)
+        assert min(phases.values()) > -1e-6
+        assert line["time/other"] < 0.1 * line["time/step"]
+    assert [line["step"] for line in steps if "time/evaluate" in line] == [7, 14]
+    assert [line["step"] for line in steps if "time/save" in line]  # the best model
+    assert not [line for line in lines if "eval/accuracy" in line and "time/evaluate" in line]
+    final = lines[-1]
+    parts = ("startup", "first_evaluation", "steps", "final_save")
+    seconds = [final[f"time/{part}"] for part in parts]
+    assert min(seconds) > 0
+    assert final["time/steps"] == pytest.approx(sum(line["time/step"] for line in steps), abs=1e-3)
+    assert sum(seconds) + final["time/remainder"] == pytest.approx(final["time/total"], abs=1e-3)
+    assert 0 <= final["time/remainder"] < 0.02 * final["time/total"]
+    assert final["time/total"] < main_job[2]
 
 
 def test_main_job_rollouts_are_records_with_tokens_logprobs_reward_and_version(main_job):

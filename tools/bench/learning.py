@@ -36,7 +36,7 @@ def run(flags: list[str], folder: Path) -> dict[str, Any]:
         "accuracy_after": final["eval/accuracy_after"],
         "accuracy_by_step": {line["step"]: line["eval/accuracy"] for line in lines if "eval/accuracy" in line},
         "seconds_total": round(final["time/total"], 1),
-        "seconds_before_first_step": round(final["time/startup"], 1),
+        "seconds_startup": round(final["time/startup"], 1),
         "seconds_a_step": round(statistics.median(line["time/step"] for line in steps), 3),
         "logprob_gap_max": max(line.get("mismatch/logprob_gap_max", 0.0) for line in steps),
     }

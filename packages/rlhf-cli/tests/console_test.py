@@ -5,8 +5,9 @@ import io
 import numpy as np
 import pytest
 
-from rlhf_cli.console import PPO_COLUMNS, Console, RunView, StepTable, show_results
+from rlhf_cli.console import DOING, PPO_COLUMNS, Console, RunView, StepTable, show_results
 from rlhf_data.records import FinishReason, Prompt, Rollout, Span, SpanSource, Verdict, VerdictKind
+from rlhf_train.run.timeline import PHASES
 
 METRICS = {
     "rollout/reward": 0.25,
@@ -168,14 +169,42 @@ def test_run_view_on_a_pipe_starting_is_a_line(streams):
 
 def test_show_results_names_accuracy_and_every_place(streams):
     out, err = streams
-    metrics = {"eval/accuracy_before": 0.25, "eval/accuracy_after": 0.99, "time/total": 60.0, "time/startup": 15.0}
+    parts = {"startup": 15.0, "first_evaluation": 2.0, "steps": 40.0, "final_save": 2.96, "remainder": 0.04}
+    metrics = {"eval/accuracy_before": 0.25, "eval/accuracy_after": 0.99, "time/total": 60.0}
+    metrics |= {f"time/{name}": value for name, value in parts.items()}
     show_results(Console(out, err), "/runs/a b", {"tensorboard": "tensorboard", "final model": "model"}, metrics)
     text = out.getvalue()
     assert "held-out accuracy  0.250 -> 0.990" in text
-    assert "60.0, of them 15.0 before the first step" in text
+    assert "60.0: starting 15.0, first evaluation 2.0, steps 40.0, saving 3.0, rest 0.0\n" in text
     assert "/runs/a b/model" in text
     assert "tensorboard --logdir '/runs/a b'" in text
     assert "AutoModelForCausalLM.from_pretrained('/runs/a b/model')" in text
+
+
+def test_show_results_of_an_offline_run_has_no_parts(streams):
+    out, err = streams
+    show_results(Console(out, err), "/runs/a", {}, {"time/total": 60.0})
+    assert ["seconds", "60.0"] in [line.split() for line in out.getvalue().splitlines()]
+
+
+def test_seconds_of_a_step_add_up_in_its_line(streams):
+    out, err = streams
+    seconds = {"generate": 1.0, "train": 2.5, "sync": 0.25, "evaluate": 3.0, "write": 0.5, "other": 0.125}
+    metrics = METRICS | {f"time/{name}": value for name, value in seconds.items()} | {"time/step": 7.375}
+    RunView(Console(out, err)).step(1, 10, metrics)
+    header, line = map(str.split, out.getvalue().splitlines())
+    assert header[-6:] == ["generate", "reward", "exper.", "train", "sync", "rest"]
+    assert [float(cell) for cell in line[-6:] if cell != "-"] == [1.0, 2.5, 0.25, 3.62]  # 3.625 is left
+
+
+def test_live_line_has_a_text_for_every_phase(streams):
+    assert DOING.keys() == PHASES.keys()
+    assert not {text for name, text in DOING.items() if text == name}
+    terminal = Terminal()
+    view = RunView(Console(Terminal(), terminal))
+    for name, text in DOING.items():
+        view.phase(name)
+        assert text in terminal.getvalue()
 
 
 def test_show_results_names_every_model_that_was_saved(streams):

@@ -1,7 +1,6 @@
 """A run whose engine and ranks are in this process."""
 
 import dataclasses
-import time
 
 import numpy as np
 import pytest
@@ -22,6 +21,7 @@ def make_run(tmp_path, model_path, monkeypatch):
     from rlhf_train.online.rewards import make_reward
     from rlhf_train.online.run import assemble
     from rlhf_train.run.recorder import Recorder
+    from rlhf_train.run.timeline import Timeline
     from trainer_testing import tiny_job
 
     for module in ("learner", "ranks"):
@@ -41,7 +41,7 @@ def make_run(tmp_path, model_path, monkeypatch):
         world, listener = World(), Listener()
         recorder = Recorder(job.save_path, "")
         reward = reward or make_reward(job, [], recorder.folder / "reward.log")
-        parts = assemble(job, [world], [FakeRanks(world)], reward, recorder, listener, time.perf_counter())
+        parts = assemble(job, [world], [FakeRanks(world)], reward, recorder, listener, Timeline())
         runs.append(Run(job, world, listener, recorder, parts))
         return runs[-1]
 

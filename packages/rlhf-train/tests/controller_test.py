@@ -121,7 +121,6 @@ def test_run_ends_with_its_models_and_a_summary(make_run):
     summary = train_and_save(run.job, run.parts, run.recorder)
     assert run.world.log[-2:] == [f"save actor {run.recorder.path('final model')}", "peak_memory_bytes"]
     assert summary.metrics["memory/trainer_peak_bytes"] == 7.0
-    assert summary.metrics["time/total"] > summary.metrics["time/startup"] > 0
     assert "final model" not in summary.artifacts and summary.artifacts["metrics"] == "metrics.jsonl"
 
 
@@ -181,8 +180,9 @@ def test_evaluations_come_first_last_and_between_and_keep_the_best_weights(make_
     assert json.loads((best / "state.json").read_text())["step"] == 0  # the fake policy never changes
     assert run.listener.titles == ["Held-out samples before training", "Held-out samples after training"]
     assert summary.metrics["eval/reward_before"] == summary.metrics["eval/reward_after"] == 0.5
-    seconds = {line["step"]: line for line in by_step(run.lines())}
-    assert [step for step, line in seconds.items() if "time/evaluate" in line] == [2, 4, 5]
+    lines = by_step(run.lines())
+    assert [line["step"] for line in lines if "time/evaluate" in line] == [2, 4, 5]
+    assert not any(name.startswith("time/") for line in evaluations for name in line)
 
 
 def test_evaluation_without_the_metric_of_the_best_model_is_warned_of(make_run):
@@ -190,6 +190,69 @@ def test_evaluation_without_the_metric_of_the_best_model_is_warned_of(make_run):
     run.controller.evaluate(0)
     assert "has no eval/reward" in run.listener.warnings[0]
     assert not run.recorder.path("best model").exists()
+
+
+def test_parts_of_a_run_add_up_to_its_wall_clock(make_run):
+    run = make_run(SpreadReward(), num_steps=2, eval_prompts=held_out(), save_critic=True, ema_beta=0.5)
+    run.world.delay_s = 0.02
+    before = run.parts.timeline.elapsed_s
+    started = time.perf_counter()
+    summary = train_and_save(run.job, run.parts, run.recorder)
+    elapsed = before + time.perf_counter() - started
+    lines = run.lines()
+    final = {name: value for name, value in lines[-1].items() if name.startswith("time/")}
+    assert final == {name: value for name, value in summary.metrics.items() if name.startswith("time/")}
+    total = final.pop("time/total")
+    assert elapsed - 0.3 < total < elapsed  # what follows is the writing of the last line
+    assert sum(final.values()) == pytest.approx(total, abs=1e-9)
+    assert set(final) == {
+        f"time/{part}" for part in ("startup", "first_evaluation", "steps", "final_save", "remainder")
+    }
+    assert final["time/steps"] == pytest.approx(sum(line["time/step"] for line in by_step(lines)), abs=1e-9)
+    # Two held-out prompts; an actor, its average and a critic. What is left asks for the memory and writes a line.
+    assert final["time/first_evaluation"] >= 0.04
+    assert final["time/final_save"] >= 0.06
+    assert 0 <= final["time/remainder"] < 0.05 * total + 0.05
+
+
+def test_first_sync_is_a_part_of_the_startup(make_run):
+    run = make_run(SpreadReward())
+    send = run.world.send
+
+    def slow(*arguments):
+        time.sleep(0.1)
+        return send(*arguments)
+
+    run.world.send = slow
+    run.controller.start()
+    summary = run.parts.report.finish(0)
+    assert summary.metrics["time/startup"] >= 0.1
+    assert summary.metrics["time/first_evaluation"] < 0.1
+    assert summary.metrics["time/steps"] == 0.0
+
+
+def test_saving_the_best_model_is_a_phase_of_its_step(make_run):
+    run = make_run(SpreadReward(), num_steps=2, best_metric="eval/reward", eval_prompts=held_out())
+
+    def save(role, path):
+        time.sleep(0.3)
+        Path(path).mkdir(parents=True)
+
+    run.world.on_save = save
+    controller = run.controller
+    controller.generate(1)
+    assert controller.can_learn()
+    controller.make_experience(1)
+    controller.assign_advantages()
+    controller.update(1)
+    controller.evaluate(2)
+    controller.record(1)
+    [line] = by_step(run.lines())
+    assert line["time/save"] >= 0.3
+    assert line["time/evaluate"] < 0.3
+    # Neither answering held-out prompts nor saving is time in which rollouts are made.
+    counted = line["time/step"] - line["time/evaluate"] - line["time/save"]
+    assert line["throughput/response_tokens"] * counted == pytest.approx(64 * 5)
 
 
 def test_phases_of_a_run_add_up_to_its_wall_clock(make_run):

@@ -75,16 +75,23 @@ def test_moved_seconds_leave_the_sum_alone(clock, timeline):
     assert timeline.take() == {"generate": 6, "reward": 4, "other": 0, "step": 10}
 
 
-@pytest.mark.parametrize("name", ["other", "step"])
-def test_names_that_take_adds_are_refused(timeline, name):
-    with pytest.raises(ValueError, match=name), timeline.phase(name):
+@pytest.mark.parametrize("name", ["other", "step", "Train", ""])
+def test_names_that_are_no_phase_are_refused(timeline, name):
+    with pytest.raises(ValueError, match=f"'{name}' is not a phase; those are generate"), timeline.phase(name):
         pass
+
+
+def test_elapsed_seconds_run_from_the_begin_whatever_was_taken(clock, timeline):
+    clock.now += 3
+    timeline.take()
+    clock.now += 4
+    assert timeline.elapsed_s == 7
 
 
 def test_the_real_clock_runs():
     timeline = Timeline()
-    with timeline.phase("work"):
+    with timeline.phase("write"):
         sum(range(100_000))
     seconds = timeline.take()
-    assert 0 < seconds["work"] <= seconds["step"] < 10
-    assert seconds["work"] + seconds["other"] == pytest.approx(seconds["step"], abs=1e-12)
+    assert 0 < seconds["write"] <= seconds["step"] < 10
+    assert seconds["write"] + seconds["other"] == pytest.approx(seconds["step"], abs=1e-12)

@@ -44,15 +44,30 @@ PPO_COLUMNS = (
     Column("exper.", "time/experience", 2, 7, "dim"),
     Column("train", "time/train", 2, 6, "dim"),
     Column("sync", "time/sync", 2, 6, "dim"),
+    Column("rest", "time/rest", 2, 6, "dim"),  # with it the columns of seconds add up to the step
 )
-# What the live line says in each phase of a step.
-_DOING = {
+DOING = {
     "generate": "generating",
     "reward": "scoring",
+    "load": "rollouts to the trainers",
     "experience": "log-probs and values",
     "train": "training",
     "sync": "sending weights to the engines",
-    "write": "writing",
+    "evaluate": "answering held-out prompts",
+    "write": "writing metrics and rollouts",
+    "save": "saving the model",
+    "offload": "trainers free GPU memory",
+    "reload": "trainers take GPU memory",
+    "sleep": "engines free GPU memory",
+    "wake": "engines take GPU memory",
+}
+"""What the live line says in each phase; see `rlhf_train.run.timeline.PHASES`."""
+_PARTS = {
+    "startup": "starting",
+    "first_evaluation": "first evaluation",
+    "steps": "steps",
+    "final_save": "saving",
+    "remainder": "rest",
 }
 _FILTERED = Column("filtered", "samples/filtered", 0, 9)
 _OFFLINE_COLUMNS = (
@@ -204,7 +219,7 @@ class RunView(View):
     def phase(self, name: str) -> None:
         """See `Observer`."""
         left = None if self._ends_at is None else self._ends_at - time.monotonic()
-        text = f"{self._place}{_DOING.get(name, name)}"
+        text = f"{self._place}{DOING[name]}"
         self._console.working(text, ends_in_s=left, announce=False)
 
     def step(self, step: int, num_steps: int, metrics: Mapping[str, float]) -> None:
@@ -213,7 +228,7 @@ class RunView(View):
         mean = sum(self._step_seconds) / len(self._step_seconds)
         self._ends_at = time.monotonic() + mean * (num_steps - step)
         self._place = f"step {min(step + 1, num_steps)}/{num_steps}: "
-        self._table.step(step, num_steps, metrics)
+        self._table.step(step, num_steps, {**metrics, **_rest(metrics)})
         if failed := int(metrics.get("samples/failed", 0)):
             self._console.notice(f"step {step}: {failed} samples have no reward and were not trained on")
 
@@ -290,8 +305,9 @@ def show_results(
         if before is not None and after is not None:
             lines.append((f"held-out {name}", f"{before:.{decimals}f} -> {after:.{decimals}f}"))
     if "time/total" in metrics:
-        startup = f", of them {metrics['time/startup']:.1f} before the first step" if "time/startup" in metrics else ""
-        lines.append(("seconds", f"{metrics['time/total']:.1f}{startup}"))
+        parts = {title: metrics.get(f"time/{name}") for name, title in _PARTS.items()}
+        said = ", ".join(f"{title} {value:.1f}" for title, value in parts.items() if value is not None)
+        lines.append(("seconds", f"{metrics['time/total']:.1f}" + (f": {said}" if said else "")))
     if peak := metrics.get("memory/trainer_peak_bytes"):
         lines.append(("trainer memory", f"{peak / 2**30:.2f} GiB at most on one GPU"))
     lines.append(("folder", folder))
@@ -304,6 +320,14 @@ def show_results(
     if "final model" in artifacts:
         model = str(Path(folder) / artifacts["final model"])
         console.row([("  to load it:    ", "dim"), (f"{loader}({model!r})", "")])
+
+
+def _rest(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return the seconds of a step that are in none of the columns."""
+    if "time/step" not in metrics:
+        return {}
+    shown = sum(metrics.get(column.metric, 0.0) for column in PPO_COLUMNS if column.metric.startswith("time/"))
+    return {"time/rest": metrics["time/step"] - shown}
 
 
 def _widest_pass(prefix: str, metrics: Mapping[str, float]) -> str | None:

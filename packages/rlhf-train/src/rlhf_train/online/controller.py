@@ -55,8 +55,9 @@ class Controller:
     def start(self) -> None:
         """Send the initial weights to the engines, evaluate them, and start the clock of the first step."""
         self.sync_weights()
+        self._report.end_part("startup")
         self.evaluate(0)
-        self._report.begin()
+        self._report.end_part("first_evaluation")
 
     def generate(self, step: int) -> None:
         """Have prompts answered and scored, and take the batch to learn from out of the stream."""

@@ -1,7 +1,6 @@
 """Evaluation on held-out prompts: when it happens, and its metrics, overall and by data source."""
 
 import math
-import time
 from collections.abc import Mapping, Sequence
 
 from rlhf_data.records import RolloutGroup, VerdictKind
@@ -12,6 +11,7 @@ from rlhf_train.online.rollouts import Rollouts
 from rlhf_train.online.summaries import lengths, summarize
 from rlhf_train.online.turns import Turns
 from rlhf_train.run.best_model import BestModel
+from rlhf_train.run.timeline import Timeline
 
 
 class Evaluator:
@@ -23,6 +23,7 @@ class Evaluator:
         learner: holds the weights that are saved.
         turns: gives the device to the engines.
         report: receives the metrics and rollouts of each evaluation.
+        timeline: counts the seconds of evaluating, and of saving the best weights.
         best: folder of the best weights; None to save none.
     """
 
@@ -33,6 +34,7 @@ class Evaluator:
         learner: Learner,
         turns: Turns,
         report: Report,
+        timeline: Timeline,
         best: BestModel | None,
     ) -> None:
         self._job = job
@@ -40,6 +42,7 @@ class Evaluator:
         self._learner = learner
         self._turns = turns
         self._report = report
+        self._timeline = timeline
         self._best = best
 
     def is_due(self, step: int, *, is_last: bool) -> bool:
@@ -50,11 +53,11 @@ class Evaluator:
 
     def run(self, step: int, *, is_last: bool) -> None:
         """Evaluate the weights that the engines have."""
-        started = time.perf_counter()
-        self._turns.give_to_engines()
-        groups = self._rollouts.answer_held_out(step)
-        metrics = summarize_evaluation(groups) | {"time/evaluate": time.perf_counter() - started}
-        self._report.evaluation(step, groups, metrics)
+        with self._timeline.phase("evaluate"):
+            self._turns.give_to_engines()
+            groups = self._rollouts.answer_held_out(step)
+            metrics = summarize_evaluation(groups)
+            self._report.evaluation(step, groups, metrics)
         self._keep_best(step, metrics)
         if step > 0 and not is_last:
             return
@@ -70,9 +73,10 @@ class Evaluator:
         if self._best.metric not in metrics:
             self._report.warning(f"this evaluation has no {self._best.metric}, which decides the best model")
         elif self._best.beaten_by(metrics):
-            self._learner.save("actor", str(self._best.staging))
-            state = {"policy_version": self._learner.policy_version, "kl_coef": self._learner.kl_coef}
-            self._best.keep(step, metrics, state)
+            with self._timeline.phase("save"):
+                self._learner.save("actor", str(self._best.staging))
+                state = {"policy_version": self._learner.policy_version, "kl_coef": self._learner.kl_coef}
+                self._best.keep(step, metrics, state)
 
 
 def pass_at_k(num_samples: int, num_right: int, k: int) -> float:

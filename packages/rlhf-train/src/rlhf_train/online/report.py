@@ -1,15 +1,15 @@
 """The output of an online run: to the files of its folder, to the terminal, and as the final summary."""
 
-import time
 from collections.abc import Mapping, Sequence
 
 from rlhf_data.records import RolloutGroup
 from rlhf_train.online.job import RunSummary
 from rlhf_train.online.rollouts import Drawn
 from rlhf_train.online.summaries import summarize
+from rlhf_train.online.turns import TURN_PHASES
 from rlhf_train.run.observer import Observer
 from rlhf_train.run.recorder import ARTIFACTS, Recorder
-from rlhf_train.run.timeline import Timeline
+from rlhf_train.run.timeline import STEP, Timeline
 
 NUM_SHOWN = 3  # sample rollouts shown on the terminal before and after training
 
@@ -20,22 +20,21 @@ class Report:
     Args:
         recorder: writes the run's folder.
         observer: shows the run on the terminal.
-        timeline: splits the wall-clock time of each step into phases.
-        started: `time.perf_counter()` at the start of the run.
+        timeline: splits the wall-clock time of each step into phases; made at the start of the run.
     """
 
-    def __init__(self, recorder: Recorder, observer: Observer, timeline: Timeline, started: float) -> None:
+    def __init__(self, recorder: Recorder, observer: Observer, timeline: Timeline) -> None:
         self._recorder = recorder
         self._observer = observer
         self._timeline = timeline
-        self._started = started
         self._metrics: dict[str, float] = {}
         self._num_tokens = 0
-        self._final = {"time/startup": time.perf_counter() - started}
+        self._final: dict[str, float] = {}
+        self._parts = {"startup": 0.0, "first_evaluation": 0.0, "steps": 0.0, "final_save": 0.0}  # seconds
 
-    def begin(self) -> None:
-        """Start the clock of the first step; the seconds before count for no step."""
-        self._timeline.take()
+    def end_part(self, name: str) -> None:
+        """End a part of the run that comes before the first step: "startup" or "first_evaluation"."""
+        self._parts[name] = self._timeline.take()[STEP]
 
     def add(self, metrics: Mapping[str, float]) -> None:
         """Add to the metrics of the current step."""
@@ -73,8 +72,9 @@ class Report:
     def step(self, step: int, num_steps: int) -> None:
         """End the step: write and show its metrics, and start the clock of the next step."""
         seconds = self._timeline.take()
+        self._parts["steps"] += seconds[STEP]
         # Throughput is that of training: an evaluation generates tokens that no step counts.
-        total = seconds["step"] - seconds.get("evaluate", 0.0)
+        total = seconds[STEP] - seconds.get("evaluate", 0.0) - seconds.get("save", 0.0)
         self.add({f"time/{name}": value for name, value in seconds.items()})
         self.add({"throughput/response_tokens": self._num_tokens / total if total else 0.0})
         with self._timeline.phase("write"):
@@ -88,8 +88,17 @@ class Report:
         self._final |= metrics
 
     def finish(self, num_steps: int) -> RunSummary:
-        """Write the final metrics; return them with the paths of all artifacts that exist."""
-        self._final["time/total"] = time.perf_counter() - self._started
+        """Write the final metrics; return them with the paths of all artifacts that exist.
+
+        `time/total` is the wall clock of the run up to here. Its parts add up to it: `time/startup` (processes, engines
+        and the first weight sync), `time/first_evaluation` (before the first step), `time/steps` (the sum of every
+        `time/step`), `time/final_save`, and `time/remainder`, which lies in none of them.
+        """
+        seconds = self._timeline.take()
+        self._parts["final_save"] = sum(seconds.get(name, 0.0) for name in ("save", *TURN_PHASES))
+        total = self._timeline.elapsed_s
+        self._final |= {f"time/{name}": value for name, value in self._parts.items()}
+        self._final |= {"time/remainder": total - sum(self._parts.values()), "time/total": total}
         self._recorder.metrics(num_steps, self._final)
         artifacts = {name: path for name, path in ARTIFACTS.items() if self._recorder.path(name).exists()}
         return RunSummary(save_path=str(self._recorder.folder), artifacts=artifacts, metrics=dict(self._final))

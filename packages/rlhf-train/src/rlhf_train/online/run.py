@@ -1,6 +1,5 @@
 """An online run from start to final model: starts its processes, assembles its parts, trains, and saves."""
 
-import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import NamedTuple
@@ -35,6 +34,7 @@ class Parts(NamedTuple):
     learner: Learner
     turns: Turns
     report: Report
+    timeline: Timeline
 
 
 def run_online(job: OnlineJob, observer: Observer) -> RunSummary:
@@ -45,7 +45,7 @@ def run_online(job: OnlineJob, observer: Observer) -> RunSummary:
         EngineError, RewardError, WeightSyncError: a part failed and retries did not help. On a RewardError the models
             are saved before it is raised.
     """
-    started = time.perf_counter()
+    timeline = Timeline(on_phase=observer.phase)
     check_save_path(job.save_path)
     with ExitStack() as stack:
         observer.starting("Ray")
@@ -56,7 +56,7 @@ def run_online(job: OnlineJob, observer: Observer) -> RunSummary:
         recorder = stack.enter_context(Recorder(job.save_path, job.config, job.trackers, observer))
         reward = make_reward(job, processes.scorers, recorder.folder / "reward.log")
         engines = [RayEngine(handle, job.engine) for handle in processes.engines]
-        parts = assemble(job, engines, processes.workers, reward, recorder, observer, started)
+        parts = assemble(job, engines, processes.workers, reward, recorder, observer, timeline)
         stack.callback(parts.rollouts.close)
         return train_and_save(job, parts, recorder)
 
@@ -68,7 +68,7 @@ def assemble(
     reward: RewardFunction,
     recorder: Recorder,
     observer: Observer,
-    started: float,
+    timeline: Timeline,
 ) -> Parts:
     """Construct the parts of a run.
 
@@ -79,9 +79,8 @@ def assemble(
         reward: scores the rollouts.
         recorder: writes the run's folder.
         observer: shows the run on the terminal.
-        started: `time.perf_counter()` at the start of the run.
+        timeline: made at the start of the run.
     """
-    timeline = Timeline(on_phase=observer.phase)
     stream = SampleStream(job.batch.rollout_batch_size)
     rollouts = Rollouts(job, engines, reward, stream, timeline, observer)
     learner = Learner(job, rank_sets)
@@ -93,7 +92,7 @@ def assemble(
         trainers_sleep=job.trainer_sleep,
         engines_asleep=job.engine.enable_sleep and job.plan.shares_gpus,
     )
-    report = Report(recorder, observer, timeline, started)
+    report = Report(recorder, observer, timeline)
     best = BestModel(job.best_metric, recorder.path("best model")) if job.best_metric else None
     controller = Controller(
         job,
@@ -101,12 +100,12 @@ def assemble(
         stream=stream,
         learner=learner,
         turns=turns,
-        evaluator=Evaluator(job, rollouts, learner, turns, report, best),
+        evaluator=Evaluator(job, rollouts, learner, turns, report, timeline, best),
         patience=Patience(job.batch.rollout_batch_size, observer),
         report=report,
         timeline=timeline,
     )
-    return Parts(controller, rollouts, learner, turns, report)
+    return Parts(controller, rollouts, learner, turns, report, timeline)
 
 
 def train_and_save(job: OnlineJob, parts: Parts, recorder: Recorder) -> RunSummary:
@@ -125,8 +124,9 @@ def train_and_save(job: OnlineJob, parts: Parts, recorder: Recorder) -> RunSumma
 def save_models(job: OnlineJob, parts: Parts, recorder: Recorder) -> None:
     """Save the actor and, if the job asks for them, its moving average and the critic."""
     parts.turns.give_to_trainers()
-    parts.learner.save("actor", str(recorder.path("final model")))
-    if job.ema_beta is not None:
-        parts.learner.save_average(str(recorder.path("averaged model")))
-    if job.save_critic:
-        parts.learner.save("critic", str(recorder.path("critic")))
+    with parts.timeline.phase("save"):
+        parts.learner.save("actor", str(recorder.path("final model")))
+        if job.ema_beta is not None:
+            parts.learner.save_average(str(recorder.path("averaged model")))
+        if job.save_critic:
+            parts.learner.save("critic", str(recorder.path("critic")))

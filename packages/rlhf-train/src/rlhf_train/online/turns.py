@@ -4,6 +4,8 @@ from typing import Protocol
 
 from rlhf_train.run.timeline import Timeline
 
+TURN_PHASES = ("offload", "wake", "sleep", "reload")
+
 
 class Sleeper(Protocol):
     """One side of a shared device, which can release most of its memory and take it back."""

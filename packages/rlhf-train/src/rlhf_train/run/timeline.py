@@ -4,7 +4,24 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-OTHER, STEP = "other", "step"  # added by `take`, so no phase may use these names
+PHASES = {
+    "generate": "engines answer prompts",
+    "reward": "rewards are waited for when the last answer is there",
+    "load": "rewards are shaped, and rollouts dealt to the trainers",
+    "experience": "old and reference log-probs, values and advantages",
+    "train": "updates of the models",
+    "sync": "weights go to the engines",
+    "evaluate": "held-out prompts are answered and their rewards summed up",
+    "write": "metrics and rollouts are handed to whoever writes them",
+    "save": "models are written",
+    "offload": "trainers give memory of a shared GPU back",
+    "reload": "trainers take it again",
+    "sleep": "engines give memory of a shared GPU back",
+    "wake": "engines take it again",
+}
+"""The phases of an online run and what happens in them."""
+
+OTHER, STEP = "other", "step"  # added by `take`
 
 
 class Timeline:
@@ -22,13 +39,18 @@ class Timeline:
         self._on_phase = on_phase
         self._seconds: dict[str, float] = {}
         self._open: list[str] = []  # open phases, the innermost last; time counts for that one only
-        self._taken_at = self._counted_to = clock()
+        self._made_at = self._taken_at = self._counted_to = clock()
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since the timeline was made."""
+        return self._clock() - self._made_at
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Count the time within a `with` block as `name`. Raises ValueError for the two names that `take` adds."""
-        if name in (OTHER, STEP):
-            raise ValueError(f"a phase cannot be called {name!r}")
+        """Count the time within a `with` block as `name`. Raises ValueError for a name that is not among `PHASES`."""
+        if name not in PHASES:
+            raise ValueError(f"{name!r} is not a phase; those are {', '.join(PHASES)}")
         self._count()
         self._open.append(name)
         self._on_phase(name)
