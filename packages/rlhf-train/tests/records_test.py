@@ -107,10 +107,10 @@ def test_algorithm_spec_bad_numbers_are_refused(options, message):
     ("options", "message"),
     [
         ({"policy_loss": "cispo", "dual_clip": 3.0}, "belongs to the PPO loss, and the policy loss is CISPO"),
-        ({"use_kl_loss": True, "kl_coef": 0}, "there is no KL"),
+        ({"use_kl_loss": True, "kl_coef": 0}, "the coefficient of the KL is 0"),
         ({"old_logprobs": "skip"}, "leaves nothing to compute the reward's KL penalty from"),
-        ({"old_logprobs": "skip", "kl_coef": 0, "correction": TOKEN}, "old log-probs, which are `skip`"),
-        ({"old_logprobs": "rollout", "correction": TOKEN}, "old log-probs, which are `rollout`"),
+        ({"old_logprobs": "skip", "kl_coef": 0, "correction": TOKEN}, "old log-probs; they are `skip`"),
+        ({"old_logprobs": "rollout", "correction": TOKEN}, "old log-probs; they are `rollout`"),
     ],
 )
 def test_algorithm_spec_options_that_exclude_each_other_are_refused(options, message):
@@ -150,7 +150,7 @@ def test_loss_reduction_is_the_given_one_else_the_losses_else_the_estimators():
     [
         ({"num_frozen_steps": 3}, "frozen for 3 of 3 steps"),
         ({"algorithm": make_algorithm("group_norm")}, "GRPO has no critic"),
-        ({"algorithm": make_algorithm(kl_coef=0)}, "exactly when init_kl_coef is above 0"),
+        ({"algorithm": make_algorithm(kl_coef=0)}, "if and only if init_kl_coef is above 0"),
         (
             {"algorithm": make_algorithm(old_logprobs="skip", use_kl_loss=True)},
             "needs one update per step, and there are 2",
