@@ -255,7 +255,9 @@ def _apart(request: PlacementRequest) -> PlacementPlan:
         places = critics
         count = request.reward_ranks or len(critics)
         if count != len(critics):
-            message = f"critic and reward models must have equally many processes to share: {len(critics)} and {count}"
+            message = (
+                f"sharing needs equal numbers of processes: the critic has {len(critics)}, the reward models {count}"
+            )
             hint = "set --reward_num_nodes and --reward_num_gpus_per_node to the critic's, or drop"
             raise ConfigError(message, hint=f"{hint} --colocate_critic_reward")
     elif request.reward_ranks == 0:
@@ -273,7 +275,7 @@ def _hosted(request: PlacementRequest) -> list[tuple[str, ...]]:
         actor = request.ranks["actor"]
         reference = request.ranks["reference"]
         if reference not in (0, actor):
-            message = f"actor and reference must have equally many processes to share: {actor} and {reference}"
+            message = f"sharing needs equal numbers of processes: the actor has {actor}, the reference {reference}"
             hint = "set --ref_num_nodes and --ref_num_gpus_per_node to the actor's, or drop --colocate_actor_ref"
             raise ConfigError(message, hint=hint)
         with_actor.add("reference")
