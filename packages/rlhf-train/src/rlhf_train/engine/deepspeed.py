@@ -45,8 +45,8 @@ def init_process_group(*, rank: int, world_size: int, master: tuple[str, int], d
 def _import_deepspeed(device: str) -> Any:
     os.environ.setdefault("DS_ACCELERATOR", device)
     if device == "cpu":
-        # DeepSpeed's number of CPU devices. Set it anew for each rank set: a Ray worker inherits the number of a training
-        # that ran earlier in the process that started it.
+        # The number of CPU devices for DeepSpeed. Set it anew for each rank set: a Ray worker inherits the number of a
+        # training that ran earlier in the process that started it.
         os.environ["LOCAL_SIZE"] = os.environ.get("WORLD_SIZE", "1")
     import deepspeed
 
