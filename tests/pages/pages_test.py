@@ -15,7 +15,7 @@ from page_commands import PATTERNS, ROOT, blocks, calls
 from rlhf_cli.main import command_line
 from rlhf_cli.main import main as rlhf
 from rlhf_data.command_line import CommandLine
-from rlhf_data.main import main as rlhf_data
+from rlhf_data.main import COMMAND_LINE as INSPECT
 from rlhf_rollout.commands.main import COMMANDS
 
 PAGES = sorted({block.page for block in blocks("sh")})
@@ -62,8 +62,8 @@ def _check_flags(line: CommandLine[Any], arguments: list[str]) -> None:
 
 
 def check_rlhf_data(arguments: list[str]) -> None:
-    """A folder without the file: the message is about that, so the flags are right."""
-    assert rlhf_data(arguments) == 2
+    assert arguments[0] == "inspect"
+    _check_flags(INSPECT, arguments)
 
 
 def check_bazel(arguments: list[str]) -> None:

@@ -26,15 +26,16 @@ def tokenizer(tmp_path_factory):
     return str(folder)
 
 
-def inspect(capsys, *arguments):
-    status = main(["inspect", *map(str, arguments)])
+def inspect(capsys, dataset, *arguments):
+    """Return the exit status, and what was printed on stdout and, without lines about progress, on stderr."""
+    status = main(["inspect", "--dataset", str(dataset), *map(str, arguments)])
     out, err = capsys.readouterr()
-    return status, out, err
+    return status, out, "".join(line for line in err.splitlines(keepends=True) if not line.endswith(" ...\n"))
 
 
 def test_inspect_counts_rows_and_keys_without_a_tokenizer(tmp_path, capsys):
     path = write_jsonl(tmp_path / "a.jsonl", [{"input": "one", "output": 1}, {"input": "two"}, 7])
-    status, out, err = inspect(capsys, path, path, "--row", 2)
+    status, out, err = inspect(capsys, f"{path},{path}", "--row", 2)
     assert (status, err) == (0, "")
     assert out == (
         f"  input: text in 4 rows\n  output: a number in 2 rows\n4 rows can be read, 2 cannot\n"
@@ -73,7 +74,7 @@ def test_inspect_measures_and_marks_what_is_trained(tmp_path, capsys, tokenizer)
             ],
             ["one[[two </s>]]"],
         ),
-        ({"input": "one two"}, ["--pretrain_mode", "--output_key", ""], ["one[[two </s>]]"]),
+        ({"input": "one two"}, ["--pretrain_mode", "--output_key", "None"], ["one[[two </s>]]"]),
         (
             {"chosen": "one two", "rejected": "two two", "m": 2},
             ["--kind", "preference", "--margin_key", "m"],
@@ -86,7 +87,7 @@ def test_inspect_measures_and_marks_what_is_trained(tmp_path, capsys, tokenizer)
         ),
         (
             {"input": "one # two", "label": ["+"]},
-            ["--kind", "process", "--placeholder", "#"],
+            ["--kind", "process", "--placeholder_token", "#"],
             ["one[[#]]two", "  labels: [1.]"],
         ),
     ],
@@ -110,12 +111,12 @@ def test_inspect_row_that_cannot_be_used_says_why(tmp_path, capsys, tokenizer):
     ("arguments", "says"),
     [
         (["--row", "3"], "--row 3: there are 1 rows that can be read"),
-        (["--row", "0"], "--row must be at least 1, got 0"),
-        (["--kind", "sfft"], "unknown kind `sfft`"),
+        (["--row", "0"], "--row is 0; it must be at least 1"),
+        (["--kind", "sfft"], "--kind: unknown value `sfft`"),
         (["--inptu_key", "x"], "hint: did you mean `--input_key`?"),
         (["--input_key", "x"], "--input_key has no effect without a tokenizer"),
         (["--tokenizer", "TOKENIZER", "--chosen_key", "x"], "unknown option of --kind sft `chosen_key`"),
-        (["--tokenizer", "TOKENIZER", "--kind", "process"], "needs the --placeholder"),
+        (["--tokenizer", "TOKENIZER", "--kind", "process"], "--placeholder_token is missing"),
         (["--tokenizer", "/nowhere"], "there is no model folder /nowhere"),
     ],
 )
@@ -124,3 +125,45 @@ def test_inspect_refuses_what_has_no_effect_or_cannot_be(tmp_path, capsys, token
     status, _, err = inspect(capsys, path, *(tokenizer if word == "TOKENIZER" else word for word in arguments))
     assert status == 2
     assert says in err
+
+
+def test_inspect_reads_a_chat_template_from_its_file(tmp_path, capsys, tokenizer):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"input": "one", "output": "two"}])
+    template = tmp_path / "chat.jinja"
+    template.write_text("{% for m in messages %}{{ m.content }} {% endfor %}")
+    flags = ["--tokenizer", tokenizer, "--apply_chat_template", "--tokenizer_chat_template"]
+    status, out, _ = inspect(capsys, path, *flags, template)
+    assert status == 0
+    assert "one[[two </s>]]" in out.splitlines()
+    status, _, err = inspect(capsys, path, *flags, tmp_path / "chat.jinj")
+    assert status == 2
+    assert f"--tokenizer_chat_template: file {tmp_path / 'chat.jinj'} does not exist" in err
+
+
+def test_inspect_of_rows_that_make_no_example_says_why(tmp_path, capsys, tokenizer):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"question": "one"}])
+    status, out, err = inspect(capsys, path, "--tokenizer", tokenizer)
+    assert status == 2
+    assert "  question: text in 1 rows\n1 rows can be read, 0 cannot\n" in out
+    assert "unknown key `output`; known: question" in err
+
+
+def test_inspect_without_rows_needs_them_and_a_dry_run_lists_that(capsys):
+    assert main(["inspect"]) == 2
+    assert "error: --dataset is missing" in capsys.readouterr().err
+    assert main(["inspect", "--row", "3", "--dry_run"]) == 0
+    out, err = capsys.readouterr()
+    assert '[inspection]\nkind = "sft"\ntokenizer' not in out  # None is the default, which TOML leaves out
+    assert "row = 3\n" in out
+    assert err.startswith("still missing: --dataset is missing")
+
+
+@pytest.mark.parametrize("words", [[], ["--help"], ["-h"]])
+def test_help_lists_the_commands(capsys, words):
+    assert main(words) == 0
+    assert "  inspect  count, measure and show" in capsys.readouterr().out
+
+
+def test_unknown_command_names_the_nearest(capsys):
+    assert main(["inspekt"]) == 2
+    assert "hint: did you mean `inspect`?" in capsys.readouterr().err

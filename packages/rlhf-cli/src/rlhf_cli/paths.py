@@ -11,6 +11,7 @@ from pydantic import BaseModel
 
 from rlhf_cli.builtin import BUILTIN, HELD_OUT_FILE, MODEL_DIR, TRAIN_FILE
 from rlhf_data.errors import ConfigError
+from rlhf_data.pretrained import is_template_file
 from rlhf_data.sources import SUFFIXES
 
 LOG_FILE = "log.txt"  # output of libraries, in the folder of a run
@@ -65,11 +66,6 @@ def model_path(text: str) -> str:
         return str(MODEL_DIR)
     path = user_path(text)
     return str(path) if text.startswith((".", "/", "~")) or path.is_dir() else text
-
-
-def is_template_file(text: str) -> bool:
-    """Return whether a chat template is given as a file and not as Jinja text, which always has braces."""
-    return "{" not in text
 
 
 def reward_path(text: str) -> str:

@@ -3,12 +3,12 @@
 import functools
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rlhf_data.errors import ConfigError, RlhfError
+from rlhf_data.errors import ConfigError, RlhfError, missing_file
 
 _HUB_TIMEOUT_S = 5.0
 
@@ -35,6 +35,32 @@ def load_tokenizer(path: str | Path) -> Any:
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def is_template_file(text: str) -> bool:
+    """Return whether a chat template is given as a file and not as Jinja text, which always has braces."""
+    return "{" not in text
+
+
+def set_chat_template(tokenizer: Any, text: str | None, resolve: Callable[[str], Path] = Path) -> None:
+    """Give a tokenizer the chat template of --tokenizer_chat_template.
+
+    Args:
+        tokenizer: is changed.
+        text: Jinja text, or the path of its file; None leaves the tokenizer's own.
+        resolve: turns a path that a user typed into one that can be opened.
+
+    Raises:
+        ConfigError: there is no such file.
+    """
+    if text is None:
+        return
+    if is_template_file(text):
+        path = resolve(text)
+        if not path.is_file():
+            raise ConfigError(f"--tokenizer_chat_template: {missing_file('file', path)}")
+        text = path.read_text(encoding="utf-8")
+    tokenizer.chat_template = text
 
 
 def check_eos(tokenizer: Any, name: str | Path) -> None:

@@ -21,7 +21,6 @@ from rlhf_cli.launcher import Launch, launch
 from rlhf_cli.paths import (
     LOG_FILE,
     check_output_folder,
-    is_template_file,
     model_path,
     output_folder,
     source_names,
@@ -30,8 +29,9 @@ from rlhf_cli.paths import (
 )
 from rlhf_cli.secrets import restart_without_key
 from rlhf_data.command_line import CommandLine, Parsed, to_toml
-from rlhf_data.errors import ConfigError, missing_file, unknown
+from rlhf_data.errors import ConfigError, unknown
 from rlhf_data.options import matching
+from rlhf_data.pretrained import set_chat_template
 
 if TYPE_CHECKING:
     from rlhf_cli.console import Console
@@ -160,7 +160,7 @@ def _prepare(command: Command, config: OfflineConfig, folder: Path, console: "Co
     model = config.model
     training = config.training
     model_config, tokenizer = load_model_files(path)
-    _set_chat_template(config, tokenizer)
+    set_chat_template(tokenizer, getattr(config.data, "tokenizer_chat_template", None), user_path)
     check_attention(model, model_config)
     check_context(model_config, config.data.max_len, "--max_len")
     # Other models are checked against the tokenizer before the data is tokenized, which may take minutes.
@@ -244,18 +244,6 @@ def _load(
     if (examples.counts.num_too_long or examples.counts.num_bad) and rank == 0:
         console.notice(f"{flag}: {examples.summary}")
     return examples
-
-
-def _set_chat_template(config: OfflineConfig, tokenizer: Any) -> None:
-    """Give the tokenizer the template of --tokenizer_chat_template, which is Jinja text or the path of a file."""
-    text = getattr(config.data, "tokenizer_chat_template", None)
-    if text is None:
-        return
-    if is_template_file(text):
-        if not user_path(text).is_file():
-            raise ConfigError(f"--tokenizer_chat_template: {missing_file('file', user_path(text))}")
-        text = user_path(text).read_text(encoding="utf-8")
-    tokenizer.chat_template = text
 
 
 def _reference(config: OfflineConfig, tokenizer: Any) -> "ModelSpec | None":

@@ -1,11 +1,21 @@
 """Options of data: which rows are read, and how they become tokens."""
 
+from rlhf_data import sections
 from rlhf_data.options import flag
-from rlhf_rollout.commands import sections
-from rlhf_rollout.commands.sections import SOURCES, AnswerKeySection, ChatSection, InputSection, PairKeySection
+from rlhf_data.sections import (
+    SOURCES,
+    AnswerKeySection,
+    ChatSection,
+    ChatTemplateSection,
+    ChosenKeySection,
+    CompletionSection,
+    InputSection,
+    PlaceholderSection,
+)
+from rlhf_rollout.commands.sections import PromptSection as RolloutPromptSection
 
 
-class PromptSection(sections.PromptSection):
+class PromptSection(RolloutPromptSection):
     """Prompts with reference answers, for training and for evaluation."""
 
     eval_data: str | None = flag(
@@ -35,28 +45,12 @@ class ExampleSection(sections.ExampleSection):
     )
 
 
-class TemplateSection(ExampleSection):
-    """Adds a chat template that replaces the tokenizer's."""
-
-    tokenizer_chat_template: str | None = flag(
-        None, "chat template to use instead of the tokenizer's, saved with the model: Jinja text, or its file"
-    )
-
-
-class DemonstrationSection(InputSection, TemplateSection):
+class DemonstrationSection(CompletionSection, ChatTemplateSection, ExampleSection):
     """Prompts with completions."""
 
-    output_key: str | None = flag(
-        "output", "key of the completion in a row; None: the input is a whole conversation, or plain text to train on"
-    )
-    multiturn: bool = flag(False, "train on every answer of a conversation, not only on the last one")
-    pretrain_mode: bool = flag(False, "train on every token, not only on those of the completion")
 
-
-class PairSection(PairKeySection, ChatSection, TemplateSection):
+class PairSection(ChosenKeySection, ChatSection, ChatTemplateSection, ExampleSection):
     """Two answers to a prompt."""
-
-    chosen_key: str = flag("chosen", "key of the preferred answer of a pair")
 
 
 class MarginPairSection(PairSection):
@@ -65,16 +59,15 @@ class MarginPairSection(PairSection):
     margin_key: str = flag("margin", "with --margin_loss: key of the margin, how much better the preferred answer is")
 
 
-class VerdictSection(AnswerKeySection, InputSection, TemplateSection):
+class VerdictSection(AnswerKeySection, InputSection, ChatTemplateSection, ExampleSection):
     """Answers that were judged one by one."""
 
     label_key: str = flag("label", "key of the verdict in a row: true or false, 1 or 0")
 
 
-class StepSection(ExampleSection):
+class StepSection(PlaceholderSection, ExampleSection):
     """Solutions whose steps were judged."""
 
     input_key: str = flag("input", "key of the text with problem and solution, and a placeholder after each step")
     label_key: str = flag("label", "key of the list of labels, one per step: numbers from 0 to 1, or --reward_tokens")
-    placeholder_token: str | None = flag(None, "the placeholder after each step: one token, such as a special token")
     reward_tokens: tuple[str, str] = flag(("+", "-"), "texts of one token each that stand for a good and a bad step")

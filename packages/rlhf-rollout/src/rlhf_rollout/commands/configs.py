@@ -5,21 +5,17 @@ from collections.abc import Collection
 from rlhf_data.checks import missing, without_effect
 from rlhf_data.errors import ConfigError
 from rlhf_data.options import Config, Section, flag, one_of, with_defaults
+from rlhf_data.sections import AnswerKeySection, ExampleSection, InputSection, PairKeySection, TemplateSection
 from rlhf_rollout.commands.post_process import POST_PROCESSORS
 from rlhf_rollout.commands.sections import (
-    AnswerKeySection,
     EngineModelSection,
     EngineSection,
-    ExampleSection,
     GroupSamplingSection,
-    InputSection,
-    PairKeySection,
     PromptLengthSection,
     PromptSection,
     ReferenceSection,
     RewardSection,
     SamplingSection,
-    TemplateSection,
     TokenizerSection,
 )
 from rlhf_rollout.engines import ENGINE_KINDS

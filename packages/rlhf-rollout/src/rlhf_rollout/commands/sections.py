@@ -6,15 +6,11 @@ from typing import Any, Literal
 from rlhf_data.checks import missing, without_effect
 from rlhf_data.errors import ConfigError
 from rlhf_data.options import Section, flag, matching
+from rlhf_data.sections import SOURCES, SPLIT, InputSection, RowSection
 from rlhf_rollout.engines import EngineSpec
 from rlhf_rollout.protocols import SamplingParams
 from rlhf_rollout.rewards.sources import RewardSource, parse_sources, parse_weights
 
-SOURCES = (
-    ".jsonl, .json, .csv (also .gz), .parquet or .arrow files, saved data set folders, loading scripts and hub names,"
-    " separated by commas; `name@subset` names a subset"
-)
-_SPLIT = "the split to read if a data set has splits"
 SHARE_ALONE = 0.9  # share of a GPU's memory for an engine that has the GPU to itself
 
 
@@ -47,14 +43,6 @@ class EngineModelSection(TokenizerSection, ModelSection):
     """A model that generates, with a tokenizer."""
 
 
-class TemplateSection(Section, title="data"):
-    """How an input becomes a prompt without a chat template."""
-
-    input_template: str | None = flag(
-        None, "text with one `{}` where the input goes, for models without a chat template"
-    )
-
-
 class PromptLengthSection(Section, title="data"):
     """How long a prompt may be."""
 
@@ -71,43 +59,7 @@ class ReferenceSection(Section, title="data"):
     )
 
 
-class RowSection(TemplateSection):
-    """Which rows are read: the options of all commands that read rows."""
-
-    max_samples: int | None = flag(None, "rows to read per source, at most; None: all", ge=1)
-    skip_bad_rows: bool = flag(
-        False, "leave out every row that cannot be used; without this flag, more than 1 % of such rows are an error"
-    )
-
-
-class ChatSection(RowSection):
-    """Adds the chat template."""
-
-    apply_chat_template: bool = flag(False, "render rows with the tokenizer's chat template")
-
-
-class InputSection(ChatSection):
-    """Adds the prompt of a row."""
-
-    input_key: str = flag("input", "key of the prompt in a row: text, or a list of messages")
-
-
-class AnswerKeySection(Section, title="data"):
-    """Rows with one answer."""
-
-    output_key: str = flag("output", "key of the answer in a row")
-
-
-class PairKeySection(Section, title="data"):
-    """Rows with two answers to a prompt. Each command says which key holds the preferred one."""
-
-    prompt_key: str | None = flag(
-        None, "key of the prompt of a pair, text or messages; None: both answers are whole dialogues that hold it"
-    )
-    rejected_key: str = flag("rejected", "key of the other answer of a pair")
-
-
-class PromptSection(ReferenceSection, PromptLengthSection, InputSection):
+class PromptSection(ReferenceSection, PromptLengthSection, InputSection, RowSection):
     """Prompts with reference answers."""
 
     prompt_data: str | None = flag(
@@ -116,21 +68,7 @@ class PromptSection(ReferenceSection, PromptLengthSection, InputSection):
     prompt_data_probs: str | None = flag(
         None, "one probability per source of --prompt_data, separated by commas; None: one source after the other"
     )
-    prompt_split: str = flag("train", f"--prompt_data: {_SPLIT}")
-
-
-class ExampleSection(RowSection):
-    """Existing texts, to train on or to score."""
-
-    dataset: str | None = flag(None, f"rows to read: {SOURCES}")
-    dataset_split: str = flag("train", f"--dataset: {_SPLIT}")
-    max_len: int = flag(2048, "tokens per sequence at most; longer sequences are left out and counted, never cut", ge=2)
-
-    def missing(self, why: str) -> list[ConfigError]:
-        """Return an error if no source of rows is named. `why` says why one is needed."""
-        if self.dataset is not None:
-            return []
-        return [missing("dataset", why, "add --dataset FILE.jsonl and the keys of its rows")]
+    prompt_split: str = flag("train", f"--prompt_data: {SPLIT}")
 
 
 class SamplingSection(Section, title="sampling"):

@@ -1,0 +1,109 @@
+"""Options of data, for the commands of every package: which rows are read, and how a row becomes tokens."""
+
+from rlhf_data.checks import missing
+from rlhf_data.errors import ConfigError
+from rlhf_data.options import Section, flag
+
+SOURCES = (
+    ".jsonl, .json, .csv (also .gz), .parquet or .arrow files, saved data set folders, loading scripts and hub names,"
+    " separated by commas; `name@subset` names a subset"
+)
+SPLIT = "the split to read if a data set has splits"
+
+
+class TemplateSection(Section, title="data"):
+    """How an input becomes a prompt without a chat template."""
+
+    input_template: str | None = flag(
+        None, "text with one `{}` where the input goes, for models without a chat template"
+    )
+
+
+class SampleSection(TemplateSection):
+    """How many rows are read, for every command that reads rows."""
+
+    max_samples: int | None = flag(None, "rows to read per source, at most; None: all", ge=1)
+
+
+class RowSection(SampleSection):
+    """Adds what happens to rows that cannot be used."""
+
+    skip_bad_rows: bool = flag(
+        False, "leave out every row that cannot be used; without this flag, more than 1 % of such rows are an error"
+    )
+
+
+class ChatSection(Section, title="data"):
+    """Rows that the chat template may render."""
+
+    apply_chat_template: bool = flag(False, "render rows with the tokenizer's chat template")
+
+
+class ChatTemplateSection(Section, title="data"):
+    """A chat template that replaces the tokenizer's."""
+
+    tokenizer_chat_template: str | None = flag(
+        None,
+        "chat template to use instead of the tokenizer's, and to save with a trained model: Jinja text, or its file",
+    )
+
+
+class InputSection(ChatSection):
+    """Adds the prompt of a row."""
+
+    input_key: str = flag("input", "key of the prompt in a row: text, or a list of messages")
+
+
+class CompletionSection(InputSection):
+    """Rows with a prompt and its completion, with a conversation, or with plain text."""
+
+    output_key: str | None = flag(
+        "output", "key of the completion in a row; None: the input is a whole conversation, or plain text to train on"
+    )
+    multiturn: bool = flag(False, "train on every answer of a conversation, not only on the last one")
+    pretrain_mode: bool = flag(False, "train on every token, not only on those of the completion")
+
+
+class AnswerKeySection(Section, title="data"):
+    """Rows with one answer."""
+
+    output_key: str = flag("output", "key of the answer in a row")
+
+
+class PairKeySection(Section, title="data"):
+    """Rows with two answers to a prompt. Each command says which key holds the preferred one."""
+
+    prompt_key: str | None = flag(
+        None, "key of the prompt of a pair, text or messages; None: both answers are whole dialogues that hold it"
+    )
+    rejected_key: str = flag("rejected", "key of the other answer of a pair")
+
+
+class ChosenKeySection(PairKeySection):
+    """Adds the preferred answer."""
+
+    chosen_key: str = flag("chosen", "key of the preferred answer of a pair")
+
+
+class PlaceholderSection(Section, title="data"):
+    """Solutions with a placeholder after each step."""
+
+    placeholder_token: str | None = flag(None, "the placeholder after each step: one token, such as a special token")
+
+
+class SourceSection(Section, title="data"):
+    """Where rows come from, and how long they may be."""
+
+    dataset: str | None = flag(None, f"rows to read: {SOURCES}")
+    dataset_split: str = flag("train", f"--dataset: {SPLIT}")
+    max_len: int = flag(2048, "tokens per sequence at most; longer sequences are left out and counted, never cut", ge=2)
+
+    def missing(self, why: str) -> list[ConfigError]:
+        """Return an error if no source of rows is named. `why` says why one is needed."""
+        if self.dataset is not None:
+            return []
+        return [missing("dataset", why, "add --dataset FILE.jsonl and the keys of its rows")]
+
+
+class ExampleSection(SourceSection, RowSection):
+    """Existing texts, to train on or to score."""
