@@ -5,7 +5,8 @@ import io
 import numpy as np
 import pytest
 
-from rlhf_cli.console import DOING, PPO_COLUMNS, Console, RunView, StepTable, show_results
+from rlhf_cli.console import DOING, PPO_COLUMNS, Console, OfflineView, RunView, StepTable, show_results
+from rlhf_data.progress import Progress
 from rlhf_data.records import FinishReason, Prompt, Rollout, Span, SpanSource, Verdict, VerdictKind
 from rlhf_train.run.timeline import PHASES
 
@@ -76,7 +77,7 @@ def test_run_view_shows_samples_on_one_line_each_with_verdict_and_label(streams)
     prompt = Prompt("p", np.array([1]), "What\nis 1 + 1?", label="2")
     good = rollout("2", Verdict(VerdictKind.OK, 1.0))
     lost = rollout("x" * 500, Verdict(VerdictKind.TIMEOUT))
-    RunView(Console(out, err)).samples("Before", [(prompt, good), (prompt, lost), (prompt, rollout("?", None))])
+    RunView(Console(out, err), 10).samples("Before", [(prompt, good), (prompt, lost), (prompt, rollout("?", None))])
     text = out.getvalue()
     assert "1. ok, reward 1, label 2" in text
     assert "prompt    What is 1 + 1?" in text
@@ -88,7 +89,7 @@ def test_run_view_shows_samples_on_one_line_each_with_verdict_and_label(streams)
 def test_run_view_long_label_keeps_its_end(streams):
     out, err = streams
     prompt = Prompt("p", np.array([1]), "?", label="A long way\nround. " * 5 + "#### 72")
-    RunView(Console(out, err)).samples("Before", [(prompt, rollout("72", None))])
+    RunView(Console(out, err), 10).samples("Before", [(prompt, rollout("72", None))])
     label = out.getvalue().partition("label ")[2].splitlines()[0]
     assert label.startswith("... ")
     assert label.endswith("#### 72")
@@ -97,7 +98,7 @@ def test_run_view_long_label_keeps_its_end(streams):
 
 def test_run_view_evaluation_says_when_and_how_well(streams):
     out, err = streams
-    view = RunView(Console(out, err))
+    view = RunView(Console(out, err), 10)
     view.evaluation(0, {"eval/accuracy": 0.25, "eval/reward": 0.5, "eval/response_tokens": 20.0})
     view.evaluation(10, {"eval/accuracy": 1.0, "eval/response_tokens": 20.0})
     view.evaluation(20, {})
@@ -114,7 +115,7 @@ def test_run_view_evaluation_with_several_samples_and_sources_shows_pass_at_k_of
     for source, right in (("aime", 0.25), ("gsm8k", 0.5)):
         metrics |= {f"eval/{source}/pass@1": right, f"eval/{source}/pass@2": 2 * right}
         metrics |= {f"eval/{source}/response_tokens": 30.0, f"eval/{source}/truncated": 0.1}
-    RunView(Console(out, err)).evaluation(0, metrics)
+    RunView(Console(out, err), 10).evaluation(0, metrics)
     assert out.getvalue().splitlines() == [
         "held-out accuracy before training: 0.500  (pass@2 0.750, 20.0 tokens per response)",
         "  aime   pass@1 0.250, pass@2 0.500, 30.0 tokens per response, 10% cut off",
@@ -127,7 +128,7 @@ def test_run_view_evaluation_shows_the_first_sources_of_many(streams):
     metrics = {"eval/accuracy": 0.5, "eval/response_tokens": 20.0}
     for number in range(8):
         metrics |= {f"eval/s{number}/{name}": 0.5 for name in ("pass@1", "response_tokens", "truncated")}
-    RunView(Console(out, err)).evaluation(0, metrics)
+    RunView(Console(out, err), 10).evaluation(0, metrics)
     _, *sources = out.getvalue().splitlines()
     assert [line.split()[0] for line in sources] == ["s0", "s1", "s2", "s3", "s4", "s5", "and"]
     assert sources[-1] == "  and 2 more"
@@ -135,7 +136,7 @@ def test_run_view_evaluation_shows_the_first_sources_of_many(streams):
 
 def test_run_view_evaluation_without_rewards_does_not_look_like_a_worse_policy(streams):
     out, err = streams
-    view = RunView(Console(out, err))
+    view = RunView(Console(out, err), 10)
     view.evaluation(0, {"eval/accuracy": 0.5, "eval/response_tokens": 20.0, "eval/failed": 0.0})
     assert err.getvalue() == ""
     view.evaluation(5, {"eval/accuracy": 0.0, "eval/response_tokens": 20.0, "eval/failed": 0.375})
@@ -146,7 +147,7 @@ def test_run_view_evaluation_without_rewards_does_not_look_like_a_worse_policy(s
 def test_run_view_with_dynamic_sampling_has_a_column_of_filtered_samples(streams):
     out, err = streams
     for dynamic in (True, False):
-        RunView(Console(out, err), dynamic_sampling=dynamic).step(1, 10, METRICS | {"samples/filtered": 24.0})
+        RunView(Console(out, err), 10, dynamic_sampling=dynamic).step(1, 10, METRICS | {"samples/filtered": 24.0})
     header, line, plain_header, plain_line = map(str.split, out.getvalue().splitlines())
     assert header.index("filtered") == line.index("24") == 2
     assert "filtered" not in plain_header
@@ -155,13 +156,13 @@ def test_run_view_with_dynamic_sampling_has_a_column_of_filtered_samples(streams
 
 def test_run_view_failed_samples_are_a_notice_on_stderr(streams):
     out, err = streams
-    RunView(Console(out, err)).step(3, 10, METRICS | {"samples/failed": 2.0})
+    RunView(Console(out, err), 10).step(3, 10, METRICS | {"samples/failed": 2.0})
     assert err.getvalue() == "notice: step 3: 2 samples have no reward and were not trained on\n"
 
 
 def test_run_view_on_a_pipe_starting_is_a_line(streams):
     out, err = streams
-    view = RunView(Console(out, err))
+    view = RunView(Console(out, err), 10)
     view.starting("Ray")
     view.warning("slow disk")
     assert err.getvalue() == "starting Ray ...\nwarning: slow disk\n"
@@ -191,7 +192,7 @@ def test_seconds_of_a_step_add_up_in_its_line(streams):
     out, err = streams
     seconds = {"generate": 1.0, "train": 2.5, "sync": 0.25, "evaluate": 3.0, "write": 0.5, "other": 0.125}
     metrics = METRICS | {f"time/{name}": value for name, value in seconds.items()} | {"time/step": 7.375}
-    RunView(Console(out, err)).step(1, 10, metrics)
+    RunView(Console(out, err), 10).step(1, 10, metrics)
     header, line = map(str.split, out.getvalue().splitlines())
     assert header[-6:] == ["generate", "reward", "exper.", "train", "sync", "rest"]
     assert [float(cell) for cell in line[-6:] if cell != "-"] == [1.0, 2.5, 0.25, 3.62]  # 3.625 is left
@@ -201,7 +202,7 @@ def test_live_line_has_a_text_for_every_phase(streams):
     assert DOING.keys() == PHASES.keys()
     assert not {text for name, text in DOING.items() if text == name}
     terminal = Terminal()
-    view = RunView(Console(Terminal(), terminal))
+    view = RunView(Console(Terminal(), terminal), 10)
     for name, text in DOING.items():
         view.phase(name)
         assert text in terminal.getvalue()
@@ -229,3 +230,36 @@ def test_console_terminal_has_colours_unless_no_color_is_set(monkeypatch, stream
     Console(plain, Terminal()).result("text", "red")
     assert "\x1b[31m" in coloured.getvalue()
     assert "\x1b[31m" not in plain.getvalue()
+
+
+def test_run_view_estimates_the_first_phases_by_their_parts_and_later_steps_by_the_steps(streams, monkeypatch):
+    shown = []
+    monkeypatch.setattr(Progress, "show", lambda self, text, **more: shown.append((text, more)))
+    view = RunView(Console(*streams), 10)
+    view.phase("evaluate")
+    view.progress(3, 8)
+    view.phase("generate")
+    view.progress(5, 16)
+    view.phase("train")
+    common = {"ends_in_s": None, "announce": False}
+    assert shown == [
+        ("answering held-out prompts", common),
+        ("answering held-out prompts", common | {"done": 3, "total": 8}),
+        ("step 1/10: generating", common),
+        ("step 1/10: generating", common | {"done": 5, "total": 16}),
+        ("step 1/10: training", common),
+    ]
+    view.step(1, 10, METRICS | {"time/step": 20.0})
+    view.phase("generate")
+    text, more = shown[-1]
+    assert text == "step 2/10: generating"
+    assert more["ends_in_s"] == pytest.approx(180, abs=1)
+
+
+def test_offline_view_counts_updates_from_before_the_first(streams, monkeypatch):
+    shown = []
+    monkeypatch.setattr(Progress, "show", lambda self, text, **more: shown.append((text, more["done"], more["total"])))
+    view = OfflineView(Console(*streams), "sft", ["loss"])
+    view.progress(0, 6)
+    view.update(1, 6, {"sft/loss": 1.0})
+    assert shown == [("training", 0, 6), ("training", 1, 6)]

@@ -56,6 +56,7 @@ FLAGS = {
 }
 CASES = {f"rlhf {name}": ("rlhf_cli.main", name, *FLAGS[name]) for name in COMMANDS}
 CASES |= {f"rlhf-rollout {name}": ("rlhf_rollout.commands.main", name, *FLAGS[name]) for name in ROLLOUT_COMMANDS}
+CASES["rlhf-data inspect"] = ("rlhf_data.main", "inspect", "--dataset", "rows.jsonl", "--tokenizer", MODEL)
 
 
 @pytest.fixture

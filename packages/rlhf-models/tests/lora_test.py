@@ -77,6 +77,19 @@ def test_merged_actor_equals_base_with_adapter_and_peft_reads_the_adapter(model_
     assert json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"] == str(model_dir)
 
 
+def test_merge_reports_each_weight_and_warns_of_none(model_dir, tmp_path, recwarn):
+    actor = load_actor(model_dir, dtype="float32")
+    add_lora(actor, LoraSpec(rank=2, target_modules=("q_proj", "v_proj")))
+    adapter = save_adapter(actor, actor.state_dict(), tmp_path / "adapter")
+    reports = []
+    merge_adapter(
+        model_dir, adapter, tmp_path / "merged", dtype="float32", report=lambda *numbers: reports.append(numbers)
+    )
+    num_weights = 2 * len(actor.model.model.layers)
+    assert reports == [(done, num_weights) for done in range(num_weights + 1)]
+    assert not [warning for warning in recwarn if "merged" in str(warning.message)]
+
+
 def test_merged_reward_model_has_the_trained_head(model_dir, tmp_path):
     critic = load_critic(model_dir, dtype="float32")
     add_lora(critic, LoraSpec(rank=2))

@@ -195,7 +195,11 @@ class OfflineView(View):
     def update(self, update: int, num_updates: int, metrics: Mapping[str, float]) -> None:
         """See `Observer`."""
         self._table.step(update, num_updates, metrics)
-        self._console.working("training", done=update, total=num_updates, announce=False)
+        self.progress(update, num_updates)
+
+    def progress(self, done: int, total: int) -> None:
+        """See `Observer`."""
+        self._console.working("training", done=done, total=total, announce=False)
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         """See `Observer`."""
@@ -207,20 +211,36 @@ class OfflineView(View):
 class RunView(View):
     """Shows an online run."""
 
-    def __init__(self, console: Console, *, dynamic_sampling: bool = False, logging_steps: int = 1) -> None:
-        """Show an online run. With `dynamic_sampling` the table has a column for the samples that were filtered out."""
+    def __init__(
+        self, console: Console, num_steps: int, *, dynamic_sampling: bool = False, logging_steps: int = 1
+    ) -> None:
+        """Show an online run of at most `num_steps` steps, one in `logging_steps`.
+
+        With `dynamic_sampling` the table has a column for the samples that were filtered out.
+        """
         super().__init__(console)
+        self._num_steps = num_steps
         filtered = [_FILTERED] if dynamic_sampling else []
         self._table = StepTable(console, [PPO_COLUMNS[0], *filtered, *PPO_COLUMNS[1:]], every=logging_steps)
         self._place = ""  # the beginning of the live line: which step is running
         self._ends_at: float | None = None  # the estimated end of the run, from the mean time of the steps so far
+        self._doing = ""  # the phase, on the live line
         self._step_seconds: list[float] = []
 
     def phase(self, name: str) -> None:
         """See `Observer`."""
+        if name == "generate" and not self._place:
+            self._place = f"step 1/{self._num_steps}: "
+        self._doing = f"{self._place}{DOING[name]}"
+        self._show()
+
+    def progress(self, done: int, total: int) -> None:
+        """See `Observer`. Until a step has ended, the time that is left is estimated for the phase only."""
+        self._show(done=done, total=total)
+
+    def _show(self, **parts: int) -> None:
         left = None if self._ends_at is None else self._ends_at - time.monotonic()
-        text = f"{self._place}{DOING[name]}"
-        self._console.working(text, ends_in_s=left, announce=False)
+        self._console.working(self._doing, ends_in_s=left, announce=False, **parts)
 
     def step(self, step: int, num_steps: int, metrics: Mapping[str, float]) -> None:
         """See `Observer`."""

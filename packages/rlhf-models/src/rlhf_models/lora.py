@@ -1,6 +1,7 @@
 """Low-rank adapters (LoRA) for the linear layers of a model. The only file that imports peft."""
 
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,7 +94,14 @@ def save_adapter(model: nn.Module, state_dict: Mapping[str, Tensor], path: str |
     return path
 
 
-def merge_adapter(base: str | Path, adapter: str | Path, out: str | Path, *, dtype: str) -> Path:
+def merge_adapter(
+    base: str | Path,
+    adapter: str | Path,
+    out: str | Path,
+    *,
+    dtype: str,
+    report: Callable[[int, int], None] = lambda done, total: None,
+) -> Path:
     """Merge an adapter into its base model. Write a plain Hugging Face folder with the base's tokenizer.
 
     Args:
@@ -101,6 +109,7 @@ def merge_adapter(base: str | Path, adapter: str | Path, out: str | Path, *, dty
         adapter: a folder in peft's layout. If it holds a value head, the result is the folder of a reward model.
         out: the folder to write. An existing one is replaced.
         dtype: dtype of the merged weights, "float32" or "bfloat16".
+        report: called with the number of weights that are merged and their total, from 0 to all of them.
 
     Raises:
         ConfigError: no such model, or no adapter that matches it.
@@ -115,10 +124,25 @@ def merge_adapter(base: str | Path, adapter: str | Path, out: str | Path, *, dty
     head = adapter / VALUE_HEAD_FILE
     model: Any = load_critic(base, dtype=dtype) if head.is_file() else load_actor(base, dtype=dtype)
     with clear_errors("adapter", adapter):
-        model.model = peft.PeftModel.from_pretrained(model.model, str(adapter)).merge_and_unload()
+        model.model = _merged(peft.PeftModel.from_pretrained(model.model, str(adapter)), report)
         if head.is_file():
             model.value_head.weight.data.copy_(load_file(head)["weight"])
     return save_hf(model, None, load_tokenizer(base), out)
+
+
+def _merged(model: Any, report: Callable[[int, int], None]) -> nn.Module:
+    """Return the transformers model in a `PeftModel`, with its adapters merged."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers = [layer for layer in model.modules() if isinstance(layer, BaseTunerLayer)]
+    report(0, len(layers))
+    for number, layer in enumerate(layers, start=1):
+        layer.merge()
+        report(number, len(layers))
+    with warnings.catch_warnings():
+        # `merge_and_unload` says this per layer. It is called for its checks, and to take the adapters out.
+        warnings.filterwarnings("ignore", message="All adapters are already merged")
+        return model.merge_and_unload()
 
 
 def _import_peft() -> Any:

@@ -59,9 +59,18 @@ def _run(argv: Sequence[str]) -> int:
         return SUCCESS
     out = user_path(merge.output_path)
     check_output_folder(out, "--output_path")
-    with Progress().doing(f"merging {merge.lora_path} into {merge.model_path}"):
+    progress = Progress()
+
+    def report(done: int, total: int) -> None:
+        if done < total:
+            progress.show(f"merging {merge.lora_path}", done=done, total=total)
+        else:
+            progress.show(f"writing {out}")
+
+    with progress.doing(f"loading {merge.model_path}"):
         from rlhf_models.lora import merge_adapter  # imports torch, which takes seconds
 
-        merge_adapter(model_path(merge.model_path), user_path(merge.lora_path), out, dtype=merge.dtype)
+        base, adapter = model_path(merge.model_path), user_path(merge.lora_path)
+        merge_adapter(base, adapter, out, dtype=merge.dtype, report=report)
     print(f"written to {out}")
     return SUCCESS

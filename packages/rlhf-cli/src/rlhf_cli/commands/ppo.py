@@ -101,7 +101,10 @@ def _train(parsed: Parsed[PpoConfig], folder: Path, console: "Console") -> None:
     from rlhf_train.online.run import run_online
 
     view = RunView(
-        console, dynamic_sampling=job.dynamic_sampling is not None, logging_steps=config.output.logging_steps
+        console,
+        job.num_steps,
+        dynamic_sampling=job.dynamic_sampling is not None,
+        logging_steps=config.output.logging_steps,
     )
     summary = run_online(job, view)
     show_results(console, summary.save_path, summary.artifacts, summary.metrics)
