@@ -98,11 +98,15 @@ class FakeRanks(RankSet):
 
 
 class Listener(Observer):
-    """Keeps the warnings, and the titles of samples that were shown."""
+    """Keeps the warnings, the titles of samples that were shown, and what was said to be done."""
 
     def __init__(self) -> None:
+        self.done: list[tuple[int, int]] = []
         self.warnings: list[str] = []
         self.titles: list[str] = []
+
+    def progress(self, done: int, total: int) -> None:
+        self.done.append((done, total))
 
     def samples(self, title: str, samples: object) -> None:
         self.titles.append(title)

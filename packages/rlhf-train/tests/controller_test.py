@@ -40,6 +40,16 @@ def test_step_generates_learns_and_sends_weights_in_this_order(make_run):
     assert line["throughput/response_tokens"] * line["time/step"] == pytest.approx(64 * 5)
 
 
+def test_observer_is_told_how_many_groups_are_done(make_run):
+    run = make_run(SpreadReward(), eval_prompts=held_out())
+    num_held_out = len(run.job.eval_prompts)
+    run.controller.start()
+    assert run.listener.done == [(done, num_held_out) for done in range(1, num_held_out + 1)]
+    run.listener.done.clear()
+    run.controller.generate(1)
+    assert run.listener.done == [(done, 16) for done in range(1, 17)]
+
+
 def test_groups_that_an_engine_failed_are_said_with_the_reason_and_wrote_no_tokens(make_run):
     run = make_run(SpreadReward())
     run.world.failing = 1

@@ -59,9 +59,12 @@ def test_objective_first_token_of_a_sequence_is_never_counted(model_path):
 
 
 def test_run_offline_supervised_loss_falls_and_the_model_is_saved(model_path, tmp_path):
-    steps, evaluations = [], []
+    steps, evaluations, progress = [], [], []
 
     class Watch(Observer):
+        def progress(self, done, total):
+            progress.append((done, total))
+
         def update(self, update, num_updates, metrics):
             steps.append((update, num_updates, metrics))
 
@@ -82,6 +85,7 @@ def test_run_offline_supervised_loss_falls_and_the_model_is_saved(model_path, tm
     run_offline(job, Watch())
     assert [step for step, _, _ in steps] == list(range(1, 21))
     assert {total for _, total, _ in steps} == {20}
+    assert progress == [(0, 20)]  # the first update may take long
     # An untrained model of 512 tokens is near ln 512 = 6.2 nats; three short rows are soon known by heart.
     (first, before), (last, after) = evaluations
     assert (first, last) == (0, 20)

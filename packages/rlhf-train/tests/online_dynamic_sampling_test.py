@@ -34,6 +34,10 @@ def test_dynamic_sampling_refills_until_the_batch_is_full_and_counts_what_it_dre
     assert 8 < drawn <= 16
     assert (line["samples/filtered"], line["samples/trained"]) == (4 * (drawn - 8), 32)
     assert line["rollout/kept_groups"] == pytest.approx(8 / drawn)
+    # Groups that are left out are not progress, and the last one is kept.
+    assert [total for _, total in run.listener.done] == [8] * int(drawn)
+    assert [done for done, _ in run.listener.done] == sorted(done for done, _ in run.listener.done)
+    assert run.listener.done[-1] == (8, 8)
     run.recorder.close()
     assert len(run.recorder.path("rollouts").read_text().splitlines()) == 4 * drawn
 

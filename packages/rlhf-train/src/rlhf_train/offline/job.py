@@ -124,6 +124,8 @@ def run_offline(job: OfflineJob, observer: Observer, recorder: Recorder | None =
         observer.starting("the model")
     run = _Run(job, observer, recorder)
     run.evaluate(0)
+    if job.rank == 0:
+        observer.progress(0, job.schedule.num_updates(len(job.examples)))
     train_offline(run.engine, run.objective, run.items, job.schedule, on_update=run.on_update)
     if job.rank == 0:
         observer.starting("to save the model")

@@ -1,6 +1,7 @@
 """The generating side: which prompts are asked, how they become scored rollout groups, and which groups are kept."""
 
 import asyncio
+import itertools
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -90,15 +91,21 @@ class Rollouts:
         group failed, RewardError when the reward cannot run.
         """
         dynamic = self._job.dynamic_sampling
+        target = self._stream.room
         supply = _AdmittedPrompts(
             self._stream,
             self._next_prompt,
-            target=self._stream.room,
-            max_drawn=self._stream.room * (dynamic.max_batches if dynamic else 1),
+            target=target,
+            max_drawn=target * (dynamic.max_batches if dynamic else 1),
             keep=self.is_kept,
         )
+
+        def settle(result: GroupResult) -> None:
+            supply.settle(result)
+            self._observer.progress(supply.num_kept, target)
+
         groups, counts = self._generate(
-            supply, self._job.sampling, phase="generate", group_id_prefix=f"step{step}", settle=supply.settle
+            supply, self._job.sampling, phase="generate", group_id_prefix=f"step{step}", settle=settle
         )
         # Most rewards are computed while other groups still generate, so they cost no time of their own. Only the
         # seconds after the last generation are the reward's.
@@ -118,12 +125,14 @@ class Rollouts:
         Every call uses the same sampling seeds. Differences between two evaluations then come from the policy and not
         from the draw. Raises like `fill`.
         """
+        finished = itertools.count(1)
         groups, _ = self._generate(
             self._job.eval_prompts,
             self._job.eval_sampling,
             phase="evaluate",
             group_id_prefix=f"eval{step}",
             seed_key="eval",
+            settle=lambda result: self._observer.progress(next(finished), len(self._job.eval_prompts)),
         )
         return groups
 

@@ -14,6 +14,9 @@ class Observer:
     def phase(self, name: str) -> None:
         """A phase of a step begins; see `Timeline`."""
 
+    def progress(self, done: int, total: int) -> None:
+        """So many parts are done: rollout groups of a phase in online runs, updates in offline runs."""
+
     def step(self, step: int, num_steps: int, metrics: Mapping[str, float]) -> None:
         """A step of an online run ended; see `rlhf_train.run.metrics` for the names."""
 
