@@ -176,7 +176,7 @@ def test_engine_that_missed_a_sync_has_its_rollouts_left_out_and_counted(make_ru
     run.step(1)
     run.world.engine_version = 0
     assert not run.step(2)
-    assert "64 rollouts are of an older policy" in run.listener.warnings[0]
+    assert "64 rollouts are too old for the batch" in run.listener.warnings[0]
     assert [(line["samples/trained"], line["samples/stale"]) for line in run.lines()] == [(64, 0), (0, 64)]
 
 

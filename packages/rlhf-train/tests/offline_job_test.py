@@ -264,7 +264,7 @@ def test_kto_of_one_example_is_refused():
         ({"schedule": OfflineSchedule(train_batch_size=4, micro_train_batch_size=1, micro_batch_tokens=9)}, "packed"),
         ({"objective": DistillationObjective()}, "teacher"),
         ({"reference": ModelSpec(path="p")}, "no effect"),
-        ({"precompute_reference": True}, "up front"),
+        ({"precompute_reference": True}, "this objective uses no reference"),
         ({"eval_steps": 0}, "eval_steps is 0"),
         ({"eval_steps": 5}, "need examples"),
         ({"best_metric": "loss"}, "need examples"),
