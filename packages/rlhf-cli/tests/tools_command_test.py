@@ -1,6 +1,7 @@
 """The tools as `rlhf` has them: quick help, the model and data that ship, and a merge that changes no number."""
 
 import json
+import os
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from rlhf_cli.builtin import BUILTIN, MODEL_DIR
 from rlhf_cli.main import main
 from rlhf_models.batch import TokenBatch
 from rlhf_models.loading import load_actor, load_reward_model
-from rlhf_models.lora import LoraSpec, add_lora, save_adapter
+from rlhf_models.lora import LoraSpec, add_lora, merge_adapter, save_adapter
 from rlhf_models.testing import tiny_model_dir, tiny_reward_model_dir
 
 BATCH = TokenBatch.padded([np.arange(5, 12)], 0, "cpu")
@@ -35,7 +36,7 @@ def test_chat_talks_with_the_model_that_ships(monkeypatch, capsys):
     assert capsys.readouterr().out.strip()
 
 
-def test_lora_combiner_writes_the_model_with_its_adapter(tmp_path, capsys):
+def test_lora_combiner_writes_the_model_with_its_adapter(tmp_path, capsys, monkeypatch):
     base = tiny_model_dir(tmp_path / "base")
     model = load_actor(base, dtype="float32")
     add_lora(model, LoraSpec(rank=2))
@@ -46,7 +47,17 @@ def test_lora_combiner_writes_the_model_with_its_adapter(tmp_path, capsys):
     expected = model.eval()(BATCH).logprobs.detach()
     save_adapter(model, model.state_dict(), tmp_path / "adapter")
     words = ["--model_path", str(base), "--lora_path", str(tmp_path / "adapter"), "--output_path"]
+
+    def merge_loudly(*args, **kwargs):
+        os.write(2, b"a library speaks\n")  # as libraries in C do
+        return merge_adapter(*args, **kwargs)
+
+    monkeypatch.setattr("rlhf_models.lora.merge_adapter", merge_loudly)
     assert main(["lora_combiner", *words, str(tmp_path / "merged"), "--bf16", "false"]) == 0
+    shown = capsys.readouterr()
+    assert shown.out.splitlines()[-1] == f"written to {tmp_path / 'merged'}"
+    assert "a library speaks" in (tmp_path / "merged.log").read_text()
+    assert f"are in {tmp_path / 'merged.log'}" in shown.err
     merged = load_actor(tmp_path / "merged", dtype="float32").eval()(BATCH).logprobs.detach()
     plain = load_actor(base, dtype="float32").eval()(BATCH).logprobs.detach()
     assert torch.allclose(merged, expected, atol=1e-5)

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from rlhf_cli.config.openrlhf import flags_of
 from rlhf_cli.exits import SUCCESS, exit_status
@@ -10,8 +11,8 @@ from rlhf_data.checks import missing
 from rlhf_data.command_line import CommandLine, to_toml
 from rlhf_data.errors import ConfigError
 from rlhf_data.options import Config, flag, with_defaults
-from rlhf_data.progress import Progress
 from rlhf_rollout.commands.sections import PrecisionSection
+from rlhf_rollout.commands.terminal import TERMINAL, log_file
 
 DESCRIPTION = "Merge a low-rank adapter into its model, or reward model, and write a plain Hugging Face model folder."
 
@@ -59,7 +60,14 @@ def _run(argv: Sequence[str]) -> int:
         return SUCCESS
     out = user_path(merge.output_path)
     check_output_folder(out, "--output_path")
-    progress = Progress()
+    with TERMINAL.captured(log_file("lora_combiner", str(out))):
+        _merge(merge, out)
+    print(f"written to {out}")
+    return SUCCESS
+
+
+def _merge(merge: MergeSection, out: Path) -> None:
+    progress = TERMINAL.progress
 
     def report(done: int, total: int) -> None:
         if done < total:
@@ -72,5 +80,3 @@ def _run(argv: Sequence[str]) -> int:
 
         base, adapter = model_path(merge.model_path), user_path(merge.lora_path)
         merge_adapter(base, adapter, out, dtype=merge.dtype, report=report)
-    print(f"written to {out}")
-    return SUCCESS
