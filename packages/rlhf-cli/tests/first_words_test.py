@@ -74,7 +74,7 @@ def folder(tmp_path: Path) -> Path:
 def run(folder: Path, module: str, *words: str) -> tuple[int, str]:
     """Run a command until a heavy import; return its exit status, and what the user has seen."""
     said = folder / "said.txt"
-    variables = {"PYTHONPATH": os.pathsep.join([str(folder / "stop"), *sys.path]), "SAID": str(said)}
+    variables = {"PYTHONPATH": os.pathsep.join([str(folder / "stop"), str(folder), *sys.path]), "SAID": str(said)}
     with said.open("w") as output:
         command = [sys.executable, "-m", module, *words]
         environment = os.environ | variables | {"BUILD_WORKING_DIRECTORY": str(folder)}

@@ -9,12 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from rlhf_rollout.host import free_port
+
 TIMEOUT_S = 240
 ROWS = [{"prompt": f"What is {number} + {number}?", "answer": str(2 * number)} for number in range(10, 34)]
 LAUNCHERS = {
     "one process": (),
-    "torchrun": ("torch.distributed.run", "--nproc_per_node", "2"),
-    "deepspeed": ("deepspeed.launcher.runner", "--num_accelerators", "2", "--master_port", "29577"),
+    "torchrun": ("torch.distributed.run", "--standalone", "--nproc_per_node", "2"),
+    "deepspeed": ("deepspeed.launcher.runner", "--num_accelerators", "2", "--master_port", "FREE"),
 }
 
 
@@ -25,6 +27,7 @@ def train(folder: Path, *launcher: str) -> subprocess.CompletedProcess[str]:
     words = ["--pretrain", "builtin", "--dataset", str(data), "--input_key", "prompt", "--output_key", "answer"]
     words += ["--apply_chat_template", "--max_len", "64", "--train_batch_size", "8", "--micro_train_batch_size", "3"]
     words += ["--learning_rate", "1e-4", "--lr_scheduler", "constant", "--save_path", str(folder / "out")]
+    launcher = tuple(str(free_port()) if word == "FREE" else word for word in launcher)
     module = ["--module"] if "deepspeed" in "".join(launcher) else ["-m"]
     command = [*(["-m", *launcher] if launcher else []), *module, "rlhf_cli.train_sft", *words]
     path = os.pathsep.join(path for path in sys.path if path)
@@ -53,7 +56,7 @@ def runs(tmp_path_factory) -> dict[str, tuple[list[dict[str, float]], dict[str, 
         assert done.returncode == 0, f"{name}:\n{done.stdout}\n{done.stderr}"
         lines = [json.loads(line) for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()]
         updates = [line for line in lines if "sft/loss" in line]
-        outcomes[name] = updates, load_file(folder / "out" / "model" / "model.safetensors"), done.stdout
+        outcomes[name] = updates, load_file(folder / "out" / "model" / "model.safetensors"), done.stdout + done.stderr
     return outcomes
 
 
