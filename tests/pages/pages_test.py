@@ -14,6 +14,7 @@ import pytest
 from page_commands import PATTERNS, ROOT, blocks, calls
 from rlhf_cli.main import command_line
 from rlhf_cli.main import main as rlhf
+from rlhf_cli.openrlhf import main as openrlhf
 from rlhf_data.command_line import CommandLine
 from rlhf_data.main import COMMAND_LINE as INSPECT
 from rlhf_rollout.commands.main import COMMANDS
@@ -23,6 +24,15 @@ ANSWERS = (
     '{"input": "What is 4 + 8?", "output": "4+8=12 #### 12", "reward": 1.0, "label": "12"}\n'
     '{"input": "What is 5 + 9?", "output": "5+9=14, 1 #### 4", "reward": 0.0, "label": "14"}\n'
 )
+
+
+def test_every_block_of_a_page_is_in_a_language_that_is_checked():
+    known = {"sh", "python", "mermaid", ""}
+    pages = sorted({path for pattern in PATTERNS for path in ROOT.glob(pattern)})
+    fences = [
+        (page.name, fence) for page in pages for fence in re.findall(r"^```(\w+)$", page.read_text("utf-8"), re.M)
+    ]
+    assert fences and [(name, fence) for name, fence in fences if fence not in known] == []
 
 
 def test_pages_with_commands_are_found():
@@ -77,6 +87,12 @@ def check_bazel(arguments: list[str]) -> None:
             assert f'"{target}"' in (place / "BUILD.bazel").read_text(encoding="utf-8"), f"{label} is no target"
 
 
+def check_openrlhf(arguments: list[str]) -> None:
+    """A module of OpenRLHF's name, whose dry run must succeed."""
+    assert arguments[0] == "-m" and "--dry_run" in arguments
+    assert openrlhf(arguments[1], arguments[2:]) == 0, " ".join(arguments)
+
+
 def check_python(arguments: list[str]) -> None:
     """A script must exist and know its flags; a module must be pytest, on paths that exist."""
     if arguments[0] == "-m":
@@ -124,6 +140,7 @@ CHECKS = {
     "pip": check_pip,
     "pytest": check_pytest,
     "python": check_python,
+    "python3": check_openrlhf,
     "rlhf": check_rlhf,
     "rlhf-data": check_rlhf_data,
     "rlhf-rollout": check_rlhf_rollout,

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -11,16 +12,19 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[2]
 PATTERNS = ("*.md", "docs/**/*.md", "kernels/README.md", "packages/*/README.md")
 # Programs that the pages name. Stand-ins of these names write down how they are called.
-PROGRAMS = ("bazel", "pip", "pytest", "python", "rlhf", "rlhf-data", "rlhf-rollout", "uv")
+PROGRAMS = ("bazel", "pip", "pytest", "python", "python3", "rlhf", "rlhf-data", "rlhf-rollout", "uv")
 PATHS = ("tools/bazelw", ".venv/bin/rlhf", ".venv/bin/python")
 
 _BLOCK = re.compile(r"^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.M | re.S)
-_STAND_IN = """#!/usr/bin/env python3
+# Writes down how it was called. A shell starts it, by the path of this Python: `python3` is a stand-in itself.
+_STAND_IN = """#!/bin/sh
+exec "{python}" -c '
 import json, os, sys
 with open(os.environ["CALLS"], "a") as file:
-    file.write(json.dumps([{name!r}, *sys.argv[1:]]) + "\\n")
-if {name!r} == "pip":
+    file.write(json.dumps(sys.argv[1:]) + "\\n")
+if sys.argv[1] == "pip":
     print("wheels")
+' {name} "$@"
 """
 
 
@@ -58,7 +62,8 @@ def calls(page: str, folder: Path) -> list[list[str]]:
     for path in (*(f"bin/{name}" for name in PROGRAMS), *PATHS):
         stand_in = folder / path
         stand_in.parent.mkdir(parents=True, exist_ok=True)
-        stand_in.write_text(_STAND_IN.format(name=path.removeprefix("bin/").removeprefix(".venv/bin/")))
+        name = path.removeprefix("bin/").removeprefix(".venv/bin/")
+        stand_in.write_text(_STAND_IN.format(python=sys.executable, name=name))
         stand_in.chmod(0o755)
     environment = os.environ | {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "CALLS": str(log)}
     command = ["bash", "-euo", "pipefail", "-c", script(page)]

@@ -28,6 +28,7 @@ LEFT_OUT = (
 _ESCAPE = re.compile(r"\x1b\[[\d;?]*[A-Za-z]")
 _SPINNER = re.compile(r"[\u2800-\u28ff]")
 _STEP = re.compile(r"\s*(\d+)/\d+ ")
+_HEADER = re.compile(r"\s*step +reward ")
 _LINE_HEIGHT, _CHARACTER_WIDTH = 18, 7.85
 
 
@@ -39,7 +40,7 @@ def shown_lines(log: str) -> list[str]:
         parts = [part for part in _ESCAPE.sub("", raw).split("\r") if part.strip() and not _SPINNER.match(part)]
         line = parts[-1].rstrip() if parts else ""
         step = _STEP.match(line)
-        is_repeated_header = line.startswith("  step ") and any(shown.startswith("  step ") for shown in lines)
+        is_repeated_header = _HEADER.match(line) and any(_HEADER.match(shown) for shown in lines)
         if not line or line.startswith(LEFT_OUT) or is_repeated_header:
             continue
         if step is None or int(step[1]) in SHOWN_STEPS:

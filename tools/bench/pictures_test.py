@@ -11,13 +11,14 @@ LOG = (
     "\x1b[2K\u280b starting Ray\r\x1b[2Kplacement: no GPU\n"
     "notice: something\n"
     "Held-out samples before training\n  1. ok, reward 1\n     prompt    hello\n"
-    "  step reward\n  1/40  \x1b[1;32m0.273\x1b[0m\n  6/40  0.300\n  step reward\n 40/40  1.000\n"
+    "  step     32 prompts\n"
+    "  step reward  KL\n  1/40  \x1b[1;32m0.273\x1b[0m\n  6/40  0.300\n  step reward  KL\n 40/40  1.000\n"
     "held-out accuracy after step 40: 0.980 & more\n"
 )
 
 
 def test_shown_lines_leave_out_spinners_samples_and_most_steps():
-    expected = ["placement: no GPU", "  step reward", "  1/40  0.273", " 40/40  1.000"]
+    expected = ["placement: no GPU", "  step     32 prompts", "  step reward  KL", "  1/40  0.273", " 40/40  1.000"]
     assert shown_lines(LOG) == [*expected, "held-out accuracy after step 40: 0.980 & more"]
 
 
