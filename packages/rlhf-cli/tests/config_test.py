@@ -129,7 +129,7 @@ def test_parse_alias_sets_the_same_field():
             "unknown flags `--ref_nodes`, `--zzz`, `--pretrian`",
             "nearest to `--ref_nodes` is `--ref_num_nodes`; nearest to `--pretrian` is `--pretrain`; `rlhf",
         ),
-        (["stray"], "`stray` belongs to no flag", "quote"),
+        (["stray"], "`stray` belongs to no flag", "write its flag before it"),
         (
             ["--advantage_estimator", "gea"],
             "unknown value `gea`; known: dr_grpo, gae, group_norm, reinforce, reinforce_baseline, rloo",

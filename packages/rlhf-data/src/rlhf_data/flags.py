@@ -211,7 +211,10 @@ def _read_foreign(found: Mapping[str, Any], foreign: Mapping[str, Foreign]) -> W
 def _unknown_flags(rest: Sequence[str], names: Sequence[str], prog: str) -> str:
     wrong = list(dict.fromkeys(word.split("=")[0] for word in rest if word.startswith("--")))
     if not wrong:
-        return with_hint(f"`{rest[0]}` belongs to no flag", "quote a value that has spaces")
+        return with_hint(
+            f"`{rest[0]}` belongs to no flag",
+            f"write its flag before it, and quote a value that has spaces; `{prog} --help` lists the flags",
+        )
     message = f"unknown flag{'s' if len(wrong) > 1 else ''} {', '.join(f'`{flag}`' for flag in wrong)}"
     hints = ""
     for flag in wrong:
