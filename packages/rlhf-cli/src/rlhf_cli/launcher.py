@@ -1,4 +1,4 @@
-"""What deepspeed, torchrun and the like tell each process that they start, by environment variables."""
+"""Reads the environment variables by which launchers such as deepspeed and torchrun give a process its rank."""
 
 import os
 from collections.abc import Mapping

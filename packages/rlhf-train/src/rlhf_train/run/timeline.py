@@ -6,13 +6,13 @@ from contextlib import contextmanager
 
 PHASES = {
     "generate": "engines answer prompts",
-    "reward": "rewards are waited for when the last answer is there",
+    "reward": "the run waits for rewards after the last answer",
     "load": "rewards are shaped, and rollouts dealt to the trainers",
     "experience": "old and reference log-probs, values and advantages",
     "train": "updates of the models",
     "sync": "weights go to the engines",
     "evaluate": "held-out prompts are answered and their rewards summed up",
-    "write": "metrics and rollouts are handed to whoever writes them",
+    "write": "metrics and rollouts are handed to their writers",
     "save": "models are written",
     "offload": "trainers give memory of a shared GPU back",
     "reload": "trainers take it again",
