@@ -9,9 +9,11 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 
 import rlhf_train
+from listening import LOOPBACK, listening
 from rlhf_data.errors import ConfigError, EngineError
 from rlhf_models.testing import tiny_reward_model_dir
 from rlhf_rollout.engines import EngineSpec
@@ -96,6 +98,33 @@ def cluster():
     """A cluster of its own, for all tests below that need one."""
     with ray_cluster(plan_placement(PlacementRequest(ranks={"actor": 1}, reward_ranks=2), 0), None):
         yield
+
+
+KNOCK = """
+import sys
+from ray._raylet import GcsClient
+print(len(GcsClient(address=sys.argv[1]).get_all_node_info(timeout=60)))
+"""
+
+
+def test_own_cluster_listens_on_the_loopback_address_only_and_asks_for_its_token(cluster, monkeypatch, tmp_path):
+    import ray
+
+    wait([ray.remote(lambda: None).remote()])  # a worker is up, too
+    heard = listening([psutil.Process(), *psutil.Process().children(recursive=True)])
+    assert heard and heard <= LOOPBACK
+
+    monkeypatch.setenv("HOME", str(tmp_path))  # an account without a token of its own
+    command = [sys.executable, "-c", KNOCK, ray.get_runtime_context().gcs_address]
+
+    def knock(**variables):
+        environment = os.environ | {"RAY_AUTH_MODE": "token"} | variables
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=180)
+        return done.stdout.strip() or done.stderr
+
+    assert knock() == "1"
+    assert "Unauthenticated" in knock(RAY_AUTH_TOKEN="0" * 64)
+    assert "Unauthenticated" in knock(RAY_AUTH_MODE="disabled", RAY_AUTH_TOKEN="")
 
 
 class Mortal:

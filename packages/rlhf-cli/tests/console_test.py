@@ -109,6 +109,19 @@ def test_run_view_evaluation_says_when_and_how_well(streams):
     ]
 
 
+def test_what_models_rewards_and_servers_wrote_does_not_steer_the_terminal(streams):
+    out, err = streams
+    evil = "a\x1b[2J\x1b]0;t\x07\x9b1m\u202e\ud800b"
+    prompt = Prompt("p", np.array([1]), evil, label=evil)
+    view = RunView(Console(out, err), 10)
+    view.samples(evil, [(prompt, rollout(evil, Verdict(VerdictKind.CRASH, detail=evil)))])
+    view.notice(evil)
+    view.warning(evil)
+    shown = "a\\x1b[2J\\x1b]0;t\\x07\\x9b1m\\u202e\\ud800b"
+    assert out.getvalue().count(shown) >= 3 and err.getvalue().count(shown) == 2
+    assert not set(out.getvalue() + err.getvalue()) & {"\x1b", "\x07", "\x9b", "\u202e", "\ud800"}
+
+
 def test_run_view_evaluation_with_several_samples_and_sources_shows_pass_at_k_of_each(streams):
     out, err = streams
     metrics = {"eval/accuracy": 0.5, "eval/response_tokens": 20.0, "eval/pass@1": 0.5, "eval/pass@2": 0.75}

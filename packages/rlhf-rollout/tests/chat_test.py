@@ -64,12 +64,12 @@ def test_stream_passes_the_engines_failure_on():
 def talk(monkeypatch, capsys):
     """Return a function that has a conversation and returns the prompts that the engine saw and what was printed."""
 
-    def run(*lines, more=()):
+    def run(*lines, more=(), answer="fine, and you?"):
         prompts, typed = [], iter(lines)
         monkeypatch.setattr(builtins, "input", lambda mark: next(typed, None) or raise_end())
         monkeypatch.setattr(
             "rlhf_rollout.commands.chat.build_engine",
-            lambda kind, spec: FakeEngine(going_on("fine, and you?", prompts), max_model_len=spec.max_model_len),
+            lambda kind, spec: FakeEngine(going_on(answer, prompts), max_model_len=spec.max_model_len),
         )
         assert main(["chat", "--engine", "fake", *more]) == 0
         return prompts, capsys.readouterr()
@@ -96,6 +96,14 @@ def test_chat_ends_with_the_input_and_refuses_what_is_too_long(talk):
     assert len(prompts) == 1
     assert "tokens, more than --prompt_max_len 60" in said.err
     assert said.out == "fine, and you?\n"
+
+
+def test_response_does_not_steer_the_terminal_and_the_model_sees_it_as_it_is(talk):
+    evil = "\x1b[2J\x1b]0;t\x07"
+    prompts, said = talk("one", "\ud800", "two", answer=evil)
+    assert said.out == "\\x1b[2J\\x1b]0;t\\x07\n" * 2
+    assert evil in prompts[1] and len(prompts) == 2
+    assert "this line is not UTF-8; type it again" in said.err
 
 
 def test_chat_without_chat_template_asks_each_question_alone(talk):

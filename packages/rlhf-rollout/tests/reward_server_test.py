@@ -19,7 +19,8 @@ from rlhf_data.sft import SftEncoder
 from rlhf_data.testing import ByteTokenizer, make_prompt, make_rollout
 from rlhf_models.testing import tiny_model_dir, tiny_reward_model_dir
 from rlhf_rollout.commands import main as command
-from rlhf_rollout.commands.serve_rm import create_app
+from rlhf_rollout.commands import serve_rm
+from rlhf_rollout.commands.serve_rm import MAX_BODY_BYTES, MAX_QUERIES, create_app
 from rlhf_rollout.rewards import LocalScorer, ModelReward
 from rlhf_rollout.rewards.remote import RemoteReward, check_reward_server
 
@@ -137,11 +138,64 @@ def test_server_answers_with_rewards_scores_logs_and_verdicts():
 
 @pytest.mark.parametrize(
     "body",
-    [{}, {"query": "text"}, {"query": ["a", "b"], "prompts": ["a"]}, {"query": ["ab"], "prompts": ["b"]}],
+    [
+        {},
+        {"query": "text"},
+        {"query": ["a", "b"], "prompts": ["a"]},
+        {"query": ["ab"], "prompts": ["b"]},
+        {"query": ["a"] * (MAX_QUERIES + 1)},
+    ],
 )
 def test_server_refuses_what_is_no_request(body):
     with serving(Told(), ByteTokenizer()) as url:
         assert post(url, body).status_code == 422
+        assert post(url, {"query": ["a"] * 3}).json()["rewards"] == [1.0] * 3
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"\xff\xfe",
+        b"[" * 100_000,
+        b'{"query": ' + b"[" * 3000 + b"]" * 3000 + b"}",
+        b'{"query": ["\\ud800"]}',
+        b'{"query": [' + b"9" * 5000 + b"]}",
+        b'{"query": [NaN]}',
+    ],
+)
+def test_server_refuses_what_is_no_json_of_texts(body):
+    with serving(Told(), ByteTokenizer()) as url:
+        assert httpx.post(url + "/get_reward", content=body).status_code == 422
+
+
+def test_server_reads_no_body_without_a_token_and_none_that_is_too_long():
+    """The request declares a body and never sends it: only a server that does not wait for it can answer."""
+    head = "POST /get_reward HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n"
+    with serving(Told(), ByteTokenizer(), token="secret") as url:
+        host, _, port = url.removeprefix("http://").partition(":")
+        with socket.create_connection((host, int(port)), timeout=20) as connection:
+            connection.sendall(f"{head}\r\n".encode())
+            assert connection.recv(100).startswith(b"HTTP/1.1 401")
+        sent = httpx.post(
+            url + "/get_reward", content=b" " * (MAX_BODY_BYTES + 1), headers={"Authorization": "Bearer secret"}
+        )
+        assert sent.status_code == 413
+
+
+def test_server_does_not_wait_for_ever(monkeypatch):
+    class Hanging(Told):
+        async def score(self, prompt, rollouts):
+            await asyncio.sleep(3600)
+
+    monkeypatch.setattr(serve_rm, "ANSWER_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(serve_rm, "READ_TIMEOUT_S", 0.2)
+    with serving(Hanging(), ByteTokenizer()) as url:
+        assert post(url, {"query": ["a"]}).status_code == 504
+        host, _, port = url.removeprefix("http://").partition(":")
+        with socket.create_connection((host, int(port)), timeout=20) as connection:
+            connection.sendall(b"POST /get_reward HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{")
+            assert connection.recv(100).startswith(b"HTTP/1.1 408")
 
 
 def test_server_failure_of_one_answer_is_charged_to_it_alone():
@@ -222,15 +276,16 @@ def test_command_listens_on_this_machine_only_unless_told_otherwise(model_dir, m
     model = ("--reward_pretrain", str(model_dir))
     with command_running(monkeypatch, *model) as port:
         assert answers("127.0.0.1", port) and not answers(OTHER_ADDRESS, port)
-    assert "warning" not in capsys.readouterr().err
-    with command_running(monkeypatch, *model, "--host", "0.0.0.0") as port:
-        assert answers("127.0.0.1", port) and answers(OTHER_ADDRESS, port)
-        assert post(f"http://{OTHER_ADDRESS}:{port}", {"query": ["a"]}).status_code == 200
-    assert "RLHF_REMOTE_RM_TOKEN sets a token" in capsys.readouterr().err
+    capsys.readouterr()
+    for host in ("0.0.0.0", "::", "203.0.113.1", ""):
+        assert command.main(["serve_rm", *model, f"--host={host}"]) == 2
+        said = capsys.readouterr().err
+        assert f"error: --host {host} lets other machines use this server, and no token is set\n\nhint: set" in said
     monkeypatch.setenv("RLHF_REMOTE_RM_TOKEN", "secret")
     with command_running(monkeypatch, *model, "--host", "0.0.0.0") as port:
-        assert post(f"http://{OTHER_ADDRESS}:{port}", {"query": ["a"]}).status_code == 401
-    assert "warning" not in capsys.readouterr().err
+        url = f"http://{OTHER_ADDRESS}:{port}"
+        assert post(url, {"query": ["a"]}).status_code == 401
+        assert post(url, {"query": ["a"]}, Authorization="Bearer secret").status_code == 200
 
 
 def test_command_without_a_usable_reward_is_refused(model_dir, capsys):

@@ -145,22 +145,22 @@ def talk(lines, **variables):
         if not select.select([person], [], [], 0.1)[0]:
             continue
         try:
-            shown += os.read(person, 4096).decode()
+            shown += os.read(person, 4096).decode(errors="replace")
         except OSError:  # nobody has the terminal any more
             break
         if shown.endswith("> ") and remaining:
-            os.write(person, f"{remaining.pop(0)}\n".encode())
+            os.write(person, f"{remaining.pop(0)}\n".encode(errors="surrogateescape"))
     status = process.wait(20)
     os.close(person)
     return shown.replace("\r\n", "\n"), status
 
 
 def test_chat_asks_and_answers_on_the_terminal_while_libraries_are_captured(tmp_path):
-    shown, status = talk(["hello", "/exit"], TMPDIR=str(tmp_path))
+    shown, status = talk(["h\udcff", "hello", "/exit"], TMPDIR=str(tmp_path))
     [log] = tmp_path.iterdir()
     assert status == 0
     assert "NOISE" not in shown
-    assert "> hello\nfine\n> /exit\n" in shown
+    assert "this line is not UTF-8; type it again\n> hello\nfine\n> /exit\n" in shown
     assert shown.endswith(f"{POINTER}{log}\n")
     assert all(f"NOISE from {way}" in log.read_text() for way in WAYS)
     assert log.name.startswith("rlhf-chat-") and "fine" not in log.read_text()

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import ray
+from ray._raylet import AuthenticationMode, get_authentication_mode
 from ray.exceptions import AuthenticationError, RayError
 
 from rlhf_data.errors import ConfigError, EngineError
@@ -124,6 +125,23 @@ def test_start_that_times_out_is_tried_again_and_its_processes_are_ended(monkeyp
     neighbour.kill()
     neighbour.wait()
     assert "attempt 1 of 3: The current node timed out" in caplog.text
+
+
+def test_own_cluster_has_a_token_of_its_own_and_the_environment_is_as_before(monkeypatch):
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+    fake_init(monkeypatch)
+    tokens = []
+    for _ in range(2):
+        with started_cluster(1, 0):
+            assert (os.environ["RAY_AUTH_MODE"], os.environ["GLOO_SOCKET_IFNAME"]) == ("token", "lo")
+            assert get_authentication_mode() == AuthenticationMode.TOKEN
+            tokens.append(os.environ["RAY_AUTH_TOKEN"])
+        assert (os.environ["RAY_AUTH_MODE"], os.environ["GLOO_SOCKET_IFNAME"]) == ("disabled", "eth7")
+        assert "RAY_AUTH_TOKEN" not in os.environ
+        assert get_authentication_mode() == AuthenticationMode.DISABLED
+    assert len(set(tokens)) == 2 and all(len(token) == 64 for token in tokens)
 
 
 def test_start_that_never_succeeds_is_explained(monkeypatch):

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from rlhf_data.progress import Progress
 from rlhf_data.records import Prompt, Rollout
+from rlhf_data.safety import visible
 
 _HEADER_EVERY = 20  # lines between headers
 _MAX_SHOWN = 400  # characters of a prompt or response
@@ -92,12 +93,12 @@ class Console:
     def result(self, text: str = "", style: str = "") -> None:
         """Write a line to stdout."""
         self.done()
-        self._out.print(Text(text, style))
+        self._out.print(Text(visible(text), style))
 
     def log(self, text: str, style: str = "") -> None:
         """Write a line to stderr."""
         self.done()
-        self._err.print(Text(text, style))
+        self._err.print(Text(visible(text), style))
 
     def notice(self, text: str) -> None:
         """Write a notice to stderr."""
@@ -111,7 +112,7 @@ class Console:
     def row(self, cells: Sequence[tuple[str, str]]) -> None:
         """Write a line of (text, style) cells to stdout."""
         self.done()
-        self._out.print(Text.assemble(*cells), soft_wrap=True)
+        self._out.print(Text.assemble(*((visible(text), style) for text, style in cells)), soft_wrap=True)
 
 
 class StepTable:

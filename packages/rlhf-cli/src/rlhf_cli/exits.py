@@ -4,6 +4,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from rlhf_data.errors import ConfigError, DataError, RlhfError
+from rlhf_data.safety import visible
 from rlhf_rollout.host import wait_passively
 
 SUCCESS, FAILURE, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
@@ -22,7 +23,7 @@ def exit_status(command: Callable[[Sequence[str]], int], argv: Sequence[str] | N
     try:
         return command(sys.argv[1:] if argv is None else argv)
     except RlhfError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        print(visible(f"error: {error}"), file=sys.stderr, flush=True)
         return BAD_INPUT if isinstance(error, ConfigError | DataError) else FAILURE
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)

@@ -14,6 +14,7 @@ from rlhf_cli.launcher import check_launched_once
 from rlhf_data.command_line import CommandLine
 from rlhf_data.errors import ConfigError, unknown
 from rlhf_data.options import options
+from rlhf_data.safety import visible
 from rlhf_rollout.commands.main import COMMANDS as ROLLOUT_COMMANDS
 
 GROUPS = {
@@ -47,13 +48,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words[0].partition("=")[0] == "--print_completion":
         return _print_completion(words[0].partition("=")[2] or "".join(words[1:2]))
     if words[0] not in COMMANDS:
-        print(f"error: {unknown('command', words[0], COMMANDS)}", file=sys.stderr)
+        print(visible(f"error: {unknown('command', words[0], COMMANDS)}"), file=sys.stderr)
         return BAD_INPUT
     try:
         check_launched_once(words[0], f"rlhf {words[0]}")
     except ConfigError as error:
         if os.environ.get("RANK", "0") == "0":  # the other processes fail alike
-            print(f"error: {error}", file=sys.stderr)
+            print(visible(f"error: {error}"), file=sys.stderr)
         return BAD_INPUT
     if words[0] in ROLLOUT_COMMANDS:
         from rlhf_cli.commands import rollout

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from rlhf_cli.exits import BAD_INPUT
 from rlhf_cli.launcher import LAUNCHED, check_launched_once
 from rlhf_data.errors import ConfigError, unknown
+from rlhf_data.safety import visible
 
 COMMANDS: Mapping[str, str] = MappingProxyType(
     {
@@ -53,7 +54,7 @@ def main(module: str, argv: Sequence[str] | None = None) -> int:
         return rlhf(_command_words(name, words))
     except ConfigError as error:
         if os.environ.get("RANK", "0") == "0":  # all launched processes fail alike, so one of them prints the error
-            print(f"error: {error}", file=sys.stderr)
+            print(visible(f"error: {error}"), file=sys.stderr)
         return BAD_INPUT
 
 

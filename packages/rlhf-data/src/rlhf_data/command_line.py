@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import re
 import tomllib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from pydantic import ValidationError
 from rlhf_data.errors import ConfigError, FeatureError, missing_file, nearest, unknown
 from rlhf_data.flags import Foreign, Parser, Values, add_foreign, add_option, read_flags
 from rlhf_data.options import Config, Option, options
+from rlhf_data.safety import MASK, is_utf8, without_secrets
 
 AnyConfig = TypeVar("AnyConfig", bound=Config)
 
@@ -176,16 +178,26 @@ def _place(name: str, known: Sequence[str], home: Mapping[str, str], one: str, e
 
 
 def to_toml(config: Config) -> str:
-    """Return a configuration as a TOML file for --config. Options that are None by default and now are left out."""
+    """Return a configuration as a TOML file for --config. Options that are None by default and now are left out.
+
+    The text may be stored and sent to trackers, so `***` stands for passwords and queries of URLs.
+    """
     lines = []
     # None is written only where it is not the default: the reader's defaults fill in the others.
     for section, table in config.model_dump(mode="json").items():
         fields = type(getattr(config, section)).model_fields
         said = {name: value for name, value in table.items() if value is not None or fields[name].default is not None}
         values = ((name, NONE if value is None else value) for name, value in said.items())
-        # TOML writes numbers, lists and basic strings as JSON does.
-        lines += [f"[{section}]", *(f"{name} = {json.dumps(value, ensure_ascii=False)}" for name, value in values), ""]
+        lines += [f"[{section}]", *(f"{name} = {_toml_value(value)}" for name, value in values), ""]
     return "\n".join(lines)
+
+
+def _toml_value(value: Any) -> str:
+    """Return a number, a list or a text, without the secrets of URLs. Text with spaces, as in a template, is no URL."""
+    if isinstance(value, str) and not re.search(r"\s", value):
+        value = without_secrets(value)
+    # TOML writes them as JSON does, except for one character that it does not allow.
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _is_default(option: Option, config: Config) -> bool:
@@ -196,6 +208,8 @@ def _validate(config_class: type[AnyConfig], known: Mapping[str, Option], values
     """Return the configuration. Raises ConfigError, which names the flag, for a value that is not valid."""
     sections: dict[str, Values] = {}
     for name, value in values.items():
+        if isinstance(value, str):
+            _check_text(name, value)
         # Flags with several values arrive as lists, so the word None may be alone in one.
         is_none = known[name].optional and value in (NONE, [NONE])
         sections.setdefault(known[name].section, {})[name] = None if is_none else value
@@ -203,6 +217,15 @@ def _validate(config_class: type[AnyConfig], known: Mapping[str, Option], values
         return config_class.model_validate(sections)
     except ValidationError as error:
         raise ConfigError(_explain(error.errors()[0])) from None
+
+
+def _check_text(name: str, value: str) -> None:
+    """Raise ConfigError for text that cannot be written to a file, and for a URL as `to_toml` writes it."""
+    if not is_utf8(value):
+        raise ConfigError(f"--{name} is {value!r}, which is not UTF-8", hint="write it in UTF-8")
+    if "://" in value and MASK in value:
+        message = f"--{name} is {value}: {MASK} stands for a secret that is never saved"
+        raise ConfigError(message, hint=f"give --{name} the whole URL")
 
 
 def _over(below: Values, above: Values, known: Mapping[str, Option]) -> Values:

@@ -20,6 +20,7 @@ from rlhf_data.preference import PreferenceEncoder, PreferenceExample, ProcessEn
 from rlhf_data.pretrained import load_tokenizer, set_chat_template
 from rlhf_data.progress import Progress
 from rlhf_data.rows import Row, RowErrors, kind_of
+from rlhf_data.safety import visible
 from rlhf_data.sections import (
     ChatTemplateSection,
     ChosenKeySection,
@@ -168,7 +169,7 @@ def run(job: InspectJob) -> int:
         errors = RowErrors(skip_bad_rows=True)
         keys, num_rows, shown = _count_keys(rows.read(errors), job.row)
     for (key, kind), times in sorted(keys.items()):
-        print(f"  {key}: {kind} in {times} rows")
+        print(visible(f"  {key}: {kind} in {times} rows"))
     print(f"{num_rows} rows can be read, {errors.num_bad} cannot")
     _print_problems(errors.first)
     if encoder is not None:
@@ -177,15 +178,15 @@ def run(job: InspectJob) -> int:
         _print_examples(data, job.max_len)
     if shown is None:
         raise DataError(f"--row {job.row}: there are {num_rows} rows that can be read")
-    print(f"\nrow {job.row} ({shown.origin})")
+    print(visible(f"\nrow {job.row} ({shown.origin})"))
     if encoder is None:
         for key, value in shown.values.items():
-            print(f"  {key}: {value}")
+            print(visible(f"  {key}: {value}"))
         return 0
     try:
         _print_example(encoder(shown), encoder.tokenizer)
     except DataError as error:
-        print(f"  cannot be used: {error}")
+        print(visible(f"  cannot be used: {error}"))
     return 0
 
 
@@ -203,7 +204,7 @@ def _count_keys(rows: Iterable[Row], number: int) -> tuple[Counter[tuple[str, st
 
 def _print_problems(messages: Iterable[str]) -> None:
     for message in messages:
-        print(f"  {message.splitlines()[0]}")
+        print(visible(f"  {message.splitlines()[0]}"))
 
 
 def _print_examples(data: ExampleSet, max_len: int) -> None:
@@ -235,9 +236,9 @@ def _print_example(example: Any, tokenizer: Tokenizer) -> None:
         print(f"  {name or 'sequence'}: {len(ids)} tokens, {mask.sum()} trained ({trained})")
         ids_left = iter(ids.tolist())
         for is_trained, run in groupby(mask.tolist()):
-            text = tokenizer.decode(list(islice(ids_left, len(list(run)))), skip_special_tokens=False)
+            text = visible(tokenizer.decode(list(islice(ids_left, len(list(run)))), skip_special_tokens=False))
             print(f"{begin}{text}{end}" if is_trained else text, end="")
         print()
     for name in ("margin", "is_desirable", "labels"):
         if getattr(example, name, None) is not None:
-            print(f"  {name}: {getattr(example, name)}")
+            print(visible(f"  {name}: {getattr(example, name)}"))

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from rlhf_data.command_line import CommandLine, to_toml
 from rlhf_data.errors import RlhfError, unknown
 from rlhf_data.inspection import InspectConfig, make_job, run
+from rlhf_data.safety import visible
 
 SUCCESS, BAD_INPUT, INTERRUPTED = 0, 2, 130
 COMMANDS = {"inspect": "count, measure and show the rows of data files"}
@@ -25,11 +26,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return SUCCESS
     try:
         if words[0] not in COMMANDS:
-            print(f"error: {unknown('command', words[0], COMMANDS)}", file=sys.stderr)
+            print(visible(f"error: {unknown('command', words[0], COMMANDS)}"), file=sys.stderr)
             return BAD_INPUT
         return _inspect(words[1:])
     except RlhfError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(visible(f"error: {error}"), file=sys.stderr)
         return BAD_INPUT
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)

@@ -18,6 +18,7 @@ import numpy as np
 
 from rlhf_data.errors import ConfigError, DataError, missing_file
 from rlhf_data.rows import Row, RowErrors, kind_of
+from rlhf_data.safety import is_utf8
 
 SUFFIXES = (".json", ".jsonl", ".csv", ".json.gz", ".jsonl.gz", ".csv.gz", ".parquet", ".arrow", ".py")
 _ONE_A_LINE = "a .jsonl file has one whole JSON object per line, with names and text in double quotes"
@@ -208,21 +209,13 @@ def _read_text(parse: Callable[[Path], Iterator[tuple[int, Any]]], path: Path, e
 
 
 def _lines(path: Path) -> Iterator[str]:
-    """Yield the lines of a file, decompressed. Bytes that are not UTF-8 become lone surrogates; see `_is_utf8`."""
+    """Yield the lines of a file, decompressed. Bytes that are not UTF-8 become lone surrogates; see `is_utf8`."""
     try:
         with gzip.open(path) if path.suffix.lower() == ".gz" else path.open("rb") as file:
             for number, line in enumerate(file):
                 yield line.decode("utf-8" if number else "utf-8-sig", errors="surrogateescape")
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise DataError(f"data file {path} cannot be decompressed: {error}", hint="copy it again, whole") from None
-
-
-def _is_utf8(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:  # a lone surrogate, which `_lines` puts in place of other bytes
-        return False
-    return True
 
 
 def _csv_values(path: Path) -> Iterator[tuple[int, Any]]:
@@ -240,7 +233,7 @@ def _csv_values(path: Path) -> Iterator[tuple[int, Any]]:
             return
         except csv.Error as error:
             problem = DataError(f"malformed CSV: {error}")
-        if not _is_utf8("".join(values)):
+        if not is_utf8("".join(values)):
             problem = _NOT_UTF8
         elif values and header and len(values) != len(header):
             problem = DataError(f"{len(values)} cells in a table of {len(header)} columns")
@@ -254,7 +247,7 @@ def _csv_values(path: Path) -> Iterator[tuple[int, Any]]:
 def _jsonl_values(path: Path) -> Iterator[tuple[int, Any]]:
     """Yield for each line that is not empty its number, with its JSON value or with its error."""
     for line, text in enumerate(_lines(path), start=1):
-        if not _is_utf8(text):
+        if not is_utf8(text):
             yield line, _NOT_UTF8
         elif text := text.strip():
             try:
@@ -287,7 +280,7 @@ def _json_values(path: Path) -> Iterator[tuple[int, Any]]:
             value, end = decoder.raw_decode(text, position)
         except (ValueError, RecursionError) as error:
             raise malformed(getattr(error, "pos", position), _reason(error)) from None
-        yield line_at(position), value if _is_utf8(text[position:end]) else _NOT_UTF8
+        yield line_at(position), value if is_utf8(text[position:end]) else _NOT_UTF8
         position = _skip(text, end)
         if has_comma := text.startswith(",", position):
             position = _skip(text, position + 1)

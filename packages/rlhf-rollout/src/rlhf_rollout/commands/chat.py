@@ -13,6 +13,7 @@ from rlhf_data.errors import EngineError
 from rlhf_data.options import matching
 from rlhf_data.records import FinishReason
 from rlhf_data.rows import Row
+from rlhf_data.safety import visible
 from rlhf_rollout.commands.configs import ChatConfig
 from rlhf_rollout.commands.parts import EngineJob, make_engine
 from rlhf_rollout.commands.terminal import TERMINAL
@@ -95,7 +96,7 @@ async def _reply(engine: RolloutEngine, token_ids: np.ndarray, sampling: Samplin
     TERMINAL.progress.show("reading the question", announce=False)
     async for text in stream(engine, token_ids, sampling, tokenizer):
         TERMINAL.progress.clear()
-        print(text, end="", flush=True, file=TERMINAL.out)
+        print(visible(text), end="", flush=True, file=TERMINAL.out)
         answer += text
     print(file=TERMINAL.out)
     return answer

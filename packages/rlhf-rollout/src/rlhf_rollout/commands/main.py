@@ -10,6 +10,7 @@ from typing import Any
 from rlhf_data.command_line import CommandLine, to_toml
 from rlhf_data.errors import RlhfError, unknown
 from rlhf_data.options import Config
+from rlhf_data.safety import visible
 from rlhf_rollout.commands.configs import ChatConfig, GenerateConfig, ScoreConfig, ServeConfig
 from rlhf_rollout.commands.terminal import TERMINAL, log_file
 from rlhf_rollout.host import wait_passively
@@ -102,12 +103,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return SUCCESS
     try:
         if words[0] not in COMMANDS:
-            print(f"error: {unknown('command', words[0], COMMANDS)}", file=sys.stderr)
+            print(visible(f"error: {unknown('command', words[0], COMMANDS)}"), file=sys.stderr)
             return BAD_INPUT
         command = COMMANDS[words[0]]
         return command.run(command.command_line("rlhf-rollout"), words[1:])
     except RlhfError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(visible(f"error: {error}"), file=sys.stderr)
         return BAD_INPUT
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)

@@ -2,7 +2,7 @@
 
 A POST to /get_reward with `{"query": [...], "prompts": [...], "labels": [...]}` is answered by `{"rewards": [...],
 "scores": [...], "extra_logs": {...}, "verdicts": [...]}`, one entry per query.
-GET /health tells whether the server is up.
+GET /health tells whether the server is up. A request that carries no valid token is refused before its body is read.
 """
 
 import asyncio
@@ -12,12 +12,13 @@ import os
 import secrets
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
 from rlhf_data.chat import Tokenizer
 from rlhf_data.errors import ConfigError, DataError, RewardError
 from rlhf_data.records import FinishReason, Prompt, Rollout, Span, SpanSource, Verdict
 from rlhf_data.rows import Row
+from rlhf_data.safety import is_loopback
 from rlhf_data.sft import completed
 from rlhf_rollout.commands.configs import ServeConfig
 from rlhf_rollout.commands.parts import RewardJob, make_reward
@@ -28,15 +29,22 @@ from rlhf_rollout.rewards.remote import TOKEN_VARIABLE
 
 try:
     import uvicorn
-    from fastapi import FastAPI, Header, HTTPException, Request
+    from fastapi import FastAPI, HTTPException, Request
     from fastapi.responses import JSONResponse
-    from pydantic import BaseModel
+    from pydantic import BaseModel, Field, ValidationError
+    from starlette.requests import ClientDisconnect
 except ImportError as error:
     raise ConfigError(f"serve_rm needs FastAPI: {error}", hint="pip install 'rlhf-rollout[server]'") from None
 
 
+MAX_BODY_BYTES = 32 * 2**20
+MAX_QUERIES = 4096  # per request
+READ_TIMEOUT_S = 60.0  # for the body of a request
+ANSWER_TIMEOUT_S = 600.0  # for its rewards
+
+
 class Query(BaseModel):
-    """The body of a request.
+    """The body of a request. Its parser refuses JSON that is nested deeply, and texts that are not UTF-8.
 
     Attributes:
         query: texts of prompt and response together.
@@ -44,7 +52,7 @@ class Query(BaseModel):
         labels: the reference answers, which reward functions receive.
     """
 
-    query: list[str]
+    query: list[str] = Field(max_length=MAX_QUERIES)
     prompts: list[str] | None = None
     labels: list[str | None] | None = None
 
@@ -72,14 +80,16 @@ def make_job(config: ServeConfig) -> ServeJob:
 
 
 def run(job: ServeJob) -> int:
-    """Serve until interrupted; return 0. Raises ConfigError for a reward that cannot be used."""
+    """Serve until interrupted; return 0.
+
+    Raises ConfigError for a reward that cannot be used, and for an address that other machines reach without a token.
+    """
+    token = os.environ.get(TOKEN_VARIABLE, "").strip()
+    if not token and not is_loopback(job.host):
+        message = f"--host {job.host} lets other machines use this server, and no token is set"
+        raise ConfigError(message, hint=f"set {TOKEN_VARIABLE} here and for the clients, or leave --host at 127.0.0.1")
     with TERMINAL.progress.doing("loading the tokenizer"):
         tokenizer = job.reward.load_tokenizer(job.tokenizer)
-    token = os.environ.get(TOKEN_VARIABLE, "").strip()
-    if not token and job.host not in ("127.0.0.1", "localhost", "::1"):
-        TERMINAL.say(
-            f"warning: anyone who reaches {job.host}:{job.port} may use this server; {TOKEN_VARIABLE} sets a token"
-        )
     resources = contextlib.AsyncExitStack()
     # Opened before the server starts: an error within the server's start would not reach the caller.
     reward = job.reward.open(tokenizer, resources)
@@ -114,7 +124,7 @@ def create_app(
         async with resources:
             yield
 
-    app = FastAPI(title="rlhf-rollout serve_rm", lifespan=lifespan)
+    app = FastAPI(title="rlhf-rollout serve_rm", lifespan=lifespan, openapi_url=None)
 
     @app.exception_handler(RewardError)
     async def fail(request: Request, error: RewardError) -> JSONResponse:
@@ -125,9 +135,11 @@ def create_app(
         return {"status": "ok"}
 
     @app.post("/get_reward")
-    async def get_reward(query: Query, authorization: Annotated[str, Header()] = "") -> dict[str, Any]:
-        if token and not secrets.compare_digest(authorization.encode(), f"Bearer {token}".encode()):
+    async def get_reward(request: Request) -> dict[str, Any]:
+        given = request.headers.get("Authorization", "")
+        if token and not secrets.compare_digest(given.encode(), f"Bearer {token}".encode()):
             raise HTTPException(401, f"the request has no valid token; clients take it from {TOKEN_VARIABLE}")
+        query = await _read(request)
         count = len(query.query)
         prompts, labels = query.prompts or [""] * count, query.labels or [None] * count
         if {len(prompts), len(labels)} != {count}:
@@ -137,9 +149,32 @@ def create_app(
         except DataError as error:
             raise HTTPException(422, str(error)) from None
         calls = [score_each(reward, prompt, [rollout]) for prompt, rollout in samples]
-        return _answer([verdict for [verdict] in await asyncio.gather(*calls)])
+        try:
+            async with asyncio.timeout(ANSWER_TIMEOUT_S):
+                return _answer([verdict for [verdict] in await asyncio.gather(*calls)])
+        except TimeoutError:
+            raise HTTPException(504, f"no rewards within {ANSWER_TIMEOUT_S:g} s") from None
 
     return app
+
+
+async def _read(request: Request) -> Query:
+    """Return the body of a request. Raises HTTPException for one that is too long, too slow, or no `Query`."""
+    body = bytearray()
+    try:
+        async with asyncio.timeout(READ_TIMEOUT_S):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > MAX_BODY_BYTES:
+                    raise HTTPException(413, f"the body is longer than {MAX_BODY_BYTES} bytes; send fewer queries")
+        return Query.model_validate_json(bytes(body))
+    except TimeoutError:
+        raise HTTPException(408, f"the body did not arrive within {READ_TIMEOUT_S:g} s") from None
+    except ClientDisconnect:
+        raise HTTPException(400, "the client closed the connection") from None
+    except ValidationError as error:
+        problems = error.errors(include_url=False, include_context=False, include_input=False)
+        raise HTTPException(422, problems[:3]) from None
 
 
 def _sample(tokenizer: Tokenizer, query: str, prompt: str, label: str | None) -> tuple[Prompt, Rollout]:

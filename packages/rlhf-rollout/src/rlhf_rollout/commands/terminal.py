@@ -11,6 +11,7 @@ from typing import TextIO
 from rlhf_data.capture import captured, released
 from rlhf_data.errors import ConfigError
 from rlhf_data.progress import Progress
+from rlhf_data.safety import is_utf8, visible
 
 
 class Terminal:
@@ -37,17 +38,22 @@ class Terminal:
     def say(self, text: str) -> None:
         """Write a line to stderr."""
         self.progress.clear()
-        print(text, file=self.err, flush=True)
+        print(visible(text), file=self.err, flush=True)
 
     def ask(self, prompt: str) -> str | None:
         """Return the line that the user types after `prompt`; None at the end of the input."""
         with ExitStack() as stack:
             if self._streams is not None:
                 stack.enter_context(released(*self._streams))
-            try:
-                return input(prompt)
-            except EOFError:
-                return None
+            while True:
+                try:
+                    if is_utf8(line := input(prompt)):
+                        return line
+                except EOFError:
+                    return None
+                except UnicodeDecodeError:
+                    pass
+                print("this line is not UTF-8; type it again", file=sys.stderr)
 
     @contextmanager
     def captured(self, log: Path) -> Iterator[None]:

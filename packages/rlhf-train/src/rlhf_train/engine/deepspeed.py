@@ -4,6 +4,7 @@ No other file imports DeepSpeed.
 """
 
 import os
+import socket
 from collections.abc import Iterator, Mapping
 from contextlib import redirect_stdout
 from io import StringIO
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from rlhf_data.errors import EngineError
+from rlhf_data.safety import is_loopback
 from rlhf_kernels import accumulate_
 from rlhf_models.weights import hf_named_weights
 from rlhf_train.engine.protocol import StepStats, learning_rate_at
@@ -25,8 +27,11 @@ def init_process_group(*, rank: int, world_size: int, master: tuple[str, int], d
     Args:
         rank: of this process, from 0.
         world_size: processes of the rank set.
-        master: host and port of rank 0, where the ranks meet.
+        master: host and port of rank 0, where the ranks meet. Rank 0 listens on that address and on no other.
         device: "cuda" or "cpu".
+
+    Raises:
+        EngineError: rank 0 has no such address, or its port is taken.
     """
     os.environ.update(
         RANK=str(rank),
@@ -36,10 +41,38 @@ def init_process_group(*, rank: int, world_size: int, master: tuple[str, int], d
         MASTER_PORT=str(master[1]),
     )
     deepspeed = _import_deepspeed(device)
-    if not torch.distributed.is_initialized():
-        deepspeed.init_distributed(
-            dist_backend="nccl" if device == "cuda" else "gloo", auto_mpi_discovery=False, verbose=False
+    backend = "nccl" if device == "cuda" else "gloo"
+    # Under torchrun the launcher listens, not a rank.
+    if not torch.distributed.is_initialized() and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        if is_loopback(master[0]):
+            for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+                os.environ.setdefault(name, "lo")
+        options: dict[str, Any] = {"device_id": torch.device("cuda", 0)} if device == "cuda" and world_size > 1 else {}
+        torch.distributed.init_process_group(
+            backend,
+            store=_open_store(rank, world_size, master),
+            rank=rank,
+            world_size=world_size,
+            timeout=deepspeed.constants.default_pg_timeout,
+            **options,
         )
+    deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
+
+
+def _open_store(rank: int, world_size: int, master: tuple[str, int]) -> torch.distributed.Store:
+    """Return the store where the ranks meet. By itself, torch would listen on every address of the machine."""
+    if world_size == 1:
+        return torch.distributed.HashStore()
+    host, port = master
+    options: dict[str, Any] = {}
+    if rank == 0:
+        try:
+            family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+            options["master_listen_fd"] = socket.create_server(address[:2], family=family, backlog=2048).detach()
+        except OSError as error:
+            hint = "rank 0 must run on the machine of this address (MASTER_ADDR), and the port (MASTER_PORT) be free"
+            raise EngineError(f"rank 0 cannot listen on {host}:{port}: {error.strerror}", hint=hint) from error
+    return torch.distributed.TCPStore(host, port, world_size, rank == 0, wait_for_workers=False, **options)
 
 
 def _import_deepspeed(device: str) -> Any:

@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import secrets
 import signal
 import socket
 import sys
@@ -12,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray._private import services
+from ray._private import ray_constants, services
+from ray._raylet import AuthenticationTokenLoader, Config
 from ray.exceptions import AuthenticationError, GetTimeoutError, RayError
 
 import rlhf_train
@@ -21,6 +23,7 @@ from rlhf_rollout.ray_actors import plain_errors
 
 START_ATTEMPTS = 3
 _ANSWER_TIMEOUT_S = 2.0
+_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _OPTIONS: Mapping[str, Any] = {"logging_level": "ERROR", "log_to_driver": False}
 _SUBMITTED = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set by `ray job submit` in the process that it starts
 _TOKEN = (
@@ -95,15 +98,25 @@ def join(address: str) -> None:
 def started_cluster(num_cpus: int, num_gpus: int) -> Iterator[None]:
     """Start a cluster with these resources on this machine, and stop it after the `with` block.
 
+    Nobody else gets in: its processes listen on the loopback address, and every call needs a token that is drawn here.
     Ray gives its node 30 s to start, which is too short on a busy machine. The start is therefore tried
     `START_ATTEMPTS` times. Raises EngineError when none succeeds.
     """
     _prepare_environment()
+    with _private():
+        _start(num_cpus, num_gpus)
+        try:
+            yield
+        finally:
+            ray.shutdown()
+
+
+def _start(num_cpus: int, num_gpus: int) -> None:
     for attempt in range(1, START_ATTEMPTS + 1):
         before = _children()
         try:
             ray.init(address="local", num_cpus=num_cpus, num_gpus=num_gpus, include_dashboard=False, **_OPTIONS)
-            break
+            return
         except Exception as error:
             # Ray reports a time-out as a plain Exception, RuntimeError or TimeoutError. Subclasses are other errors.
             if type(error) not in (Exception, RuntimeError, TimeoutError):
@@ -112,15 +125,38 @@ def started_cluster(num_cpus: int, num_gpus: int) -> Iterator[None]:
         ray.shutdown()
         _kill(_children() - before)
         _logger.warning("Ray did not start, attempt %d of %d: %s", attempt, START_ATTEMPTS, failure)
-    else:
-        load = f"{os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
-        hint = "end other programs and try again, or run `ray start --head` first: the next run joins that cluster"
-        message = f"Ray did not start in {START_ATTEMPTS} attempts (load average {load}): {failure}"
-        raise EngineError(message, hint=hint) from failure
+    load = f"{os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
+    hint = "end other programs and try again, or run `ray start --head` first: the next run joins that cluster"
+    message = f"Ray did not start in {START_ATTEMPTS} attempts (load average {load}): {failure}"
+    raise EngineError(message, hint=hint) from failure
+
+
+@contextmanager
+def _private() -> Iterator[None]:
+    """Let Ray and the workers that it starts listen on the loopback address only, and ask for a token, for the time of
+    a `with` block. RAY_AUTH_MODE has no effect on this: such a cluster always has a token."""
+    loopback = dict.fromkeys(_INTERFACES, "lo") | {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+    own = loopback | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    before = {name: os.environ.get(name) for name in own}
+    has_network = ray_constants.ENABLE_RAY_CLUSTER  # read from the environment when Ray is imported
+    os.environ.update(own)
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    _read_authentication()
     try:
         yield
     finally:
-        ray.shutdown()
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+        ray_constants.ENABLE_RAY_CLUSTER = has_network
+        _read_authentication()
+
+
+def _read_authentication() -> None:
+    """Let Ray read RAY_AUTH_MODE and RAY_AUTH_TOKEN again, which it does once per process."""
+    Config.initialize("")
+    AuthenticationTokenLoader.instance().reset_cache()
 
 
 def check_resources(num_cpus: float, num_gpus: float) -> None:
