@@ -32,6 +32,10 @@ REACHES = [
     ("prompt_max_len", "50", "", "engine.max_model_len", 82),  # 50 + 32
     ("reward_timeout_s", "3", "", "reward.timeout_s", 3.0),
     ("reward_num_workers", "3", "", "reward.num_workers", 3),
+    ("reward_start_timeout_s", "3", "", "reward.worker.start_timeout_s", 3.0),
+    ("reward_memory_gb", "0.5", "", "reward.worker.memory_gb", 0.5),
+    ("reward_env", "A_KEY,B", "", "reward.worker.env", ("A_KEY", "B")),
+    ("failed_reward", "-1", "", "reward.failed_reward", -1.0),
     ("reward_batch_size", "3", "", "reward.batch_size", 3),
     ("normalize_reward", "", "--reward_pretrain r", "reward.normalize_models", True),
     ("running_reward_norm", "", "", "reward.running_norm", True),

@@ -77,9 +77,13 @@ def test_span_arrays_are_read_only_and_the_callers_is_not():
 
 
 @pytest.mark.parametrize("kind", list(VerdictKind))
-def test_verdict_has_a_reward_exactly_when_the_scorer_did_not_fail(kind):
-    with pytest.raises(DataError, match=f"a verdict `{kind}`"):
-        Verdict(kind, 1.0 if kind.failed else None)
+def test_verdict_has_a_reward_unless_the_scorer_failed(kind):
+    assert Verdict(kind, -1.0).reward == -1.0  # also for a failure: a user may have set a reward for it
+    if kind.failed:
+        assert Verdict(kind).reward is None
+    else:
+        with pytest.raises(DataError, match=f"a verdict `{kind}` without a reward"):
+            Verdict(kind)
 
 
 def test_verdict_score_is_the_reward_unless_given():

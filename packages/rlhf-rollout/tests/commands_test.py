@@ -20,6 +20,7 @@ from rlhf_rollout.commands.serve_rm import ServeJob
 from rlhf_rollout.engines import EngineSpec
 from rlhf_rollout.protocols import SamplingParams
 from rlhf_rollout.rewards import RewardSource
+from rlhf_rollout.rewards.sources import WorkerOptions
 
 _MATH = ("--remote_rm_url", "rlhf_rollout.rewards.math")
 
@@ -208,6 +209,7 @@ def test_generate_job_holds_what_the_flags_say():
         " --top_k 4 --n_samples_per_prompt 2 --seed 7 --pretrain m --tokenizer t --bf16 --vllm_max_num_seqs 5"
         " --vllm_gpu_memory_utilization 0.5 --vllm_tensor_parallel_size 2 --enforce_eager --enable_prefix_caching false"
         " --remote_rm_url f.py --reward_pretrain rm --reward_weights 1,2 --reward_timeout_s 3 --reward_num_workers 4"
+        " --reward_start_timeout_s 7 --reward_memory_gb 2 --reward_env A,B --failed_reward -1"
         " --reward_batch_size 6 --normalize_reward --output_path o.jsonl --overwrite --post_processor rs"
         " --min_reward 0.5 --reward_template {reward}"
     )
@@ -252,6 +254,8 @@ def test_generate_job_holds_what_the_flags_say():
             batch_size=6,
             dtype="bfloat16",
             normalize=True,
+            worker=WorkerOptions(start_timeout_s=7.0, memory_gb=2.0, env=("A", "B")),
+            failed_reward=-1.0,
         ),
         output_path=Path("o.jsonl"),
         post_processor="rs",

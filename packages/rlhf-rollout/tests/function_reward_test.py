@@ -14,6 +14,7 @@ from rlhf_data.errors import ConfigError, RewardError
 from rlhf_data.records import VerdictKind
 from rlhf_data.testing import make_prompt, make_rollout
 from rlhf_rollout.rewards import FunctionReward, check_reward_function
+from rlhf_rollout.rewards.sources import WorkerOptions
 
 OK, WRONG, CRASH, TIMEOUT = VerdictKind.OK, VerdictKind.WRONG, VerdictKind.CRASH, VerdictKind.TIMEOUT
 
@@ -347,7 +348,7 @@ def test_function_reward_worker_that_starts_no_more_is_an_error_after_three_trie
 
 def test_function_reward_impossible_options_are_refused(write):
     reward = write('def reward_func(q, p, l): return {"rewards": [1.0]}')
-    for options in ({"num_workers": 0}, {"timeout_s": 0}, {"startup_timeout_s": -1}):
+    for options in ({"num_workers": 0}, {"timeout_s": 0}, {"max_failures": 0}):
         with pytest.raises(ConfigError, match="must be positive"):
             FunctionReward(reward, **options)
 
@@ -390,7 +391,8 @@ def test_check_reward_function_that_cannot_be_imported_is_refused(write):
         check_reward_function(write("def other(): ..."))
     with pytest.raises(RewardError, match=r"ZeroDivisionError.*\n\nhint: "):
         check_reward_function(write("1 / 0\ndef reward_func(q, p, l): ..."))
+    hang = write("import time; time.sleep(1000)\nreward_func = 1")
     with pytest.raises(RewardError, match=r"took longer than 0\.5 s"):
-        check_reward_function(write("import time; time.sleep(1000)\nreward_func = 1"), startup_timeout_s=0.5)
+        check_reward_function(hang, worker=WorkerOptions(start_timeout_s=0.5))
     with pytest.raises(RewardError, match="No module named 'no_such_module_at_all'"):
         check_reward_function("no_such_module_at_all:grade")

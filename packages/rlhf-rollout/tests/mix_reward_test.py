@@ -249,6 +249,24 @@ def test_build_reward_sources_that_cannot_work_are_refused(function):
         build_reward([RewardSource(kind="function", targets=("nothere.py",))])
 
 
+def test_build_reward_gives_failures_the_reward_that_is_set_and_counts_them(tmp_path):
+    path = tmp_path / "half.py"
+    path.write_text("def reward_func(q, p, l): return {'rewards': [1 / (len(t) - 3) for t in q]}\n")
+    source = RewardSource(kind="function", targets=(str(path),))
+
+    async def run():
+        reward = build_reward([source], timeout_s=20.0, failed_reward=-2.0)
+        try:
+            prompt = make_prompt("q=")
+            return await reward.score(prompt, [make_rollout(prompt, "1"), make_rollout(prompt, "22", index=1)])
+        finally:
+            await reward.close()
+
+    verdicts = asyncio.run(run())
+    assert [(v.kind, v.reward, v.score) for v in verdicts] == [(CRASH, -2.0, -2.0), (OK, 1.0, 1.0)]
+    assert "division by zero" in verdicts[0].detail
+
+
 def test_check_reward_asks_what_the_source_is(function):
     assert check_reward(function, [make_prompt()], timeout_s=20.0) is None
     failing = RewardSource(kind="function", targets=("rlhf_rollout.rewards.math",))

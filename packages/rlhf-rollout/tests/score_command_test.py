@@ -123,6 +123,41 @@ def test_failing_scorer_is_told_and_leaves_no_reward(tmp_path, capsys):
     assert "1 rows have no reward" in capsys.readouterr().err
 
 
+def test_failing_scorer_may_leave_a_fixed_reward_and_prints_to_a_log(tmp_path, capfd):
+    code = "def reward_func(q, p, l): print('seen', q); return {'rewards': [1 / (len(t) - 2) for t in q]}\n"
+    (tmp_path / "half.py").write_text(code)
+    rows = [{"input": "q", "output": "a"}, {"input": "q", "output": "ab"}]
+    _, scored = score(tmp_path, rows, "--remote_rm_url", str(tmp_path / "half.py"), "--failed_reward", "-2")
+    assert [(row["reward"], row["score"], row["verdict"]) for row in scored] == [
+        (-2.0, -2.0, "crash"),
+        (1.0, 1.0, "ok"),
+    ]
+    assert "seen" not in capfd.readouterr().err
+    assert "seen ['qab']" in (tmp_path / "out.jsonl.log").read_text()
+
+
+@pytest.mark.parametrize("place", ["file.txt/out.jsonl", "folder"])
+def test_output_that_cannot_be_written_is_refused_before_anything_is_scored(tmp_path, capsys, place):
+    (tmp_path / "file.txt").write_text("")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "data.jsonl").write_text('{"input": "q", "output": "a"}\n')
+    reward = tmp_path / "reward.py"
+    reward.write_text(
+        f"open({str(tmp_path / 'scored')!r}, 'w')\ndef reward_func(q, p, l): return {{'rewards': [1.0]}}\n"
+    )
+    words = ["score", "--dataset", str(tmp_path / "data.jsonl"), "--remote_rm_url", str(reward), "--overwrite"]
+    assert main([*words, "--output_path", str(tmp_path / place)]) == 2
+    told = capsys.readouterr().err
+    assert str(tmp_path / place) in told
+    assert "hint: " in told
+    assert not (tmp_path / "scored").exists()
+
+
+def test_batch_of_no_rows_is_refused(tmp_path, capsys, length):
+    assert score(tmp_path, PAIRS, "--remote_rm_url", length, "--reward_batch_size", "0")[0] == 2
+    assert "reward_batch_size" in capsys.readouterr().err
+
+
 def test_score_without_a_reward_or_over_a_file_is_refused(tmp_path, capsys, length):
     assert score(tmp_path, PAIRS) == (2, None)
     assert "nothing says how answers are scored" in capsys.readouterr().err

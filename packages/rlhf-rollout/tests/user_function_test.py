@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import pickle
 import sys
 
@@ -98,7 +99,8 @@ def test_load_function_file_of_any_name_takes_no_modules_place(tmp_path, monkeyp
     path.write_text("def reward_func(queries, prompts, labels):\n    return {'rewards': [4.0]}\n")
     assert load_function(RewardTarget(str(path)))([], [], []) == {"rewards": [4.0]}
     assert sys.modules["json"] is json
-    assert sys.path[0] == str(tmp_path)  # so that it can import its neighbours
+    own = sys.path.index(str(tmp_path))  # so that it can import its neighbours, none of which replaces `json`
+    assert sys.path.index(os.path.dirname(os.__file__)) < own < len(sys.path) - 1
 
 
 def test_load_function_that_takes_other_arguments_is_refused(tmp_path):

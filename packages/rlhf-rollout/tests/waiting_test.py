@@ -37,7 +37,7 @@ def reward(tmp_path):
 
 
 def test_generate_names_each_part_before_it_begins(tmp_path, monkeypatch, shown, reward):
-    def check(source, prompts, timeout_s):
+    def check(source, prompts, timeout_s, worker):
         shown.append("the trial")
 
     def start(kind, spec):

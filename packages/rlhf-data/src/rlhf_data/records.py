@@ -32,7 +32,7 @@ class FinishReason(StrEnum):
 
 
 class VerdictKind(StrEnum):
-    """The outcome of scoring. The policy learns from the first three; the last two are failures of the scorer."""
+    """The outcome of scoring. The last two are failures of the scorer: such a rollout has no reward, or a fixed one."""
 
     OK = "ok"
     WRONG = "wrong"
@@ -114,7 +114,7 @@ class Verdict:
 
     Attributes:
         kind: the outcome.
-        reward: what the policy learns from; None if and only if `kind.failed`.
+        reward: what the policy learns from. Only a failed verdict may have none, and then its rollout is not trained.
         score: the raw score; equal to the reward unless the scorer returned both.
         detail: one line for people, such as the text of an exception.
         extra: further numbers to log.
@@ -133,8 +133,8 @@ class Verdict:
     turn_rewards: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.kind.failed != (self.reward is None):
-            raise DataError(f"a verdict `{self.kind}` with reward {self.reward}")
+        if self.reward is None and not self.kind.failed:
+            raise DataError(f"a verdict `{self.kind}` without a reward")
         if self.reward is not None and not np.isfinite(self.reward):
             raise DataError(f"the reward is {self.reward}")
         if self.score is None:

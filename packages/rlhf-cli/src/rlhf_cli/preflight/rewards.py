@@ -70,7 +70,8 @@ def try_rewards(config: PpoConfig, sources: Sequence[RewardSource], prompts: Seq
     notices = []
     for source in sources:
         try:
-            problem = check_reward(source, prompts, timeout_s=config.reward.reward_timeout_s)
+            limits = {"timeout_s": config.reward.reward_timeout_s, "worker": config.reward.worker()}
+            problem = check_reward(source, prompts, **limits)
         except RewardError as error:
             raise ConfigError(str(error)) from error
         if problem:

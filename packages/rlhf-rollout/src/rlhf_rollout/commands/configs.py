@@ -8,6 +8,7 @@ from rlhf_data.options import Config, Section, flag, one_of, with_defaults
 from rlhf_data.sections import AnswerKeySection, ExampleSection, InputSection, PairKeySection, TemplateSection
 from rlhf_rollout.commands.post_process import POST_PROCESSORS
 from rlhf_rollout.commands.sections import (
+    FUNCTION_OPTIONS,
     EngineModelSection,
     EngineSection,
     GroupSamplingSection,
@@ -32,7 +33,8 @@ _VLLM_OPTIONS = (
 _REWARD_OPTIONS = (
     "reward_weights",
     "reward_timeout_s",
-    "reward_num_workers",
+    "failed_reward",
+    *FUNCTION_OPTIONS,
     "reward_batch_size",
     "normalize_reward",
     "min_reward",

@@ -170,7 +170,8 @@ def run(job: GenerateJob) -> int:
         task = _prepare(job)
     for source in job.reward.sources:
         with TERMINAL.progress.doing(f"trying the reward {source.kind}"):
-            problem = check_reward(source, task.prompts[:_NUM_TRIED], timeout_s=job.reward.timeout_s)
+            limits = {"timeout_s": job.reward.timeout_s, "worker": job.reward.worker}
+            problem = check_reward(source, task.prompts[:_NUM_TRIED], **limits)
         if problem:
             TERMINAL.say(f"warning: the reward {source.kind} failed a trial call: {problem}")
     status = asyncio.run(_write_rollouts(task)) if len(task.done) < len(task.prompts) else 0
@@ -296,7 +297,8 @@ async def _write_rollouts(task: _Task) -> int:
                 number = int(result.group_id.rpartition("/")[2])
                 writer.write(result.group, run=task.digest, input=task.inputs[number])
                 num_cut += sum(rollout.finish_reason is FinishReason.LENGTH for rollout in result.group.rollouts)
-                rewards += [r.verdict.reward for r in result.group.rollouts if r.verdict and not r.verdict.kind.failed]
+                verdicts = [rollout.verdict for rollout in result.group.rollouts if rollout.verdict is not None]
+                rewards += [verdict.reward for verdict in verdicts if verdict.reward is not None]
             TERMINAL.progress.show("generating", done=counts.num_groups + counts.num_failed_groups, total=num_wanted)
     TERMINAL.say(_summary(counts, rewards, time.monotonic() - started, job.rollouts_path))
     if num_cut:

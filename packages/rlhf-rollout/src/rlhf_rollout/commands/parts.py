@@ -18,7 +18,7 @@ from rlhf_rollout.commands.terminal import TERMINAL
 from rlhf_rollout.engines import EngineSpec
 from rlhf_rollout.protocols import RewardFunction
 from rlhf_rollout.rewards import LocalScorer, ModelReward, RewardSource, build_reward
-from rlhf_rollout.rewards.sources import model_paths
+from rlhf_rollout.rewards.sources import DEFAULT_WORKER, WorkerOptions, model_paths
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +51,8 @@ class RewardJob:
         timeout_s: time limit of one call of a function or a server, in seconds.
         num_workers: processes per function.
         batch_size: responses per call of a server or a reward model.
+        worker: how the processes of functions run.
+        failed_reward: reward of responses whose scorer failed; None for none.
         dtype: data type of reward models.
         normalize: shift and scale the scores of reward models by the moments stored with them.
     """
@@ -61,6 +63,8 @@ class RewardJob:
     batch_size: int
     dtype: Literal["float32", "bfloat16"]
     normalize: bool
+    worker: WorkerOptions = DEFAULT_WORKER
+    failed_reward: float | None = None
 
     @property
     def models(self) -> tuple[str, ...]:
@@ -101,6 +105,8 @@ class RewardJob:
                 timeout_s=self.timeout_s,
                 num_workers=self.num_workers,
                 batch_size=self.batch_size,
+                worker=self.worker,
+                failed_reward=self.failed_reward,
                 models=models,
             )
         stack.push_async_callback(reward.close)
@@ -150,21 +156,37 @@ def make_reward(section: RewardSection, dtype: Literal["float32", "bfloat16"]) -
         timeout_s=section.reward_timeout_s,
         num_workers=section.reward_num_workers,
         batch_size=section.reward_batch_size,
+        worker=section.worker(),
+        failed_reward=section.failed_reward,
         dtype=dtype,
         normalize=section.normalize_reward,
     )
 
 
 def check_new_file(path: Path, *, replace: bool, hint: str) -> None:
-    """Raise ConfigError when a file exists that must not be replaced."""
+    """Raise ConfigError when a file exists that must not be replaced, or when no file can be written at its place."""
     if path.exists() and not replace:
         raise ConfigError(f"{path} exists", hint=hint)
+    draft = _draft(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft.touch()
+        draft.unlink()
+    except OSError as error:
+        message = f"{path} cannot be written: {error.strerror or error}"
+        raise ConfigError(message, hint="give another --output_path") from None
+    if path.is_dir():
+        raise ConfigError(f"{path} is a folder", hint="name a file in it")
+
+
+def _draft(path: Path) -> Path:
+    return path.with_name(path.name + ".part")
 
 
 def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> int:
     """Write a JSONL file, completely or not at all; return the number of rows."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(path.name + ".part")
+    draft = _draft(path)
     count = 0
     try:
         with draft.open("w", encoding="utf-8") as file:

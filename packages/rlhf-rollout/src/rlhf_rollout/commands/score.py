@@ -81,7 +81,7 @@ def run(job: ScoreJob) -> int:
     """Score every row and write it with its rewards; return 0.
 
     Raises:
-        ConfigError: the output file exists, a model does not exist, or a reward cannot be used.
+        ConfigError: the output file exists or cannot be written, a model does not exist, or a reward cannot be used.
         DataError: rows cannot be used.
     """
     hint = "give another --output_path, or --overwrite"

@@ -9,8 +9,9 @@ from rlhf_data.options import Section, flag, matching
 from rlhf_data.sections import SOURCES, SPLIT, InputSection, RowSection
 from rlhf_rollout.engines import EngineSpec
 from rlhf_rollout.protocols import SamplingParams
-from rlhf_rollout.rewards.sources import RewardSource, parse_sources, parse_weights
+from rlhf_rollout.rewards.sources import RewardSource, WorkerOptions, parse_sources, parse_weights
 
+FUNCTION_OPTIONS = ("reward_start_timeout_s", "reward_num_workers", "reward_memory_gb", "reward_env")
 SHARE_ALONE = 0.9  # share of a GPU's memory for an engine that has the GPU to itself
 
 
@@ -148,8 +149,23 @@ class RewardSection(Section, title="reward"):
         "one weight per source, separated by commas, those of --remote_rm_url first; all URLs together are one source."
         " None: 1 each. A negative first weight needs a =, as in --reward_weights=-1,1",
     )
-    reward_timeout_s: float = flag(30.0, "time limit of one call of a reward function or server, in seconds", gt=0)
+    reward_timeout_s: float = flag(
+        30.0, "time limit of a reward function per response, and of one call of a reward server, in seconds", gt=0
+    )
+    reward_start_timeout_s: float = flag(120.0, "time limit of importing a reward function, in seconds", gt=0)
     reward_num_workers: int = flag(1, "processes per reward function, which score concurrently", ge=1)
+    reward_memory_gb: float | None = flag(
+        None, "GiB of memory for each process of a reward function; None: half of this machine's memory", gt=0
+    )
+    reward_env: str | None = flag(
+        None,
+        "environment variables that reward functions receive, separated by commas, such as OPENAI_API_KEY; None: only"
+        " those that say where programs, caches and devices are",
+    )
+    failed_reward: float | None = flag(
+        None,
+        "reward and score of a response whose reward timed out or crashed; None: it has none and is masked in training",
+    )
     reward_batch_size: int = flag(64, "responses per call of a reward server or model", ge=1)
     normalize_reward: bool = flag(
         False, "shift and scale the scores of reward models by the mean and the standard deviation stored with them"
@@ -158,6 +174,11 @@ class RewardSection(Section, title="reward"):
     def sources(self) -> tuple[RewardSource, ...]:
         """Return the sources that the options name. Raises ConfigError unless there is one weight per source."""
         return parse_sources(self.remote_rm_url or "", self.reward_pretrain or "", parse_weights(self.reward_weights))
+
+    def worker(self) -> WorkerOptions:
+        """Return how the processes of reward functions run. Raises ConfigError for a bad name of a variable."""
+        names = tuple(name.strip() for name in (self.reward_env or "").split(",") if name.strip())
+        return WorkerOptions(start_timeout_s=self.reward_start_timeout_s, memory_gb=self.reward_memory_gb, env=names)
 
     def missing(self, why: str) -> list[ConfigError]:
         """Return an error when nothing scores; `why` says what a reward is needed for."""
@@ -172,10 +193,11 @@ class RewardSection(Section, title="reward"):
     def check(self, given: Collection[str]) -> list[str]:
         """Return notices for options of a kind of source that is not used. Raises ConfigError for invalid sources."""
         kinds = {source.kind for source in self.sources()}
+        self.worker()
         return without_effect(
             given,
             (kinds <= {"model"}, ["reward_timeout_s"], "no reward function or server scores"),
-            ("function" not in kinds, ["reward_num_workers"], "no reward function scores"),
+            ("function" not in kinds, FUNCTION_OPTIONS, "no reward function scores"),
             (kinds <= {"function"}, ["reward_batch_size"], "no reward server or model scores"),
             ("model" not in kinds, ["normalize_reward"], "there is no --reward_pretrain"),
         )

@@ -13,6 +13,7 @@ from rlhf_rollout.protocols import Completion, EngineHealth, PauseMode, Sampling
 
 _RETRIED_STATUS = (408, 429, 500, 502, 503, 504)
 _MAX_RETRY_WAIT_S = 30.0
+_MAX_TIMEOUTS = 2
 _HEALTH_TIMEOUT_S = 10.0
 
 
@@ -27,7 +28,8 @@ class HttpEngine:
         model: the model's name on the server.
         max_model_len: the model's context in tokens, which is checked before a request goes out.
         timeout_s: deadline of one attempt at a request, with all of its samples.
-        num_retries: further attempts after a temporary error: no connection, a timeout, or status 408, 429 or 5xx.
+        num_retries: further attempts after a temporary error: no connection, a timeout, or status 408, 429 or 5xx. A
+            second timeout ends the attempts.
         retry_wait_s: pause before the first retry; it doubles with each further one, to at most 30 s.
         policy_version: version of the server's weights.
         api_key: sent as a bearer token.
@@ -113,6 +115,7 @@ class HttpEngine:
 
     async def _post(self, request: dict[str, Any]) -> dict[str, Any]:
         failure = ""
+        num_timeouts = 0
         for attempt in range(self._num_retries + 1):
             if attempt:
                 await asyncio.sleep(min(self._retry_wait_s * 2 ** (attempt - 1), _MAX_RETRY_WAIT_S))
@@ -121,6 +124,9 @@ class HttpEngine:
                     response = await self._client.post(self._url, json=request)
             except TimeoutError:
                 failure = f"no answer within {self._timeout_s:g} s"
+                num_timeouts += 1
+                if num_timeouts == _MAX_TIMEOUTS:
+                    break
                 continue
             except httpx.TransportError as error:
                 failure = f"{type(error).__name__}: {error}"
@@ -136,7 +142,7 @@ class HttpEngine:
                 return response.json()
             except ValueError as error:
                 raise EngineError(f"{self._url} answered no JSON: {_excerpt(response.text)}") from error
-        message = f"{self._url} failed {self._num_retries + 1} times; last: {failure}"
+        message = f"{self._url} failed {attempt + 1} times; last: {failure}"
         raise EngineError(message, hint="is the server up and healthy?")
 
     async def pause(self, mode: PauseMode) -> None:

@@ -1,20 +1,24 @@
 """Rewards from a user's Python function: scoring in worker processes, and a trial call before a run starts."""
 
 import asyncio
+import logging
 import queue
 import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from rlhf_data.errors import ConfigError, RewardError
-from rlhf_data.records import Prompt, Rollout, Verdict, VerdictKind
+from rlhf_data.records import FinishReason, Prompt, Rollout, Span, SpanSource, Verdict, VerdictKind
+from rlhf_rollout.rewards.breaker import Breaker
 from rlhf_rollout.rewards.outcomes import Failure, judge
 from rlhf_rollout.rewards.process import Samples, WorkerProcess
+from rlhf_rollout.rewards.sources import DEFAULT_WORKER, WorkerOptions
 from rlhf_rollout.rewards.user_function import Scored, parse_reward, verdict_of
 
-_MIN_SHARE_S = 1.0
+_LOGGER = logging.getLogger(__name__)
 _START_ATTEMPTS = 3
 _START_PAUSE_S = 0.5
 _CLOSED = "the reward function's workers have been shut down"
@@ -24,15 +28,19 @@ class FunctionReward:
     """A `RewardFunction` that calls a user's function in worker processes. Failures become verdicts.
 
     The rollouts of a prompt are scored in one call. If it fails, each rollout is scored in a call of its own, so that
-    only the rollouts at fault get a failed verdict. After a timeout these calls share the time limit (each has at least
-    1 s): a function that always hangs costs about twice the limit per prompt. May be used from several event loops.
+    only the rollouts at fault get a failed verdict. A function that hangs, kills its worker or fails slowly many times
+    in a row is held back by a `Breaker`: rollouts then fail at once, with the last error. May be used from several
+    event loops.
 
     Args:
         reward: `FILE.py` (its `reward_func`), `FILE.py:function`, `module` or `module:function`.
-        timeout_s: time limit of a call in seconds, from the moment that a worker has it.
+        timeout_s: time limit for one rollout in seconds, from the moment that a worker has it. A call for several gets
+            more time by the longest time per rollout that a successful call has taken so far.
         num_workers: concurrent calls, each in its own process; further calls wait.
-        startup_timeout_s: time limit of a worker's imports in seconds.
-        log_path: file for what the function prints; None for this process's standard error.
+        worker: how the processes run.
+        max_failures: costly failures in a row after which the function is held back.
+        log_path: file for what the function prints, at most 10 MiB; None for this process's standard error, at most
+            16 KiB per worker.
 
     Attributes:
         num_replaced: how many workers hung or died so far.
@@ -47,16 +55,19 @@ class FunctionReward:
         *,
         timeout_s: float = 30.0,
         num_workers: int = 2,
-        startup_timeout_s: float = 120.0,
+        worker: WorkerOptions = DEFAULT_WORKER,
+        max_failures: int = 8,
         log_path: str | Path | None = None,
     ) -> None:
-        numbers = {"timeout_s": timeout_s, "num_workers": num_workers, "startup_timeout_s": startup_timeout_s}
+        numbers = {"timeout_s": timeout_s, "num_workers": num_workers, "max_failures": max_failures}
         for name, value in numbers.items():
             if value <= 0:
                 raise ConfigError(f"the reward's {name} must be positive, got {value}")
         self._target = parse_reward(reward)
         self._timeout_s = timeout_s
-        self._startup_timeout_s = startup_timeout_s
+        self._worker_options = worker
+        self._breaker = Breaker(max_failures)
+        self._pace_s = 0.0  # the longest time per rollout of a successful call
         self._log_path = None if log_path is None else Path(log_path)
         self._executor = ThreadPoolExecutor(num_workers, thread_name_prefix="reward")
         # One slot per thread; None stands for a worker that is not started yet. Last in, first out, so that running
@@ -68,6 +79,7 @@ class FunctionReward:
         self._workers: set[WorkerProcess] = set()
         self._has_started = False
         self._closed = False
+        self._closing = threading.Event()
         self.num_replaced = 0
 
     async def score(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> list[Verdict]:
@@ -77,25 +89,23 @@ class FunctionReward:
         after `close`.
         """
 
-        async def ask(responses: Sequence[str], failure: Failure | None) -> Scored | Failure:
+        async def ask(part: Sequence[Rollout], _: Failure | None) -> Scored | Failure:
             if self._closed:
                 raise RewardError(_CLOSED)
-            timeout_s = self._timeout_s
-            if failure is not None and failure.kind is VerdictKind.TIMEOUT:
-                timeout_s = max(timeout_s / len(rollouts), min(timeout_s, _MIN_SHARE_S))
             loop = asyncio.get_running_loop()
-            samples = reward_arguments(prompt, responses)
-            return await loop.run_in_executor(self._executor, self._call, samples, timeout_s)
+            samples = reward_arguments(prompt, [rollout.text for rollout in part])
+            return await loop.run_in_executor(self._executor, self._call, samples, extra_arguments(part))
 
-        return await judge([rollout.text for rollout in rollouts], ask)
+        return await judge(rollouts, ask)
 
     async def close(self) -> None:
-        """End the workers, hung ones included."""
+        """End the workers, also those that hang or are starting."""
         await asyncio.to_thread(self._shutdown)
 
     def _shutdown(self) -> None:
         with self._lock:
             self._closed = True
+            self._closing.set()
             workers = list(self._workers)
         for worker in workers:
             worker.kill()  # ends the call that a thread may be waiting in
@@ -103,16 +113,30 @@ class FunctionReward:
         for worker in workers:
             worker.close()
 
-    def _call(self, samples: Samples, timeout_s: float) -> Scored | Failure:
+    def _call(self, samples: Samples, extras: dict[str, list[Any]]) -> Scored | Failure:
+        if refusal := self._breaker.refusal():
+            return refusal
         worker = self._slots.get()
         try:
             if worker is not None and not worker.alive:  # it died between two calls, so no sample is at fault
                 worker = self._retire(worker)
             if worker is None:
                 worker = self._start()
-            return worker.call(samples, timeout_s)
+            num_samples = len(samples[0])
+            started = time.monotonic()
+            outcome = worker.call(samples, extras, self._timeout_s + (num_samples - 1) * self._pace_s)
+            self._note(outcome, num_samples, time.monotonic() - started, costly=not worker.alive)
+            return outcome
         finally:
             self._slots.put(worker if worker is None or worker.alive else self._retire(worker))
+
+    def _note(self, outcome: Scored | Failure, num_samples: int, seconds: float, *, costly: bool) -> None:
+        failure = outcome if isinstance(outcome, Failure) else None
+        if failure is None:
+            self._pace_s = max(self._pace_s, seconds / num_samples)
+        if self._breaker.note(failure, seconds, costly=costly) and not self._closed:
+            name = f"{self._target.module}:{self._target.function}"
+            _LOGGER.warning("%s keeps failing, so it is called only now and then: %s", name, outcome.detail)
 
     def _retire(self, worker: WorkerProcess) -> None:
         worker.close()
@@ -126,29 +150,36 @@ class FunctionReward:
         for attempt in range(1, attempts + 1):
             if self._closed:
                 break
-            try:
-                worker = WorkerProcess(self._target, startup_timeout_s=self._startup_timeout_s, log_path=self._log_path)
-            except RewardError:
-                if attempt == attempts:
-                    raise
-                time.sleep(_START_PAUSE_S)
-                continue
+            worker = WorkerProcess(self._target, self._worker_options, log_path=self._log_path)
             with self._lock:
+                if self._closed:
+                    break
+                self._workers.add(worker)  # `close` can end it while it starts
+            try:
+                worker.start()
                 self._has_started = True
-                if not self._closed:
-                    self._workers.add(worker)
-                    return worker
-            worker.close()
+                return worker
+            except RewardError:
+                with self._lock:
+                    self._workers.discard(worker)
+                if attempt == attempts and not self._closed:
+                    raise
+                self._closing.wait(_START_PAUSE_S)
+        worker.close()
         raise RewardError(_CLOSED)
 
 
 def check_reward_function(
-    reward: str, prompts: Sequence[Prompt] = (), *, timeout_s: float = 30.0, startup_timeout_s: float = 120.0
+    reward: str,
+    prompts: Sequence[Prompt] = (),
+    *,
+    timeout_s: float = 30.0,
+    worker: WorkerOptions = DEFAULT_WORKER,
 ) -> str | None:
     """Import a reward function and call it once in a worker process, before anything expensive starts.
 
     The call holds each of the first four `prompts` twice: with its label and with an empty text as the response.
-    `reward` and the time limits are those of `FunctionReward`.
+    The other arguments are those of `FunctionReward`.
 
     Returns:
         The reason when the call raised or hung, which a run would count as failed verdicts; None when it gave rewards.
@@ -159,13 +190,15 @@ def check_reward_function(
             rewards than queries, or a reward that is not finite.
     """
     target = parse_reward(reward)
-    worker = WorkerProcess(target, startup_timeout_s=startup_timeout_s)
+    process = WorkerProcess(target, worker)
     try:
+        process.start()
         if not prompts:
             return None
-        outcome = worker.call(trial_arguments(prompts), timeout_s)
+        rollouts = [_trial_rollout(prompt, text) for prompt in prompts[:4] for text in _trial_texts(prompt)]
+        outcome = process.call(trial_arguments(prompts), extra_arguments(rollouts), timeout_s)
     finally:
-        worker.close()
+        process.close()
     name = f"{target.module}:{target.function}"
     if isinstance(outcome, Scored):
         check_finite(name, outcome)
@@ -181,11 +214,29 @@ def reward_arguments(prompt: Prompt, responses: Sequence[str]) -> Samples:
     return queries, [prompt.text] * len(queries), [prompt.label or ""] * len(queries)
 
 
+def extra_arguments(rollouts: Sequence[Rollout]) -> dict[str, list[Any]]:
+    """Return the lists of `user_function.EXTRAS`; the token ids are those of the response alone."""
+    return {
+        "responses": [rollout.text for rollout in rollouts],
+        "token_ids": [rollout.token_ids[len(rollout.spans[0].token_ids) :].tolist() for rollout in rollouts],
+        "finish_reasons": [str(rollout.finish_reason) for rollout in rollouts],
+        "group_ids": [rollout.group_id for rollout in rollouts],
+    }
+
+
+def _trial_texts(prompt: Prompt) -> tuple[str, str]:
+    return prompt.label or "", ""
+
+
+def _trial_rollout(prompt: Prompt, text: str) -> Rollout:
+    return Rollout("trial", "trial", (Span(SpanSource.PROMPT, prompt.token_ids),), FinishReason.STOP, text)
+
+
 def trial_arguments(prompts: Sequence[Prompt]) -> Samples:
     """Return the queries, prompts and labels of a trial: the first four prompts, with their labels and with no text."""
     trial: Samples = ([], [], [])
     for prompt in prompts[:4]:
-        for texts, more in zip(trial, reward_arguments(prompt, [prompt.label or "", ""]), strict=True):
+        for texts, more in zip(trial, reward_arguments(prompt, _trial_texts(prompt)), strict=True):
             texts += more
     return trial
 

@@ -57,8 +57,8 @@ def parse_number(text: str) -> Fraction | None:
 def grade(response: str, label: str) -> VerdictKind:
     """Return ok or wrong by the response's answer after its last `####`; unparsable when there is none to compare.
 
-    The label is the answer alone, or a solution that ends in `#### answer`. Raises ValueError when the label has no
-    answer.
+    It is timeout when comparing two LaTeX expressions takes longer than 5 s. The label is the answer alone, or a
+    solution that ends in `#### answer`. Raises ValueError when the label has no answer.
     """
     expected = extract_answer(label) if MARKER in label else clean_answer(label)
     if not expected:
@@ -71,9 +71,9 @@ def grade(response: str, label: str) -> VerdictKind:
     number, expected_number = parse_number(answer), parse_number(expected)
     if number is not None and expected_number is not None:
         return VerdictKind.OK if number == expected_number else VerdictKind.WRONG
-    same = _same_expression(answer, expected) if "\\" in answer + expected else None
-    if same is not None:
-        return VerdictKind.OK if same else VerdictKind.WRONG
+    verdict = _compare_expressions(answer, expected) if "\\" in answer + expected else None
+    if verdict is not None:
+        return verdict
     # Words where a number is expected cannot be compared; any other difference makes the answer wrong.
     return VerdictKind.WRONG if number is not None or expected_number is None else VerdictKind.UNPARSABLE
 
@@ -94,13 +94,28 @@ def _has_math_verify() -> bool:
     return find_spec("math_verify") is not None
 
 
-def _same_expression(answer: str, expected: str) -> bool | None:
-    """Return whether two LaTeX expressions are equal; None when that cannot be decided."""
+def _compare_expressions(answer: str, expected: str) -> VerdictKind | None:
+    """Return ok, wrong or timeout for two LaTeX expressions; None when they cannot be read."""
     if not _has_math_verify() or max(len(answer), len(expected)) > _MAX_LENGTH:
         return None
     from math_verify import parse, verify
+    from math_verify.errors import TimeoutException
 
     # math-verify enforces its time limit with a signal, which works only in the main thread.
     timeout_s = _VERIFY_TIMEOUT_S if threading.current_thread() is threading.main_thread() else None
-    gold, found = (parse(f"${text}$", parsing_timeout=timeout_s) for text in (expected, answer))
-    return verify(gold, found, timeout_seconds=timeout_s) if gold and found else None
+    options = {"parsing_timeout": timeout_s, "raise_on_error": True}  # else a timeout would look like a wrong answer
+    try:
+        gold, found = (parse(f"${text}$", **options) for text in (expected, answer))
+    except TimeoutException:
+        return VerdictKind.TIMEOUT
+    except Exception:  # math-verify and sympy raise anything for what they cannot read
+        return None
+    if not gold or not found:
+        return None
+    try:
+        same = verify(gold, found, timeout_seconds=timeout_s, raise_on_error=True)
+    except TimeoutException:
+        return VerdictKind.TIMEOUT
+    except Exception:
+        return VerdictKind.WRONG
+    return VerdictKind.OK if same else VerdictKind.WRONG

@@ -4,13 +4,15 @@ import asyncio
 import math
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from rlhf_data.errors import ConfigError, RewardError
 from rlhf_data.records import Prompt, Rollout, Verdict, VerdictKind
 from rlhf_rollout.protocols import RewardFunction
 from rlhf_rollout.rewards.function import FunctionReward, check_reward_function
-from rlhf_rollout.rewards.sources import RewardSource, metric_names, model_paths
+from rlhf_rollout.rewards.sources import DEFAULT_WORKER, RewardSource, WorkerOptions, metric_names, model_paths
+from rlhf_rollout.rewards.user_function import is_usable, one_line
 
 
 class MixedReward:
@@ -65,7 +67,7 @@ class MixedReward:
         weights = [weight for _, weight, _ in self._sources]
         reward = sum(weight * verdict.reward for weight, verdict in zip(weights, verdicts, strict=True))
         score = sum(weight * verdict.score for weight, verdict in zip(weights, verdicts, strict=True))
-        if not math.isfinite(reward) or not math.isfinite(score):
+        if not is_usable(reward) or not is_usable(score):
             message = f"the weighted sum is {reward} (score {score})"
             return Verdict(VerdictKind.CRASH, detail=message, extra=extra, seconds=seconds)
         turn_rewards = _turn_rewards(weights, verdicts)
@@ -94,6 +96,31 @@ def _turn_rewards(weights: Sequence[float], verdicts: Sequence[Verdict]) -> tupl
     return tuple(sums)
 
 
+class ScoredFailures:
+    """A `RewardFunction` that gives the failed verdicts of another one a reward, so that their rollouts are trained.
+
+    The verdicts keep their kind, so they are counted as failures.
+
+    Args:
+        reward: the other reward.
+        value: reward and score of a rollout whose scorer failed.
+    """
+
+    def __init__(self, reward: RewardFunction, value: float) -> None:
+        self._reward = reward
+        self._value = value
+
+    async def score(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> list[Verdict]:
+        """Return one verdict per rollout, in order."""
+        verdicts = await score_each(self._reward, prompt, rollouts)
+        given = {"reward": self._value, "score": self._value}
+        return [replace(verdict, **given) if verdict.kind.failed else verdict for verdict in verdicts]
+
+    async def close(self) -> None:
+        """Close the other reward."""
+        await self._reward.close()
+
+
 async def score_each(reward: RewardFunction, prompt: Prompt, rollouts: Sequence[Rollout]) -> list[Verdict]:
     """Return one verdict per rollout; an exception, or a wrong number of verdicts, becomes `crash` for all of them.
 
@@ -109,7 +136,7 @@ async def score_each(reward: RewardFunction, prompt: Prompt, rollouts: Sequence[
     except RewardError:
         raise
     except Exception as error:  # a user's implementation may raise anything
-        return crash(f"{type(error).__name__}: {error}")
+        return crash(one_line(f"{type(error).__name__}: {error}"))
     if len(verdicts) != len(rollouts):
         return crash(f"{len(verdicts)} verdicts for {len(rollouts)} rollouts")
     return list(verdicts)
@@ -121,6 +148,8 @@ def build_reward(
     timeout_s: float = 30.0,
     num_workers: int = 1,
     batch_size: int = 64,
+    worker: WorkerOptions = DEFAULT_WORKER,
+    failed_reward: float | None = None,
     log_path: str | Path | None = None,
     models: Sequence[RewardFunction] = (),
 ) -> RewardFunction:
@@ -131,6 +160,9 @@ def build_reward(
         timeout_s: time limit of one call of a function or a server, in seconds.
         num_workers: concurrent calls per function.
         batch_size: rollouts per request to a server.
+        worker: how the processes of functions run.
+        failed_reward: reward and score of rollouts whose scorer failed; None leaves them without, so that they are
+            masked in training.
         log_path: file for what functions print; None for this process's standard error.
         models: the reward functions of the sources of kind "model", in order. The caller builds them, because it knows
             on which devices they run.
@@ -144,9 +176,8 @@ def build_reward(
     rewards: list[RewardFunction] = []
     for source in sources:
         if source.kind == "function":
-            rewards.append(
-                FunctionReward(source.targets[0], timeout_s=timeout_s, num_workers=num_workers, log_path=log_path)
-            )
+            options = {"timeout_s": timeout_s, "num_workers": num_workers, "worker": worker, "log_path": log_path}
+            rewards.append(FunctionReward(source.targets[0], **options))
         elif source.kind == "server":
             from rlhf_rollout.rewards.remote import RemoteReward  # imports httpx
 
@@ -155,17 +186,25 @@ def build_reward(
             rewards.append(next(remaining))
     weights = [source.weight for source in sources]
     if weights == [1]:
-        return rewards[0]
-    return MixedReward(list(zip(metric_names(sources), weights, rewards, strict=True)))
+        reward = rewards[0]
+    else:
+        reward = MixedReward(list(zip(metric_names(sources), weights, rewards, strict=True)))
+    return reward if failed_reward is None else ScoredFailures(reward, failed_reward)
 
 
-def check_reward(source: RewardSource, prompts: Sequence[Prompt] = (), *, timeout_s: float = 30.0) -> str | None:
+def check_reward(
+    source: RewardSource,
+    prompts: Sequence[Prompt] = (),
+    *,
+    timeout_s: float = 30.0,
+    worker: WorkerOptions = DEFAULT_WORKER,
+) -> str | None:
     """Try a source before anything expensive starts: see `check_reward_function` and `remote.check_reward_server`.
 
     A reward model is not tried, since that means loading it. Returns the reason of a failed trial, None without one.
     """
     if source.kind == "function":
-        return check_reward_function(source.targets[0], prompts, timeout_s=timeout_s)
+        return check_reward_function(source.targets[0], prompts, timeout_s=timeout_s, worker=worker)
     if source.kind == "server":
         from rlhf_rollout.rewards.remote import check_reward_server  # imports httpx
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from rlhf_data.records import Verdict, VerdictKind
-from rlhf_rollout.rewards.user_function import Scored, verdict_of
+from rlhf_rollout.rewards.user_function import Scored, one_line, verdict_of
 
 Sample = TypeVar("Sample")
 
@@ -54,7 +54,7 @@ async def judge(
     verdicts = []
     for outcome, seconds in outcomes:
         if isinstance(outcome, Failure):
-            verdicts.append(Verdict(outcome.kind, detail=" ".join(outcome.detail.split()), seconds=seconds))
+            verdicts.append(Verdict(outcome.kind, detail=one_line(outcome.detail), seconds=seconds))
         else:
             verdicts += [replace(verdict_of(outcome, index), seconds=seconds) for index in range(len(outcome.rewards))]
     return verdicts

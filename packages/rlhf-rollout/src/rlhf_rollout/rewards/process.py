@@ -1,99 +1,166 @@
-"""The parent's side of a reward worker: a fresh interpreter, called with a deadline, killed with its children."""
+"""The parent's side of a reward worker: a fresh interpreter, called with deadlines, killed with all that it started."""
 
 import contextlib
 import json
+import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
 from rlhf_data.errors import RewardError, with_hint
 from rlhf_data.records import VerdictKind
+from rlhf_rollout.rewards import guard
 from rlhf_rollout.rewards.outcomes import Failure
+from rlhf_rollout.rewards.sources import WorkerOptions
 from rlhf_rollout.rewards.user_function import RewardTarget, Scored
 
-_EXIT_TIMEOUT_S = 5.0
+_LOGGER = logging.getLogger(__name__)
+_EXIT_TIMEOUT_S = 10.0
+_NOTICE_S = 10.0  # of importing, after which the user is told what is waited for
+_MAX_ANSWER_BYTES = 2**27
+_GIB = 2**30
+
+# What a worker inherits of the environment: where programs, libraries and caches are, languages, devices and threads.
+# Everything else may be a secret.
+_INHERITED = (
+    "PATH HOME USER LOGNAME SHELL LANG LANGUAGE LC_ALL LC_CTYPE TZ TMPDIR TMP TEMP VIRTUAL_ENV CONDA_PREFIX PYTHONPATH"
+    " PYTHONHOME PYTHONHASHSEED LD_LIBRARY_PATH DYLD_LIBRARY_PATH CUDA_HOME CUDA_VISIBLE_DEVICES NVIDIA_VISIBLE_DEVICES"
+    " OMP_NUM_THREADS MKL_NUM_THREADS OPENBLAS_NUM_THREADS TOKENIZERS_PARALLELISM HF_HOME HF_HUB_CACHE HF_HUB_OFFLINE"
+    " HF_DATASETS_CACHE HF_DATASETS_OFFLINE TRANSFORMERS_OFFLINE TORCH_HOME NLTK_DATA XDG_CACHE_HOME XDG_CONFIG_HOME"
+    " XDG_DATA_HOME SSL_CERT_FILE SSL_CERT_DIR REQUESTS_CA_BUNDLE CURL_CA_BUNDLE"
+)
+INHERITED = frozenset(_INHERITED.split())
 
 Samples = tuple[list[str], list[str], list[str]]  # queries, prompts, labels
 
-# The worker gets the parent's import path, but loads none of the modules that the parent has imported.
-_BOOTSTRAP = (
-    "import json, sys; from multiprocessing.connection import Connection; c = Connection(int(sys.argv[1])); "
-    "sys.path[:] = json.loads(c.recv_bytes()); from rlhf_rollout.rewards.worker import main; main(c)"
-)
-
 
 class WorkerProcess:
-    """A running worker that has loaded the function of `target`.
+    """A worker for the function of `target`. It must be started before it is called.
 
-    What the function prints is appended to `log_path`; None for this process's standard error. Raises RewardError when
-    the function cannot be imported within `startup_timeout_s` seconds.
+    What the function prints is appended to `log_path`; None for this process's standard error.
     """
 
-    def __init__(self, target: RewardTarget, *, startup_timeout_s: float, log_path: Path | None = None) -> None:
-        self._connection, theirs = Pipe()
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(theirs)
-            output = 2 if log_path is None else stack.enter_context(log_path.open("ab"))
+    def __init__(self, target: RewardTarget, options: WorkerOptions, *, log_path: Path | None = None) -> None:
+        self._target = target
+        self._start_timeout_s = options.start_timeout_s
+        self._num_calls = 0
+        self._received = b""
+        self._extras: Sequence[str] = ()
+        self._connection, theirs = socket.socketpair()
+        with theirs:
+            descriptor = str(theirs.fileno())
+            memory_bytes = str(_memory_bytes(options.memory_gb))
+            # -P: files of the working folder are not modules. The guard is a script, which imports nothing of ours.
+            command = [sys.executable, "-P", guard.__file__, descriptor, str(log_path or ""), memory_bytes]
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _BOOTSTRAP, str(theirs.fileno())],
+                command,
                 stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
+                stdout=2,
+                stderr=2,
                 pass_fds=[theirs.fileno()],
-                start_new_session=True,  # Ctrl-C does not reach it, and `kill` can end its children, too
+                env={name: value for name, value in os.environ.items() if name in INHERITED.union(options.env)},
+                start_new_session=True,  # Ctrl-C does not reach it
             )
-        path = [os.path.abspath(entry) for entry in sys.path]
-        answer = self._exchange([path, asdict(target)], startup_timeout_s)
-        if isinstance(answer, Failure):
-            self.close()
-            raise RewardError(_start_problem(target, answer, startup_timeout_s))
 
     @property
     def alive(self) -> bool:
         """Whether the process runs."""
         return self._process.poll() is None
 
-    def call(self, samples: Samples, timeout_s: float) -> Scored | Failure:
-        """Return the function's result for the samples. After a timeout or a crash the worker is dead: see `alive`."""
-        request = dict(zip(("queries", "prompts", "labels"), samples, strict=True))
-        answer = self._exchange([request], timeout_s)
+    def start(self) -> None:
+        """Have the worker import the function. Raises RewardError when that fails or takes too long."""
+        # The working folder comes last, so that no file in it takes the place of a library.
+        path = sorted(map(os.path.abspath, sys.path), key=os.getcwd().__eq__)
+        module, limit = self._target.module, self._start_timeout_s
+        notice = f"importing {module} takes longer than {_NOTICE_S:g} s; the limit is {limit:g} s"
+        timer = threading.Timer(_NOTICE_S, _LOGGER.warning, [notice])
+        timer.daemon = True
+        timer.start()
+        answer = self._exchange({"path": path, "target": asdict(self._target)}, limit)
+        timer.cancel()
+        if isinstance(answer, Failure):
+            self.close()
+            raise RewardError(_start_problem(self._target, answer, limit))
+        self._extras = answer["extras"]
+
+    def call(self, samples: Samples, extras: Mapping[str, list[Any]], timeout_s: float) -> Scored | Failure:
+        """Return the function's result for the samples. After a timeout or a crash the worker is dead: see `alive`.
+
+        Of the `extras` the function receives those that it has parameters for.
+        """
+        wanted = {name: extras[name] for name in self._extras}
+        answer = self._exchange({"arguments": samples, "extras": wanted}, timeout_s)
         return answer if isinstance(answer, Failure) else Scored(**answer["scored"])
 
     def kill(self) -> None:
         """End the worker and every process that it started."""
         with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(signal.SIGTERM)  # the guard kills the others first
+        self._wait()
+        with contextlib.suppress(OSError):  # without its guard, a worker is still in the guard's session
             os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        self._wait()
 
     def close(self) -> None:
         """End the worker and free its connection. Must not be called while another thread is in `call`."""
         self.kill()
         self._connection.close()
 
-    def _exchange(self, values: Sequence[Any], timeout_s: float) -> dict[str, Any] | Failure:
-        """Send values and return the answer. A worker that is late or has ended is dead afterwards."""
+    def _wait(self) -> None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=_EXIT_TIMEOUT_S)
+
+    def _exchange(self, message: Mapping[str, Any], timeout_s: float) -> dict[str, Any] | Failure:
+        """Send a message and return the answer. A worker that is late or has ended is dead afterwards."""
+        deadline = time.monotonic() + timeout_s
+        self._num_calls += 1
         try:
-            for value in values:
-                self._connection.send_bytes(json.dumps(value).encode())
-            if not self._connection.poll(timeout_s):
-                self.close()
-                return Failure(VerdictKind.TIMEOUT, f"no answer within {timeout_s:g} s")
-            answer = json.loads(self._connection.recv_bytes())
-        except (EOFError, OSError):  # the worker has closed its end; wait for its exit status
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(timeout=_EXIT_TIMEOUT_S)
+            self._connection.settimeout(timeout_s)
+            self._connection.sendall(json.dumps({"call": self._num_calls, **message}).encode() + b"\n")
+            answer = json.loads(self._line(deadline))
+            while answer["call"] != self._num_calls:  # a second answer to an earlier call
+                answer = json.loads(self._line(deadline))
+        except TimeoutError:
+            self.close()
+            return Failure(VerdictKind.TIMEOUT, f"no answer within {timeout_s:g} s")
+        except (EOFError, OSError):  # the worker has closed its end, or another thread has closed this one
+            self._wait()
             self.close()
             return Failure(VerdictKind.CRASH, f"the reward worker {_ending(self._process.returncode)}")
+        except (ValueError, TypeError, KeyError):
+            self.close()
+            return Failure(VerdictKind.CRASH, "something other than an answer came from the reward worker")
         for kind in ("invalid", "error"):
             if kind in answer:
                 return Failure(VerdictKind.CRASH, answer[kind], is_invalid=kind == "invalid")
         return answer
+
+    def _line(self, deadline: float) -> bytes:
+        """Return the next line from the worker. Raises TimeoutError, EOFError, or ValueError when it is too long."""
+        while (end := self._received.find(b"\n")) < 0:
+            if len(self._received) > _MAX_ANSWER_BYTES:
+                raise ValueError("the answer is too long")
+            self._connection.settimeout(max(deadline - time.monotonic(), 1e-3))
+            piece = self._connection.recv(2**20)
+            if not piece:
+                raise EOFError
+            self._received += piece
+        line, self._received = self._received[:end], self._received[end + 1 :]
+        return line
+
+
+def _memory_bytes(memory_gb: float | None) -> int:
+    if memory_gb is not None:
+        return int(memory_gb * _GIB)
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
 
 
 def _start_problem(target: RewardTarget, failure: Failure, timeout_s: float) -> str:
@@ -101,12 +168,14 @@ def _start_problem(target: RewardTarget, failure: Failure, timeout_s: float) -> 
         return failure.detail
     if failure.kind is VerdictKind.TIMEOUT:
         message = f"importing the reward function from {target.module} took longer than {timeout_s:g} s"
-        return with_hint(message, "move slow work into the function, or raise the time limit")
+        return with_hint(message, "move slow work into the function, or raise --reward_start_timeout_s")
     message = f"cannot import the reward function from {target.module}: {failure.detail}"
     return with_hint(message, "it must import in a fresh interpreter; its own folder is on the import path")
 
 
-def _ending(code: int) -> str:
+def _ending(code: int | None) -> str:
+    if code is None:
+        return "closed its connection"
     if code >= 0:
         return f"exited with status {code}"
     try:

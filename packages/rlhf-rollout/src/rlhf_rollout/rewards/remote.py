@@ -8,8 +8,9 @@ import asyncio
 import itertools
 import json
 import os
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import httpx
@@ -17,6 +18,7 @@ import httpx
 from rlhf_data.errors import ConfigError, RewardError
 from rlhf_data.records import Prompt, Rollout, Verdict, VerdictKind
 from rlhf_rollout.rewards.batcher import Batcher
+from rlhf_rollout.rewards.breaker import Breaker
 from rlhf_rollout.rewards.function import check_finite, reward_arguments, trial_arguments
 from rlhf_rollout.rewards.outcomes import Failure, judge
 from rlhf_rollout.rewards.user_function import Scored, read_result
@@ -26,6 +28,7 @@ TOKEN_VARIABLE = "RLHF_REMOTE_RM_TOKEN"
 _PASSING_STATUS = (408, 425, 429, 500, 502, 503, 504)  # another try may succeed
 _STATUS_OF_A_SAMPLE = (400, 413, 422, 500)  # one sample of a batch may be the reason for these
 _MAX_TIMEOUTS = 2
+_MAX_FAILURES = 4  # slow failures in a row after which a server is asked only now and then
 _MAX_RETRY_WAIT_S = 30.0
 _CONNECT_TIMEOUT_S = 10.0
 _SKELETON = 'answer {"rewards": [one number per query]}'
@@ -52,8 +55,9 @@ class RemoteReward:
 
     After a temporary failure (no connection, a timeout, status 408, 425, 429 or 5xx) a request is repeated on the next
     server. The pause before it doubles each time, and a second timeout ends the tries. If a server answers a batch with
-    an error that one sample may have caused, or with an unusable answer, the samples are sent one by one, so that only
-    the samples at fault get a failed verdict. Use it from one event loop.
+    an error that one sample may have caused, with an unusable answer, or not in time, the samples are sent one by one,
+    so that only the samples at fault get a failed verdict. A server that fails slowly several times in a row is asked
+    only now and then while there are others. Use it from one event loop.
 
     Args:
         urls: full addresses of the requests, one per server.
@@ -88,6 +92,7 @@ class RemoteReward:
         self._num_retries = num_retries
         self._retry_wait_s = retry_wait_s
         self._turns = itertools.count()
+        self._breakers = [Breaker(_MAX_FAILURES) for _ in urls]
         self._batcher = Batcher(partial(judge, ask=self._ask), max_batch=batch_size, max_wait_s=max_wait_s)
         self._client = httpx.AsyncClient(
             # Shorter than the request's own limit, so that a server that is not there is told from one that is late.
@@ -113,16 +118,29 @@ class RemoteReward:
         num_timeouts = 0
         # A call for a single sample follows a failed one for the batch, which has used up the patience already.
         num_retries = self._num_retries if failure is None else min(self._num_retries, 1)
+        are_hung = all(breaker.is_open for breaker in self._breakers)
+        if are_hung or (failure is not None and failure.kind is VerdictKind.TIMEOUT):
+            num_retries = 0
         for attempt in range(num_retries + 1):
             if attempt:
                 await asyncio.sleep(min(self._retry_wait_s * 2 ** (attempt - 1), _MAX_RETRY_WAIT_S))
-            outcome = await self.ask_server(self._urls[(turn + attempt) % len(self._urls)], samples)
-            if isinstance(outcome, Scored) or not outcome.passing:
+            index = self._choose(turn + attempt)
+            started = time.monotonic()
+            outcome = await self.ask_server(self._urls[index], samples)
+            is_passing = isinstance(outcome, _RequestFailure) and outcome.passing
+            self._breakers[index].note(outcome if is_passing else None, time.monotonic() - started)
+            if not is_passing:
                 return outcome
             num_timeouts += outcome.kind is VerdictKind.TIMEOUT
             if num_timeouts == _MAX_TIMEOUTS:
                 break
-        return outcome
+        is_late = outcome.kind is VerdictKind.TIMEOUT
+        return replace(outcome, of_sample=not are_hung) if is_late else outcome
+
+    def _choose(self, turn: int) -> int:
+        """Return the index of the first server from `turn` on that is not held back, or of the first if all are."""
+        order = [(turn + step) % len(self._urls) for step in range(len(self._urls))]
+        return next((index for index in order if self._breakers[index].refusal() is None), order[0])
 
     async def ask_server(self, url: str, samples: Sequence[Sample]) -> Scored | _RequestFailure:
         """Send one request to one server."""
@@ -146,7 +164,7 @@ class RemoteReward:
             return _RequestFailure(VerdictKind.CRASH, said, passing=passing, of_sample=of_sample, status=status)
         try:
             return read_result(response.json(), len(samples), giver="the reward server")
-        except ValueError:
+        except (ValueError, RecursionError):
             problem = f"no JSON: {_excerpt(response.text)}"
         except RewardError as error:
             problem = str(error).partition("\n")[0]  # its hint is about functions
@@ -198,8 +216,11 @@ def check_url(url: str) -> str:
     example = "give one such as http://host:5000/get_reward"
     try:
         parsed = httpx.URL(url)
+        port = parsed.port or 1
     except httpx.InvalidURL as error:
         raise ConfigError(f"reward server {url}: {error}", hint=example) from None
+    if not 1 <= port <= 65535:
+        raise ConfigError(f"reward server {url}: port {port} is not within 1 to 65535", hint=example)
     if parsed.scheme not in ("http", "https") or not parsed.host:
         raise ConfigError(f"reward server {url} is no URL", hint=example)
     if parsed.userinfo:

@@ -42,6 +42,37 @@ class RewardSource:
         return target.rpartition("/")[2].removesuffix(".py")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerOptions:
+    """How the worker processes of reward functions run.
+
+    Attributes:
+        start_timeout_s: time limit of importing the function, in seconds.
+        memory_gb: limit for the data of each process, in GiB; None for half of this machine's memory.
+        env: names of environment variables that workers receive besides `rlhf_rollout.rewards.process.INHERITED`.
+
+    Raises:
+        ConfigError: a number is not positive, or a name cannot be that of a variable.
+    """
+
+    start_timeout_s: float = 120.0
+    memory_gb: float | None = None
+    env: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("start_timeout_s", "memory_gb"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ConfigError(f"the reward's {name} must be positive, got {value}")
+        for name in self.env:
+            if not name.isidentifier():
+                message = f"`{name}` is no name of an environment variable"
+                raise ConfigError(message, hint="give names such as OPENAI_API_KEY, separated by commas")
+
+
+DEFAULT_WORKER = WorkerOptions()
+
+
 def parse_sources(
     rewards: str = "", models: str = "", weights: Sequence[float] | None = None
 ) -> tuple[RewardSource, ...]:

@@ -3,6 +3,7 @@
     def reward_func(queries: list[str], prompts: list[str], labels: list[str]) -> dict
 
 It receives, per sample, prompt and response as one text, the prompt alone, and the reference answer ("" without one).
+If it has further parameters with the names of `EXTRAS`, or `**kwargs`, it receives these lists, too. It may be `async`.
 It returns a dictionary with `rewards` (one number per sample) and optionally `scores` (raw scores; the rewards if left
 out), `extra_logs` (name -> one number, or one number per sample) and `verdicts` (one of `VerdictKind` per sample).
 Numbers may be in lists, tuples, numpy arrays or torch tensors.
@@ -12,6 +13,8 @@ import ast
 import importlib
 import importlib.util
 import inspect
+import math
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,6 +28,11 @@ from rlhf_data.errors import ConfigError, RewardError, missing_file, unknown, wi
 from rlhf_data.records import Verdict, VerdictKind
 
 DEFAULT_FUNCTION = "reward_func"
+EXTRAS = ("responses", "token_ids", "finish_reasons", "group_ids")  # keyword arguments, one entry per sample each
+MAX_NUMBER = float(np.finfo(np.float32).max)  # losses are computed in float32
+
+_MAX_LINE = 1000
+_LARGEST = sys.float_info.max
 
 _IN_FILE = re.compile(r"(?P<path>.+\.py)(?::(?P<function>\w+))?", re.DOTALL)
 
@@ -77,7 +85,10 @@ def load_function(target: RewardTarget) -> Callable[..., Any]:
     """
     if target.module.endswith(".py"):
         path = Path(target.module)
-        sys.path.insert(0, str(path.parent))
+        # Behind the standard library, so that a file of the folder cannot take the place of one of its modules.
+        library = os.path.dirname(os.__file__)
+        places = [index for index, entry in enumerate(sys.path) if entry in (library, f"{library}/lib-dynload")]
+        sys.path.insert(max(places, default=-1) + 1, str(path.parent))
         # The file must not replace a module that is imported under the same name.
         name = path.stem if path.stem.isidentifier() and path.stem not in sys.modules else f"rlhf_reward_{path.stem}"
         spec = importlib.util.spec_from_file_location(name, path)
@@ -92,6 +103,31 @@ def load_function(target: RewardTarget) -> Callable[..., Any]:
         raise RewardError(_no_function(target, callables))
     _check_parameters(function, target)
     return function
+
+
+def accepted_extras(function: Callable[..., Any]) -> list[str]:
+    """Return the names among `EXTRAS` that a reward function takes as arguments."""
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except ValueError:  # some functions written in C have no signature
+        return []
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
+        return list(EXTRAS)
+    # The first three receive queries, prompts and labels, whatever their names.
+    named = [parameter.name for parameter in parameters[3:] if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
+    named += [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
+    return [name for name in EXTRAS if name in named]
+
+
+def one_line(text: str) -> str:
+    """Return a text from outside as one line of at most 1,000 characters, in which unprintable ones are escaped."""
+    plain = " ".join(text[: 4 * _MAX_LINE].split())
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in plain)[:_MAX_LINE]
+
+
+def is_usable(number: float) -> bool:
+    """Return whether a reward or score is finite, and remains so in float32."""
+    return abs(number) <= MAX_NUMBER
 
 
 def read_result(result: Any, num_samples: int, *, giver: str = "the reward function") -> Scored:
@@ -112,7 +148,7 @@ def read_result(result: Any, num_samples: int, *, giver: str = "the reward funct
     if logs is not None and not isinstance(logs, Mapping):
         raise RewardError(f"`extra_logs` must be a dictionary of numbers, got {_kind(logs)}")
     for name, values in (logs or {}).items():
-        extra[str(name)] = _numbers(f"extra_logs[{name!r}]", values, num_samples, spread=True)
+        extra[one_line(str(name))] = _numbers(f"extra_logs[{name!r}]", values, num_samples, spread=True)
     verdicts = result.get("verdicts")
     if verdicts is None:
         verdicts = [None] * num_samples
@@ -128,19 +164,20 @@ def read_result(result: Any, num_samples: int, *, giver: str = "the reward funct
 def verdict_of(scored: Scored, index: int) -> Verdict:
     """Return the verdict of one sample: the function's, or by default ok for a score above 0 and wrong otherwise.
 
-    A reward or score that is not finite gives the verdict `crash`. An extra log that is not finite is left out and
-    named in `detail`.
+    A reward or score that is not finite, or beyond the range of float32, gives the verdict `crash`. Such an extra log
+    is left out and named in `detail`.
     """
     reward, score, kind = scored.rewards[index], scored.scores[index], scored.verdicts[index]
     extra = {name: values[index] for name, values in scored.extra.items()}
-    lost = [f"{name} is {value}" for name, value in extra.items() if not np.isfinite(value)]
+    lost = [f"{name} is {value}" for name, value in extra.items() if not is_usable(value)]
     detail = f"left out of the logs: {', '.join(lost)}" if lost else ""
-    extra = {name: value for name, value in extra.items() if np.isfinite(value)}
+    extra = {name: value for name, value in extra.items() if is_usable(value)}
     if kind is not None and VerdictKind(kind).failed:
         return Verdict(VerdictKind(kind), detail=detail or "reported by the scorer", extra=extra)
     for name, value in (("reward", reward), ("score", score)):
-        if not np.isfinite(value):
-            return Verdict(VerdictKind.CRASH, detail=f"the {name} is {value}", extra=extra)
+        if not is_usable(value):
+            why = ", more than float32 can hold" if np.isfinite(value) else ""
+            return Verdict(VerdictKind.CRASH, detail=f"the {name} is {value}{why}", extra=extra)
     if kind is None:
         kind = VerdictKind.OK if score > 0 else VerdictKind.WRONG
     return Verdict(VerdictKind(kind), reward, score, detail, extra)
@@ -176,7 +213,7 @@ def _check_parameters(function: Callable[..., Any], target: RewardTarget) -> Non
     except ValueError:  # some functions written in C have no signature
         return
     try:
-        signature.bind([], [], [])
+        signature.bind([], [], [], **{name: [] for name in accepted_extras(function)})
     except TypeError as error:
         message = f"{target.module}: {target.function}{signature} does not take (queries, prompts, labels): {error}"
         raise RewardError(message, hint=_SKELETON) from None
@@ -196,7 +233,7 @@ def _numbers(name: str, values: Any, num_samples: int, *, spread: bool = False) 
     if _is_number(values):
         if not spread and num_samples != 1:
             raise RewardError(f"`{name}` is one number for {num_samples} samples", hint=_SKELETON)
-        return [float(values)] * num_samples
+        return [_float(values)] * num_samples
     if not isinstance(values, list | tuple):
         raise RewardError(f"`{name}` must be a list of numbers, got {_kind(values)}")
     if len(values) != num_samples:
@@ -209,8 +246,15 @@ def _numbers(name: str, values: Any, num_samples: int, *, spread: bool = False) 
             value = value[0]
         if not _is_number(value):
             raise RewardError(f"`{name}` must hold numbers, got {_kind(value)}")
-        numbers.append(float(value))
+        numbers.append(_float(value))
     return numbers
+
+
+def _float(number: float) -> float:
+    """Return a float; infinity for an integer that is too large for one."""
+    if isinstance(number, int) and abs(number) > _LARGEST:
+        return math.inf if number > 0 else -math.inf
+    return float(number)
 
 
 def _is_number(value: Any) -> bool:

@@ -1,59 +1,68 @@
-"""The program of a reward worker: imports the user's function, then answers calls over a connection until it closes.
+"""The program of a reward worker: imports the user's function, then answers calls until the connection closes.
 
-The connection carries JSON values in both directions. Standard output and error belong to the user's function.
+The connection carries one JSON value per line in both directions. An answer has the number of its call. Standard output
+and error belong to the user's function.
 """
 
+import asyncio
 import contextlib
-import ctypes
+import inspect
 import json
 import os
-import signal
 import sys
 import traceback
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from multiprocessing.connection import Connection
-from typing import Any
+from typing import IO, Any
 
 from rlhf_data.errors import RewardError
-from rlhf_rollout.rewards.user_function import RewardTarget, load_function, read_result
+from rlhf_rollout.rewards.user_function import RewardTarget, accepted_extras, load_function, read_result
 
-_PR_SET_PDEATHSIG = 1
 _MAX_DETAIL = 500
 
 
-def main(connection: Connection) -> None:
-    """Serve the parent. The first message names the function, each later one is a call. Each gets one answer."""
-    os.set_inheritable(connection.fileno(), False)  # a child of the function would keep it open after a crash
-    _die_with_parent()
-    target = RewardTarget(**json.loads(connection.recv_bytes()))
-    try:
-        function = load_function(target)
-    except RewardError as error:
-        _send(connection, {"invalid": str(error)})
-        return
-    except BaseException as error:  # also SystemExit: the parent must be told the reason
-        _send(connection, {"error": _explain(error, target)})
-        return
-    _send(connection, {"ready": True})
-    while True:
-        try:
-            call = json.loads(connection.recv_bytes())
-        except EOFError:
-            return
-        try:
-            result = function(call["queries"], call["prompts"], call["labels"])
-            answer = {"scored": asdict(read_result(result, len(call["queries"])))}
-        except RewardError as error:
-            answer = {"invalid": str(error)}
-        except BaseException as error:
-            answer = {"error": _explain(error, target)}
+def serve(stream: IO[bytes], first: Mapping[str, Any]) -> None:
+    """Import the function that the message `first` names, then answer the calls that arrive on `stream`."""
+    target = RewardTarget(**first["target"])
+    worker_id = os.getpid()
+
+    def send(call: Mapping[str, Any], answer: Mapping[str, Any]) -> None:
         with contextlib.suppress(Exception):  # the function may have closed stdout
             sys.stdout.flush()
-        _send(connection, answer)
+        if os.getpid() != worker_id:  # the function has forked, and this is the child: only its parent answers
+            os._exit(0)
+        stream.write(json.dumps({"call": call["call"], **answer}).encode() + b"\n")
+        stream.flush()
+
+    function, failure = _attempt(target, load_function, target)
+    send(first, failure or {"extras": accepted_extras(function)})
+    # Async functions share one event loop, so that their clients stay connected between calls.
+    with asyncio.Runner() as runner:
+        while function is not None and (line := stream.readline()):
+            call = json.loads(line)
+            scored, failure = _attempt(target, _score, function, call, runner)
+            send(call, failure or {"scored": scored})
 
 
-def _send(connection: Connection, value: Any) -> None:
-    connection.send_bytes(json.dumps(value).encode())
+def _score(function: Callable[..., Any], call: Mapping[str, Any], runner: asyncio.Runner) -> dict[str, Any]:
+    result = function(*call["arguments"], **call["extras"])
+    if inspect.isawaitable(result):
+        result = runner.run(_awaited(result))
+    return asdict(read_result(result, len(call["arguments"][0])))
+
+
+async def _awaited(result: Any) -> Any:
+    return await result
+
+
+def _attempt(target: RewardTarget, action: Callable[..., Any], *arguments: Any) -> tuple[Any, dict[str, str]]:
+    """Return the result of `action` and an empty answer, or None and the answer that says why it failed."""
+    try:
+        return action(*arguments), {}
+    except RewardError as error:
+        return None, {"invalid": str(error)}
+    except BaseException as error:  # also SystemExit: the parent must be told the reason
+        return None, {"error": _explain(error, target)}
 
 
 def _explain(error: BaseException, target: RewardTarget) -> str:
@@ -61,9 +70,3 @@ def _explain(error: BaseException, target: RewardTarget) -> str:
     text = " ".join(f"{type(error).__name__}: {error}".split())[:_MAX_DETAIL]
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == target.module]
     return f"{text} ({os.path.basename(target.module)}:{frames[-1].lineno})" if frames else text
-
-
-def _die_with_parent() -> None:
-    """Have the kernel end this process with the thread that started it: a hung call must not outlive the run."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

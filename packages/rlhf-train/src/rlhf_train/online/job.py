@@ -9,7 +9,7 @@ from rlhf_data.records import Prompt
 from rlhf_rollout.engines import EngineSpec
 from rlhf_rollout.protocols import SamplingParams
 from rlhf_rollout.rewards.model import MODEL_TIMEOUT_S
-from rlhf_rollout.rewards.sources import RewardSource, model_paths
+from rlhf_rollout.rewards.sources import DEFAULT_WORKER, RewardSource, WorkerOptions, model_paths
 from rlhf_train.algorithms import AlgorithmSpec
 from rlhf_train.online.placement import PlacementPlan
 from rlhf_train.run.trackers.spec import TrackerSpec
@@ -77,6 +77,8 @@ class RewardSpec:
         timeout_s: time limit for one call of a reward function or server.
         model_timeout_s: time limit for one call of a reward model, which may wait for other calls of the same replica.
         num_workers: worker processes per reward function.
+        worker: how these processes run.
+        failed_reward: reward of responses whose scorer failed; None masks them.
         batch_size: responses per call of a server or reward model.
         normalize_models: shift and scale scores of reward models by the mean and deviation stored with the model.
         running_norm: shift and scale rewards by the mean and deviation of all raw rewards of the run so far.
@@ -91,6 +93,8 @@ class RewardSpec:
     timeout_s: float = 30.0
     model_timeout_s: float = MODEL_TIMEOUT_S
     num_workers: int = 1
+    worker: WorkerOptions = DEFAULT_WORKER
+    failed_reward: float | None = None
     batch_size: int = 64
     normalize_models: bool = False
     running_norm: bool = False

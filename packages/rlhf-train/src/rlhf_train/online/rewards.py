@@ -33,6 +33,8 @@ def make_reward(job: OnlineJob, scorers: Sequence[Sequence[Any]], log_path: Path
         spec.sources,
         timeout_s=spec.timeout_s,
         num_workers=spec.num_workers,
+        worker=spec.worker,
+        failed_reward=spec.failed_reward,
         batch_size=spec.batch_size,
         log_path=log_path,
         models=models,

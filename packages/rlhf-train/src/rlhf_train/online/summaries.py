@@ -7,7 +7,7 @@ from rlhf_data.records import FinishReason, Rollout, RolloutGroup, VerdictKind
 
 def scored(groups: Sequence[RolloutGroup]) -> list[Rollout]:
     """Return the rollouts that have a reward, group by group."""
-    return [r for group in groups for r in group.rollouts if r.verdict is not None and not r.verdict.kind.failed]
+    return [r for group in groups for r in group.rollouts if r.verdict is not None and r.verdict.reward is not None]
 
 
 def summarize(groups: Sequence[RolloutGroup], prefix: str) -> dict[str, float]:

@@ -1,0 +1,171 @@
+"""The guard of a reward worker: starts the worker, forwards its output, and ends all of its processes with it.
+
+`process.py` runs this file as a script. It uses the standard library only, so that it takes a few MiB and milliseconds.
+
+On Linux, orphans of the worker become children of the guard, also those that have left its session. So the guard ends
+them all when the worker ends, when it receives SIGTERM, and when its own parent is gone.
+"""
+
+import contextlib
+import ctypes
+import json
+import os
+import resource
+import select
+import signal
+import socket
+import stat
+import sys
+import time
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_PARENT_CHECK_S = 1.0  # between two looks at whether the parent is alive
+_KILL_TIMEOUT_S = 5.0
+_LOG_BYTES = 10 * 2**20  # size of a log file beyond which output is dropped
+_TERMINAL_BYTES = 2**14  # what one worker may write to the terminal
+# Everything but tab and newline: the texts of a model could steer the terminal.
+_CONTROL_BYTES = bytes({*range(32), 127} - {9, 10})
+
+
+class _Output:
+    """Forwards what the worker prints to a log file or, without one, to standard error, up to a limit.
+
+    The limit of a file is its size, since several workers may write to it.
+    """
+
+    def __init__(self, log_path: str) -> None:
+        self.pipe, self.worker_end = os.pipe()  # the open end of the worker means that reading never meets an end
+        os.set_blocking(self.pipe, False)
+        self._log_path = log_path
+        self._file: int | None = None
+        self._num_shown = 0
+
+    def forward(self) -> bool:
+        """Copy a piece of what the worker has printed; return False when there is none."""
+        try:
+            data = os.read(self.pipe, 2**16)
+        except BlockingIOError:
+            return False
+        if self._file is None:
+            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+            self._file = os.open(self._log_path, flags, 0o600) if self._log_path else 2
+        state = os.fstat(self._file)
+        is_file = stat.S_ISREG(state.st_mode)
+        room = _LOG_BYTES - state.st_size if is_file else _TERMINAL_BYTES - self._num_shown
+        kept = data[: max(room, 0)]
+        self._num_shown += len(kept)
+        if not is_file:
+            kept = kept.translate(None, _CONTROL_BYTES)
+        if 0 < room < len(data):
+            kept += b"\n[further output of the reward function is left out]\n"
+        with contextlib.suppress(OSError):  # a full disk or a closed terminal must not end the worker
+            os.write(self._file, kept)
+        return True
+
+
+def main(connection: int, log_path: str, memory_bytes: int) -> None:
+    """Run the worker until it ends or must end. This process then ends in the same way as the worker.
+
+    Args:
+        connection: descriptor of the worker's end of the connection.
+        log_path: file for what the worker prints; empty for standard error.
+        memory_bytes: limit for the data of each process of the worker.
+    """
+    parent = os.getppid()
+    output = _Output(log_path)
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    worker = os.fork()
+    if not worker:
+        _run_worker(connection, output, memory_bytes)
+        return
+    os.close(connection)
+    wake, wake_end = os.pipe()
+    os.set_blocking(wake_end, False)
+    signal.set_wakeup_fd(wake_end)
+    for number in (signal.SIGCHLD, signal.SIGTERM):
+        signal.signal(number, lambda *_: None)
+    status = _reap(worker)
+    while status is None and os.getppid() == parent:
+        ready, _, _ = select.select([output.pipe, wake], [], [], _PARENT_CHECK_S)
+        if output.pipe in ready:
+            output.forward()
+        if wake in ready and signal.SIGTERM in os.read(wake, 64):
+            break
+        status = _reap(worker)
+    _kill_all(worker)
+    while output.forward():
+        pass
+    _end_like(status)
+
+
+def _run_worker(connection: int, output: _Output, memory_bytes: int) -> None:
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    for descriptor in (1, 2):
+        os.dup2(output.worker_end, descriptor)
+    os.set_inheritable(connection, False)  # programs that the function starts do not get it
+    with contextlib.suppress(ValueError):  # a lower limit is in force already
+        resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
+    stream = socket.socket(fileno=connection).makefile("rwb")
+    first = json.loads(stream.readline())
+    sys.path[:] = first["path"]
+    from rlhf_rollout.rewards.worker import serve
+
+    serve(stream, first)
+
+
+def _reap(worker: int) -> int | None:
+    """Collect the children that have ended; return the worker's exit code, or None unless it is among them."""
+    code = None
+    with contextlib.suppress(ChildProcessError):
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            if ended[0] == worker:
+                code = os.waitstatus_to_exitcode(ended[1])
+    return code
+
+
+def _kill_all(worker: int) -> None:
+    """Kill all children, and the orphans that thereby become children, until there are none."""
+    deadline = time.monotonic() + _KILL_TIMEOUT_S
+    while time.monotonic() < deadline:
+        for child in _children() if os.path.isdir("/proc") else [worker]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
+            return
+        time.sleep(0.005)
+
+
+def _children() -> list[int]:
+    """Return the process ids of this process's children."""
+    children = []
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:
+                # The name of the program comes before the parent's id. It is in parentheses and may hold any byte.
+                parent = int(file.read().rpartition(b")")[2].split()[1])
+                if parent == os.getpid():
+                    children.append(int(name))
+    return children
+
+
+def _end_like(code: int | None) -> None:
+    """End with an exit status, or by the signal whose negative number `code` is."""
+    if code is not None and code < 0:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the worker has dumped its own memory if that is wanted
+        with contextlib.suppress(OSError):  # SIGKILL has no handler
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(code or 0)
+
+
+def _prctl(option: int, value: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(option, value)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]))

@@ -1,0 +1,59 @@
+"""When calls of a scorer that keeps failing are held back, and when they are let through again."""
+
+import pytest
+
+from rlhf_data.records import VerdictKind
+from rlhf_rollout.rewards.breaker import Breaker
+from rlhf_rollout.rewards.outcomes import Failure
+
+HANG = Failure(VerdictKind.TIMEOUT, "no answer within 5 s")
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("rlhf_rollout.rewards.breaker.time.monotonic", lambda: now[0])
+    return now
+
+
+def test_breaker_holds_calls_back_after_costly_failures_in_a_row(clock):
+    breaker = Breaker(3)
+    assert [breaker.note(HANG, 5.0), breaker.note(HANG, 5.0)] == [False, False]
+    assert breaker.refusal() is None
+    assert not breaker.is_open
+    assert breaker.note(HANG, 5.0)
+    assert breaker.is_open
+    refusal = breaker.refusal()
+    assert (refusal.kind, refusal.of_sample) == (VerdictKind.TIMEOUT, False)
+    assert refusal.detail == "not called, because 3 calls in a row failed; the last one: no answer within 5 s"
+
+
+def test_breaker_lets_one_call_through_after_four_times_the_failures_time(clock):
+    breaker = Breaker(1)
+    assert breaker.note(HANG, 5.0)
+    clock[0] += 19.9
+    assert breaker.refusal() is not None
+    clock[0] += 0.2
+    assert breaker.refusal() is None
+    assert breaker.refusal() is not None  # one at a time
+    assert not breaker.note(HANG, 2.0)  # said once
+    clock[0] += 8.1
+    assert breaker.refusal() is None
+    breaker.note(None, 1.0)
+    assert breaker.refusal() is None
+    assert not breaker.is_open
+
+
+@pytest.mark.parametrize("outcome", [(None, 60.0), (HANG, 0.5)], ids=["success", "quick failure"])
+def test_breaker_starts_anew_after_a_success_or_a_quick_failure(clock, outcome):
+    breaker = Breaker(2)
+    for _ in range(5):
+        breaker.note(HANG, 5.0)
+        breaker.note(*outcome)
+    assert breaker.refusal() is None
+
+
+def test_breaker_counts_quick_failures_that_broke_something(clock):
+    breaker = Breaker(2)
+    breaker.note(HANG, 0.01, costly=True)
+    assert breaker.note(HANG, 0.01, costly=True)
