@@ -31,7 +31,7 @@ sys.meta_path.insert(0, Noisy())
 """
 
 SCRIPT = """
-import os, sys, warnings
+import logging, os, sys, warnings
 from pathlib import Path
 from rlhf_cli.capture import captured
 from rlhf_data.errors import ConfigError
@@ -43,6 +43,7 @@ try:
         os.write(2, b"C err\\n")
         print("python out")
         warnings.warn("a warning")
+        logging.getLogger("rlhf_rollout.rewards.process").warning("importing takes long")
         os.system("echo a child")
         print("result", file=out)
         print("progress", file=err)
@@ -66,7 +67,7 @@ def run_script(folder: Path, how: str) -> subprocess.CompletedProcess:
 
 def test_everything_but_ours_is_in_the_log(tmp_path):
     done = run_script(tmp_path / "run", "run")
-    assert (done.stdout, done.stderr) == ("before\nresult\nafter\n", "progress\n")
+    assert (done.stdout, done.stderr) == ("before\nresult\nafter\n", "warning: importing takes long\nprogress\n")
     log = (tmp_path / "run/log.txt").read_text()
     for said in ("C out", "C err", "python out", "a warning", "a child"):
         assert said in log

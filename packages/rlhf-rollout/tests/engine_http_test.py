@@ -3,10 +3,11 @@
 import asyncio
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 
@@ -159,16 +160,35 @@ def test_http_engine_silent_server_times_out(stub: Stub, url: str) -> None:
         ask(url, timeout_s=0.1, num_retries=0)
 
 
+def test_http_engine_answer_that_trickles_ends_at_the_second_timeout() -> None:
+    requests = []
+
+    class Trickle(httpx.AsyncByteStream):
+        async def __aiter__(self) -> AsyncIterator[bytes]:
+            while True:  # every read is quick, and there is no end of them
+                await asyncio.sleep(0.01)
+                yield b" "
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        requests.append(request)
+        return httpx.Response(200, stream=Trickle())
+
+    with pytest.raises(EngineError, match=r"failed 2 times; last: no answer within 0\.1 s"):
+        ask("http://engine", timeout_s=0.1, num_retries=9, transport=httpx.MockTransport(answer))
+    assert len(requests) == 2
+
+
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
         ("not json", "answered no JSON"),
+        ("[" * 100_000, "answered no JSON"),
         ({"choices": []}, "without 1 choices"),
         ({"choices": [{"index": 0, "text": "hi", "finish_reason": "stop"}]}, "return_token_ids"),
         ({"choices": [choice(0, [7]) | {"logprobs": {"token_logprobs": [None]}}]}, "answered 1 tokens with log-probs"),
         ({"choices": [choice(0, [7], "content_filter")]}, "content_filter"),
     ],
-    ids=["json", "choices", "tokens", "logprobs", "reason"],
+    ids=["json", "deep", "choices", "tokens", "logprobs", "reason"],
 )
 def test_http_engine_unusable_answer_raises(stub: Stub, url: str, answer: Any, message: str) -> None:
     stub.answers = [(200, answer)]

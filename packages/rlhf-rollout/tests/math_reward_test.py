@@ -1,5 +1,7 @@
 """The number after `####`: extraction, exact equality, LaTeX, and answers that are none."""
 
+import time
+
 import pytest
 
 from rlhf_data.records import VerdictKind
@@ -95,6 +97,18 @@ def test_grade_tells_right_wrong_and_no_answer_apart(response, label, verdict):
 def test_grade_latex_is_compared_as_expressions(response, label, verdict):
     pytest.importorskip("math_verify")
     assert grade(response, label) is verdict
+
+
+@pytest.mark.parametrize("slow", ["parse", "verify"])
+def test_grade_latex_that_takes_too_long_is_a_timeout_and_not_wrong(monkeypatch, slow):
+    pytest.importorskip("math_verify")
+    monkeypatch.setattr("rlhf_rollout.rewards.math._VERIFY_TIMEOUT_S", 1)
+    # What parsing and comparing call within their time limit.
+    name = {"parse": "parser.extract_target_from_pred", "verify": "grader.sympy_expr_eq"}[slow]
+    monkeypatch.setattr(f"math_verify.{name}", lambda *_, **__: time.sleep(60))
+    assert grade(r"#### \sqrt{8}", r"2\sqrt{2}") is VerdictKind.TIMEOUT
+    given = reward_func([r"#### \sqrt{8}", "#### 4"], ["", ""], [r"2\sqrt{2}", "4"])
+    assert given["verdicts"] == ["timeout", "ok"]
 
 
 def test_grade_latex_without_math_verify_is_unparsable(monkeypatch):

@@ -63,15 +63,14 @@ def score(reward, texts, **options):
     return asyncio.run(run())
 
 
-def eventually(condition, timeout_s=20.0):
-    deadline = time.monotonic() + timeout_s
+def eventually(condition):
+    deadline = time.monotonic() + 20
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.02)
     return condition()
 
 
 def is_gone(process_id):
-    """Whether there is no such process: not even a zombie is left."""
     return not os.path.exists(f"/proc/{process_id}")
 
 

@@ -1,5 +1,6 @@
 """Keeps what libraries write away from the terminal, in a log file."""
 
+import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -13,14 +14,17 @@ def captured(log: Path) -> Iterator[tuple[TextIO, TextIO]]:
     """Append what this process and its children write to the file `log`, for the time of a `with` block.
 
     The file descriptors of stdout and stderr are redirected, so that the file receives what libraries in C write, too,
-    besides Python's warnings and logging. Yields streams for stdout and stderr that still reach the user. Several
-    processes may append to one file. Raises OSError when the file or its folder cannot be created.
+    besides Python's warnings and logging. What `rlhf_rollout` itself logs is for the user and goes to the terminal.
+    Yields streams for stdout and stderr that still reach the user. Several processes may append to one file. Raises
+    OSError when the file or its folder cannot be created.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         file = stack.enter_context(log.open("ab"))
         out = stack.enter_context(_redirected(sys.stdout, 1, file.fileno()))
-        yield out, stack.enter_context(_redirected(sys.stderr, 2, file.fileno()))
+        err = stack.enter_context(_redirected(sys.stderr, 2, file.fileno()))
+        stack.enter_context(_warnings_shown(err))
+        yield out, err
 
 
 @contextmanager
@@ -34,6 +38,19 @@ def released(out: TextIO, err: TextIO) -> Iterator[None]:
             if user is not stream:
                 stack.enter_context(_redirected(stream, descriptor, user.fileno()))
         yield
+
+
+@contextmanager
+def _warnings_shown(err: TextIO) -> Iterator[None]:
+    """Write what `rlhf_rollout` logs as a warning to `err`: it tells the user what a program waits for."""
+    handler = logging.StreamHandler(err)
+    handler.setFormatter(logging.Formatter("warning: %(message)s"))
+    logger = logging.getLogger("rlhf_rollout")
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
 
 
 @contextmanager

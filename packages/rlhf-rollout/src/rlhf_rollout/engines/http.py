@@ -140,7 +140,7 @@ class HttpEngine:
                 )
             try:
                 return response.json()
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise EngineError(f"{self._url} answered no JSON: {_excerpt(response.text)}") from error
         message = f"{self._url} failed {attempt + 1} times; last: {failure}"
         raise EngineError(message, hint="is the server up and healthy?")

@@ -45,7 +45,8 @@ Samples = tuple[list[str], list[str], list[str]]  # queries, prompts, labels
 class WorkerProcess:
     """A worker for the function of `target`. It must be started before it is called.
 
-    What the function prints is appended to `log_path`; None for this process's standard error.
+    What the function prints is appended to `log_path`; None for this process's standard error. `guard.py` says how both
+    are limited, and which processes end with the worker.
     """
 
     def __init__(self, target: RewardTarget, options: WorkerOptions, *, log_path: Path | None = None) -> None:

@@ -216,10 +216,10 @@ def check_url(url: str) -> str:
     example = "give one such as http://host:5000/get_reward"
     try:
         parsed = httpx.URL(url)
-        port = parsed.port or 1
+        port = parsed.port
     except httpx.InvalidURL as error:
         raise ConfigError(f"reward server {url}: {error}", hint=example) from None
-    if not 1 <= port <= 65535:
+    if port is not None and not 1 <= port <= 65535:
         raise ConfigError(f"reward server {url}: port {port} is not within 1 to 65535", hint=example)
     if parsed.scheme not in ("http", "https") or not parsed.host:
         raise ConfigError(f"reward server {url} is no URL", hint=example)
