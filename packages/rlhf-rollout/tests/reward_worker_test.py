@@ -389,8 +389,7 @@ def test_function_that_always_hangs_is_held_back_with_its_last_error(write, tmp_
     assert {verdict.kind for verdict in verdicts} == {TIMEOUT}
     assert len((tmp_path / "calls").read_text()) <= 3
     assert verdicts[1].detail == "no answer within 2 s"
-    why = "not called, because 2 calls in a row failed; the last one: no answer within 2 s"
-    assert verdicts[2].detail == why
+    assert verdicts[2].detail == "not called, because 2 calls in a row failed; the last one: no answer within 2 s"
     assert "keeps failing" in caplog.text
 
 
