@@ -6,8 +6,9 @@ from typing import Any
 import httpx
 import numpy as np
 
-from rlhf_data.errors import EngineError
+from rlhf_data.errors import ConfigError, EngineError
 from rlhf_data.records import FinishReason
+from rlhf_data.safety import is_loopback, without_secrets
 from rlhf_rollout.engines.requests import check_request, deadline, sample_seeds
 from rlhf_rollout.protocols import Completion, EngineHealth, PauseMode, SamplingParams, check_pause_mode
 
@@ -34,6 +35,9 @@ class HttpEngine:
         policy_version: version of the server's weights.
         api_key: sent as a bearer token.
         transport: replaces the network, for tests.
+
+    Raises:
+        ConfigError: the api_key would go to another machine without encryption.
     """
 
     def __init__(
@@ -49,7 +53,12 @@ class HttpEngine:
         api_key: str | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        self._url = base_url.rstrip("/").removesuffix("/v1") + "/v1/completions"
+        parsed = httpx.URL(base_url)
+        if api_key and parsed.scheme != "https" and not is_loopback(parsed.host):
+            message = f"the api_key would go to {without_secrets(base_url)} without encryption"
+            raise ConfigError(message, hint="give the server an https address")
+        self._address = base_url.rstrip("/").removesuffix("/v1") + "/v1/completions"
+        self._url = without_secrets(self._address)  # for messages
         self._model = model
         self._max_model_len = max_model_len
         self._timeout_s = timeout_s
@@ -121,7 +130,7 @@ class HttpEngine:
                 await asyncio.sleep(min(self._retry_wait_s * 2 ** (attempt - 1), _MAX_RETRY_WAIT_S))
             try:
                 async with asyncio.timeout(self._timeout_s):  # httpx's timeout limits each read, not the request
-                    response = await self._client.post(self._url, json=request)
+                    response = await self._client.post(self._address, json=request)
             except TimeoutError:
                 failure = f"no answer within {self._timeout_s:g} s"
                 num_timeouts += 1
@@ -155,9 +164,10 @@ class HttpEngine:
     async def health(self) -> EngineHealth:
         """Ask the server. Raises EngineError when it reports a problem or does not answer within 10 s."""
         url = self._url.removesuffix("/v1/completions") + "/health"
+        address = self._address.removesuffix("/v1/completions") + "/health"
         async with deadline(_HEALTH_TIMEOUT_S, f"a request to {url}"):
             try:
-                response = await self._client.get(url)
+                response = await self._client.get(address)
             except httpx.TransportError as error:
                 message = f"{url} does not answer: {type(error).__name__}: {error}"
                 raise EngineError(message, hint="is the server up?") from error

@@ -17,13 +17,13 @@ import httpx
 
 from rlhf_data.errors import ConfigError, RewardError
 from rlhf_data.records import Prompt, Rollout, Verdict, VerdictKind
+from rlhf_data.safety import MASK, without_secrets
 from rlhf_rollout.rewards.batcher import Batcher
 from rlhf_rollout.rewards.breaker import Breaker
 from rlhf_rollout.rewards.function import check_finite, reward_arguments, trial_arguments
 from rlhf_rollout.rewards.outcomes import Failure, judge
+from rlhf_rollout.rewards.tokens import TOKEN_VARIABLE, tokens_of
 from rlhf_rollout.rewards.user_function import Scored, read_result
-
-TOKEN_VARIABLE = "RLHF_REMOTE_RM_TOKEN"
 
 _PASSING_STATUS = (408, 425, 429, 500, 502, 503, 504)  # another try may succeed
 _STATUS_OF_A_SAMPLE = (400, 413, 422, 500)  # one sample of a batch may be the reason for these
@@ -63,14 +63,15 @@ class RemoteReward:
         urls: full addresses of the requests, one per server.
         timeout_s: time limit of one request in seconds, from its start to the end of the answer.
         batch_size: rollouts per request at most; they may belong to different prompts.
-        token: sent as a bearer token; None for the value of the environment variable RLHF_REMOTE_RM_TOKEN, if set.
+        token: sent as a bearer token to the server that it belongs to, see `tokens_of`; None for the value of the
+            environment variable RLHF_REMOTE_RM_TOKEN, if set.
         num_retries: further tries of a request.
         retry_wait_s: pause before the first retry; it doubles with each further one, to at most 30 s.
         max_wait_s: seconds that a rollout waits for others at most.
         transport: replaces the network, for tests.
 
     Raises:
-        ConfigError: a URL is invalid, a number is not positive, or no header can carry the token.
+        ConfigError: a URL is invalid, a number is not positive, or `tokens_of` refuses the token.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class RemoteReward:
         self._urls = [check_url(url) for url in urls]
         if not urls or timeout_s <= 0 or num_retries < 0:
             raise ConfigError(f"{len(urls)} reward servers, timeout_s {timeout_s} and num_retries {num_retries}")
+        self._tokens = tokens_of(self._urls, os.environ.get(TOKEN_VARIABLE, "") if token is None else token)
         self._timeout_s = timeout_s
         self._num_retries = num_retries
         self._retry_wait_s = retry_wait_s
@@ -98,7 +100,7 @@ class RemoteReward:
             # Shorter than the request's own limit, so that a server that is not there is told from one that is late.
             timeout=httpx.Timeout(timeout_s, connect=min(timeout_s / 2, _CONNECT_TIMEOUT_S)),
             limits=httpx.Limits(max_connections=None),
-            headers={"Content-Type": "application/json", **_authorization(token)},
+            headers={"Content-Type": "application/json"},
             transport=transport,
         )
 
@@ -146,9 +148,12 @@ class RemoteReward:
         """Send one request to one server."""
         queries, prompts, labels = map(list, zip(*samples, strict=True))
         content = json.dumps({"query": queries, "prompts": prompts, "labels": labels}).encode()
+        token = self._tokens.get(url)
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        address, url = url, without_secrets(url)  # the second one is for messages
         try:
             async with asyncio.timeout(self._timeout_s):  # httpx's timeout limits each read, not the request
-                response = await self._client.post(url, content=content)
+                response = await self._client.post(address, content=content, headers=headers)
         except (TimeoutError, httpx.TimeoutException, httpx.HTTPError) as error:
             is_late = isinstance(error, TimeoutError | httpx.TimeoutException)
             if is_late and not isinstance(error, httpx.ConnectTimeout):
@@ -158,14 +163,14 @@ class RemoteReward:
             return _RequestFailure(VerdictKind.CRASH, problem, passing=True)
         status = response.status_code
         if not response.is_success:
-            said = f"{url}: status {status}: {_excerpt(response.text)}"
+            said = f"{url}: status {status}: {_excerpt(response.text, token)}"
             passing = status in _PASSING_STATUS
             of_sample = status in _STATUS_OF_A_SAMPLE
             return _RequestFailure(VerdictKind.CRASH, said, passing=passing, of_sample=of_sample, status=status)
         try:
             return read_result(response.json(), len(samples), giver="the reward server")
         except (ValueError, RecursionError):
-            problem = f"no JSON: {_excerpt(response.text)}"
+            problem = f"no JSON: {_excerpt(response.text, token)}"
         except RewardError as error:
             problem = str(error).partition("\n")[0]  # its hint is about functions
         return _RequestFailure(VerdictKind.CRASH, f"{url}: {problem}", of_sample=True, status=status)
@@ -214,15 +219,16 @@ def check_reward_server(
 def check_url(url: str) -> str:
     """Return the URL of a reward server. Raises ConfigError for an invalid URL and for one that holds a password."""
     example = "give one such as http://host:5000/get_reward"
+    shown = without_secrets(url)
     try:
         parsed = httpx.URL(url)
         port = parsed.port
     except httpx.InvalidURL as error:
-        raise ConfigError(f"reward server {url}: {error}", hint=example) from None
+        raise ConfigError(f"reward server {shown}: {error}", hint=example) from None
     if port is not None and not 1 <= port <= 65535:
-        raise ConfigError(f"reward server {url}: port {port} is not within 1 to 65535", hint=example)
+        raise ConfigError(f"reward server {shown}: port {port} is not within 1 to 65535", hint=example)
     if parsed.scheme not in ("http", "https") or not parsed.host:
-        raise ConfigError(f"reward server {url} is no URL", hint=example)
+        raise ConfigError(f"reward server {shown} is no URL", hint=example)
     if parsed.userinfo:
         message = f"the reward server's URL at {parsed.host} holds a password"
         raise ConfigError(message, hint=f"set a token in the environment variable {TOKEN_VARIABLE} instead")
@@ -244,13 +250,7 @@ def _check_passing(url: str, failure: _RequestFailure) -> None:
     raise RewardError(f"the reward server refuses the trial request: {failure.detail}", hint=hint)
 
 
-def _authorization(token: str | None) -> dict[str, str]:
-    token = (os.environ.get(TOKEN_VARIABLE, "") if token is None else token).strip()
-    if not (token.isascii() and token.isprintable()):
-        raise ConfigError(f"the token of the reward server ({TOKEN_VARIABLE}) has characters that no header can carry")
-    return {"Authorization": f"Bearer {token}"} if token else {}
-
-
-def _excerpt(text: str) -> str:
-    text = " ".join(text.split())
+def _excerpt(text: str, token: str | None) -> str:
+    """Return the beginning of what a server said, without the secrets of the request."""
+    text = without_secrets(" ".join((text.replace(token, MASK) if token else text).split()))
     return text if len(text) <= 200 else text[:200] + " ..."

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from rlhf_data.errors import ConfigError, unknown
+from rlhf_data.safety import without_secrets
 
 RewardKind = Literal["function", "server", "model"]
 REWARD_KINDS: tuple[RewardKind, ...] = ("function", "server", "model")
@@ -36,9 +37,9 @@ class RewardSource:
     @property
     def name(self) -> str:
         """Short name for messages and metrics: a file's stem, a server's host, or a folder's name."""
-        target = self.targets[0].rstrip("/")
+        target = without_secrets(self.targets[0]).rstrip("/")
         if self.kind == "server":
-            return target.partition("://")[2].partition("/")[0] or target
+            return re.split("[/?]", target.partition("://")[2])[0] or target
         return target.rpartition("/")[2].removesuffix(".py")
 
 

@@ -12,6 +12,7 @@ from mlflow.entities import Metric
 from mlflow.exceptions import MlflowException
 
 from rlhf_data.errors import ConfigError
+from rlhf_data.safety import without_secrets
 from rlhf_train.run.trackers.spec import TrackerSpec
 
 
@@ -35,10 +36,10 @@ class MlflowTracker:
             self._client.log_text(self._run_id, config, "config.toml")
         except (MlflowException, OSError, ImportError) as error:
             raise ConfigError(
-                f"MLflow at {spec.mlflow_uri} cannot be used: {error}",
+                without_secrets(f"MLflow at {spec.mlflow_uri} cannot be used: {error}"),
                 hint="give --use_mlflow the URI of a tracking server, or a folder",
             ) from error
-        self.where = f"{spec.mlflow_uri}, experiment {spec.project}, run {self._run_id}"
+        self.where = f"{without_secrets(spec.mlflow_uri)}, experiment {spec.project}, run {self._run_id}"
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """See `Tracker`. Names change to the characters that MLflow allows, for example `pass@4` to `pass_at_4`."""
