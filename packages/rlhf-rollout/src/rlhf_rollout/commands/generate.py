@@ -243,7 +243,7 @@ def take_up(path: Path, digest: str, num_samples: int) -> frozenset[int]:
                 record = json.loads(line)
                 number = int(record["group_id"].rpartition("/")[2])
                 found = record["run"]
-            except (ValueError, KeyError, TypeError, AttributeError):
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
                 message = f"{path}: {line[:60]!r} is not a record of a run that can be continued"
                 raise DataError(message, hint="give another --output_path, or --overwrite") from None
             if found != digest:

@@ -2,10 +2,14 @@
 
 import itertools
 import json
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
+
+from rlhf_data.errors import DataError
 
 POST_PROCESSORS = {
     "rollouts": "one record per response, with its tokens and log-probs",
@@ -18,15 +22,38 @@ POST_PROCESSORS = {
 
 Record = dict[str, Any]
 
+_FIELDS: Mapping[str, Any] = MappingProxyType(
+    {"group_id": str, "input": str | list, "text": str, "verdict": str | None, "finish_reason": str}
+)
+
 
 def training_rows(rollouts: Path, kind: str, *, min_reward: float | None, reward_template: str) -> list[Record]:
-    """Return the rows that `post_process` makes of a file of rollouts, in the order of the prompts."""
+    """Return the rows that `post_process` makes of a file of rollouts, in the order of the prompts.
+
+    Raises DataError for a line that is not a record of a rollout, and for messages where "csft" needs text.
+    """
     made: dict[str, list[Record]] = {}
-    with rollouts.open(encoding="utf-8") as lines:
-        for group_id, group in itertools.groupby(map(json.loads, lines), key=itemgetter("group_id")):
+    with rollouts.open("rb") as lines:
+        records = (_record(line, f"{rollouts}:{number}") for number, line in enumerate(lines, start=1))
+        for group_id, group in itertools.groupby(records, key=itemgetter("group_id")):
             rows = post_process(list(group), kind, min_reward=min_reward, reward_template=reward_template)
             made[group_id] = list(rows)
     return [row for group_id in sorted(made) for row in made[group_id]]
+
+
+def _record(line: bytes, origin: str) -> Record:
+    """Return the record of one line. The file may have been edited, so the fields that are used are checked."""
+    try:
+        record = json.loads(line)
+        reward = record["reward"]
+        is_valid = all(isinstance(record[key], kinds) for key, kinds in _FIELDS.items())
+        is_valid = is_valid and "label" in record and (reward is None or math.isfinite(reward))
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
+        is_valid = False
+    if not is_valid:
+        message = f"{origin}: {line[:60]!r} is not a record of a rollout"
+        raise DataError(message, hint="repair or remove the line, or generate the file anew with --overwrite")
+    return record
 
 
 def post_process(
@@ -72,6 +99,8 @@ def post_process(
     for record in answers:
         text = record["input"]
         if kind == "csft":
+            if not isinstance(text, str):
+                raise DataError("csft writes the reward into the input, so inputs must be text and not messages")
             # The input is filled in last, because it may itself contain `{reward}`.
             text = reward_template.replace("{reward}", f"{record['reward']:.2f}").replace("{input}", text)
         row = {"input": text, "output": record["text"], "reward": record["reward"]}

@@ -1,0 +1,228 @@
+"""Feeds broken input to every parser of outside bytes, and reports what is neither read nor refused properly.
+
+    python tools/bench/fuzz.py --seconds 120 --out fuzz.json
+
+An input is a defect if the parser raises anything but an error for the user (`RlhfError`), or takes over ten seconds.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import copy
+import json
+import random
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from environment import environment
+from rlhf_cli.main import command_line
+from rlhf_data.command_line import to_toml
+from rlhf_data.errors import RlhfError
+from rlhf_data.records import Verdict, VerdictKind
+from rlhf_data.rows import RowErrors
+from rlhf_data.sft import SftEncoder
+from rlhf_data.sources import open_sources
+from rlhf_data.testing import ByteTokenizer, make_prompt, make_rollout
+from rlhf_rollout.commands.generate import take_up
+from rlhf_rollout.commands.post_process import POST_PROCESSORS, training_rows
+from rlhf_rollout.commands.serve_rm import create_app
+from rlhf_rollout.rewards.remote import RemoteReward
+
+LIMIT_S = 10
+TOKENS = [b"[", b"{", b'"', b"\\", b"\\ud800", b"\xff", b"\xed\xa0\x80", b"\xef\xbb\xbf", b"\x00", b"\n", b"\r", b","]
+TOKENS += [b"NaN", b"-Infinity", b"1e999", b"9" * 401, b"null", b"true", b"[" * 3000, b'{"a":' * 3000, b"\x1b[2J", b"''"]
+VALUES: list[Any] = [None, True, -1, 0, 1e39, 1e308, 10**400, "", "\ud800", "\x00", "\x1b[2J", "x" * 70_000, [], {}, [[]]]
+VALUES += [{"": None}, [None] * 3, float("nan"), "ok", ["ok", "wrong"], [1, 2], {"a": [1, 2]}, {"a\n\ud800": 1}]
+
+
+class Hang(Exception):
+    """An input took longer than `LIMIT_S`."""
+
+
+def mutate(draw: random.Random, seeds: list[bytes]) -> bytes:
+    """Return a broken copy of a seed: a value of its JSON replaced, or bytes changed, or both."""
+    data = draw.choice(seeds)
+    if draw.random() < 0.5:
+        data = b"\n".join(_with_other_value(draw, line) for line in data.split(b"\n"))
+    for _ in range(draw.randrange(4)):
+        start = draw.randrange(len(data) + 1)
+        end = min(start + draw.choice((0, 0, 1, 2, 20)), len(data))
+        other = draw.choice(seeds)
+        cut = draw.randrange(len(other) + 1)
+        new = draw.choice([draw.choice(TOKENS), draw.randbytes(3), b"", data[start:end] * 2, other[cut : cut + 40]])
+        data = data[:start] + new + data[end:]
+    return data
+
+
+def _with_other_value(draw: random.Random, line: bytes) -> bytes:
+    """Return a line of JSON with another value or key somewhere in it; other lines as they are."""
+    try:
+        root = [json.loads(line)]
+    except ValueError:
+        return line
+    place: Any = root
+    key: Any = 0
+    while isinstance(place[key], dict | list) and place[key] and draw.random() < 0.8:
+        place = place[key]
+        key = draw.choice(list(place) if isinstance(place, dict) else range(len(place)))
+    if isinstance(place, dict) and draw.random() < 0.2:
+        place[draw.choice(("", "\ud800", "rewards", "query", key + key))] = place.pop(key)
+    else:
+        place[key] = copy.deepcopy(draw.choice(VALUES))
+    return json.dumps(root[0], ensure_ascii=draw.random() < 0.5).encode(errors="surrogatepass")
+
+
+def read_rows(data: bytes, folder: Path) -> None:
+    """Read a data file in one of its formats, and make an example of each row."""
+    suffix = (".jsonl", ".json", ".csv", ".jsonl.gz")[len(data) % 4]
+    path = folder / f"rows{suffix}"
+    path.write_bytes(data)
+    encoder = SftEncoder(tokenizer=ByteTokenizer())
+    for row in open_sources(str(path)).read(RowErrors(skip_bad_rows=True)):
+        with contextlib.suppress(RlhfError):
+            encoder(row)
+
+
+def read_config(data: bytes, folder: Path) -> None:
+    """Read a configuration, and what it is written as."""
+    path = folder / "config.toml"
+    path.write_bytes(data)
+    line = command_line("ppo")
+    config = line.parse(["--config", str(path)]).config
+    path.write_text(to_toml(config), encoding="utf-8")
+    assert line.parse(["--config", str(path)]).config == config
+
+
+def read_rewards(data: bytes, folder: Path) -> None:
+    """Get the answer of a reward server, and write the verdicts."""
+    status = (200, 200, 200, 500)[len(data) % 4]
+
+    async def run() -> list[Verdict]:
+        transport = httpx.MockTransport(lambda request: httpx.Response(status, content=data))
+        reward = RemoteReward(["http://127.0.0.1:1/x"], num_retries=0, max_wait_s=0.0, transport=transport)
+        prompt = make_prompt("p")
+        try:
+            return await reward.score(prompt, [make_rollout(prompt, text) for text in ("a", "b")])
+        finally:
+            await reward.close()
+
+    verdicts = asyncio.run(run())
+    assert len(verdicts) == 2
+    for verdict in verdicts:
+        record = [verdict.reward, verdict.score, verdict.detail, dict(verdict.extra)]
+        json.dumps(record, ensure_ascii=False, allow_nan=False).encode()
+
+
+class Lengths:
+    """The reward that the server serves."""
+
+    async def score(self, prompt: Any, rollouts: Any) -> list[Verdict]:
+        """Return lengths."""
+        return [Verdict(VerdictKind.OK, float(len(rollout.text)), 0.0) for rollout in rollouts]
+
+
+def serve(data: bytes, folder: Path) -> None:
+    """Post a body to serve_rm, which must answer, and not with an error of its own."""
+    app = create_app(Lengths(), ByteTokenizer(), contextlib.AsyncExitStack())  # type: ignore[arg-type]
+
+    async def run() -> int:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://here") as client:
+            return (await client.post("/get_reward", content=data)).status_code
+
+    status = asyncio.run(run())
+    assert status in (200, 413, 422), status
+
+
+def read_rollouts(data: bytes, folder: Path) -> None:
+    """Go on with a file of rollouts, and make training data of it."""
+    path = folder / "rollouts.jsonl"
+    path.write_bytes(data)
+    take_up(path, "d", 2)
+    path.write_bytes(data)
+    kind = list(POST_PROCESSORS)[1:][len(data) % (len(POST_PROCESSORS) - 1)]
+    training_rows(path, kind, min_reward=None, reward_template="{input}{reward}")
+
+
+def seeds() -> dict[str, tuple[Callable[[bytes, Path], None], list[bytes]]]:
+    """Return each parser with inputs that it accepts."""
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
+    rows = [{"input": "one", "output": "two"}, {"input": messages, "output": 3.5}]
+    answer = {"rewards": [1, 2.5], "scores": [0, 1], "extra_logs": {"n": [1, 2]}, "verdicts": ["ok", None]}
+    body = {"query": ["p a", "p b"], "prompts": ["p ", "p "], "labels": ["1", None]}
+    record = {"run": "d", "text": "t", "input": "i", "label": "l", "finish_reason": "stop", "verdict": "ok"}
+    records = [{**record, "group_id": f"g/{n // 2}", "reward": float(n), "text": f"t{n}"} for n in range(4)]
+    lines = ["\n".join(map(json.dumps, values)).encode() + b"\n" for values in (rows, records)]
+    table = b'input,output\n"a, b",c\nd,"e\n""f"""\n'
+    toml = to_toml(command_line("ppo").parse([]).config).encode()
+    half = toml[: len(toml) // 2]
+    return {
+        "rows (JSONL, JSON, CSV, gzip)": (read_rows, [lines[0], json.dumps(rows).encode(), table]),
+        "configuration (TOML)": (read_config, [toml, half, b"[training]\nseed = 1\nactor_learning_rate = 1e-6\n"]),
+        "answers of reward servers": (read_rewards, [json.dumps(answer).encode(), b'{"rewards": [0.5, -1]}']),
+        "bodies of serve_rm": (serve, [json.dumps(body).encode(), b'{"query": ["a"]}']),
+        "rollouts files": (read_rollouts, [lines[1]]),
+    }
+
+
+def fuzz(parse: Callable[[bytes, Path], None], inputs: list[bytes], *, seed: int, seconds: float, most: int) -> dict[str, Any]:
+    """Try mutated inputs until `seconds` have passed or `most` were tried; return the counts and the defects."""
+    draw = random.Random(seed)
+    found: dict[str, dict[str, str]] = {}
+    counts = {"inputs": 0, "refused": 0}
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder, _alarm():
+        while time.monotonic() - started < seconds and counts["inputs"] < most:
+            data = mutate(draw, inputs)
+            counts["inputs"] += 1
+            signal.setitimer(signal.ITIMER_REAL, LIMIT_S)
+            try:
+                parse(data, Path(folder))
+            except RlhfError:
+                counts["refused"] += 1
+            except Exception as error:
+                last = traceback.extract_tb(error.__traceback__)[-1]
+                where = f"{type(error).__name__} in {Path(last.filename).name}:{last.name}"
+                found.setdefault(where, {"error": str(error)[:200], "input": repr(data)[:400]})
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+    return {**counts, "seconds": round(time.monotonic() - started, 1), "defects": found}
+
+
+@contextlib.contextmanager
+def _alarm() -> Iterator[None]:
+    def ring(*_: Any) -> None:
+        raise Hang(f"longer than {LIMIT_S} s")
+
+    before = signal.signal(signal.SIGALRM, ring)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+def main() -> None:
+    """Run the campaign."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=120.0, help="for each parser")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", default="", help="part of a parser's name")
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    runs = {}
+    for name, (parse, inputs) in seeds().items():
+        if options.only in name:
+            runs[name] = fuzz(parse, inputs, seed=options.seed, seconds=options.seconds, most=10**9)
+            print(name, json.dumps(runs[name], indent=1), flush=True)
+    report = {"environment": environment(), "seed": options.seed, "seconds_per_parser": options.seconds, "runs": runs}
+    options.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
