@@ -23,6 +23,10 @@ OPTIMIZER = OptimizerSpec(learning_rate=1e-2, eps=1e-4, scheduler="constant", ma
 TOLERANCE = 2e-5
 
 
+# In bfloat16 the steps of Adam are large and about proportional to the gradient (its epsilon is far above it): a sum of
+# gradients that was rounded to bfloat16 then changes many weights. There is no clipping, because the last digits of its
+# factor differ between the stages.
+BFLOAT16_OPTIMIZER = OptimizerSpec(learning_rate=1.0, eps=1.0, scheduler="constant", max_norm=0.0)
 PPO_WITH_KL_LOSS = make_algorithm(kl_coef=0.05, use_kl_loss=True, kl_estimator="k3")
 
 
@@ -34,6 +38,9 @@ class Case:
     micro_batch_size: int = 32
     packing: bool = False
     algorithm: AlgorithmSpec = PPO_WITH_KL_LOSS
+    dtype: str = "float32"
+    num_rollouts: int = NUM_ROLLOUTS
+    num_mini_batches: int = 2
     first_reward: float | None = None  # in place of the first rollout's own
 
 
@@ -54,17 +61,23 @@ RANKS = {
     "ZeRO 2": Case(zero_stage=2, micro_batch_size=5),
     "ZeRO 3": Case(zero_stage=3, micro_batch_size=5, packing=True),
 }
+# Passes of one rollout, whose gradients do not depend on the split: only how they are added up differs. One update, for
+# the forward pass of the next would turn one different bit of a weight into a different gradient.
+BFLOAT16 = {
+    f"bfloat16, ZeRO {stage}": Case(stage, micro_batch_size=1, dtype="bfloat16", num_rollouts=12, num_mini_batches=1)
+    for stage in (1, 2, 3)
+}
 
 
 def one_step(rank: int, num_ranks: int, master: Any, path: str, case: Case) -> dict[str, Any]:
-    """Run one step of PPO with two updates per model; return the weights and the metrics."""
+    """Run one step of PPO, usually of two updates per model; return the weights and the metrics."""
     import torch
 
     from rlhf_train.online.worker import TrainWorker
     from rlhf_train.run.metrics import merge_metrics, results
 
-    spec = ModelSpec(path=path, packing=case.packing, zero_stage=case.zero_stage)
-    trained = dataclasses.replace(spec, optimizer=OPTIMIZER)
+    spec = ModelSpec(path=path, packing=case.packing, zero_stage=case.zero_stage, dtype=case.dtype)
+    trained = dataclasses.replace(spec, optimizer=OPTIMIZER if case.dtype == "float32" else BFLOAT16_OPTIMIZER)
     worker = TrainWorker(
         {"actor": trained, "critic": trained, "reference": spec},
         case.algorithm,
@@ -75,7 +88,7 @@ def one_step(rank: int, num_ranks: int, master: Any, path: str, case: Case) -> d
         device="cuda" if torch.cuda.is_available() and num_ranks == 1 else "cpu",
         seed=0,
     )
-    rollouts = random_rollouts(NUM_ROLLOUTS, vocab_size=VOCAB_SIZE)
+    rollouts = random_rollouts(case.num_rollouts, vocab_size=VOCAB_SIZE)
     rewards = [rollout.verdict.reward for rollout in rollouts]
     if case.first_reward is not None:
         rewards[0] = case.first_reward
@@ -83,7 +96,7 @@ def one_step(rank: int, num_ranks: int, master: Any, path: str, case: Case) -> d
         [rollout.num_tokens for rollout in rollouts],
         [rollout.num_response_tokens for rollout in rollouts],
         num_ranks=num_ranks,
-        num_mini_batches=2,
+        num_mini_batches=case.num_mini_batches,
         micro_train_batch_size=case.micro_batch_size,
         micro_rollout_batch_size=case.micro_batch_size,
         max_response_tokens=24,
@@ -124,8 +137,8 @@ def model_path(tmp_path_factory) -> str:
 def outcomes(model_path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The cases on one rank, which is this process, and meanwhile those on two, in processes of their own."""
     with ThreadPoolExecutor(1) as pool:
-        pair = pool.submit(run_ranks, all_cases, 2, model_path, RANKS)
-        cases = SPLITS | {"one other reward": Case(first_reward=3.0)}
+        pair = pool.submit(run_ranks, all_cases, 2, model_path, RANKS | BFLOAT16)
+        cases = SPLITS | BFLOAT16 | {"one other reward": Case(first_reward=3.0)}
         return all_cases(0, 1, ("127.0.0.1", free_port()), model_path, cases), pair.result()
 
 
@@ -142,6 +155,11 @@ def on_two_ranks(outcomes) -> list[dict[str, Any]]:
 def largest_difference(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> float:
     assert one.keys() == other.keys()
     return max(float(np.abs(one[name] - other[name]).max()) for name in one)
+
+
+def share_of_different(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> float:
+    assert one.keys() == other.keys()
+    return float(np.mean(np.concatenate([(one[name] != other[name]).ravel() for name in one])))
 
 
 def test_step_zero_policy_equals_reference_exactly(on_one_rank):
@@ -208,6 +226,17 @@ def test_split_over_two_ranks_gives_the_same_update(on_one_rank, on_two_ranks, n
         assert largest_difference(on_one_rank["whole"]["weights"], outcome[name]["weights"]) < TOLERANCE
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("name", list(BFLOAT16))
+def test_split_in_bfloat16_gives_the_same_update(on_one_rank, on_two_ranks, name, num_ranks):
+    expected = on_one_rank["bfloat16, ZeRO 1"]
+    for outcome in [on_one_rank] if num_ranks == 1 else on_two_ranks:
+        # Sums of float32 in another order differ in their last bit, which changes few weights after rounding.
+        assert share_of_different(expected["weights"], outcome[name]["weights"]) < 0.005
+        for metric in ("policy/grad_norm", "value/grad_norm"):
+            assert outcome[name]["metrics"][metric] == pytest.approx(expected["metrics"][metric], rel=1e-4)
+
+
 @pytest.mark.parametrize("name", list(RANKS))
 def test_two_ranks_whiten_over_both(on_one_rank, on_two_ranks, name):
     together = on_two_ranks[0][name]["advantages"] | on_two_ranks[1][name]["advantages"]
@@ -228,7 +257,9 @@ def test_gradient_norm_does_not_depend_on_the_split(on_one_rank, on_two_ranks):
     for name in ("policy/grad_norm", "value/grad_norm"):
         expected = on_one_rank["whole"]["metrics"][name]
         assert expected > 0
-        for outcomes in ({split: on_one_rank[split] for split in SPLITS}, *on_two_ranks):
+        in_float32 = [{split: on_one_rank[split] for split in SPLITS}]
+        in_float32 += [{split: outcome[split] for split in RANKS} for outcome in on_two_ranks]
+        for outcomes in in_float32:
             norms = [outcome["metrics"][name] for outcome in outcomes.values()]
             assert norms == pytest.approx([expected] * len(norms), rel=1e-4)
 

@@ -10,10 +10,11 @@ from trainer_testing import run_ranks
 
 NUM_SMALL = 256
 SCALES = (1.0, 8.0, 0.125)
+STAGES = (1, 2, 3)
 SMALL = 1 / 512  # of the second rank's gradient: lost where 1 + SMALL is a bfloat16
 
 
-@pytest.mark.parametrize("zero_stage", [0, 1, 2])
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
 def test_gradients_small_against_their_sum_are_not_lost(zero_stage, capfd):
     init_process_group(rank=0, world_size=1, master=("127.0.0.1", free_port()), device="cpu")
     model = torch.nn.Linear(4, 4, bias=False, dtype=torch.bfloat16)
@@ -55,13 +56,22 @@ def plain(state):
     return {name: value.float().tolist() for name, value in state.items()}
 
 
-@pytest.mark.parametrize(("num_ranks", "zero_stage"), [(1, 1), (2, 1), (1, 2)])
-def test_whole_groups_are_clipped_and_ranks_add_up_in_float32(num_ranks, zero_stage):
-    if num_ranks == 1:  # here, for a new process takes longer to import than to learn
-        results = [learn(0, 1, ("127.0.0.1", free_port()), zero_stage)]
-    else:
-        results = run_ranks(learn, num_ranks, zero_stage)
-    for before, after, norms in results:
+def learn_at_all_stages(rank, num_ranks, master):
+    """The steps of each ZeRO stage in one process, which takes longer to import than to learn."""
+    return {stage: learn(rank, num_ranks, master, stage) for stage in STAGES}
+
+
+@pytest.fixture(scope="module")
+def results_by_ranks():
+    """By number of ranks: what each rank got at each ZeRO stage."""
+    alone = learn_at_all_stages(0, 1, ("127.0.0.1", free_port()))
+    return {1: [alone], 2: run_ranks(learn_at_all_stages, 2)}
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("zero_stage", STAGES)
+def test_whole_groups_are_clipped_and_ranks_add_up_in_float32(results_by_ranks, num_ranks, zero_stage):
+    for before, after, norms in [result[zero_stage] for result in results_by_ranks[num_ranks]]:
         total = 1 + SMALL * (num_ranks - 1)
         # 16 weights and 4 biases, each with the gradient `scale * total`.
         assert norms == pytest.approx([scale * total * 20**0.5 for scale in SCALES], rel=1e-6)

@@ -3,6 +3,7 @@
 No other file imports DeepSpeed.
 """
 
+import math
 import os
 import socket
 from collections.abc import Iterator, Mapping
@@ -132,7 +133,7 @@ class DeepSpeedEngine:
                 self._engine, *_ = deepspeed.initialize(
                     model=model.to(self.device),
                     optimizer=optimizer,
-                    config=_deepspeed_config(spec, zero_stage, dtype),
+                    config=_deepspeed_config(spec, zero_stage, dtype, self._world_size),
                     dist_init_required=False,
                 )
         except (AssertionError, NotImplementedError, ValueError) as error:
@@ -162,12 +163,21 @@ class DeepSpeedEngine:
         learning_rate = learning_rate_at(self._spec, self._num_steps)
         for group in self._engine.optimizer.param_groups:
             group["lr"] = learning_rate
-        # Without a ZeRO or mixed-precision optimizer, DeepSpeed clips the gradients but does not report their norm.
-        gradients = [p.grad for p in self.module.parameters() if p.grad is not None] if self._is_plain else []
-        norm = torch.nn.utils.get_total_norm(gradients) if gradients else None
-        self._engine.step()
-        self._num_steps += 1
-        return StepStats(float(self._engine.get_global_grad_norm() if norm is None else norm), learning_rate)
+        if self._is_plain:
+            # Without a ZeRO or mixed-precision optimizer, DeepSpeed clips the gradients but neither reports nor tests
+            # their norm. The gradients are summed over the ranks, so all ranks find the same norm.
+            gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
+            norm = float(torch.nn.utils.get_total_norm(gradients))
+            if not math.isfinite(norm):
+                self._engine.optimizer.zero_grad()
+                return StepStats(norm, learning_rate)
+            self._engine.step()
+        else:
+            # These optimizers test the norm before they step, skip the step if it is not finite, and report infinity.
+            self._engine.step()
+            norm = float(self._engine.get_global_grad_norm())
+        self._num_steps += math.isfinite(norm)
+        return StepStats(norm, learning_rate)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the Hugging Face name and the full tensor of every weight. Collective.
@@ -265,7 +275,7 @@ def _clip_whole_groups(optimizer: Any) -> None:
     optimizer.get_grads_for_norm = gradients
 
 
-def _deepspeed_config(spec: OptimizerSpec, zero_stage: int, dtype: torch.dtype) -> dict[str, Any]:
+def _deepspeed_config(spec: OptimizerSpec, zero_stage: int, dtype: torch.dtype, num_ranks: int) -> dict[str, Any]:
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
@@ -279,6 +289,8 @@ def _deepspeed_config(spec: OptimizerSpec, zero_stage: int, dtype: torch.dtype) 
     }
     if dtype == torch.bfloat16:
         config["data_types"] = {"grad_accum_dtype": "fp32"}
-        if zero_stage == 1:
-            config["communication_data_type"] = "fp32"  # else the sums are rounded to bfloat16 to be sent
+        if num_ranks > 1:
+            # Else ranks add up in bfloat16, where the share of a rank with few tokens is rounded away. This doubles the
+            # bytes that ranks send, and copies a bucket of gradients to float32. One rank has nothing to add up.
+            config["communication_data_type"] = "fp32"
     return config

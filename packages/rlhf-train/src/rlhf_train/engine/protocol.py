@@ -36,7 +36,10 @@ class TrainEngine(Protocol):
         """
 
     def step(self) -> StepStats:
-        """Update the weights and clear the gradients. Collective."""
+        """Update the weights and clear the gradients. Collective.
+
+        If the norm of the gradient is not finite, weights, optimizer states and schedule stay as they are on all ranks.
+        """
 
 
 def learning_rate_at(spec: OptimizerSpec, step: int) -> float:
