@@ -35,12 +35,13 @@ else:
     NAMES = {"old": "old_logprobs", "ref": "ref_logprobs"}
 
     def columns_of(num_tokens=100, dtype=torch.float32):
-        """Random columns; old log-probs are near the current ones and far from them, some equal; NaN where masked."""
+        """Random columns; other log-probs are near the current ones and far from them, some equal; NaN where masked."""
         logprobs = -3 * torch.rand(num_tokens)
         old, ref = (logprobs + scale * torch.randn(num_tokens) for scale in (0.4, 0.3))
         old[::7] = logprobs[::7]
         old[1::23] -= 30.0
         ref[5::23] -= 30.0
+        ref[9::23] += 5.0  # its k3 is bounded, its log ratio is not
         mask = torch.rand(num_tokens) < 0.8
         columns = {"old": old, "advantages": torch.randn(num_tokens), "ref": ref}
         columns |= {"logprobs": logprobs, "entropy": torch.rand(num_tokens), "weights": 2 * torch.rand(num_tokens)}

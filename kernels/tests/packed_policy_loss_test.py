@@ -44,8 +44,37 @@ def test_packed_policy_loss_ppo_clips_what_the_advantage_favours():
     assert grad == pytest.approx([0.0, 2.0, -0.5, 0.0])
     assert metrics["clipped"] == 2 and metrics["tokens"] == 4
     assert metrics["ratio"] == pytest.approx(4.75)
-    # e^-d - 1 + d at d = ln 2 (twice), -ln 2 and -2 ln 2: 2.31; of the other direction, at -d, it would be 1.44.
-    assert metrics["kl_to_old"] == pytest.approx(2 * (0.5 - 1 + LN2) + (2 - 1 - LN2) + (4 - 1 - 2 * LN2))
+    # r - 1 - ln r for each ratio r: 1.44; in the other direction, at 1 / r, it would be 2.31.
+    assert metrics["kl_to_old"] == pytest.approx(2 * (2 - 1 - LN2) + (0.5 - 1 + LN2) + (0.25 - 1 + 2 * LN2))
+
+
+def test_packed_policy_loss_kl_to_old_is_the_exact_divergence_from_the_policy_that_drew_the_tokens():
+    # Every token as often as the old policy draws it, so that the mean over tokens is the expectation.
+    old, new = (torch.tensor(p, dtype=torch.float64) for p in ([0.5, 0.25, 0.25], [62 / 64, 1 / 64, 1 / 64]))
+    exact, other_way = (float((p * (p / q).log()).sum()) for p, q in ((old, new), (new, old)))
+    assert (exact, other_way) == pytest.approx((1.0556, 0.5541), abs=1e-4)
+    drawn = torch.tensor([0, 0, 1, 2])
+    stream = replace(stream_of([0.0] * 4, [0.0] * 4), old_logprobs=old.log()[drawn].float())
+    _, _, metrics = loss_and_gradient(new.log()[drawn].tolist(), stream, PolicyObjective())
+    assert metrics["kl_to_old"] / metrics["tokens"] == pytest.approx(exact, rel=1e-6)
+    assert metrics["kl_bounded"] == 0
+
+
+def test_packed_policy_loss_bounds_k3_at_ten_nats_and_counts_the_tokens():
+    # Old log-probs 3, 0 and 30 below the current ones: e^3 - 1 - 3 = 16.1, 0, and a ratio clamped at e^20.
+    # Reference log-probs 0, 3 and 1 above them: 0, e^3 - 1 - 3, and e - 2.
+    stream = stream_of([0.0] * 3, [-3.0, 0.0, -30.0], ref_logprobs=[0.0, 3.0, 1.0])
+    objective = PolicyObjective(kl_coef=1.0, kl_estimator="k3")
+    loss, grad, metrics = loss_and_gradient([0.0] * 3, stream, objective)
+    assert metrics["kl_to_old"] == 20.0 and metrics["kl_bounded"] == 3
+    assert loss == metrics["kl_loss"] == pytest.approx(10.0 + math.e - 2)
+    assert grad == pytest.approx([0.0, 0.0, 1 - math.e])
+    # The unbiased gradient does not come from the value: min(r, 10) d.
+    _, grad, _ = loss_and_gradient([0.0] * 3, stream, replace(objective, kl_unbiased_gradient=True))
+    assert grad == pytest.approx([0.0, -3.0, -10.0])
+    # k1 and k2 have no such bound, only that of d.
+    _, _, metrics = loss_and_gradient([0.0] * 3, stream, replace(objective, kl_estimator="k2"))
+    assert metrics["kl_bounded"] == 2 and metrics["kl_loss"] == pytest.approx(4.5 + 0.5)
 
 
 def test_packed_policy_loss_dual_clip_bounds_the_loss_of_a_negative_advantage():

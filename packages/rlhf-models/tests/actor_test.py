@@ -256,7 +256,7 @@ def expected_loss(pairs, stream, objective):
             if objective.policy_loss == "reinforce":
                 loss = -advantage * logprob
             d = logprob - reference[t]
-            kl = (-d).exp() - 1 + d
+            kl = ((-d).exp() - 1 + d).clamp(max=10.0)
             if objective.kl_unbiased_gradient:
                 kl = kl.detach() + min(ratio.item(), 10.0) * d.detach() * (logprob - logprob.detach())
             total = total + share * (weights[t] * loss + objective.kl_coef * kl - objective.entropy_coef * entropy[t])

@@ -50,7 +50,7 @@ def results():
     return run_ranks(all_cases, 2)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"ZeRO {case[0]} {case[1]}")
 def test_bad_gradient_of_one_rank_leaves_weights_optimizer_and_schedule_as_they_were(results, case):
     for rank in results:
         (_, moved, weights, stats, _), *spoiled = rank[case]

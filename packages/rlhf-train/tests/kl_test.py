@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from rlhf_train.kl import MAX_LOG_RATIO, adapted_kl_coef, kl_estimate
+from rlhf_train.kl import BOUNDS, MAX_LOG_RATIO, adapted_kl_coef, kl_estimate
 
 
 @pytest.mark.parametrize(
@@ -28,9 +28,19 @@ def test_kl_estimate_far_from_the_reference_is_bounded():
     for estimator, bounds in {
         "k1": [MAX_LOG_RATIO, -MAX_LOG_RATIO],
         "k2": [MAX_LOG_RATIO**2 / 2] * 2,
-        "k3": [math.exp(-20) + 19, math.exp(20) - 21],
+        "k3": [10.0, 10.0],
     }.items():
         assert kl_estimate(far, 0 * far, estimator)[0].tolist() == pytest.approx(bounds, rel=1e-12)
+        assert max(bounds) == BOUNDS[estimator]
+
+
+def test_kl_estimate_by_k3_is_exact_below_ten_nats_and_without_a_gradient_above():
+    # e^2.5 - 1 - 2.5 = 8.68 and e^3 - 1 - 3 = 16.09
+    logprobs = torch.tensor([[-2.5, -3.0]], dtype=torch.float64, requires_grad=True)
+    estimate = kl_estimate(logprobs, torch.zeros(1, 2, dtype=torch.float64), "k3")
+    estimate.sum().backward()
+    assert estimate[0].tolist() == pytest.approx([math.exp(2.5) - 3.5, 10.0], rel=1e-12)
+    assert logprobs.grad[0].tolist() == pytest.approx([1 - math.exp(2.5), 0.0], rel=1e-12)
 
 
 def test_kl_estimate_of_an_unknown_name_or_other_shapes_is_refused():

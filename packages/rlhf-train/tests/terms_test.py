@@ -11,16 +11,19 @@ from rlhf_kernels import packed_policy_loss
 from rlhf_train.algorithms import AlgorithmSpec, CorrectionSpec, make_algorithm
 from rlhf_train.batching import Denominators
 from rlhf_train.experience import Experience
+from rlhf_train.kl import kl_estimate
 from rlhf_train.online.terms import (
     correct_mismatch,
     critic_loss,
     drop_nonfinite,
     policy_metrics,
     policy_stream,
+    reference_kl_metrics,
     staleness_metrics,
 )
 from rlhf_train.run.metrics import Metric, Sum, results
 
+NUMBERS = ("old_logprobs", "ref_logprobs", "rollout_logprobs", "values", "last_values")
 NAN, INF = float("nan"), float("inf")
 MASK = torch.tensor([[False, True, True, True], [False, True, False, False]])
 
@@ -48,14 +51,14 @@ def experience_of(old: Tensor, rollout: Tensor, **columns: Tensor) -> Experience
         ("rollout_logprobs", [False, True, False, True]),  # the token alone
         ("old_logprobs", [False] * 4),  # no gradient through any token of the rollout would be finite
         ("ref_logprobs", [False] * 4),
+        ("values", [False] * 4),  # nor the advantage of any token before it
+        ("last_values", [False] * 4),
     ],
 )
 def test_drop_nonfinite_leaves_tokens_out_of_every_mask_and_column_and_counts_them(name, left_of_the_first, number):
-    tensors = {key: torch.where(MASK, -1.0, 0.0) for key in ("old_logprobs", "ref_logprobs", "rollout_logprobs")}
+    tensors = {key: torch.where(MASK, -1.0, 0.0) for key in NUMBERS}
     tensors[name][0, 2] = number
-    experience = experience_of(
-        tensors["old_logprobs"], tensors["rollout_logprobs"], ref_logprobs=tensors["ref_logprobs"]
-    )
+    experience = experience_of(tensors.pop("old_logprobs"), tensors.pop("rollout_logprobs"), **tensors)
     num_dropped = 3.0 - sum(left_of_the_first)
     assert results(drop_nonfinite(experience)) == {"samples/nonfinite_tokens": num_dropped}
     left = torch.tensor([left_of_the_first, [False, True, False, False]])
@@ -206,12 +209,24 @@ def test_actors_loss_without_old_logprobs_is_that_of_the_policy_itself():
     assert torch.allclose(grads[0], torch.where(MASK, -ADVANTAGES / 4, 0.0))
     assert results(metrics) == {
         "policy/loss": -0.5, "policy/ratio": 1.0, "policy/kl_to_old": 0.0, "policy/clip_fraction": 0.0,
+        "policy/kl_bounded_fraction": 0.0,
     }  # fmt: skip
 
 
 def test_policy_metrics_of_a_loss_without_a_ratio_have_no_clip_fraction():
     _, metrics, _ = learned(make_algorithm(kl_coef=0, policy_loss="reinforce", estimator="reinforce"))
-    assert set(metrics) == {"policy/loss", "policy/ratio", "policy/kl_to_old"}
+    assert set(metrics) == {"policy/loss", "policy/ratio", "policy/kl_to_old", "policy/kl_bounded_fraction"}
+
+
+def test_bounded_fractions_count_the_tokens_whose_kl_is_at_its_bound():
+    # Three of four tokens are far from the old policy, in either direction: 3 nats above, 12 and 30 below.
+    gaps = torch.tensor([[0.0, 3.0, -12.0, -30.0], [0.0, 0.1, 0.0, 0.0]])
+    _, metrics, _ = learned(make_algorithm(kl_coef=0, estimator="reinforce"), old_logprobs=ON_POLICY - gaps)
+    assert results(metrics)["policy/kl_bounded_fraction"] == 3 / 4
+    for estimator, fraction in (("k1", 1 / 4), ("k2", 1 / 4), ("k3", 3 / 4)):
+        kl = kl_estimate(-gaps, torch.zeros(2, 4), estimator)
+        found = results(reference_kl_metrics(kl, MASK, estimator))
+        assert found == pytest.approx({"kl/reference": kl[MASK].mean().item(), "kl/bounded_fraction": fraction})
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ OPTIMIZER = OptimizerSpec(learning_rate=1e-2, eps=1e-4, scheduler="constant")
 TOLERANCE = 2e-5
 KL_LOSS = {"kl_coef": 0.05, "use_kl_loss": True, "kl_estimator": "k3", "kl_unbiased_gradient": True}
 PPO_WITH_BOOTSTRAP = make_algorithm(bootstrap_truncated=True, gamma=0.9, lambd=0.9, kl_coef=0.05)
-PLACES = ((0, -1), (4, 0), (7, -1))  # rollout and response token whose log-prob is no number; two are the last ones
+PLACES = ((0, -1), (4, 0), (7, -1))  # rollout and response token whose number is none; two are the last ones
 
 Weights = dict[str, np.ndarray]
 
@@ -159,6 +159,9 @@ SPOILED = [
     ("old_logprobs", float("-inf")),
     ("ref_logprobs", float("inf")),
     ("rollout_logprobs", float("nan")),
+    ("values", float("nan")),
+    ("values", float("-inf")),
+    ("last_values", float("nan")),
 ]
 
 
@@ -196,7 +199,9 @@ def test_the_engines_logprobs_give_the_update_of_recomputed_ones_when_they_are_t
 
 
 @pytest.mark.parametrize(("column", "number"), SPOILED)
-def test_what_has_a_logprob_that_is_no_number_trains_as_if_the_environment_had_written_it(outcomes, column, number):
+def test_what_has_a_logprob_or_value_that_is_no_number_trains_as_if_the_environment_had_written_it(
+    outcomes, column, number
+):
     weights, metrics = outcomes[column, str(number)]
     is_engines = column == "rollout_logprobs"
     assert metrics["samples/nonfinite_tokens"] == (len(PLACES) if is_engines else outcomes["num_tokens"])

@@ -41,7 +41,7 @@ class PolicyOutput(NamedTuple):
 
     Attributes:
         loss: float32 scalar, the batch's share of the policy loss.
-        metrics: [7] float32, named by `rlhf_kernels.POLICY_METRICS`.
+        metrics: [8] float32, named by `rlhf_kernels.POLICY_METRICS`.
         logprobs, entropy: [B, T] float32, nats, as in `ActorOutput`, for the tokens that the stream trains.
     """
 

@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 from rlhf_data.errors import unknown
+from rlhf_kernels.ops.packed_policy_loss.terms import MAX_KL, MAX_LOG_RATIO
 from rlhf_train.algorithms import KL_ESTIMATORS
 from rlhf_train.shapes import check_same_shape
 
-MAX_LOG_RATIO = 20.0  # nats; exp(20) is 5e8, far beyond any clip range and far below overflow
+# nats per token, by estimator
+BOUNDS = {"k1": MAX_LOG_RATIO, "k2": MAX_LOG_RATIO**2 / 2, "k3": MAX_KL}
 MAX_KL_ERROR = 0.2  # bound of the relative deviation from the target, as in the paper
 
 
@@ -22,7 +24,7 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tenso
         d = logprobs - ref_logprobs
         k1 = d            unbiased, may be negative
         k2 = d^2 / 2      biased, never negative; on policy, its expected gradient is that of the KL
-        k3 = e^-d - 1 + d unbiased, never negative
+        k3 = e^-d - 1 + d unbiased up to its bound, never negative
 
     Args:
         logprobs: [B, T] float, nats; may carry a gradient.
@@ -30,7 +32,8 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tenso
         estimator: "k1", "k2" or "k3".
 
     Returns:
-        [B, T] float, nats; exactly 0 where the two log-probs are equal. d is clamped to +-20.
+        [B, T] float, nats; exactly 0 where the two log-probs are equal. d is clamped to +-20, and k3 to at most 10, as
+        in verl and OpenRLHF: a single token could otherwise reach exp(20). At a bound the gradient is 0.
 
     Source: Schulman 2020, "Approximating KL divergence" (joschu.net/blog/kl-approx.html).
     """
@@ -41,7 +44,7 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tenso
     if estimator == "k2":
         return difference**2 / 2
     if estimator == "k3":
-        return torch.expm1(-difference) + difference
+        return (torch.expm1(-difference) + difference).clamp(max=MAX_KL)
     raise ValueError(unknown("KL estimator", estimator, KL_ESTIMATORS))
 
 

@@ -42,7 +42,7 @@ def linear_policy_loss(
 
     Returns:
         loss: float32 scalar.
-        metrics: [7] float32, named by `POLICY_METRICS`.
+        metrics: [8] float32, named by `POLICY_METRICS`.
         logprobs, entropy: [N] float32, nats, without gradient, 0.0 outside the loss mask.
 
     Raises:

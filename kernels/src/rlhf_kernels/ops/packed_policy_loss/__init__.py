@@ -20,15 +20,16 @@ def packed_policy_loss(
         l_t  = -min(r_t A_t, clip(r_t, 1 - clip_low, 1 + clip_high) A_t)          ppo; gspo with s_i in place of r_t
         l_t  = -constant(clip(r_t, 1 - clip_low, 1 + clip_high)) A_t logprobs_t   cispo
         l_t  = -A_t logprobs_t                                                    reinforce
-        k_t  = d, d^2 / 2 or e^-d - 1 + d;  d = logprobs_t - ref_logprobs_t
+        k_t  = d, d^2 / 2 or min(e^-d - 1 + d, 10);  d = logprobs_t - ref_logprobs_t
         w_t  = the stream's weights, or 1
         R(x) = sum_t x_t / num_tokens                                             token_mean
              = sum_i (sum_t x_t / n_i) / num_sequences                            seq_mean_token_mean
              = sum_t x_t / num_sequences                                          seq_mean_token_sum
              = sum_t x_t / (num_sequences max_tokens)                             seq_mean_token_sum_norm
 
-    Sums run over trained tokens, n_i of them in sequence i. Log ratios and d are clamped to +-20 nats. Gradients flow
-    to `logprobs` and `entropy`. On CUDA nothing waits for the device. Sources: PPO arXiv:1707.06347, dual clip
+    Sums run over trained tokens, n_i of them in sequence i. Log ratios and d are clamped to +-20 nats. At its bound of
+    10 nats the formula of k3 has no gradient; the unbiased gradient ignores this bound. Gradients flow to `logprobs`
+    and `entropy`. On CUDA nothing waits for the device. Sources: PPO arXiv:1707.06347, dual clip
     arXiv:1912.09729, GSPO arXiv:2507.18071, CISPO arXiv:2506.13585, KL estimators joschu.net/blog/kl-approx.html, their
     gradients arXiv:2506.09477, Dr. GRPO's reduction arXiv:2503.20783.
 
@@ -40,7 +41,7 @@ def packed_policy_loss(
 
     Returns:
         loss: float32 scalar. The shares of all micro-batches add up to the loss of the update.
-        metrics: [7] float32, named by `POLICY_METRICS`, without gradient.
+        metrics: [8] float32, named by `POLICY_METRICS`, without gradient.
 
     Raises:
         ValueError: a wrong shape, dtype, device or (on the CPU) bound, or a missing tensor that the objective needs.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rlhf_kernels.objective import PolicyObjective
-from rlhf_kernels.ops.packed_policy_loss.terms import MAX_LOG_RATIO, MAX_WEIGHT, PolicyStream
+from rlhf_kernels.ops.packed_policy_loss.terms import MAX_KL, MAX_LOG_RATIO, MAX_WEIGHT, PolicyStream
 
 
 def packed_policy_loss_reference(
@@ -48,8 +48,10 @@ def packed_policy_loss_reference(
         share = share / _totals(trained.to(old), stream.cu_seqlens).clamp(min=1)
     shares = [(share * term).sum() for term in (weights * loss, kl, bonus)]
     total = shares[0] + objective.kl_coef * shares[1] - objective.entropy_coef * shares[2]
-    kl_to_old = _k3(_clamped(logprobs - old))
-    sums = [(trained * x).sum() for x in (torch.ones_like(kl), clipped, ratio, kl_to_old)]
+    # The old policy wrote the tokens, so this estimates KL(old || current).
+    kl_to_old = _k3(_clamped(old - logprobs))
+    bounded = (kl_to_old >= MAX_KL) | ((kl >= MAX_KL) & (objective.kl_estimator == "k3"))
+    sums = [(trained * x).sum() for x in (torch.ones_like(kl), clipped, ratio, kl_to_old, bounded)]
     return total, torch.stack([entry.to(total) for entry in (*shares, *sums)]).detach()
 
 
@@ -154,11 +156,11 @@ def kl_loss(
 ) -> Tensor:
     """Return an estimate of KL(policy || reference) per token, by default with the gradient of its formula.
 
-        k1 = d,   k2 = d^2 / 2,   k3 = e^-d - 1 + d,   d = logprobs - ref_logprobs
+        k1 = d,   k2 = d^2 / 2,   k3 = min(e^-d - 1 + d, MAX_KL),   d = logprobs - ref_logprobs
 
-    In expectation over tokens sampled by the policy itself, the gradient of the formula is 0 for k1, the gradient of
-    KL(policy || reference) for k2, and that of KL(reference || policy) for k3. The unbiased gradient is that of
-    KL(policy || reference) for all three, for tokens sampled by the old policy:
+    At its bound k3 has no gradient. Apart from that, in expectation over tokens sampled by the policy itself, the
+    gradient of the formula is 0 for k1, that of KL(policy || reference) for k2, and that of KL(reference || policy) for
+    k3. The unbiased gradient is that of KL(policy || reference) for all three, for tokens sampled by the old policy:
 
         grad = w d grad logprobs,   w = exp(logprobs - old_logprobs), at most MAX_WEIGHT
 
@@ -211,4 +213,4 @@ def _clamped(log_ratio: Tensor) -> Tensor:
 
 
 def _k3(difference: Tensor) -> Tensor:
-    return torch.expm1(-difference) + difference
+    return (torch.expm1(-difference) + difference).clamp(max=MAX_KL)

@@ -9,11 +9,12 @@ from rlhf_kernels.dispatch import FLOATS
 from rlhf_kernels.objective import PolicyObjective
 
 MAX_LOG_RATIO = 20.0  # nats; every log ratio is clamped to +-20, so that exp cannot overflow
+MAX_KL = 10.0  # nats; bound on the k3 estimate per token, which could reach exp(20), as in verl and OpenRLHF
 MAX_WEIGHT = 10.0  # bound on the importance weight in the unbiased KL gradient, which limits its variance
 
 # The first three are shares of the reduced loss, without their coefficients. The others are sums over trained tokens,
 # which "tokens" counts.
-POLICY_METRICS = ("policy_loss", "kl_loss", "entropy_bonus", "tokens", "clipped", "ratio", "kl_to_old")
+POLICY_METRICS = ("policy_loss", "kl_loss", "entropy_bonus", "tokens", "clipped", "ratio", "kl_to_old", "kl_bounded")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 from rlhf_kernels.dispatch import on_device
 from rlhf_kernels.objective import PolicyObjective
 from rlhf_kernels.ops.packed_policy_loss.terms import (
+    MAX_KL,
     MAX_LOG_RATIO,
     MAX_WEIGHT,
     POLICY_METRICS,
@@ -36,8 +37,9 @@ OVERLAP = True  # programmatic dependent launch: from Hopper on, a kernel starts
 Column = Tensor | None
 
 _MAX_LOG_RATIO = tl.constexpr(MAX_LOG_RATIO)
+_MAX_KL = tl.constexpr(MAX_KL)
 _MAX_LOG_WEIGHT = tl.constexpr(math.log(MAX_WEIGHT))
-_NUM_SUMS = tl.constexpr(1 + len(POLICY_METRICS))  # the loss first
+_NUM_SUMS = tl.constexpr(len(POLICY_METRICS))
 # 2 / n! (-1)^n for n = 10 to 2: the Taylor coefficients of e^-d - 1 + d, divided by d^2 / 2.
 _K3_SERIES = tl.constexpr(tuple(2.0 * (-1) ** n / math.factorial(n) for n in range(10, 1, -1)))
 
@@ -50,12 +52,13 @@ def _clamped(x, low, high):
 
 @triton.jit
 def _k3(log_ratio):
-    """Return e^-d - 1 + d. Near 0, where that formula cancels, use its Taylor series."""
+    """Return min(e^-d - 1 + d, 10). Near 0, where that formula cancels, use its Taylor series."""
     d = _clamped(log_ratio, -_MAX_LOG_RATIO, _MAX_LOG_RATIO)
     series = d * _K3_SERIES[0] + _K3_SERIES[1]
     for i in tl.static_range(2, 9):
         series = series * d + _K3_SERIES[i]
-    return tl.where(tl.abs(d) < 1.0, d * d * 0.5 * series, tl.exp2(d * -LOG2_E) - 1.0 + d)
+    k3 = tl.where(tl.abs(d) < 1.0, d * d * 0.5 * series, tl.exp2(d * -LOG2_E) - 1.0 + d)
+    return tl.minimum(k3, _MAX_KL, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -90,7 +93,7 @@ def _kl_terms(log_ratio, to_ref, estimator, unbiased):
         grad = d
     if estimator == "k3":
         kl = _k3(d)
-        grad = d - kl  # 1 - e^-d
+        grad = tl.where(kl >= _MAX_KL, 0.0, d - kl)  # 1 - e^-d
     if unbiased:
         grad = tl.exp2(_clamped(log_ratio, -_MAX_LOG_RATIO, _MAX_LOG_WEIGHT) * LOG2_E) * d
     return kl, tl.where(tl.abs(to_ref) > _MAX_LOG_RATIO, 0.0, grad)
@@ -197,9 +200,11 @@ def _policy_kernel(
             grad += kl_coef * grad_kl
         grad = share * grad
         grad_entropy = zeros - entropy_coef * share
-        whole = loss + kl_coef * kl - entropy_coef * bonus
-        # The loss, then POLICY_METRICS.
-        terms = (whole, loss, kl, bonus, zeros + 1.0, cut.to(tl.float32), ratio, _k3(log_ratio))
+        to_old = _k3(-log_ratio)  # of KL(old || current), because the old policy wrote the tokens
+        bounded = to_old >= _MAX_KL
+        if KL == "k3":
+            bounded = bounded | (kl >= _MAX_KL)
+        terms = (loss, kl, bonus, zeros + 1.0, cut.to(tl.float32), ratio, to_old, bounded.to(tl.float32))
         sums += _by_thread(terms, trained, SEQUENCES)
         if grad_logprobs_ptr is not None:
             grad = tl.where(trained, grad, 0.0).to(grad_logprobs_ptr.dtype.element_ty)
@@ -208,26 +213,38 @@ def _policy_kernel(
             grad_entropy = tl.where(trained, grad_entropy, 0.0).to(grad_entropy_ptr.dtype.element_ty)
             tl.store(grad_entropy_ptr + index, grad_entropy, mask=valid)
     slot = tl.arange(0, 8)
-    # The first four sums are shares of the loss, the others plain sums. The share is the same for all tokens of a
+    # The first three sums are shares of the loss, the others plain sums. The share is the same for all tokens of a
     # program, so it is applied to their sum. Partial sums are stored and not added atomically: the order of additions,
     # and with it the last bit, is then the same in every run.
-    sums = tl.sum(sums, axis=0) * tl.where(slot < 4, share, 1.0)
-    tl.store(sums_ptr + slot * num_programs + program, sums, mask=slot < _NUM_SUMS)
+    sums = tl.sum(sums, axis=0) * tl.where(slot < 3, share, 1.0)
+    tl.store(sums_ptr + slot * num_programs + program, sums)
 
 
 @triton.jit
-def _metrics_kernel(sums_ptr, metrics_ptr, loss_ptr, num_programs, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):  # noqa: N803
-    """Add up the partial sums of the loss or of one metric per program, in a fixed order."""
+def _total(sums_ptr, num_programs, block):
+    """Add up the partial sums of one metric, in a fixed order."""
+    sums = tl.zeros([block], tl.float32)
+    for start in range(0, num_programs, block):
+        index = start + tl.arange(0, block)
+        sums += tl.load(sums_ptr + index, mask=index < num_programs, other=0.0)
+    return tl.sum(sums, axis=0)
+
+
+@triton.jit
+def _metrics_kernel(
+    sums_ptr, metrics_ptr, loss_ptr, num_programs, kl_coef, entropy_coef, BLOCK: tl.constexpr, OVERLAP: tl.constexpr  # noqa: N803
+):  # fmt: skip
+    """Compute one metric per program, and in the last program the loss from its three parts."""
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
     number = tl.program_id(0).to(tl.int64)
-    sums = tl.zeros([BLOCK], tl.float32)
-    for start in range(0, num_programs, BLOCK):
-        index = start + tl.arange(0, BLOCK)
-        sums += tl.load(sums_ptr + number * num_programs + index, mask=index < num_programs, other=0.0)
-    total = tl.sum(sums, axis=0)
-    tl.store(loss_ptr, total, mask=number == 0)
-    tl.store(metrics_ptr + number - 1, total, mask=number > 0)
+    if number < _NUM_SUMS:
+        tl.store(metrics_ptr + number, _total(sums_ptr + number * num_programs, num_programs, BLOCK))
+    else:
+        loss = _total(sums_ptr, num_programs, BLOCK)
+        loss += kl_coef * _total(sums_ptr + num_programs, num_programs, BLOCK)
+        loss -= entropy_coef * _total(sums_ptr + 2 * num_programs, num_programs, BLOCK)
+        tl.store(loss_ptr, loss)
 
 
 def launch_policy(
@@ -247,15 +264,16 @@ def launch_policy(
     options = {"SEQUENCES": sequences, "MEANS": objective.reduction == "seq_mean_token_mean", "BLOCK": block}
     options |= {"num_warps": max(block // (64 if sequences else 128), 1), "maxnreg": MAX_REGISTERS}
     options |= {"OVERLAP": overlap, "launch_pdl": overlap}
-    options |= {"kl_coef": float(objective.kl_coef), "entropy_coef": float(objective.entropy_coef)}
+    coefs = {"kl_coef": float(objective.kl_coef), "entropy_coef": float(objective.entropy_coef)}
+    options |= coefs
     options |= {"ratio_low": 1 - float(objective.clip_low), "ratio_high": 1 + float(objective.clip_high)}
     options |= {"dual_clip": None if objective.dual_clip is None else float(objective.dual_clip)}
     options |= {"LOSS": objective.policy_loss, "KL": objective.kl_estimator, "UNBIASED": objective.kl_unbiased_gradient}
     with on_device(sums):
         if programs:
             _policy_kernel[(programs,)](*columns, sums, size, 1.0 / stream.denominator(objective), **options)
-        options = {"BLOCK": SUMS_BLOCK_SIZE, "OVERLAP": overlap, "launch_pdl": overlap}
-        _metrics_kernel[(_NUM_SUMS.value,)](sums, metrics, loss, programs, **options)
+        options = coefs | {"BLOCK": SUMS_BLOCK_SIZE, "OVERLAP": overlap, "launch_pdl": overlap}
+        _metrics_kernel[(_NUM_SUMS.value + 1,)](sums, metrics, loss, programs, **options)
     return loss, metrics
 
 

@@ -13,7 +13,7 @@ from rlhf_train.algorithms import AlgorithmSpec
 from rlhf_train.batching import Denominators
 from rlhf_train.corrections import bounded_weights, importance_weights
 from rlhf_train.experience import Experience
-from rlhf_train.kl import kl_estimate
+from rlhf_train.kl import BOUNDS, kl_estimate
 from rlhf_train.losses.aggregate import token_mean
 from rlhf_train.losses.value import clipped_value_loss
 from rlhf_train.run.metrics import Max, Mean, Metric, Sum
@@ -61,7 +61,7 @@ def policy_stream(
 
 
 def policy_metrics(sums: Tensor, spec: AlgorithmSpec) -> dict[str, Metric]:
-    """Return the metrics of a micro-batch from the sums of `packed_policy_loss`, [7] float, named by `POLICY_METRICS`.
+    """Return the metrics of a micro-batch from the sums of `packed_policy_loss`, [8] float, named by `POLICY_METRICS`.
 
     The loss metrics are the micro-batch's shares of the update's losses.
     """
@@ -71,10 +71,19 @@ def policy_metrics(sums: Tensor, spec: AlgorithmSpec) -> dict[str, Metric]:
         metrics["kl/loss"] = Sum(of["kl_loss"])
     if spec.objective.entropy_coef:
         metrics["entropy/loss"] = Sum(-of["entropy_bonus"])
-    for name, entry in (("ratio", "ratio"), ("kl_to_old", "kl_to_old"), ("clip_fraction", "clipped")):
-        if name != "clip_fraction" or spec.loss.uses_ratio:
-            metrics[f"policy/{name}"] = Mean(of[entry], of["tokens"])
+    if spec.loss.uses_ratio:
+        metrics["policy/clip_fraction"] = Mean(of["clipped"], of["tokens"])
+    for name, entry in (("ratio", "ratio"), ("kl_to_old", "kl_to_old"), ("kl_bounded_fraction", "kl_bounded")):
+        metrics[f"policy/{name}"] = Mean(of[entry], of["tokens"])
     return metrics
+
+
+def reference_kl_metrics(kl: Tensor, mask: Tensor, estimator: str) -> dict[str, Metric]:
+    """Return the mean of KL estimates where `mask`, of the same shape, is True, and the share of those at the bound."""
+    return {
+        "kl/reference": masked_mean(kl, mask),
+        "kl/bounded_fraction": masked_mean((kl.detach().abs() >= BOUNDS[estimator]).float(), mask),
+    }
 
 
 def values_before(after: Sequence[Tensor], truncated: Tensor, mask: Tensor) -> dict[str, Tensor]:
@@ -112,13 +121,14 @@ def critic_loss(
 
 
 def drop_nonfinite(experience: Experience) -> dict[str, Metric]:
-    """Exclude tokens with NaN or infinite log-probs from training; return their number as a metric.
+    """Exclude tokens with NaN or infinite log-probs or values from training; return their number as a metric.
 
-    For a log-prob of the engine, the token is excluded. For a log-prob of the trainer's or the reference model, the
-    whole rollout is excluded, because the gradient through any of its tokens would not be finite either.
+    For a log-prob of the engine, the token is excluded. For a log-prob of the trainer's or the reference model, or a
+    value of the critic, the whole rollout is excluded: the gradient through any of its tokens would not be finite
+    either, and one value decides the advantages of all tokens before it.
     """
     finite = experience.rollout_logprobs.isfinite()
-    for name in ("old_logprobs", "ref_logprobs"):
+    for name in ("old_logprobs", "ref_logprobs", "values", "last_values"):
         if name in experience.columns:
             finite &= (experience.columns[name].isfinite() | ~experience.loss_mask).all(dim=1, keepdim=True)
     dropped = Sum(float((experience.loss_mask & ~finite).sum()))

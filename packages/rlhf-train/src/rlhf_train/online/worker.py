@@ -38,6 +38,7 @@ from rlhf_train.online.terms import (
     mismatch_metrics,
     policy_metrics,
     policy_stream,
+    reference_kl_metrics,
     staleness_metrics,
     values_before,
 )
@@ -178,7 +179,8 @@ class TrainWorker:
         if spec.old_logprobs == "rollout":
             experience.set_column("old_logprobs", experience.rollout_logprobs)
         # Read before tokens are dropped: dropping the last trained token would clear the value stored at it.
-        last_values = columns["last_values"].sum(dim=1) if "last_values" in columns else None
+        # Those that are not finite belong to rollouts that are dropped.
+        last_values = columns["last_values"].sum(dim=1).nan_to_num(0.0, 0.0, 0.0) if "last_values" in columns else None
         metrics = drop_nonfinite(experience) | staleness_metrics(experience, self._policy_version)
         mask = experience.loss_mask
         experience.set_column("trained", mask.float())
@@ -187,7 +189,7 @@ class TrainWorker:
         kl = None
         if spec.uses_reference and "old_logprobs" in columns:
             kl = kl_estimate(columns["old_logprobs"], columns["ref_logprobs"], spec.objective.kl_estimator)
-            metrics["kl/reference"] = masked_mean(kl, mask)
+            metrics |= reference_kl_metrics(kl, mask, spec.objective.kl_estimator)
         zeros = torch.zeros(mask.shape)
         charged = zeros if kl is None or spec.use_kl_loss else kl  # a KL loss replaces the penalty in the reward
         rewards = placed_rewards(experience.rewards, experience.turn_rewards, mask)
@@ -325,9 +327,8 @@ class TrainWorker:
             rollout_logprobs = experience.rollout_logprobs[list(rows)][experience.policy_mask[list(rows)]]
             metrics |= mismatch_metrics(logprobs, to_device(rollout_logprobs, self._device), mask)
             if spec.use_kl_loss:
-                metrics["kl/reference"] = masked_mean(
-                    kl_estimate(logprobs, stream.ref_logprobs, objective.kl_estimator), mask
-                )
+                kl = kl_estimate(logprobs, stream.ref_logprobs, objective.kl_estimator)
+                metrics |= reference_kl_metrics(kl, mask, objective.kl_estimator)
         return output.loss, metrics
 
     def _forward(self, role: str, rows: Sequence[int]) -> tuple[dict[str, Tensor], Tensor]:
