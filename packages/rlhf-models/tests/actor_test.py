@@ -322,18 +322,36 @@ def test_actor_policy_loss_needs_a_stream_and_an_objective_and_the_streams_token
 def test_actor_loss_is_fused_with_a_plain_head_of_large_logits_on_cuda_alone(model_dir, monkeypatch):
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     actor = load_actor(model_dir, dtype="float32")
-    assert not actor._is_fused(100, cuda)
+    assert not actor._needs_blocks(100)
     monkeypatch.setattr(actor_module, "MAX_LOGITS_BYTES", 100 * 512 * 4 - 1)
-    assert actor._is_fused(100, cuda) and not actor._is_fused(99, cuda) and not actor._is_fused(100, cpu)
+    assert actor._needs_blocks(100) and not actor._needs_blocks(99)
+    assert actor._is_fused(cuda) and not actor._is_fused(cpu)
     head = actor.model.get_output_embeddings()
     head.bias = torch.nn.Parameter(torch.zeros(512))
-    assert not actor._is_fused(100, cuda) and actor._needs_blocks(100)
+    assert not actor._is_fused(cuda) and actor._needs_blocks(100)
     head.bias = None
     head.weight.ds_id = 0  # as ZeRO-3 marks it
-    assert not actor._is_fused(100, cuda)
+    assert not actor._needs_blocks(100)
     del head.weight.ds_id
     monkeypatch.setattr(actor.model.config, "final_logit_softcapping", 30.0, raising=False)
-    assert not actor._is_fused(100, cuda)
+    assert not actor._needs_blocks(100)
+
+
+def test_actor_pass_follows_the_largest_one_in_how_it_computes_logits(model_dir, sequences, monkeypatch):
+    paths = []
+    for name in ("linear_token_logprobs", "token_logprobs"):
+        function = getattr(actor_module, name)
+        noting = lambda *args, name=name, function=function, **options: paths.append(name) or function(*args, **options)  # noqa: E731
+        monkeypatch.setattr(actor_module, name, noting)
+    actor, batch = load_actor(model_dir, dtype="float32"), TokenBatch.padded(sequences, pad_id=0)
+    num_tokens = int(batch.target_mask.sum())
+    monkeypatch.setattr(actor_module, "MAX_LOGITS_BYTES", num_tokens * 512 * 4)
+    trained, stream = lesson(sequences)
+    few = {"logits_mask": batch.lay_out(trained, torch.bool), "stream": stream, "objective": OBJECTIVES["ppo"]}
+    for options in ({}, few):
+        for max_tokens in (None, num_tokens, num_tokens + 1):
+            actor(batch, max_tokens=max_tokens, **options)
+    assert paths == ["token_logprobs", "token_logprobs", "linear_token_logprobs"] * 2
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
@@ -349,7 +367,8 @@ def test_actor_fused_loss_equals_that_of_whole_logits(model_dir, sequences, monk
 
     monkeypatch.setattr(actor_module, "linear_policy_loss", counted)
     for is_fused in (False, True):
-        monkeypatch.setattr(Actor, "_is_fused", lambda *args, is_fused=is_fused: is_fused)
+        monkeypatch.setattr(Actor, "_is_fused", lambda *args: True)
+        monkeypatch.setattr(actor_module, "MAX_LOGITS_BYTES", 0 if is_fused else 4 << 30)
         actor = load_actor(model_dir, dtype="float32", packing=packing)
         mask = batch.lay_out(trained, torch.bool)
         output = actor(batch, temperature=0.7, logits_mask=mask, stream=stream, objective=OBJECTIVES[name])

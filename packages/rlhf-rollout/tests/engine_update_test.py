@@ -214,6 +214,20 @@ def test_weight_update_that_fails_lets_no_request_wait_for_ever(subject: Subject
     run(update(subject, 91))
 
 
+def test_sleep_during_a_weight_update_is_refused_and_the_update_goes_on(subject: Subject) -> None:
+    async def scenario() -> Any:
+        await subject.engine.begin_weight_update(93)
+        with pytest.raises(EngineError, match=r"cannot sleep during a weight update\s+hint: finish the update first"):
+            await subject.engine.sleep()
+        with shared_memory_bucket(subject.weights) as bucket:
+            await subject.engine.receive_weights(bucket)
+        await subject.engine.finish_weight_update()
+        assert not (await subject.engine.health()).is_asleep
+        return await subject.engine.generate(PROMPT, SamplingParams(max_tokens=2))
+
+    assert run(scenario())[0].policy_version == 93
+
+
 def test_health_tells_the_version_and_the_sleep(subject: Subject) -> None:
     run(update(subject, 92))
     assert run(subject.engine.health()) == EngineHealth(

@@ -144,6 +144,8 @@ def test_control_calls_do_not_wait_behind_requests(handle: Any) -> None:
         await engine.pause("keep")
         seconds = time.monotonic() - started
         assert not any(task.done() for task in tasks)
+        await engine.begin_weight_update(6)
+        await engine.finish_weight_update()
         await engine.resume()
         return seconds, len(await asyncio.gather(*tasks))
 

@@ -88,6 +88,16 @@ def test_router_retries_elsewhere_and_prefers_engines_that_work():
     assert (broken.num_asked, works.num_asked) == (3, 4)
 
 
+def test_router_dead_engine_is_asked_once_and_not_again_in_later_steps():
+    dead, works = Engine(broken=True), Engine(0.01)
+    router = EngineRouter([dead, works])
+    ask(router)
+    for _ in range(5):
+        # Many requests per step: a loaded engine that works is still better than an idle dead one.
+        ask(router, 8)
+    assert (dead.num_asked, works.num_asked, router.num_retries) == (1, 41, 1)
+
+
 def test_router_single_engine_is_asked_again_and_then_the_reasons_are_raised():
     engine = Engine(broken=True)
     router = EngineRouter([engine])

@@ -52,6 +52,12 @@ def test_plan_batches_covers_every_rollout_once_and_keeps_ranks_in_step(num_rank
     assert len({len(rank.forward_batches) for rank in plans}) == 1
 
 
+@pytest.mark.parametrize(("micro", "expected"), [(1, 20 + 13 + 10), (4, 20 + 13 + 10 + 9), (10, 80)])
+def test_plan_batches_largest_pass_is_that_of_the_longest_responses_for_any_number_of_ranks(micro, expected):
+    # Forward passes have 3 rows, updates `micro`.
+    assert {rank.max_pass_tokens for num_ranks in (1, 2, 3) for rank in plan(num_ranks, micro)} == {expected}
+
+
 def test_plan_batches_denominators_count_tokens_and_nonempty_rollouts():
     totals = [batch.denominators for batch in plan(1, 10)[0].mini_batches]
     assert sum(d.num_tokens for d in totals) == sum(RESPONSES)

@@ -52,6 +52,24 @@ def test_old_logprobs_come_from_evaluation_mode_and_updates_from_training_mode(w
     assert modes == [False] * 3 + [True] * 4
 
 
+@pytest.mark.parametrize("is_large", [False, True])
+def test_old_and_new_logprobs_of_a_step_come_from_the_same_head_path(worker, monkeypatch, is_large):
+    # Passes of three rollouts for old log-probs and of two for updates: the limit lies between them, or above all.
+    lengths = sorted((rollout.num_response_tokens for rollout in worker.shard), reverse=True)
+    num_bytes = VOCAB_SIZE * 4
+    limit = sum(lengths[:3]) * num_bytes - is_large
+    assert sum(lengths[:2]) * num_bytes < limit
+    monkeypatch.setattr("rlhf_models.actor.MAX_LOGITS_BYTES", limit)
+    actor = worker.engines["actor"].module
+    chosen = []
+    after = actor._after
+    monkeypatch.setattr(actor, "_after", lambda *args: chosen.append(args[-1]) or after(*args))
+    worker.run_model("actor")
+    worker.assign_advantages(0.0)
+    worker.update("actor", max_epochs=1, seed=0)
+    assert chosen == [is_large] * (3 + 4)
+
+
 def test_entropy_is_the_mean_over_trained_tokens_of_all_forward_passes(worker, path):
     found = results(worker.run_model("actor"))["policy/entropy"]
     plain = AutoModelForCausalLM.from_pretrained(path).double()

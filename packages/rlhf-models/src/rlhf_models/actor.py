@@ -67,6 +67,7 @@ class Actor(nn.Module):
         logits_after: Tensor | None = None,
         stream: PolicyStream | None = None,
         objective: PolicyObjective | None = None,
+        max_tokens: int | None = None,
     ) -> ActorOutput | PolicyOutput | Tensor:
         """Return log-probs and entropies, 0.0 for the first token of a sequence and for padding.
 
@@ -80,6 +81,8 @@ class Actor(nn.Module):
             stream, objective: if given, both, the result is a `PolicyOutput`. The tokens of the stream are those of
                 `logits_mask`, without first tokens and padding, in the order of the flattened batch. With no tokens
                 the loss is 0.0, with a gradient of zeros.
+            max_tokens: tokens of the largest pass whose log-probs are compared with those of this one; None for this
+                pass alone. It decides whether logits are computed in blocks, which round differently from whole ones.
 
         Raises:
             ConfigError: a packed batch for a model that does not pass the bounds on to its attention.
@@ -96,37 +99,39 @@ class Actor(nn.Module):
         # Find the indices before the layers are queued: afterwards, `nonzero` would wait for all of them.
         index = to_device(wanted.flatten().nonzero()[:, 0], batch.input_ids.device)
         token_ids = batch.input_ids.flatten()[index]
+        in_blocks = self._needs_blocks(len(index) if max_tokens is None else max_tokens)
         if stream is None:
-            values = self._after(batch, index - 1, token_ids, temperature)
+            values = self._after(batch, index - 1, token_ids, temperature, in_blocks)
             return ActorOutput(*(_spread(column, index, wanted) for column in values))
-        loss, metrics, *values = self._learn(batch, index - 1, token_ids, temperature, (stream, objective))
+        loss, metrics, *values = self._learn(batch, index - 1, token_ids, temperature, (stream, objective), in_blocks)
         return PolicyOutput(loss, metrics, *(_spread(column.detach(), index, wanted) for column in values))
 
     def _learn(
-        self, batch: TokenBatch, index: Tensor, token_ids: Tensor, temperature: float, terms: Terms
+        self, batch: TokenBatch, index: Tensor, token_ids: Tensor, temperature: float, terms: Terms, in_blocks: bool
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return the policy loss of tokens [N] after flat positions [N], its metrics, log-probs and entropies."""
-        if self._is_fused(len(index), index.device):
+        if in_blocks and self._is_fused(index.device):
             weight = self.model.get_output_embeddings().weight
             # float32 rounds the weight's gradient once, not once per block.
             options = {"temperature": temperature, "weight_grad_dtype": torch.float32}
             return linear_policy_loss(self._hidden(batch, index), weight, token_ids, *terms, **options)
-        logprobs, entropy = self._after(batch, index, token_ids, temperature)
+        logprobs, entropy = self._after(batch, index, token_ids, temperature, in_blocks)
         # Without an entropy bonus, detach: a gradient of zeros would cost as much as any other.
         bonus = entropy if terms[1].entropy_coef else entropy.detach()
         return *packed_policy_loss(logprobs, *terms, entropy=bonus), logprobs, entropy
 
-    def _is_fused(self, num_tokens: int, device: torch.device) -> bool:
-        """Whether to compute the loss from the head's input. Not on CPUs, where that would round logits differently."""
-        is_large = device.type == "cuda" and self._needs_blocks(num_tokens)
-        return is_large and self.model.get_output_embeddings().bias is None
+    def _is_fused(self, device: torch.device) -> bool:
+        """Whether to compute a loss in blocks from the head's input. On CPUs that would round logits differently."""
+        return device.type == "cuda" and self.model.get_output_embeddings().bias is None
 
-    def _after(self, batch: TokenBatch, index: Tensor, token_ids: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    def _after(
+        self, batch: TokenBatch, index: Tensor, token_ids: Tensor, temperature: float, in_blocks: bool
+    ) -> tuple[Tensor, Tensor]:
         """Return the log-probs of tokens [N] after flat positions [N], and the entropies there."""
         # The choice does not depend on whether gradients are wanted: old and current log-probs of a batch then come
         # from the same code, and their ratio is exactly 1. The fused policy loss on Hopper GPUs gives the same numbers
         # up to the order of a sum; on other GPUs it rounds logits that this code does not.
-        if self._needs_blocks(len(index)):
+        if in_blocks:
             hidden = self._hidden(batch, index)
             head = self.model.get_output_embeddings()
             return linear_token_logprobs(hidden, head.weight, token_ids, temperature=temperature, bias=head.bias)[:2]

@@ -51,11 +51,14 @@ class RankPlan:
         rows: the rollouts of the rank's shard, as indices into the step's rollouts.
         forward_batches: rows of the shard, one tuple per forward pass without gradient; the same number on every rank.
         mini_batches: the rank's part of each update, in order.
+        max_pass_tokens: trained tokens of the largest pass that the step's rollouts could make, the same for any number
+            of ranks: models on all ranks decide by it how they compute log-probs, so that those are comparable.
     """
 
     rows: tuple[int, ...]
     forward_batches: tuple[tuple[int, ...], ...]
     mini_batches: tuple[MiniBatch, ...]
+    max_pass_tokens: int = 0
 
 
 def plan_batches(
@@ -101,9 +104,16 @@ def plan_batches(
             rows[rank] += [int(members[i]) for i in share]
             local = range(first, len(rows[rank]))  # from the rollout's index in the step to its row in the shard
             mini_batches[rank].append(MiniBatch(_chunks(local, micro_train_batch_size, num_micro), denominators))
+    longest = sorted(num_response_tokens, reverse=True)
+    max_pass_tokens = sum(longest[: max(micro_train_batch_size, micro_rollout_batch_size)])
     num_forward = max(-(-len(shard) // micro_rollout_batch_size) for shard in rows)
     return tuple(
-        RankPlan(tuple(shard), _chunks(range(len(shard)), micro_rollout_batch_size, num_forward), tuple(parts))
+        RankPlan(
+            tuple(shard),
+            _chunks(range(len(shard)), micro_rollout_batch_size, num_forward),
+            tuple(parts),
+            max_pass_tokens,
+        )
         for shard, parts in zip(rows, mini_batches, strict=True)
     )
 

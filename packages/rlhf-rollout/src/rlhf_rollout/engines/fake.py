@@ -73,7 +73,7 @@ class FakeEngine(GatedEngine):
 
     async def pause(self, mode: PauseMode) -> None:
         """See `RolloutEngine.pause`."""
-        if mode != "drain":
+        if mode in ("keep", "restart"):  # another one is refused below, and must not freeze anything
             self._writing.close()
         self._num_restarts += mode == "restart"
         await super().pause(mode)

@@ -149,12 +149,12 @@ class GatedEngine(ABC):
         self, token_ids: np.ndarray, sampling: SamplingParams, *, timeout_s: float | None = None
     ) -> list[Completion]:
         """See `RolloutEngine.generate`."""
-        if self._asleep:
-            raise EngineError("the engine sleeps", hint="await wake_up() before generate()")
+        self._check_awake()
         check_request(token_ids, sampling, max_model_len=self._max_model_len, vocab_size=self._vocab_size)
         timeout_s = self._request_timeout_s if timeout_s is None else timeout_s
         async with deadline(timeout_s, "a generation request"), self._gate.passing():
             self._check_usable()
+            self._check_awake()  # it may have fallen asleep since
             if self._incomplete:
                 raise EngineError(
                     f"the engine's weights are incomplete: {self._incomplete}", hint="send a complete weight update"
@@ -205,6 +205,8 @@ class GatedEngine(ABC):
         num_in_flight = self._gate.num_waiting + self._gate.num_inside
         if num_in_flight:
             raise EngineError(f"the engine cannot sleep with {num_in_flight} requests in flight")
+        if self._updating is not None:
+            raise EngineError("the engine cannot sleep during a weight update", hint="finish the update first")
         self._asleep = True
 
     async def wake_up(self) -> None:
@@ -227,6 +229,10 @@ class GatedEngine(ABC):
     def _check_usable(self) -> None:
         if self._closed:
             raise EngineError("the engine was closed")
+
+    def _check_awake(self) -> None:
+        if self._asleep:
+            raise EngineError("the engine sleeps", hint="await wake_up() before generate()")
 
     def _check_updating(self) -> int:
         if self._updating is None:

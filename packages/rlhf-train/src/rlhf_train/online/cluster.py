@@ -5,6 +5,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -111,8 +112,12 @@ def _await_ready(what: str, handles: Sequence[Any], timeout_s: float) -> None:
 
 
 def start_engines(job: OnlineJob, reserved: PlacementGroup) -> list[Any]:
-    """Start the generation engines; return their handles without waiting until they are loaded."""
-    return _start(RemoteEngine, job.plan, job.plan.engines, reserved, "vllm", job.engine)
+    """Start the generation engines; return their handles without waiting until they are loaded.
+
+    Each has a seed of its own: with one seed for all, engines would draw the same numbers for requests without a seed.
+    """
+    specs = [replace(job.engine, seed=job.engine.seed + number) for number in range(job.plan.engines.num_ranks)]
+    return _start(RemoteEngine, job.plan, job.plan.engines, reserved, "vllm", each=specs)
 
 
 def start_scorers(job: OnlineJob, reserved: PlacementGroup) -> list[list[Any]]:
@@ -155,9 +160,13 @@ def _start(
     reserved: PlacementGroup,
     *args: Any,
     parts: int = 1,
+    each: Sequence[Any] | None = None,
     **kwargs: Any,
 ) -> list[Any]:
-    """Start one `actor` in each place of `placed`, with `1 / parts` of the place's CPU and GPU share."""
+    """Start one `actor` in each place of `placed`, with `1 / parts` of the place's CPU and GPU share.
+
+    `each` has the last positional argument of each actor, if they differ in it.
+    """
     handles = []
     for rank, bundle in enumerate(placed.bundles):
         options = {
@@ -165,7 +174,8 @@ def _start(
             "num_gpus": _part(plan.gpu_share(placed, rank), parts),
             "scheduling_strategy": PlacementGroupSchedulingStrategy(reserved, placement_group_bundle_index=bundle),
         }
-        handles.append(actor.options(**options).remote(*args, **kwargs))
+        own = () if each is None else (each[rank],)
+        handles.append(actor.options(**options).remote(*args, *own, **kwargs))
     return handles
 
 

@@ -178,8 +178,8 @@ class TrainWorker:
         columns = experience.columns
         if spec.old_logprobs == "rollout":
             experience.set_column("old_logprobs", experience.rollout_logprobs)
-        # Read before tokens are dropped: dropping the last trained token would clear the value stored at it.
-        # Those that are not finite belong to rollouts that are dropped.
+        # Read before tokens are dropped, which clears the values of last tokens. Those that are not finite belong to
+        # rollouts that are dropped.
         last_values = columns["last_values"].sum(dim=1).nan_to_num(0.0, 0.0, 0.0) if "last_values" in columns else None
         metrics = drop_nonfinite(experience) | staleness_metrics(experience, self._policy_version)
         mask = experience.loss_mask
@@ -309,13 +309,8 @@ class TrainWorker:
         batch = self._batch("actor", rows)
         stream = policy_stream(experience, rows, spec, denominators, self._device)
         wanted = _lay_out(experience.policy_mask, rows, batch)
-        output = self.engines["actor"].forward(
-            batch,
-            temperature=self._temperature,
-            logits_mask=wanted,
-            stream=stream,
-            objective=objective,
-        )
+        options = {"temperature": self._temperature, "max_tokens": self._plan.max_pass_tokens}
+        output = self.engines["actor"].forward(batch, logits_mask=wanted, stream=stream, objective=objective, **options)
         metrics = policy_metrics(output.metrics, spec)
         if is_first and spec.old_logprobs != "recompute":
             # Without recomputed log-probs, this pass is the first to know the gap to the engine. No correction has
@@ -347,7 +342,8 @@ class TrainWorker:
             outputs = {"values": model(batch)}
         else:
             wanted = _lay_out(loss_mask, rows, batch)
-            outputs = model(batch, temperature=self._temperature, logits_mask=wanted)._asdict()
+            options = {"temperature": self._temperature, "max_tokens": self._plan.max_pass_tokens}
+            outputs = model(batch, logits_mask=wanted, **options)._asdict()
         return {name: pad_sequence(batch.split(values), batch_first=True) for name, values in outputs.items()}, mask
 
     def _batch(self, role: str, rows: Sequence[int]) -> TokenBatch:

@@ -145,12 +145,22 @@ class VllmEngine:
         """Run `function(core)` on the stepping thread, with `drain` once the requests in flight have finished.
 
         Raises EngineError when it took longer than `timeout_s`, by default the deadline of a control call. The function
-        still runs when the thread comes to it.
+        still runs when the thread comes to it, except with `drain`: it would hold requests back for a caller that is
+        gone.
         """
+        is_given_up = False
+
+        def run(core: Any) -> Any:
+            return None if is_given_up and drain else function(core)
+
         if timeout_s is None:
             timeout_s = self._control_timeout_s + (self._request_timeout_s if drain else 0.0)
         async with deadline(timeout_s, f"`{name}`"):
-            return await asyncio.wrap_future(self._loop.call(function, drain=drain))
+            try:
+                return await asyncio.wrap_future(self._loop.call(run, drain=drain))
+            except asyncio.CancelledError:  # also of a deadline that passes
+                is_given_up = True
+                raise
 
     # -- on the stepping thread, which alone changes the engine's state ------------------------------------------------
 
@@ -220,11 +230,17 @@ class VllmEngine:
             raise WeightSyncError(f"weights missing: {self._incomplete}", hint="send every weight in each update")
         self._loop.advance(version)
         self._end_update(core, None)
+        if self._incomplete:
+            raise WeightSyncError(f"vLLM could not put the new weights in force: {self._incomplete}")
 
     def _end_update(self, core: Any, incomplete: str | None) -> None:
         """End a weight update and let requests go on; they are refused if `incomplete` tells what is wrong."""
         self._updating = None
-        if not self._loop.forget_prefixes(core) and self._spec.enable_prefix_caching:
+        try:
+            forgotten = self._loop.forget_prefixes(core) or not self._spec.enable_prefix_caching
+        except Exception:
+            forgotten = False
+        if not forgotten:
             incomplete = incomplete or "vLLM kept prefixes that the old weights computed"
         self._incomplete = incomplete
         self._loop.holding = self._paused
@@ -239,11 +255,13 @@ class VllmEngine:
             return
         if self._loop.num_in_flight:
             raise EngineError(f"the engine cannot sleep with {self._loop.num_in_flight} sequences in flight")
+        if self._updating is not None:  # whose end would let requests into a sleeping core
+            raise EngineError("the engine cannot sleep during a weight update", hint="finish the update first")
         self._loop.settle(core)
         core.reset_prefix_cache()
-        core.sleep(1 if self._on_gpu else 0)
         self._asleep = True
         self._loop.refuse(core, "the engine sleeps", "await wake_up() before generate()")
+        core.sleep(1 if self._on_gpu else 0)
 
     def _wake_up(self, core: Any) -> None:
         if not self._asleep:

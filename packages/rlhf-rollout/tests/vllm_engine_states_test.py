@@ -1,0 +1,180 @@
+"""What requests meet after control calls of the vLLM engine that fail or are given up, on a core that is scripted."""
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlhf_data.errors import EngineError, WeightSyncError
+from rlhf_rollout.engines.spec import EngineSpec
+from rlhf_rollout.protocols import SamplingParams
+
+pytest.importorskip("vllm")
+
+from vllm.v1.engine import FinishReason as VllmFinishReason
+
+from rlhf_rollout.engines.vllm import engine as vllm_engine
+
+PROMPT = np.array([5, 6], np.int32)
+
+
+class Core:
+    """Ends each request after one token, once `may_step` is set; the calls named in `failing` raise."""
+
+    def __init__(self) -> None:
+        self.may_step = threading.Event()
+        self.may_step.set()
+        self.failing: set[str] = set()
+        self.calls: list[str] = []
+        self.running: dict[str, Any] = {}
+        self.is_asleep = False
+        self.engine_core = SimpleNamespace(
+            batch_queue=None,
+            scheduler=SimpleNamespace(has_requests=lambda: bool(self.running)),
+            pause_scheduler=lambda mode, clear_cache: self.called("pause_scheduler"),
+            resume_scheduler=lambda: None,
+        )
+
+    def called(self, name: str) -> None:
+        self.calls.append(name)
+        if name in self.failing:
+            raise RuntimeError(f"{name} failed")
+
+    def collective_rpc(self, method: str, kwargs: Any = None) -> list[Any]:
+        self.called(method)
+        return [[]]
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        self.called("reset_prefix_cache")
+        return True
+
+    def sleep(self, level: int) -> None:
+        self.is_asleep = True
+        self.called("sleep")
+
+    def wake_up(self, tags: Any) -> None:
+        self.is_asleep = False
+        self.called("wake_up")
+
+    def add_request(self, request: Any) -> None:
+        assert not self.is_asleep
+        self.running[request.request_id] = request
+
+    def abort_requests(self, request_ids: list[str]) -> None:
+        for request_id in request_ids:
+            self.running.pop(request_id, None)
+
+    def get_output(self) -> Any:
+        self.may_step.wait()
+        done, self.running = self.running, {}
+        logprobs = SimpleNamespace(logprobs=np.array([[-0.5]], np.float32))
+        reason = VllmFinishReason.LENGTH
+        outputs = [
+            SimpleNamespace(request_id=name, new_token_ids=[7], new_logprobs=logprobs, finish_reason=reason)
+            for name in done
+        ]
+        return SimpleNamespace(outputs=outputs)
+
+    def shutdown(self) -> None:
+        pass
+
+
+@pytest.fixture
+def core() -> Core:
+    return Core()
+
+
+@pytest.fixture
+def engine(core: Core, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    monkeypatch.setattr(vllm_engine, "resolve_model_dir", Path)
+    monkeypatch.setattr(vllm_engine, "read_config", lambda path: {"vocab_size": 512})
+    monkeypatch.setattr(vllm_engine, "end_token_ids", lambda *paths: (0,))
+    monkeypatch.setattr(vllm_engine, "_build_core", lambda *args, **options: core)
+    engine = vllm_engine.VllmEngine(EngineSpec(model="x", max_model_len=64, enable_sleep=True))
+    yield engine
+    core.may_step.set()
+    asyncio.run(engine.close())
+
+
+def generate(engine: Any) -> Any:
+    return engine.generate(PROMPT, SamplingParams(max_tokens=1))
+
+
+async def outcome(request: Any) -> str:
+    """Return "answered", or the error of a request that must not wait for ever."""
+    try:
+        await asyncio.wait_for(request, 20)
+    except EngineError as error:
+        return str(error)
+    return "answered"
+
+
+@pytest.mark.parametrize(
+    ("failing", "message"),
+    [
+        ("start_weight_update", "an update could not begin"),
+        ("update_weights", "update_weights failed"),
+        ("finish_weight_update", "the last update failed"),
+        ("rlhf_missing_weights", "the last update failed"),
+        ("reset_prefix_cache", "vLLM kept prefixes that the old weights computed"),
+    ],
+)
+def test_failed_weight_update_answers_the_requests_it_held(engine: Any, core: Core, failing: str, message: str) -> None:
+    async def update(version: int) -> Any:
+        await engine.begin_weight_update(version)
+        held = asyncio.create_task(outcome(generate(engine)))
+        while not (await engine.health()).num_in_flight:
+            await asyncio.sleep(0.001)
+        try:
+            await engine.receive_weights(None)
+            await engine.finish_weight_update()
+        finally:
+            update.held = held
+
+    async def scenario() -> None:
+        core.failing = {failing}
+        with pytest.raises(WeightSyncError):
+            await update(1)
+        if held := getattr(update, "held", None):
+            assert message in await held
+        assert message in await outcome(generate(engine))
+        core.failing = set()
+        await update(2)
+        assert await update.held == await outcome(generate(engine)) == "answered"
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("call", ["begin_weight_update", "pause"])
+def test_call_given_up_while_it_drains_holds_no_request_back(engine: Any, core: Core, call: str) -> None:
+    async def scenario() -> None:
+        core.may_step.clear()
+        running = asyncio.create_task(outcome(generate(engine)))
+        while not core.running:
+            await asyncio.sleep(0.001)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(getattr(engine, call)({"pause": "drain"}.get(call, 1)), 0.2)
+        waiting = asyncio.create_task(outcome(generate(engine)))
+        core.may_step.set()
+        assert [await running, await waiting, await outcome(generate(engine))] == ["answered"] * 3
+        assert "start_weight_update" not in core.calls
+        assert not (await engine.health()).is_paused
+
+    asyncio.run(scenario())
+
+
+def test_sleep_that_fails_refuses_requests_until_the_engine_is_woken_up(engine: Any, core: Core) -> None:
+    async def scenario() -> None:
+        core.failing = {"sleep"}
+        with pytest.raises(RuntimeError, match="sleep failed"):
+            await engine.sleep()
+        assert "the engine sleeps" in await outcome(generate(engine))
+        await engine.wake_up()
+        assert await outcome(generate(engine)) == "answered"
+
+    asyncio.run(scenario())

@@ -1,0 +1,23 @@
+"""Engines that start together draw different numbers for requests without a seed."""
+
+import dataclasses
+from types import SimpleNamespace
+
+from rlhf_rollout.engines import EngineSpec
+from rlhf_train.online import cluster
+from rlhf_train.online.placement import PlacementRequest, plan_placement
+
+
+def test_engines_of_a_run_get_seeds_of_their_own_and_are_alike_otherwise(monkeypatch):
+    started = []
+
+    class Remote:
+        @staticmethod
+        def options(**options):
+            return SimpleNamespace(remote=lambda *args: started.append(args) or len(started))
+
+    monkeypatch.setattr(cluster, "RemoteEngine", Remote)
+    spec = EngineSpec(model="m", seed=42)
+    plan = plan_placement(PlacementRequest(ranks={"actor": 1}, num_engines=3), num_gpus=0)
+    assert cluster.start_engines(SimpleNamespace(engine=spec, plan=plan), None) == [1, 2, 3]
+    assert started == [("vllm", dataclasses.replace(spec, seed=42 + number)) for number in range(3)]
