@@ -77,6 +77,15 @@ def test_generate_neighbouring_seeds_share_no_sample(subject: Subject) -> None:
     assert len({completion.token_ids.tobytes() for group in samples for completion in group}) == 6
 
 
+def test_engines_without_a_seed_write_differently(model_dir: Path) -> None:
+    written = []
+    for seed in (None, None, 3, 3):
+        engine = build_engine("transformers", EngineSpec(model=str(model_dir), max_model_len=MAX_MODEL_LEN, seed=seed))
+        [completion] = run(engine.generate(PROMPT, SamplingParams(max_tokens=16)))
+        written.append(completion.token_ids.tolist())
+    assert written[0] != written[1] and written[2] == written[3]
+
+
 def test_generate_greedy_repeats(subject: Subject) -> None:
     (first,) = generate(subject, max_tokens=10, temperature=0.0)
     (second,) = generate(subject, max_tokens=10, temperature=0.0)

@@ -101,6 +101,17 @@ def engine(core: Core, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     asyncio.run(engine.close())
 
 
+def test_engines_without_a_seed_draw_one_each(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    built = []
+    monkeypatch.setattr(vllm_engine, "_build_core", lambda spec, *args, **options: built.append(spec) or Core())
+    for seed in (None, None, 5):
+        other = vllm_engine.VllmEngine(EngineSpec(model="x", seed=seed))
+        other._loop.call(lambda core: None, drain=False).result(20)
+        asyncio.run(other.close())
+    first, second, seeded = (spec.seed for spec in built)
+    assert first is not None and first != second and seeded == 5
+
+
 def generate(engine: Any) -> Any:
     return engine.generate(PROMPT, SamplingParams(max_tokens=1))
 

@@ -17,7 +17,11 @@ def test_engines_of_a_run_get_seeds_of_their_own_and_are_alike_otherwise(monkeyp
             return SimpleNamespace(remote=lambda *args: started.append(args) or len(started))
 
     monkeypatch.setattr(cluster, "RemoteEngine", Remote)
-    spec = EngineSpec(model="m", seed=42)
     plan = plan_placement(PlacementRequest(ranks={"actor": 1}, num_engines=3), num_gpus=0)
+    spec = EngineSpec(model="m", seed=42)
     assert cluster.start_engines(SimpleNamespace(engine=spec, plan=plan), None) == [1, 2, 3]
     assert started == [("vllm", dataclasses.replace(spec, seed=42 + number)) for number in range(3)]
+    started.clear()
+    unseeded = EngineSpec(model="m")  # each engine draws its own
+    cluster.start_engines(SimpleNamespace(engine=unseeded, plan=plan), None)
+    assert started == [("vllm", unseeded)] * 3

@@ -30,7 +30,7 @@ class EngineSpec:
         enable_prefix_caching: reuse the KV cache of common prefixes.
         tensor_parallel_size: GPUs per engine.
         num_threads: CPU threads of the engine's process; None for OMP_NUM_THREADS, or else one per core.
-        seed: seed for requests without a seed.
+        seed: seed for requests without a seed; None draws one for each engine that starts.
         weight_transfer: medium by which new weights arrive, one of `rlhf_rollout.weight_sync.MEDIA`.
         base_url: address of the server, for "http" only.
         request_timeout_s: deadline of one request, with all of its samples, unless the call has its own.
@@ -54,7 +54,7 @@ class EngineSpec:
     enable_prefix_caching: bool = True
     tensor_parallel_size: int = 1
     num_threads: int | None = None
-    seed: int = 0
+    seed: int | None = None
     weight_transfer: Medium = "shared_memory"
     base_url: str | None = None
     request_timeout_s: float = 1800.0

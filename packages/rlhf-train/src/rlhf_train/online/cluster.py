@@ -116,7 +116,9 @@ def start_engines(job: OnlineJob, reserved: PlacementGroup) -> list[Any]:
 
     Each has a seed of its own: with one seed for all, engines would draw the same numbers for requests without a seed.
     """
-    specs = [replace(job.engine, seed=job.engine.seed + number) for number in range(job.plan.engines.num_ranks)]
+    seed = job.engine.seed
+    numbers = range(job.plan.engines.num_ranks)
+    specs = [replace(job.engine, seed=None if seed is None else seed + number) for number in numbers]
     return _start(RemoteEngine, job.plan, job.plan.engines, reserved, "vllm", each=specs)
 
 

@@ -3,7 +3,9 @@
 import asyncio
 import contextlib
 import os
+import secrets
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +53,8 @@ class VllmEngine:
             raise ConfigError("weight_transfer ipc needs a GPU", hint="use weight_transfer shared_memory")
         if spec.tensor_parallel_size > 1:
             _check_visible_gpus(spec.tensor_parallel_size)
+        if spec.seed is None:
+            spec = replace(spec, seed=secrets.randbits(31))
         tokenizer_dir = resolve_model_dir(spec.tokenizer) if spec.tokenizer else model_dir
         self._spec = spec
         self._request_timeout_s = spec.request_timeout_s
