@@ -1,6 +1,7 @@
 """From raw rewards to those that are learned from, in their order, and which groups are worth training."""
 
 import asyncio
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,7 @@ from rlhf_data.testing import make_group
 from rlhf_rollout.rewards.sources import RewardSource
 from rlhf_train.online.job import DynamicSampling, RewardSpec
 from rlhf_train.online.rewards import RewardShaper, is_worth_training, make_reward
+from rlhf_train.online.summaries import scored
 
 
 def rollout(reward: float | None, *, length: int = 1, truncated: bool = False, score: float | None = None) -> Rollout:
@@ -115,3 +117,22 @@ def test_reward_model_of_a_job_has_its_deadline(monkeypatch, tmp_path):
     assert verdict.kind is VerdictKind.TIMEOUT
     assert "within 0.05 s" in verdict.detail
     assert len(cancelled) == 1
+
+
+@pytest.mark.parametrize("failed_reward", [None, -1.0])
+def test_failed_reward_masks_a_rollout_unless_the_job_has_a_reward_for_it(tmp_path, failed_reward):
+    (tmp_path / "reward.py").write_text("def reward_func(queries, prompts, labels, *, responses): return 1 / 0\n")
+    source = RewardSource(kind="function", targets=(str(tmp_path / "reward.py"),))
+    job = SimpleNamespace(reward=RewardSpec(sources=(source,), failed_reward=failed_reward))
+    reward = make_reward(job, [], tmp_path / "reward.log")
+
+    async def run() -> list[Verdict]:
+        try:
+            return await reward.score(Prompt("p", [1], "one"), [rollout(None)])
+        finally:
+            await reward.close()
+
+    [verdict] = asyncio.run(run())
+    assert verdict.kind is VerdictKind.CRASH
+    kept = scored([group(replace(rollout(None), verdict=verdict))])
+    assert [each.verdict.reward for each in kept] == ([] if failed_reward is None else [failed_reward])
