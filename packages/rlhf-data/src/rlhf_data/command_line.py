@@ -150,8 +150,9 @@ def read_toml(path: Path, config_class: type[Config]) -> Values:
         raise ConfigError(missing_file("configuration file", path))
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not TOML: {error}") from None
+    except (ValueError, RecursionError) as error:
+        reason = "nested too deeply" if isinstance(error, RecursionError) else error
+        raise ConfigError(f"{path} is not TOML: {reason}") from None
     home = {option.name: option.section for option in options(config_class)}
     sections = list(config_class.model_fields)
     for section, table in content.items():

@@ -1,0 +1,116 @@
+"""Bad input to the commands: the exit status, the first line and the hint, and never a traceback."""
+
+import builtins
+import re
+
+import pytest
+
+from rlhf_cli.main import main as rlhf
+from rlhf_data.main import main as rlhf_data
+from rlhf_data.testing import write_jsonl
+
+REWARD = 'def reward_func(queries, prompts, labels):\n    return {"rewards": [1.0] * len(queries)}\n'
+SCORE = "score --dataset rows.jsonl --remote_rm_url reward.py --output_path"
+GENERATE = "generate --engine fake --prompt_data rows.jsonl --input_key input --output_path"
+SFT = "sft --pretrain builtin --dataset rows.jsonl"
+PAIRS = "--pretrain builtin --dataset rows.jsonl"
+PORT = r"error: reward server http://127\.0\.0\.1:99999/x: port 99999 is not within 1 to 65535"
+URL = "give one such as http://host:5000/get_reward"
+NOWHERE = "name a (folder that you may write to|file in a folder that you may write to)"
+NO_TOKEN = "error: --host 0.0.0.0 lets other machines use this server, and no token is set"
+DECODED = r"is '\\udcff', which is not UTF-8"
+
+TABLE = [
+    # command, first line on stderr, hint
+    ("score --dataset rows.jsonl --remote_rm_url http://127.0.0.1:99999/x --output_path o.jsonl", PORT, URL),
+    ("ppo --remote_rm_url http://127.0.0.1:99999/x", PORT, URL),
+    (
+        "generate --engine fake --prompt_data rows.jsonl --remote_rm_url http://127.0.0.1:99999/x --output_path o",
+        PORT,
+        URL,
+    ),
+    ("serve_rm --remote_rm_url http://127.0.0.1:99999/x", PORT, URL),
+    ("ppo --remote_rm_url http://me:secret@host/x", "error: the reward server's URL at host holds a password", "token"),
+    (f"{SCORE} /proc/out.jsonl", "error: /proc/out.jsonl.* cannot be written", NOWHERE),
+    (f"{GENERATE} /proc/out.jsonl", "error: /proc/out.jsonl.* cannot be written", NOWHERE),
+    (f"{SCORE} rows.jsonl/out.jsonl", "error: .*rows.jsonl/out.jsonl.* cannot be written", NOWHERE),
+    (f"{SCORE} {'x' * 252}", "error: .*/x+.* cannot be written", NOWHERE),
+    (f"{SCORE} {'x' * 251}", "error: .*/x+.* cannot be written", "give another --output_path"),
+    (f"{GENERATE} {'x' * 251}", "error: .*/x+.* cannot be written", "give another --output_path"),
+    (f"{SCORE} rows.jsonl", "error: .*rows.jsonl exists", "--overwrite"),
+    ("ppo --save_path /proc/run", "error: --save_path /proc/run cannot be written", NOWHERE),
+    (f"{SFT} --save_path /proc/run", "error: --save_path /proc/run cannot be written", NOWHERE),
+    (f"rm {PAIRS} --save_path rows.jsonl", "error: --save_path .*rows.jsonl is not an empty folder", "name a new one"),
+    (
+        "lora_combiner --model_path a --lora_path b --output_path /proc/c",
+        "error: --output_path /proc/c cannot be",
+        NOWHERE,
+    ),
+    ("serve_rm --remote_rm_url reward.py --host 0.0.0.0", NO_TOKEN, "set RLHF_REMOTE_RM_TOKEN"),
+    ("serve_rm --remote_rm_url reward.py --port 99999", "error: --port is 99999; it must be at most 65535", ""),
+    ("chat --engine fake --system \udcff", f"error: --system {DECODED}", "UTF-8"),
+    (f"{SFT} --input_template \udcff", f"error: --input_template {DECODED}", "UTF-8"),
+    ("ppo --config broken.toml", "error: .*broken.toml is not TOML", ""),
+    ("sft --config deep.toml", "error: .*deep.toml is not TOML: nested too deeply", ""),
+    (
+        "ppo --config masked.toml",
+        r"error: --remote_rm_url is http://h/x\?\*\*\*: \*\*\* stands for a secret",
+        "whole URL",
+    ),
+    ("dpo --pretrain builtin --dataset none.jsonl", "error: .*none.jsonl does not exist", ""),
+    ("dpo --pretrain builtin --dataset binary.jsonl", "error: ", ""),
+    ("kto --pretrain builtin --dataset deep.jsonl", "error: ", ""),
+    ("prm --pretrain builtin --dataset rows.jsonl --placeholder_token x", "error: ", ""),
+    ("kd --pretrain builtin --dataset rows.jsonl", "error: ", ""),
+    ("inspect --dataset rows.jsonl --row 9", "error: --row 9: there are 1 rows that can be read", ""),
+    ("inspect --dataset none.jsonl", "error: data file none.jsonl does not exist", ""),
+    ("pp\x1b[2Jo", r"error: unknown command `pp\\x1b\[2Jo`", ""),
+]
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A folder with rows, a reward and broken files."""
+    write_jsonl(tmp_path / "rows.jsonl", [{"input": "one", "output": "two"}])
+    (tmp_path / "reward.py").write_text(REWARD, encoding="utf-8")
+    (tmp_path / "broken.toml").write_bytes(b"[reward\xff")
+    (tmp_path / "masked.toml").write_text('[reward]\nremote_rm_url = "http://h/x?***"\n', encoding="utf-8")
+    (tmp_path / "deep.toml").write_text(f"[training]\nseed = {'[' * 5000}", encoding="utf-8")
+    (tmp_path / "binary.jsonl").write_bytes(bytes(range(256)) * 4)
+    (tmp_path / "deep.jsonl").write_text("[" * 10_000, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("RLHF_REMOTE_RM_TOKEN", "")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    return tmp_path
+
+
+def run(words):
+    return rlhf_data(words) if words[0] == "inspect" else rlhf(words)
+
+
+@pytest.mark.parametrize(
+    ("command", "first_line", "hint"), TABLE, ids=[row[0][:60].encode("ascii", "replace").decode() for row in TABLE]
+)
+def test_bad_input_is_refused_with_a_first_line_and_a_hint(here, capsys, command, first_line, hint):
+    files = {path.name for path in here.iterdir()}
+    assert run(command.split()) == 2
+    said = capsys.readouterr().err
+    [line] = [line for line in said.splitlines() if line.startswith("error:")]
+    assert re.match(first_line, line), said
+    assert "Traceback" not in said and "secret@" not in said
+    assert re.search(rf"\n\nhint: .*{hint}", said) or not hint, said
+    assert {path.name for path in here.iterdir()} <= files | {"rlhf-output"}
+
+
+def test_line_that_is_not_utf8_typed_into_chat_is_asked_for_again(here, capsys, monkeypatch):
+    typed = iter(["\ud800", UnicodeDecodeError("utf-8", b"\xff", 0, 1, "no"), "/exit"])
+
+    def answer(prompt):
+        line = next(typed)
+        if isinstance(line, Exception):
+            raise line
+        return line
+
+    monkeypatch.setattr(builtins, "input", answer)
+    assert rlhf(["chat", "--engine", "fake"]) == 0
+    assert capsys.readouterr().err.count("this line is not UTF-8; type it again\n") == 2
