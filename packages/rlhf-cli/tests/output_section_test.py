@@ -10,6 +10,7 @@ from rlhf_cli.commands.examples import COMMANDS
 from rlhf_cli.config import PpoConfig, SftConfig
 from rlhf_cli.config.output import OutputSection
 from rlhf_cli.paths import with_full_paths
+from rlhf_cli.secrets import restart_without_key
 from rlhf_data.command_line import CommandLine, to_toml
 from rlhf_data.errors import ConfigError
 from rlhf_train.run.trackers.spec import TrackerSpec
@@ -125,3 +126,10 @@ def test_a_process_with_the_key_on_its_command_line_starts_again_without(word, s
     assert started == ["start"] * starts
     assert shown.split()[-5:] == ["-u", str(script), "--use_wandb", "true", "--also"]
     assert key == (KEY if word == KEY else "from-the-environment")
+
+
+def test_secrets_of_urls_are_not_in_the_words_that_trackers_store(monkeypatch):
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setattr(sys, "argv", ["rlhf", "--remote_rm_url", "http://h/x?key=s3cret", "--seed", "1"])
+    restart_without_key()
+    assert sys.argv == ["rlhf", "--remote_rm_url", "http://h/x?***", "--seed", "1"]

@@ -212,3 +212,18 @@ def test_http_engine_takes_no_weights_and_no_sleep() -> None:
     ):
         with pytest.raises(EngineError, match="hint: train with engine vllm"):
             asyncio.run(refused)
+
+
+@pytest.mark.parametrize("base_url", ["https://far:8000", "http://127.0.0.1:8000", "http://[::1]:8000/v1"])
+def test_api_key_goes_over_https_or_to_this_machine(base_url):
+    HttpEngine(base_url, model="m", max_model_len=8, api_key="s3cret")
+    with pytest.raises(ConfigError, match=r"(?s)would go to http://\*\*\*@far:8000 without encryption.*hint: .*https"):
+        HttpEngine("http://me:s3cret@far:8000", model="m", max_model_len=8, api_key="s3cret")
+
+
+def test_password_of_the_address_is_not_in_messages():
+    engine = HttpEngine("http://me:s3cret@127.0.0.1:9", model="m", max_model_len=8, num_retries=0)
+    for call in (engine.health, lambda: engine.generate(np.array([1]), SamplingParams(max_tokens=2))):
+        with pytest.raises(EngineError, match=r"http://\*\*\*@127\.0\.0\.1:9/") as caught:
+            asyncio.run(call())
+        assert "s3cret" not in str(caught.value)
