@@ -206,12 +206,11 @@ def test_memory_beyond_the_limit_charges_the_culprit_alone(write):
     reward = write("""
         import os
         def reward_func(queries, prompts, labels):
-            if any(query.endswith("big") for query in queries):
-                bytearray(2**30)
+            bytearray(2 ** (30 if any(query.endswith("big") for query in queries) else 29))
             return {"rewards": [os.getpid()] * len(queries)}
     """)
-    first, big, last = score(reward, ["1", "big", "2"], worker=WorkerOptions(memory_gb=0.5))
-    assert (big.kind, big.detail) == (CRASH, "MemoryError: (reward.py:5)")
+    first, big, last = score(reward, ["1", "big", "2"], worker=WorkerOptions(memory_gb=0.75))
+    assert (big.kind, big.detail) == (CRASH, "MemoryError: (reward.py:4)")
     assert first.reward == last.reward > 0  # one worker, which goes on
 
 
