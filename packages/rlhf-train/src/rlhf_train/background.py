@@ -1,7 +1,7 @@
 """Writes files on a thread while the run goes on."""
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from threading import BoundedSemaphore
 
 from rlhf_data.errors import RlhfError
@@ -40,6 +40,10 @@ class BackgroundWriter:
         self._check()
         self._room.acquire()
         self._executor.submit(self._run, write)
+
+    def written(self) -> Future[None]:
+        """Return a future that is done once everything submitted so far is written, or has failed."""
+        return self._executor.submit(lambda: None)
 
     def close(self, finish: Callable[[], None]) -> None:
         """Wait until everything is written, then call `finish`, even when a write failed.

@@ -3,6 +3,8 @@
 Pure functions of numpy arrays. N is the number of rollouts.
 """
 
+from collections.abc import Mapping
+
 import numpy as np
 
 from rlhf_data.errors import ConfigError, DataError
@@ -119,6 +121,16 @@ class RunningMoments:
         self._squares += float(((values - mean) ** 2).sum()) + distance**2 * self.count * values.size / count
         self.mean += distance * values.size / count
         self.count = count
+
+    def state(self) -> dict[str, float]:
+        """Return what `restore` needs."""
+        return {"count": self.count, "mean": self.mean, "squares": self._squares}
+
+    def restore(self, state: Mapping[str, float]) -> None:
+        """Continue with the values that another object has seen."""
+        self.count = int(state["count"])
+        self.mean = state["mean"]
+        self._squares = state["squares"]
 
     def normalize(self, values: np.ndarray) -> np.ndarray:
         """Return (values - mean) / deviation as [N] float64; a deviation of 0 counts as 1."""

@@ -19,6 +19,7 @@ from rlhf_data.safety import is_loopback
 from rlhf_kernels import accumulate_
 from rlhf_models.weights import hf_named_weights
 from rlhf_train.engine.protocol import StepStats, learning_rate_at
+from rlhf_train.engine.shards import WEIGHT, ShardReader, Shards, load_adamw, places, save_adamw
 from rlhf_train.specs import OptimizerSpec
 
 
@@ -139,6 +140,8 @@ class DeepSpeedEngine:
         except (AssertionError, NotImplementedError, ValueError) as error:
             raise EngineError(f"DeepSpeed: {error}", hint="try another --zero_stage") from error
         self.module = self._engine.module
+        # Where this rank keeps master weights. Found here, because DeepSpeed forgets it while the states are offloaded.
+        self._places = places(self.module, self._engine.optimizer)
         # The float32 sums of gradients by weight, in bfloat16 at stage 1; empty otherwise. CUDA graphs of a backward
         # pass add to them directly (`rlhf_models.backbone.replay_full_packs`).
         self.gradient_sums: dict[torch.nn.Parameter, Tensor] = {}
@@ -202,6 +205,42 @@ class DeepSpeedEngine:
             state |= {name: buffer.detach().cpu() for name, buffer in self.module.named_buffers()}
         return state
 
+    def save_shards(self, shards: Shards) -> None:
+        """Copy this rank's part of the trained weights and of the optimizer's state to host memory."""
+        shards.numbers["num_updates"] = self._num_steps
+        # Without ZeRO every rank has everything, and one copy is enough.
+        if self._zero_stage > 0 or torch.distributed.get_rank() == 0:
+            save_adamw(shards, self._places, self._inner_optimizer.state)
+
+    @torch.no_grad()
+    def load_shards(self, reader: ShardReader) -> None:
+        """Set the trained weights, the optimizer's state and the number of updates to the saved ones. Collective.
+
+        Raises CheckpointError when the files belong to another model.
+        """
+        load_adamw(reader, self._places, self._inner_optimizer.state, step_on_device=self.device.type == "cuda")
+        self._num_steps = int(reader.numbers["num_updates"])
+        if self._is_plain:
+            return  # the optimizer works on the weights themselves
+        ranges = self.local_ranges()
+        for name, parameter in self.module.named_parameters():
+            if not parameter.requires_grad:
+                continue
+            if self._zero_stage == 3:
+                with self._gathered([parameter]):
+                    pass  # partitions it; see `local_weights`
+                shard = parameter.ds_tensor
+                start, size = ranges[name]
+                shard.view(-1)[:size].copy_(reader.read(f"{WEIGHT}/{name}", start, size))
+            else:
+                whole = reader.read(f"{WEIGHT}/{name}", 0, parameter.numel())
+                parameter.data.copy_(whole.view_as(parameter))
+
+    @property
+    def _inner_optimizer(self) -> Any:
+        """PyTorch's optimizer, around which DeepSpeed puts its own."""
+        return getattr(self._engine.optimizer, "optimizer", self._engine.optimizer)
+
     def local_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the name and tensor of the weights that this rank keeps for the rank set; writing to them changes the
         model. With ZeRO-3 this is the rank's shard of each weight. Otherwise rank 0 yields all weights, others none."""
@@ -213,6 +252,19 @@ class DeepSpeedEngine:
             with self._gathered([parameter]):
                 pass
             yield name, parameter.ds_tensor if self._zero_stage == 3 else parameter.data
+
+    def local_ranges(self) -> dict[str, tuple[int, int]]:
+        """Return, for each tensor of `local_weights`, its first element's number in the whole flattened weight, and how
+        many of its elements belong to the weight. ZeRO-3 pads the last shard."""
+        if self._zero_stage < 3:
+            return {name: (0, weight.numel()) for name, weight in self.local_weights()}
+        rank = torch.distributed.get_rank()
+        ranges = {}
+        for name, parameter in self.module.named_parameters():
+            size = parameter.ds_tensor.numel()
+            start = rank * size
+            ranges[name] = start, max(min(size, parameter.ds_numel - start), 0)
+        return ranges
 
     def offload(self) -> None:
         """Move optimizer states, master weights and gradients to host memory.

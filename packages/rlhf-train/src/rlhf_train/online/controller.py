@@ -1,6 +1,7 @@
 """The order of events in an online run. Other files implement the events."""
 
 from rlhf_data.records import RolloutGroup
+from rlhf_train.online.checkpointing import Checkpointer
 from rlhf_train.online.evaluation import Evaluator
 from rlhf_train.online.job import OnlineJob
 from rlhf_train.online.learner import Learner
@@ -10,12 +11,17 @@ from rlhf_train.online.rollouts import Rollouts
 from rlhf_train.online.stream import SampleStream
 from rlhf_train.online.summaries import scored
 from rlhf_train.online.turns import Turns
+from rlhf_train.run.interrupts import Interrupts
 from rlhf_train.run.ledger import Ledger
 from rlhf_train.run.timeline import Timeline
 
 
 class Controller:
-    """Calls the parts of a run in order. `online.loop` calls its methods, one per line of the algorithm."""
+    """Calls the parts of a run in order. `online.loop` calls its methods, one per line of the algorithm.
+
+    Attributes:
+        first_step: 1, or the step after the checkpoint from which the run continues.
+    """
 
     def __init__(
         self,
@@ -29,6 +35,10 @@ class Controller:
         patience: Patience,
         report: Report,
         timeline: Timeline,
+        ledger: Ledger,
+        checkpointer: Checkpointer,
+        interrupts: Interrupts,
+        first_step: int = 1,
     ) -> None:
         self._job = job
         self._rollouts = rollouts
@@ -39,7 +49,10 @@ class Controller:
         self._patience = patience
         self._report = report
         self._timeline = timeline
-        self._ledger = Ledger()
+        self._ledger = ledger
+        self._checkpointer = checkpointer
+        self._interrupts = interrupts
+        self.first_step = first_step
         self._batch: list[RolloutGroup] = []
 
     @property
@@ -53,10 +66,11 @@ class Controller:
         return self._patience.is_exhausted
 
     def start(self) -> None:
-        """Send the initial weights to the engines, evaluate them, and start the clock of the first step."""
+        """Send the weights to the engines, evaluate the initial ones, and start the clock of the first step."""
         self.sync_weights()
         self._report.end_part("startup")
-        self.evaluate(0)
+        if self.first_step == 1:
+            self.evaluate(0)
         self._report.end_part("first_evaluation")
 
     def generate(self, step: int) -> None:
@@ -99,7 +113,12 @@ class Controller:
             self._report.add(self._learner.assign_advantages())
 
     def update(self, step: int) -> None:
-        """Update the critic and the actor on the batch."""
+        """Update the critic and the actor on the batch.
+
+        From here to `checkpoint` the models and the other parts of the run are between two states that could be saved,
+        so signals wait.
+        """
+        self._interrupts.hold()
         with self._timeline.phase("train"):
             metrics, num_trained = self._learner.update(step)
         self._report.add(metrics)
@@ -129,3 +148,8 @@ class Controller:
         self._ledger.check(queued=self._stream.num_queued_rollouts, in_flight=in_flight)
         self._report.add(self._ledger.close_step())
         self._report.step(step, self.num_steps)
+
+    def checkpoint(self, step: int) -> None:
+        """Save the state of the run if that is due. Raises `Interrupted` if a signal has arrived since the update."""
+        self._checkpointer.after_step(step, self._evaluator.deciding_metric(step))
+        self._interrupts.release()

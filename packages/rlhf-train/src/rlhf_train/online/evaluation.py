@@ -44,6 +44,21 @@ class Evaluator:
         self._report = report
         self._timeline = timeline
         self._best = best
+        self._newest: tuple[int, Mapping[str, float]] = (-1, {})
+
+    def state(self) -> float | None:
+        """Return the best evaluation so far, for `restore`."""
+        return self._best.state() if self._best is not None else None
+
+    def restore(self, state: float | None) -> None:
+        """Continue with the best evaluation of another process."""
+        if self._best is not None:
+            self._best.restore(state)
+
+    def deciding_metric(self, step: int) -> float | None:
+        """Return the metric that decides the best weights, as evaluated after `step`; None if it was not."""
+        evaluated, metrics = self._newest
+        return metrics.get(self._best.metric) if self._best is not None and evaluated == step else None
 
     def is_due(self, step: int, *, is_last: bool) -> bool:
         """Return whether to evaluate after `step`: at the start (step 0), at the end, and every `eval_steps` steps."""
@@ -58,6 +73,7 @@ class Evaluator:
             groups = self._rollouts.answer_held_out(step)
             metrics = summarize_evaluation(groups)
             self._report.evaluation(step, groups, metrics)
+        self._newest = step, metrics
         self._keep_best(step, metrics)
         if step > 0 and not is_last:
             return

@@ -123,6 +123,28 @@ class DynamicSampling:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointSpec:
+    """When the state of a run is saved, and where.
+
+    Attributes:
+        folder: of all checkpoints of the run; "" for the folder `checkpoints` in `save_path`.
+        every: steps between two checkpoints; 0 saves one only when the run is interrupted or fails.
+        max_num, max_bytes: see `rlhf_train.run.checkpoint.Checkpoints`.
+        full: save what a run needs to go on; without it, checkpoints hold the policy only.
+        hf_model: save the policy as a Hugging Face folder in each checkpoint.
+        resume: continue from the newest checkpoint in the folder, if there is one.
+    """
+
+    folder: str
+    every: int = 0
+    max_num: int = 3
+    max_bytes: float = math.inf
+    full: bool = True
+    hf_model: bool = False
+    resume: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OnlineJob:
     """One online run.
 
@@ -151,6 +173,7 @@ class OnlineJob:
             average.
         save_critic: save the critic with the actor.
         best_metric: evaluation metric; the weights with its highest value are saved. None saves the last weights only.
+        checkpoints: when and where the state of the run is saved.
         trackers: where metrics go besides `metrics.jsonl`, and how often; None for TensorBoard at every step.
         ray_address: address of a running Ray cluster; None starts one for the run.
 
@@ -183,6 +206,7 @@ class OnlineJob:
     ema_beta: float | None = None
     save_critic: bool = False
     best_metric: str | None = None
+    checkpoints: CheckpointSpec = CheckpointSpec(folder="")
 
     def __post_init__(self) -> None:
         row = self.algorithm.row

@@ -3,6 +3,9 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from ray.exceptions import RayError
+
+from rlhf_data.errors import EngineError
 from rlhf_data.records import Rollout
 from rlhf_train.baselines import relative_rewards
 from rlhf_train.batching import plan_batches
@@ -12,6 +15,7 @@ from rlhf_train.online.ranks import RankSet
 from rlhf_train.online.ray_session import wait
 from rlhf_train.online.rewards import RewardShaper
 from rlhf_train.run.metrics import METRIC_PREFIXES, Metric, merge_metrics, results
+from rlhf_train.run.rank_state import file_name
 
 
 class Learner:
@@ -147,6 +151,36 @@ class Learner:
         exported = self._set_of[source].start("work", "export_columns", list(names))
         wait(self._set_of[target].start("work", "adopt_columns", *exported))
 
+    # -- state ---------------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """Return this object's own part of a checkpoint; `save_state` writes the models."""
+        return {"policy_version": self.policy_version, "kl_coef": self.kl_coef, "reward": self._shaper.state()}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue where another process was between two steps; `load_state` reads the models."""
+        self.policy_version = state["policy_version"]
+        self.kl_coef = state["kl_coef"]
+        self._shaper.restore(state["reward"])
+
+    def save_state(self, folder: str) -> list[str]:
+        """Have all ranks copy their models to host memory and write them to `folder` while the run goes on.
+
+        Returns the names of the files, which are complete when each has a receipt; see `run.checkpoint`.
+        """
+        self._call_all("save_state", folder)
+        return [
+            file_name(role, rank, len(ranks.handles))
+            for ranks in self._sets
+            for role in ranks.roles
+            if self._job.models[role].optimizer
+            for rank in range(len(ranks.handles))
+        ]
+
+    def load_state(self, folder: str) -> None:
+        """Have all ranks continue with the models in `folder`."""
+        self._call_all("load_state", folder)
+
     # -- weights and memory --------------------------------------------------------------------------------------
 
     def send_weights(self, engines: Sequence[Any]) -> int:
@@ -187,12 +221,20 @@ class Learner:
         """Move optimizer states back to the device."""
         self._call_all("reload")
 
+    def is_live(self) -> bool:
+        """Return whether all ranks answer, after what they are doing."""
+        try:
+            self.peak_memory_bytes()
+        except (EngineError, RayError):
+            return False
+        return True
+
     def peak_memory_bytes(self) -> int:
         """Return the peak of allocated device memory in bytes, the largest over all ranks."""
         return max((peak for ranks in self._sets for peak in ranks.call("work", "peak_memory_bytes")), default=0)
 
-    def _call_all(self, method: str) -> None:
-        wait([reference for ranks in self._sets for reference in ranks.start("work", method)])
+    def _call_all(self, method: str, *args: Any) -> None:
+        wait([reference for ranks in self._sets for reference in ranks.start("work", method, *args)])
 
 
 def _merged(parts: Iterable[Mapping[str, Metric]]) -> dict[str, float]:

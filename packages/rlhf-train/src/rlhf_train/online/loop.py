@@ -6,7 +6,7 @@ from rlhf_train.online.controller import Controller
 def train(run: Controller) -> None:
     """Run all steps: generate rollouts with the newest weights, and update the weights from them."""
     run.start()
-    for step in range(1, run.num_steps + 1):
+    for step in range(run.first_step, run.num_steps + 1):
         run.generate(step)
         if run.can_learn():
             run.make_experience(step)
@@ -15,5 +15,6 @@ def train(run: Controller) -> None:
             run.sync_weights()
         run.evaluate(step)
         run.record(step)
+        run.checkpoint(step)
         if run.is_exhausted:
             break

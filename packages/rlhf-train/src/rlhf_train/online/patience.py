@@ -1,6 +1,7 @@
 """Ends a run that finds nothing to learn from for several steps. Torch-free."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from rlhf_data.errors import RewardError
 from rlhf_data.records import RolloutGroup
@@ -28,6 +29,15 @@ class Patience:
         self._num_barren_steps = 0
         self._last_failure = ""
         self.is_exhausted = False
+
+    def state(self) -> dict[str, Any]:
+        """Return what `restore` needs."""
+        return {"num_barren_steps": self._num_barren_steps, "last_failure": self._last_failure}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue where another process was between two steps."""
+        self._num_barren_steps = state["num_barren_steps"]
+        self._last_failure = state["last_failure"]
 
     def observe(self, groups: Sequence[RolloutGroup]) -> None:
         """Remember why the last failed reward of a step failed."""

@@ -1,6 +1,7 @@
 """The output of an online run: to the files of its folder, to the terminal, and as the final summary."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from rlhf_data.records import RolloutGroup
 from rlhf_train.online.job import RunSummary
@@ -30,11 +31,12 @@ class Report:
         self._metrics: dict[str, float] = {}
         self._num_tokens = 0
         self._final: dict[str, float] = {}
+        self._earlier_s = 0.0  # of processes whose run this one continues
         self._parts = {"startup": 0.0, "first_evaluation": 0.0, "steps": 0.0, "final_save": 0.0}  # seconds
 
     def end_part(self, name: str) -> None:
         """End a part of the run that comes before the first step: "startup" or "first_evaluation"."""
-        self._parts[name] = self._timeline.take()[STEP]
+        self._parts[name] += self._timeline.take()[STEP]
 
     def add(self, metrics: Mapping[str, float]) -> None:
         """Add to the metrics of the current step."""
@@ -83,6 +85,16 @@ class Report:
         self._metrics = {}
         self._num_tokens = 0
 
+    def state(self) -> dict[str, Any]:
+        """Return what the final summary needs, for `restore`."""
+        return {"final": self._final, "parts": self._parts, "elapsed_s": self._earlier_s + self._timeline.elapsed_s}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue the summary of another process. Its seconds count as seconds of the run."""
+        self._final = dict(state["final"])
+        self._parts |= state["parts"]
+        self._earlier_s = state["elapsed_s"]
+
     def add_final(self, metrics: Mapping[str, float]) -> None:
         """Add to the metrics of the final summary."""
         self._final |= metrics
@@ -95,8 +107,8 @@ class Report:
         `time/step`), `time/final_save`, and `time/remainder`, which lies in none of them.
         """
         seconds = self._timeline.take()
-        self._parts["final_save"] = sum(seconds.get(name, 0.0) for name in ("save", *TURN_PHASES))
-        total = self._timeline.elapsed_s
+        self._parts["final_save"] = sum(seconds.get(name, 0.0) for name in ("checkpoint", "save", *TURN_PHASES))
+        total = self._earlier_s + self._timeline.elapsed_s
         self._final |= {f"time/{name}": value for name, value in self._parts.items()}
         self._final |= {"time/remainder": total - sum(self._parts.values()), "time/total": total}
         self._recorder.metrics(num_steps, self._final)

@@ -1,6 +1,6 @@
 """The reward of a run: the function that scores rollouts, and the shaping before an algorithm learns from them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,15 @@ class RewardShaper:
         self._spec = spec
         self._max_tokens = max_tokens
         self._moments = RunningMoments() if spec.running_norm else None
+
+    def state(self) -> dict[str, float] | None:
+        """Return the running mean and deviation, for `restore`; None without them."""
+        return self._moments.state() if self._moments is not None else None
+
+    def restore(self, state: Mapping[str, float] | None) -> None:
+        """Continue with the running mean and deviation of another process."""
+        if self._moments is not None and state is not None:
+            self._moments.restore(state)
 
     def observe(self, rollouts: Sequence[Rollout]) -> None:
         """Update the running mean and deviation with the raw rewards of `rollouts`, which all have a reward."""

@@ -2,7 +2,7 @@
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -143,6 +143,17 @@ class Rollouts:
     def wake_up(self) -> None:
         """Have all engines take their device memory back."""
         self._await_all(engine.wake_up() for engine in self.engines)
+
+    def state(self) -> dict[str, Any]:
+        """Return the place in the order of prompts, for `restore`."""
+        return self._sampler.state_dict()
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue with the next prompt of another process.
+
+        Raises CheckpointError for another number of prompts or another seed.
+        """
+        self._sampler.load_state_dict(state)
 
     def close(self) -> None:
         """Close the reward and the event loop."""

@@ -1,12 +1,15 @@
 """An online run from start to final model: starts its processes, assembles its parts, trains, and saves."""
 
+from asyncio import CancelledError
 from collections.abc import Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import NamedTuple
 
-from rlhf_data.errors import RewardError
+from rlhf_data.errors import RlhfError
 from rlhf_rollout.protocols import RewardFunction, RolloutEngine
 from rlhf_rollout.ray_actors import RayEngine
+from rlhf_train.online.checkpointing import Checkpointer
 from rlhf_train.online.cluster import placed_bundles, ray_cluster, start_processes
 from rlhf_train.online.controller import Controller
 from rlhf_train.online.evaluation import Evaluator
@@ -21,8 +24,11 @@ from rlhf_train.online.rollouts import Rollouts
 from rlhf_train.online.stream import SampleStream
 from rlhf_train.online.turns import Turns
 from rlhf_train.run.best_model import BestModel
+from rlhf_train.run.checkpoint import Checkpoint, Checkpoints
+from rlhf_train.run.interrupts import Interrupts
+from rlhf_train.run.ledger import Ledger
 from rlhf_train.run.observer import Observer
-from rlhf_train.run.recorder import Recorder, check_save_path
+from rlhf_train.run.recorder import ARTIFACTS, Recorder, check_save_path
 from rlhf_train.run.timeline import Timeline
 
 
@@ -35,30 +41,58 @@ class Parts(NamedTuple):
     turns: Turns
     report: Report
     timeline: Timeline
+    checkpointer: Checkpointer
+    interrupts: Interrupts
 
 
 def run_online(job: OnlineJob, observer: Observer) -> RunSummary:
-    """Run `job` from start to final model.
+    """Run `job` from start to final model, or from its newest checkpoint.
 
     Raises:
         ConfigError: the job cannot run as configured.
-        EngineError, RewardError, WeightSyncError: a part failed and retries did not help. On a RewardError the models
-            are saved before it is raised.
+        CheckpointError: the checkpoint to continue from belongs to another run.
+        EngineError, RewardError, WeightSyncError: a part failed and retries did not help. What was learned is saved
+            before the error is raised, as far as the trainers live.
+        Interrupted: SIGINT or SIGTERM. The state of the run is saved before.
     """
     timeline = Timeline(on_phase=observer.phase)
-    check_save_path(job.save_path)
+    check_save_path(job.save_path, resumes=job.checkpoints.resume)
     with ExitStack() as stack:
+        interrupts = stack.enter_context(Interrupts())
+        checkpoint = find_checkpoint(job, observer)
         observer.starting("Ray")
         stack.enter_context(ray_cluster(job.plan, job.ray_address))
         reserved = stack.enter_context(placed_bundles(job.plan))
         observer.starting("engines and trainers")
         processes = start_processes(job, reserved)
-        recorder = stack.enter_context(Recorder(job.save_path, job.config, job.trackers, observer))
+        resumed_step = None
+        if job.checkpoints.resume:
+            resumed_step = checkpoint.step if checkpoint else -1
+        recorder = stack.enter_context(Recorder(job.save_path, job.config, job.trackers, observer, resumed_step))
         reward = make_reward(job, processes.scorers, recorder.folder / "reward.log")
         engines = [RayEngine(handle, job.engine) for handle in processes.engines]
-        parts = assemble(job, engines, processes.workers, reward, recorder, observer, timeline)
+        parts = assemble(job, engines, processes.workers, reward, recorder, observer, timeline, interrupts)
         stack.callback(parts.rollouts.close)
+        if checkpoint is not None:
+            parts.controller.first_step = parts.checkpointer.restore(checkpoint) + 1
         return train_and_save(job, parts, recorder)
+
+
+def checkpoint_folder(job: OnlineJob) -> Path:
+    """Return the folder of all checkpoints of a run."""
+    return Path(job.checkpoints.folder or Path(job.save_path) / ARTIFACTS["checkpoints"])
+
+
+def find_checkpoint(job: OnlineJob, observer: Observer) -> Checkpoint | None:
+    """Return the newest whole checkpoint if the job continues one, and say so; None for a run from the start."""
+    if not job.checkpoints.resume:
+        return None
+    checkpoint = Checkpoints(checkpoint_folder(job)).newest_whole(observer.warning)
+    if checkpoint is None:
+        observer.notice(f"there is no checkpoint in {checkpoint_folder(job)}: the run starts from the beginning")
+    else:
+        observer.notice(f"the run continues after step {checkpoint.step}, from {checkpoint.path}")
+    return checkpoint
 
 
 def assemble(
@@ -69,6 +103,7 @@ def assemble(
     recorder: Recorder,
     observer: Observer,
     timeline: Timeline,
+    interrupts: Interrupts | None = None,
 ) -> Parts:
     """Construct the parts of a run.
 
@@ -80,7 +115,9 @@ def assemble(
         recorder: writes the run's folder.
         observer: shows the run on the terminal.
         timeline: made at the start of the run.
+        interrupts: receives signals; None for nobody.
     """
+    interrupts = interrupts or Interrupts()
     stream = SampleStream(job.batch.rollout_batch_size)
     rollouts = Rollouts(job, engines, reward, stream, timeline, observer)
     learner = Learner(job, rank_sets)
@@ -94,31 +131,68 @@ def assemble(
     )
     report = Report(recorder, observer, timeline)
     best = BestModel(job.best_metric, recorder.path("best model")) if job.best_metric else None
+    evaluator = Evaluator(job, rollouts, learner, turns, report, timeline, best)
+    patience = Patience(job.batch.rollout_batch_size, observer)
+    ledger = Ledger()
+    resumable = {
+        "rollouts": rollouts,
+        "stream": stream,
+        "learner": learner,
+        "evaluator": evaluator,
+        "patience": patience,
+        "ledger": ledger,
+        "report": report,
+    }
+    checkpointer = Checkpointer(job, checkpoint_folder(job), resumable, learner, recorder, timeline, observer)
     controller = Controller(
         job,
         rollouts=rollouts,
         stream=stream,
         learner=learner,
         turns=turns,
-        evaluator=Evaluator(job, rollouts, learner, turns, report, timeline, best),
-        patience=Patience(job.batch.rollout_batch_size, observer),
+        evaluator=evaluator,
+        patience=patience,
         report=report,
         timeline=timeline,
+        ledger=ledger,
+        checkpointer=checkpointer,
+        interrupts=interrupts,
     )
-    return Parts(controller, rollouts, learner, turns, report, timeline)
+    return Parts(controller, rollouts, learner, turns, report, timeline, checkpointer, interrupts)
 
 
 def train_and_save(job: OnlineJob, parts: Parts, recorder: Recorder) -> RunSummary:
-    """Run all steps, save the models, and return the final metrics and the paths of all artifacts."""
+    """Run all steps, save the models, and return the final metrics and the paths of all artifacts.
+
+    After an error, what was learned is saved: the models, and between two steps also the state of the run.
+    """
     try:
         train(parts.controller)
-    except RewardError:
-        # A broken reward leaves the trainers intact, so the progress so far can be saved.
         save_models(job, parts, recorder)
+        parts.checkpointer.close()
+    except (KeyboardInterrupt, CancelledError):
+        save_what_is_left(job, parts, recorder, models=False)
         raise
-    save_models(job, parts, recorder)
+    except RlhfError:
+        save_what_is_left(job, parts, recorder, models=True)
+        raise
     parts.report.add_final({"memory/trainer_peak_bytes": float(parts.learner.peak_memory_bytes())})
     return parts.report.finish(job.num_steps)
+
+
+def save_what_is_left(job: OnlineJob, parts: Parts, recorder: Recorder, *, models: bool) -> None:
+    """Save as much as the end of a failed or interrupted run allows. What cannot be saved is a warning."""
+    is_between_steps = not parts.interrupts.is_held
+    parts.interrupts.hold()  # a second signal must not end the writing
+    live = parts.learner.is_live()
+    try:
+        if live and is_between_steps:
+            parts.checkpointer.save()
+        if live and models:
+            save_models(job, parts, recorder)
+    except RlhfError as error:
+        parts.report.warning(f"not everything was saved: {error}")
+    parts.checkpointer.close(ranks_live=live)
 
 
 def save_models(job: OnlineJob, parts: Parts, recorder: Recorder) -> None:

@@ -1,6 +1,8 @@
 """The queue between generation and training: complete rollout groups go in, batches come out. Torch-free."""
 
 from collections import deque
+from collections.abc import Mapping
+from typing import Any
 
 from rlhf_data.records import RolloutGroup
 
@@ -88,6 +90,17 @@ class SampleStream:
         assert self._num_done < self._num_taken, "a batch is done that was not taken"
         self._num_done += 1
         self._versions.append(policy_version)
+
+    def state(self) -> dict[str, Any]:
+        """Return what `restore` needs. Call it between two steps, when no group waits or is in flight."""
+        assert not self._queue and not self.num_in_flight, "a group waits or is in flight"
+        return {"num_taken": self._num_taken, "num_done": self._num_done, "versions": list(self._versions)}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue where another process was between two steps."""
+        self._num_taken = state["num_taken"]
+        self._num_done = state["num_done"]
+        self._versions.extend(state["versions"])
 
 
 def _number(group_id: str) -> tuple[str, int]:

@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -44,6 +45,7 @@ from rlhf_train.online.terms import (
 )
 from rlhf_train.run.ema import WeightAverage
 from rlhf_train.run.metrics import METRIC_PREFIXES, Max, Mean, Metric, Sum, merge_metrics, on_host
+from rlhf_train.run.rank_state import StateWriter
 from rlhf_train.specs import ModelSpec
 
 # The input of a rank without rows, which must run a pass because collectives need every rank. It has two tokens,
@@ -102,6 +104,7 @@ class TrainWorker:
         self._average: WeightAverage | None = None
         if ema_beta is not None and "actor" in self.engines:
             self._average = WeightAverage(ema_beta, self.engines["actor"].local_weights())
+        self._writer = StateWriter(rank, num_ranks)
         self._experience = Experience.from_rollouts([], [])
         self._plan = RankPlan((), (), ())
         self._policy_version = 0
@@ -382,6 +385,17 @@ class TrainWorker:
         assert self._average is not None
         with self._average.in_place_of(self.engines["actor"].local_weights()):
             self.save("actor", path)
+
+    def save_state(self, folder: str) -> None:
+        """Copy this rank's part of all trained models to host memory, and write it to `folder` on a thread.
+
+        A receipt in the folder (`run.checkpoint.write_receipt`) tells when a file is on the disk.
+        """
+        self._writer.save(self.engines, Path(folder), self._average)
+
+    def load_state(self, folder: str) -> None:
+        """Continue with the models in `folder`, which `save_state` wrote on all ranks. Collective."""
+        self._writer.load(self.engines, Path(folder), self._average)
 
     def peak_memory_bytes(self) -> int:
         """Return the peak of this process's allocated device memory in bytes; 0 on a CPU."""

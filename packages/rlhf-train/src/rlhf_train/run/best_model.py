@@ -29,6 +29,15 @@ class BestModel:
         value = metrics[self.metric]
         return value < self._best if self._lowest else value > self._best
 
+    def state(self) -> float | None:
+        """Return the best value so far, for `restore`; None before the first evaluation."""
+        return self._best if math.isfinite(self._best) else None
+
+    def restore(self, state: float | None) -> None:
+        """Continue with the best value of another process."""
+        if state is not None:
+            self._best = state
+
     @property
     def staging(self) -> Path:
         """The folder for new weights, which `keep` then moves into place.

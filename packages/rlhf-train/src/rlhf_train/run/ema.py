@@ -35,6 +35,10 @@ class WeightAverage:
         for name, tensor in weights:
             self._average[name].lerp_(_on_host(tensor), 1 - self._beta)
 
+    def values(self) -> dict[str, Tensor]:
+        """Return the averages by name, float32 in host memory; writing to them changes the average."""
+        return self._average
+
     @contextmanager
     def in_place_of(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[None]:
         """Replace the weights by their average within a `with` block, for example to save the average."""

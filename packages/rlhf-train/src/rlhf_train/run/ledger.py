@@ -1,7 +1,8 @@
 """Counts every rollout of a run, so that none is lost unnoticed. Torch-free."""
 
 import math
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
 
 from rlhf_data.errors import RlhfError
 
@@ -64,6 +65,14 @@ class Ledger:
                 f"rollouts were lost: {run.requested} requested, {run.trained:g} trained, {run.filtered} filtered,"
                 f" {run.failed} failed, {run.stale} stale, {queued} queued, {in_flight} in flight"
             )
+
+    def state(self) -> dict[str, float]:
+        """Return the counts of the run, for `restore`."""
+        return asdict(self.run)
+
+    def restore(self, state: Mapping[str, float]) -> None:
+        """Continue with the counts of another process."""
+        self.run = RolloutCounts(**state)
 
     def close_step(self) -> dict[str, float]:
         """Return the step's counts as metrics, and start counting the next step."""

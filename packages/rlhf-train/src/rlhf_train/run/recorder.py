@@ -1,6 +1,9 @@
 """Writes the folder of a run: metrics, TensorBoard events, the resolved configuration and rollouts."""
 
+import json
+import re
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -11,10 +14,15 @@ from rlhf_data.errors import ConfigError, RlhfError
 from rlhf_data.records import RolloutGroup
 from rlhf_rollout.records_io import RolloutWriter
 from rlhf_train.background import BackgroundWriter, cannot_write
+from rlhf_train.run.checkpoint import flush
 from rlhf_train.run.observer import Observer
 from rlhf_train.run.trackers.jsonl import JsonlTracker
 from rlhf_train.run.trackers.spec import Tracker, TrackerSpec
 from rlhf_train.run.trackers.start import open_remote, open_tensorboard
+
+_STEP = re.compile(rb'\{"step": (-?\d+)[,}]')  # the beginning of a record
+_SUMMARY = b'"time/total": '  # only the summary of an online run has this metric
+_RECORDS = ("metrics", "rollouts", "held-out rollouts")  # the artifacts that consist of records
 
 ARTIFACTS: Mapping[str, str] = {
     "metrics": "metrics.jsonl",
@@ -26,13 +34,19 @@ ARTIFACTS: Mapping[str, str] = {
     "best model": "best_model",
     "averaged model": "ema_model",
     "critic": "critic",
+    "checkpoints": "checkpoints",
     "log": "log.txt",
 }
 
 
-def check_save_path(save_path: str) -> None:
-    """Raise ConfigError when the folder holds anything besides the log of the command that is running."""
+def check_save_path(save_path: str, *, resumes: bool = False) -> None:
+    """Raise ConfigError when the folder holds anything besides the log of the command that is running.
+
+    With `resumes`, it may hold a run.
+    """
     folder = Path(save_path)
+    if resumes and (folder / ARTIFACTS["config"]).is_file():
+        return
     if folder.is_dir() and any(path.name != ARTIFACTS["log"] for path in folder.iterdir()):
         raise ConfigError(f"save_path {folder} is not empty", hint="name a new folder with --save_path")
 
@@ -44,29 +58,41 @@ class Recorder:
     tracker on another machine is the exception: its failure is a warning, because `metrics.jsonl` has the numbers too.
 
     Args:
-        save_path: the folder, new or empty.
+        save_path: the folder, new or empty, or that of the run to continue.
         config: the resolved configuration as TOML.
         trackers: where metrics go besides `metrics.jsonl`.
         observer: is notified of the trackers' addresses, and warned when one fails.
+        resumed_step: last complete step of the run to continue: records of later steps are removed from its files. 0
+            keeps the evaluation before the first step, and -1 nothing. None for a new run.
 
     Raises:
         ConfigError: the folder is not empty, or a tracker cannot start.
     """
 
     def __init__(
-        self, save_path: str, config: str, trackers: TrackerSpec | None = None, observer: Observer | None = None
+        self,
+        save_path: str,
+        config: str,
+        trackers: TrackerSpec | None = None,
+        observer: Observer | None = None,
+        resumed_step: int | None = None,
     ) -> None:
-        check_save_path(save_path)
+        check_save_path(save_path, resumes=resumed_step is not None)
         spec = trackers or TrackerSpec()
         self.folder = Path(save_path)
         self.folder.mkdir(parents=True, exist_ok=True)
         self.path("config").write_text(config, encoding="utf-8")
         self._observer = observer or Observer()
         self._logging_steps = spec.logging_steps
+        if resumed_step is not None:
+            for name in _RECORDS:
+                cut_records(self.path(name), resumed_step)
         self._metrics = JsonlTracker(self.path("metrics"))
-        remote = open_remote(spec, self.folder, config)
+        remote = open_remote(spec, self.folder, config, self._run_ids())
+        if remote:
+            self._run_ids_file.write_text(json.dumps({name: tracker.run_id for name, tracker in remote.items()}))
         self._trackers: list[Tracker] = [
-            open_tensorboard(spec, self.path("tensorboard")),
+            open_tensorboard(spec, self.path("tensorboard"), resumed_step),
             *(RemoteTracker(name, tracker, self._observer.warning) for name, tracker in remote.items()),
         ]
         for name, tracker in remote.items():
@@ -98,11 +124,33 @@ class Recorder:
             self._rollouts[artifact] = _RolloutFile(self.path(artifact))
         self._rollouts[artifact].append(groups, {"step": step, **fields})
 
+    def written(self) -> Callable[[], None]:
+        """Return a function that waits until all records so far are on the disk. Other threads may call it."""
+        waiting = [file.written() for file in self._rollouts.values()]
+        paths = [path for name in _RECORDS if (path := self.path(name)).exists()]
+
+        def wait() -> None:
+            for each in waiting:
+                each.result()
+            for path in paths:
+                flush(path)
+
+        return wait
+
     def close(self) -> None:
         """Finish all waiting writes and close all files. Raises RlhfError when a write failed."""
         with ExitStack() as stack:  # closes all of them even if one fails
             for part in (*self._rollouts.values(), *self._trackers, self._metrics):
                 stack.callback(part.close)
+
+    @property
+    def _run_ids_file(self) -> Path:
+        return self.folder / "trackers.json"
+
+    def _run_ids(self) -> dict[str, str]:
+        """Return the ids of this folder's run in trackers; empty for a new run."""
+        path = self._run_ids_file
+        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
     def __enter__(self) -> "Recorder":
         return self
@@ -130,12 +178,32 @@ class _RolloutFile:
     def append(self, groups: Sequence[RolloutGroup], fields: Mapping[str, Any]) -> None:
         self._background.submit(lambda: self._write(groups, fields))
 
+    def written(self) -> Future[None]:
+        return self._background.written()
+
     def close(self) -> None:
         self._background.close(self._writer.close)
 
     def _write(self, groups: Sequence[RolloutGroup], fields: Mapping[str, Any]) -> None:
         for group in groups:
             self._writer.write(group, **fields)
+
+
+def cut_records(path: Path, last_step: int) -> None:
+    """Remove all records after `last_step` from a JSONL file whose records begin with their step, in its order.
+
+    An incomplete last line is removed, too, and the summary of a run that ended. A missing file stays missing.
+    """
+    if not path.exists():
+        return
+    with path.open("rb+") as stream:
+        end = 0
+        for line in stream:
+            match = _STEP.match(line)
+            if match is None or int(match[1]) > last_step or not line.endswith(b"\n") or _SUMMARY in line:
+                break
+            end += len(line)
+        stream.truncate(end)
 
 
 class RemoteTracker:
@@ -150,6 +218,7 @@ class RemoteTracker:
         self._background = BackgroundWriter(lambda error: RlhfError(f"{name} failed: {error}"), max_pending=64)
         self._has_failed = False
         self.where = tracker.where
+        self.run_id = tracker.run_id
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """See `Tracker`."""

@@ -14,6 +14,7 @@ PHASES = {
     "evaluate": "held-out prompts are answered and their rewards summed up",
     "write": "metrics and rollouts are handed to their writers",
     "save": "models are written",
+    "checkpoint": "the state of the run is copied to host memory, to be written while the run goes on",
     "offload": "trainers give memory of a shared GPU back",
     "reload": "trainers take it again",
     "sleep": "engines give memory of a shared GPU back",

@@ -13,6 +13,7 @@ class JsonlTracker:
 
     def __init__(self, path: Path) -> None:
         self.where = str(path)
+        self.run_id = None
         self._file = path.open("a", encoding="utf-8", buffering=1)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -13,9 +13,11 @@ class Tracker(Protocol):
 
     Attributes:
         where: path or address where people find them.
+        run_id: with which the tracker finds the run again; None for a file.
     """
 
     where: str
+    run_id: str | None
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record metrics of a step, or of an update of an offline run.

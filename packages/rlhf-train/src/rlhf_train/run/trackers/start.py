@@ -1,37 +1,46 @@
 """Starts the trackers of a run. A tracker's library is imported only if the tracker is used."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from rlhf_train.run.trackers.spec import Tracker, TrackerSpec
 
 
-def open_tensorboard(spec: TrackerSpec, folder: Path) -> Tracker:
-    """Return the TensorBoard tracker. It writes to `folder` if `spec` names no folder."""
+def open_tensorboard(spec: TrackerSpec, folder: Path, resumed_step: int | None = None) -> Tracker:
+    """Return the TensorBoard tracker. It writes to `folder` if `spec` names no folder.
+
+    A run that continues after `resumed_step` hides the events of later steps, which it writes anew.
+    """
     from rlhf_train.run.trackers.tensorboard import TensorBoardTracker
 
-    if spec.tensorboard_dir is None:
-        return TensorBoardTracker(folder)
-    return TensorBoardTracker(Path(spec.tensorboard_dir) / (spec.run_name or folder.parent.name))
+    if spec.tensorboard_dir is not None:
+        folder = Path(spec.tensorboard_dir) / (spec.run_name or folder.parent.name)
+    return TensorBoardTracker(folder, resumed_step)
 
 
-def open_remote(spec: TrackerSpec, folder: Path, config: str) -> dict[str, Tracker]:
+def open_remote(
+    spec: TrackerSpec, folder: Path, config: str, run_ids: Mapping[str, str] | None = None
+) -> dict[str, Tracker]:
     """Return the trackers that may be on other machines, by their display names.
 
     Args:
         spec: chooses the trackers.
         folder: of the run, for files that trackers write locally.
         config: the resolved configuration as TOML, for the trackers to show.
+        run_ids: of runs that go on, by the trackers' names; a tracker that is not in it starts a new run.
 
     Raises:
         ConfigError: a tracker cannot start.
     """
     trackers: dict[str, Tracker] = {}
+    run_ids = run_ids or {}
     if spec.wandb:
         from rlhf_train.run.trackers.wandb import WandbTracker
 
-        trackers["Weights & Biases"] = WandbTracker(spec, folder, config)
+        name = "Weights & Biases"
+        trackers[name] = WandbTracker(spec, folder, config, run_ids.get(name))
     if spec.mlflow_uri is not None:
         from rlhf_train.run.trackers.mlflow import MlflowTracker
 
-        trackers["MLflow"] = MlflowTracker(spec, folder, config)
+        trackers["MLflow"] = MlflowTracker(spec, folder, config, run_ids.get("MLflow"))
     return trackers

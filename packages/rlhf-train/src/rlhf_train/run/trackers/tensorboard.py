@@ -7,11 +7,13 @@ from pathlib import Path
 class TensorBoardTracker:
     """Writes scalar events to a folder."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, resumed_step: int | None = None) -> None:
+        """`resumed_step` is the last step whose events stay, in a run that continues."""
         from torch.utils.tensorboard import SummaryWriter
 
         self.where = str(path)
-        self._writer = SummaryWriter(path)
+        self.run_id = None
+        self._writer = SummaryWriter(path, purge_step=None if resumed_step is None else resumed_step + 1)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """See `Tracker`."""

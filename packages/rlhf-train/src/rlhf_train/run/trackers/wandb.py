@@ -17,8 +17,11 @@ class WandbTracker:
     `where` is the web page of the run, or the folder that `wandb sync` uploads.
     """
 
-    def __init__(self, spec: TrackerSpec, folder: Path, config: str) -> None:
-        """Start a run. Raises ConfigError when there is no API key, or when the server refuses the run."""
+    def __init__(self, spec: TrackerSpec, folder: Path, config: str, run_id: str | None = None) -> None:
+        """Start a run, or continue `run_id`.
+
+        Raises ConfigError when there is no API key, or when the server refuses the run.
+        """
         # Without a key, `wandb.init` would ask for one on the terminal and wait for input.
         is_offline = os.environ.get("WANDB_MODE") in ("offline", "disabled", "dryrun")
         if not is_offline and not wandb.login(prompt=False):
@@ -30,6 +33,8 @@ class WandbTracker:
                 project=spec.wandb_project or spec.project,
                 group=spec.wandb_group,
                 name=spec.run_name,
+                id=run_id,
+                resume=None if run_id is None else "allow",
                 dir=folder,
                 config=tomllib.loads(config),
                 settings=wandb.Settings(console="off", silent=True),
@@ -37,6 +42,7 @@ class WandbTracker:
         except wandb.Error as error:
             hint = "see --wandb_org and --wandb_project, or set WANDB_MODE=offline"
             raise ConfigError(f"Weights & Biases refuses the run: {error}", hint=hint) from error
+        self.run_id = self._run.id
         # An offline run has no web page; reading `url` would print a warning.
         self.where = self._run.dir if self._run.offline else self._run.url
 

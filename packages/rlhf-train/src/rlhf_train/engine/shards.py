@@ -1,0 +1,207 @@
+"""A model's trained weights and optimizer states in files, for any number of ranks and any ZeRO stage.
+
+Each rank writes the parts that it keeps, with their place in the whole tensor. A reader puts the parts together again,
+so that a run with other ranks or another ZeRO stage can read them, each rank only what it needs.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from rlhf_data.errors import CheckpointError
+
+WEIGHT, MOMENTS = "weight", ("exp_avg", "exp_avg_sq")  # names of the tensors of AdamW; see `Shards`
+
+
+class Shards:
+    """Parts of flattened tensors by name, and the numbers that belong to them.
+
+    A name is `KIND/WEIGHT`, where `WEIGHT` is a parameter's name in the module. Kinds are "weight" (in float32),
+    "exp_avg" and "exp_avg_sq" (moments of AdamW), and "average" (the moving average of the weights).
+
+    Attributes:
+        tensors: [n] each, in host memory.
+        starts: place of each tensor's first element in the whole flattened tensor.
+        numbers: JSON values, equal on all ranks, such as the number of updates.
+    """
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self.starts: dict[str, int] = {}
+        self.numbers: dict[str, Any] = {}
+
+    def add(self, name: str, part: Tensor, start: int = 0) -> None:
+        """Copy `part` [n] to host memory; its first element is number `start` of the whole tensor."""
+        self.tensors[name] = part.detach().to("cpu", copy=True)
+        self.starts[name] = start
+
+    def write(self, path: Path) -> None:
+        """Write a safetensors file. Raises OSError or SafetensorError, for example for a full disk."""
+        save_file(self.tensors, path, {"starts": json.dumps(self.starts), "numbers": json.dumps(self.numbers)})
+
+
+class ShardReader:
+    """Reads tensors from the files of all ranks.
+
+    Args:
+        paths: files that `Shards.write` wrote, one per rank.
+
+    Attributes:
+        numbers: see `Shards`.
+
+    Raises:
+        CheckpointError: there are no files, or one of them cannot be read.
+    """
+
+    def __init__(self, paths: list[Path]) -> None:
+        if not paths:
+            raise CheckpointError("the checkpoint has no files for this model", hint="was it trained in that run?")
+        self._parts: dict[str, list[tuple[int, int, Any]]] = {}
+        for path in paths:
+            try:
+                file = safe_open(path, framework="pt")
+                described = file.metadata()
+                self.numbers: dict[str, Any] = json.loads(described["numbers"])
+                for name, start in json.loads(described["starts"]).items():
+                    [size] = file.get_slice(name).get_shape()
+                    self._parts.setdefault(name, []).append((start, size, file))
+            except (OSError, SafetensorError, KeyError, ValueError, TypeError) as error:
+                hint = "`rlhf checkpoints verify RUN` names the checkpoints that are whole"
+                raise CheckpointError(f"{path} cannot be read: {error}", hint=hint) from error
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._parts
+
+    def whole(self, name: str) -> Tensor:
+        """Return all elements of a flattened tensor that no rank shares with another."""
+        [(_, size, _)] = self._parts[name]
+        return self.read(name, 0, size)
+
+    def read(self, name: str, start: int, size: int) -> Tensor:
+        """Return `size` elements of a flattened tensor, from number `start`.
+
+        Raises CheckpointError when the files do not have all of them.
+        """
+        parts = sorted(self._parts.get(name, []), key=lambda part: part[0])
+        dtype = parts[0][2].get_slice(name)[:0].dtype if parts else torch.float32
+        result = torch.empty(size, dtype=dtype)
+        have = start
+        for begin, length, file in parts:
+            low = max(begin, have)
+            high = min(begin + length, start + size)
+            if begin <= have and low < high:
+                result[low - start : high - start] = file.get_slice(name)[low - begin : high - begin]
+                have = high
+        if have != start + size:
+            message = f"the checkpoint lacks elements {have} to {start + size - 1} of {name}"
+            raise CheckpointError(message, hint="it belongs to another model, or a file of a rank is missing")
+        return result
+
+
+class Place(NamedTuple):
+    """Where this rank keeps a part of one weight.
+
+    Attributes:
+        name: of the weight.
+        start: first element of the part in the flattened weight.
+        size: elements of the part.
+        flat: float32 tensor of the optimizer that holds the part, among others.
+        offset: first element of the part in `flat`.
+    """
+
+    name: str
+    start: int
+    size: int
+    flat: Tensor
+    offset: int
+
+    def cut(self, tensor: Tensor) -> Tensor:
+        """Return the part of `tensor`, which is shaped like `flat`, as a view."""
+        return tensor.detach().view(-1)[self.offset : self.offset + self.size]
+
+
+def places(module: torch.nn.Module, optimizer: Any) -> list[Place]:
+    """Return the parts of all trained weights that this rank keeps in an optimizer of DeepSpeed or PyTorch.
+
+    Without ZeRO all ranks keep all weights.
+    """
+    named = [(name, weight) for name, weight in module.named_parameters() if weight.requires_grad]
+    if hasattr(optimizer, "fp32_partitioned_groups_flat"):
+        return list(_stage_3_places(named, optimizer))
+    names = {id(weight): name for name, weight in named}
+    if hasattr(optimizer, "fp32_groups_flat_partition"):
+        groups = zip(optimizer.bf16_groups, optimizer.fp32_groups_flat_partition, strict=True)
+    elif hasattr(optimizer, "single_partition_of_fp32_groups"):
+        groups = zip(optimizer.bit16_groups, optimizer.single_partition_of_fp32_groups, strict=True)
+    else:
+        return [Place(name, 0, weight.numel(), weight, 0) for name, weight in named]
+    found = []
+    for weights, flat in groups:
+        for weight in weights:
+            if mapping := weight._hp_mapping:  # None if another rank keeps this weight
+                address = mapping.hp_fragment_address
+                start = mapping.lp_fragment_address.start
+                found.append(Place(names[id(weight)], start, address.numel, flat, address.start))
+    return found
+
+
+def _stage_3_places(named: list[tuple[str, Any]], optimizer: Any) -> Iterator[Place]:
+    rank = torch.distributed.get_rank()
+    for name, weight in named:
+        group, offset, size = optimizer.grad_position[optimizer.get_param_id(weight)]
+        start = rank * size
+        # ZeRO-3 pads the last part of a weight.
+        if (rest := min(size, weight.ds_numel - start)) > 0:
+            yield Place(name, start, rest, optimizer.fp32_partitioned_groups_flat[group], offset)
+
+
+def save_adamw(shards: Shards, kept: list[Place], states: Mapping[Tensor, Mapping[str, Tensor]]) -> None:
+    """Add master weights and the moments of AdamW to `shards`.
+
+    Args:
+        shards: receives them.
+        kept: the parts that this rank keeps.
+        states: of the optimizer, by flat tensor; empty before the first update.
+    """
+    steps = {}
+    for place in kept:
+        shards.add(f"{WEIGHT}/{place.name}", place.cut(place.flat), place.start)
+        state = states.get(place.flat) or {}
+        for key in MOMENTS:
+            if key in state:
+                shards.add(f"{key}/{place.name}", place.cut(state[key]), place.start)
+        if "step" in state:
+            steps[place.name] = int(state["step"])
+    shards.numbers["updates_by_weight"] = steps
+
+
+@torch.no_grad()
+def load_adamw(reader: ShardReader, kept: list[Place], states: Any, *, step_on_device: bool) -> None:
+    """Set master weights and the moments of AdamW to those that `save_adamw` saved.
+
+    Args:
+        reader: of the files of all ranks.
+        kept, states: as for `save_adamw`.
+        step_on_device: whether AdamW counts its steps on the device, as its fused form does.
+
+    Raises:
+        CheckpointError: the files lack a weight of this model.
+    """
+    for place in kept:
+        place.cut(place.flat).copy_(reader.read(f"{WEIGHT}/{place.name}", place.start, place.size))
+        if f"{MOMENTS[0]}/{place.name}" not in reader:
+            continue
+        state = states[place.flat]
+        for key in MOMENTS:
+            if key not in state:
+                state[key] = torch.zeros_like(place.flat, memory_format=torch.preserve_format)
+            place.cut(state[key]).copy_(reader.read(f"{key}/{place.name}", place.start, place.size))
+        num_updates = reader.numbers["updates_by_weight"].get(place.name, reader.numbers["num_updates"])
+        device = place.flat.device if step_on_device else "cpu"
+        state["step"] = torch.tensor(float(num_updates), device=device)

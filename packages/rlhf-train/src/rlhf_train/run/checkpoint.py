@@ -1,0 +1,243 @@
+"""The checkpoints of a run: folders that are whole or not there. Torch-free.
+
+    CHECKPOINTS/step-20/manifest.json      step, metric, and size and SHA-256 of every other file; written last
+    CHECKPOINTS/step-20/state.json         the state of the driver: order of prompts, counts, coefficients
+    CHECKPOINTS/step-20/actor-0-of-2.safetensors   weights and optimizer of a model, one file per rank
+
+A checkpoint is written into `.step-20.partial` and renamed after every file is on the disk.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import threading
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlhf_data.errors import CheckpointError
+
+FORMAT = 1
+MANIFEST, STATE = "manifest.json", "state.json"
+RECEIPT = ".receipt.json"  # ends the name of the file in which a rank tells that its own file is on the disk
+_CHUNK = 1 << 22
+_POLL_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A checkpoint on the disk.
+
+    Attributes:
+        path: its folder.
+        step: steps (or updates of an offline run) that were complete.
+        metric: value of the metric that decides the best checkpoint; None if it was not known.
+        files: name to size in bytes and SHA-256 of its files.
+    """
+
+    path: Path
+    step: int
+    metric: float | None
+    files: Mapping[str, tuple[int, str]]
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of all files."""
+        return sum(size for size, _ in self.files.values())
+
+    def state(self) -> dict[str, Any]:
+        """Return the state that the driver saved."""
+        return json.loads((self.path / STATE).read_text(encoding="utf-8"))
+
+    def problems(self) -> list[str]:
+        """Return one sentence per file that is missing or has changed since it was written. Reads all files."""
+        found = []
+        for name, (size, digest) in self.files.items():
+            path = self.path / name
+            if not path.is_file():
+                found.append(f"{name} is missing")
+            elif path.stat().st_size != size:
+                found.append(f"{name} has {path.stat().st_size} bytes, not {size}")
+            elif sha256(path) != digest:
+                found.append(f"{name} has changed since it was written")
+        return found
+
+
+class Checkpoints:
+    """The folder with the checkpoints of one run.
+
+    Args:
+        folder: of all checkpoints; created with the first one.
+        max_num: newest checkpoints to keep; the one with the best metric is kept besides.
+        max_bytes: largest size of all checkpoints together. The newest one is kept even if it is larger.
+
+    Attributes:
+        given_up: set it when a rank has died, whose file `commit` would await.
+    """
+
+    def __init__(self, folder: Path, *, max_num: int = 3, max_bytes: float = float("inf")) -> None:
+        self.folder = folder
+        self._max_num = max_num
+        self._max_bytes = max_bytes
+        self.given_up = threading.Event()
+
+    def begin(self, step: int) -> Path:
+        """Return an empty folder for the files of a new checkpoint. Raises CheckpointError if it cannot be written."""
+        staging = self.folder / f".step-{step}.partial"
+        try:
+            for path in self.folder.glob(".step-*"):  # of a run that was killed while it wrote
+                shutil.rmtree(path)
+            staging.mkdir(parents=True)
+        except OSError as error:
+            raise cannot_save(staging, error) from error
+        return staging
+
+    def commit(self, step: int, state: Mapping[str, Any], ranks: Collection[str], metric: float | None) -> Checkpoint:
+        """Put a checkpoint in force, once all ranks have written their files, and remove older ones.
+
+        Blocks until then, so call it on a thread.
+
+        Args:
+            step: as given to `begin`.
+            state: of the driver, as JSON values.
+            ranks: names of the files that the ranks write; see `write_receipt`.
+            metric: see `Checkpoint`.
+
+        Raises:
+            CheckpointError: a rank, or this process, could not write.
+        """
+        staging = self.folder / f".step-{step}.partial"
+        target = self.folder / f"step-{step}"
+        try:
+            files = {name: self._await_receipt(staging / name) for name in ranks}
+            (staging / STATE).write_text(json.dumps(state), encoding="utf-8")
+            for path in sorted(staging.rglob("*")):
+                name = str(path.relative_to(staging))
+                if path.is_file() and name not in files and not name.endswith(RECEIPT):
+                    flush(path)
+                    files[name] = (path.stat().st_size, sha256(path))
+            for name in ranks:
+                (staging / (name + RECEIPT)).unlink()
+            manifest = {"format": FORMAT, "step": step, "metric": metric, "files": files}
+            (staging / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+            flush(staging / MANIFEST)
+            flush(staging)
+            if target.exists():
+                shutil.rmtree(target)
+            staging.rename(target)
+            flush(self.folder)
+            self._rotate()
+        except OSError as error:
+            raise cannot_save(target, error) from error
+        return read_checkpoint(target)
+
+    def all(self) -> list[Checkpoint]:
+        """Return all checkpoints with a readable manifest, the oldest first. Their files are not checked."""
+        found = []
+        for path in self.folder.glob("step-*"):
+            try:
+                found.append(read_checkpoint(path))
+            except CheckpointError:
+                continue
+        return sorted(found, key=lambda checkpoint: checkpoint.step)
+
+    def newest_whole(self, warn: Callable[[str], None]) -> Checkpoint | None:
+        """Return the newest checkpoint whose files are all as they were written; None if there is none.
+
+        `warn` is called for each newer one with what is wrong with it.
+        """
+        for path in sorted(self.folder.glob("step-*"), key=_step_of, reverse=True):
+            try:
+                checkpoint = read_checkpoint(path)
+                problems = checkpoint.problems()
+            except CheckpointError as error:
+                problems = [str(error)]
+            if not problems:
+                return checkpoint
+            warn(f"the checkpoint {path} is skipped: {'; '.join(problems[:3])}")
+        return None
+
+    def _await_receipt(self, path: Path) -> tuple[int, str]:
+        """Return size and SHA-256 of a rank's file once it is on the disk."""
+        receipt = path.with_name(path.name + RECEIPT)
+        while not receipt.exists():
+            if self.given_up.wait(_POLL_S):
+                raise cannot_save(path, "the rank that writes it has died")
+            if not path.parent.is_dir():
+                raise cannot_save(path, "the folder was removed")
+        told = json.loads(receipt.read_text(encoding="utf-8"))
+        if "error" in told:
+            raise cannot_save(path, told["error"])
+        return int(told["size"]), str(told["sha256"])
+
+    def _rotate(self) -> None:
+        """Remove the oldest checkpoints beyond the limits, except for the best one."""
+        *older, newest = self.all()
+        scored = [checkpoint for checkpoint in (*older, newest) if checkpoint.metric is not None]
+        best = max(scored, key=lambda checkpoint: (checkpoint.metric, checkpoint.step), default=newest)
+        used = newest.size_bytes + (best.size_bytes if best is not newest else 0)
+        num = 1
+        for checkpoint in reversed(older):
+            if checkpoint is best:
+                continue
+            num += 1
+            used += checkpoint.size_bytes
+            if num > self._max_num or used > self._max_bytes:
+                shutil.rmtree(checkpoint.path)
+                used -= checkpoint.size_bytes
+
+
+def read_checkpoint(path: Path) -> Checkpoint:
+    """Return the checkpoint in a folder. Raises CheckpointError when the manifest is missing or cannot be read."""
+    try:
+        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        version = manifest["format"]
+        if version == FORMAT:
+            files = {str(name): (int(size), str(digest)) for name, (size, digest) in manifest["files"].items()}
+            metric = manifest["metric"]
+            return Checkpoint(path, int(manifest["step"]), None if metric is None else float(metric), files)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise CheckpointError(f"{path / MANIFEST} cannot be read: {error}") from error
+    raise CheckpointError(f"{path} has format {version}; this version reads format {FORMAT}")
+
+
+def write_receipt(path: Path, error: Exception | None = None) -> None:
+    """Tell the process that waits in `Checkpoints.commit` that the file `path` is on the disk, or why it is not."""
+    receipt: dict[str, Any] = {"error": f"{type(error).__name__}: {error}"}
+    if error is None:
+        flush(path)
+        receipt = {"size": path.stat().st_size, "sha256": sha256(path)}
+    draft = path.with_name(f"{path.name}{RECEIPT}.draft")
+    draft.write_text(json.dumps(receipt), encoding="utf-8")
+    draft.rename(path.with_name(path.name + RECEIPT))
+
+
+def cannot_save(path: object, error: object) -> CheckpointError:
+    """Return the error for a checkpoint that cannot be written."""
+    hint = "free space there, or name another folder with --ckpt_path"
+    return CheckpointError(f"{path} cannot be written: {error}", hint=hint)
+
+
+def sha256(path: Path) -> str:
+    """Return the SHA-256 of a file as hexadecimal digits."""
+    digest = hashlib.sha256()
+    with path.open("rb") as stream:
+        while chunk := stream.read(_CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def flush(path: Path) -> None:
+    """Wait until a file's content, or a folder's list of names, is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _step_of(path: Path) -> int:
+    number = path.name.removeprefix("step-")
+    return int(number) if number.isdecimal() else -1

@@ -1,0 +1,71 @@
+"""Ctrl-C and SIGTERM during a run: they interrupt waiting at once, and updates of the models after these are done."""
+
+import asyncio
+import signal
+import threading
+from types import FrameType, TracebackType
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Interrupted(KeyboardInterrupt):
+    """A signal asked this process to end.
+
+    Attributes:
+        signal_number: SIGINT or SIGTERM.
+    """
+
+    def __init__(self, signal_number: int) -> None:
+        super().__init__(signal.Signals(signal_number).name)
+        self.signal_number = signal_number
+
+
+class Interrupts:
+    """Raises `Interrupted` for SIGINT and SIGTERM within a `with` block, in the main thread. Elsewhere it does nothing.
+
+    In a running event loop, a signal cancels all tasks of the loop, and the block then ends with `Interrupted`.
+
+    Attributes:
+        received: the signal that arrived; None before.
+        is_held: whether signals are only remembered.
+    """
+
+    def __init__(self) -> None:
+        self.received: int | None = None
+        self.is_held = False
+        self._before: dict[int, object] = {}
+
+    def __enter__(self) -> "Interrupts":
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._handle) for number in SIGNALS}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+        if self.received is not None and isinstance(error, asyncio.CancelledError):
+            raise Interrupted(self.received) from None
+
+    def hold(self) -> None:
+        """From here on only remember a signal."""
+        self.is_held = True
+
+    def release(self) -> None:
+        """Raise `Interrupted` if a signal has arrived, and for each later one at once."""
+        self.is_held = False
+        if self.received is not None:
+            raise Interrupted(self.received)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        first = self.received is None
+        self.received = number
+        if self.is_held:
+            return
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:
+            raise Interrupted(number) from None
+        if first:
+            loop.call_soon_threadsafe(lambda: [task.cancel() for task in asyncio.all_tasks(loop)])
