@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import time
+from pathlib import Path
 
 import numpy as np
 
@@ -11,8 +12,10 @@ from rlhf_data.records import FinishReason, Prompt, Verdict, VerdictKind
 from rlhf_rollout.protocols import Completion
 from rlhf_train.online.job import BatchSizes
 from rlhf_train.online.ranks import RankSet
+from rlhf_train.run.checkpoint import write_receipt
 from rlhf_train.run.metrics import Mean, Sum
 from rlhf_train.run.observer import Observer
+from rlhf_train.run.rank_state import file_name
 from rlhf_train.run.recorder import Recorder
 
 
@@ -24,7 +27,7 @@ class World:
         lost: rollouts that a role's ranks do not train, by role.
         kl: what the ranks measure.
         delay_s: of every call.
-        log: the calls, without those for completions.
+        log: the calls, without those for completions and those that only wait or ask.
     """
 
     def __init__(self) -> None:
@@ -53,7 +56,8 @@ class World:
         time.sleep(self.delay_s)
         if method == "work":
             name, *arguments = arguments
-            self.log.append(" ".join([name, *[part for part in arguments if isinstance(part, str)]]))
+            if name not in ("peak_memory_bytes", "finish_state"):
+                self.log.append(" ".join([name, *[part for part in arguments if isinstance(part, str)]]))
             return [getattr(self, f"on_{name}", lambda *_, **__: {})(*arguments, **options)]
         return []
 
@@ -71,6 +75,16 @@ class World:
         passes = len(self.rollouts[-1]) * max_epochs - self.lost.get(role, 0)
         name = {"actor": "policy", "critic": "value"}[role]
         return {f"{name}/rollout_passes": Sum(passes), f"{name}/loss": Mean(0.5, 1)}
+
+    def on_save_state(self, folder):
+        self.saved = folder
+        for role in ("actor", "critic"):
+            path = Path(folder, file_name(role, 0, 1))
+            path.write_text(f"{role} after {self.engine_version} updates")
+            write_receipt(path)
+
+    def on_load_state(self, folder):
+        self.loaded = folder
 
     def on_peak_memory_bytes(self):
         return 7
@@ -166,6 +180,7 @@ class Run:
             self.controller.update(step)
             self.controller.sync_weights()
         self.controller.record(step)
+        self.controller.checkpoint(step)
         return learns
 
     def lines(self) -> list[dict]:

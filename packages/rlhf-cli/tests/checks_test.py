@@ -2,7 +2,7 @@
 
 import pytest
 
-from rlhf_cli.commands.ppo import builtin_recipe
+from rlhf_cli.commands.ppo import lowest_layer
 from rlhf_cli.config import PpoConfig
 from rlhf_cli.preflight.devices import on_cpu
 from rlhf_data.command_line import CommandLine, Parsed
@@ -16,7 +16,7 @@ MODEL_ONLY = ("--remote_rm_url", "None", "--reward_pretrain", "m")
 
 
 def ppo(*argv: str) -> Parsed[PpoConfig]:
-    return CommandLine(config=PpoConfig, prog="rlhf ppo", recipe=builtin_recipe).parse(argv)
+    return CommandLine(config=PpoConfig, prog="rlhf ppo", recipe=lowest_layer).parse(argv)
 
 
 @pytest.mark.parametrize(

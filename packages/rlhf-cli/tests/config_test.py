@@ -3,7 +3,7 @@
 import pytest
 
 from rlhf_cli.builtin import RECIPE_FILE
-from rlhf_cli.commands.ppo import builtin_recipe
+from rlhf_cli.commands.ppo import lowest_layer
 from rlhf_cli.config import DpoConfig, KdConfig, KtoConfig, PpoConfig, PrmConfig, RmConfig, SftConfig
 from rlhf_cli.preflight.devices import on_cpu
 from rlhf_data.command_line import CommandLine, Parsed, read_toml, to_toml
@@ -15,7 +15,7 @@ GIVEN = ("--pretrain", "m", "--prompt_data", "p.jsonl", "--remote_rm_url", "r.py
 
 
 def ppo(*argv: str) -> Parsed[PpoConfig]:
-    return CommandLine(config=PpoConfig, prog="rlhf ppo", recipe=builtin_recipe).parse(argv)
+    return CommandLine(config=PpoConfig, prog="rlhf ppo", recipe=lowest_layer).parse(argv)
 
 
 def sft(*argv: str) -> Parsed[SftConfig]:

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from rlhf_cli.commands.ppo import builtin_recipe
+from rlhf_cli.commands.ppo import lowest_layer
 from rlhf_cli.config import PpoConfig
 from rlhf_cli.jobs import make_job, make_plan
 from rlhf_cli.preflight.inputs import Inputs
@@ -140,6 +140,13 @@ REACHES = [
     ("colocate_critic_reward", "", "--reward_pretrain m", "plan.scorers.bundles", (1,)),  # the critic's
     ("deepspeed_enable_sleep", "", COLOCATED, "trainer_sleep", True),
     ("save_value_network", "", "", "save_critic", True),
+    ("save_steps", "7", "", "checkpoints.every", 7),
+    ("ckpt_path", "/c", "", "checkpoints.folder", "/c"),
+    ("max_ckpt_num", "2", "--save_steps 7", "checkpoints.max_num", 2),
+    ("max_ckpt_mem", "2", "--save_steps 7", "checkpoints.max_bytes", 2 * 1024**3),
+    ("save_hf_ckpt", "", "--save_steps 7", "checkpoints.hf_model", True),
+    ("disable_ds_ckpt", "", "--save_steps 7 --save_hf_ckpt", "checkpoints.full", False),
+    ("load_checkpoint", "", "--save_path /r", "checkpoints.resume", True),
     ("logging_steps", "5", "", "trackers.logging_steps", 5),
     ("use_tensorboard", "/events", "", "trackers.tensorboard_dir", "/events"),
     ("use_wandb", "", "", "trackers.wandb", True),
@@ -152,6 +159,7 @@ REACHES = [
 
 # What becomes of these is looked at where files are read: preflight_test, ppo_command_test, dry_run_test.
 READ_BEFORE = {
+    "resume",
     "plan_gpus",
     "pretrain",
     "critic_pretrain",
@@ -174,7 +182,7 @@ READ_BEFORE = {
 
 
 def config_of(*argv: str):
-    return CommandLine(config=PpoConfig, prog="", recipe=builtin_recipe).parse(argv).config
+    return CommandLine(config=PpoConfig, prog="", recipe=lowest_layer).parse(argv).config
 
 
 def plan_of(*argv: str):

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rlhf_cli.commands.ppo import builtin_recipe
+from rlhf_cli.commands.ppo import lowest_layer
 from rlhf_cli.config import PpoConfig
 from rlhf_cli.jobs import count_steps, describe_batches, make_job, make_plan, unavailable_in
 from rlhf_cli.preflight.devices import check_device, gpus_per_node
@@ -23,7 +23,7 @@ CPU, ONE_GPU, MANY_GPUS = 0, 1, 8
 
 
 def configure(*argv: str) -> PpoConfig:
-    return CommandLine(config=PpoConfig, prog="", recipe=builtin_recipe).parse(argv).config
+    return CommandLine(config=PpoConfig, prog="", recipe=lowest_layer).parse(argv).config
 
 
 def prompt_set(count: int) -> PromptSet:

@@ -62,7 +62,6 @@ def dry_run(tmp_path, monkeypatch, capsys):
 TP = "not available: tensor-parallel engines on GPUs that they share with training"
 SLEEP = "not available: --deepspeed_enable_sleep at --zero_stage 3"
 NODES = "not available: a run on more than one node"
-CHECKPOINTS = "not available: checkpoints during a run"
 
 # For each block: what cannot run yet, and what is missing, each by its first words.
 EXPECTED = [
@@ -73,10 +72,10 @@ EXPECTED = [
     ([], []),  # DPO
     (["not available: models with unequal", TP, SLEEP], ["--prompt_data", "--reward_pretrain ./reward-model-70b"]),
     ([NODES], ["--prompt_data", "--remote_rm_url"]),  # 70B, apart
-    ([CHECKPOINTS, CHECKPOINTS, NODES], ["--prompt_data", "--reward_pretrain ./reward-model-70b"]),
+    ([NODES], ["--prompt_data", "--reward_pretrain ./reward-model-70b"]),
     ([TP, NODES], ["--pretrain", "--prompt_data", "--remote_rm_url"]),  # two nodes, shared
-    (["not available: resuming from a checkpoint", CHECKPOINTS], ["--pretrain", "--prompt_data", "--remote_rm_url"]),
-    ([CHECKPOINTS] * 3 + [NODES], ["--prompt_data", "--reward_pretrain ./reward-70b"]),
+    ([], ["--pretrain", "--prompt_data", "--remote_rm_url"]),
+    ([NODES], ["--prompt_data", "--reward_pretrain ./reward-70b"]),
     ([], ["--remote_rm_url ./reward_func_code_gen.py"]),
     ([], ["--remote_rm_url ./reward_func_math.py"]),
     ([], ["--remote_rm_url ./reward_func_conversation.py"]),

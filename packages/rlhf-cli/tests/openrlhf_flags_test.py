@@ -152,9 +152,9 @@ def test_flag_with_nothing_left_to_choose_is_one_notice(command, argv):
         ("ppo", "--train.async_queue_size 2", "asynchronous training"),
         ("ppo", "--agent_func_path ./agent.py", "agents with several turns (--agent_func_path ./agent.py)"),
         ("ppo", "--partial_rollout", "responses that continue after a weight update"),
-        ("ppo", "--ckpt_path ./x", "checkpoints during a run"),
-        ("ppo", "--save_steps 100", "checkpoints during a run (--save_steps 100)"),
-        ("ppo", "--ckpt.load_enable", "resuming from a checkpoint"),
+        ("sft", "--ckpt_path ./x", "checkpoints during a run"),
+        ("dpo", "--save_steps 100", "checkpoints during a run (--save_steps 100)"),
+        ("sft", "--ckpt.load_enable", "resuming from a checkpoint"),
         ("ppo", "--ds.ring_attn_size 4", "sequence parallelism (ring attention)"),
         ("ppo", "--ds_tensor_parallel_size 2", "tensor-parallel training"),
         ("ppo", "--lora_rank 8", "adapters (LoRA) in reinforcement learning"),
@@ -185,7 +185,7 @@ def test_flag_of_a_feature_that_is_not_available_names_the_feature(command, argv
 @pytest.mark.parametrize(
     ("command", "argv"),
     [
-        ("ppo", "--save_steps -1 --ckpt.save_steps -1"),
+        ("sft", "--save_steps -1 --ckpt.save_steps -1"),
         ("ppo", "--aux_loss_coef 0 --ring_attn_size 1 --ds.ring_attn_head_stride 1 --zpg 1"),
         ("ppo", "--async_train false --lora_rank 0 --ds_tensor_parallel_size 1"),
         ("ppo", "--actor.optim adam --actor.adam.eps 1e-8 --grad_accum_dtype fp32 --value_head_prefix score"),

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rlhf_cli.commands.ppo import builtin_recipe
+from rlhf_cli.commands.ppo import lowest_layer
 from rlhf_cli.config import PpoConfig
 from rlhf_cli.presets import PRESETS
 from rlhf_data.command_line import CommandLine, Parsed
@@ -12,7 +12,7 @@ GIVEN = ("--pretrain", "m", "--prompt_data", "p.jsonl", "--remote_rm_url", "r.py
 
 
 def ppo(*argv: str) -> Parsed[PpoConfig]:
-    return CommandLine(config=PpoConfig, prog="rlhf ppo", recipe=builtin_recipe, presets=PRESETS).parse(argv)
+    return CommandLine(config=PpoConfig, prog="rlhf ppo", recipe=lowest_layer, presets=PRESETS).parse(argv)
 
 
 # From the papers named in the files: estimator, loss, reduction, clip range, weight and place of the KL, filter.

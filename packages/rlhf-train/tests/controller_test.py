@@ -9,9 +9,12 @@ from pathlib import Path
 import pytest
 
 from online_fakes import BrokenReward, CrashingReward, SpreadReward, by_step, held_out, nothing, tiny_batch
-from rlhf_data.errors import ConfigError, EngineError, RewardError, RlhfError
+from rlhf_data.errors import CheckpointError, ConfigError, EngineError, RewardError, RlhfError
 from rlhf_train.algorithms import make_algorithm
+from rlhf_train.online.job import CheckpointSpec
+from rlhf_train.online.rewards import RewardShaper
 from rlhf_train.online.run import train_and_save
+from rlhf_train.run.checkpoint import Checkpoints
 from trainer_testing import tiny_job
 
 
@@ -99,18 +102,19 @@ def test_steps_without_rewards_teach_nothing_and_the_third_in_a_row_ends_the_run
     paths = {name: run.recorder.path(name) for name in ("final model", "averaged model", "critic")}
     assert run.world.log == [
         "send 0 to 1",
+        f"save_state {run.recorder.path('checkpoints') / '.step-2.partial'}",
         f"save actor {paths['final model']}",
         f"save_average {paths['averaged model']}",
         f"save critic {paths['critic']}",
     ]
 
 
-def test_engine_that_fails_for_good_ends_the_run_without_models(make_run):
+def test_engine_that_fails_for_good_ends_the_run_with_its_models_saved(make_run):
     run = make_run(SpreadReward())
     run.world.failing = 2
     with pytest.raises(EngineError):
         train_and_save(run.job, run.parts, run.recorder)
-    assert run.world.log == ["send 0 to 1"]
+    assert run.world.log == ["send 0 to 1", f"save actor {run.recorder.path('final model')}"]
 
 
 def test_barren_steps_count_only_in_a_row(make_run):
@@ -129,7 +133,7 @@ def test_barren_steps_count_only_in_a_row(make_run):
 def test_run_ends_with_its_models_and_a_summary(make_run):
     run = make_run(SpreadReward(), num_steps=2)
     summary = train_and_save(run.job, run.parts, run.recorder)
-    assert run.world.log[-2:] == [f"save actor {run.recorder.path('final model')}", "peak_memory_bytes"]
+    assert run.world.log[-1] == f"save actor {run.recorder.path('final model')}"
     assert summary.metrics["memory/trainer_peak_bytes"] == 7.0
     assert "final model" not in summary.artifacts and summary.artifacts["metrics"] == "metrics.jsonl"
 
@@ -291,3 +295,67 @@ def test_phases_of_a_run_add_up_to_its_wall_clock(make_run):
     assert first["time/generate"] >= 0.16 and first["time/load"] >= 0.01 and first["time/train"] >= 0.02
     assert first["time/experience"] >= 0.04 and first["time/offload"] >= 0.01
     assert first["time/other"] < 0.25 * first["time/step"]
+
+
+def test_restored_run_goes_on_with_the_state_between_two_steps(make_run, tmp_path):
+    """Counts, coefficients, moments and prompts of a run in two parts are those of one without a break."""
+    algorithm = make_algorithm(kl_target=0.5, kl_horizon=64)
+    base = tiny_job("model", tmp_path)
+    options = {"algorithm": algorithm, "num_steps": 4}
+
+    def normalize(run):
+        run.parts.learner._shaper = RewardShaper(dataclasses.replace(base.reward, running_norm=True), max_tokens=12)
+
+    def run_steps(run, steps):
+        run.world.kl = 1.5
+        for step in steps:
+            run.step(step)
+
+    whole = make_run(SpreadReward(), save_path=str(tmp_path / "whole"), **options)
+    normalize(whole)
+    run_steps(whole, range(1, 5))
+    saving = CheckpointSpec(folder=str(tmp_path / "checkpoints"), every=2)
+    first = make_run(SpreadReward(), save_path=str(tmp_path / "first"), checkpoints=saving, **options)
+    normalize(first)
+    run_steps(first, range(1, 4))  # the third step is lost
+    first.parts.checkpointer.close()
+    [checkpoint] = Checkpoints(tmp_path / "checkpoints").all()
+    assert (checkpoint.step, checkpoint.problems()) == (2, [])
+    second = make_run(SpreadReward(), save_path=str(tmp_path / "second"), checkpoints=saving, **options)
+    normalize(second)
+    assert second.parts.checkpointer.restore(checkpoint) == 2
+    assert second.world.loaded == str(checkpoint.path)
+    second.controller.first_step = 3
+    second.controller.start()  # sends the restored version, and evaluates nothing
+    run_steps(second, range(3, 5))
+    for one, other in zip(whole.lines()[2:], second.lines(), strict=True):
+        assert {key: value for key, value in one.items() if not key.startswith(("time/", "throughput/"))} == {
+            key: value for key, value in other.items() if not key.startswith(("time/", "throughput/"))
+        }
+    asked = [[rollout.token_ids.tolist() for rollout in batch] for batch in whole.world.rollouts]
+    assert [[rollout.token_ids.tolist() for rollout in batch] for batch in second.world.rollouts] == asked[2:]
+    for name in ("kl_coef", "policy_version"):
+        assert getattr(second.parts.learner, name) == getattr(whole.parts.learner, name)
+    assert second.controller._ledger.run == whole.controller._ledger.run
+    second.parts.checkpointer.close()
+
+
+def test_checkpoint_of_other_prompts_is_refused(make_run, tmp_path):
+    saving = CheckpointSpec(folder=str(tmp_path / "checkpoints"), every=1)
+    first = make_run(SpreadReward(), save_path=str(tmp_path / "first"), checkpoints=saving)
+    first.step(1)
+    first.parts.checkpointer.close()
+    prompts = first.job.prompts[:-1]
+    second = make_run(SpreadReward(), save_path=str(tmp_path / "second"), checkpoints=saving, prompts=prompts)
+    with pytest.raises(CheckpointError, match="the saved order has num_items"):
+        second.parts.checkpointer.restore(Checkpoints(tmp_path / "checkpoints").newest_whole(pytest.fail))
+
+
+def test_checkpoint_that_cannot_be_written_is_a_warning_and_training_goes_on(make_run, tmp_path):
+    (tmp_path / "file").write_text("")
+    saving = CheckpointSpec(folder=str(tmp_path / "file"), every=1)
+    run = make_run(SpreadReward(), checkpoints=saving)
+    assert run.step(1) and run.step(2)
+    run.parts.checkpointer.close()
+    assert len(run.listener.warnings) == 2
+    assert all("a checkpoint was not saved: " in warning for warning in run.listener.warnings)

@@ -278,6 +278,8 @@ class Broken:
 
     where = "http://far.away"
 
+    run_id = None
+
     def __init__(self) -> None:
         self.logged: list[int] = []
         self.is_closed = False
@@ -323,7 +325,7 @@ def test_remote_tracker_gets_the_numbers_as_they_were():
 def test_trackers_hear_of_every_nth_step_and_of_every_evaluation_and_the_file_of_all(tmp_path, monkeypatch):
     tracker = Broken()
     tracker.log = lambda step, metrics: tracker.logged.append((step, *metrics))
-    monkeypatch.setattr("rlhf_train.run.recorder.open_tensorboard", lambda spec, folder: tracker)
+    monkeypatch.setattr("rlhf_train.run.recorder.open_tensorboard", lambda *_: tracker)
     with Recorder(str(tmp_path), "", TrackerSpec(logging_steps=3)) as recorder:
         recorder.metrics(0, {"eval": 1.0})
         for step in range(1, 8):
@@ -348,7 +350,7 @@ def test_every_part_is_closed_when_one_fails(tmp_path, monkeypatch):
         raise RlhfError("first")
 
     first.close = fail
-    monkeypatch.setattr("rlhf_train.run.recorder.open_tensorboard", lambda spec, folder: first)
+    monkeypatch.setattr("rlhf_train.run.recorder.open_tensorboard", lambda *_: first)
     recorder = Recorder(str(tmp_path), "")
     recorder._trackers.append(second)
     with pytest.raises(RlhfError, match="first"):

@@ -91,7 +91,7 @@ def go_on_elsewhere(rank: int, num_ranks: int, master, folder: str) -> list[str]
     wrong = []
     for dtype in DTYPES:
         results = {}
-        for saved, stage in sorted({(saved, other) for saved in STAGES for other in (0, saved, (saved + 1) % 4)}):
+        for saved, stage in sorted({(one, other) for one in STAGES for other in (0, one, (one + 1) % 4)}):
             engine = new_engine(stage, dtype)
             engine.load_shards(ShardReader(files(Path(folder), saved, dtype)))
             if engine._num_steps != 2:

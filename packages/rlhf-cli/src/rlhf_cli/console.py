@@ -56,6 +56,7 @@ DOING = {
     "sync": "sending weights to the engines",
     "evaluate": "answering held-out prompts",
     "write": "writing metrics and rollouts",
+    "checkpoint": "copying the state of the run",
     "save": "saving the model",
     "offload": "trainers free GPU memory",
     "reload": "trainers take GPU memory",

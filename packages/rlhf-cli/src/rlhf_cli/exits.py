@@ -1,5 +1,6 @@
 """Exit statuses of commands, and how errors are shown to the user."""
 
+import signal
 import sys
 from collections.abc import Callable, Sequence
 
@@ -8,10 +9,12 @@ from rlhf_data.safety import visible
 from rlhf_rollout.host import wait_passively
 
 SUCCESS, FAILURE, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
+_SIGNALLED = 128  # plus the number of a signal: the exit status of a process that the signal ended
 
 
 def exit_status(command: Callable[[Sequence[str]], int], argv: Sequence[str] | None) -> int:
-    """Run `command` and return its exit status: 2 for bad input, 1 for a run that failed, 130 after Ctrl-C.
+    """Run `command` and return its exit status: 2 for bad input, 1 for a run that failed, 130 after Ctrl-C, 143
+    after SIGTERM.
 
     An error for the user (`RlhfError`) is printed to stderr without a traceback.
 
@@ -25,6 +28,6 @@ def exit_status(command: Callable[[Sequence[str]], int], argv: Sequence[str] | N
     except RlhfError as error:
         print(visible(f"error: {error}"), file=sys.stderr, flush=True)
         return BAD_INPUT if isinstance(error, ConfigError | DataError) else FAILURE
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
         print("\ninterrupted", file=sys.stderr)
-        return INTERRUPTED
+        return _SIGNALLED + getattr(interrupt, "signal_number", signal.SIGINT)

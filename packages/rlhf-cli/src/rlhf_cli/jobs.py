@@ -80,7 +80,9 @@ def make_job(
     # would not agree anyway, because sums depend on what else is in the batch, and seeds slow the sampler down.
     sampling = rollout.params(num_samples, seed=None if on_gpu else training.seed)
     evaluation = config.evaluation
-    full = with_full_paths(config)
+    # `--resume FOLDER` reads the file that this is written to: the file must not send it to another one.
+    checkpoint = config.checkpoint.model_copy(update={"resume": None})
+    full = with_full_paths(config.model_copy(update={"checkpoint": checkpoint}))
     return OnlineJob(
         models=_make_models(config, inputs, num_steps * batch.num_updates, num_frozen * batch.num_updates),
         algorithm=spec,
@@ -109,6 +111,7 @@ def make_job(
         ema_beta=training.ema_beta if training.enable_ema else None,
         save_critic=config.output.save_value_network and spec.row.uses_critic,
         best_metric=evaluation.best_metric_key,
+        checkpoints=replace(full.checkpoint.spec(), resume=config.checkpoint.continues),
         trackers=full.output.trackers("ppo", folder.name),
     )
 

@@ -14,6 +14,7 @@ from rlhf_data.errors import ConfigError
 from rlhf_data.pretrained import is_template_file
 from rlhf_data.sources import SUFFIXES
 
+CONFIG_FILE = "config.toml"  # the configuration of a run, in its folder
 LOG_FILE = "log.txt"  # output of libraries, in the folder of a run
 Config = TypeVar("Config", bound=BaseModel)
 
@@ -82,7 +83,7 @@ _RESOLVE = {
         ("pretrain", "critic_pretrain", "reward_pretrain", "ref_pretrain", "teacher_model", "tokenizer"), model_path
     ),
     **dict.fromkeys(("prompt_data", "dataset", "eval_dataset"), source_names),
-    **dict.fromkeys(("eval_data", "data_cache", "output_path"), user_path),
+    **dict.fromkeys(("eval_data", "data_cache", "output_path", "ckpt_path"), user_path),
     "remote_rm_url": reward_path,
     "use_tensorboard": user_path,
     "use_mlflow": lambda text: text if urlsplit(text).scheme else user_path(text),
@@ -121,10 +122,14 @@ def output_folder(text: str | None, command: str) -> Path:
     return user_folder() / "rlhf-output" / f"{command}-{stamp}"
 
 
-def check_output_folder(folder: Path, flag: str = "--save_path") -> None:
-    """Raise ConfigError unless `folder` is new or empty (a log file may be in it) and can be written to."""
+def check_output_folder(folder: Path, flag: str = "--save_path", *, holds_run: bool = False) -> None:
+    """Raise ConfigError unless `folder` is new or empty (a log file may be in it) and can be written to.
+
+    With `holds_run`, it may also be the folder of a run.
+    """
     try:
-        if folder.exists() and (not folder.is_dir() or {path.name for path in folder.iterdir()} - {LOG_FILE}):
+        is_used = folder.exists() and (not folder.is_dir() or {path.name for path in folder.iterdir()} - {LOG_FILE})
+        if is_used and not (holds_run and (folder / CONFIG_FILE).is_file()):
             raise ConfigError(f"{flag} {folder} is not an empty folder", hint="name a new one")
         there = next(path for path in (folder, *folder.parents) if path.exists())
         # Try to write. Permission bits do not tell: root ignores them, and file systems such as /proc refuse anyway.

@@ -11,11 +11,13 @@ from rlhf_cli.config.differences import online_differences
 from rlhf_cli.config.openrlhf import adapt, flags_of
 from rlhf_cli.config.ppo import PpoConfig
 from rlhf_cli.exits import SUCCESS, exit_status
-from rlhf_cli.paths import LOG_FILE, check_output_folder, output_folder, user_path
+from rlhf_cli.paths import CONFIG_FILE, LOG_FILE, check_output_folder, output_folder, user_path
+from rlhf_cli.preflight.resume import changed_options, has_checkpoint
 from rlhf_cli.presets import PRESETS
 from rlhf_cli.secrets import restart_without_key
 from rlhf_data.checks import once
 from rlhf_data.command_line import CommandLine, Parsed
+from rlhf_data.errors import RlhfError
 
 if TYPE_CHECKING:
     from rlhf_cli.console import Console
@@ -24,8 +26,11 @@ DESCRIPTION = """Train a language model on rewards: vLLM generates, a reward fun
 Without --pretrain and --prompt_data, the tiny model that ships learns to carry when it adds two numbers."""
 
 
-def builtin_recipe(values: Mapping[str, Any]) -> Path | None:
-    """Return the built-in recipe if neither a model nor prompts are given."""
+def lowest_layer(values: Mapping[str, Any]) -> Path | None:
+    """Return the options of the run that --resume continues; else the built-in recipe if neither a model nor prompts
+    are given."""
+    if values.get("resume") is not None:
+        return user_path(values["resume"]) / CONFIG_FILE
     return None if "pretrain" in values or "prompt_data" in values else RECIPE_FILE
 
 
@@ -34,7 +39,7 @@ COMMAND_LINE = CommandLine(
     prog="rlhf ppo",
     description=DESCRIPTION,
     resolve=user_path,
-    recipe=builtin_recipe,
+    recipe=lowest_layer,
     presets=PRESETS,
     foreign=flags_of("ppo"),
     adapt=adapt,
@@ -55,7 +60,7 @@ def _run(argv: Sequence[str]) -> int:
 
     from rlhf_cli.console import Console
 
-    folder = output_folder(config.output.save_path, "ppo")
+    folder = output_folder(config.checkpoint.resume or config.output.save_path, "ppo")
     if parsed.dry_run:
         from rlhf_cli.commands.dry_run import show_ppo
 
@@ -63,11 +68,15 @@ def _run(argv: Sequence[str]) -> int:
         for notice in parsed.notices:
             console.notice(notice)
         return show_ppo(parsed, folder, console)
-    check_output_folder(folder)
+    check_output_folder(folder, holds_run=config.checkpoint.continues)
     with captured(folder) as (out, err):
         console = Console(out, err)
         try:
             _train(parsed, folder, console)
+        except (RlhfError, KeyboardInterrupt):
+            if has_checkpoint(config.checkpoint, folder):
+                console.notice(f"`rlhf ppo --resume {folder}` continues this run from its newest checkpoint")
+            raise
         finally:
             console.done()
     return SUCCESS
@@ -91,7 +100,8 @@ def _train(parsed: Parsed[PpoConfig], folder: Path, console: "Console") -> None:
     job = make_job(config, inputs, plan, folder, ray_address)
     job.trackers.check_installed()
     console.done()
-    for notice in once([*parsed.notices, *inputs.notices, *device_notices])[len(parsed.notices) :]:
+    changes = changed_options(job.config, folder) if config.checkpoint.continues else []
+    for notice in once([*parsed.notices, *inputs.notices, *device_notices, *changes])[len(parsed.notices) :]:
         console.notice(notice)
     console.result(f"placement: {plan.describe()}")
     num_held_out = len(inputs.eval_prompts or ())

@@ -4,6 +4,7 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from rlhf_cli.config.algorithm import AlgorithmSection
+from rlhf_cli.config.checkpoint import CheckpointSection
 from rlhf_cli.config.data import PromptSection
 from rlhf_cli.config.evaluation import PpoEvaluationSection
 from rlhf_cli.config.model import PpoModelSection
@@ -36,6 +37,7 @@ class PpoConfig(Config):
     evaluation: PpoEvaluationSection = PpoEvaluationSection()
     placement: PlacementSection = PlacementSection()
     engine: EngineSection = EngineSection()
+    checkpoint: CheckpointSection = CheckpointSection()
     output: PpoOutputSection = PpoOutputSection()
 
     @property
@@ -56,6 +58,7 @@ class PpoConfig(Config):
         notices += _check_filtering(self, given)
         notices += _check_evaluation(self, given)
         notices += _check_sampling(self, given)
+        notices += self.checkpoint.check(given, self.output.save_path)
         notices += self.output.check(given)
         return once([*notices, *_check_placement(self, given)])
 

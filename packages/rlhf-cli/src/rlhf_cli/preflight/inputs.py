@@ -41,7 +41,7 @@ def check_inputs(config: PpoConfig, folder: Path) -> Inputs:
     assert config.model.pretrain and config.data.prompt_data
     # From quick to slow: paths and keys, model files, tokenizing all prompts, and calls of rewards, which may take as
     # long as --reward_timeout_s.
-    check_output_folder(folder)
+    check_output_folder(folder, holds_run=config.checkpoint.continues)
     rows, held_out_rows = open_prompts(config)
     sources = named_sources(config)
     model = model_path(config.model.pretrain)

@@ -1,5 +1,6 @@
 """Saves the state of an online run between two steps, and continues from it."""
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -59,6 +60,7 @@ class Checkpointer:
         self._checkpoints = Checkpoints(folder, max_num=spec.max_num, max_bytes=spec.max_bytes)
         self._background = BackgroundWriter(lambda error: cannot_save(folder, error), max_pending=1)
         self._failures: list[str] = []
+        self._ended = threading.Event()  # no rank writes the last checkpoint any more
         self._saved_step = 0
         self._state: dict[str, Any] = {"step": 0}  # between the last two steps
         self._metric: float | None = None
@@ -98,6 +100,7 @@ class Checkpointer:
         self._saved_step = step
         with self._timeline.phase("checkpoint"):
             try:
+                self._await_commit()
                 staging = self._checkpoints.begin(step)
                 names = self._learner.save_state(str(staging)) if self._job.checkpoints.full else []
                 if self._job.checkpoints.hf_model:
@@ -107,14 +110,24 @@ class Checkpointer:
                 self._failures.append(str(error))
                 self._warn()
                 return
-            state, metric = self._state, self._metric
-            self._background.submit(lambda: self._commit(step, state, names, metric, written))
+            # The thread gets its own references: the attributes change with the next step.
+            args = step, self._state, names, self._metric, written, self._ended
+            self._background.submit(lambda: self._commit(*args))
 
     def close(self, *, ranks_live: bool = True) -> None:
         """Wait until everything is written; with dead ranks, give up what they have not written."""
-        if not ranks_live:
-            self._checkpoints.given_up.set()
+        if ranks_live:
+            self._learner.finish_state()
+        self._ended.set()
         self._background.close(lambda: None)
+        self._warn()
+
+    def _await_commit(self) -> None:
+        """Wait until the checkpoint before is in force or has failed: two at once would need twice the memory."""
+        self._learner.finish_state()
+        self._ended.set()
+        self._background.written().result()
+        self._ended = threading.Event()
         self._warn()
 
     def _commit(
@@ -124,10 +137,11 @@ class Checkpointer:
         names: Sequence[str],
         metric: float | None,
         written: Callable[[], None],
+        ended: threading.Event,
     ) -> None:
         try:
             written()
-            self._checkpoints.commit(step, state, names, metric)
+            self._checkpoints.commit(step, state, names, metric, ended)
         except (RlhfError, OSError) as error:
             self._failures.append(str(error))
 

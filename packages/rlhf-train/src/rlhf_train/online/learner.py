@@ -3,8 +3,6 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from ray.exceptions import RayError
-
 from rlhf_data.errors import EngineError
 from rlhf_data.records import Rollout
 from rlhf_train.baselines import relative_rewards
@@ -177,6 +175,10 @@ class Learner:
             for rank in range(len(ranks.handles))
         ]
 
+    def finish_state(self) -> None:
+        """Wait until no rank writes files of `save_state` any more."""
+        self._call_all("finish_state")
+
     def load_state(self, folder: str) -> None:
         """Have all ranks continue with the models in `folder`."""
         self._call_all("load_state", folder)
@@ -225,7 +227,7 @@ class Learner:
         """Return whether all ranks answer, after what they are doing."""
         try:
             self.peak_memory_bytes()
-        except (EngineError, RayError):
+        except EngineError:
             return False
         return True
 

@@ -62,6 +62,7 @@ def run_online(job: OnlineJob, observer: Observer) -> RunSummary:
         checkpoint = find_checkpoint(job, observer)
         observer.starting("Ray")
         stack.enter_context(ray_cluster(job.plan, job.ray_address))
+        interrupts.listen()
         reserved = stack.enter_context(placed_bundles(job.plan))
         observer.starting("engines and trainers")
         processes = start_processes(job, reserved)

@@ -393,6 +393,10 @@ class TrainWorker:
         """
         self._writer.save(self.engines, Path(folder), self._average)
 
+    def finish_state(self) -> None:
+        """Wait until the files of the last `save_state` are written or have failed."""
+        self._writer.finish()
+
     def load_state(self, folder: str) -> None:
         """Continue with the models in `folder`, which `save_state` wrote on all ranks. Collective."""
         self._writer.load(self.engines, Path(folder), self._average)

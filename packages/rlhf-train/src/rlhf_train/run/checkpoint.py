@@ -72,16 +72,12 @@ class Checkpoints:
         folder: of all checkpoints; created with the first one.
         max_num: newest checkpoints to keep; the one with the best metric is kept besides.
         max_bytes: largest size of all checkpoints together. The newest one is kept even if it is larger.
-
-    Attributes:
-        given_up: set it when a rank has died, whose file `commit` would await.
     """
 
     def __init__(self, folder: Path, *, max_num: int = 3, max_bytes: float = float("inf")) -> None:
         self.folder = folder
         self._max_num = max_num
         self._max_bytes = max_bytes
-        self.given_up = threading.Event()
 
     def begin(self, step: int) -> Path:
         """Return an empty folder for the files of a new checkpoint. Raises CheckpointError if it cannot be written."""
@@ -94,7 +90,14 @@ class Checkpoints:
             raise cannot_save(staging, error) from error
         return staging
 
-    def commit(self, step: int, state: Mapping[str, Any], ranks: Collection[str], metric: float | None) -> Checkpoint:
+    def commit(
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        ranks: Collection[str],
+        metric: float | None,
+        ended: threading.Event | None = None,
+    ) -> Checkpoint:
         """Put a checkpoint in force, once all ranks have written their files, and remove older ones.
 
         Blocks until then, so call it on a thread.
@@ -104,6 +107,7 @@ class Checkpoints:
             state: of the driver, as JSON values.
             ranks: names of the files that the ranks write; see `write_receipt`.
             metric: see `Checkpoint`.
+            ended: set by another thread once no rank writes any more, because all have ended or died.
 
         Raises:
             CheckpointError: a rank, or this process, could not write.
@@ -111,7 +115,7 @@ class Checkpoints:
         staging = self.folder / f".step-{step}.partial"
         target = self.folder / f"step-{step}"
         try:
-            files = {name: self._await_receipt(staging / name) for name in ranks}
+            files = {name: _await_receipt(staging / name, ended or threading.Event()) for name in ranks}
             (staging / STATE).write_text(json.dumps(state), encoding="utf-8")
             for path in sorted(staging.rglob("*")):
                 name = str(path.relative_to(staging))
@@ -159,19 +163,6 @@ class Checkpoints:
             warn(f"the checkpoint {path} is skipped: {'; '.join(problems[:3])}")
         return None
 
-    def _await_receipt(self, path: Path) -> tuple[int, str]:
-        """Return size and SHA-256 of a rank's file once it is on the disk."""
-        receipt = path.with_name(path.name + RECEIPT)
-        while not receipt.exists():
-            if self.given_up.wait(_POLL_S):
-                raise cannot_save(path, "the rank that writes it has died")
-            if not path.parent.is_dir():
-                raise cannot_save(path, "the folder was removed")
-        told = json.loads(receipt.read_text(encoding="utf-8"))
-        if "error" in told:
-            raise cannot_save(path, told["error"])
-        return int(told["size"]), str(told["sha256"])
-
     def _rotate(self) -> None:
         """Remove the oldest checkpoints beyond the limits, except for the best one."""
         *older, newest = self.all()
@@ -212,6 +203,20 @@ def write_receipt(path: Path, error: Exception | None = None) -> None:
     draft = path.with_name(f"{path.name}{RECEIPT}.draft")
     draft.write_text(json.dumps(receipt), encoding="utf-8")
     draft.rename(path.with_name(path.name + RECEIPT))
+
+
+def _await_receipt(path: Path, ended: threading.Event) -> tuple[int, str]:
+    """Return size and SHA-256 of a rank's file once it is on the disk."""
+    receipt = path.with_name(path.name + RECEIPT)
+    while not receipt.exists():
+        if ended.wait(_POLL_S) and not receipt.exists():
+            raise cannot_save(path, "the rank that writes it has ended")
+        if not path.parent.is_dir():
+            raise cannot_save(path, "the folder was removed")
+    told = json.loads(receipt.read_text(encoding="utf-8"))
+    if "error" in told:
+        raise cannot_save(path, told["error"])
+    return int(told["size"]), str(told["sha256"])
 
 
 def cannot_save(path: object, error: object) -> CheckpointError:

@@ -37,14 +37,20 @@ class Interrupts:
 
     def __enter__(self) -> "Interrupts":
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._handle) for number in SIGNALS}
+            self._before = {number: signal.getsignal(number) for number in SIGNALS}
+        self.listen()
         return self
+
+    def listen(self) -> None:
+        """Take the signals back after a library, such as Ray, has set handlers of its own."""
+        for number in self._before:
+            signal.signal(number, self._handle)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         for number, handler in self._before.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
+            signal.signal(number, handler or signal.SIG_DFL)  # type: ignore[arg-type]
         if self.received is not None and isinstance(error, asyncio.CancelledError):
             raise Interrupted(self.received) from None
 

@@ -1,7 +1,7 @@
 """The part of a checkpoint that one rank writes and reads: its shard of each model, and its random numbers."""
 
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 import torch
@@ -38,8 +38,7 @@ class StateWriter:
 
         Waits for the files of the call before, so that host memory holds at most one copy.
         """
-        if self._pending is not None:
-            self._pending.result()
+        self.finish()
         found = {}
         for role, engine in engines.items():
             shards = Shards()
@@ -54,6 +53,11 @@ class StateWriter:
                 shards.add(_GPU_NUMBERS, torch.cuda.get_rng_state())
             found[file_name(role, self._rank, self._num_ranks)] = shards
         self._pending = self._executor.submit(_write, found, folder)
+
+    def finish(self) -> None:
+        """Wait until the files of the last `save` are written or have failed."""
+        if self._pending is not None:
+            wait([self._pending])
 
     def load(self, engines: Mapping[str, DeepSpeedEngine], folder: Path, average: WeightAverage | None = None) -> None:
         """Set the state of `engines` and of the average. Collective.

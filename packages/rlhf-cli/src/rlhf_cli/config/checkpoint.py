@@ -1,0 +1,65 @@
+"""Options of checkpoints, from which an interrupted run continues."""
+
+from collections.abc import Collection
+from typing import TYPE_CHECKING
+
+from rlhf_data.checks import without_effect
+from rlhf_data.errors import ConfigError
+from rlhf_data.options import Section, flag
+
+if TYPE_CHECKING:
+    from rlhf_train.online.job import CheckpointSpec
+
+_GIB = 1 << 30
+_SAVED = ["max_ckpt_num", "max_ckpt_mem", "save_hf_ckpt"]
+
+
+class CheckpointSection(Section, title="checkpoints"):
+    """When the state of a run is saved, and where a run continues."""
+
+    save_steps: int = flag(-1, "steps between checkpoints; -1 saves one only when the run is interrupted or fails")
+    ckpt_path: str | None = flag(None, "folder of the run's checkpoints; None: `checkpoints` in the run's folder")
+    max_ckpt_num: int = flag(3, "newest checkpoints to keep; the best by --best_metric_key is kept besides", ge=1)
+    max_ckpt_mem: float = flag(1e8, "largest size of all checkpoints together in GiB; the newest is always kept", gt=0)
+    save_hf_ckpt: bool = flag(False, "put the policy as a Hugging Face folder, `hf`, into each checkpoint")
+    disable_ds_ckpt: bool = flag(
+        False, "do not save the state of training; with --save_hf_ckpt a checkpoint holds the policy only"
+    )
+    load_checkpoint: bool = flag(False, "continue from the newest whole checkpoint, if there is one")
+    resume: str | None = flag(
+        None, "folder of a run to continue with the options that it had; further flags override them"
+    )
+
+    @property
+    def continues(self) -> bool:
+        """Whether the run's folder may hold a run, which goes on."""
+        return self.load_checkpoint or self.resume is not None
+
+    def spec(self) -> "CheckpointSpec":
+        """Return these options as the trainer takes them."""
+        from rlhf_train.online.job import CheckpointSpec
+
+        return CheckpointSpec(
+            folder=self.ckpt_path or "",
+            every=max(self.save_steps, 0),
+            max_num=self.max_ckpt_num,
+            max_bytes=self.max_ckpt_mem * _GIB,
+            full=not self.disable_ds_ckpt,
+            hf_model=self.save_hf_ckpt,
+            resume=self.continues,
+        )
+
+    def check(self, given: Collection[str], save_path: str | None) -> list[str]:
+        """Return a notice for each option that has no effect. Raises ConfigError for options that contradict."""
+        if self.resume is not None and save_path not in (None, self.resume):
+            message = f"--resume {self.resume} continues in that folder, and --save_path is {save_path}"
+            raise ConfigError(message, hint="drop --save_path")
+        if self.load_checkpoint and self.resume is self.ckpt_path is save_path is None:
+            hint = "add --save_path DIR, the folder of the run, or --ckpt_path DIR; or use --resume DIR"
+            raise ConfigError("--load_checkpoint continues a run, and nothing names its folder", hint=hint)
+        if self.save_steps > 0 and self.disable_ds_ckpt and not self.save_hf_ckpt:
+            message = f"--save_steps {self.save_steps} with --disable_ds_ckpt would save nothing"
+            raise ConfigError(message, hint="drop --disable_ds_ckpt, or add --save_hf_ckpt")
+        if self.continues and self.disable_ds_ckpt:
+            raise ConfigError("--disable_ds_ckpt saves nothing to continue from", hint="drop --disable_ds_ckpt")
+        return without_effect(given, (self.save_steps < 1, _SAVED, "--save_steps is off"))

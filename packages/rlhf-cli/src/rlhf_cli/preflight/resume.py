@@ -1,0 +1,66 @@
+"""Checks of a run that continues: whether it has a checkpoint, and which options differ from those it had."""
+
+import tomllib
+from pathlib import Path
+
+from rlhf_cli.config.checkpoint import CheckpointSection
+from rlhf_cli.paths import CONFIG_FILE, user_path
+from rlhf_data.errors import ConfigError
+
+# Sections and options without a trace in the numbers of a step.
+_NO_TRACE = {
+    *("checkpoint", "output", "evaluation"),  # sections
+    *("train_steps", "num_episodes", "reward_num_workers", "reward_batch_size", "reward_timeout_s"),
+}
+# Options that decide what the saved state belongs to.
+_FIXED = ("pretrain", "ref_pretrain", "critic_pretrain", "advantage_estimator", "prompt_data", "seed")
+
+
+def has_checkpoint(section: CheckpointSection, folder: Path) -> bool:
+    """Return whether the run in `folder` has a checkpoint to continue from."""
+    home = user_path(section.ckpt_path) if section.ckpt_path else folder / "checkpoints"
+    return any(home.glob("step-*/manifest.json"))
+
+
+def changed_options(config: str, folder: Path) -> list[str]:
+    """Compare a configuration with that of the run in `folder`; return a notice for each option that differs.
+
+    Args:
+        config: the configuration as TOML, with full paths.
+        folder: of the run that continues; it may be new.
+
+    Raises:
+        ConfigError: an option differs that decides what the saved state belongs to.
+    """
+    path = folder / CONFIG_FILE
+    if not path.is_file():
+        return []
+    before = _options(path.read_text(encoding="utf-8"))
+    after = _options(config)
+    notices = []
+    for name in sorted(before.keys() | after.keys()):
+        old = before.get(name)
+        new = after.get(name)
+        if old == new:
+            continue
+        option = name.partition(".")[2]
+        change = f"--{option} was {_shown(old)} and is {_shown(new)}"
+        if option in _FIXED:
+            message = f"{change}, and the checkpoints of {folder} belong to the value it had"
+            raise ConfigError(message, hint=f"drop --{option}, or start a new run with another --save_path")
+        notices.append(f"{change}: from the next step on, the run differs from one without an interruption")
+    return notices
+
+
+def _options(text: str) -> dict[str, object]:
+    """Return the options of a configuration that decide what a run learns, as section.option to value."""
+    return {
+        f"{section}.{name}": value
+        for section, table in tomllib.loads(text).items()
+        for name, value in table.items()
+        if not {section, name} & _NO_TRACE
+    }
+
+
+def _shown(value: object) -> str:
+    return "not set" if value is None else str(value)

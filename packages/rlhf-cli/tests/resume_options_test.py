@@ -1,0 +1,94 @@
+"""Options of a run that continues: which contradict, which may change, and which cannot."""
+
+import pytest
+
+from rlhf_cli.commands.ppo import COMMAND_LINE
+from rlhf_cli.paths import check_output_folder
+from rlhf_cli.preflight.resume import changed_options, has_checkpoint
+from rlhf_data.command_line import to_toml
+from rlhf_data.errors import ConfigError
+
+
+def parse(*argv):
+    return COMMAND_LINE.parse(argv)
+
+
+def written(folder, *argv):
+    """Write the configuration that `argv` describes to a run's folder."""
+    folder.mkdir()
+    (folder / "config.toml").write_text(to_toml(parse(*argv).config))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ("--save_steps 5 --disable_ds_ckpt", "--save_steps 5 with --disable_ds_ckpt would save nothing"),
+        ("--load_checkpoint", "nothing names its folder"),
+        ("--load_checkpoint --save_path r --disable_ds_ckpt", "saves nothing to continue from"),
+        ("--max_ckpt_num 0", "--max_ckpt_num"),
+        ("--max_ckpt_mem 0", "--max_ckpt_mem"),
+        ("--resume nowhere", "configuration file .*nowhere/config.toml does not exist"),
+    ],
+)
+def test_contradictions_are_refused(argv, message, tmp_path, monkeypatch):
+    monkeypatch.setenv("BUILD_WORKING_DIRECTORY", str(tmp_path))
+    with pytest.raises(ConfigError, match=message):
+        parse(*argv.split())
+
+
+def test_options_of_checkpoints_without_checkpoints_are_a_notice():
+    [notice] = parse("--max_ckpt_num", "5").notices
+    assert notice == "--max_ckpt_num has no effect: --save_steps is off"
+
+
+def test_resume_takes_the_options_of_the_run_and_flags_override_them(tmp_path):
+    run = written(tmp_path / "run", "--train_steps", "7", "--actor_learning_rate", "3e-4", "--seed", "9")
+    config = parse("--resume", str(run), "--train_steps", "12").config
+    assert (config.training.seed, config.training.actor_learning_rate, config.training.train_steps) == (9, 3e-4, 12)
+    assert config.checkpoint.continues and not parse().config.checkpoint.continues
+
+
+def test_resume_in_another_folder_is_refused(tmp_path):
+    run = written(tmp_path / "run")
+    with pytest.raises(ConfigError, match=r"continues in that folder, and --save_path is elsewhere\n\nhint: drop"):
+        parse("--resume", str(run), "--save_path", "elsewhere")
+
+
+def test_changed_options_are_named_unless_they_leave_no_trace(tmp_path):
+    run = written(tmp_path / "run", "--actor_learning_rate", "3e-4", "--train_steps", "5")
+    same = ["--actor_learning_rate", "3e-4", "--train_steps", "9", "--save_steps", "3", "--eval_steps", "2"]
+    assert changed_options(to_toml(parse(*same).config), run) == []
+    [notice] = changed_options(to_toml(parse("--actor_learning_rate", "1e-4").config), run)
+    assert notice.startswith("--actor_learning_rate was 0.0003 and is 0.0001: from the next step on")
+    assert changed_options("", tmp_path / "new") == []
+
+
+@pytest.mark.parametrize("flags", [["--seed", "8"], ["--advantage_estimator", "rloo"]])
+def test_options_that_the_state_belongs_to_cannot_change(tmp_path, flags):
+    run = written(tmp_path / "run")
+    with pytest.raises(
+        ConfigError, match=rf"{flags[0]} was .* and is {flags[1]}, and the checkpoints(.|\n)*hint: drop"
+    ):
+        changed_options(to_toml(parse(*flags).config), run)
+
+
+def test_folder_of_a_run_may_be_used_only_to_continue_it(tmp_path):
+    run = written(tmp_path / "run")
+    check_output_folder(run, holds_run=True)
+    with pytest.raises(ConfigError, match="is not an empty folder"):
+        check_output_folder(run)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/notes.txt").write_text("")
+    with pytest.raises(ConfigError, match="is not an empty folder"):
+        check_output_folder(tmp_path / "other", holds_run=True)
+
+
+def test_checkpoint_is_looked_for_where_it_is_saved(tmp_path):
+    run = written(tmp_path / "run")
+    assert not has_checkpoint(parse().config.checkpoint, run)
+    for home, flags in ((run / "checkpoints", []), (tmp_path / "disk", ["--ckpt_path", str(tmp_path / "disk")])):
+        (home / "step-3").mkdir(parents=True)
+        assert not has_checkpoint(parse(*flags).config.checkpoint, run)
+        (home / "step-3/manifest.json").write_text("{}")
+        assert has_checkpoint(parse(*flags).config.checkpoint, run)

@@ -1,0 +1,138 @@
+"""Checkpoints on the disk: whole or not there, found again, checked, and removed when there are too many."""
+
+import hashlib
+import json
+import threading
+from pathlib import Path
+
+import pytest
+
+from rlhf_data.errors import CheckpointError
+from rlhf_train.run.checkpoint import MANIFEST, RECEIPT, Checkpoints, read_checkpoint, write_receipt
+
+
+def save(checkpoints: Checkpoints, step: int, metric: float | None = None, size: int = 10):
+    staging = checkpoints.begin(step)
+    (staging / "actor").write_bytes(b"w" * size)
+    write_receipt(staging / "actor")
+    (staging / "hf").mkdir()
+    (staging / "hf/config.json").write_text("{}")
+    return checkpoints.commit(step, {"step": step, "pi": 3.25}, ["actor"], metric)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_checkpoint_holds_files_state_and_their_hashes(tmp_path):
+    saved = save(Checkpoints(tmp_path / "c"), 20, 0.5)
+    assert saved.path == tmp_path / "c/step-20"
+    assert saved.state() == {"step": 20, "pi": 3.25}
+    assert (saved.step, saved.metric, saved.problems()) == (20, 0.5, [])
+    assert names(saved.path) == ["actor", "hf", "manifest.json", "state.json"]
+    assert saved.files["actor"] == (10, hashlib.sha256(b"w" * 10).hexdigest())
+    assert set(saved.files) == {"actor", "hf/config.json", "state.json"}
+    assert saved.size_bytes == 10 + 2 + len('{"step": 20, "pi": 3.25}')
+    assert read_checkpoint(saved.path) == saved
+
+
+def test_unfinished_checkpoint_does_not_count_and_is_removed(tmp_path):
+    checkpoints = Checkpoints(tmp_path)
+    save(checkpoints, 1)
+    (checkpoints.begin(2) / "actor").write_bytes(b"half")
+    assert [checkpoint.step for checkpoint in checkpoints.all()] == [1]
+    assert checkpoints.newest_whole(pytest.fail).step == 1
+    save(checkpoints, 3)
+    assert names(tmp_path) == ["step-1", "step-3"]
+
+
+@pytest.mark.parametrize(
+    ("damage", "problem"),
+    [
+        (lambda path: (path / "actor").unlink(), "actor is missing"),
+        (lambda path: (path / "actor").write_bytes(b"w" * 9), "actor has 9 bytes, not 10"),
+        (lambda path: (path / "actor").write_bytes(b"w" * 9 + b"v"), "actor has changed since it was written"),
+        (lambda path: (path / "state.json").write_text('{"step": 9}'), "state.json has"),
+        (lambda path: (path / MANIFEST).unlink(), "cannot be read"),
+        (lambda path: (path / MANIFEST).write_text("[]"), "cannot be read"),
+        (lambda path: (path / MANIFEST).write_text('{"format": 7}'), "has format 7; this version reads format 1"),
+    ],
+)
+def test_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path, damage, problem):
+    checkpoints = Checkpoints(tmp_path)
+    save(checkpoints, 9)
+    damage(save(checkpoints, 10).path)
+    warnings: list[str] = []
+    assert checkpoints.newest_whole(warnings.append).step == 9
+    [warning] = warnings
+    assert f"the checkpoint {tmp_path / 'step-10'} is skipped: " in warning
+    assert problem in warning
+
+
+def test_without_a_whole_checkpoint_there_is_none(tmp_path):
+    assert Checkpoints(tmp_path / "nothing").newest_whole(pytest.fail) is None
+    (tmp_path / "step-x").mkdir()
+    warnings: list[str] = []
+    assert Checkpoints(tmp_path).newest_whole(warnings.append) is None
+    assert len(warnings) == 1
+
+
+@pytest.mark.parametrize(
+    ("limits", "kept"),
+    [
+        ({}, [3, 4, 5]),
+        ({"max_num": 1}, [5]),
+        ({"max_num": 9}, [1, 2, 3, 4, 5]),
+        ({"max_num": 9, "max_bytes": 450}, [4, 5]),  # each has 100 bytes and its state and folder
+        ({"max_num": 9, "max_bytes": 1}, [5]),
+    ],
+)
+def test_oldest_checkpoints_beyond_the_limits_are_removed(tmp_path, limits, kept):
+    checkpoints = Checkpoints(tmp_path, **limits)
+    for step in range(1, 6):
+        save(checkpoints, step, size=150)
+    assert [checkpoint.step for checkpoint in checkpoints.all()] == kept
+
+
+def test_best_checkpoint_is_kept_besides_the_newest(tmp_path):
+    checkpoints = Checkpoints(tmp_path, max_num=2)
+    for step, metric in enumerate([0.1, 0.9, 0.3, None, 0.9, 0.2, 0.1, 0.0], start=1):
+        save(checkpoints, step, metric)
+    # Of two equal ones the later: the run has learned more.
+    assert [checkpoint.step for checkpoint in checkpoints.all()] == [5, 7, 8]
+
+
+def test_rank_that_cannot_write_fails_the_checkpoint_and_the_old_one_stays(tmp_path):
+    checkpoints = Checkpoints(tmp_path)
+    save(checkpoints, 1)
+    staging = checkpoints.begin(2)
+    write_receipt(staging / "actor", OSError("no space left on device"))
+    with pytest.raises(CheckpointError, match=r"actor cannot be written: OSError: no space left(.|\n)*--ckpt_path"):
+        checkpoints.commit(2, {}, ["actor"], None)
+    assert checkpoints.newest_whole(pytest.fail).step == 1
+
+
+def test_commit_waits_for_the_ranks_and_gives_up_when_they_have_ended(tmp_path):
+    checkpoints = Checkpoints(tmp_path)
+    staging = checkpoints.begin(1)
+    (staging / "actor").write_bytes(b"w")
+    threading.Timer(0.3, write_receipt, [staging / "actor"]).start()
+    assert checkpoints.commit(1, {}, ["actor"], None).problems() == []
+    staging = checkpoints.begin(2)
+    ended = threading.Event()
+    threading.Timer(0.2, ended.set).start()
+    with pytest.raises(CheckpointError, match="the rank that writes it has ended"):
+        checkpoints.commit(2, {}, ["actor"], None, ended)
+
+
+def test_receipt_tells_size_and_hash(tmp_path):
+    (tmp_path / "file").write_bytes(b"abc")
+    write_receipt(tmp_path / "file")
+    receipt = json.loads((tmp_path / f"file{RECEIPT}").read_text())
+    assert receipt == {"size": 3, "sha256": "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"}
+
+
+def test_folder_that_takes_no_files_is_an_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match=r"cannot be written(.|\n)*hint: free space"):
+        Checkpoints(tmp_path / "file").begin(1)

@@ -1,0 +1,105 @@
+"""Signals end a run at once, except while they are held."""
+
+import asyncio
+import os
+import signal
+import threading
+
+import pytest
+
+from rlhf_train.run.interrupts import Interrupted, Interrupts
+
+
+def send(number: int = signal.SIGTERM) -> None:
+    os.kill(os.getpid(), number)
+
+
+def interrupted(body) -> Interrupted:
+    """Call `body` with an `Interrupts` in force, which must end in `Interrupted`, and return that."""
+
+    def run() -> None:
+        with Interrupts() as interrupts:
+            body(interrupts)
+
+    with pytest.raises(Interrupted) as caught:
+        run()
+    return caught.value
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signal_raises_with_its_number_and_handlers_come_back(number):
+    before = signal.getsignal(number)
+    assert interrupted(lambda _: send(number)).signal_number == number
+    assert signal.getsignal(number) is before
+
+
+def test_held_signal_raises_at_the_release():
+    done = []
+
+    def body(interrupts: Interrupts) -> None:
+        interrupts.hold()
+        send()
+        done.append("update")
+        assert interrupts.is_held and interrupts.received == signal.SIGTERM
+        interrupts.release()
+        done.append("never")
+
+    interrupted(body)
+    assert done == ["update"]
+
+
+def test_release_without_a_signal_goes_on_and_later_signals_raise_again():
+    def body(interrupts: Interrupts) -> None:
+        interrupts.hold()
+        interrupts.release()
+        send()
+        pytest.fail("the signal did not raise")
+
+    interrupted(body)
+
+
+def test_signal_in_an_event_loop_cancels_its_tasks_and_lets_them_clean_up():
+    cleaned = []
+
+    async def work(name: str) -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            cleaned.append(name)
+
+    async def both() -> None:
+        asyncio.get_running_loop().call_later(0.05, send)
+        await asyncio.gather(work("one"), work("two"))
+
+    with asyncio.Runner() as runner:
+        with pytest.raises(Interrupted), Interrupts():
+            runner.run(both())
+        assert sorted(cleaned) == ["one", "two"]
+        assert runner.run(asyncio.sleep(0, "still works")) == "still works"
+
+
+def test_cancellation_without_a_signal_stays_a_cancellation():
+    with pytest.raises(asyncio.CancelledError), Interrupts():
+        raise asyncio.CancelledError
+
+
+def test_listen_takes_signals_back_from_a_library():
+    def body(interrupts: Interrupts) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        interrupts.listen()
+        send()
+        pytest.fail("the signal did not raise")
+
+    interrupted(body)
+
+
+def test_other_threads_are_left_alone():
+    def enter() -> None:
+        with Interrupts() as interrupts:
+            interrupts.listen()
+
+    before = signal.getsignal(signal.SIGTERM)
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join()
+    assert signal.getsignal(signal.SIGTERM) is before

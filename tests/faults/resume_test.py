@@ -1,0 +1,105 @@
+"""A run that is killed, or told to end, goes on as if nothing had happened: the same numbers, bit for bit."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+ROOT = Path(__file__).parents[2]
+TIMEOUT_S = 500
+NUM_STEPS = 5
+FLAGS = ["--train_steps", str(NUM_STEPS), "--eval_steps", "2", "--enable_ema", "--running_reward_norm"]
+NOT_NUMBERS = ("time/", "throughput/", "memory/")  # they differ between any two runs
+SECONDS = re.compile(r'"score_seconds": [\d.e-]+')
+
+
+def start(folder: Path, *flags: str) -> subprocess.Popen[bytes]:
+    """Start `ppo` in a session of its own: Bazel's binary where there is one, else the module."""
+    binary = ROOT / "packages/rlhf-cli/ppo"
+    command = [str(binary)] if binary.is_file() else [sys.executable, "-m", "rlhf_cli.commands.ppo"]
+    environment = os.environ | {"BUILD_WORKING_DIRECTORY": str(folder.parent), "RAY_ADDRESS": "local"}
+    with folder.with_suffix(".log").open("ab") as log:
+        return subprocess.Popen([*command, *flags], env=environment, stdout=log, stderr=log, start_new_session=True)
+
+
+def finish(folder: Path, *flags: str) -> None:
+    status = start(folder, *flags).wait(TIMEOUT_S)
+    assert status == 0, folder.with_suffix(".log").read_text()[-4000:]
+
+
+def steps_of(folder: Path) -> int:
+    """Return the last step in the run's metrics, -1 before the first line."""
+    path = folder / "metrics.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return max((json.loads(line)["step"] for line in lines), default=-1)
+
+
+def signal_when(run: subprocess.Popen[bytes], number: int, is_time: Callable[[], bool], folder: Path) -> int:
+    """Send a signal as soon as `is_time`; return the exit status."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while not is_time():
+        assert run.poll() is None and time.monotonic() < deadline, folder.with_suffix(".log").read_text()[-4000:]
+        time.sleep(0.02)
+    run.send_signal(number)
+    return run.wait(TIMEOUT_S)
+
+
+def numbers(folder: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in line.items() if not name.startswith(NOT_NUMBERS)} for line in lines]
+
+
+def rollouts(folder: Path, name: str) -> str:
+    return SECONDS.sub("", (folder / name).read_text())
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Path:
+    """The folder of a run without an interruption, which saves no checkpoint."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    finish(folder, *FLAGS, "--save_path", str(folder))
+    return folder
+
+
+def check_same(folder: Path, whole: Path) -> None:
+    assert numbers(folder) == numbers(whole)
+    for name in ("rollouts.jsonl", "eval_rollouts.jsonl"):
+        assert rollouts(folder, name) == rollouts(whole, name)
+    for model in ("model", "ema_model"):
+        weights, expected = (load_file(path / model / "model.safetensors") for path in (folder, whole))
+        assert weights.keys() == expected.keys()
+        assert all(torch.equal(weights[name], expected[name]) for name in weights)
+
+
+def test_killed_and_terminated_run_goes_on_bit_for_bit(whole, tmp_path):
+    folder = tmp_path / "run"
+    checkpoints = folder / "checkpoints"
+    flags = [*FLAGS, "--save_path", str(folder), "--save_steps", "1", "--max_ckpt_num", "2"]
+    # SIGKILL in the middle of a step, after a checkpoint.
+    run = start(folder, *flags)
+    assert signal_when(run, signal.SIGKILL, (checkpoints / "step-2/manifest.json").exists, folder) == -signal.SIGKILL
+    assert not (checkpoints / "step-4").exists()
+    # The newest checkpoint is torn: the run says so and goes on from the one before. Then SIGTERM ends it properly.
+    newest = max(checkpoints.glob("step-*"))
+    torn = newest / "actor-0-of-1.safetensors"
+    torn.write_bytes(torn.read_bytes()[:-1])
+    run = start(folder, "--resume", str(folder))
+    last = steps_of(folder)
+    assert signal_when(run, signal.SIGTERM, lambda: steps_of(folder) > last, folder) == 128 + signal.SIGTERM
+    text = folder.with_suffix(".log").read_text()
+    assert f"the checkpoint {newest} is skipped: actor-0-of-1.safetensors has" in text
+    assert f"`rlhf ppo --resume {folder}` continues this run" in text
+    # The command of the start with --load_checkpoint does the same as --resume.
+    finish(folder, *flags, "--load_checkpoint")
+    check_same(folder, whole)
+    assert sorted(path.name for path in checkpoints.iterdir()) == [f"step-{NUM_STEPS - 1}", f"step-{NUM_STEPS}"]
