@@ -27,6 +27,7 @@ ESTIMATORS = {
     "rloo": ("mean of the others", "seq_mean_token_sum", False, False),
 }
 LOSS_REDUCTIONS = {"gspo": "seq_mean_token_mean", "cispo": "token_mean"}
+MAX_K3 = 10.0  # nats per token; the bound of verl and OpenRLHF
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -226,10 +227,11 @@ class Oracle:
     def _kl(self, logprob: float, ref_logprob: float) -> tuple[float, float]:
         """Return the estimate of one token and its derivative by the log-prob."""
         d = logprob - ref_logprob
+        k3 = math.exp(-d) - 1 + d
         return {
             "k1": (d, 1.0),
             "k2": (d * d / 2, d),
-            "k3": (math.exp(-d) - 1 + d, 1 - math.exp(-d)),
+            "k3": (k3, 1 - math.exp(-d)) if k3 < MAX_K3 else (MAX_K3, 0.0),
         }[self.recipe.kl_estimator]
 
     def _policy_term(self, logprob: float, ratio: float, advantage: float) -> tuple[float, float]:
