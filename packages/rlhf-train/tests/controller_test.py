@@ -359,3 +359,21 @@ def test_checkpoint_that_cannot_be_written_is_a_warning_and_training_goes_on(mak
     run.parts.checkpointer.close()
     assert len(run.listener.warnings) == 2
     assert all("a checkpoint was not saved: " in warning for warning in run.listener.warnings)
+
+
+def test_state_that_was_taken_does_not_change_with_later_steps(make_run):
+    run = make_run(SpreadReward())
+    run.step(1)
+    taken = run.parts.report.state()
+    seconds = taken["parts"]["steps"]
+    run.step(2)
+    assert taken["parts"]["steps"] == seconds < run.parts.report.state()["parts"]["steps"]
+
+
+def test_without_state_and_model_there_is_no_checkpoint(make_run, tmp_path):
+    saving = CheckpointSpec(folder=str(tmp_path / "checkpoints"), full=False)
+    run = make_run(SpreadReward(), checkpoints=saving)
+    run.step(1)
+    run.parts.checkpointer.save()
+    run.parts.checkpointer.close()
+    assert not (tmp_path / "checkpoints").exists()

@@ -159,7 +159,9 @@ def test_files_that_cannot_be_read_are_named(tmp_path):
         ShardReader([])
     [path, _] = two_files(tmp_path)
     path.write_bytes(path.read_bytes()[:-8])
-    with pytest.raises(CheckpointError, match=r"0\.safetensors cannot be read(.|\n)*hint: `rlhf checkpoints verify"):
+    with pytest.raises(
+        CheckpointError, match=r"0\.safetensors cannot be read(.|\n)*hint: remove the folder of this checkpoint"
+    ):
         ShardReader([path])
     save_file({"weight/w": torch.zeros(2)}, path)  # without our metadata
     with pytest.raises(CheckpointError, match="cannot be read"):

@@ -19,7 +19,7 @@ _FIXED = ("pretrain", "ref_pretrain", "critic_pretrain", "advantage_estimator", 
 def has_checkpoint(section: CheckpointSection, folder: Path) -> bool:
     """Return whether the run in `folder` has a checkpoint to continue from."""
     home = user_path(section.ckpt_path) if section.ckpt_path else folder / "checkpoints"
-    return any(home.glob("step-*/manifest.json"))
+    return not section.disable_ds_ckpt and any(home.glob("step-*/manifest.json"))
 
 
 def changed_options(config: str, folder: Path) -> list[str]:

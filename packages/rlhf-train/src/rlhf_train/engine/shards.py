@@ -72,7 +72,7 @@ class ShardReader:
                     [size] = file.get_slice(name).get_shape()
                     self._parts.setdefault(name, []).append((start, size, file))
             except (OSError, SafetensorError, KeyError, ValueError, TypeError) as error:
-                hint = "`rlhf checkpoints verify RUN` names the checkpoints that are whole"
+                hint = "remove the folder of this checkpoint: the run then continues from the one before"
                 raise CheckpointError(f"{path} cannot be read: {error}", hint=hint) from error
 
     def __contains__(self, name: str) -> bool:

@@ -94,16 +94,17 @@ class Checkpointer:
     def save(self) -> None:
         """Save the state after the last complete step, unless it is saved already. The models must have that state."""
         step = self._state["step"]
+        spec = self._job.checkpoints
         self._warn()
-        if step == self._saved_step:
+        if step == self._saved_step or not (spec.full or spec.hf_model):
             return
         self._saved_step = step
         with self._timeline.phase("checkpoint"):
             try:
                 self._await_commit()
                 staging = self._checkpoints.begin(step)
-                names = self._learner.save_state(str(staging)) if self._job.checkpoints.full else []
-                if self._job.checkpoints.hf_model:
+                names = self._learner.save_state(str(staging)) if spec.full else []
+                if spec.hf_model:
                     self._learner.save("actor", str(staging / "hf"))
                 written = self._recorder.written()
             except CheckpointError as error:

@@ -87,7 +87,9 @@ class Report:
 
     def state(self) -> dict[str, Any]:
         """Return what the final summary needs, for `restore`."""
-        return {"final": self._final, "parts": self._parts, "elapsed_s": self._earlier_s + self._timeline.elapsed_s}
+        # Copies: another thread writes the state while this object goes on.
+        elapsed_s = self._earlier_s + self._timeline.elapsed_s
+        return {"final": dict(self._final), "parts": dict(self._parts), "elapsed_s": elapsed_s}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue the summary of another process. Its seconds count as seconds of the run."""
