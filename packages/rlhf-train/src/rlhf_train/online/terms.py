@@ -2,12 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from rlhf_kernels import POLICY_METRICS, PolicyStream
-from rlhf_models.batch import to_device
+from rlhf_models.batch import TokenBatch, to_device
 from rlhf_train.advantages import last_trained
 from rlhf_train.algorithms import AlgorithmSpec
 from rlhf_train.batching import Denominators
@@ -20,6 +21,9 @@ from rlhf_train.run.metrics import Max, Mean, Metric, Sum
 
 # Bounds of a token's importance weight for the metric mismatch/out_of_bounds, when no correction sets bounds.
 MISMATCH_BOUNDS = (0.5, 2.0)
+# The input of a rank without rows, which must run a pass because collectives need every rank. It has two tokens,
+# because the first token of a sequence has no log-prob.
+IDLE_TOKENS = np.zeros(2, np.int32)
 
 
 def masked_mean(values: Tensor, mask: Tensor) -> Mean:
@@ -28,6 +32,15 @@ def masked_mean(values: Tensor, mask: Tensor) -> Mean:
     Reading the number here would wait for the GPU in every micro-batch. Both tensors have the same shape.
     """
     return Mean(torch.where(mask, values.detach(), 0).sum(dtype=torch.float64), mask.sum())
+
+
+def lay_out(mask: Tensor, rows: Sequence[int], batch: TokenBatch) -> Tensor:
+    """Return a shard's mask [B, T] bool in the layout of `batch`, which holds `rows`, on the CPU.
+
+    Without rows it is all False.
+    """
+    parts = [mask[row, :length].numpy() for row, length in zip(rows, batch.lengths, strict=bool(rows))]
+    return batch.lay_out(parts or [np.zeros_like(IDLE_TOKENS, bool)], torch.bool, device="cpu")
 
 
 def policy_stream(

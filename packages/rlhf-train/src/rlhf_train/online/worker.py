@@ -18,13 +18,7 @@ from rlhf_models.batch import TokenBatch, to_device
 from rlhf_models.loading import load_actor, load_critic, load_tokenizer, resolve_dtype
 from rlhf_models.reference import load_reference
 from rlhf_models.weights import save_hf
-from rlhf_train.advantages import (
-    generalized_advantages,
-    moments,
-    placed_rewards,
-    token_rewards,
-    whiten,
-)
+from rlhf_train.advantages import generalized_advantages, moments, placed_rewards, token_rewards, whiten
 from rlhf_train.algorithms import AlgorithmSpec
 from rlhf_train.batching import Denominators, MiniBatch, RankPlan
 from rlhf_train.engine.deepspeed import DeepSpeedEngine, init_process_group
@@ -32,9 +26,11 @@ from rlhf_train.experience import Experience
 from rlhf_train.kl import kl_estimate
 from rlhf_train.online.dropout import without_dropout
 from rlhf_train.online.terms import (
+    IDLE_TOKENS,
     correct_mismatch,
     critic_loss,
     drop_nonfinite,
+    lay_out,
     masked_mean,
     mismatch_metrics,
     policy_metrics,
@@ -48,9 +44,6 @@ from rlhf_train.run.metrics import METRIC_PREFIXES, Max, Mean, Metric, Sum, merg
 from rlhf_train.run.rank_state import StateWriter
 from rlhf_train.specs import ModelSpec
 
-# The input of a rank without rows, which must run a pass because collectives need every rank. It has two tokens,
-# because the first token of a sequence has no log-prob.
-IDLE_TOKENS = np.zeros(2, np.int32)
 MODEL_COLUMNS = {"actor": "old_logprobs", "reference": "ref_logprobs", "critic": "values"}
 
 
@@ -311,7 +304,7 @@ class TrainWorker:
         experience = self._experience
         batch = self._batch("actor", rows)
         stream = policy_stream(experience, rows, spec, denominators, self._device)
-        wanted = _lay_out(experience.policy_mask, rows, batch)
+        wanted = lay_out(experience.policy_mask, rows, batch)
         options = {"temperature": self._temperature, "max_tokens": self._plan.max_pass_tokens}
         output = self.engines["actor"].forward(batch, logits_mask=wanted, stream=stream, objective=objective, **options)
         metrics = policy_metrics(output.metrics, spec)
@@ -344,7 +337,7 @@ class TrainWorker:
         if role == "critic":
             outputs = {"values": model(batch)}
         else:
-            wanted = _lay_out(loss_mask, rows, batch)
+            wanted = lay_out(loss_mask, rows, batch)
             options = {"temperature": self._temperature, "max_tokens": self._plan.max_pass_tokens}
             outputs = model(batch, logits_mask=wanted, **options)._asdict()
         return {name: pad_sequence(batch.split(values), batch_first=True) for name, values in outputs.items()}, mask
@@ -404,12 +397,3 @@ class TrainWorker:
     def peak_memory_bytes(self) -> int:
         """Return the peak of this process's allocated device memory in bytes; 0 on a CPU."""
         return torch.cuda.max_memory_allocated() if self._device.type == "cuda" else 0
-
-
-def _lay_out(mask: Tensor, rows: Sequence[int], batch: TokenBatch) -> Tensor:
-    """Return a shard's mask [B, T] bool in the layout of `batch`, which holds `rows`, on the CPU.
-
-    Without rows it is all False.
-    """
-    parts = [mask[row, :length].numpy() for row, length in zip(rows, batch.lengths, strict=bool(rows))]
-    return batch.lay_out(parts or [np.zeros_like(IDLE_TOKENS, bool)], torch.bool, device="cpu")
