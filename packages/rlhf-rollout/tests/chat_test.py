@@ -30,7 +30,7 @@ def going_on(text, prompts=None):
 
 def pieces(text, max_tokens=100, **options):
     async def run():
-        engine, prompt = FakeEngine(going_on(text), **options), np.array([*b"say: "], np.int32)
+        engine, prompt = FakeEngine(script=going_on(text), **options), np.array([*b"say: "], np.int32)
         return [piece async for piece in stream(engine, prompt, SamplingParams(max_tokens=max_tokens), TOKENIZER)]
 
     return asyncio.run(run())
@@ -69,7 +69,7 @@ def talk(monkeypatch, capsys):
         monkeypatch.setattr(builtins, "input", lambda mark: next(typed, None) or raise_end())
         monkeypatch.setattr(
             "rlhf_rollout.commands.chat.build_engine",
-            lambda kind, spec: FakeEngine(going_on(answer, prompts), max_model_len=spec.max_model_len),
+            lambda kind, spec: FakeEngine(spec, script=going_on(answer, prompts)),
         )
         assert main(["chat", "--engine", "fake", *more]) == 0
         return prompts, capsys.readouterr()

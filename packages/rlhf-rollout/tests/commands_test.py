@@ -12,10 +12,12 @@ import pytest
 
 from rlhf_data.testing import write_jsonl
 from rlhf_rollout.commands.chat import ChatJob
-from rlhf_rollout.commands.generate import GenerateJob, PromptJob, make_job
+from rlhf_rollout.commands.configs import GenerateFileSection
+from rlhf_rollout.commands.generate import GenerateJob, make_job
 from rlhf_rollout.commands.main import COMMANDS, main
 from rlhf_rollout.commands.parts import EngineJob, RewardJob
 from rlhf_rollout.commands.score import ScoreJob
+from rlhf_rollout.commands.sections import PromptSection, RewardSection
 from rlhf_rollout.commands.serve_rm import ServeJob
 from rlhf_rollout.engines import EngineSpec
 from rlhf_rollout.protocols import SamplingParams
@@ -215,11 +217,10 @@ def test_generate_job_holds_what_the_flags_say():
     )
     job = make_job(COMMANDS["generate"].command_line("x").parse(flags.split()).config)
     assert job == GenerateJob(
-        prompts=PromptJob(
-            sources="p",
-            probs=(1.0,),
-            seed=7,
-            split="test",
+        data=PromptSection(
+            prompt_data="p",
+            prompt_data_probs="1",
+            prompt_split="test",
             max_samples=3,
             input_key="q",
             label_key="a",
@@ -228,6 +229,7 @@ def test_generate_job_holds_what_the_flags_say():
             prompt_max_len=10,
             skip_bad_rows=True,
         ),
+        seed=7,
         engine=EngineJob(
             kind="vllm",
             spec=EngineSpec(
@@ -245,25 +247,36 @@ def test_generate_job_holds_what_the_flags_say():
         ),
         sampling=SamplingParams(num_samples=2, max_tokens=20, temperature=0.5, top_p=0.5, top_k=4, seed=7),
         reward=RewardJob(
-            sources=(
-                RewardSource(kind="function", targets=("f.py",), weight=1.0),
-                RewardSource(kind="model", targets=("rm",), weight=2.0),
+            RewardSection(
+                remote_rm_url="f.py",
+                reward_pretrain="rm",
+                reward_weights="1,2",
+                reward_timeout_s=3.0,
+                reward_num_workers=4,
+                reward_start_timeout_s=7.0,
+                reward_memory_gb=2.0,
+                reward_env="A,B",
+                failed_reward=-1.0,
+                reward_batch_size=6,
+                normalize_reward=True,
             ),
-            timeout_s=3.0,
-            num_workers=4,
-            batch_size=6,
             dtype="bfloat16",
-            normalize=True,
-            worker=WorkerOptions(start_timeout_s=7.0, memory_gb=2.0, env=("A", "B")),
-            failed_reward=-1.0,
         ),
-        output_path=Path("o.jsonl"),
-        post_processor="rs",
-        min_reward=0.5,
-        reward_template="{reward}",
-        overwrite=True,
-        resume=False,
+        output=GenerateFileSection(
+            output_path="o.jsonl",
+            post_processor="rs",
+            min_reward=0.5,
+            reward_template="{reward}",
+            overwrite=True,
+            resume=False,
+        ),
     )
+    assert job.reward.sources == (
+        RewardSource(kind="function", targets=("f.py",), weight=1.0),
+        RewardSource(kind="model", targets=("rm",), weight=2.0),
+    )
+    assert job.reward.options.worker() == WorkerOptions(start_timeout_s=7.0, memory_gb=2.0, env=("A", "B"))
+    assert job.output.path == Path("o.jsonl")
 
 
 def test_threads_of_a_command_wait_passively_on_cpus(monkeypatch, capsys):
@@ -300,7 +313,7 @@ def test_help_is_quick_and_brings_no_heavy_library(tmp_path):
     assert min(seconds) < 1.0
 
 
-@pytest.mark.parametrize("record", [GenerateJob, PromptJob, EngineJob, RewardJob, ScoreJob, ServeJob, ChatJob])
+@pytest.mark.parametrize("record", [GenerateJob, EngineJob, RewardJob, ScoreJob, ServeJob, ChatJob])
 def test_jobs_cannot_be_changed(record):
     made = object.__new__(record)
     with pytest.raises(FrozenInstanceError):

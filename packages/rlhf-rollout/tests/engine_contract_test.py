@@ -1,6 +1,7 @@
 """The contract of RolloutEngine, held against every implementation that runs here: fake, transformers, vLLM."""
 
 import asyncio
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -186,12 +187,13 @@ def test_deadlines_of_the_spec_hold_for_calls_that_bring_none(
     subject: Subject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = subject.engine
-    assert (engine._request_timeout_s, engine._control_timeout_s) == (REQUEST_TIMEOUT_S, CONTROL_TIMEOUT_S)
+    spec = engine._spec
+    assert (spec.request_timeout_s, spec.control_timeout_s) == (REQUEST_TIMEOUT_S, CONTROL_TIMEOUT_S)
 
     async def scenario() -> None:
         await engine.pause("drain")
         with monkeypatch.context() as patch:
-            patch.setattr(engine, "_request_timeout_s", 0.05)
+            patch.setattr(engine, "_spec", dataclasses.replace(spec, request_timeout_s=0.05))
             with pytest.raises(EngineError, match=r"a generation request took longer than 0\.05 s\s+hint: "):
                 await engine.generate(PROMPT, SamplingParams(max_tokens=2))
         await engine.resume()
@@ -200,8 +202,7 @@ def test_deadlines_of_the_spec_hold_for_calls_that_bring_none(
         task = asyncio.create_task(engine.generate(PROMPT, SamplingParams(max_tokens=100, num_samples=4), timeout_s=60))
         await asyncio.sleep(0.02)
         with monkeypatch.context() as patch:
-            patch.setattr(engine, "_request_timeout_s", 0.001)
-            patch.setattr(engine, "_control_timeout_s", 0.001)
+            patch.setattr(engine, "_spec", dataclasses.replace(spec, request_timeout_s=0.001, control_timeout_s=0.001))
             with pytest.raises(EngineError, match=r"`pause` took longer than 0\.002 s"):
                 await engine.pause("drain")
         assert len(await task) == 4
@@ -214,7 +215,7 @@ def test_deadlines_of_the_spec_hold_for_calls_that_bring_none(
 
 @pytest.mark.parametrize("call", ["pause", "begin_weight_update"])
 def test_control_call_that_waits_for_requests_has_the_deadline_of_both(call: str) -> None:
-    engine = FakeEngine(latency_s=60.0, request_timeout_s=0.06, control_timeout_s=0.02)
+    engine = FakeEngine(EngineSpec(model="", request_timeout_s=0.06, control_timeout_s=0.02), latency_s=60.0)
 
     async def scenario() -> None:
         task = asyncio.create_task(engine.generate(PROMPT, SamplingParams(max_tokens=2), timeout_s=60.0))
@@ -236,12 +237,12 @@ def test_built_fake_engine_has_the_deadlines_of_its_spec() -> None:
             await engine.generate(PROMPT, SamplingParams())
 
     run(scenario())
-    assert engine._control_timeout_s == 0.02
+    assert engine._spec.control_timeout_s == 0.02
 
 
 def test_fake_engine_scripts_get_a_seed_per_request_and_sample() -> None:
     seeds: list[int] = []
-    engine = FakeEngine(lambda prompt, seed: seeds.append(seed) or [0])
+    engine = FakeEngine(script=lambda prompt, seed: seeds.append(seed) or [0])
     for sampling in (SamplingParams(num_samples=2), SamplingParams(), SamplingParams(num_samples=3, seed=5)):
         run(engine.generate(PROMPT, sampling))
     run(engine.generate(PROMPT, SamplingParams(temperature=0.0)))
@@ -257,10 +258,10 @@ def test_close_refuses_further_requests(subject: Subject) -> None:
 
 
 def test_fake_engine_holds_end_tokens_back_until_min_tokens_and_fills_up_to_max_tokens() -> None:
-    engine = FakeEngine(lambda prompt, seed: [0] * 9)
+    engine = FakeEngine(script=lambda prompt, seed: [0] * 9)
     (completion,) = run(engine.generate(PROMPT, SamplingParams(min_tokens=2, max_tokens=5)))
     assert completion.token_ids.tolist() == [255, 255, 0]
-    engine = FakeEngine(lambda prompt, seed: [9])
+    engine = FakeEngine(script=lambda prompt, seed: [9])
     (completion,) = run(engine.generate(PROMPT, SamplingParams(max_tokens=3)))
     assert (completion.token_ids.tolist(), completion.finish_reason) == ([9, 255, 255], FinishReason.LENGTH)
 

@@ -71,7 +71,9 @@ def url(stub: Stub) -> Iterator[str]:
 
 def ask(url: str, sampling: SamplingParams | None = None, **options: Any) -> Any:
     async def once() -> Any:
-        engine = HttpEngine(url, model="policy", max_model_len=64, **({"retry_wait_s": 0.001} | options))
+        limits = {"request_timeout_s": options.pop("timeout_s")} if "timeout_s" in options else {}
+        spec = EngineSpec(model="policy", base_url=url, max_model_len=64, **limits)
+        engine = HttpEngine(spec, **({"retry_wait_s": 0.001} | options))
         try:
             return await engine.generate(PROMPT, sampling or SamplingParams(max_tokens=4))
         finally:
@@ -203,7 +205,7 @@ def test_http_engine_long_prompt_raises_before_it_is_sent(stub: Stub, url: str) 
 
 
 def test_http_engine_takes_no_weights_and_no_sleep() -> None:
-    engine = HttpEngine("http://127.0.0.1:9", model="policy", max_model_len=64)
+    engine = HttpEngine(EngineSpec(model="policy", base_url="http://127.0.0.1:9"))
     for refused in (
         engine.begin_weight_update(1),
         engine.receive_weights(WeightBucket("shared_memory", (), "none")),
@@ -216,13 +218,13 @@ def test_http_engine_takes_no_weights_and_no_sleep() -> None:
 
 @pytest.mark.parametrize("base_url", ["https://far:8000", "http://127.0.0.1:8000", "http://[::1]:8000/v1"])
 def test_api_key_goes_over_https_or_to_this_machine(base_url):
-    HttpEngine(base_url, model="m", max_model_len=8, api_key="s3cret")
+    HttpEngine(EngineSpec(model="m", base_url=base_url), api_key="s3cret")
     with pytest.raises(ConfigError, match=r"(?s)would go to http://\*\*\*@far:8000 without encryption.*hint: .*https"):
-        HttpEngine("http://me:s3cret@far:8000", model="m", max_model_len=8, api_key="s3cret")
+        HttpEngine(EngineSpec(model="m", base_url="http://me:s3cret@far:8000"), api_key="s3cret")
 
 
 def test_password_of_the_address_is_not_in_messages():
-    engine = HttpEngine("http://me:s3cret@127.0.0.1:9", model="m", max_model_len=8, num_retries=0)
+    engine = HttpEngine(EngineSpec(model="m", base_url="http://me:s3cret@127.0.0.1:9"), num_retries=0)
     for call in (engine.health, lambda: engine.generate(np.array([1]), SamplingParams(max_tokens=2))):
         with pytest.raises(EngineError, match=r"http://\*\*\*@127\.0\.0\.1:9/") as caught:
             asyncio.run(call())

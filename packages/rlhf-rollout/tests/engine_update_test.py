@@ -9,6 +9,7 @@ import pytest
 
 from engine_testing import MAX_MODEL_LEN, PROMPT, Subject, generate, run, update
 from rlhf_data.errors import EngineError, WeightSyncError
+from rlhf_rollout.engines import EngineSpec
 from rlhf_rollout.engines.fake import FakeEngine
 from rlhf_rollout.protocols import EngineHealth, SamplingParams
 from rollout_testing import shared_memory_bucket
@@ -111,7 +112,9 @@ def paced(subject: Subject) -> Subject:
     """The subject, or in place of the fake engine, which answers at once, one that takes its time for each token."""
     if subject.kind != "fake":
         return subject
-    return dataclasses.replace(subject, engine=FakeEngine(token_latency_s=0.005, max_model_len=MAX_MODEL_LEN))
+    return dataclasses.replace(
+        subject, engine=FakeEngine(EngineSpec(model="", max_model_len=MAX_MODEL_LEN), token_latency_s=0.005)
+    )
 
 
 def test_pause_by_drain_finishes_what_runs_and_holds_newcomers_until_resume(subject: Subject) -> None:

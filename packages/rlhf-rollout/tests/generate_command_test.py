@@ -104,7 +104,7 @@ def scripted(monkeypatch):
     script = lambda prompt, seed: [*(b"abcdefgh"[: 1 + (sum(prompt) + seed) % 8]), EOS_ID]  # noqa: E731
     monkeypatch.setattr(
         "rlhf_rollout.commands.generate.build_engine",
-        lambda kind, spec: FakeEngine(script, max_model_len=spec.max_model_len),
+        lambda kind, spec: FakeEngine(spec, script=script),
     )
 
 
@@ -225,7 +225,7 @@ def test_resumed_run_after_a_kill_equals_one_that_was_not_interrupted(prompts, r
         f"import sys; sys.path[:] = {sys.path!r}\n"
         "import rlhf_rollout.commands.generate as batch, rlhf_rollout.commands.main as m\n"
         "from rlhf_rollout.engines.fake import FakeEngine\n"
-        "batch.build_engine = lambda kind, spec: FakeEngine(max_model_len=spec.max_model_len, latency_s=0.3)\n"
+        "batch.build_engine = lambda kind, spec: FakeEngine(spec, latency_s=0.3)\n"
         f"m.main({arguments(prompts, cut, *more)!r})"
     )
     journal = tmp_path / "cut.rollouts.jsonl"

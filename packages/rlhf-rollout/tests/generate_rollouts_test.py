@@ -72,7 +72,7 @@ def test_generate_long_prompts_are_left_out_and_told(prompts, tmp_path, capsys):
 
 
 def test_generate_failed_prompts_are_told_and_change_the_status(prompts, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("rlhf_rollout.engines.fake.FakeEngine", lambda **options: FakeEngine(**options, fail_after=4))
+    monkeypatch.setattr("rlhf_rollout.engines.fake.FakeEngine", lambda spec: FakeEngine(spec, fail_after=4))
     assert generate(prompts, tmp_path / "out.jsonl") == 1
     told = capsys.readouterr().err
     assert "1 rollouts failed, of 1 prompts" in told

@@ -192,7 +192,7 @@ def test_single_turn_asks_for_all_samples_in_one_request():
 
 
 def test_single_turn_keeps_the_spans_of_an_update():
-    router = EngineRouter([FakeEngine(lambda prompt, seed: [9] * 20 + [0], token_latency_s=0.005)])
+    router = EngineRouter([FakeEngine(script=lambda prompt, seed: [9] * 20 + [0], token_latency_s=0.005)])
     workflow = SingleTurn(router, str)
 
     async def scenario():

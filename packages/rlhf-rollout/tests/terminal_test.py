@@ -32,7 +32,7 @@ def start(kind, spec):
         raise EngineError("the engine does not start", hint="try another one")
     if how == "broken":
         raise KeyError("unexpected")
-    return FakeEngine(lambda prompt, seed: [*b"fine", 0], max_model_len=spec.max_model_len)
+    return FakeEngine(spec, script=lambda prompt, seed: [*b"fine", 0])
 
 how = sys.argv[1]
 chat.build_engine = generate.build_engine = start

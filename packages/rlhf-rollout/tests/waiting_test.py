@@ -11,8 +11,8 @@ from rlhf_rollout.commands import generate as generate_command
 from rlhf_rollout.commands import parts
 from rlhf_rollout.commands.main import main
 from rlhf_rollout.commands.parts import RewardJob
+from rlhf_rollout.commands.sections import RewardSection
 from rlhf_rollout.engines.fake import FakeEngine
-from rlhf_rollout.rewards import RewardSource
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def test_generate_names_each_part_before_it_begins(tmp_path, monkeypatch, shown,
 
     def start(kind, spec):
         shown.append("the start")
-        return FakeEngine(lambda prompt, seed: [*b"fine", 0], max_model_len=spec.max_model_len)
+        return FakeEngine(spec, script=lambda prompt, seed: [*b"fine", 0])
 
     build = parts.build_reward
     monkeypatch.setattr(
@@ -83,8 +83,7 @@ def test_reward_models_are_counted_while_they_load(monkeypatch, shown):
             """Nothing is behind it."""
 
     monkeypatch.setattr(RewardJob, "_scorer", lambda self, path, tokenizer: shown.append(path) or Scorer())
-    sources = tuple(RewardSource(kind="model", targets=(name,)) for name in ("one", "two"))
-    job = RewardJob(sources=sources, timeout_s=1.0, num_workers=1, batch_size=2, dtype="float32", normalize=False)
+    job = RewardJob(RewardSection(reward_pretrain="one,two", reward_batch_size=2), "float32")
 
     async def load():
         async with AsyncExitStack() as stack:

@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 from rlhf_data.errors import ConfigError, DataError
-from rlhf_data.preference import PreferenceExample
+from rlhf_data.options import Section, matching
+from rlhf_data.preference import PreferenceEncoder, PreferenceExample, ProcessEncoder, UnpairedEncoder
 from rlhf_data.rows import Counts, Row, RowErrors
+from rlhf_data.sft import SftEncoder
 from rlhf_data.sources import Rows
 from rlhf_data.store import Store, write_store
 
@@ -33,6 +35,27 @@ class Encoder(Protocol[Example]):
 
     def __call__(self, row: Row) -> Example:
         """Return the example of a row."""
+
+
+def make_encoder(kind: str, options: Section, tokenizer: Any) -> Any:
+    """Return the encoder of examples of a kind.
+
+    Args:
+        kind: "sft", "preference", "unpaired" or "process".
+        options: the section with the keys and templates that the encoder takes.
+        tokenizer: the model's tokenizer, loaded.
+
+    Raises:
+        ConfigError: options that exclude each other or do not suit the tokenizer.
+    """
+    if kind == "preference":
+        return PreferenceEncoder(tokenizer=tokenizer, **matching(PreferenceEncoder, options))
+    if kind == "process":
+        steps = matching(ProcessEncoder, options)
+        return ProcessEncoder(tokenizer=tokenizer, placeholder=options.placeholder_token, **steps)
+    pretrain = getattr(options, "pretrain_mode", False)
+    encoder = SftEncoder(tokenizer=tokenizer, pretrain=pretrain, **matching(SftEncoder, options))
+    return UnpairedEncoder(sft=encoder, label_key=options.label_key) if kind == "unpaired" else encoder
 
 
 @dataclass(frozen=True, slots=True)

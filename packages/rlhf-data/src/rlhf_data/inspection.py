@@ -4,7 +4,6 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
 from itertools import groupby, islice
 from types import MappingProxyType
 from typing import Any
@@ -14,9 +13,9 @@ import numpy as np
 from rlhf_data.chat import Tokenizer
 from rlhf_data.checks import missing
 from rlhf_data.errors import ConfigError, DataError, unknown
-from rlhf_data.examples import ExampleSet, load_examples
-from rlhf_data.options import Config, Section, flag, matching, one_of
-from rlhf_data.preference import PreferenceEncoder, PreferenceExample, ProcessEncoder, ProcessExample, UnpairedEncoder
+from rlhf_data.examples import ExampleSet, load_examples, make_encoder
+from rlhf_data.options import Config, Section, flag, one_of
+from rlhf_data.preference import PreferenceExample, ProcessExample
 from rlhf_data.pretrained import load_tokenizer, set_chat_template
 from rlhf_data.progress import Progress
 from rlhf_data.rows import Row, RowErrors, kind_of
@@ -29,7 +28,6 @@ from rlhf_data.sections import (
     SampleSection,
     SourceSection,
 )
-from rlhf_data.sft import SftEncoder
 from rlhf_data.sources import open_sources
 
 _PROMPT = ("tokenizer_chat_template", "input_template", "apply_chat_template")
@@ -96,89 +94,43 @@ class InspectConfig(Config):
         return []
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class InspectJob:
-    """One run of `inspect`.
-
-    Attributes:
-        dataset: data files and hub names, comma-separated.
-        dataset_split: the split to read of data sets that have splits.
-        max_samples: largest number of rows per source; None for all.
-        max_len: sequences with more tokens are counted.
-        row: number of the row to show, from 1.
-        kind: the kind of example; a key of `_KINDS`.
-        tokenizer: folder or hub name; None to count rows only.
-        tokenizer_chat_template, apply_chat_template, input_template, input_key, output_key, multiturn, pretrain_mode,
-            prompt_key, chosen_key, rejected_key, margin_key, label_key, placeholder_token: how an example is made of a
-            row; see the encoder of the kind.
-    """
-
-    dataset: str
-    dataset_split: str
-    max_samples: int | None
-    max_len: int
-    row: int
-    kind: str
-    tokenizer: str | None
-    tokenizer_chat_template: str | None
-    apply_chat_template: bool
-    input_template: str | None
-    input_key: str
-    output_key: str | None
-    multiturn: bool
-    pretrain_mode: bool
-    prompt_key: str | None
-    chosen_key: str
-    rejected_key: str
-    margin_key: str | None
-    label_key: str
-    placeholder_token: str | None
-
-    def load_encoder(self) -> Any:
-        """Return the encoder of this kind of example with its tokenizer; None without one. Raises ConfigError for a
-        tokenizer that cannot be loaded, and for options that exclude each other."""
-        if self.tokenizer is None:
-            return None
-        tokenizer = load_tokenizer(self.tokenizer)
-        set_chat_template(tokenizer, self.tokenizer_chat_template)
-        if self.kind == "preference":
-            return PreferenceEncoder(**matching(PreferenceEncoder, self) | {"tokenizer": tokenizer})
-        if self.kind == "process":
-            options = matching(ProcessEncoder, self) | {"tokenizer": tokenizer, "placeholder": self.placeholder_token}
-            return ProcessEncoder(**options)
-        encoder = SftEncoder(**matching(SftEncoder, self) | {"tokenizer": tokenizer, "pretrain": self.pretrain_mode})
-        return UnpairedEncoder(sft=encoder, label_key=self.label_key) if self.kind == "unpaired" else encoder
+def _load_encoder(config: InspectConfig) -> Any:
+    """Return the encoder of the kind of example with its tokenizer; None without one. Raises ConfigError for a
+    tokenizer that cannot be loaded, and for options that exclude each other."""
+    asked, data = config.inspection, config.data
+    if asked.tokenizer is None:
+        return None
+    tokenizer = load_tokenizer(asked.tokenizer)
+    set_chat_template(tokenizer, data.tokenizer_chat_template)
+    return make_encoder(asked.kind, data, tokenizer)
 
 
-def make_job(config: InspectConfig) -> InspectJob:
-    """Return the job that a configuration describes."""
-    return InspectJob(**matching(InspectJob, config.inspection, config.data))
-
-
-def run(job: InspectJob) -> int:
+def run(config: InspectConfig) -> int:
     """Print what there is to see; return 0.
 
     Raises:
         ConfigError: files that do not exist, a tokenizer that cannot be loaded, or options that exclude each other.
         DataError: there is no row of that number.
     """
+    number = config.inspection.row
+    data = config.data
     progress = Progress()
     with progress.doing("reading the rows"):
-        encoder = job.load_encoder()
-        rows = open_sources(job.dataset, max_samples=job.max_samples, split=job.dataset_split)
+        encoder = _load_encoder(config)
+        rows = open_sources(data.dataset, max_samples=data.max_samples, split=data.dataset_split)
         errors = RowErrors(skip_bad_rows=True)
-        keys, num_rows, shown = _count_keys(rows.read(errors), job.row)
+        keys, num_rows, shown = _count_keys(rows.read(errors), number)
     for (key, kind), times in sorted(keys.items()):
         print(visible(f"  {key}: {kind} in {times} rows"))
     print(f"{num_rows} rows can be read, {errors.num_bad} cannot")
     _print_problems(errors.first)
     if encoder is not None:
         with progress.doing("tokenizing the rows"):
-            data = load_examples(rows, encoder, max_len=_NO_LIMIT, skip_bad_rows=True)
-        _print_examples(data, job.max_len)
+            examples = load_examples(rows, encoder, max_len=_NO_LIMIT, skip_bad_rows=True)
+        _print_examples(examples, data.max_len)
     if shown is None:
-        raise DataError(f"--row {job.row}: there are {num_rows} rows that can be read")
-    print(visible(f"\nrow {job.row} ({shown.origin})"))
+        raise DataError(f"--row {number}: there are {num_rows} rows that can be read")
+    print(visible(f"\nrow {number} ({shown.origin})"))
     if encoder is None:
         for key, value in shown.values.items():
             print(visible(f"  {key}: {value}"))

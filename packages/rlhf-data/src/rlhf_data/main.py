@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from rlhf_data.command_line import CommandLine, to_toml
 from rlhf_data.errors import RlhfError, unknown
-from rlhf_data.inspection import InspectConfig, make_job, run
+from rlhf_data.inspection import InspectConfig, run
 from rlhf_data.safety import visible
 
 SUCCESS, BAD_INPUT, INTERRUPTED = 0, 2, 130
@@ -42,7 +42,7 @@ def _inspect(argv: Sequence[str]) -> int:
     for notice in parsed.notices:
         print(f"notice: {notice}", file=sys.stderr)
     if not parsed.dry_run:
-        return run(make_job(parsed.config))
+        return run(parsed.config)
     print(to_toml(parsed.config))
     for error in parsed.missing:
         print(f"still missing: {error}".replace("\n\n", "\n"), file=sys.stderr)

@@ -1,9 +1,10 @@
 """Building blocks of a command's configuration: options, and sections of options that belong together."""
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from inspect import signature
 from typing import Annotated, Any, TypeVar, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, create_model
@@ -68,9 +69,10 @@ def with_defaults(section: type[AnySection], **defaults: Any) -> type[AnySection
     return create_model(section.__name__, __base__=section, __doc__=section.__doc__, **fields)
 
 
-def matching(kind: type, *sections: Section) -> dict[str, Any]:
-    """Return the values of sections' options that have the name of a field of the dataclass `kind`."""
-    return {f.name: getattr(part, f.name) for f in fields(kind) for part in sections if hasattr(part, f.name)}
+def matching(taker: Callable[..., Any], *sections: Section) -> dict[str, Any]:
+    """Return the values of sections' options that have the name of a parameter of `taker`, a function or a class."""
+    names = signature(taker).parameters
+    return {name: getattr(part, name) for name in names for part in sections if hasattr(part, name)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,39 +1,30 @@
 """The commands that train on fixed examples. Each entry has the encoder of its rows and the objective."""
 
+from functools import partial
 from typing import Any
 
 from rlhf_cli.commands.offline import Command
-from rlhf_cli.config.offline import LOSSES_WITH, DpoConfig, KdConfig, KtoConfig, PrmConfig, RmConfig, SftConfig
+from rlhf_cli.config.offline import (
+    LOSSES_WITH,
+    DpoConfig,
+    KdConfig,
+    KtoConfig,
+    OfflineConfig,
+    PrmConfig,
+    RmConfig,
+    SftConfig,
+)
 from rlhf_data.errors import ConfigError
-from rlhf_data.options import matching
 
 
-def _demonstrations(config: SftConfig, tokenizer: Any) -> Any:
-    from rlhf_data.sft import SftEncoder
+def _encoder(kind: str, config: OfflineConfig, tokenizer: Any) -> Any:
+    """Return the encoder of examples of a kind; see `make_encoder`."""
+    from rlhf_data.examples import make_encoder  # imported here, so that --help does not wait for numpy
 
-    pretrain = getattr(config.data, "pretrain_mode", False)
-    return SftEncoder(tokenizer=tokenizer, pretrain=pretrain, **matching(SftEncoder, config.data))
-
-
-def _pairs(config: DpoConfig | RmConfig, tokenizer: Any) -> Any:
-    from rlhf_data.preference import PreferenceEncoder
-
-    margin_key = config.data.margin_key if getattr(config.objective, "margin_loss", False) else None
-    options = matching(PreferenceEncoder, config.data) | {"margin_key": margin_key}
-    return PreferenceEncoder(tokenizer=tokenizer, **options)
-
-
-def _verdicts(config: KtoConfig, tokenizer: Any) -> Any:
-    from rlhf_data.preference import UnpairedEncoder
-
-    return UnpairedEncoder(sft=_demonstrations(config, tokenizer), label_key=config.data.label_key)
-
-
-def _steps(config: PrmConfig, tokenizer: Any) -> Any:
-    from rlhf_data.preference import ProcessEncoder
-
-    options = matching(ProcessEncoder, config.data)
-    return ProcessEncoder(tokenizer=tokenizer, placeholder=config.data.placeholder_token, **options)
+    data = config.data
+    if kind == "preference" and not getattr(config.objective, "margin_loss", False):
+        data = data.model_copy(update={"margin_key": None})
+    return make_encoder(kind, data, tokenizer)
 
 
 def _completions(config: SftConfig, tokenizer: Any) -> Any:
@@ -94,7 +85,7 @@ COMMANDS = {
         description="Supervised fine-tuning: read prompts with completions, train the model on the completions, and"
         " write a Hugging Face model folder. One process; under torchrun, one process per GPU.",
         config=SftConfig,
-        encoder=_demonstrations,
+        encoder=partial(_encoder, "sft"),
         objective=_completions,
         prefix="sft",
         metrics=("loss", "entropy"),
@@ -104,7 +95,7 @@ COMMANDS = {
         description="Reward model: train a model with a scalar head to score the chosen answer of each pair higher than"
         " the rejected one. The mean and standard deviation of its scores are stored with it.",
         config=RmConfig,
-        encoder=_pairs,
+        encoder=partial(_encoder, "preference"),
         objective=_scores,
         prefix="rm",
         metrics=("loss", "accuracy", "margin", "score", "squared_score"),
@@ -114,7 +105,7 @@ COMMANDS = {
         description="Direct preference optimization and, with --loss_type, related losses: make the chosen answer of"
         " each pair more likely than the rejected one.",
         config=DpoConfig,
-        encoder=_pairs,
+        encoder=partial(_encoder, "preference"),
         objective=_preferences,
         prefix="preference",
         metrics=("loss", "accuracy", "margin", "nll", "chosen_reward", "rejected_reward"),
@@ -123,7 +114,7 @@ COMMANDS = {
         name="kto",
         description="Kahneman-Tversky optimization: learn from single answers that were judged good or bad.",
         config=KtoConfig,
-        encoder=_verdicts,
+        encoder=partial(_encoder, "unpaired"),
         objective=_judged_answers,
         prefix="kto",
         metrics=("loss", "kl", "desirable_reward", "undesirable_reward"),
@@ -132,7 +123,7 @@ COMMANDS = {
         name="prm",
         description="Process reward model: train a language model to judge each step of a solution.",
         config=PrmConfig,
-        encoder=_steps,
+        encoder=partial(_encoder, "process"),
         objective=_judged_steps,
         prefix="prm",
         metrics=("loss", "accuracy"),
@@ -141,7 +132,7 @@ COMMANDS = {
         name="kd",
         description="Knowledge distillation: train on the examples of `sft` and on a teacher's predictions for them.",
         config=KdConfig,
-        encoder=_demonstrations,
+        encoder=partial(_encoder, "sft"),
         objective=_teacher,
         prefix="kd",
         metrics=("loss", "nll", "distillation"),

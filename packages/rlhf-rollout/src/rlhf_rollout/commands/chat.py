@@ -10,11 +10,10 @@ import numpy as np
 
 from rlhf_data.chat import InputTemplate, Tokenizer, encode_prompts
 from rlhf_data.errors import EngineError
-from rlhf_data.options import matching
 from rlhf_data.records import FinishReason
 from rlhf_data.rows import Row
 from rlhf_data.safety import visible
-from rlhf_rollout.commands.configs import ChatConfig
+from rlhf_rollout.commands.configs import ChatConfig, ConversationRows, ConversationSection
 from rlhf_rollout.commands.parts import EngineJob, make_engine
 from rlhf_rollout.commands.terminal import TERMINAL
 from rlhf_rollout.engines import build_engine
@@ -31,16 +30,14 @@ class ChatJob:
     Attributes:
         engine: the engine that answers.
         sampling: how responses are sampled; one per question.
-        system: the system message; None for none.
-        input_template: text with one `{}` for a question, instead of the tokenizer's chat template.
-        prompt_max_len: tokens of the conversation before a response, at most.
+        conversation: what it begins with.
+        data: how it becomes tokens.
     """
 
     engine: EngineJob
     sampling: SamplingParams
-    system: str | None
-    input_template: str | None
-    prompt_max_len: int
+    conversation: ConversationSection
+    data: ConversationRows
 
 
 def make_job(config: ChatConfig) -> ChatJob:
@@ -48,7 +45,8 @@ def make_job(config: ChatConfig) -> ChatJob:
     return ChatJob(
         engine=make_engine(config.model, config.engine, config.rollout, config.data.prompt_max_len),
         sampling=config.rollout.params(1, config.rollout.seed),
-        **matching(ChatJob, config.conversation, config.data),
+        conversation=config.conversation,
+        data=config.data,
     )
 
 
@@ -57,11 +55,12 @@ def run(job: ChatJob) -> int:
     with TERMINAL.progress.doing("loading the model"):
         tokenizer = job.engine.load_tokenizer()
         engine = build_engine(job.engine.kind, job.engine.spec)
-    with_template = job.input_template is None and bool(getattr(tokenizer, "chat_template", None))
-    template = InputTemplate(tokenizer=tokenizer, apply_chat_template=with_template, input_template=job.input_template)
+    input_template = job.data.input_template
+    with_template = input_template is None and bool(getattr(tokenizer, "chat_template", None))
+    template = InputTemplate(tokenizer=tokenizer, apply_chat_template=with_template, input_template=input_template)
     if not with_template:
         TERMINAL.say("notice: without a chat template the model sees each question alone, without those before it")
-    start: list[dict[str, Any]] = [{"role": "system", "content": job.system}] if job.system else []
+    start: list[dict[str, Any]] = [{"role": "system", "content": system}] if (system := job.conversation.system) else []
     messages = [*start]
     TERMINAL.say("/clear starts a new conversation, /exit ends the program")
     # `input` runs outside of the event loop: within it Ctrl-C would take effect only after the next line.
@@ -76,8 +75,8 @@ def run(job: ChatJob) -> int:
                 row = Row({"input": asked if with_template else question}, "chat", len(asked))
                 prompt = template.render(row, "input")
                 [token_ids] = encode_prompts([prompt], tokenizer, has_special_tokens=with_template)
-                if len(token_ids) > job.prompt_max_len:
-                    limit = f"--prompt_max_len {job.prompt_max_len}"
+                if len(token_ids) > job.data.prompt_max_len:
+                    limit = f"--prompt_max_len {job.data.prompt_max_len}"
                     TERMINAL.say(
                         f"the conversation has {len(token_ids)} tokens, more than {limit}; /clear starts a new one"
                     )

@@ -1,6 +1,7 @@
 """The configuration of each command of `rlhf-rollout`: its sections, and checks across several options."""
 
 from collections.abc import Collection
+from pathlib import Path
 
 from rlhf_data.checks import missing, without_effect
 from rlhf_data.errors import ConfigError
@@ -94,6 +95,12 @@ class FileSection(Section, title="output"):
 
     output_path: str | None = flag(None, "FILE.jsonl to write")
     overwrite: bool = flag(False, "replace the file if it exists")
+
+    @property
+    def path(self) -> Path:
+        """The output file, once `missing` has found it named."""
+        assert self.output_path is not None
+        return Path(self.output_path)
 
     def missing(self) -> list[ConfigError]:
         """Return an error when no output file is named."""

@@ -22,16 +22,10 @@ from rlhf_data.records import FinishReason
 from rlhf_data.rows import RowErrors
 from rlhf_data.sources import open_sources, parse_probs
 from rlhf_rollout.agents import SingleTurn
-from rlhf_rollout.commands.configs import GenerateConfig
-from rlhf_rollout.commands.parts import (
-    EngineJob,
-    RewardJob,
-    check_new_file,
-    make_engine,
-    make_reward,
-    write_rows,
-)
+from rlhf_rollout.commands.configs import GenerateConfig, GenerateFileSection
+from rlhf_rollout.commands.parts import EngineJob, RewardJob, check_new_file, make_engine, write_rows
 from rlhf_rollout.commands.post_process import training_rows
+from rlhf_rollout.commands.sections import PromptSection
 from rlhf_rollout.commands.terminal import TERMINAL
 from rlhf_rollout.engines import build_engine
 from rlhf_rollout.generator import GenerationCounts, generate_groups
@@ -45,114 +39,69 @@ _NUM_TRIED = 4  # prompts of the trial call of a reward
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PromptJob:
-    """The prompts to answer.
+class GenerateJob:
+    """One run of `generate`.
 
     Attributes:
-        sources: data files and hub names, separated by commas.
-        probs: a probability per source; None reads one source after the other.
-        seed: seed of the order that `probs` draws.
-        split: the split to read if a data set has splits.
-        max_samples: rows per source at most; None for all.
-        input_key, label_key, apply_chat_template, input_template, prompt_max_len, skip_bad_rows: see `load_prompts`.
+        data: the prompts to answer.
+        seed: of the order in which prompts are drawn from several sources.
+        engine: the engine that answers.
+        sampling: how responses are sampled.
+        reward: what scores the responses; without sources they are not scored.
+        output: the file of results, and their form.
     """
 
-    sources: str
-    probs: tuple[float, ...] | None
+    data: PromptSection
     seed: int
-    split: str
-    max_samples: int | None
-    input_key: str
-    label_key: str | None
-    apply_chat_template: bool
-    input_template: str | None
-    prompt_max_len: int
-    skip_bad_rows: bool
+    engine: EngineJob
+    sampling: SamplingParams
+    reward: RewardJob
+    output: GenerateFileSection
 
-    def load(self, tokenizer: Any) -> tuple[PromptSet, list[Any]]:
+    @property
+    def rollouts_path(self) -> Path:
+        """The file of rollouts: the file of results itself, or one beside it."""
+        is_result = self.output.post_processor == "rollouts"
+        return self.output.path if is_result else self.output.path.with_suffix(".rollouts.jsonl")
+
+    def load_prompts(self, tokenizer: Any) -> tuple[PromptSet, list[Any]]:
         """Return the prompts, and for each the cell that it was made from: text or messages."""
-        rows = open_sources(
-            self.sources, probs=self.probs, seed=self.seed, split=self.split, max_samples=self.max_samples
-        )
-        check_keys(rows, {"input_key": self.input_key, "label_key": self.label_key}, ["label_key"])
-        prompts = load_prompts(
-            rows,
-            tokenizer,
-            input_key=self.input_key,
-            label_key=self.label_key,
-            apply_chat_template=self.apply_chat_template,
-            input_template=self.input_template,
-            prompt_max_len=self.prompt_max_len,
-            skip_bad_rows=self.skip_bad_rows,
-        )
+        data = self.data
+        probs = parse_probs("prompt_data_probs", data.prompt_data_probs)
+        options = {"probs": probs, "seed": self.seed, "split": data.prompt_split, "max_samples": data.max_samples}
+        rows = open_sources(data.prompt_data, **options)
+        check_keys(rows, {"input_key": data.input_key, "label_key": data.label_key}, ["label_key"])
+        prompts = load_prompts(rows, tokenizer, **matching(load_prompts, data))
         # A second pass gives the same rows in the same order; rows that made no prompt are skipped.
         again = iter(rows.read(RowErrors(skip_bad_rows=True)))
         cells = []
         for prompt in prompts:
             row = next(row for row in again if row.row_id == prompt.prompt_id)
-            cells.append(row.cell(self.input_key))
+            cells.append(row.cell(data.input_key))
         return prompts, cells
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GenerateJob:
-    """One run of `generate`.
-
-    Attributes:
-        prompts: the prompts to answer.
-        engine: the engine that answers.
-        sampling: how responses are sampled.
-        reward: what scores the responses; without sources they are not scored.
-        output_path: the file of results.
-        post_processor: the form of the results; a key of `rlhf_rollout.commands.post_process.POST_PROCESSORS`.
-        min_reward, reward_template: see `post_process`.
-        overwrite: replace files that exist.
-        resume: answer only the prompts that a stopped run has not answered.
-    """
-
-    prompts: PromptJob
-    engine: EngineJob
-    sampling: SamplingParams
-    reward: RewardJob
-    output_path: Path
-    post_processor: str
-    min_reward: float | None
-    reward_template: str
-    overwrite: bool
-    resume: bool
-
-    @property
-    def rollouts_path(self) -> Path:
-        """The file of rollouts: the file of results itself, or one beside it."""
-        is_result = self.post_processor == "rollouts"
-        return self.output_path if is_result else self.output_path.with_suffix(".rollouts.jsonl")
 
     def digest(self, prompts: PromptSet) -> str:
         """Return a hash of everything that determines the rollouts: model, sampling, rewards and prompts."""
         spec = self.engine.spec
         settings = (self.engine.kind, spec.model, spec.tokenizer, spec.dtype, self.sampling)
-        rewards = (self.reward.sources, self.reward.normalize)
+        rewards = (self.reward.sources, self.reward.options.normalize_reward)
         asked = [(prompt.prompt_id, prompt.token_ids.tobytes(), prompt.label) for prompt in prompts]
         return hashlib.sha256(repr((settings, rewards, asked)).encode()).hexdigest()[:16]
 
 
 def make_job(config: GenerateConfig) -> GenerateJob:
     """Return the job of a configuration. Raises ConfigError for numbers that cannot work."""
-    data, rollout, output = config.data, config.rollout, config.output
-    assert data.prompt_data and output.output_path
-    probs = parse_probs("prompt_data_probs", data.prompt_data_probs)
+    # Read again where they are used; here, so that a dry run refuses them, too.
+    parse_probs("prompt_data_probs", config.data.prompt_data_probs)
+    config.reward.worker()
+    rollout = config.rollout
     return GenerateJob(
-        prompts=PromptJob(
-            sources=data.prompt_data,
-            probs=None if probs is None else tuple(probs),
-            seed=rollout.seed or 0,
-            split=data.prompt_split,
-            **matching(PromptJob, data),
-        ),
-        engine=make_engine(config.model, config.engine, rollout, data.prompt_max_len),
+        data=config.data,
+        seed=rollout.seed or 0,
+        engine=make_engine(config.model, config.engine, rollout, config.data.prompt_max_len),
         sampling=rollout.params(rollout.n_samples_per_prompt, rollout.seed),
-        reward=make_reward(config.reward, config.model.dtype),
-        **matching(GenerateJob, output) | {"output_path": Path(output.output_path)},
+        reward=RewardJob(config.reward, config.model.dtype),
+        output=config.output,
     )
 
 
@@ -163,25 +112,24 @@ def run(job: GenerateJob) -> int:
         ConfigError: an output file exists, a model does not exist, or a reward cannot be used.
         DataError: rows cannot be used.
     """
-    for path in (job.output_path, job.rollouts_path):
+    output = job.output
+    for path in (output.path, job.rollouts_path):
         hint = "give another --output_path, or --overwrite, or --resume to continue"
-        check_new_file(path, replace=job.overwrite or job.resume, hint=hint)
+        check_new_file(path, replace=output.overwrite or output.resume, hint=hint)
     with TERMINAL.progress.doing("reading the prompts"):
         task = _prepare(job)
     for source in job.reward.sources:
         with TERMINAL.progress.doing(f"trying the reward {source.kind}"):
-            limits = {"timeout_s": job.reward.timeout_s, "worker": job.reward.worker}
+            limits = {"timeout_s": job.reward.options.reward_timeout_s, "worker": job.reward.options.worker()}
             problem = check_reward(source, task.prompts[:_NUM_TRIED], **limits)
         if problem:
             TERMINAL.say(f"warning: the reward {source.kind} failed a trial call: {problem}")
     status = asyncio.run(_write_rollouts(task)) if len(task.done) < len(task.prompts) else 0
-    if job.rollouts_path != job.output_path:
-        rows = training_rows(
-            job.rollouts_path, job.post_processor, min_reward=job.min_reward, reward_template=job.reward_template
-        )
-        num_rows = write_rows(job.output_path, rows)
+    if job.rollouts_path != output.path:
+        rows = training_rows(job.rollouts_path, output.post_processor, **matching(training_rows, output))
+        num_rows = write_rows(output.path, rows)
         TERMINAL.say(
-            f"{job.post_processor}: {num_rows} rows of {len(task.prompts)} prompts written to {job.output_path}"
+            f"{output.post_processor}: {num_rows} rows of {len(task.prompts)} prompts written to {output.path}"
         )
     return status
 
@@ -209,15 +157,15 @@ class _Task:
 def _prepare(job: GenerateJob) -> _Task:
     job.reward.check_models()
     tokenizer = job.engine.load_tokenizer()
-    prompts, inputs = job.prompts.load(tokenizer)
+    prompts, inputs = job.load_prompts(tokenizer)
     TERMINAL.say(prompts.summary)
-    if job.post_processor == "csft" and not all(isinstance(value, str) for value in inputs):
+    if job.output.post_processor == "csft" and not all(isinstance(value, str) for value in inputs):
         raise DataError(
             "--post_processor csft writes the reward into the input, so inputs must be text and not messages"
         )
     digest = job.digest(prompts)
     done: frozenset[int] = frozenset()
-    if job.resume and job.rollouts_path.exists():
+    if job.output.resume and job.rollouts_path.exists():
         done = take_up(job.rollouts_path, digest, job.sampling.num_samples)
         TERMINAL.say(f"{len(done)} of {len(prompts)} prompts are already done")
     return _Task(job=job, tokenizer=tokenizer, prompts=prompts, inputs=inputs, digest=digest, done=done)
@@ -270,7 +218,7 @@ async def _write_rollouts(task: _Task) -> int:
         with TERMINAL.progress.doing("starting the engine"):
             engine = build_engine(job.engine.kind, job.engine.spec)
         stack.push_async_callback(engine.close)
-        if job.overwrite:
+        if job.output.overwrite:
             job.rollouts_path.unlink(missing_ok=True)
         writer = RolloutWriter(job.rollouts_path)
         stack.callback(writer.close)

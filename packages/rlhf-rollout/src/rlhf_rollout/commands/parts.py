@@ -18,7 +18,7 @@ from rlhf_rollout.commands.terminal import TERMINAL
 from rlhf_rollout.engines import EngineSpec
 from rlhf_rollout.protocols import RewardFunction
 from rlhf_rollout.rewards import LocalScorer, ModelReward, RewardSource, build_reward
-from rlhf_rollout.rewards.sources import DEFAULT_WORKER, WorkerOptions, model_paths
+from rlhf_rollout.rewards.sources import model_paths
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,29 +42,22 @@ class EngineJob:
         return ByteTokenizer() if self.tokenizer is None else load_tokenizer(self.tokenizer)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class RewardJob:
     """The reward that scores.
 
     Attributes:
-        sources: the sources whose weighted rewards are added.
-        timeout_s: time limit of one call of a function or a server, in seconds.
-        num_workers: processes per function.
-        batch_size: responses per call of a server or a reward model.
-        worker: how the processes of functions run.
-        failed_reward: reward of responses whose scorer failed; None for none.
+        options: the options of rewards; they may name no source.
         dtype: data type of reward models.
-        normalize: shift and scale the scores of reward models by the moments stored with them.
     """
 
-    sources: tuple[RewardSource, ...]
-    timeout_s: float
-    num_workers: int
-    batch_size: int
+    options: RewardSection
     dtype: Literal["float32", "bfloat16"]
-    normalize: bool
-    worker: WorkerOptions = DEFAULT_WORKER
-    failed_reward: float | None = None
+
+    @property
+    def sources(self) -> tuple[RewardSource, ...]:
+        """The sources whose weighted rewards are added."""
+        return self.options.sources()
 
     @property
     def models(self) -> tuple[str, ...]:
@@ -98,15 +91,15 @@ class RewardJob:
             TERMINAL.progress.show("loading the reward models", done=number, total=len(self.models))
             scorer = self._scorer(path, tokenizer)
             stack.callback(scorer.close)
-            models.append(ModelReward([scorer], batch_size=self.batch_size))
+            models.append(ModelReward([scorer], batch_size=self.options.reward_batch_size))
         with TERMINAL.progress.doing("starting the rewards"):
             reward = build_reward(
                 self.sources,
-                timeout_s=self.timeout_s,
-                num_workers=self.num_workers,
-                batch_size=self.batch_size,
-                worker=self.worker,
-                failed_reward=self.failed_reward,
+                timeout_s=self.options.reward_timeout_s,
+                num_workers=self.options.reward_num_workers,
+                batch_size=self.options.reward_batch_size,
+                worker=self.options.worker(),
+                failed_reward=self.options.failed_reward,
                 models=models,
             )
         stack.push_async_callback(reward.close)
@@ -126,10 +119,10 @@ class RewardJob:
             path,
             dtype=self.dtype,
             device="cuda" if torch.cuda.is_available() else "cpu",
-            batch_size=self.batch_size,
-            normalize=self.normalize,
+            batch_size=self.options.reward_batch_size,
+            normalize=self.options.normalize_reward,
         )
-        if self.normalize and not scorer.has_moments:
+        if self.options.normalize_reward and not scorer.has_moments:
             TERMINAL.say(f"notice: --normalize_reward has no effect: no moments are stored with {path}")
         return scorer
 
@@ -147,20 +140,6 @@ def make_engine(
         base_url=engine.base_url if engine.engine == "http" else None,
     )
     return EngineJob(kind=engine.engine, spec=spec, tokenizer=model.tokenizer or model.pretrain)
-
-
-def make_reward(section: RewardSection, dtype: Literal["float32", "bfloat16"]) -> RewardJob:
-    """Return the reward, which may have no sources."""
-    return RewardJob(
-        sources=section.sources(),
-        timeout_s=section.reward_timeout_s,
-        num_workers=section.reward_num_workers,
-        batch_size=section.reward_batch_size,
-        worker=section.worker(),
-        failed_reward=section.failed_reward,
-        dtype=dtype,
-        normalize=section.normalize_reward,
-    )
 
 
 def check_new_file(path: Path, *, replace: bool, hint: str) -> None:

@@ -5,7 +5,6 @@ import contextlib
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,8 +17,8 @@ from rlhf_data.records import FinishReason, Prompt, Rollout, Span, SpanSource, V
 from rlhf_data.rows import Row, RowErrors
 from rlhf_data.sft import SftEncoder, SftExample
 from rlhf_data.sources import Rows, open_sources
-from rlhf_rollout.commands.configs import ScoreConfig
-from rlhf_rollout.commands.parts import RewardJob, check_new_file, make_reward, write_rows
+from rlhf_rollout.commands.configs import AnswerSection, FileSection, ScoreConfig
+from rlhf_rollout.commands.parts import RewardJob, check_new_file, write_rows
 from rlhf_rollout.commands.terminal import TERMINAL
 
 _NUM_AT_ONCE = 1024  # rows that are scored concurrently
@@ -32,49 +31,22 @@ class ScoreJob:
     """One run of `score`.
 
     Attributes:
-        dataset: data files and hub names, separated by commas.
-        dataset_split: the split to read if a data set has splits.
-        max_samples: rows per source at most; None for all.
-        input_key, output_key: keys of prompt and answer.
-        chosen_key, rejected_key, prompt_key: keys of a pair and its prompt; without `chosen_key` a row has one answer.
-        label_key: key of the reference answer; None if rows have none.
-        apply_chat_template, input_template: how prompts become text.
-        max_len: tokens of prompt and answer together, at most; longer rows are left out.
-        skip_bad_rows: leave out rows that cannot be used, however many there are.
+        data: the answers to score.
         tokenizer: folder or hub name; None for the reward model's.
         reward: what scores.
-        output_path: the file of the rows with their rewards.
-        overwrite: replace that file if it exists.
+        output: the file of the rows with their rewards.
     """
 
-    dataset: str
-    dataset_split: str
-    max_samples: int | None
-    input_key: str
-    output_key: str
-    chosen_key: str | None
-    rejected_key: str
-    prompt_key: str | None
-    label_key: str | None
-    apply_chat_template: bool
-    input_template: str | None
-    max_len: int
-    skip_bad_rows: bool
+    data: AnswerSection
     tokenizer: str | None
     reward: RewardJob
-    output_path: Path
-    overwrite: bool
+    output: FileSection
 
 
 def make_job(config: ScoreConfig) -> ScoreJob:
     """Return the job of a configuration."""
-    assert config.output.output_path
-    return ScoreJob(
-        reward=make_reward(config.reward, config.model.dtype),
-        output_path=Path(config.output.output_path),
-        overwrite=config.output.overwrite,
-        **matching(ScoreJob, config.data, config.model),
-    )
+    reward = RewardJob(config.reward, config.model.dtype)
+    return ScoreJob(data=config.data, tokenizer=config.model.tokenizer, reward=reward, output=config.output)
 
 
 def run(job: ScoreJob) -> int:
@@ -85,47 +57,39 @@ def run(job: ScoreJob) -> int:
         DataError: rows cannot be used.
     """
     hint = "give another --output_path, or --overwrite"
-    check_new_file(job.output_path, replace=job.overwrite, hint=hint)
+    check_new_file(job.output.path, replace=job.output.overwrite, hint=hint)
     with TERMINAL.progress.doing("reading the rows"):
-        rows = open_sources(job.dataset, max_samples=job.max_samples, split=job.dataset_split)
+        rows = open_sources(job.data.dataset, max_samples=job.data.max_samples, split=job.data.dataset_split)
         tokenizer = job.reward.load_tokenizer(job.tokenizer)
-        reader = _Reader(job, rows, tokenizer)
+        reader = _Reader(job.data, rows, tokenizer)
         num_rows = sum(1 for _ in rows.read(RowErrors(skip_bad_rows=True)))
     scored = asyncio.run(_score(job.reward, reader, num_rows))
-    write_rows(job.output_path, scored)
+    write_rows(job.output.path, scored)
     reader.report()
-    _report(scored, pairs=job.chosen_key is not None)
-    TERMINAL.say(f"{len(scored)} rows written to {job.output_path}")
+    _report(scored, pairs=job.data.chosen_key is not None)
+    TERMINAL.say(f"{len(scored)} rows written to {job.output.path}")
     return 0
 
 
 class _Reader:
     """Reads rows as prompts with one or two answers, and counts the rows that are left out."""
 
-    def __init__(self, job: ScoreJob, rows: Rows, tokenizer: Tokenizer) -> None:
-        common = {
-            "tokenizer": tokenizer,
-            "apply_chat_template": job.apply_chat_template,
-            "input_template": job.input_template,
-        }
-        if job.chosen_key is None:
-            self._encoder: Any = SftEncoder(input_key=job.input_key, output_key=job.output_key, **common)
-        else:
-            keys = {"chosen_key": job.chosen_key, "rejected_key": job.rejected_key}
-            self._encoder = PreferenceEncoder(prompt_key=job.prompt_key, **keys, **common)
-        self._job = job
+    def __init__(self, data: AnswerSection, rows: Rows, tokenizer: Tokenizer) -> None:
+        kind = SftEncoder if data.chosen_key is None else PreferenceEncoder
+        self._encoder: Any = kind(tokenizer=tokenizer, **matching(kind, data))
+        self._data = data
         self._rows = rows
         self.tokenizer = tokenizer
-        self._errors = RowErrors(skip_bad_rows=job.skip_bad_rows)
+        self._errors = RowErrors(skip_bad_rows=data.skip_bad_rows)
         self._num_rows = self._num_too_long = 0
-        self.num_answers = 1 if job.chosen_key is None else 2  # per row
+        self.num_answers = 1 if data.chosen_key is None else 2  # per row
         self.num_left_out = 0
 
     def __iter__(self) -> Iterator[tuple[Row, list[Sample]]]:
         for row in self._rows.read(self._errors):
             try:
                 example = self._encoder(row)
-                label = None if self._job.label_key is None else row.label(self._job.label_key)
+                label = None if self._data.label_key is None else row.label(self._data.label_key)
             except DataError as error:
                 self._check_no_pair(row)
                 self._errors.add(error)
@@ -133,7 +97,7 @@ class _Reader:
                 continue
             self._num_rows += 1
             answers = [example] if isinstance(example, SftExample) else [example.chosen, example.rejected]
-            if max(answer.num_tokens for answer in answers) > self._job.max_len:
+            if max(answer.num_tokens for answer in answers) > self._data.max_len:
                 self._num_too_long += 1
                 self.num_left_out += 1
             else:
@@ -143,7 +107,7 @@ class _Reader:
     def _check_no_pair(self, row: Row) -> None:
         """Raise ConfigError for a pair of answers where one is expected: all other rows are then pairs, too."""
         keys = [key for key in ("chosen", "rejected") if key in row.values]
-        if self._job.chosen_key is None and len(keys) == 2:
+        if self._data.chosen_key is None and len(keys) == 2:
             keys += ["prompt"] if "prompt" in row.values else []
             hint = "give " + " ".join(f"--{key}_key {key}" for key in keys)
             raise ConfigError(
@@ -161,7 +125,7 @@ class _Reader:
         first = int(example.loss_mask.argmax())
         asked, answer = example.token_ids[:first], example.token_ids[first:]
         # As in generation, the prompt's text includes what the chat template adds.
-        plain = not self._job.apply_chat_template
+        plain = not self._data.apply_chat_template
         text = self.tokenizer.decode(asked, skip_special_tokens=plain)
         spans = (Span(SpanSource.PROMPT, asked), Span(SpanSource.POLICY, answer, np.zeros(len(answer)), 0))
         name = example.example_id

@@ -20,8 +20,8 @@ from rlhf_data.records import FinishReason, Prompt, Rollout, Span, SpanSource, V
 from rlhf_data.rows import Row
 from rlhf_data.safety import is_loopback
 from rlhf_data.sft import completed
-from rlhf_rollout.commands.configs import ServeConfig
-from rlhf_rollout.commands.parts import RewardJob, make_reward
+from rlhf_rollout.commands.configs import ServeConfig, ServerSection
+from rlhf_rollout.commands.parts import RewardJob
 from rlhf_rollout.commands.terminal import TERMINAL
 from rlhf_rollout.protocols import RewardFunction
 from rlhf_rollout.rewards.mix import score_each
@@ -62,21 +62,20 @@ class ServeJob:
     """One run of `serve_rm`.
 
     Attributes:
-        host, port: address on which the server listens.
+        server: where it listens.
         tokenizer: folder or hub name; None for the reward model's.
         reward: the reward that scores.
     """
 
-    host: str
-    port: int
+    server: ServerSection
     tokenizer: str | None
     reward: RewardJob
 
 
 def make_job(config: ServeConfig) -> ServeJob:
     """Return the job of a configuration."""
-    reward = make_reward(config.reward, config.model.dtype)
-    return ServeJob(host=config.server.host, port=config.server.port, tokenizer=config.model.tokenizer, reward=reward)
+    reward = RewardJob(config.reward, config.model.dtype)
+    return ServeJob(server=config.server, tokenizer=config.model.tokenizer, reward=reward)
 
 
 def run(job: ServeJob) -> int:
@@ -84,18 +83,19 @@ def run(job: ServeJob) -> int:
 
     Raises ConfigError for a reward that cannot be used, and for an address that other machines reach without a token.
     """
+    host, port = job.server.host, job.server.port
     token = os.environ.get(TOKEN_VARIABLE, "").strip()
-    if not token and not is_loopback(job.host):
-        message = f"--host {job.host} lets other machines use this server, and no token is set"
+    if not token and not is_loopback(host):
+        message = f"--host {host} lets other machines use this server, and no token is set"
         raise ConfigError(message, hint=f"set {TOKEN_VARIABLE} here and for the clients, or leave --host at 127.0.0.1")
     with TERMINAL.progress.doing("loading the tokenizer"):
         tokenizer = job.reward.load_tokenizer(job.tokenizer)
     resources = contextlib.AsyncExitStack()
     # Opened before the server starts: an error within the server's start would not reach the caller.
     reward = job.reward.open(tokenizer, resources)
-    TERMINAL.say(f"POST to http://{job.host}:{job.port}/get_reward")
+    TERMINAL.say(f"POST to http://{host}:{port}/get_reward")
     app = create_app(reward, tokenizer, resources, token=token)
-    uvicorn.run(app, host=job.host, port=job.port, log_level="warning", log_config=_log_config())
+    uvicorn.run(app, host=host, port=port, log_level="warning", log_config=_log_config())
     return 0
 
 

@@ -1,8 +1,17 @@
 """Starts engines; each kind's library is imported only when it is chosen."""
 
+from importlib import import_module
+
 from rlhf_data.errors import ConfigError, unknown
 from rlhf_rollout.engines.spec import ENGINE_KINDS, EngineSpec
 from rlhf_rollout.protocols import RolloutEngine
+
+_CLASSES = {
+    "fake": ("fake", "FakeEngine"),
+    "http": ("http", "HttpEngine"),
+    "transformers": ("transformers", "TransformersEngine"),
+    "vllm": ("vllm.engine", "VllmEngine"),
+}
 
 
 def build_engine(kind: str, spec: EngineSpec) -> RolloutEngine:
@@ -13,25 +22,5 @@ def build_engine(kind: str, spec: EngineSpec) -> RolloutEngine:
     if (kind == "http") != (spec.base_url is not None):
         message = f"engine {kind} got base_url {spec.base_url}; engine http needs one, the other engines take none"
         raise ConfigError(message)
-    if kind == "vllm":
-        from rlhf_rollout.engines.vllm.engine import VllmEngine
-
-        return VllmEngine(spec)
-    if kind == "transformers":
-        from rlhf_rollout.engines.transformers import TransformersEngine
-
-        return TransformersEngine(spec)
-    if kind == "http":
-        from rlhf_rollout.engines.http import HttpEngine
-
-        return HttpEngine(
-            spec.base_url or "", model=spec.model, max_model_len=spec.max_model_len, timeout_s=spec.request_timeout_s
-        )
-    from rlhf_rollout.engines.fake import FakeEngine
-
-    return FakeEngine(
-        max_model_len=spec.max_model_len,
-        enable_sleep=spec.enable_sleep,
-        request_timeout_s=spec.request_timeout_s,
-        control_timeout_s=spec.control_timeout_s,
-    )
+    module, name = _CLASSES[kind]
+    return getattr(import_module(f"rlhf_rollout.engines.{module}"), name)(spec)

@@ -10,6 +10,7 @@ import numpy as np
 from rlhf_data.errors import EngineError, WeightSyncError
 from rlhf_data.records import FinishReason, Span, SpanSource
 from rlhf_rollout.engines.gate import Gate, GatedEngine
+from rlhf_rollout.engines.spec import EngineSpec
 from rlhf_rollout.protocols import PAUSE_MODES, Completion, PauseMode, SamplingParams
 from rlhf_rollout.weight_sync.bucket import WeightBucket, verify_checksum
 from rlhf_rollout.weight_sync.shared_memory import map_segment
@@ -17,6 +18,7 @@ from rlhf_rollout.weight_sync.shared_memory import map_segment
 Script = Callable[[Sequence[int], int], Sequence[int]]
 
 VOCAB_SIZE = 256
+_SPEC = EngineSpec(model="fake")
 
 
 def pseudo_random_script(prompt: Sequence[int], sample_seed: int) -> list[int]:
@@ -29,37 +31,26 @@ class FakeEngine(GatedEngine):
     """Answers from a script. Token 0 ends a completion; every log-prob is log(1/256), that of a uniform choice.
 
     Args:
+        spec: the engine's settings. The model is not read.
         script: returns the tokens that follow a prompt. Its second argument, the seed of a sample, differs between
             samples, and between requests without a seed; it is 0 for greedy requests.
-        max_model_len: prompt and completion together, in tokens.
-        enable_sleep: allow `sleep`.
         latency_s: pause before the first token of each request.
         token_latency_s: pause before each token; the samples of a request are written concurrently.
         fail_after: number of requests that succeed; later ones raise EngineError. None lets all succeed.
-        request_timeout_s, control_timeout_s: see `GatedEngine`.
     """
 
     pause_modes = PAUSE_MODES
 
     def __init__(
         self,
-        script: Script = pseudo_random_script,
+        spec: EngineSpec = _SPEC,
         *,
-        max_model_len: int = 2048,
-        enable_sleep: bool = False,
+        script: Script = pseudo_random_script,
         latency_s: float = 0.0,
         token_latency_s: float = 0.0,
         fail_after: int | None = None,
-        request_timeout_s: float = 1800.0,
-        control_timeout_s: float = 600.0,
     ) -> None:
-        super().__init__(
-            max_model_len=max_model_len,
-            vocab_size=VOCAB_SIZE,
-            enable_sleep=enable_sleep,
-            request_timeout_s=request_timeout_s,
-            control_timeout_s=control_timeout_s,
-        )
+        super().__init__(spec, vocab_size=VOCAB_SIZE)
         self._script = script
         self._latency_s = latency_s
         self._token_latency_s = token_latency_s

@@ -12,6 +12,7 @@ import numpy as np
 
 from rlhf_data.errors import EngineError, WeightSyncError
 from rlhf_rollout.engines.requests import check_request, deadline
+from rlhf_rollout.engines.spec import EngineSpec
 from rlhf_rollout.protocols import Completion, EngineHealth, PauseMode, SamplingParams, check_pause_mode
 
 
@@ -105,12 +106,8 @@ class GatedEngine(ABC):
     """The part of a `RolloutEngine` that does not depend on its model; subclasses complete prompts and load weights.
 
     Args:
-        max_model_len: prompt and completion together, in tokens.
+        spec: the engine's settings.
         vocab_size: token ids lie below it.
-        enable_sleep: allow `sleep`.
-        request_timeout_s: deadline of a request that brings none of its own.
-        control_timeout_s: deadline of a control call; one that waits for the requests in flight has
-            `request_timeout_s` in addition.
 
     Attributes:
         pause_modes: the modes of `pause` that the engine supports.
@@ -119,20 +116,9 @@ class GatedEngine(ABC):
 
     pause_modes: ClassVar[tuple[PauseMode, ...]] = ("drain",)
 
-    def __init__(
-        self,
-        *,
-        max_model_len: int,
-        vocab_size: int,
-        enable_sleep: bool,
-        request_timeout_s: float,
-        control_timeout_s: float,
-    ) -> None:
-        self._max_model_len = max_model_len
+    def __init__(self, spec: EngineSpec, *, vocab_size: int) -> None:
+        self._spec = spec
         self._vocab_size = vocab_size
-        self._enable_sleep = enable_sleep
-        self._request_timeout_s = request_timeout_s
-        self._control_timeout_s = control_timeout_s
         self._gate = Gate()
         self._updating: int | None = None
         self._incomplete: str | None = None
@@ -150,8 +136,8 @@ class GatedEngine(ABC):
     ) -> list[Completion]:
         """See `RolloutEngine.generate`."""
         self._check_awake()
-        check_request(token_ids, sampling, max_model_len=self._max_model_len, vocab_size=self._vocab_size)
-        timeout_s = self._request_timeout_s if timeout_s is None else timeout_s
+        check_request(token_ids, sampling, max_model_len=self._spec.max_model_len, vocab_size=self._vocab_size)
+        timeout_s = self._spec.request_timeout_s if timeout_s is None else timeout_s
         async with deadline(timeout_s, "a generation request"), self._gate.passing():
             self._check_usable()
             self._check_awake()  # it may have fallen asleep since
@@ -200,7 +186,7 @@ class GatedEngine(ABC):
 
     async def sleep(self) -> None:
         """See `RolloutEngine.sleep`."""
-        if not self._enable_sleep:
+        if not self._spec.enable_sleep:
             raise EngineError("this engine cannot sleep", hint="build it with EngineSpec(enable_sleep=True)")
         num_in_flight = self._gate.num_waiting + self._gate.num_inside
         if num_in_flight:
@@ -223,7 +209,7 @@ class GatedEngine(ABC):
         await self._gate.emptied()
 
     async def _drain_in_time(self, what: str) -> None:
-        async with deadline(self._control_timeout_s + self._request_timeout_s, what):
+        async with deadline(self._spec.control_timeout_s + self._spec.request_timeout_s, what):
             await self._drain()
 
     def _check_usable(self) -> None:

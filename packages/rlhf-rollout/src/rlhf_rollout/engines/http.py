@@ -10,6 +10,7 @@ from rlhf_data.errors import ConfigError, EngineError
 from rlhf_data.records import FinishReason
 from rlhf_data.safety import is_loopback, without_secrets
 from rlhf_rollout.engines.requests import check_request, deadline, sample_seeds
+from rlhf_rollout.engines.spec import EngineSpec
 from rlhf_rollout.protocols import Completion, EngineHealth, PauseMode, SamplingParams, check_pause_mode
 
 _RETRIED_STATUS = (408, 429, 500, 502, 503, 504)
@@ -25,10 +26,9 @@ class HttpEngine:
     sampled from. Without it they ignore the temperature, and the client cannot see that in an answer.
 
     Args:
-        base_url: such as "http://host:8000" or "http://host:8000/v1".
-        model: the model's name on the server.
-        max_model_len: the model's context in tokens, which is checked before a request goes out.
-        timeout_s: deadline of one attempt at a request, with all of its samples.
+        spec: `base_url`, such as "http://host:8000" or "http://host:8000/v1", and `model`, its name on the server.
+            `max_model_len` is checked before a request goes out. `request_timeout_s` is the deadline of one attempt at
+            a request, with all of its samples.
         num_retries: further attempts after a temporary error: no connection, a timeout, or status 408, 429 or 5xx. A
             second timeout ends the attempts.
         retry_wait_s: pause before the first retry; it doubles with each further one, to at most 30 s.
@@ -42,32 +42,28 @@ class HttpEngine:
 
     def __init__(
         self,
-        base_url: str,
+        spec: EngineSpec,
         *,
-        model: str,
-        max_model_len: int,
-        timeout_s: float = 600.0,
         num_retries: int = 3,
         retry_wait_s: float = 0.5,
         policy_version: int = 0,
         api_key: str | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
+        base_url = spec.base_url or ""
         parsed = httpx.URL(base_url)
         if api_key and parsed.scheme != "https" and not is_loopback(parsed.host):
             message = f"the api_key would go to {without_secrets(base_url)} without encryption"
             raise ConfigError(message, hint="give the server an https address")
         self._address = base_url.rstrip("/").removesuffix("/v1") + "/v1/completions"
         self._url = without_secrets(self._address)  # for messages
-        self._model = model
-        self._max_model_len = max_model_len
-        self._timeout_s = timeout_s
+        self._spec = spec
         self._num_retries = num_retries
         self._retry_wait_s = retry_wait_s
         self._policy_version = policy_version
         self._num_in_flight = 0
         self._client = httpx.AsyncClient(
-            timeout=httpx.Timeout(timeout_s, connect=min(timeout_s, 10.0)),
+            timeout=httpx.Timeout(spec.request_timeout_s, connect=min(spec.request_timeout_s, 10.0)),
             limits=httpx.Limits(max_connections=None),
             headers={"Authorization": f"Bearer {api_key}"} if api_key else None,
             transport=transport,
@@ -77,7 +73,7 @@ class HttpEngine:
         self, token_ids: np.ndarray, sampling: SamplingParams, *, timeout_s: float | None = None
     ) -> list[Completion]:
         """See `RolloutEngine.generate`; `timeout_s` covers all attempts."""
-        check_request(token_ids, sampling, max_model_len=self._max_model_len)
+        check_request(token_ids, sampling, max_model_len=self._spec.max_model_len)
         self._num_in_flight += 1
         try:
             async with deadline(timeout_s, f"a request to {self._url}"):
@@ -91,7 +87,7 @@ class HttpEngine:
 
     def _request(self, token_ids: np.ndarray, sampling: SamplingParams) -> dict[str, Any]:
         request: dict[str, Any] = {
-            "model": self._model,
+            "model": self._spec.model,
             "prompt": [int(token) for token in token_ids],
             "n": sampling.num_samples,
             "max_tokens": sampling.max_tokens,
@@ -129,10 +125,11 @@ class HttpEngine:
             if attempt:
                 await asyncio.sleep(min(self._retry_wait_s * 2 ** (attempt - 1), _MAX_RETRY_WAIT_S))
             try:
-                async with asyncio.timeout(self._timeout_s):  # httpx's timeout limits each read, not the request
+                # httpx's timeout limits each read, not the request
+                async with asyncio.timeout(self._spec.request_timeout_s):
                     response = await self._client.post(self._address, json=request)
             except TimeoutError:
-                failure = f"no answer within {self._timeout_s:g} s"
+                failure = f"no answer within {self._spec.request_timeout_s:g} s"
                 num_timeouts += 1
                 if num_timeouts == _MAX_TIMEOUTS:
                     break

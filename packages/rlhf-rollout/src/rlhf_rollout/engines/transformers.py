@@ -45,14 +45,7 @@ class TransformersEngine(GatedEngine):
         self._shapes = {name: tuple(parameter.shape) for name, parameter in self._parameters.items()}
         self._lock = threading.Lock()
         self._received: set[str] = set()
-        vocab_size = self._model.config.vocab_size
-        super().__init__(
-            max_model_len=spec.max_model_len,
-            vocab_size=vocab_size,
-            enable_sleep=spec.enable_sleep,
-            request_timeout_s=spec.request_timeout_s,
-            control_timeout_s=spec.control_timeout_s,
-        )
+        super().__init__(spec, vocab_size=self._model.config.vocab_size)
 
     async def _complete(self, token_ids: np.ndarray, sampling: SamplingParams) -> list[Completion]:
         return await asyncio.to_thread(self._generate, token_ids, sampling)

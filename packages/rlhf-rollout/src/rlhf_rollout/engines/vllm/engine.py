@@ -57,8 +57,6 @@ class VllmEngine:
             spec = replace(spec, seed=secrets.randbits(31))
         tokenizer_dir = resolve_model_dir(spec.tokenizer) if spec.tokenizer else model_dir
         self._spec = spec
-        self._request_timeout_s = spec.request_timeout_s
-        self._control_timeout_s = spec.control_timeout_s
         self._vocab_size = int(config["vocab_size"])
         self._updating: int | None = None
         self._incomplete: str | None = None
@@ -85,7 +83,7 @@ class VllmEngine:
     ) -> list[Completion]:
         """See `RolloutEngine.generate`. Raises EngineError also while the engine sleeps or lacks weights."""
         check_request(token_ids, sampling, max_model_len=self._spec.max_model_len, vocab_size=self._vocab_size)
-        timeout_s = self._request_timeout_s if timeout_s is None else timeout_s
+        timeout_s = self._spec.request_timeout_s if timeout_s is None else timeout_s
         job = self._loop.submit([int(token) for token in token_ids], sampling)
         try:
             async with deadline(timeout_s, "a generation request"):
@@ -158,7 +156,7 @@ class VllmEngine:
             return None if is_given_up and drain else function(core)
 
         if timeout_s is None:
-            timeout_s = self._control_timeout_s + (self._request_timeout_s if drain else 0.0)
+            timeout_s = self._spec.control_timeout_s + (self._spec.request_timeout_s if drain else 0.0)
         async with deadline(timeout_s, f"`{name}`"):
             try:
                 return await asyncio.wrap_future(self._loop.call(run, drain=drain))
@@ -248,11 +246,7 @@ class VllmEngine:
             incomplete = incomplete or "vLLM kept prefixes that the old weights computed"
         self._incomplete = incomplete
         self._loop.holding = self._paused
-        self._loop.refusal = None
-        if incomplete:
-            self._loop.refuse(
-                core, f"the engine's weights are incomplete: {incomplete}", "send a complete weight update"
-            )
+        self._admit(core)
 
     def _fall_asleep(self, core: Any) -> None:
         if self._asleep:
@@ -272,11 +266,14 @@ class VllmEngine:
             return
         core.wake_up(None if self._on_gpu else ["scheduling"])
         self._asleep = False
+        self._admit(core)
+
+    def _admit(self, core: Any) -> None:
+        """Take requests again, unless weights are incomplete."""
         self._loop.refusal = None
         if self._incomplete:
-            self._loop.refuse(
-                core, f"the engine's weights are incomplete: {self._incomplete}", "send a complete weight update"
-            )
+            message = f"the engine's weights are incomplete: {self._incomplete}"
+            self._loop.refuse(core, message, "send a complete weight update")
 
     def _check_updating(self) -> int:
         if self._updating is None:
