@@ -26,11 +26,11 @@ from environment import environment
 from rlhf_cli.main import command_line
 from rlhf_data.command_line import to_toml
 from rlhf_data.errors import RlhfError
-from rlhf_data.records import Verdict, VerdictKind
+from rlhf_data.records import FinishReason, Prompt, Rollout, Span, SpanSource, Verdict, VerdictKind
 from rlhf_data.rows import RowErrors
 from rlhf_data.sft import SftEncoder
 from rlhf_data.sources import open_sources
-from rlhf_data.testing import ByteTokenizer, make_prompt, make_rollout
+from rlhf_data.testing import ByteTokenizer
 from rlhf_rollout.commands.generate import take_up
 from rlhf_rollout.commands.post_process import POST_PROCESSORS, training_rows
 from rlhf_rollout.commands.serve_rm import create_app
@@ -108,9 +108,11 @@ def read_rewards(data: bytes, folder: Path) -> None:
     async def run() -> list[Verdict]:
         transport = httpx.MockTransport(lambda request: httpx.Response(status, content=data))
         reward = RemoteReward(["http://127.0.0.1:1/x"], num_retries=0, max_wait_s=0.0, transport=transport)
-        prompt = make_prompt("p")
+        prompt = Prompt("p", [1], "p")
+        spans = (Span(SpanSource.PROMPT, prompt.token_ids),)
+        rollouts = [Rollout(text, "g0", spans, FinishReason.STOP, text) for text in ("a", "b")]
         try:
-            return await reward.score(prompt, [make_rollout(prompt, text) for text in ("a", "b")])
+            return await reward.score(prompt, rollouts)
         finally:
             await reward.close()
 

@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from environment import command_line, environment
-from rlhf_data.records import Verdict
-from rlhf_data.testing import make_prompt, make_rollout
+from rlhf_data.records import FinishReason, Prompt, Rollout, Span, SpanSource, Verdict
 from rlhf_rollout.rewards import FunctionReward
 
 GOAL_MIB = 20.0  # largest growth of this process's memory over all hung rewards
@@ -52,11 +51,12 @@ def num_open_files() -> int:
 
 async def score(reward: FunctionReward, count: int, num_workers: int) -> list[Verdict]:
     """Score `count` rollouts, each in a call of its own, as many at a time as there are workers."""
-    prompt = make_prompt()
+    prompt = Prompt("p", [1], "2+2=", "4")
+    rollout = Rollout("r", "g0", (Span(SpanSource.PROMPT, prompt.token_ids),), FinishReason.STOP, "4")
     verdicts: list[Verdict] = []
     while len(verdicts) < count:
         width = min(num_workers, count - len(verdicts))
-        calls = [reward.score(prompt, [make_rollout(prompt, "4")]) for _ in range(width)]
+        calls = [reward.score(prompt, [rollout]) for _ in range(width)]
         for [verdict] in await asyncio.gather(*calls):
             verdicts.append(verdict)
     return verdicts

@@ -5,9 +5,9 @@ import re
 
 import pytest
 
+from record_testing import write_jsonl
 from rlhf_cli.main import main as rlhf
 from rlhf_data.main import main as rlhf_data
-from rlhf_data.testing import write_jsonl
 
 REWARD = 'def reward_func(queries, prompts, labels):\n    return {"rewards": [1.0] * len(queries)}\n'
 SCORE = "score --dataset rows.jsonl --remote_rm_url reward.py --output_path"

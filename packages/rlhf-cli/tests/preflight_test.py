@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from record_testing import make_group
 from rlhf_cli.builtin import MODEL_DIR
 from rlhf_cli.config import PpoConfig
 from rlhf_cli.preflight.data import metric_names
@@ -16,7 +17,6 @@ from rlhf_cli.preflight.inputs import Inputs, check_inputs
 from rlhf_data.command_line import CommandLine
 from rlhf_data.errors import ConfigError, DataError
 from rlhf_data.records import FinishReason, Prompt, Rollout, Span, SpanSource, Verdict, VerdictKind
-from rlhf_data.testing import make_group
 from rlhf_train.online.evaluation import summarize_evaluation
 
 REWARD = "def reward_func(queries, prompts, labels):\n    return {'rewards': [0.0] * len(queries)}\n"

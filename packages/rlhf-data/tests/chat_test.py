@@ -2,11 +2,12 @@
 
 import pytest
 
+from record_testing import write_jsonl
 from rlhf_data.chat import InputTemplate, encode_completion, encode_conversation, encode_prompts
 from rlhf_data.errors import ConfigError, DataError
 from rlhf_data.rows import Row
 from rlhf_data.sources import open_sources
-from rlhf_data.testing import BOS_ID, EOS_ID, ByteTokenizer, write_jsonl
+from rlhf_data.testing import BOS_ID, EOS_ID, ByteTokenizer
 
 
 def row_of(tmp_path, value):

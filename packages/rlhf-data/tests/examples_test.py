@@ -6,12 +6,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from record_testing import write_jsonl
 from rlhf_data.errors import ConfigError, DataError
 from rlhf_data.examples import ExampleSet, load_examples
 from rlhf_data.preference import PreferenceEncoder, UnpairedEncoder
 from rlhf_data.sft import SftEncoder
 from rlhf_data.sources import open_sources
-from rlhf_data.testing import ByteTokenizer, write_jsonl
+from rlhf_data.testing import ByteTokenizer
 
 ENCODER = SftEncoder(tokenizer=ByteTokenizer())
 

@@ -2,8 +2,8 @@
 
 import pytest
 
+from record_testing import write_jsonl
 from rlhf_data.main import main
-from rlhf_data.testing import write_jsonl
 
 WORDS = ["<unk>", "</s>", "user", "assistant", "one", "two", "#"]
 

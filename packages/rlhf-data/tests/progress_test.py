@@ -5,8 +5,8 @@ import time
 
 import pytest
 
+from record_testing import ManualClock
 from rlhf_data.progress import Progress, duration
-from rlhf_data.testing import ManualClock
 
 
 class Terminal(io.StringIO):

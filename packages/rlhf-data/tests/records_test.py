@@ -6,6 +6,7 @@ import pickle
 import numpy as np
 import pytest
 
+from record_testing import make_group, make_prompt, make_rollout
 from rlhf_data.errors import DataError
 from rlhf_data.records import (
     Episode,
@@ -18,7 +19,6 @@ from rlhf_data.records import (
     Verdict,
     VerdictKind,
 )
-from rlhf_data.testing import make_group, make_prompt, make_rollout
 
 
 def two_turns() -> Rollout:

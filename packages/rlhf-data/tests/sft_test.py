@@ -5,12 +5,13 @@ import pickle
 import numpy as np
 import pytest
 
+from record_testing import write_jsonl
 from rlhf_data.errors import ConfigError, DataError
 from rlhf_data.examples import load_examples
 from rlhf_data.prompts import load_prompts
 from rlhf_data.sft import SftEncoder, SftExample
 from rlhf_data.sources import open_sources
-from rlhf_data.testing import BOS_ID, EOS_ID, ByteTokenizer, write_jsonl
+from rlhf_data.testing import BOS_ID, EOS_ID, ByteTokenizer
 
 
 def load(path, tokenizer=None, max_len=2048, **options):

@@ -5,10 +5,10 @@ import sys
 
 import pytest
 
+from record_testing import write_jsonl
 from rlhf_data.errors import ConfigError, DataError
 from rlhf_data.rows import RowErrors
 from rlhf_data.sources import open_sources
-from rlhf_data.testing import write_jsonl
 
 
 def write(path, content, is_compressed):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_data.testing import write_jsonl
+from record_testing import write_jsonl
 from rlhf_rollout.commands.chat import ChatJob
 from rlhf_rollout.commands.configs import GenerateFileSection
 from rlhf_rollout.commands.generate import GenerateJob, make_job

@@ -10,9 +10,9 @@ import time
 
 import pytest
 
+from record_testing import make_prompt, make_rollout
 from rlhf_data.errors import ConfigError, RewardError
 from rlhf_data.records import VerdictKind
-from rlhf_data.testing import make_prompt, make_rollout
 from rlhf_rollout.rewards import FunctionReward, check_reward_function
 from rlhf_rollout.rewards.sources import WorkerOptions
 
@@ -209,7 +209,7 @@ def test_function_reward_hung_worker_does_not_outlive_a_killed_parent(write, tmp
         f"""
         import asyncio, sys
         sys.path[:] = {sys.path!r}
-        from rlhf_data.testing import make_prompt, make_rollout
+        from record_testing import make_prompt, make_rollout
         from rlhf_rollout.rewards import FunctionReward
         prompt = make_prompt()
         asyncio.run(FunctionReward({reward!r}, timeout_s=500.0).score(prompt, [make_rollout(prompt, "4")]))

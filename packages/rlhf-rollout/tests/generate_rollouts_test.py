@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from rlhf_data.testing import write_jsonl
+from record_testing import write_jsonl
 from rlhf_rollout.commands.main import main
 from rlhf_rollout.engines.fake import FakeEngine
 from rollout_testing import json_server

@@ -8,9 +8,10 @@ import time
 import numpy as np
 import pytest
 
+from record_testing import make_prompt, make_rollout
 from rlhf_data.errors import ConfigError, EngineError, RewardError
 from rlhf_data.records import Episode, FinishReason, Verdict, VerdictKind
-from rlhf_data.testing import EOS_ID, ByteTokenizer, make_prompt, make_rollout
+from rlhf_data.testing import EOS_ID, ByteTokenizer
 from rlhf_rollout.agents import SingleTurn
 from rlhf_rollout.generator import GenerationCounts, GroupResult, generate_groups
 from rlhf_rollout.protocols import Completion, SamplingParams

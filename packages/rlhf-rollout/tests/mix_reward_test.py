@@ -4,9 +4,9 @@ import asyncio
 
 import pytest
 
+from record_testing import make_prompt, make_rollout
 from rlhf_data.errors import ConfigError, RewardError
 from rlhf_data.records import Verdict, VerdictKind
-from rlhf_data.testing import make_prompt, make_rollout
 from rlhf_rollout.rewards import FunctionReward, MixedReward, RewardSource, build_reward, check_reward
 from rlhf_rollout.rewards.mix import score_each
 from rlhf_rollout.rewards.remote import RemoteReward

@@ -7,9 +7,10 @@ import random
 import numpy as np
 import pytest
 
+from record_testing import make_prompt
 from rlhf_data.errors import ConfigError, EngineError
 from rlhf_data.records import FinishReason
-from rlhf_data.testing import EOS_ID, make_prompt
+from rlhf_data.testing import EOS_ID
 from rlhf_rollout.agents import SingleTurn
 from rlhf_rollout.generator import GroupResult, PromptSupply, generate_groups
 from rlhf_rollout.protocols import Completion, SamplingParams

@@ -5,8 +5,8 @@ import json
 
 import numpy as np
 
+from record_testing import make_group, make_prompt, make_rollout
 from rlhf_data.records import Episode, FinishReason, Rollout, RolloutGroup, Span, SpanSource, Verdict, VerdictKind
-from rlhf_data.testing import make_group, make_prompt, make_rollout
 from rlhf_rollout.records_io import RolloutWriter, rollout_record
 
 

@@ -6,9 +6,9 @@ import json
 import httpx
 import pytest
 
+from record_testing import make_prompt, make_rollout
 from rlhf_data.errors import ConfigError
 from rlhf_data.records import VerdictKind
-from rlhf_data.testing import make_prompt, make_rollout
 from rlhf_rollout.rewards.remote import RemoteReward
 
 OK, CRASH, TIMEOUT = VerdictKind.OK, VerdictKind.CRASH, VerdictKind.TIMEOUT

@@ -8,9 +8,9 @@ import time
 import httpx
 import pytest
 
+from record_testing import make_prompt, make_rollout
 from rlhf_data.errors import ConfigError, RewardError
 from rlhf_data.records import VerdictKind
-from rlhf_data.testing import make_prompt, make_rollout
 from rlhf_rollout.rewards.remote import TOKEN_VARIABLE, RemoteReward, check_reward_server
 from rollout_testing import json_server
 

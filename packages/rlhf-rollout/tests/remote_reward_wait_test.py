@@ -6,7 +6,7 @@ import json
 import httpx
 import pytest
 
-from rlhf_data.testing import make_prompt, make_rollout
+from record_testing import make_prompt, make_rollout
 from rlhf_rollout.rewards.remote import RemoteReward
 
 

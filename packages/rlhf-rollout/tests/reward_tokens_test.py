@@ -5,8 +5,8 @@ import asyncio
 import httpx
 import pytest
 
+from record_testing import make_prompt, make_rollout
 from rlhf_data.errors import ConfigError
-from rlhf_data.testing import make_prompt, make_rollout
 from rlhf_rollout.rewards.remote import RemoteReward
 from rlhf_rollout.rewards.sources import RewardSource
 from rlhf_rollout.rewards.tokens import TOKEN_VARIABLE, tokens_of

@@ -10,9 +10,9 @@ import time
 
 import pytest
 
+from record_testing import make_prompt, make_rollout
 from rlhf_data.errors import RewardError
 from rlhf_data.records import FinishReason, Rollout, VerdictKind
-from rlhf_data.testing import make_prompt, make_rollout
 from rlhf_rollout.rewards import FunctionReward
 from rlhf_rollout.rewards.process import WorkerProcess
 from rlhf_rollout.rewards.sources import WorkerOptions
@@ -173,7 +173,7 @@ def test_children_end_when_the_program_that_scores_is_killed(write, tmp_path):
         f"""
         import asyncio, sys
         sys.path[:] = {sys.path!r}
-        from rlhf_data.testing import make_prompt, make_rollout
+        from record_testing import make_prompt, make_rollout
         from rlhf_rollout.rewards import FunctionReward
         prompt = make_prompt()
         asyncio.run(FunctionReward({reward!r}, timeout_s=500.0).score(prompt, [make_rollout(prompt, "4")]))
@@ -289,7 +289,7 @@ def test_output_of_a_function_cannot_flood_or_steer_the_terminal(write):
     program = f"""
 import sys
 sys.path[:] = {sys.path!r}
-from rlhf_data.testing import make_prompt
+from record_testing import make_prompt
 from rlhf_rollout.rewards import check_reward_function
 assert check_reward_function({reward!r}, [make_prompt()]) is None
 """

@@ -5,9 +5,9 @@ import asyncio
 import numpy as np
 import pytest
 
+from record_testing import make_prompt
 from rlhf_data.errors import ConfigError, EngineError
 from rlhf_data.records import FinishReason
-from rlhf_data.testing import make_prompt
 from rlhf_rollout.agents import SingleTurn
 from rlhf_rollout.engines.fake import FakeEngine
 from rlhf_rollout.protocols import Completion, SamplingParams

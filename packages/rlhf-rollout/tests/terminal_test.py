@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from rlhf_data.testing import write_jsonl
+from record_testing import write_jsonl
 from rlhf_rollout.commands.terminal import Terminal, log_file
 
 # Runs a command with an engine whose start is noisy in every way that a library has; it may also fail.

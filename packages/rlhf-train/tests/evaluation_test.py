@@ -5,8 +5,8 @@ import json
 
 import pytest
 
+from record_testing import make_group
 from rlhf_data.records import FinishReason, Prompt, Rollout, RolloutGroup, Span, SpanSource, Verdict, VerdictKind
-from rlhf_data.testing import make_group
 from rlhf_train.online.evaluation import pass_at_k, summarize_evaluation
 from rlhf_train.run.best_model import STATE_FILE, BestModel
 

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import ray
 
+from record_testing import make_group
 from rlhf_data.records import FinishReason, Prompt, Rollout, RolloutGroup, Span, SpanSource, Verdict, VerdictKind
-from rlhf_data.testing import make_group
 from rlhf_rollout.rewards.sources import RewardSource
 from rlhf_train.online.job import DynamicSampling, RewardSpec
 from rlhf_train.online.rewards import RewardShaper, is_worth_training, make_reward

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from record_testing import make_group
 from rlhf_data.records import FinishReason, Prompt, Rollout, Span, SpanSource
-from rlhf_data.testing import make_group
 from rlhf_train.online.stream import SampleStream
 
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from record_testing import make_group
 from rlhf_data.errors import ConfigError, FeatureError, RlhfError
 from rlhf_data.records import FinishReason, Prompt, Rollout, Span, SpanSource, Verdict, VerdictKind
-from rlhf_data.testing import make_group
 from rlhf_kernels import PolicyObjective
 from rlhf_kernels.objective import PolicyLossName
 from rlhf_rollout.host import local_gpus

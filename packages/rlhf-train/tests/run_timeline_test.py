@@ -2,7 +2,7 @@
 
 import pytest
 
-from rlhf_data.testing import ManualClock
+from record_testing import ManualClock
 from rlhf_train.run.timeline import Timeline
 
 
