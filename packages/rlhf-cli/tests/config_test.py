@@ -4,7 +4,8 @@ import pytest
 
 from rlhf_cli.builtin import RECIPE_FILE
 from rlhf_cli.commands.ppo import lowest_layer
-from rlhf_cli.config import DpoConfig, KdConfig, KtoConfig, PpoConfig, PrmConfig, RmConfig, SftConfig
+from rlhf_cli.config.offline import DpoConfig, KdConfig, KtoConfig, PrmConfig, RmConfig, SftConfig
+from rlhf_cli.config.ppo import PpoConfig
 from rlhf_cli.preflight.devices import on_cpu
 from rlhf_data.command_line import CommandLine, Parsed, read_toml, to_toml
 from rlhf_data.errors import ConfigError

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rlhf_cli.commands.ppo import lowest_layer
-from rlhf_cli.config import PpoConfig
+from rlhf_cli.config.ppo import PpoConfig
 from rlhf_cli.jobs import make_job, make_plan
 from rlhf_cli.preflight.inputs import Inputs
 from rlhf_data.command_line import CommandLine

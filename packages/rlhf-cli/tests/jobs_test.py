@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rlhf_cli.commands.ppo import lowest_layer
-from rlhf_cli.config import PpoConfig
+from rlhf_cli.config.ppo import PpoConfig
 from rlhf_cli.jobs import count_steps, describe_batches, make_job, make_plan, unavailable_in
 from rlhf_cli.preflight.devices import check_device, gpus_per_node
 from rlhf_cli.preflight.inputs import Inputs

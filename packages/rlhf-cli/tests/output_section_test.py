@@ -7,8 +7,9 @@ import sys
 import pytest
 
 from rlhf_cli.commands.examples import COMMANDS
-from rlhf_cli.config import PpoConfig, SftConfig
+from rlhf_cli.config.offline import SftConfig
 from rlhf_cli.config.output import OutputSection
+from rlhf_cli.config.ppo import PpoConfig
 from rlhf_cli.paths import with_full_paths
 from rlhf_cli.secrets import restart_without_key
 from rlhf_data.command_line import CommandLine, to_toml

@@ -11,7 +11,7 @@ import pytest
 
 from record_testing import make_group
 from rlhf_cli.builtin import MODEL_DIR
-from rlhf_cli.config import PpoConfig
+from rlhf_cli.config.ppo import PpoConfig
 from rlhf_cli.preflight.data import metric_names
 from rlhf_cli.preflight.inputs import Inputs, check_inputs
 from rlhf_data.command_line import CommandLine

@@ -3,7 +3,7 @@
 import pytest
 
 from rlhf_cli.commands.ppo import lowest_layer
-from rlhf_cli.config import PpoConfig
+from rlhf_cli.config.ppo import PpoConfig
 from rlhf_cli.presets import PRESETS
 from rlhf_data.command_line import CommandLine, Parsed
 from rlhf_data.errors import ConfigError

@@ -47,6 +47,7 @@ PPO_COLUMNS = (
     Column("sync", "time/sync", 2, 6, "dim"),
     Column("rest", "time/rest", 2, 6, "dim"),  # with it the columns of seconds add up to the step
 )
+# What the live line says in each phase; see `rlhf_train.run.timeline.PHASES`.
 DOING = {
     "generate": "generating",
     "reward": "scoring",
@@ -63,7 +64,6 @@ DOING = {
     "sleep": "engines free GPU memory",
     "wake": "engines take GPU memory",
 }
-"""What the live line says in each phase; see `rlhf_train.run.timeline.PHASES`."""
 _PARTS = {
     "startup": "starting",
     "first_evaluation": "first evaluation",

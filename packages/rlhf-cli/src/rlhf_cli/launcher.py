@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from rlhf_data.errors import ConfigError
 
+# Commands that train together in the processes that a launcher starts. The others start their own processes.
 LAUNCHED = frozenset({"sft", "rm", "dpo", "kto", "prm", "kd"})
-"""Commands that train together in the processes that a launcher starts. The others start their own processes."""
 
 _NEEDED = ("RANK", "MASTER_ADDR", "MASTER_PORT")
 _MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")

@@ -10,6 +10,7 @@ from rlhf_cli.launcher import LAUNCHED, check_launched_once
 from rlhf_data.errors import ConfigError, unknown
 from rlhf_data.safety import visible
 
+# By module of `openrlhf.cli`, the command of `rlhf`.
 COMMANDS: Mapping[str, str] = MappingProxyType(
     {
         "train_ppo_ray": "ppo",
@@ -26,8 +27,8 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
         "lora_combiner": "lora_combiner",
     }
 )
-"""By module of `openrlhf.cli`, the command of `rlhf`."""
 
+# By `--eval_task` of batch_inference, the words of the command here.
 _EVAL_TASKS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "generate_vllm": ("generate", "--engine", "vllm"),
@@ -35,7 +36,6 @@ _EVAL_TASKS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "rm": ("score",),
     }
 )
-"""By `--eval_task` of batch_inference, the words of the command here."""
 
 
 def main(module: str, argv: Sequence[str] | None = None) -> int:

@@ -3,11 +3,17 @@
 from collections.abc import Collection, Iterable
 
 from rlhf_data.errors import ConfigError
+from rlhf_data.options import Section
 
 
 def missing(option: str, what: str, hint: str) -> ConfigError:
     """Return the error for a required option that is not set. `what` says why it is required."""
     return ConfigError(f"--{option} is missing: {what}", hint=hint)
+
+
+def lacking(options: Section, option: str, what: str, hint: str) -> list[ConfigError]:
+    """Return the error of `missing` if a required option of a section is not set, and nothing if it is."""
+    return [missing(option, what, hint)] if getattr(options, option) is None else []
 
 
 def without_effect(given: Collection[str], *rows: tuple[bool, Iterable[str], str]) -> list[str]:

@@ -3,6 +3,7 @@
 import argparse
 import json
 import re
+import sys
 import tomllib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,8 +20,8 @@ from rlhf_data.safety import MASK, is_utf8, without_secrets
 
 AnyConfig = TypeVar("AnyConfig", bound=Config)
 
+# The word for "no value" on the command line and in TOML files, because TOML has no null.
 NONE = "None"
-"""The word for "no value" on the command line and in TOML files, because TOML has no null."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +139,17 @@ class CommandLine(Generic[AnyConfig]):
             add_option(groups[option.section], option)
         add_foreign(parser, known, self.foreign)
         return parser
+
+
+def show_parsed(parsed: Parsed[Any]) -> None:
+    """Print the notices to stderr and, in a dry run, the configuration to stdout and what is missing to stderr."""
+    for notice in parsed.notices:
+        print(f"notice: {notice}", file=sys.stderr)
+    if parsed.dry_run:
+        print(to_toml(parsed.config))
+        for title, errors in (("cannot run yet", parsed.unavailable), ("still missing", parsed.missing)):
+            for error in errors:
+                print(f"{title}: {error}".replace("\n\n", "\n"), file=sys.stderr)
 
 
 def read_toml(path: Path, config_class: type[Config]) -> Values:

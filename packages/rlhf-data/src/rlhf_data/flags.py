@@ -11,11 +11,11 @@ from typing import Any, NoReturn, get_args
 from rlhf_data.errors import ConfigError, FeatureError, unknown, with_hint
 from rlhf_data.options import Option
 
+# Values by name of option. Those from a command line are text, which the schema converts.
 Values = dict[str, Any]
-"""Values by name of option. Those from a command line are text, which the schema converts."""
 
+# Words after a flag that switch its feature off.
 UNASKED = ("0", "-1", "false", "None", "none")
-"""Words after a flag that switch its feature off."""
 
 _TRUE = "true"
 _SIMILAR = 0.55  # share of common letters from which flags with a common word count as similar

@@ -32,6 +32,7 @@ from rlhf_data.sources import open_sources
 
 _PROMPT = ("tokenizer_chat_template", "input_template", "apply_chat_template")
 _COMPLETION = (*_PROMPT, "input_key", "output_key")
+# The kinds of examples, with the options that each one has.
 _KINDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "sft": (*_COMPLETION, "multiturn", "pretrain_mode"),
@@ -40,7 +41,6 @@ _KINDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "process": ("input_template", "input_key", "label_key", "placeholder_token"),
     }
 )
-"""The kinds of examples, with the options that each one has."""
 
 _PERCENTILES = (1, 50, 90, 99, 100)
 _TRAINED = ("\033[1;32m", "\033[0m")

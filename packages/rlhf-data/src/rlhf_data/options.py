@@ -118,8 +118,8 @@ def _around_zero(value: Any) -> Any:
     return -bound, bound
 
 
+# LOW HIGH, or one number X for -X X.
 SymmetricRange = Annotated[tuple[float, float], BeforeValidator(_around_zero)]
-"""LOW HIGH, or one number X for -X X."""
 
 
 @dataclass(frozen=True, slots=True)

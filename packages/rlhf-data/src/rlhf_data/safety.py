@@ -3,8 +3,8 @@
 import ipaddress
 import re
 
+# Stands in written text for a secret.
 MASK = "***"
-"""Stands in written text for a secret."""
 
 # Characters that a terminal obeys instead of showing them: controls other than newline and tab, marks that turn the
 # direction of text, and halves of surrogate pairs, which no terminal can encode.

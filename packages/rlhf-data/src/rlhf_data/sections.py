@@ -1,6 +1,6 @@
 """Options of data, for the commands of every package: which rows are read, and how a row becomes tokens."""
 
-from rlhf_data.checks import missing
+from rlhf_data.checks import lacking
 from rlhf_data.errors import ConfigError
 from rlhf_data.options import Section, flag
 
@@ -100,9 +100,7 @@ class SourceSection(Section, title="data"):
 
     def missing(self, why: str) -> list[ConfigError]:
         """Return an error if no source of rows is named. `why` says why one is needed."""
-        if self.dataset is not None:
-            return []
-        return [missing("dataset", why, "add --dataset FILE.jsonl and the keys of its rows")]
+        return lacking(self, "dataset", why, "add --dataset FILE.jsonl and the keys of its rows")
 
 
 class ExampleSection(SourceSection, RowSection):

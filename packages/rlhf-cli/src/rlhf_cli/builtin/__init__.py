@@ -5,8 +5,8 @@
 
 from pathlib import Path
 
+# The name that flags accept for the model, the prompts or the held-out prompts of this folder.
 BUILTIN = "builtin"
-"""The name that flags accept for the model, the prompts or the held-out prompts of this folder."""
 
 _FOLDER = Path(__file__).resolve().parent
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from rlhf_cli.config.openrlhf import flags_of
 from rlhf_cli.exits import SUCCESS, exit_status
 from rlhf_cli.paths import check_output_folder, model_path, user_path
-from rlhf_data.checks import missing
+from rlhf_data.checks import lacking
 from rlhf_data.command_line import CommandLine, to_toml
 from rlhf_data.errors import ConfigError
 from rlhf_data.options import Config, flag, with_defaults
@@ -32,8 +32,10 @@ class LoraCombinerConfig(Config):
 
     def missing(self) -> list[ConfigError]:
         """See `Config`."""
-        names = [name for name in ("model_path", "lora_path", "output_path") if getattr(self.merge, name) is None]
-        return [missing(name, f"lora_combiner needs a {name}", f"add --{name} DIR") for name in names]
+        found = []
+        for name in ("model_path", "lora_path", "output_path"):
+            found += lacking(self.merge, name, f"lora_combiner needs a {name}", f"add --{name} DIR")
+        return found
 
 
 COMMAND_LINE = CommandLine(

@@ -1,6 +1,6 @@
 """Options of models: which ones, and how they are computed."""
 
-from rlhf_data.checks import missing
+from rlhf_data.checks import lacking
 from rlhf_data.errors import ConfigError
 from rlhf_data.options import flag, matching, one_of
 from rlhf_rollout.commands import sections
@@ -20,10 +20,8 @@ class ModelSection(sections.ModelSection):
 
     def missing(self) -> list[ConfigError]:
         """Return an error when no model to train is named."""
-        if self.pretrain is not None:
-            return []
         hint = "add --pretrain FOLDER_OR_NAME; --pretrain builtin is the tiny model that ships"
-        return [missing("pretrain", "it names the model to train", hint)]
+        return lacking(self, "pretrain", "it names the model to train", hint)
 
     def spec(self, path: str, zero_stage: int, optimizer: OptimizerSpec | None = None) -> ModelSpec:
         """Return how the model at `path` is computed. Without an optimizer it is frozen."""

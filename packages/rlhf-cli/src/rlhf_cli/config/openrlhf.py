@@ -11,6 +11,7 @@ from rlhf_data.flags import UNASKED, Foreign, Values, absent, is_on, mapped, moo
 
 OFFLINE = ("sft", "rm", "dpo", "kto", "prm", "kd")
 INFERENCE = ("generate", "score", "serve_rm", "chat")
+# The table's names for several commands at once.
 COMMANDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "offline": OFFLINE,
@@ -19,7 +20,6 @@ COMMANDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "all": ("ppo", *OFFLINE, *INFERENCE, "lora_combiner"),
     }
 )
-"""The table's names for several commands at once."""
 
 # Values that flags set and `adapt` turns into options.
 _TOTAL = "prompt and response"  # tokens of a prompt and its response together
@@ -145,6 +145,7 @@ _TYPES = mapped(
     }
 )
 
+# By first spelling, the flags whose meaning does not fit into the table.
 _SPECIAL: Mapping[str, Foreign] = MappingProxyType(
     {
         "max_len": Foreign(options=("prompt_max_len", "generate_max_len"), read=_total_length),
@@ -174,4 +175,3 @@ _SPECIAL: Mapping[str, Foreign] = MappingProxyType(
         "openrlhf": Foreign(read=lambda flag, words: ({_GUEST: "true"}, "")),
     }
 )
-"""By first spelling, the flags whose meaning does not fit into the table."""

@@ -20,6 +20,7 @@ _GPU_OPTIONS = (
 )
 # Likewise: without GPUs, these models have no processes of their own.
 _RANK_OPTIONS = ("critic_num_nodes", "critic_num_gpus_per_node", "ref_num_nodes", "ref_num_gpus_per_node")
+# Options that say on how many GPUs, or on which ones, something runs.
 GPU_FLAGS = frozenset(
     {
         "actor_num_nodes",
@@ -31,7 +32,6 @@ GPU_FLAGS = frozenset(
     }
     | {name for name in _GPU_OPTIONS if name != "enforce_eager"}
 )
-"""Options that say on how many GPUs, or on which ones, something runs."""
 
 
 def find_gpus() -> tuple[int, str | None]:

@@ -3,7 +3,7 @@
 from collections.abc import Collection
 from pathlib import Path
 
-from rlhf_data.checks import missing, without_effect
+from rlhf_data.checks import lacking, missing, without_effect
 from rlhf_data.errors import ConfigError
 from rlhf_data.options import Config, Section, flag, one_of, with_defaults
 from rlhf_data.sections import AnswerKeySection, ExampleSection, InputSection, PairKeySection, TemplateSection
@@ -104,9 +104,7 @@ class FileSection(Section, title="output"):
 
     def missing(self) -> list[ConfigError]:
         """Return an error when no output file is named."""
-        if self.output_path is not None:
-            return []
-        return [missing("output_path", "the rows must be written somewhere", "add --output_path FILE.jsonl")]
+        return lacking(self, "output_path", "the rows must be written somewhere", "add --output_path FILE.jsonl")
 
 
 class GenerateFileSection(FileSection):
@@ -136,10 +134,8 @@ class GenerateConfig(Config):
 
     def missing(self) -> list[ConfigError]:
         """See `Config`."""
-        lacks = []
-        if self.data.prompt_data is None:
-            hint = "add --prompt_data FILE.jsonl and --input_key KEY"
-            lacks.append(missing("prompt_data", "it names the prompts", hint))
+        hint = "add --prompt_data FILE.jsonl and --input_key KEY"
+        lacks = lacking(self.data, "prompt_data", "it names the prompts", hint)
         if self.output.post_processor not in ("rollouts", "plain"):
             lacks += self.reward.missing(f"--post_processor {self.output.post_processor} needs a reward")
         return lacks + self.output.missing() + self.engine.missing(self.model)

@@ -7,15 +7,12 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from rlhf_data.command_line import CommandLine, to_toml
-from rlhf_data.errors import RlhfError, unknown
+from rlhf_data.command_line import CommandLine, show_parsed
+from rlhf_data.exits import SUCCESS, run_command
 from rlhf_data.options import Config
-from rlhf_data.safety import visible
 from rlhf_rollout.commands.configs import ChatConfig, GenerateConfig, ScoreConfig, ServeConfig
 from rlhf_rollout.commands.terminal import TERMINAL, log_file
 from rlhf_rollout.host import wait_passively
-
-SUCCESS, BAD_INPUT, INTERRUPTED = 0, 2, 130
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,13 +43,7 @@ class RolloutCommand:
         RlhfError when the command cannot run.
         """
         parsed = line.parse(argv)
-        for notice in parsed.notices:
-            print(f"notice: {notice}", file=sys.stderr)
-        if parsed.dry_run:
-            print(to_toml(parsed.config))
-            for title, errors in (("cannot run yet", parsed.unavailable), ("still missing", parsed.missing)):
-                for error in errors:
-                    print(f"{title}: {error}".replace("\n\n", "\n"), file=sys.stderr)
+        show_parsed(parsed)
         if parsed.missing or parsed.unavailable:
             return SUCCESS
         config = complete(parsed.config)
@@ -93,26 +84,12 @@ COMMANDS: Mapping[str, RolloutCommand] = MappingProxyType(
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return its status: 0, 1 when some prompts failed, 2 when it cannot run, 130 after Ctrl-C."""
     wait_passively()
-    words = list(sys.argv[1:] if argv is None else argv)
-    if not words or words[0] in ("-h", "--help"):
-        width = max(map(len, COMMANDS))
-        lines = "\n".join(f"  {name.ljust(width)}  {command.title}" for name, command in COMMANDS.items())
-        print(
-            f"usage: rlhf-rollout COMMAND [flags]\n\n{lines}\n\n`rlhf-rollout COMMAND --help` lists a command's flags."
-        )
-        return SUCCESS
-    try:
-        if words[0] not in COMMANDS:
-            print(visible(f"error: {unknown('command', words[0], COMMANDS)}"), file=sys.stderr)
-            return BAD_INPUT
-        command = COMMANDS[words[0]]
-        return command.run(command.command_line("rlhf-rollout"), words[1:])
-    except RlhfError as error:
-        print(visible(f"error: {error}"), file=sys.stderr)
-        return BAD_INPUT
-    except KeyboardInterrupt:
-        print("\ninterrupted", file=sys.stderr)
-        return INTERRUPTED
+    titles = {name: command.title for name, command in COMMANDS.items()}
+
+    def run(name: str, words: list[str]) -> int:
+        return COMMANDS[name].run(COMMANDS[name].command_line("rlhf-rollout"), words)
+
+    return run_command("rlhf-rollout", titles, argv, run)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,51 @@
+"""Exit statuses of commands, how errors are shown to the user, and the choice of a command."""
+
+import signal
+import sys
+from collections.abc import Callable, Mapping, Sequence
+
+from rlhf_data.errors import ConfigError, DataError, RlhfError, unknown
+from rlhf_data.safety import visible
+
+SUCCESS, FAILURE, BAD_INPUT = 0, 1, 2
+_SIGNALLED = 128  # plus the number of a signal: the exit status of a process that the signal ended
+
+
+def exit_status(command: Callable[[], int], *, failure: int = FAILURE) -> int:
+    """Run `command` and return its exit status: 2 for bad input, `failure` for a run that failed, 130 after Ctrl-C, 143
+    after SIGTERM.
+
+    An error for the user (`RlhfError`) is printed to stderr without a traceback.
+    """
+    try:
+        return command()
+    except RlhfError as error:
+        print(visible(f"error: {error}"), file=sys.stderr, flush=True)
+        return BAD_INPUT if isinstance(error, ConfigError | DataError) else failure
+    except KeyboardInterrupt as interrupt:
+        print("\ninterrupted", file=sys.stderr)
+        return _SIGNALLED + getattr(interrupt, "signal_number", signal.SIGINT)
+
+
+def run_command(
+    prog: str, titles: Mapping[str, str], argv: Sequence[str] | None, run: Callable[[str, list[str]], int]
+) -> int:
+    """Run one of a program's commands; return its status: 2 when it cannot run, 130 after Ctrl-C, else its own.
+
+    Args:
+        prog: the program's name.
+        titles: by name of a command, one line that says what it does, for the list that the program prints without one.
+        argv: the words of the command line; None for the process's own.
+        run: takes the name of a command and the words after it; returns an exit status.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("-h", "--help"):
+        width = max(map(len, titles))
+        lines = "\n".join(f"  {name.ljust(width)}  {title}" for name, title in titles.items())
+        print(f"usage: {prog} COMMAND [flags]\n\n{lines}\n\n`{prog} COMMAND --help` lists a command's flags.")
+        return SUCCESS
+    name, *flags = words
+    if name not in titles:
+        print(visible(f"error: {unknown('command', name, titles)}"), file=sys.stderr)
+        return BAD_INPUT
+    return exit_status(lambda: run(name, flags), failure=BAD_INPUT)
