@@ -2,6 +2,7 @@
 
 import pytest
 
+from rlhf_cli.commands.examples import COMMANDS
 from rlhf_cli.commands.ppo import COMMAND_LINE
 from rlhf_cli.paths import check_output_folder
 from rlhf_cli.preflight.resume import changed_options, has_checkpoint
@@ -55,13 +56,35 @@ def test_resume_in_another_folder_is_refused(tmp_path):
         parse("--resume", str(run), "--save_path", "elsewhere")
 
 
+def test_run_that_was_started_by_another_spelling_of_its_folder_is_resumed(tmp_path):
+    run = written(tmp_path / "run", "--save_path", "run/")
+    config = parse("--resume", str(run)).config
+    assert (config.output.save_path, config.checkpoint.resume) == ("run/", str(run))
+
+
 def test_changed_options_are_named_unless_they_leave_no_trace(tmp_path):
     run = written(tmp_path / "run", "--actor_learning_rate", "3e-4", "--train_steps", "5")
     same = ["--actor_learning_rate", "3e-4", "--train_steps", "9", "--save_steps", "3", "--eval_steps", "2"]
     assert changed_options(to_toml(parse(*same).config), run) == []
     [notice] = changed_options(to_toml(parse("--actor_learning_rate", "1e-4").config), run)
-    assert notice.startswith("--actor_learning_rate was 0.0003 and is 0.0001: from the next step on")
+    assert notice.startswith("--actor_learning_rate was 0.0003 and is 0.0001: from here on")
     assert changed_options("", tmp_path / "new") == []
+
+
+def test_run_on_fixed_examples_takes_its_options_too_and_keeps_its_examples(tmp_path):
+    line = COMMANDS["sft"].command_line
+    words = ["--pretrain", "builtin", "--dataset", "a.jsonl", "--save_steps", "5"]
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.toml").write_text(to_toml(line.parse(words).config))
+    config = line.parse(["--resume", str(run), "--max_epochs", "2", "--eval_dataset", "b.jsonl"]).config
+    assert (config.data.dataset, config.checkpoint.save_steps, config.training.max_epochs) == ("a.jsonl", 5, 2)
+    [notice] = changed_options(to_toml(config), run)
+    assert notice.startswith("--max_epochs was 1 and is 2: from here on")
+    with pytest.raises(
+        ConfigError, match=r"--dataset was a.jsonl and is b.jsonl, and the checkpoints(.|\n)*hint: drop"
+    ):
+        changed_options(to_toml(line.parse(["--resume", str(run), "--dataset", "b.jsonl"]).config), run)
 
 
 @pytest.mark.parametrize("flags", [["--seed", "8"], ["--advantage_estimator", "rloo"]])

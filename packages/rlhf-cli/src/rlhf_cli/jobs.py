@@ -5,8 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from rlhf_cli.config.ppo import PpoConfig
-from rlhf_cli.paths import with_full_paths
 from rlhf_cli.preflight.inputs import Inputs
+from rlhf_cli.preflight.resume import to_store
 from rlhf_data.command_line import to_toml
 from rlhf_data.errors import FeatureError
 from rlhf_data.options import matching
@@ -80,9 +80,7 @@ def make_job(
     # would not agree anyway, because sums depend on what else is in the batch, and seeds slow the sampler down.
     sampling = rollout.params(num_samples, seed=None if on_gpu else training.seed)
     evaluation = config.evaluation
-    # `--resume FOLDER` reads the file that this is written to: the file must not send it to another one.
-    checkpoint = config.checkpoint.model_copy(update={"resume": None})
-    full = with_full_paths(config.model_copy(update={"checkpoint": checkpoint}))
+    full = to_store(config)
     return OnlineJob(
         models=_make_models(config, inputs, num_steps * batch.num_updates, num_frozen * batch.num_updates),
         algorithm=spec,

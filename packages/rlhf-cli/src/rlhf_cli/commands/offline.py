@@ -8,11 +8,12 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf_cli.capture import captured
+from rlhf_cli.config.checkpoint import resumed_config
 from rlhf_cli.config.differences import offline_differences
 from rlhf_cli.config.offline import OfflineConfig
 from rlhf_cli.config.openrlhf import adapt, flags_of
@@ -27,6 +28,7 @@ from rlhf_cli.paths import (
     user_path,
     with_full_paths,
 )
+from rlhf_cli.preflight.resume import changed_options, saying_how_to_resume, to_store
 from rlhf_cli.secrets import restart_without_key
 from rlhf_data.command_line import CommandLine, Parsed, to_toml
 from rlhf_data.errors import ConfigError, unknown
@@ -74,6 +76,7 @@ class Command:
             prog=f"rlhf {self.name}",
             description=self.description,
             resolve=user_path,
+            recipe=resumed_config,
             foreign=flags_of(self.name),
             adapt=adapt,
             compare=offline_differences,
@@ -91,19 +94,22 @@ class Command:
         known = [f"eval/{name}" for name in self.metrics]
         if best is not None and best not in known:
             raise ConfigError(f"--best_metric_key: {unknown('metric', best, known)}")
-        folder = output_folder(parsed.config.output.save_path, self.name)
+        saving = parsed.config.checkpoint
+        folder = output_folder(saving.resume or parsed.config.output.save_path, self.name)
 
         # Only rank 0 checks the folder: it may have written to it already when a slower process gets here.
         is_first = launch().rank == 0
         if is_first:
-            check_output_folder(folder)
+            check_output_folder(folder, holds_run=saving.continues)
 
         from rlhf_cli.console import Console
 
         with nullcontext((None, None)) if parsed.dry_run else captured(folder) as (out, err):
             console = Console(out, err)
+            notice = console.notice if is_first else lambda text: None
             try:
-                self._carry_out(parsed, folder, console, is_first)
+                with saying_how_to_resume(self.name, saving, folder, notice):
+                    self._carry_out(parsed, folder, console, is_first)
             finally:
                 console.done()
         return SUCCESS
@@ -116,6 +122,9 @@ class Command:
             self._show(parsed, folder, console)
             return
         if is_first:
+            if parsed.config.checkpoint.continues:
+                for notice in changed_options(to_toml(to_store(parsed.config)), folder):
+                    console.notice(notice)
             console.log(f"results will be in {folder}, messages of libraries in {LOG_FILE} there")
             console.working("checking model and data")
         job, tokenizer = _prepare(self, parsed.config, folder, console)
@@ -187,6 +196,7 @@ def _prepare(command: Command, config: OfflineConfig, folder: Path, console: "Co
         schedule=schedule,
         model_path=folder / "model",
         best_path=folder / "best_model" if best else None,
+        checkpoints=replace(with_full_paths(config).checkpoint.spec(), resume=config.checkpoint.continues),
         rank=place.rank,
         num_ranks=place.num_ranks,
         master=place.master or ("127.0.0.1", free_port()),
@@ -261,13 +271,15 @@ def _reference(config: OfflineConfig, tokenizer: Any) -> "ModelSpec | None":
 def _train(command: Command, parsed: Parsed[Any], job: "OfflineJob", tokenizer: Any, console: "Console") -> None:
     """Run the job. Rank 0 records and shows it; the other ranks only take part in training."""
     from rlhf_cli.console import OfflineView, show_results
-    from rlhf_train.offline.job import ADAPTER_FOLDER, run_offline
+    from rlhf_train.offline.job import run_offline
+    from rlhf_train.offline.models import ADAPTER_FOLDER
+    from rlhf_train.run.checkpointing import find_checkpoint, resumed_step
     from rlhf_train.run.observer import Observer
     from rlhf_train.run.recorder import ARTIFACTS, Recorder
 
     started = time.perf_counter()
     folder = job.model_path.parent
-    config = with_full_paths(parsed.config)
+    config = to_store(parsed.config)
     output = config.output
     trackers = output.trackers(command.name, folder.name)
     trackers.check_installed()
@@ -275,8 +287,10 @@ def _train(command: Command, parsed: Parsed[Any], job: "OfflineJob", tokenizer: 
         run_offline(job, Observer())
         return
     view = OfflineView(console, command.prefix, command.metrics, logging_steps=output.logging_steps)
-    with Recorder(str(folder), to_toml(config), trackers, view) as recorder:
-        final = run_offline(job, view, recorder)
+    checkpoint = find_checkpoint(job.checkpoints, folder, view)
+    kept = resumed_step(job.checkpoints, checkpoint)
+    with Recorder(str(folder), to_toml(config), trackers, view, kept) as recorder:
+        final = run_offline(job, view, recorder, checkpoint)
     final |= {"time/total": time.perf_counter() - started}
     known = {**ARTIFACTS, "adapter": f"{ARTIFACTS['final model']}/{ADAPTER_FOLDER}"}
     artifacts = {name: path for name, path in known.items() if (folder / path).exists()}

@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf_cli.builtin import RECIPE_FILE
 from rlhf_cli.capture import captured
+from rlhf_cli.config.checkpoint import resumed_config
 from rlhf_cli.config.differences import online_differences
 from rlhf_cli.config.openrlhf import adapt, flags_of
 from rlhf_cli.config.ppo import PpoConfig
 from rlhf_cli.exits import SUCCESS, exit_status
-from rlhf_cli.paths import CONFIG_FILE, LOG_FILE, check_output_folder, output_folder, user_path
-from rlhf_cli.preflight.resume import changed_options, has_checkpoint
+from rlhf_cli.paths import LOG_FILE, check_output_folder, output_folder, user_path
+from rlhf_cli.preflight.resume import changed_options, saying_how_to_resume
 from rlhf_cli.presets import PRESETS
 from rlhf_cli.secrets import restart_without_key
 from rlhf_data.checks import once
 from rlhf_data.command_line import CommandLine, Parsed
-from rlhf_data.errors import RlhfError
 
 if TYPE_CHECKING:
     from rlhf_cli.console import Console
@@ -29,9 +29,8 @@ Without --pretrain and --prompt_data, the tiny model that ships learns to carry 
 def lowest_layer(values: Mapping[str, Any]) -> Path | None:
     """Return the options of the run that --resume continues; else the built-in recipe if neither a model nor prompts
     are given."""
-    if values.get("resume") is not None:
-        return user_path(values["resume"]) / CONFIG_FILE
-    return None if "pretrain" in values or "prompt_data" in values else RECIPE_FILE
+    own = "pretrain" in values or "prompt_data" in values
+    return resumed_config(values) or (None if own else RECIPE_FILE)
 
 
 COMMAND_LINE = CommandLine(
@@ -72,11 +71,8 @@ def _run(argv: Sequence[str]) -> int:
     with captured(folder) as (out, err):
         console = Console(out, err)
         try:
-            _train(parsed, folder, console)
-        except (RlhfError, KeyboardInterrupt):
-            if has_checkpoint(config.checkpoint, folder):
-                console.notice(f"`rlhf ppo --resume {folder}` continues this run from its newest checkpoint")
-            raise
+            with saying_how_to_resume("ppo", config.checkpoint, folder, console.notice):
+                _train(parsed, folder, console)
         finally:
             console.done()
     return SUCCESS

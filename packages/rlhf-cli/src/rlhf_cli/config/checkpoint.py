@@ -1,29 +1,39 @@
 """Options of checkpoints, from which an interrupted run continues."""
 
-from collections.abc import Collection
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from rlhf_cli.paths import CONFIG_FILE, user_path
 from rlhf_data.checks import without_effect
 from rlhf_data.errors import ConfigError
 from rlhf_data.options import Section, flag
 
 if TYPE_CHECKING:
-    from rlhf_train.online.job import CheckpointSpec
+    from rlhf_train.run.checkpoint import CheckpointSpec
 
 _GIB = 1 << 30
 _SAVED = ["max_ckpt_num", "max_ckpt_mem", "save_hf_ckpt"]
 
 
+def resumed_config(values: Mapping[str, Any]) -> Path | None:
+    """Return the options of the run that --resume continues; None if it is not among `values`."""
+    return None if values.get("resume") is None else user_path(values["resume"]) / CONFIG_FILE
+
+
 class CheckpointSection(Section, title="checkpoints"):
     """When the state of a run is saved, and where a run continues."""
 
-    save_steps: int = flag(-1, "steps between checkpoints; -1 saves one only when the run is interrupted or fails")
+    save_steps: int = flag(
+        -1,
+        "steps, or updates of runs on fixed examples, between checkpoints; -1 saves one only when the run ends early",
+    )
     ckpt_path: str | None = flag(None, "folder of the run's checkpoints; None: `checkpoints` in the run's folder")
     max_ckpt_num: int = flag(3, "newest checkpoints to keep; the best by --best_metric_key is kept besides", ge=1)
     max_ckpt_mem: float = flag(1e8, "largest size of all checkpoints together in GiB; the newest is always kept", gt=0)
-    save_hf_ckpt: bool = flag(False, "put the policy as a Hugging Face folder, `hf`, into each checkpoint")
+    save_hf_ckpt: bool = flag(False, "put the model as a Hugging Face folder, `hf`, into each checkpoint")
     disable_ds_ckpt: bool = flag(
-        False, "do not save the state of training; with --save_hf_ckpt a checkpoint holds the policy only"
+        False, "do not save the state of training; with --save_hf_ckpt a checkpoint holds the model only"
     )
     load_checkpoint: bool = flag(False, "continue from the newest whole checkpoint, if there is one")
     resume: str | None = flag(
@@ -37,7 +47,7 @@ class CheckpointSection(Section, title="checkpoints"):
 
     def spec(self) -> "CheckpointSpec":
         """Return these options as the trainer takes them."""
-        from rlhf_train.online.job import CheckpointSpec
+        from rlhf_train.run.checkpoint import CheckpointSpec
 
         return CheckpointSpec(
             folder=self.ckpt_path or "",
@@ -51,7 +61,7 @@ class CheckpointSection(Section, title="checkpoints"):
 
     def check(self, given: Collection[str], save_path: str | None) -> list[str]:
         """Return a notice for each option that has no effect. Raises ConfigError for options that contradict."""
-        if self.resume is not None and save_path not in (None, self.resume):
+        if self.resume is not None and "save_path" in given and save_path != self.resume:
             message = f"--resume {self.resume} continues in that folder, and --save_path is {save_path}"
             raise ConfigError(message, hint="drop --save_path")
         if self.load_checkpoint and self.resume is self.ckpt_path is save_path is None:

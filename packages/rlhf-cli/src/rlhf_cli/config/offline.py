@@ -2,6 +2,7 @@
 
 from collections.abc import Collection
 
+from rlhf_cli.config.checkpoint import CheckpointSection
 from rlhf_cli.config.data import (
     DemonstrationSection,
     ExampleSection,
@@ -33,6 +34,7 @@ class OfflineConfig(Config):
     data: ExampleSection = ExampleSection()
     training: OfflineTrainingSection = OfflineTrainingSection()
     evaluation: EvaluationSection = EvaluationSection()
+    checkpoint: CheckpointSection = CheckpointSection()
     output: OutputSection = OutputSection()
 
     def missing(self) -> list[ConfigError]:
@@ -56,6 +58,7 @@ class OfflineConfig(Config):
         held_out = data.eval_dataset
         best = evaluation.best_metric_key
         notices += check_has_metric("eval_dataset", held_out, best, evaluation.eval_steps)
+        notices += self.checkpoint.check(given, self.output.save_path)
         notices += self.output.check(given)
         has_template = getattr(data, "apply_chat_template", True)
         return notices + without_effect(

@@ -1,25 +1,52 @@
 """Checks of a run that continues: whether it has a checkpoint, and which options differ from those it had."""
 
 import tomllib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from rlhf_cli.config.checkpoint import CheckpointSection
-from rlhf_cli.paths import CONFIG_FILE, user_path
-from rlhf_data.errors import ConfigError
+from rlhf_cli.paths import CONFIG_FILE, user_path, with_full_paths
+from rlhf_data.errors import ConfigError, RlhfError
 
 # Sections and options without a trace in the numbers of a step.
 _NO_TRACE = {
     *("checkpoint", "output", "evaluation"),  # sections
     *("train_steps", "num_episodes", "reward_num_workers", "reward_batch_size", "reward_timeout_s"),
+    *("eval_dataset", "eval_split", "data_num_workers", "data_cache"),
 }
 # Options that decide what the saved state belongs to.
-_FIXED = ("pretrain", "ref_pretrain", "critic_pretrain", "advantage_estimator", "prompt_data", "seed")
+_FIXED = (
+    *("pretrain", "ref_pretrain", "critic_pretrain", "teacher_model", "lora_rank"),
+    *("advantage_estimator", "prompt_data", "dataset", "seed"),
+)
 
 
 def has_checkpoint(section: CheckpointSection, folder: Path) -> bool:
     """Return whether the run in `folder` has a checkpoint to continue from."""
     home = user_path(section.ckpt_path) if section.ckpt_path else folder / "checkpoints"
     return not section.disable_ds_ckpt and any(home.glob("step-*/manifest.json"))
+
+
+@contextmanager
+def saying_how_to_resume(
+    command: str, section: CheckpointSection, folder: Path, notice: Callable[[str], None]
+) -> Iterator[None]:
+    """If the run in `folder` ends early and has a checkpoint, say how it continues."""
+    try:
+        yield
+    except (RlhfError, KeyboardInterrupt):
+        if has_checkpoint(section, folder):
+            notice(f"`rlhf {command} --resume {folder}` continues this run from its newest checkpoint")
+        raise
+
+
+def to_store(config: Any) -> Any:
+    """Return the configuration as the folder of a run keeps it. `--resume FOLDER` reads it there, so it must not send
+    the run to another folder."""
+    checkpoint = config.checkpoint.model_copy(update={"resume": None})
+    return with_full_paths(config.model_copy(update={"checkpoint": checkpoint}))
 
 
 def changed_options(config: str, folder: Path) -> list[str]:
@@ -48,7 +75,7 @@ def changed_options(config: str, folder: Path) -> list[str]:
         if option in _FIXED:
             message = f"{change}, and the checkpoints of {folder} belong to the value it had"
             raise ConfigError(message, hint=f"drop --{option}, or start a new run with another --save_path")
-        notices.append(f"{change}: from the next step on, the run differs from one without an interruption")
+        notices.append(f"{change}: from here on, the run differs from one without an interruption")
     return notices
 
 

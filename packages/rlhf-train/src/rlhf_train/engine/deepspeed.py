@@ -19,7 +19,7 @@ from rlhf_data.safety import is_loopback
 from rlhf_kernels import accumulate_
 from rlhf_models.weights import hf_named_weights
 from rlhf_train.engine.protocol import StepStats, learning_rate_at
-from rlhf_train.engine.shards import WEIGHT, ShardReader, Shards, load_adamw, places, save_adamw
+from rlhf_train.engine.shards import WEIGHT, ShardReader, Shards, load_adamw, load_weights, places, save_adamw
 from rlhf_train.specs import OptimizerSpec
 
 
@@ -222,19 +222,17 @@ class DeepSpeedEngine:
         self._num_steps = int(reader.numbers["num_updates"])
         if self._is_plain:
             return  # the optimizer works on the weights themselves
+        if self._zero_stage < 3:
+            load_weights(self.module, reader)
+            return
         ranges = self.local_ranges()
         for name, parameter in self.module.named_parameters():
             if not parameter.requires_grad:
                 continue
-            if self._zero_stage == 3:
-                with self._gathered([parameter]):
-                    pass  # partitions it; see `local_weights`
-                shard = parameter.ds_tensor
-                start, size = ranges[name]
-                shard.view(-1)[:size].copy_(reader.read(f"{WEIGHT}/{name}", start, size))
-            else:
-                whole = reader.read(f"{WEIGHT}/{name}", 0, parameter.numel())
-                parameter.data.copy_(whole.view_as(parameter))
+            with self._gathered([parameter]):
+                pass  # partitions it; see `local_weights`
+            start, size = ranges[name]
+            parameter.ds_tensor.view(-1)[:size].copy_(reader.read(f"{WEIGHT}/{name}", start, size))
 
     @property
     def _inner_optimizer(self) -> Any:

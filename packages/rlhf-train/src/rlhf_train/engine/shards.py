@@ -104,6 +104,17 @@ class ShardReader:
         return result
 
 
+@torch.no_grad()
+def load_weights(module: torch.nn.Module, reader: ShardReader) -> None:
+    """Set the trained weights of a module, which has all of each, to the saved ones.
+
+    Raises CheckpointError when the files lack a weight of this model.
+    """
+    for name, weight in module.named_parameters():
+        if weight.requires_grad:
+            weight.copy_(reader.read(f"{WEIGHT}/{name}", 0, weight.numel()).view_as(weight))
+
+
 class Place(NamedTuple):
     """Where this rank keeps a part of one weight.
 

@@ -1,36 +1,39 @@
 """The settings of an offline run as frozen data, and the function that runs it."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 
-from rlhf_data.errors import ConfigError, unknown
+from rlhf_data.errors import CheckpointError, ConfigError, EngineError, RlhfError, unknown
 from rlhf_models.backbone import replay_full_packs
 from rlhf_models.fast.compiled import compile_layers, compile_unavailable_reason
-from rlhf_models.loading import load_actor, load_tokenizer, resolve_dtype
-from rlhf_models.lora import LoraSpec, adapters_off, add_lora, merge_adapter, save_adapter
+from rlhf_models.loading import resolve_dtype
+from rlhf_models.lora import LoraSpec, adapters_off
 from rlhf_models.reference import load_reference
-from rlhf_models.reward import store_moments
-from rlhf_models.weights import save_hf
 from rlhf_train.engine.deepspeed import DeepSpeedEngine, init_process_group
 from rlhf_train.engine.protocol import TrainEngine
 from rlhf_train.offline.loop import Objective, OfflineSchedule, evaluate, train_offline
-from rlhf_train.offline.reward_models import load_trainable_reward_model, score_moments
+from rlhf_train.offline.models import load_model, write_model
+from rlhf_train.offline.ranks import RankModel, SharedCheckpoints, of_all_ranks
+from rlhf_train.offline.reward_models import score_moments
 from rlhf_train.offline.sequences import with_reference
 from rlhf_train.run.best_model import BestModel
+from rlhf_train.run.checkpoint import Checkpoint, CheckpointSpec, read_checkpoint
+from rlhf_train.run.checkpointing import Checkpointer
+from rlhf_train.run.interrupts import Interrupted, Interrupts
 from rlhf_train.run.observer import Observer
 from rlhf_train.run.recorder import Recorder
+from rlhf_train.run.timeline import Timeline
 from rlhf_train.specs import ModelSpec
 
 logger = logging.getLogger(__name__)
 
-ADAPTER_FOLDER = "adapter"  # within a saved model
+_LOWEST = ("loss", "nll", "kl")  # metrics that are better when they are lower
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +55,8 @@ class OfflineJob:
         schedule: batch sizes, epochs and seed.
         model_path, best_path: folders for the final and the best model, in the Hugging Face layout. With LoRA the
             adapter is merged into the model, and also saved in the subfolder `adapter`.
+        checkpoints: when and where the state of the run is saved. Its folder defaults to `checkpoints` beside
+            `model_path`.
         rank, num_ranks, master: rank of this process, number of data-parallel processes, and host and port where they
             meet. Every process runs the same job.
         device: "cuda" or "cpu".
@@ -72,6 +77,7 @@ class OfflineJob:
     schedule: OfflineSchedule
     model_path: Path
     best_path: Path | None = None
+    checkpoints: CheckpointSpec = field(default_factory=CheckpointSpec)
     rank: int = 0
     num_ranks: int = 1
     master: tuple[str, int] = ("127.0.0.1", 29500)
@@ -105,13 +111,16 @@ class OfflineJob:
                 raise ConfigError(f"{message} {longest} tokens", hint=hint)
 
 
-def run_offline(job: OfflineJob, observer: Observer, recorder: Recorder | None = None) -> dict[str, float]:
+def run_offline(
+    job: OfflineJob, observer: Observer, recorder: Recorder | None = None, checkpoint: Checkpoint | None = None
+) -> dict[str, float]:
     """Train, evaluate, and save the model. Collective over `job.num_ranks` processes.
 
     Args:
         job: the run; equal on all ranks except for `rank`.
         observer: receives the events of the run, on rank 0 only.
         recorder: receives the metrics, on rank 0 only; None to record nothing.
+        checkpoint: to continue from, on rank 0 only; None for a run from the start.
 
     Returns:
         Metrics of the first and of the last evaluation, as `eval/<name>_before` and `eval/<name>_after`.
@@ -119,40 +128,54 @@ def run_offline(job: OfflineJob, observer: Observer, recorder: Recorder | None =
     Raises:
         ConfigError: an unknown `best_metric`, or a model that cannot be loaded.
         DataError: examples that the objective cannot learn from.
+        CheckpointError: the checkpoint belongs to another run.
+        Interrupted: SIGINT or SIGTERM reached a rank. The state of the run is saved before.
+        RlhfError: an update failed, or a file cannot be written. The model is saved before if all ranks live.
     """
-    if job.rank == 0:
-        observer.starting("the model")
-    run = _Run(job, observer, recorder)
-    run.evaluate(0)
-    if job.rank == 0:
-        observer.progress(0, job.schedule.num_updates(len(job.examples)))
-    train_offline(run.engine, run.objective, run.items, job.schedule, on_update=run.on_update)
-    if job.rank == 0:
-        observer.starting("to save the model")
-    run.save(job.model_path)
+    with Interrupts() as interrupts:
+        if job.rank == 0:
+            observer.starting("the model")
+        run = _Run(job, observer, recorder, interrupts)
+        try:
+            done = run.resume(checkpoint)
+            if not done:
+                run.evaluate(0)
+            # From here on, ranks end together, because they would wait for one that is missing.
+            interrupts.hold()
+            if job.rank == 0:
+                observer.progress(done, job.schedule.num_updates(len(job.examples)))
+            train_offline(run.engine, run.objective, run.items, job.schedule, done=done, on_update=run.on_update)
+            if job.rank == 0:
+                observer.starting("to save the model")
+            run.finish()
+        except (RlhfError, KeyboardInterrupt) as error:
+            run.save_what_is_left(models=isinstance(error, RlhfError))
+            raise
     return run.final
 
 
 class _Run:
     """The engine, objective and examples of a running job."""
 
-    def __init__(self, job: OfflineJob, observer: Observer, recorder: Recorder | None) -> None:
+    def __init__(self, job: OfflineJob, observer: Observer, recorder: Recorder | None, interrupts: Interrupts) -> None:
         self.final: dict[str, float] = {}
         self._job = job
         self._observer = observer
         self._recorder = recorder
+        self._interrupts = interrupts
+        self._failure: RlhfError | None = None  # of this rank, until all ranks know of it
+        self._has_news = False  # whether the weights have changed and no final model is saved
+        self._are_ranks_together = job.num_ranks == 1  # at the end of the run, so that they can save it
         self._eval_metrics: dict[str, float] = {}
         self._best: BestModel | None = None
+        lowest = job.best_metric in _LOWEST
         if job.best_metric is not None and job.best_path is not None:
-            lowest = job.best_metric in ("loss", "nll", "kl")
             self._best = BestModel(f"eval/{job.best_metric}", job.best_path, lowest=lowest)
         torch.manual_seed(job.schedule.seed)
         init_process_group(rank=job.rank, world_size=job.num_ranks, master=job.master, device=job.device)
         spec = job.model
-        load = load_trainable_reward_model if job.objective.model_kind == "reward" else load_actor
-        model = load(spec.path, gradient_checkpointing=spec.gradient_checkpointing, **spec.load_options)
-        if job.lora is not None:
-            add_lora(model, job.lora)
+        kind = job.objective.model_kind
+        model = load_model(kind, spec, job.lora)
         is_compiled = _compile(model.model, spec, job.device)
         # Stage 2 shards gradients over ranks. One rank has nothing to shard, and stage 1 does less work on the host.
         zero_stage = 1 if spec.zero_stage == 2 and job.num_ranks == 1 else spec.zero_stage
@@ -165,6 +188,13 @@ class _Run:
         self.items = self.objective.items(job.examples)
         self._eval_items = self.objective.items(job.eval_examples) if job.eval_examples else ()
         self._add_reference()
+        saving = job.checkpoints
+        home = saving.home(job.model_path.parent)
+        checkpoints = SharedCheckpoints(home, max_num=saving.max_num, max_bytes=saving.max_bytes, lowest=lowest)
+        models = RankModel(self.engine, kind, self._save)
+        self._checkpointer = Checkpointer(
+            saving, checkpoints, {"run": self}, models, recorder, Timeline(), observer, role=kind
+        )
 
     def _replay(self, backbone: Any) -> None:
         """Replay the passes over full packed sequences as CUDA graphs where that is possible, else log why not."""
@@ -180,56 +210,127 @@ class _Run:
         else:
             replay_full_packs(backbone, tokens, sums)
 
+    def resume(self, checkpoint: Checkpoint | None) -> int:
+        """Continue from the checkpoint that rank 0 found; return the updates that are done. Collective."""
+        path = of_all_ranks(checkpoint and checkpoint.path)[0]
+        return 0 if path is None else self._checkpointer.restore(read_checkpoint(path))
+
     def on_update(self, update: int, num_updates: int, metrics: Mapping[str, float]) -> None:
-        """Report an update, and evaluate after every `eval_steps` updates and after the last. Collective."""
-        if self._job.rank == 0:
-            self._observer.update(update, num_updates, dict(metrics))
-            if self._recorder is not None:
-                self._recorder.step(update, metrics)
-        if update == num_updates or (self._job.eval_steps and update % self._job.eval_steps == 0):
+        """Report an update, evaluate after every `eval_steps` updates and after the last, and save the state.
+
+        Collective. Raises Interrupted if a signal has reached a rank, after the state is saved.
+        """
+        self._has_news = True
+        with self._until_all_know():
+            if self._job.rank == 0:
+                self._observer.update(update, num_updates, dict(metrics))
+                if self._recorder is not None:
+                    self._recorder.step(update, metrics)
+        is_evaluated = update == num_updates or bool(self._job.eval_steps and update % self._job.eval_steps == 0)
+        if is_evaluated:
             self.evaluate(update)
+        received = self._tell_all()
+        decides = self._best is not None and is_evaluated
+        self._checkpointer.after_step(update, self._eval_metrics[self._best.metric] if decides else None)
+        if received is not None:
+            self._are_ranks_together = True
+            self._checkpointer.save()
+            raise Interrupted(received)
+
+    def finish(self) -> None:
+        """Save the final model, and wait until everything is written. Collective."""
+        self._has_news = False
+        with self._until_all_know():
+            self._save(self._job.model_path)
+        self._tell_all()
+        self._checkpointer.close()
+
+    def save_what_is_left(self, *, models: bool) -> None:
+        """Save as much as the end of a failed or interrupted run allows. What cannot be saved is a warning."""
+        if models and self._are_ranks_together and self._has_news:
+            try:
+                self._save(self._job.model_path)
+            except RlhfError as error:
+                self._observer.warning(f"not everything was saved: {error}")
+        self._checkpointer.close(ranks_live=self._are_ranks_together)
+        if self._are_ranks_together:
+            of_all_ranks(None)  # launchers kill all processes when the first one has ended
+
+    @contextmanager
+    def _until_all_know(self) -> Iterator[None]:
+        """Keep an error of this rank until `_tell_all`: the other ranks would wait for this one for ever."""
+        try:
+            yield
+        except RlhfError as error:
+            self._failure = self._failure or error
+
+    def _tell_all(self) -> int | None:
+        """Return the signal that any rank has received, or None. Collective. Raises the error that any rank has."""
+        received, has_failed = zip(*of_all_ranks((self._interrupts.received, self._failure is not None)), strict=True)
+        if any(has_failed):
+            self._are_ranks_together = True
+            raise self._failure or EngineError(f"rank {has_failed.index(True)} failed, which says why")
+        return max((number for number in received if number), default=None)
+
+    def state(self) -> dict[str, Any]:
+        """Return the state besides the model, for `restore`."""
+        best = self._best and self._best.state()
+        return {"order": self._order(), "final": self.final, "evaluated": self._eval_metrics, "best": best}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue where another process was. Raises CheckpointError for other examples or another order."""
+        for name, own in self._order().items():
+            if state["order"][name] != own:
+                message = f"the checkpoint's run had {name} {state['order'][name]}, and this one has {own}"
+                raise CheckpointError(message, hint="continue with the examples and the batch size that it had")
+        self.final = dict(state["final"])
+        self._eval_metrics = dict(state["evaluated"])
+        if self._best is not None:
+            self._best.restore(state["best"])
+
+    def _order(self) -> dict[str, int]:
+        """Return what decides which examples an update has, besides its number."""
+        schedule = self._job.schedule
+        return {
+            "num_examples": len(self._job.examples),
+            "train_batch_size": schedule.train_batch_size,
+            "seed": schedule.seed,
+        }
 
     def evaluate(self, update: int) -> None:
         """Evaluate, and save the weights if they are the best so far. Collective."""
         if not self._eval_items:
             return
         self._eval_metrics = self._measure(self._eval_items)
-        if self._job.rank == 0:
-            self._observer.evaluation(update, dict(self._eval_metrics))
-            if self._recorder is not None:
-                self._recorder.metrics(update, self._eval_metrics)
+        with self._until_all_know():
+            if self._job.rank == 0:
+                self._observer.evaluation(update, dict(self._eval_metrics))
+                if self._recorder is not None:
+                    self._recorder.metrics(update, self._eval_metrics)
         moment = "after" if update else "before"
-        self.final |= {f"{name}_{moment}": value for name, value in self._eval_metrics.items()}
+        self.final = self.final | {f"{name}_{moment}": value for name, value in self._eval_metrics.items()}
         best = self._best
         if best is None:
             return
         if best.metric not in self._eval_metrics:
             names = [name.removeprefix("eval/") for name in self._eval_metrics]
             raise ConfigError(unknown("best_metric", self._job.best_metric, names))
-        # All ranks take the same branch, because the metrics are those of all ranks together. `save` is collective.
+        # All ranks take the same branch, because the metrics are those of all ranks together. `_save` is collective.
         if best.beaten_by(self._eval_metrics):
-            self.save(best.staging)
-            best.keep(update, self._eval_metrics, {}, writes=self._job.rank == 0)
+            with self._until_all_know():
+                self._save(best.staging)
+                best.keep(update, self._eval_metrics, {}, writes=self._job.rank == 0)
 
-    def save(self, folder: Path) -> None:
+    def _save(self, folder: Path) -> None:
         """Save the model with its current weights. Collective; rank 0 writes."""
         job = self._job
-        model = self.engine.module
-        metrics = self._eval_metrics
-        if job.objective.model_kind == "reward" and not metrics:
-            metrics = self._measure(self.items)  # no evaluation examples: take the score moments of the training ones
-        state = self.engine.state_dict(wanted=job.rank == 0)
-        if job.rank > 0:
-            return
-        if job.lora is None:
-            save_hf(model, state, load_tokenizer(job.model.path), folder)
-        else:
-            with TemporaryDirectory() as scratch:
-                adapter = save_adapter(model, state, scratch)
-                merge_adapter(job.model.path, adapter, folder, dtype=job.model.dtype)
-            save_adapter(model, state, folder / ADAPTER_FOLDER)
+        moments = None
         if job.objective.model_kind == "reward":
-            store_moments(folder, *score_moments(metrics))
+            # Without evaluation examples, take the moments of the scores of the training ones.
+            moments = score_moments(self._eval_metrics or self._measure(self.items))
+        state = self.engine.state_dict(wanted=job.rank == 0)
+        if job.rank == 0:
+            write_model(self.engine.module, state, job.model, job.lora, folder, moments)
 
     def _measure(self, items: Sequence[Any]) -> dict[str, float]:
         metrics = evaluate(self.engine, self.objective, items, self._job.schedule)

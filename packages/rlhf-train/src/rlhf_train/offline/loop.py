@@ -17,10 +17,10 @@ from rlhf_data.packing import pack
 from rlhf_data.sampler import EpochSampler
 from rlhf_train.batching import Denominators, plan_batches
 from rlhf_train.engine.protocol import TrainEngine
+from rlhf_train.offline.ranks import of_all_ranks
 from rlhf_train.run.metrics import Max, Metric, merge_metrics, on_host, results
 
 Item = TypeVar("Item")
-Part = TypeVar("Part")
 LossShare = tuple[Tensor, dict[str, Metric]]  # what a micro-batch adds to the loss, and its metrics
 
 
@@ -114,10 +114,14 @@ class OfflineSchedule:
         """Return the number of updates of a run over `num_examples` examples."""
         return math.ceil(self.max_epochs * num_examples / self.train_batch_size)
 
-    def mini_batches(self, num_examples: int) -> Iterator[np.ndarray]:
-        """Yield the indices of each update's examples. Every example occurs exactly `max_epochs` times, shuffled."""
+    def mini_batches(self, num_examples: int, done: int = 0) -> Iterator[np.ndarray]:
+        """Yield the indices of each update's examples. Every example occurs exactly `max_epochs` times, shuffled.
+
+        The first `done` updates are left out.
+        """
         sampler = EpochSampler(num_examples, self.train_batch_size, seed=self.seed)
-        for _ in range(self.num_updates(num_examples)):
+        sampler.num_seen = done * self.train_batch_size
+        for _ in range(done, self.num_updates(num_examples)):
             left = self.max_epochs * num_examples - sampler.num_seen
             yield sampler.next_batch()[:left]
 
@@ -128,18 +132,19 @@ def train_offline(
     items: Sequence[Item],
     schedule: OfflineSchedule,
     *,
+    done: int = 0,
     on_update: Callable[[int, int, Mapping[str, float]], None],
 ) -> None:
     """Train on `items`. Collective: every rank holds all items and computes its part of each mini-batch.
 
-    After each update, `on_update` is called on every rank with the update's number from 1, the number of updates, and
-    the metrics over all ranks.
+    The first `done` updates are left out. After each other one, `on_update` is called on every rank with its number
+    from 1, the number of updates, and the metrics over all ranks.
     """
     num_updates = schedule.num_updates(len(items))
     # One mini-batch is read and planned ahead: `meanwhile` does so while the device computes the one before.
-    planned = _planned(objective, items, schedule)
-    ahead = [next(planned)]
-    for update in range(1, num_updates + 1):
+    planned = _planned(objective, items, schedule, done)
+    ahead = list(itertools.islice(planned, 1))
+    for update in range(done + 1, num_updates + 1):
         started = time.perf_counter()
         chosen, part = ahead.pop()
         metrics = learn_once(
@@ -151,10 +156,10 @@ def train_offline(
 
 
 def _planned(
-    objective: Objective[Item], items: Sequence[Item], schedule: OfflineSchedule
+    objective: Objective[Item], items: Sequence[Item], schedule: OfflineSchedule, done: int
 ) -> Iterator[tuple[list[Item], tuple[list[MicroBatch[Item]], Denominators]]]:
     """Yield the items of each mini-batch, and this rank's part of them."""
-    for members in schedule.mini_batches(len(items)):
+    for members in schedule.mini_batches(len(items), done):
         chosen = [items[index] for index in members]
         yield chosen, this_ranks_part(objective, chosen, schedule)
 
@@ -238,11 +243,3 @@ def _pack_rows(rows: Sequence[int], num_tokens: Sequence[int], capacity: int) ->
 
 def _over_ranks(parts: Sequence[Mapping[str, Metric]]) -> dict[str, float]:
     return results(merge_metrics(of_all_ranks(on_host(merge_metrics(parts)))))
-
-
-def of_all_ranks(own: Part) -> list[Part]:
-    """Return the values of `own` from all ranks, in the order of ranks. Collective."""
-    gathered = [own] * torch.distributed.get_world_size()
-    if len(gathered) > 1:
-        torch.distributed.all_gather_object(gathered, own)
-    return gathered

@@ -1,7 +1,6 @@
 """The order of events in an online run. Other files implement the events."""
 
 from rlhf_data.records import RolloutGroup
-from rlhf_train.online.checkpointing import Checkpointer
 from rlhf_train.online.evaluation import Evaluator
 from rlhf_train.online.job import OnlineJob
 from rlhf_train.online.learner import Learner
@@ -11,6 +10,7 @@ from rlhf_train.online.rollouts import Rollouts
 from rlhf_train.online.stream import SampleStream
 from rlhf_train.online.summaries import scored
 from rlhf_train.online.turns import Turns
+from rlhf_train.run.checkpointing import Checkpointer
 from rlhf_train.run.interrupts import Interrupts
 from rlhf_train.run.ledger import Ledger
 from rlhf_train.run.timeline import Timeline

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rlhf_data.errors import ConfigError, FeatureError
 from rlhf_data.records import Prompt
@@ -12,6 +12,7 @@ from rlhf_rollout.rewards.model import MODEL_TIMEOUT_S
 from rlhf_rollout.rewards.sources import DEFAULT_WORKER, RewardSource, WorkerOptions, model_paths
 from rlhf_train.algorithms import AlgorithmSpec
 from rlhf_train.online.placement import PlacementPlan
+from rlhf_train.run.checkpoint import CheckpointSpec
 from rlhf_train.run.trackers.spec import TrackerSpec
 from rlhf_train.specs import ModelSpec
 
@@ -123,28 +124,6 @@ class DynamicSampling:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointSpec:
-    """When the state of a run is saved, and where.
-
-    Attributes:
-        folder: of all checkpoints of the run; "" for the folder `checkpoints` in `save_path`.
-        every: steps between two checkpoints; 0 saves one only when the run is interrupted or fails.
-        max_num, max_bytes: see `rlhf_train.run.checkpoint.Checkpoints`.
-        full: save what a run needs to go on; without it, checkpoints hold the policy only.
-        hf_model: save the policy as a Hugging Face folder in each checkpoint.
-        resume: continue from the newest checkpoint in the folder, if there is one.
-    """
-
-    folder: str
-    every: int = 0
-    max_num: int = 3
-    max_bytes: float = math.inf
-    full: bool = True
-    hf_model: bool = False
-    resume: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class OnlineJob:
     """One online run.
 
@@ -206,7 +185,7 @@ class OnlineJob:
     ema_beta: float | None = None
     save_critic: bool = False
     best_metric: str | None = None
-    checkpoints: CheckpointSpec = CheckpointSpec(folder="")
+    checkpoints: CheckpointSpec = field(default_factory=CheckpointSpec)
 
     def __post_init__(self) -> None:
         row = self.algorithm.row

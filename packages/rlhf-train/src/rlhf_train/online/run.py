@@ -3,13 +3,11 @@
 from asyncio import CancelledError
 from collections.abc import Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import NamedTuple
 
 from rlhf_data.errors import RlhfError
 from rlhf_rollout.protocols import RewardFunction, RolloutEngine
 from rlhf_rollout.ray_actors import RayEngine
-from rlhf_train.online.checkpointing import Checkpointer
 from rlhf_train.online.cluster import placed_bundles, ray_cluster, start_processes
 from rlhf_train.online.controller import Controller
 from rlhf_train.online.evaluation import Evaluator
@@ -24,11 +22,12 @@ from rlhf_train.online.rollouts import Rollouts
 from rlhf_train.online.stream import SampleStream
 from rlhf_train.online.turns import Turns
 from rlhf_train.run.best_model import BestModel
-from rlhf_train.run.checkpoint import Checkpoint, Checkpoints
+from rlhf_train.run.checkpoint import Checkpoints
+from rlhf_train.run.checkpointing import Checkpointer, find_checkpoint, resumed_step
 from rlhf_train.run.interrupts import Interrupts
 from rlhf_train.run.ledger import Ledger
 from rlhf_train.run.observer import Observer
-from rlhf_train.run.recorder import ARTIFACTS, Recorder, check_save_path
+from rlhf_train.run.recorder import Recorder, check_save_path
 from rlhf_train.run.timeline import Timeline
 
 
@@ -59,17 +58,15 @@ def run_online(job: OnlineJob, observer: Observer) -> RunSummary:
     check_save_path(job.save_path, resumes=job.checkpoints.resume)
     with ExitStack() as stack:
         interrupts = stack.enter_context(Interrupts())
-        checkpoint = find_checkpoint(job, observer)
+        checkpoint = find_checkpoint(job.checkpoints, job.save_path, observer)
         observer.starting("Ray")
         stack.enter_context(ray_cluster(job.plan, job.ray_address))
         interrupts.listen()
         reserved = stack.enter_context(placed_bundles(job.plan))
         observer.starting("engines and trainers")
         processes = start_processes(job, reserved)
-        resumed_step = None
-        if job.checkpoints.resume:
-            resumed_step = checkpoint.step if checkpoint else -1
-        recorder = stack.enter_context(Recorder(job.save_path, job.config, job.trackers, observer, resumed_step))
+        kept = resumed_step(job.checkpoints, checkpoint)
+        recorder = stack.enter_context(Recorder(job.save_path, job.config, job.trackers, observer, kept))
         reward = make_reward(job, processes.scorers, recorder.folder / "reward.log")
         engines = [RayEngine(handle, job.engine) for handle in processes.engines]
         parts = assemble(job, engines, processes.workers, reward, recorder, observer, timeline, interrupts)
@@ -77,23 +74,6 @@ def run_online(job: OnlineJob, observer: Observer) -> RunSummary:
         if checkpoint is not None:
             parts.controller.first_step = parts.checkpointer.restore(checkpoint) + 1
         return train_and_save(job, parts, recorder)
-
-
-def checkpoint_folder(job: OnlineJob) -> Path:
-    """Return the folder of all checkpoints of a run."""
-    return Path(job.checkpoints.folder or Path(job.save_path) / ARTIFACTS["checkpoints"])
-
-
-def find_checkpoint(job: OnlineJob, observer: Observer) -> Checkpoint | None:
-    """Return the newest whole checkpoint if the job continues one, and say so; None for a run from the start."""
-    if not job.checkpoints.resume:
-        return None
-    checkpoint = Checkpoints(checkpoint_folder(job)).newest_whole(observer.warning)
-    if checkpoint is None:
-        observer.notice(f"there is no checkpoint in {checkpoint_folder(job)}: the run starts from the beginning")
-    else:
-        observer.notice(f"the run continues after step {checkpoint.step}, from {checkpoint.path}")
-    return checkpoint
 
 
 def assemble(
@@ -144,7 +124,9 @@ def assemble(
         "ledger": ledger,
         "report": report,
     }
-    checkpointer = Checkpointer(job, checkpoint_folder(job), resumable, learner, recorder, timeline, observer)
+    spec = job.checkpoints
+    checkpoints = Checkpoints(spec.home(job.save_path), max_num=spec.max_num, max_bytes=spec.max_bytes)
+    checkpointer = Checkpointer(spec, checkpoints, resumable, learner, recorder, timeline, observer)
     controller = Controller(
         job,
         rollouts=rollouts,

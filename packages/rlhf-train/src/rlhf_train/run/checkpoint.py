@@ -9,6 +9,7 @@ A checkpoint is written into `.step-20.partial` and renamed after every file is 
 
 import hashlib
 import json
+import math
 import os
 import shutil
 import threading
@@ -20,10 +21,38 @@ from typing import Any
 from rlhf_data.errors import CheckpointError
 
 FORMAT = 1
+FOLDER = "checkpoints"  # within the folder of a run
 MANIFEST, STATE = "manifest.json", "state.json"
 RECEIPT = ".receipt.json"  # ends the name of the file in which a rank tells that its own file is on the disk
 _CHUNK = 1 << 22
 _POLL_S = 0.05
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointSpec:
+    """When the state of a run is saved, and where.
+
+    Attributes:
+        folder: of all checkpoints of the run; "" for the folder `checkpoints` in the run's folder.
+        every: steps (updates of an offline run) between two checkpoints; 0 saves one only when the run is interrupted
+            or fails.
+        max_num, max_bytes: see `Checkpoints`.
+        full: save what a run needs to go on; without it, checkpoints hold the model only.
+        hf_model: save the policy, or the model of an offline run, as a Hugging Face folder in each checkpoint.
+        resume: continue from the newest checkpoint in the folder, if there is one.
+    """
+
+    folder: str = ""
+    every: int = 0
+    max_num: int = 3
+    max_bytes: float = math.inf
+    full: bool = True
+    hf_model: bool = False
+    resume: bool = False
+
+    def home(self, run_folder: str | Path) -> Path:
+        """Return the folder of all checkpoints of the run in `run_folder`."""
+        return Path(self.folder or Path(run_folder) / FOLDER)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +63,14 @@ class Checkpoint:
         path: its folder.
         step: steps (or updates of an offline run) that were complete.
         metric: value of the metric that decides the best checkpoint; None if it was not known.
+        lowest: whether lower values of it are better.
         files: name to size in bytes and SHA-256 of its files.
     """
 
     path: Path
     step: int
     metric: float | None
+    lowest: bool
     files: Mapping[str, tuple[int, str]]
 
     @property
@@ -72,12 +103,14 @@ class Checkpoints:
         folder: of all checkpoints; created with the first one.
         max_num: newest checkpoints to keep; the one with the best metric is kept besides.
         max_bytes: largest size of all checkpoints together. The newest one is kept even if it is larger.
+        lowest: whether lower metrics are better.
     """
 
-    def __init__(self, folder: Path, *, max_num: int = 3, max_bytes: float = float("inf")) -> None:
+    def __init__(self, folder: Path, *, max_num: int = 3, max_bytes: float = math.inf, lowest: bool = False) -> None:
         self.folder = folder
         self._max_num = max_num
         self._max_bytes = max_bytes
+        self._lowest = lowest
 
     def begin(self, step: int) -> Path:
         """Return an empty folder for the files of a new checkpoint. Raises CheckpointError if it cannot be written."""
@@ -124,7 +157,7 @@ class Checkpoints:
                     files[name] = (path.stat().st_size, sha256(path))
             for name in ranks:
                 (staging / (name + RECEIPT)).unlink()
-            manifest = {"format": FORMAT, "step": step, "metric": metric, "files": files}
+            manifest = {"format": FORMAT, "step": step, "metric": metric, "lowest": self._lowest, "files": files}
             (staging / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
             flush(staging / MANIFEST)
             flush(staging)
@@ -167,7 +200,7 @@ class Checkpoints:
         """Remove the oldest checkpoints beyond the limits, except for the best one."""
         *older, newest = self.all()
         scored = [checkpoint for checkpoint in (*older, newest) if checkpoint.metric is not None]
-        best = max(scored, key=lambda checkpoint: (checkpoint.metric, checkpoint.step), default=newest)
+        best = max(scored, key=lambda one: (-one.metric if one.lowest else one.metric, one.step), default=newest)
         used = newest.size_bytes + (best.size_bytes if best is not newest else 0)
         num = 1
         for checkpoint in reversed(older):
@@ -188,7 +221,8 @@ def read_checkpoint(path: Path) -> Checkpoint:
         if version == FORMAT:
             files = {str(name): (int(size), str(digest)) for name, (size, digest) in manifest["files"].items()}
             metric = manifest["metric"]
-            return Checkpoint(path, int(manifest["step"]), None if metric is None else float(metric), files)
+            value = None if metric is None else float(metric)
+            return Checkpoint(path, int(manifest["step"]), value, bool(manifest["lowest"]), files)
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise CheckpointError(f"{path / MANIFEST} cannot be read: {error}") from error
     raise CheckpointError(f"{path} has format {version}; this version reads format {FORMAT}")

@@ -14,7 +14,7 @@ from rlhf_data.errors import ConfigError, RlhfError
 from rlhf_data.records import RolloutGroup
 from rlhf_rollout.records_io import RolloutWriter
 from rlhf_train.background import BackgroundWriter, cannot_write
-from rlhf_train.run.checkpoint import flush
+from rlhf_train.run.checkpoint import FOLDER, flush
 from rlhf_train.run.observer import Observer
 from rlhf_train.run.trackers.jsonl import JsonlTracker
 from rlhf_train.run.trackers.spec import Tracker, TrackerSpec
@@ -34,7 +34,7 @@ ARTIFACTS: Mapping[str, str] = {
     "best model": "best_model",
     "averaged model": "ema_model",
     "critic": "critic",
-    "checkpoints": "checkpoints",
+    "checkpoints": FOLDER,
     "log": "log.txt",
 }
 

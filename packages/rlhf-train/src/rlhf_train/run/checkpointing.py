@@ -1,4 +1,4 @@
-"""Saves the state of an online run between two steps, and continues from it."""
+"""Saves the state of a run between two steps, or two updates of an offline run, and continues from it."""
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -7,9 +7,7 @@ from typing import Any, Protocol
 
 from rlhf_data.errors import CheckpointError, RlhfError
 from rlhf_train.background import BackgroundWriter
-from rlhf_train.online.job import OnlineJob
-from rlhf_train.online.learner import Learner
-from rlhf_train.run.checkpoint import Checkpoint, Checkpoints, cannot_save
+from rlhf_train.run.checkpoint import Checkpoint, Checkpoints, CheckpointSpec, cannot_save
 from rlhf_train.run.observer import Observer
 from rlhf_train.run.recorder import Recorder
 from rlhf_train.run.timeline import Timeline
@@ -25,40 +23,82 @@ class Resumable(Protocol):
         """Continue with a state that `state` returned in another process."""
 
 
+class Models(Protocol):
+    """The trained models of a run on all its ranks."""
+
+    def save_state(self, folder: str) -> list[str]:
+        """Have all ranks copy their models to host memory and write them to `folder` while the run goes on.
+
+        Returns the names of the files, which are complete when each has a receipt; see `run.checkpoint`.
+        """
+
+    def finish_state(self) -> None:
+        """Wait until no rank writes files of `save_state` any more."""
+
+    def load_state(self, folder: str) -> None:
+        """Have all ranks continue with the models in `folder`."""
+
+    def save(self, role: str, path: str) -> None:
+        """Write the model of `role` as a Hugging Face folder."""
+
+
+def find_checkpoint(spec: CheckpointSpec, run_folder: str | Path, observer: Observer) -> Checkpoint | None:
+    """Return the newest whole checkpoint if the run continues one, and say so; None for a run from the start."""
+    if not spec.resume:
+        return None
+    folder = spec.home(run_folder)
+    checkpoint = Checkpoints(folder).newest_whole(observer.warning)
+    if checkpoint is None:
+        observer.notice(f"there is no checkpoint in {folder}: the run starts from the beginning")
+    else:
+        observer.notice(f"the run continues from {checkpoint.path}")
+    return checkpoint
+
+
+def resumed_step(spec: CheckpointSpec, checkpoint: Checkpoint | None) -> int | None:
+    """Return which records `Recorder` keeps when the run continues from `checkpoint`; None for a new run."""
+    if not spec.resume:
+        return None
+    return -1 if checkpoint is None else checkpoint.step
+
+
 class Checkpointer:
     """Writes checkpoints while the run goes on, and restores them.
 
     A checkpoint that cannot be written is a warning, since training does not need it: the one before stays.
 
     Args:
-        job: says how often, and how many are kept.
-        folder: of all checkpoints of the run.
+        spec: says how often, and what.
+        checkpoints: of the run.
         parts: the parts of the run with a state, by name.
-        learner: holds the models.
-        recorder: its files must be on the disk before a checkpoint counts.
+        models: the trained models.
+        recorder: its files must be on the disk before a checkpoint counts; None if nothing is recorded.
         timeline: counts the seconds for which the run waits.
         observer: is warned.
+        role: of the model that `spec.hf_model` saves.
     """
 
     def __init__(
         self,
-        job: OnlineJob,
-        folder: Path,
+        spec: CheckpointSpec,
+        checkpoints: Checkpoints,
         parts: Mapping[str, Resumable],
-        learner: Learner,
-        recorder: Recorder,
+        models: Models,
+        recorder: Recorder | None,
         timeline: Timeline,
         observer: Observer,
+        *,
+        role: str = "actor",
     ) -> None:
-        spec = job.checkpoints
-        self._job = job
+        self._spec = spec
         self._parts = parts
-        self._learner = learner
+        self._models = models
+        self._role = role
         self._recorder = recorder
         self._timeline = timeline
         self._observer = observer
-        self._checkpoints = Checkpoints(folder, max_num=spec.max_num, max_bytes=spec.max_bytes)
-        self._background = BackgroundWriter(lambda error: cannot_save(folder, error), max_pending=1)
+        self._checkpoints = checkpoints
+        self._background = BackgroundWriter(lambda error: cannot_save(checkpoints.folder, error), max_pending=1)
         self._failures: list[str] = []
         self._ended = threading.Event()  # no rank writes the last checkpoint any more
         self._saved_step = 0
@@ -73,7 +113,7 @@ class Checkpointer:
         state = checkpoint.state()
         if lacking := self._parts.keys() - state.keys():
             raise CheckpointError(f"{checkpoint.path} lacks the state of {', '.join(sorted(lacking))}")
-        self._learner.load_state(str(checkpoint.path))
+        self._models.load_state(str(checkpoint.path))
         for name, part in self._parts.items():
             part.restore(state[name])
         self._state = state
@@ -87,14 +127,13 @@ class Checkpointer:
         """
         self._state = {"step": step, **{name: part.state() for name, part in self._parts.items()}}
         self._metric = metric
-        every = self._job.checkpoints.every
-        if every > 0 and step % every == 0:
+        if self._spec.every > 0 and step % self._spec.every == 0:
             self.save()
 
     def save(self) -> None:
         """Save the state after the last complete step, unless it is saved already. The models must have that state."""
         step = self._state["step"]
-        spec = self._job.checkpoints
+        spec = self._spec
         self._warn()
         if step == self._saved_step or not (spec.full or spec.hf_model):
             return
@@ -103,10 +142,10 @@ class Checkpointer:
             try:
                 self._await_commit()
                 staging = self._checkpoints.begin(step)
-                names = self._learner.save_state(str(staging)) if spec.full else []
+                names = self._models.save_state(str(staging)) if spec.full else []
                 if spec.hf_model:
-                    self._learner.save("actor", str(staging / "hf"))
-                written = self._recorder.written()
+                    self._models.save(self._role, str(staging / "hf"))
+                written = self._recorder.written() if self._recorder else lambda: None
             except CheckpointError as error:
                 self._failures.append(str(error))
                 self._warn()
@@ -118,14 +157,14 @@ class Checkpointer:
     def close(self, *, ranks_live: bool = True) -> None:
         """Wait until everything is written; with dead ranks, give up what they have not written."""
         if ranks_live:
-            self._learner.finish_state()
+            self._models.finish_state()
         self._ended.set()
         self._background.close(lambda: None)
         self._warn()
 
     def _await_commit(self) -> None:
         """Wait until the checkpoint before is in force or has failed: two at once would need twice the memory."""
-        self._learner.finish_state()
+        self._models.finish_state()
         self._ended.set()
         self._background.written().result()
         self._ended = threading.Event()
