@@ -122,13 +122,13 @@ def test_sync_makes_the_weights_the_trainers_and_reverting_gives_the_same_tokens
             tokens = [answer[0].token_ids.tolist() for answer in answers]
             return tokens, np.concatenate([answer[0].logprobs for answer in answers])
 
-        cluster.wait(own.start("send_weights", [RayEngine(engine)], 0))
+        cluster.wait(own.start("send_weights", {0: RayEngine(engine)}, 0))
         first_tokens, first_logprobs = greedy()
         cluster.wait(own.start("load", 0, 1, other.models, other, None))
-        cluster.wait(own.start("send_weights", [RayEngine(engine)], 1))
+        cluster.wait(own.start("send_weights", {0: RayEngine(engine)}, 1))
         other_tokens, _ = greedy()
         cluster.wait(own.start("load", 0, 1, job.models, job, None))
-        cluster.wait(own.start("send_weights", [RayEngine(engine)], 2))
+        cluster.wait(own.start("send_weights", {0: RayEngine(engine)}, 2))
         again_tokens, again_logprobs = greedy()
     assert other_tokens != first_tokens
     assert again_tokens == first_tokens

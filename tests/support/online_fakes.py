@@ -9,7 +9,7 @@ import numpy as np
 
 from rlhf_data.errors import EngineError
 from rlhf_data.records import FinishReason, Prompt, Verdict, VerdictKind
-from rlhf_rollout.protocols import Completion
+from rlhf_rollout.protocols import Completion, EngineHealth
 from rlhf_train.online.job import BatchSizes
 from rlhf_train.online.ranks import RankSet
 from rlhf_train.run.checkpoint import write_receipt
@@ -24,6 +24,7 @@ class World:
 
     Attributes:
         failing: prompts with a first token below this, modulo 2, fail in the engine.
+        dead: every call of the engine fails until it is restarted.
         lost: rollouts that a role's ranks do not train, by role.
         kl: what the ranks measure.
         delay_s: of every call.
@@ -32,6 +33,7 @@ class World:
 
     def __init__(self) -> None:
         self.failing = 0
+        self.dead = False
         self.lost: dict[str, int] = {}
         self.kl = 0.0
         self.delay_s = 0.0
@@ -44,11 +46,28 @@ class World:
     # the engine
 
     async def generate(self, token_ids, sampling, *_, **__):
+        self._check_alive()
         if token_ids[0] % 2 < self.failing:
             raise EngineError("the GPU is on fire")
         time.sleep(self.delay_s)
         completion = Completion.single(np.arange(5), np.full(5, -1.0), FinishReason.STOP, self.engine_version)
         return [completion] * sampling.num_samples
+
+    def _check_alive(self):
+        if self.dead:
+            raise EngineError("the engine is gone")
+
+    def restart(self):
+        self.log.append("restart")
+        self.dead = False
+        self.engine_version = -1
+
+    async def ready(self):
+        pass
+
+    async def health(self):
+        self._check_alive()
+        return EngineHealth(policy_version=self.engine_version, num_in_flight=0, is_paused=False, is_asleep=False)
 
     # the ranks
 
@@ -91,8 +110,10 @@ class World:
 
     def send(self, engines, policy_version):
         self.log.append(f"send {policy_version} to {len(engines)}")
+        if self.dead:
+            return 11, dict.fromkeys(engines, "gone in the middle of a bucket")
         self.engine_version = policy_version
-        return 11
+        return 11, {}
 
 
 class FakeRanks(RankSet):

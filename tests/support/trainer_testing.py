@@ -191,11 +191,11 @@ def running_engine(job: OnlineJob) -> Iterator[Any]:
     Runs inside the context use this engine and start none, because an engine takes longer to start than a short run
     takes. A run's first weight sync gives the engine the weights of that run.
     """
-    from rlhf_rollout.ray_actors import RemoteEngine
+    from rlhf_rollout.ray_actors import RayEngine, RemoteEngine
     from rlhf_train.online import cluster
     from rlhf_train.online.ray_session import started_cluster
 
     with started_cluster(NUM_CLUSTER_CPUS, 0):
         engine = RemoteEngine.options(num_cpus=1).remote("vllm", job.engine)
-        with mock.patch.object(cluster, "start_engines", return_value=[engine]):
+        with mock.patch.object(cluster, "start_engines", return_value=[RayEngine(engine, job.engine)]):
             yield engine

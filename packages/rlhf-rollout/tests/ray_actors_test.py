@@ -1,6 +1,7 @@
 """Engines and scorers behind Ray: the driver's view and the trainer's client, on a fake engine and a tiny model."""
 
 import asyncio
+import pickle
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -100,8 +101,33 @@ def test_killed_engine_raises_instead_of_hanging(cluster: None) -> None:
     ray.kill(handle)
     with pytest.raises(EngineError, match="the engine's process is gone"):
         run(engine.generate(PROMPT, SamplingParams()))
-    with pytest.raises(WeightSyncError, match="the engine's process is gone"):
+    with pytest.raises(EngineError, match="the engine's process is gone"):
         run(engine.begin_weight_update(1))
+
+
+def test_ray_engine_restarts_in_a_new_process_and_only_where_it_was_started(cluster: None) -> None:
+    engine = RayEngine(start_engine(), start=start_engine)
+    copy = pickle.loads(pickle.dumps(engine))
+    run(engine.ready())
+    run(engine.begin_weight_update(3))
+    run(engine.finish_weight_update())
+    engine.restart()
+    run(engine.ready())
+    assert run(engine.health()).policy_version == 0  # a new process has the weights of its model
+    assert len(run(engine.generate(PROMPT, SamplingParams()))) == 1
+    with pytest.raises(EngineError, match="the engine's process is gone"):
+        run(copy.health())
+    with pytest.raises(EngineError, match="did not start the engine"):
+        copy.restart()
+    ray.kill(engine.handle)
+
+
+def test_engine_that_is_hung_in_its_start_misses_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray, "cancel", lambda reference: None)
+    handle = HungHandle()
+    handle.ready = handle
+    with pytest.raises(EngineError, match="the start of an engine's process took longer"):
+        run(RayEngine(handle, EngineSpec(model="x", start_timeout_s=0.05)).ready())
 
 
 @pytest.mark.parametrize("leave", ["cancel", "deadline"])
@@ -208,12 +234,17 @@ def test_ray_scorer_gives_the_scores_of_its_model_and_its_errors(cluster: None, 
 def test_hung_reward_model_process_is_a_timeout_and_its_call_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     cancelled: list[Any] = []
     monkeypatch.setattr(ray, "cancel", cancelled.append)
+    killed: list[Any] = []
+    monkeypatch.setattr(ray, "kill", lambda handle, **options: killed.append(options))
     spans = (Span(SpanSource.PROMPT, [5]), Span(SpanSource.POLICY, [6], [-1.0], 0))
     rollouts = [Rollout(f"r{index}", "g", spans, FinishReason.STOP) for index in range(2)]
     reward = ModelReward([RayScorer(HungHandle())], timeout_s=0.05)
     verdicts = run(reward.score(Prompt("p", [5], "five"), rollouts))
     assert [verdict.kind for verdict in verdicts] == [VerdictKind.TIMEOUT] * 2
-    assert len(cancelled) == 1
+    assert len(cancelled) == 1 and not killed
+    # The second call in a row without an answer: the process is killed, and Ray may restart it.
+    run(reward.score(Prompt("p", [5], "five"), rollouts))
+    assert (len(cancelled), killed) == (2, [{"no_restart": False}])
 
 
 def test_ray_scorer_that_does_not_start_tells_why(cluster: None, tmp_path: Path) -> None:

@@ -151,6 +151,66 @@ def test_router_numbers_of_engines_are_not_used_again():
         ask(router)
 
 
+def test_router_requests_wait_while_all_engines_are_suspended():
+    first, second = Engine(), Engine()
+    router = EngineRouter([first, second])
+    router.suspend(first)
+    ask(router, 2)
+    assert (first.num_asked, second.num_asked) == (0, 2)
+
+    async def waits_for(change):
+        request = asyncio.create_task(router.generate(PROMPT, SamplingParams()))
+        await asyncio.sleep(0.02)
+        assert not request.done()
+        change()
+        return await request
+
+    def lose_all():
+        router.detach(first)
+        router.detach(second)
+
+    async def scenario():
+        router.suspend(second)
+        await waits_for(lambda: router.restore(first))
+        assert (first.num_asked, second.num_asked) == (1, 2)
+        router.suspend(first)
+        with pytest.raises(EngineError, match="no engine is attached"):
+            await waits_for(lose_all)
+
+    asyncio.run(scenario())
+    for method in (router.suspend, router.restore):
+        with pytest.raises(ConfigError, match="is not attached"):
+            method(first)
+
+
+def test_router_sends_a_conversation_elsewhere_while_its_engine_is_suspended():
+    first, second = Engine(), Engine()
+    router = EngineRouter([first, second])
+    ask(router, conversation="a")
+    router.suspend(first)
+    ask(router, conversation="a")
+    assert (first.num_asked, second.num_asked) == (1, 1)
+
+
+def test_router_restored_engine_is_as_good_as_one_that_never_failed():
+    broken, works = Engine(broken=True), Engine()
+    router = EngineRouter([broken, works])
+    ask(router)
+    broken.broken = False
+    router.restore(broken)
+    ask(router)
+    assert (broken.num_asked, works.num_asked) == (2, 1)
+
+
+def test_router_tells_the_result_of_every_attempt():
+    broken, works = Engine(broken=True), Engine()
+    router = EngineRouter([broken, works])
+    told = []
+    router.on_result = lambda engine, error: told.append((engine, str(error)))
+    ask(router)
+    assert told == [(broken, "broken"), (works, "None")]
+
+
 def test_router_conversation_stays_on_its_engine_until_that_fails_or_goes():
     first, second = Engine(0.01), Engine(0.01)
     router = EngineRouter([first, second])

@@ -3,6 +3,8 @@
 import dataclasses
 from types import SimpleNamespace
 
+import ray
+
 from rlhf_rollout.engines import EngineSpec
 from rlhf_train.online import cluster
 from rlhf_train.online.placement import PlacementRequest, plan_placement
@@ -19,8 +21,13 @@ def test_engines_of_a_run_get_seeds_of_their_own_and_are_alike_otherwise(monkeyp
     monkeypatch.setattr(cluster, "RemoteEngine", Remote)
     plan = plan_placement(PlacementRequest(ranks={"actor": 1}, num_engines=3), num_gpus=0)
     spec = EngineSpec(model="m", seed=42)
-    assert cluster.start_engines(SimpleNamespace(engine=spec, plan=plan), None) == [1, 2, 3]
+    engines = cluster.start_engines(SimpleNamespace(engine=spec, plan=plan), None)
+    assert [engine.handle for engine in engines] == [1, 2, 3]
     assert started == [("vllm", dataclasses.replace(spec, seed=42 + number)) for number in range(3)]
+    # One that is restarted has the settings that it had.
+    monkeypatch.setattr(ray, "kill", lambda handle: None)
+    engines[1].restart()
+    assert (engines[1].handle, started[-1]) == (4, started[1])
     started.clear()
     unseeded = EngineSpec(model="m")  # each engine draws its own
     cluster.start_engines(SimpleNamespace(engine=unseeded, plan=plan), None)

@@ -35,7 +35,12 @@ class Ranks(RankSet):
     def start_each(self, method, arguments):
         self.log.append((self.roles, method))
         self.shards += arguments
-        return [1000 + rank for rank in self.handles]
+        if method == "send_weights":
+            return [
+                (1000 + rank, {number: "full" for number in mine if number == 2})
+                for rank, (mine, _) in enumerate(arguments)
+            ]
+        return [{} for _ in self.handles]
 
 
 @pytest.fixture
@@ -132,8 +137,8 @@ def test_updates_start_side_by_side_and_count_as_the_sum_of_their_ranks(job):
 @pytest.mark.parametrize(
     ("transfer", "targets"),
     [
-        ("shared_memory", [["a", "b", "c"], []]),
-        ("ipc", [["b"], ["a", "c"]]),
+        ("shared_memory", [{0: "a", 1: "b", 2: "c"}, {}]),
+        ("ipc", [{1: "b"}, {0: "a", 2: "c"}]),
     ],
 )
 def test_weights_go_to_the_engines_of_the_same_device_or_all_from_the_first_rank(job, transfer, targets):
@@ -145,8 +150,13 @@ def test_weights_go_to_the_engines_of_the_same_device_or_all_from_the_first_rank
     ranks = Ranks([], "actor", "critic", "reference", count=2)
     learner = Learner(dataclasses.replace(job, plan=plan, engine=engine), [ranks])
     learner.policy_version = 4
-    assert learner.send_weights(["a", "b", "c"]) == 1001  # the larger of what the two ranks say
+    engines = {0: "a", 1: "b", 2: "c"}
+    # The larger size of the two ranks, and the failures of both.
+    assert learner.send_weights(engines) == (1001, {2: "full"})
     assert ranks.shards == [(engines, 4) for engines in targets]
+    ranks.shards.clear()
+    learner.send_weights({2: "c"})  # one engine that was restarted
+    assert ranks.shards == [({number: name for number, name in mine.items() if number == 2}, 4) for mine in targets]
 
 
 def test_sleep_and_peak_memory_are_of_all_sets(job):

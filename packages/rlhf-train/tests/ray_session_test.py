@@ -9,16 +9,18 @@ import sys
 import pytest
 import ray
 from ray._raylet import AuthenticationMode, get_authentication_mode
-from ray.exceptions import AuthenticationError, RayError
+from ray.exceptions import AuthenticationError, ObjectLostError, RayActorError, RayError, RayTaskError
 
 from rlhf_data.errors import ConfigError, EngineError
 from rlhf_train.online import ray_session
 from rlhf_train.online.ray_session import (
     START_ATTEMPTS,
+    LostProcessError,
     check_resources,
     find_cluster,
     join,
     started_cluster,
+    wait,
     worker_environment,
 )
 
@@ -200,3 +202,70 @@ def test_workers_of_a_joined_cluster_get_the_import_path_of_a_checkout(monkeypat
 def test_workers_of_a_joined_cluster_import_installed_packages_as_they_are(monkeypatch):
     monkeypatch.setattr(ray_session, "_is_installed", lambda: True)
     assert worker_environment({"PYTHONPATH": "/a"}, None) == {}
+
+
+class Calls:
+    """Stands for Ray's calls: `states` has the result of each, an error to raise, or None while it is not there."""
+
+    def __init__(self, monkeypatch, *states):
+        self.states = list(states)
+        self.references = list(range(len(states)))
+        monkeypatch.setattr(ray, "wait", self.wait)
+        monkeypatch.setattr(ray, "get", lambda references: [self.get(reference) for reference in references])
+
+    def get(self, reference):
+        if isinstance(self.states[reference], Exception):
+            raise self.states[reference]
+        return self.states[reference]
+
+    def wait(self, references, *, num_returns, timeout):
+        there = [reference for reference in references if self.states[reference] is not None][:num_returns]
+        assert there or timeout is not None, "this would wait forever"
+        return there, [reference for reference in references if reference not in there]
+
+
+def task_error(cause):
+    return RayTaskError("run", "traceback", cause)
+
+
+def test_wait_returns_results_in_the_order_of_the_calls(monkeypatch):
+    assert wait(Calls(monkeypatch, "a", "b").references) == ["a", "b"]
+    assert wait([]) == []
+
+
+def test_wait_raises_the_death_of_a_rank_while_its_peers_hang(monkeypatch):
+    calls = Calls(monkeypatch, None, RayActorError(), None)
+    with pytest.raises(LostProcessError, match="a process of the run is gone"):
+        wait(calls.references)
+
+
+def test_wait_blames_the_rank_that_died_and_not_its_peer_whose_collective_failed(monkeypatch):
+    calls = Calls(monkeypatch, task_error(RuntimeError("Connection closed by peer")), RayActorError())
+    with pytest.raises(LostProcessError, match="a process of the run is gone"):
+        wait(calls.references)
+
+
+def test_wait_raises_an_error_of_a_rank_that_nobody_else_explains(monkeypatch):
+    calls = Calls(monkeypatch, task_error(RuntimeError("CUDA out of memory")), None)
+    with pytest.raises(RayTaskError, match="traceback"):
+        wait(calls.references)
+
+
+def test_wait_raises_our_errors_as_they_are_and_at_once(monkeypatch):
+    calls = Calls(monkeypatch, task_error(ConfigError("no such model")), None)
+    monkeypatch.setattr(ray_session, "_DEATH_S", None)  # waiting for the peer would be an error
+    with pytest.raises(ConfigError, match=r"^no such model$"):
+        wait(calls.references)
+
+
+def test_wait_counts_an_object_that_went_with_its_process_as_a_loss(monkeypatch):
+    calls = Calls(monkeypatch, task_error(ObjectLostError("0" * 56, None, "")))
+    with pytest.raises(LostProcessError, match="gone"):
+        wait(calls.references)
+
+
+def test_wait_ends_at_its_deadline_and_says_what_it_waited_for(monkeypatch):
+    calls = Calls(monkeypatch, "a", None)
+    with pytest.raises(EngineError, match=r"the start took longer than 0\.01 s\s+hint: the processes' logs") as caught:
+        wait(calls.references, timeout_s=0.01, what="the start")
+    assert not isinstance(caught.value, LostProcessError)

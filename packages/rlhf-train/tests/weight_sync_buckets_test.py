@@ -13,7 +13,7 @@ import torch
 
 import rlhf_rollout.weight_sync
 import rlhf_train.weight_sync
-from rlhf_data.errors import ConfigError, WeightSyncError
+from rlhf_data.errors import ConfigError, EngineError, WeightSyncError
 from rlhf_rollout.engines.fake import FakeEngine
 from rlhf_rollout.weight_sync import MEDIA
 from rlhf_rollout.weight_sync.bucket import WeightBucket
@@ -40,7 +40,13 @@ def crc(tensor: torch.Tensor) -> int:
 class Recorder:
     """An engine that notes what it is told, and may fail."""
 
-    def __init__(self, fail_at: str | None = None, gate: asyncio.Barrier | None = None) -> None:
+    def __init__(
+        self,
+        fail_at: str | None = None,
+        gate: asyncio.Barrier | None = None,
+        error: type[Exception] = WeightSyncError,
+    ) -> None:
+        self._error = error
         self.events: list[str] = []
         self.buckets: list[WeightBucket] = []
         self.contents: list[bytes] = []
@@ -52,7 +58,7 @@ class Recorder:
         if self._gate is not None:
             await asyncio.wait_for(self._gate.wait(), 10)
         if event.split()[0] == self._fail_at:
-            raise WeightSyncError(f"told to fail at {event}")
+            raise self._error(f"told to fail at {event}")
 
     async def begin_weight_update(self, policy_version: int) -> None:
         await self._note(f"begin {policy_version}")
@@ -131,6 +137,25 @@ def test_send_failing_engine_raises_and_frees_the_segment(fail_at: str) -> None:
     assert segments() == set()
     # Ranks that gather along must not wait for this one: the weights were taken to their end.
     assert next(weights, None) is None
+
+
+@pytest.mark.parametrize("fail_at", ["begin", "receive", "finish"])
+def test_send_leaves_out_an_engine_that_dies_and_completes_the_others(fail_at: str) -> None:
+    """Every call of the dead engine is made once, those after its death are not; the other one misses nothing."""
+    dead, lives = Recorder(fail_at, error=EngineError), Recorder()
+    report = WeightSource("shared_memory", bucket_bytes=400).send(iter(WEIGHTS.items()), [dead, lives], 3)
+    assert lives.events == ["begin 3", *["receive"] * 3, "finish"]
+    assert dead.events == {"begin": ["begin 3"], "receive": ["begin 3", "receive"], "finish": lives.events}[fail_at]
+    assert list(report.failures) == [0] and "EngineError: told to fail" in report.failures[0]
+    assert (report.size_bytes, segments()) == (384 + 14 + 512, set())
+
+
+def test_send_to_engines_that_all_die_still_reads_every_weight() -> None:
+    weights = iter(WEIGHTS.items())
+    engines = [Recorder("begin", error=EngineError), Recorder("receive", error=RuntimeError)]
+    report = WeightSource("shared_memory", bucket_bytes=400).send(weights, engines, 1)
+    assert sorted(report.failures) == [0, 1]
+    assert next(weights, None) is None and segments() == set()
 
 
 def test_send_failing_source_raises_and_frees_the_segment() -> None:

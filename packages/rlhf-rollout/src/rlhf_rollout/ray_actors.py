@@ -11,13 +11,15 @@ import numpy as np
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
-from rlhf_data.errors import EngineError, RewardError, RlhfError, WeightSyncError
+from rlhf_data.errors import EngineError, RewardError, RlhfError
 from rlhf_rollout.engines import EngineSpec, build_engine
 from rlhf_rollout.engines.requests import deadline
 from rlhf_rollout.host import visible_devices, wait_passively
 from rlhf_rollout.protocols import Completion, EngineHealth, PauseMode, SamplingParams
 from rlhf_rollout.rewards.model import LocalScorer
 from rlhf_rollout.weight_sync.bucket import WeightBucket
+
+_MAX_LATE = 2  # calls in a row that a reward model's process may leave without an answer
 
 
 def node_address() -> str:
@@ -121,21 +123,34 @@ class RayEngine:
     Args:
         handle: Ray's handle of the actor.
         spec: gives the deadlines; None for the defaults of `EngineSpec`.
+        start: starts another actor in place of this one and returns its handle; needed by `restart` only.
     """
 
-    def __init__(self, handle: Any, spec: EngineSpec | None = None) -> None:
-        spec = spec or EngineSpec(model="")
+    def __init__(self, handle: Any, spec: EngineSpec | None = None, start: Callable[[], Any] | None = None) -> None:
         self.handle = handle
-        self._request_timeout_s = spec.request_timeout_s
-        self._control_timeout_s = spec.control_timeout_s
-        self._health_timeout_s = spec.health_timeout_s
+        self._spec = spec or EngineSpec(model="")
+        self._start = start
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RayEngine, (self.handle, self._spec)  # only the process that started the actor can restart it
+
+    def restart(self) -> None:
+        """End the process, whatever it does, and start another one. `ready` waits for it."""
+        if self._start is None:
+            raise EngineError("this process did not start the engine and cannot restart it")
+        ray.kill(self.handle)
+        self.handle = self._start()
+
+    async def ready(self) -> None:
+        """Wait until the process has started. Raises EngineError, or the error that kept the engine from starting."""
+        await self._await(self.handle.ready.remote(), "the start", self._spec.start_timeout_s)
 
     async def generate(
         self, token_ids: np.ndarray, sampling: SamplingParams, *, timeout_s: float | None = None
     ) -> list[Completion]:
         """See `RolloutEngine.generate`. If the call is cancelled or late, the engine drops the request, too."""
         reference = self.handle.generate.remote(token_ids, sampling)
-        timeout_s = self._request_timeout_s if timeout_s is None else timeout_s
+        timeout_s = self._spec.request_timeout_s if timeout_s is None else timeout_s
         return await self._await(reference, "a request", timeout_s)
 
     async def pause(self, mode: PauseMode) -> None:
@@ -148,19 +163,19 @@ class RayEngine:
 
     async def health(self) -> EngineHealth:
         """See `RolloutEngine.health`."""
-        return await self._await(self.handle.call.remote("health"), "a health check", self._health_timeout_s)
+        return await self._await(self.handle.call.remote("health"), "a health check", self._spec.health_timeout_s)
 
     async def begin_weight_update(self, policy_version: int) -> None:
         """See `RolloutEngine.begin_weight_update`."""
-        await self._call("begin_weight_update", policy_version, gone=WeightSyncError, drains=True)
+        await self._call("begin_weight_update", policy_version, drains=True)
 
     async def receive_weights(self, bucket: WeightBucket) -> None:
         """See `RolloutEngine.receive_weights`."""
-        await self._call("receive_weights", bucket, gone=WeightSyncError)
+        await self._call("receive_weights", bucket)
 
     async def finish_weight_update(self) -> None:
         """See `RolloutEngine.finish_weight_update`."""
-        await self._call("finish_weight_update", gone=WeightSyncError)
+        await self._call("finish_weight_update")
 
     async def sleep(self) -> None:
         """See `RolloutEngine.sleep`."""
@@ -177,18 +192,16 @@ class RayEngine:
         finally:
             ray.kill(self.handle)
 
-    async def _call(
-        self, method: str, *arguments: Any, gone: type[RlhfError] = EngineError, drains: bool = False
-    ) -> Any:
+    async def _call(self, method: str, *arguments: Any, drains: bool = False) -> Any:
         """Make a control call. One that `drains` waits for the requests in flight, so their deadline is added."""
-        timeout_s = self._control_timeout_s + (self._request_timeout_s if drains else 0.0)
-        return await self._await(self.handle.call.remote(method, *arguments), f"`{method}`", timeout_s, gone)
+        timeout_s = self._spec.control_timeout_s + (self._spec.request_timeout_s if drains else 0.0)
+        return await self._await(self.handle.call.remote(method, *arguments), f"`{method}`", timeout_s)
 
-    async def _await(self, reference: Any, what: str, timeout_s: float, gone: type[RlhfError] = EngineError) -> Any:
+    async def _await(self, reference: Any, what: str, timeout_s: float) -> Any:
         """Return the result of a call; cancel it in the actor when the caller is cancelled or the call is late."""
         async with deadline(timeout_s, f"{what} of an engine's process"):
             try:
-                with plain_errors(gone):
+                with plain_errors(EngineError):
                     return await reference
             except asyncio.CancelledError:
                 ray.cancel(reference)
@@ -196,17 +209,27 @@ class RayEngine:
 
 
 class RayScorer:
-    """A `Scorer` in another process, called through its `RewardModelActor`; `ModelReward` keeps the deadline."""
+    """A `Scorer` in another process, called through its `RewardModelActor`; `ModelReward` keeps the deadline.
+
+    A process that misses the deadline twice in a row is killed; Ray restarts it if its actor has restarts left.
+    """
 
     def __init__(self, handle: Any) -> None:
         self._handle = handle
+        self._num_late = 0  # since the last answer
 
     async def score(self, token_ids: list[np.ndarray]) -> list[float]:
         """See `LocalScorer.score`. A call that is cancelled or late is given up in the process, too."""
         reference = self._handle.call.remote("score", token_ids)
         try:
             with plain_errors(RewardError, "the reward model's process"):
-                return await reference
+                scores = await reference
         except asyncio.CancelledError:
             ray.cancel(reference)
+            self._num_late += 1
+            if self._num_late == _MAX_LATE:
+                self._num_late = 0
+                ray.kill(self._handle, no_restart=False)
             raise
+        self._num_late = 0
+        return scores

@@ -1,7 +1,8 @@
 """Chooses an engine per request: the least loaded, another one after a failure, the same one within a conversation."""
 
+import asyncio
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,6 +23,7 @@ class _Place:
     number: int
     num_running: int = 0  # completions
     num_failures: int = 0  # since its last success
+    is_suspended: bool = False
 
 
 class EngineRouter:
@@ -29,20 +31,23 @@ class EngineRouter:
 
     A request goes to the engine with the fewest completions in flight; engines whose last requests failed come last.
     When an engine raises, aborts a completion, or returns too few completions, the request is sent once more, to
-    another engine if there is one.
+    another engine if there is one. While all engines are suspended, requests wait.
 
     Args:
         engines: engines to attach at once.
 
     Attributes:
         num_retries: how many requests were sent again so far.
+        on_result: called after each attempt with its engine and its error, which is None after a success.
     """
 
     def __init__(self, engines: Iterable[RolloutEngine] = ()) -> None:
         self._places: list[_Place] = []
         self._conversations: OrderedDict[str, _Place] = OrderedDict()
         self._num_attached = 0
+        self._change = asyncio.Event()  # an engine can be used again, or is gone for good
         self.num_retries = 0
+        self.on_result: Callable[[RolloutEngine, Exception | None], None] | None = None
         for engine in engines:
             self.attach(engine)
 
@@ -60,10 +65,20 @@ class EngineRouter:
 
     def detach(self, engine: RolloutEngine) -> None:
         """Send no more requests to `engine`; those in flight still return. Raises ConfigError if it is not attached."""
-        remaining = [place for place in self._places if place.engine is not engine]
-        if len(remaining) == len(self._places):
-            raise ConfigError("the engine is not attached")
-        self._places = remaining
+        gone = self._place_of(engine)
+        self._places = [place for place in self._places if place is not gone]
+        self._change.set()
+
+    def suspend(self, engine: RolloutEngine) -> None:
+        """Send no more requests to `engine` until `restore`. Raises ConfigError if it is not attached."""
+        self._place_of(engine).is_suspended = True
+
+    def restore(self, engine: RolloutEngine) -> None:
+        """Send requests to `engine` again, and forget its failures. Raises ConfigError if it is not attached."""
+        place = self._place_of(engine)
+        place.is_suspended = False
+        place.num_failures = 0
+        self._change.set()
 
     async def generate(
         self,
@@ -84,7 +99,7 @@ class EngineRouter:
         for attempt in range(_NUM_ATTEMPTS):
             if attempt:
                 self.num_retries += 1
-            place = self._pick(failed, conversation)
+            place = await self._pick(failed, conversation)
             place.num_running += sampling.num_samples
             try:
                 completions = await place.engine.generate(token_ids, sampling, timeout_s=timeout_s)
@@ -93,21 +108,42 @@ class EngineRouter:
                 place.num_failures += 1
                 errors.append(f"engine {place.number}: {type(error).__name__}: {error}")
                 failed = place
+                self._report(place, error)
             else:
                 place.num_failures = 0
+                self._report(place, None)
                 return completions
             finally:
                 place.num_running -= sampling.num_samples
         raise EngineError("; ".join(errors))
 
-    def _pick(self, failed: _Place | None, conversation: str | None) -> _Place:
+    def _report(self, place: _Place, error: Exception | None) -> None:
+        if self.on_result is not None:
+            self.on_result(place.engine, error)
+
+    def _place_of(self, engine: RolloutEngine) -> _Place:
+        for place in self._places:
+            if place.engine is engine:
+                return place
+        raise ConfigError("the engine is not attached")
+
+    async def _usable(self) -> list[_Place]:
+        """Wait until at least one engine is not suspended, and return all of these."""
+        while self._places:
+            usable = [place for place in self._places if not place.is_suspended]
+            if usable:
+                return usable
+            self._change.clear()
+            await self._change.wait()
+        raise EngineError("no engine is attached", hint="attach an engine before sending requests")
+
+    async def _pick(self, failed: _Place | None, conversation: str | None) -> _Place:
         """Return the engine for a request; `failed` is the one whose attempt at it failed, if any."""
-        if not self._places:
-            raise EngineError("no engine is attached", hint="attach an engine before sending requests")
+        usable = await self._usable()
         home = self._conversations.get(conversation) if conversation is not None else None
-        if home is None or home is failed or home.num_failures or home not in self._places:
-            others = [place for place in self._places if place is not failed]
-            candidates = others or self._places
+        if home is None or home is failed or home.num_failures or home not in usable:
+            others = [place for place in usable if place is not failed]
+            candidates = others or usable
             home = min(candidates, key=lambda place: (place.num_failures, place.num_running, place.number))
         if conversation is not None:
             self._conversations[conversation] = home

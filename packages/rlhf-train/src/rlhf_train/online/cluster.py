@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rlhf_data.errors import ConfigError, EngineError
-from rlhf_rollout.ray_actors import RemoteEngine, RewardModelActor
+from rlhf_rollout.ray_actors import RayEngine, RemoteEngine, RewardModelActor
 from rlhf_train.online.job import OnlineJob
 from rlhf_train.online.placement import PlacementPlan, ProcessPlan
 from rlhf_train.online.ranks import RankSet
@@ -22,6 +23,7 @@ from rlhf_train.online.ray_actors import RankActor
 from rlhf_train.online.ray_session import check_resources, join, started_cluster, wait
 
 PLACEMENT_TIMEOUT_S = 60.0
+SCORER_RESTARTS = 10  # per process of a reward model
 _RAY_UNITS = 10_000  # the finest fraction of a CPU or GPU that Ray can account for is 1 / 10,000
 
 
@@ -72,12 +74,12 @@ class Processes(NamedTuple):
     """The processes of a job.
 
     Attributes:
-        engines: Ray handles of the generation engines.
+        engines: the generation engines, in the order of the plan.
         workers: the rank sets that train.
         scorers: for each reward model, in the order of `job.reward.models`, the handles of its replicas.
     """
 
-    engines: list[Any]
+    engines: list[RayEngine]
     workers: list[RankSet]
     scorers: list[list[Any]]
 
@@ -93,16 +95,17 @@ def start_processes(job: OnlineJob, reserved: PlacementGroup) -> Processes:
     """
     spec = job.engine
     engines = start_engines(job, reserved)
+    handles = [engine.handle for engine in engines]
     if job.plan.shares_gpus:
-        _await_ready("the start of the engines", engines, spec.start_timeout_s)
+        _await_ready("the start of the engines", handles, spec.start_timeout_s)
         if spec.enable_sleep:
-            asleep = [engine.call.remote("sleep") for engine in engines]
+            asleep = [handle.call.remote("sleep") for handle in handles]
             wait(asleep, timeout_s=spec.control_timeout_s, what="the engines' falling asleep")
     scorers = start_scorers(job, reserved)
     workers = start_workers(job, reserved)
     loaded = list(chain.from_iterable(ranks.started for ranks in workers))
     wait(loaded, timeout_s=spec.start_timeout_s, what="the start of the trainers")
-    rest = [*engines, *chain.from_iterable(scorers)]
+    rest = [*handles, *chain.from_iterable(scorers)]
     _await_ready("the start of the engines and reward models", rest, spec.start_timeout_s)
     return Processes(engines, workers, scorers)
 
@@ -111,15 +114,18 @@ def _await_ready(what: str, handles: Sequence[Any], timeout_s: float) -> None:
     wait([handle.ready.remote() for handle in handles], timeout_s=timeout_s, what=what)
 
 
-def start_engines(job: OnlineJob, reserved: PlacementGroup) -> list[Any]:
-    """Start the generation engines; return their handles without waiting until they are loaded.
+def start_engines(job: OnlineJob, reserved: PlacementGroup) -> list[RayEngine]:
+    """Start the generation engines; return them without waiting until they are loaded.
 
     Each has a seed of its own: with one seed for all, engines would draw the same numbers for requests without a seed.
     """
-    seed = job.engine.seed
-    numbers = range(job.plan.engines.num_ranks)
-    specs = [replace(job.engine, seed=None if seed is None else seed + number) for number in numbers]
-    return _start(RemoteEngine, job.plan, job.plan.engines, reserved, "vllm", each=specs)
+    engines = []
+    for rank in range(job.plan.engines.num_ranks):
+        seed = None if job.engine.seed is None else job.engine.seed + rank
+        spec = replace(job.engine, seed=seed)
+        start = partial(_start_one, RemoteEngine, job.plan, job.plan.engines, rank, reserved, "vllm", spec)
+        engines.append(RayEngine(start(), spec, start))
+    return engines
 
 
 def start_scorers(job: OnlineJob, reserved: PlacementGroup) -> list[list[Any]]:
@@ -135,7 +141,8 @@ def start_scorers(job: OnlineJob, reserved: PlacementGroup) -> list[list[Any]]:
         return []
     options = {"dtype": job.engine.dtype, "attn_implementation": "auto", "device": job.plan.device}
     options |= {"batch_size": job.reward.batch_size, "normalize": job.reward.normalize_models}
-    scorer = ray.remote(RewardModelActor)
+    # A reward model has no state, so Ray can restart it, and repeat the calls that were in it.
+    scorer = ray.remote(max_restarts=SCORER_RESTARTS, max_task_retries=1)(RewardModelActor)
     return [_start(scorer, job.plan, placed, reserved, path, parts=len(models), **options) for path in models]
 
 
@@ -156,29 +163,30 @@ def start_workers(job: OnlineJob, reserved: PlacementGroup) -> list[RankSet]:
 
 
 def _start(
+    actor: Any, plan: PlacementPlan, placed: ProcessPlan, reserved: PlacementGroup, *args: Any, **kwargs: Any
+) -> list[Any]:
+    """Start one `actor` in each place of `placed`; see `_start_one`."""
+    return [_start_one(actor, plan, placed, rank, reserved, *args, **kwargs) for rank in range(placed.num_ranks)]
+
+
+def _start_one(
     actor: Any,
     plan: PlacementPlan,
     placed: ProcessPlan,
+    rank: int,
     reserved: PlacementGroup,
     *args: Any,
     parts: int = 1,
-    each: Sequence[Any] | None = None,
     **kwargs: Any,
-) -> list[Any]:
-    """Start one `actor` in each place of `placed`, with `1 / parts` of the place's CPU and GPU share.
-
-    `each` has the last positional argument of each actor, if they differ in it.
-    """
-    handles = []
-    for rank, bundle in enumerate(placed.bundles):
-        options = {
-            "num_cpus": _part(1.0, parts),
-            "num_gpus": _part(plan.gpu_share(placed, rank), parts),
-            "scheduling_strategy": PlacementGroupSchedulingStrategy(reserved, placement_group_bundle_index=bundle),
-        }
-        own = () if each is None else (each[rank],)
-        handles.append(actor.options(**options).remote(*args, *own, **kwargs))
-    return handles
+) -> Any:
+    """Start an `actor` in the place of `rank`, with `1 / parts` of the place's CPU and GPU share; return its handle."""
+    bundle = placed.bundles[rank]
+    options = {
+        "num_cpus": _part(1.0, parts),
+        "num_gpus": _part(plan.gpu_share(placed, rank), parts),
+        "scheduling_strategy": PlacementGroupSchedulingStrategy(reserved, placement_group_bundle_index=bundle),
+    }
+    return actor.options(**options).remote(*args, **kwargs)
 
 
 def _part(share: float, parts: int) -> float:

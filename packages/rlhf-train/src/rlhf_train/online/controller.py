@@ -132,8 +132,7 @@ class Controller:
             return
         self._turns.give_to_engines()
         with self._timeline.phase("sync"):
-            size = self._learner.send_weights(self._rollouts.engines)
-        self._rollouts.policy_version = version
+            size = self._rollouts.synchronize(version)
         self._report.add({"sync/size_bytes": size})
 
     def evaluate(self, step: int) -> None:

@@ -185,27 +185,30 @@ class Learner:
 
     # -- weights and memory --------------------------------------------------------------------------------------
 
-    def send_weights(self, engines: Sequence[Any]) -> int:
-        """Send the actor's weights to `engines`, in the order of the plan; return the weights' size in bytes.
+    def send_weights(self, engines: Mapping[int, Any]) -> tuple[int, dict[int, str]]:
+        """Send the actor's weights to `engines`, by their number in the plan.
 
-        All actor ranks take part, because ZeRO-3 has to gather the weights.
+        All actor ranks take part, because ZeRO-3 has to gather the weights. Returns the weights' size in bytes, and why
+        engines failed, by number.
         """
         actor = self._set_of["actor"]
         targets = self._targets(engines, len(actor.handles))
-        return max(wait(actor.start_each("send_weights", [(mine, self.policy_version) for mine in targets])))
+        reports = wait(actor.start_each("send_weights", [(mine, self.policy_version) for mine in targets]))
+        failures = {number: reason for _, failed in reports for number, reason in failed.items()}
+        return max(size for size, _ in reports), failures
 
-    def _targets(self, engines: Sequence[Any], num_ranks: int) -> list[list[Any]]:
+    def _targets(self, engines: Mapping[int, Any], num_ranks: int) -> list[dict[int, Any]]:
         """Return the engines that each rank sends to.
 
         CUDA IPC works within one GPU, so each rank serves the engines on its own. Otherwise rank 0 serves all engines.
         """
-        if self._job.engine.weight_transfer == "ipc":
-            pairs = list(zip(self._job.plan.engines.bundles, engines, strict=True))
-            targets = []
-            for home in self._job.plan.trainers_of("actor").bundles:
-                targets.append([engine for bundle, engine in pairs if bundle == home])
-            return targets
-        return [list(engines) if rank == 0 else [] for rank in range(num_ranks)]
+        if self._job.engine.weight_transfer != "ipc":
+            return [dict(engines) if rank == 0 else {} for rank in range(num_ranks)]
+        bundles = self._job.plan.engines.bundles
+        targets = []
+        for home in self._job.plan.trainers_of("actor").bundles:
+            targets.append({number: engine for number, engine in engines.items() if bundles[number] == home})
+        return targets
 
     def save(self, role: str, path: str) -> None:
         """Write the model of `role` as a Hugging Face folder."""
@@ -223,13 +226,16 @@ class Learner:
         """Move optimizer states back to the device."""
         self._call_all("reload")
 
-    def is_live(self) -> bool:
-        """Return whether all ranks answer, after what they are doing."""
-        try:
-            self.peak_memory_bytes()
-        except EngineError:
-            return False
-        return True
+    def live_roles(self) -> set[str]:
+        """Return the roles whose ranks all answer, after what they are doing."""
+        live: set[str] = set()
+        for ranks in self._sets:
+            try:
+                ranks.call("work", "peak_memory_bytes")
+            except EngineError:
+                continue
+            live.update(ranks.roles)
+        return live
 
     def peak_memory_bytes(self) -> int:
         """Return the peak of allocated device memory in bytes, the largest over all ranks."""

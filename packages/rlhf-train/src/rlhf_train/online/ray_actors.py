@@ -1,7 +1,7 @@
 """A training rank as a Ray actor."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from rlhf_rollout.host import free_port
@@ -47,14 +47,17 @@ class RankActor:
         """Call a method of the `TrainWorker` and return its result."""
         return getattr(self._worker, method)(*args, **kwargs)
 
-    def send_weights(self, engines: Sequence[RayEngine], policy_version: int) -> int:
-        """Send the actor's weights to `engines`; return their size in bytes, 0 without engines. Collective.
+    def send_weights(self, engines: Mapping[int, RayEngine], policy_version: int) -> tuple[int, dict[int, str]]:
+        """Send the actor's weights to `engines`, which have numbers. Collective.
 
-        A rank without engines only takes part in gathering the weights.
+        Returns the weights' size in bytes, 0 without engines, and why engines failed, by number. A rank without engines
+        only takes part in gathering the weights.
         """
         weights = self._worker.engines["actor"].named_weights()
         if not engines:
             for _ in weights:
                 pass
-            return 0
-        return self._sender.send(weights, engines, policy_version).size_bytes
+            return 0, {}
+        report = self._sender.send(weights, list(engines.values()), policy_version)
+        numbers = list(engines)
+        return report.size_bytes, {numbers[index]: reason for index, reason in report.failures.items()}

@@ -2,11 +2,13 @@
 
 import json
 import logging
+import math
 import os
 import secrets
 import signal
 import socket
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -15,14 +17,15 @@ from typing import Any
 import ray
 from ray._private import ray_constants, services
 from ray._raylet import AuthenticationTokenLoader, Config
-from ray.exceptions import AuthenticationError, GetTimeoutError, RayError
+from ray.exceptions import AuthenticationError, RayError, RayTaskError
 
 import rlhf_train
-from rlhf_data.errors import ConfigError, EngineError
+from rlhf_data.errors import ConfigError, EngineError, RlhfError
 from rlhf_rollout.ray_actors import plain_errors
 
 START_ATTEMPTS = 3
 _ANSWER_TIMEOUT_S = 2.0
+_DEATH_S = 5.0  # within which Ray notices that a process has died
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _OPTIONS: Mapping[str, Any] = {"logging_level": "ERROR", "log_to_driver": False}
 _SUBMITTED = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set by `ray job submit` in the process that it starts
@@ -35,6 +38,10 @@ _OWN = "set RAY_ADDRESS=local to start one for this run"
 _logger = logging.getLogger(__name__)
 
 
+class LostProcessError(EngineError):
+    """A process of the run has died, or was lost with its node."""
+
+
 def wait(references: Sequence[Any], *, timeout_s: float | None = None, what: str = "a call") -> list[Any]:
     """Wait for Ray `references` and return their results.
 
@@ -45,17 +52,41 @@ def wait(references: Sequence[Any], *, timeout_s: float | None = None, what: str
 
     Raises:
         RlhfError: the remote call raised it.
-        EngineError: the remote process has died, or results are missing after `timeout_s`.
+        LostProcessError: a remote process has died.
+        EngineError: results are missing after `timeout_s`.
         ray.exceptions.RayTaskError: the remote call raised any other error; the message has its traceback.
     """
     if not references:
         return []  # `ray.get` would start a cluster in a process that has none
+    pending = list(references)
+    ends = math.inf if timeout_s is None else time.monotonic() + timeout_s
+    with plain_errors(LostProcessError, "a process of the run"):
+        # One result at a time: when a rank has died, the others may wait for it forever.
+        while pending:
+            left = None if timeout_s is None else max(ends - time.monotonic(), 0.0)
+            done, pending = ray.wait(pending, num_returns=1, timeout=left)
+            if not done:
+                hint = "the processes' logs in Ray's session folder tell what they wait for, such as a disk"
+                raise EngineError(f"{what} took longer than {timeout_s:g} s", hint=f"{hint} or a download")
+            _check(done, pending)
+        return ray.get(list(references))
+
+
+def _check(done: Sequence[Any], pending: Sequence[Any]) -> None:
+    """Raise the error of a finished call, if it has one, or the death of another process that explains it."""
     try:
-        with plain_errors(EngineError, "a process of the run"):
-            return ray.get(list(references), timeout=timeout_s)
-    except GetTimeoutError:
-        hint = "the processes' logs in Ray's session folder tell what they wait for, such as a disk or a download"
-        raise EngineError(f"{what} took longer than {timeout_s:g} s", hint=hint) from None
+        ray.get(done)
+    except RayTaskError as error:
+        if isinstance(error.cause, RlhfError):
+            raise
+        if isinstance(error.cause, RayError):  # an object that another process held
+            raise LostProcessError(f"a process of the run is gone: {error.cause}") from error
+        # The peers of a rank that dies fail in their next collective, perhaps before Ray notices the death.
+        others, _ = ray.wait(list(pending), num_returns=len(pending), timeout=_DEATH_S) if pending else ([], [])
+        for other in others:
+            with suppress(RayTaskError):
+                ray.get([other])
+        raise
 
 
 def find_cluster() -> str | None:

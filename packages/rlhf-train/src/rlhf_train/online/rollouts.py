@@ -2,7 +2,7 @@
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,8 +13,9 @@ from rlhf_data.sampler import EpochSampler
 from rlhf_models.loading import load_tokenizer
 from rlhf_rollout.agents import SingleTurn
 from rlhf_rollout.generator import GenerationCounts, GroupResult, PromptSupply, generate_groups
-from rlhf_rollout.protocols import RewardFunction, RolloutEngine, SamplingParams
+from rlhf_rollout.protocols import RewardFunction, SamplingParams
 from rlhf_rollout.router import EngineRouter
+from rlhf_rollout.supervisor import EngineSupervisor, RestartableEngine
 from rlhf_train.online.job import OnlineJob
 from rlhf_train.online.rewards import is_worth_training
 from rlhf_train.online.stream import SampleStream
@@ -52,27 +53,24 @@ class Rollouts:
     Args:
         job: the run.
         engines: the generation engines, in the order of the plan.
+        send_weights: see `Learner.send_weights`.
         reward: scores the rollouts. `close` closes it.
         stream: receives the complete groups.
         timeline: counts the seconds of generation, rewards and evaluation.
         observer: is warned about groups that failed.
 
-    Attributes:
-        engines: as given.
-        policy_version: version of the weights that the engines have; None before the first weight sync.
     """
 
     def __init__(
         self,
         job: OnlineJob,
-        engines: Sequence[RolloutEngine],
+        engines: Sequence[RestartableEngine],
+        send_weights: Callable[[Mapping[int, Any]], tuple[int, Mapping[int, str]]],
         reward: RewardFunction,
         stream: SampleStream,
         timeline: Timeline,
         observer: Observer,
     ) -> None:
-        self.engines = list(engines)
-        self.policy_version: int | None = None
         self._job = job
         self._reward = reward
         self._stream = stream
@@ -80,7 +78,12 @@ class Rollouts:
         self._observer = observer
         self._sampler = EpochSampler(len(job.prompts), job.batch.rollout_batch_size, seed=job.seed)
         tokenizer = load_tokenizer(job.engine.tokenizer or job.engine.model)
-        self._decode = partial(tokenizer.decode, skip_special_tokens=True)
+        decode = partial(tokenizer.decode, skip_special_tokens=True)
+        router = EngineRouter()
+        self._workflow = SingleTurn(router, decode)
+        self._send_weights = send_weights
+        self._size_bytes = 0  # of the weights
+        self._supervisor = EngineSupervisor(engines, router, self._send, observer.warning)
         # One loop for the whole run: reward clients keep connections that belong to the loop they were opened in.
         self._loop = asyncio.Runner()
 
@@ -136,13 +139,26 @@ class Rollouts:
         )
         return groups
 
+    @property
+    def policy_version(self) -> int | None:
+        """Version of the weights that the engines have; None before the first weight sync."""
+        return self._supervisor.policy_version
+
+    def synchronize(self, policy_version: int) -> int:
+        """Bring the engines to the trainers' weights, which have this version; return the weights' size in bytes.
+
+        Engines that are dead are restarted first if no other one lives. Raises EngineError when no engine can be used.
+        """
+        self._loop.run(self._supervisor.synchronize(policy_version))
+        return self._size_bytes
+
     def sleep(self) -> None:
         """Have all engines release their device memory."""
-        self._await_all(engine.sleep() for engine in self.engines)
+        self._loop.run(self._supervisor.call_all("sleep"))
 
     def wake_up(self) -> None:
         """Have all engines take their device memory back."""
-        self._await_all(engine.wake_up() for engine in self.engines)
+        self._loop.run(self._supervisor.call_all("wake_up"))
 
     def state(self) -> dict[str, Any]:
         """Return the place in the order of prompts, for `restore`."""
@@ -175,7 +191,7 @@ class Rollouts:
         async def collect() -> list[GroupResult]:
             results = generate_groups(
                 prompts,
-                SingleTurn(EngineRouter(self.engines), self._decode),
+                self._workflow,
                 sampling,
                 self._reward,
                 max_in_flight=self._job.max_in_flight,
@@ -183,10 +199,17 @@ class Rollouts:
                 counts=counts,
                 **options,
             )
-            return [result async for result in results]
+            watching = asyncio.create_task(self._supervisor.watch())
+            try:
+                return [result async for result in results]
+            finally:
+                watching.cancel()
+                await asyncio.wait([watching])
 
         with self._timeline.phase(phase):
             outcome = self._loop.run(collect())
+        if self._supervisor.error is not None:
+            raise self._supervisor.error
         if failures := [result.failure for result in outcome if result.group is None]:
             text = f"{group_id_prefix}: {len(failures)} of {len(outcome)} rollout groups failed in an engine"
             self._observer.warning(f"{text}; the last: {failures[-1]}")
@@ -198,11 +221,9 @@ class Rollouts:
             raise EngineError(f"every rollout group failed; the last: {outcome[-1].failure}")
         return groups, counts
 
-    def _await_all(self, calls: Iterable[Awaitable[Any]]) -> None:
-        async def gather() -> None:
-            await asyncio.gather(*calls)
-
-        self._loop.run(gather())
+    def _send(self, engines: Mapping[int, Any]) -> Mapping[int, str]:
+        self._size_bytes, failures = self._send_weights(engines)
+        return failures
 
 
 class _AdmittedPrompts(PromptSupply):

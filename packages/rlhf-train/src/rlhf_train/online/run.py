@@ -1,13 +1,16 @@
 """An online run from start to final model: starts its processes, assembles its parts, trains, and saves."""
 
+import math
+import time
 from asyncio import CancelledError
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import NamedTuple
 
 from rlhf_data.errors import RlhfError
-from rlhf_rollout.protocols import RewardFunction, RolloutEngine
-from rlhf_rollout.ray_actors import RayEngine
+from rlhf_rollout.protocols import RewardFunction
+from rlhf_rollout.supervisor import RestartableEngine
 from rlhf_train.online.cluster import placed_bundles, ray_cluster, start_processes
 from rlhf_train.online.controller import Controller
 from rlhf_train.online.evaluation import Evaluator
@@ -16,19 +19,22 @@ from rlhf_train.online.learner import Learner
 from rlhf_train.online.loop import train
 from rlhf_train.online.patience import Patience
 from rlhf_train.online.ranks import RankSet
+from rlhf_train.online.ray_session import LostProcessError
 from rlhf_train.online.report import Report
 from rlhf_train.online.rewards import make_reward
 from rlhf_train.online.rollouts import Rollouts
 from rlhf_train.online.stream import SampleStream
 from rlhf_train.online.turns import Turns
 from rlhf_train.run.best_model import BestModel
-from rlhf_train.run.checkpoint import Checkpoints
+from rlhf_train.run.checkpoint import Checkpoint, Checkpoints
 from rlhf_train.run.checkpointing import Checkpointer, find_checkpoint, resumed_step
 from rlhf_train.run.interrupts import Interrupts
 from rlhf_train.run.ledger import Ledger
 from rlhf_train.run.observer import Observer
 from rlhf_train.run.recorder import Recorder, check_save_path
 from rlhf_train.run.timeline import Timeline
+
+RESTART_INTERVAL_S = 3600.0
 
 
 class Parts(NamedTuple):
@@ -47,6 +53,9 @@ class Parts(NamedTuple):
 def run_online(job: OnlineJob, observer: Observer) -> RunSummary:
     """Run `job` from start to final model, or from its newest checkpoint.
 
+    When a training process dies, all processes start again and continue from the newest checkpoint, if there is one,
+    at most once in `RESTART_INTERVAL_S`.
+
     Raises:
         ConfigError: the job cannot run as configured.
         CheckpointError: the checkpoint to continue from belongs to another run.
@@ -62,23 +71,66 @@ def run_online(job: OnlineJob, observer: Observer) -> RunSummary:
         observer.starting("Ray")
         stack.enter_context(ray_cluster(job.plan, job.ray_address))
         interrupts.listen()
+        restarted_at = -math.inf
+        while True:
+            try:
+                return run_processes(job, checkpoint, observer, timeline, interrupts)
+            except LostTrainerError as lost:
+                if time.monotonic() - restarted_at < RESTART_INTERVAL_S:
+                    raise lost.error from None
+                restarted_at = time.monotonic()
+                job, checkpoint = continued(job, lost.error, observer)
+                interrupts.release()  # which a death in the middle of an update left held
+
+
+class LostTrainerError(Exception):
+    """A training process died after the run had begun. `error` tells more."""
+
+    def __init__(self, error: LostProcessError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+def continued(job: OnlineJob, error: LostProcessError, observer: Observer) -> tuple[OnlineJob, Checkpoint]:
+    """Return the job that continues a run whose training process died, and its checkpoint.
+
+    Raises `error` when there is no checkpoint.
+    """
+    checkpoint = Checkpoints(job.checkpoints.home(job.save_path)).newest_whole(observer.warning)
+    if checkpoint is None:
+        observer.warning("the run cannot continue by itself, because it has no checkpoint: --save_steps N saves them")
+        raise error
+    observer.warning(f"{error}\nall processes start again and continue after step {checkpoint.step}")
+    return replace(job, checkpoints=replace(job.checkpoints, resume=True)), checkpoint
+
+
+def run_processes(
+    job: OnlineJob, checkpoint: Checkpoint | None, observer: Observer, timeline: Timeline, interrupts: Interrupts
+) -> RunSummary:
+    """Start the processes of a run on a cluster, and run it, from `checkpoint` if there is one.
+
+    Raises LostTrainerError when a training process dies after the start, and other errors like `run_online`.
+    """
+    with ExitStack() as stack:
         reserved = stack.enter_context(placed_bundles(job.plan))
         observer.starting("engines and trainers")
         processes = start_processes(job, reserved)
         kept = resumed_step(job.checkpoints, checkpoint)
         recorder = stack.enter_context(Recorder(job.save_path, job.config, job.trackers, observer, kept))
         reward = make_reward(job, processes.scorers, recorder.folder / "reward.log")
-        engines = [RayEngine(handle, job.engine) for handle in processes.engines]
-        parts = assemble(job, engines, processes.workers, reward, recorder, observer, timeline, interrupts)
+        parts = assemble(job, processes.engines, processes.workers, reward, recorder, observer, timeline, interrupts)
         stack.callback(parts.rollouts.close)
-        if checkpoint is not None:
-            parts.controller.first_step = parts.checkpointer.restore(checkpoint) + 1
-        return train_and_save(job, parts, recorder)
+        try:
+            if checkpoint is not None:
+                parts.controller.first_step = parts.checkpointer.restore(checkpoint) + 1
+            return train_and_save(job, parts, recorder)
+        except LostProcessError as error:
+            raise LostTrainerError(error) from error
 
 
 def assemble(
     job: OnlineJob,
-    engines: Sequence[RolloutEngine],
+    engines: Sequence[RestartableEngine],
     rank_sets: Sequence[RankSet],
     reward: RewardFunction,
     recorder: Recorder,
@@ -100,8 +152,8 @@ def assemble(
     """
     interrupts = interrupts or Interrupts()
     stream = SampleStream(job.batch.rollout_batch_size)
-    rollouts = Rollouts(job, engines, reward, stream, timeline, observer)
     learner = Learner(job, rank_sets)
+    rollouts = Rollouts(job, engines, learner.send_weights, reward, stream, timeline, observer)
     turns = Turns(
         rollouts,
         learner,
@@ -167,23 +219,24 @@ def save_what_is_left(job: OnlineJob, parts: Parts, recorder: Recorder, *, model
     """Save as much as the end of a failed or interrupted run allows. What cannot be saved is a warning."""
     is_between_steps = not parts.interrupts.is_held
     parts.interrupts.hold()  # a second signal must not end the writing
-    live = parts.learner.is_live()
+    live = parts.learner.live_roles()
+    all_live = live == job.models.keys()
     try:
-        if live and is_between_steps:
+        if all_live and is_between_steps:
             parts.checkpointer.save()
-        if live and models:
-            save_models(job, parts, recorder)
+        if models and "actor" in live:
+            save_models(job, parts, recorder, live)
     except RlhfError as error:
         parts.report.warning(f"not everything was saved: {error}")
-    parts.checkpointer.close(ranks_live=live)
+    parts.checkpointer.close(ranks_live=all_live)
 
 
-def save_models(job: OnlineJob, parts: Parts, recorder: Recorder) -> None:
-    """Save the actor and, if the job asks for them, its moving average and the critic."""
+def save_models(job: OnlineJob, parts: Parts, recorder: Recorder, live: Collection[str] = ("critic",)) -> None:
+    """Save the actor and, if the job asks for them, its moving average and the critic, which must be `live`."""
     parts.turns.give_to_trainers()
     with parts.timeline.phase("save"):
         parts.learner.save("actor", str(recorder.path("final model")))
         if job.ema_beta is not None:
             parts.learner.save_average(str(recorder.path("averaged model")))
-        if job.save_critic:
+        if job.save_critic and "critic" in live:
             parts.learner.save("critic", str(recorder.path("critic")))

@@ -1,7 +1,7 @@
 """Sends weights: packs them into buckets, and has all engines read each bucket."""
 
 import asyncio
-from collections.abc import Awaitable, Generator, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from importlib import import_module
@@ -41,10 +41,17 @@ class BucketBuffer(Protocol):
 
 
 class SyncReport(NamedTuple):
-    """The size of one sync: bytes of all weights, and number of buckets."""
+    """The outcome of one sync.
+
+    Attributes:
+        size_bytes: of all weights.
+        num_buckets: in which they were sent.
+        failures: position of each engine that failed, and why. These engines have no usable weights.
+    """
 
     size_bytes: int
     num_buckets: int
+    failures: Mapping[int, str]
 
 
 class WeightSource:
@@ -75,7 +82,7 @@ class WeightSource:
     ) -> SyncReport:
         """Send every weight to every engine. Must not be called inside a running event loop.
 
-        All engines read a bucket before the buffer is filled again.
+        All engines read a bucket before the buffer is filled again. An engine that fails is left out from there on.
 
         Args:
             named_tensors: names and full tensors, read one at a time, so that ZeRO-3 can gather each when it is read.
@@ -83,40 +90,37 @@ class WeightSource:
             policy_version: of these weights.
 
         Raises:
-            WeightSyncError: there is no engine, or the buffer cannot be opened.
-            EngineError, WeightSyncError: an engine did not take a bucket. The buffer is then closed, and the rest of
-                `named_tensors` is read, as it may gather weights together with other ranks.
+            WeightSyncError: there is no engine, the buffer cannot be opened, or the weights do not fit an engine. The
+                buffer is then closed, and the rest of `named_tensors` is read, as it may gather weights together with
+                other ranks.
         """
         if not engines:
             raise WeightSyncError("there is no engine to send weights to")
-        return asyncio.run(self._send(named_tensors, engines, policy_version))
+        return asyncio.run(self._send(named_tensors, _Receivers(engines), policy_version))
 
     async def _send(
-        self, named_tensors: Iterator[tuple[str, torch.Tensor]], engines: Sequence[RolloutEngine], policy_version: int
+        self, named_tensors: Iterator[tuple[str, torch.Tensor]], receivers: "_Receivers", policy_version: int
     ) -> SyncReport:
         size_bytes = num_buckets = 0
         try:
-            await _together([engine.begin_weight_update(policy_version) for engine in engines])
-            with closing(self._fillings(named_tensors, len(engines))) as fillings:
+            await receivers.call(lambda index, engine: engine.begin_weight_update(policy_version))
+            with closing(self._fillings(named_tensors, receivers.num_engines)) as fillings:
                 for buffer, specs in fillings:
                     buffer.publish()
                     bucket = WeightBucket(medium=buffer.medium, tensors=tuple(specs), handle=None)
                     if self._checksum:
                         written = buffer.data[: bucket.used_bytes].cpu().numpy()
                         bucket = replace(bucket, checksum=bucket_checksum(written, bucket.tensors))
-                    pairs = zip(engines, buffer.handles, strict=True)
-                    await _together(
-                        [engine.receive_weights(replace(bucket, handle=handle)) for engine, handle in pairs]
-                    )
+                    await receivers.receive(bucket, buffer.handles)
                     size_bytes += sum(spec.size_bytes for spec in specs)
                     num_buckets += 1
-            await _together([engine.finish_weight_update() for engine in engines])
+            await receivers.call(lambda index, engine: engine.finish_weight_update())
         except BaseException:
             # Reading a weight may be a collective with the other ranks, which would wait forever if this rank stopped.
             for _ in named_tensors:
                 pass
             raise
-        return SyncReport(size_bytes, num_buckets)
+        return SyncReport(size_bytes, num_buckets, receivers.failures)
 
     def _fillings(
         self, named_tensors: Iterator[tuple[str, torch.Tensor]], num_engines: int
@@ -154,11 +158,36 @@ def _write(buffer: BucketBuffer, name: str, tensor: torch.Tensor, offset: int) -
     return TensorSlot(name, dtype, tuple(tensor.shape), offset_bytes=offset, size_bytes=tensor.nbytes)
 
 
-async def _together(calls: Sequence[Awaitable[None]]) -> None:
-    """Run the calls concurrently, wait for all of them, and raise the first error.
+class _Receivers:
+    """The engines of one sync.
 
-    Waiting for all matters on errors too: an engine may still be reading the buffer that the caller closes next.
+    Attributes:
+        num_engines: at the start.
+        failures: see `SyncReport`.
     """
-    for outcome in await asyncio.gather(*calls, return_exceptions=True):
-        if outcome is not None:
-            raise outcome
+
+    def __init__(self, engines: Sequence[RolloutEngine]) -> None:
+        self._live = dict(enumerate(engines))
+        self.num_engines = len(engines)
+        self.failures: dict[int, str] = {}
+
+    async def receive(self, bucket: WeightBucket, handles: Sequence[Any]) -> None:
+        """Have the engines read a bucket, each by its own one of `handles`."""
+        await self.call(lambda index, engine: engine.receive_weights(replace(bucket, handle=handles[index])))
+
+    async def call(self, method: Callable[[int, RolloutEngine], Awaitable[None]]) -> None:
+        """Call the engines that have not failed so far, all at once, and wait for all of them.
+
+        Waiting for all matters on errors too: an engine may still be reading the buffer that the caller closes next.
+        Raises the first WeightSyncError; any other error concerns one engine only.
+        """
+        indices = list(self._live)
+        calls = [method(index, self._live[index]) for index in indices]
+        outcomes = await asyncio.gather(*calls, return_exceptions=True)
+        for outcome in outcomes:
+            if isinstance(outcome, WeightSyncError) or not isinstance(outcome, Exception | None):
+                raise outcome
+        for index, outcome in zip(indices, outcomes, strict=True):
+            if outcome is not None:
+                self.failures[index] = f"{type(outcome).__name__}: {outcome}"
+                del self._live[index]

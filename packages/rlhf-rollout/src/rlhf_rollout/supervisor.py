@@ -1,0 +1,269 @@
+"""Watches engines: restarts those that died or hang, brings them to the current weights, and only then uses them."""
+
+import asyncio
+import enum
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from rlhf_data.errors import EngineError
+from rlhf_rollout.protocols import RolloutEngine
+from rlhf_rollout.router import EngineRouter
+
+MAX_RESTARTS = 3
+NUM_CHECKS = 3
+CHECK_INTERVAL_S = 10.0
+
+
+class EngineState(enum.StrEnum):
+    """What the supervisor knows about an engine. Only READY engines get requests."""
+
+    STARTING = "starting"  # its process starts
+    SYNCING = "syncing"  # it lacks the current weights
+    READY = "ready"
+    SUSPECT = "suspect"  # a request or a health check failed
+    DEAD = "dead"  # its process has ended, or does not answer
+    LOST = "lost"  # it was restarted too often
+
+
+class RestartableEngine(RolloutEngine, Protocol):
+    """An engine in another process."""
+
+    def restart(self) -> None:
+        """End the process, whatever it does, and start another one without waiting for it."""
+
+    async def ready(self) -> None:
+        """Wait until the process has started. Raises EngineError when it does not start."""
+
+
+SendWeights = Callable[[Mapping[int, RestartableEngine]], Mapping[int, str]]
+"""Sends the current weights to engines by number; returns why some of them failed. Blocks, so it runs on a thread."""
+
+
+@dataclass(slots=True)
+class _Place:
+    """A supervised engine."""
+
+    number: int
+    engine: RestartableEngine
+    state: EngineState = EngineState.SYNCING
+    num_deaths: int = 0  # since its last success
+    alarm: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class EngineSupervisor:
+    """Keeps engines running, and tells the router which of them can be used. Use it from one event loop.
+
+    An engine whose request fails, or that misses a periodic health check, gets no more requests until it answers a
+    check. After `NUM_CHECKS` missed ones it counts as dead. A dead engine is restarted while `watch` or `synchronize`
+    runs, at most `max_restarts` times in a row without a request that it completes. Without a single engine left, the
+    run cannot go on.
+
+    Args:
+        engines: started engines, which lack the weights.
+        router: sends requests to them; the supervisor attaches them.
+        send_weights: see `SendWeights`. Its errors end the run.
+        warn: is told what fails and what recovers.
+        max_restarts: see above.
+        interval_s: seconds between two health checks.
+
+    Attributes:
+        policy_version: version of the weights that the engines should have; None before `synchronize`.
+        error: why the engines cannot be used any more; None while they can.
+    """
+
+    def __init__(
+        self,
+        engines: Sequence[RestartableEngine],
+        router: EngineRouter,
+        send_weights: SendWeights,
+        warn: Callable[[str], None],
+        *,
+        max_restarts: int = MAX_RESTARTS,
+        interval_s: float = CHECK_INTERVAL_S,
+    ) -> None:
+        self._places = [_Place(number, engine) for number, engine in enumerate(engines)]
+        self._router = router
+        self._send_weights = send_weights
+        self._warn = warn
+        self._max_restarts = max_restarts
+        self._interval_s = interval_s
+        self.policy_version: int | None = None
+        self.error: Exception | None = None
+        for engine in engines:
+            router.attach(engine)
+            router.suspend(engine)
+        router.on_result = self._on_result
+
+    @property
+    def states(self) -> list[EngineState]:
+        """The states of the engines, in the order in which they were given."""
+        return [place.state for place in self._places]
+
+    async def watch(self) -> None:
+        """Keep all engines running until this call is cancelled. Call it while requests are sent.
+
+        If no engine can be used any more, `error` is set and requests fail.
+        """
+        await asyncio.gather(*[self._keep(place) for place in self._places])
+
+    async def synchronize(self, policy_version: int) -> None:
+        """Send the weights of `policy_version` to the engines, and wait until at least one has them.
+
+        The others follow while `watch` runs. Raises EngineError when no engine can be used any more, and what
+        `send_weights` raises.
+        """
+        self.policy_version = policy_version
+        while True:
+            await self._together(self._examine, EngineState.SUSPECT)
+            usable = self._in_state(EngineState.READY, EngineState.SYNCING)
+            if usable:
+                await self._bring_up_to_date(usable)
+            if self._in_state(EngineState.READY):
+                return
+            if self.error is not None:
+                raise self.error
+            await self._together(self._advance, EngineState.DEAD)
+            await self._together(self._advance, EngineState.STARTING)
+
+    async def call_all(self, method: Literal["sleep", "wake_up"]) -> None:
+        """Call a method of all engines that run. Those that fail count as dead."""
+
+        async def call(place: _Place) -> None:
+            try:
+                if place.state is EngineState.STARTING:
+                    await place.engine.ready()
+                    place.state = EngineState.SYNCING
+                await getattr(place.engine, method)()
+            except Exception as error:  # an engine in another process may raise anything
+                self._bury(place, error)
+
+        running = [state for state in EngineState if state not in (EngineState.DEAD, EngineState.LOST)]
+        await self._together(call, *running)
+
+    # -- one engine ----------------------------------------------------------------------------------------------------
+
+    async def _keep(self, place: _Place) -> None:
+        """Move an engine from state to state until it is lost, or `error` is set."""
+        try:
+            while self.error is None and place.state is not EngineState.LOST:
+                if place.state is EngineState.READY:
+                    await _wait(place.alarm, self._interval_s)
+                    await self._examine(place)
+                else:
+                    await self._advance(place)
+        except Exception as error:  # of `send_weights`; it must not leave requests waiting
+            self._fail(error)
+
+    async def _advance(self, place: _Place) -> None:
+        """Take an engine that is not ready to its next state."""
+        match place.state:
+            case EngineState.SUSPECT:
+                await self._examine(place)
+            case EngineState.DEAD:
+                place.state = EngineState.STARTING
+                self._try(place, place.engine.restart)
+            case EngineState.STARTING:
+                await self._start(place)
+            case EngineState.SYNCING:
+                await self._bring_up_to_date([place])
+
+    def _try(self, place: _Place, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except Exception as error:
+            self._bury(place, error)
+
+    async def _start(self, place: _Place) -> None:
+        try:
+            await place.engine.ready()
+        except Exception as error:  # whatever kept it from starting may keep it again: the restarts are counted
+            self._bury(place, error)
+        else:
+            place.state = EngineState.SYNCING
+
+    async def _examine(self, place: _Place) -> None:
+        """Check the health of an engine, and decide whether it is ready, lacks weights, or is dead."""
+        place.alarm.clear()
+        for _ in range(NUM_CHECKS):
+            try:
+                health = await place.engine.health()
+            except Exception as error:
+                self._suspect(place)
+                reason = error
+            else:
+                has_weights = health.policy_version == self.policy_version
+                place.state = EngineState.READY if has_weights else EngineState.SYNCING
+                if has_weights:
+                    self._router.restore(place.engine)
+                return
+        self._bury(place, reason)
+
+    async def _bring_up_to_date(self, places: Sequence[_Place]) -> None:
+        """Send the current weights to engines, and use those that took them."""
+        for place in places:
+            place.state = EngineState.SYNCING
+        failures = await asyncio.to_thread(self._send_weights, {place.number: place.engine for place in places})
+        for place in places:
+            if place.number in failures:
+                self._bury(place, failures[place.number])
+                continue
+            place.state = EngineState.READY
+            place.alarm.clear()
+            self._router.restore(place.engine)
+            if place.num_deaths:
+                self._warn(f"engine {place.number} is back, with weights of version {self.policy_version}")
+
+    def _on_result(self, engine: RolloutEngine, error: Exception | None) -> None:
+        place = next(place for place in self._places if place.engine is engine)
+        if error is None:
+            place.num_deaths = 0
+        elif place.state is EngineState.READY:
+            self._suspect(place)
+
+    def _suspect(self, place: _Place) -> None:
+        place.state = EngineState.SUSPECT
+        self._router.suspend(place.engine)
+        place.alarm.set()
+
+    def _bury(self, place: _Place, reason: object) -> None:
+        """Count the death of an engine, and give the engine up if it has died too often."""
+        self._router.suspend(place.engine)
+        place.num_deaths += 1
+        text = f"engine {place.number} failed: {reason}"
+        if place.num_deaths <= self._max_restarts:
+            place.state = EngineState.DEAD
+            self._warn(f"{text}\nit is restarted ({place.num_deaths} of {self._max_restarts})")
+            return
+        place.state = EngineState.LOST
+        self._router.detach(place.engine)
+        self._warn(f"{text}\nit is given up after {self._max_restarts} restarts in a row")
+        if not self._router.engines:
+            message = f"no engine is left; engine {place.number} failed {place.num_deaths} times in a row: {reason}"
+            self._fail(EngineError(message))
+
+    def _fail(self, error: Exception) -> None:
+        """Make all requests fail: the run cannot go on."""
+        self.error = error
+        for engine in self._router.engines:
+            self._router.detach(engine)
+        for place in self._places:
+            place.state = EngineState.LOST
+
+    # -- all engines ---------------------------------------------------------------------------------------------------
+
+    def _in_state(self, *states: EngineState) -> list[_Place]:
+        return [place for place in self._places if place.state in states]
+
+    async def _together(self, action: Callable[[_Place], Awaitable[None]], *states: EngineState) -> None:
+        """Run an action for all engines in one of `states` at once."""
+        await asyncio.gather(*[action(place) for place in self._in_state(*states)])
+
+
+async def _wait(event: asyncio.Event, timeout_s: float) -> None:
+    """Wait until an event is set, or until the time is over."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            await event.wait()
+    except TimeoutError:
+        pass

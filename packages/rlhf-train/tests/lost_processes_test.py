@@ -1,0 +1,159 @@
+"""A run whose engine or training process dies: it goes on, or says why it cannot."""
+
+import dataclasses
+
+import pytest
+
+from online_fakes import Listener, SpreadReward, World
+from rlhf_data.errors import EngineError
+from rlhf_train.online import run as online_run
+from rlhf_train.online.job import CheckpointSpec
+from rlhf_train.online.ray_session import LostProcessError
+from rlhf_train.online.run import LostTrainerError, run_online
+from rlhf_train.run.checkpoint import Checkpoints
+from trainer_testing import tiny_job
+
+LOST = LostProcessError("a process of the run is gone: SIGKILL")
+
+
+def test_engine_that_dies_in_generation_costs_no_rollout(make_run, monkeypatch):
+    run = make_run(SpreadReward())
+    run.controller.start()
+    asked = 0
+    whole = World.generate
+
+    async def dies_at_the_fifth_request(world, *arguments, **options):
+        nonlocal asked
+        asked += 1
+        world.dead = world.dead or asked == 5
+        return await whole(world, *arguments, **options)
+
+    monkeypatch.setattr(World, "generate", dies_at_the_fifth_request)
+    assert run.step(1)
+    [line] = run.lines()
+    assert (line["samples/generated"], line["samples/failed"], line["samples/trained"]) == (64, 0, 64)
+    # The engine is restarted once, and gets the weights before it answers again.
+    assert run.world.log[:3] == ["send 0 to 1", "restart", "send 0 to 1"]
+    assert run.listener.warnings[0].startswith("engine 0 failed: the engine is gone")
+    assert run.listener.warnings[1] == "engine 0 is back, with weights of version 0"
+
+
+def test_engine_that_dies_in_a_sync_gets_the_new_weights_after_its_restart(make_run):
+    run = make_run(SpreadReward())
+    run.controller.start()
+    run.controller.generate(1)
+    run.world.dead = True
+    run.controller._learner.policy_version = 4
+    run.controller.sync_weights()
+    assert run.world.log == ["send 0 to 1", "send 4 to 1", "restart", "send 4 to 1"]
+    assert (run.world.engine_version, run.parts.rollouts.policy_version) == (4, 4)
+
+
+def test_engine_that_never_comes_back_ends_the_run_with_a_checkpoint_and_its_models(make_run, monkeypatch):
+    run = make_run(SpreadReward(), checkpoints=CheckpointSpec(folder=""))
+    monkeypatch.setattr(World, "restart", lambda world: world.log.append("restart"))
+    report_step = type(run.parts.report).step
+
+    def then_die(report, step, num_steps):
+        report_step(report, step, num_steps)
+        run.world.dead = True
+
+    monkeypatch.setattr(type(run.parts.report), "step", then_die)
+    monkeypatch.setattr("rlhf_rollout.supervisor.NUM_CHECKS", 1)
+    monkeypatch.setattr(World, "ready", World.health)
+    with pytest.raises(EngineError, match="no engine is left; engine 0 failed 4 times in a row: the engine is gone"):
+        online_run.train_and_save(run.job, run.parts, run.recorder)
+    assert run.world.log.count("restart") == 3
+    assert [checkpoint.step for checkpoint in Checkpoints(run.recorder.path("checkpoints")).all()] == [1]
+    assert run.world.log[-1] == f"save actor {run.recorder.path('final model')}"
+
+
+class Attempts:
+    """Stands for the attempts to run the processes of a job: each raises or returns what a test says."""
+
+    def __init__(self, monkeypatch, *outcomes):
+        self.outcomes = list(outcomes)
+        self.seen = []
+        self.now = 0.0
+        monkeypatch.setattr(online_run, "run_processes", self.run)
+        monkeypatch.setattr(online_run, "ray_cluster", lambda plan, address: online_run.ExitStack())
+        monkeypatch.setattr(online_run.time, "monotonic", lambda: self.now)
+
+    def run(self, job, checkpoint, observer, timeline, interrupts):
+        assert not interrupts.is_held
+        interrupts.hold()
+        self.seen.append((job.checkpoints.resume, checkpoint and checkpoint.step))
+        self.now += 600.0
+        outcome = self.outcomes.pop(0)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+
+@pytest.fixture
+def job(tmp_path):
+    return tiny_job("model", tmp_path)
+
+
+def save_checkpoint(job, step):
+    checkpoints = Checkpoints(job.checkpoints.home(job.save_path))
+    checkpoints.begin(step)
+    checkpoints.commit(step, {"step": step}, [], None)
+
+
+def test_lost_trainer_continues_from_the_newest_checkpoint(job, monkeypatch):
+    save_checkpoint(job, 7)
+    monkeypatch.setattr(online_run, "check_save_path", lambda *_, **__: None)
+    attempts = Attempts(monkeypatch, LostTrainerError(LOST), "summary")
+    listener = Listener()
+    assert run_online(job, listener) == "summary"
+    assert attempts.seen == [(False, None), (True, 7)]
+    assert listener.warnings == [f"{LOST}\nall processes start again and continue after step 7"]
+
+
+@pytest.mark.parametrize(("minutes", "num_attempts"), [(10, 2), (59, 2), (61, 3)])
+def test_lost_trainer_continues_once_in_an_hour(job, monkeypatch, minutes, num_attempts):
+    save_checkpoint(job, 7)
+    monkeypatch.setattr(online_run, "check_save_path", lambda *_, **__: None)
+    attempts = Attempts(monkeypatch, *[LostTrainerError(LOST)] * 2, "summary")
+    run = attempts.run
+
+    def slow(*arguments):
+        attempts.now += minutes * 60.0 - 600.0
+        return run(*arguments)
+
+    monkeypatch.setattr(online_run, "run_processes", slow)
+    if num_attempts == 3:
+        assert run_online(job, Listener()) == "summary"
+    else:
+        with pytest.raises(LostProcessError, match="SIGKILL"):
+            run_online(job, Listener())
+    assert len(attempts.seen) == num_attempts
+
+
+def test_lost_trainer_without_a_checkpoint_ends_the_run_and_names_the_option(job, monkeypatch):
+    Attempts(monkeypatch, LostTrainerError(LOST))
+    listener = Listener()
+    with pytest.raises(LostProcessError, match="SIGKILL"):
+        run_online(job, listener)
+    assert "--save_steps" in listener.warnings[0]
+
+
+def test_process_that_is_lost_in_the_start_ends_the_run(job, monkeypatch):
+    save_checkpoint(job, 7)
+    monkeypatch.setattr(online_run, "check_save_path", lambda *_, **__: None)
+    attempts = Attempts(monkeypatch, LOST)
+    with pytest.raises(LostProcessError, match="SIGKILL"):
+        run_online(job, Listener())
+    assert len(attempts.seen) == 1
+
+
+def test_models_of_live_ranks_are_saved_when_others_have_died(make_run, monkeypatch):
+    run = make_run(SpreadReward(), save_critic=True)
+    monkeypatch.setattr(run.parts.learner, "live_roles", lambda: {"actor", "reference"})
+    online_run.save_what_is_left(run.job, run.parts, run.recorder, models=True)
+    assert run.world.log == [f"save actor {run.recorder.path('final model')}"]
+    run.world.log.clear()
+    monkeypatch.setattr(run.parts.learner, "live_roles", lambda: {"critic"})
+    online_run.save_what_is_left(dataclasses.replace(run.job), run.parts, run.recorder, models=True)
+    assert run.world.log == []

@@ -1,0 +1,114 @@
+"""Engines are killed while they generate and while they get weights, and a node goes with all trainers.
+
+Ray's test cluster has several nodes on this machine.
+"""
+
+import dataclasses
+import json
+import os
+import re
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+import ray
+from ray.cluster_utils import Cluster
+
+from rlhf_models.testing import tiny_model_dir
+from rlhf_train.online.job import CheckpointSpec
+from rlhf_train.online.run import run_online
+from rlhf_train.run.observer import Observer
+from trainer_testing import NUM_CLUSTER_CPUS, tiny_job
+
+NUM_STEPS = 5
+SHARED_MEMORY = Path("/dev/shm")
+
+
+def actors(name: str) -> list[psutil.Process]:
+    """Return the processes of Ray actors of a class."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        try:
+            command = process.cmdline()
+        except psutil.Error:
+            continue
+        if command and command[0].startswith(f"ray::{name}"):
+            found.append(process)
+    return found
+
+
+def kill_engine() -> None:
+    [engine] = actors("EngineActor")
+    os.kill(engine.pid, signal.SIGKILL)
+
+
+def kill_engine_soon() -> None:
+    """Kill the engine while it answers requests, which takes a few tenths of a second."""
+    threading.Timer(0.05, kill_engine).start()
+
+
+class Saboteur(Observer):
+    """Does something once, at the n-th time that a phase begins."""
+
+    def __init__(self, plan: dict[tuple[str, int], Callable[[], None]]) -> None:
+        self.plan = plan
+        self.count: Counter[str] = Counter()
+        self.warnings: list[str] = []
+
+    def phase(self, name: str) -> None:
+        self.count[name] += 1
+        self.plan.pop((name, self.count[name]), lambda: None)()
+
+    def warning(self, text: str) -> None:
+        self.warnings.append(text)
+
+
+@pytest.fixture
+def cluster(monkeypatch):
+    """A head without CPUs, and a node for the run."""
+    monkeypatch.setenv("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+    head = {"num_cpus": 0, "include_dashboard": False}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
+    cluster.node = cluster.add_node(num_cpus=NUM_CLUSTER_CPUS)
+    ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
+    yield cluster
+    ray.shutdown()
+    cluster.shutdown()
+
+
+def test_run_survives_killed_engines_and_the_loss_of_its_node(cluster, tmp_path):
+    model_path = str(tiny_model_dir(tmp_path / "model"))
+    job = tiny_job(model_path, tmp_path, num_steps=NUM_STEPS, checkpoints=CheckpointSpec(folder="", every=1))
+    job = dataclasses.replace(job, sampling=dataclasses.replace(job.sampling, max_tokens=48))
+
+    def lose_node():
+        cluster.add_node(num_cpus=NUM_CLUSTER_CPUS)
+        cluster.remove_node(cluster.node, allow_graceful=False)
+
+    # The first sync is that of the start.
+    saboteur = Saboteur({("generate", 2): kill_engine_soon, ("sync", 4): kill_engine, ("train", 4): lose_node})
+    summary = run_online(job, saboteur)
+
+    assert not saboteur.plan  # everything happened
+    said = "\n".join(saboteur.warnings)
+    assert said.count("engine 0 is back") == 2
+    # The ranks live a little longer than their node, perhaps to the end of the step.
+    assert re.search("all processes start again and continue after step [34]", said)
+    lines = [json.loads(line) for line in (Path(job.save_path) / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "time/step" in line]
+    assert [line["step"] for line in steps] == list(range(1, NUM_STEPS + 1))
+    for line in steps:
+        assert (line["samples/generated"], line["samples/trained"], line["samples/failed"]) == (32, 32, 0)
+    # Rollouts come from the weights that the trainers have: a restarted engine does not answer with older ones.
+    assert max(gaps := [line["mismatch/logprob_gap_max"] for line in steps]) < 1e-3, gaps
+    assert summary.artifacts["final model"] == "model"
+    deadline = time.monotonic() + 60
+    while actors("EngineActor") or actors("RankActor"):
+        assert time.monotonic() < deadline, "processes of the run are left"
+        time.sleep(0.1)
+    assert not list(SHARED_MEMORY.glob("rlhf-weights-*"))

@@ -1,0 +1,240 @@
+"""Kill `rlhf ppo` at random moments, let it continue, and compare it with a run that nothing interrupted.
+
+    python tools/bench/kills.py --kills 200 --workers 4 --out kills.json
+
+Every run trains the built-in model for `--train_steps` steps with a checkpoint after each. SIGKILL hits its main
+process at a random moment, and `rlhf ppo --load_checkpoint` continues it, until the run has ended or its share of the
+kills is used up; then it runs to its end. One kill in ten comes while the run starts, the others at a random moment of
+the first steps. The report counts the kills by phase, the rollouts that are missing, and the runs whose metrics,
+rollouts or weights differ from the run without interruption. On CPUs none may differ in a single bit.
+"""
+
+import argparse
+import concurrent.futures
+import hashlib
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from environment import OWN_CLUSTER, command_line, environment
+
+FLAGS = ["--eval_steps", "10", "--enable_ema", "--save_steps", "1", "--max_ckpt_num", "2"]
+SHARE_IN_START = 0.1
+SECONDS = re.compile(r'"score_seconds": [\d.e-]+')
+NOT_NUMBERS = ("time/", "throughput/", "memory/")  # they differ between any two runs
+PHASE_BYTES = 16
+STARTING = "start"
+POLL_S = 0.01
+
+
+def child(phase_path: str, argv: list[str]) -> int:
+    """Run `rlhf ppo` in this process and keep the name of the current phase in a file."""
+    from rlhf_cli.main import main
+    from rlhf_train.run.timeline import Timeline
+
+    descriptor = os.open(phase_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    open_phases = [STARTING]
+    original = Timeline.phase
+
+    def write() -> None:
+        os.pwrite(descriptor, open_phases[-1].ljust(PHASE_BYTES).encode(), 0)
+
+    @contextmanager
+    def phase(timeline: Timeline, name: str) -> Iterator[None]:
+        open_phases[0] = "between phases"
+        open_phases.append(name)
+        write()
+        try:
+            with original(timeline, name):
+                yield
+        finally:
+            open_phases.pop()
+            write()
+
+    write()
+    Timeline.phase = phase  # type: ignore[method-assign]
+    return main(["ppo", *argv])
+
+
+def numbers(folder: Path) -> list[dict[str, Any]]:
+    """Return the lines of the run's metrics without seconds and bytes of memory."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    return [{name: value for name, value in line.items() if not name.startswith(NOT_NUMBERS)} for line in lines]
+
+
+def content(folder: Path) -> dict[str, Any]:
+    """Return what two runs of the same numbers have in common: metrics, and hashes of rollouts and final weights."""
+    found: dict[str, Any] = {"metrics.jsonl": numbers(folder)}
+    for name in ("rollouts.jsonl", "eval_rollouts.jsonl"):
+        text = SECONDS.sub("", (folder / name).read_text(encoding="utf-8"))
+        found[name] = hashlib.sha256(text.encode()).hexdigest()
+    for name in ("model/model.safetensors", "ema_model/model.safetensors"):
+        found[name] = hashlib.sha256((folder / name).read_bytes()).hexdigest()
+    return found
+
+
+def num_lost(folder: Path, num_steps: int, num_rollouts: int) -> int:
+    """Return how many of `num_rollouts` rollouts per step are not in `rollouts.jsonl`, or are there more than once."""
+    text = (folder / "rollouts.jsonl").read_text(encoding="utf-8")
+    ids = Counter(json.loads(line)["rollout_id"] for line in text.splitlines())
+    return num_steps * num_rollouts - len(ids) + sum(count - 1 for count in ids.values())
+
+
+@dataclass
+class Tally:
+    """What happened in the runs of one worker."""
+
+    phases: Counter[str] = field(default_factory=Counter)
+    num_writing: int = 0  # kills while a checkpoint was being written
+    num_runs: int = 0
+    num_differing: int = 0
+    num_lost: int = 0
+    differences: list[str] = field(default_factory=list)
+
+    def add(self, other: "Tally") -> None:
+        self.phases += other.phases
+        self.num_writing += other.num_writing
+        self.num_runs += other.num_runs
+        self.num_differing += other.num_differing
+        self.num_lost += other.num_lost
+        self.differences += other.differences
+
+
+class Run:
+    """One run in a folder, started any number of times."""
+
+    def __init__(self, folder: Path, flags: list[str]) -> None:
+        self.folder = folder
+        self._flags = flags
+        self._phase_path = folder.with_suffix(".phase")
+
+    def start(self) -> subprocess.Popen[bytes]:
+        """Start the run, or continue it."""
+        self._phase_path.write_bytes(STARTING.ljust(PHASE_BYTES).encode())
+        flags = [*self._flags, "--save_path", str(self.folder), "--load_checkpoint"]
+        command = [sys.executable, __file__, "--child", str(self._phase_path), *flags]
+        with self.folder.with_suffix(".log").open("ab") as log:
+            return subprocess.Popen(command, env=os.environ | OWN_CLUSTER, stdout=log, stderr=log)
+
+    def phase(self) -> str:
+        """Return the current phase."""
+        return self._phase_path.read_bytes().decode().strip()
+
+    def is_writing(self) -> bool:
+        """Return whether a checkpoint is being written."""
+        return any((self.folder / "checkpoints").glob(".step-*"))
+
+    def finish(self) -> float:
+        """Run to the end; return the seconds that this took."""
+        started = time.monotonic()
+        status = self.start().wait()
+        if status != 0:
+            text = self.folder.with_suffix(".log").read_text(encoding="utf-8", errors="replace")
+            raise SystemExit(f"{self.folder} ended with status {status}:\n{text[-3000:]}")
+        return time.monotonic() - started
+
+    def kill(self, rng: random.Random, window_s: float, tally: Tally) -> bool:
+        """Start or continue the run, and kill it at a random moment; return False if it ended before."""
+        process = self.start()
+        in_start = rng.random() < SHARE_IN_START
+        begun = time.monotonic()
+        at = rng.uniform(0.0, window_s)
+        while process.poll() is None:
+            if not in_start and self.phase() == STARTING:
+                begun = time.monotonic()
+            elif time.monotonic() - begun >= at:
+                break
+            time.sleep(POLL_S)
+        phase = self.phase()
+        writing = self.is_writing()
+        process.send_signal(signal.SIGKILL)
+        if process.wait() == 0:
+            return False
+        tally.phases[phase] += 1
+        tally.num_writing += writing
+        return True
+
+
+def work(number: int, num_kills: int, folder: Path, reference: dict[str, Any], options: argparse.Namespace) -> Tally:
+    """Do one worker's share of the kills; return what happened."""
+    rng = random.Random(options.seed + number)
+    tally = Tally()
+    while sum(tally.phases.values()) < num_kills:
+        run = Run(folder / f"worker{number}-run{tally.num_runs}", flags_of(options))
+        while sum(tally.phases.values()) < num_kills and run.kill(rng, options.window_s, tally):
+            pass
+        run.finish()
+        tally.num_runs += 1
+        found = content(run.folder)
+        differing = [name for name in reference if found[name] != reference[name]]
+        tally.num_differing += bool(differing)
+        tally.differences += [f"{run.folder.name}: {name}" for name in differing]
+        tally.num_lost += num_lost(run.folder, options.train_steps, options.num_rollouts)
+        print(f"worker {number}: {sum(tally.phases.values())} kills, differing: {differing or 'nothing'}", flush=True)
+    return tally
+
+
+def flags_of(options: argparse.Namespace) -> list[str]:
+    return ["--train_steps", str(options.train_steps), *FLAGS]
+
+
+def main() -> int:
+    """Run the reference and all workers, write the report, and return 1 if anything was lost or differs."""
+    if sys.argv[1:2] == ["--child"]:
+        return child(sys.argv[2], sys.argv[3:])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--workers", type=int, default=1, help="runs at the same time")
+    parser.add_argument("--train_steps", type=int, default=40)
+    parser.add_argument("--num_rollouts", type=int, default=128, help="rollouts per step of the built-in run")
+    parser.add_argument("--window_s", type=float, default=4.0, help="a kill comes at most so long after the start")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory() as name:
+        whole = Run(Path(name, "whole"), flags_of(options))
+        whole_s = whole.finish()
+        reference = content(whole.folder)
+        shares = [
+            options.kills // options.workers + (n < options.kills % options.workers) for n in range(options.workers)
+        ]
+        tally = Tally()
+        with concurrent.futures.ThreadPoolExecutor(options.workers) as pool:
+            for part in pool.map(lambda n: work(n, shares[n], Path(name), reference, options), range(options.workers)):
+                tally.add(part)
+    report = {
+        "benchmark": "kills",
+        "command": command_line(options.out),
+        "environment": environment(),
+        "flags": " ".join(flags_of(options)),
+        "num_kills": sum(tally.phases.values()),
+        "num_kills_by_phase": dict(tally.phases.most_common()),
+        "num_kills_while_a_checkpoint_was_written": tally.num_writing,
+        "num_runs": tally.num_runs,
+        "num_differing_runs": tally.num_differing,
+        "differences": tally.differences,
+        "num_lost_rollouts": tally.num_lost,
+        "seconds_uninterrupted": round(whole_s, 1),
+        "seconds": round(time.monotonic() - started, 1),
+    }
+    options.out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    counts = f"{tally.num_lost} rollouts lost, {tally.num_differing} runs differ"
+    print(f"{report['num_kills']} kills in {tally.num_runs} runs: {counts}")
+    return int(tally.num_lost != 0 or tally.num_differing > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,80 @@
+"""The campaign of kills in small: what counts as a difference or a loss, and which phase a kill is counted for."""
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import kills
+
+METRICS = [{"step": 1, "policy/loss": 0.25, "time/step": 3.0}, {"step": 2, "policy/loss": 0.5, "memory/x": 1.0}]
+ROLLOUTS = [{"rollout_id": f"step{step}/{number}", "score_seconds": 0.1} for step in (1, 2) for number in range(4)]
+
+
+def write_run(folder: Path, metrics=METRICS, rollouts=ROLLOUTS, weights=b"weights") -> Path:
+    for name in ("model", "ema_model"):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "model.safetensors").write_bytes(weights)
+    for name, lines in (("metrics", metrics), ("rollouts", rollouts), ("eval_rollouts", rollouts[:1])):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def test_runs_that_differ_in_seconds_only_have_the_same_content(tmp_path):
+    slower = [line | {"time/step": 9.0} if "time/step" in line else line for line in METRICS]
+    later = [line | {"score_seconds": 1.25e-05} for line in ROLLOUTS]
+    whole = kills.content(write_run(tmp_path / "whole"))
+    assert kills.content(write_run(tmp_path / "slower", slower, later)) == whole
+
+
+@pytest.mark.parametrize(
+    ("name", "changed"),
+    [
+        ("metrics.jsonl", {"metrics": [METRICS[0], METRICS[1] | {"policy/loss": 0.5000001}]}),
+        ("metrics.jsonl", {"metrics": METRICS[:1]}),
+        ("rollouts.jsonl", {"rollouts": [*ROLLOUTS[:-1], ROLLOUTS[-1] | {"rollout_id": "other"}]}),
+        ("model/model.safetensors", {"weights": b"Weights"}),
+    ],
+)
+def test_any_other_difference_is_found(tmp_path, name, changed):
+    whole = kills.content(write_run(tmp_path / "whole"))
+    other = kills.content(write_run(tmp_path / "other", **changed))
+    assert other[name] != whole[name]
+
+
+@pytest.mark.parametrize(
+    ("rollouts", "lost"), [(ROLLOUTS, 0), (ROLLOUTS[:-1], 1), ([*ROLLOUTS[:-1], ROLLOUTS[0]], 2), ([], 8)]
+)
+def test_missing_and_repeated_rollouts_are_counted(tmp_path, rollouts, lost):
+    assert kills.num_lost(write_run(tmp_path / "run", rollouts=rollouts), num_steps=2, num_rollouts=4) == lost
+
+
+class Sleeper(kills.Run):
+    """A run that is in its start for 0.3 s, then generates, and ends after `seconds`."""
+
+    seconds = 60.0
+
+    def start(self) -> subprocess.Popen[bytes]:
+        script = f"import time; time.sleep(0.3); open({str(self._phase_path)!r}, 'w').write('generate'.ljust(16))"
+        self._phase_path.write_text("start".ljust(16))
+        return subprocess.Popen([sys.executable, "-c", f"{script}; time.sleep({self.seconds})"])
+
+
+@pytest.mark.parametrize(("share", "phase"), [(0.0, "generate"), (1.0, "start")])
+def test_kill_is_counted_for_the_phase_that_it_hits(tmp_path, monkeypatch, share, phase):
+    monkeypatch.setattr(kills, "SHARE_IN_START", share)
+    (tmp_path / "run/checkpoints/.step-3.partial").mkdir(parents=True)
+    tally = kills.Tally()
+    assert Sleeper(tmp_path / "run", []).kill(random.Random(0), 0.1, tally)
+    assert (tally.phases, tally.num_writing) == ({phase: 1}, 1)
+
+
+def test_run_that_ends_before_its_kill_counts_none(tmp_path, monkeypatch):
+    monkeypatch.setattr(kills, "SHARE_IN_START", 0.0)
+    monkeypatch.setattr(Sleeper, "seconds", 0.0)
+    tally = kills.Tally()
+    assert not Sleeper(tmp_path / "run", []).kill(random.Random(0), 1000.0, tally)
+    assert not tally.phases
