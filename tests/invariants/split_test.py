@@ -2,6 +2,8 @@
 micro-batches, data-parallel ranks and ZeRO stages gives the same update."""
 
 import dataclasses
+import functools
+import os
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -9,7 +11,7 @@ import numpy as np
 import pytest
 
 from rlhf_models.testing import tiny_model_dir
-from rlhf_rollout.host import free_port
+from rlhf_rollout.host import free_port, local_gpus
 from rlhf_train.algorithms import AlgorithmSpec, make_algorithm
 from rlhf_train.batching import plan_batches
 from rlhf_train.specs import ModelSpec, OptimizerSpec
@@ -69,8 +71,19 @@ BFLOAT16 = {
 }
 
 
+@functools.cache
+def device_of(rank: int, num_ranks: int) -> str:
+    """Return where a rank computes: on a GPU of its own where there are enough. Call it before torch is imported."""
+    if local_gpus() < num_ranks:
+        return "cpu"
+    if num_ranks > 1:
+        os.environ["CUDA_VISIBLE_DEVICES"] = str(rank)
+    return "cuda"
+
+
 def one_step(rank: int, num_ranks: int, master: Any, path: str, case: Case) -> dict[str, Any]:
     """Run one step of PPO, usually of two updates per model; return the weights and the metrics."""
+    device_of(rank, num_ranks)
     import torch
 
     from rlhf_train.online.worker import TrainWorker
@@ -85,7 +98,7 @@ def one_step(rank: int, num_ranks: int, master: Any, path: str, case: Case) -> d
         rank=rank,
         num_ranks=num_ranks,
         master=master,
-        device="cuda" if torch.cuda.is_available() and num_ranks == 1 else "cpu",
+        device=device_of(rank, num_ranks),
         seed=0,
     )
     rollouts = random_rollouts(case.num_rollouts, vocab_size=VOCAB_SIZE)

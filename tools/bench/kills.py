@@ -1,12 +1,14 @@
 """Kill `rlhf ppo` at random moments, let it continue, and compare it with a run that nothing interrupted.
 
-    python tools/bench/kills.py --kills 200 --workers 4 --out kills.json
+    python tools/bench/kills.py --kills 200 --workers 8 --out kills.json
 
-Every run trains the built-in model for `--train_steps` steps with a checkpoint after each. SIGKILL hits its main
-process at a random moment, and `rlhf ppo --load_checkpoint` continues it, until the run has ended or its share of the
-kills is used up; then it runs to its end. One kill in ten comes while the run starts, the others at a random moment of
-the first steps. The report counts the kills by phase, the rollouts that are missing, and the runs whose metrics,
-rollouts or weights differ from the run without interruption. On CPUs none may differ in a single bit.
+Every run trains the built-in model for `--train_steps` steps with a checkpoint after each, with one of `VARIANTS`: one
+or two training processes and different ZeRO stages. SIGKILL hits its main process at a random moment, and
+`rlhf ppo --load_checkpoint` continues it, until the run has ended or its share of the kills is used up; then it runs to
+its end. One kill in ten comes while the run starts, the others at a random moment of the first steps.
+
+The report counts the kills by phase, the rollouts that are missing, and the runs whose metrics, rollouts or weights
+differ from the run of the same variant without interruption. On CPUs none may differ in a single bit.
 """
 
 import argparse
@@ -22,7 +24,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,6 +32,12 @@ from typing import Any
 
 from environment import OWN_CLUSTER, command_line, environment
 
+VARIANTS = (
+    "--zero_stage 2",
+    "--zero_stage 2 --actor_num_gpus_per_node 2",
+    "--zero_stage 0",
+    "--zero_stage 3 --actor_num_gpus_per_node 2",
+)
 FLAGS = ["--eval_steps", "10", "--enable_ema", "--save_steps", "1", "--max_ckpt_num", "2"]
 SHARE_IN_START = 0.1
 SECONDS = re.compile(r'"score_seconds": [\d.e-]+')
@@ -167,12 +175,14 @@ class Run:
         return True
 
 
-def work(number: int, num_kills: int, folder: Path, reference: dict[str, Any], options: argparse.Namespace) -> Tally:
-    """Do one worker's share of the kills; return what happened."""
+def work(number: int, num_kills: int, folder: Path, whole: Sequence[Run], options: argparse.Namespace) -> Tally:
+    """Do one worker's share of the kills; return what happened. `whole` has the complete run of each variant."""
     rng = random.Random(options.seed + number)
     tally = Tally()
+    variant = number % len(VARIANTS)
+    reference = content(whole[variant].folder)
     while sum(tally.phases.values()) < num_kills:
-        run = Run(folder / f"worker{number}-run{tally.num_runs}", flags_of(options))
+        run = Run(folder / f"worker{number}-run{tally.num_runs}", flags_of(options, variant))
         while sum(tally.phases.values()) < num_kills and run.kill(rng, options.window_s, tally):
             pass
         run.finish()
@@ -186,8 +196,9 @@ def work(number: int, num_kills: int, folder: Path, reference: dict[str, Any], o
     return tally
 
 
-def flags_of(options: argparse.Namespace) -> list[str]:
-    return ["--train_steps", str(options.train_steps), *FLAGS]
+def flags_of(options: argparse.Namespace, variant: int) -> list[str]:
+    """Return the flags of all runs of a variant."""
+    return ["--train_steps", str(options.train_steps), *FLAGS, *VARIANTS[variant].split()]
 
 
 def main() -> int:
@@ -205,21 +216,19 @@ def main() -> int:
     options = parser.parse_args()
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as name:
-        whole = Run(Path(name, "whole"), flags_of(options))
-        whole_s = whole.finish()
-        reference = content(whole.folder)
-        shares = [
-            options.kills // options.workers + (n < options.kills % options.workers) for n in range(options.workers)
-        ]
+        whole = [Run(Path(name, f"whole{n}"), flags_of(options, n)) for n in range(len(VARIANTS))]
+        least, more = divmod(options.kills, options.workers)
+        shares = [least + (n < more) for n in range(options.workers)]
         tally = Tally()
         with concurrent.futures.ThreadPoolExecutor(options.workers) as pool:
-            for part in pool.map(lambda n: work(n, shares[n], Path(name), reference, options), range(options.workers)):
+            seconds = list(pool.map(Run.finish, whole))
+            for part in pool.map(lambda n: work(n, shares[n], Path(name), whole, options), range(options.workers)):
                 tally.add(part)
     report = {
         "benchmark": "kills",
         "command": command_line(options.out),
         "environment": environment(),
-        "flags": " ".join(flags_of(options)),
+        "variants": [" ".join(flags_of(options, n)) for n in range(len(VARIANTS))],
         "num_kills": sum(tally.phases.values()),
         "num_kills_by_phase": dict(tally.phases.most_common()),
         "num_kills_while_a_checkpoint_was_written": tally.num_writing,
@@ -227,7 +236,7 @@ def main() -> int:
         "num_differing_runs": tally.num_differing,
         "differences": tally.differences,
         "num_lost_rollouts": tally.num_lost,
-        "seconds_uninterrupted": round(whole_s, 1),
+        "seconds_uninterrupted": [round(value, 1) for value in seconds],
         "seconds": round(time.monotonic() - started, 1),
     }
     options.out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")

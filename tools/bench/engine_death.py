@@ -1,0 +1,127 @@
+"""Measure how long a run is without its engine after a SIGKILL, beside the time in which an engine starts.
+
+    python tools/bench/engine_death.py --out engine-death.json
+
+First the engine of the built-in run starts alone, `--kills` times. Then the run itself kills its engine while it
+generates, in as many of its steps. Reported are the seconds from each kill until the restarted engine has the current
+weights. The goal is the longest time of a start plus `GOAL_S`.
+"""
+
+import argparse
+import json
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from environment import OWN_CLUSTER, command_line, environment
+from rlhf_cli.commands.ppo import COMMAND_LINE
+from rlhf_cli.jobs import make_job, make_plan
+from rlhf_cli.preflight.inputs import check_inputs
+from rlhf_train.online.cluster import placed_bundles, ray_cluster, start_engines
+from rlhf_train.online.job import OnlineJob
+from rlhf_train.online.ray_session import wait
+from rlhf_train.online.run import run_online
+from rlhf_train.run.observer import Observer
+
+GOAL_S = 5.0
+DELAY_S = 0.05  # from the begin of a generation to the kill
+
+
+def engine_process() -> psutil.Process:
+    """Return the process of the only engine."""
+    for process in psutil.Process().children(recursive=True):
+        try:
+            if process.cmdline()[0].startswith("ray::EngineActor"):
+                return process
+        except (psutil.Error, IndexError):
+            continue
+    raise SystemExit("the engine's process was not found")
+
+
+class Killer(Observer):
+    """Kills the engine in the generation of every second step, and notes when it is back."""
+
+    def __init__(self, num_kills: int) -> None:
+        self._left = num_kills
+        self._num_generations = 0
+        self._killed_at = 0.0
+        self.back_s: list[float] = []
+
+    def phase(self, name: str) -> None:
+        if name != "generate":
+            return
+        self._num_generations += 1
+        if self._left and self._num_generations % 2 == 0:
+            self._left -= 1
+            threading.Timer(DELAY_S, self._kill).start()
+
+    def warning(self, text: str) -> None:
+        print(text.partition("\n")[0], flush=True)
+        if " is back" in text:
+            self.back_s.append(time.monotonic() - self._killed_at)
+
+    def _kill(self) -> None:
+        self._killed_at = time.monotonic()
+        os.kill(engine_process().pid, signal.SIGKILL)
+
+
+def start_seconds(job: OnlineJob) -> float:
+    """Return the seconds in which the engine of a job starts alone."""
+    with placed_bundles(job.plan) as reserved:
+        started = time.monotonic()
+        wait([engine.handle.ready.remote() for engine in start_engines(job, reserved)])
+        return time.monotonic() - started
+
+
+def measure(num_kills: int, folder: Path) -> dict[str, Any]:
+    """Return the times of starts and of returns from the dead."""
+    flags = ["--train_steps", str(2 * num_kills + 1), "--eval_steps", "-1", "--save_path", str(folder)]
+    config = COMMAND_LINE.parse(flags).config
+    plan = make_plan(config, 0, None)
+    job = make_job(config, check_inputs(config, folder), plan, folder, None)
+    killer = Killer(num_kills)
+    with ray_cluster(plan, None):
+        starts = [start_seconds(job) for _ in range(num_kills)]
+        run_online(job, killer)
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    steps = [row for row in rows if "time/step" in row]
+    return {
+        "start_s": [round(value, 2) for value in starts],
+        "back_s": [round(value, 2) for value in killer.back_s],
+        "num_steps": len(steps),
+        "num_failed_rollouts": sum(row["samples/failed"] for row in steps),
+    }
+
+
+def main() -> int:
+    """Measure, write the report, and return the exit status: 1 when the goal is missed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=3)
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    os.environ.update(OWN_CLUSTER)
+    with tempfile.TemporaryDirectory() as name:
+        found = measure(options.kills, Path(name, "run"))
+    report = {
+        "benchmark": "engine_death",
+        "command": command_line(options.out),
+        "environment": environment(),
+        "goal_s": GOAL_S,
+        **found,
+    }
+    options.out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    print(
+        f"start {found['start_s']} s, back after {found['back_s']} s, failed rollouts {found['num_failed_rollouts']:g}"
+    )
+    return int(len(found["back_s"]) != options.kills or max(found["back_s"]) > max(found["start_s"]) + GOAL_S)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
