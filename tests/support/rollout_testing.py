@@ -1,8 +1,7 @@
 """Helpers for tests of rlhf-rollout: weight buckets without a trainer, and a small HTTP server."""
 
 import json
-import os
-import secrets
+import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -12,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from rlhf_rollout.weight_sync.bucket import TensorSlot, WeightBucket, aligned, bucket_checksum
-from rlhf_rollout.weight_sync.shared_memory import SHARED_MEMORY_DIR
 
 
 @contextmanager
@@ -28,15 +26,11 @@ def shared_memory_bucket(weights: Mapping[str, np.ndarray], *, checksum: bool = 
         buffer[spec.offset_bytes : spec.offset_bytes + spec.size_bytes] = (
             np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         )
-    name = f"rlhf-test-{os.getpid()}-{secrets.token_hex(4)}"
-    path = SHARED_MEMORY_DIR / name
-    path.write_bytes(buffer.tobytes())
-    try:
-        yield WeightBucket(
-            "shared_memory", tuple(specs), name, bucket_checksum(buffer, tuple(specs)) if checksum else None
-        )
-    finally:
-        path.unlink()
+    sum_of_all = bucket_checksum(buffer, tuple(specs)) if checksum else None
+    with tempfile.NamedTemporaryFile(prefix="rlhf-test-", dir="/dev/shm") as file:
+        file.write(buffer.tobytes())
+        file.flush()
+        yield WeightBucket("shared_memory", tuple(specs), (file.name, 0), sum_of_all)
 
 
 @contextmanager

@@ -71,7 +71,7 @@ def test_map_segment_outlives_its_name() -> None:
 
 def test_map_segment_missing_raises_with_hint() -> None:
     with pytest.raises(WeightSyncError, match="hint: shared memory reaches only engines on the trainer's own host"):
-        map_segment("rlhf-test-none")
+        map_segment(("/proc/self/fd/999999", 0))
 
 
 def reader():

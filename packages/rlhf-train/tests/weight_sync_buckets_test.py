@@ -1,12 +1,14 @@
 """Packing weights into buckets, and what happens when a sync goes wrong; the engine at the other end is a fake."""
 
 import asyncio
+import contextlib
 import os
 import pkgutil
 import zlib
 from collections.abc import Iterator
 from importlib import import_module
 from inspect import signature
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,7 +19,8 @@ from rlhf_data.errors import ConfigError, EngineError, WeightSyncError
 from rlhf_rollout.engines.fake import FakeEngine
 from rlhf_rollout.weight_sync import MEDIA
 from rlhf_rollout.weight_sync.bucket import WeightBucket
-from rlhf_rollout.weight_sync.shared_memory import SHARED_MEMORY_DIR, map_segment
+from rlhf_rollout.weight_sync.reader import BucketReader
+from rlhf_rollout.weight_sync.shared_memory import map_segment
 from rlhf_train.weight_sync import shared_memory
 from rlhf_train.weight_sync.shared_memory import SharedMemoryBuffer
 from rlhf_train.weight_sync.source import WeightSource
@@ -30,7 +33,13 @@ WEIGHTS = {
 
 
 def segments() -> set[str]:
-    return {name for name in os.listdir(SHARED_MEMORY_DIR) if name.startswith(f"rlhf-weights-{os.getpid()}-")}
+    """Return the descriptors of this process that are memory for weights."""
+    found = set()
+    for path in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # the descriptor by which the folder is read
+            if path.readlink().name.startswith("memfd:rlhf-weights"):
+                found.add(path.name)
+    return found
 
 
 def crc(tensor: torch.Tensor) -> int:
@@ -173,19 +182,19 @@ def test_send_without_engines_raises() -> None:
         WeightSource("shared_memory").send(iter(()), [], 1)
 
 
-def test_shared_memory_buffer_full_tmpfs_raises_with_hint(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shared_memory_buffer_without_memory_raises_with_hint(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(descriptor: int, offset: int, length: int) -> None:
-        raise OSError(28, "No space left on device")
+        raise OSError(12, "Cannot allocate memory")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(WeightSyncError, match=r"no room for 384 bytes(.|\n)*hint: .*--shm-size"):
+    with pytest.raises(WeightSyncError, match=r"no memory for 384 bytes.*: Cannot allocate(.|\n)*hint: end other"):
         WeightSource("shared_memory").send(iter(WEIGHTS.items()), [Recorder()], 1)
     assert segments() == set()
 
 
 def test_shared_memory_buffer_takes_memory_only_as_it_is_written() -> None:
     buffer = SharedMemoryBuffer(64 << 20, num_engines=1)
-    path = SHARED_MEMORY_DIR / buffer.handles[0]
+    path = Path(buffer.handles[0][0])
     assert path.stat().st_blocks == 0
     buffer.reserve(8192)
     assert path.stat().st_blocks * 512 == 8192
@@ -262,8 +271,37 @@ def test_send_failing_engine_waits_for_the_others_before_the_segment_goes() -> N
     assert slow.events == ["begin 1", "receive"]
 
 
-def test_shared_memory_buffer_closes_twice_and_without_its_file() -> None:
+def test_shared_memory_buffer_closes_twice_and_its_memory_outlives_it_where_it_is_mapped() -> None:
     buffer = SharedMemoryBuffer(4096, num_engines=1)
-    (SHARED_MEMORY_DIR / buffer.handles[0]).unlink()
+    buffer.reserve(4096)
+    buffer.data[7] = 3
+    segment = map_segment(buffer.handles[0])
     buffer.close()
+    buffer.close()
+    assert segment[7] == 3
+    with pytest.raises(WeightSyncError, match="cannot be opened"):
+        map_segment(buffer.handles[0])
+
+
+def test_reader_opens_a_buffer_that_has_the_path_of_an_earlier_one() -> None:
+    """A weight larger than the buffer closes it, and the larger one gets its descriptor."""
+    read: dict[str, torch.Tensor] = {}
+    reader = BucketReader("shared_memory", torch.device("cpu"))
+
+    class Reading(Recorder):
+        async def receive_weights(self, bucket: WeightBucket) -> None:
+            await super().receive_weights(bucket)
+            read.update(reader.read(bucket))
+
+    engine = Reading()
+    WeightSource("shared_memory", bucket_bytes=384).send(iter(WEIGHTS.items()), [engine], 1)
+    paths = [bucket.handle[0] for bucket in engine.buckets]
+    assert len(paths) == 3 and paths[1] == paths[2]
+    assert all(torch.equal(read[name], tensor) for name, tensor in WEIGHTS.items())
+
+
+def test_shared_memory_buffer_has_no_name_that_a_killed_process_could_leave_behind() -> None:
+    before = set(os.listdir("/dev/shm"))
+    buffer = SharedMemoryBuffer(4096, num_engines=1)
+    assert set(os.listdir("/dev/shm")) <= before
     buffer.close()

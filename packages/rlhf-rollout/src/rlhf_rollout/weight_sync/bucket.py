@@ -43,7 +43,7 @@ class WeightBucket:
     Attributes:
         medium: how the buffer reaches the engine, one of `MEDIA`.
         tensors: the weights in the buffer.
-        handle: the name of the shared-memory segment, or what torch needs to open the CUDA allocation elsewhere.
+        handle: what `map_segment` needs to open the shared memory, or torch to open the CUDA allocation, elsewhere.
         checksum: of the buffer's bytes, in debug mode; None otherwise.
     """
 

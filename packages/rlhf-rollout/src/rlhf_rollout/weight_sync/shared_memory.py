@@ -1,6 +1,5 @@
-"""Weights in a POSIX shared-memory segment on this host. Torch-free except for `open_memory`."""
+"""Weights in shared memory on this host. Torch-free except for `open_memory`."""
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -10,24 +9,23 @@ from rlhf_data.errors import WeightSyncError
 if TYPE_CHECKING:
     import torch
 
-SHARED_MEMORY_DIR = Path("/dev/shm")
 
-
-def map_segment(name: str) -> np.ndarray:
+def map_segment(handle: tuple[str, int]) -> np.ndarray:
     """Return a segment that another process made, as a [n] uint8 array; it stays mapped while the array exists.
 
-    Raises WeightSyncError when the segment cannot be opened.
+    `handle` is the path of the maker's descriptor in /proc, and a number that tells apart segments which have had the
+    same path. Raises WeightSyncError when the segment cannot be opened.
     """
+    path, _ = handle
     try:
-        # Opened as a file, because multiprocessing.shared_memory would delete the segment when this process ends.
-        return np.memmap(SHARED_MEMORY_DIR / name, np.uint8, "r+")
+        return np.memmap(path, np.uint8, "r+")
     except OSError as error:
-        message = f"the weight segment {SHARED_MEMORY_DIR / name} cannot be opened: {error.strerror}"
+        message = f"the weight segment {path} cannot be opened: {error.strerror}"
         raise WeightSyncError(message, hint="shared memory reaches only engines on the trainer's own host") from error
 
 
-def open_memory(handle: str, device: "torch.device") -> "torch.Tensor":
-    """Return the segment named `handle` as a flat uint8 tensor on the host, whatever the engine's `device`."""
+def open_memory(handle: tuple[str, int], device: "torch.device") -> "torch.Tensor":
+    """Return `map_segment` of `handle` as a flat uint8 tensor on the host, whatever the engine's `device`."""
     import torch
 
     return torch.from_numpy(map_segment(handle))

@@ -1,46 +1,44 @@
 """Weight sync through shared memory on this host, from tensors on any device."""
 
-import errno
-import mmap
+import itertools
 import os
-import secrets
 
 import torch
 
 from rlhf_data.errors import WeightSyncError
 from rlhf_rollout.weight_sync import Medium
-from rlhf_rollout.weight_sync.shared_memory import SHARED_MEMORY_DIR
+
+_numbers = itertools.count()  # a later buffer may have the descriptor, and so the path, of an earlier one
 
 
 class SharedMemoryBuffer:
-    """A `BucketBuffer` in a file on tmpfs, mapped as a flat tensor."""
+    """A `BucketBuffer` in memory without a name, mapped as a flat tensor.
+
+    Other processes of this user open it by its path in /proc. The kernel frees the memory when
+    the last process unmaps it or dies, however that happens. The size of /dev/shm does not limit it.
+    """
 
     medium: Medium = "shared_memory"
 
     def __init__(self, size_bytes: int, num_engines: int) -> None:
-        name = f"rlhf-weights-{os.getpid()}-{secrets.token_hex(4)}"
-        self._path = SHARED_MEMORY_DIR / name
-        self.handles = [name] * num_engines
         self._reserved_bytes = 0
         try:
-            self._descriptor: int | None = os.open(self._path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
-        except OSError as error:
-            message = f"cannot create shared memory in {SHARED_MEMORY_DIR}: {error.strerror}"
-            raise WeightSyncError(
-                message, hint=f"weight sync needs Linux with a tmpfs at {SHARED_MEMORY_DIR}"
-            ) from error
+            self._descriptor: int | None = os.memfd_create("rlhf-weights")
+        except (OSError, AttributeError) as error:
+            raise WeightSyncError(f"cannot create shared memory: {error}", hint="weight sync needs Linux") from error
+        path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
+        self.handles = [(path, next(_numbers))] * num_engines
         try:
             os.ftruncate(self._descriptor, size_bytes)
-            self._map = mmap.mmap(self._descriptor, size_bytes)
-            self.data = torch.frombuffer(self._map, dtype=torch.uint8)
+            self.data = torch.from_file(path, shared=True, size=size_bytes, dtype=torch.uint8)
         except BaseException:
             self.close()
             raise
 
     def reserve(self, end_bytes: int) -> None:
-        """See `BucketBuffer`. Raises WeightSyncError when the tmpfs is full.
+        """See `BucketBuffer`. Raises WeightSyncError when the host has no memory left.
 
-        tmpfs allocates pages on first use. Without this call, writing a page that does not fit would kill the process
+        Pages are allocated on first use. Without this call, writing a page that does not fit would kill the process
         with SIGBUS.
         """
         if end_bytes <= self._reserved_bytes:
@@ -48,19 +46,15 @@ class SharedMemoryBuffer:
         try:
             os.posix_fallocate(self._descriptor, self._reserved_bytes, end_bytes - self._reserved_bytes)
         except OSError as error:
-            if error.errno != errno.ENOSPC:
-                raise
-            message = f"{SHARED_MEMORY_DIR} has no room for {end_bytes} bytes of weights"
-            hint = f"make {SHARED_MEMORY_DIR} larger (docker run --shm-size), or use smaller buckets"
-            raise WeightSyncError(message, hint=hint) from error
+            message = f"the host has no memory for {end_bytes} bytes of weights: {error.strerror}"
+            raise WeightSyncError(message, hint="end other programs, or use a smaller model") from error
         self._reserved_bytes = end_bytes
 
     def publish(self) -> None:
         """See `BucketBuffer`. Does nothing: a copy from a GPU to pageable memory returns when it is complete."""
 
     def close(self) -> None:
-        """See `BucketBuffer`. Removes the file name; the memory is freed when the last process unmaps it."""
-        self._path.unlink(missing_ok=True)
+        """See `BucketBuffer`. The memory is freed when the last process unmaps it."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
