@@ -25,7 +25,7 @@ def make_run(tmp_path, model_path, monkeypatch):
     from trainer_testing import tiny_job
 
     for module in ("learner", "ranks"):
-        monkeypatch.setattr(f"rlhf_train.online.{module}.wait", list)
+        monkeypatch.setattr(f"rlhf_train.online.{module}.wait", lambda references, **_: list(references))
     runs = []
 
     def make(reward=None, zero_stage=0, enable_sleep=False, **changes):

@@ -5,6 +5,8 @@ import os
 import socket
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import ray
@@ -23,6 +25,7 @@ from rlhf_train.online.ray_session import (
     wait,
     worker_environment,
 )
+from rlhf_train.run.interrupts import Interrupted
 
 TIMED_OUT = Exception("The current node timed out during startup.")
 
@@ -103,7 +106,11 @@ def test_cluster_that_asks_for_a_token_says_where_it_comes_from_and_what_to_type
 
 
 def fake_init(monkeypatch, *failures):
-    """Let the first calls of `ray.init` fail, each with a process left behind; return the calls and the processes."""
+    """Let the first calls of `ray.init` fail, each with a process left behind; return the calls and the processes.
+
+    Ray's session folder is then `session_own` in its folder for temporary files.
+    """
+    session = Path(os.environ["RAY_TMPDIR"], "ray/session_own")
     calls, processes, waiting = [], [], list(failures)
 
     def init(**options):
@@ -111,7 +118,10 @@ def fake_init(monkeypatch, *failures):
         if waiting:
             processes.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]))
             raise waiting.pop(0)
+        session.mkdir(parents=True, exist_ok=True)
 
+    node = SimpleNamespace(get_session_dir_path=lambda: str(session))
+    monkeypatch.setattr(ray._private.worker, "_global_node", node)
     monkeypatch.setattr(ray, "init", init)
     return calls, processes
 
@@ -160,14 +170,41 @@ def test_start_that_never_succeeds_is_explained(monkeypatch):
         process.wait(timeout=10)
 
 
-@pytest.mark.parametrize("error", [TypeError("no such argument"), ValueError("num_cpus")])
+@pytest.mark.parametrize("error", [TypeError("no such argument"), ValueError("num_cpus"), Interrupted(15)])
 def test_other_errors_of_a_start_are_raised_at_once(monkeypatch, error):
     calls, processes = fake_init(monkeypatch, error, error)
     with pytest.raises(type(error)), started_cluster(2, 0):
         pytest.fail("it did not start")
     assert len(calls) == 1
-    processes[0].kill()
-    processes[0].wait()
+    assert processes[0].wait(timeout=10) == -9
+
+
+HOLD = "import fcntl, sys; file = open(sys.argv[1], 'w'); fcntl.flock(file, 2); print('held', flush=True); input()"
+
+
+def test_session_folders_of_runs_that_ended_are_removed_and_all_others_stay(monkeypatch, tmp_path):
+    fake_init(monkeypatch)
+    folders = {name: tmp_path / f"ray/session_{name}" for name in ("own", "killed", "live", "foreign")}
+    for name, folder in folders.items():
+        folder.mkdir(parents=True)
+        (folder / "raylet.log").touch()
+        if name in ("killed", "live"):
+            (folder / "rlhf-run.lock").touch()
+    command = [sys.executable, "-c", HOLD, str(folders["live"] / "rlhf-run.lock")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout.readline() == b"held\n"
+        with started_cluster(1, 0):
+            assert {name for name, folder in folders.items() if folder.exists()} == {"own", "live", "foreign"}
+        assert {name for name, folder in folders.items() if folder.exists()} == {"live", "foreign"}
+
+
+@pytest.mark.parametrize(("error", "stays"), [(EngineError("its log tells why"), True), (Interrupted(2), False)])
+def test_session_folder_stays_for_the_next_runs_after_an_error_only(monkeypatch, tmp_path, error, stays):
+    fake_init(monkeypatch)
+    for _ in range(2):
+        with pytest.raises(type(error)), started_cluster(1, 0):
+            raise error
+        assert (tmp_path / "ray/session_own").exists() is stays
 
 
 def test_cluster_that_is_too_small_is_refused_with_the_numbers(monkeypatch):

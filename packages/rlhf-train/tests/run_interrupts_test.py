@@ -78,25 +78,71 @@ def test_signal_in_an_event_loop_cancels_its_tasks_and_lets_them_clean_up():
         assert runner.run(asyncio.sleep(0, "still works")) == "still works"
 
 
+def test_signal_that_cancelled_nothing_raises_at_the_next_hold_and_cancels_nothing_later():
+    """A signal that arrives as a loop ends is seen by nobody in it."""
+
+    async def end() -> None:
+        send()
+
+    with asyncio.Runner() as runner:
+
+        def body(interrupts: Interrupts) -> None:
+            runner.run(end())
+            with pytest.raises(Interrupted):
+                interrupts.hold()
+            assert not interrupts.is_held
+            interrupts.close()
+            assert runner.run(asyncio.sleep(0, "cleaned up")) == "cleaned up"
+            interrupts.release()
+
+        interrupted(body)
+
+
+def test_closed_interrupts_only_remember_until_the_release():
+    done = []
+
+    def body(interrupts: Interrupts) -> None:
+        interrupts.close()
+        send()
+        done.append("cleaned up")
+        assert not interrupts.is_held and interrupts.received == signal.SIGTERM
+        with pytest.raises(Interrupted):
+            interrupts.release()
+        send(signal.SIGINT)
+
+    assert interrupted(body).signal_number == signal.SIGINT
+    assert done == ["cleaned up"]
+
+
+def test_second_signal_in_an_event_loop_does_not_disturb_the_cleaning_up():
+    cleaned = []
+
+    async def work() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            send()
+            await asyncio.sleep(0.05)
+            cleaned.append(True)
+
+    async def both() -> None:
+        asyncio.get_running_loop().call_later(0.05, send)
+        await work()
+
+    with asyncio.Runner() as runner, pytest.raises(Interrupted), Interrupts():
+        runner.run(both())
+    assert cleaned == [True]
+
+
 def test_cancellation_without_a_signal_stays_a_cancellation():
     with pytest.raises(asyncio.CancelledError), Interrupts():
         raise asyncio.CancelledError
 
 
-def test_listen_takes_signals_back_from_a_library():
-    def body(interrupts: Interrupts) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        interrupts.listen()
-        send()
-        pytest.fail("the signal did not raise")
-
-    interrupted(body)
-
-
 def test_other_threads_are_left_alone():
     def enter() -> None:
-        with Interrupts() as interrupts:
-            interrupts.listen()
+        with Interrupts():
+            pass
 
     before = signal.getsignal(signal.SIGTERM)
     thread = threading.Thread(target=enter)

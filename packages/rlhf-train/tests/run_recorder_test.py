@@ -365,3 +365,23 @@ def test_recorder_refuses_a_folder_with_something_in_it_but_its_own_log(tmp_path
     assert (tmp_path / "config.toml").read_text() == "a = 1"
     with pytest.raises(ConfigError, match=r"is not empty\n\nhint: name a new folder"):
         Recorder(str(tmp_path), "")
+
+
+@pytest.mark.parametrize(("is_recorded", "kept"), [(True, 2), (False, 1)])
+def test_run_that_continues_keeps_the_records_up_to_its_checkpoint(tmp_path, is_recorded, kept):
+    """Rollouts are written before the updates of their step, metrics and evaluations after them."""
+    with Recorder(str(tmp_path), "") as recorder:
+        for step in (0, 1, 2, 3):
+            recorder.metrics(step, {"eval/reward": 0.5})
+            recorder.rollouts("held-out rollouts", step, [group("g/0")])
+            if step:
+                recorder.rollouts("rollouts", step, [group("g/0")])
+                recorder.step(step, {"policy/loss": 0.1})
+    with Recorder(str(tmp_path), "", resumed_step=2, is_recorded=is_recorded) as recorder:
+        pass
+    steps = {
+        name: sorted({json.loads(line)["step"] for line in recorder.path(name).read_text().splitlines()})
+        for name in ("metrics", "rollouts", "held-out rollouts")
+    }
+    expected = list(range(kept + 1))
+    assert steps == {"metrics": expected, "rollouts": [1, 2], "held-out rollouts": expected}

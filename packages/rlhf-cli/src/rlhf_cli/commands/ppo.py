@@ -18,6 +18,7 @@ from rlhf_cli.presets import PRESETS
 from rlhf_cli.secrets import restart_without_key
 from rlhf_data.checks import once
 from rlhf_data.command_line import CommandLine, Parsed
+from rlhf_train.run.interrupts import Interrupts
 
 if TYPE_CHECKING:
     from rlhf_cli.console import Console
@@ -48,7 +49,8 @@ COMMAND_LINE = CommandLine(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return its exit status."""
-    return exit_status(_run, argv)
+    with Interrupts():
+        return exit_status(_run, argv)
 
 
 def _run(argv: Sequence[str]) -> int:

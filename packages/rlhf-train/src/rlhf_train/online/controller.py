@@ -66,12 +66,19 @@ class Controller:
         return self._patience.is_exhausted
 
     def start(self) -> None:
-        """Send the weights to the engines, evaluate the initial ones, and start the clock of the first step."""
+        """Send the weights to the engines, evaluate the initial ones, and start the clock of the first step.
+
+        A run that continues ends the step after whose updates it was interrupted.
+        """
         self.sync_weights()
         self._report.end_part("startup")
         if self.first_step == 1:
             self.evaluate(0)
         self._report.end_part("first_evaluation")
+        if (step := self._checkpointer.unrecorded_step) is not None:
+            self.evaluate(step)
+            self.record(step)
+            self.checkpoint(step)
 
     def generate(self, step: int) -> None:
         """Have prompts answered and scored, and take the batch to learn from out of the stream."""
@@ -115,8 +122,7 @@ class Controller:
     def update(self, step: int) -> None:
         """Update the critic and the actor on the batch.
 
-        From here to `checkpoint` the models and the other parts of the run are between two states that could be saved,
-        so signals wait.
+        Meanwhile the models and the other parts of the run are between two states that could be saved, so signals wait.
         """
         self._interrupts.hold()
         with self._timeline.phase("train"):
@@ -124,6 +130,9 @@ class Controller:
         self._report.add(metrics)
         self._ledger.add(trained=num_trained)
         self._stream.done(self._learner.policy_version)
+        self._check_ledger()
+        self._checkpointer.remember(step)
+        self._interrupts.release()
 
     def sync_weights(self) -> None:
         """Send the actor's weights to the engines, unless they have this version already."""
@@ -143,12 +152,16 @@ class Controller:
 
     def record(self, step: int) -> None:
         """Check that no rollout was lost, and report the step."""
-        in_flight = self._stream.num_in_flight * self._job.batch.num_samples_per_prompt
-        self._ledger.check(queued=self._stream.num_queued_rollouts, in_flight=in_flight)
+        self._check_ledger()
         self._report.add(self._ledger.close_step())
         self._report.step(step, self.num_steps)
 
     def checkpoint(self, step: int) -> None:
-        """Save the state of the run if that is due. Raises `Interrupted` if a signal has arrived since the update."""
+        """Save the state of the run if that is due. Signals wait, so that the checkpoint becomes whole."""
+        self._interrupts.hold()
         self._checkpointer.after_step(step, self._evaluator.deciding_metric(step))
         self._interrupts.release()
+
+    def _check_ledger(self) -> None:
+        in_flight = self._stream.num_in_flight * self._job.batch.num_samples_per_prompt
+        self._ledger.check(queued=self._stream.num_queued_rollouts, in_flight=in_flight)

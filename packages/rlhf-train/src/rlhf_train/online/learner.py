@@ -227,11 +227,12 @@ class Learner:
         self._call_all("reload")
 
     def live_roles(self) -> set[str]:
-        """Return the roles whose ranks all answer, after what they are doing."""
+        """Return the roles whose ranks all answer, after what they are doing, within the engines' `control_timeout_s`."""
+        limit = {"timeout_s": self._job.engine.control_timeout_s, "what": "the trainers' last work"}
         live: set[str] = set()
         for ranks in self._sets:
             try:
-                ranks.call("work", "peak_memory_bytes")
+                wait(ranks.start("work", "peak_memory_bytes"), **limit)
             except EngineError:
                 continue
             live.update(ranks.roles)

@@ -1,10 +1,12 @@
 """This process's connection to Ray: joining a running cluster, starting one for the run, and waiting for results."""
 
+import fcntl
 import json
 import logging
 import math
 import os
 import secrets
+import shutil
 import signal
 import socket
 import sys
@@ -26,6 +28,7 @@ from rlhf_rollout.ray_actors import plain_errors
 START_ATTEMPTS = 3
 _ANSWER_TIMEOUT_S = 2.0
 _DEATH_S = 5.0  # within which Ray notices that a process has died
+_LOCK = "rlhf-run.lock"  # in the session folder of a cluster that a run has started
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _OPTIONS: Mapping[str, Any] = {"logging_level": "ERROR", "log_to_driver": False}
 _SUBMITTED = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set by `ray job submit` in the process that it starts
@@ -132,14 +135,42 @@ def started_cluster(num_cpus: int, num_gpus: int) -> Iterator[None]:
     Nobody else gets in: its processes listen on the loopback address, and every call needs a token that is drawn here.
     Ray gives its node 30 s to start, which is too short on a busy machine. The start is therefore tried
     `START_ATTEMPTS` times. Raises EngineError when none succeeds.
+
+    Ray's session folder, with the logs of all processes, is removed, and those of runs that were killed. After an error
+    it stays.
     """
     _prepare_environment()
     with _private():
         _start(num_cpus, num_gpus)
+        session = Path(ray._private.worker._global_node.get_session_dir_path())
         try:
-            yield
+            with _locked(session / _LOCK):
+                _sweep(session.parent)
+                yield
+        except Exception:
+            (session / _LOCK).unlink()
+            raise
         finally:
             ray.shutdown()
+            _sweep(session.parent)
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold a lock on the file `path`, which this creates, for the time of a `with` block or until the process ends."""
+    draft = path.with_suffix(".draft")
+    with draft.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        draft.rename(path)  # others see the file only when it is locked
+        yield
+
+
+def _sweep(folder: Path) -> None:
+    """Remove the session folders of runs that have ended: a run holds a lock as long as it lives."""
+    for path in folder.glob(f"session_*/{_LOCK}"):
+        with suppress(OSError), path.open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(path.parent, ignore_errors=True)
 
 
 def _start(num_cpus: int, num_gpus: int) -> None:
@@ -148,13 +179,13 @@ def _start(num_cpus: int, num_gpus: int) -> None:
         try:
             ray.init(address="local", num_cpus=num_cpus, num_gpus=num_gpus, include_dashboard=False, **_OPTIONS)
             return
-        except Exception as error:
+        except BaseException as error:
+            ray.shutdown()
+            _kill(_children() - before)
             # Ray reports a time-out as a plain Exception, RuntimeError or TimeoutError. Subclasses are other errors.
             if type(error) not in (Exception, RuntimeError, TimeoutError):
                 raise
             failure = error
-        ray.shutdown()
-        _kill(_children() - before)
         _logger.warning("Ray did not start, attempt %d of %d: %s", attempt, START_ATTEMPTS, failure)
     load = f"{os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
     hint = "end other programs and try again, or run `ray start --head` first: the next run joins that cluster"
@@ -228,6 +259,8 @@ def _prepare_environment() -> None:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     # By default Ray lowers the priority of its workers, so that ranks and engines lose to every other program.
     os.environ.setdefault("RAY_worker_niceness", "0")
+    # Ray would end the process at SIGTERM. `Interrupts` saves the state of the run before.
+    ray._private.utils.set_sigterm_handler = lambda handler: None
 
 
 def _use_token() -> None:

@@ -30,6 +30,7 @@ class Report:
         self._timeline = timeline
         self._metrics: dict[str, float] = {}
         self._num_tokens = 0
+        self._seconds: dict[str, float] = {}  # of the current step, up to the last `state`
         self._final: dict[str, float] = {}
         self._earlier_s = 0.0  # of processes whose run this one continues
         self._parts = {"startup": 0.0, "first_evaluation": 0.0, "steps": 0.0, "final_save": 0.0}  # seconds
@@ -73,7 +74,8 @@ class Report:
 
     def step(self, step: int, num_steps: int) -> None:
         """End the step: write and show its metrics, and start the clock of the next step."""
-        seconds = self._timeline.take()
+        seconds = self._take_seconds()
+        self._seconds = {}
         self._parts["steps"] += seconds[STEP]
         # Throughput is that of training: an evaluation generates tokens that no step counts.
         total = seconds[STEP] - seconds.get("evaluate", 0.0) - seconds.get("save", 0.0)
@@ -86,13 +88,17 @@ class Report:
         self._num_tokens = 0
 
     def state(self) -> dict[str, Any]:
-        """Return what the final summary needs, for `restore`."""
+        """Return what the current step and the final summary need, for `restore`."""
         # Copies: another thread writes the state while this object goes on.
+        step = {"metrics": dict(self._metrics), "num_tokens": self._num_tokens, "seconds": dict(self._take_seconds())}
         elapsed_s = self._earlier_s + self._timeline.elapsed_s
-        return {"final": dict(self._final), "parts": dict(self._parts), "elapsed_s": elapsed_s}
+        return {"step": step, "final": dict(self._final), "parts": dict(self._parts), "elapsed_s": elapsed_s}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue the summary of another process. Its seconds count as seconds of the run."""
+        """Continue the step and the summary of another process. Its seconds count as seconds of the run."""
+        self._metrics = dict(state["step"]["metrics"])
+        self._num_tokens = state["step"]["num_tokens"]
+        self._seconds = dict(state["step"]["seconds"])
         self._final = dict(state["final"])
         self._parts |= state["parts"]
         self._earlier_s = state["elapsed_s"]
@@ -108,7 +114,7 @@ class Report:
         and the first weight sync), `time/first_evaluation` (before the first step), `time/steps` (the sum of every
         `time/step`), `time/final_save`, and `time/remainder`, which lies in none of them.
         """
-        seconds = self._timeline.take()
+        seconds = self._take_seconds()
         self._parts["final_save"] = sum(seconds.get(name, 0.0) for name in ("checkpoint", "save", *TURN_PHASES))
         total = self._earlier_s + self._timeline.elapsed_s
         self._final |= {f"time/{name}": value for name, value in self._parts.items()}
@@ -116,3 +122,9 @@ class Report:
         self._recorder.metrics(num_steps, self._final)
         artifacts = {name: path for name, path in ARTIFACTS.items() if self._recorder.path(name).exists()}
         return RunSummary(save_path=str(self._recorder.folder), artifacts=artifacts, metrics=dict(self._final))
+
+    def _take_seconds(self) -> dict[str, float]:
+        """Return the seconds of each phase since the step began."""
+        for name, value in self._timeline.take().items():
+            self._seconds[name] = self._seconds.get(name, 0.0) + value
+        return self._seconds

@@ -4,7 +4,7 @@ import math
 import time
 from asyncio import CancelledError
 from collections.abc import Collection, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -65,8 +65,7 @@ def run_online(job: OnlineJob, observer: Observer) -> RunSummary:
     """
     timeline = Timeline(on_phase=observer.phase)
     check_save_path(job.save_path, resumes=job.checkpoints.resume)
-    with ExitStack() as stack:
-        interrupts = stack.enter_context(Interrupts())
+    with Interrupts() as interrupts, ExitStack() as stack, closing(interrupts):
         checkpoint = find_checkpoint(job.checkpoints, job.save_path, observer)
         observer.starting("Ray")
         stack.enter_context(ray_cluster(job.plan, job.ray_address))
@@ -116,7 +115,9 @@ def run_processes(
         observer.starting("engines and trainers")
         processes = start_processes(job, reserved)
         kept = resumed_step(job.checkpoints, checkpoint)
-        recorder = stack.enter_context(Recorder(job.save_path, job.config, job.trackers, observer, kept))
+        is_recorded = checkpoint is None or checkpoint.state()["is_recorded"]
+        recorder = Recorder(job.save_path, job.config, job.trackers, observer, kept, is_recorded=is_recorded)
+        stack.enter_context(recorder)
         reward = make_reward(job, processes.scorers, recorder.folder / "reward.log")
         parts = assemble(job, processes.engines, processes.workers, reward, recorder, observer, timeline, interrupts)
         stack.callback(parts.rollouts.close)
@@ -199,7 +200,8 @@ def assemble(
 def train_and_save(job: OnlineJob, parts: Parts, recorder: Recorder) -> RunSummary:
     """Run all steps, save the models, and return the final metrics and the paths of all artifacts.
 
-    After an error, what was learned is saved: the models, and between two steps also the state of the run.
+    After an error, what was learned is saved: the models, and also the state of the run, except after an error within
+    an update.
     """
     try:
         train(parts.controller)
@@ -217,12 +219,11 @@ def train_and_save(job: OnlineJob, parts: Parts, recorder: Recorder) -> RunSumma
 
 def save_what_is_left(job: OnlineJob, parts: Parts, recorder: Recorder, *, models: bool) -> None:
     """Save as much as the end of a failed or interrupted run allows. What cannot be saved is a warning."""
-    is_between_steps = not parts.interrupts.is_held
-    parts.interrupts.hold()  # a second signal must not end the writing
+    parts.interrupts.close()  # a second signal must not end the writing
     live = parts.learner.live_roles()
     all_live = live == job.models.keys()
     try:
-        if all_live and is_between_steps:
+        if all_live and not parts.interrupts.is_held:
             parts.checkpointer.save()
         if models and "actor" in live:
             save_models(job, parts, recorder, live)

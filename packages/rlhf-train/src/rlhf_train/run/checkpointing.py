@@ -102,7 +102,7 @@ class Checkpointer:
         self._failures: list[str] = []
         self._ended = threading.Event()  # no rank writes the last checkpoint any more
         self._saved_step = 0
-        self._state: dict[str, Any] = {"step": 0}  # between the last two steps
+        self._state: dict[str, Any] = {"step": 0, "is_recorded": True}  # after the last update
         self._metric: float | None = None
 
     def restore(self, checkpoint: Checkpoint) -> int:
@@ -120,18 +120,32 @@ class Checkpointer:
         self._saved_step = checkpoint.step
         return checkpoint.step
 
-    def after_step(self, step: int, metric: float | None) -> None:
-        """Remember the state after `step`, and save it if that is due.
+    def remember(self, step: int, metric: float | None = None, *, is_recorded: bool = False) -> None:
+        """Remember the state after the updates of `step`, to be saved until the next call.
 
-        `metric` is the value that decides the best checkpoint, or None if `step` was not evaluated.
+        Args:
+            step: whose updates the models have.
+            metric: the value that decides the best checkpoint; None if `step` was not evaluated.
+            is_recorded: whether `step` was also evaluated, if that was due, and its metrics written. A run that
+                continues does both otherwise.
         """
-        self._state = {"step": step, **{name: part.state() for name, part in self._parts.items()}}
+        parts = {name: part.state() for name, part in self._parts.items()}
+        self._state = {"step": step, "is_recorded": is_recorded, **parts}
         self._metric = metric
+
+    def after_step(self, step: int, metric: float | None) -> None:
+        """Remember the state after `step`, with all its records, and save it if that is due."""
+        self.remember(step, metric, is_recorded=True)
         if self._spec.every > 0 and step % self._spec.every == 0:
             self.save()
 
+    @property
+    def unrecorded_step(self) -> int | None:
+        """The step that the remembered state says is still to be evaluated and recorded; None without one."""
+        return None if self._state["is_recorded"] else self._state["step"]
+
     def save(self) -> None:
-        """Save the state after the last complete step, unless it is saved already. The models must have that state."""
+        """Save the remembered state, unless it is saved already. The models must have that state."""
         step = self._state["step"]
         spec = self._spec
         self._warn()

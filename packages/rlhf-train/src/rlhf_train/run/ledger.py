@@ -66,13 +66,14 @@ class Ledger:
                 f" {run.failed} failed, {run.stale} stale, {queued} queued, {in_flight} in flight"
             )
 
-    def state(self) -> dict[str, float]:
-        """Return the counts of the run, for `restore`."""
-        return asdict(self.run)
+    def state(self) -> dict[str, dict[str, float]]:
+        """Return the counts, for `restore`."""
+        return {"run": asdict(self.run), "step": asdict(self.step)}
 
-    def restore(self, state: Mapping[str, float]) -> None:
+    def restore(self, state: Mapping[str, Mapping[str, float]]) -> None:
         """Continue with the counts of another process."""
-        self.run = RolloutCounts(**state)
+        self.run = RolloutCounts(**state["run"])
+        self.step = RolloutCounts(**state["step"])
 
     def close_step(self) -> dict[str, float]:
         """Return the step's counts as metrics, and start counting the next step."""

@@ -62,8 +62,10 @@ class Recorder:
         config: the resolved configuration as TOML.
         trackers: where metrics go besides `metrics.jsonl`.
         observer: is notified of the trackers' addresses, and warned when one fails.
-        resumed_step: last complete step of the run to continue: records of later steps are removed from its files. 0
-            keeps the evaluation before the first step, and -1 nothing. None for a new run.
+        resumed_step: last step whose updates are kept in the run to continue: records of later steps are removed from
+            its files. 0 keeps the evaluation before the first step, and -1 nothing. None for a new run.
+        is_recorded: whether the records of `resumed_step` are kept; else only its rollouts are, and the run writes the
+            others again.
 
     Raises:
         ConfigError: the folder is not empty, or a tracker cannot start.
@@ -76,6 +78,8 @@ class Recorder:
         trackers: TrackerSpec | None = None,
         observer: Observer | None = None,
         resumed_step: int | None = None,
+        *,
+        is_recorded: bool = True,
     ) -> None:
         check_save_path(save_path, resumes=resumed_step is not None)
         spec = trackers or TrackerSpec()
@@ -84,15 +88,17 @@ class Recorder:
         self.path("config").write_text(config, encoding="utf-8")
         self._observer = observer or Observer()
         self._logging_steps = spec.logging_steps
+        recorded_step = resumed_step
         if resumed_step is not None:
+            recorded_step = resumed_step if is_recorded else resumed_step - 1
             for name in _RECORDS:
-                cut_records(self.path(name), resumed_step)
+                cut_records(self.path(name), resumed_step if name == "rollouts" else recorded_step)
         self._metrics = JsonlTracker(self.path("metrics"))
         remote = open_remote(spec, self.folder, config, self._run_ids())
         if remote:
             self._run_ids_file.write_text(json.dumps({name: tracker.run_id for name, tracker in remote.items()}))
         self._trackers: list[Tracker] = [
-            open_tensorboard(spec, self.path("tensorboard"), resumed_step),
+            open_tensorboard(spec, self.path("tensorboard"), recorded_step),
             *(RemoteTracker(name, tracker, self._observer.warning) for name, tracker in remote.items()),
         ]
         for name, tracker in remote.items():
