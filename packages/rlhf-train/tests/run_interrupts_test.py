@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 import threading
+import time
 
 import pytest
 
@@ -139,10 +140,36 @@ def test_cancellation_without_a_signal_stays_a_cancellation():
         raise asyncio.CancelledError
 
 
+def test_listen_takes_signals_back_from_a_library():
+    def body(interrupts: Interrupts) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        interrupts.listen()
+        send()
+        pytest.fail("the signal did not raise")
+
+    interrupted(body)
+
+
+def test_alarm_of_a_handler_that_came_first_does_not_end_the_process():
+    ended = []
+    before = signal.signal(signal.SIGALRM, lambda *_: ended.append(True))
+
+    def body(interrupts: Interrupts) -> None:
+        signal.alarm(1)
+        send()
+
+    try:
+        interrupted(body)
+        time.sleep(1.2)
+        assert not ended and signal.alarm(0) == 0
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
 def test_other_threads_are_left_alone():
     def enter() -> None:
-        with Interrupts():
-            pass
+        with Interrupts() as interrupts:
+            interrupts.listen()
 
     before = signal.getsignal(signal.SIGTERM)
     thread = threading.Thread(target=enter)

@@ -38,8 +38,14 @@ class Interrupts:
 
     def __enter__(self) -> "Interrupts":
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._handle) for number in SIGNALS}
+            self._before = {number: signal.getsignal(number) for number in SIGNALS}
+        self.listen()
         return self
+
+    def listen(self) -> None:
+        """Take the signals back after a library, such as Ray, has set handlers of its own."""
+        for number in self._before:
+            signal.signal(number, self._handle)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -67,6 +73,7 @@ class Interrupts:
         self._is_closed = True
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        signal.alarm(0)  # while Ray starts, a handler of its C++ part comes first and would abort the process after 3 s
         first = self.received is None
         self.received = number
         if self.is_held or self._is_closed:
