@@ -1,7 +1,6 @@
 """SIGINT and SIGTERM in every phase of a run: it saves its state at once, and goes on from there as if nothing had
 happened."""
 
-import dataclasses
 import os
 import signal
 
@@ -126,13 +125,3 @@ def test_step_that_was_interrupted_keeps_the_seconds_and_tokens_from_before(make
     assert line["throughput/response_tokens"] * trained == pytest.approx(64 * 5)
     parts = sum(value for name, value in line.items() if name.startswith("time/") and name != "time/step")
     assert parts == pytest.approx(line["time/step"], abs=1e-6)
-
-
-def test_signal_in_a_run_without_checkpoints_ends_it_and_saves_nothing(make_part, tmp_path):
-    run = make_part("first")
-    run.job = dataclasses.replace(run.job, checkpoints=CheckpointSpec(folder="", full=False))
-    run.parts.checkpointer._job = run.job
-    signal_in(run, "send", signal.SIGINT)
-    with pytest.raises(Interrupted), run.parts.interrupts:
-        train_and_save(run.job, run.parts, run.recorder)
-    assert not (tmp_path / "checkpoints").exists()
