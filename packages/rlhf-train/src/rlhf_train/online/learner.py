@@ -227,7 +227,7 @@ class Learner:
         self._call_all("reload")
 
     def live_roles(self) -> set[str]:
-        """Return the roles whose ranks all answer, after what they are doing, within the engines' `control_timeout_s`."""
+        """Return the roles whose ranks all answer within `control_timeout_s`, after what they are doing."""
         limit = {"timeout_s": self._job.engine.control_timeout_s, "what": "the trainers' last work"}
         live: set[str] = set()
         for ranks in self._sets:
