@@ -181,6 +181,13 @@ def test_run_view_on_a_pipe_starting_is_a_line(streams):
     assert err.getvalue() == "starting Ray ...\nwarning: slow disk\n"
 
 
+def test_run_view_long_wait_is_a_line_on_stderr_in_which_nothing_steers_the_terminal(streams):
+    out, err = streams
+    RunView(Console(out, err), 10).waiting("waiting for 1 min 0 s: engine 0\x1b[2J")
+    assert err.getvalue().startswith("waiting for 1 min 0 s: engine 0") and "\x1b" not in err.getvalue()
+    assert out.getvalue() == ""
+
+
 def test_show_results_names_accuracy_and_every_place(streams):
     out, err = streams
     parts = {"startup": 15.0, "first_evaluation": 2.0, "steps": 40.0, "final_save": 2.96, "remainder": 0.04}

@@ -142,6 +142,22 @@ def test_the_line_is_drawn_without_further_calls(monkeypatch):
     assert stream.getvalue() == drawn  # the thread ended
 
 
+def test_other_lines_go_above_the_line_while_it_is_paused(terminal, pipe):
+    stream, progress = terminal
+    progress.show("generating")
+    before = len(stream.getvalue())
+    with progress.paused():
+        stream.write("waiting\n")
+    progress.beat()
+    assert stream.getvalue()[before:].startswith("\r\x1b[2Kwaiting\n\r\x1b[2K")
+    assert stream.getvalue().rstrip().endswith("generating  0 s")
+    progress.clear()
+    stream, progress = pipe
+    with progress.paused():
+        stream.write("waiting\n")
+    assert stream.getvalue() == "waiting\n"
+
+
 def test_doing_ends_with_its_block_even_when_that_fails(terminal):
     stream, progress = terminal
 

@@ -79,7 +79,7 @@ class Attempts:
         monkeypatch.setattr(online_run, "ray_cluster", lambda plan, address: online_run.ExitStack())
         monkeypatch.setattr(online_run.time, "monotonic", lambda: self.now)
 
-    def run(self, job, checkpoint, observer, timeline, interrupts):
+    def run(self, job, checkpoint, observer, timeline, interrupts, watch):
         assert not interrupts.is_held
         interrupts.hold()
         self.seen.append((job.checkpoints.resume, checkpoint and checkpoint.step))

@@ -22,6 +22,7 @@ from rlhf_train.online.ray_session import (
     find_cluster,
     join,
     started_cluster,
+    unanswered,
     wait,
     worker_environment,
 )
@@ -268,6 +269,24 @@ def task_error(cause):
 def test_wait_returns_results_in_the_order_of_the_calls(monkeypatch):
     assert wait(Calls(monkeypatch, "a", "b").references) == ["a", "b"]
     assert wait([]) == []
+
+
+def test_unanswered_names_the_calls_that_a_wait_still_lacks(monkeypatch):
+    calls = Calls(monkeypatch, "a", None, "c", None)
+    heard = []
+
+    def hear(references, **options):
+        heard.append(unanswered())
+        if len(references) == 2:
+            raise EngineError("told to stop")
+        return Calls.wait(calls, references, **options)
+
+    monkeypatch.setattr(ray, "wait", hear)
+    with pytest.raises(EngineError, match="told to stop"):
+        wait(calls.references, what="the start of the engines")
+    assert heard[0] == "the start of the engines: no answer from 4 of 4: 0, 1, 2, 3"
+    assert heard[-1] == "the start of the engines: no answer from 2 of 4: 1, 3"
+    assert unanswered() == ""
 
 
 def test_wait_raises_the_death_of_a_rank_while_its_peers_hang(monkeypatch):

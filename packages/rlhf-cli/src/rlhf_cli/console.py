@@ -87,9 +87,9 @@ class Console:
     def __init__(self, out: TextIO | None = None, err: TextIO | None = None) -> None:
         self._out = _rich_console(out or sys.stdout)
         self._err = _rich_console(err or sys.stderr)
-        progress = Progress(err or sys.stderr)
-        self.working = progress.show  # shows the live line, until the next call or `done`
-        self.done = progress.clear  # removes the live line
+        self._progress = Progress(err or sys.stderr)
+        self.working = self._progress.show  # shows the live line, until the next call or `done`
+        self.done = self._progress.clear  # removes the live line
 
     def result(self, text: str = "", style: str = "") -> None:
         """Write a line to stdout."""
@@ -104,6 +104,11 @@ class Console:
     def notice(self, text: str) -> None:
         """Write a notice to stderr."""
         self.log(f"notice: {text}", "yellow")
+
+    def aside(self, text: str) -> None:
+        """Write a line to stderr above the live line, which stays. Other threads may call it."""
+        with self._progress.paused():
+            self._err.print(Text(visible(text), "yellow"))
 
     @property
     def is_terminal(self) -> bool:
@@ -170,6 +175,10 @@ class View:
     def starting(self, text: str) -> None:
         """See `Observer`."""
         self._console.working(f"starting {text}")
+
+    def waiting(self, text: str) -> None:
+        """See `Observer`."""
+        self._console.aside(text)
 
     def notice(self, text: str) -> None:
         """See `Observer`."""

@@ -110,6 +110,15 @@ class Progress:
             self._wake = threading.Event()
 
     @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave the terminal to other lines for the time of a `with` block. The live line then comes back."""
+        with self._lock:
+            if self._work is not None and self._is_live:
+                self._stream.write(_CLEAR)
+                self._stream.flush()
+            yield
+
+    @contextmanager
     def doing(self, text: str) -> Iterator[None]:
         """Say that `text` is being done for the time of a `with` block."""
         self.show(text)

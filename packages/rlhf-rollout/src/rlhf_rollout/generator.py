@@ -48,6 +48,7 @@ class GenerationCounts:
         verdicts: number of rollouts per kind of verdict; empty without a reward.
         generate_s: seconds from the start of the call to the end of the last generation.
         score_s: seconds from the start of the call to the last reward.
+        waiting: what each group in flight waits for, "an engine" or "its reward", and since when by `time.monotonic`.
     """
 
     num_groups: int = 0
@@ -60,6 +61,7 @@ class GenerationCounts:
     verdicts: Counter[VerdictKind] = field(default_factory=Counter)
     generate_s: float = 0.0
     score_s: float = 0.0
+    waiting: dict[str, tuple[str, float]] = field(default_factory=dict)
 
     @property
     def reward_wait_s(self) -> float:
@@ -222,6 +224,7 @@ class _Run:
             # CRC-32 because Python's own hash of a text differs between processes.
             sampling = dataclasses.replace(sampling, seed=zlib.crc32(f"{sampling.seed}:{seed_key}".encode()) >> 1)
         async with self.slots:
+            self.counts.waiting[group_id] = "an engine", time.monotonic()
             try:
                 episodes = await self.workflow.run(prompt, sampling, group_id)
                 if len(episodes) != sampling.num_samples:
@@ -232,8 +235,13 @@ class _Run:
                 return GroupResult(group_id, prompt, None, f"{type(error).__name__}: {error}")
             finally:
                 self.counts.generate_s = time.monotonic() - self.started
+                del self.counts.waiting[group_id]
         if self.reward is not None:
-            episodes = await _score(self.reward, prompt, episodes)
+            self.counts.waiting[group_id] = "its reward", time.monotonic()
+            try:
+                episodes = await _score(self.reward, prompt, episodes)
+            finally:
+                del self.counts.waiting[group_id]
         self.counts.score_s = time.monotonic() - self.started
         return GroupResult(group_id, prompt, RolloutGroup(group_id, prompt, episodes))
 

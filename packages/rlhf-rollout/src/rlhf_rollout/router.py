@@ -56,6 +56,14 @@ class EngineRouter:
         """The engines that are attached, in the order of `attach`."""
         return [place.engine for place in self._places]
 
+    def describe(self) -> str:
+        """Return what each attached engine has in flight, in words."""
+        parts = []
+        for place in self._places:
+            state = ", suspended" if place.is_suspended else ""
+            parts.append(f"engine {place.number} has {place.num_running} completions in flight{state}")
+        return "; ".join(parts)
+
     def attach(self, engine: RolloutEngine) -> None:
         """Send requests to `engine`, too. Raises ConfigError when it is already attached."""
         if any(place.engine is engine for place in self._places):

@@ -10,6 +10,7 @@ import shutil
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -39,6 +40,7 @@ _TOKEN = (
 _OWN = "set RAY_ADDRESS=local to start one for this run"
 
 _logger = logging.getLogger(__name__)
+_waits: dict[int, tuple[str, Sequence[Any], Sequence[Any]]] = {}  # by thread: see `unanswered`
 
 
 class LostProcessError(EngineError):
@@ -63,16 +65,35 @@ def wait(references: Sequence[Any], *, timeout_s: float | None = None, what: str
         return []  # `ray.get` would start a cluster in a process that has none
     pending = list(references)
     ends = math.inf if timeout_s is None else time.monotonic() + timeout_s
-    with plain_errors(LostProcessError, "a process of the run"):
+    with plain_errors(LostProcessError, "a process of the run"), _noted(what, references, pending):
         # One result at a time: when a rank has died, the others may wait for it forever.
         while pending:
             left = None if timeout_s is None else max(ends - time.monotonic(), 0.0)
-            done, pending = ray.wait(pending, num_returns=1, timeout=left)
+            done, pending[:] = ray.wait(pending, num_returns=1, timeout=left)
             if not done:
                 hint = "the processes' logs in Ray's session folder tell what they wait for, such as a disk"
                 raise EngineError(f"{what} took longer than {timeout_s:g} s", hint=f"{hint} or a download")
             _check(done, pending)
         return ray.get(list(references))
+
+
+@contextmanager
+def _noted(what: str, references: Sequence[Any], pending: Sequence[Any]) -> Iterator[None]:
+    """Let `unanswered` know of a wait for the time of a `with` block."""
+    _waits[threading.get_ident()] = what, references, pending
+    try:
+        yield
+    finally:
+        del _waits[threading.get_ident()]
+
+
+def unanswered() -> str:
+    """Return which calls this process is in `wait` for, such as "a call: no answer from 1 of 2: 0"; for `Watch`."""
+    texts = []
+    for what, references, pending in list(_waits.values()):
+        missing = [str(number) for number, reference in enumerate(references) if reference in pending]
+        texts.append(f"{what}: no answer from {len(missing)} of {len(references)}: {', '.join(missing)}")
+    return "; ".join(texts)
 
 
 def _check(done: Sequence[Any], pending: Sequence[Any]) -> None:

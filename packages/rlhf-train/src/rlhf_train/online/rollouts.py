@@ -2,12 +2,14 @@
 
 import asyncio
 import itertools
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from rlhf_data.errors import EngineError
+from rlhf_data.progress import duration
 from rlhf_data.records import Prompt, RolloutGroup
 from rlhf_data.sampler import EpochSampler
 from rlhf_models.loading import load_tokenizer
@@ -83,6 +85,7 @@ class Rollouts:
         self._workflow = SingleTurn(router, decode)
         self._send_weights = send_weights
         self._size_bytes = 0  # of the weights
+        self._counts = GenerationCounts()  # of the generation under way
         self._supervisor = EngineSupervisor(engines, router, self._send, observer.warning)
         # One loop for the whole run: reward clients keep connections that belong to the loop they were opened in.
         self._loop = asyncio.Runner()
@@ -139,6 +142,15 @@ class Rollouts:
         )
         return groups
 
+    def pending(self) -> str:
+        """Return what rollout groups in flight wait for, in words; "" without one. For `Watch`."""
+        waiting = self._counts.waiting.copy()
+        if not waiting:
+            return ""
+        oldest, (what, since) = min(waiting.items(), key=lambda item: item[1][1])
+        text = f"{len(waiting)} rollout groups in flight; the oldest, {oldest}, waits for {what}"
+        return f"{text} since {duration(time.monotonic() - since)}; {self._workflow.router.describe()}"
+
     @property
     def policy_version(self) -> int | None:
         """Version of the weights that the engines have; None before the first weight sync."""
@@ -186,7 +198,7 @@ class Rollouts:
 
         `phase` is the timeline's name for the time this takes, `options` are further arguments of `generate_groups`.
         """
-        counts = GenerationCounts()
+        counts = self._counts = GenerationCounts()
 
         async def collect() -> list[GroupResult]:
             results = generate_groups(

@@ -19,7 +19,7 @@ from rlhf_train.online.learner import Learner
 from rlhf_train.online.loop import train
 from rlhf_train.online.patience import Patience
 from rlhf_train.online.ranks import RankSet
-from rlhf_train.online.ray_session import LostProcessError
+from rlhf_train.online.ray_session import LostProcessError, unanswered
 from rlhf_train.online.report import Report
 from rlhf_train.online.rewards import make_reward
 from rlhf_train.online.rollouts import Rollouts
@@ -33,6 +33,7 @@ from rlhf_train.run.ledger import Ledger
 from rlhf_train.run.observer import Observer
 from rlhf_train.run.recorder import Recorder, check_save_path
 from rlhf_train.run.timeline import Timeline
+from rlhf_train.run.watch import Watch
 
 RESTART_INTERVAL_S = 3600.0
 
@@ -63,17 +64,17 @@ def run_online(job: OnlineJob, observer: Observer) -> RunSummary:
             before the error is raised, as far as the trainers live.
         Interrupted: SIGINT or SIGTERM. The state of the run is saved before.
     """
-    timeline = Timeline(on_phase=observer.phase)
     check_save_path(job.save_path, resumes=job.checkpoints.resume)
-    with Interrupts() as interrupts, ExitStack() as stack, closing(interrupts):
+    with Interrupts() as interrupts, Watch(observer) as watch, ExitStack() as stack, closing(interrupts):
+        timeline = Timeline(on_phase=watch.phase)
         checkpoint = find_checkpoint(job.checkpoints, job.save_path, observer)
-        observer.starting("Ray")
+        watch.starting("Ray")
         stack.enter_context(ray_cluster(job.plan, job.ray_address))
         interrupts.listen()
         restarted_at = -math.inf
         while True:
             try:
-                return run_processes(job, checkpoint, observer, timeline, interrupts)
+                return run_processes(job, checkpoint, observer, timeline, interrupts, watch)
             except LostTrainerError as lost:
                 if time.monotonic() - restarted_at < RESTART_INTERVAL_S:
                     raise lost.error from None
@@ -104,7 +105,12 @@ def continued(job: OnlineJob, error: LostProcessError, observer: Observer) -> tu
 
 
 def run_processes(
-    job: OnlineJob, checkpoint: Checkpoint | None, observer: Observer, timeline: Timeline, interrupts: Interrupts
+    job: OnlineJob,
+    checkpoint: Checkpoint | None,
+    observer: Observer,
+    timeline: Timeline,
+    interrupts: Interrupts,
+    watch: Watch,
 ) -> RunSummary:
     """Start the processes of a run on a cluster, and run it, from `checkpoint` if there is one.
 
@@ -112,7 +118,8 @@ def run_processes(
     """
     with ExitStack() as stack:
         reserved = stack.enter_context(placed_bundles(job.plan))
-        observer.starting("engines and trainers")
+        watch.starting("engines and trainers")
+        watch.details = [unanswered]
         processes = start_processes(job, reserved)
         kept = resumed_step(job.checkpoints, checkpoint)
         is_recorded = checkpoint is None or checkpoint.state()["is_recorded"]
@@ -121,6 +128,7 @@ def run_processes(
         reward = make_reward(job, processes.scorers, recorder.folder / "reward.log")
         parts = assemble(job, processes.engines, processes.workers, reward, recorder, observer, timeline, interrupts)
         stack.callback(parts.rollouts.close)
+        watch.details.append(parts.rollouts.pending)
         try:
             if checkpoint is not None:
                 parts.controller.first_step = parts.checkpointer.restore(checkpoint) + 1

@@ -29,6 +29,9 @@ class Observer:
     def samples(self, title: str, samples: Sequence[tuple[Prompt, Rollout]]) -> None:
         """A few sample rollouts to read."""
 
+    def waiting(self, text: str) -> None:
+        """The run has been waiting for long; see `Watch`. Called on another thread."""
+
     def notice(self, text: str) -> None:
         """Information that a person may want, such as the address of a tracker."""
 

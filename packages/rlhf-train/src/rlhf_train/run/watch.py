@@ -1,0 +1,76 @@
+"""Says what a run waits for when a wait lasts long."""
+
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from types import TracebackType
+
+from rlhf_data.progress import duration
+from rlhf_train.run.observer import Observer
+from rlhf_train.run.timeline import PHASES
+
+_CHECK_S = 1.0
+
+
+class Watch:
+    """Says what the run has been waiting for after a minute, and again each time the wait has become twice as long.
+
+    In a `with` block a thread does so.
+
+    Args:
+        observer: is told of phases as they begin, and of long waits on that thread.
+        first_s: length of a wait, in seconds, after which it is said for the first time.
+        clock: returns seconds since a fixed moment.
+
+    Attributes:
+        details: each returns what more is known about the wait, such as who has not answered; "" for nothing.
+    """
+
+    def __init__(
+        self, observer: Observer, *, first_s: float = 60.0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.details: list[Callable[[], str]] = []
+        self._observer = observer
+        self._first_s = first_s
+        self._clock = clock
+        self._stop = threading.Event()
+        self._begin("")
+
+    def starting(self, text: str) -> None:
+        """See `Observer`."""
+        self._observer.starting(text)
+        self._begin(f"the start of {text}")
+
+    def phase(self, name: str) -> None:
+        """See `Observer`; for `Timeline`."""
+        self._observer.phase(name)
+        self._begin(PHASES[name])
+
+    def _begin(self, what: str) -> None:
+        self._wait = [what, self._clock(), self._first_s]  # the last is when it is said next, in seconds
+
+    def look(self) -> None:
+        """Say what the run waits for, if it is time."""
+        wait = self._wait
+        what, since, next_s = wait
+        waited_s = self._clock() - since
+        if not what or waited_s < next_s:
+            return
+        wait[2] = 2 * waited_s
+        known = [text for detail in self.details if (text := detail())]
+        self._observer.waiting("; ".join([f"waiting for {duration(waited_s)}: {what}", *known]))
+
+    def __enter__(self) -> "Watch":
+        threading.Thread(target=self._run, name="watch", daemon=True).start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._stop.set()
+
+    def _run(self) -> None:
+        while not self._stop.wait(_CHECK_S):
+            with suppress(Exception):  # what is looked at changes meanwhile, and the terminal may be closed
+                self.look()
