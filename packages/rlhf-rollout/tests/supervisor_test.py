@@ -178,6 +178,25 @@ def test_hung_engine_is_restarted():
     assert "health check took longer" in fleet.said[0]
 
 
+def test_engine_that_misses_one_check_gets_no_requests_until_it_answers_one():
+    fleet = Fleet(Engine(), interval_s=0.01)
+    states = []
+    whole = fleet.engines[0].health
+
+    async def late_once():
+        states.append(fleet.states)
+        if len(states) == 2:
+            raise EngineError("a health check took longer than 30 s")
+        return await whole()
+
+    async def miss():
+        fleet.engines[0].health = late_once
+
+    fleet.run(miss, fleet.until(lambda: len(states) == 4), fleet.ask)
+    assert states == [["ready"], ["ready"], ["suspect"], ["ready"]]
+    assert (fleet.engines[0].log, fleet.said) == (["generate"], [])
+
+
 def test_engine_that_refuses_one_request_and_is_healthy_stays():
     fleet = Fleet(Engine(), interval_s=1000)
     whole = fleet.engines[0].generate
