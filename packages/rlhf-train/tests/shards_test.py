@@ -139,6 +139,19 @@ def test_reader_puts_parts_together(tmp_path):
     assert reader.numbers == {"num_updates": 3}
 
 
+def test_numbers_by_weight_come_from_the_ranks_that_keep_the_weights(tmp_path):
+    """Without ZeRO, all ranks but the first have no weight and write their random numbers only."""
+    for rank, kept in enumerate(({"a": 3}, {"b": 2}, None)):
+        shards = Shards()
+        shards.add("random/cpu", torch.zeros(2, dtype=torch.uint8))
+        shards.numbers["num_updates"] = 3
+        if kept is not None:
+            shards.numbers["updates_by_weight"] = kept
+        shards.write(tmp_path / f"{rank}.safetensors")
+    reader = ShardReader(sorted(tmp_path.iterdir()))
+    assert reader.numbers == {"num_updates": 3, "updates_by_weight": {"a": 3, "b": 2}}
+
+
 @pytest.mark.parametrize(
     ("kept", "name", "start", "size", "message"),
     [

@@ -28,7 +28,7 @@ class Shards:
     Attributes:
         tensors: [n] each, in host memory.
         starts: place of each tensor's first element in the whole flattened tensor.
-        numbers: JSON values, equal on all ranks, such as the number of updates.
+        numbers: JSON values, such as the number of updates: equal on all ranks, or a dictionary by weight.
     """
 
     def __init__(self) -> None:
@@ -63,11 +63,14 @@ class ShardReader:
         if not paths:
             raise CheckpointError("the checkpoint has no files for this model", hint="was it trained in that run?")
         self._parts: dict[str, list[tuple[int, int, Any]]] = {}
+        self.numbers: dict[str, Any] = {}
         for path in paths:
             try:
                 file = safe_open(path, framework="pt")
                 described = file.metadata()
-                self.numbers: dict[str, Any] = json.loads(described["numbers"])
+                for name, number in json.loads(described["numbers"]).items():
+                    # Numbers by weight lie in the files of the ranks that keep the weights.
+                    self.numbers[name] = self.numbers.get(name, {}) | number if isinstance(number, dict) else number
                 for name, start in json.loads(described["starts"]).items():
                     [size] = file.get_slice(name).get_shape()
                     self._parts.setdefault(name, []).append((start, size, file))
