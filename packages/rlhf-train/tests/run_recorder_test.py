@@ -385,3 +385,12 @@ def test_run_that_continues_keeps_the_records_up_to_its_checkpoint(tmp_path, is_
     }
     expected = list(range(kept + 1))
     assert steps == {"metrics": expected, "rollouts": [1, 2], "held-out rollouts": expected}
+
+
+def test_continued_run_keeps_its_configuration_until_the_first_step_with_the_new_one(tmp_path):
+    Recorder(str(tmp_path / "run"), "[a]\n").close()
+    recorder = Recorder(str(tmp_path / "run"), "[b]\n", resumed_step=3)
+    assert (tmp_path / "run/config.toml").read_text() == "[a]\n"
+    recorder.step(4, {"x": 1.0})
+    assert (tmp_path / "run/config.toml").read_text() == "[b]\n"
+    recorder.close()

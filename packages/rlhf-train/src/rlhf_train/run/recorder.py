@@ -85,7 +85,9 @@ class Recorder:
         spec = trackers or TrackerSpec()
         self.folder = Path(save_path)
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.path("config").write_text(config, encoding="utf-8")
+        self._config: str | None = config  # until it is written
+        if resumed_step is None:
+            self._write_config()
         self._observer = observer or Observer()
         self._logging_steps = spec.logging_steps
         recorded_step = resumed_step
@@ -111,6 +113,7 @@ class Recorder:
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Log the metrics of one step, or of one update of an offline run. Trackers get every `logging_steps`th."""
+        self._write_config()
         self._metrics.log(step, metrics)
         if step % self._logging_steps == 0:
             for tracker in self._trackers:
@@ -120,6 +123,12 @@ class Recorder:
         """Log metrics that not every step has, such as those of an evaluation. Trackers get all of them."""
         for tracker in (self._metrics, *self._trackers):
             tracker.log(step, metrics)
+
+    def _write_config(self) -> None:
+        """Write the configuration once. One that a checkpoint refuses must not replace that of the run before."""
+        if self._config is not None:
+            self.path("config").write_text(self._config, encoding="utf-8")
+        self._config = None
 
     def rollouts(self, artifact: str, step: int, groups: Sequence[RolloutGroup], **fields: Any) -> None:
         """Append one record per rollout, which begins with the step and further `fields`.
