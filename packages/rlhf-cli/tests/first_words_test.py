@@ -11,6 +11,7 @@ import pytest
 from rlhf_cli.builtin import BUILTIN, MODEL_DIR
 from rlhf_cli.main import COMMANDS
 from rlhf_rollout.commands.main import COMMANDS as ROLLOUT_COMMANDS
+from rlhf_train.run.checkpoint import Checkpoints
 
 # A `sitecustomize` that ends the process at the first import of a heavy library. Its exit status says whether the user
 # had been told by then what the command is doing.
@@ -52,6 +53,7 @@ FLAGS = {
     "score": SCORED,
     "serve_rm": ("--reward_pretrain", MODEL),
     "chat": ("--pretrain", MODEL),
+    "checkpoints": ("run", "--export", "1", "--output_path", "exported"),
     "lora_combiner": ("--model_path", MODEL, "--lora_path", "adapter", "--output_path", "merged"),
 }
 CASES = {f"rlhf {name}": ("rlhf_cli.main", name, *FLAGS[name]) for name in COMMANDS}
@@ -68,6 +70,11 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "reward.py").write_text(REWARD)
     (tmp_path / "adapter").mkdir()
     (tmp_path / "adapter/adapter_config.json").write_text("{}")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/config.toml").write_text('[model]\npretrain = "builtin"\n')
+    checkpoints = Checkpoints(tmp_path / "run/checkpoints")
+    (checkpoints.begin(1) / "actor-0-of-1.safetensors").write_bytes(b"")
+    checkpoints.commit(1, {}, [], None)
     return tmp_path
 
 

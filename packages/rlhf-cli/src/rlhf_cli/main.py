@@ -28,7 +28,10 @@ GROUPS = {
         "kd": "train a model on demonstrations and a teacher",
     },
     "inference": {name: command.title for name, command in ROLLOUT_COMMANDS.items()},
-    "tools": {"lora_combiner": "merge an adapter into its model"},
+    "tools": {
+        "checkpoints": "list, verify, prune and export the checkpoints of a run",
+        "lora_combiner": "merge an adapter into its model",
+    },
 }
 COMMANDS = dict(chain.from_iterable(group.items() for group in GROUPS.values()))
 
@@ -63,7 +66,7 @@ def _run(words: Sequence[str]) -> int:
         from rlhf_cli.commands import rollout
 
         return rollout.main(words[0], words[1:])
-    if words[0] in ("ppo", "lora_combiner"):
+    if words[0] in ("ppo", *GROUPS["tools"]):
         return importlib.import_module(f"rlhf_cli.commands.{words[0]}").main(words[1:])
     from rlhf_cli.commands.examples import COMMANDS as EXAMPLES
 
@@ -76,7 +79,7 @@ def command_line(name: str) -> CommandLine[Any]:
         from rlhf_cli.commands import rollout
 
         return rollout.command_line(name)
-    if name in ("ppo", "lora_combiner"):
+    if name in ("ppo", *GROUPS["tools"]):
         return importlib.import_module(f"rlhf_cli.commands.{name}").COMMAND_LINE
     from rlhf_cli.commands.examples import COMMANDS as EXAMPLES
 

@@ -160,7 +160,6 @@ def _prepare(command: Command, config: OfflineConfig, folder: Path, console: "Co
     import torch
 
     from rlhf_cli.preflight.models import check_attention, check_context, load_model_files
-    from rlhf_models.lora import LoraSpec
     from rlhf_rollout.host import free_port
     from rlhf_train.offline.job import OfflineJob
     from rlhf_train.offline.loop import OfflineSchedule
@@ -180,15 +179,13 @@ def _prepare(command: Command, config: OfflineConfig, folder: Path, console: "Co
     schedule = OfflineSchedule(**matching(OfflineSchedule, training))
     train = loaded["--dataset"].examples
     best = config.evaluation.best_metric_key
-    targets = model.target_modules if model.target_modules == "all-linear" else tuple(model.target_modules.split(","))
-    lora = {"alpha": model.lora_alpha, "dropout": model.lora_dropout, "target_modules": targets}
     optimizer = training.optimizer(training.learning_rate, schedule.num_updates(len(train)))
     job = OfflineJob(
         objective=objective,
         model=model.spec(path, training.zero_stage, optimizer),
         reference=reference if objective.needs_reference or objective.needs_teacher else None,
         precompute_reference=objective.needs_reference and getattr(model, "precompute_reference", False),
-        lora=LoraSpec(rank=model.lora_rank, **lora) if model.lora_rank else None,
+        lora=model.lora(),
         examples=train,
         eval_examples=loaded["--eval_dataset"].examples if "--eval_dataset" in loaded else (),
         eval_steps=config.evaluation.eval_steps if config.evaluation.eval_steps > 0 and len(loaded) > 1 else None,

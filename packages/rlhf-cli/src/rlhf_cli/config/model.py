@@ -1,10 +1,15 @@
 """Options of models: which ones, and how they are computed."""
 
+from typing import TYPE_CHECKING
+
 from rlhf_data.checks import lacking
 from rlhf_data.errors import ConfigError
 from rlhf_data.options import flag, matching, one_of
 from rlhf_rollout.commands import sections
 from rlhf_train.specs import ModelSpec, OptimizerSpec
+
+if TYPE_CHECKING:
+    from rlhf_models.lora import LoraSpec
 
 TorchCompile = one_of(("auto", "on", "off"))
 
@@ -54,6 +59,16 @@ class OfflineModelSection(ModelSection):
     target_modules: str = flag(
         "all-linear", "layers that get an adapter: `all-linear`, or comma-separated names such as q_proj,v_proj"
     )
+
+    def lora(self) -> "LoraSpec | None":
+        """Return the adapters to train; None to train all weights."""
+        if not self.lora_rank:
+            return None
+        from rlhf_models.lora import LoraSpec  # imports torch
+
+        targets = self.target_modules if self.target_modules == "all-linear" else tuple(self.target_modules.split(","))
+        rates = {"alpha": self.lora_alpha, "dropout": self.lora_dropout}
+        return LoraSpec(rank=self.lora_rank, target_modules=targets, **rates)
 
 
 class ComparedModelSection(OfflineModelSection):

@@ -13,7 +13,7 @@ import math
 import os
 import shutil
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -82,8 +82,11 @@ class Checkpoint:
         """Return the state that the driver saved."""
         return json.loads((self.path / STATE).read_text(encoding="utf-8"))
 
-    def problems(self) -> list[str]:
-        """Return one sentence per file that is missing or has changed since it was written. Reads all files."""
+    def problems(self, *, content: bool = True) -> list[str]:
+        """Return one sentence per file that is missing or has changed since it was written.
+
+        Reads all files, or with `content` False only their sizes.
+        """
         found = []
         for name, (size, digest) in self.files.items():
             path = self.path / name
@@ -91,7 +94,7 @@ class Checkpoint:
                 found.append(f"{name} is missing")
             elif path.stat().st_size != size:
                 found.append(f"{name} has {path.stat().st_size} bytes, not {size}")
-            elif sha256(path) != digest:
+            elif content and sha256(path) != digest:
                 found.append(f"{name} has changed since it was written")
         return found
 
@@ -165,7 +168,8 @@ class Checkpoints:
                 shutil.rmtree(target)
             staging.rename(target)
             flush(self.folder)
-            self._rotate()
+            for old in superfluous(self.all(), self._max_num, self._max_bytes):
+                shutil.rmtree(old.path)
         except OSError as error:
             raise cannot_save(target, error) from error
         return read_checkpoint(target)
@@ -196,21 +200,32 @@ class Checkpoints:
             warn(f"the checkpoint {path} is skipped: {'; '.join(problems[:3])}")
         return None
 
-    def _rotate(self) -> None:
-        """Remove the oldest checkpoints beyond the limits, except for the best one."""
-        *older, newest = self.all()
-        scored = [checkpoint for checkpoint in (*older, newest) if checkpoint.metric is not None]
-        best = max(scored, key=lambda one: (-one.metric if one.lowest else one.metric, one.step), default=newest)
-        used = newest.size_bytes + (best.size_bytes if best is not newest else 0)
-        num = 1
-        for checkpoint in reversed(older):
-            if checkpoint is best:
-                continue
-            num += 1
-            used += checkpoint.size_bytes
-            if num > self._max_num or used > self._max_bytes:
-                shutil.rmtree(checkpoint.path)
-                used -= checkpoint.size_bytes
+
+def superfluous(found: Sequence[Checkpoint], max_num: int, max_bytes: float = math.inf) -> list[Checkpoint]:
+    """Return the checkpoints beyond the limits of `Checkpoints`, except for the best one. `found` begins with the
+    oldest."""
+    if not found:
+        return []
+    *older, newest = found
+    scored = [checkpoint for checkpoint in found if checkpoint.metric is not None]
+    best = max(scored, key=lambda one: (-one.metric if one.lowest else one.metric, one.step), default=newest)
+    used = newest.size_bytes + (best.size_bytes if best is not newest else 0)
+    num = 1
+    gone = []
+    for checkpoint in reversed(older):
+        if checkpoint is best:
+            continue
+        num += 1
+        used += checkpoint.size_bytes
+        if num > max_num or used > max_bytes:
+            gone.append(checkpoint)
+            used -= checkpoint.size_bytes
+    return gone
+
+
+def folders(home: Path) -> list[Path]:
+    """Return the folders of all checkpoints in `home`, whole or not, the oldest first."""
+    return sorted((path for path in home.glob("step-*") if _step_of(path) >= 0), key=_step_of)
 
 
 def read_checkpoint(path: Path) -> Checkpoint:

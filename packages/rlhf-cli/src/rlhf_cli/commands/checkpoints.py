@@ -1,0 +1,218 @@
+"""`checkpoints`: list, verify and prune the checkpoints of a run, and export the model of one."""
+
+import shutil
+import sys
+import time
+import tomllib
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlhf_cli.config.model import OfflineModelSection
+from rlhf_cli.exits import SUCCESS, exit_status
+from rlhf_cli.paths import CONFIG_FILE, check_output_folder, model_path, parts, user_path
+from rlhf_data.checks import missing, without_effect
+from rlhf_data.command_line import CommandLine
+from rlhf_data.errors import CheckpointError, ConfigError
+from rlhf_data.exits import FAILURE
+from rlhf_data.options import Config, Section, flag, one_of
+from rlhf_rollout.commands.terminal import TERMINAL, log_file
+
+if TYPE_CHECKING:
+    from rlhf_train.run.checkpoint import Checkpoint
+
+DESCRIPTION = """`rlhf checkpoints RUN_DIR` lists the checkpoints of the run in that folder, of `ppo` or of a command
+over fixed examples: step, metric, size, age, and what is wrong with one that is not whole."""
+_UNITS = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
+_ROLES = ("actor", "critic", "reward")
+Role = one_of(_ROLES)
+
+
+class CheckpointsSection(Section, title="checkpoints"):
+    """What to do with the checkpoints of a run."""
+
+    run: str | None = flag(None, "the same as RUN_DIR")
+    verify: bool = flag(False, "read all files and compare them with their hashes; the status is 1 if one differs")
+    prune: int | None = flag(
+        None, "remove all whole checkpoints but the newest N and the best; --dry_run lists them", ge=1
+    )
+    export: int | None = flag(None, "write the model of the checkpoint of this step to --output_path, without a GPU")
+    role: Role | None = flag(None, "model to export; None: the policy, or the reward model of `rm`")
+    output_path: str | None = flag(None, "new or empty folder for the exported model")
+
+
+class CheckpointsConfig(Config):
+    """All options of `checkpoints`."""
+
+    checkpoints: CheckpointsSection = CheckpointsSection()
+
+    def missing(self) -> list[ConfigError]:
+        """See `Config`."""
+        section = self.checkpoints
+        found = []
+        if section.run is None:
+            found.append(missing("run", "a run must be named", "write `rlhf checkpoints RUN_DIR`"))
+        if section.export is not None and section.output_path is None:
+            found.append(missing("output_path", "--export writes a folder", "add --output_path DIR"))
+        return found
+
+    def check(self, given: Collection[str]) -> list[str]:
+        """See `Config`."""
+        section = self.checkpoints
+        if section.export is not None and section.prune is not None:
+            raise ConfigError("--export and --prune are two tasks", hint="export first, then prune")
+        return without_effect(given, (section.export is None, ["role", "output_path"], "there is no --export"))
+
+
+COMMAND_LINE = CommandLine(
+    config=CheckpointsConfig, prog="rlhf checkpoints", description=DESCRIPTION, resolve=user_path
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; return its exit status."""
+    return exit_status(_run, argv)
+
+
+def _run(argv: Sequence[str]) -> int:
+    is_named = bool(argv) and not argv[0].startswith("-")
+    parsed = COMMAND_LINE.parse(["--run", *argv] if is_named else argv)
+    section = parsed.config.checkpoints
+    for notice in parsed.notices:
+        TERMINAL.say(f"notice: {notice}")
+    if section.run is None:
+        raise parsed.missing[0]
+    run = user_path(section.run)
+    found = _find(run)
+    if section.export is not None:
+        _export(run, found, section, dry_run=parsed.dry_run)
+        return SUCCESS
+    if section.prune is not None:
+        _prune(found, section.prune, dry_run=parsed.dry_run)
+        return SUCCESS
+    lines = [("step", "metric", "size", "age", "state")]
+    for path in found:
+        lines.append(_row(path, verify=section.verify))
+    widths = [max(len(line[column]) for line in lines) for column in range(4)]
+    for *cells, state in lines:
+        print("  ".join([*(cell.rjust(width) for cell, width in zip(cells, widths, strict=True)), state]))
+    return FAILURE if section.verify and any(line[-1] != "whole" for line in lines[1:]) else SUCCESS
+
+
+def _find(run: Path) -> list[Path]:
+    """Return the folders of a run's checkpoints, the oldest first. Raises ConfigError if there are none."""
+    from rlhf_train.run.checkpoint import FOLDER, folders
+
+    if not run.is_dir():
+        raise ConfigError(f"there is no folder {run}", hint="name the folder of a run, its --save_path")
+    home = Path(_options(run).get("checkpoint", {}).get("ckpt_path") or run / FOLDER)
+    found = folders(home)
+    if not found:
+        hint = "runs save them with --save_steps N, and when they end early; --ckpt_path names another folder"
+        raise ConfigError(f"there are no checkpoints in {home}", hint=hint)
+    return found
+
+
+def _options(run: Path) -> dict[str, Any]:
+    """Return the options of a run by section; none if its folder has no configuration."""
+    path = run / CONFIG_FILE
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}", hint="name the folder of a run") from None
+
+
+def _problems(path: Path, *, verify: bool) -> list[str]:
+    from rlhf_train.run.checkpoint import read_checkpoint
+
+    try:
+        return read_checkpoint(path).problems(content=verify)
+    except CheckpointError as error:
+        return [str(error)]
+
+
+def _row(path: Path, *, verify: bool) -> tuple[str, ...]:
+    """Return the step, the metric, the size, the age and the state of a checkpoint."""
+    from rlhf_train.run.checkpoint import MANIFEST, read_checkpoint
+
+    step = path.name.removeprefix("step-")
+    problems = _problems(path, verify=verify)
+    try:
+        checkpoint = read_checkpoint(path)
+    except CheckpointError:
+        return step, "-", "-", "-", problems[0]
+    seconds = max(time.time() - (path / MANIFEST).stat().st_mtime, 0)
+    length, unit = next((row for row in _UNITS if seconds >= row[0]), _UNITS[-1])
+    metric = "-" if checkpoint.metric is None else f"{checkpoint.metric:.4g}"
+    size = f"{checkpoint.size_bytes / 2**20:.1f} MiB"
+    return step, metric, size, f"{seconds // length:.0f} {unit}", "; ".join(problems) or "whole"
+
+
+def _prune(found: Sequence[Path], num: int, *, dry_run: bool) -> None:
+    """Remove whole checkpoints but the newest and the best. The others may be of use to a person, who can see them."""
+    from rlhf_train.run.checkpoint import read_checkpoint, superfluous
+
+    whole = [read_checkpoint(path) for path in found if not _problems(path, verify=True)]
+    gone = superfluous(whole, max_num=num)
+    for checkpoint in gone:
+        print(f"{'would remove' if dry_run else 'removed'} {checkpoint.path}")
+        if not dry_run:
+            shutil.rmtree(checkpoint.path)
+    print(f"{len(whole) - len(gone)} of {len(found)} checkpoints are whole and kept")
+
+
+def _export(run: Path, found: Sequence[Path], section: CheckpointsSection, *, dry_run: bool) -> None:
+    """Write the model of one checkpoint as a Hugging Face folder."""
+    from rlhf_train.run.checkpoint import read_checkpoint
+
+    paths = {int(path.name.removeprefix("step-")): path for path in found}
+    if section.export not in paths:
+        message = f"--export {section.export}: there is no checkpoint of this step, but of {', '.join(map(str, paths))}"
+        raise ConfigError(message, hint=f"use --export {max(paths)}")
+    path = paths[section.export]
+    if problems := _problems(path, verify=True):
+        raise CheckpointError(f"{path} is not whole: {'; '.join(problems[:3])}", hint="export that of another step")
+    checkpoint = read_checkpoint(path)
+    there = sorted({name.partition("-")[0] for name in checkpoint.files if name.endswith(".safetensors")} & set(_ROLES))
+    role = section.role or (there[0] if there else "")
+    if role not in there:
+        message = f"the checkpoint {path} has no state of {role or 'a model'}, but of {', '.join(there) or 'none'}"
+        raise ConfigError(message, hint="use --role with one that it has; with --disable_ds_ckpt it has only `hf`")
+    out = user_path(section.output_path)
+    check_output_folder(out, "--output_path")
+    print(f"{'would write' if dry_run else 'writing'} the {role} of {path} to {out}")
+    if not dry_run:
+        with TERMINAL.captured(log_file("checkpoints", str(out))), TERMINAL.progress.doing(f"loading {role}"):
+            _write_model(_options(run), checkpoint, role, out)
+
+
+def _write_model(options: dict[str, Any], checkpoint: "Checkpoint", role: str, out: Path) -> None:
+    from rlhf_data.pretrained import load_tokenizer, set_chat_template
+    from rlhf_train.engine.shards import ShardReader, load_weights
+    from rlhf_train.offline.models import load_model, write_model
+    from rlhf_train.offline.reward_models import score_moments
+
+    given = options.get("model", {})
+    section = OfflineModelSection(**{name: given[name] for name in given.keys() & OfflineModelSection.model_fields})
+    base = section.pretrain
+    if role == "critic":
+        rewards = parts(options.get("reward", {}).get("reward_pretrain", ""))
+        base = given.get("critic_pretrain") or next(iter(rewards), base)
+    if base is None:
+        raise ConfigError(f"the run's {CONFIG_FILE} names no model", hint="put the one of the run into its folder")
+    spec = section.spec(model_path(base), zero_stage=0)
+    lora = section.lora()
+    model = load_model(role, spec, lora)
+    load_weights(model, ShardReader(sorted(checkpoint.path.glob(f"{role}-*-of-*.safetensors"))))
+    evaluated = checkpoint.state().get("run", {}).get("evaluated", {})
+    moments = score_moments(evaluated) if role == "reward" and evaluated else None
+    write_model(model, model.state_dict(), spec, lora, out, moments)
+    template = options.get("data", {}).get("tokenizer_chat_template")
+    if template is not None:
+        tokenizer = load_tokenizer(spec.path)
+        set_chat_template(tokenizer, template, user_path)
+        tokenizer.save_pretrained(out)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

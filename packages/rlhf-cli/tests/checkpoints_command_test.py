@@ -1,0 +1,213 @@
+"""Checkpoints of runs on fixed examples as their users see them: signals, --resume, and `rlhf checkpoints`."""
+
+import json
+import os
+import re
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from rlhf_cli.console import OfflineView
+from rlhf_cli.main import main
+from rlhf_models.loading import load_actor, load_critic, load_reward_model
+from rlhf_models.testing import tiny_model_dir
+from rlhf_train.engine.shards import Shards
+from rlhf_train.run.checkpoint import Checkpoints, write_receipt
+
+PAIRS = [{"prompt": f"{number}+1=", "chosen": str(number + 1), "rejected": "no"} for number in range(12)]
+TRAIN = [
+    "--pretrain",
+    "builtin",
+    "--train_batch_size",
+    "4",
+    "--max_epochs",
+    "2",
+    "--max_len",
+    "64",
+    "--zero_stage",
+    "0",
+]
+SFT = ["sft", *TRAIN, "--dataset", "rows.jsonl", "--input_key", "prompt", "--output_key", "chosen"]
+RM = ["rm", *TRAIN, "--dataset", "rows.jsonl", "--eval_dataset", "rows.jsonl", "--prompt_key", "prompt"]
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory) -> Path:
+    """A folder with rows, and with the runs `whole` of `sft` and `lora` of `rm`, of 6 updates each."""
+    folder = tmp_path_factory.mktemp("home")
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in PAIRS))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("BUILD_WORKING_DIRECTORY", str(folder))
+        assert main([*SFT, "--save_path", "whole", "--save_steps", "2"]) == 0
+        flags = ["--save_steps", "3", "--eval_steps", "3", "--best_metric_key", "eval/loss", "--lora_rank", "2"]
+        assert main([*RM, "--save_path", "lora", *flags]) == 0
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def here(home, monkeypatch):
+    monkeypatch.setenv("BUILD_WORKING_DIRECTORY", str(home))
+
+
+def same_model(one: Path, other: Path) -> bool:
+    weights, others = load_file(one / "model.safetensors"), load_file(other / "model.safetensors")
+    return weights.keys() == others.keys() and all(torch.equal(weights[name], others[name]) for name in weights)
+
+
+def table(capsys, *words: str) -> list[list[str]]:
+    """Run `rlhf checkpoints` and return the cells of its lines, without the header."""
+    capsys.readouterr()
+    main(["checkpoints", *words])
+    header, *lines = capsys.readouterr().out.splitlines()
+    assert header.split() == ["step", "metric", "size", "age", "state"]
+    return [re.split(r"  +", line.strip()) for line in lines]
+
+
+def test_terminated_run_says_how_it_continues_and_does_so_with_the_folder_alone(home, capsys, monkeypatch):
+    def update(self, number, num_updates, metrics):
+        if number == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(OfflineView, "update", update)
+        assert main([*SFT, "--save_path", "run/"]) == 128 + signal.SIGTERM
+    assert f"`rlhf sft --resume {home}/run` continues this run" in capsys.readouterr().err
+    assert not (home / "run/model").exists()
+    assert [row[0] for row in table(capsys, "run")] == ["3"]
+    assert main(["sft", "--resume", "run"]) == 0
+    assert f"the run continues from {home}/run/checkpoints/step-3" in capsys.readouterr().err
+    assert same_model(home / "run/model", home / "whole/model")
+    # The original command does the same; this time there is nothing left to do but to save the model.
+    (home / "run/model/model.safetensors").unlink()
+    assert main([*SFT, "--save_path", "run", "--load_checkpoint"]) == 0
+    assert same_model(home / "run/model", home / "whole/model")
+    steps = [json.loads(line)["step"] for line in (home / "run/metrics.jsonl").read_text().splitlines()]
+    assert steps == [1, 2, 3, 4, 5, 6]
+
+
+def test_other_examples_or_batch_sizes_are_refused(home, capsys):
+    assert main(["sft", "--resume", "whole", "--max_samples", "8"]) == 1
+    said = capsys.readouterr().err
+    assert "--max_samples was not set and is 8: from here on" in said
+    assert "the checkpoint's run had num_examples 12, and this one has 8\n\nhint: continue with" in said
+    assert main(["sft", "--resume", "whole", "--train_batch_size", "8"]) == 1
+    assert "had train_batch_size 4, and this one has 8" in capsys.readouterr().err
+
+
+def test_checkpoints_are_listed_with_metric_size_age_and_what_is_wrong(home, capsys, tmp_path):
+    assert [row[0] for row in table(capsys, "whole")] == ["2", "4", "6"]
+    best = json.loads((home / "lora/best_model/state.json").read_text())
+    for row in table(capsys, "lora", "--verify"):
+        path = home / f"lora/checkpoints/step-{row[0]}"
+        size = sum(file.stat().st_size for file in path.iterdir() if file.name != "manifest.json")
+        assert row[2:] == [f"{size / 2**20:.1f} MiB", row[3], "whole"]
+        assert re.fullmatch(r"\d+ (s|min)", row[3])
+        assert row[0] != str(best["step"]) or row[1] == f"{best['value']:.4g}"
+    checkpoints = Checkpoints(tmp_path / "run/checkpoints", max_num=9)
+    for step in (1, 2, 3):
+        (checkpoints.begin(step) / "actor").write_bytes(b"1234")
+        checkpoints.commit(step, {}, [], None)
+    (tmp_path / "run/checkpoints/step-2/actor").write_bytes(b"123x")
+    (tmp_path / "run/checkpoints/step-3/manifest.json").write_text("{")
+    run = str(tmp_path / "run")
+    assert [row[-1] for row in table(capsys, run)][:2] == ["whole", "whole"]
+    states = [row[-1] for row in table(capsys, run, "--verify")]
+    assert states[:2] == ["whole", "actor has changed since it was written"]
+    assert "manifest.json cannot be read" in states[2]
+    assert main(["checkpoints", run, "--verify"]) == 1
+    assert main(["checkpoints", run]) == 0
+
+
+def test_prune_keeps_the_newest_and_the_best_and_leaves_what_is_torn(tmp_path, capsys):
+    checkpoints = Checkpoints(tmp_path / "run/checkpoints", max_num=9, lowest=True)
+    for step, loss in enumerate((0.5, 0.1, 0.4, 0.3, 0.2), start=1):
+        (checkpoints.begin(step) / "actor").write_bytes(b"1234")
+        checkpoints.commit(step, {}, [], loss)
+    (tmp_path / "run/checkpoints/step-5/actor").write_bytes(b"123x")
+    run = str(tmp_path / "run")
+    assert main(["checkpoints", run, "--prune", "1", "--dry_run"]) == 0
+    assert len(checkpoints.all()) == 5
+    assert main(["checkpoints", run, "--prune", "1"]) == 0
+    assert "2 of 5 checkpoints are whole and kept" in capsys.readouterr().out
+    assert [checkpoint.step for checkpoint in checkpoints.all()] == [2, 4, 5]
+
+
+def test_export_gives_the_model_that_the_run_saved(home, tmp_path):
+    assert main(["checkpoints", "whole", "--export", "6", "--output_path", str(tmp_path / "sft")]) == 0
+    assert same_model(tmp_path / "sft", home / "whole/model")
+    load_actor(tmp_path / "sft", dtype="float32")
+    assert main(["checkpoints", "lora", "--export", "6", "--output_path", str(tmp_path / "rm")]) == 0
+    assert same_model(tmp_path / "rm", home / "lora/model")
+    own, saved = (
+        load_reward_model(path, dtype="float32", normalize=True) for path in (tmp_path / "rm", home / "lora/model")
+    )
+    assert own.moments == saved.moments
+    assert torch.equal(own.value_head.weight, saved.value_head.weight)
+    assert (tmp_path / "rm/adapter/adapter_model.safetensors").exists()
+
+
+def test_export_puts_the_parts_of_several_ranks_together(tmp_path):
+    """Each weight of an actor and a critic is cut into uneven parts, which three ranks wrote."""
+    run = tmp_path / "run"
+    base = tiny_model_dir(tmp_path / "base")
+    models = {"actor": load_actor(base, dtype="float32"), "critic": load_critic(base, dtype="float32")}
+    checkpoints = Checkpoints(run / "checkpoints")
+    staging = checkpoints.begin(4)
+    names = []
+    for role, model in models.items():
+        shards = [Shards() for _ in range(3)]
+        for index, (name, weight) in enumerate(model.named_parameters()):
+            weight.data = torch.randn(weight.shape, generator=torch.Generator().manual_seed(index))
+            flat = weight.data.flatten()
+            cuts = [0, len(flat) // 5, len(flat) // 2, len(flat)]
+            for shard, low, high in zip(shards, cuts, cuts[1:], strict=False):
+                shard.add(f"weight/{name}", flat[low:high], low)
+        for rank, shard in enumerate(shards):
+            names.append(f"{role}-{rank}-of-3.safetensors")
+            shard.write(staging / names[-1])
+            write_receipt(staging / names[-1])
+    checkpoints.commit(4, {}, names, None)
+    (run / "config.toml").write_text(f'[model]\npretrain = "{base}"\n\n[reward]\n')
+    words = ["checkpoints", str(run), "--export", "4", "--output_path"]
+    assert main([*words, str(tmp_path / "actor")]) == 0
+    assert main([*words, str(tmp_path / "critic"), "--role", "critic"]) == 0
+    loaded = {
+        "actor": load_actor(tmp_path / "actor", dtype="float32"),
+        "critic": load_critic(tmp_path / "critic", dtype="float32"),
+    }
+    for role, model in models.items():
+        for name, weight in loaded[role].named_parameters():
+            assert torch.equal(weight, dict(model.named_parameters())[name]), (role, name)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("", r"--run is missing: a run must be named\n\nhint: write `rlhf checkpoints RUN_DIR`"),
+        ("nowhere", r"there is no folder .*/nowhere\n\nhint: name the folder of a run"),
+        (".", r"there are no checkpoints in .*/checkpoints\n\nhint: runs save them with --save_steps N"),
+        ("whole --export 3 --output_path o", r"no checkpoint of this step, but of 2, 4, 6\n\nhint: use --export 6"),
+        ("whole --export 6", r"--output_path is missing: --export writes a folder\n\nhint: add --output_path DIR"),
+        ("whole --export 6 --output_path whole", r"--output_path .*/whole is not an empty folder\n\nhint"),
+        ("whole --export 6 --output_path o --role critic", r"has no state of critic, but of actor\n\nhint: use --role"),
+        ("whole --export 6 --prune 1 --output_path o", r"--export and --prune are two tasks\n\nhint: export first"),
+        ("whole --prune 0", r"--prune is 0; it must be at least 1"),
+        ("whole extra", r"`extra` belongs to no flag\n\nhint"),
+    ],
+)
+def test_bad_input_is_refused_with_a_hint(capsys, words, says):
+    assert main(["checkpoints", *words.split()]) == 2
+    assert re.search(says, capsys.readouterr().err)
+
+
+def test_export_of_a_torn_checkpoint_is_refused(home, capsys):
+    path = home / "lora/checkpoints/step-3/reward-0-of-1.safetensors"
+    before = path.read_bytes()
+    path.write_bytes(before[:-1])
+    assert main(["checkpoints", "lora", "--export", "3", "--output_path", "torn"]) == 1
+    assert re.search(r"step-3 is not whole: reward-0.* has \d+ bytes, not \d+\n\nhint: export", capsys.readouterr().err)
+    path.write_bytes(before)
+    assert not (home / "torn").exists()
