@@ -18,7 +18,7 @@ from rlhf_data.records import FinishReason, Prompt, Rollout, Span, SpanSource, V
 from rlhf_rollout.engines import EngineSpec
 from rlhf_rollout.host import free_port, local_gpus
 from rlhf_rollout.protocols import SamplingParams
-from rlhf_rollout.rewards import RewardSource
+from rlhf_rollout.rewards.sources import RewardSource
 from rlhf_train.algorithms import make_algorithm
 from rlhf_train.online.job import BatchSizes, OnlineJob, RewardSpec
 from rlhf_train.online.placement import PlacementRequest, plan_placement

@@ -23,7 +23,7 @@ from typing import Any
 
 from environment import command_line, environment
 from rlhf_data.records import FinishReason, Prompt, Rollout, Span, SpanSource, Verdict
-from rlhf_rollout.rewards import FunctionReward
+from rlhf_rollout.rewards.function import FunctionReward
 
 GOAL_MIB = 20.0  # largest growth of this process's memory over all hung rewards
 NUM_WARM_UP = 10  # hung rewards after which memory is read a second time: what the first ones load is there to stay

@@ -15,7 +15,7 @@ from rlhf_data.errors import ConfigError
 from rlhf_data.prompts import PromptSet
 from rlhf_data.records import Prompt
 from rlhf_data.rows import Counts
-from rlhf_rollout.rewards import RewardSource
+from rlhf_rollout.rewards.sources import RewardSource
 
 SOURCES = (RewardSource(kind="function", targets=("r.py",)),)
 ONE_SAMPLE = ("--n_samples_per_prompt", "1", "--train_batch_size", "32")

@@ -21,8 +21,7 @@ from rlhf_rollout.commands.sections import PromptSection, RewardSection
 from rlhf_rollout.commands.serve_rm import ServeJob
 from rlhf_rollout.engines import EngineSpec
 from rlhf_rollout.protocols import SamplingParams
-from rlhf_rollout.rewards import RewardSource
-from rlhf_rollout.rewards.sources import WorkerOptions
+from rlhf_rollout.rewards.sources import RewardSource, WorkerOptions
 
 _MATH = ("--remote_rm_url", "rlhf_rollout.rewards.math")
 

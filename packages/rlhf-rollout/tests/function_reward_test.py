@@ -13,7 +13,7 @@ import pytest
 from record_testing import make_prompt, make_rollout
 from rlhf_data.errors import ConfigError, RewardError
 from rlhf_data.records import VerdictKind
-from rlhf_rollout.rewards import FunctionReward, check_reward_function
+from rlhf_rollout.rewards.function import FunctionReward, check_reward_function
 from rlhf_rollout.rewards.sources import WorkerOptions
 
 OK, WRONG, CRASH, TIMEOUT = VerdictKind.OK, VerdictKind.WRONG, VerdictKind.CRASH, VerdictKind.TIMEOUT
@@ -210,7 +210,7 @@ def test_function_reward_hung_worker_does_not_outlive_a_killed_parent(write, tmp
         import asyncio, sys
         sys.path[:] = {sys.path!r}
         from record_testing import make_prompt, make_rollout
-        from rlhf_rollout.rewards import FunctionReward
+        from rlhf_rollout.rewards.function import FunctionReward
         prompt = make_prompt()
         asyncio.run(FunctionReward({reward!r}, timeout_s=500.0).score(prompt, [make_rollout(prompt, "4")]))
         """,

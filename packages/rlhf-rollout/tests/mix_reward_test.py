@@ -7,9 +7,10 @@ import pytest
 from record_testing import make_prompt, make_rollout
 from rlhf_data.errors import ConfigError, RewardError
 from rlhf_data.records import Verdict, VerdictKind
-from rlhf_rollout.rewards import FunctionReward, MixedReward, RewardSource, build_reward, check_reward
-from rlhf_rollout.rewards.mix import score_each
+from rlhf_rollout.rewards.function import FunctionReward
+from rlhf_rollout.rewards.mix import MixedReward, build_reward, check_reward, score_each
 from rlhf_rollout.rewards.remote import RemoteReward
+from rlhf_rollout.rewards.sources import RewardSource
 
 OK, WRONG, CRASH, TIMEOUT = VerdictKind.OK, VerdictKind.WRONG, VerdictKind.CRASH, VerdictKind.TIMEOUT
 

@@ -22,7 +22,7 @@ from rlhf_models.testing import tiny_model_dir, tiny_reward_model_dir
 from rlhf_rollout.commands import main as command
 from rlhf_rollout.commands import serve_rm
 from rlhf_rollout.commands.serve_rm import MAX_BODY_BYTES, MAX_QUERIES, create_app
-from rlhf_rollout.rewards import LocalScorer, ModelReward
+from rlhf_rollout.rewards.model import LocalScorer, ModelReward
 from rlhf_rollout.rewards.remote import RemoteReward, check_reward_server
 
 ANSWERS = [("two plus two is", " four"), ("two plus two is", " five or so"), ("the sky", " is blue"), ("", "alone")]

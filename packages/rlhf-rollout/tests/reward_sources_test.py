@@ -6,8 +6,7 @@ import pickle
 import pytest
 
 from rlhf_data.errors import ConfigError
-from rlhf_rollout.rewards import RewardSource, parse_sources
-from rlhf_rollout.rewards.sources import metric_names
+from rlhf_rollout.rewards.sources import RewardSource, metric_names, parse_sources
 
 
 def test_parse_sources_gathers_urls_at_the_place_of_the_first():

@@ -13,7 +13,7 @@ import pytest
 from record_testing import make_prompt, make_rollout
 from rlhf_data.errors import RewardError
 from rlhf_data.records import FinishReason, Rollout, VerdictKind
-from rlhf_rollout.rewards import FunctionReward
+from rlhf_rollout.rewards.function import FunctionReward
 from rlhf_rollout.rewards.process import WorkerProcess
 from rlhf_rollout.rewards.sources import WorkerOptions
 from rlhf_rollout.rewards.user_function import parse_reward
@@ -174,7 +174,7 @@ def test_children_end_when_the_program_that_scores_is_killed(write, tmp_path):
         import asyncio, sys
         sys.path[:] = {sys.path!r}
         from record_testing import make_prompt, make_rollout
-        from rlhf_rollout.rewards import FunctionReward
+        from rlhf_rollout.rewards.function import FunctionReward
         prompt = make_prompt()
         asyncio.run(FunctionReward({reward!r}, timeout_s=500.0).score(prompt, [make_rollout(prompt, "4")]))
         """,
@@ -290,7 +290,7 @@ def test_output_of_a_function_cannot_flood_or_steer_the_terminal(write):
 import sys
 sys.path[:] = {sys.path!r}
 from record_testing import make_prompt
-from rlhf_rollout.rewards import check_reward_function
+from rlhf_rollout.rewards.function import check_reward_function
 assert check_reward_function({reward!r}, [make_prompt()]) is None
 """
     text = subprocess.run([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True, check=True).stderr

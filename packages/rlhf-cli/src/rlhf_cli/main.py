@@ -4,7 +4,8 @@ import argparse
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from itertools import chain
 from typing import Any
@@ -62,28 +63,27 @@ def _run(words: Sequence[str]) -> int:
         if os.environ.get("RANK", "0") == "0":  # the other processes fail alike
             print(visible(f"error: {error}"), file=sys.stderr)
         return BAD_INPUT
-    if words[0] in ROLLOUT_COMMANDS:
-        from rlhf_cli.commands import rollout
-
-        return rollout.main(words[0], words[1:])
-    if words[0] in ("ppo", *GROUPS["tools"]):
-        return importlib.import_module(f"rlhf_cli.commands.{words[0]}").main(words[1:])
-    from rlhf_cli.commands.examples import COMMANDS as EXAMPLES
-
-    return EXAMPLES[words[0]](words[1:])
+    _, run = _found(words[0])
+    return run(words[1:])
 
 
 def command_line(name: str) -> CommandLine[Any]:
     """Return the command line of the command called `name`."""
+    return _found(name)[0]
+
+
+def _found(name: str) -> tuple[CommandLine[Any], Callable[[Sequence[str]], int]]:
+    """Import a command; return its command line, and the function that runs it."""
     if name in ROLLOUT_COMMANDS:
         from rlhf_cli.commands import rollout
 
-        return rollout.command_line(name)
+        return rollout.command_line(name), partial(rollout.main, name)
     if name in ("ppo", *GROUPS["tools"]):
-        return importlib.import_module(f"rlhf_cli.commands.{name}").COMMAND_LINE
+        module = importlib.import_module(f"rlhf_cli.commands.{name}")
+        return module.COMMAND_LINE, module.main
     from rlhf_cli.commands.examples import COMMANDS as EXAMPLES
 
-    return EXAMPLES[name].command_line
+    return EXAMPLES[name].command_line, EXAMPLES[name]
 
 
 def _help() -> str:

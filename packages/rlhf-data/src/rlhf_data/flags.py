@@ -72,14 +72,14 @@ def sets(notice: str = "", **values: Any) -> Foreign:
     return Foreign(options=tuple(values), read=read)
 
 
-def mapped(meanings: Mapping[str, Values], notice: str = "") -> Foreign:
+def mapped(meanings: Mapping[str, Values]) -> Foreign:
     """Return a flag with one word after it. `meanings` has the words, each with the values of options it stands for."""
 
     def read(flag: str, words: Sequence[str]) -> tuple[Values, str]:
         word = " ".join(words)
         if word not in meanings:
             raise ConfigError(f"{flag}: {unknown('value', word, meanings)}")
-        return dict(meanings[word]), notice
+        return dict(meanings[word]), ""
 
     return Foreign(options=tuple({name for values in meanings.values() for name in values}), read=read)
 

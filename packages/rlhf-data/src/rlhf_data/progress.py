@@ -35,19 +35,11 @@ class Progress:
     Args:
         stream: where to; None for stderr.
         clock: returns seconds from any fixed moment.
-        heartbeat_s: silence after which a line is written where no terminal is.
     """
 
-    def __init__(
-        self,
-        stream: TextIO | None = None,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-        heartbeat_s: float = _HEARTBEAT_S,
-    ) -> None:
+    def __init__(self, stream: TextIO | None = None, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._own_stream = stream
         self._clock = clock
-        self._heartbeat_s = heartbeat_s
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self._work: _Work | None = None
@@ -134,7 +126,7 @@ class Progress:
                 return
             if self._is_live:
                 self._draw()
-            elif self._clock() - self._written_at >= self._heartbeat_s:
+            elif self._clock() - self._written_at >= _HEARTBEAT_S:
                 self._write(f"{self._work.text}: {self._state(self._work)}")
 
     def _run(self, stop: threading.Event) -> None:

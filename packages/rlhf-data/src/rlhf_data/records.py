@@ -3,7 +3,7 @@
 A rollout is made only of token spans; text is a view of it and never its source.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -192,17 +192,23 @@ class Rollout:
     @property
     def loss_mask(self) -> np.ndarray:
         """[L] bool: True for the tokens the policy wrote, the only ones that are trained."""
-        return np.concatenate([np.full(len(span.token_ids), span.source is SpanSource.POLICY) for span in self.spans])
+        return self._per_token([span.source is SpanSource.POLICY for span in self.spans], np.bool_)
 
     @property
     def rollout_logprobs(self) -> np.ndarray:
         """[L] float32, nats: the engine's log-prob of each policy token, 0.0 elsewhere."""
-        return np.concatenate(
-            [
-                np.zeros(len(span.token_ids), np.float32) if span.logprobs is None else span.logprobs
-                for span in self.spans
-            ]
-        )
+        return self._per_token([0.0 if span.logprobs is None else span.logprobs for span in self.spans], np.float32)
+
+    @property
+    def policy_versions(self) -> np.ndarray:
+        """[L] int32: the version that wrote each policy token, -1 elsewhere."""
+        versions = [-1 if span.policy_version is None else span.policy_version for span in self.spans]
+        return self._per_token(versions, np.int32)
+
+    def _per_token(self, values: Sequence[Any], dtype: type) -> np.ndarray:
+        """Return [L] of a dtype from one number, or one array, per span."""
+        parts = zip(values, self.spans, strict=True)
+        return np.concatenate([np.broadcast_to(value, len(span.token_ids)) for value, span in parts], dtype=dtype)
 
     @property
     def num_tokens(self) -> int:
@@ -213,16 +219,6 @@ class Rollout:
     def num_response_tokens(self) -> int:
         """The number of tokens the policy wrote."""
         return sum(len(span.token_ids) for span in self.spans if span.source is SpanSource.POLICY)
-
-    @property
-    def policy_versions(self) -> np.ndarray:
-        """[L] int32: the version that wrote each policy token, -1 elsewhere."""
-        return np.concatenate(
-            [
-                np.full(len(span.token_ids), -1 if span.policy_version is None else span.policy_version, np.int32)
-                for span in self.spans
-            ]
-        )
 
     @property
     def turn_ends(self) -> np.ndarray:

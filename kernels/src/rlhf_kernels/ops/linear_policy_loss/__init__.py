@@ -9,6 +9,7 @@ from rlhf_kernels.dispatch import FLOATS, takes_triton
 from rlhf_kernels.objective import PolicyObjective
 from rlhf_kernels.ops.linear_policy_loss.reference import linear_policy_loss_reference
 from rlhf_kernels.ops.packed_policy_loss.terms import PolicyStream, check_column
+from rlhf_kernels.ops.token_logprobs import check_below, check_temperature
 
 
 def linear_policy_loss(
@@ -56,10 +57,8 @@ def linear_policy_loss(
         raise ValueError(f"hidden and weight must agree in device and in one dtype of {FLOATS}; got {given}")
     check_column("token_ids", token_ids, hidden, (torch.int32, torch.int64))
     stream.check(hidden, objective)
-    if not 0 < temperature < float("inf"):
-        raise ValueError(f"temperature is {temperature}; it must be positive and finite")
-    if token_ids.device.type == "cpu" and token_ids.numel() and int(token_ids.max()) >= len(weight):
-        raise ValueError(f"token id {int(token_ids.max())} is outside the vocabulary of {len(weight)}")
+    check_temperature(temperature)
+    check_below(token_ids, len(weight))
     # The mask and the negative ids say the same thing from here on: the kernels look only at the ids.
     stream = replace(stream, loss_mask=stream.loss_mask & (token_ids >= 0))
     token_ids = token_ids.masked_fill(~stream.loss_mask, -1)

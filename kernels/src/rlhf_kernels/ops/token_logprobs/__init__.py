@@ -75,6 +75,11 @@ def check_tokens(token_ids: Tensor, num_rows: int, device: torch.device, tempera
         raise ValueError(f"token_ids must be [{num_rows}], one per row, in int32 or int64; got {got}")
     if token_ids.device != device:
         raise ValueError(f"token_ids are on {token_ids.device}, the rest on {device}; all must be on one device")
+    check_temperature(temperature)
+
+
+def check_temperature(temperature: float) -> None:
+    """Raise ValueError unless a temperature is above 0 and finite."""
     if not 0 < temperature < float("inf"):
         raise ValueError(f"temperature is {temperature}; it must be positive and finite")
 

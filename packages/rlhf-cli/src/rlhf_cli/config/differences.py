@@ -32,9 +32,7 @@ def online_differences(config: PpoConfig, given: Collection[str]) -> list[str]:
         found += _filtering(config)
     if config.data.eval_data is not None:
         found += _evaluation(config, given)
-    if not config.model.bf16:
-        found.append("without --bf16 everything is computed in float32; OpenRLHF's newest default is bfloat16: --bf16")
-    return [f"other than in OpenRLHF: {sentence}" for sentence in found]
+    return _sentences(found, config)
 
 
 def offline_differences(config: OfflineConfig, given: Collection[str]) -> list[str]:
@@ -45,6 +43,10 @@ def offline_differences(config: OfflineConfig, given: Collection[str]) -> list[s
             "--eval_steps -1 evaluates before the first and after the last update; OpenRLHF once per epoch: set"
             " --eval_steps to the number of updates of an epoch"
         )
+    return _sentences(found, config)
+
+
+def _sentences(found: list[str], config: OfflineConfig | PpoConfig) -> list[str]:
     if not config.model.bf16:
         found.append("without --bf16 everything is computed in float32; OpenRLHF's newest default is bfloat16: --bf16")
     return [f"other than in OpenRLHF: {sentence}" for sentence in found]
@@ -59,11 +61,9 @@ def _reduction(config: PpoConfig) -> list[str]:
         return []
     has_more_terms = algorithm.use_kl_loss or algorithm.entropy_loss_coef > 0
     terms = "losses, KL and entropy" if has_more_terms else "losses"
-    chosen = algorithm.loss_agg_mode is not None or algorithm.policy_loss_type == "gspo"
-    if chosen:
-        if not has_more_terms:
-            return []
-        return [f"{reduction} applies to token {terms}; OpenRLHF uses token_mean for KL and entropy"]
+    if algorithm.loss_agg_mode is not None or algorithm.policy_loss_type == "gspo":
+        text = f"{reduction} applies to token {terms}; OpenRLHF uses token_mean for KL and entropy"
+        return [text] if has_more_terms else []
     name = algorithm.row.name
     return [f"{name} averages token {terms} by {reduction}; OpenRLHF by token_mean: --loss_agg_mode token_mean"]
 

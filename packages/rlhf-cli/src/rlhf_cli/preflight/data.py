@@ -11,6 +11,7 @@ from rlhf_cli.config.ppo import PpoConfig
 from rlhf_cli.paths import data_paths, source_names
 from rlhf_data import keys
 from rlhf_data.errors import ConfigError, DataError, missing_file, unknown
+from rlhf_data.options import matching
 from rlhf_data.prompts import PromptSet, load_prompts
 from rlhf_data.records import Prompt
 from rlhf_data.rows import Counts
@@ -66,10 +67,9 @@ def load_all(
     Raises:
         DataError: too many rows that cannot be used.
     """
-    names = ("input_key", "label_key", "apply_chat_template", "input_template", "prompt_max_len", "skip_bad_rows")
-    load = partial(load_prompts, tokenizer=tokenizer, **{name: getattr(config.data, name) for name in names})
-    prompts = load(rows, source="train")
-    sets = [load(part, source=name, source_key=config.data.source_key) for name, part in held_out_rows.items()]
+    load = partial(load_prompts, tokenizer=tokenizer, **matching(load_prompts, config.data))
+    prompts = load(rows, source="train", source_key=None)
+    sets = [load(part, source=name) for name, part in held_out_rows.items()]
     if not sets:
         return prompts, None
     # The source becomes a part of metric names, in which trackers allow few characters.

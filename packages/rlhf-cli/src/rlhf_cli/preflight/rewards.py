@@ -9,8 +9,9 @@ from rlhf_cli.paths import model_path, reward_path
 from rlhf_cli.preflight.models import check_attention, check_context, longest_sequence
 from rlhf_data.errors import ConfigError, RewardError
 from rlhf_data.records import Prompt
-from rlhf_rollout.rewards import RewardSource, check_reward, parse_reward
-from rlhf_rollout.rewards.sources import model_paths
+from rlhf_rollout.rewards.mix import check_reward
+from rlhf_rollout.rewards.sources import RewardSource, model_paths
+from rlhf_rollout.rewards.user_function import parse_reward
 
 
 def named_sources(config: PpoConfig) -> tuple[RewardSource, ...]:

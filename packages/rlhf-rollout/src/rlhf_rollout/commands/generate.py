@@ -31,7 +31,7 @@ from rlhf_rollout.engines import build_engine
 from rlhf_rollout.generator import GenerationCounts, generate_groups
 from rlhf_rollout.protocols import SamplingParams
 from rlhf_rollout.records_io import RolloutWriter
-from rlhf_rollout.rewards import check_reward
+from rlhf_rollout.rewards.mix import check_reward
 from rlhf_rollout.router import EngineRouter
 
 _NUM_SHOWN_FAILURES = 3

@@ -17,8 +17,9 @@ from rlhf_rollout.commands.sections import SHARE_ALONE, EngineModelSection, Rewa
 from rlhf_rollout.commands.terminal import TERMINAL
 from rlhf_rollout.engines import EngineSpec
 from rlhf_rollout.protocols import RewardFunction
-from rlhf_rollout.rewards import LocalScorer, ModelReward, RewardSource, build_reward
-from rlhf_rollout.rewards.sources import model_paths
+from rlhf_rollout.rewards.mix import build_reward
+from rlhf_rollout.rewards.model import LocalScorer, ModelReward
+from rlhf_rollout.rewards.sources import RewardSource, model_paths
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -181,7 +181,6 @@ def check_reward_server(
     prompts: Sequence[Prompt] = (),
     *,
     timeout_s: float = 30.0,
-    token: str | None = None,
     transport: httpx.AsyncBaseTransport | None = None,
 ) -> str | None:
     """Ask each server once, before anything expensive starts. Must not be called from within an event loop.
@@ -200,7 +199,7 @@ def check_reward_server(
     samples = list(zip(*trial_arguments(prompts), strict=True))
 
     async def ask_all() -> list[Scored | _RequestFailure]:
-        reward = RemoteReward(urls, timeout_s=timeout_s, token=token, transport=transport)
+        reward = RemoteReward(urls, timeout_s=timeout_s, transport=transport)
         try:
             return await asyncio.gather(*[reward.ask_server(url, samples) for url in urls if samples])
         finally:
