@@ -53,7 +53,7 @@ def gone(process_id):
             # A process whose first thread is a zombie ends with the last of the others.
             if state == "Z" and len(os.listdir(f"/proc/{process_id}/task")) == 1:
                 return True
-        except FileNotFoundError:
+        except (FileNotFoundError, ProcessLookupError):  # the second if it ends between opening and reading
             return True
         time.sleep(0.02)
     return False

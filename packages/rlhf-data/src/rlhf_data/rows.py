@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlhf_data.errors import DataError, unknown
+from rlhf_data.safety import is_utf8
 
 _TOLERATED_FRACTION = 0.01
 _NUM_SHOWN = 3
@@ -58,10 +59,8 @@ class Row:
             raise DataError(f"{self.origin}: `{key}` must be text or a number, got {kind_of(value)}")
         if not isinstance(value, str):
             return json.dumps(value)
-        try:
-            value.encode("utf-8")
-        except UnicodeEncodeError:
-            raise DataError(f"{self.origin}: `{key}` holds half of a surrogate pair, which is no character") from None
+        if not is_utf8(value):
+            raise DataError(f"{self.origin}: `{key}` holds half of a surrogate pair, which is no character")
         return value
 
     def filled(self, key: str) -> str:
