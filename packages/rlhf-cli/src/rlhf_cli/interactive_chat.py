@@ -1,8 +1,6 @@
 """OpenRLHF's module `interactive_chat`: `rlhf chat` with OpenRLHF's flags."""
 
-import sys
-
-from rlhf_cli.openrlhf import main
+from rlhf_cli.openrlhf import run
 
 if __name__ == "__main__":
-    sys.exit(main("interactive_chat"))
+    run("interactive_chat")

@@ -1,8 +1,6 @@
 """OpenRLHF's module `lora_combiner`: `rlhf lora_combiner` with OpenRLHF's flags."""
 
-import sys
-
-from rlhf_cli.openrlhf import main
+from rlhf_cli.openrlhf import run
 
 if __name__ == "__main__":
-    sys.exit(main("lora_combiner"))
+    run("lora_combiner")

@@ -4,6 +4,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
+from typing import NoReturn
 
 from rlhf_cli.exits import BAD_INPUT
 from rlhf_cli.launcher import LAUNCHED, check_launched_once
@@ -36,6 +37,11 @@ _EVAL_TASKS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "rm": ("score",),
     }
 )
+
+
+def run(module: str) -> NoReturn:
+    """Run the command that corresponds to `module` as this process, and end with its exit status."""
+    sys.exit(main(module))
 
 
 def main(module: str, argv: Sequence[str] | None = None) -> int:

@@ -1,8 +1,6 @@
 """OpenRLHF's module `train_ppo_ray`: `rlhf ppo` with OpenRLHF's flags."""
 
-import sys
-
-from rlhf_cli.openrlhf import main
+from rlhf_cli.openrlhf import run
 
 if __name__ == "__main__":
-    sys.exit(main("train_ppo_ray"))
+    run("train_ppo_ray")

@@ -1,5 +1,6 @@
 """The scalar head of a model folder, under the names that different trainers save it with."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ def load_head(path: str | Path, config: Any) -> Tensor | None:
         file = _file(path, files[name])
         if file is None:
             raise ConfigError(f"the model {path} has no file {files[name]}, which its index names for {name}")
-        weight = _read(file, name)
+        weight = _opened(file)[1](name)
     expected = [1, config.get_text_config().hidden_size]
     if list(weight.shape) != expected:
         message = f"the head {name} of the model {path} has the shape {list(weight.shape)}; one score needs {expected}"
@@ -61,7 +62,7 @@ def _files_by_tensor(path: str | Path) -> dict[str, str]:
         return {"weight": VALUE_HEAD_FILE}
     for stem in WEIGHT_FILES:
         if whole := _file(path, stem):
-            return dict.fromkeys(_names(whole), stem)
+            return dict.fromkeys(_opened(whole)[0], stem)
         if index := _file(path, f"{stem}.index.json"):
             return read_index(index)
     return {}
@@ -79,19 +80,12 @@ def _file(path: str | Path, name: str) -> Path | None:
     return Path(found) if found else None
 
 
-def _names(file: Path) -> list[str]:
+def _opened(file: Path) -> tuple[list[str], Callable[[str], Tensor]]:
+    """Return the names of the tensors in a file, and the function that reads one of them."""
     if file.suffix != ".safetensors":
-        return list(torch.load(file, map_location="cpu", weights_only=True, mmap=True))
+        tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        return list(tensors), tensors.__getitem__
     from safetensors import safe_open
 
-    with safe_open(file, "pt") as tensors:
-        return list(tensors.keys())
-
-
-def _read(file: Path, name: str) -> Tensor:
-    if file.suffix != ".safetensors":
-        return torch.load(file, map_location="cpu", weights_only=True, mmap=True)[name]
-    from safetensors import safe_open
-
-    with safe_open(file, "pt") as tensors:
-        return tensors.get_tensor(name)
+    opened = safe_open(file, "pt")
+    return list(opened.keys()), opened.get_tensor
