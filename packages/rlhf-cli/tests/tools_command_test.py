@@ -92,3 +92,11 @@ def test_lora_combiner_of_a_reward_model_keeps_the_head_of_the_adapter(tmp_path)
 def test_lora_combiner_bad_input_is_refused(tmp_path, capsys, words, says):
     assert main(["lora_combiner", *(str(tmp_path / "out") if word == "OUT" else word for word in words)]) == 2
     assert says in capsys.readouterr().err
+
+
+def test_lora_combiner_names_a_flag_without_effect_and_what_is_missing(capsys):
+    assert main(["lora_combiner", "--dry_run", "--is_rm", "--lora_path", "y"]) == 0
+    printed = capsys.readouterr()
+    assert 'lora_path = "y"' in printed.out
+    assert "notice: --is_rm has no effect" in printed.err
+    assert "still missing: --model_path is missing" in printed.err

@@ -1,6 +1,5 @@
 """`lora_combiner`: merge a LoRA adapter into its model."""
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -8,7 +7,7 @@ from rlhf_cli.config.openrlhf import flags_of
 from rlhf_cli.exits import SUCCESS, exit_status
 from rlhf_cli.paths import check_output_folder, model_path, user_path
 from rlhf_data.checks import lacking
-from rlhf_data.command_line import CommandLine, to_toml
+from rlhf_data.command_line import CommandLine, show_parsed
 from rlhf_data.errors import ConfigError
 from rlhf_data.options import Config, flag, with_defaults
 from rlhf_rollout.commands.sections import PrecisionSection
@@ -55,10 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(argv: Sequence[str]) -> int:
     parsed = COMMAND_LINE.parse(argv)
     merge = parsed.config.merge
+    show_parsed(parsed)
     if parsed.dry_run:
-        print(to_toml(parsed.config))
-        for error in (*parsed.unavailable, *parsed.missing):
-            print(f"still missing: {error}".replace("\n\n", "\n"), file=sys.stderr)
         return SUCCESS
     out = user_path(merge.output_path)
     check_output_folder(out, "--output_path")
