@@ -264,7 +264,7 @@ def test_function_reward_worker_killed_between_calls_charges_no_one(write):
     reward = write("""
         import os
         def reward_func(queries, prompts, labels):
-            return {"rewards": [os.getpid()]}
+            return {"rewards": [os.getpid()], "extra_logs": {"guard": os.getppid()}}
     """)
 
     async def run():
@@ -273,7 +273,7 @@ def test_function_reward_worker_killed_between_calls_charges_no_one(write):
         rollouts = [make_rollout(prompt, "4")]
         first = (await function.score(prompt, rollouts))[0]
         os.kill(int(first.reward), signal.SIGKILL)
-        assert gone(int(first.reward))
+        assert gone(int(first.extra["guard"]))  # which ends after the worker
         second = (await function.score(prompt, rollouts))[0]
         await function.close()
         return first, second, function.num_replaced

@@ -3,7 +3,7 @@
 import argparse
 import difflib
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, NoReturn, get_args
@@ -34,13 +34,6 @@ class Parser(argparse.ArgumentParser):
         """All flags that --help shows, each as `--name`."""
         shown = (action for action in self._actions if action.help != argparse.SUPPRESS)
         return [name for action in shown for name in action.option_strings if name.startswith("--")]
-
-    def check_flags(self, arguments: Iterable[str]) -> None:
-        """Raise ConfigError for a flag that does not exist. The hint names the most similar flag."""
-        for argument in arguments:
-            flag = argument.partition("=")[0]
-            if flag.startswith("--") and flag not in self.flags:
-                raise ConfigError(unknown("option", flag, self.flags))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
