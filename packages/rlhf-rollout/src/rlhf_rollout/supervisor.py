@@ -3,6 +3,7 @@
 import asyncio
 import enum
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -262,8 +263,5 @@ class EngineSupervisor:
 
 async def _wait(event: asyncio.Event, timeout_s: float) -> None:
     """Wait until an event is set, or until the time is over."""
-    try:
-        async with asyncio.timeout(timeout_s):
-            await event.wait()
-    except TimeoutError:
-        pass
+    with suppress(TimeoutError):
+        await asyncio.wait_for(event.wait(), timeout_s)

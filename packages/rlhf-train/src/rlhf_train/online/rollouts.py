@@ -100,7 +100,7 @@ class Rollouts:
         target = self._stream.room
         supply = _AdmittedPrompts(
             self._stream,
-            self._next_prompt,
+            draw=self._next_prompt,
             target=target,
             max_drawn=target * (dynamic.max_batches if dynamic else 1),
             keep=self.is_kept,
@@ -241,15 +241,9 @@ class Rollouts:
 class _AdmittedPrompts(PromptSupply):
     """A supply of prompts that asks the stream for admission, prompt by prompt, and reports each result to it."""
 
-    def __init__(
-        self,
-        stream: SampleStream,
-        draw: Callable[[], Prompt],
-        target: int,
-        max_drawn: int,
-        keep: Callable[[RolloutGroup], bool],
-    ) -> None:
-        super().__init__(draw, target, max_drawn, keep)
+    def __init__(self, stream: SampleStream, **options: Any) -> None:
+        """`options` are the arguments of `PromptSupply`."""
+        super().__init__(**options)
         self._stream = stream
 
     def __next__(self) -> Prompt:
