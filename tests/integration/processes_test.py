@@ -18,7 +18,7 @@ from rlhf_data.errors import ConfigError, EngineError
 from rlhf_models.testing import tiny_reward_model_dir
 from rlhf_rollout.engines import EngineSpec
 from rlhf_rollout.host import free_port
-from rlhf_rollout.rewards.sources import RewardSource
+from rlhf_rollout.rewards.sources import CallOptions, RewardSource
 from rlhf_train.online import cluster as cluster_module
 from rlhf_train.online.cluster import _part, placed_bundles, ray_cluster, start_processes, start_scorers, wait
 from rlhf_train.online.job import RewardSpec
@@ -215,7 +215,7 @@ def scoring_job(folders, **request):
     """What `start_scorers` reads of a job."""
     sources = tuple(RewardSource(kind="model", targets=(str(folder),)) for folder in folders)
     plan = plan_placement(PlacementRequest(ranks={"actor": 1}, **request), 0)
-    reward = RewardSpec(sources=sources, batch_size=2, normalize_models=True)
+    reward = RewardSpec(sources=sources, calls=CallOptions(batch_size=2), normalize_models=True)
     return SimpleNamespace(plan=plan, reward=reward, engine=EngineSpec(model="none"))
 
 

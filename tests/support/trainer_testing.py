@@ -18,7 +18,7 @@ from rlhf_data.records import FinishReason, Prompt, Rollout, Span, SpanSource, V
 from rlhf_rollout.engines import EngineSpec
 from rlhf_rollout.host import free_port, local_gpus
 from rlhf_rollout.protocols import SamplingParams
-from rlhf_rollout.rewards.sources import RewardSource
+from rlhf_rollout.rewards.sources import CallOptions, RewardSource
 from rlhf_train.algorithms import make_algorithm
 from rlhf_train.online.job import BatchSizes, OnlineJob, RewardSpec
 from rlhf_train.online.placement import PlacementRequest, plan_placement
@@ -167,7 +167,9 @@ def tiny_job(model_path: str, folder: Path, **changes: Any) -> OnlineJob:
         eval_sampling=SamplingParams(max_tokens=12, temperature=0.0),
         prompts=prompts[:16],
         eval_prompts=prompts[16:],
-        reward=RewardSpec(sources=(RewardSource(kind="function", targets=(str(reward),)),), timeout_s=5.0),
+        reward=RewardSpec(
+            sources=(RewardSource(kind="function", targets=(str(reward),)),), calls=CallOptions(timeout_s=5.0)
+        ),
         plan=plan_placement(request, local_gpus()),
         batch=BatchSizes(
             rollout_batch_size=8,

@@ -21,7 +21,7 @@ from rlhf_rollout.commands.sections import PromptSection, RewardSection
 from rlhf_rollout.commands.serve_rm import ServeJob
 from rlhf_rollout.engines import EngineSpec
 from rlhf_rollout.protocols import SamplingParams
-from rlhf_rollout.rewards.sources import RewardSource, WorkerOptions
+from rlhf_rollout.rewards.sources import CallOptions, RewardSource, WorkerOptions
 
 _MATH = ("--remote_rm_url", "rlhf_rollout.rewards.math")
 
@@ -274,7 +274,9 @@ def test_generate_job_holds_what_the_flags_say():
         RewardSource(kind="function", targets=("f.py",), weight=1.0),
         RewardSource(kind="model", targets=("rm",), weight=2.0),
     )
-    assert job.reward.options.worker() == WorkerOptions(start_timeout_s=7.0, memory_gb=2.0, env=("A", "B"))
+    worker = WorkerOptions(start_timeout_s=7.0, memory_gb=2.0, env=("A", "B"))
+    calls = CallOptions(timeout_s=3.0, num_workers=4, batch_size=6, worker=worker, failed_reward=-1.0)
+    assert job.reward.options.calls() == calls
     assert job.output.path == Path("o.jsonl")
 
 

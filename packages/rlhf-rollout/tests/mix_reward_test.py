@@ -10,7 +10,7 @@ from rlhf_data.records import Verdict, VerdictKind
 from rlhf_rollout.rewards.function import FunctionReward
 from rlhf_rollout.rewards.mix import MixedReward, build_reward, check_reward, score_each
 from rlhf_rollout.rewards.remote import RemoteReward
-from rlhf_rollout.rewards.sources import RewardSource
+from rlhf_rollout.rewards.sources import CallOptions, RewardSource
 
 OK, WRONG, CRASH, TIMEOUT = VerdictKind.OK, VerdictKind.WRONG, VerdictKind.CRASH, VerdictKind.TIMEOUT
 
@@ -212,7 +212,7 @@ def test_build_reward_mixes_functions_and_models_in_their_order(function):
             RewardSource(kind="model", targets=("two/",), weight=100.0),
         ]
         models = [ScriptedReward(Verdict(WRONG, 1.0)), ScriptedReward(Verdict(OK, 3.0))]
-        reward = build_reward(sources, timeout_s=20.0, models=models)
+        reward = build_reward(sources, CallOptions(timeout_s=20.0), models=models)
         prompt = make_prompt()
         verdicts = await reward.score(prompt, [make_rollout(prompt, "4")])
         await reward.close()
@@ -228,7 +228,7 @@ def test_build_reward_mixes_functions_and_models_in_their_order(function):
 def test_build_reward_single_source_with_a_weight_is_weighted(function):
     async def run():
         weighted = RewardSource(kind="function", targets=function.targets, weight=0.5)
-        reward = build_reward([weighted], timeout_s=20.0)
+        reward = build_reward([weighted], CallOptions(timeout_s=20.0))
         prompt = make_prompt()
         verdicts = await reward.score(prompt, [make_rollout(prompt, "4")])
         await reward.close()
@@ -256,7 +256,7 @@ def test_build_reward_gives_failures_the_reward_that_is_set_and_counts_them(tmp_
     source = RewardSource(kind="function", targets=(str(path),))
 
     async def run():
-        reward = build_reward([source], timeout_s=20.0, failed_reward=-2.0)
+        reward = build_reward([source], CallOptions(timeout_s=20.0, failed_reward=-2.0))
         try:
             prompt = make_prompt("q=")
             return await reward.score(prompt, [make_rollout(prompt, "1"), make_rollout(prompt, "22", index=1)])
@@ -269,11 +269,11 @@ def test_build_reward_gives_failures_the_reward_that_is_set_and_counts_them(tmp_
 
 
 def test_check_reward_asks_what_the_source_is(function):
-    assert check_reward(function, [make_prompt()], timeout_s=20.0) is None
+    assert check_reward(function, [make_prompt()], CallOptions(timeout_s=20.0)) is None
     failing = RewardSource(kind="function", targets=("rlhf_rollout.rewards.math",))
-    assert "has no answer" in check_reward(failing, [make_prompt(label=None)], timeout_s=20.0)
+    assert "has no answer" in check_reward(failing, [make_prompt(label=None)], CallOptions(timeout_s=20.0))
     with pytest.raises(ConfigError, match="the reward server does not answer"):
-        check_reward(RewardSource(kind="server", targets=(NO_SERVER,)), [make_prompt()], timeout_s=5.0)
+        check_reward(RewardSource(kind="server", targets=(NO_SERVER,)), [make_prompt()], CallOptions(timeout_s=5.0))
     assert check_reward(RewardSource(kind="model", targets=("m",)), [make_prompt()]) is None
 
 
@@ -281,4 +281,4 @@ def test_check_reward_gives_a_function_as_long_as_told(tmp_path):
     path = tmp_path / "hang.py"
     path.write_text("import time\ndef reward_func(queries, prompts, labels): time.sleep(1000)\n")
     source = RewardSource(kind="function", targets=(str(path),))
-    assert check_reward(source, [make_prompt()], timeout_s=0.5) == "no answer within 0.5 s"
+    assert check_reward(source, [make_prompt()], CallOptions(timeout_s=0.5)) == "no answer within 0.5 s"

@@ -38,7 +38,7 @@ def reward(tmp_path):
 
 
 def test_generate_names_each_part_before_it_begins(tmp_path, monkeypatch, shown, reward):
-    def check(source, prompts, timeout_s, worker):
+    def check(source, prompts, calls):
         shown.append("the trial")
 
     def start(kind, spec):

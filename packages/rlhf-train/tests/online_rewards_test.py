@@ -9,7 +9,7 @@ import ray
 
 from record_testing import make_group
 from rlhf_data.records import FinishReason, Prompt, Rollout, RolloutGroup, Span, SpanSource, Verdict, VerdictKind
-from rlhf_rollout.rewards.sources import RewardSource
+from rlhf_rollout.rewards.sources import CallOptions, RewardSource
 from rlhf_train.online.job import DynamicSampling, RewardSpec
 from rlhf_train.online.rewards import RewardShaper, is_worth_training, make_reward
 from rlhf_train.online.summaries import scored
@@ -123,7 +123,7 @@ def test_reward_model_of_a_job_has_its_deadline(monkeypatch, tmp_path):
 def test_failed_reward_masks_a_rollout_unless_the_job_has_a_reward_for_it(tmp_path, failed_reward):
     (tmp_path / "reward.py").write_text("def reward_func(queries, prompts, labels, *, responses): return 1 / 0\n")
     source = RewardSource(kind="function", targets=(str(tmp_path / "reward.py"),))
-    job = SimpleNamespace(reward=RewardSpec(sources=(source,), failed_reward=failed_reward))
+    job = SimpleNamespace(reward=RewardSpec(sources=(source,), calls=CallOptions(failed_reward=failed_reward)))
     reward = make_reward(job, [], tmp_path / "reward.log")
 
     async def run() -> list[Verdict]:

@@ -180,11 +180,7 @@ def _make_reward(config: PpoConfig, inputs: Inputs) -> RewardSpec:
     section = config.reward
     return RewardSpec(
         sources=inputs.reward_sources,
-        timeout_s=section.reward_timeout_s,
-        num_workers=section.reward_num_workers,
-        worker=section.worker(),
-        failed_reward=section.failed_reward,
-        batch_size=section.reward_batch_size,
+        calls=section.calls(),
         running_norm=section.running_reward_norm,
         normalize_models=section.normalize_reward,
         clip_range=section.reward_clip_range,

@@ -71,8 +71,7 @@ def try_rewards(config: PpoConfig, sources: Sequence[RewardSource], prompts: Seq
     notices = []
     for source in sources:
         try:
-            limits = {"timeout_s": config.reward.reward_timeout_s, "worker": config.reward.worker()}
-            problem = check_reward(source, prompts, **limits)
+            problem = check_reward(source, prompts, config.reward.calls())
         except RewardError as error:
             raise ConfigError(str(error)) from error
         if problem:

@@ -93,7 +93,7 @@ def make_job(config: GenerateConfig) -> GenerateJob:
     """Return the job of a configuration. Raises ConfigError for numbers that cannot work."""
     # Read again where they are used; here, so that a dry run refuses them, too.
     parse_probs("prompt_data_probs", config.data.prompt_data_probs)
-    config.reward.worker()
+    config.reward.calls()
     rollout = config.rollout
     return GenerateJob(
         data=config.data,
@@ -120,8 +120,7 @@ def run(job: GenerateJob) -> int:
         task = _prepare(job)
     for source in job.reward.sources:
         with TERMINAL.progress.doing(f"trying the reward {source.kind}"):
-            limits = {"timeout_s": job.reward.options.reward_timeout_s, "worker": job.reward.options.worker()}
-            problem = check_reward(source, task.prompts[:_NUM_TRIED], **limits)
+            problem = check_reward(source, task.prompts[:_NUM_TRIED], job.reward.options.calls())
         if problem:
             TERMINAL.say(f"warning: the reward {source.kind} failed a trial call: {problem}")
     status = asyncio.run(_write_rollouts(task)) if len(task.done) < len(task.prompts) else 0

@@ -94,15 +94,7 @@ class RewardJob:
             stack.callback(scorer.close)
             models.append(ModelReward([scorer], batch_size=self.options.reward_batch_size))
         with TERMINAL.progress.doing("starting the rewards"):
-            reward = build_reward(
-                self.sources,
-                timeout_s=self.options.reward_timeout_s,
-                num_workers=self.options.reward_num_workers,
-                batch_size=self.options.reward_batch_size,
-                worker=self.options.worker(),
-                failed_reward=self.options.failed_reward,
-                models=models,
-            )
+            reward = build_reward(self.sources, self.options.calls(), models=models)
         stack.push_async_callback(reward.close)
         return reward
 

@@ -9,7 +9,7 @@ from rlhf_data.options import Section, flag, matching
 from rlhf_data.sections import SOURCES, SPLIT, InputSection, RowSection
 from rlhf_rollout.engines import EngineSpec
 from rlhf_rollout.protocols import SamplingParams
-from rlhf_rollout.rewards.sources import RewardSource, WorkerOptions, parse_sources, parse_weights
+from rlhf_rollout.rewards.sources import CallOptions, RewardSource, WorkerOptions, parse_sources, parse_weights
 
 FUNCTION_OPTIONS = ("reward_start_timeout_s", "reward_num_workers", "reward_memory_gb", "reward_env")
 SHARE_ALONE = 0.9  # share of a GPU's memory for an engine that has the GPU to itself
@@ -175,10 +175,17 @@ class RewardSection(Section, title="reward"):
         """Return the sources that the options name. Raises ConfigError unless there is one weight per source."""
         return parse_sources(self.remote_rm_url or "", self.reward_pretrain or "", parse_weights(self.reward_weights))
 
-    def worker(self) -> WorkerOptions:
-        """Return how the processes of reward functions run. Raises ConfigError for a bad name of a variable."""
+    def calls(self) -> CallOptions:
+        """Return how the sources are called. Raises ConfigError for a bad name of an environment variable."""
         names = tuple(name.strip() for name in (self.reward_env or "").split(",") if name.strip())
-        return WorkerOptions(start_timeout_s=self.reward_start_timeout_s, memory_gb=self.reward_memory_gb, env=names)
+        limits = {"start_timeout_s": self.reward_start_timeout_s, "memory_gb": self.reward_memory_gb}
+        return CallOptions(
+            timeout_s=self.reward_timeout_s,
+            num_workers=self.reward_num_workers,
+            batch_size=self.reward_batch_size,
+            worker=WorkerOptions(env=names, **limits),
+            failed_reward=self.failed_reward,
+        )
 
     def missing(self, why: str) -> list[ConfigError]:
         """Return an error when nothing scores; `why` says what a reward is needed for."""
@@ -193,7 +200,7 @@ class RewardSection(Section, title="reward"):
     def check(self, given: Collection[str]) -> list[str]:
         """Return notices for options of a kind of source that is not used. Raises ConfigError for invalid sources."""
         kinds = {source.kind for source in self.sources()}
-        self.worker()
+        self.calls()
         return without_effect(
             given,
             (kinds <= {"model"}, ["reward_timeout_s"], "no reward function or server scores"),

@@ -11,7 +11,7 @@ from rlhf_data.errors import ConfigError, RewardError
 from rlhf_data.records import Prompt, Rollout, Verdict, VerdictKind
 from rlhf_rollout.protocols import RewardFunction
 from rlhf_rollout.rewards.function import FunctionReward, check_reward_function
-from rlhf_rollout.rewards.sources import DEFAULT_WORKER, RewardSource, WorkerOptions, metric_names, model_paths
+from rlhf_rollout.rewards.sources import DEFAULT_CALLS, CallOptions, RewardSource, metric_names, model_paths
 from rlhf_rollout.rewards.user_function import is_usable, one_line
 
 
@@ -144,12 +144,8 @@ async def score_each(reward: RewardFunction, prompt: Prompt, rollouts: Sequence[
 
 def build_reward(
     sources: Sequence[RewardSource],
+    calls: CallOptions = DEFAULT_CALLS,
     *,
-    timeout_s: float = 30.0,
-    num_workers: int = 1,
-    batch_size: int = 64,
-    worker: WorkerOptions = DEFAULT_WORKER,
-    failed_reward: float | None = None,
     log_path: str | Path | None = None,
     models: Sequence[RewardFunction] = (),
 ) -> RewardFunction:
@@ -157,12 +153,7 @@ def build_reward(
 
     Args:
         sources: at least one.
-        timeout_s: time limit of one call of a function or a server, in seconds.
-        num_workers: concurrent calls per function.
-        batch_size: rollouts per request to a server.
-        worker: how the processes of functions run.
-        failed_reward: reward and score of rollouts whose scorer failed; None leaves them without, so that they are
-            masked in training.
+        calls: how they are called.
         log_path: file for what functions print; None for this process's standard error.
         models: the reward functions of the sources of kind "model", in order. The caller builds them, because it knows
             on which devices they run.
@@ -176,12 +167,12 @@ def build_reward(
     rewards: list[RewardFunction] = []
     for source in sources:
         if source.kind == "function":
-            options = {"timeout_s": timeout_s, "num_workers": num_workers, "worker": worker, "log_path": log_path}
-            rewards.append(FunctionReward(source.targets[0], **options))
+            options = {"timeout_s": calls.timeout_s, "num_workers": calls.num_workers, "worker": calls.worker}
+            rewards.append(FunctionReward(source.targets[0], log_path=log_path, **options))
         elif source.kind == "server":
             from rlhf_rollout.rewards.remote import RemoteReward  # imports httpx
 
-            rewards.append(RemoteReward(source.targets, timeout_s=timeout_s, batch_size=batch_size))
+            rewards.append(RemoteReward(source.targets, timeout_s=calls.timeout_s, batch_size=calls.batch_size))
         else:
             rewards.append(next(remaining))
     weights = [source.weight for source in sources]
@@ -189,24 +180,20 @@ def build_reward(
         reward = rewards[0]
     else:
         reward = MixedReward(list(zip(metric_names(sources), weights, rewards, strict=True)))
-    return reward if failed_reward is None else ScoredFailures(reward, failed_reward)
+    return reward if calls.failed_reward is None else ScoredFailures(reward, calls.failed_reward)
 
 
 def check_reward(
-    source: RewardSource,
-    prompts: Sequence[Prompt] = (),
-    *,
-    timeout_s: float = 30.0,
-    worker: WorkerOptions = DEFAULT_WORKER,
+    source: RewardSource, prompts: Sequence[Prompt] = (), calls: CallOptions = DEFAULT_CALLS
 ) -> str | None:
     """Try a source before anything expensive starts: see `check_reward_function` and `remote.check_reward_server`.
 
     A reward model is not tried, since that means loading it. Returns the reason of a failed trial, None without one.
     """
     if source.kind == "function":
-        return check_reward_function(source.targets[0], prompts, timeout_s=timeout_s, worker=worker)
+        return check_reward_function(source.targets[0], prompts, timeout_s=calls.timeout_s, worker=calls.worker)
     if source.kind == "server":
         from rlhf_rollout.rewards.remote import check_reward_server  # imports httpx
 
-        return check_reward_server(source.targets, prompts, timeout_s=timeout_s)
+        return check_reward_server(source.targets, prompts, timeout_s=calls.timeout_s)
     return None

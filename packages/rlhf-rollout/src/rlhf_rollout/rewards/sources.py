@@ -74,6 +74,29 @@ class WorkerOptions:
 DEFAULT_WORKER = WorkerOptions()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallOptions:
+    """How sources are called.
+
+    Attributes:
+        timeout_s: time limit of one call of a function or a server, in seconds.
+        num_workers: processes per function, which score concurrently.
+        batch_size: rollouts per call of a server or a reward model.
+        worker: how the processes of functions run.
+        failed_reward: reward and score of rollouts whose scorer failed; None leaves them without, so that they are
+            masked in training.
+    """
+
+    timeout_s: float = 30.0
+    num_workers: int = 1
+    batch_size: int = 64
+    worker: WorkerOptions = DEFAULT_WORKER
+    failed_reward: float | None = None
+
+
+DEFAULT_CALLS = CallOptions()
+
+
 def parse_sources(
     rewards: str = "", models: str = "", weights: Sequence[float] | None = None
 ) -> tuple[RewardSource, ...]:

@@ -140,7 +140,7 @@ def start_scorers(job: OnlineJob, reserved: PlacementGroup) -> list[list[Any]]:
     if placed is None:
         return []
     options = {"dtype": job.engine.dtype, "attn_implementation": "auto", "device": job.plan.device}
-    options |= {"batch_size": job.reward.batch_size, "normalize": job.reward.normalize_models}
+    options |= {"batch_size": job.reward.calls.batch_size, "normalize": job.reward.normalize_models}
     # A reward model has no state, so Ray can restart it, and repeat the calls that were in it.
     scorer = ray.remote(max_restarts=SCORER_RESTARTS, max_task_retries=1)(RewardModelActor)
     return [_start(scorer, job.plan, placed, reserved, path, parts=len(models), **options) for path in models]

@@ -9,7 +9,7 @@ from rlhf_data.records import Prompt
 from rlhf_rollout.engines import EngineSpec
 from rlhf_rollout.protocols import SamplingParams
 from rlhf_rollout.rewards.model import MODEL_TIMEOUT_S
-from rlhf_rollout.rewards.sources import DEFAULT_WORKER, RewardSource, WorkerOptions, model_paths
+from rlhf_rollout.rewards.sources import DEFAULT_CALLS, CallOptions, RewardSource, model_paths
 from rlhf_train.algorithms import AlgorithmSpec
 from rlhf_train.online.placement import PlacementPlan
 from rlhf_train.run.checkpoint import CheckpointSpec
@@ -75,12 +75,8 @@ class RewardSpec:
 
     Attributes:
         sources: reward sources; the reward is the weighted sum of theirs.
-        timeout_s: time limit for one call of a reward function or server.
+        calls: how they are called.
         model_timeout_s: time limit for one call of a reward model, which may wait for other calls of the same replica.
-        num_workers: worker processes per reward function.
-        worker: how these processes run.
-        failed_reward: reward of responses whose scorer failed; None masks them.
-        batch_size: responses per call of a server or reward model.
         normalize_models: shift and scale scores of reward models by the mean and deviation stored with the model.
         running_norm: shift and scale rewards by the mean and deviation of all raw rewards of the run so far.
         clip_range: smallest and largest reward after normalization; None for no bounds.
@@ -91,12 +87,8 @@ class RewardSpec:
     """
 
     sources: tuple[RewardSource, ...]
-    timeout_s: float = 30.0
+    calls: CallOptions = DEFAULT_CALLS
     model_timeout_s: float = MODEL_TIMEOUT_S
-    num_workers: int = 1
-    worker: WorkerOptions = DEFAULT_WORKER
-    failed_reward: float | None = None
-    batch_size: int = 64
     normalize_models: bool = False
     running_norm: bool = False
     clip_range: tuple[float, float] | None = None

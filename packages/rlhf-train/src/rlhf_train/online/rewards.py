@@ -28,17 +28,8 @@ def make_reward(job: OnlineJob, scorers: Sequence[Sequence[Any]], log_path: Path
     models = []
     for handles in scorers:
         replicas = [RayScorer(handle) for handle in handles]
-        models.append(ModelReward(replicas, batch_size=spec.batch_size, timeout_s=spec.model_timeout_s))
-    return build_reward(
-        spec.sources,
-        timeout_s=spec.timeout_s,
-        num_workers=spec.num_workers,
-        worker=spec.worker,
-        failed_reward=spec.failed_reward,
-        batch_size=spec.batch_size,
-        log_path=log_path,
-        models=models,
-    )
+        models.append(ModelReward(replicas, batch_size=spec.calls.batch_size, timeout_s=spec.model_timeout_s))
+    return build_reward(spec.sources, spec.calls, log_path=log_path, models=models)
 
 
 class RewardShaper:
