@@ -34,7 +34,7 @@ def run_command(
 
     Args:
         prog: the program's name.
-        titles: by name of a command, one line that says what it does, for the list that the program prints without one.
+        titles: name of a command to one line about it, for the list that is printed when no command is given.
         argv: the words of the command line; None for the process's own.
         run: takes the name of a command and the words after it; returns an exit status.
     """

@@ -98,7 +98,7 @@ class FileSection(Section, title="output"):
 
     @property
     def path(self) -> Path:
-        """The output file, once `missing` has found it named."""
+        """The output file, which must be named."""
         assert self.output_path is not None
         return Path(self.output_path)
 

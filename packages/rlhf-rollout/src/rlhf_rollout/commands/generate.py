@@ -91,7 +91,7 @@ class GenerateJob:
 
 def make_job(config: GenerateConfig) -> GenerateJob:
     """Return the job of a configuration. Raises ConfigError for numbers that cannot work."""
-    # Read again where they are used; here, so that a dry run refuses them, too.
+    # Both are read again where they are used. Reading them here lets a dry run refuse them.
     parse_probs("prompt_data_probs", config.data.prompt_data_probs)
     config.reward.calls()
     rollout = config.rollout
