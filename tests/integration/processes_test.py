@@ -190,7 +190,11 @@ def start(cluster):
 def test_start_that_hangs_is_an_engine_error_with_a_hint(monkeypatch, start, kind, shares_gpus, start_timeout_s, what):
     spec = EngineSpec(model="none", enable_sleep=True, start_timeout_s=start_timeout_s, control_timeout_s=3.0)
     job = SimpleNamespace(plan=SimpleNamespace(shares_gpus=shares_gpus), engine=spec)
-    for name, started in (("start_engines", [start(kind)]), ("start_scorers", []), ("start_workers", [])):
+    for name, started in (
+        ("start_engines", [SimpleNamespace(handle=start(kind))]),
+        ("start_scorers", []),
+        ("start_workers", []),
+    ):
         monkeypatch.setattr(cluster_module, name, lambda job, reserved, started=started: started)
     with pytest.raises(EngineError, match=rf"(?s)^{what} took longer than 3 s.*hint: .*Ray's session folder"):
         start_processes(job, None)
