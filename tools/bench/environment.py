@@ -31,7 +31,9 @@ def environment() -> dict[str, Any]:
         "gpu": _output("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"),
         "python": platform.python_version(),
         "versions": versions,
-        "commit": _output("git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"),
+        # A copy of the tree on another machine may lack the history.
+        "commit": os.environ.get("RLHF_BENCH_COMMIT")
+        or _output("git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"),
     }
 
 

@@ -8,7 +8,8 @@ or two training processes and different ZeRO stages. SIGKILL hits its main proce
 its end. One kill in ten comes while the run starts, the others at a random moment of the first steps.
 
 The report counts the kills by phase, the rollouts that are missing, and the runs whose metrics, rollouts or weights
-differ from the run of the same variant without interruption. On CPUs none may differ in a single bit.
+differ from the run of the same variant without interruption. On CPUs none may differ in a single bit. A second run of
+each variant without interruption, under the same load, is compared in the same way.
 """
 
 import argparse
@@ -93,6 +94,15 @@ def content(folder: Path) -> dict[str, Any]:
     return found
 
 
+def first_difference(found: dict[str, Any], reference: dict[str, Any]) -> str | None:
+    """Return where two runs begin to differ; None if they do not."""
+    for line, expected in zip(found["metrics.jsonl"], reference["metrics.jsonl"], strict=False):
+        if line != expected:
+            names = sorted(name for name in line.keys() | expected.keys() if line.get(name) != expected.get(name))
+            return f"metrics of step {expected.get('step')}: {', '.join(names[:6])}"
+    return next((name for name in reference if found[name] != reference[name]), None)
+
+
 def num_lost(folder: Path, num_steps: int, num_rollouts: int) -> int:
     """Return how many of `num_rollouts` rollouts per step are not in `rollouts.jsonl`, or are there more than once."""
     text = (folder / "rollouts.jsonl").read_text(encoding="utf-8")
@@ -107,7 +117,6 @@ class Tally:
     phases: Counter[str] = field(default_factory=Counter)
     num_writing: int = 0  # kills while a checkpoint was being written
     num_runs: int = 0
-    num_differing: int = 0
     num_lost: int = 0
     differences: list[str] = field(default_factory=list)
 
@@ -115,7 +124,6 @@ class Tally:
         self.phases += other.phases
         self.num_writing += other.num_writing
         self.num_runs += other.num_runs
-        self.num_differing += other.num_differing
         self.num_lost += other.num_lost
         self.differences += other.differences
 
@@ -143,6 +151,11 @@ class Run:
     def is_writing(self) -> bool:
         """Return whether a checkpoint is being written."""
         return any((self.folder / "checkpoints").glob(".step-*"))
+
+    def resumed_after(self) -> list[int]:
+        """Return the steps after which the run was continued."""
+        text = self.folder.with_suffix(".log").read_text(encoding="utf-8", errors="replace")
+        return [int(step) for step in re.findall(r"the run continues after step (\d+)", text)]
 
     def finish(self) -> float:
         """Run to the end; return the seconds that this took."""
@@ -187,13 +200,20 @@ def work(number: int, num_kills: int, folder: Path, whole: Sequence[Run], option
             pass
         run.finish()
         tally.num_runs += 1
-        found = content(run.folder)
-        differing = [name for name in reference if found[name] != reference[name]]
-        tally.num_differing += bool(differing)
-        tally.differences += [f"{run.folder.name}: {name}" for name in differing]
+        difference = first_difference(content(run.folder), reference)
+        if difference is not None:
+            tally.differences.append(f"{VARIANTS[variant]}; continued after {run.resumed_after()}; {difference}")
         tally.num_lost += num_lost(run.folder, options.train_steps, options.num_rollouts)
-        print(f"worker {number}: {sum(tally.phases.values())} kills, differing: {differing or 'nothing'}", flush=True)
+        print(f"worker {number}: {sum(tally.phases.values())} kills, difference: {difference}", flush=True)
     return tally
+
+
+def control(variant: int, folder: Path, whole: Sequence[Run], options: argparse.Namespace) -> str | None:
+    """Run a variant once more without interruption; return where it differs from the first run, if it does."""
+    run = Run(folder / f"control{variant}", flags_of(options, variant))
+    run.finish()
+    difference = first_difference(content(run.folder), content(whole[variant].folder))
+    return None if difference is None else f"{VARIANTS[variant]}; {difference}"
 
 
 def flags_of(options: argparse.Namespace, variant: int) -> list[str]:
@@ -220,10 +240,12 @@ def main() -> int:
         least, more = divmod(options.kills, options.workers)
         shares = [least + (n < more) for n in range(options.workers)]
         tally = Tally()
-        with concurrent.futures.ThreadPoolExecutor(options.workers) as pool:
+        with concurrent.futures.ThreadPoolExecutor(options.workers + len(VARIANTS)) as pool:
             seconds = list(pool.map(Run.finish, whole))
+            controls = pool.map(lambda n: control(n, Path(name), whole, options), range(len(VARIANTS)))
             for part in pool.map(lambda n: work(n, shares[n], Path(name), whole, options), range(options.workers)):
                 tally.add(part)
+            differing_controls = [difference for difference in controls if difference is not None]
     report = {
         "benchmark": "kills",
         "command": command_line(options.out),
@@ -233,16 +255,18 @@ def main() -> int:
         "num_kills_by_phase": dict(tally.phases.most_common()),
         "num_kills_while_a_checkpoint_was_written": tally.num_writing,
         "num_runs": tally.num_runs,
-        "num_differing_runs": tally.num_differing,
+        "num_differing_runs": len(tally.differences),
         "differences": tally.differences,
+        "num_differing_runs_without_a_kill": len(differing_controls),
+        "differences_without_a_kill": differing_controls,
         "num_lost_rollouts": tally.num_lost,
         "seconds_uninterrupted": [round(value, 1) for value in seconds],
         "seconds": round(time.monotonic() - started, 1),
     }
     options.out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    counts = f"{tally.num_lost} rollouts lost, {tally.num_differing} runs differ"
+    counts = f"{tally.num_lost} rollouts lost, {len(tally.differences)} runs differ"
     print(f"{report['num_kills']} kills in {tally.num_runs} runs: {counts}")
-    return int(tally.num_lost != 0 or tally.num_differing > 0)
+    return int(tally.num_lost != 0 or bool(tally.differences))
 
 
 if __name__ == "__main__":

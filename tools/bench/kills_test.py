@@ -31,18 +31,24 @@ def test_runs_that_differ_in_seconds_only_have_the_same_content(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "changed"),
+    ("name", "changed", "place"),
     [
-        ("metrics.jsonl", {"metrics": [METRICS[0], METRICS[1] | {"policy/loss": 0.5000001}]}),
-        ("metrics.jsonl", {"metrics": METRICS[:1]}),
-        ("rollouts.jsonl", {"rollouts": [*ROLLOUTS[:-1], ROLLOUTS[-1] | {"rollout_id": "other"}]}),
-        ("model/model.safetensors", {"weights": b"Weights"}),
+        (
+            "metrics.jsonl",
+            {"metrics": [METRICS[0], METRICS[1] | {"policy/loss": 0.5000001}]},
+            "metrics of step 2: policy/loss",
+        ),
+        ("metrics.jsonl", {"metrics": METRICS[:1]}, "metrics.jsonl"),
+        ("rollouts.jsonl", {"rollouts": [*ROLLOUTS[:-1], ROLLOUTS[-1] | {"rollout_id": "other"}]}, "rollouts.jsonl"),
+        ("model/model.safetensors", {"weights": b"Weights"}, "model/model.safetensors"),
     ],
 )
-def test_any_other_difference_is_found(tmp_path, name, changed):
+def test_any_other_difference_is_found(tmp_path, name, changed, place):
     whole = kills.content(write_run(tmp_path / "whole"))
     other = kills.content(write_run(tmp_path / "other", **changed))
     assert other[name] != whole[name]
+    assert kills.first_difference(other, whole) == place
+    assert kills.first_difference(whole, whole) is None
 
 
 @pytest.mark.parametrize(
