@@ -19,7 +19,7 @@ from rlhf_rollout.protocols import Completion, EngineHealth, PauseMode, Sampling
 from rlhf_rollout.weight_sync.bucket import WeightBucket
 
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2}
-_CPU_GATHER_S = 0.002  # see `StepLoop`
+_CPU_GATHER_S = 0.02  # see `StepLoop`; requests that are sent together arrive so far apart on a busy machine
 
 
 def _prepare_environment() -> bool:

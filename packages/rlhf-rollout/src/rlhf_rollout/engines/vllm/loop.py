@@ -230,11 +230,9 @@ class StepLoop:
         """Run the actions that have arrived. With `block` wait for the first, and `gather_s` for more requests."""
         if block:
             self._inbox.get()()
-            until = time.monotonic() + self._gather_s
-            while self._waiting and (left := until - time.monotonic()) > 0:
+            while self._waiting or not self._inbox.empty():
                 try:
-                    self._inbox.get(timeout=left)()
-                    until = time.monotonic() + self._gather_s
+                    self._inbox.get(timeout=self._gather_s)()
                 except queue.Empty:
                     return
         while not self._inbox.empty():
