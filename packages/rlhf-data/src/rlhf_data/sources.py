@@ -177,7 +177,7 @@ def _open(name: str | Path, streaming: bool, split: str) -> Source:
         raise ConfigError(f"data file {path} has no subsets, got `@{subset}`")
     parse = _PARSERS.get(Path(path.name.lower().removesuffix(".gz")).suffix)
     if path.is_file() and parse is not None:
-        return Source(str(path), partial(_read_text, parse, path), partial(_digest, path))
+        return Source(str(path), partial(_read_text, parse, path), partial(sha256, path))
     from rlhf_data.hub import open_dataset
 
     table, fingerprint = open_dataset(str(name), subset, split=split, streaming=streaming)
@@ -185,7 +185,8 @@ def _open(name: str | Path, streaming: bool, split: str) -> Source:
     return Source(full_name, partial(_read_table, full_name, table), lambda: fingerprint)
 
 
-def _digest(path: Path) -> str:
+def sha256(path: Path) -> str:
+    """Return the SHA-256 of a file as hexadecimal digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rlhf_cli.config.model import OfflineModelSection
 from rlhf_cli.exits import SUCCESS, exit_status
 from rlhf_cli.paths import CONFIG_FILE, check_output_folder, model_path, parts, user_path
-from rlhf_data.checks import missing, without_effect
+from rlhf_data.checks import lacking, without_effect
 from rlhf_data.command_line import CommandLine
 from rlhf_data.errors import CheckpointError, ConfigError
 from rlhf_data.exits import FAILURE
@@ -49,11 +49,9 @@ class CheckpointsConfig(Config):
     def missing(self) -> list[ConfigError]:
         """See `Config`."""
         section = self.checkpoints
-        found = []
-        if section.run is None:
-            found.append(missing("run", "a run must be named", "write `rlhf checkpoints RUN_DIR`"))
-        if section.export is not None and section.output_path is None:
-            found.append(missing("output_path", "--export writes a folder", "add --output_path DIR"))
+        found = lacking(section, "run", "a run must be named", "write `rlhf checkpoints RUN_DIR`")
+        if section.export is not None:
+            found += lacking(section, "output_path", "--export writes a folder", "add --output_path DIR")
         return found
 
     def check(self, given: Collection[str]) -> list[str]:

@@ -19,7 +19,7 @@ from rlhf_cli.config.training import (
     OfflineTrainingSection,
     RewardTrainingSection,
 )
-from rlhf_data.checks import check_has_metric, missing, without_effect
+from rlhf_data.checks import check_has_metric, lacking, without_effect
 from rlhf_data.errors import ConfigError
 from rlhf_data.options import Config, Section, flag, one_of
 
@@ -90,10 +90,8 @@ class KdConfig(SftConfig):
 
     def missing(self) -> list[ConfigError]:
         """See `Config`."""
-        if self.model.teacher_model is not None:
-            return super().missing()
-        error = missing("teacher_model", "kd needs a model to learn from", "add --teacher_model FOLDER_OR_NAME")
-        return [*super().missing(), error]
+        hint = "add --teacher_model FOLDER_OR_NAME"
+        return super().missing() + lacking(self.model, "teacher_model", "kd needs a model to learn from", hint)
 
 
 class RewardLossSection(Section, title="objective"):
@@ -205,8 +203,5 @@ class PrmConfig(OfflineConfig):
 
     def missing(self) -> list[ConfigError]:
         """See `Config`."""
-        if self.data.placeholder_token is not None:
-            return super().missing()
         hint = "add --placeholder_token TEXT, the text that follows each step"
-        error = missing("placeholder_token", "prm needs to know where steps end", hint)
-        return [*super().missing(), error]
+        return super().missing() + lacking(self.data, "placeholder_token", "prm needs to know where steps end", hint)

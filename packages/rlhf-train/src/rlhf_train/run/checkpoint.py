@@ -7,7 +7,6 @@
 A checkpoint is written into `.step-20.partial` and renamed after every file is on the disk.
 """
 
-import hashlib
 import json
 import math
 import os
@@ -19,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_data.errors import CheckpointError
+from rlhf_data.sources import sha256
 
 FORMAT = 1
 FOLDER = "checkpoints"  # within the folder of a run
 MANIFEST, STATE = "manifest.json", "state.json"
 RECEIPT = ".receipt.json"  # ends the name of the file in which a rank tells that its own file is on the disk
-_CHUNK = 1 << 22
 _POLL_S = 0.05
 
 
@@ -272,15 +271,6 @@ def cannot_save(path: object, error: object) -> CheckpointError:
     """Return the error for a checkpoint that cannot be written."""
     hint = "free space there, or name another folder with --ckpt_path"
     return CheckpointError(f"{path} cannot be written: {error}", hint=hint)
-
-
-def sha256(path: Path) -> str:
-    """Return the SHA-256 of a file as hexadecimal digits."""
-    digest = hashlib.sha256()
-    with path.open("rb") as stream:
-        while chunk := stream.read(_CHUNK):
-            digest.update(chunk)
-    return digest.hexdigest()
 
 
 def flush(path: Path) -> None:
