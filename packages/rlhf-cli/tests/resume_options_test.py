@@ -71,6 +71,17 @@ def test_changed_options_are_named_unless_they_leave_no_trace(tmp_path):
     assert changed_options("", tmp_path / "new") == []
 
 
+@pytest.mark.parametrize("line", [COMMAND_LINE, COMMANDS["sft"].command_line], ids=["ppo", "sft"])
+def test_module_with_openrlhfs_name_resumes_with_the_folder_alone(tmp_path, line):
+    run = tmp_path / "run"
+    run.mkdir()
+    flag = "--prompt_data" if line is COMMAND_LINE else "--dataset"
+    more = ["--remote_rm_url", "http://localhost:1/x"] if line is COMMAND_LINE else []
+    config = line.parse(["--pretrain", "builtin", flag, "a.jsonl", *more]).config
+    (run / "config.toml").write_text(to_toml(config))
+    assert line.parse(["--openrlhf", "--resume", str(run)]).config.model.pretrain == "builtin"
+
+
 def test_run_on_fixed_examples_takes_its_options_too_and_keeps_its_examples(tmp_path):
     line = COMMANDS["sft"].command_line
     words = ["--pretrain", "builtin", "--dataset", "a.jsonl", "--save_steps", "5"]

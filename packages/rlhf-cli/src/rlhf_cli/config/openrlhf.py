@@ -89,7 +89,7 @@ def adapt(values: Values) -> Values:
     tokens as the response leaves.
     """
     values = dict(values)
-    if values.pop(_GUEST, None) and not values.keys() & {"pretrain", "prompt_data", "config", "preset"}:
+    if values.pop(_GUEST, None) and not values.keys() & {"pretrain", "prompt_data", "config", "preset", "resume"}:
         # Without a model and prompts, `rlhf ppo` runs the built-in task. A command line for OpenRLHF never means that.
         values["pretrain"] = "None"
     if _TOTAL not in values:
