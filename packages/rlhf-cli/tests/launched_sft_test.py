@@ -4,12 +4,15 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 
 from rlhf_rollout.host import free_port
+from rlhf_train.run.checkpoint import Checkpoints
 
 TIMEOUT_S = 240
 ROWS = [{"prompt": f"What is {number} + {number}?", "answer": str(2 * number)} for number in range(10, 34)]
@@ -20,13 +23,13 @@ LAUNCHERS = {
 }
 
 
-def train(folder: Path, *launcher: str) -> subprocess.CompletedProcess[str]:
-    """Run train_sft on `ROWS`, 24 examples in updates of 8, as a person would under `launcher`."""
+def start(folder: Path, *launcher: str, flags: tuple[str, ...] = ()) -> subprocess.Popen[str]:
+    """Start train_sft on `ROWS`, 24 examples in updates of 8, as a person would under `launcher`."""
     data = folder / "rows.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in ROWS), encoding="utf-8")
     words = ["--pretrain", "builtin", "--dataset", str(data), "--input_key", "prompt", "--output_key", "answer"]
     words += ["--apply_chat_template", "--max_len", "64", "--train_batch_size", "8", "--micro_train_batch_size", "3"]
-    words += ["--learning_rate", "1e-4", "--lr_scheduler", "constant", "--save_path", str(folder / "out")]
+    words += ["--learning_rate", "1e-4", "--lr_scheduler", "constant", "--save_path", str(folder / "out"), *flags]
     launcher = tuple(str(free_port()) if word == "FREE" else word for word in launcher)
     module = ["--module"] if "deepspeed" in "".join(launcher) else ["-m"]
     command = [*(["-m", *launcher] if launcher else []), *module, "rlhf_cli.train_sft", *words]
@@ -34,13 +37,10 @@ def train(folder: Path, *launcher: str) -> subprocess.CompletedProcess[str]:
     environment = {
         name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     }
-    return subprocess.run(
-        [sys.executable, *command],
-        capture_output=True,
-        text=True,
-        env={**environment, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        timeout=TIMEOUT_S,
-        check=False,
+    environment |= {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    pipe = subprocess.PIPE
+    return subprocess.Popen(
+        [sys.executable, *command], stdout=pipe, stderr=subprocess.STDOUT, text=True, env=environment
     )
 
 
@@ -52,11 +52,12 @@ def runs(tmp_path_factory) -> dict[str, tuple[list[dict[str, float]], dict[str, 
     outcomes = {}
     for name, launcher in LAUNCHERS.items():
         folder = tmp_path_factory.mktemp("run")
-        done = train(folder, *launcher)
-        assert done.returncode == 0, f"{name}:\n{done.stdout}\n{done.stderr}"
+        run = start(folder, *launcher)
+        output, _ = run.communicate(timeout=TIMEOUT_S)
+        assert run.returncode == 0, f"{name}:\n{output}"
         lines = [json.loads(line) for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()]
         updates = [line for line in lines if "sft/loss" in line]
-        outcomes[name] = updates, load_file(folder / "out" / "model" / "model.safetensors"), done.stdout + done.stderr
+        outcomes[name] = updates, load_file(folder / "out" / "model" / "model.safetensors"), output
     return outcomes
 
 
@@ -73,3 +74,23 @@ def test_two_launched_processes_train_the_model_of_one(runs, name):
     differences = np.concatenate([np.abs(weights[key] - expected_weights[key]).ravel() for key in weights])
     assert differences.mean() < 1e-7
     assert output.count("results will be in") == 1
+
+
+def test_signal_to_a_launcher_ends_all_ranks_with_one_checkpoint(tmp_path):
+    """DeepSpeed's launcher passes SIGTERM to one rank, and to the next one when that has ended."""
+    run = start(tmp_path, *LAUNCHERS["deepspeed"], flags=("--max_epochs", "9999"))
+    metrics = tmp_path / "out/metrics.jsonl"
+    deadline = time.monotonic() + TIMEOUT_S
+    while not metrics.exists() or not metrics.read_text():
+        assert run.poll() is None and time.monotonic() < deadline
+        time.sleep(0.1)
+    # The runner has started the launcher, which has started the ranks.
+    [launcher] = psutil.Process(run.pid).children()
+    launcher.terminate()
+    output, _ = run.communicate(timeout=TIMEOUT_S)
+    assert run.returncode == 1, output
+    assert output.count(f"`rlhf sft --resume {tmp_path}/out` continues this run from its newest checkpoint") == 1
+    [checkpoint] = Checkpoints(tmp_path / "out/checkpoints").all()
+    assert checkpoint.problems() == []
+    lines = metrics.read_text().splitlines()
+    assert checkpoint.step == json.loads(lines[-1])["step"] == len(lines)

@@ -1,5 +1,6 @@
 """An offline run that is killed, or told to end, goes on as if nothing had happened: the same numbers, bit for bit."""
 
+import dataclasses
 import json
 import multiprocessing
 import os
@@ -14,6 +15,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
+from rlhf_data.errors import EngineError, RlhfError
 from rlhf_data.preference import PreferenceExample, ProcessExample, UnpairedExample
 from rlhf_data.sft import SftExample
 from rlhf_models.lora import LoraSpec
@@ -107,6 +109,20 @@ class Ending(Observer):
             time.sleep(TIMEOUT_S)
 
 
+class Failing(Observer):
+    """Cannot show the third update, as a recorder cannot write to a full disk."""
+
+    def __init__(self) -> None:
+        self.warnings: list[str] = []
+
+    def update(self, update, num_updates, metrics):
+        if update == 3:
+            raise RlhfError("the disk is full")
+
+    def warning(self, text):
+        self.warnings.append(text)
+
+
 def carry_out(job: OfflineJob, observer: Observer | None = None) -> None:
     """Run a job as the command does: rank 0 records it and finds its checkpoint."""
     observer = observer or Observer()
@@ -121,16 +137,22 @@ def carry_out(job: OfflineJob, observer: Observer | None = None) -> None:
 
 
 def rank_main(rank: int, num_ranks: int, master: Any, made: list[tuple[Any, ...]], ending: Any) -> None:
-    """Carry jobs out in this process, which exits with a signal's number + 128 after `Interrupted`."""
+    """Carry jobs out in this process, which exits with a signal's number + 128 after `Interrupted`, and 1 after an
+    error. With the `ending` "failing", rank 0 fails."""
     os.environ.pop("LOCAL_SIZE", None)
     models = Path(made[0][1])
     (models / f"pid-{rank}").write_text(str(os.getpid()))
-    observer = Ending(models / f"pid-{ending[0]}", *ending[1:]) if ending and rank == 0 else Observer()
+    observer: Observer = Observer()
+    if ending is not None and rank == 0:
+        observer = Failing() if ending == "failing" else Ending(models / f"pid-{ending[0]}", *ending[1:])
     try:
         for arguments in made:
             carry_out(make_job(*arguments, place=(rank, num_ranks, master)), observer)
     except Interrupted as interrupt:
         os._exit(128 + interrupt.signal_number)
+    except RlhfError as error:
+        expected = EngineError if ending == "failing" and rank > 0 else RlhfError
+        os._exit(1 if type(error) is expected else 2)
 
 
 @pytest.fixture(scope="module")
@@ -181,7 +203,9 @@ def check_same(folder: Path, whole: Path) -> None:
     assert numbers(folder) == numbers(whole)
     assert max(line["step"] for line in numbers(whole)) == NUM_UPDATES
     for model in ("model", "best_model"):
-        names = sorted(str(path.relative_to(whole / model)) for path in (whole / model).rglob("*") if path.is_file())
+        # peft's configuration lists a set, in another order in each process.
+        files = [path for path in (whole / model).rglob("*") if path.is_file() and path.name != "adapter_config.json"]
+        names = sorted(str(path.relative_to(whole / model)) for path in files)
         assert "model.safetensors" in names
         for name in names:
             assert (folder / model / name).read_bytes() == (whole / model / name).read_bytes(), name
@@ -224,3 +248,26 @@ def test_runs_of_two_ranks_go_on_bit_for_bit_at_each_zero_stage(fork, models, tm
     assert run_ranks(fork, 2, made) == [0, 0]
     for stage in stages:
         check_same(tmp_path / f"run{stage}", tmp_path / f"whole{stage}")
+
+
+def test_error_of_one_rank_ends_all_and_saves_what_they_have_learned(fork, models, tmp_path):
+    folder = tmp_path / "run"
+    assert run_ranks(fork, 2, [("dpo", models, str(folder), 3)], "failing") == [1, 1]
+    # The model has three updates; the state of the run has the two that were recorded.
+    [*_, newest] = Checkpoints(folder / "checkpoints").all()
+    assert (newest.step, newest.problems()) == (2, [])
+    assert (folder / "model/model.safetensors").read_bytes() != (folder / "best_model/model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("has_room", [True, False])
+def test_error_saves_the_model_or_says_why_not(models, tmp_path, has_room):
+    folder = tmp_path / "run"
+    made = make_job("kd", models, str(folder), checkpoints=CheckpointSpec())
+    if not has_room:
+        (tmp_path / "file").write_text("")
+        made = dataclasses.replace(made, model_path=tmp_path / "file/model", checkpoints=CheckpointSpec())
+    observer = Failing()
+    with pytest.raises(RlhfError, match="the disk is full"):
+        run_offline(made, observer)
+    assert (folder / "model").exists() == has_room
+    assert [warning[:29] for warning in observer.warnings] == [] if has_room else ["not everything was saved: can"]
