@@ -104,7 +104,6 @@ def test_sync_makes_the_weights_the_trainers_and_reverting_gives_the_same_tokens
     import ray
 
     from rlhf_rollout.protocols import SamplingParams
-    from rlhf_rollout.ray_actors import RayEngine
     from rlhf_train.online import cluster
 
     other_path = str(tiny_model_dir(tmp_path / "other", seed=1))
@@ -118,17 +117,18 @@ def test_sync_makes_the_weights_the_trainers_and_reverting_gives_the_same_tokens
 
         def greedy() -> tuple[list[list[int]], np.ndarray]:
             sampling = SamplingParams(max_tokens=16, temperature=0.0)
-            answers = ray.get([engine.call.remote("generate", prompt.token_ids, sampling) for prompt in job.prompts])
+            ask = engine.handle.call.remote
+            answers = ray.get([ask("generate", prompt.token_ids, sampling) for prompt in job.prompts])
             tokens = [answer[0].token_ids.tolist() for answer in answers]
             return tokens, np.concatenate([answer[0].logprobs for answer in answers])
 
-        cluster.wait(own.start("send_weights", {0: RayEngine(engine)}, 0))
+        cluster.wait(own.start("send_weights", {0: engine}, 0))
         first_tokens, first_logprobs = greedy()
         cluster.wait(own.start("load", 0, 1, other.models, other, None))
-        cluster.wait(own.start("send_weights", {0: RayEngine(engine)}, 1))
+        cluster.wait(own.start("send_weights", {0: engine}, 1))
         other_tokens, _ = greedy()
         cluster.wait(own.start("load", 0, 1, job.models, job, None))
-        cluster.wait(own.start("send_weights", {0: RayEngine(engine)}, 2))
+        cluster.wait(own.start("send_weights", {0: engine}, 2))
         again_tokens, again_logprobs = greedy()
     assert other_tokens != first_tokens
     assert again_tokens == first_tokens

@@ -387,6 +387,13 @@ def test_run_that_continues_keeps_the_records_up_to_its_checkpoint(tmp_path, is_
     assert steps == {"metrics": expected, "rollouts": [1, 2], "held-out rollouts": expected}
 
 
+def test_run_that_is_killed_in_its_start_leaves_a_folder_that_can_be_continued(tmp_path):
+    for _ in range(2):  # the command with --load_checkpoint, killed before its first step, and once more
+        recorder = Recorder(str(tmp_path / "run"), "[a]\n", resumed_step=-1)
+        assert (tmp_path / "run/config.toml").read_text() == "[a]\n"
+        recorder.close()
+
+
 def test_continued_run_keeps_its_configuration_until_the_first_step_with_the_new_one(tmp_path):
     Recorder(str(tmp_path / "run"), "[a]\n").close()
     recorder = Recorder(str(tmp_path / "run"), "[b]\n", resumed_step=3)

@@ -86,7 +86,7 @@ class Recorder:
         self.folder = Path(save_path)
         self.folder.mkdir(parents=True, exist_ok=True)
         self._config: str | None = config  # until it is written
-        if resumed_step is None:
+        if not self.path("config").exists():
             self._write_config()
         self._observer = observer or Observer()
         self._logging_steps = spec.logging_steps
