@@ -6,10 +6,14 @@ load("@rules_python//python:py_test.bzl", _py_test = "py_test")
 load("//tools/bazel:main.bzl", "main_module")
 load("//tools/bazel:wheel.bzl", "wheel")
 
-# Attributes of a test that starts Ray, vLLM or DeepSpeed, and needs two cores and a few GB for itself while it runs.
+# Attributes of a test that starts processes of Ray, vLLM or DeepSpeed. It needs a few GB, and one core and a half on
+# average, because it waits for its processes to start.
 HEAVY = {
     "size": "large",
-    "tags": ["cpu:2"],
+    "tags": [
+        "resources:cpu:1.5",
+        "resources:memory:3000",
+    ],
 }
 
 def py_library(name, **kwargs):
@@ -68,8 +72,8 @@ def pytest_test(name, srcs, deps = [], data = [], args = [], tags = [], **kwargs
         **kwargs
     )
 
-def pytest_tests(deps, folder = "", data = [], overrides = {}, also_on_gpu = []):
-    """One test for each `*_test.py` under `folder`, named after the file.
+def pytest_tests(deps, folder = "", data = [], overrides = {}, also_on_gpu = [], together = ""):
+    """Tests of the `*_test.py` under `folder`: a target per file, named after it, or one of several files.
 
     `--config=gpu` runs the targets named `*_gpu_test`, which have the tag gpu, and other builds run the rest.
 
@@ -79,6 +83,8 @@ def pytest_tests(deps, folder = "", data = [], overrides = {}, also_on_gpu = [])
       data: further files the tests read.
       overrides: file in `folder` to attributes of its test, such as HEAVY or `{"shard_count": 4}`.
       also_on_gpu: files in `folder` that use a GPU if there is one: `x_test.py` also becomes the target `x_gpu_test`.
+      together: name of one target for all files without overrides that need no GPU, which run in one process. A process
+        takes longer to import PyTorch than most files to run. `--test_filter=x_test` runs one file of them.
     """
     prefix = folder + "/" if folder else ""
     tests = native.glob([prefix + "**/*_test.py"], allow_empty = True)
@@ -87,6 +93,7 @@ def pytest_tests(deps, folder = "", data = [], overrides = {}, also_on_gpu = [])
     for file in list(overrides) + also_on_gpu:
         if prefix + file not in tests:
             fail("{} is not a test in {}/{}".format(file, native.package_name(), folder))
+    grouped = []
     for test in tests:
         file = test.removeprefix(prefix)
         name = test.split("/")[-1].removesuffix(".py")
@@ -95,13 +102,20 @@ def pytest_tests(deps, folder = "", data = [], overrides = {}, also_on_gpu = [])
         common = dict(srcs = [test] + shared, data = data + files, deps = deps)
         if name.endswith("_gpu_test"):
             attributes["tags"] = attributes.get("tags", []) + ["gpu"]
+        elif together and file not in overrides:
+            grouped.append(test)
+            continue
         pytest_test(name = name, **(common | attributes))
         if file in also_on_gpu:
             attributes["tags"] = ["gpu"]
             pytest_test(name = name.removesuffix("_test") + "_gpu_test", **(common | attributes))
+    if grouped:
+        pytest_test(name = together, size = "large", srcs = grouped + shared, data = data + files, deps = deps)
 
 def python_package(name, deps, users, test_deps = [], test_data = [], tests = {}):
-    """An installable package: its library, a test per file of `tests/`, `:wheel`, and `:sources` and `:pages` for checks.
+    """An installable package: its library, its tests, `:wheel`, and `:sources` and `:pages` for checks.
+
+    The files of `tests/` are one target, `:package_test`, besides those that `tests` names.
 
     Args:
       name: the import package, `src/<name>/`.
@@ -109,7 +123,7 @@ def python_package(name, deps, users, test_deps = [], test_data = [], tests = {}
       users: the packages that may depend on it.
       test_deps: what only the tests need.
       test_data: files that the tests read besides those in `tests/`.
-      tests: attributes of single tests, as in `pytest_tests`.
+      tests: attributes of files in `tests/` that are targets of their own, as in `pytest_tests`.
     """
     junk = ["**/__pycache__/**"]
     py_library(
@@ -124,6 +138,7 @@ def python_package(name, deps, users, test_deps = [], test_data = [], tests = {}
         data = test_data,
         deps = [":" + name] + test_deps,
         overrides = tests,
+        together = "package_test",
     )
     wheel(
         name = "wheel",
