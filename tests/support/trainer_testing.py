@@ -4,10 +4,12 @@ import dataclasses
 import multiprocessing
 import os
 import queue
+import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -69,14 +71,22 @@ def random_rollouts(
 def run_ranks(function: Callable[..., Any], num_ranks: int, *arguments: Any) -> list[Any]:
     """Call `function(rank, num_ranks, (host, port), *arguments)` in `num_ranks` new processes and return the results.
 
+    The processes are forks of one that has done nothing but import `ranks_preload`, so that one import serves all.
+
     Raises:
         RuntimeError: a rank raised (the message is its traceback), died, or took longer than RANK_TIMEOUT_S.
     """
     master = ("127.0.0.1", free_port())
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["ranks_preload"])
+    before = os.environ.get("PYTHONPATH", "")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+    forkserver.ensure_running()
+    os.environ["PYTHONPATH"] = before
     outbox = context.Queue()
+    environment = dict(os.environ)  # a fork would have that of the first call
     processes = [
-        context.Process(target=_run_rank, args=(outbox, function, rank, num_ranks, master, arguments))
+        context.Process(target=_run_rank, args=(outbox, environment, function, rank, num_ranks, master, arguments))
         for rank in range(num_ranks)
     ]
     for process in processes:
@@ -106,8 +116,16 @@ def run_ranks(function: Callable[..., Any], num_ranks: int, *arguments: Any) -> 
 
 
 def _run_rank(
-    outbox: Any, function: Callable[..., Any], rank: int, num_ranks: int, master: Any, arguments: Sequence[Any]
+    outbox: Any,
+    environment: Mapping[str, str],
+    function: Callable[..., Any],
+    rank: int,
+    num_ranks: int,
+    master: Any,
+    arguments: Sequence[Any],
 ) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
     for name in DEEPSPEED_VARIABLES:
         os.environ.pop(name, None)
     try:

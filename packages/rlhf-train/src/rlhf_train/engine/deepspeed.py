@@ -3,11 +3,13 @@
 No other file imports DeepSpeed.
 """
 
+import gc
 import math
 import os
 import socket
+import sys
 from collections.abc import Iterator, Mapping
-from contextlib import redirect_stdout
+from contextlib import contextmanager, redirect_stdout
 from io import StringIO
 from typing import Any
 
@@ -83,6 +85,8 @@ def _import_deepspeed(device: str) -> Any:
         # The number of CPU devices for DeepSpeed. Set it anew for each rank set: a Ray worker inherits the number of a
         # training that ran earlier in the process that started it.
         os.environ["LOCAL_SIZE"] = os.environ.get("WORLD_SIZE", "1")
+    if "deepspeed" not in sys.modules:
+        _first_import()
     import deepspeed
 
     # On CPUs DeepSpeed would compile this extension at first use, and leak a shared-memory segment per run. Gloo does
@@ -90,6 +94,42 @@ def _import_deepspeed(device: str) -> Any:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.utils.logger.setLevel("ERROR")
     return deepspeed
+
+
+def _first_import() -> None:
+    """Import DeepSpeed without what nothing here uses and takes seconds in every process.
+
+    Its autotuner imports MLflow where that is installed. Its Muon optimizer, which it compares every optimizer with, is
+    compiled on import.
+    """
+    is_hidden = "mlflow" not in sys.modules
+    if is_hidden:
+        sys.modules["mlflow"] = None  # type: ignore[assignment]
+    try:
+        from deepspeed.runtime import compiler
+    finally:
+        if is_hidden:
+            del sys.modules["mlflow"]
+    compile_decorator = compiler.compile
+    compiler.compile = lambda: lambda function: function
+    try:
+        import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
+    finally:
+        compiler.compile = compile_decorator
+
+
+@contextmanager
+def _quick_collection() -> Iterator[None]:
+    """Let Python's garbage collector skip all objects that exist.
+
+    DeepSpeed collects garbage dozens of times while it sets a model up. Each time takes half a second with all that
+    PyTorch, transformers and DeepSpeed have imported, and milliseconds without.
+    """
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 class DeepSpeedEngine:
@@ -130,7 +170,8 @@ class DeepSpeedEngine:
             fused=device == "cuda",
         )
         try:
-            with redirect_stdout(StringIO()):  # DeepSpeed's bfloat16 optimizer prints memory figures
+            # DeepSpeed's bfloat16 optimizer prints memory figures.
+            with redirect_stdout(StringIO()), _quick_collection():
                 self._engine, *_ = deepspeed.initialize(
                     model=model.to(self.device),
                     optimizer=optimizer,

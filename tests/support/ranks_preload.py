@@ -1,0 +1,13 @@
+"""Imports what ranks import, for `trainer_testing.run_ranks`. It starts no thread and touches no GPU."""
+
+import transformers.models.qwen2.modeling_qwen2
+
+import rlhf_train.online.worker
+from rlhf_rollout.host import local_gpus
+from rlhf_train.engine.deepspeed import _import_deepspeed
+
+__all__ = ["rlhf_train", "transformers"]
+
+# With a GPU the ranks choose between it and the CPU when they import DeepSpeed.
+if local_gpus() == 0:
+    _import_deepspeed("cpu")
