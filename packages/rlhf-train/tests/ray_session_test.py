@@ -180,6 +180,16 @@ def test_other_errors_of_a_start_are_raised_at_once(monkeypatch, error):
     assert processes[0].wait(timeout=10) == -9
 
 
+def test_start_that_is_interrupted_leaves_no_session_folder(monkeypatch, tmp_path):
+    fake_init(monkeypatch, Interrupted(15))
+    own, other = (tmp_path / f"ray/session_2026_{pid}" for pid in (os.getpid(), os.getpid() + 1))
+    own.mkdir(parents=True)
+    other.mkdir()
+    with pytest.raises(Interrupted), started_cluster(2, 0):
+        pytest.fail("it did not start")
+    assert not own.exists() and other.exists()
+
+
 HOLD = "import fcntl, sys; file = open(sys.argv[1], 'w'); fcntl.flock(file, 2); print('held', flush=True); input()"
 
 
@@ -197,6 +207,25 @@ def test_session_folders_of_runs_that_ended_are_removed_and_all_others_stay(monk
         with started_cluster(1, 0):
             assert {name for name, folder in folders.items() if folder.exists()} == {"own", "live", "foreign"}
         assert {name for name, folder in folders.items() if folder.exists()} == {"live", "foreign"}
+
+
+def test_processes_of_runs_that_ended_are_killed_and_all_others_live(monkeypatch, tmp_path):
+    fake_init(monkeypatch)
+    killed = tmp_path / "ray/session_killed"
+    killed.mkdir(parents=True)
+    (killed / "rlhf-run.lock").write_text("dead")
+    sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
+    orphan, *others = [
+        subprocess.Popen(sleep, env=os.environ | {"RLHF_RUN": name}) for name in ("dead", "deadlock", "live")
+    ]
+    with started_cluster(1, 0):
+        assert orphan.wait(timeout=10) == -9
+        own = subprocess.Popen(sleep)  # of this run: it is still there when Ray has ended
+    assert own.wait(timeout=10) == -9
+    assert [process.poll() for process in others] == [None, None]
+    for process in others:
+        process.kill()
+        process.wait()
 
 
 @pytest.mark.parametrize(("error", "stays"), [(EngineError("its log tells why"), True), (Interrupted(2), False)])

@@ -359,7 +359,7 @@ def test_ledger_misses_a_rollout_of_an_earlier_step(name):
     ledger.add(**{name: 0.5 if name == "trained" else 1})
     ledger.close_step()
     ledger.add(requested=2, trained=2)
-    with pytest.raises(RlhfError, match=r"rollouts were lost: [78] requested"):
+    with pytest.raises(RlhfError, match=r"rollouts were lost or counted twice: [78] requested"):
         ledger.check(queued=0, in_flight=0)
 
 

@@ -92,6 +92,7 @@ class Controller:
         )
         self._batch, stale = self._stream.take()
         self._ledger.add(stale=len(scored(stale)))
+        self._check_ledger(taken=len(scored(self._batch)))  # before a rollout is trained twice
         self._learner.observe(scored(drawn.groups))
         self._patience.observe(drawn.groups)
         self._report.rollouts(step, drawn)
@@ -162,6 +163,7 @@ class Controller:
         self._checkpointer.after_step(step, self._evaluator.deciding_metric(step))
         self._interrupts.release()
 
-    def _check_ledger(self) -> None:
+    def _check_ledger(self, taken: int = 0) -> None:
+        """Raise RlhfError unless every rollout is accounted for; `taken` are about to be trained."""
         in_flight = self._stream.num_in_flight * self._job.batch.num_samples_per_prompt
-        self._ledger.check(queued=self._stream.num_queued_rollouts, in_flight=in_flight)
+        self._ledger.check(queued=self._stream.num_queued_rollouts + taken, in_flight=in_flight)

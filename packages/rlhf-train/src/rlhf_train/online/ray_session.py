@@ -29,7 +29,8 @@ from rlhf_rollout.ray_actors import plain_errors
 START_ATTEMPTS = 3
 _ANSWER_TIMEOUT_S = 2.0
 _DEATH_S = 5.0  # within which Ray notices that a process has died
-_LOCK = "rlhf-run.lock"  # in the session folder of a cluster that a run has started
+_LOCK = "rlhf-run.lock"  # in the session folder of a cluster that a run has started; holds the run's name
+_RUN = "RLHF_RUN"  # the name, in the environment of all processes of that cluster
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _OPTIONS: Mapping[str, Any] = {"logging_level": "ERROR", "log_to_driver": False}
 _SUBMITTED = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set by `ray job submit` in the process that it starts
@@ -157,8 +158,8 @@ def started_cluster(num_cpus: int, num_gpus: int) -> Iterator[None]:
     Ray gives its node 30 s to start, which is too short on a busy machine. The start is therefore tried
     `START_ATTEMPTS` times. Raises EngineError when none succeeds.
 
-    Ray's session folder, with the logs of all processes, is removed, and those of runs that were killed. After an error
-    it stays.
+    Ray's session folder, with the logs of all processes, is removed, unless an error ends the run. What runs that were
+    killed have left, folders and processes, is removed, too.
     """
     _prepare_environment()
     with _private():
@@ -182,16 +183,29 @@ def _locked(path: Path) -> Iterator[None]:
     draft = path.with_suffix(".draft")
     with draft.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
+        file.write(os.environ[_RUN])
+        file.flush()
         draft.rename(path)  # others see the file only when it is locked
         yield
 
 
 def _sweep(folder: Path) -> None:
-    """Remove the session folders of runs that have ended: a run holds a lock as long as it lives."""
+    """Remove the session folders and processes of runs that have ended: a run holds a lock as long as it lives."""
     for path in folder.glob(f"session_*/{_LOCK}"):
         with suppress(OSError), path.open() as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _kill(_processes_of(lock.read()))
             shutil.rmtree(path.parent, ignore_errors=True)
+
+
+def _processes_of(run: str) -> set[int]:
+    """Return the ids of the processes of the run's cluster: some of Ray's outlive a driver that is killed."""
+    found = set()
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):
+            if f"{_RUN}={run}".encode() in path.read_bytes().split(b"\0"):
+                found.add(int(path.parent.name))
+    return found
 
 
 def _start(num_cpus: int, num_gpus: int) -> None:
@@ -203,6 +217,10 @@ def _start(num_cpus: int, num_gpus: int) -> None:
         except BaseException as error:
             ray.shutdown()
             _kill(_children() - before)
+            if isinstance(error, KeyboardInterrupt):
+                home = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
+                for folder in Path(home, "ray").glob(f"session_*_{os.getpid()}"):
+                    shutil.rmtree(folder, ignore_errors=True)
             # Ray reports a time-out as a plain Exception, RuntimeError or TimeoutError. Subclasses are other errors.
             if type(error) not in (Exception, RuntimeError, TimeoutError):
                 raise
@@ -219,7 +237,7 @@ def _private() -> Iterator[None]:
     """Let Ray and the workers that it starts listen on the loopback address only, and ask for a token, for the time of
     a `with` block. RAY_AUTH_MODE has no effect on this: such a cluster always has a token."""
     loopback = dict.fromkeys(_INTERFACES, "lo") | {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
-    own = loopback | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    own = loopback | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), _RUN: secrets.token_hex(8)}
     before = {name: os.environ.get(name) for name in own}
     has_network = ray_constants.ENABLE_RAY_CLUSTER  # read from the environment when Ray is imported
     os.environ.update(own)

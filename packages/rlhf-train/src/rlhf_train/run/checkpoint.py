@@ -169,8 +169,9 @@ class Checkpoints:
             flush(self.folder)
             for old in superfluous(self.all(), self._max_num, self._max_bytes):
                 shutil.rmtree(old.path)
-        except OSError as error:
-            raise cannot_save(target, error) from error
+        except (OSError, CheckpointError) as error:
+            shutil.rmtree(staging, ignore_errors=True)  # the other files of the run need the room on a full disk
+            raise error if isinstance(error, CheckpointError) else cannot_save(target, error) from error
         return read_checkpoint(target)
 
     def all(self) -> list[Checkpoint]:

@@ -55,15 +55,16 @@ class Ledger:
         """Raise RlhfError unless every rollout of the run is accounted for.
 
         Args:
-            queued: complete rollouts that wait for training.
+            queued: complete rollouts that wait for training, or are about to be trained.
             in_flight: rollouts that are being generated or scored.
         """
         run = self.run
         accounted = run.trained + run.filtered + run.failed + run.stale + queued + in_flight
         if not math.isclose(run.requested, accounted, rel_tol=0, abs_tol=1e-6):
             raise RlhfError(
-                f"rollouts were lost: {run.requested} requested, {run.trained:g} trained, {run.filtered} filtered,"
-                f" {run.failed} failed, {run.stale} stale, {queued} queued, {in_flight} in flight"
+                f"rollouts were lost or counted twice: {run.requested} requested, {run.trained:g} trained,"
+                f" {run.filtered} filtered, {run.failed} failed, {run.stale} stale, {queued} queued,"
+                f" {in_flight} in flight"
             )
 
     def state(self) -> dict[str, dict[str, float]]:
