@@ -17,7 +17,7 @@ from online_fakes import SpreadReward
 from rlhf_data.errors import CheckpointError, EngineError, RewardError, RlhfError
 from rlhf_data.records import FinishReason
 from rlhf_rollout.protocols import Completion
-from rlhf_rollout.rewards.sources import RewardSource
+from rlhf_rollout.rewards.sources import CallOptions, RewardSource
 from rlhf_train.online.job import CheckpointSpec, RewardSpec
 from rlhf_train.online.run import train_and_save
 from rlhf_train.run.checkpoint import RECEIPT, Checkpoints, write_receipt
@@ -228,7 +228,7 @@ def reward_func(queries, prompts, labels):
 def test_reward_that_hangs_on_one_prompt_costs_its_rollouts_only(make_run, tmp_path):
     (tmp_path / "hangs.py").write_text(HANGS)
     source = RewardSource(kind="function", targets=(str(tmp_path / "hangs.py"),))
-    run = make_run(reward=RewardSpec(sources=(source,), timeout_s=1.0))
+    run = make_run(reward=RewardSpec(sources=(source,), calls=CallOptions(timeout_s=1.0)))
     run.controller.start()
     started = time.monotonic()
     assert run.step(1)
@@ -241,7 +241,7 @@ def test_reward_that_hangs_on_one_prompt_costs_its_rollouts_only(make_run, tmp_p
 def test_reward_server_that_hangs_teaches_nothing_and_ends_the_run_with_its_state_saved(make_run):
     with socket.create_server(("127.0.0.1", 0), backlog=64) as server:  # accepts, and never answers
         source = RewardSource(kind="server", targets=(f"http://127.0.0.1:{server.getsockname()[1]}/",))
-        run = make_run(reward=RewardSpec(sources=(source,), timeout_s=0.3), num_steps=9)
+        run = make_run(reward=RewardSpec(sources=(source,), calls=CallOptions(timeout_s=0.3)), num_steps=9)
         with pytest.raises(RewardError, match=r"3 steps in a row: no rollout has a reward; the last failure: "):
             train_and_save(run.job, run.parts, run.recorder)
     counts = accounted(run)
