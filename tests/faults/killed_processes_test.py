@@ -26,7 +26,6 @@ from rlhf_train.run.observer import Observer
 from trainer_testing import NUM_CLUSTER_CPUS, tiny_job
 
 NUM_STEPS = 5
-SHARED_MEMORY = Path("/dev/shm")
 
 
 def actors(name: str) -> list[psutil.Process]:
@@ -111,4 +110,3 @@ def test_run_survives_killed_engines_and_the_loss_of_its_node(cluster, tmp_path)
     while actors("EngineActor") or actors("RankActor"):
         assert time.monotonic() < deadline, "processes of the run are left"
         time.sleep(0.1)
-    assert not list(SHARED_MEMORY.glob("rlhf-weights-*"))

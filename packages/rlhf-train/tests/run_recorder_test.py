@@ -377,8 +377,7 @@ def test_run_that_continues_keeps_the_records_up_to_its_checkpoint(tmp_path, is_
             if step:
                 recorder.rollouts("rollouts", step, [group("g/0")])
                 recorder.step(step, {"policy/loss": 0.1})
-    with Recorder(str(tmp_path), "", resumed_step=2, is_recorded=is_recorded) as recorder:
-        pass
+    Recorder(str(tmp_path), "", resumed_step=2, is_recorded=is_recorded).close()
     steps = {
         name: sorted({json.loads(line)["step"] for line in recorder.path(name).read_text().splitlines()})
         for name in ("metrics", "rollouts", "held-out rollouts")
@@ -389,9 +388,8 @@ def test_run_that_continues_keeps_the_records_up_to_its_checkpoint(tmp_path, is_
 
 def test_run_that_is_killed_in_its_start_leaves_a_folder_that_can_be_continued(tmp_path):
     for _ in range(2):  # the command with --load_checkpoint, killed before its first step, and once more
-        recorder = Recorder(str(tmp_path / "run"), "[a]\n", resumed_step=-1)
+        Recorder(str(tmp_path / "run"), "[a]\n", resumed_step=-1).close()
         assert (tmp_path / "run/config.toml").read_text() == "[a]\n"
-        recorder.close()
 
 
 def test_continued_run_keeps_its_configuration_until_the_first_step_with_the_new_one(tmp_path):
