@@ -209,18 +209,26 @@ def test_session_folders_of_runs_that_ended_are_removed_and_all_others_stay(monk
         assert {name for name, folder in folders.items() if folder.exists()} == {"live", "foreign"}
 
 
-def test_processes_of_runs_that_ended_are_killed_and_all_others_live(monkeypatch, tmp_path):
+def test_agents_of_runs_that_ended_are_killed_and_all_other_processes_live(monkeypatch, tmp_path):
     fake_init(monkeypatch)
-    killed = tmp_path / "ray/session_killed"
-    killed.mkdir(parents=True)
-    (killed / "rlhf-run.lock").write_text("dead")
-    sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
-    orphan, *others = [
-        subprocess.Popen(sleep, env=os.environ | {"RLHF_RUN": name}) for name in ("dead", "deadlock", "live")
-    ]
+    killed, foreign = (tmp_path / f"ray/session_{name}" for name in ("killed", "foreign"))
+    for folder in (killed, foreign):
+        folder.mkdir(parents=True)
+    (killed / "rlhf-run.lock").touch()
+
+    def agent(title, folder):
+        """Start a process with an open log in `folder`, whose first argument is `title`."""
+        with (folder / "agent.log").open("w") as log:
+            return subprocess.Popen([title, "600"], executable="/bin/sleep", stdout=log)
+
+    orphan = agent("ray::DashboardAgent", killed)
+    others = [
+        agent("tail", killed),
+        agent("ray::DashboardAgent", foreign),
+    ]  # someone who reads the log; another cluster
     with started_cluster(1, 0):
         assert orphan.wait(timeout=10) == -9
-        own = subprocess.Popen(sleep)  # of this run: it is still there when Ray has ended
+        own = agent("ray::RuntimeEnvAgent", tmp_path / "ray/session_own")  # it is still there when Ray has ended
     assert own.wait(timeout=10) == -9
     assert [process.poll() for process in others] == [None, None]
     for process in others:

@@ -30,7 +30,6 @@ START_ATTEMPTS = 3
 _ANSWER_TIMEOUT_S = 2.0
 _DEATH_S = 5.0  # within which Ray notices that a process has died
 _LOCK = "rlhf-run.lock"  # in the session folder of a cluster that a run has started; holds the run's name
-_RUN = "RLHF_RUN"  # the name, in the environment of all processes of that cluster
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _OPTIONS: Mapping[str, Any] = {"logging_level": "ERROR", "log_to_driver": False}
 _SUBMITTED = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set by `ray job submit` in the process that it starts
@@ -183,8 +182,6 @@ def _locked(path: Path) -> Iterator[None]:
     draft = path.with_suffix(".draft")
     with draft.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        file.write(os.environ[_RUN])
-        file.flush()
         draft.rename(path)  # others see the file only when it is locked
         yield
 
@@ -194,17 +191,21 @@ def _sweep(folder: Path) -> None:
     for path in folder.glob(f"session_*/{_LOCK}"):
         with suppress(OSError), path.open() as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            _kill(_processes_of(lock.read()))
+            _kill(_ray_processes_in(path.parent))
             shutil.rmtree(path.parent, ignore_errors=True)
 
 
-def _processes_of(run: str) -> set[int]:
-    """Return the ids of the processes of the run's cluster: some of Ray's outlive a driver that is killed."""
+def _ray_processes_in(session: Path) -> set[int]:
+    """Return the ids of Ray's processes with an open file in a session folder.
+
+    Ray's agents outlive a driver that is killed, and keep their logs open. Their titles begin with `ray::`.
+    """
     found = set()
-    for path in Path("/proc").glob("[0-9]*/environ"):
+    for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
-            if f"{_RUN}={run}".encode() in path.read_bytes().split(b"\0"):
-                found.add(int(path.parent.name))
+            is_ray = (process / "cmdline").read_bytes().startswith(b"ray::")
+            if is_ray and any(link.readlink().is_relative_to(session) for link in (process / "fd").iterdir()):
+                found.add(int(process.name))
     return found
 
 
@@ -237,7 +238,7 @@ def _private() -> Iterator[None]:
     """Let Ray and the workers that it starts listen on the loopback address only, and ask for a token, for the time of
     a `with` block. RAY_AUTH_MODE has no effect on this: such a cluster always has a token."""
     loopback = dict.fromkeys(_INTERFACES, "lo") | {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
-    own = loopback | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), _RUN: secrets.token_hex(8)}
+    own = loopback | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     before = {name: os.environ.get(name) for name in own}
     has_network = ray_constants.ENABLE_RAY_CLUSTER  # read from the environment when Ray is imported
     os.environ.update(own)
