@@ -9,6 +9,7 @@ import argparse
 import asyncio
 import contextlib
 import copy
+import hashlib
 import json
 import random
 import signal
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import torch
 
 from environment import command_line as typed
 from environment import environment
@@ -35,6 +37,8 @@ from rlhf_rollout.commands.generate import take_up
 from rlhf_rollout.commands.post_process import POST_PROCESSORS, training_rows
 from rlhf_rollout.commands.serve_rm import create_app
 from rlhf_rollout.rewards.remote import RemoteReward
+from rlhf_train.engine.shards import ShardReader, Shards
+from rlhf_train.run.checkpoint import Checkpoint, Checkpoints, read_checkpoint, superfluous
 
 LIMIT_S = 10
 TOKENS = [b"[", b"{", b'"', b"\\", b"\\ud800", b"\xff", b"\xed\xa0\x80", b"\xef\xbb\xbf", b"\x00", b"\n", b"\r", b","]
@@ -153,6 +157,41 @@ def read_rollouts(data: bytes, folder: Path) -> None:
     training_rows(path, kind, min_reward=None, reward_template="{input}{reward}")
 
 
+def read_manifest(data: bytes, folder: Path) -> None:
+    """Look for the newest checkpoint, one of whose manifests is broken, and for those that a limit removes."""
+    path = folder / "step-3"
+    path.mkdir(exist_ok=True)
+    (path / "state.json").write_bytes(b"{}")
+    (path / "manifest.json").write_bytes(data)
+    checkpoints = Checkpoints(folder)
+    checkpoints.newest_whole(lambda text: None)
+    superfluous(checkpoints.all(), 1, 10)
+    read_checkpoint(path).state()
+
+
+def read_shards(data: bytes, folder: Path) -> None:
+    """Read the state of the driver and the file of a rank."""
+    state = Checkpoint(folder, 3, None, False, {})
+    (folder / "state.json").write_bytes(data)
+    with contextlib.suppress(RlhfError):
+        state.state()
+    path = folder / "actor-0-of-1.safetensors"
+    path.write_bytes(data)
+    reader = ShardReader([path])
+    reader.read("weight/w", 0, 4)
+    reader.whole("random/cpu")
+
+
+def shards(folder: Path) -> bytes:
+    """Return the file of a rank."""
+    found = Shards()
+    found.add("weight/w", torch.arange(4.0))
+    found.add("random/cpu", torch.zeros(8, dtype=torch.uint8))
+    found.numbers["num_updates"] = 7
+    found.write(folder / "shards")
+    return (folder / "shards").read_bytes()
+
+
 def seeds() -> dict[str, tuple[Callable[[bytes, Path], None], list[bytes]]]:
     """Return each parser with inputs that it accepts."""
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
@@ -165,12 +204,18 @@ def seeds() -> dict[str, tuple[Callable[[bytes, Path], None], list[bytes]]]:
     table = b'input,output\n"a, b",c\nd,"e\n""f"""\n'
     toml = to_toml(command_line("ppo").parse([]).config).encode()
     half = toml[: len(toml) // 2]
+    files = {"state.json": [2, hashlib.sha256(b"{}").hexdigest()]}
+    manifest = {"format": 1, "step": 3, "metric": 0.5, "lowest": False, "files": files}
+    with tempfile.TemporaryDirectory() as name:
+        file = shards(Path(name))
     return {
         "rows (JSONL, JSON, CSV, gzip)": (read_rows, [lines[0], json.dumps(rows).encode(), table]),
         "configuration (TOML)": (read_config, [toml, half, b"[training]\nseed = 1\nactor_learning_rate = 1e-6\n"]),
         "answers of reward servers": (read_rewards, [json.dumps(answer).encode(), b'{"rewards": [0.5, -1]}']),
         "bodies of serve_rm": (serve, [json.dumps(body).encode(), b'{"query": ["a"]}']),
         "rollouts files": (read_rollouts, [lines[1]]),
+        "manifests of checkpoints": (read_manifest, [json.dumps(manifest).encode()]),
+        "states and files of checkpoints": (read_shards, [file, json.dumps({"step": 3, "ledger": {}}).encode()]),
     }
 
 

@@ -136,3 +136,40 @@ def test_folder_that_takes_no_files_is_an_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match=r"cannot be written(.|\n)*hint: free space"):
         Checkpoints(tmp_path / "file").begin(1)
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("../other", "../other is missing"),
+        ("/etc/hostname", "/etc/hostname is missing"),
+        ("x" * 300, f"{'x' * 300} cannot be read: File name too long"),
+        ("hf", "hf is missing"),  # a folder
+    ],
+)
+def test_file_that_a_checkpoint_cannot_have_is_a_problem(tmp_path, name, problem):
+    saved = save(Checkpoints(tmp_path), 3)
+    (tmp_path / "other").write_bytes(b"w" * 10)
+    manifest = json.loads((saved.path / MANIFEST).read_text())
+    manifest["files"][name] = manifest["files"]["actor"]
+    (saved.path / MANIFEST).write_text(json.dumps(manifest))
+    assert read_checkpoint(saved.path).problems() == [problem]
+
+
+HUGE = '{"format": 1, "step": 4, "files": {}, "lowest": false, "metric": ' + "9" * 400 + "}"
+
+
+@pytest.mark.parametrize("text", ['{"a":' * 5000, HUGE, "\udc80", "[]", "7", ""])
+def test_broken_manifest_or_state_is_refused_and_the_checkpoint_before_is_used(tmp_path, text):
+    checkpoints = Checkpoints(tmp_path)
+    older, newer = save(checkpoints, 3), save(checkpoints, 4)
+    for name in (MANIFEST, "state.json"):
+        (newer.path / name).write_text(text, encoding="utf-8", errors="surrogateescape")
+    with pytest.raises(CheckpointError, match=r"manifest\.json cannot be read"):
+        read_checkpoint(newer.path)
+    if text not in (HUGE, "[]"):  # which are states
+        with pytest.raises(CheckpointError, match=r"state\.json cannot be read"):
+            newer.state()
+    said = []
+    assert checkpoints.newest_whole(said.append) == older
+    assert len(said) == 1

@@ -21,6 +21,7 @@ from rlhf_data.errors import CheckpointError
 from rlhf_data.sources import sha256
 
 FORMAT = 1
+_UNREADABLE = (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)
 FOLDER = "checkpoints"  # within the folder of a run
 MANIFEST, STATE = "manifest.json", "state.json"
 RECEIPT = ".receipt.json"  # ends the name of the file in which a rank tells that its own file is on the disk
@@ -78,8 +79,11 @@ class Checkpoint:
         return sum(size for size, _ in self.files.values())
 
     def state(self) -> dict[str, Any]:
-        """Return the state that the driver saved."""
-        return json.loads((self.path / STATE).read_text(encoding="utf-8"))
+        """Return the state that the driver saved. Raises CheckpointError when it cannot be read."""
+        try:
+            return dict(json.loads((self.path / STATE).read_text(encoding="utf-8")))
+        except _UNREADABLE as error:
+            raise CheckpointError(f"{self.path / STATE} cannot be read: {error}") from error
 
     def problems(self, *, content: bool = True) -> list[str]:
         """Return one sentence per file that is missing or has changed since it was written.
@@ -89,12 +93,15 @@ class Checkpoint:
         found = []
         for name, (size, digest) in self.files.items():
             path = self.path / name
-            if not path.is_file():
-                found.append(f"{name} is missing")
-            elif path.stat().st_size != size:
-                found.append(f"{name} has {path.stat().st_size} bytes, not {size}")
-            elif content and sha256(path) != digest:
-                found.append(f"{name} has changed since it was written")
+            try:
+                if not path.is_file() or not path.resolve().is_relative_to(self.path.resolve()):
+                    found.append(f"{name} is missing")
+                elif path.stat().st_size != size:
+                    found.append(f"{name} has {path.stat().st_size} bytes, not {size}")
+                elif content and sha256(path) != digest:
+                    found.append(f"{name} has changed since it was written")
+            except OSError as error:
+                found.append(f"{name} cannot be read: {error.strerror}")
         return found
 
 
@@ -238,7 +245,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
             metric = manifest["metric"]
             value = None if metric is None else float(metric)
             return Checkpoint(path, int(manifest["step"]), value, bool(manifest["lowest"]), files)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except _UNREADABLE as error:
         raise CheckpointError(f"{path / MANIFEST} cannot be read: {error}") from error
     raise CheckpointError(f"{path} has format {version}; this version reads format {FORMAT}")
 

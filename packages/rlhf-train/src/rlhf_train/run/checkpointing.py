@@ -114,8 +114,12 @@ class Checkpointer:
         if lacking := self._parts.keys() - state.keys():
             raise CheckpointError(f"{checkpoint.path} lacks the state of {', '.join(sorted(lacking))}")
         self._models.load_state(str(checkpoint.path))
-        for name, part in self._parts.items():
-            part.restore(state[name])
+        try:
+            for name, part in self._parts.items():
+                part.restore(state[name])
+        except (KeyError, TypeError, AttributeError) as error:
+            message = f"{checkpoint.path} holds a state that this version cannot continue: {error!r}"
+            raise CheckpointError(message, hint="continue it with the version that wrote it") from error
         self._state = state
         self._saved_step = checkpoint.step
         return checkpoint.step
