@@ -268,6 +268,7 @@ def _reference(config: OfflineConfig, tokenizer: Any) -> "ModelSpec | None":
 def _train(command: Command, parsed: Parsed[Any], job: "OfflineJob", tokenizer: Any, console: "Console") -> None:
     """Run the job. Rank 0 records and shows it; the other ranks only take part in training."""
     from rlhf_cli.console import OfflineView, show_results
+    from rlhf_train.engine.deepspeed import leave_process_group
     from rlhf_train.offline.job import run_offline
     from rlhf_train.offline.models import ADAPTER_FOLDER
     from rlhf_train.run.checkpointing import find_checkpoint, resumed_step
@@ -282,12 +283,14 @@ def _train(command: Command, parsed: Parsed[Any], job: "OfflineJob", tokenizer: 
     trackers.check_installed()
     if job.rank > 0:
         run_offline(job, Observer())
+        leave_process_group()
         return
     view = OfflineView(console, command.prefix, command.metrics, logging_steps=output.logging_steps)
     checkpoint = find_checkpoint(job.checkpoints, folder, view)
     kept = resumed_step(job.checkpoints, checkpoint)
     with Recorder(str(folder), to_toml(config), trackers, view, kept) as recorder:
         final = run_offline(job, view, recorder, checkpoint)
+    leave_process_group()
     final |= {"time/total": time.perf_counter() - started}
     known = {**ARTIFACTS, "adapter": f"{ARTIFACTS['final model']}/{ADAPTER_FOLDER}"}
     artifacts = {name: path for name, path in known.items() if (folder / path).exists()}

@@ -63,6 +63,15 @@ def init_process_group(*, rank: int, world_size: int, master: tuple[str, int], d
     deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
 
 
+def leave_process_group() -> None:
+    """Close the connections to the other ranks, as the last act of a process: PyTorch may abort one that exits without.
+
+    Does nothing in a rank set of one.
+    """
+    if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+        torch.distributed.destroy_process_group()
+
+
 def _open_store(rank: int, world_size: int, master: tuple[str, int]) -> torch.distributed.Store:
     """Return the store where the ranks meet. By itself, torch would listen on every address of the machine."""
     if world_size == 1:
