@@ -1,13 +1,17 @@
-"""The tour runs as its page prints it, on fewer rows and steps: every command reads what earlier ones wrote."""
+"""The tour runs as its page prints it, on fewer rows and steps: every command reads what earlier ones wrote.
+
+The commands are forked from processes that have imported torch, vLLM and DeepSpeed, because every import takes
+seconds. tests/integration/launchers_test.py starts every command in a new interpreter.
+"""
 
 import json
-import os
+import shlex
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 from page_commands import ROOT, script
+from warm_commands import warm_commands
 
 TIMEOUT_S = 1500
 # A server never ends; the other commands get less to do. Later flags win over those on the page. The page draws the
@@ -24,11 +28,11 @@ rlhf() {
     done
   done
   case $1 in
-    serve_rm) "$PYTHON" -m rlhf_cli.main "$@" --dry_run ;;
-    generate) "$PYTHON" -m rlhf_cli.main "$@" --max_samples 24 ;;
-    ppo) "$PYTHON" -m rlhf_cli.main "$@" --train_steps 1 --rollout_batch_size 16 ;;
-    sft|rm|dpo|kto|prm|kd) "$PYTHON" -m rlhf_cli.main "$@" --max_epochs 1 ;;
-    *) "$PYTHON" -m rlhf_cli.main "$@" ;;
+    serve_rm) warm "$@" --dry_run ;;
+    generate) warm "$@" --max_samples 24 ;;
+    ppo) warm "$@" --train_steps 1 --rollout_batch_size 16 ;;
+    sft|rm|dpo|kto|prm|kd) warm "$@" --max_epochs 1 ;;
+    *) warm "$@" ;;
   esac
 }
 """
@@ -38,9 +42,10 @@ MODELS = ("sft", "lora", "kd", "rm", "ppo", "dpo", "kto", "prm")
 def test_tour(tmp_path):
     data = tmp_path / "packages/rlhf-cli/src/rlhf_cli/builtin/data"
     shutil.copytree(ROOT / "packages/rlhf-cli/src/rlhf_cli/builtin/data", data)
-    command = ["bash", "-euo", "pipefail", "-c", PRELUDE + script("docs/tour.md")]
-    environment = os.environ | {"PYTHON": sys.executable}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
+    with warm_commands() as words:
+        text = f'warm() {{ {shlex.join(words)} "$@"; }}\n{PRELUDE}{script("docs/tour.md")}'
+        command = ["bash", "-euo", "pipefail", "-c", text]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=TIMEOUT_S)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     for name in MODELS:
         assert (tmp_path / f"outputs/{name}/model/config.json").is_file() or name == "lora", name
