@@ -1,16 +1,22 @@
-"""A run that is killed, or told to end, goes on as if nothing had happened: the same numbers, bit for bit."""
+"""A run that is killed, or told to end, goes on as if nothing had happened: the same numbers, bit for bit.
+
+What the killed run leaves, processes and files, is gone at the end.
+"""
 
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -21,6 +27,31 @@ NUM_STEPS = 5
 FLAGS = ["--train_steps", str(NUM_STEPS), "--eval_steps", "2", "--enable_ema", "--running_reward_norm"]
 NOT_NUMBERS = ("time/", "throughput/", "memory/")  # they differ between any two runs
 SECONDS = re.compile(r'"score_seconds": [\d.e-]+')
+GONE_S = 60  # for processes to notice that the one that started them was killed
+
+
+@pytest.fixture(scope="module", autouse=True)
+def scratch() -> Iterator[Path]:
+    """The runs' folder for temporary files; its short path leaves room for the names of Ray's sockets."""
+    folder = Path(tempfile.mkdtemp(prefix="runs", dir="/tmp"))
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("TMPDIR", "RAY_TMPDIR"):
+            patch.setenv(name, str(folder))
+        yield folder
+    shutil.rmtree(folder)
+
+
+def processes_in(folder: Path) -> list[psutil.Process]:
+    """Return the processes that have a file of a folder open or name it in their command."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            texts = process.cmdline() + [file.path for file in process.open_files()]
+        except psutil.Error:
+            continue
+        if any(str(folder) in text for text in texts):
+            found.append(process)
+    return found
 
 
 def start(folder: Path, *flags: str) -> subprocess.Popen[bytes]:
@@ -81,7 +112,8 @@ def check_same(folder: Path, whole: Path) -> None:
         assert all(torch.equal(weights[name], expected[name]) for name in weights)
 
 
-def test_killed_and_terminated_run_goes_on_bit_for_bit(whole, tmp_path):
+def test_killed_and_terminated_run_goes_on_bit_for_bit_and_leaves_nothing(whole, scratch, tmp_path):
+    shared_before = set(os.listdir("/dev/shm"))
     folder = tmp_path / "run"
     checkpoints = folder / "checkpoints"
     flags = [*FLAGS, "--save_path", str(folder), "--save_steps", "1", "--max_ckpt_num", "2"]
@@ -89,6 +121,7 @@ def test_killed_and_terminated_run_goes_on_bit_for_bit(whole, tmp_path):
     run = start(folder, *flags)
     assert signal_when(run, signal.SIGKILL, (checkpoints / "step-2/manifest.json").exists, folder) == -signal.SIGKILL
     assert not (checkpoints / "step-4").exists()
+    assert processes_in(scratch) and list(scratch.glob("ray/session_*"))  # the killed run left them
     # The newest checkpoint is torn: the run says so and goes on from the one before. Then SIGTERM ends it properly.
     newest = max(checkpoints.glob("step-*"))
     torn = newest / "actor-0-of-1.safetensors"
@@ -103,3 +136,9 @@ def test_killed_and_terminated_run_goes_on_bit_for_bit(whole, tmp_path):
     finish(folder, *flags, "--load_checkpoint")
     check_same(folder, whole)
     assert sorted(path.name for path in checkpoints.iterdir()) == [f"step-{NUM_STEPS - 1}", f"step-{NUM_STEPS}"]
+    assert not [path for path in scratch.glob("ray/session_*") if path.is_dir()]
+    assert set(os.listdir("/dev/shm")) <= shared_before
+    deadline = time.monotonic() + GONE_S
+    while left := processes_in(scratch):
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)

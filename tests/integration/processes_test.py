@@ -33,20 +33,27 @@ from rlhf_data.errors import EngineError
 
 num_gpus, address = find_gpus()
 import ray
+from rlhf_rollout.engines import EngineSpec
+from rlhf_rollout.ray_actors import EngineActor
+from rlhf_train.online.ray_actors import RankActor
 
-class Probe:
-    def __init__(self):
-        from rlhf_rollout.ray_actors import prepare_process
-        prepare_process()
-
+class Looks:
     def look(self):
         import rlhf_train
         return [os.environ.get("CUDA_VISIBLE_DEVICES"), os.environ["OMP_WAIT_POLICY"], rlhf_train.__file__]
 
+class Engine(Looks, EngineActor):
+    def __init__(self):
+        super().__init__("fake", EngineSpec(model=""))
+
+class Rank(Looks, RankActor):
+    pass
+
 plan = plan_placement(PlacementRequest(ranks={"actor": 1}), 0)
 with ray_cluster(plan, address), placed_bundles(plan):
-    probes = [ray.remote(Probe).options(num_cpus=0, num_gpus=1).remote() for _ in range(2)]
-    seen = wait([probe.look.remote() for probe in probes])
+    kinds = [ray.remote(concurrency_groups={"requests": 1, "control": 1})(Engine), ray.remote(Rank)]
+    actors = [kind.options(num_cpus=0, num_gpus=1).remote() for kind in kinds]
+    seen = wait([actor.look.remote() for actor in actors])
     try:
         with placed_bundles(plan_placement(PlacementRequest(ranks={"actor": 3}), 0)):
             refused = None

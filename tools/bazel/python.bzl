@@ -16,6 +16,9 @@ HEAVY = {
     ],
 }
 
+# Attributes of a test that waits for most of its time, for deadlines and small processes. It runs beside any others.
+WAITING = {"tags": ["resources:cpu:0.2"]}
+
 def py_library(name, **kwargs):
     """A py_library whose sources live under `src/`."""
     kwargs.setdefault("imports", ["src"])
@@ -72,7 +75,7 @@ def pytest_test(name, srcs, deps = [], data = [], args = [], tags = [], **kwargs
         **kwargs
     )
 
-def pytest_tests(deps, folder = "", data = [], overrides = {}, also_on_gpu = [], together = ""):
+def pytest_tests(deps, folder = "", data = [], overrides = {}, also_on_gpu = [], together = "", common = {}):
     """Tests of the `*_test.py` under `folder`: a target per file, named after it, or one of several files.
 
     `--config=gpu` runs the targets named `*_gpu_test`, which have the tag gpu, and other builds run the rest.
@@ -85,6 +88,7 @@ def pytest_tests(deps, folder = "", data = [], overrides = {}, also_on_gpu = [],
       also_on_gpu: files in `folder` that use a GPU if there is one: `x_test.py` also becomes the target `x_gpu_test`.
       together: name of one target for all files without overrides that need no GPU, which run in one process. A process
         takes longer to import PyTorch than most files to run. `--test_filter=x_test` runs one file of them.
+      common: attributes of that target.
     """
     prefix = folder + "/" if folder else ""
     tests = native.glob([prefix + "**/*_test.py"], allow_empty = True)
@@ -99,20 +103,27 @@ def pytest_tests(deps, folder = "", data = [], overrides = {}, also_on_gpu = [],
         name = test.split("/")[-1].removesuffix(".py")
         attributes = dict(overrides.get(file, {}))
         attributes.setdefault("size", "medium")
-        common = dict(srcs = [test] + shared, data = data + files, deps = deps)
+        parts = dict(srcs = [test] + shared, data = data + files, deps = deps)
         if name.endswith("_gpu_test"):
             attributes["tags"] = attributes.get("tags", []) + ["gpu"]
         elif together and file not in overrides:
             grouped.append(test)
             continue
-        pytest_test(name = name, **(common | attributes))
+        pytest_test(name = name, **(parts | attributes))
         if file in also_on_gpu:
             attributes["tags"] = ["gpu"]
-            pytest_test(name = name.removesuffix("_test") + "_gpu_test", **(common | attributes))
+            pytest_test(name = name.removesuffix("_test") + "_gpu_test", **(parts | attributes))
     if grouped:
-        pytest_test(name = together, size = "large", srcs = grouped + shared, data = data + files, deps = deps)
+        pytest_test(
+            name = together,
+            size = "large",
+            srcs = grouped + shared,
+            data = data + files,
+            deps = deps,
+            **common
+        )
 
-def python_package(name, deps, users, test_deps = [], test_data = [], tests = {}):
+def python_package(name, deps, users, test_deps = [], test_data = [], tests = {}, package_test = {}):
     """An installable package: its library, its tests, `:wheel`, and `:sources` and `:pages` for checks.
 
     The files of `tests/` are one target, `:package_test`, besides those that `tests` names.
@@ -124,6 +135,7 @@ def python_package(name, deps, users, test_deps = [], test_data = [], tests = {}
       test_deps: what only the tests need.
       test_data: files that the tests read besides those in `tests/`.
       tests: attributes of files in `tests/` that are targets of their own, as in `pytest_tests`.
+      package_test: attributes of `:package_test`, such as WAITING.
     """
     junk = ["**/__pycache__/**"]
     py_library(
@@ -139,6 +151,7 @@ def python_package(name, deps, users, test_deps = [], test_data = [], tests = {}
         deps = [":" + name] + test_deps,
         overrides = tests,
         together = "package_test",
+        common = package_test,
     )
     wheel(
         name = "wheel",

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ from ray.exceptions import RayActorError, RayTaskError
 from rlhf_data.errors import EngineError, RewardError, RlhfError
 from rlhf_rollout.engines import EngineSpec, build_engine
 from rlhf_rollout.engines.requests import deadline
-from rlhf_rollout.host import visible_devices, wait_passively
+from rlhf_rollout.host import collection_paused, visible_devices, wait_passively
 from rlhf_rollout.protocols import Completion, EngineHealth, PauseMode, SamplingParams
 from rlhf_rollout.rewards.model import LocalScorer
 from rlhf_rollout.weight_sync.bucket import WeightBucket
@@ -28,8 +29,17 @@ def node_address() -> str:
 
 
 def prepare_process() -> None:
-    """Set what PyTorch reads once in this worker: its GPUs, and how its threads wait. Call before torch is imported."""
+    """Set what libraries read once in this worker: its GPUs, how threads wait, and the folder for temporary files.
+
+    That folder is Ray's session folder, which is removed with the cluster: a killed process leaves nothing elsewhere.
+    Call this before torch is imported.
+    """
     wait_passively()
+    session = ray._private.worker._global_node.get_session_dir_path()
+    if os.access(session, os.W_OK):
+        # The session folder's path may be too long for a socket, of which vLLM makes some.
+        os.environ.setdefault("VLLM_RPC_BASE_PATH", tempfile.gettempdir())
+        tempfile.tempdir = session
     assigned = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
     devices = visible_devices(assigned, os.environ)
     if devices is not None:
@@ -44,10 +54,12 @@ class _Actor:
     """
 
     def __init__(self, build: Callable[[], Any]) -> None:
+        prepare_process()
         started = time.perf_counter()
         self._error: RlhfError | None = None
         try:
-            self._built = build()
+            with collection_paused():
+                self._built = build()
         except RlhfError as error:
             self._error = error
         self._startup_s = time.perf_counter() - started

@@ -20,6 +20,7 @@ from rlhf_data.errors import EngineError
 from rlhf_data.safety import is_loopback
 from rlhf_kernels import accumulate_
 from rlhf_models.weights import hf_named_weights
+from rlhf_rollout.host import collection_paused
 from rlhf_train.engine.protocol import StepStats, learning_rate_at
 from rlhf_train.engine.shards import WEIGHT, ShardReader, Shards, load_adamw, load_weights, places, save_adamw
 from rlhf_train.specs import OptimizerSpec
@@ -95,7 +96,8 @@ def _import_deepspeed(device: str) -> Any:
         # training that ran earlier in the process that started it.
         os.environ["LOCAL_SIZE"] = os.environ.get("WORLD_SIZE", "1")
     if "deepspeed" not in sys.modules:
-        _first_import()
+        with collection_paused():
+            _first_import()
     import deepspeed
 
     # On CPUs DeepSpeed would compile this extension at first use, and leak a shared-memory segment per run. Gloo does

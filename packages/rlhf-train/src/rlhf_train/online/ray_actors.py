@@ -4,7 +4,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from rlhf_rollout.host import free_port
+from rlhf_rollout.host import collection_paused, free_port
 from rlhf_rollout.ray_actors import RayEngine, node_address, prepare_process
 from rlhf_train.specs import ModelSpec
 
@@ -19,6 +19,7 @@ class RankActor:
         """Return the host and port where the ranks of this rank set meet."""
         return node_address(), free_port()
 
+    @collection_paused()
     def load(
         self, rank: int, num_ranks: int, models: Mapping[str, ModelSpec], job: Any, master: tuple[str, int] | None
     ) -> None:
