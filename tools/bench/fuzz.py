@@ -2,6 +2,8 @@
 
     python tools/bench/fuzz.py --seconds 120 --out fuzz.json
 
+Parsers run side by side, in a process per core. `--parts 2` gives each parser two processes, which share its seconds.
+
 An input is a defect if the parser raises anything but an error for the user (`RlhfError`), or takes over ten seconds.
 """
 
@@ -11,12 +13,15 @@ import contextlib
 import copy
 import hashlib
 import json
+import multiprocessing
+import os
 import random
 import signal
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -245,6 +250,18 @@ def fuzz(
     return {**counts, "seconds": round(time.monotonic() - started, 1), "defects": found}
 
 
+def fuzz_part(name: str, seed: int, seconds: float) -> dict[str, Any]:
+    """Run `fuzz` on the parser of this name, in a process of its own."""
+    parse, inputs = seeds()[name]
+    return fuzz(parse, inputs, seed=seed, seconds=seconds, most=10**9)
+
+
+def merged(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the sums of the parts' counts, and all their defects."""
+    sums = {key: round(sum(part[key] for part in parts), 1) for key in ("inputs", "refused", "seconds")}
+    return {**sums, "defects": {where: defect for part in parts for where, defect in part["defects"].items()}}
+
+
 @contextlib.contextmanager
 def _alarm() -> Iterator[None]:
     def ring(*_: Any) -> None:
@@ -261,20 +278,30 @@ def main() -> None:
     """Run the campaign."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=120.0, help="for each parser")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--parts", type=int, default=1, help="processes for each parser")
+    parser.add_argument("--seed", type=int, default=0, help="of the first part; the others have the next ones")
     parser.add_argument("--only", default="", help="part of a parser's name")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
-    runs = {}
-    for name, (parse, inputs) in seeds().items():
-        if options.only in name:
-            runs[name] = fuzz(parse, inputs, seed=options.seed, seconds=options.seconds, most=10**9)
+    names = [name for name in seeds() if options.only in name]
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=multiprocessing.get_context("spawn")) as pool:
+        started = {
+            name: [
+                pool.submit(fuzz_part, name, options.seed + part, options.seconds / options.parts)
+                for part in range(options.parts)
+            ]
+            for name in names
+        }
+        runs = {}
+        for name, futures in started.items():
+            runs[name] = merged([future.result() for future in futures])
             print(name, json.dumps(runs[name], indent=1), flush=True)
     report = {
         "benchmark": "fuzz",
         "command": typed(options.out),
         "environment": environment(),
         "seed": options.seed,
+        "parts": options.parts,
         "seconds_per_parser": options.seconds,
         "inputs": sum(run["inputs"] for run in runs.values()),
         "defects": sum(len(run["defects"]) for run in runs.values()),
