@@ -167,13 +167,13 @@ def figures_of(line: dict[str, float]) -> dict[str, float]:
     return figures
 
 
-def row_of(name: str, runs: list[dict[str, Any]]) -> dict[str, Any]:
+def row_of(name: str, recipe: str, runs: list[dict[str, Any]]) -> dict[str, Any]:
     """Return a row of the report: the means over the seeds, and all runs."""
     means: dict[str, dict[str, float]] = {"before": {}, "after": {}}
     for when, figures in means.items():
         for figure in runs[0][when]:
             figures[figure] = statistics.mean(result[when][figure] for result in runs)
-    return {"name": name, "command": f"rlhf {RECIPES[name]}", **means, "runs": runs}
+    return {"name": name, "command": f"rlhf {recipe}", **means, "runs": runs}
 
 
 def main() -> None:
@@ -182,6 +182,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--only", nargs="+", choices=RECIPES, default=list(RECIPES), metavar="NAME")
     parser.add_argument("--real_data", type=Path, help="folder of the real data; without it, its rows are left out")
+    parser.add_argument("--flags", default="", help="flags for all commands, as in --flags='--max_samples 512'")
     parser.add_argument("--jobs", type=int, default=1, help="seeds that run at the same time")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
@@ -197,8 +198,9 @@ def main() -> None:
             if name == "kd" and not (folder / "teacher").exists():
                 run(RECIPES["sft"], options.seeds[0], folder)
                 shutil.move(folder / f"seed{options.seeds[0]}/model", folder / "teacher")
-            runs = pool.map(lambda seed, recipe=RECIPES[name]: run(recipe, seed, folder), options.seeds)
-            table.append(row_of(name, list(runs)))
+            recipe = f"{RECIPES[name]} {options.flags}".rstrip()
+            runs = pool.map(lambda seed, recipe=recipe: run(recipe, seed, folder), options.seeds)
+            table.append(row_of(name, recipe, list(runs)))
             print(json.dumps({key: table[-1][key] for key in ("name", "before", "after")}), flush=True)
             report = {
                 "benchmark": "offline",
