@@ -43,8 +43,10 @@ def ppo(*flags: str, folder: Path, **variables: str) -> list[dict[str, Any]]:
     "flags",
     [
         # One update per step, half as many as the other.
-        "--advantage_estimator rloo --old_logprobs skip --init_kl_coef 0 --train_batch_size 128 --train_steps 24",
-        "--preset dapo --dynamic_filtering_max_batches 4 --is_correction_level token --train_steps 16",
+        "--advantage_estimator rloo --old_logprobs skip --init_kl_coef 0 --train_batch_size 128"
+        " --actor_learning_rate 1e-3 --train_steps 14",
+        "--preset dapo --dynamic_filtering_max_batches 4 --is_correction_level token"
+        " --actor_learning_rate 6e-4 --train_steps 8",
     ],
     ids=["rloo", "dapo"],
 )
