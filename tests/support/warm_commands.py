@@ -83,14 +83,16 @@ def serve(numbers: dict[str, int]) -> None:
         from rlhf_train.engine.deepspeed import _import_deepspeed
 
         _import_deepspeed("cpu")
+    before = dict(os.environ)
     for name in LIBRARIES[kind]:
         importlib.import_module(name)
+    set_on_import = dict(os.environ.items() - before.items())
     assert len(os.listdir("/proc/self/task")) == 1, "a fork would lack the other threads"
     gc.freeze()
     while True:
         connection, _ = listener.accept()
         _, streams, _, _ = socket.recv_fds(connection, 1, 3)
-        request = json.loads(received(connection))
+        words, folder, environment = json.loads(received(connection))
         if (child := os.fork()) == 0:
             break
         _, status = os.waitpid(child, 0)
@@ -100,7 +102,7 @@ def serve(numbers: dict[str, int]) -> None:
             connection.sendall(str(os.waitstatus_to_exitcode(status)).encode())
     connection.close()
     listener.close()
-    run(streams, *request)
+    run(streams, words, folder, environment | set_on_import)
 
 
 def run(streams: list[int], words: list[str], folder: str, environment: dict[str, str]) -> None:
