@@ -116,7 +116,7 @@ def test_killed_and_terminated_run_goes_on_bit_for_bit_and_leaves_nothing(whole,
     shared_before = set(os.listdir("/dev/shm"))
     folder = tmp_path / "run"
     checkpoints = folder / "checkpoints"
-    flags = [*FLAGS, "--save_path", str(folder), "--save_steps", "1", "--max_ckpt_num", "2"]
+    flags = [*FLAGS, "--save_path", str(folder), "--save_steps", "1", "--max_ckpt_num", "2", "--save_hf_ckpt"]
     # SIGKILL in the middle of a step, after a checkpoint.
     run = start(folder, *flags)
     assert signal_when(run, signal.SIGKILL, (checkpoints / "step-2/manifest.json").exists, folder) == -signal.SIGKILL
@@ -136,6 +136,9 @@ def test_killed_and_terminated_run_goes_on_bit_for_bit_and_leaves_nothing(whole,
     finish(folder, *flags, "--load_checkpoint")
     check_same(folder, whole)
     assert sorted(path.name for path in checkpoints.iterdir()) == [f"step-{NUM_STEPS - 1}", f"step-{NUM_STEPS}"]
+    folders = (checkpoints / f"step-{NUM_STEPS}/hf", folder / "model")
+    saved, final = (load_file(path / "model.safetensors") for path in folders)
+    assert saved.keys() == final.keys() and all(torch.equal(saved[name], final[name]) for name in final)
     assert not [path for path in scratch.glob("ray/session_*") if path.is_dir()]
     assert set(os.listdir("/dev/shm")) <= shared_before
     assert set(os.listdir(scratch)) <= {"ray", "torchinductor_root"}  # the second is PyTorch's cache

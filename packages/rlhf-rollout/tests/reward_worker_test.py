@@ -89,7 +89,7 @@ def test_answers_belong_to_their_calls_when_the_function_forks_or_an_answer_come
     worker = start(
         write("""
         import json, os
-        CALLS = [1]
+        CALLS = [0]
         def reward_func(queries, prompts, labels):
             os.fork()
             CALLS[0] += 1
@@ -119,6 +119,29 @@ def test_bytes_that_are_no_answer_are_a_crash(write):
                     pass
     """)
     [verdict] = score(reward, ["4"])
+    assert (verdict.kind, verdict.detail) == (CRASH, "something other than an answer came from the reward worker")
+
+
+@pytest.mark.parametrize("status", [0, 3])
+def test_function_that_exits_is_a_crash_with_its_status(write, status):
+    reward = write(f"""
+        import os
+        def reward_func(queries, prompts, labels):
+            os._exit({status})
+    """)
+    [verdict] = score(reward, ["4"])
+    assert (verdict.kind, verdict.detail) == (CRASH, f"the reward worker exited with status {status}")
+
+
+def test_answer_beyond_the_limit_is_a_crash(write, monkeypatch):
+    monkeypatch.setattr("rlhf_rollout.rewards.process._MAX_ANSWER_BYTES", 2**16)
+    reward = write("""
+        def reward_func(queries, prompts, labels):
+            count = 2**18 if queries[0].endswith("long") else 2**10
+            return {"rewards": [1.0], "extra_logs": {str(number): 1.0 for number in range(count)}}
+    """)
+    assert [verdict.kind for verdict in score(reward, ["short"])] == [OK]
+    [verdict] = score(reward, ["long"])
     assert (verdict.kind, verdict.detail) == (CRASH, "something other than an answer came from the reward worker")
 
 
@@ -267,8 +290,9 @@ def test_worker_inherits_only_the_variables_that_are_allowed(write, monkeypatch)
 
 
 PRINTS = """
+    import os
     def reward_func(queries, prompts, labels):
-        print("\\x1b[31mbegin")
+        os.write(1, "\\x1b[31mbe\\tgin\\x7f\\x9b2J caf\\xe9 \\u202eit\\n".encode())
         for _ in range(440):
             print("x" * 10**5)
         return {"rewards": [1.0] * len(queries)}
@@ -279,7 +303,7 @@ def test_output_of_a_function_is_cut_in_the_log(write, tmp_path):
     log = tmp_path / "reward.log"
     assert score(write(PRINTS), ["4"], log_path=log)[0].kind is OK  # it prints 44 MB
     text = log.read_text()
-    assert "begin" in text
+    assert "gin" in text
     assert text.endswith("x\n[further output of the reward function is left out]\n")
     assert 10 * 2**20 <= len(text) < 10 * 2**20 + 100
 
@@ -294,7 +318,7 @@ from rlhf_rollout.rewards.function import check_reward_function
 assert check_reward_function({reward!r}, [make_prompt()]) is None
 """
     text = subprocess.run([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True, check=True).stderr
-    assert text.startswith("[31mbegin\n")
+    assert text.startswith("[31mbe\tgin2J caf\xe9 it\n")  # without the characters that steer a terminal
     assert 2**14 <= len(text) < 2**14 + 100
 
 

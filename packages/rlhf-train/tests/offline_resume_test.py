@@ -84,7 +84,7 @@ def make_job(trainer: str, models: str, folder: str, stage: int = 0, place: tupl
         "schedule": OfflineSchedule(train_batch_size=4, micro_train_batch_size=2, max_epochs=2),
         "model_path": Path(folder, "model"),
         "best_path": Path(folder, "best_model"),
-        "checkpoints": CheckpointSpec(every=1, max_num=2, resume=Path(folder).exists()),
+        "checkpoints": CheckpointSpec(every=1, max_num=2, hf_model=True, resume=Path(folder).exists()),
         "rank": rank,
         "num_ranks": num_ranks,
         "master": master,
@@ -227,7 +227,10 @@ def test_killed_run_of_each_trainer_goes_on_bit_for_bit(fork, models, tmp_path, 
     assert not (folder / "model").exists()
     carry_out(make_job(*arguments))
     check_same(folder, whole)
-    assert [one.step for one in Checkpoints(folder / "checkpoints").all()][-2:] == [NUM_UPDATES - 1, NUM_UPDATES]
+    saved = Checkpoints(folder / "checkpoints").all()
+    assert [one.step for one in saved][-2:] == [NUM_UPDATES - 1, NUM_UPDATES]
+    weights = [(path / "model.safetensors").read_bytes() for path in (folder / "model", saved[-1].path / "hf")]
+    assert weights[0] == weights[1]
 
 
 def test_runs_of_two_ranks_go_on_bit_for_bit_at_each_zero_stage(fork, models, tmp_path):

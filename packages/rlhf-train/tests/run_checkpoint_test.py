@@ -8,7 +8,15 @@ from pathlib import Path
 import pytest
 
 from rlhf_data.errors import CheckpointError
-from rlhf_train.run.checkpoint import MANIFEST, RECEIPT, Checkpoints, read_checkpoint, write_receipt
+from rlhf_train.run.checkpoint import (
+    MANIFEST,
+    RECEIPT,
+    Checkpoint,
+    Checkpoints,
+    read_checkpoint,
+    superfluous,
+    write_receipt,
+)
 
 
 def save(checkpoints: Checkpoints, step: int, metric: float | None = None, size: int = 10):
@@ -92,6 +100,13 @@ def test_oldest_checkpoints_beyond_the_limits_are_removed(tmp_path, limits, kept
     for step in range(1, 6):
         save(checkpoints, step, size=150)
     assert [checkpoint.step for checkpoint in checkpoints.all()] == kept
+
+
+def test_checkpoint_that_fits_is_kept_though_a_newer_one_is_too_large():
+    sizes = {1: 20, 2: 100, 3: 10}
+    found = [Checkpoint(Path(f"step-{step}"), step, None, False, {"f": (size, "")}) for step, size in sizes.items()]
+    assert [one.step for one in superfluous(found, max_num=9, max_bytes=30)] == [2]
+    assert {one.step for one in superfluous(found, max_num=9, max_bytes=29)} == {1, 2}
 
 
 def test_best_checkpoint_is_kept_besides_the_newest(tmp_path):

@@ -6,6 +6,7 @@ On Linux, orphans of the worker become children of the guard, also those that ha
 them all when the worker ends, when it receives SIGTERM, and when its own parent is gone.
 """
 
+import codecs
 import contextlib
 import ctypes
 import json
@@ -24,8 +25,6 @@ _PARENT_CHECK_S = 1.0  # between two looks at whether the parent is alive
 _KILL_TIMEOUT_S = 5.0
 _LOG_BYTES = 10 * 2**20  # size of a log file beyond which output is dropped
 _TERMINAL_BYTES = 2**14  # what one worker may write to the terminal
-# Everything but tab and newline: the texts of a model could steer the terminal.
-_CONTROL_BYTES = bytes({*range(32), 127} - {9, 10})
 
 
 class _Output:
@@ -40,6 +39,7 @@ class _Output:
         self._log_path = log_path
         self._file: int | None = None
         self._num_shown = 0
+        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
 
     def forward(self) -> bool:
         """Copy a piece of what the worker has printed; return False when there is none."""
@@ -56,7 +56,8 @@ class _Output:
         kept = data[: max(room, 0)]
         self._num_shown += len(kept)
         if not is_file:
-            kept = kept.translate(None, _CONTROL_BYTES)
+            # Without escape sequences and other controls: the texts of a model could steer the terminal.
+            kept = "".join(char for char in self._decode(kept) if char.isprintable() or char in "\t\n").encode()
         if 0 < room < len(data):
             kept += b"\n[further output of the reward function is left out]\n"
         with contextlib.suppress(OSError):  # a full disk or a closed terminal must not end the worker

@@ -1,6 +1,7 @@
 """The parent's side of a reward worker: a fresh interpreter, called with deadlines, killed with all that it started."""
 
 import contextlib
+import itertools
 import json
 import logging
 import os
@@ -52,7 +53,7 @@ class WorkerProcess:
     def __init__(self, target: RewardTarget, options: WorkerOptions, *, log_path: Path | None = None) -> None:
         self._target = target
         self._start_timeout_s = options.start_timeout_s
-        self._num_calls = 0
+        self._numbers = itertools.count()
         self._received = b""
         self._extras: Sequence[str] = ()
         self._connection, theirs = socket.socketpair()
@@ -122,12 +123,12 @@ class WorkerProcess:
     def _exchange(self, message: Mapping[str, Any], timeout_s: float) -> dict[str, Any] | Failure:
         """Send a message and return the answer. A worker that is late or has ended is dead afterwards."""
         deadline = time.monotonic() + timeout_s
-        self._num_calls += 1
+        number = next(self._numbers)
         try:
             self._connection.settimeout(timeout_s)
-            self._connection.sendall(json.dumps({"call": self._num_calls, **message}).encode() + b"\n")
+            self._connection.sendall(json.dumps({"call": number, **message}).encode() + b"\n")
             answer = json.loads(self._line(deadline))
-            while answer["call"] != self._num_calls:  # a second answer to an earlier call
+            while answer["call"] != number:  # a second answer to an earlier call
                 answer = json.loads(self._line(deadline))
         except TimeoutError:
             self.close()
