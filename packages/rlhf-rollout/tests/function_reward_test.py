@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import textwrap
 import time
 
 import pytest
@@ -17,16 +16,6 @@ from rlhf_rollout.rewards.function import FunctionReward, check_reward_function
 from rlhf_rollout.rewards.sources import WorkerOptions
 
 OK, WRONG, CRASH, TIMEOUT = VerdictKind.OK, VerdictKind.WRONG, VerdictKind.CRASH, VerdictKind.TIMEOUT
-
-
-@pytest.fixture
-def write(tmp_path):
-    def write(code, name="reward.py"):
-        path = tmp_path / name
-        path.write_text(textwrap.dedent(code))
-        return str(path)
-
-    return write
 
 
 def score(reward, texts, *, prompt=None, **options):

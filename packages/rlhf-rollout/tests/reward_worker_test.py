@@ -1,11 +1,10 @@
-"""The process of a reward function: deadlines, children, memory, output, environment, and what it may answer."""
+"""The process of a reward function: deadlines, children, memory, environment, and what it may answer."""
 
 import asyncio
 import os
 import signal
 import subprocess
 import sys
-import textwrap
 import time
 
 import pytest
@@ -21,16 +20,6 @@ from rlhf_rollout.rewards.user_function import parse_reward
 OK, WRONG, CRASH, TIMEOUT = VerdictKind.OK, VerdictKind.WRONG, VerdictKind.CRASH, VerdictKind.TIMEOUT
 SAMPLE = (["2+2=4"], ["2+2="], ["4"])
 EXTRAS = {"responses": ["4"], "token_ids": [[52]], "finish_reasons": ["stop"], "group_ids": ["g0"]}
-
-
-@pytest.fixture
-def write(tmp_path):
-    def write(code, name="reward.py"):
-        path = tmp_path / name
-        path.write_text(textwrap.dedent(code))
-        return str(path)
-
-    return write
 
 
 @pytest.fixture
@@ -287,39 +276,6 @@ def test_worker_inherits_only_the_variables_that_are_allowed(write, monkeypatch)
     assert score(reward, ["4"])[0].detail == "ValueError: - - /somewhere (reward.py:5)"
     allowed = WorkerOptions(env=("OPENAI_API_KEY", "NOT_SET"))
     assert score(reward, ["4"], worker=allowed)[0].detail == "ValueError: - key /somewhere (reward.py:5)"
-
-
-PRINTS = """
-    import os
-    def reward_func(queries, prompts, labels):
-        os.write(1, "\\x1b[31mbe\\tgin\\x7f\\x9b2J caf\\xe9 \\u202eit\\n".encode())
-        for _ in range(440):
-            print("x" * 10**5)
-        return {"rewards": [1.0] * len(queries)}
-"""
-
-
-def test_output_of_a_function_is_cut_in_the_log(write, tmp_path):
-    log = tmp_path / "reward.log"
-    assert score(write(PRINTS), ["4"], log_path=log)[0].kind is OK  # it prints 44 MB
-    text = log.read_text()
-    assert "gin" in text
-    assert text.endswith("x\n[further output of the reward function is left out]\n")
-    assert 10 * 2**20 <= len(text) < 10 * 2**20 + 100
-
-
-def test_output_of_a_function_cannot_flood_or_steer_the_terminal(write):
-    reward = write(PRINTS)
-    program = f"""
-import sys
-sys.path[:] = {sys.path!r}
-from record_testing import make_prompt
-from rlhf_rollout.rewards.function import check_reward_function
-assert check_reward_function({reward!r}, [make_prompt()]) is None
-"""
-    text = subprocess.run([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True, check=True).stderr
-    assert text.startswith("[31mbe\tgin2J caf\xe9 it\n")  # without the characters that steer a terminal
-    assert 2**14 <= len(text) < 2**14 + 100
 
 
 def test_async_function_with_extras_receives_lists_of_each_sample_on_one_event_loop(write):
