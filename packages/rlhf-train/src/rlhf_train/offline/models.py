@@ -52,7 +52,8 @@ def write_model(
     if lora is None:
         save_hf(model, state, load_tokenizer(spec.path), folder)
     else:
-        with TemporaryDirectory() as scratch:
+        # New modules draw their first weights, which must not change what the training draws, such as dropout.
+        with TemporaryDirectory() as scratch, torch.random.fork_rng(devices=[]):
             adapter = save_adapter(model, state, scratch)
             merge_adapter(spec.path, adapter, folder, dtype=spec.dtype)
         save_adapter(model, state, folder / ADAPTER_FOLDER)
