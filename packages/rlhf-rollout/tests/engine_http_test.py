@@ -181,6 +181,23 @@ def test_http_engine_answer_that_trickles_ends_at_the_second_timeout() -> None:
 
 
 @pytest.mark.parametrize(
+    ("content", "problem"),
+    [(b" " * 1001, "the answer is longer than 1000 bytes"), (b"no gzip", "DecodingError")],
+)
+def test_http_engine_answer_too_long_or_packed_wrongly_raises(monkeypatch, content: bytes, problem: str) -> None:
+    monkeypatch.setattr("rlhf_rollout.answers.MAX_BYTES", 1000)
+
+    class Body(httpx.AsyncByteStream):
+        async def __aiter__(self) -> AsyncIterator[bytes]:
+            yield content
+
+    headers = {"Content-Encoding": "gzip"} if problem == "DecodingError" else {}
+    transport = httpx.MockTransport(lambda request: httpx.Response(200, headers=headers, stream=Body()))
+    with pytest.raises(EngineError, match=problem):
+        ask("http://engine", num_retries=0, transport=transport)
+
+
+@pytest.mark.parametrize(
     ("answer", "message"),
     [
         ("not json", "answered no JSON"),

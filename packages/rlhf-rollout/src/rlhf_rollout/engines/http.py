@@ -1,6 +1,7 @@
 """A client of a vLLM server (OpenAI's completions API): tokens in, tokens and log-probs out."""
 
 import asyncio
+import json
 from typing import Any
 
 import httpx
@@ -9,6 +10,7 @@ import numpy as np
 from rlhf_data.errors import ConfigError, EngineError
 from rlhf_data.records import FinishReason
 from rlhf_data.safety import is_loopback, without_secrets
+from rlhf_rollout import answers
 from rlhf_rollout.engines.requests import check_request, deadline, sample_seeds
 from rlhf_rollout.engines.spec import EngineSpec
 from rlhf_rollout.protocols import Completion, EngineHealth, PauseMode, SamplingParams, check_pause_mode
@@ -121,20 +123,21 @@ class HttpEngine:
     async def _post(self, request: dict[str, Any]) -> dict[str, Any]:
         failure = ""
         num_timeouts = 0
+        content = json.dumps(request).encode()
         for attempt in range(self._num_retries + 1):
             if attempt:
                 await asyncio.sleep(min(self._retry_wait_s * 2 ** (attempt - 1), _MAX_RETRY_WAIT_S))
             try:
                 # httpx's timeout limits each read, not the request
                 async with asyncio.timeout(self._spec.request_timeout_s):
-                    response = await self._client.post(self._address, json=request)
+                    response = await answers.post(self._client, self._address, content=content, headers={})
             except TimeoutError:
                 failure = f"no answer within {self._spec.request_timeout_s:g} s"
                 num_timeouts += 1
                 if num_timeouts == _MAX_TIMEOUTS:
                     break
                 continue
-            except httpx.TransportError as error:
+            except httpx.HTTPError as error:
                 failure = f"{type(error).__name__}: {error}"
                 continue
             if response.status_code in _RETRIED_STATUS:

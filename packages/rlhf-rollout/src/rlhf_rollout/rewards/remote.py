@@ -18,6 +18,7 @@ import httpx
 from rlhf_data.errors import ConfigError, RewardError
 from rlhf_data.records import Prompt, Rollout, Verdict, VerdictKind
 from rlhf_data.safety import MASK, without_secrets
+from rlhf_rollout import answers
 from rlhf_rollout.rewards.batcher import Batcher
 from rlhf_rollout.rewards.breaker import Breaker
 from rlhf_rollout.rewards.function import check_finite, reward_arguments, trial_arguments
@@ -100,7 +101,6 @@ class RemoteReward:
             # Shorter than the request's own limit, so that a server that is not there is told from one that is late.
             timeout=httpx.Timeout(timeout_s, connect=min(timeout_s / 2, _CONNECT_TIMEOUT_S)),
             limits=httpx.Limits(max_connections=None),
-            headers={"Content-Type": "application/json"},
             transport=transport,
         )
 
@@ -153,7 +153,7 @@ class RemoteReward:
         address, url = url, without_secrets(url)  # the second one is for messages
         try:
             async with asyncio.timeout(self._timeout_s):  # httpx's timeout limits each read, not the request
-                response = await self._client.post(address, content=content, headers=headers)
+                response = await answers.post(self._client, address, content=content, headers=headers)
         except (TimeoutError, httpx.TimeoutException, httpx.HTTPError) as error:
             is_late = isinstance(error, TimeoutError | httpx.TimeoutException)
             if is_late and not isinstance(error, httpx.ConnectTimeout):
