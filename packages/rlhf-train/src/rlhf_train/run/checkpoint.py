@@ -81,7 +81,7 @@ class Checkpoint:
     def state(self) -> dict[str, Any]:
         """Return the state that the driver saved. Raises CheckpointError when it cannot be read."""
         try:
-            return dict(json.loads((self.path / STATE).read_text(encoding="utf-8")))
+            return dict(json.loads((self.path / STATE).read_bytes()))
         except _UNREADABLE as error:
             raise CheckpointError(f"{self.path / STATE} cannot be read: {error}") from error
 
@@ -158,7 +158,7 @@ class Checkpoints:
         target = self.folder / f"step-{step}"
         try:
             files = {name: _await_receipt(staging / name, ended or threading.Event()) for name in ranks}
-            (staging / STATE).write_text(json.dumps(state), encoding="utf-8")
+            (staging / STATE).write_bytes(json.dumps(state).encode())
             for path in sorted(staging.rglob("*")):
                 name = str(path.relative_to(staging))
                 if path.is_file() and name not in files and not name.endswith(RECEIPT):
@@ -167,7 +167,7 @@ class Checkpoints:
             for name in ranks:
                 (staging / (name + RECEIPT)).unlink()
             manifest = {"format": FORMAT, "step": step, "metric": metric, "lowest": self._lowest, "files": files}
-            (staging / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+            (staging / MANIFEST).write_bytes(json.dumps(manifest, indent=1).encode())
             flush(staging / MANIFEST)
             flush(staging)
             if target.exists():
@@ -238,7 +238,7 @@ def folders(home: Path) -> list[Path]:
 def read_checkpoint(path: Path) -> Checkpoint:
     """Return the checkpoint in a folder. Raises CheckpointError when the manifest is missing or cannot be read."""
     try:
-        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        manifest = json.loads((path / MANIFEST).read_bytes())
         version = manifest["format"]
         if version == FORMAT:
             files = {str(name): (int(size), str(digest)) for name, (size, digest) in manifest["files"].items()}
@@ -257,7 +257,7 @@ def write_receipt(path: Path, error: Exception | None = None) -> None:
         flush(path)
         receipt = {"size": path.stat().st_size, "sha256": sha256(path)}
     draft = path.with_name(f"{path.name}{RECEIPT}.draft")
-    draft.write_text(json.dumps(receipt), encoding="utf-8")
+    draft.write_bytes(json.dumps(receipt).encode())
     draft.rename(path.with_name(path.name + RECEIPT))
 
 
@@ -269,7 +269,7 @@ def _await_receipt(path: Path, ended: threading.Event) -> tuple[int, str]:
             raise cannot_save(path, "the rank that writes it has ended")
         if not path.parent.is_dir():
             raise cannot_save(path, "the folder was removed")
-    told = json.loads(receipt.read_text(encoding="utf-8"))
+    told = json.loads(receipt.read_bytes())
     if "error" in told:
         raise cannot_save(path, told["error"])
     return int(told["size"]), str(told["sha256"])
