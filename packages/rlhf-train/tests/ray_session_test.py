@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -219,7 +220,10 @@ def test_agents_of_runs_that_ended_are_killed_and_all_other_processes_live(monke
     def agent(title, folder):
         """Start a process with an open log in `folder`, whose first argument is `title`."""
         with (folder / "agent.log").open("w") as log:
-            return subprocess.Popen([title, "600"], executable="/bin/sleep", stdout=log)
+            process = subprocess.Popen([title, "600"], executable="/bin/sleep", stdout=log)
+        while not Path(f"/proc/{process.pid}/cmdline").read_bytes():  # Linux sets it a little after the program starts
+            time.sleep(0.001)
+        return process
 
     orphan = agent("ray::DashboardAgent", killed)
     others = [
