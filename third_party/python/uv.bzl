@@ -53,7 +53,7 @@ _PIP_TO_UV = {
     "index-url": "UV_DEFAULT_INDEX",
 }
 
-# Modules that no command of this repository imports, two fifths of all. Python still compiles them if a user's code does.
+# Modules that no test imports, two fifths of the code. Python compiles them when a command imports them.
 _NOT_COMPILED = "/site-packages/({})/".format("|".join([
     ".*/tests?",
     "torch/testing/_internal",
@@ -125,7 +125,7 @@ def _sync(ctx, uv, python, environ):
 def _compile(ctx, python):
     """Compiles the environment, which tests and other sandboxed actions can only read, apart from `_NOT_COMPILED`."""
     compileall = [python, "-m", "compileall", "-q", "-j", "0", "-x", _NOT_COMPILED, ctx.path(python).dirname.dirname]
-    ctx.execute(compileall, timeout = 3600)  # a template that is no Python makes its status 1
+    ctx.execute(compileall, timeout = 3600)  # the status is 1, because some packages hold templates that are not Python
 
 def _digest(*parts):
     return "%x" % (hash("\n".join(parts)) & 0xffffffff)

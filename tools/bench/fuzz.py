@@ -285,16 +285,12 @@ def main() -> None:
     options = parser.parse_args()
     names = [name for name in seeds() if options.only in name]
     with ProcessPoolExecutor(os.cpu_count(), mp_context=multiprocessing.get_context("spawn")) as pool:
-        started = {
-            name: [
-                pool.submit(fuzz_part, name, options.seed + part, options.seconds / options.parts)
-                for part in range(options.parts)
-            ]
-            for name in names
-        }
+        tasks = [(name, part) for name in names for part in range(options.parts)]
+        seconds = options.seconds / options.parts
+        futures = {(name, part): pool.submit(fuzz_part, name, options.seed + part, seconds) for name, part in tasks}
         runs = {}
-        for name, futures in started.items():
-            runs[name] = merged([future.result() for future in futures])
+        for name in names:
+            runs[name] = merged([futures[name, part].result() for part in range(options.parts)])
             print(name, json.dumps(runs[name], indent=1), flush=True)
     report = {
         "benchmark": "fuzz",

@@ -1,4 +1,4 @@
-"""Answers of HTTP servers, which are not trusted to end."""
+"""Reads the answers of HTTP servers up to a size: a server that is not trusted could fill the memory."""
 
 import httpx
 
@@ -6,7 +6,17 @@ MAX_BYTES = 2**28
 
 
 async def post(client: httpx.AsyncClient, url: str, *, content: bytes, headers: dict[str, str]) -> httpx.Response:
-    """Return the answer to a POST of JSON. Raises httpx.HTTPError, also for an answer beyond `MAX_BYTES`."""
+    """Return the answer to a POST request.
+
+    Args:
+        client: sends the request; its timeouts apply.
+        url: of the request.
+        content: its body, in JSON.
+        headers: further headers.
+
+    Raises:
+        httpx.HTTPError: there is no answer, it cannot be unpacked, or it has more than `MAX_BYTES` when unpacked.
+    """
     headers = {"Content-Type": "application/json", **headers}
     body = bytearray()
     async with client.stream("POST", url, content=content, headers=headers) as response:

@@ -1,4 +1,4 @@
-"""The machine that a process runs on: its GPUs, its ports, how its threads wait, and how fast it starts."""
+"""The process and its machine: GPUs, ports, how threads wait, and when garbage is collected."""
 
 import gc
 import os
@@ -43,7 +43,7 @@ def wait_passively(environ: MutableMapping[str, str] = os.environ) -> None:
 def collection_paused() -> Iterator[None]:
     """Pause Python's garbage collector for the time of a `with` block that imports large libraries.
 
-    It would go through their objects again and again, which takes a tenth of the time of an import.
+    Otherwise the collector examines all imported objects again and again: about a tenth of the time of an import.
     """
     was_enabled = gc.isenabled()
     gc.disable()

@@ -31,13 +31,13 @@ def node_address() -> str:
 def prepare_process() -> None:
     """Set what libraries read once in this worker: its GPUs, how threads wait, and the folder for temporary files.
 
-    That folder is Ray's session folder, which is removed with the cluster: a killed process leaves nothing elsewhere.
-    Call this before torch is imported.
+    Temporary files go to Ray's session folder. A run removes it with its cluster, and so also what killed processes
+    have left. Call this before torch is imported.
     """
     wait_passively()
     session = ray._private.worker._global_node.get_session_dir_path()
     if os.access(session, os.W_OK):
-        # The session folder's path may be too long for a socket, of which vLLM makes some.
+        # vLLM makes sockets, whose paths must be short. They stay where they would be otherwise.
         os.environ.setdefault("VLLM_RPC_BASE_PATH", tempfile.gettempdir())
         tempfile.tempdir = session
     assigned = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])

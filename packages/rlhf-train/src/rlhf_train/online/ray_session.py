@@ -29,7 +29,7 @@ from rlhf_rollout.ray_actors import plain_errors
 START_ATTEMPTS = 3
 _ANSWER_TIMEOUT_S = 2.0
 _DEATH_S = 5.0  # within which Ray notices that a process has died
-_LOCK = "rlhf-run.lock"  # in the session folder of a cluster that a run has started; holds the run's name
+_LOCK = "rlhf-run.lock"  # in the session folder of a cluster that a run has started; locked while the run lives
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _OPTIONS: Mapping[str, Any] = {"logging_level": "ERROR", "log_to_driver": False}
 _SUBMITTED = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set by `ray job submit` in the process that it starts
