@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import threading
 from pathlib import Path
 
@@ -138,6 +139,48 @@ def test_commit_waits_for_the_ranks_and_gives_up_when_they_have_ended(tmp_path):
     threading.Timer(0.2, ended.set).start()
     with pytest.raises(CheckpointError, match="the rank that writes it has ended"):
         checkpoints.commit(2, {}, ["actor"], None, ended)
+
+
+def test_checkpoint_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    done = []
+    rename, fsync = Path.rename, os.fsync
+
+    def path_of(descriptor):
+        return os.readlink(f"/proc/self/fd/{descriptor}")
+
+    monkeypatch.setattr(os, "fsync", lambda descriptor: (done.append(path_of(descriptor)), fsync(descriptor)))
+    monkeypatch.setattr(Path, "rename", lambda path, target: (done.append(f"to {target}"), rename(path, target)))
+    save(Checkpoints(tmp_path), 7)
+    staging = f"{tmp_path}/.step-7.partial"
+    written = [f"{staging}/{name}" for name in ("hf", "hf/config.json", "state.json", "manifest.json")]
+    rank = [f"{staging}/actor", f"to {staging}/actor{RECEIPT}"]
+    assert done == [*rank, *written, staging, f"to {tmp_path}/step-7", str(tmp_path)]
+
+
+def test_checkpoint_of_a_step_that_has_one_takes_its_place(tmp_path):
+    checkpoints = Checkpoints(tmp_path)
+    save(checkpoints, 3, size=5)
+    assert save(checkpoints, 3, size=6).files["actor"][0] == 6
+    assert names(tmp_path) == ["step-3"]
+    assert checkpoints.newest_whole(pytest.fail).problems() == []
+
+
+def test_folder_that_is_removed_while_ranks_write_is_an_error(tmp_path):
+    checkpoints = Checkpoints(tmp_path / "c")
+    checkpoints.begin(1).rmdir()
+    ended = threading.Event()
+    timer = threading.Timer(20, ended.set)
+    timer.start()
+    with pytest.raises(CheckpointError, match=r"\.step-1\.partial/actor cannot be written: the folder was removed"):
+        checkpoints.commit(1, {}, ["actor"], None, ended)
+    timer.cancel()
+
+
+def test_name_that_is_taken_by_a_file_is_an_error_and_leaves_nothing(tmp_path):
+    (tmp_path / "step-4").write_text("mine")
+    with pytest.raises(CheckpointError, match=r"step-4 cannot be written: .*Not a directory(.|\n)*hint: free space"):
+        save(Checkpoints(tmp_path), 4)
+    assert names(tmp_path) == ["step-4"]
 
 
 def test_receipt_tells_size_and_hash(tmp_path):

@@ -54,7 +54,7 @@ class WorkerProcess:
         self._target = target
         self._start_timeout_s = options.start_timeout_s
         self._numbers = itertools.count()
-        self._received = b""
+        self._received = bytearray()
         self._extras: Sequence[str] = ()
         self._connection, theirs = socket.socketpair()
         with theirs:
@@ -84,10 +84,11 @@ class WorkerProcess:
         module, limit = self._target.module, self._start_timeout_s
         notice = f"importing {module} takes longer than {_NOTICE_S:g} s; the limit is {limit:g} s"
         timer = threading.Timer(_NOTICE_S, _LOGGER.warning, [notice])
-        timer.daemon = True
         timer.start()
-        answer = self._exchange({"path": path, "target": asdict(self._target)}, limit)
-        timer.cancel()
+        try:
+            answer = self._exchange({"path": path, "target": asdict(self._target)}, limit)
+        finally:
+            timer.cancel()
         if isinstance(answer, Failure):
             self.close()
             raise RewardError(_start_problem(self._target, answer, limit))
@@ -147,15 +148,18 @@ class WorkerProcess:
 
     def _line(self, deadline: float) -> bytes:
         """Return the next line from the worker. Raises TimeoutError, EOFError, or ValueError when it is too long."""
-        while (end := self._received.find(b"\n")) < 0:
-            if len(self._received) > _MAX_ANSWER_BYTES:
+        searched = 0
+        while (end := self._received.find(b"\n", searched)) == -1:
+            searched = len(self._received)
+            if searched > _MAX_ANSWER_BYTES:
                 raise ValueError("the answer is too long")
             self._connection.settimeout(max(deadline - time.monotonic(), 1e-3))
             piece = self._connection.recv(2**20)
             if not piece:
                 raise EOFError
             self._received += piece
-        line, self._received = self._received[:end], self._received[end + 1 :]
+        line = bytes(self._received[:end])
+        del self._received[: end + 1]
         return line
 
 

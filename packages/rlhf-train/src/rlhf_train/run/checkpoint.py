@@ -161,13 +161,15 @@ class Checkpoints:
             (staging / STATE).write_bytes(json.dumps(state).encode())
             for path in sorted(staging.rglob("*")):
                 name = str(path.relative_to(staging))
-                if path.is_file() and name not in files and not name.endswith(RECEIPT):
-                    flush(path)
+                if name in files or name.endswith(RECEIPT):
+                    continue
+                flush(path)
+                if path.is_file():
                     files[name] = (path.stat().st_size, sha256(path))
             for name in ranks:
                 (staging / (name + RECEIPT)).unlink()
             manifest = {"format": FORMAT, "step": step, "metric": metric, "lowest": self._lowest, "files": files}
-            (staging / MANIFEST).write_bytes(json.dumps(manifest, indent=1).encode())
+            (staging / MANIFEST).write_bytes(json.dumps(manifest).encode())
             flush(staging / MANIFEST)
             flush(staging)
             if target.exists():
