@@ -14,6 +14,7 @@ from rlhf_train.run.checkpoint import (
     RECEIPT,
     Checkpoint,
     Checkpoints,
+    folders,
     read_checkpoint,
     superfluous,
     write_receipt,
@@ -181,6 +182,12 @@ def test_name_that_is_taken_by_a_file_is_an_error_and_leaves_nothing(tmp_path):
     with pytest.raises(CheckpointError, match=r"step-4 cannot be written: .*Not a directory(.|\n)*hint: free space"):
         save(Checkpoints(tmp_path), 4)
     assert names(tmp_path) == ["step-4"]
+
+
+def test_folders_are_ordered_by_step_and_those_without_a_number_are_left_out(tmp_path):
+    for name in ("step-10", "step-2", "step-0", "step-x", ".step-3.partial"):
+        (tmp_path / name).mkdir()
+    assert folders(tmp_path) == [tmp_path / name for name in ("step-0", "step-2", "step-10")]
 
 
 def test_receipt_tells_size_and_hash(tmp_path):
