@@ -113,8 +113,12 @@ def test_check_ppo_what_cannot_work_is_an_error_with_a_hint(argv, message, hint)
         ([*MODEL_ONLY, "--reward_timeout_s", "3"], "--reward_timeout_s has no effect: no reward function or server"),
         ([*MODEL_ONLY, "--reward_num_workers", "3"], "--reward_num_workers has no effect: no reward function scores"),
         ([*GRPO, "--running_reward_norm"], "--running_reward_norm has no effect: GRPO (group_norm) shifts and scales"),
-        ([*MODEL_ONLY], "accuracy and pass@k follow the reward model, m: a score above 0 counts as right"),
-        (["--remote_rm_url", "a/b.py,c.py"], "accuracy and pass@k follow the first of 2 rewards, b: a score above 0"),
+        ([*MODEL_ONLY], "accuracy and pass@k follow the reward model, m: a score of at least 1 (--success_threshold)"),
+        (
+            ["--remote_rm_url", "a/b.py,c.py", "--success_threshold", "0.5"],
+            "accuracy and pass@k follow the first of 2 rewards, b: a score of at least 0.5 (--success_threshold) counts"
+            " as right, unless it says so itself",
+        ),
         (
             [*MODEL_ONLY, "--dynamic_filtering"],
             "--dynamic_filtering leaves out prompts whose responses all have the same",

@@ -36,6 +36,7 @@ REACHES = [
     ("reward_memory_gb", "0.5", "", "reward.calls.worker.memory_gb", 0.5),
     ("reward_env", "A_KEY,B", "", "reward.calls.worker.env", ("A_KEY", "B")),
     ("failed_reward", "-1", "", "reward.calls.failed_reward", -1.0),
+    ("success_threshold", "0.5", "", "reward.calls.success_threshold", 0.5),
     ("reward_batch_size", "3", "", "reward.calls.batch_size", 3),
     ("normalize_reward", "", "--reward_pretrain r", "reward.normalize_models", True),
     ("running_reward_norm", "", "", "reward.running_norm", True),

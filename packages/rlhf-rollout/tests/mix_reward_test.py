@@ -204,6 +204,36 @@ def test_build_reward_one_source_of_weight_one_is_itself(function):
     assert build_reward([model], models=[scorer]) is scorer
 
 
+# Rewards of -0.5, 0 and 1, with scores in [0, 1]: a wrong answer has a score of 0.333.
+PARTIAL_CREDIT = """
+def reward_func(queries, prompts, labels):
+    rewards = []
+    for query, prompt, label in zip(queries, prompts, labels):
+        answer = query[len(prompt):]
+        rewards.append((1.0 if answer == label else 0.0) if answer.isdigit() else -0.5)
+    return {"rewards": rewards, "scores": [(reward + 0.5) / 1.5 for reward in rewards]}
+"""
+
+
+@pytest.mark.parametrize(("threshold", "right"), [(1.0, [True, False, False]), (0.3, [True, True, False])])
+def test_build_reward_counts_as_right_what_reaches_the_threshold(tmp_path, threshold, right):
+    (tmp_path / "partial.py").write_text(PARTIAL_CREDIT)
+    source = RewardSource(kind="function", targets=(str(tmp_path / "partial.py"),))
+    prompt = make_prompt("2+2=", "4")
+    rollouts = [make_rollout(prompt, text) for text in ("4", "5", "four")]
+
+    async def run():
+        reward = build_reward([source], CallOptions(success_threshold=threshold))
+        try:
+            return await reward.score(prompt, rollouts)
+        finally:
+            await reward.close()
+
+    verdicts = asyncio.run(run())
+    assert [verdict.score for verdict in verdicts] == pytest.approx([1.0, 1 / 3, 0.0])
+    assert [verdict.kind is OK for verdict in verdicts] == right
+
+
 def test_build_reward_mixes_functions_and_models_in_their_order(function):
     async def run():
         sources = [

@@ -42,9 +42,9 @@ def run(coroutine: Any) -> Any:
     return asyncio.run(asyncio.wait_for(coroutine, 60))
 
 
-def test_model_reward_sends_prompt_and_response_as_tokens_and_takes_the_sign() -> None:
+def test_model_reward_sends_prompt_and_response_as_tokens_and_compares_with_the_threshold() -> None:
     scorer = Scripted()
-    verdicts = run(ModelReward([scorer]).score(PROMPT, rollouts([7, 12], [9], [10])))
+    verdicts = run(ModelReward([scorer], success_threshold=1.5).score(PROMPT, rollouts([7, 12], [9], [10])))
     assert scorer.batches == [[[5, 6, 7, 12], [5, 6, 9], [5, 6, 10]]]
     assert [(verdict.kind, verdict.reward, verdict.score) for verdict in verdicts] == [
         (VerdictKind.OK, 2.0, 2.0),

@@ -181,17 +181,22 @@ def scored(reward=1.0, score=1.0, extra=None, verdict=None):
 
 
 @pytest.mark.parametrize(
-    ("score", "said", "kind"),
+    ("score", "said", "threshold", "kind"),
     [
-        (0.1, None, VerdictKind.OK),
-        (0.0, None, VerdictKind.WRONG),
-        (-1.0, None, VerdictKind.WRONG),
-        (0.0, "unparsable", VerdictKind.UNPARSABLE),
-        (0.0, "ok", VerdictKind.OK),
+        (1.0, None, 1.0, VerdictKind.OK),
+        (0.7 + 0.2 + 0.1, None, 1.0, VerdictKind.OK),  # 0.9999999999999999
+        (0.99, None, 1.0, VerdictKind.WRONG),
+        (0.333, None, 1.0, VerdictKind.WRONG),
+        (0.333, None, 0.3, VerdictKind.OK),
+        (0.0, None, 0.0, VerdictKind.OK),
+        (-1.0, None, -0.5, VerdictKind.WRONG),
+        (0.0, "unparsable", -1.0, VerdictKind.UNPARSABLE),
+        (0.0, "ok", 1.0, VerdictKind.OK),
+        (1.0, "wrong", 1.0, VerdictKind.WRONG),
     ],
 )
-def test_verdict_of_follows_the_function_else_the_sign_of_the_score(score, said, kind):
-    verdict = verdict_of(scored(reward=-0.5, score=score, verdict=said), 0)
+def test_verdict_of_follows_the_function_else_the_threshold_of_the_score(score, said, threshold, kind):
+    verdict = verdict_of(scored(reward=-0.5, score=score, verdict=said), 0, threshold)
     assert (verdict.kind, verdict.reward, verdict.score) == (kind, -0.5, score)
 
 

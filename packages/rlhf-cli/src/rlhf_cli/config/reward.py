@@ -67,5 +67,6 @@ class RewardSection(sections.RewardSection):
         )
         if len(sources) > 1 or kinds == {"model"}:
             which = f"the first of {len(sources)} rewards" if len(sources) > 1 else "the reward model"
-            notices.append(f"accuracy and pass@k follow {which}, {sources[0].name}: a score above 0 counts as right")
+            rule = f"a score of at least {self.success_threshold:g} (--success_threshold) counts as right"
+            notices.append(f"accuracy and pass@k follow {which}, {sources[0].name}: {rule}, unless it says so itself")
         return notices

@@ -35,6 +35,7 @@ _REWARD_OPTIONS = (
     "reward_weights",
     "reward_timeout_s",
     "failed_reward",
+    "success_threshold",
     *FUNCTION_OPTIONS,
     "reward_batch_size",
     "normalize_reward",

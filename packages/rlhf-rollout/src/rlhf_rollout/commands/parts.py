@@ -87,14 +87,16 @@ class RewardJob:
         Raises ConfigError for a reward model that cannot be loaded or whose tokenizer differs from `tokenizer`.
         """
         models = []
+        calls = self.options.calls()
         for number, path in enumerate(self.models):
             # Each loads for seconds to minutes, and the first one imports torch as well.
             TERMINAL.progress.show("loading the reward models", done=number, total=len(self.models))
             scorer = self._scorer(path, tokenizer)
             stack.callback(scorer.close)
-            models.append(ModelReward([scorer], batch_size=self.options.reward_batch_size))
+            options = {"batch_size": calls.batch_size, "success_threshold": calls.success_threshold}
+            models.append(ModelReward([scorer], **options))
         with TERMINAL.progress.doing("starting the rewards"):
-            reward = build_reward(self.sources, self.options.calls(), models=models)
+            reward = build_reward(self.sources, calls, models=models)
         stack.push_async_callback(reward.close)
         return reward
 

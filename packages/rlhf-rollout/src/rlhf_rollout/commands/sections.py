@@ -138,8 +138,7 @@ class RewardSection(Section, title="reward"):
     remote_rm_url: str | None = flag(
         None,
         "what scores, separated by commas: Python FILE.py with `reward_func(queries, prompts, labels)`,"
-        " module:function, or http(s):// URLs of reward servers, which are asked in turn; accuracy and pass@k count"
-        " scores of the first source above 0 as right",
+        " module:function, or http(s):// URLs of reward servers, which are asked in turn",
     )
     reward_pretrain: str | None = flag(
         None, "reward models, separated by commas: Hugging Face folders or hub names of models with a scalar head"
@@ -166,6 +165,11 @@ class RewardSection(Section, title="reward"):
         None,
         "reward and score of a response whose reward timed out or crashed; None: it has none and is masked in training",
     )
+    success_threshold: float = flag(
+        1.0,
+        "lowest score of the first source that accuracy and pass@k count as right, unless the source says which"
+        " responses are right, as a function does that returns `verdicts`",
+    )
     reward_batch_size: int = flag(64, "responses per call of a reward server or model", ge=1)
     normalize_reward: bool = flag(
         False, "shift and scale the scores of reward models by the mean and the standard deviation stored with them"
@@ -185,6 +189,7 @@ class RewardSection(Section, title="reward"):
             batch_size=self.reward_batch_size,
             worker=WorkerOptions(env=names, **limits),
             failed_reward=self.failed_reward,
+            success_threshold=self.success_threshold,
         )
 
     def missing(self, why: str) -> list[ConfigError]:

@@ -16,7 +16,7 @@ from rlhf_rollout.rewards.breaker import Breaker
 from rlhf_rollout.rewards.outcomes import Failure, judge
 from rlhf_rollout.rewards.process import Samples, WorkerProcess
 from rlhf_rollout.rewards.sources import DEFAULT_WORKER, WorkerOptions
-from rlhf_rollout.rewards.user_function import Scored, parse_reward, verdict_of
+from rlhf_rollout.rewards.user_function import SUCCESS_THRESHOLD, Scored, parse_reward, verdict_of
 
 _LOGGER = logging.getLogger(__name__)
 _START_ATTEMPTS = 3
@@ -39,6 +39,7 @@ class FunctionReward:
         num_workers: concurrent calls, each in its own process; further calls wait.
         worker: how the processes run.
         max_failures: costly failures in a row after which the function is held back.
+        success_threshold: see `verdict_of`.
         log_path: file for what the function prints, at most 10 MiB; None for this process's standard error, at most
             16 KiB per worker.
 
@@ -57,6 +58,7 @@ class FunctionReward:
         num_workers: int = 2,
         worker: WorkerOptions = DEFAULT_WORKER,
         max_failures: int = 8,
+        success_threshold: float = SUCCESS_THRESHOLD,
         log_path: str | Path | None = None,
     ) -> None:
         numbers = {"timeout_s": timeout_s, "num_workers": num_workers, "max_failures": max_failures}
@@ -67,6 +69,7 @@ class FunctionReward:
         self._timeout_s = timeout_s
         self._worker_options = worker
         self._breaker = Breaker(max_failures)
+        self._success_threshold = success_threshold
         self._pace_s = 0.0  # the longest time per rollout of a successful call
         self._log_path = None if log_path is None else Path(log_path)
         self._executor = ThreadPoolExecutor(num_workers, thread_name_prefix="reward")
@@ -96,7 +99,7 @@ class FunctionReward:
             samples = reward_arguments(prompt, [rollout.text for rollout in part])
             return await loop.run_in_executor(self._executor, self._call, samples, extra_arguments(part))
 
-        return await judge(rollouts, ask)
+        return await judge(rollouts, ask, self._success_threshold)
 
     async def close(self) -> None:
         """End the workers, also those that hang or are starting."""

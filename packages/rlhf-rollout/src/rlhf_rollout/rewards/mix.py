@@ -164,15 +164,16 @@ def build_reward(
     if len(models) != (num_models := len(model_paths(sources))):
         raise ConfigError(f"got {len(models)} reward models for {num_models} sources of the kind model")
     remaining = iter(models)
+    common = {"timeout_s": calls.timeout_s, "success_threshold": calls.success_threshold}
     rewards: list[RewardFunction] = []
     for source in sources:
         if source.kind == "function":
-            options = {"timeout_s": calls.timeout_s, "num_workers": calls.num_workers, "worker": calls.worker}
-            rewards.append(FunctionReward(source.targets[0], log_path=log_path, **options))
+            options = {"num_workers": calls.num_workers, "worker": calls.worker, "log_path": log_path}
+            rewards.append(FunctionReward(source.targets[0], **options, **common))
         elif source.kind == "server":
             from rlhf_rollout.rewards.remote import RemoteReward  # imports httpx
 
-            rewards.append(RemoteReward(source.targets, timeout_s=calls.timeout_s, batch_size=calls.batch_size))
+            rewards.append(RemoteReward(source.targets, batch_size=calls.batch_size, **common))
         else:
             rewards.append(next(remaining))
     weights = [source.weight for source in sources]

@@ -12,7 +12,7 @@ from rlhf_data.errors import ConfigError, RewardError, RlhfError
 from rlhf_data.records import Prompt, Rollout, Verdict, VerdictKind
 from rlhf_rollout.rewards.batcher import Batcher
 from rlhf_rollout.rewards.outcomes import Failure, judge
-from rlhf_rollout.rewards.user_function import Scored
+from rlhf_rollout.rewards.user_function import SUCCESS_THRESHOLD, Scored
 
 MODEL_TIMEOUT_S = 1800.0  # as long as an engine's request: a call may wait for all calls before it
 
@@ -28,16 +28,17 @@ class ModelReward:
     """A `RewardFunction` that asks a reward model, which reads the tokens that the policy wrote and not their text.
 
     Prompt and response form one sequence. Sequences of concurrent `score` calls are batched. A batch goes to the
-    replica with the fewest sequences in flight; replicas whose last calls failed come last. A score above 0 gives the
-    verdict ok, any other wrong. A batch that fails is sent once more to another replica, if there is one, and then
-    sequence by sequence, so that only the sequences at fault get the verdict crash. A batch without scores at the
-    deadline is the fault of the replica and of no sequence: all get the verdict timeout unless another replica answers.
+    replica with the fewest sequences in flight; replicas whose last calls failed come last. A batch that fails is sent
+    once more to another replica, if there is one, and then sequence by sequence, so that only the sequences at fault
+    get the verdict crash. A batch without scores at the deadline is the fault of the replica and of no sequence: all
+    get the verdict timeout unless another replica answers.
 
     Args:
         scorers: replicas of one model. The caller closes them.
         batch_size: sequences per call.
         max_wait_s: seconds that a sequence waits for others at most.
         timeout_s: deadline of one call, in which it may wait for other calls of the same replica.
+        success_threshold: see `verdict_of`.
 
     Raises:
         ConfigError: there is no scorer, the batch size is below 1, or the deadline is not positive.
@@ -50,6 +51,7 @@ class ModelReward:
         batch_size: int = 64,
         max_wait_s: float = 0.005,
         timeout_s: float = MODEL_TIMEOUT_S,
+        success_threshold: float = SUCCESS_THRESHOLD,
     ) -> None:
         if not scorers:
             raise ConfigError("a reward model needs at least one scorer")
@@ -59,7 +61,11 @@ class ModelReward:
         self._scorers = list(scorers)
         self._num_under_way = [0] * len(self._scorers)
         self._num_failures = [0] * len(self._scorers)  # since the last success of each
-        self._batcher = Batcher(partial(judge, ask=self._ask), max_batch=batch_size, max_wait_s=max_wait_s)
+        self._batcher = Batcher(
+            partial(judge, ask=self._ask, success_threshold=success_threshold),
+            max_batch=batch_size,
+            max_wait_s=max_wait_s,
+        )
 
     async def score(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> list[Verdict]:
         """Return one verdict per rollout, in order."""

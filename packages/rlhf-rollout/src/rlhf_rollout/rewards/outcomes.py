@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from rlhf_data.records import Verdict, VerdictKind
-from rlhf_rollout.rewards.user_function import Scored, one_line, verdict_of
+from rlhf_rollout.rewards.user_function import SUCCESS_THRESHOLD, Scored, one_line, verdict_of
 
 Sample = TypeVar("Sample")
 
@@ -30,13 +30,15 @@ class Failure:
 
 
 async def judge(
-    samples: Sequence[Sample], ask: Callable[[Sequence[Sample], Failure | None], Awaitable[Scored | Failure]]
+    samples: Sequence[Sample],
+    ask: Callable[[Sequence[Sample], Failure | None], Awaitable[Scored | Failure]],
+    success_threshold: float = SUCCESS_THRESHOLD,
 ) -> list[Verdict]:
     """Return one verdict per sample, from one call for all of them or, if that fails, from one call per sample.
 
-    `ask` calls the scorer. Its second argument is None in the call for all samples, and the failure of that call in the
-    calls for single samples. A verdict's `seconds` run from the start of this function to the end of the call that gave
-    the verdict, so they include a failed call for all.
+    For `success_threshold` see `verdict_of`. `ask` calls the scorer. Its second argument is None in the call for all
+    samples, and the failure of that call in the calls for single samples. A verdict's `seconds` run from the start of
+    this function to the end of the call that gave the verdict, so they include a failed call for all.
     """
     if not samples:
         return []
@@ -56,5 +58,6 @@ async def judge(
         if isinstance(outcome, Failure):
             verdicts.append(Verdict(outcome.kind, detail=one_line(outcome.detail), seconds=seconds))
         else:
-            verdicts += [replace(verdict_of(outcome, index), seconds=seconds) for index in range(len(outcome.rewards))]
+            for index in range(len(outcome.rewards)):
+                verdicts.append(replace(verdict_of(outcome, index, success_threshold), seconds=seconds))
     return verdicts

@@ -24,7 +24,7 @@ from rlhf_rollout.rewards.breaker import Breaker
 from rlhf_rollout.rewards.function import check_finite, reward_arguments, trial_arguments
 from rlhf_rollout.rewards.outcomes import Failure, judge
 from rlhf_rollout.rewards.tokens import TOKEN_VARIABLE, tokens_of
-from rlhf_rollout.rewards.user_function import Scored, read_result
+from rlhf_rollout.rewards.user_function import SUCCESS_THRESHOLD, Scored, read_result
 
 _PASSING_STATUS = (408, 425, 429, 500, 502, 503, 504)  # another try may succeed
 _STATUS_OF_A_SAMPLE = (400, 413, 422, 500)  # one sample of a batch may be the reason for these
@@ -69,6 +69,7 @@ class RemoteReward:
         num_retries: further tries of a request.
         retry_wait_s: pause before the first retry; it doubles with each further one, to at most 30 s.
         max_wait_s: seconds that a rollout waits for others at most.
+        success_threshold: see `verdict_of`.
         transport: replaces the network, for tests.
 
     Raises:
@@ -85,6 +86,7 @@ class RemoteReward:
         num_retries: int = 3,
         retry_wait_s: float = 0.5,
         max_wait_s: float = 0.005,
+        success_threshold: float = SUCCESS_THRESHOLD,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         self._urls = [check_url(url) for url in urls]
@@ -96,7 +98,11 @@ class RemoteReward:
         self._retry_wait_s = retry_wait_s
         self._turns = itertools.count()
         self._breakers = [Breaker(_MAX_FAILURES) for _ in urls]
-        self._batcher = Batcher(partial(judge, ask=self._ask), max_batch=batch_size, max_wait_s=max_wait_s)
+        self._batcher = Batcher(
+            partial(judge, ask=self._ask, success_threshold=success_threshold),
+            max_batch=batch_size,
+            max_wait_s=max_wait_s,
+        )
         self._client = httpx.AsyncClient(
             # Shorter than the request's own limit, so that a server that is not there is told from one that is late.
             timeout=httpx.Timeout(timeout_s, connect=min(timeout_s / 2, _CONNECT_TIMEOUT_S)),

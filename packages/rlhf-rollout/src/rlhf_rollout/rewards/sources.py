@@ -8,6 +8,7 @@ from typing import Literal
 
 from rlhf_data.errors import ConfigError, unknown
 from rlhf_data.safety import without_secrets
+from rlhf_rollout.rewards.user_function import SUCCESS_THRESHOLD
 
 RewardKind = Literal["function", "server", "model"]
 REWARD_KINDS: tuple[RewardKind, ...] = ("function", "server", "model")
@@ -85,6 +86,7 @@ class CallOptions:
         worker: how the processes of functions run.
         failed_reward: reward and score of rollouts whose scorer failed; None leaves them without, so that they are
             masked in training.
+        success_threshold: lowest score of a rollout that counts as right, where the scorer does not say it.
     """
 
     timeout_s: float = 30.0
@@ -92,6 +94,7 @@ class CallOptions:
     batch_size: int = 64
     worker: WorkerOptions = DEFAULT_WORKER
     failed_reward: float | None = None
+    success_threshold: float = SUCCESS_THRESHOLD
 
 
 DEFAULT_CALLS = CallOptions()

@@ -30,9 +30,11 @@ from rlhf_data.records import Verdict, VerdictKind
 DEFAULT_FUNCTION = "reward_func"
 EXTRAS = ("responses", "token_ids", "finish_reasons", "group_ids")  # keyword arguments, one entry per sample each
 MAX_NUMBER = float(np.finfo(np.float32).max)  # losses are computed in float32
+SUCCESS_THRESHOLD = 1.0  # full credit, where scores lie in [0, 1]
 
 _MAX_LINE = 1000
 _LARGEST = sys.float_info.max
+_ROUNDING = 1e-6  # of a score: 0.7 + 0.2 + 0.1 is below 1.0
 
 _IN_FILE = re.compile(r"(?P<path>.+\.py)(?::(?P<function>\w+))?", re.DOTALL)
 
@@ -161,8 +163,10 @@ def read_result(result: Any, num_samples: int, *, giver: str = "the reward funct
     return Scored(rewards, scores, extra, [None if verdict is None else str(verdict) for verdict in verdicts])
 
 
-def verdict_of(scored: Scored, index: int) -> Verdict:
-    """Return the verdict of one sample: the function's, or by default ok for a score above 0 and wrong otherwise.
+def verdict_of(scored: Scored, index: int, success_threshold: float = SUCCESS_THRESHOLD) -> Verdict:
+    """Return the verdict of one sample.
+
+    It is what the scorer says or else, by its score, ok from `success_threshold` on and wrong below.
 
     A reward or score that is not finite, or beyond the range of float32, gives the verdict `crash`. Such an extra log
     is left out and named in `detail`.
@@ -179,7 +183,7 @@ def verdict_of(scored: Scored, index: int) -> Verdict:
             why = ", more than float32 can hold" if np.isfinite(value) else ""
             return Verdict(VerdictKind.CRASH, detail=f"the {name} is {value}{why}", extra=extra)
     if kind is None:
-        kind = VerdictKind.OK if score > 0 else VerdictKind.WRONG
+        kind = VerdictKind.OK if score >= success_threshold - _ROUNDING else VerdictKind.WRONG
     return Verdict(VerdictKind(kind), reward, score, detail, extra)
 
 

@@ -28,7 +28,8 @@ def make_reward(job: OnlineJob, scorers: Sequence[Sequence[Any]], log_path: Path
     models = []
     for handles in scorers:
         replicas = [RayScorer(handle) for handle in handles]
-        models.append(ModelReward(replicas, batch_size=spec.calls.batch_size, timeout_s=spec.model_timeout_s))
+        calls = {"batch_size": spec.calls.batch_size, "success_threshold": spec.calls.success_threshold}
+        models.append(ModelReward(replicas, timeout_s=spec.model_timeout_s, **calls))
     return build_reward(spec.sources, spec.calls, log_path=log_path, models=models)
 
 
