@@ -1,8 +1,7 @@
-"""The commands as a user types them: the main job shortened, and a run on a user's model, data and reward."""
+"""The main job as a user types it, shortened."""
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -13,18 +12,6 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 600
-
-REWARD = """
-import time
-
-
-def reward_func(queries, prompts, labels):
-    if any("hang" in prompt for prompt in prompts):
-        time.sleep(3600)
-    if any("raise" in prompt for prompt in prompts):
-        raise KeyError("no such prompt")
-    return {"rewards": [query.count("1") / 10 for query in queries], "extra_logs": {"seen": 1.0}}
-"""
 
 
 def ppo(*flags: str, folder: Path) -> subprocess.CompletedProcess[str]:
@@ -122,25 +109,3 @@ def test_main_job_final_model_loads_in_plain_transformers(main_job):
     ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     text = tokenizer.decode(model.generate(**ids, max_new_tokens=32, do_sample=False)[0], skip_special_tokens=True)
     assert "7+8=15" in text
-
-
-def test_user_run_with_a_failing_reward_counts_the_failures_and_goes_on(main_job, tmp_path):
-    shutil.copytree(main_job[1] / "model", tmp_path / "policy")
-    (tmp_path / "reward.py").write_text(REWARD, encoding="utf-8")
-    rows = [{"question": f"Count {number}", "gold": number} for number in range(6)]
-    rows += [{"question": "please raise", "gold": 0}, {"question": "please hang", "gold": 0}]
-    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    flags = ["--pretrain", "policy", "--prompt_data", "data.jsonl", "--input_key", "question", "--label_key", "gold"]
-    flags += ["--remote_rm_url", "reward.py", "--reward_timeout_s", "2", "--apply_chat_template"]
-    flags += ["--rollout_batch_size", "8", "--n_samples_per_prompt", "2", "--num_episodes", "2"]
-    flags += ["--train_batch_size", "16", "--micro_train_batch_size", "8", "--micro_rollout_batch_size", "8"]
-    flags += ["--generate_max_len", "16"]
-    flags += ["--advantage_estimator", "group_norm", "--use_kl_loss", "--kl_estimator", "k3", "--packing_samples"]
-    done = ppo(*flags, "--save_path", "out", folder=tmp_path)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    steps = [line for line in read_jsonl(tmp_path / "out/metrics.jsonl") if "time/step" in line]
-    assert len(steps) == 2
-    for line in steps:
-        assert (line["samples/generated"], line["samples/trained"], line["samples/failed"]) == (16, 12, 4)
-        assert (line["rollout/verdict_crash"], line["rollout/verdict_timeout"]) == (2, 2)
-        assert line["rollout/seen"] == 1.0

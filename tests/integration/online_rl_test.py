@@ -22,6 +22,8 @@ DEVICE_FLAGS = ["--bf16", "--colocate_all_models", "--vllm_enable_sleep", "--dee
 
 REWARD = """
 def reward_func(queries, prompts, labels):
+    if any("raise" in prompt for prompt in prompts):
+        raise KeyError("no such prompt")
     return {"rewards": [len(query) % 2 for query in queries]}
 """
 
@@ -90,17 +92,20 @@ def server() -> Iterator[ThreadingHTTPServer]:
         running.shutdown()
 
 
-def test_rewards_of_a_function_a_server_and_a_model_add_up_by_weight(server, tmp_path):
+def test_rewards_of_a_function_a_server_and_a_model_add_up_by_weight_and_failures_are_counted(server, tmp_path):
     tiny_model_dir(tmp_path / "policy")
     tiny_reward_model_dir(tmp_path / "judge", seed=3, mean=0.5, std=2.0)
     (tmp_path / "odd.py").write_text(REWARD, encoding="utf-8")
     for name in ("train", "easy", "hard"):
         rows = [{"input": f"{name} prompt {number}"} for number in range(8)]
+        if name == "train":
+            rows[2] = {"input": "please raise"}
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     url = f"http://127.0.0.1:{server.server_address[1]}/get_reward"
     flags = ["--pretrain", "policy", "--prompt_data", "train.jsonl", "--eval_data", "easy.jsonl,hard.jsonl"]
     flags += ["--remote_rm_url", f"odd.py,{url}", "--reward_pretrain", "judge", "--reward_weights", "1,2,0.5"]
     flags += ["--running_reward_norm", "--reward_clip_range", "1.5", "--stop_properly_penalty_coef", "0.5"]
+    flags += ["--apply_chat_template", "--packing_samples"]
     flags += ["--rollout_batch_size", "8", "--n_samples_per_prompt", "2", "--train_batch_size", "8"]
     flags += ["--generate_max_len", "12", "--prompt_max_len", "32", "--num_episodes", "3", "--zero_stage", "2"]
     flags += ["--freezing_actor_steps", "1", "--save_value_network", "--bootstrap_truncated", "--enable_ema"]
@@ -110,13 +115,18 @@ def test_rewards_of_a_function_a_server_and_a_model_add_up_by_weight(server, tmp
     out = tmp_path / "out"
 
     steps = [line for line in lines if "time/step" in line]
-    assert [(line["samples/generated"], line["samples/trained"]) for line in steps] == [(16, 16)] * 3
+    assert len(steps) == 3
+    for line in steps:
+        assert (line["samples/generated"], line["samples/trained"], line["samples/failed"]) == (16, 14, 2)
+        assert line["rollout/verdict_crash"] == 2
     assert ["policy/loss" in line for line in steps] == [False, True, True]  # the critic learns alone at first
     # The policy learns from the second step on, before which its KL is 0, below the target.
     assert steps[0]["kl/coef"] == steps[1]["kl/coef"] == 0.01 > steps[2]["kl/coef"]
     assert server.num_queries >= 3 * 16
 
     for line in map(json.loads, (out / "rollouts.jsonl").read_text(encoding="utf-8").splitlines()):
+        if line["verdict"] == "crash":
+            continue
         extra = line["extra"]
         [served] = [value for name, value in extra.items() if name.startswith("reward_127")]
         parts = [extra["reward_odd"], served, extra["reward_judge"]]
