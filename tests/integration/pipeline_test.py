@@ -12,7 +12,6 @@ import math
 import os
 import random
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,25 +23,29 @@ from rlhf_data.pretrained import load_tokenizer
 from rlhf_models.batch import TokenBatch
 from rlhf_models.loading import load_actor, load_config, load_reward_model
 from rlhf_models.reward import score_sequences, stored_moments
+from warm_commands import warm_commands
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 600
-NUM_PAIRS, NUM_HELD_OUT = 192, 48
+NUM_PAIRS, NUM_HELD_OUT = 128, 32
 DIALOGUE = "\n\nHuman: {}\n\nAssistant:"  # how the pairs' texts begin, and so how all stages write a question
 QUESTIONS = ["--input_key", "question", "--input_template", DIALOGUE]
 TRAINING = ["--max_len", "512", "--train_batch_size", "32", "--micro_train_batch_size", "8", "--zero_stage", "0"]
 NUM_PROMPTS, NUM_SAMPLES = 12, 2
 
 
-def rlhf(command: str, *flags: str, folder: Path) -> None:
-    """Run one command in `folder`, by Bazel's binary where there is one; it must succeed."""
-    binary = ROOT / "packages/rlhf-cli/rlhf"
-    words = [str(binary)] if binary.is_file() else [sys.executable, "-m", "rlhf_cli.main"]
-    environment = os.environ | {"BUILD_WORKING_DIRECTORY": str(folder)}
-    done = subprocess.run(
-        [*words, command, *flags], cwd=folder, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S
-    )
-    assert done.returncode == 0, f"{command}: " + done.stdout[-4000:] + done.stderr[-4000:]
+class Commands:
+    """Runs commands of `rlhf` in a folder by `words`, the words before a command's name; each must succeed."""
+
+    def __init__(self, words: list[str], folder: Path) -> None:
+        self._words = words
+        self.folder = folder
+
+    def __call__(self, command: str, *flags: str) -> None:
+        done = subprocess.run(
+            [*self._words, command, *flags], cwd=self.folder, capture_output=True, text=True, timeout=TIMEOUT_S
+        )
+        assert done.returncode == 0, f"{command}: " + done.stdout[-4000:] + done.stderr[-4000:]
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
@@ -123,20 +126,22 @@ def scores(model: Path, sequences: list[list[int]]) -> list[float]:
     return score_sequences(load_reward_model(model, dtype="float32"), sequences, batch_size=1)
 
 
-def fine_tune(folder: Path) -> Path:
+def fine_tune(rlhf: Commands) -> Path:
     """Fine-tune the model that ships on the answers, which must become likelier."""
+    folder = rlhf.folder
     flags = ["--pretrain", "builtin", "--dataset", "train.jsonl", "--eval_dataset", "test.jsonl"]
     flags += ["--output_key", "answer", "--learning_rate", "1e-3", "--save_path", "sft"]
-    rlhf("sft", *flags, *QUESTIONS, *TRAINING, folder=folder)
+    rlhf("sft", *flags, *QUESTIONS, *TRAINING)
     before, after = evaluations(folder / "sft", "loss")
     assert after < 0.7 * before
     return folder / "sft/model"
 
 
-def train_reward_model(folder: Path, policy: Path) -> Path:
+def train_reward_model(rlhf: Commands, policy: Path) -> Path:
     """Train a reward model from the fine-tuned model; its head begins at zeros and must not end there."""
+    folder = rlhf.folder
     flags = ["--pretrain", str(policy), "--dataset", "pairs.jsonl", "--eval_dataset", "held_out.jsonl"]
-    rlhf("rm", *flags, *TRAINING, "--learning_rate", "3e-4", "--save_path", "rm", folder=folder)
+    rlhf("rm", *flags, *TRAINING, "--learning_rate", "3e-4", "--save_path", "rm")
     model = folder / "rm/model"
     assert evaluations(folder / "rm", "loss")[0] == np.float32(math.log(2))
     moments = stored_moments(load_config(model))
@@ -144,14 +149,15 @@ def train_reward_model(folder: Path, policy: Path) -> Path:
     return model
 
 
-def reinforce(folder: Path, policy: Path, reward_model: Path) -> Path:
+def reinforce(rlhf: Commands, policy: Path, reward_model: Path) -> Path:
     """Train the policy on the reward model's scores: both must be those of the stages before."""
+    folder = rlhf.folder
     flags = ["--pretrain", str(policy), "--reward_pretrain", str(reward_model), "--prompt_data", "train.jsonl"]
     flags += ["--max_samples", "32", "--train_steps", "2", "--rollout_batch_size", "16", "--n_samples_per_prompt", "2"]
     flags += ["--train_batch_size", "16", "--micro_train_batch_size", "8", "--micro_rollout_batch_size", "16"]
     flags += ["--prompt_max_len", "384", "--generate_max_len", "32", "--seed", "1"]
     flags += ["--actor_learning_rate", "3e-4", "--critic_learning_rate", "3e-4", "--save_path", "ppo"]
-    rlhf("ppo", *QUESTIONS, *flags, folder=folder)
+    rlhf("ppo", *QUESTIONS, *flags)
     steps = [line for line in read_jsonl(folder / "ppo/metrics.jsonl") if "time/step" in line]
     assert [line["samples/generated"] for line in steps] == [line["samples/trained"] for line in steps] == [32, 32]
     first = [record for record in read_jsonl(folder / "ppo/rollouts.jsonl") if record["step"] == 1]
@@ -161,20 +167,13 @@ def reinforce(folder: Path, policy: Path, reward_model: Path) -> Path:
     return folder / "ppo/model"
 
 
-def generate(folder: Path, policy: Path, before: Path) -> Path:
+def generate(rlhf: Commands, policy: Path, before: Path) -> Path:
     """Answer held-out questions: by the policy that PPO left, not by the one before it."""
+    folder = rlhf.folder
     flags = ["--pretrain", str(policy), "--prompt_data", "test.jsonl", "--max_samples", str(NUM_PROMPTS)]
-    flags += [
-        "--n_samples_per_prompt",
-        str(NUM_SAMPLES),
-        "--generate_max_len",
-        "32",
-        "--prompt_max_len",
-        "480",
-        "--seed",
-        "1",
-    ]
-    rlhf("generate", *flags, *QUESTIONS, "--post_processor", "plain", "--output_path", "answers.jsonl", folder=folder)
+    flags += ["--n_samples_per_prompt", str(NUM_SAMPLES), "--generate_max_len", "32", "--prompt_max_len", "480"]
+    flags += ["--seed", "1"]
+    rlhf("generate", *flags, *QUESTIONS, "--post_processor", "plain", "--output_path", "answers.jsonl")
     rollouts = read_jsonl(folder / "answers.rollouts.jsonl")
     assert len(rollouts) == NUM_PROMPTS * NUM_SAMPLES
     assert logprob_gap(policy, rollouts) < 1e-3 < 0.1 < logprob_gap(before, rollouts)
@@ -183,10 +182,11 @@ def generate(folder: Path, policy: Path, before: Path) -> Path:
     return folder / "answers.jsonl"
 
 
-def score(folder: Path, answers: Path, reward_model: Path) -> None:
+def score(rlhf: Commands, answers: Path, reward_model: Path) -> None:
     """Score the answers: a row for each, with what the reward model gives it."""
+    folder = rlhf.folder
     flags = ["--dataset", str(answers), "--reward_pretrain", str(reward_model), "--input_template", DIALOGUE]
-    rlhf("score", *flags, "--output_path", "scored.jsonl", folder=folder)
+    rlhf("score", *flags, "--output_path", "scored.jsonl")
     rows, scored = read_jsonl(answers), read_jsonl(folder / "scored.jsonl")
     assert [(row["input"], row["output"]) for row in scored] == [(row["input"], row["output"]) for row in rows]
     rewards = [row["reward"] for row in scored]
@@ -202,9 +202,11 @@ def test_pipeline_from_demonstrations_to_scored_answers(tmp_path, record_propert
     origin = write_records(tmp_path)
     record_property("records", origin)
     print(f"records: {origin}")
-    fine_tuned = fine_tune(tmp_path)
-    reward_model = train_reward_model(tmp_path, fine_tuned)
-    assert distance(reward_model, fine_tuned) < distance(reward_model, MODEL_DIR)
-    policy = reinforce(tmp_path, fine_tuned, reward_model)
-    answers = generate(tmp_path, policy, before=fine_tuned)
-    score(tmp_path, answers, reward_model)
+    with warm_commands() as words:
+        rlhf = Commands(words, tmp_path)
+        fine_tuned = fine_tune(rlhf)
+        reward_model = train_reward_model(rlhf, fine_tuned)
+        assert distance(reward_model, fine_tuned) < distance(reward_model, MODEL_DIR)
+        policy = reinforce(rlhf, fine_tuned, reward_model)
+        answers = generate(rlhf, policy, before=fine_tuned)
+        score(rlhf, answers, reward_model)
