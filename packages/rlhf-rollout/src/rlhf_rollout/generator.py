@@ -236,7 +236,7 @@ class _Run:
             finally:
                 self.counts.generate_s = time.monotonic() - self.started
                 del self.counts.waiting[group_id]
-        if self.reward is not None:
+        if self.reward is not None and any(episode.verdict is None for episode in episodes):
             self.counts.waiting[group_id] = "its reward", time.monotonic()
             try:
                 episodes = await _score(self.reward, prompt, episodes)
@@ -247,10 +247,14 @@ class _Run:
 
 
 async def _score(reward: RewardFunction, prompt: Prompt, episodes: tuple[Episode, ...]) -> tuple[Episode, ...]:
-    """Return the episodes with verdicts, which one call gives for all of their rollouts."""
-    verdicts = iter(await score_each(reward, prompt, [rollout for episode in episodes for rollout in episode.rollouts]))
+    """Return the episodes with verdicts. One call scores all rollouts to which the workflow has given none."""
+    bare = [rollout for episode in episodes for rollout in episode.rollouts if rollout.verdict is None]
+    verdicts = iter(await score_each(reward, prompt, bare))
     scored = []
     for episode in episodes:
-        rollouts = tuple(dataclasses.replace(rollout, verdict=next(verdicts)) for rollout in episode.rollouts)
+        rollouts = tuple(
+            rollout if rollout.verdict else dataclasses.replace(rollout, verdict=next(verdicts))
+            for rollout in episode.rollouts
+        )
         scored.append(dataclasses.replace(episode, rollouts=rollouts))
     return tuple(scored)

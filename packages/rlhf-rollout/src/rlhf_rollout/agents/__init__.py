@@ -1,6 +1,21 @@
-"""Workflows turn one prompt into episodes. They send requests to a router and depend on no engine."""
+"""Workflows turn one prompt into episodes. They send requests to a router and depend on no engine.
+
+`interface` is what users' agents are written against; `process` and `worker` are the two sides of their processes.
+"""
 
 from rlhf_rollout.agents.base import Workflow
+from rlhf_rollout.agents.hosted import HostedAgent
+from rlhf_rollout.agents.recorder import EpisodeLimits, EpisodeRecorder
 from rlhf_rollout.agents.single_turn import SingleTurn
+from rlhf_rollout.agents.spec import AgentSpec, check_agent, make_workflow
 
-__all__ = ["SingleTurn", "Workflow"]
+__all__ = [
+    "AgentSpec",
+    "EpisodeLimits",
+    "EpisodeRecorder",
+    "HostedAgent",
+    "SingleTurn",
+    "Workflow",
+    "check_agent",
+    "make_workflow",
+]

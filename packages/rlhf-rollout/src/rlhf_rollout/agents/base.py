@@ -22,3 +22,9 @@ class Workflow(Protocol):
         Their ids begin with `group_id`, which is unique in a run. Raises EngineError when one of the episodes cannot be
         finished: a group is complete or failed.
         """
+
+    async def start(self) -> None:
+        """Start what episodes need, such as processes. Raises RewardError when that fails."""
+
+    async def close(self) -> None:
+        """End what `start` and `run` have started."""

@@ -38,3 +38,9 @@ class SingleTurn:
             rollout = Rollout(name, group_id, (asked, *completion.spans), completion.finish_reason, text)
             episodes.append(Episode(name, group_id, (rollout,)))
         return tuple(episodes)
+
+    async def start(self) -> None:
+        """Do nothing."""
+
+    async def close(self) -> None:
+        """Do nothing."""

@@ -9,6 +9,7 @@ them all when the worker ends, when it receives SIGTERM, and when its own parent
 import codecs
 import contextlib
 import ctypes
+import importlib
 import json
 import os
 import resource
@@ -110,9 +111,7 @@ def _run_worker(connection: int, output: _Output, memory_bytes: int) -> None:
     stream = socket.socket(fileno=connection).makefile("rwb")
     first = json.loads(stream.readline())
     sys.path[:] = first["path"]
-    from rlhf_rollout.rewards.worker import serve
-
-    serve(stream, first)
+    importlib.import_module(first["program"]).serve(stream, first | {"descriptor": connection})
 
 
 def _reap(worker: int) -> int | None:

@@ -28,6 +28,7 @@ _EXIT_TIMEOUT_S = 10.0
 _NOTICE_S = 10.0  # of importing, after which the user is told what is waited for
 _MAX_ANSWER_BYTES = 2**27
 _GIB = 2**30
+PROGRAM = "rlhf_rollout.rewards.worker"
 
 # What a worker inherits of the environment: where programs, libraries and caches are, languages, devices and threads.
 # Everything else may be a secret.
@@ -43,19 +44,14 @@ INHERITED = frozenset(_INHERITED.split())
 Samples = tuple[list[str], list[str], list[str]]  # queries, prompts, labels
 
 
-class WorkerProcess:
-    """A worker for the function of `target`. It must be started before it is called.
+class GuardedProcess:
+    """A process that runs a user's code with a limit of memory and without this process's secrets.
 
-    What the function prints is appended to `log_path`; None for this process's standard error. `guard.py` says how both
-    are limited, and which processes end with the worker.
+    What the code prints is appended to `log_path`; None for this process's standard error. `guard.py` says how both are
+    limited, and which processes end with this one.
     """
 
-    def __init__(self, target: RewardTarget, options: WorkerOptions, *, log_path: Path | None = None) -> None:
-        self._target = target
-        self._start_timeout_s = options.start_timeout_s
-        self._numbers = itertools.count()
-        self._received = bytearray()
-        self._extras: Sequence[str] = ()
+    def __init__(self, options: WorkerOptions, *, log_path: Path | None = None) -> None:
         self._connection, theirs = socket.socketpair()
         with theirs:
             descriptor = str(theirs.fileno())
@@ -77,16 +73,55 @@ class WorkerProcess:
         """Whether the process runs."""
         return self._process.poll() is None
 
+    def kill(self) -> None:
+        """End the process and every process that it started."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(signal.SIGTERM)  # the guard kills the others first
+        self._wait()
+        with contextlib.suppress(OSError):  # without its guard, a worker is still in the guard's session
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._wait()
+
+    def close(self) -> None:
+        """End the process and free its connection. Must not be called while another thread uses the connection."""
+        self.kill()
+        self._connection.close()
+
+    def ending(self) -> str:
+        """Return in words how the process has ended."""
+        self._wait()
+        return _ending(self._process.returncode)
+
+    def _wait(self) -> None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=_EXIT_TIMEOUT_S)
+
+
+def import_path() -> list[str]:
+    """Return `sys.path` with the working folder last, so that no file in it takes the place of a library."""
+    return sorted(map(os.path.abspath, sys.path), key=os.getcwd().__eq__)
+
+
+class WorkerProcess(GuardedProcess):
+    """A worker for the function of `target`. It must be started before it is called."""
+
+    def __init__(self, target: RewardTarget, options: WorkerOptions, *, log_path: Path | None = None) -> None:
+        super().__init__(options, log_path=log_path)
+        self._target = target
+        self._start_timeout_s = options.start_timeout_s
+        self._numbers = itertools.count()
+        self._received = bytearray()
+        self._extras: Sequence[str] = ()
+
     def start(self) -> None:
         """Have the worker import the function. Raises RewardError when that fails or takes too long."""
-        # The working folder comes last, so that no file in it takes the place of a library.
-        path = sorted(map(os.path.abspath, sys.path), key=os.getcwd().__eq__)
         module, limit = self._target.module, self._start_timeout_s
         notice = f"importing {module} takes longer than {_NOTICE_S:g} s; the limit is {limit:g} s"
         timer = threading.Timer(_NOTICE_S, _LOGGER.warning, [notice])
         timer.start()
         try:
-            answer = self._exchange({"path": path, "target": asdict(self._target)}, limit)
+            first = {"path": import_path(), "program": PROGRAM, "target": asdict(self._target)}
+            answer = self._exchange(first, limit)
         finally:
             timer.cancel()
         if isinstance(answer, Failure):
@@ -103,24 +138,6 @@ class WorkerProcess:
         answer = self._exchange({"arguments": samples, "extras": wanted}, timeout_s)
         return answer if isinstance(answer, Failure) else Scored(**answer["scored"])
 
-    def kill(self) -> None:
-        """End the worker and every process that it started."""
-        with contextlib.suppress(ProcessLookupError):
-            self._process.send_signal(signal.SIGTERM)  # the guard kills the others first
-        self._wait()
-        with contextlib.suppress(OSError):  # without its guard, a worker is still in the guard's session
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._wait()
-
-    def close(self) -> None:
-        """End the worker and free its connection. Must not be called while another thread is in `call`."""
-        self.kill()
-        self._connection.close()
-
-    def _wait(self) -> None:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(timeout=_EXIT_TIMEOUT_S)
-
     def _exchange(self, message: Mapping[str, Any], timeout_s: float) -> dict[str, Any] | Failure:
         """Send a message and return the answer. A worker that is late or has ended is dead afterwards."""
         deadline = time.monotonic() + timeout_s
@@ -135,9 +152,9 @@ class WorkerProcess:
             self.close()
             return Failure(VerdictKind.TIMEOUT, f"no answer within {timeout_s:g} s")
         except (EOFError, OSError):  # the worker has closed its end, or another thread has closed this one
-            self._wait()
+            how = self.ending()
             self.close()
-            return Failure(VerdictKind.CRASH, f"the reward worker {_ending(self._process.returncode)}")
+            return Failure(VerdictKind.CRASH, f"the reward worker {how}")
         except (ValueError, TypeError, KeyError):
             self.close()
             return Failure(VerdictKind.CRASH, "something other than an answer came from the reward worker")

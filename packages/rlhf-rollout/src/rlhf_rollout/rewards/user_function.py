@@ -81,30 +81,35 @@ def parse_reward(reward: str) -> RewardTarget:
 
 
 def load_function(target: RewardTarget) -> Callable[..., Any]:
-    """Import the target and return its function. A file can import other modules from its folder.
+    """Import the target and return its function.
 
     Raises RewardError when there is no such function or it takes other arguments, and whatever the import raises.
     """
-    if target.module.endswith(".py"):
-        path = Path(target.module)
-        # Behind the standard library, so that a file of the folder cannot take the place of one of its modules.
-        library = os.path.dirname(os.__file__)
-        places = [index for index, entry in enumerate(sys.path) if entry in (library, f"{library}/lib-dynload")]
-        sys.path.insert(max(places, default=-1) + 1, str(path.parent))
-        # The file must not replace a module that is imported under the same name.
-        name = path.stem if path.stem.isidentifier() and path.stem not in sys.modules else f"rlhf_reward_{path.stem}"
-        spec = importlib.util.spec_from_file_location(name, path)
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module
-        spec.loader.exec_module(module)
-    else:
-        module = importlib.import_module(target.module)
+    module = import_target(target.module)
     function = getattr(module, target.function, None)
     if not callable(function):
         callables = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
         raise RewardError(_no_function(target, callables))
     _check_parameters(function, target)
     return function
+
+
+def import_target(module: str) -> Any:
+    """Import a module by its name or the path of its file, and return it. A file can import others from its folder."""
+    if not module.endswith(".py"):
+        return importlib.import_module(module)
+    path = Path(module)
+    # Behind the standard library, so that a file of the folder cannot take the place of one of its modules.
+    library = os.path.dirname(os.__file__)
+    places = [index for index, entry in enumerate(sys.path) if entry in (library, f"{library}/lib-dynload")]
+    sys.path.insert(max(places, default=-1) + 1, str(path.parent))
+    # The file must not replace a module that is imported under the same name.
+    name = path.stem if path.stem.isidentifier() and path.stem not in sys.modules else f"rlhf_reward_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    loaded = importlib.util.module_from_spec(spec)
+    sys.modules[name] = loaded
+    spec.loader.exec_module(loaded)
+    return loaded
 
 
 def accepted_extras(function: Callable[..., Any]) -> list[str]:
@@ -190,14 +195,23 @@ def verdict_of(scored: Scored, index: int, success_threshold: float = SUCCESS_TH
 def _check_defined(target: RewardTarget) -> None:
     """Raise ConfigError when the file's source defines no such function; `import *` may define it, so it passes."""
     path = Path(target.module)
+    names = bound_names(path, "reward file")
+    if target.function not in names and "*" not in names:
+        body = ast.parse(path.read_bytes()).body
+        defined = [node.name for node in body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+        raise ConfigError(_no_function(target, defined))
+
+
+def bound_names(path: Path, what: str) -> set[str]:
+    """Return the names that a Python file binds, "*" among them if it imports all of a module.
+
+    Raises ConfigError when it is not Python; `what` names the file in the message.
+    """
     try:
         body = ast.parse(path.read_bytes(), str(path)).body
     except (SyntaxError, ValueError) as error:
-        raise ConfigError(f"reward file {path} is not Python: {error}") from None
-    names = set(_bound_names(body))
-    if target.function not in names and "*" not in names:
-        defined = [node.name for node in body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-        raise ConfigError(_no_function(target, defined))
+        raise ConfigError(f"{what} {path} is not Python: {error}") from None
+    return set(_bound_names(body))
 
 
 def _bound_names(body: list[ast.stmt]) -> Iterator[str]:

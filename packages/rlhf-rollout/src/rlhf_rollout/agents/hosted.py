@@ -1,0 +1,189 @@
+"""The workflow of a user's agent, which runs in processes of its own and asks for the policy's answers."""
+
+import asyncio
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from rlhf_data.chat import Tokenizer
+from rlhf_data.errors import DataError
+from rlhf_data.records import Episode, Prompt, Verdict, VerdictKind
+from rlhf_rollout.agents.interface import BudgetSpentError
+from rlhf_rollout.agents.pool import AgentPool
+from rlhf_rollout.agents.process import AgentError
+from rlhf_rollout.agents.recorder import EpisodeLimits, EpisodeRecorder
+from rlhf_rollout.protocols import SamplingParams
+from rlhf_rollout.rewards.user_function import SUCCESS_THRESHOLD, Scored, verdict_of
+from rlhf_rollout.router import EngineRouter
+
+_SEED_STRIDE = 1_000_003  # between the seeds of a group's episodes; every answer of an episode adds one
+
+
+_CUT = Verdict(VerdictKind.WRONG, 0.0, detail="a limit ended the episode before its reward")
+
+
+class HostedAgent:
+    """A `Workflow` that runs a user's agent in the processes of a pool.
+
+    An agent that raises, hangs or kills its process costs its own episode only: that episode has a failed verdict and
+    is not trained.
+
+    Args:
+        router: answers the requests.
+        pool: runs the agent; `close` closes it.
+        tokenizer: turns the agent's texts into tokens, and the policy's tokens into texts.
+        limits: of each episode.
+        gives_reward: an episode for which the agent gives no reward has a failed verdict, or the reward 0 if a limit
+            has cut it. Otherwise another reward scores it.
+        success_threshold: lowest score of an episode that counts as right, unless the agent says what is right.
+        timeout_s: deadline of each request; None for the engine's own.
+    """
+
+    def __init__(
+        self,
+        router: EngineRouter,
+        pool: AgentPool,
+        tokenizer: Tokenizer,
+        limits: EpisodeLimits,
+        *,
+        gives_reward: bool = True,
+        success_threshold: float = SUCCESS_THRESHOLD,
+        timeout_s: float | None = None,
+    ) -> None:
+        self._gives_reward = gives_reward
+        self._success_threshold = success_threshold
+        self.router = router
+        self._pool = pool
+        self._tokenizer = tokenizer
+        self._limits = limits
+        self._timeout_s = timeout_s
+
+    async def run(self, prompt: Prompt, sampling: SamplingParams, group_id: str) -> tuple[Episode, ...]:
+        """See `Workflow.run`: `sampling.num_samples` episodes, which run at the same time."""
+        tasks = []
+        for index in range(sampling.num_samples):
+            seed = None if sampling.seed is None else (sampling.seed + _SEED_STRIDE * index) % 2**31
+            alone = dataclasses.replace(sampling, num_samples=1, seed=seed)
+            tasks.append(asyncio.create_task(self._episode(prompt, alone, f"{group_id}/{index}", group_id)))
+        try:
+            return tuple(await asyncio.gather(*tasks))
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _episode(self, prompt: Prompt, sampling: SamplingParams, name: str, group_id: str) -> Episode:
+        make = functools.partial(
+            EpisodeRecorder,
+            self.router,
+            prompt,
+            sampling,
+            name=name,
+            group_id=group_id,
+            limits=self._limits,
+            decode=self._decode,
+            timeout_s=self._timeout_s,
+        )
+        attempt = _Attempt(make, self)
+        request = {
+            "episode": name,
+            "prompt": prompt.text,
+            "prompt_token_ids": prompt.token_ids.tolist(),
+            "label": prompt.label or "",
+            "max_turns": self._limits.max_turns,
+            "max_length": self._limits.max_length,
+            "sampling": {key: value for key, value in dataclasses.asdict(sampling).items() if key != "num_samples"},
+        }
+        started = time.monotonic()
+        try:
+            said = await self._pool.execute(request, attempt.answer)
+            is_cut = bool(said.get("truncated"))
+            turn_rewards, verdict = read_outcome(said, self._success_threshold)
+            if verdict is None and self._gives_reward:
+                verdict = _CUT if is_cut else Verdict(VerdictKind.CRASH, detail="the agent gave no reward")
+        except (TypeError, ValueError, OverflowError, AttributeError) as error:
+            detail = f"the agent's rewards cannot be read: {error}"
+            turn_rewards, verdict, is_cut = (), Verdict(VerdictKind.CRASH, detail=detail), False
+        except AgentError as failure:
+            kind = VerdictKind.TIMEOUT if failure.is_late else VerdictKind.CRASH
+            turn_rewards, verdict, is_cut = (), Verdict(kind, detail=str(failure)), False
+        recorder = attempt.recorder
+        if recorder.error is not None:
+            raise recorder.error
+        if verdict is not None:
+            verdict = dataclasses.replace(verdict, seconds=time.monotonic() - started)
+            if not recorder.num_turns and not verdict.kind.failed:
+                verdict = Verdict(VerdictKind.CRASH, detail="the agent never asked the policy", seconds=verdict.seconds)
+        return recorder.episode(turn_rewards, verdict, is_cut=is_cut)
+
+    async def start(self) -> None:
+        """Start the agent's processes. Raises RewardError when it cannot be imported."""
+        await self._pool.start()
+
+    async def close(self) -> None:
+        """End the agent's processes."""
+        await self._pool.close()
+
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of a text within a conversation, without start and end tokens."""
+        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=True)
+
+
+class _Attempt:
+    """Answers the requests of one episode; begins again when the agent's process has died."""
+
+    def __init__(self, make: Callable[[], EpisodeRecorder], workflow: HostedAgent) -> None:
+        self._make = make
+        self._workflow = workflow
+        self.recorder = make()
+
+    async def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the policy's answer to what an agent asks, as JSON values.
+
+        A request has `token_ids`, the whole conversation; or `text`, which is added to the conversation; and `new` for
+        a text that begins it. `sampling` holds overrides.
+        """
+        if request.get("first"):
+            self.recorder = self._make()
+        recorder = self.recorder
+        token_ids = request.get("token_ids")
+        if token_ids is None:
+            before = [] if request.get("new") else recorder.token_ids
+            token_ids = [*before, *self._workflow.encode(request.get("text", ""))]
+        try:
+            completion = await recorder.generate(token_ids, request.get("sampling"))
+        except BudgetSpentError:
+            return {"spent": True}
+        except DataError as error:
+            return {"error": str(error)}
+        answer = completion.token_ids.tolist()
+        return {
+            "prompt_token_ids": token_ids,
+            "token_ids": answer,
+            "logprobs": completion.logprobs.tolist(),
+            "text": self._workflow._decode(answer),
+            "finish_reason": str(completion.finish_reason),
+        }
+
+
+def read_outcome(said: Mapping[str, Any], success_threshold: float) -> tuple[tuple[float, ...], Verdict | None]:
+    """Return the rewards by turn and the verdict from what an agent says of an episode.
+
+    `said` has `rewards`, the numbers by turn; optionally `score` (the sum of the rewards if left out), `extra`, numbers
+    by name, and `verdict`, one of `VerdictKind`. Without `rewards` another reward scores the episode: the verdict is
+    None.
+    """
+    rewards = said.get("rewards")
+    if not rewards:
+        return (), None
+    rewards = [float(reward) for reward in rewards]
+    total = sum(rewards)
+    score = said.get("score")
+    extra = {str(name): [float(value)] for name, value in (said.get("extra") or {}).items()}
+    scored = Scored([total], [total if score is None else float(score)], extra, [said.get("verdict")])
+    return tuple(rewards), verdict_of(scored, 0, success_threshold)

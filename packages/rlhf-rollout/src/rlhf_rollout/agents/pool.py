@@ -1,0 +1,127 @@
+"""The processes of an agent: started before they are needed, replaced when they die, always ended."""
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rlhf_data.errors import ConfigError, RewardError
+from rlhf_rollout.agents.process import AgentError, AgentProcess, Ask
+from rlhf_rollout.rewards.sources import DEFAULT_WORKER, WorkerOptions
+from rlhf_rollout.rewards.user_function import RewardTarget
+
+_LOGGER = logging.getLogger(__name__)
+_MAX_STARTS = 3  # in a row that may fail
+
+
+class AgentPool:
+    """Runs episodes of one agent in a fixed number of processes. Use it from one event loop.
+
+    An episode goes to the process with the fewest episodes. When a process dies, the episodes in it are run again from
+    the start, one at a time in a process of their own, so that the one at fault fails alone.
+
+    Args:
+        target: the agent's file or module, and a name in it.
+        num_processes: processes.
+        timeout_s: seconds that the agent's code may take between two requests to the policy.
+        tokenizer: folder or hub name of the tokenizer that agents load on demand; None if they cannot.
+        options: how the processes run.
+        log_path: file for what the agent prints; None for this process's standard error.
+
+    Raises:
+        ConfigError: a number is not positive.
+
+    Attributes:
+        num_replaced: processes that died or hung so far.
+    """
+
+    def __init__(
+        self,
+        target: RewardTarget,
+        *,
+        num_processes: int = 2,
+        timeout_s: float = 60.0,
+        tokenizer: str | None = None,
+        options: WorkerOptions = DEFAULT_WORKER,
+        log_path: Path | None = None,
+    ) -> None:
+        for name, value in {"num_processes": num_processes, "timeout_s": timeout_s}.items():
+            if value <= 0:
+                raise ConfigError(f"the agent's {name} must be positive, got {value}")
+        self._target = target
+        self._timeout_s = timeout_s
+        self._tokenizer = tokenizer
+        self._options = options
+        self._log_path = log_path
+        self._slots = [_Slot() for _ in range(num_processes)]
+        self._single = _Slot()
+        self._single_use = asyncio.Lock()
+        self._num_failed_starts = 0
+        self._is_closed = False
+        self.num_replaced = 0
+
+    async def start(self) -> None:
+        """Start all processes. Raises RewardError when the agent cannot be imported."""
+        await asyncio.gather(*(self._process_of(slot) for slot in self._slots))
+
+    async def execute(self, request: Mapping[str, Any], ask: Ask) -> dict[str, Any]:
+        """Run one episode and return what the agent says of it; see `AgentProcess.execute`.
+
+        `ask` may be called from the start again after its process has died: `request` holds everything that an attempt
+        needs. Raises AgentError when the agent fails, RewardError when its processes cannot be started.
+        """
+        slot = min(self._slots, key=lambda slot: slot.num_episodes)
+        try:
+            return await self._execute(slot, request, ask)
+        except AgentError as failure:
+            if not failure.is_lost or self._is_closed:
+                raise
+        async with self._single_use:
+            return await self._execute(self._single, request, ask)
+
+    async def close(self) -> None:
+        """End all processes, also those that hang or are starting."""
+        self._is_closed = True
+        slots = [*self._slots, self._single]
+        await asyncio.gather(*(slot.process.shut_down() for slot in slots if slot.process is not None))
+
+    async def _execute(self, slot: "_Slot", request: Mapping[str, Any], ask: Ask) -> dict[str, Any]:
+        slot.num_episodes += 1
+        try:
+            process = await self._process_of(slot)
+            return await process.execute(request, ask)
+        finally:
+            slot.num_episodes -= 1
+
+    async def _process_of(self, slot: "_Slot") -> AgentProcess:
+        """Return the process of a slot; start another one when it has died."""
+        async with slot.lock:
+            if slot.process is not None and slot.process.alive:
+                return slot.process
+            if slot.process is not None:
+                self.num_replaced += 1
+                await slot.process.shut_down()
+            if self._is_closed:
+                raise RewardError("the agent's processes have been shut down")
+            slot.process = AgentProcess(self._target, self._options, timeout_s=self._timeout_s, log_path=self._log_path)
+            try:
+                await slot.process.start(self._tokenizer)
+            except RewardError as error:
+                slot.process = None
+                self._num_failed_starts += 1
+                if self._num_failed_starts >= _MAX_STARTS or not self.num_replaced:
+                    raise
+                _LOGGER.warning("%s", error)
+                raise AgentError(str(error), is_lost=True) from None
+            self._num_failed_starts = 0
+            return slot.process
+
+
+class _Slot:
+    """A place for a process. `num_episodes` includes those that wait for the process to start."""
+
+    def __init__(self) -> None:
+        self.process: AgentProcess | None = None
+        self.lock = asyncio.Lock()
+        self.num_episodes = 0

@@ -1,0 +1,214 @@
+"""Processes that run users' agents: many episodes in each, over one connection."""
+
+import asyncio
+import itertools
+import json
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rlhf_data.errors import EngineError, RewardError, with_hint
+from rlhf_rollout.rewards.process import GuardedProcess, import_path
+from rlhf_rollout.rewards.sources import WorkerOptions
+from rlhf_rollout.rewards.user_function import RewardTarget
+
+PROGRAM = "rlhf_rollout.agents.worker"
+_MAX_LINE_BYTES = 2**27
+_PING_TIMEOUT_S = 5.0
+
+Ask = Callable[[Mapping[str, Any]], Awaitable[Mapping[str, Any]]]
+
+
+class AgentError(Exception):
+    """An episode failed in its agent: the message is one line for people.
+
+    Attributes:
+        is_late: the agent did not answer in time.
+        is_lost: its process ended because of another episode, so that this one may be tried again.
+    """
+
+    def __init__(self, message: str, *, is_late: bool = False, is_lost: bool = False) -> None:
+        super().__init__(message)
+        self.is_late = is_late
+        self.is_lost = is_lost
+
+
+@dataclass(slots=True)
+class _Running:
+    """An episode under way in a process."""
+
+    ask: Ask
+    done: asyncio.Future[dict[str, Any]]
+    moved: asyncio.Event  # the agent has sent something
+    num_asked: int = 0  # requests that wait for the policy
+
+
+class AgentProcess(GuardedProcess):
+    """A process that runs episodes of the agent of `target`. Use it from one event loop, after `start`.
+
+    Args:
+        target: the agent's file or module, and a name in it.
+        options: how the process runs.
+        timeout_s: seconds that the agent's code may take between two requests to the policy.
+        log_path: file for what the agent prints; None for this process's standard error.
+    """
+
+    def __init__(
+        self, target: RewardTarget, options: WorkerOptions, *, timeout_s: float, log_path: Path | None = None
+    ) -> None:
+        super().__init__(options, log_path=log_path)
+        self._target = target
+        self._start_timeout_s = options.start_timeout_s
+        self._timeout_s = timeout_s
+        self._numbers = itertools.count(1)
+        self._running: dict[int, _Running] = {}
+        self._pings: dict[int, asyncio.Future[None]] = {}
+        self._asks: set[asyncio.Task[None]] = set()
+        self._failure = ""
+
+    @property
+    def num_episodes(self) -> int:
+        """Episodes under way."""
+        return len(self._running)
+
+    async def start(self, tokenizer: str | None) -> None:
+        """Have the process import the agent. `tokenizer` is the folder or hub name that agents load on demand.
+
+        Raises RewardError when that fails or takes too long.
+        """
+        self._reader, self._writer = await asyncio.open_connection(sock=self._connection, limit=_MAX_LINE_BYTES)
+        first = {"path": import_path(), "program": PROGRAM, "target": asdict(self._target), "tokenizer": tokenizer}
+        self._send(first)
+        try:
+            async with asyncio.timeout(self._start_timeout_s):
+                answer = json.loads(await self._reader.readline() or b'{"error": ""}')
+        except (TimeoutError, ValueError) as error:
+            self.close()
+            late = f"took longer than {self._start_timeout_s:g} s" if isinstance(error, TimeoutError) else "failed"
+            raise RewardError(f"importing the agent from {self._target.module} {late}") from None
+        if "error" in answer:
+            reason = answer["error"] or f"its process {self.ending()}"
+            self.close()
+            message = f"cannot import the agent from {self._target.module}: {reason}"
+            hint = "it must import in a fresh interpreter; its own folder is on the import path"
+            raise RewardError(answer["error"] if answer.get("invalid") else with_hint(message, hint))
+        self._reading = asyncio.create_task(self._read())
+
+    async def execute(self, request: Mapping[str, Any], ask: Ask) -> dict[str, Any]:
+        """Run one episode and return what the agent says of it.
+
+        `ask` answers the agent's requests to the policy. Raises AgentError.
+        """
+        number = next(self._numbers)
+        running = self._running[number] = _Running(ask, asyncio.get_running_loop().create_future(), asyncio.Event())
+        try:
+            self._send({"call": number, **request})
+            while not running.done.done():
+                await self._wait_for_sign(running)
+            return running.done.result()
+        finally:
+            del self._running[number]
+            if not running.done.done() and not self._failure:
+                self._send({"cancel": number})
+            running.done.cancel()
+
+    async def shut_down(self) -> None:
+        """End the process and what it runs."""
+        self._fail("the agent's process has been shut down")
+        if hasattr(self, "_reading"):
+            self._reading.cancel()
+        for task in self._asks:
+            task.cancel()
+        await asyncio.to_thread(self.kill)
+        if hasattr(self, "_writer"):
+            self._writer.close()
+        self._connection.close()
+
+    async def _wait_for_sign(self, running: _Running) -> None:
+        """Wait until the episode ends or asks the policy. Raises AgentError when its code takes too long."""
+        running.moved.clear()
+        moved = asyncio.create_task(running.moved.wait())
+        limit = None if running.num_asked else self._timeout_s
+        try:
+            await asyncio.wait([moved, running.done], timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            moved.cancel()
+        if limit is None or running.done.done() or running.moved.is_set():
+            return
+        if await self._answers():
+            raise AgentError(f"the agent took longer than {limit:g} s", is_late=True)
+        # One of its episodes blocks the process, and nobody can tell which one.
+        self._fail(f"the agent took longer than {limit:g} s", is_late=True)
+        await asyncio.to_thread(self.kill)
+
+    async def _answers(self) -> bool:
+        """Return whether the process answers at all, or one episode blocks all others."""
+        number = next(self._numbers)
+        ping = self._pings[number] = asyncio.get_running_loop().create_future()
+        self._send({"ping": number})
+        try:
+            async with asyncio.timeout(_PING_TIMEOUT_S):
+                await ping
+        except (TimeoutError, AgentError):
+            return False
+        finally:
+            del self._pings[number]
+        return True
+
+    async def _read(self) -> None:
+        """Hand out what the process sends, until it ends."""
+        reason = "the agent's process sent something that is no answer"
+        try:
+            while line := await self._reader.readline():
+                self._take(json.loads(line))
+            reason = ""
+        except (ValueError, KeyError, TypeError, AttributeError):  # the agent's code has written to the connection
+            await asyncio.to_thread(self.kill)
+        except OSError:
+            reason = ""
+        self._fail(reason or f"the agent's process {await asyncio.to_thread(self.ending)}")
+
+    def _take(self, message: Mapping[str, Any]) -> None:
+        if "ping" in message:
+            if (ping := self._pings.get(message["ping"])) and not ping.done():
+                ping.set_result(None)
+            return
+        running = self._running.get(message["call"])
+        if running is None or running.done.done():
+            return  # it was given up
+        if "ask" in message:
+            running.num_asked += 1
+            task = asyncio.create_task(self._answer(running, message))
+            self._asks.add(task)
+            task.add_done_callback(self._asks.discard)
+        elif "error" in message:
+            running.done.set_exception(AgentError(str(message["error"])))
+        else:
+            running.done.set_result(dict(message["result"]))
+        running.moved.set()
+
+    async def _answer(self, running: _Running, message: Mapping[str, Any]) -> None:
+        try:
+            answer = await running.ask(message["request"])
+        except EngineError as error:
+            answer = {"error": str(error)}
+        finally:
+            running.num_asked -= 1
+            running.moved.set()
+        if not self._failure:
+            self._send({"answer": message["ask"], **answer})
+
+    def _send(self, message: Mapping[str, Any]) -> None:
+        self._writer.write(json.dumps(message).encode() + b"\n")
+
+    def _fail(self, reason: str, *, is_late: bool = False) -> None:
+        """End all episodes for this reason. If there are several, all count as lost: one of them is at fault."""
+        self._failure = self._failure or reason
+        is_lost = len(self._running) > 1
+        for running in self._running.values():
+            if not running.done.done():
+                running.done.set_exception(AgentError(self._failure, is_late=is_late, is_lost=is_lost))
+        for ping in self._pings.values():
+            if not ping.done():
+                ping.set_exception(AgentError(self._failure))

@@ -1,0 +1,205 @@
+"""Records an episode as token spans while an agent asks the policy for one answer after another."""
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from rlhf_data.errors import ConfigError, DataError, EngineError
+from rlhf_data.records import Episode, FinishReason, Prompt, Rollout, Span, SpanSource, Verdict
+from rlhf_rollout.agents.interface import BudgetSpentError
+from rlhf_rollout.protocols import Completion, SamplingParams
+from rlhf_rollout.router import EngineRouter
+
+_OVERRIDES = ("max_tokens", "min_tokens", "stop_token_ids")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeLimits:
+    """Limits of one episode. An episode that reaches one of them ends there and keeps its rewards.
+
+    Attributes:
+        max_turns: answers of the policy.
+        max_length: tokens of a conversation, prompt and environment included.
+        max_seconds: wall clock from the begin of the episode to the last request.
+
+    Raises:
+        ConfigError: a limit is not positive.
+    """
+
+    max_turns: int = 16
+    max_length: int = 4096
+    max_seconds: float = float("inf")
+
+    def __post_init__(self) -> None:
+        for name in ("max_turns", "max_length", "max_seconds"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"{name} of an episode is {getattr(self, name)}; it must be positive")
+
+
+@dataclass(slots=True)
+class _Branch:
+    """A conversation of which no token was rewritten: it becomes one rollout.
+
+    `ends` holds the number of tokens up to the end of each answer.
+    """
+
+    tokens: list[int]
+    spans: list[Span] = field(default_factory=list)
+    ends: list[int] = field(default_factory=list)
+    finish_reason: FinishReason = FinishReason.STOP
+    is_busy: bool = False
+
+
+class EpisodeRecorder:
+    """Sends the requests of one episode to the router and keeps what comes back, token by token.
+
+    A request that continues what the policy has seen and written extends that rollout: the new tokens before the answer
+    become an environment span. A request that rewrites the history, or that continues it a second time, begins another
+    rollout of the episode. Its whole history is then its prompt, so that no token is trained twice.
+
+    Args:
+        router: answers the requests.
+        prompt: what the episode is about.
+        sampling: of every answer; `num_samples` must be 1.
+        name: id of the episode; also the engine's key for the conversation.
+        group_id: id of the episode's group.
+        limits: see `EpisodeLimits`.
+        decode: returns the text of token ids [n].
+        timeout_s: deadline of each request; None for the engine's own.
+
+    Attributes:
+        num_turns: requests that were answered or are under way.
+        error: the error of the engine that ends the episode; None without one.
+    """
+
+    def __init__(
+        self,
+        router: EngineRouter,
+        prompt: Prompt,
+        sampling: SamplingParams,
+        *,
+        name: str,
+        group_id: str,
+        limits: EpisodeLimits,
+        decode: Callable[[Sequence[int]], str],
+        timeout_s: float | None = None,
+    ) -> None:
+        self._router = router
+        self._prompt = prompt
+        self._sampling = sampling
+        self._name = name
+        self._group_id = group_id
+        self._limits = limits
+        self._decode = decode
+        self._timeout_s = timeout_s
+        self._branches: list[_Branch] = []
+        self._started = time.monotonic()
+        self._is_cut = False
+        self.num_turns = 0
+        self.error: EngineError | None = None
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Tokens of the conversation that was continued last; those of the prompt before the first answer."""
+        return self._branches[-1].tokens if self._branches else self._prompt.token_ids.tolist()
+
+    async def generate(self, token_ids: Sequence[int], overrides: Mapping[str, Any] | None = None) -> Completion:
+        """Return the policy's answer to a conversation and record both.
+
+        Args:
+            token_ids: the whole conversation.
+            overrides: sampling of this answer that differs: `max_tokens`, `min_tokens` or `stop_token_ids`.
+
+        Raises:
+            BudgetSpentError: the episode has reached one of its limits.
+            DataError: no tokens, or an override of anything else, which would change the distribution that is trained.
+            EngineError: the engines have failed; see `error`.
+        """
+        token_ids = [int(token) for token in token_ids]
+        sampling = self._sampling_for(token_ids, overrides or {})
+        branch = self._branch_of(token_ids)
+        self.num_turns += 1
+        branch.is_busy = True
+        try:
+            [completion] = await self._router.generate(
+                np.array(token_ids, np.int32), sampling, timeout_s=self._timeout_s, conversation=self._name
+            )
+        except EngineError as error:
+            self.error = error
+            raise
+        finally:
+            branch.is_busy = False
+        added = token_ids[len(branch.tokens) :]
+        if added:
+            branch.spans.append(Span(SpanSource.ENVIRONMENT if branch.spans else SpanSource.PROMPT, added))
+        if branch not in self._branches:
+            self._branches.append(branch)
+        branch.spans += completion.spans
+        branch.tokens = [*token_ids, *completion.token_ids.tolist()]
+        branch.ends.append(len(branch.tokens))
+        branch.finish_reason = completion.finish_reason
+        return completion
+
+    def episode(self, turn_rewards: Sequence[float], verdict: Verdict | None, *, is_cut: bool = False) -> Episode:
+        """Return what was recorded.
+
+        Args:
+            turn_rewards: the reward of each answer in the order of the requests; none for a reward as a whole.
+            verdict: of the episode, which every rollout gets; None when another reward scores the rollouts.
+            is_cut: the episode was ended by a limit of its own, not by the policy.
+        """
+        if not self._branches:
+            self._branches.append(_Branch([], [Span(SpanSource.PROMPT, self._prompt.token_ids)]))
+        rollouts = []
+        for number, branch in enumerate(self._branches):
+            name = self._name if len(self._branches) == 1 else f"{self._name}.{number}"
+            is_last = number == len(self._branches) - 1
+            reason = FinishReason.LENGTH if is_last and (is_cut or self._is_cut) else branch.finish_reason
+            text = self._decode([token for span in branch.spans[1:] for token in span.token_ids.tolist()])
+            rollout = Rollout(name, self._group_id, tuple(branch.spans), reason, text)
+            if verdict is not None:
+                rollout = dataclasses.replace(rollout, verdict=self._verdict_for(rollout, verdict, turn_rewards))
+            rollouts.append(rollout)
+        return Episode(self._name, self._group_id, tuple(rollouts))
+
+    def _verdict_for(self, rollout: Rollout, verdict: Verdict, turn_rewards: Sequence[float]) -> Verdict:
+        """Return the verdict with its reward by turn, if there is one rollout and one reward per answer."""
+        [branch, *others] = self._branches
+        if others or verdict.reward is None or not branch.ends or len(turn_rewards) != len(branch.ends):
+            return verdict
+        # Answers without a token of the environment between them are one turn.
+        sums = np.zeros(len(rollout.turn_ends))
+        np.add.at(sums, np.searchsorted(rollout.turn_ends, np.array(branch.ends) - 1), turn_rewards)
+        return dataclasses.replace(verdict, turn_rewards=tuple(sums.tolist()))
+
+    def _sampling_for(self, token_ids: Sequence[int], overrides: Mapping[str, Any]) -> SamplingParams:
+        limits = self._limits
+        room = limits.max_length - len(token_ids)
+        is_late = time.monotonic() - self._started > limits.max_seconds
+        if room < 1 or self.num_turns >= limits.max_turns or is_late:
+            self._is_cut = True
+            raise BudgetSpentError
+        if not token_ids:
+            raise DataError("an agent asked for an answer to a conversation without tokens")
+        for name, value in overrides.items():
+            if name not in _OVERRIDES and value != getattr(self._sampling, name, None):
+                hint = f"an agent may set {', '.join(_OVERRIDES)}"
+                raise DataError(f"an agent asked for {name} = {value!r}, and the policy learns as sampled", hint=hint)
+        chosen = {name: value for name, value in overrides.items() if name in _OVERRIDES and value is not None}
+        wanted = min(int(chosen.get("max_tokens", self._sampling.max_tokens)), room)
+        seed = self._sampling.seed
+        chosen |= {"max_tokens": wanted, "seed": None if seed is None else (seed + self.num_turns) % 2**31}
+        return dataclasses.replace(self._sampling, **chosen)
+
+    def _branch_of(self, token_ids: list[int]) -> _Branch:
+        """Return the rollout that the conversation continues, or an empty one."""
+        best = _Branch([])
+        for branch in self._branches:
+            size = len(branch.tokens)
+            if not branch.is_busy and len(best.tokens) < size <= len(token_ids) and token_ids[:size] == branch.tokens:
+                best = branch
+        return best

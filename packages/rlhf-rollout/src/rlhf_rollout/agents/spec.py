@@ -1,0 +1,92 @@
+"""A user's agent as plain data, and the workflow made from it."""
+
+import asyncio
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from rlhf_data.chat import Tokenizer
+from rlhf_rollout.agents.base import Workflow
+from rlhf_rollout.agents.hosted import HostedAgent
+from rlhf_rollout.agents.pool import AgentPool
+from rlhf_rollout.agents.recorder import EpisodeLimits
+from rlhf_rollout.agents.single_turn import SingleTurn
+from rlhf_rollout.agents.user_agent import parse_agent
+from rlhf_rollout.rewards.sources import DEFAULT_WORKER, WorkerOptions
+from rlhf_rollout.rewards.user_function import SUCCESS_THRESHOLD
+from rlhf_rollout.router import EngineRouter
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentSpec:
+    """A user's agent and how it runs.
+
+    Attributes:
+        path: `FILE.py`, `FILE.py:NAME`, `module` or `module:NAME`; see `user_agent`.
+        limits: of each episode.
+        num_processes: processes, each of which runs many episodes.
+        timeout_s: seconds that the agent's code may take between two requests to the policy.
+        success_threshold: see `HostedAgent`.
+        worker: how the processes run.
+    """
+
+    path: str
+    limits: EpisodeLimits
+    num_processes: int = 2
+    timeout_s: float = 60.0
+    success_threshold: float = SUCCESS_THRESHOLD
+    worker: WorkerOptions = DEFAULT_WORKER
+
+
+def make_pool(spec: AgentSpec, tokenizer_path: str | None, log_path: Path | None = None) -> AgentPool:
+    """Return the processes of an agent, not started yet. Raises ConfigError for an agent that cannot be found."""
+    return AgentPool(
+        parse_agent(spec.path),
+        num_processes=spec.num_processes,
+        timeout_s=spec.timeout_s,
+        tokenizer=tokenizer_path,
+        options=spec.worker,
+        log_path=log_path,
+    )
+
+
+def make_workflow(
+    spec: AgentSpec | None,
+    router: EngineRouter,
+    tokenizer: Tokenizer,
+    *,
+    tokenizer_path: str | None = None,
+    gives_reward: bool = True,
+    log_path: Path | None = None,
+) -> Workflow:
+    """Return the workflow of an agent, or without one that of single turns.
+
+    Args:
+        spec: the agent; None for single turns.
+        router: answers the workflow's requests.
+        tokenizer: of the policy, loaded.
+        tokenizer_path: its folder or hub name, for agents that load it.
+        gives_reward: see `HostedAgent`.
+        log_path: file for what the agent prints; None for standard error.
+    """
+    if spec is None:
+        return SingleTurn(router, partial(tokenizer.decode, skip_special_tokens=True))
+    pool = make_pool(spec, tokenizer_path, log_path)
+    options = {"gives_reward": gives_reward, "success_threshold": spec.success_threshold}
+    return HostedAgent(router, pool, tokenizer, spec.limits, **options)
+
+
+def check_agent(spec: AgentSpec) -> None:
+    """Import an agent in a process of its own, before anything expensive starts.
+
+    Raises ConfigError or RewardError for one that cannot be found or imported.
+    """
+
+    async def start() -> None:
+        pool = make_pool(spec, None)
+        try:
+            await pool.start()
+        finally:
+            await pool.close()
+
+    asyncio.run(start())

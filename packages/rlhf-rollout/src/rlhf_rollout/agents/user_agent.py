@@ -1,0 +1,184 @@
+"""A user's agent: how it is named and found, and how each form of it runs an episode. Runs in agent processes.
+
+A file, or a module, may define one of these; the first that it has is used:
+
+    class AgentExecutor          of OpenRLHF, with `execute`
+    class AgentInstance          of OpenRLHF, with `reset` and `step`
+    async def run_episode(session) -> reward, or {"rewards": [...], ...}      see `interface.Session`
+"""
+
+import asyncio
+import inspect
+import re
+import sys
+import types
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from rlhf_data.errors import ConfigError, RewardError, missing_file
+from rlhf_rollout.agents import interface
+from rlhf_rollout.agents.interface import PolicyEngine, Session, called, constructed, number, run_turns
+from rlhf_rollout.rewards.user_function import RewardTarget, bound_names, import_target
+
+NAMES = ("AgentExecutor", "AgentInstance", "run_episode")
+_IN_FILE = re.compile(r"(?P<path>.+\.py)(?::(?P<name>\w+))?", re.DOTALL)
+_HINT = "define AgentExecutor, AgentInstance or `async def run_episode(session)`"
+
+RunEpisode = Callable[[Session], Awaitable[dict[str, Any]]]
+
+
+def parse_agent(agent: str) -> RewardTarget:
+    """Return the target of `FILE.py`, `FILE.py:NAME`, `module` or `module:NAME`. Nothing is imported.
+
+    The target's function is "" when no name is given. Raises ConfigError for any other form, for a file that does not
+    exist, and for one that defines no agent.
+    """
+    in_file = _IN_FILE.fullmatch(agent)
+    if in_file:
+        path = Path(in_file["path"]).expanduser()
+        if not path.is_file():
+            raise ConfigError(missing_file("agent file", path))
+        wanted = (in_file["name"],) if in_file["name"] else NAMES
+        if not bound_names(path, "agent file").intersection({*wanted, "*"}):
+            raise ConfigError(f"{path} defines no {' or '.join(wanted)}", hint=_HINT)
+        return RewardTarget(str(path.absolute()), in_file["name"] or "")
+    module, _, name = agent.partition(":")
+    if not all(part.isidentifier() for part in [*module.split("."), name or "x"]):
+        raise ConfigError(f"agent `{agent}` is neither a Python file nor a module", hint="give path/to/file.py")
+    return RewardTarget(module, name)
+
+
+def load_agent(target: RewardTarget, tokenizer: str | None) -> RunEpisode:
+    """Import the target; return the function that runs an episode of its agent.
+
+    Raises RewardError when it defines no agent, and whatever the import raises.
+    """
+    _provide_openrlhf()
+    module = import_target(target.module)
+    for name in [target.function] if target.function else NAMES:
+        agent = getattr(module, name, None)
+        if agent is None:
+            continue
+        if inspect.isclass(agent) and hasattr(agent, "execute"):
+            return _Executor(agent, tokenizer)
+        if inspect.isclass(agent) and hasattr(agent, "step"):
+            return lambda session, make=agent: run_turns(make, session)
+        if callable(agent) and not inspect.isclass(agent):
+            return _Function(agent)
+        raise RewardError(f"{target.module}: {name} has neither `execute` nor `step`", hint=_HINT)
+    raise RewardError(f"{target.module} defines no {target.function or ' or '.join(NAMES)}", hint=_HINT)
+
+
+def read_result(result: Any) -> dict[str, Any]:
+    """Return what an agent gave as {"rewards", "extra", "truncated"} and perhaps "score", with plain numbers.
+
+    An agent gives one number, or a dictionary with `rewards` or `reward` (one number, or one per turn), `scores` or
+    `score`, `extra_logs` or `extra`, and `truncated`. None, or no reward in the dictionary, leaves the episode to
+    another reward. Raises TypeError for anything else.
+    """
+    given = result if isinstance(result, Mapping) else {"rewards": result}
+    rewards = given.get("rewards", given.get("reward"))
+    if hasattr(rewards, "tolist"):
+        rewards = rewards.tolist()
+    if rewards is None:
+        rewards = []
+    elif isinstance(rewards, str) or not isinstance(rewards, Sequence):
+        rewards = [rewards]
+    score = given.get("scores", given.get("score"))
+    extra = given.get("extra_logs", given.get("extra")) or {}
+    read: dict[str, Any] = {
+        "rewards": [number(reward) for reward in rewards],
+        "extra": {str(name): number(value) for name, value in extra.items()},
+        "truncated": bool(given.get("truncated")),
+    }
+    return read if score is None else {**read, "score": number(score)}
+
+
+class _Function:
+    """Runs `run_episode(session)`."""
+
+    def __init__(self, function: Callable[[Session], Any]) -> None:
+        self._function = function
+
+    async def __call__(self, session: Session) -> dict[str, Any]:
+        try:
+            return read_result(await called(self._function, session))
+        except interface.BudgetSpentError:
+            return {"rewards": [], "extra": {}, "truncated": True}
+
+
+class _Executor:
+    """Runs the `execute` of an executor class, with an executor per episode."""
+
+    def __init__(self, make: type, tokenizer: str | None) -> None:
+        self._make = make
+        self._tokenizer = LazyTokenizer(tokenizer)
+
+    async def __call__(self, session: Session) -> dict[str, Any]:
+        queue: asyncio.Queue[Any] = asyncio.Queue()
+        engine = PolicyEngine(session)
+        given = {
+            "max_steps": session.max_turns,
+            "max_length": session.max_length,
+            "llm_engine": engine,
+            "hf_tokenizer": self._tokenizer,
+            "result_queue": queue,
+        }
+        # The older form takes these in its constructor, the newer one takes nothing.
+        wanted = [name for name in inspect.signature(self._make).parameters if name in given]
+        executor = await constructed(self._make, *(given[name] for name in wanted))
+        for name, value in given.items():
+            if getattr(executor, name, None) is None:
+                setattr(executor, name, value)
+        arguments = {"prompt": session.prompt, "label": session.label}
+        arguments["sampling_params"] = SimpleNamespace(**session.sampling)
+        parameters = inspect.signature(executor.execute).parameters
+        takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+        more = {name: given[name] for name in ("max_length", "hf_tokenizer", "llm_engine")}
+        arguments |= {name: value for name, value in more.items() if takes_all or name in parameters}
+        try:
+            result = await executor.execute(**arguments)
+        except interface.BudgetSpentError:
+            result = {"truncated": True}
+        return read_result(queue.get_nowait() if result is None and not queue.empty() else result)
+
+
+class LazyTokenizer:
+    """Stands for the run's tokenizer and loads it when it is first used, because that imports transformers."""
+
+    def __init__(self, name: str | None) -> None:
+        self._name = name
+        self._loaded: Any = None
+
+    def _load(self) -> Any:
+        if self._loaded is None:
+            if self._name is None:
+                raise RuntimeError("this run has no tokenizer that agents can load")
+            from transformers import AutoTokenizer
+
+            self._loaded = AutoTokenizer.from_pretrained(self._name)
+        return self._loaded
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._load(), name)
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        return self._load()(*arguments, **options)
+
+    def __len__(self) -> int:
+        return len(self._load())
+
+
+def _provide_openrlhf() -> None:
+    """Let `from openrlhf.utils.agent import ...` find the classes of `interface`, also where OpenRLHF is installed."""
+    classes = ("AgentExecutorBase", "AgentInstanceBase", "MultiTurnAgentExecutor")
+    module = types.ModuleType("openrlhf.utils.agent")
+    vars(module).update({name: getattr(interface, name) for name in classes})
+    for name in ("openrlhf", "openrlhf.utils"):
+        if name not in sys.modules:
+            package = types.ModuleType(name)
+            package.__path__ = []
+            sys.modules[name] = package
+    sys.modules["openrlhf.utils.agent"] = module

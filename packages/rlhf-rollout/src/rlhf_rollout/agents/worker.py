@@ -1,0 +1,107 @@
+"""The program of an agent's process: imports the user's file, then runs the episodes that arrive on its connection.
+
+The connection carries one JSON value per line. The other side sends `{"call": N, ...}` for an episode, and the answers
+to requests; this side sends `{"call": N, "ask": M, "request": {...}}` to have the policy answer, and at the end of an
+episode `{"call": N, "result": {...}}` or `{"call": N, "error": "..."}`. Standard output belongs to the user's code.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import socket
+import sys
+import traceback
+from collections.abc import Mapping
+from typing import IO, Any
+
+from rlhf_data.errors import RewardError
+from rlhf_rollout.agents.interface import PolicyError, Session
+from rlhf_rollout.agents.user_agent import load_agent
+from rlhf_rollout.rewards.user_function import RewardTarget, one_line
+
+_MAX_LINE_BYTES = 2**27
+_MAX_DETAIL = 500
+
+
+def serve(stream: IO[bytes], first: Mapping[str, Any]) -> None:
+    """Import the agent that the message `first` names, then run episodes until the connection closes."""
+    target = RewardTarget(**first["target"])
+    try:
+        run_episode = load_agent(target, first.get("tokenizer"))
+        answer: dict[str, Any] = {"ready": True}
+    except RewardError as error:
+        answer = {"error": str(error), "invalid": True}
+    except BaseException as error:  # also SystemExit: the parent must be told the reason
+        answer = {"error": _explain(error, target)}
+    stream.write(json.dumps(answer).encode() + b"\n")
+    stream.flush()
+    if "error" not in answer:
+        with contextlib.suppress(ConnectionError):
+            asyncio.run(_Server(target, run_episode).serve(first["descriptor"]))
+
+
+class _Server:
+    """Runs episodes side by side in one event loop."""
+
+    def __init__(self, target: RewardTarget, run_episode: Any) -> None:
+        self._target = target
+        self._run_episode = run_episode
+        self._numbers = itertools.count(1)
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._answers: dict[int, asyncio.Future[Mapping[str, Any]]] = {}
+        self._owner = os.getpid()
+
+    async def serve(self, descriptor: int) -> None:
+        connection = socket.socket(fileno=os.dup(descriptor))
+        reader, self._writer = await asyncio.open_connection(sock=connection, limit=_MAX_LINE_BYTES)
+        while line := await reader.readline():
+            message = json.loads(line)
+            if "ping" in message:
+                self._send(message)
+            elif "answer" in message:
+                waiting = self._answers.pop(message["answer"], None)
+                if waiting is not None and not waiting.done():
+                    waiting.set_result(message)
+            elif "cancel" in message:
+                if task := self._tasks.get(message["cancel"]):
+                    task.cancel()
+            else:
+                self._tasks[message["call"]] = asyncio.create_task(self._run(message))
+
+    async def _run(self, message: Mapping[str, Any]) -> None:
+        number = message["call"]
+
+        async def ask(request: Mapping[str, Any]) -> Mapping[str, Any]:
+            key = next(self._numbers)
+            self._answers[key] = asyncio.get_running_loop().create_future()
+            self._send({"call": number, "ask": key, "request": request})
+            answer = await self._answers[key]
+            if "error" in answer:
+                raise PolicyError(answer["error"])
+            return answer
+
+        try:
+            result = await self._run_episode(Session(message, ask))
+            self._send({"call": number, "result": result})
+        except asyncio.CancelledError:
+            return
+        except BaseException as error:
+            self._send({"call": number, "error": _explain(error, self._target)})
+        finally:
+            del self._tasks[number]
+
+    def _send(self, message: Mapping[str, Any]) -> None:
+        if os.getpid() != self._owner:  # the agent has forked, and this is the child: only its parent answers
+            os._exit(0)
+        with contextlib.suppress(Exception):  # the agent may have closed stdout
+            sys.stdout.flush()
+        self._writer.write(json.dumps(message).encode() + b"\n")
+
+
+def _explain(error: BaseException, target: RewardTarget) -> str:
+    """Return the error as one line, with the last line of the user's file in its traceback."""
+    text = one_line(f"{type(error).__name__}: {error}")[:_MAX_DETAIL]
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == target.module]
+    return f"{text} ({os.path.basename(target.module)}:{frames[-1].lineno})" if frames else text
