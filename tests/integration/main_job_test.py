@@ -2,6 +2,7 @@
 
 import json
 import os
+import statistics
 import subprocess
 import sys
 import time
@@ -109,3 +110,28 @@ def test_main_job_final_model_loads_in_plain_transformers(main_job):
     ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     text = tokenizer.decode(model.generate(**ids, max_new_tokens=32, do_sample=False)[0], skip_special_tokens=True)
     assert "7+8=15" in text
+
+
+def accuracy_by_step(folder: Path) -> dict[int, float]:
+    """Return the share of held-out responses whose answer is the label, as read from their text."""
+    right: dict[int, list[bool]] = {}
+    for record in read_jsonl(folder / "eval_rollouts.jsonl"):
+        right.setdefault(record["step"], []).append(record["text"].rpartition("####")[2].strip() == record["label"])
+    return {step: sum(found) / len(found) for step, found in right.items()}
+
+
+def test_fresh_policy_learns_from_the_final_model_as_its_teacher_without_any_reward(main_job, tmp_path):
+    flags = ["--teacher_model", str(main_job[1] / "model"), "--remote_rm_url", "None", "--seed", "1"]
+    flags += ["--advantage_estimator", "reinforce", "--init_kl_coef", "0", "--actor_learning_rate", "6e-4"]
+    done = ppo(*flags, "--train_steps", "12", "--eval_steps", "-1", "--save_path", "out", folder=tmp_path)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    accuracy = accuracy_by_step(tmp_path / "out")
+    assert accuracy[0] <= 0.40 and accuracy[12] >= 0.60
+    lines = read_jsonl(tmp_path / "out/metrics.jsonl")
+    steps = [line for line in lines if "time/step" in line]
+    assert steps[0]["kl/teacher"] > 2 * statistics.mean(line["kl/teacher"] for line in steps[-3:])
+    assert {line["samples/trained"] for line in steps} == {128}
+    assert not [
+        name for line in lines for name in line if "accuracy" in name or ("reward" in name and "time" not in name)
+    ]
+    assert {record["reward"] for record in read_jsonl(tmp_path / "out/rollouts.jsonl")} == {0.0}

@@ -15,12 +15,20 @@ from rlhf_train.run.observer import Observer
 from trainer_testing import running_engine, tiny_job
 
 PLACES = {
-    "together": {("actor", "critic", "reference"): 1},
-    "apart": {("actor",): 1, ("critic",): 2, ("reference",): 1},
+    "together": {("actor", "critic", "reference", "teacher"): 1},
+    "apart": {("actor",): 1, ("critic",): 2, ("reference", "teacher"): 1},
 }
 # Adam's division by the gradient's own size turns rounding into steps; what is compared are means of a whole step.
 TOLERANCE = 1e-4
-COMPARED = ("policy/loss", "value/loss", "value/mean", "value/return", "policy/advantage_abs", "rollout/reward")
+COMPARED = (
+    "policy/loss",
+    "value/loss",
+    "value/mean",
+    "value/return",
+    "policy/advantage_abs",
+    "kl/teacher",
+    "rollout/reward",
+)
 
 
 def plan_of(groups: dict[tuple[str, ...], int]) -> PlacementPlan:
@@ -33,22 +41,25 @@ def plan_of(groups: dict[tuple[str, ...], int]) -> PlacementPlan:
 def runs(tmp_path_factory) -> dict[str, tuple[list[dict[str, float]], np.ndarray]]:
     """The steps' metrics and the final embedding, by placement; all runs generate with one engine."""
     model_path = str(tiny_model_dir(tmp_path_factory.mktemp("model")))
+    teacher = str(tiny_model_dir(tmp_path_factory.mktemp("teacher"), seed=1))
     folders = {name: tmp_path_factory.mktemp("run") for name in PLACES}
     with running_engine(tiny_job(model_path, folders["together"])):
-        return {name: run(model_path, folders[name], plan_of(groups)) for name, groups in PLACES.items()}
+        return {name: run(model_path, teacher, folders[name], plan_of(groups)) for name, groups in PLACES.items()}
 
 
-def run(model_path: str, folder: Path, plan: PlacementPlan) -> tuple[list[dict[str, float]], np.ndarray]:
+def run(model_path: str, teacher: str, folder: Path, plan: PlacementPlan) -> tuple[list[dict[str, float]], np.ndarray]:
     """Run the job as planned; return the steps' metrics and the final embedding."""
     from safetensors.numpy import load_file
 
-    spec = make_algorithm(kl_coef=0.05, bootstrap_truncated=True, gamma=0.99, lambd=0.9)
-    job = tiny_job(model_path, folder, algorithm=spec, plan=plan, num_frozen_steps=1, eval_prompts=())
+    spec = make_algorithm(kl_coef=0.05, bootstrap_truncated=True, gamma=0.99, lambd=0.9, teacher_coef=0.1)
+    job = tiny_job(model_path, folder)
     models = {
         role: dataclasses.replace(model, optimizer=model.optimizer and dataclasses.replace(model.optimizer, eps=1e-4))
         for role, model in job.models.items()
     }
-    run_online(dataclasses.replace(job, models=models), Observer())
+    models["teacher"] = dataclasses.replace(models["reference"], path=teacher)
+    job = dataclasses.replace(job, models=models, algorithm=spec, plan=plan, num_frozen_steps=1, eval_prompts=())
+    run_online(job, Observer())
     lines = Path(job.save_path, "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     steps = [line for line in map(json.loads, lines) if "time/step" in line]
     [embedding] = [w for n, w in load_file(f"{job.save_path}/model/model.safetensors").items() if "embed" in n]
@@ -69,3 +80,4 @@ def test_models_moved(runs):
     steps, _ = runs["together"]
     assert "policy/loss" not in steps[0] and steps[0]["value/loss"] > 0
     assert steps[1]["kl/reference"] == 0.0 < abs(steps[2]["kl/reference"])
+    assert steps[0]["kl/teacher"] != 0.0

@@ -70,6 +70,13 @@ CASES = {
         estimator="gae", gamma=0.95, lambd=0.9, kl_coef=0.05, clip_low=0.02, clip_high=0.02,
         correction=("sequence", "mask", 0.7, 1.4),
     )),
+    "gae, teacher": Case(Recipe(estimator="gae", gamma=0.95, lambd=0.9, teacher_coef=0.3, clip_low=0.02)),
+    "reinforce, teacher": Case(Recipe(
+        estimator="reinforce", gamma=0.9, teacher_coef=0.5, kl_coef=0.1, kl_estimator="k2", old_logprobs="rollout",
+    ), packing=True),
+    "group_norm, teacher": Case(Recipe(
+        estimator="group_norm", teacher_coef=0.7, correction=("token", "mask", 0.9, 1.1),
+    )),
     "reinforce": Case(Recipe(
         estimator="reinforce", gamma=0.95, kl_coef=0.1, kl_estimator="k2", old_logprobs="rollout",
         reduction="seq_mean_token_sum", entropy_coef=0.02, clip_low=0.1, clip_high=0.1,
@@ -124,6 +131,9 @@ FEATURES = {
     "entropy bonus": ("dr_grpo", {"entropy_coef": 0.0}),
     "KL in the reward": ("rloo", {"kl_coef": 0.0}),
     "KL in the loss": ("dr_grpo", {"kl_coef": 0.0, "use_kl_loss": False}),
+    "teacher": ("group_norm, teacher", {"teacher_coef": 0.0}),
+    "teacher's weight": ("gae, teacher", {"teacher_coef": 0.4}),
+    "teacher, whitened": ("reinforce, teacher", {"teacher_coef": 0.0}),
     "KL estimator in the reward": ("rloo", {"kl_estimator": "k1"}),
     "KL estimator in the loss": ("group_norm", {"kl_estimator": "k2"}),
     "unbiased gradient": ("dr_grpo, CISPO", {"kl_unbiased_gradient": False}),
@@ -168,7 +178,7 @@ def run_worker(
     for name, case in cases.items():
         recipe, spec, rollouts = case.recipe, spec_of(case.recipe), batches[case.recipe.old_logprobs]
         trained = ["actor", *(["critic"] if recipe.estimator == "gae" else [])]
-        roles = [*trained, *(["reference"] if recipe.kl_coef else [])]
+        roles = [*trained, *(["reference"] if recipe.kl_coef else []), *(["teacher"] if recipe.teacher_coef else [])]
         optimizer = OptimizerSpec(**dataclasses.asdict(case.adam))
         models = {
             role: ModelSpec(
@@ -233,6 +243,7 @@ def paths(tmp_path_factory) -> dict[str, str]:
     return {
         "actor": str(tiny_model_dir(folder / "actor", vocab_size=VOCAB_SIZE, **size)),
         "reference": str(tiny_model_dir(folder / "reference", vocab_size=VOCAB_SIZE, seed=1, **size)),
+        "teacher": str(tiny_model_dir(folder / "teacher", vocab_size=VOCAB_SIZE, seed=2, **size)),
         "critic": str(tiny_reward_model_dir(folder / "critic", vocab_size=VOCAB_SIZE, **size)),
     }
 

@@ -49,6 +49,7 @@ class Recipe:
     kl_estimator: str = "k1"
     use_kl_loss: bool = False
     kl_unbiased_gradient: bool = False
+    teacher_coef: float = 0.0
     old_logprobs: str = "recompute"
     correction: tuple[str, str, float, float] | None = None  # level, mode, low, high
     whiten_std: bool = True
@@ -96,7 +97,7 @@ class Oracle:
     Args:
         recipe: the algorithm.
         adam: the optimizer of actor and critic.
-        folders: model folders by role: actor, reference (with a KL), critic (with values).
+        folders: model folders by role: actor, reference (with a KL), teacher (with a weight), critic (with values).
         samples: the rollout batch, of all ranks.
         temperature: of the policy.
         max_tokens: the constant of seq_mean_token_sum_norm.
@@ -152,11 +153,15 @@ class Oracle:
                 self._keep("old_logprobs", torch.tensor(rows, dtype=torch.float64))
             if recipe.kl_coef:
                 self._keep("ref_logprobs", self.models["reference"].logprobs(self.tokens, self.temperature)[0])
+            if recipe.teacher_coef:
+                self._keep("teacher_logprobs", self.models["teacher"].logprobs(self.tokens, self.temperature)[0])
             after = self.models["critic"].values_after(self.tokens).numpy() if self.uses_critic else np.zeros(shape)
             if self.uses_critic:
                 self._keep("values", self.models["critic"].values(self.tokens))
         self._correct()
         self._credit(after)
+        if recipe.teacher_coef:
+            self._teach()
         if self.whitens:
             self._whiten()
 
@@ -210,6 +215,15 @@ class Oracle:
         self._keep("advantages", advantages)
         self._keep("returns", returns)
         self.metrics["value/return"] = float(np.mean(self._chosen(returns)))
+
+    def _teach(self) -> None:
+        """Add to each token's advantage how much likelier the teacher finds it, after all comparison within a group."""
+        gaps = []
+        for i, places in enumerate(self.places):
+            for t in places:
+                gaps.append(self.columns["old_logprobs"][i, t] - self.columns["teacher_logprobs"][i, t])
+                self.columns["advantages"][i, t] -= self.recipe.teacher_coef * gaps[-1]
+        self.metrics["kl/teacher"] = float(np.mean(gaps))
 
     def _chosen(self, values: np.ndarray) -> list[float]:
         return [values[i, t] for i, places in enumerate(self.places) for t in places]

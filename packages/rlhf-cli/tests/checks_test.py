@@ -12,6 +12,7 @@ from rlhf_train.algorithms import ALGORITHMS
 GRPO = ("--advantage_estimator", "group_norm")
 SKIP = ("--old_logprobs", "skip", "--init_kl_coef", "0")
 ONE_UPDATE = ("--train_batch_size", "128")
+TAUGHT = ("--remote_rm_url", "None", "--teacher_model", "m")
 MODEL_ONLY = ("--remote_rm_url", "None", "--reward_pretrain", "m")
 
 
@@ -68,6 +69,15 @@ def ppo(*argv: str) -> Parsed[PpoConfig]:
             "--dynamic_filtering_reward_range is 1 0",
             "LOW before HIGH",
         ),
+        # the teacher
+        ([*TAUGHT, "--dynamic_filtering"], "--dynamic_filtering compares scores, and nothing", "--reward_weights 0"),
+        ([*TAUGHT, "--best_metric_key", "eval/accuracy"], "--best_metric_key compares scores", "add --remote_rm_url"),
+        (
+            [*TAUGHT, "--init_kl_coef", "0", "--old_logprobs", "skip", *ONE_UPDATE],
+            "the teacher's log-probs",
+            "recompute",
+        ),
+        (["--teacher_coef", "0", *TAUGHT], "--teacher_coef is 0; it must be above 0", ""),
         # training, evaluation, placement
         ([*GRPO, "--freezing_actor_steps", "3"], "GRPO (group_norm) has none", "--advantage_estimator gae"),
         (["--ema_beta", "1", "--enable_ema"], "--ema_beta is 1; it must be below 1", ""),
@@ -105,6 +115,10 @@ def test_check_ppo_what_cannot_work_is_an_error_with_a_hint(argv, message, hint)
         ([*SKIP, *ONE_UPDATE, "--eps_clip", "0.1"], "--eps_clip has no effect: with --old_logprobs skip"),
         ([*SKIP, *ONE_UPDATE, "--dual_clip", "3"], "--dual_clip has no effect: with --old_logprobs skip"),
         (["--kl_horizon", "500"], "--kl_horizon has no effect: there is no --kl_target"),
+        (["--teacher_coef", "2"], "--teacher_coef has no effect: there is no --teacher_model"),
+        (["--teacher_num_nodes", "2"], "--teacher_num_nodes has no effect: there is no --teacher_model"),
+        ([*TAUGHT, "--running_reward_norm"], "--running_reward_norm has no effect: there is no reward, only --teacher"),
+        ([*TAUGHT], "PPO (gae) trains a critic, and without a reward it has nothing to predict but penalties"),
         ([*GRPO, "--bootstrap_truncated"], "--bootstrap_truncated has no effect: GRPO (group_norm) has no critic"),
         ([*GRPO, "--save_value_network"], "--save_value_network has no effect: GRPO (group_norm) has no critic"),
         ([*GRPO, "--critic_pretrain", "m"], "--critic_pretrain has no effect: GRPO (group_norm) has no critic"),

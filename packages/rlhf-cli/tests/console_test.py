@@ -102,10 +102,12 @@ def test_run_view_evaluation_says_when_and_how_well(streams):
     view.evaluation(0, {"eval/accuracy": 0.25, "eval/reward": 0.5, "eval/response_tokens": 20.0})
     view.evaluation(10, {"eval/accuracy": 1.0, "eval/response_tokens": 20.0})
     view.evaluation(20, {})
+    view.evaluation(30, {"eval/response_tokens": 20.0})
     assert out.getvalue().splitlines() == [
         "held-out accuracy before training: 0.250  (reward 0.500, 20.0 tokens per response)",
         "held-out accuracy after step 10: 1.000  (20.0 tokens per response)",
         "held-out accuracy after step 20: no response came back",
+        "held-out accuracy after step 30: nothing scores responses",
     ]
 
 
@@ -155,6 +157,15 @@ def test_run_view_evaluation_without_rewards_does_not_look_like_a_worse_policy(s
     view.evaluation(5, {"eval/accuracy": 0.0, "eval/response_tokens": 20.0, "eval/failed": 0.375})
     text = "notice: 37.5 % of the held-out answers have no reward: accuracy counts them as wrong\n"
     assert err.getvalue() == text
+
+
+def test_run_view_with_a_teacher_has_a_column_of_the_reverse_kl_to_it(streams):
+    out, err = streams
+    for taught in (False, True):
+        RunView(Console(out, err), 10, has_teacher=taught).step(1, 10, METRICS | {"kl/teacher": 0.125})
+    heads = [line for line in out.getvalue().splitlines() if "reward" in line]
+    assert ["teacher" in head for head in heads] == [False, True]
+    assert out.getvalue().count("0.1250") == 1
 
 
 def test_run_view_with_dynamic_sampling_has_a_column_of_filtered_samples(streams):

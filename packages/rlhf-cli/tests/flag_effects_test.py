@@ -75,6 +75,8 @@ REACHES = [
     ("entropy_loss_coef", "0.01", "", "algorithm.objective.entropy_coef", 0.01),
     ("value_clip", "0.1", "", "algorithm.value_clip", 0.1),
     ("init_kl_coef", "0.5", "", "algorithm.kl_coef", 0.5),
+    ("teacher_model", "t", "", "models.teacher.path", "t"),
+    ("teacher_coef", "0.5", "--teacher_model t", "algorithm.teacher_coef", 0.5),
     ("kl_target", "0.1", "", "algorithm.kl_target", 0.1),
     ("kl_horizon", "500", "--kl_target 0.1", "algorithm.kl_horizon", 500),
     ("kl_estimator", "k2", "", "algorithm.objective.kl_estimator", "k2"),
@@ -133,6 +135,8 @@ REACHES = [
     ("critic_num_gpus_per_node", "2", "", "plan.critic", 2),
     ("ref_num_nodes", "2", "", "plan.reference", 2),
     ("ref_num_gpus_per_node", "2", "", "plan.reference", 2),
+    ("teacher_num_nodes", "2", "--teacher_model t", "plan.teacher", 2),
+    ("teacher_num_gpus_per_node", "2", "--teacher_model t", "plan.teacher", 2),
     ("reward_num_nodes", "2", "--reward_pretrain m", "plan.scorers.num_ranks", 2),
     ("reward_num_gpus_per_node", "2", "--reward_pretrain m", "plan.scorers.num_ranks", 2),
     ("reward_num_nodes", "0", "", "plan.scorers", None),
@@ -194,9 +198,9 @@ def plan_of(*argv: str):
 def job_of(*argv: str, num_gpus: int = MANY_GPUS):
     config = config_of(*argv)
     prompts = tuple(Prompt(f"p{i}", np.array([1, 2]), f"prompt {i}") for i in range(100))
-    inputs = Inputs(
-        "policy", "critic", config.reward.sources(), PromptSet(prompts, Counts(100, longest_tokens=2)), None, ()
-    )
+    prompts = PromptSet(prompts, Counts(100, longest_tokens=2))
+    teacher = config.algorithm.teacher_model
+    inputs = Inputs("policy", "critic", config.reward.sources(), prompts, None, (), teacher)
     return make_job(config, inputs, make_plan(config, num_gpus), Path("/out"))
 
 
@@ -205,7 +209,7 @@ def field(job, path: str):
     if head == "models":
         role, _, rest = rest.partition(".")
         return attrgetter(rest)(job.models[role])
-    if path in ("plan.actor", "plan.critic", "plan.reference"):
+    if path in ("plan.actor", "plan.critic", "plan.reference", "plan.teacher"):
         return job.plan.trainers_of(rest).num_ranks
     if path.startswith("plan.trainers."):
         return job.plan.trainers[0].roles

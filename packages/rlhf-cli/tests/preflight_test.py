@@ -183,10 +183,24 @@ def test_check_inputs_model_without_a_score_is_refused(folder, models):
     assert "has no scalar head" in text
 
 
-@pytest.mark.parametrize("flag", ["reward_pretrain", "critic_pretrain"])
+@pytest.mark.parametrize("flag", ["reward_pretrain", "critic_pretrain", "teacher_model"])
 def test_check_inputs_model_that_reads_other_tokens_is_refused(folder, models, flag):
     text = refused(folder, models, "--pretrain", str(MODEL_DIR), f"--{flag}", str(models / "judge"))
     assert text.startswith(f"--{flag}: the vocabulary of {models / 'judge'} differs from the policy's")
+
+
+def test_check_inputs_teacher_with_the_policys_tokens_is_accepted_alone_and_one_with_a_short_context_is_not(
+    folder, models
+):
+    argv = ["--remote_rm_url", "None", "--teacher_model"]
+    found = check(folder, models, *argv, str(models / "policy"))
+    assert (found.teacher, found.reward_sources) == (str(models / "policy"), ())
+    assert check(folder, models).teacher is None
+    shutil.copytree(models / "policy", folder / "short")
+    config = json.loads((folder / "short" / "config.json").read_text())
+    (folder / "short" / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 39}))
+    text = refused(folder, models, *argv, "short")
+    assert text.startswith("--teacher_model: --prompt_max_len 32 + --generate_max_len 8 is 40 tokens")
 
 
 def test_check_inputs_reward_model_without_weights_is_refused(folder, models):

@@ -6,7 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from rlhf_train.advantages import generalized_advantages, moments, placed_rewards, token_rewards, whiten
+from rlhf_train.advantages import (
+    distilled_advantages,
+    generalized_advantages,
+    moments,
+    placed_rewards,
+    token_rewards,
+    whiten,
+)
 from rlhf_train.baselines import group_normalized, leave_one_out, relative_rewards
 
 F64 = torch.float64
@@ -47,12 +54,38 @@ def test_reward_of_an_early_turn_counts_for_that_turn_and_before_only():
     assert returns.tolist() == [[0, 1.125, 2.25, 0, 0.5, 1.0]]
 
 
+def test_teachers_term_counts_for_its_own_token_and_not_for_those_before():
+    # Log-probs of policy and teacher: the teacher finds the second token likelier, and the third one less likely.
+    mask = torch.tensor([[False, True, True, False, True]])
+    policy = torch.tensor([[0.0, -1.0, -2.0, 0.0, -0.5]], dtype=F64)
+    teacher = torch.tensor([[0.0, -1.0, -0.5, 7.0, -3.0]], dtype=F64)
+    advantages = torch.tensor([[0.0, 2.0, 2.0, 0.0, 2.0]], dtype=F64)
+    both = distilled_advantages(advantages, policy - teacher, mask, teacher_coef=0.5)
+    assert both.tolist() == [[0.0, 2.0, 2.75, 0.0, 0.75]]
+    alone = distilled_advantages(torch.zeros_like(advantages), policy - teacher, mask, teacher_coef=1.0)
+    assert alone.tolist() == [[0.0, 0.0, 1.5, 0.0, -2.5]]
+
+
+def test_teachers_term_follows_the_gradient_of_the_reverse_kl():
+    # Over all tokens of a vocabulary, E[A grad log p] with A = log q - log p is minus the gradient of KL(p || q).
+    logits, teacher = torch.tensor([0.3, -1.0, 0.7, 0.1], dtype=F64, requires_grad=True), torch.randn(4, dtype=F64)
+    logprobs, target = logits.log_softmax(0), teacher.log_softmax(0)
+    mask = torch.ones(1, 4, dtype=torch.bool)
+    reverse_kl = (logprobs - target).detach()[None]
+    advantages = distilled_advantages(torch.zeros(1, 4, dtype=F64), reverse_kl, mask, teacher_coef=1.0)
+    [ours] = torch.autograd.grad((logprobs.exp().detach() * advantages[0] * logprobs).sum(), logits, retain_graph=True)
+    [exact] = torch.autograd.grad((logprobs.exp() * (logprobs - target)).sum(), logits)
+    torch.testing.assert_close(ours, -exact)
+
+
 def test_rewards_of_another_shape_are_refused():
     mask = torch.ones(2, 3, dtype=torch.bool)
     with pytest.raises(ValueError, match="shapes differ"):
         placed_rewards(torch.zeros(2), torch.zeros(2, 4), mask)
     with pytest.raises(ValueError, match="shapes differ"):
         token_rewards(torch.zeros(2), torch.zeros(2, 3), mask, kl_coef=0.1)
+    with pytest.raises(ValueError, match="shapes differ"):
+        distilled_advantages(torch.zeros(2, 4), torch.zeros(2, 3), mask, teacher_coef=0.1)
 
 
 def test_generalized_advantages_match_hand_values():

@@ -48,6 +48,14 @@ def test_summarize_evaluation_of_one_source_matches_hand_values():
     assert not any(name.startswith("eval/math/") for name in metrics)
 
 
+def test_summarize_evaluation_without_a_scorer_has_lengths_only():
+    unscored = [VerdictKind.UNSCORED] * 2
+    metrics = summarize_evaluation([group("a", "math", unscored, 3), group("b", "code", unscored, 1)])
+    names = ("response_tokens", "truncated")
+    assert set(metrics) == {"eval/failed"} | {f"eval/{part}{name}" for part in ("", "math/", "code/") for name in names}
+    assert (metrics["eval/response_tokens"], metrics["eval/code/truncated"], metrics["eval/failed"]) == (2.0, 0.5, 0.0)
+
+
 def test_summarize_evaluation_of_several_sources_tells_them_apart():
     groups = [group("a", "math", [OK, OK], 3), group("b", "code", [WRONG, OK], 5), group("c", "code", [WRONG] * 2, 1)]
     metrics = summarize_evaluation(groups)

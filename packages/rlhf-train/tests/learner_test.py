@@ -79,6 +79,24 @@ def test_columns_go_between_models_in_processes_apart(job):
     ]
 
 
+def test_teachers_logprobs_go_to_the_actor(job):
+    log: list = []
+    learner = Learner(job, [Ranks(log, "actor", "critic", "reference"), Ranks(log, "teacher", count=2)])
+    learner.fill_columns()
+    assert [entry for entry in log if entry[0] == ("teacher",) or entry[1:] == ("part 0", "part 1")] == [
+        (("teacher",), "teacher"),
+        (("teacher",), ["teacher_logprobs"]),
+        (("actor", "critic", "reference"), "part 0", "part 1"),
+    ]
+    # The teacher is frozen, so that a checkpoint has no file of it.
+    models = {**job.models, "teacher": job.models["reference"]}
+    plan = dataclasses.replace(job.plan, trainers=(ProcessPlan("train", tuple(models), (0,), 1),))
+    algorithm = dataclasses.replace(job.algorithm, teacher_coef=1.0)
+    job = dataclasses.replace(job, models=models, plan=plan, algorithm=algorithm)
+    learner = Learner(job, [Ranks(log, *models)])
+    assert [name.partition("-")[0] for name in learner.save_state("folder")] == ["actor", "critic"]
+
+
 def test_models_in_the_same_processes_exchange_nothing(job):
     log: list = []
     learner = Learner(job, [Ranks(log, "actor", "critic", "reference")])

@@ -119,6 +119,13 @@ def test_reward_model_of_a_job_has_its_deadline(monkeypatch, tmp_path):
     assert len(cancelled) == 1
 
 
+def test_run_without_a_reward_gives_every_rollout_zero_and_says_that_nothing_scored_it(tmp_path):
+    reward = make_reward(SimpleNamespace(reward=RewardSpec(sources=())), [], tmp_path / "reward.log")
+    verdicts = asyncio.run(reward.score(Prompt("p", [1], "one"), [rollout(None), rollout(None)]))
+    assert [(verdict.kind, verdict.reward) for verdict in verdicts] == [(VerdictKind.UNSCORED, 0.0)] * 2
+    asyncio.run(reward.close())
+
+
 @pytest.mark.parametrize("failed_reward", [None, -1.0])
 def test_failed_reward_masks_a_rollout_unless_the_job_has_a_reward_for_it(tmp_path, failed_reward):
     (tmp_path / "reward.py").write_text("def reward_func(queries, prompts, labels, *, responses): return 1 / 0\n")

@@ -26,6 +26,13 @@ def test_apart_gives_every_model_its_own_gpus():
     assert plan.trainers_of("critic").name == "critic"
 
 
+def test_teacher_has_gpus_of_its_own_unless_it_shares():
+    plan = plan_placement(PlacementRequest(ranks={"actor": 1, "reference": 1, "teacher": 2}), 5)
+    assert plan.trainers_of("teacher").bundles == (2, 3) and plan.bundles == (1,) * 5
+    together = plan_placement(PlacementRequest(ranks={"actor": 2, "teacher": 0}), 3)
+    assert together.trainers_of("actor") is together.trainers_of("teacher")
+
+
 def test_colocate_actor_ref_puts_both_in_the_same_processes():
     plan = plan_placement(PlacementRequest(ranks=PPO, colocate_actor_ref=True), 3)
     assert plan.trainers_of("actor") is plan.trainers_of("reference")

@@ -18,7 +18,7 @@ from rlhf_rollout.protocols import SamplingParams
 from rlhf_train.algorithms import POLICY_LOSSES, AlgorithmSpec, CorrectionSpec, make_algorithm
 from rlhf_train.engine.protocol import learning_rate_at
 from rlhf_train.experience import Experience
-from rlhf_train.online.job import BatchSizes, DynamicSampling
+from rlhf_train.online.job import BatchSizes, DynamicSampling, RewardSpec
 from rlhf_train.online.placement import PlacementRequest, plan_placement
 from rlhf_train.online.summaries import scored, summarize
 from rlhf_train.run.ledger import Ledger
@@ -96,6 +96,7 @@ def test_kl_in_the_loss_and_in_the_reward_at_once_is_refused():
         ({"kl_target": 0.0}, "kl_target is 0.0; it must be > 0"),
         ({"kl_horizon": 0}, "kl_horizon is 0; it must be >= 1"),
         ({"value_clip": 0.0}, "value_clip is 0.0"),
+        ({"teacher_coef": -1.0}, "teacher_coef is -1.0; it must be >= 0"),
     ],
 )
 def test_algorithm_spec_bad_numbers_are_refused(options, message):
@@ -109,6 +110,10 @@ def test_algorithm_spec_bad_numbers_are_refused(options, message):
         ({"policy_loss": "cispo", "dual_clip": 3.0}, "belongs to the PPO loss, and the policy loss is CISPO"),
         ({"use_kl_loss": True, "kl_coef": 0}, "the coefficient of the KL is 0"),
         ({"old_logprobs": "skip"}, "leaves nothing to compute the reward's KL penalty from"),
+        (
+            {"old_logprobs": "skip", "kl_coef": 0, "teacher_coef": 1.0},
+            "nothing to compare the teacher's log-probs with",
+        ),
         ({"old_logprobs": "skip", "kl_coef": 0, "correction": TOKEN}, "old log-probs; they are `skip`"),
         ({"old_logprobs": "rollout", "correction": TOKEN}, "old log-probs; they are `rollout`"),
     ],
@@ -151,6 +156,8 @@ def test_loss_reduction_is_the_given_one_else_the_losses_else_the_estimators():
         ({"num_frozen_steps": 3}, "frozen for 3 of 3 steps"),
         ({"algorithm": make_algorithm("group_norm")}, "GRPO has no critic"),
         ({"algorithm": make_algorithm(kl_coef=0)}, "if and only if init_kl_coef is above 0"),
+        ({"algorithm": make_algorithm(teacher_coef=1.0)}, "a teacher is needed if and only if teacher_coef is above 0"),
+        ({"reward": RewardSpec(sources=())}, "a run learns from rewards, a teacher or both, and has neither"),
         (
             {"algorithm": make_algorithm(old_logprobs="skip", use_kl_loss=True)},
             "needs one update per step, and there are 2",

@@ -23,7 +23,7 @@ from rlhf_train.online.terms import (
 )
 from rlhf_train.run.metrics import Metric, Sum, results
 
-NUMBERS = ("old_logprobs", "ref_logprobs", "rollout_logprobs", "values", "last_values")
+NUMBERS = ("old_logprobs", "ref_logprobs", "teacher_logprobs", "rollout_logprobs", "values", "last_values")
 NAN, INF = float("nan"), float("inf")
 MASK = torch.tensor([[False, True, True, True], [False, True, False, False]])
 
@@ -51,6 +51,7 @@ def experience_of(old: Tensor, rollout: Tensor, **columns: Tensor) -> Experience
         ("rollout_logprobs", [False, True, False, True]),  # the token alone
         ("old_logprobs", [False] * 4),  # no gradient through any token of the rollout would be finite
         ("ref_logprobs", [False] * 4),
+        ("teacher_logprobs", [False] * 4),
         ("values", [False] * 4),  # nor the advantage of any token before it
         ("last_values", [False] * 4),
     ],

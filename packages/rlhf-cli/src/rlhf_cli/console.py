@@ -72,6 +72,7 @@ _PARTS = {
     "remainder": "rest",
 }
 _FILTERED = Column("filtered", "samples/filtered", 0, 9)
+_TEACHER = Column("teacher", "kl/teacher", 4, 8)
 _OFFLINE_COLUMNS = (
     Column("grad norm", "train/grad_norm", 3, 10),
     Column("rate", "train/learning_rate", 7, 11),
@@ -223,16 +224,22 @@ class RunView(View):
     """Shows an online run."""
 
     def __init__(
-        self, console: Console, num_steps: int, *, dynamic_sampling: bool = False, logging_steps: int = 1
+        self,
+        console: Console,
+        num_steps: int,
+        *,
+        dynamic_sampling: bool = False,
+        has_teacher: bool = False,
+        logging_steps: int = 1,
     ) -> None:
         """Show an online run of at most `num_steps` steps, one in `logging_steps`.
 
-        With `dynamic_sampling` the table has a column for the samples that were filtered out.
+        The table shows samples that `dynamic_sampling` filtered out, and the reverse KL to a teacher, if there is one.
         """
         super().__init__(console)
         self._num_steps = num_steps
-        filtered = [_FILTERED] if dynamic_sampling else []
-        self._table = StepTable(console, [PPO_COLUMNS[0], *filtered, *PPO_COLUMNS[1:]], every=logging_steps)
+        more = [column for column, is_shown in ((_FILTERED, dynamic_sampling), (_TEACHER, has_teacher)) if is_shown]
+        self._table = StepTable(console, [PPO_COLUMNS[0], *more, *PPO_COLUMNS[1:]], every=logging_steps)
         self._place = ""  # the beginning of the live line: which step is running
         self._ends_at: float | None = None  # the estimated end of the run, from the mean time of the steps so far
         self._doing = ""  # the phase, on the live line
@@ -268,7 +275,8 @@ class RunView(View):
         moment = f"after step {step}" if step else "before training"
         accuracy = metrics.get("eval/accuracy")
         if accuracy is None:
-            self._console.result(f"held-out accuracy {moment}: no response came back", "bold red")
+            said = "nothing scores responses" if "eval/response_tokens" in metrics else "no response came back"
+            self._console.result(f"held-out accuracy {moment}: {said}", "bold red")
             return
         details = [f"{metrics['eval/response_tokens']:.1f} tokens per response"]
         if "eval/reward" in metrics:

@@ -30,6 +30,8 @@ def make_request(config: PpoConfig, gpus_per_node: int | None = None) -> Placeme
         ranks["critic"] = placement.num_ranks("critic")
     if spec.uses_reference:
         ranks["reference"] = placement.num_ranks("ref")
+    if spec.uses_teacher:
+        ranks["teacher"] = placement.num_ranks("teacher")
     return PlacementRequest(
         ranks=ranks,
         reward_ranks=placement.num_ranks("reward") if config.reward.reward_pretrain is not None else None,
@@ -219,4 +221,6 @@ def _make_models(config: PpoConfig, inputs: Inputs, num_updates: int, num_frozen
         models["critic"] = model.spec(inputs.critic, stage, learning)
     if spec.uses_reference:
         models["reference"] = model.spec(inputs.model, stage)
+    if inputs.teacher is not None:
+        models["teacher"] = model.spec(inputs.teacher, stage)
     return models

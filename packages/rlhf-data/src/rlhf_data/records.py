@@ -32,11 +32,16 @@ class FinishReason(StrEnum):
 
 
 class VerdictKind(StrEnum):
-    """The outcome of scoring. The last two are failures of the scorer: such a rollout has no reward, or a fixed one."""
+    """The outcome of scoring.
+
+    UNSCORED means that the run has no scorer. The last two are failures of the scorer: such a rollout has no reward, or
+    a fixed one.
+    """
 
     OK = "ok"
     WRONG = "wrong"
     UNPARSABLE = "unparsable"
+    UNSCORED = "unscored"
     TIMEOUT = "timeout"
     CRASH = "crash"
 

@@ -64,7 +64,7 @@ def check_reward_model(path: str | Path) -> None:
 
 
 def check_same_tokenizer(path: str | Path, tokenizer: Any) -> None:
-    """Check that a reward model or critic gives the policy's token ids the same meaning as the policy does.
+    """Check that a reward model, critic or teacher gives the policy's token ids the same meaning as the policy does.
 
     The model may have further tokens of its own.
 
@@ -79,8 +79,8 @@ def check_same_tokenizer(path: str | Path, tokenizer: Any) -> None:
         token, index = min(differing, key=lambda pair: pair[1])
         message = f"the vocabulary of {path} differs from the policy's in {len(differing)} of {len(vocabulary)} tokens:"
         message += f" {token!r} has id {index} in the policy's and {own.get(token)} in this one"
-        hint = "use a model of the same family, or serve a reward model behind --remote_rm_url http://..., which gets"
-        raise ConfigError(message, hint=f"{hint} text and not token ids")
+        hint = "use a model of the same family; a reward model may also be served behind --remote_rm_url http://...,"
+        raise ConfigError(message, hint=f"{hint} which gets text and not token ids")
 
 
 def resolve_dtype(dtype: str | torch.dtype) -> torch.dtype:

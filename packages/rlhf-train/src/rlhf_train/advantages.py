@@ -1,4 +1,4 @@
-"""From rewards to advantages: token rewards, generalized advantage estimation, whitening.
+"""From rewards to advantages: token rewards, generalized advantage estimation, distillation, whitening.
 
 Shape letters: B rollouts, T token positions. All functions skip positions where the loss mask is False (prompt,
 environment, padding), as if the policy's tokens followed each other directly. Results are 0.0 at these positions.
@@ -101,6 +101,32 @@ def generalized_advantages(
     results = packed_gae(*flat, bounds, gamma=gamma, lambd=lambd, last_values=last_values)
     advantages, returns = (result.view(values.shape) for result in results)
     return advantages, returns
+
+
+def distilled_advantages(advantages: Tensor, reverse_kl: Tensor, loss_mask: Tensor, *, teacher_coef: float) -> Tensor:
+    """Add the signal of on-policy distillation to the advantages of an estimator.
+
+        A_t = A^R_t - c k_t        k_t = log p_old(y_t) - log p_teacher(y_t)
+
+    k_t is the estimate of KL(policy || teacher) from the sampled token. The term is a reward of token t whose discount
+    is 0: it counts for this token alone, and neither the tokens before it nor the critic's returns include it. It
+    enters after the estimator, so that no baseline of the group shifts it and no deviation of the group divides it.
+    Where the estimator whitens, the sum is whitened, which keeps the weight of the teacher relative to the reward.
+
+    Args:
+        advantages: [B, T] float, A^R, of the rewards; zeros when the policy learns from the teacher alone.
+        reverse_kl: [B, T] float, k, nats, at the policy that wrote the tokens.
+        loss_mask: [B, T] bool.
+        teacher_coef: c, reward units per nat, >= 0.
+
+    Returns:
+        [B, T] float, 0.0 where the mask is False.
+
+    Source: Lu et al. 2025, "On-Policy Distillation" (thinkingmachines.ai/blog/on-policy-distillation); the reverse KL
+    on the student's own samples: Agarwal et al. 2024, arXiv:2306.13649; Gu et al. 2024, arXiv:2306.08543.
+    """
+    check_same_shape(advantages=advantages, reverse_kl=reverse_kl, loss_mask=loss_mask)
+    return (advantages - teacher_coef * reverse_kl).masked_fill(~loss_mask, 0.0)
 
 
 def moments(values: Tensor, loss_mask: Tensor) -> Tensor:

@@ -145,6 +145,8 @@ class AlgorithmSpec:
             of the loss. The initial value when the coefficient adapts.
         kl_target: KL in nats per token that an adaptive coefficient steers towards; None keeps the coefficient fixed.
         kl_horizon: rollouts over which an adaptive coefficient can change by about a fifth.
+        teacher_coef: weight of the reverse KL to a teacher in the advantages, in reward units per nat, >= 0; 0 for no
+            teacher. See `advantages.distilled_advantages`.
         gamma: discount per token, in [0, 1].
         lambd: lambda of GAE, in [0, 1]: lower means more bias and less variance.
         value_clip: distance from the old value beyond which a value no longer lowers the loss; None for no limit.
@@ -163,6 +165,7 @@ class AlgorithmSpec:
     kl_reward_coef: float = 0.01
     kl_target: float | None = None
     kl_horizon: int = 10_000
+    teacher_coef: float = 0.0
     gamma: float = 1.0
     lambd: float = 1.0
     value_clip: float | None = 0.5
@@ -183,6 +186,7 @@ class AlgorithmSpec:
             ("kl_reward_coef", self.kl_reward_coef >= 0, "be >= 0"),
             ("kl_target", self.kl_target is None or self.kl_target > 0, "be > 0"),
             ("kl_horizon", self.kl_horizon >= 1, "be >= 1"),
+            ("teacher_coef", self.teacher_coef >= 0, "be >= 0"),
         ):
             if not is_right:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must {wanted}")
@@ -193,6 +197,9 @@ class AlgorithmSpec:
         if self.old_logprobs == "skip" and self.kl_reward_coef:
             hint = "add --use_kl_loss, or set --init_kl_coef 0 or --old_logprobs recompute"
             raise ConfigError("--old_logprobs skip leaves nothing to compute the reward's KL penalty from", hint=hint)
+        if self.old_logprobs == "skip" and self.uses_teacher:
+            message = "--old_logprobs skip leaves nothing to compare the teacher's log-probs with"
+            raise ConfigError(message, hint="use --old_logprobs recompute or rollout with --teacher_model")
         if self.old_logprobs != "recompute" and self.correction.level != "off":
             message = f"an importance correction needs the trainer's old log-probs; they are `{self.old_logprobs}`"
             raise ConfigError(message, hint="use --old_logprobs recompute")
@@ -221,6 +228,11 @@ class AlgorithmSpec:
     def uses_reference(self) -> bool:
         """Whether a reference model is needed."""
         return self.kl_coef > 0
+
+    @property
+    def uses_teacher(self) -> bool:
+        """Whether a teacher is needed."""
+        return self.teacher_coef > 0
 
 
 def make_algorithm(

@@ -14,7 +14,14 @@ from torch import Tensor
 
 from rlhf_data.records import FinishReason, Rollout
 
-COLUMNS = ("old_logprobs", "ref_logprobs", "values", "last_values", "advantages", "returns", "trained", "weights")
+# Role to the column that its model fills in.
+MODEL_COLUMNS = {
+    "actor": "old_logprobs",
+    "reference": "ref_logprobs",
+    "teacher": "teacher_logprobs",
+    "critic": "values",
+}
+COLUMNS = (*MODEL_COLUMNS.values(), "last_values", "advantages", "returns", "trained", "weights")
 
 
 @dataclass(slots=True)

@@ -75,6 +75,7 @@ def _look(parsed: Parsed[PpoConfig], folder: Path) -> Seen:
     has_data = absent.data("prompt_data", config.data.prompt_data) and absent.data("eval_data", config.data.eval_data)
     absent.models("reward_pretrain", config.reward.reward_pretrain)
     absent.models("critic_pretrain", critic)
+    absent.models("teacher_model", config.algorithm.teacher_model)
     absent.rewards("remote_rm_url", functions)
     if not absent and not parsed.missing:
         inputs = check_inputs(config, folder)

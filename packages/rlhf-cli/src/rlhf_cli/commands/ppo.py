@@ -112,6 +112,7 @@ def _train(parsed: Parsed[PpoConfig], folder: Path, console: "Console") -> None:
         console,
         job.num_steps,
         dynamic_sampling=job.dynamic_sampling is not None,
+        has_teacher=job.algorithm.uses_teacher,
         logging_steps=config.output.logging_steps,
     )
     summary = run_online(job, view)

@@ -1,4 +1,4 @@
-"""Options of the objective of `ppo`: advantage estimator, policy loss, KL and off-policy correction."""
+"""Options of the objective of `ppo`: advantage estimator, policy loss, KL, teacher and off-policy correction."""
 
 from collections.abc import Collection
 from typing import Annotated, Any
@@ -61,6 +61,7 @@ _CRITIC_OPTIONS = (
 )
 # Options without effect when there is no reference model.
 _REFERENCE_OPTIONS = ("kl_estimator", "ref_num_nodes", "ref_num_gpus_per_node", "colocate_actor_ref")
+_TEACHER_OPTIONS = ("teacher_coef", "teacher_num_nodes", "teacher_num_gpus_per_node")
 _CORRECTION_OPTIONS = ("is_correction_mode", "is_correction_threshold")
 # A larger clip range is meant for the ratios of tokens: the geometric mean over a response stays within it.
 _WIDE_FOR_GSPO = 0.1
@@ -80,7 +81,7 @@ ReductionName = Annotated[one_of(REDUCTIONS), BeforeValidator(_underscored)]
 
 
 class AlgorithmSection(Section, title="algorithm"):
-    """Estimator, policy loss, KL and corrections."""
+    """Estimator, policy loss, KL, teacher and corrections."""
 
     advantage_estimator: Estimator = flag(
         _DEFAULTS.estimator, "; ".join(f"{row.name}: {row.title}" for row in ALGORITHMS.values())
@@ -139,6 +140,14 @@ class AlgorithmSection(Section, title="algorithm"):
     use_kl_loss: bool = flag(False, "add the KL to the loss, instead of subtracting it from the reward")
     kl_unbiased_gradient: bool = flag(
         False, "with --use_kl_loss: use the exact gradient of the KL in expectation, for every --kl_estimator"
+    )
+    teacher_model: str | None = flag(
+        None,
+        "on-policy distillation: a model folder or hub name with the same tokenizer, towards which the policy's own"
+        " responses are trained; with a reward beside it, or without",
+    )
+    teacher_coef: float = flag(
+        1.0, "weight of the log-ratio teacher / policy in a token's advantage, in reward per nat", gt=0
     )
     old_logprobs: OldLogprobs = flag(
         _DEFAULTS.old_logprobs,
@@ -208,7 +217,7 @@ class AlgorithmSection(Section, title="algorithm"):
             whiten_std=not self.no_advantage_std_norm,
             use_kl_loss=self.use_kl_loss,
             **matching(PolicyObjective, self),
-            **matching(AlgorithmSpec, self),
+            **matching(AlgorithmSpec, self) | {"teacher_coef": self.teacher_coef if self.teacher_model else 0.0},
         )
 
     def check(self, given: Collection[str], num_updates: int) -> list[str]:
@@ -242,6 +251,7 @@ class AlgorithmSection(Section, title="algorithm"):
             (no_ratio, _CLIP_OPTIONS, f"{loss} does not use the policy ratio"),
             (not spec.uses_reference, _REFERENCE_OPTIONS, "--init_kl_coef is 0, so there is no reference model"),
             (self.kl_target is None, ["kl_horizon"], "there is no --kl_target"),
+            (not spec.uses_teacher, _TEACHER_OPTIONS, "there is no --teacher_model"),
             (not self.row.uses_critic, _CRITIC_OPTIONS, f"{self.title} has no critic"),
             (not self.row.divides_by_std, ["no_advantage_std_norm"], f"{self.title} divides by no standard deviation"),
             (spec.correction.level == "off", _CORRECTION_OPTIONS, "--is_correction_level is off"),

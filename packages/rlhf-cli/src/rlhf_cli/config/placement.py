@@ -3,7 +3,7 @@
 from rlhf_data.options import Section, flag
 from rlhf_rollout.commands import sections
 
-_ROLES = ("actor", "critic", "ref", "reward")
+_ROLES = ("actor", "critic", "ref", "teacher", "reward")
 
 
 class PlacementSection(Section, title="placement"):
@@ -28,6 +28,12 @@ class PlacementSection(Section, title="placement"):
     ref_num_gpus_per_node: int | None = flag(
         None, "processes of the reference per node; 0 and None: see --critic_num_nodes", ge=0
     )
+    teacher_num_nodes: int | None = flag(
+        None, "nodes for the teacher's processes; 0 and None: see --critic_num_nodes", ge=0
+    )
+    teacher_num_gpus_per_node: int | None = flag(
+        None, "processes of the teacher per node; 0 and None: see --critic_num_nodes", ge=0
+    )
     reward_num_nodes: int | None = flag(
         None,
         "nodes for the reward models' processes; 0: use the policy's GPUs; None: as many as the critic or the policy"
@@ -51,7 +57,7 @@ class PlacementSection(Section, title="placement"):
     )
 
     def num_ranks(self, role: str) -> int:
-        """Return the number of processes of "actor", "critic", "ref" or "reward"; 0 to run in the actor's processes."""
+        """Return the number of processes of "actor", "critic", "ref", "teacher" or "reward"; 0: the actor's."""
         return self._count(role, "num_nodes") * self._count(role, "num_gpus_per_node")
 
     def _count(self, role: str, what: str) -> int:

@@ -55,6 +55,7 @@ class PpoConfig(Config):
         notices += self.algorithm.check(given, self.batch.num_updates)
         notices += self.training.check(given)
         notices += _check_training(self, given)
+        notices += _check_teacher_alone(self, given)
         notices += _check_filtering(self, given)
         notices += _check_evaluation(self, given)
         notices += _check_sampling(self, given)
@@ -71,7 +72,8 @@ class PpoConfig(Config):
             hint = "add --prompt_data FILE.jsonl with --input_key and --label_key"
             what = f"--pretrain {model} needs prompts to train on" if model else "there must be prompts to train on"
             found.append(missing("prompt_data", what, f"{hint}; without --pretrain the built-in task runs"))
-        found += self.reward.missing("nothing says how responses are scored")
+        if self.algorithm.teacher_model is None:
+            found += self.reward.missing("nothing says how responses are scored, and there is no --teacher_model")
         if row.uses_group and self.rollout.n_samples_per_prompt == 1:
             message = f"--n_samples_per_prompt is 1, and {self.algorithm.title} compares the samples of one prompt"
             found.append(ConfigError(message, hint="use --n_samples_per_prompt 4 or more"))
@@ -104,6 +106,23 @@ def _check_training(config: PpoConfig, given: Collection[str]) -> list[str]:
         (rescales and shapes == (None,) * 3, ["running_reward_norm"], anyway),
         (not training.enable_ema, ["ema_beta"], "--enable_ema is off"),
     )
+
+
+def _check_teacher_alone(config: PpoConfig, given: Collection[str]) -> list[str]:
+    """Check options that need a reward, in a run that has a teacher and no reward."""
+    algorithm = config.algorithm
+    if algorithm.teacher_model is None or config.reward.sources():
+        return []
+    for name in ("dynamic_filtering", "best_metric_key"):
+        if name in given:
+            hint = "add --remote_rm_url, with --reward_weights 0 if the policy shall not learn from it"
+            raise ConfigError(f"--{name} compares scores, and nothing scores: there is only --teacher_model", hint=hint)
+    unused = ["running_reward_norm", "reward_clip_range", "failed_reward"]
+    notices = without_effect(given, (True, unused, "there is no reward, only --teacher_model"))
+    if algorithm.row.uses_critic:
+        text = f"{algorithm.title} trains a critic, and without a reward it has nothing to predict but penalties:"
+        notices.append(f"{text} --advantage_estimator reinforce has none")
+    return notices
 
 
 def _check_filtering(config: PpoConfig, given: Collection[str]) -> list[str]:

@@ -19,7 +19,10 @@ _GPU_OPTIONS = (
     "colocate_critic_reward",
 )
 # Likewise: without GPUs, these models have no processes of their own.
-_RANK_OPTIONS = ("critic_num_nodes", "critic_num_gpus_per_node", "ref_num_nodes", "ref_num_gpus_per_node")
+_RANK_OPTIONS = (
+    *("critic_num_nodes", "critic_num_gpus_per_node", "ref_num_nodes", "ref_num_gpus_per_node"),
+    *("teacher_num_nodes", "teacher_num_gpus_per_node"),
+)
 # Options that say on how many GPUs, or on which ones, something runs.
 GPU_FLAGS = frozenset(
     {

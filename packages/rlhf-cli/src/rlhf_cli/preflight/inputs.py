@@ -6,7 +6,14 @@ from pathlib import Path
 from rlhf_cli.config.ppo import PpoConfig
 from rlhf_cli.paths import check_output_folder, model_path
 from rlhf_cli.preflight.data import check_best_metric, data_notices, load_all, open_prompts
-from rlhf_cli.preflight.models import check_attention, check_context, choose_critic, load_model_files, longest_sequence
+from rlhf_cli.preflight.models import (
+    check_attention,
+    check_context,
+    check_teacher,
+    choose_critic,
+    load_model_files,
+    longest_sequence,
+)
 from rlhf_cli.preflight.rewards import check_reward_models, named_sources, try_rewards
 from rlhf_data.prompts import PromptSet
 from rlhf_rollout.rewards.sources import RewardSource, model_paths
@@ -21,6 +28,7 @@ class Inputs:
         reward_sources: the sources of rewards, with absolute paths.
         prompts, eval_prompts: tokenized prompts; `eval_prompts` may be None.
         notices: what the user should know about the inputs, one sentence each.
+        teacher: folder or hub name; None without a teacher.
     """
 
     model: str
@@ -29,6 +37,7 @@ class Inputs:
     prompts: PromptSet
     eval_prompts: PromptSet | None
     notices: tuple[str, ...]
+    teacher: str | None = None
 
 
 def check_inputs(config: PpoConfig, folder: Path) -> Inputs:
@@ -50,9 +59,10 @@ def check_inputs(config: PpoConfig, folder: Path) -> Inputs:
     check_context(model_config, *longest_sequence(config))
     reward_notices = check_reward_models(config, sources, tokenizer)
     critic, notices = choose_critic(config, model, model_paths(sources), tokenizer)
+    teacher = check_teacher(config, tokenizer)
     prompts, held_out = load_all(config, rows, held_out_rows, tokenizer)
     check_best_metric(config, held_out or (), logs_numbers=any(source.kind != "model" for source in sources))
     notices += reward_notices
     notices += data_notices(config, prompts, held_out)
     notices += try_rewards(config, sources, prompts.prompts[:4])
-    return Inputs(model, critic, sources, prompts, held_out, tuple(notices))
+    return Inputs(model, critic, sources, prompts, held_out, tuple(notices), teacher)

@@ -70,8 +70,28 @@ def choose_critic(config: PpoConfig, model: str, reward_models: Sequence[str], t
     return critic, [f"the critic starts from the reward model {critic}; use --critic_pretrain for another model"]
 
 
-def check_companion(flag: str, section: ModelSection, path: str, tokenizer: Any) -> None:
-    """Raise ConfigError unless a model can be run beside the trained one and has the same tokenizer."""
+def check_teacher(config: PpoConfig, tokenizer: Any) -> str | None:
+    """Return the folder or hub name of --teacher_model, or None without one.
+
+    Raises:
+        ConfigError: a teacher that cannot be run, or is too short of context for the longest rollouts, or whose
+            tokenizer differs from the policy's `tokenizer`.
+    """
+    name = config.algorithm.teacher_model
+    if name is None:
+        return None
+    teacher = model_path(name)
+    model_config = check_companion("teacher_model", config.model, teacher, tokenizer)
+    num_tokens, flags = longest_sequence(config)
+    check_context(model_config, num_tokens, f"--teacher_model: {flags}")
+    return teacher
+
+
+def check_companion(flag: str, section: ModelSection, path: str, tokenizer: Any) -> Any:
+    """Return the config of a model that runs beside the trained one.
+
+    Raises ConfigError unless it can run and has the same tokenizer.
+    """
     from rlhf_models.loading import check_same_tokenizer, check_tokenizer_fits, check_weights, load_config
 
     try:
@@ -82,3 +102,4 @@ def check_companion(flag: str, section: ModelSection, path: str, tokenizer: Any)
         check_attention(section, model_config)
     except ConfigError as error:
         raise ConfigError(f"--{flag}: {error}") from None
+    return model_config

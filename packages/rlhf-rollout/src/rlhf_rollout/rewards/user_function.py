@@ -161,7 +161,7 @@ def read_result(result: Any, num_samples: int, *, giver: str = "the reward funct
         verdicts = [None] * num_samples
     elif isinstance(verdicts, str) or not isinstance(verdicts, Sequence) or len(verdicts) != num_samples:
         raise RewardError(f"`verdicts` must be a list of {num_samples} names, got {verdicts!r:.80}")
-    known = [kind.value for kind in VerdictKind]
+    known = [kind.value for kind in VerdictKind if kind is not VerdictKind.UNSCORED]
     for verdict in verdicts:
         if verdict is not None and str(verdict) not in known:
             raise RewardError(unknown("verdict", str(verdict), known))

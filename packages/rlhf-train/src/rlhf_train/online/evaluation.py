@@ -8,7 +8,7 @@ from rlhf_train.online.job import OnlineJob
 from rlhf_train.online.learner import Learner
 from rlhf_train.online.report import Report
 from rlhf_train.online.rollouts import Rollouts
-from rlhf_train.online.summaries import lengths, summarize
+from rlhf_train.online.summaries import is_unscored, lengths, summarize
 from rlhf_train.online.turns import Turns
 from rlhf_train.run.best_model import BestModel
 from rlhf_train.run.timeline import Timeline
@@ -119,7 +119,8 @@ def summarize_evaluation(groups: Sequence[RolloutGroup]) -> dict[str, float]:
     """Return the metrics of held-out groups under `eval/`; with several data sources also under `eval/<source>/`.
 
     `pass@k` is computed for k = 1, 2, 4, ... and for the number of samples per prompt. A rollout passes when its
-    verdict is ok; a failed reward counts as not passed. `failed` is the share of rollouts whose reward failed.
+    verdict is ok; a failed reward counts as not passed. Without a scorer there is no pass@k. `failed` is the share of
+    rollouts whose reward failed.
     """
     metrics = summarize(groups, "eval") | _passes(groups, "eval")
     verdicts = [rollout.verdict for group in groups for rollout in group.rollouts]
@@ -135,6 +136,8 @@ def summarize_evaluation(groups: Sequence[RolloutGroup]) -> dict[str, float]:
 
 
 def _passes(groups: Sequence[RolloutGroup], prefix: str) -> dict[str, float]:
+    if is_unscored(groups):
+        return {}
     num_samples = min(len(group.rollouts) for group in groups)
     ks = {2**power for power in range(num_samples.bit_length())} | {num_samples}
     metrics = {}

@@ -74,7 +74,8 @@ class RewardSpec:
     """Where rewards come from, and how they are changed before training, in the order of the attributes.
 
     Attributes:
-        sources: reward sources; the reward is the weighted sum of theirs.
+        sources: reward sources; the reward is the weighted sum of theirs. Empty for a run that learns from a teacher
+            alone: every reward is then 0.
         calls: how they are called.
         model_timeout_s: time limit for one call of a reward model, which may wait for other calls of the same replica.
         normalize_models: shift and scale scores of reward models by the mean and deviation stored with the model.
@@ -120,8 +121,8 @@ class OnlineJob:
     """One online run.
 
     Attributes:
-        models: role ("actor", "critic", "reference") to the settings of its model. The algorithm decides whether there
-            is a critic and a reference.
+        models: role ("actor", "critic", "reference", "teacher") to the settings of its model. The algorithm decides
+            which of the last three there are.
         algorithm: what is optimized.
         engine: settings of the generation engines. With `enable_sleep` they release device memory while the trainers
             work.
@@ -185,6 +186,10 @@ class OnlineJob:
             raise ConfigError(f"{row.title} {'needs a' if row.uses_critic else 'has no'} critic")
         if self.algorithm.uses_reference != ("reference" in self.models):
             raise ConfigError("a reference model is needed if and only if init_kl_coef is above 0")
+        if self.algorithm.uses_teacher != ("teacher" in self.models):
+            raise ConfigError("a teacher is needed if and only if teacher_coef is above 0")
+        if not self.reward.sources and not self.algorithm.uses_teacher:
+            raise ConfigError("a run learns from rewards, a teacher or both, and has neither")
         placed = [role for processes in self.plan.trainers for role in processes.roles]
         if sorted(placed) != sorted(self.models):
             raise ConfigError(f"the plan has places for {', '.join(placed)}, the models are {', '.join(self.models)}")

@@ -77,14 +77,18 @@ class Learner:
         return metrics
 
     def fill_columns(self) -> dict[str, float]:
-        """Run the models that the algorithm needs: old log-probs, reference log-probs and values. Returns metrics."""
+        """Run the models that the algorithm needs: log-probs of actor, reference and teacher, and the critic's values.
+
+        Returns metrics.
+        """
         algorithm = self._job.algorithm
         wanted = ["actor"] if algorithm.old_logprobs == "recompute" else []
-        roles = [role for role in (*wanted, "reference", "critic") if role in self._set_of]
+        roles = [role for role in (*wanted, "reference", "teacher", "critic") if role in self._set_of]
         # Start all before waiting for any, so that models in separate processes run at the same time.
         pending = {role: self._set_of[role].start("work", "run_model", role) for role in roles}
         metrics = _merged(part for references in pending.values() for part in wait(references))
         self._move_columns(["ref_logprobs"], "reference", "actor")
+        self._move_columns(["teacher_logprobs"], "teacher", "actor")
         last_values = ["last_values"] if algorithm.bootstrap_truncated else []
         self._move_columns(["values", *last_values], "critic", "actor")
         return metrics

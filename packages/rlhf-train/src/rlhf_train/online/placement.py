@@ -6,7 +6,7 @@ from itertools import pairwise
 
 from rlhf_data.errors import ConfigError
 
-ROLES = ("actor", "critic", "reference")
+ROLES = ("actor", "critic", "reference", "teacher")
 SHARED_GPU = 0.9  # GPU share that processes on one GPU split; Ray uses it for accounting only
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from rlhf_data.records import FinishReason, Rollout, RolloutGroup
+from rlhf_data.records import FinishReason, Prompt, Rollout, RolloutGroup, Verdict, VerdictKind
 from rlhf_rollout.protocols import RewardFunction
 from rlhf_rollout.ray_actors import RayScorer
 from rlhf_rollout.rewards.mix import build_reward
@@ -14,6 +14,17 @@ from rlhf_rollout.rewards.model import ModelReward
 from rlhf_rollout.rewards.shaping import RunningMoments, clip_rewards, overlong_penalty, stop_properly
 from rlhf_train.online.job import DynamicSampling, OnlineJob, RewardSpec
 from rlhf_train.online.summaries import scored
+
+
+class NoReward:
+    """A `RewardFunction` that gives every rollout the reward 0, for a policy that learns from a teacher alone."""
+
+    async def score(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> list[Verdict]:
+        """Return one verdict per rollout."""
+        return [Verdict(VerdictKind.UNSCORED, 0.0)] * len(rollouts)
+
+    async def close(self) -> None:
+        """Do nothing."""
 
 
 def make_reward(job: OnlineJob, scorers: Sequence[Sequence[Any]], log_path: Path) -> RewardFunction:
@@ -25,6 +36,8 @@ def make_reward(job: OnlineJob, scorers: Sequence[Sequence[Any]], log_path: Path
         log_path: file for what reward functions print.
     """
     spec = job.reward
+    if not spec.sources:
+        return NoReward()
     models = []
     for handles in scorers:
         replicas = [RayScorer(handle) for handle in handles]

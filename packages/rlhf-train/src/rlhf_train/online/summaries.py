@@ -15,7 +15,8 @@ def summarize(groups: Sequence[RolloutGroup], prefix: str) -> dict[str, float]:
 
     Means of rewards and scores are over the rollouts that have a reward. `accuracy` is the share of all rollouts whose
     verdict is ok; rollouts with a failed reward count as not ok. Numbers that a reward function logs (`extra_logs`) are
-    averaged under their own names. If such a name is taken by a metric of this function, it becomes `extra_<name>`.
+    averaged under their own names. If such a name is taken by a metric of this function, it becomes `extra_<name>`. In
+    a run without a scorer there are only lengths.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     rewards = [rollout.verdict.reward for rollout in scored(groups)]
@@ -23,6 +24,8 @@ def summarize(groups: Sequence[RolloutGroup], prefix: str) -> dict[str, float]:
     kinds = [rollout.verdict.kind for rollout in rollouts if rollout.verdict is not None]
     if not rollouts:
         return {}
+    if is_unscored(groups):
+        return lengths(rollouts, prefix)
     numbers = lengths(rollouts, prefix) | {f"{prefix}/accuracy": kinds.count(VerdictKind.OK) / len(rollouts)}
     if rewards:
         numbers[f"{prefix}/reward"] = sum(rewards) / len(rewards)
@@ -36,6 +39,12 @@ def summarize(groups: Sequence[RolloutGroup], prefix: str) -> dict[str, float]:
         key = f"{prefix}/{name}"
         numbers[f"{prefix}/extra_{name}" if key in numbers else key] = sum(logged) / len(logged)
     return numbers
+
+
+def is_unscored(groups: Sequence[RolloutGroup]) -> bool:
+    """Return whether there is no scorer, so that rewards, scores and accuracy mean nothing."""
+    verdicts = [rollout.verdict for group in groups for rollout in group.rollouts]
+    return all(verdict is not None and verdict.kind is VerdictKind.UNSCORED for verdict in verdicts)
 
 
 def lengths(rollouts: Sequence[Rollout], prefix: str) -> dict[str, float]:

@@ -9,11 +9,11 @@ from torch.nn.utils.rnn import pad_sequence
 
 from rlhf_kernels import POLICY_METRICS, PolicyStream
 from rlhf_models.batch import TokenBatch, to_device
-from rlhf_train.advantages import last_trained
+from rlhf_train.advantages import distilled_advantages, last_trained, placed_rewards, token_rewards
 from rlhf_train.algorithms import AlgorithmSpec
 from rlhf_train.batching import Denominators
 from rlhf_train.corrections import bounded_weights, importance_weights
-from rlhf_train.experience import Experience
+from rlhf_train.experience import MODEL_COLUMNS, Experience
 from rlhf_train.kl import BOUNDS, kl_estimate
 from rlhf_train.losses.aggregate import token_mean
 from rlhf_train.losses.value import clipped_value_loss
@@ -99,6 +99,34 @@ def reference_kl_metrics(kl: Tensor, mask: Tensor, estimator: str) -> dict[str, 
     }
 
 
+def charged_rewards(experience: Experience, spec: AlgorithmSpec, *, kl_coef: float) -> tuple[Tensor, dict[str, Metric]]:
+    """Return the rewards of tokens, [B, T] float, minus the KL penalty, and the metrics of the KL to the reference.
+
+    There is no penalty without a reference, nor when the KL is a term of the loss instead.
+    """
+    mask = experience.loss_mask
+    columns = experience.columns
+    rewards = placed_rewards(experience.rewards, experience.turn_rewards, mask)
+    if not spec.uses_reference or "old_logprobs" not in columns:
+        return rewards, {}
+    kl = kl_estimate(columns["old_logprobs"], columns["ref_logprobs"], spec.objective.kl_estimator)
+    rewards = token_rewards(rewards, kl, mask, kl_coef=0.0 if spec.use_kl_loss else kl_coef)
+    return rewards, reference_kl_metrics(kl, mask, spec.objective.kl_estimator)
+
+
+def distilled(advantages: Tensor, experience: Experience, spec: AlgorithmSpec) -> tuple[Tensor, dict[str, Metric]]:
+    """Return the advantages with the teacher's term, [B, T] float, and the mean reverse KL to the teacher in nats.
+
+    Without a teacher the advantages are unchanged.
+    """
+    if not spec.uses_teacher:
+        return advantages, {}
+    columns = experience.columns
+    reverse_kl = kl_estimate(columns["old_logprobs"], columns["teacher_logprobs"], "k1")
+    advantages = distilled_advantages(advantages, reverse_kl, experience.loss_mask, teacher_coef=spec.teacher_coef)
+    return advantages, {"kl/teacher": masked_mean(reverse_kl, experience.loss_mask)}
+
+
 def values_before(after: Sequence[Tensor], truncated: Tensor, mask: Tensor) -> dict[str, Tensor]:
     """Turn values after each token into values before each token, and into `last_values` of truncated rollouts.
 
@@ -136,12 +164,12 @@ def critic_loss(
 def drop_nonfinite(experience: Experience) -> dict[str, Metric]:
     """Exclude tokens with NaN or infinite log-probs or values from training; return their number as a metric.
 
-    For a log-prob of the engine, the token is excluded. For a log-prob of the trainer's or the reference model, or a
-    value of the critic, the whole rollout is excluded: the gradient through any of its tokens would not be finite
-    either, and one value decides the advantages of all tokens before it.
+    For a log-prob of the engine, the token is excluded. For a log-prob of the trainer's model, the reference or the
+    teacher, or a value of the critic, the whole rollout is excluded: the gradient through any of its tokens would not
+    be finite either, and one value decides the advantages of all tokens before it.
     """
     finite = experience.rollout_logprobs.isfinite()
-    for name in ("old_logprobs", "ref_logprobs", "values", "last_values"):
+    for name in (*MODEL_COLUMNS.values(), "last_values"):
         if name in experience.columns:
             finite &= (experience.columns[name].isfinite() | ~experience.loss_mask).all(dim=1, keepdim=True)
     dropped = Sum(float((experience.loss_mask & ~finite).sum()))

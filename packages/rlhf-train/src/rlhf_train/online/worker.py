@@ -18,17 +18,19 @@ from rlhf_models.batch import TokenBatch, to_device
 from rlhf_models.loading import load_actor, load_critic, load_tokenizer, resolve_dtype
 from rlhf_models.reference import load_reference
 from rlhf_models.weights import save_hf
-from rlhf_train.advantages import generalized_advantages, moments, placed_rewards, token_rewards, whiten
+from rlhf_train.advantages import generalized_advantages, moments, whiten
 from rlhf_train.algorithms import AlgorithmSpec
 from rlhf_train.batching import Denominators, MiniBatch, RankPlan
 from rlhf_train.engine.deepspeed import DeepSpeedEngine, init_process_group
-from rlhf_train.experience import Experience
+from rlhf_train.experience import MODEL_COLUMNS, Experience
 from rlhf_train.kl import kl_estimate
 from rlhf_train.online.dropout import without_dropout
 from rlhf_train.online.terms import (
     IDLE_TOKENS,
+    charged_rewards,
     correct_mismatch,
     critic_loss,
+    distilled,
     drop_nonfinite,
     lay_out,
     masked_mean,
@@ -43,8 +45,6 @@ from rlhf_train.run.ema import WeightAverage
 from rlhf_train.run.metrics import METRIC_PREFIXES, Max, Mean, Metric, Sum, merge_metrics, on_host
 from rlhf_train.run.rank_state import StateWriter
 from rlhf_train.specs import ModelSpec
-
-MODEL_COLUMNS = {"actor": "old_logprobs", "reference": "ref_logprobs", "critic": "values"}
 
 
 class TrainWorker:
@@ -71,7 +71,7 @@ class TrainWorker:
         """Join the rank set and load the models. Collective.
 
         Args:
-            models: role ("actor", "critic" or "reference") to the settings of its model.
+            models: role ("actor", "critic", "reference" or "teacher") to the settings of its model.
             algorithm: what is optimized.
             temperature: sampling temperature of the rollouts; log-probs are computed at this temperature.
             rank, num_ranks: number of this process in its rank set, from 0, and of processes there.
@@ -130,7 +130,7 @@ class TrainWorker:
 
     @torch.no_grad()
     def run_model(self, role: str) -> dict[str, Metric]:
-        """Compute the column of `role`: old log-probs, reference log-probs, or values. Collective under ZeRO-3."""
+        """Compute the column of `role`: its log-probs, or the critic's values. Collective under ZeRO-3."""
         if role in self.engines:
             self.engines[role].module.eval()
         shape = self._experience.loss_mask.shape
@@ -182,16 +182,9 @@ class TrainWorker:
         experience.set_column("trained", mask.float())
         if spec.old_logprobs == "recompute":
             metrics |= correct_mismatch(experience, spec)
-        kl = None
-        if spec.uses_reference and "old_logprobs" in columns:
-            kl = kl_estimate(columns["old_logprobs"], columns["ref_logprobs"], spec.objective.kl_estimator)
-            metrics |= reference_kl_metrics(kl, mask, spec.objective.kl_estimator)
-        zeros = torch.zeros(mask.shape)
-        charged = zeros if kl is None or spec.use_kl_loss else kl  # a KL loss replaces the penalty in the reward
-        rewards = placed_rewards(experience.rewards, experience.turn_rewards, mask)
-        rewards = token_rewards(rewards, charged, mask, kl_coef=kl_coef)
+        rewards, kl_metrics = charged_rewards(experience, spec, kl_coef=kl_coef)
         # Without a critic, zero values and lambda 1 make the advantage the discounted reward to go.
-        values, lambd = (columns["values"], spec.lambd) if spec.row.uses_critic else (zeros, 1.0)
+        values, lambd = (columns["values"], spec.lambd) if spec.row.uses_critic else (torch.zeros(mask.shape), 1.0)
         # The columns are in host memory, and the scan over tokens is a kernel on the device.
         advantages, returns = generalized_advantages(
             to_device(rewards, self._device),
@@ -201,7 +194,8 @@ class TrainWorker:
             lambd=lambd,
             last_values=None if last_values is None else to_device(last_values, self._device),
         )
-        advantages = advantages.cpu()
+        advantages, teacher_metrics = distilled(advantages.cpu(), experience, spec)
+        metrics |= kl_metrics | teacher_metrics
         if spec.row.whiten:
             total = moments(advantages, mask).to(self._device)
             torch.distributed.all_reduce(total)
