@@ -52,3 +52,9 @@ def make_rollout(
 def make_group(group_id: str, prompt: Prompt, rollouts: Iterable[Rollout]) -> RolloutGroup:
     """Return a group in which each rollout is an episode."""
     return RolloutGroup(group_id, prompt, tuple(Episode(r.rollout_id, group_id, (r,)) for r in rollouts))
+
+
+def named_programs(table: str) -> dict[str, str]:
+    """Return programs by their names; in the table, each follows a line `# NAME`, and a blank line ends it."""
+    parts = [part.partition("\n") for part in table.strip().removeprefix("# ").split("\n\n# ")]
+    return {name: program for name, _, program in parts}

@@ -9,7 +9,7 @@ set -euo pipefail
 cd "$(dirname "$0")/../.."
 
 projects=(pyproject.toml kernels/pyproject.toml packages/*/pyproject.toml)
-extras=(--group dev --extra datasets --extra hf --extra lora --extra math --extra mlflow --extra models
+extras=(--group dev --extra code --extra datasets --extra hf --extra lora --extra math --extra mlflow --extra models
   --extra ray --extra server --extra wandb)
 
 resolve() { # NAME EXTRA

@@ -1,10 +1,13 @@
 """Fixtures of the tests here; the engines of `engine_testing` are built where a test asks for them."""
 
+import os
 import textwrap
 
 import pytest
 
 from engine_testing import model_dir, subject
+from rlhf_data.errors import ConfigError
+from rlhf_rollout.rewards.sandbox import Bubblewrap, check_sandbox
 
 __all__ = ["model_dir", "subject"]
 
@@ -19,3 +22,15 @@ def write(tmp_path):
         return str(path)
 
     return write
+
+
+@pytest.fixture(scope="session")
+def bubblewrap():
+    """Return a sandbox. Where none works, tests are skipped; with RLHF_REQUIRE_SANDBOX=1, as in Bazel, they fail."""
+    try:
+        check_sandbox(None)
+    except ConfigError as error:
+        if os.environ.get("RLHF_REQUIRE_SANDBOX") == "1":
+            raise
+        pytest.skip(str(error))
+    return Bubblewrap()

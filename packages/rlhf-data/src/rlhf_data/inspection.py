@@ -117,8 +117,7 @@ def run(config: InspectConfig) -> int:
     progress = Progress()
     with progress.doing("reading the rows"):
         encoder = _load_encoder(config)
-        options = {"max_samples": data.max_samples, "split": data.dataset_split, "preset": data.preset_data}
-        rows = open_sources(data.dataset, **options)
+        rows = open_sources(data.dataset, max_samples=data.max_samples, split=data.dataset_split)
         errors = RowErrors(skip_bad_rows=True)
         keys, num_rows, shown = _count_keys(rows.read(errors), number)
     for (key, kind), times in sorted(keys.items()):

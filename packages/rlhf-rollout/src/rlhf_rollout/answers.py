@@ -1,21 +1,17 @@
 """Reads the answers of HTTP servers up to a size: a server that is not trusted could fill the memory."""
 
-from collections.abc import AsyncIterable
-
 import httpx
 
 MAX_BYTES = 2**28
 
 
-async def post(
-    client: httpx.AsyncClient, url: str, *, content: bytes | AsyncIterable[bytes], headers: dict[str, str]
-) -> httpx.Response:
+async def post(client: httpx.AsyncClient, url: str, *, content: bytes, headers: dict[str, str]) -> httpx.Response:
     """Return the answer to a POST request.
 
     Args:
         client: sends the request; its timeouts apply.
         url: of the request.
-        content: its body, in JSON unless `headers` say otherwise.
+        content: its body, in JSON.
         headers: further headers.
 
     Raises:

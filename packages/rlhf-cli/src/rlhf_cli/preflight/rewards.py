@@ -28,7 +28,7 @@ def named_sources(config: PpoConfig) -> tuple[RewardSource, ...]:
 
             for url in source.targets:
                 check_url(url)
-        else:
+        elif source.kind == "model":
             source = replace(source, targets=(model_path(source.targets[0]),))
         sources.append(source)
     return tuple(sources)

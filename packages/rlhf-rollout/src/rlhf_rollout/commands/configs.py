@@ -9,7 +9,9 @@ from rlhf_data.options import Config, Section, flag, one_of, with_defaults
 from rlhf_data.sections import AnswerKeySection, ExampleSection, InputSection, PairKeySection, TemplateSection
 from rlhf_rollout.commands.post_process import POST_PROCESSORS
 from rlhf_rollout.commands.sections import (
+    CODE_OPTIONS,
     FUNCTION_OPTIONS,
+    PROCESS_OPTIONS,
     EngineModelSection,
     EngineSection,
     GroupSamplingSection,
@@ -37,6 +39,8 @@ _REWARD_OPTIONS = (
     "failed_reward",
     "success_threshold",
     *FUNCTION_OPTIONS,
+    *PROCESS_OPTIONS,
+    *CODE_OPTIONS,
     "reward_batch_size",
     "normalize_reward",
     "min_reward",
@@ -220,33 +224,6 @@ class ServeConfig(Config):
     def check(self, given: Collection[str]) -> list[str]:
         """See `Config`."""
         return self.reward.check(given)
-
-
-class EngineServerSection(with_defaults(ServerSection, port=8000)):
-    """Where `serve` listens."""
-
-
-class EngineServerEngine(OneEngineSection):
-    """The engine that `serve` serves."""
-
-    max_model_len: int = flag(2048, "tokens of prompt and response together, at most", ge=2)
-    vllm_enable_sleep: bool = flag(False, "let clients free the engine's GPU memory, with the call `sleep`")
-
-
-class EngineServerConfig(Config):
-    """All options of `serve`."""
-
-    model: EngineModelSection = EngineModelSection()
-    engine: EngineServerEngine = EngineServerEngine()
-    server: EngineServerSection = EngineServerSection()
-
-    def missing(self) -> list[ConfigError]:
-        """See `Config`."""
-        return self.engine.missing(self.model)
-
-    def check(self, given: Collection[str]) -> list[str]:
-        """See `Config`."""
-        return self.engine.check(given)
 
 
 class ConversationSection(Section, title="conversation"):

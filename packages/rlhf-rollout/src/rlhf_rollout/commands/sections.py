@@ -11,7 +11,9 @@ from rlhf_rollout.engines import EngineSpec
 from rlhf_rollout.protocols import SamplingParams
 from rlhf_rollout.rewards.sources import CallOptions, RewardSource, WorkerOptions, parse_sources, parse_weights
 
-FUNCTION_OPTIONS = ("reward_start_timeout_s", "reward_num_workers", "reward_memory_gb", "reward_env")
+FUNCTION_OPTIONS = ("reward_start_timeout_s", "reward_env")
+PROCESS_OPTIONS = ("reward_num_workers", "reward_memory_gb")
+CODE_OPTIONS = ("code_sandbox", "code_partial_reward")
 SHARE_ALONE = 0.9  # share of a GPU's memory for an engine that has the GPU to itself
 
 
@@ -138,7 +140,8 @@ class RewardSection(Section, title="reward"):
     remote_rm_url: str | None = flag(
         None,
         "what scores, separated by commas: Python FILE.py with `reward_func(queries, prompts, labels)`,"
-        " module:function, or http(s):// URLs of reward servers, which are asked in turn",
+        " module:function, `code`, which runs the label's tests in a sandbox, or http(s):// URLs of reward servers,"
+        " which are asked in turn",
     )
     reward_pretrain: str | None = flag(
         None, "reward models, separated by commas: Hugging Face folders or hub names of models with a scalar head"
@@ -149,17 +152,31 @@ class RewardSection(Section, title="reward"):
         " None: 1 each. A negative first weight needs a =, as in --reward_weights=-1,1",
     )
     reward_timeout_s: float = flag(
-        30.0, "time limit of a reward function per response, and of one call of a reward server, in seconds", gt=0
+        30.0,
+        "time limit of a reward function per response, of all tests of a program, and of one call of a reward server,"
+        " in seconds",
+        gt=0,
     )
     reward_start_timeout_s: float = flag(120.0, "time limit of importing a reward function, in seconds", gt=0)
-    reward_num_workers: int = flag(1, "processes per reward function, which score concurrently", ge=1)
+    reward_num_workers: int = flag(
+        1, "processes per reward function, and programs of `code`, which run at the same time", ge=1
+    )
     reward_memory_gb: float | None = flag(
-        None, "GiB of memory for each process of a reward function; None: half of this machine's memory", gt=0
+        None,
+        "GiB of memory for each process of a reward function and for each program of `code`; None: half of this"
+        " machine's memory for a function, 1 for a program",
+        gt=0,
     )
     reward_env: str | None = flag(
         None,
         "environment variables that reward functions receive, separated by commas, such as OPENAI_API_KEY; None: only"
         " those that say where programs, caches and devices are",
+    )
+    code_sandbox: str | None = flag(
+        None, "URL of a SandboxFusion server that runs the programs of `code`; None: bubblewrap on this machine"
+    )
+    code_partial_reward: bool = flag(
+        False, "the reward of `code` is the share of tests that pass, instead of 1 if all pass and else 0"
     )
     failed_reward: float | None = flag(
         None,
@@ -190,6 +207,8 @@ class RewardSection(Section, title="reward"):
             worker=WorkerOptions(env=names, **limits),
             failed_reward=self.failed_reward,
             success_threshold=self.success_threshold,
+            code_sandbox=self.code_sandbox,
+            code_partial=self.code_partial_reward,
         )
 
     def missing(self, why: str) -> list[ConfigError]:
@@ -210,6 +229,8 @@ class RewardSection(Section, title="reward"):
             given,
             (kinds <= {"model"}, ["reward_timeout_s"], "no reward function or server scores"),
             ("function" not in kinds, FUNCTION_OPTIONS, "no reward function scores"),
-            (kinds <= {"function"}, ["reward_batch_size"], "no reward server or model scores"),
+            (not kinds & {"function", "code"}, PROCESS_OPTIONS, "no reward function scores"),
+            ("code" not in kinds, CODE_OPTIONS, "--remote_rm_url does not name code"),
+            (kinds <= {"function", "code"}, ["reward_batch_size"], "no reward server or model scores"),
             ("model" not in kinds, ["normalize_reward"], "there is no --reward_pretrain"),
         )

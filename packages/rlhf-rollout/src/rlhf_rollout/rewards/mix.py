@@ -10,7 +10,9 @@ from pathlib import Path
 from rlhf_data.errors import ConfigError, RewardError
 from rlhf_data.records import Prompt, Rollout, Verdict, VerdictKind
 from rlhf_rollout.protocols import RewardFunction
+from rlhf_rollout.rewards.code import CodeReward, check_code
 from rlhf_rollout.rewards.function import FunctionReward, check_reward_function
+from rlhf_rollout.rewards.sandbox import open_sandbox
 from rlhf_rollout.rewards.sources import DEFAULT_CALLS, CallOptions, RewardSource, metric_names, model_paths
 from rlhf_rollout.rewards.user_function import is_usable, one_line
 
@@ -170,6 +172,10 @@ def build_reward(
         if source.kind == "function":
             options = {"num_workers": calls.num_workers, "worker": calls.worker, "log_path": log_path}
             rewards.append(FunctionReward(source.targets[0], **options, **common))
+        elif source.kind == "code":
+            limits = {"timeout_s": calls.timeout_s, "num_workers": calls.num_workers}
+            limits["memory_gb"] = calls.worker.memory_gb
+            rewards.append(CodeReward(open_sandbox(calls.code_sandbox), partial=calls.code_partial, **limits))
         elif source.kind == "server":
             from rlhf_rollout.rewards.remote import RemoteReward  # imports httpx
 
@@ -193,6 +199,8 @@ def check_reward(
     """
     if source.kind == "function":
         return check_reward_function(source.targets[0], prompts, timeout_s=calls.timeout_s, worker=calls.worker)
+    if source.kind == "code":
+        return check_code(prompts, calls.code_sandbox)
     if source.kind == "server":
         from rlhf_rollout.rewards.remote import check_reward_server  # imports httpx
 

@@ -10,8 +10,8 @@ from rlhf_data.errors import ConfigError, unknown
 from rlhf_data.safety import without_secrets
 from rlhf_rollout.rewards.user_function import SUCCESS_THRESHOLD
 
-RewardKind = Literal["function", "server", "model"]
-REWARD_KINDS: tuple[RewardKind, ...] = ("function", "server", "model")
+RewardKind = Literal["function", "code", "server", "model"]
+REWARD_KINDS: tuple[RewardKind, ...] = ("function", "code", "server", "model")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,9 +19,9 @@ class RewardSource:
     """One source of rewards.
 
     Attributes:
-        kind: "function", "server" or "model".
-        targets: a function's `FILE.py` or `module:function`; the URLs of equivalent servers, which are asked in turn;
-            a model's folder or hub name.
+        kind: "function", "code", "server" or "model".
+        targets: a function's `FILE.py` or `module:function`; "code"; the URLs of equivalent servers, which are asked in
+            turn; a model's folder or hub name.
         weight: factor of its rewards in the sum of all sources.
     """
 
@@ -80,13 +80,15 @@ class CallOptions:
     """How sources are called.
 
     Attributes:
-        timeout_s: time limit of one call of a function or a server, in seconds.
-        num_workers: processes per function, which score concurrently.
+        timeout_s: time limit of one call of a function or a server, or of all tests of a program, in seconds.
+        num_workers: processes per function, and programs, which run at the same time.
         batch_size: rollouts per call of a server or a reward model.
         worker: how the processes of functions run.
         failed_reward: reward and score of rollouts whose scorer failed; None leaves them without, so that they are
             masked in training.
         success_threshold: lowest score of a rollout that counts as right, where the scorer does not say it.
+        code_sandbox: URL of a SandboxFusion server for the programs of `code`; None for bubblewrap.
+        code_partial: the reward of `code` is the share of tests that pass.
     """
 
     timeout_s: float = 30.0
@@ -95,6 +97,8 @@ class CallOptions:
     worker: WorkerOptions = DEFAULT_WORKER
     failed_reward: float | None = None
     success_threshold: float = SUCCESS_THRESHOLD
+    code_sandbox: str | None = None
+    code_partial: bool = False
 
 
 DEFAULT_CALLS = CallOptions()
@@ -106,8 +110,8 @@ def parse_sources(
     """Return the sources that comma-separated lists name.
 
     Args:
-        rewards: functions (`FILE.py`, `FILE.py:function`, `module:function`) and URLs. All URLs together are one
-            source, at the place of the first URL.
+        rewards: functions (`FILE.py`, `FILE.py:function`, `module:function`), `code` and URLs. All URLs together are
+            one source, at the place of the first URL.
         models: reward models; they come after the others.
         weights: one per source, in that order; None for 1 each.
 
@@ -118,7 +122,9 @@ def parse_sources(
     targets = list(_names(rewards))
     urls = tuple(target for target in targets if _is_url(target))
     for target in targets:
-        if not _is_url(target):
+        if target == "code":
+            sources.append(RewardSource(kind="code", targets=("code",)))
+        elif not _is_url(target):
             sources.append(RewardSource(kind="function", targets=(target,)))
         elif target == urls[0]:
             sources.append(RewardSource(kind="server", targets=urls))
