@@ -7,8 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from rlhf_models.process_reward import StepFormat, StepJudge, store_step_format
 from rlhf_models.testing import tiny_model_dir
+from rlhf_rollout.rewards.sources import RewardSource
 from rlhf_train.algorithms import make_algorithm
+from rlhf_train.online.job import RewardSpec
 from rlhf_train.online.placement import PlacementPlan, ProcessPlan
 from rlhf_train.online.run import run_online
 from rlhf_train.run.observer import Observer
@@ -18,6 +21,7 @@ PLACES = {
     "together": {("actor", "critic", "reference", "teacher"): 1},
     "apart": {("actor",): 1, ("critic",): 2, ("reference", "teacher"): 1},
 }
+SCORERS = ProcessPlan("reward", ("reward",), (0,), 0)
 # Adam's division by the gradient's own size turns rounding into steps; what is compared are means of a whole step.
 TOLERANCE = 1e-4
 COMPARED = (
@@ -34,7 +38,7 @@ COMPARED = (
 def plan_of(groups: dict[tuple[str, ...], int]) -> PlacementPlan:
     """All on CPUs, in one bundle."""
     placed = tuple(ProcessPlan("+".join(roles), roles, (0,) * ranks, 0) for roles, ranks in groups.items())
-    return PlacementPlan("cpu", (0,), placed, ProcessPlan("engines", (), (0,), 0), True)
+    return PlacementPlan("cpu", (0,), placed, ProcessPlan("engines", (), (0,), 0), True, scorers=SCORERS)
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +46,7 @@ def runs(tmp_path_factory) -> dict[str, tuple[list[dict[str, float]], np.ndarray
     """The steps' metrics and the final embedding, by placement; all runs generate with one engine."""
     model_path = str(tiny_model_dir(tmp_path_factory.mktemp("model")))
     teacher = str(tiny_model_dir(tmp_path_factory.mktemp("teacher"), seed=1))
+    store_step_format(Path(teacher), StepFormat(placeholder=0, good=10, bad=12))
     folders = {name: tmp_path_factory.mktemp("run") for name in PLACES}
     with running_engine(tiny_job(model_path, folders["together"])):
         return {name: run(model_path, teacher, folders[name], plan_of(groups)) for name, groups in PLACES.items()}
@@ -58,12 +63,32 @@ def run(model_path: str, teacher: str, folder: Path, plan: PlacementPlan) -> tup
         for role, model in job.models.items()
     }
     models["teacher"] = dataclasses.replace(models["reference"], path=teacher)
-    job = dataclasses.replace(job, models=models, algorithm=spec, plan=plan, num_frozen_steps=1, eval_prompts=())
+    # The teacher also judges steps, which end with an "a".
+    source = RewardSource(kind="model", targets=(teacher,))
+    changes = {"reward": RewardSpec(sources=(source,), process_models=(teacher,), step_separator="a")}
+    changes |= {"models": models, "algorithm": spec, "plan": plan, "num_frozen_steps": 1, "eval_prompts": ()}
+    job = dataclasses.replace(job, **changes)
     run_online(job, Observer())
     lines = Path(job.save_path, "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     steps = [line for line in map(json.loads, lines) if "time/step" in line]
+    check_steps(Path(job.save_path), teacher)
     [embedding] = [w for n, w in load_file(f"{job.save_path}/model/model.safetensors").items() if "embed" in n]
     return steps, embedding
+
+
+def check_steps(folder: Path, teacher: str) -> None:
+    """Check the rewards of steps in a run's rollouts against the model that judged them."""
+    records = [json.loads(line) for line in (folder / "rollouts.jsonl").read_text(encoding="utf-8").splitlines()]
+    options = {"dtype": "float32", "attn_implementation": "auto", "device": "cpu", "batch_size": 1}
+    samples = []
+    for record in records:
+        is_policy = [span["source"] == "policy" for span in record["spans"] for _ in range(span["num_tokens"])]
+        samples.append((np.array(record["token_ids"]), np.array(is_policy)))
+    for record, steps in zip(records, StepJudge(teacher, "a", **options)(samples), strict=True):
+        assert [position for position, _ in record["token_rewards"]] == [position for position, _ in steps]
+        assert [value for _, value in record["token_rewards"]] == pytest.approx([value for _, value in steps])
+        assert record["reward"] == pytest.approx(sum(value for _, value in steps))
+    assert max(len(record["token_rewards"]) for record in records) > 1
 
 
 def test_models_apart_learn_what_models_together_learn(runs):

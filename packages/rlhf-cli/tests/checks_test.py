@@ -124,6 +124,7 @@ def test_check_ppo_what_cannot_work_is_an_error_with_a_hint(argv, message, hint)
         ([*GRPO, "--critic_pretrain", "m"], "--critic_pretrain has no effect: GRPO (group_norm) has no critic"),
         (["--is_correction_mode", "mask"], "--is_correction_mode has no effect: --is_correction_level is off"),
         (["--is_correction_threshold", "0", "3"], "--is_correction_threshold has no effect: --is_correction_level is"),
+        (["--step_separator", "."], "--step_separator has no effect: there is no --reward_pretrain"),
         ([*MODEL_ONLY, "--reward_timeout_s", "3"], "--reward_timeout_s has no effect: no reward function or server"),
         ([*MODEL_ONLY, "--reward_num_workers", "3"], "--reward_num_workers has no effect: no reward function scores"),
         ([*GRPO, "--running_reward_norm"], "--running_reward_norm has no effect: GRPO (group_norm) shifts and scales"),

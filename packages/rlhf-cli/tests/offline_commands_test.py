@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from rlhf_cli.commands.examples import COMMANDS
@@ -117,6 +118,24 @@ def test_rm_leaves_a_reward_model_that_orders_pairs_with_the_moments_of_its_scor
     mean, _ = stored_moments(load_config(folder / "out" / "model"))
     assert mean == pytest.approx(measured(folder, "eval/score")[-1])
     load_reward_model(folder / "out" / "model", dtype="float32")
+
+
+def test_prm_leaves_a_model_that_says_how_it_is_asked_and_judges_steps(folder, models):
+    assert run("prm", flags("prm", models, max_epochs=12, eval_dataset="steps.jsonl")) == 0
+    assert measured(folder, "eval/accuracy")[-1] == 1.0
+
+    from transformers import AutoTokenizer
+
+    from rlhf_models.process_reward import StepJudge
+
+    tokenizer = AutoTokenizer.from_pretrained(folder / "out" / "model")
+    ask = StepJudge(
+        str(folder / "out" / "model"), "\n", dtype="float32", attn_implementation="auto", device="cpu", batch_size=4
+    )
+    for row in ROWS["steps"]:
+        ids = np.array(tokenizer(row["input"])["input_ids"])
+        [steps] = ask([(ids, np.ones(len(ids), bool))])
+        assert [value > 0.5 for _, value in steps] == [label == "+" for label in row["label"]]
 
 
 def test_dpo_with_adapters_a_reference_and_a_template_leaves_all_of_them_in_the_model(folder, models, capsys):

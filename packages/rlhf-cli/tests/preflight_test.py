@@ -203,6 +203,26 @@ def test_check_inputs_teacher_with_the_policys_tokens_is_accepted_alone_and_one_
     assert text.startswith("--teacher_model: --prompt_max_len 32 + --generate_max_len 8 is 40 tokens")
 
 
+def test_check_inputs_process_reward_model_is_known_by_its_config(folder, models):
+    shutil.copytree(models / "policy", folder / "steps")
+    config = json.loads((folder / "steps" / "config.json").read_text())
+    steps = {"process_reward": {"placeholder": 5, "good": 10, "bad": 12}}
+    (folder / "steps" / "config.json").write_text(json.dumps(config | steps))
+    argv = ["--remote_rm_url", "None", "--critic_pretrain", str(models / "policy"), "--reward_pretrain"]
+    found = check(folder, models, *argv, f"{models / 'judge'},steps", "--step_separator", ".")
+    assert (found.process_models, found.notices) == ((str(folder / "steps"),), ())
+    plain = check(folder, models, *argv, str(models / "judge"), "--step_separator", ".")
+    assert plain.process_models == ()
+    assert plain.notices == ("--step_separator has no effect: no model of --reward_pretrain judges steps",)
+    text = refused(folder, models, *argv, "steps", "--running_reward_norm")
+    assert text.startswith("--running_reward_norm normalizes rewards of whole responses, and ")
+    (folder / "steps" / "config.json").write_text(json.dumps(config | {"process_reward": {"placeholder": 5}}))
+    assert refused(folder, models, *argv, "steps").startswith("--reward_pretrain: process_reward of a model's config")
+    (folder / "steps" / "config.json").write_text(json.dumps(config | steps))
+    (folder / "steps" / "model.safetensors").unlink()
+    assert "steps has no weights" in refused(folder, models, *argv, "steps")
+
+
 def test_check_inputs_reward_model_without_weights_is_refused(folder, models):
     shutil.copytree(models / "judge", folder / "judge", ignore=shutil.ignore_patterns("*.safetensors"))
     text = refused(folder, models, "--reward_pretrain", "judge")

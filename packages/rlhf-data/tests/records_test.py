@@ -111,6 +111,35 @@ def test_verdict_turn_rewards_add_up_to_the_reward():
         Verdict(VerdictKind.TIMEOUT, turn_rewards=(0.0,))
 
 
+def test_verdict_token_rewards_are_a_part_of_the_reward_at_ascending_places():
+    verdict = Verdict(VerdictKind.OK, 2.0, token_rewards=[(np.int64(3), np.float32(0.5)), (7, 0.25)])
+    assert verdict.token_rewards == ((3, 0.5), (7, 0.25)) and type(verdict.token_rewards[0][0]) is int
+    assert pickle.loads(pickle.dumps(verdict)) == verdict != Verdict(VerdictKind.OK, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"token_rewards": [(3, 0.5), (3, 0.5)]}, r"are \[3, 3\]; they must be ascending, from 0"),
+        ({"token_rewards": [(-1, 0.5)]}, "must be ascending, from 0"),
+        ({"token_rewards": [(1, float("nan"))]}, "they must be finite"),
+        ({"token_rewards": [(1, 0.5)], "turn_rewards": (2.0,)}, "no rewards of turns"),
+        ({"token_rewards": [(1, 0.5)], "kind": VerdictKind.CRASH, "reward": None}, "need a reward"),
+    ],
+)
+def test_verdict_token_rewards_that_cannot_be_are_refused(fields, message):
+    with pytest.raises(DataError, match=message):
+        Verdict(**{"kind": VerdictKind.OK, "reward": 2.0, **fields})
+
+
+def test_rollout_token_rewards_lie_within_it():
+    rollout = two_turns()
+    last = rollout.num_tokens - 1
+    dataclasses.replace(rollout, verdict=Verdict(VerdictKind.OK, 1.0, token_rewards=((last, 1.0),)))
+    with pytest.raises(DataError, match=f"has {last + 1} tokens and a reward at {last + 1}"):
+        dataclasses.replace(rollout, verdict=Verdict(VerdictKind.OK, 1.0, token_rewards=((last + 1, 1.0),)))
+
+
 @pytest.mark.parametrize("seconds", [-0.1, float("nan"), float("inf")])
 def test_verdict_seconds_are_finite_and_not_negative(seconds):
     with pytest.raises(DataError, match="scoring took"):

@@ -117,9 +117,9 @@ def test_score_sequences_token_without_embedding_is_refused(reward_dir):
 def test_batches_hold_like_lengths_and_bounds(monkeypatch):
     monkeypatch.setattr(reward, "MAX_BATCH_TOKENS", 20)
     # By length: 1, 1, 3 | 8, 9 (2 x 9 = 18) | 30, which alone is already over the bound.
-    assert list(reward._batches([8, 1, 30, 3, 9, 1], 3)) == [[1, 5, 3], [0, 4], [2]]
+    assert list(reward.length_batches([8, 1, 30, 3, 9, 1], 3)) == [[1, 5, 3], [0, 4], [2]]
     # 3 x 7 = 21 tokens are too many, 2 x 7 are not.
-    assert list(reward._batches([7, 7, 7], 3)) == [[0, 1], [2]]
+    assert list(reward.length_batches([7, 7, 7], 3)) == [[0, 1], [2]]
 
 
 def test_store_moments_replaces_earlier_ones_and_is_what_loading_reads(tmp_path):

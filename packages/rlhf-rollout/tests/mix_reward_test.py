@@ -80,6 +80,15 @@ def test_mixed_reward_adds_up_turns_and_puts_a_whole_reward_at_the_last():
     assert (verdict.reward, verdict.turn_rewards) == (5.0, ())
 
 
+def test_mixed_reward_adds_up_rewards_of_tokens_and_leaves_the_rest_to_the_whole():
+    steps = ScriptedReward(Verdict(OK, 0.75, token_rewards=((3, 0.5), (6, 0.25))))
+    others = ScriptedReward(Verdict(OK, 2.0, token_rewards=((2, 1.0), (6, 1.0))))
+    by_turn = ScriptedReward(Verdict(OK, 3.0, turn_rewards=(1.0, 2.0)))
+    (verdict,) = score(MixedReward([("a", 2.0, steps), ("b", 0.5, others), ("c", 1.0, by_turn)]))
+    assert verdict.reward == 2 * 0.75 + 0.5 * 2.0 + 3.0
+    assert (verdict.token_rewards, verdict.turn_rewards) == (((2, 0.5), (3, 1.0), (6, 1.0)), ())
+
+
 def test_mixed_reward_takes_as_long_as_its_slowest_source():
     slow, quick = Verdict(OK, 1.0, seconds=3.0), Verdict(OK, 1.0, seconds=0.5)
     failed = Verdict(TIMEOUT, seconds=7.0)

@@ -11,7 +11,7 @@ import pytest
 from rlhf_data.errors import ConfigError, DataError
 from rlhf_data.records import FinishReason, Prompt, Rollout, Span, SpanSource, VerdictKind
 from rlhf_models.testing import tiny_model_dir, tiny_reward_model_dir
-from rlhf_rollout.rewards.model import LocalScorer, ModelReward
+from rlhf_rollout.rewards.model import LocalScorer, ModelReward, ProcessReward
 
 PROMPT = Prompt("p0", [5, 6], "two tokens")
 
@@ -51,6 +51,50 @@ def test_model_reward_sends_prompt_and_response_as_tokens_and_compares_with_the_
         (VerdictKind.WRONG, -1.0, -1.0),
         (VerdictKind.WRONG, 0.0, 0.0),
     ]
+
+
+class Judge:
+    """Judges a step at every token of the policy, good with a tenth of the token's id; 13 is a crash, 14 gives NaN."""
+
+    def __init__(self) -> None:
+        self.batches: list[Any] = []
+
+    async def score(self, samples: list[tuple[np.ndarray, np.ndarray]]) -> list[list[tuple[int, float]]]:
+        self.batches.append([(ids.tolist(), mask.tolist()) for ids, mask in samples])
+        if any(13 in ids for ids, _ in samples):
+            raise RuntimeError("unlucky")
+        return [
+            [(at, float("nan") if ids[at] == 14 else ids[at] / 10) for at in np.flatnonzero(mask)]
+            for ids, mask in samples
+        ]
+
+
+def test_process_reward_puts_each_steps_probability_at_its_end_and_scores_by_the_worst() -> None:
+    judge = Judge()
+    reward = ProcessReward([judge], success_threshold=0.5)
+    verdicts = run(reward.score(PROMPT, rollouts([8, 6], [9, 2], [], [13], [14])))
+    assert judge.batches[0][0] == ([5, 6, 8, 6], [False, False, True, True])
+    good, bad, empty, crashed, broken = verdicts
+    assert (good.kind, good.score, good.token_rewards) == (VerdictKind.OK, 0.6, ((2, 0.8), (3, 0.6)))
+    assert good.reward == pytest.approx(1.4, abs=1e-12) and dict(good.extra) == {"steps": 2.0}
+    assert (bad.kind, bad.score) == (VerdictKind.WRONG, 0.2)
+    assert (empty.kind, empty.reward, empty.score, empty.token_rewards) == (VerdictKind.WRONG, 0.0, 0.0, ())
+    assert (crashed.kind, crashed.detail) == (VerdictKind.CRASH, "RuntimeError: unlucky")
+    assert (broken.kind, broken.detail) == (VerdictKind.CRASH, "the reward is nan")
+
+
+def test_local_scorer_with_a_step_separator_judges_steps(tmp_path: Path) -> None:
+    from rlhf_models.process_reward import StepFormat, StepJudge, store_step_format
+
+    folder = tiny_model_dir(tmp_path)
+    store_step_format(folder, StepFormat(5, 10, 12))
+    options = {"dtype": "float32", "attn_implementation": "auto", "device": "cpu", "batch_size": 4}
+    scorer = LocalScorer(str(folder), step_separator="", **options)
+    [rollout] = rollouts([40, 41])
+    [verdict] = run(ProcessReward([scorer]).score(PROMPT, [rollout]))
+    scorer.close()
+    [expected] = StepJudge(str(folder), "", **options)([(rollout.token_ids, rollout.loss_mask)])
+    assert verdict.token_rewards == tuple(expected) and len(expected) == 1 and not scorer.has_moments
 
 
 def test_model_reward_batches_across_calls_up_to_the_batch_size() -> None:

@@ -47,8 +47,14 @@ def test_rollout_record_holds_everything_as_plain_json():
         "detail": "fine",
         "extra": {"length": 1.0},
         "turn_rewards": [0.5],
+        "token_rewards": [],
         "score_seconds": 0.25,
     }
+
+
+def test_rollout_record_token_rewards_are_pairs():
+    record = record_of(group_of(Verdict(VerdictKind.OK, 0.5, token_rewards=((5, 0.25), (6, 0.125)))))
+    assert json.loads(json.dumps(record))["token_rewards"] == [[5, 0.25], [6, 0.125]]
 
 
 def test_rollout_record_log_probs_are_the_exact_float32():
@@ -62,7 +68,7 @@ def test_rollout_record_without_verdict_and_with_an_infinite_log_prob_is_null():
     group = group_of(logprobs=[-np.inf, -1.0])
     record = record_of(group)
     assert (record["reward"], record["score"], record["verdict"], record["score_seconds"]) == (None,) * 4
-    assert record["turn_rewards"] == []
+    assert record["turn_rewards"] == record["token_rewards"] == []
     assert record["logprobs"][-2:] == [None, -1.0]
 
 

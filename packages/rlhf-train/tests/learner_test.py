@@ -1,10 +1,16 @@
 """The training side's traffic: what is dealt to which rank, which columns go where, and who sends weights to whom."""
 
 import dataclasses
+import math
 
 import pytest
+import torch
 
 from online_fakes import FakeRanks, World
+from rlhf_data.records import FinishReason, Rollout, Span, SpanSource, Verdict, VerdictKind
+from rlhf_train.advantages import generalized_advantages, placed_rewards
+from rlhf_train.algorithms import make_algorithm
+from rlhf_train.experience import Experience
 from rlhf_train.online.learner import Learner
 from rlhf_train.online.placement import PlacementPlan, ProcessPlan
 from rlhf_train.online.ranks import RankSet
@@ -97,6 +103,46 @@ def test_teachers_logprobs_go_to_the_actor(job):
     assert [name.partition("-")[0] for name in learner.save_state("folder")] == ["actor", "critic"]
 
 
+def judged(name: str, steps: tuple[tuple[int, float], ...], rest: float) -> Rollout:
+    """A rollout of one prompt token and four of the policy: what its steps earned, and what it earned as a whole."""
+    spans = (Span(SpanSource.PROMPT, [1]), Span(SpanSource.POLICY, [2] * 4, [-1.0] * 4, policy_version=0))
+    verdict = Verdict(VerdictKind.OK, sum(value for _, value in steps) + rest, token_rewards=steps)
+    return Rollout(name, "g", spans, FinishReason.STOP, verdict=verdict)
+
+
+# Steps 0.9, 0.5 and 0.1 have the mean 0.5 and the deviation sqrt(0.32 / 3), which makes 1.2247 of 0.4. The rest of the
+# rewards, 1 and 0, has the mean 0.5 and the deviation 0.5. Advantages are sums from a token on, discounted by gamma.
+STEP = 0.4 / (math.sqrt(0.32 / 3) + 1e-6)
+REST = 0.5 / (0.5 + 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "gamma", "expected"),
+    [
+        ("group_norm", 1.0, [[STEP + REST, REST, REST, REST], [-STEP - REST, -STEP - REST, -REST, -REST]]),
+        ("dr_grpo", 1.0, [[0.9, 0.5, 0.5, 0.5], [-0.9, -0.9, -0.5, -0.5]]),
+        # Minus the mean of the other's steps, 0.1 and 0.7, and minus the other's rest: 0.8, 0.4 and 1; -0.6 and -1.
+        ("rloo", 1.0, [[2.2, 1.4, 1.4, 1.4], [-1.6, -1.6, -1.0, -1.0]]),
+        ("reinforce", 0.5, [[0.9 + 1.5 / 8, 1.5 / 4, 1.5 / 2, 1.5], [0.05, 0.1, 0.0, 0.0]]),
+    ],
+)
+def test_rewards_of_steps_and_the_rest_are_each_compared_within_the_group(job, estimator, gamma, expected):
+    models = {"actor": job.models["actor"]}
+    plan = dataclasses.replace(job.plan, trainers=(ProcessPlan("train", ("actor",), (0,), 1),))
+    algorithm = make_algorithm(estimator, kl_coef=0, gamma=gamma)
+    ranks = Ranks([], "actor")
+    learner = Learner(dataclasses.replace(job, models=models, plan=plan, algorithm=algorithm), [ranks])
+    learner.deal([judged("a", ((1, 0.9), (4, 0.5)), 1.0), judged("b", ((2, 0.1),), 0.0)], 1)
+    [(_, rollouts, rewards, _, _, token_rewards)] = ranks.shards
+    experience = Experience.from_rollouts(rollouts, rewards, token_rewards)
+    placed = placed_rewards(experience.rewards, experience.token_rewards, experience.loss_mask)
+    zeros = torch.zeros(2, 5)
+    advantages, _ = generalized_advantages(placed, zeros, experience.loss_mask, gamma=gamma, lambd=1.0)
+    found = dict(zip(experience.rollout_ids, advantages[:, 1:].tolist(), strict=True))
+    for name, wanted in zip("ab", expected, strict=True):
+        assert found[name] == pytest.approx(wanted, abs=1e-6), name
+
+
 def test_models_in_the_same_processes_exchange_nothing(job):
     log: list = []
     learner = Learner(job, [Ranks(log, "actor", "critic", "reference")])
@@ -124,7 +170,7 @@ def test_every_set_is_dealt_every_rollout_once_with_its_own_number_of_ranks(job)
     for ranks in (actor, critic):
         assert len(ranks.shards) == len(ranks.handles)
         dealt: dict[str, float] = {}
-        for name, mine, rewards, plan, version in ranks.shards:
+        for name, mine, rewards, plan, version, _ in ranks.shards:
             assert (name, version, len(plan.mini_batches)) == ("load_rollouts", 6, 2)
             assert [rollouts[row] for row in plan.rows] == mine
             dealt |= {rollout.rollout_id: reward for rollout, reward in zip(mine, rewards, strict=True)}

@@ -284,10 +284,23 @@ def test_experience_keeps_the_version_of_each_token_and_the_rewards_of_turns():
     whole = Rollout("b", "g", spans[:2], FinishReason.STOP, verdict=Verdict(VerdictKind.OK, 1.0))
     experience = Experience.from_rollouts([by_turn, whole], [1.0, 0.5])
     assert experience.policy_versions.tolist() == [[-1, 4, 4, 5, -1, 5], [-1, 4, 4, -1, -1, -1]]
-    assert experience.turn_rewards.tolist() == [[0, 0, 0, 2.0, 0, -0.5], [0] * 6]
+    assert experience.token_rewards.tolist() == [[0, 0, 0, 2.0, 0, -0.5], [0] * 6]
     assert experience.rewards.tolist() == [1.0, 0.5]
     with pytest.raises(ValueError, match="1 rewards for 2 rollouts"):
         Experience.from_rollouts([by_turn, whole], [1.0])
+
+
+def test_experience_places_rewards_of_steps_as_they_are_or_as_compared_with_others():
+    spans = (Span(SpanSource.PROMPT, [1]), Span(SpanSource.POLICY, [2, 3, 4], [-1.0] * 3, policy_version=4))
+    verdict = Verdict(VerdictKind.OK, 1.5, token_rewards=((1, 0.5), (3, 0.25)))
+    rollouts = [
+        Rollout("a", "g", spans, FinishReason.STOP, verdict=verdict),
+        Rollout("b", "g", spans, FinishReason.STOP),
+    ]
+    plain = Experience.from_rollouts(rollouts, [1.5, 0.0])
+    assert plain.token_rewards.tolist() == [[0, 0.5, 0, 0.25], [0] * 4]
+    compared = Experience.from_rollouts(rollouts, [1.5, 0.0], [np.array([2.0, -1.0]), np.zeros(0)])
+    assert compared.token_rewards.tolist() == [[0, 2.0, 0, -1.0], [0] * 4]
 
 
 def test_experience_columns_travel_by_rollout_id_in_any_order():

@@ -38,7 +38,7 @@ def experience_of(old: Tensor, rollout: Tensor, **columns: Tensor) -> Experience
         policy_versions=torch.where(MASK, 3, -1),
         rollout_logprobs=rollout.clone(),
         rewards=torch.zeros(2),
-        turn_rewards=torch.zeros(2, 4),
+        token_rewards=torch.zeros(2, 4),
         truncated=torch.zeros(2, dtype=torch.bool),
         columns={"old_logprobs": old.clone(), **columns},
     )

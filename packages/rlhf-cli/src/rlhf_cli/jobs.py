@@ -185,6 +185,8 @@ def _make_reward(config: PpoConfig, inputs: Inputs) -> RewardSpec:
         calls=section.calls(),
         running_norm=section.running_reward_norm,
         normalize_models=section.normalize_reward,
+        process_models=inputs.process_models,
+        step_separator=section.step_end,
         clip_range=section.reward_clip_range,
         overlong_buffer=section.overlong_buffer(config.rollout.generate_max_len),
         overlong_penalty_factor=section.overlong_penalty_factor,

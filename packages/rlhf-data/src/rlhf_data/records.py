@@ -6,6 +6,7 @@ A rollout is made only of token spans; text is a view of it and never its source
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -126,6 +127,9 @@ class Verdict:
         seconds: how long scoring took, failed attempts included.
         turn_rewards: the reward of each turn, in order; their sum is `reward`. Empty when the reward is for the rollout
             as a whole.
+        token_rewards: (position, reward) pairs in the order of positions, the part of `reward` that single tokens
+            earned, such as the last tokens of reasoning steps. Positions are those in the rollout's `token_ids`. The
+            rest of `reward` is for the rollout as a whole. Not together with `turn_rewards`.
     """
 
     kind: VerdictKind
@@ -136,6 +140,7 @@ class Verdict:
     # Two verdicts that differ only in how long they took are equal.
     seconds: float = field(default=0.0, compare=False)
     turn_rewards: tuple[float, ...] = ()
+    token_rewards: tuple[tuple[int, float], ...] = ()
 
     def __post_init__(self) -> None:
         if self.reward is None and not self.kind.failed:
@@ -148,6 +153,18 @@ class Verdict:
             raise DataError(f"scoring took {self.seconds} seconds; it must be at least 0 and finite")
         if self.turn_rewards:
             self._check_turn_rewards()
+        if self.token_rewards:
+            self._check_token_rewards()
+
+    def _check_token_rewards(self) -> None:
+        object.__setattr__(self, "token_rewards", tuple((int(at), float(value)) for at, value in self.token_rewards))
+        positions = [at for at, _ in self.token_rewards]
+        if self.reward is None or self.turn_rewards:
+            raise DataError("rewards of tokens need a reward that they are a part of, and no rewards of turns")
+        if positions[0] < 0 or any(later <= at for at, later in pairwise(positions)):
+            raise DataError(f"the positions of rewarded tokens are {positions}; they must be ascending, from 0")
+        if not np.isfinite([value for _, value in self.token_rewards]).all():
+            raise DataError(f"the rewards of tokens are {self.token_rewards}; they must be finite")
 
     def _check_turn_rewards(self) -> None:
         object.__setattr__(self, "turn_rewards", tuple(float(reward) for reward in self.turn_rewards))
@@ -188,6 +205,9 @@ class Rollout:
         if num_rewards and num_rewards != len(self.turn_ends):
             message = f"rollout {self.rollout_id!r} has {len(self.turn_ends)} turns and {num_rewards} turn rewards"
             raise DataError(message, hint="give one reward per turn, or none")
+        strays = [at for at, _ in self.verdict.token_rewards if not at < self.num_tokens] if self.verdict else []
+        if strays:
+            raise DataError(f"rollout {self.rollout_id!r} has {self.num_tokens} tokens and a reward at {strays[0]}")
 
     @property
     def token_ids(self) -> np.ndarray:

@@ -85,22 +85,26 @@ def score_sequences(model: RewardModel, sequences: Sequence[Any], *, batch_size:
     Raises:
         DataError: an empty sequence, or a token id outside the model's embedding.
     """
-    num_rows = model.model.get_input_embeddings().weight.shape[0]
-    for sequence in sequences:
-        # Check on the host: an index out of bounds on CUDA aborts the process.
-        strays = [index for index in np.unique(sequence).tolist() if not 0 <= index < num_rows]
-        if strays:
-            raise DataError(f"the reward model has {num_rows} embedding rows and got the token id {strays[0]}")
+    check_token_ids(sequences, model.model.get_input_embeddings().weight.shape[0], "the reward model")
     device = model.value_head.weight.device
     scores = [0.0] * len(sequences)
-    for rows in _batches([len(sequence) for sequence in sequences], 1 if device.type == "cpu" else batch_size):
+    for rows in length_batches([len(sequence) for sequence in sequences], 1 if device.type == "cpu" else batch_size):
         batch = TokenBatch.padded([sequences[row] for row in rows], 0, device)
         for row, score in zip(rows, model(batch).tolist(), strict=True):
             scores[row] = score
     return scores
 
 
-def _batches(lengths: Sequence[int], batch_size: int) -> Iterator[list[int]]:
+def check_token_ids(sequences: Sequence[Any], num_rows: int, model: str) -> None:
+    """Raise DataError for a token id outside of an embedding with `num_rows` rows; `model` names its model."""
+    for sequence in sequences:
+        # Check on the host: an index out of bounds on CUDA aborts the process.
+        strays = [index for index in np.unique(sequence).tolist() if not 0 <= index < num_rows]
+        if strays:
+            raise DataError(f"{model} has {num_rows} embedding rows and got the token id {strays[0]}")
+
+
+def length_batches(lengths: Sequence[int], batch_size: int) -> Iterator[list[int]]:
     """Yield batches of indices, sorted by length so that little padding is needed."""
     rows: list[int] = []
     for row in sorted(range(len(lengths)), key=lengths.__getitem__):

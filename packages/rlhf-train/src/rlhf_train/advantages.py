@@ -12,25 +12,25 @@ from rlhf_kernels import packed_gae
 from rlhf_train.shapes import check_same_shape
 
 
-def placed_rewards(rewards: Tensor, turn_rewards: Tensor, loss_mask: Tensor) -> Tensor:
+def placed_rewards(rewards: Tensor, earned: Tensor, loss_mask: Tensor) -> Tensor:
     """Assign each rollout's reward to tokens.
 
-        R_t = turn_t + [t is the last trained token] (R - sum_s turn_s)
+        R_t = e_t + [t is the last trained token] (R - sum_s e_s)
 
-    Each turn's reward stays at the turn's last token. The last trained token gets the rest: the whole reward when there
-    are no rewards by turn, the change by shaping and by the group's baseline, and the rewards of turns whose last token
-    is not trained. Each row sums to R.
+    The reward of a turn or step stays at its last token. The last trained token gets the rest: the whole reward when
+    nothing was earned before, the change by shaping and by the group's baseline, and what tokens earned that are not
+    trained. Each row sums to R.
 
     Args:
         rewards: [B] float, R, in reward units.
-        turn_rewards: [B, T] float, each at the last token of its turn, 0.0 elsewhere.
+        earned: [B, T] float, e, the rewards of turns and steps at their last tokens, 0.0 elsewhere.
         loss_mask: [B, T] bool.
 
     Returns:
         [B, T] float. A row without trained tokens is all zeros.
     """
-    check_same_shape(turn_rewards=turn_rewards, loss_mask=loss_mask)
-    placed = turn_rewards.masked_fill(~loss_mask, 0.0)
+    check_same_shape(earned=earned, loss_mask=loss_mask)
+    placed = earned.masked_fill(~loss_mask, 0.0)
     return placed + last_trained(loss_mask) * (rewards - placed.sum(dim=1))[:, None]
 
 

@@ -33,6 +33,40 @@ def relative_rewards(
     raise ValueError(unknown("baseline", baseline, BASELINES))
 
 
+def relative_token_rewards(
+    rewards: Sequence[np.ndarray], group_ids: Sequence[str], baseline: str, *, divide_by_std: bool = True
+) -> list[np.ndarray]:
+    """Return the rewards of tokens, such as those of reasoning steps, relative to all such rewards of their group.
+
+        r~_ij = (r_ij - mean(r_group)) / (std(r_group) + 1e-6)        j counts the rewarded tokens of rollout i
+
+    "group_mean" does not divide. "leave_one_out" subtracts the mean over the rewarded tokens of the other rollouts, and
+    gives 0.0 when these have none. "none" changes nothing. The advantage of a token is then the sum of r~ from it on,
+    so that the number of steps alone earns nothing.
+
+    Args:
+        rewards: per rollout, [K_i] float, in order; K_i may be 0.
+
+    Returns:
+        Per rollout, [K_i] float64.
+
+    Source: Shao et al. 2024, arXiv:2402.03300, sec. 4.1.3 (GRPO with process supervision).
+    """
+    counts = np.array([len(own) for own in rewards])
+    flat = np.concatenate([np.zeros(0), *rewards])
+    if not len(flat):
+        return [flat for _ in rewards]
+    if baseline == "leave_one_out":
+        _, index = np.unique(np.asarray(group_ids), return_inverse=True)
+        sums = np.array([own.sum() for own in rewards])
+        num_others = np.bincount(index, counts)[index] - counts
+        means = (np.bincount(index, sums)[index] - sums) / np.maximum(num_others, 1)
+        relative = np.where(np.repeat(num_others, counts) > 0, flat - np.repeat(means, counts), 0.0)
+    else:
+        relative = relative_rewards(flat, np.repeat(group_ids, counts), baseline, divide_by_std=divide_by_std)
+    return np.split(relative, np.cumsum(counts)[:-1])
+
+
 def leave_one_out(rewards: np.ndarray, group_ids: Sequence[str]) -> np.ndarray:
     """Return each reward minus the mean of the other rewards in its group.
 

@@ -37,8 +37,9 @@ class Experience:
         policy_versions: [B, T] int32, the version of the policy that wrote each token; -1 for all other tokens.
         rollout_logprobs: [B, T] float32, nats, from the engine; 0.0 where the mask is False.
         rewards: [B] float32, the total reward of each rollout, after shaping and after the group's baseline.
-        turn_rewards: [B, T] float32, each turn's reward from the verdict, unshaped, at the turn's last token; 0.0
-            elsewhere.
+        token_rewards: [B, T] float32, the part of `rewards` that single tokens earned; 0.0 elsewhere: each turn's
+            reward from the verdict, unshaped, at the turn's last token, and each step's, after the group's baseline, at
+            the step's last token.
         truncated: [B] bool, whether the length limit ended the rollout.
         columns: name to [B, T] float32, filled in as models run; 0.0 where the mask is False. `last_values` holds the
             value of the state after a truncated rollout, at its last trained token. `trained` is 1.0 where the loss
@@ -52,19 +53,33 @@ class Experience:
     policy_versions: Tensor
     rollout_logprobs: Tensor
     rewards: Tensor
-    turn_rewards: Tensor
+    token_rewards: Tensor
     truncated: Tensor
     columns: dict[str, Tensor] = field(default_factory=dict)
 
     @classmethod
-    def from_rollouts(cls, rollouts: Sequence[Rollout], rewards: Sequence[float]) -> "Experience":
-        """Align `rollouts` as tensors. Raises ValueError unless `rewards` has one number per rollout."""
+    def from_rollouts(
+        cls,
+        rollouts: Sequence[Rollout],
+        rewards: Sequence[float],
+        token_rewards: Sequence[np.ndarray] | None = None,
+    ) -> "Experience":
+        """Align `rollouts` as tensors.
+
+        Args:
+            rollouts: B rollouts.
+            rewards: one per rollout.
+            token_rewards: per rollout, numbers in place of those of `Verdict.token_rewards`; None for the verdict's.
+
+        Raises:
+            ValueError: the numbers of rewards and rollouts differ.
+        """
         if len(rewards) != len(rollouts):
             raise ValueError(f"{len(rewards)} rewards for {len(rollouts)} rollouts")
         width = max((rollout.num_tokens for rollout in rollouts), default=1)
         loss_mask = torch.zeros(len(rollouts), width, dtype=torch.bool)
         rollout_logprobs = torch.zeros(len(rollouts), width)
-        turn_rewards = torch.zeros(len(rollouts), width)
+        placed = torch.zeros(len(rollouts), width)
         policy_versions = torch.full((len(rollouts), width), -1, dtype=torch.int32)
         for row, rollout in enumerate(rollouts):
             size = rollout.num_tokens
@@ -72,7 +87,9 @@ class Experience:
             rollout_logprobs[row, :size] = torch.from_numpy(rollout.rollout_logprobs)
             policy_versions[row, :size] = torch.from_numpy(rollout.policy_versions)
             if rollout.verdict is not None and rollout.verdict.turn_rewards:
-                turn_rewards[row, rollout.turn_ends] = torch.tensor(rollout.verdict.turn_rewards)
+                placed[row, rollout.turn_ends] = torch.tensor(rollout.verdict.turn_rewards)
+            for index, (position, reward) in enumerate(rollout.verdict.token_rewards if rollout.verdict else ()):
+                placed[row, position] = float(reward if token_rewards is None else token_rewards[row][index])
         return cls(
             rollout_ids=[rollout.rollout_id for rollout in rollouts],
             token_ids=[rollout.token_ids for rollout in rollouts],
@@ -81,7 +98,7 @@ class Experience:
             policy_versions=policy_versions,
             rollout_logprobs=rollout_logprobs,
             rewards=torch.tensor(list(rewards), dtype=torch.float32),
-            turn_rewards=turn_rewards,
+            token_rewards=placed,
             truncated=torch.tensor([r.finish_reason is FinishReason.LENGTH for r in rollouts], dtype=torch.bool),
         )
 

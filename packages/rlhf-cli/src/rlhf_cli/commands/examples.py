@@ -76,7 +76,9 @@ def _judged_steps(config: PrmConfig, tokenizer: Any) -> Any:
         if len(found) != 1:
             message = f"--reward_tokens: {text!r} is {len(found)} tokens, not one"
             raise ConfigError(message, hint="use a character, such as + and -, or a special token")
-    return ProcessRewardObjective(reward_tokens=tuple(ids))
+    # The encoder refuses a placeholder of several tokens.
+    placeholder = tokenizer(config.data.placeholder_token, add_special_tokens=False)["input_ids"]
+    return ProcessRewardObjective(reward_tokens=tuple(ids), placeholder=placeholder[-1])
 
 
 COMMANDS = {

@@ -7,12 +7,17 @@ from rlhf_data.errors import ConfigError
 from rlhf_data.options import SymmetricRange, flag
 from rlhf_rollout.commands import sections
 
-_MODEL_OPTIONS = ("reward_num_nodes", "reward_num_gpus_per_node", "colocate_critic_reward")
+_MODEL_OPTIONS = ("step_separator", "reward_num_nodes", "reward_num_gpus_per_node", "colocate_critic_reward")
 
 
 class RewardSection(sections.RewardSection):
     """Adds how rewards are normalized, clipped and shaped before an algorithm uses them."""
 
+    step_separator: str = flag(
+        r"\n",
+        "text that ends a step of a response, for models of --reward_pretrain that `rlhf prm` trained; \\n is a"
+        " newline; an empty text makes a response one step",
+    )
     running_reward_norm: bool = flag(
         False, "normalize rewards by the mean and standard deviation of all rewards of the run so far"
     )
@@ -34,6 +39,11 @@ class RewardSection(sections.RewardSection):
         " response; None: it keeps all of its reward",
         le=1,
     )
+
+    @property
+    def step_end(self) -> str:
+        """The text that ends a step, with newlines in place of `\\n`."""
+        return self.step_separator.replace(r"\n", "\n")
 
     def overlong_buffer(self, max_tokens: int) -> int:
         """Return the number of tokens over which the length penalty grows, for responses of at most `max_tokens`."""

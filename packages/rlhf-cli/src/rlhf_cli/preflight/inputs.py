@@ -14,7 +14,7 @@ from rlhf_cli.preflight.models import (
     load_model_files,
     longest_sequence,
 )
-from rlhf_cli.preflight.rewards import check_reward_models, named_sources, try_rewards
+from rlhf_cli.preflight.rewards import check_reward_models, judges_steps, named_sources, try_rewards
 from rlhf_data.prompts import PromptSet
 from rlhf_rollout.rewards.sources import RewardSource, model_paths
 
@@ -29,6 +29,7 @@ class Inputs:
         prompts, eval_prompts: tokenized prompts; `eval_prompts` may be None.
         notices: what the user should know about the inputs, one sentence each.
         teacher: folder or hub name; None without a teacher.
+        process_models: those of the reward models that judge steps.
     """
 
     model: str
@@ -38,6 +39,7 @@ class Inputs:
     eval_prompts: PromptSet | None
     notices: tuple[str, ...]
     teacher: str | None = None
+    process_models: tuple[str, ...] = ()
 
 
 def check_inputs(config: PpoConfig, folder: Path) -> Inputs:
@@ -57,7 +59,8 @@ def check_inputs(config: PpoConfig, folder: Path) -> Inputs:
     model_config, tokenizer = load_model_files(model)
     check_attention(config.model, model_config)
     check_context(model_config, *longest_sequence(config))
-    reward_notices = check_reward_models(config, sources, tokenizer)
+    process_models = tuple(filter(judges_steps, model_paths(sources)))
+    reward_notices = check_reward_models(config, sources, process_models, tokenizer)
     critic, notices = choose_critic(config, model, model_paths(sources), tokenizer)
     teacher = check_teacher(config, tokenizer)
     prompts, held_out = load_all(config, rows, held_out_rows, tokenizer)
@@ -65,4 +68,4 @@ def check_inputs(config: PpoConfig, folder: Path) -> Inputs:
     notices += reward_notices
     notices += data_notices(config, prompts, held_out)
     notices += try_rewards(config, sources, prompts.prompts[:4])
-    return Inputs(model, critic, sources, prompts, held_out, tuple(notices), teacher)
+    return Inputs(model, critic, sources, prompts, held_out, tuple(notices), teacher, process_models)

@@ -1,6 +1,6 @@
 """Checks of rewards before a run: functions and servers are called once, and files of reward models are read."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -34,15 +34,42 @@ def named_sources(config: PpoConfig) -> tuple[RewardSource, ...]:
     return tuple(sources)
 
 
-def check_reward_models(config: PpoConfig, sources: Sequence[RewardSource], tokenizer: Any) -> list[str]:
-    """Return notices about reward models. Raises ConfigError for one without a score head or the policy's tokenizer."""
-    from rlhf_models.loading import check_reward_model, check_same_tokenizer, check_tokenizer_fits, load_config
+def judges_steps(path: str) -> bool:
+    """Return whether a reward model judges steps. Raises ConfigError if it cannot be read."""
+    from rlhf_models.loading import load_config
+    from rlhf_models.process_reward import stored_step_format
+
+    try:
+        return stored_step_format(load_config(path)) is not None
+    except ConfigError as error:
+        raise ConfigError(f"--reward_pretrain: {error}") from None
+
+
+def check_reward_models(
+    config: PpoConfig, sources: Sequence[RewardSource], process_models: Collection[str], tokenizer: Any
+) -> list[str]:
+    """Return notices about reward models, of which the `process_models` judge steps.
+
+    Raises ConfigError for one that neither has a score head nor judges steps, or without the policy's tokenizer.
+    """
+    from rlhf_models.loading import (
+        check_reward_model,
+        check_same_tokenizer,
+        check_tokenizer_fits,
+        check_weights,
+        load_config,
+    )
     from rlhf_models.reward import stored_moments
 
+    if process_models and config.reward.running_reward_norm:
+        message = f"--running_reward_norm normalizes rewards of whole responses, and {min(process_models)} judges steps"
+        raise ConfigError(message, hint="drop it; --advantage_estimator group_norm compares the steps of a group")
     notices = []
+    if config.reward.step_end != "\n" and not process_models:
+        notices.append("--step_separator has no effect: no model of --reward_pretrain judges steps")
     for path in model_paths(sources):
         try:
-            check_reward_model(path)
+            (check_weights if path in process_models else check_reward_model)(path)
             model_config = load_config(path)
             check_same_tokenizer(path, tokenizer)
             check_tokenizer_fits(model_config, tokenizer)

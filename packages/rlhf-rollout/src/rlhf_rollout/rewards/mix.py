@@ -3,6 +3,7 @@
 import asyncio
 import math
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -72,8 +73,9 @@ class MixedReward:
         if not is_usable(reward) or not is_usable(score):
             message = f"the weighted sum is {reward} (score {score})"
             return Verdict(VerdictKind.CRASH, detail=message, extra=extra, seconds=seconds)
-        turn_rewards = _turn_rewards(weights, verdicts)
-        return Verdict(verdicts[0].kind, reward, score, detail, extra, seconds, turn_rewards)
+        token_rewards = _token_rewards(weights, verdicts)
+        turn_rewards = () if token_rewards else _turn_rewards(weights, verdicts)
+        return Verdict(verdicts[0].kind, reward, score, detail, extra, seconds, turn_rewards, token_rewards)
 
     def _extra(self, verdicts: Sequence[Verdict]) -> dict[str, float]:
         if len(verdicts) == 1:
@@ -96,6 +98,15 @@ def _turn_rewards(weights: Sequence[float], verdicts: Sequence[Verdict]) -> tupl
     for turn in zip(*rows, strict=True):
         sums.append(sum(weight * reward for weight, reward in zip(weights, turn, strict=True)))
     return tuple(sums)
+
+
+def _token_rewards(weights: Sequence[float], verdicts: Sequence[Verdict]) -> tuple[tuple[int, float], ...]:
+    """Return the weighted sum of the rewards of tokens. Beside these, the rewards of turns count for the whole."""
+    sums: Counter[int] = Counter()
+    for weight, verdict in zip(weights, verdicts, strict=True):
+        for position, reward in verdict.token_rewards:
+            sums[position] += weight * reward
+    return tuple(sorted(sums.items()))
 
 
 class ScoredFailures:

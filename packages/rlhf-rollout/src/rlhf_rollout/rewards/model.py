@@ -1,10 +1,10 @@
 """Rewards from reward models: scorers receive rollouts' tokens in batches. Includes a scorer in this process."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -69,13 +69,22 @@ class ModelReward:
 
     async def score(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> list[Verdict]:
         """Return one verdict per rollout, in order."""
-        return list(await asyncio.gather(*(self._batcher.submit(rollout.token_ids) for rollout in rollouts)))
+        return list(await asyncio.gather(*(self._batcher.submit(self._asked(rollout)) for rollout in rollouts)))
 
     async def close(self) -> None:
         """Cancel what is in flight."""
         await self._batcher.close()
 
-    async def _ask(self, token_ids: Sequence[np.ndarray], _: Failure | None) -> Scored | Failure:
+    def _asked(self, rollout: Rollout) -> Any:
+        """Return what the scorer is sent."""
+        return rollout.token_ids
+
+    def _scored(self, answers: Sequence[Any]) -> Scored:
+        """Return the result of a call from the scorer's answers."""
+        rewards = [float(score) for score in answers]
+        return Scored(rewards, rewards, {}, [None] * len(rewards))
+
+    async def _ask(self, token_ids: Sequence[Any], _: Failure | None) -> Scored | Failure:
         """Return the scores of one replica, or after a failure those of another one, or the last failure."""
         indices = range(len(self._scorers))
         for _ in self._scorers[:2]:
@@ -92,8 +101,7 @@ class ModelReward:
                 indices = [other for other in indices if other != index]
             else:
                 self._num_failures[index] = 0
-                rewards = [float(score) for score in scores]
-                return Scored(rewards, rewards, {}, [None] * len(rewards))
+                return self._scored(scores)
             finally:
                 self._num_under_way[index] -= len(token_ids)
         return failure
@@ -102,6 +110,28 @@ class ModelReward:
         message = f"the reward model gave no scores for {num_sequences} sequences within {self._timeout_s:g} s"
         hint = "its process hangs, or is overloaded: lower --reward_batch_size, or give it more replicas"
         return Failure(VerdictKind.TIMEOUT, f"{message}; {hint}", of_sample=False)
+
+
+class ProcessReward(ModelReward):
+    """A `RewardFunction` that asks a process reward model, which judges each step of a response.
+
+    The probability that a step is good is the reward of the step's last token, and their sum the rollout's reward. The
+    score is the smallest of them: a solution is as good as its worst step. A response without steps gets 0 for both.
+    Takes the arguments of `ModelReward`; the scorers are `LocalScorer`s with a `step_separator`.
+    """
+
+    def _asked(self, rollout: Rollout) -> Any:
+        return rollout.token_ids, rollout.loss_mask
+
+    def _scored(self, answers: Sequence[Any]) -> Scored:
+        judged = [[probability for _, probability in steps] for steps in answers]
+        return Scored(
+            rewards=[float(sum(own)) for own in judged],
+            scores=[min(own, default=0.0) for own in judged],
+            extra={"steps": [float(len(own)) for own in judged]},
+            verdicts=[None] * len(judged),
+            token_rewards=[tuple(steps) for steps in answers],
+        )
 
 
 def _crashed(error: Exception) -> Failure:
@@ -119,6 +149,8 @@ class LocalScorer:
         device: torch's name of the device.
         batch_size: sequences per forward pass at most.
         normalize: shift and scale scores by the moments that the model's config holds, if any.
+        step_separator: the text that ends a step, for a process reward model, which judges each step; None for a model
+            with a scalar head.
 
     Raises:
         ConfigError: the model cannot be loaded, or the extra `models` is not installed.
@@ -133,35 +165,39 @@ class LocalScorer:
         device: str = "cpu",
         batch_size: int = 64,
         normalize: bool = False,
+        step_separator: str | None = None,
     ) -> None:
         try:
             from rlhf_models.loading import load_reward_model
+            from rlhf_models.process_reward import StepJudge
+            from rlhf_models.reward import score_sequences
         except ImportError as error:
             raise ConfigError("reward models need rlhf-models", hint="install rlhf-rollout[models]") from error
-        model = load_reward_model(path, dtype=dtype, attn_implementation=attn_implementation, normalize=normalize)
+        options = {"dtype": dtype, "attn_implementation": attn_implementation}
         self._path = path
-        self._model = model.to(device)
-        self._batch_size = batch_size
+        self.has_moments = False  # whether scores are normalised by moments that are stored with the model
+        if step_separator is None:
+            model = load_reward_model(path, normalize=normalize, **options).to(device)
+            self.has_moments = model.moments is not None
+            self._run: Callable[..., list[Any]] = partial(score_sequences, model, batch_size=batch_size)
+        else:
+            self._run = StepJudge(path, step_separator, device=device, batch_size=batch_size, **options)
         self._thread = ThreadPoolExecutor(1, "reward-model")
 
-    @property
-    def has_moments(self) -> bool:
-        """Whether scores are normalised by moments that are stored with the model."""
-        return self._model.moments is not None
+    async def score(self, samples: list[Any]) -> list[Any]:
+        """Return one answer per sample: scores as `Scorer`, or with a `step_separator` what `StepJudge` returns.
 
-    async def score(self, token_ids: list[np.ndarray]) -> list[float]:
-        """See `Scorer`. Raises DataError for a token id outside of the vocabulary, RewardError for other failures."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._score, token_ids)
+        Raises DataError for a token id outside of the vocabulary, RewardError for other failures.
+        """
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._score, samples)
 
     def close(self) -> None:
         """End the thread."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _score(self, token_ids: list[np.ndarray]) -> list[float]:
-        from rlhf_models.reward import score_sequences
-
+    def _score(self, samples: list[Any]) -> list[Any]:
         try:
-            return score_sequences(self._model, token_ids, batch_size=self._batch_size)
+            return self._run(samples)
         except RlhfError:
             raise
         except RuntimeError as error:  # torch raises it, also when memory runs out

@@ -18,7 +18,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,7 @@ class Scored:
     scores: list[float]
     extra: dict[str, list[float]]
     verdicts: list[str | None]
+    token_rewards: list[tuple[tuple[int, float], ...]] = field(default_factory=list)  # empty: no sample has any
 
 
 def parse_reward(reward: str) -> RewardTarget:
@@ -189,7 +190,8 @@ def verdict_of(scored: Scored, index: int, success_threshold: float = SUCCESS_TH
             return Verdict(VerdictKind.CRASH, detail=f"the {name} is {value}{why}", extra=extra)
     if kind is None:
         kind = VerdictKind.OK if score >= success_threshold - _ROUNDING else VerdictKind.WRONG
-    return Verdict(VerdictKind(kind), reward, score, detail, extra)
+    token_rewards = scored.token_rewards[index] if scored.token_rewards else ()
+    return Verdict(VerdictKind(kind), reward, score, detail, extra, token_rewards=token_rewards)
 
 
 def _check_defined(target: RewardTarget) -> None:

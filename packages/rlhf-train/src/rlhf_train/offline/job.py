@@ -331,6 +331,7 @@ class _Run:
         state = self.engine.state_dict(wanted=job.rank == 0)
         if job.rank == 0:
             write_model(self.engine.module, state, job.model, job.lora, folder, moments)
+            job.objective.finish(folder)
 
     def _measure(self, items: Sequence[Any]) -> dict[str, float]:
         metrics = evaluate(self.engine, self.objective, items, self._job.schedule)

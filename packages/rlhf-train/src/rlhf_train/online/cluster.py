@@ -143,7 +143,9 @@ def start_scorers(job: OnlineJob, reserved: PlacementGroup) -> list[list[Any]]:
     options |= {"batch_size": job.reward.calls.batch_size, "normalize": job.reward.normalize_models}
     # A reward model has no state, so Ray can restart it, and repeat the calls that were in it.
     scorer = ray.remote(max_restarts=SCORER_RESTARTS, max_task_retries=1)(RewardModelActor)
-    return [_start(scorer, job.plan, placed, reserved, path, parts=len(models), **options) for path in models]
+    start = partial(_start, scorer, job.plan, placed, reserved, parts=len(models), **options)
+    separators = [job.reward.step_separator if path in job.reward.process_models else None for path in models]
+    return [start(path, step_separator=text) for path, text in zip(models, separators, strict=True)]
 
 
 def start_workers(job: OnlineJob, reserved: PlacementGroup) -> list[RankSet]:

@@ -78,6 +78,8 @@ class RewardSpec:
             alone: every reward is then 0.
         calls: how they are called.
         model_timeout_s: time limit for one call of a reward model, which may wait for other calls of the same replica.
+        process_models: those of the reward models that judge the steps of a response; see `ProcessReward`.
+        step_separator: the text that ends a step.
         normalize_models: shift and scale scores of reward models by the mean and deviation stored with the model.
         running_norm: shift and scale rewards by the mean and deviation of all raw rewards of the run so far.
         clip_range: smallest and largest reward after normalization; None for no bounds.
@@ -90,6 +92,8 @@ class RewardSpec:
     sources: tuple[RewardSource, ...]
     calls: CallOptions = DEFAULT_CALLS
     model_timeout_s: float = MODEL_TIMEOUT_S
+    process_models: tuple[str, ...] = ()
+    step_separator: str = "\n"
     normalize_models: bool = False
     running_norm: bool = False
     clip_range: tuple[float, float] | None = None

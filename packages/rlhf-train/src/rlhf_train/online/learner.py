@@ -3,9 +3,11 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from rlhf_data.errors import EngineError
 from rlhf_data.records import Rollout
-from rlhf_train.baselines import relative_rewards
+from rlhf_train.baselines import relative_rewards, relative_token_rewards
 from rlhf_train.batching import plan_batches
 from rlhf_train.kl import adapted_kl_coef
 from rlhf_train.online.job import OnlineJob
@@ -52,7 +54,7 @@ class Learner:
         """
         batch = self._job.batch
         self._kl = None
-        rewards, metrics = self._rewards(rollouts)
+        rewards, token_rewards, metrics = self._rewards(rollouts)
         pending: list[Any] = []
         for ranks in self._sets:
             # Rank sets of different sizes split the batch differently. The seed is the same, so that they agree on
@@ -71,7 +73,8 @@ class Learner:
             for plan in plans:
                 shard = [rollouts[row] for row in plan.rows]
                 shard_rewards = [rewards[row] for row in plan.rows]
-                calls.append(("load_rollouts", shard, shard_rewards, plan, self.policy_version))
+                shard_tokens = [token_rewards[row] for row in plan.rows]
+                calls.append(("load_rollouts", shard, shard_rewards, plan, self.policy_version, shard_tokens))
             pending += ranks.start_each("work", calls)
         wait(pending)
         return metrics
@@ -126,13 +129,21 @@ class Learner:
             self._adapt_kl(metrics.get("kl/reference", self._kl), int(num_trained))
         return metrics, num_trained
 
-    def _rewards(self, rollouts: Sequence[Rollout]) -> tuple[list[float], dict[str, float]]:
-        """Return each rollout's shaped reward relative to the algorithm's baseline, and metrics of the shaping."""
+    def _rewards(self, rollouts: Sequence[Rollout]) -> tuple[list[float], list[np.ndarray], dict[str, float]]:
+        """Return shaped rewards relative to the algorithm's baseline, and metrics of the shaping.
+
+        The rewards that single tokens earned are compared among themselves, and so is what is left of each rollout's
+        reward. The first list has the sums of both, the second one the rewards of tokens.
+        """
         spec = self._job.algorithm
         shaped, metrics = self._shaper.shape(rollouts)
         group_ids = [rollout.group_id for rollout in rollouts]
-        relative = relative_rewards(shaped, group_ids, spec.row.baseline, divide_by_std=spec.whiten_std)
-        return relative.tolist(), metrics
+        options = {"baseline": spec.row.baseline, "divide_by_std": spec.whiten_std}
+        earned = [np.array([value for _, value in rollout.verdict.token_rewards]) for rollout in rollouts]
+        rest = shaped - np.array([own.sum() for own in earned])
+        tokens = relative_token_rewards(earned, group_ids, **options)
+        whole = relative_rewards(rest, group_ids, **options) + np.array([own.sum() for own in tokens])
+        return whole.tolist(), tokens, metrics
 
     def _adapt_kl(self, kl: float | None, num_rollouts: int) -> None:
         """Adapt the KL coefficient of the next step to this step's KL, which was measured before its updates."""

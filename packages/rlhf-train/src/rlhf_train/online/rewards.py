@@ -10,7 +10,7 @@ from rlhf_data.records import FinishReason, Prompt, Rollout, RolloutGroup, Verdi
 from rlhf_rollout.protocols import RewardFunction
 from rlhf_rollout.ray_actors import RayScorer
 from rlhf_rollout.rewards.mix import build_reward
-from rlhf_rollout.rewards.model import ModelReward
+from rlhf_rollout.rewards.model import ModelReward, ProcessReward
 from rlhf_rollout.rewards.shaping import RunningMoments, clip_rewards, overlong_penalty, stop_properly
 from rlhf_train.online.job import DynamicSampling, OnlineJob, RewardSpec
 from rlhf_train.online.summaries import scored
@@ -39,10 +39,11 @@ def make_reward(job: OnlineJob, scorers: Sequence[Sequence[Any]], log_path: Path
     if not spec.sources:
         return NoReward()
     models = []
-    for handles in scorers:
+    for path, handles in zip(spec.models, scorers, strict=True):
         replicas = [RayScorer(handle) for handle in handles]
         calls = {"batch_size": spec.calls.batch_size, "success_threshold": spec.calls.success_threshold}
-        models.append(ModelReward(replicas, timeout_s=spec.model_timeout_s, **calls))
+        kind = ProcessReward if path in spec.process_models else ModelReward
+        models.append(kind(replicas, timeout_s=spec.model_timeout_s, **calls))
     return build_reward(spec.sources, spec.calls, log_path=log_path, models=models)
 
 

@@ -106,7 +106,7 @@ def charged_rewards(experience: Experience, spec: AlgorithmSpec, *, kl_coef: flo
     """
     mask = experience.loss_mask
     columns = experience.columns
-    rewards = placed_rewards(experience.rewards, experience.turn_rewards, mask)
+    rewards = placed_rewards(experience.rewards, experience.token_rewards, mask)
     if not spec.uses_reference or "old_logprobs" not in columns:
         return rewards, {}
     kl = kl_estimate(columns["old_logprobs"], columns["ref_logprobs"], spec.objective.kl_estimator)

@@ -114,7 +114,12 @@ class TrainWorker:
         )
 
     def load_rollouts(
-        self, rollouts: Sequence[Rollout], rewards: Sequence[float], plan: RankPlan, policy_version: int = 0
+        self,
+        rollouts: Sequence[Rollout],
+        rewards: Sequence[float],
+        plan: RankPlan,
+        policy_version: int = 0,
+        token_rewards: Sequence[np.ndarray] | None = None,
     ) -> None:
         """Store this step's shard.
 
@@ -123,8 +128,9 @@ class TrainWorker:
             rewards: one per rollout, relative to the algorithm's baseline.
             plan: mini-batches and micro-batches of the shard.
             policy_version: of the weights before the step's first update.
+            token_rewards: see `Experience.from_rollouts`.
         """
-        self._experience = Experience.from_rollouts(rollouts, rewards)
+        self._experience = Experience.from_rollouts(rollouts, rewards, token_rewards)
         self._plan = plan
         self._policy_version = policy_version
 

@@ -2,12 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
 
 from rlhf_data.errors import ConfigError
 from rlhf_data.preference import ProcessExample
+from rlhf_models.process_reward import StepFormat, store_step_format
 from rlhf_train.batching import Denominators
 from rlhf_train.engine.protocol import TrainEngine
 from rlhf_train.losses.preference import process_reward_loss
@@ -21,13 +23,20 @@ class ProcessRewardObjective(Objective[ProcessExample]):
 
     Attributes:
         reward_tokens: ids of the tokens for a good and for a bad step. The softmax is over these two.
+        placeholder: id of the placeholder. With it, saved models say how they are asked (`StepFormat`).
     """
 
     reward_tokens: tuple[int, int]
+    placeholder: int | None = None
 
     def __post_init__(self) -> None:
         if len(set(self.reward_tokens)) != 2:
             raise ConfigError(f"the reward tokens are {self.reward_tokens}; they must be two, of a good and a bad step")
+
+    def finish(self, folder: Path) -> None:
+        """See `Objective`."""
+        if self.placeholder is not None:
+            store_step_format(folder, StepFormat(self.placeholder, *self.reward_tokens))
 
     def num_trained_tokens(self, item: ProcessExample) -> int:
         return len(item.positions)
