@@ -7,10 +7,11 @@ import time
 import numpy as np
 import pytest
 
+from agent_testing import TOKENIZER, run, texts_of, writes
 from record_testing import make_prompt
 from rlhf_data.errors import ConfigError, EngineError, RewardError
 from rlhf_data.records import FinishReason, SpanSource, VerdictKind
-from rlhf_data.testing import EOS_ID, ByteTokenizer
+from rlhf_data.testing import EOS_ID
 from rlhf_rollout.agents.hosted import HostedAgent
 from rlhf_rollout.agents.pool import AgentPool
 from rlhf_rollout.agents.recorder import EpisodeLimits
@@ -21,7 +22,6 @@ from rlhf_rollout.router import EngineRouter
 
 PROMPT, POLICY, ENVIRONMENT = SpanSource.PROMPT, SpanSource.POLICY, SpanSource.ENVIRONMENT
 OK, WRONG, CRASH, TIMEOUT = VerdictKind.OK, VerdictKind.WRONG, VerdictKind.CRASH, VerdictKind.TIMEOUT
-TOKENIZER = ByteTokenizer(add_bos=False)
 SAMPLING = SamplingParams(max_tokens=32, seed=3)
 
 # In the form of OpenRLHF 0.8: a coroutine as `__init__`, and a constructor that passes on what the run gives.
@@ -51,40 +51,6 @@ class AgentExecutor(AgentExecutorBase):
     async def execute(self, prompt, label, sampling_params):
         return await super().execute(prompt, label, sampling_params)
 """
-
-
-def writes(answers):
-    """Return an engine that gives one answer after the other, by the number of end tokens before."""
-
-    def script(prompt, _):
-        turn = min(list(prompt).count(EOS_ID), len(answers) - 1)
-        return [*answers[turn].encode(), EOS_ID]
-
-    return FakeEngine(script=script)
-
-
-def run(source, engine, *, prompts=None, samples=1, limits=None, gives_reward=True, **options):
-    """Return the episodes of a prompt, or of each prompt, and the pool."""
-    limits = limits or EpisodeLimits(max_length=200)
-
-    async def collect():
-        pool = AgentPool(parse_agent(source), **{"num_processes": 1, "timeout_s": 20.0, **options})
-        try:
-            agent = HostedAgent(EngineRouter([engine]), pool, TOKENIZER, limits, gives_reward=gives_reward)
-            sampling = SamplingParams(max_tokens=32, seed=3, num_samples=samples)
-            asked = [make_prompt("2+2=", "4")] if prompts is None else prompts
-            results = await asyncio.gather(
-                *(agent.run(prompt, sampling, f"g{number}") for number, prompt in enumerate(asked))
-            )
-            return [episode for episodes in results for episode in episodes], pool.num_replaced
-        finally:
-            await pool.close()
-
-    return asyncio.run(collect())
-
-
-def texts_of(rollout):
-    return [(span.source, TOKENIZER.decode(span.token_ids)) for span in rollout.spans]
 
 
 def test_openrlhf_agent_with_retries_is_recorded_token_by_token(write):

@@ -17,6 +17,7 @@ from rlhf_data.rows import Row
 Messages = list[dict[str, Any]]
 
 _PLACEHOLDER = "{}"
+_ANSWER = "answer7c41"  # stands for an answer in a rendered conversation
 _GENERATION_MARK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -107,15 +108,44 @@ def row_messages(row: Row, key: str) -> Messages:
     return value
 
 
-def render_chat(messages: Messages, tokenizer: Tokenizer, *, origin: str, add_generation_prompt: bool) -> str:
+def render_chat(
+    messages: Messages,
+    tokenizer: Tokenizer,
+    *,
+    origin: str,
+    add_generation_prompt: bool,
+    tools: Sequence[Mapping[str, Any]] = (),
+) -> str:
     """Return a conversation as text rendered by the tokenizer's chat template, including special tokens.
+
+    `tools` are JSON schemas of functions in OpenAI's form, which the template writes where its model expects them.
 
     Raises:
         DataError: the template refuses the messages. The message names `origin`.
     """
     # return_dict=False, because transformers 5 returns a dictionary by default.
     options = {"tokenize": False, "add_generation_prompt": add_generation_prompt, "return_dict": False}
+    if tools:
+        options["tools"] = list(tools)
     return _apply_template(messages, tokenizer, origin, **options)
+
+
+def render_follow_up(
+    messages: Messages, tokenizer: Tokenizer, *, origin: str, tools: Sequence[Mapping[str, Any]] = ()
+) -> str:
+    """Return what the chat template writes after the text of an assistant's answer, when messages follow it.
+
+    That is the end of the answer, the messages, and the generation prompt. It does not depend on what precedes the
+    answer, so that a conversation is continued without rendering it again.
+
+    Raises:
+        DataError: the template refuses the messages, or does not write an answer as it is.
+    """
+    base = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
+    text = render_chat([*base, *messages], tokenizer, origin=origin, add_generation_prompt=True, tools=tools)
+    if text.count(_ANSWER) != 1:
+        raise DataError(f"{origin}: the chat template does not write an answer as it is once messages follow it")
+    return text.partition(_ANSWER)[2]
 
 
 def encode_prompts(texts: Sequence[str], tokenizer: Tokenizer, *, has_special_tokens: bool) -> list[list[int]]:
@@ -278,7 +308,7 @@ def _encode_marked(
     return np.append(ids[:length], eos).astype(np.int32), np.append(mask[:length], True)
 
 
-def _apply_template(messages: Messages, tokenizer: Tokenizer, origin: str, **options: bool) -> Any:
+def _apply_template(messages: Messages, tokenizer: Tokenizer, origin: str, **options: Any) -> Any:
     try:
         return tokenizer.apply_chat_template(messages, **options)
     except Exception as error:  # a template is a program and may raise anything

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf_data.chat import InputTemplate, Tokenizer, encode_prompts
+from rlhf_data.chat import InputTemplate, Tokenizer, encode_prompts, row_messages
 from rlhf_data.errors import ConfigError, DataError
 from rlhf_data.records import Prompt
 from rlhf_data.rows import Counts, RowErrors
@@ -73,16 +73,18 @@ def load_prompts(
         try:
             text = template.render(row, input_key)
             label = None if label_key is None else row.label(label_key)
-            drafts.append((row, text, label, source if source_key is None else row.text(source_key)))
+            origin = source if source_key is None else row.text(source_key)
+            messages = tuple(row_messages(row, input_key)) if apply_chat_template else None
+            drafts.append((row, text, label, origin, messages))
         except DataError as error:
             errors.add(error)
-    encoded = encode_prompts([text for _, text, _, _ in drafts], tokenizer, has_special_tokens=apply_chat_template)
+    encoded = encode_prompts([text for _, text, *_ in drafts], tokenizer, has_special_tokens=apply_chat_template)
     prompts = []
-    for (row, text, label, origin), token_ids in zip(drafts, encoded, strict=True):
+    for (row, text, label, origin, messages), token_ids in zip(drafts, encoded, strict=True):
         if not token_ids:
             errors.add(f"{row.origin}: the tokenizer makes no token of {text!r}")
         elif len(token_ids) <= prompt_max_len:
-            prompts.append(Prompt(row.row_id, token_ids, text, label, origin))
+            prompts.append(Prompt(row.row_id, token_ids, text, label, origin, messages))
     lengths = [len(token_ids) for token_ids in encoded if token_ids]
     num_rows = len(lengths) + errors.num_bad
     errors.check(num_rows)

@@ -73,6 +73,7 @@ class Prompt:
         text: the rendered prompt, for rewards and people.
         label: the reference answer, as the reward function receives it.
         source: the data source it came from.
+        messages: what the chat template has rendered as `text`; None for a prompt that it has not.
     """
 
     prompt_id: str
@@ -80,6 +81,7 @@ class Prompt:
     text: str
     label: str | None = None
     source: str = "default"
+    messages: tuple[Mapping[str, str], ...] | None = None
 
     def __post_init__(self) -> None:
         freeze_arrays(self, token_ids=np.int32)

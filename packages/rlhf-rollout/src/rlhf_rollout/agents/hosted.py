@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rlhf_data.chat import Tokenizer
+from rlhf_data.chat import Tokenizer, render_chat, render_follow_up
 from rlhf_data.errors import DataError
 from rlhf_data.records import Episode, Prompt, Verdict, VerdictKind
 from rlhf_rollout.agents.interface import BudgetSpentError
@@ -91,6 +91,7 @@ class HostedAgent:
             "episode": name,
             "prompt": prompt.text,
             "prompt_token_ids": prompt.token_ids.tolist(),
+            "messages": prompt.messages,
             "label": prompt.label or "",
             "max_turns": self._limits.max_turns,
             "max_length": self._limits.max_length,
@@ -130,8 +131,27 @@ class HostedAgent:
         """Return the token ids of a text within a conversation, without start and end tokens."""
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    def _decode(self, token_ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(token_ids, skip_special_tokens=True)
+    def render(
+        self, messages: Sequence[Any], tools: Sequence[Mapping[str, Any]], before: Sequence[int], name: str
+    ) -> list[int]:
+        """Return the conversation `before` with messages after it, as token ids; nothing before begins one.
+
+        Raises DataError when the chat template refuses them.
+        """
+        options = {"origin": f"episode {name}", "tools": tools}
+        if before:
+            added = self.encode(render_follow_up(list(messages), self._tokenizer, **options))
+            # The template writes the end of the answer, and an answer that was not cut has it already.
+            return [*before, *(added[1:] if added[:1] == list(before[-1:]) else added)]
+        text = render_chat(list(messages), self._tokenizer, add_generation_prompt=True, **options)
+        for tool in tools:
+            if tool["function"]["name"] not in text:
+                hint = "use a model whose template knows tools, or describe them in the system message"
+                raise DataError(f"the chat template does not write the tool {tool['function']['name']!r}", hint=hint)
+        return self.encode(text)
+
+    def _decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
 
 class _Attempt:
@@ -145,16 +165,17 @@ class _Attempt:
     async def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Return the policy's answer to what an agent asks, as JSON values.
 
-        A request has `token_ids`, the whole conversation; or `text`, which is added to the conversation; and `new` for
-        a text that begins it. `sampling` holds overrides.
+        A request has `token_ids`, the whole conversation; or `messages` and perhaps `tools`, of which the first begin
+        the conversation; or `text`, which is added to the conversation, and `new` for a text that begins it. `sampling`
+        holds overrides.
         """
         if request.get("first"):
             self.recorder = self._make()
         recorder = self.recorder
-        token_ids = request.get("token_ids")
-        if token_ids is None:
-            before = [] if request.get("new") else recorder.token_ids
-            token_ids = [*before, *self._workflow.encode(request.get("text", ""))]
+        try:
+            token_ids = self._conversation(request, recorder)
+        except (LookupError, TypeError, ValueError) as error:  # also DataError
+            return {"error": str(error)}
         try:
             completion = await recorder.generate(token_ids, request.get("sampling"))
         except BudgetSpentError:
@@ -167,8 +188,19 @@ class _Attempt:
             "token_ids": answer,
             "logprobs": completion.logprobs.tolist(),
             "text": self._workflow._decode(answer),
+            "raw_text": self._workflow._decode(answer, skip_special_tokens=False),
             "finish_reason": str(completion.finish_reason),
         }
+
+    def _conversation(self, request: Mapping[str, Any], recorder: EpisodeRecorder) -> list[int]:
+        """Return the whole conversation that a request asks about, as token ids."""
+        if request.get("token_ids") is not None:
+            return request["token_ids"]
+        if "messages" in request:
+            before = recorder.token_ids if recorder.num_turns else []
+            return self._workflow.render(request["messages"], request["tools"], before, recorder.name)
+        before = [] if request.get("new") else recorder.token_ids
+        return [*before, *self._workflow.encode(request.get("text", ""))]
 
 
 def read_outcome(said: Mapping[str, Any], success_threshold: float) -> tuple[tuple[float, ...], Verdict | None]:

@@ -30,6 +30,7 @@ class Reply:
 
     Attributes:
         text: the answer without special tokens.
+        raw_text: the answer with special tokens, which some chat templates use for tool calls.
         token_ids: its tokens, the end token included.
         logprobs: nats, one per token.
         prompt_token_ids: the whole conversation before it.
@@ -37,6 +38,7 @@ class Reply:
     """
 
     text: str
+    raw_text: str
     token_ids: list[int]
     logprobs: list[float]
     prompt_token_ids: list[int]
@@ -49,6 +51,8 @@ class Session:
     Attributes:
         prompt: the rendered prompt.
         prompt_token_ids: its tokens.
+        messages: the prompt as messages; one message of the user, unless the chat template has rendered it.
+        is_chat: whether the chat template has rendered the prompt.
         label: the reference answer, "" without one.
         max_turns, max_length: limits of the episode, in answers and tokens.
         sampling: names and values of the answers' sampling.
@@ -57,6 +61,8 @@ class Session:
     def __init__(self, request: Mapping[str, Any], ask: Ask) -> None:
         self.prompt: str = request["prompt"]
         self.prompt_token_ids: list[int] = request["prompt_token_ids"]
+        self.is_chat = request.get("messages") is not None
+        self.messages: list[dict[str, Any]] = request.get("messages") or [{"role": "user", "content": self.prompt}]
         self.label: str = request["label"]
         self.max_turns: int = request["max_turns"]
         self.max_length: int = request["max_length"]
@@ -74,6 +80,20 @@ class Session:
     async def begin(self, text: str, *, sampling: Mapping[str, Any] | None = None) -> Reply:
         """Return the policy's answer to a conversation that begins with `text` in place of the prompt."""
         return await self._request({"text": text, "new": True}, sampling)
+
+    async def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        sampling: Mapping[str, Any] | None = None,
+    ) -> Reply:
+        """Return the policy's answer after `messages`, rendered by the tokenizer's chat template.
+
+        The first request of an episode begins the conversation with its messages, in place of the prompt. Later ones
+        add theirs after the last answer, which is not rendered again. `tools` are JSON schemas in OpenAI's form.
+        """
+        return await self._request({"messages": list(messages), "tools": list(tools)}, sampling)
 
     async def complete(self, token_ids: Sequence[int], *, sampling: Mapping[str, Any] | None = None) -> Reply:
         """Return the policy's answer to a whole conversation of tokens.

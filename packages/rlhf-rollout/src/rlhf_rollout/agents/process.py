@@ -1,6 +1,7 @@
 """Processes that run users' agents: many episodes in each, over one connection."""
 
 import asyncio
+import contextlib
 import itertools
 import json
 from collections.abc import Awaitable, Callable, Mapping
@@ -16,6 +17,7 @@ from rlhf_rollout.rewards.user_function import RewardTarget
 PROGRAM = "rlhf_rollout.agents.worker"
 _MAX_LINE_BYTES = 2**27
 _PING_TIMEOUT_S = 5.0
+_CLOSE_TIMEOUT_S = 10.0
 
 Ask = Callable[[Mapping[str, Any]], Awaitable[Mapping[str, Any]]]
 
@@ -114,12 +116,17 @@ class AgentProcess(GuardedProcess):
             running.done.cancel()
 
     async def shut_down(self) -> None:
-        """End the process and what it runs."""
+        """End the process and what it runs, after it has had some seconds to close its environments and servers."""
+        is_lost = bool(self._failure)
         self._fail("the agent's process has been shut down")
         if hasattr(self, "_reading"):
             self._reading.cancel()
         for task in self._asks:
             task.cancel()
+        if hasattr(self, "_writer") and self.alive and not is_lost:
+            with contextlib.suppress(OSError):
+                self._writer.write_eof()
+            await asyncio.to_thread(self.wait, _CLOSE_TIMEOUT_S)
         await asyncio.to_thread(self.kill)
         if hasattr(self, "_writer"):
             self._writer.close()

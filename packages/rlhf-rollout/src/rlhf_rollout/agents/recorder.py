@@ -72,6 +72,7 @@ class EpisodeRecorder:
         timeout_s: deadline of each request; None for the engine's own.
 
     Attributes:
+        name: id of the episode.
         num_turns: requests that were answered or are under way.
         error: the error of the engine that ends the episode; None without one.
     """
@@ -91,7 +92,7 @@ class EpisodeRecorder:
         self._router = router
         self._prompt = prompt
         self._sampling = sampling
-        self._name = name
+        self.name = name
         self._group_id = group_id
         self._limits = limits
         self._decode = decode
@@ -126,7 +127,7 @@ class EpisodeRecorder:
         branch.is_busy = True
         try:
             [completion] = await self._router.generate(
-                np.array(token_ids, np.int32), sampling, timeout_s=self._timeout_s, conversation=self._name
+                np.array(token_ids, np.int32), sampling, timeout_s=self._timeout_s, conversation=self.name
             )
         except EngineError as error:
             self.error = error
@@ -156,7 +157,7 @@ class EpisodeRecorder:
             self._branches.append(_Branch([], [Span(SpanSource.PROMPT, self._prompt.token_ids)]))
         rollouts = []
         for number, branch in enumerate(self._branches):
-            name = self._name if len(self._branches) == 1 else f"{self._name}.{number}"
+            name = self.name if len(self._branches) == 1 else f"{self.name}.{number}"
             is_last = number == len(self._branches) - 1
             reason = FinishReason.LENGTH if is_last and (is_cut or self._is_cut) else branch.finish_reason
             text = self._decode([token for span in branch.spans[1:] for token in span.token_ids.tolist()])
@@ -164,7 +165,7 @@ class EpisodeRecorder:
             if verdict is not None:
                 rollout = dataclasses.replace(rollout, verdict=self._verdict_for(rollout, verdict, turn_rewards))
             rollouts.append(rollout)
-        return Episode(self._name, self._group_id, tuple(rollouts))
+        return Episode(self.name, self._group_id, tuple(rollouts))
 
     def _verdict_for(self, rollout: Rollout, verdict: Verdict, turn_rewards: Sequence[float]) -> Verdict:
         """Return the verdict with its reward by turn, if there is one rollout and one reward per answer."""

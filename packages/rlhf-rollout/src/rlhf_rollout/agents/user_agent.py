@@ -5,6 +5,11 @@ A file, or a module, may define one of these; the first that it has is used:
     class AgentExecutor          of OpenRLHF, with `execute`
     class AgentInstance          of OpenRLHF, with `reset` and `step`
     async def run_episode(session) -> reward, or {"rewards": [...], ...}      see `interface.Session`
+    TOOLS = [function, ...]      that the policy may call, until an answer calls none; see `tools`
+    MCP = ["program", ...]       a server whose tools join them, or stand alone
+
+A file with tools may also define `reward(messages, label)`, SYSTEM, the text of a system message, TOOL_PARSER, the form
+of the calls (see `tool_calls`), and TOOL_LIMITS, a dictionary with fields of `tools.ToolLimits`.
 """
 
 import asyncio
@@ -22,9 +27,9 @@ from rlhf_rollout.agents import interface
 from rlhf_rollout.agents.interface import PolicyEngine, Session, called, constructed, number, run_turns
 from rlhf_rollout.rewards.user_function import RewardTarget, bound_names, import_target
 
-NAMES = ("AgentExecutor", "AgentInstance", "run_episode")
+NAMES = ("AgentExecutor", "AgentInstance", "run_episode", "TOOLS", "MCP")
 _IN_FILE = re.compile(r"(?P<path>.+\.py)(?::(?P<name>\w+))?", re.DOTALL)
-_HINT = "define AgentExecutor, AgentInstance or `async def run_episode(session)`"
+_HINT = "define AgentExecutor, AgentInstance, `async def run_episode(session)` or TOOLS"
 
 RunEpisode = Callable[[Session], Awaitable[dict[str, Any]]]
 
@@ -61,6 +66,8 @@ def load_agent(target: RewardTarget, tokenizer: str | None) -> RunEpisode:
         agent = getattr(module, name, None)
         if agent is None:
             continue
+        if name in ("TOOLS", "MCP"):
+            return _tool_agent(module, tokenizer)
         if inspect.isclass(agent) and hasattr(agent, "execute"):
             return _Executor(agent, tokenizer)
         if inspect.isclass(agent) and hasattr(agent, "step"):
@@ -97,10 +104,12 @@ def read_result(result: Any) -> dict[str, Any]:
 
 
 class _Function:
-    """Runs `run_episode(session)`."""
+    """Runs `run_episode(session)`, or an agent with the same call that may `start` and `close`."""
 
     def __init__(self, function: Callable[[Session], Any]) -> None:
-        self._function = function
+        self.start = getattr(function, "start", None)
+        self.close = getattr(function, "close", None)
+        self._function = function if inspect.isroutine(function) else function.__call__
 
     async def __call__(self, session: Session) -> dict[str, Any]:
         try:
@@ -169,6 +178,26 @@ class LazyTokenizer:
 
     def __len__(self) -> int:
         return len(self._load())
+
+
+def _tool_agent(module: Any, tokenizer: str | None) -> RunEpisode:
+    """Return the agent of a file with tools. Raises RewardError when one of its settings is none."""
+    from rlhf_rollout.agents.tools import ToolAgent, ToolLimits
+
+    try:
+        limits = ToolLimits(**getattr(module, "TOOL_LIMITS", {}))
+    except TypeError as error:
+        raise RewardError(f"{module.__name__}: TOOL_LIMITS: {error}") from None
+    agent = ToolAgent(
+        getattr(module, "TOOLS", ()),
+        server=getattr(module, "MCP", ()),
+        limits=limits,
+        parser=getattr(module, "TOOL_PARSER", "hermes"),
+        system=getattr(module, "SYSTEM", ""),
+        reward=getattr(module, "reward", None),
+        tokenizer=LazyTokenizer(tokenizer),
+    )
+    return _Function(agent)
 
 
 def _provide_openrlhf() -> None:

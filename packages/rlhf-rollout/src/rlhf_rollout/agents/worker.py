@@ -13,7 +13,7 @@ import os
 import socket
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import IO, Any
 
 from rlhf_data.errors import RewardError
@@ -28,18 +28,19 @@ _MAX_DETAIL = 500
 def serve(stream: IO[bytes], first: Mapping[str, Any]) -> None:
     """Import the agent that the message `first` names, then run episodes until the connection closes."""
     target = RewardTarget(**first["target"])
+
+    def tell(answer: Mapping[str, Any]) -> None:
+        stream.write(json.dumps(answer).encode() + b"\n")
+        stream.flush()
+
     try:
         run_episode = load_agent(target, first.get("tokenizer"))
-        answer: dict[str, Any] = {"ready": True}
-    except RewardError as error:
-        answer = {"error": str(error), "invalid": True}
-    except BaseException as error:  # also SystemExit: the parent must be told the reason
-        answer = {"error": _explain(error, target)}
-    stream.write(json.dumps(answer).encode() + b"\n")
-    stream.flush()
-    if "error" not in answer:
         with contextlib.suppress(ConnectionError):
-            asyncio.run(_Server(target, run_episode).serve(first["descriptor"]))
+            asyncio.run(_Server(target, run_episode).serve(first["descriptor"], tell))
+    except RewardError as error:
+        tell({"error": str(error), "invalid": True})
+    except BaseException as error:  # also SystemExit: the parent must be told the reason
+        tell({"error": _explain(error, target)})
 
 
 class _Server:
@@ -53,7 +54,22 @@ class _Server:
         self._answers: dict[int, asyncio.Future[Mapping[str, Any]]] = {}
         self._owner = os.getpid()
 
-    async def serve(self, descriptor: int) -> None:
+    async def serve(self, descriptor: int, tell: Callable[[Mapping[str, Any]], None]) -> None:
+        """Start the agent, `tell` the other side, and serve. Raises whatever the agent's start raises."""
+        if start := getattr(self._run_episode, "start", None):
+            await start()
+        tell({"ready": True})
+        try:
+            await self._serve(descriptor)
+        finally:
+            for task in self._tasks.values():
+                task.cancel()
+            await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+            if close := getattr(self._run_episode, "close", None):
+                await close()
+        os._exit(0)  # threads of the agent that hang do not delay the end
+
+    async def _serve(self, descriptor: int) -> None:
         connection = socket.socket(fileno=os.dup(descriptor))
         reader, self._writer = await asyncio.open_connection(sock=connection, limit=_MAX_LINE_BYTES)
         while line := await reader.readline():

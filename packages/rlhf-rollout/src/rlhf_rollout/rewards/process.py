@@ -77,10 +77,10 @@ class GuardedProcess:
         """End the process and every process that it started."""
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(signal.SIGTERM)  # the guard kills the others first
-        self._wait()
+        self.wait()
         with contextlib.suppress(OSError):  # without its guard, a worker is still in the guard's session
             os.killpg(self._process.pid, signal.SIGKILL)
-        self._wait()
+        self.wait()
 
     def close(self) -> None:
         """End the process and free its connection. Must not be called while another thread uses the connection."""
@@ -89,12 +89,13 @@ class GuardedProcess:
 
     def ending(self) -> str:
         """Return in words how the process has ended."""
-        self._wait()
+        self.wait()
         return _ending(self._process.returncode)
 
-    def _wait(self) -> None:
+    def wait(self, timeout_s: float = _EXIT_TIMEOUT_S) -> None:
+        """Wait until the process has ended, or for `timeout_s` seconds."""
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(timeout=_EXIT_TIMEOUT_S)
+            self._process.wait(timeout_s)
 
 
 def import_path() -> list[str]:

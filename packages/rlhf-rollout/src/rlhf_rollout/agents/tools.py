@@ -1,0 +1,201 @@
+"""Tools: Python functions and an MCP server's, called for the policy with limits. Runs in agent processes."""
+
+import asyncio
+import dataclasses
+import inspect
+import json
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+from pydantic_core import ArgsKwargs
+
+from rlhf_data.errors import RewardError
+from rlhf_rollout.agents.interface import BudgetSpentError, Session, called
+from rlhf_rollout.agents.mcp_tools import McpServer
+from rlhf_rollout.agents.thread import CodeThread
+from rlhf_rollout.agents.tool_calls import ToolCall, make_parser
+
+# Names of counts, which every episode reports: the calls, and those that failed, by reason.
+COUNTS = ("tool_calls", "tool_unreadable", "tool_unknown", "tool_arguments", "tool_failed", "tool_late", "tool_refused")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolLimits:
+    """Limits of the tools: calls per episode, seconds per call, and characters of what a call returns."""
+
+    max_calls: int = 16
+    timeout_s: float = 10.0
+    max_chars: int = 4000
+
+    def __post_init__(self) -> None:
+        for name, value in dataclasses.asdict(self).items():
+            if value <= 0:
+                raise RewardError(f"{name} of the tools must be positive, got {value!r}")
+
+
+class ToolError(Exception):
+    """A call has failed. The message is for the policy; `count` is one of `COUNTS`."""
+
+    def __init__(self, message: str, count: str = "tool_failed") -> None:
+        super().__init__(message)
+        self.count = count
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A tool: its JSON schema in OpenAI's form, and what runs a call."""
+
+    schema: dict[str, Any]
+    run: Callable[[Mapping[str, Any]], Awaitable[Any]]
+
+    @property
+    def name(self) -> str:
+        """Its name, as the policy writes it."""
+        return self.schema["function"]["name"]
+
+
+def function_tool(function: Callable[..., Any]) -> Tool:
+    """Return the tool of a function with type hints. Its docstring describes it to the policy.
+
+    Raises RewardError when there is no JSON schema for its parameters.
+    """
+    name = getattr(function, "__name__", repr(function))
+    try:
+        adapter = TypeAdapter(function)
+        parameters = adapter.json_schema()
+    except Exception as error:  # of several kinds, by what the hints are
+        hint = "give every parameter a type hint that has a JSON form, and no *args"
+        raise RewardError(f"the tool {name} has no JSON schema: {error}", hint=hint) from None
+    if parameters.get("type") != "object":
+        raise RewardError(f"the tool {name} has parameters without names", hint="name its parameters")
+    for described in parameters.get("properties", {}).values():
+        described.pop("title", None)  # repeats the name
+    described = {"name": name, "description": inspect.getdoc(function) or "", "parameters": parameters}
+
+    async def run(arguments: Mapping[str, Any]) -> Any:
+        thread = CodeThread()
+        call = ArgsKwargs((), dict(arguments))
+        try:
+            return await thread.run(adapter.validate_python, call)
+        except ValidationError as error:
+            problems = [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()]
+            raise ToolError("; ".join(problems), "tool_arguments") from None
+        finally:
+            thread.close()
+
+    return Tool({"type": "function", "function": described}, run)
+
+
+class ToolAgent:
+    """Runs episodes of a policy with tools: it answers, its calls are run, until an answer calls none.
+
+    Args:
+        functions: Python functions with type hints.
+        server: command of an MCP server, whose tools join them; empty for none.
+        limits: of each episode.
+        parser: see `make_parser`.
+        system: text of a system message that begins every conversation; "" for none.
+        reward: `reward(messages, label)` returns what an agent does; without it another reward scores the episode.
+        tokenizer: of the policy.
+
+    Raises:
+        RewardError: a function without a schema, two tools of one name, or a parser that is none.
+    """
+
+    def __init__(
+        self,
+        functions: Sequence[Callable[..., Any]] = (),
+        *,
+        server: Sequence[str] = (),
+        limits: ToolLimits | None = None,
+        parser: str = "hermes",
+        system: str = "",
+        reward: Callable[[list[dict[str, Any]], str], Any] | None = None,
+        tokenizer: Any = None,
+    ) -> None:
+        self._tools: dict[str, Tool] = {}
+        self._add(function_tool(function) for function in functions)
+        self._server = McpServer(server) if server else None
+        self._limits = limits or ToolLimits()
+        self._parse = make_parser(parser, tokenizer)
+        self._system = system
+        self._reward = reward
+
+    async def start(self) -> None:
+        """Start the MCP server. Raises RewardError when it does not start."""
+        if self._server is not None:
+            self._add(Tool(schema, run) for schema, run in await self._server.start())
+
+    async def close(self) -> None:
+        """End the MCP server."""
+        if self._server is not None:
+            await self._server.close()
+
+    async def __call__(self, session: Session) -> dict[str, Any]:
+        """Run one episode; return what an agent returns."""
+        system = [{"role": "system", "content": self._system}] if self._system else []
+        messages = [*system, *session.messages]
+        added = messages
+        counts = dict.fromkeys(COUNTS, 0)
+        schemas = [tool.schema for tool in self._tools.values()]
+        try:
+            while added:
+                reply = await session.chat(added, tools=schemas)
+                calls = self._parse(reply.raw_text)
+                messages.append({"role": "assistant", "content": reply.text})
+                added = [await self._answer(call, counts) for call in calls]
+                messages += added
+            is_cut = reply.finish_reason == "length"
+        except BudgetSpentError:
+            is_cut = True
+        result: dict[str, Any] = {"truncated": is_cut, "extra": counts}
+        if self._reward is None:
+            return result
+        if messages[-1]["role"] != "assistant":  # there is no final answer
+            return {**result, "rewards": 0.0}
+        given = await called(self._reward, messages, session.label)
+        given = dict(given) if isinstance(given, Mapping) else {"rewards": given}
+        logs = given.pop("extra_logs", None) or given.pop("extra", None) or {}
+        return {**result, **given, "extra": {**logs, **counts}}
+
+    async def _answer(self, call: ToolCall, counts: dict[str, int]) -> dict[str, Any]:
+        """Run a call; return its tool message, which says what went wrong if anything did."""
+        counts["tool_calls"] += 1
+        try:
+            content = await self._run(call, counts["tool_calls"])
+        except ToolError as error:
+            counts[error.count] += 1
+            content = f"Error: {error}"
+        extra = len(content) - self._limits.max_chars
+        if extra > 0:
+            content = f"{content[: self._limits.max_chars]}\n[{extra} more characters are left out]"
+        # Mistral's template wants nine characters.
+        return {"role": "tool", "name": call.name, "tool_call_id": f"call{counts['tool_calls']:05}", "content": content}
+
+    async def _run(self, call: ToolCall, number: int) -> str:
+        limits = self._limits
+        if number > limits.max_calls:
+            raise ToolError(f"no more than {limits.max_calls} calls are allowed", "tool_refused")
+        if call.error:
+            raise ToolError(call.error, "tool_unreadable")
+        tool = self._tools.get(call.name)
+        if tool is None:
+            raise ToolError(f"there is no tool {call.name!r}; the tools are {', '.join(self._tools)}", "tool_unknown")
+        try:
+            async with asyncio.timeout(limits.timeout_s) as timer:
+                result = await tool.run(call.arguments)
+            return result if isinstance(result, str) else json.dumps(result, default=str, ensure_ascii=False)
+        except ToolError:
+            raise
+        except (Exception, SystemExit) as error:
+            if timer.expired():
+                raise ToolError(f"{call.name} took longer than {limits.timeout_s:g} s", "tool_late") from None
+            raise ToolError(f"{type(error).__name__}: {error}") from None
+
+    def _add(self, tools: Any) -> None:
+        for tool in tools:
+            if tool.name in self._tools:
+                raise RewardError(f"two tools have the name {tool.name}")
+            self._tools[tool.name] = tool

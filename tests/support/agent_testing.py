@@ -1,0 +1,74 @@
+"""Runs users' agents with the fake engine, for tests."""
+
+import asyncio
+
+from record_testing import make_prompt
+from rlhf_data.testing import EOS_ID, ByteTokenizer
+from rlhf_rollout.agents.hosted import HostedAgent
+from rlhf_rollout.agents.pool import AgentPool
+from rlhf_rollout.agents.recorder import EpisodeLimits
+from rlhf_rollout.agents.user_agent import parse_agent
+from rlhf_rollout.engines.fake import FakeEngine
+from rlhf_rollout.protocols import SamplingParams
+from rlhf_rollout.router import EngineRouter
+
+TOKENIZER = ByteTokenizer(add_bos=False)
+
+
+class ToolTokenizer(ByteTokenizer):
+    """Its chat template writes the names of the tools at the start, or has no place for tools."""
+
+    def __init__(self, *, writes_tools=True):
+        super().__init__()
+        self._writes_tools = writes_tools
+
+    def apply_chat_template(self, conversation, *, tools=(), **options):
+        text = super().apply_chat_template(conversation, **options)
+        names = ",".join(tool["function"]["name"] for tool in tools)
+        return f"{names}|{text}" if tools and self._writes_tools else text
+
+
+def writes(answers, *, sign=""):
+    """Return an engine that gives one answer after the other, by the number of end tokens, or of signs, before."""
+
+    def script(prompt, _):
+        count = TOKENIZER.decode(prompt).count(sign) - 1 if sign else list(prompt).count(EOS_ID)
+        turn = min(count, len(answers) - 1)
+        return [*answers[turn].encode(), EOS_ID]
+
+    return FakeEngine(script=script)
+
+
+def run(
+    source,
+    engine,
+    *,
+    prompts=None,
+    samples=1,
+    limits=None,
+    gives_reward=True,
+    tokenizer=TOKENIZER,
+    engine_tokens=32,
+    **options,
+):
+    """Return the episodes of a prompt, or of each prompt, and how many processes were replaced."""
+    limits = limits or EpisodeLimits(max_length=200)
+
+    async def collect():
+        pool = AgentPool(parse_agent(source), **{"num_processes": 1, "timeout_s": 20.0, **options})
+        try:
+            agent = HostedAgent(EngineRouter([engine]), pool, tokenizer, limits, gives_reward=gives_reward)
+            sampling = SamplingParams(max_tokens=engine_tokens, seed=3, num_samples=samples)
+            asked = [make_prompt("2+2=", "4")] if prompts is None else prompts
+            results = await asyncio.gather(
+                *(agent.run(prompt, sampling, f"g{number}") for number, prompt in enumerate(asked))
+            )
+            return [episode for episodes in results for episode in episodes], pool.num_replaced
+        finally:
+            await pool.close()
+
+    return asyncio.run(collect())
+
+
+def texts_of(rollout):
+    return [(span.source, TOKENIZER.decode(span.token_ids)) for span in rollout.spans]
