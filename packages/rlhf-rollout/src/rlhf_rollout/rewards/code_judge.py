@@ -177,7 +177,7 @@ class _Program:
 
     def ask(self, *request):
         """Return the program's answer to a request as plain values and `_Remote`s; raise its error."""
-        line = json.dumps(_encode(request, lambda value: ["remote", object.__getattribute__(value, "_number")]))
+        line = json.dumps(_encode(request, lambda value: ["remote", value._number]))
         try:
             self._process.stdin.write(line.encode() + b"\n")
             self._process.stdin.flush()
@@ -217,22 +217,22 @@ class _Remote:
         object.__setattr__(self, "_number", number)
 
     def __call__(self, *args, **kwargs):
-        return object.__getattribute__(self, "_program").ask("call", self, args, kwargs)
+        return self._program.ask("call", self, args, kwargs)
 
     def __getattr__(self, name):
-        return object.__getattribute__(self, "_program").ask("get", self, name)
+        return self._program.ask("get", self, name)
 
     def __setattr__(self, name, value):
-        object.__getattribute__(self, "_program").ask("set", self, name, value)
+        self._program.ask("set", self, name, value)
 
     def __iter__(self):
-        return iter(object.__getattribute__(self, "_program").ask("list", self))
+        return iter(self._program.ask("list", self))
 
 
 def _encode(value, refer):
     """Return a value as JSON: a list of the name of its type and its content. `refer` encodes any other object."""
     if value is None or isinstance(value, (bool, int, float, str)):
-        return value if type(value) in (type(None), bool, int, float, str) else _encode(_plain(value), refer)
+        return value  # JSON has no derived types
     if hasattr(type(value), "tolist"):  # of numpy
         return _encode(value.tolist(), refer)
     if isinstance(value, complex):
@@ -245,11 +245,6 @@ def _encode(value, refer):
     if isinstance(value, dict):
         return ["dict", *[[_encode(key, refer), _encode(item, refer)] for key, item in value.items()]]
     return refer(value)
-
-
-def _plain(value):
-    """Return a number or text of a derived type, such as an enumeration's, as its basic type."""
-    return next(kind(value) for kind in (bool, int, float, str) if isinstance(value, kind))
 
 
 def _decode(value, resolve):

