@@ -1,6 +1,7 @@
 """Helpers for tests of rlhf-rollout: weight buckets without a trainer, and a small HTTP server."""
 
 import json
+import re
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -34,20 +35,21 @@ def shared_memory_bucket(weights: Mapping[str, np.ndarray], *, checksum: bool = 
 
 
 @contextmanager
-def json_server(respond: Callable[[Any, Mapping[str, str]], tuple[int, Any]]) -> Iterator[str]:
+def json_server(respond: Callable[[Any, Mapping[str, str]], tuple[Any, ...]]) -> Iterator[str]:
     """Yield the URL of a server on this machine. It stops when the context ends.
 
     For each POST, `respond` is called in a thread of its own with the JSON body and the headers. It returns the status
-    and the answer: text is sent unchanged, anything else as JSON.
+    and the answer, and optionally a dictionary of headers. A text is sent unchanged, anything else as JSON.
     """
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            status, answer = respond(body, dict(self.headers))
+            status, answer, *more = respond(body, {**self.headers, "path": self.path})
             content = (answer if isinstance(answer, str) else json.dumps(answer)).encode()
             self.send_response(status)
-            self.send_header("Content-Length", str(len(content)))
+            for name, value in {"Content-Length": str(len(content)), **(more[0] if more else {})}.items():
+                self.send_header(name, value)
             self.end_headers()
             self.wfile.write(content)
 
@@ -65,3 +67,49 @@ def json_server(respond: Callable[[Any, Mapping[str, str]], tuple[int, Any]]) ->
     finally:
         server.shutdown()
         server.server_close()
+
+
+def said(text: Any, **usage: Any) -> dict[str, Any]:
+    """Return the body of a judge's answer that says `text`, with the tokens that it counts."""
+    body = {"choices": [{"message": {"role": "assistant", "content": text}, "finish_reason": "stop"}]}
+    return body | ({"usage": usage} if usage else {})
+
+
+def quoted(body: Mapping[str, Any], title: str) -> str | None:
+    """Return what the question to a judge quotes under a title."""
+    found = re.search(rf"(?s)BEGIN {title} (\w+)\n(.*?)\nEND {title} \1", body["messages"][1]["content"])
+    return found and found[2]
+
+
+class JudgeServer:
+    """Answers the questions to a judge, for `json_server`.
+
+    It gives what is in `answers` one after the other, and then what `respond` says: as the score the response itself.
+    """
+
+    def __init__(self) -> None:
+        self.answers: list[tuple[Any, ...]] = []
+        self.bodies: list[Any] = []
+        self.headers: list[Mapping[str, str]] = []
+        self.respond: Callable[[Any], tuple[Any, ...]] = self._grade
+        self._lock = threading.Lock()
+        self.url = ""
+
+    def __call__(self, body: Any, headers: Mapping[str, str]) -> tuple[Any, ...]:
+        with self._lock:
+            self.bodies.append(body)
+            self.headers.append(headers)
+            answer = self.answers.pop(0) if self.answers else None
+        return answer or self.respond(body)
+
+    def _grade(self, body: Any) -> tuple[Any, ...]:
+        return 200, said(f"<score>{quoted(body, 'RESPONSE')}</score>")
+
+
+@contextmanager
+def judge_server() -> Iterator[JudgeServer]:
+    """Yield a `JudgeServer` that runs at its `url`."""
+    judge = JudgeServer()
+    with json_server(judge) as url:
+        judge.url = url + "/v1"
+        yield judge

@@ -47,6 +47,7 @@ def test_mixed_reward_adds_up_by_weight():
     verdicts = score(MixedReward([("a", 1.0, first), ("b", 0.25, second)]), 2)
     # Rewards 2 + 10/4 = 4.5 and -1 + 4/4 = 0; scores 0.5 + 1/4 = 0.75 and, without scores, as the rewards.
     assert [(v.kind, v.reward, v.score) for v in verdicts] == [(WRONG, 4.5, 0.75), (OK, 0.0, 0.0)]
+    assert [v.source_rewards for v in verdicts] == [(2.0, 10.0), (-1.0, 4.0)]
     assert [dict(v.extra) for v in verdicts] == [
         {"reward_a": 2.0, "reward_b": 10.0},
         {"reward_a": -1.0, "reward_b": 4.0},
@@ -67,7 +68,7 @@ def test_mixed_reward_keeps_the_details_and_numbers_of_all_apart():
 def test_mixed_reward_single_source_is_only_weighted():
     source = ScriptedReward(Verdict(OK, 3.0, 1.0, extra={"length": 2.0}))
     (verdict,) = score(MixedReward([("a", -2.0, source)]))
-    assert verdict == Verdict(OK, -6.0, -2.0, extra={"length": 2.0})
+    assert verdict == Verdict(OK, -6.0, -2.0, extra={"length": 2.0}, source_rewards=(3.0,))
 
 
 def test_mixed_reward_adds_up_turns_and_puts_a_whole_reward_at_the_last():

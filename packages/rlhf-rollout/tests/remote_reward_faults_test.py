@@ -111,6 +111,14 @@ def test_answer_is_read_up_to_a_limit(monkeypatch, packed):
     )
 
 
+def test_score_is_right_from_the_threshold_on():
+    def answer(request):
+        return httpx.Response(200, json={"rewards": [0.4, 0.5]})
+
+    [verdicts] = score([GOOD], answer, ["a", "b"], success_threshold=0.5)
+    assert [verdict.kind for verdict in verdicts] == [VerdictKind.WRONG, OK]
+
+
 @pytest.mark.parametrize("port", [0, 65536, 99999])
 def test_port_that_does_not_exist_is_refused(port):
     with pytest.raises(ConfigError, match=rf"port {port} is not within 1 to 65535\n\nhint: give one such as"):

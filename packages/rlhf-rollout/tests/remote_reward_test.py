@@ -95,12 +95,6 @@ def test_remote_reward_reads_scores_logs_and_verdicts(serve):
     assert (second.kind, dict(second.extra)) == (OK, {"length": 5.0, "load": 0.5})
 
 
-def test_remote_reward_score_is_right_from_the_threshold_on(serve):
-    _, url = serve()
-    (verdicts,) = score([url], ["0.4", "0.5"], success_threshold=0.5)
-    assert [verdict.kind for verdict in verdicts] == [WRONG, OK]
-
-
 def test_remote_reward_no_rollouts_asks_nothing(serve):
     server, url = serve()
     assert score([url], []) == [[]]

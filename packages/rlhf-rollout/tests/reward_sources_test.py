@@ -47,6 +47,18 @@ def test_parse_sources_empty_or_repeated_names_are_refused(text, says):
         parse_sources("", text)
 
 
+def test_parse_sources_knows_built_in_rewards_and_judges():
+    sources = parse_sources("math,format:<a>.*://x/.*</a>, judge:dir/nice.toml ,pairwise:b.txt,length:max=9,http://s/r")
+    assert [(source.kind, source.targets, source.name) for source in sources] == [
+        ("function", ("math",), "math"),
+        ("function", ("format:<a>.*://x/.*</a>",), "format"),
+        ("judge", ("dir/nice.toml",), "nice"),
+        ("pairwise", ("b.txt",), "b"),
+        ("function", ("length:max=9",), "length"),
+        ("server", ("http://s/r",), "s"),
+    ]
+
+
 @pytest.mark.parametrize("weights", [(), (1.0,), (1.0, 1.0, 1.0)])
 def test_parse_sources_other_number_of_weights_names_the_sources(weights):
     with pytest.raises(

@@ -54,6 +54,23 @@ def test_parse_reward_module():
     assert parse_reward("a.b:grade") == RewardTarget("a.b", "grade")
 
 
+@pytest.mark.parametrize(
+    ("reward", "says"),
+    [
+        ("math:x", "the reward `math` takes no argument, got `x`"),
+        ("format", "format: has no expression\n\nhint: give one, or one of format:think, format:think_answer"),
+        ("format:", "format: has no expression"),
+        ("format:(", r"format:\( is no regular expression: missing \)"),
+        ("length:", "length: names no length in tokens\n\nhint: give length:max=200"),
+        ("length:max=0", "length:max=0 names no length"),
+        ("length:min=3", "length:min=3 names no length"),
+    ],
+)
+def test_parse_reward_refuses_what_a_built_in_reward_cannot_use(reward, says):
+    with pytest.raises(ConfigError, match=says):
+        parse_reward(reward)
+
+
 @pytest.mark.parametrize("reward", ["", "http://host:5000/get_reward", "a-b", "a.b:c:d", "dir/reward", "a.b:"])
 def test_parse_reward_of_no_known_form_is_refused(reward):
     with pytest.raises(ConfigError, match=r"is neither a Python file nor a module\n\nhint: "):
@@ -220,5 +237,5 @@ def test_verdict_of_failure_said_by_the_function_has_no_reward(said):
 
 
 def test_reward_target_and_scored_pickle_round_trip():
-    for value in (RewardTarget("a", "b"), scored(extra={"x": 1.0})):
+    for value in (RewardTarget("a", "b", "c"), scored(extra={"x": 1.0})):
         assert pickle.loads(pickle.dumps(value)) == value

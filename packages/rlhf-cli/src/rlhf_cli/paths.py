@@ -13,6 +13,8 @@ from rlhf_cli.builtin import BUILTIN, HELD_OUT_FILE, MODEL_DIR, TRAIN_FILE
 from rlhf_data.errors import ConfigError
 from rlhf_data.pretrained import is_template_file
 from rlhf_data.sources import SUFFIXES
+from rlhf_rollout.rewards.sources import JUDGE_KINDS
+from rlhf_rollout.rewards.user_function import BUILTIN as BUILTIN_REWARDS
 
 CONFIG_FILE = "config.toml"  # the configuration of a run, in its folder
 LOG_FILE = "log.txt"  # output of libraries, in the folder of a run
@@ -70,7 +72,12 @@ def model_path(text: str) -> str:
 
 
 def reward_path(text: str) -> str:
-    """Return the name of a reward with the path of its file resolved. Modules and URLs stay the same."""
+    """Return the name of a reward with the path of its file resolved. Modules, URLs and built-in ones stay the same."""
+    kind, _, rubric = text.partition(":")
+    if kind in JUDGE_KINDS:
+        return f"{kind}:{user_path(rubric)}"
+    if kind in BUILTIN_REWARDS:
+        return text
     file, suffix, function = text.partition(".py")
     if "://" in text or not suffix or (function and not function.startswith(":")):
         return text

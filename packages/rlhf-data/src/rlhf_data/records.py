@@ -132,6 +132,8 @@ class Verdict:
         token_rewards: (position, reward) pairs in the order of positions, the part of `reward` that single tokens
             earned, such as the last tokens of reasoning steps. Positions are those in the rollout's `token_ids`. The
             rest of `reward` is for the rollout as a whole. Not together with `turn_rewards`.
+        source_rewards: the reward of each source whose weighted sum is `reward`, without its weight, in the order of
+            the sources. Empty when the reward is no such sum.
     """
 
     kind: VerdictKind
@@ -143,6 +145,7 @@ class Verdict:
     seconds: float = field(default=0.0, compare=False)
     turn_rewards: tuple[float, ...] = ()
     token_rewards: tuple[tuple[int, float], ...] = ()
+    source_rewards: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         if self.reward is None and not self.kind.failed:

@@ -5,12 +5,13 @@ from dataclasses import replace
 from typing import Any
 
 from rlhf_cli.config.ppo import PpoConfig
-from rlhf_cli.paths import model_path, reward_path
+from rlhf_cli.paths import model_path, reward_path, user_path
 from rlhf_cli.preflight.models import check_attention, check_context, longest_sequence
 from rlhf_data.errors import ConfigError, RewardError
 from rlhf_data.records import Prompt
 from rlhf_rollout.rewards.mix import check_reward
-from rlhf_rollout.rewards.sources import RewardSource, model_paths
+from rlhf_rollout.rewards.rubric import load_rubric
+from rlhf_rollout.rewards.sources import JUDGE_KINDS, RewardSource, model_paths
 from rlhf_rollout.rewards.user_function import parse_reward
 
 
@@ -28,6 +29,9 @@ def named_sources(config: PpoConfig) -> tuple[RewardSource, ...]:
 
             for url in source.targets:
                 check_url(url)
+        elif source.kind in JUDGE_KINDS:
+            source = replace(source, targets=(str(user_path(source.targets[0])),))
+            load_rubric(source.targets[0])
         elif source.kind == "model":
             source = replace(source, targets=(model_path(source.targets[0]),))
         sources.append(source)

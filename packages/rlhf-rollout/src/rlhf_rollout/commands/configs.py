@@ -11,6 +11,7 @@ from rlhf_rollout.commands.post_process import POST_PROCESSORS
 from rlhf_rollout.commands.sections import (
     CODE_OPTIONS,
     FUNCTION_OPTIONS,
+    JUDGE_OPTIONS,
     PROCESS_OPTIONS,
     EngineModelSection,
     EngineSection,
@@ -41,6 +42,7 @@ _REWARD_OPTIONS = (
     *FUNCTION_OPTIONS,
     *PROCESS_OPTIONS,
     *CODE_OPTIONS,
+    *JUDGE_OPTIONS,
     "reward_batch_size",
     "normalize_reward",
     "min_reward",
@@ -141,7 +143,7 @@ class GenerateConfig(Config):
         """See `Config`."""
         hint = "add --prompt_data FILE.jsonl and --input_key KEY"
         lacks = lacking(self.data, "prompt_data", "it names the prompts", hint)
-        if self.output.post_processor not in ("rollouts", "plain"):
+        if self.reward.sources() or self.output.post_processor not in ("rollouts", "plain"):
             lacks += self.reward.missing(f"--post_processor {self.output.post_processor} needs a reward")
         return lacks + self.output.missing() + self.engine.missing(self.model)
 
@@ -165,7 +167,7 @@ class GenerateConfig(Config):
             raise ConfigError(message, hint="give one of them")
         notices = self.engine.check(given)
         if has_reward:
-            notices += self.reward.check(given)
+            notices += self.reward.check(given, num_samples)
         return notices + without_effect(
             given,
             (not has_reward, _REWARD_OPTIONS, "nothing scores the responses"),

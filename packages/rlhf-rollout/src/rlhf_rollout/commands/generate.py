@@ -84,7 +84,7 @@ class GenerateJob:
         """Return a hash of everything that determines the rollouts: model, sampling, rewards and prompts."""
         spec = self.engine.spec
         settings = (self.engine.kind, spec.model, spec.tokenizer, spec.dtype, self.sampling)
-        rewards = (self.reward.sources, self.reward.options.normalize_reward)
+        rewards = (self.reward.sources, self.reward.options.normalize_reward, self.reward.options.judge_model)
         asked = [(prompt.prompt_id, prompt.token_ids.tobytes(), prompt.label) for prompt in prompts]
         return hashlib.sha256(repr((settings, rewards, asked)).encode()).hexdigest()[:16]
 

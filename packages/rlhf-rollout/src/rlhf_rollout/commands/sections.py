@@ -9,11 +9,20 @@ from rlhf_data.options import Section, flag, matching
 from rlhf_data.sections import SOURCES, SPLIT, InputSection, RowSection
 from rlhf_rollout.engines import EngineSpec
 from rlhf_rollout.protocols import SamplingParams
-from rlhf_rollout.rewards.sources import CallOptions, RewardSource, WorkerOptions, parse_sources, parse_weights
+from rlhf_rollout.rewards.sources import (
+    JUDGE_KINDS,
+    CallOptions,
+    JudgeOptions,
+    RewardSource,
+    WorkerOptions,
+    parse_sources,
+    parse_weights,
+)
 
 FUNCTION_OPTIONS = ("reward_start_timeout_s", "reward_env")
 PROCESS_OPTIONS = ("reward_num_workers", "reward_memory_gb")
 CODE_OPTIONS = ("code_sandbox", "code_partial_reward")
+JUDGE_OPTIONS = ("judge_url", "judge_model", "judge_num_calls")
 SHARE_ALONE = 0.9  # share of a GPU's memory for an engine that has the GPU to itself
 
 
@@ -140,8 +149,9 @@ class RewardSection(Section, title="reward"):
     remote_rm_url: str | None = flag(
         None,
         "what scores, separated by commas: Python FILE.py with `reward_func(queries, prompts, labels)`,"
-        " module:function, `code`, which runs the label's tests in a sandbox, or http(s):// URLs of reward servers,"
-        " which are asked in turn",
+        " module:function, http(s):// URLs of reward servers, which are asked in turn, a built-in reward (math,"
+        " format:EXPRESSION, length:max=TOKENS, length:target=TOKENS, or code, which runs the label's tests in a"
+        " sandbox), or a judge (judge:RUBRIC_FILE, pairwise:RUBRIC_FILE)",
     )
     reward_pretrain: str | None = flag(
         None, "reward models, separated by commas: Hugging Face folders or hub names of models with a scalar head"
@@ -153,8 +163,8 @@ class RewardSection(Section, title="reward"):
     )
     reward_timeout_s: float = flag(
         30.0,
-        "time limit of a reward function per response, of all tests of a program, and of one call of a reward server,"
-        " in seconds",
+        "time limit of a reward function per response, of all tests of a program, of one call of a reward server, and of"
+        " one question to a judge with all its tries, in seconds",
         gt=0,
     )
     reward_start_timeout_s: float = flag(120.0, "time limit of importing a reward function, in seconds", gt=0)
@@ -188,6 +198,13 @@ class RewardSection(Section, title="reward"):
         " responses are right, as a function does that returns `verdicts`",
     )
     reward_batch_size: int = flag(64, "responses per call of a reward server or model", ge=1)
+    judge_url: str | None = flag(
+        None,
+        "address of the judges' OpenAI-compatible API, such as https://host/v1; its key is read from the environment"
+        " variable RLHF_JUDGE_API_KEY",
+    )
+    judge_model: str | None = flag(None, "name of the judges' model")
+    judge_num_calls: int = flag(16, "questions that a judge is asked at the same time", ge=1)
     normalize_reward: bool = flag(
         False, "shift and scale the scores of reward models by the mean and the standard deviation stored with them"
     )
@@ -209,21 +226,31 @@ class RewardSection(Section, title="reward"):
             success_threshold=self.success_threshold,
             code_sandbox=self.code_sandbox,
             code_partial=self.code_partial_reward,
+            judge=JudgeOptions(url=self.judge_url or "", model=self.judge_model or "", num_calls=self.judge_num_calls),
         )
 
     def missing(self, why: str) -> list[ConfigError]:
         """Return an error when nothing scores; `why` says what a reward is needed for."""
-        if self.sources():
-            return []
+        if sources := self.sources():
+            lacks = [] if all(source.kind not in JUDGE_KINDS for source in sources) else ["judge_url", "judge_model"]
+            hint = "give --judge_url https://HOST/v1 and --judge_model NAME"
+            return [missing(name, "a judge scores", hint) for name in lacks if getattr(self, name) is None]
         hint = (
             "add --remote_rm_url FILE.py, which defines reward_func(queries, prompts, labels), or a reward server's"
             " http:// address, or --reward_pretrain MODEL"
         )
         return [missing("remote_rm_url", why, hint)]
 
-    def check(self, given: Collection[str]) -> list[str]:
-        """Return notices for options of a kind of source that is not used. Raises ConfigError for invalid sources."""
+    def check(self, given: Collection[str], num_samples: int = 1) -> list[str]:
+        """Return notices for options of a kind of source that is not used.
+
+        Raises ConfigError for invalid sources, and for a pairwise judge of groups with fewer than 2 responses
+        (`num_samples`).
+        """
         kinds = {source.kind for source in self.sources()}
+        if "pairwise" in kinds and num_samples < 2:
+            message = "a pairwise judge compares the responses to a prompt, and here there is one"
+            raise ConfigError(message, hint="with ppo and generate, give --n_samples_per_prompt 4; or use judge:FILE")
         self.calls()
         return without_effect(
             given,
@@ -231,6 +258,7 @@ class RewardSection(Section, title="reward"):
             ("function" not in kinds, FUNCTION_OPTIONS, "no reward function scores"),
             (not kinds & {"function", "code"}, PROCESS_OPTIONS, "no reward function scores"),
             ("code" not in kinds, CODE_OPTIONS, "--remote_rm_url does not name code"),
-            (kinds <= {"function", "code"}, ["reward_batch_size"], "no reward server or model scores"),
+            (not kinds & set(JUDGE_KINDS), JUDGE_OPTIONS, "no judge scores"),
+            (not kinds & {"server", "model"}, ["reward_batch_size"], "no reward server or model scores"),
             ("model" not in kinds, ["normalize_reward"], "there is no --reward_pretrain"),
         )

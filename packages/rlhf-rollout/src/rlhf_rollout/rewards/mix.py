@@ -14,7 +14,14 @@ from rlhf_rollout.protocols import RewardFunction
 from rlhf_rollout.rewards.code import CodeReward, check_code
 from rlhf_rollout.rewards.function import FunctionReward, check_reward_function
 from rlhf_rollout.rewards.sandbox import open_sandbox
-from rlhf_rollout.rewards.sources import DEFAULT_CALLS, CallOptions, RewardSource, metric_names, model_paths
+from rlhf_rollout.rewards.sources import (
+    DEFAULT_CALLS,
+    JUDGE_KINDS,
+    CallOptions,
+    RewardSource,
+    metric_names,
+    model_paths,
+)
 from rlhf_rollout.rewards.user_function import is_usable, one_line
 
 
@@ -68,14 +75,15 @@ class MixedReward:
         if failed:
             return Verdict(failed[0][0].kind, detail=detail, extra=extra, seconds=seconds)
         weights = [weight for _, weight, _ in self._sources]
-        reward = sum(weight * verdict.reward for weight, verdict in zip(weights, verdicts, strict=True))
+        rewards = tuple(verdict.reward for verdict in verdicts)
+        reward = sum(weight * each for weight, each in zip(weights, rewards, strict=True))
         score = sum(weight * verdict.score for weight, verdict in zip(weights, verdicts, strict=True))
         if not is_usable(reward) or not is_usable(score):
             message = f"the weighted sum is {reward} (score {score})"
             return Verdict(VerdictKind.CRASH, detail=message, extra=extra, seconds=seconds)
         token_rewards = _token_rewards(weights, verdicts)
         turn_rewards = () if token_rewards else _turn_rewards(weights, verdicts)
-        return Verdict(verdicts[0].kind, reward, score, detail, extra, seconds, turn_rewards, token_rewards)
+        return Verdict(verdicts[0].kind, reward, score, detail, extra, seconds, turn_rewards, token_rewards, rewards)
 
     def _extra(self, verdicts: Sequence[Verdict]) -> dict[str, float]:
         if len(verdicts) == 1:
@@ -191,6 +199,10 @@ def build_reward(
             from rlhf_rollout.rewards.remote import RemoteReward  # imports httpx
 
             rewards.append(RemoteReward(source.targets, batch_size=calls.batch_size, **common))
+        elif source.kind in JUDGE_KINDS:
+            from rlhf_rollout.rewards.judge import JUDGES  # imports httpx
+
+            rewards.append(JUDGES[source.kind][0](source.targets[0], calls))
         else:
             rewards.append(next(remaining))
     weights = [source.weight for source in sources]
@@ -204,9 +216,10 @@ def build_reward(
 def check_reward(
     source: RewardSource, prompts: Sequence[Prompt] = (), calls: CallOptions = DEFAULT_CALLS
 ) -> str | None:
-    """Try a source before anything expensive starts: see `check_reward_function` and `remote.check_reward_server`.
+    """Try a source before anything expensive starts.
 
-    A reward model is not tried, since that means loading it. Returns the reason of a failed trial, None without one.
+    See `check_reward_function`, `remote.check_reward_server` and `judge.check_judge`. A reward model is not tried,
+    since that means loading it. Returns the reason of a failed trial, None without one.
     """
     if source.kind == "function":
         return check_reward_function(source.targets[0], prompts, timeout_s=calls.timeout_s, worker=calls.worker)
@@ -216,4 +229,8 @@ def check_reward(
         from rlhf_rollout.rewards.remote import check_reward_server  # imports httpx
 
         return check_reward_server(source.targets, prompts, timeout_s=calls.timeout_s)
+    if source.kind in JUDGE_KINDS:
+        from rlhf_rollout.rewards.judge import check_judge  # imports httpx
+
+        return check_judge(source, prompts, calls)
     return None

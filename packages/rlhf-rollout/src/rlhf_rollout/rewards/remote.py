@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import httpx
 
@@ -38,17 +39,19 @@ Sample = tuple[str, str, str]  # query, prompt, label
 
 
 @dataclass(frozen=True, slots=True)
-class _RequestFailure(Failure):
+class RequestFailure(Failure):
     """A request that gave no rewards.
 
     Attributes:
         passing: whether another try may succeed.
         status: HTTP status of the answer; None without an answer.
+        retry_after: what the server says about when to try again.
     """
 
     of_sample: bool = False
     passing: bool = False
     status: int | None = None
+    retry_after: str = ""
 
 
 class RemoteReward:
@@ -135,7 +138,7 @@ class RemoteReward:
             index = self._choose(turn + attempt)
             started = time.monotonic()
             outcome = await self.ask_server(self._urls[index], samples)
-            is_passing = isinstance(outcome, _RequestFailure) and outcome.passing
+            is_passing = isinstance(outcome, RequestFailure) and outcome.passing
             self._breakers[index].note(outcome if is_passing else None, time.monotonic() - started)
             if not is_passing:
                 return outcome
@@ -150,36 +153,56 @@ class RemoteReward:
         order = [(turn + step) % len(self._urls) for step in range(len(self._urls))]
         return next((index for index in order if self._breakers[index].refusal() is None), order[0])
 
-    async def ask_server(self, url: str, samples: Sequence[Sample]) -> Scored | _RequestFailure:
+    async def ask_server(self, url: str, samples: Sequence[Sample]) -> Scored | RequestFailure:
         """Send one request to one server."""
         queries, prompts, labels = map(list, zip(*samples, strict=True))
-        content = json.dumps({"query": queries, "prompts": prompts, "labels": labels}).encode()
+        body = {"query": queries, "prompts": prompts, "labels": labels}
         token = self._tokens.get(url)
-        headers = {"Authorization": f"Bearer {token}"} if token else {}
-        address, url = url, without_secrets(url)  # the second one is for messages
-        try:
-            async with asyncio.timeout(self._timeout_s):  # httpx's timeout limits each read, not the request
-                response = await answers.post(self._client, address, content=content, headers=headers)
-        except (TimeoutError, httpx.TimeoutException, httpx.HTTPError) as error:
-            is_late = isinstance(error, TimeoutError | httpx.TimeoutException)
-            if is_late and not isinstance(error, httpx.ConnectTimeout):
-                problem = f"{url}: no answer within {self._timeout_s:g} s"
-                return _RequestFailure(VerdictKind.TIMEOUT, problem, passing=True)
-            problem = f"{url}: {type(error).__name__}: {' '.join(str(error).split())}"
-            return _RequestFailure(VerdictKind.CRASH, problem, passing=True)
-        status = response.status_code
-        if not response.is_success:
-            said = f"{url}: status {status}: {_excerpt(response.text, token)}"
-            passing = status in _PASSING_STATUS
-            of_sample = status in _STATUS_OF_A_SAMPLE
-            return _RequestFailure(VerdictKind.CRASH, said, passing=passing, of_sample=of_sample, status=status)
+        response = await send(self._client, url, body, token, self._timeout_s)
+        if isinstance(response, RequestFailure):
+            return response
         try:
             return read_result(response.json(), len(samples), giver="the reward server")
         except (ValueError, RecursionError):
-            problem = f"no JSON: {_excerpt(response.text, token)}"
+            problem = f"no JSON: {excerpt(response.text, token)}"
         except RewardError as error:
             problem = str(error).partition("\n")[0]  # its hint is about functions
-        return _RequestFailure(VerdictKind.CRASH, f"{url}: {problem}", of_sample=True, status=status)
+        said = f"{without_secrets(url)}: {problem}"
+        return RequestFailure(VerdictKind.CRASH, said, of_sample=True, status=response.status_code)
+
+
+async def send(
+    client: httpx.AsyncClient, url: str, body: Any, token: str | None, timeout_s: float, max_bytes: int | None = None
+) -> httpx.Response | RequestFailure:
+    """Send one POST request of JSON; return the answer to it if its status is a success.
+
+    Args:
+        client: sends the request.
+        url: of the request; without its secrets in messages.
+        body: of the request.
+        token: the bearer token, if any.
+        timeout_s: time limit from the start of the request to the end of the answer, in seconds.
+        max_bytes: limit of the answer; None for `answers.MAX_BYTES`.
+    """
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    shown = without_secrets(url)
+    try:
+        async with asyncio.timeout(timeout_s):  # httpx's timeout limits each read, not the request
+            content = json.dumps(body).encode()
+            response = await answers.post(client, url, content=content, headers=headers, max_bytes=max_bytes)
+    except (TimeoutError, httpx.TimeoutException, httpx.HTTPError) as error:
+        is_late = isinstance(error, TimeoutError | httpx.TimeoutException)
+        if is_late and not isinstance(error, httpx.ConnectTimeout):
+            return RequestFailure(VerdictKind.TIMEOUT, f"{shown}: no answer within {timeout_s:g} s", passing=True)
+        problem = f"{shown}: {type(error).__name__}: {' '.join(str(error).split())}"
+        return RequestFailure(VerdictKind.CRASH, problem, passing=True)
+    status = response.status_code
+    if response.is_success:
+        return response
+    said = f"{shown}: status {status}: {excerpt(response.text, token)}"
+    whose = {"passing": status in _PASSING_STATUS, "of_sample": status in _STATUS_OF_A_SAMPLE}
+    retry_after = response.headers.get("Retry-After", "")
+    return RequestFailure(VerdictKind.CRASH, said, status=status, retry_after=retry_after, **whose)
 
 
 def check_reward_server(
@@ -204,7 +227,7 @@ def check_reward_server(
     """
     samples = list(zip(*trial_arguments(prompts), strict=True))
 
-    async def ask_all() -> list[Scored | _RequestFailure]:
+    async def ask_all() -> list[Scored | RequestFailure]:
         reward = RemoteReward(urls, timeout_s=timeout_s, transport=transport)
         try:
             return await asyncio.gather(*[reward.ask_server(url, samples) for url in urls if samples])
@@ -216,46 +239,64 @@ def check_reward_server(
         if isinstance(outcome, Scored):
             check_finite(url, outcome)
         else:
-            _check_passing(url, outcome)
+            check_passing(url, outcome)
             problems.append(outcome.detail)
     return "; ".join(problems) or None
 
 
-def check_url(url: str) -> str:
-    """Return the URL of a reward server. Raises ConfigError for an invalid URL and for one that holds a password."""
-    example = "give one such as http://host:5000/get_reward"
+def check_url(
+    url: str,
+    *,
+    giver: str = "reward server",
+    example: str = "give one such as http://host:5000/get_reward",
+    variable: str = TOKEN_VARIABLE,
+) -> str:
+    """Return the URL of a `giver`. Raises ConfigError for an invalid URL and for one that holds a password.
+
+    `example` is the hint for an invalid URL, and `variable` the environment variable that a token belongs into.
+    """
     shown = without_secrets(url)
     try:
         parsed = httpx.URL(url)
         port = parsed.port
     except httpx.InvalidURL as error:
-        raise ConfigError(f"reward server {shown}: {error}", hint=example) from None
+        raise ConfigError(f"{giver} {shown}: {error}", hint=example) from None
     if port is not None and not 1 <= port <= 65535:
-        raise ConfigError(f"reward server {shown}: port {port} is not within 1 to 65535", hint=example)
+        raise ConfigError(f"{giver} {shown}: port {port} is not within 1 to 65535", hint=example)
     if parsed.scheme not in ("http", "https") or not parsed.host:
-        raise ConfigError(f"reward server {shown} is no URL", hint=example)
+        raise ConfigError(f"{giver} {shown} is no URL", hint=example)
     if parsed.userinfo:
-        message = f"the reward server's URL at {parsed.host} holds a password"
-        raise ConfigError(message, hint=f"set a token in the environment variable {TOKEN_VARIABLE} instead")
+        message = f"the {giver}'s URL at {parsed.host} holds a password"
+        raise ConfigError(message, hint=f"set a token in the environment variable {variable} instead")
     return url
 
 
-def _check_passing(url: str, failure: _RequestFailure) -> None:
-    """Raise ConfigError or RewardError for a failure that another try cannot mend."""
+def check_passing(
+    url: str,
+    failure: RequestFailure,
+    *,
+    giver: str = "reward server",
+    wanted: str = "the server must accept a POST of query, prompts and labels; check the path, such as /get_reward",
+    variable: str = TOKEN_VARIABLE,
+) -> None:
+    """Raise ConfigError or RewardError for a failure of a `giver` that another try cannot mend.
+
+    `wanted` is the hint for a request that was refused, and `variable` the environment variable that holds the token.
+    """
     if failure.status is None and failure.kind is VerdictKind.CRASH:
-        message = f"the reward server does not answer: {failure.detail}"
+        message = f"the {giver} does not answer: {failure.detail}"
         raise ConfigError(message, hint=f"start it, and check that this machine reaches {httpx.URL(url).host}")
     if failure.passing or failure.kind is VerdictKind.TIMEOUT:
         return
     hint = _SKELETON
     if failure.status in (401, 403):
-        hint = f"set the token that the server expects in the environment variable {TOKEN_VARIABLE}"
+        hint = f"set the token that the server expects in the environment variable {variable}"
     elif failure.status >= 300:
-        hint = "the server must accept a POST of query, prompts and labels; check the path, such as /get_reward"
-    raise RewardError(f"the reward server refuses the trial request: {failure.detail}", hint=hint)
+        hint = wanted
+    raise RewardError(f"the {giver} refuses the trial request: {failure.detail}", hint=hint)
 
 
-def _excerpt(text: str, token: str | None) -> str:
+def excerpt(text: str, token: str | None) -> str:
     """Return the beginning of what a server said, without the secrets of the request."""
     text = without_secrets(" ".join((text.replace(token, MASK) if token else text).split()))
     return text if len(text) <= 200 else text[:200] + " ..."

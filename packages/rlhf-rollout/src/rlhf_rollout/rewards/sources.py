@@ -1,17 +1,19 @@
-"""Sources of rewards as plain data: functions, servers and reward models, each with a weight."""
+"""Sources of rewards as plain data: functions, servers, reward models and judges, each with a weight."""
 
 import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from pathlib import PurePath
+from typing import Literal, get_args
 
 from rlhf_data.errors import ConfigError, unknown
 from rlhf_data.safety import without_secrets
-from rlhf_rollout.rewards.user_function import SUCCESS_THRESHOLD
+from rlhf_rollout.rewards.user_function import BUILTIN, SUCCESS_THRESHOLD
 
-RewardKind = Literal["function", "code", "server", "model"]
-REWARD_KINDS: tuple[RewardKind, ...] = ("function", "code", "server", "model")
+RewardKind = Literal["function", "code", "server", "model", "judge", "pairwise"]
+REWARD_KINDS: tuple[RewardKind, ...] = get_args(RewardKind)
+JUDGE_KINDS = ("judge", "pairwise")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,9 +21,9 @@ class RewardSource:
     """One source of rewards.
 
     Attributes:
-        kind: "function", "code", "server" or "model".
-        targets: a function's `FILE.py` or `module:function`; "code"; the URLs of equivalent servers, which are asked in
-            turn; a model's folder or hub name.
+        kind: "function", "code", "server", "model", "judge" or, for a judge that compares responses, "pairwise".
+        targets: a function as in `parse_reward`; "code"; the URLs of equivalent servers, which are asked in turn; a
+            model's folder or hub name; the file of a judge's rubric.
         weight: factor of its rewards in the sum of all sources.
     """
 
@@ -37,7 +39,12 @@ class RewardSource:
 
     @property
     def name(self) -> str:
-        """Short name for messages and metrics: a file's stem, a server's host, or a folder's name."""
+        """Short name for messages and metrics: a file's stem, a host, a folder, or the word for a built-in."""
+        word = self.targets[0].partition(":")[0]
+        if self.kind == "function" and word in BUILTIN:
+            return word
+        if self.kind in JUDGE_KINDS:
+            return PurePath(self.targets[0]).stem
         target = without_secrets(self.targets[0]).rstrip("/")
         if self.kind == "server":
             return re.split("[/?]", target.partition("://")[2])[0] or target
@@ -76,11 +83,27 @@ DEFAULT_WORKER = WorkerOptions()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class JudgeOptions:
+    """Where the judges are.
+
+    Attributes:
+        url: address of an OpenAI-compatible API, without `/chat/completions`.
+        model: name of the model.
+        num_calls: questions that are asked at the same time, per source.
+    """
+
+    url: str = ""
+    model: str = ""
+    num_calls: int = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CallOptions:
     """How sources are called.
 
     Attributes:
-        timeout_s: time limit of one call of a function or a server, or of all tests of a program, in seconds.
+        timeout_s: time limit of one call of a function or a server, of all tests of a program, and of one question to a
+            judge, in seconds.
         num_workers: processes per function, and programs, which run at the same time.
         batch_size: rollouts per call of a server or a reward model.
         worker: how the processes of functions run.
@@ -89,6 +112,7 @@ class CallOptions:
         success_threshold: lowest score of a rollout that counts as right, where the scorer does not say it.
         code_sandbox: URL of a SandboxFusion server for the programs of `code`; None for bubblewrap.
         code_partial: the reward of `code` is the share of tests that pass.
+        judge: where the judges are.
     """
 
     timeout_s: float = 30.0
@@ -99,6 +123,7 @@ class CallOptions:
     success_threshold: float = SUCCESS_THRESHOLD
     code_sandbox: str | None = None
     code_partial: bool = False
+    judge: JudgeOptions = JudgeOptions()
 
 
 DEFAULT_CALLS = CallOptions()
@@ -110,8 +135,9 @@ def parse_sources(
     """Return the sources that comma-separated lists name.
 
     Args:
-        rewards: functions (`FILE.py`, `FILE.py:function`, `module:function`), `code` and URLs. All URLs together are
-            one source, at the place of the first URL.
+        rewards: functions (`FILE.py`, `FILE.py:function`, `module:function`, names of built-in rewards), `code`, rubrics
+            of judges (`judge:FILE`, `pairwise:FILE`) and URLs. All URLs together are one source, at the place of the
+            first URL.
         models: reward models; they come after the others.
         weights: one per source, in that order; None for 1 each.
 
@@ -122,8 +148,11 @@ def parse_sources(
     targets = list(_names(rewards))
     urls = tuple(target for target in targets if _is_url(target))
     for target in targets:
+        word, _, rest = target.partition(":")
         if target == "code":
             sources.append(RewardSource(kind="code", targets=("code",)))
+        elif word in JUDGE_KINDS:
+            sources.append(RewardSource(kind=word, targets=(rest,)))
         elif not _is_url(target):
             sources.append(RewardSource(kind="function", targets=(target,)))
         elif target == urls[0]:
@@ -185,4 +214,4 @@ def _names(text: str) -> Iterator[str]:
 
 
 def _is_url(target: str) -> bool:
-    return "://" in target
+    return "://" in target and target.partition(":")[0] not in (*BUILTIN, *JUDGE_KINDS)

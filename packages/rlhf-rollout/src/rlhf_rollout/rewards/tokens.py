@@ -14,13 +14,14 @@ _NAMED = re.compile(r"(https?://[^=]+)=(.+)", re.DOTALL)
 _PORTS = {"http": 80, "https": 443}
 
 
-def tokens_of(urls: Sequence[str], text: str) -> dict[str, str]:
+def tokens_of(urls: Sequence[str], text: str, variable: str = TOKEN_VARIABLE) -> dict[str, str]:
     """Return the token of each of the `urls` that has one.
 
     Args:
         urls: addresses of reward servers.
         text: `TOKEN`, which belongs to the one server of all `urls`; or `SERVER=TOKEN,SERVER=TOKEN`, in which a SERVER
             is an address such as https://host:5000 and gets its own token only. Empty for no token.
+        variable: the environment variable that `text` comes from, for messages.
 
     Raises:
         ConfigError: one token for several servers, a token that would go to another machine without encryption, unless
@@ -28,24 +29,24 @@ def tokens_of(urls: Sequence[str], text: str) -> dict[str, str]:
     """
     text = text.strip()
     if not (text.isascii() and text.isprintable()):
-        raise ConfigError(f"the token of the reward server ({TOKEN_VARIABLE}) has characters that no header can carry")
+        raise ConfigError(f"the token in {variable} has characters that no header can carry")
     origins = {url: _origin(url) for url in urls}
     if not text or not urls:
         return {}
     if text.startswith(("http://", "https://")):
         named = [_NAMED.fullmatch(entry.strip()) for entry in text.split(",")]
         if not all(named):
-            hint = f"write {TOKEN_VARIABLE}=SERVER=TOKEN,SERVER=TOKEN with servers such as https://host:5000"
-            raise ConfigError(f"{TOKEN_VARIABLE} begins with a server, and an entry has no `=` and token", hint=hint)
+            hint = f"write {variable}=SERVER=TOKEN,SERVER=TOKEN with servers such as https://host:5000"
+            raise ConfigError(f"{variable} begins with a server, and an entry has no `=` and token", hint=hint)
         tokens = {_origin(entry[1]): entry[2] for entry in named if entry}
         return {url: tokens[origin] for url, origin in origins.items() if origin in tokens}
     servers = sorted(set(origins.values()))
     if len(servers) > 1:
-        hint = f"say which server gets which: {TOKEN_VARIABLE}={','.join(f'{server}=TOKEN' for server in servers)}"
-        raise ConfigError(f"{TOKEN_VARIABLE} is one token for {len(servers)} servers: {', '.join(servers)}", hint=hint)
+        hint = f"say which server gets which: {variable}={','.join(f'{server}=TOKEN' for server in servers)}"
+        raise ConfigError(f"{variable} is one token for {len(servers)} servers: {', '.join(servers)}", hint=hint)
     if servers[0].startswith("http://") and not is_loopback(httpx.URL(servers[0]).host):
-        hint = f"use https, or set {TOKEN_VARIABLE}={servers[0]}=TOKEN if nobody listens on the way"
-        raise ConfigError(f"the token of {TOKEN_VARIABLE} would go to {servers[0]} without encryption", hint=hint)
+        hint = f"use https, or set {variable}={servers[0]}=TOKEN if nobody listens on the way"
+        raise ConfigError(f"the token of {variable} would go to {servers[0]} without encryption", hint=hint)
     return dict.fromkeys(urls, text)
 
 

@@ -30,6 +30,13 @@ from rlhf_data.records import Verdict, VerdictKind
 DEFAULT_FUNCTION = "reward_func"
 EXTRAS = ("responses", "token_ids", "finish_reasons", "group_ids")  # keyword arguments, one entry per sample each
 MAX_NUMBER = float(np.finfo(np.float32).max)  # losses are computed in float32
+# Rewards that are named by a word: module, function, and whether the function takes what follows a `:` and returns the
+# reward function.
+BUILTIN = {
+    "math": ("rlhf_rollout.rewards.math", DEFAULT_FUNCTION, False),
+    "format": ("rlhf_rollout.rewards.form", "format_reward", True),
+    "length": ("rlhf_rollout.rewards.form", "length_reward", True),
+}
 SUCCESS_THRESHOLD = 1.0  # full credit, where scores lie in [0, 1]
 
 _MAX_LINE = 1000
@@ -43,10 +50,17 @@ _SKELETON = 'def reward_func(queries, prompts, labels): return {"rewards": [one 
 
 @dataclass(frozen=True, slots=True)
 class RewardTarget:
-    """Where a reward function is: a module's name or the absolute path of a Python file, and the function's name."""
+    """Where a reward function is.
+
+    Attributes:
+        module: its name, or the absolute path of a Python file.
+        function: the function's name.
+        argument: for a function that returns the reward function, its argument; else None.
+    """
 
     module: str
     function: str = DEFAULT_FUNCTION
+    argument: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +75,19 @@ class Scored:
 
 
 def parse_reward(reward: str) -> RewardTarget:
-    """Return the target of `FILE.py`, `FILE.py:function`, `module` or `module:function`. Nothing is imported.
+    """Return the target of `FILE.py`, `FILE.py:function`, `module`, `module:function` or a name in `BUILTIN`.
 
-    Raises ConfigError for any other form, for a file that does not exist, and for one that defines no such function.
+    Code of the user is not imported. Raises ConfigError for any other form, for a file that does not exist or defines
+    no such function, and for an argument that a built-in reward refuses.
     """
+    name, colon, argument = reward.partition(":")
+    if name in BUILTIN:
+        module, function, takes_argument = BUILTIN[name]
+        if colon and not takes_argument:
+            raise ConfigError(f"the reward `{name}` takes no argument, got `{argument}`", hint=f"give {name} alone")
+        target = RewardTarget(module, function, argument if takes_argument else None)
+        load_function(target)  # checks the argument
+        return target
     in_file = _IN_FILE.fullmatch(reward)
     if in_file:
         path = Path(in_file["path"]).expanduser()
@@ -91,6 +114,8 @@ def load_function(target: RewardTarget) -> Callable[..., Any]:
     if not callable(function):
         callables = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
         raise RewardError(_no_function(target, callables))
+    if target.argument is not None:
+        function = function(target.argument)
     _check_parameters(function, target)
     return function
 
@@ -189,9 +214,14 @@ def verdict_of(scored: Scored, index: int, success_threshold: float = SUCCESS_TH
             why = ", more than float32 can hold" if np.isfinite(value) else ""
             return Verdict(VerdictKind.CRASH, detail=f"the {name} is {value}{why}", extra=extra)
     if kind is None:
-        kind = VerdictKind.OK if score >= success_threshold - _ROUNDING else VerdictKind.WRONG
+        kind = kind_of(score, success_threshold)
     token_rewards = scored.token_rewards[index] if scored.token_rewards else ()
     return Verdict(VerdictKind(kind), reward, score, detail, extra, token_rewards=token_rewards)
+
+
+def kind_of(score: float, success_threshold: float) -> VerdictKind:
+    """Return ok for a score from `success_threshold` on, and wrong for a lower one."""
+    return VerdictKind.OK if score >= success_threshold - _ROUNDING else VerdictKind.WRONG
 
 
 def _check_defined(target: RewardTarget) -> None:

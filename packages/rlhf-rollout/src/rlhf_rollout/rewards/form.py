@@ -1,0 +1,79 @@
+"""Rewards for the form of a response: whether it matches a regular expression, and how many tokens it has.
+
+`--remote_rm_url` names them `format:EXPRESSION` and `length:LIMIT`.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rlhf_data.errors import ConfigError
+
+_THOUGHT = r"\s*<think>(?:(?!</?think>).)*</think>\s*"
+PRESETS = {
+    "think": _THOUGHT + r"(?:(?!</?think>).)*\S(?:(?!</?think>).)*",
+    "think_answer": _THOUGHT + r"<answer>(?:(?!</?answer>).)*</answer>\s*",
+    "boxed": r".*\\boxed\{.+\}.*",
+}
+_OPENING = "<think>"  # some chat templates end a prompt with it
+_LENGTH = re.compile(r"(max|target)=([1-9][0-9]{0,8})")
+
+
+def format_reward(expression: str) -> Callable[..., dict[str, Any]]:
+    """Return a reward function: 1.0 and ok for a response that matches as a whole, else 0.0 and wrong.
+
+    Args:
+        expression: a regular expression, in which `.` matches line breaks, too; or a name in `PRESETS`, for which an
+            opening <think> at the end of the prompt counts as the beginning of the response.
+
+    Raises:
+        ConfigError: it is no regular expression.
+    """
+    try:
+        pattern = re.compile(PRESETS.get(expression, expression), re.DOTALL)
+    except (re.error, OverflowError, RecursionError) as error:
+        raise ConfigError(f"format:{expression} is no regular expression: {error}") from None
+    if not expression:
+        raise ConfigError(
+            "format: has no expression", hint=f"give one, or one of {', '.join(map('format:'.__add__, PRESETS))}"
+        )
+
+    def reward_func(
+        queries: Sequence[str], prompts: Sequence[str], labels: Sequence[str], *, responses: Sequence[str]
+    ) -> dict[str, Any]:
+        matched = []
+        for prompt, response in zip(prompts, responses, strict=True):
+            is_open = expression in PRESETS and prompt.rstrip().endswith(_OPENING)
+            matched.append(pattern.fullmatch(_OPENING + response if is_open else response) is not None)
+        return {"rewards": [float(is_match) for is_match in matched], "verdicts": _words(matched)}
+
+    return reward_func
+
+
+def length_reward(limit: str) -> Callable[..., dict[str, Any]]:
+    """Return a reward function of n, the number of tokens of a response with its stop token.
+
+        max=N       1 and ok if n <= N, else 0 and wrong
+        target=N    max(0, 1 - |n - N| / N)
+
+    Raises ConfigError for any other `limit`.
+    """
+    parts = _LENGTH.fullmatch(limit)
+    if parts is None:
+        raise ConfigError(f"length:{limit} names no length in tokens", hint="give length:max=200 or length:target=200")
+    number = int(parts[2])
+
+    def reward_func(
+        queries: Sequence[str], prompts: Sequence[str], labels: Sequence[str], *, token_ids: Sequence[Sequence[int]]
+    ) -> dict[str, Any]:
+        lengths = [len(ids) for ids in token_ids]
+        if parts[1] == "target":
+            return {"rewards": [max(0.0, 1.0 - abs(length - number) / number) for length in lengths]}
+        fits = [length <= number for length in lengths]
+        return {"rewards": [float(fit) for fit in fits], "verdicts": _words(fits)}
+
+    return reward_func
+
+
+def _words(outcomes: Sequence[bool]) -> list[str]:
+    return ["ok" if outcome else "wrong" for outcome in outcomes]

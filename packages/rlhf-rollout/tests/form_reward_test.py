@@ -1,0 +1,97 @@
+"""Rewards for the form of a response: expressions, presets and lengths, by themselves and in worker processes."""
+
+import asyncio
+import time
+
+import pytest
+
+from record_testing import make_prompt, make_rollout
+from rlhf_data.records import VerdictKind
+from rlhf_rollout.rewards.form import format_reward, length_reward
+from rlhf_rollout.rewards.mix import build_reward, check_reward
+from rlhf_rollout.rewards.sources import CallOptions, parse_sources
+
+OK, WRONG, TIMEOUT = VerdictKind.OK, VerdictKind.WRONG, VerdictKind.TIMEOUT
+
+
+def matches(expression, response, prompt="q"):
+    result = format_reward(expression)([prompt + response], [prompt], [""], responses=[response])
+    assert result["verdicts"] == [{1.0: "ok", 0.0: "wrong"}[result["rewards"][0]]]
+    return result["rewards"][0] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("expression", "response", "is_match"),
+    [
+        ("[0-9]+", "42", True),
+        ("[0-9]+", "42.", False),  # as a whole
+        ("a.*b", "a\nb", True),
+        ("think", "<think>hm\n\nhm</think>\n4", True),
+        ("think", "<think></think>4", True),
+        ("think", "<think>hm</think>", False),  # no answer
+        ("think", "<think>hm", False),
+        ("think", "4", False),
+        ("think", "4<think>hm</think>4", False),
+        ("think", "<think>a</think>b<think>c</think>d", False),
+        ("think_answer", "<think>hm</think><answer>4</answer>", True),
+        ("think_answer", " <think>hm</think>\n<answer>4\n</answer>\n", True),
+        ("think_answer", "<think>hm</think>4", False),
+        ("think_answer", "<answer>4</answer>", False),
+        ("think_answer", "<think>hm</think><answer>4</answer>so", False),
+        ("think_answer", "<think>hm</think><answer>4</answer><answer>5</answer>", False),
+        ("think_answer", "<think><think>hm</think></think><answer>4</answer>", False),
+        ("boxed", "so it is \\boxed{4}.", True),
+        ("boxed", "so it is 4", False),
+        ("boxed", "\\boxed{}", False),
+    ],
+)
+def test_format_is_that_of_the_whole_response(expression, response, is_match):
+    assert matches(expression, response) is is_match
+
+
+def test_format_preset_counts_a_thought_that_the_prompt_opens():
+    assert matches("think_answer", "hm</think><answer>4</answer>", "2+2=<think>\n")
+    assert not matches("think_answer", "hm</think><answer>4</answer>", "2+2=")
+    assert not matches("hm</think>", "x</think>", "2+2=<think>")
+
+
+@pytest.mark.parametrize(
+    ("limit", "rewards", "verdicts"),
+    [
+        ("max=3", [1.0, 1.0, 0.0, 0.0], ["ok", "ok", "wrong", "wrong"]),
+        ("target=3", [0.0, 1.0, 1 - 1 / 3, 0.0], None),  # 0, 3, 4 and 7 tokens
+    ],
+)
+def test_length_is_counted_in_tokens(limit, rewards, verdicts):
+    result = length_reward(limit)([""] * 4, [""] * 4, [""] * 4, token_ids=[[], [1] * 3, [1] * 4, [1] * 7])
+    assert result["rewards"] == pytest.approx(rewards)
+    assert result.get("verdicts") == verdicts
+
+
+def score(rewards, texts, **options):
+    async def run():
+        reward = build_reward(parse_sources(rewards), CallOptions(**options))
+        prompt = make_prompt("2+2=", "4")
+        try:
+            return await reward.score(prompt, [make_rollout(prompt, text) for text in texts])
+        finally:
+            await reward.close()
+
+    return asyncio.run(run())
+
+
+def test_built_in_rewards_are_sources_like_others():
+    # The tokens of a response are its bytes and <eos>.
+    verdicts = score("math,format:[0-9# ]+,length:max=7", ["#### 4", "#### 5", "so: #### 4"])
+    assert [v.kind for v in verdicts] == [OK, WRONG, OK]
+    assert [v.reward for v in verdicts] == [3.0, 2.0, 1.0]
+    assert set(verdicts[0].extra) == {"reward_math", "reward_format", "reward_length"}
+    for source in parse_sources("math,format:think,length:target=7"):
+        assert check_reward(source, [make_prompt()]) is None
+
+
+def test_expression_that_takes_forever_is_a_timeout_of_its_response():
+    started = time.monotonic()
+    verdicts = score("format:(a+)+b", ["aab", "a" * 60], timeout_s=2.0)
+    assert [v.kind for v in verdicts] == [OK, TIMEOUT]
+    assert time.monotonic() - started < 60

@@ -1,0 +1,316 @@
+"""A judge behind a real server on this machine: grades, bad answers, limits, cost, and its key."""
+
+import asyncio
+import contextlib
+import itertools
+import re
+import socket
+import threading
+import time
+
+import pytest
+
+from record_testing import make_prompt, make_rollout
+from rlhf_data.errors import ConfigError
+from rlhf_data.records import VerdictKind
+from rlhf_rollout.rewards.judge import KEY_VARIABLE, JudgeReward
+from rlhf_rollout.rewards.sources import CallOptions, JudgeOptions
+from rollout_testing import judge_server, quoted, said
+
+OK, WRONG, CRASH, TIMEOUT = VerdictKind.OK, VerdictKind.WRONG, VerdictKind.CRASH, VerdictKind.TIMEOUT
+
+
+@pytest.fixture(autouse=True)
+def _no_key(monkeypatch):
+    monkeypatch.delenv(KEY_VARIABLE, raising=False)
+
+
+@pytest.fixture
+def server():
+    with judge_server() as made:
+        yield made
+
+
+@pytest.fixture
+def rubric(tmp_path):
+    (tmp_path / "polite.txt").write_text("Is it polite?", encoding="utf-8")
+    return str(tmp_path / "polite.txt")
+
+
+def options(url, *, timeout_s=20.0, num_calls=16, threshold=1.0):
+    judge = JudgeOptions(url=url, model="the-judge", num_calls=num_calls)
+    return CallOptions(timeout_s=timeout_s, judge=judge, success_threshold=threshold)
+
+
+def score(kind, path, url, texts, **more):
+    async def run():
+        reward = kind(path, options(url, **more))
+        prompt = make_prompt("2+2=", "4")
+        try:
+            return await reward.score(prompt, [make_rollout(prompt, text) for text in texts])
+        finally:
+            await reward.close()
+
+    return asyncio.run(run())
+
+
+# -- grades ----------------------------------------------------------------------------------------------------------
+
+
+def test_judge_grades_each_response_by_itself(server, rubric):
+    verdicts = score(JudgeReward, rubric, server.url + "/", ["7", "10", "0"])
+    assert [(v.kind, v.reward, v.score) for v in verdicts] == [(WRONG, 0.7, 0.7), (OK, 1.0, 1.0), (WRONG, 0.0, 0.0)]
+    assert [v.kind for v in score(JudgeReward, rubric, server.url, ["7", "6"], threshold=0.7)] == [OK, WRONG]
+    body, headers = server.bodies[0], server.headers[0]
+    assert (headers["path"], body["model"], set(body)) == ("/v1/chat/completions", "the-judge", {"model", "messages"})
+    assert "Is it polite?" in body["messages"][0]["content"]
+    assert (quoted(body, "PROMPT"), quoted(body, "REFERENCE ANSWER")) == ("2+2=", "4")
+    assert "Authorization" not in headers
+
+
+def test_judge_of_several_criteria_has_their_weighted_mean_and_each_score(server, tmp_path):
+    (tmp_path / "r.toml").write_text(
+        "scale = [1, 5]\nrequest = {temperature = 0}\n"
+        "[[criteria]]\nname = 'helpful'\ntext = 'h'\nweight = 2\n[[criteria]]\nname = 'safe'\ntext = 's'\n"
+    )
+    server.respond = lambda body: (200, said('{"helpful": 4, "safe": 5}'))
+    [verdict] = score(JudgeReward, tmp_path / "r.toml", server.url, ["x"])
+    assert verdict.reward == pytest.approx((2 * 0.75 + 1.0) / 3)
+    assert dict(verdict.extra) == {"judge_unparsable": 0.0, "judge_helpful": 4.0, "judge_safe": 5.0}
+    assert server.bodies[0]["temperature"] == 0
+
+
+def test_judge_cost_is_counted_also_for_answers_that_cannot_be_read(server, rubric):
+    server.answers = [
+        (200, said("<score>5</score>", prompt_tokens=100, completion_tokens=7)),
+        (200, said("no idea", prompt_tokens=90, completion_tokens=3)),
+    ]
+    first, second = score(JudgeReward, rubric, server.url, ["a", "b"], num_calls=1)
+    costs = [(v.extra["judge_prompt_tokens"], v.extra["judge_completion_tokens"]) for v in (first, second)]
+    assert costs == [(100.0, 7.0), (90.0, 3.0)]
+    assert (second.kind, second.reward, second.extra["judge_unparsable"]) == (CRASH, None, 1.0)
+    assert second.detail == "unparsable answer of the judge: no idea"
+
+
+@pytest.mark.parametrize("usage", [None, [], 3, {"prompt_tokens": "9"}, {"prompt_tokens": -1}, {"prompt_tokens": True},
+                                   {"prompt_tokens": 1.5}, {"prompt_tokens": 10**400}])  # fmt: skip
+def test_judge_cost_that_is_none_is_not_counted(server, rubric, usage):
+    server.respond = lambda body: (200, said("<score>5</score>") | {"usage": usage})
+    [verdict] = score(JudgeReward, rubric, server.url, ["a"])
+    assert (verdict.reward, dict(verdict.extra)) == (0.5, {"judge_unparsable": 0.0})
+
+
+# -- answers that cannot be used -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("status", "answer", "says"),
+    [
+        (200, "oops", "no text of an answer: oops"),
+        (200, "", "no text of an answer:"),
+        (200, "[" * 100_000, "no text of an answer: [[["),
+        (200, {}, "no text of an answer: {}"),
+        (200, [1], "no text of an answer: [1]"),
+        (200, {"choices": []}, "no text of an answer"),
+        (200, {"choices": {"0": 1}}, "no text of an answer"),
+        (200, {"choices": [{"message": "hi"}]}, "no text of an answer"),
+        (200, said(None), "no text of an answer"),
+        (200, said([{"type": "text", "text": "<score>5</score>"}]), "no text of an answer"),
+        (200, '{"choices": NaN, "usage": 1e400}', "no text of an answer"),
+        (401, "who are you", "status 401: who are you"),
+        (400, {"error": "context too long"}, 'status 400: {"error": "context too long"}'),
+        (302, "elsewhere", "status 302: elsewhere"),
+    ],
+)
+def test_judge_answer_that_cannot_be_used_is_a_crash_and_is_not_asked_again(server, rubric, status, answer, says):
+    server.respond = lambda body: (status, answer)
+    [verdict] = score(JudgeReward, rubric, server.url, ["a"])
+    assert (verdict.kind, verdict.reward) == (CRASH, None)
+    assert verdict.detail.startswith(f"{server.url}/chat/completions: {says}")
+    assert len(server.bodies) == 1
+
+
+def test_judge_answer_is_read_up_to_4_mib(server, rubric):
+    sizes = {"a": 2**22 - 300, "b": 2**22}
+    server.respond = lambda body: (200, said("<score>5</score>".ljust(sizes[quoted(body, "RESPONSE")])))
+    first, second = score(JudgeReward, rubric, server.url, ["a", "b"], num_calls=1, timeout_s=1.0)
+    assert first.reward == 0.5
+    assert second.kind is TIMEOUT  # asked again until the deadline, as after any broken connection
+    assert "the answer is longer than 4194304 bytes" in second.detail
+
+
+def test_judge_one_bad_answer_leaves_the_others(server, rubric):
+    texts = ["1", "NaN", "1e400", "11", "2"]
+    assert [v.reward for v in score(JudgeReward, rubric, server.url, texts)] == [0.1, None, None, None, 0.2]
+
+
+@contextlib.contextmanager
+def trickling():
+    """Yield the URL of a server that sends a byte of its answer now and then, without end."""
+    stop = threading.Event()
+
+    def serve(listener):
+        with contextlib.suppress(OSError):
+            connection, _ = listener.accept()
+            connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n")
+            while not stop.wait(0.02):
+                connection.sendall(b" ")
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=serve, args=[listener])
+        thread.start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
+        stop.set()
+    thread.join()
+
+
+def test_judge_answer_that_trickles_is_a_timeout(rubric):
+    with trickling() as url:
+        started = time.monotonic()
+        [verdict] = score(JudgeReward, rubric, url, ["a"], timeout_s=0.5)
+    assert verdict.kind is TIMEOUT
+    assert 0.5 <= time.monotonic() - started < 10
+
+
+# -- limits ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("status", [408, 425, 429, 500, 502, 503, 504])
+def test_judge_is_asked_again_after_the_pause_that_it_names(server, rubric, status):
+    server.answers = [(status, "later", {"Retry-After": "0"})] * 3
+    started = time.monotonic()
+    [verdict] = score(JudgeReward, rubric, server.url, ["8"])
+    assert (verdict.reward, len(server.bodies)) == (0.8, 4)
+    assert time.monotonic() - started < 10
+
+
+def test_judge_waits_as_long_as_it_is_told(server, rubric):
+    server.answers = [(429, "slow down", {"Retry-After": "0.7"})]
+    started = time.monotonic()
+    [verdict] = score(JudgeReward, rubric, server.url, ["8"])
+    assert verdict.reward == 0.8
+    assert time.monotonic() - started >= 0.7
+
+
+@pytest.mark.parametrize("retry_after", ["soon", "", "-1", "nan", "inf"])
+def test_judge_without_a_pause_of_its_own_is_asked_after_half_a_second_at_most(server, rubric, retry_after):
+    server.answers = [(503, "busy", {"Retry-After": retry_after})]
+    started = time.monotonic()
+    assert score(JudgeReward, rubric, server.url, ["8"])[0].reward == 0.8
+    assert 0.25 <= time.monotonic() - started < 10
+
+
+def test_judge_that_stays_busy_is_a_timeout_at_the_deadline(server, rubric):
+    server.respond = lambda body: (429, "busy")
+    started = time.monotonic()
+    [verdict] = score(JudgeReward, rubric, server.url, ["8"], timeout_s=1.5)
+    assert verdict.kind is TIMEOUT
+    assert re.fullmatch(r".*: status 429: busy; asked [23] times within 1.5 s", verdict.detail)
+    assert time.monotonic() - started < 10
+
+
+def test_judge_that_names_a_pause_beyond_the_deadline_is_not_waited_for(server, rubric):
+    server.respond = lambda body: (429, "tomorrow", {"Retry-After": "86400"})
+    started = time.monotonic()
+    [verdict] = score(JudgeReward, rubric, server.url, ["8"], timeout_s=60.0)
+    assert (verdict.kind, len(server.bodies)) == (TIMEOUT, 1)
+    assert time.monotonic() - started < 10
+
+
+def test_judge_is_asked_a_bounded_number_of_questions_and_waiting_for_a_place_costs_no_time(server, rubric):
+    under_way, most = itertools.count(), []
+    busy = []
+
+    def respond(body):
+        busy.append(next(under_way))
+        most.append(len(busy))
+        time.sleep(0.15)
+        busy.pop()
+        return 200, said("<score>5</score>")
+
+    server.respond = respond
+    # 12 questions at 2 at a time take 0.9 s at least, which is beyond the time limit of one.
+    verdicts = score(JudgeReward, rubric, server.url, ["x"] * 12, num_calls=2, timeout_s=0.85)
+    assert {v.kind for v in verdicts} == {WRONG}
+    assert max(most) == 2
+
+
+def test_judge_that_hangs_is_left_alone_after_a_while(server, rubric):
+    closing = threading.Event()
+    server.respond = lambda body: (closing.wait(30), (200, said("<score>5</score>")))[1]
+    verdicts = score(JudgeReward, rubric, server.url, ["x"] * 40, num_calls=8, timeout_s=1.1)
+    closing.set()
+    assert {v.kind for v in verdicts} == {TIMEOUT}
+    assert len(server.bodies) < 16  # the first eight, and those that begin while the eight end
+    assert "not called, because 8 calls in a row failed" in verdicts[-1].detail
+
+
+def test_judge_that_is_cancelled_asks_nothing_more(server, rubric):
+    closing = threading.Event()
+    server.respond = lambda body: (closing.wait(30), (200, said("<score>5</score>")))[1]
+
+    async def run():
+        reward = JudgeReward(rubric, options(server.url, num_calls=2))
+        prompt = make_prompt()
+        task = asyncio.create_task(reward.score(prompt, [make_rollout(prompt, str(n)) for n in range(6)]))
+        while len(server.bodies) < 2:
+            await asyncio.sleep(0.01)
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+        closing.set()
+        # Its places are free again.
+        [verdict] = await reward.score(prompt, [make_rollout(prompt, "7")])
+        await reward.close()
+        return verdict
+
+    assert asyncio.run(run()).reward == 0.5
+    assert len(server.bodies) == 3
+
+
+# -- the key ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("status", [200, 401, 500])
+def test_judge_key_is_sent_and_never_shown(server, rubric, monkeypatch, status):
+    monkeypatch.setenv(KEY_VARIABLE, "s3cret-key")
+    server.respond = lambda body: (status, said("you sent Bearer s3cret-key") if status == 200 else "Bearer s3cret-key")
+    [verdict] = score(JudgeReward, rubric, server.url, ["a"], timeout_s=0.3)
+    assert server.headers[0]["Authorization"] == "Bearer s3cret-key"
+    assert "Bearer ***" in verdict.detail and "s3cret" not in verdict.detail
+
+
+def test_judge_key_goes_to_nobody_else(server, rubric, monkeypatch):
+    monkeypatch.setenv(KEY_VARIABLE, "s3cret-key")
+    with judge_server() as other:
+        url = other.url
+        server.respond = lambda body: (307, "there", {"Location": url})
+        # A proxy of this machine's environment would see what goes to a judge on it.
+        for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+            monkeypatch.setenv(name, url)
+        for name in ("no_proxy", "NO_PROXY"):
+            monkeypatch.delenv(name, raising=False)
+        score(JudgeReward, rubric, server.url, ["a"])
+    assert (len(server.bodies), other.bodies) == (1, [])
+
+
+@pytest.mark.parametrize("key", ["s3cret-key", "http://far=s3cret-key"])
+def test_judge_key_goes_without_encryption_only_to_this_machine_or_a_server_that_is_named(rubric, monkeypatch, key):
+    monkeypatch.setenv(KEY_VARIABLE, key)
+    JudgeReward(rubric, options("https://far/v1"))
+    if key.startswith("http://far="):
+        JudgeReward(rubric, options("http://far/v1"))
+    else:
+        with pytest.raises(
+            ConfigError, match=rf"{KEY_VARIABLE} would go to http://far:80 without encryption"
+        ) as caught:
+            JudgeReward(rubric, options("http://far/v1"))
+        assert "s3cret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("url", ["", "host/v1", "ftp://host/v1", "http://host:99999/v1"])
+def test_judge_url_that_is_none_is_refused(rubric, url):
+    with pytest.raises(ConfigError, match=r"judge .*\n\nhint: give --judge_url with the part before /chat/completions"):
+        JudgeReward(rubric, options(url))
+    with pytest.raises(ConfigError, match=rf"the judge's URL at host holds a password\n\nhint: .*{KEY_VARIABLE}"):
+        JudgeReward(rubric, options("https://me:s3cret@host/v1"))
