@@ -18,6 +18,7 @@ from rlhf_cli.openrlhf import main as openrlhf
 from rlhf_data.command_line import CommandLine
 from rlhf_data.main import COMMAND_LINE as INSPECT
 from rlhf_rollout.commands.main import COMMANDS
+from rlhf_rollout.rewards.rubric import load_rubric
 
 PAGES = sorted({block.page for block in blocks("sh")})
 ANSWERS = (
@@ -27,12 +28,20 @@ ANSWERS = (
 
 
 def test_every_block_of_a_page_is_in_a_language_that_is_checked():
-    known = {"sh", "python", "mermaid", ""}
+    known = {"sh", "python", "toml", "mermaid", ""}
     pages = sorted({path for pattern in PATTERNS for path in ROOT.glob(pattern)})
     fences = [
         (page.name, fence) for page in pages for fence in re.findall(r"^```(\w+)$", page.read_text("utf-8"), re.M)
     ]
     assert fences and [(name, fence) for name, fence in fences if fence not in known] == []
+
+
+def test_toml_of_the_pages_is_a_rubric(tmp_path):
+    found = list(blocks("toml"))
+    assert [block.page for block in found] == ["docs/rewards.md"]
+    (tmp_path / "rubric.toml").write_text(found[0].text, encoding="utf-8")
+    rubric = load_rubric(tmp_path / "rubric.toml")
+    assert rubric.reward({"helpful": 5.0, "polite": 1.0}) == pytest.approx(2 / 3)
 
 
 def test_pages_with_commands_are_found():

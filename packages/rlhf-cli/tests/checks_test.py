@@ -13,6 +13,9 @@ GRPO = ("--advantage_estimator", "group_norm")
 SKIP = ("--old_logprobs", "skip", "--init_kl_coef", "0")
 ONE_UPDATE = ("--train_batch_size", "128")
 TAUGHT = ("--remote_rm_url", "None", "--teacher_model", "m")
+JUDGE = ("--judge_url", "http://127.0.0.1/v1", "--judge_model", "m")
+PAIRWISE = ("--remote_rm_url", "pairwise:r.txt")
+EACH = ("--remote_rm_url", "a.py,b.py", "--reward_normalize", "each")
 MODEL_ONLY = ("--remote_rm_url", "None", "--reward_pretrain", "m")
 
 
@@ -63,6 +66,28 @@ def ppo(*argv: str) -> Parsed[PpoConfig]:
         (["--overlong_buffer_len", "33"], "is 33 of the 32 tokens", "give 1 to 32 tokens"),
         (["--overlong_buffer_len", "0.01"], "--overlong_buffer_len 0.01 is 0 of the 32 tokens", "give 1 to 32"),
         (["--stop_properly_penalty_coef", "1.5"], "it must be at most 1", ""),
+        (PAIRWISE, "--judge_url is missing: a judge scores", "give --judge_url https://HOST/v1 and --judge_model NAME"),
+        (["--reward_normalize", "each"], "there are 1 rewards and 4 responses per prompt", "give several rewards"),
+        (
+            [*EACH, "--n_samples_per_prompt", "1"],
+            "there are 2 rewards and 1 responses per prompt",
+            "--n_samples_per_prompt 4",
+        ),
+        *(
+            ([*EACH, f"--{name}", *value], f"--{name} changes the sum of the rewards", "drop one of them")
+            for name, *value in (
+                ["running_reward_norm"],
+                ["reward_clip_range", "5"],
+                ["overlong_buffer_len", "8"],
+                ["stop_properly_penalty_coef", "0.5"],
+            )
+        ),
+        ([*EACH, "--no_advantage_std_norm"], "--no_advantage_std_norm forbids it", "drop one of them"),
+        (
+            [*PAIRWISE, *JUDGE, "--n_samples_per_prompt", "1"],
+            "a pairwise judge compares",
+            "judge:FILE",
+        ),
         # dynamic sampling
         (
             ["--dynamic_filtering", "--dynamic_filtering_reward_range", "1", "0"],
@@ -127,6 +152,10 @@ def test_check_ppo_what_cannot_work_is_an_error_with_a_hint(argv, message, hint)
         (["--step_separator", "."], "--step_separator has no effect: there is no --reward_pretrain"),
         ([*MODEL_ONLY, "--reward_timeout_s", "3"], "--reward_timeout_s has no effect: no reward function or server"),
         ([*MODEL_ONLY, "--reward_num_workers", "3"], "--reward_num_workers has no effect: no reward function scores"),
+        (["--reward_normalize", "none"], "--reward_normalize has no effect: PPO (gae) compares no rewards within a"),
+        ([*PAIRWISE, *JUDGE], "accuracy and pass@k follow the judge, r: a score of at least 1"),
+        ([*PAIRWISE, *JUDGE], "the mean reward of a pairwise judge is always 0.5"),
+        (["--judge_model", "m"], "--judge_model has no effect: no judge scores"),
         ([*GRPO, "--running_reward_norm"], "--running_reward_norm has no effect: GRPO (group_norm) shifts and scales"),
         ([*MODEL_ONLY], "accuracy and pass@k follow the reward model, m: a score of at least 1 (--success_threshold)"),
         (

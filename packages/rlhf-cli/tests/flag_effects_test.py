@@ -45,6 +45,17 @@ REACHES = [
     ("running_reward_norm", "", "", "reward.running_norm", True),
     ("reward_clip_range", "-1 2", "", "reward.clip_range", (-1.0, 2.0)),
     ("reward_clip_range", "10.0", "", "reward.clip_range", (-10.0, 10.0)),
+    (
+        "reward_normalize",
+        "each",
+        "--dynamic_filtering --remote_rm_url a.py,b.py --n_samples_per_prompt 2",
+        "dynamic_sampling.by_source",
+        True,
+    ),
+    ("reward_normalize", "none", "", "reward.normalize", "none"),
+    ("judge_url", "http://127.0.0.1/v1", "", "reward.calls.judge.url", "http://127.0.0.1/v1"),
+    ("judge_model", "m", "", "reward.calls.judge.model", "m"),
+    ("judge_num_calls", "3", "", "reward.calls.judge.num_calls", 3),
     ("overlong_buffer_len", "8", "", "reward.overlong_buffer", 8),
     ("overlong_buffer_len", "1", "", "reward.overlong_buffer", 1),
     ("overlong_buffer_len", "0.2", "", "reward.overlong_buffer", 6),  # of 32: 6.4

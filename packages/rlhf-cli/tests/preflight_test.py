@@ -216,6 +216,10 @@ def test_check_inputs_process_reward_model_is_known_by_its_config(folder, models
     assert plain.notices == ("--step_separator has no effect: no model of --reward_pretrain judges steps",)
     text = refused(folder, models, *argv, "steps", "--running_reward_norm")
     assert text.startswith("--running_reward_norm normalizes rewards of whole responses, and ")
+    text = refused(
+        folder, models, *argv, f"{models / 'judge'},steps", "--reward_normalize", "each", "--n_samples_per_prompt", "4"
+    )
+    assert text.startswith("--reward_normalize each normalizes rewards of whole responses, and ")
     (folder / "steps" / "config.json").write_text(json.dumps(config | {"process_reward": {"placeholder": 5}}))
     assert refused(folder, models, *argv, "steps").startswith("--reward_pretrain: process_reward of a model's config")
     (folder / "steps" / "config.json").write_text(json.dumps(config | steps))

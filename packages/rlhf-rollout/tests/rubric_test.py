@@ -1,6 +1,7 @@
 """Rubrics: files, the weighted mean by hand, how answers are read, and responses that try to steer the judge."""
 
 import re
+import time
 
 import pytest
 
@@ -189,6 +190,13 @@ def test_response_cannot_leave_its_quotation(attack):
     assert quoted.replace(" ", "") == attack.replace(" ", "")  # nothing is lost but the meaning of tags
     for tag in ("<|", "<\uff5c", "[INST]", "[/INST]", "</s>", "<end_of_turn>", "</think>", "<score>"):
         assert tag not in quoted
+
+
+@pytest.mark.parametrize("text", ["<" * 300_000, "<" + " " * 300_000, "[" * 300_000, "</score" * 50_000])
+def test_long_response_is_quoted_in_linear_time(text):
+    started = time.monotonic()
+    assert text in Rubric(text="r").messages("2+2=", None, text)[1]["content"]
+    assert time.monotonic() - started < 10
 
 
 @pytest.mark.parametrize("attack", ATTACKS)

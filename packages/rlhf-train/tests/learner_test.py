@@ -8,6 +8,7 @@ import torch
 
 from online_fakes import FakeRanks, World
 from rlhf_data.records import FinishReason, Rollout, Span, SpanSource, Verdict, VerdictKind
+from rlhf_rollout.rewards.sources import RewardSource
 from rlhf_train.advantages import generalized_advantages, placed_rewards
 from rlhf_train.algorithms import make_algorithm
 from rlhf_train.experience import Experience
@@ -175,6 +176,49 @@ def test_every_set_is_dealt_every_rollout_once_with_its_own_number_of_ranks(job)
             assert [rollouts[row] for row in plan.rows] == mine
             dealt |= {rollout.rollout_id: reward for rollout, reward in zip(mine, rewards, strict=True)}
         assert dealt == pytest.approx(earned)
+
+
+def dealt(job, estimator: str, normalize: str) -> list[float]:
+    """What four rollouts of two groups are worth; the sources' rewards have the weights 1 and 2."""
+    sources = tuple(
+        RewardSource(kind="function", targets=(name,), weight=w) for name, w in (("a.py", 1.0), ("b.py", 2.0))
+    )
+    reward = dataclasses.replace(job.reward, sources=sources, normalize=normalize)
+    algorithm = make_algorithm(estimator, kl_coef=0.0)
+    ranks = Ranks([], "actor")
+    models = {"actor": job.models["actor"]}
+    alone = PlacementPlan("cpu", (0,), (ProcessPlan("actor", ("actor",), (0,), 1),), job.plan.engines, colocated=False)
+    job = dataclasses.replace(job, reward=reward, algorithm=algorithm, models=models, plan=alone)
+    # Rewards (0, 0) and (1, 1); (0, 1) and (1, 1). The second one of the first group failed and has the reward 1.
+    parts = [(0.0, 0.0), (), (0.0, 1.0), (1.0, 1.0)]
+    rollouts = []
+    for index, (rollout, own) in enumerate(zip(random_rollouts(4, vocab_size=64), parts, strict=True)):
+        total = own[0] + 2 * own[1] if own else 1.0
+        kind = VerdictKind.OK if own else VerdictKind.TIMEOUT
+        verdict = Verdict(kind, total, source_rewards=own)
+        rollouts.append(dataclasses.replace(rollout, rollout_id=str(index), group_id="ab"[index // 2], verdict=verdict))
+    Learner(job, [ranks]).deal(rollouts, step=1)
+    [(_, mine, rewards, _, _, _)] = ranks.shards
+    worth = {rollout.rollout_id: reward for rollout, reward in zip(mine, rewards, strict=True)}
+    return [worth[str(index)] for index in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("estimator", "normalize", "worth"),
+    [
+        # Sums 0 and 1 (the failed one), 2 and 3: each group has the deviation 0.5.
+        ("group_norm", "together", [-1.0, 1.0, -1.0, 1.0]),
+        ("group_norm", "none", [0.0, 1.0, 2.0, 3.0]),
+        # Group a: -1 and 1 from both sources, so -3 and 3; group b: from the first one. All deviate by sqrt(5).
+        ("group_norm", "each", [-3 / 5**0.5, 3 / 5**0.5, -1 / 5**0.5, 1 / 5**0.5]),
+        ("rloo", "each", [-3 / 5**0.5, 3 / 5**0.5, -1 / 5**0.5, 1 / 5**0.5]),
+        # These whiten advantages over the batch.
+        ("reinforce_baseline", "each", [-3.0, 3.0, -1.0, 1.0]),
+        ("reinforce", "each", [-3.0, 3.0, -1.0, 1.0]),
+    ],
+)
+def test_rewards_are_compared_together_or_each_by_itself(job, estimator, normalize, worth):
+    assert dealt(job, estimator, normalize) == pytest.approx(worth, abs=1e-5)
 
 
 def test_order_of_a_deal_differs_by_step_and_seed_and_repeats(job):

@@ -106,6 +106,24 @@ def test_groups_are_compared_by_score_not_by_reward():
     assert is_worth_training(group(rollout(5.0, score=0.0), rollout(5.0, score=1.0)), DynamicSampling())
 
 
+@pytest.mark.parametrize(
+    ("sources", "worth"),
+    [
+        (((1.0, 0.0), (0.0, 1.0)), True),  # equal sums of rewards that differ
+        (((1.0, 0.0), (1.0, 0.0)), False),
+        (((1.0, 0.0), ()), True),  # one of them has the fixed reward of a failure
+        (((), ()), False),
+    ],
+)
+def test_groups_are_compared_by_the_rewards_of_each_source(sources, worth):
+    rollouts = []
+    for rewards in sources:
+        made = rollout(1.0)
+        rollouts.append(replace(made, verdict=replace(made.verdict, source_rewards=rewards)))
+    assert is_worth_training(group(*rollouts), DynamicSampling(by_source=True)) is worth
+    assert not is_worth_training(group(*rollouts), DynamicSampling())
+
+
 def test_reward_model_of_a_job_has_its_deadline(monkeypatch, tmp_path):
     cancelled = []
     monkeypatch.setattr(ray, "cancel", cancelled.append)

@@ -76,7 +76,9 @@ def make_job(
     num_frozen = max(training.freezing_actor_steps, 0)
     places = config.engine.vllm_max_num_seqs * plan.engines.num_ranks
     filtering = DynamicSampling(
-        reward_range=rollout.dynamic_filtering_reward_range, max_batches=rollout.dynamic_filtering_max_batches
+        reward_range=rollout.dynamic_filtering_reward_range,
+        max_batches=rollout.dynamic_filtering_max_batches,
+        by_source=config.reward.reward_normalize == "each",
     )
     # Requests reach an engine in no fixed order, so each needs a seed of its own for two runs to agree. On a GPU they
     # would not agree anyway, because sums depend on what else is in the batch, and seeds slow the sampler down.
@@ -184,6 +186,7 @@ def _make_reward(config: PpoConfig, inputs: Inputs) -> RewardSpec:
         sources=inputs.reward_sources,
         calls=section.calls(),
         running_norm=section.running_reward_norm,
+        normalize=section.reward_normalize,
         normalize_models=section.normalize_reward,
         process_models=inputs.process_models,
         step_separator=section.step_end,

@@ -67,6 +67,30 @@ def relative_token_rewards(
     return np.split(relative, np.cumsum(counts)[:-1])
 
 
+def decoupled_rewards(
+    source_rewards: np.ndarray, weights: Sequence[float], group_ids: Sequence[str], *, over_batch: bool = True
+) -> np.ndarray:
+    """Return the weighted sum of several rewards, each of which is compared within its group before (GDPO).
+
+        z_ik = (r_ik - mean(r_k of the group)) / (std(r_k of the group) + 1e-6)     as in `group_normalized`
+        S_i  = sum_k w_k z_ik
+        A_i  = (S_i - mean(S)) / (std(S) + 1e-6)                                    over all rollouts of the batch
+
+    A sum that is normalised as a whole gives rollouts whose rewards differ the same advantage when their sums lie alike
+    in their groups, and a reward of a larger scale hides the others.
+
+    Args:
+        source_rewards: [B, K] float, the K rewards of each rollout.
+        weights: K numbers w.
+        over_batch: False returns S, for estimators that whiten advantages over the batch anyway.
+
+    Source: Liu et al. 2026 (GDPO), arXiv:2601.05242, eq. 4 to 6.
+    """
+    columns = [group_normalized(column, group_ids) for column in np.asarray(source_rewards, np.float64).T]
+    total = sum(weight * column for weight, column in zip(weights, columns, strict=True))
+    return group_normalized(total, [""] * len(group_ids)) if over_batch else total
+
+
 def leave_one_out(rewards: np.ndarray, group_ids: Sequence[str]) -> np.ndarray:
     """Return each reward minus the mean of the other rewards in its group.
 

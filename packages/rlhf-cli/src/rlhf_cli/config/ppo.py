@@ -51,7 +51,8 @@ class PpoConfig(Config):
     def check(self, given: Collection[str]) -> list[str]:
         """See `Config`. Notices come in the order of a run: rewards, objective, training, evaluation, placement."""
         given = with_places(self, given)
-        notices = self.reward.check_training(given, self.rollout.generate_max_len)
+        num_samples = self.rollout.n_samples_per_prompt
+        notices = self.reward.check_training(given, self.rollout.generate_max_len, num_samples)
         notices += self.algorithm.check(given, self.batch.num_updates)
         notices += self.training.check(given)
         notices += _check_training(self, given)
@@ -99,10 +100,16 @@ def _check_training(config: PpoConfig, given: Collection[str]) -> list[str]:
     # GRPO subtracts the mean of a group's rewards and divides by their deviation. A running norm before that cancels
     # out, unless clipping or a length penalty acts between the two.
     shapes = (reward.reward_clip_range, reward.overlong_buffer_len or None, reward.stop_properly_penalty_coef)
-    rescales = algorithm.row.baseline == "group_mean_std" and not algorithm.no_advantage_std_norm
+    is_together = reward.reward_normalize == "together"
+    rescales = is_together and algorithm.row.baseline == "group_mean_std" and not algorithm.no_advantage_std_norm
     anyway = f"{algorithm.title} shifts and scales the rewards of each group, which undoes it"
+    if reward.reward_normalize == "each" and algorithm.no_advantage_std_norm:
+        message = "--reward_normalize each divides rewards by their deviation, and --no_advantage_std_norm forbids it"
+        raise ConfigError(message, hint="drop one of them")
+    no_baseline = reward.reward_normalize == "none" and not algorithm.row.uses_group
     return without_effect(
         given,
+        (no_baseline, ["reward_normalize"], f"{algorithm.title} compares no rewards within a group"),
         (rescales and shapes == (None,) * 3, ["running_reward_norm"], anyway),
         (not training.enable_ema, ["ema_beta"], "--enable_ema is off"),
     )

@@ -4,9 +4,13 @@ from collections.abc import Collection
 
 from rlhf_data.checks import check_range, without_effect
 from rlhf_data.errors import ConfigError
-from rlhf_data.options import SymmetricRange, flag
+from rlhf_data.options import SymmetricRange, flag, one_of
 from rlhf_rollout.commands import sections
 
+Normalization = one_of(("together", "each", "none"))
+
+_WORDLESS = {"model", "judge", "pairwise"}  # kinds of rewards that do not say which responses are right
+_SUM_OPTIONS = ("running_reward_norm", "reward_clip_range", "overlong_buffer_len", "stop_properly_penalty_coef")
 _MODEL_OPTIONS = ("step_separator", "reward_num_nodes", "reward_num_gpus_per_node", "colocate_critic_reward")
 
 
@@ -25,6 +29,11 @@ class RewardSection(sections.RewardSection):
         None,
         "LOW HIGH, or X for -X X: clip rewards to this range, after --running_reward_norm and before length penalties;"
         " None: no clipping",
+    )
+    reward_normalize: Normalization = flag(
+        "together",
+        "what is compared within a group. together: the weighted sum of the rewards, as the estimator says; each: every"
+        " reward by itself, divided by its deviation, before they are weighed (GDPO); none: the estimator gets the sum",
     )
     overlong_buffer_len: float = flag(
         0.0,
@@ -50,12 +59,13 @@ class RewardSection(sections.RewardSection):
         share = max_tokens if self.overlong_buffer_len < 1 else 1
         return round(self.overlong_buffer_len * share)
 
-    def check_training(self, given: Collection[str], max_tokens: int) -> list[str]:
+    def check_training(self, given: Collection[str], max_tokens: int, num_samples: int) -> list[str]:
         """Check the rewards of a training run; return notices.
 
         Args:
             given: names of the options that the user set to a value other than the default.
             max_tokens: tokens per response at most.
+            num_samples: responses per prompt.
 
         Raises:
             ConfigError: for sources, ranges and lengths that cannot work.
@@ -67,16 +77,34 @@ class RewardSection(sections.RewardSection):
             message = f"--overlong_buffer_len {self.overlong_buffer_len:g} is {buffer} of the {max_tokens} tokens of"
             hint = f"give 1 to {max_tokens} tokens, or a share below 1 that comes to at least one token"
             raise ConfigError(f"{message} --generate_max_len", hint=hint)
+        if self.reward_normalize == "each":
+            self._check_each(given, len(sources), num_samples)
         keeps_all = self.stop_properly_penalty_coef == 1
         kinds = {source.kind for source in sources}
-        notices = self.check(given) + without_effect(
+        notices = self.check(given, num_samples) + without_effect(
             given,
             ("model" not in kinds, _MODEL_OPTIONS, "there is no --reward_pretrain"),
             (self.overlong_buffer_len == 0, ["overlong_penalty_factor"], "there is no --overlong_buffer_len"),
             (keeps_all, ["stop_properly_penalty_coef"], "at 1 a response keeps all of its reward"),
         )
-        if len(sources) > 1 or kinds == {"model"}:
-            which = f"the first of {len(sources)} rewards" if len(sources) > 1 else "the reward model"
+        if len(sources) > 1 or kinds & _WORDLESS:
+            alone = "the reward model" if kinds == {"model"} else "the judge"
+            which = f"the first of {len(sources)} rewards" if len(sources) > 1 else alone
             rule = f"a score of at least {self.success_threshold:g} (--success_threshold) counts as right"
             notices.append(f"accuracy and pass@k follow {which}, {sources[0].name}: {rule}, unless it says so itself")
+        if "pairwise" in kinds:
+            notices.append(
+                "the mean reward of a pairwise judge is always 0.5: it compares responses of the same policy"
+            )
         return notices
+
+    def _check_each(self, given: Collection[str], num_sources: int, num_samples: int) -> None:
+        """Raise ConfigError where rewards cannot be normalised each by itself."""
+        option = "--reward_normalize each"
+        if num_sources < 2 or num_samples < 2:
+            message = f"{option} compares several rewards within a group; there are {num_sources} rewards"
+            hint = "give several rewards, and --n_samples_per_prompt 4 or more"
+            raise ConfigError(f"{message} and {num_samples} responses per prompt", hint=hint)
+        if rival := next((name for name in _SUM_OPTIONS if name in given), None):
+            message = f"--{rival} changes the sum of the rewards, and {option} compares them before they are added"
+            raise ConfigError(message, hint="drop one of them; length:max=TOKENS is a reward for short responses")

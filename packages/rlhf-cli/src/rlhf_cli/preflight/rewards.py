@@ -65,8 +65,9 @@ def check_reward_models(
     )
     from rlhf_models.reward import stored_moments
 
-    if process_models and config.reward.running_reward_norm:
-        message = f"--running_reward_norm normalizes rewards of whole responses, and {min(process_models)} judges steps"
+    rival = "--running_reward_norm" if config.reward.running_reward_norm else "--reward_normalize each"
+    if process_models and (config.reward.running_reward_norm or config.reward.reward_normalize == "each"):
+        message = f"{rival} normalizes rewards of whole responses, and {min(process_models)} judges steps"
         raise ConfigError(message, hint="drop it; --advantage_estimator group_norm compares the steps of a group")
     notices = []
     if config.reward.step_end != "\n" and not process_models:

@@ -163,8 +163,8 @@ class RewardSection(Section, title="reward"):
     )
     reward_timeout_s: float = flag(
         30.0,
-        "time limit of a reward function per response, of all tests of a program, of one call of a reward server, and of"
-        " one question to a judge with all its tries, in seconds",
+        "time limit of a reward function per response, of all tests of a program, of one call of a reward server, and"
+        " of one question to a judge with all its tries, in seconds",
         gt=0,
     )
     reward_start_timeout_s: float = flag(120.0, "time limit of importing a reward function, in seconds", gt=0)

@@ -144,7 +144,7 @@ def _check(rubric: Rubric) -> None:
 
 def _quoted(texts: dict[str, str], names: tuple[str, ...]) -> str:
     """Return the texts that are not empty, each between lines with its title and a code that none of them contains."""
-    tags = re.compile(rf"(?i)<(?=\s*/?\s*(?:{'|'.join(names)}|{_TAGS})\s*>|[|\uff5c])|\[(?=/?INST\])")
+    tags = re.compile(rf"(?i)<(?=/?(?:{'|'.join(names)}|{_TAGS})>|[|\uff5c])|\[(?=/?INST\])")
     texts = {title: tags.sub(r"\g<0> ", text) for title, text in texts.items() if text or "RESPONSE" in title}
     # To contain the code, a text would have to contain a hash of itself.
     code = hashlib.sha256("\n".join(texts.values()).encode("utf-8", "surrogatepass")).hexdigest()[:16]

@@ -135,9 +135,9 @@ def parse_sources(
     """Return the sources that comma-separated lists name.
 
     Args:
-        rewards: functions (`FILE.py`, `FILE.py:function`, `module:function`, names of built-in rewards), `code`, rubrics
-            of judges (`judge:FILE`, `pairwise:FILE`) and URLs. All URLs together are one source, at the place of the
-            first URL.
+        rewards: functions (`FILE.py`, `FILE.py:function`, `module:function`, names of built-in rewards), `code`,
+            rubrics of judges (`judge:FILE`, `pairwise:FILE`) and URLs. All URLs together are one source, at the place
+            of the first URL.
         models: reward models; they come after the others.
         weights: one per source, in that order; None for 1 each.
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from rlhf_data.errors import ConfigError, FeatureError
 from rlhf_data.records import Prompt
@@ -69,6 +70,9 @@ class BatchSizes:
         return math.ceil(num_trained / self.train_batch_size)
 
 
+RewardNormalization = Literal["together", "each", "none"]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardSpec:
     """Where rewards come from, and how they are changed before training, in the order of the attributes.
@@ -87,6 +91,9 @@ class RewardSpec:
         overlong_penalty_factor: size of the penalty at the length limit.
         stop_properly_coef: changes the reward of rollouts that the length limit ended; see
             `rlhf_rollout.rewards.shaping.stop_properly`.
+        normalize: what is compared within a group. "together": the sum of the rewards, as the estimator says. "each":
+            every source's reward by itself, before they are weighed; see `baselines.decoupled_rewards`, which replaces
+            the four changes above and the estimator's baseline. "none": nothing, the estimator gets the sum.
     """
 
     sources: tuple[RewardSource, ...]
@@ -100,6 +107,7 @@ class RewardSpec:
     overlong_buffer: int = 0
     overlong_penalty_factor: float = 1.0
     stop_properly_coef: float | None = None
+    normalize: RewardNormalization = "together"
 
     @property
     def models(self) -> tuple[str, ...]:
@@ -114,10 +122,13 @@ class DynamicSampling:
     Attributes:
         reward_range: bounds that a group's mean score must lie strictly within; None for no bounds.
         max_batches: limit on the prompts drawn per step, as a multiple of the rollout batch size.
+        by_source: compare the rewards of each source instead of the scores: a group can have equal sums of rewards that
+            differ.
     """
 
     reward_range: tuple[float, float] | None = None
     max_batches: int = 10
+    by_source: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

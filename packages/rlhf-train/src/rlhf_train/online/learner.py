@@ -7,7 +7,7 @@ import numpy as np
 
 from rlhf_data.errors import EngineError
 from rlhf_data.records import Rollout
-from rlhf_train.baselines import relative_rewards, relative_token_rewards
+from rlhf_train.baselines import decoupled_rewards, relative_rewards, relative_token_rewards
 from rlhf_train.batching import plan_batches
 from rlhf_train.kl import adapted_kl_coef
 from rlhf_train.online.job import OnlineJob
@@ -133,13 +133,23 @@ class Learner:
         """Return shaped rewards relative to the algorithm's baseline, and metrics of the shaping.
 
         The rewards that single tokens earned are compared among themselves, and so is what is left of each rollout's
-        reward. The first list has the sums of both, the second one the rewards of tokens.
+        reward. The first list has the sums of both, the second one the rewards of tokens. Rewards that are normalised
+        each by itself are those of whole rollouts.
         """
         spec = self._job.algorithm
+        reward = self._job.reward
         shaped, metrics = self._shaper.shape(rollouts)
         group_ids = [rollout.group_id for rollout in rollouts]
-        options = {"baseline": spec.row.baseline, "divide_by_std": spec.whiten_std}
         earned = [np.array([value for _, value in rollout.verdict.token_rewards]) for rollout in rollouts]
+        if reward.normalize == "each":
+            # A failed reward that has a fixed value has it from every source.
+            parts = [r.verdict.source_rewards or (r.verdict.reward,) * len(reward.sources) for r in rollouts]
+            parts = np.reshape(parts, (-1, len(reward.sources)))
+            weights = [source.weight for source in reward.sources]
+            whole = decoupled_rewards(parts, weights, group_ids, over_batch=not spec.row.whiten)
+            return whole.tolist(), [np.zeros_like(own) for own in earned], metrics
+        baseline = "none" if reward.normalize == "none" else spec.row.baseline
+        options = {"baseline": baseline, "divide_by_std": spec.whiten_std}
         rest = shaped - np.array([own.sum() for own in earned])
         tokens = relative_token_rewards(earned, group_ids, **options)
         whole = relative_rewards(rest, group_ids, **options) + np.array([own.sum() for own in tokens])

@@ -109,12 +109,15 @@ def _raw(rollouts: Sequence[Rollout]) -> np.ndarray:
 def is_worth_training(group: RolloutGroup, spec: DynamicSampling) -> bool:
     """Return whether a group's scores differ and, with `reward_range`, their mean lies strictly within its bounds.
 
-    A group of equal scores has no advantage to learn from. Rollouts without a score are ignored.
+    With `by_source` the rewards of a source must differ, instead of the scores. A group of equal ones has no advantage
+    to learn from. Rollouts without a score are ignored.
 
     Source: Yu et al. 2025, arXiv:2503.14476, sec. 3.2 (DAPO), eq. 11.
     """
-    scores = [rollout.verdict.score for rollout in scored([group])]
-    if len(scores) < 2 or max(scores) == min(scores):
+    verdicts = [rollout.verdict for rollout in scored([group])]
+    scores = [verdict.score for verdict in verdicts]
+    compared = [verdict.source_rewards for verdict in verdicts] if spec.by_source else scores
+    if len(set(compared)) < 2:
         return False
     if spec.reward_range is None:
         return True
