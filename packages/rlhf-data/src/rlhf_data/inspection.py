@@ -117,7 +117,8 @@ def run(config: InspectConfig) -> int:
     progress = Progress()
     with progress.doing("reading the rows"):
         encoder = _load_encoder(config)
-        rows = open_sources(data.dataset, max_samples=data.max_samples, split=data.dataset_split)
+        options = {"max_samples": data.max_samples, "split": data.dataset_split, "preset": data.preset_data}
+        rows = open_sources(data.dataset, **options)
         errors = RowErrors(skip_bad_rows=True)
         keys, num_rows, shown = _count_keys(rows.read(errors), number)
     for (key, kind), times in sorted(keys.items()):

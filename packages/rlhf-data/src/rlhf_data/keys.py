@@ -28,7 +28,7 @@ def check_keys(rows: Rows, keys: Mapping[str, str | None], optional: Collection[
         optional: the options that may be None.
     """
     for source in rows.sources:
-        row = next(Rows((source,)).read(RowErrors(skip_bad_rows=True)))
+        row = next(Rows((source,), preset=rows.preset).read(RowErrors(skip_bad_rows=True)))
         for option, key in keys.items():
             if key is not None and key not in row.values:
                 message = f"--{option}: {row.origin}: unknown key `{key}`; known: {', '.join(sorted(row.values))}"

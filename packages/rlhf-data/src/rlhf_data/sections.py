@@ -1,14 +1,20 @@
 """Options of data, for the commands of every package: which rows are read, and how a row becomes tokens."""
 
+from typing import Any
+
+from pydantic import model_validator
+
 from rlhf_data.checks import lacking
 from rlhf_data.errors import ConfigError
-from rlhf_data.options import Section, flag
+from rlhf_data.options import Section, flag, one_of
+from rlhf_data.presets import PRESETS
 
 SOURCES = (
     ".jsonl, .json, .csv (also .gz), .parquet or .arrow files, saved data set folders, loading scripts and hub names,"
     " separated by commas; `name@subset` names a subset"
 )
 SPLIT = "the split to read if a data set has splits"
+PresetName = one_of(PRESETS)
 
 
 class TemplateSection(Section, title="data"):
@@ -23,6 +29,20 @@ class SampleSection(TemplateSection):
     """How many rows are read, for every command that reads rows."""
 
     max_samples: int | None = flag(None, "rows to read per source, at most; None: all", ge=1)
+    preset_data: PresetName | None = flag(
+        None,
+        "the known data set whose form the rows have: they get the keys input, output, label, chosen and rejected, and"
+        " the options of keys and --apply_chat_template fit them; None: any rows, whose keys the options name",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fit_preset(cls, values: Any) -> Any:
+        """Set the options that suit the preset, where the user does not."""
+        name = values.get("preset_data") if isinstance(values, dict) else None
+        preset = PRESETS.get(name) if isinstance(name, str) else None
+        options = {} if preset is None else preset.options
+        return {name: value for name, value in options.items() if name in cls.model_fields} | values
 
 
 class RowSection(SampleSection):

@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from rlhf_data.errors import ConfigError, DataError, missing_file
+from rlhf_data.errors import ConfigError, DataError, missing_file, unknown
+from rlhf_data.presets import PRESETS
 from rlhf_data.rows import Row, RowErrors, kind_of
 from rlhf_data.safety import is_utf8
 
@@ -58,12 +59,14 @@ class Rows:
         probs: probability per source of drawing the next row from it; None reads one source after the other.
         seed: seed of these draws.
         max_samples: largest number of rows per source.
+        preset: the name in `PRESETS` of the data set whose form the rows have; None leaves them as they are.
     """
 
     sources: tuple[Source, ...]
     probs: tuple[float, ...] | None = None
     seed: int = 0
     max_samples: int | None = None
+    preset: str | None = None
 
     @property
     def name(self) -> str:
@@ -102,12 +105,17 @@ class Rows:
     def fingerprint(self) -> str | None:
         """Return a text that changes whenever the rows do, or None if a source is streamed and has no fingerprint."""
         prints = [source.fingerprint() for source in self.sources]
-        return None if None in prints else repr((prints, self.probs, self.seed, self.max_samples))
+        return None if None in prints else repr((prints, self.probs, self.seed, self.max_samples, self.preset))
 
     def _read(self, source: Source, errors: RowErrors) -> Iterator[Row]:
         row = None
         num_bad = errors.num_bad
-        for row in itertools.islice(source.read(errors), self.max_samples):
+        for read in itertools.islice(source.read(errors), self.max_samples):
+            try:
+                row = read if self.preset is None else PRESETS[self.preset].convert(read)
+            except DataError as error:
+                errors.add(error)
+                continue
             yield row
         if row is None and errors.num_bad > num_bad:
             raise DataError(f"no row of {source.name} can be read; the first that cannot:\n" + "\n".join(errors.first))
@@ -123,6 +131,7 @@ def open_sources(
     max_samples: int | None = None,
     streaming: bool = False,
     split: str = "train",
+    preset: str | None = None,
 ) -> Rows:
     """Open data files and data sets.
 
@@ -141,6 +150,7 @@ def open_sources(
         streaming: read data sets of the `datasets` library row by row, without copying them into its cache. Text files
             are always read this way.
         split: split to read from data sets that have splits.
+        preset: the name in `PRESETS` of the data set whose form the rows have, which then get the usual keys.
 
     Raises:
         DataError: a file is missing or of an unknown type, or the `datasets` library refuses a data set.
@@ -149,6 +159,8 @@ def open_sources(
     names = [text] if isinstance(text, Path) else [part.strip() for part in text.split(",") if part.strip()]
     if not names:
         raise ConfigError("no data source is named")
+    if preset is not None and preset not in PRESETS:
+        raise ConfigError(unknown("data preset", preset, PRESETS))
     if max_samples is not None and max_samples < 1:
         raise ConfigError(f"the number of samples to read must be at least 1, got {max_samples}")
     if probs is not None:
@@ -157,7 +169,7 @@ def open_sources(
         if not all(0 < prob < float("inf") for prob in probs):
             raise ConfigError(f"the probabilities of data sources must be above 0, got {list(probs)}")
         probs = tuple(prob / sum(probs) for prob in probs)
-    return Rows(tuple(_open(name, streaming, split) for name in names), probs, seed, max_samples)
+    return Rows(tuple(_open(name, streaming, split) for name in names), probs, seed, max_samples, preset)
 
 
 def _open(name: str | Path, streaming: bool, split: str) -> Source:
