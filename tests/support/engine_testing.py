@@ -1,15 +1,23 @@
 """The engines that the contract of `RolloutEngine` is held against, and how tests call them."""
 
 import asyncio
+import dataclasses
+import os
+import subprocess
+import sys
+import time
 from collections.abc import Coroutine, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 
 from rlhf_rollout.engines import EngineSpec, build_engine
+from rlhf_rollout.host import free_port
 from rlhf_rollout.protocols import RolloutEngine, SamplingParams
 from rollout_testing import shared_memory_bucket
 
@@ -28,6 +36,54 @@ class Subject:
     weights: Mapping[str, np.ndarray]
     vocab_size: int
 
+    @property
+    def has_model(self) -> bool:
+        """Whether there is a model behind it, and not a script."""
+        return self.kind in ("transformers", "vllm")
+
+
+# A fake engine behind the server, in a process of its own; the arguments are the port and the fields of its spec.
+_SERVED = """
+import sys
+from rlhf_rollout.commands.configs import EngineServerSection
+from rlhf_rollout.commands.door import listen
+from rlhf_rollout.commands.serve import create_app
+from rlhf_rollout.engines.fake import FakeEngine
+from rlhf_rollout.engines.spec import EngineSpec
+
+spec = EngineSpec(**eval(sys.argv[2]))
+app = create_app(FakeEngine(spec, token_latency_s=float(sys.argv[3])), {"engine": "fake"}, token=sys.argv[4])
+listen(app, EngineServerSection(port=int(sys.argv[1])))
+"""
+
+
+@contextmanager
+def served_engine(spec: EngineSpec, *, token_latency_s: float = 0.0, token: str = "") -> Iterator[str]:
+    """Yield the URL of a server in another process, with a fake engine of this specification behind it."""
+    port = free_port()
+    words = [str(port), repr(dataclasses.asdict(spec)), str(token_latency_s), token]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    process = subprocess.Popen([sys.executable, "-c", _SERVED, *words], env=environment)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        wait_until_up(url, process)
+        yield url
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def wait_until_up(url: str, process: subprocess.Popen) -> None:
+    """Wait until the server of a process answers."""
+    deadline = time.monotonic() + 120
+    while True:
+        assert time.monotonic() < deadline and process.poll() is None, process.returncode
+        try:
+            if httpx.get(f"{url}/health").is_success:
+                return
+        except httpx.TransportError:
+            time.sleep(0.05)
+
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -40,11 +96,11 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(scope="module", params=["fake", "transformers", "vllm"])
+@pytest.fixture(scope="module", params=["fake", "served", "transformers", "vllm"])
 def subject(request: pytest.FixtureRequest) -> Iterator[Subject]:
-    model_dir = Path() if request.param == "fake" else request.getfixturevalue("model_dir")
+    kind = request.param
     spec = EngineSpec(
-        model=str(model_dir),
+        model="fake" if kind in ("fake", "served") else str(request.getfixturevalue("model_dir")),
         max_model_len=MAX_MODEL_LEN,
         max_num_seqs=32,
         max_num_batched_tokens=1024,
@@ -52,15 +108,22 @@ def subject(request: pytest.FixtureRequest) -> Iterator[Subject]:
         request_timeout_s=REQUEST_TIMEOUT_S,
         control_timeout_s=CONTROL_TIMEOUT_S,
     )
-    weights: Mapping[str, np.ndarray] = {"a": np.arange(6, dtype=np.float32), "b": np.ones((2, 3), np.float32)}
-    vocab_size = 256
-    if request.param != "fake":
+    if kind in ("fake", "served"):
+        weights: Mapping[str, np.ndarray] = {"a": np.arange(6, dtype=np.float32), "b": np.ones((2, 3), np.float32)}
+        vocab_size = 256
+    else:
         from safetensors.numpy import load_file
 
-        weights, vocab_size = load_file(model_dir / "model.safetensors"), 512
-    engine = build_engine(request.param, spec)
-    yield Subject(request.param, engine, weights, vocab_size)
-    asyncio.run(engine.close())
+        weights = load_file(Path(spec.model) / "model.safetensors")
+        vocab_size = 512
+    with ExitStack() as stack:
+        if kind == "served":  # its tokens take their time, so that there are requests in flight to pause
+            url = stack.enter_context(served_engine(spec, token_latency_s=0.005))
+            engine = build_engine("http", dataclasses.replace(spec, base_url=url))
+        else:
+            engine = build_engine(kind, spec)
+        yield Subject(kind, engine, weights, vocab_size)
+        asyncio.run(engine.close())
 
 
 def run(coroutine: Coroutine[Any, Any, Any]) -> Any:

@@ -1,9 +1,10 @@
-"""Helpers for tests of rlhf-rollout: weight buckets without a trainer, and a small HTTP server."""
+"""Helpers for tests of rlhf-rollout: weight buckets without a trainer, and HTTP servers."""
 
 import json
 import re
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -113,3 +114,22 @@ def judge_server() -> Iterator[JudgeServer]:
     with json_server(judge) as url:
         judge.url = url + "/v1"
         yield judge
+
+
+@contextmanager
+def app_server(app: Any) -> Iterator[str]:
+    """Yield the URL of an ASGI application, which a thread of this process serves until the context ends."""
+    import uvicorn
+
+    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error"))
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    try:
+        deadline = time.monotonic() + 20
+        while not server.started:
+            assert time.monotonic() < deadline and thread.is_alive()
+            time.sleep(0.01)
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join(10)

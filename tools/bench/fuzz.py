@@ -38,9 +38,11 @@ from rlhf_data.rows import RowErrors
 from rlhf_data.sft import SftEncoder
 from rlhf_data.sources import open_sources
 from rlhf_data.testing import ByteTokenizer
+from rlhf_rollout.commands import serve as engine_server
 from rlhf_rollout.commands.generate import take_up
 from rlhf_rollout.commands.post_process import POST_PROCESSORS, training_rows
 from rlhf_rollout.commands.serve_rm import create_app
+from rlhf_rollout.engines.fake import FakeEngine
 from rlhf_rollout.rewards.remote import RemoteReward
 from rlhf_train.engine.shards import ShardReader, Shards
 from rlhf_train.run.checkpoint import Checkpoint, Checkpoints, read_checkpoint, superfluous
@@ -143,13 +145,27 @@ class Lengths:
 def serve(data: bytes, folder: Path) -> None:
     """Post a body to serve_rm, which must answer, and not with an error of its own."""
     app = create_app(Lengths(), ByteTokenizer(), contextlib.AsyncExitStack())  # type: ignore[arg-type]
-
-    async def run() -> int:
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://here") as client:
-            return (await client.post("/get_reward", content=data)).status_code
-
-    status = asyncio.run(run())
+    status = asyncio.run(post(app, "/get_reward", data))
     assert status in (200, 413, 422), status
+
+
+def serve_engine(data: bytes, folder: Path) -> None:
+    """Post a body to two calls of `serve`, which must answer, and not with an error of its own."""
+    app = engine_server.create_app(FakeEngine(), {})
+
+    async def run() -> list[int]:
+        generated = await post(app, "/v1/completions", data)
+        await post(app, "/engine/begin_weight_update", b'{"policy_version": 1}')
+        return [generated, await post(app, "/engine/receive_weights", data + b"\n12345678")]
+
+    for status in asyncio.run(run()):
+        assert status in (200, 409, 413, 422), status
+
+
+async def post(app: Any, path: str, data: bytes) -> int:
+    """Return the status of an application's answer."""
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://here") as client:
+        return (await client.post(path, content=data)).status_code
 
 
 def read_rollouts(data: bytes, folder: Path) -> None:
@@ -203,6 +219,8 @@ def seeds() -> dict[str, tuple[Callable[[bytes, Path], None], list[bytes]]]:
     rows = [{"input": "one", "output": "two"}, {"input": messages, "output": 3.5}]
     answer = {"rewards": [1, 2.5], "scores": [0, 1], "extra_logs": {"n": [1, 2]}, "verdicts": ["ok", None]}
     body = {"query": ["p a", "p b"], "prompts": ["p ", "p "], "labels": ["1", None]}
+    asked = {"prompt": [1, 2], "n": 2, "max_tokens": 4, "temperature": 0.5, "seed": 3, "timeout_s": 5.0}
+    head = {"policy_version": 1, "tensors": [["a", "float32", [2], 0, 8]], "checksum": None}
     record = {"run": "d", "text": "t", "input": "i", "label": "l", "finish_reason": "stop", "verdict": "ok"}
     records = [{**record, "group_id": f"g/{n // 2}", "reward": float(n), "text": f"t{n}"} for n in range(4)]
     lines = ["\n".join(map(json.dumps, values)).encode() + b"\n" for values in (rows, records)]
@@ -218,6 +236,7 @@ def seeds() -> dict[str, tuple[Callable[[bytes, Path], None], list[bytes]]]:
         "configuration (TOML)": (read_config, [toml, half, b"[training]\nseed = 1\nactor_learning_rate = 1e-6\n"]),
         "answers of reward servers": (read_rewards, [json.dumps(answer).encode(), b'{"rewards": [0.5, -1]}']),
         "bodies of serve_rm": (serve, [json.dumps(body).encode(), b'{"query": ["a"]}']),
+        "bodies of serve": (serve_engine, [json.dumps(asked).encode(), json.dumps(head).encode()]),
         "rollouts files": (read_rollouts, [lines[1]]),
         "manifests of checkpoints": (read_manifest, [json.dumps(manifest).encode()]),
         "states and files of checkpoints": (read_shards, [file, json.dumps({"step": 3, "ledger": {}}).encode()]),

@@ -51,6 +51,7 @@ FLAGS = {
     "kd": (*EXAMPLES, "--teacher_model", BUILTIN),
     "generate": ("--pretrain", MODEL, *PROMPTS),
     "score": SCORED,
+    "serve": ("--pretrain", MODEL),
     "serve_rm": ("--reward_pretrain", MODEL),
     "chat": ("--pretrain", MODEL),
     "checkpoints": ("run", "--export", "1", "--output_path", "exported"),

@@ -193,6 +193,7 @@ READ_BEFORE = {
     "apply_chat_template",
     "input_template",
     "max_samples",
+    "preset_data",
     "remote_rm_url",
     "reward_pretrain",
     "reward_weights",

@@ -59,6 +59,8 @@ REACHES = [
     ("sft", "eval_split", "part", "--eval_dataset saved", "eval_count", 1),
     ("sft", "streaming", "", "--dataset saved", "count", 4),
     ("sft", "max_samples", "3", "", "count", 3),
+    ("sft", "preset_data", "hh", "", "learned", "good<|im_end|>"),
+    ("dpo", "preset_data", "hh", "--eval_dataset x.jsonl", "rejected", "bad<|im_end|>"),
     ("sft", "skip_bad_rows", "", "--dataset x.jsonl,bad.jsonl", "count", 4),
     ("sft", "eval_dataset", "x.jsonl", "", "eval_count", 4),
     ("sft", "max_len", "24", "--input_key text", "count", 2),  # of 13, 22, 31 and 40 tokens

@@ -12,11 +12,12 @@ import pytest
 from record_testing import make_group
 from rlhf_cli.builtin import MODEL_DIR
 from rlhf_cli.config.ppo import PpoConfig
-from rlhf_cli.preflight.data import metric_names
+from rlhf_cli.preflight.data import load_all, metric_names, open_prompts
 from rlhf_cli.preflight.inputs import Inputs, check_inputs
 from rlhf_data.command_line import CommandLine
 from rlhf_data.errors import ConfigError, DataError
 from rlhf_data.records import FinishReason, Prompt, Rollout, Span, SpanSource, Verdict, VerdictKind
+from rlhf_data.testing import ByteTokenizer
 from rlhf_train.online.evaluation import summarize_evaluation
 
 REWARD = "def reward_func(queries, prompts, labels):\n    return {'rewards': [0.0] * len(queries)}\n"
@@ -317,3 +318,13 @@ def test_check_inputs_best_metric_may_be_a_number_that_a_function_logs_and_not_o
     assert "unknown metric `eval/brevity`" in refused(folder, models, *argv, *only_a_model)
     mixed = ["--remote_rm_url", "reward.py", "--reward_pretrain", str(models / "judge")]
     check(folder, models, *argv, *mixed)
+
+
+def test_data_preset_gives_training_and_held_out_prompts_their_labels(folder):
+    for name, answer in (("prompts", 3), ("math", 4)):
+        row = {"question": f"{name}?", "answer": f"It is {answer}.\n#### {answer}"}
+        (folder / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
+    words = "--prompt_data prompts.jsonl --eval_data math.jsonl --preset_data gsm8k --remote_rm_url reward.py"
+    config = CommandLine(config=PpoConfig, prog="").parse(["--pretrain", "m", *words.split()]).config
+    prompts, held_out = load_all(config, *open_prompts(config), ByteTokenizer())
+    assert [(prompt.text, prompt.label) for prompt in (*prompts, *held_out)] == [("prompts?", "3"), ("math?", "4")]

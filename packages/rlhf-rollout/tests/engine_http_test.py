@@ -11,11 +11,12 @@ import httpx
 import numpy as np
 import pytest
 
-from rlhf_data.errors import ConfigError, EngineError
+from rlhf_data.errors import ConfigError, EngineError, WeightSyncError
 from rlhf_data.records import FinishReason
 from rlhf_rollout.engines import EngineSpec, build_engine
 from rlhf_rollout.engines.http import HttpEngine
 from rlhf_rollout.protocols import RolloutEngine, SamplingParams
+from rlhf_rollout.router import EngineRouter
 from rlhf_rollout.weight_sync.bucket import WeightBucket
 
 PROMPT = np.array([4, 5, 6], np.int32)
@@ -221,23 +222,61 @@ def test_http_engine_long_prompt_raises_before_it_is_sent(stub: Stub, url: str) 
     assert stub.requests == []
 
 
-def test_http_engine_takes_no_weights_and_no_sleep() -> None:
-    engine = HttpEngine(EngineSpec(model="policy", base_url="http://127.0.0.1:9"))
-    for refused in (
-        engine.begin_weight_update(1),
-        engine.receive_weights(WeightBucket("shared_memory", (), "none")),
-        engine.finish_weight_update(),
-        engine.sleep(),
-    ):
-        with pytest.raises(EngineError, match="hint: train with engine vllm"):
-            asyncio.run(refused)
+def test_http_engine_of_a_server_without_control_calls_says_which_server_has_them(stub: Stub, url: str) -> None:
+    stub.answers = [(404, {"detail": "Not Found"})]
+    engine = HttpEngine(EngineSpec(model="policy", base_url=url))
+    for call in (engine.pause("keep"), engine.resume(), engine.begin_weight_update(1), engine.sleep()):
+        with pytest.raises(
+            EngineError, match=r"/engine/\w+ does not exist\s+hint: only a server of `rlhf-rollout serve`"
+        ):
+            asyncio.run(call)
+    assert stub.requests[0]["path"] == "/engine/pause"
+    assert stub.requests[0]["mode"] == "keep" and stub.requests[2]["policy_version"] == 1
+    with pytest.raises(WeightSyncError, match="sends buckets of shared_memory, not of ipc"):
+        asyncio.run(engine.receive_weights(WeightBucket("ipc", (), "none")))
+
+
+def test_http_engine_control_call_that_hangs_ends_at_its_deadline(stub: Stub, url: str) -> None:
+    stub.delay.clear()
+    stub.answers = [(200, {})]
+    engine = HttpEngine(EngineSpec(model="m", base_url=url, request_timeout_s=0.06, control_timeout_s=0.02))
+    for call, limit in ((engine.pause("drain"), r"`pause` took longer than 0\.08 s"), (engine.resume(), r"0\.02 s")):
+        with pytest.raises(EngineError, match=limit):
+            asyncio.run(call)
+
+
+def test_http_engine_conversation_of_the_router_is_a_header_for_load_balancers(stub: Stub, url: str) -> None:
+    stub.answers = [(200, {"choices": [choice(0, [7])]})]
+    router = EngineRouter([HttpEngine(EngineSpec(model="m", base_url=url))])
+
+    async def ask_twice() -> None:
+        await router.generate(PROMPT, SamplingParams(), conversation="chat-1")
+        await router.generate(PROMPT, SamplingParams())
+
+    asyncio.run(ask_twice())
+    assert [headers.get("X-Session-Id") for headers in stub.headers] == ["chat-1", None]
+
+
+def test_http_engine_reads_a_span_per_policy_version(stub: Stub, url: str) -> None:
+    stub.answers = [(200, {"choices": [choice(0, [7, 8, 9]) | {"policy_versions": [[4, 2], [5, 1]]}]})]
+    [completion] = ask(url)
+    assert [(span.policy_version, span.token_ids.tolist()) for span in completion.spans] == [(4, [7, 8]), (5, [9])]
+    assert completion.spans[1].logprobs.tolist() == [-2.25]
+    stub.answers = [(200, {"choices": [choice(0, [7, 8, 9]) | {"policy_versions": [[4, 2]]}]})]
+    with pytest.raises(EngineError, match=r"3 tokens with policy_versions \[\[4, 2\]\]"):
+        ask(url)
 
 
 @pytest.mark.parametrize("base_url", ["https://far:8000", "http://127.0.0.1:8000", "http://[::1]:8000/v1"])
-def test_api_key_goes_over_https_or_to_this_machine(base_url):
+def test_api_key_goes_over_https_or_to_this_machine(base_url, monkeypatch):
     HttpEngine(EngineSpec(model="m", base_url=base_url), api_key="s3cret")
-    with pytest.raises(ConfigError, match=r"(?s)would go to http://\*\*\*@far:8000 without encryption.*hint: .*https"):
-        HttpEngine(EngineSpec(model="m", base_url="http://me:s3cret@far:8000"), api_key="s3cret")
+    far = EngineSpec(model="m", base_url="http://me:s3cret@far:8000")
+    refusal = r"(?s)RLHF_ENGINE_TOKEN would go to http://far:8000 without encryption.*hint: use https, or set "
+    with pytest.raises(ConfigError, match=refusal):
+        HttpEngine(far, api_key="s3cret")
+    monkeypatch.setenv("RLHF_ENGINE_TOKEN", "http://far:8000=s3cret")
+    assert HttpEngine(far)._headers == {"Authorization": "Bearer s3cret"}
+    assert HttpEngine(EngineSpec(model="m", base_url=base_url))._headers == {}
 
 
 def test_password_of_the_address_is_not_in_messages():

@@ -304,3 +304,12 @@ def test_options_that_do_not_fit_are_refused(prompts, reward, tmp_path, capsys, 
     assert main(arguments(prompts, tmp_path / "out.jsonl", *more)) == 2
     assert says in capsys.readouterr().err
     assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_prompts_of_a_data_preset_have_their_labels(tmp_path):
+    row = {"question": "2 + 2?", "answer": "It is <<2+2=4>>4.\n#### 4"}
+    prompts, out = write_jsonl(tmp_path / "gsm8k.jsonl", [row]), tmp_path / "out.jsonl"
+    words = ["generate", "--engine", "fake", "--prompt_data", str(prompts), "--output_path", str(out)]
+    assert main([*words, "--preset_data", "gsm8k", "--remote_rm_url", "rlhf_rollout.rewards.math"]) == 0
+    [record] = [json.loads(line) for line in out.read_text().splitlines()]
+    assert (record["input"], record["label"], record["verdict"]) == ("2 + 2?", "4", "unparsable")

@@ -24,6 +24,7 @@ from rlhf_rollout.commands import serve_rm
 from rlhf_rollout.commands.serve_rm import MAX_BODY_BYTES, MAX_QUERIES, create_app
 from rlhf_rollout.rewards.model import LocalScorer, ModelReward
 from rlhf_rollout.rewards.remote import RemoteReward, check_reward_server
+from rollout_testing import app_server
 
 ANSWERS = [("two plus two is", " four"), ("two plus two is", " five or so"), ("the sky", " is blue"), ("", "alone")]
 
@@ -51,18 +52,8 @@ def serving(reward, tokenizer, token=""):
     resources = contextlib.AsyncExitStack()
     resources.push_async_callback(reward.close)
     app = create_app(reward, tokenizer, resources, token=token)
-    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error"))
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    try:
-        deadline = time.monotonic() + 20
-        while not server.started:
-            assert time.monotonic() < deadline and thread.is_alive()
-            time.sleep(0.01)
-        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        thread.join(10)
+    with app_server(app) as url:
+        yield url
 
 
 def ask(url, answers, **options):

@@ -163,3 +163,13 @@ def test_score_without_a_reward_or_over_a_file_is_refused(tmp_path, capsys, leng
     assert "nothing says how answers are scored" in capsys.readouterr().err
     (tmp_path / "out.jsonl").write_text('"precious"\n')
     assert score(tmp_path, PAIRS, "--remote_rm_url", length) == (2, ["precious"])
+
+
+def test_pairs_of_a_data_preset_are_scored_without_keys_to_give(tmp_path, capsys, length):
+    talk = "\n\nHuman: a\n\nAssistant: "
+    rows = [{"chosen": talk + "good", "rejected": talk + "no"}, {"chosen": talk + "x", "rejected": talk + "yes"}]
+    # Without a tokenizer prompts are bytes, and the byte tokenizer has a chat template.
+    status, scored = score(tmp_path, rows, "--preset_data", "hh", "--remote_rm_url", length)
+    assert status == 0
+    assert [(row["chosen_reward"], row["rejected_reward"]) for row in scored] == [(4.0, 2.0), (1.0, 3.0)]
+    assert scored[0]["chosen"] == [{"role": "user", "content": "a"}, {"role": "assistant", "content": "good"}]

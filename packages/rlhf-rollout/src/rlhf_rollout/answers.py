@@ -1,5 +1,7 @@
 """Reads the answers of HTTP servers up to a size: a server that is not trusted could fill the memory."""
 
+from collections.abc import AsyncIterable
+
 import httpx
 
 MAX_BYTES = 2**28
@@ -9,14 +11,19 @@ _KEPT_HEADERS = ("Content-Type", "Retry-After")
 
 
 async def post(
-    client: httpx.AsyncClient, url: str, *, content: bytes, headers: dict[str, str], max_bytes: int | None = None
+    client: httpx.AsyncClient,
+    url: str,
+    *,
+    content: bytes | AsyncIterable[bytes],
+    headers: dict[str, str],
+    max_bytes: int | None = None,
 ) -> httpx.Response:
     """Return the answer to a POST request.
 
     Args:
         client: sends the request; its timeouts apply.
         url: of the request.
-        content: its body, in JSON.
+        content: its body, in JSON unless `headers` say otherwise.
         headers: further headers.
         max_bytes: limit of the answer when unpacked; None for `MAX_BYTES`.
 

@@ -110,7 +110,9 @@ class EngineRouter:
             place = await self._pick(failed, conversation)
             place.num_running += sampling.num_samples
             try:
-                completions = await place.engine.generate(token_ids, sampling, timeout_s=timeout_s)
+                known = conversation is not None and getattr(place.engine, "takes_conversation", False)
+                more = {"conversation": conversation} if known else {}
+                completions = await place.engine.generate(token_ids, sampling, timeout_s=timeout_s, **more)
                 _check_complete(completions, sampling)
             except Exception as error:  # an engine in another process or on another machine may raise anything
                 place.num_failures += 1

@@ -213,7 +213,7 @@ def _open(config: OfflineConfig) -> dict[str, "Rows"]:
 
     data = config.data
     assert data.dataset
-    common = {"max_samples": data.max_samples, "streaming": data.streaming}
+    common = {"max_samples": data.max_samples, "streaming": data.streaming, "preset": data.preset_data}
     probs = parse_probs("dataset_probs", data.dataset_probs)
     train = open_sources(
         source_names(data.dataset), probs=probs, seed=config.training.seed, split=data.dataset_split, **common

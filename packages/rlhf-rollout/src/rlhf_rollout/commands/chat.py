@@ -42,8 +42,9 @@ class ChatJob:
 
 def make_job(config: ChatConfig) -> ChatJob:
     """Return the job of a configuration."""
+    length = config.data.prompt_max_len + config.rollout.generate_max_len
     return ChatJob(
-        engine=make_engine(config.model, config.engine, config.rollout, config.data.prompt_max_len),
+        engine=make_engine(config.model, config.engine, length),
         sampling=config.rollout.params(1, config.rollout.seed),
         conversation=config.conversation,
         data=config.data,

@@ -228,6 +228,33 @@ class ServeConfig(Config):
         return self.reward.check(given)
 
 
+class EngineServerSection(with_defaults(ServerSection, port=8000)):
+    """Where `serve` listens."""
+
+
+class EngineServerEngine(OneEngineSection):
+    """The engine that `serve` serves."""
+
+    max_model_len: int = flag(2048, "tokens of prompt and response together, at most", ge=2)
+    vllm_enable_sleep: bool = flag(False, "let clients free the engine's GPU memory, with the call `sleep`")
+
+
+class EngineServerConfig(Config):
+    """All options of `serve`."""
+
+    model: EngineModelSection = EngineModelSection()
+    engine: EngineServerEngine = EngineServerEngine()
+    server: EngineServerSection = EngineServerSection()
+
+    def missing(self) -> list[ConfigError]:
+        """See `Config`."""
+        return self.engine.missing(self.model)
+
+    def check(self, given: Collection[str]) -> list[str]:
+        """See `Config`."""
+        return self.engine.check(given)
+
+
 class ConversationSection(Section, title="conversation"):
     """What a conversation begins with."""
 

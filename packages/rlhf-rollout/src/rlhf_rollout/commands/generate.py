@@ -69,7 +69,7 @@ class GenerateJob:
         data = self.data
         probs = parse_probs("prompt_data_probs", data.prompt_data_probs)
         options = {"probs": probs, "seed": self.seed, "split": data.prompt_split, "max_samples": data.max_samples}
-        rows = open_sources(data.prompt_data, **options)
+        rows = open_sources(data.prompt_data, preset=data.preset_data, **options)
         check_keys(rows, {"input_key": data.input_key, "label_key": data.label_key}, ["label_key"])
         prompts = load_prompts(rows, tokenizer, **matching(load_prompts, data))
         # A second pass gives the same rows in the same order; rows that made no prompt are skipped.
@@ -98,7 +98,7 @@ def make_job(config: GenerateConfig) -> GenerateJob:
     return GenerateJob(
         data=config.data,
         seed=rollout.seed or 0,
-        engine=make_engine(config.model, config.engine, rollout, config.data.prompt_max_len),
+        engine=make_engine(config.model, config.engine, config.data.prompt_max_len + rollout.generate_max_len),
         sampling=rollout.params(rollout.n_samples_per_prompt, rollout.seed),
         reward=RewardJob(config.reward, config.model.dtype),
         output=config.output,

@@ -1,4 +1,4 @@
-"""The command `rlhf-rollout`: generates, scores, serves a reward, and chats, with any engine and any reward."""
+"""The command `rlhf-rollout`: generates, scores, serves, measures and chats, with any engine and any reward."""
 
 import importlib
 import sys
@@ -8,9 +8,10 @@ from types import MappingProxyType
 from typing import Any
 
 from rlhf_data.command_line import CommandLine, show_parsed
+from rlhf_data.errors import ConfigError
 from rlhf_data.exits import SUCCESS, run_command
 from rlhf_data.options import Config
-from rlhf_rollout.commands.configs import ChatConfig, GenerateConfig, ScoreConfig, ServeConfig
+from rlhf_rollout.commands.configs import ChatConfig, EngineServerConfig, GenerateConfig, ScoreConfig, ServeConfig
 from rlhf_rollout.commands.terminal import TERMINAL, log_file
 from rlhf_rollout.host import wait_passively
 
@@ -23,11 +24,13 @@ class RolloutCommand:
         name: the word that calls it, and its module's name.
         title: one line for the list of commands.
         config: the class of its configuration.
+        extra: the extra of this package that its module needs.
     """
 
     name: str
     title: str
     config: type[Config]
+    extra: str | None = None
 
     def command_line(self, prog: str, **options: Any) -> CommandLine[Any]:
         """Return the command line that follows `prog`; `options` are further attributes of `CommandLine`."""
@@ -59,7 +62,13 @@ class RolloutCommand:
             return module.run(job)
 
     def _module(self) -> Any:
-        return importlib.import_module(f"rlhf_rollout.commands.{self.name}")
+        try:
+            return importlib.import_module(f"rlhf_rollout.commands.{self.name}")
+        except ModuleNotFoundError as error:
+            if self.extra is None or (error.name or "").startswith("rlhf_"):
+                raise
+            message = f"{self.name} needs the module {error.name}, which is not installed"
+            raise ConfigError(message, hint=f"pip install 'rlhf-rollout[{self.extra}]'") from None
 
 
 COMMANDS: Mapping[str, RolloutCommand] = MappingProxyType(
@@ -72,8 +81,12 @@ COMMANDS: Mapping[str, RolloutCommand] = MappingProxyType(
                 config=GenerateConfig,
             ),
             RolloutCommand(name="score", title="score the answers in a file", config=ScoreConfig),
+            RolloutCommand(name="serve", title="serve an engine over HTTP", config=EngineServerConfig, extra="server"),
             RolloutCommand(
-                name="serve_rm", title="serve a reward, such as a reward model, over HTTP", config=ServeConfig
+                name="serve_rm",
+                title="serve a reward, such as a reward model, over HTTP",
+                config=ServeConfig,
+                extra="server",
             ),
             RolloutCommand(name="chat", title="talk to a model in the terminal", config=ChatConfig),
         )

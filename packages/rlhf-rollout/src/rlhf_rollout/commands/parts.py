@@ -13,7 +13,7 @@ from rlhf_data.errors import ConfigError
 from rlhf_data.pretrained import load_tokenizer, located
 from rlhf_data.testing import ByteTokenizer
 from rlhf_rollout.commands.configs import OneEngineSection
-from rlhf_rollout.commands.sections import SHARE_ALONE, EngineModelSection, RewardSection, SamplingSection
+from rlhf_rollout.commands.sections import SHARE_ALONE, EngineModelSection, RewardSection
 from rlhf_rollout.commands.terminal import TERMINAL
 from rlhf_rollout.engines import EngineSpec
 from rlhf_rollout.protocols import RewardFunction
@@ -36,10 +36,14 @@ class EngineJob:
     spec: EngineSpec
     tokenizer: str | None
 
-    def load_tokenizer(self) -> Tokenizer:
-        """Return the tokenizer. Raises ConfigError when it cannot be loaded or the model does not exist."""
+    def check_model(self) -> None:
+        """Raise ConfigError for a model that does not exist."""
         if self.kind in ("transformers", "vllm"):
             located(self.spec.model)
+
+    def load_tokenizer(self) -> Tokenizer:
+        """Return the tokenizer. Raises ConfigError when it cannot be loaded or the model does not exist."""
+        self.check_model()
         return ByteTokenizer() if self.tokenizer is None else load_tokenizer(self.tokenizer)
 
 
@@ -122,17 +126,19 @@ class RewardJob:
         return scorer
 
 
-def make_engine(
-    model: EngineModelSection, engine: OneEngineSection, sampling: SamplingSection, prompt_max_len: int
-) -> EngineJob:
-    """Return the engine for responses to prompts of at most `prompt_max_len` tokens."""
+def make_engine(model: EngineModelSection, engine: OneEngineSection, max_model_len: int, **options: Any) -> EngineJob:
+    """Return the engine for prompts and responses of at most `max_model_len` tokens together.
+
+    `options` are further fields of `EngineSpec`.
+    """
     spec = engine.spec(
         model.pretrain or "fake",
-        prompt_max_len + sampling.generate_max_len,
+        max_model_len,
         SHARE_ALONE,
         tokenizer=model.tokenizer,
         dtype=model.dtype,
         base_url=engine.base_url if engine.engine == "http" else None,
+        **options,
     )
     return EngineJob(kind=engine.engine, spec=spec, tokenizer=model.tokenizer or model.pretrain)
 

@@ -59,7 +59,9 @@ def run(job: ScoreJob) -> int:
     hint = "give another --output_path, or --overwrite"
     check_new_file(job.output.path, replace=job.output.overwrite, hint=hint)
     with TERMINAL.progress.doing("reading the rows"):
-        rows = open_sources(job.data.dataset, max_samples=job.data.max_samples, split=job.data.dataset_split)
+        data = job.data
+        options = {"max_samples": data.max_samples, "split": data.dataset_split, "preset": data.preset_data}
+        rows = open_sources(data.dataset, **options)
         tokenizer = job.reward.load_tokenizer(job.tokenizer)
         reader = _Reader(job.data, rows, tokenizer)
         num_rows = sum(1 for _ in rows.read(RowErrors(skip_bad_rows=True)))

@@ -1,41 +1,32 @@
-"""`serve_rm`: a reward over HTTP, for `rlhf_rollout.rewards.remote`. Only this file imports FastAPI.
+"""`serve_rm`: a reward over HTTP, for `rlhf_rollout.rewards.remote`.
 
 A POST to /get_reward with `{"query": [...], "prompts": [...], "labels": [...]}` is answered by `{"rewards": [...],
 "scores": [...], "extra_logs": {...}, "verdicts": [...]}`, one entry per query.
-GET /health tells whether the server is up. A request that carries no valid token is refused before its body is read.
+GET /health tells whether the server is up.
 """
 
 import asyncio
 import contextlib
-import copy
-import os
-import secrets
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fastapi import FastAPI, HTTPException, Request
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, Field
+
 from rlhf_data.chat import Tokenizer
-from rlhf_data.errors import ConfigError, DataError, RewardError
+from rlhf_data.errors import DataError, RewardError
 from rlhf_data.records import FinishReason, Prompt, Rollout, Span, SpanSource, Verdict
 from rlhf_data.rows import Row
-from rlhf_data.safety import is_loopback
 from rlhf_data.sft import completed
 from rlhf_rollout.commands.configs import ServeConfig, ServerSection
+from rlhf_rollout.commands.door import TokenCheck, listen, read_json, token_for
 from rlhf_rollout.commands.parts import RewardJob
 from rlhf_rollout.commands.terminal import TERMINAL
 from rlhf_rollout.protocols import RewardFunction
 from rlhf_rollout.rewards.mix import score_each
-from rlhf_rollout.rewards.remote import TOKEN_VARIABLE
-
-try:
-    import uvicorn
-    from fastapi import FastAPI, HTTPException, Request
-    from fastapi.responses import JSONResponse
-    from pydantic import BaseModel, Field, ValidationError
-    from starlette.requests import ClientDisconnect
-except ImportError as error:
-    raise ConfigError(f"serve_rm needs FastAPI: {error}", hint="pip install 'rlhf-rollout[server]'") from None
-
+from rlhf_rollout.tokens import TOKEN_VARIABLE
 
 MAX_BODY_BYTES = 32 * 2**20
 MAX_QUERIES = 4096  # per request
@@ -44,7 +35,7 @@ ANSWER_TIMEOUT_S = 600.0  # for its rewards
 
 
 class Query(BaseModel):
-    """The body of a request. Its parser refuses JSON that is nested deeply, and texts that are not UTF-8.
+    """The body of a request.
 
     Attributes:
         query: texts of prompt and response together.
@@ -83,27 +74,15 @@ def run(job: ServeJob) -> int:
 
     Raises ConfigError for a reward that cannot be used, and for an address that other machines reach without a token.
     """
-    host, port = job.server.host, job.server.port
-    token = os.environ.get(TOKEN_VARIABLE, "").strip()
-    if not token and not is_loopback(host):
-        message = f"--host {host} lets other machines use this server, and no token is set"
-        raise ConfigError(message, hint=f"set {TOKEN_VARIABLE} here and for the clients, or leave --host at 127.0.0.1")
+    token = token_for(job.server, TOKEN_VARIABLE)
     with TERMINAL.progress.doing("loading the tokenizer"):
         tokenizer = job.reward.load_tokenizer(job.tokenizer)
     resources = contextlib.AsyncExitStack()
     # Opened before the server starts: an error within the server's start would not reach the caller.
     reward = job.reward.open(tokenizer, resources)
-    TERMINAL.say(f"POST to http://{host}:{port}/get_reward")
-    app = create_app(reward, tokenizer, resources, token=token)
-    uvicorn.run(app, host=host, port=port, log_level="warning", log_config=_log_config())
+    TERMINAL.say(f"POST to http://{job.server.host}:{job.server.port}/get_reward")
+    listen(create_app(reward, tokenizer, resources, token=token), job.server)
     return 0
-
-
-def _log_config() -> dict[str, Any]:
-    """Return uvicorn's logging with the terminal as its target: what the server says concerns the user."""
-    config = copy.deepcopy(uvicorn.config.LOGGING_CONFIG)
-    config["handlers"]["default"]["stream"] = TERMINAL.err
-    return config
 
 
 def create_app(
@@ -125,6 +104,7 @@ def create_app(
             yield
 
     app = FastAPI(title="rlhf-rollout serve_rm", lifespan=lifespan, openapi_url=None)
+    app.add_middleware(TokenCheck, token=token, variable=TOKEN_VARIABLE)
 
     @app.exception_handler(RewardError)
     async def fail(request: Request, error: RewardError) -> JSONResponse:
@@ -136,10 +116,8 @@ def create_app(
 
     @app.post("/get_reward")
     async def get_reward(request: Request) -> dict[str, Any]:
-        given = request.headers.get("Authorization", "")
-        if token and not secrets.compare_digest(given.encode(), f"Bearer {token}".encode()):
-            raise HTTPException(401, f"the request has no valid token; clients take it from {TOKEN_VARIABLE}")
-        query = await _read(request)
+        limits = {"limit_bytes": MAX_BODY_BYTES, "timeout_s": READ_TIMEOUT_S, "advice": "send fewer queries"}
+        query = await read_json(request, Query, **limits)
         count = len(query.query)
         prompts, labels = query.prompts or [""] * count, query.labels or [None] * count
         if {len(prompts), len(labels)} != {count}:
@@ -156,25 +134,6 @@ def create_app(
             raise HTTPException(504, f"no rewards within {ANSWER_TIMEOUT_S:g} s") from None
 
     return app
-
-
-async def _read(request: Request) -> Query:
-    """Return the body of a request. Raises HTTPException for one that is too long, too slow, or no `Query`."""
-    body = bytearray()
-    try:
-        async with asyncio.timeout(READ_TIMEOUT_S):
-            async for chunk in request.stream():
-                body += chunk
-                if len(body) > MAX_BODY_BYTES:
-                    raise HTTPException(413, f"the body is longer than {MAX_BODY_BYTES} bytes; send fewer queries")
-        return Query.model_validate_json(bytes(body))
-    except TimeoutError:
-        raise HTTPException(408, f"the body did not arrive within {READ_TIMEOUT_S:g} s") from None
-    except ClientDisconnect:
-        raise HTTPException(400, "the client closed the connection") from None
-    except ValidationError as error:
-        problems = error.errors(include_url=False, include_context=False, include_input=False)
-        raise HTTPException(422, problems[:3]) from None
 
 
 def _sample(tokenizer: Tokenizer, query: str, prompt: str, label: str | None) -> tuple[Prompt, Rollout]:

@@ -1,46 +1,61 @@
-"""A client of a vLLM server (OpenAI's completions API): tokens in, tokens and log-probs out."""
+"""A client of `rlhf-rollout serve` and of vLLM's server: tokens in, tokens and log-probs out."""
 
 import asyncio
 import json
+import os
+from collections.abc import AsyncIterator
+from dataclasses import astuple
 from typing import Any
 
 import httpx
 import numpy as np
 
-from rlhf_data.errors import ConfigError, EngineError
-from rlhf_data.records import FinishReason
-from rlhf_data.safety import is_loopback, without_secrets
+from rlhf_data.errors import EngineError, WeightSyncError
+from rlhf_data.records import FinishReason, Span, SpanSource
+from rlhf_data.safety import without_secrets
 from rlhf_rollout import answers
 from rlhf_rollout.engines.requests import check_request, deadline, sample_seeds
 from rlhf_rollout.engines.spec import EngineSpec
 from rlhf_rollout.protocols import Completion, EngineHealth, PauseMode, SamplingParams, check_pause_mode
+from rlhf_rollout.tokens import ENGINE_TOKEN_VARIABLE, tokens_of
+from rlhf_rollout.weight_sync.bucket import WeightBucket
+from rlhf_rollout.weight_sync.shared_memory import map_segment
 
 _RETRIED_STATUS = (408, 429, 500, 502, 503, 504)
 _MAX_RETRY_WAIT_S = 30.0
 _MAX_TIMEOUTS = 2
 _HEALTH_TIMEOUT_S = 10.0
+_GRACE_S = 1.0  # for the answer of a server that has ended a request at its deadline
+_KEEPALIVE_S = 2.0  # less than uvicorn's 5 s, so that no call meets a connection that the server is closing
+_PIECE_BYTES = 2**20
+_ERRORS = {"WeightSyncError": WeightSyncError}  # the classes of a server's errors; others are EngineError
 
 
 class HttpEngine:
-    """Generates on a vLLM server that runs elsewhere, with the server's fixed weights.
+    """Generates on a server that runs elsewhere: one of `rlhf-rollout serve`, or vLLM's with its fixed weights.
 
-    The server must be started with `--logprobs-mode processed_logprobs`: log-probs are then those of the distribution
-    sampled from. Without it they ignore the temperature, and the client cannot see that in an answer.
+    vLLM's server must be started with `--logprobs-mode processed_logprobs`: log-probs are then those of the
+    distribution sampled from. Without it they ignore the temperature, and the client cannot see that in an answer.
 
     Args:
         spec: `base_url`, such as "http://host:8000" or "http://host:8000/v1", and `model`, its name on the server.
             `max_model_len` is checked before a request goes out. `request_timeout_s` is the deadline of one attempt at
             a request, with all of its samples.
-        num_retries: further attempts after a temporary error: no connection, a timeout, or status 408, 429 or 5xx. A
-            second timeout ends the attempts.
+        num_retries: further attempts at a request after a temporary error: no connection, a timeout, or status 408, 429
+            or 5xx. A second timeout ends the attempts. Control calls are not repeated.
         retry_wait_s: pause before the first retry; it doubles with each further one, to at most 30 s.
-        policy_version: version of the server's weights.
-        api_key: sent as a bearer token.
+        policy_version: version of the weights of vLLM's server.
+        api_key: sent as a bearer token; None for the value of the environment variable RLHF_ENGINE_TOKEN.
         transport: replaces the network, for tests.
 
+    Attributes:
+        takes_conversation: `generate` takes the key of a conversation.
+
     Raises:
-        ConfigError: the api_key would go to another machine without encryption.
+        ConfigError: the api_key would go to another machine without encryption, see `tokens_of`.
     """
+
+    takes_conversation = True
 
     def __init__(
         self,
@@ -52,42 +67,65 @@ class HttpEngine:
         api_key: str | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        base_url = spec.base_url or ""
-        parsed = httpx.URL(base_url)
-        if api_key and parsed.scheme != "https" and not is_loopback(parsed.host):
-            message = f"the api_key would go to {without_secrets(base_url)} without encryption"
-            raise ConfigError(message, hint="give the server an https address")
-        self._address = base_url.rstrip("/").removesuffix("/v1") + "/v1/completions"
+        self._address = (spec.base_url or "").rstrip("/").removesuffix("/v1")
         self._url = without_secrets(self._address)  # for messages
+        key = os.environ.get(ENGINE_TOKEN_VARIABLE, "") if api_key is None else api_key
+        token = tokens_of([self._address], key, ENGINE_TOKEN_VARIABLE).get(self._address)
+        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._spec = spec
         self._num_retries = num_retries
         self._retry_wait_s = retry_wait_s
         self._policy_version = policy_version
+        self._transport = transport
         self._num_in_flight = 0
-        self._client = httpx.AsyncClient(
-            timeout=httpx.Timeout(spec.request_timeout_s, connect=min(spec.request_timeout_s, 10.0)),
-            limits=httpx.Limits(max_connections=None),
-            headers={"Authorization": f"Bearer {api_key}"} if api_key else None,
-            transport=transport,
-        )
+        self._updating: int | None = None
+        self._is_closed = False
+        self._clients: dict[asyncio.AbstractEventLoop, httpx.AsyncClient] = {}
+
+    @property
+    def _client(self) -> httpx.AsyncClient:
+        """The connections of the running event loop. Those of one loop cannot be used in another."""
+        if self._is_closed:
+            raise EngineError("the engine was closed")
+        loop = asyncio.get_running_loop()
+        if loop not in self._clients:
+            self._clients = {other: client for other, client in self._clients.items() if not other.is_closed()}
+            self._clients[loop] = httpx.AsyncClient(
+                timeout=httpx.Timeout(None, connect=min(self._spec.request_timeout_s, 10.0)),
+                limits=httpx.Limits(max_connections=None, keepalive_expiry=_KEEPALIVE_S),
+                headers=self._headers,
+                transport=self._transport,
+            )
+        return self._clients[loop]
 
     async def generate(
-        self, token_ids: np.ndarray, sampling: SamplingParams, *, timeout_s: float | None = None
+        self,
+        token_ids: np.ndarray,
+        sampling: SamplingParams,
+        *,
+        timeout_s: float | None = None,
+        conversation: str | None = None,
     ) -> list[Completion]:
-        """See `RolloutEngine.generate`; `timeout_s` covers all attempts."""
+        """See `RolloutEngine.generate`; `timeout_s` covers all attempts.
+
+        `conversation` is sent as the header X-Session-Id: a load balancer in front of several servers may send the
+        requests of a conversation to the one that has its prefix in the cache.
+        """
         check_request(token_ids, sampling, max_model_len=self._spec.max_model_len)
+        headers = {} if conversation is None else {"X-Session-Id": conversation}
         self._num_in_flight += 1
         try:
-            async with deadline(timeout_s, f"a request to {self._url}"):
-                answer = await self._post(self._request(token_ids, sampling))
+            async with deadline(timeout_s, f"a request to {self._url}", grace_s=_GRACE_S):
+                answer = await self._post(self._request(token_ids, sampling, timeout_s), headers)
         finally:
             self._num_in_flight -= 1
-        choices = answer.get("choices")
+        choices = answer.get("choices") if isinstance(answer, dict) else None
         if not isinstance(choices, list) or len(choices) != sampling.num_samples:
             raise EngineError(f"{self._url} answered without {sampling.num_samples} choices: {_excerpt(answer)}")
         return [self._completion(choice) for choice in sorted(choices, key=lambda choice: choice.get("index", 0))]
 
-    def _request(self, token_ids: np.ndarray, sampling: SamplingParams) -> dict[str, Any]:
+    def _request(self, token_ids: np.ndarray, sampling: SamplingParams, timeout_s: float | None) -> dict[str, Any]:
+        limit_s = self._spec.request_timeout_s
         request: dict[str, Any] = {
             "model": self._spec.model,
             "prompt": [int(token) for token in token_ids],
@@ -101,10 +139,12 @@ class HttpEngine:
             "logprobs": 0,
             "return_token_ids": True,
             "add_special_tokens": False,
+            "timeout_s": limit_s if timeout_s is None else min(timeout_s, limit_s),  # vLLM's server ignores it
         }
         if sampling.seed is not None:
-            # The server adds the sample's index to the seed, so neighbouring seeds would share samples.
+            # vLLM's server adds the sample's index to `seed`, so neighbouring seeds would share samples.
             request["seed"] = sample_seeds(sampling.seed, 1)[0]
+            request["request_seed"] = sampling.seed
         return request
 
     def _completion(self, choice: dict[str, Any]) -> Completion:
@@ -118,9 +158,19 @@ class HttpEngine:
             raise EngineError(f"{self._url} answered {len(token_ids)} tokens with log-probs {_excerpt(logprobs)}")
         if reason not in tuple(FinishReason):
             raise EngineError(f"{self._url} ended a completion with the unknown finish_reason {reason!r}")
-        return Completion.single(token_ids, logprobs, FinishReason(reason), self._policy_version)
+        parts = choice.get("policy_versions", [[self._policy_version, len(token_ids)]])
+        if sum(count for _, count in parts) != len(token_ids):
+            raise EngineError(f"{self._url} answered {len(token_ids)} tokens with policy_versions {_excerpt(parts)}")
+        spans = []
+        end = 0
+        for version, count in parts:
+            start = end
+            end += count
+            spans.append(Span(SpanSource.POLICY, token_ids[start:end], logprobs[start:end], version))
+        return Completion(tuple(spans), FinishReason(reason))
 
-    async def _post(self, request: dict[str, Any]) -> dict[str, Any]:
+    async def _post(self, request: dict[str, Any], headers: dict[str, str]) -> Any:
+        url = self._url + "/v1/completions"
         failure = ""
         num_timeouts = 0
         content = json.dumps(request).encode()
@@ -129,8 +179,9 @@ class HttpEngine:
                 await asyncio.sleep(min(self._retry_wait_s * 2 ** (attempt - 1), _MAX_RETRY_WAIT_S))
             try:
                 # httpx's timeout limits each read, not the request
-                async with asyncio.timeout(self._spec.request_timeout_s):
-                    response = await answers.post(self._client, self._address, content=content, headers={})
+                async with asyncio.timeout(self._spec.request_timeout_s + _GRACE_S):
+                    where = self._address + "/v1/completions"
+                    response = await answers.post(self._client, where, content=content, headers=headers)
             except TimeoutError:
                 failure = f"no answer within {self._spec.request_timeout_s:g} s"
                 num_timeouts += 1
@@ -143,56 +194,117 @@ class HttpEngine:
             if response.status_code in _RETRIED_STATUS:
                 failure = f"status {response.status_code}: {_excerpt(response.text)}"
                 continue
-            if response.is_error:
-                raise EngineError(
-                    f"{self._url} refused the request with status {response.status_code}: {_excerpt(response.text)}"
-                )
-            try:
-                return response.json()
-            except (ValueError, RecursionError) as error:
-                raise EngineError(f"{self._url} answered no JSON: {_excerpt(response.text)}") from error
-        message = f"{self._url} failed {attempt + 1} times; last: {failure}"
+            return _answer(response, url)
+        message = f"{url} failed {attempt + 1} times; last: {failure}"
         raise EngineError(message, hint="is the server up and healthy?")
 
+    async def _control(
+        self, call: str, content: bytes | AsyncIterator[bytes] = b"{}", *, drains: bool = False, **headers: str
+    ) -> None:
+        """Make a control call; with `drains` it may have to wait for the requests in flight."""
+        url = f"{self._url}/engine/{call}"
+        timeout_s = self._spec.control_timeout_s + (self._spec.request_timeout_s if drains else 0.0)
+        async with deadline(timeout_s, f"`{call}`"):
+            try:
+                where = f"{self._address}/engine/{call}"
+                response = await answers.post(self._client, where, content=content, headers=headers)
+            except httpx.HTTPError as error:
+                message = f"{url} does not answer: {type(error).__name__}: {error}"
+                raise EngineError(message, hint="is the server up?") from error
+        if response.status_code == 404:
+            raise EngineError(f"{url} does not exist", hint="only a server of `rlhf-rollout serve` has control calls")
+        _answer(response, url)
+
     async def pause(self, mode: PauseMode) -> None:
-        """Raise EngineError: the server has no call that holds requests back."""
-        check_pause_mode(mode, (), "an HTTP engine")
+        """See `RolloutEngine.pause`."""
+        check_pause_mode(mode)
+        await self._control("pause", json.dumps({"mode": mode}).encode(), drains=mode == "drain")
 
     async def resume(self) -> None:
-        """Do nothing, because the engine is never paused."""
+        """See `RolloutEngine.resume`."""
+        await self._control("resume")
 
     async def health(self) -> EngineHealth:
         """Ask the server. Raises EngineError when it reports a problem or does not answer within 10 s."""
-        url = self._url.removesuffix("/v1/completions") + "/health"
-        address = self._address.removesuffix("/v1/completions") + "/health"
+        url = self._url + "/health"
         async with deadline(_HEALTH_TIMEOUT_S, f"a request to {url}"):
             try:
-                response = await self._client.get(address)
+                response = await self._client.get(self._address + "/health")
             except httpx.TransportError as error:
                 message = f"{url} does not answer: {type(error).__name__}: {error}"
                 raise EngineError(message, hint="is the server up?") from error
-        if not response.is_success:
-            raise EngineError(f"{url} answered with status {response.status_code}: {_excerpt(response.text)}")
-        return EngineHealth(
-            policy_version=self._policy_version, num_in_flight=self._num_in_flight, is_paused=False, is_asleep=False
-        )
+        if response.is_success and not response.content:  # vLLM's server says no more
+            own = {"policy_version": self._policy_version, "num_in_flight": self._num_in_flight}
+            return EngineHealth(**own, is_paused=False, is_asleep=False)
+        state = _answer(response, url)
+        try:
+            return EngineHealth(**{name: state[name] for name in EngineHealth.__slots__})
+        except (KeyError, TypeError) as error:
+            raise EngineError(f"{url} answered without the engine's state: {_excerpt(state)}") from error
 
-    async def begin_weight_update(self, *_: Any) -> None:
-        """Raise EngineError: the server's weights cannot be changed."""
-        raise EngineError("an HTTP engine takes no weights", hint="train with engine vllm, which receives them live")
+    async def begin_weight_update(self, policy_version: int) -> None:
+        """See `RolloutEngine.begin_weight_update`."""
+        self._updating = policy_version
+        await self._control("begin_weight_update", self._version(), drains=True)
 
-    receive_weights = finish_weight_update = begin_weight_update
+    def _version(self, **more: Any) -> bytes:
+        if self._updating is None:
+            raise WeightSyncError("no weight update has begun")
+        return json.dumps({"policy_version": self._updating, **more}).encode()
+
+    async def receive_weights(self, bucket: WeightBucket) -> None:
+        """Send a bucket's bytes. Raises WeightSyncError for a bucket that lies in a GPU's memory."""
+        if bucket.medium != "shared_memory":
+            raise WeightSyncError(f"an HTTP engine sends buckets of shared_memory, not of {bucket.medium}")
+        slots = [astuple(slot) for slot in bucket.tensors]
+        head = self._version(tensors=slots, checksum=bucket.checksum) + b"\n"
+        buffer = map_segment(bucket.handle)[: bucket.used_bytes]
+
+        async def pieces() -> AsyncIterator[bytes]:
+            yield head
+            for start in range(0, len(buffer), _PIECE_BYTES):
+                yield buffer[start : start + _PIECE_BYTES].tobytes()
+
+        size = {"Content-Length": str(len(head) + len(buffer)), "Content-Type": "application/octet-stream"}
+        await self._control("receive_weights", pieces(), **size)
+
+    async def finish_weight_update(self) -> None:
+        """See `RolloutEngine.finish_weight_update`."""
+        await self._control("finish_weight_update", self._version())
+        self._updating = None
 
     async def sleep(self) -> None:
-        """Raise EngineError: the server's memory cannot be freed."""
-        raise EngineError("an HTTP engine cannot be put to sleep", hint="train with engine vllm")
+        """See `RolloutEngine.sleep`."""
+        await self._control("sleep")
 
     async def wake_up(self) -> None:
-        """Do nothing, because the engine never sleeps."""
+        """See `RolloutEngine.wake_up`."""
+        await self._control("wake_up")
 
     async def close(self) -> None:
-        """Close the connections."""
-        await self._client.aclose()
+        """Close the connections; the server goes on."""
+        self._is_closed = True
+        client = self._clients.pop(asyncio.get_running_loop(), None)
+        self._clients.clear()
+        if client is not None:
+            await client.aclose()
+
+
+def _answer(response: httpx.Response, url: str) -> Any:
+    """Return the JSON of an answer. Raises the error of the engine behind the server, or EngineError."""
+    try:
+        answer = response.json()
+    except (ValueError, RecursionError) as error:
+        if response.is_success:
+            raise EngineError(f"{url} answered no JSON: {_excerpt(response.text)}") from error
+        answer = None
+    if response.is_success:
+        return answer
+    if isinstance(answer, dict) and {"kind", "detail"} <= answer.keys():
+        raise _ERRORS.get(answer["kind"], EngineError)(str(answer["detail"]))
+    hint = f"set {ENGINE_TOKEN_VARIABLE} to the server's token" if response.status_code == 401 else None
+    status = response.status_code
+    raise EngineError(f"{url} refused the request with status {status}: {_excerpt(response.text)}", hint=hint)
 
 
 def _excerpt(value: Any) -> str:

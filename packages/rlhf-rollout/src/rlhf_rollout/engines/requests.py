@@ -47,10 +47,13 @@ def sample_seeds(seed: int, num_samples: int) -> list[int]:
 
 
 @asynccontextmanager
-async def deadline(timeout_s: float | None, what: str) -> AsyncIterator[None]:
-    """End the context with EngineError when it lasts longer than `timeout_s`; None is no deadline."""
+async def deadline(timeout_s: float | None, what: str, *, grace_s: float = 0.0) -> AsyncIterator[None]:
+    """End the context with EngineError when it lasts longer than `timeout_s`; None is no deadline.
+
+    `grace_s` comes on top, for a server that keeps the deadline itself and then has to say so.
+    """
     try:
-        async with asyncio.timeout(timeout_s) as timer:
+        async with asyncio.timeout(None if timeout_s is None else timeout_s + grace_s) as timer:
             yield
     except TimeoutError as error:
         if not timer.expired():  # a TimeoutError from within the context

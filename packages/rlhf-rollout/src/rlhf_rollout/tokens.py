@@ -1,4 +1,4 @@
-"""Which bearer token goes to which reward server."""
+"""Which bearer token goes to which server."""
 
 import re
 from collections.abc import Sequence
@@ -8,7 +8,8 @@ import httpx
 from rlhf_data.errors import ConfigError
 from rlhf_data.safety import is_loopback
 
-TOKEN_VARIABLE = "RLHF_REMOTE_RM_TOKEN"
+TOKEN_VARIABLE = "RLHF_REMOTE_RM_TOKEN"  # of reward servers
+ENGINE_TOKEN_VARIABLE = "RLHF_ENGINE_TOKEN"  # of servers that generate
 
 _NAMED = re.compile(r"(https?://[^=]+)=(.+)", re.DOTALL)
 _PORTS = {"http": 80, "https": 443}
@@ -18,7 +19,7 @@ def tokens_of(urls: Sequence[str], text: str, variable: str = TOKEN_VARIABLE) ->
     """Return the token of each of the `urls` that has one.
 
     Args:
-        urls: addresses of reward servers.
+        urls: addresses of servers.
         text: `TOKEN`, which belongs to the one server of all `urls`; or `SERVER=TOKEN,SERVER=TOKEN`, in which a SERVER
             is an address such as https://host:5000 and gets its own token only. Empty for no token.
         variable: the environment variable that `text` comes from, for messages.

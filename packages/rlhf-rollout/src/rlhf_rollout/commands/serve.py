@@ -1,0 +1,374 @@
+"""`serve`: an engine over HTTP. `rlhf_rollout.engines.http` is its client, with which a trainer elsewhere drives it.
+
+| request | what it does |
+|---|---|
+| `POST /v1/completions` | generates; vLLM's form of OpenAI's call, with token ids as `prompt` and in the answer |
+| `POST /engine/pause`, `resume`, `sleep`, `wake_up` | the control calls of `RolloutEngine` |
+| `POST /engine/begin_weight_update`, `receive_weights`, `finish_weight_update` | new weights |
+| `GET /health`, `/version`, `/metrics` | the engine's state; what it serves; Prometheus metrics |
+
+The body of `receive_weights` is one line of JSON, a `BucketHead`, and behind it the bytes of the bucket's buffer. An
+error of the engine is answered by `{"kind": its class, "detail": its text}`.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import os
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from fastapi import FastAPI, HTTPException, Request, Response
+from fastapi.responses import JSONResponse
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from pydantic import BaseModel, Field, NonNegativeInt
+
+from rlhf_data.errors import ConfigError, EngineError, RlhfError, WeightSyncError
+from rlhf_rollout.commands.configs import EngineServerConfig, ServerSection
+from rlhf_rollout.commands.door import TokenCheck, listen, parse, read_body, read_json, token_for
+from rlhf_rollout.commands.parts import EngineJob, make_engine
+from rlhf_rollout.commands.terminal import TERMINAL
+from rlhf_rollout.engines import build_engine
+from rlhf_rollout.protocols import Completion, RolloutEngine, SamplingParams
+from rlhf_rollout.tokens import ENGINE_TOKEN_VARIABLE
+from rlhf_rollout.weight_sync.bucket import TensorSlot, WeightBucket
+
+MAX_BODY_BYTES = 32 * 2**20
+MAX_HEAD_BYTES = 16 * 2**20
+MAX_BUCKET_BYTES = 16 * 2**30  # the largest weight of a model must fit
+READ_TIMEOUT_S = 60.0  # for the body of a request
+BUCKET_TIMEOUT_S = 600.0  # for that of a bucket
+_LATENCIES_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
+
+_numbers = itertools.count()  # a later segment may have the descriptor, and so the path, of an earlier one
+TokenId = Annotated[int, Field(ge=-(2**31), lt=2**31)]  # the engine knows its vocabulary
+
+
+class Generation(BaseModel, extra="forbid"):
+    """The body of `/v1/completions`. A field that is not here is refused, because it would have no effect.
+
+    Attributes:
+        prompt, n, max_tokens ... stop_token_ids: see `SamplingParams`; `n` is `num_samples`.
+        seed: the request's seed.
+        request_seed: comes before `seed`. `HttpEngine` sends both, because vLLM adds a sample's index to `seed`.
+        timeout_s: the request's deadline.
+        model, logprobs, return_token_ids, add_special_tokens: what OpenAI's and vLLM's clients send. Any model name is
+            accepted, because there is one model.
+    """
+
+    prompt: list[TokenId]
+    n: int = Field(1, ge=1, le=4096)
+    max_tokens: int = 16
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    stop_token_ids: list[TokenId] = []
+    seed: int | None = None
+    request_seed: int | None = None
+    timeout_s: float | None = Field(None, gt=0)
+    model: str | None = None
+    logprobs: Literal[0] | None = 0
+    return_token_ids: Literal[True] = True
+    add_special_tokens: Literal[False] = False
+
+    def sampling(self) -> SamplingParams:
+        """Return how the engine samples. Raises ConfigError for values that cannot work."""
+        same = {"max_tokens", "min_tokens", "temperature", "top_p", "top_k"}
+        seed = self.seed if self.request_seed is None else self.request_seed
+        stops = tuple(self.stop_token_ids)
+        return SamplingParams(num_samples=self.n, stop_token_ids=stops, seed=seed, **self.model_dump(include=same))
+
+
+class Pause(BaseModel, extra="forbid"):
+    """The body of `/engine/pause`."""
+
+    mode: str
+
+
+class Update(BaseModel, extra="forbid"):
+    """The body of `/engine/begin_weight_update` and `/engine/finish_weight_update`."""
+
+    policy_version: NonNegativeInt
+
+
+class BucketHead(Update):
+    """The first line of a bucket: the version that it belongs to, and `TensorSlot` and `checksum` of `WeightBucket`."""
+
+    tensors: list[tuple[str, str, tuple[NonNegativeInt, ...], NonNegativeInt, NonNegativeInt]]
+    checksum: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineServerJob:
+    """One run of `serve`.
+
+    Attributes:
+        server: where it listens.
+        engine: the engine that it serves.
+    """
+
+    server: ServerSection
+    engine: EngineJob
+
+
+def make_job(config: EngineServerConfig) -> EngineServerJob:
+    """Return the job of a configuration."""
+    options = {"enable_sleep": config.engine.vllm_enable_sleep}
+    engine = make_engine(config.model, config.engine, config.engine.max_model_len, **options)
+    return EngineServerJob(server=config.server, engine=engine)
+
+
+def run(job: EngineServerJob) -> int:
+    """Serve until interrupted; return 0.
+
+    Raises ConfigError for a model that cannot be used, and for an address that other machines reach without a token.
+    """
+    token = token_for(job.server, ENGINE_TOKEN_VARIABLE)
+    with TERMINAL.progress.doing("starting the engine"):
+        job.engine.check_model()
+        engine = build_engine(job.engine.kind, job.engine.spec)
+    about = {"engine": job.engine.kind, "model": job.engine.spec.model, "max_model_len": job.engine.spec.max_model_len}
+    TERMINAL.say(f"POST to http://{job.server.host}:{job.server.port}/v1/completions")
+    listen(create_app(engine, about, token=token), job.server)
+    return 0
+
+
+class _Metrics:
+    """What `/metrics` tells. Requests are counted when they end."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        own = {"namespace": "rlhf_rollout", "registry": self.registry}
+        self.requests = Counter("requests", "requests by outcome: ok, failed or cancelled", ["outcome"], **own)
+        self.prompt_tokens = Counter("prompt_tokens", "tokens of prompts, once per request", **own)
+        self.generated_tokens = Counter("generated_tokens", "tokens of completions", **own)
+        self.seconds = Histogram("request_seconds", "time to completion", buckets=_LATENCIES_S, **own)
+        self.in_flight = Gauge("requests_in_flight", "requests that have not ended", **own)
+        self.weight_updates = Counter("weight_updates", "weight updates that were finished", **own)
+        self.policy_version = Gauge("policy_version", "version of the weights in force", **own)
+        self.is_up = Gauge("engine_up", "1 while the engine reports no problem", **own)
+
+    @contextlib.contextmanager
+    def measured(self) -> Iterator[None]:
+        """Count a request by how the context ends."""
+        started = time.monotonic()
+        outcome = "cancelled"
+        try:
+            with self.in_flight.track_inprogress():
+                yield
+            outcome = "ok"
+        except HTTPException:  # the client has gone
+            raise
+        except Exception:
+            outcome = "failed"
+            raise
+        finally:
+            self.requests.labels(outcome).inc()
+            self.seconds.observe(time.monotonic() - started)
+
+
+class EngineDoor:
+    """The calls of the server, in front of one engine."""
+
+    def __init__(self, engine: RolloutEngine, about: dict[str, Any]) -> None:
+        self._engine = engine
+        self._about = about
+        self._updating: int | None = None
+        self._metrics = _Metrics()
+
+    async def complete(self, request: Request) -> JSONResponse:
+        """Generate."""
+        asked = await _json(request, Generation)
+        sampling = asked.sampling()
+        token_ids = np.array(asked.prompt, np.int32)
+        with self._metrics.measured():
+            call = self._engine.generate(token_ids, sampling, timeout_s=asked.timeout_s)
+            completions = await _while_connected(request, call)
+        self._metrics.prompt_tokens.inc(len(token_ids))
+        self._metrics.generated_tokens.inc(sum(len(completion.token_ids) for completion in completions))
+        return JSONResponse({"choices": [_choice(*numbered) for numbered in enumerate(completions)]})
+
+    async def control(self, request: Request, call: Literal["resume", "sleep", "wake_up"]) -> dict[str, Any]:
+        """Make a control call without arguments."""
+        await _while_connected(request, getattr(self._engine, call)())
+        return {}
+
+    async def pause(self, request: Request) -> dict[str, Any]:
+        """Pause the engine."""
+        asked = await _json(request, Pause)
+        await _while_connected(request, self._engine.pause(asked.mode))
+        return {}
+
+    async def begin(self, request: Request) -> dict[str, Any]:
+        """Begin a weight update; another one that has begun is given up."""
+        asked = await _json(request, Update)
+        await _while_connected(request, self._engine.begin_weight_update(asked.policy_version))
+        self._updating = asked.policy_version
+        return {}
+
+    async def receive(self, request: Request) -> dict[str, Any]:
+        """Load a bucket."""
+        with contextlib.closing(_Arrival()) as arrival:
+            limits = {"limit_bytes": MAX_BUCKET_BYTES, "timeout_s": BUCKET_TIMEOUT_S, "advice": "send smaller buckets"}
+            await read_body(request, arrival.take, **limits)
+            bucket = arrival.bucket(self._check_version)
+            await _while_connected(request, self._engine.receive_weights(bucket))
+        return {}
+
+    async def finish(self, request: Request) -> dict[str, Any]:
+        """Finish a weight update."""
+        self._check_version(await _json(request, Update))
+        await _while_connected(request, self._engine.finish_weight_update())
+        self._updating = None
+        self._metrics.weight_updates.inc()
+        return {}
+
+    def _check_version(self, update: Update) -> None:
+        if self._updating is None:
+            raise WeightSyncError("no weight update has begun")
+        if update.policy_version != self._updating:
+            message = f"weights of version {update.policy_version} arrived in the update to version {self._updating}"
+            raise WeightSyncError(message, hint="one trainer at a time may update an engine")
+
+    async def health(self) -> JSONResponse:
+        """Tell the engine's state."""
+        try:
+            state = await self._engine.health()
+        except EngineError as error:
+            return _failure(error, 503)
+        parts = ("policy_version", "num_in_flight", "is_paused", "is_asleep")
+        return JSONResponse({"status": "ok"} | {name: getattr(state, name) for name in parts})
+
+    async def version(self) -> dict[str, Any]:
+        """Tell what is served."""
+        return self._about | {"policy_version": (await self._engine.health()).policy_version}
+
+    async def metrics(self) -> Response:
+        """Tell the metrics, in the text format of Prometheus."""
+        try:
+            self._metrics.policy_version.set((await self._engine.health()).policy_version)
+            self._metrics.is_up.set(1)
+        except EngineError:
+            self._metrics.is_up.set(0)
+        return Response(generate_latest(self._metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+
+def create_app(engine: RolloutEngine, about: dict[str, Any], *, token: str = "") -> FastAPI:
+    """Return the server's application. Another one may be mounted in it, behind the same check of the token.
+
+    Args:
+        engine: answers the requests; it is closed when the server ends.
+        about: what `/version` tells besides the policy version.
+        token: the bearer token that requests must carry; empty if they need none.
+    """
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        try:
+            yield
+        finally:
+            await engine.close()
+
+    app = FastAPI(title="rlhf-rollout serve", lifespan=lifespan, openapi_url=None)
+    app.add_middleware(TokenCheck, token=token, variable=ENGINE_TOKEN_VARIABLE)
+
+    @app.exception_handler(RlhfError)
+    async def fail(request: Request, error: RlhfError) -> JSONResponse:
+        return _failure(error, 422 if isinstance(error, ConfigError) else 409)
+
+    door = EngineDoor(engine, about)
+    for path, answer in {
+        "/v1/completions": door.complete,
+        "/engine/pause": door.pause,
+        "/engine/begin_weight_update": door.begin,
+        "/engine/receive_weights": door.receive,
+        "/engine/finish_weight_update": door.finish,
+        "/engine/{call}": door.control,
+    }.items():
+        app.add_api_route(path, answer, methods=["POST"], response_model=None)
+    for path, answer in {"/health": door.health, "/version": door.version, "/metrics": door.metrics}.items():
+        app.add_api_route(path, answer, methods=["GET"], response_model=None)
+    return app
+
+
+def _failure(error: Exception, status: int) -> JSONResponse:
+    return JSONResponse({"kind": type(error).__name__, "detail": str(error)}, status_code=status)
+
+
+async def _json(request: Request, kind: type[Any]) -> Any:
+    limits = {"limit_bytes": MAX_BODY_BYTES, "timeout_s": READ_TIMEOUT_S, "advice": "send a shorter prompt"}
+    return await read_json(request, kind, **limits)
+
+
+async def _while_connected(request: Request, call: Coroutine[Any, Any, Any]) -> Any:
+    """Return the result of a call of the engine. It is cancelled when the client closes the connection."""
+
+    async def leave() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    calling = asyncio.ensure_future(call)
+    leaving = asyncio.ensure_future(leave())
+    try:
+        await asyncio.wait({calling, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not calling.done():
+            raise HTTPException(499, "the client closed the connection")
+        return calling.result()
+    finally:
+        calling.cancel()
+        leaving.cancel()
+        await asyncio.gather(calling, leaving, return_exceptions=True)
+
+
+class _Arrival:
+    """A bucket on its way in: its first line is kept, and the buffer behind it is written to shared memory.
+
+    Engines open the memory by its path in /proc. The kernel frees it when the last of them has unmapped it.
+    """
+
+    def __init__(self) -> None:
+        self._file = os.fdopen(os.memfd_create("rlhf-bucket"), "wb")
+        self._head = bytearray()
+        self._has_head = False
+
+    def take(self, chunk: bytes) -> None:
+        """Add the next bytes of the body. Raises HTTPException for a first line that does not end."""
+        if not self._has_head:
+            line, newline, chunk = chunk.partition(b"\n")
+            self._head += line
+            self._has_head = bool(newline)
+            if len(self._head) > MAX_HEAD_BYTES:
+                raise HTTPException(413, f"the first line of a bucket is longer than {MAX_HEAD_BYTES} bytes")
+        self._file.write(chunk)
+
+    def bucket(self, check: Callable[[Update], None]) -> WeightBucket:
+        """Return the bucket, whose version `check` accepts. Raises HTTPException for bytes that are no bucket."""
+        head = parse(BucketHead, self._head)
+        check(head)
+        self._file.flush()
+        handle = (f"/proc/{os.getpid()}/fd/{self._file.fileno()}", next(_numbers))
+        slots = tuple(TensorSlot(*slot) for slot in head.tensors)
+        bucket = WeightBucket("shared_memory", slots, handle, head.checksum)
+        if bucket.used_bytes != self._file.tell():
+            message = f"a bucket of {bucket.used_bytes} bytes arrived with {self._file.tell()} bytes"
+            raise WeightSyncError(message, hint="send the whole buffer, up to the end of its last weight")
+        return bucket
+
+    def close(self) -> None:
+        """Give the memory back, unless an engine holds it."""
+        self._file.close()
+
+
+def _choice(index: int, completion: Completion) -> dict[str, Any]:
+    """Return a completion in vLLM's form; `policy_versions` are the version and the number of tokens of each span."""
+    return {
+        "index": index,
+        "token_ids": completion.token_ids.tolist(),
+        "logprobs": {"token_logprobs": completion.logprobs.tolist()},
+        "finish_reason": completion.finish_reason,
+        "policy_versions": [[span.policy_version, len(span.token_ids)] for span in completion.spans],
+    }

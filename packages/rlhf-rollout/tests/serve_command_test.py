@@ -1,0 +1,269 @@
+"""`serve` over real sockets: what a trainer elsewhere does with it, what it refuses, and what it tells about itself."""
+
+import asyncio
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import zlib
+
+import httpx
+import numpy as np
+import pytest
+from fastapi import FastAPI
+
+from engine_testing import wait_until_up
+from rlhf_data.errors import EngineError, WeightSyncError
+from rlhf_rollout.commands import serve
+from rlhf_rollout.commands.main import main
+from rlhf_rollout.commands.serve import MAX_BODY_BYTES, create_app
+from rlhf_rollout.engines import EngineSpec, build_engine
+from rlhf_rollout.engines.fake import FakeEngine
+from rlhf_rollout.engines.http import HttpEngine
+from rlhf_rollout.host import free_port
+from rlhf_rollout.protocols import EngineHealth, SamplingParams
+from rollout_testing import app_server, shared_memory_bucket
+
+PROMPT = np.array([4, 5, 6], np.int32)
+# More than one piece on its way, and weights that do not fill their places.
+WEIGHTS = {"a": np.arange(700_001, dtype=np.float32), "b": np.ones((3, 5), np.float16)}
+
+
+def client(url, **options):
+    return HttpEngine(EngineSpec(model="m", base_url=url), retry_wait_s=0.001, **options)
+
+
+async def send(engine, version, weights=WEIGHTS, *, checksum=True):
+    await engine.begin_weight_update(version)
+    for name, array in weights.items():
+        with shared_memory_bucket({name: array}, checksum=checksum) as bucket:
+            await engine.receive_weights(bucket)
+    await engine.finish_weight_update()
+
+
+def test_command_in_another_process_answers_token_for_token_as_the_engine_here(tmp_path):
+    """A trainer's round: generate, update the weights, generate with the new version."""
+    port = free_port()
+    words = ["serve", "--engine", "fake", "--port", str(port), "--max_model_len", "64"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    command = [sys.executable, "-m", "rlhf_rollout.commands.main", *words]
+    process = subprocess.Popen(command, env=environment | {"TMPDIR": str(tmp_path)}, stderr=subprocess.PIPE, text=True)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        wait_until_up(url, process)
+        here = build_engine("fake", EngineSpec(model="fake"))
+        there = build_engine("http", EngineSpec(model="fake", base_url=url))
+
+        async def rounds(engine):
+            found = []
+            for version in (3, 7):
+                await send(engine, version)
+                for seed in (11, 12):
+                    sampling = SamplingParams(num_samples=3, max_tokens=20, seed=seed)
+                    found += await engine.generate(PROMPT + seed, sampling)
+                found += await engine.generate(PROMPT, SamplingParams(temperature=0.0))
+            with pytest.raises(EngineError, match="exceed the engine's context of 64 tokens"):
+                await there.generate(PROMPT, SamplingParams(max_tokens=62))
+            return [
+                [(span.policy_version, span.token_ids.tolist(), span.logprobs.tolist()) for span in completion.spans]
+                for completion in found
+            ]
+
+        assert asyncio.run(rounds(here)) == asyncio.run(rounds(there))
+        assert httpx.get(f"{url}/version").json() == {
+            "engine": "fake",
+            "model": "fake",
+            "max_model_len": 64,
+            "policy_version": 7,
+        }
+    finally:
+        process.send_signal(signal.SIGINT)
+        said = process.communicate(timeout=60)[1]
+    assert f"POST to {url}/v1/completions" in said and "Traceback" not in said
+
+
+def test_weights_arrive_byte_for_byte_and_wrong_ones_are_refused():
+    engine = FakeEngine()
+    with app_server(create_app(engine, {})) as url:
+        asyncio.run(send(client(url), 5))
+        assert engine.weight_checksums == {name: zlib.crc32(array.tobytes()) for name, array in WEIGHTS.items()}
+        assert engine.policy_version == 5
+
+        async def of_two_trainers():
+            first, second = client(url), client(url)
+            await first.begin_weight_update(6)
+            await second.begin_weight_update(9)
+            with shared_memory_bucket(WEIGHTS) as bucket:
+                with pytest.raises(WeightSyncError, match=r"version 6 arrived in the update to version 9\s+hint: one"):
+                    await first.receive_weights(bucket)
+                with pytest.raises(WeightSyncError, match="version 6 arrived"):
+                    await first.finish_weight_update()
+                await second.receive_weights(bucket)
+            await second.finish_weight_update()
+
+        asyncio.run(of_two_trainers())
+        assert engine.policy_version == 9
+
+
+HEAD = {"policy_version": 1, "tensors": [["a", "float32", [2], 0, 8]]}
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "says"),
+    [
+        (json.dumps(HEAD).encode() + b"\n1234567", 409, "a bucket of 8 bytes arrived with 7 bytes"),
+        (json.dumps(HEAD).encode() + b"\n123456789", 409, "a bucket of 8 bytes arrived with 9 bytes"),
+        (json.dumps(HEAD | {"checksum": 1}).encode() + b"\n12345678", 409, "has checksum 0x9ae0daaf"),
+        (json.dumps(HEAD | {"policy_version": 2}).encode() + b"\n12345678", 409, "in the update to version 1"),
+        (json.dumps(HEAD | {"tensors": [["a", "float32", [2], -8, 8]]}).encode() + b"\n", 422, "greater_than_equal"),
+        (b"12345678", 422, "model_type"),
+        (b"\n12345678", 422, "json_invalid"),
+        (b"1" * 200, 413, "the first line of a bucket is longer than 100 bytes"),
+        (json.dumps(HEAD).encode() + b"\n" + b"1" * 1000, 413, "longer than 900 bytes; send smaller buckets"),
+    ],
+)
+def test_bytes_that_are_no_bucket_are_refused(monkeypatch, body, status, says):
+    monkeypatch.setattr(serve, "MAX_HEAD_BYTES", 100)
+    monkeypatch.setattr(serve, "MAX_BUCKET_BYTES", 900)
+    engine = FakeEngine()
+    with app_server(create_app(engine, {})) as url:
+        early = httpx.post(url + "/engine/receive_weights", content=json.dumps(HEAD).encode() + b"\n12345678")
+        assert early.json() == {"kind": "WeightSyncError", "detail": "no weight update has begun"}
+        httpx.post(url + "/engine/begin_weight_update", json={"policy_version": 1})
+        answer = httpx.post(url + "/engine/receive_weights", content=body)
+        assert (answer.status_code, says in answer.text) == (status, True), answer.text
+        assert engine.weight_checksums == {}
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "says"),
+    [
+        ({"prompt": "text"}, 422, "list"),
+        ({"prompt": [2**31]}, 422, "less_than"),
+        ({"prompt": [1], "stream": True}, 422, "extra_forbidden"),
+        ({"prompt": [1], "logprobs": 5}, 422, "literal_error"),
+        ({"prompt": [1], "n": 5000}, 422, "less_than_equal"),
+        ({"prompt": [1], "top_p": 0}, 422, "top_p 0.0 in (0, 1]"),
+        ({"prompt": [300]}, 409, "token id 300 is outside"),
+        ({"prompt": []}, 409, "the prompt has no tokens"),
+        ({"prompt": [1], "timeout_s": 0}, 422, "greater_than"),
+    ],
+)
+def test_requests_that_cannot_be_answered_in_full_are_refused(body, status, says):
+    with app_server(create_app(FakeEngine(), {})) as url:
+        answer = httpx.post(url + "/v1/completions", json=body)
+        assert (answer.status_code, says in answer.text) == (status, True), answer.text
+        assert httpx.post(url + "/v1/completions", json={"prompt": [1], "seed": 3}).status_code == 200
+
+
+def test_door_refuses_without_reading_and_guards_what_is_mounted(monkeypatch):
+    app = create_app(FakeEngine(), {}, token="secret")
+    inner = FastAPI()
+    inner.add_api_route("/hello", lambda: "there")
+    app.mount("/more", inner)
+    given = {"Authorization": "Bearer secret"}
+    with app_server(app) as url:
+        long = httpx.post(url + "/v1/completions", content=b" " * (MAX_BODY_BYTES + 1), headers=given)
+        assert long.status_code == 413
+        monkeypatch.setattr(serve, "READ_TIMEOUT_S", 0.2)
+        host, _, port = url.removeprefix("http://").partition(":")
+        for path, headers, status in (
+            ("/v1/completions", "", 401),
+            ("/engine/receive_weights", "Authorization: Bearer wrong\r\n", 401),
+            ("/v1/completions", "Authorization: Bearer secret\r\n", 408),
+        ):
+            with socket.create_connection((host, int(port)), timeout=20) as connection:
+                head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n{headers}\r\n"
+                connection.sendall(head.encode())
+                assert connection.recv(100).startswith(f"HTTP/1.1 {status}".encode())
+        for path in ("/metrics", "/version", "/more/hello", "/more/health"):
+            assert httpx.get(url + path).status_code == 401
+        assert httpx.get(url + "/more/hello", headers=given).json() == "there"
+        assert httpx.get(url + "/health").json()["status"] == "ok"
+        monkeypatch.setattr(serve, "READ_TIMEOUT_S", 60)
+        sampling = SamplingParams(seed=1)
+        assert asyncio.run(client(url, api_key="secret").generate(PROMPT, sampling))
+        with pytest.raises(EngineError, match=r"(?s)status 401.*hint: set RLHF_ENGINE_TOKEN"):
+            asyncio.run(client(url, api_key="wrong").generate(PROMPT, sampling))
+
+
+def metric(url, name):
+    [value] = re.findall(rf"^rlhf_rollout_{re.escape(name)} (\S+)$", httpx.get(url + "/metrics").text, re.MULTILINE)
+    return float(value)
+
+
+def test_metrics_count_what_happened_and_a_client_that_goes_frees_the_engine():
+    engine = FakeEngine(script=lambda prompt, seed: [7, 8, 9, 0], token_latency_s=0.001)
+    with app_server(create_app(engine, {})) as url:
+        asyncio.run(client(url).generate(PROMPT, SamplingParams(num_samples=2)))
+        with pytest.raises(EngineError, match="is outside"):
+            asyncio.run(client(url).generate(PROMPT + 300, SamplingParams()))
+        asyncio.run(send(client(url), 4))
+
+        async def leave():
+            await client(url).pause("drain")
+            task = asyncio.create_task(client(url).generate(PROMPT, SamplingParams()))
+            while (await client(url).health()).num_in_flight == 0:
+                await asyncio.sleep(0.01)
+            assert metric(url, "requests_in_flight") == 1
+            task.cancel()
+            while (await client(url).health()).num_in_flight:
+                await asyncio.sleep(0.01)
+
+        asyncio.run(asyncio.wait_for(leave(), 60))
+        deadline = time.monotonic() + 60
+        while metric(url, "requests_in_flight"):
+            assert time.monotonic() < deadline
+        for outcome, count in (("ok", 1), ("failed", 1), ("cancelled", 1)):
+            assert metric(url, f'requests_total{{outcome="{outcome}"}}') == count
+        assert metric(url, "prompt_tokens_total") == 3 and metric(url, "generated_tokens_total") == 8
+        assert metric(url, "request_seconds_count") == 3
+        assert metric(url, 'request_seconds_bucket{le="+Inf"}') == 3
+        assert metric(url, "policy_version") == 4 and metric(url, "weight_updates_total") == 1
+        assert metric(url, "engine_up") == 1
+        state = EngineHealth(policy_version=4, num_in_flight=0, is_paused=True, is_asleep=False)
+        assert asyncio.run(client(url).health()) == state
+        asyncio.run(engine.close())
+        assert metric(url, "engine_up") == 0
+        assert httpx.get(url + "/health").status_code == 503
+        with pytest.raises(EngineError, match=r"^the engine was closed$"):
+            asyncio.run(client(url).health())
+
+
+def test_one_client_is_used_from_several_event_loops_at_once():
+    with app_server(create_app(FakeEngine(token_latency_s=0.001), {})) as url:
+        engine = client(url)
+        found = []
+
+        def ask():
+            for _ in range(3):
+                found.extend(asyncio.run(engine.generate(PROMPT, SamplingParams(seed=5))))
+
+        threads = [threading.Thread(target=ask) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+    assert len(found) == 12 and len({completion.token_ids.tobytes() for completion in found}) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--engine", "fake", "--host", "0.0.0.0"], "and no token is set\n\nhint: set RLHF_ENGINE_TOKEN here"),
+        ([], "--pretrain is missing: engine vllm needs a model"),
+        (["--engine", "http", "--pretrain", "m"], "--base_url is missing"),
+        (["--pretrain", "./none"], "there is no model folder"),
+        (["--engine", "fake", "--max_model_len", "1"], "--max_model_len is 1; it must be at least 2"),
+    ],
+    ids=" ".join,
+)
+def test_command_that_cannot_serve_is_refused(capsys, monkeypatch, words, says):
+    monkeypatch.delenv("RLHF_ENGINE_TOKEN", raising=False)
+    assert main(["serve", *words]) == 2
+    assert says in capsys.readouterr().err
