@@ -53,6 +53,7 @@ FLAGS = {
     "score": SCORED,
     "serve": ("--pretrain", MODEL),
     "serve_rm": ("--reward_pretrain", MODEL),
+    "bench": ("--pretrain", MODEL, "--prompt_data", "rows.jsonl"),
     "chat": ("--pretrain", MODEL),
     "checkpoints": ("run", "--export", "1", "--output_path", "exported"),
     "lora_combiner": ("--model_path", MODEL, "--lora_path", "adapter", "--output_path", "merged"),

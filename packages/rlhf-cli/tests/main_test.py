@@ -21,7 +21,14 @@ def test_help_groups_every_command_once(capsys):
     first, second = capsys.readouterr().out.split("usage: rlhf COMMAND [flags]\n")[1:]
     assert first == second
     blocks = {block.splitlines()[0]: block.splitlines()[1:] for block in first.strip().split("\n\n")}
-    assert [name.split()[0] for name in blocks["inference:"]] == ["generate", "score", "serve", "serve_rm", "chat"]
+    assert [name.split()[0] for name in blocks["inference:"]] == [
+        "generate",
+        "score",
+        "serve",
+        "serve_rm",
+        "bench",
+        "chat",
+    ]
     assert set(blocks) >= {"reinforcement learning:", "fine-tuning:", "tools:"}
     assert sum(map(len, GROUPS.values())) == len(COMMANDS)
 

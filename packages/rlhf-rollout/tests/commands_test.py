@@ -127,7 +127,8 @@ def test_model_folder_that_does_not_exist_is_refused_at_once(prompts, tmp_path, 
     [
         (
             ["generat"],
-            "unknown command `generat`; known: chat, generate, score, serve, serve_rm\n\nhint: did you mean `generate`",
+            "unknown command `generat`; known: bench, chat, generate, score, serve, serve_rm\n\n"
+            "hint: did you mean `generate`",
         ),
         (["generate", "--output_path", "x"], "--prompt_data is missing: it names the prompts"),
         (["generate", "--prompt_data", "x"], "--output_path is missing: the rows must be written somewhere"),
@@ -149,7 +150,7 @@ def test_main_without_a_command_lists_the_commands(capsys):
     assert main([]) == main(["--help"]) == 0
     listed = capsys.readouterr().out
     assert listed.count("usage: rlhf-rollout COMMAND") == 2
-    assert all(f"  {name} " in listed for name in ("generate", "score", "serve", "serve_rm", "chat"))
+    assert all(f"  {name} " in listed for name in ("generate", "score", "serve", "serve_rm", "bench", "chat"))
 
 
 @pytest.mark.parametrize(

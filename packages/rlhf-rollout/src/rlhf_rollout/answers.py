@@ -5,8 +5,6 @@ from collections.abc import AsyncIterable
 import httpx
 
 MAX_BYTES = 2**28
-
-
 _KEPT_HEADERS = ("Content-Type", "Retry-After")
 
 

@@ -18,6 +18,7 @@ from rlhf_rollout.commands.sections import (
     GroupSamplingSection,
     PromptLengthSection,
     PromptSection,
+    PromptSourceSection,
     ReferenceSection,
     RewardSection,
     SamplingSection,
@@ -141,8 +142,7 @@ class GenerateConfig(Config):
 
     def missing(self) -> list[ConfigError]:
         """See `Config`."""
-        hint = "add --prompt_data FILE.jsonl and --input_key KEY"
-        lacks = lacking(self.data, "prompt_data", "it names the prompts", hint)
+        lacks = self.data.missing_data()
         if self.reward.sources() or self.output.post_processor not in ("rollouts", "plain"):
             lacks += self.reward.missing(f"--post_processor {self.output.post_processor} needs a reward")
         return lacks + self.output.missing() + self.engine.missing(self.model)
@@ -203,6 +203,41 @@ class ScoreConfig(Config):
             (pairs, ["input_key", "output_key"], "--chosen_key says that rows are pairs"),
             (not pairs, ["rejected_key", "prompt_key"], "without --chosen_key a row holds one answer"),
         )
+
+
+class BenchSampling(with_defaults(GroupSamplingSection, generate_max_len=128), with_defaults(SeededSampling, seed=0)):
+    """How `bench` samples."""
+
+
+class LoadSection(Section, title="load"):
+    """What is measured, and where the report goes."""
+
+    num_requests: int | None = flag(
+        None, "requests to measure; prompts are repeated in order if there are fewer. None: one per prompt", ge=1
+    )
+    concurrency: int = flag(64, "requests in flight, at most", ge=1)
+    warmup: int = flag(8, "requests before the measurement, with the last prompts", ge=0)
+    fixed_length: bool = flag(False, "every response has --generate_max_len tokens, so that engines do the same work")
+    out: str | None = flag(None, "FILE.json for the report, with hardware and versions; replaced if it exists")
+
+
+class BenchConfig(Config):
+    """All options of `bench`."""
+
+    model: EngineModelSection = EngineModelSection()
+    data: PromptSourceSection = PromptSourceSection()
+    rollout: BenchSampling = BenchSampling()
+    engine: OneEngineSection = OneEngineSection()
+    load: LoadSection = LoadSection()
+
+    def missing(self) -> list[ConfigError]:
+        """See `Config`."""
+        return self.data.missing_data() + self.engine.missing(self.model)
+
+    def check(self, given: Collection[str]) -> list[str]:
+        """See `Config`."""
+        self.rollout.check()
+        return self.engine.check(given)
 
 
 class ServerSection(Section, title="server"):

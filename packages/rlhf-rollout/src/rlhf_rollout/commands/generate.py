@@ -15,15 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_data.errors import ConfigError, DataError
-from rlhf_data.keys import check_keys
 from rlhf_data.options import matching
 from rlhf_data.prompts import PromptSet, load_prompts
 from rlhf_data.records import FinishReason
 from rlhf_data.rows import RowErrors
-from rlhf_data.sources import open_sources, parse_probs
+from rlhf_data.sources import parse_probs
 from rlhf_rollout.agents import SingleTurn
 from rlhf_rollout.commands.configs import GenerateConfig, GenerateFileSection
-from rlhf_rollout.commands.parts import EngineJob, RewardJob, check_new_file, make_engine, write_rows
+from rlhf_rollout.commands.parts import EngineJob, RewardJob, check_new_file, make_engine, open_prompts, write_rows
 from rlhf_rollout.commands.post_process import training_rows
 from rlhf_rollout.commands.sections import PromptSection
 from rlhf_rollout.commands.terminal import TERMINAL
@@ -67,10 +66,7 @@ class GenerateJob:
     def load_prompts(self, tokenizer: Any) -> tuple[PromptSet, list[Any]]:
         """Return the prompts, and for each the cell that it was made from: text or messages."""
         data = self.data
-        probs = parse_probs("prompt_data_probs", data.prompt_data_probs)
-        options = {"probs": probs, "seed": self.seed, "split": data.prompt_split, "max_samples": data.max_samples}
-        rows = open_sources(data.prompt_data, preset=data.preset_data, **options)
-        check_keys(rows, {"input_key": data.input_key, "label_key": data.label_key}, ["label_key"])
+        rows = open_prompts(data, self.seed)
         prompts = load_prompts(rows, tokenizer, **matching(load_prompts, data))
         # A second pass gives the same rows in the same order; rows that made no prompt are skipped.
         again = iter(rows.read(RowErrors(skip_bad_rows=True)))

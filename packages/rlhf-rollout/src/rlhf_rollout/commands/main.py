@@ -11,7 +11,14 @@ from rlhf_data.command_line import CommandLine, show_parsed
 from rlhf_data.errors import ConfigError
 from rlhf_data.exits import SUCCESS, run_command
 from rlhf_data.options import Config
-from rlhf_rollout.commands.configs import ChatConfig, EngineServerConfig, GenerateConfig, ScoreConfig, ServeConfig
+from rlhf_rollout.commands.configs import (
+    BenchConfig,
+    ChatConfig,
+    EngineServerConfig,
+    GenerateConfig,
+    ScoreConfig,
+    ServeConfig,
+)
 from rlhf_rollout.commands.terminal import TERMINAL, log_file
 from rlhf_rollout.host import wait_passively
 
@@ -87,6 +94,9 @@ COMMANDS: Mapping[str, RolloutCommand] = MappingProxyType(
                 title="serve a reward, such as a reward model, over HTTP",
                 config=ServeConfig,
                 extra="server",
+            ),
+            RolloutCommand(
+                name="bench", title="measure an engine: tokens per second, latency, lengths", config=BenchConfig
             ),
             RolloutCommand(name="chat", title="talk to a model in the terminal", config=ChatConfig),
         )

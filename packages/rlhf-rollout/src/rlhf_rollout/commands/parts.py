@@ -10,10 +10,12 @@ from typing import Any, Literal
 
 from rlhf_data.chat import Tokenizer
 from rlhf_data.errors import ConfigError
+from rlhf_data.keys import check_keys
 from rlhf_data.pretrained import load_tokenizer, located
+from rlhf_data.sources import Rows, open_sources, parse_probs
 from rlhf_data.testing import ByteTokenizer
 from rlhf_rollout.commands.configs import OneEngineSection
-from rlhf_rollout.commands.sections import SHARE_ALONE, EngineModelSection, RewardSection
+from rlhf_rollout.commands.sections import SHARE_ALONE, EngineModelSection, PromptSourceSection, RewardSection
 from rlhf_rollout.commands.terminal import TERMINAL
 from rlhf_rollout.engines import EngineSpec
 from rlhf_rollout.protocols import RewardFunction
@@ -110,7 +112,7 @@ class RewardJob:
 
             from rlhf_models.loading import check_same_tokenizer
         except ImportError as error:
-            raise ConfigError("reward models need rlhf-models", hint="install rlhf-rollout[models]") from error
+            raise ConfigError("reward models need rlhf-models", hint="pip install 'rlhf-rollout[models]'") from error
         if isinstance(tokenizer, ByteTokenizer):
             raise ConfigError("a reward model reads tokens, and no tokenizer is named", hint="give --tokenizer")
         check_same_tokenizer(path, tokenizer)
@@ -141,6 +143,19 @@ def make_engine(model: EngineModelSection, engine: OneEngineSection, max_model_l
         **options,
     )
     return EngineJob(kind=engine.engine, spec=spec, tokenizer=model.tokenizer or model.pretrain)
+
+
+def open_prompts(data: PromptSourceSection, seed: int) -> Rows:
+    """Return the rows of --prompt_data; `seed` is that of --prompt_data_probs.
+
+    Raises DataError for a source that cannot be opened, or whose first row lacks a key.
+    """
+    probs = parse_probs("prompt_data_probs", data.prompt_data_probs)
+    options = {"probs": probs, "seed": seed, "split": data.prompt_split, "max_samples": data.max_samples}
+    rows = open_sources(data.prompt_data, preset=data.preset_data, **options)
+    names = ("input_key", "label_key")
+    check_keys(rows, {name: getattr(data, name) for name in names if hasattr(data, name)}, ["label_key"])
+    return rows
 
 
 def check_new_file(path: Path, *, replace: bool, hint: str) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Collection
 from typing import Any, Literal
 
-from rlhf_data.checks import missing, without_effect
+from rlhf_data.checks import lacking, missing, without_effect
 from rlhf_data.errors import ConfigError
 from rlhf_data.options import Section, flag, matching
 from rlhf_data.sections import SOURCES, SPLIT, InputSection, RowSection
@@ -71,8 +71,8 @@ class ReferenceSection(Section, title="data"):
     )
 
 
-class PromptSection(ReferenceSection, PromptLengthSection, InputSection, RowSection):
-    """Prompts with reference answers."""
+class PromptSourceSection(PromptLengthSection, InputSection, RowSection):
+    """Where prompts come from."""
 
     prompt_data: str | None = flag(
         None, f"prompts: {SOURCES}; with `rlhf` also `builtin`, the prompts that ship with the built-in model"
@@ -81,6 +81,15 @@ class PromptSection(ReferenceSection, PromptLengthSection, InputSection, RowSect
         None, "one probability per source of --prompt_data, separated by commas; None: one source after the other"
     )
     prompt_split: str = flag("train", f"--prompt_data: {SPLIT}")
+
+    def missing_data(self) -> list[ConfigError]:
+        """Return an error if no source of prompts is named."""
+        hint = "add --prompt_data FILE.jsonl and --input_key KEY"
+        return lacking(self, "prompt_data", "it names the prompts", hint)
+
+
+class PromptSection(ReferenceSection, PromptSourceSection):
+    """Prompts with reference answers."""
 
 
 class SamplingSection(Section, title="sampling"):

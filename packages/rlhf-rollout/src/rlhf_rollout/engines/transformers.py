@@ -25,7 +25,7 @@ class TransformersEngine(GatedEngine):
         try:
             from transformers import AutoModelForCausalLM
         except ImportError as error:
-            raise EngineError("transformers is not installed", hint="install rlhf-rollout[models]") from error
+            raise EngineError("transformers is not installed", hint="pip install 'rlhf-rollout[models]'") from error
         if spec.weight_transfer == "ipc" and not torch.cuda.is_available():
             raise ConfigError("weight_transfer ipc needs a GPU", hint="use weight_transfer shared_memory")
         if spec.tensor_parallel_size > 1:

@@ -172,7 +172,7 @@ class LocalScorer:
             from rlhf_models.process_reward import StepJudge
             from rlhf_models.reward import score_sequences
         except ImportError as error:
-            raise ConfigError("reward models need rlhf-models", hint="install rlhf-rollout[models]") from error
+            raise ConfigError("reward models need rlhf-models", hint="pip install 'rlhf-rollout[models]'") from error
         options = {"dtype": dtype, "attn_implementation": attn_implementation}
         self._path = path
         self.has_moments = False  # whether scores are normalised by moments that are stored with the model

