@@ -6,10 +6,12 @@ from pathlib import Path
 
 from rlhf_cli.config.ppo import PpoConfig
 from rlhf_cli.preflight.inputs import Inputs
+from rlhf_cli.preflight.models import longest_sequence
 from rlhf_cli.preflight.resume import to_store
 from rlhf_data.command_line import to_toml
 from rlhf_data.errors import FeatureError
 from rlhf_data.options import matching
+from rlhf_rollout.agents import AgentSpec
 from rlhf_rollout.commands.sections import SHARE_ALONE
 from rlhf_rollout.engines import EngineSpec
 from rlhf_train.online.job import DynamicSampling, OnlineJob, RewardSpec, unavailable_features
@@ -96,6 +98,7 @@ def make_job(
         prompts=inputs.prompts.prompts,
         eval_prompts=inputs.eval_prompts.prompts if inputs.eval_prompts else (),
         reward=_make_reward(config, inputs),
+        agent=_make_agent(config, inputs),
         plan=plan,
         batch=batch,
         num_steps=num_steps,
@@ -197,14 +200,20 @@ def _make_reward(config: PpoConfig, inputs: Inputs) -> RewardSpec:
     )
 
 
+def _make_agent(config: PpoConfig, inputs: Inputs) -> AgentSpec | None:
+    if inputs.agent is None:
+        return None
+    return config.agent.spec(inputs.agent, longest_sequence(config)[0], config.reward.calls())
+
+
 def _make_engine(config: PpoConfig, model: str, plan: PlacementPlan) -> EngineSpec:
     engine = config.engine
     share = SHARE_ALONE
     if plan.shares_gpus:
         share = _SHARE_IN_TURN if engine.vllm_enable_sleep else _SHARE_TOGETHER
-    return engine.spec(
+    spec = engine.spec(
         model,
-        config.data.prompt_max_len + config.rollout.generate_max_len,
+        longest_sequence(config)[0],
         share,
         tokenizer=model,
         dtype=config.model.dtype,
@@ -212,6 +221,8 @@ def _make_engine(config: PpoConfig, model: str, plan: PlacementPlan) -> EngineSp
         seed=config.training.seed,
         weight_transfer="ipc" if plan.shares_gpus else "shared_memory",
     )
+    # Every turn of an agent begins with all tokens of the turns before.
+    return replace(spec, enable_prefix_caching=spec.enable_prefix_caching or config.agent.agent_func_path is not None)
 
 
 def _make_models(config: PpoConfig, inputs: Inputs, num_updates: int, num_frozen_updates: int) -> dict[str, ModelSpec]:

@@ -92,6 +92,7 @@ _RESOLVE = {
     **dict.fromkeys(("prompt_data", "dataset", "eval_dataset"), source_names),
     **dict.fromkeys(("eval_data", "data_cache", "output_path", "ckpt_path"), user_path),
     "remote_rm_url": reward_path,
+    "agent_func_path": reward_path,
     "use_tensorboard": user_path,
     "use_mlflow": lambda text: text if urlsplit(text).scheme else user_path(text),
     "tokenizer_chat_template": lambda text: user_path(text) if is_template_file(text) else text,

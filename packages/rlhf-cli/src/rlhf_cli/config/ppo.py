@@ -3,6 +3,7 @@
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
+from rlhf_cli.config.agent import AgentSection
 from rlhf_cli.config.algorithm import AlgorithmSection
 from rlhf_cli.config.checkpoint import CheckpointSection
 from rlhf_cli.config.data import PromptSection
@@ -32,6 +33,7 @@ class PpoConfig(Config):
     data: PromptSection = PromptSection()
     reward: RewardSection = RewardSection()
     rollout: RolloutSection = RolloutSection()
+    agent: AgentSection = AgentSection()
     algorithm: AlgorithmSection = AlgorithmSection()
     training: PpoTrainingSection = PpoTrainingSection()
     evaluation: PpoEvaluationSection = PpoEvaluationSection()
@@ -53,6 +55,7 @@ class PpoConfig(Config):
         given = with_places(self, given)
         num_samples = self.rollout.n_samples_per_prompt
         notices = self.reward.check_training(given, self.rollout.generate_max_len, num_samples)
+        notices += self.agent.check(given)
         notices += self.algorithm.check(given, self.batch.num_updates)
         notices += self.training.check(given)
         notices += _check_training(self, given)
@@ -73,7 +76,7 @@ class PpoConfig(Config):
             hint = "add --prompt_data FILE.jsonl with --input_key and --label_key"
             what = f"--pretrain {model} needs prompts to train on" if model else "there must be prompts to train on"
             found.append(missing("prompt_data", what, f"{hint}; without --pretrain the built-in task runs"))
-        if self.algorithm.teacher_model is None:
+        if self.algorithm.teacher_model is None and self.agent.agent_func_path is None:
             found += self.reward.missing("nothing says how responses are scored, and there is no --teacher_model")
         if row.uses_group and self.rollout.n_samples_per_prompt == 1:
             message = f"--n_samples_per_prompt is 1, and {self.algorithm.title} compares the samples of one prompt"
@@ -118,7 +121,7 @@ def _check_training(config: PpoConfig, given: Collection[str]) -> list[str]:
 def _check_teacher_alone(config: PpoConfig, given: Collection[str]) -> list[str]:
     """Check options that need a reward, in a run that has a teacher and no reward."""
     algorithm = config.algorithm
-    if algorithm.teacher_model is None or config.reward.sources():
+    if algorithm.teacher_model is None or config.reward.sources() or config.agent.agent_func_path is not None:
         return []
     for name in ("dynamic_filtering", "best_metric_key"):
         if name in given:

@@ -14,7 +14,14 @@ from rlhf_cli.preflight.models import (
     load_model_files,
     longest_sequence,
 )
-from rlhf_cli.preflight.rewards import check_reward_models, judges_steps, named_sources, try_rewards
+from rlhf_cli.preflight.rewards import (
+    check_reward_models,
+    judges_steps,
+    named_agent,
+    named_sources,
+    try_agent,
+    try_rewards,
+)
 from rlhf_data.prompts import PromptSet
 from rlhf_rollout.rewards.sources import RewardSource, model_paths
 
@@ -30,6 +37,7 @@ class Inputs:
         notices: what the user should know about the inputs, one sentence each.
         teacher: folder or hub name; None without a teacher.
         process_models: those of the reward models that judge steps.
+        agent: the agent, with an absolute path; None for single turns.
     """
 
     model: str
@@ -40,6 +48,7 @@ class Inputs:
     notices: tuple[str, ...]
     teacher: str | None = None
     process_models: tuple[str, ...] = ()
+    agent: str | None = None
 
 
 def check_inputs(config: PpoConfig, folder: Path) -> Inputs:
@@ -55,6 +64,7 @@ def check_inputs(config: PpoConfig, folder: Path) -> Inputs:
     check_output_folder(folder, holds_run=config.checkpoint.continues)
     rows, held_out_rows = open_prompts(config)
     sources = named_sources(config)
+    agent = named_agent(config)
     model = model_path(config.model.pretrain)
     model_config, tokenizer = load_model_files(model)
     check_attention(config.model, model_config)
@@ -68,4 +78,6 @@ def check_inputs(config: PpoConfig, folder: Path) -> Inputs:
     notices += reward_notices
     notices += data_notices(config, prompts, held_out)
     notices += try_rewards(config, sources, prompts.prompts[:4])
-    return Inputs(model, critic, sources, prompts, held_out, tuple(notices), teacher, process_models)
+    if agent is not None:
+        try_agent(config, agent)
+    return Inputs(model, critic, sources, prompts, held_out, tuple(notices), teacher, process_models, agent)

@@ -44,9 +44,7 @@ def check_context(model_config: Any, num_tokens: int, flags: str) -> None:
 
 def longest_sequence(config: PpoConfig) -> tuple[int, str]:
     """Return the largest number of tokens of a prompt with its response, and the flags that set it."""
-    prompt = config.data.prompt_max_len
-    response = config.rollout.generate_max_len
-    return prompt + response, f"--prompt_max_len {prompt} + --generate_max_len {response}"
+    return config.agent.max_len(config.data.prompt_max_len, config.rollout.generate_max_len)
 
 
 def choose_critic(config: PpoConfig, model: str, reward_models: Sequence[str], tokenizer: Any) -> tuple[str, list[str]]:

@@ -1,4 +1,4 @@
-"""Checks of rewards before a run: functions and servers are called once, and files of reward models are read."""
+"""Checks of rewards and agents before a run: functions and servers are called once, and files of reward models are read."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
@@ -9,6 +9,8 @@ from rlhf_cli.paths import model_path, reward_path, user_path
 from rlhf_cli.preflight.models import check_attention, check_context, longest_sequence
 from rlhf_data.errors import ConfigError, RewardError
 from rlhf_data.records import Prompt
+from rlhf_rollout.agents import check_agent
+from rlhf_rollout.agents.user_agent import parse_agent
 from rlhf_rollout.rewards.mix import check_reward
 from rlhf_rollout.rewards.rubric import load_rubric
 from rlhf_rollout.rewards.sources import JUDGE_KINDS, RewardSource, model_paths
@@ -36,6 +38,23 @@ def named_sources(config: PpoConfig) -> tuple[RewardSource, ...]:
             source = replace(source, targets=(model_path(source.targets[0]),))
         sources.append(source)
     return tuple(sources)
+
+
+def named_agent(config: PpoConfig) -> str | None:
+    """Return the agent with an absolute path; None without one. Raises ConfigError for one that is not valid."""
+    if config.agent.agent_func_path is None:
+        return None
+    agent = reward_path(config.agent.agent_func_path)
+    parse_agent(agent)
+    return agent
+
+
+def try_agent(config: PpoConfig, agent: str) -> None:
+    """Import the agent once. Raises ConfigError when that fails."""
+    try:
+        check_agent(config.agent.spec(agent, longest_sequence(config)[0], config.reward.calls()))
+    except RewardError as error:
+        raise ConfigError(str(error)) from error
 
 
 def judges_steps(path: str) -> bool:

@@ -7,6 +7,7 @@ from typing import Literal
 
 from rlhf_data.errors import ConfigError, FeatureError
 from rlhf_data.records import Prompt
+from rlhf_rollout.agents import AgentSpec
 from rlhf_rollout.engines import EngineSpec
 from rlhf_rollout.protocols import SamplingParams
 from rlhf_rollout.rewards.model import MODEL_TIMEOUT_S
@@ -144,6 +145,8 @@ class OnlineJob:
         sampling, eval_sampling: sampling parameters of training and held-out rollouts.
         prompts, eval_prompts: training and held-out prompts; the latter may be empty.
         reward: where rewards come from.
+        agent: turns a prompt into episodes of several turns; None for single turns. If it gives an episode no reward,
+            the sources of `reward` score it.
         plan: where every process runs.
         batch: batch sizes.
         num_steps: number of steps, each a round of rollouts and training.
@@ -176,6 +179,7 @@ class OnlineJob:
     prompts: tuple[Prompt, ...]
     eval_prompts: tuple[Prompt, ...] = ()
     reward: RewardSpec
+    agent: AgentSpec | None = None
     plan: PlacementPlan
     batch: BatchSizes
     num_steps: int
@@ -203,8 +207,8 @@ class OnlineJob:
             raise ConfigError("a reference model is needed if and only if init_kl_coef is above 0")
         if self.algorithm.uses_teacher != ("teacher" in self.models):
             raise ConfigError("a teacher is needed if and only if teacher_coef is above 0")
-        if not self.reward.sources and not self.algorithm.uses_teacher:
-            raise ConfigError("a run learns from rewards, a teacher or both, and has neither")
+        if not self.reward.sources and not self.algorithm.uses_teacher and self.agent is None:
+            raise ConfigError("a run learns from rewards, an agent or a teacher, and has none of them")
         placed = [role for processes in self.plan.trainers for role in processes.roles]
         if sorted(placed) != sorted(self.models):
             raise ConfigError(f"the plan has places for {', '.join(placed)}, the models are {', '.join(self.models)}")

@@ -5,7 +5,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from pathlib import Path
 from typing import Any
 
 from rlhf_data.errors import EngineError
@@ -13,7 +13,7 @@ from rlhf_data.progress import duration
 from rlhf_data.records import Prompt, RolloutGroup
 from rlhf_data.sampler import EpochSampler
 from rlhf_models.loading import load_tokenizer
-from rlhf_rollout.agents import SingleTurn
+from rlhf_rollout.agents import make_workflow
 from rlhf_rollout.generator import GenerationCounts, GroupResult, PromptSupply, generate_groups
 from rlhf_rollout.protocols import RewardFunction, SamplingParams
 from rlhf_rollout.router import EngineRouter
@@ -60,7 +60,10 @@ class Rollouts:
         stream: receives the complete groups.
         timeline: counts the seconds of generation, rewards and evaluation.
         observer: is warned about groups that failed.
+        agent_log: file for what an agent prints; None for standard error.
 
+    Raises:
+        RewardError: the agent cannot be imported.
     """
 
     def __init__(
@@ -72,6 +75,7 @@ class Rollouts:
         stream: SampleStream,
         timeline: Timeline,
         observer: Observer,
+        agent_log: Path | None = None,
     ) -> None:
         self._job = job
         self._reward = reward
@@ -79,16 +83,23 @@ class Rollouts:
         self._timeline = timeline
         self._observer = observer
         self._sampler = EpochSampler(len(job.prompts), job.batch.rollout_batch_size, seed=job.seed)
-        tokenizer = load_tokenizer(job.engine.tokenizer or job.engine.model)
-        decode = partial(tokenizer.decode, skip_special_tokens=True)
+        tokenizer_path = job.engine.tokenizer or job.engine.model
         router = EngineRouter()
-        self._workflow = SingleTurn(router, decode)
+        self._workflow = make_workflow(
+            job.agent,
+            router,
+            load_tokenizer(tokenizer_path),
+            tokenizer_path=tokenizer_path,
+            gives_reward=not job.reward.sources and not job.algorithm.uses_teacher,
+            log_path=agent_log,
+        )
         self._send_weights = send_weights
         self._size_bytes = 0  # of the weights
         self._counts = GenerationCounts()  # of the generation under way
         self._supervisor = EngineSupervisor(engines, router, self._send, observer.warning)
         # One loop for the whole run: reward clients keep connections that belong to the loop they were opened in.
         self._loop = asyncio.Runner()
+        self._loop.run(self._workflow.start())
 
     def fill(self, step: int) -> Drawn:
         """Generate until the stream is full, or until the step's limit of prompts is reached.
@@ -184,7 +195,8 @@ class Rollouts:
         self._sampler.load_state_dict(state)
 
     def close(self) -> None:
-        """Close the reward and the event loop."""
+        """End the agent, the reward and the event loop."""
+        self._loop.run(self._workflow.close())
         self._loop.run(self._reward.close())
         self._loop.close()
 

@@ -162,7 +162,8 @@ def assemble(
     interrupts = interrupts or Interrupts()
     stream = SampleStream(job.batch.rollout_batch_size)
     learner = Learner(job, rank_sets)
-    rollouts = Rollouts(job, engines, learner.send_weights, reward, stream, timeline, observer)
+    agent_log = recorder.folder / "agent.log"
+    rollouts = Rollouts(job, engines, learner.send_weights, reward, stream, timeline, observer, agent_log)
     turns = Turns(
         rollouts,
         learner,
