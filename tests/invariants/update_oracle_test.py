@@ -57,8 +57,8 @@ CASES = {
         clip_low=0.02, clip_high=0.03, entropy_coef=0.01,
     ), CLIPPED_ADAM),
     "gae, centred, CISPO": Case(Recipe(
-        estimator="gae", gamma=0.97, lambd=0.5, policy_loss="cispo", clip_low=0.02, clip_high=0.02, whiten_std=False,
-        kl_coef=0.1, kl_estimator="k3", use_kl_loss=True, correction=("token", "truncate", 0.9, 1.1),
+        estimator="gae", gamma=0.97, turn_gamma=0.5, lambd=0.5, policy_loss="cispo", clip_low=0.02, clip_high=0.02,
+        whiten_std=False, kl_coef=0.1, kl_estimator="k3", use_kl_loss=True, correction=("token", "truncate", 0.9, 1.1),
     ), packing=True),
     "gae, GSPO": Case(Recipe(
         estimator="gae", gamma=0.95, bootstrap_truncated=True, value_clip=0.5, policy_loss="gspo", clip_low=3e-3,
@@ -123,6 +123,7 @@ TWO_RANKS = ("gae", "gae, GSPO", "reinforce, CISPO", "group_norm")
 FEATURES = {
     "gamma": ("gae", {"gamma": 1.0}),
     "lambda": ("gae", {"lambd": 1.0}),
+    "turn gamma": ("gae, centred, CISPO", {"turn_gamma": None}),
     "gamma without a critic": ("reinforce", {"gamma": 1.0}),
     "bootstrap value": ("gae", {"bootstrap_truncated": False}),
     "value clip": ("gae", {"value_clip": None}),

@@ -38,6 +38,7 @@ class Recipe:
     policy_loss: str = "ppo"
     reduction: str | None = None
     gamma: float = 1.0
+    turn_gamma: float | None = None
     lambd: float = 1.0
     clip_low: float = 0.2
     clip_high: float = 0.2
@@ -201,13 +202,18 @@ class Oracle:
             next_value = after[i, len(sample.tokens) - 1] if goes_on else 0.0
             next_advantage = 0.0
             for t in reversed(places):
+                gamma = recipe.gamma
+                later = [place for place in places if place > t]
+                # In another turn, somebody else wrote a token in between.
+                if recipe.turn_gamma is not None and later and not all(sample.is_policy[t : later[0]]):
+                    gamma = recipe.turn_gamma
                 reward = rewards[i] if t == places[-1] else 0.0
                 if recipe.kl_coef and recipe.old_logprobs != "skip":
                     kls.append(self._kl(self.columns["old_logprobs"][i, t], self.columns["ref_logprobs"][i, t])[0])
                     reward -= 0.0 if recipe.use_kl_loss else recipe.kl_coef * kls[-1]
-                surprise = reward + recipe.gamma * next_value - values[i, t]
+                surprise = reward + gamma * next_value - values[i, t]
                 lambd = recipe.lambd if self.uses_critic else 1.0
-                advantages[i, t] = surprise + recipe.gamma * lambd * next_advantage
+                advantages[i, t] = surprise + gamma * lambd * next_advantage
                 returns[i, t] = advantages[i, t] + values[i, t]
                 next_value, next_advantage = values[i, t], advantages[i, t]
         if kls:

@@ -20,6 +20,7 @@ from rlhf_train.algorithms import CorrectionSpec
 from rlhf_train.online.job import DynamicSampling
 
 CPU, MANY_GPUS = 0, 8
+AGENT = "--agent_func_path agents "
 COLOCATED = "--colocate_all_models "
 MASK = "--is_correction_level token --is_correction_mode mask "
 
@@ -72,7 +73,17 @@ REACHES = [
     ("dynamic_filtering_reward_range", "0 1", "--dynamic_filtering", "dynamic_sampling.reward_range", (0.0, 1.0)),
     ("dynamic_filtering_max_batches", "3", "--dynamic_filtering", "dynamic_sampling.max_batches", 3),
     ("advantage_estimator", "rloo", "", "algorithm.estimator", "rloo"),
+    ("agent_func_path", "agents:Two", "", "agent.path", "agents:Two"),
+    ("max_steps", "3", AGENT, "agent.limits.max_turns", 3),
+    ("agent_max_len", "99", AGENT, "agent.limits.max_length", 99),
+    ("agent_max_len", "99", AGENT, "engine.max_model_len", 99),
+    ("agent_max_seconds", "1.5", AGENT, "agent.limits.max_seconds", 1.5),
+    ("agent_num_workers", "3", AGENT, "agent.num_processes", 3),
+    ("agent_timeout_s", "3", AGENT, "agent.timeout_s", 3.0),
+    ("reward_memory_gb", "0.5", AGENT, "agent.worker.memory_gb", 0.5),
+    ("success_threshold", "0.5", AGENT, "agent.success_threshold", 0.5),
     ("gamma", "0.9", "", "algorithm.gamma", 0.9),
+    ("turn_gamma", "0.5", "", "algorithm.turn_gamma", 0.5),
     ("lambd", "0.9", "", "algorithm.lambd", 0.9),
     ("bootstrap_truncated", "", "", "algorithm.bootstrap_truncated", True),
     ("no_advantage_std_norm", "", "", "algorithm.whiten_std", False),
@@ -215,7 +226,8 @@ def job_of(*argv: str, num_gpus: int = MANY_GPUS):
     prompts = tuple(Prompt(f"p{i}", np.array([1, 2]), f"prompt {i}") for i in range(100))
     prompts = PromptSet(prompts, Counts(100, longest_tokens=2))
     teacher = config.algorithm.teacher_model
-    inputs = Inputs("policy", "critic", config.reward.sources(), prompts, None, (), teacher)
+    agent = config.agent.agent_func_path
+    inputs = Inputs("policy", "critic", config.reward.sources(), prompts, None, (), teacher, agent)
     return make_job(config, inputs, make_plan(config, num_gpus), Path("/out"))
 
 

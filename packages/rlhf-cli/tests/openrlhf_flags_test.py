@@ -150,7 +150,6 @@ def test_flag_with_nothing_left_to_choose_is_one_notice(command, argv):
     [
         ("ppo", "--async_train", "asynchronous training (--async_train)"),
         ("ppo", "--train.async_queue_size 2", "asynchronous training"),
-        ("ppo", "--agent_func_path ./agent.py", "agents with several turns (--agent_func_path ./agent.py)"),
         ("ppo", "--partial_rollout", "responses that continue after a weight update"),
         ("ppo", "--ds.ring_attn_size 4", "sequence parallelism (ring attention)"),
         ("ppo", "--ds_tensor_parallel_size 2", "tensor-parallel training"),

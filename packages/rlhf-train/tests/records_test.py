@@ -157,7 +157,7 @@ def test_loss_reduction_is_the_given_one_else_the_losses_else_the_estimators():
         ({"algorithm": make_algorithm("group_norm")}, "GRPO has no critic"),
         ({"algorithm": make_algorithm(kl_coef=0)}, "if and only if init_kl_coef is above 0"),
         ({"algorithm": make_algorithm(teacher_coef=1.0)}, "a teacher is needed if and only if teacher_coef is above 0"),
-        ({"reward": RewardSpec(sources=())}, "a run learns from rewards, a teacher or both, and has neither"),
+        ({"reward": RewardSpec(sources=())}, "a run learns from rewards, an agent or a teacher, and has none of them"),
         (
             {"algorithm": make_algorithm(old_logprobs="skip", use_kl_loss=True)},
             "needs one update per step, and there are 2",

@@ -60,6 +60,24 @@ def last_trained(loss_mask: Tensor) -> Tensor:
     return loss_mask & (position == torch.where(loss_mask, position, -1).amax(dim=1, keepdim=True))
 
 
+def turn_starts(policy_versions: Tensor, loss_mask: Tensor) -> Tensor:
+    """Return [B, T] bool that marks the first trained token of each turn.
+
+    A turn is a run of tokens that the policy wrote. Its first tokens may be excluded from training.
+
+    Args:
+        policy_versions: [B, T] int, -1 for tokens that the policy did not write.
+        loss_mask: [B, T] bool, the trained tokens.
+    """
+    check_same_shape(policy_versions=policy_versions, loss_mask=loss_mask)
+    written = policy_versions >= 0
+    before = torch.cat([torch.zeros_like(written[:, :1]), written[:, :-1]], dim=1)
+    turn = (written & ~before).cumsum(dim=1)  # number of a token's turn, from 1
+    latest = (turn * loss_mask).cummax(dim=1).values  # of the trained tokens so far
+    earlier = torch.cat([torch.zeros_like(latest[:, :1]), latest[:, :-1]], dim=1)
+    return loss_mask & (turn > earlier)
+
+
 def generalized_advantages(
     rewards: Tensor,
     values: Tensor,
@@ -68,6 +86,8 @@ def generalized_advantages(
     gamma: float,
     lambd: float,
     last_values: Tensor | None = None,
+    starts: Tensor | None = None,
+    turn_gamma: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """Return advantages and returns by generalized advantage estimation.
 
@@ -87,6 +107,8 @@ def generalized_advantages(
         lambd: in [0, 1]; 0 relies on the values alone (more bias), 1 on the rewards alone (more variance).
         last_values: [B] float, the value after the last token of each rollout that was cut off; 0.0 for the others.
             None means 0.0 for all.
+        starts: [B, T] bool, from `turn_starts`. None treats a rollout as one turn.
+        turn_gamma: takes the place of gamma in the step to a token that starts a turn. Unused without `starts`.
 
     Returns:
         ([B, T], [B, T]) float32: advantages and returns, 0.0 where the mask is False.
@@ -98,7 +120,8 @@ def generalized_advantages(
     # The kernel takes packed sequences: row b occupies positions bounds[b] to bounds[b + 1] of the flattened tensors.
     bounds = values.shape[1] * torch.arange(len(values) + 1, device=values.device)
     flat = [tensor.flatten() for tensor in (rewards, values, loss_mask)]
-    results = packed_gae(*flat, bounds, gamma=gamma, lambd=lambd, last_values=last_values)
+    turns = {} if starts is None else {"turn_starts": starts.flatten(), "turn_gamma": turn_gamma}
+    results = packed_gae(*flat, bounds, gamma=gamma, lambd=lambd, last_values=last_values, **turns)
     advantages, returns = (result.view(values.shape) for result in results)
     return advantages, returns
 

@@ -148,6 +148,8 @@ class AlgorithmSpec:
         teacher_coef: weight of the reverse KL to a teacher in the advantages, in reward units per nat, >= 0; 0 for no
             teacher. See `advantages.distilled_advantages`.
         gamma: discount per token, in [0, 1].
+        turn_gamma: discount of the step from one turn to the next, in [0, 1]; None for `gamma`. 0 makes each turn an
+            episode of its own.
         lambd: lambda of GAE, in [0, 1]: lower means more bias and less variance.
         value_clip: distance from the old value beyond which a value no longer lowers the loss; None for no limit.
         bootstrap_truncated: add the critic's value of the last state to the return of a rollout that the length limit
@@ -167,6 +169,7 @@ class AlgorithmSpec:
     kl_horizon: int = 10_000
     teacher_coef: float = 0.0
     gamma: float = 1.0
+    turn_gamma: float | None = None
     lambd: float = 1.0
     value_clip: float | None = 0.5
     bootstrap_truncated: bool = False
@@ -181,6 +184,7 @@ class AlgorithmSpec:
         )
         for name, is_right, wanted in (
             ("gamma", 0 <= self.gamma <= 1, "lie in [0, 1]"),
+            ("turn_gamma", self.turn_gamma is None or 0 <= self.turn_gamma <= 1, "lie in [0, 1]"),
             ("lambd", 0 <= self.lambd <= 1, "lie in [0, 1]"),
             ("value_clip", self.value_clip is None or self.value_clip > 0, "be > 0"),
             ("kl_reward_coef", self.kl_reward_coef >= 0, "be >= 0"),

@@ -87,6 +87,12 @@ class AlgorithmSection(Section, title="algorithm"):
         _DEFAULTS.estimator, "; ".join(f"{row.name}: {row.title}" for row in ALGORITHMS.values())
     )
     gamma: float = flag(_DEFAULTS.gamma, "discount per token", ge=0, le=1)
+    turn_gamma: float | None = flag(
+        None,
+        "discount from one turn of an agent to the next, in place of --gamma; 0: each turn is an episode of its own",
+        ge=0,
+        le=1,
+    )
     lambd: float = flag(_DEFAULTS.lambd, "GAE's lambda: 0 trusts the critic, 1 the rewards", ge=0, le=1)
     bootstrap_truncated: bool = flag(
         False,

@@ -1,4 +1,4 @@
-"""Checks of rewards and agents before a run: functions and servers are called once, and files of reward models are read."""
+"""Checks of rewards and agents before a run: each is called or imported once, and reward models' files are read."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace

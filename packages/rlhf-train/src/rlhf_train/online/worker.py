@@ -18,7 +18,7 @@ from rlhf_models.batch import TokenBatch, to_device
 from rlhf_models.loading import load_actor, load_critic, load_tokenizer, resolve_dtype
 from rlhf_models.reference import load_reference
 from rlhf_models.weights import save_hf
-from rlhf_train.advantages import generalized_advantages, moments, whiten
+from rlhf_train.advantages import generalized_advantages, moments, turn_starts, whiten
 from rlhf_train.algorithms import AlgorithmSpec
 from rlhf_train.batching import Denominators, MiniBatch, RankPlan
 from rlhf_train.engine.deepspeed import DeepSpeedEngine, init_process_group
@@ -191,6 +191,7 @@ class TrainWorker:
         rewards, kl_metrics = charged_rewards(experience, spec, kl_coef=kl_coef)
         # Without a critic, zero values and lambda 1 make the advantage the discounted reward to go.
         values, lambd = (columns["values"], spec.lambd) if spec.row.uses_critic else (torch.zeros(mask.shape), 1.0)
+        starts = turn_starts(experience.policy_versions, mask)
         # The columns are in host memory, and the scan over tokens is a kernel on the device.
         advantages, returns = generalized_advantages(
             to_device(rewards, self._device),
@@ -199,6 +200,8 @@ class TrainWorker:
             gamma=spec.gamma,
             lambd=lambd,
             last_values=None if last_values is None else to_device(last_values, self._device),
+            starts=None if spec.turn_gamma is None else to_device(starts, self._device),
+            turn_gamma=spec.turn_gamma or 0.0,
         )
         advantages, teacher_metrics = distilled(advantages.cpu(), experience, spec)
         metrics |= kl_metrics | teacher_metrics

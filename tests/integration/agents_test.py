@@ -1,0 +1,48 @@
+"""The example of an agent learns on the real stack, and its episodes are recorded token by token."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+TIMEOUT_S = 600
+NUM_STEPS = 10
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def test_agent_with_three_attempts_learns(tmp_path):
+    binary = ROOT / "packages/rlhf-cli/ppo"
+    command = [str(binary)] if binary.is_file() else [sys.executable, "-m", "rlhf_cli.commands.ppo"]
+    flags = ["--agent_func_path", str(ROOT / "examples/math_retries.py"), "--max_steps", "3", "--agent_max_len", "192"]
+    flags += ["--seed", "1", "--train_steps", str(NUM_STEPS), "--eval_steps", "-1", "--save_path", "out"]
+    environment = os.environ | {"BUILD_WORKING_DIRECTORY": str(tmp_path)}
+    done = subprocess.run(
+        [*command, *flags], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    lines = read_jsonl(tmp_path / "out/metrics.jsonl")
+    assert lines[-1]["eval/accuracy_before"] <= 0.40
+    assert lines[-1]["eval/accuracy_after"] >= 0.50
+    steps = [line for line in lines if "time/step" in line]
+    assert len(steps) == NUM_STEPS
+    for line in steps:
+        assert line["samples/generated"] == line["samples/trained"] == 128
+        assert line["mismatch/logprob_gap_max"] < 1e-3  # also behind the agent's text
+    assert steps[-1]["rollout/attempts"] < steps[0]["rollout/attempts"]
+
+    records = read_jsonl(tmp_path / "out/rollouts.jsonl")
+    assert len(records) == NUM_STEPS * 128
+    for record in records[::37]:
+        sources = [span["source"] for span in record["spans"]]
+        num_attempts = sources.count("policy")
+        assert sources == ["prompt", "policy", *["environment", "policy"] * (num_attempts - 1)]
+        is_right = record["score"] == 1.0
+        assert record["reward"] == round(-0.1 * (num_attempts - is_right) + is_right, 6)
+        assert is_right or num_attempts == 3
+        assert record["text"].count("That is wrong. Try again.") == num_attempts - 1
