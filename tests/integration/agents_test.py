@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 600
 NUM_STEPS = 10
@@ -43,6 +45,6 @@ def test_agent_with_three_attempts_learns(tmp_path):
         num_attempts = sources.count("policy")
         assert sources == ["prompt", "policy", *["environment", "policy"] * (num_attempts - 1)]
         is_right = record["score"] == 1.0
-        assert record["reward"] == round(-0.1 * (num_attempts - is_right) + is_right, 6)
+        assert record["reward"] == pytest.approx(is_right - 0.1 * (num_attempts - is_right))
         assert is_right or num_attempts == 3
         assert record["text"].count("That is wrong. Try again.") == num_attempts - 1

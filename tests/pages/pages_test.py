@@ -17,6 +17,7 @@ from rlhf_cli.main import main as rlhf
 from rlhf_cli.openrlhf import main as openrlhf
 from rlhf_data.command_line import CommandLine
 from rlhf_data.main import COMMAND_LINE as INSPECT
+from rlhf_rollout.agents import AgentSpec, EpisodeLimits, check_agent
 from rlhf_rollout.commands.main import COMMANDS
 from rlhf_rollout.rewards.rubric import load_rubric
 
@@ -161,6 +162,9 @@ CHECKS = {
 def test_python_of_a_page_runs(block, tmp_path):
     file = tmp_path / "example.py"
     file.write_text(block.text, encoding="utf-8")
+    if "def run_episode" in block.text:
+        check_agent(AgentSpec(path=str(file), limits=EpisodeLimits()))
+        return
     if "def reward_func" not in block.text:
         done = subprocess.run([sys.executable, file.name], cwd=tmp_path, capture_output=True, text=True, timeout=240)
         assert done.returncode == 0, done.stderr
