@@ -227,7 +227,7 @@ def job_of(*argv: str, num_gpus: int = MANY_GPUS):
     prompts = PromptSet(prompts, Counts(100, longest_tokens=2))
     teacher = config.algorithm.teacher_model
     agent = config.agent.agent_func_path
-    inputs = Inputs("policy", "critic", config.reward.sources(), prompts, None, (), teacher, agent)
+    inputs = Inputs("policy", "critic", config.reward.sources(), prompts, None, (), teacher, agent=agent)
     return make_job(config, inputs, make_plan(config, num_gpus), Path("/out"))
 
 
