@@ -13,17 +13,16 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
 from rlhf_data.errors import ConfigError
 from rlhf_data.safety import without_secrets
-from rlhf_rollout.rewards import code_judge
 from rlhf_rollout.rewards.user_function import one_line
 
-_JUDGE = Path(code_judge.__file__).read_text(encoding="utf-8")
+_JUDGE = Path(__file__).with_name("code_judge.py").read_text(encoding="utf-8")
 _PYTHON = os.path.realpath(sys.executable)  # a virtual environment has a link to it
 _PACKAGES = ("numpy", "numpy.libs")
 _MAX_BYTES = 2**28  # of all results of a job
@@ -38,6 +37,10 @@ _INSTALL = (
 # What a sandbox is told: `form` ("stdin", "call" or "assertions"), `program`, `name` of the function to call, `inputs`
 # or `tests`, and the limits `timeout_s` (of all tests), `memory_bytes` and `output_bytes` (of one test).
 Job = Mapping[str, Any]
+
+_TRIAL_S = 60.0
+_LIMITS = {"timeout_s": 20.0, "memory_bytes": 2**30, "output_bytes": 2**16}
+_TRIAL: Job = {"form": "stdin", "program": "print(input())", "name": "", "inputs": ["sandbox"], **_LIMITS}
 
 
 class SandboxError(Exception):
@@ -69,20 +72,21 @@ class Bubblewrap:
             bwrap = str(bwrap_path())
         if bwrap is None:
             raise ConfigError("the reward `code` needs a sandbox, and there is no program `bwrap`", hint=_INSTALL)
-        command = [bwrap, *_isolation(), "--", _PYTHON, "-I", "-S", "-X", "utf8", "-c"]
-        trial = subprocess.run([*command, "pass"], env=_ENVIRONMENT, capture_output=True, text=True, check=False)
-        if trial.returncode:
-            message = f"the reward `code` needs a sandbox, and bwrap makes none here: {one_line(trial.stderr)}"
-            raise ConfigError(message, hint=_INSTALL)
-        self._command = [*command, _JUDGE]
+        self._command = [bwrap, *_isolation(), "--", _PYTHON, "-I", "-S", "-X", "utf8", "-c", _JUDGE]
+        _check(lambda: _results(self._try()))
+
+    def _try(self) -> bytes:
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        return subprocess.run(
+            self._command, input=_complete(_TRIAL), env=_ENVIRONMENT, timeout=_TRIAL_S, check=False, **pipes
+        ).stdout
 
     async def run(self, job: Job) -> list[dict[str, Any]]:
-        job = {**job, "judge": _JUDGE, "flags": ["-I", "-S"], "disk_bytes": _DISK_BYTES, "strict": True}
         output = bytearray()
         pipes = {"stdout": asyncio.subprocess.PIPE, "stderr": asyncio.subprocess.STDOUT}
         try:
             with tempfile.TemporaryFile() as stdin:  # it has no name, so nothing can be left of it
-                stdin.write(json.dumps(job).encode())
+                stdin.write(_complete(job))
                 stdin.seek(0)
                 process = await asyncio.create_subprocess_exec(
                     *self._command,
@@ -132,8 +136,8 @@ class SandboxServer:
         from rlhf_rollout import answers
 
         limit_s = job["timeout_s"] + _GRACE_S
-        job = {**job, "judge": _JUDGE, "flags": ["-I"], "disk_bytes": _DISK_BYTES, "strict": False}
-        request = {"code": _JUDGE, "language": "python", "stdin": json.dumps(job), "run_timeout": limit_s}
+        stdin = _complete(job, flags=["-I"], strict=False).decode()
+        request = {"code": _JUDGE, "language": "python", "stdin": stdin, "run_timeout": limit_s}
         try:
             async with asyncio.timeout(2 * limit_s), httpx.AsyncClient(timeout=None) as client:
                 response = await answers.post(client, self._url, content=json.dumps(request).encode(), headers={})
@@ -158,16 +162,25 @@ def check_sandbox(url: str | None) -> None:
     Raises:
         ConfigError: the sandbox cannot be had or does not work.
     """
-    limits = {"timeout_s": 20.0, "memory_bytes": 2**30, "output_bytes": 2**16}
-    job = {"form": "stdin", "program": "print(input())", "name": "", "inputs": ["sandbox"], **limits}
     sandbox = open_sandbox(url)
+    if url is not None:  # bubblewrap is tried when it is opened
+        _check(lambda: asyncio.run(sandbox.run(_TRIAL)))
+
+
+def _check(run: Callable[[], list[dict[str, Any]]]) -> None:
+    """Raise ConfigError unless `run` gives the result of `_TRIAL`."""
     try:
-        results = asyncio.run(sandbox.run(job))
-    except SandboxError as error:
+        results = run()
+    except (SandboxError, OSError, subprocess.SubprocessError) as error:
         raise ConfigError(f"the sandbox of the reward `code` does not work: {error}", hint=_INSTALL) from None
-    if [result.get("output") for result in results] != ["sandbox\n"]:
+    if results != [{"output": "sandbox\n", "why": ""}]:
         message = f"the sandbox of the reward `code` cannot run a program: {one_line(str(results))}"
         raise ConfigError(message, hint=_INSTALL)
+
+
+def _complete(job: Job, *, flags: Sequence[str] = ("-I", "-S"), strict: bool = True) -> bytes:
+    """Return a job with what the judge needs besides: its source, the interpreter's flags and how it locks itself."""
+    return json.dumps({**job, "judge": _JUDGE, "flags": flags, "disk_bytes": _DISK_BYTES, "strict": strict}).encode()
 
 
 def _results(output: bytes) -> list[dict[str, Any]]:

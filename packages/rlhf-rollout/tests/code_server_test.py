@@ -1,0 +1,103 @@
+"""The sandbox on a server with SandboxFusion's protocol: what it is sent, what it answers, and how it fails."""
+
+import asyncio
+import json
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from record_testing import make_prompt, make_rollout
+from rlhf_data.errors import ConfigError
+from rlhf_data.records import VerdictKind
+from rlhf_rollout.rewards.code import CodeReward
+from rlhf_rollout.rewards.sandbox import SandboxServer, check_sandbox
+
+OK, WRONG, CRASH = VerdictKind.OK, VerdictKind.WRONG, VerdictKind.CRASH
+
+
+def judge(url, label, *programs):
+    prompt = make_prompt(label=label)
+    reward = CodeReward(SandboxServer(url), timeout_s=20)
+    rollouts = [make_rollout(prompt, f"```\n{program}\n```", index=index) for index, program in enumerate(programs)]
+    return asyncio.run(reward.score(prompt, rollouts))
+
+
+class FusionHandler(BaseHTTPRequestHandler):
+    """Answers as SandboxFusion does; it runs the programs of these tests, which are harmless, without a sandbox."""
+
+    def do_POST(self):
+        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.requests.append((self.path, request))
+        answer = self.server.answer
+        if answer is None:
+            command = [sys.executable, "-c", request["code"]]
+            done = subprocess.run(command, input=request["stdin"].encode(), capture_output=True, check=False)
+            result = {"status": "Finished", "return_code": done.returncode, "stdout": done.stdout.decode()}
+            answer = {"status": "Success" if done.returncode == 0 else "Failed", "message": "", "run_result": result}
+        body = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
+        self.send_response(self.server.status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *arguments):
+        pass
+
+
+@pytest.fixture
+def fusion():
+    server = ThreadingHTTPServer(("127.0.0.1", 0), FusionHandler)
+    server.requests, server.answer, server.status = [], None, 200
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+    server.url = f"http://127.0.0.1:{server.server_port}"
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.mark.parametrize("form", ["stdin", "call", "assertions"])
+def test_server_runs_programs(fusion, form):
+    label = {
+        "stdin": {"inputs": ["1", "2"], "outputs": ["2", "4"]},
+        "call": {"fn_name": "f", "inputs": [[1], [2]], "outputs": [2, 4]},
+        "assertions": ["assert f(1) == 2", "assert f(2) == 4"],
+    }[form]
+    programs = ["def f(x): return 2 * x\n", "def f(x): return x + 1\n"]
+    programs = [program + "print(f(int(input())))" * (form == "stdin") for program in programs]
+    verdicts = judge(fusion.url, json.dumps(label), *programs)
+    assert [(verdict.kind, verdict.extra["passed"]) for verdict in verdicts] == [(OK, 1.0), (WRONG, 0.5)]
+    path, request = fusion.requests[0]
+    assert path == "/run_code" and request["language"] == "python" and request["run_timeout"] >= 20
+    check_sandbox(fusion.url)
+
+
+@pytest.mark.parametrize(
+    ("status", "answer", "says"),
+    [
+        (200, {"status": "SandboxError", "message": "out of pods"}, "out of pods"),
+        (200, {"status": "Failed", "message": "", "run_result": None}, "it wrote nothing"),
+        (200, {"status": "Success", "run_result": {"stdout": "[1]\nhello\n"}}, "hello"),
+        (200, b"<html>", "JSONDecodeError"),
+        (200, b"[]", "AttributeError"),
+        (503, {"status": "Success"}, "503"),
+    ],
+)
+def test_server_that_fails_is_a_crash(fusion, status, answer, says):
+    fusion.status, fusion.answer = status, answer
+    (verdict,) = judge(fusion.url, json.dumps(["assert f(1) == 1"]), "def f(x): return x")
+    assert verdict.kind is CRASH and says in verdict.detail and "\n" not in verdict.detail
+    with pytest.raises(ConfigError, match="the sandbox of the reward `code` does not work"):
+        check_sandbox(fusion.url)
+
+
+def test_server_that_is_not_there_is_refused():
+    with pytest.raises(ConfigError, match=r"does not work: http://127\.0\.0\.1:9/run_code: ConnectError"):
+        check_sandbox("http://127.0.0.1:9")
+
+
+def test_server_url_must_be_one():
+    with pytest.raises(ConfigError, match="is no URL"):
+        SandboxServer("sandbox:8080")
