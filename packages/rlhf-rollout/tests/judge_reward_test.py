@@ -200,6 +200,13 @@ def test_judge_without_a_pause_of_its_own_is_asked_after_half_a_second_at_most(s
     assert 0.25 <= time.monotonic() - started < 10
 
 
+def test_judge_pauses_double(server, rubric):
+    server.answers = [(503, "busy")] * 2
+    started = time.monotonic()
+    assert score(JudgeReward, rubric, server.url, ["8"])[0].reward == 0.8
+    assert time.monotonic() - started >= 0.75  # 0.25 to 0.5 s, then 0.5 to 1 s
+
+
 def test_judge_that_stays_busy_is_a_timeout_at_the_deadline(server, rubric):
     server.respond = lambda body: (429, "busy")
     started = time.monotonic()
