@@ -1,16 +1,14 @@
 """Each wheel installs alone in a clean environment, and importing it is quick and loads nothing heavy."""
 
 import json
-import os
 import subprocess
-import sys
-import sysconfig
 import zipfile
 from pathlib import Path
 
 import pytest
 
 from boundaries import BOUNDARIES, HEAVY, IMPORT_SECONDS, Boundary
+from clean_installs import clean_environ, install, wheel_of
 
 IMPORT = """
 import json, sys, time
@@ -24,17 +22,6 @@ print(json.dumps({"file": module.__file__, "seconds": seconds, "roots": roots}))
 NAMES = [boundary.distribution for boundary in BOUNDARIES]
 
 
-def wheel_of(boundary: Boundary) -> Path:
-    if "TEST_SRCDIR" not in os.environ:
-        pytest.skip("the wheels are built by Bazel: bazel test //tests/install:wheel_test")
-    [wheel] = (boundary.folder / "wheel").glob("*.whl")
-    return wheel
-
-
-def clean_environ() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "PIP_", "RAY_", "HF_"))}
-
-
 @pytest.fixture(scope="module", params=BOUNDARIES, ids=NAMES)
 def boundary(request: pytest.FixtureRequest) -> Boundary:
     return request.param
@@ -42,23 +29,7 @@ def boundary(request: pytest.FixtureRequest) -> Boundary:
 
 @pytest.fixture(scope="module")
 def installed(boundary: Boundary, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The interpreter of a new environment in which pip installed one wheel and what its metadata asks for.
-
-    First-party requirements come from the other wheels. Third-party ones must be met by the locked environment, which a
-    .pth file puts in sight: nothing is downloaded, yet pip still compares every version.
-    """
-    environment = tmp_path_factory.mktemp(boundary.package)
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True, env=clean_environ())
-    python = environment / "bin" / "python"
-    [site] = environment.glob("lib/python*/site-packages")
-    (site / "locked.pth").write_text(sysconfig.get_path("purelib"))
-    install = [sys.executable, "-m", "pip", "--python", python, "install", "--no-index", "--quiet"]
-    folders = [f"--find-links={wheel_of(other).parent}" for other in BOUNDARIES]
-    result = subprocess.run(
-        [*install, *folders, wheel_of(boundary)], env=clean_environ(), capture_output=True, text=True, check=False
-    )
-    assert result.returncode == 0, result.stderr
-    return python
+    return install(boundary, tmp_path_factory.mktemp(boundary.package))
 
 
 def import_in(python: Path, package: str) -> dict:
