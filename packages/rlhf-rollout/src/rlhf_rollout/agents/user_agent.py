@@ -5,11 +5,13 @@ A file, or a module, may define one of these; the first that it has is used:
     class AgentExecutor          of OpenRLHF, with `execute`
     class AgentInstance          of OpenRLHF, with `reset` and `step`
     async def run_episode(session) -> reward, or {"rewards": [...], ...}      see `interface.Session`
+    class Environment            with `reset`, `step` and `close`, or a function that makes one; see `environments`
     TOOLS = [function, ...]      that the policy may call, until an answer calls none; see `tools`
     MCP = ["program", ...]       a server whose tools join them, or stand alone
 
 A file with tools may also define `reward(messages, label)`, SYSTEM, the text of a system message, TOOL_PARSER, the form
-of the calls (see `tool_calls`), and TOOL_LIMITS, a dictionary with fields of `tools.ToolLimits`.
+of the calls (see `tool_calls`), and TOOL_LIMITS, a dictionary with fields of `tools.ToolLimits`. A file with an
+environment may also define `render(observation)`, `parse(text)` and POOL_SIZE.
 """
 
 import asyncio
@@ -27,9 +29,9 @@ from rlhf_rollout.agents import interface
 from rlhf_rollout.agents.interface import PolicyEngine, Session, called, constructed, number, run_turns
 from rlhf_rollout.rewards.user_function import RewardTarget, bound_names, import_target
 
-NAMES = ("AgentExecutor", "AgentInstance", "run_episode", "TOOLS", "MCP")
+NAMES = ("AgentExecutor", "AgentInstance", "run_episode", "Environment", "TOOLS", "MCP")
 _IN_FILE = re.compile(r"(?P<path>.+\.py)(?::(?P<name>\w+))?", re.DOTALL)
-_HINT = "define AgentExecutor, AgentInstance, `async def run_episode(session)` or TOOLS"
+_HINT = "define AgentExecutor, AgentInstance, `async def run_episode(session)`, Environment or TOOLS"
 
 RunEpisode = Callable[[Session], Awaitable[dict[str, Any]]]
 
@@ -68,6 +70,8 @@ def load_agent(target: RewardTarget, tokenizer: str | None) -> RunEpisode:
             continue
         if name in ("TOOLS", "MCP"):
             return _tool_agent(module, tokenizer)
+        if name == "Environment" or _is_environment(agent, name):
+            return _environment_agent(agent, module)
         if inspect.isclass(agent) and hasattr(agent, "execute"):
             return _Executor(agent, tokenizer)
         if inspect.isclass(agent) and hasattr(agent, "step"):
@@ -178,6 +182,20 @@ class LazyTokenizer:
 
     def __len__(self) -> int:
         return len(self._load())
+
+
+def _is_environment(agent: Any, name: str) -> bool:
+    has_methods = inspect.isclass(agent) and hasattr(agent, "step") and hasattr(agent, "reset")
+    return has_methods and name != "AgentInstance" and not issubclass(agent, interface.AgentInstanceBase)
+
+
+def _environment_agent(make: Callable[[], Any], module: Any) -> RunEpisode:
+    """Return the agent of a file with an environment."""
+    from rlhf_rollout.agents.environments import EnvironmentAgent
+
+    given = {"render": "render", "parse": "parse", "pool_size": "POOL_SIZE"}
+    options = {option: getattr(module, name) for option, name in given.items() if hasattr(module, name)}
+    return _Function(EnvironmentAgent(make, **options))
 
 
 def _tool_agent(module: Any, tokenizer: str | None) -> RunEpisode:
