@@ -16,6 +16,7 @@ import pytest
 from online_fakes import SpreadReward
 from rlhf_data.errors import CheckpointError, EngineError, RewardError, RlhfError
 from rlhf_data.records import FinishReason
+from rlhf_rollout.agents import AgentSpec, EpisodeLimits
 from rlhf_rollout.protocols import Completion
 from rlhf_rollout.rewards.sources import CallOptions, RewardSource
 from rlhf_train.online.job import CheckpointSpec, RewardSpec
@@ -247,3 +248,26 @@ def test_reward_server_that_hangs_teaches_nothing_and_ends_the_run_with_its_stat
     counts = accounted(run)
     assert (counts.requested, counts.trained, counts.failed) == (3 * 64, 0, 3 * 64)
     assert checkpoints_of(run) == [2]
+
+
+# -- agents ------------------------------------------------------------------------------------------------------------
+
+AGENT = """
+async def run_episode(session):
+    if session.prompt_token_ids[0] == 3:
+        raise ValueError("not this one")
+    first = await session.reply()
+    second = await session.complete([7, 7])  # another conversation, and so another rollout of the episode
+    return float(len(first.text) % 2)
+"""
+
+
+def test_episodes_of_several_rollouts_and_failed_ones_are_accounted_for(make_run, tmp_path):
+    (tmp_path / "agent.py").write_text(AGENT)
+    agent = AgentSpec(path=str(tmp_path / "agent.py"), limits=EpisodeLimits(max_length=64), num_processes=1)
+    run = make_run(SpreadReward(), agent=agent)
+    train_and_save(run.job, run.parts, run.recorder)
+    counts = accounted(run)
+    # Of sixteen prompts per step with four samples, one fails. The episodes of the others have two rollouts.
+    assert (counts.requested, counts.trained, counts.failed) == (3 * (15 * 8 + 4), 3 * 15 * 8, 3 * 4)
+    assert trained_twice(run) == []

@@ -14,6 +14,7 @@ from rlhf_train.advantages import (
     moments,
     placed_rewards,
     token_rewards,
+    turn_starts,
     whiten,
 )
 from rlhf_train.baselines import (
@@ -371,3 +372,37 @@ def test_whiten_one_token_is_zero_and_none_stays_empty():
         assert whiten(one, mask, moments(one, mask), divide_by_std=divide_by_std).tolist() == [[0.0, 0.0]]
     nothing = mask & ~mask
     assert whiten(one, nothing, moments(one, nothing)).tolist() == [[0.0, 0.0]]
+
+
+def test_rollouts_of_one_episode_count_as_one_in_the_baseline():
+    # Three episodes with rewards 1, 4 and 7; the first one has three rollouts, and all of them have its reward.
+    rewards, group_ids = np.array([1.0, 1.0, 1.0, 4.0, 7.0]), ["g"] * 5
+    weights = np.array([1 / 3, 1 / 3, 1 / 3, 1.0, 1.0])
+    centred = relative_rewards(rewards, group_ids, "group_mean", weights=weights)
+    np.testing.assert_allclose(centred, [-3, -3, -3, 0, 3], atol=1e-12)
+    normalized = relative_rewards(rewards, group_ids, "group_mean_std", weights=weights)
+    np.testing.assert_allclose(normalized, np.array([-3, -3, -3, 0, 3]) / (6**0.5 + 1e-6), atol=1e-12)
+    others = relative_rewards(rewards, group_ids, "leave_one_out", weights=weights)
+    np.testing.assert_allclose(others, [1 - 5.5] * 3 + [0.0, 7 - 2.5], atol=1e-12)
+
+
+def test_turns_start_at_their_first_trained_token():
+    versions = torch.tensor([[-1, 0, 0, -1, 0, 0, 0, -1, 0], [-1, -1, -1, -1, 0, -1, -1, -1, -1]])
+    mask = versions >= 0
+    mask[0, 4] = False  # the first token of the second turn is excluded
+    expected = torch.zeros_like(mask)
+    expected[0, [1, 5, 8]] = True
+    expected[1, 4] = True
+    assert torch.equal(turn_starts(versions, mask), expected)
+
+
+def test_turn_gamma_discounts_from_turn_to_turn_only():
+    versions = torch.tensor([[-1, 0, 0, -1, 0, 0]])
+    mask = versions >= 0
+    rewards = torch.tensor([[0.0, 0.0, 1.0, 0.0, 0.0, 8.0]])
+    starts = turn_starts(versions, mask)
+    for turn_gamma, first in ((0.0, 1.0), (0.5, 5.0), (1.0, 9.0)):
+        advantages, _ = generalized_advantages(
+            rewards, torch.zeros(1, 6), mask, gamma=1.0, lambd=1.0, starts=starts, turn_gamma=turn_gamma
+        )
+        torch.testing.assert_close(advantages, torch.tensor([[0.0, first, first, 0.0, 8.0, 8.0]]))

@@ -1,7 +1,8 @@
 """Baselines: each rollout's reward is compared with the rewards of its group. Torch-free, for the controller.
 
-In every function `rewards` is [B] float, `group_ids` holds B ids, and the result is [B] float64. The functions raise
-ValueError when the numbers of rewards and ids differ, and for an unknown baseline.
+In every function `rewards` is [B] float, `group_ids` holds B ids, and the result is [B] float64. `weights`, [B] float,
+say how much each reward counts in its group: 1 / n for each of the n rollouts of an episode, and 1 for each if they are
+None. The functions raise ValueError when the numbers of rewards and ids differ, and for an unknown baseline.
 """
 
 from collections.abc import Sequence
@@ -15,7 +16,12 @@ MIN_STD = 1e-6  # reward units; added to a group's deviation, so that rewards th
 
 
 def relative_rewards(
-    rewards: np.ndarray, group_ids: Sequence[str], baseline: str, *, divide_by_std: bool = True
+    rewards: np.ndarray,
+    group_ids: Sequence[str],
+    baseline: str,
+    *,
+    divide_by_std: bool = True,
+    weights: np.ndarray | None = None,
 ) -> np.ndarray:
     """Return the rewards relative to a baseline.
 
@@ -27,9 +33,10 @@ def relative_rewards(
     if baseline == "none":
         return np.asarray(rewards, np.float64)
     if baseline == "leave_one_out":
-        return leave_one_out(rewards, group_ids)
+        return leave_one_out(rewards, group_ids, weights)
     if baseline in ("group_mean", "group_mean_std"):
-        return group_normalized(rewards, group_ids, divide_by_std=divide_by_std and baseline == "group_mean_std")
+        divides = divide_by_std and baseline == "group_mean_std"
+        return group_normalized(rewards, group_ids, divide_by_std=divides, weights=weights)
     raise ValueError(unknown("baseline", baseline, BASELINES))
 
 
@@ -91,8 +98,8 @@ def decoupled_rewards(
     return group_normalized(total, [""] * len(group_ids)) if over_batch else total
 
 
-def leave_one_out(rewards: np.ndarray, group_ids: Sequence[str]) -> np.ndarray:
-    """Return each reward minus the mean of the other rewards in its group.
+def leave_one_out(rewards: np.ndarray, group_ids: Sequence[str], weights: np.ndarray | None = None) -> np.ndarray:
+    """Return each reward minus the mean of the rewards of the other episodes in its group.
 
         A_i = R_i - sum_{j != i} R_j / (n - 1) = (R_i - mean(R_group)) n / (n - 1)
 
@@ -102,13 +109,19 @@ def leave_one_out(rewards: np.ndarray, group_ids: Sequence[str]) -> np.ndarray:
     Source: Ahmadian et al. 2024, arXiv:2402.14740, eq. 8; Kool et al. 2019, "Buy 4 REINFORCE samples, get a baseline
     for free!".
     """
-    centred = group_normalized(rewards, group_ids, divide_by_std=False)
-    _, index, counts = np.unique(np.asarray(group_ids), return_inverse=True, return_counts=True)
-    size = counts[index]
+    centred = group_normalized(rewards, group_ids, divide_by_std=False, weights=weights)
+    _, index = np.unique(np.asarray(group_ids), return_inverse=True)
+    size = np.bincount(index, weights)[index].round()
     return centred * size / np.maximum(size - 1, 1)
 
 
-def group_normalized(rewards: np.ndarray, group_ids: Sequence[str], *, divide_by_std: bool = True) -> np.ndarray:
+def group_normalized(
+    rewards: np.ndarray,
+    group_ids: Sequence[str],
+    *,
+    divide_by_std: bool = True,
+    weights: np.ndarray | None = None,
+) -> np.ndarray:
     """Return each reward minus the mean of its group, divided by the group's standard deviation.
 
         A_i = (R_i - mean(R_group)) / (std(R_group) + 1e-6)
@@ -126,10 +139,11 @@ def group_normalized(rewards: np.ndarray, group_ids: Sequence[str], *, divide_by
     if len(rewards) != len(group_ids):
         raise ValueError(f"{len(rewards)} rewards, {len(group_ids)} group ids")
     rewards = np.asarray(rewards, np.float64)
+    weights = np.ones(len(rewards)) if weights is None else weights
     names, index = np.unique(np.asarray(group_ids), return_inverse=True)
-    counts = np.bincount(index, minlength=len(names))
-    centred = rewards - (np.bincount(index, rewards, len(names)) / np.maximum(counts, 1))[index]
-    std = np.sqrt(np.bincount(index, centred**2, len(names)) / np.maximum(counts, 1))[index]
+    counts = np.bincount(index, weights, len(names))
+    centred = rewards - (np.bincount(index, weights * rewards, len(names)) / counts)[index]
+    std = np.sqrt(np.bincount(index, weights * centred**2, len(names)) / counts)[index]
     # The mean of equal rewards is rounded, which leaves a relative deviation of about 1e-17: set it to exactly 0.
     is_equal = std <= 1e-12 * np.maximum(np.abs(rewards), 1.0)
     if not divide_by_std:

@@ -8,7 +8,7 @@ from rlhf_train.online.patience import Patience
 from rlhf_train.online.report import Report
 from rlhf_train.online.rollouts import Rollouts
 from rlhf_train.online.stream import SampleStream
-from rlhf_train.online.summaries import scored
+from rlhf_train.online.summaries import episode_shares, scored
 from rlhf_train.online.turns import Turns
 from rlhf_train.run.checkpointing import Checkpointer
 from rlhf_train.run.interrupts import Interrupts
@@ -85,10 +85,14 @@ class Controller:
         self._turns.give_to_engines()
         drawn = self._rollouts.fill(step)
         # Rollouts fail in two places: whole groups in an engine, and single rollouts in the reward.
-        num_failed = drawn.counts.num_generated - len(scored(drawn.groups))
+        num_rollouts = sum(len(group.rollouts) for group in drawn.groups)
+        num_failed = num_rollouts - len(scored(drawn.groups))
+        num_further = num_rollouts - drawn.counts.num_generated  # of episodes that became several rollouts
         num_filtered = len(scored(drawn.dropped))
         self._ledger.add(
-            requested=drawn.counts.num_requested, failed=drawn.counts.num_failed + num_failed, filtered=num_filtered
+            requested=drawn.counts.num_requested + num_further,
+            failed=drawn.counts.num_failed + num_failed,
+            filtered=num_filtered,
         )
         self._batch, stale = self._stream.take()
         self._ledger.add(stale=len(scored(stale)))
@@ -111,7 +115,7 @@ class Controller:
         """Send the batch to the ranks, and compute old log-probs, reference log-probs and values."""
         self._turns.give_to_trainers()
         with self._timeline.phase("load"):
-            self._report.add(self._learner.deal(scored(self._batch), step))
+            self._report.add(self._learner.deal(scored(self._batch), step, episode_shares(self._batch)))
         with self._timeline.phase("experience"):
             self._report.add(self._learner.fill_columns())
 

@@ -118,12 +118,12 @@ def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
 def summarize_evaluation(groups: Sequence[RolloutGroup]) -> dict[str, float]:
     """Return the metrics of held-out groups under `eval/`; with several data sources also under `eval/<source>/`.
 
-    `pass@k` is computed for k = 1, 2, 4, ... and for the number of samples per prompt. A rollout passes when its
+    `pass@k` is computed for k = 1, 2, 4, ... and for the number of samples per prompt. An episode passes when its
     verdict is ok; a failed reward counts as not passed. Without a scorer there is no pass@k. `failed` is the share of
-    rollouts whose reward failed.
+    episodes whose reward failed.
     """
     metrics = summarize(groups, "eval") | _passes(groups, "eval")
-    verdicts = [rollout.verdict for group in groups for rollout in group.rollouts]
+    verdicts = [episode.verdict for group in groups for episode in group.episodes]
     metrics["eval/failed"] = sum(verdict is None or verdict.kind.failed for verdict in verdicts) / len(verdicts)
     by_source: dict[str, list[RolloutGroup]] = {}
     for group in groups:
@@ -138,15 +138,15 @@ def summarize_evaluation(groups: Sequence[RolloutGroup]) -> dict[str, float]:
 def _passes(groups: Sequence[RolloutGroup], prefix: str) -> dict[str, float]:
     if is_unscored(groups):
         return {}
-    num_samples = min(len(group.rollouts) for group in groups)
+    num_samples = min(len(group.episodes) for group in groups)
     ks = {2**power for power in range(num_samples.bit_length())} | {num_samples}
     metrics = {}
     for k in sorted(ks):
-        chances = [pass_at_k(len(group.rollouts), _num_right(group), k) for group in groups]
+        chances = [pass_at_k(len(group.episodes), _num_right(group), k) for group in groups]
         metrics[f"{prefix}/pass@{k}"] = sum(chances) / len(chances)
     return metrics
 
 
 def _num_right(group: RolloutGroup) -> int:
-    verdicts = [rollout.verdict for rollout in group.rollouts]
+    verdicts = [episode.verdict for episode in group.episodes]
     return sum(verdict is not None and verdict.kind is VerdictKind.OK for verdict in verdicts)

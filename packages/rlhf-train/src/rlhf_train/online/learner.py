@@ -47,14 +47,14 @@ class Learner:
         """Update the reward normalization with the raw rewards of a step, trained or not."""
         self._shaper.observe(rollouts)
 
-    def deal(self, rollouts: Sequence[Rollout], step: int) -> dict[str, float]:
+    def deal(self, rollouts: Sequence[Rollout], step: int, weights: Sequence[float] | None = None) -> dict[str, float]:
         """Shape the rewards of `rollouts`, which all have one, and send each rank of each set its rollouts.
 
-        Returns metrics of the shaping.
+        `weights` say how much each reward counts in its group; see `baselines`. Returns metrics of the shaping.
         """
         batch = self._job.batch
         self._kl = None
-        rewards, token_rewards, metrics = self._rewards(rollouts)
+        rewards, token_rewards, metrics = self._rewards(rollouts, weights)
         pending: list[Any] = []
         for ranks in self._sets:
             # Rank sets of different sizes split the batch differently. The seed is the same, so that they agree on
@@ -129,7 +129,9 @@ class Learner:
             self._adapt_kl(metrics.get("kl/reference", self._kl), int(num_trained))
         return metrics, num_trained
 
-    def _rewards(self, rollouts: Sequence[Rollout]) -> tuple[list[float], list[np.ndarray], dict[str, float]]:
+    def _rewards(
+        self, rollouts: Sequence[Rollout], weights: Sequence[float] | None = None
+    ) -> tuple[list[float], list[np.ndarray], dict[str, float]]:
         """Return shaped rewards relative to the algorithm's baseline, and metrics of the shaping.
 
         The rewards that single tokens earned are compared among themselves, and so is what is left of each rollout's
@@ -145,14 +147,15 @@ class Learner:
             # A failed reward that has a fixed value has it from every source.
             parts = [r.verdict.source_rewards or (r.verdict.reward,) * len(reward.sources) for r in rollouts]
             parts = np.reshape(parts, (-1, len(reward.sources)))
-            weights = [source.weight for source in reward.sources]
-            whole = decoupled_rewards(parts, weights, group_ids, over_batch=not spec.row.whiten)
+            factors = [source.weight for source in reward.sources]
+            whole = decoupled_rewards(parts, factors, group_ids, over_batch=not spec.row.whiten)
             return whole.tolist(), [np.zeros_like(own) for own in earned], metrics
         baseline = "none" if reward.normalize == "none" else spec.row.baseline
         options = {"baseline": baseline, "divide_by_std": spec.whiten_std}
         rest = shaped - np.array([own.sum() for own in earned])
         tokens = relative_token_rewards(earned, group_ids, **options)
-        whole = relative_rewards(rest, group_ids, **options) + np.array([own.sum() for own in tokens])
+        shares = None if weights is None else np.array(weights)
+        whole = relative_rewards(rest, group_ids, weights=shares, **options) + np.array([own.sum() for own in tokens])
         return whole.tolist(), tokens, metrics
 
     def _adapt_kl(self, kl: float | None, num_rollouts: int) -> None:

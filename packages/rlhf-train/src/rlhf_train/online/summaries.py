@@ -10,30 +10,40 @@ def scored(groups: Sequence[RolloutGroup]) -> list[Rollout]:
     return [r for group in groups for r in group.rollouts if r.verdict is not None and r.verdict.reward is not None]
 
 
+def episode_shares(groups: Sequence[RolloutGroup]) -> list[float]:
+    """Return for each rollout of `scored` 1 / n, where n is the number of them in its episode."""
+    shares: list[float] = []
+    for episode in (episode for group in groups for episode in group.episodes):
+        count = sum(r.verdict is not None and r.verdict.reward is not None for r in episode.rollouts)
+        shares += [1 / max(count, 1)] * count
+    return shares
+
+
 def summarize(groups: Sequence[RolloutGroup], prefix: str) -> dict[str, float]:
     """Return the mean reward, the verdicts and the lengths of `groups`, under names that begin with `prefix`.
 
-    Means of rewards and scores are over the rollouts that have a reward. `accuracy` is the share of all rollouts whose
-    verdict is ok; rollouts with a failed reward count as not ok. Numbers that a reward function logs (`extra_logs`) are
+    Means of rewards and scores are over the rollouts that have a reward. `accuracy` is the share of all episodes whose
+    verdict is ok; episodes with a failed reward count as not ok. Numbers that a reward function logs (`extra_logs`) are
     averaged under their own names. If such a name is taken by a metric of this function, it becomes `extra_<name>`. In
     a run without a scorer there are only lengths.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     rewards = [rollout.verdict.reward for rollout in scored(groups)]
     scores = [rollout.verdict.score for rollout in scored(groups)]
-    kinds = [rollout.verdict.kind for rollout in rollouts if rollout.verdict is not None]
+    episodes = [episode for group in groups for episode in group.episodes]
+    kinds = [episode.verdict.kind for episode in episodes if episode.verdict is not None]
     if not rollouts:
         return {}
     if is_unscored(groups):
         return lengths(rollouts, prefix)
-    numbers = lengths(rollouts, prefix) | {f"{prefix}/accuracy": kinds.count(VerdictKind.OK) / len(rollouts)}
+    numbers = lengths(rollouts, prefix) | {f"{prefix}/accuracy": kinds.count(VerdictKind.OK) / len(episodes)}
     if rewards:
         numbers[f"{prefix}/reward"] = sum(rewards) / len(rewards)
         numbers[f"{prefix}/score"] = sum(scores) / len(scores)
     numbers |= {f"{prefix}/verdict_{kind.value}": float(kinds.count(kind)) for kind in VerdictKind if kind in kinds}
     values: dict[str, list[float]] = {}
-    for rollout in rollouts:
-        for name, value in (rollout.verdict.extra if rollout.verdict else {}).items():
+    for episode in episodes:
+        for name, value in (episode.verdict.extra if episode.verdict else {}).items():
             values.setdefault(name, []).append(value)
     for name, logged in values.items():
         key = f"{prefix}/{name}"
