@@ -14,6 +14,7 @@ from rlhf_data.errors import ConfigError, RlhfError
 _NO_TRACE = {
     *("checkpoint", "output", "evaluation"),  # sections
     *("train_steps", "num_episodes", "reward_num_workers", "reward_batch_size", "reward_timeout_s"),
+    *("agent_num_workers", "agent_timeout_s"),
     *("eval_dataset", "eval_split", "data_num_workers", "data_cache"),
 }
 # Options that decide what the saved state belongs to.
