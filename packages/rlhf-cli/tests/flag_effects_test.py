@@ -41,6 +41,7 @@ REACHES = [
     ("failed_reward", "-1", "", "reward.calls.failed_reward", -1.0),
     ("success_threshold", "0.5", "", "reward.calls.success_threshold", 0.5),
     ("reward_batch_size", "3", "", "reward.calls.batch_size", 3),
+    ("reward_by_turn", "", "--reward_pretrain r --agent_func_path a.py", "reward.by_turn", True),
     ("step_separator", r"\n\n", "--reward_pretrain r", "reward.step_separator", "\n\n"),
     ("normalize_reward", "", "--reward_pretrain r", "reward.normalize_models", True),
     ("running_reward_norm", "", "", "reward.running_norm", True),

@@ -75,12 +75,13 @@ def test_each_step_is_judged_after_a_placeholder_behind_its_tokens(folder):
 
 
 def test_steps_stay_within_a_turn_and_environment_tokens_are_read_but_not_judged(folder):
-    tokens = np.array([20, 30, 31, 40, 41, 50])
-    mask = np.array([False, True, True, False, False, True])
+    # The first turn ends with two special tokens, which come after its placeholder.
+    tokens = np.array([20, 30, 31, 2, 0, 40, 41, 50])
+    mask = np.array([False, True, True, True, True, False, False, True])
     [found] = judge(folder, "")([(tokens, mask)])
     first = [20, 30, 31, PLACEHOLDER]
-    expected = [probability(folder, first), probability(folder, [*first, 40, 41, 50, PLACEHOLDER])]
-    assert [position for position, _ in found] == [2, 5]
+    expected = [probability(folder, first), probability(folder, [*first, 2, 0, 40, 41, 50, PLACEHOLDER])]
+    assert [position for position, _ in found] == [4, 7]
     assert [value for _, value in found] == pytest.approx(expected)
 
 

@@ -53,6 +53,30 @@ def test_model_reward_sends_prompt_and_response_as_tokens_and_compares_with_the_
     ]
 
 
+def test_model_reward_by_turn_scores_the_conversation_after_each_turn() -> None:
+    spans = (
+        Span(SpanSource.PROMPT, [5, 6]),
+        Span(SpanSource.POLICY, [7, 12], [-1.0] * 2, 0),
+        Span(SpanSource.ENVIRONMENT, [8]),
+        Span(SpanSource.POLICY, [11], [-1.0], 0),
+    )
+    talk = Rollout("r", "g", spans, FinishReason.STOP)
+    failing = Rollout("f", "g", (*spans[:2], Span(SpanSource.ENVIRONMENT, [13]), *spans[3:]), FinishReason.STOP)
+    scorer = Scripted()
+    [empty] = rollouts([])
+    verdicts = run(ModelReward([scorer], success_threshold=1.0, by_turn=True).score(PROMPT, [talk, failing, empty]))
+    assert (
+        sorted(scorer.batches[0], key=len)[:2] == [[5, 6], [5, 6, 7, 12]] and [5, 6, 7, 12, 8, 11] in scorer.batches[0]
+    )
+    # 12 and 11, minus 10; the score is the last one.
+    assert (verdicts[0].kind, verdicts[0].reward, verdicts[0].score) == (VerdictKind.OK, 3.0, 1.0)
+    assert verdicts[0].token_rewards == ((3, 2.0), (5, 1.0))
+    assert (verdicts[1].kind, verdicts[1].reward) == (VerdictKind.CRASH, None)
+    assert (verdicts[2].reward, verdicts[2].token_rewards) == (-4.0, ())
+    [whole] = run(ModelReward([Scripted()]).score(PROMPT, [talk]))
+    assert (whole.reward, whole.token_rewards) == (1.0, ())
+
+
 class Judge:
     """Judges a step at every token of the policy, good with a tenth of the token's id; 13 is a crash, 14 gives NaN."""
 

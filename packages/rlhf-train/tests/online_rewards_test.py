@@ -137,6 +137,17 @@ def test_reward_model_of_a_job_has_its_deadline(monkeypatch, tmp_path):
     assert len(cancelled) == 1
 
 
+def test_reward_models_score_by_turn_if_the_job_says_so_except_those_that_judge_steps(tmp_path, monkeypatch):
+    made = []
+    monkeypatch.setattr("rlhf_train.online.rewards.ModelReward", lambda replicas, **options: made.append(options))
+    monkeypatch.setattr("rlhf_train.online.rewards.ProcessReward", lambda replicas, **options: made.append(options))
+    monkeypatch.setattr("rlhf_train.online.rewards.build_reward", lambda sources, calls, **options: options["models"])
+    sources = tuple(RewardSource(kind="model", targets=(name,)) for name in ("scores", "steps"))
+    spec = RewardSpec(sources=sources, by_turn=True, process_models=("steps",))
+    make_reward(SimpleNamespace(reward=spec), [[None], [None]], tmp_path / "reward.log")
+    assert [options.get("by_turn") for options in made] == [True, None]
+
+
 def test_run_without_a_reward_gives_every_rollout_zero_and_says_that_nothing_scored_it(tmp_path):
     reward = make_reward(SimpleNamespace(reward=RewardSpec(sources=())), [], tmp_path / "reward.log")
     verdicts = asyncio.run(reward.score(Prompt("p", [1], "one"), [rollout(None), rollout(None)]))

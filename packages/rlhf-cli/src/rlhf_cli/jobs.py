@@ -193,6 +193,7 @@ def _make_reward(config: PpoConfig, inputs: Inputs) -> RewardSpec:
         normalize_models=section.normalize_reward,
         process_models=inputs.process_models,
         step_separator=section.step_end,
+        by_turn=section.reward_by_turn,
         clip_range=section.reward_clip_range,
         overlong_buffer=section.overlong_buffer(config.rollout.generate_max_len),
         overlong_penalty_factor=section.overlong_penalty_factor,

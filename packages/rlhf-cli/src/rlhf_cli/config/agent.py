@@ -7,7 +7,10 @@ from rlhf_data.options import Section, flag
 from rlhf_rollout.agents import AgentSpec, EpisodeLimits
 from rlhf_rollout.rewards.sources import CallOptions
 
-_OPTIONS = ("max_steps", "agent_max_len", "agent_max_seconds", "agent_num_workers", "agent_timeout_s")
+_OPTIONS = (
+    *("max_steps", "agent_max_len", "agent_max_seconds", "agent_num_workers", "agent_timeout_s"),
+    "reward_by_turn",
+)
 
 
 class AgentSection(Section, title="agent"):

@@ -10,8 +10,14 @@ from rlhf_rollout.commands import sections
 Normalization = one_of(("together", "each", "none"))
 
 _WORDLESS = {"model", "judge", "pairwise"}  # kinds of rewards that do not say which responses are right
-_SUM_OPTIONS = ("running_reward_norm", "reward_clip_range", "overlong_buffer_len", "stop_properly_penalty_coef")
-_MODEL_OPTIONS = ("step_separator", "reward_num_nodes", "reward_num_gpus_per_node", "colocate_critic_reward")
+_SUM_OPTIONS = (
+    *("running_reward_norm", "reward_clip_range", "overlong_buffer_len", "stop_properly_penalty_coef"),
+    "reward_by_turn",
+)
+_MODEL_OPTIONS = (
+    *("step_separator", "reward_by_turn", "reward_num_nodes", "reward_num_gpus_per_node"),
+    "colocate_critic_reward",
+)
 
 
 class RewardSection(sections.RewardSection):
@@ -21,6 +27,9 @@ class RewardSection(sections.RewardSection):
         r"\n",
         "text that ends a step of a response, for models of --reward_pretrain that `rlhf prm` trained; \\n is a"
         " newline; an empty text makes a response one step",
+    )
+    reward_by_turn: bool = flag(
+        False, "models of --reward_pretrain score after each turn of an agent, not only after the last one"
     )
     running_reward_norm: bool = flag(
         False, "normalize rewards by the mean and standard deviation of all rewards of the run so far"
@@ -77,6 +86,9 @@ class RewardSection(sections.RewardSection):
             message = f"--overlong_buffer_len {self.overlong_buffer_len:g} is {buffer} of the {max_tokens} tokens of"
             hint = f"give 1 to {max_tokens} tokens, or a share below 1 that comes to at least one token"
             raise ConfigError(f"{message} --generate_max_len", hint=hint)
+        if self.reward_by_turn and self.running_reward_norm:
+            message = "--running_reward_norm normalizes rewards of whole responses, and --reward_by_turn gives several"
+            raise ConfigError(message, hint="drop one of them")
         if self.reward_normalize == "each":
             self._check_each(given, len(sources), num_samples)
         keeps_all = self.stop_properly_penalty_coef == 1

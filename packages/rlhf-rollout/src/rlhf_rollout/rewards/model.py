@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -39,6 +40,8 @@ class ModelReward:
         max_wait_s: seconds that a sequence waits for others at most.
         timeout_s: deadline of one call, in which it may wait for other calls of the same replica.
         success_threshold: see `verdict_of`.
+        by_turn: score a rollout after each of its turns. Each score is the reward of the turn's last token, their sum
+            the rollout's reward, and the last one its score. A turn that cannot be scored fails the rollout.
 
     Raises:
         ConfigError: there is no scorer, the batch size is below 1, or the deadline is not positive.
@@ -52,12 +55,14 @@ class ModelReward:
         max_wait_s: float = 0.005,
         timeout_s: float = MODEL_TIMEOUT_S,
         success_threshold: float = SUCCESS_THRESHOLD,
+        by_turn: bool = False,
     ) -> None:
         if not scorers:
             raise ConfigError("a reward model needs at least one scorer")
         if timeout_s <= 0:
             raise ConfigError(f"timeout_s of a reward model is {timeout_s}; it must be positive")
         self._timeout_s = timeout_s
+        self._by_turn = by_turn
         self._scorers = list(scorers)
         self._num_under_way = [0] * len(self._scorers)
         self._num_failures = [0] * len(self._scorers)  # since the last success of each
@@ -69,7 +74,17 @@ class ModelReward:
 
     async def score(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> list[Verdict]:
         """Return one verdict per rollout, in order."""
-        return list(await asyncio.gather(*(self._batcher.submit(self._asked(rollout)) for rollout in rollouts)))
+        return list(await asyncio.gather(*(self._verdict(rollout) for rollout in rollouts)))
+
+    async def _verdict(self, rollout: Rollout) -> Verdict:
+        ends = rollout.turn_ends.tolist() if self._by_turn else []
+        if not ends:
+            return await self._batcher.submit(self._asked(rollout))
+        verdicts = await asyncio.gather(*(self._batcher.submit(rollout.token_ids[: end + 1]) for end in ends))
+        if failed := [verdict for verdict in verdicts if verdict.kind.failed]:
+            return failed[0]
+        rewards = [verdict.reward for verdict in verdicts]
+        return replace(verdicts[-1], reward=sum(rewards), token_rewards=tuple(zip(ends, rewards, strict=True)))
 
     async def close(self) -> None:
         """Cancel what is in flight."""

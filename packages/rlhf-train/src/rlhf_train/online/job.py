@@ -85,6 +85,7 @@ class RewardSpec:
         model_timeout_s: time limit for one call of a reward model, which may wait for other calls of the same replica.
         process_models: those of the reward models that judge the steps of a response; see `ProcessReward`.
         step_separator: the text that ends a step.
+        by_turn: the other reward models score after each turn; see `ModelReward`.
         normalize_models: shift and scale scores of reward models by the mean and deviation stored with the model.
         running_norm: shift and scale rewards by the mean and deviation of all raw rewards of the run so far.
         clip_range: smallest and largest reward after normalization; None for no bounds.
@@ -102,6 +103,7 @@ class RewardSpec:
     model_timeout_s: float = MODEL_TIMEOUT_S
     process_models: tuple[str, ...] = ()
     step_separator: str = "\n"
+    by_turn: bool = False
     normalize_models: bool = False
     running_norm: bool = False
     clip_range: tuple[float, float] | None = None

@@ -1,6 +1,7 @@
 """The reward of a run: the function that scores rollouts, and the shaping before an algorithm learns from them."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ def make_reward(job: OnlineJob, scorers: Sequence[Sequence[Any]], log_path: Path
     for path, handles in zip(spec.models, scorers, strict=True):
         replicas = [RayScorer(handle) for handle in handles]
         calls = {"batch_size": spec.calls.batch_size, "success_threshold": spec.calls.success_threshold}
-        kind = ProcessReward if path in spec.process_models else ModelReward
+        kind = ProcessReward if path in spec.process_models else partial(ModelReward, by_turn=spec.by_turn)
         models.append(kind(replicas, timeout_s=spec.model_timeout_s, **calls))
     return build_reward(spec.sources, spec.calls, log_path=log_path, models=models)
 
