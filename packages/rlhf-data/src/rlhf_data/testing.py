@@ -1,5 +1,6 @@
 """A tokenizer without dependencies, for tests and for the fake engine."""
 
+import json
 import re
 from typing import Any
 
@@ -10,7 +11,8 @@ class ByteTokenizer:
     """A tokenizer with one token per UTF-8 byte, `<eos>` (0) and `<bos>` (2), and the interface of a Hugging Face one.
 
     Its chat template writes `<bos>`, then `role: content<eos>` and a newline per message. The generation prompt is
-    `assistant: `. It refuses a conversation without a user message.
+    `assistant: `. Tools come first, as JSON, and tool calls follow the content, as in Qwen's template. It refuses a
+    conversation without a user message.
 
     Args:
         add_bos: whether tokenizing with special tokens adds `<bos>` at the start.
@@ -51,16 +53,21 @@ class ByteTokenizer:
 
     def apply_chat_template(
         self,
-        conversation: list[dict[str, str]],
+        conversation: list[dict[str, Any]],
         *,
         tokenize: bool,
         add_generation_prompt: bool,
         return_dict: bool = True,
+        tools: list[Any] | None = None,
     ) -> Any:
         """Return the rendered conversation as text or, with `tokenize`, as {"input_ids": ids} or ids."""
         if not any(message["role"] == "user" for message in conversation):
             raise ValueError("no user message")
-        text = "<bos>" + "".join(f"{message['role']}: {message['content']}<eos>\n" for message in conversation)
+        text = f"<bos>tools: {json.dumps(tools)}<eos>\n" if tools else "<bos>"
+        for message in conversation:
+            calls = [json.dumps(call["function"]) for call in message.get("tool_calls") or []]
+            called = "".join(f"\n<tool_call>\n{call}\n</tool_call>" for call in calls)
+            text += f"{message['role']}: {message['content']}{called}<eos>\n"
         text += "assistant: " if add_generation_prompt else ""
         if not tokenize:
             return text

@@ -72,6 +72,16 @@ class Completion:
         """Return a completion that one policy version drew: token ids [n] and log-probs [n], nats."""
         return cls((Span(SpanSource.POLICY, token_ids, logprobs, policy_version),), finish_reason)
 
+    def first(self, size: int) -> "Completion":
+        """Return the first `size` tokens (at least 1) as a completion that ended there by its text."""
+        spans = []
+        for span in self.spans:
+            kept = min(size, len(span.token_ids))
+            if kept:
+                spans.append(Span(span.source, span.token_ids[:kept], span.logprobs[:kept], span.policy_version))
+            size -= kept
+        return Completion(tuple(spans), FinishReason.STOP)
+
     @property
     def token_ids(self) -> np.ndarray:
         """[n] int32: the tokens of all spans."""

@@ -1,22 +1,27 @@
 """The workflow of a user's agent, which runs in processes of its own and asks for the policy's answers."""
 
 import asyncio
+import contextlib
 import dataclasses
 import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlhf_data.chat import Tokenizer, render_chat, render_follow_up
 from rlhf_data.errors import DataError
 from rlhf_data.records import Episode, Prompt, Verdict, VerdictKind
 from rlhf_rollout.agents.interface import BudgetSpentError
 from rlhf_rollout.agents.pool import AgentPool
-from rlhf_rollout.agents.process import AgentError
+from rlhf_rollout.agents.process import Activity, AgentError
 from rlhf_rollout.agents.recorder import EpisodeLimits, EpisodeRecorder
 from rlhf_rollout.protocols import SamplingParams
 from rlhf_rollout.rewards.user_function import SUCCESS_THRESHOLD, Scored, verdict_of
 from rlhf_rollout.router import EngineRouter
+
+if TYPE_CHECKING:
+    from rlhf_rollout.agents.door import DoorSession
+    from rlhf_rollout.agents.gateway import Gateway
 
 _SEED_STRIDE = 1_000_003  # between the seeds of a group's episodes; every answer of an episode adds one
 
@@ -39,6 +44,7 @@ class HostedAgent:
             has cut it. Otherwise another reward scores it.
         success_threshold: lowest score of an episode that counts as right, unless the agent says what is right.
         timeout_s: deadline of each request; None for the engine's own.
+        gateway: the door for agents that speak HTTP, which starts and ends with the workflow; None without one.
     """
 
     def __init__(
@@ -48,6 +54,7 @@ class HostedAgent:
         tokenizer: Tokenizer,
         limits: EpisodeLimits,
         *,
+        gateway: "Gateway | None" = None,
         gives_reward: bool = True,
         success_threshold: float = SUCCESS_THRESHOLD,
         timeout_s: float | None = None,
@@ -55,6 +62,7 @@ class HostedAgent:
         self._gives_reward = gives_reward
         self._success_threshold = success_threshold
         self.router = router
+        self.gateway = gateway
         self._pool = pool
         self._tokenizer = tokenizer
         self._limits = limits
@@ -75,7 +83,7 @@ class HostedAgent:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _episode(self, prompt: Prompt, sampling: SamplingParams, name: str, group_id: str) -> Episode:
-        make = functools.partial(
+        make_recorder = functools.partial(
             EpisodeRecorder,
             self.router,
             prompt,
@@ -86,8 +94,7 @@ class HostedAgent:
             decode=self._decode,
             timeout_s=self._timeout_s,
         )
-        attempt = _Attempt(make, self)
-        request = {
+        told = {
             "episode": name,
             "prompt": prompt.text,
             "prompt_token_ids": prompt.token_ids.tolist(),
@@ -97,9 +104,10 @@ class HostedAgent:
             "max_length": self._limits.max_length,
             "sampling": {key: value for key, value in dataclasses.asdict(sampling).items() if key != "num_samples"},
         }
+        attempt = _Attempt(make_recorder, told, self, sampling.max_tokens)
         started = time.monotonic()
         try:
-            said = await self._pool.execute(request, attempt.answer)
+            said = await self._pool.execute(attempt)
             is_cut = bool(said.get("truncated"))
             turn_rewards, verdict = read_outcome(said, self._success_threshold)
             if verdict is None and self._gives_reward:
@@ -110,6 +118,10 @@ class HostedAgent:
         except AgentError as failure:
             kind = VerdictKind.TIMEOUT if failure.is_late else VerdictKind.CRASH
             turn_rewards, verdict, is_cut = (), Verdict(kind, detail=str(failure)), False
+            if attempt.is_refused:  # an agent that does not know of limits fails when the policy answers no more
+                verdict = _CUT if self._gives_reward else None
+        finally:
+            attempt.end()
         recorder = attempt.recorder
         if recorder.error is not None:
             raise recorder.error
@@ -120,12 +132,16 @@ class HostedAgent:
         return recorder.episode(turn_rewards, verdict, is_cut=is_cut)
 
     async def start(self) -> None:
-        """Start the agent's processes. Raises RewardError when it cannot be imported."""
+        """Start the agent's processes and the door. Raises RewardError when the agent cannot be imported."""
+        if self.gateway is not None:
+            await self.gateway.start()
         await self._pool.start()
 
     async def close(self) -> None:
-        """End the agent's processes."""
+        """End the agent's processes and the door."""
         await self._pool.close()
+        if self.gateway is not None:
+            await self.gateway.close()
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text within a conversation, without start and end tokens."""
@@ -155,12 +171,51 @@ class HostedAgent:
 
 
 class _Attempt:
-    """Answers the requests of one episode; begins again when the agent's process has died."""
+    """An episode under way: see `process.Attempt`. It begins again when the agent's process has died.
 
-    def __init__(self, make: Callable[[], EpisodeRecorder], workflow: HostedAgent) -> None:
-        self._make = make
+    Args:
+        make_recorder: returns a recorder of the episode.
+        told: what the agent is told.
+        workflow: of the episode.
+        max_tokens: of an answer.
+    """
+
+    def __init__(
+        self,
+        make_recorder: Callable[[], EpisodeRecorder],
+        told: Mapping[str, Any],
+        workflow: HostedAgent,
+        max_tokens: int,
+    ) -> None:
+        self._make_recorder = make_recorder
+        self._told = told
         self._workflow = workflow
-        self.recorder = make()
+        self._max_tokens = max_tokens
+        self._door = contextlib.ExitStack()
+        self._session: DoorSession | None = None
+        self.activity = Activity()
+        self.recorder = make_recorder()
+
+    def begin(self) -> Mapping[str, Any]:
+        """Forget what was recorded, and open a door for the episode."""
+        self.end()
+        self.recorder = self._make_recorder()
+        gateway = self._workflow.gateway
+        if gateway is None:
+            return self._told
+        self._session = self._door.enter_context(
+            gateway.session(self.recorder, self.activity, max_tokens=self._max_tokens)
+        )
+        return {**self._told, "url": self._session.url}
+
+    def end(self) -> None:
+        """Close the episode's door."""
+        self._door.close()
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether the door has refused a request because a limit of the episode was reached."""
+        return self._session is not None and self._session.is_refused
 
     async def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Return the policy's answer to what an agent asks, as JSON values.
@@ -169,8 +224,6 @@ class _Attempt:
         the conversation; or `text`, which is added to the conversation, and `new` for a text that begins it. `sampling`
         holds overrides.
         """
-        if request.get("first"):
-            self.recorder = self._make()
         recorder = self.recorder
         try:
             token_ids = self._conversation(request, recorder)

@@ -67,8 +67,18 @@ class Session:
         self.max_turns: int = request["max_turns"]
         self.max_length: int = request["max_length"]
         self.sampling: dict[str, Any] = request["sampling"]
+        self._url: str | None = request.get("url")
         self._ask = ask
-        self._has_asked = False
+
+    @property
+    def base_url(self) -> str:
+        """The episode's own URL for clients of OpenAI's protocol, with `/v1`; those of Anthropic's leave `/v1` out.
+
+        Any API key does. Raises PolicyError where the run has no door.
+        """
+        if self._url is None:
+            raise PolicyError("this run has no server for agents; install 'rlhf-rollout[server]'")
+        return f"{self._url}/v1"
 
     async def reply(self, text: str = "", *, sampling: Mapping[str, Any] | None = None) -> Reply:
         """Return the policy's answer after `text` is added to the conversation, which begins with the prompt.
@@ -103,9 +113,7 @@ class Session:
         return await self._request({"token_ids": [int(token) for token in token_ids]}, sampling)
 
     async def _request(self, request: dict[str, Any], sampling: Mapping[str, Any] | None) -> Reply:
-        request |= {"first": not self._has_asked, "sampling": sampling}
-        self._has_asked = True
-        answer = await self._ask(request)
+        answer = await self._ask(request | {"sampling": sampling})
         if answer.get("spent"):
             raise BudgetSpentError
         return Reply(**{field.name: answer[field.name] for field in dataclasses.fields(Reply)})

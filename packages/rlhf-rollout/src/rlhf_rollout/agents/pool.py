@@ -2,12 +2,11 @@
 
 import asyncio
 import logging
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from rlhf_data.errors import ConfigError, RewardError
-from rlhf_rollout.agents.process import AgentError, AgentProcess, Ask
+from rlhf_rollout.agents.process import AgentError, AgentProcess, Attempt
 from rlhf_rollout.rewards.sources import DEFAULT_WORKER, WorkerOptions
 from rlhf_rollout.rewards.user_function import RewardTarget
 
@@ -65,20 +64,19 @@ class AgentPool:
         """Start all processes. Raises RewardError when the agent cannot be imported."""
         await asyncio.gather(*(self._process_of(slot) for slot in self._slots))
 
-    async def execute(self, request: Mapping[str, Any], ask: Ask) -> dict[str, Any]:
-        """Run one episode and return what the agent says of it; see `AgentProcess.execute`.
+    async def execute(self, attempt: Attempt) -> dict[str, Any]:
+        """Run one episode and return what the agent says of it.
 
-        `ask` may be called from the start again after its process has died: `request` holds everything that an attempt
-        needs. Raises AgentError when the agent fails, RewardError when its processes cannot be started.
+        Raises AgentError when the agent fails, RewardError when its processes cannot be started.
         """
         slot = min(self._slots, key=lambda slot: slot.num_episodes)
         try:
-            return await self._execute(slot, request, ask)
+            return await self._execute(slot, attempt)
         except AgentError as failure:
             if not failure.is_lost or self._is_closed:
                 raise
         async with self._single_use:
-            return await self._execute(self._single, request, ask)
+            return await self._execute(self._single, attempt)
 
     async def close(self) -> None:
         """End all processes, also those that hang or are starting."""
@@ -86,11 +84,11 @@ class AgentPool:
         slots = [*self._slots, self._single]
         await asyncio.gather(*(slot.process.shut_down() for slot in slots if slot.process is not None))
 
-    async def _execute(self, slot: "_Slot", request: Mapping[str, Any], ask: Ask) -> dict[str, Any]:
+    async def _execute(self, slot: "_Slot", attempt: Attempt) -> dict[str, Any]:
         slot.num_episodes += 1
         try:
             process = await self._process_of(slot)
-            return await process.execute(request, ask)
+            return await process.execute(attempt)
         finally:
             slot.num_episodes -= 1
 

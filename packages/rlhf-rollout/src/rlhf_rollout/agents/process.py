@@ -4,10 +4,10 @@ import asyncio
 import contextlib
 import itertools
 import json
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from rlhf_data.errors import EngineError, RewardError, with_hint
 from rlhf_rollout.rewards.process import GuardedProcess, import_path
@@ -18,8 +18,6 @@ PROGRAM = "rlhf_rollout.agents.worker"
 _MAX_LINE_BYTES = 2**27
 _PING_TIMEOUT_S = 5.0
 _CLOSE_TIMEOUT_S = 10.0
-
-Ask = Callable[[Mapping[str, Any]], Awaitable[Mapping[str, Any]]]
 
 
 class AgentError(Exception):
@@ -36,14 +34,47 @@ class AgentError(Exception):
         self.is_lost = is_lost
 
 
+class Activity:
+    """Tells the time of an agent's code from the time in which it waits for the policy."""
+
+    def __init__(self) -> None:
+        self.moved = asyncio.Event()  # the agent has asked for something or got it
+        self.num_waiting = 0
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Return a context in which the agent waits for the policy."""
+        self.num_waiting += 1
+        self.moved.set()
+        try:
+            yield
+        finally:
+            self.num_waiting -= 1
+            self.moved.set()
+
+
+class Attempt(Protocol):
+    """An episode as a process runs it.
+
+    Attributes:
+        activity: what the agent waits for.
+    """
+
+    activity: Activity
+
+    def begin(self) -> Mapping[str, Any]:
+        """Return what the agent is told. Called again when the episode starts anew after its process has died."""
+
+    async def answer(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the policy's answer to a request of the agent. Raises EngineError."""
+
+
 @dataclass(slots=True)
 class _Running:
     """An episode under way in a process."""
 
-    ask: Ask
+    attempt: Attempt
     done: asyncio.Future[dict[str, Any]]
-    moved: asyncio.Event  # the agent has sent something
-    num_asked: int = 0  # requests that wait for the policy
 
 
 class AgentProcess(GuardedProcess):
@@ -97,15 +128,12 @@ class AgentProcess(GuardedProcess):
             raise RewardError(answer["error"] if answer.get("invalid") else with_hint(message, hint))
         self._reading = asyncio.create_task(self._read())
 
-    async def execute(self, request: Mapping[str, Any], ask: Ask) -> dict[str, Any]:
-        """Run one episode and return what the agent says of it.
-
-        `ask` answers the agent's requests to the policy. Raises AgentError.
-        """
+    async def execute(self, attempt: Attempt) -> dict[str, Any]:
+        """Run one episode and return what the agent says of it. Raises AgentError."""
         number = next(self._numbers)
-        running = self._running[number] = _Running(ask, asyncio.get_running_loop().create_future(), asyncio.Event())
+        running = self._running[number] = _Running(attempt, asyncio.get_running_loop().create_future())
         try:
-            self._send({"call": number, **request})
+            self._send({"call": number, **attempt.begin()})
             while not running.done.done():
                 await self._wait_for_sign(running)
             return running.done.result()
@@ -134,14 +162,15 @@ class AgentProcess(GuardedProcess):
 
     async def _wait_for_sign(self, running: _Running) -> None:
         """Wait until the episode ends or asks the policy. Raises AgentError when its code takes too long."""
-        running.moved.clear()
-        moved = asyncio.create_task(running.moved.wait())
-        limit = None if running.num_asked else self._timeout_s
+        activity = running.attempt.activity
+        activity.moved.clear()
+        moved = asyncio.create_task(activity.moved.wait())
+        limit = None if activity.num_waiting else self._timeout_s
         try:
             await asyncio.wait([moved, running.done], timeout=limit, return_when=asyncio.FIRST_COMPLETED)
         finally:
             moved.cancel()
-        if limit is None or running.done.done() or running.moved.is_set():
+        if limit is None or running.done.done() or activity.moved.is_set():
             return
         if await self._answers():
             raise AgentError(f"the agent took longer than {limit:g} s", is_late=True)
@@ -185,7 +214,6 @@ class AgentProcess(GuardedProcess):
         if running is None or running.done.done():
             return  # it was given up
         if "ask" in message:
-            running.num_asked += 1
             task = asyncio.create_task(self._answer(running, message))
             self._asks.add(task)
             task.add_done_callback(self._asks.discard)
@@ -193,16 +221,13 @@ class AgentProcess(GuardedProcess):
             running.done.set_exception(AgentError(str(message["error"])))
         else:
             running.done.set_result(dict(message["result"]))
-        running.moved.set()
 
     async def _answer(self, running: _Running, message: Mapping[str, Any]) -> None:
         try:
-            answer = await running.ask(message["request"])
+            with running.attempt.activity.waiting():
+                answer = await running.attempt.answer(message["request"])
         except EngineError as error:
             answer = {"error": str(error)}
-        finally:
-            running.num_asked -= 1
-            running.moved.set()
         if not self._failure:
             self._send({"answer": message["ask"], **answer})
 

@@ -108,12 +108,19 @@ class EpisodeRecorder:
         """Tokens of the conversation that was continued last; those of the prompt before the first answer."""
         return self._branches[-1].tokens if self._branches else self._prompt.token_ids.tolist()
 
-    async def generate(self, token_ids: Sequence[int], overrides: Mapping[str, Any] | None = None) -> Completion:
+    async def generate(
+        self,
+        token_ids: Sequence[int],
+        overrides: Mapping[str, Any] | None = None,
+        *,
+        shorten: Callable[[Completion], Completion] | None = None,
+    ) -> Completion:
         """Return the policy's answer to a conversation and record both.
 
         Args:
             token_ids: the whole conversation.
             overrides: sampling of this answer that differs: `max_tokens`, `min_tokens` or `stop_token_ids`.
+            shorten: returns the part of the answer that counts; the rest is as if it had not been sampled.
 
         Raises:
             BudgetSpentError: the episode has reached one of its limits.
@@ -134,6 +141,8 @@ class EpisodeRecorder:
             raise
         finally:
             branch.is_busy = False
+        if shorten is not None:
+            completion = shorten(completion)
         added = token_ids[len(branch.tokens) :]
         if added:
             branch.spans.append(Span(SpanSource.ENVIRONMENT if branch.spans else SpanSource.PROMPT, added))

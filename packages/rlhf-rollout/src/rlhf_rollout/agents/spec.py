@@ -1,12 +1,15 @@
 """A user's agent as plain data, and the workflow made from it."""
 
 import asyncio
+import importlib.util
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from rlhf_data.chat import Tokenizer
 from rlhf_rollout.agents.base import Workflow
+from rlhf_rollout.agents.conversation import History
 from rlhf_rollout.agents.hosted import HostedAgent
 from rlhf_rollout.agents.pool import AgentPool
 from rlhf_rollout.agents.recorder import EpisodeLimits
@@ -22,11 +25,13 @@ class AgentSpec:
     """A user's agent and how it runs.
 
     Attributes:
-        path: `FILE.py`, `FILE.py:NAME`, `module` or `module:NAME`; see `user_agent`.
+        path: `FILE.py`, `FILE.py:NAME`, `module`, `module:NAME` or a command line; see `user_agent`.
         limits: of each episode.
         num_processes: processes, each of which runs many episodes.
         timeout_s: seconds that the agent's code may take between two requests to the policy.
         success_threshold: see `HostedAgent`.
+        history: what the door does with histories that the chat template rewrites; see `Conversations`.
+        tool_parser: form of the tool calls that the door reads; see `make_parser`.
         worker: how the processes run.
     """
 
@@ -35,6 +40,8 @@ class AgentSpec:
     num_processes: int = 2
     timeout_s: float = 60.0
     success_threshold: float = SUCCESS_THRESHOLD
+    history: History = "append"
+    tool_parser: str = "hermes"
     worker: WorkerOptions = DEFAULT_WORKER
 
 
@@ -73,7 +80,16 @@ def make_workflow(
         return SingleTurn(router, partial(tokenizer.decode, skip_special_tokens=True))
     pool = make_pool(spec, tokenizer_path, log_path)
     options = {"gives_reward": gives_reward, "success_threshold": spec.success_threshold}
-    return HostedAgent(router, pool, tokenizer, spec.limits, **options)
+    return HostedAgent(router, pool, tokenizer, spec.limits, gateway=_make_gateway(spec, tokenizer), **options)
+
+
+def _make_gateway(spec: AgentSpec, tokenizer: Tokenizer) -> Any:
+    """Return the door for an agent that speaks HTTP; None without the server's library, which is an extra."""
+    if importlib.util.find_spec("uvicorn") is None:
+        return None
+    from rlhf_rollout.agents.gateway import Gateway
+
+    return Gateway(tokenizer, history=spec.history, tool_parser=spec.tool_parser)
 
 
 def check_agent(spec: AgentSpec) -> None:

@@ -12,11 +12,16 @@ A file, or a module, may define one of these; the first that it has is used:
 A file with tools may also define `reward(messages, label)`, SYSTEM, the text of a system message, TOOL_PARSER, the form
 of the calls (see `tool_calls`), and TOOL_LIMITS, a dictionary with fields of `tools.ToolLimits`. A file with an
 environment may also define `render(observation)`, `parse(text)` and POOL_SIZE.
+
+A command line is an agent, too: see `program`.
 """
 
 import asyncio
 import inspect
+import os
 import re
+import shlex
+import shutil
 import sys
 import types
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -27,8 +32,10 @@ from typing import Any
 from rlhf_data.errors import ConfigError, RewardError, missing_file
 from rlhf_rollout.agents import interface
 from rlhf_rollout.agents.interface import PolicyEngine, Session, called, constructed, number, run_turns
+from rlhf_rollout.agents.program import AgentProgram
 from rlhf_rollout.rewards.user_function import RewardTarget, bound_names, import_target
 
+PROGRAM = "<program>"
 NAMES = ("AgentExecutor", "AgentInstance", "run_episode", "Environment", "TOOLS", "MCP")
 _IN_FILE = re.compile(r"(?P<path>.+\.py)(?::(?P<name>\w+))?", re.DOTALL)
 _HINT = "define AgentExecutor, AgentInstance, `async def run_episode(session)`, Environment or TOOLS"
@@ -37,12 +44,16 @@ RunEpisode = Callable[[Session], Awaitable[dict[str, Any]]]
 
 
 def parse_agent(agent: str) -> RewardTarget:
-    """Return the target of `FILE.py`, `FILE.py:NAME`, `module` or `module:NAME`. Nothing is imported.
+    """Return the target of `FILE.py`, `FILE.py:NAME`, `module`, `module:NAME` or a command line. Nothing is imported.
 
-    The target's function is "" when no name is given. Raises ConfigError for any other form, for a file that does not
+    The target's function is "" when no name is given, and PROGRAM for a command line.
+
+    Raises ConfigError for any other form, for a file that does not
     exist, and for one that defines no agent.
     """
     in_file = _IN_FILE.fullmatch(agent)
+    if _is_program(agent):
+        return RewardTarget(agent, PROGRAM)
     if in_file:
         path = Path(in_file["path"]).expanduser()
         if not path.is_file():
@@ -53,8 +64,21 @@ def parse_agent(agent: str) -> RewardTarget:
         return RewardTarget(str(path.absolute()), in_file["name"] or "")
     module, _, name = agent.partition(":")
     if not all(part.isidentifier() for part in [*module.split("."), name or "x"]):
-        raise ConfigError(f"agent `{agent}` is neither a Python file nor a module", hint="give path/to/file.py")
+        problem = f"agent `{agent}` is neither a Python file nor a module, nor a program that can be run"
+        raise ConfigError(problem, hint="give path/to/file.py, or a command line such as 'python path/to/program.py'")
     return RewardTarget(module, name)
+
+
+def _is_program(agent: str) -> bool:
+    """Return whether this is the command line of a program that exists: words, or the path of one without `.py`."""
+    try:
+        words = shlex.split(agent)
+    except ValueError:
+        return False
+    path = Path(agent).expanduser()
+    is_python = path.suffix == ".py" and path.is_file()
+    is_named = len(words) > 1 or os.sep in agent
+    return is_named and not is_python and shutil.which(words[0]) is not None
 
 
 def load_agent(target: RewardTarget, tokenizer: str | None) -> RunEpisode:
@@ -62,6 +86,8 @@ def load_agent(target: RewardTarget, tokenizer: str | None) -> RunEpisode:
 
     Raises RewardError when it defines no agent, and whatever the import raises.
     """
+    if target.function == PROGRAM:
+        return _Function(AgentProgram(shlex.split(target.module)).run)
     _provide_openrlhf()
     module = import_target(target.module)
     for name in [target.function] if target.function else NAMES:

@@ -1,0 +1,147 @@
+"""Conversations as tokens: what the policy has seen and written stays as recorded, and what is new is tokenized."""
+
+import hashlib
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from rlhf_data.chat import Tokenizer, encode_prompts, render_chat, render_follow_up
+from rlhf_data.errors import DataError
+
+_LOGGER = logging.getLogger(__name__)
+_ORIGIN = "a request"
+_ANSWERS = {"answers": "It is 4.", "reasoning": "<think>\nTwo and two.\n</think>\n\nIt is 4."}
+
+History = Literal["append", "split"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Recorded:
+    """Tokens up to the end of an answer, and whether a token that the policy wrote ends it."""
+
+    token_ids: list[int]
+    is_ended: bool
+
+
+class Conversations:
+    """Turns the requests of one episode into tokens.
+
+    A request that begins with the messages of an earlier one and its answer gets the recorded tokens of both. What
+    follows them is the text that the chat template writes after that answer, the end of the answer included unless the
+    policy has written it. Answers are compared without white space around them and without the ids of tool calls.
+
+    Args:
+        tokenizer: of the policy, loaded.
+        history: what happens if the template renders the recorded tokens differently, for example without earlier
+            reasoning. "append" keeps the recorded tokens; "split" takes the template's text, which begins another
+            rollout.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, history: History = "append") -> None:
+        self._tokenizer = tokenizer
+        self._history = history
+        self._chats: dict[bytes, _Recorded] = {}
+        self._texts: list[tuple[str, list[int]]] = []
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]) -> list[int]:
+        """Return the tokens of messages with the generation prompt. Raises DataError if the template refuses them."""
+        for count, digest in reversed(list(enumerate(_digests(messages, tools), 1))):
+            recorded = self._chats.get(digest)
+            if recorded is not None:
+                return self._continued(recorded, messages, count, tools)
+        return self._encode(self._render(messages, tools))
+
+    def add_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Any],
+        answer: Mapping[str, Any],
+        token_ids: list[int],
+        *,
+        is_ended: bool,
+    ) -> None:
+        """Remember the tokens of a request and its answer, which is a message of the assistant."""
+        self._chats[_digests([*messages, answer], tools)[-1]] = _Recorded(token_ids, is_ended)
+
+    def encode_text(self, text: str) -> list[int]:
+        """Return the tokens of a prompt for completion."""
+        start, token_ids = max(
+            (pair for pair in self._texts if text.startswith(pair[0])), key=lambda pair: len(pair[0]), default=("", [])
+        )
+        if start:
+            return [*token_ids, *self._encode(text[len(start) :])]
+        return encode_prompts([text], self._tokenizer, has_special_tokens=False)[0]
+
+    def add_text(self, text: str, token_ids: list[int]) -> None:
+        """Remember the tokens of a prompt for completion and what was written after it."""
+        self._texts.append((text, token_ids))
+
+    def _continued(
+        self, recorded: _Recorded, messages: Sequence[Mapping[str, Any]], count: int, tools: Sequence[Any]
+    ) -> list[int]:
+        """Return the recorded tokens of the first `count` messages and those of what follows them."""
+        following = [dict(message) for message in messages[count:]]
+        try:
+            text = render_follow_up(following, self._tokenizer, origin=_ORIGIN, tools=tools)
+        except DataError:  # a template may ask for the tool call that a tool's message answers
+            return self._encode(self._render(messages, tools))
+        added = self._encode(text)
+        if recorded.is_ended and added[:1] == recorded.token_ids[-1:]:
+            added = added[1:]
+        token_ids = [*recorded.token_ids, *added]
+        if self._history == "split":
+            rendered = self._render(messages, tools)
+            if self._tokenizer.decode(token_ids, skip_special_tokens=False) != rendered:
+                return self._encode(rendered)
+        return token_ids
+
+    def _render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]) -> str:
+        if not getattr(self._tokenizer, "chat_template", None):
+            raise DataError("the tokenizer has no chat template", hint="ask for a completion of text instead")
+        plain = [dict(message) for message in messages]
+        return render_chat(plain, self._tokenizer, origin=_ORIGIN, add_generation_prompt=True, tools=tools)
+
+    def _encode(self, text: str) -> list[int]:
+        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def rewritten_parts(tokenizer: Tokenizer) -> tuple[str, ...]:
+    """Return what a chat template rewrites in earlier answers: "answers", "reasoning", both, or nothing.
+
+    Templates of thinking models often drop the reasoning of earlier answers. `Conversations` says what follows from it.
+    Raises DataError when the template refuses a conversation of three messages.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        return ()
+    found = []
+    for part, answer in _ANSWERS.items():
+        messages = [
+            {"role": "user", "content": "What is 2+2?"},
+            {"role": "assistant", "content": answer},
+            {"role": "user", "content": "And 3+3?"},
+        ]
+        if answer not in render_chat(messages, tokenizer, origin="the check", add_generation_prompt=True):
+            found.append(part)
+    return tuple(found)
+
+
+def warn_of_rewriting(tokenizer: Tokenizer, history: History) -> None:
+    """Log what `rewritten_parts` finds and what happens to it."""
+    parts = rewritten_parts(tokenizer)
+    kept = "keep the recorded tokens" if history == "append" else "become rollouts of their own"
+    if parts:
+        _LOGGER.warning("the chat template rewrites earlier %s; such conversations %s", " and ".join(parts), kept)
+
+
+def _digests(messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]) -> list[bytes]:
+    """Return a digest of the tools and the messages up to each message."""
+    state = hashlib.blake2b(json.dumps(tools).encode(), digest_size=16)
+    digests = []
+    for message in messages:
+        calls = [call["function"] for call in message.get("tool_calls") or []]
+        parts = [message["role"], message["content"].strip(), calls, message.get("tool_call_id")]
+        state.update(json.dumps(parts, sort_keys=True).encode())
+        digests.append(state.digest())
+    return digests

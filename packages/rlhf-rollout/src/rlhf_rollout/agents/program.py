@@ -1,0 +1,85 @@
+"""An agent that is a program of its own, in any language: a process per episode. Runs in agent processes.
+
+The program finds the policy as the libraries of OpenAI and Anthropic do, in the environment: OPENAI_BASE_URL,
+OPENAI_API_KEY, ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY. Its standard input is one JSON object with `prompt`, `messages` (the prompt as messages) and
+`label`.
+The last line of its standard output is its reward: a number, or a JSON object as a function returns it. Any other last
+line leaves the episode to another reward. A program that exits with another status than 0 has failed.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import tempfile
+from collections.abc import Sequence
+from typing import IO, Any
+
+from rlhf_rollout.agents.interface import Session
+
+_TAIL_BYTES = 2**16  # of the output, in which its last line must be
+
+
+class ProgramError(RuntimeError):
+    """A program has failed."""
+
+
+class AgentProgram:
+    """Runs a program.
+
+    Args:
+        words: the program and its arguments.
+    """
+
+    def __init__(self, words: Sequence[str]) -> None:
+        self._words = words
+
+    async def run(self, session: Session) -> Any:
+        """Run one episode; return its reward, None without one. Raises ProgramError."""
+        url = session.base_url
+        door = {"OPENAI_BASE_URL": url, "ANTHROPIC_BASE_URL": url.removesuffix("/v1")}
+        keys = dict.fromkeys(("OPENAI_API_KEY", "ANTHROPIC_API_KEY"), "none")
+        options = {"env": {**os.environ, **door, **keys}, "start_new_session": True}
+        # asyncio's own pipes would make `wait` wait for the program's children, too.
+        read_end, write_end = os.pipe()
+        with tempfile.TemporaryFile() as told, os.fdopen(read_end, "rb", 0) as output:
+            task = {"prompt": session.prompt, "messages": session.messages, "label": session.label}
+            told.write(json.dumps(task).encode())
+            told.seek(0)
+            try:
+                process = await asyncio.create_subprocess_exec(*self._words, stdin=told, stdout=write_end, **options)
+            finally:
+                os.close(write_end)
+            reading = asyncio.create_task(_tail(output))
+            try:
+                status = await process.wait()
+            finally:
+                with contextlib.suppress(ProcessLookupError):  # also what the program has left behind
+                    os.killpg(process.pid, signal.SIGKILL)
+                tail = await reading
+        if status:
+            raise ProgramError(f"{self._words[0]} exited with status {status}")
+        return _reward(tail.decode(errors="replace"))
+
+
+async def _tail(output: IO[bytes]) -> bytes:
+    """Return the end of what comes through a pipe until it is closed."""
+    reader = asyncio.StreamReader()
+    protocol = asyncio.StreamReaderProtocol(reader)
+    transport, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, output)
+    tail = b""
+    while chunk := await reader.read(_TAIL_BYTES):
+        tail = (tail + chunk)[-_TAIL_BYTES:]
+    transport.close()
+    return tail
+
+
+def _reward(output: str) -> Any:
+    """Return the number or object in the last line that is not empty."""
+    lines = output.strip().splitlines()
+    try:
+        value = json.loads(lines[-1]) if lines else None
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, int | float | dict) else None

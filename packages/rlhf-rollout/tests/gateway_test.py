@@ -1,0 +1,549 @@
+"""The door with the clients of OpenAI and Anthropic over loopback: what is recorded, and what is refused."""
+
+import asyncio
+import contextlib
+import json
+import logging
+import socket
+import urllib.parse
+
+import anthropic
+import httpx
+import openai
+import pytest
+
+from record_testing import make_prompt
+from rlhf_data.records import FinishReason, SpanSource
+from rlhf_data.testing import EOS_ID, ByteTokenizer
+from rlhf_rollout.agents import gateway as gateway_module
+from rlhf_rollout.agents.conversation import rewritten_parts
+from rlhf_rollout.agents.gateway import MAX_BODY_BYTES, Gateway
+from rlhf_rollout.agents.process import Activity
+from rlhf_rollout.agents.recorder import EpisodeLimits, EpisodeRecorder
+from rlhf_rollout.engines.fake import FakeEngine
+from rlhf_rollout.protocols import SamplingParams
+from rlhf_rollout.router import EngineRouter
+
+PROMPT, POLICY, ENVIRONMENT = SpanSource.PROMPT, SpanSource.POLICY, SpanSource.ENVIRONMENT
+TOKENIZER = ByteTokenizer(add_bos=False)
+HI = {"role": "user", "content": "hi"}
+CALL = 'I ask. <tool_call>{"name":"add","arguments":{"a":1,"b":[2]}}</tool_call>'
+ADD = {"name": "add", "description": "Add.", "parameters": {"type": "object", "properties": {}}}
+
+
+class Thinking(ByteTokenizer):
+    """Its template drops the reasoning of answers that another message follows, and white space around answers."""
+
+    def apply_chat_template(self, conversation, **options):
+        last = len(conversation) - 1
+        shown = [
+            {**message, "content": message["content"].rpartition("</think>")[2].strip()}
+            if message["role"] == "assistant" and index < last
+            else message
+            for index, message in enumerate(conversation)
+        ]
+        return super().apply_chat_template(shown, **options)
+
+
+def writes(*answers, **options):
+    """Return an engine that gives one answer after the other, by the number of requests, which it keeps."""
+    asked = []
+
+    def script(prompt, _):
+        asked.append(list(prompt))
+        return [*answers[min(len(asked), len(answers)) - 1].encode(), EOS_ID]
+
+    engine = FakeEngine(script=script, **options)
+    engine.asked = asked
+    return engine
+
+
+class Door:
+    """A door with one episode."""
+
+    def __init__(self, gateway, session, recorder):
+        self.gateway, self.session, self.recorder = gateway, session, recorder
+        self.client = openai.AsyncOpenAI(base_url=session.url + "/v1", api_key="none")
+        self.anthropic = anthropic.AsyncAnthropic(base_url=session.url, api_key="none")
+
+    async def chat(self, messages, **options):
+        return (await self.client.chat.completions.create(model="m", messages=messages, **options)).choices[0]
+
+    def rollouts(self):
+        episode = self.recorder.episode((), None)
+        return [texts_of(rollout) for rollout in episode.rollouts]
+
+
+def texts_of(rollout):
+    return [(span.source, TOKENIZER.decode(span.token_ids)) for span in rollout.spans]
+
+
+@contextlib.asynccontextmanager
+async def opened(engine, *, limits=None, tokenizer=TOKENIZER, max_tokens=200, **options):
+    gateway = Gateway(tokenizer, **options)
+    await gateway.start()
+    recorder = EpisodeRecorder(
+        EngineRouter([engine]),
+        make_prompt("2+2=", "4"),
+        SamplingParams(max_tokens=max_tokens, seed=3),
+        name="e",
+        group_id="g",
+        limits=limits or EpisodeLimits(),
+        decode=TOKENIZER.decode,
+    )
+    try:
+        with gateway.session(recorder, Activity(), max_tokens=max_tokens) as session:
+            door = Door(gateway, session, recorder)
+            async with door.client, door.anthropic:
+                yield door
+    finally:
+        await gateway.close()
+
+
+def test_conversation_is_recorded_and_its_answers_are_never_tokenized_again():
+    class Once(ByteTokenizer):
+        """Knows a token that no text becomes."""
+
+        def decode(self, token_ids, *, skip_special_tokens=False):
+            return super().decode(
+                [ord("4") if t == 200 else t for t in token_ids], skip_special_tokens=skip_special_tokens
+            )
+
+    engine = FakeEngine(script=lambda prompt, _: [ord(" "), 200, EOS_ID])
+
+    async def run():
+        async with opened(engine, tokenizer=Once(add_bos=False)) as door:
+            first = await door.chat([HI])
+            assert (first.message.content, first.finish_reason) == (" 4", "stop")
+            # As agents send it back: with fields that it did not have, and without white space around it.
+            answer = {**first.message.model_dump(), "content": first.message.content.strip()}
+            await door.chat([HI, answer, {"role": "user", "content": [{"type": "text", "text": "more"}]}])
+            return door.recorder.episode((), None)
+
+    [rollout] = asyncio.run(run()).rollouts
+    texts = [(span.source, span.token_ids.tolist()) for span in rollout.spans]
+    assert texts == [
+        (PROMPT, [2, *b"user: hi", 0, *b"\nassistant: "]),
+        (POLICY, [ord(" "), 200, EOS_ID]),
+        (ENVIRONMENT, [*b"\nuser: more", 0, *b"\nassistant: "]),
+        (POLICY, [ord(" "), 200, EOS_ID]),
+    ]
+
+
+def test_answer_that_was_cut_gets_the_end_that_the_template_writes():
+    async def run():
+        async with opened(writes("abcdef")) as door:
+            first = await door.chat([HI], max_completion_tokens=3)
+            assert (first.message.content, first.finish_reason) == ("abc", "length")
+            await door.chat([HI, {"role": "assistant", "content": "abc"}, HI], max_tokens=2)
+            return door.rollouts()
+
+    assert asyncio.run(run())[0][1:] == [
+        (POLICY, "abc"),
+        (ENVIRONMENT, "<eos>\nuser: hi<eos>\nassistant: "),
+        (POLICY, "ab"),
+    ]
+
+
+@pytest.mark.parametrize("answer", ["plain", CALL, ""])
+def test_stream_tells_the_same(answer):
+    async def run():
+        async with opened(writes(answer)) as door:
+            tools = [{"type": "function", "function": ADD}]
+            whole = await door.chat([HI], tools=tools, logprobs=True)
+            options = {"tools": tools, "logprobs": True, "stream_options": {"include_usage": True}}
+            content, calls, reasons, logprobs, usage = "", [], [], [], None
+            stream = await door.client.chat.completions.create(model="m", messages=[HI], stream=True, **options)
+            async for chunk in stream:
+                usage = chunk.usage or usage
+                for choice in chunk.choices:
+                    content += choice.delta.content or ""
+                    calls += [(call.index, call.function) for call in choice.delta.tool_calls or []]
+                    reasons += [choice.finish_reason] if choice.finish_reason else []
+                    logprobs += choice.logprobs.content if choice.logprobs else []
+            assert content == (whole.message.content or "")
+            assert [(n, f.name, f.arguments) for n, f in calls] == [
+                (n, call.function.name, call.function.arguments)
+                for n, call in enumerate(whole.message.tool_calls or [])
+            ]
+            assert reasons == [whole.finish_reason] and logprobs == whole.logprobs.content
+            assert len(logprobs) == usage.completion_tokens == len(answer) + 1
+            assert usage.prompt_tokens == len(door.recorder.episode((), None).rollouts[0].spans[0].token_ids)
+            messages = {
+                "model": "m",
+                "max_tokens": 99,
+                "messages": [HI],
+                "tools": [{"name": "add", "input_schema": {}}],
+            }
+            told = await door.anthropic.messages.create(**messages)
+            async with door.anthropic.messages.stream(**messages) as events:
+                streamed = await events.get_final_message()
+            plain = [{"type": b.type, **b.model_dump(include={"text", "name", "input"})} for b in told.content]
+            assert plain == [
+                {"type": b.type, **b.model_dump(include={"text", "name", "input"})} for b in streamed.content
+            ]
+            assert (told.stop_reason, told.usage.output_tokens) == (streamed.stop_reason, streamed.usage.output_tokens)
+
+    asyncio.run(run())
+
+
+def test_tool_calls_come_out_and_go_back_in():
+    async def run():
+        async with opened(writes(CALL, "3")) as door:
+            tools = [{"type": "function", "function": ADD}]
+            first = await door.chat([HI], tools=tools)
+            assert (first.finish_reason, first.message.content) == ("tool_calls", "I ask.")
+            [call] = first.message.tool_calls
+            assert (call.function.name, json.loads(call.function.arguments)) == ("add", {"a": 1, "b": [2]})
+            result = {"role": "tool", "tool_call_id": call.id, "content": "3"}
+            await door.chat([HI, first.message.model_dump(), result], tools=tools)
+            return door.rollouts()
+
+    [spans] = asyncio.run(run())
+    assert spans[0][1].startswith('<bos>tools: [{"type": "function", "function": {"name": "add"')
+    assert spans[1:] == [(POLICY, CALL + "<eos>"), (ENVIRONMENT, "\ntool: 3<eos>\nassistant: "), (POLICY, "3<eos>")]
+
+
+def test_anthropic_agent_with_a_tool_is_one_rollout():
+    async def run():
+        async with opened(writes(CALL, "3", "bye")) as door:
+            common = {"model": "m", "max_tokens": 99, "system": "Be brief.", "stop_sequences": ["###"]}
+            common["tools"] = [{"name": "add", "description": "Add.", "input_schema": {"type": "object"}}]
+            first = await door.anthropic.messages.create(messages=[HI], **common)
+            assert [block.type for block in first.content] == ["text", "tool_use"] and first.stop_reason == "tool_use"
+            used = first.content[1]
+            assert (used.name, used.input) == ("add", {"a": 1, "b": [2]})
+            blocks = [block.model_dump(exclude_none=True) for block in first.content]
+            result = {"type": "tool_result", "tool_use_id": used.id, "content": [{"type": "text", "text": "3"}]}
+            messages = [HI, {"role": "assistant", "content": blocks}]
+            messages.append({"role": "user", "content": [result, {"type": "text", "text": "so?"}]})
+            second = await door.anthropic.messages.create(messages=messages, **common)
+            messages += [{"role": "assistant", "content": second.content[0].text}, HI]
+            await door.anthropic.messages.create(messages=messages, **common)
+            return door.rollouts()
+
+    [spans] = asyncio.run(run())
+    assert spans[0][1].partition("system: ")[2] == "Be brief.<eos>\nuser: hi<eos>\nassistant: "
+    assert spans[1:] == [
+        (POLICY, CALL + "<eos>"),
+        (ENVIRONMENT, "\ntool: 3<eos>\nuser: so?<eos>\nassistant: "),
+        (POLICY, "3<eos>"),
+        (ENVIRONMENT, "\nuser: hi<eos>\nassistant: "),
+        (POLICY, "bye<eos>"),
+    ]
+
+
+def test_shortened_forked_and_changed_histories_are_rollouts_of_their_own():
+    async def run():
+        async with opened(writes("a", "b", "c", "d")) as door:
+            answer = {"role": "assistant", "content": "a"}
+            await door.chat([HI])
+            await door.chat([HI, answer, {"role": "user", "content": "1"}])
+            await door.chat([HI, answer, {"role": "user", "content": "2"}])  # a fork
+            await door.chat([{"role": "developer", "content": "s"}, HI, {**answer, "content": "A"}, HI])
+            return door.rollouts()
+
+    first, fork, changed = asyncio.run(run())
+    assert first[1:] == [(POLICY, "a<eos>"), (ENVIRONMENT, "\nuser: 1<eos>\nassistant: "), (POLICY, "b<eos>")]
+    assert fork == [
+        (PROMPT, "<bos>user: hi<eos>\nassistant: a<eos>\nuser: 2<eos>\nassistant: "),
+        (POLICY, "c<eos>"),
+    ]
+    history = "<bos>system: s<eos>\nuser: hi<eos>\nassistant: A<eos>\nuser: hi<eos>\nassistant: "
+    assert changed == [(PROMPT, history), (POLICY, "d<eos>")]
+
+
+def test_template_that_drops_reasoning_is_found_out_and_the_run_says_what_happens(caplog):
+    thinking, answer = Thinking(add_bos=False), "<think>2+2</think> 4"
+    assert rewritten_parts(TOKENIZER) == ()
+    assert rewritten_parts(thinking) == ("reasoning",)
+
+    async def run(history):
+        async with opened(writes(answer, "6"), tokenizer=thinking, history=history) as door:
+            first = await door.chat([HI])
+            await door.chat([HI, first.message.model_dump(), HI])
+            return door.rollouts()
+
+    with caplog.at_level(logging.WARNING):
+        [appended] = asyncio.run(run("append"))
+    assert "rewrites earlier reasoning; such conversations keep the recorded tokens" in caplog.text
+    assert appended[1:] == [
+        (POLICY, answer + "<eos>"),
+        (ENVIRONMENT, "\nuser: hi<eos>\nassistant: "),
+        (POLICY, "6<eos>"),
+    ]
+    first, second = asyncio.run(run("split"))
+    assert first[1:] == [(POLICY, answer + "<eos>")]
+    assert second == [(PROMPT, "<bos>user: hi<eos>\nassistant: 4<eos>\nuser: hi<eos>\nassistant: "), (POLICY, "6<eos>")]
+
+
+def test_split_keeps_what_the_template_does_not_rewrite():
+    async def run():
+        async with opened(writes("a", "b"), history="split") as door:
+            await door.chat([HI])
+            await door.chat([HI, {"role": "assistant", "content": "a"}, HI])
+            return door.rollouts()
+
+    [spans] = asyncio.run(run())
+    assert spans[2:] == [(ENVIRONMENT, "\nuser: hi<eos>\nassistant: "), (POLICY, "b<eos>")]
+
+
+def test_requests_at_the_same_time_are_rollouts_of_their_own():
+    async def run():
+        async with opened(writes("a", "b", "c", latency_s=0.2)) as door:
+            choices = await asyncio.gather(*(door.chat([HI]) for _ in range(3)))
+            follow = [HI, choices[1].message.model_dump(), HI]
+            await door.chat(follow)
+            return [choice.message.content for choice in choices], door.rollouts()
+
+    contents, rollouts = asyncio.run(run())
+    assert sorted(contents) == ["a", "b", "c"]
+    assert sorted(spans[1][1] for spans in rollouts) == ["a<eos>", "b<eos>", "c<eos>"]
+    continued = [spans for spans in rollouts if len(spans) == 4]
+    assert [spans[1][1] for spans in continued] == [contents[1] + "<eos>"]
+
+
+def test_stop_text_ends_the_answer_and_what_is_recorded():
+    engine = writes("Thought: add. Observation: 3 Observation: 4")
+
+    async def run():
+        async with opened(engine) as door:
+            first = await door.chat([HI], stop=["Observation:", "never"], logprobs=True)
+            assert (first.message.content, first.finish_reason) == ("Thought: add. ", "stop")
+            assert "".join(one.token for one in first.logprobs.content) == "Thought: add. Observation:"
+            await door.chat([HI, first.message.model_dump(), HI], stop="Thought")
+            text = await door.client.completions.create(model="m", prompt="x", stop="add")
+            assert (text.choices[0].text, text.choices[0].finish_reason) == ("Thought: ", "stop")
+            return door.rollouts()
+
+    first, second = asyncio.run(run())
+    assert first[1:] == [
+        (POLICY, "Thought: add. Observation:"),
+        (ENVIRONMENT, "<eos>\nuser: hi<eos>\nassistant: "),
+        (POLICY, "Thought"),
+    ]
+    assert second == [(PROMPT, "x"), (POLICY, "Thought: add")]
+
+
+def test_completions_continue_texts_and_tokens():
+    async def run():
+        async with opened(writes("a", "b", "c", "d")) as door:
+            create = door.client.completions.create
+            first = (await create(model="m", prompt="x", logprobs=1)).choices[0]
+            assert (first.text, first.logprobs.tokens, first.logprobs.text_offset) == ("a", ["a", "<eos>"], [0, 1])
+            stream = await create(model="m", prompt=["xa and"], stream=True)
+            assert [chunk.choices[0].text async for chunk in stream] == ["b"]
+            await create(model="m", prompt=[1, 5, 5])
+            await create(model="m", prompt=[1, 5, 5, ord("c"), EOS_ID, 7])
+            return [
+                [(source, list(text.encode())) for source, text in spans] for spans in door.rollouts()
+            ], door.rollouts()
+
+    _, [texts, tokens] = asyncio.run(run())
+    assert texts == [(PROMPT, "x"), (POLICY, "a<eos>"), (ENVIRONMENT, " and"), (POLICY, "b<eos>")]
+    assert tokens == [(PROMPT, "\x01\x05\x05"), (POLICY, "c<eos>"), (ENVIRONMENT, "\x07"), (POLICY, "d<eos>")]
+
+
+@pytest.mark.parametrize("limits", [{"max_turns": 1}, {"max_length": 30}])
+def test_spent_episode_answers_once_with_nothing_and_then_refuses(limits):
+    async def run():
+        async with opened(writes("abc"), limits=EpisodeLimits(**limits)) as door:
+            first = await door.chat([HI])
+            assert first.message.content == "abc"
+            history = [HI, {"role": "assistant", "content": "abc"}, HI]
+            cut = await door.chat(history)
+            assert (cut.message.content, cut.finish_reason) == ("", "length")
+            assert not door.session.is_refused
+            with pytest.raises(openai.BadRequestError, match="no turns, tokens or time left") as caught:
+                await door.chat(history)
+            assert caught.value.code == "episode_budget_spent" and door.session.is_refused
+            with pytest.raises(anthropic.BadRequestError, match="no turns"):
+                await door.anthropic.messages.create(model="m", max_tokens=5, messages=history)
+            return door.recorder.episode((), None)
+
+    [rollout] = asyncio.run(run()).rollouts
+    assert texts_of(rollout)[1:] == [(POLICY, "abc<eos>")]
+    assert rollout.finish_reason is FinishReason.LENGTH
+
+
+def test_other_sampling_is_ignored_and_said_once(caplog):
+    engine = writes("a" * 50)
+
+    async def run():
+        async with opened(engine, max_tokens=9) as door:
+            create = door.client.chat.completions.with_raw_response.create
+            answers = [await create(model="m", messages=[HI], temperature=0.7, seed=1, max_tokens=40) for _ in range(2)]
+            assert [answer.headers["x-ignored-parameters"] for answer in answers] == ["temperature, seed"] * 2
+            assert answers[0].parse().usage.completion_tokens == 9
+            assert "x-ignored-parameters" not in (await create(model="m", messages=[HI], max_tokens=4)).headers
+
+    asyncio.run(run())
+    assert caplog.text.count("agents ask for temperature, seed, which is ignored") == 1
+
+
+async def raw(url, content, method="POST"):
+    async with httpx.AsyncClient() as client:
+        return await client.request(method, url, content=content)
+
+
+CHAT, TEXT, MESSAGES = "chat/completions", "completions", "messages"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        (CHAT, b"", "no JSON"),
+        (CHAT, b"\xff\xfe", "no JSON"),
+        (CHAT, b"[" * 100_000, "no JSON"),
+        (CHAT, b"[]", "must be a JSON object"),
+        (CHAT, {"messages": []}, "`messages` is empty"),
+        (CHAT, {"messages": "hi"}, "`messages` must be a list"),
+        (CHAT, {"messages": ["hi"]}, "a message is no object"),
+        (CHAT, {"messages": [{"content": "hi"}]}, "a message's role must be a text"),
+        (CHAT, {"messages": [{"role": "user", "content": 5}]}, "neither text nor a list"),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "reads text only"),
+        (CHAT, {"messages": [{"role": "system", "content": "x"}]}, "no user message"),
+        (CHAT, {"messages": [{"role": "user", "content": "\ud800"}]}, "surrogate"),
+        (CHAT, {"messages": [HI], "n": 2}, "`n` must be 1"),
+        (CHAT, {"messages": [HI], "max_tokens": 0}, "positive whole number"),
+        (CHAT, {"messages": [HI], "max_tokens": "9"}, "positive whole number"),
+        (CHAT, {"messages": [HI], "stop": 5}, "`stop` must be"),
+        (CHAT, {"messages": [HI], "tools": {}}, "`tools` must be a list"),
+        (CHAT, {"messages": [HI, {"role": "assistant", "tool_calls": [{}]}]}, "has no function"),
+        (TEXT, {}, "`prompt` must be one text"),
+        (TEXT, {"prompt": ["a", "b"]}, "`prompt` must be one text"),
+        (TEXT, {"prompt": [1, -1]}, "`prompt` must be one text"),
+        (TEXT, {"prompt": [True]}, "`prompt` must be one text"),
+        (TEXT, {"prompt": "a", "echo": True}, "`echo` is not supported"),
+        (MESSAGES, {"messages": []}, "`messages` is empty"),
+        (MESSAGES, {"messages": [{"role": "user", "content": 5}]}, "neither text nor a list"),
+        (MESSAGES, {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "reads text only"),
+        (MESSAGES, {"messages": [HI], "tools": [{}]}, "a tool has no name"),
+    ],
+)
+def test_body_that_is_no_request_is_refused_and_costs_nothing(path, body, message):
+    async def run():
+        async with opened(writes("a")) as door:
+            content = body if isinstance(body, bytes) else json.dumps(body).encode()
+            answer = await raw(f"{door.session.url}/v1/{path}", content)
+            assert answer.status_code == 400 and answer.headers["x-should-retry"] == "false"
+            told = answer.json()
+            assert message in told["error"]["message"] and told["error"]["type"] == "invalid_request_error"
+            assert (told.get("type") == "error") is (path == MESSAGES)
+            assert door.recorder.num_turns == 0
+            assert (await door.chat([HI])).message.content == "a"
+
+    asyncio.run(run())
+
+
+def test_session_is_the_authorization():
+    async def run():
+        async with opened(writes("a")) as door:
+            url = door.session.url
+            base, _, name = url.rpartition("/")
+            assert len(name) >= 32
+            for wrong in (base + "/" + "x" * len(name), base, url + "x", url + "/../" + name[:-1]):
+                for path in ("/v1/chat/completions", "/v1/models"):
+                    assert (await raw(wrong + path, b"{}")).status_code == 404
+            assert (await raw(url + "/v1/models", None, "GET")).json()["data"][0]["id"] == "policy"
+            assert (await raw(url + "/v1/models", b"{}")).status_code == 405
+            assert (await raw(url + "/v1/messages", None, "GET")).status_code == 405
+            assert [model.id async for model in door.client.models.list()] == ["policy"]
+        return url, door.gateway.port
+
+    async def closed():
+        async with opened(writes("a")) as door:
+            with door.gateway.session(door.recorder, Activity(), max_tokens=5) as other:
+                pass
+            return (await raw(other.url + "/v1/chat/completions", json.dumps({"messages": [HI]}).encode())).status_code
+
+    _, port = asyncio.run(run())
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port), timeout=20)
+    assert asyncio.run(closed()) == 404
+
+
+async def exchange(url, head):
+    """Return the first line that answers `head`, after which nothing else is sent."""
+    place = urllib.parse.urlsplit(url)
+    reader, writer = await asyncio.open_connection(place.hostname, place.port)
+    writer.write(f"POST {place.path}/v1/completions HTTP/1.1\r\nHost: x\r\n{head}".encode())
+    async with asyncio.timeout(20):
+        line = await reader.readline()
+    writer.close()
+    return line.decode()
+
+
+def test_bodies_that_are_huge_or_slow_are_refused(monkeypatch):
+    monkeypatch.setattr(gateway_module, "READ_TIMEOUT_S", 0.2)
+
+    async def run():
+        async with opened(writes("a")) as door:
+            url = door.session.url
+            # No session: refused without waiting for the body, which never comes.
+            assert " 404 " in await exchange(url + "x", "Content-Length: 1000\r\n\r\n")
+            assert " 408 " in await exchange(url, "Content-Length: 1000\r\n\r\n{")
+            assert (await raw(url + "/v1/completions", b" " * (MAX_BODY_BYTES + 1))).status_code == 413
+            assert (await door.chat([HI])).message.content == "a"
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_client_that_leaves_cancels_its_request(stream):
+    engine = writes("a", latency_s=1000.0)
+
+    async def run():
+        async with opened(engine) as door:
+            with pytest.raises(openai.APITimeoutError):
+                await door.client.with_options(timeout=0.5, max_retries=0).chat.completions.create(
+                    model="m", messages=[HI], stream=stream
+                )
+            async with asyncio.timeout(20):
+                while (await engine.health()).num_in_flight:
+                    await asyncio.sleep(0.01)
+            return door.rollouts()
+
+    [spans] = asyncio.run(run())
+    assert [source for source, _ in spans] == [PROMPT]
+
+
+def test_end_of_a_session_ends_its_requests():
+    engine = writes("a", latency_s=1000.0)
+
+    async def run():
+        async with opened(engine) as door:
+            with door.gateway.session(door.recorder, Activity(), max_tokens=5) as other:
+                client = openai.AsyncOpenAI(base_url=other.url + "/v1", api_key="none")
+                request = asyncio.create_task(client.completions.create(model="m", prompt="x"))
+                async with asyncio.timeout(20):
+                    while not (await engine.health()).num_in_flight:
+                        await asyncio.sleep(0.01)
+            with pytest.raises(openai.NotFoundError, match="the session has ended"):
+                await request
+            await client.close()
+
+    asyncio.run(run())
+
+
+def test_engine_that_fails_is_an_error_that_is_not_sent_again():
+    engine = FakeEngine(fail_after=0)
+
+    async def run():
+        async with opened(engine) as door:
+            with pytest.raises(openai.InternalServerError, match="told to fail"):
+                await door.chat([HI])
+            assert door.recorder.num_turns == 1
+            assert "told to fail" in str(door.recorder.error)
+
+    asyncio.run(run())
+
+
+def test_tokenizer_without_a_chat_template_completes_texts_only():
+    async def run():
+        async with opened(writes("a"), tokenizer=ByteTokenizer(add_bos=False, chat_template=None)) as door:
+            with pytest.raises(openai.BadRequestError, match="no chat template"):
+                await door.chat([HI])
+            return (await door.client.completions.create(model="m", prompt="x")).choices[0].text
+
+    assert asyncio.run(run()) == "a"
