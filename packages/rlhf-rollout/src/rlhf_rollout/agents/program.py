@@ -1,10 +1,10 @@
 """An agent that is a program of its own, in any language: a process per episode. Runs in agent processes.
 
 The program finds the policy as the libraries of OpenAI and Anthropic do, in the environment: OPENAI_BASE_URL,
-OPENAI_API_KEY, ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY. Its standard input is one JSON object with `prompt`, `messages` (the prompt as messages) and
-`label`.
-The last line of its standard output is its reward: a number, or a JSON object as a function returns it. Any other last
-line leaves the episode to another reward. A program that exits with another status than 0 has failed.
+OPENAI_API_KEY, ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY. Its standard input is one JSON object with `prompt`, `messages`
+(the prompt as messages) and `label`. The last line of its standard output is its reward: a number, or a JSON object as
+a function returns it. Any other last line leaves the episode to another reward. A program that exits with another
+status than 0 has failed.
 """
 
 import asyncio

@@ -1,0 +1,212 @@
+"""The door over loopback: limits of an episode, requests that are refused, clients that leave, engines that fail."""
+
+import asyncio
+import json
+import socket
+import urllib.parse
+
+import anthropic
+import httpx
+import openai
+import pytest
+
+from door_testing import HI, opened, texts_of, writes
+from rlhf_data.records import FinishReason, SpanSource
+from rlhf_data.testing import ByteTokenizer
+from rlhf_rollout.agents import gateway as gateway_module
+from rlhf_rollout.agents.gateway import MAX_BODY_BYTES
+from rlhf_rollout.agents.process import Activity
+from rlhf_rollout.agents.recorder import EpisodeLimits
+from rlhf_rollout.engines.fake import FakeEngine
+
+PROMPT, POLICY = SpanSource.PROMPT, SpanSource.POLICY
+
+
+@pytest.mark.parametrize("limits", [{"max_turns": 1}, {"max_length": 30}])
+def test_spent_episode_answers_once_with_nothing_and_then_refuses(limits):
+    async def run():
+        async with opened(writes("abc"), limits=EpisodeLimits(**limits)) as door:
+            first = await door.chat([HI])
+            assert first.message.content == "abc"
+            history = [HI, {"role": "assistant", "content": "abc"}, HI]
+            cut = await door.chat(history)
+            assert (cut.message.content, cut.finish_reason) == ("", "length")
+            assert not door.session.is_refused
+            with pytest.raises(openai.BadRequestError, match="no turns, tokens or time left") as caught:
+                await door.chat(history)
+            assert caught.value.code == "episode_budget_spent" and door.session.is_refused
+            with pytest.raises(anthropic.BadRequestError, match="no turns"):
+                await door.anthropic.messages.create(model="m", max_tokens=5, messages=history)
+            return door.recorder.episode((), None)
+
+    [rollout] = asyncio.run(run()).rollouts
+    assert texts_of(rollout)[1:] == [(POLICY, "abc<eos>")]
+    assert rollout.finish_reason is FinishReason.LENGTH
+
+
+async def raw(url, content, method="POST"):
+    async with httpx.AsyncClient() as client:
+        return await client.request(method, url, content=content)
+
+
+CHAT, TEXT, MESSAGES = "chat/completions", "completions", "messages"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        (CHAT, b"", "no JSON"),
+        (CHAT, b"\xff\xfe", "no JSON"),
+        (CHAT, b"[" * 100_000, "no JSON"),
+        (CHAT, b"[]", "must be a JSON object"),
+        (CHAT, {"messages": []}, "`messages` is empty"),
+        (CHAT, {"messages": "hi"}, "`messages` must be a list"),
+        (CHAT, {"messages": ["hi"]}, "a message is no object"),
+        (CHAT, {"messages": [{"content": "hi"}]}, "a message's role must be a text"),
+        (CHAT, {"messages": [{"role": "user", "content": 5}]}, "neither text nor a list"),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "reads text only"),
+        (CHAT, {"messages": [{"role": "system", "content": "x"}]}, "no user message"),
+        (CHAT, {"messages": [{"role": "user", "content": "\ud800"}]}, "surrogate"),
+        (CHAT, {"messages": [HI], "n": 2}, "`n` must be 1"),
+        (CHAT, {"messages": [HI], "max_tokens": 0}, "positive whole number"),
+        (CHAT, {"messages": [HI], "max_tokens": "9"}, "positive whole number"),
+        (CHAT, {"messages": [HI], "stop": 5}, "`stop` must be"),
+        (CHAT, {"messages": [HI], "tools": {}}, "`tools` must be a list"),
+        (CHAT, {"messages": [HI, {"role": "assistant", "tool_calls": [{}]}]}, "has no function"),
+        (TEXT, {}, "`prompt` must be one text"),
+        (TEXT, {"prompt": ["a", "b"]}, "`prompt` must be one text"),
+        (TEXT, {"prompt": [1, -1]}, "`prompt` must be one text"),
+        (TEXT, {"prompt": [True]}, "`prompt` must be one text"),
+        (TEXT, {"prompt": "a", "echo": True}, "`echo` is not supported"),
+        (MESSAGES, {"messages": []}, "`messages` is empty"),
+        (MESSAGES, {"messages": [{"role": "user", "content": 5}]}, "neither text nor a list"),
+        (MESSAGES, {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "reads text only"),
+        (MESSAGES, {"messages": [HI], "tools": [{}]}, "a tool has no name"),
+    ],
+)
+def test_body_that_is_no_request_is_refused_and_costs_nothing(path, body, message):
+    async def run():
+        async with opened(writes("a")) as door:
+            content = body if isinstance(body, bytes) else json.dumps(body).encode()
+            answer = await raw(f"{door.session.url}/v1/{path}", content)
+            assert answer.status_code == 400 and answer.headers["x-should-retry"] == "false"
+            told = answer.json()
+            assert message in told["error"]["message"] and told["error"]["type"] == "invalid_request_error"
+            assert (told.get("type") == "error") is (path == MESSAGES)
+            assert door.recorder.num_turns == 0
+            assert (await door.chat([HI])).message.content == "a"
+
+    asyncio.run(run())
+
+
+def test_session_is_the_authorization():
+    async def run():
+        async with opened(writes("a")) as door:
+            url = door.session.url
+            base, _, name = url.rpartition("/")
+            assert len(name) >= 32
+            for wrong in (base + "/" + "x" * len(name), base, url + "x", url + "/../" + name[:-1]):
+                for path in ("/v1/chat/completions", "/v1/models"):
+                    assert (await raw(wrong + path, b"{}")).status_code == 404
+            assert (await raw(url + "/v1/models", None, "GET")).json()["data"][0]["id"] == "policy"
+            assert (await raw(url + "/v1/models", b"{}")).status_code == 405
+            assert (await raw(url + "/v1/messages", None, "GET")).status_code == 405
+            assert [model.id async for model in door.client.models.list()] == ["policy"]
+        return url, door.gateway.port
+
+    async def closed():
+        async with opened(writes("a")) as door:
+            with door.gateway.session(door.recorder, Activity(), max_tokens=5) as other:
+                pass
+            return (await raw(other.url + "/v1/chat/completions", json.dumps({"messages": [HI]}).encode())).status_code
+
+    _, port = asyncio.run(run())
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port), timeout=20)
+    assert asyncio.run(closed()) == 404
+
+
+async def exchange(url, head):
+    """Return the first line that answers `head`, after which nothing else is sent."""
+    place = urllib.parse.urlsplit(url)
+    reader, writer = await asyncio.open_connection(place.hostname, place.port)
+    writer.write(f"POST {place.path}/v1/completions HTTP/1.1\r\nHost: x\r\n{head}".encode())
+    async with asyncio.timeout(20):
+        line = await reader.readline()
+    writer.close()
+    return line.decode()
+
+
+def test_bodies_that_are_huge_or_slow_are_refused(monkeypatch):
+    monkeypatch.setattr(gateway_module, "READ_TIMEOUT_S", 0.2)
+
+    async def run():
+        async with opened(writes("a")) as door:
+            url = door.session.url
+            # No session: refused without waiting for the body, which never comes.
+            assert " 404 " in await exchange(url + "x", "Content-Length: 1000\r\n\r\n")
+            assert " 408 " in await exchange(url, "Content-Length: 1000\r\n\r\n{")
+            assert (await raw(url + "/v1/completions", b" " * (MAX_BODY_BYTES + 1))).status_code == 413
+            assert (await door.chat([HI])).message.content == "a"
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_client_that_leaves_cancels_its_request(stream):
+    engine = writes("a", latency_s=1000.0)
+
+    async def run():
+        async with opened(engine) as door:
+            with pytest.raises(openai.APITimeoutError):
+                await door.client.with_options(timeout=0.5, max_retries=0).chat.completions.create(
+                    model="m", messages=[HI], stream=stream
+                )
+            async with asyncio.timeout(20):
+                while (await engine.health()).num_in_flight:
+                    await asyncio.sleep(0.01)
+            return door.rollouts()
+
+    [spans] = asyncio.run(run())
+    assert [source for source, _ in spans] == [PROMPT]
+
+
+def test_end_of_a_session_ends_its_requests():
+    engine = writes("a", latency_s=1000.0)
+
+    async def run():
+        async with opened(engine) as door:
+            with door.gateway.session(door.recorder, Activity(), max_tokens=5) as other:
+                client = openai.AsyncOpenAI(base_url=other.url + "/v1", api_key="none")
+                request = asyncio.create_task(client.completions.create(model="m", prompt="x"))
+                async with asyncio.timeout(20):
+                    while not (await engine.health()).num_in_flight:
+                        await asyncio.sleep(0.01)
+            with pytest.raises(openai.NotFoundError, match="the session has ended"):
+                await request
+            await client.close()
+
+    asyncio.run(run())
+
+
+def test_engine_that_fails_is_an_error_that_is_not_sent_again():
+    engine = FakeEngine(fail_after=0)
+
+    async def run():
+        async with opened(engine) as door:
+            with pytest.raises(openai.InternalServerError, match="told to fail"):
+                await door.chat([HI])
+            assert door.recorder.num_turns == 1
+            assert "told to fail" in str(door.recorder.error)
+
+    asyncio.run(run())
+
+
+def test_tokenizer_without_a_chat_template_completes_texts_only():
+    async def run():
+        async with opened(writes("a"), tokenizer=ByteTokenizer(add_bos=False, chat_template=None)) as door:
+            with pytest.raises(openai.BadRequestError, match="no chat template"):
+                await door.chat([HI])
+            return (await door.client.completions.create(model="m", prompt="x")).choices[0].text
+
+    assert asyncio.run(run()) == "a"
