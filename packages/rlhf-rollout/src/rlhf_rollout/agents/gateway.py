@@ -146,7 +146,9 @@ class Gateway:
         except RefusedError as refusal:
             write = dialect.error if dialect else openai_error
             # The clients of OpenAI and Anthropic would send the request again after some of these errors.
-            headers = {"x-should-retry": "false", "connection": "close"}
+            headers = {"x-should-retry": "false"}
+            if refusal.status == 408:  # otherwise the rest of the body is read, so that the client gets to the answer
+                headers["connection"] = "close"
             await _send_json(send, refusal.status, write(refusal.kind, str(refusal)), headers)
 
     async def _exchange(
