@@ -1,8 +1,6 @@
 """Token rewards, generalised advantages, whitening and group comparison, against numbers worked out by hand."""
 
 import math
-import random
-import statistics
 
 import numpy as np
 import pytest
@@ -18,7 +16,6 @@ from rlhf_train.advantages import (
     whiten,
 )
 from rlhf_train.baselines import (
-    decoupled_rewards,
     group_normalized,
     leave_one_out,
     relative_rewards,
@@ -234,51 +231,6 @@ def test_group_normalized_right_and_wrong_answers_are_worth_what_the_paper_says(
 def test_group_normalized_missing_ids_are_refused():
     with pytest.raises(ValueError, match="2 rewards, 1 group ids"):
         group_normalized(np.zeros(2), ["a"])
-
-
-def test_decoupled_rewards_match_hand_values():
-    # a: both rewards differ, z is -1 and 1 for each; b: one differs. Sums -2, 2, -1, 1, with the deviation sqrt(2.5).
-    # Compared as sums (0, 2 and 1, 2), both groups would have -1 and 1.
-    rewards = np.array([[0.0, 0.0], [0.0, 1.0], [1.0, 1.0], [1.0, 1.0]])
-    ids = ["a", "b", "a", "b"]
-    assert np.allclose(decoupled_rewards(rewards, [1.0, 1.0], ids, over_batch=False), [-2, -1, 2, 1], atol=1e-5)
-    assert np.allclose(decoupled_rewards(rewards, [1.0, 1.0], ids), np.array([-2, -1, 2, 1]) / 2.5**0.5, atol=1e-5)
-    weighed = decoupled_rewards(rewards, [1.0, -0.5], ids, over_batch=False)
-    assert np.allclose(weighed, [-0.5, -1, 0.5, 1], atol=1e-5)
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_decoupled_rewards_match_the_formula_written_out(seed):
-    rng = random.Random(seed)
-    ids = [rng.choice("abcde") for _ in range(30)]
-    rewards = [[rng.gauss(0, 1), rng.gauss(5, 100), float(rng.random() < 0.5)] for _ in ids]
-    weights = [0.5, 2.0, -1.0]
-    sums = []
-    for own, row in zip(ids, rewards, strict=True):
-        total = 0.0
-        for source, weight in enumerate(weights):
-            group = [other[source] for name, other in zip(ids, rewards, strict=True) if name == own]
-            total += weight * (row[source] - statistics.fmean(group)) / (statistics.pstdev(group) + 1e-6)
-        sums.append(total)
-    mean, deviation = statistics.fmean(sums), statistics.pstdev(sums)
-    expected = [(total - mean) / (deviation + 1e-6) for total in sums]
-    assert np.allclose(decoupled_rewards(np.array(rewards), weights, ids), expected, rtol=1e-12, atol=1e-12)
-
-
-def test_decoupled_rewards_do_not_depend_on_the_scale_of_a_source():
-    rewards = np.array([[0.0, 3.0], [1.0, 1.0], [1.0, 2.0]])
-    plain = decoupled_rewards(rewards, [1.0, 1.0], ["a"] * 3)
-    assert np.allclose(decoupled_rewards(rewards * [1.0, 1000.0], [1.0, 1.0], ["a"] * 3), plain, atol=1e-5)
-
-
-def test_decoupled_rewards_of_groups_that_say_nothing_are_exactly_zero():
-    # a: equal rewards, b: one rollout, c: the second source alone says something.
-    rewards = np.array([[0.1, 7.0], [0.1, 7.0], [5.0, 9.0], [2.0, 0.0], [2.0, 4.0]])
-    result = decoupled_rewards(rewards, [1.0, 1.0], ["a", "a", "b", "c", "c"], over_batch=False)
-    assert result.tolist()[:3] == [0.0] * 3
-    assert result.tolist()[3:] == pytest.approx([-1.0, 1.0], abs=1e-5)
-    assert decoupled_rewards(rewards[:3], [1.0, 1.0], ["a", "a", "b"]).tolist() == [0.0] * 3
-    assert decoupled_rewards(np.zeros((0, 2)), [1.0, 1.0], []).tolist() == []
 
 
 def test_leave_one_out_matches_hand_values_by_id_not_by_position():
