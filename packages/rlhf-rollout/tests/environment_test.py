@@ -186,6 +186,21 @@ def test_environments_are_made_ahead_and_reused_where_the_class_says_so(guess):
     assert log().count("made") == log().count("closed") <= 3
 
 
+def test_client_with_named_values_and_results_of_attributes_is_an_environment(write):
+    source = write("""
+        from types import SimpleNamespace
+        class Environment:
+            async def reset(self, **given):
+                return SimpleNamespace(observation=f" {given}: ", reward=None, done=False)
+            async def step(self, action):
+                return SimpleNamespace(observation="", reward=0.5, done=True)
+    """)
+    [episode], _ = run(source, writes(["4"]), prompts=[make_prompt("Go", "7")])
+    expected = "<bos>Go {'prompt': 'Go', 'label': '7', 'seed': 7}: "
+    assert texts_of(episode.rollouts[0]) == [(PROMPT, expected), (POLICY, "4<eos>")]
+    assert (episode.verdict.reward, episode.rollouts[0].finish_reason) == (0.5, FinishReason.STOP)
+
+
 def test_gymnasium_environment_is_used_as_it_is(write):
     source = write("""
         import gymnasium

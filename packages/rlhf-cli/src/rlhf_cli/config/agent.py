@@ -18,8 +18,8 @@ class AgentSection(Section, title="agent"):
 
     agent_func_path: str | None = flag(
         None,
-        "an agent: Python FILE.py with AgentExecutor, AgentInstance or `async def run_episode(session)`, or"
-        " module:NAME; None: single turns",
+        "an agent: Python FILE.py with AgentExecutor, AgentInstance, `async def run_episode(session)`, Environment,"
+        " TOOLS or MCP, or module:NAME; None: single turns",
     )
     max_steps: int = flag(16, "answers of the policy per episode at most", ge=1)
     agent_max_len: int | None = flag(

@@ -1,6 +1,6 @@
 """Environments: `reset`, `step` and `close`, made before the episodes that need them. Runs in agent processes.
 
-    reset(prompt, label, seed) -> observation       it receives those of the three that it has parameters for
+    reset(prompt, label, seed) -> observation       it receives those that it has parameters for, or **kwargs
     step(action) -> (observation, reward, done, info), or a dictionary with these keys
     close()                                         optional
 
@@ -210,7 +210,8 @@ class _Environment:
         seed = episode_seed(session.prompt, session.label)
         given = {"prompt": session.prompt, "label": session.label, "seed": seed}
         parameters = inspect.signature(self._inner.reset).parameters
-        named = {name: value for name, value in given.items() if name in parameters}
+        takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+        named = {name: value for name, value in given.items() if takes_all or name in parameters}
         return read_reset(await self._thread.run(self._inner.reset, **named))
 
     async def step(self, action: Any) -> Step:

@@ -147,14 +147,14 @@ class AgentProcess(GuardedProcess):
         """End the process and what it runs, after it has had some seconds to close its environments and servers."""
         is_lost = bool(self._failure)
         self._fail("the agent's process has been shut down")
-        if hasattr(self, "_reading"):
-            self._reading.cancel()
         for task in self._asks:
             task.cancel()
-        if hasattr(self, "_writer") and self.alive and not is_lost:
-            with contextlib.suppress(OSError):
-                self._writer.write_eof()
-            await asyncio.to_thread(self.wait, _CLOSE_TIMEOUT_S)
+        if hasattr(self, "_reading"):  # the agent has been imported
+            self._reading.cancel()
+            if self.alive and not is_lost:
+                with contextlib.suppress(OSError):
+                    self._writer.write_eof()
+                await asyncio.to_thread(self.wait, _CLOSE_TIMEOUT_S)
         await asyncio.to_thread(self.kill)
         if hasattr(self, "_writer"):
             self._writer.close()

@@ -1,0 +1,53 @@
+"""The examples of agents run, with the fake engine in the place of a model."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from agent_testing import ToolTokenizer, run, texts_of, writes
+from record_testing import make_prompt
+from rlhf_data.records import SpanSource
+from rlhf_rollout.agents.recorder import EpisodeLimits
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+LIMITS = EpisodeLimits(max_length=4000)
+
+
+def rows_of(example):
+    done = subprocess.run([sys.executable, str(EXAMPLES / example)], capture_output=True, text=True, check=True)
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def feedback(episode):
+    return [text for source, text in texts_of(episode.rollouts[0]) if source is SpanSource.ENVIRONMENT]
+
+
+def test_guess_number():
+    rows = rows_of("guess_number.py")
+    assert {row["number"] for row in rows} == set("0123456789")
+    answers = ["2+6=8 #### 8", "none", "3", "5"]
+    prompts = [make_prompt(rows[0]["prompt"], "5")]
+    [episode], _ = run(str(EXAMPLES / "guess_number.py"), writes(answers), prompts=prompts, limits=LIMITS)
+    assert feedback(episode) == ["lower", "\nInvalid action: guess a number from 0 to 9\n", "higher"]
+    assert (round(episode.verdict.reward, 6), episode.verdict.score) == (0.8, 1.0)
+    [episode], _ = run(str(EXAMPLES / "guess_number.py"), writes(["1"]), prompts=prompts, limits=LIMITS)
+    assert feedback(episode) == ["higher"] * 3
+    assert (episode.verdict.reward, episode.verdict.score) == (0.0, 0.0)
+
+
+def test_two_tools():
+    rows = rows_of("two_tools.py")
+    assert rows[0] == {"prompt": "How much are 2 of apple and one of bread together?", "answer": "10"}
+    calls = [("look_up", {"item": "apple"}), ("look_up", {"item": "gold"}), ("calculate", {"expression": "2 * 3 + 4"}),
+             ("calculate", {"expression": "().__class__"})]  # fmt: skip
+    answers = [f"<tool_call>{json.dumps({'name': name, 'arguments': given})}</tool_call>" for name, given in calls]
+    prompts = [make_prompt(rows[0]["prompt"], rows[0]["answer"])]
+    options = {"prompts": prompts, "limits": LIMITS, "tokenizer": ToolTokenizer(), "engine_tokens": 200}
+    engine = writes([*answers, "It is 10."], sign="assistant: ")
+    [episode], _ = run(str(EXAMPLES / "two_tools.py"), engine, **options)
+    results = [text.removeprefix("\ntool: ").partition("<eos>")[0] for text in feedback(episode)]
+    wrong = "Error: ValueError: only numbers, + - * / and parentheses are known"
+    assert results == ["3", "Error: KeyError: 'gold'", "10", wrong]
+    assert episode.verdict.reward == 1.0
+    assert dict(episode.verdict.extra)["tool_failed"] == 2.0
