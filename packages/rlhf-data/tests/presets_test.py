@@ -78,6 +78,11 @@ def answer(text):
                 "rejected": [*ASKED, answer("No\n\nOr yes")],
             },
         ),
+        (
+            "hh",
+            {"chosen": "\n\nHuman: a\n\nAssistant: b", "rejected": "\n\nHuman: a\n\nAssistant: c"},
+            {"input": [{"role": "user", "content": "a"}], "output": "b"},
+        ),
         ("ultrafeedback", FEEDBACK, {"input": [QUESTION], "output": "Because.", "margin": 2.5, "prompt": "Why?"}),
         (
             "humaneval",
@@ -120,6 +125,7 @@ def test_preset_gives_rows_the_usual_keys(tmp_path, preset, row, expected):
         ("math", MATHS | {"solution": r"\boxed{1"}, r"`solution` has no answer in \\boxed"),
         ("hh", PAIR | {"chosen": "Hi"}, r"`chosen` is no transcript(.|\n)*hint: turns begin with an empty line"),
         ("hh", PAIR | {"chosen": TALK}, "`chosen` is no transcript"),
+        ("hh", PAIR | {"chosen": "\n\nAssistant: alone"}, "`chosen` is no transcript"),
         ("hh", PAIR | {"rejected": TALK + "x\n\nHuman: y"}, "`rejected` is no transcript"),
         ("hh", PAIR | {"rejected": "Read this." + TALK + "x"}, "`rejected` is no transcript"),
         ("hh", PAIR | {"chosen": ["x"]}, "`chosen` must be text or a number, got a list"),

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,10 +10,11 @@ import pytest
 
 from engine_testing import MAX_MODEL_LEN, PROMPT, Subject, generate, run, update
 from rlhf_data.errors import EngineError, WeightSyncError
-from rlhf_rollout.engines import EngineSpec
+from rlhf_rollout.commands.serve import create_app
+from rlhf_rollout.engines import EngineSpec, build_engine
 from rlhf_rollout.engines.fake import FakeEngine
-from rlhf_rollout.protocols import EngineHealth, SamplingParams
-from rollout_testing import shared_memory_bucket
+from rlhf_rollout.protocols import EngineHealth, RolloutEngine, SamplingParams
+from rollout_testing import app_server, shared_memory_bucket
 
 
 def test_weight_update_changes_the_policy_version(subject: Subject) -> None:
@@ -274,3 +276,29 @@ def test_fake_engine_closed_while_paused_fails_what_it_held() -> None:
                 await asyncio.wait_for(task, 5)
 
     run(scenario())
+
+
+def test_weights_of_a_model_take_effect_behind_a_server(model_dir: Path, tmp_path: Path) -> None:
+    """The served model gets the weights of another one, and then answers as that one does where it was loaded."""
+    from safetensors.numpy import load_file
+
+    from rlhf_models.testing import tiny_model_dir
+
+    other = tiny_model_dir(tmp_path / "other", seed=5, eos_token_id=None)
+    weights = load_file(other / "model.safetensors")
+
+    async def answers(engine: RolloutEngine) -> Any:
+        [completion] = await engine.generate(PROMPT, SamplingParams(max_tokens=8, temperature=0.0))
+        return completion.token_ids.tolist(), completion.logprobs.tolist()
+
+    local = run(answers(build_engine("transformers", EngineSpec(model=str(other)))))
+    served = build_engine("transformers", EngineSpec(model=str(model_dir)))
+    with app_server(create_app(served, {})) as url:
+        subject = Subject("served", build_engine("http", EngineSpec(model="m", base_url=url)), weights, 512)
+        before = run(answers(subject.engine))
+        run(update(subject, 1))
+        assert run(answers(subject.engine)) == local != before
+        with pytest.raises(WeightSyncError, match="1 did not arrive"):
+            run(update(subject, 2, _without_last(dict(weights))))
+        with pytest.raises(EngineError, match="weights are incomplete"):
+            run(answers(subject.engine))
