@@ -100,14 +100,6 @@ def rollouts(folder: Path, name: str) -> str:
     return SECONDS.sub("", (folder / name).read_text())
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory) -> Path:
-    """The folder of a run without an interruption, which saves no checkpoint."""
-    folder = tmp_path_factory.mktemp("whole") / "run"
-    finish(folder, *FLAGS, "--save_path", str(folder))
-    return folder
-
-
 def check_same(folder: Path, whole: Path) -> None:
     assert numbers(folder) == numbers(whole)
     for name in ("rollouts.jsonl", "eval_rollouts.jsonl"):
@@ -118,7 +110,7 @@ def check_same(folder: Path, whole: Path) -> None:
         assert all(torch.equal(weights[name], expected[name]) for name in weights)
 
 
-def test_killed_and_terminated_run_goes_on_bit_for_bit_and_leaves_nothing(whole, scratch, tmp_path):
+def test_killed_and_terminated_run_goes_on_bit_for_bit_and_leaves_nothing(scratch, tmp_path, request):
     shared_before = shared_memory()
     folder = tmp_path / "run"
     checkpoints = folder / "checkpoints"
@@ -128,6 +120,10 @@ def test_killed_and_terminated_run_goes_on_bit_for_bit_and_leaves_nothing(whole,
     assert signal_when(run, signal.SIGKILL, (checkpoints / "step-2/manifest.json").exists, folder) == -signal.SIGKILL
     assert not (checkpoints / "step-4").exists()
     assert processes_in(scratch) and list(scratch.glob("ray/session_*"))  # the killed run left them
+    # Beside what follows: the same run without an interruption and without checkpoints.
+    whole = tmp_path / "whole"
+    uninterrupted = start(whole, *FLAGS, "--save_path", str(whole))
+    request.addfinalizer(uninterrupted.kill)
     # The newest checkpoint is torn: the run says so and goes on from the one before. Then SIGTERM ends it properly.
     newest = max(checkpoints.glob("step-*"))
     torn = newest / "actor-0-of-1.safetensors"
@@ -140,6 +136,7 @@ def test_killed_and_terminated_run_goes_on_bit_for_bit_and_leaves_nothing(whole,
     assert f"`rlhf ppo --resume {folder}` continues this run" in text
     # The command of the start with --load_checkpoint does the same as --resume.
     finish(folder, *flags, "--load_checkpoint")
+    assert uninterrupted.wait(TIMEOUT_S) == 0, whole.with_suffix(".log").read_text()[-4000:]
     check_same(folder, whole)
     assert sorted(path.name for path in checkpoints.iterdir()) == [f"step-{NUM_STEPS - 1}", f"step-{NUM_STEPS}"]
     folders = (checkpoints / f"step-{NUM_STEPS}/hf", folder / "model")
