@@ -16,6 +16,7 @@ TAUGHT = ("--remote_rm_url", "None", "--teacher_model", "m")
 JUDGE = ("--judge_url", "http://127.0.0.1/v1", "--judge_model", "m")
 PAIRWISE = ("--remote_rm_url", "pairwise:r.txt")
 EACH = ("--remote_rm_url", "a.py,b.py", "--reward_normalize", "each")
+BY_TURN = ("--group_by", "turn")
 MODEL_ONLY = ("--remote_rm_url", "None", "--reward_pretrain", "m")
 
 
@@ -82,6 +83,14 @@ def ppo(*argv: str) -> Parsed[PpoConfig]:
                 ["overlong_buffer_len", "8"],
                 ["stop_properly_penalty_coef", "0.5"],
             )
+        ),
+        (BY_TURN, "and PPO has no baseline of a group", "use --advantage_estimator group_norm, dr_grpo"),
+        ([*GRPO, *BY_TURN, "--gamma", "0.9"], "and --gamma 0.9 discounts by token", "--turn_gamma, and drop --gamma"),
+        ([*GRPO, *BY_TURN, *EACH], "turn by turn, and --reward_normalize each compares those of whole", "drop one"),
+        (
+            [*GRPO, *BY_TURN, "--reward_normalize", "none"],
+            "turn by turn, and --reward_normalize none compares none",
+            "drop one of them",
         ),
         ([*EACH, "--no_advantage_std_norm"], "--no_advantage_std_norm forbids it", "drop one of them"),
         (
@@ -152,6 +161,8 @@ def test_check_ppo_what_cannot_work_is_an_error_with_a_hint(argv, message, hint)
         (["--is_correction_threshold", "0", "3"], "--is_correction_threshold has no effect: --is_correction_level is"),
         (["--step_separator", "."], "--step_separator has no effect: there is no --reward_pretrain"),
         ([*MODEL_ONLY, "--reward_by_turn"], "--reward_by_turn has no effect: there is no --agent_func_path"),
+        ([*GRPO, *BY_TURN], "--group_by has no effect: there is no --agent_func_path"),
+        (["--turn_gamma", "0.5"], "--turn_gamma has no effect: there is no --agent_func_path"),
         ([*MODEL_ONLY, "--reward_timeout_s", "3"], "--reward_timeout_s has no effect: no reward function or server"),
         ([*MODEL_ONLY, "--reward_num_workers", "3"], "--reward_num_workers has no effect: no reward function scores"),
         (["--reward_normalize", "none"], "--reward_normalize has no effect: PPO (gae) compares no rewards within a"),

@@ -104,6 +104,10 @@ def test_verdict_turn_rewards_add_up_to_the_reward():
     # 0.1 + 0.2 is not 0.3, and 1e9 - 1e9 + 1 loses more digits than 1 has.
     Verdict(VerdictKind.OK, 0.3, turn_rewards=(0.1, 0.2))
     Verdict(VerdictKind.OK, 1.0, turn_rewards=(1e9, -1e9 + 1.01))
+    # Other rollouts of the episode earned the rest.
+    assert Verdict(VerdictKind.OK, 1.0, turn_rewards=(0.5,), earned_elsewhere=(0.75, -0.25)).reward == 1.0
+    with pytest.raises(DataError, match=r"add up to 1\.25, the reward is 1\.0"):
+        Verdict(VerdictKind.OK, 1.0, turn_rewards=(0.5,), earned_elsewhere=(0.75, 0.0))
     for rewards in [(0.25, 0.76), (float("nan"), 1.0), (float("inf"),)]:
         with pytest.raises(DataError, match="turns add up to"):
             Verdict(VerdictKind.OK, 1.0, turn_rewards=rewards)

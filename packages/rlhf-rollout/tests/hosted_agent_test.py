@@ -170,6 +170,21 @@ def test_custom_executor_gets_tokens_and_a_rewritten_history_becomes_another_rol
         assert dict(rollout.verdict.extra) == {"answers": 3.0}
 
 
+def test_rewards_of_answers_stay_in_the_rollouts_that_hold_them(write):
+    # Six answers, of which the fifth and the sixth continue the fourth: three of the first rollout, two, and one.
+    agent = EXECUTOR.replace('"reward": 2.0', '"reward": [1, 2, 4, 8, 16, 32]')
+    [episode], _ = run(write(agent), writes(["a", "b", "c"]))
+    verdicts = [rollout.verdict for rollout in episode.rollouts]
+    assert [verdict.reward for verdict in verdicts] == [63.0] * 3
+    assert [verdict.turn_rewards for verdict in verdicts] == [(1.0, 2.0, 4.0), (8.0, 16.0), (32.0,)]
+    assert [verdict.earned_elsewhere for verdict in verdicts] == [(0.0, 56.0), (7.0, 32.0), (31.0, 0.0)]
+    # Another number of rewards than of answers: they belong to the episode as a whole.
+    [episode], _ = run(write(agent.replace("32]", "32, 64]")), writes(["a", "b", "c"]))
+    for rollout in episode.rollouts:
+        assert (rollout.verdict.reward, rollout.verdict.turn_rewards) == (127.0, ())
+        assert rollout.verdict.earned_elsewhere == (0.0, 0.0)
+
+
 FUNCTION = """
 async def run_episode(session):
     reply = await session.reply(sampling={"max_tokens": 2})

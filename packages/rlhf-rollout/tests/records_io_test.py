@@ -47,6 +47,7 @@ def test_rollout_record_holds_everything_as_plain_json():
         "detail": "fine",
         "extra": {"length": 1.0},
         "turn_rewards": [0.5],
+        "earned_elsewhere": [0.0, 0.0],
         "token_rewards": [],
         "score_seconds": 0.25,
     }

@@ -283,18 +283,6 @@ def test_whiten_one_token_is_zero_and_none_stays_empty():
     assert whiten(one, nothing, moments(one, nothing)).tolist() == [[0.0, 0.0]]
 
 
-def test_rollouts_of_one_episode_count_as_one_in_the_baseline():
-    # Three episodes with rewards 1, 4 and 7; the first one has three rollouts, and all of them have its reward.
-    rewards, group_ids = np.array([1.0, 1.0, 1.0, 4.0, 7.0]), ["g"] * 5
-    weights = np.array([1 / 3, 1 / 3, 1 / 3, 1.0, 1.0])
-    centred = relative_rewards(rewards, group_ids, "group_mean", weights=weights)
-    np.testing.assert_allclose(centred, [-3, -3, -3, 0, 3], atol=1e-12)
-    normalized = relative_rewards(rewards, group_ids, "group_mean_std", weights=weights)
-    np.testing.assert_allclose(normalized, np.array([-3, -3, -3, 0, 3]) / (6**0.5 + 1e-6), atol=1e-12)
-    others = relative_rewards(rewards, group_ids, "leave_one_out", weights=weights)
-    np.testing.assert_allclose(others, [1 - 5.5] * 3 + [0.0, 7 - 2.5], atol=1e-12)
-
-
 def test_turns_start_at_their_first_trained_token():
     versions = torch.tensor([[-1, 0, 0, -1, 0, 0, 0, -1, 0], [-1, -1, -1, -1, 0, -1, -1, -1, -1]])
     mask = versions >= 0

@@ -9,7 +9,7 @@ import torch
 from online_fakes import FakeRanks, World
 from rlhf_data.records import FinishReason, Rollout, Span, SpanSource, Verdict, VerdictKind
 from rlhf_rollout.rewards.sources import RewardSource
-from rlhf_train.advantages import generalized_advantages, placed_rewards
+from rlhf_train.advantages import generalized_advantages, placed_rewards, turn_starts
 from rlhf_train.algorithms import make_algorithm
 from rlhf_train.experience import Experience
 from rlhf_train.online.learner import Learner
@@ -134,14 +134,98 @@ def test_rewards_of_steps_and_the_rest_are_each_compared_within_the_group(job, e
     ranks = Ranks([], "actor")
     learner = Learner(dataclasses.replace(job, models=models, plan=plan, algorithm=algorithm), [ranks])
     learner.deal([judged("a", ((1, 0.9), (4, 0.5)), 1.0), judged("b", ((2, 0.1),), 0.0)], 1)
-    [(_, rollouts, rewards, _, _, token_rewards)] = ranks.shards
-    experience = Experience.from_rollouts(rollouts, rewards, token_rewards)
+    [(_, rollouts, rewards, _, _, earned)] = ranks.shards
+    experience = Experience.from_rollouts(rollouts, rewards, earned)
     placed = placed_rewards(experience.rewards, experience.token_rewards, experience.loss_mask)
     zeros = torch.zeros(2, 5)
     advantages, _ = generalized_advantages(placed, zeros, experience.loss_mask, gamma=gamma, lambd=1.0)
     found = dict(zip(experience.rollout_ids, advantages[:, 1:].tolist(), strict=True))
     for name, wanted in zip("ab", expected, strict=True):
         assert found[name] == pytest.approx(wanted, abs=1e-6), name
+
+
+def spoken(name: str, lengths: tuple[int, ...], reward: float, **verdict) -> Rollout:
+    """A rollout of turns of these lengths in tokens, with a token of the environment before each later one."""
+    turns = [Span(SpanSource.POLICY, [2] * length, [-1.0] * length, policy_version=0) for length in lengths]
+    between = [span for turn in turns for span in (Span(SpanSource.ENVIRONMENT, [3]), turn)][1:]
+    scored = Verdict(VerdictKind.OK, reward, **verdict)
+    return Rollout(name, "g", (Span(SpanSource.PROMPT, [1]), *between), FinishReason.STOP, verdict=scored)
+
+
+# Three episodes of turns that earn 1, 0, 2; 0, 4; and 3 as a whole, in one turn. The first one is one rollout, or two
+# of one turn and two. By turn, what follows is 3, 4, 3 from the first turn on, 2, 4 from the second, 2 from the third.
+OTHERS = [spoken("b", (1, 2), 4.0, turn_rewards=(0.0, 4.0)), spoken("c", (2,), 3.0)]
+UNSPLIT = [spoken("a", (2, 1, 2), 3.0, turn_rewards=(1.0, 0.0, 2.0))]
+SPLIT = [
+    spoken("a.0", (2,), 3.0, turn_rewards=(1.0,), earned_elsewhere=(0.0, 2.0)),
+    spoken("a.1", (1, 2), 3.0, turn_rewards=(0.0, 2.0), earned_elsewhere=(1.0, 0.0)),
+]
+BY_TURN = {"dr_grpo": (-1 / 3, -1.0, 0.0, 2 / 3, 1.0, -1 / 3), "rloo": (-0.5, -2.0, 0.0, 1.0, 2.0, -0.5)}
+
+
+@pytest.mark.parametrize("first", [UNSPLIT, SPLIT])
+@pytest.mark.parametrize(
+    ("estimator", "options", "expected"),
+    [
+        ("dr_grpo", {"group_by": "turn"}, BY_TURN["dr_grpo"]),
+        ("dr_grpo", {"group_by": "turn", "turn_gamma": 1.0}, BY_TURN["dr_grpo"]),
+        ("rloo", {"group_by": "turn"}, BY_TURN["rloo"]),
+        # By episode, every turn is charged with the mean 10 / 3 of whole episodes.
+        ("dr_grpo", {}, (-1 / 3, 2 - 10 / 3, 2 - 10 / 3, 2 / 3, 2 / 3, -1 / 3)),
+        ("reinforce", {}, (3.0, 2.0, 2.0, 4.0, 4.0, 3.0)),
+        # Each turn is an episode of its own.
+        ("dr_grpo", {"group_by": "turn", "turn_gamma": 0.0}, None),
+    ],
+)
+def test_turns_are_compared_with_the_same_turn_however_many_rollouts_an_episode_became(
+    job, first, estimator, options, expected
+):
+    if expected is None:
+        # A rollout that ends before the episode does earns what the episode earned after it.
+        a = (1.0, 0.0, 2.0) if first is UNSPLIT else (3.0, 0.0, 2.0)
+        mean = (a[0] + 0 + 3) / 3
+        expected = (a[0] - mean, -2.0, 0.0, 0 - mean, 2.0, 3 - mean)
+    rollouts = [*first, *OTHERS]
+    algorithm = make_algorithm(estimator, kl_coef=0, **options)
+    plan = dataclasses.replace(job.plan, trainers=(ProcessPlan("train", ("actor",), (0,), 1),))
+    job = dataclasses.replace(job, models={"actor": job.models["actor"]}, plan=plan, algorithm=algorithm)
+    ranks = Ranks([], "actor")
+    Learner(job, [ranks]).deal(rollouts, 1, [rollout.rollout_id[0] for rollout in rollouts])
+    [(_, shard, rewards, _, _, earned)] = ranks.shards
+    experience = Experience.from_rollouts(shard, rewards, earned)
+    mask = experience.loss_mask
+    placed = placed_rewards(experience.rewards, experience.token_rewards, mask)
+    starts = turn_starts(experience.policy_versions, mask)
+    turn_gamma = 1.0 if algorithm.turn_gamma is None else algorithm.turn_gamma
+    advantages, _ = generalized_advantages(
+        placed, torch.zeros(mask.shape), mask, gamma=1.0, lambd=1.0, starts=starts, turn_gamma=turn_gamma
+    )
+    found: dict[str, list[float]] = {}
+    for rollout_id, row, kept in sorted(zip(experience.rollout_ids, advantages, mask, strict=True), key=lambda x: x[0]):
+        found.setdefault(rollout_id[0], []).extend(row[kept].tolist())
+    first_turn, second, third, other_first, other_second, single = expected
+    assert found["a"] == pytest.approx([first_turn] * 2 + [second] + [third] * 2, abs=1e-6)
+    assert found["b"] == pytest.approx([other_first] + [other_second] * 2, abs=1e-6)
+    assert found["c"] == pytest.approx([single] * 2, abs=1e-6)
+
+
+def test_rewards_normalised_each_by_itself_count_an_episode_once(job):
+    # Episode a has two rollouts. Means 1 and 2: counted by rollout they would be 2 / 3 and 4 / 3.
+    rollouts = [spoken(name, (1,), 0.0, source_rewards=(0.0, 0.0)) for name in ("a.0", "a.1")]
+    rollouts.append(spoken("b", (1, 1), 6.0, turn_rewards=(2.0, 4.0), source_rewards=(2.0, 4.0)))
+    reward = dataclasses.replace(
+        job.reward, sources=(RewardSource("function", ("a.py",)), RewardSource("function", ("b.py",))), normalize="each"
+    )
+    plan = dataclasses.replace(job.plan, trainers=(ProcessPlan("train", ("actor",), (0,), 1),))
+    algorithm = make_algorithm("reinforce_baseline", kl_coef=0)
+    models = {"actor": job.models["actor"]}
+    job = dataclasses.replace(job, models=models, plan=plan, algorithm=algorithm, reward=reward)
+    ranks = Ranks([], "actor")
+    Learner(job, [ranks]).deal(rollouts, 1, ["a", "a", "b"])
+    [(_, shard, rewards, _, _, earned)] = ranks.shards
+    found = {rollout.rollout_id: reward for rollout, reward in zip(shard, rewards, strict=True)}
+    assert found == pytest.approx({"a.0": -2.0, "a.1": -2.0, "b": 2.0}, abs=1e-5)
+    assert earned == [[], [], []]  # the whole sum is the last token's
 
 
 def test_models_in_the_same_processes_exchange_nothing(job):

@@ -299,7 +299,7 @@ def test_experience_places_rewards_of_steps_as_they_are_or_as_compared_with_othe
     ]
     plain = Experience.from_rollouts(rollouts, [1.5, 0.0])
     assert plain.token_rewards.tolist() == [[0, 0.5, 0, 0.25], [0] * 4]
-    compared = Experience.from_rollouts(rollouts, [1.5, 0.0], [np.array([2.0, -1.0]), np.zeros(0)])
+    compared = Experience.from_rollouts(rollouts, [1.5, 0.0], [[(1, 2.0), (3, -1.0)], []])
     assert compared.token_rewards.tolist() == [[0, 2.0, 0, -1.0], [0] * 4]
 
 

@@ -127,13 +127,15 @@ class Verdict:
         detail: one line for people, such as the text of an exception.
         extra: further numbers to log.
         seconds: how long scoring took, failed attempts included.
-        turn_rewards: the reward of each turn, in order; their sum is `reward`. Empty when the reward is for the rollout
-            as a whole.
+        turn_rewards: the reward of each turn, in order; with `earned_elsewhere` their sum is `reward`. Empty when the
+            reward is for the rollout as a whole.
         token_rewards: (position, reward) pairs in the order of positions, the part of `reward` that single tokens
             earned, such as the last tokens of reasoning steps. Positions are those in the rollout's `token_ids`. The
             rest of `reward` is for the rollout as a whole. Not together with `turn_rewards`.
         source_rewards: the reward of each source whose weighted sum is `reward`, without its weight, in the order of
             the sources. Empty when the reward is no such sum.
+        earned_elsewhere: the parts of `reward` that turns in other rollouts of the episode earned, before this
+            rollout's first turn and later. Zeros without `turn_rewards`.
     """
 
     kind: VerdictKind
@@ -146,6 +148,7 @@ class Verdict:
     turn_rewards: tuple[float, ...] = ()
     token_rewards: tuple[tuple[int, float], ...] = ()
     source_rewards: tuple[float, ...] = ()
+    earned_elsewhere: tuple[float, float] = (0.0, 0.0)
 
     def __post_init__(self) -> None:
         if self.reward is None and not self.kind.failed:
@@ -173,8 +176,9 @@ class Verdict:
 
     def _check_turn_rewards(self) -> None:
         object.__setattr__(self, "turn_rewards", tuple(float(reward) for reward in self.turn_rewards))
-        total = sum(self.turn_rewards)
-        size = sum(abs(reward) for reward in self.turn_rewards)
+        parts = (*self.turn_rewards, *self.earned_elsewhere)
+        total = sum(parts)
+        size = sum(abs(reward) for reward in parts)
         fits = self.reward is not None and abs(total - self.reward) <= _TURN_REWARD_TOLERANCE * max(size, 1.0)
         if not (fits and np.isfinite(size)):
             raise DataError(
@@ -255,6 +259,16 @@ class Rollout:
         """[K] int64: the position in `token_ids` of the last token of each turn (consecutive policy tokens)."""
         followed_by = np.append(self.loss_mask[1:], False)
         return np.flatnonzero(self.loss_mask & ~followed_by)
+
+    @property
+    def earned(self) -> list[tuple[int, float]]:
+        """What single tokens earned: pairs of a position in `token_ids` and a reward, of turns or of steps."""
+        if self.verdict is None:
+            return []
+        turns = zip(
+            self.turn_ends.tolist() if self.verdict.turn_rewards else (), self.verdict.turn_rewards, strict=True
+        )
+        return [*turns, *self.verdict.token_rewards]
 
     @property
     def policy_version(self) -> int:

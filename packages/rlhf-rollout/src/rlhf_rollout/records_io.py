@@ -14,8 +14,9 @@ def rollout_record(group: RolloutGroup, episode: Episode, rollout: Rollout) -> d
 
     `token_ids` and `logprobs` hold the whole sequence, prompt included. Log-probs are the engine's: 0.0 for tokens that
     the policy did not write, null for values that are not finite. `spans` gives source, length and policy version of
-    each run of tokens. `token_rewards` holds pairs of a place in `token_ids` and a reward. `reward`, `score`, `verdict`
-    and `score_seconds` are null for a rollout that was not scored.
+    each run of tokens. `turn_rewards` and `earned_elsewhere` add up to `reward`. `token_rewards` holds pairs of a place
+    in `token_ids` and a reward. `reward`, `score`, `verdict` and `score_seconds` are null for a rollout that was not
+    scored.
     """
     verdict = rollout.verdict
     return {
@@ -41,6 +42,7 @@ def rollout_record(group: RolloutGroup, episode: Episode, rollout: Rollout) -> d
         "detail": verdict.detail if verdict else "",
         "extra": dict(verdict.extra) if verdict else {},
         "turn_rewards": list(verdict.turn_rewards) if verdict else [],
+        "earned_elsewhere": list(verdict.earned_elsewhere) if verdict else [0.0, 0.0],
         "token_rewards": [list(pair) for pair in verdict.token_rewards] if verdict else [],
         "score_seconds": round(verdict.seconds, 6) if verdict else None,
     }

@@ -16,6 +16,7 @@ KL_ESTIMATORS: tuple[KlEstimator, ...] = get_args(KlEstimator)
 REDUCTIONS: tuple[Reduction, ...] = get_args(Reduction)
 Baseline = Literal["none", "group_mean", "group_mean_std", "leave_one_out"]
 BASELINES: tuple[Baseline, ...] = get_args(Baseline)
+GROUP_BY = ("episode", "turn")
 OLD_LOGPROBS = ("recompute", "rollout", "skip")
 CORRECTION_LEVELS = ("off", "token", "sequence", "geometric")
 CORRECTION_MODES = ("truncate", "mask")
@@ -150,6 +151,8 @@ class AlgorithmSpec:
         gamma: discount per token, in [0, 1].
         turn_gamma: discount of the step from one turn to the next, in [0, 1]; None for `gamma`. 0 makes each turn an
             episode of its own.
+        group_by: what the baseline compares within a group: "episode" their rewards, "turn" what follows from a turn on
+            with that from the same turn of the other episodes; see `baselines.relative_turn_rewards`.
         lambd: lambda of GAE, in [0, 1]: lower means more bias and less variance.
         value_clip: distance from the old value beyond which a value no longer lowers the loss; None for no limit.
         bootstrap_truncated: add the critic's value of the last state to the return of a rollout that the length limit
@@ -170,6 +173,7 @@ class AlgorithmSpec:
     teacher_coef: float = 0.0
     gamma: float = 1.0
     turn_gamma: float | None = None
+    group_by: str = "episode"
     lambd: float = 1.0
     value_clip: float | None = 0.5
     bootstrap_truncated: bool = False
@@ -181,7 +185,16 @@ class AlgorithmSpec:
         _check_names(
             ("advantage estimator", self.estimator, ALGORITHMS),
             ("source of old log-probs", self.old_logprobs, OLD_LOGPROBS),
+            ("what a baseline compares", self.group_by, GROUP_BY),
         )
+        if self.group_by == "turn" and not self.row.uses_group:
+            message = f"--group_by turn compares turns within a group, and {self.row.title} has no baseline of a group"
+            raise ConfigError(message, hint="use --advantage_estimator group_norm, dr_grpo, rloo or reinforce_baseline")
+        if self.group_by == "turn" and self.gamma != 1:
+            message = (
+                f"--group_by turn compares what whole turns lead to, and --gamma {self.gamma:g} discounts by token"
+            )
+            raise ConfigError(message, hint="discount by turn with --turn_gamma, and drop --gamma")
         for name, is_right, wanted in (
             ("gamma", 0 <= self.gamma <= 1, "lie in [0, 1]"),
             ("turn_gamma", self.turn_gamma is None or 0 <= self.turn_gamma <= 1, "lie in [0, 1]"),

@@ -38,8 +38,8 @@ class Experience:
         rollout_logprobs: [B, T] float32, nats, from the engine; 0.0 where the mask is False.
         rewards: [B] float32, the total reward of each rollout, after shaping and after the group's baseline.
         token_rewards: [B, T] float32, the part of `rewards` that single tokens earned; 0.0 elsewhere: each turn's
-            reward from the verdict, unshaped, at the turn's last token, and each step's, after the group's baseline, at
-            the step's last token.
+            reward at the turn's last token, from the verdict or relative to the same turn of the group, and each
+            step's, after the group's baseline, at the step's last token.
         truncated: [B] bool, whether the length limit ended the rollout.
         columns: name to [B, T] float32, filled in as models run; 0.0 where the mask is False. `last_values` holds the
             value of the state after a truncated rollout, at its last trained token. `trained` is 1.0 where the loss
@@ -62,14 +62,15 @@ class Experience:
         cls,
         rollouts: Sequence[Rollout],
         rewards: Sequence[float],
-        token_rewards: Sequence[np.ndarray] | None = None,
+        earned: Sequence[Sequence[tuple[int, float]]] | None = None,
     ) -> "Experience":
         """Align `rollouts` as tensors.
 
         Args:
             rollouts: B rollouts.
             rewards: one per rollout.
-            token_rewards: per rollout, numbers in place of those of `Verdict.token_rewards`; None for the verdict's.
+            earned: per rollout, what single tokens earned, as pairs of a position and a reward; None for what the
+                verdict says of turns and steps.
 
         Raises:
             ValueError: the numbers of rewards and rollouts differ.
@@ -86,10 +87,8 @@ class Experience:
             loss_mask[row, :size] = torch.from_numpy(rollout.loss_mask)
             rollout_logprobs[row, :size] = torch.from_numpy(rollout.rollout_logprobs)
             policy_versions[row, :size] = torch.from_numpy(rollout.policy_versions)
-            if rollout.verdict is not None and rollout.verdict.turn_rewards:
-                placed[row, rollout.turn_ends] = torch.tensor(rollout.verdict.turn_rewards)
-            for index, (position, reward) in enumerate(rollout.verdict.token_rewards if rollout.verdict else ()):
-                placed[row, position] = float(reward if token_rewards is None else token_rewards[row][index])
+            for position, reward in rollout.earned if earned is None else earned[row]:
+                placed[row, position] += reward
         return cls(
             rollout_ids=[rollout.rollout_id for rollout in rollouts],
             token_ids=[rollout.token_ids for rollout in rollouts],

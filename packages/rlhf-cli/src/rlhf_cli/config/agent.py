@@ -9,7 +9,7 @@ from rlhf_rollout.rewards.sources import CallOptions
 
 _OPTIONS = (
     *("max_steps", "agent_max_len", "agent_max_seconds", "agent_num_workers", "agent_timeout_s"),
-    "reward_by_turn",
+    *("reward_by_turn", "turn_gamma", "group_by"),
 )
 
 

@@ -13,6 +13,7 @@ from rlhf_train.algorithms import (
     ALGORITHMS,
     CORRECTION_LEVELS,
     CORRECTION_MODES,
+    GROUP_BY,
     KL_ESTIMATORS,
     OLD_LOGPROBS,
     POLICY_LOSSES,
@@ -26,6 +27,7 @@ from rlhf_train.algorithms import (
 Estimator = one_of(ALGORITHMS, {name: row.title for name, row in ALGORITHMS.items()})
 PolicyLoss = one_of(POLICY_LOSSES, {name: row.title for name, row in POLICY_LOSSES.items()})
 KlEstimatorName = one_of(KL_ESTIMATORS)
+GroupBy = one_of(GROUP_BY)
 OldLogprobs = one_of(OLD_LOGPROBS)
 CorrectionLevel = one_of(CORRECTION_LEVELS)
 CorrectionMode = one_of(CORRECTION_MODES)
@@ -92,6 +94,11 @@ class AlgorithmSection(Section, title="algorithm"):
         "discount from one turn of an agent to the next, in place of --gamma; 0: each turn is an episode of its own",
         ge=0,
         le=1,
+    )
+    group_by: GroupBy = flag(
+        _DEFAULTS.group_by,
+        "what the estimator's baseline compares within a group. episode: the episodes' rewards; turn: what follows from"
+        " each turn of an agent on, with what follows from the same turn of the other episodes",
     )
     lambd: float = flag(_DEFAULTS.lambd, "GAE's lambda: 0 trusts the critic, 1 the rewards", ge=0, le=1)
     bootstrap_truncated: bool = flag(

@@ -109,6 +109,10 @@ def _check_training(config: PpoConfig, given: Collection[str]) -> list[str]:
     if reward.reward_normalize == "each" and algorithm.no_advantage_std_norm:
         message = "--reward_normalize each divides rewards by their deviation, and --no_advantage_std_norm forbids it"
         raise ConfigError(message, hint="drop one of them")
+    if algorithm.group_by == "turn" and not is_together:
+        message = f"--group_by turn compares rewards turn by turn, and --reward_normalize {reward.reward_normalize}"
+        what = "compares none" if reward.reward_normalize == "none" else "compares those of whole responses"
+        raise ConfigError(f"{message} {what}", hint="drop one of them")
     no_baseline = reward.reward_normalize == "none" and not algorithm.row.uses_group
     return without_effect(
         given,

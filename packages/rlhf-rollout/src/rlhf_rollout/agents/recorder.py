@@ -44,12 +44,13 @@ class EpisodeLimits:
 class _Branch:
     """A conversation of which no token was rewritten: it becomes one rollout.
 
-    `ends` holds the number of tokens up to the end of each answer.
+    `ends` holds the number of tokens up to the end of each answer, `requests` the number of its request in the episode.
     """
 
     tokens: list[int]
     spans: list[Span] = field(default_factory=list)
     ends: list[int] = field(default_factory=list)
+    requests: list[int] = field(default_factory=list)
     finish_reason: FinishReason = FinishReason.STOP
     is_busy: bool = False
 
@@ -131,6 +132,7 @@ class EpisodeRecorder:
         sampling = self._sampling_for(token_ids, overrides or {})
         branch = self._branch_of(token_ids)
         self.num_turns += 1
+        request = self.num_turns
         branch.is_busy = True
         try:
             [completion] = await self._router.generate(
@@ -151,6 +153,7 @@ class EpisodeRecorder:
         branch.spans += completion.spans
         branch.tokens = [*token_ids, *completion.token_ids.tolist()]
         branch.ends.append(len(branch.tokens))
+        branch.requests.append(request)
         branch.finish_reason = completion.finish_reason
         return completion
 
@@ -159,7 +162,8 @@ class EpisodeRecorder:
 
         Args:
             turn_rewards: the reward of each answer in the order of the requests; none for a reward as a whole.
-            verdict: of the episode, which every rollout gets; None when another reward scores the rollouts.
+            verdict: of the episode, which every rollout gets; None when another reward scores the rollouts. The reward
+                of an answer stays in the rollout that holds the answer.
             is_cut: the episode was ended by a limit of its own, not by the policy.
         """
         if not self._branches:
@@ -172,19 +176,27 @@ class EpisodeRecorder:
             text = self._decode([token for span in branch.spans[1:] for token in span.token_ids.tolist()])
             rollout = Rollout(name, self._group_id, tuple(branch.spans), reason, text)
             if verdict is not None:
-                rollout = dataclasses.replace(rollout, verdict=self._verdict_for(rollout, verdict, turn_rewards))
+                rollout = dataclasses.replace(
+                    rollout, verdict=self._verdict_for(rollout, branch, verdict, turn_rewards)
+                )
             rollouts.append(rollout)
         return Episode(self.name, self._group_id, tuple(rollouts))
 
-    def _verdict_for(self, rollout: Rollout, verdict: Verdict, turn_rewards: Sequence[float]) -> Verdict:
-        """Return the verdict with its reward by turn, if there is one rollout and one reward per answer."""
-        [branch, *others] = self._branches
-        if others or verdict.reward is None or not branch.ends or len(turn_rewards) != len(branch.ends):
+    def _verdict_for(
+        self, rollout: Rollout, branch: _Branch, verdict: Verdict, turn_rewards: Sequence[float]
+    ) -> Verdict:
+        """Return the verdict with the rollout's rewards by turn, if there is one reward per answer of the episode."""
+        requests = sorted(request for other in self._branches for request in other.requests)
+        if verdict.reward is None or not requests or len(turn_rewards) != len(requests):
             return verdict
+        earned = dict(zip(requests, turn_rewards, strict=True))
+        own = [earned.pop(request) for request in branch.requests]
+        before = sum(reward for request, reward in earned.items() if request < branch.requests[0])
         # Answers without a token of the environment between them are one turn.
         sums = np.zeros(len(rollout.turn_ends))
-        np.add.at(sums, np.searchsorted(rollout.turn_ends, np.array(branch.ends) - 1), turn_rewards)
-        return dataclasses.replace(verdict, turn_rewards=tuple(sums.tolist()))
+        np.add.at(sums, np.searchsorted(rollout.turn_ends, np.array(branch.ends) - 1), own)
+        elsewhere = (before, sum(earned.values()) - before)
+        return dataclasses.replace(verdict, turn_rewards=tuple(sums.tolist()), earned_elsewhere=elsewhere)
 
     def _sampling_for(self, token_ids: Sequence[int], overrides: Mapping[str, Any]) -> SamplingParams:
         limits = self._limits

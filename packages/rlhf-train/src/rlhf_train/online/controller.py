@@ -8,7 +8,7 @@ from rlhf_train.online.patience import Patience
 from rlhf_train.online.report import Report
 from rlhf_train.online.rollouts import Rollouts
 from rlhf_train.online.stream import SampleStream
-from rlhf_train.online.summaries import episode_shares, scored
+from rlhf_train.online.summaries import episode_ids, scored
 from rlhf_train.online.turns import Turns
 from rlhf_train.run.checkpointing import Checkpointer
 from rlhf_train.run.interrupts import Interrupts
@@ -115,7 +115,7 @@ class Controller:
         """Send the batch to the ranks, and compute old log-probs, reference log-probs and values."""
         self._turns.give_to_trainers()
         with self._timeline.phase("load"):
-            self._report.add(self._learner.deal(scored(self._batch), step, episode_shares(self._batch)))
+            self._report.add(self._learner.deal(scored(self._batch), step, episode_ids(self._batch)))
         with self._timeline.phase("experience"):
             self._report.add(self._learner.fill_columns())
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from rlhf_data.errors import EngineError
 from rlhf_data.records import Rollout
-from rlhf_train.baselines import decoupled_rewards, relative_rewards, relative_token_rewards
+from rlhf_train.baselines import decoupled_rewards, relative_rewards, relative_token_rewards, relative_turn_rewards
 from rlhf_train.batching import plan_batches
 from rlhf_train.kl import adapted_kl_coef
 from rlhf_train.online.job import OnlineJob
@@ -47,14 +47,16 @@ class Learner:
         """Update the reward normalization with the raw rewards of a step, trained or not."""
         self._shaper.observe(rollouts)
 
-    def deal(self, rollouts: Sequence[Rollout], step: int, weights: Sequence[float] | None = None) -> dict[str, float]:
+    def deal(
+        self, rollouts: Sequence[Rollout], step: int, episode_ids: Sequence[str] | None = None
+    ) -> dict[str, float]:
         """Shape the rewards of `rollouts`, which all have one, and send each rank of each set its rollouts.
 
-        `weights` say how much each reward counts in its group; see `baselines`. Returns metrics of the shaping.
+        See `baselines` for `episode_ids`. Returns metrics of the shaping.
         """
         batch = self._job.batch
         self._kl = None
-        rewards, token_rewards, metrics = self._rewards(rollouts, weights)
+        rewards, earned, metrics = self._rewards(rollouts, episode_ids)
         pending: list[Any] = []
         for ranks in self._sets:
             # Rank sets of different sizes split the batch differently. The seed is the same, so that they agree on
@@ -73,8 +75,8 @@ class Learner:
             for plan in plans:
                 shard = [rollouts[row] for row in plan.rows]
                 shard_rewards = [rewards[row] for row in plan.rows]
-                shard_tokens = [token_rewards[row] for row in plan.rows]
-                calls.append(("load_rollouts", shard, shard_rewards, plan, self.policy_version, shard_tokens))
+                shard_earned = [earned[row] for row in plan.rows]
+                calls.append(("load_rollouts", shard, shard_rewards, plan, self.policy_version, shard_earned))
             pending += ranks.start_each("work", calls)
         wait(pending)
         return metrics
@@ -130,33 +132,50 @@ class Learner:
         return metrics, num_trained
 
     def _rewards(
-        self, rollouts: Sequence[Rollout], weights: Sequence[float] | None = None
-    ) -> tuple[list[float], list[np.ndarray], dict[str, float]]:
+        self, rollouts: Sequence[Rollout], episode_ids: Sequence[str] | None = None
+    ) -> tuple[list[float], list[list[tuple[int, float]]], dict[str, float]]:
         """Return shaped rewards relative to the algorithm's baseline, and metrics of the shaping.
 
-        The rewards that single tokens earned are compared among themselves, and so is what is left of each rollout's
-        reward. The first list has the sums of both, the second one the rewards of tokens. Rewards that are normalised
-        each by itself are those of whole rollouts.
+        The rewards of reasoning steps are compared among themselves, and so is what is left of each rollout's reward:
+        as a whole, or turn by turn. The first list has the sums of both, the second one what single tokens earned, for
+        `Experience.from_rollouts`. Rewards that are normalised each by itself are those of whole rollouts.
         """
         spec = self._job.algorithm
         reward = self._job.reward
         shaped, metrics = self._shaper.shape(rollouts)
         group_ids = [rollout.group_id for rollout in rollouts]
-        earned = [np.array([value for _, value in rollout.verdict.token_rewards]) for rollout in rollouts]
         if reward.normalize == "each":
             # A failed reward that has a fixed value has it from every source.
             parts = [r.verdict.source_rewards or (r.verdict.reward,) * len(reward.sources) for r in rollouts]
             parts = np.reshape(parts, (-1, len(reward.sources)))
             factors = [source.weight for source in reward.sources]
-            whole = decoupled_rewards(parts, factors, group_ids, over_batch=not spec.row.whiten)
-            return whole.tolist(), [np.zeros_like(own) for own in earned], metrics
-        baseline = "none" if reward.normalize == "none" else spec.row.baseline
-        options = {"baseline": baseline, "divide_by_std": spec.whiten_std}
-        rest = shaped - np.array([own.sum() for own in earned])
-        tokens = relative_token_rewards(earned, group_ids, **options)
-        shares = None if weights is None else np.array(weights)
-        whole = relative_rewards(rest, group_ids, weights=shares, **options) + np.array([own.sum() for own in tokens])
-        return whole.tolist(), tokens, metrics
+            options = {"over_batch": not spec.row.whiten, "episode_ids": episode_ids}
+            return decoupled_rewards(parts, factors, group_ids, **options).tolist(), [[] for _ in rollouts], metrics
+        options = {
+            "baseline": "none" if reward.normalize == "none" else spec.row.baseline,
+            "divide_by_std": spec.whiten_std,
+            "episode_ids": episode_ids,
+        }
+        steps = [np.array([value for _, value in rollout.verdict.token_rewards]) for rollout in rollouts]
+        rest = shaped - np.array([own.sum() for own in steps])
+        steps = relative_token_rewards(steps, group_ids, **options)
+        # What the episode earned before a rollout began is no consequence of the rollout.
+        before = np.array([rollout.verdict.earned_elsewhere[0] for rollout in rollouts])
+        turns = [np.array(rollout.verdict.turn_rewards) for rollout in rollouts]
+        if spec.group_by == "turn":
+            turns = [_by_turn(*of_rollout) for of_rollout in zip(rollouts, turns, rest - before, strict=True)]
+            turn_gamma = 1.0 if spec.turn_gamma is None else spec.turn_gamma
+            turns = relative_turn_rewards(turns, group_ids, turn_gamma=turn_gamma, **options)
+            whole = np.array([own.sum() for own in turns])
+        else:
+            whole = relative_rewards(rest, group_ids, **options) - before
+        whole = whole + np.array([own.sum() for own in steps])
+        earned = [
+            [*zip(rollout.turn_ends.tolist() if len(by_turn) else (), by_turn.tolist(), strict=True)]
+            + [(at, value) for (at, _), value in zip(rollout.verdict.token_rewards, by_step.tolist(), strict=True)]
+            for rollout, by_turn, by_step in zip(rollouts, turns, steps, strict=True)
+        ]
+        return whole.tolist(), earned, metrics
 
     def _adapt_kl(self, kl: float | None, num_rollouts: int) -> None:
         """Adapt the KL coefficient of the next step to this step's KL, which was measured before its updates."""
@@ -276,3 +295,10 @@ class Learner:
 
 def _merged(parts: Iterable[Mapping[str, Metric]]) -> dict[str, float]:
     return results(merge_metrics(parts))
+
+
+def _by_turn(rollout: Rollout, turn_rewards: np.ndarray, reward: float) -> np.ndarray:
+    """Return a rollout's reward by turn, [K] float64: what no turn earned is earned by the last one."""
+    rewards = turn_rewards if len(turn_rewards) else np.zeros(len(rollout.turn_ends))
+    rewards[-1:] += reward - rewards.sum()
+    return rewards

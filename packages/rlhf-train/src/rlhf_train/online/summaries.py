@@ -10,13 +10,12 @@ def scored(groups: Sequence[RolloutGroup]) -> list[Rollout]:
     return [r for group in groups for r in group.rollouts if r.verdict is not None and r.verdict.reward is not None]
 
 
-def episode_shares(groups: Sequence[RolloutGroup]) -> list[float]:
-    """Return for each rollout of `scored` 1 / n, where n is the number of them in its episode."""
-    shares: list[float] = []
-    for episode in (episode for group in groups for episode in group.episodes):
-        count = sum(r.verdict is not None and r.verdict.reward is not None for r in episode.rollouts)
-        shares += [1 / max(count, 1)] * count
-    return shares
+def episode_ids(groups: Sequence[RolloutGroup]) -> list[str]:
+    """Return the id of the episode of each rollout of `scored`."""
+    episodes = (episode for group in groups for episode in group.episodes)
+    return [
+        e.episode_id for e in episodes for r in e.rollouts if r.verdict is not None and r.verdict.reward is not None
+    ]
 
 
 def summarize(groups: Sequence[RolloutGroup], prefix: str) -> dict[str, float]:

@@ -119,7 +119,7 @@ class TrainWorker:
         rewards: Sequence[float],
         plan: RankPlan,
         policy_version: int = 0,
-        token_rewards: Sequence[np.ndarray] | None = None,
+        earned: Sequence[Sequence[tuple[int, float]]] | None = None,
     ) -> None:
         """Store this step's shard.
 
@@ -128,9 +128,9 @@ class TrainWorker:
             rewards: one per rollout, relative to the algorithm's baseline.
             plan: mini-batches and micro-batches of the shard.
             policy_version: of the weights before the step's first update.
-            token_rewards: see `Experience.from_rollouts`.
+            earned: see `Experience.from_rollouts`.
         """
-        self._experience = Experience.from_rollouts(rollouts, rewards, token_rewards)
+        self._experience = Experience.from_rollouts(rollouts, rewards, earned)
         self._plan = plan
         self._policy_version = policy_version
 

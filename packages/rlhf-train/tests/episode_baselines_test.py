@@ -1,0 +1,128 @@
+"""Baselines of episodes: several rollouts count as one episode, and turns are compared with the same turn of others."""
+
+import random
+import statistics
+
+import numpy as np
+import pytest
+
+from rlhf_train.baselines import (
+    decoupled_rewards,
+    leave_one_out,
+    relative_rewards,
+    relative_token_rewards,
+    relative_turn_rewards,
+)
+
+BASELINES = ["none", "group_mean", "group_mean_std", "leave_one_out"]
+
+
+def test_rollouts_of_one_episode_count_as_one_in_the_baseline():
+    # Three episodes with rewards 1, 4 and 7; the first one has three rollouts, and all of them have its reward.
+    rewards, group_ids, episode_ids = np.array([1.0, 1.0, 1.0, 4.0, 7.0]), ["g"] * 5, ["a", "a", "a", "b", "c"]
+    centred = relative_rewards(rewards, group_ids, "group_mean", episode_ids=episode_ids)
+    np.testing.assert_allclose(centred, [-3, -3, -3, 0, 3], atol=1e-12)
+    normalized = relative_rewards(rewards, group_ids, "group_mean_std", episode_ids=episode_ids)
+    np.testing.assert_allclose(normalized, np.array([-3, -3, -3, 0, 3]) / (6**0.5 + 1e-6), atol=1e-12)
+    others = relative_rewards(rewards, group_ids, "leave_one_out", episode_ids=episode_ids)
+    np.testing.assert_allclose(others, [1 - 5.5] * 3 + [0.0, 7 - 2.5], atol=1e-12)
+
+
+def test_leave_one_out_compares_with_the_mean_rewards_of_the_other_episodes():
+    # Episode a has rollouts of rewards 1 and 3, so that it counts as 2 for b; b counts as 5 for both of a's.
+    assert leave_one_out(np.array([1.0, 3.0, 5.0]), ["g"] * 3, ["a", "a", "b"]).tolist() == [-4.0, -2.0, 3.0]
+    assert leave_one_out(np.array([1.0, 3.0]), ["g"] * 2, ["a", "a"]).tolist() == [0.0, 0.0]
+
+
+def test_rewards_normalised_each_by_itself_count_an_episode_once():
+    # Episodes of rewards (1, 0), (4, 2) and (7, 4); the first one has two rollouts. Means 4 and 2, deviations 6^0.5 and
+    # (8 / 3)^0.5, so that both rewards say -+1.2247.
+    rewards = np.array([[1.0, 0.0], [1.0, 0.0], [4.0, 2.0], [7.0, 4.0]])
+    ids = {"group_ids": ["g"] * 4, "episode_ids": ["a", "a", "b", "c"]}
+    far = 1.5**0.5
+    sums = decoupled_rewards(rewards, [1.0, 1.0], over_batch=False, **ids)
+    np.testing.assert_allclose(sums, np.array([-2, -2, 0, 2]) * far, atol=1e-5)
+    # Over the batch, the sums have the mean 0 and the deviation 2 again.
+    np.testing.assert_allclose(decoupled_rewards(rewards, [1.0, 1.0], **ids), np.array([-1, -1, 0, 1]) * far, atol=1e-5)
+
+
+def test_rewards_of_steps_count_an_episode_once():
+    # Episode a has two rollouts, with steps 1 and 5, 3: half of 1 + 5 + 3 over half of 3 steps. Episode b has 7.
+    steps = [np.array([1.0]), np.array([5.0, 3.0]), np.array([7.0])]
+    ids = {"group_ids": ["g"] * 3, "episode_ids": ["a", "a", "b"]}
+    mean = (4.5 + 7) / 2.5
+    for baseline, other_a, other_b in (("group_mean", mean, mean), ("leave_one_out", 7.0, 3.0)):
+        found = relative_token_rewards(steps, baseline=baseline, **ids)
+        expected = [1 - other_a, 5 - other_a, 3 - other_a, 7 - other_b]
+        np.testing.assert_allclose(np.concatenate(found), expected, atol=1e-12, err_msg=baseline)
+        assert [len(own) for own in found] == [1, 2, 1]
+    std = ((0.5 * ((1 - mean) ** 2 + (5 - mean) ** 2 + (3 - mean) ** 2) + (7 - mean) ** 2) / 2.5) ** 0.5 + 1e-6
+    found = relative_token_rewards(steps, baseline="group_mean_std", **ids)
+    np.testing.assert_allclose(np.concatenate(found), (np.array([1, 5, 3, 7]) - mean) / std, atol=1e-12)
+
+
+def test_what_follows_from_a_turn_is_compared_with_the_same_turn_of_the_group():
+    # With turn_gamma 0.5 what follows is 1.5, 1, 2 and 2, 4 and 3. First turns have the mean 13 / 6, second ones 2.5;
+    # one episode alone has a third turn.
+    rewards = [np.array([1.0, 0.0, 2.0]), np.array([0.0, 4.0]), np.array([3.0])]
+    found = relative_turn_rewards(rewards, ["g"] * 3, "group_mean", turn_gamma=0.5)
+    advantages = [[1.5 - 13 / 6, 1 - 2.5, 0.0], [2 - 13 / 6, 4 - 2.5], [3 - 13 / 6]]
+    expected = [
+        [advantages[0][0] + 0.5 * 1.5, -1.5, 0.0],
+        [advantages[1][0] - 0.5 * 1.5, 1.5],
+        [advantages[2][0]],
+    ]
+    for own, wanted in zip(found, expected, strict=True):
+        assert own.tolist() == pytest.approx(wanted, abs=1e-12)
+    assert [own.tolist() for own in rewards] == [[1.0, 0.0, 2.0], [0.0, 4.0], [3.0]]  # the input is unchanged
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("baseline", BASELINES)
+def test_relative_turn_rewards_match_the_formula_written_out(baseline, seed):
+    rng = random.Random(seed)
+    turn_gamma = rng.choice([0.0, 0.5, 1.0])
+    group_ids, episode_ids, rewards, places = [], [], [], []
+    for episode in range(12):
+        group, number = rng.choice("ab"), 0
+        for _ in range(rng.choice([1, 1, 2])):  # rollouts, whose turns are numbered on
+            own = [rng.gauss(0, 1) for _ in range(rng.randrange(4))]
+            group_ids.append(group)
+            episode_ids.append(str(episode))
+            rewards.append(own)
+            places.append([(group, number + turn) for turn in range(len(own))])
+            number += len(own)
+    to_go = [[sum(turn_gamma**j * r for j, r in enumerate(own[k:])) for k in range(len(own))] for own in rewards]
+    found = relative_turn_rewards(
+        [np.array(own) for own in rewards], group_ids, baseline, turn_gamma=turn_gamma, episode_ids=episode_ids
+    )
+    assert [len(own) for own in found] == [len(own) for own in rewards]
+    flat = [(place, value) for row in zip(places, to_go, strict=True) for place, value in zip(*row, strict=True)]
+    for own, row, values in zip(found, places, to_go, strict=True):
+        for turn, (place, value) in enumerate(zip(row, values, strict=True)):
+            rivals = [other for at, other in flat if at == place]
+            mean, count = statistics.fmean(rivals), len(rivals)
+            wanted = {
+                "none": value,
+                "group_mean": value - mean,
+                "group_mean_std": (value - mean) / (statistics.pstdev(rivals) + 1e-6) if count > 1 else 0.0,
+                "leave_one_out": value - (count * mean - value) / (count - 1) if count > 1 else 0.0,
+            }[baseline]
+            advantage = sum(turn_gamma**j * reward for j, reward in enumerate(own[turn:]))
+            assert advantage == pytest.approx(wanted, rel=1e-9, abs=1e-9)
+
+
+@pytest.mark.parametrize("baseline", BASELINES)
+def test_one_turn_per_episode_is_compared_as_the_episode_is(baseline):
+    rewards, ids = np.array([1.0, 4.0, 2.0, 9.0]), ["a", "a", "b", "a"]
+    by_turn = relative_turn_rewards([np.array([reward]) for reward in rewards], ids, baseline)
+    assert np.concatenate(by_turn).tolist() == relative_rewards(rewards, ids, baseline).tolist()
+
+
+def test_turns_without_another_to_compare_with_are_zero():
+    assert [own.tolist() for own in relative_turn_rewards([np.array([3.0, 4.0])], ["a"], "group_mean_std")] == [[0, 0]]
+    assert relative_turn_rewards([], [], "group_mean") == []
+    [one, none] = relative_turn_rewards([np.array([3.0]), np.zeros(0)], ["a", "a"], "leave_one_out")
+    assert (one.tolist(), none.tolist()) == ([0.0], [])
+    with pytest.raises(ValueError, match="did you mean `group_mean`"):
+        relative_turn_rewards([np.array([3.0])], ["a"], "group_men")
