@@ -162,7 +162,9 @@ CHECKS = {
 def test_python_of_a_page_runs(block, tmp_path):
     file = tmp_path / "example.py"
     file.write_text(block.text, encoding="utf-8")
-    if "def run_episode" in block.text:
+    if any(name in block.text for name in ("def run_episode", "class Environment", "TOOLS = ")):
+        # The server that a page names does not exist.
+        file.write_text("".join(line for line in block.text.splitlines(True) if not line.startswith("MCP = ")))
         check_agent(AgentSpec(path=str(file), limits=EpisodeLimits()))
         return
     if "def reward_func" not in block.text:

@@ -213,9 +213,8 @@ def test_rewards_normalised_each_by_itself_count_an_episode_once(job):
     # Episode a has two rollouts. Means 1 and 2: counted by rollout they would be 2 / 3 and 4 / 3.
     rollouts = [spoken(name, (1,), 0.0, source_rewards=(0.0, 0.0)) for name in ("a.0", "a.1")]
     rollouts.append(spoken("b", (1, 1), 6.0, turn_rewards=(2.0, 4.0), source_rewards=(2.0, 4.0)))
-    reward = dataclasses.replace(
-        job.reward, sources=(RewardSource("function", ("a.py",)), RewardSource("function", ("b.py",))), normalize="each"
-    )
+    sources = tuple(RewardSource(kind="function", targets=(name,)) for name in ("a.py", "b.py"))
+    reward = dataclasses.replace(job.reward, sources=sources, normalize="each")
     plan = dataclasses.replace(job.plan, trainers=(ProcessPlan("train", ("actor",), (0,), 1),))
     algorithm = make_algorithm("reinforce_baseline", kl_coef=0)
     models = {"actor": job.models["actor"]}
