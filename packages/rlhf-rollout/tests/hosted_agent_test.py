@@ -232,6 +232,21 @@ async def run_episode(session):
         case "nan": return float("nan")
         case "huge": return 10**400
         case "temperature": await session.reply(sampling={"temperature": 0.5})
+        case "zero": await session.reply(sampling={"max_tokens": 0})
+        case "many": await session.reply(sampling={"max_tokens": "many"})
+        case "least": assert len((await session.reply(sampling={"max_tokens": 2, "min_tokens": 5})).token_ids) == 2
+        case "stops": await session.reply(sampling={"stop_token_ids": [10**6]})
+        case "tokens": await session.complete([5, 10**6])
+        case "negative": await session.complete([-1])
+        case "insist":
+            while True:
+                try:
+                    await session.complete([1])
+                except Exception:  # also one that says that the episode has no budget left
+                    await asyncio.sleep(0.01)
+        case "give_up":
+            asyncio.current_task().get_loop().call_later(0.1, (waiting := asyncio.Future()).cancel)
+            await waiting
         case "write": os.write(int(sys.argv[1]), b"[1]\\n")
         case "fork": os.fork()
         case "never": return 1.0
@@ -251,6 +266,14 @@ async def run_episode(session):
         ("exit", CRASH, "the agent's process exited with status 3"),
         ("hang", TIMEOUT, "the agent took longer than 2 s"),
         ("block", TIMEOUT, "the agent took longer than 2 s"),
+        ("zero", CRASH, "max_tokens (0) must be at least 1"),
+        ("many", CRASH, "invalid literal for int() with base 10: 'many'"),
+        ("least", OK, ""),
+        ("stops", CRASH, "used the token id 1000000, and the vocabulary has 256 tokens"),
+        ("tokens", CRASH, "used the token id 1000000, and the vocabulary has 256 tokens"),
+        ("negative", CRASH, "used the token id -1, and the vocabulary has 256 tokens"),
+        ("insist", TIMEOUT, "the agent took longer than 2 s"),
+        ("give_up", CRASH, "CancelledError"),
         ("write", CRASH, "the agent's process sent something that is no answer"),
         ("fork", OK, ""),
     ],

@@ -30,6 +30,9 @@ class Tokenizer(Protocol):
     eos_token_id: int | None
     chat_template: Any
 
+    def __len__(self) -> int:
+        """Return the number of tokens in the vocabulary."""
+
     def __call__(self, text: Any, *, add_special_tokens: bool = True) -> Mapping[str, Any]:
         """Return a mapping whose "input_ids" are the token ids of one text, or of each text of a list."""
 

@@ -92,6 +92,7 @@ class HostedAgent:
             group_id=group_id,
             limits=self._limits,
             decode=self._decode,
+            vocab_size=len(self._tokenizer),
             timeout_s=self._timeout_s,
         )
         told = {
@@ -230,10 +231,11 @@ class _Attempt:
         except (LookupError, TypeError, ValueError) as error:  # also DataError
             return {"error": str(error)}
         try:
-            completion = await recorder.generate(token_ids, request.get("sampling"))
+            with self.activity.waiting():
+                completion = await recorder.generate(token_ids, request.get("sampling"))
         except BudgetSpentError:
             return {"spent": True}
-        except DataError as error:
+        except (TypeError, ValueError) as error:  # also DataError and ConfigError, from what the agent asks for
             return {"error": str(error)}
         answer = completion.token_ids.tolist()
         return {

@@ -102,18 +102,22 @@ class AgentPool:
                 await slot.process.shut_down()
             if self._is_closed:
                 raise RewardError("the agent's processes have been shut down")
-            slot.process = AgentProcess(self._target, self._options, timeout_s=self._timeout_s, log_path=self._log_path)
+            process = AgentProcess(self._target, self._options, timeout_s=self._timeout_s, log_path=self._log_path)
+            slot.process = process  # `close` may come while it starts
             try:
-                await slot.process.start(self._tokenizer)
-            except RewardError as error:
+                await process.start(self._tokenizer)
+            except BaseException as error:  # also CancelledError, after which nobody would use it
                 slot.process = None
+                await process.shut_down()
+                if not isinstance(error, RewardError):
+                    raise
                 self._num_failed_starts += 1
                 if self._num_failed_starts >= _MAX_STARTS or not self.num_replaced:
                     raise
                 _LOGGER.warning("%s", error)
                 raise AgentError(str(error), is_lost=True) from None
             self._num_failed_starts = 0
-            return slot.process
+            return process
 
 
 class _Slot:

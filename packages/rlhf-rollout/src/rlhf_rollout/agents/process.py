@@ -4,12 +4,14 @@ import asyncio
 import contextlib
 import itertools
 import json
+import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from rlhf_data.errors import EngineError, RewardError, with_hint
+from rlhf_rollout.agents.interface import BudgetSpentError
 from rlhf_rollout.rewards.process import GuardedProcess, import_path
 from rlhf_rollout.rewards.sources import WorkerOptions
 from rlhf_rollout.rewards.user_function import RewardTarget
@@ -40,17 +42,24 @@ class Activity:
     def __init__(self) -> None:
         self.moved = asyncio.Event()  # the agent has asked for something or got it
         self.num_waiting = 0
+        self.since = time.monotonic()  # the time of the agent's code counts from here
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
         """Return a context in which the agent waits for the policy."""
         self.num_waiting += 1
         self.moved.set()
+        is_refused = False
         try:
             yield
+        except (BudgetSpentError, ValueError):
+            is_refused = True
+            raise
         finally:
             self.num_waiting -= 1
             self.moved.set()
+            if not is_refused:  # an agent that repeats what is refused must end, too
+                self.since = time.monotonic()
 
 
 class Attempt(Protocol):
@@ -75,6 +84,7 @@ class _Running:
 
     attempt: Attempt
     done: asyncio.Future[dict[str, Any]]
+    asks: set[asyncio.Task[None]] = field(default_factory=set)
 
 
 class AgentProcess(GuardedProcess):
@@ -97,7 +107,6 @@ class AgentProcess(GuardedProcess):
         self._numbers = itertools.count(1)
         self._running: dict[int, _Running] = {}
         self._pings: dict[int, asyncio.Future[None]] = {}
-        self._asks: set[asyncio.Task[None]] = set()
         self._failure = ""
 
     @property
@@ -108,7 +117,7 @@ class AgentProcess(GuardedProcess):
     async def start(self, tokenizer: str | None) -> None:
         """Have the process import the agent. `tokenizer` is the folder or hub name that agents load on demand.
 
-        Raises RewardError when that fails or takes too long.
+        Raises RewardError when that fails or takes too long. It then must still be shut down.
         """
         self._reader, self._writer = await asyncio.open_connection(sock=self._connection, limit=_MAX_LINE_BYTES)
         first = {"path": import_path(), "program": PROGRAM, "target": asdict(self._target), "tokenizer": tokenizer}
@@ -117,12 +126,10 @@ class AgentProcess(GuardedProcess):
             async with asyncio.timeout(self._start_timeout_s):
                 answer = json.loads(await self._reader.readline() or b'{"error": ""}')
         except (TimeoutError, ValueError) as error:
-            self.close()
             late = f"took longer than {self._start_timeout_s:g} s" if isinstance(error, TimeoutError) else "failed"
             raise RewardError(f"importing the agent from {self._target.module} {late}") from None
         if "error" in answer:
-            reason = answer["error"] or f"its process {self.ending()}"
-            self.close()
+            reason = answer["error"] or f"its process {await asyncio.to_thread(self.ending)}"
             message = f"cannot import the agent from {self._target.module}: {reason}"
             hint = "it must import in a fresh interpreter; its own folder is on the import path"
             raise RewardError(answer["error"] if answer.get("invalid") else with_hint(message, hint))
@@ -134,11 +141,14 @@ class AgentProcess(GuardedProcess):
         running = self._running[number] = _Running(attempt, asyncio.get_running_loop().create_future())
         try:
             self._send({"call": number, **attempt.begin()})
+            attempt.activity.since = time.monotonic()
             while not running.done.done():
                 await self._wait_for_sign(running)
             return running.done.result()
         finally:
             del self._running[number]
+            for task in running.asks:
+                task.cancel()
             if not running.done.done() and not self._failure:
                 self._send({"cancel": number})
             running.done.cancel()
@@ -147,8 +157,6 @@ class AgentProcess(GuardedProcess):
         """End the process and what it runs, after it has had some seconds to close its environments and servers."""
         is_lost = bool(self._failure)
         self._fail("the agent's process has been shut down")
-        for task in self._asks:
-            task.cancel()
         if hasattr(self, "_reading"):  # the agent has been imported
             self._reading.cancel()
             if self.alive and not is_lost:
@@ -157,7 +165,7 @@ class AgentProcess(GuardedProcess):
                 await asyncio.to_thread(self.wait, _CLOSE_TIMEOUT_S)
         await asyncio.to_thread(self.kill)
         if hasattr(self, "_writer"):
-            self._writer.close()
+            self._writer.transport.abort()  # before the socket is closed: its number may be given to another one
         self._connection.close()
 
     async def _wait_for_sign(self, running: _Running) -> None:
@@ -165,17 +173,18 @@ class AgentProcess(GuardedProcess):
         activity = running.attempt.activity
         activity.moved.clear()
         moved = asyncio.create_task(activity.moved.wait())
-        limit = None if activity.num_waiting else self._timeout_s
+        limit = None if activity.num_waiting else max(activity.since + self._timeout_s - time.monotonic(), 0.0)
         try:
             await asyncio.wait([moved, running.done], timeout=limit, return_when=asyncio.FIRST_COMPLETED)
         finally:
             moved.cancel()
-        if limit is None or running.done.done() or activity.moved.is_set():
+        is_late = not activity.num_waiting and time.monotonic() >= activity.since + self._timeout_s
+        if running.done.done() or not is_late:
             return
         if await self._answers():
-            raise AgentError(f"the agent took longer than {limit:g} s", is_late=True)
+            raise AgentError(f"the agent took longer than {self._timeout_s:g} s", is_late=True)
         # One of its episodes blocks the process, and nobody can tell which one.
-        self._fail(f"the agent took longer than {limit:g} s", is_late=True)
+        self._fail(f"the agent took longer than {self._timeout_s:g} s", is_late=True)
         await asyncio.to_thread(self.kill)
 
     async def _answers(self) -> bool:
@@ -215,8 +224,8 @@ class AgentProcess(GuardedProcess):
             return  # it was given up
         if "ask" in message:
             task = asyncio.create_task(self._answer(running, message))
-            self._asks.add(task)
-            task.add_done_callback(self._asks.discard)
+            running.asks.add(task)
+            task.add_done_callback(running.asks.discard)
         elif "error" in message:
             running.done.set_exception(AgentError(str(message["error"])))
         else:
@@ -224,8 +233,7 @@ class AgentProcess(GuardedProcess):
 
     async def _answer(self, running: _Running, message: Mapping[str, Any]) -> None:
         try:
-            with running.attempt.activity.waiting():
-                answer = await running.attempt.answer(message["request"])
+            answer = await running.attempt.answer(message["request"])
         except EngineError as error:
             answer = {"error": str(error)}
         if not self._failure:

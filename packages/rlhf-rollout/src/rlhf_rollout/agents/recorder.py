@@ -40,7 +40,7 @@ class EpisodeLimits:
                 raise ConfigError(f"{name} of an episode is {getattr(self, name)}; it must be positive")
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Branch:
     """A conversation of which no token was rewritten: it becomes one rollout.
 
@@ -70,6 +70,7 @@ class EpisodeRecorder:
         group_id: id of the episode's group.
         limits: see `EpisodeLimits`.
         decode: returns the text of token ids [n].
+        vocab_size: ids that an agent gives must lie below it.
         timeout_s: deadline of each request; None for the engine's own.
 
     Attributes:
@@ -88,6 +89,7 @@ class EpisodeRecorder:
         group_id: str,
         limits: EpisodeLimits,
         decode: Callable[[Sequence[int]], str],
+        vocab_size: int = 2**31,
         timeout_s: float | None = None,
     ) -> None:
         self._router = router
@@ -97,6 +99,7 @@ class EpisodeRecorder:
         self._group_id = group_id
         self._limits = limits
         self._decode = decode
+        self._vocab_size = vocab_size
         self._timeout_s = timeout_s
         self._branches: list[_Branch] = []
         self._started = time.monotonic()
@@ -125,12 +128,16 @@ class EpisodeRecorder:
 
         Raises:
             BudgetSpentError: the episode has reached one of its limits.
-            DataError: no tokens, or an override of anything else, which would change the distribution that is trained.
+            DataError: no tokens, tokens outside the vocabulary, or an override of anything else, which would change
+                the distribution that is trained.
+            ConfigError: a `max_tokens` below 1.
             EngineError: the engines have failed; see `error`.
         """
         token_ids = [int(token) for token in token_ids]
-        sampling = self._sampling_for(token_ids, overrides or {})
         branch = self._branch_of(token_ids)
+        sampling = self._sampling_for(token_ids, overrides or {})
+        # An engine that gets such a token fails, which would cost the run more than this episode.
+        self._check_tokens([*token_ids[len(branch.tokens) :], *sampling.stop_token_ids])
         self.num_turns += 1
         request = self.num_turns
         branch.is_busy = True
@@ -213,9 +220,22 @@ class EpisodeRecorder:
                 raise DataError(f"an agent asked for {name} = {value!r}, and the policy learns as sampled", hint=hint)
         chosen = {name: value for name, value in overrides.items() if name in _OVERRIDES and value is not None}
         wanted = min(int(chosen.get("max_tokens", self._sampling.max_tokens)), room)
+        least = min(int(chosen.get("min_tokens", self._sampling.min_tokens)), wanted)
+        stops = tuple(int(token) for token in chosen.get("stop_token_ids", self._sampling.stop_token_ids))
         seed = self._sampling.seed
-        chosen |= {"max_tokens": wanted, "seed": None if seed is None else (seed + self.num_turns) % 2**31}
-        return dataclasses.replace(self._sampling, **chosen)
+        return dataclasses.replace(
+            self._sampling,
+            max_tokens=wanted,
+            min_tokens=least,
+            stop_token_ids=stops,
+            seed=None if seed is None else (seed + self.num_turns) % 2**31,
+        )
+
+    def _check_tokens(self, token_ids: Sequence[int]) -> None:
+        strange = next((token for token in token_ids if not 0 <= token < self._vocab_size), None)
+        if strange is not None:
+            message = f"an agent used the token id {strange}, and the vocabulary has {self._vocab_size} tokens"
+            raise DataError(message, hint="tokenize with the run's own tokenizer")
 
     def _branch_of(self, token_ids: list[int]) -> _Branch:
         """Return the rollout that the conversation continues, or an empty one."""

@@ -77,7 +77,7 @@ class _Server:
             if "ping" in message:
                 self._send(message)
             elif "answer" in message:
-                waiting = self._answers.pop(message["answer"], None)
+                waiting = self._answers.get(message["answer"])
                 if waiting is not None and not waiting.done():
                     waiting.set_result(message)
             elif "cancel" in message:
@@ -93,7 +93,10 @@ class _Server:
             key = next(self._numbers)
             self._answers[key] = asyncio.get_running_loop().create_future()
             self._send({"call": number, "ask": key, "request": request})
-            answer = await self._answers[key]
+            try:
+                answer = await self._answers[key]
+            finally:
+                self._answers.pop(key, None)
             if "error" in answer:
                 raise PolicyError(answer["error"])
             return answer
@@ -101,10 +104,9 @@ class _Server:
         try:
             result = await self._run_episode(Session(message, ask))
             self._send({"call": number, "result": result})
-        except asyncio.CancelledError:
-            return
         except BaseException as error:
-            self._send({"call": number, "error": _explain(error, self._target)})
+            if not asyncio.current_task().cancelling():  # by the other side, which then wants no answer
+                self._send({"call": number, "error": _explain(error, self._target)})
         finally:
             del self._tasks[number]
 

@@ -1,0 +1,109 @@
+"""The processes of agents: what is left of one that does not start, or whose episode is cancelled."""
+
+import asyncio
+import time
+
+import pytest
+
+from agent_testing import TOKENIZER, texts_of, writes
+from record_testing import make_prompt
+from rlhf_data.errors import RewardError
+from rlhf_rollout.agents.hosted import HostedAgent
+from rlhf_rollout.agents.pool import AgentPool
+from rlhf_rollout.agents.recorder import EpisodeLimits
+from rlhf_rollout.agents.user_agent import parse_agent
+from rlhf_rollout.engines.fake import FakeEngine
+from rlhf_rollout.protocols import SamplingParams
+from rlhf_rollout.rewards.sources import WorkerOptions
+from rlhf_rollout.router import EngineRouter
+
+SAMPLING = SamplingParams(max_tokens=32, seed=3)
+TIMEOUT_S = 60.0
+
+# It can be imported once the file `may_start` exists.
+SLOW = """
+import os, time
+open("FOLDER/starting", "w")
+while not os.path.exists("FOLDER/may_start"):
+    time.sleep(0.01)
+
+async def run_episode(session):
+    await session.reply()
+    return 1.0
+"""
+
+
+@pytest.fixture
+def slow(write, tmp_path):
+    return parse_agent(write(SLOW.replace("FOLDER", str(tmp_path))))
+
+
+async def until(is_true):
+    deadline = time.monotonic() + TIMEOUT_S
+    while not is_true() and time.monotonic() < deadline:
+        await asyncio.sleep(0.01)
+    assert is_true()
+
+
+async def episode_of(pool, engine):
+    agent = HostedAgent(EngineRouter([engine]), pool, TOKENIZER, EpisodeLimits(max_length=200))
+    [episode] = await asyncio.wait_for(agent.run(make_prompt("2+2=", "4"), SAMPLING, "g"), TIMEOUT_S)
+    return episode
+
+
+def test_episode_that_is_cancelled_while_its_process_starts_leaves_none_that_is_half_started(slow, tmp_path):
+    async def scenario():
+        pool = AgentPool(slow, num_processes=1, timeout_s=TIMEOUT_S)
+        try:
+            first = asyncio.create_task(episode_of(pool, writes(["a"])))
+            await until((tmp_path / "starting").exists)
+            first.cancel()
+            await asyncio.wait([first])
+            (tmp_path / "may_start").touch()
+            return await episode_of(pool, writes(["b"]))
+        finally:
+            await pool.close()
+
+    episode = asyncio.run(scenario())
+    assert episode.verdict.reward == 1.0
+    assert texts_of(episode.rollouts[0])[-1][1] == "b<eos>"
+
+
+def test_process_that_starts_too_slowly_leaves_no_descriptor_in_the_event_loop(slow):
+    """asyncio would not hear of data for the next socket with the same number."""
+
+    async def scenario():
+        pool = AgentPool(slow, num_processes=1, options=WorkerOptions(start_timeout_s=0.5))
+        with pytest.raises(RewardError, match=r"took longer than 0.5 s"):
+            await pool.start()
+        await pool.close()
+        return list(asyncio.get_running_loop()._selector.get_map())
+
+    async def alone():
+        return list(asyncio.get_running_loop()._selector.get_map())
+
+    assert len(asyncio.run(scenario())) == len(asyncio.run(alone()))
+
+
+def test_cancelled_episode_ends_its_requests_to_the_policy(write):
+    source = write("""
+        import asyncio
+        async def run_episode(session):
+            await asyncio.gather(session.reply("a"), session.reply("b"))
+    """)
+
+    async def scenario():
+        engine = FakeEngine(latency_s=1000.0)
+        router = EngineRouter([engine])
+        pool = AgentPool(parse_agent(source), num_processes=1)
+        agent = HostedAgent(router, pool, TOKENIZER, EpisodeLimits())
+        task = asyncio.create_task(agent.run(make_prompt(), SAMPLING, "g"))
+        try:
+            await until(lambda: "2 completions in flight" in router.describe())
+            task.cancel()
+            await asyncio.wait([task])
+            await until(lambda: "0 completions in flight" in router.describe())
+        finally:
+            await pool.close()
+
+    asyncio.run(scenario())
