@@ -36,6 +36,7 @@ def test_agent_with_three_attempts_learns(tmp_path):
     for line in steps:
         assert line["samples/generated"] == line["samples/trained"] == 128
         assert line["mismatch/logprob_gap_max"] < 1e-3  # also behind the agent's text
+        assert 0 <= line["throughput/cached_prompt_share"] < 1
     assert steps[-1]["rollout/attempts"] < steps[0]["rollout/attempts"]
 
     records = read_jsonl(tmp_path / "out/rollouts.jsonl")

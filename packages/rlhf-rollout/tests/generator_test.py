@@ -1,6 +1,7 @@
 """Groups: whole, bounded, overlapped with rewards, spread over engines, and accounted for when things fail."""
 
 import asyncio
+import dataclasses
 import gc
 import pickle
 import time
@@ -378,3 +379,17 @@ def test_generate_groups_scores_all_rollouts_of_an_episode_and_keeps_them_in_it(
     assert (first.verdict.reward, second.verdict.reward) == (1.0, 2.0)
     # Two episodes were asked for and made; they hold three rollouts.
     assert (counts.num_requested, counts.num_generated, counts.verdicts) == (2, 2, {VerdictKind.OK: 3})
+
+
+def test_share_of_cached_prompt_tokens_is_counted_for_engines_that_tell_it():
+    told = ScriptedEngine(
+        transform=lambda found: [
+            dataclasses.replace(each, num_cached_tokens=size) for each, size in zip(found, (1, 0), strict=True)
+        ]
+    )
+    counts = GenerationCounts()
+    run(prompts_of(3), [told], counts=counts)
+    assert counts.cached_share == 3 / 12  # three prompts of two tokens, twice each
+    counts = GenerationCounts()
+    run(prompts_of(3), [ScriptedEngine()], counts=counts)
+    assert counts.cached_share is None

@@ -1,4 +1,4 @@
-"""vLLM with more prompt tokens at once than one step takes."""
+"""What vLLM prefills: more prompt tokens at once than one step takes, and conversations that go on."""
 
 import asyncio
 
@@ -8,6 +8,9 @@ import pytest
 from rlhf_models.testing import tiny_model_dir
 from rlhf_rollout.engines import EngineSpec, build_engine
 from rlhf_rollout.protocols import SamplingParams
+from rlhf_rollout.router import EngineRouter
+
+BLOCK_SIZE = 128  # tokens, on a CPU: the cache holds whole blocks
 
 
 def test_vllm_more_prompt_tokens_than_a_step_takes_are_generated_from_whole_prompts(tmp_path):
@@ -23,3 +26,28 @@ def test_vllm_more_prompt_tokens_than_a_step_takes_are_generated_from_whole_prom
         return [len(group) for group in groups]
 
     assert asyncio.run(generate()) == [1] * len(prompts)
+
+
+def test_vllm_later_turns_prefill_only_what_is_new(tmp_path):
+    pytest.importorskip("vllm")
+    path = str(tiny_model_dir(tmp_path / "model", max_position_embeddings=1024))
+    spec = EngineSpec(model=path, max_model_len=1000, max_num_seqs=4, enable_prefix_caching=True)
+    engine = build_engine("vllm", spec)
+    told = [np.arange(3 + turn, 153 + turn, dtype=np.int32) % 250 for turn in range(4)]
+
+    async def episode() -> list[tuple[int, int]]:
+        router = EngineRouter([engine])
+        tokens = np.zeros(0, np.int32)
+        found = []
+        for added in told:
+            seen = len(tokens)
+            tokens = np.concatenate([tokens, added])
+            [completion] = await router.generate(tokens, SamplingParams(max_tokens=20, min_tokens=20, seed=1))
+            tokens = np.concatenate([tokens, completion.token_ids])
+            found.append((seen, completion.num_cached_tokens))
+        assert router.prompt_tokens.tolist() == [150 + 320 + 490 + 660, sum(cached for _, cached in found)]
+        await engine.close()
+        return found
+
+    for seen, cached in asyncio.run(episode()):
+        assert seen - BLOCK_SIZE <= cached <= seen

@@ -45,6 +45,7 @@ class GenerationCounts:
         num_failed: episodes of failed groups.
         num_retries: requests that were sent again after an engine failed, since the start of the call.
         num_response_tokens: response tokens in complete groups.
+        cached_share: share of all prompt tokens that was in the engines' caches; None if no engine says.
         verdicts: number of rollouts per kind of verdict; empty without a reward.
         generate_s: seconds from the start of the call to the end of the last generation.
         score_s: seconds from the start of the call to the last reward.
@@ -58,6 +59,7 @@ class GenerationCounts:
     num_failed: int = 0
     num_retries: int = 0
     num_response_tokens: int = 0
+    cached_share: float | None = None
     verdicts: Counter[VerdictKind] = field(default_factory=Counter)
     generate_s: float = 0.0
     score_s: float = 0.0
@@ -180,6 +182,7 @@ async def generate_groups(
     numbered = filter(lambda pair: pair[0] not in skip, enumerate(prompts))
     seed_key = group_id_prefix if seed_key is None else seed_key
     num_retries = workflow.router.num_retries
+    prompt_tokens = workflow.router.prompt_tokens.copy()
     tasks: set[asyncio.Task[GroupResult]] = set()
     done: set[asyncio.Task[GroupResult]] = set()
     try:
@@ -194,6 +197,8 @@ async def generate_groups(
                 return
             done, tasks = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             run.counts.num_retries = workflow.router.num_retries - num_retries
+            num_prompt_tokens, num_cached = workflow.router.prompt_tokens - prompt_tokens
+            run.counts.cached_share = float(num_cached / num_prompt_tokens) if num_prompt_tokens else None
             for result in [task.result() for task in done]:
                 run.counts.add(result, sampling.num_samples)
                 if settle is not None:

@@ -56,10 +56,13 @@ class Completion:
         spans: the tokens, stop token included, in policy spans. A request during which the weights change has
             one span per policy version. Log-probs are in nats, under the distribution that each token was drawn from.
         finish_reason: why it ended.
+        num_cached_tokens: prompt tokens whose keys and values were in the engine's cache; None if the engine does not
+            say.
     """
 
     spans: tuple[Span, ...]
     finish_reason: FinishReason
+    num_cached_tokens: int | None = None
 
     def __post_init__(self) -> None:
         if not self.spans or any(span.source is not SpanSource.POLICY for span in self.spans):
@@ -80,7 +83,7 @@ class Completion:
             if kept:
                 spans.append(Span(span.source, span.token_ids[:kept], span.logprobs[:kept], span.policy_version))
             size -= kept
-        return Completion(tuple(spans), FinishReason.STOP)
+        return Completion(tuple(spans), FinishReason.STOP, self.num_cached_tokens)
 
     @property
     def token_ids(self) -> np.ndarray:

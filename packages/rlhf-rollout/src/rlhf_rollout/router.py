@@ -38,6 +38,7 @@ class EngineRouter:
 
     Attributes:
         num_retries: how many requests were sent again so far.
+        prompt_tokens: prompt tokens so far of completions whose engine says how many of them were cached, and these.
         on_result: called after each attempt with its engine and its error, which is None after a success.
     """
 
@@ -47,6 +48,7 @@ class EngineRouter:
         self._num_attached = 0
         self._change = asyncio.Event()  # an engine can be used again, or is gone for good
         self.num_retries = 0
+        self.prompt_tokens = np.zeros(2, np.int64)
         self.on_result: Callable[[RolloutEngine, Exception | None], None] | None = None
         for engine in engines:
             self.attach(engine)
@@ -122,6 +124,9 @@ class EngineRouter:
             else:
                 place.num_failures = 0
                 self._report(place, None)
+                for completion in completions:
+                    if completion.num_cached_tokens is not None:
+                        self.prompt_tokens += (len(token_ids), completion.num_cached_tokens)
                 return completions
             finally:
                 place.num_running -= sampling.num_samples

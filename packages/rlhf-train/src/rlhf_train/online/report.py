@@ -56,6 +56,8 @@ class Report:
                 "samples/retried_groups": drawn.counts.num_retries,
             }
         )
+        if drawn.counts.cached_share is not None:
+            self.add({"throughput/cached_prompt_share": drawn.counts.cached_share})
 
     def evaluation(self, step: int, groups: Sequence[RolloutGroup], metrics: Mapping[str, float]) -> None:
         """Write and show an evaluation."""

@@ -43,6 +43,7 @@ class Sample:
         index: its number within the job.
         spans: what earlier weights wrote.
         token_ids, logprobs: what the weights in force have written.
+        num_cached_tokens: see `Completion`.
     """
 
     job: Job
@@ -50,6 +51,7 @@ class Sample:
     spans: list[Span] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    num_cached_tokens: int | None = None
 
     def end_span(self, policy_version: int) -> None:
         """Turn what was written since the last span into a span of its own."""

@@ -326,6 +326,8 @@ class StepLoop:
             if sample is None:  # aborted, but its step was already in flight
                 continue
             sample.token_ids += output.new_token_ids
+            if output.prefill_stats is not None:
+                sample.num_cached_tokens = output.prefill_stats.num_cached_tokens
             if output.new_logprobs is not None:
                 sample.logprobs += output.new_logprobs.logprobs[:, 0].tolist()
             if output.finish_reason is not None:
@@ -339,7 +341,8 @@ class StepLoop:
             _reject(job.future, EngineError(f"vLLM ended a request for the reason {reason}"))
             return
         sample.end_span(self.policy_version)
-        job.completions[sample.index] = Completion(tuple(sample.spans), _FINISH_REASONS[reason])
+        completion = Completion(tuple(sample.spans), _FINISH_REASONS[reason], sample.num_cached_tokens)
+        job.completions[sample.index] = completion
         if len(job.completions) == job.sampling.num_samples and not job.future.done():
             job.future.set_result([completion for _, completion in sorted(job.completions.items())])
 
