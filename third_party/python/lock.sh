@@ -10,7 +10,7 @@ cd "$(dirname "$0")/../.."
 
 projects=(pyproject.toml kernels/pyproject.toml packages/*/pyproject.toml)
 extras=(--group dev --extra code --extra datasets --extra gymnasium --extra hf --extra lora --extra math --extra mcp
-  --extra mlflow --extra models --extra ray --extra server --extra wandb)
+  --extra mlflow --extra models --extra openenv --extra ray --extra server --extra verifiers --extra wandb)
 
 resolve() { # NAME EXTRA
   local out=third_party/python/requirements_$1.txt

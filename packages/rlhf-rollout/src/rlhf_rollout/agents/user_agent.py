@@ -8,6 +8,7 @@ A file, or a module, may define one of these; the first that it has is used:
     class Environment            with `reset`, `step` and `close`, or a function that makes one; see `environments`
     TOOLS = [function, ...]      that the policy may call, until an answer calls none; see `tools`
     MCP = ["program", ...]       a server whose tools join them, or stand alone
+    def load_environment()       returns an environment of the library `verifiers`, as its modules do
 
 A file with tools may also define `reward(messages, label)`, SYSTEM, the text of a system message, TOOL_PARSER, the form
 of the calls (see `tool_calls`), and TOOL_LIMITS, a dictionary with fields of `tools.ToolLimits`. A file with an
@@ -36,7 +37,7 @@ from rlhf_rollout.agents.program import AgentProgram
 from rlhf_rollout.rewards.user_function import RewardTarget, bound_names, import_target
 
 PROGRAM = "<program>"
-NAMES = ("AgentExecutor", "AgentInstance", "run_episode", "Environment", "TOOLS", "MCP")
+NAMES = ("AgentExecutor", "AgentInstance", "run_episode", "Environment", "TOOLS", "MCP", "load_environment")
 _IN_FILE = re.compile(r"(?P<path>.+\.py)(?::(?P<name>\w+))?", re.DOTALL)
 _HINT = "define AgentExecutor, AgentInstance, `async def run_episode(session)`, Environment or TOOLS"
 
@@ -98,6 +99,8 @@ def load_agent(target: RewardTarget, tokenizer: str | None) -> RunEpisode:
             return _tool_agent(module, tokenizer)
         if name == "Environment" or _is_environment(agent, name):
             return _environment_agent(agent, module)
+        if name == "load_environment":
+            return _verifiers_agent(agent)
         if inspect.isclass(agent) and hasattr(agent, "execute"):
             return _Executor(agent, tokenizer)
         if inspect.isclass(agent) and hasattr(agent, "step"):
@@ -222,6 +225,12 @@ def _environment_agent(make: Callable[[], Any], module: Any) -> RunEpisode:
     given = {"render": "render", "parse": "parse", "pool_size": "POOL_SIZE"}
     options = {option: getattr(module, name) for option, name in given.items() if hasattr(module, name)}
     return _Function(EnvironmentAgent(make, **options))
+
+
+def _verifiers_agent(load: Callable[[], Any]) -> RunEpisode:
+    from rlhf_rollout.agents.verifiers_environments import VerifiersAgent
+
+    return _Function(VerifiersAgent(load))
 
 
 def _tool_agent(module: Any, tokenizer: str | None) -> RunEpisode:
