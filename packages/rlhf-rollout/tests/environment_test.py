@@ -1,6 +1,9 @@
 """Episodes in environments: what is recorded, invalid actions, Gymnasium's form, and that each is closed."""
 
 import asyncio
+import signal
+import subprocess
+import sys
 import textwrap
 import time
 from types import SimpleNamespace
@@ -139,7 +142,6 @@ def test_process_that_an_environment_ends_is_replaced(guess):
 
 
 def test_cancelled_episodes_close_their_environments(guess, tmp_path):
-    source, log = guess()
     source, log = guess(
         """
     class Slow(Environment):
@@ -156,9 +158,7 @@ def test_cancelled_episodes_close_their_environments(guess, tmp_path):
         await agent.start()
         sampling = SamplingParams(max_tokens=8, num_samples=3)
         task = asyncio.create_task(agent.run(make_prompt(), sampling, "g"))
-        deadline = time.monotonic() + 60
-        while log().count("steps") < 3 and time.monotonic() < deadline:
-            await asyncio.sleep(0.02)
+        await asyncio.to_thread(wait_until, lambda: log().count("steps") >= 3)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -166,6 +166,42 @@ def test_cancelled_episodes_close_their_environments(guess, tmp_path):
 
     asyncio.run(cancel())
     assert log().count("made") == log().count("closed") >= 3
+
+
+@pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGKILL])
+def test_environments_are_closed_when_the_program_is_interrupted_or_killed(guess, tmp_path, signal_number):
+    source, log = guess("""
+        class Slow(Environment):
+            def step(self, action):
+                log("steps")
+                time.sleep(0.2)
+                return super().step(action)
+
+            def close(self):
+                time.sleep(2)
+                super().close()
+    """)
+    program = f"""if True:
+        import sys
+        sys.path[:] = {sys.path!r}
+        from agent_testing import EpisodeLimits, run, writes
+        run({source + ":Slow"!r}, writes(["1"]), samples=3, limits=EpisodeLimits(max_turns=10**4, max_length=10**6))
+    """
+    process = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.DEVNULL)
+    try:
+        wait_until(lambda: (tmp_path / "log").exists() and log().count("steps") >= 3)
+        process.send_signal(signal_number)
+        wait_until(lambda: log().count("closed") == log().count("made") >= 3)
+        process.wait(60)
+    finally:
+        process.kill()
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def test_environments_are_made_ahead_and_reused_where_the_class_says_so(guess):

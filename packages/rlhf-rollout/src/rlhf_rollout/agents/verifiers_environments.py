@@ -4,7 +4,6 @@ The environment asks the policy through the door, as it asks any model: the libr
 used as they are. Source: https://github.com/PrimeIntellect-ai/verifiers.
 """
 
-import asyncio
 import json
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -29,7 +28,7 @@ class VerifiersAgent:
 
     async def start(self) -> None:
         """Load the environment. Raises RewardError for anything else, and whatever the loading raises."""
-        self._environment = await asyncio.to_thread(self._load)
+        self._environment = self._load()  # in the main thread, because the library sets handlers of signals
         if not hasattr(self._environment, "generate") or not hasattr(self._environment, "rubric"):
             hint = "environments of verifiers 0.1.3 to 0.1.9 can be used: pip install 'rlhf-rollout[verifiers]'"
             raise RewardError(f"`load_environment` returned {self._environment!r:.80}", hint=hint)

@@ -3,7 +3,7 @@
 `process.py` runs this file as a script. It uses the standard library only, so that it takes a few MiB and milliseconds.
 
 On Linux, orphans of the worker become children of the guard, also those that have left its session. So the guard ends
-them all when the worker ends, when it receives SIGTERM, and when its own parent is gone.
+them all when the worker ends, when it receives SIGTERM, and some seconds after its own parent is gone.
 """
 
 import codecs
@@ -23,6 +23,7 @@ import time
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _PARENT_CHECK_S = 1.0  # between two looks at whether the parent is alive
+_CLOSE_TIMEOUT_S = 5.0  # in which a worker whose parent is gone may close what it has open
 _KILL_TIMEOUT_S = 5.0
 _LOG_BYTES = 10 * 2**20  # size of a log file beyond which output is dropped
 _TERMINAL_BYTES = 2**14  # what one worker may write to the terminal
@@ -88,7 +89,10 @@ def main(connection: int, log_path: str, memory_bytes: int) -> None:
     for number in (signal.SIGCHLD, signal.SIGTERM):
         signal.signal(number, lambda *_: None)
     status = _reap(worker)
-    while status is None and os.getppid() == parent:
+    deadline = float("inf")
+    while status is None and time.monotonic() < deadline:
+        if os.getppid() != parent:
+            deadline = min(deadline, time.monotonic() + _CLOSE_TIMEOUT_S)
         ready, _, _ = select.select([output.pipe, wake], [], [], _PARENT_CHECK_S)
         if output.pipe in ready:
             output.forward()
