@@ -29,7 +29,7 @@ class RankActor:
 
         # On CPUs the ranks of a set compute at the same time and split the cores. Other sets and the engines mostly
         # compute while this set waits, so they are not counted.
-        num_threads = max((os.cpu_count() or 1) // num_ranks, 1) if job.plan.device == "cpu" else None
+        num_threads = max(len(os.sched_getaffinity(0)) // num_ranks, 1) if job.plan.device == "cpu" else None
         self._worker = TrainWorker(
             models,
             job.algorithm,
