@@ -1,12 +1,16 @@
 """The examples of agents run, with the fake engine in the place of a model."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from agent_testing import ToolTokenizer, run, texts_of, writes
 from record_testing import make_prompt
+from rlhf_cli.builtin import HELD_OUT_FILE
 from rlhf_data.records import SpanSource
 from rlhf_rollout.agents.recorder import EpisodeLimits
 
@@ -14,9 +18,13 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 LIMITS = EpisodeLimits(max_length=4000)
 
 
-def rows_of(example):
-    done = subprocess.run([sys.executable, str(EXAMPLES / example)], capture_output=True, text=True, check=True)
-    return [json.loads(line) for line in done.stdout.splitlines()]
+def written(example, *arguments):
+    command = [sys.executable, str(EXAMPLES / example), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def rows_of(text):
+    return [json.loads(line) for line in text.splitlines()]
 
 
 def feedback(episode):
@@ -24,7 +32,7 @@ def feedback(episode):
 
 
 def test_guess_number():
-    rows = rows_of("guess_number.py")
+    rows = rows_of(written("guess_number.py"))
     assert {row["number"] for row in rows} == set("0123456789")
     answers = ["2+6=8 #### 8", "none", "3", "5"]
     prompts = [make_prompt(rows[0]["prompt"], "5")]
@@ -37,7 +45,7 @@ def test_guess_number():
 
 
 def test_two_tools():
-    rows = rows_of("two_tools.py")
+    rows = rows_of(written("two_tools.py"))
     assert rows[0] == {"prompt": "How much are 2 of apple and one of bread together?", "answer": "10"}
     calls = [("look_up", {"item": "apple"}), ("look_up", {"item": "gold"}), ("calculate", {"expression": "2 * 3 + 4"}),
              ("calculate", {"expression": "().__class__"})]  # fmt: skip
@@ -51,3 +59,27 @@ def test_two_tools():
     assert results == ["3", "Error: KeyError: 'gold'", "10", wrong]
     assert episode.verdict.reward == 1.0
     assert dict(episode.verdict.extra)["tool_failed"] == 2.0
+
+
+def test_openrlhf_math(tmp_path):
+    written("sums.py", tmp_path / "sums.jsonl")
+    rows = rows_of((tmp_path / "sums.jsonl").read_text())
+    held_out = {row["prompt"] for row in rows_of(HELD_OUT_FILE.read_text())}
+    assert not held_out & {row["prompt"] for row in rows}
+    right = 0
+    for row in rows:
+        first, second = map(int, re.findall(r"\d+", row["prompt"]))
+        answer = int(row["completion"].rpartition("The answer is: ")[2])
+        assert answer in (first + second, first + second - 10)
+        right += answer == first + second
+    assert right / len(rows) == pytest.approx(0.3, abs=0.03)
+
+    answers = ["7+8 is 15, 4+3 is 7. The answer is: 75", "85!", "7+8 is 15, 4+3+1 is 8. The answer is: 85"]
+    agent = str(EXAMPLES / "openrlhf_math.py")
+    options = {"prompts": [make_prompt("What is 47 + 38?", "85")], "limits": LIMITS, "engine_tokens": 200}
+    [episode], _ = run(agent, writes(answers), **options)
+    assert [text.split("]")[0] for text in feedback(episode)] == ["\n\n[WRONG", "\n\n[NO ANSWER"]
+    assert (episode.verdict.reward, episode.verdict.score) == (1.0, 1.5)
+    [episode], _ = run(agent, writes(answers[:1]), **options)
+    assert (round(episode.verdict.reward, 6), round(episode.verdict.score, 6)) == (-0.3, 0.2)
+    assert dict(episode.verdict.extra)["attempts"] == 3.0

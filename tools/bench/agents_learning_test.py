@@ -1,0 +1,97 @@
+"""The examples name commands that `rlhf` takes and an accuracy, and the report says which seeds have reached it."""
+
+import json
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+import agents_learning as bench
+from rlhf_cli.main import command_line
+
+AGENTS = {path.stem: bench.read_example(path) for path in sorted(bench.EXAMPLES.glob("*.py"))}
+FAKE = """
+import json, pathlib, sys
+words = sys.argv[1:]
+seed = int(words[words.index("--seed") + 1])
+folder = pathlib.Path(words[words.index("--save_path") + 1])
+folder.mkdir(parents=True)
+if seed == 7:
+    sys.exit("no memory")
+gaps = {"time/step": 2.0, "mismatch/logprob_gap_max": seed / 100}
+lines = [{"step": step, "rollout/accuracy": step / 10, **gaps} for step in (1, 2)]
+lines.append({"time/total": 9.0, "eval/accuracy_before": 0.1, "eval/accuracy_after": 0.4 + seed / 10})
+folder.joinpath("metrics.jsonl").write_text("".join(json.dumps(line) + chr(10) for line in lines))
+"""
+DOCSTRING = '''"""An agent.
+
+    python examples/game.py > rows.jsonl
+    rlhf ppo --prompt_data rows.jsonl \\\\
+        --max_steps 3
+
+It reaches a held-out accuracy
+of at least 0.60 with each seed.
+"""
+import pathlib
+print(pathlib.Path("examples").is_dir())
+'''
+
+
+def test_examples_of_agents_are_found():
+    assert {"math_retries", "openrlhf_math"} <= {name for name in AGENTS if AGENTS[name]}
+
+
+@pytest.mark.parametrize("name", [name for name in AGENTS if AGENTS[name]])
+def test_commands_of_an_example_are_accepted(name, monkeypatch):
+    monkeypatch.chdir(bench.ROOT)
+    example = AGENTS[name]
+    for text in example.commands:
+        program, command, *words = shlex.split(bench.with_seed(text, 3))
+        if program == "python":
+            assert Path(command).is_file()
+            continue
+        config = command_line(command).parse(words).config
+        assert config.training.seed == 3
+    assert config.agent.agent_func_path == f"examples/{name}.py"
+    assert config.data.eval_data == "builtin" or example.commands[-1].count("--eval_data") == 1
+    assert 0.5 <= example.goal <= 1.0
+
+
+def test_report_says_which_examples_have_reached_their_goals(tmp_path, monkeypatch, capsys):
+    examples = tmp_path / "examples"
+    examples.mkdir()
+    (examples / "game.py").write_text(DOCSTRING, encoding="utf-8")
+    (examples / "other.py").write_text('"""Without commands."""', encoding="utf-8")
+    fake = tmp_path / "fake.py"
+    fake.write_text(FAKE, encoding="utf-8")
+    monkeypatch.setattr(bench, "EXAMPLES", examples)
+    monkeypatch.setattr(bench, "PROGRAMS", {"python": "", "rlhf": str(fake)})
+
+    def report(*flags):
+        out = tmp_path / "report.json"
+        monkeypatch.setattr(sys, "argv", ["agents_learning.py", *flags, "--jobs", "2", "--out", str(out)])
+        with pytest.raises(SystemExit) as end:
+            bench.main()
+        return json.loads(out.read_text(encoding="utf-8"))["examples"]["game"], end.value.code
+
+    game, code = report("--seeds", "3", "4")
+    assert (game["goal"], game["goal_met"], code) == (0.6, True, 0)
+    assert (game["mean_before"], game["worst_after"], game["logprob_gap_max"]) == (0.1, 0.7, 0.04)
+    assert [result["accuracy_by_step"] for result in game["runs"]] == [{"1": 0.1, "2": 0.2}] * 2
+    last = "rlhf ppo --prompt_data rows.jsonl --max_steps 3 --seed 4 --save_path out"
+    assert game["runs"][1]["commands"] == ["python examples/game.py > rows.jsonl", last]
+
+    game, code = report("--seeds", "1", "4")
+    assert (game["worst_after"], game["goal_met"], code) == (0.5, False, 1)
+    game, code = report("--seeds", "4", "7", "--cores_per_job", "0")
+    assert (game["worst_after"], game["goal_met"], code) == (0.8, False, 1)
+    assert "no memory" in game["runs"][1]["error"]
+
+
+def test_each_run_has_cores_of_its_own(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(bench.os, "sched_getaffinity", lambda pid: {0, 1, 2})
+    monkeypatch.setattr(sys, "argv", ["x", "--jobs", "2", "--cores_per_job", "2", "--out", str(tmp_path / "out.json")])
+    with pytest.raises(SystemExit):
+        bench.main()
+    assert "2 jobs of 2 cores need 4 cores, there are 3" in capsys.readouterr().err
