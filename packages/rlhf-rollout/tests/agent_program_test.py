@@ -126,6 +126,7 @@ ASK = f"""{sys.executable} -c 'import os, urllib.request as u; u.urlopen(u.Reque
         (ASK + """echo '{"rewards": 0.5}'""", WRONG, 0.5, ""),
         (ASK + "echo log", CRASH, None, "the agent gave no reward"),
         (ASK + 'echo \'{"rewards": "high"}\'', CRASH, None, "must be one number"),
+        ("setsid sleep 1000 & " + ASK + "echo 1", OK, 1.0, ""),  # it holds the pipe of the output
         (ASK + "echo 1; exit 3", CRASH, None, "sh exited with status 3"),
         ("echo 1", CRASH, None, "the agent never asked the policy"),
         ("head -c 300000 /dev/zero; " + ASK + "echo; echo 1", OK, 1.0, ""),

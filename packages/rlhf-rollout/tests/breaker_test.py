@@ -1,9 +1,13 @@
 """When calls of a scorer that keeps failing are held back, and when they are let through again."""
 
+import asyncio
+
 import pytest
 
+from record_testing import make_prompt, make_rollout
 from rlhf_data.records import VerdictKind
 from rlhf_rollout.rewards.breaker import Breaker
+from rlhf_rollout.rewards.function import FunctionReward
 from rlhf_rollout.rewards.outcomes import Failure
 
 HANG = Failure(VerdictKind.TIMEOUT, "no answer within 5 s")
@@ -57,3 +61,28 @@ def test_breaker_counts_quick_failures_that_broke_something(clock):
     breaker = Breaker(2)
     breaker.note(HANG, 0.01, costly=True)
     assert breaker.note(HANG, 0.01, costly=True)
+
+
+def test_function_that_always_hangs_is_held_back_with_its_last_error(write, tmp_path, caplog):
+    reward = write(f"""
+        import time
+        def reward_func(queries, prompts, labels):
+            open({str(tmp_path / "calls")!r}, "a").write("x")
+            time.sleep(1000)
+    """)
+
+    async def run():
+        function = FunctionReward(reward, num_workers=1, timeout_s=2.0, max_failures=2)
+        prompt = make_prompt()
+        verdicts = []
+        for _ in range(30):
+            verdicts += await function.score(prompt, [make_rollout(prompt, "4")])
+        await function.close()
+        return verdicts
+
+    verdicts = asyncio.run(run())
+    assert {verdict.kind for verdict in verdicts} == {VerdictKind.TIMEOUT}
+    assert len((tmp_path / "calls").read_text()) <= 3
+    assert verdicts[1].detail == "no answer within 2 s"
+    assert verdicts[2].detail == "not called, because 2 calls in a row failed; the last one: no answer within 2 s"
+    assert "keeps failing" in caplog.text

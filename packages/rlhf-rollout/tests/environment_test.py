@@ -204,6 +204,30 @@ def wait_until(condition):
         time.sleep(0.02)
 
 
+def test_environment_that_is_made_while_its_episode_is_cancelled_is_closed(guess, tmp_path):
+    source, log = guess("""
+    POOL_SIZE = 0
+
+    class Slow(Environment):
+        def __init__(self):
+            super().__init__()
+            time.sleep(0.5)
+    """)
+
+    async def cancel():
+        pool = AgentPool(parse_agent(source + ":Slow"), num_processes=1)
+        agent = HostedAgent(EngineRouter([writes(["1"])]), pool, TOKENIZER, EpisodeLimits())
+        await agent.start()
+        task = asyncio.create_task(agent.run(make_prompt(), SamplingParams(max_tokens=8), "g"))
+        await asyncio.to_thread(wait_until, (tmp_path / "log").exists)
+        task.cancel()
+        await asyncio.wait([task])
+        await pool.close()
+
+    asyncio.run(cancel())
+    assert log() == ["closed", "made"]
+
+
 def test_environments_are_made_ahead_and_reused_where_the_class_says_so(guess):
     source, log = guess("Environment.reusable = True\nPOOL_SIZE = 2\n")
     prompts = [make_prompt("a", "4")]

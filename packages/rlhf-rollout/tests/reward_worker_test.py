@@ -380,31 +380,6 @@ def test_numbers_and_texts_that_cannot_be_used_charge_their_sample_alone(write):
     assert score(reward, ["text"])[0].detail == "ValueError: bad \\ud800 \\x1b[2J (reward.py:5)"
 
 
-def test_function_that_always_hangs_is_held_back_with_its_last_error(write, tmp_path, caplog):
-    reward = write(f"""
-        import time
-        def reward_func(queries, prompts, labels):
-            open({str(tmp_path / "calls")!r}, "a").write("x")
-            time.sleep(1000)
-    """)
-
-    async def run():
-        function = FunctionReward(reward, num_workers=1, timeout_s=2.0, max_failures=2)
-        prompt = make_prompt()
-        verdicts = []
-        for _ in range(30):
-            verdicts += await function.score(prompt, [make_rollout(prompt, "4")])
-        await function.close()
-        return verdicts
-
-    verdicts = asyncio.run(run())
-    assert {verdict.kind for verdict in verdicts} == {TIMEOUT}
-    assert len((tmp_path / "calls").read_text()) <= 3
-    assert verdicts[1].detail == "no answer within 2 s"
-    assert verdicts[2].detail == "not called, because 2 calls in a row failed; the last one: no answer within 2 s"
-    assert "keeps failing" in caplog.text
-
-
 def test_slow_import_is_told(write, caplog, monkeypatch):
     monkeypatch.setattr("rlhf_rollout.rewards.process._NOTICE_S", 0.2)
     reward = write("import time; time.sleep(1.5)\ndef reward_func(q, p, l): return {'rewards': [1.0]}")

@@ -10,12 +10,13 @@ as they are (https://gymnasium.farama.org/api/env), and so are OpenEnv's clients
 """
 
 import asyncio
+import contextlib
 import inspect
 import json
 import re
 import sys
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -136,7 +137,7 @@ class EnvironmentAgent:
 
     async def __call__(self, session: Session) -> dict[str, Any]:
         """Run one episode; return what an agent returns."""
-        environment = self._ready.pop() if self._ready else await _Environment.made_by(self._make)
+        environment = self._ready.pop() if self._ready else await self._made()
         if not environment.reusable and (self._filling is None or self._filling.done()):
             self._filling = asyncio.create_task(self._fill())
         is_usable = False
@@ -150,12 +151,30 @@ class EnvironmentAgent:
                 await self._close(environment)
         return result
 
+    async def _made(self) -> "_Environment":
+        """Return a new environment. If this is cancelled meanwhile, it is closed as soon as it has been made."""
+        making = asyncio.create_task(_Environment.made_by(self._make))
+
+        async def end() -> None:
+            with contextlib.suppress(Exception):
+                await (await making).close()
+
+        try:
+            return await asyncio.shield(making)
+        except asyncio.CancelledError:
+            self._end(end())
+            raise
+
     async def _close(self, environment: "_Environment") -> None:
         """Close an environment. It is closed also when this is cancelled meanwhile."""
-        task = asyncio.create_task(environment.close())
+        await asyncio.wait([self._end(environment.close())])
+
+    def _end(self, ending: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Return the task of what `close` waits for."""
+        task = asyncio.create_task(ending)
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
-        await asyncio.wait([task])
+        return task
 
     async def _fill(self) -> None:
         try:

@@ -19,6 +19,7 @@ from typing import IO, Any
 from rlhf_rollout.agents.interface import Session
 
 _TAIL_BYTES = 2**16  # of the output, in which its last line must be
+_DRAIN_S = 1.0  # after the end of the program, for what it has printed
 
 
 class ProgramError(RuntimeError):
@@ -51,28 +52,32 @@ class AgentProgram:
                 process = await asyncio.create_subprocess_exec(*self._words, stdin=told, stdout=write_end, **options)
             finally:
                 os.close(write_end)
-            reading = asyncio.create_task(_tail(output))
+            tail = bytearray()
+            reading = asyncio.create_task(_read(output, tail))
             try:
                 status = await process.wait()
             finally:
                 with contextlib.suppress(ProcessLookupError):  # also what the program has left behind
                     os.killpg(process.pid, signal.SIGKILL)
-                tail = await reading
+                # A process that has left the program's session may hold the pipe.
+                await asyncio.wait([reading], timeout=_DRAIN_S)
+                reading.cancel()
         if status:
             raise ProgramError(f"{self._words[0]} exited with status {status}")
         return _reward(tail.decode(errors="replace"))
 
 
-async def _tail(output: IO[bytes]) -> bytes:
-    """Return the end of what comes through a pipe until it is closed."""
+async def _read(output: IO[bytes], tail: bytearray) -> None:
+    """Put the end of what comes through a pipe into `tail`, until the pipe is closed."""
     reader = asyncio.StreamReader()
     protocol = asyncio.StreamReaderProtocol(reader)
     transport, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, output)
-    tail = b""
-    while chunk := await reader.read(_TAIL_BYTES):
-        tail = (tail + chunk)[-_TAIL_BYTES:]
-    transport.close()
-    return tail
+    try:
+        while chunk := await reader.read(_TAIL_BYTES):
+            tail += chunk
+            del tail[:-_TAIL_BYTES]
+    finally:
+        transport.close()
 
 
 def _reward(output: str) -> Any:

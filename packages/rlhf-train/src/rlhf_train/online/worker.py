@@ -180,8 +180,7 @@ class TrainWorker:
         columns = experience.columns
         if spec.old_logprobs == "rollout":
             experience.set_column("old_logprobs", experience.rollout_logprobs)
-        # Read before tokens are dropped, which clears the values of last tokens. Those that are not finite belong to
-        # rollouts that are dropped.
+        # Read before tokens are dropped, which clears them. Those that are not finite belong to dropped rollouts.
         last_values = columns["last_values"].sum(dim=1).nan_to_num(0.0, 0.0, 0.0) if "last_values" in columns else None
         metrics = drop_nonfinite(experience) | staleness_metrics(experience, self._policy_version)
         mask = experience.loss_mask
@@ -242,8 +241,7 @@ class TrainWorker:
         return on_host(merge_metrics(parts))
 
     def _counted(self, role: str) -> list[MiniBatch]:
-        """Return the mini-batches with denominators that count, over all ranks, the tokens that are still trained:
-        the plan counted them before any were dropped or masked. Collective."""
+        """Return the mini-batches with denominators that leave out what was dropped or masked. Collective."""
         batches = self._plan.mini_batches
         lengths = self._trained_mask(role).sum(dim=1)
         local_counts = []
