@@ -59,6 +59,22 @@ def test_reward_path_resolves_files_only(folder, text, resolved):
     assert paths.reward_path(text) == resolved.format(folder)
 
 
+@pytest.mark.parametrize(
+    ("text", "resolved"),
+    [
+        ("a.py", "{}/a.py"),
+        ("a.py:solve", "{}/a.py:solve"),
+        ("package.module", "package.module"),
+        ("python a.py --file 'my data.txt' --times 3", "python {}/a.py --file '{}/my data.txt' --times 3"),
+        ("sh /bin/sh absent.sh", "sh /bin/sh absent.sh"),
+    ],
+)
+def test_agent_path_resolves_files_also_those_in_a_command_line(folder, text, resolved):
+    for name in ("a.py", "my data.txt", "python"):
+        (folder / name).write_text("")
+    assert paths.agent_path(text) == resolved.format(folder, folder)
+
+
 def test_output_folder_is_under_the_users_folder(folder):
     assert paths.output_folder("runs/a", "ppo") == folder / "runs" / "a"
     automatic = paths.output_folder(None, "ppo")

@@ -1,5 +1,6 @@
 """What is looked at before a run: reward servers, reward models, the critic, held-out files, the metric to keep by."""
 
+import importlib.util
 import json
 import shutil
 import threading
@@ -328,3 +329,58 @@ def test_data_preset_gives_training_and_held_out_prompts_their_labels(folder):
     config = CommandLine(config=PpoConfig, prog="").parse(["--pretrain", "m", *words.split()]).config
     prompts, held_out = load_all(config, *open_prompts(config), ByteTokenizer())
     assert [(prompt.text, prompt.label) for prompt in (*prompts, *held_out)] == [("prompts?", "3"), ("math?", "4")]
+
+
+# -- agents ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("template", "parts"),
+    [
+        ("qwen2_5", ""),  # Qwen2.5 does not think
+        ("qwen3", "reasoning"),  # it drops the reasoning of answers before the last question
+        ("deepseek_r1_distill", "answers and reasoning"),  # its generation prompt begins the reasoning, too
+        ("cohere", ""),
+    ],
+)
+@pytest.mark.parametrize("history", ["append", "split"])
+def test_check_inputs_template_that_rewrites_answers_is_a_notice_with_the_option(
+    folder, models, template, parts, history
+):
+    shutil.copytree(models / "policy", folder / "policy")
+    trl = importlib.util.find_spec("trl")
+    assert trl is not None and trl.origin is not None
+    text = (Path(trl.origin).parent / f"chat_templates/{template}.jinja").read_text()
+    (folder / "policy/chat_template.jinja").write_text(text)
+    (folder / "agent.py").write_text("async def run_episode(session):\n    return 0.0\n")
+    argv = ["--pretrain", "policy", "--agent_func_path", "agent.py", "--agent_history", history]
+    notices = [notice for notice in check(folder, models, *argv).notices if "chat template" in notice]
+    begins = f"the chat template rewrites earlier {parts}: "
+    follows = {
+        "append": "agents keep what the policy wrote; --agent_history split would begin another rollout there",
+        "split": "with --agent_history split, conversations over HTTP begin another rollout there",
+    }
+    assert notices == ([begins + follows[history]] if parts else [])
+
+
+@pytest.mark.parametrize("template", ["", "{{ raise_exception('one question only') if messages|length > 1 }}"])
+def test_check_inputs_agent_needs_no_template_for_conversations(folder, models, template):
+    shutil.copytree(models / "policy", folder / "policy")
+    (folder / "policy/chat_template.jinja").write_text(template)
+    (folder / "agent.py").write_text("async def run_episode(session):\n    return 0.0\n")
+    found = check(folder, models, "--pretrain", "policy", "--agent_func_path", "agent.py")
+    assert found.agent == str(folder / "agent.py")
+    assert not [notice for notice in found.notices if "chat template" in notice]
+
+
+def test_check_inputs_agent_is_the_command_line_of_a_program(folder, models):
+    (folder / "agent.py").write_text("")
+    assert check(folder, models, "--agent_func_path", "python agent.py 3").agent == f"python {folder}/agent.py 3"
+    argv = ["--agent_func_path", "python_that_is_not_there agent.txt"]
+    assert "neither a Python file nor a module, nor a program that can be run" in refused(folder, models, *argv)
+
+
+def test_check_inputs_tool_parser_that_nobody_knows_is_refused(folder, models):
+    (folder / "agent.py").write_text("async def run_episode(session):\n    return 0.0\n")
+    argv = ["--agent_func_path", "agent.py", "--agent_tool_parser", "hermess"]
+    assert "unknown tool parser `hermess`" in refused(folder, models, *argv)

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import logging
 
 import pytest
 
@@ -184,7 +183,7 @@ def test_shortened_forked_and_changed_histories_are_rollouts_of_their_own():
     assert changed == [(PROMPT, history), (POLICY, "d<eos>")]
 
 
-def test_template_that_drops_reasoning_is_found_out_and_the_run_says_what_happens(caplog):
+def test_template_that_drops_reasoning_is_found_out_and_its_conversations_are_kept_or_split():
     thinking, answer = Thinking(add_bos=False), "<think>2+2</think> 4"
     assert rewritten_parts(TOKENIZER) == ()
     assert rewritten_parts(thinking) == ("reasoning",)
@@ -195,9 +194,7 @@ def test_template_that_drops_reasoning_is_found_out_and_the_run_says_what_happen
             await door.chat([HI, first.message.model_dump(), HI])
             return door.rollouts()
 
-    with caplog.at_level(logging.WARNING):
-        [appended] = asyncio.run(run("append"))
-    assert "rewrites earlier reasoning; such conversations keep the recorded tokens" in caplog.text
+    [appended] = asyncio.run(run("append"))
     assert appended[1:] == [
         (POLICY, answer + "<eos>"),
         (ENVIRONMENT, "\nuser: hi<eos>\nassistant: "),

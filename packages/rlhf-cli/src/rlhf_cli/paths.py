@@ -1,6 +1,7 @@
 """Turns paths as the user typed them into paths that can be opened from any working folder."""
 
 import os
+import shlex
 import tempfile
 from datetime import datetime
 from pathlib import Path
@@ -13,6 +14,7 @@ from rlhf_cli.builtin import BUILTIN, HELD_OUT_FILE, MODEL_DIR, TRAIN_FILE
 from rlhf_data.errors import ConfigError
 from rlhf_data.pretrained import is_template_file
 from rlhf_data.sources import SUFFIXES
+from rlhf_rollout.agents.user_agent import is_program
 from rlhf_rollout.rewards.sources import JUDGE_KINDS
 from rlhf_rollout.rewards.user_function import BUILTIN as BUILTIN_REWARDS
 
@@ -84,6 +86,15 @@ def reward_path(text: str) -> str:
     return f"{user_path(file + suffix)}{function}"
 
 
+def agent_path(text: str) -> str:
+    """Return the name of an agent with the path of its file resolved, in a command line those of files behind the
+    program. Modules stay the same."""
+    if not is_program(text):
+        return reward_path(text)
+    program, *words = shlex.split(text)
+    return shlex.join([program, *(str(user_path(word)) if user_path(word).is_file() else word for word in words)])
+
+
 # By option, how its value is resolved.
 _RESOLVE = {
     **dict.fromkeys(
@@ -92,7 +103,7 @@ _RESOLVE = {
     **dict.fromkeys(("prompt_data", "dataset", "eval_dataset"), source_names),
     **dict.fromkeys(("eval_data", "data_cache", "output_path", "ckpt_path"), user_path),
     "remote_rm_url": reward_path,
-    "agent_func_path": reward_path,
+    "agent_func_path": agent_path,
     "use_tensorboard": user_path,
     "use_mlflow": lambda text: text if urlsplit(text).scheme else user_path(text),
     "tokenizer_chat_template": lambda text: user_path(text) if is_template_file(text) else text,

@@ -1,6 +1,7 @@
 """Options of agents: episodes of several turns."""
 
 from collections.abc import Collection
+from typing import Literal
 
 from rlhf_data.checks import without_effect
 from rlhf_data.options import Section, flag
@@ -9,7 +10,7 @@ from rlhf_rollout.rewards.sources import CallOptions
 
 _OPTIONS = (
     *("max_steps", "agent_max_len", "agent_max_seconds", "agent_num_workers", "agent_timeout_s"),
-    *("reward_by_turn", "turn_gamma", "group_by"),
+    *("agent_history", "agent_tool_parser", "reward_by_turn", "turn_gamma", "group_by"),
 )
 
 
@@ -19,7 +20,7 @@ class AgentSection(Section, title="agent"):
     agent_func_path: str | None = flag(
         None,
         "an agent: Python FILE.py with AgentExecutor, AgentInstance, `async def run_episode(session)`, Environment,"
-        " TOOLS or MCP, or module:NAME; None: single turns",
+        " TOOLS or MCP, module:NAME, or the command line of a program that asks OPENAI_BASE_URL; None: single turns",
     )
     max_steps: int = flag(16, "answers of the policy per episode at most", ge=1)
     agent_max_len: int | None = flag(
@@ -31,6 +32,17 @@ class AgentSection(Section, title="agent"):
     agent_num_workers: int = flag(2, "processes of the agent, each of which runs many episodes", ge=1)
     agent_timeout_s: float = flag(
         60.0, "time limit of the agent's own code between two answers of the policy, in seconds", gt=0
+    )
+
+    agent_history: Literal["append", "split"] = flag(
+        "append",
+        "if the chat template rewrites earlier answers of a conversation over HTTP, keep them as they were written"
+        " (append), or begin another rollout with the rewritten conversation (split)",
+    )
+    agent_tool_parser: str = flag(
+        "hermes",
+        "form of the tool calls in answers over HTTP: hermes (also Qwen's), llama3_json, mistral or one of vLLM's"
+        " parsers; a file with TOOLS names its own",
     )
 
     def max_len(self, prompt_max_len: int, generate_max_len: int) -> tuple[int, str]:
@@ -52,6 +64,8 @@ class AgentSection(Section, title="agent"):
             num_processes=self.agent_num_workers,
             timeout_s=self.agent_timeout_s,
             success_threshold=calls.success_threshold,
+            history=self.agent_history,
+            tool_parser=self.agent_tool_parser,
             worker=calls.worker,
         )
 

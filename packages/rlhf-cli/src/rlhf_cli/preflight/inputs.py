@@ -79,5 +79,5 @@ def check_inputs(config: PpoConfig, folder: Path) -> Inputs:
     notices += data_notices(config, prompts, held_out)
     notices += try_rewards(config, sources, prompts.prompts[:4])
     if agent is not None:
-        try_agent(config, agent)
+        notices += try_agent(config, agent, tokenizer)
     return Inputs(model, critic, sources, prompts, held_out, tuple(notices), teacher, process_models, agent)

@@ -5,11 +5,13 @@ from dataclasses import replace
 from typing import Any
 
 from rlhf_cli.config.ppo import PpoConfig
-from rlhf_cli.paths import model_path, reward_path, user_path
+from rlhf_cli.paths import agent_path, model_path, reward_path, user_path
 from rlhf_cli.preflight.models import check_attention, check_context, longest_sequence
-from rlhf_data.errors import ConfigError, RewardError
+from rlhf_data.errors import ConfigError, DataError, RewardError
 from rlhf_data.records import Prompt
 from rlhf_rollout.agents import check_agent
+from rlhf_rollout.agents.conversation import rewritten_parts
+from rlhf_rollout.agents.tool_calls import make_parser
 from rlhf_rollout.agents.user_agent import parse_agent
 from rlhf_rollout.rewards.mix import check_reward
 from rlhf_rollout.rewards.rubric import load_rubric
@@ -44,17 +46,30 @@ def named_agent(config: PpoConfig) -> str | None:
     """Return the agent with an absolute path; None without one. Raises ConfigError for one that is not valid."""
     if config.agent.agent_func_path is None:
         return None
-    agent = reward_path(config.agent.agent_func_path)
+    agent = agent_path(config.agent.agent_func_path)
     parse_agent(agent)
     return agent
 
 
-def try_agent(config: PpoConfig, agent: str) -> None:
-    """Import the agent once. Raises ConfigError when that fails."""
+def try_agent(config: PpoConfig, agent: str, tokenizer: Any) -> list[str]:
+    """Import the agent once; return a notice if the chat template rewrites conversations.
+
+    Raises ConfigError when the import fails, or if nobody knows --agent_tool_parser.
+    """
     try:
+        make_parser(config.agent.agent_tool_parser, tokenizer)
         check_agent(config.agent.spec(agent, longest_sequence(config)[0], config.reward.calls()))
     except RewardError as error:
         raise ConfigError(str(error)) from error
+    try:
+        parts = " and ".join(rewritten_parts(tokenizer))
+    except DataError:  # the template takes a single question only, and some agents ask no more
+        return []
+    follows = {
+        "append": "agents keep what the policy wrote; --agent_history split would begin another rollout there",
+        "split": "with --agent_history split, conversations over HTTP begin another rollout there",
+    }
+    return [f"the chat template rewrites earlier {parts}: {follows[config.agent.agent_history]}"] if parts else []
 
 
 def judges_steps(path: str) -> bool:

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -10,8 +9,8 @@ from typing import Any, Literal
 from rlhf_data.chat import Tokenizer, encode_prompts, render_chat, render_follow_up
 from rlhf_data.errors import DataError
 
-_LOGGER = logging.getLogger(__name__)
 _ORIGIN = "a request"
+_CHECK = "a conversation with a second question"
 _ANSWERS = {"answers": "It is 4.", "reasoning": "<think>\nTwo and two.\n</think>\n\nIt is 4."}
 
 History = Literal["append", "split"]
@@ -108,31 +107,25 @@ class Conversations:
 
 
 def rewritten_parts(tokenizer: Tokenizer) -> tuple[str, ...]:
-    """Return what a chat template rewrites in earlier answers: "answers", "reasoning", both, or nothing.
+    """Return which answers a chat template rewrites when messages follow them: "answers", "reasoning", both, or none.
 
-    Templates of thinking models often drop the reasoning of earlier answers. `Conversations` says what follows from it.
-    Raises DataError when the template refuses a conversation of three messages.
+    "answers" are those without reasoning. Templates of thinking models often drop the reasoning of earlier answers, or
+    the sign for it that their generation prompt ends with. `Conversations` says what follows from it.
+
+    Raises:
+        DataError: the template refuses a conversation of three messages.
     """
     if not getattr(tokenizer, "chat_template", None):
         return ()
+    question = {"role": "user", "content": "What is 2+2?"}
+    start = render_chat([question], tokenizer, origin=_CHECK, add_generation_prompt=True)
     found = []
     for part, answer in _ANSWERS.items():
-        messages = [
-            {"role": "user", "content": "What is 2+2?"},
-            {"role": "assistant", "content": answer},
-            {"role": "user", "content": "And 3+3?"},
-        ]
-        if answer not in render_chat(messages, tokenizer, origin="the check", add_generation_prompt=True):
+        messages = [question, {"role": "assistant", "content": answer}, {"role": "user", "content": "And 3+3?"}]
+        whole = render_chat(messages, tokenizer, origin=_CHECK, add_generation_prompt=True)
+        if not whole.startswith(start + answer):
             found.append(part)
     return tuple(found)
-
-
-def warn_of_rewriting(tokenizer: Tokenizer, history: History) -> None:
-    """Log what `rewritten_parts` finds and what happens to it."""
-    parts = rewritten_parts(tokenizer)
-    kept = "keep the recorded tokens" if history == "append" else "become rollouts of their own"
-    if parts:
-        _LOGGER.warning("the chat template rewrites earlier %s; such conversations %s", " and ".join(parts), kept)
 
 
 def _digests(messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]) -> list[bytes]:

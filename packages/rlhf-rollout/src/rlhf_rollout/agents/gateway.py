@@ -27,7 +27,7 @@ from typing import Any
 from rlhf_data.chat import Tokenizer
 from rlhf_data.errors import ConfigError, DataError, EngineError
 from rlhf_rollout.agents.anthropic_dialect import MESSAGES
-from rlhf_rollout.agents.conversation import History, warn_of_rewriting
+from rlhf_rollout.agents.conversation import History
 from rlhf_rollout.agents.dialect import Answer, Dialect, Request
 from rlhf_rollout.agents.door import DoorSession, RefusedError
 from rlhf_rollout.agents.openai_dialect import CHAT, COMPLETIONS, openai_error
@@ -79,10 +79,9 @@ class Gateway:
         self.port = 0
 
     async def start(self) -> None:
-        """Listen on a free port of this machine, and log what the chat template rewrites."""
+        """Listen on a free port of this machine."""
         if self._serving is not None:
             return
-        warn_of_rewriting(self._tokenizer, self._history)
         # With the protocol by name: asyncio turns off Nagle's algorithm, which costs 40 ms, for such sockets only.
         listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         listener.bind(("127.0.0.1", 0))

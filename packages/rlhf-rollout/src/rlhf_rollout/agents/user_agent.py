@@ -53,7 +53,7 @@ def parse_agent(agent: str) -> RewardTarget:
     exist, and for one that defines no agent.
     """
     in_file = _IN_FILE.fullmatch(agent)
-    if _is_program(agent):
+    if is_program(agent):
         return RewardTarget(agent, PROGRAM)
     if in_file:
         path = Path(in_file["path"]).expanduser()
@@ -70,7 +70,7 @@ def parse_agent(agent: str) -> RewardTarget:
     return RewardTarget(module, name)
 
 
-def _is_program(agent: str) -> bool:
+def is_program(agent: str) -> bool:
     """Return whether this is the command line of a program that exists: words, or the path of one without `.py`."""
     try:
         words = shlex.split(agent)
