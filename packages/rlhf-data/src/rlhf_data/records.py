@@ -226,7 +226,8 @@ class Rollout:
     @property
     def loss_mask(self) -> np.ndarray:
         """[L] bool: True for the tokens the policy wrote, the only ones that are trained."""
-        return self._per_token([span.source is SpanSource.POLICY for span in self.spans], np.bool_)
+        is_trained = [span.source is SpanSource.POLICY for span in self.spans]
+        return np.repeat(is_trained, [len(span.token_ids) for span in self.spans])
 
     @property
     def rollout_logprobs(self) -> np.ndarray:
@@ -257,8 +258,8 @@ class Rollout:
     @property
     def turn_ends(self) -> np.ndarray:
         """[K] int64: the position in `token_ids` of the last token of each turn (consecutive policy tokens)."""
-        followed_by = np.append(self.loss_mask[1:], False)
-        return np.flatnonzero(self.loss_mask & ~followed_by)
+        mask = self.loss_mask
+        return np.flatnonzero(mask & ~np.append(mask[1:], False))
 
     @property
     def earned(self) -> list[tuple[int, float]]:

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
+import gc
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,9 @@ if TYPE_CHECKING:
     from rlhf_rollout.agents.gateway import Gateway
 
 _SEED_STRIDE = 1_000_003  # between the seeds of a group's episodes; every answer of an episode adds one
-
+# After how many collections of younger objects Python's garbage collector goes through all objects; 10 by default. With
+# ten thousand episodes under way, that stops the event loop for up to a second.
+_FULL_COLLECTION_EVERY = 500
 
 _CUT = Verdict(VerdictKind.WRONG, 0.0, detail="a limit ended the episode before its reward")
 
@@ -133,7 +136,12 @@ class HostedAgent:
         return recorder.episode(turn_rewards, verdict, is_cut=is_cut)
 
     async def start(self) -> None:
-        """Start the agent's processes and the door. Raises RewardError when the agent cannot be imported."""
+        """Start the agent's processes and the door, and make full garbage collections of this process rare.
+
+        Raises RewardError when the agent cannot be imported.
+        """
+        young, middle, _ = gc.get_threshold()
+        gc.set_threshold(young, middle, _FULL_COLLECTION_EVERY)
         if self.gateway is not None:
             await self.gateway.start()
         await self._pool.start()

@@ -85,7 +85,7 @@ class FakeEngine(GatedEngine):
         await asyncio.sleep(self._latency_s)
         if self._fail_after is not None and number >= self._fail_after:
             raise EngineError(f"the fake engine was told to fail after {self._fail_after} requests")
-        prompt = [int(token) for token in token_ids]
+        prompt = token_ids.tolist()
         base = 0
         if sampling.temperature > 0:
             # Wide apart, so that the samples of two requests have different seeds.
