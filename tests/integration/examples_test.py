@@ -1,18 +1,23 @@
 """The examples of agents run, with the fake engine in the place of a model."""
 
+import asyncio
 import json
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from agent_testing import ToolTokenizer, run, texts_of, writes
+from agent_testing import TOKENIZER, ToolTokenizer, run, texts_of, writes
 from record_testing import make_prompt
 from rlhf_cli.builtin import HELD_OUT_FILE
 from rlhf_data.records import SpanSource
 from rlhf_rollout.agents.recorder import EpisodeLimits
+from rlhf_rollout.agents.spec import AgentSpec, make_workflow
+from rlhf_rollout.protocols import SamplingParams
+from rlhf_rollout.router import EngineRouter
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 LIMITS = EpisodeLimits(max_length=4000)
@@ -83,3 +88,24 @@ def test_openrlhf_math(tmp_path):
     [episode], _ = run(agent, writes(answers[:1]), **options)
     assert (round(episode.verdict.reward, 6), round(episode.verdict.score, 6)) == (-0.3, 0.2)
     assert dict(episode.verdict.extra)["attempts"] == 3.0
+
+
+@pytest.mark.parametrize("start", ["", f"{shlex.quote(sys.executable)} "])
+def test_openai_client_as_a_function_and_as_a_program(start):
+    async def episode():
+        spec = AgentSpec(path=f"{start}{EXAMPLES / 'openai_client.py'}", limits=LIMITS, num_processes=1)
+        agent = make_workflow(
+            spec, EngineRouter([writes(["#### 5", "none", "2+2=4 #### 4"], sign="assistant: ")]), TOKENIZER
+        )
+        try:
+            await agent.start()
+            [found] = await agent.run(make_prompt("2+2=", "4"), SamplingParams(max_tokens=32), "g")
+            return found
+        finally:
+            await agent.close()
+
+    found = asyncio.run(episode())
+    assert found.verdict.reward == pytest.approx(0.8)
+    assert (found.verdict.score, dict(found.verdict.extra)) == (1.0, {"attempts": 3.0})
+    again = "\nuser: That is wrong. Try again.<eos>\nassistant: "
+    assert feedback(found) == [again, again]
