@@ -5,7 +5,8 @@
 Runs the commands that the docstring of an example names, with a `--seed` for `rlhf`. Each run has a folder, a Ray
 cluster and CPU cores of its own, so that `--jobs` of them run at the same time without sharing anything. Accuracy is
 the job's own: the engine plays the held-out prompts with the weights before the first step and with the final ones. A
-docstring also states the accuracy that every seed must reach, which is the goal in the report.
+docstring also states the accuracy that every seed must reach, which is the goal in the report. Examples that are not
+run keep their part of a report that is there; each part names its commit.
 """
 
 import argparse
@@ -148,20 +149,21 @@ def main() -> None:
         print(name, json.dumps({key: result[key] for key in result if key not in _LONG}), flush=True)
         return result
 
-    report = {"benchmark": "agents_learning", "command": command_line(options.out), "environment": environment()}
-    started = time.monotonic()
     with ThreadPoolExecutor(options.jobs) as pool:
         waiting = {name: [pool.submit(placed, name, seed) for seed in options.seeds] for name in options.only}
-    report["examples"] = {
-        name: summary(examples[name], [future.result() for future in futures]) for name, futures in waiting.items()
+    report = {"benchmark": "agents_learning", "command": command_line(options.out), "environment": environment()}
+    before = json.loads(options.out.read_text(encoding="utf-8"))["examples"] if options.out.is_file() else {}
+    commit = {"commit": report["environment"]["commit"]}
+    made = {
+        name: commit | summary(examples[name], [future.result() for future in futures])
+        for name, futures in waiting.items()
     }
-    report["seconds"] = round(time.monotonic() - started, 1)
+    report["examples"] = dict(sorted((before | made).items()))
     options.out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    for name, result in report["examples"].items():
-        print(
-            f"{name}: worst {result['worst_after']}, goal {result['goal']}: {'met' if result['goal_met'] else 'MISSED'}"
-        )
-    sys.exit(not all(result["goal_met"] for result in report["examples"].values()))
+    for name, result in made.items():
+        met = "met" if result["goal_met"] else "MISSED"
+        print(f"{name}: worst {result['worst_after']}, goal {result['goal']}: {met}")
+    sys.exit(not all(result["goal_met"] for result in made.values()))
 
 
 if __name__ == "__main__":

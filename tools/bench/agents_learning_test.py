@@ -68,12 +68,16 @@ def test_report_says_which_examples_have_reached_their_goals(tmp_path, monkeypat
     monkeypatch.setattr(bench, "EXAMPLES", examples)
     monkeypatch.setattr(bench, "PROGRAMS", {"python": "", "rlhf": str(fake)})
 
+    out = tmp_path / "report.json"
+    out.write_text(json.dumps({"examples": {"chess": {"goal": 0.9}, "game": {}}}), encoding="utf-8")
+
     def report(*flags):
-        out = tmp_path / "report.json"
         monkeypatch.setattr(sys, "argv", ["agents_learning.py", *flags, "--jobs", "2", "--out", str(out)])
         with pytest.raises(SystemExit) as end:
             bench.main()
-        return json.loads(out.read_text(encoding="utf-8"))["examples"]["game"], end.value.code
+        examples = json.loads(out.read_text(encoding="utf-8"))["examples"]
+        assert examples["chess"] == {"goal": 0.9}  # of an earlier run
+        return examples["game"], end.value.code
 
     game, code = report("--seeds", "3", "4")
     assert (game["goal"], game["goal_met"], code) == (0.6, True, 0)
