@@ -37,16 +37,29 @@ def feedback(episode):
 
 
 def test_guess_number():
-    rows = rows_of(written("guess_number.py"))
+    rows = rows_of(written("guess_number.py", "numbers"))
     assert {row["number"] for row in rows} == set("0123456789")
     answers = ["2+6=8 #### 8", "none", "3", "5"]
     prompts = [make_prompt(rows[0]["prompt"], "5")]
     [episode], _ = run(str(EXAMPLES / "guess_number.py"), writes(answers), prompts=prompts, limits=LIMITS)
     assert feedback(episode) == ["lower", "\nInvalid action: guess a number from 0 to 9\n", "higher"]
-    assert (round(episode.verdict.reward, 6), episode.verdict.score) == (0.8, 1.0)
+    assert (episode.verdict.reward, episode.verdict.score) == (1.0, 1.0)
     [episode], _ = run(str(EXAMPLES / "guess_number.py"), writes(["1"]), prompts=prompts, limits=LIMITS)
     assert feedback(episode) == ["higher"] * 3
-    assert (episode.verdict.reward, episode.verdict.score) == (0.0, 0.0)
+    assert episode.verdict.turn_rewards == pytest.approx((0.0, -0.2, -0.2, -0.2))
+    assert episode.verdict.score == 0.0
+
+
+def test_games_shown_to_the_guessing_policy_are_played_by_the_rules():
+    games = [row["messages"] for row in rows_of(written("guess_number.py", "games"))]
+    won = 0
+    for number, (_, *game) in enumerate(games):
+        guesses = [int(message["content"]) for message in game[::2]]
+        expected = ["higher" if guess < number % 10 else "lower" for guess in guesses[:-1]]
+        assert [message["content"] for message in game[1::2]] == expected
+        assert number % 10 not in guesses[:-1] and (guesses[-1] == number % 10 or len(guesses) == 4)
+        won += guesses[-1] == number % 10
+    assert 0.4 < won / len(games) < 0.55
 
 
 def test_two_tools():
