@@ -62,21 +62,44 @@ def test_games_shown_to_the_guessing_policy_are_played_by_the_rules():
     assert 0.4 < won / len(games) < 0.55
 
 
-def test_two_tools():
-    rows = rows_of(written("two_tools.py"))
-    assert rows[0] == {"prompt": "How much are 2 of apple and one of bread together?", "answer": "10"}
-    calls = [("look_up", {"item": "apple"}), ("look_up", {"item": "gold"}), ("calculate", {"expression": "2 * 3 + 4"}),
-             ("calculate", {"expression": "().__class__"})]  # fmt: skip
-    answers = [f"<tool_call>{json.dumps({'name': name, 'arguments': given})}</tool_call>" for name, given in calls]
-    prompts = [make_prompt(rows[0]["prompt"], rows[0]["answer"])]
+def test_two_tools(tmp_path):
+    written("two_tools.py", tmp_path)
+    demonstrations, prompts, held_out = (
+        rows_of((tmp_path / f"{name}.jsonl").read_text()) for name in ("demonstrations", "prompts", "held_out")
+    )
+    asked = {row["prompt"]: row["answer"] for row in prompts}
+    assert (len(asked), len(held_out)) == (48, 16)
+    assert not set(asked) & {row["prompt"] for row in held_out}
+    calculated = [row["messages"] for row in demonstrations if len(row["messages"]) == 7]
+    assert len(calculated) / len(demonstrations) == pytest.approx(0.4, abs=0.03)
+    for messages in calculated[::100]:
+        price, count = re.search(r"(\d)\*(\d)", messages[4]["content"]).groups()
+        assert messages[3]["content"] == price
+        assert messages[5]["content"] == str(int(count) * int(price))
+
+    calls = [("look_up", {"item": "cheeses"}), ("look_up", {"item": "gold"}), ("calculate", {"expression": "().a"}),
+             ("calculate", {"expression": "7 * 4"})]  # fmt: skip
+    written_calls = [f"[TOOL_CALLS]{name}{json.dumps(given)}" for name, given in calls]
+    prompts = [make_prompt("What do four cheeses cost?", "28")]
     options = {"prompts": prompts, "limits": LIMITS, "tokenizer": ToolTokenizer(), "engine_tokens": 200}
-    engine = writes([*answers, "It is 10."], sign="assistant: ")
-    [episode], _ = run(str(EXAMPLES / "two_tools.py"), engine, **options)
+    agent = str(EXAMPLES / "two_tools.py")
+    [episode], _ = run(agent, writes([*written_calls, "done"], sign="assistant: "), **options)
     results = [text.removeprefix("\ntool: ").partition("<eos>")[0] for text in feedback(episode)]
-    wrong = "Error: ValueError: only numbers, + - * / and parentheses are known"
-    assert results == ["3", "Error: KeyError: 'gold'", "10", wrong]
+    assert results[:2] == ["7", "Error: KeyError: 'gold'"]
+    assert results[2].startswith("Error: ValueError: only numbers, + - * /")
+    assert "more characters are left out" in results[2]
+    assert results[3] == "28"
     assert episode.verdict.reward == 1.0
     assert dict(episode.verdict.extra)["tool_failed"] == 2.0
+    in_the_head = (
+        ["28"],
+        [written_calls[0], "28"],
+        [written_calls[3], "28"],
+        [written_calls[3], written_calls[0], "28"],
+    )
+    for answers in in_the_head:
+        [episode], _ = run(agent, writes(answers, sign="assistant: "), **options)
+        assert episode.verdict.reward == 0.0
 
 
 def test_openrlhf_math(tmp_path):

@@ -39,7 +39,7 @@ print(pathlib.Path("examples").is_dir())
 
 
 def test_examples_of_agents_are_found():
-    assert {"math_retries", "openrlhf_math"} <= {name for name in AGENTS if AGENTS[name]}
+    assert {"math_retries", "openai_client", "openrlhf_math", "two_tools"} <= {name for name in AGENTS if AGENTS[name]}
 
 
 @pytest.mark.parametrize("name", [name for name in AGENTS if AGENTS[name]])
