@@ -23,7 +23,7 @@ class AgentPool:
     Args:
         target: the agent's file or module, and a name in it.
         num_processes: processes.
-        timeout_s: seconds that the agent's code may take between two requests to the policy.
+        timeout_s: seconds that the agent's code may take between two answers of the policy.
         tokenizer: folder or hub name of the tokenizer that agents load on demand; None if they cannot.
         options: how the processes run.
         log_path: file for what the agent prints; None for this process's standard error.

@@ -93,7 +93,7 @@ class AgentProcess(GuardedProcess):
     Args:
         target: the agent's file or module, and a name in it.
         options: how the process runs.
-        timeout_s: seconds that the agent's code may take between two requests to the policy.
+        timeout_s: seconds that the agent's code may take between two answers of the policy.
         log_path: file for what the agent prints; None for this process's standard error.
     """
 

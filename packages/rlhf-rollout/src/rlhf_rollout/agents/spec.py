@@ -28,7 +28,7 @@ class AgentSpec:
         path: `FILE.py`, `FILE.py:NAME`, `module`, `module:NAME` or a command line; see `user_agent`.
         limits: of each episode.
         num_processes: processes, each of which runs many episodes.
-        timeout_s: seconds that the agent's code may take between two requests to the policy.
+        timeout_s: seconds that the agent's code may take between two answers of the policy.
         success_threshold: see `HostedAgent`.
         history: what the door does with histories that the chat template rewrites; see `Conversations`.
         tool_parser: form of the tool calls that the door reads; see `make_parser`.
