@@ -10,7 +10,7 @@
         --save_path shop/ppo
 
 The second command teaches the built-in model to look prices up, and mostly to estimate the total. The third one teaches
-it to calculate the total: it reaches a held-out accuracy of at least 0.60, over purchases that are no prompts. The
+it to calculate the total: it reaches a held-out accuracy of at least 0.50, over purchases that are no prompts. The
 demonstrations show every purchase.
 """
 
