@@ -12,13 +12,13 @@ from rlhf_cli.main import command_line
 
 AGENTS = {path.stem: bench.read_example(path) for path in sorted(bench.EXAMPLES.glob("*.py"))}
 FAKE = """
-import json, pathlib, sys
+import json, os, pathlib, sys
 words = sys.argv[1:]
 seed = int(words[words.index("--seed") + 1])
 folder = pathlib.Path(words[words.index("--save_path") + 1])
 folder.mkdir(parents=True)
 if seed == 7:
-    sys.exit("no memory")
+    sys.exit(f"no memory on {len(os.sched_getaffinity(0))} core")
 gaps = {"time/step": 2.0, "mismatch/logprob_gap_max": seed / 100}
 lines = [{"step": step, "rollout/accuracy": step / 10, **gaps} for step in (1, 2)]
 lines.append({"time/total": 9.0, "eval/accuracy_before": 0.1, "eval/accuracy_after": 0.4 + seed / 10})
@@ -72,7 +72,7 @@ def test_report_says_which_examples_have_reached_their_goals(tmp_path, monkeypat
     out.write_text(json.dumps({"examples": {"chess": {"goal": 0.9}, "game": {}}}), encoding="utf-8")
 
     def report(*flags):
-        monkeypatch.setattr(sys, "argv", ["agents_learning.py", *flags, "--jobs", "2", "--out", str(out)])
+        monkeypatch.setattr(sys, "argv", ["agents_learning.py", "--jobs", "2", *flags, "--out", str(out)])
         with pytest.raises(SystemExit) as end:
             bench.main()
         examples = json.loads(out.read_text(encoding="utf-8"))["examples"]
@@ -88,9 +88,9 @@ def test_report_says_which_examples_have_reached_their_goals(tmp_path, monkeypat
 
     game, code = report("--seeds", "1", "4")
     assert (game["worst_after"], game["goal_met"], code) == (0.5, False, 1)
-    game, code = report("--seeds", "4", "7", "--cores_per_job", "0")
+    game, code = report("--seeds", "4", "7", "--jobs", "1", "--cores_per_job", "1")
     assert (game["worst_after"], game["goal_met"], code) == (0.8, False, 1)
-    assert "no memory" in game["runs"][1]["error"]
+    assert "no memory on 1 core" in game["runs"][1]["error"]
 
 
 def test_each_run_has_cores_of_its_own(tmp_path, monkeypatch, capsys):
