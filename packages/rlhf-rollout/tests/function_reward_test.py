@@ -34,8 +34,8 @@ def score(reward, texts, *, prompt=None, **options):
 
 
 def gone(process_id):
-    """Whether the process ends within two seconds."""
-    for _ in range(100):
+    """Whether the process ends within 15 seconds."""
+    for _ in range(750):
         try:
             with open(f"/proc/{process_id}/stat") as file:
                 state = file.read().rsplit(")", 1)[1].split()[0]
