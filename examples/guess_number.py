@@ -10,9 +10,9 @@
         --actor_learning_rate 1e-3 --generate_max_len 4 --agent_func_path examples/guess_number.py --max_steps 4 \
         --agent_max_len 192 --save_path guess/ppo
 
-`sft` shows the built-in model games of a careless player, and `ppo` lets it find out which guesses win. With
-`--seed 1` on two CPU cores, the share of games that are won rises from 0.345 to 0.815. Four guesses that ignore the
-answers win 0.4 of the games at most.
+`sft` shows the built-in model games of a careless player, and `ppo` lets it find out which guesses win. Accuracy is the
+share of games that are won, which is 0.4 at most for four guesses that ignore the answers. With each of the seeds 1, 2
+and 3 it reaches a held-out accuracy of at least 0.60.
 """
 
 import json

@@ -2,7 +2,7 @@
 
     rlhf ppo --agent_func_path examples/openai_client.py --max_steps 3 --agent_max_len 192 --train_steps 20
 
-It reaches a held-out accuracy of at least 0.60 within three attempts.
+With each of the seeds 1, 2 and 3 it reaches a held-out accuracy of at least 0.60 within three attempts.
 
 `run_episode` serves many episodes per process. The file is also a program that knows nothing of training, which
 `--agent_func_path 'python examples/openai_client.py'` starts for each episode: it finds the policy at OPENAI_BASE_URL,
