@@ -270,7 +270,7 @@ def test_resume_with_other_settings_is_refused_and_changes_nothing(prompts, tmp_
     assert main(arguments(prompts, out)) == 0
     before = out.read_text()
     assert main([*arguments(prompts, out), *more, "--resume"]) == 2
-    assert "was written with another model, other prompts, sampling or rewards" in capsys.readouterr().err
+    assert "was written with another model or agent, other prompts, sampling or rewards" in capsys.readouterr().err
     assert out.read_text() == before
 
 

@@ -3,7 +3,6 @@
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
-from rlhf_cli.config.agent import AgentSection
 from rlhf_cli.config.algorithm import AlgorithmSection
 from rlhf_cli.config.checkpoint import CheckpointSection
 from rlhf_cli.config.data import PromptSection
@@ -17,6 +16,7 @@ from rlhf_cli.config.training import PpoTrainingSection
 from rlhf_data.checks import check_has_metric, check_range, missing, once, without_effect
 from rlhf_data.errors import ConfigError
 from rlhf_data.options import Config, matching
+from rlhf_rollout.commands.sections import AgentSection
 
 if TYPE_CHECKING:
     from rlhf_train.online.job import BatchSizes
@@ -54,8 +54,9 @@ class PpoConfig(Config):
         """See `Config`. Notices come in the order of a run: rewards, objective, training, evaluation, placement."""
         given = with_places(self, given)
         num_samples = self.rollout.n_samples_per_prompt
-        notices = self.reward.check_training(given, self.rollout.generate_max_len, num_samples)
-        notices += self.agent.check(given)
+        max_tokens = self.rollout.generate_max_len
+        notices = self.reward.check_training(self.agent.beside(given), max_tokens, num_samples)
+        notices += self.agent.check(given, "reward_by_turn", "turn_gamma", "group_by")
         notices += self.algorithm.check(given, self.batch.num_updates)
         notices += self.training.check(given)
         notices += _check_training(self, given)

@@ -13,6 +13,7 @@ from rlhf_rollout.commands.sections import (
     FUNCTION_OPTIONS,
     JUDGE_OPTIONS,
     PROCESS_OPTIONS,
+    AgentSection,
     EngineModelSection,
     EngineSection,
     GroupSamplingSection,
@@ -136,6 +137,7 @@ class GenerateConfig(Config):
     model: EngineModelSection = EngineModelSection()
     data: PromptSection = PromptSection()
     rollout: GenerateSampling = GenerateSampling()
+    agent: AgentSection = AgentSection()
     engine: OneEngineSection = OneEngineSection()
     reward: RewardSection = RewardSection()
     output: GenerateFileSection = GenerateFileSection()
@@ -159,13 +161,17 @@ class GenerateConfig(Config):
         if num_samples > 1 and self.rollout.temperature == 0:
             message = f"--n_samples_per_prompt is {num_samples} at --temperature 0"
             raise ConfigError(f"{message}: greedy responses are all the same", hint="use 1 sample, or a temperature")
+        if kind != "rollouts" and self.agent.agent_func_path is not None:
+            message = f"--post_processor {kind} makes rows of one prompt and one answer, and episodes of an agent have"
+            raise ConfigError(f"{message} several turns", hint="drop --post_processor, or --agent_func_path")
         template = self.output.reward_template
         if kind == "csft" and not all(template.count(part) == 1 for part in ("{input}", "{reward}")):
             raise ConfigError(f"--reward_template must hold {{input}} and {{reward}} once, got {template!r}")
         if self.output.overwrite and self.output.resume:
             message = "--overwrite and --resume: a file is either replaced or continued"
             raise ConfigError(message, hint="give one of them")
-        notices = self.engine.check(given)
+        notices = self.engine.check(given) + self.agent.check(given)
+        given = self.agent.beside(given)
         if has_reward:
             notices += self.reward.check(given, num_samples)
         return notices + without_effect(

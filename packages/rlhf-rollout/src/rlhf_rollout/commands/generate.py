@@ -10,7 +10,6 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from rlhf_data.prompts import PromptSet, load_prompts
 from rlhf_data.records import FinishReason
 from rlhf_data.rows import RowErrors
 from rlhf_data.sources import parse_probs
-from rlhf_rollout.agents import SingleTurn
+from rlhf_rollout.agents import AgentSpec, check_agent, make_workflow
 from rlhf_rollout.commands.configs import GenerateConfig, GenerateFileSection
 from rlhf_rollout.commands.parts import EngineJob, RewardJob, check_new_file, make_engine, open_prompts, write_rows
 from rlhf_rollout.commands.post_process import training_rows
@@ -46,7 +45,8 @@ class GenerateJob:
         seed: of the order in which prompts are drawn from several sources.
         engine: the engine that answers.
         sampling: how responses are sampled.
-        reward: what scores the responses; without sources they are not scored.
+        agent: turns prompts into episodes of several turns; None for single turns.
+        reward: what scores the responses to which the agent gives no reward; without sources they are not scored.
         output: the file of results, and their form.
     """
 
@@ -54,6 +54,7 @@ class GenerateJob:
     seed: int
     engine: EngineJob
     sampling: SamplingParams
+    agent: AgentSpec | None
     reward: RewardJob
     output: GenerateFileSection
 
@@ -77,9 +78,11 @@ class GenerateJob:
         return prompts, cells
 
     def digest(self, prompts: PromptSet) -> str:
-        """Return a hash of everything that determines the rollouts: model, sampling, rewards and prompts."""
+        """Return a hash of everything that determines the rollouts: model, sampling, agent, rewards and prompts."""
         spec = self.engine.spec
         settings = (self.engine.kind, spec.model, spec.tokenizer, spec.dtype, self.sampling)
+        if self.agent is not None:
+            settings += (self.agent.path, self.agent.limits, self.agent.history, self.agent.tool_parser)
         rewards = (self.reward.sources, self.reward.options.normalize_reward, self.reward.options.judge_model)
         asked = [(prompt.prompt_id, prompt.token_ids.tobytes(), prompt.label) for prompt in prompts]
         return hashlib.sha256(repr((settings, rewards, asked)).encode()).hexdigest()[:16]
@@ -89,13 +92,16 @@ def make_job(config: GenerateConfig) -> GenerateJob:
     """Return the job of a configuration. Raises ConfigError for numbers that cannot work."""
     # Both are read again where they are used. Reading them here lets a dry run refuse them.
     parse_probs("prompt_data_probs", config.data.prompt_data_probs)
-    config.reward.calls()
+    calls = config.reward.calls()
     rollout = config.rollout
+    max_len, _ = config.agent.max_len(config.data.prompt_max_len, rollout.generate_max_len)
+    agent = config.agent.agent_func_path
     return GenerateJob(
         data=config.data,
         seed=rollout.seed or 0,
-        engine=make_engine(config.model, config.engine, config.data.prompt_max_len + rollout.generate_max_len),
+        engine=make_engine(config.model, config.engine, max_len),
         sampling=rollout.params(rollout.n_samples_per_prompt, rollout.seed),
+        agent=None if agent is None else config.agent.spec(agent, max_len, calls),
         reward=RewardJob(config.reward, config.model.dtype),
         output=config.output,
     )
@@ -105,7 +111,8 @@ def run(job: GenerateJob) -> int:
     """Generate, score and write; return 1 when some prompts failed, else 0.
 
     Raises:
-        ConfigError: an output file exists, a model does not exist, or a reward cannot be used.
+        ConfigError: an output file exists, a model or an agent does not exist, or a reward cannot be used.
+        RewardError: the agent cannot be imported.
         DataError: rows cannot be used.
     """
     output = job.output
@@ -119,6 +126,9 @@ def run(job: GenerateJob) -> int:
             problem = check_reward(source, task.prompts[:_NUM_TRIED], job.reward.options.calls())
         if problem:
             TERMINAL.say(f"warning: the reward {source.kind} failed a trial call: {problem}")
+    if job.agent is not None:
+        with TERMINAL.progress.doing("importing the agent"):
+            check_agent(job.agent)
     status = asyncio.run(_write_rollouts(task)) if len(task.done) < len(task.prompts) else 0
     if job.rollouts_path != output.path:
         rows = training_rows(job.rollouts_path, output.post_processor, **matching(training_rows, output))
@@ -190,10 +200,11 @@ def take_up(path: Path, digest: str, num_samples: int) -> frozenset[int]:
                 message = f"{path}: {line[:60]!r} is not a record of a run that can be continued"
                 raise DataError(message, hint="give another --output_path, or --overwrite") from None
             if found != digest:
-                message = f"{path} was written with another model, other prompts, sampling or rewards"
+                message = f"{path} was written with another model or agent, other prompts, sampling or rewards"
                 raise ConfigError(message, hint="give the options of that run, or another --output_path")
             count += 1
-            if count == num_samples:
+            # An episode of an agent may be several rollouts.
+            if count == record.get("num_rollouts", num_samples):
                 done.add(number)
                 size = offset
                 count = 0
@@ -217,8 +228,15 @@ async def _write_rollouts(task: _Task) -> int:
             job.rollouts_path.unlink(missing_ok=True)
         writer = RolloutWriter(job.rollouts_path)
         stack.callback(writer.close)
-        decode = partial(task.tokenizer.decode, skip_special_tokens=True)
-        workflow = SingleTurn(EngineRouter([engine]), decode)
+        workflow = make_workflow(
+            job.agent,
+            EngineRouter([engine]),
+            task.tokenizer,
+            tokenizer_path=job.engine.tokenizer,
+            gives_reward=not job.reward.sources,
+        )
+        stack.push_async_callback(workflow.close)
+        await workflow.start()
         results = generate_groups(
             task.prompts,
             workflow,
@@ -238,16 +256,16 @@ async def _write_rollouts(task: _Task) -> int:
                 failures.append(f"{result.prompt.prompt_id}: {result.failure}")
             else:
                 number = int(result.group_id.rpartition("/")[2])
-                writer.write(result.group, run=task.digest, input=task.inputs[number])
+                size = len(result.group.rollouts)
+                writer.write(result.group, run=task.digest, input=task.inputs[number], num_rollouts=size)
                 num_cut += sum(rollout.finish_reason is FinishReason.LENGTH for rollout in result.group.rollouts)
                 verdicts = [rollout.verdict for rollout in result.group.rollouts if rollout.verdict is not None]
                 rewards += [verdict.reward for verdict in verdicts if verdict.reward is not None]
             TERMINAL.progress.show("generating", done=counts.num_groups + counts.num_failed_groups, total=num_wanted)
     TERMINAL.say(_summary(counts, rewards, time.monotonic() - started, job.rollouts_path))
     if num_cut:
-        TERMINAL.say(
-            f"{num_cut} of {counts.num_generated} rollouts were cut by --generate_max_len {job.sampling.max_tokens}"
-        )
+        limit = f"--generate_max_len {job.sampling.max_tokens}" if job.agent is None else "a limit of the episode"
+        TERMINAL.say(f"{num_cut} of {counts.num_generated} rollouts were cut by {limit}")
     for failure in failures[:_NUM_SHOWN_FAILURES]:
         TERMINAL.say(f"failed: {failure}")
     return 1 if failures else 0
