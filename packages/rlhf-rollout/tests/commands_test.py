@@ -246,6 +246,7 @@ def test_generate_job_holds_what_the_flags_say():
             tokenizer="t",
         ),
         sampling=SamplingParams(num_samples=2, max_tokens=20, temperature=0.5, top_p=0.5, top_k=4, seed=7),
+        agent=None,
         reward=RewardJob(
             RewardSection(
                 remote_rm_url="f.py",

@@ -74,6 +74,7 @@ class ScriptedCore:
                     new_token_ids=[token],
                     new_logprobs=SimpleNamespace(logprobs=np.array([[-0.5 * token]], np.float32)),
                     finish_reason=self.end_reason if done else None,
+                    prefill_stats=SimpleNamespace(num_cached_tokens=token) if token == 1 else None,
                 )
             )
         return SimpleNamespace(outputs=outputs)

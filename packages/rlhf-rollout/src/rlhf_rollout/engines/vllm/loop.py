@@ -326,8 +326,8 @@ class StepLoop:
             if sample is None:  # aborted, but its step was already in flight
                 continue
             sample.token_ids += output.new_token_ids
-            if output.prefill_stats is not None:
-                sample.num_cached_tokens = output.prefill_stats.num_cached_tokens
+            if (prefilled := getattr(output, "prefill_stats", None)) is not None:  # not every version of vLLM says
+                sample.num_cached_tokens = prefilled.num_cached_tokens
             if output.new_logprobs is not None:
                 sample.logprobs += output.new_logprobs.logprobs[:, 0].tolist()
             if output.finish_reason is not None:
