@@ -65,12 +65,12 @@ def test_reward_path_resolves_files_only(folder, text, resolved):
         ("a.py", "{}/a.py"),
         ("a.py:solve", "{}/a.py:solve"),
         ("package.module", "package.module"),
-        ("python a.py --file 'my data.txt' --times 3", "python {}/a.py --file '{}/my data.txt' --times 3"),
+        ("sh a.py --file 'my data.txt' --times 3", "sh {}/a.py --file '{}/my data.txt' --times 3"),
         ("sh /bin/sh absent.sh", "sh /bin/sh absent.sh"),
     ],
 )
 def test_agent_path_resolves_files_also_those_in_a_command_line(folder, text, resolved):
-    for name in ("a.py", "my data.txt", "python"):
+    for name in ("a.py", "my data.txt", "sh"):
         (folder / name).write_text("")
     assert paths.agent_path(text) == resolved.format(folder, folder)
 

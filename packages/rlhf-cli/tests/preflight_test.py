@@ -375,7 +375,7 @@ def test_check_inputs_agent_needs_no_template_for_conversations(folder, models, 
 
 def test_check_inputs_agent_is_the_command_line_of_a_program(folder, models):
     (folder / "agent.py").write_text("")
-    assert check(folder, models, "--agent_func_path", "python agent.py 3").agent == f"python {folder}/agent.py 3"
+    assert check(folder, models, "--agent_func_path", "sh agent.py 3").agent == f"sh {folder}/agent.py 3"
     argv = ["--agent_func_path", "python_that_is_not_there agent.txt"]
     assert "neither a Python file nor a module, nor a program that can be run" in refused(folder, models, *argv)
 
