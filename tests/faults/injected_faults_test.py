@@ -271,3 +271,13 @@ def test_episodes_of_several_rollouts_and_failed_ones_are_accounted_for(make_run
     # Of sixteen prompts per step with four samples, one fails. The episodes of the others have two rollouts.
     assert (counts.requested, counts.trained, counts.failed) == (3 * (15 * 8 + 4), 3 * 15 * 8, 3 * 4)
     assert trained_twice(run) == []
+    assert len([text for text in run.listener.warnings if text.startswith("the agent gives rewards of its own")]) == 1
+
+
+def test_reward_of_the_flags_scores_what_the_agent_leaves_to_it(make_run, tmp_path):
+    (tmp_path / "agent.py").write_text("async def run_episode(session):\n    await session.reply()\n")
+    agent = AgentSpec(path=str(tmp_path / "agent.py"), limits=EpisodeLimits(max_length=64), num_processes=1)
+    run = make_run(SpreadReward(), agent=agent, num_steps=1)
+    train_and_save(run.job, run.parts, run.recorder)
+    assert accounted(run).trained == 64
+    assert not [text for text in run.listener.warnings if "rewards of its own" in text]

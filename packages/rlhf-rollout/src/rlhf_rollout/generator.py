@@ -47,6 +47,7 @@ class GenerationCounts:
         num_response_tokens: response tokens in complete groups.
         cached_share: share of all prompt tokens that was in the engines' caches; None if no engine says.
         verdicts: number of rollouts per kind of verdict; empty without a reward.
+        num_scored_groups: groups of which the reward has scored a rollout; a workflow may give verdicts of its own.
         generate_s: seconds from the start of the call to the end of the last generation.
         score_s: seconds from the start of the call to the last reward.
         waiting: what each group in flight waits for, "an engine" or "its reward", and since when by `time.monotonic`.
@@ -61,6 +62,7 @@ class GenerationCounts:
     num_response_tokens: int = 0
     cached_share: float | None = None
     verdicts: Counter[VerdictKind] = field(default_factory=Counter)
+    num_scored_groups: int = 0
     generate_s: float = 0.0
     score_s: float = 0.0
     waiting: dict[str, tuple[str, float]] = field(default_factory=dict)
@@ -243,6 +245,7 @@ class _Run:
                 del self.counts.waiting[group_id]
         if self.reward is not None and any(episode.verdict is None for episode in episodes):
             self.counts.waiting[group_id] = "its reward", time.monotonic()
+            self.counts.num_scored_groups += 1
             try:
                 episodes = await _score(self.reward, prompt, episodes)
             finally:

@@ -94,6 +94,7 @@ class Rollouts:
             log_path=agent_log,
         )
         self._send_weights = send_weights
+        self._is_reward_idle = False  # the agent gives all rewards; warned of once
         self._size_bytes = 0  # of the weights
         self._counts = GenerationCounts()  # of the generation under way
         self._supervisor = EngineSupervisor(engines, router, self._send, observer.warning)
@@ -237,6 +238,12 @@ class Rollouts:
         if failures := [result.failure for result in outcome if result.group is None]:
             text = f"{group_id_prefix}: {len(failures)} of {len(outcome)} rollout groups failed in an engine"
             self._observer.warning(f"{text}; the last: {failures[-1]}")
+        if self._job.agent and self._job.reward.sources and not counts.num_scored_groups and not self._is_reward_idle:
+            self._is_reward_idle = True
+            self._observer.warning(
+                "the agent gives rewards of its own, so the reward that the flags name has scored nothing"
+                "; let the agent return none where that reward is to score"
+            )
         # Groups arrive in the order in which they finish, which varies from run to run. Sorting them by number makes
         # two runs with one seed train on the same batches in the same order.
         outcome.sort(key=lambda result: int(result.group_id.rpartition("/")[2]))
