@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from rlhf_rollout.agents.gateway import Gateway
 
 _SEED_STRIDE = 1_000_003  # between the seeds of a group's episodes; every answer of an episode adds one
-# After how many collections of younger objects Python's garbage collector goes through all objects; 10 by default. With
-# ten thousand episodes under way, that stops the event loop for up to a second.
-_FULL_COLLECTION_EVERY = 500
+# After how many collections Python's garbage collector goes through the next older objects, and through all; 10 and 10
+# by default. With ten thousand episodes under way, they would stop the event loop for up to 0.1 and 1 s.
+_COLLECTIONS = (1, 5000)
 
 _CUT = Verdict(VerdictKind.WRONG, 0.0, detail="a limit ended the episode before its reward")
 
@@ -140,8 +140,7 @@ class HostedAgent:
 
         Raises RewardError when the agent cannot be imported.
         """
-        young, middle, _ = gc.get_threshold()
-        gc.set_threshold(young, middle, _FULL_COLLECTION_EVERY)
+        gc.set_threshold(gc.get_threshold()[0], *_COLLECTIONS)
         if self.gateway is not None:
             await self.gateway.start()
         await self._pool.start()
