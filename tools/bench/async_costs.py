@@ -1,0 +1,147 @@
+"""The inputs of `async_sim`: what an online run costs, and how long its responses are."""
+
+import itertools
+import json
+import math
+import random
+import statistics
+import tomllib
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from async_model import Costs, Group, Layout, simulate
+
+_NOT_TRAINING = ("generate", "reward", "sync", "evaluate", "save", "checkpoint", "step")  # phases of a step
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredRun:
+    """What a synchronous run says about its costs.
+
+    Attributes:
+        costs: fitted to the seconds of its steps.
+        steps: the groups of each step, in the order of the batch.
+        num_engines, slots, batch_size: sizes of the run.
+    """
+
+    costs: Costs
+    steps: tuple[tuple[Group, ...], ...]
+    num_engines: int
+    slots: int
+    batch_size: int
+
+    @property
+    def groups(self) -> list[Group]:
+        """The groups of all steps."""
+        return list(itertools.chain.from_iterable(self.steps))
+
+
+def log_normal_groups(
+    number: int, samples: int, *, prompt_tokens: int, median: float, p99: float, longest: int, seed: int = 0
+) -> list[Group]:
+    """Return groups whose response lengths in tokens are log-normal, up to `longest`, each drawn by itself."""
+    rng = random.Random(seed)
+    sigma = math.log(p99 / median) / statistics.NormalDist().inv_cdf(0.99)
+
+    def length() -> int:
+        return min(max(round(rng.lognormvariate(math.log(median), sigma)), 1), longest)
+
+    return [Group(prompt_tokens, tuple(length() for _ in range(samples))) for _ in range(number)]
+
+
+def read_groups(path: Path) -> dict[int, list[Group]]:
+    """Return the trained groups of each step from a `rollouts.jsonl`, in the order of the file."""
+    lengths: dict[tuple[int, str], list[tuple[int, int]]] = defaultdict(list)
+    with path.open(encoding="utf-8") as lines:
+        for record in map(json.loads, lines):
+            if record.get("kept", True):
+                asked = sum(span["num_tokens"] for span in record["spans"] if span["source"] == "prompt")
+                lengths[record["step"], record["group_id"]].append((asked, len(record["token_ids"]) - asked))
+    steps: dict[int, list[Group]] = defaultdict(list)
+    for (step, _), pairs in lengths.items():
+        steps[step].append(Group(pairs[0][0], tuple(answered for _, answered in pairs)))
+    return dict(steps)
+
+
+def fit(columns: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
+    """Return the coefficients, none of them negative, with which the columns come closest to `seconds`.
+
+    Least squares over every choice of columns; a column that is left out has the coefficient 0.
+    """
+    x, y = np.array(columns, dtype=float).T, np.array(seconds, dtype=float)
+    best = [0.0] * x.shape[1]
+    best_error = float(y @ y)
+    for size in range(1, x.shape[1] + 1):
+        for chosen in itertools.combinations(range(x.shape[1]), size):
+            found = np.linalg.lstsq(x[:, chosen], y, rcond=None)[0]
+            error = float(((x[:, chosen] @ found - y) ** 2).sum())
+            if min(found) >= 0 and error < best_error * (1 - 1e-9):
+                best_error = error
+                best = [0.0] * x.shape[1]
+                for column, value in zip(chosen, found, strict=True):
+                    best[column] = float(value)
+    return best
+
+
+def decode_steps(groups: Sequence[Group], num_engines: int, slots: int) -> float:
+    """Return how many decode steps the slowest engine makes for these groups, which all wait at the start."""
+    unit = Costs(decode_s=((1, 1.0),), train_token_s=0.0)
+    return simulate(unit, Layout(num_engines=num_engines, slots=slots, batch_size=len(groups)), groups, 1).seconds
+
+
+def read_run(folder: Path, skip: int = 2) -> MeasuredRun:
+    """Return the costs and lengths of a synchronous run.
+
+    A step's generation is fitted as a part per prompt token, one per decode step and one per response token; all other
+    phases but the weight sync as a constant and a part per token of the batch.
+
+    Args:
+        folder: its --save_path.
+        skip: steps at the start that warm up and are left out of the fit.
+    """
+    config = tomllib.loads((folder / "config.toml").read_text(encoding="utf-8"))
+    num_engines, slots = config["engine"]["vllm_num_engines"], config["engine"]["vllm_max_num_seqs"]
+    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    steps = [line for line in map(json.loads, lines) if "time/step" in line]
+    groups = read_groups(folder / "rollouts.jsonl")
+    used = [step for step in steps[skip:] if step["step"] in groups]
+    if len(used) < 4:
+        raise ValueError(f"{folder} has {len(used)} steps after the first {skip}; a fit needs at least 4")
+    work = [groups[step["step"]] for step in used]
+    prompts = [sum(group.prompt_tokens for group in step) for step in work]
+    answers = [sum(sum(group.lengths) for group in step) for step in work]
+    iterations = [decode_steps(step, num_engines, slots) for step in work]
+    per_prompt_token, per_step, per_token = fit(
+        [prompts, iterations, answers], [step["time/generate"] + step.get("time/reward", 0.0) for step in used]
+    )
+    tokens = [
+        sum(len(group.lengths) * group.prompt_tokens for group in step) + answered
+        for step, answered in zip(work, answers, strict=True)
+    ]
+    per_batch, per_trained_token = fit([[1.0] * len(used), tokens], [_training_seconds(step) for step in used])
+    # An engine that decodes n responses makes n tokens in a step.
+    per_token *= num_engines
+    return MeasuredRun(
+        costs=Costs(
+            decode_s=((1, per_step + per_token), (slots, per_step + per_token * slots)),
+            train_token_s=per_trained_token,
+            train_batch_s=per_batch,
+            prefill_token_s=per_prompt_token * num_engines,
+            sync_s=statistics.median(step.get("time/sync", 0.0) for step in used),
+        ),
+        steps=tuple(tuple(groups[step["step"]]) for step in steps if step["step"] in groups),
+        num_engines=num_engines,
+        slots=slots,
+        batch_size=config["rollout"]["rollout_batch_size"],
+    )
+
+
+def _training_seconds(step: dict[str, Any]) -> float:
+    """Return the seconds of all phases of a step in which the learner would work beside generation."""
+    phases = {name.removeprefix("time/"): value for name, value in step.items() if name.startswith("time/")}
+    return sum(value for name, value in phases.items() if name not in _NOT_TRAINING)

@@ -1,0 +1,116 @@
+"""Predict the throughput of layouts of an online run, from measured seconds and lengths.
+
+    python tools/bench/async_sim.py --from RUN_DIR --cards 2 8 64 --out async-sim.json
+    python tools/bench/async_sim.py --decode 1:0.006 256:0.014 --train_token_s 2e-5 --length_median 256 --cards 8
+
+`--from` derives all costs and lengths from `metrics.jsonl` and `rollouts.jsonl` of a synchronous run, and the options
+override them. For each number of cards, the table compares the synchronous run in which all cards take turns with
+splits into generating and training cards, synchronous and with each `--max_staleness`. `async_model.py` says what is
+simulated.
+"""
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from async_costs import log_normal_groups, read_run
+from async_model import Costs, Layout, Prediction, simulate
+from environment import command_line, environment
+
+
+def layouts(num_cards: int, base: Layout, stalenesses: Sequence[int]) -> list[Layout]:
+    """Return the layouts of so many cards: all in turn, and each split into eighths at every staleness.
+
+    `base` gives the slots, the batch size and what happens at an update.
+    """
+    both = replace(base, num_engines=num_cards, num_trainers=num_cards, max_staleness=0, at_update="drain", shared=True)
+    shares = sorted({min(max(round(num_cards * eighth / 8), 1), num_cards - 1) for eighth in range(1, 8)} - {0})
+    return [both] + [
+        replace(base, num_engines=share, num_trainers=num_cards - share, max_staleness=staleness)
+        for share in shares
+        for staleness in sorted({0, *stalenesses})
+    ]
+
+
+def table(predictions: Sequence[tuple[Layout, Prediction]]) -> str:
+    """Return lines of text, one per layout, with the throughput relative to the best synchronous layout."""
+    best = max(prediction.samples_per_s for layout, prediction in predictions if not layout.max_staleness)
+    lines = ["generate  train  staleness  samples/s  x sync  s/step  idle: generate  train  mean staleness"]
+    for layout, found in predictions:
+        cards = f"{'in turn':>8} {layout.num_trainers:6}" if layout.shared else None
+        cards = cards or f"{layout.num_engines:8} {layout.num_trainers:6}"
+        idle = f"{found.generation_idle:13.0%} {found.training_idle:7.0%}"
+        rate = f"{found.samples_per_s:10.2f} {found.samples_per_s / best:7.2f} {found.step_s:7.2f}"
+        lines.append(f"{cards} {layout.max_staleness:10} {rate} {idle:>20} {found.staleness_mean:15.2f}")
+    return "\n".join(lines)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--from", dest="run", type=Path, metavar="RUN_DIR", help="folder of a synchronous run")
+    parser.add_argument("--cards", type=int, nargs="+", default=[2])
+    parser.add_argument("--staleness", type=int, nargs="+", default=[1, 4])
+    parser.add_argument("--at_update", choices=["drain", "keep", "restart"], default="keep")
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--batch_size", type=int, help="prompts per step; default: 16 per card, or the run's")
+    parser.add_argument("--samples", type=int, default=8, help="responses per prompt, without --from")
+    parser.add_argument("--slots", type=int, help="responses per engine at once; default: 256, or the run's")
+    costs = parser.add_argument_group("costs, in seconds; they override those of --from")
+    costs.add_argument("--decode", nargs="+", metavar="RUNNING:SECONDS", help="a decode step, by running responses")
+    for name in ("prefill_token_s", "train_batch_s", "train_token_s", "sync_s", "reward_s", "turn_s"):
+        costs.add_argument(f"--{name}", type=float)
+    lengths = parser.add_argument_group("log-normal response lengths in tokens; they override those of --from")
+    lengths.add_argument("--length_median", type=float)
+    lengths.add_argument("--length_p99", type=float, help="default: 8 times the median")
+    lengths.add_argument("--length_max", type=int, help="default: 16 times the median")
+    lengths.add_argument("--prompt_tokens", type=int, default=256)
+    parser.add_argument("--out", type=Path)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Print the table of every number of cards, and write the report."""
+    parser = _parser()
+    options = parser.parse_args(argv)
+    measured = read_run(options.run) if options.run else None
+    if not measured and not (options.decode and options.train_token_s and options.length_median):
+        parser.error("without --from, --decode, --train_token_s and --length_median are needed")
+    names = ("prefill_token_s", "train_batch_s", "train_token_s", "sync_s", "reward_s", "turn_s")
+    given = {name: value for name in names if (value := getattr(options, name)) is not None}
+    if options.decode:
+        pairs = (text.split(":") for text in options.decode)
+        given["decode_s"] = tuple(sorted((float(running), float(seconds)) for running, seconds in pairs))
+    costs = replace(measured.costs, **given) if measured else Costs(**given)
+    groups = measured.groups if measured else ()
+    if options.length_median:
+        groups = log_normal_groups(
+            4096,
+            len(groups[0].lengths) if groups else options.samples,
+            prompt_tokens=options.prompt_tokens,
+            median=options.length_median,
+            p99=options.length_p99 or 8 * options.length_median,
+            longest=options.length_max or round(16 * options.length_median),
+        )
+    report: dict[str, Any] = {"benchmark": "async_sim", "costs": asdict(costs), "layouts": {}}
+    for num_cards in options.cards:
+        base = Layout(
+            slots=options.slots or (measured.slots if measured else 256),
+            batch_size=options.batch_size or (measured.batch_size if measured else 16 * num_cards),
+            at_update=options.at_update,
+        )
+        rows = [
+            (each, simulate(costs, each, groups, options.steps)) for each in layouts(num_cards, base, options.staleness)
+        ]
+        print(f"{num_cards} cards, {base.batch_size} prompts x {len(groups[0].lengths)} responses per step")
+        print(table(rows), end="\n\n")
+        report["layouts"][str(num_cards)] = [asdict(layout) | found.figures() for layout, found in rows]
+    if options.out:
+        head = {"command": command_line(options.out), "environment": environment()}
+        options.out.write_text(json.dumps(report | head, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
