@@ -17,7 +17,7 @@ from rlhf_data.prompts import PromptSet
 from rlhf_data.records import Prompt
 from rlhf_data.rows import Counts
 from rlhf_train.algorithms import CorrectionSpec
-from rlhf_train.online.job import DynamicSampling
+from rlhf_train.online.job import AsyncSpec, DynamicSampling
 
 CPU, MANY_GPUS = 0, 8
 AGENT = "--agent_func_path agents "
@@ -140,6 +140,9 @@ REACHES = [
     ("max_epochs", "2", "", "batch.max_epochs", 2),
     ("num_episodes", "2", "", "num_steps", 7),  # 200 prompts / 32 = 6.25
     ("train_steps", "2", "", "num_steps", 2),
+    ("async_train", "", "", "asynchronous", AsyncSpec()),
+    ("max_staleness", "3", "--async_train", "asynchronous.max_staleness", 3),
+    ("at_update", "restart", "--async_train", "asynchronous.at_update", "restart"),
     ("freezing_actor_steps", "1", "", "num_frozen_steps", 1),
     ("freezing_actor_steps", "-1", "", "num_frozen_steps", 0),
     ("enable_ema", "", "", "ema_beta", 0.992),

@@ -104,6 +104,10 @@ def test_table_has_no_flag_twice_for_a_command_and_names_options_that_exist():
         ("ppo", "--ds.zero_stage 3", "zero_stage", 3),
         ("ppo", "--eval.dataset e.jsonl --eval.steps 5", "eval_steps", 5),
         ("ppo", "--ckpt.output_dir ./out", "save_path", "./out"),
+        ("ppo", "--train.async_enable", "async_train", True),
+        ("ppo", "--async_train --async_queue_size 2", "max_staleness", 2),
+        ("ppo", "--async_train --partial_rollout", "at_update", "keep"),
+        ("ppo", "--async_train --partial_rollout false", "at_update", "drain"),
         ("ppo", "--ckpt.best_metric_key none", "best_metric_key", None),
         ("ppo", "--critic_pretrain None --advantage_estimator reinforce", "critic_pretrain", None),
         ("sft", "--model.model_name_or_path org/model", "pretrain", "org/model"),
@@ -148,9 +152,7 @@ def test_flag_with_nothing_left_to_choose_is_one_notice(command, argv):
 @pytest.mark.parametrize(
     ("command", "argv", "feature"),
     [
-        ("ppo", "--async_train", "asynchronous training (--async_train)"),
-        ("ppo", "--train.async_queue_size 2", "asynchronous training"),
-        ("ppo", "--partial_rollout", "responses that continue after a weight update"),
+        ("ppo", "--vllm_generate_batch_size 2048", "generating more prompts than a step trains"),
         ("ppo", "--ds.ring_attn_size 4", "sequence parallelism (ring attention)"),
         ("ppo", "--ds_tensor_parallel_size 2", "tensor-parallel training"),
         ("ppo", "--lora_rank 8", "adapters (LoRA) in reinforcement learning"),

@@ -120,9 +120,9 @@ def test_barren_steps_count_only_in_a_row(make_run):
     run = make_run(CrashingReward(), num_steps=9)
     for step in (1, 2):
         assert not run.step(step)
-    run.parts.rollouts._reward = SpreadReward()
+    run.parts.rollouts._service._reward = SpreadReward()
     assert run.step(3)
-    run.parts.rollouts._reward = CrashingReward()
+    run.parts.rollouts._service._reward = CrashingReward()
     for step in (4, 5):
         assert not run.step(step)
     with pytest.raises(RewardError):

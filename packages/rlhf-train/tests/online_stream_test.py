@@ -1,119 +1,239 @@
-"""Between generation and training: what may be started, what comes out, and what is too old."""
+"""Between generation and training: what may be admitted, what comes out and when, and how stale it is at most."""
 
 import numpy as np
 import pytest
 
 from record_testing import make_group
 from rlhf_data.records import FinishReason, Prompt, Rollout, Span, SpanSource
-from rlhf_train.online.stream import SampleStream
+from rlhf_train.online.stream import SampleStream, Ticket
 
 
-def group(number: int, *versions: int, prefix: str = "step1"):
-    """A group with one rollout per version."""
-    group_id = f"{prefix}/{number}"
+def group(ticket: Ticket, *versions: int):
+    """The group of a ticket, with one rollout per version."""
     rollouts = tuple(
         Rollout(
-            f"{group_id}/{index}",
-            group_id,
+            f"{ticket.group_id}/{index}",
+            ticket.group_id,
             (Span(SpanSource.PROMPT, [1]), Span(SpanSource.POLICY, [2], [-1.0], policy_version=version)),
             FinishReason.STOP,
         )
-        for index, version in enumerate(versions)
+        for index, version in enumerate(versions or (0,))
     )
-    return make_group(group_id, Prompt("p", np.array([1]), "p"), rollouts)
+    return make_group(ticket.group_id, Prompt("p", np.array([1]), "p"), rollouts)
 
 
-def fill(stream: SampleStream, *groups) -> None:
-    for one in groups:
-        stream.start()
-        stream.put(one)
+def admit(stream: SampleStream, count: int) -> list[Ticket]:
+    return [stream.admit(item) for item in range(count)]
+
+
+def complete(stream: SampleStream, *tickets: Ticket) -> None:
+    for ticket in tickets:
+        stream.put(ticket, group(ticket))
 
 
 def ids(groups) -> list[str]:
     return [one.group_id for one in groups]
 
 
+def taken(stream: SampleStream) -> list[str]:
+    return ids(stream.take()[0])
+
+
 def test_synchronous_stream_has_room_for_one_batch_and_none_while_the_learner_works():
-    stream = SampleStream(2)
+    stream = SampleStream(2, 9)
     assert stream.room == 2
-    stream.start()
-    assert (stream.room, stream.num_in_flight) == (1, 1)
-    stream.put(group(0, 0, 0, 0))
-    assert (stream.room, stream.num_in_flight, stream.num_queued_rollouts) == (1, 0, 3)
-    fill(stream, group(1, 0))
+    first = stream.admit(7)
+    assert (first.group_id, first.item, stream.room, stream.num_in_flight) == ("step1/00000", 7, 1, 1)
+    complete(stream, first)
+    assert (stream.room, stream.num_in_flight, stream.num_queued) == (1, 0, 1)
+    complete(stream, stream.admit(3))
     assert stream.room == 0
     with pytest.raises(AssertionError, match="without room"):
-        stream.start()
-    batch, stale = stream.take()
-    assert (ids(batch), stale, stream.num_queued_rollouts) == (["step1/0", "step1/1"], [], 0)
-    assert stream.room == 0
+        stream.admit(0)
+    assert (taken(stream), stream.num_queued) == (["step1/00000", "step1/00001"], 0)
+    assert stream.room == 0 and stream.is_being_trained
     stream.done(policy_version=4)
-    assert stream.room == 2
+    assert stream.room == 2 and not stream.is_being_trained
+    assert stream.admit(0).group_id == "step2/00000"
 
 
 def test_group_that_is_left_out_makes_room():
-    stream = SampleStream(1)
-    stream.start()
-    stream.leave_out()
+    stream = SampleStream(1, 9)
+    [ticket] = admit(stream, 1)
+    stream.leave_out(ticket)
     assert (stream.room, stream.num_in_flight) == (1, 0)
-    with pytest.raises(AssertionError, match="not started"):
-        stream.leave_out()
-    with pytest.raises(AssertionError, match="not started"):
-        stream.put(group(0, 0))
+    with pytest.raises(AssertionError, match="not in flight"):
+        stream.leave_out(ticket)
+    with pytest.raises(AssertionError, match="not in flight"):
+        complete(stream, ticket)
+    assert stream.admit(0).group_id == "step1/00001"
 
 
-def test_batch_comes_out_in_the_order_in_which_groups_were_started():
-    stream = SampleStream(12)
-    fill(stream, *[group(number, 0) for number in (10, 2, 0, 11)])
-    assert ids(stream.take()[0]) == ["step1/0", "step1/2", "step1/10", "step1/11"]
+def test_batch_comes_out_in_the_order_of_admission():
+    stream = SampleStream(12, 9)
+    tickets = admit(stream, 12)
+    complete(stream, *[tickets[number] for number in (10, 2, 0, 11)])
+    assert taken(stream) == [f"step1/{number:05d}" for number in (0, 2, 10, 11)]
 
 
 def test_batch_that_was_not_full_counts_as_a_full_one():
-    stream = SampleStream(3)
-    fill(stream, group(0, 0))
+    stream = SampleStream(3, 9)
+    complete(stream, *admit(stream, 1))
     stream.take()
     assert stream.room == 0
     stream.done(1)
     assert stream.room == 3
 
 
-def test_admission_counts_trained_queued_and_in_flight_against_version_and_staleness():
-    stream = SampleStream(2, max_staleness=1)
-    fill(stream, group(0, 0), group(1, 0))
-    assert stream.room == 0  # the queue has room for one batch
+def test_admission_counts_trained_queued_and_in_flight_against_finished_batches_and_staleness():
+    stream = SampleStream(2, 9, max_staleness=1)
+    complete(stream, *admit(stream, 4))
+    assert stream.room == 0  # (0 + 1 + 1) x 2
     stream.take()
-    assert stream.room == 2  # (0 + 1 + 1) x 2 - 2 taken
-    fill(stream, group(2, 0), group(3, 0))
-    stream.take()
-    assert stream.room == 0  # (0 + 1 + 1) x 2 - 4 taken: a third batch would be two updates old
+    assert stream.room == 0  # two taken, two queued
     stream.done(1)
     assert stream.room == 2
+    complete(stream, *admit(stream, 1))
+    stream.take()
+    assert stream.room == 1  # (1 + 1 + 1) x 2 - 4 taken - 1 queued
 
 
-@pytest.mark.parametrize(("max_staleness", "fresh"), [(0, ["s/3"]), (1, ["s/1", "s/2", "s/3"])])
-def test_group_with_a_token_of_older_weights_than_allowed_does_not_come_out(max_staleness, fresh):
-    stream = SampleStream(4, max_staleness)
+def test_no_prompt_is_admitted_that_could_not_be_trained_any_more():
+    stream = SampleStream(2, 2, max_staleness=3)
+    assert stream.room == 4
+    complete(stream, *admit(stream, 4))
+    for _ in range(2):
+        stream.take()
+        stream.done(1)
+        assert stream.room == 0
+
+
+def test_batch_waits_for_further_groups_only_while_some_may_come():
+    stream = SampleStream(2, 9, max_staleness=1)
+    complete(stream, *admit(stream, 1))
+    assert not stream.is_ready(can_grow=True)
+    assert stream.is_ready(can_grow=False)
+
+
+def test_slow_group_is_overtaken_until_its_last_batch_and_then_waited_for():
+    stream = SampleStream(2, 9, max_staleness=1)
+    slow, *others = admit(stream, 4)
+    complete(stream, *others)
+    assert stream.is_ready(can_grow=True)
+    assert taken(stream) == ["step1/00001", "step1/00002"]
+    stream.done(1)
+    complete(stream, *admit(stream, 2))
+    # Three groups are complete, but the next batch is the last one that may train on the slow group.
+    assert not stream.is_ready(can_grow=True)
+    complete(stream, slow)
+    assert taken(stream) == ["step1/00000", "step1/00003"]
+
+
+def test_batch_that_would_leave_too_little_room_for_urgent_groups_waits():
+    stream = SampleStream(1, 9, max_staleness=2)
+    first = admit(stream, 3)  # the last batches of all three are 0 to 2
+    complete(stream, first[0])
+    assert stream.is_ready(can_grow=True)
+    stream.take()
+    stream.done(1)
+    [late] = admit(stream, 1)
+    complete(stream, late)
+    # If it were trained now, both groups in flight would remain for the one batch 2.
+    assert not stream.is_ready(can_grow=True)
+    complete(stream, first[2])
+    assert stream.is_ready(can_grow=True)
+    assert taken(stream) == ["step1/00002"]
+
+
+def test_groups_that_failed_leave_a_short_batch_when_nothing_else_may_come():
+    stream = SampleStream(2, 9)
+    one, other = admit(stream, 2)
+    stream.leave_out(one)
+    complete(stream, other)
+    assert not stream.is_ready(can_grow=True)
+    assert stream.is_ready(can_grow=False)
+    assert taken(stream) == ["step1/00001"]
+
+
+@pytest.mark.parametrize(("max_staleness", "fresh"), [(0, [3]), (1, [1, 2, 3])])
+def test_group_with_a_token_of_weights_that_no_engine_should_have_does_not_come_out(max_staleness, fresh):
+    stream = SampleStream(4, 9, max_staleness)
     for version in (3, 5):  # two batches were trained, after which the weights had these versions
         stream.take()
         stream.done(version)
-    groups = [
-        group(0, 0, 5, prefix="s"),
-        group(1, 5, 3, prefix="s"),
-        group(2, 3, prefix="s"),
-        group(3, 5, 5, prefix="s"),
-    ]
-    fill(stream, *groups)
+    for versions in [(0, 5), (5, 3), (3,), (5, 5)]:
+        ticket = stream.admit(0)
+        stream.put(ticket, group(ticket, *versions))
     batch, stale = stream.take()
-    assert ids(batch) == fresh
-    assert ids(stale) == [name for name in ("s/0", "s/1", "s/2") if name not in fresh]
+    assert ids(batch) == [f"step3/{number:05d}" for number in fresh]
+    assert ids(stale) == [f"step3/{number:05d}" for number in range(4) if number not in fresh]
 
 
 def test_learner_is_done_only_with_what_it_took():
     with pytest.raises(AssertionError, match="not taken"):
-        SampleStream(1).done(0)
+        SampleStream(1, 9).done(0)
 
 
-@pytest.mark.parametrize(("size", "staleness"), [(0, 0), (1, -1)])
-def test_sizes_that_cannot_work_are_refused(size, staleness):
+@pytest.mark.parametrize(("size", "batches", "staleness"), [(0, 9, 0), (1, 0, 0), (1, 9, -1)])
+def test_sizes_that_cannot_work_are_refused(size, batches, staleness):
     with pytest.raises(ValueError, match=r"must be >= 1.*must be >= 0"):
-        SampleStream(size, staleness)
+        SampleStream(size, batches, staleness)
+
+
+def test_restored_stream_has_the_same_groups_waiting_and_prompts_in_flight():
+    stream = SampleStream(2, 9, max_staleness=1)
+    one, _, three, _ = admit(stream, 4)
+    complete(stream, three)
+    other = SampleStream(2, 9, max_staleness=1)
+    other.restore(stream.state())
+    assert [ticket.group_id for ticket in other.in_flight()] == ["step1/00000", "step1/00001", "step1/00003"]
+    assert (other.room, other.num_queued) == (0, 1)
+    with pytest.raises(AssertionError, match="not in flight"):
+        complete(other, one)  # of the first stream
+    complete(other, other.in_flight()[0])
+    assert taken(other) == ["step1/00000", "step1/00002"]
+    other.done(1)
+    assert other.admit(5).group_id == "step2/00000"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_nothing_is_lost_or_too_stale_in_whatever_order_groups_finish(seed):
+    """Random schedules: prompts are admitted, fail, finish in any order, and batches are taken whenever they may be."""
+    rng = np.random.default_rng(seed)
+    for _ in range(100):
+        check_random_schedule(rng, *(int(rng.integers(low, high + 1)) for low, high in ((1, 4), (1, 6), (0, 3))))
+
+
+def check_random_schedule(rng: np.random.Generator, size: int, batches: int, staleness: int) -> None:
+    stream = SampleStream(size, batches, staleness)
+    admitted_at: dict[str, int] = {}
+    lost: set[str] = set()
+    trained: list[str] = []
+    flying: list[Ticket] = []
+
+    def admit_one(batch):
+        flying.append(stream.admit(0))
+        admitted_at[flying[-1].group_id] = batch
+
+    for batch in range(batches):
+        while not stream.is_ready(can_grow=bool(flying) or stream.room > 0):
+            what = rng.choice(["admit"] * (stream.room > 0) + ["finish", "finish", "fail"] * bool(flying))
+            if what == "admit":
+                admit_one(batch)
+                continue
+            ticket = flying.pop(int(rng.integers(len(flying))))
+            if what == "fail":
+                stream.leave_out(ticket)
+                lost.add(ticket.group_id)
+            else:
+                stream.put(ticket, group(ticket, batch))
+        groups, stale = stream.take()
+        assert not stale and len(groups) == size
+        assert all(batch - admitted_at[name] <= staleness for name in ids(groups))
+        trained += ids(groups)
+        for _ in range(int(rng.integers(4))):  # the learner works meanwhile
+            if stream.room:
+                admit_one(batch)
+        stream.done(batch + 1)
+    assert len(set(trained)) == len(trained) == size * batches
+    assert set(admitted_at) == {*trained, *lost}

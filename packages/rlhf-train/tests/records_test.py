@@ -361,15 +361,15 @@ def test_summarize_keeps_its_own_numbers_apart_from_a_users_of_the_same_name():
 def test_ledger_balances_the_run_and_reports_the_step():
     ledger = Ledger()
     ledger.add(requested=10, failed=1, filtered=2)
-    ledger.check(queued=4, in_flight=3)
+    ledger.check(outstanding=7)
     ledger.add(trained=6.0, stale=1)
-    ledger.check(queued=0, in_flight=0)
+    ledger.check(outstanding=0)
     counts = {"generated": 10, "trained": 6, "filtered": 2, "failed": 1, "stale": 1}
     assert ledger.close_step() == {f"samples/{name}": count for name, count in counts.items()}
     ledger.add(requested=4, failed=4)
     assert ledger.run.requested == 14 and ledger.step.requested == 4
     assert ledger.close_step() == {f"samples/{name}": 4 * (name in ("generated", "failed")) for name in counts}
-    ledger.check(queued=0, in_flight=0)
+    ledger.check(outstanding=0)
 
 
 @pytest.mark.parametrize("name", ["requested", "trained", "filtered", "failed", "stale"])
@@ -380,15 +380,15 @@ def test_ledger_misses_a_rollout_of_an_earlier_step(name):
     ledger.close_step()
     ledger.add(requested=2, trained=2)
     with pytest.raises(RlhfError, match=r"rollouts were lost or counted twice: [78] requested"):
-        ledger.check(queued=0, in_flight=0)
+        ledger.check(outstanding=0)
 
 
-def test_ledger_misses_rollouts_that_are_neither_queued_nor_in_flight():
+def test_ledger_misses_rollouts_that_are_not_outstanding():
     ledger = Ledger()
     ledger.add(requested=3)
-    ledger.check(queued=1, in_flight=2)
-    with pytest.raises(RlhfError, match="1 queued, 1 in flight"):
-        ledger.check(queued=1, in_flight=1)
+    ledger.check(outstanding=3)
+    with pytest.raises(RlhfError, match="2 outstanding"):
+        ledger.check(outstanding=2)
 
 
 def test_metrics_of_tensors_are_merged_as_they_are_and_made_numbers_on_the_host():

@@ -118,6 +118,7 @@ def make_job(
         best_metric=evaluation.best_metric_key,
         checkpoints=replace(full.checkpoint.spec(), resume=config.checkpoint.continues),
         trackers=full.output.trackers("ppo", folder.name),
+        asynchronous=config.asynchrony.spec(),
     )
 
 

@@ -2,7 +2,7 @@
 
 from rlhf_rollout.agents import SingleTurn, Workflow
 from rlhf_rollout.engines import ENGINE_KINDS, EngineSpec, build_engine
-from rlhf_rollout.generator import GenerationCounts, GroupResult, PromptSupply, generate_groups
+from rlhf_rollout.generator import GenerationCounts, GroupResult, generate_groups
 from rlhf_rollout.protocols import Completion, EngineHealth, RewardFunction, RolloutEngine, SamplingParams
 from rlhf_rollout.rewards.function import FunctionReward, check_reward_function
 from rlhf_rollout.router import EngineRouter
@@ -17,7 +17,6 @@ __all__ = [
     "FunctionReward",
     "GenerationCounts",
     "GroupResult",
-    "PromptSupply",
     "RewardFunction",
     "RolloutEngine",
     "SamplingParams",

@@ -3,11 +3,11 @@
 import asyncio
 import dataclasses
 import itertools
-import time
 import zlib
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Container, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Container, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from rlhf_data.errors import ConfigError, EngineError
 from rlhf_data.records import Episode, Prompt, RolloutGroup, VerdictKind
@@ -50,7 +50,8 @@ class GenerationCounts:
         num_scored_groups: groups of which the reward has scored a rollout; a workflow may give verdicts of its own.
         generate_s: seconds from the start of the call to the end of the last generation.
         score_s: seconds from the start of the call to the last reward.
-        waiting: what each group in flight waits for, "an engine" or "its reward", and since when by `time.monotonic`.
+        waiting: what each group in flight waits for, "an engine" or "its reward", and since when by the clock of the
+            event loop.
     """
 
     num_groups: int = 0
@@ -86,60 +87,6 @@ class GenerationCounts:
                 self.verdicts[rollout.verdict.kind] += 1
 
 
-class PromptSupply:
-    """Hands out prompts until enough groups are kept: each group that is rejected or fails allows one more prompt.
-
-    A prompt is handed out while groups kept + groups in flight < target. So never more prompts are drawn than `target`
-    groups need. Which prompts are drawn, and which groups are kept, depends on the groups alone and not on the order in
-    which they finish. Pass the supply to `generate_groups` as its `prompts`, and `settle` as its `settle`.
-
-    Args:
-        draw: returns the next prompt; raises StopIteration when there is none.
-        target: groups to keep.
-        max_drawn: prompts to draw at most.
-        keep: returns whether a group is kept. Failed groups never are.
-
-    Attributes:
-        num_drawn: prompts handed out.
-        num_kept, num_rejected, num_failed: their outcomes; the other groups are in flight.
-
-    Raises:
-        ConfigError: `target` below 1 or above `max_drawn`.
-    """
-
-    def __init__(
-        self, draw: Callable[[], Prompt], target: int, max_drawn: int, keep: Callable[[RolloutGroup], bool]
-    ) -> None:
-        if not 1 <= target <= max_drawn:
-            raise ConfigError(
-                f"target is {target} groups and max_drawn is {max_drawn}; 1 <= target <= max_drawn must hold"
-            )
-        self._draw = draw
-        self._target = target
-        self._max_drawn = max_drawn
-        self._keep = keep
-        self.num_drawn = self.num_kept = self.num_rejected = self.num_failed = 0
-
-    def __iter__(self) -> Iterator[Prompt]:
-        return self
-
-    def __next__(self) -> Prompt:
-        num_lost = self.num_rejected + self.num_failed
-        if self.num_drawn - num_lost >= self._target or self.num_drawn >= self._max_drawn:
-            raise StopIteration  # for the moment: the next result may allow another prompt
-        prompt = self._draw()
-        self.num_drawn += 1
-        return prompt
-
-    def settle(self, result: GroupResult) -> bool:
-        """Count the result of a prompt that was handed out; return whether its group is kept."""
-        kept = result.group is not None and self._keep(result.group)
-        self.num_kept += kept
-        self.num_failed += result.group is None
-        self.num_rejected += result.group is not None and not kept
-        return kept
-
-
 async def generate_groups(
     prompts: Iterable[Prompt],
     workflow: Workflow,
@@ -160,8 +107,7 @@ async def generate_groups(
     iterator cancels the groups in flight.
 
     Args:
-        prompts: read as needed, so they may be endless. An exhausted iterator is asked again after every result while
-            groups are in flight, because it may have further prompts by then, as `PromptSupply` has.
+        prompts: read as needed, so they may be endless.
         workflow: turns each prompt into `sampling.num_samples` episodes.
         sampling: for every prompt. Its seed, if any, is mixed with `seed_key`, so that groups differ.
         reward: None leaves the rollouts without verdicts.
@@ -170,7 +116,7 @@ async def generate_groups(
         seed_key: mixed into the sampling seed together with the group's number; None for `group_id_prefix`. Calls with
             the same key use the same seeds, so that two policies can be compared.
         counts: updated with every result.
-        settle: called with every result before the next prompt is read and before the result is yielded.
+        settle: called with every result before it is yielded.
         skip: numbers of the groups that an earlier run finished. The other groups keep their numbers and seeds.
 
     Raises:
@@ -180,7 +126,8 @@ async def generate_groups(
     num_engines = len(workflow.router.engines)
     if not num_engines or max_in_flight < 1:
         raise ConfigError(f"{num_engines} engines and max_in_flight {max_in_flight}: both must be at least 1")
-    run = _Run(workflow, sampling, reward, counts or GenerationCounts(), asyncio.Semaphore(max_in_flight))
+    maker = GroupMaker(workflow, sampling, reward, counts or GenerationCounts())
+    slots = asyncio.Semaphore(max_in_flight)
     numbered = filter(lambda pair: pair[0] not in skip, enumerate(prompts))
     seed_key = group_id_prefix if seed_key is None else seed_key
     num_retries = workflow.router.num_retries
@@ -189,20 +136,20 @@ async def generate_groups(
     done: set[asyncio.Task[GroupResult]] = set()
     try:
         while True:
-            # `run.slots` lets half of these tasks generate; the others may wait for their rewards.
+            # The slots let half of these tasks generate; the others may wait for their rewards.
             for index, prompt in itertools.islice(numbered, 2 * max_in_flight - len(tasks)):
-                run.counts.num_requested += sampling.num_samples
+                maker.counts.num_requested += sampling.num_samples
                 number = f"{index:05d}"
-                group = run.group(f"{group_id_prefix}/{number}", prompt, f"{seed_key}/{number}")
+                group = _in_slot(slots, maker, f"{group_id_prefix}/{number}", prompt, f"{seed_key}/{number}")
                 tasks.add(asyncio.create_task(group))
             if not tasks:
                 return
             done, tasks = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            run.counts.num_retries = workflow.router.num_retries - num_retries
+            maker.counts.num_retries = workflow.router.num_retries - num_retries
             num_prompt_tokens, num_cached = workflow.router.prompt_tokens - prompt_tokens
-            run.counts.cached_share = float(num_cached / num_prompt_tokens) if num_prompt_tokens else None
+            maker.counts.cached_share = float(num_cached / num_prompt_tokens) if num_prompt_tokens else None
             for result in [task.result() for task in done]:
-                run.counts.add(result, sampling.num_samples)
+                maker.counts.add(result, sampling.num_samples)
                 if settle is not None:
                     settle(result)
                 yield result
@@ -213,44 +160,57 @@ async def generate_groups(
         await asyncio.gather(*done, *tasks, return_exceptions=True)
 
 
+async def _in_slot(slots: asyncio.Semaphore, maker: "GroupMaker", *group: Any) -> GroupResult:
+    await slots.acquire()
+    return await maker.make(*group, generated=slots.release)
+
+
 @dataclass(slots=True)
-class _Run:
-    """What the tasks of one call of `generate_groups` share."""
+class GroupMaker:
+    """Makes rollout groups, each from one prompt.
+
+    Attributes:
+        workflow, sampling, reward: see `generate_groups`.
+        counts: what groups wait for, and the seconds of generation and rewards, are noted here.
+        started: where those seconds begin, by the clock of the event loop.
+    """
 
     workflow: Workflow
     sampling: SamplingParams
     reward: RewardFunction | None
     counts: GenerationCounts
-    slots: asyncio.Semaphore
-    started: float = field(default_factory=time.monotonic)
+    started: float = field(default_factory=lambda: asyncio.get_running_loop().time())
 
-    async def group(self, group_id: str, prompt: Prompt, seed_key: str) -> GroupResult:
-        """Generate and score one group."""
+    async def make(
+        self, group_id: str, prompt: Prompt, seed_key: str, *, generated: Callable[[], None] = lambda: None
+    ) -> GroupResult:
+        """Generate and score one group. `generated` is called between the two, also when generation fails."""
+        now = asyncio.get_running_loop().time
         sampling = self.sampling
         if sampling.seed is not None:
             # CRC-32 because Python's own hash of a text differs between processes.
             sampling = dataclasses.replace(sampling, seed=zlib.crc32(f"{sampling.seed}:{seed_key}".encode()) >> 1)
-        async with self.slots:
-            self.counts.waiting[group_id] = "an engine", time.monotonic()
-            try:
-                episodes = await self.workflow.run(prompt, sampling, group_id)
-                if len(episodes) != sampling.num_samples:
-                    raise EngineError(f"the workflow made {len(episodes)} episodes instead of {sampling.num_samples}")
-            except EngineError as error:
-                return GroupResult(group_id, prompt, None, str(error))
-            except Exception as error:  # a user's workflow may raise anything: this group fails, not the run
-                return GroupResult(group_id, prompt, None, f"{type(error).__name__}: {error}")
-            finally:
-                self.counts.generate_s = time.monotonic() - self.started
-                del self.counts.waiting[group_id]
+        self.counts.waiting[group_id] = "an engine", now()
+        try:
+            episodes = await self.workflow.run(prompt, sampling, group_id)
+            if len(episodes) != sampling.num_samples:
+                raise EngineError(f"the workflow made {len(episodes)} episodes instead of {sampling.num_samples}")
+        except EngineError as error:
+            return GroupResult(group_id, prompt, None, str(error))
+        except Exception as error:  # a user's workflow may raise anything: this group fails, not the run
+            return GroupResult(group_id, prompt, None, f"{type(error).__name__}: {error}")
+        finally:
+            self.counts.generate_s = now() - self.started
+            del self.counts.waiting[group_id]
+            generated()
         if self.reward is not None and any(episode.verdict is None for episode in episodes):
-            self.counts.waiting[group_id] = "its reward", time.monotonic()
+            self.counts.waiting[group_id] = "its reward", now()
             self.counts.num_scored_groups += 1
             try:
                 episodes = await _score(self.reward, prompt, episodes)
             finally:
                 del self.counts.waiting[group_id]
-        self.counts.score_s = time.monotonic() - self.started
+        self.counts.score_s = now() - self.started
         return GroupResult(group_id, prompt, RolloutGroup(group_id, prompt, episodes))
 
 

@@ -156,6 +156,7 @@ _SPECIAL: Mapping[str, Foreign] = MappingProxyType(
             "use --advantage_estimator reinforce",
             _reading("advantage_estimator", " ".join),
         ),
+        "partial_rollout": sets(at_update="keep"),
         "enable_vllm_is_correction": sets(**_TOKEN_LEVEL),
         "vllm_is_correction_type": _but_for("seq-mask-tis", *_KEEPS_WEIGHTS, _TYPES),
         "algo.advantage.is_correction_level": _but_for("seq", *_KEEPS_WEIGHTS, _LEVELS),

@@ -4,6 +4,7 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from rlhf_cli.config.algorithm import AlgorithmSection
+from rlhf_cli.config.asynchrony import AsyncSection
 from rlhf_cli.config.checkpoint import CheckpointSection
 from rlhf_cli.config.data import PromptSection
 from rlhf_cli.config.evaluation import PpoEvaluationSection
@@ -36,6 +37,7 @@ class PpoConfig(Config):
     agent: AgentSection = AgentSection()
     algorithm: AlgorithmSection = AlgorithmSection()
     training: PpoTrainingSection = PpoTrainingSection()
+    asynchrony: AsyncSection = AsyncSection()
     evaluation: PpoEvaluationSection = PpoEvaluationSection()
     placement: PlacementSection = PlacementSection()
     engine: EngineSection = EngineSection()
@@ -59,6 +61,7 @@ class PpoConfig(Config):
         notices += self.agent.check(given, "reward_by_turn", "turn_gamma", "group_by")
         notices += self.algorithm.check(given, self.batch.num_updates)
         notices += self.training.check(given)
+        notices += self.asynchrony.check(given)
         notices += _check_training(self, given)
         notices += _check_teacher_alone(self, given)
         notices += _check_filtering(self, given)
@@ -189,6 +192,9 @@ def _check_placement(config: PpoConfig, given: Collection[str]) -> list[str]:
         if getattr(section, name) and not all_share:
             message = f"--{name} is for models and engines that share GPUs, and --colocate_all_models is off"
             raise ConfigError(message, hint=f"add --colocate_all_models, or drop --{name}")
+    if config.asynchrony.async_train and config.engine.vllm_enable_sleep:
+        message = "--async_train has engines generate while models train, and --vllm_enable_sleep has them sleep then"
+        raise ConfigError(message, hint="drop one of them")
     return without_effect(
         given,
         (all_share, ["colocate_actor_ref", "colocate_critic_reward"], "--colocate_all_models includes it"),

@@ -7,7 +7,6 @@ from rlhf_train.online.learner import Learner
 from rlhf_train.online.patience import Patience
 from rlhf_train.online.report import Report
 from rlhf_train.online.rollouts import Rollouts
-from rlhf_train.online.stream import SampleStream
 from rlhf_train.online.summaries import episode_ids, scored
 from rlhf_train.online.turns import Turns
 from rlhf_train.run.checkpointing import Checkpointer
@@ -28,7 +27,6 @@ class Controller:
         job: OnlineJob,
         *,
         rollouts: Rollouts,
-        stream: SampleStream,
         learner: Learner,
         turns: Turns,
         evaluator: Evaluator,
@@ -42,7 +40,6 @@ class Controller:
     ) -> None:
         self._job = job
         self._rollouts = rollouts
-        self._stream = stream
         self._learner = learner
         self._turns = turns
         self._evaluator = evaluator
@@ -53,7 +50,7 @@ class Controller:
         self._checkpointer = checkpointer
         self._interrupts = interrupts
         self.first_step = first_step
-        self._batch: list[RolloutGroup] = []
+        self._batch: tuple[RolloutGroup, ...] = ()
 
     @property
     def num_steps(self) -> int:
@@ -74,28 +71,31 @@ class Controller:
         self._report.end_part("startup")
         if self.first_step == 1:
             self.evaluate(0)
+            self._evaluator.finish()
         self._report.end_part("first_evaluation")
+        if (step := self._evaluator.cut_off) is not None and step == self.first_step - 1:
+            self.evaluate(step)
         if (step := self._checkpointer.unrecorded_step) is not None:
             self.evaluate(step)
             self.record(step)
             self.checkpoint(step)
 
     def generate(self, step: int) -> None:
-        """Have prompts answered and scored, and take the batch to learn from out of the stream."""
+        """Have prompts answered and scored, and take the batch to learn from."""
         self._turns.give_to_engines()
-        drawn = self._rollouts.fill(step)
+        drawn = self._rollouts.next_batch(step)
+        self._batch = drawn.kept
         # Rollouts fail in two places: whole groups in an engine, and single rollouts in the reward.
         num_rollouts = sum(len(group.rollouts) for group in drawn.groups)
         num_failed = num_rollouts - len(scored(drawn.groups))
-        num_further = num_rollouts - drawn.counts.num_generated  # of episodes that became several rollouts
-        num_filtered = len(scored(drawn.dropped))
+        # An episode that became several rollouts was requested as one.
+        num_further = num_rollouts - sum(len(group.episodes) for group in drawn.groups)
         self._ledger.add(
-            requested=drawn.counts.num_requested + num_further,
-            failed=drawn.counts.num_failed + num_failed,
-            filtered=num_filtered,
+            requested=drawn.num_requested + num_further,
+            failed=drawn.num_failed + num_failed,
+            filtered=len(scored(drawn.dropped)),
+            stale=len(scored(drawn.stale)),
         )
-        self._batch, stale = self._stream.take()
-        self._ledger.add(stale=len(scored(stale)))
         self._check_ledger(taken=len(scored(self._batch)))  # before a rollout is trained twice
         self._learner.observe(scored(drawn.groups))
         self._patience.observe(drawn.groups)
@@ -107,8 +107,7 @@ class Controller:
         """Return whether the batch has a reward to learn from. Raises RewardError when rewards keep failing."""
         can_learn = self._patience.can_learn(self._batch, self._ledger.step)
         if not can_learn:
-            # The stream counts batches: without this call it would wait for the batch that is skipped here.
-            self._stream.done(self._learner.policy_version)
+            self._rollouts.release(self._learner.policy_version)
         return can_learn
 
     def make_experience(self, step: int) -> None:
@@ -129,31 +128,41 @@ class Controller:
 
         Meanwhile the models and the other parts of the run are between two states that could be saved, so signals wait.
         """
+        if self._evaluator.saves_best:
+            self._evaluator.finish()  # while the actor has the weights that are evaluated
         self._interrupts.hold()
-        with self._timeline.phase("train"):
+        with self._timeline.phase("train"), self._rollouts.weights:
             metrics, num_trained = self._learner.update(step)
         self._report.add(metrics)
         self._ledger.add(trained=num_trained)
-        self._stream.done(self._learner.policy_version)
         self._check_ledger()
         self._checkpointer.remember(step)
         self._interrupts.release()
 
     def sync_weights(self) -> None:
-        """Send the actor's weights to the engines, unless they have this version already."""
+        """Send the actor's weights to the engines, unless they have this version already.
+
+        An evaluation of the old weights is waited for. From here on, further prompts may be admitted.
+        """
         version = self._learner.policy_version
-        if self._rollouts.policy_version == version:
-            return
-        self._turns.give_to_engines()
-        with self._timeline.phase("sync"):
-            size = self._rollouts.synchronize(version)
-        self._report.add({"sync/size_bytes": size})
+        if self._rollouts.policy_version != version:
+            self._evaluator.finish()
+            self._turns.give_to_engines()
+            with self._timeline.phase("sync"):
+                size = self._rollouts.synchronize(version)
+            self._report.add({"sync/size_bytes": size})
+        self._rollouts.release(version)
 
     def evaluate(self, step: int) -> None:
-        """Evaluate on the held-out prompts at the start, at the end, and every `eval_steps` steps in between."""
+        """Evaluate on the held-out prompts at the start, at the end, and every `eval_steps` steps in between.
+
+        If generation goes on while the learner works, so does the evaluation, until the weights change.
+        """
         is_last = step == self.num_steps or self.is_exhausted
         if self._evaluator.is_due(step, is_last=is_last):
-            self._evaluator.run(step, is_last=is_last)
+            self._evaluator.start(step, is_last=is_last)
+            if is_last or not self._job.max_staleness or self._checkpointer.is_due(step):
+                self._evaluator.finish()
 
     def record(self, step: int) -> None:
         """Check that no rollout was lost, and report the step."""
@@ -169,5 +178,4 @@ class Controller:
 
     def _check_ledger(self, taken: int = 0) -> None:
         """Raise RlhfError unless every rollout is accounted for; `taken` are about to be trained."""
-        in_flight = self._stream.num_in_flight * self._job.batch.num_samples_per_prompt
-        self._ledger.check(queued=self._stream.num_queued_rollouts + taken, in_flight=in_flight)
+        self._ledger.check(outstanding=self._rollouts.num_outstanding + taken)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from rlhf_data.records import RolloutGroup, VerdictKind
 from rlhf_train.online.job import OnlineJob
@@ -25,6 +26,9 @@ class Evaluator:
         report: receives the metrics and rollouts of each evaluation.
         timeline: counts the seconds of evaluating, and of saving the best weights.
         best: folder of the best weights; None to save none.
+
+    Attributes:
+        cut_off: the step whose evaluation was going on when another process was interrupted; None without one.
     """
 
     def __init__(
@@ -44,21 +48,30 @@ class Evaluator:
         self._report = report
         self._timeline = timeline
         self._best = best
+        self.cut_off: int | None = None
+        self._running: tuple[int, bool] | None = None  # step, and whether it is the last one
         self._newest: tuple[int, Mapping[str, float]] = (-1, {})
 
-    def state(self) -> float | None:
-        """Return the best evaluation so far, for `restore`."""
-        return self._best.state() if self._best is not None else None
+    def state(self) -> dict[str, Any]:
+        """Return the best evaluation so far, and the step whose evaluation goes on, for `restore`."""
+        best = self._best.state() if self._best is not None else None
+        return {"best": best, "running": self._running[0] if self._running is not None else None}
 
-    def restore(self, state: float | None) -> None:
+    def restore(self, state: Mapping[str, Any]) -> None:
         """Continue with the best evaluation of another process."""
+        self.cut_off = state["running"]
         if self._best is not None:
-            self._best.restore(state)
+            self._best.restore(state["best"])
 
     def deciding_metric(self, step: int) -> float | None:
         """Return the metric that decides the best weights, as evaluated after `step`; None if it was not."""
         evaluated, metrics = self._newest
         return metrics.get(self._best.metric) if self._best is not None and evaluated == step else None
+
+    @property
+    def saves_best(self) -> bool:
+        """Whether the weights with the best evaluation are saved."""
+        return self._best is not None
 
     def is_due(self, step: int, *, is_last: bool) -> bool:
         """Return whether to evaluate after `step`: at the start (step 0), at the end, and every `eval_steps` steps."""
@@ -66,11 +79,23 @@ class Evaluator:
         is_between = every > 0 and step % every == 0
         return bool(self._job.eval_prompts) and (step == 0 or is_last or is_between)
 
-    def run(self, step: int, *, is_last: bool) -> None:
-        """Evaluate the weights that the engines have."""
+    def start(self, step: int, *, is_last: bool) -> None:
+        """Begin to evaluate the weights that the engines have. They must keep them until `finish`."""
         with self._timeline.phase("evaluate"):
             self._turns.give_to_engines()
-            groups = self._rollouts.answer_held_out(step)
+            self._rollouts.start_evaluation(step)
+        self._running = step, is_last
+
+    def finish(self) -> None:
+        """End the evaluation that was started, if there is one: report it, and keep the weights if they are the best.
+
+        The actor must still have the weights that were evaluated if the best ones are saved.
+        """
+        if self._running is None:
+            return
+        (step, is_last), self._running = self._running, None
+        with self._timeline.phase("evaluate"):
+            groups = self._rollouts.finish_evaluation()
             metrics = summarize_evaluation(groups)
             self._report.evaluation(step, groups, metrics)
         self._newest = step, metrics

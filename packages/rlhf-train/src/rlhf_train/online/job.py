@@ -9,7 +9,7 @@ from rlhf_data.errors import ConfigError, FeatureError
 from rlhf_data.records import Prompt
 from rlhf_rollout.agents import AgentSpec
 from rlhf_rollout.engines import EngineSpec
-from rlhf_rollout.protocols import SamplingParams
+from rlhf_rollout.protocols import PauseMode, SamplingParams, check_pause_mode
 from rlhf_rollout.rewards.model import MODEL_TIMEOUT_S
 from rlhf_rollout.rewards.sources import DEFAULT_CALLS, CallOptions, RewardSource, model_paths
 from rlhf_train.algorithms import AlgorithmSpec
@@ -135,6 +135,24 @@ class DynamicSampling:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AsyncSpec:
+    """How generation overlaps with training.
+
+    Attributes:
+        max_staleness: steps that may be trained between the admission of a prompt and the step that trains on it.
+        at_update: what happens to requests in flight when engines get new weights; see `RolloutEngine.pause`.
+    """
+
+    max_staleness: int = 1
+    at_update: PauseMode = "drain"
+
+    def __post_init__(self) -> None:
+        if self.max_staleness < 0:
+            raise ConfigError(f"max_staleness is {self.max_staleness}; it must be at least 0")
+        check_pause_mode(self.at_update)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OnlineJob:
     """One online run.
 
@@ -168,6 +186,7 @@ class OnlineJob:
         checkpoints: when and where the state of the run is saved.
         trackers: where metrics go besides `metrics.jsonl`, and how often; None for TensorBoard at every step.
         ray_address: address of a running Ray cluster; None starts one for the run.
+        asynchronous: how generation overlaps with training; None if they alternate.
 
     Raises:
         ConfigError: settings that contradict each other.
@@ -200,6 +219,12 @@ class OnlineJob:
     save_critic: bool = False
     best_metric: str | None = None
     checkpoints: CheckpointSpec = field(default_factory=CheckpointSpec)
+    asynchronous: AsyncSpec | None = None
+
+    @property
+    def max_staleness(self) -> int:
+        """Steps that may be trained between the admission of a prompt and the step that trains on it."""
+        return self.asynchronous.max_staleness if self.asynchronous is not None else 0
 
     def __post_init__(self) -> None:
         row = self.algorithm.row
@@ -223,11 +248,23 @@ class OnlineJob:
             message = "dynamic sampling keeps groups whose samples differ, and a group has one sample"
             raise ConfigError(message, hint=hint)
         self._check_options()
+        self._check_overlap()
         if self.sampling.temperature <= 0:
             raise ConfigError("temperature is 0: greedy rollouts teach nothing", hint="use --temperature 1.0")
         stages = {model.zero_stage for model in self.models.values() if model.optimizer}
         if lacks := unavailable_features(self.plan, trainer_sleep=self.trainer_sleep, zero_stages=stages):
             raise lacks[0]
+
+    def _check_overlap(self) -> None:
+        """Check what cannot be combined with generation that goes on while the learner works."""
+        if not self.max_staleness:
+            return
+        if self.plan.shares_gpus:
+            message = "asynchronous training needs GPUs for the engines that no trainer uses"
+            raise ConfigError(message, hint="drop --colocate_all_models, or drop --async_train")
+        if self.algorithm.old_logprobs == "skip":
+            message = "old log-probs are skipped, which needs rollouts of the newest weights, and rollouts may be stale"
+            raise ConfigError(message, hint="use --old_logprobs recompute or rollout with --async_train")
 
     def _check_options(self) -> None:
         for name, wanted in (("freezing_actor_steps", self.num_frozen_steps), ("save_value_network", self.save_critic)):

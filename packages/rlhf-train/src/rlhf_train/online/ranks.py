@@ -1,6 +1,7 @@
 """A rank set: the training processes of some models, called together."""
 
 from collections.abc import Sequence
+from threading import Lock
 from typing import Any
 
 from rlhf_train.online.ray_session import wait
@@ -21,14 +22,19 @@ class RankSet:
         self.roles = tuple(roles)
         self.handles = list(handles)
         self.started: list[Any] = []
+        # A call reaches every rank before the next one reaches any: ranks that work in different orders would wait for
+        # each other. Weights are sent from another thread.
+        self._order = Lock()
 
     def start(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Call `method` on every rank with the same arguments; return one object reference per rank."""
-        return [getattr(handle, method).remote(*args, **kwargs) for handle in self.handles]
+        with self._order:
+            return [getattr(handle, method).remote(*args, **kwargs) for handle in self.handles]
 
     def start_each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
         """Call `method` on every rank with its own arguments; return one object reference per rank."""
-        return [getattr(h, method).remote(*args) for h, args in zip(self.handles, arguments, strict=True)]
+        with self._order:
+            return [getattr(h, method).remote(*args) for h, args in zip(self.handles, arguments, strict=True)]
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Call `method` on every rank and wait; return one result per rank."""

@@ -5,7 +5,7 @@ from typing import Any
 
 from rlhf_data.records import RolloutGroup
 from rlhf_train.online.job import RunSummary
-from rlhf_train.online.rollouts import Drawn
+from rlhf_train.online.service import Drawn
 from rlhf_train.online.summaries import summarize
 from rlhf_train.online.turns import TURN_PHASES
 from rlhf_train.run.observer import Observer
@@ -47,17 +47,17 @@ class Report:
         """Write the step's rollouts, and add their summary to the step's metrics."""
         with self._timeline.phase("write"):
             self._recorder.rollouts("rollouts", step, drawn.kept, kept=True)
-            self._recorder.rollouts("rollouts", step, drawn.dropped, kept=False)
-        self._num_tokens += drawn.counts.num_response_tokens
+            self._recorder.rollouts("rollouts", step, [*drawn.stale, *drawn.dropped], kept=False)
+        self._num_tokens += sum(rollout.num_response_tokens for group in drawn.groups for rollout in group.rollouts)
         self.add(summarize(drawn.groups, "rollout"))
         self.add(
             {
                 "rollout/kept_groups": len(drawn.kept) / len(drawn.groups),
-                "samples/retried_groups": drawn.counts.num_retries,
+                "samples/retried_groups": drawn.num_retries,
             }
         )
-        if drawn.counts.cached_share is not None:
-            self.add({"throughput/cached_prompt_share": drawn.counts.cached_share})
+        if drawn.cached_share is not None:
+            self.add({"throughput/cached_prompt_share": drawn.cached_share})
 
     def evaluation(self, step: int, groups: Sequence[RolloutGroup], metrics: Mapping[str, float]) -> None:
         """Write and show an evaluation."""

@@ -1,66 +1,48 @@
-"""The generating side: which prompts are asked, how they become scored rollout groups, and which groups are kept."""
+"""The generating side as the controller sees it: blocking calls into the service that generates."""
 
-import asyncio
 import itertools
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from rlhf_data.errors import EngineError
 from rlhf_data.progress import duration
-from rlhf_data.records import Prompt, RolloutGroup
-from rlhf_data.sampler import EpochSampler
+from rlhf_data.records import RolloutGroup
 from rlhf_models.loading import load_tokenizer
 from rlhf_rollout.agents import make_workflow
-from rlhf_rollout.generator import GenerationCounts, GroupResult, PromptSupply, generate_groups
-from rlhf_rollout.protocols import RewardFunction, SamplingParams
+from rlhf_rollout.generator import GroupResult
+from rlhf_rollout.protocols import RewardFunction
 from rlhf_rollout.router import EngineRouter
 from rlhf_rollout.supervisor import EngineSupervisor, RestartableEngine
+from rlhf_train.online.event_loop import EventLoopThread
 from rlhf_train.online.job import OnlineJob
-from rlhf_train.online.rewards import is_worth_training
+from rlhf_train.online.service import Drawn, GenerationService
 from rlhf_train.online.stream import SampleStream
 from rlhf_train.run.observer import Observer
 from rlhf_train.run.timeline import Timeline
 
 
-@dataclass(frozen=True, slots=True)
-class Drawn:
-    """The result of one call of `Rollouts.fill`.
-
-    Attributes:
-        kept: groups that were put into the stream.
-        dropped: complete groups that dynamic sampling leaves out of training.
-        counts: totals over all groups, including those that failed.
-    """
-
-    kept: tuple[RolloutGroup, ...]
-    dropped: tuple[RolloutGroup, ...]
-    counts: GenerationCounts
-
-    @property
-    def groups(self) -> tuple[RolloutGroup, ...]:
-        """All groups that an engine completed."""
-        return (*self.kept, *self.dropped)
-
-
 class Rollouts:
-    """Has prompts answered by the engines and scored by the reward, and fills the stream with the groups.
+    """Has prompts answered by the engines and scored by the reward, and hands out batches of rollout groups.
 
-    Generation and rewards run concurrently in an asyncio event loop that belongs to this object. Its methods block, so
-    that the controller stays plain sequential code. With dynamic sampling, each group that is not worth training is
-    replaced by the group of another prompt.
+    Generation, rewards and the supervision of engines share an event loop on a thread of its own. With staleness
+    allowed, they go on while the learner works. The methods block, so that the controller stays plain sequential code.
 
     Args:
         job: the run.
         engines: the generation engines, in the order of the plan.
         send_weights: see `Learner.send_weights`.
         reward: scores the rollouts. `close` closes it.
-        stream: receives the complete groups.
+        stream: admits prompts and holds complete groups.
         timeline: counts the seconds of generation, rewards and evaluation.
         observer: is warned about groups that failed.
         agent_log: file for what an agent prints; None for standard error.
+
+    Attributes:
+        weights: held while the trainers' weights change, so that no engine gets them meanwhile.
 
     Raises:
         RewardError: the agent cannot be imported.
@@ -82,9 +64,16 @@ class Rollouts:
         self._stream = stream
         self._timeline = timeline
         self._observer = observer
-        self._sampler = EpochSampler(len(job.prompts), job.batch.rollout_batch_size, seed=job.seed)
-        tokenizer_path = job.engine.tokenizer or job.engine.model
+        self._send_weights = send_weights
+        self._is_reward_idle = False  # the agent gives all rewards; warned of once
+        self._size_bytes = 0  # of the weights
+        self._evaluation: Future[list[GroupResult]] | None = None
+        self._watching: Future[None] | None = None
+        self.weights = Lock()
+        # One loop for the whole run: reward clients keep connections that belong to the loop they were opened in.
+        self._loop = EventLoopThread()
         router = EngineRouter()
+        tokenizer_path = job.engine.tokenizer or job.engine.model
         self._workflow = make_workflow(
             job.agent,
             router,
@@ -93,70 +82,76 @@ class Rollouts:
             gives_reward=not job.reward.sources and not job.algorithm.uses_teacher,
             log_path=agent_log,
         )
-        self._send_weights = send_weights
-        self._is_reward_idle = False  # the agent gives all rewards; warned of once
-        self._size_bytes = 0  # of the weights
-        self._counts = GenerationCounts()  # of the generation under way
-        self._supervisor = EngineSupervisor(engines, router, self._send, observer.warning)
-        # One loop for the whole run: reward clients keep connections that belong to the loop they were opened in.
-        self._loop = asyncio.Runner()
+        self._supervisor = EngineSupervisor(
+            engines, router, self._send, lambda text: self._loop.report(lambda: observer.warning(text))
+        )
+        self._service = GenerationService(job, self._workflow, reward, stream, self._progress)
         self._loop.run(self._workflow.start())
 
-    def fill(self, step: int) -> Drawn:
-        """Generate until the stream is full, or until the step's limit of prompts is reached.
+    def next_batch(self, step: int) -> Drawn:
+        """Wait for the next batch, and return it with what else happened since the one before.
 
-        The limit is the room in the stream, times `max_batches` with dynamic sampling. Raises EngineError when every
-        group failed, RewardError when the reward cannot run.
+        Raises EngineError when every group failed, RewardError when the reward cannot run.
         """
-        dynamic = self._job.dynamic_sampling
-        target = self._stream.room
-        supply = _AdmittedPrompts(
-            self._stream,
-            draw=self._next_prompt,
-            target=target,
-            max_drawn=target * (dynamic.max_batches if dynamic else 1),
-            keep=self.is_kept,
-        )
-
-        def settle(result: GroupResult) -> None:
-            supply.settle(result)
-            self._observer.progress(supply.num_kept, target)
-
-        groups, counts = self._generate(
-            supply, self._job.sampling, phase="generate", group_id_prefix=f"step{step}", settle=settle
-        )
+        self._watch()
+        with self._timeline.phase("generate"):
+            drawn = self._run(self._service.next_batch())
         # Most rewards are computed while other groups still generate, so they cost no time of their own. Only the
         # seconds after the last generation are the reward's.
-        self._timeline.move("generate", "reward", counts.reward_wait_s)
-        kept = tuple(group for group in groups if self.is_kept(group))
-        dropped = tuple(group for group in groups if not self.is_kept(group))
-        return Drawn(kept, dropped, counts)
+        self._timeline.move("generate", "reward", drawn.reward_wait_s)
+        num_samples = self._job.sampling.num_samples
+        if drawn.num_failed:
+            num_failed = drawn.num_failed // num_samples
+            text = f"step{step}: {num_failed} of {num_failed + len(drawn.groups)} rollout groups failed in an engine"
+            self._observer.warning(f"{text}; the last: {drawn.failure}")
+        if self._job.agent and self._job.reward.sources and not drawn.has_scored and not self._is_reward_idle:
+            self._is_reward_idle = True
+            self._observer.warning(
+                "the agent gives rewards of its own, so the reward that the flags name has scored nothing"
+                "; let the agent return none where that reward is to score"
+            )
+        self._rest()
+        return drawn
 
-    def is_kept(self, group: RolloutGroup) -> bool:
-        """Return whether a group is trained: all are, unless dynamic sampling leaves them out."""
-        dynamic = self._job.dynamic_sampling
-        return dynamic is None or is_worth_training(group, dynamic)
+    def release(self, policy_version: int) -> None:
+        """Record that the learner is done with the last batch, if it has one, and that the engines have its weights."""
+        self._loop.call(lambda: self._service.release(policy_version))
 
-    def answer_held_out(self, step: int) -> list[RolloutGroup]:
-        """Return the scored groups of the held-out prompts.
+    @property
+    def num_outstanding(self) -> int:
+        """Number of episodes that were in flight or waited for a later batch when the last batch was taken."""
+        return self._loop.call(lambda: self._service.num_outstanding)
 
-        Every call uses the same sampling seeds. Differences between two evaluations then come from the policy and not
-        from the draw. Raises like `fill`.
-        """
+    def start_evaluation(self, step: int) -> None:
+        """Have the held-out prompts answered beside everything else; see `finish_evaluation`."""
+        self._watch()
         finished = itertools.count(1)
-        groups, _ = self._generate(
-            self._job.eval_prompts,
-            self._job.eval_sampling,
-            phase="evaluate",
-            group_id_prefix=f"eval{step}",
-            seed_key="eval",
-            settle=lambda result: self._observer.progress(next(finished), len(self._job.eval_prompts)),
-        )
+        total = len(self._job.eval_prompts)
+
+        def settle(result: GroupResult) -> None:
+            self._progress(next(finished), total)
+
+        self._evaluation = self._loop.start(self._service.answer_held_out(step, settle))
+
+    def finish_evaluation(self) -> list[RolloutGroup]:
+        """Wait for the scored groups of the held-out prompts. Raises like `next_batch`."""
+        assert self._evaluation is not None, "no evaluation was started"
+        evaluation, self._evaluation = self._evaluation, None
+        results = self._loop.wait(evaluation)
+        self._rest()
+        self._check()
+        groups = [result.group for result in results if result.group is not None]
+        if failures := [result for result in results if result.group is None]:
+            text = f"{len(failures)} of {len(results)} rollout groups failed in an engine"
+            prefix = failures[-1].group_id.partition("/")[0]
+            self._observer.warning(f"{prefix}: {text}; the last: {failures[-1].failure}")
+        if not groups:
+            raise EngineError(f"every rollout group failed; the last: {failures[-1].failure}")
         return groups
 
     def pending(self) -> str:
         """Return what rollout groups in flight wait for, in words; "" without one. For `Watch`."""
-        waiting = self._counts.waiting.copy()
+        waiting = self._service.waiting
         if not waiting:
             return ""
         oldest, (what, since) = min(waiting.items(), key=lambda item: item[1][1])
@@ -173,7 +168,7 @@ class Rollouts:
 
         Engines that are dead are restarted first if no other one lives. Raises EngineError when no engine can be used.
         """
-        self._loop.run(self._supervisor.synchronize(policy_version))
+        self._run(self._supervisor.synchronize(policy_version))
         return self._size_bytes
 
     def sleep(self) -> None:
@@ -185,99 +180,50 @@ class Rollouts:
         self._loop.run(self._supervisor.call_all("wake_up"))
 
     def state(self) -> dict[str, Any]:
-        """Return the place in the order of prompts, for `restore`."""
-        return self._sampler.state_dict()
+        """Return the place in the order of prompts, and what is queued and in flight, for `restore`."""
+        return self._loop.call(self._service.state)
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue with the next prompt of another process.
+        """Continue with the prompts of another process.
 
         Raises CheckpointError for another number of prompts or another seed.
         """
-        self._sampler.load_state_dict(state)
+        self._loop.call(lambda: self._service.restore(state))
 
     def close(self) -> None:
-        """End the agent, the reward and the event loop."""
+        """End generation, the agent, the reward and the event loop."""
+        self._loop.run(self._service.close())
         self._loop.run(self._workflow.close())
         self._loop.run(self._reward.close())
         self._loop.close()
 
-    def _next_prompt(self) -> Prompt:
-        return self._job.prompts[self._sampler.take(1)[0]]
+    def _progress(self, done: int, total: int) -> None:
+        self._loop.report(lambda: self._observer.progress(done, total))
 
-    def _generate(
-        self, prompts: Iterable[Prompt], sampling: SamplingParams, *, phase: str, group_id_prefix: str, **options: Any
-    ) -> tuple[list[RolloutGroup], GenerationCounts]:
-        """Run `generate_groups` to its end and return the complete groups, in the order of their prompts, and totals.
+    def _run(self, coroutine: Any) -> Any:
+        """Run a coroutine that needs engines. Raises the error that ended the supervision of the engines."""
+        try:
+            return self._loop.run(coroutine)
+        finally:
+            self._check()
 
-        `phase` is the timeline's name for the time this takes, `options` are further arguments of `generate_groups`.
-        """
-        counts = self._counts = GenerationCounts()
-
-        async def collect() -> list[GroupResult]:
-            results = generate_groups(
-                prompts,
-                self._workflow,
-                sampling,
-                self._reward,
-                max_in_flight=self._job.max_in_flight,
-                group_id_prefix=group_id_prefix,
-                counts=counts,
-                **options,
-            )
-            watching = asyncio.create_task(self._supervisor.watch())
-            try:
-                return [result async for result in results]
-            finally:
-                watching.cancel()
-                await asyncio.wait([watching])
-
-        with self._timeline.phase(phase):
-            outcome = self._loop.run(collect())
+    def _check(self) -> None:
         if self._supervisor.error is not None:
             raise self._supervisor.error
-        if failures := [result.failure for result in outcome if result.group is None]:
-            text = f"{group_id_prefix}: {len(failures)} of {len(outcome)} rollout groups failed in an engine"
-            self._observer.warning(f"{text}; the last: {failures[-1]}")
-        if self._job.agent and self._job.reward.sources and not counts.num_scored_groups and not self._is_reward_idle:
-            self._is_reward_idle = True
-            self._observer.warning(
-                "the agent gives rewards of its own, so the reward that the flags name has scored nothing"
-                "; let the agent return none where that reward is to score"
-            )
-        # Groups arrive in the order in which they finish, which varies from run to run. Sorting them by number makes
-        # two runs with one seed train on the same batches in the same order.
-        outcome.sort(key=lambda result: int(result.group_id.rpartition("/")[2]))
-        groups = [result.group for result in outcome if result.group is not None]
-        if not groups:
-            raise EngineError(f"every rollout group failed; the last: {outcome[-1].failure}")
-        return groups, counts
+
+    def _watch(self) -> None:
+        """Supervise the engines from here on."""
+        if self._watching is None:
+            self._watching = self._loop.start(self._supervisor.watch())
+
+    def _rest(self) -> None:
+        """End the supervision of engines that have nothing to do, and may be put to sleep."""
+        if self._job.max_staleness or self._evaluation is not None or self._watching is None:
+            return
+        self._watching.cancel()
+        self._watching = None
 
     def _send(self, engines: Mapping[int, Any]) -> Mapping[int, str]:
-        self._size_bytes, failures = self._send_weights(engines)
+        with self.weights:
+            self._size_bytes, failures = self._send_weights(engines)
         return failures
-
-
-class _AdmittedPrompts(PromptSupply):
-    """A supply of prompts that asks the stream for admission, prompt by prompt, and reports each result to it."""
-
-    def __init__(self, stream: SampleStream, **options: Any) -> None:
-        """`options` are the arguments of `PromptSupply`."""
-        super().__init__(**options)
-        self._stream = stream
-
-    def __next__(self) -> Prompt:
-        if not self._stream.room:
-            raise StopIteration  # not the end: `generate_groups` asks again after the next result
-        prompt = super().__next__()
-        # Admit only after a prompt was drawn: `super` may refuse one, and the stream would wait for its group forever.
-        self._stream.start()
-        return prompt
-
-    def settle(self, result: GroupResult) -> bool:
-        """Put a finished group into the stream, or give up its place; return whether it is in the stream."""
-        kept = super().settle(result)
-        if kept and result.group is not None:
-            self._stream.put(result.group)
-        else:
-            self._stream.leave_out()
-        return kept

@@ -160,7 +160,7 @@ def assemble(
         interrupts: receives signals; None for nobody.
     """
     interrupts = interrupts or Interrupts()
-    stream = SampleStream(job.batch.rollout_batch_size)
+    stream = SampleStream(job.batch.rollout_batch_size, job.num_steps, job.max_staleness)
     learner = Learner(job, rank_sets)
     agent_log = recorder.folder / "agent.log"
     rollouts = Rollouts(job, engines, learner.send_weights, reward, stream, timeline, observer, agent_log)
@@ -179,7 +179,6 @@ def assemble(
     ledger = Ledger()
     resumable = {
         "rollouts": rollouts,
-        "stream": stream,
         "learner": learner,
         "evaluator": evaluator,
         "patience": patience,
@@ -192,7 +191,6 @@ def assemble(
     controller = Controller(
         job,
         rollouts=rollouts,
-        stream=stream,
         learner=learner,
         turns=turns,
         evaluator=evaluator,

@@ -1,108 +1,186 @@
-"""The queue between generation and training: complete rollout groups go in, batches come out. Torch-free."""
+"""Between generation and training: prompts are admitted, complete groups go in, batches come out. Torch-free."""
 
 from collections import deque
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from rlhf_data.records import RolloutGroup
 
 
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """An admitted prompt.
+
+    Attributes:
+        number: of the admission, counted over the run.
+        group_id: id of the rollout group: `step<S>/<N>`, the Nth admission while batch S is the next one to finish.
+        item: index of the prompt.
+        last_batch: number of the last batch that may train on the group, from 0.
+        group: the complete group; None while it is in flight.
+    """
+
+    number: int
+    group_id: str
+    item: int
+    last_batch: int
+    group: RolloutGroup | None = None
+
+
 class SampleStream:
-    """Holds complete rollout groups until the learner takes them, and limits how many groups may be started.
+    """Admits prompts, holds complete rollout groups until the learner takes them, and so bounds their staleness.
 
-    A limit is needed because groups that wait get stale: the policy that trains on them moves on. After each admission
+    A group that waits gets stale: the policy that trains on it moves on. The stream never discards one for that.
+    Discarding would leave out the prompts with long answers more often than others. It bounds staleness in two ways:
 
-        trained + queued + in flight <= (version + 1 + max_staleness) batch_size
+    - A prompt is admitted only while
 
-    holds, where `version` is the number of batches that the learner has finished, and `trained` the number of groups in
-    the batches that it has taken. A batch that was not full counts as full. With `max_staleness` 0, no group is started
-    while the learner works. The queue has room for one batch.
+          taken + queued + in flight < (done + 1 + max_staleness) batch_size
+
+      where `done` is the number of batches that the learner has finished, and `taken` the number of groups in the
+      batches that it has taken. A batch that was not full counts as full. So there is a place for every group in one
+      of the next `max_staleness + 1` batches.
+    - A batch comes out only if all groups that remain still have such places. Otherwise the learner waits for the
+      slowest of the groups whose last batch this is.
+
+    With `max_staleness` 0, no prompt is admitted while the learner works, and every group is trained by the weights
+    that wrote it. At the end of a run, no prompt is admitted whose group could not be trained any more.
 
     Args:
         batch_size: groups per batch.
-        max_staleness: batches that may be trained between the weights that wrote a group and the weights that train on
-            it.
-
-    Attributes:
-        num_in_flight: groups that were started and are not complete yet.
+        num_batches: batches of the whole run.
+        max_staleness: batches that may be trained between the admission of a prompt and the batch that trains on it.
 
     Raises:
-        ValueError: `batch_size` below 1 or `max_staleness` below 0.
+        ValueError: `batch_size` or `num_batches` below 1, or `max_staleness` below 0.
     """
 
-    def __init__(self, batch_size: int, max_staleness: int = 0) -> None:
-        if batch_size < 1 or max_staleness < 0:
-            raise ValueError(f"batch_size {batch_size} must be >= 1, max_staleness {max_staleness} must be >= 0")
+    def __init__(self, batch_size: int, num_batches: int, max_staleness: int = 0) -> None:
+        if batch_size < 1 or num_batches < 1 or max_staleness < 0:
+            sizes = f"batch_size {batch_size} and num_batches {num_batches} must be >= 1"
+            raise ValueError(f"{sizes}, max_staleness {max_staleness} must be >= 0")
         self._batch_size = batch_size
+        self._num_batches = num_batches
         self._max_staleness = max_staleness
-        self._queue: list[RolloutGroup] = []
+        self._tickets: dict[int, Ticket] = {}  # admitted and not taken, in the order of admission
+        self._num_admitted = 0
+        self._num_admitted_now = 0  # since the last batch was done
         self._num_taken = 0  # batches
         self._num_done = 0  # batches
-        # Policy versions at the start of the last batches, the current one last. A group must not be older than the
-        # first of them.
+        # Policy versions of the last batches at their beginning. No engine should have older weights than the first.
         self._versions = deque([0], maxlen=max_staleness + 1)
-        self.num_in_flight = 0
+
+    @property
+    def batch_size(self) -> int:
+        """Groups per batch."""
+        return self._batch_size
+
+    @property
+    def is_being_trained(self) -> bool:
+        """Whether the learner has a batch."""
+        return self._num_taken > self._num_done
 
     @property
     def room(self) -> int:
-        """Number of groups that may be started now."""
-        under_way = len(self._queue) + self.num_in_flight
-        by_staleness = (self._num_done + 1 + self._max_staleness - self._num_taken) * self._batch_size - under_way
-        return max(min(by_staleness, self._batch_size - under_way), 0)
+        """Number of prompts that may be admitted now."""
+        num_batches = min(self._num_done + 1 + self._max_staleness, self._num_batches)
+        return max((num_batches - self._num_taken) * self._batch_size - len(self._tickets), 0)
 
     @property
-    def num_queued_rollouts(self) -> int:
-        """Number of rollouts in the groups that wait to be taken."""
-        return sum(len(group.rollouts) for group in self._queue)
+    def num_in_flight(self) -> int:
+        """Number of admitted prompts without a complete group."""
+        return sum(ticket.group is None for ticket in self._tickets.values())
 
-    def start(self) -> None:
-        """Count one more group as in flight. Call it only when there is `room`."""
-        assert self.room, "a rollout group was started without room for it"
-        self.num_in_flight += 1
+    @property
+    def num_queued(self) -> int:
+        """Number of complete groups that wait to be taken."""
+        return len(self._tickets) - self.num_in_flight
 
-    def put(self, group: RolloutGroup) -> None:
-        """Queue a complete group, which is then no longer in flight."""
-        self.leave_out()
-        self._queue.append(group)
+    def admit(self, item: int) -> Ticket:
+        """Admit the prompt with index `item`. Call it only when there is `room`."""
+        assert self.room, "a prompt was admitted without room for it"
+        group_id = f"step{self._num_done + 1}/{self._num_admitted_now:05d}"
+        ticket = Ticket(self._num_admitted, group_id, item, self._num_done + self._max_staleness)
+        self._num_admitted += 1
+        self._num_admitted_now += 1
+        self._tickets[ticket.number] = ticket
+        return ticket
 
-    def leave_out(self) -> None:
-        """Count one group less as in flight, because it failed or is not worth training."""
-        assert self.num_in_flight, "a rollout group ended that was not started"
-        self.num_in_flight -= 1
+    def put(self, ticket: Ticket, group: RolloutGroup) -> None:
+        """Queue the complete group of an admitted prompt."""
+        assert self._tickets.get(ticket.number) is ticket and ticket.group is None, "the prompt is not in flight"
+        ticket.group = group
+
+    def leave_out(self, ticket: Ticket) -> None:
+        """Give up an admitted prompt, because its group failed or is not worth training."""
+        assert self._tickets.get(ticket.number) is ticket and ticket.group is None, "the prompt is not in flight"
+        del self._tickets[ticket.number]
+
+    def is_ready(self, *, can_grow: bool) -> bool:
+        """Return whether `take` may be called.
+
+        Args:
+            can_grow: whether further groups may become complete before the next batch is taken. If so, a batch that
+                is not full is worth waiting for.
+        """
+        batch = self._next_batch()
+        if len(batch) < self._batch_size and can_grow:
+            return False
+        chosen = {ticket.number for ticket in batch}
+        rest = sorted(ticket.last_batch for ticket in self._tickets.values() if ticket.number not in chosen)
+        # The group at place n of the rest, the most urgent first, is trained at the earliest n // batch_size batches
+        # after the next one.
+        return all(last >= self._num_taken + 1 + place // self._batch_size for place, last in enumerate(rest))
 
     def take(self) -> tuple[list[RolloutGroup], list[RolloutGroup]]:
-        """Empty the queue; return the groups to train on, in the order in which they were started, and the stale ones.
+        """Remove the groups of the next batch and return them in the order of admission. See `is_ready`.
 
-        The oldest token of a group decides whether the group is stale.
+        Groups whose last batch comes first are taken first. The second list has those with a token of weights that no
+        engine should have had any more.
         """
-        groups = sorted(self._queue, key=lambda group: _number(group.group_id))
-        self._queue = []
+        batch = sorted(self._next_batch(), key=lambda ticket: ticket.number)
+        for ticket in batch:
+            del self._tickets[ticket.number]
         self._num_taken += 1
         fresh: list[RolloutGroup] = []
         stale: list[RolloutGroup] = []
-        for group in groups:
+        for group in [ticket.group for ticket in batch if ticket.group is not None]:
             is_fresh = all(rollout.policy_version >= self._versions[0] for rollout in group.rollouts)
             (fresh if is_fresh else stale).append(group)
         return fresh, stale
 
     def done(self, policy_version: int) -> None:
-        """Record that the learner has finished the batch it took, and that its weights are now `policy_version`."""
+        """Record that the learner has finished the batch it took, and that the engines have its weights."""
         assert self._num_done < self._num_taken, "a batch is done that was not taken"
         self._num_done += 1
         self._versions.append(policy_version)
+        self._num_admitted_now = 0
+
+    def in_flight(self) -> list[Ticket]:
+        """Return the admitted prompts without a complete group, in the order of admission."""
+        return [ticket for ticket in self._tickets.values() if ticket.group is None]
 
     def state(self) -> dict[str, Any]:
-        """Return what `restore` needs. Call it between two steps, when no group waits or is in flight."""
-        assert not self._queue and not self.num_in_flight, "a group waits or is in flight"
-        return {"num_taken": self._num_taken, "num_done": self._num_done, "versions": list(self._versions)}
+        """Return what `restore` needs: counts, and every admitted prompt, with its group if that is complete."""
+        counts = {
+            "num_admitted": self._num_admitted,
+            "num_admitted_now": self._num_admitted_now,
+            "num_taken": self._num_taken,
+            "num_done": self._num_done,
+            "versions": list(self._versions),
+        }
+        tickets = [[t.number, t.group_id, t.item, t.last_batch, t.group] for t in self._tickets.values()]
+        return {**counts, "tickets": tickets}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue where another process was between two steps."""
+        """Continue where another process was. Prompts that were `in_flight` there are so here."""
+        self._num_admitted = state["num_admitted"]
+        self._num_admitted_now = state["num_admitted_now"]
         self._num_taken = state["num_taken"]
         self._num_done = state["num_done"]
         self._versions.extend(state["versions"])
+        self._tickets = {number: Ticket(number, *rest) for number, *rest in state["tickets"]}
 
-
-def _number(group_id: str) -> tuple[str, int]:
-    prefix, _, number = group_id.rpartition("/")
-    return prefix, int(number)
+    def _next_batch(self) -> list[Ticket]:
+        complete = [ticket for ticket in self._tickets.values() if ticket.group is not None]
+        return sorted(complete, key=lambda ticket: (ticket.last_batch, ticket.number))[: self._batch_size]

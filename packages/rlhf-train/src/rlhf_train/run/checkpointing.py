@@ -140,8 +140,12 @@ class Checkpointer:
     def after_step(self, step: int, metric: float | None) -> None:
         """Remember the state after `step`, with all its records, and save it if that is due."""
         self.remember(step, metric, is_recorded=True)
-        if self._spec.every > 0 and step % self._spec.every == 0:
+        if self.is_due(step):
             self.save()
+
+    def is_due(self, step: int) -> bool:
+        """Return whether `after_step` saves the state after `step`."""
+        return self._spec.every > 0 and step % self._spec.every == 0
 
     @property
     def unrecorded_step(self) -> int | None:

@@ -16,7 +16,7 @@ class RolloutCounts:
         trained: used in updates; a fraction when only some epochs used a rollout.
         filtered: left out by dynamic sampling.
         failed: not completed by an engine, or without a reward because of a time-out or crash.
-        stale: left out because they were written by weights that are too old.
+        stale: left out because an engine that missed an update of the weights wrote them.
     """
 
     requested: int = 0
@@ -32,7 +32,7 @@ class RolloutCounts:
 class Ledger:
     """Checks over the whole run that
 
-        requested = trained + filtered + failed + stale + queued + in flight
+        requested = trained + filtered + failed + stale + outstanding
 
     Counting over the run, and not per step, also covers rollouts that one step generates and a later one trains.
 
@@ -51,20 +51,17 @@ class Ledger:
         self.run += added
         self.step += added
 
-    def check(self, *, queued: int, in_flight: int) -> None:
+    def check(self, *, outstanding: int) -> None:
         """Raise RlhfError unless every rollout of the run is accounted for.
 
-        Args:
-            queued: complete rollouts that wait for training, or are about to be trained.
-            in_flight: rollouts that are being generated or scored.
+        `outstanding` rollouts are in flight, wait for a batch, or are in the batch that is being trained.
         """
         run = self.run
-        accounted = run.trained + run.filtered + run.failed + run.stale + queued + in_flight
+        accounted = run.trained + run.filtered + run.failed + run.stale + outstanding
         if not math.isclose(run.requested, accounted, rel_tol=0, abs_tol=1e-6):
             raise RlhfError(
                 f"rollouts were lost or counted twice: {run.requested} requested, {run.trained:g} trained,"
-                f" {run.filtered} filtered, {run.failed} failed, {run.stale} stale, {queued} queued,"
-                f" {in_flight} in flight"
+                f" {run.filtered} filtered, {run.failed} failed, {run.stale} stale, {outstanding} outstanding"
             )
 
     def state(self) -> dict[str, dict[str, float]]:

@@ -1,0 +1,46 @@
+"""Options of asynchronous training: generation goes on while models train."""
+
+from collections.abc import Collection
+from typing import TYPE_CHECKING
+
+from rlhf_data.checks import without_effect
+from rlhf_data.options import Section, flag, one_of
+from rlhf_rollout.protocols import PAUSE_MODES
+
+if TYPE_CHECKING:
+    from rlhf_train.online.job import AsyncSpec
+
+AtUpdate = one_of(PAUSE_MODES)
+
+
+class AsyncSection(Section, title="asynchronous training"):
+    """How far generation may run ahead of training."""
+
+    async_train: bool = flag(False, "generate and train at the same time; engines need GPUs of their own")
+    max_staleness: int = flag(
+        1,
+        "steps that may be trained between the start of a prompt's responses and the step that trains on them; 0:"
+        " generate and train in turn",
+        ge=0,
+    )
+    at_update: AtUpdate = flag(
+        "drain",
+        "responses in flight when engines get new weights: drain finishes them first, keep continues them with the new"
+        " weights, restart begins them anew",
+    )
+
+    def check(self, given: Collection[str]) -> list[str]:
+        """Return notices about options without effect."""
+        return without_effect(
+            given,
+            (not self.async_train, ["max_staleness", "at_update"], "--async_train is off"),
+            (self.max_staleness == 0, ["at_update"], "with --max_staleness 0 no response is in flight at an update"),
+        )
+
+    def spec(self) -> "AsyncSpec | None":
+        """Return how generation and training overlap; None if they alternate."""
+        from rlhf_train.online.job import AsyncSpec  # imported here, so that --help does not wait for it
+
+        if not self.async_train:
+            return None
+        return AsyncSpec(max_staleness=self.max_staleness, at_update=self.at_update)

@@ -1,0 +1,283 @@
+"""Generation that goes on while the learner works: what is admitted, trained and counted, on a clock that jumps."""
+
+import asyncio
+from collections import Counter
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from rlhf_data.errors import EngineError, RewardError
+from rlhf_data.records import Episode, FinishReason, Prompt, Rollout, Span, SpanSource, Verdict, VerdictKind
+from rlhf_rollout.protocols import SamplingParams
+from rlhf_rollout.router import EngineRouter
+from rlhf_train.online.job import DynamicSampling
+from rlhf_train.online.service import GenerationService
+from rlhf_train.online.stream import SampleStream
+from virtual_clock import now, run_virtual
+
+SAMPLING = SamplingParams(num_samples=2, max_tokens=999)
+
+
+class SlowAnswers:
+    """A workflow whose answers take one second per token. A prompt's first token is the length of its answers."""
+
+    def __init__(self) -> None:
+        self.router = EngineRouter([SimpleNamespace()])
+        self.version = 0
+        self.running: Counter[str] = Counter()
+        self.most = 0
+        self.failing: set[str] = set()
+
+    async def run(self, prompt, sampling, group_id):
+        kind = "eval" if group_id.startswith("eval") else "rollouts"
+        self.running[kind] += 1
+        self.most = max(self.most, self.running.total())
+        version = self.version
+        try:
+            await asyncio.sleep(int(prompt.token_ids[0]))
+        finally:
+            self.running[kind] -= 1
+        if group_id in self.failing:
+            raise EngineError("no luck")
+        spans = (
+            Span(SpanSource.PROMPT, prompt.token_ids),
+            Span(SpanSource.POLICY, [1] * prompt.token_ids[0], [-1.0] * prompt.token_ids[0], policy_version=version),
+        )
+        names = [f"{group_id}/{index}" for index in range(sampling.num_samples)]
+        return tuple(Episode(n, group_id, (Rollout(n, group_id, spans, FinishReason.STOP, ""),)) for n in names)
+
+
+class Scores:
+    """Gives the samples of a group different rewards, except for prompts of an odd length."""
+
+    async def score(self, prompt, rollouts):
+        if prompt.text == "bad":
+            raise RewardError("no scorer")
+        rewards = [1.0, 0.0] if prompt.token_ids[0] % 2 == 0 else [0.0, 0.0]
+        return [Verdict(VerdictKind.OK if reward else VerdictKind.WRONG, reward) for reward in rewards]
+
+
+def prompts_of(lengths):
+    return tuple(Prompt(f"p{number}", np.array([length]), f"p{number}") for number, length in enumerate(lengths))
+
+
+class Run:
+    """A service, and a learner that trains each batch for `train_s`."""
+
+    def __init__(self, lengths, *, batch_size, staleness, num_batches, max_in_flight=99, dynamic=None, **changes):
+        self.job = SimpleNamespace(
+            prompts=prompts_of(lengths),
+            eval_prompts=prompts_of([3] * 8),
+            batch=SimpleNamespace(rollout_batch_size=batch_size),
+            sampling=SAMPLING,
+            eval_sampling=SAMPLING,
+            seed=1,
+            max_staleness=staleness,
+            max_in_flight=max_in_flight,
+            dynamic_sampling=dynamic,
+        )
+        for name, value in changes.items():
+            setattr(self.job, name, value)
+        self.num_batches = num_batches
+        self.answers = SlowAnswers()
+        self.stream = SampleStream(batch_size, num_batches, staleness)
+        self.shown: list[tuple[int, int]] = []
+        self.service = GenerationService(
+            self.job, self.answers, Scores(), self.stream, lambda *parts: self.shown.append(parts)
+        )
+        self.batches: list = []
+        self.staleness: list[int] = []
+
+    async def train(self, train_s, num_batches=None):
+        for _ in range(num_batches or self.num_batches):
+            drawn = await self.service.next_batch()
+            self.batches.append(drawn)
+            self.staleness += [self.answers.version - r.policy_version for g in drawn.kept for r in g.rollouts]
+            await asyncio.sleep(train_s)
+            self.answers.version += 1
+            self.service.release(self.answers.version)
+        return now()
+
+    @property
+    def trained(self):
+        return [group.prompt.text for drawn in self.batches for group in drawn.kept]
+
+
+def long_tailed(count, seed=0):
+    """Lengths of a log-normal distribution whose 99th percentile is 8 times the median."""
+    draws = np.random.default_rng(seed).standard_normal(count) * np.log(8) / 2.326
+    return np.maximum(np.round(6 * np.exp(draws)), 1).astype(int)
+
+
+def test_overlap_hides_the_shorter_of_generation_and_training():
+    def seconds(staleness):
+        run = Run([10], batch_size=2, staleness=staleness, num_batches=6)
+        return run_virtual(run.train(10))
+
+    assert seconds(0) == 120.0  # 6 x (10 + 10)
+    assert seconds(1) == 70.0  # the first batch, then 6 x 10
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 4])
+def test_lengths_that_are_trained_are_those_that_were_asked_for(staleness):
+    lengths = long_tailed(160)
+    run = Run(lengths, batch_size=8, staleness=staleness, num_batches=20, max_in_flight=12)
+    run_virtual(run.train(4))
+    # 160 prompts are one epoch: each was trained exactly once, however long its answers.
+    assert sorted(run.trained) == sorted(prompt.text for prompt in run.job.prompts)
+    trained = [rollout.num_response_tokens for drawn in run.batches for g in drawn.kept for rollout in g.rollouts]
+    assert sorted(trained) == sorted(np.repeat(lengths, 2))
+    assert max(run.staleness) <= staleness
+    # The first half of a run has no shorter answers than the second half: none waits for the end.
+    halves = np.split(np.array(trained), 2)
+    assert (
+        abs(np.log(halves[0]).mean() - np.log(halves[1]).mean()) < 3 * np.log(trained).std() * (2 / len(trained)) ** 0.5
+    )
+
+
+def test_more_staleness_is_never_slower_on_long_tails():
+    def seconds(staleness):
+        run = Run(long_tailed(160), batch_size=8, staleness=staleness, num_batches=20, max_in_flight=12)
+        return run_virtual(run.train(15))
+
+    times = [seconds(staleness) for staleness in (0, 1, 2, 4)]
+    assert times == sorted(times, reverse=True)
+    assert times[0] / times[1] > 1.3
+
+
+def test_without_staleness_nothing_is_in_flight_while_the_learner_works():
+    run = Run(long_tailed(32), batch_size=8, staleness=0, num_batches=3)
+
+    async def main():
+        for _ in range(3):
+            drawn = await run.service.next_batch()
+            ids = [group.group_id for group in drawn.kept]
+            await asyncio.sleep(50)
+            assert run.stream.num_in_flight == run.stream.num_queued == run.service.num_outstanding == 0
+            run.service.release(0)
+            await asyncio.sleep(50)  # an evaluation, say
+            assert run.stream.num_in_flight == 0
+            yield_ids.append(ids)
+
+    yield_ids = []
+    run_virtual(main())
+    assert yield_ids == [[f"step{step}/{number:05d}" for number in range(8)] for step in (1, 2, 3)]
+    assert run.shown[:8] == [(done, 8) for done in range(1, 9)]
+
+
+def test_counts_balance_at_every_batch():
+    run = Run(long_tailed(64), batch_size=4, staleness=2, num_batches=8, max_in_flight=6, dynamic=DynamicSampling())
+    requested = trained = lost = 0
+
+    async def main():
+        nonlocal requested, trained, lost
+        for _ in range(8):
+            drawn = await run.service.next_batch()
+            requested += drawn.num_requested
+            lost += drawn.num_failed + sum(len(group.episodes) for group in drawn.dropped)
+            trained += sum(len(group.episodes) for group in drawn.kept)
+            assert requested == trained + lost + run.service.num_outstanding
+            assert all(group.prompt.token_ids[0] % 2 == 0 for group in drawn.kept)
+            await asyncio.sleep(3)
+            assert requested == trained + lost + run.service.num_outstanding  # whatever has happened since
+            run.service.release(0)
+
+    run_virtual(main())
+    assert trained == 64 and lost > 0
+
+
+def test_limit_of_prompts_ends_in_a_short_batch():
+    run = Run([3, 5, 7], batch_size=4, staleness=1, num_batches=9, dynamic=DynamicSampling(max_batches=2))
+
+    async def main():
+        first = await run.service.next_batch()
+        run.service.release(1)
+        return first, await run.service.next_batch()
+
+    first, second = run_virtual(main())
+    # Nothing is worth training: twice the room of 8 groups, then twice the room of all 8 again.
+    assert (len(first.kept), len(first.dropped), first.num_requested) == (0, 16, 32)
+    assert (len(second.kept), len(second.dropped)) == (0, 16)
+
+
+def test_failed_group_is_counted_and_its_place_is_given_to_another_prompt():
+    run = Run([4], batch_size=2, staleness=1, num_batches=3)
+    run.answers.failing = {"step1/00001"}
+    run_virtual(run.train(1))
+    assert [(len(drawn.kept), drawn.num_failed, drawn.failure) for drawn in run.batches] == [
+        (2, 2, "no luck"), (2, 0, ""), (2, 0, "")
+    ]  # fmt: skip
+    assert sum(drawn.num_requested for drawn in run.batches) == 14
+
+
+def test_nothing_but_failures_is_an_error_with_the_reason():
+    run = Run([4], batch_size=2, staleness=1, num_batches=3)
+    run.answers.failing = {f"step1/{number:05d}" for number in range(4)}
+    with pytest.raises(EngineError, match="every rollout group failed; the last: no luck"):
+        run_virtual(run.train(1))
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_reward_that_cannot_run_ends_the_wait_and_everything_in_flight(staleness):
+    run = Run([2], batch_size=4, staleness=staleness, num_batches=3)
+    run.job.prompts = (Prompt("bad", np.array([2]), "bad"), *prompts_of([500] * 3))
+
+    async def main():
+        with pytest.raises(RewardError, match="no scorer"):
+            await run.service.next_batch()
+        await asyncio.sleep(0)
+        return now(), run.answers.running.total()
+
+    assert run_virtual(main()) == (2.0, 0)
+
+
+def test_interrupted_run_trains_every_prompt_once():
+    lengths = long_tailed(64, seed=3)
+    options = {"batch_size": 4, "staleness": 2, "num_batches": 16, "max_in_flight": 7}
+    first = Run(lengths, **options)
+
+    async def interrupted():
+        await first.train(5, 6)
+        return first.service.state()
+
+    state = run_virtual(interrupted())
+    waiting = [ticket[-1] for ticket in state["stream"]["tickets"]]
+    assert any(group is None for group in waiting) and any(group is not None for group in waiting)
+    second = Run(lengths, **options)
+    second.answers.version = first.answers.version
+    second.service.restore(state)
+    run_virtual(second.train(5, 10))
+    assert sorted(first.trained + second.trained) == sorted(prompt.text for prompt in second.job.prompts)
+    assert max(second.staleness) <= 2
+
+
+def test_evaluation_has_its_share_of_the_slots_beside_rollouts():
+    run = Run([40], batch_size=8, staleness=2, num_batches=4, max_in_flight=8)
+
+    async def main():
+        training = asyncio.create_task(run.train(1))
+        await asyncio.sleep(41)  # eight rollouts have just begun
+        begun = now()
+        settled = []
+        results = await run.service.answer_held_out(3, settled.append)
+        took = now() - begun
+        await training
+        return results, took, settled
+
+    results, took, settled = run_virtual(main())
+    assert [result.group_id for result in results] == [f"eval3/{number:05d}" for number in range(8)]
+    assert len(settled) == 8
+    assert took == 8 / 2 * 3  # a quarter of eight at once, for three seconds each
+    assert run.answers.most == 8 + 2  # those that were in flight already, and two more
+    assert len(run.trained) == 32
+
+
+def test_evaluation_without_overlap_uses_all_slots():
+    run = Run([40], batch_size=8, staleness=0, num_batches=4, max_in_flight=8)
+
+    async def main():
+        await run.service.answer_held_out(0, lambda result: None)
+        return now()
+
+    assert run_virtual(main()) == 3.0
