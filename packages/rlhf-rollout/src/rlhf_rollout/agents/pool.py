@@ -7,6 +7,7 @@ from typing import Any
 
 from rlhf_data.errors import ConfigError, RewardError
 from rlhf_rollout.agents.process import AgentError, AgentProcess, Attempt
+from rlhf_rollout.rewards import leftovers
 from rlhf_rollout.rewards.sources import DEFAULT_WORKER, WorkerOptions
 from rlhf_rollout.rewards.user_function import RewardTarget
 
@@ -61,7 +62,8 @@ class AgentPool:
         self.num_replaced = 0
 
     async def start(self) -> None:
-        """Start all processes. Raises RewardError when the agent cannot be imported."""
+        """End what dead runs have left and start all processes. Raises RewardError if the agent cannot be imported."""
+        await asyncio.to_thread(leftovers.sweep)
         await asyncio.gather(*(self._process_of(slot) for slot in self._slots))
 
     async def execute(self, attempt: Attempt) -> dict[str, Any]:

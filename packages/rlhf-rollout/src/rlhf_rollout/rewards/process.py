@@ -18,7 +18,7 @@ from typing import Any
 
 from rlhf_data.errors import RewardError, with_hint
 from rlhf_data.records import VerdictKind
-from rlhf_rollout.rewards import guard
+from rlhf_rollout.rewards import guard, leftovers
 from rlhf_rollout.rewards.outcomes import Failure
 from rlhf_rollout.rewards.sources import WorkerOptions
 from rlhf_rollout.rewards.user_function import RewardTarget, Scored
@@ -64,7 +64,8 @@ class GuardedProcess:
                 stdout=2,
                 stderr=2,
                 pass_fds=[theirs.fileno()],
-                env={name: value for name, value in os.environ.items() if name in INHERITED.union(options.env)},
+                env={name: os.environ[name] for name in INHERITED.union(options.env) & os.environ.keys()}
+                | {leftovers.MARK: leftovers.own_mark()},
                 start_new_session=True,  # Ctrl-C does not reach it
             )
 

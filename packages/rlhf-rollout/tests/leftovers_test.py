@@ -1,0 +1,170 @@
+"""Processes of dead runs are ended at the start of the next one; those of living runs are left alone."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from rlhf_rollout.agents.pool import AgentPool
+from rlhf_rollout.agents.user_agent import parse_agent
+from rlhf_rollout.rewards import leftovers
+
+# Its server has left the session of the process, and the environment takes its time to close.
+AGENT = """
+    import os, pathlib, subprocess, time
+
+    FOLDER = pathlib.Path(__file__).parent
+
+    class Environment:
+        def __init__(self):
+            server = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+            FOLDER.joinpath("pids").write_text(f"{os.getppid()} {server.pid} .")
+
+        def reset(self): ...
+
+        def step(self, action): ...
+
+        def close(self):
+            time.sleep(1.5)
+            FOLDER.joinpath("closed").touch()
+"""
+RUN = """
+    import asyncio, sys
+    sys.path[:] = {path!r}
+    from rlhf_rollout.agents.pool import AgentPool
+    from rlhf_rollout.agents.user_agent import parse_agent
+
+    async def main():
+        await AgentPool(parse_agent({agent!r}), num_processes=1).start()
+        await asyncio.sleep(1000)
+
+    asyncio.run(main())
+"""
+
+
+def eventually(condition):
+    deadline = time.monotonic() + 60
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return condition()
+
+
+def is_running(process_id):
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+class Running:
+    """A run: its process, the guard of its agent's process, and the server that the agent's environment has started."""
+
+    def __init__(self, write, folder):
+        folder.mkdir()
+        self.folder = folder
+        agent = write(AGENT, f"{folder.name}/agent.py")
+        program = write(RUN.format(path=sys.path, agent=agent), f"{folder.name}/run.py")
+        self.process = subprocess.Popen([sys.executable, program], stderr=subprocess.DEVNULL)
+
+    def read(self):
+        pids = self.folder / "pids"
+        assert eventually(lambda: pids.exists() and pids.read_text().endswith("."))
+        self.guard, self.server = map(int, pids.read_text().split()[:2])
+
+
+@pytest.fixture
+def runs(write, tmp_path):
+    """Three runs of an agent, each with a server that it has started."""
+    found = {name: Running(write, tmp_path / name) for name in ("alive", "dead", "closing")}
+    for run in found.values():
+        run.read()
+    yield found
+    for run in found.values():
+        run.process.kill()
+        run.process.wait()
+        for process_id in (run.guard, run.server):
+            with contextlib.suppress(OSError):
+                os.kill(process_id, signal.SIGKILL)
+
+
+def test_pool_ends_what_a_dead_run_has_left_and_waits_for_what_closes(runs, write, monkeypatch, caplog):
+    monkeypatch.setattr(leftovers, "GUARDS_S", 8.0)
+    # Without their guards, the servers of two runs are orphans. One of these runs lives.
+    for name in ("alive", "dead"):
+        os.kill(runs[name].guard, signal.SIGKILL)
+    for name in ("dead", "closing"):
+        runs[name].process.kill()
+        runs[name].process.wait()
+    assert is_running(runs["dead"].server)
+
+    async def start():
+        pool = AgentPool(parse_agent(write("async def run_episode(session): ...")), num_processes=1)
+        await pool.start()
+        await pool.close()
+
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(start())
+    assert not is_running(runs["dead"].server) and not is_running(runs["closing"].server)
+    assert (runs["closing"].folder / "closed").exists()
+    assert is_running(runs["alive"].server)
+    assert runs["alive"].process.poll() is None
+    [record] = caplog.records
+    ended = f"ended processes that an earlier run had left on this machine: {runs['dead'].server} (sleep 1000)"
+    assert record.message == ended
+
+
+def start_of(process_id):
+    return Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[19]
+
+
+def test_owner_is_gone_when_its_number_belongs_to_another_process_or_to_none(monkeypatch):
+    monkeypatch.setattr(leftovers, "GUARDS_S", 0.0)
+    me = os.getpid()
+    here = os.readlink("/proc/self/ns/pid")
+    gone = subprocess.Popen(["true"])
+    unreaped = f"{gone.pid}:{start_of(gone.pid)}"
+    assert eventually(lambda: not is_running(gone.pid))
+    monkeypatch.setenv(leftovers.MARK, f"{me}:2:{here}")
+    left = [f"{me}:1:{here}", f"{2**22 + 1}:1:{here}", f"{unreaped}:{here}"]
+    kept = [
+        *(f"{me}:{start_of(me)}:{here}", f"{me}:2:{here}", f"{me}:1:pid:[1]", f"1:{start_of(1)}:{here}"),
+        *("", "x:1", f"{2**80}:1:{here}", f"{me}:1"),
+    ]
+    started = [subprocess.Popen(["sleep", "1000"], env={leftovers.MARK: mark}) for mark in left + kept]
+    try:
+        assert leftovers.own_mark() == kept[0]
+        for process in started:  # until it is `sleep`, a new process has this one's environment
+            assert eventually(lambda process=process: Path(f"/proc/{process.pid}/comm").read_text() == "sleep\n")
+        ended = leftovers.sweep()
+        assert {process_id for process_id, command in ended.items() if command == "sleep 1000"} == {
+            process.pid for process in started[: len(left)]
+        }
+        assert [process.poll() for process in started[len(left) :]] == [None] * len(kept)
+        assert [process.wait(60) for process in started[: len(left)]] == [-signal.SIGKILL] * len(left)
+        assert leftovers.sweep() == {}
+    finally:
+        for process in [*started, gone]:
+            process.kill()
+            process.wait()
+
+
+def test_command_line_in_the_warning_is_short_and_has_no_controls(monkeypatch, caplog):
+    monkeypatch.setattr(leftovers, "GUARDS_S", 0.0)
+    mark = f"{os.getpid()}:1:{os.readlink('/proc/self/ns/pid')}"
+    words = ["sleep", "1000", *["0"] * 100]
+    process = subprocess.Popen(["\x1b[31msleep", *words[1:]], executable="/bin/sleep", env={leftovers.MARK: mark})
+    try:
+        assert eventually(lambda: Path(f"/proc/{process.pid}/comm").read_text() == "sleep\n")
+        leftovers.sweep()
+        [record] = caplog.records
+        said = record.message.rpartition(f"{process.pid} (")[2]
+        assert said.startswith("[31msleep 1000 0 0") and len(said) <= 81
+    finally:
+        process.kill()
+        process.wait()
