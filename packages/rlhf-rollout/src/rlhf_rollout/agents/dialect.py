@@ -180,5 +180,5 @@ def read_tool(tool: Any, schema: str) -> dict[str, Any]:
     """Return a tool in the form of OpenAI's chat completions. `schema` is the name of its parameters in `tool`."""
     if not isinstance(tool, Mapping) or not isinstance(tool.get("name"), str):
         raise DataError(f"a tool has no name: {tool!r:.80}")
-    function = {"name": tool["name"], "description": tool.get("description", ""), "parameters": tool.get(schema, {})}
-    return {"type": "function", "function": function}
+    described = {"description": tool.get("description") or "", "parameters": tool.get(schema) or {}}
+    return {"type": "function", "function": {"name": tool["name"], **described}}

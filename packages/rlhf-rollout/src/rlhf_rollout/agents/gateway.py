@@ -2,7 +2,7 @@
 
 Each episode has a session, which is part of its URL:
 
-    http://127.0.0.1:PORT/session/ID/v1/{chat/completions, completions, messages, models}
+    http://127.0.0.1:PORT/session/ID/v1/{chat/completions, completions, responses, messages, models}
 
 The id is random and is the authorization; keys in headers are not read. The server listens on this machine only.
 
@@ -33,6 +33,7 @@ from rlhf_rollout.agents.door import DoorSession, RefusedError
 from rlhf_rollout.agents.openai_dialect import CHAT, COMPLETIONS, openai_error
 from rlhf_rollout.agents.process import Activity
 from rlhf_rollout.agents.recorder import EpisodeRecorder
+from rlhf_rollout.agents.responses_dialect import RESPONSES
 from rlhf_rollout.agents.tool_calls import make_parser
 
 try:
@@ -43,11 +44,11 @@ except ImportError as error:
     ) from None
 
 MAX_BODY_BYTES = 32 * 2**20
-DIALECTS = {"chat/completions": CHAT, "completions": COMPLETIONS, "messages": MESSAGES}
+DIALECTS = {"chat/completions": CHAT, "completions": COMPLETIONS, "responses": RESPONSES, "messages": MESSAGES}
 READ_TIMEOUT_S = 60.0  # for the body of a request
 _BACKLOG = 2048
 _EXIT_TIMEOUT_S = 5.0
-_PATH = re.compile(r"/session/([\w-]+)/(?:v1/)?(chat/completions|completions|messages|models)/?")
+_PATH = re.compile(r"/session/([\w-]+)/(?:v1/)?(chat/completions|completions|responses|messages|models)/?")
 _LOGGER = logging.getLogger(__name__)
 
 Receive = Callable[[], Awaitable[Mapping[str, Any]]]

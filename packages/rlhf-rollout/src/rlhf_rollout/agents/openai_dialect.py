@@ -91,13 +91,7 @@ def _chat_reason(answer: Answer) -> str:
 
 
 def _chat_logprobs(request: Request, answer: Answer) -> dict[str, Any] | None:
-    if not request.logprobs:
-        return None
-    content = [
-        {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
-        for text, logprob in answer.tokens
-    ]
-    return {"content": content, "refusal": None}
+    return {"content": token_logprobs(answer), "refusal": None} if request.logprobs else None
 
 
 # OpenAI's completions
@@ -140,7 +134,15 @@ def _completion_events(request: Request, answer: Answer) -> Iterator[Event]:
     yield from _openai_end(head, request, answer)
 
 
-# What both share
+# What they share, also with OpenAI's responses
+
+
+def token_logprobs(answer: Answer) -> list[dict[str, Any]]:
+    """Return the text of each token of an answer with its log-prob."""
+    return [
+        {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
+        for text, logprob in answer.tokens
+    ]
 
 
 def openai_error(kind: str, message: str) -> dict[str, Any]:
