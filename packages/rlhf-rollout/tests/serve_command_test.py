@@ -1,6 +1,7 @@
 """`serve` over real sockets: what a trainer elsewhere does with it, what it refuses, and what it tells about itself."""
 
 import asyncio
+import dataclasses
 import json
 import os
 import re
@@ -19,7 +20,7 @@ from fastapi import FastAPI
 
 from engine_testing import wait_until_up
 from rlhf_data.errors import EngineError, WeightSyncError
-from rlhf_rollout.commands import serve
+from rlhf_rollout.commands import serve, sessions
 from rlhf_rollout.commands.main import main
 from rlhf_rollout.commands.serve import MAX_BODY_BYTES, create_app
 from rlhf_rollout.engines import EngineSpec, build_engine
@@ -27,6 +28,7 @@ from rlhf_rollout.engines.fake import FakeEngine
 from rlhf_rollout.engines.http import HttpEngine
 from rlhf_rollout.host import free_port
 from rlhf_rollout.protocols import EngineHealth, SamplingParams
+from rlhf_rollout.router import EngineRouter
 from rollout_testing import app_server, shared_memory_bucket
 
 PROMPT = np.array([4, 5, 6], np.int32)
@@ -181,7 +183,7 @@ def test_door_refuses_without_reading_and_guards_what_is_mounted(monkeypatch):
                 head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n{headers}\r\n"
                 connection.sendall(head.encode())
                 assert connection.recv(100).startswith(f"HTTP/1.1 {status}".encode())
-        for path in ("/metrics", "/version", "/more/hello", "/more/health"):
+        for path in ("/metrics", "/version", "/sessions/x", "/more/hello", "/more/health"):
             assert httpx.get(url + path).status_code == 401
         assert httpx.get(url + "/more/hello", headers=given).json() == "there"
         assert httpx.get(url + "/health").json()["status"] == "ok"
@@ -233,6 +235,80 @@ def test_metrics_count_what_happened_and_a_client_that_goes_frees_the_engine():
         assert httpx.get(url + "/health").status_code == 503
         with pytest.raises(EngineError, match=r"^the engine was closed$"):
             asyncio.run(client(url).health())
+
+
+class Caching(FakeEngine):
+    """An engine that has two tokens of each prompt in its cache."""
+
+    async def generate(self, token_ids, sampling, **options):
+        completions = await super().generate(token_ids, sampling, **options)
+        return [dataclasses.replace(completion, num_cached_tokens=2) for completion in completions]
+
+
+def test_sessions_are_counted_and_can_be_ended(monkeypatch):
+    script = {"script": lambda prompt, seed: [7, 8, 9, 0]}
+    with app_server(create_app(Caching(**script), {})) as url:
+        router = EngineRouter([client(url)])
+
+        async def ask(name, samples=1):
+            await router.generate(PROMPT, SamplingParams(num_samples=samples), conversation=name)
+
+        for name, samples in (("g 1/0", 1), ("g 1/0", 2), ("other", 1), (None, 1)):
+            asyncio.run(ask(name, samples))
+        used = {"requests": 2, "prompt_tokens": 6, "cached_prompt_tokens": 4, "generated_tokens": 12}
+        place = f"{url}/sessions/g%201/0"
+        assert httpx.get(place).json() == used
+        assert (metric(url, "sessions"), metric(url, "cached_prompt_tokens_total")) == (2, 8)
+        # The client tells the router of cached tokens, too.
+        assert router.prompt_tokens.tolist() == [15, 10]  # per completion
+        assert httpx.delete(place).json() == used
+        assert [httpx.get(place).status_code, httpx.delete(place).status_code] == [404, 404]
+        assert metric(url, "sessions") == 1
+        monkeypatch.setattr(sessions, "IDLE_S", 0.0)
+        assert metric(url, "sessions") == 0
+        assert httpx.get(f"{url}/sessions/other").status_code == 404
+
+
+def test_end_of_a_session_cancels_its_requests_and_no_others():
+    engine = FakeEngine()
+    with app_server(create_app(engine, {})) as url:
+
+        async def end():
+            here = client(url)
+            await here.pause("drain")
+            mine, other = (
+                asyncio.create_task(here.generate(PROMPT, SamplingParams(), conversation=name)) for name in "ab"
+            )
+            while (await here.health()).num_in_flight < 2:
+                await asyncio.sleep(0.01)
+            ended = await asyncio.to_thread(httpx.delete, f"{url}/sessions/a")
+            assert ended.json()["requests"] == 1
+            with pytest.raises(EngineError, match=r"status 410: .*the session of the request has ended"):
+                await mine
+            await here.resume()
+            assert len(await other) == 1
+
+        asyncio.run(asyncio.wait_for(end(), 60))
+        assert metric(url, 'requests_total{outcome="cancelled"}') == 1
+        assert metric(url, "sessions") == 1
+
+
+def test_server_in_front_of_servers_hands_sessions_on():
+    with app_server(create_app(FakeEngine(), {})) as url, app_server(create_app(client(url), {})) as front:
+        asyncio.run(client(front).generate(PROMPT, SamplingParams(), conversation="chat"))
+        asyncio.run(client(front).generate(PROMPT, SamplingParams()))
+        assert httpx.get(f"{front}/sessions/chat").json()["requests"] == 1
+        assert httpx.get(f"{url}/sessions/chat").json()["prompt_tokens"] == 3
+        assert metric(url, "sessions") == 1
+
+
+def test_sessions_beyond_the_limit_are_forgotten_the_oldest_first(monkeypatch):
+    monkeypatch.setattr(sessions, "_MAX_SESSIONS", 2)
+    with app_server(create_app(FakeEngine(), {})) as url:
+        for name in ("a", "b", "a", "c"):
+            asyncio.run(client(url).generate(PROMPT, SamplingParams(), conversation=name))
+        found = [httpx.get(f"{url}/sessions/{name}").status_code for name in "abc"]
+    assert found == [200, 404, 200]
 
 
 def test_one_client_is_used_from_several_event_loops_at_once():

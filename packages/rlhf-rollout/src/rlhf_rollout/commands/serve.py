@@ -6,6 +6,7 @@
 | `POST /engine/pause`, `resume`, `sleep`, `wake_up` | the control calls of `RolloutEngine` |
 | `POST /engine/begin_weight_update`, `receive_weights`, `finish_weight_update` | new weights |
 | `GET /health`, `/version`, `/metrics` | the engine's state; what it serves; Prometheus metrics |
+| `GET`, `DELETE /sessions/ID` | what requests with the header `X-Session-Id: ID` have used; DELETE ends them |
 
 The body of `receive_weights` is one line of JSON, a `BucketHead`, and behind it the bytes of the bucket's buffer. An
 error of the engine is answered by `{"kind": its class, "detail": its text}`.
@@ -16,7 +17,7 @@ import contextlib
 import itertools
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -30,6 +31,7 @@ from rlhf_data.errors import ConfigError, EngineError, RlhfError, WeightSyncErro
 from rlhf_rollout.commands.configs import EngineServerConfig, ServerSection
 from rlhf_rollout.commands.door import TokenCheck, listen, parse, read_body, read_json, token_for
 from rlhf_rollout.commands.parts import EngineJob, make_engine
+from rlhf_rollout.commands.sessions import Sessions, cached_tokens
 from rlhf_rollout.commands.terminal import TERMINAL
 from rlhf_rollout.engines import build_engine
 from rlhf_rollout.protocols import Completion, RolloutEngine, SamplingParams
@@ -145,9 +147,11 @@ class _Metrics:
         own = {"namespace": "rlhf_rollout", "registry": self.registry}
         self.requests = Counter("requests", "requests by outcome: ok, failed or cancelled", ["outcome"], **own)
         self.prompt_tokens = Counter("prompt_tokens", "tokens of prompts, once per request", **own)
+        self.cached_tokens = Counter("cached_prompt_tokens", "those of them that were in the engine's cache", **own)
         self.generated_tokens = Counter("generated_tokens", "tokens of completions", **own)
         self.seconds = Histogram("request_seconds", "time to completion", buckets=_LATENCIES_S, **own)
         self.in_flight = Gauge("requests_in_flight", "requests that have not ended", **own)
+        self.sessions = Gauge("sessions", "sessions of the last hour that were not ended", **own)
         self.weight_updates = Counter("weight_updates", "weight updates that were finished", **own)
         self.policy_version = Gauge("policy_version", "version of the weights in force", **own)
         self.is_up = Gauge("engine_up", "1 while the engine reports no problem", **own)
@@ -179,18 +183,35 @@ class EngineDoor:
         self._about = about
         self._updating: int | None = None
         self._metrics = _Metrics()
+        self._sessions = Sessions()
+        self._metrics.sessions.set_function(lambda: len(self._sessions))
 
     async def complete(self, request: Request) -> JSONResponse:
         """Generate."""
         asked = await _json(request, Generation)
         sampling = asked.sampling()
         token_ids = np.array(asked.prompt, np.int32)
+        name = request.headers.get("x-session-id")
+        # An engine of `engines/http.py` hands the session on to the server behind it.
+        more = {"conversation": name} if getattr(self._engine, "takes_conversation", False) else {}
         with self._metrics.measured():
-            call = self._engine.generate(token_ids, sampling, timeout_s=asked.timeout_s)
-            completions = await _while_connected(request, call)
+            generating = self._engine.generate(token_ids, sampling, timeout_s=asked.timeout_s, **more)
+            call = asyncio.ensure_future(generating)
+            with self._sessions.calling(name, call, len(token_ids)):
+                completions = await _while_connected(request, call)
         self._metrics.prompt_tokens.inc(len(token_ids))
+        self._metrics.cached_tokens.inc(cached_tokens(completions))
         self._metrics.generated_tokens.inc(sum(len(completion.token_ids) for completion in completions))
         return JSONResponse({"choices": [_choice(*numbered) for numbered in enumerate(completions)]})
+
+    async def session(self, request: Request, name: str) -> dict[str, int]:
+        """Tell what a session has used; DELETE also cancels its requests and forgets it."""
+        counts = self._sessions.counts(name)
+        if counts is None:
+            raise HTTPException(404, "there is no such session: it was ended, was idle for an hour, or never began")
+        if request.method == "DELETE":
+            self._sessions.end(name)
+        return counts
 
     async def control(self, request: Request, call: Literal["resume", "sleep", "wake_up"]) -> dict[str, Any]:
         """Make a control call without arguments."""
@@ -292,6 +313,7 @@ def create_app(engine: RolloutEngine, about: dict[str, Any], *, token: str = "")
         app.add_api_route(path, answer, methods=["POST"], response_model=None)
     for path, answer in {"/health": door.health, "/version": door.version, "/metrics": door.metrics}.items():
         app.add_api_route(path, answer, methods=["GET"], response_model=None)
+    app.add_api_route("/sessions/{name:path}", door.session, methods=["GET", "DELETE"], response_model=None)
     return app
 
 
@@ -304,7 +326,7 @@ async def _json(request: Request, kind: type[Any]) -> Any:
     return await read_json(request, kind, **limits)
 
 
-async def _while_connected(request: Request, call: Coroutine[Any, Any, Any]) -> Any:
+async def _while_connected(request: Request, call: Awaitable[Any]) -> Any:
     """Return the result of a call of the engine. It is cancelled when the client closes the connection."""
 
     async def leave() -> None:
@@ -317,6 +339,8 @@ async def _while_connected(request: Request, call: Coroutine[Any, Any, Any]) -> 
         await asyncio.wait({calling, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if not calling.done():
             raise HTTPException(499, "the client closed the connection")
+        if calling.cancelled():  # by the end of its session
+            raise HTTPException(410, "the session of the request has ended")
         return calling.result()
     finally:
         calling.cancel()
@@ -370,5 +394,6 @@ def _choice(index: int, completion: Completion) -> dict[str, Any]:
         "token_ids": completion.token_ids.tolist(),
         "logprobs": {"token_logprobs": completion.logprobs.tolist()},
         "finish_reason": completion.finish_reason,
+        "num_cached_tokens": completion.num_cached_tokens,
         "policy_versions": [[span.policy_version, len(span.token_ids)] for span in completion.spans],
     }

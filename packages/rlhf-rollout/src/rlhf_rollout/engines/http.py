@@ -109,7 +109,7 @@ class HttpEngine:
         """See `RolloutEngine.generate`; `timeout_s` covers all attempts.
 
         `conversation` is sent as the header X-Session-Id: a load balancer in front of several servers may send the
-        requests of a conversation to the one that has its prefix in the cache.
+        requests of a conversation to the one that has its prefix in the cache, and servers count what it uses.
         """
         check_request(token_ids, sampling, max_model_len=self._spec.max_model_len)
         headers = {} if conversation is None else {"X-Session-Id": conversation}
@@ -167,7 +167,8 @@ class HttpEngine:
             start = end
             end += count
             spans.append(Span(SpanSource.POLICY, token_ids[start:end], logprobs[start:end], version))
-        return Completion(tuple(spans), FinishReason(reason))
+        cached = choice.get("num_cached_tokens")  # vLLM's server does not tell it
+        return Completion(tuple(spans), FinishReason(reason), cached if isinstance(cached, int) else None)
 
     async def _post(self, request: dict[str, Any], headers: dict[str, str]) -> Any:
         url = self._url + "/v1/completions"
