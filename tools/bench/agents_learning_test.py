@@ -58,6 +58,16 @@ def test_commands_of_an_example_are_accepted(name, monkeypatch):
     assert 0.5 <= example.goal <= 1.0
 
 
+def test_every_seed_of_the_committed_report_is_above_the_goal_that_its_example_states():
+    report = json.loads((bench.ROOT / "tools/bench/results/agents-learning-cpu.json").read_text(encoding="utf-8"))
+    assert {name: part["goal"] for name, part in report["examples"].items()} == {
+        name: example.goal for name, example in AGENTS.items() if example
+    }
+    for name, part in report["examples"].items():
+        reached = [run["accuracy_after"] for run in part["runs"]]
+        assert part["goal_met"] and len(reached) == 3 and min(reached) >= part["goal"] + 0.05, name
+
+
 def test_report_says_which_examples_have_reached_their_goals(tmp_path, monkeypatch, capsys):
     examples = tmp_path / "examples"
     examples.mkdir()
