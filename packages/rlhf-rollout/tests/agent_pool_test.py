@@ -85,6 +85,34 @@ def test_process_that_starts_too_slowly_leaves_no_descriptor_in_the_event_loop(s
     assert len(asyncio.run(scenario())) == len(asyncio.run(alone()))
 
 
+def test_late_request_of_an_episode_that_was_given_up_disturbs_no_other(write):
+    source = write("""
+        async def run_episode(session):
+            try:
+                await session.reply("a")
+                return 1.0
+            finally:
+                await session.reply("late")
+    """)
+
+    async def scenario():
+        pool = AgentPool(parse_agent(source), num_processes=1, timeout_s=TIMEOUT_S)
+        slow = FakeEngine(latency_s=1000.0)
+        try:
+            first = asyncio.create_task(episode_of(pool, slow))
+            async with asyncio.timeout(TIMEOUT_S):
+                while not (await slow.health()).num_in_flight:
+                    await asyncio.sleep(0.01)
+            first.cancel()
+            await asyncio.wait([first])
+            return await episode_of(pool, writes(["b"])), pool.num_replaced
+        finally:
+            await pool.close()
+
+    episode, num_replaced = asyncio.run(scenario())
+    assert (episode.verdict.reward, num_replaced) == (1.0, 0)
+
+
 def test_cancelled_episode_ends_its_requests_to_the_policy(write):
     source = write("""
         import asyncio

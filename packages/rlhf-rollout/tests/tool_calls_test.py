@@ -102,3 +102,17 @@ def test_vllm_reads_the_same_calls_and_its_other_parsers_can_be_named():
         assert pairs(make_parser(name, None)(text)) == expected, (name, text)
     [call] = make_parser("pythonic", Words())("[add(a=1, b=2)]")
     assert (call.name, call.arguments) == ("add", {"a": 1, "b": 2})
+
+
+def test_vllms_parser_that_raises_is_a_call_that_says_why(monkeypatch):
+    from vllm.tool_parsers import ToolParserManager
+
+    class Broken:
+        def __init__(self, tokenizer): ...
+
+        def extract_tool_calls(self, text, request):
+            raise IndexError(f"no end of {text}")
+
+    monkeypatch.setattr(ToolParserManager, "get_tool_parser", lambda name: Broken)
+    [call] = make_parser("pythonic", Words())("[add(")
+    assert call.error == "the call cannot be read: no end of [add("
