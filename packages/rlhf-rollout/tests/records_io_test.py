@@ -1,13 +1,26 @@
 """Rollouts as JSON lines."""
 
 import contextlib
+import dataclasses
 import json
 
 import numpy as np
+import pytest
 
 from record_testing import make_group, make_prompt, make_rollout
-from rlhf_data.records import Episode, FinishReason, Rollout, RolloutGroup, Span, SpanSource, Verdict, VerdictKind
-from rlhf_rollout.records_io import RolloutWriter, rollout_record
+from rlhf_data.errors import DataError
+from rlhf_data.records import (
+    Episode,
+    FinishReason,
+    Prompt,
+    Rollout,
+    RolloutGroup,
+    Span,
+    SpanSource,
+    Verdict,
+    VerdictKind,
+)
+from rlhf_rollout.records_io import RolloutWriter, read_batches, rollout_record
 
 
 def record_of(group):
@@ -31,6 +44,8 @@ def test_rollout_record_holds_everything_as_plain_json():
         "prompt_id": "p-2+2=",
         "source": "default",
         "prompt": "2+2=",
+        "prompt_token_ids": None,
+        "messages": None,
         "label": "4",
         "text": "4",
         "token_ids": [2, *b"2+2=", ord("4"), 0],
@@ -49,6 +64,7 @@ def test_rollout_record_holds_everything_as_plain_json():
         "turn_rewards": [0.5],
         "earned_elsewhere": [0.0, 0.0],
         "token_rewards": [],
+        "source_rewards": [],
         "score_seconds": 0.25,
     }
 
@@ -65,8 +81,8 @@ def test_rollout_record_log_probs_are_the_exact_float32():
     assert np.array_equal(np.array(written, np.float32), logprobs)
 
 
-def test_rollout_record_without_verdict_and_with_an_infinite_log_prob_is_null():
-    group = group_of(logprobs=[-np.inf, -1.0])
+def test_rollout_record_without_verdict_and_with_a_nan_log_prob_is_null():
+    group = group_of(logprobs=[np.nan, -1.0])
     record = record_of(group)
     assert (record["reward"], record["score"], record["verdict"], record["score_seconds"]) == (None,) * 4
     assert record["turn_rewards"] == record["token_rewards"] == []
@@ -114,3 +130,164 @@ def test_rollout_writer_names_the_episode_of_every_rollout(tmp_path):
         ("branched", "g0/1"),
         ("plain", "g0/2"),
     ]
+
+
+def random_verdict(rng, rollout):
+    """A verdict of a random kind for a rollout: none, failed, or with rewards of turns, tokens or sources."""
+    seconds = float(rng.integers(0, 9)) / 8
+    kind = rng.choice(7)
+    if kind == 0:
+        return None
+    if kind == 1:
+        return Verdict(VerdictKind.TIMEOUT, detail="no answer\nwithin 1 s \u2028 \u00e9", seconds=seconds)
+    if kind == 2:
+        return Verdict(VerdictKind.CRASH, -1.0, 0.25, source_rewards=(0.1, -0.7))
+    values = rng.normal(size=len(rollout.turn_ends)).tolist()
+    if kind == 3 and values:
+        before, later = rng.normal(size=2).tolist()
+        total = sum(values) + before + later
+        return Verdict(VerdictKind.OK, total, turn_rewards=tuple(values), earned_elsewhere=(before, later))
+    if kind == 4:
+        pairs = tuple((int(at), float(rng.normal())) for at in rng.choice(rollout.num_tokens, 2, replace=False))
+        return Verdict(VerdictKind.WRONG, float(rng.normal()), token_rewards=tuple(sorted(pairs)))
+    if kind == 5:
+        return Verdict(VerdictKind.OK, 1 / 3, 2.0, "", {"length": float(rng.normal()), "n": 3.0}, seconds)
+    return Verdict(VerdictKind.UNSCORED, 0.0)
+
+
+def random_group(rng, number):
+    """A group with episodes of one or several rollouts, of several spans each, and log-probs of every float32."""
+    group_id = f"step1/{number}"
+
+    def tokens(low=1):
+        return rng.integers(0, 2**31 - 1, rng.integers(low, 5))
+
+    def policy():
+        ids = tokens()
+        logprobs = rng.integers(0, 2**32, len(ids), dtype=np.uint32).view(np.float32)
+        odd = rng.choice([np.nan, np.inf, -np.inf, -0.0], len(ids))
+        return Span(SpanSource.POLICY, ids, np.where(rng.random(len(ids)) < 0.2, odd, logprobs), int(rng.integers(9)))
+
+    messages = ({"role": "user", "content": "a\nb"},) if rng.random() < 0.5 else None
+    prompt = Prompt(f"p{number}", tokens(), "2+2=\u00e9", None if rng.random() < 0.3 else "4", "sums", messages)
+    episodes = []
+    for index in range(3):
+        rollouts = []
+        for part in range(rng.integers(1, 4)):
+            first = prompt.token_ids if rng.random() < 0.5 else tokens()
+            spans = [Span(SpanSource.PROMPT, first)]
+            for _ in range(rng.integers(1, 3)):
+                spans += [policy(), policy(), Span(SpanSource.ENVIRONMENT, tokens(0))]
+            reason = list(FinishReason)[rng.integers(3)]
+            rollout = Rollout(f"{group_id}/{index}.{part}", group_id, tuple(spans), reason, '4"\n')
+            rollouts.append(dataclasses.replace(rollout, verdict=random_verdict(rng, rollout)))
+        episodes.append(Episode(f"{group_id}/e{index}", group_id, tuple(rollouts)))
+    return RolloutGroup(group_id, prompt, tuple(episodes))
+
+
+def plain(record):
+    """A record as nested tuples that compare equal exactly when all values are equal; a NaN equals any NaN."""
+    if isinstance(record, np.ndarray):
+        return str(record.dtype), [repr(value) for value in record.tolist()]
+    if dataclasses.is_dataclass(record):
+        names = [field.name for field in dataclasses.fields(record)]
+        return type(record).__name__, [(name, plain(getattr(record, name))) for name in names]
+    if isinstance(record, tuple):
+        return [plain(value) for value in record]
+    return type(record).__name__, dict(record) if isinstance(record, dict) else record
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_is_written_is_read_back_equal(seed, tmp_path):
+    rng = np.random.default_rng(seed)
+    batches = [[random_group(rng, 10 * batch + number) for number in range(2)] for batch in range(3)]
+    path = tmp_path / "rollouts.jsonl"
+    with contextlib.closing(RolloutWriter(path)) as writer:
+        for step, groups in enumerate(batches, start=1):
+            writer.write(*groups, step=step, kept=step == 2)
+    read = list(read_batches(path))
+    assert [dict(batch.fields) for batch in read] == [{"step": step, "kept": step == 2} for step in (1, 2, 3)]
+    for batch, groups in zip(read, batches, strict=True):
+        assert plain(batch.groups) == plain(tuple(groups))
+
+
+@pytest.fixture
+def written(tmp_path):
+    """A file with two batches of two groups of one rollout each, as lines."""
+    path = tmp_path / "rollouts.jsonl"
+    verdict = Verdict(VerdictKind.OK, 0.5, 1.0, source_rewards=(0.5,))
+    prompt = make_prompt()
+    with contextlib.closing(RolloutWriter(path)) as writer:
+        for step in (1, 2):
+            names = [f"step{step}/{number}" for number in range(2)]
+            rollouts = [make_rollout(prompt, "4", group_id=name, verdict=verdict) for name in names]
+            writer.write(
+                *[make_group(name, prompt, [one]) for name, one in zip(names, rollouts, strict=True)], step=step
+            )
+    return path
+
+
+def changed(line, **values):
+    return json.dumps(json.loads(line) | values) + "\n"
+
+
+DAMAGES = {
+    "cut in the middle of a line": (lambda rows: [*rows[:3], rows[3][:40]], 4, "Unterminated|Expecting|Invalid"),
+    "cut between two lines": (lambda rows: rows[:3], 3, "1 records of its batch should follow, and none does"),
+    "a line is missing": (lambda rows: [rows[0], *rows[2:]], 2, "1 records of another batch should follow"),
+    "a line is there twice": (lambda rows: [rows[0], *rows], 2, "1 records of another batch should follow"),
+    "not JSON": (lambda rows: ["hello\n", *rows], 1, "Expecting value"),
+    "not UTF-8": (lambda rows: ["\udcff\n", *rows], 1, "decode"),
+    "another kind of record": (
+        lambda rows: [*rows[:2], '{"step": 1, "policy/loss": 0.5}\n'],
+        3,
+        "it lacks 'token_ids'",
+    ),
+    "no object": (lambda rows: ["[1, 2]\n", *rows], 1, "list indices"),
+    "nested too deeply": (lambda rows: ["[" * 100_000 + "\n", *rows], 1, "recursion|nested"),
+    "a record of an earlier version": (
+        lambda rows: [*rows[:2], json.dumps({k: v for k, v in json.loads(rows[2]).items() if k != "source_rewards"})],
+        3,
+        "it lacks 'source_rewards'",
+    ),
+    "an unknown field": (lambda rows: [changed(rows[0], colour="red"), rows[1]], 1, "`colour` does not fit the rest"),
+    "fractions of tokens": (
+        lambda rows: [changed(rows[0], token_ids=[1.5] * 7), rows[1]],
+        1,
+        "`token_ids` does not fit the rest",
+    ),
+    "fewer tokens than its spans": (lambda rows: [changed(rows[0], token_ids=[1, 2]), rows[1]], 1, "log-probs for"),
+    "fewer log-probs": (lambda rows: [changed(rows[0], logprobs=[0.0] * 6), rows[1]], 1, "1 log-probs for 2 tokens"),
+    "more log-probs": (lambda rows: [changed(rows[0], logprobs=[0.0] * 8), rows[1]], 1, "`logprobs` does not fit"),
+    "a reward that is no number": (lambda rows: [changed(rows[0], reward="one"), rows[1]], 1, "isfinite"),
+    "an infinite reward": (lambda rows: [changed(rows[0], reward=float("inf")), rows[1]], 1, "the reward is inf"),
+    "a verdict without its reward": (lambda rows: [changed(rows[0], reward=None), rows[1]], 1, "without a reward"),
+    "an unknown verdict": (lambda rows: [changed(rows[0], verdict="good"), rows[1]], 1, "'good' is not a valid"),
+    "another prompt within a group": (
+        lambda rows: [changed(rows[0], group_id="g", num_left=1), changed(rows[1], group_id="g", label="5")],
+        2,
+        "`label` does not fit the rest",
+    ),
+    "fields of another batch": (lambda rows: [rows[0], changed(rows[1], step=2)], 2, "`step` does not fit the rest"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_file_is_refused_with_file_and_line_after_the_batches_before_it(damage, written):
+    damaged, number, reason = DAMAGES[damage]
+    rows = damaged(written.read_text().splitlines(keepends=True))
+    written.write_text("".join(rows), errors="surrogateescape")
+    batches = []
+    with pytest.raises(DataError, match=f"(?s){written}:{number} is not a rollout.*({reason}).*\n\nhint: use the file"):
+        batches.extend(read_batches(written))
+    assert len(batches) == (number - 1) // 2
+
+
+def test_missing_file_is_named_with_a_similar_one(written):
+    with pytest.raises(DataError, match=r"the record of rollouts .*rollout.jsonl does not exist\n\nhint: did you mean"):
+        next(read_batches(written.with_name("rollout.jsonl")))
+
+
+def test_empty_file_has_no_batch(tmp_path):
+    (tmp_path / "empty").write_text("")
+    assert list(read_batches(tmp_path / "empty")) == []

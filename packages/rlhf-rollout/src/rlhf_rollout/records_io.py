@@ -1,32 +1,54 @@
-"""Rollouts as JSON lines: one record per rollout."""
+"""Rollouts as JSON lines: one record per rollout. What was written is read back exactly."""
 
 import json
+import operator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby, takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from rlhf_data.records import Episode, Rollout, RolloutGroup
+from rlhf_data.errors import DataError, missing_file
+from rlhf_data.records import (
+    Episode,
+    FinishReason,
+    Prompt,
+    Rollout,
+    RolloutGroup,
+    Span,
+    SpanSource,
+    Verdict,
+    VerdictKind,
+)
+
+NUM_LEFT = "num_left"  # of a record: how many records of its batch follow; it comes after the batch's own fields
+_UNREADABLE = (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RecursionError)
 
 
 def rollout_record(group: RolloutGroup, episode: Episode, rollout: Rollout) -> dict[str, Any]:
     """Return a rollout with its prompt as plain JSON values.
 
     `token_ids` and `logprobs` hold the whole sequence, prompt included. Log-probs are the engine's: 0.0 for tokens that
-    the policy did not write, null for values that are not finite. `spans` gives source, length and policy version of
-    each run of tokens. `turn_rewards` and `earned_elsewhere` add up to `reward`. `token_rewards` holds pairs of a place
-    in `token_ids` and a reward. `reward`, `score`, `verdict` and `score_seconds` are null for a rollout that was not
-    scored.
+    the policy did not write, null for NaN, and the texts inf and -inf. `spans` gives source, length and policy version
+    of each run of tokens. `prompt_token_ids` is null where they are the tokens of the first span. `turn_rewards` and
+    `earned_elsewhere` add up to `reward`. `token_rewards` holds pairs of a place in `token_ids` and a reward. `reward`,
+    `score`, `verdict` and `score_seconds` are null for a rollout that was not scored.
     """
+    prompt = group.prompt
+    is_first_span = np.array_equal(prompt.token_ids, rollout.spans[0].token_ids)
     verdict = rollout.verdict
     return {
         "rollout_id": rollout.rollout_id,
         "episode_id": episode.episode_id,
         "group_id": rollout.group_id,
-        "prompt_id": group.prompt.prompt_id,
-        "source": group.prompt.source,
-        "prompt": group.prompt.text,
-        "label": group.prompt.label,
+        "prompt_id": prompt.prompt_id,
+        "source": prompt.source,
+        "prompt": prompt.text,
+        "prompt_token_ids": None if is_first_span else prompt.token_ids.tolist(),
+        "messages": None if prompt.messages is None else [dict(message) for message in prompt.messages],
+        "label": prompt.label,
         "text": rollout.text,
         "token_ids": rollout.token_ids.tolist(),
         "logprobs": [_number(value) for value in rollout.rollout_logprobs],
@@ -44,6 +66,7 @@ def rollout_record(group: RolloutGroup, episode: Episode, rollout: Rollout) -> d
         "turn_rewards": list(verdict.turn_rewards) if verdict else [],
         "earned_elsewhere": list(verdict.earned_elsewhere) if verdict else [0.0, 0.0],
         "token_rewards": [list(pair) for pair in verdict.token_rewards] if verdict else [],
+        "source_rewards": list(verdict.source_rewards) if verdict else [],
         "score_seconds": round(verdict.seconds, 6) if verdict else None,
     }
 
@@ -56,19 +79,143 @@ class RolloutWriter:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._file = self.path.open("a", encoding="utf-8")
 
-    def write(self, group: RolloutGroup, **fields: Any) -> None:
-        """Append the group's rollouts; each record begins with `fields`, such as the step and the phase."""
-        for episode in group.episodes:
-            for rollout in episode.rollouts:
-                record = {**fields, **rollout_record(group, episode, rollout)}
-                self._file.write(json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n")
-        self._file.flush()
+    def write(self, *groups: RolloutGroup, **fields: Any) -> None:
+        """Append a batch of groups; each of its records begins with `fields`, such as the step."""
+        num_left = sum(len(group.rollouts) for group in groups)
+        for group in groups:
+            for episode in group.episodes:
+                for rollout in episode.rollouts:
+                    num_left -= 1
+                    record = {**fields, NUM_LEFT: num_left, **rollout_record(group, episode, rollout)}
+                    self._file.write(json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n")
+            self._file.flush()
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
 
 
-def _number(value: np.float32) -> float | None:
+@dataclass(frozen=True, slots=True)
+class RecordedBatch:
+    """The groups of one call of `RolloutWriter.write`, and the fields that it got."""
+
+    groups: tuple[RolloutGroup, ...]
+    fields: Mapping[str, Any]
+
+
+def read_batches(path: str | Path) -> Iterator[RecordedBatch]:
+    """Yield the batches of a file that `RolloutWriter` wrote, in order, one at a time; see `parse_batches`."""
+    path = Path(path)
+    if not path.is_file():
+        raise DataError(missing_file("the record of rollouts", path))
+    with path.open("rb") as stream:
+        yield from parse_batches(path, enumerate(stream, start=1))
+
+
+def parse_batches(path: Path, lines: Iterable[tuple[int, bytes]]) -> Iterator[RecordedBatch]:
+    """Yield the batches in numbered lines of the file `path`.
+
+    Records are equal to those that were written, except that seconds are rounded.
+
+    Raises:
+        DataError: a line, which the message names, is damaged, lacks or has gained something, or its batch is not
+            complete.
+    """
+    batch: list[_Line] = []
+    num_left = 0  # records of the batch after the last one
+    for number, text in lines:
+        where = f"{path}:{number}"
+        try:
+            record = json.loads(text)
+            line = _Line(where, record, _rollout(record))
+            now_left = operator.index(record[NUM_LEFT])
+        except _UNREADABLE as error:
+            raise _unreadable(where, error) from None
+        if batch and now_left != num_left - 1:
+            raise _unreadable(where, f"{num_left} records of another batch should follow the line before it")
+        batch.append(line)
+        num_left = now_left
+        if num_left == 0:
+            yield _batch(batch)
+            batch = []
+    if batch:
+        raise _unreadable(batch[-1].where, f"{num_left} records of its batch should follow, and none does")
+
+
+class _Line(NamedTuple):
+    where: str
+    record: dict[str, Any]
+    rollout: Rollout
+
+
+def _unreadable(where: str, reason: object) -> DataError:
+    reason = f"it lacks {reason}" if isinstance(reason, KeyError) else reason
+    hint = "use the file as a run of this version wrote it; the batches before this line can be used"
+    return DataError(f"{where} is not a rollout as it was written: {reason}", hint=hint)
+
+
+def _batch(lines: Sequence[_Line]) -> RecordedBatch:
+    first = lines[0].record
+    fields = {name: first[name] for name in takewhile(lambda name: name != NUM_LEFT, first)}
+    groups = []
+    for _, members in groupby(lines, key=lambda line: line.rollout.group_id):
+        groups.append(_group(list(members), fields))
+    return RecordedBatch(tuple(groups), fields)
+
+
+def _group(lines: Sequence[_Line], fields: Mapping[str, Any]) -> RolloutGroup:
+    where, first, rollout = lines[0]
+    episodes = []
+    try:
+        for episode_id, members in groupby(lines, key=lambda line: line.record["episode_id"]):
+            episodes.append(Episode(episode_id, rollout.group_id, tuple(line.rollout for line in members)))
+        messages = None if first["messages"] is None else tuple(first["messages"])
+        token_ids = first["prompt_token_ids"] or rollout.spans[0].token_ids
+        prompt = Prompt(first["prompt_id"], token_ids, first["prompt"], first["label"], first["source"], messages)
+    except _UNREADABLE as error:
+        raise _unreadable(where, error) from None
+    group = RolloutGroup(rollout.group_id, prompt, tuple(episodes))
+    # Writing it again finds all that was changed: values of another type, and fields that contradict each other.
+    pairs = ((episode, rollout) for episode in episodes for rollout in episode.rollouts)
+    for (where, record, _), pair in zip(lines, pairs, strict=True):
+        again = {**fields, NUM_LEFT: record[NUM_LEFT], **rollout_record(group, *pair)}
+        changed = [name for name in again | record if name not in again or again[name] != record.get(name, again)]
+        if changed:
+            raise _unreadable(where, f"`{changed[0]}` does not fit the rest")
+    return group
+
+
+def _rollout(record: Mapping[str, Any]) -> Rollout:
+    token_ids = record["token_ids"]
+    logprobs = [np.nan if value is None else float(value) for value in record["logprobs"]]
+    spans = []
+    start = 0
+    for span in record["spans"]:
+        end = start + span["num_tokens"]
+        source = SpanSource(span["source"])
+        own = logprobs[start:end] if source is SpanSource.POLICY else None
+        spans.append(Span(source, token_ids[start:end], own, span["policy_version"]))
+        start = end
+    verdict = None
+    if record["verdict"] is not None:
+        verdict = Verdict(
+            VerdictKind(record["verdict"]),
+            record["reward"],
+            record["score"],
+            record["detail"],
+            record["extra"],
+            seconds=record["score_seconds"],
+            turn_rewards=tuple(record["turn_rewards"]),
+            token_rewards=tuple((at, value) for at, value in record["token_rewards"]),
+            source_rewards=tuple(record["source_rewards"]),
+            earned_elsewhere=tuple(record["earned_elsewhere"]),
+        )
+    reason = FinishReason(record["finish_reason"])
+    return Rollout(record["rollout_id"], record["group_id"], tuple(spans), reason, record["text"], verdict)
+
+
+def _number(value: np.float32) -> float | str | None:
+    if np.isnan(value):
+        return None
     # The shortest decimal that gives this float32 again; by way of float64, 0.1 would become 0.10000000149011612.
-    return float(str(value)) if np.isfinite(value) else None
+    return float(str(value)) if np.isfinite(value) else str(value)
