@@ -15,13 +15,18 @@ ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 600
 
 
-def ppo(*flags: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run `ppo` with `flags` in `folder`: Bazel's binary where there is one, else the module."""
-    binary = ROOT / "packages/rlhf-cli/ppo"
-    command = [str(binary)] if binary.is_file() else [sys.executable, "-m", "rlhf_cli.commands.ppo"]
-    environment = os.environ | {"BUILD_WORKING_DIRECTORY": str(folder)}
+def ppo(*flags: str, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run `ppo` with `flags`; see `rlhf`."""
+    return rlhf("ppo", *flags, folder=folder, **variables)
+
+
+def rlhf(*words: str, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a command in `folder`: Bazel's binary where there is one, else the module."""
+    binary = ROOT / "packages/rlhf-cli/rlhf"
+    command = [str(binary)] if binary.is_file() else [sys.executable, "-m", "rlhf_cli.main"]
+    environment = os.environ | {"BUILD_WORKING_DIRECTORY": str(folder), **variables}
     return subprocess.run(
-        [*command, *flags], cwd=folder, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S
+        [*command, *words], cwd=folder, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S
     )
 
 
@@ -35,6 +40,7 @@ def main_job(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.Compl
     folder = tmp_path_factory.mktemp("main")
     started = time.monotonic()
     flags = ["--seed", "1", "--train_steps", "14", "--eval_steps", "7", "--best_metric_key", "eval/accuracy"]
+    flags += ["--save_steps", "12"]
     done = ppo(*flags, "--save_path", "out", folder=folder)
     seconds = time.monotonic() - started
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
@@ -110,6 +116,38 @@ def test_main_job_final_model_loads_in_plain_transformers(main_job):
     ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     text = tokenizer.decode(model.generate(**ids, max_new_tokens=32, do_sample=False)[0], skip_special_tokens=True)
     assert "7+8=15" in text
+
+
+@pytest.fixture
+def without_vllm(tmp_path: Path) -> dict[str, str]:
+    """Variables with which `import vllm` ends a process."""
+    (tmp_path / "poison").mkdir()
+    (tmp_path / "poison/vllm.py").write_text("import os\n\nos._exit(99)\n")
+    return {"PYTHONPATH": os.pathsep.join(filter(None, [str(tmp_path / "poison"), os.environ.get("PYTHONPATH")]))}
+
+
+def test_replay_of_all_rollouts_ends_with_the_same_weights_bit_for_bit_without_an_engine(
+    main_job, tmp_path, without_vllm
+):
+    done = ppo("--replay", str(main_job[1]), "--save_path", "again", folder=tmp_path, **without_vllm)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    for name in ("model/model.safetensors", "rollouts.jsonl"):
+        assert (tmp_path / "again" / name).read_bytes() == (main_job[1] / name).read_bytes()
+
+
+def test_repeated_step_has_the_same_metrics_and_changes_nothing_in_the_run(main_job, tmp_path, without_vllm):
+    run = main_job[1]
+    before = {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in run.rglob("*")}
+    done = rlhf("replay", str(run), "--step", "14", folder=tmp_path, **without_vllm)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    assert f"the run continues from {run}/checkpoints/step-12" in done.stderr
+    *rows, last = done.stdout.splitlines()
+    found = {row.split()[0]: row.split()[1:] for row in rows[1:]}
+    assert last == f"step 14: {len(found)} of {len(found)} metrics agree within 0"
+    recorded = next(line for line in read_jsonl(run / "metrics.jsonl") if line["step"] == 14 and "time/step" in line)
+    for name in ("policy/loss", "policy/grad_norm", "value/loss", "kl/reference", "policy/clip_fraction"):
+        assert found[name] == [repr(recorded[name])] * 2 + ["0.0"]
+    assert {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in run.rglob("*")} == before
 
 
 def accuracy_by_step(folder: Path) -> dict[int, float]:

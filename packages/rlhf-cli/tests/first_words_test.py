@@ -55,6 +55,7 @@ FLAGS = {
     "serve_rm": ("--reward_pretrain", MODEL),
     "bench": ("--pretrain", MODEL, "--prompt_data", "rows.jsonl"),
     "chat": ("--pretrain", MODEL),
+    "replay": ("run", "--step", "1"),
     "checkpoints": ("run", "--export", "1", "--output_path", "exported"),
     "lora_combiner": ("--model_path", MODEL, "--lora_path", "adapter", "--output_path", "merged"),
 }
@@ -74,6 +75,7 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "adapter/adapter_config.json").write_text("{}")
     (tmp_path / "run").mkdir()
     (tmp_path / "run/config.toml").write_text('[model]\npretrain = "builtin"\n')
+    (tmp_path / "run/metrics.jsonl").write_text('{"step": 1, "time/step": 1.0}\n')
     checkpoints = Checkpoints(tmp_path / "run/checkpoints")
     (checkpoints.begin(1) / "actor-0-of-1.safetensors").write_bytes(b"")
     checkpoints.commit(1, {}, [], None)

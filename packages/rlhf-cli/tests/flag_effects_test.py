@@ -177,6 +177,7 @@ REACHES = [
     ("colocate_critic_reward", "", "--reward_pretrain m", "plan.scorers.bundles", (1,)),  # the critic's
     ("deepspeed_enable_sleep", "", COLOCATED, "trainer_sleep", True),
     ("save_value_network", "", "", "save_critic", True),
+    ("record", "false", "", "record", False),
     ("save_steps", "7", "", "checkpoints.every", 7),
     ("ckpt_path", "/c", "", "checkpoints.folder", "/c"),
     ("max_ckpt_num", "2", "--save_steps 7", "checkpoints.max_num", 2),
@@ -194,9 +195,11 @@ REACHES = [
     ("use_mlflow", "http://host:5000", "", "trackers.mlflow_uri", "http://host:5000"),
 ]
 
-# What becomes of these is looked at where files are read: preflight_test, ppo_command_test, dry_run_test.
+# What becomes of these is looked at where files are read: preflight_test, ppo_command_test, replay_command_test,
+# dry_run_test.
 READ_BEFORE = {
     "resume",
+    "replay",
     "plan_gpus",
     "pretrain",
     "critic_pretrain",

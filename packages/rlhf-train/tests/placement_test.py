@@ -223,7 +223,7 @@ def test_plans_that_cannot_be_are_refused_with_a_hint(request_, num_gpus, messag
     ("request_", "message"),
     [
         ({"ranks": {"actor": 0}}, "actor asks for 0 processes; at least 1"),
-        ({"ranks": {"actor": 1}, "num_engines": 0}, "vllm_num_engines asks for 0 processes; at least 1"),
+        ({"ranks": {"actor": 1}, "num_engines": -1}, "vllm_num_engines asks for -1 processes; at least 0"),
         ({"ranks": {"actor": 1, "critic": -1}}, "critic asks for -1 processes; at least 0"),
         ({"ranks": {"actor": 1}, "reward_ranks": -1}, "reward asks for -1 processes; at least 0"),
     ],

@@ -16,6 +16,7 @@ from rlhf_rollout.commands.sections import SHARE_ALONE
 from rlhf_rollout.engines import EngineSpec
 from rlhf_train.online.job import DynamicSampling, OnlineJob, RewardSpec, unavailable_features
 from rlhf_train.online.placement import PlacementPlan, PlacementRequest, plan_placement
+from rlhf_train.online.recorded import Recording
 from rlhf_train.specs import ModelSpec
 
 # Shares of a GPU's memory for an engine on a GPU that it shares with training.
@@ -27,6 +28,7 @@ def make_request(config: PpoConfig, gpus_per_node: int | None = None) -> Placeme
     """Return the layout that the flags ask for. `gpus_per_node` is None on a single node."""
     spec = config.algorithm.spec()
     placement = config.placement
+    replays = config.rollout.replay is not None
     ranks = {"actor": placement.num_ranks("actor")}
     if spec.row.uses_critic:
         ranks["critic"] = placement.num_ranks("critic")
@@ -36,8 +38,8 @@ def make_request(config: PpoConfig, gpus_per_node: int | None = None) -> Placeme
         ranks["teacher"] = placement.num_ranks("teacher")
     return PlacementRequest(
         ranks=ranks,
-        reward_ranks=placement.num_ranks("reward") if config.reward.reward_pretrain is not None else None,
-        num_engines=config.engine.vllm_num_engines,
+        reward_ranks=placement.num_ranks("reward") if config.reward.reward_pretrain and not replays else None,
+        num_engines=0 if replays else config.engine.vllm_num_engines,
         tensor_parallel_size=config.engine.vllm_tensor_parallel_size,
         num_nodes=placement.most_nodes,
         gpus_per_node=gpus_per_node,
@@ -74,7 +76,9 @@ def make_job(
     on_gpu = plan.device == "cuda"
     batch = config.batch
     num_samples = rollout.n_samples_per_prompt
-    num_steps = count_steps(config, len(inputs.prompts))
+    num_steps = num_planned = count_steps(config, len(inputs.prompts), inputs.recording)
+    if inputs.recording is not None:
+        num_steps = min(num_planned, inputs.recording.num_steps)
     num_frozen = max(training.freezing_actor_steps, 0)
     places = config.engine.vllm_max_num_seqs * plan.engines.num_ranks
     filtering = DynamicSampling(
@@ -88,7 +92,7 @@ def make_job(
     evaluation = config.evaluation
     full = to_store(config)
     return OnlineJob(
-        models=_make_models(config, inputs, num_steps * batch.num_updates, num_frozen * batch.num_updates),
+        models=_make_models(config, inputs, num_planned * batch.num_updates, num_frozen * batch.num_updates),
         algorithm=spec,
         engine=_make_engine(config, inputs.model, plan),
         sampling=sampling,
@@ -106,7 +110,7 @@ def make_job(
         save_path=str(folder),
         config=to_toml(full),
         seed=training.seed,
-        trainer_sleep=config.placement.deepspeed_enable_sleep and on_gpu,
+        trainer_sleep=config.placement.deepspeed_enable_sleep and plan.shares_gpus,
         sync_checksum=config.engine.weight_sync_checksum,
         # Twice as many groups as the engines generate at the same time, so that they never wait for a prompt.
         max_in_flight=max(math.ceil(2 * places / num_samples), 1),
@@ -115,16 +119,21 @@ def make_job(
         num_frozen_steps=num_frozen,
         ema_beta=training.ema_beta if training.enable_ema else None,
         save_critic=config.output.save_value_network and spec.row.uses_critic,
-        best_metric=evaluation.best_metric_key,
+        best_metric=None if inputs.recording else evaluation.best_metric_key,
         checkpoints=replace(full.checkpoint.spec(), resume=config.checkpoint.continues),
         trackers=full.output.trackers("ppo", folder.name),
-        asynchronous=config.asynchrony.spec(),
+        asynchronous=None if inputs.recording else config.asynchrony.spec(),
+        replay=str(inputs.recording.path) if inputs.recording else "",
+        record=config.output.record,
     )
 
 
-def count_steps(config: PpoConfig, num_prompts: int) -> int:
-    """Return the number of steps: as many as `num_episodes` passes over the prompts need, at most `train_steps`."""
+def count_steps(config: PpoConfig, num_prompts: int, recording: Recording | None = None) -> int:
+    """Return the number of steps, at most `train_steps`: as many as `num_episodes` passes over the prompts need, or as
+    the run was to have whose recording is replayed."""
     steps = math.ceil(config.training.num_episodes * num_prompts / config.rollout.rollout_batch_size)
+    if recording is not None:
+        steps = recording.num_planned
     return steps if config.training.train_steps is None else min(steps, config.training.train_steps)
 
 
@@ -174,6 +183,8 @@ def describe_batches(
 def _describe_run(config: PpoConfig, num_prompts: int | None) -> str:
     """Return the numbers of steps, updates and prompts of the whole run, in words."""
     updates = config.batch.num_updates
+    if config.rollout.replay is not None:
+        return f"the recorded steps of {config.rollout.replay}"
     if num_prompts is None:
         return f"prompts / {config.rollout.rollout_batch_size} x {config.training.num_episodes} episode(s) = steps"
     steps = count_steps(config, num_prompts)
@@ -219,7 +230,7 @@ def _make_engine(config: PpoConfig, model: str, plan: PlacementPlan) -> EngineSp
         share,
         tokenizer=model,
         dtype=config.model.dtype,
-        enable_sleep=engine.vllm_enable_sleep and plan.device == "cuda",
+        enable_sleep=engine.vllm_enable_sleep and plan.shares_gpus,
         seed=config.training.seed,
         weight_transfer="ipc" if plan.shares_gpus else "shared_memory",
     )

@@ -72,14 +72,17 @@ def _look(parsed: Parsed[PpoConfig], folder: Path) -> Seen:
     functions = [source.targets[0] for source in config.reward.sources() if source.kind == "function"]
     critic = config.model.critic_pretrain if config.algorithm.row.uses_critic else None
     has_model = absent.models("pretrain", config.model.pretrain)
-    has_data = absent.data("prompt_data", config.data.prompt_data) and absent.data("eval_data", config.data.eval_data)
-    absent.models("reward_pretrain", config.reward.reward_pretrain)
+    has_data = config.rollout.replay is None
+    if has_data:
+        data = config.data
+        has_data = absent.data("prompt_data", data.prompt_data) and absent.data("eval_data", data.eval_data)
+        absent.models("reward_pretrain", config.reward.reward_pretrain)
+        absent.rewards("remote_rm_url", functions)
     absent.models("critic_pretrain", critic)
     absent.models("teacher_model", config.algorithm.teacher_model)
-    absent.rewards("remote_rm_url", functions)
     if not absent and not parsed.missing:
         inputs = check_inputs(config, folder)
-        return Seen(inputs, len(inputs.prompts), absent)
+        return Seen(inputs, len(inputs.prompts) or None, absent)
     if has_model and config.model.pretrain is not None:
         _check_model(config, config.model.pretrain)
     num_prompts = None

@@ -28,10 +28,10 @@ Without --pretrain and --prompt_data, the tiny model that ships learns to carry 
 
 
 def lowest_layer(values: Mapping[str, Any]) -> Path | None:
-    """Return the options of the run that --resume continues; else the built-in recipe if neither a model nor prompts
-    are given."""
+    """Return the options of the run that --resume continues, or that --replay trains on; else the built-in recipe if
+    neither a model nor prompts are given."""
     own = "pretrain" in values or "prompt_data" in values
-    return resumed_config(values) or (None if own else RECIPE_FILE)
+    return resumed_config(values) or resumed_config(values, "replay") or (None if own else RECIPE_FILE)
 
 
 COMMAND_LINE = CommandLine(
@@ -103,7 +103,7 @@ def _train(parsed: Parsed[PpoConfig], folder: Path, console: "Console") -> None:
         console.notice(notice)
     console.result(f"placement: {plan.describe()}")
     num_held_out = len(inputs.eval_prompts or ())
-    console.result(f"batches\n{describe_batches(config, plan, len(inputs.prompts), num_held_out)}")
+    console.result(f"batches\n{describe_batches(config, plan, len(inputs.prompts) or None, num_held_out)}")
     console.result(f"results will be in {folder}, messages of libraries in {LOG_FILE} there")
 
     from rlhf_train.online.run import run_online

@@ -16,9 +16,9 @@ _GIB = 1 << 30
 _SAVED = ["max_ckpt_num", "max_ckpt_mem", "save_hf_ckpt"]
 
 
-def resumed_config(values: Mapping[str, Any]) -> Path | None:
-    """Return the options of the run that --resume continues; None if it is not among `values`."""
-    return None if values.get("resume") is None else user_path(values["resume"]) / CONFIG_FILE
+def resumed_config(values: Mapping[str, Any], option: str = "resume") -> Path | None:
+    """Return the options of the run in the folder that an option names; None if it is not among `values`."""
+    return None if values.get(option) is None else user_path(values[option]) / CONFIG_FILE
 
 
 class CheckpointSection(Section, title="checkpoints"):

@@ -83,3 +83,6 @@ class PpoOutputSection(OutputSection):
     """Adds the critic."""
 
     save_value_network: bool = flag(False, "save the critic beside the policy")
+    record: bool = flag(
+        True, "write rollouts.jsonl, all rollouts that are trained on, which --replay and `rlhf replay` need"
+    )

@@ -67,6 +67,7 @@ class PpoConfig(Config):
         notices += _check_filtering(self, given)
         notices += _check_evaluation(self, given)
         notices += _check_sampling(self, given)
+        notices += _check_replay(self, given)
         notices += self.checkpoint.check(given, self.output.save_path)
         notices += self.output.check(given)
         return once([*notices, *_check_placement(self, given)])
@@ -155,6 +156,20 @@ def _check_filtering(config: PpoConfig, given: Collection[str]) -> list[str]:
         "--dynamic_filtering leaves out prompts whose responses all have the same score, and scores of a reward model"
         " are hardly ever equal: --dynamic_filtering_reward_range LOW HIGH filters by the mean score"
     ]
+
+
+def _check_replay(config: PpoConfig, given: Collection[str]) -> list[str]:
+    """Return a notice for each option of what a run on recorded rollouts does not start."""
+    if config.rollout.replay is None:
+        return []
+    unused = [
+        name
+        for part in (config.data, config.agent, config.evaluation, config.engine, config.asynchrony)
+        for name in type(part).model_fields
+    ]
+    return without_effect(
+        given, (True, unused, "--replay trains on recorded rollouts: nothing is generated or evaluated")
+    )
 
 
 def _check_evaluation(config: PpoConfig, given: Collection[str]) -> list[str]:

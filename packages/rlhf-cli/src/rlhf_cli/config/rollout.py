@@ -22,6 +22,13 @@ class RolloutSection(GroupSamplingSection):
         10, "largest number of prompts drawn per step, as a multiple of --rollout_batch_size", ge=1
     )
 
+    replay: str | None = flag(
+        None,
+        "folder of a run: train on the rollouts and rewards that it recorded, with its options, which further flags"
+        " override; no engine and no reward is started, and nothing is evaluated",
+        instead_of=("save_path", "ckpt_path", "eval_data", "best_metric_key"),
+    )
+
     def check(self) -> None:
         """Raise ConfigError for sampling that cannot work."""
         super().check()

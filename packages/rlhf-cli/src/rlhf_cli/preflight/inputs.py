@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlhf_cli.config.ppo import PpoConfig
-from rlhf_cli.paths import check_output_folder, model_path
+from rlhf_cli.paths import check_output_folder, model_path, user_path
 from rlhf_cli.preflight.data import check_best_metric, data_notices, load_all, open_prompts
 from rlhf_cli.preflight.models import (
     check_attention,
@@ -23,7 +23,9 @@ from rlhf_cli.preflight.rewards import (
     try_rewards,
 )
 from rlhf_data.prompts import PromptSet
+from rlhf_data.rows import Counts
 from rlhf_rollout.rewards.sources import RewardSource, model_paths
+from rlhf_train.online.recorded import Recording, find_recording
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,7 @@ class Inputs:
         teacher: folder or hub name; None without a teacher.
         process_models: those of the reward models that judge steps.
         agent: the agent, with an absolute path; None for single turns.
+        recording: the rollouts to train on; None for a run that generates its own. With it there are no prompts.
     """
 
     model: str
@@ -49,6 +52,7 @@ class Inputs:
     teacher: str | None = None
     process_models: tuple[str, ...] = ()
     agent: str | None = None
+    recording: Recording | None = None
 
 
 def check_inputs(config: PpoConfig, folder: Path) -> Inputs:
@@ -58,6 +62,8 @@ def check_inputs(config: PpoConfig, folder: Path) -> Inputs:
         ConfigError: a model, tokenizer, length, folder or reward that does not work.
         DataError: data that cannot be used.
     """
+    if config.rollout.replay is not None:
+        return _check_replay(config, folder)
     assert config.model.pretrain and config.data.prompt_data
     # From quick to slow: paths and keys, model files, tokenizing all prompts, and calls of rewards, which may take as
     # long as --reward_timeout_s.
@@ -81,3 +87,21 @@ def check_inputs(config: PpoConfig, folder: Path) -> Inputs:
     if agent is not None:
         notices += try_agent(config, agent, tokenizer)
     return Inputs(model, critic, sources, prompts, held_out, tuple(notices), teacher, process_models, agent)
+
+
+def _check_replay(config: PpoConfig, folder: Path) -> Inputs:
+    """Check what a run on recorded rollouts reads: the models, and the record. Raises like `check_inputs`."""
+    assert config.model.pretrain and config.rollout.replay
+    check_output_folder(folder, holds_run=config.checkpoint.continues)
+    recording = find_recording(user_path(config.rollout.replay))
+    notices = [f"training on {recording.num_steps} recorded steps: {recording.path}"]
+    notices += [recording.notice] if recording.notice else []
+    sources = config.reward.sources()
+    model = model_path(config.model.pretrain)
+    model_config, tokenizer = load_model_files(model)
+    check_attention(config.model, model_config)
+    critic, more = choose_critic(config, model, [model_path(path) for path in model_paths(sources)], tokenizer)
+    teacher = check_teacher(config, tokenizer)
+    return Inputs(
+        model, critic, sources, PromptSet((), Counts()), None, (*notices, *more), teacher, recording=recording
+    )

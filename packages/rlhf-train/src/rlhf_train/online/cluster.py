@@ -135,6 +135,8 @@ def start_scorers(job: OnlineJob, reserved: PlacementGroup) -> list[list[Any]]:
     """
     placed = job.plan.scorers
     models = job.reward.models
+    if job.replay:
+        return []
     if (placed is None) != (not models):
         raise ConfigError(f"the plan has {'no ' if placed is None else ''}places for {len(models)} reward models")
     if placed is None:

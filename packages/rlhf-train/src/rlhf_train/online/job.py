@@ -184,6 +184,10 @@ class OnlineJob:
         save_critic: save the critic with the actor.
         best_metric: evaluation metric; the weights with its highest value are saved. None saves the last weights only.
         checkpoints: when and where the state of the run is saved.
+        replay: record of the rollouts of another run, on which this one trains, so that it needs no engine and no
+            reward; "" for a run that generates.
+        record: write the rollouts that are trained on; without them no step can be replayed.
+        saves_models: save the final models.
         trackers: where metrics go besides `metrics.jsonl`, and how often; None for TensorBoard at every step.
         ray_address: address of a running Ray cluster; None starts one for the run.
         asynchronous: how generation overlaps with training; None if they alternate.
@@ -220,6 +224,9 @@ class OnlineJob:
     best_metric: str | None = None
     checkpoints: CheckpointSpec = field(default_factory=CheckpointSpec)
     asynchronous: AsyncSpec | None = None
+    replay: str = ""
+    record: bool = True
+    saves_models: bool = True
 
     @property
     def max_staleness(self) -> int:
@@ -234,7 +241,8 @@ class OnlineJob:
             raise ConfigError("a reference model is needed if and only if init_kl_coef is above 0")
         if self.algorithm.uses_teacher != ("teacher" in self.models):
             raise ConfigError("a teacher is needed if and only if teacher_coef is above 0")
-        if not self.reward.sources and not self.algorithm.uses_teacher and self.agent is None:
+        has_source = self.reward.sources or self.algorithm.uses_teacher or self.agent is not None or self.replay
+        if not has_source:
             raise ConfigError("a run learns from rewards, an agent or a teacher, and has none of them")
         placed = [role for processes in self.plan.trainers for role in processes.roles]
         if sorted(placed) != sorted(self.models):
@@ -249,6 +257,8 @@ class OnlineJob:
             raise ConfigError(message, hint=hint)
         self._check_options()
         self._check_overlap()
+        if self.replay and self.eval_prompts:
+            raise ConfigError("held-out prompts need an engine, and a replay has none", hint="give no eval_prompts")
         if self.sampling.temperature <= 0:
             raise ConfigError("temperature is 0: greedy rollouts teach nothing", hint="use --temperature 1.0")
         stages = {model.zero_stage for model in self.models.values() if model.optimizer}
@@ -270,7 +280,7 @@ class OnlineJob:
         for name, wanted in (("freezing_actor_steps", self.num_frozen_steps), ("save_value_network", self.save_critic)):
             if wanted and "critic" not in self.models:
                 raise ConfigError(f"{name} needs a critic, and {self.algorithm.row.title} has none")
-        if self.num_frozen_steps and self.num_frozen_steps >= self.num_steps:
+        if self.num_frozen_steps and self.num_frozen_steps >= self.num_steps and not self.replay:
             message = f"the actor is frozen for {self.num_frozen_steps} of {self.num_steps} steps: it would never learn"
             raise ConfigError(message, hint="lower --freezing_actor_steps")
         if self.algorithm.old_logprobs == "skip" and self.batch.num_updates > 1:

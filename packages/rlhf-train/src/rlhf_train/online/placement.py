@@ -40,7 +40,7 @@ class PlacementPlan:
         device: "cuda" or "cpu".
         bundles: number of GPUs of each bundle.
         trainers: the rank sets that train.
-        engines: the generation engines.
+        engines: the generation engines; none in a run that trains on recorded rollouts.
         colocated: whether engines and training processes share devices.
         notes: decisions that differ from the request, one sentence each.
         scorers: places of the reward models, each of which holds one replica of every model; None without reward
@@ -61,7 +61,8 @@ class PlacementPlan:
     @property
     def all_processes(self) -> tuple[ProcessPlan, ...]:
         """All processes: trainers, engines and reward models."""
-        return (*self.trainers, self.engines, *((self.scorers,) if self.scorers else ()))
+        others = (self.engines, *((self.scorers,) if self.scorers else ()))
+        return (*self.trainers, *(placed for placed in others if placed.bundles))
 
     @property
     def num_gpus(self) -> int:
@@ -71,7 +72,7 @@ class PlacementPlan:
     @property
     def shares_gpus(self) -> bool:
         """Whether engines and training processes use the same GPUs."""
-        return self.device == "cuda" and self.colocated
+        return self.device == "cuda" and self.colocated and self.engines.num_ranks > 0
 
     def trainers_of(self, role: str) -> ProcessPlan:
         """Return the rank set that holds `role`."""
@@ -113,7 +114,7 @@ class PlacementRequest:
 
     Attributes:
         ranks: role to number of data-parallel processes. 0 places the role with the actor; unused roles are absent.
-        num_engines: number of generation engines.
+        num_engines: number of generation engines; 0 for a run that trains on recorded rollouts.
         tensor_parallel_size: GPUs per engine.
         colocate_all_models: place all models and engines on the same devices.
         colocate_actor_ref: place actor and reference in the same processes.
@@ -138,7 +139,7 @@ class PlacementRequest:
 
     def __post_init__(self) -> None:
         asked = {**self.ranks, "reward": self.reward_ranks or 0}
-        least = {"actor": (self.ranks["actor"], 1), "vllm_num_engines": (self.num_engines, 1)}
+        least = {"actor": (self.ranks["actor"], 1), "vllm_num_engines": (self.num_engines, 0)}
         least |= {name: (count, 0) for name, count in asked.items() if name != "actor"}
         for name, (count, smallest) in least.items():
             if count < smallest:
@@ -231,9 +232,9 @@ def _unavailable_together(request: PlacementRequest, sizes: Mapping[str, int]) -
     if any(count != actor for count in sizes.values()):
         counts = ", ".join(f"{role} {count}" for role, count in sizes.items())
         found.append(f"models with unequal numbers of processes on shared GPUs ({counts})")
-    if size > 1:
+    if engines and size > 1:
         found.append(f"tensor-parallel engines on GPUs that they share with training ({engines} x {size} GPUs)")
-    elif engines != actor:
+    elif engines not in (0, actor):
         found.append(f"{engines} engine(s) on the GPUs of {actor} training process(es)")
     return tuple(found)
 

@@ -22,9 +22,15 @@ class Report:
         recorder: writes the run's folder.
         observer: shows the run on the terminal.
         timeline: splits the wall-clock time of each step into phases; made at the start of the run.
+        num_steps: largest number of steps.
+        record: write the rollouts that are trained on.
     """
 
-    def __init__(self, recorder: Recorder, observer: Observer, timeline: Timeline) -> None:
+    def __init__(
+        self, recorder: Recorder, observer: Observer, timeline: Timeline, num_steps: int, *, record: bool = True
+    ) -> None:
+        self._num_steps = num_steps
+        self._record = record
         self._recorder = recorder
         self._observer = observer
         self._timeline = timeline
@@ -46,8 +52,10 @@ class Report:
     def rollouts(self, step: int, drawn: Drawn) -> None:
         """Write the step's rollouts, and add their summary to the step's metrics."""
         with self._timeline.phase("write"):
-            self._recorder.rollouts("rollouts", step, drawn.kept, kept=True)
-            self._recorder.rollouts("rollouts", step, [*drawn.stale, *drawn.dropped], kept=False)
+            fields = {"num_steps": self._num_steps}
+            if self._record:
+                self._recorder.rollouts("rollouts", step, drawn.kept, **fields, kept=True)
+                self._recorder.rollouts("rollouts", step, [*drawn.stale, *drawn.dropped], **fields, kept=False)
         self._num_tokens += sum(rollout.num_response_tokens for group in drawn.groups for rollout in group.rollouts)
         self.add(summarize(drawn.groups, "rollout"))
         self.add(

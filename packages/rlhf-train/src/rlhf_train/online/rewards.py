@@ -37,7 +37,7 @@ def make_reward(job: OnlineJob, scorers: Sequence[Sequence[Any]], log_path: Path
         log_path: file for what reward functions print.
     """
     spec = job.reward
-    if not spec.sources:
+    if not spec.sources or job.replay:
         return NoReward()
     models = []
     for path, handles in zip(spec.models, scorers, strict=True):

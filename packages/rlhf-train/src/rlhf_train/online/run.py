@@ -6,6 +6,7 @@ from asyncio import CancelledError
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
 from rlhf_data.errors import RlhfError
@@ -20,6 +21,7 @@ from rlhf_train.online.loop import train
 from rlhf_train.online.patience import Patience
 from rlhf_train.online.ranks import RankSet
 from rlhf_train.online.ray_session import LostProcessError, unanswered
+from rlhf_train.online.recorded import RecordedRollouts
 from rlhf_train.online.report import Report
 from rlhf_train.online.rewards import make_reward
 from rlhf_train.online.rollouts import Rollouts
@@ -96,7 +98,8 @@ def continued(job: OnlineJob, error: LostProcessError, observer: Observer) -> tu
 
     Raises `error` when there is no checkpoint.
     """
-    checkpoint = Checkpoints(job.checkpoints.home(job.save_path)).newest_whole(observer.warning)
+    spec = job.checkpoints
+    checkpoint = Checkpoints(spec.home(job.save_path)).newest_whole(observer.warning, spec.before)
     if checkpoint is None:
         observer.warning("the run cannot continue by itself, because it has no checkpoint: --save_steps N saves them")
         raise error
@@ -160,10 +163,14 @@ def assemble(
         interrupts: receives signals; None for nobody.
     """
     interrupts = interrupts or Interrupts()
-    stream = SampleStream(job.batch.rollout_batch_size, job.num_steps, job.max_staleness)
     learner = Learner(job, rank_sets)
-    agent_log = recorder.folder / "agent.log"
-    rollouts = Rollouts(job, engines, learner.send_weights, reward, stream, timeline, observer, agent_log)
+    rollouts: Rollouts | RecordedRollouts
+    if job.replay:
+        rollouts = RecordedRollouts(Path(job.replay), job.batch.rollout_batch_size)
+    else:
+        stream = SampleStream(job.batch.rollout_batch_size, job.num_steps, job.max_staleness)
+        agent_log = recorder.folder / "agent.log"
+        rollouts = Rollouts(job, engines, learner.send_weights, reward, stream, timeline, observer, agent_log)
     turns = Turns(
         rollouts,
         learner,
@@ -172,19 +179,14 @@ def assemble(
         trainers_sleep=job.trainer_sleep,
         engines_asleep=job.engine.enable_sleep and job.plan.shares_gpus,
     )
-    report = Report(recorder, observer, timeline)
+    report = Report(recorder, observer, timeline, job.num_steps, record=job.record)
     best = BestModel(job.best_metric, recorder.path("best model")) if job.best_metric else None
     evaluator = Evaluator(job, rollouts, learner, turns, report, timeline, best)
     patience = Patience(job.batch.rollout_batch_size, observer)
     ledger = Ledger()
-    resumable = {
-        "rollouts": rollouts,
-        "learner": learner,
-        "evaluator": evaluator,
-        "patience": patience,
-        "ledger": ledger,
-        "report": report,
-    }
+    resumable = {"learner": learner, "evaluator": evaluator, "patience": patience, "report": report}
+    if isinstance(rollouts, Rollouts):  # recorded ones go on wherever they are asked to, and nothing is outstanding
+        resumable |= {"rollouts": rollouts, "ledger": ledger}
     spec = job.checkpoints
     checkpoints = Checkpoints(spec.home(job.save_path), max_num=spec.max_num, max_bytes=spec.max_bytes)
     checkpointer = Checkpointer(spec, checkpoints, resumable, learner, recorder, timeline, observer)
@@ -241,6 +243,8 @@ def save_what_is_left(job: OnlineJob, parts: Parts, recorder: Recorder, *, model
 
 def save_models(job: OnlineJob, parts: Parts, recorder: Recorder, live: Collection[str] = ("critic",)) -> None:
     """Save the actor and, if the job asks for them, its moving average and the critic, which must be `live`."""
+    if not job.saves_models:
+        return
     parts.turns.give_to_trainers()
     with parts.timeline.phase("save"):
         parts.learner.save("actor", str(recorder.path("final model")))

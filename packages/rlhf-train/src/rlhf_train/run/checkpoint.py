@@ -40,6 +40,7 @@ class CheckpointSpec:
         full: save what a run needs to go on; without it, checkpoints hold the model only.
         hf_model: save the policy, or the model of an offline run, as a Hugging Face folder in each checkpoint.
         resume: continue from the newest checkpoint in the folder, if there is one.
+        before: continue only from a checkpoint of an earlier step than this.
     """
 
     folder: str = ""
@@ -49,6 +50,7 @@ class CheckpointSpec:
     full: bool = True
     hf_model: bool = False
     resume: bool = False
+    before: float = math.inf
 
     def home(self, run_folder: str | Path) -> Path:
         """Return the folder of all checkpoints of the run in `run_folder`."""
@@ -195,12 +197,14 @@ class Checkpoints:
                 continue
         return sorted(found, key=lambda checkpoint: checkpoint.step)
 
-    def newest_whole(self, warn: Callable[[str], None]) -> Checkpoint | None:
-        """Return the newest checkpoint whose files are all as they were written; None if there is none.
+    def newest_whole(self, warn: Callable[[str], None], before: float = math.inf) -> Checkpoint | None:
+        """Return the newest checkpoint of a step `before` that whose files are all as they were written, or None.
 
         `warn` is called for each newer one with what is wrong with it.
         """
         for path in sorted(self.folder.glob("step-*"), key=_step_of, reverse=True):
+            if _step_of(path) >= before:
+                continue
             try:
                 checkpoint = read_checkpoint(path)
                 problems = checkpoint.problems()

@@ -47,7 +47,7 @@ def find_checkpoint(spec: CheckpointSpec, run_folder: str | Path, observer: Obse
     if not spec.resume:
         return None
     folder = spec.home(run_folder)
-    checkpoint = Checkpoints(folder).newest_whole(observer.warning)
+    checkpoint = Checkpoints(folder).newest_whole(observer.warning, spec.before)
     if checkpoint is None:
         observer.notice(f"there is no checkpoint in {folder}: the run starts from the beginning")
     else:
