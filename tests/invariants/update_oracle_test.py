@@ -21,7 +21,8 @@ from rlhf_train.batching import RankPlan, plan_batches
 from rlhf_train.specs import ModelSpec, OptimizerSpec
 from tiny_qwen2 import TinyQwen2
 from trainer_testing import random_rollouts, run_ranks
-from update_oracle import Adam, Oracle, Outcome, Recipe, Sample
+from update_cases import CASES, FEATURES, Case
+from update_oracle import Oracle, Outcome, Recipe, Sample
 
 NUM_ROLLOUTS, NUM_MINI_BATCHES, VOCAB_SIZE, MAX_TOKENS, TEMPERATURE, SEED = 24, 2, 272, 24, 0.8, 5
 # Float32 against float64. Weights move by about 1e-2 per update and 4e-2 in all.
@@ -30,121 +31,11 @@ WEIGHT_TOLERANCE = 2e-5
 # Smallest change of a weight that leaving a feature out must make, so that the tolerance would notice it.
 NOTICED = 20 * WEIGHT_TOLERANCE
 
-# Adam divides by the gradient's own size; its epsilon lies above the rounding of gradients near 0.
-ADAM = Adam(learning_rate=1e-2, eps=1e-4)
-CLIPPED_ADAM = Adam(
-    learning_rate=2e-2, eps=1e-4, weight_decay=0.1, max_norm=0.05, scheduler="cosine_with_min_lr", warmup_steps=1,
-    total_steps=4,
-)  # fmt: skip
-LINEAR_ADAM = Adam(
-    learning_rate=1e-2, betas=(0.8, 0.99), eps=1e-3, max_norm=0.2, scheduler="linear", warmup_steps=2, total_steps=6
-)
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """An algorithm, an optimizer, and how the rows of a micro-batch lie."""
-
-    recipe: Recipe
-    adam: Adam = ADAM
-    max_epochs: int = 2
-    packing: bool = False
-
-
-CASES = {
-    "gae": Case(Recipe(
-        estimator="gae", gamma=0.9, lambd=0.8, bootstrap_truncated=True, value_clip=0.02, kl_coef=0.1, dual_clip=1.05,
-        clip_low=0.02, clip_high=0.03, entropy_coef=0.01,
-    ), CLIPPED_ADAM),
-    "gae, centred, CISPO": Case(Recipe(
-        estimator="gae", gamma=0.97, turn_gamma=0.5, lambd=0.5, policy_loss="cispo", clip_low=0.02, clip_high=0.02,
-        whiten_std=False, kl_coef=0.1, kl_estimator="k3", use_kl_loss=True, correction=("token", "truncate", 0.9, 1.1),
-    ), packing=True),
-    "gae, GSPO": Case(Recipe(
-        estimator="gae", gamma=0.95, bootstrap_truncated=True, value_clip=0.5, policy_loss="gspo", clip_low=3e-3,
-        clip_high=4e-3, kl_coef=0.05, kl_estimator="k2",
-    ), LINEAR_ADAM),
-    "gae, REINFORCE": Case(Recipe(estimator="gae", lambd=0.9, policy_loss="reinforce", old_logprobs="rollout")),
-    # Rollouts that the actor leaves out are the critic's to learn from all the same.
-    "gae, masked": Case(Recipe(
-        estimator="gae", gamma=0.95, lambd=0.9, kl_coef=0.05, clip_low=0.02, clip_high=0.02,
-        correction=("sequence", "mask", 0.7, 1.4),
-    )),
-    "gae, teacher": Case(Recipe(estimator="gae", gamma=0.95, lambd=0.9, teacher_coef=0.3, clip_low=0.02)),
-    "reinforce, teacher": Case(Recipe(
-        estimator="reinforce", gamma=0.9, teacher_coef=0.5, kl_coef=0.1, kl_estimator="k2", old_logprobs="rollout",
-    ), packing=True),
-    "group_norm, teacher": Case(Recipe(
-        estimator="group_norm", teacher_coef=0.7, correction=("token", "mask", 0.9, 1.1),
-    )),
-    "reinforce": Case(Recipe(
-        estimator="reinforce", gamma=0.95, kl_coef=0.1, kl_estimator="k2", old_logprobs="rollout",
-        reduction="seq_mean_token_sum", entropy_coef=0.02, clip_low=0.1, clip_high=0.1,
-    ), CLIPPED_ADAM),
-    "reinforce, CISPO": Case(Recipe(
-        estimator="reinforce", policy_loss="cispo", gamma=0.9, clip_low=0.03, clip_high=0.01, kl_coef=0.1,
-        kl_estimator="k3", correction=("sequence", "mask", 0.7, 1.4),
-    )),
-    "reinforce_baseline": Case(Recipe(
-        estimator="reinforce_baseline", gamma=0.98, kl_coef=0.05, clip_low=0.02, clip_high=0.05,
-        correction=("token", "mask", 0.9, 1.1),
-    ), LINEAR_ADAM, packing=True),
-    "reinforce_baseline, GSPO, centred": Case(Recipe(
-        estimator="reinforce_baseline", policy_loss="gspo", clip_low=2e-3, clip_high=5e-3, whiten_std=False,
-        kl_coef=0.1, use_kl_loss=True, correction=("sequence", "truncate", 0.8, 1.3),
-    )),
-    "group_norm": Case(Recipe(
-        estimator="group_norm", kl_coef=0.1, kl_estimator="k3", use_kl_loss=True, clip_low=0.02, clip_high=0.03,
-        dual_clip=1.1, correction=("geometric", "truncate", 0.98, 1.02),
-    ), CLIPPED_ADAM),
-    "group_norm, GSPO, centred": Case(Recipe(
-        estimator="group_norm", policy_loss="gspo", whiten_std=False, clip_low=3e-3, clip_high=4e-3, kl_coef=0.1,
-        kl_estimator="k3", use_kl_loss=True, kl_unbiased_gradient=True,
-        correction=("geometric", "mask", 0.98, 1.02),
-    )),
-    "dr_grpo": Case(Recipe(
-        estimator="dr_grpo", kl_coef=0.2, kl_estimator="k2", use_kl_loss=True, clip_low=0.02, clip_high=0.02,
-        entropy_coef=0.01,
-    )),
-    "dr_grpo, CISPO": Case(Recipe(
-        estimator="dr_grpo", policy_loss="cispo", reduction="seq_mean_token_mean", kl_coef=0.1, kl_estimator="k2",
-        use_kl_loss=True, kl_unbiased_gradient=True, clip_low=0.02, clip_high=0.02,
-    ), packing=True),
-    "rloo": Case(Recipe(
-        estimator="rloo", gamma=0.99, kl_coef=0.1, kl_estimator="k3", clip_low=0.02, clip_high=0.02,
-    ), CLIPPED_ADAM),
-    "rloo, REINFORCE, own log-probs": Case(Recipe(
-        estimator="rloo", policy_loss="reinforce", kl_coef=0.1, kl_estimator="k1", use_kl_loss=True,
-        kl_unbiased_gradient=True, old_logprobs="skip", entropy_coef=0.01,
-    ), max_epochs=1),
-}  # fmt: skip
-TWO_RANKS = ("gae", "gae, GSPO", "reinforce, CISPO", "group_norm")
-# What to change in a recipe to leave a feature out, and a case that has the feature.
-FEATURES = {
-    "gamma": ("gae", {"gamma": 1.0}),
-    "lambda": ("gae", {"lambd": 1.0}),
-    "turn gamma": ("gae, centred, CISPO", {"turn_gamma": None}),
-    "gamma without a critic": ("reinforce", {"gamma": 1.0}),
-    "bootstrap value": ("gae", {"bootstrap_truncated": False}),
-    "value clip": ("gae", {"value_clip": None}),
-    "dual clip": ("group_norm", {"dual_clip": None}),
-    "clip range": ("group_norm", {"clip_low": 0.2, "clip_high": 0.2}),
-    "entropy bonus": ("dr_grpo", {"entropy_coef": 0.0}),
-    "KL in the reward": ("rloo", {"kl_coef": 0.0}),
-    "KL in the loss": ("dr_grpo", {"kl_coef": 0.0, "use_kl_loss": False}),
-    "teacher": ("group_norm, teacher", {"teacher_coef": 0.0}),
-    "teacher's weight": ("gae, teacher", {"teacher_coef": 0.4}),
-    "teacher, whitened": ("reinforce, teacher", {"teacher_coef": 0.0}),
-    "KL estimator in the reward": ("rloo", {"kl_estimator": "k1"}),
-    "KL estimator in the loss": ("group_norm", {"kl_estimator": "k2"}),
-    "unbiased gradient": ("dr_grpo, CISPO", {"kl_unbiased_gradient": False}),
-    "reduction": ("dr_grpo, CISPO", {"reduction": "token_mean"}),
-    "correction's level": ("group_norm", {"correction": ("sequence", "truncate", 0.98, 1.02)}),
-    "correction's bounds": ("gae, centred, CISPO", {"correction": ("token", "truncate", 0.5, 2.0)}),
-    "correction's mode": ("reinforce, CISPO", {"correction": ("sequence", "truncate", 0.7, 1.4)}),
-    "group's deviation": ("group_norm, GSPO, centred", {"whiten_std": True}),
-    "batch's deviation": ("gae, centred, CISPO", {"whiten_std": True}),
-}
+TWO_RANKS = ("gae", "gae, GSPO", "reinforce, CISPO", "group_norm", "rloo, engine's log-probs, masked", "gae, stale")
+# Versions of the weights at the start of the last steps, two updates each; tokens are 0 to 3 steps old, and half of the
+# rollouts lived through updates. After it: the versions of the parts of the first turn, by rollout number.
+STEP_VERSIONS = (0, 2, 4, 6)
+VERSIONS = ((6,), (4, 6), (4,), (0, 2, 6))
 
 
 def spec_of(recipe: Recipe) -> AlgorithmSpec:
@@ -197,8 +88,9 @@ def run_worker(
             divide_by_std=spec.whiten_std,
         )
         plan = plans_of(rollouts, num_ranks)[rank]
-        worker.load_rollouts([rollouts[row] for row in plan.rows], [float(rewards[row]) for row in plan.rows], plan)
-        metrics = [worker.run_model(role) for role in roles if role != "actor" or spec.old_logprobs == "recompute"]
+        shard = [rollouts[row] for row in plan.rows]
+        worker.load_rollouts(shard, [float(rewards[row]) for row in plan.rows], plan, STEP_VERSIONS)
+        metrics = [worker.run_model(role) for role in roles if role != "actor" or spec.runs_actor]
         metrics.append(worker.assign_advantages(recipe.kl_coef))
         metrics += [
             worker.update(role, max_epochs=case.max_epochs, seed=SEED, kl_coef=recipe.kl_coef)
@@ -216,11 +108,26 @@ def run_worker(
     return outcomes
 
 
+def with_versions(rollout: Rollout, versions: Sequence[int]) -> Rollout:
+    """Return `rollout` with its first turn drawn by the first of `versions`, then by the next ones, in equal parts."""
+    prompt, turn, *rest = rollout.spans
+    bounds = np.linspace(0, len(turn.token_ids), len(versions) + 1).round().astype(int)
+    parts = [
+        Span(SpanSource.POLICY, turn.token_ids[start:end], turn.logprobs[start:end], version)
+        for start, end, version in zip(bounds[:-1], bounds[1:], versions, strict=True)
+    ]
+    rest = [dataclasses.replace(s, policy_version=versions[-1]) if s.logprobs is not None else s for s in rest]
+    return dataclasses.replace(rollout, spans=(prompt, *parts, *rest))
+
+
 def sample_of(rollout: Rollout) -> Sample:
     return Sample(
         tokens=rollout.token_ids.tolist(),
         is_policy=rollout.loss_mask.tolist(),
         rollout_logprobs=rollout.rollout_logprobs.tolist(),
+        versions=[
+            -1 if span.policy_version is None else span.policy_version for span in rollout.spans for _ in span.token_ids
+        ],
         reward=rollout.verdict.reward,
         group=rollout.group_id,
         truncated=rollout.finish_reason is FinishReason.LENGTH,
@@ -234,7 +141,15 @@ def run_oracle(case: Case, paths: dict[str, str], batches: dict[str, Any]) -> Ou
         [plan.rows[row] for micro_batch in batch.micro_batches for row in micro_batch] for batch in plan.mini_batches
     ]
     samples = [sample_of(rollout) for rollout in rollouts]
-    oracle = Oracle(case.recipe, case.adam, paths, samples, temperature=TEMPERATURE, max_tokens=MAX_TOKENS)
+    oracle = Oracle(
+        case.recipe,
+        case.adam,
+        paths,
+        samples,
+        temperature=TEMPERATURE,
+        max_tokens=MAX_TOKENS,
+        step_versions=STEP_VERSIONS,
+    )
     return oracle.run(members, max_epochs=case.max_epochs, seed=SEED)
 
 
@@ -252,7 +167,7 @@ def paths(tmp_path_factory) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def batches(paths) -> dict[str, list[Rollout]]:
     """Rollouts whose engine is a little off the model, by where old log-probs come from: a third truncated, one without
-    a response, two equal groups; when old log-probs are recomputed, two tokens of the engine are NaN."""
+    a response, two equal groups, several versions; two tokens of the engine are NaN, unless no log-probs are old."""
     rng, actor = np.random.default_rng(0), TinyQwen2(paths["actor"])
     rollouts = []
     for row, rollout in enumerate(random_rollouts(NUM_ROLLOUTS, vocab_size=VOCAB_SIZE)):
@@ -278,7 +193,8 @@ def batches(paths) -> dict[str, list[Rollout]]:
         logprobs[place] = math.nan
         spans = (broken[row].spans[0], dataclasses.replace(span, logprobs=logprobs), *broken[row].spans[2:])
         broken[row] = dataclasses.replace(broken[row], spans=spans)
-    return {"recompute": broken, "rollout": rollouts, "skip": rollouts}
+    broken = [with_versions(rollout, VERSIONS[row % len(VERSIONS)]) for row, rollout in enumerate(broken)]
+    return {"recompute": broken, "rollout": broken, "skip": rollouts}
 
 
 @pytest.fixture(scope="module")

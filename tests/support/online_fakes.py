@@ -80,7 +80,7 @@ class World:
             return [getattr(self, f"on_{name}", lambda *_, **__: {})(*arguments, **options)]
         return []
 
-    def on_load_rollouts(self, rollouts, rewards, plan, policy_version, earned):
+    def on_load_rollouts(self, rollouts, rewards, plan, step_versions, earned):
         assert len(rollouts) == len(rewards) == len(plan.rows)
         self.rollouts.append(rollouts)
         self.rewards = rewards

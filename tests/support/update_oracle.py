@@ -53,6 +53,7 @@ class Recipe:
     teacher_coef: float = 0.0
     old_logprobs: str = "recompute"
     correction: tuple[str, str, float, float] | None = None  # level, mode, low, high
+    mask_stale: int | None = None
     whiten_std: bool = True
 
 
@@ -73,11 +74,13 @@ class Adam:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sample:
-    """One rollout: its tokens, which of them the policy wrote, the engine's log-probs [n] of all (0.0 for others')."""
+    """One rollout: its tokens, which of them the policy wrote, the engine's log-probs [n] of all (0.0 for others'), and
+    the versions of the weights that wrote them [n]."""
 
     tokens: list[int]
     is_policy: list[bool]
     rollout_logprobs: list[float]
+    versions: list[int]
     reward: float
     group: str
     truncated: bool
@@ -102,14 +105,15 @@ class Oracle:
         samples: the rollout batch, of all ranks.
         temperature: of the policy.
         max_tokens: the constant of seq_mean_token_sum_norm.
+        step_versions: versions of the weights at the start of this step and of those before it.
     """
 
     def __init__(
         self, recipe: Recipe, adam: Adam, folders: dict[str, str], samples: Sequence[Sample], *, temperature: float,
-        max_tokens: int,
+        max_tokens: int, step_versions: Sequence[int] = (0,),
     ) -> None:  # fmt: skip
         self.recipe, self.adam, self.samples = recipe, adam, samples
-        self.temperature, self.max_tokens = temperature, max_tokens
+        self.temperature, self.max_tokens, self.step_versions = temperature, max_tokens, step_versions
         self.baseline, own_reduction, self.whitens, self.uses_critic = ESTIMATORS[recipe.estimator]
         self.reduction = recipe.reduction or LOSS_REDUCTIONS.get(recipe.policy_loss) or own_reduction
         self.models = {role: TinyQwen2(folder) for role, folder in folders.items()}
@@ -147,8 +151,9 @@ class Oracle:
         """Compute everything that stays constant during the update."""
         recipe, shape = self.recipe, (len(self.samples), self.width)
         with torch.no_grad():
+            before = self.models["actor"].logprobs(self.tokens, self.temperature)[0].numpy()
             if recipe.old_logprobs == "recompute":
-                self._keep("old_logprobs", self.models["actor"].logprobs(self.tokens, self.temperature)[0])
+                self._keep("old_logprobs", before)
             elif recipe.old_logprobs == "rollout":
                 rows = [s.rollout_logprobs + [0.0] * (self.width - len(s.tokens)) for s in self.samples]
                 self._keep("old_logprobs", torch.tensor(rows, dtype=torch.float64))
@@ -159,7 +164,8 @@ class Oracle:
             after = self.models["critic"].values_after(self.tokens).numpy() if self.uses_critic else np.zeros(shape)
             if self.uses_critic:
                 self._keep("values", self.models["critic"].values(self.tokens))
-        self._correct()
+        self._mask_stale()
+        self._correct(before)
         self._credit(after)
         if recipe.teacher_coef:
             self._teach()
@@ -172,24 +178,37 @@ class Oracle:
             kept[i, places] = np.asarray(values)[i, places]
         self.columns[name] = kept
 
-    def _correct(self) -> None:
-        """Weigh tokens by how much likelier the trainer finds them than the engine did."""
-        self.policy_places = [list(places) for places in self.places]
+    def _mask_stale(self) -> None:
+        """Keep the tokens that are no more than `mask_stale` steps old: so many steps began with newer weights."""
+        limit = math.inf if self.recipe.mask_stale is None else self.recipe.mask_stale
+        self.policy_places, ages = [], []
+        for sample, places in zip(self.samples, self.places, strict=True):
+            age = {t: sum(start > sample.versions[t] for start in self.step_versions) for t in places}
+            self.policy_places.append([t for t in places if age[t] <= limit])
+            ages += age.values()
+        self.metrics |= {"async/staleness_steps": float(np.mean(ages)), "async/staleness_steps_max": max(ages)}
+
+    def _correct(self, before: np.ndarray) -> None:
+        """Weigh tokens by how much likelier the trainer finds them before the updates than the engine did.
+
+        A ratio whose denominator is the engine's weighs already, and a mask is all that is left to do.
+        """
         if self.recipe.correction is None:
             return
         level, mode, low, high = self.recipe.correction
         weights = np.zeros((len(self.samples), self.width))
         for i, places in enumerate(self.places):
-            gaps = {t: self.columns["old_logprobs"][i, t] - self.samples[i].rollout_logprobs[t] for t in places}
+            gaps = {t: before[i, t] - self.samples[i].rollout_logprobs[t] for t in places}
             total = sum(gaps.values())
             for t in places:
                 exponent = {"token": gaps[t], "sequence": total, "geometric": total / len(places)}[level]
                 weights[i, t] = math.exp(exponent)
             if mode == "mask":
-                self.policy_places[i] = [t for t in places if low <= weights[i, t] <= high]
+                self.policy_places[i] = [t for t in self.policy_places[i] if low <= weights[i, t] <= high]
             else:
                 weights[i, places] = weights[i, places].clip(low, high)
-        self._keep("weights", weights)
+        if self.recipe.old_logprobs == "recompute" or self.recipe.policy_loss == "reinforce":
+            self._keep("weights", weights)
 
     def _credit(self, after: np.ndarray) -> None:
         """Fill in advantages and returns, from the last trained token of each rollout to its first."""

@@ -47,8 +47,13 @@ def ppo(*argv: str) -> Parsed[PpoConfig]:
         # corrections
         (
             ["--is_correction_level", "token", "--old_logprobs", "rollout"],
-            "an importance correction needs",
-            "recompute",
+            "with --old_logprobs rollout the ratio of PPO clip is current / engine",
+            "use --is_correction_mode mask, or --old_logprobs recompute",
+        ),
+        (
+            [*SKIP, *ONE_UPDATE, "--is_correction_level", "token", "--is_correction_mode", "mask"],
+            "an importance correction needs the trainer's log-probs before the update",
+            "use --old_logprobs recompute",
         ),
         (["--is_correction_threshold", "2", "1"], "--is_correction_threshold is 2 1", "LOW before HIGH"),
         (["--is_correction_threshold", "-1", "3"], "--is_correction_threshold is -1 3", "LOW before HIGH"),
@@ -157,6 +162,10 @@ def test_check_ppo_what_cannot_work_is_an_error_with_a_hint(argv, message, hint)
         ([*GRPO, "--bootstrap_truncated"], "--bootstrap_truncated has no effect: GRPO (group_norm) has no critic"),
         ([*GRPO, "--save_value_network"], "--save_value_network has no effect: GRPO (group_norm) has no critic"),
         ([*GRPO, "--critic_pretrain", "m"], "--critic_pretrain has no effect: GRPO (group_norm) has no critic"),
+        (
+            ["--old_logprobs", "rollout", "--is_correction_level", "token", "--is_correction_mode", "mask"],
+            "--old_logprobs rollout saves no forward pass with --is_correction_level token",
+        ),
         (["--is_correction_mode", "mask"], "--is_correction_mode has no effect: --is_correction_level is off"),
         (["--is_correction_threshold", "0", "3"], "--is_correction_threshold has no effect: --is_correction_level is"),
         (["--step_separator", "."], "--step_separator has no effect: there is no --reward_pretrain"),
@@ -188,6 +197,11 @@ def test_check_ppo_what_cannot_work_is_an_error_with_a_hint(argv, message, hint)
             "--dynamic_filtering_max_batches has no effect: --dynamic_filtering",
         ),
         (["--dynamic_filtering_reward_range", "0", "1"], "--dynamic_filtering_reward_range has no effect"),
+        (["--mask_stale", "0"], "--mask_stale has no effect: no token is more than 0 steps old"),
+        (
+            ["--mask_stale", "2", "--async_train", "--max_staleness", "2"],
+            "--mask_stale has no effect: no token is more than 2 steps old",
+        ),
         (["--ema_beta", "0.9"], "--ema_beta has no effect: --enable_ema is off"),
         (["--eval_data", "None", "--source_key", "set"], "--source_key has no effect: there is no --eval_data"),
         (
@@ -225,6 +239,8 @@ def test_check_ppo_what_has_no_effect_is_a_notice(argv, notice):
         ["--best_metric_key", "eval/accuracy"],
         ["--policy_loss_type", "reinforce", *ONE_UPDATE],
         [*SKIP, *ONE_UPDATE],
+        ["--old_logprobs", "rollout"],
+        ["--async_train", "--max_staleness", "2", "--mask_stale", "1"],
         ["--use_kl_loss", "--kl_unbiased_gradient"],
         ["--kl_target", "0.1", "--kl_horizon", "500"],
         ["--is_correction_level", "sequence", "--is_correction_mode", "mask", "--is_correction_threshold", "0.5", "2"],

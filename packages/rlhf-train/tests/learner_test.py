@@ -10,8 +10,9 @@ from online_fakes import FakeRanks, World
 from rlhf_data.records import FinishReason, Rollout, Span, SpanSource, Verdict, VerdictKind
 from rlhf_rollout.rewards.sources import RewardSource
 from rlhf_train.advantages import generalized_advantages, placed_rewards, turn_starts
-from rlhf_train.algorithms import make_algorithm
+from rlhf_train.algorithms import CorrectionSpec, make_algorithm
 from rlhf_train.experience import Experience
+from rlhf_train.online.job import AsyncSpec
 from rlhf_train.online.learner import Learner
 from rlhf_train.online.placement import PlacementPlan, ProcessPlan
 from rlhf_train.online.ranks import RankSet
@@ -241,6 +242,11 @@ def test_columns_without_a_use_are_not_made(job):
     learner = Learner(dataclasses.replace(job, algorithm=plain), [Ranks(log, "actor"), Ranks(log, "critic")])
     learner.fill_columns()
     assert log == [(("critic",), "critic"), (("critic",), ["values"]), (("actor",), "part 0")]
+    corrected = dataclasses.replace(plain, correction=CorrectionSpec(level="token", mode="mask"))
+    job = dataclasses.replace(job, algorithm=corrected)  # compares the engine's log-probs with the actor's
+    log.clear()
+    Learner(job, [Ranks(log, "actor"), Ranks(log, "critic")]).fill_columns()
+    assert log[:2] == [(("actor",), "actor"), (("critic",), "critic")]
 
 
 def test_every_set_is_dealt_every_rollout_once_with_its_own_number_of_ranks(job):
@@ -248,17 +254,44 @@ def test_every_set_is_dealt_every_rollout_once_with_its_own_number_of_ranks(job)
     actor, critic = Ranks(log, "actor", "reference", count=2), Ranks(log, "critic", count=3)
     rollouts = random_rollouts(32, vocab_size=64)
     learner = Learner(job, [actor, critic])
-    learner.policy_version = 6
-    learner.deal(rollouts, step=2)
+    for learner.policy_version in (2, 2, 6):  # two updates, none, and four
+        actor.shards.clear()
+        critic.shards.clear()
+        learner.deal(rollouts, step=2)
     earned = {rollout.rollout_id: rollout.verdict.reward for rollout in rollouts}
     for ranks in (actor, critic):
         assert len(ranks.shards) == len(ranks.handles)
         dealt: dict[str, float] = {}
-        for name, mine, rewards, plan, version, _ in ranks.shards:
-            assert (name, version, len(plan.mini_batches)) == ("load_rollouts", 6, 2)
+        for name, mine, rewards, plan, versions, _ in ranks.shards:
+            assert (name, versions, len(plan.mini_batches)) == ("load_rollouts", (2, 6), 2)
             assert [rollouts[row] for row in plan.rows] == mine
             dealt |= {rollout.rollout_id: reward for rollout, reward in zip(mine, rewards, strict=True)}
         assert dealt == pytest.approx(earned)
+
+
+@pytest.mark.parametrize(("asynchronous", "num_kept"), [(None, 2), (AsyncSpec(max_staleness=3), 5)])
+def test_versions_of_the_last_steps_are_kept_and_restored(job, asynchronous, num_kept):
+    job = dataclasses.replace(job, plan=dataclasses.replace(job.plan, colocated=False), asynchronous=asynchronous)
+    ranks = Ranks([], "actor", "critic", "reference")
+    learner = Learner(job, [ranks])
+    for learner.policy_version in range(0, 20, 2):
+        learner.deal(random_rollouts(32, vocab_size=64), step=1)
+    assert ranks.shards[-1][4] == tuple(range(20 - 2 * num_kept, 20, 2))
+    resumed = Learner(job, [ranks])
+    resumed.restore(learner.state())
+    assert resumed.state() == learner.state()
+    for one in (learner, resumed):
+        one.policy_version = 20
+        one.deal(random_rollouts(32, vocab_size=64), step=1)
+    assert ranks.shards[-1][4] == ranks.shards[-2][4] == tuple(range(22 - 2 * num_kept, 22, 2))
+
+
+@pytest.mark.parametrize(("asynchronous", "names"), [(None, {"b"}), (AsyncSpec(max_staleness=1), {"async/a", "b"})])
+def test_metrics_of_asynchronous_training_are_left_out_of_other_runs(job, monkeypatch, asynchronous, names):
+    job = dataclasses.replace(job, plan=dataclasses.replace(job.plan, colocated=False), asynchronous=asynchronous)
+    ranks = Ranks([], "actor", "critic", "reference")
+    monkeypatch.setattr(ranks, "call", lambda *_: [{"async/a": Sum(1.0), "b": Sum(2.0)}])
+    assert Learner(job, [ranks]).assign_advantages().keys() == names
 
 
 def dealt(job, estimator: str, normalize: str) -> list[float]:

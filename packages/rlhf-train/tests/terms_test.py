@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from rlhf_data.records import FinishReason, Rollout, Span, SpanSource, Verdict, VerdictKind
 from rlhf_kernels import packed_policy_loss
 from rlhf_train.algorithms import AlgorithmSpec, CorrectionSpec, make_algorithm
 from rlhf_train.batching import Denominators
@@ -16,10 +17,10 @@ from rlhf_train.online.terms import (
     correct_mismatch,
     critic_loss,
     drop_nonfinite,
+    limit_staleness,
     policy_metrics,
     policy_stream,
     reference_kl_metrics,
-    staleness_metrics,
 )
 from rlhf_train.run.metrics import Metric, Sum, results
 
@@ -83,15 +84,53 @@ def test_drop_nonfinite_may_leave_a_rollout_with_nothing_to_train():
     assert experience.loss_mask.sum(dim=1).tolist() == [3, 0]
 
 
-def test_staleness_counts_updates_of_trained_tokens_only():
+def test_staleness_counts_updates_and_steps_of_trained_tokens_only():
+    def staleness() -> dict[str, float]:
+        # Steps began with versions 0, 3, 4 and 6: three updates, one and two.
+        return results(limit_staleness(experience, (0, 3, 4, 6)))
+
+    names = ("policy/staleness", "policy/staleness_max", "async/staleness_steps", "async/staleness_steps_max")
     experience = experience_of(torch.zeros(2, 4), torch.zeros(2, 4))
-    experience.policy_versions[0, 3] = 1
-    # Version 5 less 3, 3 and 1 in the first rollout, less 3 in the second.
-    assert results(staleness_metrics(experience, 5)) == {"policy/staleness": 10 / 4, "policy/staleness_max": 4.0}
+    experience.policy_versions[0, 3] = 0
+    # Version 6 less 3, 3 and 0 in the first rollout, less 3 in the second; two steps after 3, three after 0.
+    expected = dict(zip(names, (15 / 4, 6.0, 9 / 4, 3.0), strict=True))
+    assert staleness() == expected | {"async/mixed_version_rollouts": 1 / 2}
     experience.loss_mask[0, 3] = False
-    assert results(staleness_metrics(experience, 5)) == {"policy/staleness": 2.0, "policy/staleness_max": 2.0}
+    expected = dict(zip(names, (3.0, 3.0, 2.0, 2.0), strict=True))
+    assert staleness() == expected | {"async/mixed_version_rollouts": 0.0}
+    experience.policy_versions[MASK] = 6  # the weights that this step trains
+    assert staleness() == dict.fromkeys((*names, "async/mixed_version_rollouts"), 0.0)
     experience.loss_mask[:] = False
-    assert results(staleness_metrics(experience, 5)) == {"policy/staleness_max": 0.0}
+    assert staleness() == dict.fromkeys(names[1::2], 0.0)
+    assert results(limit_staleness(Experience.from_rollouts([], []), (0,))) == dict.fromkeys(names[1::2], 0.0)
+
+
+@pytest.mark.parametrize(
+    ("limit", "kept", "num_left_out"),
+    [
+        (None, [[2, 2, 2], [2]], None),
+        (3, [[2, 2, 2], [2]], 0.0),
+        (2, [[2, 2], [2]], 1.0),  # version 0 is three steps old
+        (1, [[2], []], 3.0),
+        (0, [[], []], 4.0),
+    ],
+)
+def test_stale_tokens_leave_the_policys_mask_alone(limit, kept, num_left_out):
+    experience = experience_of(torch.zeros(2, 4), torch.where(MASK, -2.0, 0.0))
+    experience.policy_versions[0] = torch.tensor([-1, 0, 3, 4])
+    before = experience.rollout_logprobs.clone()
+    metrics = results(limit_staleness(experience, (0, 3, 4, 6), limit))
+    assert experience.policy_mask.sum(dim=1).tolist() == [len(row) for row in kept]
+    assert experience.policy_mask[0, 3].item() == (limit != 0)
+    assert torch.equal(experience.loss_mask, MASK) and torch.equal(experience.rollout_logprobs, before)
+    assert metrics.get("samples/stale_tokens") == num_left_out
+    assert metrics["async/staleness_steps_max"] == 3.0  # they are measured all the same
+
+
+def test_tokens_that_are_older_than_every_kept_step_count_as_old_as_the_first():
+    experience = experience_of(torch.zeros(2, 4), torch.zeros(2, 4))
+    metrics = results(limit_staleness(experience, (8, 10)))
+    assert (metrics["async/staleness_steps"], metrics["policy/staleness"]) == (2.0, 7.0)
 
 
 def mismatched() -> Experience:
@@ -142,6 +181,72 @@ def test_mismatch_correction_sets_weights_and_shrinks_the_policys_mask_only(corr
     assert experience.columns["weights"][MASK].tolist() == pytest.approx(weights, rel=1e-5)
     assert metrics["mismatch/out_of_bounds"] == pytest.approx(outside)
     assert metrics["mismatch/weight"] == pytest.approx(mean, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("policy_loss", "old_logprobs", "mode", "weighs"),
+    [
+        ("ppo", "recompute", "mask", True),
+        ("ppo", "rollout", "mask", False),
+        ("gspo", "rollout", "mask", False),
+        ("cispo", "rollout", "mask", False),
+        ("reinforce", "rollout", "mask", True),
+        ("reinforce", "rollout", "truncate", True),
+    ],
+)
+def test_ratio_to_the_engine_is_not_weighed_a_second_time(policy_loss, old_logprobs, mode, weighs):
+    experience = mismatched()
+    correction = CorrectionSpec(level="token", mode=mode, low=0.5, high=4)
+    spec = make_algorithm(policy_loss=policy_loss, old_logprobs=old_logprobs, correction=correction)
+    metrics = results(correct_mismatch(experience, spec))
+    assert ("weights" in experience.columns) == weighs
+    assert experience.policy_mask.sum(dim=1).tolist() == ([2, 0] if mode == "mask" else [3, 1])
+    assert metrics["mismatch/out_of_bounds"] == 2 / 4
+
+
+# One rollout that lived through an update, and one of the new weights. By token: the version that drew it, and its
+# log-probs in nats by the engine and by the trainer.
+MIXED = {"a": ((3, -1.0, -1.5), (3, -0.5, -0.25), (4, -2.0, -2.01), (4, -0.75, -0.75)), "b": ((4, -1.25, -1.2),)}
+
+
+@pytest.mark.parametrize("mode", ["truncate", "mask"])
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+def test_corrections_of_mixed_versions_compare_each_token_with_the_version_that_drew_it(level, mode):
+    def rollout(name: str) -> Rollout:
+        spans = [Span(SpanSource.PROMPT, [1])]
+        for version in (3, 4):
+            own = [engine for drawn, engine, _ in MIXED[name] if drawn == version]
+            spans += [Span(SpanSource.POLICY, [2] * len(own), own, version)] if own else []
+        return Rollout(name, "group", tuple(spans), FinishReason.STOP, verdict=Verdict(VerdictKind.OK, 1.0))
+
+    experience = Experience.from_rollouts([rollout("a"), rollout("b")], [1.0, 1.0])
+    trainer = torch.zeros(2, 5)
+    for row, tokens in enumerate(MIXED.values()):
+        trainer[row, 1 : 1 + len(tokens)] = torch.tensor([mine for *_, mine in tokens])
+    experience.set_column("old_logprobs", trainer)
+    assert experience.policy_versions.tolist() == [[-1, 3, 3, 4, 4], [-1, 4, -1, -1, -1]]
+    correction = CorrectionSpec(level=level, mode=mode, low=0.9, high=1.1)
+    metrics = results(correct_mismatch(experience, make_algorithm(correction=correction)))
+
+    weights, gaps = [], []
+    for tokens in MIXED.values():
+        own = [mine - engine for _, engine, mine in tokens]  # in float64
+        mean = sum(own) / (len(own) if level == "geometric" else 1)
+        weights += [math.exp(gap if level == "token" else mean) for gap in own]
+        gaps += own
+    inside = [0.9 <= weight <= 1.1 for weight in weights]
+    bounded = [min(max(weight, 0.9), 1.1) for weight in weights] if mode == "truncate" else weights
+    mask = experience.loss_mask
+    assert experience.columns["weights"][mask].tolist() == pytest.approx(bounded, rel=1e-6)
+    assert experience.policy_mask[mask].tolist() == (inside if mode == "mask" else [True] * 5)
+    assert mask.sum() == 5 and not experience.policy_mask[~mask].any()
+    assert metrics["mismatch/kl"] == pytest.approx(sum(math.expm1(gap) - gap for gap in gaps) / 5, rel=1e-4)
+    assert metrics["mismatch/out_of_bounds"] == pytest.approx(1 - sum(inside) / 5)
+    # Version 3's two tokens are off by half and a quarter of a nat, version 4's hardly: the levels tell them apart.
+    assert inside == {
+        "token": [False, False, True, True, True], "sequence": [False] * 4 + [True],
+        "geometric": [True] * 5,
+    }[level]  # fmt: skip
 
 
 COUNTS = Denominators(num_tokens=4, num_sequences=2, max_tokens=3)

@@ -10,7 +10,7 @@ import pytest
 from rlhf_data.records import FinishReason, Rollout, Span, SpanSource
 from rlhf_models.testing import tiny_model_dir, tiny_reward_model_dir
 from rlhf_rollout.host import free_port
-from rlhf_train.algorithms import POLICY_LOSSES, AlgorithmSpec, make_algorithm
+from rlhf_train.algorithms import POLICY_LOSSES, AlgorithmSpec, CorrectionSpec, make_algorithm
 from rlhf_train.baselines import relative_rewards
 from rlhf_train.batching import plan_batches
 from rlhf_train.specs import ModelSpec, OptimizerSpec
@@ -34,6 +34,7 @@ def trained(
     *,
     num_mini_batches: int = 1,
     max_epochs: int = 1,
+    step_versions: Sequence[int] = (0,),
     spoil: Callable[[Any], None] = lambda experience: None,
 ) -> tuple[Weights, dict[str, float], Any]:
     """Run one step on one rank; return the weights, the metrics and the experience.
@@ -42,6 +43,7 @@ def trained(
         start: paths of the models, and the ranks' meeting point.
         spec, rollouts: what is trained, and on what.
         num_mini_batches, max_epochs: their product is the number of updates.
+        step_versions: of the weights at the start of the last steps; the rollouts are of version 0.
         spoil: called with the experience once all models have been run.
     """
     from rlhf_train.online.worker import TrainWorker
@@ -62,8 +64,9 @@ def trained(
         lengths, lengths, num_ranks=1, num_mini_batches=num_mini_batches, micro_train_batch_size=4,
         micro_rollout_batch_size=4, max_response_tokens=24, seed=0,
     )  # fmt: skip
-    worker.load_rollouts([rollouts[row] for row in plan.rows], [float(rewards[row]) for row in plan.rows], plan)
-    metrics = [worker.run_model(role) for role in models if role != "actor" or spec.old_logprobs == "recompute"]
+    shard = [rollouts[row] for row in plan.rows]
+    worker.load_rollouts(shard, [float(rewards[row]) for row in plan.rows], plan, step_versions)
+    metrics = [worker.run_model(role) for role in models if role != "actor" or spec.runs_actor]
     spoil(worker._experience)
     metrics.append(worker.assign_advantages(spec.kl_coef))
     metrics += [worker.update(role, max_epochs=max_epochs, seed=0, kl_coef=spec.kl_coef) for role in reversed(roles)]
@@ -127,6 +130,18 @@ def all_cases(paths: dict[str, str]) -> dict[str, Any]:
         exact = [with_logprobs(rollout, own[rollout.rollout_id]) for rollout in rollouts]
         outcomes[loss, "many, rollout"], *_ = trained(start, engines, exact, **many)
         outcomes[loss, "many, rollout of another engine"], *_ = trained(start, engines, rollouts, **many)
+    spec = make_algorithm("group_norm", old_logprobs="rollout", **KL_LOSS)
+    nowhere = CorrectionSpec(level="token", mode="mask", low=1e6, high=2e6)
+    outcomes["before"], *_ = trained(start, spec, rollouts, max_epochs=0)
+    for name, one, versions in (
+        ("all", spec, (0, 2)),
+        ("one version, fresh", dataclasses.replace(spec, mask_stale=0), (0,)),
+        ("one version, in time", dataclasses.replace(spec, mask_stale=1), (0, 2)),
+        ("one version, stale", dataclasses.replace(spec, mask_stale=0), (0, 2)),
+        ("all masked", dataclasses.replace(spec, correction=nowhere), (0, 2)),
+    ):
+        outcomes[name] = trained(start, one, rollouts, num_mini_batches=2, max_epochs=2, step_versions=versions)[:2]
+    outcomes["all tokens"] = sum(rollout.num_response_tokens for rollout in rollouts)
     for row in (0, 7):
         rollouts[row] = dataclasses.replace(rollouts[row], finish_reason=FinishReason.LENGTH)
     places = {rollouts[row].rollout_id: place_of(rollouts[row], index) for row, index in PLACES}
@@ -196,6 +211,23 @@ def test_the_engines_logprobs_give_the_update_of_recomputed_ones_when_they_are_t
     if POLICY_LOSSES[loss].uses_ratio:
         other = outcomes[loss, "many, rollout of another engine"]
         assert largest_difference(outcomes[loss, "many, rollout"], other) > 100 * TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["one version, fresh", "one version, in time"])
+def test_masks_by_staleness_leave_no_token_out_that_is_fresh_enough(outcomes, name):
+    weights, metrics = outcomes[name]
+    assert largest_difference(weights, outcomes["all"][0]) == 0.0
+    assert metrics["samples/stale_tokens"] == 0 and metrics["async/staleness_steps"] == float("time" in name)
+
+
+@pytest.mark.parametrize("name", ["one version, stale", "all masked"])
+def test_update_of_tokens_that_are_all_left_out_moves_no_weight(outcomes, name):
+    weights, metrics = outcomes[name]
+    assert largest_difference(outcomes["all"][0], outcomes["before"]) > 100 * TOLERANCE
+    assert largest_difference(weights, outcomes["before"]) == 0.0
+    assert metrics["policy/grad_norm"] == metrics["policy/loss"] == 0.0
+    if name == "one version, stale":
+        assert metrics["samples/stale_tokens"] == outcomes["all tokens"]
 
 
 @pytest.mark.parametrize(("column", "number"), SPOILED)

@@ -160,7 +160,10 @@ class AlgorithmSpec:
         old_logprobs: where the old log-probs come from. "recompute" runs the trainer's model once before the updates,
             "rollout" takes the engine's, and "skip" takes those of the update itself, which must then be the only
             update of its batch.
-        correction: of the gap between engine and trainer.
+        correction: of the gap between engine and trainer. With the engine's log-probs as the old ones it can mask, and
+            the ratio does the weighing; see `weighs`.
+        mask_stale: leave tokens out of the actor's loss that are stale by more training steps than this, >= 0; None
+            trains on all. Steps in which the actor is frozen do not count.
         whiten_std: False subtracts the mean without dividing by the deviation: of the batch where the estimator
             whitens, of the group where it does not.
     """
@@ -179,6 +182,7 @@ class AlgorithmSpec:
     bootstrap_truncated: bool = False
     old_logprobs: str = "recompute"
     correction: CorrectionSpec = CorrectionSpec()
+    mask_stale: int | None = None
     whiten_std: bool = True
 
     def __post_init__(self) -> None:
@@ -204,6 +208,7 @@ class AlgorithmSpec:
             ("kl_target", self.kl_target is None or self.kl_target > 0, "be > 0"),
             ("kl_horizon", self.kl_horizon >= 1, "be >= 1"),
             ("teacher_coef", self.teacher_coef >= 0, "be >= 0"),
+            ("mask_stale", self.mask_stale is None or self.mask_stale >= 0, "be >= 0"),
         ):
             if not is_right:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must {wanted}")
@@ -217,9 +222,13 @@ class AlgorithmSpec:
         if self.old_logprobs == "skip" and self.uses_teacher:
             message = "--old_logprobs skip leaves nothing to compare the teacher's log-probs with"
             raise ConfigError(message, hint="use --old_logprobs recompute or rollout with --teacher_model")
-        if self.old_logprobs != "recompute" and self.correction.level != "off":
-            message = f"an importance correction needs the trainer's old log-probs; they are `{self.old_logprobs}`"
+        if self.old_logprobs == "skip" and self.correction.level != "off":
+            message = "an importance correction needs the trainer's log-probs before the update, which skip leaves out"
             raise ConfigError(message, hint="use --old_logprobs recompute")
+        if self.correction.level != "off" and self.correction.mode == "truncate" and not self.weighs:
+            message = f"with --old_logprobs rollout the ratio of {self.loss.title} is current / engine, which holds the"
+            hint = "use --is_correction_mode mask, or --old_logprobs recompute"
+            raise ConfigError(f"{message} weight that --is_correction_mode truncate would multiply again", hint=hint)
 
     @property
     def row(self) -> AlgorithmRow:
@@ -230,6 +239,19 @@ class AlgorithmSpec:
     def loss(self) -> PolicyLossRow:
         """The row of the policy loss."""
         return POLICY_LOSSES[self.objective.policy_loss]
+
+    @property
+    def runs_actor(self) -> bool:
+        """Whether the actor computes log-probs before the updates: for the old ones, or for the correction."""
+        return self.old_logprobs == "recompute" or self.correction.level != "off"
+
+    @property
+    def weighs(self) -> bool:
+        """Whether the correction's weights multiply the loss.
+
+        A ratio to the engine's policy includes them: current / engine = (old / engine) (current / old).
+        """
+        return self.old_logprobs == "recompute" or not self.loss.uses_ratio
 
     @property
     def use_kl_loss(self) -> bool:

@@ -6,6 +6,16 @@ unbiased when each token is weighted by
 
     w_t = exp(old_logprobs_t - rollout_logprobs_t)
 
+with the trainer's log-probs before the step's first update, and the engine's of the version that drew the token. Two
+objectives use the weights, with bounds low and high and r_t the policy ratio (Hilton et al. 2021, arXiv:2110.00641,
+calls the first one decoupled PPO; verl calls the modes decoupled and bypass, docs/algo/rollout_corr_math.md):
+
+    --old_logprobs recompute    w_t min(r_t A_t, clip(r_t) A_t),   r_t = current / trainer's old policy
+    --old_logprobs rollout      m_t min(r_t A_t, clip(r_t) A_t),   r_t = current / engine's policy
+
+In the second one r_t includes the weight, and m_t = 1 where low <= w_t <= high, else 0. The mask is constant during a
+step, as in IcePop (arXiv:2510.18855). A loss without a ratio takes w_t in both.
+
 Shape letters: B rollouts, T token positions. ValueError is raised for an unknown level or mode, and when shapes differ.
 """
 
@@ -27,7 +37,8 @@ def importance_weights(old_logprobs: Tensor, rollout_logprobs: Tensor, loss_mask
 
     Args:
         old_logprobs: [B, T] float, nats, from the trainer before the step's first update.
-        rollout_logprobs: [B, T] float, nats, from the engine.
+        rollout_logprobs: [B, T] float, nats, from the engine. Each is of the version that drew its token, so a rollout
+            that lived through a weight update mixes versions.
         loss_mask: [B, T] bool.
         level: one of the names above. "sequence" is unbiased, but its variance grows with length; "token" has low
             variance and is biased.

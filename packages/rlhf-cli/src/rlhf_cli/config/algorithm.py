@@ -173,12 +173,19 @@ class AlgorithmSection(Section, title="algorithm"):
         " geometric mean over a response's tokens",
     )
     is_correction_mode: CorrectionMode = flag(
-        _DEFAULTS.correction.mode, "truncate weights at the threshold, or mask tokens whose weight is beyond it"
+        _DEFAULTS.correction.mode,
+        "truncate weights at the threshold, or mask tokens whose weight is beyond it; with --old_logprobs rollout a"
+        " policy ratio weighs already, and only mask is possible",
     )
     is_correction_threshold: tuple[float, float] | None = flag(
         None,
         "smallest and largest weight; None: "
         + ", ".join(f"{low:g} {high:g} to {mode}" for mode, (low, high) in _CORRECTION_BOUNDS.items()),
+    )
+    mask_stale: int | None = flag(
+        None,
+        "leave tokens out of the policy loss that were sampled more than N training steps before; None: train on all",
+        ge=0,
     )
 
     @property
@@ -273,6 +280,11 @@ class AlgorithmSection(Section, title="algorithm"):
             notices.append(
                 f"{loss} does not use the policy ratio, so nothing corrects for samples of an older policy: of the"
                 f" {num_updates} updates per step, all but the first are off-policy"
+            )
+        if spec.old_logprobs == "rollout" and spec.runs_actor:
+            notices.append(
+                f"--old_logprobs rollout saves no forward pass with --is_correction_level {spec.correction.level}: the"
+                " correction compares the engine's log-probs with the trainer's"
             )
         # k1 is log p - log q. Its gradient is that of log p alone, whose expectation under p is zero.
         if self.use_kl_loss and self.kl_estimator == "k1" and not self.kl_unbiased_gradient:

@@ -118,12 +118,15 @@ def _check_training(config: PpoConfig, given: Collection[str]) -> list[str]:
         message = f"--group_by turn compares rewards turn by turn, and --reward_normalize {reward.reward_normalize}"
         what = "compares none" if reward.reward_normalize == "none" else "compares those of whole responses"
         raise ConfigError(f"{message} {what}", hint="drop one of them")
+    bound = config.asynchrony.max_staleness if config.asynchrony.async_train else 0
+    is_bound = algorithm.mask_stale is None or algorithm.mask_stale >= bound
     no_baseline = reward.reward_normalize == "none" and not algorithm.row.uses_group
     return without_effect(
         given,
         (no_baseline, ["reward_normalize"], f"{algorithm.title} compares no rewards within a group"),
         (rescales and shapes == (None,) * 3, ["running_reward_norm"], anyway),
         (not training.enable_ema, ["ema_beta"], "--enable_ema is off"),
+        (is_bound, ["mask_stale"], f"no token is more than {bound} steps old (--async_train, --max_staleness)"),
     )
 
 

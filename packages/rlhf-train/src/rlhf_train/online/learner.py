@@ -1,5 +1,6 @@
 """The training side: distributes a batch over the rank sets and calls them in the order of the algorithm."""
 
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -39,6 +40,8 @@ class Learner:
         self._shaper = RewardShaper(job.reward, max_tokens=job.sampling.max_tokens)
         self._kl: float | None = None  # nats per token, of the current batch
         self.policy_version = 0
+        # Of the weights at the start of the last steps. A token older than all of them counts as old as the first.
+        self._step_versions = deque([0], maxlen=job.max_staleness + 2)
         self.kl_coef = job.algorithm.kl_coef
 
     # -- the algorithm -------------------------------------------------------------------------------------------
@@ -56,6 +59,8 @@ class Learner:
         """
         batch = self._job.batch
         self._kl = None
+        if self.policy_version > self._step_versions[-1]:
+            self._step_versions.append(self.policy_version)
         rewards, earned, metrics = self._rewards(rollouts, episode_ids)
         pending: list[Any] = []
         for ranks in self._sets:
@@ -76,7 +81,7 @@ class Learner:
                 shard = [rollouts[row] for row in plan.rows]
                 shard_rewards = [rewards[row] for row in plan.rows]
                 shard_earned = [earned[row] for row in plan.rows]
-                calls.append(("load_rollouts", shard, shard_rewards, plan, self.policy_version, shard_earned))
+                calls.append(("load_rollouts", shard, shard_rewards, plan, tuple(self._step_versions), shard_earned))
             pending += ranks.start_each("work", calls)
         wait(pending)
         return metrics
@@ -87,7 +92,7 @@ class Learner:
         Returns metrics.
         """
         algorithm = self._job.algorithm
-        wanted = ["actor"] if algorithm.old_logprobs == "recompute" else []
+        wanted = ["actor"] if algorithm.runs_actor else []
         roles = [role for role in (*wanted, "reference", "teacher", "critic") if role in self._set_of]
         # Start all before waiting for any, so that models in separate processes run at the same time.
         pending = {role: self._set_of[role].start("work", "run_model", role) for role in roles}
@@ -101,6 +106,8 @@ class Learner:
     def assign_advantages(self) -> dict[str, float]:
         """Compute advantages and returns on the actor's ranks; return metrics."""
         metrics = _merged(self._set_of["actor"].call("work", "assign_advantages", self.kl_coef))
+        if self._job.asynchronous is None:
+            metrics = {name: value for name, value in metrics.items() if not name.startswith("async/")}
         self._kl = metrics.get("kl/reference")
         self._move_columns(["returns", "trained"], "actor", "critic")
         return metrics
@@ -200,11 +207,18 @@ class Learner:
 
     def state(self) -> dict[str, Any]:
         """Return this object's own part of a checkpoint; `save_state` writes the models."""
-        return {"policy_version": self.policy_version, "kl_coef": self.kl_coef, "reward": self._shaper.state()}
+        return {
+            "policy_version": self.policy_version,
+            "step_versions": list(self._step_versions),
+            "kl_coef": self.kl_coef,
+            "reward": self._shaper.state(),
+        }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue where another process was between two steps; `load_state` reads the models."""
         self.policy_version = state["policy_version"]
+        self._step_versions.clear()
+        self._step_versions.extend(state["step_versions"])
         self.kl_coef = state["kl_coef"]
         self._shaper.restore(state["reward"])
 

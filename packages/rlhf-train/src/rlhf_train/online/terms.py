@@ -177,21 +177,44 @@ def drop_nonfinite(experience: Experience) -> dict[str, Metric]:
     return {"samples/nonfinite_tokens": dropped}
 
 
-def staleness_metrics(experience: Experience, policy_version: int) -> dict[str, Metric]:
-    """Return mean and maximum staleness, in updates between the version that wrote a token and `policy_version`."""
+def limit_staleness(
+    experience: Experience, step_versions: Sequence[int], mask_stale: int | None = None
+) -> dict[str, Metric]:
+    """Measure how stale tokens are, and leave those out of the policy mask that are too stale.
+
+    Args:
+        experience: the rank's shard.
+        step_versions: versions of the weights at the start of the last training steps, ascending, this step's last.
+        mask_stale: staleness in training steps beyond which tokens are left out; None for no limit.
+
+    Returns:
+        Mean and maximum staleness of trained tokens: in updates (`policy/staleness`), and in training steps
+        (`async/staleness_steps`), where a token is as many steps old as `step_versions` has newer versions. The share
+        of rollouts with tokens of several versions, and with `mask_stale` the number of tokens that are left out.
+    """
     mask = experience.loss_mask
-    staleness = policy_version - experience.policy_versions
-    return {
-        "policy/staleness": masked_mean(staleness, mask),
-        "policy/staleness_max": Max(float(staleness[mask].max()) if mask.any() else 0.0),
-    }
+    versions = experience.policy_versions
+    starts = torch.tensor(step_versions, dtype=versions.dtype)
+    steps = len(starts) - torch.searchsorted(starts, versions, right=True)
+    metrics: dict[str, Metric] = {}
+    for name, staleness in (("policy/staleness", starts[-1] - versions), ("async/staleness_steps", steps)):
+        metrics[name] = masked_mean(staleness, mask)
+        metrics[f"{name}_max"] = Max(float(staleness[mask].max()) if mask.any() else 0.0)
+    is_older = mask & (versions < versions.amax(dim=1, keepdim=True))
+    metrics["async/mixed_version_rollouts"] = masked_mean(is_older.any(dim=1), mask.any(dim=1))
+    if mask_stale is not None:
+        is_stale = steps > mask_stale
+        metrics["samples/stale_tokens"] = Sum(float((mask & is_stale).sum()))
+        experience.policy_mask &= ~is_stale
+    return metrics
 
 
 def correct_mismatch(experience: Experience, spec: AlgorithmSpec) -> dict[str, Metric]:
     """Measure the gap between the trainer's and the engine's log-probs, and correct for it as `spec` says.
 
-    A correction sets the column `weights`, and in mode "mask" removes tokens from the policy mask. Metrics, over the
-    trained tokens: mean and maximum of the absolute gap in nats, the k3 estimate of KL(engine || trainer), and the
+    A correction sets the column `weights`, unless the policy ratio weighs already (`AlgorithmSpec.weighs`), and in mode
+    "mask" removes tokens from the policy mask. The column `old_logprobs` has the trainer's. Metrics, over the trained
+    tokens: mean and maximum of the absolute gap in nats, the k3 estimate of KL(engine || trainer), and the
     share of importance weights out of bounds (those of the correction; without one, `MISMATCH_BOUNDS` per token).
     """
     mask = experience.loss_mask
@@ -205,7 +228,8 @@ def correct_mismatch(experience: Experience, spec: AlgorithmSpec) -> dict[str, M
         weights, mask, mode=correction.mode, low=correction.low, high=correction.high
     )
     experience.policy_mask &= kept
-    experience.set_column("weights", weights)
+    if spec.weighs:
+        experience.set_column("weights", weights)
     metrics["mismatch/out_of_bounds"] = masked_mean(outside, mask)
     metrics["mismatch/weight"] = masked_mean(weights, kept)
     return metrics

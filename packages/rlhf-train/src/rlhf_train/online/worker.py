@@ -33,12 +33,12 @@ from rlhf_train.online.terms import (
     distilled,
     drop_nonfinite,
     lay_out,
+    limit_staleness,
     masked_mean,
     mismatch_metrics,
     policy_metrics,
     policy_stream,
     reference_kl_metrics,
-    staleness_metrics,
     values_before,
 )
 from rlhf_train.run.ema import WeightAverage
@@ -100,7 +100,7 @@ class TrainWorker:
         self._writer = StateWriter(rank, num_ranks)
         self._experience = Experience.from_rollouts([], [])
         self._plan = RankPlan((), (), ())
-        self._policy_version = 0
+        self._step_versions: Sequence[int] = (0,)
 
     def _load(self, role: str, spec: ModelSpec, device: str) -> None:
         if spec.optimizer is None:
@@ -118,7 +118,7 @@ class TrainWorker:
         rollouts: Sequence[Rollout],
         rewards: Sequence[float],
         plan: RankPlan,
-        policy_version: int = 0,
+        step_versions: Sequence[int] = (0,),
         earned: Sequence[Sequence[tuple[int, float]]] | None = None,
     ) -> None:
         """Store this step's shard.
@@ -127,12 +127,12 @@ class TrainWorker:
             rollouts: in the order of `plan.rows`.
             rewards: one per rollout, relative to the algorithm's baseline.
             plan: mini-batches and micro-batches of the shard.
-            policy_version: of the weights before the step's first update.
+            step_versions: see `limit_staleness`; the last one is of the weights before the step's first update.
             earned: see `Experience.from_rollouts`.
         """
         self._experience = Experience.from_rollouts(rollouts, rewards, earned)
         self._plan = plan
-        self._policy_version = policy_version
+        self._step_versions = step_versions
 
     @torch.no_grad()
     def run_model(self, role: str) -> dict[str, Metric]:
@@ -178,15 +178,15 @@ class TrainWorker:
         spec = self._algorithm
         experience = self._experience
         columns = experience.columns
-        if spec.old_logprobs == "rollout":
-            experience.set_column("old_logprobs", experience.rollout_logprobs)
         # Read before tokens are dropped, which clears them. Those that are not finite belong to dropped rollouts.
         last_values = columns["last_values"].sum(dim=1).nan_to_num(0.0, 0.0, 0.0) if "last_values" in columns else None
-        metrics = drop_nonfinite(experience) | staleness_metrics(experience, self._policy_version)
+        metrics = drop_nonfinite(experience) | limit_staleness(experience, self._step_versions, spec.mask_stale)
         mask = experience.loss_mask
         experience.set_column("trained", mask.float())
-        if spec.old_logprobs == "recompute":
+        if spec.runs_actor:
             metrics |= correct_mismatch(experience, spec)
+        if spec.old_logprobs == "rollout":
+            experience.set_column("old_logprobs", experience.rollout_logprobs)
         rewards, kl_metrics = charged_rewards(experience, spec, kl_coef=kl_coef)
         # Without a critic, zero values and lambda 1 make the advantage the discounted reward to go.
         values, lambd = (columns["values"], spec.lambd) if spec.row.uses_critic else (torch.zeros(mask.shape), 1.0)
@@ -309,9 +309,8 @@ class TrainWorker:
         options = {"temperature": self._temperature, "max_tokens": self._plan.max_pass_tokens}
         output = self.engines["actor"].forward(batch, logits_mask=wanted, stream=stream, objective=objective, **options)
         metrics = policy_metrics(output.metrics, spec)
-        if is_first and spec.old_logprobs != "recompute":
-            # Without recomputed log-probs, this pass is the first to know the gap to the engine. No correction has
-            # masked tokens in this case, so the stream holds exactly the trained tokens.
+        if is_first and not spec.runs_actor:
+            # This pass is the first to know the gap to the engine, of the tokens that the stream holds.
             mask = stream.loss_mask
             places = to_device(wanted.flatten().nonzero()[:, 0], self._device)
             logprobs = output.logprobs.flatten()[places]

@@ -1,0 +1,38 @@
+"""Weights are sent on one thread while another one trains: all ranks take the calls in the same order."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+from rlhf_train.online.ranks import RankSet
+
+
+def test_call_reaches_all_ranks_before_the_call_of_another_thread_reaches_any():
+    taken: list[list[str]] = [[], []]
+    has_begun, is_between = threading.Event(), threading.Event()
+
+    def train(rank: int) -> None:
+        if rank == 1:
+            has_begun.set()
+            is_between.wait(0.5)  # in vain, because the other call has to wait
+        taken[rank].append("train")
+
+    def send(rank: int) -> None:
+        taken[rank].append("send")
+        if rank == 1:
+            is_between.set()
+
+    handles = [
+        SimpleNamespace(
+            train=SimpleNamespace(remote=lambda rank=rank: train(rank)),
+            send=SimpleNamespace(remote=lambda rank=rank: send(rank)),
+        )
+        for rank in range(2)
+    ]
+    ranks = RankSet(("actor",), handles)
+    with ThreadPoolExecutor(1) as pool:
+        training = pool.submit(ranks.start, "train")
+        assert has_begun.wait(60)
+        ranks.start_each("send", [(), ()])
+        training.result(60)
+    assert taken == [["train", "send"]] * 2
