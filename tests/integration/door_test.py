@@ -1,4 +1,4 @@
-"""Two agents that know nothing of training, one of the `openai` library and one of smolagents, are trained in one run.
+"""Programs of the `openai` library and of smolagents, which know nothing of training, are trained in one run.
 
 What they sent and got is logged by their HTTP client, and compared with what the run recorded and trained.
 """
@@ -6,6 +6,7 @@ What they sent and got is logged by their HTTP client, and compared with what th
 import collections
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -16,76 +17,82 @@ from tokenizers import Tokenizer
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 600
 NUM_STEPS = 2
-NUM_EPISODES = 16  # per step
 RETRY = "Now let's retry: take care not to repeat previous errors!"  # smolagents' words after an answer without a call
 
+# A process per episode runs one of two programs: the example as it is, and one of smolagents. Their HTTP is logged.
 AGENT = """
-import asyncio, json, runpy, sys
+import io, json, os, runpy, sys
 from pathlib import Path
 
-import httpx
-from openai import AsyncOpenAI
-from smolagents import LogLevel, OpenAIModel, ToolCallingAgent, tool
+try:
+    import httpx2 as httpx  # of recent versions of `openai`
+except ImportError:
+    import httpx
 
-EXAMPLE = runpy.run_path({example!r})
 FOLDER = Path({folder!r})
-TEMPLATES = {{
-    "system_prompt": "Call a tool.",
-    "planning": dict.fromkeys(
-        ["initial_plan", "update_plan_pre_messages", "update_plan_post_messages"], ""
-    ),
-    "managed_agent": {{"task": "", "report": ""}},
-    "final_answer": {{"pre_messages": "No calls.", "post_messages": "Answer: {{{{task}}}}"}},
-}}
+text = sys.stdin.read()
+task = json.loads(text)
+kind = "openai" if int(task["label"]) % 2 else "smolagents"
 
 
-@tool
-def add(a: int, b: int) -> int:
-    '''Add two numbers.
-
-    Args:
-        a: one number
-        b: the other one
-    '''
-    return a + b
-
-
-def log(kind, label, response):
-    line = {{"kind": kind, "label": label, "url": str(response.url), "status": response.status_code}}
+def log(response):
+    line = {{"label": task["label"], "url": str(response.url), "status": response.status_code}}
     line |= {{"request": json.loads(response.request.content), "response": json.loads(response.content)}}
-    with (FOLDER / f"{{kind}}.jsonl").open("a") as file:
+    with (FOLDER / f"{{kind}}-{{os.getpid()}}.jsonl").open("a") as file:
         file.write(json.dumps(line) + chr(10))
 
 
-async def with_openai(session, question):
-    async def keep(response):
+class Asynchronous(httpx.AsyncClient):
+    async def send(self, request, **options):
+        response = await super().send(request, **options)
         await response.aread()
-        log("openai", session.label, response)
-
-    async with httpx.AsyncClient(event_hooks={{"response": [keep]}}) as http:
-        client = AsyncOpenAI(base_url=session.base_url, api_key="none", http_client=http)
-        return await EXAMPLE["solve"](client, question, session.label)
+        log(response)
+        return response
 
 
-def with_smolagents(session, question):
-    def keep(response):
+class Synchronous(httpx.Client):
+    def send(self, request, **options):
+        response = super().send(request, **options)
         response.read()
-        log("smolagents", session.label, response)
-
-    with httpx.Client(event_hooks={{"response": [keep]}}) as http:
-        options = {{"client_kwargs": {{"http_client": http}}, "api_base": session.base_url, "api_key": "none"}}
-        model = OpenAIModel("policy", **options)
-        agent = ToolCallingAgent(
-            [add], model, prompt_templates=TEMPLATES, max_steps=2, verbosity_level=LogLevel.OFF
-        )
-        return float(session.label in str(agent.run(question)))
+        log(response)
+        return response
 
 
-async def run_episode(session):
-    question = session.messages[-1]["content"]
-    if int(session.label) % 2:
-        return await with_openai(session, question)
-    return await asyncio.to_thread(with_smolagents, session, question)
+httpx.AsyncClient, httpx.Client = Asynchronous, Synchronous
+
+
+def with_smolagents():
+    from smolagents import LogLevel, OpenAIModel, ToolCallingAgent, tool
+
+    @tool
+    def add(a: int, b: int) -> int:
+        '''Add two numbers.
+
+        Args:
+            a: one number
+            b: the other one
+        '''
+        return a + b
+
+    templates = {{
+        "system_prompt": "Call a tool.",
+        "planning": dict.fromkeys(
+            ["initial_plan", "update_plan_pre_messages", "update_plan_post_messages"], ""
+        ),
+        "managed_agent": {{"task": "", "report": ""}},
+        "final_answer": {{"pre_messages": "No calls.", "post_messages": "Answer: {{{{task}}}}"}},
+    }}
+    agent = ToolCallingAgent(
+        [add], OpenAIModel("policy"), prompt_templates=templates, max_steps=2, verbosity_level=LogLevel.OFF
+    )
+    return float(task["label"] in str(agent.run(task["messages"][-1]["content"])))
+
+
+if kind == "openai":
+    sys.stdin = io.StringIO(text)
+    runpy.run_path({example!r}, run_name="__main__")
+else:
+    print(with_smolagents())
 """
 
 
@@ -104,14 +111,15 @@ def answers_of(record: dict[str, Any]) -> list[list[int]]:
     return found
 
 
-def test_openai_and_smolagents_agents_are_recorded_and_trained(tmp_path):
+def test_openai_and_smolagents_programs_are_recorded_and_trained(tmp_path):
     binary = ROOT / "packages/rlhf-cli/ppo"
     command = [str(binary)] if binary.is_file() else [sys.executable, "-m", "rlhf_cli.commands.ppo"]
     (tmp_path / "http").mkdir()
     source = AGENT.format(example=str(ROOT / "examples/openai_client.py"), folder=str(tmp_path / "http"))
     (tmp_path / "agent.py").write_text(source, encoding="utf-8")
-    flags = ["--agent_func_path", "agent.py", "--max_steps", "4", "--agent_max_len", "1024", "--seed", "1"]
-    flags += ["--rollout_batch_size", "8", "--n_samples_per_prompt", "2", "--train_batch_size", "8"]
+    flags = ["--agent_func_path", f"{shlex.quote(sys.executable)} agent.py", "--agent_timeout_s", "300"]
+    flags += ["--max_steps", "4", "--agent_max_len", "1024", "--seed", "1"]
+    flags += ["--rollout_batch_size", "4", "--n_samples_per_prompt", "2", "--train_batch_size", "8"]
     flags += ["--micro_train_batch_size", "8", "--micro_rollout_batch_size", "32", "--eval_data", "None"]
     flags += ["--train_steps", str(NUM_STEPS), "--save_path", "out"]
     environment = os.environ | {"BUILD_WORKING_DIRECTORY": str(tmp_path)}
@@ -129,7 +137,7 @@ def test_openai_and_smolagents_agents_are_recorded_and_trained(tmp_path):
     tokenizer = Tokenizer.from_file(str(tmp_path / "out/model/tokenizer.json"))
     records = read_jsonl(tmp_path / "out/rollouts.jsonl")
     for kind, parity in (("openai", 1), ("smolagents", 0)):
-        logged = read_jsonl(tmp_path / f"http/{kind}.jsonl")
+        logged = [line for path in (tmp_path / "http").glob(f"{kind}-*.jsonl") for line in read_jsonl(path)]
         mine = [record for record in records if int(record["label"]) % 2 == parity]
         assert mine and all(record["kept"] and record["verdict"] in ("ok", "wrong") for record in mine), kind
         assert all(exchange["status"] == 200 for exchange in logged)
