@@ -8,22 +8,37 @@ from rlhf_train.online.ray_actors import RankActor
 from rlhf_train.weight_sync import source
 
 
-def test_a_rank_has_a_thread_per_core_that_it_may_use(monkeypatch):
+def load(monkeypatch, num_ranks, max_staleness=0, num_engines=1):
+    """Return the number of threads that a rank gets."""
     given = {}
     monkeypatch.setattr(worker, "TrainWorker", lambda *_, **options: given.update(options))
     monkeypatch.setattr(source, "WeightSource", lambda *_, **options: None)
-    plan = SimpleNamespace(device="cpu")
-    sampling = SimpleNamespace(temperature=1.0)
-    engine = SimpleNamespace(weight_transfer="shared_memory")
     job = SimpleNamespace(
-        plan=plan, sampling=sampling, engine=engine, algorithm=None, seed=1, ema_beta=None, sync_checksum=False
+        plan=SimpleNamespace(device="cpu", engines=SimpleNamespace(num_ranks=num_engines)),
+        sampling=SimpleNamespace(temperature=1.0),
+        engine=SimpleNamespace(weight_transfer="shared_memory"),
+        max_staleness=max_staleness,
+        algorithm=None,
+        seed=1,
+        ema_beta=None,
+        sync_checksum=False,
     )
+    RankActor.load(RankActor.__new__(RankActor), 0, num_ranks, {}, job, ("127.0.0.1", 1))
+    return given["num_threads"]
+
+
+def test_a_rank_has_a_thread_per_core_that_it_may_use(monkeypatch):
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(cores)})
     try:
-        RankActor.load(RankActor.__new__(RankActor), 0, 1, {}, job, None)
+        assert load(monkeypatch, num_ranks=1) == 1
     finally:
         os.sched_setaffinity(0, cores)
-    assert given["num_threads"] == 1
-    RankActor.load(RankActor.__new__(RankActor), 0, 2, {}, job, ("127.0.0.1", 1))
-    assert given["num_threads"] == max(len(cores) // 2, 1)
+    assert load(monkeypatch, num_ranks=2) == max(len(cores) // 2, 1)
+
+
+def test_engines_that_generate_meanwhile_get_cores_too(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(12)))
+    assert load(monkeypatch, num_ranks=2, num_engines=4) == 6
+    assert load(monkeypatch, num_ranks=2, num_engines=4, max_staleness=1) == 2
+    assert load(monkeypatch, num_ranks=8, num_engines=8, max_staleness=4) == 1

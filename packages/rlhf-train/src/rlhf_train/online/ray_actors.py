@@ -27,9 +27,10 @@ class RankActor:
         from rlhf_train.online.worker import TrainWorker
         from rlhf_train.weight_sync.source import WeightSource
 
-        # On CPUs the ranks of a set compute at the same time and split the cores. Other sets and the engines mostly
-        # compute while this set waits, so they are not counted.
-        num_threads = max(len(os.sched_getaffinity(0)) // num_ranks, 1) if job.plan.device == "cpu" else None
+        # On CPUs the ranks of a set compute at the same time and split the cores, with the engines if these generate
+        # meanwhile. Other sets mostly compute while this set waits, so they are not counted.
+        num_busy = num_ranks + (job.plan.engines.num_ranks if job.max_staleness else 0)
+        num_threads = max(len(os.sched_getaffinity(0)) // num_busy, 1) if job.plan.device == "cpu" else None
         self._worker = TrainWorker(
             models,
             job.algorithm,
