@@ -1,0 +1,196 @@
+"""Measure what `rlhf ppo --async_train` gains where responses have a long tail, on two cores.
+
+    python tools/bench/asynchronous.py --out asynchronous-cpu.json
+
+Runs the task of `long_tail.py` from each seed, synchronously and with each `--max_staleness`, all with the same flags.
+Samples per second are those of all steps, without start-up and evaluations. Accuracy is the job's own: the engine
+answers the held-out prompts with the weights before the first step and with the final ones. The synchronous runs also
+are the input of `async_sim`, whose predictions stand beside the measurements.
+"""
+
+import argparse
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import long_tail
+from async_costs import MeasuredRun, read_run
+from async_model import AtUpdate, Layout, simulate
+from environment import OWN_CLUSTER, command_line, environment
+
+GOALS = {1: 1.3, 4: 1.5}  # least samples per second, relative to the synchronous run, by staleness
+MAX_ERROR = 0.1  # of a prediction
+BATCH_SIZE, NUM_SAMPLES, SLOTS = 32, 4, 128
+NUM_ANSWERS = 4  # per held-out prompt
+FLAGS = (
+    f"--rollout_batch_size {BATCH_SIZE} --n_samples_per_prompt {NUM_SAMPLES} --vllm_max_num_seqs {SLOTS}"
+    " --advantage_estimator group_norm --init_kl_coef 0 --packing_samples --train_batch_size 128"
+    " --micro_train_batch_size 32 --micro_rollout_batch_size 128 --actor_learning_rate 3e-4 --eval_steps -1"
+    f" --eval_temperature 1 --eval_n_samples_per_prompt {NUM_ANSWERS}"
+)
+_NOT_COUNTED = ("time/evaluate", "time/save", "time/checkpoint")
+_SYNC = "synchronous"
+
+
+def mode_flags(staleness: int | None, at_update: AtUpdate) -> list[str]:
+    """Return the flags of a mode; a staleness of None is the synchronous run."""
+    if staleness is None:
+        return []
+    return ["--async_train", "--max_staleness", str(staleness), "--at_update", at_update]
+
+
+def mode_name(staleness: int | None) -> str:
+    """Return the name of a mode in the report."""
+    return _SYNC if staleness is None else f"staleness_{staleness}"
+
+
+def run(flags: Sequence[str], folder: Path, timeout_s: float) -> dict[str, Any]:
+    """Run the job with `folder` as its --save_path, and return its figures."""
+    command = [sys.executable, "-m", "rlhf_cli.main", "ppo", *flags, "--save_path", str(folder)]
+    subprocess.run(command, check=True, env=os.environ | OWN_CLUSTER, stdout=sys.stderr, timeout=timeout_s)
+    return read_figures(folder)
+
+
+def read_figures(folder: Path) -> dict[str, Any]:
+    """Return samples per second, accuracies, and the means of all times and shares over the steps."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    final = next(line for line in reversed(lines) if "time/total" in line)
+    steps = [line for line in lines if "time/step" in line]
+    seconds = sum(step["time/step"] - sum(step.get(name, 0.0) for name in _NOT_COUNTED) for step in steps)
+    names = sorted({name for step in steps for name in step if name.startswith(("time/", "async/", "throughput/"))})
+    return {
+        "num_steps": len(steps),
+        "seconds": seconds,
+        "samples_per_s": sum(step["samples/trained"] for step in steps) / seconds,
+        "accuracy_before": final["eval/accuracy_before"],
+        "accuracy_after": final["eval/accuracy_after"],
+        "mean": {name: statistics.fmean(step.get(name, 0.0) for step in steps) for name in names},
+    }
+
+
+def predict(measured: MeasuredRun, staleness: int, at_update: AtUpdate) -> float:
+    """Return the samples per second of an asynchronous run with the costs and lengths of a synchronous one."""
+    layout = Layout(
+        slots=measured.slots,
+        batch_size=measured.batch_size,
+        max_staleness=staleness,
+        at_update=at_update,
+    )
+    return simulate(measured.costs, layout, measured.groups, len(measured.steps)).samples_per_s
+
+
+def standard_error(accuracies: Sequence[float], num_answers: int) -> float:
+    """Return the standard error of a mean accuracy over seeds.
+
+    It is the larger one of two estimates, because a few seeds may agree by chance: from the spread between seeds, and
+    from the number of answers, as if these were independent.
+    """
+    mean = statistics.fmean(accuracies)
+    binomial = math.sqrt(mean * (1 - mean) / (num_answers * len(accuracies)))
+    between = statistics.stdev(accuracies) / math.sqrt(len(accuracies)) if len(accuracies) > 1 else 0.0
+    return max(binomial, between)
+
+
+def summary(runs: dict[str, list[dict[str, Any]]], num_answers: int) -> dict[str, Any]:
+    """Return the means of each mode, and its ratio and difference to the synchronous one.
+
+    Args:
+        runs: figures by mode, one entry per seed in the same order.
+        num_answers: to held-out prompts, per evaluation.
+    """
+    modes: dict[str, Any] = {}
+    for name, found in runs.items():
+        after = [each["accuracy_after"] for each in found]
+        modes[name] = {
+            "samples_per_s": statistics.fmean(each["samples_per_s"] for each in found),
+            "accuracy_before": statistics.fmean(each["accuracy_before"] for each in found),
+            "accuracy_after": statistics.fmean(after),
+            "accuracy_standard_error": standard_error(after, num_answers),
+            "runs": found,
+        }
+    base = modes[_SYNC]
+    for mode in modes.values():
+        ratios = [a["samples_per_s"] / b["samples_per_s"] for a, b in zip(mode["runs"], base["runs"], strict=True)]
+        mode["ratio"] = statistics.fmean(ratios)
+        mode["ratios"] = ratios
+        mode["accuracy_difference"] = mode["accuracy_after"] - base["accuracy_after"]
+        mode["difference_standard_error"] = math.hypot(mode["accuracy_standard_error"], base["accuracy_standard_error"])
+        errors = [each["predicted"] / each["samples_per_s"] - 1 for each in mode["runs"] if "predicted" in each]
+        if errors:
+            mode["prediction_errors"] = errors
+    return modes
+
+
+def missed(modes: dict[str, Any]) -> list[str]:
+    """Return the goals that the measurement misses, in words."""
+    found = []
+    for name, mode in modes.items():
+        goal = next((ratio for staleness, ratio in GOALS.items() if mode_name(staleness) == name), 0.0)
+        if mode["ratio"] < goal:
+            found.append(f"{name}: {mode['ratio']:.2f} times the samples per second, the goal is {goal}")
+        if abs(mode["accuracy_difference"]) > 2 * mode["difference_standard_error"]:
+            found.append(f"{name}: accuracy differs by {mode['accuracy_difference']:+.3f}, more than 2 standard errors")
+        if any(abs(error) > MAX_ERROR for error in mode.get("prediction_errors", ())):
+            found.append(f"{name}: predictions are off by {mode['prediction_errors']}")
+    return found
+
+
+def main() -> int:
+    """Run every seed in every mode, write the report after each seed, and return 1 when a goal is missed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--staleness", type=int, nargs="*", default=[0, 1, 4])
+    parser.add_argument("--at_update", choices=["drain", "keep", "restart"], default="keep")
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--cores", type=int, nargs="+", default=[0, 1], help="of this machine, for everything")
+    parser.add_argument("--timeout_s", type=float, default=900.0, help="per run")
+    parser.add_argument("--task", type=Path, metavar="DIR", help="keep the task here, or use the one that is here")
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="keep the folders of the runs here")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("flags", nargs="*", help="further flags of the command, after --")
+    options = parser.parse_args()
+    os.sched_setaffinity(0, options.cores)
+    runs: dict[str, list[dict[str, Any]]] = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        task = long_tail.make(options.task or Path(scratch, "task"), stdout=sys.stderr)
+        common = [*task, *FLAGS.split(), *options.flags, "--train_steps", str(options.steps)]
+        for seed in options.seeds:
+            measured = None
+            for staleness in (None, *options.staleness):
+                name = mode_name(staleness)
+                folder = Path(options.keep or scratch, f"{name}-seed{seed}")
+                flags = [*mode_flags(staleness, options.at_update), "--seed", str(seed)]
+                figures = {"flags": " ".join(flags), **run([*common, *flags], folder, options.timeout_s)}
+                if staleness is None:
+                    measured = read_run(folder)
+                else:
+                    figures["predicted"] = predict(measured, staleness, options.at_update)
+                runs.setdefault(name, []).append(figures)
+                print(json.dumps({"mode": name, **figures}), flush=True)
+            modes = summary(runs, num_answers=long_tail.task.NUM_HELD_OUT * NUM_ANSWERS)
+            report = {
+                "benchmark": "asynchronous",
+                "command": command_line(options.out),
+                "environment": environment() | {"cores_used": len(options.cores)},
+                "flags": " ".join([FLAGS, *options.flags]),
+                "lengths": long_tail.quantiles(options.task or Path(scratch, "task")),
+                "modes": modes,
+            }
+            options.out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    for name, mode in modes.items():
+        accuracy = f"{mode['accuracy_before']:.3f} -> {mode['accuracy_after']:.3f}"
+        print(f"{name}: {mode['samples_per_s']:.1f} samples/s, {mode['ratio']:.2f} times, accuracy {accuracy}")
+    for text in missed(modes):
+        print(f"MISSED {text}")
+    return int(bool(missed(modes)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
