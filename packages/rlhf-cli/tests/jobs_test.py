@@ -149,6 +149,10 @@ def test_make_job_saves_full_paths_so_that_the_file_works_from_any_folder(tmp_pa
             ["--old_logprobs", "skip", "--train_batch_size", "128", "--max_epochs", "3"],
             "one update per step, and there are 3",
         ),
+        (
+            ["--old_logprobs", "skip", "--train_batch_size", "128", "--async_train"],
+            "needs rollouts of the newest weights, and rollouts may be stale",
+        ),
         (["--dynamic_filtering", *ONE_SAMPLE], "use --n_samples_per_prompt 4 or more"),
         (["--advantage_estimator", "group_norm", *ONE_SAMPLE], "use --n_samples_per_prompt 4 or more"),
         (
@@ -164,6 +168,11 @@ def test_make_job_saves_full_paths_so_that_the_file_works_from_any_folder(tmp_pa
 def test_make_job_what_the_trainer_refuses_is_an_error_before_anything_starts(argv, message):
     with pytest.raises(ConfigError, match=message):
         make(configure("--init_kl_coef", "0", *argv), ONE_GPU if "--colocate_all_models" in argv else CPU)
+
+
+def test_make_job_old_logprobs_may_be_skipped_when_no_rollout_is_stale():
+    argv = ["--init_kl_coef", "0", "--old_logprobs", "skip", "--train_batch_size", "128", "--async_train"]
+    assert make(configure(*argv, "--max_staleness", "0"), CPU).algorithm.old_logprobs == "skip"
 
 
 def test_make_job_models_that_are_not_there_need_no_places():

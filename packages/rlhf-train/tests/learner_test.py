@@ -263,27 +263,27 @@ def test_every_set_is_dealt_every_rollout_once_with_its_own_number_of_ranks(job)
         assert len(ranks.shards) == len(ranks.handles)
         dealt: dict[str, float] = {}
         for name, mine, rewards, plan, versions, _ in ranks.shards:
-            assert (name, versions, len(plan.mini_batches)) == ("load_rollouts", (2, 6), 2)
+            assert (name, versions, len(plan.mini_batches)) == ("load_rollouts", (0, 2, 6), 2)
             assert [rollouts[row] for row in plan.rows] == mine
             dealt |= {rollout.rollout_id: reward for rollout, reward in zip(mine, rewards, strict=True)}
         assert dealt == pytest.approx(earned)
 
 
-@pytest.mark.parametrize(("asynchronous", "num_kept"), [(None, 2), (AsyncSpec(max_staleness=3), 5)])
-def test_versions_of_the_last_steps_are_kept_and_restored(job, asynchronous, num_kept):
-    job = dataclasses.replace(job, plan=dataclasses.replace(job.plan, colocated=False), asynchronous=asynchronous)
+@pytest.mark.parametrize(("mask_stale", "num_kept"), [(None, 128), (3, 128), (200, 202)])
+def test_versions_of_the_last_steps_are_kept_and_restored(job, mask_stale, num_kept):
+    job = dataclasses.replace(job, algorithm=dataclasses.replace(job.algorithm, mask_stale=mask_stale))
     ranks = Ranks([], "actor", "critic", "reference")
     learner = Learner(job, [ranks])
-    for learner.policy_version in range(0, 20, 2):
+    for learner.policy_version in range(0, 600, 2):
         learner.deal(random_rollouts(32, vocab_size=64), step=1)
-    assert ranks.shards[-1][4] == tuple(range(20 - 2 * num_kept, 20, 2))
+    assert ranks.shards[-1][4] == tuple(range(600 - 2 * num_kept, 600, 2))
     resumed = Learner(job, [ranks])
     resumed.restore(learner.state())
     assert resumed.state() == learner.state()
     for one in (learner, resumed):
-        one.policy_version = 20
+        one.policy_version = 600
         one.deal(random_rollouts(32, vocab_size=64), step=1)
-    assert ranks.shards[-1][4] == ranks.shards[-2][4] == tuple(range(22 - 2 * num_kept, 22, 2))
+    assert ranks.shards[-1][4] == ranks.shards[-2][4] == tuple(range(602 - 2 * num_kept, 602, 2))
 
 
 @pytest.mark.parametrize(("asynchronous", "names"), [(None, {"b"}), (AsyncSpec(max_staleness=1), {"async/a", "b"})])

@@ -119,7 +119,8 @@ def _check_training(config: PpoConfig, given: Collection[str]) -> list[str]:
         what = "compares none" if reward.reward_normalize == "none" else "compares those of whole responses"
         raise ConfigError(f"{message} {what}", hint="drop one of them")
     bound = config.asynchrony.max_staleness if config.asynchrony.async_train else 0
-    is_bound = algorithm.mask_stale is None or algorithm.mask_stale >= bound
+    # A replay has the staleness of the run that it replays.
+    is_bound = config.rollout.replay is None and (algorithm.mask_stale is None or algorithm.mask_stale >= bound)
     no_baseline = reward.reward_normalize == "none" and not algorithm.row.uses_group
     return without_effect(
         given,

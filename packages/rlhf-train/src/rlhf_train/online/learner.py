@@ -18,6 +18,9 @@ from rlhf_train.online.rewards import RewardShaper
 from rlhf_train.run.metrics import METRIC_PREFIXES, Metric, merge_metrics, results
 from rlhf_train.run.rank_state import file_name
 
+# Steps whose first weights' version is kept. It does not follow from the bound on staleness: a replay has none.
+_KEPT_VERSIONS = 128
+
 
 class Learner:
     """Distributes a batch over the ranks, has them compute columns and advantages, and has them update the models.
@@ -41,7 +44,7 @@ class Learner:
         self._kl: float | None = None  # nats per token, of the current batch
         self.policy_version = 0
         # Of the weights at the start of the last steps. A token older than all of them counts as old as the first.
-        self._step_versions = deque([0], maxlen=job.max_staleness + 2)
+        self._step_versions = deque([0], maxlen=max(_KEPT_VERSIONS, (job.algorithm.mask_stale or 0) + 2))
         self.kl_coef = job.algorithm.kl_coef
 
     # -- the algorithm -------------------------------------------------------------------------------------------
