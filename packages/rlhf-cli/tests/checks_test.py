@@ -269,8 +269,10 @@ def test_check_ppo_reward_model_options_have_effect_with_one():
     assert [notice for notice in ppo(*argv).notices if "--dynamic_filtering" in notice] == []
 
 
-def test_check_ppo_mask_of_stale_tokens_has_an_effect_on_recorded_rollouts():
-    assert [notice for notice in ppo("--replay", "run", "--mask_stale", "1").notices if "mask_stale" in notice] == []
+def test_check_ppo_mask_of_stale_tokens_has_an_effect_on_recorded_rollouts(tmp_path):
+    (tmp_path / "config.toml").write_text("", encoding="utf-8")
+    notices = ppo("--replay", str(tmp_path), "--mask_stale", "1").notices
+    assert [notice for notice in notices if "mask_stale" in notice] == []
 
 
 def test_check_ppo_option_without_effect_for_two_reasons_is_one_notice():
