@@ -74,7 +74,7 @@ def content(folder: Path) -> dict[Path, bytes]:
 
 def test_replay_trains_with_the_options_of_the_run_and_flags_override_them(home, jobs, capsys):
     eval_flags = ["--best_metric_key", "eval/accuracy", "--eval_steps", "2"]
-    places = ["--save_path", "run", "--ckpt_path", str(home / "disk"), "--save_steps", "2"]
+    places = ["--save_path", "run", "--ckpt_path", str(home / "disk"), "--save_steps", "2", "--load_checkpoint"]
     run = write_run(home / "run", *eval_flags, *places, "--vllm_num_engines", "3", "--actor_learning_rate", "1e-5")
     assert main(["ppo", "--replay", "run", "--policy_loss_type", "gspo", "--save_path", "again"]) == 0
     [job] = jobs
@@ -152,6 +152,13 @@ def test_step_of_a_run_is_repeated_elsewhere_and_compared(home, jobs, capsys):
     ]
     assert out[4:] == ["step 3: 3 of 3 metrics agree within 0"]
     assert content(run) == before
+
+
+def test_step_of_a_run_whose_reward_had_a_secret_address_is_repeated_without_it(home, jobs):
+    write_run(home / "run", "--remote_rm_url", "math,https://me:secret@127.0.0.1/score?key=secret")
+    assert "***" in (home / "run/config.toml").read_text()
+    assert main(["replay", "run", "--step", "1"]) == 0
+    assert [source.kind for source in jobs[0].reward.sources] == ["function", "server"]
 
 
 @pytest.mark.parametrize(("flags", "status"), [([], 1), (["--tolerance", "0.01"], 1), (["--tolerance", "0.1"], 0)])

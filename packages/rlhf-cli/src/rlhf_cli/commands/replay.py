@@ -3,7 +3,6 @@
 import json
 import sys
 import tempfile
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,10 +13,11 @@ from rlhf_cli.commands.ppo import COMMAND_LINE as PPO
 from rlhf_cli.exits import SUCCESS, exit_status
 from rlhf_cli.paths import CONFIG_FILE, user_path
 from rlhf_data.checks import lacking
-from rlhf_data.command_line import CommandLine, show_parsed
+from rlhf_data.command_line import CommandLine, read_toml, show_parsed
 from rlhf_data.errors import ConfigError, DataError, missing_file
 from rlhf_data.exits import FAILURE
 from rlhf_data.options import Config, Section, flag
+from rlhf_data.safety import MASK
 from rlhf_train.run.interrupts import Interrupts
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class ReplaySection(Section, title="replay"):
     tolerance: float = flag(
         0.0,
         "largest difference between two metrics that agree, as a share of the recorded one, or of 1 if that is smaller;"
-        " 0: equal bits, as on CPUs with the same number of threads; GPUs sum in an order that varies: 1e-3",
+        " 0: equal bits, as on CPUs with the same number of threads, while GPUs add up in an order that varies",
         ge=0,
     )
 
@@ -139,16 +139,20 @@ def _job(run: Path, step: int, folder: Path) -> "OnlineJob":
     from rlhf_cli.preflight.inputs import check_inputs
     from rlhf_train.run.checkpoint import CheckpointSpec
 
-    config = PPO.parse(["--replay", str(run), "--save_path", str(folder), *_QUIET]).config
+    stored = read_toml(run / CONFIG_FILE, PPO.config)
+    # Secrets of addresses are not stored, and nothing asks the servers there.
+    texts = {name: value for name, value in stored.items() if isinstance(value, str)}
+    flags = {name: text.replace(MASK, "") for name, text in texts.items() if MASK in text}
+    flags |= {"replay": str(run), "save_path": str(folder)}
+    config = PPO.parse([*(f"--{name}={value}" for name, value in flags.items()), *_QUIET]).config
     inputs = check_inputs(config, folder)
     if step > inputs.recording.num_steps:
         message = f"{inputs.recording.path} has {inputs.recording.num_steps} complete steps, and --step is {step}"
         raise DataError(message, hint=f"use --step {inputs.recording.num_steps}")
     num_gpus, ray_address = find_gpus()
     job = make_job(config, inputs, make_plan(config, num_gpus, gpus_per_node(ray_address)), folder, ray_address)
-    stored = tomllib.loads((run / CONFIG_FILE).read_text(encoding="utf-8")).get("checkpoint", {})
     # Without `full`, nothing is ever written to the run's own checkpoints.
-    home = CheckpointSpec(folder=stored.get("ckpt_path", "")).home(run)
+    home = CheckpointSpec(folder=stored.get("ckpt_path") or "").home(run)
     checkpoints = CheckpointSpec(folder=str(home), full=False, resume=True, before=step)
     return replace(job, num_steps=step, checkpoints=checkpoints, saves_models=False)
 

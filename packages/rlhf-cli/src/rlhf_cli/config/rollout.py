@@ -26,7 +26,7 @@ class RolloutSection(GroupSamplingSection):
         None,
         "folder of a run: train on the rollouts and rewards that it recorded, with its options, which further flags"
         " override; no engine and no reward is started, and nothing is evaluated",
-        instead_of=("save_path", "ckpt_path", "eval_data", "best_metric_key"),
+        instead_of=("save_path", "ckpt_path", "load_checkpoint", "eval_data", "best_metric_key"),
     )
 
     def check(self) -> None:
