@@ -75,7 +75,8 @@ def content(folder: Path) -> dict[Path, bytes]:
 def test_replay_trains_with_the_options_of_the_run_and_flags_override_them(home, jobs, capsys):
     eval_flags = ["--best_metric_key", "eval/accuracy", "--eval_steps", "2"]
     places = ["--save_path", "run", "--ckpt_path", str(home / "disk"), "--save_steps", "2", "--load_checkpoint"]
-    run = write_run(home / "run", *eval_flags, *places, "--vllm_num_engines", "3", "--actor_learning_rate", "1e-5")
+    engines = ["--vllm_num_engines", "3", "--vllm_tensor_parallel_size", "2"]
+    run = write_run(home / "run", *eval_flags, *places, *engines, "--actor_learning_rate", "1e-5")
     assert main(["ppo", "--replay", "run", "--policy_loss_type", "gspo", "--save_path", "again"]) == 0
     [job] = jobs
     assert (job.replay, job.save_path) == (str(run / "rollouts.jsonl"), str(home / "again"))

@@ -71,7 +71,7 @@ def check_device(config: PpoConfig, given: Collection[str], num_gpus: int) -> li
     """Return a notice for each option that has no effect without GPUs. Raises ConfigError for one that needs a GPU."""
     if num_gpus:
         return []
-    if config.engine.vllm_tensor_parallel_size > 1:
+    if config.engine.vllm_tensor_parallel_size > 1 and config.rollout.replay is None:
         message = f"--vllm_tensor_parallel_size is {config.engine.vllm_tensor_parallel_size} and there is no GPU"
         raise ConfigError(message, hint="use --vllm_num_engines for more engines")
     return on_cpu(with_places(config, given))
