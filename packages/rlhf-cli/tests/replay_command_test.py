@@ -99,6 +99,18 @@ def test_replay_ends_where_train_steps_says(home, jobs):
     assert (jobs[0].num_steps, jobs[0].models["actor"].optimizer.total_steps) == (2, 4)
 
 
+@pytest.mark.parametrize(
+    ("flags", "engines"),
+    [([], 0), (["--async_train"], 3), (["--async_train", "--max_staleness", "0"], 0), (["--max_staleness", "2"], 0)],
+)
+def test_trainers_of_a_replay_get_as_many_cores_as_those_of_the_run(home, jobs, flags, engines):
+    write_run(home / "run", *flags, "--vllm_num_engines", "3")
+    assert main(["ppo", "--train_steps", "1", "--vllm_num_engines", "3", *flags]) == 0
+    assert main(["ppo", "--replay", "run"]) == 0
+    assert [job.num_busy_engines for job in jobs] == [engines] * 2
+    assert [job.plan.engines.num_ranks for job in jobs] == [3, 0]
+
+
 def test_options_of_what_a_replay_does_not_start_are_a_notice(home, jobs, capsys):
     write_run(home / "run")
     flags = ["--vllm_num_engines", "2", "--eval_data", "builtin", "--eval_steps", "3", "--input_key", "prompt"]

@@ -8,16 +8,16 @@ from rlhf_train.online.ray_actors import RankActor
 from rlhf_train.weight_sync import source
 
 
-def load(monkeypatch, num_ranks, max_staleness=0, num_engines=1):
+def load(monkeypatch, num_ranks, num_busy_engines=0):
     """Return the number of threads that a rank gets."""
     given = {}
     monkeypatch.setattr(worker, "TrainWorker", lambda *_, **options: given.update(options))
     monkeypatch.setattr(source, "WeightSource", lambda *_, **options: None)
     job = SimpleNamespace(
-        plan=SimpleNamespace(device="cpu", engines=SimpleNamespace(num_ranks=num_engines)),
+        plan=SimpleNamespace(device="cpu"),
         sampling=SimpleNamespace(temperature=1.0),
         engine=SimpleNamespace(weight_transfer="shared_memory"),
-        max_staleness=max_staleness,
+        num_busy_engines=num_busy_engines,
         algorithm=None,
         seed=1,
         ema_beta=None,
@@ -39,6 +39,6 @@ def test_a_rank_has_a_thread_per_core_that_it_may_use(monkeypatch):
 
 def test_engines_that_generate_meanwhile_get_cores_too(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(12)))
-    assert load(monkeypatch, num_ranks=2, num_engines=4) == 6
-    assert load(monkeypatch, num_ranks=2, num_engines=4, max_staleness=1) == 2
-    assert load(monkeypatch, num_ranks=8, num_engines=8, max_staleness=4) == 1
+    assert load(monkeypatch, num_ranks=2) == 6
+    assert load(monkeypatch, num_ranks=2, num_busy_engines=4) == 2
+    assert load(monkeypatch, num_ranks=8, num_busy_engines=8) == 1

@@ -122,7 +122,8 @@ def make_job(
         best_metric=None if inputs.recording else evaluation.best_metric_key,
         checkpoints=replace(full.checkpoint.spec(), resume=config.checkpoint.continues),
         trackers=full.output.trackers("ppo", folder.name),
-        asynchronous=None if inputs.recording else config.asynchrony.spec(),
+        asynchronous=config.asynchrony.spec(),
+        num_busy_engines=config.engine.vllm_num_engines if config.asynchrony.runs_ahead else 0,
         replay=str(inputs.recording.path) if inputs.recording else "",
         record=config.output.record,
     )

@@ -30,7 +30,10 @@ metrics but times. No engine and no reward is started, and nothing in RUN_DIR ch
 agree, else 1."""
 
 # Metrics that the rollouts and the models decide: the others tell how rollouts were made, or how long things took.
-_COMPARED = ("rollout/", "train/", "policy/", "value/", "kl/", "entropy/", "mismatch/", "samples/trained")
+_COMPARED = (
+    *("rollout/", "train/", "policy/", "value/", "kl/", "entropy/", "mismatch/", "async/staleness", "async/mixed"),
+    *("samples/trained", "samples/stale_tokens", "samples/nonfinite_tokens"),
+)
 # What a replay must not send to trackers, or write.
 _QUIET = ("--record", "false", "--use_wandb", "false", "--use_mlflow", "None", "--use_tensorboard", "None")
 

@@ -37,6 +37,11 @@ class AsyncSection(Section, title="asynchronous training"):
             (self.max_staleness == 0, ["at_update"], "with --max_staleness 0 no response is in flight at an update"),
         )
 
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether engines generate while models train."""
+        return self.async_train and self.max_staleness > 0
+
     def spec(self) -> "AsyncSpec | None":
         """Return how generation and training overlap; None if they alternate."""
         from rlhf_train.online.job import AsyncSpec  # imported here, so that --help does not wait for it

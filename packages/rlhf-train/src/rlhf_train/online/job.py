@@ -191,6 +191,8 @@ class OnlineJob:
         trackers: where metrics go besides `metrics.jsonl`, and how often; None for TensorBoard at every step.
         ray_address: address of a running Ray cluster; None starts one for the run.
         asynchronous: how generation overlaps with training; None if they alternate.
+        num_busy_engines: engines that generate while models train, in a replay those of the run that it replays. On
+            CPUs the trainers leave cores to them, and sums depend on the number of cores.
 
     Raises:
         ConfigError: settings that contradict each other.
@@ -224,6 +226,7 @@ class OnlineJob:
     best_metric: str | None = None
     checkpoints: CheckpointSpec = field(default_factory=CheckpointSpec)
     asynchronous: AsyncSpec | None = None
+    num_busy_engines: int = 0
     replay: str = ""
     record: bool = True
     saves_models: bool = True

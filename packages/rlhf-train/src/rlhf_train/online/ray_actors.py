@@ -29,7 +29,7 @@ class RankActor:
 
         # On CPUs the ranks of a set compute at the same time and split the cores, with the engines if these generate
         # meanwhile. Other sets mostly compute while this set waits, so they are not counted.
-        num_busy = num_ranks + (job.plan.engines.num_ranks if job.max_staleness else 0)
+        num_busy = num_ranks + job.num_busy_engines
         num_threads = max(len(os.sched_getaffinity(0)) // num_busy, 1) if job.plan.device == "cpu" else None
         self._worker = TrainWorker(
             models,
