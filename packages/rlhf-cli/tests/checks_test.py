@@ -271,7 +271,8 @@ def test_check_ppo_reward_model_options_have_effect_with_one():
 
 def test_check_ppo_mask_of_stale_tokens_has_an_effect_on_recorded_rollouts(tmp_path):
     (tmp_path / "config.toml").write_text("", encoding="utf-8")
-    notices = ppo("--replay", str(tmp_path), "--mask_stale", "1").notices
+    argv = ["--pretrain", "builtin", "--prompt_data", "builtin", "--remote_rm_url", "r.py", "--mask_stale", "1"]
+    notices = ppo("--replay", str(tmp_path), *argv).notices
     assert [notice for notice in notices if "mask_stale" in notice] == []
 
 
