@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine_testing import CONTROL_TIMEOUT_S, MAX_MODEL_LEN, PROMPT, REQUEST_TIMEOUT_S, Subject, generate, run
+from engine_testing import CONTROL_TIMEOUT_S, MAX_MODEL_LEN, PROMPT, REQUEST_TIMEOUT_S, Subject, generate, run, update
 from rlhf_data.errors import EngineError
 from rlhf_data.records import FinishReason
 from rlhf_rollout.engines import EngineSpec, build_engine
@@ -174,13 +174,31 @@ def test_sleep_with_requests_in_flight_raises(subject: Subject) -> None:
 
 def test_generate_deadline_that_passes_raises_and_gives_the_request_up(subject: Subject) -> None:
     async def scenario() -> None:
-        await subject.engine.pause("drain")
+        await subject.engine.begin_weight_update(61)
         with pytest.raises(EngineError, match=r"took longer than 0\.05 s"):
             await subject.engine.generate(PROMPT, SamplingParams(max_tokens=2), timeout_s=0.05)
-        assert (await subject.engine.health()).num_in_flight == 0
-        await subject.engine.resume()
+        while (await subject.engine.health()).num_in_flight:
+            await asyncio.sleep(0.01)
 
     run(scenario())
+    run(update(subject, 62))
+
+
+def test_deadline_of_a_request_is_put_off_by_a_pause_and_counts_before_and_after(subject: Subject) -> None:
+    async def scenario() -> Any:
+        assert await subject.engine.pause("drain") == 0
+        task = asyncio.create_task(subject.engine.generate(PROMPT, SamplingParams(max_tokens=2), timeout_s=1.0))
+        await asyncio.sleep(1.2)
+        assert not task.done()
+        await subject.engine.resume()
+        assert len(await task) == 1
+        # A pause that is over puts nothing off.
+        await subject.engine.begin_weight_update(63)
+        with pytest.raises(EngineError, match=r"took longer than 0\.05 s"):
+            await subject.engine.generate(PROMPT, SamplingParams(max_tokens=2), timeout_s=0.05)
+
+    run(scenario())
+    run(update(subject, 64))
 
 
 def test_deadlines_of_the_spec_hold_for_calls_that_bring_none(
@@ -191,12 +209,12 @@ def test_deadlines_of_the_spec_hold_for_calls_that_bring_none(
     assert (spec.request_timeout_s, spec.control_timeout_s) == (REQUEST_TIMEOUT_S, CONTROL_TIMEOUT_S)
 
     async def scenario() -> None:
-        await engine.pause("drain")
+        await engine.begin_weight_update(65)
         with monkeypatch.context() as patch:
             patch.setattr(engine, "_spec", dataclasses.replace(spec, request_timeout_s=0.05))
             with pytest.raises(EngineError, match=r"a generation request took longer than 0\.05 s\s+hint: "):
                 await engine.generate(PROMPT, SamplingParams(max_tokens=2))
-        await engine.resume()
+        await update(subject, 66)
         if not subject.has_model:  # it may write at once: nothing is in flight that could hold a call up
             return
         task = asyncio.create_task(engine.generate(PROMPT, SamplingParams(max_tokens=100, num_samples=4), timeout_s=60))
@@ -232,7 +250,7 @@ def test_built_fake_engine_has_the_deadlines_of_its_spec() -> None:
     engine = build_engine("fake", EngineSpec(model="", request_timeout_s=0.03, control_timeout_s=0.02))
 
     async def scenario() -> None:
-        await engine.pause("drain")
+        await engine.begin_weight_update(1)
         with pytest.raises(EngineError, match=r"took longer than 0\.03 s"):
             await engine.generate(PROMPT, SamplingParams())
 

@@ -236,6 +236,16 @@ def test_http_engine_of_a_server_without_control_calls_says_which_server_has_the
         asyncio.run(engine.receive_weights(WeightBucket("ipc", (), "none")))
 
 
+def test_http_engine_pause_returns_what_the_server_found(stub: Stub, url: str) -> None:
+    engine = HttpEngine(EngineSpec(model="m", base_url=url))
+    stub.answers = [(200, {"num_in_flight": 3})]
+    assert asyncio.run(engine.pause("keep")) == 3
+    for answer in ({}, [3], {"num_in_flight": "3"}):
+        stub.answers = [(200, answer)]
+        with pytest.raises(EngineError, match="paused without the number of its requests"):
+            asyncio.run(engine.pause("keep"))
+
+
 def test_http_engine_control_call_that_hangs_ends_at_its_deadline(stub: Stub, url: str) -> None:
     stub.delay.clear()
     stub.answers = [(200, {})]

@@ -128,7 +128,7 @@ def test_pause_by_drain_finishes_what_runs_and_holds_newcomers_until_resume(subj
         running = asyncio.create_task(subject.engine.generate(PROMPT, whole))
         # A request counts as in flight before it is decoded, and one that is not decoded yet waits for `resume`.
         await asyncio.sleep(0.05)
-        await subject.engine.pause("drain")
+        assert await subject.engine.pause("drain") == 1
         health = await subject.engine.health()
         assert (health.num_in_flight, health.is_paused) == (0, True)
         assert len((await asyncio.wait_for(running, 5))[0].token_ids) == length
@@ -187,19 +187,26 @@ def test_pause_request_that_lives_through_an_update(subject: Subject, mode: Any)
         while (await engine.health()).num_in_flight == 0:
             await asyncio.sleep(0.001)
         await asyncio.sleep(0.05)
-        await engine.pause(mode)
+        assert await engine.pause(mode) == 2
         assert not task.done()
         await update(subject, 81)
         await asyncio.sleep(0.05)
         assert not task.done()
+        # A `resume` amid an update takes effect at its end: until then no weights are complete.
+        await engine.begin_weight_update(82)
         await engine.resume()
+        await asyncio.sleep(0.05)
+        assert not task.done()
+        with shared_memory_bucket(subject.weights) as bucket:
+            await engine.receive_weights(bucket)
+        await engine.finish_weight_update()
         return await task
 
     for completion in run(scenario()):
         assert len(completion.token_ids) == len(completion.logprobs) == 60
         versions = [span.policy_version for span in completion.spans]
-        assert versions == ([80, 81] if mode == "keep" else [81])
-    run(update(subject, 82))
+        assert versions == ([80, 82] if mode == "keep" else [82])
+    run(update(subject, 83))
 
 
 def test_weight_update_that_fails_lets_no_request_wait_for_ever(subject: Subject) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import pickle
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,8 +16,9 @@ from rlhf_data.errors import ConfigError, DataError, EngineError, RewardError, W
 from rlhf_data.records import FinishReason, Prompt, Rollout, Span, SpanSource, VerdictKind
 from rlhf_models.testing import tiny_reward_model_dir
 from rlhf_rollout.engines import EngineSpec
+from rlhf_rollout.engines.fake import FakeEngine
 from rlhf_rollout.protocols import RolloutEngine, SamplingParams
-from rlhf_rollout.ray_actors import RayEngine, RayScorer, RemoteEngine, RewardModelActor, plain_errors
+from rlhf_rollout.ray_actors import EngineActor, RayEngine, RayScorer, RemoteEngine, RewardModelActor, plain_errors
 from rlhf_rollout.rewards.model import LocalScorer, ModelReward
 from rollout_testing import shared_memory_bucket
 
@@ -130,12 +132,51 @@ def test_engine_that_is_hung_in_its_start_misses_the_deadline(monkeypatch: pytes
         run(RayEngine(handle, EngineSpec(model="x", start_timeout_s=0.05)).ready())
 
 
+class SlowActor(EngineActor):
+    """Writes a token every 5 ms."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        self._error = None
+        self._built = FakeEngine(spec, token_latency_s=0.005)
+
+
+def test_ray_engine_keeps_and_restarts_what_is_in_flight_and_puts_its_deadline_off(cluster: None) -> None:
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import tests
+    actor = ray.remote(concurrency_groups={"requests": 4, "control": 4})(SlowActor)
+    spec = EngineSpec(model="fake", request_timeout_s=4.0)
+    engine = RayEngine(actor.options(num_cpus=0).remote(spec), spec)
+
+    async def pass_through(mode: Any, version: int) -> Any:
+        sampling = SamplingParams(num_samples=2, max_tokens=200, min_tokens=200)
+        task = asyncio.create_task(engine.generate(PROMPT, sampling))
+        while not (num_found := await engine.pause(mode)):
+            await engine.resume()
+            await asyncio.sleep(0.02)
+        await engine.begin_weight_update(version)
+        await engine.finish_weight_update()
+        if version == 1:
+            await asyncio.sleep(4.5)  # longer than both of its deadlines, here and in the actor
+        assert not task.done()
+        await engine.resume()
+        completions = await task
+        return num_found, [[span.policy_version for span in completion.spans] for completion in completions]
+
+    async def scenario() -> Any:
+        await engine.generate(PROMPT, SamplingParams(max_tokens=2))  # the actor has started
+        return [await pass_through("keep", 1), await pass_through("restart", 2), await engine.pause("drain")]
+
+    kept, restarted, drained = run(scenario())
+    assert (kept[0], restarted[0], drained) == (2, 2, 0)
+    assert all(versions in ([0, 1], [1]) for versions in kept[1]) and restarted[1] == [[2], [2]]
+    ray.kill(engine.handle)
+
+
 @pytest.mark.parametrize("leave", ["cancel", "deadline"])
 def test_ray_engine_call_that_its_caller_leaves_is_given_up_in_the_actor(handle: Any, leave: str) -> None:
     engine = RayEngine(handle)
 
     async def scenario() -> None:
-        await engine.pause("drain")
+        await engine.begin_weight_update(4)
         task = asyncio.create_task(
             engine.generate(PROMPT, SamplingParams(), timeout_s=1.0 if leave == "deadline" else None)
         )
@@ -148,10 +189,10 @@ def test_ray_engine_call_that_its_caller_leaves_is_given_up_in_the_actor(handle:
         else:
             with pytest.raises(EngineError, match=r"a request of an engine's process took longer than 1 s\s+hint: "):
                 await task
-        # The engine is still paused: only a request that was given up is not in flight.
+        # The update still holds requests back: only one that was given up is not in flight.
         while (await engine.health()).num_in_flight:
             await asyncio.sleep(0.05)
-        await engine.resume()
+        await engine.finish_weight_update()
 
     run(scenario())
 

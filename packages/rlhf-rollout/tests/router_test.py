@@ -12,6 +12,7 @@ from rlhf_rollout.agents import SingleTurn
 from rlhf_rollout.engines.fake import FakeEngine
 from rlhf_rollout.protocols import Completion, SamplingParams
 from rlhf_rollout.router import EngineRouter
+from simulated import now, simulate
 
 PROMPT = np.array([4, 5], np.int32)
 
@@ -226,6 +227,37 @@ def test_router_conversation_stays_on_its_engine_until_that_fails_or_goes():
     router.detach(second)
     ask(router, conversation="a")
     assert first.num_asked == 7
+
+
+def test_router_counts_the_seconds_in_which_engines_have_something_to_do():
+    first, second = Engine(10.0), Engine(4.0)
+    router = EngineRouter([first, second])
+    found = {}
+
+    async def scenario():
+        async def at(seconds):
+            await asyncio.sleep(seconds - now())
+            found[seconds] = router.busy_s
+
+        await at(3)
+        long = asyncio.create_task(router.generate(PROMPT, SamplingParams(num_samples=8)))
+        await at(5)
+        [asyncio.create_task(router.generate(PROMPT, SamplingParams())) for _ in range(2)]
+        await at(8)
+        router.detach(second)
+        await at(11)
+        await long
+        await at(20)
+        second.broken = True
+        router.attach(second)
+        router.suspend(first)
+        with pytest.raises(EngineError):
+            await router.generate(PROMPT, SamplingParams())
+        await at(30)
+
+    simulate(scenario())
+    # The first engine from 3 to 13, the second from 5 to 9, and twice 4 s for a request that fails.
+    assert found == {3: 0, 5: 2, 8: 8, 11: 12, 20: 14, 30: 22}
 
 
 def test_router_forgets_the_conversation_that_was_idle_longest(monkeypatch):

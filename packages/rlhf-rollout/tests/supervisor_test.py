@@ -83,7 +83,7 @@ class Fleet:
         options.setdefault("interval_s", 0.01)
         self.supervisor = EngineSupervisor(engines, self.router, self.send, self.said.append, **options)
 
-    def send(self, engines):
+    async def send(self, engines):
         self.sent.append(sorted(engines))
         if self.error is not None:
             raise self.error

@@ -1,6 +1,7 @@
 """What requests meet after control calls of the vLLM engine that fail or are given up, on a core that is scripted."""
 
 import asyncio
+import dataclasses
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,6 +34,7 @@ class Core:
         self.calls: list[str] = []
         self.running: dict[str, Any] = {}
         self.is_asleep = False
+        self.lasts = False  # a step ends no request
         self.engine_core = SimpleNamespace(
             batch_queue=None,
             scheduler=SimpleNamespace(has_requests=lambda: bool(self.running)),
@@ -70,8 +72,11 @@ class Core:
             self.running.pop(request_id, None)
 
     def get_output(self) -> Any:
+        self.calls.append("step")
         self.may_step.wait()
-        done, self.running = self.running, {}
+        done = {} if self.lasts else self.running
+        if done:
+            self.running = {}
         logprobs = SimpleNamespace(logprobs=np.array([[-0.5]], np.float32))
         reason = VllmFinishReason.LENGTH
         outputs = [
@@ -157,6 +162,32 @@ def test_failed_weight_update_answers_the_requests_it_held(engine: Any, core: Co
         core.failing = set()
         await update(2)
         assert await update.held == await outcome(generate(engine)) == "answered"
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("keep_kv", [False, True])
+def test_kept_request_goes_on_at_the_end_of_the_update_and_not_amid_it(engine: Any, core: Core, keep_kv: bool) -> None:
+    engine._spec = dataclasses.replace(engine._spec, keep_kv=keep_kv)
+
+    async def scenario() -> None:
+        core.may_step.clear()
+        running = asyncio.create_task(outcome(generate(engine)))
+        while not core.running:
+            await asyncio.sleep(0.001)
+        pausing = asyncio.create_task(engine.pause("keep"))
+        core.lasts = True  # the step at hand ends no request
+        core.may_step.set()
+        assert await pausing == 1
+        await engine.begin_weight_update(1)
+        await engine.resume()
+        core.lasts = False
+        num_steps = core.calls.count("step")
+        await engine.receive_weights(None)
+        assert core.calls.count("step") == num_steps
+        await engine.finish_weight_update()
+        assert await running == "answered"
+        assert core.calls.count("reset_prefix_cache") == (not keep_kv)
 
     asyncio.run(scenario())
 

@@ -136,16 +136,17 @@ class RolloutEngine(Protocol):
         the request exceeds the engine's context or the deadline passes.
         """
 
-    async def pause(self, mode: PauseMode) -> None:
-        """Stop generating until `resume`; requests that arrive meanwhile wait.
+    async def pause(self, mode: PauseMode) -> int:
+        """Stop generating until `resume`; requests that arrive meanwhile wait. Their deadlines are put off as long.
 
         `mode` decides about the requests in flight. "drain" lets them finish first. "keep" freezes them and continues
         them after `resume`, with the weights that are then in force. "restart" discards their tokens and starts them
-        again after `resume`. Raises EngineError for a mode that the engine does not support.
+        again after `resume`. Returns the number of sequences that were in flight. Raises EngineError for a mode that
+        the engine does not support.
         """
 
     async def resume(self) -> None:
-        """Generate again. Does nothing unless the engine is paused."""
+        """Generate again, or once the weight update that has begun ends. Does nothing unless the engine is paused."""
 
     async def health(self) -> EngineHealth:
         """Return the engine's state. Raises EngineError when it cannot generate any more."""
@@ -160,7 +161,10 @@ class RolloutEngine(Protocol):
         """Load one bucket; the sender may reuse its buffer once this returns. Raises WeightSyncError."""
 
     async def finish_weight_update(self) -> None:
-        """Put the new weights and their version in force, drop cached prefixes, and generate again unless paused."""
+        """Put the new weights and their version in force, and generate again unless paused.
+
+        What the engine has cached of older weights is dropped, unless `EngineSpec.keep_kv` asks to keep it.
+        """
 
     async def sleep(self) -> None:
         """Free the device's memory. Raises EngineError while requests are in flight."""

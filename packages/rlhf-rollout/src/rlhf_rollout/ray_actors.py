@@ -14,7 +14,7 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from rlhf_data.errors import EngineError, RewardError, RlhfError
 from rlhf_rollout.engines import EngineSpec, build_engine
-from rlhf_rollout.engines.requests import deadline
+from rlhf_rollout.engines.requests import Hold, deadline
 from rlhf_rollout.host import collection_paused, visible_devices, wait_passively
 from rlhf_rollout.protocols import Completion, EngineHealth, PauseMode, SamplingParams
 from rlhf_rollout.rewards.model import LocalScorer
@@ -142,6 +142,7 @@ class RayEngine:
         self.handle = handle
         self._spec = spec or EngineSpec(model="")
         self._start = start
+        self._hold = Hold()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return RayEngine, (self.handle, self._spec)  # only the process that started the actor can restart it
@@ -152,6 +153,7 @@ class RayEngine:
             raise EngineError("this process did not start the engine and cannot restart it")
         ray.kill(self.handle)
         self.handle = self._start()
+        self._hold = Hold()
 
     async def ready(self) -> None:
         """Wait until the process has started. Raises EngineError, or the error that kept the engine from starting."""
@@ -163,14 +165,17 @@ class RayEngine:
         """See `RolloutEngine.generate`. If the call is cancelled or late, the engine drops the request, too."""
         reference = self.handle.generate.remote(token_ids, sampling)
         timeout_s = self._spec.request_timeout_s if timeout_s is None else timeout_s
-        return await self._await(reference, "a request", timeout_s)
+        return await self._await(reference, "a request", timeout_s, self._hold)
 
-    async def pause(self, mode: PauseMode) -> None:
+    async def pause(self, mode: PauseMode) -> int:
         """See `RolloutEngine.pause`."""
-        await self._call("pause", mode, drains=mode == "drain")
+        num_found = await self._call("pause", mode, drains=mode == "drain")
+        self._hold.start()
+        return num_found
 
     async def resume(self) -> None:
         """See `RolloutEngine.resume`."""
+        self._hold.stop()
         await self._call("resume")
 
     async def health(self) -> EngineHealth:
@@ -209,9 +214,9 @@ class RayEngine:
         timeout_s = self._spec.control_timeout_s + (self._spec.request_timeout_s if drains else 0.0)
         return await self._await(self.handle.call.remote(method, *arguments), f"`{method}`", timeout_s)
 
-    async def _await(self, reference: Any, what: str, timeout_s: float) -> Any:
+    async def _await(self, reference: Any, what: str, timeout_s: float, hold: Hold | None = None) -> Any:
         """Return the result of a call; cancel it in the actor when the caller is cancelled or the call is late."""
-        async with deadline(timeout_s, f"{what} of an engine's process"):
+        async with deadline(timeout_s, f"{what} of an engine's process", hold=hold):
             try:
                 with plain_errors(EngineError):
                     return await reference

@@ -71,8 +71,28 @@ def rollout_record(group: RolloutGroup, episode: Episode, rollout: Rollout) -> d
     }
 
 
+def batch_records(*groups: RolloutGroup, **fields: Any) -> Iterator[dict[str, Any]]:
+    """Yield the records of a batch of groups as plain JSON values; each begins with `fields`."""
+    num_left = sum(len(group.rollouts) for group in groups)
+    for group in groups:
+        for episode in group.episodes:
+            for rollout in episode.rollouts:
+                num_left -= 1
+                yield {**fields, NUM_LEFT: num_left, **rollout_record(group, episode, rollout)}
+
+
+def parse_group(records: Sequence[Mapping[str, Any]], where: str) -> RolloutGroup:
+    """Return the group of `batch_records(group)`, which came from `where`. Raises DataError like `parse_batches`."""
+    try:
+        lines = [_Line(where, dict(record), _rollout(record)) for record in records]
+        [group] = _batch(lines).groups
+    except _UNREADABLE as error:
+        raise _unreadable(where, error) from None
+    return group
+
+
 class RolloutWriter:
-    """Appends groups to a JSONL file and creates its folder. The file is flushed after every group."""
+    """Appends groups to a JSONL file and creates its folder. The file is flushed after every batch."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -81,14 +101,9 @@ class RolloutWriter:
 
     def write(self, *groups: RolloutGroup, **fields: Any) -> None:
         """Append a batch of groups; each of its records begins with `fields`, such as the step."""
-        num_left = sum(len(group.rollouts) for group in groups)
-        for group in groups:
-            for episode in group.episodes:
-                for rollout in episode.rollouts:
-                    num_left -= 1
-                    record = {**fields, NUM_LEFT: num_left, **rollout_record(group, episode, rollout)}
-                    self._file.write(json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n")
-            self._file.flush()
+        for record in batch_records(*groups, **fields):
+            self._file.write(json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n")
+        self._file.flush()
 
     def close(self) -> None:
         """Close the file."""

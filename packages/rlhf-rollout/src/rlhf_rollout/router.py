@@ -39,6 +39,8 @@ class EngineRouter:
     Attributes:
         num_retries: how many requests were sent again so far.
         prompt_tokens: prompt tokens so far of completions whose engine says how many of them were cached, and these.
+        busy_s: seconds, summed over the engines, in which an engine had a completion in flight, by the clock of the
+            event loop. Read it in the loop.
         on_result: called after each attempt with its engine and its error, which is None after a success.
     """
 
@@ -49,6 +51,8 @@ class EngineRouter:
         self._change = asyncio.Event()  # an engine can be used again, or is gone for good
         self.num_retries = 0
         self.prompt_tokens = np.zeros(2, np.int64)
+        self._num_busy = 0  # engines with a completion in flight
+        self._busy_s = 0.0  # ends of busy times less their beginnings
         self.on_result: Callable[[RolloutEngine, Exception | None], None] | None = None
         for engine in engines:
             self.attach(engine)
@@ -57,6 +61,14 @@ class EngineRouter:
     def engines(self) -> list[RolloutEngine]:
         """The engines that are attached, in the order of `attach`."""
         return [place.engine for place in self._places]
+
+    @property
+    def busy_s(self) -> float:
+        return self._busy_s + self._num_busy * asyncio.get_running_loop().time()
+
+    def num_in_flight(self, engine: RolloutEngine) -> int:
+        """Return the completions that `engine` has in flight. Raises ConfigError if it is not attached."""
+        return self._place_of(engine).num_running
 
     def describe(self) -> str:
         """Return what each attached engine has in flight, in words."""
@@ -110,7 +122,7 @@ class EngineRouter:
             if attempt:
                 self.num_retries += 1
             place = await self._pick(failed, conversation)
-            place.num_running += sampling.num_samples
+            self._load(place, sampling.num_samples)
             try:
                 known = conversation is not None and getattr(place.engine, "takes_conversation", False)
                 more = {"conversation": conversation} if known else {}
@@ -129,8 +141,16 @@ class EngineRouter:
                         self.prompt_tokens += (len(token_ids), completion.num_cached_tokens)
                 return completions
             finally:
-                place.num_running -= sampling.num_samples
+                self._load(place, -sampling.num_samples)
         raise EngineError("; ".join(errors))
+
+    def _load(self, place: _Place, num_completions: int) -> None:
+        """Count completions that an engine begins, or ends if the number is negative."""
+        was_busy = place.num_running > 0
+        place.num_running += num_completions
+        change = (place.num_running > 0) - was_busy
+        self._num_busy += change
+        self._busy_s -= change * asyncio.get_running_loop().time()
 
     def _report(self, place: _Place, error: Exception | None) -> None:
         if self.on_result is not None:

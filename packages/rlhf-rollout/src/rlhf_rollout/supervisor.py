@@ -2,18 +2,21 @@
 
 import asyncio
 import enum
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from rlhf_data.errors import EngineError
-from rlhf_rollout.protocols import RolloutEngine
+from rlhf_rollout.engines.requests import deadline
+from rlhf_rollout.protocols import EngineHealth, PauseMode, RolloutEngine
 from rlhf_rollout.router import EngineRouter
 
 MAX_RESTARTS = 3
 NUM_CHECKS = 3
 CHECK_INTERVAL_S = 10.0
+_OUTCOMES: dict[PauseMode, str] = {"drain": "drained", "keep": "kept", "restart": "restarted"}
 
 
 class EngineState(enum.StrEnum):
@@ -37,8 +40,8 @@ class RestartableEngine(RolloutEngine, Protocol):
         """Wait until the process has started. Raises EngineError when it does not start."""
 
 
-SendWeights = Callable[[Mapping[int, RestartableEngine]], Mapping[int, str]]
-"""Sends the current weights to engines by number; returns why some of them failed. Blocks, so it runs on a thread."""
+SendWeights = Callable[[Mapping[int, RestartableEngine]], Awaitable[Mapping[int, str]]]
+"""Sends the current weights to engines by number; returns why some of them failed. One call runs at a time."""
 
 
 @dataclass(slots=True)
@@ -49,7 +52,9 @@ class _Place:
     engine: RestartableEngine
     state: EngineState = EngineState.SYNCING
     num_deaths: int = 0  # since its last success
+    num_paused: int = 0  # sequences that the last pause for an update found
     alarm: asyncio.Event = field(default_factory=asyncio.Event)
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # held by who takes it to another state
 
 
 class EngineSupervisor:
@@ -60,6 +65,10 @@ class EngineSupervisor:
     runs, at most `max_restarts` times in a row without a request that it completes. Without a single engine left, the
     run cannot go on.
 
+    An engine gets new weights while no request is on its way: the router holds new ones back, without any deadline, and
+    those in flight finish first, are kept, or are restarted, as `at_update` says. If the engine dies meanwhile, the
+    router sends them to another one.
+
     Args:
         engines: started engines, which lack the weights.
         router: sends requests to them; the supervisor attaches them.
@@ -67,8 +76,11 @@ class EngineSupervisor:
         warn: is told what fails and what recovers.
         max_restarts: see above.
         interval_s: seconds between two health checks.
+        at_update: what happens to the requests in flight, see `RolloutEngine.pause`.
 
     Attributes:
+        updates: sequences that updates found in flight so far, by what became of them: "drained", "kept", "restarted",
+            or "cut" if their engine died in the update.
         policy_version: version of the weights that the engines should have; None before `synchronize`.
         error: why the engines cannot be used any more; None while they can.
     """
@@ -82,6 +94,7 @@ class EngineSupervisor:
         *,
         max_restarts: int = MAX_RESTARTS,
         interval_s: float = CHECK_INTERVAL_S,
+        at_update: PauseMode = "drain",
     ) -> None:
         self._places = [_Place(number, engine) for number, engine in enumerate(engines)]
         self._router = router
@@ -89,6 +102,9 @@ class EngineSupervisor:
         self._warn = warn
         self._max_restarts = max_restarts
         self._interval_s = interval_s
+        self._at_update = at_update
+        self._sending = asyncio.Lock()
+        self.updates: Counter[str] = Counter()
         self.policy_version: int | None = None
         self.error: Exception | None = None
         for engine in engines:
@@ -111,15 +127,20 @@ class EngineSupervisor:
     async def synchronize(self, policy_version: int) -> None:
         """Send the weights of `policy_version` to the engines, and wait until at least one has them.
 
-        The others follow while `watch` runs. Raises EngineError when no engine can be used any more, and what
-        `send_weights` raises.
+        The others follow while `watch` runs, which may run at the same time. Raises EngineError when no engine can be
+        used any more, and what `send_weights` raises.
         """
-        self.policy_version = policy_version
         while True:
-            await self._together(self._examine, EngineState.SUSPECT)
-            usable = self._in_state(EngineState.READY, EngineState.SYNCING)
-            if usable:
-                await self._bring_up_to_date(usable)
+            await self._together(self._advance, EngineState.SUSPECT)
+            async with AsyncExitStack() as stack:
+                places = self._in_state(EngineState.READY, EngineState.SYNCING)
+                for place in places:
+                    await stack.enter_async_context(place.lock)
+                # A check that runs without the lock would take an engine for one that has lost its weights.
+                self.policy_version = policy_version
+                await self._bring_up_to_date(
+                    [place for place in places if place.state in (EngineState.READY, EngineState.SYNCING)]
+                )
             if self._in_state(EngineState.READY):
                 return
             if self.error is not None:
@@ -150,24 +171,23 @@ class EngineSupervisor:
             while self.error is None and place.state is not EngineState.LOST:
                 if place.state is EngineState.READY:
                     await _wait(place.alarm, self._interval_s)
-                    await self._examine(place)
-                else:
-                    await self._advance(place)
+                await self._advance(place)
         except Exception as error:  # of `send_weights`; it must not leave requests waiting
             self._fail(error)
 
     async def _advance(self, place: _Place) -> None:
-        """Take an engine that is not ready to its next state."""
-        match place.state:
-            case EngineState.SUSPECT:
-                await self._examine(place)
-            case EngineState.DEAD:
-                place.state = EngineState.STARTING
-                self._try(place, place.engine.restart)
-            case EngineState.STARTING:
-                await self._start(place)
-            case EngineState.SYNCING:
-                await self._bring_up_to_date([place])
+        """Take an engine to its next state."""
+        async with place.lock:
+            match place.state:
+                case EngineState.READY | EngineState.SUSPECT:
+                    await self._examine(place)
+                case EngineState.DEAD:
+                    place.state = EngineState.STARTING
+                    self._try(place, place.engine.restart)
+                case EngineState.STARTING:
+                    await self._start(place)
+                case EngineState.SYNCING:
+                    await self._bring_up_to_date([place])
 
     def _try(self, place: _Place, action: Callable[[], None]) -> None:
         try:
@@ -186,34 +206,82 @@ class EngineSupervisor:
     async def _examine(self, place: _Place) -> None:
         """Check the health of an engine, and decide whether it is ready, lacks weights, or is dead."""
         place.alarm.clear()
-        for _ in range(NUM_CHECKS):
-            try:
-                health = await place.engine.health()
-            except Exception as error:
+        try:
+            health = await self._health(place)
+        except Exception as error:
+            self._bury(place, error)
+            return
+        # Weights that were sent in the middle of a training step are newer.
+        has_weights = health.policy_version >= (self.policy_version or 0)
+        place.state = EngineState.READY if has_weights else EngineState.SYNCING
+        if has_weights:
+            self._router.restore(place.engine)
+
+    async def _health(self, place: _Place) -> EngineHealth:
+        """Return the health of an engine. Raises when it misses `NUM_CHECKS` checks in a row."""
+        for _ in range(NUM_CHECKS - 1):
+            with suppress(Exception):  # the next check decides
+                return await place.engine.health()
+            if place.state is EngineState.READY:
                 self._suspect(place)
-                reason = error
-            else:
-                has_weights = health.policy_version == self.policy_version
-                place.state = EngineState.READY if has_weights else EngineState.SYNCING
-                if has_weights:
-                    self._router.restore(place.engine)
-                return
-        self._bury(place, reason)
+        return await place.engine.health()
 
     async def _bring_up_to_date(self, places: Sequence[_Place]) -> None:
-        """Send the current weights to engines, and use those that took them."""
+        """Send the current weights to engines, whose locks the caller holds, and use those that took them."""
         for place in places:
             place.state = EngineState.SYNCING
-        failures = await asyncio.to_thread(self._send_weights, {place.number: place.engine for place in places})
+            self._router.suspend(place.engine)
+        busy = [place for place in places if self._router.num_in_flight(place.engine)]
+        try:
+            await asyncio.gather(*[self._pause(place) for place in busy])
+            await self._send(places)
+        except Exception as error:
+            self._fail(error)
+            raise
+        finally:
+            # Also those that are given up: nobody ends their processes, where requests would wait.
+            await asyncio.gather(*[self._resume(place) for place in busy if place.state is not EngineState.DEAD])
+        for place in busy:
+            outcome = _OUTCOMES[self._at_update] if place.state is EngineState.SYNCING else "cut"
+            self.updates[outcome] += place.num_paused
         for place in places:
-            if place.number in failures:
-                self._bury(place, failures[place.number])
+            if place.state is not EngineState.SYNCING:
                 continue
             place.state = EngineState.READY
             place.alarm.clear()
             self._router.restore(place.engine)
             if place.num_deaths:
                 self._warn(f"engine {place.number} is back, with weights of version {self.policy_version}")
+
+    async def _pause(self, place: _Place) -> None:
+        """Pause an engine. It counts as dead if it fails, or stops to answer health checks while requests finish."""
+        place.num_paused = 0
+        pausing = asyncio.ensure_future(place.engine.pause(self._at_update))
+        try:
+            while not (await asyncio.wait([pausing], timeout=self._interval_s))[0]:
+                await self._health(place)
+            place.num_paused = pausing.result()
+        except Exception as error:
+            self._bury(place, error)
+        finally:
+            pausing.cancel()
+
+    async def _send(self, places: Sequence[_Place]) -> None:
+        """Send the current weights to the engines that live."""
+        engines = {place.number: place.engine for place in places if place.state is EngineState.SYNCING}
+        async with self._sending:
+            failures = await self._send_weights(engines) if engines else {}
+        for number, reason in failures.items():
+            self._bury(self._places[number], reason)
+
+    async def _resume(self, place: _Place) -> None:
+        """Resume an engine. It counts as dead if it takes longer than a dead one takes to be noticed."""
+        try:
+            async with deadline(NUM_CHECKS * self._interval_s, "`resume`"):
+                await place.engine.resume()
+        except Exception as error:
+            if place.state is EngineState.SYNCING:
+                self._bury(place, error)
 
     def _on_result(self, engine: RolloutEngine, error: Exception | None) -> None:
         place = next(place for place in self._places if place.engine is engine)

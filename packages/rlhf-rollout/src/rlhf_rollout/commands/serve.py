@@ -221,8 +221,7 @@ class EngineDoor:
     async def pause(self, request: Request) -> dict[str, Any]:
         """Pause the engine."""
         asked = await _json(request, Pause)
-        await _while_connected(request, self._engine.pause(asked.mode))
-        return {}
+        return {"num_in_flight": await _while_connected(request, self._engine.pause(asked.mode))}
 
     async def begin(self, request: Request) -> dict[str, Any]:
         """Begin a weight update; another one that has begun is given up."""

@@ -16,6 +16,7 @@ from rlhf_rollout.weight_sync.bucket import WeightBucket, verify_checksum
 from rlhf_rollout.weight_sync.shared_memory import map_segment
 
 Script = Callable[[Sequence[int], int], Sequence[int]]
+Pace = Callable[[Sequence[int], int], float]
 
 VOCAB_SIZE = 256
 _SPEC = EngineSpec(model="fake")
@@ -35,7 +36,8 @@ class FakeEngine(GatedEngine):
         script: returns the tokens that follow a prompt. Its second argument, the seed of a sample, differs between
             samples, and between requests without a seed; it is 0 for greedy requests.
         latency_s: pause before the first token of each request.
-        token_latency_s: pause before each token; the samples of a request are written concurrently.
+        token_latency_s: pause before each token; the samples of a request are written concurrently. A function returns
+            it for a prompt and the seed of a sample, as `script` gets them.
         fail_after: number of requests that succeed; later ones raise EngineError. None lets all succeed.
     """
 
@@ -47,7 +49,7 @@ class FakeEngine(GatedEngine):
         *,
         script: Script = pseudo_random_script,
         latency_s: float = 0.0,
-        token_latency_s: float = 0.0,
+        token_latency_s: float | Pace = 0.0,
         fail_after: int | None = None,
     ) -> None:
         super().__init__(spec, vocab_size=VOCAB_SIZE)
@@ -62,17 +64,21 @@ class FakeEngine(GatedEngine):
         self.num_updates = 0
         self.weight_checksums: dict[str, int] = {}
 
-    async def pause(self, mode: PauseMode) -> None:
+    async def pause(self, mode: PauseMode) -> int:
         """See `RolloutEngine.pause`."""
         if mode in ("keep", "restart"):  # another one is refused below, and must not freeze anything
             self._writing.close()
         self._num_restarts += mode == "restart"
-        await super().pause(mode)
+        return await super().pause(mode)
 
     async def resume(self) -> None:
         """See `RolloutEngine.resume`."""
         await super().resume()
-        self._writing.open()
+        self._go_on()
+
+    def _go_on(self) -> None:
+        if not self._gate.is_closed:
+            self._writing.open()
 
     async def close(self) -> None:
         """See `RolloutEngine.close`."""
@@ -95,13 +101,16 @@ class FakeEngine(GatedEngine):
 
     async def _write(self, prompt: list[int], sample_seed: int, sampling: SamplingParams) -> Completion:
         """Return a completion whose tokens carry the policy version that was in force when each was written."""
+        latency_s = self._token_latency_s
+        if callable(latency_s):
+            latency_s = latency_s(prompt, sample_seed)
         # Each pass of the outer loop is one attempt; a restart discards what was written and begins the next one.
         while True:
             num_restarts = self._num_restarts
             written: list[tuple[int, int]] = []
             for token in _tokens(self._script(prompt, sample_seed), sampling):
-                if self._token_latency_s:
-                    await asyncio.sleep(self._token_latency_s)
+                if latency_s:
+                    await asyncio.sleep(latency_s)
                 await self._writing.opened()
                 self._check_usable()
                 if num_restarts != self._num_restarts:
@@ -137,6 +146,7 @@ class FakeEngine(GatedEngine):
         self.weight_checksums = self._arriving
         self.num_updates += 1
         self._end_update()
+        self._go_on()
 
 
 def _tokens(script: Sequence[int], sampling: SamplingParams) -> Iterator[int]:

@@ -11,7 +11,7 @@ from typing import ClassVar
 import numpy as np
 
 from rlhf_data.errors import EngineError, WeightSyncError
-from rlhf_rollout.engines.requests import check_request, deadline
+from rlhf_rollout.engines.requests import Hold, check_request, deadline
 from rlhf_rollout.engines.spec import EngineSpec
 from rlhf_rollout.protocols import Completion, EngineHealth, PauseMode, SamplingParams, check_pause_mode
 
@@ -120,6 +120,8 @@ class GatedEngine(ABC):
         self._spec = spec
         self._vocab_size = vocab_size
         self._gate = Gate()
+        self._hold = Hold()
+        self._num_sequences = 0  # of the requests inside the gate
         self._updating: int | None = None
         self._incomplete: str | None = None
         self._paused = False
@@ -138,26 +140,34 @@ class GatedEngine(ABC):
         self._check_awake()
         check_request(token_ids, sampling, max_model_len=self._spec.max_model_len, vocab_size=self._vocab_size)
         timeout_s = self._spec.request_timeout_s if timeout_s is None else timeout_s
-        async with deadline(timeout_s, "a generation request"), self._gate.passing():
+        async with deadline(timeout_s, "a generation request", hold=self._hold), self._gate.passing():
             self._check_usable()
             self._check_awake()  # it may have fallen asleep since
             if self._incomplete:
                 raise EngineError(
                     f"the engine's weights are incomplete: {self._incomplete}", hint="send a complete weight update"
                 )
-            return await self._complete(token_ids, sampling)
+            self._num_sequences += sampling.num_samples
+            try:
+                return await self._complete(token_ids, sampling)
+            finally:
+                self._num_sequences -= sampling.num_samples
 
-    async def pause(self, mode: PauseMode) -> None:
-        """See `RolloutEngine.pause`."""
+    async def pause(self, mode: PauseMode) -> int:
+        """See `RolloutEngine.pause`. All sequences of a request count until the request is done."""
         check_pause_mode(mode, self.pause_modes, type(self).__name__)
         self._paused = True
         self._gate.close()
+        num_found = self._num_sequences
         if mode == "drain":
             await self._drain_in_time("`pause`")
+        self._hold.start()
+        return num_found
 
     async def resume(self) -> None:
         """See `RolloutEngine.resume`."""
         self._paused = False
+        self._hold.stop()
         if self._updating is None:
             self._gate.open()
 

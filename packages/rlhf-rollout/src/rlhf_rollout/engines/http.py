@@ -14,7 +14,7 @@ from rlhf_data.errors import EngineError, WeightSyncError
 from rlhf_data.records import FinishReason, Span, SpanSource
 from rlhf_data.safety import without_secrets
 from rlhf_rollout import answers
-from rlhf_rollout.engines.requests import check_request, deadline, sample_seeds
+from rlhf_rollout.engines.requests import Hold, check_request, deadline, sample_seeds, time_limit
 from rlhf_rollout.engines.spec import EngineSpec
 from rlhf_rollout.protocols import Completion, EngineHealth, PauseMode, SamplingParams, check_pause_mode
 from rlhf_rollout.tokens import ENGINE_TOKEN_VARIABLE, tokens_of
@@ -78,6 +78,7 @@ class HttpEngine:
         self._policy_version = policy_version
         self._transport = transport
         self._num_in_flight = 0
+        self._hold = Hold()
         self._updating: int | None = None
         self._is_closed = False
         self._clients: dict[asyncio.AbstractEventLoop, httpx.AsyncClient] = {}
@@ -115,7 +116,7 @@ class HttpEngine:
         headers = {} if conversation is None else {"X-Session-Id": conversation}
         self._num_in_flight += 1
         try:
-            async with deadline(timeout_s, f"a request to {self._url}", grace_s=_GRACE_S):
+            async with deadline(timeout_s, f"a request to {self._url}", grace_s=_GRACE_S, hold=self._hold):
                 answer = await self._post(self._request(token_ids, sampling, timeout_s), headers)
         finally:
             self._num_in_flight -= 1
@@ -180,7 +181,7 @@ class HttpEngine:
                 await asyncio.sleep(min(self._retry_wait_s * 2 ** (attempt - 1), _MAX_RETRY_WAIT_S))
             try:
                 # httpx's timeout limits each read, not the request
-                async with asyncio.timeout(self._spec.request_timeout_s + _GRACE_S):
+                async with time_limit(self._spec.request_timeout_s + _GRACE_S, self._hold):
                     where = self._address + "/v1/completions"
                     response = await answers.post(self._client, where, content=content, headers=headers)
             except TimeoutError:
@@ -201,8 +202,8 @@ class HttpEngine:
 
     async def _control(
         self, call: str, content: bytes | AsyncIterator[bytes] = b"{}", *, drains: bool = False, **headers: str
-    ) -> None:
-        """Make a control call; with `drains` it may have to wait for the requests in flight."""
+    ) -> Any:
+        """Make a control call and return its answer; with `drains` it may have to wait for the requests in flight."""
         url = f"{self._url}/engine/{call}"
         timeout_s = self._spec.control_timeout_s + (self._spec.request_timeout_s if drains else 0.0)
         async with deadline(timeout_s, f"`{call}`"):
@@ -214,15 +215,20 @@ class HttpEngine:
                 raise EngineError(message, hint="is the server up?") from error
         if response.status_code == 404:
             raise EngineError(f"{url} does not exist", hint="only a server of `rlhf-rollout serve` has control calls")
-        _answer(response, url)
+        return _answer(response, url)
 
-    async def pause(self, mode: PauseMode) -> None:
+    async def pause(self, mode: PauseMode) -> int:
         """See `RolloutEngine.pause`."""
         check_pause_mode(mode)
-        await self._control("pause", json.dumps({"mode": mode}).encode(), drains=mode == "drain")
+        answer = await self._control("pause", json.dumps({"mode": mode}).encode(), drains=mode == "drain")
+        self._hold.start()
+        if not isinstance(answer, dict) or not isinstance(num_found := answer.get("num_in_flight"), int):
+            raise EngineError(f"{self._url} paused without the number of its requests: {_excerpt(answer)}")
+        return num_found
 
     async def resume(self) -> None:
         """See `RolloutEngine.resume`."""
+        self._hold.stop()
         await self._control("resume")
 
     async def health(self) -> EngineHealth:

@@ -9,6 +9,8 @@ import numpy as np
 from rlhf_data.errors import EngineError
 from rlhf_rollout.protocols import SamplingParams
 
+_MIN_EXTENSION_S = 0.1  # a request that was due at the start of a pause is not looked at more often while it lasts
+
 
 def check_request(
     token_ids: np.ndarray, sampling: SamplingParams, *, max_model_len: int, vocab_size: int | None = None
@@ -46,14 +48,65 @@ def sample_seeds(seed: int, num_samples: int) -> list[int]:
     return [int(value) >> 1 for value in state]
 
 
+class Hold:
+    """Measures for how long an engine has been paused, by the clock of the event loop. Any thread may read it."""
+
+    def __init__(self) -> None:
+        # One attribute, so that a reader in another thread never sees half of a change.
+        self._ended_s_and_start: tuple[float, float | None] = (0.0, None)
+
+    def start(self) -> None:
+        """The engine is paused from now on."""
+        self._ended_s_and_start = self.seconds(), asyncio.get_running_loop().time()
+
+    def stop(self) -> None:
+        """The engine goes on."""
+        self._ended_s_and_start = self.seconds(), None
+
+    def seconds(self) -> float:
+        """Return the seconds of all pauses, with those of the present one."""
+        ended_s, start = self._ended_s_and_start
+        return ended_s if start is None else ended_s + asyncio.get_running_loop().time() - start
+
+
 @asynccontextmanager
-async def deadline(timeout_s: float | None, what: str, *, grace_s: float = 0.0) -> AsyncIterator[None]:
+async def time_limit(limit_s: float | None, hold: Hold | None = None) -> AsyncIterator[asyncio.Timeout]:
+    """Do as `asyncio.timeout` does, but leave out the time for which the engine is paused; None is no limit."""
+    loop = asyncio.get_running_loop()
+    hold = hold or Hold()
+    held_s = hold.seconds()
+    waiting: asyncio.TimerHandle | None = None
+
+    def expire() -> None:
+        nonlocal held_s, waiting
+        more_s = hold.seconds() - held_s
+        if more_s > 0:
+            held_s += more_s
+            waiting = loop.call_later(max(more_s, _MIN_EXTENSION_S), expire)
+        else:
+            timer.reschedule(loop.time())
+
+    async with asyncio.timeout(None) as timer:
+        if limit_s is not None:
+            waiting = loop.call_later(limit_s, expire)
+        try:
+            yield timer
+        finally:
+            if waiting is not None:
+                waiting.cancel()
+
+
+@asynccontextmanager
+async def deadline(
+    timeout_s: float | None, what: str, *, grace_s: float = 0.0, hold: Hold | None = None
+) -> AsyncIterator[None]:
     """End the context with EngineError when it lasts longer than `timeout_s`; None is no deadline.
 
-    `grace_s` comes on top, for a server that keeps the deadline itself and then has to say so.
+    `grace_s` comes on top, for a server that keeps the deadline itself and then has to say so. The time for which
+    `hold` finds the engine paused does not count.
     """
     try:
-        async with asyncio.timeout(None if timeout_s is None else timeout_s + grace_s) as timer:
+        async with time_limit(None if timeout_s is None else timeout_s + grace_s, hold) as timer:
             yield
     except TimeoutError as error:
         if not timer.expired():  # a TimeoutError from within the context

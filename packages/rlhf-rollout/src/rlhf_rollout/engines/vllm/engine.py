@@ -13,7 +13,7 @@ import numpy as np
 
 from rlhf_data.errors import ConfigError, EngineError, RlhfError, WeightSyncError
 from rlhf_rollout.engines.model_files import cpu_kv_cache_bytes, end_token_ids, read_config, resolve_model_dir
-from rlhf_rollout.engines.requests import check_request, deadline
+from rlhf_rollout.engines.requests import Hold, check_request, deadline
 from rlhf_rollout.engines.spec import EngineSpec
 from rlhf_rollout.protocols import Completion, EngineHealth, PauseMode, SamplingParams, check_pause_mode
 from rlhf_rollout.weight_sync.bucket import WeightBucket
@@ -62,6 +62,7 @@ class VllmEngine:
         self._incomplete: str | None = None
         self._asleep = False
         self._paused = False
+        self._hold = Hold()
         try:
             # Imports vLLM.
             from rlhf_rollout.engines.vllm.loop import StepLoop
@@ -86,19 +87,26 @@ class VllmEngine:
         timeout_s = self._spec.request_timeout_s if timeout_s is None else timeout_s
         job = self._loop.submit([int(token) for token in token_ids], sampling)
         try:
-            async with deadline(timeout_s, "a generation request"):
+            async with deadline(timeout_s, "a generation request", hold=self._hold):
                 return await asyncio.wrap_future(job.future)
         except (asyncio.CancelledError, EngineError):
             self._loop.abort(job)
             raise
 
-    async def pause(self, mode: PauseMode) -> None:
-        """See `RolloutEngine.pause`. After "keep" and a weight update the sequences in flight are prefilled again."""
+    async def pause(self, mode: PauseMode) -> int:
+        """See `RolloutEngine.pause`.
+
+        After "keep" and a weight update the sequences in flight are prefilled again, unless `keep_kv` is set.
+        """
         check_pause_mode(mode)
+        counted = self._loop.call(lambda core: self._loop.num_running, drain=False)
         await self._call("pause", lambda core: self._pause(core, mode), drain=mode == "drain")
+        self._hold.start()
+        return counted.result()
 
     async def resume(self) -> None:
         """See `RolloutEngine.resume`."""
+        self._hold.stop()
         await self._call("resume", self._resume)
 
     async def health(self) -> EngineHealth:
@@ -176,8 +184,8 @@ class VllmEngine:
 
     def _resume(self, core: Any) -> None:
         self._paused = False
-        self._loop.unfreeze(core)
-        self._loop.holding = self._updating is not None
+        if self._updating is None:  # otherwise the end of the update lets requests go on
+            self._loop.unfreeze(core)
 
     def _health(self) -> EngineHealth:
         return EngineHealth(
@@ -239,13 +247,15 @@ class VllmEngine:
         """End a weight update and let requests go on; they are refused if `incomplete` tells what is wrong."""
         self._updating = None
         try:
-            forgotten = self._loop.forget_prefixes(core) or not self._spec.enable_prefix_caching
+            caches = self._spec.enable_prefix_caching
+            forgotten = self._spec.keep_kv or self._loop.forget_prefixes(core) or not caches
         except Exception:
             forgotten = False
         if not forgotten:
             incomplete = incomplete or "vLLM kept prefixes that the old weights computed"
         self._incomplete = incomplete
-        self._loop.holding = self._paused
+        if not self._paused:
+            self._loop.unfreeze(core)
         self._admit(core)
 
     def _fall_asleep(self, core: Any) -> None:

@@ -84,8 +84,13 @@ class StepLoop:
         started.result()
 
     @property
+    def num_running(self) -> int:
+        """Sequences that have started. Only functions that run through `call` may read it."""
+        return len(self._samples)
+
+    @property
     def num_in_flight(self) -> int:
-        """Sequences that are being decoded or wait. Only functions that run through `call` may read it."""
+        """Sequences that have started or wait. Only functions that run through `call` may read it."""
         return len(self._samples) + sum(job.sampling.num_samples for job in self._waiting)
 
     def submit(self, prompt: list[int], sampling: SamplingParams) -> Job:
@@ -165,10 +170,11 @@ class StepLoop:
             self._waiting.appendleft(job)
 
     def unfreeze(self, core: Any) -> None:
-        """Step again."""
+        """Step again and start the requests that wait."""
         if self.frozen:
             core.engine_core.resume_scheduler()
         self.frozen = False
+        self.holding = False
 
     def advance(self, policy_version: int) -> None:
         """Count the tokens drawn from here on as those of `policy_version`."""

@@ -1,0 +1,365 @@
+"""Weight updates beside requests in flight: what becomes of them, also when an engine dies or hangs in the update."""
+
+import asyncio
+import random
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from rlhf_data.errors import EngineError, WeightSyncError
+from rlhf_rollout.engines.fake import FakeEngine
+from rlhf_rollout.engines.spec import EngineSpec
+from rlhf_rollout.protocols import SamplingParams
+from rlhf_rollout.router import EngineRouter
+from rlhf_rollout.supervisor import EngineSupervisor
+from simulated import MortalEngine, now, simulate
+
+REQUEST_TIMEOUT_S = 120.0
+TOKENS = SamplingParams(max_tokens=64, num_samples=2)
+
+
+def slow_engine() -> FakeEngine:
+    """Write a token per second; the first token of a prompt is the number of tokens in its answers."""
+    spec = EngineSpec(model="fake", request_timeout_s=REQUEST_TIMEOUT_S, control_timeout_s=60.0)
+    return FakeEngine(spec, script=lambda prompt, seed: [7] * (prompt[0] - 1) + [0], token_latency_s=1.0)
+
+
+class Fleet:
+    """Engines under supervision, and a trainer that takes `send_s` to send its weights."""
+
+    def __init__(self, num_engines=2, send_s=10.0, **options):
+        self.engines = [MortalEngine(slow_engine) for _ in range(num_engines)]
+        self.router = EngineRouter()
+        self.said = []
+        self.sent = []
+        self.send_s = send_s
+        self.version = 1
+        self.error = None
+        self.num_sending = 0
+        self.supervisor = EngineSupervisor(self.engines, self.router, self.send, self.said.append, **options)
+
+    async def send(self, engines):
+        """As a trainer does: all engines take part until they fail."""
+        self.num_sending += 1
+        assert self.num_sending == 1, "two sends at once"
+        version = self.version
+        self.sent.append((now(), version, sorted(engines)))
+        failures = {}
+
+        async def each(call, *arguments):
+            for number, engine in engines.items():
+                if number not in failures:
+                    try:
+                        await getattr(engine, call)(*arguments)
+                    except EngineError as error:
+                        failures[number] = str(error)
+
+        try:
+            await each("begin_weight_update", version)
+            await asyncio.sleep(self.send_s)
+            if self.error is not None:
+                raise self.error
+            await each("finish_weight_update")
+        finally:
+            self.num_sending -= 1
+        return failures
+
+    def ask(self, num_tokens, **options):
+        prompt = np.array([num_tokens], np.int32)
+        return asyncio.create_task(self.router.generate(prompt, TOKENS, **options))
+
+    async def synchronize(self):
+        self.version += 1
+        await self.supervisor.synchronize(self.version)
+
+    def run(self, scenario):
+        """Run a coroutine function by a simulated clock, after the first weights and beside `watch`."""
+
+        async def supervised():
+            await self.supervisor.synchronize(self.version)
+            watching = asyncio.create_task(self.supervisor.watch())
+            try:
+                return await scenario()
+            finally:
+                watching.cancel()
+                await asyncio.wait([watching])
+
+        return simulate(supervised())
+
+    @property
+    def states(self):
+        return [str(state) for state in self.supervisor.states]
+
+
+def spans(task):
+    """The versions and lengths of a request's samples, which are alike."""
+    first, second = ([(span.policy_version, len(span.token_ids)) for span in sample.spans] for sample in task.result())
+    assert first == second
+    return first
+
+
+@pytest.mark.parametrize("mode", ["drain", "keep", "restart"])
+def test_requests_in_flight_are_drained_kept_or_restarted(mode):
+    fleet = Fleet(at_update=mode)
+
+    async def scenario():
+        begun = now()
+        running = [fleet.ask(30), fleet.ask(40)]
+        await asyncio.sleep(20.5)
+        updating = asyncio.create_task(fleet.synchronize())
+        await asyncio.sleep(1)
+        late = fleet.ask(5)
+        await updating
+        updated = now() - begun
+        await asyncio.gather(*running, late)
+        return updated, [spans(task) for task in running], spans(late), now() - begun
+
+    updated, running, late, ended = fleet.run(scenario)
+    # The send takes 10 s, in which kept requests write at most the token at hand. What is restarted begins anew.
+    assert (updated, ended, running) == {
+        "drain": (50.0, 55.0, [[(1, 30)], [(1, 40)]]),
+        "keep": (30.5, 49.5, [[(1, 20), (2, 10)], [(1, 20), (2, 20)]]),
+        "restart": (30.5, 70.5, [[(2, 30)], [(2, 40)]]),
+    }[mode]
+    assert late == [(2, 5)]
+    outcome = {"drain": "drained", "keep": "kept", "restart": "restarted"}[mode]
+    assert fleet.supervisor.updates == {outcome: 4}
+    assert (fleet.router.num_retries, fleet.said, fleet.states) == (0, [], ["ready", "ready"])
+
+
+def test_engines_without_requests_are_not_paused():
+    fleet = Fleet(at_update="keep")
+    for engine in fleet.engines:
+        engine.hanging = {"pause", "resume"}
+
+    async def scenario():
+        await fleet.synchronize()
+        return [engine.engine.policy_version for engine in fleet.engines]
+
+    assert fleet.run(scenario) == [2, 2]
+    assert not fleet.supervisor.updates
+
+
+@pytest.mark.parametrize("mode", ["drain", "keep"])
+def test_requests_that_come_in_an_update_wait_longer_than_their_deadline_and_go_everywhere(mode):
+    fleet = Fleet(send_s=300.0, at_update=mode)
+
+    async def scenario():
+        old = fleet.ask(60, timeout_s=61)
+        await asyncio.sleep(1)
+        updating = asyncio.create_task(fleet.synchronize())
+        await asyncio.sleep(1)
+        new = [fleet.ask(4, timeout_s=5) for _ in range(8)]
+        await updating
+        await asyncio.sleep(1)
+        loads = [fleet.router.num_in_flight(engine) for engine in fleet.engines]
+        await asyncio.gather(old, *new)
+        return loads, [spans(task) for task in new]
+
+    loads, new = fleet.run(scenario)
+    assert new == [[(2, 4)]] * 8
+    # Two samples each; no engine was given requests before the others could take some.
+    assert sum(loads) == 16 + 2 * (mode == "keep") and abs(loads[0] - loads[1]) <= 2
+    assert (fleet.router.num_retries, fleet.said) == (0, [])
+
+
+@pytest.mark.parametrize("mode", ["drain", "keep", "restart"])
+def test_engine_that_dies_in_an_update_has_its_requests_answered_elsewhere(mode):
+    fleet = Fleet(at_update=mode)
+
+    async def scenario():
+        running = [fleet.ask(30), fleet.ask(30)]
+        await asyncio.sleep(10.5)
+        updating = asyncio.create_task(fleet.synchronize())
+        await asyncio.sleep(5)
+        fleet.engines[1].kill()
+        await updating
+        await asyncio.gather(*running)
+        await asyncio.sleep(60)
+        return [spans(task) for task in running]
+
+    found = fleet.run(scenario)
+    assert found[0] == {"drain": [(1, 30)], "keep": [(1, 10), (2, 20)], "restart": [(2, 30)]}[mode]
+    assert found[1] == [(2, 30)]
+    assert fleet.supervisor.updates == {
+        "drain": {"drained": 2, "cut": 0}, "keep": {"kept": 2, "cut": 2}, "restart": {"restarted": 2, "cut": 2}
+    }[mode]  # fmt: skip
+    assert (fleet.router.num_retries, fleet.states, fleet.engines[1].num_restarts) == (1, ["ready", "ready"], 1)
+    assert fleet.said[-1] == "engine 1 is back, with weights of version 2"
+
+
+@pytest.mark.parametrize(("method", "mode"), [("resume", "keep"), ("pause", "keep"), ("resume", "drain")])
+def test_engine_that_never_answers_pause_or_resume_is_restarted(method, mode):
+    fleet = Fleet(at_update=mode)
+
+    async def scenario():
+        running = [fleet.ask(20), fleet.ask(20)]
+        await asyncio.sleep(10.5)
+        fleet.engines[1].hanging = {method, "health"} if method == "pause" else {method}
+        begun = now()
+        await fleet.synchronize()
+        lasted = now() - begun
+        await asyncio.gather(*running)
+        await asyncio.sleep(60)
+        return lasted, [spans(task) for task in running]
+
+    lasted, found = fleet.run(scenario)
+    if mode == "keep":  # an engine that does not hear of the pause goes on until it is restarted
+        assert found == [[(1, 10), (2, 10)], [(2, 20)] if method == "resume" else [(1, 20)]]
+    # The send takes 10 s, `resume` may take three intervals of 10 s, and three missed checks 90 s.
+    assert lasted <= (10 + 30 + 10 if method == "resume" else 10 + 10 + 90)
+    assert (fleet.states, [engine.num_restarts for engine in fleet.engines]) == (["ready", "ready"], [0, 1])
+    assert any("`resume` took longer than 30 s" in line for line in fleet.said) == (method == "resume")
+
+
+def test_engine_that_hangs_while_it_drains_is_noticed_before_its_requests_are_late():
+    fleet = Fleet()
+
+    async def scenario():
+        running = [fleet.ask(20), fleet.ask(60)]
+        await asyncio.sleep(1)
+        fleet.engines[1].engine._writing.close()  # it writes no more
+        fleet.engines[1].hanging = {"health"}
+        begun = now()
+        await fleet.synchronize()
+        lasted = now() - begun
+        await asyncio.gather(*running)
+        return lasted, spans(running[1])
+
+    lasted, answer = fleet.run(scenario)
+    assert answer == [(2, 60)]
+    assert lasted < REQUEST_TIMEOUT_S
+    assert fleet.engines[1].num_restarts == 1
+
+
+def test_healthy_engine_may_drain_for_longer_than_many_health_checks():
+    fleet = Fleet(interval_s=1.0)
+
+    async def scenario():
+        running = fleet.ask(60)
+        await asyncio.sleep(1)
+        await fleet.synchronize()
+        return spans(running)
+
+    assert fleet.run(scenario) == [(1, 60)]
+    assert fleet.said == []
+
+
+@pytest.mark.parametrize("mode", ["drain", "keep", "restart"])
+def test_update_that_fails_as_a_whole_leaves_no_engine_paused_and_no_request_waiting(mode):
+    fleet = Fleet(at_update=mode)
+
+    async def scenario():
+        running = [fleet.ask(20), fleet.ask(20)]
+        await asyncio.sleep(1)
+        fleet.error = WeightSyncError("a weight has another shape")
+        updating = asyncio.create_task(fleet.synchronize())
+        await asyncio.sleep(1)
+        waiting = fleet.ask(5)
+        with pytest.raises(WeightSyncError, match="another shape"):
+            await updating
+        with pytest.raises(EngineError, match="no engine is attached"):
+            await waiting
+        outcomes = await asyncio.gather(*running, return_exceptions=True)
+        assert not any(engine.engine._paused for engine in fleet.engines)
+        return now(), [str(outcome) for outcome in outcomes if isinstance(outcome, Exception)]
+
+    ended, failures = fleet.run(scenario)
+    # The update has begun and never ends, so kept requests end at their deadline, and have nowhere else to go.
+    assert ended <= REQUEST_TIMEOUT_S + 30
+    assert len(failures) == (0 if mode == "drain" else 2) and all("no engine is attached" in text for text in failures)
+    assert fleet.supervisor.error is fleet.error
+
+
+def test_update_that_is_cancelled_resumes_the_engines():
+    fleet = Fleet(at_update="keep")
+
+    async def scenario():
+        running = fleet.ask(20)
+        await asyncio.sleep(1)
+        fleet.engines[1].hanging = {"pause"}
+        updating = asyncio.create_task(fleet.synchronize())
+        await asyncio.sleep(5)
+        updating.cancel()
+        await asyncio.wait([updating])
+        assert not fleet.engines[0].engine._paused
+        await running
+        return spans(running)
+
+    assert sum(length for _, length in fleet.run(scenario)) == 20
+
+
+def test_only_engine_that_dies_paused_and_is_given_up_fails_its_requests():
+    fleet = Fleet(1, at_update="keep", max_restarts=0)
+
+    async def scenario():
+        running = fleet.ask(20)
+        await asyncio.sleep(1)
+        fleet.engines[0].hanging = {"finish_weight_update"}
+        updating = asyncio.create_task(fleet.synchronize())
+        await asyncio.sleep(1)
+        fleet.engines[0].kill()
+        with pytest.raises(EngineError, match="no engine is left"):
+            await updating
+        with pytest.raises(EngineError):
+            await running
+        return now()
+
+    assert fleet.run(scenario) < REQUEST_TIMEOUT_S
+
+
+@pytest.mark.parametrize("mode", ["drain", "keep", "restart"])
+def test_hours_of_updates_and_deaths_lose_only_requests_whose_engines_died_twice(mode):
+    """Three engines, twelve clients, an update every minute and a death or a hang every four, for two hours."""
+    fleet = Fleet(3, at_update=mode, max_restarts=5)
+    rng = random.Random(3)
+    counts = Counter()
+
+    async def client(until):
+        while now() < until:
+            num_tokens = rng.randint(1, 60)
+            version = fleet.supervisor.policy_version
+            try:
+                answer = await fleet.router.generate(np.array([num_tokens], np.int32), TOKENS)
+            except EngineError as error:  # the router tries no third time
+                counts["lost" if str(error).count("the process is gone") == 2 else str(error)] += 1
+                continue
+            for sample in answer:
+                versions = [span.policy_version for span in sample.spans]
+                assert versions == sorted(versions) and len(sample.token_ids) == num_tokens
+                assert versions[0] >= version or versions[0] == version - 1
+            counts["answers"] += 1
+
+    async def harm(until):
+        while now() < until:
+            await asyncio.sleep(rng.expovariate(1 / 240))
+            engine = rng.choice(fleet.engines)
+            what = rng.choice(["kill", "pause", "resume", "generate"])
+            if what == "kill":
+                engine.kill()
+            else:
+                engine.hanging = {what, "health"}
+            counts[what] += 1
+
+    async def scenario():
+        until = 2 * 3600.0
+        tasks = [asyncio.create_task(client(until)) for _ in range(12)]
+        harming = asyncio.create_task(harm(until))
+        while now() < until:
+            await asyncio.sleep(60)
+            await fleet.synchronize()
+        await asyncio.gather(*tasks)
+        harming.cancel()
+        await asyncio.sleep(600)
+        return [engine.engine.policy_version for engine in fleet.engines]
+
+    versions = fleet.run(scenario)
+    assert versions == [fleet.version] * 3 and fleet.states == ["ready"] * 3
+    assert counts.keys() <= {"answers", "lost", "kill", "pause", "resume", "generate"}, counts
+    assert counts["answers"] > 1000 and counts["lost"] < 0.01 * counts["answers"], counts
+    assert min(counts[what] for what in ("kill", "pause", "resume", "generate")) >= 2, counts
+    assert all(fleet.router.num_in_flight(engine) == 0 for engine in fleet.engines)
+    assert all(not engine.engine._num_sequences for engine in fleet.engines)
+    outcome = {"drain": "drained", "keep": "kept", "restart": "restarted"}[mode]
+    assert fleet.supervisor.updates[outcome] > 200
