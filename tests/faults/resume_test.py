@@ -21,12 +21,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from rlhf_data.sampler import EpochSampler
+
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 500
 NUM_STEPS = 5
 FLAGS = ["--train_steps", str(NUM_STEPS), "--eval_steps", "2", "--enable_ema", "--running_reward_norm"]
 NOT_NUMBERS = ("time/", "throughput/", "memory/")  # they differ between any two runs
 SECONDS = re.compile(r'"score_seconds": [\d.e-]+')
+BUILTIN = "packages/rlhf-cli/src/rlhf_cli/builtin"
 GONE_S = 60  # for processes to notice that the one that started them was killed
 
 
@@ -104,6 +107,10 @@ def check_same(folder: Path, whole: Path) -> None:
     assert numbers(folder) == numbers(whole)
     for name in ("rollouts.jsonl", "eval_rollouts.jsonl"):
         assert rollouts(folder, name) == rollouts(whole, name)
+    check_same_weights(folder, whole)
+
+
+def check_same_weights(folder: Path, whole: Path) -> None:
     for model in ("model", "ema_model"):
         weights, expected = (load_file(path / model / "model.safetensors") for path in (folder, whole))
         assert weights.keys() == expected.keys()
@@ -149,3 +156,38 @@ def test_killed_and_terminated_run_goes_on_bit_for_bit_and_leaves_nothing(scratc
     while left := processes_in(scratch):
         assert time.monotonic() < deadline, left
         time.sleep(0.1)
+
+
+def test_killed_asynchronous_run_trains_every_prompt_once(scratch, tmp_path):
+    """With groups that wait and groups in flight: none is lost, none trained twice, none older than allowed."""
+    folder = tmp_path / "run"
+    max_staleness = 2
+    batch_size = 16
+    flags = ["--async_train", "--max_staleness", str(max_staleness), "--at_update", "keep", "--enable_ema"]
+    flags += ["--old_logprobs", "rollout", "--rollout_batch_size", str(batch_size), "--train_batch_size", "64"]
+    flags += ["--train_steps", str(NUM_STEPS), "--eval_steps", "2", "--save_path", str(folder), "--save_steps", "1"]
+    run = start(folder, *flags)
+    saved = folder / "checkpoints/step-2"
+    assert signal_when(run, signal.SIGKILL, (saved / "manifest.json").exists, folder) == -signal.SIGKILL
+    state = json.loads((saved / "state.json").read_bytes())["rollouts"]["stream"]
+    assert len(state["tickets"]) == max_staleness * batch_size  # queued and in flight
+    finish(folder, "--resume", str(folder))
+    records = [json.loads(line) for line in (folder / "rollouts.jsonl").read_text().splitlines()]
+    assert [one["step"] for one in records] == sorted(one["step"] for one in records)
+    groups = {one["group_id"]: one for one in records}
+    assert len(records) == 4 * len(groups) == 4 * NUM_STEPS * batch_size
+    # The prompts are the first ones of the seeded order, each once.
+    num_prompts = len((ROOT / BUILTIN / "data/train.jsonl").read_text().splitlines())
+    order = EpochSampler(num_prompts, batch_size, seed=42).take(NUM_STEPS * batch_size)
+    asked = sorted(int(one["prompt_id"].rpartition(":")[2]) for one in groups.values())
+    assert asked == sorted((order + 1).tolist())
+    for one in records:
+        versions = [span["policy_version"] for span in one["spans"] if span["source"] == "policy"]
+        assert versions == sorted(versions) and one["step"] - 1 - versions[0] <= max_staleness
+    lines = numbers(folder)
+    assert [line["step"] for line in lines if "policy/loss" in line] == list(range(1, NUM_STEPS + 1))
+    assert [line["step"] for line in lines if "eval/accuracy" in line] == [0, 2, 4, NUM_STEPS]
+    # The record has the order in which groups were trained, so that the run can be repeated bit for bit.
+    again = tmp_path / "again"
+    finish(again, "--replay", str(folder), "--save_path", str(again))
+    check_same_weights(again, folder)

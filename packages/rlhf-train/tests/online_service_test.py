@@ -1,6 +1,7 @@
 """Generation that goes on while the learner works: what is admitted, trained and counted, on a clock that jumps."""
 
 import asyncio
+import json
 from collections import Counter
 from types import SimpleNamespace
 
@@ -14,7 +15,8 @@ from rlhf_rollout.router import EngineRouter
 from rlhf_train.online.job import DynamicSampling
 from rlhf_train.online.service import GenerationService
 from rlhf_train.online.stream import SampleStream
-from virtual_clock import now, run_virtual
+from rlhf_train.run.checkpoint import encode_state
+from simulated import now, simulate
 
 SAMPLING = SamplingParams(num_samples=2, max_tokens=999)
 
@@ -113,7 +115,7 @@ def long_tailed(count, seed=0):
 def test_overlap_hides_the_shorter_of_generation_and_training():
     def seconds(staleness):
         run = Run([10], batch_size=2, staleness=staleness, num_batches=6)
-        return run_virtual(run.train(10))
+        return simulate(run.train(10))
 
     assert seconds(0) == 120.0  # 6 x (10 + 10)
     assert seconds(1) == 70.0  # the first batch, then 6 x 10
@@ -123,7 +125,7 @@ def test_overlap_hides_the_shorter_of_generation_and_training():
 def test_lengths_that_are_trained_are_those_that_were_asked_for(staleness):
     lengths = long_tailed(160)
     run = Run(lengths, batch_size=8, staleness=staleness, num_batches=20, max_in_flight=12)
-    run_virtual(run.train(4))
+    simulate(run.train(4))
     # 160 prompts are one epoch: each was trained exactly once, however long its answers.
     assert sorted(run.trained) == sorted(prompt.text for prompt in run.job.prompts)
     trained = [rollout.num_response_tokens for drawn in run.batches for g in drawn.kept for rollout in g.rollouts]
@@ -139,7 +141,7 @@ def test_lengths_that_are_trained_are_those_that_were_asked_for(staleness):
 def test_more_staleness_is_never_slower_on_long_tails():
     def seconds(staleness):
         run = Run(long_tailed(160), batch_size=8, staleness=staleness, num_batches=20, max_in_flight=12)
-        return run_virtual(run.train(15))
+        return simulate(run.train(15))
 
     times = [seconds(staleness) for staleness in (0, 1, 2, 4)]
     assert times == sorted(times, reverse=True)
@@ -161,7 +163,7 @@ def test_without_staleness_nothing_is_in_flight_while_the_learner_works():
             yield_ids.append(ids)
 
     yield_ids = []
-    run_virtual(main())
+    simulate(main())
     assert yield_ids == [[f"step{step}/{number:05d}" for number in range(8)] for step in (1, 2, 3)]
     assert run.shown[:8] == [(done, 8) for done in range(1, 9)]
 
@@ -183,7 +185,7 @@ def test_counts_balance_at_every_batch():
             assert requested == trained + lost + run.service.num_outstanding  # whatever has happened since
             run.service.release(0)
 
-    run_virtual(main())
+    simulate(main())
     assert trained == 64 and lost > 0
 
 
@@ -195,7 +197,7 @@ def test_limit_of_prompts_ends_in_a_short_batch():
         run.service.release(1)
         return first, await run.service.next_batch()
 
-    first, second = run_virtual(main())
+    first, second = simulate(main())
     # Nothing is worth training: twice the room of 8 groups, then twice the room of all 8 again.
     assert (len(first.kept), len(first.dropped), first.num_requested) == (0, 16, 32)
     assert (len(second.kept), len(second.dropped)) == (0, 16)
@@ -204,7 +206,7 @@ def test_limit_of_prompts_ends_in_a_short_batch():
 def test_failed_group_is_counted_and_its_place_is_given_to_another_prompt():
     run = Run([4], batch_size=2, staleness=1, num_batches=3)
     run.answers.failing = {"step1/00001"}
-    run_virtual(run.train(1))
+    simulate(run.train(1))
     assert [(len(drawn.kept), drawn.num_failed, drawn.failure) for drawn in run.batches] == [
         (2, 2, "no luck"), (2, 0, ""), (2, 0, "")
     ]  # fmt: skip
@@ -215,7 +217,7 @@ def test_nothing_but_failures_is_an_error_with_the_reason():
     run = Run([4], batch_size=2, staleness=1, num_batches=3)
     run.answers.failing = {f"step1/{number:05d}" for number in range(4)}
     with pytest.raises(EngineError, match="every rollout group failed; the last: no luck"):
-        run_virtual(run.train(1))
+        simulate(run.train(1))
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
@@ -229,7 +231,7 @@ def test_reward_that_cannot_run_ends_the_wait_and_everything_in_flight(staleness
         await asyncio.sleep(0)
         return now(), run.answers.running.total()
 
-    assert run_virtual(main()) == (2.0, 0)
+    assert simulate(main()) == (2.0, 0)
 
 
 def test_interrupted_run_trains_every_prompt_once():
@@ -241,13 +243,13 @@ def test_interrupted_run_trains_every_prompt_once():
         await first.train(5, 6)
         return first.service.state()
 
-    state = run_virtual(interrupted())
+    state = simulate(interrupted())
     waiting = [ticket[-1] for ticket in state["stream"]["tickets"]]
     assert any(group is None for group in waiting) and any(group is not None for group in waiting)
     second = Run(lengths, **options)
     second.answers.version = first.answers.version
-    second.service.restore(state)
-    run_virtual(second.train(5, 10))
+    second.service.restore(json.loads(encode_state(state)))
+    simulate(second.train(5, 10))
     assert sorted(first.trained + second.trained) == sorted(prompt.text for prompt in second.job.prompts)
     assert max(second.staleness) <= 2
 
@@ -265,7 +267,7 @@ def test_evaluation_has_its_share_of_the_slots_beside_rollouts():
         await training
         return results, took, settled
 
-    results, took, settled = run_virtual(main())
+    results, took, settled = simulate(main())
     assert [result.group_id for result in results] == [f"eval3/{number:05d}" for number in range(8)]
     assert len(settled) == 8
     assert took == 8 / 2 * 3  # a quarter of eight at once, for three seconds each
@@ -280,4 +282,4 @@ def test_evaluation_without_overlap_uses_all_slots():
         await run.service.answer_held_out(0, lambda result: None)
         return now()
 
-    assert run_virtual(main()) == 3.0
+    assert simulate(main()) == 3.0

@@ -185,7 +185,8 @@ def test_restored_stream_has_the_same_groups_waiting_and_prompts_in_flight():
     one, _, three, _ = admit(stream, 4)
     complete(stream, three)
     other = SampleStream(2, 9, max_staleness=1)
-    other.restore(stream.state())
+    state = stream.state()
+    other.restore(state, [Ticket(*parts) for parts in state["tickets"]])
     assert [ticket.group_id for ticket in other.in_flight()] == ["step1/00000", "step1/00001", "step1/00003"]
     assert (other.room, other.num_queued) == (0, 1)
     with pytest.raises(AssertionError, match="not in flight"):

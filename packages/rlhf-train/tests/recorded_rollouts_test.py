@@ -18,7 +18,7 @@ from rlhf_train.online.run import train_and_save
 from rlhf_train.run.checkpoint import Checkpoints, CheckpointSpec
 from rlhf_train.run.checkpointing import find_checkpoint
 
-HOW_MADE = ("time/", "throughput/", "sync/", "memory/", "samples/generated", "samples/failed")
+HOW_MADE = ("time/", "throughput/", "async/", "sync/", "memory/", "samples/generated", "samples/failed")
 
 
 def numbers(run):

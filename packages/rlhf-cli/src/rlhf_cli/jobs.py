@@ -234,6 +234,7 @@ def _make_engine(config: PpoConfig, model: str, plan: PlacementPlan) -> EngineSp
         enable_sleep=engine.vllm_enable_sleep and plan.shares_gpus,
         seed=config.training.seed,
         weight_transfer="ipc" if plan.shares_gpus else "shared_memory",
+        keep_kv=config.asynchrony.keep_kv,
     )
     # Every turn of an agent begins with all tokens of the turns before.
     return replace(spec, enable_prefix_caching=spec.enable_prefix_caching or config.agent.agent_func_path is not None)

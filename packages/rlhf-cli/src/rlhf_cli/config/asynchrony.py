@@ -16,7 +16,7 @@ AtUpdate = one_of(PAUSE_MODES)
 class AsyncSection(Section, title="asynchronous training"):
     """How far generation may run ahead of training."""
 
-    async_train: bool = flag(False, "generate and train at the same time; engines need GPUs of their own")
+    async_train: bool = flag(False, "generate and train at the same time; nothing may sleep")
     max_staleness: int = flag(
         1,
         "steps that may be trained between the start of a prompt's responses and the step that trains on them; 0:"
@@ -29,12 +29,19 @@ class AsyncSection(Section, title="asynchronous training"):
         " weights, restart begins them anew",
     )
 
+    keep_kv: bool = flag(
+        False,
+        "with --at_update keep: responses go on from keys and values of the old weights, and so do cached prefixes;"
+        " otherwise these are computed again",
+    )
+
     def check(self, given: Collection[str]) -> list[str]:
         """Return notices about options without effect."""
         return without_effect(
             given,
-            (not self.async_train, ["max_staleness", "at_update"], "--async_train is off"),
+            (not self.async_train, ["max_staleness", "at_update", "keep_kv"], "--async_train is off"),
             (self.max_staleness == 0, ["at_update"], "with --max_staleness 0 no response is in flight at an update"),
+            (self.at_update != "keep", ["keep_kv"], f"--at_update is {self.at_update}"),
         )
 
     @property

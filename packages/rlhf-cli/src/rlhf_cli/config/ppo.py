@@ -211,9 +211,11 @@ def _check_placement(config: PpoConfig, given: Collection[str]) -> list[str]:
         if getattr(section, name) and not all_share:
             message = f"--{name} is for models and engines that share GPUs, and --colocate_all_models is off"
             raise ConfigError(message, hint=f"add --colocate_all_models, or drop --{name}")
-    if config.asynchrony.async_train and config.engine.vllm_enable_sleep:
-        message = "--async_train has engines generate while models train, and --vllm_enable_sleep has them sleep then"
-        raise ConfigError(message, hint="drop one of them")
+        if getattr(section, name) and config.asynchrony.spec() is not None:
+            message = (
+                f"--async_train has engines and trainers work at the same time, and --{name} lets them sleep in turn"
+            )
+            raise ConfigError(message, hint="drop one of them")
     return without_effect(
         given,
         (all_share, ["colocate_actor_ref", "colocate_critic_reward"], "--colocate_all_models includes it"),

@@ -5,6 +5,7 @@ import queue
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -64,10 +65,12 @@ class EventLoopThread:
 
     def close(self) -> None:
         """Cancel all tasks, wait for their end, and end the thread."""
-        self.start(_cancel_others()).result(_CLEANUP_TIMEOUT_S)
+        with suppress(TimeoutError):
+            self.start(_cancel_others()).result(_CLEANUP_TIMEOUT_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        self._thread.join(_CLEANUP_TIMEOUT_S)
+        if not self._thread.is_alive():
+            self._loop.close()
         self.flush()
 
 

@@ -272,9 +272,9 @@ class OnlineJob:
         """Check what cannot be combined with generation that goes on while the learner works."""
         if not self.max_staleness:
             return
-        if self.plan.shares_gpus:
-            message = "asynchronous training needs GPUs for the engines that no trainer uses"
-            raise ConfigError(message, hint="drop --colocate_all_models, or drop --async_train")
+        if self.engine.enable_sleep or self.trainer_sleep:
+            message = "--async_train has engines generate while models train, and engines or trainers sleep meanwhile"
+            raise ConfigError(message, hint="drop --vllm_enable_sleep and --deepspeed_enable_sleep, or --async_train")
         if self.algorithm.old_logprobs == "skip":
             message = "old log-probs are skipped, which needs rollouts of the newest weights, and rollouts may be stale"
             raise ConfigError(message, hint="use --old_logprobs recompute or rollout with --async_train")

@@ -64,6 +64,7 @@ class Report:
                 "samples/retried_groups": drawn.num_retries,
             }
         )
+        self.add(drawn.overlap)
         if drawn.cached_share is not None:
             self.add({"throughput/cached_prompt_share": drawn.cached_share})
 
@@ -90,6 +91,9 @@ class Report:
         # Throughput is that of training: an evaluation generates tokens that no step counts.
         total = seconds[STEP] - seconds.get("evaluate", 0.0) - seconds.get("save", 0.0)
         self.add({f"time/{name}": value for name, value in seconds.items()})
+        if "async/generation_idle" in self._metrics and seconds[STEP]:
+            waited = seconds.get("generate", 0.0) + seconds.get("reward", 0.0)
+            self.add({"async/training_idle": waited / seconds[STEP]})
         self.add({"throughput/response_tokens": self._num_tokens / total if total else 0.0})
         with self._timeline.phase("write"):
             self._recorder.step(step, self._metrics)

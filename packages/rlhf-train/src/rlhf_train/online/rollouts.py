@@ -1,7 +1,10 @@
 """The generating side as the controller sees it: blocking calls into the service that generates."""
 
+import asyncio
+import dataclasses
 import itertools
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -67,6 +70,7 @@ class Rollouts:
         self._send_weights = send_weights
         self._is_reward_idle = False  # the agent gives all rewards; warned of once
         self._size_bytes = 0  # of the weights
+        self._updates: Counter[str] = Counter()  # those of the supervisor, up to the last batch
         self._evaluation: Future[list[GroupResult]] | None = None
         self._watching: Future[None] | None = None
         self.weights = Lock()
@@ -83,7 +87,11 @@ class Rollouts:
             log_path=agent_log,
         )
         self._supervisor = EngineSupervisor(
-            engines, router, self._send, lambda text: self._loop.report(lambda: observer.warning(text))
+            engines,
+            router,
+            self._send,
+            lambda text: self._loop.report(lambda: observer.warning(text)),
+            at_update=job.asynchronous.at_update if job.asynchronous else "drain",
         )
         self._service = GenerationService(job, self._workflow, reward, stream, self._progress)
         self._loop.run(self._workflow.start())
@@ -111,7 +119,7 @@ class Rollouts:
                 "; let the agent return none where that reward is to score"
             )
         self._rest()
-        return drawn
+        return dataclasses.replace(drawn, overlap={**drawn.overlap, **self._interrupted()}) if drawn.overlap else drawn
 
     def release(self, policy_version: int) -> None:
         """Record that the learner is done with the last batch, if it has one, and that the engines have its weights."""
@@ -197,6 +205,13 @@ class Rollouts:
         self._loop.run(self._reward.close())
         self._loop.close()
 
+    def _interrupted(self) -> dict[str, float]:
+        """Return what updates of the weights did to responses since the last call, as shares of those of a step."""
+        updates = self._supervisor.updates.copy()
+        found = {name: updates[name] - self._updates[name] for name in ("drained", "kept", "restarted", "cut")}
+        self._updates = updates
+        return {f"async/{name}": count / self._job.batch.num_rollouts for name, count in found.items()}
+
     def _progress(self, done: int, total: int) -> None:
         self._loop.report(lambda: self._observer.progress(done, total))
 
@@ -223,7 +238,10 @@ class Rollouts:
         self._watching.cancel()
         self._watching = None
 
-    def _send(self, engines: Mapping[int, Any]) -> Mapping[int, str]:
-        with self.weights:
-            self._size_bytes, failures = self._send_weights(engines)
-        return failures
+    async def _send(self, engines: Mapping[int, Any]) -> Mapping[int, str]:
+        def send() -> Mapping[int, str]:
+            with self.weights:
+                self._size_bytes, failures = self._send_weights(engines)
+            return failures
+
+        return await asyncio.to_thread(send)

@@ -1,9 +1,8 @@
 """Generation as a service: prompts become scored rollout groups on an event loop, as far as the stream admits them."""
 
 import asyncio
-import dataclasses
 from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from rlhf_data.errors import EngineError
@@ -12,6 +11,7 @@ from rlhf_data.sampler import EpochSampler
 from rlhf_rollout.agents.base import Workflow
 from rlhf_rollout.generator import GenerationCounts, GroupMaker, GroupResult, generate_groups
 from rlhf_rollout.protocols import RewardFunction
+from rlhf_rollout.records_io import parse_group
 from rlhf_train.online.job import OnlineJob
 from rlhf_train.online.rewards import is_worth_training
 from rlhf_train.online.stream import SampleStream, Ticket
@@ -34,6 +34,7 @@ class Drawn:
         cached_share: share of all prompt tokens that was in the engines' caches; None if no engine says.
         reward_wait_s: seconds from the last generation to the last reward, while nothing was generated.
         has_scored: whether the reward has scored a group; agents may give rewards of their own.
+        overlap: metrics of a run in which generation goes on while the learner works.
     """
 
     kept: tuple[RolloutGroup, ...]
@@ -46,6 +47,7 @@ class Drawn:
     cached_share: float | None = None
     reward_wait_s: float = 0.0
     has_scored: bool = True
+    overlap: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def groups(self) -> tuple[RolloutGroup, ...]:
@@ -92,9 +94,13 @@ class GenerationService:
         self._is_started = False
         self._is_open = False  # prompts may be admitted
         self._num_allowed = 0  # prompts that may still be admitted before the next batch is done
+        # Since the last batch:
         self._counts = GenerationCounts()
+        self._num_requested = self._num_failed = 0  # groups
+        self._failure = ""
         self._dropped: list[RolloutGroup] = []
-        self._start_period()
+        self._num_retries = 0
+        self._prompt_tokens = workflow.router.prompt_tokens.copy()
 
     # -- generation ----------------------------------------------------------------------------------------------------
 
@@ -185,11 +191,15 @@ class GenerationService:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue where another process was. Raises CheckpointError for other prompts or another seed."""
         self._sampler.load_state_dict(state["order"])
-        self._stream.restore(state["stream"])
+        tickets = [
+            Ticket(*rest, None if records is None else parse_group(records, "the checkpoint"))
+            for *rest, records in state["stream"]["tickets"]
+        ]
+        self._stream.restore(state["stream"], tickets)
         self._num_requested = state["num_requested"]
         self._num_failed = state["num_failed"]
         self._failure = state["failure"]
-        self._dropped = list(state["dropped"])
+        self._dropped = [parse_group(records, "the checkpoint") for records in state["dropped"]]
 
     # -- internals -----------------------------------------------------------------------------------------------------
 
@@ -198,6 +208,7 @@ class GenerationService:
         if self._is_started:
             return
         self._is_started = True
+        self._start_clock()
         self._allow()
         self._interrupted = self._stream.in_flight()[::-1]
         self._spawn(self._admit())
@@ -293,19 +304,36 @@ class GenerationService:
             cached_share=float(num_cached / num_prompt_tokens) if num_prompt_tokens else None,
             reward_wait_s=0.0 if self._runs_ahead else counts.reward_wait_s,
             has_scored=counts.num_scored_groups > 0,
+            overlap=self._overlap() if self._runs_ahead else {},
         )
         if not drawn.groups:
             raise EngineError(f"every rollout group failed; the last: {self._failure}")
         self._start_period()
         return drawn
 
+    def _overlap(self) -> dict[str, float]:
+        """Return what waits and runs, and the share of the time since the last batch that engines were idle."""
+        router = self._workflow.router
+        engines_s = (asyncio.get_running_loop().time() - self._since) * max(len(router.engines), 1)
+        idle = 1 - (router.busy_s - self._busy_s) / engines_s if engines_s > 0 else 0.0
+        return {
+            "async/waiting_groups": float(self._stream.num_queued),
+            "async/groups_in_flight": float(self._stream.num_in_flight),
+            "async/generation_idle": min(max(idle, 0.0), 1.0),
+        }
+
     def _start_period(self) -> None:
         """Count from here on for the next batch."""
         router = self._workflow.router
         self._num_retries = router.num_retries
         self._prompt_tokens = router.prompt_tokens.copy()
-        self._counts = dataclasses.replace(GenerationCounts(), waiting=self._counts.waiting)
+        self._counts = GenerationCounts(waiting=self._counts.waiting)
         self._num_requested = 0  # groups
         self._num_failed = 0  # groups
         self._failure = ""
         self._dropped = []
+        self._start_clock()
+
+    def _start_clock(self) -> None:
+        self._since = asyncio.get_running_loop().time()
+        self._busy_s = self._workflow.router.busy_s

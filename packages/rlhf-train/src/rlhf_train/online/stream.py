@@ -1,7 +1,7 @@
 """Between generation and training: prompts are admitted, complete groups go in, batches come out. Torch-free."""
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -172,14 +172,17 @@ class SampleStream:
         tickets = [[t.number, t.group_id, t.item, t.last_batch, t.group] for t in self._tickets.values()]
         return {**counts, "tickets": tickets}
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue where another process was. Prompts that were `in_flight` there are so here."""
+    def restore(self, state: Mapping[str, Any], tickets: Iterable[Ticket]) -> None:
+        """Continue where another process was, with the prompts that it had admitted.
+
+        Those that were `in_flight` there are so here.
+        """
         self._num_admitted = state["num_admitted"]
         self._num_admitted_now = state["num_admitted_now"]
         self._num_taken = state["num_taken"]
         self._num_done = state["num_done"]
         self._versions.extend(state["versions"])
-        self._tickets = {number: Ticket(number, *rest) for number, *rest in state["tickets"]}
+        self._tickets = {ticket.number: ticket for ticket in tickets}
 
     def _next_batch(self) -> list[Ticket]:
         complete = [ticket for ticket in self._tickets.values() if ticket.group is not None]

@@ -18,7 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_data.errors import CheckpointError
+from rlhf_data.records import RolloutGroup
 from rlhf_data.sources import sha256
+from rlhf_rollout.records_io import batch_records
 
 FORMAT = 1
 _UNREADABLE = (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)
@@ -160,7 +162,7 @@ class Checkpoints:
         target = self.folder / f"step-{step}"
         try:
             files = {name: _await_receipt(staging / name, ended or threading.Event()) for name in ranks}
-            (staging / STATE).write_bytes(json.dumps(state).encode())
+            (staging / STATE).write_bytes(encode_state(state))
             for path in sorted(staging.rglob("*")):
                 name = str(path.relative_to(staging))
                 if name in files or name.endswith(RECEIPT):
@@ -214,6 +216,17 @@ class Checkpoints:
                 return checkpoint
             warn(f"the checkpoint {path} is skipped: {'; '.join(problems[:3])}")
         return None
+
+
+def encode_state(state: Mapping[str, Any]) -> bytes:
+    """Return a state as JSON. Rollout groups in it become lists of records; see `records_io.parse_group`."""
+
+    def encode(value: Any) -> list[dict[str, Any]]:
+        if isinstance(value, RolloutGroup):
+            return list(batch_records(value))
+        raise TypeError(f"{type(value).__name__} in the state of a run is no JSON value")
+
+    return json.dumps(state, default=encode, allow_nan=True).encode()
 
 
 def superfluous(found: Sequence[Checkpoint], max_num: int, max_bytes: float = math.inf) -> list[Checkpoint]:

@@ -1,0 +1,105 @@
+"""An event loop on a thread of its own: results and errors, what goes on between calls, interruptions, and the end."""
+
+import asyncio
+import os
+import signal
+import threading
+import time
+
+import pytest
+
+from rlhf_train.online.event_loop import EventLoopThread
+
+
+@pytest.fixture
+def loop():
+    loop = EventLoopThread()
+    yield loop
+    loop.close()
+
+
+def test_results_and_errors_come_back(loop):
+    async def double(number):
+        await asyncio.sleep(0)
+        return 2 * number
+
+    async def fail():
+        raise ValueError("not this one")
+
+    assert loop.run(double(4)) == 8
+    assert loop.wait(loop.start(double(5))) == 10
+    assert loop.call(lambda: threading.current_thread().name) == "generation"
+    with pytest.raises(ValueError, match="not this one"):
+        loop.run(fail())
+
+
+def test_tasks_go_on_between_two_calls(loop):
+    seen = []
+
+    async def tick():
+        while True:
+            seen.append(1)
+            await asyncio.sleep(0.001)
+
+    loop.start(tick())
+    deadline = time.monotonic() + 20
+    while len(seen) < 3:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_reports_are_made_on_the_calling_thread_at_once_or_with_the_next_call(loop):
+    made = []
+
+    def report(text):
+        loop.report(lambda: made.append((text, threading.current_thread() is threading.main_thread())))
+
+    async def work():
+        report("during")
+        while not made:  # the call goes on, and the report is made already
+            await asyncio.sleep(0.001)
+
+    loop.run(work())
+    assert made == [("during", True)]
+
+    async def later():
+        report("between")
+
+    loop.start(later()).result(20)
+    assert made == [("during", True)]
+    loop.call(lambda: None)
+    assert made == [("during", True), ("between", True)]
+
+
+def test_interruption_cancels_the_coroutine_that_is_waited_for(loop):
+    ended = threading.Event()
+
+    async def wait():
+        os.kill(os.getpid(), signal.SIGINT)
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.set()
+
+    with pytest.raises(KeyboardInterrupt):
+        loop.run(wait())
+    assert ended.wait(20)
+    assert loop.call(lambda: 3) == 3
+
+
+def test_close_cancels_all_tasks_and_waits_for_their_cleaning_up():
+    loop = EventLoopThread()
+    cleaned = []
+
+    async def work():
+        try:
+            await asyncio.sleep(60)
+        finally:
+            await asyncio.sleep(0.05)
+            cleaned.append(True)
+
+    loop.start(work())
+    loop.call(lambda: None)
+    loop.close()
+    assert cleaned == [True]
+    assert "generation" not in {thread.name for thread in threading.enumerate()}
