@@ -18,7 +18,7 @@ from rlhf_train.online.rewards import RewardShaper
 from rlhf_train.run.metrics import METRIC_PREFIXES, Metric, merge_metrics, results
 from rlhf_train.run.rank_state import file_name
 
-# Steps whose first weights' version is kept. It does not follow from the bound on staleness: a replay has none.
+# Steps whose first weights' version is kept. More than `max_staleness`, which a replay may set to another number.
 _KEPT_VERSIONS = 128
 
 
