@@ -170,7 +170,7 @@ def test_killed_asynchronous_run_trains_every_prompt_once(scratch, tmp_path):
     saved = folder / "checkpoints/step-2"
     assert signal_when(run, signal.SIGKILL, (saved / "manifest.json").exists, folder) == -signal.SIGKILL
     state = json.loads((saved / "state.json").read_bytes())["rollouts"]["stream"]
-    assert len(state["tickets"]) == max_staleness * batch_size  # queued and in flight
+    assert len(state["tickets"]) == (max_staleness + 1) * batch_size  # queued and in flight
     finish(folder, "--resume", str(folder))
     records = [json.loads(line) for line in (folder / "rollouts.jsonl").read_text().splitlines()]
     assert [one["step"] for one in records] == sorted(one["step"] for one in records)

@@ -72,6 +72,8 @@ def test_deviation_of_a_group(samples, factor):
         (["--vllm_is_correction_type", "tis"], "OpenRLHF's is 0.5 5"),
         (["--vllm_is_correction_type", "icepop"], "are not counted in the mean; OpenRLHF counts them"),
         (["--reward_clip_range", "5"], "OpenRLHF clips them afterwards"),
+        (["--async_train"], "finishes responses first (--at_update drain)"),
+        (["--async_train", "--partial_rollout"], "keeps the old ones (--keep_kv)"),
         (["--dynamic_filtering"], "--dynamic_filtering_reward_range 0 1"),
         (["--dynamic_filtering"], "--dynamic_filtering_max_batches"),
         (["--eval_data", "e.jsonl"], "--eval_n_samples_per_prompt is 1; OpenRLHF's default is 4"),

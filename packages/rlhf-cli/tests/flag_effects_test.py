@@ -143,7 +143,7 @@ REACHES = [
     ("train_steps", "2", "", "num_steps", 2),
     ("async_train", "", "", "asynchronous", AsyncSpec()),
     ("max_staleness", "3", "--async_train", "asynchronous.max_staleness", 3),
-    ("keep_kv", "", "--async_train --at_update keep", "engine.keep_kv", True),
+    ("keep_kv", "", "--async_train", "engine.keep_kv", True),
     ("at_update", "restart", "--async_train", "asynchronous.at_update", "restart"),
     ("freezing_actor_steps", "1", "", "num_frozen_steps", 1),
     ("freezing_actor_steps", "-1", "", "num_frozen_steps", 0),

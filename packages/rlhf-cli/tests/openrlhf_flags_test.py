@@ -107,7 +107,6 @@ def test_table_has_no_flag_twice_for_a_command_and_names_options_that_exist():
         ("ppo", "--train.async_enable", "async_train", True),
         ("ppo", "--async_train --async_queue_size 2", "max_staleness", 2),
         ("ppo", "--async_train --partial_rollout", "at_update", "keep"),
-        ("ppo", "--async_train --partial_rollout false", "at_update", "drain"),
         ("ppo", "--ckpt.best_metric_key none", "best_metric_key", None),
         ("ppo", "--critic_pretrain None --advantage_estimator reinforce", "critic_pretrain", None),
         ("sft", "--model.model_name_or_path org/model", "pretrain", "org/model"),

@@ -24,9 +24,9 @@ class AsyncSection(Section, title="asynchronous training"):
         ge=0,
     )
     at_update: AtUpdate = flag(
-        "drain",
-        "responses in flight when engines get new weights: drain finishes them first, keep continues them with the new"
-        " weights, restart begins them anew",
+        "keep",
+        "responses in flight when engines get new weights: keep continues them with the new weights, drain finishes"
+        " them first, restart begins them anew",
     )
 
     keep_kv: bool = flag(

@@ -30,6 +30,11 @@ def online_differences(config: PpoConfig, given: Collection[str]) -> list[str]:
         )
     if config.rollout.dynamic_filtering:
         found += _filtering(config)
+    if config.asynchrony.async_train and config.asynchrony.at_update == "keep" and not config.asynchrony.keep_kv:
+        found.append(
+            "--at_update keep continues responses after new weights and computes their keys and values again; OpenRLHF"
+            " finishes responses first (--at_update drain), and with --partial_rollout keeps the old ones (--keep_kv)"
+        )
     if config.data.eval_data is not None:
         found += _evaluation(config, given)
     return _sentences(found, config)

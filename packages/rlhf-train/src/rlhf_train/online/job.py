@@ -144,7 +144,7 @@ class AsyncSpec:
     """
 
     max_staleness: int = 1
-    at_update: PauseMode = "drain"
+    at_update: PauseMode = "keep"
 
     def __post_init__(self) -> None:
         if self.max_staleness < 0:
