@@ -94,36 +94,39 @@ def decode_steps(groups: Sequence[Group], num_engines: int, slots: int) -> float
     return simulate(unit, Layout(num_engines=num_engines, slots=slots, batch_size=len(groups)), groups, 1).seconds
 
 
-def read_run(folder: Path, skip: int = 2) -> MeasuredRun:
-    """Return the costs and lengths of a synchronous run.
+def read_run(*folders: Path, skip: int = 2) -> MeasuredRun:
+    """Return the costs and lengths of a synchronous run, or of several with the same sizes.
 
     A step's generation is fitted as a part per prompt token, one per decode step and one per response token; all other
     phases but the weight sync as a constant and a part per token of the batch.
 
     Args:
-        folder: its --save_path.
-        skip: steps at the start that warm up and are left out of the fit.
+        folders: their --save_path.
+        skip: steps at the start of each that warm up and are left out of the fit.
     """
-    config = tomllib.loads((folder / "config.toml").read_text(encoding="utf-8"))
+    config = tomllib.loads((folders[0] / "config.toml").read_text(encoding="utf-8"))
     num_engines, slots = config["engine"]["vllm_num_engines"], config["engine"]["vllm_max_num_seqs"]
-    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    steps = [line for line in map(json.loads, lines) if "time/step" in line]
-    groups = read_groups(folder / "rollouts.jsonl")
-    used = [step for step in steps[skip:] if step["step"] in groups]
+    work: list[list[Group]] = []
+    used: list[tuple[list[Group], dict[str, Any]]] = []
+    for folder in folders:
+        lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        steps = [line for line in map(json.loads, lines) if "time/step" in line]
+        groups = read_groups(folder / "rollouts.jsonl")
+        work += [groups[step["step"]] for step in steps if step["step"] in groups]
+        used += [(groups[step["step"]], step) for step in steps[skip:] if step["step"] in groups]
     if len(used) < 4:
-        raise ValueError(f"{folder} has {len(used)} steps after the first {skip}; a fit needs at least 4")
-    work = [groups[step["step"]] for step in used]
-    prompts = [sum(group.prompt_tokens for group in step) for step in work]
-    answers = [sum(sum(group.lengths) for group in step) for step in work]
-    iterations = [decode_steps(step, num_engines, slots) for step in work]
+        raise ValueError(f"{folders[0]} has {len(used)} steps after the first {skip}; a fit needs at least 4")
+    prompts = [sum(group.prompt_tokens for group in step) for step, _ in used]
+    answers = [sum(sum(group.lengths) for group in step) for step, _ in used]
+    iterations = [decode_steps(step, num_engines, slots) for step, _ in used]
     per_prompt_token, per_step, per_token = fit(
-        [prompts, iterations, answers], [step["time/generate"] + step.get("time/reward", 0.0) for step in used]
+        [prompts, iterations, answers], [line["time/generate"] + line.get("time/reward", 0.0) for _, line in used]
     )
     tokens = [
         sum(len(group.lengths) * group.prompt_tokens for group in step) + answered
-        for step, answered in zip(work, answers, strict=True)
+        for (step, _), answered in zip(used, answers, strict=True)
     ]
-    per_batch, per_trained_token = fit([[1.0] * len(used), tokens], [_training_seconds(step) for step in used])
+    per_batch, per_trained_token = fit([[1.0] * len(used), tokens], [_training_seconds(line) for _, line in used])
     # An engine that decodes n responses makes n tokens in a step.
     per_token *= num_engines
     return MeasuredRun(
@@ -132,9 +135,9 @@ def read_run(folder: Path, skip: int = 2) -> MeasuredRun:
             train_token_s=per_trained_token,
             train_batch_s=per_batch,
             prefill_token_s=per_prompt_token * num_engines,
-            sync_s=statistics.median(step.get("time/sync", 0.0) for step in used),
+            sync_s=statistics.median(line.get("time/sync", 0.0) for _, line in used),
         ),
-        steps=tuple(tuple(groups[step["step"]]) for step in steps if step["step"] in groups),
+        steps=tuple(tuple(step) for step in work),
         num_engines=num_engines,
         slots=slots,
         batch_size=config["rollout"]["rollout_batch_size"],

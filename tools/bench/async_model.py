@@ -43,6 +43,8 @@ class Costs:
         sync_s: sending the weights, without waiting for requests.
         reward_s: from the last response of a group to its reward.
         turn_s: engines and trainers on the same cards change places, per step.
+        slowdown: how many times as long an engine takes for everything while the learner trains, because both sides
+            share a processor's memory or the cores of a CPU.
     """
 
     decode_s: tuple[tuple[float, float], ...]
@@ -52,6 +54,7 @@ class Costs:
     sync_s: float = 0.0
     reward_s: float = 0.0
     turn_s: float = 0.0
+    slowdown: float = 1.0
 
     def decode(self, running: int) -> float:
         """Return the seconds of a decode step with so many responses."""
@@ -131,6 +134,7 @@ class _Engine:
         self._clock = 0.0
         self._time = 0.0  # up to which `clock` counts
         self._halted_until = 0.0
+        self._slowdown = 1.0
         self._running: list[tuple[float, int, int, int]] = []  # clock at the end, order, group, length
         self._waiting: deque[tuple[int, int]] = deque()  # group, length
         self._order = itertools.count()
@@ -144,7 +148,7 @@ class _Engine:
     def add(self, now: float, group: int, lengths: Sequence[int], prefill_s: float) -> None:
         self._advance(now)
         self._waiting.extend((group, length) for length in lengths)
-        self._halted_until = max(self._halted_until, now) + prefill_s
+        self._halted_until = max(self._halted_until, now) + prefill_s * self._slowdown
         self._fill()
 
     def finish(self, now: float) -> list[int]:
@@ -164,19 +168,23 @@ class _Engine:
             heapq.heapify(self._running)
         self.changes += 1
 
+    def slow_down(self, now: float, factor: float) -> None:
+        self._advance(now)
+        self._slowdown = factor
+
     def next_end(self) -> float:
         """Return when the next response ends, if nothing changes."""
         if not self._running:
             return math.inf
         left = max(self._running[0][0] - self._clock, 0.0)
-        return max(self._time, self._halted_until) + left * self._step_s[len(self._running)]
+        return max(self._time, self._halted_until) + left * self._slowdown * self._step_s[len(self._running)]
 
     def _advance(self, now: float) -> None:
         if self._running:
             self.busy_s += now - self._time
             going_s = now - max(self._time, self._halted_until)
             if going_s > 0:
-                self._clock += going_s / self._step_s[len(self._running)]
+                self._clock += going_s / (self._slowdown * self._step_s[len(self._running)])
         self._time = now
         self.changes += 1
 
@@ -290,6 +298,7 @@ class _Run:
         tokens = sum(len(g.lengths) * g.prompt_tokens + sum(g.lengths) for g in map(self.group, batch))
         seconds = self._costs.train_batch_s + self._costs.train_token_s * tokens / self._layout.num_trainers
         self.learning_s += seconds
+        self._slow_down(self._costs.slowdown)
         self._plan(self.now + seconds, self._on_trained)
 
     def _leaves_time(self, batch: Sequence[int]) -> bool:
@@ -302,7 +311,14 @@ class _Run:
                 return False
         return True
 
+    def _slow_down(self, factor: float) -> None:
+        if self._costs.slowdown != 1:
+            for number, engine in enumerate(self._engines):
+                engine.slow_down(self.now, factor)
+                self._plan_end(number)
+
     def _on_trained(self) -> None:
+        self._slow_down(1.0)
         self._is_closed = True
         self._is_draining = self._layout.at_update == "drain" and len(self._left) > 0
         if not self._is_draining:

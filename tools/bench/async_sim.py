@@ -60,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--slots", type=int, help="responses per engine at once; default: 256, or the run's")
     costs = parser.add_argument_group("costs, in seconds; they override those of --from")
     costs.add_argument("--decode", nargs="+", metavar="RUNNING:SECONDS", help="a decode step, by running responses")
-    for name in ("prefill_token_s", "train_batch_s", "train_token_s", "sync_s", "reward_s", "turn_s"):
+    for name in ("prefill_token_s", "train_batch_s", "train_token_s", "sync_s", "reward_s", "turn_s", "slowdown"):
         costs.add_argument(f"--{name}", type=float)
     lengths = parser.add_argument_group("log-normal response lengths in tokens; they override those of --from")
     lengths.add_argument("--length_median", type=float)
@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     measured = read_run(options.run) if options.run else None
     if not measured and not (options.decode and options.train_token_s and options.length_median):
         parser.error("without --from, --decode, --train_token_s and --length_median are needed")
-    names = ("prefill_token_s", "train_batch_s", "train_token_s", "sync_s", "reward_s", "turn_s")
+    names = ("prefill_token_s", "train_batch_s", "train_token_s", "sync_s", "reward_s", "turn_s", "slowdown")
     given = {name: value for name in names if (value := getattr(options, name)) is not None}
     if options.decode:
         pairs = (text.split(":") for text in options.decode)

@@ -4,6 +4,7 @@ import json
 import math
 import random
 from collections import deque
+from dataclasses import replace
 
 import pytest
 
@@ -77,6 +78,15 @@ def test_prefill_halts_once_per_prompt_and_rewards_take_time():
     assert seconds([Group(10, (4, 4))], costs=costs) == pytest.approx(5 + 4 + 3 + 2.8)
     # Two trainers share the tokens.
     assert seconds([Group(10, (4, 4))], costs=costs, num_trainers=2) == pytest.approx(5 + 4 + 3 + 1.4)
+
+
+def test_engines_are_slower_while_the_learner_trains():
+    # Two groups run from 0 to 10; the third starts at 15, has 2 of its 10 tokens at 19, when the training of the second
+    # ends, is halted until 20, and ends at 28; the fourth starts at 20 and has 8 tokens at 28. Until 32 it gets the two
+    # others; it is trained after the weights, from 33 to 37.
+    costs = replace(STEP, slowdown=2.0)
+    assert seconds(TEN, 4, costs, max_staleness=1, at_update="keep") == pytest.approx(38)
+    assert seconds(TEN, 4, costs) == pytest.approx(60)  # nothing runs beside training
 
 
 def test_groups_go_to_the_engine_with_the_least_work():

@@ -2,10 +2,13 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 
 import asynchronous
+from async_costs import MeasuredRun, log_normal_groups
+from async_model import Costs
 
 
 def figures(samples_per_s, after, **more):
@@ -46,7 +49,7 @@ def test_summary_compares_seed_by_seed():
     assert one["ratios"] == [2.0, 1.2] and one["ratio"] == pytest.approx(1.6)
     assert one["accuracy_difference"] == pytest.approx(0.1)
     assert one["difference_standard_error"] == pytest.approx(math.sqrt(0.25 / 400 + 0.24 / 400))
-    assert one["prediction_errors"] == pytest.approx([0.05, 0.0])
+    assert one["prediction_error"] == pytest.approx(45 / 44 - 1)
 
 
 @pytest.mark.parametrize(
@@ -56,8 +59,8 @@ def test_summary_compares_seed_by_seed():
         (1.29, 0.53, 1.3, ["1.29 times"]),
         (1.31, 0.35, 1.4, ["accuracy differs by -0.150"]),
         (1.31, 0.65, 1.4, ["accuracy differs by +0.150"]),
-        (1.31, 0.5, 1.45, ["predictions are off"]),
-        (1.29, 0.65, 1.0, ["1.29 times", "accuracy differs", "predictions are off"]),
+        (1.31, 0.5, 1.45, ["prediction is off"]),
+        (1.29, 0.65, 1.0, ["1.29 times", "accuracy differs", "prediction is off"]),
     ],
 )
 def test_missed_goals_are_named(ratio, after, predicted, words):
@@ -70,3 +73,24 @@ def test_missed_goals_are_named(ratio, after, predicted, words):
 def test_modes_of_staleness_are_flags():
     assert asynchronous.mode_flags(None, "keep") == []
     assert asynchronous.mode_flags(4, "drain")[:3] == ["--async_train", "--max_staleness", "4"]
+
+
+def test_slowdown_is_fitted_to_a_run():
+    costs = Costs(decode_s=((1, 0.002), (64, 0.01)), train_token_s=1e-4, train_batch_s=0.05, sync_s=0.03)
+    groups = log_normal_groups(320, 4, prompt_tokens=16, median=32, p99=256, longest=330)
+    steps = tuple(tuple(groups[start : start + 16]) for start in range(0, 320, 16))
+    run = MeasuredRun(costs, steps, num_engines=1, slots=64, batch_size=16)
+    slower = {
+        staleness: asynchronous.predict(replace(costs, slowdown=1.4), run, staleness, "keep") for staleness in (1, 4)
+    }
+    assert slower[4] < asynchronous.predict(costs, run, 4, "keep")
+    assert asynchronous.fit_slowdown(costs, run, "keep", slower).slowdown == pytest.approx(1.4, abs=0.021)
+
+
+def test_run_that_is_there_is_read(tmp_path):
+    (tmp_path / "model").mkdir()
+    step = {"step": 1, "time/step": 2.0, "samples/trained": 8}
+    final = {"step": 1, "time/total": 9.0, "eval/accuracy_before": 0.25, "eval/accuracy_after": 0.75}
+    lines = "".join(json.dumps(line) + "\n" for line in (step, final))
+    (tmp_path / "metrics.jsonl").write_text(lines, encoding="utf-8")
+    assert asynchronous.run(["--no_such_flag"], tmp_path, timeout_s=1.0)["samples_per_s"] == 4.0

@@ -33,7 +33,7 @@ from rlhf_train.run.observer import Observer
 
 PERIOD_S = 0.02
 WORKING_SHARE = 0.25  # of a core, from which on the engine counts as working
-WINDOW_S = 12.0  # shown of each run
+WINDOW_S = 8.0  # shown of each run
 COLORS = {
     "generating": "#4c78a8",
     "training": "#e45756",
@@ -174,7 +174,7 @@ def picture(runs: Sequence[dict[str, Any]], window_s: float) -> str:
             if moment < window_s:
                 x = f"{left + moment * scale:.1f}"
                 parts.append(f'<line x1="{x}" y1="{top - 3}" x2="{x}" y2="{top + 2 * lane}" stroke="black"/>')
-    for second in range(0, int(window_s) + 1, 2):
+    for second in range(int(window_s) + 1):
         x = f"{left + second * scale:.1f}"
         parts.append(f'<text x="{x}" y="{height - 10}" font-size="12" text-anchor="middle">{second} s</text>')
     return "\n".join([*parts, "</svg>\n"])
@@ -184,10 +184,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Watch both runs, or read the report of an earlier call, and draw them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--draw", type=Path, metavar="REPORT", help="run nothing; draw this report")
-    parser.add_argument("--staleness", type=int, nargs="+", default=[1, 4])
+    parser.add_argument("--staleness", type=int, nargs="+", default=[4])
     parser.add_argument("--at_update", choices=["drain", "keep", "restart"], default="keep")
-    parser.add_argument("--steps", type=int, default=14)
+    parser.add_argument("--steps", type=int, default=11)
     parser.add_argument("--window_s", type=float, default=WINDOW_S)
+    parser.add_argument("--task", type=Path, metavar="DIR", help="keep the task here, or use the one that is here")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--picture", type=Path, required=True)
     options = parser.parse_args(argv)
@@ -197,7 +198,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         os.environ.update(OWN_CLUSTER)
         runs = []
         with tempfile.TemporaryDirectory() as name:
-            task = long_tail.make(Path(name), stdout=sys.stderr)
+            task = long_tail.make(options.task or Path(name, "task"), stdout=sys.stderr)
             for staleness in (None, *options.staleness):
                 mode = mode_flags(staleness, options.at_update)
                 flags = [*FLAGS.split(), *mode, "--train_steps", str(options.steps), "--seed", "1"]
