@@ -15,6 +15,7 @@ from rlhf_rollout.engines import EngineSpec, build_engine
 from rlhf_rollout.engines.fake import FakeEngine
 from rlhf_rollout.protocols import RolloutEngine, SamplingParams
 from rollout_testing import shared_memory_bucket
+from simulated import now, simulate
 
 
 def test_engine_is_a_rollout_engine(subject: Subject) -> None:
@@ -265,6 +266,23 @@ def test_fake_engine_scripts_get_a_seed_per_request_and_sample() -> None:
         run(engine.generate(PROMPT, sampling))
     run(engine.generate(PROMPT, SamplingParams(temperature=0.0)))
     assert seeds == [0, 1, 1009, 5045, 5046, 5047, 0]
+
+
+def test_fake_engine_takes_the_seconds_that_a_prompt_and_a_sample_say() -> None:
+    engine = FakeEngine(
+        script=lambda prompt, seed: [7] * 9 + [0], token_latency_s=lambda prompt, seed: prompt[0] + seed
+    )
+
+    async def lasts(first: int, **sampling: Any) -> float:
+        begun = now()
+        await engine.generate(np.array([first], np.int32), SamplingParams(max_tokens=64, **sampling))
+        return now() - begun
+
+    async def scenario() -> list[float]:
+        return [await lasts(3, seed=0), await lasts(2, seed=0), await lasts(2, seed=0, num_samples=4)]
+
+    # Ten tokens each; a request lasts as long as its slowest sample.
+    assert simulate(scenario()) == [30.0, 20.0, 50.0]
 
 
 def test_close_refuses_further_requests(subject: Subject) -> None:

@@ -183,7 +183,7 @@ def test_engine_that_dies_in_an_update_has_its_requests_answered_elsewhere(mode)
     assert found[0] == {"drain": [(1, 30)], "keep": [(1, 10), (2, 20)], "restart": [(2, 30)]}[mode]
     assert found[1] == [(2, 30)]
     assert fleet.supervisor.updates == {
-        "drain": {"drained": 2, "cut": 0}, "keep": {"kept": 2, "cut": 2}, "restart": {"restarted": 2, "cut": 2}
+        "drain": {"drained": 2, "cut": 2}, "keep": {"kept": 2, "cut": 2}, "restart": {"restarted": 2, "cut": 2}
     }[mode]  # fmt: skip
     assert (fleet.router.num_retries, fleet.states, fleet.engines[1].num_restarts) == (1, ["ready", "ready"], 1)
     assert fleet.said[-1] == "engine 1 is back, with weights of version 2"
@@ -272,6 +272,22 @@ def test_update_that_fails_as_a_whole_leaves_no_engine_paused_and_no_request_wai
     assert fleet.supervisor.error is fleet.error
 
 
+def test_reason_why_the_run_cannot_go_on_is_not_covered_by_what_follows_from_it():
+    fleet = Fleet(interval_s=15.0)
+
+    async def scenario():
+        await asyncio.sleep(14)
+        fleet.engines[1].hanging = {"health"}
+        fleet.engines[0].kill()
+        await asyncio.sleep(5)  # one engine starts again, the other is being examined
+        fleet.error = WeightSyncError("a weight has another shape")
+        await asyncio.sleep(300)
+        return fleet.engines[1].num_restarts
+
+    assert fleet.run(scenario) == 0
+    assert (fleet.supervisor.error, fleet.states) == (fleet.error, ["lost", "lost"])
+
+
 def test_update_that_is_cancelled_resumes_the_engines():
     fleet = Fleet(at_update="keep")
 
@@ -283,6 +299,7 @@ def test_update_that_is_cancelled_resumes_the_engines():
         await asyncio.sleep(5)
         updating.cancel()
         await asyncio.wait([updating])
+        assert not [task for task in asyncio.all_tasks() if "MortalEngine.pause" in repr(task)]
         assert not fleet.engines[0].engine._paused
         await running
         return spans(running)

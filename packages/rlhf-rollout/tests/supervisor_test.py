@@ -30,6 +30,7 @@ class Engine:
         self.hangs = False
         self.num_bad_starts = num_bad_starts
         self.version = 0
+        self.num_ready = 0
         self.log = []
 
     def _check(self):
@@ -56,6 +57,7 @@ class Engine:
 
     async def ready(self):
         await asyncio.sleep(0.01)
+        self.num_ready += 1
         if self.num_bad_starts:
             self.num_bad_starts -= 1
             self.alive = False
@@ -258,6 +260,20 @@ def test_restarts_are_counted_until_a_request_succeeds(num_bad_starts):
     assert fleet.said[-1] == "engine 0 failed: no memory\nit is given up after 3 restarts in a row"
 
 
+def test_restart_that_cannot_be_asked_for_counts_as_a_death():
+    fleet = Fleet(Engine(), max_restarts=2)
+
+    def restart():
+        raise EngineError("no node has room")
+
+    async def break_restart():
+        fleet.engines[0].restart = restart
+
+    with pytest.raises(EngineError, match="no engine is attached"):
+        fleet.run(break_restart, fleet.kill(0), fleet.ask)
+    assert str(fleet.supervisor.error) == "no engine is left; engine 0 failed 3 times in a row: no node has room"
+
+
 def test_one_engine_given_up_leaves_the_run_to_the_others():
     fleet = Fleet(Engine(num_bad_starts=9), Engine(), max_restarts=1)
     fleet.run(fleet.kill(0), fleet.until(lambda: fleet.states == ["lost", "ready"]), fleet.ask)
@@ -307,6 +323,7 @@ def test_call_all_counts_engines_that_fail_as_dead_and_waits_for_one_that_starts
 
     assert asyncio.run(scenario()) == ["ready", "dead", "syncing"]
     assert [engine.log for engine in fleet.engines] == [["sleep", "wake_up"], [], ["sleep", "wake_up"]]
+    assert [engine.num_ready for engine in fleet.engines] == [0, 0, 1]
     assert fleet.said == ["engine 1 failed: the process is gone\nit is restarted (1 of 3)"]
 
 

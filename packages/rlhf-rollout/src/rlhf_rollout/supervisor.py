@@ -254,8 +254,8 @@ class EngineSupervisor:
                 self._warn(f"engine {place.number} is back, with weights of version {self.policy_version}")
 
     async def _pause(self, place: _Place) -> None:
-        """Pause an engine. It counts as dead if it fails, or stops to answer health checks while requests finish."""
-        place.num_paused = 0
+        """Pause an engine. It counts as dead if it fails, or stops answering health checks while requests finish."""
+        place.num_paused = self._router.num_in_flight(place.engine)  # until the engine tells
         pausing = asyncio.ensure_future(place.engine.pause(self._at_update))
         try:
             while not (await asyncio.wait([pausing], timeout=self._interval_s))[0]:
@@ -313,7 +313,7 @@ class EngineSupervisor:
 
     def _fail(self, error: Exception) -> None:
         """Make all requests fail: the run cannot go on."""
-        self.error = error
+        self.error = self.error or error  # what fails because all engines are detached is no reason
         for engine in self._router.engines:
             self._router.detach(engine)
         for place in self._places:
