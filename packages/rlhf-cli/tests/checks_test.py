@@ -202,6 +202,16 @@ def test_check_ppo_what_cannot_work_is_an_error_with_a_hint(argv, message, hint)
             ["--mask_stale", "2", "--async_train", "--max_staleness", "2"],
             "--mask_stale has no effect: no token is more than 2 steps old",
         ),
+        (
+            ["--async_train"],
+            "--async_train trains on tokens of older weights, and nothing corrects for their probabilities:"
+            " --is_correction_level token or --old_logprobs rollout does",
+        ),
+        (
+            ["--async_train", "--policy_loss_type", "reinforce", "--old_logprobs", "rollout", *ONE_UPDATE],
+            "--async_train trains on tokens of older weights, and nothing corrects for their probabilities:"
+            " --is_correction_level token does",
+        ),
         (["--ema_beta", "0.9"], "--ema_beta has no effect: --enable_ema is off"),
         (["--eval_data", "None", "--source_key", "set"], "--source_key has no effect: there is no --eval_data"),
         (
@@ -240,7 +250,9 @@ def test_check_ppo_what_has_no_effect_is_a_notice(argv, notice):
         ["--policy_loss_type", "reinforce", *ONE_UPDATE],
         [*SKIP, *ONE_UPDATE],
         ["--old_logprobs", "rollout"],
-        ["--async_train", "--max_staleness", "2", "--mask_stale", "1"],
+        ["--async_train", "--max_staleness", "2", "--mask_stale", "1", "--old_logprobs", "rollout"],
+        ["--async_train", "--is_correction_level", "token"],
+        ["--async_train", "--max_staleness", "0"],
         ["--use_kl_loss", "--kl_unbiased_gradient"],
         ["--kl_target", "0.1", "--kl_horizon", "500"],
         ["--is_correction_level", "sequence", "--is_correction_mode", "mask", "--is_correction_threshold", "0.5", "2"],

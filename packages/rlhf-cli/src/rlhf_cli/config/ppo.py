@@ -63,6 +63,7 @@ class PpoConfig(Config):
         notices += self.training.check(given)
         notices += self.asynchrony.check(given)
         notices += _check_training(self, given)
+        notices += _check_staleness(self, given)
         notices += _check_teacher_alone(self, given)
         notices += _check_filtering(self, given)
         notices += _check_evaluation(self, given)
@@ -118,17 +119,29 @@ def _check_training(config: PpoConfig, given: Collection[str]) -> list[str]:
         message = f"--group_by turn compares rewards turn by turn, and --reward_normalize {reward.reward_normalize}"
         what = "compares none" if reward.reward_normalize == "none" else "compares those of whole responses"
         raise ConfigError(f"{message} {what}", hint="drop one of them")
-    bound = config.asynchrony.max_staleness if config.asynchrony.async_train else 0
-    # A replay has the staleness of the run that it replays.
-    is_bound = config.rollout.replay is None and (algorithm.mask_stale is None or algorithm.mask_stale >= bound)
     no_baseline = reward.reward_normalize == "none" and not algorithm.row.uses_group
     return without_effect(
         given,
         (no_baseline, ["reward_normalize"], f"{algorithm.title} compares no rewards within a group"),
         (rescales and shapes == (None,) * 3, ["running_reward_norm"], anyway),
         (not training.enable_ema, ["ema_beta"], "--enable_ema is off"),
-        (is_bound, ["mask_stale"], f"no token is more than {bound} steps old (--async_train, --max_staleness)"),
     )
+
+
+def _check_staleness(config: PpoConfig, given: Collection[str]) -> list[str]:
+    """Check what becomes of tokens of older weights."""
+    algorithm = config.algorithm
+    bound = config.asynchrony.max_staleness if config.asynchrony.async_train else 0
+    # A replay has the staleness of the run that it replays.
+    is_bound = config.rollout.replay is None and (algorithm.mask_stale is None or algorithm.mask_stale >= bound)
+    reason = f"no token is more than {bound} steps old (--async_train, --max_staleness)"
+    notices = without_effect(given, (is_bound, ["mask_stale"], reason))
+    spec = algorithm.spec()
+    if bound and spec.weighs and spec.correction.level == "off":
+        ways = ["--is_correction_level token", *(["--old_logprobs rollout"] if spec.loss.uses_ratio else [])]
+        text = "--async_train trains on tokens of older weights, and nothing corrects for their probabilities"
+        notices.append(f"{text}: {' or '.join(ways)} does")
+    return notices
 
 
 def _check_teacher_alone(config: PpoConfig, given: Collection[str]) -> list[str]:
