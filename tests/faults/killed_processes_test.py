@@ -20,7 +20,7 @@ import ray
 from ray.cluster_utils import Cluster
 
 from rlhf_models.testing import tiny_model_dir
-from rlhf_train.online.job import CheckpointSpec
+from rlhf_train.online.job import AsyncSpec, CheckpointSpec
 from rlhf_train.online.run import run_online
 from rlhf_train.run.observer import Observer
 from trainer_testing import NUM_CLUSTER_CPUS, tiny_job
@@ -80,10 +80,12 @@ def cluster(monkeypatch):
     cluster.shutdown()
 
 
-def test_run_survives_killed_engines_and_the_loss_of_its_node(cluster, tmp_path):
+@pytest.mark.parametrize("asynchronous", [None, AsyncSpec(max_staleness=1)], ids=["in turn", "at once"])
+def test_run_survives_killed_engines_and_the_loss_of_its_node(cluster, tmp_path, asynchronous):
     model_path = str(tiny_model_dir(tmp_path / "model"))
     job = tiny_job(model_path, tmp_path, num_steps=NUM_STEPS, checkpoints=CheckpointSpec(folder="", every=1))
-    job = dataclasses.replace(job, sampling=dataclasses.replace(job.sampling, max_tokens=48))
+    sampling = dataclasses.replace(job.sampling, max_tokens=48)
+    job = dataclasses.replace(job, sampling=sampling, asynchronous=asynchronous)
 
     def lose_node():
         cluster.add_node(num_cpus=NUM_CLUSTER_CPUS)
@@ -101,10 +103,14 @@ def test_run_survives_killed_engines_and_the_loss_of_its_node(cluster, tmp_path)
     lines = [json.loads(line) for line in (Path(job.save_path) / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "time/step" in line]
     assert [line["step"] for line in steps] == list(range(1, NUM_STEPS + 1))
-    for line in steps:
-        assert (line["samples/generated"], line["samples/trained"], line["samples/failed"]) == (32, 32, 0)
-    # Rollouts come from the weights that the trainers have: a restarted engine does not answer with older ones.
-    assert max(gaps := [line["mismatch/logprob_gap_max"] for line in steps]) < 1e-3, gaps
+    assert [(line["samples/trained"], line["samples/failed"], line["samples/stale"]) for line in steps] == [
+        (32, 0, 0)
+    ] * NUM_STEPS
+    assert sum(line["samples/generated"] for line in steps) == 32 * NUM_STEPS
+    assert max(line["policy/staleness_max"] for line in steps) <= job.max_staleness * job.batch.num_updates
+    if asynchronous is None:
+        # Rollouts come from the weights that the trainers have: a restarted engine does not answer with older ones.
+        assert max(gaps := [line["mismatch/logprob_gap_max"] for line in steps]) < 1e-3, gaps
     assert summary.artifacts["final model"] == "model"
     deadline = time.monotonic() + 60
     while actors("EngineActor") or actors("RankActor"):

@@ -154,6 +154,13 @@ def test_killed_engine_is_restarted_and_synchronized_before_the_waiting_request_
     ]
 
 
+def test_return_of_an_engine_is_said_once_however_many_updates_follow_before_its_next_request():
+    fleet = Fleet(Engine(), interval_s=0.01)
+    is_back = fleet.until(lambda: len(fleet.said) == 2)
+    fleet.run(fleet.kill(0), is_back, lambda: fleet.supervisor.synchronize(5), lambda: fleet.supervisor.synchronize(5))
+    assert fleet.said[1:] == ["engine 0 is back, with weights of version 5"]
+
+
 def test_requests_go_to_the_other_engine_while_one_is_restarted():
     fleet = Fleet(Engine(), Engine(), interval_s=1000)
     versions = fleet.run(fleet.kill(0), *[fleet.ask] * 6, fleet.until(lambda: fleet.states == ["ready", "ready"]))

@@ -52,6 +52,7 @@ class _Place:
     engine: RestartableEngine
     state: EngineState = EngineState.SYNCING
     num_deaths: int = 0  # since its last success
+    is_back: bool = True  # since its last death, as `warn` was told
     num_paused: int = 0  # sequences that the last pause for an update found
     alarm: asyncio.Event = field(default_factory=asyncio.Event)
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # held by who takes it to another state
@@ -250,7 +251,8 @@ class EngineSupervisor:
             place.state = EngineState.READY
             place.alarm.clear()
             self._router.restore(place.engine)
-            if place.num_deaths:
+            if not place.is_back:
+                place.is_back = True
                 self._warn(f"engine {place.number} is back, with weights of version {self.policy_version}")
 
     async def _pause(self, place: _Place) -> None:
@@ -299,6 +301,7 @@ class EngineSupervisor:
         """Count the death of an engine, and give the engine up if it has died too often."""
         self._router.suspend(place.engine)
         place.num_deaths += 1
+        place.is_back = False
         text = f"engine {place.number} failed: {reason}"
         if place.num_deaths <= self._max_restarts:
             place.state = EngineState.DEAD
