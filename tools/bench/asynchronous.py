@@ -31,13 +31,13 @@ from environment import OWN_CLUSTER, command_line, environment
 
 GOALS = {1: 1.3, 4: 1.5}  # least samples per second, relative to the synchronous run, by staleness
 MAX_ERROR = 0.1  # of the mean prediction of a mode
-BATCH_SIZE, NUM_SAMPLES, SLOTS = 16, 4, 128
+BATCH_SIZE, NUM_SAMPLES, SLOTS = 8, 4, 128
 NUM_ANSWERS = 4  # per held-out prompt
 FLAGS = (
     f"--rollout_batch_size {BATCH_SIZE} --n_samples_per_prompt {NUM_SAMPLES} --vllm_max_num_seqs {SLOTS}"
     f" --train_batch_size {BATCH_SIZE * NUM_SAMPLES} --micro_train_batch_size 32 --micro_rollout_batch_size 64"
-    " --advantage_estimator group_norm --is_correction_level token --actor_learning_rate 1e-4 --packing_samples"
-    " --eval_steps -1"
+    " --advantage_estimator group_norm --init_kl_coef 0 --old_logprobs rollout --actor_learning_rate 1.5e-4"
+    " --packing_samples --eval_steps -1"
     f" --eval_temperature 1 --eval_n_samples_per_prompt {NUM_ANSWERS}"
 )
 _NOT_COUNTED = ("time/evaluate", "time/save", "time/checkpoint")
@@ -187,7 +187,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--staleness", type=int, nargs="*", default=[1, 4])
     parser.add_argument("--at_update", choices=["drain", "keep", "restart"], default="keep")
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=110)
     parser.add_argument("--cores", type=int, nargs="+", default=[0, 1], help="of this machine, for everything")
     parser.add_argument("--timeout_s", type=float, default=900.0, help="per run")
     parser.add_argument("--task", type=Path, metavar="DIR", help="keep the task here, or use the one that is here")
