@@ -93,4 +93,8 @@ def test_unknown_levels_and_modes_and_other_shapes_are_refused():
     with pytest.raises(ValueError, match="shapes differ"):
         importance_weights(torch.zeros(1, 2), torch.zeros(1, 3), torch.zeros(1, 2).bool(), level="token")
     with pytest.raises(ValueError, match="shapes differ"):
+        importance_weights(torch.zeros(1, 2), torch.zeros(1, 2), torch.zeros(1, 3).bool(), level="token")
+    with pytest.raises(ValueError, match="shapes differ"):
+        importance_weights(torch.zeros(1, 3), torch.zeros(1, 2), torch.zeros(1, 2).bool(), level="token")
+    with pytest.raises(ValueError, match="shapes differ"):
         bounded_weights(torch.zeros(1, 2), torch.zeros(1, 3).bool(), mode="mask", low=0.5, high=5.0)
