@@ -65,10 +65,15 @@ def test_stream_tells_the_same(answer):
                     elif event.type == "response.function_call_arguments.delta":
                         arguments[event.output_index] = arguments.get(event.output_index, "") + event.delta
                 streamed = await events.get_final_response()
-            numbers = [
-                event.sequence_number async for event in await door.client.responses.create(**asked, stream=True)
-            ]
-            assert numbers == list(range(len(numbers)))
+            stream = await door.client.responses.create(**asked, stream=True)
+            events = [event async for event in stream]
+            assert [event.sequence_number for event in events] == list(range(len(events)))
+            assert [event.response.status for event in events[:2]] == ["in_progress"] * 2
+            for event in events:
+                told = event.to_dict()
+                type(event).model_validate(told)  # raises if a field is missing that the library requires
+                if event.type == "response.output_item.added":
+                    assert (told["item"].get("content"), told["item"].get("arguments")) in (([], None), (None, ""))
 
             def plain(response):
                 items = [item.model_dump(exclude={"id", "call_id", "parsed_arguments"}) for item in response.output]
@@ -77,6 +82,12 @@ def test_stream_tells_the_same(answer):
                         part.pop("parsed", None)
                 return items, response.status, response.usage
 
+            type(whole).model_validate(whole.to_dict())
+            details = (
+                whole.usage.input_tokens_details.cached_tokens,
+                whole.usage.output_tokens_details.reasoning_tokens,
+            )
+            assert details == (0, 0)
             assert plain(streamed) == plain(whole)
             assert text == whole.output_text
             calls = {index: item.arguments for index, item in enumerate(whole.output) if item.type == "function_call"}

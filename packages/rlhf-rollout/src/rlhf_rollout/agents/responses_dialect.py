@@ -90,12 +90,14 @@ def _write(request: Request, answer: Answer) -> dict[str, Any]:
         told = {"call_id": name, "name": call.name, "arguments": json.dumps(call.arguments), "status": "completed"}
         output.append({"type": "function_call", "id": new_id("fc"), **told})
     usage = {"input_tokens": answer.num_prompt_tokens, "output_tokens": answer.num_tokens}
-    usage |= {"input_tokens_details": {"cached_tokens": 0}, "output_tokens_details": {"reasoning_tokens": 0}}
+    usage["total_tokens"] = sum(usage.values())
+    # Fields that the library requires: the door tells neither what was cached nor what is reasoning.
+    details = {"input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0}}
+    details |= {"output_tokens_details": {"reasoning_tokens": 0}}
     head = {"id": new_id("resp"), "object": "response", "created_at": int(time.time()), "model": request.model}
     head |= {"parallel_tool_calls": True, "tool_choice": "auto", "tools": [], "error": None}
     head["incomplete_details"] = {"reason": "max_output_tokens"} if answer.is_cut else None
-    total = {"total_tokens": answer.num_prompt_tokens + answer.num_tokens}
-    return head | {"status": status, "output": output, "usage": usage | total}
+    return head | {"status": status, "output": output, "usage": usage | details}
 
 
 def _events(request: Request, answer: Answer) -> Iterator[Event]:
