@@ -292,7 +292,7 @@ def test_update_that_is_cancelled_resumes_the_engines():
     fleet = Fleet(at_update="keep")
 
     async def scenario():
-        running = fleet.ask(20)
+        running = [fleet.ask(20), fleet.ask(20)]
         await asyncio.sleep(1)
         fleet.engines[1].hanging = {"pause"}
         updating = asyncio.create_task(fleet.synchronize())
@@ -301,10 +301,10 @@ def test_update_that_is_cancelled_resumes_the_engines():
         await asyncio.wait([updating])
         assert not [task for task in asyncio.all_tasks() if "MortalEngine.pause" in repr(task)]
         assert not fleet.engines[0].engine._paused
-        await running
-        return spans(running)
+        await asyncio.gather(*running)
+        return [sum(length for _, length in spans(task)) for task in running]
 
-    assert sum(length for _, length in fleet.run(scenario)) == 20
+    assert fleet.run(scenario) == [20, 20]
 
 
 def test_only_engine_that_dies_paused_and_is_given_up_fails_its_requests():
