@@ -158,9 +158,7 @@ def picture(runs: Sequence[dict[str, Any]], window_s: float) -> str:
         parts.append(f'<text x="{x + 20}" y="22" font-size="13">{escape(name)}</text>')
     for number, run in enumerate(runs):
         top = 56 + number * (2 * lane + gap)
-        parts.append(
-            f'<text x="10" y="{top + lane + 5}" font-size="13" font-weight="bold">{escape(run["name"])}</text>'
-        )
+        parts.append(f'<text x="{left}" y="{top - 6}" font-size="13" font-weight="bold">{escape(run["name"])}</text>')
         for offset, side in ((0, "generation"), (lane, "learner")):
             y = top + offset
             parts.append(f'<rect x="{left}" y="{y}" width="{width - left - 10}" height="{lane - 3}" fill="#f2f2f2"/>')
@@ -201,7 +199,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             task = long_tail.make(options.task or Path(name, "task"), stdout=sys.stderr)
             for staleness in (None, *options.staleness):
                 mode = mode_flags(staleness, options.at_update)
-                flags = [*FLAGS.split(), *mode, "--train_steps", str(options.steps), "--seed", "1"]
+                flags = [*FLAGS.split(), *mode, "--train_steps", str(options.steps), "--seed", "2"]
                 watched = watch([*task, *flags], Path(name, f"run{staleness}"))
                 title = "synchronous" if staleness is None else f"staleness {staleness}"
                 runs.append({"name": title, **watched, "flags": " ".join(flags)})
