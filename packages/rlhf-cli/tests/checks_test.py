@@ -203,7 +203,7 @@ def test_check_ppo_what_cannot_work_is_an_error_with_a_hint(argv, message, hint)
             "--mask_stale has no effect: no token is more than 2 steps old",
         ),
         (
-            ["--async_train"],
+            ["--async_train", "--old_logprobs", "recompute"],
             "--async_train trains on tokens of older weights, and nothing corrects for their probabilities:"
             " --is_correction_level token or --old_logprobs rollout does",
         ),
@@ -250,6 +250,7 @@ def test_check_ppo_what_has_no_effect_is_a_notice(argv, notice):
         ["--policy_loss_type", "reinforce", *ONE_UPDATE],
         [*SKIP, *ONE_UPDATE],
         ["--old_logprobs", "rollout"],
+        ["--async_train"],
         ["--async_train", "--max_staleness", "2", "--mask_stale", "1", "--old_logprobs", "rollout"],
         ["--async_train", "--is_correction_level", "token"],
         ["--async_train", "--max_staleness", "0"],

@@ -170,6 +170,22 @@ def test_make_job_what_the_trainer_refuses_is_an_error_before_anything_starts(ar
         make(configure("--init_kl_coef", "0", *argv), ONE_GPU if "--colocate_all_models" in argv else CPU)
 
 
+@pytest.mark.parametrize(
+    ("argv", "source"),
+    [
+        (["--async_train"], "rollout"),
+        (["--async_train", "--policy_loss_type", "gspo"], "rollout"),
+        (["--async_train", "--max_staleness", "0"], "recompute"),
+        (["--async_train", "--is_correction_level", "token"], "recompute"),
+        (["--async_train", "--policy_loss_type", "reinforce", "--train_batch_size", "128"], "recompute"),
+        (["--async_train", "--old_logprobs", "recompute"], "recompute"),
+        ([], "recompute"),
+    ],
+)
+def test_make_job_takes_the_engines_logprobs_where_only_the_ratio_corrects_for_older_weights(argv, source):
+    assert make(configure(*argv), CPU).algorithm.old_logprobs == source
+
+
 def test_make_job_old_logprobs_may_be_skipped_when_no_rollout_is_stale():
     argv = ["--init_kl_coef", "0", "--old_logprobs", "skip", "--train_batch_size", "128", "--async_train"]
     assert make(configure(*argv, "--max_staleness", "0"), CPU).algorithm.old_logprobs == "skip"

@@ -72,7 +72,7 @@ def make_job(
         raise unavailable[0]
     rollout = config.rollout
     training = config.training
-    spec = config.algorithm.spec()
+    spec = config.objective
     on_gpu = plan.device == "cuda"
     batch = config.batch
     num_samples = rollout.n_samples_per_prompt

@@ -1,6 +1,7 @@
 """Options of the objective of `ppo`: advantage estimator, policy loss, KL, teacher and off-policy correction."""
 
 from collections.abc import Collection
+from dataclasses import replace
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator
@@ -162,10 +163,11 @@ class AlgorithmSection(Section, title="algorithm"):
     teacher_coef: float = flag(
         1.0, "weight of the log-ratio teacher / policy in a token's advantage, in reward per nat", gt=0
     )
-    old_logprobs: OldLogprobs = flag(
-        _DEFAULTS.old_logprobs,
+    old_logprobs: OldLogprobs | None = flag(
+        None,
         "log-probs of the policy before the first update of a step: recompute them with the trainer, take those of the"
-        " engine (rollout), or skip them, which needs one update per step",
+        " engine (rollout), or skip them, which needs one update per step; None: rollout where only the policy ratio"
+        " can correct for responses of older weights (--async_train), else recompute",
     )
     is_correction_level: CorrectionLevel = flag(
         _DEFAULTS.correction.level,
@@ -217,15 +219,18 @@ class AlgorithmSection(Section, title="algorithm"):
         """The estimator's name in papers, and its name as an option."""
         return f"{self.row.title} ({self.row.name})"
 
-    def spec(self) -> AlgorithmSpec:
-        """Return the algorithm with all its numbers. Raises ConfigError for values that cannot work."""
+    def spec(self, *, stale: bool = False) -> AlgorithmSpec:
+        """Return the algorithm with all its numbers. Raises ConfigError for values that cannot work.
+
+        `stale` says whether it trains on responses of older weights, which decides the default of `old_logprobs`.
+        """
         clip_low, clip_high = self.clip_range
         if not 0 <= clip_low < 1 or clip_high < 0:
             given = f"--eps_clip_low_high is {clip_low:g} {clip_high:g}"
             hint = "the policy ratio is kept between 1 - LOW and 1 + HIGH: try 0.2 0.28"
             raise ConfigError(f"{given}: LOW must be in [0, 1), HIGH at least 0", hint=hint)
         low, high = self.is_correction_threshold or _CORRECTION_BOUNDS[self.is_correction_mode]
-        return make_algorithm(
+        spec = make_algorithm(
             self.advantage_estimator,
             policy_loss=self.policy_loss_type,
             reduction=self.loss_agg_mode,
@@ -237,8 +242,15 @@ class AlgorithmSection(Section, title="algorithm"):
             whiten_std=not self.no_advantage_std_norm,
             use_kl_loss=self.use_kl_loss,
             **matching(PolicyObjective, self),
-            **matching(AlgorithmSpec, self) | {"teacher_coef": self.teacher_coef if self.teacher_model else 0.0},
+            **matching(AlgorithmSpec, self)
+            | {
+                "teacher_coef": self.teacher_coef if self.teacher_model else 0.0,
+                "old_logprobs": self.old_logprobs or _DEFAULTS.old_logprobs,
+            },
         )
+        if stale and self.old_logprobs is None and spec.loss.uses_ratio and spec.correction.level == "off":
+            return replace(spec, old_logprobs="rollout")
+        return spec
 
     def check(self, given: Collection[str], num_updates: int) -> list[str]:
         """Check the objective; return notices.

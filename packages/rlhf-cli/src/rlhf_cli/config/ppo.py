@@ -20,6 +20,7 @@ from rlhf_data.options import Config, matching
 from rlhf_rollout.commands.sections import AgentSection
 
 if TYPE_CHECKING:
+    from rlhf_train.algorithms import AlgorithmSpec
     from rlhf_train.online.job import BatchSizes
 
 _FILTER_OPTIONS = ("dynamic_filtering_reward_range", "dynamic_filtering_max_batches")
@@ -43,6 +44,11 @@ class PpoConfig(Config):
     engine: EngineSection = EngineSection()
     checkpoint: CheckpointSection = CheckpointSection()
     output: PpoOutputSection = PpoOutputSection()
+
+    @property
+    def objective(self) -> "AlgorithmSpec":
+        """The algorithm of this run. Raises ConfigError for values that cannot work."""
+        return self.algorithm.spec(stale=self.asynchrony.async_train and self.asynchrony.max_staleness > 0)
 
     @property
     def batch(self) -> "BatchSizes":
@@ -136,7 +142,7 @@ def _check_staleness(config: PpoConfig, given: Collection[str]) -> list[str]:
     is_bound = config.rollout.replay is None and (algorithm.mask_stale is None or algorithm.mask_stale >= bound)
     reason = f"no token is more than {bound} steps old (--async_train, --max_staleness)"
     notices = without_effect(given, (is_bound, ["mask_stale"], reason))
-    spec = algorithm.spec()
+    spec = config.objective
     if bound and spec.weighs and spec.correction.level == "off":
         ways = ["--is_correction_level token", *(["--old_logprobs rollout"] if spec.loss.uses_ratio else [])]
         text = "--async_train trains on tokens of older weights, and nothing corrects for their probabilities"
