@@ -209,6 +209,18 @@ def test_describe_batches_splits_over_processes():
     assert "64 samples / 2 process(es) = 32 each, in 7 pass(es) of at most 5" in text
 
 
+def test_describe_batches_says_how_far_generation_runs_ahead():
+    def ahead(*argv):
+        config = configure("--rollout_batch_size", "32", *argv)
+        lines = describe_batches(config, make(config, CPU).plan, 100).splitlines()
+        return [line.split(maxsplit=1)[1] for line in lines if line.split()[0] == "ahead"]
+
+    assert ahead("--async_train", "--max_staleness", "3") == [
+        "at most 128 prompts run or wait; what is trained is at most 3 step(s) old"
+    ]
+    assert ahead("--async_train", "--max_staleness", "0") == ahead() == []
+
+
 def test_make_plan_apart_uses_each_roles_own_gpus():
     argv = ["--actor_num_gpus_per_node", "2", "--critic_num_nodes", "2", "--vllm_num_engines", "2"]
     plan = make_plan(configure(*argv), MANY_GPUS)

@@ -166,6 +166,9 @@ def describe_batches(
         "run": _describe_run(config, num_prompts),
         "tokens": f"prompt {prompt_limit} + response {limit} = at most {prompt_limit + limit}",
     }
+    if config.asynchrony.async_train and (steps := config.asynchrony.max_staleness):
+        most = (steps + 1) * size
+        rows["ahead"] = f"at most {most} prompts run or wait; what is trained is at most {steps} step(s) old"
     if rollout.dynamic_filtering:
         most = size * rollout.dynamic_filtering_max_batches
         rows["dynamic sampling"] = f"each step draws prompts until {size} pass the filter, at most {most}"
