@@ -99,8 +99,6 @@ class GenerationService:
         self._num_requested = self._num_failed = 0  # groups
         self._failure = ""
         self._dropped: list[RolloutGroup] = []
-        self._num_retries = 0
-        self._prompt_tokens = workflow.router.prompt_tokens.copy()
 
     # -- generation ----------------------------------------------------------------------------------------------------
 
@@ -112,6 +110,8 @@ class GenerationService:
         """
         self._is_open = True
         self._start()
+        if not self._runs_ahead:
+            self._start_clock()  # what came before was an evaluation
         self._change.set()
         try:
             while not self._stream.is_ready(can_grow=self._can_grow()):
@@ -324,9 +324,6 @@ class GenerationService:
 
     def _start_period(self) -> None:
         """Count from here on for the next batch."""
-        router = self._workflow.router
-        self._num_retries = router.num_retries
-        self._prompt_tokens = router.prompt_tokens.copy()
         self._counts = GenerationCounts(waiting=self._counts.waiting)
         self._num_requested = 0  # groups
         self._num_failed = 0  # groups
@@ -335,5 +332,9 @@ class GenerationService:
         self._start_clock()
 
     def _start_clock(self) -> None:
+        """Note what the router has counted so far."""
+        router = self._workflow.router
+        self._num_retries = router.num_retries
+        self._prompt_tokens = router.prompt_tokens.copy()
+        self._busy_s = router.busy_s
         self._since = asyncio.get_running_loop().time()
-        self._busy_s = self._workflow.router.busy_s
