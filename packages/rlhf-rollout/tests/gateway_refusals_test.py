@@ -14,7 +14,6 @@ from door_testing import HI, opened, texts_of, writes
 from rlhf_data.records import FinishReason, SpanSource
 from rlhf_data.testing import ByteTokenizer
 from rlhf_rollout.agents import gateway as gateway_module
-from rlhf_rollout.agents.gateway import MAX_BODY_BYTES
 from rlhf_rollout.agents.process import Activity
 from rlhf_rollout.agents.recorder import EpisodeLimits
 from rlhf_rollout.engines.fake import FakeEngine
@@ -139,6 +138,8 @@ async def exchange(url, head):
 
 def test_bodies_that_are_huge_or_slow_are_refused(monkeypatch):
     monkeypatch.setattr(gateway_module, "READ_TIMEOUT_S", 0.2)
+    # Small, so that a client has sent all of it before it is answered.
+    monkeypatch.setattr(gateway_module, "MAX_BODY_BYTES", 1000)
 
     async def run():
         async with opened(writes("a")) as door:
@@ -146,7 +147,7 @@ def test_bodies_that_are_huge_or_slow_are_refused(monkeypatch):
             # No session: refused without waiting for the body, which never comes.
             assert " 404 " in await exchange(url + "x", "Content-Length: 1000\r\n\r\n")
             assert " 408 " in await exchange(url, "Content-Length: 1000\r\n\r\n{")
-            assert (await raw(url + "/v1/completions", b" " * (MAX_BODY_BYTES + 1))).status_code == 413
+            assert (await raw(url + "/v1/completions", b" " * 1001)).status_code == 413
             assert (await door.chat([HI])).message.content == "a"
 
     asyncio.run(run())
