@@ -227,7 +227,7 @@ def scoring_job(folders, **request):
     sources = tuple(RewardSource(kind="model", targets=(str(folder),)) for folder in folders)
     plan = plan_placement(PlacementRequest(ranks={"actor": 1}, **request), 0)
     reward = RewardSpec(sources=sources, calls=CallOptions(batch_size=2), normalize_models=True)
-    return SimpleNamespace(plan=plan, reward=reward, engine=EngineSpec(model="none"))
+    return SimpleNamespace(replay=None, plan=plan, reward=reward, engine=EngineSpec(model="none"))
 
 
 def test_reward_models_run_in_as_many_replicas_as_planned(cluster, tmp_path):
