@@ -78,7 +78,7 @@ async def pause_amid(engine, mode, count):
 
     while (lengths := await inside(engine, written))[-MAX_NUM_SEQS:][:1] < [10]:
         assert not any(task.done() for task in tasks)
-        await asyncio.sleep(0.001)
+        await asyncio.sleep(0.01)
     assert len(lengths) == count
     return tasks, await inside(engine, num_running), await engine.pause(mode)
 
@@ -91,7 +91,7 @@ async def refilled(engine, tasks):
     """Return how many sequences run once vLLM has taken up all it can."""
     running = 0
     while running < MAX_NUM_SEQS and not any(task.done() for task in tasks):
-        await asyncio.sleep(0.001)
+        await asyncio.sleep(0.01)
         running = max(running, await inside(engine, num_running))
     return running
 
