@@ -114,8 +114,8 @@ def test_algorithm_spec_bad_numbers_are_refused(options, message):
             {"old_logprobs": "skip", "kl_coef": 0, "teacher_coef": 1.0},
             "nothing to compare the teacher's log-probs with",
         ),
-        ({"old_logprobs": "skip", "kl_coef": 0, "correction": TOKEN}, "old log-probs; they are `skip`"),
-        ({"old_logprobs": "rollout", "correction": TOKEN}, "old log-probs; they are `rollout`"),
+        ({"old_logprobs": "skip", "kl_coef": 0, "correction": TOKEN}, "which skip leaves out"),
+        ({"old_logprobs": "rollout", "correction": TOKEN}, "which holds the weight that"),
     ],
 )
 def test_algorithm_spec_options_that_exclude_each_other_are_refused(options, message):
