@@ -63,17 +63,17 @@ def shared_memory() -> set[str]:
     return {name for name in os.listdir("/dev/shm") if name.startswith(("torch_", "psm_", "plasma"))}
 
 
-def start(folder: Path, *flags: str) -> subprocess.Popen[bytes]:
+def start(folder: Path, *flags: str, **variables: str) -> subprocess.Popen[bytes]:
     """Start `ppo` in a session of its own: Bazel's binary where there is one, else the module."""
     binary = ROOT / "packages/rlhf-cli/ppo"
     command = [str(binary)] if binary.is_file() else [sys.executable, "-m", "rlhf_cli.commands.ppo"]
-    environment = os.environ | {"BUILD_WORKING_DIRECTORY": str(folder.parent), "RAY_ADDRESS": "local"}
+    environment = os.environ | {"BUILD_WORKING_DIRECTORY": str(folder.parent), "RAY_ADDRESS": "local"} | variables
     with folder.with_suffix(".log").open("ab") as log:
         return subprocess.Popen([*command, *flags], env=environment, stdout=log, stderr=log, start_new_session=True)
 
 
-def finish(folder: Path, *flags: str) -> None:
-    status = start(folder, *flags).wait(TIMEOUT_S)
+def finish(folder: Path, *flags: str, **variables: str) -> None:
+    status = start(folder, *flags, **variables).wait(TIMEOUT_S)
     assert status == 0, folder.with_suffix(".log").read_text()[-4000:]
 
 
@@ -187,7 +187,11 @@ def test_killed_asynchronous_run_trains_every_prompt_once(scratch, tmp_path):
     lines = numbers(folder)
     assert [line["step"] for line in lines if "policy/loss" in line] == list(range(1, NUM_STEPS + 1))
     assert [line["step"] for line in lines if "eval/accuracy" in line] == [0, 2, 4, NUM_STEPS]
-    # The record has the order in which groups were trained, so that the run can be repeated bit for bit.
+    # The record has the order in which groups were trained: without an engine, the run is repeated bit for bit.
     again = tmp_path / "again"
-    finish(again, "--replay", str(folder), "--save_path", str(again))
+    (tmp_path / "poison").mkdir()
+    (tmp_path / "poison/vllm.py").write_text("import os\n\nos._exit(99)\n")
+    paths = os.pathsep.join(filter(None, [str(tmp_path / "poison"), os.environ.get("PYTHONPATH")]))
+    finish(again, "--replay", str(folder), "--save_path", str(again), PYTHONPATH=paths)
     check_same_weights(again, folder)
+    assert (again / "rollouts.jsonl").read_bytes() == (folder / "rollouts.jsonl").read_bytes()

@@ -126,15 +126,6 @@ def without_vllm(tmp_path: Path) -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join(filter(None, [str(tmp_path / "poison"), os.environ.get("PYTHONPATH")]))}
 
 
-def test_replay_of_all_rollouts_ends_with_the_same_weights_bit_for_bit_without_an_engine(
-    main_job, tmp_path, without_vllm
-):
-    done = ppo("--replay", str(main_job[1]), "--save_path", "again", folder=tmp_path, **without_vllm)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    for name in ("model/model.safetensors", "rollouts.jsonl"):
-        assert (tmp_path / "again" / name).read_bytes() == (main_job[1] / name).read_bytes()
-
-
 def test_repeated_step_has_the_same_metrics_and_changes_nothing_in_the_run(main_job, tmp_path, without_vllm):
     run = main_job[1]
     before = {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in run.rglob("*")}
