@@ -74,7 +74,13 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "adapter").mkdir()
     (tmp_path / "adapter/adapter_config.json").write_text("{}")
     (tmp_path / "run").mkdir()
-    (tmp_path / "run/config.toml").write_text('[model]\npretrain = "builtin"\n')
+    (tmp_path / "run/config.toml").write_text(
+        '[model]\npretrain = "builtin"\n[data]\nprompt_data = "builtin"\ninput_key = "prompt"\nlabel_key = "answer"\n'
+        '[reward]\nremote_rm_url = "rlhf_rollout.rewards.math"\n'
+    )
+    (tmp_path / "run/rollouts.jsonl").write_text(
+        '{"step": 1, "num_steps": 1, "kept": true, "num_left": 0, "rest": 0}\n'
+    )
     (tmp_path / "run/metrics.jsonl").write_text('{"step": 1, "time/step": 1.0}\n')
     checkpoints = Checkpoints(tmp_path / "run/checkpoints")
     (checkpoints.begin(1) / "actor-0-of-1.safetensors").write_bytes(b"")

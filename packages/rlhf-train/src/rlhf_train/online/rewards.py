@@ -9,7 +9,6 @@ import numpy as np
 
 from rlhf_data.records import FinishReason, Prompt, Rollout, RolloutGroup, Verdict, VerdictKind
 from rlhf_rollout.protocols import RewardFunction
-from rlhf_rollout.ray_actors import RayScorer
 from rlhf_rollout.rewards.mix import build_reward
 from rlhf_rollout.rewards.model import ModelReward, ProcessReward
 from rlhf_rollout.rewards.shaping import RunningMoments, clip_rewards, overlong_penalty, stop_properly
@@ -39,6 +38,10 @@ def make_reward(job: OnlineJob, scorers: Sequence[Sequence[Any]], log_path: Path
     spec = job.reward
     if not spec.sources or job.replay:
         return NoReward()
+    from rlhf_rollout.ray_actors import (
+        RayScorer,
+    )  # imported here: Ray takes a second, and a command says its name first
+
     models = []
     for path, handles in zip(spec.models, scorers, strict=True):
         replicas = [RayScorer(handle) for handle in handles]
