@@ -1,5 +1,6 @@
 """What a user types, seen from the user's folder."""
 
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -80,6 +81,21 @@ def test_output_folder_is_under_the_users_folder(folder):
     automatic = paths.output_folder(None, "ppo")
     assert automatic.parent == folder / "rlhf-output"
     assert automatic.name.startswith("ppo-2")
+
+
+def test_runs_that_begin_in_the_same_second_have_folders_of_their_own(folder, monkeypatch):
+    class Clock:
+        @staticmethod
+        def now():
+            return datetime(2031, 2, 3, 4, 5, 6)
+
+    monkeypatch.setattr(paths, "datetime", Clock)
+    names = []
+    for _ in range(3):
+        path = paths.output_folder(None, "ppo")
+        path.mkdir(parents=True)
+        names.append(path.name)
+    assert names == ["ppo-20310203-040506", "ppo-20310203-040506-2", "ppo-20310203-040506-3"]
 
 
 @pytest.mark.parametrize("text", ["file", "file/below", "full/of/things", "/proc/nowhere"])

@@ -1,5 +1,6 @@
 """Turns paths as the user typed them into paths that can be opened from any working folder."""
 
+import itertools
 import os
 import shlex
 import tempfile
@@ -138,7 +139,9 @@ def output_folder(text: str | None, command: str) -> Path:
     if text is not None:
         return user_path(text)
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
-    return user_folder() / "rlhf-output" / f"{command}-{stamp}"
+    names = itertools.chain([f"{command}-{stamp}"], (f"{command}-{stamp}-{number}" for number in itertools.count(2)))
+    folders = (user_folder() / "rlhf-output" / name for name in names)
+    return next(folder for folder in folders if not folder.exists())  # another run may have begun in the same second
 
 
 def check_output_folder(folder: Path, flag: str = "--save_path", *, holds_run: bool = False) -> None:
