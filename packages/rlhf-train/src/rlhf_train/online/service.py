@@ -275,14 +275,14 @@ class GenerationService:
             self._num_failed += 1
             self._failure = result.failure or ""
             self._stream.leave_out(ticket)
-        elif self.is_kept(result.group):
+        elif self._is_kept(result.group):
             self._stream.put(ticket, result.group)
         else:
             self._dropped.append(result.group)
             self._stream.leave_out(ticket)
         self._progress(min(self._stream.num_queued, self._stream.batch_size), self._stream.batch_size)
 
-    def is_kept(self, group: RolloutGroup) -> bool:
+    def _is_kept(self, group: RolloutGroup) -> bool:
         """Return whether a group is trained: all are, unless dynamic sampling leaves them out."""
         dynamic = self._job.dynamic_sampling
         return dynamic is None or is_worth_training(group, dynamic)
