@@ -234,6 +234,40 @@ def test_reward_that_cannot_run_ends_the_wait_and_everything_in_flight(staleness
     assert simulate(main()) == (2.0, 0)
 
 
+def test_reward_that_cannot_run_while_the_learner_works_ends_the_next_wait():
+    run = Run([9, 2], batch_size=1, staleness=1, num_batches=3)
+    run.job.prompts = (Prompt("bad", np.array([9]), "bad"), *prompts_of([2]))
+
+    async def main():
+        await run.service.next_batch()  # the short answer
+        await asyncio.sleep(50)
+        with pytest.raises(RewardError, match="no scorer"):
+            async with asyncio.timeout(50):
+                await run.service.next_batch()
+
+    simulate(main())
+
+
+def test_idle_share_is_that_of_the_time_since_the_last_batch():
+    run = Run([10], batch_size=1, staleness=1, num_batches=9)
+    run.answers.router.__class__ = type("Router", (EngineRouter,), {"busy_s": property(lambda self: busy())})
+
+    def busy():
+        return min(now(), 40.0)  # an engine that works for 40 seconds
+
+    async def main():
+        shares = []
+        for _ in range(3):
+            drawn = await run.service.next_batch()
+            shares.append(drawn.overlap["async/generation_idle"])
+            await asyncio.sleep(20)
+            run.service.release(0)
+        return shares
+
+    # Batches are taken after 10, 30 and 50 seconds.
+    assert simulate(main()) == pytest.approx([0.0, 0.0, 0.5])
+
+
 def test_interrupted_run_trains_every_prompt_once():
     lengths = long_tailed(64, seed=3)
     options = {"batch_size": 4, "staleness": 2, "num_batches": 16, "max_in_flight": 7}
