@@ -8,14 +8,15 @@ import statistics
 import tomllib
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from async_model import Costs, Group, Layout, simulate
+from async_model import AtUpdate, Costs, Group, Layout, simulate
 
+WARM_UP = 2  # steps at the start of a run that load and compile
 _NOT_TRAINING = ("generate", "reward", "sync", "evaluate", "save", "checkpoint", "step")  # phases of a step
 
 
@@ -39,6 +40,21 @@ class MeasuredRun:
     def groups(self) -> list[Group]:
         """The groups of all steps."""
         return list(itertools.chain.from_iterable(self.steps))
+
+
+@dataclass(frozen=True, slots=True)
+class AsyncRun:
+    """What an asynchronous run reached, and by which rules.
+
+    Attributes:
+        step_s: mean seconds of its steps after the first `WARM_UP` ones.
+        num_steps, max_staleness, at_update: of the run.
+    """
+
+    step_s: float
+    num_steps: int
+    max_staleness: int
+    at_update: AtUpdate
 
 
 def log_normal_groups(
@@ -94,7 +110,31 @@ def decode_steps(groups: Sequence[Group], num_engines: int, slots: int) -> float
     return simulate(unit, Layout(num_engines=num_engines, slots=slots, batch_size=len(groups)), groups, 1).seconds
 
 
-def read_run(*folders: Path, skip: int = 2) -> MeasuredRun:
+def read_async_run(folder: Path) -> AsyncRun:
+    """Return what the run whose --save_path is `folder` reached."""
+    config = tomllib.loads((folder / "config.toml").read_text(encoding="utf-8"))["asynchrony"]
+    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    steps = [line["time/step"] for line in map(json.loads, lines) if "time/step" in line]
+    return AsyncRun(statistics.fmean(steps[WARM_UP:]), len(steps), config["max_staleness"], config["at_update"])
+
+
+def predicted_step_s(costs: Costs, run: MeasuredRun, other: AsyncRun) -> float:
+    """Return the mean seconds of the steps of `other` after its first ones, from costs and lengths of `run`."""
+    layout = Layout(
+        num_engines=run.num_engines, slots=run.slots, batch_size=run.batch_size,
+        max_staleness=other.max_staleness, at_update=other.at_update,
+    )  # fmt: skip
+    ends = simulate(costs, layout, run.groups, other.num_steps).ends
+    return (ends[-1] - ends[WARM_UP - 1]) / (len(ends) - WARM_UP)
+
+
+def fitted_slowdown(costs: Costs, run: MeasuredRun, other: AsyncRun) -> Costs:
+    """Return the costs with the slowdown, from 1 to 3, with which the prediction of `other` is closest."""
+    candidates = (replace(costs, slowdown=1 + hundredths / 100) for hundredths in range(0, 201, 2))
+    return min(candidates, key=lambda candidate: abs(predicted_step_s(candidate, run, other) - other.step_s))
+
+
+def read_run(*folders: Path, skip: int = WARM_UP) -> MeasuredRun:
     """Return the costs and lengths of a synchronous run, or of several with the same sizes.
 
     A step's generation is fitted as a part per prompt token, one per decode step and one per response token; all other

@@ -56,6 +56,10 @@ class Costs:
     turn_s: float = 0.0
     slowdown: float = 1.0
 
+    def __post_init__(self) -> None:
+        if min(seconds for _, seconds in self.decode_s) <= 0:
+            raise ValueError(f"the seconds of decode steps must be > 0, they are {self.decode_s}")
+
     def decode(self, running: int) -> float:
         """Return the seconds of a decode step with so many responses."""
         points = self.decode_s
@@ -109,6 +113,7 @@ class Prediction:
             to be sent.
         staleness_mean, staleness_max: batches trained between a group's admission and its own batch, over groups.
         batches: indices of the groups of each batch.
+        ends: when the weights of each batch were sent.
     """
 
     seconds: float
@@ -119,10 +124,11 @@ class Prediction:
     staleness_mean: float
     staleness_max: int
     batches: tuple[tuple[int, ...], ...] = field(repr=False)
+    ends: tuple[float, ...] = field(repr=False)
 
     def figures(self) -> dict[str, float]:
         """Return all numbers by name."""
-        names = [name for name in self.__dataclass_fields__ if name != "batches"]
+        names = [name for name in self.__dataclass_fields__ if name not in ("batches", "ends")]
         return {name: getattr(self, name) for name in names}
 
 
@@ -221,6 +227,7 @@ class _Run:
         self.learning_s = 0.0
         self.staleness: list[int] = []
         self.batches: list[tuple[int, ...]] = []
+        self.ends: list[float] = []
 
     def group(self, index: int) -> Group:
         return self._groups[index % len(self._groups)]
@@ -335,6 +342,7 @@ class _Run:
 
     def _on_sent(self) -> None:
         self._version += 1
+        self.ends.append(self.now)
         self._is_closed = False
         self._is_learning = False
         held, self._held = self._held, []
@@ -367,4 +375,5 @@ def simulate(costs: Costs, layout: Layout, groups: Sequence[Group], num_steps: i
         staleness_mean=statistics.fmean(run.staleness),
         staleness_max=max(run.staleness),
         batches=tuple(run.batches),
+        ends=tuple(run.ends),
     )

@@ -1,12 +1,14 @@
 """Predict the throughput of layouts of an online run, from measured seconds and lengths.
 
     python tools/bench/async_sim.py --from RUN_DIR --cards 2 8 64 --out async-sim.json
+    python tools/bench/async_sim.py --from RUN_DIR --measured ASYNC_DIR ASYNC_DIR --out async-sim.json
     python tools/bench/async_sim.py --decode 1:0.006 256:0.014 --train_token_s 2e-5 --length_median 256 --cards 8
 
 `--from` derives all costs and lengths from `metrics.jsonl` and `rollouts.jsonl` of a synchronous run, and the options
 override them. For each number of cards, the table compares the synchronous run in which all cards take turns with
-splits into generating and training cards, synchronous and with each `--max_staleness`. `async_model.py` says what is
-simulated.
+splits into generating and training cards, synchronous and with each `--max_staleness`. `--measured` names asynchronous
+runs with the flags of that run. The slowdown of generation beside training on the same card is fitted to the first one,
+and the others test the prediction. `async_model.py` says what is simulated.
 """
 
 import argparse
@@ -16,7 +18,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from async_costs import log_normal_groups, read_run
+from async_costs import MeasuredRun, fitted_slowdown, log_normal_groups, predicted_step_s, read_async_run, read_run
 from async_model import Costs, Layout, Prediction, simulate
 from environment import command_line, environment
 
@@ -48,9 +50,23 @@ def table(predictions: Sequence[tuple[Layout, Prediction]]) -> str:
     return "\n".join(lines)
 
 
+def check(costs: Costs, run: MeasuredRun, folders: Sequence[Path]) -> tuple[Costs, list[dict[str, Any]]]:
+    """Return the costs with the slowdown that fits the first asynchronous run, and each run beside its prediction."""
+    others = [read_async_run(folder) for folder in folders]
+    if costs.slowdown == 1:
+        costs = fitted_slowdown(costs, run, others[0])
+    rows = []
+    for folder, other in zip(folders, others, strict=True):
+        step_s = predicted_step_s(costs, run, other)
+        error = step_s / other.step_s - 1
+        rows.append({"run": folder.name, **asdict(other), "predicted_step_s": step_s, "error": error})
+    return costs, rows
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--from", dest="run", type=Path, metavar="RUN_DIR", help="folder of a synchronous run")
+    parser.add_argument("--measured", type=Path, nargs="+", metavar="DIR", help="folders of asynchronous runs")
     parser.add_argument("--cards", type=int, nargs="+", default=[2])
     parser.add_argument("--staleness", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--at_update", choices=["drain", "keep", "restart"], default="keep")
@@ -78,6 +94,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     measured = read_run(options.run) if options.run else None
     if not measured and not (options.decode and options.train_token_s and options.length_median):
         parser.error("without --from, --decode, --train_token_s and --length_median are needed")
+    if options.measured and not measured:
+        parser.error("--measured needs --from")
     names = ("prefill_token_s", "train_batch_s", "train_token_s", "sync_s", "reward_s", "turn_s", "slowdown")
     given = {name: value for name in names if (value := getattr(options, name)) is not None}
     if options.decode:
@@ -94,7 +112,15 @@ def main(argv: Sequence[str] | None = None) -> None:
             p99=options.length_p99 or 8 * options.length_median,
             longest=options.length_max or round(16 * options.length_median),
         )
-    report: dict[str, Any] = {"benchmark": "async_sim", "costs": asdict(costs), "layouts": {}}
+    report: dict[str, Any] = {"benchmark": "async_sim", "layouts": {}}
+    if options.measured:
+        costs, report["measured"] = check(costs, measured, options.measured)
+        for row in report["measured"]:
+            print(
+                f"{row['run']}: {row['step_s']:.2f} s per step, predicted {row['predicted_step_s']:.2f} s"
+                f" ({row['error']:+.0%})"
+            )
+    report["costs"] = asdict(costs)
     for num_cards in options.cards:
         base = Layout(
             slots=options.slots or (measured.slots if measured else 256),

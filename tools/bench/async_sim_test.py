@@ -42,6 +42,7 @@ def test_synchronous_step_is_the_sum_of_its_phases():
 def test_staleness_of_one_by_hand(at_update, ends):
     whole = simulate(STEP, Layout(max_staleness=1, at_update=at_update), TEN, 4)
     assert whole.seconds == pytest.approx(ends[-1])
+    assert whole.ends == pytest.approx(ends)
     assert whole.batches == ((0,), (1,), (2,), (3,))
     assert whole.staleness_mean == 0.75 and whole.staleness_max == 1  # all but the first wait for one batch
     assert whole.training_idle == pytest.approx(1 - 16 / ends[-1])
@@ -233,6 +234,36 @@ def test_costs_are_read_back_from_a_run(tmp_path):
     names = ("generate", "train", "experience", "sync")
     measured = sum(line.get(f"time/{name}", 0.0) for line in lines for name in names)
     assert seconds(run.groups, 12, costs, slots=64, batch_size=4) == pytest.approx(measured, rel=1e-6)
+
+
+def test_asynchronous_runs_stand_beside_their_predictions(tmp_path, capsys):
+    folders = {name: tmp_path / name for name in ("synchronous", "one", "four")}
+    steps = [log_normal_groups(4, 2, prompt_tokens=7, median=20, p99=99, longest=300, seed=n) for n in range(12)]
+    for folder in folders.values():
+        folder.mkdir()
+    write_run(folders["synchronous"], steps)
+    run = read_run(folders["synchronous"])
+    slower = replace(run.costs, slowdown=1.5)
+    for name, staleness in (("one", 1), ("four", 4)):
+        layout = Layout(slots=64, batch_size=4, max_staleness=staleness, at_update="keep")
+        ends = simulate(slower, layout, run.groups, 12).ends
+        lines = [{"time/step": end - begin} for begin, end in zip((0.0, *ends), ends, strict=False)]
+        lines[1]["time/step"] += 99  # a step that warms up
+        (folders[name] / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        config = f'[asynchrony]\nmax_staleness = {staleness}\nat_update = "keep"\n'
+        (folders[name] / "config.toml").write_text(config)
+    words = ["--from", str(folders["synchronous"]), "--measured", str(folders["one"]), str(folders["four"])]
+    async_sim.main([*words, "--steps", "2", "--out", str(tmp_path / "report.json")])
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["costs"]["slowdown"] == pytest.approx(1.5)
+    assert [row["max_staleness"] for row in report["measured"]] == [1, 4]
+    assert [row["error"] for row in report["measured"]] == pytest.approx([0, 0], abs=1e-9)
+    assert "four: " in capsys.readouterr().out
+
+
+def test_decode_steps_that_take_no_time_are_refused():
+    with pytest.raises(ValueError, match="must be > 0"):
+        replace(STEP, decode_s=((1, 0.0),))
 
 
 def test_short_run_is_refused(tmp_path):

@@ -11,8 +11,9 @@ Settings, each with one optimizer update over all rollouts of a step and everyth
 W1 and W2 have no reference model. They skip old log-probs, because the only update of a batch is exactly on-policy.
 
 The command runs in a process of its own, as a user starts it; figures come from its `metrics.jsonl`. Random weights
-hardly ever draw an end token, so nearly every response has full length. Medians leave out the first step, which
-compiles and warms up. Flags behind `--` go to the command: `-- --init_kl_coef 0.01`.
+hardly ever draw an end token, so nearly every response has full length. `--mean_response_tokens` turns so many tokens of
+the vocabulary into end tokens that lengths are geometric with this mean, up to `--response_tokens`. Medians leave out
+the first step, which compiles and warms up. Flags behind `--` go to the command: `-- --init_kl_coef 0.01`.
 
 Without a GPU the times mean nothing, but the script can be tried with `--shape tiny --prompts 4 --samples 2
 --prompt_tokens 16 --response_tokens 8`.
@@ -57,6 +58,8 @@ def write_inputs(options: argparse.Namespace, folder: Path) -> list[str]:
 
     dtype = torch.bfloat16 if local_gpus() else torch.float32
     tiny_model_dir(folder / "model", dtype=dtype, **SHAPES[options.shape])
+    if options.mean_response_tokens:
+        add_end_tokens(folder / "model", options.mean_response_tokens)
     draw = random.Random(0)
     rows = ["".join(draw.choices(SYMBOLS, k=options.prompt_tokens)) for _ in range(options.prompts * options.steps)]
     text = "".join(json.dumps({"input": row}) + "\n" for row in rows)
@@ -66,6 +69,16 @@ def write_inputs(options: argparse.Namespace, folder: Path) -> list[str]:
         *("--pretrain", str(folder / "model"), "--prompt_data", str(folder / "prompts.jsonl")),
         *("--remote_rm_url", str(folder / "reward.py"), "--save_path", str(folder / "run")),
     ]
+
+
+def add_end_tokens(model: Path, mean_tokens: float) -> None:
+    """Make the model's every `mean_tokens`-th token an end token, as a uniform policy needs for this mean length."""
+    path = model / "generation_config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    vocab_size = json.loads((model / "config.json").read_text(encoding="utf-8"))["vocab_size"]
+    number = round(vocab_size / mean_tokens)
+    config["eos_token_id"] = [config["eos_token_id"], *(vocab_size * index // number for index in range(1, number))]
+    path.write_text(json.dumps(config), encoding="utf-8")
 
 
 def size_flags(options: argparse.Namespace) -> list[str]:
@@ -118,6 +131,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=8, help="per prompt")
     parser.add_argument("--prompt_tokens", type=int, default=256)
     parser.add_argument("--response_tokens", type=int)
+    parser.add_argument("--mean_response_tokens", type=float, help="of geometric lengths; default: full length")
     parser.add_argument("--micro_batch", type=int, help="rollouts per forward and backward pass")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--timeout_s", type=float, default=3600.0)
@@ -138,7 +152,16 @@ def main() -> None:
         shown = [*size_flags(options), *device_flags, *flags, *options.flags]
         command = [sys.executable, "-m", "rlhf_cli.main", "ppo", *write_inputs(options, folder), *shown]
         result = measure(command, folder / "run", options.timeout_s)
-    names = ("shape", "prompts", "samples", "prompt_tokens", "response_tokens", "micro_batch", "steps")
+    names = (
+        "shape",
+        "prompts",
+        "samples",
+        "prompt_tokens",
+        "response_tokens",
+        "mean_response_tokens",
+        "micro_batch",
+        "steps",
+    )
     report = {
         "benchmark": "online",
         "command": command_line(options.out),

@@ -34,13 +34,17 @@ def test_figures_leave_out_the_first_step_and_add_up_the_phases(tmp_path):
     assert (result["sum_of_phases"], result["seconds_first_step"], result["end"]) == (3, 9, {"time/total": 20})
 
 
-def test_prompts_have_the_tokens_asked_for(tmp_path, monkeypatch):
+def test_prompts_have_the_tokens_asked_for_and_responses_end_at_the_rate_asked_for(tmp_path, monkeypatch):
     from transformers import AutoTokenizer
 
     monkeypatch.setattr(online, "local_gpus", lambda: 0)
-    options = argparse.Namespace(shape="tiny", prompts=3, steps=2, prompt_tokens=40)
+    options = argparse.Namespace(shape="tiny", prompts=3, steps=2, prompt_tokens=40, mean_response_tokens=8)
     online.write_inputs(options, tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
     rows = [json.loads(line)["input"] for line in (tmp_path / "prompts.jsonl").read_text().splitlines()]
     assert len(rows) == len(set(rows)) == 6
     assert {len(tokenizer.encode(row)) for row in rows} == {40}
+    config = json.loads((tmp_path / "model/generation_config.json").read_text())
+    ends = config["eos_token_id"]
+    assert len(set(ends)) == len(ends) == 64 and tokenizer.eos_token_id in ends  # an eighth of 512 tokens
+    assert max(ends) < 512
