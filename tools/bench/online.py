@@ -11,8 +11,8 @@ Settings, each with one optimizer update over all rollouts of a step and everyth
 W1 and W2 have no reference model. They skip old log-probs, because the only update of a batch is exactly on-policy.
 
 The command runs in a process of its own, as a user starts it; figures come from its `metrics.jsonl`. Random weights
-hardly ever draw an end token, so nearly every response has full length. `--mean_response_tokens` turns so many tokens of
-the vocabulary into end tokens that lengths are geometric with this mean, up to `--response_tokens`. Medians leave out
+hardly ever draw an end token, so nearly every response has full length. `--mean_response_tokens` makes end tokens of so
+many tokens of the vocabulary that lengths are geometric with this mean, up to `--response_tokens`. Medians leave out
 the first step, which compiles and warms up. Flags behind `--` go to the command: `-- --init_kl_coef 0.01`.
 
 Without a GPU the times mean nothing, but the script can be tried with `--shape tiny --prompts 4 --samples 2
