@@ -147,7 +147,7 @@ def test_ray_engine_keeps_and_restarts_what_is_in_flight_and_puts_its_deadline_o
     engine = RayEngine(actor.options(num_cpus=0).remote(spec), spec)
 
     async def pass_through(mode: Any, version: int) -> Any:
-        sampling = SamplingParams(num_samples=2, max_tokens=200, min_tokens=200)
+        sampling = SamplingParams(num_samples=2, max_tokens=100, min_tokens=100)
         task = asyncio.create_task(engine.generate(PROMPT, sampling))
         while not (num_found := await engine.pause(mode)):
             await engine.resume()

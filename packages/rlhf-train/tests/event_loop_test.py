@@ -77,6 +77,7 @@ def test_interruption_cancels_the_coroutine_that_is_waited_for(loop):
     before = signal.signal(signal.SIGUSR1, signal.default_int_handler)
 
     async def wait():
+        await asyncio.sleep(0.3)  # the main thread waits by now
         os.kill(os.getpid(), signal.SIGUSR1)
         try:
             await asyncio.sleep(60)
