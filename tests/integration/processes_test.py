@@ -118,7 +118,11 @@ def test_own_cluster_listens_on_the_loopback_address_only_and_asks_for_its_token
     import ray
 
     wait([ray.remote(lambda: None).remote()])  # a worker is up, too
-    heard = listening([psutil.Process(), *psutil.Process().children(recursive=True)])
+    family = [psutil.Process(), *psutil.Process().children(recursive=True)]
+    started = " ".join(word for process in family for word in process.cmdline())
+    assert "gcs_server" in started
+    assert not [name for name in ("monitor.py", "dashboard.py") if name in started]
+    heard = listening(family)
     assert heard and heard <= LOOPBACK
 
     monkeypatch.setenv("HOME", str(tmp_path))  # an account without a token of its own

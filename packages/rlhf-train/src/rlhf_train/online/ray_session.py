@@ -19,6 +19,7 @@ from typing import Any
 
 import ray
 from ray._private import ray_constants, services
+from ray._private.node import Node
 from ray._raylet import AuthenticationTokenLoader, Config
 from ray.exceptions import AuthenticationError, RayError, RayTaskError
 
@@ -31,6 +32,8 @@ _ANSWER_TIMEOUT_S = 2.0
 _DEATH_S = 5.0  # within which Ray notices that a process has died
 _LOCK = "rlhf-run.lock"  # in the session folder of a cluster that a run has started; locked while the run lives
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+# What Ray starts these for, a run's own cluster does not have: a dashboard, logs in the terminal, nodes to add.
+_UNUSED_PARTS = ("start_api_server", "start_log_monitor", "start_monitor")
 _OPTIONS: Mapping[str, Any] = {"logging_level": "ERROR", "log_to_driver": False}
 _SUBMITTED = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set by `ray job submit` in the process that it starts
 _TOKEN = (
@@ -213,7 +216,8 @@ def _start(num_cpus: int, num_gpus: int) -> None:
     for attempt in range(1, START_ATTEMPTS + 1):
         before = _children()
         try:
-            ray.init(address="local", num_cpus=num_cpus, num_gpus=num_gpus, include_dashboard=False, **_OPTIONS)
+            with _used_parts_only():
+                ray.init(address="local", num_cpus=num_cpus, num_gpus=num_gpus, include_dashboard=False, **_OPTIONS)
             return
         except BaseException as error:
             ray.shutdown()
@@ -231,6 +235,19 @@ def _start(num_cpus: int, num_gpus: int) -> None:
     hint = "end other programs and try again, or run `ray start --head` first: the next run joins that cluster"
     message = f"Ray did not start in {START_ATTEMPTS} attempts (load average {load}): {failure}"
     raise EngineError(message, hint=hint) from failure
+
+
+@contextmanager
+def _used_parts_only() -> Iterator[None]:
+    """Keep Ray from starting `_UNUSED_PARTS`, three processes that import for seconds, for the time of a `with` block."""
+    before = {name: getattr(Node, name) for name in _UNUSED_PARTS}
+    for name in before:
+        setattr(Node, name, lambda *_, **__: None)
+    try:
+        yield
+    finally:
+        for name, method in before.items():
+            setattr(Node, name, method)
 
 
 @contextmanager
