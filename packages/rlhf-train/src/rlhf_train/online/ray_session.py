@@ -239,7 +239,7 @@ def _start(num_cpus: int, num_gpus: int) -> None:
 
 @contextmanager
 def _used_parts_only() -> Iterator[None]:
-    """Keep Ray from starting `_UNUSED_PARTS`, three processes that import for seconds, for the time of a `with` block."""
+    """Keep Ray from starting `_UNUSED_PARTS`, which import for seconds, for the time of a `with` block."""
     before = {name: getattr(Node, name) for name in _UNUSED_PARTS}
     for name in before:
         setattr(Node, name, lambda *_, **__: None)
