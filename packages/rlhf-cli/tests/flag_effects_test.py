@@ -160,7 +160,7 @@ REACHES = [
     ("vllm_gpu_memory_utilization", "0.3", "", "engine.gpu_memory_utilization", 0.3),
     ("vllm_max_num_seqs", "3", "", "engine.max_num_seqs", 3),
     ("enforce_eager", "", "", "engine.enforce_eager", True),
-    ("enable_prefix_caching", "", "", "engine.enable_prefix_caching", True),
+    ("enable_prefix_caching", "false", "", "engine.enable_prefix_caching", False),
     ("vllm_enable_sleep", "", COLOCATED, "engine.enable_sleep", True),
     ("weight_sync_checksum", "", "", "sync_checksum", True),
     ("actor_num_nodes", "2", "", "plan.actor", 2),

@@ -186,6 +186,39 @@ def test_make_job_takes_the_engines_logprobs_where_only_the_ratio_corrects_for_o
     assert make(configure(*argv), CPU).algorithm.old_logprobs == source
 
 
+ONE_UPDATE = ("--train_batch_size", "128", "--init_kl_coef", "0")
+
+
+@pytest.mark.parametrize(
+    ("argv", "source"),
+    [
+        ([], "skip"),
+        (["--init_kl_coef", "0.1", "--use_kl_loss"], "skip"),
+        (["--policy_loss_type", "reinforce"], "skip"),
+        (["--async_train", "--max_staleness", "0"], "skip"),
+        (["--old_logprobs", "recompute"], "recompute"),
+        (["--old_logprobs", "rollout"], "rollout"),
+        (["--async_train"], "rollout"),
+        (["--async_train", "--policy_loss_type", "reinforce"], "recompute"),
+        # more than one update per step, or maybe more, or none in some steps
+        (["--train_batch_size", "64"], "recompute"),
+        (["--max_epochs", "2"], "recompute"),
+        (["--agent_func_path", "agents:Two"], "recompute"),
+        (["--freezing_actor_steps", "1"], "recompute"),
+        # something else needs them
+        (["--init_kl_coef", "0.1"], "recompute"),
+        (["--teacher_model", "m"], "recompute"),
+        (["--is_correction_level", "token"], "recompute"),
+    ],
+)
+def test_old_logprobs_are_skipped_by_default_where_the_only_update_is_on_policy_and_nothing_needs_them(argv, source):
+    config = configure(*ONE_UPDATE, *argv)
+    assert config.objective.old_logprobs == source
+    says = {"skip": "of the update itself", "rollout": "of the engine", "recompute": "computed by the trainer"}[source]
+    [line] = [line for line in describe_batches(config, make_plan(config, CPU), 100).splitlines() if "old log" in line]
+    assert says in line
+
+
 def test_make_job_old_logprobs_may_be_skipped_when_no_rollout_is_stale():
     argv = ["--init_kl_coef", "0", "--old_logprobs", "skip", "--train_batch_size", "128", "--async_train"]
     assert make(configure(*argv, "--max_staleness", "0"), CPU).algorithm.old_logprobs == "skip"

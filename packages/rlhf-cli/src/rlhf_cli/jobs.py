@@ -22,6 +22,11 @@ from rlhf_train.specs import ModelSpec
 # Shares of a GPU's memory for an engine on a GPU that it shares with training.
 _SHARE_IN_TURN = 0.6  # the engine sleeps while models train; their weights stay on the GPU, for the weight sync
 _SHARE_TOGETHER = 0.4  # the engine never sleeps
+_OLD_LOGPROBS = {
+    "recompute": "computed by the trainer before the first update of a step",
+    "rollout": "those of the engine",
+    "skip": "those of the update itself, the only one of its step",
+}
 
 
 def make_request(config: PpoConfig, gpus_per_node: int | None = None) -> PlacementRequest:
@@ -163,6 +168,7 @@ def describe_batches(
         " update(s)",
         "update": f"{batch.train_batch_size} samples / {ranks} process(es) = {per_rank} each, in {passes}"
         f" pass(es) of at most {batch.micro_train_batch_size}",
+        "old log-probs": _OLD_LOGPROBS[config.objective.old_logprobs],
         "run": _describe_run(config, num_prompts),
         "tokens": f"prompt {prompt_limit} + response {limit} = at most {prompt_limit + limit}",
     }
@@ -228,7 +234,7 @@ def _make_engine(config: PpoConfig, model: str, plan: PlacementPlan) -> EngineSp
     share = SHARE_ALONE
     if plan.shares_gpus:
         share = _SHARE_IN_TURN if engine.vllm_enable_sleep else _SHARE_TOGETHER
-    spec = engine.spec(
+    return engine.spec(
         model,
         longest_sequence(config)[0],
         share,
@@ -239,8 +245,6 @@ def _make_engine(config: PpoConfig, model: str, plan: PlacementPlan) -> EngineSp
         weight_transfer="ipc" if plan.shares_gpus else "shared_memory",
         keep_kv=config.asynchrony.keep_kv,
     )
-    # Every turn of an agent begins with all tokens of the turns before.
-    return replace(spec, enable_prefix_caching=spec.enable_prefix_caching or config.agent.agent_func_path is not None)
 
 
 def _make_models(config: PpoConfig, inputs: Inputs, num_updates: int, num_frozen_updates: int) -> dict[str, ModelSpec]:

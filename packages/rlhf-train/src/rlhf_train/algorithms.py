@@ -246,6 +246,11 @@ class AlgorithmSpec:
         return self.old_logprobs == "recompute" or self.correction.level != "off"
 
     @property
+    def needs_old_logprobs(self) -> bool:
+        """Whether something other than the policy ratio needs the trainer's log-probs before the update."""
+        return self.kl_reward_coef > 0 or self.uses_teacher or self.correction.level != "off"
+
+    @property
     def weighs(self) -> bool:
         """Whether the correction's weights multiply the loss.
 

@@ -167,7 +167,8 @@ class AlgorithmSection(Section, title="algorithm"):
         None,
         "log-probs of the policy before the first update of a step: recompute them with the trainer, take those of the"
         " engine (rollout), or skip them, which needs one update per step; None: rollout where only the policy ratio"
-        " can correct for responses of older weights (--async_train), else recompute",
+        " can correct for responses of older weights (--async_train), skip where the update is the only one of its"
+        " step and nothing else needs them (KL in the reward, teacher, correction, agent), else recompute",
     )
     is_correction_level: CorrectionLevel = flag(
         _DEFAULTS.correction.level,
@@ -219,10 +220,11 @@ class AlgorithmSection(Section, title="algorithm"):
         """The estimator's name in papers, and its name as an option."""
         return f"{self.row.title} ({self.row.name})"
 
-    def spec(self, *, stale: bool = False) -> AlgorithmSpec:
+    def spec(self, *, stale: bool = False, single_update: bool = False) -> AlgorithmSpec:
         """Return the algorithm with all its numbers. Raises ConfigError for values that cannot work.
 
-        `stale` says whether it trains on responses of older weights, which decides the default of `old_logprobs`.
+        Two facts decide the default of `old_logprobs`: `stale`, whether it trains on responses of older weights, and
+        `single_update`, whether every step has exactly one update of the policy.
         """
         clip_low, clip_high = self.clip_range
         if not 0 <= clip_low < 1 or clip_high < 0:
@@ -248,15 +250,20 @@ class AlgorithmSection(Section, title="algorithm"):
                 "old_logprobs": self.old_logprobs or _DEFAULTS.old_logprobs,
             },
         )
-        if stale and self.old_logprobs is None and spec.loss.uses_ratio and spec.correction.level == "off":
+        if self.old_logprobs is not None:
+            return spec
+        if stale and spec.loss.uses_ratio and spec.correction.level == "off":
             return replace(spec, old_logprobs="rollout")
+        if single_update and not stale and not spec.needs_old_logprobs:
+            return replace(spec, old_logprobs="skip")
         return spec
 
-    def check(self, given: Collection[str], num_updates: int) -> list[str]:
+    def check(self, given: Collection[str], spec: AlgorithmSpec, num_updates: int) -> list[str]:
         """Check the objective; return notices.
 
         Args:
             given: names of the options that the user set to a value other than the default.
+            spec: the algorithm of the run.
             num_updates: updates per step.
 
         Raises:
@@ -265,21 +272,20 @@ class AlgorithmSection(Section, title="algorithm"):
         if len(self.clip_spellings) > 1:
             names = " and ".join(f"--{name}" for name in self.clip_spellings)
             raise ConfigError(f"{names} set the same clip range", hint="give one of them")
-        spec = self.spec()
         if self.kl_unbiased_gradient and not self.use_kl_loss:
             message = "--kl_unbiased_gradient changes the gradient of the KL loss, and --use_kl_loss is off"
             raise ConfigError(message, hint="add --use_kl_loss, or drop --kl_unbiased_gradient")
         if not spec.uses_reference and self.kl_target is not None:
             message = "--kl_target with --init_kl_coef 0: there is no KL"
             raise ConfigError(message, hint="set --init_kl_coef above 0, or drop --kl_target")
-        # With --old_logprobs skip, the current log-probs stand for the old ones. The ratio is then exactly 1, and
-        # options that limit it have no effect.
+        # Where old log-probs are skipped, the current ones stand for them. The ratio is then exactly 1, and options
+        # that limit it have no effect.
         skips = spec.old_logprobs == "skip"
         loss = f"--policy_loss_type {spec.objective.policy_loss}"
         no_ratio = not skips and not spec.loss.uses_ratio
         notices = without_effect(
             given,
-            (skips, (*_CLIP_OPTIONS, "dual_clip"), "with --old_logprobs skip the policy ratio is 1"),
+            (skips, (*_CLIP_OPTIONS, "dual_clip"), "with one update per step the policy ratio is 1"),
             (no_ratio, _CLIP_OPTIONS, f"{loss} does not use the policy ratio"),
             (not spec.uses_reference, _REFERENCE_OPTIONS, "--init_kl_coef is 0, so there is no reference model"),
             (self.kl_target is None, ["kl_horizon"], "there is no --kl_target"),

@@ -48,7 +48,10 @@ class PpoConfig(Config):
     @property
     def objective(self) -> "AlgorithmSpec":
         """The algorithm of this run. Raises ConfigError for values that cannot work."""
-        return self.algorithm.spec(stale=self.asynchrony.async_train and self.asynchrony.max_staleness > 0)
+        # An agent's episode may become several rollouts, and a step then have more updates than were planned.
+        is_certain = self.agent.agent_func_path is None and self.training.freezing_actor_steps <= 0
+        single_update = is_certain and self.batch.num_updates == 1
+        return self.algorithm.spec(stale=self.asynchrony.runs_ahead, single_update=single_update)
 
     @property
     def batch(self) -> "BatchSizes":
@@ -65,7 +68,7 @@ class PpoConfig(Config):
         max_tokens = self.rollout.generate_max_len
         notices = self.reward.check_training(self.agent.beside(given), max_tokens, num_samples)
         notices += self.agent.check(given, "reward_by_turn", "turn_gamma", "group_by")
-        notices += self.algorithm.check(given, self.batch.num_updates)
+        notices += self.algorithm.check(given, self.objective, self.batch.num_updates)
         notices += self.training.check(given)
         notices += self.asynchrony.check(given)
         notices += _check_training(self, given)

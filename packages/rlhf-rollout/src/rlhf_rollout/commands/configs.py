@@ -69,8 +69,7 @@ class ChatSampling(with_defaults(SamplingSection, temperature=0.7), SeededSampli
     """How `chat` samples."""
 
 
-# The samples of a prompt share it, and so do the questions of a conversation: with the cache it is computed once.
-class OneEngineSection(with_defaults(EngineSection, enable_prefix_caching=True)):
+class OneEngineSection(EngineSection):
     """Any kind of engine."""
 
     engine: EngineKind = flag(

@@ -137,7 +137,9 @@ class EngineSection(Section, title="generation engine (vLLM)"):
     )
     vllm_max_num_seqs: int = flag(256, "responses that an engine decodes at the same time", ge=1)
     enforce_eager: bool = flag(False, "no CUDA graphs: faster start, slower generation")
-    enable_prefix_caching: bool = flag(False, "keep the KV cache of prefixes that prompts share")
+    enable_prefix_caching: bool = flag(
+        True, "keep the KV cache of prefixes that prompts share, and of earlier turns, until the next weight update"
+    )
 
     def spec(self, model: str, max_model_len: int, memory_share: float, **options: Any) -> EngineSpec:
         """Return how an engine is built.
