@@ -130,6 +130,8 @@ REACHES = [
     ("mask_stale", "2", "", "algorithm.mask_stale", 2),
     ("train_batch_size", "32", "", "batch.train_batch_size", 32),
     ("micro_train_batch_size", "4", "", "batch.micro_train_batch_size", 4),
+    ("optim", "muon", "", "models.critic.optimizer.muon_momentum", 0.95),
+    ("muon_momentum", "0.8", "--optim muon", "models.actor.optimizer.muon_momentum", 0.8),
     ("adam_betas", "0.8 0.9", "", "models.actor.optimizer.betas", (0.8, 0.9)),
     ("l2", "0.1", "", "models.actor.optimizer.weight_decay", 0.1),
     ("max_norm", "0.5", "", "models.critic.optimizer.max_norm", 0.5),

@@ -88,6 +88,8 @@ REACHES = [
     ("sft", "micro_batch_tokens", "50", "--packing_samples", "schedule.micro_batch_tokens", 50),
     ("sft", "max_epochs", "3", "", "schedule.max_epochs", 3),
     ("sft", "seed", "7", "", "schedule.seed", 7),
+    ("sft", "optim", "muon", "", "model.optimizer.muon_momentum", 0.95),
+    ("sft", "muon_momentum", "0.8", "--optim muon", "model.optimizer.muon_momentum", 0.8),
     ("sft", "adam_betas", "0.8 0.9", "", "model.optimizer.betas", (0.8, 0.9)),
     ("sft", "l2", "0.1", "", "model.optimizer.weight_decay", 0.1),
     ("sft", "max_norm", "2", "", "model.optimizer.max_norm", 2.0),

@@ -13,7 +13,10 @@ from rlhf_train.engine.shards import ShardReader, Shards
 from rlhf_train.specs import OptimizerSpec
 from trainer_testing import run_ranks
 
-SPEC = OptimizerSpec(learning_rate=0.05, weight_decay=0.1, scheduler="linear", warmup_steps=2, total_steps=9)
+# Muon trains the matrices of the layers, one more than there are ranks, and AdamW the rest.
+SPEC = OptimizerSpec(
+    learning_rate=0.05, weight_decay=0.1, muon_momentum=0.9, scheduler="linear", warmup_steps=2, total_steps=9
+)
 STAGES = (0, 1, 2, 3)
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -24,13 +27,13 @@ class Net(nn.Module):
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
         torch.manual_seed(1)
-        self.first = nn.Linear(5, 7)
+        self.layers = nn.ModuleList([nn.Linear(5, 7), nn.Linear(7, 3), nn.Linear(3, 7)])
         self.second = nn.Linear(7, 3, bias=False)
         self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
         self.to(dtype)
 
     def forward(self, rows):
-        return self.second(torch.tanh(self.first(rows))) * self.frozen
+        return self.second(torch.tanh(nn.Sequential(*self.layers)(rows))) * self.frozen
 
 
 def new_engine(stage: int, dtype: torch.dtype):
@@ -42,7 +45,7 @@ def new_engine(stage: int, dtype: torch.dtype):
 def train(engine, rank: int, updates) -> list[float]:
     norms = []
     for update in updates:
-        rows = torch.randn(4, 5, generator=torch.Generator().manual_seed(100 * update + rank))
+        rows = torch.randn(8, 5, generator=torch.Generator().manual_seed(100 * update + rank))
         engine.backward(engine.forward(rows.to(engine.module.second.weight.dtype)).float().square().sum(), is_last=True)
         norms.append(engine.step().grad_norm)
     return norms

@@ -6,11 +6,14 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerSpec:
-    """Settings of AdamW and of the learning-rate schedule.
+    """Settings of the optimizer and of the learning-rate schedule.
 
     Attributes:
         learning_rate: the peak of the schedule.
-        betas, eps, weight_decay: of AdamW.
+        betas, eps: of AdamW.
+        weight_decay: of matrices.
+        muon_momentum: of Muon, which trains the matrices of the layers; None trains all weights by AdamW. See
+            `engine.optimizer`.
         max_norm: gradients with a larger global L2 norm are scaled down to it; 0 for no limit.
         scheduler: "constant", "linear" or "cosine_with_min_lr"; see `learning_rate_at`.
         warmup_steps: updates of linear warm-up.
@@ -22,6 +25,7 @@ class OptimizerSpec:
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     weight_decay: float = 0.0
+    muon_momentum: float | None = None
     max_norm: float = 1.0
     scheduler: str = "cosine_with_min_lr"
     warmup_steps: int = 0

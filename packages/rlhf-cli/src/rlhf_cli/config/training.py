@@ -8,6 +8,7 @@ from rlhf_data.errors import ConfigError
 from rlhf_data.options import Section, flag, one_of, with_defaults
 from rlhf_train.specs import OptimizerSpec
 
+Optimizer = one_of(("adam", "muon"))
 Scheduler = one_of(("cosine_with_min_lr", "linear", "constant"))
 
 
@@ -17,8 +18,14 @@ class TrainingSection(Section, title="training"):
     train_batch_size: int = flag(128, "samples per update, over all processes", ge=1)
     micro_train_batch_size: int = flag(8, "samples per forward-backward pass, on one training process", ge=1)
     max_epochs: int = flag(1, "passes over the samples of a step (ppo), or over the data set", ge=1)
+    optim: Optimizer = flag(
+        "adam",
+        "adam: AdamW; muon: Muon for the matrices of the layers, whose updates are scaled to the size of AdamW's at the"
+        " same learning rate, and AdamW for embeddings, heads, norms and biases",
+    )
+    muon_momentum: float = flag(0.95, "Muon's Nesterov momentum", ge=0, lt=1)
     adam_betas: tuple[float, float] = flag((0.9, 0.95), "AdamW's two betas")
-    l2: float = flag(0.0, "AdamW's weight decay; norms and biases have none", ge=0)
+    l2: float = flag(0.0, "weight decay; norms and biases have none", ge=0)
     max_norm: float = flag(1.0, "gradients are scaled down to this global norm; 0: no limit", ge=0)
     lr_scheduler: Scheduler = flag("cosine_with_min_lr", "how the learning rate changes after warm-up")
     lr_warmup_ratio: float = flag(0.03, "share of the updates with linear warm-up", ge=0, le=1)
@@ -34,7 +41,11 @@ class TrainingSection(Section, title="training"):
             message = f"--adam_betas is {self.adam_betas}; both must be in [0, 1)"
             raise ConfigError(message, hint="try --adam_betas 0.9 0.95")
         has_no_end = self.lr_scheduler != "cosine_with_min_lr"
-        return without_effect(given, (has_no_end, ["min_lr_ratio"], f"--lr_scheduler is {self.lr_scheduler}"))
+        return without_effect(
+            given,
+            (self.optim == "adam", ["muon_momentum"], "--optim is adam"),
+            (has_no_end, ["min_lr_ratio"], f"--lr_scheduler is {self.lr_scheduler}"),
+        )
 
     def optimizer(self, learning_rate: float, num_updates: int) -> OptimizerSpec:
         """Return the optimizer of a model that is updated `num_updates` times."""
@@ -42,6 +53,7 @@ class TrainingSection(Section, title="training"):
             learning_rate=learning_rate,
             betas=self.adam_betas,
             weight_decay=self.l2,
+            muon_momentum=self.muon_momentum if self.optim == "muon" else None,
             max_norm=self.max_norm,
             scheduler=self.lr_scheduler,
             warmup_steps=math.ceil(self.lr_warmup_ratio * num_updates),

@@ -19,7 +19,7 @@ _NO_TRACE = {
 }
 # Options that decide what the saved state belongs to.
 _FIXED = (
-    *("pretrain", "ref_pretrain", "critic_pretrain", "teacher_model", "lora_rank"),
+    *("pretrain", "ref_pretrain", "critic_pretrain", "teacher_model", "lora_rank", "optim"),
     *("advantage_estimator", "prompt_data", "dataset", "seed"),
 )
 

@@ -21,8 +21,9 @@ from rlhf_data.safety import is_loopback
 from rlhf_kernels import accumulate_
 from rlhf_models.weights import hf_named_weights
 from rlhf_rollout.host import collection_paused
+from rlhf_train.engine.optimizer import Muon, make_optimizer
 from rlhf_train.engine.protocol import StepStats, learning_rate_at
-from rlhf_train.engine.shards import WEIGHT, ShardReader, Shards, load_adamw, load_weights, places, save_adamw
+from rlhf_train.engine.shards import WEIGHT, ShardReader, Shards, load_moments, load_weights, places, save_moments
 from rlhf_train.specs import OptimizerSpec
 
 
@@ -149,7 +150,7 @@ class DeepSpeedEngine:
     def __init__(
         self, model: torch.nn.Module, spec: OptimizerSpec, *, zero_stage: int, dtype: torch.dtype, device: str
     ) -> None:
-        """Shard `model` over the ranks and give it an AdamW optimizer. Collective.
+        """Shard `model` over the ranks and give it an optimizer. Collective.
 
         Args:
             model: moved to the device, trained in place.
@@ -159,6 +160,7 @@ class DeepSpeedEngine:
             device: "cuda" or "cpu".
 
         Raises:
+            ConfigError: nothing in the model is for Muon.
             EngineError: DeepSpeed refuses the combination.
         """
         deepspeed = _import_deepspeed(device)
@@ -173,13 +175,7 @@ class DeepSpeedEngine:
         self._num_steps = 0
         self._world_size = torch.distributed.get_world_size()
         self.device = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
-        optimizer = torch.optim.AdamW(
-            _parameter_groups(model, spec.weight_decay),
-            lr=spec.learning_rate,
-            betas=spec.betas,
-            eps=spec.eps,
-            fused=device == "cuda",
-        )
+        optimizer = make_optimizer(model, spec, fused=device == "cuda")
         try:
             # DeepSpeed's bfloat16 optimizer prints memory figures.
             with redirect_stdout(StringIO()), _quick_collection():
@@ -193,7 +189,10 @@ class DeepSpeedEngine:
             raise EngineError(f"DeepSpeed: {error}", hint="try another --zero_stage") from error
         self.module = self._engine.module
         # Where this rank keeps master weights. Found here, because DeepSpeed forgets it while the states are offloaded.
-        self._places = places(self.module, self._engine.optimizer)
+        everywhere = places(self.module, self._engine.optimizer)
+        self._places = [place for place in everywhere if place.size]
+        if isinstance(optimizer, Muon):
+            optimizer.find(everywhere, num_ranks=self._world_size if zero_stage else 1)
         # The float32 sums of gradients by weight, in bfloat16 at stage 1; empty otherwise. CUDA graphs of a backward
         # pass add to them directly (`rlhf_models.backbone.replay_full_packs`).
         self.gradient_sums: dict[torch.nn.Parameter, Tensor] = {}
@@ -262,7 +261,7 @@ class DeepSpeedEngine:
         shards.numbers["num_updates"] = self._num_steps
         # Without ZeRO every rank has everything, and one copy is enough.
         if self._zero_stage > 0 or torch.distributed.get_rank() == 0:
-            save_adamw(shards, self._places, self._inner_optimizer.state)
+            save_moments(shards, self._places, self._inner_optimizer.state)
 
     @torch.no_grad()
     def load_shards(self, reader: ShardReader) -> None:
@@ -270,7 +269,7 @@ class DeepSpeedEngine:
 
         Raises CheckpointError when the files belong to another model.
         """
-        load_adamw(reader, self._places, self._inner_optimizer.state, step_on_device=self.device.type == "cuda")
+        load_moments(reader, self._places, self._inner_optimizer.state, step_on_device=self.device.type == "cuda")
         self._num_steps = int(reader.numbers["num_updates"])
         if self._is_plain:
             return  # the optimizer works on the weights themselves
@@ -331,14 +330,6 @@ class DeepSpeedEngine:
 
     def _gathered(self, parameters: list[torch.nn.Parameter]) -> Any:
         return self._deepspeed.zero.GatheredParameters(parameters, enabled=self._zero_stage == 3)
-
-
-def _parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    # Weight decay applies to matrices only: it would pull the scales of norms, which are near 1, towards 0.
-    matrices = [p for p in model.parameters() if p.requires_grad and p.ndim >= 2]
-    vectors = [p for p in model.parameters() if p.requires_grad and p.ndim < 2]
-    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    return [group for group in groups if group["params"]]
 
 
 def _gradient_sums(optimizer: Any) -> dict[torch.nn.Parameter, Tensor]:

@@ -16,14 +16,17 @@ from torch import Tensor
 
 from rlhf_data.errors import CheckpointError
 
-WEIGHT, MOMENTS = "weight", ("exp_avg", "exp_avg_sq")  # names of the tensors of AdamW; see `Shards`
+# Names of tensors; see `Shards`.
+WEIGHT, MOMENTUM = "weight", "momentum_buffer"
+MOMENTS = ("exp_avg", "exp_avg_sq", MOMENTUM)
 
 
 class Shards:
     """Parts of flattened tensors by name, and the numbers that belong to them.
 
     A name is `KIND/WEIGHT`, where `WEIGHT` is a parameter's name in the module. Kinds are "weight" (in float32),
-    "exp_avg" and "exp_avg_sq" (moments of AdamW), and "average" (the moving average of the weights).
+    "exp_avg" and "exp_avg_sq" (moments of AdamW), "momentum_buffer" (of Muon), and "average" (the moving average of the
+    weights).
 
     Attributes:
         tensors: [n] each, in host memory.
@@ -119,7 +122,7 @@ def load_weights(module: torch.nn.Module, reader: ShardReader) -> None:
 
 
 class Place(NamedTuple):
-    """Where this rank keeps a part of one weight.
+    """Where this rank keeps a part of one weight; of size 0 if others keep all of it.
 
     Attributes:
         name: of the weight.
@@ -143,7 +146,7 @@ class Place(NamedTuple):
 def places(module: torch.nn.Module, optimizer: Any) -> list[Place]:
     """Return the parts of all trained weights that this rank keeps in an optimizer of DeepSpeed or PyTorch.
 
-    Without ZeRO all ranks keep all weights.
+    The weights come in the same order on all ranks. Without ZeRO all ranks keep all weights.
     """
     named = [(name, weight) for name, weight in module.named_parameters() if weight.requires_grad]
     if hasattr(optimizer, "fp32_partitioned_groups_flat"):
@@ -158,10 +161,13 @@ def places(module: torch.nn.Module, optimizer: Any) -> list[Place]:
     found = []
     for weights, flat in groups:
         for weight in weights:
-            if mapping := weight._hp_mapping:  # None if another rank keeps this weight
-                address = mapping.hp_fragment_address
-                start = mapping.lp_fragment_address.start
-                found.append(Place(names[id(weight)], start, address.numel, flat, address.start))
+            mapping = weight._hp_mapping
+            if mapping is None:
+                found.append(Place(names[id(weight)], 0, 0, flat, 0))
+                continue
+            address = mapping.hp_fragment_address
+            start = mapping.lp_fragment_address.start
+            found.append(Place(names[id(weight)], start, address.numel, flat, address.start))
     return found
 
 
@@ -169,14 +175,14 @@ def _stage_3_places(named: list[tuple[str, Any]], optimizer: Any) -> Iterator[Pl
     rank = torch.distributed.get_rank()
     for name, weight in named:
         group, offset, size = optimizer.grad_position[optimizer.get_param_id(weight)]
-        start = rank * size
+        start = min(rank * size, weight.ds_numel)
         # ZeRO-3 pads the last part of a weight.
-        if (rest := min(size, weight.ds_numel - start)) > 0:
-            yield Place(name, start, rest, optimizer.fp32_partitioned_groups_flat[group], offset)
+        rest = min(size, weight.ds_numel - start)
+        yield Place(name, start, rest, optimizer.fp32_partitioned_groups_flat[group], offset)
 
 
-def save_adamw(shards: Shards, kept: list[Place], states: Mapping[Tensor, Mapping[str, Tensor]]) -> None:
-    """Add master weights and the moments of AdamW to `shards`.
+def save_moments(shards: Shards, kept: list[Place], states: Mapping[Tensor, Mapping[str, Tensor]]) -> None:
+    """Add master weights and the moments of AdamW or Muon to `shards`.
 
     Args:
         shards: receives them.
@@ -196,12 +202,12 @@ def save_adamw(shards: Shards, kept: list[Place], states: Mapping[Tensor, Mappin
 
 
 @torch.no_grad()
-def load_adamw(reader: ShardReader, kept: list[Place], states: Any, *, step_on_device: bool) -> None:
-    """Set master weights and the moments of AdamW to those that `save_adamw` saved.
+def load_moments(reader: ShardReader, kept: list[Place], states: Any, *, step_on_device: bool) -> None:
+    """Set master weights and the moments of AdamW or Muon to those that `save_moments` saved.
 
     Args:
         reader: of the files of all ranks.
-        kept, states: as for `save_adamw`.
+        kept, states: as for `save_moments`.
         step_on_device: whether AdamW counts its steps on the device, as its fused form does.
 
     Raises:
@@ -209,13 +215,16 @@ def load_adamw(reader: ShardReader, kept: list[Place], states: Any, *, step_on_d
     """
     for place in kept:
         place.cut(place.flat).copy_(reader.read(f"{WEIGHT}/{place.name}", place.start, place.size))
-        if f"{MOMENTS[0]}/{place.name}" not in reader:
+        saved = [key for key in MOMENTS if f"{key}/{place.name}" in reader]
+        if not saved:
             continue
         state = states[place.flat]
-        for key in MOMENTS:
+        for key in saved:
             if key not in state:
                 state[key] = torch.zeros_like(place.flat, memory_format=torch.preserve_format)
             place.cut(state[key]).copy_(reader.read(f"{key}/{place.name}", place.start, place.size))
+        if MOMENTUM in saved:
+            continue  # Muon counts no updates
         num_updates = reader.numbers["updates_by_weight"].get(place.name, reader.numbers["num_updates"])
         device = place.flat.device if step_on_device else "cpu"
         state["step"] = torch.tensor(float(num_updates), device=device)

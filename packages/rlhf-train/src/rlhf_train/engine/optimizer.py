@@ -1,0 +1,153 @@
+"""The optimizer of a model: AdamW, or Muon for the matrices of its layers and AdamW for the rest.
+
+Neither torch.optim.Muon nor DeepSpeed's Muon fits here. The first needs whole matrices, of which a rank may keep a
+part. The second clips updates instead of gradients, reports the norm of updates, and keeps momentum in another form at
+each ZeRO stage.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rlhf_data.errors import ConfigError
+from rlhf_train.engine.shards import MOMENTUM, Place
+from rlhf_train.specs import OptimizerSpec
+
+_NUM_ITERATIONS = 5
+_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+_ADAMW_RMS = 0.2  # root mean square of an update of AdamW at learning rate 1
+
+
+def make_optimizer(model: nn.Module, spec: OptimizerSpec, *, fused: bool) -> torch.optim.AdamW:
+    """Return the optimizer of a model's trained weights. `fused` says whether AdamW runs as one kernel.
+
+    Raises ConfigError when there is nothing for Muon.
+    """
+    trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+    options = {"lr": spec.learning_rate, "betas": spec.betas, "eps": spec.eps, "fused": fused}
+    if spec.muon_momentum is None:
+        return torch.optim.AdamW(_adamw_groups(trained.values(), spec), **options)
+    hidden = {name: weight for name, weight in trained.items() if is_hidden_matrix(name, weight)}
+    if not hidden:
+        message = "--optim muon trains the matrices of a model's layers, and this model trains none"
+        raise ConfigError(message, hint="use --optim adam")
+    groups = [{"params": [*hidden.values()], "weight_decay": spec.weight_decay, "momentum": spec.muon_momentum}]
+    groups += _adamw_groups([weight for name, weight in trained.items() if name not in hidden], spec)
+    return Muon(groups, {name: weight.shape for name, weight in hidden.items()}, **options)
+
+
+def _adamw_groups(weights: Iterable[nn.Parameter], spec: OptimizerSpec) -> list[dict[str, Any]]:
+    # Weight decay applies to matrices only: it would pull the scales of norms, which are near 1, towards 0.
+    weights = [*weights]
+    matrices = [weight for weight in weights if weight.ndim >= 2]
+    vectors = [weight for weight in weights if weight.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": spec.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
+
+
+def is_hidden_matrix(name: str, weight: Tensor) -> bool:
+    """Return whether Muon trains a weight: a matrix in one of the stacked layers, which have numbers as names.
+
+    Embeddings and heads are outside of the layers.
+    """
+    return weight.ndim == 2 and any(part.isdecimal() for part in name.split("."))
+
+
+def orthogonalized(matrix: Tensor) -> Tensor:
+    """Return a matrix with the singular vectors of `matrix` [n, m] float32 and all singular values near 1.
+
+    With X = M / |M|, five times X <- a X + (b X X^T + c (X X^T)^2) X, a quintic Newton-Schulz iteration that ends with
+    singular values of 0.7 to 1.2. A matrix of zeros stays one. On a GPU the products are in bfloat16.
+
+    Source: Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/
+    """
+    a, b, c = _COEFFICIENTS
+    is_tall = matrix.shape[0] > matrix.shape[1]
+    wide = matrix.T if is_tall else matrix
+    wide = wide / wide.norm().clamp(min=1e-7)
+    if wide.is_cuda:
+        wide = wide.bfloat16()
+    for _ in range(_NUM_ITERATIONS):
+        gram = wide @ wide.T
+        wide = torch.addmm(wide, torch.addmm(gram, gram, gram, beta=b, alpha=c), wide, beta=a)
+    return (wide.T if is_tall else wide).to(matrix.dtype).contiguous()
+
+
+class Muon(torch.optim.AdamW):
+    """Muon for groups with the key "momentum", AdamW for the others.
+
+    Per update, B <- mu B + (1 - mu) G and W <- (1 - lr decay) W - 0.2 sqrt(max(n, m)) lr O, where O is
+    `orthogonalized((1 - mu) G + mu B)`. The factor gives an update the size of one of AdamW, so that both take the same
+    learning rate.
+
+    Sources: `orthogonalized`; for the factor, Liu et al. 2025, arXiv:2502.16982, section 2.2.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], shapes: Mapping[str, torch.Size], **options: Any) -> None:
+        """Take the options of AdamW, and the shapes of the weights for Muon by name."""
+        super().__init__(groups, **options)
+        self._shapes = shapes
+        self._matrices: dict[Tensor, list[tuple[Place, torch.Size]]] = {}
+        self._num_ranks = 1
+
+    def find(self, places: Sequence[Place], num_ranks: int) -> None:
+        """Say where the weights are, before the first update.
+
+        Args:
+            places: of all weights in the same order on all ranks; of size 0 where other ranks keep them.
+            num_ranks: ranks that share the weights; 1 if each keeps all of them.
+        """
+        self._num_ranks = num_ranks
+        for place in places:
+            if place.name in self._shapes:
+                self._matrices.setdefault(place.flat, []).append((place, self._shapes[place.name]))
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        """Update the weights. Collective where ranks share them."""
+        groups = self.param_groups
+        self.param_groups = [group for group in groups if "momentum" not in group]
+        try:
+            if self.param_groups:  # DeepSpeed steps group by group
+                super().step()
+        finally:
+            self.param_groups = groups
+        for group in groups:
+            for flat in group["params"] if "momentum" in group else ():
+                if flat.grad is not None:
+                    self._step_matrices(flat, group)
+
+    def _step_matrices(self, flat: Tensor, group: Mapping[str, Any]) -> None:
+        state = self.state[flat]
+        if MOMENTUM not in state:
+            state[MOMENTUM] = torch.zeros_like(flat)
+        momentum = state[MOMENTUM].lerp_(flat.grad, 1 - group["momentum"])
+        blend = flat.grad.lerp(momentum, group["momentum"])
+        flat.mul_(1 - group["lr"] * group["weight_decay"])
+        matrices = self._matrices[flat]
+        # Each rank orthogonalizes one matrix of a round.
+        for first in range(0, len(matrices), self._num_ranks):
+            of_round = matrices[first : first + self._num_ranks]
+            for (place, shape), update in zip(of_round, self._updates(blend, of_round), strict=True):
+                part = update.flatten()[place.start : place.start + place.size]
+                place.cut(flat).add_(part, alpha=-group["lr"] * _ADAMW_RMS * max(shape) ** 0.5)
+
+    def _updates(self, blend: Tensor, matrices: Sequence[tuple[Place, torch.Size]]) -> list[Tensor]:
+        """Return the orthogonalized whole of each matrix, of which ranks have parts in `blend`."""
+        wholes = []
+        for place, shape in matrices:
+            whole = blend.new_zeros(shape.numel())
+            whole[place.start : place.start + place.size] = place.cut(blend)
+            wholes.append(whole.view(shape))
+        if self._num_ranks == 1:
+            return [orthogonalized(whole) for whole in wholes]
+        for owner, whole in enumerate(wholes):
+            torch.distributed.reduce(whole, owner)
+        rank = torch.distributed.get_rank()
+        if rank < len(wholes):
+            wholes[rank] = orthogonalized(wholes[rank])
+        for owner, whole in enumerate(wholes):
+            torch.distributed.broadcast(whole, owner)
+        return wholes
