@@ -8,23 +8,39 @@ import functools
 import os
 import subprocess
 import sys
+from collections import Counter
+from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
 
+@pytest.fixture(scope="session")
+def interpreted(request, tmp_path_factory):
+    """The number of passed cases by file, and pytest's output, of this session's files for the interpreter.
+
+    They run in one process, because importing PyTorch and Triton takes seconds.
+    """
+    paths = sorted({item.path for item in request.session.items if item.path.name.endswith("_interpreter_test.py")})
+    folder = tmp_path_factory.mktemp("interpreted")
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    options = ["-q", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", folder, "--import-mode=importlib"]
+    report = ["--junitxml", folder / "report.xml", "-o", "junit_family=xunit1"]
+    command = [sys.executable, "-m", "pytest", *options, *report, *paths]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    cases = ElementTree.parse(folder / "report.xml").iter("testcase") if done.returncode in (0, 1) else ()
+    return Counter(Path(case.get("file")).name for case in cases if not len(case)), done.stdout + done.stderr
+
+
 @pytest.fixture
-def interpret(tmp_path):
-    """Return a function that runs a test file in the interpreter, and expects so many cases of it to pass."""
+def interpret(interpreted):
+    """Return a function that expects so many cases of a test file to pass in the interpreter, and no other result."""
 
-    def run(path, num_cases):
-        environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        options = ["-q", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", tmp_path]
-        command = [sys.executable, "-m", "pytest", *options, path]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout + done.stderr
-        assert f"{num_cases} passed" in done.stdout
+    def expect(path, num_cases):
+        passed, output = interpreted
+        assert passed[path.name] == num_cases, output
 
-    return run
+    return expect
 
 
 @pytest.fixture(autouse=True)
