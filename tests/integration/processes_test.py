@@ -20,18 +20,18 @@ from rlhf_rollout.engines import EngineSpec
 from rlhf_rollout.host import free_port
 from rlhf_rollout.rewards.sources import CallOptions, RewardSource
 from rlhf_train.online import cluster as cluster_module
-from rlhf_train.online.cluster import _part, placed_bundles, ray_cluster, start_processes, start_scorers, wait
+from rlhf_train.online.cluster import placed_bundles, ray_cluster, start_processes, start_scorers, wait
 from rlhf_train.online.job import RewardSpec
 from rlhf_train.online.placement import PlacementRequest, plan_placement
 
 JOIN = """
 import json, os, sys
 from rlhf_cli.preflight.devices import find_gpus
-from rlhf_train.online.cluster import placed_bundles, ray_cluster, wait
+from rlhf_train.online.cluster import _start_one, placed_bundles, ray_cluster, wait
 from rlhf_train.online.placement import PlacementRequest, plan_placement
 from rlhf_data.errors import EngineError
 
-num_gpus, address = find_gpus()
+nodes, address = find_gpus()
 import ray
 from rlhf_rollout.engines import EngineSpec
 from rlhf_rollout.ray_actors import EngineActor
@@ -40,26 +40,32 @@ from rlhf_train.online.ray_actors import RankActor
 class Looks:
     def look(self):
         import rlhf_train
-        return [os.environ.get("CUDA_VISIBLE_DEVICES"), os.environ["OMP_WAIT_POLICY"], rlhf_train.__file__]
+        return [os.environ.get("CUDA_VISIBLE_DEVICES"), os.environ.get("OMP_WAIT_POLICY"), rlhf_train.__file__]
 
 class Engine(Looks, EngineActor):
-    def __init__(self):
-        super().__init__("fake", EngineSpec(model=""))
+    def __init__(self, gpus):
+        super().__init__("fake", EngineSpec(model=""), gpus)
 
 class Rank(Looks, RankActor):
     pass
 
-plan = plan_placement(PlacementRequest(ranks={"actor": 1}), 0)
-with ray_cluster(plan, address), placed_bundles(plan):
-    kinds = [ray.remote(concurrency_groups={"requests": 1, "control": 1})(Engine), ray.remote(Rank)]
-    actors = [kind.options(num_cpus=0, num_gpus=1).remote() for kind in kinds]
-    seen = wait([actor.look.remote() for actor in actors])
+# Two GPUs for an engine and a rank on one of them; then a worker without GPUs, and one with those that Ray gives it.
+shared = PlacementRequest(ranks={"actor": 1}, tensor_parallel_size=2, colocate_all_models=True)
+plan = plan_placement(shared, nodes)
+engine = ray.remote(concurrency_groups={"requests": 1, "control": 1})(Engine)
+rank = ray.remote(Rank)
+with ray_cluster(plan, address):
+    with placed_bundles(plan) as reserved:
+        actors = [_start_one(engine, plan.engines, 0, reserved), _start_one(rank, plan.trainers[0], 0, reserved)]
+        seen = wait([actor.look.remote() for actor in actors])
+    actors = [rank.options(num_cpus=0, num_gpus=num_gpus).remote() for num_gpus in (0, 2)]
+    seen += wait([actor.look.remote() for actor in actors])
     try:
-        with placed_bundles(plan_placement(PlacementRequest(ranks={"actor": 3}), 0)):
+        with placed_bundles(plan_placement(PlacementRequest(ranks={"actor": 3}), [])):
             refused = None
     except EngineError as error:
         refused = str(error)
-print(json.dumps({"num_gpus": num_gpus, "address": address, "seen": seen, "refused": refused}))
+print(json.dumps({"nodes": nodes, "address": address, "seen": seen, "refused": refused}))
 """
 
 
@@ -94,16 +100,17 @@ def test_run_joins_the_cluster_that_ray_start_left_and_each_worker_takes_its_own
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
     assert result["address"].endswith(f":{left_running}")
-    assert result["num_gpus"] == 2
-    assert sorted(devices for devices, _, _ in result["seen"]) == ["0", "1"]
-    assert {(policy, source) for _, policy, source in result["seen"]} == {("PASSIVE", rlhf_train.__file__)}
+    assert result["nodes"] == [2]
+    assert [devices for devices, _, _ in result["seen"]] == ["0,1", "0", None, "0,1"]
+    assert [policy for _, policy, _ in result["seen"]] == [None, None, "PASSIVE", None]
+    assert {source for _, _, source in result["seen"]} == {rlhf_train.__file__}
     assert result["refused"].startswith("the run needs 4 CPUs and 0 GPUs, and the Ray cluster has 2 and 2")
 
 
 @pytest.fixture(scope="module")
 def cluster():
     """A cluster of its own, for all tests below that need one."""
-    with ray_cluster(plan_placement(PlacementRequest(ranks={"actor": 1}, reward_ranks=2), 0), None):
+    with ray_cluster(plan_placement(PlacementRequest(ranks={"actor": 1}, reward_ranks=2), []), None):
         yield
 
 
@@ -148,7 +155,7 @@ class Mortal:
 def test_process_that_dies_is_an_engine_error_with_a_hint(cluster):
     import ray
 
-    with placed_bundles(plan_placement(PlacementRequest(ranks={"actor": 1}), 0)):
+    with placed_bundles(plan_placement(PlacementRequest(ranks={"actor": 1}), [])):
         # By value: Ray's workers need not find this file.
         ray.cloudpickle.register_pickle_by_value(__import__(__name__, fromlist=["Mortal"]))
         actor = ray.remote(Mortal).remote()
@@ -200,22 +207,23 @@ def start(cluster):
 )
 def test_start_that_hangs_is_an_engine_error_with_a_hint(monkeypatch, start, kind, shares_gpus, start_timeout_s, what):
     spec = EngineSpec(model="none", enable_sleep=True, start_timeout_s=start_timeout_s, control_timeout_s=3.0)
-    job = SimpleNamespace(plan=SimpleNamespace(shares_gpus=shares_gpus), engine=spec)
+    job = SimpleNamespace(plan=SimpleNamespace(shares_gpus=shares_gpus, engine_waves=[[0]]), engine=spec)
     for name, started in (
         ("start_engines", [SimpleNamespace(handle=start(kind))]),
         ("start_scorers", []),
         ("start_workers", []),
     ):
-        monkeypatch.setattr(cluster_module, name, lambda job, reserved, started=started: started)
+        monkeypatch.setattr(cluster_module, name, lambda *words, started=started: started)
     with pytest.raises(EngineError, match=rf"(?s)^{what} took longer than 3 s.*hint: .*Ray's session folder"):
         start_processes(job, None)
 
 
 def test_trainer_whose_start_hangs_is_an_engine_error(monkeypatch, start):
-    job = SimpleNamespace(plan=SimpleNamespace(shares_gpus=False), engine=EngineSpec(model="none", start_timeout_s=3.0))
+    spec = EngineSpec(model="none", start_timeout_s=3.0)
+    job = SimpleNamespace(plan=SimpleNamespace(shares_gpus=False, engine_waves=[]), engine=spec)
     loading = SimpleNamespace(started=[start(Sleeper).ready.remote()])
     for name, started in (("start_engines", []), ("start_scorers", []), ("start_workers", [loading])):
-        monkeypatch.setattr(cluster_module, name, lambda job, reserved, started=started: started)
+        monkeypatch.setattr(cluster_module, name, lambda *words, started=started: started)
     with pytest.raises(EngineError, match="the start of the trainers took longer than 3 s"):
         start_processes(job, None)
 
@@ -229,7 +237,7 @@ def test_processes_share_the_cpu_as_the_driver_does(cluster):
 def scoring_job(folders, **request):
     """What `start_scorers` reads of a job."""
     sources = tuple(RewardSource(kind="model", targets=(str(folder),)) for folder in folders)
-    plan = plan_placement(PlacementRequest(ranks={"actor": 1}, **request), 0)
+    plan = plan_placement(PlacementRequest(ranks={"actor": 1}, **request), [])
     reward = RewardSpec(sources=sources, calls=CallOptions(batch_size=2), normalize_models=True)
     return SimpleNamespace(replay=None, plan=plan, reward=reward, engine=EngineSpec(model="none"))
 
@@ -255,8 +263,24 @@ def test_reward_models_that_the_plan_has_no_places_for_are_refused():
     assert start_scorers(scoring_job([]), None) == []
 
 
-def test_parts_of_a_gpu_are_what_ray_counts_and_never_add_up_to_more():
-    assert _part(2.0, 1) == 2.0
-    assert _part(0.9 / 3, 1) == 0.3
-    # 0.45 / 7 = 0.064285..., of which Ray counts four places.
-    assert _part(0.45, 7) == 0.0642
+def test_engines_on_one_gpu_start_one_after_another_and_sleep_before_the_next(monkeypatch):
+    """On one GPU, vLLM takes what is free: an engine that starts sees those that started before, asleep."""
+    log = []
+
+    class Handle:
+        """Answers as a Ray actor would."""
+
+        def __init__(self, number):
+            self.ready = SimpleNamespace(remote=lambda: log.append(f"{number} ready"))
+            self.call = SimpleNamespace(remote=lambda method: log.append(f"{number} {method}"))
+
+    request = PlacementRequest(ranks={"actor": 2}, num_engines=3, colocate_all_models=True)
+    job = SimpleNamespace(plan=plan_placement(request, [2]), engine=EngineSpec(model="none", enable_sleep=True))
+    monkeypatch.setattr(cluster_module, "wait", lambda references, **words: references)
+    for name in ("start_scorers", "start_workers"):
+        monkeypatch.setattr(cluster_module, name, lambda *words: [])
+    monkeypatch.setattr(
+        cluster_module, "start_engines", lambda job, reserved, wave: [SimpleNamespace(handle=Handle(n)) for n in wave]
+    )
+    assert len(start_processes(job, None).engines) == 3
+    assert log[:6] == ["0 ready", "1 ready", "0 sleep", "1 sleep", "2 ready", "2 sleep"]

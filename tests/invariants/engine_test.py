@@ -111,7 +111,7 @@ def test_sync_makes_the_weights_the_trainers_and_reverting_gives_the_same_tokens
     other = tiny_job(other_path, tmp_path)
     # Two trainers, one engine: the plan's bundle is counted twice over, so that all three fit.
     with cluster.ray_cluster(job.plan, None), cluster.placed_bundles(job.plan) as reserved:
-        [engine] = cluster.start_engines(job, reserved)
+        [engine] = cluster.start_engines(job, reserved, [0])
         [own] = cluster.start_workers(job, reserved)
         cluster.wait(own.started)
 

@@ -1,6 +1,9 @@
-"""Where models run changes nothing of what they learn: together or in processes of their own, on one rank or on two."""
+"""Where models run changes nothing of what they learn: together or in processes of their own, on one rank or on two,
+with one engine or with two."""
 
+import asyncio
 import dataclasses
+import itertools
 import json
 from pathlib import Path
 
@@ -12,7 +15,7 @@ from rlhf_models.testing import tiny_model_dir
 from rlhf_rollout.rewards.sources import RewardSource
 from rlhf_train.algorithms import make_algorithm
 from rlhf_train.online.job import RewardSpec
-from rlhf_train.online.placement import PlacementPlan, ProcessPlan
+from rlhf_train.online.placement import Place, PlacementPlan, ProcessPlan
 from rlhf_train.online.run import run_online
 from rlhf_train.run.observer import Observer
 from trainer_testing import running_engine, tiny_job
@@ -21,7 +24,8 @@ PLACES = {
     "together": {("actor", "critic", "reference", "teacher"): 1},
     "apart": {("actor",): 1, ("critic",): 2, ("reference", "teacher"): 1},
 }
-SCORERS = ProcessPlan("reward", ("reward",), (0,), 0)
+ENGINES = {"together": 1, "apart": 2}
+SCORERS = ProcessPlan("reward", ("reward",), (Place(),))
 # Adam's division by the gradient's own size turns rounding into steps; what is compared are means of a whole step.
 TOLERANCE = 1e-4
 COMPARED = (
@@ -35,21 +39,26 @@ COMPARED = (
 )
 
 
-def plan_of(groups: dict[tuple[str, ...], int]) -> PlacementPlan:
-    """All on CPUs, in one bundle."""
-    placed = tuple(ProcessPlan("+".join(roles), roles, (0,) * ranks, 0) for roles, ranks in groups.items())
-    return PlacementPlan("cpu", (0,), placed, ProcessPlan("engines", (), (0,), 0), True, scorers=SCORERS)
+def plan_of(groups: dict[tuple[str, ...], int], num_engines: int) -> PlacementPlan:
+    """All on CPUs."""
+    placed = tuple(ProcessPlan("+".join(roles), roles, (Place(),) * ranks) for roles, ranks in groups.items())
+    engines = ProcessPlan("engines", (), (Place(),) * num_engines)
+    return PlacementPlan("cpu", (0,), placed, engines, True, scorers=SCORERS)
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> dict[str, tuple[list[dict[str, float]], np.ndarray]]:
-    """The steps' metrics and the final embedding, by placement; all runs generate with one engine."""
+    """The steps' metrics and the final embedding, by placement."""
     model_path = str(tiny_model_dir(tmp_path_factory.mktemp("model")))
     teacher = str(tiny_model_dir(tmp_path_factory.mktemp("teacher"), seed=1))
     store_step_format(Path(teacher), StepFormat(placeholder=0, good=10, bad=12))
     folders = {name: tmp_path_factory.mktemp("run") for name in PLACES}
-    with running_engine(tiny_job(model_path, folders["together"])):
-        return {name: run(model_path, teacher, folders[name], plan_of(groups)) for name, groups in PLACES.items()}
+    plans = {name: plan_of(groups, ENGINES[name]) for name, groups in PLACES.items()}
+    with running_engine(tiny_job(model_path, folders["together"]), num_engines=2) as engines:
+        done = {name: run(model_path, teacher, folders[name], plan) for name, plan in plans.items()}
+        for engine, other in itertools.pairwise(engines):
+            assert asyncio.run(engine.health()) == asyncio.run(other.health())  # both have the last weights
+        return done
 
 
 def run(model_path: str, teacher: str, folder: Path, plan: PlacementPlan) -> tuple[list[dict[str, float]], np.ndarray]:

@@ -188,7 +188,7 @@ def tiny_job(model_path: str, folder: Path, **changes: Any) -> OnlineJob:
         reward=RewardSpec(
             sources=(RewardSource(kind="function", targets=(str(reward),)),), calls=CallOptions(timeout_s=5.0)
         ),
-        plan=plan_placement(request, local_gpus()),
+        plan=plan_placement(request, [local_gpus()]),
         batch=BatchSizes(
             rollout_batch_size=8,
             num_samples_per_prompt=4,
@@ -205,17 +205,18 @@ def tiny_job(model_path: str, folder: Path, **changes: Any) -> OnlineJob:
 
 
 @contextmanager
-def running_engine(job: OnlineJob) -> Iterator[Any]:
-    """Start a cluster and the engine of `job` on CPUs, and yield the engine's handle.
+def running_engine(job: OnlineJob, num_engines: int = 1) -> Iterator[list[Any]]:
+    """Start a cluster and engines of `job` on CPUs, and yield the engines.
 
-    Runs inside the context use this engine and start none, because an engine takes longer to start than a short run
-    takes. A run's first weight sync gives the engine the weights of that run.
+    Runs inside the context use as many of these engines as their plan has and start none, because an engine takes
+    longer to start than a short run takes. A run's first weight sync gives the engines the weights of that run.
     """
     from rlhf_rollout.ray_actors import RayEngine, RemoteEngine
     from rlhf_train.online import cluster
     from rlhf_train.online.ray_session import started_cluster
 
     with started_cluster(NUM_CLUSTER_CPUS, 0):
-        engine = RemoteEngine.options(num_cpus=1).remote("vllm", job.engine)
-        with mock.patch.object(cluster, "start_engines", return_value=[RayEngine(engine, job.engine)]):
-            yield engine
+        handles = [RemoteEngine.options(num_cpus=1).remote("vllm", job.engine) for _ in range(num_engines)]
+        engines = [RayEngine(handle, job.engine) for handle in handles]
+        with mock.patch.object(cluster, "start_engines", lambda job, reserved, wave: [engines[n] for n in wave]):
+            yield engines

@@ -76,7 +76,7 @@ def start_seconds(job: OnlineJob) -> float:
     """Return the seconds in which the engine of a job starts alone."""
     with placed_bundles(job.plan) as reserved:
         started = time.monotonic()
-        wait([engine.handle.ready.remote() for engine in start_engines(job, reserved)])
+        wait([engine.handle.ready.remote() for engine in start_engines(job, reserved, [0])])
         return time.monotonic() - started
 
 
@@ -84,7 +84,7 @@ def measure(num_kills: int, folder: Path) -> dict[str, Any]:
     """Return the times of starts and of returns from the dead."""
     flags = ["--train_steps", str(2 * num_kills + 1), "--eval_steps", "-1", "--save_path", str(folder)]
     config = COMMAND_LINE.parse(flags).config
-    plan = make_plan(config, 0, None)
+    plan = make_plan(config, [0])
     job = make_job(config, check_inputs(config, folder), plan, folder, None)
     killer = Killer(num_kills)
     with ray_cluster(plan, None):

@@ -125,7 +125,7 @@ def engine_spans(load: Sequence[tuple[float, float]]) -> list[Span]:
 def watch(flags: Sequence[str], folder: Path) -> dict[str, Any]:
     """Run a job in this process; return what both sides did from the end of its second step on."""
     config = COMMAND_LINE.parse([*flags, "--save_path", str(folder)]).config
-    plan = make_plan(config, 0, None)
+    plan = make_plan(config, [0])
     watcher = Watcher()
     with ray_cluster(plan, None):
         run_online(make_job(config, check_inputs(config, folder), plan, folder, None), watcher)

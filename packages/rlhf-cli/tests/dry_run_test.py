@@ -120,13 +120,12 @@ def test_gpus_that_are_not_enough_are_missing(folder, capsys, monkeypatch):
 
 
 def test_layout_that_a_run_cannot_do_is_shown_and_a_run_refuses_it(folder, capsys, monkeypatch):
-    layout = ["--colocate_all_models", "--actor_num_gpus_per_node", "4", "--vllm_num_engines", "2"]
-    layout += ["--vllm_tensor_parallel_size", "2"]
-    feature = "not available: tensor-parallel engines on GPUs that they share with training (2 x 2 GPUs)"
+    layout = ["--colocate_all_models", "--actor_num_gpus_per_node", "2", "--vllm_tensor_parallel_size", "4"]
+    feature = "not available: weight sync between GPUs (engine 0 has GPUs without a training process of the policy)"
     assert main([*flags(), *layout, "--dry_run"]) == 0
     out = capsys.readouterr().out
     (shown,) = out.partition("cannot run yet\n")[2].split("\n\n")[:1]
-    assert shown.startswith(f"  {feature}\n    hint: use models apart")
+    assert shown.startswith(f"  {feature}\n    hint: use one node, and")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
     monkeypatch.setattr("ray.init", lambda **options: pytest.fail("the run started Ray"))
     assert main([*flags(), *layout]) == 2
@@ -137,7 +136,7 @@ def test_layout_that_a_run_cannot_do_is_shown_and_a_run_refuses_it(folder, capsy
 def test_plan_of_more_than_one_node_is_shown_and_named(folder, capsys):
     apart = ["--actor_num_gpus_per_node", "8", "--critic_num_gpus_per_node", "8", "--ref_num_gpus_per_node", "8"]
     assert main([*flags(), *apart, "--dry_run"]) == 0
-    assert lists(capsys)["cannot run yet"] == ["not available: a run on more than one node (25 GPUs, 8 per node)"]
+    assert lists(capsys)["cannot run yet"] == ["not available: a run on more than one node (25 GPUs on 4 nodes)"]
 
 
 def test_cluster_that_does_not_answer_is_not_looked_at(folder, capsys, monkeypatch):

@@ -178,7 +178,7 @@ REACHES = [
     ("reward_num_nodes", "0", "", "plan.scorers", None),
     ("colocate_all_models", "", "", "plan.colocated", True),
     ("colocate_actor_ref", "", "", "plan.trainers.0.roles", ("actor", "reference")),
-    ("colocate_critic_reward", "", "--reward_pretrain m", "plan.scorers.bundles", (1,)),  # the critic's
+    ("colocate_critic_reward", "", "--reward_pretrain m", "plan.scorers.cards", [(0, 1)]),  # the critic's
     ("deepspeed_enable_sleep", "", COLOCATED, "trainer_sleep", True),
     ("save_value_network", "", "", "save_critic", True),
     ("record", "false", "", "record", False),
@@ -232,7 +232,7 @@ def config_of(*argv: str):
 
 def plan_of(*argv: str):
     """Something with a plan only: a job refuses plans with features that are not available, such as several nodes."""
-    return SimpleNamespace(plan=make_plan(config_of(*argv), MANY_GPUS))
+    return SimpleNamespace(plan=make_plan(config_of(*argv), [MANY_GPUS, MANY_GPUS]))
 
 
 def job_of(*argv: str, num_gpus: int = MANY_GPUS):
@@ -242,7 +242,7 @@ def job_of(*argv: str, num_gpus: int = MANY_GPUS):
     teacher = config.algorithm.teacher_model
     agent = config.agent.agent_func_path
     inputs = Inputs("policy", "critic", config.reward.sources(), prompts, None, (), teacher, agent=agent)
-    return make_job(config, inputs, make_plan(config, num_gpus), Path("/out"))
+    return make_job(config, inputs, make_plan(config, [num_gpus]), Path("/out"))
 
 
 def field(job, path: str):

@@ -8,7 +8,7 @@ import pytest
 from rlhf_cli.commands.ppo import lowest_layer
 from rlhf_cli.config.ppo import PpoConfig
 from rlhf_cli.jobs import count_steps, describe_batches, make_job, make_plan, unavailable_in
-from rlhf_cli.preflight.devices import check_device, gpus_per_node
+from rlhf_cli.preflight.devices import check_device, find_gpus
 from rlhf_cli.preflight.inputs import Inputs
 from rlhf_data.command_line import CommandLine
 from rlhf_data.errors import ConfigError
@@ -33,7 +33,7 @@ def prompt_set(count: int) -> PromptSet:
 
 def make(config: PpoConfig, num_gpus: int):
     inputs = Inputs("policy", "critic", SOURCES, prompt_set(100), prompt_set(10), ())
-    return make_job(config, inputs, make_plan(config, num_gpus), Path("/out"))
+    return make_job(config, inputs, make_plan(config, [num_gpus]), Path("/out"))
 
 
 @pytest.mark.parametrize(
@@ -215,7 +215,9 @@ def test_old_logprobs_are_skipped_by_default_where_the_only_update_is_on_policy_
     config = configure(*ONE_UPDATE, *argv)
     assert config.objective.old_logprobs == source
     says = {"skip": "of the update itself", "rollout": "of the engine", "recompute": "computed by the trainer"}[source]
-    [line] = [line for line in describe_batches(config, make_plan(config, CPU), 100).splitlines() if "old log" in line]
+    [line] = [
+        line for line in describe_batches(config, make_plan(config, [CPU]), 100).splitlines() if "old log" in line
+    ]
     assert says in line
 
 
@@ -256,7 +258,8 @@ def test_describe_batches_says_how_far_generation_runs_ahead():
 
 def test_make_plan_apart_uses_each_roles_own_gpus():
     argv = ["--actor_num_gpus_per_node", "2", "--critic_num_nodes", "2", "--vllm_num_engines", "2"]
-    plan = make_plan(configure(*argv), MANY_GPUS)
+    plan = make_plan(configure(*argv), [5, 2])
+    assert [place.node for place in plan.trainers_of("critic").places] == [0, 1]
     assert {group.name: group.num_ranks for group in plan.trainers} == {"actor": 2, "critic": 2, "reference": 1}
     assert plan.engines.num_ranks == 2
 
@@ -280,17 +283,30 @@ def test_num_ranks_are_as_many_as_those_of_the_models_that_share_the_gpus(argv, 
     assert {role: placement.num_ranks(role) for role in ranks} == ranks
 
 
-def test_make_plan_on_several_nodes_is_not_available(monkeypatch):
+def test_find_gpus_counts_those_of_each_node_that_lives(monkeypatch):
     nodes = [("Alive", 2.0), ("Alive", 4.0), ("Dead", 8.0)]
     found = [{"Alive": state == "Alive", "Resources": {"GPU": gpus, "CPU": 9.0}} for state, gpus in nodes]
     monkeypatch.setattr("ray.nodes", lambda: [*found, {"Alive": True, "Resources": {}}])
-    assert gpus_per_node("127.0.0.1:6379") == 4
-    assert gpus_per_node(None) is None
-    config = configure("--actor_num_gpus_per_node", "2")
-    assert make_plan(config, 6, 5).unavailable == ()
-    assert make_plan(config, 6, 4).unavailable == ("a run on more than one node (5 GPUs, 4 per node)",)
-    monkeypatch.setattr("ray.nodes", list)
-    assert gpus_per_node("127.0.0.1:6379") is None
+    for name, value in (("find_cluster", "127.0.0.1:6379"), ("join", None)):
+        monkeypatch.setattr(f"rlhf_train.online.ray_session.{name}", lambda *words, value=value: value)
+    assert find_gpus() == ([2, 4, 0], "127.0.0.1:6379")
+
+
+def test_make_plan_checks_the_memory_of_engines_that_share_a_gpu():
+    two = ["--colocate_all_models", "--vllm_num_engines", "2"]
+    assert make(configure(*two), ONE_GPU).engine.gpu_memory_utilization == 0.2
+    three = ["--colocate_all_models", "--vllm_num_engines", "3", "--vllm_enable_sleep"]
+    assert make(configure(*three), ONE_GPU).engine.gpu_memory_utilization == pytest.approx(0.2)
+    assert make(configure(*two, "--vllm_gpu_memory_utilization", "0.5"), ONE_GPU).engine.gpu_memory_utilization == 0.5
+    with pytest.raises(ConfigError) as caught:
+        make_plan(configure(*two, "--vllm_gpu_memory_utilization", "0.6"), [1])
+    assert str(caught.value) == (
+        "2 engines share a GPU, and --vllm_gpu_memory_utilization 0.6 is the share of each: 1.2 of its memory\n\n"
+        "hint: use --vllm_gpu_memory_utilization 0.2, or fewer engines"
+    )
+    # Each has a GPU of its own, or there is none.
+    assert make_plan(configure(*two, "--actor_num_gpus_per_node", "2", "--vllm_gpu_memory_utilization", "0.6"), [2])
+    assert make_plan(configure(*two, "--vllm_gpu_memory_utilization", "0.6"), [0])
 
 
 def test_unavailable_in_names_what_a_run_cannot_do_on_gpus():
@@ -302,15 +318,15 @@ def test_unavailable_in_names_what_a_run_cannot_do_on_gpus():
         "--vllm_tensor_parallel_size",
         "2",
     ]
-    config = configure(*argv, "--actor_num_gpus_per_node", "2")
-    texts = [str(error).partition("\n")[0] for error in unavailable_in(config, make_plan(config, MANY_GPUS))]
+    config = configure(*argv, "--actor_num_nodes", "2", "--actor_num_gpus_per_node", "2")
+    texts = [str(error).partition("\n")[0] for error in unavailable_in(config, make_plan(config, [2, 2]))]
     assert texts == [
-        "not available: tensor-parallel engines on GPUs that they share with training (1 x 2 GPUs)",
+        "not available: a run on more than one node (4 GPUs on 2 nodes)",
         "not available: --deepspeed_enable_sleep at --zero_stage 3",
     ]
-    assert unavailable_in(config, make_plan(config, CPU)) == []
+    assert unavailable_in(config, make_plan(config, [CPU])) == []
     config = configure("--colocate_all_models", "--deepspeed_enable_sleep", "--zero_stage", "2")
-    assert unavailable_in(config, make_plan(config, ONE_GPU)) == []
+    assert unavailable_in(config, make_plan(config, [ONE_GPU])) == []
 
 
 def test_check_device_without_gpu_refuses_tensor_parallelism():

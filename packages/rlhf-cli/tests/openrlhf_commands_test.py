@@ -59,28 +59,29 @@ def dry_run(tmp_path, monkeypatch, capsys):
     return run
 
 
-TP = "not available: tensor-parallel engines on GPUs that they share with training"
 SLEEP = "not available: --deepspeed_enable_sleep at --zero_stage 3"
 NODES = "not available: a run on more than one node"
 
-# For each block: what cannot run yet, and what is missing, each by its first words.
+# For each block: the GPUs that it is planned for, what cannot run yet, and what is missing, the last two by their first
+# words.
+ANY = "no GPU, everything shares the CPU"
 EXPECTED = [
-    ([TP, SLEEP], ["--prompt_data"]),  # PPO on shared GPUs
-    ([], []),  # reward model
-    ([TP, SLEEP], ["--prompt_data", "--reward_pretrain ./output/llama3-8b-rm"]),  # PPO, with that reward model
-    ([TP], ["--prompt_data", "--n_samples_per_prompt is 1"]),  # GRPO
-    ([], []),  # DPO
-    (["not available: models with unequal", TP, SLEEP], ["--prompt_data", "--reward_pretrain ./reward-model-70b"]),
-    ([NODES], ["--prompt_data", "--remote_rm_url"]),  # 70B, apart
-    ([NODES], ["--prompt_data", "--reward_pretrain ./reward-model-70b"]),
-    ([TP, NODES], ["--pretrain", "--prompt_data", "--remote_rm_url"]),  # two nodes, shared
-    ([], ["--pretrain", "--prompt_data", "--remote_rm_url"]),
-    ([NODES], ["--prompt_data", "--reward_pretrain ./reward-70b"]),
-    ([], ["--remote_rm_url ./reward_func_code_gen.py"]),
-    ([], ["--remote_rm_url ./reward_func_math.py"]),
-    ([], ["--remote_rm_url ./reward_func_conversation.py"]),
-    ([], []),  # asynchronous
-    ([], ["--n_samples_per_prompt is 1"]),  # GRPO, on one line
+    ("8 GPU(s)", [SLEEP], ["--prompt_data"]),  # PPO on shared GPUs
+    ("", [], []),  # reward model
+    ("8 GPU(s)", [SLEEP], ["--prompt_data", "--reward_pretrain ./output/llama3-8b-rm"]),  # PPO, with that reward model
+    ("8 GPU(s)", [], ["--prompt_data", "--n_samples_per_prompt is 1"]),  # GRPO
+    ("", [], []),  # DPO
+    ("16 GPU(s)", [SLEEP], ["--prompt_data", "--reward_pretrain ./reward-model-70b"]),  # 70B, shared
+    ("64 GPU(s) on 4 nodes", [NODES], ["--prompt_data", "--remote_rm_url"]),  # 70B, apart
+    ("40 GPU(s) on 5 nodes", [NODES], ["--prompt_data", "--reward_pretrain ./reward-model-70b"]),
+    ("16 GPU(s) on 2 nodes", [NODES], ["--pretrain", "--prompt_data", "--remote_rm_url"]),  # two nodes, shared
+    (ANY, [], ["--pretrain", "--prompt_data", "--remote_rm_url"]),
+    ("80 GPU(s) on 10 nodes", [NODES], ["--prompt_data", "--reward_pretrain ./reward-70b"]),
+    (ANY, [], ["--remote_rm_url ./reward_func_code_gen.py"]),
+    (ANY, [], ["--remote_rm_url ./reward_func_math.py"]),
+    (ANY, [], ["--remote_rm_url ./reward_func_conversation.py"]),
+    (ANY, [], []),  # asynchronous
+    ("7 GPU(s)", [], ["--n_samples_per_prompt is 1"]),  # GRPO, on one line
 ]
 
 
@@ -92,18 +93,17 @@ def different_blocks() -> list[str]:
     return list(found.values())
 
 
-@pytest.mark.parametrize(("block", "lacks"), zip(different_blocks(), EXPECTED, strict=True))
-def test_printed_command_line_parses_and_dry_runs(dry_run, block, lacks):
+@pytest.mark.parametrize(("block", "expected"), zip(different_blocks(), EXPECTED, strict=True))
+def test_printed_command_line_parses_and_dry_runs(dry_run, block, expected):
     module, flags = module_and_flags(block)
     status, text, found = dry_run(module, flags)
     assert status == 0, text
-    unavailable, missing = lacks
-    for title, expected in (("cannot run yet", unavailable), ("still missing", missing)):
+    places, unavailable, missing = expected
+    assert re.findall("^placement: (.*)", text, re.MULTILINE) == [places] * bool(places)
+    for title, starts in (("cannot run yet", unavailable), ("still missing", missing)):
         lines = found.get(title, [])
-        assert len(lines) == len(expected), (title, lines)
-        assert not [
-            pair for pair in zip(sorted(lines), sorted(expected), strict=True) if not pair[0].startswith(pair[1])
-        ]
+        assert len(lines) == len(starts), (title, lines)
+        assert not [pair for pair in zip(sorted(lines), sorted(starts), strict=True) if not pair[0].startswith(pair[1])]
 
 
 SHARING = "is for models and engines that share GPUs, and --colocate_all_models is off"

@@ -110,9 +110,8 @@ def test_build_engine_unknown_kind_raises_with_the_nearest() -> None:
         ({"weight_transfer": "nccl"}, "unknown weight transfer `nccl`"),
         ({"max_num_seqs": 0}, "max_num_seqs is 0"),
         ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization is 1.5"),
-        ({"weight_transfer": "ipc", "tensor_parallel_size": 2}, "hint: use weight_transfer shared_memory"),
     ],
-    ids=["dtype", "transfer", "sequences", "memory", "ipc"],
+    ids=["dtype", "transfer", "sequences", "memory"],
 )
 def test_engine_spec_impossible_raises(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):

@@ -16,12 +16,13 @@ def test_engines_of_a_run_get_seeds_of_their_own_and_are_alike_otherwise(monkeyp
     class Remote:
         @staticmethod
         def options(**options):
-            return SimpleNamespace(remote=lambda *args: started.append(args) or len(started))
+            return SimpleNamespace(remote=lambda *args, gpus: started.append(args) or len(started))
 
     monkeypatch.setattr(cluster, "RemoteEngine", Remote)
-    plan = plan_placement(PlacementRequest(ranks={"actor": 1}, num_engines=3), num_gpus=0)
+    plan = plan_placement(PlacementRequest(ranks={"actor": 1}, num_engines=3), [0])
     spec = EngineSpec(model="m", seed=42)
-    engines = cluster.start_engines(SimpleNamespace(engine=spec, plan=plan), None)
+    reserved = cluster.Reserved(None, [])
+    engines = cluster.start_engines(SimpleNamespace(engine=spec, plan=plan), reserved, range(3))
     assert [engine.handle for engine in engines] == [1, 2, 3]
     assert started == [("vllm", dataclasses.replace(spec, seed=42 + number)) for number in range(3)]
     # One that is restarted has the settings that it had.
@@ -30,5 +31,5 @@ def test_engines_of_a_run_get_seeds_of_their_own_and_are_alike_otherwise(monkeyp
     assert (engines[1].handle, started[-1]) == (4, started[1])
     started.clear()
     unseeded = EngineSpec(model="m")  # each engine draws its own
-    cluster.start_engines(SimpleNamespace(engine=unseeded, plan=plan), None)
+    cluster.start_engines(SimpleNamespace(engine=unseeded, plan=plan), reserved, range(3))
     assert started == [("vllm", unseeded)] * 3

@@ -14,7 +14,7 @@ from rlhf_train.algorithms import CorrectionSpec, make_algorithm
 from rlhf_train.experience import Experience
 from rlhf_train.online.job import AsyncSpec
 from rlhf_train.online.learner import Learner
-from rlhf_train.online.placement import PlacementPlan, ProcessPlan
+from rlhf_train.online.placement import Place, PlacementPlan, ProcessPlan
 from rlhf_train.online.ranks import RankSet
 from rlhf_train.run.metrics import Sum
 from trainer_testing import random_rollouts, tiny_job
@@ -98,7 +98,7 @@ def test_teachers_logprobs_go_to_the_actor(job):
     ]
     # The teacher is frozen, so that a checkpoint has no file of it.
     models = {**job.models, "teacher": job.models["reference"]}
-    plan = dataclasses.replace(job.plan, trainers=(ProcessPlan("train", tuple(models), (0,), 1),))
+    plan = dataclasses.replace(job.plan, trainers=(ProcessPlan("train", tuple(models), (Place(),)),))
     algorithm = dataclasses.replace(job.algorithm, teacher_coef=1.0)
     job = dataclasses.replace(job, models=models, plan=plan, algorithm=algorithm)
     learner = Learner(job, [Ranks(log, *models)])
@@ -130,7 +130,7 @@ REST = 0.5 / (0.5 + 1e-6)
 )
 def test_rewards_of_steps_and_the_rest_are_each_compared_within_the_group(job, estimator, gamma, expected):
     models = {"actor": job.models["actor"]}
-    plan = dataclasses.replace(job.plan, trainers=(ProcessPlan("train", ("actor",), (0,), 1),))
+    plan = dataclasses.replace(job.plan, trainers=(ProcessPlan("train", ("actor",), (Place(),)),))
     algorithm = make_algorithm(estimator, kl_coef=0, gamma=gamma)
     ranks = Ranks([], "actor")
     learner = Learner(dataclasses.replace(job, models=models, plan=plan, algorithm=algorithm), [ranks])
@@ -188,7 +188,7 @@ def test_turns_are_compared_with_the_same_turn_however_many_rollouts_an_episode_
         expected = (a[0] - mean, -2.0, 0.0, 0 - mean, 2.0, 3 - mean)
     rollouts = [*first, *OTHERS]
     algorithm = make_algorithm(estimator, kl_coef=0, **options)
-    plan = dataclasses.replace(job.plan, trainers=(ProcessPlan("train", ("actor",), (0,), 1),))
+    plan = dataclasses.replace(job.plan, trainers=(ProcessPlan("train", ("actor",), (Place(),)),))
     job = dataclasses.replace(job, models={"actor": job.models["actor"]}, plan=plan, algorithm=algorithm)
     ranks = Ranks([], "actor")
     Learner(job, [ranks]).deal(rollouts, 1, [rollout.rollout_id[0] for rollout in rollouts])
@@ -216,7 +216,7 @@ def test_rewards_normalised_each_by_itself_count_an_episode_once(job):
     rollouts.append(spoken("b", (1, 1), 6.0, turn_rewards=(2.0, 4.0), source_rewards=(2.0, 4.0)))
     sources = tuple(RewardSource(kind="function", targets=(name,)) for name in ("a.py", "b.py"))
     reward = dataclasses.replace(job.reward, sources=sources, normalize="each")
-    plan = dataclasses.replace(job.plan, trainers=(ProcessPlan("train", ("actor",), (0,), 1),))
+    plan = dataclasses.replace(job.plan, trainers=(ProcessPlan("train", ("actor",), (Place(),)),))
     algorithm = make_algorithm("reinforce_baseline", kl_coef=0)
     models = {"actor": job.models["actor"]}
     job = dataclasses.replace(job, models=models, plan=plan, algorithm=algorithm, reward=reward)
@@ -303,7 +303,9 @@ def dealt(job, estimator: str, normalize: str) -> list[float]:
     algorithm = make_algorithm(estimator, kl_coef=0.0)
     ranks = Ranks([], "actor")
     models = {"actor": job.models["actor"]}
-    alone = PlacementPlan("cpu", (0,), (ProcessPlan("actor", ("actor",), (0,), 1),), job.plan.engines, colocated=False)
+    alone = PlacementPlan(
+        "cpu", (0,), (ProcessPlan("actor", ("actor",), (Place(),)),), job.plan.engines, colocated=False
+    )
     job = dataclasses.replace(job, reward=reward, algorithm=algorithm, models=models, plan=alone)
     # Rewards (0, 0) and (1, 1); (0, 1) and (1, 1). The second one of the first group failed and has the reward 1.
     parts = [(0.0, 0.0), (), (0.0, 1.0), (1.0, 1.0)]
@@ -362,13 +364,14 @@ def test_updates_start_side_by_side_and_count_as_the_sum_of_their_ranks(job):
     ("transfer", "targets"),
     [
         ("shared_memory", [{0: "a", 1: "b", 2: "c"}, {}]),
-        ("ipc", [{1: "b"}, {0: "a", 2: "c"}]),
+        # Two engines on the first rank's GPU; the third is on both, and both ranks send to it.
+        ("ipc", [{0: "a", 1: "b", 2: "c"}, {2: "c"}]),
     ],
 )
 def test_weights_go_to_the_engines_of_the_same_device_or_all_from_the_first_rank(job, transfer, targets):
     plan = PlacementPlan(
-        "cuda", (1, 1), (ProcessPlan("actor", ("actor", "critic", "reference"), (0, 1), 1),),
-        ProcessPlan("engines", (), (1, 0, 1), 1), colocated=True,
+        "cuda", (2,), (ProcessPlan("actor", ("actor", "critic", "reference"), (Place(0, (0,)), Place(0, (1,)))),),
+        ProcessPlan("engines", (), (Place(0, (0,)), Place(0, (0,)), Place(0, (0, 1)))), colocated=True,
     )  # fmt: skip
     engine = dataclasses.replace(job.engine, weight_transfer=transfer)
     ranks = Ranks([], "actor", "critic", "reference", count=2)

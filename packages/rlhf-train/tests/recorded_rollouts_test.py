@@ -212,17 +212,17 @@ def test_replay_of_a_damaged_record_ends_with_file_and_line(make_run):
 
 
 @pytest.mark.parametrize(
-    ("num_gpus", "together", "bundles"), [(0, False, (0,)), (4, False, (1, 1, 1)), (4, True, (1,)), (1, False, (1,))]
+    ("num_gpus", "together", "nodes"), [(0, False, (0,)), (4, False, (3,)), (4, True, (1,)), (1, False, (1,))]
 )
-def test_plan_without_engines_has_places_for_trainers_only(num_gpus, together, bundles):
+def test_plan_without_engines_has_places_for_trainers_only(num_gpus, together, nodes):
     ranks = {"actor": 1, "critic": 1, "reference": 1}
     request = PlacementRequest(ranks=ranks, num_engines=0, colocate_all_models=together, tensor_parallel_size=2)
     plan = (
-        plan_placement(request, num_gpus)
+        plan_placement(request, [num_gpus])
         if num_gpus != 1
-        else plan_placement(dataclasses.replace(request, tensor_parallel_size=1), 1)
+        else plan_placement(dataclasses.replace(request, tensor_parallel_size=1), [1])
     )
-    assert (plan.bundles, plan.engines.num_ranks, plan.unavailable) == (bundles, 0, ())
+    assert (plan.nodes, plan.engines.num_ranks, plan.unavailable) == (nodes, 0, ())
     assert not plan.shares_gpus
     assert sorted(role for placed in plan.all_processes for role in placed.roles) == sorted(ranks)
     assert "engines" not in plan.describe() and "vLLM" not in plan.describe()

@@ -183,7 +183,7 @@ def test_online_job_without_a_critic_or_a_group_refuses_what_needs_one(tmp_path,
     job = tiny_job("model", tmp_path)
     models = {role: job.models[role] for role in ("actor", "reference")}
     request = PlacementRequest(ranks={"actor": 1, "reference": 1}, colocate_all_models=True)
-    plan = plan_placement(request, local_gpus())
+    plan = plan_placement(request, [local_gpus()])
     changes = {"algorithm": make_algorithm("group_norm"), "models": models, "plan": plan, **changes}
     with pytest.raises(ConfigError, match=message):
         dataclasses.replace(job, **changes)
@@ -192,15 +192,15 @@ def test_online_job_without_a_critic_or_a_group_refuses_what_needs_one(tmp_path,
 def test_online_job_refuses_a_layout_that_is_not_available_before_anything_starts(tmp_path):
     job = tiny_job("model", tmp_path, trainer_sleep=False)
     request = PlacementRequest(ranks={"actor": 1, "critic": 1, "reference": 1}, colocate_all_models=True)
-    two_engines = plan_placement(dataclasses.replace(request, num_engines=2), 2)
+    larger = plan_placement(dataclasses.replace(request, tensor_parallel_size=2), [2])
     with pytest.raises(FeatureError) as refused:
-        dataclasses.replace(job, plan=two_engines)
+        dataclasses.replace(job, plan=larger)
     assert str(refused.value) == (
-        "not available: 2 engine(s) on the GPUs of 1 training process(es)\n\nhint: use models apart, or"
-        " --colocate_all_models with one engine per training process, on one node"
+        "not available: weight sync between GPUs (engine 0 has GPUs without a training process of the policy)\n\nhint:"
+        " use one node, and with --colocate_all_models engines no larger than the policy's share of it"
     )
     models = {role: dataclasses.replace(model, zero_stage=3) for role, model in job.models.items()}
-    shared = dataclasses.replace(job, plan=plan_placement(request, 1), models=models)
+    shared = dataclasses.replace(job, plan=plan_placement(request, [1]), models=models)
     with pytest.raises(FeatureError, match="not available: --deepspeed_enable_sleep at --zero_stage 3"):
         dataclasses.replace(shared, trainer_sleep=True)
 

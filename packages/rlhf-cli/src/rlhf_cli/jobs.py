@@ -1,6 +1,8 @@
 """Builds the job that the trainer runs from a checked configuration, and describes its batches in words."""
 
 import math
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +11,7 @@ from rlhf_cli.preflight.inputs import Inputs
 from rlhf_cli.preflight.models import longest_sequence
 from rlhf_cli.preflight.resume import to_store
 from rlhf_data.command_line import to_toml
-from rlhf_data.errors import FeatureError
+from rlhf_data.errors import ConfigError, FeatureError
 from rlhf_data.options import matching
 from rlhf_rollout.agents import AgentSpec
 from rlhf_rollout.commands.sections import SHARE_ALONE
@@ -19,9 +21,9 @@ from rlhf_train.online.placement import PlacementPlan, PlacementRequest, plan_pl
 from rlhf_train.online.recorded import Recording
 from rlhf_train.specs import ModelSpec
 
-# Shares of a GPU's memory for an engine on a GPU that it shares with training.
-_SHARE_IN_TURN = 0.6  # the engine sleeps while models train; their weights stay on the GPU, for the weight sync
-_SHARE_TOGETHER = 0.4  # the engine never sleeps
+# Shares of a GPU's memory for the engines on a GPU that they share with training.
+_SHARE_IN_TURN = 0.6  # they sleep while models train; the models' weights stay on the GPU, for the weight sync
+_SHARE_TOGETHER = 0.4  # they never sleep
 _OLD_LOGPROBS = {
     "recompute": "computed by the trainer before the first update of a step",
     "rollout": "those of the engine",
@@ -29,33 +31,53 @@ _OLD_LOGPROBS = {
 }
 
 
-def make_request(config: PpoConfig, gpus_per_node: int | None = None) -> PlacementRequest:
-    """Return the layout that the flags ask for. `gpus_per_node` is None on a single node."""
+def make_request(config: PpoConfig) -> PlacementRequest:
+    """Return the layout that the flags ask for."""
     spec = config.algorithm.spec()
     placement = config.placement
     replays = config.rollout.replay is not None
-    ranks = {"actor": placement.num_ranks("actor")}
+    flags = {"actor": "actor"}  # the part of the flags' names, by role
     if spec.row.uses_critic:
-        ranks["critic"] = placement.num_ranks("critic")
+        flags["critic"] = "critic"
     if spec.uses_reference:
-        ranks["reference"] = placement.num_ranks("ref")
+        flags["reference"] = "ref"
     if spec.uses_teacher:
-        ranks["teacher"] = placement.num_ranks("teacher")
+        flags["teacher"] = "teacher"
     return PlacementRequest(
-        ranks=ranks,
+        ranks={role: placement.num_ranks(name) for role, name in flags.items()},
+        num_nodes={role: placement.count(name, "num_nodes") for role, name in (flags | {"reward": "reward"}).items()},
         reward_ranks=placement.num_ranks("reward") if config.reward.reward_pretrain and not replays else None,
         num_engines=0 if replays else config.engine.vllm_num_engines,
         tensor_parallel_size=config.engine.vllm_tensor_parallel_size,
-        num_nodes=placement.most_nodes,
-        gpus_per_node=gpus_per_node,
         **matching(PlacementRequest, placement),
     )
 
 
-def make_plan(config: PpoConfig, num_gpus: int, gpus_per_node: int | None = None) -> PlacementPlan:
-    """Return the placement of all processes. `gpus_per_node` is None on a single node. Raises ConfigError if the GPUs
-    are too few."""
-    return plan_placement(make_request(config, gpus_per_node), num_gpus)
+def make_plan(config: PpoConfig, nodes: Sequence[int]) -> PlacementPlan:
+    """Return the placement of all processes on nodes with these numbers of GPUs.
+
+    Raises ConfigError if they are too few, or the engines on one GPU want more than its memory.
+    """
+    plan = plan_placement(make_request(config), nodes)
+    share = config.engine.vllm_gpu_memory_utilization
+    most = _engines_per_gpu(plan)
+    if share is not None and most * share > 1:
+        message = f"{most} engines share a GPU, and --vllm_gpu_memory_utilization {share:g} is the share of each:"
+        hint = f"use --vllm_gpu_memory_utilization {_default_share(config, plan):.2g}, or fewer engines"
+        raise ConfigError(f"{message} {most * share:g} of its memory", hint=hint)
+    return plan
+
+
+def _engines_per_gpu(plan: PlacementPlan) -> int:
+    """Return the largest number of engines on one GPU."""
+    return max(Counter(plan.engines.cards).values(), default=1)
+
+
+def _default_share(config: PpoConfig, plan: PlacementPlan) -> float:
+    """Return the share of a GPU's memory for one engine, if no flag sets it."""
+    if not plan.shares_gpus:
+        return SHARE_ALONE
+    return (_SHARE_IN_TURN if config.engine.vllm_enable_sleep else _SHARE_TOGETHER) / _engines_per_gpu(plan)
 
 
 def unavailable_in(config: PpoConfig, plan: PlacementPlan) -> list[FeatureError]:
@@ -231,13 +253,10 @@ def _make_agent(config: PpoConfig, inputs: Inputs) -> AgentSpec | None:
 
 def _make_engine(config: PpoConfig, model: str, plan: PlacementPlan) -> EngineSpec:
     engine = config.engine
-    share = SHARE_ALONE
-    if plan.shares_gpus:
-        share = _SHARE_IN_TURN if engine.vllm_enable_sleep else _SHARE_TOGETHER
     return engine.spec(
         model,
         longest_sequence(config)[0],
-        share,
+        _default_share(config, plan),
         tokenizer=model,
         dtype=config.model.dtype,
         enable_sleep=engine.vllm_enable_sleep and plan.shares_gpus,

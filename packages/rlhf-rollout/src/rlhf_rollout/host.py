@@ -3,13 +3,12 @@
 import gc
 import os
 import socket
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 from pathlib import Path
 
 # The runtimes under PyTorch's CPU builds: GNU's reads the first, Intel's and LLVM's read both.
 _PASSIVE_WAITING = {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"}
-_NOSET = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
 
 
 def local_gpus() -> int:
@@ -52,20 +51,3 @@ def collection_paused() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
-
-
-def visible_devices(assigned: Sequence[str], environ: Mapping[str, str]) -> str | None:
-    """Return the CUDA_VISIBLE_DEVICES that a Ray worker has to set for itself, or None to leave it as it is.
-
-    Ray sets the variable to the GPUs that it assigned, unless RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES is set. Then
-    every worker sees all GPUs of the node, and all workers would use the first one.
-
-    Args:
-        assigned: the worker's GPUs as Ray names them: indices on the node, or what the node's own
-            CUDA_VISIBLE_DEVICES calls them.
-        environ: the worker's environment.
-    """
-    if not assigned or environ.get(_NOSET, "").lower() not in ("1", "true"):
-        return None
-    # By length first, so that "10" comes after "9".
-    return ",".join(sorted(assigned, key=lambda device: (len(device), device)))

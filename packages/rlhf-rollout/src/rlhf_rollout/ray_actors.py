@@ -4,7 +4,7 @@ import asyncio
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,7 +15,7 @@ from ray.exceptions import RayActorError, RayTaskError
 from rlhf_data.errors import EngineError, RewardError, RlhfError
 from rlhf_rollout.engines import EngineSpec, build_engine
 from rlhf_rollout.engines.requests import Hold, deadline
-from rlhf_rollout.host import collection_paused, visible_devices, wait_passively
+from rlhf_rollout.host import collection_paused, wait_passively
 from rlhf_rollout.protocols import Completion, EngineHealth, PauseMode, SamplingParams
 from rlhf_rollout.rewards.model import LocalScorer
 from rlhf_rollout.weight_sync.bucket import WeightBucket
@@ -28,22 +28,30 @@ def node_address() -> str:
     return ray.util.get_node_ip_address()
 
 
-def prepare_process() -> None:
+def own_gpus() -> list[str]:
+    """Return the GPUs that Ray assigned to this task or actor, as CUDA_VISIBLE_DEVICES names them, in their order."""
+    assigned = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
+    return sorted(assigned, key=lambda name: (len(name), name))  # by length first, so that "10" comes after "9"
+
+
+def prepare_process(gpus: Sequence[str] = ()) -> None:
     """Set what libraries read once in this worker: its GPUs, how threads wait, and the folder for temporary files.
 
     Temporary files go to Ray's session folder. A run removes it with its cluster, and so also what killed processes
     have left. Call this before torch is imported.
+
+    Args:
+        gpus: see `own_gpus`; empty for those that Ray assigned to this worker, which it does not set where
+            RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES is set. A worker without GPUs sees what it inherits.
     """
+    if visible := list(gpus) or own_gpus():
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible)
     wait_passively()
     session = ray._private.worker._global_node.get_session_dir_path()
     if os.access(session, os.W_OK):
         # vLLM makes sockets, whose paths must be short. They stay where they would be otherwise.
         os.environ.setdefault("VLLM_RPC_BASE_PATH", tempfile.gettempdir())
         tempfile.tempdir = session
-    assigned = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
-    devices = visible_devices(assigned, os.environ)
-    if devices is not None:
-        os.environ["CUDA_VISIBLE_DEVICES"] = devices
 
 
 class _Actor:
@@ -53,8 +61,8 @@ class _Actor:
     Ray's report of a dead actor.
     """
 
-    def __init__(self, build: Callable[[], Any]) -> None:
-        prepare_process()
+    def __init__(self, build: Callable[[], Any], gpus: Sequence[str]) -> None:
+        prepare_process(gpus)
         started = time.perf_counter()
         self._error: RlhfError | None = None
         try:
@@ -88,8 +96,8 @@ class EngineActor(_Actor):
     Therefore control calls start at once, however many requests are in flight or queued.
     """
 
-    def __init__(self, kind: str, spec: EngineSpec) -> None:
-        super().__init__(lambda: build_engine(kind, spec))
+    def __init__(self, kind: str, spec: EngineSpec, gpus: Sequence[str] = ()) -> None:
+        super().__init__(lambda: build_engine(kind, spec), gpus)
 
     @ray.method(concurrency_group="requests")
     async def generate(self, token_ids: np.ndarray, sampling: SamplingParams) -> list[Completion]:
@@ -109,8 +117,8 @@ RemoteEngine = ray.remote(concurrency_groups={"requests": 1024, "control": 64})(
 class RewardModelActor(_Actor):
     """Runs one reward model: `ray.remote(RewardModelActor)`. Takes the arguments of `LocalScorer`."""
 
-    def __init__(self, path: str, **options: Any) -> None:
-        super().__init__(lambda: LocalScorer(path, **options))
+    def __init__(self, path: str, gpus: Sequence[str] = (), **options: Any) -> None:
+        super().__init__(lambda: LocalScorer(path, **options), gpus)
 
     async def has_moments(self) -> bool:
         """See `LocalScorer.has_moments`."""

@@ -6,7 +6,7 @@ from pathlib import Path
 from rlhf_cli.config.ppo import PpoConfig
 from rlhf_cli.console import Console
 from rlhf_cli.exits import SUCCESS
-from rlhf_cli.jobs import describe_batches, make_job, make_request, unavailable_in
+from rlhf_cli.jobs import describe_batches, make_job, make_plan, make_request, unavailable_in
 from rlhf_cli.paths import check_output_folder, model_path, with_full_paths
 from rlhf_cli.preflight.data import open_prompts
 from rlhf_cli.preflight.devices import GPU_FLAGS, check_device, find_gpus
@@ -16,7 +16,7 @@ from rlhf_cli.preflight.models import check_attention, check_context, load_model
 from rlhf_data.checks import once
 from rlhf_data.command_line import Parsed, to_toml
 from rlhf_data.errors import ConfigError
-from rlhf_train.online.placement import PlacementPlan, gpus_needed, plan_placement
+from rlhf_train.online.placement import PlacementPlan, plan_anywhere
 
 _GPUS_OF_A_NODE = 8  # assumed where the machine is not known; more if a model asks for more GPUs per node
 
@@ -105,24 +105,25 @@ def _plan(parsed: Parsed[PpoConfig], absent: Absent) -> PlacementPlan:
     What is assumed, or does not fit on the GPUs here, is added to `absent`.
     """
     config = parsed.config
-    placement = parsed.config.placement
-    request = make_request(config, max(_GPUS_OF_A_NODE, placement.most_gpus_per_node))
-    if placement.plan_gpus is not None:
-        absent.unseen.append(f"GPUs: planned for --plan_gpus {placement.plan_gpus}")
-        return plan_placement(request, placement.plan_gpus)
+    placement = config.placement
+    node_size = max(_GPUS_OF_A_NODE, placement.most_gpus_per_node, config.engine.vllm_tensor_parallel_size)
+    if (planned := placement.plan_gpus) is not None:
+        absent.unseen.append(f"GPUs: planned for --plan_gpus {planned}")
+        full = [node_size] * (planned // node_size)
+        return make_plan(config, [*full, planned % node_size])
     try:
-        num_here, _ = find_gpus()
+        here, _ = find_gpus()
     except ConfigError as error:  # the Ray cluster does not answer
-        num_here = 0
+        here = []
         absent.unseen.append(str(error).partition("\n")[0])
-    if num_here == 0 and not GPU_FLAGS & parsed.given:
-        return plan_placement(request, 0)
-    num_needed = gpus_needed(request)
-    if num_here == 0:
-        absent.unseen.append(f"GPUs: there are none here; planned for the {num_needed} that the flags name")
-        return plan_placement(request, num_needed)
+    if not sum(here) and not GPU_FLAGS & parsed.given:
+        return make_plan(config, [])
+    needed = plan_anywhere(make_request(config), node_size)
+    if not sum(here):
+        absent.unseen.append(f"GPUs: there are none here; planned for the {needed.num_gpus} that the flags name")
+        return make_plan(config, needed.nodes)
     try:
-        return plan_placement(request, num_here)
+        return make_plan(config, here)
     except ConfigError as error:
         absent.missing.append(str(error))
-        return plan_placement(request, num_needed)
+        return needed

@@ -84,7 +84,7 @@ def _train(parsed: Parsed[PpoConfig], folder: Path, console: "Console") -> None:
     """Check everything, show the plan, and run. Nothing is started before all checks have passed."""
     from rlhf_cli.console import RunView, show_results
     from rlhf_cli.jobs import describe_batches, make_job, make_plan
-    from rlhf_cli.preflight.devices import check_device, cluster_notices, find_gpus, gpus_per_node
+    from rlhf_cli.preflight.devices import check_device, cluster_notices, find_gpus
     from rlhf_cli.preflight.inputs import check_inputs
 
     config = parsed.config
@@ -92,9 +92,9 @@ def _train(parsed: Parsed[PpoConfig], folder: Path, console: "Console") -> None:
         console.notice(notice)
     console.working("checking model, data and reward")
     inputs = check_inputs(config, folder)
-    num_gpus, ray_address = find_gpus()
-    device_notices = [*cluster_notices(ray_address), *check_device(config, parsed.given, num_gpus)]
-    plan = make_plan(config, num_gpus, gpus_per_node(ray_address))
+    nodes, ray_address = find_gpus()
+    device_notices = [*cluster_notices(ray_address), *check_device(config, parsed.given, sum(nodes))]
+    plan = make_plan(config, nodes)
     job = make_job(config, inputs, plan, folder, ray_address)
     job.trackers.check_installed()
     console.done()

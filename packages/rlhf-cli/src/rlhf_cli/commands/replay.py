@@ -138,7 +138,7 @@ def _job(run: Path, step: int, folder: Path) -> "OnlineJob":
     Raises DataError for a step that is not in the record, and ConfigError like `rlhf ppo`.
     """
     from rlhf_cli.jobs import make_job, make_plan
-    from rlhf_cli.preflight.devices import find_gpus, gpus_per_node
+    from rlhf_cli.preflight.devices import find_gpus
     from rlhf_cli.preflight.inputs import check_inputs
     from rlhf_train.run.checkpoint import CheckpointSpec
 
@@ -152,8 +152,8 @@ def _job(run: Path, step: int, folder: Path) -> "OnlineJob":
     if step > inputs.recording.num_steps:
         message = f"{inputs.recording.path} has {inputs.recording.num_steps} complete steps, and --step is {step}"
         raise DataError(message, hint=f"use --step {inputs.recording.num_steps}")
-    num_gpus, ray_address = find_gpus()
-    job = make_job(config, inputs, make_plan(config, num_gpus, gpus_per_node(ray_address)), folder, ray_address)
+    nodes, ray_address = find_gpus()
+    job = make_job(config, inputs, make_plan(config, nodes), folder, ray_address)
     # Without `full`, nothing is ever written to the run's own checkpoints.
     home = CheckpointSpec(folder=stored.get("ckpt_path") or "").home(run)
     checkpoints = CheckpointSpec(folder=str(home), full=False, resume=True, before=step)

@@ -58,9 +58,9 @@ class PlacementSection(Section, title="placement"):
 
     def num_ranks(self, role: str) -> int:
         """Return the number of processes of "actor", "critic", "ref", "teacher" or "reward"; 0: the actor's."""
-        return self._count(role, "num_nodes") * self._count(role, "num_gpus_per_node")
+        return self.count(role, "num_nodes") * self.count(role, "num_gpus_per_node")
 
-    def _count(self, role: str, what: str) -> int:
+    def count(self, role: str, what: str) -> int:
         """Return "num_nodes" or "num_gpus_per_node" (`what`) of a role.
 
         The default is the value of the role with which it shares GPUs, else 1.
@@ -70,23 +70,23 @@ class PlacementSection(Section, title="placement"):
             return count
         if self.colocate_all_models or (role == "ref" and self.colocate_actor_ref):
             return getattr(self, f"actor_{what}")
-        return self._count("critic", what) if role == "reward" and self.colocate_critic_reward else 1
-
-    @property
-    def most_nodes(self) -> int:
-        """The largest number of nodes that a model asks for."""
-        return max(self._count(role, "num_nodes") for role in _ROLES)
+        return self.count("critic", what) if role == "reward" and self.colocate_critic_reward else 1
 
     @property
     def most_gpus_per_node(self) -> int:
         """The largest number of GPUs per node that a model asks for."""
-        return max(self._count(role, "num_gpus_per_node") for role in _ROLES)
+        return max(self.count(role, "num_gpus_per_node") for role in _ROLES)
 
 
 class EngineSection(sections.EngineSection):
     """vLLM engines beside trained models."""
 
-    vllm_num_engines: int = flag(1, "number of vLLM engines", ge=1)
+    vllm_num_engines: int = flag(
+        1,
+        "number of vLLM engines; with --colocate_all_models they spread over the policy's GPUs, several on one if there"
+        " are more",
+        ge=1,
+    )
     vllm_enable_sleep: bool = flag(
         False, "with --colocate_all_models: engines free their GPU memory while models train"
     )

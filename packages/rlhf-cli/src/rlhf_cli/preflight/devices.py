@@ -37,27 +37,18 @@ GPU_FLAGS = frozenset(
 )
 
 
-def find_gpus() -> tuple[int, str | None]:
-    """Return the number of GPUs, and the address of the Ray cluster that has them, or None for this machine alone."""
+def find_gpus() -> tuple[list[int], str | None]:
+    """Return the number of GPUs of each node, and the address of the Ray cluster, or None for this machine alone."""
     from rlhf_train.online.ray_session import find_cluster, join
 
     address = find_cluster()
     if address is None:
-        return local_gpus(), None
+        return [local_gpus()], None
     join(address)
 
     import ray
 
-    return int(ray.cluster_resources().get("GPU", 0)), address
-
-
-def gpus_per_node(address: str | None) -> int | None:
-    """Return the number of GPUs of the cluster's largest node, or None without a cluster or without GPUs."""
-    if address is None:
-        return None
-    import ray
-
-    return int(max((node["Resources"].get("GPU", 0) for node in ray.nodes() if node["Alive"]), default=0)) or None
+    return [int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]], address
 
 
 def cluster_notices(address: str | None) -> list[str]:

@@ -33,7 +33,8 @@ class EngineSpec:
         tensor_parallel_size: GPUs per engine.
         num_threads: CPU threads of the engine's process; None for OMP_NUM_THREADS, or else one per core.
         seed: seed for requests without a seed; None draws one for each engine that starts.
-        weight_transfer: medium by which new weights arrive, one of `rlhf_rollout.weight_sync.MEDIA`.
+        weight_transfer: medium by which new weights arrive, one of `rlhf_rollout.weight_sync.MEDIA`. By "ipc", as many
+            senders as the engine has GPUs make each call of an update, one on each GPU.
         base_url: address of the server, for "http" only.
         request_timeout_s: deadline of one request, with all of its samples, unless the call has its own.
         control_timeout_s: deadline of one control call, such as the transfer of one bucket of weights. A call that
@@ -78,9 +79,3 @@ class EngineSpec:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be positive and finite")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ConfigError(f"gpu_memory_utilization is {self.gpu_memory_utilization}; it must lie in (0, 1]")
-        if self.weight_transfer == "ipc" and self.tensor_parallel_size > 1:
-            message = (
-                f"weight_transfer ipc with tensor_parallel_size {self.tensor_parallel_size}: CUDA IPC reaches only the "
-                "one GPU that trainer and engine share"
-            )
-            raise ConfigError(message, hint="use weight_transfer shared_memory")

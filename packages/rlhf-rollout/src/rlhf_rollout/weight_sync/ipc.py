@@ -1,5 +1,6 @@
 """Weights in a CUDA allocation that the trainer exported to the engines on its own GPU."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -8,21 +9,22 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor
 from rlhf_data.errors import WeightSyncError
 
 
-def open_memory(handle: tuple[str, tuple[Any, ...]], device: torch.device) -> torch.Tensor:
+def open_memory(handle: Sequence[tuple[str, tuple[Any, ...]]], device: torch.device) -> torch.Tensor:
     """Return the exported allocation as a flat uint8 tensor.
 
     Args:
-        handle: the UUID of the GPU that holds the allocation, and the arguments by which torch opens it.
-        device: the engine's device.
+        handle: for each GPU of the engine, its UUID, and the arguments by which torch opens the allocation there.
+        device: the device of this worker of the engine.
 
     Raises:
-        WeightSyncError: the engine runs on another GPU.
+        WeightSyncError: the worker runs on another GPU.
     """
-    device_uuid, arguments = handle
     index = device.index if device.index is not None else torch.cuda.current_device()
     own_uuid = str(torch.cuda.get_device_properties(index).uuid)
-    if own_uuid != device_uuid:
-        message = f"the weights are on GPU {device_uuid}, but the engine runs on GPU {own_uuid}"
+    arguments = dict(handle).get(own_uuid)
+    if arguments is None:
+        gpus = ", ".join(uuid for uuid, _ in handle)
+        message = f"the weights are on GPU {gpus}, but the engine runs on GPU {own_uuid}"
         hint = "use weight_transfer shared_memory when trainer and engine run on different GPUs"
         raise WeightSyncError(message, hint=hint)
     # The seventh argument is the sender's index of the device, which may differ in this process.

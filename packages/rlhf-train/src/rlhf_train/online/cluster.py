@@ -15,7 +15,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rlhf_data.errors import ConfigError, EngineError
-from rlhf_rollout.ray_actors import RayEngine, RemoteEngine, RewardModelActor
+from rlhf_rollout.ray_actors import RayEngine, RemoteEngine, RewardModelActor, own_gpus
 from rlhf_train.online.job import OnlineJob
 from rlhf_train.online.placement import PlacementPlan, ProcessPlan
 from rlhf_train.online.ranks import RankSet
@@ -24,7 +24,7 @@ from rlhf_train.online.ray_session import check_resources, join, started_cluster
 
 PLACEMENT_TIMEOUT_S = 60.0
 SCORER_RESTARTS = 10  # per process of a reward model
-_RAY_UNITS = 10_000  # the finest fraction of a CPU or GPU that Ray can account for is 1 / 10,000
+_RAY_UNITS = 10_000  # the finest fraction of a CPU that Ray can account for is 1 / 10,000
 
 
 @contextmanager
@@ -42,32 +42,54 @@ def ray_cluster(plan: PlacementPlan, address: str | None) -> Iterator[None]:
         # Ray accounts one CPU per process. Declare enough for all of them, even with fewer cores: a process that does
         # not fit would wait forever.
         num_cpus = max(os.cpu_count() or 1, 2 + sum(placed.num_ranks for placed in plan.all_processes))
-        with started_cluster(num_cpus, sum(plan.bundles)):
+        with started_cluster(num_cpus, plan.num_gpus):
             yield
 
 
+class Reserved(NamedTuple):
+    """The share of the cluster that belongs to a run.
+
+    Attributes:
+        group: has one bundle per node of the plan.
+        gpus: for each node, the names of its GPUs for CUDA_VISIBLE_DEVICES. A process sees those of its place.
+    """
+
+    group: PlacementGroup
+    gpus: Sequence[Sequence[str]]
+
+
 @contextmanager
-def placed_bundles(plan: PlacementPlan) -> Iterator[PlacementGroup]:
-    """Reserve the plan's bundles in the cluster for the time of a `with` block.
+def placed_bundles(plan: PlacementPlan) -> Iterator[Reserved]:
+    """Reserve the plan's nodes in the cluster for the time of a `with` block.
 
     Raises EngineError when the cluster is too small, or does not have them free within `PLACEMENT_TIMEOUT_S`.
     """
-    processes = Counter(bundle for placed in plan.all_processes for bundle in placed.bundles)
+    processes = Counter(place.node for placed in plan.all_processes for place in placed.places)
     bundles = [
-        {"CPU": float(processes[index]), **({"GPU": float(gpus)} if gpus else {})}
-        for index, gpus in enumerate(plan.bundles)
+        {"CPU": float(processes[node]), **({"GPU": float(gpus)} if gpus else {})}
+        for node, gpus in enumerate(plan.nodes)
     ]
-    check_resources(sum(processes.values()), sum(plan.bundles))
-    reserved = placement_group(bundles, strategy="PACK")
+    check_resources(sum(processes.values()), plan.num_gpus)
+    reserved = placement_group(bundles, strategy="STRICT_SPREAD")
     try:
         if not reserved.wait(PLACEMENT_TIMEOUT_S):
             have = ray.available_resources()
             message = f"the Ray cluster did not have {bundles} free within {PLACEMENT_TIMEOUT_S:g} s"
             free = f"free: CPU {have.get('CPU', 0)}, GPU {have.get('GPU', 0)}"
             raise EngineError(f"{message}; {free}", hint="end other jobs on the cluster, or ask for fewer GPUs")
-        yield reserved
+        # A process on a GPU that others use, too, could not say to Ray which one it needs. So Ray is asked once which
+        # GPUs of each node the run has, and processes are started without any.
+        places = [
+            {"num_gpus": gpus, "scheduling_strategy": _on(reserved, node)} for node, gpus in enumerate(plan.nodes)
+        ]
+        looks = [ray.remote(own_gpus).options(num_cpus=0, **place).remote() for place in places if plan.num_gpus]
+        yield Reserved(reserved, wait(looks, timeout_s=PLACEMENT_TIMEOUT_S, what="a look at the GPUs of the nodes"))
     finally:
         remove_placement_group(reserved)
+
+
+def _on(reserved: PlacementGroup, node: int) -> PlacementGroupSchedulingStrategy:
+    return PlacementGroupSchedulingStrategy(reserved, placement_group_bundle_index=node)
 
 
 class Processes(NamedTuple):
@@ -84,23 +106,29 @@ class Processes(NamedTuple):
     scorers: list[list[Any]]
 
 
-def start_processes(job: OnlineJob, reserved: PlacementGroup) -> Processes:
+def start_processes(job: OnlineJob, reserved: Reserved) -> Processes:
     """Start engines, trainers and reward models, and return them once all are ready.
 
     They load in parallel, unless engines share GPUs with trainers. In that case the engines load first, because vLLM
-    sizes its memory by what is free when it starts; engines that may sleep then release it for the others to load.
+    sizes its memory by what is free when it starts, and those on one GPU one after another; engines that may sleep then
+    release it for the others to load.
 
     Raises:
         EngineError: processes have not started within the engines' `start_timeout_s`.
     """
     spec = job.engine
-    engines = start_engines(job, reserved)
+    by_number: dict[int, RayEngine] = {}
+    for wave in job.plan.engine_waves:
+        started = start_engines(job, reserved, wave)
+        by_number |= zip(wave, started, strict=True)
+        if job.plan.shares_gpus:
+            fresh = [engine.handle for engine in started]
+            _await_ready("the start of the engines", fresh, spec.start_timeout_s)
+            if spec.enable_sleep:
+                asleep = [handle.call.remote("sleep") for handle in fresh]
+                wait(asleep, timeout_s=spec.control_timeout_s, what="the engines' falling asleep")
+    engines = [engine for _, engine in sorted(by_number.items())]
     handles = [engine.handle for engine in engines]
-    if job.plan.shares_gpus:
-        _await_ready("the start of the engines", handles, spec.start_timeout_s)
-        if spec.enable_sleep:
-            asleep = [handle.call.remote("sleep") for handle in handles]
-            wait(asleep, timeout_s=spec.control_timeout_s, what="the engines' falling asleep")
     scorers = start_scorers(job, reserved)
     workers = start_workers(job, reserved)
     loaded = list(chain.from_iterable(ranks.started for ranks in workers))
@@ -114,21 +142,21 @@ def _await_ready(what: str, handles: Sequence[Any], timeout_s: float) -> None:
     wait([handle.ready.remote() for handle in handles], timeout_s=timeout_s, what=what)
 
 
-def start_engines(job: OnlineJob, reserved: PlacementGroup) -> list[RayEngine]:
-    """Start the generation engines; return them without waiting until they are loaded.
+def start_engines(job: OnlineJob, reserved: Reserved, numbers: Sequence[int]) -> list[RayEngine]:
+    """Start the engines of these numbers in the plan; return them without waiting until they are loaded.
 
     Each has a seed of its own: with one seed for all, engines would draw the same numbers for requests without a seed.
     """
     engines = []
-    for rank in range(job.plan.engines.num_ranks):
+    for rank in numbers:
         seed = None if job.engine.seed is None else job.engine.seed + rank
         spec = replace(job.engine, seed=seed)
-        start = partial(_start_one, RemoteEngine, job.plan, job.plan.engines, rank, reserved, "vllm", spec)
+        start = partial(_start_one, RemoteEngine, job.plan.engines, rank, reserved, "vllm", spec)
         engines.append(RayEngine(start(), spec, start))
     return engines
 
 
-def start_scorers(job: OnlineJob, reserved: PlacementGroup) -> list[list[Any]]:
+def start_scorers(job: OnlineJob, reserved: Reserved) -> list[list[Any]]:
     """Start the reward models; return the handles of the replicas of each without waiting until they are loaded.
 
     Raises ConfigError when the plan has places for reward models and the job has none, or the other way round.
@@ -145,16 +173,16 @@ def start_scorers(job: OnlineJob, reserved: PlacementGroup) -> list[list[Any]]:
     options |= {"batch_size": job.reward.calls.batch_size, "normalize": job.reward.normalize_models}
     # A reward model has no state, so Ray can restart it, and repeat the calls that were in it.
     scorer = ray.remote(max_restarts=SCORER_RESTARTS, max_task_retries=1)(RewardModelActor)
-    start = partial(_start, scorer, job.plan, placed, reserved, parts=len(models), **options)
+    start = partial(_start, scorer, placed, reserved, parts=len(models), **options)
     separators = [job.reward.step_separator if path in job.reward.process_models else None for path in models]
     return [start(path, step_separator=text) for path, text in zip(models, separators, strict=True)]
 
 
-def start_workers(job: OnlineJob, reserved: PlacementGroup) -> list[RankSet]:
+def start_workers(job: OnlineJob, reserved: Reserved) -> list[RankSet]:
     """Start the rank sets that train; return them without waiting until they are loaded."""
     rank_sets = []
     for placed in job.plan.trainers:
-        ranks = RankSet(placed.roles, _start(ray.remote(RankActor), job.plan, placed, reserved))
+        ranks = RankSet(placed.roles, _start(ray.remote(RankActor), placed, reserved))
         size = placed.num_ranks
         master = None
         if size > 1:
@@ -166,33 +194,18 @@ def start_workers(job: OnlineJob, reserved: PlacementGroup) -> list[RankSet]:
     return rank_sets
 
 
-def _start(
-    actor: Any, plan: PlacementPlan, placed: ProcessPlan, reserved: PlacementGroup, *args: Any, **kwargs: Any
-) -> list[Any]:
+def _start(actor: Any, placed: ProcessPlan, reserved: Reserved, *args: Any, **kwargs: Any) -> list[Any]:
     """Start one `actor` in each place of `placed`; see `_start_one`."""
-    return [_start_one(actor, plan, placed, rank, reserved, *args, **kwargs) for rank in range(placed.num_ranks)]
+    return [_start_one(actor, placed, rank, reserved, *args, **kwargs) for rank in range(placed.num_ranks)]
 
 
 def _start_one(
-    actor: Any,
-    plan: PlacementPlan,
-    placed: ProcessPlan,
-    rank: int,
-    reserved: PlacementGroup,
-    *args: Any,
-    parts: int = 1,
-    **kwargs: Any,
+    actor: Any, placed: ProcessPlan, rank: int, reserved: Reserved, *args: Any, parts: int = 1, **kwargs: Any
 ) -> Any:
-    """Start an `actor` in the place of `rank`, with `1 / parts` of the place's CPU and GPU share; return its handle."""
-    bundle = placed.bundles[rank]
-    options = {
-        "num_cpus": _part(1.0, parts),
-        "num_gpus": _part(plan.gpu_share(placed, rank), parts),
-        "scheduling_strategy": PlacementGroupSchedulingStrategy(reserved, placement_group_bundle_index=bundle),
-    }
-    return actor.options(**options).remote(*args, **kwargs)
-
-
-def _part(share: float, parts: int) -> float:
-    """Return `share / parts` CPUs or GPUs, rounded down to what Ray can count, so that all parts fit together."""
-    return math.floor(round(share / parts * _RAY_UNITS, 6)) / _RAY_UNITS
+    """Start an `actor` in the place of `rank`, with `1 / parts` of the place's CPU; return its handle."""
+    place = placed.places[rank]
+    gpus = [reserved.gpus[place.node][gpu] for gpu in place.gpus]
+    # Rounded down to what Ray can count, so that all parts fit together.
+    share = math.floor(_RAY_UNITS / parts) / _RAY_UNITS
+    options = {"num_cpus": share, "scheduling_strategy": _on(reserved.group, place.node)}
+    return actor.options(**options).remote(*args, gpus=gpus, **kwargs)

@@ -19,7 +19,7 @@ from rlhf_train.run.trackers.spec import TrackerSpec
 from rlhf_train.specs import ModelSpec
 
 _SLEEP_STAGE = 2  # the only ZeRO stage whose optimizer states can leave the GPU and come back
-_OTHER_LAYOUT = "use models apart, or --colocate_all_models with one engine per training process, on one node"
+_OTHER_LAYOUT = "use one node, and with --colocate_all_models engines no larger than the policy's share of it"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -264,14 +264,15 @@ class Learner:
     def _targets(self, engines: Mapping[int, Any], num_ranks: int) -> list[dict[int, Any]]:
         """Return the engines that each rank sends to.
 
-        CUDA IPC works within one GPU, so each rank serves the engines on its own. Otherwise rank 0 serves all engines.
+        CUDA IPC works within one GPU, so each rank serves the engines on its own, and an engine on several GPUs is
+        served by the ranks of all of them. Otherwise rank 0 serves all engines.
         """
         if self._job.engine.weight_transfer != "ipc":
             return [dict(engines) if rank == 0 else {} for rank in range(num_ranks)]
-        bundles = self._job.plan.engines.bundles
+        places = self._job.plan.engines.places
         targets = []
-        for home in self._job.plan.trainers_of("actor").bundles:
-            targets.append({number: engine for number, engine in engines.items() if bundles[number] == home})
+        for card in self._job.plan.trainers_of("actor").cards:
+            targets.append({number: engine for number, engine in engines.items() if card in places[number].cards})
         return targets
 
     def save(self, role: str, path: str) -> None:

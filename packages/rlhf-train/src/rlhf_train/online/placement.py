@@ -1,13 +1,30 @@
-"""Where every process runs: a pure function from the requested layout and the number of GPUs to a plan."""
+"""Where every process runs: a pure function from the requested layout and the GPUs of each node to a plan."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from rlhf_data.errors import ConfigError
 
 ROLES = ("actor", "critic", "reference", "teacher")
-SHARED_GPU = 0.9  # GPU share that processes on one GPU split; Ray uses it for accounting only
+
+
+class Place(NamedTuple):
+    """Where one process runs.
+
+    Attributes:
+        node: number of the node in the plan.
+        gpus: the process's GPUs, numbered within the plan's share of the node; empty on CPUs. An engine has one worker
+            on each.
+    """
+
+    node: int = 0
+    gpus: tuple[int, ...] = ()
+
+    @property
+    def cards(self) -> list[tuple[int, int]]:
+        """Node and GPU of each of the process's GPUs."""
+        return [(self.node, gpu) for gpu in self.gpus]
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,28 +34,31 @@ class ProcessPlan:
     Attributes:
         name: for people, such as "actor+reference".
         roles: the models that each process holds; empty for engines.
-        bundles: index of the bundle of each process; the first bundle if a process spans several.
-        gpus_per_rank: GPUs that one process uses. Processes of other kinds may use the same ones.
+        places: the place of each process. Several processes may have the same GPU.
     """
 
     name: str
     roles: tuple[str, ...]
-    bundles: tuple[int, ...]
-    gpus_per_rank: int
+    places: tuple[Place, ...]
 
     @property
     def num_ranks(self) -> int:
         """Number of processes: data-parallel ranks, engines, or replicas of the reward models."""
-        return len(self.bundles)
+        return len(self.places)
+
+    @property
+    def cards(self) -> list[tuple[int, int]]:
+        """Node and GPU of every GPU of the processes, as often as it is used."""
+        return [card for place in self.places for card in place.cards]
 
 
 @dataclass(frozen=True, slots=True)
 class PlacementPlan:
-    """Bundles of resources, and the processes in them.
+    """The nodes of a run, and the processes on them.
 
     Attributes:
         device: "cuda" or "cpu".
-        bundles: number of GPUs of each bundle.
+        nodes: number of GPUs that the run uses on each node.
         trainers: the rank sets that train.
         engines: the generation engines; none in a run that trains on recorded rollouts.
         colocated: whether engines and training processes share devices.
@@ -50,7 +70,7 @@ class PlacementPlan:
     """
 
     device: str
-    bundles: tuple[int, ...]
+    nodes: tuple[int, ...]
     trainers: tuple[ProcessPlan, ...]
     engines: ProcessPlan
     colocated: bool
@@ -62,50 +82,71 @@ class PlacementPlan:
     def all_processes(self) -> tuple[ProcessPlan, ...]:
         """All processes: trainers, engines and reward models."""
         others = (self.engines, *((self.scorers,) if self.scorers else ()))
-        return (*self.trainers, *(placed for placed in others if placed.bundles))
+        return (*self.trainers, *(placed for placed in others if placed.places))
 
     @property
     def num_gpus(self) -> int:
         """Number of GPUs of the whole layout."""
-        return sum(self.bundles)
+        return sum(self.nodes)
 
     @property
     def shares_gpus(self) -> bool:
         """Whether engines and training processes use the same GPUs."""
         return self.device == "cuda" and self.colocated and self.engines.num_ranks > 0
 
+    @property
+    def engine_waves(self) -> list[list[int]]:
+        """The engines by number, in waves: no two engines of a wave share a GPU.
+
+        vLLM sizes an engine's memory by what is free, so that engines on one GPU have to start one after another.
+        """
+        waves: list[list[int]] = []
+        last: dict[tuple[int, int], int] = {}  # the wave of the last engine on a GPU
+        for number, place in enumerate(self.engines.places):
+            wave = max((last[card] + 1 for card in place.cards if card in last), default=0)
+            last |= dict.fromkeys(place.cards, wave)
+            if wave == len(waves):
+                waves.append([])
+            waves[wave].append(number)
+        return waves
+
     def trainers_of(self, role: str) -> ProcessPlan:
         """Return the rank set that holds `role`."""
         return next(placed for placed in self.trainers if role in placed.roles)
-
-    def gpu_share(self, placed: ProcessPlan, rank: int) -> float:
-        """Return the GPU share that Ray accounts for a process: whole GPUs, or an equal part of a shared GPU."""
-        bundle = placed.bundles[rank]
-        num_sharing = sum(other.bundles.count(bundle) for other in self.all_processes)
-        return float(placed.gpus_per_rank) if num_sharing == 1 or not placed.gpus_per_rank else SHARED_GPU / num_sharing
 
     def describe(self) -> str:
         """Return a table for people, with one line per kind of process."""
         on_gpu = self.device == "cuda"
         head = f"{self.num_gpus} GPU(s)" if on_gpu else "no GPU, everything shares the CPU"
+        if len(self.nodes) > 1:
+            head = f"{head} on {len(self.nodes)} nodes"
         width = max(len(placed.name) for placed in self.all_processes)
         rows = []
         for placed in self.all_processes:
             holds = " + ".join(placed.roles) or "vLLM"
-            where = f"GPU {self._gpus(placed)}" if on_gpu else "CPU"
+            where = "; ".join(self._gpus(placed)) if on_gpu else "CPU"
             rows.append(f"  {placed.name.ljust(width)}  {placed.num_ranks} x {holds}, {where}")
         return "\n".join([head, *rows, *(f"  note: {note}" for note in self.notes)])
 
-    def _gpus(self, placed: ProcessPlan) -> str:
-        """Return the GPU numbers of processes, as `0-3` for processes of one GPU or `0-1, 2-3` for larger ones.
+    def _gpus(self, placed: ProcessPlan) -> list[str]:
+        """Return the GPUs of processes on each node, `GPU 0-3` for processes of one GPU or `GPU 0-1, 2-3` for larger
+        ones."""
+        texts = []
+        for node in sorted({place.node for place in placed.places}):
+            spans = [place.gpus for place in placed.places if place.node == node]
+            merged = tuple(gpu for gpus in spans for gpu in gpus)
+            if len(merged) == len(spans) and merged == tuple(range(merged[0], merged[-1] + 1)):
+                spans = [merged]
+            text = f"GPU {', '.join(_span(gpus) for gpus in spans)}"
+            texts.append(f"node {node} {text}" if len(self.nodes) > 1 else text)
+        return texts
 
-        Numbers count over the whole layout.
-        """
-        starts = [sum(self.bundles[:bundle]) for bundle in placed.bundles]
-        spans = [(start, start + placed.gpus_per_rank - 1) for start in starts]
-        if placed.gpus_per_rank == 1 and all(right == left + 1 for left, right in pairwise(starts)):
-            spans = [(starts[0], starts[-1])]
-        return ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in spans)
+
+def _span(gpus: Sequence[int]) -> str:
+    if len(gpus) == 1:
+        return str(gpus[0])
+    is_run = gpus[-1] - gpus[0] == len(gpus) - 1
+    return f"{gpus[0]}-{gpus[-1]}" if is_run else "+".join(map(str, gpus))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,28 +155,26 @@ class PlacementRequest:
 
     Attributes:
         ranks: role to number of data-parallel processes. 0 places the role with the actor; unused roles are absent.
+        num_nodes: role, or "reward", to the number of nodes that its processes divide into; 1 where it is absent.
         num_engines: number of generation engines; 0 for a run that trains on recorded rollouts.
-        tensor_parallel_size: GPUs per engine.
+        tensor_parallel_size: GPUs per engine, all on one node.
         colocate_all_models: place all models and engines on the same devices.
-        colocate_actor_ref: place actor and reference in the same processes.
+        colocate_actor_ref: place actor and reference on the same devices.
         reward_ranks: replicas of every reward model; 0 places them with the actor; None without reward models.
         colocate_critic_reward: place reward models on the critic's devices.
-        num_nodes: the largest number of nodes that any one model asks for.
-        gpus_per_node: GPUs per node; None when all GPUs are in one node.
 
     Raises:
         ConfigError: a number of processes is too small.
     """
 
     ranks: Mapping[str, int]
+    num_nodes: Mapping[str, int] = field(default_factory=dict)
     num_engines: int = 1
     tensor_parallel_size: int = 1
     colocate_all_models: bool = False
     colocate_actor_ref: bool = False
     reward_ranks: int | None = None
     colocate_critic_reward: bool = False
-    num_nodes: int = 1
-    gpus_per_node: int | None = None
 
     def __post_init__(self) -> None:
         asked = {**self.ranks, "reward": self.reward_ranks or 0}
@@ -145,158 +184,225 @@ class PlacementRequest:
             if count < smallest:
                 raise ConfigError(f"{name} asks for {count} processes; at least {smallest} is needed")
 
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """The models that train or are compared with, the actor first."""
+        return tuple(role for role in ROLES if role in self.ranks)
 
-def plan_placement(request: PlacementRequest, num_gpus: int) -> PlacementPlan:
+    @property
+    def hosts(self) -> dict[str, str]:
+        """For each role, and "reward": itself, or the role with which it has the number of processes in common."""
+        hosts = {role: role if self.ranks[role] else "actor" for role in self.roles}
+        if self.reward_ranks is not None:
+            by_critic = self.colocate_critic_reward and "critic" in hosts
+            hosts["reward"] = "reward" if self.reward_ranks else hosts["critic" if by_critic else "actor"]
+        return hosts
+
+    @property
+    def groups(self) -> list[list[str]]:
+        """The roles, and "reward", that share devices; the actor's group is the first one."""
+        hosts = self.hosts
+        if self.colocate_all_models:
+            return [list(hosts)]
+        if self.colocate_actor_ref and "reference" in hosts:
+            hosts["reference"] = "actor"
+        if self.colocate_critic_reward and {"critic", "reward"} <= hosts.keys():
+            hosts["reward"] = hosts["critic"]
+        return [[name for name in hosts if hosts[name] == host] for host in dict.fromkeys(hosts.values())]
+
+
+def plan_placement(request: PlacementRequest, nodes: Sequence[int]) -> PlacementPlan:
     """Return the placement of all processes.
 
-    Without GPUs, one rank set holds all roles, beside the engines and the reward models. With GPUs, models get bundles
-    of their own unless the request places them together. If the request needs several GPUs, there is only one, and each
-    model asks for one process, all share that GPU and a note says so.
+    Without GPUs, one rank set holds all roles, beside the engines and the reward models. With GPUs, models get GPUs of
+    their own unless the request places them together. Of the models that share GPUs, those with the actor's places
+    also share its processes; the others have processes of their own from the first of these GPUs on. Engines that share
+    GPUs spread over the actor's, with as many on each as it takes.
+
+    If the request needs several GPUs, there is only one, and each model asks for one process, all share that GPU and a
+    note says so. A note also says when a model spans more nodes than it asks for, because none is large enough.
 
     Args:
         request: the layout to plan.
-        num_gpus: GPUs that are available; 0 for a plan on CPUs.
+        nodes: the number of GPUs of each node; without any, the plan is for CPUs.
 
     Raises:
-        ConfigError: models that should share processes have different sizes, or the layout needs more GPUs than there
-            are.
+        ConfigError: the layout needs more GPUs, more nodes or larger nodes than there are.
     """
-    if num_gpus == 0:
-        scorers = request.ranks["actor"] if request.reward_ranks == 0 else request.reward_ranks or 0
-        counts = (request.ranks["actor"], request.num_engines, scorers)
-        return _on_cpu(request, [(0,) * count for count in counts])
-    plan = _wanted(request)
-    if plan.num_gpus <= num_gpus:
+    if not sum(nodes):
+        return _on_cpu(request)
+    plan = _on_gpus(request, nodes)
+    if plan is not None:
         return plan
-    if num_gpus == 1 and _is_single(request):
-        note = f"models apart need {plan.num_gpus} GPUs and there is 1: all models share it"
-        return replace(_wanted(replace(request, colocate_all_models=True)), notes=(note,))
-    raise _too_large(request, plan, num_gpus)
+    needed = plan_anywhere(request)
+    if sum(nodes) == 1 and _is_single(request):
+        note = f"models apart need {needed.num_gpus} GPUs and there is 1: all models share it"
+        return replace(plan_placement(replace(request, colocate_all_models=True), nodes), notes=(note,))
+    raise _too_large(request, needed, nodes)
 
 
-def gpus_needed(request: PlacementRequest) -> int:
-    """Return the number of GPUs that the request needs. Raises ConfigError like `plan_placement`."""
-    return _wanted(request).num_gpus
+def plan_anywhere(request: PlacementRequest, gpus_per_node: int | None = None) -> PlacementPlan:
+    """Return the placement on as many nodes of `gpus_per_node` GPUs as it takes; None for nodes of any size.
 
-
-def _wanted(request: PlacementRequest) -> PlacementPlan:
-    """Return the layout of the request, on as many GPUs as it needs."""
-    plan = _shared(request) if request.colocate_all_models else _apart(request)
-    if request.num_nodes > 1 or plan.num_gpus > (request.gpus_per_node or plan.num_gpus):
-        size = f"{request.gpus_per_node} per node" if request.gpus_per_node else f"{request.num_nodes} nodes"
-        nodes = f"a run on more than one node ({plan.num_gpus} GPUs, {size})"
-        return replace(plan, unavailable=(*plan.unavailable, nodes))
+    Raises ConfigError when one engine needs a larger node.
+    """
+    models = sum(request.ranks.values()) + (request.reward_ranks or 0)
+    most = models + request.num_engines * request.tensor_parallel_size
+    plan = _on_gpus(request, [gpus_per_node or most] * most)
+    assert plan is not None
     return plan
 
 
-def _on_cpu(request: PlacementRequest, places: Sequence[tuple[int, ...]]) -> PlacementPlan:
-    """Return the plan without GPUs; `places` holds the bundles of the trainers, the engines and the reward models."""
-    trainers, engines, scorers = places
+def _on_cpu(request: PlacementRequest) -> PlacementPlan:
+    """Return the plan without GPUs."""
+    actor = request.ranks["actor"]
+    scorers = actor if request.reward_ranks == 0 else request.reward_ranks or 0
     return PlacementPlan(
         device="cpu",
-        bundles=(0,) * (max(trainers) + 1),
-        trainers=(ProcessPlan("train", _roles(request), trainers, 0),),
-        engines=ProcessPlan("engines", (), engines, 0),
+        nodes=(0,),
+        trainers=(ProcessPlan("train", request.roles, (Place(),) * actor),),
+        engines=ProcessPlan("engines", (), (Place(),) * request.num_engines),
         colocated=True,
-        scorers=_scorers(scorers, 0),
+        scorers=ProcessPlan("reward", ("reward",), (Place(),) * scorers) if scorers else None,
     )
 
 
-def _shared(request: PlacementRequest) -> PlacementPlan:
-    """Return the plan in which all models and engines use the same GPUs, each starting at GPU 0."""
-    actor = request.ranks["actor"]
+def _on_gpus(request: PlacementRequest, nodes: Sequence[int]) -> PlacementPlan | None:
+    """Return the layout of the request on these nodes, or None if it does not fit."""
     size = request.tensor_parallel_size
-    sizes = {role: request.ranks[role] or actor for role in _roles(request)}
-    together = tuple(role for role in sizes if sizes[role] == actor)
-    trainers = [ProcessPlan("train", together, tuple(range(actor)), 1)]
-    trainers += [ProcessPlan(role, (role,), tuple(range(n)), 1) for role, n in sizes.items() if role not in together]
-    num_scorers = actor if request.reward_ranks == 0 else request.reward_ranks or 0
-    width = max(*sizes.values(), num_scorers, request.num_engines * size)
-    return PlacementPlan(
+    if request.num_engines and size > max(nodes):
+        message = f"an engine needs {size} GPUs of one node, and the largest node has {max(nodes)}"
+        raise ConfigError(message, hint=f"use --vllm_tensor_parallel_size {max(nodes)} or less, and more engines")
+    used = [0] * len(nodes)
+    places: dict[str, tuple[Place, ...]] = {}
+    notes = []
+    for names in request.groups:
+        shapes = {name: _shape(request, name, max(nodes)) for name in names}
+        for name, (num_nodes, per_node) in shapes.items():
+            if request.hosts[name] == name and num_nodes > request.num_nodes.get(name, 1):
+                notes.append(f"{name} spans {num_nodes} nodes of {per_node} GPUs: the largest node has {max(nodes)}")
+        widest = map(max, zip(*shapes.values(), strict=True))
+        taken = _take(nodes, used, *widest)
+        if taken is None:
+            return None
+        for name, (num_nodes, per_node) in shapes.items():
+            places[name] = tuple(Place(node, (gpu,)) for node, gpus in taken[:num_nodes] for gpu in gpus[:per_node])
+    if request.colocate_all_models:
+        engines = _spread(request, places["actor"], nodes)
+    else:
+        engines = [place for _ in range(request.num_engines) for place in _take(nodes, used, 1, size) or ()]
+    if len(engines) < request.num_engines:
+        return None
+    return _assembled(request, places, engines, notes)
+
+
+def _shape(request: PlacementRequest, name: str, largest: int) -> tuple[int, int]:
+    """Return the number of nodes of a model's processes, and how many are on each: as the request has it, or more
+    nodes with fewer processes if even the `largest` node has fewer GPUs."""
+    host = request.hosts[name]
+    total = request.ranks.get(host, request.reward_ranks or 0)
+    asked = request.num_nodes.get(host, 1)
+    num_nodes = next(n for n in range(min(asked, total), total + 1) if total % n == 0 and total // n <= largest)
+    return num_nodes, total // num_nodes
+
+
+def _take(nodes: Sequence[int], used: list[int], num_nodes: int, per_node: int) -> list[Place] | None:
+    """Take the first free GPUs of the first nodes that have `per_node` of them, and count them in `used`.
+
+    Returns them by node, or None if there are fewer than `num_nodes` such nodes.
+    """
+    found = [node for node, total in enumerate(nodes) if total - used[node] >= per_node][:num_nodes]
+    if len(found) < num_nodes:
+        return None
+    taken = [Place(node, tuple(range(used[node], used[node] + per_node))) for node in found]
+    for node in found:
+        used[node] += per_node
+    return taken
+
+
+def _spread(request: PlacementRequest, actor: Sequence[Place], nodes: Sequence[int]) -> list[Place]:
+    """Return places for the engines on the actor's GPUs, each time those that have the fewest engines so far.
+
+    An engine that is larger than the actor's share of a node also uses the GPUs behind it. There are no places if no
+    node of the actor is large enough.
+    """
+    size = request.tensor_parallel_size
+    load: dict[int, dict[int, int]] = {}  # node to GPU to number of engines on it
+    for node, gpus in actor:
+        load.setdefault(node, dict.fromkeys(range(size), 0)).update(dict.fromkeys(gpus, 0))
+    homes = [node for node in load if nodes[node] >= size]
+    engines = []
+    for _ in range(request.num_engines if homes else 0):
+        found = []
+        for node in homes:
+            on_node = load[node]
+            gpus = sorted(on_node, key=lambda gpu, on_node=on_node: (on_node[gpu], gpu))[:size]
+            found.append((max(on_node[gpu] for gpu in gpus), Place(node, tuple(sorted(gpus)))))
+        _, place = min(found)
+        for gpu in place.gpus:
+            load[place.node][gpu] += 1
+        engines.append(place)
+    return engines
+
+
+def _assembled(
+    request: PlacementRequest, places: Mapping[str, tuple[Place, ...]], engines: Sequence[Place], notes: Sequence[str]
+) -> PlacementPlan:
+    """Return the plan of these places, with its nodes numbered from 0 on."""
+    cards = [card for group in (engines, *places.values()) for place in group for card in place.cards]
+    numbers = {node: number for number, node in enumerate(sorted({node for node, _ in cards}))}
+    at = {name: tuple(Place(numbers[node], gpus) for node, gpus in group) for name, group in places.items()}
+    together = tuple(role for role in request.roles if at[role] == at["actor"])
+    name = "train" if request.colocate_all_models else "+".join(together)
+    trainers = [ProcessPlan(name, together, at["actor"])]
+    trainers += [ProcessPlan(role, (role,), at[role]) for role in request.roles if role not in together]
+    plan = PlacementPlan(
         device="cuda",
-        bundles=(1,) * width,
+        nodes=tuple(max(gpu + 1 for node, gpu in cards if node == number) for number in numbers),
         trainers=tuple(trainers),
-        engines=ProcessPlan("engines", (), tuple(range(0, request.num_engines * size, size)), size),
-        colocated=True,
-        scorers=_scorers(tuple(range(num_scorers)), 1),
-        unavailable=_unavailable_together(request, sizes | ({"reward": num_scorers} if num_scorers else {})),
+        engines=ProcessPlan("engines", (), tuple(Place(numbers[node], gpus) for node, gpus in engines)),
+        colocated=request.colocate_all_models,
+        notes=tuple(notes),
+        scorers=ProcessPlan("reward", ("reward",), at["reward"]) if "reward" in at else None,
     )
+    return replace(plan, unavailable=_unavailable(plan))
 
 
-def _unavailable_together(request: PlacementRequest, sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """Return the features that do not exist for models of these sizes and engines on the same GPUs."""
+def _unavailable(plan: PlacementPlan) -> tuple[str, ...]:
+    """Return the features that a plan needs and that do not exist."""
     found = []
-    actor = sizes["actor"]
-    engines = request.num_engines
-    size = request.tensor_parallel_size
-    if any(count != actor for count in sizes.values()):
-        counts = ", ".join(f"{role} {count}" for role, count in sizes.items())
-        found.append(f"models with unequal numbers of processes on shared GPUs ({counts})")
-    if engines and size > 1:
-        found.append(f"tensor-parallel engines on GPUs that they share with training ({engines} x {size} GPUs)")
-    elif engines not in (0, actor):
-        found.append(f"{engines} engine(s) on the GPUs of {actor} training process(es)")
+    cards = set(plan.trainers_of("actor").cards)
+    alone = [str(number) for number, place in enumerate(plan.engines.places) if not cards.issuperset(place.cards)]
+    if plan.colocated and alone:
+        which = f"engine {', '.join(alone)} has GPUs without a training process of the policy"
+        found.append(f"weight sync between GPUs ({which})")
+    if len(plan.nodes) > 1:
+        found.append(f"a run on more than one node ({plan.num_gpus} GPUs on {len(plan.nodes)} nodes)")
     return tuple(found)
 
 
-def _apart(request: PlacementRequest) -> PlacementPlan:
-    """Return the plan in which all processes have GPUs of their own, except those that the request colocates."""
-    hosted = _hosted(request)
-    bundles: list[int] = []
-
-    def reserve(count: int, gpus: int = 1) -> tuple[int, ...]:
-        bundles.extend([gpus] * count)
-        return tuple(range(len(bundles) - count, len(bundles)))
-
-    trainers = tuple(ProcessPlan("+".join(names), names, reserve(request.ranks[names[0]]), 1) for names in hosted)
-    engine_gpus = request.tensor_parallel_size
-    engines = ProcessPlan("engines", (), reserve(request.num_engines, engine_gpus), engine_gpus)
-    critics = next((placed.bundles for placed in trainers if "critic" in placed.roles), None)
-    if request.colocate_critic_reward and request.reward_ranks is not None and critics is not None:
-        places = critics
-        count = request.reward_ranks or len(critics)
-        if count != len(critics):
-            message = (
-                f"sharing needs equal numbers of processes: the critic has {len(critics)}, the reward models {count}"
-            )
-            hint = "set --reward_num_nodes and --reward_num_gpus_per_node to the critic's, or drop"
-            raise ConfigError(message, hint=f"{hint} --colocate_critic_reward")
-    elif request.reward_ranks == 0:
-        places = trainers[0].bundles
-    else:
-        places = reserve(request.reward_ranks or 0)
-    return PlacementPlan("cuda", tuple(bundles), trainers, engines, False, scorers=_scorers(places, 1))
-
-
-def _hosted(request: PlacementRequest) -> list[tuple[str, ...]]:
-    """Return the roles of each rank set when models do not share all GPUs, the actor's rank set first."""
-    roles = _roles(request)
-    with_actor = {role for role in roles if request.ranks[role] == 0}
-    if request.colocate_actor_ref and "reference" in roles:
-        actor = request.ranks["actor"]
-        reference = request.ranks["reference"]
-        if reference not in (0, actor):
-            message = f"sharing needs equal numbers of processes: the actor has {actor}, the reference {reference}"
-            hint = "set --ref_num_nodes and --ref_num_gpus_per_node to the actor's, or drop --colocate_actor_ref"
-            raise ConfigError(message, hint=hint)
-        with_actor.add("reference")
-    return [("actor", *(r for r in roles if r in with_actor)), *((r,) for r in roles[1:] if r not in with_actor)]
-
-
-def _too_large(request: PlacementRequest, plan: PlacementPlan, num_gpus: int) -> ConfigError:
-    """Return the error for a layout that needs more GPUs than there are.
+def _too_large(request: PlacementRequest, needed: PlacementPlan, nodes: Sequence[int]) -> ConfigError:
+    """Return the error for a layout that needs more GPUs, or more nodes, than there are.
 
     The hint never advises fewer processes than were asked for, unless every model asks for one.
     """
-    counts = ", ".join(f"{placed.name} {placed.num_ranks * placed.gpus_per_rank}" for placed in plan.all_processes)
-    how = "on shared GPUs" if plan.colocated else "apart"
-    message = f"models {how} need {plan.num_gpus} GPUs ({counts}), and there are {num_gpus}"
-    hint = f"run where there are {plan.num_gpus} GPUs"
-    shared = _wanted(replace(request, colocate_all_models=True))
+    counts = ", ".join(f"{placed.name} {len(placed.cards)}" for placed in needed.all_processes)
+    how = "on shared GPUs" if needed.colocated else "apart"
+    num_gpus = sum(nodes)
+    wanted = f"{needed.num_gpus} GPUs"
+    found = f"{num_gpus}"
+    if needed.num_gpus <= num_gpus:  # they are on the wrong nodes
+        wanted = f"{wanted} on {len(needed.nodes)} node(s)"
+        found = f"{found} on {len(nodes)} ({', '.join(map(str, nodes))})"
+    message = f"models {how} need {wanted} ({counts}), and there are {found}"
+    hint = f"run where there are {wanted}"
+    shared = _on_gpus(replace(request, colocate_all_models=True), nodes)
     if _is_single(request):
         hint = f"--colocate_all_models --actor_num_gpus_per_node {num_gpus} --vllm_num_engines {num_gpus} shares all"
         hint = f"{hint} {num_gpus} GPUs"
-    elif not plan.colocated and shared.num_gpus <= num_gpus and not shared.unavailable:
+    elif needed.num_gpus <= num_gpus:
+        hint = f"{hint}, or have --X_num_nodes times --X_num_gpus_per_node of each model X fit the nodes"
+    elif not needed.colocated and shared is not None and not shared.unavailable:
         hint = f"{hint}, or add --colocate_all_models, with which all models share {shared.num_gpus} GPUs"
     return ConfigError(message, hint=hint)
 
@@ -304,12 +410,4 @@ def _too_large(request: PlacementRequest, plan: PlacementPlan, num_gpus: int) ->
 def _is_single(request: PlacementRequest) -> bool:
     """Return whether no model and no engine asks for more than one GPU."""
     counts = (*request.ranks.values(), request.reward_ranks or 0, request.num_engines, request.tensor_parallel_size)
-    return max(*counts, request.num_nodes) == 1
-
-
-def _roles(request: PlacementRequest) -> tuple[str, ...]:
-    return tuple(role for role in ROLES if role in request.ranks)
-
-
-def _scorers(bundles: tuple[int, ...], gpus: int) -> ProcessPlan | None:
-    return ProcessPlan("reward", ("reward",), bundles, gpus) if bundles else None
+    return max(counts) == 1

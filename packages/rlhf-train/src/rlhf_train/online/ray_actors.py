@@ -1,7 +1,7 @@
 """A training rank as a Ray actor."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlhf_rollout.host import collection_paused, free_port
@@ -12,8 +12,8 @@ from rlhf_train.specs import ModelSpec
 class RankActor:
     """Hosts a `TrainWorker` in a process of its own, and sends its weights to engines."""
 
-    def __init__(self) -> None:
-        prepare_process()
+    def __init__(self, gpus: Sequence[str] = ()) -> None:
+        prepare_process(gpus)
 
     def master_address(self) -> tuple[str, int]:
         """Return the host and port where the ranks of this rank set meet."""

@@ -18,9 +18,10 @@ class CudaIpcBuffer:
         self.data = torch.empty(size_bytes, dtype=torch.uint8, device=device)
         uuid = str(torch.cuda.get_device_properties(device).uuid)
         try:
-            # Each handle is the GPU's UUID and the arguments with which torch opens the export. Each engine needs an
-            # export of its own, because torch counts one release per export before it frees the buffer.
-            self.handles = [(uuid, reduce_tensor(self.data)[1]) for _ in range(num_engines)]
+            # Each handle is the GPU's UUID and the arguments with which torch opens the export; an engine on several
+            # GPUs gets those of all its senders. Each engine needs an export of its own, because torch counts one
+            # release per export before it frees the buffer.
+            self.handles = [((uuid, reduce_tensor(self.data)[1]),) for _ in range(num_engines)]
         except RuntimeError as error:
             hint = "unset expandable_segments in PYTORCH_CUDA_ALLOC_CONF, or use shared_memory"
             raise WeightSyncError(f"CUDA cannot export the weight buffer: {error}", hint=hint) from error

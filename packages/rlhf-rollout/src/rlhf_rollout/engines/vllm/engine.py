@@ -17,6 +17,7 @@ from rlhf_rollout.engines.requests import Hold, check_request, deadline
 from rlhf_rollout.engines.spec import EngineSpec
 from rlhf_rollout.protocols import Completion, EngineHealth, PauseMode, SamplingParams, check_pause_mode
 from rlhf_rollout.weight_sync.bucket import WeightBucket
+from rlhf_rollout.weight_sync.senders import Senders, merged
 
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 _CPU_GATHER_S = 0.02  # see `StepLoop`; requests that are sent together arrive so far apart on a busy machine
@@ -63,6 +64,7 @@ class VllmEngine:
         self._asleep = False
         self._paused = False
         self._hold = Hold()
+        self._senders = Senders(spec.tensor_parallel_size if spec.weight_transfer == "ipc" else 1)
         try:
             # Imports vLLM.
             from rlhf_rollout.engines.vllm.loop import StepLoop
@@ -115,7 +117,11 @@ class VllmEngine:
 
     async def begin_weight_update(self, policy_version: int) -> None:
         """See `RolloutEngine.begin_weight_update`. Raises WeightSyncError while the engine sleeps."""
-        await self._call("begin_weight_update", lambda core: self._begin(core, policy_version), drain=True)
+
+        async def begin(versions: list[int]) -> None:
+            await self._call("begin_weight_update", lambda core: self._begin(core, versions[0]), drain=True)
+
+        await self._senders.join(policy_version, begin)
 
     async def receive_weights(self, bucket: WeightBucket) -> None:
         """Load one bucket; the sender may reuse its buffer once this returns.
@@ -123,14 +129,18 @@ class VllmEngine:
         Raises WeightSyncError when no update has begun or the bucket does not fit the model. This ends the update, and
         the engine refuses requests until an update is complete.
         """
-        await self._call("receive_weights", lambda core: self._receive(core, bucket))
+
+        async def receive(buckets: list[WeightBucket]) -> None:
+            await self._call("receive_weights", lambda core: self._receive(core, merged(buckets)))
+
+        await self._senders.join(bucket, receive)
 
     async def finish_weight_update(self) -> None:
         """See `RolloutEngine.finish_weight_update`.
 
         Raises WeightSyncError when weights are missing; the engine then refuses requests until an update is complete.
         """
-        await self._call("finish_weight_update", self._finish)
+        await self._senders.join(None, lambda parts: self._call("finish_weight_update", self._finish))
 
     async def sleep(self) -> None:
         """Move the weights to host memory and drop the KV cache; on a CPU only stop and drop cached prefixes.
