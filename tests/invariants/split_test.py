@@ -44,6 +44,7 @@ class Case:
     num_rollouts: int = NUM_ROLLOUTS
     num_mini_batches: int = 2
     first_reward: float | None = None  # in place of the first rollout's own
+    lora_rank: int = 0
 
 
 SPLITS = {
@@ -62,6 +63,10 @@ RANKS = {
     "ZeRO 1": Case(zero_stage=1, micro_batch_size=5),
     "ZeRO 2": Case(zero_stage=2, micro_batch_size=5),
     "ZeRO 3": Case(zero_stage=3, micro_batch_size=5, packing=True),
+}
+ADAPTERS_ON_RANKS = {
+    "adapters, ZeRO 2": Case(zero_stage=2, micro_batch_size=5, lora_rank=4),
+    "adapters, ZeRO 3": Case(zero_stage=3, micro_batch_size=5, packing=True, lora_rank=4),
 }
 # Passes of one rollout, whose gradients do not depend on the split: only how they are added up differs. One update, for
 # the forward pass of the next would turn one different bit of a weight into a different gradient.
@@ -86,11 +91,14 @@ def one_step(rank: int, num_ranks: int, master: Any, path: str, case: Case) -> d
     device_of(rank, num_ranks)
     import torch
 
+    from rlhf_models.lora import LoraSpec
     from rlhf_train.online.worker import TrainWorker
     from rlhf_train.run.metrics import merge_metrics, results
 
     spec = ModelSpec(path=path, packing=case.packing, zero_stage=case.zero_stage, dtype=case.dtype)
-    trained = dataclasses.replace(spec, optimizer=OPTIMIZER if case.dtype == "float32" else BFLOAT16_OPTIMIZER)
+    optimizer = OPTIMIZER if case.dtype == "float32" else BFLOAT16_OPTIMIZER
+    lora = LoraSpec(rank=case.lora_rank) if case.lora_rank else None
+    trained = dataclasses.replace(spec, optimizer=optimizer, lora=lora)
     worker = TrainWorker(
         {"actor": trained, "critic": trained, "reference": spec},
         case.algorithm,
@@ -129,6 +137,7 @@ def one_step(rank: int, num_ranks: int, master: Any, path: str, case: Case) -> d
     }
     return {
         "weights": weights,
+        "sent": {name: weight.float().cpu().numpy().copy() for name, weight in worker.engines["actor"].named_weights()},
         "metrics": results(merge_metrics(metrics)),
         "same_as_reference": bool(torch.equal(before["old_logprobs"], before["ref_logprobs"])),
         "advantages": experience.export(["advantages"])["advantages"],
@@ -150,8 +159,8 @@ def model_path(tmp_path_factory) -> str:
 def outcomes(model_path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The cases on one rank, which is this process, and meanwhile those on two, in processes of their own."""
     with ThreadPoolExecutor(1) as pool:
-        pair = pool.submit(run_ranks, all_cases, 2, model_path, RANKS | BFLOAT16)
-        cases = SPLITS | BFLOAT16 | {"one other reward": Case(first_reward=3.0)}
+        pair = pool.submit(run_ranks, all_cases, 2, model_path, RANKS | ADAPTERS_ON_RANKS | BFLOAT16)
+        cases = SPLITS | BFLOAT16 | {"one other reward": Case(first_reward=3.0), "adapters": Case(lora_rank=4)}
         return all_cases(0, 1, ("127.0.0.1", free_port()), model_path, cases), pair.result()
 
 
@@ -237,6 +246,17 @@ def test_split_on_one_rank_gives_the_same_update(on_one_rank, name):
 def test_split_over_two_ranks_gives_the_same_update(on_one_rank, on_two_ranks, name):
     for outcome in on_two_ranks:
         assert largest_difference(on_one_rank["whole"]["weights"], outcome[name]["weights"]) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", list(ADAPTERS_ON_RANKS))
+def test_split_of_adapters_over_two_ranks_gives_the_same_update_and_sends_the_same_weights(
+    on_one_rank, on_two_ranks, name
+):
+    for outcome in on_two_ranks:
+        assert outcome[name]["same_as_reference"]
+        for part in ("weights", "sent"):
+            assert largest_difference(on_one_rank["adapters"][part], outcome[name][part]) < TOLERANCE
+    assert largest_difference(on_one_rank["adapters"]["sent"], on_one_rank["whole"]["sent"]) > 100 * TOLERANCE
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])

@@ -50,6 +50,12 @@ TABLE = [
     ("serve_rm --remote_rm_url reward.py --port 99999", "error: --port is 99999; it must be at most 65535", ""),
     ("chat --engine fake --system \udcff", f"error: --system {DECODED}", "UTF-8"),
     (f"{SFT} --input_template \udcff", f"error: --input_template {DECODED}", "UTF-8"),
+    ("ppo --lora_rank -1", "error: --lora_rank is -1; it must be at least 0", ""),
+    (
+        "ppo --lora_rank 2 --target_modules nowhere",
+        "error: LoRA: Target modules {'nowhere'} not found",
+        "target_modules",
+    ),
     ("ppo --config broken.toml", "error: .*broken.toml is not TOML", ""),
     ("sft --config deep.toml", "error: .*deep.toml is not TOML: nested too deeply", ""),
     (

@@ -154,6 +154,8 @@ def test_check_ppo_what_cannot_work_is_an_error_with_a_hint(argv, message, hint)
         ),
         ([*SKIP, *ONE_UPDATE, "--eps_clip", "0.1"], "--eps_clip has no effect: with one update per step the policy"),
         ([*SKIP[2:], *ONE_UPDATE, "--dual_clip", "3"], "--dual_clip has no effect: with one update per step the"),
+        (["--lora_alpha", "8"], "--lora_alpha has no effect: --lora_rank is 0"),
+        (["--lora_rank", "8", "--ref_num_nodes", "2"], "--ref_num_nodes has no effect: with --lora_rank the reference"),
         (["--kl_horizon", "500"], "--kl_horizon has no effect: there is no --kl_target"),
         (["--teacher_coef", "2"], "--teacher_coef has no effect: there is no --teacher_model"),
         (["--teacher_num_nodes", "2"], "--teacher_num_nodes has no effect: there is no --teacher_model"),

@@ -30,6 +30,11 @@ REACHES = [
     ("attn_implementation", "sdpa", "", "models.actor.attn_implementation", "sdpa"),
     ("gradient_checkpointing", "", "", "models.critic.gradient_checkpointing", True),
     ("packing_samples", "", "", "models.reference.packing", True),
+    ("lora_rank", "2", "", "models.critic.lora.rank", 2),
+    ("lora_rank", "2", "", "models.reference.lora", None),
+    ("lora_rank", "2", "--ref_num_gpus_per_node 3", "plan.trainers.0.roles", ("actor", "reference")),
+    ("lora_alpha", "4", "--lora_rank 2", "models.actor.lora.alpha", 4.0),
+    ("target_modules", "q_proj,v_proj", "--lora_rank 2", "models.actor.lora.target_modules", ("q_proj", "v_proj")),
     ("prompt_max_len", "50", "", "engine.max_model_len", 82),  # 50 + 32
     ("reward_timeout_s", "3", "", "reward.calls.timeout_s", 3.0),
     ("reward_num_workers", "3", "", "reward.calls.num_workers", 3),

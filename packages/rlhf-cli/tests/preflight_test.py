@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 import shutil
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -177,6 +178,9 @@ def test_check_inputs_reward_models_are_folders_and_the_critic_starts_from_the_f
 
 def test_check_inputs_without_reward_model_the_critic_is_the_policy(folder, models):
     assert check(folder, models).critic == str(models / "policy")
+    found = check(folder, models, "--lora_rank", "2", "--target_modules", "q_proj")
+    assert found.critic == str(models / "policy")
+    assert re.fullmatch(r"--lora_rank 2 trains \d\.\d\d% of the weights", *found.notices)
 
 
 def test_check_inputs_model_without_a_score_is_refused(folder, models):

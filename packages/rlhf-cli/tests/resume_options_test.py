@@ -69,6 +69,8 @@ def test_changed_options_are_named_unless_they_leave_no_trace(tmp_path):
     [notice] = changed_options(to_toml(parse("--actor_learning_rate", "1e-4").config), run)
     assert notice.startswith("--actor_learning_rate was 0.0003 and is 0.0001: from here on")
     assert changed_options("", tmp_path / "new") == []
+    with pytest.raises(ConfigError, match="--target_modules was all-linear and is q_proj, and the checkpoints"):
+        changed_options(to_toml(parse(*same, "--target_modules", "q_proj").config), run)
 
 
 @pytest.mark.parametrize("line", [COMMAND_LINE, COMMANDS["sft"].command_line], ids=["ppo", "sft"])

@@ -7,8 +7,17 @@ import torch
 
 from rlhf_data.errors import ConfigError
 from rlhf_models.batch import TokenBatch
-from rlhf_models.loading import load_actor, load_critic, load_reward_model
-from rlhf_models.lora import LoraSpec, adapters_off, add_lora, merge_adapter, save_adapter
+from rlhf_models.loading import load_actor, load_config, load_critic, load_reward_model
+from rlhf_models.lora import (
+    LoraSpec,
+    adapters_by_weight,
+    adapters_off,
+    add_lora,
+    check_lora,
+    merge_adapter,
+    save_adapter,
+)
+from rlhf_models.weights import hf_named_weights
 
 pytest.importorskip("peft")
 
@@ -77,6 +86,61 @@ def test_merged_actor_equals_base_with_adapter_and_peft_reads_the_adapter(model_
     assert json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"] == str(model_dir)
 
 
+def merged(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    adapters = adapters_by_weight(model)
+    weights = hf_named_weights(model)
+    return {name: adapters[weight].merged(weight) if weight in adapters else weight for name, weight in weights}
+
+
+def test_weights_merged_one_by_one_are_those_of_pefts_merge_under_the_names_of_the_checkpoint(model_dir, tmp_path):
+    from peft import PeftModel
+
+    actor = load_actor(model_dir, dtype="float32")
+    start = dict(actor.model.named_parameters())
+    add_lora(actor, LoraSpec(rank=2, alpha=6.0))
+    assert merged(actor).keys() == start.keys()
+    assert all(torch.equal(weight, start[name]) for name, weight in merged(actor).items())  # B is zero
+    stir(actor)
+    before = {name: weight.clone() for name, weight in actor.named_parameters()}
+    plain = load_actor(model_dir, dtype="float32").model
+    plain = PeftModel.from_pretrained(plain, str(save_adapter(actor, actor.state_dict(), tmp_path))).merge_and_unload()
+    found, expected = merged(actor), dict(plain.named_parameters())
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(weight, expected[name]) for name, weight in found.items())
+    assert all(torch.equal(weight, before[name]) for name, weight in actor.named_parameters())
+
+
+def test_bfloat16_weights_are_merged_in_float32_and_rounded_once(qwen2_dir):
+    actor = load_actor(qwen2_dir, dtype="bfloat16")
+    add_lora(actor, LoraSpec(rank=2, alpha=6.0, target_modules=("q_proj",)))
+    stir(actor)
+    layer = actor.model.model.layers[0].self_attn.q_proj
+    a, b, weight = (
+        tensor.detach().double()
+        for tensor in (layer.lora_A["default"].weight, layer.lora_B["default"].weight, layer.base_layer.weight)
+    )
+    exact = weight + 3.0 * b @ a
+    found = merged(actor)["model.layers.0.self_attn.q_proj.weight"]
+    assert found.dtype == torch.bfloat16
+    # Half a unit in the last of 8 bits, and a little for float32.
+    assert ((found.double() - exact).abs() <= exact.abs() * 2.0**-8 * 1.001 + 1e-7).all()
+
+
+def test_transposed_weights_are_merged_as_peft_does(tmp_path):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    from rlhf_models.actor import Actor
+
+    model = Actor(GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=16, n_positions=8)))
+    add_lora(model, LoraSpec(rank=2))
+    stir(model)
+    found = {name: weight.detach().clone() for name, weight in merged(model).items()}
+    layer = model.model.transformer.h[0].attn.c_attn
+    layer.merge()
+    assert layer.base_layer.weight.shape == (8, 24)
+    assert torch.equal(found["transformer.h.0.attn.c_attn.weight"], layer.base_layer.weight)
+
+
 def test_merge_reports_each_weight_and_warns_of_none(model_dir, tmp_path, recwarn):
     actor = load_actor(model_dir, dtype="float32")
     add_lora(actor, LoraSpec(rank=2, target_modules=("q_proj", "v_proj")))
@@ -110,6 +174,25 @@ def test_lora_numbers_out_of_range_are_refused(fields):
 def test_lora_target_of_no_layer_is_refused_with_a_hint(qwen2_dir):
     with pytest.raises(ConfigError, match="hint: target_modules"):
         add_lora(load_actor(qwen2_dir, dtype="float32"), LoraSpec(rank=2, target_modules=("no_such_layer",)))
+
+
+@pytest.mark.parametrize("target", ["embed_tokens", "lm_head"])
+def test_lora_of_the_embedding_or_a_tied_head_is_refused_with_a_hint(model_dir, target):
+    with pytest.raises(ConfigError, match=r"the embedding(.|\n)*hint: target_modules"):
+        add_lora(load_actor(model_dir, dtype="float32"), LoraSpec(rank=2, target_modules=("q_proj", target)))
+
+
+def test_lora_is_tried_without_weights_and_its_share_is_that_of_the_real_model(qwen2_dir):
+    actor = load_actor(qwen2_dir, dtype="float32")
+    num_weights = sum(weight.numel() for weight in actor.parameters())
+    add_lora(actor, LoraSpec(rank=2, target_modules=("q_proj",)))
+    trained = sum(weight.numel() for weight in actor.parameters() if weight.requires_grad)
+    numbers = torch.get_rng_state()
+    share = check_lora(load_config(qwen2_dir), LoraSpec(rank=2, target_modules=("q_proj",)))
+    assert share == trained / num_weights
+    assert torch.equal(torch.get_rng_state(), numbers)
+    with pytest.raises(ConfigError, match="hint: target_modules"):
+        check_lora(load_config(qwen2_dir), LoraSpec(rank=2, target_modules=("no_such_layer",)))
 
 
 def test_merge_of_a_folder_without_adapter_is_refused(qwen2_dir, tmp_path):

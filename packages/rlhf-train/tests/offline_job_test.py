@@ -88,9 +88,8 @@ def run(made: OfflineJob) -> dict[int, dict[str, float]]:
 @pytest.mark.parametrize("lora", [None, LoraSpec(rank=4)], ids=["full", "lora"])
 def test_reward_model_orders_held_out_pairs_and_stores_the_moments_of_their_scores(model_path, tmp_path, lora):
     held_out = pairs(24, 1)
-    made = job(
-        model_path, tmp_path, objective=RewardModelObjective(), examples=pairs(32, 0), eval_examples=held_out, lora=lora
-    )
+    made = job(model_path, tmp_path, objective=RewardModelObjective(), examples=pairs(32, 0), eval_examples=held_out)
+    made = dataclasses.replace(made, model=dataclasses.replace(made.model, lora=lora))
     seen = run(made)
     # A head of zeros ties every pair: ln 2, and half of a guess.
     assert seen[0]["eval/loss"] == pytest.approx(math.log(2))

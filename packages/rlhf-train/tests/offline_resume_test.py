@@ -70,13 +70,13 @@ def make_job(trainer: str, models: str, folder: str, stage: int = 0, place: tupl
     }
     rank, num_ranks, master = place or (0, 1, ("127.0.0.1", free_port()))
     optimizer = OptimizerSpec(learning_rate=2e-3, weight_decay=0.1, warmup_steps=2, total_steps=NUM_UPDATES)
+    # Dropout draws random numbers in every update.
+    lora = LoraSpec(rank=2, dropout=0.2) if trainer in ("sft", "rm") and stage == 0 else None
     fields = {
         "objective": objectives[trainer],
-        "model": ModelSpec(path=f"{models}/policy", zero_stage=stage, optimizer=optimizer),
+        "model": ModelSpec(path=f"{models}/policy", zero_stage=stage, optimizer=optimizer, lora=lora),
         "reference": ModelSpec(path=f"{models}/teacher") if trainer == "kd" else None,
         "precompute_reference": trainer == "dpo",
-        # Dropout draws random numbers in every update.
-        "lora": LoraSpec(rank=2, dropout=0.2) if trainer in ("sft", "rm") and stage == 0 else None,
         "examples": examples(trainer, NUM_EXAMPLES, 0),
         "eval_examples": examples(trainer, 6, 1),
         "eval_steps": 2,

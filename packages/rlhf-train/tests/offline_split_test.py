@@ -178,8 +178,8 @@ def run_all(rank: int, num_ranks: int, master: Any, path: str, folder: str, case
             micro_batch_tokens=case.micro_batch_tokens,
             max_epochs=2,
         )
-        layout = {name: getattr(case, name) for name in ("packing", "zero_stage", "gradient_checkpointing")}
-        extras = {"precompute_reference": case.precompute_reference, "lora": case.lora}
+        layout = {name: getattr(case, name) for name in ("packing", "zero_stage", "gradient_checkpointing", "lora")}
+        extras = {"precompute_reference": case.precompute_reference}
         for name in case.names:
             target = Path(folder) / f"{key}-{name}"
             split = {"rank": rank, "num_ranks": num_ranks, "schedule": plan}

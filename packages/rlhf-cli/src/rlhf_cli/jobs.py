@@ -43,8 +43,11 @@ def make_request(config: PpoConfig) -> PlacementRequest:
         flags["reference"] = "ref"
     if spec.uses_teacher:
         flags["teacher"] = "teacher"
+    ranks = {role: placement.num_ranks(name) for role, name in flags.items()}
+    if config.model.lora_rank and spec.uses_reference:
+        ranks["reference"] = 0  # it is the policy without its adapters
     return PlacementRequest(
-        ranks={role: placement.num_ranks(name) for role, name in flags.items()},
+        ranks=ranks,
         num_nodes={role: placement.count(name, "num_nodes") for role, name in (flags | {"reward": "reward"}).items()},
         reward_ranks=placement.num_ranks("reward") if config.reward.reward_pretrain and not replays else None,
         num_engines=0 if replays else config.engine.vllm_num_engines,

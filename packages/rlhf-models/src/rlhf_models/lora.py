@@ -5,13 +5,15 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from rlhf_data.errors import ConfigError
 from rlhf_data.pretrained import clear_errors, load_tokenizer
-from rlhf_models.files import VALUE_HEAD_FILE
+from rlhf_models.actor import Actor
+from rlhf_models.files import VALUE_HEAD_FILE, quiet_transformers
 from rlhf_models.loading import load_actor, load_critic
 from rlhf_models.weights import save_hf
 
@@ -49,9 +51,10 @@ def add_lora(model: nn.Module, spec: LoraSpec) -> None:
     """Add adapters to an actor, critic or reward model and freeze all other weights except its value head.
 
     Raises:
-        ConfigError: peft is not installed, or a target matches no layer.
+        ConfigError: peft is not installed, a target matches no layer, or one is the embedding or tied to it.
     """
     peft = _import_peft()
+    hint = "target_modules takes all-linear, or names of layers such as q_proj,v_proj"
     targets = spec.target_modules if isinstance(spec.target_modules, str) else list(spec.target_modules)
     config = peft.LoraConfig(
         r=spec.rank, lora_alpha=spec.alpha, lora_dropout=spec.dropout, target_modules=targets, bias="none"
@@ -59,8 +62,59 @@ def add_lora(model: nn.Module, spec: LoraSpec) -> None:
     try:
         model.model.add_adapter(config)
     except ValueError as error:
-        hint = "target_modules takes all-linear, or names of layers such as q_proj,v_proj"
         raise ConfigError(f"LoRA: {error}", hint=hint) from None
+    if model.model.get_input_embeddings().weight in _adapted(model):
+        # Merging would change the rows that the model looks up, which the adapter of a tied LM head does not.
+        raise ConfigError("LoRA: target_modules names the embedding, or an LM head with the same weight", hint=hint)
+
+
+def check_lora(config: Any, spec: LoraSpec) -> float:
+    """Try adapters on a model of this transformers config that has no memory; return the share of weights they train.
+
+    Raises:
+        ConfigError: as in `add_lora`.
+    """
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"), quiet_transformers():
+        actor = Actor(AutoModelForCausalLM.from_config(config))
+        num_weights = sum(weight.numel() for weight in actor.parameters())
+        add_lora(actor, spec)
+    return sum(weight.numel() for weight in actor.parameters() if weight.requires_grad) / num_weights
+
+
+class Adapter(NamedTuple):
+    """The adapter of one weight.
+
+    Attributes:
+        a, b: [rank, in] and [out, rank].
+        scale: alpha / rank.
+        is_transposed: whether the weight is [in, out].
+    """
+
+    a: Tensor
+    b: Tensor
+    scale: float
+    is_transposed: bool
+
+    @torch.no_grad()
+    def merged(self, weight: Tensor) -> Tensor:
+        """Return W + scale B A, computed in float32 and rounded once, and leave `weight` as it is."""
+        change = (self.b.float() @ self.a.float()).mul_(self.scale)
+        return (change.T if self.is_transposed else change).add_(weight).to(weight.dtype)
+
+
+def adapters_by_weight(model: nn.Module) -> dict[Tensor, Adapter]:
+    """Return the adapter of each adapted weight; none for a model without adapters."""
+    found = {}
+    for weight, layer in _adapted(model).items():
+        a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+        found[weight] = Adapter(a, b, layer.scaling["default"], layer.fan_in_fan_out)
+    return found
+
+
+def _adapted(model: nn.Module) -> dict[Tensor, Any]:
+    return {layer.base_layer.weight: layer for layer in model.modules() if hasattr(layer, "lora_A")}
 
 
 @contextmanager

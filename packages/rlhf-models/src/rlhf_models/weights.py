@@ -22,11 +22,15 @@ _HEAD_PREFIX = "value_head."
 def hf_named_weights(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Return the parameters of an `Actor` or transformers model under their checkpoint names, tied ones once.
 
+    Adapters are left out: `lora.adapters_by_weight` has them.
+
     Raises:
         ConfigError: the checkpoint stores weights in another form than the model, such as fused experts.
     """
     model = _unwrapped(model)
-    named = dict(model.named_parameters())
+    # peft wraps an adapted layer, which becomes its `base_layer`.
+    parameters = [(name, weight) for name, weight in model.named_parameters() if ".lora_" not in name]
+    named = {name.replace(".base_layer.", "."): weight for name, weight in parameters}
     if differing := named.keys() ^ _checkpoint_names(model, named):
         some = ", ".join(sorted(differing)[:3])
         message = f"a {model.config.model_type} model and its checkpoint name their weights differently ({some}, ...)"

@@ -1,7 +1,10 @@
 """Settings of a model on the training side and of its optimizer, as frozen data."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rlhf_models.lora import LoraSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +50,7 @@ class ModelSpec:
             it.
         zero_stage: ZeRO stage of DeepSpeed, 0 to 3.
         optimizer: None for a frozen model.
+        lora: adapters to train instead of all weights; None for all weights.
     """
 
     path: str
@@ -57,6 +61,12 @@ class ModelSpec:
     torch_compile: str = "off"
     zero_stage: int = 2
     optimizer: OptimizerSpec | None = None
+    lora: "LoraSpec | None" = None
+
+    def is_base_of(self, other: "ModelSpec | None") -> bool:
+        """Return whether this model is the one that another model becomes without its adapters."""
+        has_adapters = other is not None and other.lora is not None
+        return has_adapters and (self.path, self.load_options) == (other.path, other.load_options)
 
     @property
     def load_options(self) -> dict[str, Any]:

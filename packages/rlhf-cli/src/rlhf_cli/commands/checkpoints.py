@@ -5,6 +5,7 @@ import sys
 import time
 import tomllib
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -185,10 +186,11 @@ def _export(run: Path, found: Sequence[Path], section: CheckpointsSection, *, dr
 
 
 def _write_model(options: dict[str, Any], checkpoint: "Checkpoint", role: str, out: Path) -> None:
+
     from rlhf_data.pretrained import load_tokenizer, set_chat_template
     from rlhf_train.engine.shards import ShardReader, load_weights
-    from rlhf_train.offline.models import load_model, write_model
     from rlhf_train.offline.reward_models import score_moments
+    from rlhf_train.run.models import load_model, write_model
 
     given = options.get("model", {})
     section = OfflineModelSection(**{name: given[name] for name in given.keys() & OfflineModelSection.model_fields})
@@ -198,13 +200,12 @@ def _write_model(options: dict[str, Any], checkpoint: "Checkpoint", role: str, o
         base = given.get("critic_pretrain") or next(iter(rewards), base)
     if base is None:
         raise ConfigError(f"the run's {CONFIG_FILE} names no model", hint="put the one of the run into its folder")
-    spec = section.spec(model_path(base), zero_stage=0)
-    lora = section.lora()
-    model = load_model(role, spec, lora)
+    spec = replace(section.spec(model_path(base), zero_stage=0), lora=section.lora)
+    model = load_model(role, spec)
     load_weights(model, ShardReader(sorted(checkpoint.path.glob(f"{role}-*-of-*.safetensors"))))
     evaluated = checkpoint.state().get("run", {}).get("evaluated", {})
     moments = score_moments(evaluated) if role == "reward" and evaluated else None
-    write_model(model, model.state_dict(), spec, lora, out, moments)
+    write_model(model, model.state_dict(), spec, out, moments)
     template = options.get("data", {}).get("tokenizer_chat_template")
     if template is not None:
         tokenizer = load_tokenizer(spec.path)

@@ -185,7 +185,6 @@ def _prepare(command: Command, config: OfflineConfig, folder: Path, console: "Co
         model=model.spec(path, training.zero_stage, optimizer),
         reference=reference if objective.needs_reference or objective.needs_teacher else None,
         precompute_reference=objective.needs_reference and getattr(model, "precompute_reference", False),
-        lora=model.lora(),
         examples=train,
         eval_examples=loaded["--eval_dataset"].examples if "--eval_dataset" in loaded else (),
         eval_steps=config.evaluation.eval_steps if config.evaluation.eval_steps > 0 and len(loaded) > 1 else None,
@@ -270,8 +269,8 @@ def _train(command: Command, parsed: Parsed[Any], job: "OfflineJob", tokenizer: 
     from rlhf_cli.console import OfflineView, show_results
     from rlhf_train.engine.deepspeed import leave_process_group
     from rlhf_train.offline.job import run_offline
-    from rlhf_train.offline.models import ADAPTER_FOLDER
     from rlhf_train.run.checkpointing import find_checkpoint, resumed_step
+    from rlhf_train.run.models import ADAPTER_FOLDER
     from rlhf_train.run.observer import Observer
     from rlhf_train.run.recorder import ARTIFACTS, Recorder
 

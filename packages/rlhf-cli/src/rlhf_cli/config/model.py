@@ -1,8 +1,9 @@
 """Options of models: which ones, and how they are computed."""
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
-from rlhf_data.checks import lacking
+from rlhf_data.checks import lacking, without_effect
 from rlhf_data.errors import ConfigError
 from rlhf_data.options import flag, matching, one_of
 from rlhf_rollout.commands import sections
@@ -22,6 +23,16 @@ class ModelSection(sections.ModelSection):
     )
     gradient_checkpointing: bool = flag(False, "recompute activations in the backward pass: less memory, more time")
     packing_samples: bool = flag(False, "pack the sequences of a micro-batch into one row, instead of padding them")
+    lora_rank: int = flag(0, "rank of the LoRA adapters; 0: train all weights instead", ge=0)
+    lora_alpha: float = flag(16.0, "the output of adapters is scaled by this / --lora_rank", gt=0)
+    target_modules: str = flag(
+        "all-linear", "layers that get an adapter: `all-linear`, or comma-separated names such as q_proj,v_proj"
+    )
+
+    def check(self, given: Collection[str]) -> list[str]:
+        """Return a notice for each option that has no effect."""
+        options = ["lora_alpha", "lora_dropout", "target_modules"]
+        return without_effect(given, (not self.lora_rank, options, "--lora_rank is 0"))
 
     def missing(self) -> list[ConfigError]:
         """Return an error when no model to train is named."""
@@ -30,9 +41,21 @@ class ModelSection(sections.ModelSection):
 
     def spec(self, path: str, zero_stage: int, optimizer: OptimizerSpec | None = None) -> ModelSpec:
         """Return how the model at `path` is computed. Without an optimizer it is frozen."""
-        recomputes = self.gradient_checkpointing and optimizer is not None
-        options = matching(ModelSpec, self) | {"gradient_checkpointing": recomputes}
+        options = matching(ModelSpec, self)
+        if optimizer is None:
+            options |= {"gradient_checkpointing": False, "lora": None}
         return ModelSpec(path=path, packing=self.packing_samples, zero_stage=zero_stage, optimizer=optimizer, **options)
+
+    @property
+    def lora(self) -> "LoraSpec | None":
+        """The adapters to train; None to train all weights."""
+        if not self.lora_rank:
+            return None
+        from rlhf_models.lora import LoraSpec  # imports torch
+
+        targets = self.target_modules if self.target_modules == "all-linear" else tuple(self.target_modules.split(","))
+        dropout = getattr(self, "lora_dropout", 0.0)
+        return LoraSpec(rank=self.lora_rank, alpha=self.lora_alpha, dropout=dropout, target_modules=targets)
 
 
 class PpoModelSection(ModelSection):
@@ -46,29 +69,14 @@ class PpoModelSection(ModelSection):
 
 
 class OfflineModelSection(ModelSection):
-    """Adds adapters and compilation."""
+    """Adds compilation, and dropout of adapters."""
 
     torch_compile: TorchCompile = flag(
         "auto",
         "compile the layers, and with --bf16 at ZeRO stage 0 or 1 replay packed batches as CUDA graphs; auto: on a GPU,"
         " below ZeRO stage 3",
     )
-    lora_rank: int = flag(0, "rank of the LoRA adapters; 0: train all weights instead", ge=0)
-    lora_alpha: float = flag(16.0, "the output of adapters is scaled by this / --lora_rank", gt=0)
     lora_dropout: float = flag(0.0, "dropout probability of an adapter's input", ge=0, lt=1)
-    target_modules: str = flag(
-        "all-linear", "layers that get an adapter: `all-linear`, or comma-separated names such as q_proj,v_proj"
-    )
-
-    def lora(self) -> "LoraSpec | None":
-        """Return the adapters to train; None to train all weights."""
-        if not self.lora_rank:
-            return None
-        from rlhf_models.lora import LoraSpec  # imports torch
-
-        targets = self.target_modules if self.target_modules == "all-linear" else tuple(self.target_modules.split(","))
-        rates = {"alpha": self.lora_alpha, "dropout": self.lora_dropout}
-        return LoraSpec(rank=self.lora_rank, target_modules=targets, **rates)
 
 
 class ComparedModelSection(OfflineModelSection):

@@ -50,7 +50,7 @@ class OfflineConfig(Config):
         from rlhf_data.sources import parse_probs  # imported here, so that --help does not wait for numpy
 
         parse_probs("dataset_probs", data.dataset_probs)
-        notices = training.check(given)
+        notices = model.check(given) + training.check(given)
         budget = training.micro_batch_tokens
         if budget is not None and not model.packing_samples:
             message = "--micro_batch_tokens limits packed sequences, and --packing_samples is off"
@@ -63,7 +63,6 @@ class OfflineConfig(Config):
         has_template = getattr(data, "apply_chat_template", True)
         return notices + without_effect(
             given,
-            (not model.lora_rank, ["lora_alpha", "lora_dropout", "target_modules"], "--lora_rank is 0"),
             (budget is not None, ["micro_train_batch_size"], "--micro_batch_tokens takes its place"),
             (held_out is None, ["eval_steps", "eval_split"], "there is no --eval_dataset"),
             (not has_template, ["tokenizer_chat_template"], "--apply_chat_template is off"),

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 _FILTER_OPTIONS = ("dynamic_filtering_reward_range", "dynamic_filtering_max_batches")
 _EVALUATION_OPTIONS = ("eval_steps", "eval_temperature", "eval_n_samples_per_prompt", "source_key")
+_REFERENCE_PLACES = ("ref_num_nodes", "ref_num_gpus_per_node", "colocate_actor_ref")
 _BETTER_WHEN_LOW = ("truncated", "response_tokens", "failed")
 
 
@@ -62,11 +63,12 @@ class PpoConfig(Config):
         return BatchSizes(num_samples_per_prompt=num_samples, **matching(BatchSizes, self.rollout, self.training))
 
     def check(self, given: Collection[str]) -> list[str]:
-        """See `Config`. Notices come in the order of a run: rewards, objective, training, evaluation, placement."""
+        """See `Config`. Notices come in a run's order: model, rewards, objective, training, evaluation, placement."""
         given = with_places(self, given)
         num_samples = self.rollout.n_samples_per_prompt
         max_tokens = self.rollout.generate_max_len
-        notices = self.reward.check_training(self.agent.beside(given), max_tokens, num_samples)
+        notices = self.model.check(given)
+        notices += self.reward.check_training(self.agent.beside(given), max_tokens, num_samples)
         notices += self.agent.check(given, "reward_by_turn", "turn_gamma", "group_by")
         notices += self.algorithm.check(given, self.objective, self.batch.num_updates)
         notices += self.training.check(given)
@@ -229,6 +231,7 @@ def _check_placement(config: PpoConfig, given: Collection[str]) -> list[str]:
     algorithm = config.algorithm
     placement = config.placement
     all_share = placement.colocate_all_models
+    shares_base = config.model.lora_rank > 0 and config.algorithm.spec().uses_reference
     for name, section in (("vllm_enable_sleep", config.engine), ("deepspeed_enable_sleep", placement)):
         if getattr(section, name) and not all_share:
             message = f"--{name} is for models and engines that share GPUs, and --colocate_all_models is off"
@@ -242,4 +245,5 @@ def _check_placement(config: PpoConfig, given: Collection[str]) -> list[str]:
         given,
         (all_share, ["colocate_actor_ref", "colocate_critic_reward"], "--colocate_all_models includes it"),
         (not algorithm.row.uses_critic, ["colocate_critic_reward"], f"{algorithm.title} has no critic"),
+        (shares_base, _REFERENCE_PLACES, "with --lora_rank the reference is the policy without its adapters"),
     )

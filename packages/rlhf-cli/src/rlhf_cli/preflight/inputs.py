@@ -7,6 +7,7 @@ from rlhf_cli.config.ppo import PpoConfig
 from rlhf_cli.paths import check_output_folder, model_path, user_path
 from rlhf_cli.preflight.data import check_best_metric, data_notices, load_all, open_prompts
 from rlhf_cli.preflight.models import (
+    check_adapters,
     check_attention,
     check_context,
     check_teacher,
@@ -75,13 +76,14 @@ def check_inputs(config: PpoConfig, folder: Path) -> Inputs:
     model_config, tokenizer = load_model_files(model)
     check_attention(config.model, model_config)
     check_context(model_config, *longest_sequence(config))
+    adapter_notices = check_adapters(config.model, model_config)
     process_models = tuple(filter(judges_steps, model_paths(sources)))
     reward_notices = check_reward_models(config, sources, process_models, tokenizer)
     critic, notices = choose_critic(config, model, model_paths(sources), tokenizer)
     teacher = check_teacher(config, tokenizer)
     prompts, held_out = load_all(config, rows, held_out_rows, tokenizer)
     check_best_metric(config, held_out or (), logs_numbers=any(source.kind != "model" for source in sources))
-    notices += reward_notices
+    notices = [*adapter_notices, *notices, *reward_notices]
     notices += data_notices(config, prompts, held_out)
     notices += try_rewards(config, sources, prompts.prompts[:4])
     if agent is not None:
@@ -100,6 +102,7 @@ def _check_replay(config: PpoConfig, folder: Path) -> Inputs:
     model = model_path(config.model.pretrain)
     model_config, tokenizer = load_model_files(model)
     check_attention(config.model, model_config)
+    notices += check_adapters(config.model, model_config)
     critic, more = choose_critic(config, model, [model_path(path) for path in model_paths(sources)], tokenizer)
     teacher = check_teacher(config, tokenizer)
     return Inputs(

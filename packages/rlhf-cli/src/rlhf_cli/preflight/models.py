@@ -34,6 +34,15 @@ def check_attention(section: ModelSection, model_config: Any) -> None:
     choose_attention(model_config, name, packing=section.packing_samples)
 
 
+def check_adapters(section: ModelSection, model_config: Any) -> list[str]:
+    """Return a notice that says how much of the model --lora_rank trains. Raises ConfigError if it cannot."""
+    if section.lora is None:
+        return []
+    from rlhf_models.lora import check_lora
+
+    return [f"--lora_rank {section.lora_rank} trains {check_lora(model_config, section.lora):.2%} of the weights"]
+
+
 def check_context(model_config: Any, num_tokens: int, flags: str) -> None:
     """Raise ConfigError if `num_tokens`, which `flags` ask for, exceed the context of the model."""
     context = getattr(model_config.get_text_config(), "max_position_embeddings", None)

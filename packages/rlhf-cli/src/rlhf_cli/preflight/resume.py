@@ -19,7 +19,7 @@ _NO_TRACE = {
 }
 # Options that decide what the saved state belongs to.
 _FIXED = (
-    *("pretrain", "ref_pretrain", "critic_pretrain", "teacher_model", "lora_rank", "optim"),
+    *("pretrain", "ref_pretrain", "critic_pretrain", "teacher_model", "lora_rank", "target_modules", "optim"),
     *("advantage_estimator", "prompt_data", "dataset", "seed"),
 )
 

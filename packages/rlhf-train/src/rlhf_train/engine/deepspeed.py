@@ -19,6 +19,7 @@ from torch import Tensor
 from rlhf_data.errors import EngineError
 from rlhf_data.safety import is_loopback
 from rlhf_kernels import accumulate_
+from rlhf_models.lora import adapters_by_weight
 from rlhf_models.weights import hf_named_weights
 from rlhf_rollout.host import collection_paused
 from rlhf_train.engine.optimizer import Muon, make_optimizer
@@ -188,6 +189,7 @@ class DeepSpeedEngine:
         except (AssertionError, NotImplementedError, ValueError) as error:
             raise EngineError(f"DeepSpeed: {error}", hint="try another --zero_stage") from error
         self.module = self._engine.module
+        self._trained = [(name, weight) for name, weight in self.module.named_parameters() if weight.requires_grad]
         # Where this rank keeps master weights. Found here, because DeepSpeed forgets it while the states are offloaded.
         everywhere = places(self.module, self._engine.optimizer)
         self._places = [place for place in everywhere if place.size]
@@ -234,13 +236,15 @@ class DeepSpeedEngine:
         return StepStats(norm, learning_rate)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the Hugging Face name and the full tensor of every weight. Collective.
+        """Yield the Hugging Face name and the full tensor of every weight, with its adapter merged. Collective.
 
         ZeRO-3 gathers one weight at a time: a tensor is valid until the next one is requested.
         """
-        for name, parameter in hf_named_weights(self.module):
-            with self._gathered([parameter]):
-                yield name, parameter.detach()
+        adapters = adapters_by_weight(self.module)
+        for name, weight in hf_named_weights(self.module):
+            adapter = adapters.get(weight)
+            with self._gathered([weight, *(adapter or ())[:2]]):
+                yield name, adapter.merged(weight) if adapter else weight.detach()
 
     def state_dict(self, *, wanted: bool = True) -> dict[str, Tensor]:
         """Return all full weights and buffers on the CPU, under the module's own names. Collective.
@@ -277,9 +281,7 @@ class DeepSpeedEngine:
             load_weights(self.module, reader)
             return
         ranges = self.local_ranges()
-        for name, parameter in self.module.named_parameters():
-            if not parameter.requires_grad:
-                continue
+        for name, parameter in self._trained:
             with self._gathered([parameter]):
                 pass  # partitions it; see `local_weights`
             start, size = ranges[name]
@@ -291,11 +293,11 @@ class DeepSpeedEngine:
         return getattr(self._engine.optimizer, "optimizer", self._engine.optimizer)
 
     def local_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the name and tensor of the weights that this rank keeps for the rank set; writing to them changes the
-        model. With ZeRO-3 this is the rank's shard of each weight. Otherwise rank 0 yields all weights, others none."""
+        """Yield the name and tensor of the trained weights that this rank keeps for the rank set; writing to them
+        changes the model. With ZeRO-3 this is the rank's shard of each. Otherwise rank 0 yields all, others none."""
         if self._zero_stage < 3 and torch.distributed.get_rank() > 0:
             return
-        for name, parameter in self.module.named_parameters():
+        for name, parameter in self._trained:
             # ZeRO-3 leaves small weights gathered after an update. Entering and leaving the context partitions them
             # again, which brings the newest values into the shard.
             with self._gathered([parameter]):
@@ -309,7 +311,7 @@ class DeepSpeedEngine:
             return {name: (0, weight.numel()) for name, weight in self.local_weights()}
         rank = torch.distributed.get_rank()
         ranges = {}
-        for name, parameter in self.module.named_parameters():
+        for name, parameter in self._trained:
             size = parameter.ds_tensor.numel()
             start = rank * size
             ranges[name] = start, max(min(size, parameter.ds_numel - start), 0)

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -13,12 +13,9 @@ from rlhf_data.errors import CheckpointError, ConfigError, EngineError, RlhfErro
 from rlhf_models.backbone import replay_full_packs
 from rlhf_models.fast.compiled import compile_layers, compile_unavailable_reason
 from rlhf_models.loading import resolve_dtype
-from rlhf_models.lora import LoraSpec, adapters_off
 from rlhf_models.reference import load_reference
 from rlhf_train.engine.deepspeed import DeepSpeedEngine, init_process_group
-from rlhf_train.engine.protocol import TrainEngine
 from rlhf_train.offline.loop import Objective, OfflineSchedule, evaluate, train_offline
-from rlhf_train.offline.models import load_model, write_model
 from rlhf_train.offline.ranks import RankModel, SharedCheckpoints, of_all_ranks
 from rlhf_train.offline.reward_models import score_moments
 from rlhf_train.offline.sequences import with_reference
@@ -26,6 +23,7 @@ from rlhf_train.run.best_model import BestModel
 from rlhf_train.run.checkpoint import Checkpoint, CheckpointSpec, read_checkpoint
 from rlhf_train.run.checkpointing import Checkpointer
 from rlhf_train.run.interrupts import Interrupted, Interrupts
+from rlhf_train.run.models import load_model, own_base, write_model
 from rlhf_train.run.observer import Observer
 from rlhf_train.run.recorder import Recorder
 from rlhf_train.run.timeline import Timeline
@@ -44,10 +42,9 @@ class OfflineJob:
         objective: the loss; it decides the kind of model and of examples.
         model: settings of the model to train, with an optimizer.
         reference: the reference policy of the loss, or the teacher for distillation. None for the model at the start of
-            the run; with LoRA that is the model without its adapters.
+            the run; with adapters that is the model without its adapters.
         precompute_reference: run the reference once over all examples before the first update, instead of in each
             update.
-        lora: train adapters instead of all weights; None for all weights.
         examples, eval_examples: in the form that the objective takes; the latter may be empty.
         eval_steps: updates between evaluations; None evaluates only at the start and the end.
         best_metric: evaluation metric, without "eval/", that decides which weights are saved in `best_path`. Lower is
@@ -69,7 +66,6 @@ class OfflineJob:
     model: ModelSpec
     reference: ModelSpec | None = None
     precompute_reference: bool = False
-    lora: LoraSpec | None = None
     examples: Sequence[Any]
     eval_examples: Sequence[Any] = field(default=())
     eval_steps: int | None = None
@@ -175,7 +171,7 @@ class _Run:
         init_process_group(rank=job.rank, world_size=job.num_ranks, master=job.master, device=job.device)
         spec = job.model
         kind = job.objective.model_kind
-        model = load_model(kind, spec, job.lora)
+        model = load_model(kind, spec)
         is_compiled = _compile(model.model, spec, job.device)
         # Stage 2 shards gradients over ranks. One rank has nothing to shard, and stage 1 does less work on the host.
         zero_stage = 1 if spec.zero_stage == 2 and job.num_ranks == 1 else spec.zero_stage
@@ -330,7 +326,7 @@ class _Run:
             moments = score_moments(self._eval_metrics or self._measure(self.items))
         state = self.engine.state_dict(wanted=job.rank == 0)
         if job.rank == 0:
-            write_model(self.engine.module, state, job.model, job.lora, folder, moments)
+            write_model(self.engine.module, state, job.model, folder, moments)
             job.objective.finish(folder)
 
     def _measure(self, items: Sequence[Any]) -> dict[str, float]:
@@ -342,12 +338,12 @@ class _Run:
         if not (job.objective.needs_reference or job.objective.needs_teacher):
             return
         forward: Callable[..., Any]
-        if job.reference is not None or (job.lora is None and not job.precompute_reference):
+        if job.reference is not None or (job.model.lora is None and not job.precompute_reference):
             spec = job.reference or job.model
             forward = load_reference(spec.path, **spec.load_options | {"packing": job.model.packing})
             forward.to(self.engine.device)
         else:
-            forward = _own_base(self.engine, has_adapters=job.lora is not None)
+            forward = own_base(self.engine, has_adapters=job.model.lora is not None)
         objective = replace(self.objective, reference=forward)
         if not job.precompute_reference:
             self.objective = objective
@@ -355,25 +351,6 @@ class _Run:
         self.items = with_reference(self.engine, objective, self.items, job.schedule)
         if self._eval_items:
             self._eval_items = with_reference(self.engine, objective, self._eval_items, job.schedule)
-
-
-def _own_base(engine: TrainEngine, *, has_adapters: bool) -> Callable[..., Any]:
-    """Return a forward pass in eval mode that serves as the reference: the model without its adapters.
-
-    Without adapters it runs the model itself, which equals the reference only before the first update.
-    """
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        module = engine.module
-        was_training = module.training
-        module.eval()
-        try:
-            with adapters_off(module) if has_adapters else nullcontext():
-                return engine.forward(*args, **kwargs)
-        finally:
-            module.train(was_training)
-
-    return forward
 
 
 def _compile(model: Any, spec: ModelSpec, device: str) -> bool:

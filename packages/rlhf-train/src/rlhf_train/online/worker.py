@@ -1,7 +1,7 @@
 """One data-parallel rank: the models it hosts, its shard of the step's rollouts, and the computations on them."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -15,9 +15,8 @@ from rlhf_data.errors import EngineError
 from rlhf_data.records import Rollout
 from rlhf_kernels import PolicyObjective
 from rlhf_models.batch import TokenBatch, to_device
-from rlhf_models.loading import load_actor, load_critic, load_tokenizer, resolve_dtype
+from rlhf_models.loading import resolve_dtype
 from rlhf_models.reference import load_reference
-from rlhf_models.weights import save_hf
 from rlhf_train.advantages import generalized_advantages, moments, turn_starts, whiten
 from rlhf_train.algorithms import AlgorithmSpec
 from rlhf_train.batching import Denominators, MiniBatch, RankPlan
@@ -43,6 +42,7 @@ from rlhf_train.online.terms import (
 )
 from rlhf_train.run.ema import WeightAverage
 from rlhf_train.run.metrics import METRIC_PREFIXES, Max, Mean, Metric, Sum, merge_metrics, on_host
+from rlhf_train.run.models import load_model, own_base, write_model
 from rlhf_train.run.rank_state import StateWriter
 from rlhf_train.specs import ModelSpec
 
@@ -90,7 +90,7 @@ class TrainWorker:
         self._temperature = temperature
         self._specs = dict(models)
         self._device = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
-        self._frozen: dict[str, torch.nn.Module] = {}
+        self._frozen: dict[str, Callable] = {}
         self.engines: dict[str, DeepSpeedEngine] = {}
         for role, spec in models.items():
             self._load(role, spec, device)
@@ -103,12 +103,13 @@ class TrainWorker:
         self._step_versions: Sequence[int] = (0,)
 
     def _load(self, role: str, spec: ModelSpec, device: str) -> None:
+        if role == "reference" and spec.is_base_of(self._specs.get("actor")):
+            self._frozen[role] = own_base(self.engines["actor"])
+            return
         if spec.optimizer is None:
             self._frozen[role] = load_reference(spec.path, **spec.load_options).to(self._device)
             return
-        load = {"actor": load_actor, "critic": load_critic}[role]
-        options = {"gradient_checkpointing": spec.gradient_checkpointing, **spec.load_options}
-        model = without_dropout(load(spec.path, **options))
+        model = without_dropout(load_model(role, spec))
         self.engines[role] = DeepSpeedEngine(
             model, spec.optimizer, zero_stage=spec.zero_stage, dtype=resolve_dtype(spec.dtype), device=device
         )
@@ -371,7 +372,7 @@ class TrainWorker:
         """Write the model of `role` as a Hugging Face folder. Collective; rank 0 writes."""
         state = self.engines[role].state_dict(wanted=self.rank == 0)
         if self.rank == 0:
-            save_hf(self.engines[role].module, state, load_tokenizer(self._specs[role].path), path)
+            write_model(self.engines[role].module, state, self._specs[role], Path(path))
 
     def save_average(self, path: str) -> None:
         """Write the moving average of the actor's weights as a Hugging Face folder. Collective; rank 0 writes."""

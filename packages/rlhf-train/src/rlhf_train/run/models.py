@@ -1,0 +1,88 @@
+"""The models of a run: loading one to train, its base as the reference, and writing it as a Hugging Face folder."""
+
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlhf_models.loading import load_actor, load_critic, load_tokenizer
+from rlhf_models.lora import adapters_off, add_lora, merge_adapter, save_adapter
+from rlhf_models.reward import RewardModel, store_moments
+from rlhf_models.weights import save_hf
+from rlhf_train.engine.protocol import TrainEngine
+from rlhf_train.specs import ModelSpec
+
+ADAPTER_FOLDER = "adapter"  # within a saved model
+
+
+def load_model(kind: str, spec: ModelSpec) -> torch.nn.Module:
+    """Return the model to train, with new adapters if `spec.lora` is given.
+
+    Args:
+        kind: "actor" for a language model, "reward" for a model that returns a score, "critic" for one with values.
+        spec: its settings.
+    """
+    loaders = {"actor": load_actor, "reward": _load_reward_model, "critic": load_critic}
+    model = loaders[kind](spec.path, gradient_checkpointing=spec.gradient_checkpointing, **spec.load_options)
+    if spec.lora is not None:
+        add_lora(model, spec.lora)
+    return model
+
+
+def _load_reward_model(path: str, **options: Any) -> RewardModel:
+    """Return a reward model with the value head of the folder, or a zero head if it has none."""
+    critic = load_critic(path, **options)
+    model = RewardModel(critic.model)
+    model.value_head = critic.value_head
+    return model
+
+
+def own_base(engine: TrainEngine, *, has_adapters: bool = True) -> Callable[..., Any]:
+    """Return a forward pass in eval mode that serves as the reference: the trained model without its adapters.
+
+    Without adapters it runs the model itself, which equals the reference only before the first update.
+    """
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        module = engine.module
+        was_training = module.training
+        module.eval()
+        try:
+            with adapters_off(module) if has_adapters else nullcontext():
+                return engine.forward(*args, **kwargs)
+        finally:
+            module.train(was_training)
+
+    return forward
+
+
+def write_model(
+    model: torch.nn.Module,
+    state: Mapping[str, Tensor],
+    spec: ModelSpec,
+    folder: Path,
+    moments: tuple[float, float] | None = None,
+) -> None:
+    """Write a folder in the Hugging Face layout. An adapter is merged into the model, and also saved beside it.
+
+    Args:
+        model: from `load_model`.
+        state: all its weights by name.
+        spec: with which it was loaded.
+        folder: an existing one is replaced.
+        moments: mean and standard deviation of a reward model's scores; None to store none.
+    """
+    if spec.lora is None:
+        save_hf(model, state, load_tokenizer(spec.path), folder)
+    else:
+        # New modules draw their first weights, which must not change what the training draws, such as dropout.
+        with TemporaryDirectory() as scratch, torch.random.fork_rng(devices=[]):
+            adapter = save_adapter(model, state, scratch)
+            merge_adapter(spec.path, adapter, folder, dtype=spec.dtype)
+        save_adapter(model, state, folder / ADAPTER_FOLDER)
+    if moments is not None:
+        store_moments(folder, *moments)
