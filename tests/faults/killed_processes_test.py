@@ -18,9 +18,11 @@ import psutil
 import pytest
 import ray
 from ray.cluster_utils import Cluster
+from ray.util import placement_group_table
 
 from rlhf_models.testing import tiny_model_dir
 from rlhf_train.online.job import AsyncSpec, CheckpointSpec
+from rlhf_train.online.placement import Place, PlacementPlan, ProcessPlan
 from rlhf_train.online.run import run_online
 from rlhf_train.run.observer import Observer
 from trainer_testing import NUM_CLUSTER_CPUS, tiny_job
@@ -80,12 +82,23 @@ def cluster(monkeypatch):
 
 @pytest.mark.parametrize("asynchronous", [None, AsyncSpec(max_staleness=1)], ids=["in turn", "at once"])
 def test_run_survives_killed_engines_and_the_loss_of_its_node(cluster, tmp_path, asynchronous):
-    """The asynchronous run is shorter, and keeps its node."""
+    """The asynchronous run is shorter. It keeps its nodes, of which it has two: the engine is not where rank 0 is."""
     num_steps = 5 if asynchronous is None else 3
     model_path = str(tiny_model_dir(tmp_path / "model"))
     job = tiny_job(model_path, tmp_path, num_steps=num_steps, checkpoints=CheckpointSpec(folder="", every=1))
     sampling = dataclasses.replace(job.sampling, max_tokens=48)
     job = dataclasses.replace(job, sampling=sampling, asynchronous=asynchronous)
+
+    if asynchronous is not None:
+        cluster.add_node(num_cpus=NUM_CLUSTER_CPUS)
+        trainers = (ProcessPlan("train", tuple(job.models), (Place(0), Place(1))),)
+        plan = PlacementPlan("cpu", (0, 0), trainers, ProcessPlan("engines", (), (Place(1),)), colocated=True)
+        engine = dataclasses.replace(job.engine, weight_transfer=plan.weight_transfer)
+        job = dataclasses.replace(job, plan=plan, engine=engine)
+    nodes = set()
+
+    def look():
+        nodes.update(*(group["bundles_to_node_id"].values() for group in placement_group_table().values()))
 
     def lose_node():
         cluster.add_node(num_cpus=NUM_CLUSTER_CPUS)
@@ -93,11 +106,13 @@ def test_run_survives_killed_engines_and_the_loss_of_its_node(cluster, tmp_path,
 
     # The first sync is that of the start.
     saboteur = Saboteur({("generate", 2): kill_engine_soon, ("sync", num_steps - 1): kill_engine})
+    saboteur.plan["train", 1] = look
     if asynchronous is None:
         saboteur.plan["train", 4] = lose_node
     summary = run_online(job, saboteur)
 
     assert not saboteur.plan  # everything happened
+    assert len(nodes) == len(job.plan.nodes)
     said = "\n".join(saboteur.warnings)
     assert said.count("engine 0 is back") == 2
     if asynchronous is None:

@@ -20,7 +20,15 @@ from rlhf_rollout.engines import EngineSpec
 from rlhf_rollout.host import free_port
 from rlhf_rollout.rewards.sources import CallOptions, RewardSource
 from rlhf_train.online import cluster as cluster_module
-from rlhf_train.online.cluster import placed_bundles, ray_cluster, start_processes, start_scorers, wait
+from rlhf_train.online.cluster import (
+    Reserved,
+    check_files,
+    placed_bundles,
+    ray_cluster,
+    start_processes,
+    start_scorers,
+    wait,
+)
 from rlhf_train.online.job import RewardSpec
 from rlhf_train.online.placement import PlacementRequest, plan_placement
 
@@ -207,7 +215,7 @@ def start(cluster):
 )
 def test_start_that_hangs_is_an_engine_error_with_a_hint(monkeypatch, start, kind, shares_gpus, start_timeout_s, what):
     spec = EngineSpec(model="none", enable_sleep=True, start_timeout_s=start_timeout_s, control_timeout_s=3.0)
-    job = SimpleNamespace(plan=SimpleNamespace(shares_gpus=shares_gpus, engine_waves=[[0]]), engine=spec)
+    job = SimpleNamespace(plan=SimpleNamespace(shares_gpus=shares_gpus, engine_waves=[[0]], nodes=(0,)), engine=spec)
     for name, started in (
         ("start_engines", [SimpleNamespace(handle=start(kind))]),
         ("start_scorers", []),
@@ -220,7 +228,7 @@ def test_start_that_hangs_is_an_engine_error_with_a_hint(monkeypatch, start, kin
 
 def test_trainer_whose_start_hangs_is_an_engine_error(monkeypatch, start):
     spec = EngineSpec(model="none", start_timeout_s=3.0)
-    job = SimpleNamespace(plan=SimpleNamespace(shares_gpus=False, engine_waves=[]), engine=spec)
+    job = SimpleNamespace(plan=SimpleNamespace(shares_gpus=False, engine_waves=[], nodes=(0,)), engine=spec)
     loading = SimpleNamespace(started=[start(Sleeper).ready.remote()])
     for name, started in (("start_engines", []), ("start_scorers", []), ("start_workers", [loading])):
         monkeypatch.setattr(cluster_module, name, lambda *words, started=started: started)
@@ -284,3 +292,22 @@ def test_engines_on_one_gpu_start_one_after_another_and_sleep_before_the_next(mo
     )
     assert len(start_processes(job, None).engines) == 3
     assert log[:6] == ["0 ready", "1 ready", "0 sleep", "1 sleep", "2 ready", "2 sleep"]
+
+
+def test_a_node_without_a_model_of_the_run_is_named(monkeypatch, tmp_path):
+    model = tiny_reward_model_dir(tmp_path / "model")
+    plan = plan_placement(PlacementRequest(ranks={"actor": 2}, num_nodes={"actor": 2}), [0, 0])
+    models = {"actor": SimpleNamespace(path=str(model)), "critic": SimpleNamespace(path="org/name-on-the-hub")}
+    reward = SimpleNamespace(models=())
+    job = SimpleNamespace(
+        plan=plan, models=models, engine=EngineSpec(model=str(model)), reward=reward, save_path=str(tmp_path / "out")
+    )
+    asked = []
+    here = SimpleNamespace(remote=lambda function: SimpleNamespace(options=lambda **words: function))
+    monkeypatch.setattr(cluster_module, "ray", here)
+    monkeypatch.setattr(cluster_module, "wait", lambda references, **words: references)
+    answers = SimpleNamespace(remote=lambda paths: asked.append(paths) or ("10.0.0.2", paths[:1]))
+    monkeypatch.setattr(cluster_module, "_missing", answers)
+    with pytest.raises(EngineError, match=rf"the node 10.0.0.2 lacks {model}, which(.|\n)*hint: .* share"):
+        check_files(job, Reserved(None, []))
+    assert asked == [[str(model), str(tmp_path / "out")]] * 2

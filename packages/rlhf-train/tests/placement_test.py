@@ -26,6 +26,23 @@ def test_on_cpus_all_models_share_one_group_beside_the_engine():
     assert plan_placement(PlacementRequest(ranks=PPO, num_engines=3), []).engine_waves == [[0, 1, 2]]
 
 
+def test_nodes_without_gpus_take_an_equal_part_of_the_processes_each():
+    request = PlacementRequest(ranks={"actor": 4}, num_nodes={"actor": 2}, num_engines=2, reward_ranks=1)
+    plan = plan_placement(request, [0, 0, 0])
+    assert plan.nodes == (0, 0) and not plan.unavailable
+    assert [place.node for place in plan.trainers[0].places] == [0, 0, 1, 1]
+    assert [place.node for place in plan.engines.places] == [0, 1] and plan.scorers.places == (Place(),)
+    assert plan.describe().splitlines() == [
+        "no GPU, everything shares the CPUs of 2 nodes",
+        "  train    4 x actor, node 0, 0, 1, 1",
+        "  engines  2 x vLLM, node 0, 1",
+        "  reward   1 x reward, node 0",
+    ]
+    alone = plan_placement(request, [0])
+    assert alone.nodes == (0,) and alone.trainers[0].num_ranks == 4
+    assert (plan.weight_transfer, alone.weight_transfer) == ("tcp", "shared_memory")
+
+
 def test_apart_gives_every_model_its_own_gpus():
     request = PlacementRequest(ranks={"actor": 2, "critic": 1, "reference": 1}, num_engines=2, tensor_parallel_size=2)
     plan = plan_placement(request, [8])

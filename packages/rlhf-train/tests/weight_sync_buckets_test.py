@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import os
 import pkgutil
+import socket
 import zlib
 from collections.abc import Iterator
 from importlib import import_module
@@ -21,9 +22,11 @@ from rlhf_rollout.weight_sync import MEDIA
 from rlhf_rollout.weight_sync.bucket import WeightBucket
 from rlhf_rollout.weight_sync.reader import BucketReader
 from rlhf_rollout.weight_sync.shared_memory import map_segment
+from rlhf_rollout.weight_sync.tcp import open_memory
 from rlhf_train.weight_sync import shared_memory
 from rlhf_train.weight_sync.shared_memory import SharedMemoryBuffer
 from rlhf_train.weight_sync.source import WeightSource
+from rlhf_train.weight_sync.tcp import TcpBuffer
 
 WEIGHTS = {
     "embed": torch.arange(96, dtype=torch.float32).view(32, 3),  # 384 bytes
@@ -298,6 +301,45 @@ def test_reader_opens_a_buffer_that_has_the_path_of_an_earlier_one() -> None:
     paths = [bucket.handle[0] for bucket in engine.buckets]
     assert len(paths) == 3 and paths[1] == paths[2]
     assert all(torch.equal(read[name], tensor) for name, tensor in WEIGHTS.items())
+
+
+def test_engines_read_every_filling_of_a_buffer_on_another_node() -> None:
+    class Reading(Recorder):
+        def __init__(self) -> None:
+            super().__init__()
+            self.read: dict[str, torch.Tensor] = {}
+            self.reader = BucketReader("tcp", torch.device("cpu"))
+
+        async def receive_weights(self, bucket: WeightBucket) -> None:
+            self.buckets.append(bucket)
+            self.read |= self.reader.read(bucket)
+
+    engines = [Reading(), Reading()]
+    assert (
+        WeightSource("tcp", bucket_bytes=1024, checksum=True).send(iter(WEIGHTS.items()), engines, 1).num_buckets == 2
+    )
+    for engine in engines:
+        assert [bucket.handle[-1] for bucket in engine.buckets] == [512 + 14, 512]
+        assert all(torch.equal(engine.read[name], tensor) for name, tensor in WEIGHTS.items())
+
+
+def test_a_buffer_answers_only_those_who_know_its_token() -> None:
+    buffer = TcpBuffer(4096, num_engines=1)
+    buffer.reserve(3)
+    buffer.data[:3] = torch.tensor([1, 2, 3])
+    buffer.publish()
+    host, port, token, *rest = buffer.handles[0]
+    assert open_memory(buffer.handles[0], torch.device("cpu")).tolist() == [1, 2, 3]
+    for wrong in (bytes(len(token)), token[:5]):
+        with socket.create_connection((host, port), timeout=30) as connection:
+            connection.sendall(wrong)
+            connection.shutdown(socket.SHUT_WR)
+            assert connection.recv(10) == b""
+    with pytest.raises(WeightSyncError, match="the sender ended the connection"):
+        open_memory((host, port, bytes(len(token)), *rest), torch.device("cpu"))
+    buffer.close()
+    with pytest.raises(WeightSyncError, match=rf"cannot read weights from {host}:{port}(.|\n)*hint: the nodes"):
+        open_memory(buffer.handles[0], torch.device("cpu"))
 
 
 def test_shared_memory_buffer_has_no_name_that_a_killed_process_could_leave_behind() -> None:

@@ -264,7 +264,7 @@ def _make_engine(config: PpoConfig, model: str, plan: PlacementPlan) -> EngineSp
         dtype=config.model.dtype,
         enable_sleep=engine.vllm_enable_sleep and plan.shares_gpus,
         seed=config.training.seed,
-        weight_transfer="ipc" if plan.shares_gpus else "shared_memory",
+        weight_transfer=plan.weight_transfer,
         keep_kv=config.asynchrony.keep_kv,
     )
 

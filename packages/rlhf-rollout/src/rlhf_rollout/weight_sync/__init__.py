@@ -7,5 +7,5 @@ A medium is a name in `Medium` and two modules of that name, one per half. The m
 
 from typing import Literal, get_args
 
-Medium = Literal["shared_memory", "ipc"]
+Medium = Literal["shared_memory", "ipc", "tcp"]
 MEDIA: tuple[Medium, ...] = get_args(Medium)

@@ -21,7 +21,9 @@ def map_segment(handle: tuple[str, int]) -> np.ndarray:
         return np.memmap(path, np.uint8, "r+")
     except OSError as error:
         message = f"the weight segment {path} cannot be opened: {error.strerror}"
-        raise WeightSyncError(message, hint="shared memory reaches only engines on the trainer's own host") from error
+        raise WeightSyncError(
+            message, hint="shared memory reaches only engines on the trainer's own host, and tcp reaches others"
+        ) from error
 
 
 def open_memory(handle: tuple[str, int], device: "torch.device") -> "torch.Tensor":

@@ -15,7 +15,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rlhf_data.errors import ConfigError, EngineError
-from rlhf_rollout.ray_actors import RayEngine, RemoteEngine, RewardModelActor, own_gpus
+from rlhf_rollout.ray_actors import RayEngine, RemoteEngine, RewardModelActor, node_address, own_gpus
 from rlhf_train.online.job import OnlineJob
 from rlhf_train.online.placement import PlacementPlan, ProcessPlan
 from rlhf_train.online.ranks import RankSet
@@ -116,6 +116,7 @@ def start_processes(job: OnlineJob, reserved: Reserved) -> Processes:
     Raises:
         EngineError: processes have not started within the engines' `start_timeout_s`.
     """
+    check_files(job, reserved)
     spec = job.engine
     by_number: dict[int, RayEngine] = {}
     for wave in job.plan.engine_waves:
@@ -136,6 +137,28 @@ def start_processes(job: OnlineJob, reserved: Reserved) -> Processes:
     rest = [*handles, *chain.from_iterable(scorers)]
     _await_ready("the start of the engines and reward models", rest, spec.start_timeout_s)
     return Processes(engines, workers, scorers)
+
+
+def check_files(job: OnlineJob, reserved: Reserved) -> None:
+    """Raise EngineError if another node of the run lacks a model that this machine has, or does not share the folder
+    for results."""
+    if len(job.plan.nodes) == 1:
+        return
+    os.makedirs(job.save_path, exist_ok=True)  # its name is new, so that a node has it only if it shares the disk
+    models = [*(model.path for model in job.models.values()), job.engine.model, *job.reward.models]
+    paths = [path for path in dict.fromkeys([*models, job.save_path]) if os.path.exists(path)]
+    looks = [
+        ray.remote(_missing).options(num_cpus=0, scheduling_strategy=_on(reserved.group, node)).remote(paths)
+        for node in range(len(job.plan.nodes))
+    ]
+    for address, missing in wait(looks, timeout_s=PLACEMENT_TIMEOUT_S, what="a look at the files of the nodes"):
+        if missing:
+            message = f"the node {address} lacks {', '.join(missing)}, which this machine has"
+            raise EngineError(message, hint="a run on several nodes needs a disk that they share, at the same path")
+
+
+def _missing(paths: Sequence[str]) -> tuple[str, list[str]]:
+    return node_address(), [path for path in paths if not os.path.exists(path)]
 
 
 def _await_ready(what: str, handles: Sequence[Any], timeout_s: float) -> None:

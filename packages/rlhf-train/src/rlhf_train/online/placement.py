@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from rlhf_data.errors import ConfigError
+from rlhf_rollout.weight_sync import Medium
 
 ROLES = ("actor", "critic", "reference", "teacher")
 
@@ -95,6 +96,13 @@ class PlacementPlan:
         return self.device == "cuda" and self.colocated and self.engines.num_ranks > 0
 
     @property
+    def weight_transfer(self) -> Medium:
+        """How weights reach the engines."""
+        if self.shares_gpus:
+            return "ipc"
+        return "shared_memory" if len(self.nodes) == 1 else "tcp"
+
+    @property
     def engine_waves(self) -> list[list[int]]:
         """The engines by number, in waves: no two engines of a wave share a GPU.
 
@@ -119,12 +127,14 @@ class PlacementPlan:
         on_gpu = self.device == "cuda"
         head = f"{self.num_gpus} GPU(s)" if on_gpu else "no GPU, everything shares the CPU"
         if len(self.nodes) > 1:
-            head = f"{head} on {len(self.nodes)} nodes"
+            head = f"{head} on {len(self.nodes)} nodes" if on_gpu else f"{head}s of {len(self.nodes)} nodes"
         width = max(len(placed.name) for placed in self.all_processes)
         rows = []
         for placed in self.all_processes:
             holds = " + ".join(placed.roles) or "vLLM"
             where = "; ".join(self._gpus(placed)) if on_gpu else "CPU"
+            if not on_gpu and len(self.nodes) > 1:
+                where = f"node {', '.join(str(place.node) for place in placed.places)}"
             rows.append(f"  {placed.name.ljust(width)}  {placed.num_ranks} x {holds}, {where}")
         return "\n".join([head, *rows, *(f"  note: {note}" for note in self.notes)])
 
@@ -230,7 +240,7 @@ def plan_placement(request: PlacementRequest, nodes: Sequence[int]) -> Placement
         ConfigError: the layout needs more GPUs, more nodes or larger nodes than there are.
     """
     if not sum(nodes):
-        return _on_cpu(request)
+        return _on_cpu(request, len(nodes))
     plan = _on_gpus(request, nodes)
     if plan is not None:
         return plan
@@ -253,17 +263,22 @@ def plan_anywhere(request: PlacementRequest, gpus_per_node: int | None = None) -
     return plan
 
 
-def _on_cpu(request: PlacementRequest) -> PlacementPlan:
-    """Return the plan without GPUs."""
+def _on_cpu(request: PlacementRequest, num_nodes: int) -> PlacementPlan:
+    """Return the plan without GPUs, on the actor's number of nodes if there are so many."""
     actor = request.ranks["actor"]
     scorers = actor if request.reward_ranks == 0 else request.reward_ranks or 0
+    used = min(request.num_nodes.get("actor", 1), max(num_nodes, 1))
+
+    def spread(count: int) -> tuple[Place, ...]:
+        return tuple(Place(number * used // count) for number in range(count))
+
     return PlacementPlan(
         device="cpu",
-        nodes=(0,),
-        trainers=(ProcessPlan("train", request.roles, (Place(),) * actor),),
-        engines=ProcessPlan("engines", (), (Place(),) * request.num_engines),
+        nodes=(0,) * used,
+        trainers=(ProcessPlan("train", request.roles, spread(actor)),),
+        engines=ProcessPlan("engines", (), spread(request.num_engines)),
         colocated=True,
-        scorers=ProcessPlan("reward", ("reward",), (Place(),) * scorers) if scorers else None,
+        scorers=ProcessPlan("reward", ("reward",), spread(scorers)) if scorers else None,
     )
 
 

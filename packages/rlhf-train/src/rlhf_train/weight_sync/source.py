@@ -58,7 +58,8 @@ class WeightSource:
     """Sends the trainer's weights to engines.
 
     Args:
-        medium: "shared_memory" (same host) or "ipc" (same GPU). The engines must be built for the same medium.
+        medium: "shared_memory" (same host), "ipc" (same GPU) or "tcp" (any node). The engines must be built for the
+            same medium.
         bucket_bytes: size of a bucket. A weight larger than this gets a bucket of its own size.
         checksum: whether engines verify a checksum of each bucket, for debugging.
 
