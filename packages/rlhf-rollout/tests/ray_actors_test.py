@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,15 @@ from rlhf_models.testing import tiny_reward_model_dir
 from rlhf_rollout.engines import EngineSpec
 from rlhf_rollout.engines.fake import FakeEngine
 from rlhf_rollout.protocols import RolloutEngine, SamplingParams
-from rlhf_rollout.ray_actors import EngineActor, RayEngine, RayScorer, RemoteEngine, RewardModelActor, plain_errors
+from rlhf_rollout.ray_actors import (
+    EngineActor,
+    RayEngine,
+    RayScorer,
+    RemoteEngine,
+    RewardModelActor,
+    own_gpus,
+    plain_errors,
+)
 from rlhf_rollout.rewards.model import LocalScorer, ModelReward
 from rollout_testing import shared_memory_bucket
 
@@ -292,3 +301,13 @@ def test_ray_scorer_that_does_not_start_tells_why(cluster: None, tmp_path: Path)
     scorer = RayScorer(ray.remote(RewardModelActor).options(num_cpus=0).remote(str(tmp_path / "none")))
     with pytest.raises(ConfigError, match=r"^there is no model folder"):
         run(scorer.score([]))
+
+
+@pytest.mark.parametrize(
+    ("assigned", "expected"),
+    [(["10", "2", "3"], ["2", "3", "10"]), (["GPU-b", "GPU-a"], ["GPU-a", "GPU-b"]), ([], [])],
+)
+def test_gpus_that_ray_assigned_in_no_order_have_one(monkeypatch, assigned, expected):
+    context = SimpleNamespace(get_accelerator_ids=lambda: {"GPU": assigned})
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
+    assert own_gpus() == expected
