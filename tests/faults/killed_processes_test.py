@@ -22,7 +22,7 @@ from ray.util import placement_group_table
 
 from rlhf_models.testing import tiny_model_dir
 from rlhf_train.online.job import AsyncSpec, CheckpointSpec
-from rlhf_train.online.placement import Place, PlacementPlan, ProcessPlan
+from rlhf_train.online.places import Place, PlacementPlan, ProcessPlan
 from rlhf_train.online.run import run_online
 from rlhf_train.run.observer import Observer
 from trainer_testing import NUM_CLUSTER_CPUS, tiny_job

@@ -15,7 +15,7 @@ from rlhf_models.testing import tiny_model_dir
 from rlhf_rollout.rewards.sources import RewardSource
 from rlhf_train.algorithms import make_algorithm
 from rlhf_train.online.job import RewardSpec
-from rlhf_train.online.placement import Place, PlacementPlan, ProcessPlan
+from rlhf_train.online.places import Place, PlacementPlan, ProcessPlan
 from rlhf_train.online.run import run_online
 from rlhf_train.run.observer import Observer
 from trainer_testing import running_engine, tiny_job

@@ -14,7 +14,7 @@ from rlhf_train.algorithms import CorrectionSpec, make_algorithm
 from rlhf_train.experience import Experience
 from rlhf_train.online.job import AsyncSpec
 from rlhf_train.online.learner import Learner
-from rlhf_train.online.placement import Place, PlacementPlan, ProcessPlan
+from rlhf_train.online.places import Place, PlacementPlan, ProcessPlan
 from rlhf_train.online.ranks import RankSet
 from rlhf_train.run.metrics import Sum
 from trainer_testing import random_rollouts, tiny_job

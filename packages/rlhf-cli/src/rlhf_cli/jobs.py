@@ -17,7 +17,8 @@ from rlhf_rollout.agents import AgentSpec
 from rlhf_rollout.commands.sections import SHARE_ALONE
 from rlhf_rollout.engines import EngineSpec
 from rlhf_train.online.job import DynamicSampling, OnlineJob, RewardSpec, unavailable_features
-from rlhf_train.online.placement import PlacementPlan, PlacementRequest, plan_placement
+from rlhf_train.online.placement import PlacementRequest, plan_placement
+from rlhf_train.online.places import PlacementPlan
 from rlhf_train.online.recorded import Recording
 from rlhf_train.specs import ModelSpec
 

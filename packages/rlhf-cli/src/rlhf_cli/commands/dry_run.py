@@ -16,7 +16,8 @@ from rlhf_cli.preflight.models import check_adapters, check_attention, check_con
 from rlhf_data.checks import once
 from rlhf_data.command_line import Parsed, to_toml
 from rlhf_data.errors import ConfigError
-from rlhf_train.online.placement import PlacementPlan, plan_anywhere
+from rlhf_train.online.placement import plan_anywhere
+from rlhf_train.online.places import PlacementPlan
 
 _GPUS_OF_A_NODE = 8  # assumed where the machine is not known; more if a model asks for more GPUs per node
 

@@ -17,7 +17,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from rlhf_data.errors import ConfigError, EngineError
 from rlhf_rollout.ray_actors import RayEngine, RemoteEngine, RewardModelActor, node_address, own_gpus
 from rlhf_train.online.job import OnlineJob
-from rlhf_train.online.placement import PlacementPlan, ProcessPlan
+from rlhf_train.online.places import PlacementPlan, ProcessPlan
 from rlhf_train.online.ranks import RankSet
 from rlhf_train.online.ray_actors import RankActor
 from rlhf_train.online.ray_session import check_resources, join, started_cluster, wait

@@ -13,7 +13,7 @@ from rlhf_rollout.protocols import PauseMode, SamplingParams, check_pause_mode
 from rlhf_rollout.rewards.model import MODEL_TIMEOUT_S
 from rlhf_rollout.rewards.sources import DEFAULT_CALLS, CallOptions, RewardSource, model_paths
 from rlhf_train.algorithms import AlgorithmSpec
-from rlhf_train.online.placement import PlacementPlan
+from rlhf_train.online.places import PlacementPlan
 from rlhf_train.run.checkpoint import CheckpointSpec
 from rlhf_train.run.trackers.spec import TrackerSpec
 from rlhf_train.specs import ModelSpec
