@@ -51,7 +51,7 @@ def checkpoints_of(run):
 
 def trained_twice(run):
     """Return the ids of rollouts that the ranks got more than once."""
-    ids = Counter((rollout.group_id, rollout.rollout_id) for batch in run.world.rollouts for rollout in batch)
+    ids = Counter(rollout.rollout_id for batch in run.world.rollouts for rollout in batch)
     return [name for name, count in ids.items() if count > 1]
 
 

@@ -1,14 +1,19 @@
-"""The main job on one GPU: bfloat16, one engine and one trainer on the same device, taking turns on its memory."""
+"""The main job on one GPU: bfloat16, one engine and one trainer on the same device."""
 
 import json
 import subprocess
 import sys
 
-FLAGS = ["--bf16", "--colocate_all_models", "--vllm_enable_sleep", "--deepspeed_enable_sleep"]
+import pytest
+
+FLAGS = ["--bf16", "--colocate_all_models"]
+IN_TURN = ["--vllm_enable_sleep", "--deepspeed_enable_sleep"]
+WITH_GRAPHS = ["--packing_samples", "--micro_batch_tokens", "1024"]
 
 
-def test_main_job_on_one_gpu_learns_and_syncs_by_cuda_ipc(tmp_path):
-    command = [sys.executable, "-m", "rlhf_cli.commands.ppo", *FLAGS, "--seed", "1", "--train_steps", "14"]
+@pytest.mark.parametrize("mode", [IN_TURN, WITH_GRAPHS], ids=["in turn", "with graphs"])
+def test_main_job_on_one_gpu_learns_and_syncs_by_cuda_ipc(tmp_path, mode):
+    command = [sys.executable, "-m", "rlhf_cli.commands.ppo", *FLAGS, *mode, "--seed", "1", "--train_steps", "14"]
     done = subprocess.run([*command, "--save_path", tmp_path / "out"], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     lines = [json.loads(line) for line in (tmp_path / "out/metrics.jsonl").read_text(encoding="utf-8").splitlines()]

@@ -18,6 +18,7 @@ from rlhf_train.algorithms import AlgorithmSpec, make_algorithm
 from rlhf_train.algorithms import CorrectionSpec as Correction
 from rlhf_train.baselines import relative_rewards
 from rlhf_train.batching import Denominators, plan_batches
+from rlhf_train.columns import RolloutColumns
 from rlhf_train.specs import ModelSpec, OptimizerSpec
 from trainer_testing import random_rollouts, run_ranks
 
@@ -172,7 +173,9 @@ class Trainer:
             num_ranks=self.num_ranks, num_mini_batches=1, micro_train_batch_size=self.layout.micro_batch_size,
             micro_rollout_batch_size=self.layout.micro_batch_size, max_response_tokens=MAX_TOKENS, seed=seed,
         )[self.rank]  # fmt: skip
-        worker.load_rollouts([rollouts[row] for row in plan.rows], [float(rewards[row]) for row in plan.rows], plan)
+        worker.load_rollouts(
+            RolloutColumns.of([rollouts[row] for row in plan.rows], [float(rewards[row]) for row in plan.rows]), plan
+        )
         metrics = [worker.run_model(role) for role in self.frozen]
         metrics.append(worker.assign_advantages(spec.kl_coef))
         options = {"max_epochs": self.case.max_epochs, "seed": seed, "kl_coef": spec.kl_coef}

@@ -14,6 +14,7 @@ from rlhf_models.testing import tiny_model_dir
 from rlhf_rollout.host import free_port, local_gpus
 from rlhf_train.algorithms import AlgorithmSpec, make_algorithm
 from rlhf_train.batching import plan_batches
+from rlhf_train.columns import RolloutColumns
 from rlhf_train.specs import ModelSpec, OptimizerSpec
 from trainer_testing import random_rollouts, run_ranks
 
@@ -123,7 +124,9 @@ def one_step(rank: int, num_ranks: int, master: Any, path: str, case: Case) -> d
         max_response_tokens=24,
         seed=3,
     )[rank]
-    worker.load_rollouts([rollouts[row] for row in plan.rows], [rewards[row] for row in plan.rows], plan)
+    worker.load_rollouts(
+        RolloutColumns.of([rollouts[row] for row in plan.rows], [rewards[row] for row in plan.rows]), plan
+    )
     metrics = [worker.run_model(role) for role in ("actor", "reference", "critic")]
     experience = worker._experience
     before = {name: column.clone() for name, column in experience.columns.items()}
@@ -218,7 +221,7 @@ def ratio_of_first_update(path: str, case: Case) -> float:
         lengths, lengths, num_ranks=1, num_mini_batches=1, micro_train_batch_size=8, micro_rollout_batch_size=8,
         max_response_tokens=24, seed=0,
     )[0]  # fmt: skip
-    worker.load_rollouts([rollouts[row] for row in plan.rows], [0.0] * 8, plan)
+    worker.load_rollouts(RolloutColumns.of([rollouts[row] for row in plan.rows], [0.0] * 8), plan)
     for role in ("actor", "critic", "reference"):
         worker.run_model(role)
     worker.assign_advantages(kl_coef=0.05)

@@ -18,6 +18,7 @@ from rlhf_train import algorithms as tables
 from rlhf_train.algorithms import AlgorithmSpec, CorrectionSpec, make_algorithm
 from rlhf_train.baselines import relative_rewards
 from rlhf_train.batching import RankPlan, plan_batches
+from rlhf_train.columns import RolloutColumns
 from rlhf_train.specs import ModelSpec, OptimizerSpec
 from tiny_qwen2 import TinyQwen2
 from trainer_testing import random_rollouts, run_ranks
@@ -89,7 +90,7 @@ def run_worker(
         )
         plan = plans_of(rollouts, num_ranks)[rank]
         shard = [rollouts[row] for row in plan.rows]
-        worker.load_rollouts(shard, [float(rewards[row]) for row in plan.rows], plan, STEP_VERSIONS)
+        worker.load_rollouts(RolloutColumns.of(shard, [float(rewards[row]) for row in plan.rows]), plan, STEP_VERSIONS)
         metrics = [worker.run_model(role) for role in roles if role != "actor" or spec.runs_actor]
         metrics.append(worker.assign_advantages(recipe.kl_coef))
         metrics += [

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,6 +18,21 @@ from rlhf_train.run.metrics import Mean, Sum
 from rlhf_train.run.observer import Observer
 from rlhf_train.run.rank_state import file_name
 from rlhf_train.run.recorder import Recorder
+
+
+class Dealt(NamedTuple):
+    """A rollout as the ranks get it."""
+
+    rollout_id: str
+    reward: float
+    token_ids: np.ndarray
+    rollout_logprobs: np.ndarray
+    policy_versions: np.ndarray
+    token_rewards: np.ndarray
+
+    @property
+    def policy_version(self):
+        return min(self.policy_versions[self.policy_versions >= 0].tolist(), default=0)
 
 
 class World:
@@ -80,10 +96,12 @@ class World:
             return [getattr(self, f"on_{name}", lambda *_, **__: {})(*arguments, **options)]
         return []
 
-    def on_load_rollouts(self, rollouts, rewards, plan, step_versions, earned):
-        assert len(rollouts) == len(rewards) == len(plan.rows)
-        self.rollouts.append(rollouts)
-        self.rewards = rewards
+    def on_load_rollouts(self, columns, plan, step_versions):
+        assert len(columns.rollout_ids) == len(plan.rows)
+        flat = (columns.token_ids, columns.rollout_logprobs, columns.policy_versions, columns.token_rewards)
+        parts = [np.split(part, columns.lengths.cumsum())[:-1] for part in flat]
+        self.rollouts.append(list(map(Dealt, columns.rollout_ids, columns.rewards, *parts)))
+        self.rewards = columns.rewards.tolist()
 
     def on_assign_advantages(self, kl_coef):
         self.kl_coefs.append(kl_coef)

@@ -35,6 +35,7 @@ REACHES = [
     ("lora_rank", "2", "--ref_num_gpus_per_node 3", "plan.trainers.0.roles", ("actor", "reference")),
     ("lora_alpha", "4", "--lora_rank 2", "models.actor.lora.alpha", 4.0),
     ("target_modules", "q_proj,v_proj", "--lora_rank 2", "models.actor.lora.target_modules", ("q_proj", "v_proj")),
+    ("torch_compile", "off", "", "models.critic.torch_compile", "off"),
     ("prompt_max_len", "50", "", "engine.max_model_len", 82),  # 50 + 32
     ("reward_timeout_s", "3", "", "reward.calls.timeout_s", 3.0),
     ("reward_num_workers", "3", "", "reward.calls.num_workers", 3),
@@ -137,6 +138,7 @@ REACHES = [
     ("micro_train_batch_size", "4", "", "batch.micro_train_batch_size", 4),
     ("optim", "muon", "", "models.critic.optimizer.muon_momentum", 0.95),
     ("muon_momentum", "0.8", "--optim muon", "models.actor.optimizer.muon_momentum", 0.8),
+    ("micro_batch_tokens", "900", "--packing_samples", "batch.micro_batch_tokens", 900),
     ("adam_betas", "0.8 0.9", "", "models.actor.optimizer.betas", (0.8, 0.9)),
     ("l2", "0.1", "", "models.actor.optimizer.weight_decay", 0.1),
     ("max_norm", "0.5", "", "models.critic.optimizer.max_norm", 0.5),

@@ -135,8 +135,8 @@ def test_rewards_of_steps_and_the_rest_are_each_compared_within_the_group(job, e
     ranks = Ranks([], "actor")
     learner = Learner(dataclasses.replace(job, models=models, plan=plan, algorithm=algorithm), [ranks])
     learner.deal([judged("a", ((1, 0.9), (4, 0.5)), 1.0), judged("b", ((2, 0.1),), 0.0)], 1)
-    [(_, rollouts, rewards, _, _, earned)] = ranks.shards
-    experience = Experience.from_rollouts(rollouts, rewards, earned)
+    [(_, columns, _, _)] = ranks.shards
+    experience = Experience.from_columns(columns)
     placed = placed_rewards(experience.rewards, experience.token_rewards, experience.loss_mask)
     zeros = torch.zeros(2, 5)
     advantages, _ = generalized_advantages(placed, zeros, experience.loss_mask, gamma=gamma, lambd=1.0)
@@ -192,8 +192,8 @@ def test_turns_are_compared_with_the_same_turn_however_many_rollouts_an_episode_
     job = dataclasses.replace(job, models={"actor": job.models["actor"]}, plan=plan, algorithm=algorithm)
     ranks = Ranks([], "actor")
     Learner(job, [ranks]).deal(rollouts, 1, [rollout.rollout_id[0] for rollout in rollouts])
-    [(_, shard, rewards, _, _, earned)] = ranks.shards
-    experience = Experience.from_rollouts(shard, rewards, earned)
+    [(_, columns, _, _)] = ranks.shards
+    experience = Experience.from_columns(columns)
     mask = experience.loss_mask
     placed = placed_rewards(experience.rewards, experience.token_rewards, mask)
     starts = turn_starts(experience.policy_versions, mask)
@@ -222,10 +222,10 @@ def test_rewards_normalised_each_by_itself_count_an_episode_once(job):
     job = dataclasses.replace(job, models=models, plan=plan, algorithm=algorithm, reward=reward)
     ranks = Ranks([], "actor")
     Learner(job, [ranks]).deal(rollouts, 1, ["a", "a", "b"])
-    [(_, shard, rewards, _, _, earned)] = ranks.shards
-    found = {rollout.rollout_id: reward for rollout, reward in zip(shard, rewards, strict=True)}
+    [(_, columns, _, _)] = ranks.shards
+    found = dict(zip(columns.rollout_ids, columns.rewards.tolist(), strict=True))
     assert found == pytest.approx({"a.0": -2.0, "a.1": -2.0, "b": 2.0}, abs=1e-5)
-    assert earned == [[], [], []]  # the whole sum is the last token's
+    assert not columns.token_rewards.any()  # the whole sum is the last token's
 
 
 def test_models_in_the_same_processes_exchange_nothing(job):
@@ -262,10 +262,10 @@ def test_every_set_is_dealt_every_rollout_once_with_its_own_number_of_ranks(job)
     for ranks in (actor, critic):
         assert len(ranks.shards) == len(ranks.handles)
         dealt: dict[str, float] = {}
-        for name, mine, rewards, plan, versions, _ in ranks.shards:
+        for name, columns, plan, versions in ranks.shards:
             assert (name, versions, len(plan.mini_batches)) == ("load_rollouts", (0, 2, 6), 2)
-            assert [rollouts[row] for row in plan.rows] == mine
-            dealt |= {rollout.rollout_id: reward for rollout, reward in zip(mine, rewards, strict=True)}
+            assert tuple(rollouts[row].rollout_id for row in plan.rows) == columns.rollout_ids
+            dealt |= zip(columns.rollout_ids, columns.rewards.tolist(), strict=True)
         assert dealt == pytest.approx(earned)
 
 
@@ -276,14 +276,14 @@ def test_versions_of_the_last_steps_are_kept_and_restored(job, mask_stale, num_k
     learner = Learner(job, [ranks])
     for learner.policy_version in range(0, 600, 2):
         learner.deal(random_rollouts(32, vocab_size=64), step=1)
-    assert ranks.shards[-1][4] == tuple(range(600 - 2 * num_kept, 600, 2))
+    assert ranks.shards[-1][3] == tuple(range(600 - 2 * num_kept, 600, 2))
     resumed = Learner(job, [ranks])
     resumed.restore(learner.state())
     assert resumed.state() == learner.state()
     for one in (learner, resumed):
         one.policy_version = 600
         one.deal(random_rollouts(32, vocab_size=64), step=1)
-    assert ranks.shards[-1][4] == ranks.shards[-2][4] == tuple(range(602 - 2 * num_kept, 602, 2))
+    assert ranks.shards[-1][3] == ranks.shards[-2][4] == tuple(range(602 - 2 * num_kept, 602, 2))
 
 
 @pytest.mark.parametrize(("asynchronous", "names"), [(None, {"b"}), (AsyncSpec(max_staleness=1), {"async/a", "b"})])

@@ -27,7 +27,7 @@ def test_dynamic_sampling_refills_until_the_batch_is_full_and_counts_what_it_dre
     run = dynamic_run(max_batches=10)
     assert run.step(1)
     assert len(run.world.rollouts[0]) == 32
-    assert all(rollout.spans[0].token_ids[0] % 2 == 0 for rollout in run.world.rollouts[0])
+    assert all(rollout.token_ids[0] % 2 == 0 for rollout in run.world.rollouts[0])
     assert not run.listener.warnings
     [line] = run.lines()
     drawn = line["samples/generated"] / 4

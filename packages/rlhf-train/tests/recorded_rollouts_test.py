@@ -3,6 +3,7 @@
 import dataclasses
 import json
 
+import numpy as np
 import pytest
 
 from online_fakes import BrokenReward, SpreadReward, by_step, held_out, tiny_batch
@@ -29,14 +30,8 @@ def numbers(run):
 
 
 def trained(run):
-    """What the ranks got: for each step, the tokens, log-probs, versions and verdict of each rollout."""
-    return [
-        [
-            (r.rollout_id, r.token_ids.tolist(), r.rollout_logprobs.tolist(), r.policy_versions.tolist(), r.verdict)
-            for r in batch
-        ]
-        for batch in run.world.rollouts
-    ]
+    """What the ranks got: for each step, the tokens, log-probs, versions and rewards of each rollout."""
+    return [[tuple(np.asarray(part).tolist() for part in r) for r in batch] for batch in run.world.rollouts]
 
 
 def replayed(make_run, run, **changes):

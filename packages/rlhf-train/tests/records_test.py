@@ -16,6 +16,7 @@ from rlhf_kernels.objective import PolicyLossName
 from rlhf_rollout.host import local_gpus
 from rlhf_rollout.protocols import SamplingParams
 from rlhf_train.algorithms import POLICY_LOSSES, AlgorithmSpec, CorrectionSpec, make_algorithm
+from rlhf_train.columns import RolloutColumns
 from rlhf_train.engine.protocol import learning_rate_at
 from rlhf_train.experience import Experience
 from rlhf_train.online.job import BatchSizes, DynamicSampling, RewardSpec
@@ -262,9 +263,14 @@ def test_metrics_max_keeps_what_is_not_a_number_from_either_side():
     assert all(number != number for number in merged)
 
 
+def experience_of(*parts):
+    """The experience of rollouts, rewards and what tokens earned, as the ranks get it."""
+    return Experience.from_columns(pickle.loads(pickle.dumps(RolloutColumns.of(*parts))))
+
+
 def test_experience_aligns_columns_with_tokens():
     rollouts = random_rollouts(6, vocab_size=50)
-    experience = Experience.from_rollouts(rollouts, [1.0] * 6)
+    experience = experience_of(rollouts, [1.0] * 6)
     for row, rollout in enumerate(rollouts):
         assert experience.loss_mask[row].sum() == rollout.num_response_tokens
         assert not experience.loss_mask[row, rollout.num_tokens :].any()
@@ -282,12 +288,12 @@ def test_experience_keeps_the_version_of_each_token_and_the_rewards_of_turns():
     verdict = Verdict(VerdictKind.OK, 1.5, turn_rewards=(2.0, -0.5))
     by_turn = Rollout("a", "g", spans, FinishReason.STOP, verdict=verdict)
     whole = Rollout("b", "g", spans[:2], FinishReason.STOP, verdict=Verdict(VerdictKind.OK, 1.0))
-    experience = Experience.from_rollouts([by_turn, whole], [1.0, 0.5])
+    experience = experience_of([by_turn, whole], [1.0, 0.5])
     assert experience.policy_versions.tolist() == [[-1, 4, 4, 5, -1, 5], [-1, 4, 4, -1, -1, -1]]
     assert experience.token_rewards.tolist() == [[0, 0, 0, 2.0, 0, -0.5], [0] * 6]
     assert experience.rewards.tolist() == [1.0, 0.5]
     with pytest.raises(ValueError, match="1 rewards for 2 rollouts"):
-        Experience.from_rollouts([by_turn, whole], [1.0])
+        experience_of([by_turn, whole], [1.0])
 
 
 def test_experience_places_rewards_of_steps_as_they_are_or_as_compared_with_others():
@@ -297,17 +303,17 @@ def test_experience_places_rewards_of_steps_as_they_are_or_as_compared_with_othe
         Rollout("a", "g", spans, FinishReason.STOP, verdict=verdict),
         Rollout("b", "g", spans, FinishReason.STOP),
     ]
-    plain = Experience.from_rollouts(rollouts, [1.5, 0.0])
+    plain = experience_of(rollouts, [1.5, 0.0])
     assert plain.token_rewards.tolist() == [[0, 0.5, 0, 0.25], [0] * 4]
-    compared = Experience.from_rollouts(rollouts, [1.5, 0.0], [[(1, 2.0), (3, -1.0)], []])
+    compared = experience_of(rollouts, [1.5, 0.0], [[(1, 2.0), (3, -1.0)], []])
     assert compared.token_rewards.tolist() == [[0, 2.0, 0, -1.0], [0] * 4]
 
 
 def test_experience_columns_travel_by_rollout_id_in_any_order():
     rollouts = random_rollouts(6, vocab_size=50)
-    source = Experience.from_rollouts(rollouts, [0.0] * 6)
+    source = experience_of(rollouts, [0.0] * 6)
     source.set_column("values", torch.randn(source.loss_mask.shape))
-    target = Experience.from_rollouts(rollouts[::-1], [0.0] * 6)
+    target = experience_of(rollouts[::-1], [0.0] * 6)
     exported = pickle.loads(pickle.dumps(source.export(["values"])))
     target.adopt({"values": {}}, exported)
     for row, rollout in enumerate(rollouts):
@@ -316,7 +322,7 @@ def test_experience_columns_travel_by_rollout_id_in_any_order():
 
 
 def test_experience_column_is_zero_where_nothing_is_trained_and_names_are_closed():
-    experience = Experience.from_rollouts(random_rollouts(3, vocab_size=50), [0.0] * 3)
+    experience = experience_of(random_rollouts(3, vocab_size=50), [0.0] * 3)
     experience.set_column("values", torch.ones(experience.loss_mask.shape))
     assert torch.equal(experience.columns["values"] != 0, experience.loss_mask)
     with pytest.raises(AssertionError, match="vlaues"):

@@ -11,6 +11,7 @@ from rlhf_data.records import FinishReason, Rollout, Span, SpanSource, Verdict, 
 from rlhf_kernels import packed_policy_loss
 from rlhf_train.algorithms import AlgorithmSpec, CorrectionSpec, make_algorithm
 from rlhf_train.batching import Denominators
+from rlhf_train.columns import RolloutColumns
 from rlhf_train.experience import Experience
 from rlhf_train.kl import kl_estimate
 from rlhf_train.online.terms import (
@@ -102,7 +103,8 @@ def test_staleness_counts_updates_and_steps_of_trained_tokens_only():
     assert staleness() == dict.fromkeys((*names, "async/mixed_version_rollouts"), 0.0)
     experience.loss_mask[:] = False
     assert staleness() == dict.fromkeys(names[1::2], 0.0)
-    assert results(limit_staleness(Experience.from_rollouts([], []), (0,))) == dict.fromkeys(names[1::2], 0.0)
+    none = Experience.from_columns(RolloutColumns.of([], []))
+    assert results(limit_staleness(none, (0,))) == dict.fromkeys(names[1::2], 0.0)
 
 
 @pytest.mark.parametrize(
@@ -219,7 +221,7 @@ def test_corrections_of_mixed_versions_compare_each_token_with_the_version_that_
             spans += [Span(SpanSource.POLICY, [2] * len(own), own, version)] if own else []
         return Rollout(name, "group", tuple(spans), FinishReason.STOP, verdict=Verdict(VerdictKind.OK, 1.0))
 
-    experience = Experience.from_rollouts([rollout("a"), rollout("b")], [1.0, 1.0])
+    experience = Experience.from_columns(RolloutColumns.of([rollout("a"), rollout("b")], [1.0, 1.0]))
     trainer = torch.zeros(2, 5)
     for row, tokens in enumerate(MIXED.values()):
         trainer[row, 1 : 1 + len(tokens)] = torch.tensor([mine for *_, mine in tokens])

@@ -8,6 +8,7 @@ from rlhf_models.testing import tiny_model_dir
 from rlhf_rollout.host import free_port
 from rlhf_train.algorithms import make_algorithm
 from rlhf_train.batching import plan_batches
+from rlhf_train.columns import RolloutColumns
 from rlhf_train.specs import ModelSpec, OptimizerSpec
 from trainer_testing import random_rollouts, run_ranks
 
@@ -39,7 +40,9 @@ def two_updates(rank: int, num_ranks: int, master: Any, path: str) -> dict[int, 
             make_algorithm(kl_coef=0.05, use_kl_loss=True, kl_estimator="k3"),
             temperature=1.0, rank=rank, num_ranks=num_ranks, master=master, device="cpu", seed=0,
         )  # fmt: skip
-        worker.load_rollouts([rollouts[row] for row in plan.rows], [float(row + 1) for row in plan.rows], plan)
+        worker.load_rollouts(
+            RolloutColumns.of([rollouts[row] for row in plan.rows], [float(row + 1) for row in plan.rows]), plan
+        )
         for role in ("actor", "reference", "critic"):
             worker.run_model(role)
         worker.assign_advantages(kl_coef=0.05)

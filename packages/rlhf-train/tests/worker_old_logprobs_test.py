@@ -13,6 +13,7 @@ from rlhf_rollout.host import free_port
 from rlhf_train.algorithms import POLICY_LOSSES, AlgorithmSpec, CorrectionSpec, make_algorithm
 from rlhf_train.baselines import relative_rewards
 from rlhf_train.batching import plan_batches
+from rlhf_train.columns import RolloutColumns
 from rlhf_train.specs import ModelSpec, OptimizerSpec
 from trainer_testing import random_rollouts
 
@@ -65,7 +66,7 @@ def trained(
         micro_rollout_batch_size=4, max_response_tokens=24, seed=0,
     )  # fmt: skip
     shard = [rollouts[row] for row in plan.rows]
-    worker.load_rollouts(shard, [float(rewards[row]) for row in plan.rows], plan, step_versions)
+    worker.load_rollouts(RolloutColumns.of(shard, [float(rewards[row]) for row in plan.rows]), plan, step_versions)
     metrics = [worker.run_model(role) for role in models if role != "actor" or spec.runs_actor]
     spoil(worker._experience)
     metrics.append(worker.assign_advantages(spec.kl_coef))

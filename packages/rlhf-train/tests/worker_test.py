@@ -9,6 +9,7 @@ from rlhf_models.testing import tiny_model_dir
 from rlhf_rollout.host import free_port
 from rlhf_train.algorithms import make_algorithm
 from rlhf_train.batching import plan_batches
+from rlhf_train.columns import RolloutColumns
 from rlhf_train.online.worker import TrainWorker
 from rlhf_train.run.metrics import results
 from rlhf_train.specs import ModelSpec, OptimizerSpec
@@ -37,7 +38,7 @@ def worker(path):
         max_response_tokens=24, seed=0,
     )  # fmt: skip
     worker.shard = [rollouts[row] for row in plan.rows]
-    worker.load_rollouts(worker.shard, [float(row) for row in plan.rows], plan)
+    worker.load_rollouts(RolloutColumns.of(worker.shard, [float(row) for row in plan.rows]), plan)
     return worker
 
 

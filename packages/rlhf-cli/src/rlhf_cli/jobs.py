@@ -187,13 +187,14 @@ def describe_batches(
     limit = rollout.generate_max_len
     prompt_limit = config.data.prompt_max_len
     per_rank = math.ceil(batch.train_batch_size / ranks)
-    passes = math.ceil(per_rank / batch.micro_train_batch_size)
+    passes = f"{math.ceil(per_rank / batch.micro_train_batch_size)} pass(es) of at most {batch.micro_train_batch_size}"
+    if batch.micro_batch_tokens is not None:
+        passes = f"passes of at most {batch.micro_batch_tokens} tokens"
     rows = {
         "step": f"{size} prompts x {batch.num_samples_per_prompt} samples = {batch.num_rollouts}",
         "": f"{batch.num_rollouts} / {batch.train_batch_size} x {batch.max_epochs} epoch(s) = {batch.num_updates}"
         " update(s)",
-        "update": f"{batch.train_batch_size} samples / {ranks} process(es) = {per_rank} each, in {passes}"
-        f" pass(es) of at most {batch.micro_train_batch_size}",
+        "update": f"{batch.train_batch_size} samples / {ranks} process(es) = {per_rank} each, in {passes}",
         "old log-probs": _OLD_LOGPROBS[config.objective.old_logprobs],
         "run": _describe_run(config, num_prompts),
         "tokens": f"prompt {prompt_limit} + response {limit} = at most {prompt_limit + limit}",

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rlhf_data.packing import split_balanced
+from rlhf_data.packing import pack, split_balanced
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +71,7 @@ def plan_batches(
     micro_rollout_batch_size: int,
     max_response_tokens: int,
     seed: int,
+    micro_batch_tokens: int | None = None,
 ) -> tuple[RankPlan, ...]:
     """Return one plan per rank; each rollout is in exactly one mini-batch of exactly one rank.
 
@@ -83,9 +84,12 @@ def plan_batches(
         micro_rollout_batch_size: rows per forward pass without gradient.
         max_response_tokens: becomes `Denominators.max_tokens`.
         seed: decides which rollouts form a mini-batch.
+        micro_batch_tokens: largest number of tokens per pass, with or without gradient. If set, it replaces the two
+            micro batch sizes: a rank's rows are combined into as few passes as possible.
 
     Raises:
         ValueError: no rollouts, or fewer rollouts than mini-batches.
+        DataError: a rollout with more than `micro_batch_tokens` tokens.
     """
     count = len(num_tokens)
     if count < num_mini_batches or not count:
@@ -96,26 +100,44 @@ def plan_batches(
     for members in np.array_split(order, num_mini_batches):
         response = [num_response_tokens[i] for i in members]
         denominators = Denominators(sum(response), sum(n > 0 for n in response), max_response_tokens)
-        shares = _shares([num_tokens[i] for i in members], num_ranks)
-        # Ranks must run the same number of passes, or a collective would wait forever.
-        num_micro = max(-(-len(share) // micro_train_batch_size) for share in shares)
-        for rank, share in enumerate(shares):
-            first = len(rows[rank])
-            rows[rank] += [int(members[i]) for i in share]
-            local = range(first, len(rows[rank]))  # from the rollout's index in the step to its row in the shard
-            mini_batches[rank].append(MiniBatch(_chunks(local, micro_train_batch_size, num_micro), denominators))
+        starts = [len(shard) for shard in rows]
+        for shard, share in zip(rows, _shares([num_tokens[i] for i in members], num_ranks), strict=True):
+            shard += [int(members[i]) for i in share]
+        parts = _passes(rows, starts, num_tokens, micro_train_batch_size, micro_batch_tokens)
+        for own, passes in zip(mini_batches, parts, strict=True):
+            own.append(MiniBatch(passes, denominators))
     longest = sorted(num_response_tokens, reverse=True)
     max_pass_tokens = sum(longest[: max(micro_train_batch_size, micro_rollout_batch_size)])
-    num_forward = max(-(-len(shard) // micro_rollout_batch_size) for shard in rows)
+    if micro_batch_tokens is not None:
+        max_pass_tokens = min(sum(longest), micro_batch_tokens)
+    forward = _passes(rows, [0] * num_ranks, num_tokens, micro_rollout_batch_size, micro_batch_tokens)
     return tuple(
-        RankPlan(
-            tuple(shard),
-            _chunks(range(len(shard)), micro_rollout_batch_size, num_forward),
-            tuple(parts),
-            max_pass_tokens,
-        )
-        for shard, parts in zip(rows, mini_batches, strict=True)
+        RankPlan(tuple(shard), passes, tuple(parts), max_pass_tokens)
+        for shard, passes, parts in zip(rows, forward, mini_batches, strict=True)
     )
+
+
+def _passes(
+    shards: Sequence[Sequence[int]],
+    starts: Sequence[int],
+    num_tokens: Sequence[int],
+    size: int,
+    budget_tokens: int | None,
+) -> list[tuple[tuple[int, ...], ...]]:
+    """Return, for each rank, the rows of each pass over its shard from row `start` on.
+
+    Ranks run the same number of passes, or a collective would wait forever: some get empty ones.
+    """
+    parts: list[list[Sequence[int]]] = []
+    for shard, start in zip(shards, starts, strict=True):
+        rows = range(start, len(shard))
+        if budget_tokens is None:
+            parts.append([rows[at : at + size] for at in range(0, len(rows), size)])
+        else:
+            bins = pack([num_tokens[shard[row]] for row in rows], budget_tokens)
+            parts.append([[rows[item] for item in items] for items in bins])
+    count = max(map(len, parts))
+    return [tuple(map(tuple, own)) + ((),) * (count - len(own)) for own in parts]
 
 
 def _shares(weights: Sequence[int], num_ranks: int) -> list[list[int]]:
@@ -128,7 +150,3 @@ def _shares(weights: Sequence[int], num_ranks: int) -> list[list[int]]:
         return [[item] if item < len(weights) else [] for item in range(num_ranks)]
     parts = split_balanced(weights, num_ranks)
     return [sorted(part, key=lambda item: (-weights[item], item)) for part in parts]
-
-
-def _chunks(rows: Sequence[int], size: int, count: int) -> tuple[tuple[int, ...], ...]:
-    return tuple(tuple(rows[i * size : (i + 1) * size]) for i in range(count))

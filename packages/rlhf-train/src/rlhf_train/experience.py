@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlhf_data.records import FinishReason, Rollout
+from rlhf_train.columns import RolloutColumns
 
 # Role to the column that its model fills in.
 MODEL_COLUMNS = {
@@ -58,47 +58,28 @@ class Experience:
     columns: dict[str, Tensor] = field(default_factory=dict)
 
     @classmethod
-    def from_rollouts(
-        cls,
-        rollouts: Sequence[Rollout],
-        rewards: Sequence[float],
-        earned: Sequence[Sequence[tuple[int, float]]] | None = None,
-    ) -> "Experience":
-        """Align `rollouts` as tensors.
+    def from_columns(cls, columns: RolloutColumns) -> "Experience":
+        """Align rollouts as tensors."""
+        lengths = columns.lengths
+        holds_token = np.arange(lengths.max(initial=1)) < lengths[:, None]
 
-        Args:
-            rollouts: B rollouts.
-            rewards: one per rollout.
-            earned: per rollout, what single tokens earned, as pairs of a position and a reward; None for what the
-                verdict says of turns and steps.
+        def padded(flat: np.ndarray, fill: int = 0) -> Tensor:
+            rows = np.full(holds_token.shape, fill, flat.dtype)
+            rows[holds_token] = flat
+            return torch.from_numpy(rows)
 
-        Raises:
-            ValueError: the numbers of rewards and rollouts differ.
-        """
-        if len(rewards) != len(rollouts):
-            raise ValueError(f"{len(rewards)} rewards for {len(rollouts)} rollouts")
-        width = max((rollout.num_tokens for rollout in rollouts), default=1)
-        loss_mask = torch.zeros(len(rollouts), width, dtype=torch.bool)
-        rollout_logprobs = torch.zeros(len(rollouts), width)
-        placed = torch.zeros(len(rollouts), width)
-        policy_versions = torch.full((len(rollouts), width), -1, dtype=torch.int32)
-        for row, rollout in enumerate(rollouts):
-            size = rollout.num_tokens
-            loss_mask[row, :size] = torch.from_numpy(rollout.loss_mask)
-            rollout_logprobs[row, :size] = torch.from_numpy(rollout.rollout_logprobs)
-            policy_versions[row, :size] = torch.from_numpy(rollout.policy_versions)
-            for position, reward in rollout.earned if earned is None else earned[row]:
-                placed[row, position] += reward
+        loss_mask = padded(columns.loss_mask)
         return cls(
-            rollout_ids=[rollout.rollout_id for rollout in rollouts],
-            token_ids=[rollout.token_ids for rollout in rollouts],
+            rollout_ids=list(columns.rollout_ids),
+            token_ids=np.split(columns.token_ids, lengths.cumsum())[:-1],
             loss_mask=loss_mask,
             policy_mask=loss_mask.clone(),
-            policy_versions=policy_versions,
-            rollout_logprobs=rollout_logprobs,
-            rewards=torch.tensor(list(rewards), dtype=torch.float32),
-            token_rewards=placed,
-            truncated=torch.tensor([r.finish_reason is FinishReason.LENGTH for r in rollouts], dtype=torch.bool),
+            policy_versions=padded(columns.policy_versions, -1),
+            rollout_logprobs=padded(columns.rollout_logprobs),
+            # Copies: what comes from another process cannot be written to.
+            rewards=torch.from_numpy(columns.rewards.copy()),
+            token_rewards=padded(columns.token_rewards),
+            truncated=torch.from_numpy(columns.truncated.copy()),
         )
 
     def set_column(self, name: str, values: Tensor) -> None:

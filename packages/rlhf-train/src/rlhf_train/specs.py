@@ -46,8 +46,7 @@ class ModelSpec:
         attn_implementation: see `rlhf_models.loading`.
         gradient_checkpointing: recompute activations in the backward pass, which saves memory.
         packing: concatenate the rows of a micro-batch into one sequence, instead of padding them.
-        torch_compile: "on", "off", or "auto", which compiles where that is possible and faster. Only offline runs read
-            it.
+        torch_compile: "on", "off", or "auto", which compiles where that is possible and faster.
         zero_stage: ZeRO stage of DeepSpeed, 0 to 3.
         optimizer: None for a frozen model.
         lora: adapters to train instead of all weights; None for all weights.

@@ -23,6 +23,11 @@ class ModelSection(sections.ModelSection):
     )
     gradient_checkpointing: bool = flag(False, "recompute activations in the backward pass: less memory, more time")
     packing_samples: bool = flag(False, "pack the sequences of a micro-batch into one row, instead of padding them")
+    torch_compile: TorchCompile = flag(
+        "auto",
+        "compile the layers, and with --bf16 at ZeRO stage 0 or 1 replay packed batches as CUDA graphs; auto: on a GPU,"
+        " with --packing_samples, below ZeRO stage 3",
+    )
     lora_rank: int = flag(0, "rank of the LoRA adapters; 0: train all weights instead", ge=0)
     lora_alpha: float = flag(16.0, "the output of adapters is scaled by this / --lora_rank", gt=0)
     target_modules: str = flag(
@@ -69,13 +74,8 @@ class PpoModelSection(ModelSection):
 
 
 class OfflineModelSection(ModelSection):
-    """Adds compilation, and dropout of adapters."""
+    """Adds dropout of adapters."""
 
-    torch_compile: TorchCompile = flag(
-        "auto",
-        "compile the layers, and with --bf16 at ZeRO stage 0 or 1 replay packed batches as CUDA graphs; auto: on a GPU,"
-        " below ZeRO stage 3",
-    )
     lora_dropout: float = flag(0.0, "dropout probability of an adapter's input", ge=0, lt=1)
 
 

@@ -51,10 +51,7 @@ class OfflineConfig(Config):
 
         parse_probs("dataset_probs", data.dataset_probs)
         notices = model.check(given) + training.check(given)
-        budget = training.micro_batch_tokens
-        if budget is not None and not model.packing_samples:
-            message = "--micro_batch_tokens limits packed sequences, and --packing_samples is off"
-            raise ConfigError(message, hint="add --packing_samples, or use --micro_train_batch_size")
+        notices += training.check_passes(given, packs=model.packing_samples)
         held_out = data.eval_dataset
         best = evaluation.best_metric_key
         notices += check_has_metric("eval_dataset", held_out, best, evaluation.eval_steps)
@@ -63,7 +60,6 @@ class OfflineConfig(Config):
         has_template = getattr(data, "apply_chat_template", True)
         return notices + without_effect(
             given,
-            (budget is not None, ["micro_train_batch_size"], "--micro_batch_tokens takes its place"),
             (held_out is None, ["eval_steps", "eval_split"], "there is no --eval_dataset"),
             (not has_template, ["tokenizer_chat_template"], "--apply_chat_template is off"),
         )

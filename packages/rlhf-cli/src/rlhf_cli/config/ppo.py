@@ -72,6 +72,7 @@ class PpoConfig(Config):
         notices += self.agent.check(given, "reward_by_turn", "turn_gamma", "group_by")
         notices += self.algorithm.check(given, self.objective, self.batch.num_updates)
         notices += self.training.check(given)
+        notices += _check_passes(self, given)
         notices += self.asynchrony.check(given)
         notices += _check_training(self, given)
         notices += _check_staleness(self, given)
@@ -137,6 +138,17 @@ def _check_training(config: PpoConfig, given: Collection[str]) -> list[str]:
         (rescales and shapes == (None,) * 3, ["running_reward_norm"], anyway),
         (not training.enable_ema, ["ema_beta"], "--enable_ema is off"),
     )
+
+
+def _check_passes(config: PpoConfig, given: Collection[str]) -> list[str]:
+    """Check the size of passes over packed samples."""
+    notices = config.training.check_passes(given, packs=config.model.packing_samples)
+    longest, flags = config.agent.max_len(config.data.prompt_max_len, config.rollout.generate_max_len)
+    limit = config.training.micro_batch_tokens
+    if limit is not None and limit < longest:
+        message = f"--micro_batch_tokens is {limit}, and a sample may have {longest} tokens ({flags})"
+        raise ConfigError(message, hint=f"use --micro_batch_tokens {longest} or more")
+    return notices
 
 
 def _check_staleness(config: PpoConfig, given: Collection[str]) -> list[str]:

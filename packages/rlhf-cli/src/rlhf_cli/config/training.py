@@ -17,6 +17,9 @@ class TrainingSection(Section, title="training"):
 
     train_batch_size: int = flag(128, "samples per update, over all processes", ge=1)
     micro_train_batch_size: int = flag(8, "samples per forward-backward pass, on one training process", ge=1)
+    micro_batch_tokens: int | None = flag(
+        None, "with --packing_samples: tokens per pass on one training process, instead of micro-batch sizes", ge=2
+    )
     max_epochs: int = flag(1, "passes over the samples of a step (ppo), or over the data set", ge=1)
     optim: Optimizer = flag(
         "adam",
@@ -46,6 +49,16 @@ class TrainingSection(Section, title="training"):
             (self.optim == "adam", ["muon_momentum"], "--optim is adam"),
             (has_no_end, ["min_lr_ratio"], f"--lr_scheduler is {self.lr_scheduler}"),
         )
+
+    def check_passes(self, given: Collection[str], *, packs: bool) -> list[str]:
+        """Return notices about the size of passes. Raises ConfigError for a limit on tokens without packing."""
+        if self.micro_batch_tokens is None:
+            return []
+        if not packs:
+            message = "--micro_batch_tokens limits packed sequences, and --packing_samples is off"
+            raise ConfigError(message, hint="add --packing_samples, or use --micro_train_batch_size")
+        sizes = ["micro_train_batch_size", "micro_rollout_batch_size"]
+        return without_effect(given, (True, sizes, "--micro_batch_tokens takes its place"))
 
     def optimizer(self, learning_rate: float, num_updates: int) -> OptimizerSpec:
         """Return the optimizer of a model that is updated `num_updates` times."""
@@ -78,9 +91,6 @@ class OfflineTrainingSection(TrainingSection):
     """Training on fixed examples."""
 
     learning_rate: float = flag(5e-6, "peak learning rate", ge=0)
-    micro_batch_tokens: int | None = flag(
-        None, "with --packing_samples: tokens per forward-backward pass, instead of --micro_train_batch_size", ge=2
-    )
 
 
 class RewardTrainingSection(with_defaults(OfflineTrainingSection, learning_rate=9e-6)):

@@ -14,6 +14,9 @@ from rlhf_models.attention import PACKED_ATTENTION, varlen_unavailable_reason
 
 # A matrix product with fewer columns leaves most of a GPU idle, so it is joined with other products of the same input.
 _FEW_COLUMNS = 1024
+# Versions of one layer's code: those of a trained model, a critic and frozen ones of the same class, with gradients and
+# without. Beyond torch's own limit of 8, calls run without compilation.
+_MAX_VERSIONS = 32
 
 
 def compile_unavailable_reason(model: nn.Module, device: torch.device) -> str | None:
@@ -37,6 +40,7 @@ def compile_layers(model: nn.Module, *, backend: str = "inductor") -> None:
     Equal layers share one compiled code, so compilation takes seconds for any depth. Shapes may change between calls.
     Names of weights do not change. Call this only if `compile_unavailable_reason` returns None.
     """
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MAX_VERSIONS)
     for layer in [*_layers(model), *_final_norms(model)]:
         layer.compile(dynamic=True, backend=_joining(backend))
 

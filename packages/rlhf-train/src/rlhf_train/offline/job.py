@@ -1,6 +1,5 @@
 """The settings of an offline run as frozen data, and the function that runs it."""
 
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -10,11 +9,9 @@ from typing import Any
 import torch
 
 from rlhf_data.errors import CheckpointError, ConfigError, EngineError, RlhfError, unknown
-from rlhf_models.backbone import replay_full_packs
-from rlhf_models.fast.compiled import compile_layers, compile_unavailable_reason
-from rlhf_models.loading import resolve_dtype
 from rlhf_models.reference import load_reference
-from rlhf_train.engine.deepspeed import DeepSpeedEngine, init_process_group
+from rlhf_train.engine.accelerate import start_engine
+from rlhf_train.engine.deepspeed import init_process_group
 from rlhf_train.offline.loop import Objective, OfflineSchedule, evaluate, train_offline
 from rlhf_train.offline.ranks import RankModel, SharedCheckpoints, of_all_ranks
 from rlhf_train.offline.reward_models import score_moments
@@ -28,8 +25,6 @@ from rlhf_train.run.observer import Observer
 from rlhf_train.run.recorder import Recorder
 from rlhf_train.run.timeline import Timeline
 from rlhf_train.specs import ModelSpec
-
-logger = logging.getLogger(__name__)
 
 _LOWEST = ("loss", "nll", "kl")  # metrics that are better when they are lower
 
@@ -172,14 +167,9 @@ class _Run:
         spec = job.model
         kind = job.objective.model_kind
         model = load_model(kind, spec)
-        is_compiled = _compile(model.model, spec, job.device)
-        # Stage 2 shards gradients over ranks. One rank has nothing to shard, and stage 1 does less work on the host.
-        zero_stage = 1 if spec.zero_stage == 2 and job.num_ranks == 1 else spec.zero_stage
-        self.engine = DeepSpeedEngine(
-            model, spec.optimizer, zero_stage=zero_stage, dtype=resolve_dtype(spec.dtype), device=job.device
+        self.engine = start_engine(
+            model, spec, num_ranks=job.num_ranks, device=job.device, pack_tokens=job.schedule.micro_batch_tokens
         )
-        if is_compiled:
-            self._replay(model.model.base_model)
         self.objective = replace(job.objective, packing=spec.packing)
         self.items = self.objective.items(job.examples)
         self._eval_items = self.objective.items(job.eval_examples) if job.eval_examples else ()
@@ -191,20 +181,6 @@ class _Run:
         self._checkpointer = Checkpointer(
             saving, checkpoints, {"run": self}, models, recorder, Timeline(), observer, role=kind
         )
-
-    def _replay(self, backbone: Any) -> None:
-        """Replay the passes over full packed sequences as CUDA graphs where that is possible, else log why not."""
-        tokens = self._job.schedule.micro_batch_tokens
-        sums = self.engine.gradient_sums
-        unmet = {
-            "packed sequences have no common length without --micro_batch_tokens": tokens is None,
-            "only bfloat16 with ZeRO stage 0 or 1 keeps separate gradient sums": not sums,
-            "gradient checkpointing is on": self._job.model.gradient_checkpointing,
-        }
-        if reasons := [reason for reason, holds in unmet.items() if holds]:
-            logger.info("forward and backward passes are not replayed as CUDA graphs: %s", "; ".join(reasons))
-        else:
-            replay_full_packs(backbone, tokens, sums)
 
     def resume(self, checkpoint: Checkpoint | None) -> int:
         """Continue from the checkpoint that rank 0 found; return the updates that are done. Collective."""
@@ -353,22 +329,3 @@ class _Run:
             self._eval_items = with_reference(self.engine, objective, self._eval_items, job.schedule)
 
 
-def _compile(model: Any, spec: ModelSpec, device: str) -> bool:
-    """Compile the layers as `spec.torch_compile` says; return whether they are compiled.
-
-    Raises ConfigError when it is "on" and the layers cannot be compiled.
-    """
-    if spec.torch_compile == "off":
-        return False
-    reason = compile_unavailable_reason(model, torch.device(device))
-    if spec.zero_stage == 3:
-        reason = "ZeRO stage 3 gathers weights inside the layers"
-    if reason is None and spec.torch_compile == "auto" and not spec.packing:
-        reason = "without packing, nearly every batch has another shape and would be compiled again"
-    if reason is None:
-        compile_layers(model)
-        return True
-    if spec.torch_compile == "on":
-        raise ConfigError(f"the layers cannot be compiled: {reason}", hint="leave --torch_compile at auto")
-    logger.info("the layers are not compiled: %s", reason)
-    return False

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from rlhf_data.errors import ConfigError
-from rlhf_data.packing import pack
 from rlhf_data.sampler import EpochSampler
 from rlhf_train.batching import Denominators, plan_batches
 from rlhf_train.engine.protocol import TrainEngine
@@ -224,25 +223,14 @@ def this_ranks_part(
         micro_rollout_batch_size=schedule.micro_train_batch_size,
         max_response_tokens=max(trained),
         seed=0,
+        micro_batch_tokens=schedule.micro_batch_tokens,
     )
-    rank = torch.distributed.get_rank()
-    own = plans[rank]
-    parts: Sequence[Sequence[int]] = own.mini_batches[0].micro_batches
-    if schedule.micro_batch_tokens is not None:
-        # Every rank packs the shards of all ranks, to know how many passes the others need.
-        packed = [_pack_rows(plan.rows, num_tokens, schedule.micro_batch_tokens) for plan in plans]
-        num_idle = max(map(len, packed)) - len(packed[rank])
-        parts = packed[rank] + [[]] * num_idle
+    own = plans[torch.distributed.get_rank()]
     micro_batches = []
-    for part in parts:
+    for part in own.mini_batches[0].micro_batches:
         rows = [own.rows[index] for index in part]
         micro_batches.append(MicroBatch([items[row] for row in rows] or [items[0]], rows))
     return micro_batches, own.mini_batches[0].denominators
-
-
-def _pack_rows(rows: Sequence[int], num_tokens: Sequence[int], capacity: int) -> list[list[int]]:
-    """Return indices into `rows`, one list per pass of at most `capacity` tokens."""
-    return pack([num_tokens[row] for row in rows], capacity)
 
 
 def _over_ranks(parts: Sequence[Mapping[str, Metric]]) -> dict[str, float]:

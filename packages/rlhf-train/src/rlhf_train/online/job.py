@@ -32,6 +32,8 @@ class BatchSizes:
         train_batch_size: rollouts per update.
         micro_train_batch_size: rollouts per forward-backward pass on one rank.
         micro_rollout_batch_size: rollouts per forward pass without gradient on one rank.
+        micro_batch_tokens: largest number of tokens per pass on one rank. If set, it replaces the two before. None for
+            no limit.
         max_epochs: passes over the rollouts of a step.
     """
 
@@ -40,12 +42,14 @@ class BatchSizes:
     train_batch_size: int
     micro_train_batch_size: int
     micro_rollout_batch_size: int
+    micro_batch_tokens: int | None = None
     max_epochs: int = 1
 
     def __post_init__(self) -> None:
         for name in self.__dataclass_fields__:
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} is {value}; it must be at least 1")
         if self.num_rollouts % self.train_batch_size:
             size = self.train_batch_size
             count = self.num_rollouts
@@ -235,6 +239,17 @@ class OnlineJob:
     def max_staleness(self) -> int:
         """Steps that may be trained between the admission of a prompt and the step that trains on it."""
         return self.asynchronous.max_staleness if self.asynchronous is not None else 0
+
+    @property
+    def pack_tokens(self) -> int:
+        """Tokens of a full pack: the limit, or else those of a micro-batch of the longest rollouts."""
+        batch = self.batch
+        return batch.micro_batch_tokens or batch.micro_train_batch_size * self.engine.max_model_len
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether engines and trainers take turns on the memory of GPUs."""
+        return self.trainer_sleep or self.engine.enable_sleep
 
     def __post_init__(self) -> None:
         row = self.algorithm.row

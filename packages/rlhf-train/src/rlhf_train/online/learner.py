@@ -10,6 +10,7 @@ from rlhf_data.errors import EngineError
 from rlhf_data.records import Rollout
 from rlhf_train.baselines import decoupled_rewards, relative_rewards, relative_token_rewards, relative_turn_rewards
 from rlhf_train.batching import plan_batches
+from rlhf_train.columns import RolloutColumns
 from rlhf_train.kl import adapted_kl_coef
 from rlhf_train.online.job import OnlineJob
 from rlhf_train.online.ranks import RankSet
@@ -78,13 +79,12 @@ class Learner:
                 micro_rollout_batch_size=batch.micro_rollout_batch_size,
                 max_response_tokens=self._job.sampling.max_tokens,
                 seed=self._job.seed + step,
+                micro_batch_tokens=batch.micro_batch_tokens,
             )
             calls = []
             for plan in plans:
-                shard = [rollouts[row] for row in plan.rows]
-                shard_rewards = [rewards[row] for row in plan.rows]
-                shard_earned = [earned[row] for row in plan.rows]
-                calls.append(("load_rollouts", shard, shard_rewards, plan, tuple(self._step_versions), shard_earned))
+                columns = RolloutColumns.of(*([part[row] for row in plan.rows] for part in (rollouts, rewards, earned)))
+                calls.append(("load_rollouts", columns, plan, tuple(self._step_versions)))
             pending += ranks.start_each("work", calls)
         wait(pending)
         return metrics
@@ -148,7 +148,7 @@ class Learner:
 
         The rewards of reasoning steps are compared among themselves, and so is what is left of each rollout's reward:
         as a whole, or turn by turn. The first list has the sums of both, the second one what single tokens earned, for
-        `Experience.from_rollouts`. Rewards that are normalised each by itself are those of whole rollouts.
+        `RolloutColumns.of`. Rewards that are normalised each by itself are those of whole rollouts.
         """
         spec = self._job.algorithm
         reward = self._job.reward

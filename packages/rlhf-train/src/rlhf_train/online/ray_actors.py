@@ -1,5 +1,6 @@
 """A training rank as a Ray actor."""
 
+import gc
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -42,7 +43,11 @@ class RankActor:
             seed=job.seed,
             num_threads=num_threads,
             ema_beta=job.ema_beta,
+            pack_tokens=job.pack_tokens,
+            takes_turns=job.takes_turns,
         )
+        # The collector would look through all that is imported and loaded by now again and again.
+        gc.freeze()
         self._sender = WeightSource(job.engine.weight_transfer, checksum=job.sync_checksum)
 
     def work(self, method: str, *args: Any, **kwargs: Any) -> Any:

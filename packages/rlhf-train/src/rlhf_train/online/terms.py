@@ -248,7 +248,8 @@ def mismatch_metrics(logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -
     _, _, outside = bounded_weights(weights, mask, mode="truncate", low=low, high=high)
     return {
         "mismatch/logprob_gap_mean": masked_mean(gap, mask),
-        "mismatch/logprob_gap_max": Max(float(gap[mask].max()) if mask.any() else 0.0),
+        # A zero beside them: there may be no tokens. Reading the number here would wait for the device.
+        "mismatch/logprob_gap_max": Max(torch.cat([gap.new_zeros(1), gap.masked_fill(~mask, 0.0).flatten()]).max()),
         "mismatch/kl": masked_mean(kl_estimate(rollout_logprobs, logprobs, "k3"), mask),
         "mismatch/out_of_bounds": masked_mean(outside, mask),
     }

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,14 +13,14 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from rlhf_data.errors import EngineError
-from rlhf_data.records import Rollout
 from rlhf_kernels import PolicyObjective
 from rlhf_models.batch import TokenBatch, to_device
-from rlhf_models.loading import resolve_dtype
 from rlhf_models.reference import load_reference
 from rlhf_train.advantages import generalized_advantages, moments, turn_starts, whiten
 from rlhf_train.algorithms import AlgorithmSpec
 from rlhf_train.batching import Denominators, MiniBatch, RankPlan
+from rlhf_train.columns import RolloutColumns
+from rlhf_train.engine.accelerate import compile_model, start_engine
 from rlhf_train.engine.deepspeed import DeepSpeedEngine, init_process_group
 from rlhf_train.experience import MODEL_COLUMNS, Experience
 from rlhf_train.kl import kl_estimate
@@ -67,6 +68,8 @@ class TrainWorker:
         seed: int,
         num_threads: int | None = None,
         ema_beta: float | None = None,
+        pack_tokens: int | None = None,
+        takes_turns: bool = False,
     ) -> None:
         """Join the rank set and load the models. Collective.
 
@@ -79,6 +82,7 @@ class TrainWorker:
             device: "cuda" or "cpu".
             seed, num_threads: of PyTorch; None for its default number of CPU threads.
             ema_beta: decay per update of the moving average of the actor's weights; None for no average.
+            pack_tokens, takes_turns: see `engine.accelerate.start_engine`.
         """
         if num_threads:
             torch.set_num_threads(num_threads)
@@ -93,45 +97,36 @@ class TrainWorker:
         self._frozen: dict[str, Callable] = {}
         self.engines: dict[str, DeepSpeedEngine] = {}
         for role, spec in models.items():
-            self._load(role, spec, device)
+            self._load(role, spec, device, pack_tokens=pack_tokens, takes_turns=takes_turns)
         self._average: WeightAverage | None = None
         if ema_beta is not None and "actor" in self.engines:
             self._average = WeightAverage(ema_beta, self.engines["actor"].local_weights())
         self._writer = StateWriter(rank, num_ranks)
-        self._experience = Experience.from_rollouts([], [])
+        self._experience = Experience.from_columns(RolloutColumns.of([], []))
         self._plan = RankPlan((), (), ())
         self._step_versions: Sequence[int] = (0,)
 
-    def _load(self, role: str, spec: ModelSpec, device: str) -> None:
+    def _load(self, role: str, spec: ModelSpec, device: str, **options: Any) -> None:
         if role == "reference" and spec.is_base_of(self._specs.get("actor")):
             self._frozen[role] = own_base(self.engines["actor"])
             return
         if spec.optimizer is None:
             self._frozen[role] = load_reference(spec.path, **spec.load_options).to(self._device)
+            compile_model(self._frozen[role].model, spec, device)
             return
         model = without_dropout(load_model(role, spec))
-        self.engines[role] = DeepSpeedEngine(
-            model, spec.optimizer, zero_stage=spec.zero_stage, dtype=resolve_dtype(spec.dtype), device=device
-        )
+        options |= {"num_ranks": self._num_ranks, "device": device}
+        self.engines[role] = start_engine(model, spec, **options)
 
-    def load_rollouts(
-        self,
-        rollouts: Sequence[Rollout],
-        rewards: Sequence[float],
-        plan: RankPlan,
-        step_versions: Sequence[int] = (0,),
-        earned: Sequence[Sequence[tuple[int, float]]] | None = None,
-    ) -> None:
+    def load_rollouts(self, columns: RolloutColumns, plan: RankPlan, step_versions: Sequence[int] = (0,)) -> None:
         """Store this step's shard.
 
         Args:
-            rollouts: in the order of `plan.rows`.
-            rewards: one per rollout, relative to the algorithm's baseline.
+            columns: the rollouts of `plan.rows`, in that order.
             plan: mini-batches and micro-batches of the shard.
             step_versions: see `limit_staleness`; the last one is of the weights before the step's first update.
-            earned: see `Experience.from_rollouts`.
         """
-        self._experience = Experience.from_rollouts(rollouts, rewards, earned)
+        self._experience = Experience.from_columns(columns)
         self._plan = plan
         self._step_versions = step_versions
 
@@ -140,18 +135,18 @@ class TrainWorker:
         """Compute the column of `role`: its log-probs, or the critic's values. Collective under ZeRO-3."""
         if role in self.engines:
             self.engines[role].module.eval()
-        shape = self._experience.loss_mask.shape
-        column = torch.zeros(shape)
-        last_values = torch.zeros(shape)
+        # Both stay on the device until the end: copying the part of each pass would wait for it.
+        column, last_values = torch.zeros(2, *self._experience.loss_mask.shape, device=self._device)
         entropy = Mean(0.0, 0.0)
         for rows in self._plan.forward_batches:
             outputs, mask = self._forward(role, rows)
             if not rows:
                 continue
             values = outputs["values" if role == "critic" else "logprobs"]
-            column[list(rows), : values.shape[1]] = values.float().cpu()
+            places = to_device(torch.tensor(rows), self._device)
+            column[places, : values.shape[1]] = values.float()
             if "last_values" in outputs:
-                last_values[list(rows), : values.shape[1]] = outputs["last_values"].float().cpu()
+                last_values[places, : values.shape[1]] = outputs["last_values"].float()
             if role == "actor":
                 entropy = entropy.merge(masked_mean(outputs["entropy"], mask))
         self._experience.set_column(MODEL_COLUMNS[role], column)

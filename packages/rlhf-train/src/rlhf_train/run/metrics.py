@@ -52,16 +52,18 @@ class Mean:
 
 @dataclass(frozen=True, slots=True)
 class Max:
-    """The largest value of all parts; NaN when any part is NaN."""
+    """The largest value of all parts; NaN when any part is NaN. The value may be a tensor, as in `Mean`."""
 
-    value: float
+    value: float | Tensor
 
     def merge(self, other: "Max") -> "Max":
+        if isinstance(self.value, Tensor) and isinstance(other.value, Tensor):
+            return Max(torch.maximum(self.value, other.value))  # comparing them here would wait for the device
         other_is_nan = other.value != other.value  # every comparison with NaN is False
         return other if other.value > self.value or other_is_nan else self
 
     def result(self) -> float:
-        return self.value
+        return float(self.value)
 
 
 Metric = Sum | Mean | Max

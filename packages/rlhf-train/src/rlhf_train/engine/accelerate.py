@@ -1,0 +1,74 @@
+"""What makes passes fast on a GPU, in online and offline runs: compiled layers, and CUDA graphs of packs."""
+
+import logging
+from typing import Any
+
+import torch
+
+from rlhf_data.errors import ConfigError
+from rlhf_models.backbone import replay_full_packs
+from rlhf_models.fast.compiled import compile_layers, compile_unavailable_reason
+from rlhf_models.loading import resolve_dtype
+from rlhf_train.engine.deepspeed import DeepSpeedEngine
+from rlhf_train.specs import ModelSpec
+
+logger = logging.getLogger(__name__)
+
+
+def start_engine(
+    model: Any, spec: ModelSpec, *, num_ranks: int, device: str, pack_tokens: int | None, takes_turns: bool = False
+) -> DeepSpeedEngine:
+    """Return the engine that trains `model`, whose passes are as fast as `spec` allows. Collective.
+
+    Args:
+        model: of `rlhf_models`, on the CPU; its attribute `model` is a transformers model.
+        spec: settings of the model and its optimizer.
+        num_ranks: data-parallel processes.
+        device: "cuda" or "cpu".
+        pack_tokens: tokens of a full pack; None if packs have no common length.
+        takes_turns: whether the GPU's memory is given to other processes at times. The memory of CUDA graphs cannot
+            leave the GPU, nor can the optimizer's states at ZeRO stage 1.
+
+    Raises:
+        ConfigError: `spec.torch_compile` is "on", and the layers cannot be compiled.
+        EngineError: DeepSpeed refuses the combination.
+    """
+    is_compiled = compile_model(model.model, spec, device)
+    # Stage 2 shards gradients over ranks. One rank has nothing to shard, and stage 1 does less work on the host.
+    zero_stage = 1 if spec.zero_stage == 2 and num_ranks == 1 and not takes_turns else spec.zero_stage
+    dtype = resolve_dtype(spec.dtype)
+    engine = DeepSpeedEngine(model, spec.optimizer, zero_stage=zero_stage, dtype=dtype, device=device)
+    if not is_compiled:
+        return engine
+    unmet = {
+        "packed sequences have no common length without --micro_batch_tokens": pack_tokens is None,
+        "engines and trainers take turns on the GPU's memory": takes_turns,
+        "only bfloat16 with ZeRO stage 0 or 1 keeps separate gradient sums": not engine.gradient_sums,
+        "gradient checkpointing is on": spec.gradient_checkpointing,
+    }
+    if reasons := [reason for reason, holds in unmet.items() if holds]:
+        logger.info("forward and backward passes are not replayed as CUDA graphs: %s", "; ".join(reasons))
+    else:
+        replay_full_packs(model.model.base_model, pack_tokens, engine.gradient_sums)
+    return engine
+
+
+def compile_model(model: Any, spec: ModelSpec, device: str) -> bool:
+    """Compile the layers of a transformers model as `spec.torch_compile` says; return whether they are compiled.
+
+    Raises ConfigError when it is "on" and the layers cannot be compiled.
+    """
+    if spec.torch_compile == "off":
+        return False
+    reason = compile_unavailable_reason(model, torch.device(device))
+    if spec.zero_stage == 3:
+        reason = "ZeRO stage 3 gathers weights inside the layers"
+    if reason is None and spec.torch_compile == "auto" and not spec.packing:
+        reason = "without packing, nearly every batch has another shape and would be compiled again"
+    if reason is None:
+        compile_layers(model)
+        return True
+    if spec.torch_compile == "on":
+        raise ConfigError(f"the layers cannot be compiled: {reason}", hint="leave --torch_compile at auto")
+    logger.info("the layers are not compiled: %s", reason)
+    return False

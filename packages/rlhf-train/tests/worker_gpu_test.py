@@ -1,0 +1,145 @@
+"""A rank on a GPU: compiled layers and CUDA graphs give the update of plain passes, whatever the passes hold."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from rlhf_models.testing import tiny_model_dir, tiny_reward_model_dir
+from rlhf_rollout.host import free_port
+from rlhf_train.algorithms import make_algorithm
+from rlhf_train.batching import plan_batches
+from rlhf_train.columns import RolloutColumns
+from rlhf_train.online.worker import TrainWorker
+from rlhf_train.run.metrics import results
+from rlhf_train.specs import ModelSpec, OptimizerSpec
+from trainer_testing import random_rollouts
+
+SHAPE = {"vocab_size": 1003, "hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 2}
+ROLES = ("actor", "reference", "critic")
+NUM_UPDATES = 8  # of the same weights: the later ones replay graphs
+# The gradient is what is compared: AdamW makes the same step of gradients that differ by a factor.
+FIXED = OptimizerSpec(learning_rate=0.0, scheduler="constant", max_norm=0.0)
+PPO = make_algorithm(kl_coef=0.05, use_kl_loss=True, kl_estimator="k3")
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    return {
+        "actor": str(tiny_model_dir(folder / "actor", **SHAPE)),
+        "reference": str(tiny_model_dir(folder / "reference", seed=1, **SHAPE)),
+        "critic": str(tiny_reward_model_dir(folder / "critic", **SHAPE)),
+    }
+
+
+def learned(paths, *, tokens=None, size=8, takes_turns=False, **layout):
+    """Train on the same rollouts `NUM_UPDATES` times with a learning rate of 0.
+
+    Returns the worker; by role, the gradient of each update, [P] float32; and the metrics of each of the actor's.
+    """
+    spec = ModelSpec(path="", **({"dtype": "bfloat16", "packing": True, "torch_compile": "on"} | layout))
+    models = {role: dataclasses.replace(spec, path=paths[role], optimizer=FIXED) for role in ("actor", "critic")}
+    models["reference"] = dataclasses.replace(spec, path=paths["reference"])
+    worker = TrainWorker(
+        models, PPO, temperature=0.8, rank=0, num_ranks=1, master=("127.0.0.1", free_port()), device="cuda", seed=0,
+        pack_tokens=tokens or size * 300, takes_turns=takes_turns,
+    )  # fmt: skip
+    rollouts = random_rollouts(48, vocab_size=SHAPE["vocab_size"], max_prompt=100, max_response=200)
+    lengths = [[r.num_tokens for r in rollouts], [r.num_response_tokens for r in rollouts]]
+    [plan] = plan_batches(
+        *lengths, num_ranks=1, num_mini_batches=1, micro_train_batch_size=size, micro_rollout_batch_size=size,
+        max_response_tokens=400, seed=0, micro_batch_tokens=tokens,
+    )  # fmt: skip
+    shard = [rollouts[row] for row in plan.rows]
+    worker.load_rollouts(RolloutColumns.of(shard, [rollout.verdict.reward for rollout in shard]), plan)
+    for role in ROLES:
+        worker.run_model(role)
+    worker.assign_advantages(PPO.kl_coef)
+    gradients = {role: [] for role in worker.engines}
+    metrics = []
+    for role, engine in worker.engines.items():
+        keep_gradients(engine, gradients[role])
+        for seed in range(NUM_UPDATES):
+            numbers = results(worker.update(role, max_epochs=1, seed=seed, kl_coef=PPO.kl_coef))
+            metrics += [numbers] if role == "actor" else []
+    return worker, gradients, metrics
+
+
+def keep_gradients(engine, kept):
+    step = engine.step
+    weights = dict(engine.module.named_parameters())
+
+    def noting():
+        found = [engine.gradient_sums.get(weight, weight.grad) for weight in weights.values()]
+        kept.append(torch.cat([one.flatten().float() for one in found]).cpu())
+        return step()
+
+    if engine.gradient_sums or weights[next(iter(weights))].dtype == torch.float32:  # else DeepSpeed has sharded them
+        engine.step = noting
+
+
+@pytest.fixture(scope="module")
+def truth(paths):
+    """The gradients in float32, padded, without anything that makes passes fast."""
+    plain = learned(paths, dtype="float32", packing=False, torch_compile="off", zero_stage=0)
+    return {role: found[0] for role, found in plain[1].items()}
+
+
+@pytest.fixture(scope="module")
+def plain(paths):
+    """In bfloat16, padded."""
+    return learned(paths, packing=False, torch_compile="off")
+
+
+def graphs(worker):
+    """The number of shapes of the actor's packs that have CUDA graphs."""
+    graph = getattr(worker.engines["actor"].module.model.base_model, "pack_graph", None)
+    return len(graph._passes) if graph else 0
+
+
+@pytest.mark.parametrize(
+    ("options", "has_graphs"),
+    [
+        ({"tokens": 2048}, True),
+        ({"size": 8}, True),
+        ({"tokens": 1024}, True),
+        ({"tokens": 2048, "gradient_checkpointing": True}, False),
+        ({"size": 3, "torch_compile": "off"}, False),
+    ],
+    ids=str,
+)
+def test_gradients_of_packs_are_as_near_to_float32_as_padded_ones_for_any_split(
+    paths, truth, plain, options, has_graphs, caplog
+):
+    worker, gradients, metrics = learned(paths, **options)
+    assert bool(graphs(worker)) == has_graphs
+    assert "CUDA graphs failed" not in caplog.text
+    for role, found in gradients.items():
+        want = truth[role]
+        other = plain[1][role][0]
+        assert len(found) == NUM_UPDATES
+        for got in (found[0], found[-1]):  # kernel by kernel, and from graphs
+            assert (got - want).norm() < 1.5 * (other - want).norm() + 1e-3 * want.norm(), role
+    for numbers in metrics:
+        assert numbers["policy/grad_norm"] == pytest.approx(plain[2][0]["policy/grad_norm"], rel=2e-2)
+        assert numbers["kl/loss"] == pytest.approx(plain[2][0]["kl/loss"], rel=2e-2)
+
+
+def test_log_ratios_of_an_update_on_unchanged_weights_stay_below_rounding(paths):
+    for options, bound in (({"torch_compile": "off"}, 1e-9), ({}, 1e-5)):
+        for numbers in learned(paths, tokens=2048, **options)[2]:
+            assert abs(numbers["policy/ratio"] - 1) < 1e-3
+            assert numbers["policy/kl_to_old"] < bound, options
+
+
+def test_trainers_that_take_turns_compile_without_graphs_and_free_their_memory(paths):
+    worker, _, metrics = learned(paths, tokens=2048, takes_turns=True)
+    assert not graphs(worker)
+    before = torch.cuda.memory_allocated()
+    worker.offload()
+    num_weights = sum(weight.numel() for weight in worker.engines["actor"].module.parameters())
+    assert before - torch.cuda.memory_allocated() > 2 * 12 * num_weights * 0.9  # of actor and critic
+    worker.reload()
+    again = results(worker.update("actor", max_epochs=1, seed=0, kl_coef=PPO.kl_coef))
+    assert again["policy/grad_norm"] == pytest.approx(metrics[0]["policy/grad_norm"], rel=1e-3)
