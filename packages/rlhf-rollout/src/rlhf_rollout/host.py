@@ -51,3 +51,17 @@ def collection_paused() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+@contextmanager
+def quick_collection() -> Iterator[None]:
+    """Let Python's garbage collector skip all objects that exist, for the time of a `with` block.
+
+    A collection takes half a second with all that PyTorch, transformers and DeepSpeed have imported, and milliseconds
+    without.
+    """
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()

@@ -3,13 +3,12 @@
 No other file imports DeepSpeed.
 """
 
-import gc
 import math
 import os
 import socket
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, redirect_stdout
+from contextlib import redirect_stdout
 from io import StringIO
 from typing import Any
 
@@ -21,7 +20,7 @@ from rlhf_data.safety import is_loopback
 from rlhf_kernels import accumulate_
 from rlhf_models.lora import adapters_by_weight
 from rlhf_models.weights import hf_named_weights
-from rlhf_rollout.host import collection_paused
+from rlhf_rollout.host import collection_paused, quick_collection
 from rlhf_train.engine.optimizer import Muon, make_optimizer
 from rlhf_train.engine.protocol import StepStats, learning_rate_at
 from rlhf_train.engine.shards import WEIGHT, ShardReader, Shards, load_moments, load_weights, places, save_moments
@@ -131,20 +130,6 @@ def _first_import() -> None:
         compiler.compile = compile_decorator
 
 
-@contextmanager
-def _quick_collection() -> Iterator[None]:
-    """Let Python's garbage collector skip all objects that exist.
-
-    DeepSpeed collects garbage dozens of times while it sets a model up. Each time takes half a second with all that
-    PyTorch, transformers and DeepSpeed have imported, and milliseconds without.
-    """
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
-
-
 class DeepSpeedEngine:
     """One model trained by DeepSpeed. Call `init_process_group` first."""
 
@@ -178,8 +163,8 @@ class DeepSpeedEngine:
         self.device = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
         optimizer = make_optimizer(model, spec, fused=device == "cuda")
         try:
-            # DeepSpeed's bfloat16 optimizer prints memory figures.
-            with redirect_stdout(StringIO()), _quick_collection():
+            # DeepSpeed's bfloat16 optimizer prints memory figures, and collects garbage dozens of times.
+            with redirect_stdout(StringIO()), quick_collection():
                 self._engine, *_ = deepspeed.initialize(
                     model=model.to(self.device),
                     optimizer=optimizer,

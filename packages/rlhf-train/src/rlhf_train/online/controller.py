@@ -115,6 +115,7 @@ class Controller:
         self._turns.give_to_trainers()
         with self._timeline.phase("load"):
             self._report.add(self._learner.deal(scored(self._batch), step, episode_ids(self._batch)))
+        self._report.write_rollouts()
         with self._timeline.phase("experience"):
             self._report.add(self._learner.fill_columns())
 
@@ -167,6 +168,7 @@ class Controller:
     def record(self, step: int) -> None:
         """Check that no rollout was lost, and report the step."""
         self._check_ledger()
+        self._report.write_rollouts()
         self._report.add(self._ledger.close_step())
         self._report.step(step, self.num_steps)
 

@@ -46,8 +46,7 @@ class RankActor:
             pack_tokens=job.pack_tokens,
             takes_turns=job.takes_turns,
         )
-        # The collector would look through all that is imported and loaded by now again and again.
-        gc.freeze()
+        gc.freeze()  # for as long as the process lives; see `quick_collection`
         self._sender = WeightSource(job.engine.weight_transfer, checksum=job.sync_checksum)
 
     def work(self, method: str, *args: Any, **kwargs: Any) -> Any:

@@ -36,6 +36,7 @@ class Report:
         self._timeline = timeline
         self._metrics: dict[str, float] = {}
         self._num_tokens = 0
+        self._unwritten: tuple[int, Drawn] | None = None  # rollouts of the current step
         self._seconds: dict[str, float] = {}  # of the current step, up to the last `state`
         self._final: dict[str, float] = {}
         self._earlier_s = 0.0  # of processes whose run this one continues
@@ -50,12 +51,8 @@ class Report:
         self._metrics |= metrics
 
     def rollouts(self, step: int, drawn: Drawn) -> None:
-        """Write the step's rollouts, and add their summary to the step's metrics."""
-        with self._timeline.phase("write"):
-            fields = {"num_steps": self._num_steps}
-            if self._record:
-                self._recorder.rollouts("rollouts", step, drawn.kept, **fields, kept=True)
-                self._recorder.rollouts("rollouts", step, [*drawn.stale, *drawn.dropped], **fields, kept=False)
+        """Add a summary of the step's rollouts to its metrics, and keep them for `write_rollouts`."""
+        self._unwritten = step, drawn
         self._num_tokens += sum(rollout.num_response_tokens for group in drawn.groups for rollout in group.rollouts)
         self.add(summarize(drawn.groups, "rollout"))
         self.add(
@@ -67,6 +64,21 @@ class Report:
         self.add(drawn.overlap)
         if drawn.cached_share is not None:
             self.add({"throughput/cached_prompt_share": drawn.cached_share})
+
+    def write_rollouts(self) -> None:
+        """Hand the rollouts of the step to their writer, unless that is done.
+
+        Its thread then takes half of the time of this one, so this is called when this one is about to wait.
+        """
+        if self._unwritten is None:
+            return
+        step, drawn = self._unwritten
+        self._unwritten = None
+        with self._timeline.phase("write"):
+            fields = {"num_steps": self._num_steps}
+            if self._record:
+                self._recorder.rollouts("rollouts", step, drawn.kept, **fields, kept=True)
+                self._recorder.rollouts("rollouts", step, [*drawn.stale, *drawn.dropped], **fields, kept=False)
 
     def evaluation(self, step: int, groups: Sequence[RolloutGroup], metrics: Mapping[str, float]) -> None:
         """Write and show an evaluation."""

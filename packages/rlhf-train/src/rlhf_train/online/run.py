@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rlhf_data.errors import RlhfError
+from rlhf_rollout.host import quick_collection
 from rlhf_rollout.protocols import RewardFunction
 from rlhf_rollout.supervisor import RestartableEngine
 from rlhf_train.online.cluster import placed_bundles, ray_cluster, start_processes
@@ -213,7 +214,8 @@ def train_and_save(job: OnlineJob, parts: Parts, recorder: Recorder) -> RunSumma
     an update.
     """
     try:
-        train(parts.controller)
+        with quick_collection():
+            train(parts.controller)
         save_models(job, parts, recorder)
         parts.checkpointer.close()
     except (KeyboardInterrupt, CancelledError):
@@ -232,6 +234,7 @@ def save_what_is_left(job: OnlineJob, parts: Parts, recorder: Recorder, *, model
     live = parts.learner.live_roles()
     all_live = live == job.models.keys()
     try:
+        parts.report.write_rollouts()
         if all_live and not parts.interrupts.is_held:
             parts.checkpointer.save()
         if models and "actor" in live:
