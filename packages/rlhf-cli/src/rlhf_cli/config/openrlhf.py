@@ -24,6 +24,8 @@ COMMANDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 # Values that flags set and `adapt` turns into options.
 _TOTAL = "prompt and response"  # tokens of a prompt and its response together
 _GUEST = "openrlhf"  # whether the command line was written for OpenRLHF
+_BY_TOKENS = "dynamic batch"  # whether passes hold a number of tokens
+_PASS = "tokens per pass"
 _RESPONSE = 1024  # tokens per response if only the length of both is given
 
 
@@ -92,6 +94,9 @@ def adapt(values: Values) -> Values:
     if values.pop(_GUEST, None) and not values.keys() & {"pretrain", "prompt_data", "config", "preset", "resume"}:
         # Without a model and prompts, `rlhf ppo` runs the built-in task. A command line for OpenRLHF never means that.
         values["pretrain"] = "None"
+    tokens = values.pop(_PASS, "16192")
+    if values.pop(_BY_TOKENS, None):
+        values.setdefault("micro_batch_tokens", tokens)
     if _TOTAL not in values:
         return values
     # Without --generate_max_len, the response may have half of the tokens, but not more than the usual limit.
@@ -149,6 +154,13 @@ _TYPES = mapped(
 _SPECIAL: Mapping[str, Foreign] = MappingProxyType(
     {
         "max_len": Foreign(options=("prompt_max_len", "generate_max_len"), read=_total_length),
+        "use_dynamic_batch": Foreign(
+            options=("micro_batch_tokens",),
+            read=lambda flag, words: ({_BY_TOKENS: "true"} if is_on(flag, words) else {}, ""),
+        ),
+        "train_max_tokens_per_gpu": Foreign(
+            options=("micro_batch_tokens",), read=lambda flag, words: ({_PASS: " ".join(words)}, "")
+        ),
         "greedy_sampling": Foreign(options=("temperature",), read=_greedy),
         "algo.advantage.estimator": _but_for(
             "flash_reinforce",

@@ -35,7 +35,9 @@ class TrainingSection(Section, title="training"):
     min_lr_ratio: float = flag(
         0.1, "learning rate at the end of cosine_with_min_lr, as a share of its peak", ge=0, le=1
     )
-    zero_stage: int = flag(2, "DeepSpeed ZeRO stage", ge=0, le=3)
+    zero_stage: int = flag(
+        2, "DeepSpeed ZeRO stage; a single process, which has nothing to shard, runs stage 2 as stage 1", ge=0, le=3
+    )
     seed: int = flag(42, "seed of all random numbers", ge=0, le=2**31 - 1)
 
     def check(self, given: Collection[str]) -> list[str]:
