@@ -20,7 +20,7 @@ from rlhf_data.records import (
     Verdict,
     VerdictKind,
 )
-from rlhf_rollout.records_io import RolloutWriter, read_batches, rollout_record
+from rlhf_rollout.records_io import RolloutWriter, _numbers, read_batches, rollout_record
 
 
 def record_of(group):
@@ -79,6 +79,14 @@ def test_rollout_record_log_probs_are_the_exact_float32():
     group = group_of(logprobs=logprobs)
     written = record_of(group)["logprobs"][-2:]
     assert np.array_equal(np.array(written, np.float32), logprobs)
+
+
+def test_numbers_have_the_shortest_decimals_of_float32_at_any_size():
+    rng = np.random.default_rng(0)
+    sizes = np.float32(10.0) ** rng.integers(-9, 8, 20_000)
+    values = np.concatenate([rng.normal(size=20_000) * sizes, 2.0 ** np.arange(-40, 40), [0.1, 1 / 3, 99999.99, 1e-4]])
+    values = values.astype(np.float32)
+    assert _numbers(values) == [float(str(value)) for value in values]
 
 
 def test_rollout_record_without_verdict_and_with_a_nan_log_prob_is_null():

@@ -283,7 +283,7 @@ def test_versions_of_the_last_steps_are_kept_and_restored(job, mask_stale, num_k
     for one in (learner, resumed):
         one.policy_version = 600
         one.deal(random_rollouts(32, vocab_size=64), step=1)
-    assert ranks.shards[-1][3] == ranks.shards[-2][4] == tuple(range(602 - 2 * num_kept, 602, 2))
+    assert ranks.shards[-1][3] == ranks.shards[-2][3] == tuple(range(602 - 2 * num_kept, 602, 2))
 
 
 @pytest.mark.parametrize(("asynchronous", "names"), [(None, {"b"}), (AsyncSpec(max_staleness=1), {"async/a", "b"})])
@@ -316,8 +316,8 @@ def dealt(job, estimator: str, normalize: str) -> list[float]:
         verdict = Verdict(kind, total, source_rewards=own)
         rollouts.append(dataclasses.replace(rollout, rollout_id=str(index), group_id="ab"[index // 2], verdict=verdict))
     Learner(job, [ranks]).deal(rollouts, step=1)
-    [(_, mine, rewards, _, _, _)] = ranks.shards
-    worth = {rollout.rollout_id: reward for rollout, reward in zip(mine, rewards, strict=True)}
+    [(_, columns, _, _)] = ranks.shards
+    worth = dict(zip(columns.rollout_ids, columns.rewards.tolist(), strict=True))
     return [worth[str(index)] for index in range(4)]
 
 
@@ -343,7 +343,7 @@ def test_order_of_a_deal_differs_by_step_and_seed_and_repeats(job):
     def rows(seed: int, step: int) -> tuple:
         ranks = Ranks([], "actor", "critic", "reference")
         Learner(dataclasses.replace(job, seed=seed), [ranks]).deal(random_rollouts(32, vocab_size=64), step)
-        return ranks.shards[0][3].rows
+        return ranks.shards[0][2].rows
 
     assert rows(1, 1) == rows(1, 1) != rows(1, 2)
     assert rows(1, 1) != rows(5, 1)
