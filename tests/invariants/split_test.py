@@ -40,6 +40,7 @@ class Case:
     zero_stage: int = 0
     micro_batch_size: int = 32
     packing: bool = False
+    micro_batch_tokens: int | None = None
     algorithm: AlgorithmSpec = PPO_WITH_KL_LOSS
     dtype: str = "float32"
     num_rollouts: int = NUM_ROLLOUTS
@@ -55,7 +56,7 @@ SPLITS = {
     "micro batches of 5": Case(micro_batch_size=5),
     "packed": Case(packing=True),
     "packed micro batches of 5": Case(packing=True, micro_batch_size=5),
-    "ZeRO 1": Case(zero_stage=1, micro_batch_size=8),
+    "ZeRO 1, packed to 60 tokens": Case(zero_stage=1, packing=True, micro_batch_tokens=60),
     "ZeRO 2": Case(zero_stage=2, micro_batch_size=8),
     "ZeRO 3": Case(zero_stage=3, micro_batch_size=8),
 }
@@ -109,6 +110,7 @@ def one_step(rank: int, num_ranks: int, master: Any, path: str, case: Case) -> d
         master=master,
         device=device_of(rank, num_ranks),
         seed=0,
+        takes_turns=case.zero_stage == 2,  # or a single rank would run stage 1
     )
     rollouts = random_rollouts(case.num_rollouts, vocab_size=VOCAB_SIZE)
     rewards = [rollout.verdict.reward for rollout in rollouts]
@@ -123,6 +125,7 @@ def one_step(rank: int, num_ranks: int, master: Any, path: str, case: Case) -> d
         micro_rollout_batch_size=case.micro_batch_size,
         max_response_tokens=24,
         seed=3,
+        micro_batch_tokens=case.micro_batch_tokens,
     )[rank]
     worker.load_rollouts(
         RolloutColumns.of([rollouts[row] for row in plan.rows], [rewards[row] for row in plan.rows]), plan

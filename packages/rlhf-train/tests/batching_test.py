@@ -4,13 +4,14 @@ import pickle
 
 import pytest
 
+from rlhf_data.errors import DataError
 from rlhf_train.batching import plan_batches
 
 LENGTHS = [30, 12, 25, 18, 40, 22, 9, 33, 27, 16]
 RESPONSES = [10, 0, 5, 8, 20, 2, 9, 13, 7, 6]
 
 
-def plan(num_ranks: int, micro: int, seed: int = 1):
+def plan(num_ranks: int, micro: int, seed: int = 1, tokens: int | None = None):
     return plan_batches(
         LENGTHS,
         RESPONSES,
@@ -20,6 +21,7 @@ def plan(num_ranks: int, micro: int, seed: int = 1):
         micro_rollout_batch_size=3,
         max_response_tokens=20,
         seed=seed,
+        micro_batch_tokens=tokens,
     )
 
 
@@ -56,6 +58,23 @@ def test_plan_batches_covers_every_rollout_once_and_keeps_ranks_in_step(num_rank
 def test_plan_batches_largest_pass_is_that_of_the_longest_responses_for_any_number_of_ranks(micro, expected):
     # Forward passes have 3 rows, updates `micro`.
     assert {rank.max_pass_tokens for num_ranks in (1, 2, 3) for rank in plan(num_ranks, micro)} == {expected}
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_plan_batches_by_tokens_makes_few_passes_within_the_limit(num_ranks):
+    plans = plan(num_ranks, 1, tokens=60)
+    assert members(plans) == members(plan(1, 10))
+    assert {rank.max_pass_tokens for rank in plans} == {60}  # of 80 trained tokens
+    for rank in plans:
+        for passes in (rank.forward_batches, *(batch.micro_batches for batch in rank.mini_batches)):
+            tokens = [sum(LENGTHS[rank.rows[row]] for row in rows) for rows in passes]
+            assert max(tokens) <= 60
+            if num_ranks == 1:
+                assert len(passes) == -(-sum(tokens) // 60)  # these lengths fit into as few passes as there can be
+    for step in range(2):
+        assert len({len(rank.mini_batches[step].micro_batches) for rank in plans}) == 1
+    with pytest.raises(DataError, match="more than the budget of 39"):
+        plan(num_ranks, 1, tokens=39)
 
 
 def test_plan_batches_denominators_count_tokens_and_nonempty_rollouts():
