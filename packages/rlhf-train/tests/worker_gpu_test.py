@@ -10,6 +10,7 @@ from rlhf_rollout.host import free_port
 from rlhf_train.algorithms import make_algorithm
 from rlhf_train.batching import plan_batches
 from rlhf_train.columns import RolloutColumns
+from rlhf_train.engine.shards import Shards
 from rlhf_train.online.worker import TrainWorker
 from rlhf_train.run.metrics import results
 from rlhf_train.specs import ModelSpec, OptimizerSpec
@@ -136,10 +137,19 @@ def test_log_ratios_of_an_update_on_unchanged_weights_stay_below_rounding(paths)
 def test_trainers_that_take_turns_compile_without_graphs_and_free_their_memory(paths):
     worker, _, metrics = learned(paths, tokens=2048, takes_turns=True)
     assert not graphs(worker)
-    before = torch.cuda.memory_allocated()
-    worker.offload()
-    num_weights = sum(weight.numel() for weight in worker.engines["actor"].module.parameters())
-    assert before - torch.cuda.memory_allocated() > 2 * 12 * num_weights * 0.9  # of actor and critic
-    worker.reload()
+    engine = worker.engines["actor"]
+    num_weights = sum(weight.numel() for weight in engine.module.parameters())
+    shards = [Shards(), Shards()]
+    engine.save_shards(shards[0])
+    for _ in range(2):
+        before = torch.cuda.memory_allocated()
+        worker.offload()
+        # Master weights, two moments and gradient sums, of actor and critic.
+        assert before - torch.cuda.memory_allocated() > 2 * 16 * num_weights * 0.9
+        engine.save_shards(shards[1])
+        worker.reload()
+        assert before == torch.cuda.memory_allocated()
+    for name, kept in shards[0].tensors.items():
+        assert torch.equal(kept, shards[1].tensors[name]), name
     again = results(worker.update("actor", max_epochs=1, seed=0, kl_coef=PPO.kl_coef))
     assert again["policy/grad_norm"] == pytest.approx(metrics[0]["policy/grad_norm"], rel=1e-3)

@@ -21,6 +21,7 @@ from rlhf_kernels import accumulate_
 from rlhf_models.lora import adapters_by_weight
 from rlhf_models.weights import hf_named_weights
 from rlhf_rollout.host import collection_paused, quick_collection
+from rlhf_train.engine.host_states import HostStates
 from rlhf_train.engine.optimizer import Muon, make_optimizer
 from rlhf_train.engine.protocol import StepStats, learning_rate_at
 from rlhf_train.engine.shards import WEIGHT, ShardReader, Shards, load_moments, load_weights, places, save_moments
@@ -183,6 +184,7 @@ class DeepSpeedEngine:
         # The float32 sums of gradients by weight, in bfloat16 at stage 1; empty otherwise. CUDA graphs of a backward
         # pass add to them directly (`rlhf_models.backbone.replay_full_packs`).
         self.gradient_sums: dict[torch.nn.Parameter, Tensor] = {}
+        self._host_states = HostStates()
         if self._engine.bfloat16_enabled() and zero_stage == 1:
             self.gradient_sums = _gradient_sums(self._engine.optimizer)
             _add_gradients_at_once(self.gradient_sums)
@@ -307,12 +309,23 @@ class DeepSpeedEngine:
 
         The model's weights stay on the device, because the next weight sync reads them there.
         """
+        if self.gradient_sums:
+            optimizer = self._engine.optimizer
+            states = [part for state in optimizer.optimizer.state.values() for part in state.values()]
+            moments = [part for part in states if torch.is_tensor(part) and part.numel() > 1]
+            self._host_states.offload(
+                [*optimizer.fp32_groups_flat_partition, *moments], optimizer.fp32_groups_gradients_flat
+            )
+            return
         from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum as States
 
         self._engine.offload_states(include=[States.optim_states, States.hp_params, States.lp_grads])
 
     def reload(self) -> None:
         """Move back to the device what `offload` moved to the host."""
+        if self.gradient_sums:
+            self._host_states.reload()
+            return
         self._engine.reload_states()
 
     def _gathered(self, parameters: list[torch.nn.Parameter]) -> Any:
