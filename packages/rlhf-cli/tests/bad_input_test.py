@@ -38,6 +38,12 @@ TABLE = [
     (f"{SCORE} {'x' * 251}", "error: .*/x+.* cannot be written", "give another --output_path"),
     (f"{GENERATE} {'x' * 251}", "error: .*/x+.* cannot be written", "give another --output_path"),
     (f"{SCORE} rows.jsonl", "error: .*rows.jsonl exists", "--overwrite"),
+    ("ppo --micro_batch_tokens 99", "error: --micro_batch_tokens limits packed sequences", "add --packing_samples"),
+    (
+        "ppo --packing_samples --micro_batch_tokens 95",
+        "error: --micro_batch_tokens is 95, and a sample may have 96 tokens",
+        "use --micro_batch_tokens 96",
+    ),
     ("ppo --save_path /proc/run", "error: --save_path /proc/run cannot be written", NOWHERE),
     (f"{SFT} --save_path /proc/run", "error: --save_path /proc/run cannot be written", NOWHERE),
     (f"rm {PAIRS} --save_path rows.jsonl", "error: --save_path .*rows.jsonl is not an empty folder", "name a new one"),
