@@ -44,7 +44,7 @@ def learned(paths, *, tokens=None, size=8, takes_turns=False, **layout):
     models["reference"] = dataclasses.replace(spec, path=paths["reference"])
     worker = TrainWorker(
         models, PPO, temperature=0.8, rank=0, num_ranks=1, master=("127.0.0.1", free_port()), device="cuda", seed=0,
-        pack_tokens=tokens or size * 300, takes_turns=takes_turns,
+        pack_tokens=tokens or size * 330, takes_turns=takes_turns,
     )  # fmt: skip
     rollouts = random_rollouts(48, vocab_size=SHAPE["vocab_size"], max_prompt=100, max_response=200)
     lengths = [[r.num_tokens for r in rollouts], [r.num_response_tokens for r in rollouts]]

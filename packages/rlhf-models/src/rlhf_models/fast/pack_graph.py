@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from rlhf_models.attention import PACKED_ATTENTION
 from rlhf_models.batch import TokenBatch
-from rlhf_models.fast.passes import Passes, Replay, capture
+from rlhf_models.fast.passes import FREE_SHARE, Passes, Replay, capture
 
 logger = logging.getLogger(__name__)
 
@@ -173,9 +173,7 @@ class PackGraph:
             return passes[0]
         try:
             taken, left = capture(*passes, next((each.pool for each in self._passes.values()), None))
-            # Graphs keep their memory. Packs that run without graphs need as much again from the ordinary pool, and the
-            # head and its logits get half as much.
-            if left < 1.5 * (self._num_bytes + taken):
+            if left < FREE_SHARE * (self._num_bytes + taken):
                 raise torch.OutOfMemoryError(
                     f"they take {self._num_bytes + taken >> 20} MiB, {left >> 20} MiB are left"
                 )

@@ -15,6 +15,9 @@ from rlhf_kernels import accumulate_
 from rlhf_models.attention import NO_MASK, bounds_arguments
 from rlhf_models.batch import TokenBatch, to_device
 
+# Memory that must stay free, as a share of that of the graphs. Packs that run without graphs need as much again from the
+# ordinary pool, and the head and its logits get half as much.
+FREE_SHARE = 1.5
 _MAX_HELD_BYTES = 512 << 20  # gradients kept alive while a second stream adds them to their sums
 
 
@@ -209,11 +212,14 @@ def capture(warm_up: Passes, passes: Passes, pool: Any) -> tuple[int, int]:
 
     The warm-up compiles kernels and then runs in a mode that raises RuntimeError where the host waits for the device.
     This finds passes that cannot be captured before capture begins, because a failed capture never frees its memory.
+    For the same reason, the first graphs are not captured if their memory would leave less than `FREE_SHARE` of it.
     Forward and backward are two graphs, because the head and the loss run between them, kernel by kernel.
     """
     stream = _capture_stream()
     mode = torch.cuda.get_sync_debug_mode()
     stream.wait_stream(torch.cuda.current_stream())
+    torch.cuda.empty_cache()
+    reserved = torch.cuda.memory_reserved()
     try:
         with torch.cuda.stream(stream):
             # The first round may wait for the device: torch.compile and autotuning do.
@@ -224,8 +230,11 @@ def capture(warm_up: Passes, passes: Passes, pool: Any) -> tuple[int, int]:
     finally:
         torch.cuda.set_sync_debug_mode(mode)
         torch.cuda.synchronize()
+    needed = torch.cuda.memory_reserved() - reserved
     torch.cuda.empty_cache()  # return what earlier passes left in the cache, so that the graphs can have it
     before = torch.cuda.mem_get_info()[0]
+    if pool is None and before < (1 + FREE_SHARE) * needed:
+        raise torch.OutOfMemoryError(f"they would take {needed >> 20} of {before >> 20} MiB")
     forward = torch.cuda.CUDAGraph()
     backward = torch.cuda.CUDAGraph()
     passes.pool = pool or torch.cuda.graph_pool_handle()
