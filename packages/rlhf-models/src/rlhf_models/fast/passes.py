@@ -15,8 +15,8 @@ from rlhf_kernels import accumulate_
 from rlhf_models.attention import NO_MASK, bounds_arguments
 from rlhf_models.batch import TokenBatch, to_device
 
-# Memory that must stay free, as a share of that of the graphs. Packs that run without graphs need as much again from the
-# ordinary pool, and the head and its logits get half as much.
+# Memory that must stay free, as a share of that of the graphs. Packs that run without graphs need as much again from
+# the ordinary pool, and the head and its logits get half as much.
 FREE_SHARE = 1.5
 _MAX_HELD_BYTES = 512 << 20  # gradients kept alive while a second stream adds them to their sums
 
