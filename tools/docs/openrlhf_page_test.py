@@ -13,8 +13,8 @@ def test_page_has_the_table_of_the_commands():
 def test_rows_say_what_becomes_of_a_flag():
     lines = markdown().splitlines()
     assert "| `--colocate_all_models`, `--train.colocate_all` | ppo | `--colocate_all_models` |" in lines
-    [muon] = [line for line in lines if line.startswith("| `--actor.optim`")]
-    assert muon.endswith("| training | not available: the Muon optimizer; accepted with `adam` |")
+    [eps] = [line for line in lines if line.startswith("| `--actor.adam.eps`")]
+    assert eps.endswith("| training | not available: another epsilon of AdamW; accepted with `1e-8` or `1e-08` |")
     [betas] = [line for line in lines if line.startswith("| `--adam_betas`")]
     assert betas.endswith("| `--adam_betas`, one for all models |")
     [flash] = [line for line in lines if line.startswith("| `--flash_attn`")]
