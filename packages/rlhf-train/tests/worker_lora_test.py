@@ -12,6 +12,7 @@ from rlhf_models.testing import tiny_model_dir
 from rlhf_rollout.host import free_port
 from rlhf_train.algorithms import make_algorithm
 from rlhf_train.batching import plan_batches
+from rlhf_train.columns import RolloutColumns
 from rlhf_train.engine.shards import ShardReader
 from rlhf_train.online.worker import TrainWorker
 from rlhf_train.specs import ModelSpec, OptimizerSpec
@@ -45,7 +46,8 @@ def make_worker(path: str, *, estimator: str = "gae", lora: LoraSpec | None = AD
         *lengths, num_ranks=1, num_mini_batches=1, micro_train_batch_size=4, micro_rollout_batch_size=4,
         max_response_tokens=24, seed=0,
     )  # fmt: skip
-    worker.load_rollouts([rollouts[row] for row in plan.rows], [float(row) for row in plan.rows], plan)
+    shard = [rollouts[row] for row in plan.rows]
+    worker.load_rollouts(RolloutColumns.of(shard, [float(row) for row in plan.rows]), plan)
     return worker
 
 

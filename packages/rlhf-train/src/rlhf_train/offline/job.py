@@ -327,5 +327,3 @@ class _Run:
         self.items = with_reference(self.engine, objective, self.items, job.schedule)
         if self._eval_items:
             self._eval_items = with_reference(self.engine, objective, self._eval_items, job.schedule)
-
-
