@@ -62,10 +62,10 @@ def merged(buckets: Sequence[WeightBucket]) -> WeightBucket:
     Raises WeightSyncError when they hold different weights.
     """
     first = buckets[0]
+    if len(buckets) == 1:
+        return first
     if any((bucket.tensors, bucket.medium) != (first.tensors, first.medium) for bucket in buckets):
         names = [bucket.tensors[0].name for bucket in buckets if bucket.tensors]
         raise WeightSyncError(f"the senders of weights are not at the same bucket: they begin with {', '.join(names)}")
-    if len(buckets) == 1:
-        return first
     handles = sorted((handle for bucket in buckets for handle in bucket.handle), key=lambda handle: handle[0])
     return replace(first, handle=tuple(handles))
