@@ -187,7 +187,7 @@ def test_models_apart_that_do_not_fit_are_refused_with_the_numbers():
     assert hint == "--colocate_all_models --actor_num_gpus_per_node 2 --vllm_num_engines 2 shares all 2 GPUs"
     ranks = dict.fromkeys(PPO, 4)
     for engines in ({"num_engines": 4}, {"num_engines": 2, "tensor_parallel_size": 2}):
-        with pytest.raises(ConfigError, match="add --colocate_all_models, with which all models share 4 GPUs"):
+        with pytest.raises(ConfigError, match="add --colocate_all_models, with which all models share 4 GPU"):
             plan_placement(PlacementRequest(ranks=ranks, **engines), [8])
     # Sharing would need a weight sync between GPUs: no hint asks for less than what was asked for.
     with pytest.raises(ConfigError) as caught:

@@ -268,7 +268,7 @@ def _too_large(request: PlacementRequest, needed: PlacementPlan, nodes: Sequence
     elif needed.num_gpus <= num_gpus:
         hint = f"{hint}, or have --X_num_nodes times --X_num_gpus_per_node of each model X fit the nodes"
     elif not needed.colocated and shared is not None and not shared.unavailable:
-        hint = f"{hint}, or add --colocate_all_models, with which all models share {shared.num_gpus} GPUs"
+        hint = f"{hint}, or add --colocate_all_models, with which all models share {shared.num_gpus} GPU(s)"
     return ConfigError(message, hint=hint)
 
 
