@@ -330,6 +330,7 @@ def _build_core(spec: EngineSpec, model_dir: Path, model_config: dict[str, Any],
     from vllm.v1.executor import Executor
 
     from rlhf_rollout.engines.vllm import weights
+    from rlhf_rollout.engines.vllm.slots import skip_idle_slots
 
     if spec.num_threads is not None:
         import torch
@@ -373,13 +374,15 @@ def _build_core(spec: EngineSpec, model_dir: Path, model_config: dict[str, Any],
         weight_transfer_config=WeightTransferConfig(backend=f"rlhf_{spec.weight_transfer}"),
         worker_extension_cls=f"{weights.__name__}.BucketWorkerExtension",
     ).create_engine_config()
-    return EngineCoreClient.make_client(
+    core = EngineCoreClient.make_client(
         multiprocess_mode=False,
         asyncio_mode=False,
         vllm_config=config,
         executor_class=Executor.get_class(config),
         log_stats=False,
     )
+    skip_idle_slots(core.engine_core.scheduler)
+    return core
 
 
 def _register_architectures(architectures: list[str]) -> None:

@@ -1,0 +1,76 @@
+"""The shortened bookkeeping of KV-cache blocks, beside vLLM's own: the same blocks, and the same cached prefixes."""
+
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("vllm")
+
+import torch
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+from vllm.v1.request import Request
+
+from rlhf_rollout.engines.vllm.slots import skip_idle_slots
+
+BLOCK_SIZE = 4
+
+
+def make_scheduler(spec):
+    config = KVCacheConfig(num_blocks=64, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)])
+    manager = KVCacheManager(config, max_model_len=64, scheduler_block_size=BLOCK_SIZE, hash_block_size=BLOCK_SIZE)
+    return SimpleNamespace(kv_cache_manager=manager, num_lookahead_tokens=0, connector=None)
+
+
+def full_attention():
+    return FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=1, head_size=8, dtype=torch.float32)
+
+
+def decode(scheduler, num_prompt_tokens, num_tokens, *, lag):
+    """Return blocks and number of cached blocks after each token; `lag` tokens are known after they are scheduled."""
+    init_none_hash(sha256)
+    manager = scheduler.kv_cache_manager
+    hasher = get_request_block_hasher(BLOCK_SIZE, sha256)
+    prompt = list(range(num_prompt_tokens))
+    request = Request("a", prompt, SamplingParams(max_tokens=64), None, block_hasher=hasher)
+    manager.allocate_slots(request, num_prompt_tokens, num_new_computed_tokens=0, num_lookahead_tokens=0)
+    request.num_computed_tokens = num_prompt_tokens
+    seen = []
+    for token in range(num_tokens):
+        if token >= lag:
+            request.append_output_token_ids([100 + token])
+            if lag:
+                manager.cache_blocks(request, request.num_computed_tokens - 1)
+        assert manager.allocate_slots(request, 1, num_lookahead_tokens=0) is not None
+        request.num_computed_tokens += 1
+        [group] = manager.coordinator.single_type_managers
+        seen.append((manager.get_block_ids("a"), group.num_cached_block["a"]))
+    return seen
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("num_prompt_tokens", [7, 8, 9])
+def test_blocks_and_cached_prefixes_are_those_of_vllm(num_prompt_tokens, lag, monkeypatch):
+    own = make_scheduler(full_attention())
+    shortened = make_scheduler(full_attention())
+    calls = []
+    allocate = shortened.kv_cache_manager.allocate_slots
+    shortened.kv_cache_manager.allocate_slots = lambda *a, **k: calls.append(a) or allocate(*a, **k)
+    skip_idle_slots(shortened)
+    expected = decode(own, num_prompt_tokens, 17, lag=lag)
+    assert decode(shortened, num_prompt_tokens, 17, lag=lag) == expected
+    assert expected[-1][1] >= 5  # blocks of generated tokens are cached, too
+    assert len(calls) < 12  # of 18
+
+
+@pytest.mark.parametrize("case", ["window", "speculative", "connector"])
+def test_anything_but_plain_full_attention_is_left_to_vllm(case):
+    window = SlidingWindowSpec(BLOCK_SIZE, num_kv_heads=1, head_size=8, dtype=torch.float32, sliding_window=8)
+    scheduler = make_scheduler(window if case == "window" else full_attention())
+    scheduler.num_lookahead_tokens = 2 if case == "speculative" else 0
+    scheduler.connector = object() if case == "connector" else None
+    skip_idle_slots(scheduler)
+    assert not {"allocate_slots", "cache_blocks"} & vars(scheduler.kv_cache_manager).keys()

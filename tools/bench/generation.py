@@ -1,0 +1,310 @@
+"""Tokens per second of vLLM alone, with one or several engines on one GPU.
+
+    python tools/bench/generation.py --engines 1 2 3 --out generation.json
+
+Each engine is a `VllmEngine` with random weights in a process of its own. All engines start before the first
+measurement and stay. For each number in `--engines`, so many of them share the prompts of a round: they begin together,
+and the round ends when the last one is done. Prompts are new in each round, and prefixes of earlier rounds are dropped,
+as after a weight update. Defaults are the sizes of W1 of `online.py`.
+
+A variant is a name and settings: fields of `EngineSpec` or of vLLM's `EngineArgs`, environment variables in upper case,
+`mps=true`, which lets its engines share the GPU by NVIDIA's Multi-Process Service instead of time slices, and
+`skip_idle_slots=false`, which leaves vLLM's scheduler as it is:
+
+    --variant base --variant v1 VLLM_USE_V2_MODEL_RUNNER=0 --variant mps mps=true --variant blocks block_size=64
+
+The engines of all variants are on the GPU together, and those that do not generate wait. A variant whose engines fail
+is reported with its error. The report is written after each number of engines. It has, of the first engine, the
+milliseconds per step in parts of the engine core, and from one more round of the smallest number of engines the shares
+of samples of its stepping thread in which a function was running, and of a single engine the time of its GPU kernels.
+
+Without a GPU the times mean nothing, but the script can be tried with `--shape tiny --prompts 4 --samples 2
+--prompt_tokens 16 --response_tokens 8`.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from environment import command_line, environment
+from generation_engine import engine_process
+from rlhf_data.errors import ConfigError, EngineError, RlhfError
+from rlhf_rollout.engines.spec import EngineSpec
+from rlhf_rollout.host import local_gpus
+from rlhf_rollout.protocols import SamplingParams
+from shapes import SHAPES
+
+_MPS = "nvidia-cuda-mps-control"
+
+
+def parse_variant(words: Sequence[str]) -> tuple[str, dict[str, Any]]:
+    """Return name and settings of `NAME KEY=VALUE ...`; values are JSON, or else strings.
+
+    Raises:
+        ConfigError: a word after the name has no `=`.
+    """
+    settings: dict[str, Any] = {}
+    for word in words[1:]:
+        key, equals, value = word.partition("=")
+        if not equals:
+            raise ConfigError(f"{word!r} of variant {words[0]} has no value", hint="write KEY=VALUE")
+        try:
+            settings[key] = json.loads(value)
+        except ValueError:
+            settings[key] = value
+    return words[0], settings
+
+
+@contextlib.contextmanager
+def mps_daemon() -> Iterator[dict[str, str]]:
+    """Run an MPS daemon with folders of its own; yield the environment of its clients.
+
+    Raises:
+        ConfigError: the daemon's program is not installed, or it does not start.
+    """
+    if shutil.which(_MPS) is None:
+        raise ConfigError(f"there is no {_MPS} on this machine", hint="it comes with the driver; measure without mps")
+    with tempfile.TemporaryDirectory(prefix="mps") as folder:
+        places = {f"CUDA_MPS_{name}_DIRECTORY": f"{folder}/{name.lower()}" for name in ("PIPE", "LOG")}
+        for place in places.values():
+            os.mkdir(place)
+        started = subprocess.run([_MPS, "-d"], env=os.environ | places, capture_output=True, text=True)
+        if started.returncode:
+            said = (started.stdout + started.stderr).strip()
+            raise ConfigError(f"{_MPS} does not start: {said}", hint="measure without mps")
+        try:
+            yield places
+        finally:
+            subprocess.run([_MPS], env=os.environ | places, input="quit\n", text=True, capture_output=True, timeout=60)
+
+
+class EngineProcess:
+    """An engine in a process of its own."""
+
+    def __init__(self, *args: Any) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, other = context.Pipe()
+        self._process = context.Process(target=engine_process, args=(other, *args))
+        self._process.start()
+        other.close()
+
+    def send(self, task: Any) -> None:
+        """Send a task, the sign to begin it, or None to end."""
+        with contextlib.suppress(OSError):  # `receive` tells of a process that has ended
+            self._pipe.send(task)
+
+    def receive(self, timeout_s: float) -> Any:
+        """Return its answer. Raises EngineError when it failed, ended, or took longer than `timeout_s`."""
+        if not self._pipe.poll(timeout_s):
+            raise EngineError(f"an engine did not answer within {timeout_s:g} s")
+        try:
+            kind, value = self._pipe.recv()
+        except EOFError:
+            self._process.join(10)
+            raise EngineError(f"an engine's process ended with code {self._process.exitcode}") from None
+        if kind == "failed":
+            raise EngineError(value)
+        return value
+
+    def end(self) -> None:
+        """End the process."""
+        self.send(None)
+        self._process.join(10)
+        self._process.kill()
+
+
+def write_model(options: argparse.Namespace, folder: Path) -> EngineSpec:
+    """Write the random model into `folder`; return the settings of its engines, whose KV cache holds all sequences."""
+    import torch
+
+    from rlhf_models.testing import tiny_model_dir
+
+    on_gpu = local_gpus() > 0
+    tiny_model_dir(folder, dtype=torch.bfloat16 if on_gpu else torch.float32, **SHAPES[options.shape])
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    token_bytes = 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * head_dim * (2 if on_gpu else 4)
+    most = -(-options.prompts // min(options.engines)) * options.samples
+    max_model_len = options.prompt_tokens + options.response_tokens
+    return EngineSpec(
+        model=str(folder),
+        dtype="bfloat16" if on_gpu else "float32",
+        max_model_len=max_model_len,
+        max_num_seqs=most,
+        # Engines that start at the same time cannot measure what is free; vLLM asks only that so much is.
+        gpu_memory_utilization=0.02,
+        kv_cache_memory_bytes=most * (max_model_len + 128) * token_bytes,
+        weight_transfer="ipc" if on_gpu else "shared_memory",
+    )
+
+
+def start_engines(
+    settings: dict[str, Any], number: int, spec: EngineSpec, sampling: SamplingParams, mps: dict[str, str]
+) -> list[EngineProcess]:
+    """Start engines with the settings of a variant; return them without waiting until they are loaded."""
+    own = {field.name for field in dataclasses.fields(EngineSpec)}
+    changed = {key: value for key, value in settings.items() if key in own}
+    others = {key: value for key, value in settings.items() if key not in own and key != "mps"}
+    if settings.get("mps"):
+        others |= mps
+    specs = [dataclasses.replace(spec, **{"seed": seed} | changed) for seed in range(number)]
+    return [EngineProcess(each, sampling, others) for each in specs]
+
+
+def run_round(
+    engines: Sequence[EngineProcess], prompts: np.ndarray, timeout_s: float, *, profile: bool = False
+) -> dict[str, Any]:
+    """Let engines generate shares of `prompts` [N, P] at the same time; return seconds, tokens and the first's figures.
+
+    Raises:
+        EngineError: an engine failed or took longer than `timeout_s`.
+    """
+    for number, engine in enumerate(engines):
+        flags = {"profile": profile and number == 0, "kernels": len(engines) == 1}
+        engine.send({"prompts": prompts[number :: len(engines)]} | flags)
+    for engine in engines:
+        engine.receive(timeout_s)
+    start = time.perf_counter()
+    for engine in engines:
+        engine.send("begin")
+    answers = [engine.receive(timeout_s) for engine in engines]
+    seconds = time.perf_counter() - start
+    return answers[0] | {"seconds": seconds, "tokens": sum(answer["tokens"] for answer in answers)}
+
+
+def figures_of(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return medians of rounds, and the parts of a step in the last one."""
+    return {
+        "seconds": statistics.median(each["seconds"] for each in rounds),
+        "tokens_per_second": statistics.median(each["tokens"] / each["seconds"] for each in rounds),
+        "rounds": [each["seconds"] for each in rounds],
+        "steps": rounds[-1]["steps"],
+        "milliseconds_per_step": rounds[-1]["milliseconds_per_step"],
+    }
+
+
+def measure_variant(
+    engines: Sequence[EngineProcess], draw: Callable[[], np.ndarray], options: argparse.Namespace
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield numbers of engines and their figures, after a round of all engines that warms them up.
+
+    Raises:
+        EngineError: an engine failed.
+    """
+    run_round(engines, draw(), options.timeout_s)
+    for number in sorted(options.engines):
+        sharing = engines[:number]
+        figures = figures_of([run_round(sharing, draw(), options.timeout_s) for _ in range(options.rounds)])
+        if number == min(options.engines):
+            figures |= {"profile": run_round(sharing, draw(), options.timeout_s, profile=True)["profile"]}
+        yield number, figures
+
+
+@contextlib.contextmanager
+def noted(variant: dict[str, Any]) -> Iterator[None]:
+    """Note the error of a variant that cannot be measured."""
+    try:
+        yield
+    except RlhfError as error:
+        variant["error"] = str(error)
+
+
+def measure(
+    report: dict[str, Any], spec: EngineSpec, draw: Callable[[], np.ndarray], options: argparse.Namespace
+) -> Iterator[str]:
+    """Start and measure the variants of a report, put figures or errors into it, and yield a line for each."""
+    sampling = SamplingParams(num_samples=options.samples, max_tokens=options.response_tokens)
+    variants = report["variants"]
+    engines: dict[str, list[EngineProcess]] = {}
+    with contextlib.ExitStack() as stack:
+
+        def start(variant: dict[str, Any], number: int) -> list[EngineProcess]:
+            started = start_engines(variant["settings"], number, spec, sampling, mps)
+            for engine in started:
+                stack.callback(engine.end)
+            return started
+
+        mps: dict[str, str] = {}
+        users = [variant for variant in variants.values() if variant["settings"].get("mps")]
+        for variant in users:
+            with noted(variant):
+                mps = mps or stack.enter_context(mps_daemon())
+        [first] = start(next(iter(variants.values())), 1)  # compiles for all others
+        with contextlib.suppress(EngineError):
+            report["seconds_cold_start"] = first.receive(options.timeout_s)
+        first.end()
+        for name, variant in variants.items():
+            with noted(variant):
+                if "error" not in variant:
+                    engines[name] = start(variant, max(options.engines))
+        for name, started in engines.items():
+            with noted(variants[name]):
+                variants[name]["seconds_start"] = [engine.receive(options.timeout_s) for engine in started]
+        for name, started in engines.items():
+            variant = variants[name]
+            with noted(variant):
+                for number, figures in measure_variant(started, draw, options) if "error" not in variant else ():
+                    variant.setdefault("engines", {})[str(number)] = figures
+                    rate = f"{figures['seconds']:7.2f} s {figures['tokens_per_second'] / 1e3:7.1f} k tokens/s"
+                    yield f"{name:<16} {number} engines {rate}"
+    for name, variant in variants.items():
+        if "error" in variant:
+            yield f"{name}: {variant['error']}"
+
+
+def main() -> int:
+    """Measure all variants and write the report; return 1 if a variant failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engines", type=int, nargs="+", default=[1, 2, 3], help="numbers of engines to measure")
+    parser.add_argument("--variant", nargs="+", action="append", metavar=("NAME", "KEY=VALUE"))
+    parser.add_argument("--shape", choices=SHAPES, default="qwen2-0.5b")
+    parser.add_argument("--prompts", type=int, default=64, help="per round")
+    parser.add_argument("--samples", type=int, default=8, help="per prompt")
+    parser.add_argument("--prompt_tokens", type=int, default=256)
+    parser.add_argument("--response_tokens", type=int, default=512)
+    parser.add_argument("--rounds", type=int, default=3, help="per number of engines")
+    parser.add_argument("--timeout_s", type=float, default=300.0, help="of an engine's start, and of a round")
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    if not 1 <= min(options.engines) <= max(options.engines) <= options.prompts:
+        parser.error("--engines must lie between 1 and the number of --prompts")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that engines and daemon end with the benchmark
+    variants = dict(parse_variant(words) for words in options.variant or [["base"]])
+    rng = np.random.default_rng(0)
+    shown = ("engines", "shape", "prompts", "samples", "prompt_tokens", "response_tokens", "rounds")
+    with tempfile.TemporaryDirectory() as folder:
+        spec = write_model(options, Path(folder))
+        vocab_size = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))["vocab_size"]
+        report: dict[str, Any] = {
+            "benchmark": "generation",
+            "command": command_line(options.out),
+            "environment": environment(),
+            "options": {name: getattr(options, name) for name in shown},
+            "max_num_seqs": spec.max_num_seqs,
+            "kv_cache_memory_bytes": spec.kv_cache_memory_bytes,
+            "variants": {name: {"settings": settings} for name, settings in variants.items()},
+        }
+        size = (options.prompts, options.prompt_tokens)
+        for line in measure(report, spec, lambda: rng.integers(vocab_size, size=size), options):
+            print(line, flush=True)
+            options.out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    return int(any("error" in variant for variant in report["variants"].values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

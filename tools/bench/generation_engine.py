@@ -1,0 +1,153 @@
+"""The process of one engine of `generation.py`, and where its stepping thread and its GPU kernels spend their time."""
+
+import asyncio
+import os
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+
+from rlhf_rollout.engines.spec import EngineSpec
+from rlhf_rollout.protocols import SamplingParams
+
+_SAMPLE_S = 0.002  # between two looks at the stepping thread
+_KERNEL_STEPS = 16  # steps whose GPU kernels are timed
+
+
+class Watch:
+    """Measures where the stepping thread of an engine spends its time."""
+
+    def __init__(self, engine: Any, core: Any) -> None:
+        self._loop = engine._loop
+        self.seconds: Counter[str] = Counter()
+        self.steps = 0
+        inner = core.engine_core
+        self._time(core, "get_output", "core")
+        self._time(inner.scheduler, "schedule", "schedule")
+        self._time(inner.scheduler, "update_from_output", "update")
+        self._time(inner.model_executor, "execute_model", "launch")
+        self._time(inner.model_executor, "sample_tokens", "sample")
+        self._time(self._loop, "_take_outputs", "take_outputs")
+
+    def _time(self, owner: Any, name: str, part: str) -> None:
+        function = getattr(owner, name)
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.seconds[part] += time.perf_counter() - start
+                self.steps += part == "core"
+
+        setattr(owner, name, timed)
+
+    def reset(self) -> None:
+        """Begin a round."""
+        self.seconds.clear()
+        self.steps = 0
+
+    def milliseconds_per_step(self) -> dict[str, float]:
+        """Return the parts of a step; "wait" is the core's time outside the others: for the GPU, and for its output."""
+        parts = dict(self.seconds)
+        parts["wait"] = parts.pop("core", 0.0) - sum(parts.get(name, 0.0) for name in ("schedule", "launch", "sample"))
+        parts["wait"] -= parts.get("update", 0.0)
+        return {name: 1e3 * value / max(self.steps, 1) for name, value in sorted(parts.items())}
+
+    def profile(self, ended: threading.Event, num_steps: int, *, kernels: bool) -> dict[str, Any]:
+        """Return shares of functions in the first half of a round of `num_steps`, and then the time of GPU kernels."""
+        found: dict[str, Any] = {"functions": self._functions(lambda: ended.is_set() or self.steps > num_steps / 2)}
+        if kernels and not ended.is_set():
+            try:
+                found["kernels"] = self._kernels(ended)
+            except Exception as error:
+                found["kernels"] = {"error": str(error)}
+        return found
+
+    def _functions(self, is_over: Callable[[], bool], top: int = 40) -> dict[str, float]:
+        thread = self._loop._thread.ident
+        counts: Counter[str] = Counter()
+        num_samples = 0
+        interval = sys.getswitchinterval()
+        sys.setswitchinterval(1e-5)  # otherwise samples fall on moments at which the thread gives the lock away
+        while not is_over():
+            time.sleep(_SAMPLE_S)
+            frame = sys._current_frames().get(thread)
+            names = set()
+            while frame is not None:
+                names.add(f"{'/'.join(frame.f_code.co_filename.split('/')[-3:])} {frame.f_code.co_qualname}")
+                frame = frame.f_back
+            counts.update(names)
+            num_samples += 1
+        sys.setswitchinterval(interval)
+        return {name: count / num_samples for name, count in counts.most_common(top)}
+
+    def _kernels(self, ended: threading.Event, top: int = 15) -> dict[str, Any]:
+        from torch.profiler import ProfilerActivity, profile
+
+        profiler = profile(activities=[ProfilerActivity.CUDA])
+        # CUDA's current device belongs to the stepping thread.
+        self._loop.call(lambda core: profiler.start(), drain=False).result()
+        first = self.steps
+        while not ended.is_set() and self.steps < first + _KERNEL_STEPS:
+            time.sleep(_SAMPLE_S)
+        last = self._loop.call(lambda core: (profiler.stop(), self.steps)[1], drain=False).result()
+        kernels = {event.key: event.self_device_time_total for event in profiler.key_averages()}
+        each = {name: 1e-3 * value / max(last - first, 1) for name, value in kernels.items() if value}
+        ordered = sorted(each.items(), key=lambda item: -item[1])
+        shown = {name[:100]: value for name, value in ordered[:top]}
+        return {"milliseconds_per_step": sum(each.values()), "steps": last - first, "milliseconds": shown}
+
+
+def engine_process(pipe: Connection, spec: EngineSpec, sampling: SamplingParams, settings: dict[str, Any]) -> None:
+    """Build an engine and generate what the pipe asks for, until it is None."""
+    os.environ.update({key: str(value) for key, value in settings.items() if key.isupper()})
+    try:
+        start = time.perf_counter()
+        from rlhf_rollout.engines.vllm import engine as module
+
+        module._prepare_environment()  # before vLLM is imported
+        from vllm.engine import arg_utils
+
+        from rlhf_rollout.engines.vllm import slots
+
+        if not settings.pop("skip_idle_slots", True):
+            slots.skip_idle_slots = lambda scheduler: None
+        plain = arg_utils.EngineArgs
+        others = {key: value for key, value in settings.items() if not key.isupper()}
+        arg_utils.EngineArgs = lambda **given: plain(**(given | others))
+        engine = module.VllmEngine(spec)
+        watch = engine._loop.call(lambda core: Watch(engine, core), drain=False).result()
+        pipe.send(("ready", time.perf_counter() - start))
+        with asyncio.Runner() as runner:
+            while (task := pipe.recv()) is not None:
+                engine._loop.call(lambda core: core.reset_prefix_cache(), drain=True).result()
+                watch.reset()
+                pipe.send(("prepared", None))
+                pipe.recv()
+                pipe.send(("done", runner.run(_generate(engine, watch, sampling, **task))))
+            runner.run(engine.close())
+    except Exception as error:
+        pipe.send(("failed", f"{type(error).__name__}: {error}"))
+
+
+async def _generate(
+    engine: Any, watch: Watch, sampling: SamplingParams, prompts: np.ndarray, *, profile: bool, kernels: bool
+) -> dict[str, Any]:
+    ended = threading.Event()
+    looking = None
+    if profile:
+        looking = asyncio.ensure_future(asyncio.to_thread(watch.profile, ended, sampling.max_tokens, kernels=kernels))
+    groups = await asyncio.gather(*(engine.generate(prompt, sampling) for prompt in prompts))
+    ended.set()
+    return {
+        "tokens": sum(len(span.token_ids) for group in groups for each in group for span in each.spans),
+        "steps": watch.steps,
+        "milliseconds_per_step": watch.milliseconds_per_step(),
+        "profile": await looking if looking else None,
+    }
