@@ -114,10 +114,10 @@ def engine_process(pipe: Connection, spec: EngineSpec, sampling: SamplingParams,
         module._prepare_environment()  # before vLLM is imported
         from vllm.engine import arg_utils
 
-        from rlhf_rollout.engines.vllm import slots
+        from rlhf_rollout.engines.vllm import scheduling
 
         if not settings.pop("skip_idle_slots", True):
-            slots.skip_idle_slots = lambda scheduler: None
+            scheduling.skip_idle_slots = lambda scheduler: None
         plain = arg_utils.EngineArgs
         others = {key: value for key, value in settings.items() if not key.isupper()}
         arg_utils.EngineArgs = lambda **given: plain(**(given | others))

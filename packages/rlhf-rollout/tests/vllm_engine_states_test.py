@@ -77,10 +77,9 @@ class Core:
         done = {} if self.lasts else self.running
         if done:
             self.running = {}
-        logprobs = SimpleNamespace(logprobs=np.array([[-0.5]], np.float32))
         reason = VllmFinishReason.LENGTH
         outputs = [
-            SimpleNamespace(request_id=name, new_token_ids=[7], new_logprobs=logprobs, finish_reason=reason)
+            SimpleNamespace(request_id=name, new_token_ids=[7], new_logprobs=[-0.5], finish_reason=reason)
             for name in done
         ]
         return SimpleNamespace(outputs=outputs)

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from rlhf_data.errors import EngineError
@@ -72,7 +71,7 @@ class ScriptedCore:
                 SimpleNamespace(
                     request_id=request_id,
                     new_token_ids=[token],
-                    new_logprobs=SimpleNamespace(logprobs=np.array([[-0.5 * token]], np.float32)),
+                    new_logprobs=[-0.5 * token],
                     finish_reason=self.end_reason if done else None,
                     prefill_stats=SimpleNamespace(num_cached_tokens=token) if token == 1 else None,
                 )

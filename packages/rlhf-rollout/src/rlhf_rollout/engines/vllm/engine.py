@@ -330,7 +330,7 @@ def _build_core(spec: EngineSpec, model_dir: Path, model_config: dict[str, Any],
     from vllm.v1.executor import Executor
 
     from rlhf_rollout.engines.vllm import weights
-    from rlhf_rollout.engines.vllm.slots import skip_idle_slots
+    from rlhf_rollout.engines.vllm.scheduling import list_logprobs, skip_idle_slots
 
     if spec.num_threads is not None:
         import torch
@@ -382,6 +382,7 @@ def _build_core(spec: EngineSpec, model_dir: Path, model_config: dict[str, Any],
         log_stats=False,
     )
     skip_idle_slots(core.engine_core.scheduler)
+    list_logprobs(core.engine_core.scheduler)
     return core
 
 

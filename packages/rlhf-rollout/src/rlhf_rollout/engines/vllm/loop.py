@@ -335,7 +335,7 @@ class StepLoop:
             if (prefilled := getattr(output, "prefill_stats", None)) is not None:  # not every version of vLLM says
                 sample.num_cached_tokens = prefilled.num_cached_tokens
             if output.new_logprobs is not None:
-                sample.logprobs += output.new_logprobs.logprobs[:, 0].tolist()
+                sample.logprobs += output.new_logprobs  # a list, by `list_logprobs`
             if output.finish_reason is not None:
                 del samples[output.request_id]
                 self._finish(sample, output.finish_reason)

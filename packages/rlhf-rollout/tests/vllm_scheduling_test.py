@@ -1,4 +1,4 @@
-"""The shortened bookkeeping of KV-cache blocks, beside vLLM's own: the same blocks, and the same cached prefixes."""
+"""What is saved of the scheduler's work, beside vLLM's own: the same blocks, cached prefixes and log-probs."""
 
 from types import SimpleNamespace
 
@@ -6,15 +6,17 @@ import pytest
 
 pytest.importorskip("vllm")
 
+import numpy as np
 import torch
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+from vllm.v1.outputs import LogprobsLists
 from vllm.v1.request import Request
 
-from rlhf_rollout.engines.vllm.slots import skip_idle_slots
+from rlhf_rollout.engines.vllm.scheduling import list_logprobs, skip_idle_slots
 
 BLOCK_SIZE = 4
 
@@ -74,3 +76,15 @@ def test_anything_but_plain_full_attention_is_left_to_vllm(case):
     scheduler.connector = object() if case == "connector" else None
     skip_idle_slots(scheduler)
     assert not {"allocate_slots", "cache_blocks"} & vars(scheduler.kv_cache_manager).keys()
+
+
+@pytest.mark.parametrize("starts", [None, [0, 2, 3]])
+def test_log_probs_of_a_request_are_those_that_vllm_slices(starts):
+    logprobs = -np.arange(8, dtype=np.float32).reshape(4, 2)
+    rows = LogprobsLists(np.zeros((4, 2), np.int32), logprobs, np.zeros(4, np.int32), starts)
+    scheduler = SimpleNamespace(update_from_output=lambda _, output: output.logprobs)
+    list_logprobs(scheduler)
+    listed = scheduler.update_from_output(None, SimpleNamespace(logprobs=rows))
+    for index, num_tokens in enumerate([2, 1, 1]):
+        assert listed.slice_request(index, num_tokens) == rows.slice_request(index, num_tokens).logprobs[:, 0].tolist()
+    assert scheduler.update_from_output(None, SimpleNamespace(logprobs=None)) is None
