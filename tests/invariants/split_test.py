@@ -110,7 +110,6 @@ def one_step(rank: int, num_ranks: int, master: Any, path: str, case: Case) -> d
         master=master,
         device=device_of(rank, num_ranks),
         seed=0,
-        takes_turns=case.zero_stage == 2,  # or a single rank would run stage 1
     )
     rollouts = random_rollouts(case.num_rollouts, vocab_size=VOCAB_SIZE)
     rewards = [rollout.verdict.reward for rollout in rollouts]

@@ -7,7 +7,7 @@ import pytest
 
 from rlhf_cli.commands.ppo import lowest_layer
 from rlhf_cli.config.ppo import PpoConfig
-from rlhf_cli.jobs import count_steps, describe_batches, make_job, make_plan, unavailable_in
+from rlhf_cli.jobs import count_steps, describe_batches, make_job, make_plan
 from rlhf_cli.preflight.devices import check_device, find_gpus
 from rlhf_cli.preflight.inputs import Inputs
 from rlhf_data.command_line import CommandLine
@@ -16,6 +16,7 @@ from rlhf_data.prompts import PromptSet
 from rlhf_data.records import Prompt
 from rlhf_data.rows import Counts
 from rlhf_rollout.rewards.sources import RewardSource
+from rlhf_train.online.job import unavailable_features
 
 SOURCES = (RewardSource(kind="function", targets=("r.py",)),)
 ONE_SAMPLE = ("--n_samples_per_prompt", "1", "--train_batch_size", "32")
@@ -155,19 +156,11 @@ def test_make_job_saves_full_paths_so_that_the_file_works_from_any_folder(tmp_pa
         ),
         (["--dynamic_filtering", *ONE_SAMPLE], "use --n_samples_per_prompt 4 or more"),
         (["--advantage_estimator", "group_norm", *ONE_SAMPLE], "use --n_samples_per_prompt 4 or more"),
-        (
-            ["--colocate_all_models", "--deepspeed_enable_sleep", "--zero_stage", "3"],
-            "--deepspeed_enable_sleep at --zero_stage 3",
-        ),
-        (
-            ["--colocate_all_models", "--deepspeed_enable_sleep", "--zero_stage", "1"],
-            "--deepspeed_enable_sleep at --zero_stage 1",
-        ),
     ],
 )
 def test_make_job_what_the_trainer_refuses_is_an_error_before_anything_starts(argv, message):
     with pytest.raises(ConfigError, match=message):
-        make(configure("--init_kl_coef", "0", *argv), ONE_GPU if "--colocate_all_models" in argv else CPU)
+        make(configure("--init_kl_coef", "0", *argv), CPU)
 
 
 @pytest.mark.parametrize(
@@ -309,24 +302,15 @@ def test_make_plan_checks_the_memory_of_engines_that_share_a_gpu():
     assert make_plan(configure(*two, "--vllm_gpu_memory_utilization", "0.6"), [0])
 
 
-def test_unavailable_in_names_what_a_run_cannot_do_on_gpus():
-    argv = [
-        "--colocate_all_models",
-        "--deepspeed_enable_sleep",
-        "--zero_stage",
-        "3",
-        "--vllm_tensor_parallel_size",
-        "2",
-    ]
+def test_unavailable_features_names_what_a_run_cannot_do_on_gpus():
+    argv = ["--colocate_all_models", "--deepspeed_enable_sleep", "--vllm_tensor_parallel_size", "2"]
     config = configure(*argv, "--actor_num_nodes", "2", "--actor_num_gpus_per_node", "2")
-    texts = [str(error).partition("\n")[0] for error in unavailable_in(config, make_plan(config, [2, 2]))]
-    assert texts == [
-        "not available: a run on more than one node (4 GPUs on 2 nodes)",
-        "not available: --deepspeed_enable_sleep at --zero_stage 3",
-    ]
-    assert unavailable_in(config, make_plan(config, [CPU])) == []
-    config = configure("--colocate_all_models", "--deepspeed_enable_sleep", "--zero_stage", "2")
-    assert unavailable_in(config, make_plan(config, [ONE_GPU])) == []
+    texts = [str(error).partition("\n")[0] for error in unavailable_features(make_plan(config, [2, 2]))]
+    assert texts == ["not available: a run on more than one node (4 GPUs on 2 nodes)"]
+    assert unavailable_features(make_plan(config, [CPU])) == []
+    for stage in ("0", "1", "2", "3"):
+        config = configure("--colocate_all_models", "--deepspeed_enable_sleep", "--zero_stage", stage)
+        assert make(config, ONE_GPU).trainer_sleep
 
 
 def test_check_device_without_gpu_refuses_tensor_parallelism():

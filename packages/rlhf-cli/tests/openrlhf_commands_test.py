@@ -59,19 +59,18 @@ def dry_run(tmp_path, monkeypatch, capsys):
     return run
 
 
-SLEEP = "not available: --deepspeed_enable_sleep at --zero_stage 3"
 NODES = "not available: a run on more than one node"
 
 # For each block: the GPUs that it is planned for, what cannot run yet, and what is missing, the last two by their first
 # words.
 ANY = "no GPU, everything shares the CPU"
 EXPECTED = [
-    ("8 GPU(s)", [SLEEP], ["--prompt_data"]),  # PPO on shared GPUs
+    ("8 GPU(s)", [], ["--prompt_data"]),  # PPO on shared GPUs
     ("", [], []),  # reward model
-    ("8 GPU(s)", [SLEEP], ["--prompt_data", "--reward_pretrain ./output/llama3-8b-rm"]),  # PPO, with that reward model
+    ("8 GPU(s)", [], ["--prompt_data", "--reward_pretrain ./output/llama3-8b-rm"]),  # PPO, with that reward model
     ("8 GPU(s)", [], ["--prompt_data", "--n_samples_per_prompt is 1"]),  # GRPO
     ("", [], []),  # DPO
-    ("16 GPU(s)", [SLEEP], ["--prompt_data", "--reward_pretrain ./reward-model-70b"]),  # 70B, shared
+    ("16 GPU(s)", [], ["--prompt_data", "--reward_pretrain ./reward-model-70b"]),  # 70B, shared
     ("64 GPU(s) on 4 nodes", [NODES], ["--prompt_data", "--remote_rm_url"]),  # 70B, apart
     ("40 GPU(s) on 5 nodes", [NODES], ["--prompt_data", "--reward_pretrain ./reward-model-70b"]),
     ("16 GPU(s) on 2 nodes", [NODES], ["--pretrain", "--prompt_data", "--remote_rm_url"]),  # two nodes, shared

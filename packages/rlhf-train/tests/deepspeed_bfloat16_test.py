@@ -29,8 +29,7 @@ def test_gradients_small_against_their_sum_are_not_lost(zero_stage, capfd):
             engine.backward(engine.forward(ones).float().sum() / NUM_SMALL, is_last=index == NUM_SMALL - 1)
         # 16 weights, each with the gradient 1 + 256 / 256; the same again: nothing is left of the step before.
         assert engine.step().grad_norm == pytest.approx(8.0, rel=1e-6)
-        if zero_stage < 2:  # others leave by DeepSpeed's own means, and only on a GPU
-            check_absence(engine)
+        check_absence(engine)
     after = engine.state_dict()["weight"]
     torch.testing.assert_close(after, before - 0.2, atol=0.01, rtol=0)
     assert not capfd.readouterr().out
@@ -41,14 +40,14 @@ def check_absence(engine):
     there, away, back = Shards(), Shards(), Shards()
     engine.save_shards(there)
     engine.offload()
-    assert {total.untyped_storage().nbytes() for total in engine.gradient_sums.values()} == {0}
+    assert {total.untyped_storage().nbytes() for total in engine._sums} <= {0}
     engine.save_shards(away)
     engine.reload()
     engine.save_shards(back)
     assert {name.partition("/")[0] for name in there.tensors} == {"weight", "exp_avg", "exp_avg_sq"}
     for name, part in there.tensors.items():
         assert torch.equal(part, away.tensors[name]) and torch.equal(part, back.tensors[name])
-    assert all(not total.any() for total in engine.gradient_sums.values())
+    assert not any(total.any() for total in engine._sums)
 
 
 def learn(rank, num_ranks, master, zero_stage):

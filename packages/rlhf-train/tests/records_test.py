@@ -200,10 +200,6 @@ def test_online_job_refuses_a_layout_that_is_not_available_before_anything_start
         "not available: weight sync between GPUs (engine 0 has GPUs without a training process of the policy)\n\nhint:"
         " use one node, and with --colocate_all_models engines no larger than the policy's share of it"
     )
-    models = {role: dataclasses.replace(model, zero_stage=3) for role, model in job.models.items()}
-    shared = dataclasses.replace(job, plan=plan_placement(request, [1]), models=models)
-    with pytest.raises(FeatureError, match="not available: --deepspeed_enable_sleep at --zero_stage 3"):
-        dataclasses.replace(shared, trainer_sleep=True)
 
 
 def test_batch_sizes_that_do_not_divide_are_refused():

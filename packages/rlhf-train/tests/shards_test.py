@@ -60,7 +60,10 @@ def files(folder: Path, stage: int, dtype: torch.dtype) -> list[Path]:
 
 
 def train_save_and_go_on(rank: int, num_ranks: int, master, folder: str) -> list[str]:
-    """Per stage and dtype: four updates, and two, files, an engine of its own, two more. Returns what differs."""
+    """Per stage and dtype: four updates; two, files, an engine of its own, two more; and four with rests in between.
+
+    Returns what differs.
+    """
     from rlhf_train.engine.deepspeed import init_process_group
 
     init_process_group(rank=rank, world_size=num_ranks, master=master, device="cpu")
@@ -80,10 +83,26 @@ def train_save_and_go_on(rank: int, num_ranks: int, master, folder: str) -> list
         resumed.load_shards(ShardReader(files(Path(folder), stage, dtype)))
         if train(resumed, rank, range(2, 4)) != norms[2:]:
             wrong.append(f"rank {rank}, stage {stage}, {dtype}: norms")
-        for (name, one), other in zip(weights(straight).items(), weights(resumed).values(), strict=True):
-            if not torch.equal(one, other):
-                wrong.append(f"rank {rank}, stage {stage}, {dtype}: {name}")
+        rested, found = new_engine(stage, dtype), []
+        for update in range(4):
+            found += train(rested, rank, [update])
+            rested.offload()
+            away = Shards()
+            rested.save_shards(away)  # in host memory
+            if update == 1 and not same(away.tensors, shards.tensors):
+                wrong.append(f"rank {rank}, stage {stage}, {dtype}: files of states that are away")
+            after = weights(rested)  # those on the device, as a weight sync reads them
+            rested.reload()
+        if found != norms:
+            wrong.append(f"rank {rank}, stage {stage}, {dtype}: norms of updates with rests")
+        for name, other in (("resumed", weights(resumed)), ("away", after), ("rested", weights(rested))):
+            if not same(weights(straight), other):
+                wrong.append(f"rank {rank}, stage {stage}, {dtype}: {name} weights")
     return wrong
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
 def go_on_elsewhere(rank: int, num_ranks: int, master, folder: str) -> list[str]:

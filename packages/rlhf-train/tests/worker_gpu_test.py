@@ -134,22 +134,32 @@ def test_log_ratios_of_an_update_on_unchanged_weights_stay_below_rounding(paths)
             assert numbers["policy/kl_to_old"] < bound, options
 
 
-def test_trainers_that_take_turns_compile_without_graphs_and_free_their_memory(paths):
-    worker, _, metrics = learned(paths, tokens=2048, takes_turns=True)
+@pytest.mark.parametrize("zero_stage", [2, 3])
+def test_trainers_that_take_turns_run_without_graphs_and_free_their_memory(paths, zero_stage):
+    layout = {"zero_stage": zero_stage, "torch_compile": "off" if zero_stage == 3 else "on"}
+    worker, _, metrics = learned(paths, tokens=2048, takes_turns=True, **layout)
     assert not graphs(worker)
     engine = worker.engines["actor"]
-    num_weights = sum(weight.numel() for weight in engine.module.parameters())
+    num_weights = sum(getattr(weight, "ds_numel", weight.numel()) for weight in engine.module.parameters())
+    buckets = [bucket for one in worker.engines.values() for bucket in one._engine.optimizer.ipg_buckets.values()]
+    num_bucket_bytes = sum(bucket.buffer.nbytes for bucket in buckets) if zero_stage == 3 else 0
     shards = [Shards(), Shards()]
     engine.save_shards(shards[0])
+    sent = {name: weight.clone() for name, weight in engine.named_weights()}
+    ref_logprobs = worker._experience.columns["ref_logprobs"].clone()
     for _ in range(2):
         before = torch.cuda.memory_allocated()
         worker.offload()
-        # Master weights, two moments and gradient sums, of actor and critic.
-        assert before - torch.cuda.memory_allocated() > 2 * 16 * num_weights * 0.9
+        freed = before - torch.cuda.memory_allocated() - num_bucket_bytes
+        # Master weights, two moments and gradient sums of actor and critic; the reference.
+        assert freed > (2 * 16 + 2) * num_weights * 0.9
         engine.save_shards(shards[1])
+        assert all(torch.equal(sent[name], weight) for name, weight in engine.named_weights())
         worker.reload()
         assert before == torch.cuda.memory_allocated()
     for name, kept in shards[0].tensors.items():
         assert torch.equal(kept, shards[1].tensors[name]), name
+    worker.run_model("reference")
+    assert torch.equal(ref_logprobs, worker._experience.columns["ref_logprobs"])
     again = results(worker.update("actor", max_epochs=1, seed=0, kl_coef=PPO.kl_coef))
     assert again["policy/grad_norm"] == pytest.approx(metrics[0]["policy/grad_norm"], rel=1e-3)

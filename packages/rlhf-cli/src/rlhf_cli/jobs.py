@@ -11,7 +11,7 @@ from rlhf_cli.preflight.inputs import Inputs
 from rlhf_cli.preflight.models import longest_sequence
 from rlhf_cli.preflight.resume import to_store
 from rlhf_data.command_line import to_toml
-from rlhf_data.errors import ConfigError, FeatureError
+from rlhf_data.errors import ConfigError
 from rlhf_data.options import matching
 from rlhf_rollout.agents import AgentSpec
 from rlhf_rollout.commands.sections import SHARE_ALONE
@@ -84,12 +84,6 @@ def _default_share(config: PpoConfig, plan: PlacementPlan) -> float:
     return (_SHARE_IN_TURN if config.engine.vllm_enable_sleep else _SHARE_TOGETHER) / _engines_per_gpu(plan)
 
 
-def unavailable_in(config: PpoConfig, plan: PlacementPlan) -> list[FeatureError]:
-    """Return an error for each feature that the plan and the flags need and that is not available."""
-    sleeps = config.placement.deepspeed_enable_sleep and plan.device == "cuda"
-    return unavailable_features(plan, trainer_sleep=sleeps, zero_stages=[config.training.zero_stage])
-
-
 def make_job(
     config: PpoConfig, inputs: Inputs, plan: PlacementPlan, folder: Path, ray_address: str | None = None
 ) -> OnlineJob:
@@ -99,7 +93,7 @@ def make_job(
         ConfigError: values that cannot work together, or a plan with a feature that is not available.
     """
     # The job refuses such a plan, too, but its engine may do so first, in words that do not name the flags.
-    if unavailable := unavailable_in(config, plan):
+    if unavailable := unavailable_features(plan):
         raise unavailable[0]
     rollout = config.rollout
     training = config.training

@@ -6,7 +6,7 @@ from pathlib import Path
 from rlhf_cli.config.ppo import PpoConfig
 from rlhf_cli.console import Console
 from rlhf_cli.exits import SUCCESS
-from rlhf_cli.jobs import describe_batches, make_job, make_plan, make_request, unavailable_in
+from rlhf_cli.jobs import describe_batches, make_job, make_plan, make_request
 from rlhf_cli.paths import check_output_folder, model_path, with_full_paths
 from rlhf_cli.preflight.data import open_prompts
 from rlhf_cli.preflight.devices import GPU_FLAGS, check_device, find_gpus
@@ -16,6 +16,7 @@ from rlhf_cli.preflight.models import check_adapters, check_attention, check_con
 from rlhf_data.checks import once
 from rlhf_data.command_line import Parsed, to_toml
 from rlhf_data.errors import ConfigError
+from rlhf_train.online.job import unavailable_features
 from rlhf_train.online.placement import plan_anywhere
 from rlhf_train.online.places import PlacementPlan
 
@@ -48,7 +49,7 @@ def show_ppo(parsed: Parsed[PpoConfig], folder: Path, console: Console) -> int:
     console.working("checking model, data and reward")
     seen = _look(parsed, folder)
     plan = _plan(parsed, seen.absent)
-    unavailable = [*parsed.unavailable, *unavailable_in(config, plan)]
+    unavailable = [*parsed.unavailable, *unavailable_features(plan)]
     if seen.inputs is not None and not unavailable:
         make_job(config, seen.inputs, plan, folder)
     console.done()

@@ -49,7 +49,8 @@ class PlacementSection(Section, title="placement"):
     colocate_actor_ref: bool = flag(False, "policy and reference share processes")
     colocate_critic_reward: bool = flag(False, "critic and reward models share GPUs")
     deepspeed_enable_sleep: bool = flag(
-        False, "with --colocate_all_models: move optimizer states to CPU memory while engines generate"
+        False,
+        "with --colocate_all_models: move optimizer states and frozen models to CPU memory while engines generate",
     )
 
     plan_gpus: int | None = flag(

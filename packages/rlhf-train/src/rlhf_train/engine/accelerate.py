@@ -27,7 +27,7 @@ def start_engine(
         device: "cuda" or "cpu".
         pack_tokens: tokens of a full pack; None if packs have no common length.
         takes_turns: whether the GPU's memory is given to other processes at times. The memory of CUDA graphs cannot
-            leave the GPU, nor can the optimizer's states in float32 at ZeRO stage 1.
+            leave the GPU.
 
     Raises:
         ConfigError: `spec.torch_compile` is "on", and the layers cannot be compiled.
@@ -36,7 +36,7 @@ def start_engine(
     is_compiled = compile_model(model.model, spec, device)
     dtype = resolve_dtype(spec.dtype)
     zero_stage = spec.zero_stage
-    if zero_stage == 2 and num_ranks == 1 and not (takes_turns and dtype == torch.float32):
+    if zero_stage == 2 and num_ranks == 1:
         # Stage 2 shards gradients over ranks. One rank has nothing to shard, and stage 1 does less work on the host.
         zero_stage = 1
     engine = DeepSpeedEngine(model, spec.optimizer, zero_stage=zero_stage, dtype=dtype, device=device)

@@ -7,7 +7,7 @@ import math
 import os
 import socket
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import redirect_stdout
 from io import StringIO
 from typing import Any
@@ -17,15 +17,16 @@ from torch import Tensor
 
 from rlhf_data.errors import EngineError
 from rlhf_data.safety import is_loopback
-from rlhf_kernels import accumulate_
+from rlhf_models.loading import resolve_dtype
 from rlhf_models.lora import adapters_by_weight
 from rlhf_models.weights import hf_named_weights
 from rlhf_rollout.host import collection_paused, quick_collection
+from rlhf_train.engine.gradients import add_gradients_at_once, clip_whole_groups, float32_sums
 from rlhf_train.engine.host_states import HostStates
 from rlhf_train.engine.optimizer import Muon, make_optimizer
 from rlhf_train.engine.protocol import StepStats, learning_rate_at
 from rlhf_train.engine.shards import WEIGHT, ShardReader, Shards, load_moments, load_weights, places, save_moments
-from rlhf_train.specs import OptimizerSpec
+from rlhf_train.specs import ModelSpec, OptimizerSpec
 
 
 def init_process_group(*, rank: int, world_size: int, master: tuple[str, int], device: str) -> None:
@@ -163,15 +164,9 @@ class DeepSpeedEngine:
         self._world_size = torch.distributed.get_world_size()
         self.device = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
         optimizer = make_optimizer(model, spec, fused=device == "cuda")
+        config = _deepspeed_config(spec.max_norm, zero_stage, dtype, self._world_size)
         try:
-            # DeepSpeed's bfloat16 optimizer prints memory figures, and collects garbage dozens of times.
-            with redirect_stdout(StringIO()), quick_collection():
-                self._engine, *_ = deepspeed.initialize(
-                    model=model.to(self.device),
-                    optimizer=optimizer,
-                    config=_deepspeed_config(spec, zero_stage, dtype, self._world_size),
-                    dist_init_required=False,
-                )
+            self._engine = _wrapped(model, config, dtype, self.device, optimizer=optimizer)
         except (AssertionError, NotImplementedError, ValueError) as error:
             raise EngineError(f"DeepSpeed: {error}", hint="try another --zero_stage") from error
         self.module = self._engine.module
@@ -185,10 +180,13 @@ class DeepSpeedEngine:
         # pass add to them directly (`rlhf_models.backbone.replay_full_packs`).
         self.gradient_sums: dict[torch.nn.Parameter, Tensor] = {}
         self._host_states = HostStates()
+        # The memory in which gradients add up, where DeepSpeed keeps it between updates: all zeros, or not read.
+        self._sums: list[Tensor] = [self._engine.optimizer.grad_partitions_flat_buffer] if zero_stage == 3 else []
         if self._engine.bfloat16_enabled() and zero_stage == 1:
-            self.gradient_sums = _gradient_sums(self._engine.optimizer)
-            _add_gradients_at_once(self.gradient_sums)
-            _clip_whole_groups(self._engine.optimizer)
+            self._sums = self._engine.optimizer.fp32_groups_gradients_flat
+            self.gradient_sums = float32_sums(self._engine.optimizer)
+            add_gradients_at_once(self.gradient_sums)
+            clip_whole_groups(self._engine.optimizer)
             # A single rank has nothing to reduce, yet DeepSpeed would copy the sums to a buffer and back.
             self._engine.enable_backward_allreduce = self._world_size > 1
 
@@ -289,7 +287,7 @@ class DeepSpeedEngine:
             # again, which brings the newest values into the shard.
             with self._gathered([parameter]):
                 pass
-            yield name, parameter.ds_tensor if self._zero_stage == 3 else parameter.data
+            yield name, local_part(parameter).data
 
     def local_ranges(self) -> dict[str, tuple[int, int]]:
         """Return, for each tensor of `local_weights`, its first element's number in the whole flattened weight, and how
@@ -305,74 +303,69 @@ class DeepSpeedEngine:
         return ranges
 
     def offload(self) -> None:
-        """Move optimizer states, master weights and gradients to host memory.
+        """Move optimizer states and master weights to host memory, and free the memory of gradients.
 
-        The model's weights stay on the device, because the next weight sync reads them there.
+        The model's weights stay on the device, because the next weight sync reads them there. Call it between updates.
         """
-        if self.gradient_sums:
-            optimizer = self._engine.optimizer
-            states = [part for state in optimizer.optimizer.state.values() for part in state.values()]
-            moments = [part for part in states if torch.is_tensor(part) and part.numel() > 1]
-            self._host_states.offload(
-                [*optimizer.fp32_groups_flat_partition, *moments], optimizer.fp32_groups_gradients_flat
-            )
-            return
-        from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum as States
-
-        self._engine.offload_states(include=[States.optim_states, States.hp_params, States.lp_grads])
+        states = [part for state in self._inner_optimizer.state.values() for part in state.values()]
+        moments = [part for part in states if torch.is_tensor(part) and part.numel() > 1]
+        # Some optimizers in float32 work on the weights themselves.
+        weights = {local_part(weight).untyped_storage().data_ptr() for _, weight in self._trained}
+        flats = {place.flat: place.flat.untyped_storage().data_ptr() for place in self._places}
+        masters = [flat for flat, address in flats.items() if address not in weights]
+        # Buckets, in which ZeRO-3 collects gradients before it reduces them, hold nothing between updates.
+        buckets = getattr(self._engine.optimizer, "ipg_buckets", {}).values() if self._zero_stage == 3 else ()
+        self._host_states.offload([*masters, *moments], [*self._sums, *(bucket.buffer for bucket in buckets)])
 
     def reload(self) -> None:
         """Move back to the device what `offload` moved to the host."""
-        if self.gradient_sums:
-            self._host_states.reload()
-            return
-        self._engine.reload_states()
+        self._host_states.reload()
+        for total in self._sums:
+            total.zero_()
 
     def _gathered(self, parameters: list[torch.nn.Parameter]) -> Any:
         return self._deepspeed.zero.GatheredParameters(parameters, enabled=self._zero_stage == 3)
 
 
-def _gradient_sums(optimizer: Any) -> dict[torch.nn.Parameter, Tensor]:
-    groups = zip(optimizer.bf16_groups, optimizer.fp32_groups_gradients, strict=True)
-    return {weight: total for weights, totals in groups for weight, total in zip(weights, totals, strict=True)}
+def local_part(weight: torch.nn.Parameter) -> Tensor:
+    """Return what this rank keeps of a weight: its shard with ZeRO stage 3, otherwise the whole."""
+    return getattr(weight, "ds_tensor", weight)
 
 
-def _add_gradients_at_once(sums: Mapping[torch.nn.Parameter, Tensor]) -> None:
-    """Add each bfloat16 gradient to DeepSpeed's float32 sum as soon as backward has computed it, and free it.
+def place_frozen(model: torch.nn.Module, spec: ModelSpec, device: torch.device) -> torch.nn.Module:
+    """Return a module that runs a frozen `model` on the device.
 
-    DeepSpeed itself makes a float32 copy of the gradient and adds the copy, which moves twice as much memory.
+    With ZeRO stage 3, each rank keeps a part of each weight. Passes gather the weights layer by layer, so that both
+    this call and passes are collective.
     """
-
-    def add(weight: torch.nn.Parameter) -> None:
-        accumulate_(sums[weight], weight.grad)
-        weight.grad = None
-
-    for weight in sums:
-        weight.register_post_accumulate_grad_hook(add)
+    num_ranks = torch.distributed.get_world_size()
+    if spec.zero_stage < 3 or num_ranks == 1:
+        return model.to(device)
+    dtype = resolve_dtype(spec.dtype)
+    return _wrapped(model, _deepspeed_config(0.0, spec.zero_stage, dtype, num_ranks), dtype, device)
 
 
-def _clip_whole_groups(optimizer: Any) -> None:
-    """Make DeepSpeed compute the gradient norm, and clip, on the flat float32 sums of each parameter group.
+def _wrapped(
+    model: torch.nn.Module, config: dict[str, Any], dtype: torch.dtype, device: torch.device, **options: Any
+) -> Any:
+    """Move a model to the device, weight by weight if they are sharded, and return DeepSpeed's engine of it."""
+    deepspeed = _import_deepspeed(device.type)
+    # DeepSpeed's bfloat16 optimizer prints memory figures, and collects garbage dozens of times.
+    with redirect_stdout(StringIO()), quick_collection():
+        if config["zero_optimization"]["stage"] == 3:
+            for weight in model.parameters():
+                weight.data = weight.data.to(dtype)
+            # By itself, DeepSpeed would move the whole model to the device before it shards it.
+            deepspeed.zero.Init(module=model, config_dict_or_path=config, dtype=dtype)
+        engine, *_ = deepspeed.initialize(model=model.to(device), config=config, dist_init_required=False, **options)
+    return engine
 
-    DeepSpeed itself does both weight by weight, in hundreds of kernel launches, and skips weights whose gradient it did
-    not see, such as those that CUDA graphs added to.
-    """
 
-    def gradients(for_clipping: bool = False) -> Any:
-        flat = optimizer.fp32_groups_gradients_flat
-        if for_clipping:
-            return flat
-        # CPU norms sum sequentially and lose precision over many elements; split into chunks of 2^20.
-        return [part for whole in flat for part in whole.split(len(whole) if whole.is_cuda else 1 << 20)], {}
-
-    optimizer.get_grads_for_norm = gradients
-
-
-def _deepspeed_config(spec: OptimizerSpec, zero_stage: int, dtype: torch.dtype, num_ranks: int) -> dict[str, Any]:
+def _deepspeed_config(max_norm: float, zero_stage: int, dtype: torch.dtype, num_ranks: int) -> dict[str, Any]:
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
-        "gradient_clipping": spec.max_norm,
+        "gradient_clipping": max_norm,
         "zero_optimization": {"stage": zero_stage, "overlap_comm": False, "contiguous_gradients": True},
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,

@@ -11,7 +11,7 @@ import torch
 from rlhf_data.errors import CheckpointError, ConfigError, EngineError, RlhfError, unknown
 from rlhf_models.reference import load_reference
 from rlhf_train.engine.accelerate import start_engine
-from rlhf_train.engine.deepspeed import init_process_group
+from rlhf_train.engine.deepspeed import init_process_group, place_frozen
 from rlhf_train.offline.loop import Objective, OfflineSchedule, evaluate, train_offline
 from rlhf_train.offline.ranks import RankModel, SharedCheckpoints, of_all_ranks
 from rlhf_train.offline.reward_models import score_moments
@@ -316,8 +316,8 @@ class _Run:
         forward: Callable[..., Any]
         if job.reference is not None or (job.model.lora is None and not job.precompute_reference):
             spec = job.reference or job.model
-            forward = load_reference(spec.path, **spec.load_options | {"packing": job.model.packing})
-            forward.to(self.engine.device)
+            frozen = load_reference(spec.path, **spec.load_options | {"packing": job.model.packing})
+            forward = place_frozen(frozen, spec, self.engine.device)
         else:
             forward = own_base(self.engine, has_adapters=job.model.lora is not None)
         objective = replace(self.objective, reference=forward)

@@ -1,7 +1,7 @@
 """The settings of an online run as frozen data, filled in by the command line and sent to Ray actors."""
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -18,7 +18,6 @@ from rlhf_train.run.checkpoint import CheckpointSpec
 from rlhf_train.run.trackers.spec import TrackerSpec
 from rlhf_train.specs import ModelSpec
 
-_SLEEP_STAGE = 2  # the only ZeRO stage whose optimizer states can leave the GPU and come back
 _OTHER_LAYOUT = "use one node, and with --colocate_all_models engines no larger than the policy's share of it"
 
 
@@ -279,8 +278,7 @@ class OnlineJob:
             raise ConfigError("held-out prompts need an engine, and a replay has none", hint="give no eval_prompts")
         if self.sampling.temperature <= 0:
             raise ConfigError("temperature is 0: greedy rollouts teach nothing", hint="use --temperature 1.0")
-        stages = {model.zero_stage for model in self.models.values() if model.optimizer}
-        if lacks := unavailable_features(self.plan, trainer_sleep=self.trainer_sleep, zero_stages=stages):
+        if lacks := unavailable_features(self.plan):
             raise lacks[0]
 
     def _check_overlap(self) -> None:
@@ -309,24 +307,12 @@ class OnlineJob:
             raise ConfigError(message, hint=hint)
 
 
-def unavailable_features(
-    plan: PlacementPlan, *, trainer_sleep: bool, zero_stages: Collection[int]
-) -> list[FeatureError]:
-    """Return an error for each feature that a layout or its options need and that is not available.
+def unavailable_features(plan: PlacementPlan) -> list[FeatureError]:
+    """Return an error for each feature that a layout needs and that is not available.
 
     `OnlineJob` raises the first of them, so that nothing starts; a dry run lists them all.
-
-    Args:
-        plan: where everything runs.
-        trainer_sleep: whether optimizer states leave the device while engines generate.
-        zero_stages: the ZeRO stages of the trained models.
     """
-    found = [FeatureError(f"not available: {feature}", hint=_OTHER_LAYOUT) for feature in plan.unavailable]
-    for stage in sorted(set(zero_stages) - {_SLEEP_STAGE}) if trainer_sleep else ():
-        message = f"not available: --deepspeed_enable_sleep at --zero_stage {stage}"
-        hint = f"use --zero_stage {_SLEEP_STAGE}, or drop --deepspeed_enable_sleep"
-        found.append(FeatureError(message, hint=hint))
-    return found
+    return [FeatureError(f"not available: {feature}", hint=_OTHER_LAYOUT) for feature in plan.unavailable]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,7 +21,8 @@ from rlhf_train.algorithms import AlgorithmSpec
 from rlhf_train.batching import Denominators, MiniBatch, RankPlan
 from rlhf_train.columns import RolloutColumns
 from rlhf_train.engine.accelerate import compile_model, start_engine
-from rlhf_train.engine.deepspeed import DeepSpeedEngine, init_process_group
+from rlhf_train.engine.deepspeed import DeepSpeedEngine, init_process_group, local_part, place_frozen
+from rlhf_train.engine.host_states import HostStates
 from rlhf_train.experience import MODEL_COLUMNS, Experience
 from rlhf_train.kl import kl_estimate
 from rlhf_train.online.dropout import without_dropout
@@ -95,6 +96,7 @@ class TrainWorker:
         self._specs = dict(models)
         self._device = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
         self._frozen: dict[str, Callable] = {}
+        self._frozen_weights = HostStates(is_frozen=True)
         self.engines: dict[str, DeepSpeedEngine] = {}
         for role, spec in models.items():
             self._load(role, spec, device, pack_tokens=pack_tokens, takes_turns=takes_turns)
@@ -111,12 +113,12 @@ class TrainWorker:
             self._frozen[role] = own_base(self.engines["actor"])
             return
         if spec.optimizer is None:
-            self._frozen[role] = load_reference(spec.path, **spec.load_options).to(self._device)
-            compile_model(self._frozen[role].model, spec, device)
+            frozen = load_reference(spec.path, **spec.load_options)
+            compile_model(frozen.model, spec, device)
+            self._frozen[role] = place_frozen(frozen, spec, self._device)
             return
         model = without_dropout(load_model(role, spec))
-        options |= {"num_ranks": self._num_ranks, "device": device}
-        self.engines[role] = start_engine(model, spec, **options)
+        self.engines[role] = start_engine(model, spec, num_ranks=self._num_ranks, device=device, **options)
 
     def load_rollouts(self, columns: RolloutColumns, plan: RankPlan, step_versions: Sequence[int] = (0,)) -> None:
         """Store this step's shard.
@@ -352,16 +354,19 @@ class TrainWorker:
         return to_device(column[list(rows), :width], self._device)
 
     def offload(self) -> None:
-        """Move optimizer states to host memory."""
+        """Move optimizer states and frozen models to host memory."""
         for engine in self.engines.values():
             engine.offload()
-        if self._device.type == "cuda":
+        if self._device.type == "cuda":  # on a CPU, frozen weights lie in their files, mapped into memory
+            modules = [module for module in self._frozen.values() if isinstance(module, torch.nn.Module)]
+            self._frozen_weights.offload(local_part(weight) for module in modules for weight in module.parameters())
             torch.cuda.empty_cache()  # the allocator would keep the freed memory from the engines' processes
 
     def reload(self) -> None:
-        """Move optimizer states back to the device."""
+        """Move back to the device what `offload` moved to host memory."""
         for engine in self.engines.values():
             engine.reload()
+        self._frozen_weights.reload()
 
     def save(self, role: str, path: str) -> None:
         """Write the model of `role` as a Hugging Face folder. Collective; rank 0 writes."""
