@@ -345,6 +345,23 @@ def place_frozen(model: torch.nn.Module, spec: ModelSpec, device: torch.device) 
     return _wrapped(model, _deepspeed_config(0.0, spec.zero_stage, dtype, num_ranks), dtype, device)
 
 
+class _Unsharded(torch.nn.Module):
+    """The weights of a model, copied to the device one at a time, when DeepSpeed asks for the next one to shard.
+
+    On a CPU, too: a loaded weight lies in its file, mapped into memory, and writing to it would keep a copy of it.
+    """
+
+    def __init__(self, model: torch.nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self._weights = [*model.parameters()]
+        self._form = {"dtype": dtype, "device": device, "copy": True}
+
+    def parameters(self, recurse: bool = True) -> Iterator[torch.nn.Parameter]:
+        for weight in self._weights:
+            weight.data = weight.data.to(**self._form)
+            yield weight
+
+
 def _wrapped(
     model: torch.nn.Module, config: dict[str, Any], dtype: torch.dtype, device: torch.device, **options: Any
 ) -> Any:
@@ -353,10 +370,8 @@ def _wrapped(
     # DeepSpeed's bfloat16 optimizer prints memory figures, and collects garbage dozens of times.
     with redirect_stdout(StringIO()), quick_collection():
         if config["zero_optimization"]["stage"] == 3:
-            for weight in model.parameters():
-                weight.data = weight.data.to(dtype)
             # By itself, DeepSpeed would move the whole model to the device before it shards it.
-            deepspeed.zero.Init(module=model, config_dict_or_path=config, dtype=dtype)
+            deepspeed.zero.Init(module=_Unsharded(model, dtype, device), config_dict_or_path=config, dtype=dtype)
         engine, *_ = deepspeed.initialize(model=model.to(device), config=config, dist_init_required=False, **options)
     return engine
 
