@@ -314,7 +314,7 @@ class DeepSpeedEngine:
         flats = {place.flat: place.flat.untyped_storage().data_ptr() for place in self._places}
         masters = [flat for flat, address in flats.items() if address not in weights]
         # Buckets, in which ZeRO-3 collects gradients before it reduces them, hold nothing between updates.
-        buckets = getattr(self._engine.optimizer, "ipg_buckets", {}).values() if self._zero_stage == 3 else ()
+        buckets = self._engine.optimizer.ipg_buckets.values() if self._zero_stage == 3 else ()
         self._host_states.offload([*masters, *moments], [*self._sums, *(bucket.buffer for bucket in buckets)])
 
     def reload(self) -> None:
