@@ -27,11 +27,8 @@ import contextlib
 import dataclasses
 import json
 import multiprocessing
-import os
-import shutil
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -46,10 +43,9 @@ from generation_engine import engine_process
 from rlhf_data.errors import ConfigError, EngineError, RlhfError
 from rlhf_rollout.engines.spec import EngineSpec
 from rlhf_rollout.host import local_gpus
+from rlhf_rollout.mps import MpsDaemon
 from rlhf_rollout.protocols import SamplingParams
 from shapes import SHAPES
-
-_MPS = "nvidia-cuda-mps-control"
 
 
 def parse_variant(words: Sequence[str]) -> tuple[str, dict[str, Any]]:
@@ -68,29 +64,6 @@ def parse_variant(words: Sequence[str]) -> tuple[str, dict[str, Any]]:
         except ValueError:
             settings[key] = value
     return words[0], settings
-
-
-@contextlib.contextmanager
-def mps_daemon() -> Iterator[dict[str, str]]:
-    """Run an MPS daemon with folders of its own; yield the environment of its clients.
-
-    Raises:
-        ConfigError: the daemon's program is not installed, or it does not start.
-    """
-    if shutil.which(_MPS) is None:
-        raise ConfigError(f"there is no {_MPS} on this machine", hint="it comes with the driver; measure without mps")
-    with tempfile.TemporaryDirectory(prefix="mps") as folder:
-        places = {f"CUDA_MPS_{name}_DIRECTORY": f"{folder}/{name.lower()}" for name in ("PIPE", "LOG")}
-        for place in places.values():
-            os.mkdir(place)
-        started = subprocess.run([_MPS, "-d"], env=os.environ | places, capture_output=True, text=True)
-        if started.returncode:
-            said = (started.stdout + started.stderr).strip()
-            raise ConfigError(f"{_MPS} does not start: {said}", hint="measure without mps")
-        try:
-            yield places
-        finally:
-            subprocess.run([_MPS], env=os.environ | places, input="quit\n", text=True, capture_output=True, timeout=60)
 
 
 class EngineProcess:
@@ -243,7 +216,10 @@ def measure(
         users = [variant for variant in variants.values() if variant["settings"].get("mps")]
         for variant in users:
             with noted(variant):
-                mps = mps or stack.enter_context(mps_daemon())
+                if not mps:
+                    daemon = MpsDaemon()
+                    stack.callback(daemon.stop)
+                    mps = daemon.environ
         [first] = start(next(iter(variants.values())), 1)  # compiles for all others
         with contextlib.suppress(EngineError):
             report["seconds_cold_start"] = first.receive(options.timeout_s)

@@ -47,12 +47,6 @@ def test_variant_has_typed_settings():
         generation.parse_variant(["base", "fast"])
 
 
-def test_mps_without_its_program_says_what_to_do(monkeypatch):
-    monkeypatch.setenv("PATH", "")
-    with pytest.raises(ConfigError, match=r"hint: .*without mps"), generation.mps_daemon():
-        pass
-
-
 def test_engines_share_the_prompts_of_a_round_and_begin_together():
     log = []
     engines = [FakeEngine(number, log) for number in range(3)]

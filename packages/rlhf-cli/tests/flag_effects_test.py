@@ -171,6 +171,7 @@ REACHES = [
     ("enforce_eager", "", "", "engine.enforce_eager", True),
     ("enable_prefix_caching", "false", "", "engine.enable_prefix_caching", False),
     ("vllm_enable_sleep", "", COLOCATED, "engine.enable_sleep", True),
+    ("vllm_use_mps", "", f"{COLOCATED} --vllm_num_engines 2", "engine_mps", True),
     ("weight_sync_checksum", "", "", "sync_checksum", True),
     ("actor_num_nodes", "2", "", "plan.actor", 2),
     ("actor_num_gpus_per_node", "2", "", "plan.actor", 2),

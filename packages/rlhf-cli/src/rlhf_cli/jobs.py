@@ -60,9 +60,12 @@ def make_request(config: PpoConfig) -> PlacementRequest:
 def make_plan(config: PpoConfig, nodes: Sequence[int]) -> PlacementPlan:
     """Return the placement of all processes on nodes with these numbers of GPUs.
 
-    Raises ConfigError if they are too few, or the engines on one GPU want more than its memory.
+    Raises ConfigError if they are too few, or the engines on one GPU want more than its memory, or MPS has no use.
     """
     plan = plan_placement(make_request(config), nodes)
+    if config.engine.vllm_use_mps and plan.device == "cuda" and not plan.crowded_engines:
+        message = "--vllm_use_mps is for engines that share a GPU, and none do"
+        raise ConfigError(message, hint="use more --vllm_num_engines with --colocate_all_models, or drop it")
     share = config.engine.vllm_gpu_memory_utilization
     most = _engines_per_gpu(plan)
     if share is not None and most * share > 1:
@@ -135,6 +138,7 @@ def make_job(
         save_path=str(folder),
         config=to_toml(full),
         seed=training.seed,
+        engine_mps=config.engine.vllm_use_mps and plan.device == "cuda",
         trainer_sleep=config.placement.deepspeed_enable_sleep and plan.shares_gpus,
         sync_checksum=config.engine.weight_sync_checksum,
         # Twice as many groups as the engines generate at the same time, so that they never wait for a prompt.

@@ -4,7 +4,7 @@ import asyncio
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,6 +16,7 @@ from rlhf_data.errors import EngineError, RewardError, RlhfError
 from rlhf_rollout.engines import EngineSpec, build_engine
 from rlhf_rollout.engines.requests import Hold, deadline
 from rlhf_rollout.host import collection_paused, wait_passively
+from rlhf_rollout.mps import MpsDaemon
 from rlhf_rollout.protocols import Completion, EngineHealth, PauseMode, SamplingParams
 from rlhf_rollout.rewards.model import LocalScorer
 from rlhf_rollout.weight_sync.bucket import WeightBucket
@@ -96,7 +97,10 @@ class EngineActor(_Actor):
     Therefore control calls start at once, however many requests are in flight or queued.
     """
 
-    def __init__(self, kind: str, spec: EngineSpec, gpus: Sequence[str] = ()) -> None:
+    def __init__(
+        self, kind: str, spec: EngineSpec, gpus: Sequence[str] = (), environ: Mapping[str, str] | None = None
+    ) -> None:
+        os.environ.update(environ or {})
         super().__init__(lambda: build_engine(kind, spec), gpus)
 
     @ray.method(concurrency_group="requests")
@@ -123,6 +127,23 @@ class RewardModelActor(_Actor):
     async def has_moments(self) -> bool:
         """See `LocalScorer.has_moments`."""
         return self.part.has_moments
+
+
+class MpsActor:
+    """Runs an `MpsDaemon` on its node: `ray.remote(MpsActor)`."""
+
+    def __init__(self) -> None:
+        self._daemon: MpsDaemon | None = None
+
+    def environ(self) -> dict[str, str]:
+        """Start the daemon; return the environment of its clients. Raises ConfigError when it does not start."""
+        self._daemon = MpsDaemon()
+        return self._daemon.environ
+
+    def stop(self) -> None:
+        """End the daemon, if it runs, once its clients have ended."""
+        if self._daemon is not None:
+            self._daemon.stop()
 
 
 @contextmanager

@@ -91,4 +91,9 @@ class EngineSection(sections.EngineSection):
     vllm_enable_sleep: bool = flag(
         False, "with --colocate_all_models: engines free their GPU memory while models train"
     )
+    vllm_use_mps: bool = flag(
+        False,
+        "engines on one GPU run at the same time instead of in time slices, by NVIDIA's Multi-Process Service; needs"
+        " nvidia-cuda-mps-control of the driver, and several engines on a GPU",
+    )
     weight_sync_checksum: bool = flag(False, "verify a checksum of all weights sent to engines: slower, for debugging")

@@ -253,6 +253,9 @@ def _check_placement(config: PpoConfig, given: Collection[str]) -> list[str]:
                 f"--async_train has engines and trainers work at the same time, and --{name} lets them sleep in turn"
             )
             raise ConfigError(message, hint="drop one of them")
+    if config.engine.vllm_use_mps and config.engine.vllm_enable_sleep:
+        message = "--vllm_enable_sleep gives GPU memory back, which is not tested with --vllm_use_mps"
+        raise ConfigError(message, hint="drop one of them")
     return without_effect(
         given,
         (all_share, ["colocate_actor_ref", "colocate_critic_reward"], "--colocate_all_models includes it"),

@@ -13,6 +13,7 @@ _GPU_OPTIONS = (
     "vllm_gpu_memory_utilization",
     "enforce_eager",
     "vllm_enable_sleep",
+    "vllm_use_mps",
     "deepspeed_enable_sleep",
     "colocate_all_models",
     "colocate_actor_ref",

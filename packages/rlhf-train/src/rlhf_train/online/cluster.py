@@ -3,8 +3,8 @@
 import math
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from rlhf_data.errors import ConfigError, EngineError
-from rlhf_rollout.ray_actors import RayEngine, RemoteEngine, RewardModelActor, node_address, own_gpus
+from rlhf_rollout.ray_actors import MpsActor, RayEngine, RemoteEngine, RewardModelActor, node_address, own_gpus
 from rlhf_train.online.job import OnlineJob
 from rlhf_train.online.places import PlacementPlan, ProcessPlan
 from rlhf_train.online.ranks import RankSet
@@ -92,6 +92,37 @@ def _on(reserved: PlacementGroup, node: int) -> PlacementGroupSchedulingStrategy
     return PlacementGroupSchedulingStrategy(reserved, placement_group_bundle_index=node)
 
 
+@contextmanager
+def mps_daemons(job: OnlineJob, reserved: Reserved) -> Iterator[list[Mapping[str, str]]]:
+    """Run an MPS daemon on each node with engines that share a GPU, for the time of a `with` block.
+
+    Yields the environment of each engine, which is empty for one that has its GPUs alone or without `job.engine_mps`.
+    Leave the block after the engines have ended. Raises ConfigError when a daemon does not start.
+    """
+    users = job.plan.crowded_engines if job.engine_mps else []
+    places = job.plan.engines.places
+    started: dict[int, Any] = {}
+    try:
+        for node in {places[number].node for number in users}:
+            look = ray.remote(_node_id).options(num_cpus=0, scheduling_strategy=_on(reserved.group, node)).remote()
+            [node_id] = wait([look], timeout_s=PLACEMENT_TIMEOUT_S, what="a look at a node")
+            # Not in the placement group: the daemon must outlive the engines, which end with the group.
+            on_node = NodeAffinitySchedulingStrategy(node_id, soft=False)
+            started[node] = ray.remote(MpsActor).options(num_cpus=0, scheduling_strategy=on_node).remote()
+        calls = [daemon.environ.remote() for daemon in started.values()]
+        found = wait(calls, timeout_s=PLACEMENT_TIMEOUT_S, what="the start of the MPS daemons")
+        environs = dict(zip(started, found, strict=True))
+        yield [environs[place.node] if number in users else {} for number, place in enumerate(places)]
+    finally:
+        with suppress(EngineError):  # a run does not fail because of what is left at its end
+            stops = [daemon.stop.remote() for daemon in started.values()]
+            wait(stops, timeout_s=2 * PLACEMENT_TIMEOUT_S, what="the end of the MPS daemons")
+
+
+def _node_id() -> str:
+    return ray.get_runtime_context().get_node_id()
+
+
 class Processes(NamedTuple):
     """The processes of a job.
 
@@ -106,12 +137,14 @@ class Processes(NamedTuple):
     scorers: list[list[Any]]
 
 
-def start_processes(job: OnlineJob, reserved: Reserved) -> Processes:
+def start_processes(
+    job: OnlineJob, reserved: Reserved, environs: Sequence[Mapping[str, str]] | None = None
+) -> Processes:
     """Start engines, trainers and reward models, and return them once all are ready.
 
     They load in parallel, unless engines share GPUs with trainers. In that case the engines load first, because vLLM
     sizes its memory by what is free when it starts, and those on one GPU one after another; engines that may sleep then
-    release it for the others to load.
+    release it for the others to load. `environs` are additional environment variables of each engine.
 
     Raises:
         EngineError: processes have not started within the engines' `start_timeout_s`.
@@ -120,7 +153,7 @@ def start_processes(job: OnlineJob, reserved: Reserved) -> Processes:
     spec = job.engine
     by_number: dict[int, RayEngine] = {}
     for wave in job.plan.engine_waves:
-        started = start_engines(job, reserved, wave)
+        started = start_engines(job, reserved, wave, environs)
         by_number |= zip(wave, started, strict=True)
         if job.plan.shares_gpus:
             fresh = [engine.handle for engine in started]
@@ -165,7 +198,9 @@ def _await_ready(what: str, handles: Sequence[Any], timeout_s: float) -> None:
     wait([handle.ready.remote() for handle in handles], timeout_s=timeout_s, what=what)
 
 
-def start_engines(job: OnlineJob, reserved: Reserved, numbers: Sequence[int]) -> list[RayEngine]:
+def start_engines(
+    job: OnlineJob, reserved: Reserved, numbers: Sequence[int], environs: Sequence[Mapping[str, str]] | None = None
+) -> list[RayEngine]:
     """Start the engines of these numbers in the plan; return them without waiting until they are loaded.
 
     Each has a seed of its own: with one seed for all, engines would draw the same numbers for requests without a seed.
@@ -174,7 +209,8 @@ def start_engines(job: OnlineJob, reserved: Reserved, numbers: Sequence[int]) ->
     for rank in numbers:
         seed = None if job.engine.seed is None else job.engine.seed + rank
         spec = replace(job.engine, seed=seed)
-        start = partial(_start_one, RemoteEngine, job.plan.engines, rank, reserved, "vllm", spec)
+        extra = {"environ": environs[rank]} if environs and environs[rank] else {}
+        start = partial(_start_one, RemoteEngine, job.plan.engines, rank, reserved, "vllm", spec, **extra)
         engines.append(RayEngine(start(), spec, start))
     return engines
 

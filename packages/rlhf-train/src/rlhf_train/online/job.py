@@ -177,6 +177,7 @@ class OnlineJob:
         save_path: folder for all results; new or empty.
         config: the resolved configuration as TOML, saved with the results.
         seed: of the order of prompts and batches and of the models' initialization.
+        engine_mps: engines that share a GPU run there at the same time, by NVIDIA's Multi-Process Service.
         trainer_sleep: optimizer states move to host memory while engines generate.
         sync_checksum: engines verify a checksum of each weight bucket.
         max_in_flight: largest number of rollout groups that generate at once.
@@ -217,6 +218,7 @@ class OnlineJob:
     save_path: str
     config: str = ""
     seed: int = 42
+    engine_mps: bool = False
     trainer_sleep: bool = False
     sync_checksum: bool = False
     max_in_flight: int = 256

@@ -1,5 +1,6 @@
 """The records of where every process of a run lives."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -91,6 +92,12 @@ class PlacementPlan:
     def shares_gpus(self) -> bool:
         """Whether engines and training processes use the same GPUs."""
         return self.device == "cuda" and self.colocated and self.engines.num_ranks > 0
+
+    @property
+    def crowded_engines(self) -> list[int]:
+        """The engines, by number, with a GPU that another engine uses, too."""
+        users = Counter(self.engines.cards)
+        return [number for number, place in enumerate(self.engines.places) if any(users[c] > 1 for c in place.cards)]
 
     @property
     def weight_transfer(self) -> Medium:

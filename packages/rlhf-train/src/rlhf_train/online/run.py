@@ -13,7 +13,7 @@ from rlhf_data.errors import RlhfError
 from rlhf_rollout.host import quick_collection
 from rlhf_rollout.protocols import RewardFunction
 from rlhf_rollout.supervisor import RestartableEngine
-from rlhf_train.online.cluster import placed_bundles, ray_cluster, start_processes
+from rlhf_train.online.cluster import mps_daemons, placed_bundles, ray_cluster, start_processes
 from rlhf_train.online.controller import Controller
 from rlhf_train.online.evaluation import Evaluator
 from rlhf_train.online.job import OnlineJob, RunSummary
@@ -121,10 +121,11 @@ def run_processes(
     Raises LostTrainerError when a training process dies after the start, and other errors like `run_online`.
     """
     with ExitStack() as stack:
+        daemons = stack.enter_context(ExitStack())  # which end after the processes that use them
         reserved = stack.enter_context(placed_bundles(job.plan))
         watch.starting("engines and trainers")
         watch.details = [unanswered]
-        processes = start_processes(job, reserved)
+        processes = start_processes(job, reserved, daemons.enter_context(mps_daemons(job, reserved)))
         kept = resumed_step(job.checkpoints, checkpoint)
         is_recorded = checkpoint is None or checkpoint.state()["is_recorded"]
         recorder = Recorder(job.save_path, job.config, job.trackers, observer, kept, is_recorded=is_recorded)

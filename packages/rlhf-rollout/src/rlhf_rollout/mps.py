@@ -1,0 +1,61 @@
+"""NVIDIA's Multi-Process Service (MPS): kernels of several processes run on one GPU at the same time."""
+
+import os
+import shutil
+import subprocess
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+from rlhf_data.errors import ConfigError
+
+_PROGRAM = "nvidia-cuda-mps-control"
+_QUIT_S = 30.0  # within which clients that are being ended are gone
+
+
+class MpsDaemon:
+    """A daemon of its own for the processes that have `environ`. Others on the same GPUs are not its clients.
+
+    Attributes:
+        environ: environment variables of clients, which CUDA reads when a process first uses it.
+
+    Raises:
+        ConfigError: the daemon's program is not installed, or it does not start.
+    """
+
+    def __init__(self) -> None:
+        if shutil.which(_PROGRAM) is None:
+            raise ConfigError(
+                f"there is no {_PROGRAM} on this machine", hint="it comes with the driver; run without MPS"
+            )
+        # Sockets lie in it, whose paths must be short.
+        self._folder = Path(tempfile.mkdtemp(prefix="mps"))
+        self.environ = {f"CUDA_MPS_{name}_DIRECTORY": str(self._folder / name.lower()) for name in ("PIPE", "LOG")}
+        for path in self.environ.values():
+            os.mkdir(path)
+        started = self._run("-d")
+        if started.returncode:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            said = (started.stdout + started.stderr).strip()
+            raise ConfigError(f"{_PROGRAM} does not start: {said}", hint="run without MPS")
+
+    def stop(self) -> None:
+        """End the daemon once its clients have ended, and remove its folder."""
+        try:
+            self._run(commands="quit\n")
+        except subprocess.TimeoutExpired:
+            with suppress(subprocess.TimeoutExpired):
+                self._run(commands="quit -t 1\n")
+        finally:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _run(self, *arguments: str, commands: str = "") -> "subprocess.CompletedProcess[str]":
+        # It serves all GPUs: clients would count the GPUs of a daemon that sees only some of them from 0.
+        return subprocess.run(
+            [_PROGRAM, *arguments],
+            env={name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"} | self.environ,
+            input=commands,
+            capture_output=True,
+            text=True,
+            timeout=_QUIT_S,
+        )
