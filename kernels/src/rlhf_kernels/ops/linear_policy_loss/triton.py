@@ -27,7 +27,7 @@ ROW_ALIGNMENT = 64  # logits per row are padded to a multiple of this: unaligned
 BLOCK_SIZE = 1024  # columns per program of the kernels in this file
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["grads_ptr", "totals_ptr"])
 def _scale_rows_kernel(matrix_ptr, grads_ptr, totals_ptr, width, by, BLOCK: tl.constexpr):  # noqa: N803
     """Scale one block of one row per program, in place. A row without gradient becomes 0, even if it holds NaN."""
     row = tl.program_id(0).to(tl.int64)
@@ -39,7 +39,7 @@ def _scale_rows_kernel(matrix_ptr, grads_ptr, totals_ptr, width, by, BLOCK: tl.c
     tl.store(at, tl.where(scale == 0.0, 0.0, value * scale).to(matrix_ptr.dtype.element_ty), mask=column < width)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["sums_stride", "grads_stride"])
 def _gradient_kernel(
     e_ptr, ids_ptr, sums_ptr, grads_ptr, e_stride, sums_stride, grads_stride, vocab_size, inv_temperature,
     BLOCK: tl.constexpr  # noqa: N803

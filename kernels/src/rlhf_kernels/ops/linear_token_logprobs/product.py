@@ -60,6 +60,12 @@ def _is_aligned(matrix: Tensor) -> bool:
 
 
 @triton.jit
+def _row_stride(num_rows):
+    """Return the distance between the partial sums of two tiles: a multiple of 16, so that vectors are aligned."""
+    return tl.cdiv(num_rows, 16) * 16
+
+
+@triton.jit
 def _store(out, row, column, tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # noqa: N803
     """Store a tile in two halves: staging a half takes half the shared memory."""
     halves = tl.permute(tl.reshape(tile.to(out.dtype), (ROWS, 2, COLUMNS // 2)), (0, 2, 1))
@@ -68,7 +74,9 @@ def _store(out, row, column, tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  
     out.store([row, column + COLUMNS // 2], right)
 
 
-@triton.jit
+# Triton compiles a kernel again where an integer or an address becomes a multiple of 16 or ceases to be one, so that it
+# can load vectors. Arguments that change with the number of rows are left out: no vector is loaded by them.
+@triton.jit(do_not_specialize=["sums_stride", "beside_stride", "num_rows"])
 def _product_kernel(
     hidden, weight, out, bias_ptr, ids_ptr, marks_ptr, sums_ptr, beside_ptr, marks_stride, sums_stride, beside_stride,
     num_rows, width, depth, vocab_start, inv_temperature, GRADIENT: tl.constexpr, WRITES: tl.constexpr,  # noqa: N803
@@ -133,7 +141,7 @@ def _product_kernel(
             c = z - reference[:, None]
             e = tl.exp2(c)
             # Partial sums go to memory and not into atomics, so that they are merged in a fixed order.
-            parts = beside_ptr + column // COLUMNS * num_rows + rows
+            parts = beside_ptr + column // COLUMNS * _row_stride(num_rows) + rows
             tl.store(parts, reference, mask=valid)
             tl.store(parts + beside_stride, tl.sum(e, axis=1), mask=valid)
             # -inf * 0 would be NaN, hence the lower bound of -1e4, whose exponential is 0.
@@ -142,7 +150,7 @@ def _product_kernel(
                 _store(out, row, column, e, ROWS, COLUMNS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["sums_stride"])
 def _reference_kernel(
     hidden_ptr, weight_ptr, bias_ptr, ids_ptr, marks_ptr, sums_ptr, hidden_stride, weight_stride, marks_stride,
     sums_stride, vocab_size, depth, inv_temperature,
@@ -172,7 +180,7 @@ def _reference_kernel(
     tl.store(sums_ptr + 3 * sums_stride + row, float("nan"))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["sums_stride", "num_rows"])
 def _merge_kernel(
     parts_ptr, ids_ptr, sums_ptr, out_ptr, sums_stride, out_stride, num_rows, vocab_size, num_parts,
     WRITES: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr  # noqa: N803
@@ -184,22 +192,25 @@ def _merge_kernel(
     """
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     valid = rows < num_rows
-    plane = num_parts * num_rows
+    stride = _row_stride(num_rows)
+    plane = num_parts * stride
+    # Rows up to the stride are read, so that vectors are loaded; what lies beyond `num_rows` is not stored anywhere.
+    readable = rows[None, :] < stride
     part = tl.arange(0, PARTS)[:, None]
     # First pass: the highest reference of the row's parts, to which the second pass rescales their sums. They are equal
     # unless a tile used its own maximum.
     highest = tl.full([ROWS], -3.4e38, tl.float32)
     lowest = tl.full([ROWS], 3.4e38, tl.float32)
     for start in range(0, num_parts, PARTS):
-        present = (start + part < num_parts) & valid[None, :]
-        at = parts_ptr + (start + part) * num_rows + rows[None, :]
+        present = (start + part < num_parts) & readable
+        at = parts_ptr + (start + part) * stride + rows[None, :]
         highest = tl.maximum(highest, tl.max(tl.load(at, mask=present, other=-3.4e38), axis=0))
         lowest = tl.minimum(lowest, tl.min(tl.load(at, mask=present, other=3.4e38), axis=0))
     s = tl.zeros([ROWS], tl.float32)
     u = tl.zeros([ROWS], tl.float32)
     for start in range(0, num_parts, PARTS):
-        present = (start + part < num_parts) & valid[None, :]
-        at = parts_ptr + (start + part) * num_rows + rows[None, :]
+        present = (start + part < num_parts) & readable
+        at = parts_ptr + (start + part) * stride + rows[None, :]
         shift = tl.load(at, mask=present, other=0.0) - highest[None, :]
         factor = tl.exp2(shift)
         # Relative to `highest`, every exponent of the part changes by `shift`, and every exponential by `factor`.
@@ -226,7 +237,7 @@ def _merge_kernel(
         # Hardly ever: some exponentials are relative to their tile's maximum, and the whole row is rescaled in memory.
         if tl.max(tl.where(valid & (highest > lowest), 1, 0), axis=0) > 0:
             for index in range(num_parts):
-                factor = tl.exp2(tl.load(parts_ptr + index * num_rows + rows, mask=valid, other=0.0) - highest)
+                factor = tl.exp2(tl.load(parts_ptr + index * stride + rows, mask=valid, other=0.0) - highest)
                 columns = index * COLUMNS + tl.arange(0, COLUMNS)
                 there = valid[:, None] & (columns < vocab_size)[None, :]
                 e = tl.load(out[:, None] + columns[None, :], mask=there, other=0.0).to(tl.float32) * factor[:, None]
@@ -264,12 +275,14 @@ def head_sums(
     # Launch by blocks of rows: partial sums of all rows at once would take 12 bytes per row and tile column.
     height = min(MAX_ROWS, len(hidden))
     num_parts = marks.shape[1]
-    space = torch.empty(3 * num_parts * height, dtype=torch.float32, device=hidden.device)
+    plane = num_parts * triton.cdiv(height, 16) * 16  # see `_row_stride`
+    space = torch.empty(3 * plane, dtype=torch.float32, device=hidden.device)
     for start in range(0, len(hidden), height):
         some = slice(start, min(start + height, len(hidden)))
         rows, ids, some_sums = hidden[some], token_ids[some], sums[:, some]
         out = exponentials if exponentials is None else exponentials[some]
-        beside = marks[start // TILE_ROWS :], some_sums, space, num_parts * len(rows)
+        plane = num_parts * triton.cdiv(len(rows), 16) * 16
+        beside = marks[start // TILE_ROWS :], some_sums, space, plane
         with on_device(hidden):
             _product((rows, weight, bias), ids, *beside, out, temperature)
             _merge_kernel[(triton.cdiv(len(rows), MERGED_ROWS),)](

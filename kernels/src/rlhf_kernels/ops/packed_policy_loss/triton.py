@@ -230,7 +230,7 @@ def _total(sums_ptr, num_programs, block):
     return tl.sum(sums, axis=0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_programs"])
 def _metrics_kernel(
     sums_ptr, metrics_ptr, loss_ptr, num_programs, kl_coef, entropy_coef, BLOCK: tl.constexpr, OVERLAP: tl.constexpr  # noqa: N803
 ):  # fmt: skip

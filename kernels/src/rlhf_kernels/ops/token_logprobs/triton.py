@@ -89,7 +89,7 @@ def _scaled(w, m, new_m, inv_temperature):
     return tl.where(scale > 0, w * scale, 0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["sums_stride"])
 def _sums_kernel(
     z_ptr, y_ptr, ids_ptr, sums_ptr, z_stride, y_stride, sums_stride, vocab_start, width, inv_temperature,
     FIRST: tl.constexpr, HAS_REFERENCE: tl.constexpr, LANES: tl.constexpr,  # noqa: N803
@@ -175,7 +175,7 @@ def _sums_kernel(
         tl.store(sums + 12 * sums_stride, (ref_token_logit - n) * inv_temperature - ref_log_sum)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["sums_stride", "grads_stride"])
 def _gradient_kernel(
     z_ptr, y_ptr, ids_ptr, sums_ptr, grads_ptr, out_ptr, z_stride, y_stride, sums_stride, grads_stride, out_stride,
     vocab_start, width, inv_temperature, HAS_REFERENCE: tl.constexpr, BLOCK_SIZE: tl.constexpr  # noqa: N803
