@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlhf_models.backbone import last_hidden_state, replay_full_packs
+from rlhf_models.backbone import last_hidden_state, replay_full_packs, run_backbone
 from rlhf_models.batch import TokenBatch
 from rlhf_models.fast import pack_graph
 from rlhf_models.fast.pack_graph import _NUM_SEEN, PackGraph, PackShape
@@ -77,6 +77,21 @@ def test_filled_packs_give_hidden_states_and_gradients_of_plain_ones(folder, len
         torch.testing.assert_close(got, want, atol=2e-5, rtol=1e-4)
         torch.testing.assert_close(flat(sums.values()), gradients(plain), atol=2e-5, rtol=1e-4)
     assert all(weight.grad is None for weight in backbone.parameters())
+
+
+def test_layers_get_positions_of_one_form_from_plain_and_from_filled_packs(folder):
+    """torch.compile would compile them again for another stride or offset, or for a view."""
+    backbone, _ = graphed(folder)
+    forms = []
+
+    def note(layer, args, arguments):
+        positions = arguments["position_ids"]
+        forms.append((positions.stride(), positions.storage_offset(), positions._base))
+
+    backbone.layers[0].register_forward_pre_hook(note, with_kwargs=True)
+    run_backbone(backbone, packed(30, 34))
+    last_hidden_state(backbone, packed(30, 34))
+    assert forms == [((NUM_TOKENS, 1), 0, None)] * 2
 
 
 def test_filled_packs_follow_weights_that_change_in_place(folder):

@@ -55,7 +55,8 @@ class TokenBatch:
         cu_seqlens = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
         return cls(
             input_ids=to_device(torch.from_numpy(_packed_row(sequences, np.int64)), device),
-            position_ids=to_device(torch.from_numpy(position_ids[None]), device),
+            # Strides as of a new tensor, where [None] would give 0: layers are compiled again for other strides.
+            position_ids=to_device(torch.from_numpy(position_ids.reshape(1, -1)), device),
             lengths=lengths,
             cu_seqlens=to_device(torch.from_numpy(cu_seqlens), device),
         )

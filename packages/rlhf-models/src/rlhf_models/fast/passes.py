@@ -51,7 +51,9 @@ class Passes:
                 self._row_sums = sums[weight].view(weight.shape)
             elif weight.requires_grad:
                 stand_in.register_post_accumulate_grad_hook(self._adder(sums[weight]))
-        self._input_ids, self._position_ids = torch.zeros(2, 1, bounds[-1], dtype=torch.int64, device=device)
+        # Two tensors, not two views into one: for a view, layers would be compiled again.
+        self._input_ids = torch.zeros(1, bounds[-1], dtype=torch.int64, device=device)
+        self._position_ids = torch.zeros_like(self._input_ids)
         self._cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device=device)
         # A second stream adds gradients to their sums: that is bound by memory bandwidth and the matrix products by
         # arithmetic, so running both at the same time saves time.
