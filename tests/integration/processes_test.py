@@ -271,27 +271,44 @@ def test_reward_models_that_the_plan_has_no_places_for_are_refused():
     assert start_scorers(scoring_job([]), None) == []
 
 
-def test_engines_on_one_gpu_start_one_after_another_and_sleep_before_the_next(monkeypatch):
-    """On one GPU, vLLM takes what is free: an engine that starts sees those that started before, asleep."""
+def start_of(monkeypatch, **engine):
+    """The processes of three engines on two GPUs with trainers, and a log of what was waited for and called."""
     log = []
 
     class Handle:
         """Answers as a Ray actor would."""
 
         def __init__(self, number):
-            self.ready = SimpleNamespace(remote=lambda: log.append(f"{number} ready"))
+            self.ready = SimpleNamespace(remote=lambda: log.append(f"{number} ready") or number + 0.5)
             self.call = SimpleNamespace(remote=lambda method: log.append(f"{number} {method}"))
 
+    def start(job, reserved, wave):
+        log.append(f"{wave} started")
+        return [SimpleNamespace(handle=Handle(number)) for number in wave]
+
+    trainers = SimpleNamespace(started=[{"startup/load": 2.0}, {"startup/load": 3.0}])
     request = PlacementRequest(ranks={"actor": 2}, num_engines=3, colocate_all_models=True)
-    job = SimpleNamespace(plan=plan_placement(request, [2]), engine=EngineSpec(model="none", enable_sleep=True))
+    job = SimpleNamespace(plan=plan_placement(request, [2]), engine=EngineSpec(model="none", **engine))
     monkeypatch.setattr(cluster_module, "wait", lambda references, **words: references)
-    for name in ("start_scorers", "start_workers"):
-        monkeypatch.setattr(cluster_module, name, lambda *words: [])
-    monkeypatch.setattr(
-        cluster_module, "start_engines", lambda job, reserved, wave: [SimpleNamespace(handle=Handle(n)) for n in wave]
-    )
-    assert len(start_processes(job, None).engines) == 3
-    assert log[:6] == ["0 ready", "1 ready", "0 sleep", "1 sleep", "2 ready", "2 sleep"]
+    monkeypatch.setattr(cluster_module, "start_scorers", lambda *words: [])
+    monkeypatch.setattr(cluster_module, "start_workers", lambda *words: log.append("trainers started") or [trainers])
+    monkeypatch.setattr(cluster_module, "start_engines", start)
+    return start_processes(job, None), log
+
+
+def test_engines_on_one_gpu_that_sleep_start_one_after_another_and_before_the_trainers(monkeypatch):
+    """On one GPU, vLLM takes what is free: an engine that starts sees those that started before, asleep."""
+    processes, log = start_of(monkeypatch, enable_sleep=True)
+    assert len(processes.engines) == 3
+    turns = ["[0, 1] started", "0 ready", "1 ready", "0 sleep", "1 sleep", "[2] started", "2 ready", "2 sleep"]
+    assert log[:9] == [*turns, "trainers started"]
+
+
+def test_engines_on_one_gpu_that_never_sleep_start_together_with_the_trainers(monkeypatch):
+    processes, log = start_of(monkeypatch)
+    assert log[:4] == ["[0, 1] started", "[2] started", "trainers started", "0 ready"]
+    assert not any("sleep" in line for line in log)
+    assert processes.seconds == {"startup/load": 3.0, "startup/engines": 2.5}
 
 
 def test_a_node_without_a_model_of_the_run_is_named(monkeypatch, tmp_path):

@@ -1,6 +1,8 @@
 """What engines read from a model folder, the checks before a request, and the spec."""
 
+import dataclasses
 import json
+import os
 import struct
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from rlhf_rollout.engines.model_files import (
     resolve_model_dir,
 )
 from rlhf_rollout.engines.requests import sample_seeds
+from rlhf_rollout.engines.vllm.memory import gpu_kv_cache_bytes, kv_cache_bytes
 
 
 def write(folder: Path, **files: Any) -> Path:
@@ -116,3 +119,37 @@ def test_build_engine_unknown_kind_raises_with_the_nearest() -> None:
 def test_engine_spec_impossible_raises(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         EngineSpec(model="m", **fields)
+
+
+SMALL = {"hidden_size": 896, "intermediate_size": 4864, "vocab_size": 151_936}
+
+
+def test_gpu_kv_cache_bytes_are_what_weights_and_work_leave_of_the_share(tmp_path: Path) -> None:
+    write_safetensors(tmp_path / "model.safetensors", {"a": [1 << 20, 128], "b": [1000]})
+    spec = EngineSpec(model="m", dtype="bfloat16", max_num_seqs=512, gpu_memory_utilization=0.25)
+    found = gpu_kv_cache_bytes(spec, tmp_path, SMALL, 80 << 30)
+    # 8,192 tokens per step with 4 x 896 + 3 x 4,864 numbers each, and 7 x 512 rows of logits.
+    assert found == (20 << 30) - 268_437_456 - (2 << 30) - 8192 * 18_176 * 2 - 2_178_154_496
+    halves = dataclasses.replace(spec, tensor_parallel_size=2)
+    assert gpu_kv_cache_bytes(halves, tmp_path, SMALL, 80 << 30) == found + 268_437_456 // 2
+    # A token goes through eight experts.
+    experts = SMALL | {"num_experts_per_tok": 8, "moe_intermediate_size": 768}
+    assert gpu_kv_cache_bytes(spec, tmp_path, experts, 80 << 30) == found - 8192 * 3 * (8 * 768 - 4864) * 2
+
+
+def test_share_of_a_gpu_that_is_too_small_for_the_model_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "model.bin").touch()
+    os.truncate(tmp_path / "model.bin", 3 << 30)  # takes no space on the disk
+    spec = EngineSpec(model="m", max_num_seqs=64, gpu_memory_utilization=0.2)
+    message = r"(?s)is 4\.0 GiB, and its weights take 3\.0 GiB and its work up to 2\.8.*hint: raise .* above 0\.30, or"
+    with pytest.raises(ConfigError, match=message):
+        gpu_kv_cache_bytes(spec, tmp_path, SMALL, 20 << 30)
+    with pytest.raises(ConfigError, match="hint: use a larger GPU, or several"):
+        gpu_kv_cache_bytes(spec, tmp_path, SMALL, 4 << 30)
+
+
+def test_vllm_measures_only_where_nothing_else_gives_the_size(tmp_path: Path) -> None:
+    spec = EngineSpec(model="m")
+    assert kv_cache_bytes(spec, tmp_path, SMALL, on_gpu=True) is None
+    for given in (dataclasses.replace(spec, kv_cache_memory_bytes=5, measures_memory=own) for own in (True, False)):
+        assert kv_cache_bytes(given, tmp_path, SMALL, on_gpu=True) == 5

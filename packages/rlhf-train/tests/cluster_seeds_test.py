@@ -33,3 +33,18 @@ def test_engines_of_a_run_get_seeds_of_their_own_and_are_alike_otherwise(monkeyp
     unseeded = EngineSpec(model="m")  # each engine draws its own
     cluster.start_engines(SimpleNamespace(engine=unseeded, plan=plan), reserved, range(3))
     assert started == [("vllm", unseeded)] * 3
+
+
+def test_only_engines_that_start_beside_nothing_else_on_their_gpu_measure_its_memory(monkeypatch):
+    measuring = []
+
+    def start(remote, placed, rank, reserved, kind, spec):
+        measuring.append(spec.measures_memory)
+
+    monkeypatch.setattr(cluster, "_start_one", start)
+    spec = EngineSpec(model="m")
+    for colocated, sleeps in ((True, False), (True, True), (False, False)):
+        plan = plan_placement(PlacementRequest(ranks={"actor": 1}, colocate_all_models=colocated), [2])
+        job = SimpleNamespace(engine=dataclasses.replace(spec, enable_sleep=sleeps), plan=plan)
+        cluster.start_engines(job, cluster.Reserved(None, []), [0])
+    assert measuring == [False, True, True]

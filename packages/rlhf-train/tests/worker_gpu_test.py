@@ -1,6 +1,7 @@
 """A rank on a GPU: compiled layers and CUDA graphs give the update of plain passes, whatever the passes hold."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from rlhf_train.algorithms import make_algorithm
 from rlhf_train.batching import plan_batches
 from rlhf_train.columns import RolloutColumns
 from rlhf_train.engine.shards import Shards
+from rlhf_train.online.job import BatchSizes
+from rlhf_train.online.rehearsal import run_passes, without_trace
 from rlhf_train.online.worker import TrainWorker
 from rlhf_train.run.metrics import results
 from rlhf_train.specs import ModelSpec, OptimizerSpec
@@ -34,8 +37,8 @@ def paths(tmp_path_factory):
     }
 
 
-def learned(paths, *, tokens=None, size=8, takes_turns=False, **layout):
-    """Train on the same rollouts `NUM_UPDATES` times with a learning rate of 0.
+def learned(paths, *, tokens=None, size=8, takes_turns=False, rehearses=False, **layout):
+    """Train on the same rollouts `NUM_UPDATES` times with a learning rate of 0, maybe after a rehearsal.
 
     Returns the worker; by role, the gradient of each update, [P] float32; and the metrics of each of the actor's.
     """
@@ -46,6 +49,8 @@ def learned(paths, *, tokens=None, size=8, takes_turns=False, **layout):
         models, PPO, temperature=0.8, rank=0, num_ranks=1, master=("127.0.0.1", free_port()), device="cuda", seed=0,
         pack_tokens=tokens or size * 330, takes_turns=takes_turns,
     )  # fmt: skip
+    if rehearses:
+        rehearse(worker, models, tokens, size)
     rollouts = random_rollouts(48, vocab_size=SHAPE["vocab_size"], max_prompt=100, max_response=200)
     lengths = [[r.num_tokens for r in rollouts], [r.num_response_tokens for r in rollouts]]
     [plan] = plan_batches(
@@ -65,6 +70,18 @@ def learned(paths, *, tokens=None, size=8, takes_turns=False, **layout):
             numbers = results(worker.update(role, max_epochs=1, seed=seed, kl_coef=PPO.kl_coef))
             metrics += [numbers] if role == "actor" else []
     return worker, gradients, metrics
+
+
+def rehearse(worker, models, tokens, size):
+    batch = BatchSizes(
+        rollout_batch_size=48, num_samples_per_prompt=1, train_batch_size=48, micro_train_batch_size=size,
+        micro_rollout_batch_size=size, micro_batch_tokens=tokens,
+    )  # fmt: skip
+    engine, sampling = SimpleNamespace(max_model_len=330), SimpleNamespace(max_tokens=200)
+    job = SimpleNamespace(models=models, algorithm=PPO, batch=batch, engine=engine, sampling=sampling)
+    with without_trace(worker):
+        run_passes(worker, ROLES, job)
+    worker.compiled_in_rehearsal = torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
 def keep_gradients(engine, kept):
@@ -125,6 +142,19 @@ def test_gradients_of_packs_are_as_near_to_float32_as_padded_ones_for_any_split(
     for numbers in metrics:
         assert numbers["policy/grad_norm"] == pytest.approx(plain[2][0]["policy/grad_norm"], rel=2e-2)
         assert numbers["kl/loss"] == pytest.approx(plain[2][0]["kl/loss"], rel=2e-2)
+
+
+def test_updates_after_a_rehearsal_compile_nothing_and_have_the_same_gradients(paths, truth, plain):
+    torch._dynamo.reset()
+    compiled = torch._dynamo.utils.counters["stats"]
+    before = compiled["unique_graphs"]
+    worker, gradients, _ = learned(paths, tokens=2048, rehearses=True)
+    assert graphs(worker)
+    assert before < worker.compiled_in_rehearsal == compiled["unique_graphs"]
+    for role, found in gradients.items():
+        other = plain[1][role][0]
+        for got in (found[0], found[-1]):
+            assert (got - truth[role]).norm() < 1.5 * (other - truth[role]).norm() + 1e-3 * truth[role].norm(), role
 
 
 def test_log_ratios_of_an_update_on_unchanged_weights_stay_below_rounding(paths):

@@ -1,19 +1,25 @@
-"""One rank in this process: modes, metrics, columns it is given, and what it saves."""
+"""One rank in this process: modes, metrics, columns it is given, what it saves, and its rehearsal of a step."""
+
+import dataclasses
 
 import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rlhf_models.testing import tiny_model_dir
+from rlhf_models.testing import tiny_model_dir, tiny_reward_model_dir
+from rlhf_rollout.engines import EngineSpec
 from rlhf_rollout.host import free_port
 from rlhf_train.algorithms import make_algorithm
 from rlhf_train.batching import plan_batches
 from rlhf_train.columns import RolloutColumns
+from rlhf_train.online import rehearsal
+from rlhf_train.online.placement import PlacementRequest, plan_placement
+from rlhf_train.online.rehearsal import made_up_step, memory_share, rehearse, run_passes, without_trace
 from rlhf_train.online.worker import TrainWorker
 from rlhf_train.run.metrics import results
 from rlhf_train.specs import ModelSpec, OptimizerSpec
-from trainer_testing import random_rollouts
+from trainer_testing import random_rollouts, tiny_job
 
 VOCAB_SIZE = 512
 
@@ -132,3 +138,141 @@ def test_rank_that_is_not_the_first_writes_nothing(worker, tmp_path):
 
 def test_worker_on_a_cpu_has_no_device_memory(worker):
     assert worker.peak_memory_bytes() == 0
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    return {
+        "actor": str(tiny_model_dir(folder / "actor", vocab_size=VOCAB_SIZE)),
+        "reference": str(tiny_model_dir(folder / "reference", seed=1, vocab_size=VOCAB_SIZE)),
+        "critic": str(tiny_reward_model_dir(folder / "critic", vocab_size=VOCAB_SIZE)),
+    }
+
+
+@pytest.fixture
+def job(paths, tmp_path):
+    model = ModelSpec(path=paths["reference"], zero_stage=0, packing=True)
+    optimizer = OptimizerSpec(learning_rate=1e-2, scheduler="constant")
+    models = {role: dataclasses.replace(model, path=paths[role], optimizer=optimizer) for role in ("actor", "critic")}
+    return tiny_job(paths["actor"], tmp_path, models=models | {"reference": model})
+
+
+def started(job, *roles):
+    """A worker with these models of the job, or with all."""
+    models = {role: job.models[role] for role in roles or job.models}
+    return TrainWorker(
+        models, job.algorithm, temperature=1.0, rank=0, num_ranks=1, master=("127.0.0.1", free_port()), device="cpu",
+        seed=0, ema_beta=0.5,
+    )  # fmt: skip
+
+
+def a_step(worker):
+    """Metrics, weights, averages and the next random numbers after a step on real rollouts."""
+    rollouts = random_rollouts(8, vocab_size=VOCAB_SIZE)
+    lengths = [[r.num_tokens for r in rollouts], [r.num_response_tokens for r in rollouts]]
+    [plan] = plan_batches(
+        *lengths, num_ranks=1, num_mini_batches=2, micro_train_batch_size=2, micro_rollout_batch_size=3,
+        max_response_tokens=24, seed=0,
+    )  # fmt: skip
+    shard = [rollouts[row] for row in plan.rows]
+    worker.load_rollouts(RolloutColumns.of(shard, [rollout.verdict.reward for rollout in shard]), plan)
+    metrics = [worker.run_model(role) for role in ("actor", "reference", "critic")] + [worker.assign_advantages(0.01)]
+    metrics += [worker.update(role, max_epochs=1, seed=0, kl_coef=0.01) for role in ("critic", "actor")]
+    weights = {
+        (role, name): weight for role, engine in worker.engines.items() for name, weight in engine.state_dict().items()
+    }
+    numbers = [results(part) for part in metrics]
+    return numbers, weights | worker._average.values(), torch.rand(4)
+
+
+def test_a_rehearsal_changes_nothing_bit_for_bit(job):
+    plain = a_step(started(job))
+    worker = started(job)
+    backbone = worker.engines["actor"].module.model.base_model
+    backbone.pack_graph = seen = []  # a pass would call it
+    with without_trace(worker):
+        run_passes(worker, list(job.models), job)
+    assert backbone.pack_graph is seen
+    del backbone.pack_graph
+    assert all(weight.grad is None for engine in worker.engines.values() for weight in engine.module.parameters())
+    numbers, tensors, random = a_step(worker)
+    assert numbers == plain[0]
+    assert torch.equal(random, plain[2])
+    for name, tensor in plain[1].items():
+        assert torch.equal(tensors[name], tensor), name
+
+
+def test_every_kind_of_pass_is_rehearsed_with_the_inputs_of_a_real_one(job, monkeypatch):
+    worker = started(job)
+    calls = []
+    for role, engine in worker.engines.items():
+        engine.module.register_forward_pre_hook(
+            lambda model, args, words, role=role: calls.append((role, torch.is_grad_enabled(), args[0], words)),
+            with_kwargs=True,
+        )
+    frozen = worker._frozen["reference"]
+    frozen.register_forward_pre_hook(lambda model, args: calls.append(("reference", False, args[0], {})))
+    with without_trace(worker):
+        run_passes(worker, list(job.models), job)
+    made = [(role, has_grad, len(batch.lengths), batch.input_ids.shape[1]) for role, has_grad, batch, _ in calls]
+    # 64 tokens at most per rollout, 8 rollouts per training pass; one response has 11 tokens instead of 12.
+    assert made == [
+        *(("actor", True, 8, 512), ("actor", True, 8, 511)),
+        *(("critic", True, 8, 512), ("critic", True, 8, 511)),
+        *(("actor", False, 16, 1023), ("critic", False, 16, 1023), ("reference", False, 16, 1023)),
+    ]
+    learning = calls[0][3]
+    assert learning["stream"].loss_mask.shape == (8 * 12,) and learning["max_tokens"] == 16 * 12
+    assert learning["stream"].old_logprobs is not None and learning["stream"].ref_logprobs is None
+
+
+def test_ranks_without_the_actor_rehearse_their_own_models(job):
+    worker = started(job, "critic")
+    with without_trace(worker):
+        run_passes(worker, ["critic"], job)
+    assert not worker._experience.token_ids
+
+
+def test_made_up_step_keeps_to_the_budget_of_tokens_and_to_the_number_of_rollouts(job):
+    budget = dataclasses.replace(job.batch, micro_batch_tokens=200)
+    columns, plan = made_up_step(dataclasses.replace(job, batch=budget))
+    assert plan.mini_batches[0].micro_batches == ((0, 1, 2), (3, 4, 5)) and plan.max_pass_tokens == 200
+    assert columns.lengths.tolist() == [64] * 5 + [63]
+    assert columns.loss_mask.sum() == 6 * 12 - 1
+    assert np.flatnonzero(columns.loss_mask[:64]).tolist() == list(range(52, 64))
+    assert (columns.policy_versions == np.where(columns.loss_mask, 0, -1)).all()
+    few = dataclasses.replace(job.batch, rollout_batch_size=1, num_samples_per_prompt=1, train_batch_size=1)
+    assert made_up_step(dataclasses.replace(job, batch=few))[0].lengths.tolist() == [63]
+
+
+def test_passes_that_do_not_fit_do_not_keep_the_others_from_being_rehearsed(job, monkeypatch, caplog):
+    worker = started(job)
+    done = []
+
+    def update(role, **options):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(worker, "update", update)
+    monkeypatch.setattr(worker, "run_model", done.append)
+    with caplog.at_level("INFO", rehearsal.__name__), without_trace(worker):
+        run_passes(worker, list(job.models), job)
+    assert done == ["actor", "critic", "reference"]
+    assert caplog.text.count("CUDA out of memory") == 2
+
+
+def test_nothing_is_rehearsed_where_nothing_is_compiled(job):
+    worker = started(job)
+    on_gpu = dataclasses.replace(job, plan=plan_placement(PlacementRequest(ranks=dict.fromkeys(job.models, 1)), [4]))
+    for one in (job, on_gpu):
+        assert rehearse(worker, list(job.models), one, 0) == 0.0
+
+
+def test_share_of_a_rank_leaves_the_engines_their_own():
+    ranks = {"actor": 1, "critic": 1}
+    plan = plan_placement(PlacementRequest(ranks=ranks, num_engines=2, colocate_all_models=True), [1])
+    awake = EngineSpec(model="m", gpu_memory_utilization=0.15)
+    assert memory_share(plan, awake, "actor", 0) == pytest.approx(0.65)
+    assert memory_share(plan, dataclasses.replace(awake, enable_sleep=True), "actor", 0) == pytest.approx(0.95)
+    apart = plan_placement(PlacementRequest(ranks=ranks, num_engines=2), [4])
+    assert memory_share(apart, awake, "critic", 0) == pytest.approx(0.95)

@@ -45,6 +45,11 @@ def compile_layers(model: nn.Module, *, backend: str = "inductor") -> None:
         layer.compile(dynamic=True, backend=_joining(backend))
 
 
+def is_compiled(model: nn.Module) -> bool:
+    """Return whether `compile_layers` was called for the model."""
+    return any(module._compiled_call_impl is not None for module in model.modules())
+
+
 @functools.cache  # torch.compile compiles a layer again for another backend object, even an equivalent one
 def _joining(backend: str) -> Callable[..., Any]:
     """Return a backend of torch.compile that joins matrix products and passes the graph on to `backend`."""

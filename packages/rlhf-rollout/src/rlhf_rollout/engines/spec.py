@@ -25,6 +25,8 @@ class EngineSpec:
         gpu_memory_utilization: share of the GPU's memory for weights, activations and KV cache.
         kv_cache_memory_bytes: fixes the KV cache's size; None takes it from `gpu_memory_utilization` on a GPU, and
             on a CPU from what `max_num_seqs` full sequences need (at most 1 GiB).
+        measures_memory: whether vLLM measures at its start how much memory a GPU's KV cache can have, during which no
+            other process may allocate or free memory on the GPU. Otherwise a bound says it, which is a little less.
         enforce_eager: no compilation and no CUDA graphs.
         enable_sleep: allow `sleep`; on a GPU the weights and KV cache then lie in memory that can be given back.
         enable_prefix_caching: reuse the KV cache of common prefixes.
@@ -52,6 +54,7 @@ class EngineSpec:
     max_num_batched_tokens: int = 8192
     gpu_memory_utilization: float = 0.9
     kv_cache_memory_bytes: int | None = None
+    measures_memory: bool = True
     enforce_eager: bool = False
     enable_sleep: bool = False
     enable_prefix_caching: bool = True

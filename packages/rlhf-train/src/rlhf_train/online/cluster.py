@@ -130,11 +130,13 @@ class Processes(NamedTuple):
         engines: the generation engines, in the order of the plan.
         workers: the rank sets that train.
         scorers: for each reward model, in the order of `job.reward.models`, the handles of its replicas.
+        seconds: metrics of the start: how long the slowest process of a kind took.
     """
 
     engines: list[RayEngine]
     workers: list[RankSet]
     scorers: list[list[Any]]
+    seconds: dict[str, float]
 
 
 def start_processes(
@@ -142,34 +144,37 @@ def start_processes(
 ) -> Processes:
     """Start engines, trainers and reward models, and return them once all are ready.
 
-    They load in parallel, unless engines share GPUs with trainers. In that case the engines load first, because vLLM
-    sizes its memory by what is free when it starts, and those on one GPU one after another; engines that may sleep then
-    release it for the others to load. `environs` are additional environment variables of each engine.
+    They load in parallel, unless engines share GPUs with trainers and sleep while these work. In that case the engines
+    load first, those on one GPU one after another, and sleep, so that each finds the memory that it has later.
+    `environs` are additional environment variables of each engine.
 
     Raises:
         EngineError: processes have not started within the engines' `start_timeout_s`.
     """
     check_files(job, reserved)
     spec = job.engine
+    in_turn = job.plan.shares_gpus and spec.enable_sleep
     by_number: dict[int, RayEngine] = {}
     for wave in job.plan.engine_waves:
         started = start_engines(job, reserved, wave, environs)
         by_number |= zip(wave, started, strict=True)
-        if job.plan.shares_gpus:
+        if in_turn:
             fresh = [engine.handle for engine in started]
             _await_ready("the start of the engines", fresh, spec.start_timeout_s)
-            if spec.enable_sleep:
-                asleep = [handle.call.remote("sleep") for handle in fresh]
-                wait(asleep, timeout_s=spec.control_timeout_s, what="the engines' falling asleep")
+            asleep = [handle.call.remote("sleep") for handle in fresh]
+            wait(asleep, timeout_s=spec.control_timeout_s, what="the engines' falling asleep")
     engines = [engine for _, engine in sorted(by_number.items())]
     handles = [engine.handle for engine in engines]
     scorers = start_scorers(job, reserved)
     workers = start_workers(job, reserved)
     loaded = list(chain.from_iterable(ranks.started for ranks in workers))
-    wait(loaded, timeout_s=spec.start_timeout_s, what="the start of the trainers")
+    loads = wait(loaded, timeout_s=spec.start_timeout_s, what="the start of the trainers")
     rest = [*handles, *chain.from_iterable(scorers)]
-    _await_ready("the start of the engines and reward models", rest, spec.start_timeout_s)
-    return Processes(engines, workers, scorers)
+    ready = _await_ready("the start of the engines and reward models", rest, spec.start_timeout_s)
+    seconds = {name: max(load[name] for load in loads) for name in loads[0]} if loads else {}
+    if engines:
+        seconds["startup/engines"] = max(ready[: len(engines)])
+    return Processes(engines, workers, scorers, seconds)
 
 
 def check_files(job: OnlineJob, reserved: Reserved) -> None:
@@ -194,8 +199,8 @@ def _missing(paths: Sequence[str]) -> tuple[str, list[str]]:
     return node_address(), [path for path in paths if not os.path.exists(path)]
 
 
-def _await_ready(what: str, handles: Sequence[Any], timeout_s: float) -> None:
-    wait([handle.ready.remote() for handle in handles], timeout_s=timeout_s, what=what)
+def _await_ready(what: str, handles: Sequence[Any], timeout_s: float) -> list[float]:
+    return wait([handle.ready.remote() for handle in handles], timeout_s=timeout_s, what=what)
 
 
 def start_engines(
@@ -206,9 +211,11 @@ def start_engines(
     Each has a seed of its own: with one seed for all, engines would draw the same numbers for requests without a seed.
     """
     engines = []
+    # Trainers and other engines allocate memory while one starts, unless they take turns.
+    measures_memory = job.engine.enable_sleep or not job.plan.shares_gpus
     for rank in numbers:
         seed = None if job.engine.seed is None else job.engine.seed + rank
-        spec = replace(job.engine, seed=seed)
+        spec = replace(job.engine, seed=seed, measures_memory=measures_memory)
         extra = {"environ": environs[rank]} if environs and environs[rank] else {}
         start = partial(_start_one, RemoteEngine, job.plan.engines, rank, reserved, "vllm", spec, **extra)
         engines.append(RayEngine(start(), spec, start))

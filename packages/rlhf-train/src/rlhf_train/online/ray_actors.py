@@ -2,6 +2,7 @@
 
 import gc
 import os
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,8 +24,13 @@ class RankActor:
     @collection_paused()
     def load(
         self, rank: int, num_ranks: int, models: Mapping[str, ModelSpec], job: Any, master: tuple[str, int] | None
-    ) -> None:
-        """Join the rank set and load the models. Collective. `master` is None for a rank set of one rank."""
+    ) -> dict[str, float]:
+        """Join the rank set, load the models, and compile what they run. Collective.
+
+        `master` is None for a rank set of one rank. Returns the seconds that each of the two last took.
+        """
+        started = time.perf_counter()
+        from rlhf_train.online.rehearsal import rehearse
         from rlhf_train.online.worker import TrainWorker
         from rlhf_train.weight_sync.source import WeightSource
 
@@ -48,6 +54,8 @@ class RankActor:
         )
         gc.freeze()  # for as long as the process lives; see `quick_collection`
         self._sender = WeightSource(job.engine.weight_transfer, checksum=job.sync_checksum)
+        loaded_s = time.perf_counter() - started
+        return {"startup/load": loaded_s, "startup/rehearsal": rehearse(self._worker, list(models), job, rank)}
 
     def work(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of the `TrainWorker` and return its result."""

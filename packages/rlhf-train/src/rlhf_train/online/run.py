@@ -132,6 +132,7 @@ def run_processes(
         stack.enter_context(recorder)
         reward = make_reward(job, processes.scorers, recorder.folder / "reward.log")
         parts = assemble(job, processes.engines, processes.workers, reward, recorder, observer, timeline, interrupts)
+        parts.report.add_final(processes.seconds)
         stack.callback(parts.rollouts.close)
         watch.details.append(parts.rollouts.pending)
         try:

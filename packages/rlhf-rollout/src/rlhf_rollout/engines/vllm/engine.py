@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 
 from rlhf_data.errors import ConfigError, EngineError, RlhfError, WeightSyncError
-from rlhf_rollout.engines.model_files import cpu_kv_cache_bytes, end_token_ids, read_config, resolve_model_dir
+from rlhf_rollout.engines.model_files import end_token_ids, read_config, resolve_model_dir
 from rlhf_rollout.engines.requests import Hold, check_request, deadline
 from rlhf_rollout.engines.spec import EngineSpec
+from rlhf_rollout.engines.vllm.memory import kv_cache_bytes
 from rlhf_rollout.protocols import Completion, EngineHealth, PauseMode, SamplingParams, check_pause_mode
 from rlhf_rollout.weight_sync.bucket import WeightBucket
 from rlhf_rollout.weight_sync.senders import Senders, merged
 
-_ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 _CPU_GATHER_S = 0.02  # see `StepLoop`; requests that are sent together arrive so far apart on a busy machine
 
 
@@ -338,14 +338,6 @@ def _build_core(spec: EngineSpec, model_dir: Path, model_config: dict[str, Any],
         torch.set_num_threads(spec.num_threads)
     if spec.tensor_parallel_size == 1:
         _register_architectures(model_config.get("architectures", []))
-    kv_cache_bytes = spec.kv_cache_memory_bytes
-    if kv_cache_bytes is None and not on_gpu:
-        kv_cache_bytes = cpu_kv_cache_bytes(
-            model_config,
-            max_num_seqs=spec.max_num_seqs,
-            max_model_len=spec.max_model_len,
-            item_bytes=_ITEM_BYTES[spec.dtype],
-        )
     # Without chunked prefill one engine step must have room for a whole prompt.
     whole_prompt = 0 if on_gpu else spec.max_model_len
     config = EngineArgs(
@@ -359,7 +351,7 @@ def _build_core(spec: EngineSpec, model_dir: Path, model_config: dict[str, Any],
         # On a CPU every row has a seed, and vLLM's CPU sampler fails on one whose prompt is in two chunks.
         enable_chunked_prefill=on_gpu,
         gpu_memory_utilization=spec.gpu_memory_utilization,
-        kv_cache_memory_bytes=kv_cache_bytes,
+        kv_cache_memory_bytes=kv_cache_bytes(spec, model_dir, model_config, on_gpu=on_gpu),
         enforce_eager=spec.enforce_eager or not on_gpu,
         enable_sleep_mode=spec.enable_sleep and on_gpu,
         enable_prefix_caching=spec.enable_prefix_caching,
