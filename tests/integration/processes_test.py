@@ -229,8 +229,9 @@ def test_start_that_hangs_is_an_engine_error_with_a_hint(monkeypatch, start, kin
 def test_trainer_whose_start_hangs_is_an_engine_error(monkeypatch, start):
     spec = EngineSpec(model="none", start_timeout_s=3.0)
     job = SimpleNamespace(plan=SimpleNamespace(shares_gpus=False, engine_waves=[], nodes=(0,)), engine=spec)
-    loading = SimpleNamespace(started=[start(Sleeper).ready.remote()])
-    for name, started in (("start_engines", []), ("start_scorers", []), ("start_workers", [loading])):
+    loading = [start(Sleeper).ready.remote()]
+    parts = (("start_engines", []), ("start_scorers", []), ("start_workers", []), ("load_models", loading))
+    for name, started in parts:
         monkeypatch.setattr(cluster_module, name, lambda *words, started=started: started)
     with pytest.raises(EngineError, match="the start of the trainers took longer than 3 s"):
         start_processes(job, None)
@@ -286,27 +287,28 @@ def start_of(monkeypatch, **engine):
         log.append(f"{wave} started")
         return [SimpleNamespace(handle=Handle(number)) for number in wave]
 
-    trainers = SimpleNamespace(started=[{"startup/load": 2.0}, {"startup/load": 3.0}])
+    loads = [{"startup/load": 2.0}, {"startup/load": 3.0}]
     request = PlacementRequest(ranks={"actor": 2}, num_engines=3, colocate_all_models=True)
     job = SimpleNamespace(plan=plan_placement(request, [2]), engine=EngineSpec(model="none", **engine))
     monkeypatch.setattr(cluster_module, "wait", lambda references, **words: references)
     monkeypatch.setattr(cluster_module, "start_scorers", lambda *words: [])
-    monkeypatch.setattr(cluster_module, "start_workers", lambda *words: log.append("trainers started") or [trainers])
+    monkeypatch.setattr(cluster_module, "start_workers", lambda *words: log.append("trainers started") or [])
+    monkeypatch.setattr(cluster_module, "load_models", lambda *words: log.append("trainers load") or loads)
     monkeypatch.setattr(cluster_module, "start_engines", start)
     return start_processes(job, None), log
 
 
-def test_engines_on_one_gpu_that_sleep_start_one_after_another_and_before_the_trainers(monkeypatch):
+def test_engines_on_one_gpu_that_sleep_start_one_after_another_and_before_the_trainers_load(monkeypatch):
     """On one GPU, vLLM takes what is free: an engine that starts sees those that started before, asleep."""
     processes, log = start_of(monkeypatch, enable_sleep=True)
     assert len(processes.engines) == 3
     turns = ["[0, 1] started", "0 ready", "1 ready", "0 sleep", "1 sleep", "[2] started", "2 ready", "2 sleep"]
-    assert log[:9] == [*turns, "trainers started"]
+    assert log[:10] == ["trainers started", *turns, "trainers load"]
 
 
 def test_engines_on_one_gpu_that_never_sleep_start_together_with_the_trainers(monkeypatch):
     processes, log = start_of(monkeypatch)
-    assert log[:4] == ["[0, 1] started", "[2] started", "trainers started", "0 ready"]
+    assert log[:5] == ["trainers started", "[0, 1] started", "[2] started", "trainers load", "0 ready"]
     assert not any("sleep" in line for line in log)
     assert processes.seconds == {"startup/load": 3.0, "startup/engines": 2.5}
 

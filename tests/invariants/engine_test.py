@@ -113,7 +113,7 @@ def test_sync_makes_the_weights_the_trainers_and_reverting_gives_the_same_tokens
     with cluster.ray_cluster(job.plan, None), cluster.placed_bundles(job.plan) as reserved:
         [engine] = cluster.start_engines(job, reserved, [0])
         [own] = cluster.start_workers(job, reserved)
-        cluster.wait(own.started)
+        cluster.wait(cluster.load_models(job, [own]))
 
         def greedy() -> tuple[list[list[int]], np.ndarray]:
             sampling = SamplingParams(max_tokens=16, temperature=0.0)

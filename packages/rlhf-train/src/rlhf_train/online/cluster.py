@@ -154,6 +154,7 @@ def start_processes(
     check_files(job, reserved)
     spec = job.engine
     in_turn = job.plan.shares_gpus and spec.enable_sleep
+    workers = start_workers(job, reserved)  # which import libraries while engines load
     by_number: dict[int, RayEngine] = {}
     for wave in job.plan.engine_waves:
         started = start_engines(job, reserved, wave, environs)
@@ -166,9 +167,7 @@ def start_processes(
     engines = [engine for _, engine in sorted(by_number.items())]
     handles = [engine.handle for engine in engines]
     scorers = start_scorers(job, reserved)
-    workers = start_workers(job, reserved)
-    loaded = list(chain.from_iterable(ranks.started for ranks in workers))
-    loads = wait(loaded, timeout_s=spec.start_timeout_s, what="the start of the trainers")
+    loads = wait(load_models(job, workers), timeout_s=spec.start_timeout_s, what="the start of the trainers")
     rest = [*handles, *chain.from_iterable(scorers)]
     ready = _await_ready("the start of the engines and reward models", rest, spec.start_timeout_s)
     seconds = {name: max(load[name] for load in loads) for name in loads[0]} if loads else {}
@@ -245,19 +244,25 @@ def start_scorers(job: OnlineJob, reserved: Reserved) -> list[list[Any]]:
 
 
 def start_workers(job: OnlineJob, reserved: Reserved) -> list[RankSet]:
-    """Start the rank sets that train; return them without waiting until they are loaded."""
-    rank_sets = []
-    for placed in job.plan.trainers:
-        ranks = RankSet(placed.roles, _start(ray.remote(RankActor), placed, reserved))
-        size = placed.num_ranks
+    """Start the rank sets that train, without models; return them without waiting."""
+    rank_sets = [RankSet(placed.roles, _start(ray.remote(RankActor), placed, reserved)) for placed in job.plan.trainers]
+    for ranks in rank_sets:
+        ranks.start("prepare")
+    return rank_sets
+
+
+def load_models(job: OnlineJob, rank_sets: Sequence[RankSet]) -> list[Any]:
+    """Have the ranks load their models; return references to what `RankActor.load` returns."""
+    loads = []
+    for ranks in rank_sets:
+        size = len(ranks.handles)
         master = None
         if size > 1:
             first = [ranks.handles[0].master_address.remote()]
             [master] = wait(first, timeout_s=job.engine.start_timeout_s, what="the start of a trainer's process")
-        models = {role: job.models[role] for role in placed.roles}
-        ranks.started = ranks.start_each("load", [(rank, size, models, job, master) for rank in range(size)])
-        rank_sets.append(ranks)
-    return rank_sets
+        models = {role: job.models[role] for role in ranks.roles}
+        loads += ranks.start_each("load", [(rank, size, models, job, master) for rank in range(size)])
+    return loads
 
 
 def _start(actor: Any, placed: ProcessPlan, reserved: Reserved, *args: Any, **kwargs: Any) -> list[Any]:

@@ -13,15 +13,11 @@ class RankSet:
     Args:
         roles: the models that each rank holds.
         handles: Ray handles of the ranks, in the order of ranks.
-
-    Attributes:
-        started: object references of calls whose results the caller still has to wait for.
     """
 
     def __init__(self, roles: Sequence[str], handles: Sequence[Any]) -> None:
         self.roles = tuple(roles)
         self.handles = list(handles)
-        self.started: list[Any] = []
         # A call reaches every rank before the next one reaches any: ranks that work in different orders would wait for
         # each other. Weights are sent from another thread.
         self._order = Lock()

@@ -22,6 +22,11 @@ class RankActor:
         return node_address(), free_port()
 
     @collection_paused()
+    def prepare(self) -> None:
+        """Import the libraries that `load` needs, which takes seconds."""
+        import rlhf_train.online.rehearsal  # noqa: F401
+
+    @collection_paused()
     def load(
         self, rank: int, num_ranks: int, models: Mapping[str, ModelSpec], job: Any, master: tuple[str, int] | None
     ) -> dict[str, float]:
