@@ -283,7 +283,7 @@ def start_of(monkeypatch, **engine):
             self.ready = SimpleNamespace(remote=lambda: log.append(f"{number} ready") or number + 0.5)
             self.call = SimpleNamespace(remote=lambda method: log.append(f"{number} {method}"))
 
-    def start(job, reserved, wave):
+    def start(job, reserved, wave, environs):
         log.append(f"{wave} started")
         return [SimpleNamespace(handle=Handle(number)) for number in wave]
 

@@ -218,5 +218,5 @@ def running_engine(job: OnlineJob, num_engines: int = 1) -> Iterator[list[Any]]:
     with started_cluster(NUM_CLUSTER_CPUS, 0):
         handles = [RemoteEngine.options(num_cpus=1).remote("vllm", job.engine) for _ in range(num_engines)]
         engines = [RayEngine(handle, job.engine) for handle in handles]
-        with mock.patch.object(cluster, "start_engines", lambda job, reserved, wave: [engines[n] for n in wave]):
+        with mock.patch.object(cluster, "start_engines", lambda job, reserved, wave, *_: [engines[n] for n in wave]):
             yield engines
