@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 600
-NUM_STEPS = 10
+NUM_STEPS = 6
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
@@ -22,7 +22,18 @@ def test_agent_with_three_attempts_learns(tmp_path):
     binary = ROOT / "packages/rlhf-cli/ppo"
     command = [str(binary)] if binary.is_file() else [sys.executable, "-m", "rlhf_cli.commands.ppo"]
     flags = ["--agent_func_path", str(ROOT / "examples/math_retries.py"), "--max_steps", "3", "--agent_max_len", "192"]
-    flags += ["--seed", "1", "--train_steps", str(NUM_STEPS), "--eval_steps", "-1", "--save_path", "out"]
+    flags += [
+        "--seed",
+        "1",
+        "--actor_learning_rate",
+        "8e-4",
+        "--train_steps",
+        str(NUM_STEPS),
+        "--eval_steps",
+        "-1",
+        "--save_path",
+        "out",
+    ]
     environment = os.environ | {"BUILD_WORKING_DIRECTORY": str(tmp_path)}
     done = subprocess.run(
         [*command, *flags], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S

@@ -104,24 +104,18 @@ def pytest_tests(deps, folder = "", data = [], overrides = {}, also_on_gpu = [],
         attributes = dict(overrides.get(file, {}))
         attributes.setdefault("size", "medium")
         parts = dict(srcs = [test] + shared, data = data + files, deps = deps)
+        if file in also_on_gpu:
+            on_gpu = attributes | {"tags": ["gpu"]}
+            pytest_test(name = name.removesuffix("_test") + "_gpu_test", **(parts | on_gpu))
         if name.endswith("_gpu_test"):
             attributes["tags"] = attributes.get("tags", []) + ["gpu"]
         elif together and file not in overrides:
             grouped.append(test)
             continue
         pytest_test(name = name, **(parts | attributes))
-        if file in also_on_gpu:
-            attributes["tags"] = ["gpu"]
-            pytest_test(name = name.removesuffix("_test") + "_gpu_test", **(parts | attributes))
     if grouped:
-        pytest_test(
-            name = together,
-            size = "large",
-            srcs = grouped + shared,
-            data = data + files,
-            deps = deps,
-            **common
-        )
+        together_parts = dict(size = "large", srcs = grouped + shared, data = data + files, deps = deps)
+        pytest_test(name = together, **(together_parts | common))
 
 def python_package(name, deps, users, test_deps = [], test_data = [], tests = {}, package_test = {}):
     """An installable package: its library, its tests, `:wheel`, and `:sources` and `:pages` for checks.

@@ -239,15 +239,20 @@ def _start(num_cpus: int, num_gpus: int) -> None:
 
 @contextmanager
 def _used_parts_only() -> Iterator[None]:
-    """Keep Ray from starting `_UNUSED_PARTS`, which import for seconds, for the time of a `with` block."""
-    before = {name: getattr(Node, name) for name in _UNUSED_PARTS}
-    for name in before:
-        setattr(Node, name, lambda *_, **__: None)
+    """Keep Ray from starting `_UNUSED_PARTS`, which import for seconds, for the time of a `with` block.
+
+    The agent of the dashboard, without which Ray does not start, starts as where the dashboard is not installed.
+    """
+    own = {(Node, name): lambda *_, **__: None for name in _UNUSED_PARTS}
+    own[ray._private.utils, "get_dashboard_dependency_error"] = ImportError
+    before = {(owner, name): getattr(owner, name) for owner, name in own}
+    for (owner, name), function in own.items():
+        setattr(owner, name, function)
     try:
         yield
     finally:
-        for name, method in before.items():
-            setattr(Node, name, method)
+        for (owner, name), function in before.items():
+            setattr(owner, name, function)
 
 
 @contextmanager
