@@ -44,10 +44,12 @@ def rehearse(worker: TrainWorker, roles: Sequence[str], job: OnlineJob, rank: in
     Returns:
         The seconds that it took; 0.0 if nothing is compiled.
     """
+    if job.plan.device == "cpu":
+        return 0.0
     # Layers of frozen models are compiled like those of trained ones, except under ZeRO stage 3.
     engines = worker.engines.values()
     compiles = any(is_compiled(engine.module) for engine in engines) if engines else job.models[roles[0]].zero_stage < 3
-    if job.plan.device == "cpu" or not compiles:
+    if not compiles:
         return 0.0
     started = time.perf_counter()
     with _limited_memory(memory_share(job.plan, job.engine, roles[0], rank)), without_trace(worker):

@@ -6,8 +6,8 @@ Prefixes in metrics.jsonl: `rollout/` for rollouts and their scores, `train/` fo
 `policy/`, `value/`, `kl/` and `entropy/` for the updates, `mismatch/` for the gap between engine and trainer, `async/`
 for asynchronous training (`staleness_steps` in training steps, `policy/staleness` in updates; shares are of 1), `eval/`
 for held-out prompts, `time/` in seconds (for the phases in `run.timeline` and the parts of a run in `online.report`),
-`throughput/` per second (and the share of prompt tokens that were cached), and `samples/` for counts of rollouts and
-tokens.
+`startup/` in seconds for what goes on at the same time before the first step, `throughput/` per second (and the share
+of prompt tokens that were cached), and `samples/` for counts of rollouts and tokens.
 """
 
 from collections.abc import Iterable, Mapping
