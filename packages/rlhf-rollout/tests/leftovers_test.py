@@ -25,7 +25,7 @@ AGENT = """
     class Environment:
         def __init__(self):
             server = subprocess.Popen(["sleep", "1000"], start_new_session=True)
-            FOLDER.joinpath("pids").write_text(f"{os.getppid()} {server.pid} .")
+            FOLDER.joinpath("pids").write_text(f"{os.getppid()} {server.pid}")
 
         def reset(self): ...
 
@@ -43,6 +43,7 @@ RUN = """
 
     async def main():
         await AgentPool(parse_agent({agent!r}), num_processes=1).start()
+        open({started!r}, "x").close()
         await asyncio.sleep(1000)
 
     asyncio.run(main())
@@ -69,13 +70,13 @@ class Running:
         folder.mkdir()
         self.folder = folder
         agent = write(AGENT, f"{folder.name}/agent.py")
-        program = write(RUN.format(path=sys.path, agent=agent), f"{folder.name}/run.py")
+        started = str(folder / "started")
+        program = write(RUN.format(path=sys.path, agent=agent, started=started), f"{folder.name}/run.py")
         self.process = subprocess.Popen([sys.executable, program], stderr=subprocess.DEVNULL)
 
     def read(self):
-        pids = self.folder / "pids"
-        assert eventually(lambda: pids.exists() and pids.read_text().endswith("."))
-        self.guard, self.server = map(int, pids.read_text().split()[:2])
+        assert eventually((self.folder / "started").exists)  # a run whose guard dies before this ends with an error
+        self.guard, self.server = map(int, (self.folder / "pids").read_text().split()[:2])
 
 
 @pytest.fixture
