@@ -92,7 +92,7 @@ async def refilled(engine, tasks):
     """Return how many sequences run once vLLM has taken up all it can."""
     running = 0
     while running < MAX_NUM_SEQS and not any(task.done() for task in tasks):
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(1.5 * _CPU_GATHER_S)  # see `pause_amid`
         running = max(running, await inside(engine, num_running))
     return running
 
