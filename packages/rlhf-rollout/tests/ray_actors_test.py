@@ -147,12 +147,13 @@ class SlowActor(EngineActor):
     def __init__(self, spec: EngineSpec) -> None:
         self._error = None
         self._built = FakeEngine(spec, token_latency_s=0.005)
+        self._startup_s = 0.0
 
 
 def test_ray_engine_keeps_and_restarts_what_is_in_flight_and_puts_its_deadline_off(cluster: None) -> None:
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import tests
     actor = ray.remote(concurrency_groups={"requests": 4, "control": 4})(SlowActor)
-    spec = EngineSpec(model="fake", request_timeout_s=4.0)
+    spec = EngineSpec(model="fake", request_timeout_s=8.0)  # a request takes 0.5 s on an idle machine
     engine = RayEngine(actor.options(num_cpus=0).remote(spec), spec)
 
     async def pass_through(mode: Any, version: int) -> Any:
@@ -164,14 +165,14 @@ def test_ray_engine_keeps_and_restarts_what_is_in_flight_and_puts_its_deadline_o
         await engine.begin_weight_update(version)
         await engine.finish_weight_update()
         if version == 1:
-            await asyncio.sleep(4.5)  # longer than both of its deadlines, here and in the actor
+            await asyncio.sleep(8.5)  # longer than both of its deadlines, here and in the actor
         assert not task.done()
         await engine.resume()
         completions = await task
         return num_found, [[span.policy_version for span in completion.spans] for completion in completions]
 
     async def scenario() -> Any:
-        await engine.generate(PROMPT, SamplingParams(max_tokens=2))  # the actor has started
+        await engine.ready()  # otherwise the start of the process counts against the deadline
         return [await pass_through("keep", 1), await pass_through("restart", 2), await engine.pause("drain")]
 
     kept, restarted, drained = run(scenario())
