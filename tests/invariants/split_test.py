@@ -47,6 +47,7 @@ class Case:
     num_mini_batches: int = 2
     first_reward: float | None = None  # in place of the first rollout's own
     lora_rank: int = 0
+    sequence_parallel_size: int = 1
 
 
 SPLITS = {
@@ -69,6 +70,12 @@ RANKS = {
 ADAPTERS_ON_RANKS = {
     "adapters, ZeRO 2": Case(zero_stage=2, micro_batch_size=5, lora_rank=4),
     "adapters, ZeRO 3": Case(zero_stage=3, micro_batch_size=5, packing=True, lora_rank=4),
+}
+# Both ranks have all rollouts, and each computes one half of every pass. A batch of an odd number of tokens is padded.
+DIVIDED = {
+    "divided sequences, ZeRO 0": Case(micro_batch_size=5, packing=True, sequence_parallel_size=2),
+    "divided sequences, ZeRO 2": Case(zero_stage=2, micro_batch_size=8, packing=True, sequence_parallel_size=2),
+    "divided sequences, ZeRO 3": Case(zero_stage=3, packing=True, micro_batch_tokens=60, sequence_parallel_size=2),
 }
 # Passes of one rollout, whose gradients do not depend on the split: only how they are added up differs. One update, for
 # the forward pass of the next would turn one different bit of a weight into a different gradient.
@@ -97,7 +104,13 @@ def one_step(rank: int, num_ranks: int, master: Any, path: str, case: Case) -> d
     from rlhf_train.online.worker import TrainWorker
     from rlhf_train.run.metrics import merge_metrics, results
 
-    spec = ModelSpec(path=path, packing=case.packing, zero_stage=case.zero_stage, dtype=case.dtype)
+    spec = ModelSpec(
+        path=path,
+        packing=case.packing,
+        sequence_parallel_size=case.sequence_parallel_size,
+        zero_stage=case.zero_stage,
+        dtype=case.dtype,
+    )
     optimizer = OPTIMIZER if case.dtype == "float32" else BFLOAT16_OPTIMIZER
     lora = LoraSpec(rank=case.lora_rank) if case.lora_rank else None
     trained = dataclasses.replace(spec, optimizer=optimizer, lora=lora)
@@ -118,14 +131,14 @@ def one_step(rank: int, num_ranks: int, master: Any, path: str, case: Case) -> d
     plan = plan_batches(
         [rollout.num_tokens for rollout in rollouts],
         [rollout.num_response_tokens for rollout in rollouts],
-        num_ranks=num_ranks,
+        num_ranks=num_ranks // case.sequence_parallel_size,
         num_mini_batches=case.num_mini_batches,
         micro_train_batch_size=case.micro_batch_size,
         micro_rollout_batch_size=case.micro_batch_size,
         max_response_tokens=24,
         seed=3,
         micro_batch_tokens=case.micro_batch_tokens,
-    )[rank]
+    )[rank // case.sequence_parallel_size]
     worker.load_rollouts(
         RolloutColumns.of([rollouts[row] for row in plan.rows], [rewards[row] for row in plan.rows]), plan
     )
@@ -164,7 +177,7 @@ def model_path(tmp_path_factory) -> str:
 def outcomes(model_path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The cases on one rank, which is this process, and meanwhile those on two, in processes of their own."""
     with ThreadPoolExecutor(1) as pool:
-        pair = pool.submit(run_ranks, all_cases, 2, model_path, RANKS | ADAPTERS_ON_RANKS | BFLOAT16)
+        pair = pool.submit(run_ranks, all_cases, 2, model_path, RANKS | DIVIDED | ADAPTERS_ON_RANKS | BFLOAT16)
         cases = SPLITS | BFLOAT16 | {"one other reward": Case(first_reward=3.0), "adapters": Case(lora_rank=4)}
         return all_cases(0, 1, ("127.0.0.1", free_port()), model_path, cases), pair.result()
 
@@ -251,6 +264,20 @@ def test_split_on_one_rank_gives_the_same_update(on_one_rank, name):
 def test_split_over_two_ranks_gives_the_same_update(on_one_rank, on_two_ranks, name):
     for outcome in on_two_ranks:
         assert largest_difference(on_one_rank["whole"]["weights"], outcome[name]["weights"]) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", list(DIVIDED))
+def test_two_ranks_that_divide_sequences_give_the_same_update_and_count_it_once(on_one_rank, on_two_ranks, name):
+    whole = on_one_rank["whole"]
+    for outcome in on_two_ranks:
+        assert outcome[name]["same_as_reference"]
+        assert largest_difference(whole["weights"], outcome[name]["weights"]) < TOLERANCE
+        assert largest_difference(whole["advantages"], outcome[name]["advantages"]) < 1e-5
+    first, second = (outcome[name]["metrics"] for outcome in on_two_ranks)
+    assert not second
+    assert first.keys() == whole["metrics"].keys()
+    for key, value in first.items():
+        assert value == pytest.approx(whole["metrics"][key], rel=1e-3, abs=1e-5), key
 
 
 @pytest.mark.parametrize("name", list(ADAPTERS_ON_RANKS))

@@ -44,6 +44,36 @@ TABLE = [
         "error: --micro_batch_tokens is 95, and a sample may have 96 tokens",
         "use --micro_batch_tokens 96",
     ),
+    (
+        "ppo --sequence_parallel_size 2",
+        "error: --sequence_parallel_size 2 divides packed sequences, and --packing_samples is off",
+        "add --packing_samples",
+    ),
+    (
+        "ppo --sequence_parallel_size 2 --packing_samples --torch_compile on",
+        "error: --torch_compile on, and the layers are not compiled with --sequence_parallel_size",
+        "leave --torch_compile at auto",
+    ),
+    (
+        "ppo --sequence_parallel_size 2 --packing_samples",
+        r"error: --sequence_parallel_size is 2, and train has 1 process\(es\)",
+        "use 2 or a multiple: --actor_num_gpus_per_node 2",
+    ),
+    (
+        f"{SFT} --sequence_parallel_size 2 --packing_samples",
+        r"error: --sequence_parallel_size is 2, and the run has 1 process\(es\)",
+        "use 2 or a multiple: torchrun --nproc_per_node 2",
+    ),
+    (
+        "ppo --sequence_parallel_size 3 --packing_samples --actor_num_gpus_per_node 3",
+        "error: sequence parallelism over 3 ranks divides attention heads, and the model has",
+        "ranks",
+    ),
+    (
+        "ppo --sequence_parallel_size 2 --packing_samples --attn_implementation sdpa --actor_num_gpus_per_node 2",
+        "error: --sequence_parallel_size works with the attention rlhf_packed, not with sdpa",
+        "leave --attn_implementation at auto",
+    ),
     ("ppo --save_path /proc/run", "error: --save_path /proc/run cannot be written", NOWHERE),
     (f"{SFT} --save_path /proc/run", "error: --save_path /proc/run cannot be written", NOWHERE),
     (f"rm {PAIRS} --save_path rows.jsonl", "error: --save_path .*rows.jsonl is not an empty folder", "name a new one"),

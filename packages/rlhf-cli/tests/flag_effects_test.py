@@ -30,6 +30,13 @@ REACHES = [
     ("attn_implementation", "sdpa", "", "models.actor.attn_implementation", "sdpa"),
     ("gradient_checkpointing", "", "", "models.critic.gradient_checkpointing", True),
     ("packing_samples", "", "", "models.reference.packing", True),
+    (
+        "sequence_parallel_size",
+        "2",
+        "--packing_samples --colocate_all_models --actor_num_gpus_per_node 4",
+        "models.reference.sequence_parallel_size",
+        2,
+    ),
     ("lora_rank", "2", "", "models.critic.lora.rank", 2),
     ("lora_rank", "2", "", "models.reference.lora", None),
     ("lora_rank", "2", "--ref_num_gpus_per_node 3", "plan.trainers.0.roles", ("actor", "reference")),

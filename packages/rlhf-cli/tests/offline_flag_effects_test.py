@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from rlhf_cli.commands import offline
 from rlhf_cli.commands.examples import COMMANDS
 from rlhf_cli.commands.offline import _prepare
 from rlhf_cli.config.output import OutputSection
 from rlhf_cli.console import Console
+from rlhf_cli.launcher import Launch
 from rlhf_data.command_line import CommandLine
 from rlhf_data.options import options
 
@@ -42,6 +44,7 @@ REACHES = [
     ("sft", "attn_implementation", "sdpa", "", "model.attn_implementation", "sdpa"),
     ("sft", "gradient_checkpointing", "", "", "model.gradient_checkpointing", True),
     ("sft", "packing_samples", "", "", "model.packing", True),
+    ("rm", "sequence_parallel_size", "2", "--packing_samples", "model.sequence_parallel_size", 2),
     ("sft", "torch_compile", "off", "", "model.torch_compile", "off"),
     ("dpo", "torch_compile", "on", "--ref_pretrain OTHER", "reference.torch_compile", "on"),
     ("sft", "lora_rank", "2", "", "model.lora.rank", 2),
@@ -167,6 +170,8 @@ def part_of(folder: Path, job, tokenizer, name: str):
 def test_flag_reaches_its_part_of_the_job(folder, monkeypatch, command, flag, words, others, part, expected):
     monkeypatch.setenv("BUILD_WORKING_DIRECTORY", str(folder))
     argv = f"--pretrain TINY --dataset x.jsonl --max_len 64 {NEEDED.get(command, '')} {others} --{flag} {words}".split()
+    if flag == "sequence_parallel_size":
+        monkeypatch.setattr(offline, "launch", lambda: Launch(num_ranks=2))
     made = COMMANDS[command]
     parsed = CommandLine(config=made.config, prog="").parse(argv)
     assert not [notice for notice in parsed.notices if "has no effect" in notice]

@@ -110,6 +110,8 @@ def test_table_has_no_flag_twice_for_a_command_and_names_options_that_exist():
             4096,
         ),
         ("ppo", "--train_max_tokens_per_gpu 4096", "micro_batch_tokens", None),
+        ("ppo", "--ring_attn_size 2 --ring_head_stride 2 --packing_samples", "sequence_parallel_size", 2),
+        ("sft", "--ds.ring_attn_size 4 --ds.packing_samples", "sequence_parallel_size", 4),
         ("ppo", "--ds.param_dtype bf16", "bf16", True),
         ("ppo", "--ds.zero_stage 3", "zero_stage", 3),
         ("ppo", "--eval.dataset e.jsonl --eval.steps 5", "eval_steps", 5),
@@ -164,7 +166,6 @@ def test_flag_with_nothing_left_to_choose_is_one_notice(command, argv):
     ("command", "argv", "feature"),
     [
         ("ppo", "--vllm_generate_batch_size 2048", "generating more prompts than a step trains"),
-        ("ppo", "--ds.ring_attn_size 4", "sequence parallelism (ring attention)"),
         ("ppo", "--ds_tensor_parallel_size 2", "tensor-parallel training"),
         ("ppo", "--data.image_key images", "models that read images"),
         ("ppo", "--adam_offload", "optimizer states in CPU memory during training"),

@@ -269,6 +269,23 @@ def test_every_set_is_dealt_every_rollout_once_with_its_own_number_of_ranks(job)
         assert dealt == pytest.approx(earned)
 
 
+def test_ranks_that_divide_sequences_are_dealt_the_same_rollouts_and_their_columns_go_once(job):
+    models = {role: dataclasses.replace(spec, sequence_parallel_size=2) for role, spec in job.models.items()}
+    job = dataclasses.replace(job, models=models)
+    log: list = []
+    actor, critic = Ranks(log, "actor", "reference", count=4), Ranks(log, "critic", count=2)
+    rollouts = random_rollouts(32, vocab_size=64)
+    learner = Learner(job, [actor, critic])
+    learner.deal(rollouts, step=1)
+    plans = [plan.rows for _, _, plan, _ in actor.shards]
+    assert plans[0] == plans[1] and plans[2] == plans[3]
+    assert sorted(plans[0] + plans[2]) == list(range(32))
+    assert [sorted(plan.rows) for _, _, plan, _ in critic.shards] == [list(range(32))] * 2
+    log.clear()
+    learner.assign_advantages()
+    assert log[1:] == [(("actor", "reference"), ["returns", "trained"]), (("critic",), "part 0", "part 2")]
+
+
 @pytest.mark.parametrize(("mask_stale", "num_kept"), [(None, 128), (3, 128), (200, 202)])
 def test_versions_of_the_last_steps_are_kept_and_restored(job, mask_stale, num_kept):
     job = dataclasses.replace(job, algorithm=dataclasses.replace(job.algorithm, mask_stale=mask_stale))

@@ -137,6 +137,7 @@ class Case:
     gradient_checkpointing: bool = False
     precompute_reference: bool = False
     lora: LoraSpec | None = None
+    sequence_parallel_size: int = 1
     variants: bool = False
 
     @property
@@ -160,6 +161,7 @@ TWO_RANKS = {
     "ZeRO 0": Case(micro_train_batch_size=5),
     "ZeRO 3, packed to 60 tokens": Case(packing=True, zero_stage=3, micro_batch_tokens=60, variants=True),
     "ZeRO 2, reference computed up front": Case(micro_train_batch_size=4, zero_stage=2, precompute_reference=True),
+    "divided sequences": Case(packing=True, zero_stage=2, micro_train_batch_size=5, sequence_parallel_size=2),
     "adapters, ZeRO 3": Case(packing=True, zero_stage=3, micro_train_batch_size=5, lora=ADAPTERS),
     "adapters, reference computed up front": Case(zero_stage=2, precompute_reference=True, lora=ADAPTERS),
 }
@@ -178,7 +180,8 @@ def run_all(rank: int, num_ranks: int, master: Any, path: str, folder: str, case
             micro_batch_tokens=case.micro_batch_tokens,
             max_epochs=2,
         )
-        layout = {name: getattr(case, name) for name in ("packing", "zero_stage", "gradient_checkpointing", "lora")}
+        fields = ("packing", "sequence_parallel_size", "zero_stage", "gradient_checkpointing", "lora")
+        layout = {name: getattr(case, name) for name in fields}
         extras = {"precompute_reference": case.precompute_reference}
         for name in case.names:
             target = Path(folder) / f"{key}-{name}"

@@ -66,6 +66,8 @@ def make_plan(config: PpoConfig, nodes: Sequence[int]) -> PlacementPlan:
     if config.engine.vllm_use_mps and plan.device == "cuda" and not plan.crowded_engines:
         message = "--vllm_use_mps is for engines that share a GPU, and none do"
         raise ConfigError(message, hint="use more --vllm_num_engines with --colocate_all_models, or drop it")
+    for placed in plan.trainers:
+        config.model.check_processes(placed.num_ranks, placed.name, "--actor_num_gpus_per_node {}, likewise for others")
     share = config.engine.vllm_gpu_memory_utilization
     most = _engines_per_gpu(plan)
     if share is not None and most * share > 1:
@@ -184,7 +186,11 @@ def describe_batches(
     size = batch.rollout_batch_size
     limit = rollout.generate_max_len
     prompt_limit = config.data.prompt_max_len
-    per_rank = math.ceil(batch.train_batch_size / ranks)
+    together = config.model.sequence_parallel_size
+    per_rank = math.ceil(batch.train_batch_size / (ranks // together))
+    processes = f"{ranks} process(es)"
+    if together > 1:
+        processes = f"{ranks // together} group(s) of {together} processes that divide every sequence"
     passes = f"{math.ceil(per_rank / batch.micro_train_batch_size)} pass(es) of at most {batch.micro_train_batch_size}"
     if batch.micro_batch_tokens is not None:
         passes = f"passes of at most {batch.micro_batch_tokens} tokens"
@@ -192,7 +198,7 @@ def describe_batches(
         "step": f"{size} prompts x {batch.num_samples_per_prompt} samples = {batch.num_rollouts}",
         "": f"{batch.num_rollouts} / {batch.train_batch_size} x {batch.max_epochs} epoch(s) = {batch.num_updates}"
         " update(s)",
-        "update": f"{batch.train_batch_size} samples / {ranks} process(es) = {per_rank} each, in {passes}",
+        "update": f"{batch.train_batch_size} samples / {processes} = {per_rank} each, in {passes}",
         "old log-probs": _OLD_LOGPROBS[config.objective.old_logprobs],
         "run": _describe_run(config, num_prompts),
         "tokens": f"prompt {prompt_limit} + response {limit} = at most {prompt_limit + limit}",

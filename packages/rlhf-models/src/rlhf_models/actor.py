@@ -15,6 +15,7 @@ from rlhf_kernels import (
 )
 from rlhf_models.backbone import last_hidden_state, run_backbone
 from rlhf_models.batch import TokenBatch, to_device
+from rlhf_models.sequence_parallel import SequenceGroup
 
 # Config fields of models that transform logits after the LM head: the head's weight alone does not give their logits.
 _LOGIT_TRANSFORMS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
@@ -52,11 +53,16 @@ class PolicyOutput(NamedTuple):
 
 
 class Actor(nn.Module):
-    """A causal language model of transformers, stored as `model`."""
+    """A causal language model of transformers, stored as `model`.
+
+    Attributes:
+        sequence_group: the ranks that divide the tokens of a batch; None if this one has all. See `divide_sequences`.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
+        self.sequence_group: SequenceGroup | None = None
 
     def forward(
         self,
@@ -77,7 +83,7 @@ class Actor(nn.Module):
             logits_mask: [B, T] bool, the tokens to compute; None means all. Others get 0.0 and are left out of the LM
                 head. A mask on the CPU saves waiting for the device.
             logits_after: [N] int64, indices into the flattened batch. If given, the result is the logits [N, V] of the
-                token after each of these, and nothing else.
+                token after each of these, and nothing else. They must ascend if ranks divide the batch.
             stream, objective: if given, both, the result is a `PolicyOutput`. The tokens of the stream are those of
                 `logits_mask`, without first tokens and padding, in the order of the flattened batch. With no tokens
                 the loss is 0.0, with a gradient of zeros.
@@ -90,20 +96,26 @@ class Actor(nn.Module):
         """
         if (stream is None) != (objective is None):
             raise ValueError("stream and objective must be given together; got only one of them")
-        if logits_after is not None:
+        group = self.sequence_group
+        if logits_after is not None and group is None:
             return self._logits(batch, logits_after)
+        if logits_after is not None:
+            own, counts = group.divide(logits_after, batch)
+            return group.gather(self._logits(batch, own), counts)
         if logits_mask is None or logits_mask.device.type == "cpu":
             wanted = batch.host_target_mask if logits_mask is None else batch.host_target_mask & logits_mask
         else:
             wanted = batch.target_mask & logits_mask
         # Find the indices before the layers are queued: afterwards, `nonzero` would wait for all of them.
-        index = to_device(wanted.flatten().nonzero()[:, 0], batch.input_ids.device)
+        found = wanted.flatten().nonzero()[:, 0]
+        index = to_device(found, batch.input_ids.device)
         token_ids = batch.input_ids.flatten()[index]
+        before = (index if group is None else found) - 1  # what is divided over ranks is read on the host
         in_blocks = self._needs_blocks(len(index) if max_tokens is None else max_tokens)
         if stream is None:
-            values = self._after(batch, index - 1, token_ids, temperature, in_blocks)
+            values = self._after(batch, before, token_ids, temperature, in_blocks)
             return ActorOutput(*(_spread(column, index, wanted) for column in values))
-        loss, metrics, *values = self._learn(batch, index - 1, token_ids, temperature, (stream, objective), in_blocks)
+        loss, metrics, *values = self._learn(batch, before, token_ids, temperature, (stream, objective), in_blocks)
         return PolicyOutput(loss, metrics, *(_spread(column.detach(), index, wanted) for column in values))
 
     def _learn(
@@ -121,13 +133,29 @@ class Actor(nn.Module):
         return *packed_policy_loss(logprobs, *terms, entropy=bonus), logprobs, entropy
 
     def _is_fused(self, device: torch.device) -> bool:
-        """Whether to compute a loss in blocks from the head's input. On CPUs that would round logits differently."""
-        return device.type == "cuda" and self.model.get_output_embeddings().bias is None
+        """Whether to compute a loss in blocks from the head's input. On CPUs that would round logits differently.
+
+        A rank that has a part of the tokens has no loss of its own.
+        """
+        has_all = self.sequence_group is None
+        return has_all and device.type == "cuda" and self.model.get_output_embeddings().bias is None
 
     def _after(
         self, batch: TokenBatch, index: Tensor, token_ids: Tensor, temperature: float, in_blocks: bool
     ) -> tuple[Tensor, Tensor]:
         """Return the log-probs of tokens [N] after flat positions [N], and the entropies there."""
+        group = self.sequence_group
+        if group is None:
+            return self._own_after(batch, index, token_ids, temperature, in_blocks)
+        own, counts = group.divide(index, batch)
+        own_ids = token_ids.split(counts)[group.rank]
+        values = torch.stack(self._own_after(batch, own, own_ids, temperature, in_blocks), dim=1)
+        return group.gather(values, counts).unbind(1)
+
+    def _own_after(
+        self, batch: TokenBatch, index: Tensor, token_ids: Tensor, temperature: float, in_blocks: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Do as `_after` for positions among the tokens that this rank has."""
         # The choice does not depend on whether gradients are wanted: old and current log-probs of a batch then come
         # from the same code, and their ratio is exactly 1. The fused policy loss on Hopper GPUs gives the same numbers
         # up to the order of a sum; on other GPUs it rounds logits that this code does not.
@@ -151,13 +179,15 @@ class Actor(nn.Module):
         return any(getattr(config, name, None) is not None for name in _LOGIT_TRANSFORMS)
 
     def _hidden(self, batch: TokenBatch, index: Tensor) -> Tensor:
-        """Return the hidden states [N, D] at flat positions [N]."""
-        return last_hidden_state(self.model.base_model, batch).flatten(0, 1).index_select(0, index)
+        """Return the hidden states [N, D] at flat positions [N] among the tokens that this rank has."""
+        hidden = last_hidden_state(self.model.base_model, batch, self.sequence_group)
+        return hidden.flatten(0, 1).index_select(0, index)
 
     def _logits(self, batch: TokenBatch, index: Tensor) -> Tensor:
-        """Return the logits [N, V] at flat positions [N]."""
+        """Return the logits [N, V] at flat positions [N] among the tokens that this rank has."""
         if self._changes_logits:
-            return run_backbone(self.model, batch).logits.flatten(0, 1).index_select(0, index)
+            logits = run_backbone(self.model, batch, self.sequence_group).logits
+            return logits.flatten(0, 1).index_select(0, index)
         # Call the module instead of using its weight: ZeRO-3 gathers parameters when a module is called.
         return self.model.get_output_embeddings()(self._hidden(batch, index))
 

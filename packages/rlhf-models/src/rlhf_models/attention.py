@@ -18,6 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from rlhf_data.errors import ConfigError
 from rlhf_models.batch import TokenBatch
+from rlhf_models.sequence_parallel import SequenceGroup
 
 logger = logging.getLogger(__name__)
 
@@ -105,6 +106,7 @@ def packed_attention(
     sliding_window: int | None = None,
     cu_seq_lens_q: Tensor | None = None,
     max_length_q: int | None = None,
+    sequence_group: SequenceGroup | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attend within each packed sequence; the signature is that of transformers' attention functions.
@@ -120,6 +122,8 @@ def packed_attention(
         sliding_window: number of tokens a token sees, itself included; None means all.
         cu_seq_lens_q: [S + 1] int32, the bounds; None for a batch that is not packed.
         max_length_q: length of the longest sequence.
+        sequence_group: the ranks that divide the T tokens of the batch; `query`, `key`, `value` and the output are then
+            those of this rank's tokens. None if it has all of them.
         kwargs: further arguments of transformers.
 
     Returns:
@@ -134,13 +138,30 @@ def packed_attention(
     for name, what in (("softcap", "a soft cap"), ("s_aux", "sinks")):
         if kwargs.get(name) is not None:
             raise ConfigError(f"attention with {what} cannot be packed", hint="turn packing off")
+    if sequence_group is not None:
+        query, key, value = (sequence_group.to_heads(tensor) for tensor in (query, key, value))
+    output = _attend(query, key, value, cu_seq_lens_q, max_length_q, scaling, dropout, sliding_window)
+    return output if sequence_group is None else sequence_group.to_tokens(output), None
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor,
+    longest: int | None,
+    scaling: float | None,
+    dropout: float,
+    sliding_window: int | None,
+) -> Tensor:
+    """Return the output of `packed_attention` by the kernel, or sequence by sequence where it cannot run."""
     # `compile_layers` has already checked that the kernel runs, and its cached check cannot be traced.
     is_known = torch.compiler.is_compiling() and query.is_cuda
     reason = None if is_known else varlen_unavailable_reason(query.device, query.dtype, query.shape[-1], dropout)
     if reason is None:
-        return _varlen(query, key, value, cu_seq_lens_q, max_length_q, scaling, sliding_window), None
+        return _varlen(query, key, value, cu_seqlens, longest, scaling, sliding_window)
     _log_fallback_once(reason, logging.WARNING if query.is_cuda else logging.INFO)
-    return _sequence_by_sequence(query, key, value, cu_seq_lens_q, scaling, dropout, sliding_window), None
+    return _sequence_by_sequence(query, key, value, cu_seqlens, scaling, dropout, sliding_window)
 
 
 @functools.cache

@@ -6,6 +6,7 @@ from torch.nn.functional import linear
 
 from rlhf_models.backbone import last_hidden_state
 from rlhf_models.batch import TokenBatch
+from rlhf_models.sequence_parallel import SequenceGroup
 
 
 class ValueHead(nn.Linear):
@@ -24,12 +25,17 @@ class ValueHead(nn.Linear):
 
 
 class Critic(nn.Module):
-    """A transformers backbone without LM head, stored as `model`, with a `value_head`."""
+    """A transformers backbone without LM head, stored as `model`, with a `value_head`.
+
+    Attributes:
+        sequence_group: the ranks that divide the tokens of a batch; None if this one has all. See `divide_sequences`.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
         self.value_head = ValueHead(model.config.get_text_config().hidden_size, model.dtype)
+        self.sequence_group: SequenceGroup | None = None
 
     def forward(self, batch: TokenBatch, *, after_token: bool = False) -> Tensor:
         """Return the value of the state before each token, that is, of the tokens that precede it.
@@ -42,8 +48,10 @@ class Critic(nn.Module):
             [B, T] float32, in reward units, 0.0 for the first token of a sequence and for padding. With `after_token`
             every token has a value, and padding holds arbitrary numbers.
         """
-        hidden = last_hidden_state(self.model, batch)
-        after = self.value_head(hidden).squeeze(-1)
+        group = self.sequence_group
+        after = self.value_head(last_hidden_state(self.model, batch, group)).squeeze(-1)
+        if group is not None:
+            after = group.gather_tokens(after, batch)
         if after_token:
             return after
         before = torch.cat([after.new_zeros(after.shape[0], 1), after[:, :-1]], dim=1)

@@ -14,6 +14,7 @@ from rlhf_data.errors import ConfigError, DataError
 from rlhf_models.backbone import last_hidden_state
 from rlhf_models.batch import TokenBatch
 from rlhf_models.critic import ValueHead
+from rlhf_models.sequence_parallel import SequenceGroup
 
 MAX_BATCH_TOKENS = 32768  # per forward pass, padding included, so that its activations take at most a few GiB
 
@@ -34,11 +35,17 @@ class RewardModel(nn.Module):
         self.model = model
         self.value_head = ValueHead(model.config.get_text_config().hidden_size, model.dtype)
         self.moments = stored_moments(model.config) if normalize else None
+        self.sequence_group: SequenceGroup | None = None  # see `Critic`
 
     def forward(self, batch: TokenBatch) -> Tensor:
         """Return the score of each sequence, [S] float32, in order."""
-        hidden = last_hidden_state(self.model, batch)
-        scores = self.value_head(hidden.flatten(0, 1).index_select(0, batch.last_index)).squeeze(-1)
+        group = self.sequence_group
+        hidden = last_hidden_state(self.model, batch, group).flatten(0, 1)
+        if group is None:
+            scores = self.value_head(hidden.index_select(0, batch.last_index)).squeeze(-1)
+        else:
+            own, counts = group.divide(batch.last_index, batch)
+            scores = group.gather(self.value_head(hidden.index_select(0, own)).squeeze(-1), counts)
         if self.moments is None:
             return scores
         mean, std = self.moments

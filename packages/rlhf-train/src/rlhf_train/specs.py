@@ -46,6 +46,8 @@ class ModelSpec:
         attn_implementation: see `rlhf_models.loading`.
         gradient_checkpointing: recompute activations in the backward pass, which saves memory.
         packing: concatenate the rows of a micro-batch into one sequence, instead of padding them.
+        sequence_parallel_size: neighbouring ranks that divide the tokens of each pass among them, which needs packing.
+            All models of a rank set have the same.
         torch_compile: "on", "off", or "auto", which compiles where that is possible and faster.
         zero_stage: ZeRO stage of DeepSpeed, 0 to 3.
         optimizer: None for a frozen model.
@@ -57,6 +59,7 @@ class ModelSpec:
     attn_implementation: str = "auto"
     gradient_checkpointing: bool = False
     packing: bool = False
+    sequence_parallel_size: int = 1
     torch_compile: str = "off"
     zero_stage: int = 2
     optimizer: OptimizerSpec | None = None

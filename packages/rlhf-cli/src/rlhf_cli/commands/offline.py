@@ -153,6 +153,7 @@ def _prepare(command: Command, config: OfflineConfig, folder: Path, console: "Co
     """Check models and data without loading a model; return the job and the tokenizer."""
     assert config.model.pretrain
     place = launch()
+    config.model.check_processes(place.num_ranks, "the run", "torchrun --nproc_per_node {} -m ...")
     _take_own_gpu(place)
     # Open the data before importing torch, so that a wrong path or key is reported within a second.
     sources = _open(config)

@@ -23,6 +23,12 @@ class ModelSection(sections.ModelSection):
     )
     gradient_checkpointing: bool = flag(False, "recompute activations in the backward pass: less memory, more time")
     packing_samples: bool = flag(False, "pack the sequences of a micro-batch into one row, instead of padding them")
+    sequence_parallel_size: int = flag(
+        1,
+        "with --packing_samples: training processes that divide the tokens of each pass among them (DeepSpeed-Ulysses),"
+        " so that each needs that share of the memory for activations; must divide the attention heads",
+        ge=1,
+    )
     torch_compile: TorchCompile = flag(
         "auto",
         "compile the layers, and with --bf16 at ZeRO stage 0 or 1 replay packed batches as CUDA graphs; auto: on a GPU,"
@@ -35,7 +41,13 @@ class ModelSection(sections.ModelSection):
     )
 
     def check(self, given: Collection[str]) -> list[str]:
-        """Return a notice for each option that has no effect."""
+        """Return a notice for each option that has no effect. Raises ConfigError for options that contradict."""
+        if self.sequence_parallel_size > 1 and not self.packing_samples:
+            message = f"--sequence_parallel_size {self.sequence_parallel_size} divides packed sequences, and"
+            raise ConfigError(f"{message} --packing_samples is off", hint="add --packing_samples")
+        if self.sequence_parallel_size > 1 and self.torch_compile == "on":
+            message = "--torch_compile on, and the layers are not compiled with --sequence_parallel_size"
+            raise ConfigError(message, hint="leave --torch_compile at auto")
         options = ["lora_alpha", "lora_dropout", "target_modules"]
         return without_effect(given, (not self.lora_rank, options, "--lora_rank is 0"))
 
@@ -43,6 +55,16 @@ class ModelSection(sections.ModelSection):
         """Return an error when no model to train is named."""
         hint = "add --pretrain FOLDER_OR_NAME; --pretrain builtin is the tiny model that ships"
         return lacking(self, "pretrain", "it names the model to train", hint)
+
+    def check_processes(self, num_processes: int, what: str, how: str) -> None:
+        """Raise ConfigError unless --sequence_parallel_size divides the number of processes of `what`.
+
+        `how` says how to start more of them, with {} for their number.
+        """
+        size = self.sequence_parallel_size
+        if num_processes % size:
+            message = f"--sequence_parallel_size is {size}, and {what} has {num_processes} process(es)"
+            raise ConfigError(message, hint=f"use {size} or a multiple: {how.format(size)}")
 
     def spec(self, path: str, zero_stage: int, optimizer: OptimizerSpec | None = None) -> ModelSpec:
         """Return how the model at `path` is computed. Without an optimizer it is frozen."""

@@ -125,6 +125,13 @@ def _greedy(flag: str, words: Sequence[str]) -> tuple[Values, str]:
     return ({"temperature": "0"} if is_on(flag, words) else {}), ""
 
 
+def _ring(flag: str, words: Sequence[str]) -> tuple[Values, str]:
+    values = {"sequence_parallel_size": " ".join(words)}
+    if list(words) == ["1"]:
+        return values, ""
+    return values, f"{flag}: processes exchange attention heads (DeepSpeed-Ulysses), with the results of ring attention"
+
+
 def _but_for(word: str, feature: str, hint: str, otherwise: Foreign) -> Foreign:
     """Return the flag `otherwise`, except that the value `word` asks for a feature that is not available."""
 
@@ -161,6 +168,8 @@ _SPECIAL: Mapping[str, Foreign] = MappingProxyType(
         "train_max_tokens_per_gpu": Foreign(
             options=("micro_batch_tokens",), read=lambda flag, words: ({_PASS: " ".join(words)}, "")
         ),
+        "ring_head_stride": Foreign(read=lambda flag, words: ({}, "")),
+        "ring_attn_size": Foreign(options=("sequence_parallel_size",), read=_ring),
         "greedy_sampling": Foreign(options=("temperature",), read=_greedy),
         "algo.advantage.estimator": _but_for(
             "flash_reinforce",

@@ -21,7 +21,8 @@ def load_model_files(path: str) -> tuple[Any, Any]:
 
 
 def check_attention(section: ModelSection, model_config: Any) -> None:
-    """Raise ConfigError unless the model works with --attn_implementation and --packing_samples."""
+    """Raise ConfigError unless the model works with --attn_implementation, --packing_samples and
+    --sequence_parallel_size."""
     from rlhf_models.attention import choose_attention
 
     name = section.attn_implementation
@@ -31,7 +32,15 @@ def check_attention(section: ModelSection, model_config: Any) -> None:
         known = {"auto", "eager", *ALL_ATTENTION_FUNCTIONS.valid_keys()}
         if name not in known:
             raise ConfigError(f"--attn_implementation: {unknown('value', name, known)}")
-    choose_attention(model_config, name, packing=section.packing_samples)
+    chosen = choose_attention(model_config, name, packing=section.packing_samples)
+    if section.sequence_parallel_size > 1:
+        from rlhf_models.attention import PACKED_ATTENTION
+        from rlhf_models.sequence_parallel import check_heads
+
+        check_heads(model_config, section.sequence_parallel_size)
+        if chosen != PACKED_ATTENTION:
+            message = f"--sequence_parallel_size works with the attention {PACKED_ATTENTION}, not with {chosen}"
+            raise ConfigError(message, hint="leave --attn_implementation at auto")
 
 
 def check_adapters(section: ModelSection, model_config: Any) -> list[str]:

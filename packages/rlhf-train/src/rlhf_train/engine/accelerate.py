@@ -6,34 +6,47 @@ from typing import Any
 import torch
 
 from rlhf_data.errors import ConfigError
-from rlhf_models.backbone import replay_full_packs
+from rlhf_models.backbone import divide_sequences, replay_full_packs
 from rlhf_models.fast.compiled import compile_layers, compile_unavailable_reason
 from rlhf_models.loading import resolve_dtype
-from rlhf_train.engine.deepspeed import DeepSpeedEngine
+from rlhf_models.reference import load_reference
+from rlhf_models.sequence_parallel import SequenceGroup
+from rlhf_train.engine.deepspeed import DeepSpeedEngine, place_frozen
 from rlhf_train.specs import ModelSpec
 
 logger = logging.getLogger(__name__)
 
 
 def start_engine(
-    model: Any, spec: ModelSpec, *, num_ranks: int, device: str, pack_tokens: int | None, takes_turns: bool = False
+    model: Any,
+    spec: ModelSpec,
+    *,
+    num_ranks: int,
+    device: str,
+    pack_tokens: int | None,
+    takes_turns: bool = False,
+    sequence_group: SequenceGroup | None = None,
 ) -> DeepSpeedEngine:
     """Return the engine that trains `model`, whose passes are as fast as `spec` allows. Collective.
 
     Args:
         model: of `rlhf_models`, on the CPU; its attribute `model` is a transformers model.
         spec: settings of the model and its optimizer.
-        num_ranks: data-parallel processes.
+        num_ranks: processes that share the model's states.
         device: "cuda" or "cpu".
         pack_tokens: tokens of a full pack; None if packs have no common length.
         takes_turns: whether the GPU's memory is given to other processes at times. The memory of CUDA graphs cannot
             leave the GPU.
+        sequence_group: the ranks that divide the tokens of each pass; None if each has passes of its own.
 
     Raises:
-        ConfigError: `spec.torch_compile` is "on", and the layers cannot be compiled.
+        ConfigError: `spec.torch_compile` is "on", and the layers cannot be compiled; or the model's sequences cannot be
+            divided.
         EngineError: DeepSpeed refuses the combination.
     """
     is_compiled = compile_model(model.model, spec, device)
+    if sequence_group is not None:
+        divide_sequences(model, sequence_group)
     dtype = resolve_dtype(spec.dtype)
     zero_stage = spec.zero_stage
     if zero_stage == 2 and num_ranks == 1:
@@ -55,6 +68,18 @@ def start_engine(
     return engine
 
 
+def start_frozen(spec: ModelSpec, device: torch.device, sequence_group: SequenceGroup | None = None) -> torch.nn.Module:
+    """Return a frozen actor on the device, whose passes are as fast as `spec` allows. Collective.
+
+    Raises ConfigError as `start_engine`.
+    """
+    frozen = load_reference(spec.path, **spec.load_options)
+    compile_model(frozen.model, spec, device.type)
+    if sequence_group is not None:
+        divide_sequences(frozen, sequence_group)
+    return place_frozen(frozen, spec, device)
+
+
 def compile_model(model: Any, spec: ModelSpec, device: str) -> bool:
     """Compile the layers of a transformers model as `spec.torch_compile` says; return whether they are compiled.
 
@@ -65,6 +90,8 @@ def compile_model(model: Any, spec: ModelSpec, device: str) -> bool:
     reason = compile_unavailable_reason(model, torch.device(device))
     if spec.zero_stage == 3:
         reason = "ZeRO stage 3 gathers weights inside the layers"
+    if spec.sequence_parallel_size > 1:
+        reason = "sequence parallelism exchanges heads inside the layers"
     if reason is None and spec.torch_compile == "auto" and not spec.packing:
         reason = "without packing, nearly every batch has another shape and would be compiled again"
     if reason is None:

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from rlhf_data.errors import CheckpointError, ConfigError, EngineError, RlhfError, unknown
-from rlhf_models.reference import load_reference
-from rlhf_train.engine.accelerate import start_engine
-from rlhf_train.engine.deepspeed import init_process_group, place_frozen
+from rlhf_train.engine.accelerate import start_engine, start_frozen
+from rlhf_train.engine.deepspeed import init_process_group
+from rlhf_train.engine.sequence_groups import join_sequence_group
 from rlhf_train.offline.loop import Objective, OfflineSchedule, evaluate, train_offline
 from rlhf_train.offline.ranks import RankModel, SharedCheckpoints, of_all_ranks
 from rlhf_train.offline.reward_models import score_moments
@@ -167,10 +167,18 @@ class _Run:
         spec = job.model
         kind = job.objective.model_kind
         model = load_model(kind, spec)
+        self._sequence_group = join_sequence_group(spec.sequence_parallel_size)
         self.engine = start_engine(
-            model, spec, num_ranks=job.num_ranks, device=job.device, pack_tokens=job.schedule.micro_batch_tokens
+            model,
+            spec,
+            num_ranks=job.num_ranks,
+            device=job.device,
+            pack_tokens=job.schedule.micro_batch_tokens,
+            sequence_group=self._sequence_group,
         )
-        self.objective = replace(job.objective, packing=spec.packing)
+        self.objective = replace(
+            job.objective, packing=spec.packing, sequence_parallel_size=spec.sequence_parallel_size
+        )
         self.items = self.objective.items(job.examples)
         self._eval_items = self.objective.items(job.eval_examples) if job.eval_examples else ()
         self._add_reference()
@@ -316,8 +324,8 @@ class _Run:
         forward: Callable[..., Any]
         if job.reference is not None or (job.model.lora is None and not job.precompute_reference):
             spec = job.reference or job.model
-            frozen = load_reference(spec.path, **spec.load_options | {"packing": job.model.packing})
-            forward = place_frozen(frozen, spec, self.engine.device)
+            spec = replace(spec, packing=job.model.packing, torch_compile="off")
+            forward = start_frozen(spec, self.engine.device, self._sequence_group)
         else:
             forward = own_base(self.engine, has_adapters=job.model.lora is not None)
         objective = replace(self.objective, reference=forward)

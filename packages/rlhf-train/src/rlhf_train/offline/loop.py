@@ -36,6 +36,8 @@ class Objective(ABC, Generic[Item]):
         needs_teacher: whether the loss needs a teacher model.
         needs_reference: whether the loss needs log-probs of a reference policy.
         packing: concatenate the sequences of a micro-batch instead of padding them.
+        sequence_parallel_size: neighbouring ranks that divide the tokens of each pass among them. They have the same
+            micro-batches, and compute the same losses and metrics.
         reference: forward pass of the reference or teacher model, if the loss needs one; set by the run.
     """
 
@@ -44,6 +46,7 @@ class Objective(ABC, Generic[Item]):
     needs_reference: ClassVar[bool] = False
 
     packing: bool = False
+    sequence_parallel_size: int = 1
     reference: Callable[..., Any] | None = None
 
     def items(self, examples: Sequence[Any]) -> Sequence[Item]:
@@ -190,7 +193,7 @@ def learn_once(
     meanwhile()
     stats = engine.step()
     parts.append({"train/grad_norm": Max(stats.grad_norm), "train/learning_rate": Max(stats.learning_rate)})
-    return {**_over_ranks(parts), "samples/trained": float(len(items))}
+    return {**_over_ranks(parts, objective), "samples/trained": float(len(items))}
 
 
 @torch.no_grad()
@@ -205,7 +208,7 @@ def evaluate(
     for batch in micro_batches:
         _, metrics = objective.loss(engine, batch.items, denominators)
         parts.append(metrics if batch.rows else {})
-    return _over_ranks(parts)
+    return _over_ranks(parts, objective)
 
 
 def this_ranks_part(
@@ -217,7 +220,7 @@ def this_ranks_part(
     plans = plan_batches(
         num_tokens,
         trained,
-        num_ranks=torch.distributed.get_world_size(),
+        num_ranks=torch.distributed.get_world_size() // objective.sequence_parallel_size,
         num_mini_batches=1,
         micro_train_batch_size=schedule.micro_train_batch_size,
         micro_rollout_batch_size=schedule.micro_train_batch_size,
@@ -225,7 +228,7 @@ def this_ranks_part(
         seed=0,
         micro_batch_tokens=schedule.micro_batch_tokens,
     )
-    own = plans[torch.distributed.get_rank()]
+    own = plans[torch.distributed.get_rank() // objective.sequence_parallel_size]
     micro_batches = []
     for part in own.mini_batches[0].micro_batches:
         rows = [own.rows[index] for index in part]
@@ -233,5 +236,6 @@ def this_ranks_part(
     return micro_batches, own.mini_batches[0].denominators
 
 
-def _over_ranks(parts: Sequence[Mapping[str, Metric]]) -> dict[str, float]:
-    return results(merge_metrics(of_all_ranks(on_host(merge_metrics(parts)))))
+def _over_ranks(parts: Sequence[Mapping[str, Metric]], objective: Objective[Item]) -> dict[str, float]:
+    gathered = of_all_ranks(on_host(merge_metrics(parts)))
+    return results(merge_metrics(gathered[:: objective.sequence_parallel_size]))

@@ -40,6 +40,8 @@ class Learner:
     def __init__(self, job: OnlineJob, rank_sets: Sequence[RankSet]) -> None:
         self._job = job
         self._sets = list(rank_sets)
+        # Neighbouring ranks that have the same rollouts, and divide their tokens.
+        self._num_alike = job.models["actor"].sequence_parallel_size
         self._set_of = {role: ranks for ranks in rank_sets for role in ranks.roles}
         self._shaper = RewardShaper(job.reward, max_tokens=job.sampling.max_tokens)
         self._kl: float | None = None  # nats per token, of the current batch
@@ -73,7 +75,7 @@ class Learner:
             plans = plan_batches(
                 [rollout.num_tokens for rollout in rollouts],
                 [rollout.num_response_tokens for rollout in rollouts],
-                num_ranks=len(ranks.handles),
+                num_ranks=len(ranks.handles) // self._num_alike,
                 num_mini_batches=batch.num_mini_batches(len(rollouts)),
                 micro_train_batch_size=batch.micro_train_batch_size,
                 micro_rollout_batch_size=batch.micro_rollout_batch_size,
@@ -84,7 +86,7 @@ class Learner:
             calls = []
             for plan in plans:
                 columns = RolloutColumns.of(*([part[row] for row in plan.rows] for part in (rollouts, rewards, earned)))
-                calls.append(("load_rollouts", columns, plan, tuple(self._step_versions)))
+                calls += [("load_rollouts", columns, plan, tuple(self._step_versions))] * self._num_alike
             pending += ranks.start_each("work", calls)
         wait(pending)
         return metrics
@@ -203,7 +205,7 @@ class Learner:
             return
         if self._set_of[source] is self._set_of[target]:
             return
-        exported = self._set_of[source].start("work", "export_columns", list(names))
+        exported = self._set_of[source].start("work", "export_columns", list(names))[:: self._num_alike]
         wait(self._set_of[target].start("work", "adopt_columns", *exported))
 
     # -- state ---------------------------------------------------------------------------------------------------

@@ -15,14 +15,14 @@ from torch.nn.utils.rnn import pad_sequence
 from rlhf_data.errors import EngineError
 from rlhf_kernels import PolicyObjective
 from rlhf_models.batch import TokenBatch, to_device
-from rlhf_models.reference import load_reference
 from rlhf_train.advantages import generalized_advantages, moments, turn_starts, whiten
 from rlhf_train.algorithms import AlgorithmSpec
 from rlhf_train.batching import Denominators, MiniBatch, RankPlan
 from rlhf_train.columns import RolloutColumns
-from rlhf_train.engine.accelerate import compile_model, start_engine
-from rlhf_train.engine.deepspeed import DeepSpeedEngine, init_process_group, local_part, place_frozen
+from rlhf_train.engine.accelerate import start_engine, start_frozen
+from rlhf_train.engine.deepspeed import DeepSpeedEngine, init_process_group, local_part
 from rlhf_train.engine.host_states import HostStates
+from rlhf_train.engine.sequence_groups import join_sequence_group
 from rlhf_train.experience import MODEL_COLUMNS, Experience
 from rlhf_train.kl import kl_estimate
 from rlhf_train.online.dropout import without_dropout
@@ -53,7 +53,8 @@ class TrainWorker:
     """Hosts the models of one rank of a rank set.
 
     Methods marked "collective" must be called on all ranks of the set. Methods return metrics by name as mergeable
-    parts (`rlhf_train.run.metrics`).
+    parts (`rlhf_train.run.metrics`). Ranks of a sequence group have the same shard and compute the same on it, but only
+    the first of them counts: it reports the metrics, and adds its part to sums over shards.
     """
 
     def __init__(
@@ -91,6 +92,10 @@ class TrainWorker:
         init_process_group(rank=rank, world_size=num_ranks, master=master, device=device)
         self.rank = rank
         self._num_ranks = num_ranks
+        size = max(spec.sequence_parallel_size for spec in models.values())
+        self._sequence_group = join_sequence_group(size)
+        self._num_shards = num_ranks // size
+        self._counts = rank % size == 0
         self._algorithm = algorithm
         self._temperature = temperature
         self._specs = dict(models)
@@ -113,12 +118,11 @@ class TrainWorker:
             self._frozen[role] = own_base(self.engines["actor"])
             return
         if spec.optimizer is None:
-            frozen = load_reference(spec.path, **spec.load_options)
-            compile_model(frozen.model, spec, device)
-            self._frozen[role] = place_frozen(frozen, spec, self._device)
+            self._frozen[role] = start_frozen(spec, self._device, self._sequence_group)
             return
         model = without_dropout(load_model(role, spec))
-        self.engines[role] = start_engine(model, spec, num_ranks=self._num_ranks, device=device, **options)
+        options |= {"num_ranks": self._num_ranks, "sequence_group": self._sequence_group}
+        self.engines[role] = start_engine(model, spec, device=device, **options)
 
     def load_rollouts(self, columns: RolloutColumns, plan: RankPlan, step_versions: Sequence[int] = (0,)) -> None:
         """Store this step's shard.
@@ -154,7 +158,7 @@ class TrainWorker:
         self._experience.set_column(MODEL_COLUMNS[role], column)
         if role == "critic" and self._algorithm.bootstrap_truncated:
             self._experience.set_column("last_values", last_values)
-        return on_host({"policy/entropy": entropy}) if role == "actor" else {}
+        return self._reported({"policy/entropy": entropy} if role == "actor" else {})
 
     def export_columns(self, names: Sequence[str]) -> dict[str, dict[str, np.ndarray]]:
         """Return columns for the ranks of another set; see `Experience.export`."""
@@ -203,14 +207,14 @@ class TrainWorker:
         advantages, teacher_metrics = distilled(advantages.cpu(), experience, spec)
         metrics |= kl_metrics | teacher_metrics
         if spec.row.whiten:
-            total = moments(advantages, mask).to(self._device)
+            total = moments(advantages, mask).to(self._device) * self._counts
             torch.distributed.all_reduce(total)
             advantages = whiten(advantages, mask, total.cpu(), divide_by_std=spec.whiten_std)
         experience.set_column("advantages", advantages)
         experience.set_column("returns", returns)
         metrics["policy/advantage_abs"] = masked_mean(columns["advantages"].abs(), mask)
         metrics["value/return"] = masked_mean(columns["returns"], mask)
-        return on_host(metrics)
+        return self._reported(metrics)
 
     def update(self, role: str, *, max_epochs: int, seed: int, kl_coef: float = 0.0) -> dict[str, Metric]:
         """Train `role` on the shard, one update per mini-batch and epoch. Collective.
@@ -236,7 +240,11 @@ class TrainWorker:
                 self._update_once(role, mini_batches[index], objective, is_first=not epoch and not position)
                 for position, index in enumerate(order)
             ]
-        return on_host(merge_metrics(parts))
+        return self._reported(merge_metrics(parts))
+
+    def _reported(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
+        """Return the metrics of this shard in host memory, or none if another rank reports them."""
+        return on_host(metrics) if self._counts else {}
 
     def _counted(self, role: str) -> list[MiniBatch]:
         """Return the mini-batches with denominators that leave out what was dropped or masked. Collective."""
@@ -246,7 +254,7 @@ class TrainWorker:
         for batch in batches:
             rows = list(chain.from_iterable(batch.micro_batches))
             local_counts.append([int(lengths[rows].sum()), int((lengths[rows] > 0).sum())])
-        counts = torch.tensor(local_counts, dtype=torch.int64, device=self._device)
+        counts = torch.tensor(local_counts, dtype=torch.int64, device=self._device) * self._counts
         torch.distributed.all_reduce(counts)
         return [
             replace(batch, denominators=Denominators(tokens, sequences, batch.denominators.max_tokens))
@@ -283,9 +291,9 @@ class TrainWorker:
         if role == "actor" and self._average is not None:
             self._average.update(engine.local_weights())
         merged = merge_metrics(parts)
-        # Losses are shares: their sum over micro-batches and ranks is the loss of this update. With a count of
-        # 1 / num_ranks per rank, merging the ranks divides by the number of updates.
-        losses = {key: Mean(part.value, 1 / self._num_ranks) for key, part in merged.items() if isinstance(part, Sum)}
+        # Losses are shares: their sum over micro-batches and shards is the loss of this update. With a count of
+        # 1 / num_shards per shard, merging the shards divides by the number of updates.
+        losses = {key: Mean(part.value, 1 / self._num_shards) for key, part in merged.items() if isinstance(part, Sum)}
         name = METRIC_PREFIXES[role]
         return {
             **merged,
