@@ -1,11 +1,12 @@
 """Where models run changes nothing of what they learn: together or in processes of their own, on one rank or on two,
-with one engine or with two."""
+also if these divide the tokens of each pass, with one engine or with two."""
 
 import asyncio
 import dataclasses
 import itertools
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,8 +24,10 @@ from trainer_testing import running_engine, tiny_job
 PLACES = {
     "together": {("actor", "critic", "reference", "teacher"): 1},
     "apart": {("actor",): 1, ("critic",): 2, ("reference", "teacher"): 1},
+    "divided": {("actor", "critic", "reference", "teacher"): 2},
 }
-ENGINES = {"together": 1, "apart": 2}
+ENGINES = {"together": 1, "apart": 2, "divided": 1}
+DIVIDED = {"packing": True, "sequence_parallel_size": 2}
 SCORERS = ProcessPlan("reward", ("reward",), (Place(),))
 # Adam's division by the gradient's own size turns rounding into steps; what is compared are means of a whole step.
 TOLERANCE = 1e-4
@@ -55,20 +58,27 @@ def runs(tmp_path_factory) -> dict[str, tuple[list[dict[str, float]], np.ndarray
     folders = {name: tmp_path_factory.mktemp("run") for name in PLACES}
     plans = {name: plan_of(groups, ENGINES[name]) for name, groups in PLACES.items()}
     with running_engine(tiny_job(model_path, folders["together"]), num_engines=2) as engines:
-        done = {name: run(model_path, teacher, folders[name], plan) for name, plan in plans.items()}
+        layouts = {"divided": DIVIDED}
+        done = {
+            name: run(model_path, teacher, folders[name], plan, layouts.get(name, {})) for name, plan in plans.items()
+        }
         for engine, other in itertools.pairwise(engines):
             assert asyncio.run(engine.health()) == asyncio.run(other.health())  # both have the last weights
         return done
 
 
-def run(model_path: str, teacher: str, folder: Path, plan: PlacementPlan) -> tuple[list[dict[str, float]], np.ndarray]:
-    """Run the job as planned; return the steps' metrics and the final embedding."""
+def run(
+    model_path: str, teacher: str, folder: Path, plan: PlacementPlan, layout: dict[str, Any]
+) -> tuple[list[dict[str, float]], np.ndarray]:
+    """Run the job as planned, with `layout` for all models; return the steps' metrics and the final embedding."""
     from safetensors.numpy import load_file
 
     spec = make_algorithm(kl_coef=0.05, bootstrap_truncated=True, gamma=0.99, lambd=0.9, teacher_coef=0.1)
     job = tiny_job(model_path, folder)
     models = {
-        role: dataclasses.replace(model, optimizer=model.optimizer and dataclasses.replace(model.optimizer, eps=1e-4))
+        role: dataclasses.replace(
+            model, optimizer=model.optimizer and dataclasses.replace(model.optimizer, eps=1e-4), **layout
+        )
         for role, model in job.models.items()
     }
     models["teacher"] = dataclasses.replace(models["reference"], path=teacher)
@@ -100,8 +110,9 @@ def check_steps(folder: Path, teacher: str) -> None:
     assert max(len(record["token_rewards"]) for record in records) > 1
 
 
-def test_models_apart_learn_what_models_together_learn(runs):
-    (steps, embedding), (expected_steps, expected) = runs["apart"], runs["together"]
+@pytest.mark.parametrize("name", [name for name in PLACES if name != "together"])
+def test_models_learn_what_models_together_learn(runs, name):
+    (steps, embedding), (expected_steps, expected) = runs[name], runs["together"]
     assert len(steps) == len(expected_steps) == 3
     for step, other in zip(steps, expected_steps, strict=True):
         assert ("policy/loss" in step) == ("policy/loss" in other)

@@ -13,11 +13,12 @@ from rlhf_train.advantages import distilled_advantages, last_trained, placed_rew
 from rlhf_train.algorithms import AlgorithmSpec
 from rlhf_train.batching import Denominators
 from rlhf_train.corrections import bounded_weights, importance_weights
+from rlhf_train.engine.protocol import StepStats
 from rlhf_train.experience import MODEL_COLUMNS, Experience
 from rlhf_train.kl import BOUNDS, kl_estimate
 from rlhf_train.losses.aggregate import token_mean
 from rlhf_train.losses.value import clipped_value_loss
-from rlhf_train.run.metrics import Max, Mean, Metric, Sum
+from rlhf_train.run.metrics import METRIC_PREFIXES, Max, Mean, Metric, Sum, merge_metrics
 
 # Bounds of a token's importance weight for the metric mismatch/out_of_bounds, when no correction sets bounds.
 MISMATCH_BOUNDS = (0.5, 2.0)
@@ -89,6 +90,32 @@ def policy_metrics(sums: Tensor, spec: AlgorithmSpec) -> dict[str, Metric]:
     for name, entry in (("ratio", "ratio"), ("kl_to_old", "kl_to_old"), ("kl_bounded_fraction", "kl_bounded")):
         metrics[f"policy/{name}"] = Mean(of[entry], of["tokens"])
     return metrics
+
+
+def update_metrics(
+    role: str, parts: Sequence[Mapping[str, Metric]], stats: StepStats, *, num_rollouts: int, num_shards: int
+) -> dict[str, Metric]:
+    """Return the metrics of one update of `role` on one shard.
+
+    Args:
+        role: "actor" or "critic".
+        parts: of the shard's micro-batches.
+        stats: of the optimizer.
+        num_rollouts: of the shard, trained or not.
+        num_shards: of the update.
+    """
+    merged = merge_metrics(parts)
+    # Losses are shares: their sum over micro-batches and shards is the loss of this update. With a count of
+    # 1 / num_shards per shard, merging the shards divides by the number of updates.
+    losses = {key: Mean(part.value, 1 / num_shards) for key, part in merged.items() if isinstance(part, Sum)}
+    name = METRIC_PREFIXES[role]
+    return {
+        **merged,
+        **losses,
+        f"{name}/grad_norm": Mean(stats.grad_norm, 1),
+        f"{name}/learning_rate": Max(stats.learning_rate),
+        f"{name}/rollout_passes": Sum(num_rollouts),
+    }
 
 
 def reference_kl_metrics(kl: Tensor, mask: Tensor, estimator: str) -> dict[str, Metric]:

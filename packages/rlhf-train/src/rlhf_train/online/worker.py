@@ -40,10 +40,11 @@ from rlhf_train.online.terms import (
     policy_metrics,
     policy_stream,
     reference_kl_metrics,
+    update_metrics,
     values_before,
 )
 from rlhf_train.run.ema import WeightAverage
-from rlhf_train.run.metrics import METRIC_PREFIXES, Max, Mean, Metric, Sum, merge_metrics, on_host
+from rlhf_train.run.metrics import Mean, Metric, merge_metrics, on_host
 from rlhf_train.run.models import load_model, own_base, write_model
 from rlhf_train.run.rank_state import StateWriter
 from rlhf_train.specs import ModelSpec
@@ -290,18 +291,8 @@ class TrainWorker:
             raise EngineError(f"the gradient of the {role} is not finite ({stats.grad_norm})", hint=hint)
         if role == "actor" and self._average is not None:
             self._average.update(engine.local_weights())
-        merged = merge_metrics(parts)
-        # Losses are shares: their sum over micro-batches and shards is the loss of this update. With a count of
-        # 1 / num_shards per shard, merging the shards divides by the number of updates.
-        losses = {key: Mean(part.value, 1 / self._num_shards) for key, part in merged.items() if isinstance(part, Sum)}
-        name = METRIC_PREFIXES[role]
-        return {
-            **merged,
-            **losses,
-            f"{name}/grad_norm": Mean(stats.grad_norm, 1),
-            f"{name}/learning_rate": Max(stats.learning_rate),
-            f"{name}/rollout_passes": Sum(sum(map(len, mini_batch.micro_batches))),
-        }
+        num_rollouts = sum(map(len, mini_batch.micro_batches))
+        return update_metrics(role, parts, stats, num_rollouts=num_rollouts, num_shards=self._num_shards)
 
     def _actor_loss(
         self, rows: Sequence[int], denominators: Denominators, objective: PolicyObjective, is_first: bool
