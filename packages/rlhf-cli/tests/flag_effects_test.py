@@ -179,6 +179,9 @@ REACHES = [
     ("enable_prefix_caching", "false", "", "engine.enable_prefix_caching", False),
     ("vllm_enable_sleep", "", COLOCATED, "engine.enable_sleep", True),
     ("vllm_use_mps", "", f"{COLOCATED} --vllm_num_engines 2", "engine_mps", True),
+    ("vllm_sync_backend", "nccl", "", "engine.weight_transfer", "nccl"),
+    ("vllm_sync_backend", "nccl", "--colocate_all_models", "engine.weight_transfer", "ipc"),
+    ("vllm_sync_backend", "host", "", "engine.weight_transfer", "shared_memory"),
     ("weight_sync_checksum", "", "", "sync_checksum", True),
     ("actor_num_nodes", "2", "", "plan.actor", 2),
     ("actor_num_gpus_per_node", "2", "", "plan.actor", 2),
@@ -246,7 +249,7 @@ def config_of(*argv: str):
 
 
 def plan_of(*argv: str):
-    """Something with a plan only: a job refuses plans with features that are not available, such as several nodes."""
+    """Something with a plan only, on more than one node."""
     return SimpleNamespace(plan=make_plan(config_of(*argv), [MANY_GPUS, MANY_GPUS]))
 
 

@@ -304,10 +304,13 @@ def test_make_plan_checks_the_memory_of_engines_that_share_a_gpu():
 
 def test_unavailable_features_names_what_a_run_cannot_do_on_gpus():
     argv = ["--colocate_all_models", "--deepspeed_enable_sleep", "--vllm_tensor_parallel_size", "2"]
-    config = configure(*argv, "--actor_num_nodes", "2", "--actor_num_gpus_per_node", "2")
+    config = configure(*argv, "--actor_num_nodes", "2", "--actor_num_gpus_per_node", "1")
     texts = [str(error).partition("\n")[0] for error in unavailable_features(make_plan(config, [2, 2]))]
-    assert texts == ["not available: a run on more than one node (4 GPUs on 2 nodes)"]
+    which = "engine 0 has GPUs without a training process of the policy"
+    assert texts == [f"not available: weight sync between GPUs ({which})"]
     assert unavailable_features(make_plan(config, [CPU])) == []
+    config = configure(*argv, "--actor_num_nodes", "2", "--actor_num_gpus_per_node", "2")
+    assert unavailable_features(make_plan(config, [2, 2])) == []
     for stage in ("0", "1", "2", "3"):
         config = configure("--colocate_all_models", "--deepspeed_enable_sleep", "--zero_stage", stage)
         assert make(config, ONE_GPU).trainer_sleep

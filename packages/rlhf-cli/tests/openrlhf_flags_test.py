@@ -112,6 +112,8 @@ def test_table_has_no_flag_twice_for_a_command_and_names_options_that_exist():
         ("ppo", "--train_max_tokens_per_gpu 4096", "micro_batch_tokens", None),
         ("ppo", "--ring_attn_size 2 --ring_head_stride 2 --packing_samples", "sequence_parallel_size", 2),
         ("sft", "--ds.ring_attn_size 4 --ds.packing_samples", "sequence_parallel_size", 4),
+        ("ppo", "--vllm_sync_backend nccl", "vllm_sync_backend", "nccl"),
+        ("ppo", "--vllm.sync_backend gloo", "vllm_sync_backend", "host"),
         ("ppo", "--ds.param_dtype bf16", "bf16", True),
         ("ppo", "--ds.zero_stage 3", "zero_stage", 3),
         ("ppo", "--eval.dataset e.jsonl --eval.steps 5", "eval_steps", 5),
@@ -144,7 +146,6 @@ def test_flag_sets_the_option_that_it_stands_for(command, argv, name, value):
     [
         ("ppo", "--flash_attn"),
         ("ppo", "--rollout.max_tokens_per_gpu 4096"),
-        ("ppo", "--vllm_sync_backend nccl"),
         ("ppo", "--vllm_sync_with_ray"),
         ("ppo", "--actor.gradient_checkpointing_reentrant"),
         ("ppo", "--overlap_comm"),

@@ -130,7 +130,7 @@ def test_reader_another_medium_or_a_bucket_beyond_its_buffer_or_a_wrong_checksum
 def test_every_medium_has_a_module_that_opens_its_memory() -> None:
     pytest.importorskip("torch")
     for medium in MEDIA:
-        assert callable(import_module(f"rlhf_rollout.weight_sync.{medium}").open_memory)
+        assert callable(import_module(f"rlhf_rollout.weight_sync.{medium}").opener())
 
 
 def test_check_tensor_names_the_nearest_weight_or_both_shapes() -> None:

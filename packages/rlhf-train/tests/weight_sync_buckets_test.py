@@ -196,7 +196,7 @@ def test_shared_memory_buffer_without_memory_raises_with_hint(monkeypatch: pytes
 
 
 def test_shared_memory_buffer_takes_memory_only_as_it_is_written() -> None:
-    buffer = SharedMemoryBuffer(64 << 20, num_engines=1)
+    buffer = SharedMemoryBuffer(64 << 20, engines=["one"])
     path = Path(buffer.handles[0][0])
     assert path.stat().st_blocks == 0
     buffer.reserve(8192)
@@ -209,15 +209,17 @@ def test_shared_memory_buffer_takes_memory_only_as_it_is_written() -> None:
 def test_every_medium_has_a_module_at_the_sender_and_at_the_receiver(medium: str) -> None:
     sender = import_module(f"rlhf_train.weight_sync.{medium}")
     receiver = import_module(f"rlhf_rollout.weight_sync.{medium}")
-    assert sender.open_buffer.medium == medium
-    assert list(signature(sender.open_buffer).parameters) == ["size_bytes", "num_engines"]
-    assert list(signature(receiver.open_memory).parameters) == ["handle", "device"]
+    open_buffer = sender.opener(1)
+    made = open_buffer if medium != "nccl" else sender.NcclBuffer
+    assert made.medium == medium
+    assert list(signature(open_buffer).parameters) == ["size_bytes", "engines"]
+    assert list(signature(receiver.opener()).parameters) == ["handle", "device"]
 
 
 def test_every_file_of_a_half_that_opens_memory_is_a_medium() -> None:
-    for package, function in ((rlhf_train.weight_sync, "open_buffer"), (rlhf_rollout.weight_sync, "open_memory")):
+    for package in (rlhf_train.weight_sync, rlhf_rollout.weight_sync):
         names = [module.name for module in pkgutil.iter_modules(package.__path__)]
-        media = [name for name in names if hasattr(import_module(f"{package.__name__}.{name}"), function)]
+        media = [name for name in names if hasattr(import_module(f"{package.__name__}.{name}"), "opener")]
         assert sorted(media) == sorted(MEDIA)
 
 
@@ -257,7 +259,7 @@ def test_send_publishes_each_filling_before_an_engine_reads_it(monkeypatch: pyte
         async def receive_weights(self, bucket: WeightBucket) -> None:
             order.append("read")
 
-    monkeypatch.setattr(shared_memory, "open_buffer", Buffer)
+    monkeypatch.setattr(shared_memory, "opener", lambda workers_per_engine: Buffer)
     WeightSource("shared_memory", bucket_bytes=1024).send(iter(WEIGHTS.items()), [Reading()], 1)
     assert order == ["publish", "read", "publish", "read"]
 
@@ -275,7 +277,7 @@ def test_send_failing_engine_waits_for_the_others_before_the_segment_goes() -> N
 
 
 def test_shared_memory_buffer_closes_twice_and_its_memory_outlives_it_where_it_is_mapped() -> None:
-    buffer = SharedMemoryBuffer(4096, num_engines=1)
+    buffer = SharedMemoryBuffer(4096, engines=["one"])
     buffer.reserve(4096)
     buffer.data[7] = 3
     segment = map_segment(buffer.handles[0])
@@ -324,7 +326,7 @@ def test_engines_read_every_filling_of_a_buffer_on_another_node() -> None:
 
 
 def test_a_buffer_answers_only_those_who_know_its_token() -> None:
-    buffer = TcpBuffer(4096, num_engines=1)
+    buffer = TcpBuffer(4096, engines=["one"])
     buffer.reserve(3)
     buffer.data[:3] = torch.tensor([1, 2, 3])
     buffer.publish()
@@ -344,6 +346,6 @@ def test_a_buffer_answers_only_those_who_know_its_token() -> None:
 
 def test_shared_memory_buffer_has_no_name_that_a_killed_process_could_leave_behind() -> None:
     before = set(os.listdir("/dev/shm"))
-    buffer = SharedMemoryBuffer(4096, num_engines=1)
+    buffer = SharedMemoryBuffer(4096, engines=["one"])
     assert set(os.listdir("/dev/shm")) <= before
     buffer.close()

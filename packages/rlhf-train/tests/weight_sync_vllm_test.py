@@ -15,6 +15,7 @@ from rlhf_models.testing import tiny_model_dir
 from rlhf_rollout.engines import EngineSpec, build_engine
 from rlhf_rollout.engines.model_files import end_token_ids
 from rlhf_rollout.protocols import Completion, RolloutEngine, SamplingParams
+from rlhf_rollout.weight_sync import Medium
 from rlhf_train.weight_sync.source import WeightSource
 
 PROMPTS = [np.arange(3, 3 + length, dtype=np.int32) for length in (1, 7, 40)]
@@ -22,10 +23,12 @@ PROMPTS = [np.arange(3, 3 + length, dtype=np.int32) for length in (1, 7, 40)]
 
 @dataclass(frozen=True)
 class Pair:
-    """An engine, the model whose weights it is to have, and the tokens that end its completions."""
+    """An engine, the model whose weights it is to have, who sends them, and the tokens that end its completions."""
 
     engine: RolloutEngine
     model: Any
+    sender: WeightSource
+    medium: Medium
     ends: tuple[int, ...]
 
 
@@ -38,10 +41,14 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     vocab_size = 500 if request.param == "tied" else 512
     path: Path = tmp_path_factory.mktemp(request.param)
     tiny_model_dir(path, tied=request.param != "untied", vocab_size=vocab_size)
-    spec = EngineSpec(model=str(path), max_model_len=320, max_num_seqs=16, max_num_batched_tokens=512)
+    medium = "shared_memory" if request.param == "tied" else "nccl"
+    limits = {"max_model_len": 320, "max_num_seqs": 16, "max_num_batched_tokens": 512}
+    spec = EngineSpec(model=str(path), weight_transfer=medium, **limits)
     engine = build_engine("vllm", spec)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-    yield Pair(engine, model, end_token_ids(path, path))
+    # Buckets small enough that a layer's query, key and value weights come in different ones.
+    sender = WeightSource(medium, bucket_bytes=40_000, checksum=True)
+    yield Pair(engine, model, sender, medium, end_token_ids(path, path))
     asyncio.run(engine.close())
 
 
@@ -53,10 +60,9 @@ def generate(pair: Pair, **sampling: Any) -> list[list[Completion]]:
     return asyncio.run(all_at_once())
 
 
-def send(pair: Pair, policy_version: int, *, bucket_bytes: int = 40_000) -> None:
-    # Buckets small enough that a layer's query, key and value weights come in different ones.
-    sender = WeightSource("shared_memory", bucket_bytes=bucket_bytes, checksum=True)
-    sender.send(iter(pair.model.named_parameters()), [pair.engine], policy_version)
+def send(pair: Pair, policy_version: int, sender: WeightSource | None = None) -> None:
+    sender = sender or pair.sender
+    sender.send(iter(pair.model.named_parameters()), [pair.engine], policy_version, ["the engine"])
 
 
 def perturb(pair: Pair, seed: int) -> None:
@@ -166,7 +172,7 @@ def test_sync_perturbed_and_reverted_gives_the_same_tokens_bit_for_bit(pair: Pai
     with torch.no_grad():
         for name, parameter in pair.model.named_parameters():
             parameter.copy_(original[name])
-    send(pair, 4, bucket_bytes=1 << 20)
+    send(pair, 4, WeightSource(pair.medium, bucket_bytes=1 << 20))
     reverted = generate(pair)
     flat = [[completion for group in groups for completion in group] for groups in (before, moved, reverted)]
     assert any(a.token_ids.tolist() != b.token_ids.tolist() for a, b in zip(flat[0], flat[1], strict=True))
@@ -180,7 +186,7 @@ def test_sync_in_bfloat16_is_cast_to_the_engines_type(pair: Pair) -> None:
         for parameter in pair.model.parameters():
             parameter.copy_(parameter.bfloat16())
     weights = ((name, parameter.bfloat16()) for name, parameter in pair.model.named_parameters())
-    WeightSource("shared_memory").send(weights, [pair.engine], 5)
+    pair.sender.send(weights, [pair.engine], 5)
     assert largest_difference(pair, generate(pair)) <= 1e-5
 
 

@@ -262,6 +262,7 @@ def _make_agent(config: PpoConfig, inputs: Inputs) -> AgentSpec | None:
 
 def _make_engine(config: PpoConfig, model: str, plan: PlacementPlan) -> EngineSpec:
     engine = config.engine
+    by_nccl = engine.vllm_sync_backend == "nccl" and not config.placement.colocate_all_models
     return engine.spec(
         model,
         longest_sequence(config)[0],
@@ -270,7 +271,7 @@ def _make_engine(config: PpoConfig, model: str, plan: PlacementPlan) -> EngineSp
         dtype=config.model.dtype,
         enable_sleep=engine.vllm_enable_sleep and plan.shares_gpus,
         seed=config.training.seed,
-        weight_transfer=plan.weight_transfer,
+        weight_transfer="nccl" if by_nccl else plan.weight_transfer,
         keep_kv=config.asynchrony.keep_kv,
     )
 

@@ -7,6 +7,8 @@ from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from rlhf_data.safety import is_loopback
+
 # The runtimes under PyTorch's CPU builds: GNU's reads the first, Intel's and LLVM's read both.
 _PASSIVE_WAITING = {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"}
 
@@ -36,6 +38,16 @@ def wait_passively(environ: MutableMapping[str, str] = os.environ) -> None:
     if local_gpus() == 0:
         for name, value in _PASSIVE_WAITING.items():
             environ.setdefault(name, value)
+
+
+def stay_on_loopback(host: str, environ: MutableMapping[str, str] = os.environ) -> None:
+    """Have gloo and NCCL use the loopback interface if `host`, where processes meet, is a loopback address.
+
+    By default they listen on the address of the machine's name. Variables that are already set keep their values.
+    """
+    if is_loopback(host):
+        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            environ.setdefault(name, "lo")
 
 
 @contextmanager

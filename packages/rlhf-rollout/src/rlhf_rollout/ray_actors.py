@@ -176,6 +176,11 @@ class RayEngine:
     def __reduce__(self) -> tuple[Any, ...]:
         return RayEngine, (self.handle, self._spec)  # only the process that started the actor can restart it
 
+    @property
+    def process(self) -> str:
+        """Name of the process that runs the engine now; another one after `restart`."""
+        return self.handle._actor_id.hex()
+
     def restart(self) -> None:
         """End the process, whatever it does, and start another one. `ready` waits for it."""
         if self._start is None:

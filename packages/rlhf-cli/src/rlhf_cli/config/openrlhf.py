@@ -168,6 +168,9 @@ _SPECIAL: Mapping[str, Foreign] = MappingProxyType(
         "train_max_tokens_per_gpu": Foreign(
             options=("micro_batch_tokens",), read=lambda flag, words: ({_PASS: " ".join(words)}, "")
         ),
+        "vllm_sync_backend": mapped(
+            {name: {"vllm_sync_backend": name.replace("gloo", "host")} for name in ("nccl", "gloo", "host")}
+        ),
         "ring_head_stride": Foreign(read=lambda flag, words: ({}, "")),
         "ring_attn_size": Foreign(options=("sequence_parallel_size",), read=_ring),
         "greedy_sampling": Foreign(options=("temperature",), read=_greedy),

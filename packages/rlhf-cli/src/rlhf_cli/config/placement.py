@@ -1,8 +1,9 @@
 """Options of placement: how many processes each model has, and which of them share devices."""
 
-from rlhf_data.options import Section, flag
+from rlhf_data.options import Section, flag, one_of
 from rlhf_rollout.commands import sections
 
+SyncBackend = one_of(("host", "nccl"))
 _ROLES = ("actor", "critic", "ref", "teacher", "reward")
 
 
@@ -95,5 +96,10 @@ class EngineSection(sections.EngineSection):
         False,
         "engines on one GPU run at the same time instead of in time slices, by NVIDIA's Multi-Process Service; needs"
         " nvidia-cuda-mps-control of the driver, and several engines on a GPU",
+    )
+    vllm_sync_backend: SyncBackend = flag(
+        "host",
+        "how new weights reach engines on GPUs of their own. host: through host memory, and TCP between machines; nccl:"
+        " from GPU to GPU by NCCL, on CPUs by gloo",
     )
     weight_sync_checksum: bool = flag(False, "verify a checksum of all weights sent to engines: slower, for debugging")

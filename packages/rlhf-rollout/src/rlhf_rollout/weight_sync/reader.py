@@ -16,7 +16,7 @@ class BucketReader:
     def __init__(self, medium: Medium, device: torch.device) -> None:
         self.medium = medium
         self.device = device
-        self._open_memory = import_module(f"rlhf_rollout.weight_sync.{medium}").open_memory
+        self._open_memory = import_module(f"rlhf_rollout.weight_sync.{medium}").opener()
         self._opened: tuple[Any, torch.Tensor] | None = None
 
     def read(self, bucket: WeightBucket) -> list[tuple[str, torch.Tensor]]:

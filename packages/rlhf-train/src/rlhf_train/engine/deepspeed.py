@@ -16,11 +16,10 @@ import torch
 from torch import Tensor
 
 from rlhf_data.errors import EngineError
-from rlhf_data.safety import is_loopback
 from rlhf_models.loading import resolve_dtype
 from rlhf_models.lora import adapters_by_weight
 from rlhf_models.weights import hf_named_weights
-from rlhf_rollout.host import collection_paused, quick_collection
+from rlhf_rollout.host import collection_paused, quick_collection, stay_on_loopback
 from rlhf_train.engine.gradients import add_gradients_at_once, clip_whole_groups, float32_sums
 from rlhf_train.engine.host_states import HostStates
 from rlhf_train.engine.optimizer import Muon, make_optimizer
@@ -52,9 +51,7 @@ def init_process_group(*, rank: int, world_size: int, master: tuple[str, int], d
     backend = "nccl" if device == "cuda" else "gloo"
     # Under torchrun the launcher listens, not a rank.
     if not torch.distributed.is_initialized() and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        if is_loopback(master[0]):
-            for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-                os.environ.setdefault(name, "lo")
+        stay_on_loopback(master[0])
         options: dict[str, Any] = {"device_id": torch.device("cuda", 0)} if device == "cuda" and world_size > 1 else {}
         torch.distributed.init_process_group(
             backend,

@@ -18,7 +18,7 @@ from rlhf_train.run.checkpoint import CheckpointSpec
 from rlhf_train.run.trackers.spec import TrackerSpec
 from rlhf_train.specs import ModelSpec
 
-_OTHER_LAYOUT = "use one node, and with --colocate_all_models engines no larger than the policy's share of it"
+_OTHER_LAYOUT = "with --colocate_all_models, use engines no larger than the policy's share of a node"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

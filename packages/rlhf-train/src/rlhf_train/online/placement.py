@@ -241,8 +241,6 @@ def _unavailable(plan: PlacementPlan) -> tuple[str, ...]:
     if plan.colocated and alone:
         which = f"engine {', '.join(alone)} has GPUs without a training process of the policy"
         found.append(f"weight sync between GPUs ({which})")
-    if len(plan.nodes) > 1:
-        found.append(f"a run on more than one node ({plan.num_gpus} GPUs on {len(plan.nodes)} nodes)")
     return tuple(found)
 
 

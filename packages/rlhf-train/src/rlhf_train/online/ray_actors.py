@@ -58,7 +58,11 @@ class RankActor:
             takes_turns=job.takes_turns,
         )
         gc.freeze()  # for as long as the process lives; see `quick_collection`
-        self._sender = WeightSource(job.engine.weight_transfer, checksum=job.sync_checksum)
+        self._sender = WeightSource(
+            job.engine.weight_transfer,
+            checksum=job.sync_checksum,
+            workers_per_engine=job.engine.tensor_parallel_size,
+        )
         loaded_s = time.perf_counter() - started
         return {"startup/load": loaded_s, "startup/rehearsal": rehearse(self._worker, list(models), job, rank)}
 
@@ -77,6 +81,7 @@ class RankActor:
             for _ in weights:
                 pass
             return 0, {}
-        report = self._sender.send(weights, list(engines.values()), policy_version)
+        names = [engine.process for engine in engines.values()]
+        report = self._sender.send(weights, list(engines.values()), policy_version, names)
         numbers = list(engines)
         return report.size_bytes, {numbers[index]: reason for index, reason in report.failures.items()}

@@ -1,5 +1,7 @@
 """Weight sync through CUDA IPC: a flat buffer on the GPU that the trainer shares with the engines on that GPU."""
 
+from collections.abc import Callable, Sequence
+
 import torch
 
 from rlhf_data.errors import WeightSyncError
@@ -11,7 +13,7 @@ class CudaIpcBuffer:
 
     medium: Medium = "ipc"
 
-    def __init__(self, size_bytes: int, num_engines: int) -> None:
+    def __init__(self, size_bytes: int, engines: Sequence[str]) -> None:
         from torch.multiprocessing.reductions import reduce_tensor
 
         device = torch.device("cuda", torch.cuda.current_device())
@@ -21,7 +23,7 @@ class CudaIpcBuffer:
             # Each handle is the GPU's UUID and the arguments with which torch opens the export; an engine on several
             # GPUs gets those of all its senders. Each engine needs an export of its own, because torch counts one
             # release per export before it frees the buffer.
-            self.handles = [((uuid, reduce_tensor(self.data)[1]),) for _ in range(num_engines)]
+            self.handles = [((uuid, reduce_tensor(self.data)[1]),) for _ in engines]
         except RuntimeError as error:
             hint = "unset expandable_segments in PYTORCH_CUDA_ALLOC_CONF, or use shared_memory"
             raise WeightSyncError(f"CUDA cannot export the weight buffer: {error}", hint=hint) from error
@@ -33,6 +35,9 @@ class CudaIpcBuffer:
         """See `BucketBuffer`. Waits for the copies on the current stream."""
         torch.cuda.current_stream(self.data.device).synchronize()
 
+    def settle(self) -> None:
+        """See `BucketBuffer`. Engines have read the buffer when they answer."""
+
     def close(self) -> None:
         """See `BucketBuffer`. torch frees the memory when every engine has released it."""
         self.handles = []
@@ -40,4 +45,6 @@ class CudaIpcBuffer:
         torch.cuda.ipc_collect()
 
 
-open_buffer = CudaIpcBuffer
+def opener(workers_per_engine: int) -> Callable[[int, Sequence[str]], CudaIpcBuffer]:
+    """Return the function that opens buffers."""
+    return CudaIpcBuffer

@@ -2,6 +2,7 @@
 
 import itertools
 import os
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -20,14 +21,14 @@ class SharedMemoryBuffer:
 
     medium: Medium = "shared_memory"
 
-    def __init__(self, size_bytes: int, num_engines: int) -> None:
+    def __init__(self, size_bytes: int, engines: Sequence[str]) -> None:
         self._reserved_bytes = 0
         try:
             self._descriptor: int | None = os.memfd_create("rlhf-weights")
         except (OSError, AttributeError) as error:
             raise WeightSyncError(f"cannot create shared memory: {error}", hint="weight sync needs Linux") from error
         path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
-        self.handles = [(path, next(_numbers))] * num_engines
+        self.handles = [(path, next(_numbers))] * len(engines)
         try:
             os.ftruncate(self._descriptor, size_bytes)
             self.data = torch.from_file(path, shared=True, size=size_bytes, dtype=torch.uint8)
@@ -53,6 +54,9 @@ class SharedMemoryBuffer:
     def publish(self) -> None:
         """See `BucketBuffer`. Does nothing: a copy from a GPU to pageable memory returns when it is complete."""
 
+    def settle(self) -> None:
+        """See `BucketBuffer`. Engines have read the buffer when they answer."""
+
     def close(self) -> None:
         """See `BucketBuffer`. The memory is freed when the last process unmaps it."""
         if self._descriptor is not None:
@@ -60,4 +64,6 @@ class SharedMemoryBuffer:
             self._descriptor = None
 
 
-open_buffer = SharedMemoryBuffer
+def opener(workers_per_engine: int) -> Callable[[int, Sequence[str]], SharedMemoryBuffer]:
+    """Return the function that opens buffers."""
+    return SharedMemoryBuffer

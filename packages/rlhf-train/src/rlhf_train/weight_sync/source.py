@@ -1,6 +1,7 @@
 """Sends weights: packs them into buckets, and has all engines read each bucket."""
 
 import asyncio
+import secrets
 from collections.abc import Awaitable, Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -18,7 +19,7 @@ DEFAULT_BUCKET_BYTES = 256 << 20
 
 
 class BucketBuffer(Protocol):
-    """Memory that the trainer writes and engines read. It is opened for a size in bytes and a number of engines.
+    """Memory that the trainer writes and engines read. It is opened for a size in bytes and the names of engines.
 
     Attributes:
         medium: name of the medium, as the receiving half knows it.
@@ -34,7 +35,13 @@ class BucketBuffer(Protocol):
         """Make the first `end_bytes` bytes of `data` writable. Raises WeightSyncError when there is no room."""
 
     def publish(self) -> None:
-        """Wait until other processes can read what was written."""
+        """Wait until other processes can read what was written, or begin to send it. `handles` are then valid."""
+
+    def settle(self) -> str | None:
+        """Wait until the buffer may be written again, once all engines have answered.
+
+        Returns why no engine can receive further buckets, or None if they can.
+        """
 
     def close(self) -> None:
         """Free the memory. Never raises."""
@@ -58,28 +65,40 @@ class WeightSource:
     """Sends the trainer's weights to engines.
 
     Args:
-        medium: "shared_memory" (same host), "ipc" (same GPU) or "tcp" (any node). The engines must be built for the
-            same medium.
+        medium: "shared_memory" (same host), "ipc" (same GPU), "tcp" (any node), or "nccl" (GPUs that no trainer is on;
+            gloo on CPUs). The engines must be built for the same medium.
         bucket_bytes: size of a bucket. A weight larger than this gets a bucket of its own size.
         checksum: whether engines verify a checksum of each bucket, for debugging.
+        workers_per_engine: processes of each engine, one per GPU.
 
     Raises:
         ConfigError: an unknown medium, a bucket size below 1, or "ipc" without a GPU.
     """
 
-    def __init__(self, medium: Medium, *, bucket_bytes: int = DEFAULT_BUCKET_BYTES, checksum: bool = False) -> None:
+    def __init__(
+        self,
+        medium: Medium,
+        *,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        checksum: bool = False,
+        workers_per_engine: int = 1,
+    ) -> None:
         if bucket_bytes < 1:
             raise ConfigError(f"bucket_bytes is {bucket_bytes}; it must be at least 1")
         if medium not in MEDIA:
             raise ConfigError(unknown("weight sync medium", medium, MEDIA))
         if medium == "ipc" and not torch.cuda.is_available():
             raise ConfigError("weight sync by ipc needs a GPU", hint="use shared_memory")
-        self._open_buffer = import_module(f"rlhf_train.weight_sync.{medium}").open_buffer
+        self._open_buffer = import_module(f"rlhf_train.weight_sync.{medium}").opener(workers_per_engine)
         self._bucket_bytes = bucket_bytes
         self._checksum = checksum
 
     def send(
-        self, named_tensors: Iterator[tuple[str, torch.Tensor]], engines: Sequence[RolloutEngine], policy_version: int
+        self,
+        named_tensors: Iterator[tuple[str, torch.Tensor]],
+        engines: Sequence[RolloutEngine],
+        policy_version: int,
+        names: Sequence[str] | None = None,
     ) -> SyncReport:
         """Send every weight to every engine. Must not be called inside a running event loop.
 
@@ -89,6 +108,8 @@ class WeightSource:
             named_tensors: names and full tensors, read one at a time, so that ZeRO-3 can gather each when it is read.
             engines: at least one.
             policy_version: of these weights.
+            names: of the engines' processes, by which a medium knows those that it has sent to before. None if none are
+                known.
 
         Raises:
             WeightSyncError: there is no engine, the buffer cannot be opened, or the weights do not fit an engine. The
@@ -97,22 +118,31 @@ class WeightSource:
         """
         if not engines:
             raise WeightSyncError("there is no engine to send weights to")
-        return asyncio.run(self._send(named_tensors, _Receivers(engines), policy_version))
+        names = names or [secrets.token_hex() for _ in engines]
+        return asyncio.run(self._send(named_tensors, _Receivers(engines), policy_version, names))
 
     async def _send(
-        self, named_tensors: Iterator[tuple[str, torch.Tensor]], receivers: "_Receivers", policy_version: int
+        self,
+        named_tensors: Iterator[tuple[str, torch.Tensor]],
+        receivers: "_Receivers",
+        policy_version: int,
+        names: Sequence[str],
     ) -> SyncReport:
         size_bytes = num_buckets = 0
         try:
             await receivers.call(lambda index, engine: engine.begin_weight_update(policy_version))
-            with closing(self._fillings(named_tensors, receivers.num_engines)) as fillings:
+            with closing(self._fillings(named_tensors, names)) as fillings:
                 for buffer, specs in fillings:
+                    if not receivers.has_live:
+                        continue  # the weights are still gathered with other ranks
                     buffer.publish()
                     bucket = WeightBucket(medium=buffer.medium, tensors=tuple(specs), handle=None)
                     if self._checksum:
                         written = buffer.data[: bucket.used_bytes].cpu().numpy()
                         bucket = replace(bucket, checksum=bucket_checksum(written, bucket.tensors))
                     await receivers.receive(bucket, buffer.handles)
+                    if (reason := buffer.settle()) is not None:
+                        receivers.give_up(reason)
                     size_bytes += sum(spec.size_bytes for spec in specs)
                     num_buckets += 1
             await receivers.call(lambda index, engine: engine.finish_weight_update())
@@ -124,7 +154,7 @@ class WeightSource:
         return SyncReport(size_bytes, num_buckets, receivers.failures)
 
     def _fillings(
-        self, named_tensors: Iterator[tuple[str, torch.Tensor]], num_engines: int
+        self, named_tensors: Iterator[tuple[str, torch.Tensor]], names: Sequence[str]
     ) -> Generator[tuple[BucketBuffer, list[TensorSlot]]]:
         """Pack the weights into one buffer, and yield the buffer with its contents each time it is full.
 
@@ -142,7 +172,7 @@ class WeightSource:
                 if buffer is None or tensor.nbytes > buffer.data.numel():
                     if buffer is not None:
                         buffer.close()
-                    buffer = self._open_buffer(max(self._bucket_bytes, tensor.nbytes), num_engines)
+                    buffer = self._open_buffer(max(self._bucket_bytes, tensor.nbytes), names)
                 specs.append(_write(buffer, name, tensor.detach(), offset))
             if buffer is not None:
                 yield buffer, specs
@@ -163,14 +193,22 @@ class _Receivers:
     """The engines of one sync.
 
     Attributes:
-        num_engines: at the start.
         failures: see `SyncReport`.
     """
 
     def __init__(self, engines: Sequence[RolloutEngine]) -> None:
         self._live = dict(enumerate(engines))
-        self.num_engines = len(engines)
         self.failures: dict[int, str] = {}
+
+    @property
+    def has_live(self) -> bool:
+        """Whether there is an engine that has not failed."""
+        return bool(self._live)
+
+    def give_up(self, reason: str) -> None:
+        """Count all engines that have not failed so far as failed."""
+        self.failures |= dict.fromkeys(self._live, reason)
+        self._live.clear()
 
     async def receive(self, bucket: WeightBucket, handles: Sequence[Any]) -> None:
         """Have the engines read a bucket, each by its own one of `handles`."""

@@ -2,7 +2,7 @@
 
 import secrets
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from hmac import compare_digest
 from socketserver import BaseRequestHandler, ThreadingTCPServer
 from threading import Thread
@@ -22,9 +22,9 @@ class TcpBuffer:
 
     medium: Medium = "tcp"
 
-    def __init__(self, size_bytes: int, num_engines: int) -> None:
+    def __init__(self, size_bytes: int, engines: Sequence[str]) -> None:
         self.data = torch.empty(size_bytes, dtype=torch.uint8)
-        self._num_engines = num_engines
+        self._num_engines = len(engines)
         self._token = secrets.token_bytes(_TOKEN_BYTES)
         self._num_filled = 0
         self._end_bytes = 0
@@ -51,6 +51,9 @@ class TcpBuffer:
         """See `BucketBuffer`."""
         self._num_filled += 1
 
+    def settle(self) -> None:
+        """See `BucketBuffer`. Engines have read the buffer when they answer."""
+
     def close(self) -> None:
         """See `BucketBuffer`."""
         self._server.shutdown()
@@ -62,4 +65,6 @@ class TcpBuffer:
             connection.sendall(memoryview(self.data.numpy())[: self._end_bytes])
 
 
-open_buffer = TcpBuffer
+def opener(workers_per_engine: int) -> Callable[[int, Sequence[str]], TcpBuffer]:
+    """Return the function that opens buffers."""
+    return TcpBuffer

@@ -231,7 +231,7 @@ class VllmEngine:
                 core.collective_rpc("rlhf_abandon_weight_update")
             finally:
                 self._end_update(core, str(error).partition("\n")[0])
-            if isinstance(error, WeightSyncError):
+            if isinstance(error, RlhfError):
                 raise
             message = f"vLLM could not load a bucket of weights: {type(error).__name__}: {error}"
             raise WeightSyncError(message) from error
