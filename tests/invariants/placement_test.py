@@ -1,5 +1,5 @@
 """Where models run changes nothing of what they learn: together or in processes of their own, on one rank or on two,
-also if these divide the tokens of each pass, with one engine or with two."""
+also if these divide the tokens of each pass, with one engine or with two, to which weights are broadcast."""
 
 import asyncio
 import dataclasses
@@ -15,7 +15,7 @@ from rlhf_models.process_reward import StepFormat, StepJudge, store_step_format
 from rlhf_models.testing import tiny_model_dir
 from rlhf_rollout.rewards.sources import RewardSource
 from rlhf_train.algorithms import make_algorithm
-from rlhf_train.online.job import RewardSpec
+from rlhf_train.online.job import OnlineJob, RewardSpec
 from rlhf_train.online.places import Place, PlacementPlan, ProcessPlan
 from rlhf_train.online.run import run_online
 from rlhf_train.run.observer import Observer
@@ -57,7 +57,7 @@ def runs(tmp_path_factory) -> dict[str, tuple[list[dict[str, float]], np.ndarray
     store_step_format(Path(teacher), StepFormat(placeholder=0, good=10, bad=12))
     folders = {name: tmp_path_factory.mktemp("run") for name in PLACES}
     plans = {name: plan_of(groups, ENGINES[name]) for name, groups in PLACES.items()}
-    with running_engine(tiny_job(model_path, folders["together"]), num_engines=2) as engines:
+    with running_engine(broadcasting(tiny_job(model_path, folders["together"])), num_engines=2) as engines:
         layouts = {"divided": DIVIDED}
         done = {
             name: run(model_path, teacher, folders[name], plan, layouts.get(name, {})) for name, plan in plans.items()
@@ -67,6 +67,11 @@ def runs(tmp_path_factory) -> dict[str, tuple[list[dict[str, float]], np.ndarray
         return done
 
 
+def broadcasting(job: OnlineJob) -> OnlineJob:
+    """Return the job with weights that are broadcast to its engines."""
+    return dataclasses.replace(job, engine=dataclasses.replace(job.engine, weight_transfer="nccl"))
+
+
 def run(
     model_path: str, teacher: str, folder: Path, plan: PlacementPlan, layout: dict[str, Any]
 ) -> tuple[list[dict[str, float]], np.ndarray]:
@@ -74,7 +79,7 @@ def run(
     from safetensors.numpy import load_file
 
     spec = make_algorithm(kl_coef=0.05, bootstrap_truncated=True, gamma=0.99, lambd=0.9, teacher_coef=0.1)
-    job = tiny_job(model_path, folder)
+    job = broadcasting(tiny_job(model_path, folder))
     models = {
         role: dataclasses.replace(
             model, optimizer=model.optimizer and dataclasses.replace(model.optimizer, eps=1e-4), **layout

@@ -65,12 +65,12 @@ TABLE = [
         "use 2 or a multiple: torchrun --nproc_per_node 2",
     ),
     (
-        "ppo --sequence_parallel_size 3 --packing_samples --actor_num_gpus_per_node 3",
+        "ppo --sequence_parallel_size 3 --packing_samples --actor_num_gpus_per_node 3 --dry_run",
         "error: sequence parallelism over 3 ranks divides attention heads, and the model has",
         "ranks",
     ),
     (
-        "ppo --sequence_parallel_size 2 --packing_samples --attn_implementation sdpa --actor_num_gpus_per_node 2",
+        "ppo --sequence_parallel_size 2 --packing_samples --attn_implementation sdpa --dry_run --actor_num_nodes 2",
         "error: --sequence_parallel_size works with the attention rlhf_packed, not with sdpa",
         "leave --attn_implementation at auto",
     ),
