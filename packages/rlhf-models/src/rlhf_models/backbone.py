@@ -32,5 +32,11 @@ def run_backbone(model: nn.Module, batch: TokenBatch) -> Any:
     No padding mask is passed: padding is on the right, where causal attention never looks.
     """
     arguments = packed_arguments(batch, model.config._attn_implementation)
+    watch = getattr(model.base_model, "router_watch", None) if model.training else None
+    if watch is not None:
+        arguments["output_router_logits"] = True
     with forwarding(batch):
-        return model(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, **arguments)
+        output = model(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, **arguments)
+    if watch is not None:
+        watch.see(output.router_logits, batch)
+    return output

@@ -51,7 +51,8 @@ def add_lora(model: nn.Module, spec: LoraSpec) -> None:
     """Add adapters to an actor, critic or reward model and freeze all other weights except its value head.
 
     Raises:
-        ConfigError: peft is not installed, a target matches no layer, or one is the embedding or tied to it.
+        ConfigError: peft is not installed, a target matches no layer, or one is the embedding or tied to it, or the
+            experts of a mixture, which are no linear layers.
     """
     peft = _import_peft()
     hint = "target_modules takes all-linear, or names of layers such as q_proj,v_proj"
@@ -63,6 +64,11 @@ def add_lora(model: nn.Module, spec: LoraSpec) -> None:
         model.model.add_adapter(config)
     except ValueError as error:
         raise ConfigError(f"LoRA: {error}", hint=hint) from None
+    layers = [(name, layer) for name, layer in model.model.named_modules() if hasattr(layer, "lora_A")]
+    if others := [name for name, layer in layers if not hasattr(layer.base_layer, "weight")]:
+        # peft wraps all experts of a layer in one adapter, which neither merging nor the weight sync knows.
+        message = f"LoRA: target_modules names the experts of a mixture ({others[0]}), which cannot have adapters"
+        raise ConfigError(message, hint=f"{hint}; all-linear leaves experts out")
     if model.model.get_input_embeddings().weight in _adapted(model):
         # Merging would change the rows that the model looks up, which the adapter of a tied LM head does not.
         raise ConfigError("LoRA: target_modules names the embedding, or an LM head with the same weight", hint=hint)

@@ -48,6 +48,7 @@ class BucketTransferEngine(WeightTransferEngine[BucketInitInfo, BucketUpdateInfo
         self._reader = BucketReader(BACKENDS[config.backend], device)
         self._expected = checkpoint_shapes(Path(self.model_config.model))
         self._received: set[str] = set()
+        self._expert_kernels: list[tuple[Any, Any]] = []
         self.missing: list[str] = []
 
     def init_transfer_engine(self, init_info: BucketInitInfo) -> None:
@@ -58,6 +59,8 @@ class BucketTransferEngine(WeightTransferEngine[BucketInitInfo, BucketUpdateInfo
         self._received = set()
         with self._loading():
             initialize_layerwise_reload(self.model)
+        if current_platform.is_cpu():
+            self._expert_kernels = _without_expert_kernels(self.model)
 
     def receive_weights(self, update_info: BucketUpdateInfo) -> None:
         """Load one bucket. Raises WeightSyncError before the model changes when a name or shape does not fit."""
@@ -77,6 +80,8 @@ class BucketTransferEngine(WeightTransferEngine[BucketInitInfo, BucketUpdateInfo
                 if current_platform.is_cpu():
                     _repack_cpu_heads(self.model)
         finally:
+            for method, kernel in self._expert_kernels:
+                method.moe_kernel = method.moe_kernel or kernel  # experts that got no weights have no new one
             self._reader.close()
 
     def shutdown(self) -> None:
@@ -129,6 +134,19 @@ def _repack_cpu_heads(model: torch.nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, VocabParallelEmbedding) and hasattr(module, "cpu_linear") and module.weight.numel():
             dispatch_cpu_unquantized_gemm(module, remove_weight=False)
+
+
+def _without_expert_kernels(model: torch.nn.Module) -> list[tuple[Any, Any]]:
+    """Take the kernels of layers with experts out of a model on a CPU; return each with the object that held it.
+
+    vLLM packs the weights of experts for the CPU only when it makes their kernel. A layer that still has one would
+    compute with weights that are not packed.
+    """
+    methods = [getattr(module, "quant_method", None) for module in model.modules()]
+    taken = [(method, method.moe_kernel) for method in methods if getattr(method, "moe_kernel", None) is not None]
+    for method, _ in taken:
+        method.moe_kernel = None
+    return taken
 
 
 class BucketWorkerExtension:
