@@ -5,7 +5,7 @@ part. The second clips updates instead of gradients, reports the norm of updates
 each ZeRO stage.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,21 +28,20 @@ def make_optimizer(model: nn.Module, spec: OptimizerSpec, *, fused: bool) -> tor
     trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
     options = {"lr": spec.learning_rate, "betas": spec.betas, "eps": spec.eps, "fused": fused}
     if spec.muon_momentum is None:
-        return torch.optim.AdamW(_adamw_groups(trained.values(), spec), **options)
+        return torch.optim.AdamW(_adamw_groups(trained, spec), **options)
     hidden = {name: weight for name, weight in trained.items() if is_hidden_matrix(name, weight)}
     if not hidden:
         message = "--optim muon trains the matrices of a model's layers, and this model trains none"
         raise ConfigError(message, hint="use --optim adam")
     groups = [{"params": [*hidden.values()], "weight_decay": spec.weight_decay, "momentum": spec.muon_momentum}]
-    groups += _adamw_groups([weight for name, weight in trained.items() if name not in hidden], spec)
+    groups += _adamw_groups({name: weight for name, weight in trained.items() if name not in hidden}, spec)
     return Muon(groups, {name: weight.shape for name, weight in hidden.items()}, **options)
 
 
-def _adamw_groups(weights: Iterable[nn.Parameter], spec: OptimizerSpec) -> list[dict[str, Any]]:
+def _adamw_groups(named: Mapping[str, nn.Parameter], spec: OptimizerSpec) -> list[dict[str, Any]]:
     # Weight decay applies to matrices only: it would pull the scales of norms, which are near 1, towards 0.
-    weights = [*weights]
-    matrices = [weight for weight in weights if weight.ndim >= 2]
-    vectors = [weight for weight in weights if weight.ndim < 2]
+    matrices = [weight for name, weight in named.items() if weight.ndim >= 2 and not _is_bias(name)]
+    vectors = [weight for name, weight in named.items() if weight.ndim < 2 or _is_bias(name)]
     groups = [{"params": matrices, "weight_decay": spec.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]
 
@@ -55,9 +54,14 @@ def is_hidden_matrix(name: str, weight: Tensor) -> bool:
     parts = name.split(".")
     if not any(part.isdecimal() for part in parts):
         return False
-    # Biases of experts are [E, n]; another weight of three dimensions is a convolution, for example.
-    is_matrix = weight.ndim == 2 and not parts[-1].endswith("bias")
-    return is_matrix or (weight.ndim == 3 and "experts" in parts)
+    # Other weights of three dimensions are convolutions, for example.
+    is_stack = weight.ndim == 3 and "experts" in parts
+    return (weight.ndim == 2 or is_stack) and not _is_bias(name)
+
+
+def _is_bias(name: str) -> bool:
+    """Return whether a weight is a bias. The biases of experts are one weight [E, n]."""
+    return name.endswith("bias")
 
 
 def orthogonalized(matrix: Tensor) -> Tensor:
