@@ -32,7 +32,7 @@ def run_backbone(model: nn.Module, batch: TokenBatch) -> Any:
     No padding mask is passed: padding is on the right, where causal attention never looks.
     """
     arguments = packed_arguments(batch, model.config._attn_implementation)
-    watch = getattr(model.base_model, "router_watch", None) if model.training else None
+    watch = getattr(getattr(model, "base_model", model), "router_watch", None) if model.training else None
     if watch is not None:
         arguments["output_router_logits"] = True
     with forwarding(batch):
