@@ -33,6 +33,8 @@ REACHES = [
     ("aux_loss_coef", "0.01", "", "models.actor.aux_loss_coef", 0.01),
     ("aux_loss_coef", "0.01", "", "models.critic.aux_loss_coef", 0.0),
     ("aux_loss_coef", "0.01", "", "models.reference.aux_loss_coef", 0.0),
+    ("aux_loss_coef", "0.01", "", "models.reference.torch_compile", "off"),
+    ("aux_loss_coef", "0", "", "models.reference.torch_compile", "auto"),
     ("lora_rank", "2", "", "models.critic.lora.rank", 2),
     ("lora_rank", "2", "", "models.reference.lora", None),
     ("lora_rank", "2", "--ref_num_gpus_per_node 3", "plan.trainers.0.roles", ("actor", "reference")),

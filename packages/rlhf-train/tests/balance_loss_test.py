@@ -1,15 +1,18 @@
 """The load-balancing loss against transformers' own and against float64 by hand, gradients included; and how
 `LoadBalance` puts it together from passes."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
+from rlhf_data.errors import ConfigError
 from rlhf_models.batch import TokenBatch
 from rlhf_models.routing import RouterWatch, router_sums
 from rlhf_rollout.host import free_port
+from rlhf_train.engine import accelerate
 from rlhf_train.engine.deepspeed import init_process_group
 from rlhf_train.losses.balance import balance_loss
 from rlhf_train.run.load_balance import LoadBalance, load_balance
@@ -117,6 +120,18 @@ def test_update_of_one_pass_needs_no_pass_before():
         assert metric.result() == pytest.approx(expected, rel=1e-9)
         assert float(loss) == pytest.approx(0.5 * expected, rel=1e-6)
         assert watch.sums is None  # the graph of a pass is not kept
+
+
+def test_layers_of_a_model_whose_routers_are_read_are_not_compiled(monkeypatch):
+    monkeypatch.setattr(accelerate, "compile_unavailable_reason", lambda model, device: None)
+    compiled = []
+    monkeypatch.setattr(accelerate, "compile_layers", compiled.append)
+    spec = ModelSpec(path="m", packing=True, torch_compile="auto")
+    assert accelerate.compile_model("plain", spec, "cuda")
+    assert not accelerate.compile_model("balanced", replace(spec, aux_loss_coef=0.1), "cuda")
+    assert compiled == ["plain"]
+    with pytest.raises(ConfigError, match="the load-balancing loss reads what routers compute"):
+        accelerate.compile_model("balanced", replace(spec, aux_loss_coef=0.1, torch_compile="on"), "cuda")
 
 
 def test_load_balance_without_a_coefficient_watches_nothing():

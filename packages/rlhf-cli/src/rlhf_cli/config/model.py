@@ -55,6 +55,9 @@ class ModelSection(sections.ModelSection):
         options = matching(ModelSpec, self)
         if optimizer is None:
             options |= {"gradient_checkpointing": False, "lora": None, "aux_loss_coef": 0.0}
+            if self.aux_loss_coef:
+                # The policy is not compiled then. A compiled reference rounds differently, and their KL would not be 0.
+                options["torch_compile"] = "off"
         return ModelSpec(path=path, packing=self.packing_samples, zero_stage=zero_stage, optimizer=optimizer, **options)
 
     @property

@@ -65,6 +65,9 @@ def compile_model(model: Any, spec: ModelSpec, device: str) -> bool:
     reason = compile_unavailable_reason(model, torch.device(device))
     if spec.zero_stage == 3:
         reason = "ZeRO stage 3 gathers weights inside the layers"
+    if spec.aux_loss_coef:
+        # transformers records them by hooks, which see nothing of compiled layers.
+        reason = "the load-balancing loss reads what routers compute inside the layers"
     if reason is None and spec.torch_compile == "auto" and not spec.packing:
         reason = "without packing, nearly every batch has another shape and would be compiled again"
     if reason is None:
