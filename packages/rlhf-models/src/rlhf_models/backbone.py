@@ -38,5 +38,5 @@ def run_backbone(model: nn.Module, batch: TokenBatch) -> Any:
     with forwarding(batch):
         output = model(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, **arguments)
     if watch is not None:
-        watch.see(output.router_logits, batch)
+        watch.see(getattr(output, "router_logits", None), batch)
     return output

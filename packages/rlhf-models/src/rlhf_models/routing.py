@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from rlhf_data.errors import ConfigError
 from rlhf_models.batch import TokenBatch
 
+_HINT = "drop --aux_loss_coef"
+
 
 class RouterSums(NamedTuple):
     """Sums over the tokens of a pass and over the layers with experts. They add up over passes.
@@ -54,8 +56,14 @@ class RouterWatch:
         self._top_k = top_k
         self.sums: RouterSums | None = None
 
-    def see(self, router_logits: Sequence[Tensor], batch: TokenBatch) -> None:
-        """Sum up the router logits of a pass over `batch`, one tensor [B * T, E] per layer with experts."""
+    def see(self, router_logits: Sequence[Tensor] | None, batch: TokenBatch) -> None:
+        """Sum up the router logits of a pass over `batch`, one tensor [B * T, E] per layer with experts.
+
+        Raises ConfigError when there are none.
+        """
+        if not router_logits:
+            message = "--aux_loss_coef: the model has no layers with experts, or does not return what its routers say"
+            raise ConfigError(message, hint=_HINT)
         mask = None if batch.padding_mask is None else batch.padding_mask.flatten()
         self.sums = router_sums(router_logits, self._top_k, mask)
 
@@ -74,12 +82,11 @@ def watch_routers(backbone: nn.Module) -> RouterWatch:
 def check_balances(config: Any) -> None:
     """Raise ConfigError unless models of a transformers config have routers with a load-balancing loss."""
     text = config.get_text_config()
-    hint = "drop --aux_loss_coef"
     if not _num_experts(text):
-        raise ConfigError(f"--aux_loss_coef balances experts, and a {config.model_type} model has none", hint=hint)
+        raise ConfigError(f"--aux_loss_coef balances experts, and a {config.model_type} model has none", hint=_HINT)
     if not hasattr(text, "router_aux_loss_coef"):
         message = f"--aux_loss_coef: transformers has no load-balancing loss for a {config.model_type} model"
-        raise ConfigError(message, hint=hint)
+        raise ConfigError(message, hint=_HINT)
 
 
 def _num_experts(config: Any) -> int:
