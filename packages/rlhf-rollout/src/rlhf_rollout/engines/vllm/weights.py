@@ -60,7 +60,7 @@ class BucketTransferEngine(WeightTransferEngine[BucketInitInfo, BucketUpdateInfo
         with self._loading():
             initialize_layerwise_reload(self.model)
         if current_platform.is_cpu():
-            self._expert_kernels = _without_expert_kernels(self.model)
+            self._expert_kernels += _without_expert_kernels(self.model)
 
     def receive_weights(self, update_info: BucketUpdateInfo) -> None:
         """Load one bucket. Raises WeightSyncError before the model changes when a name or shape does not fit."""
@@ -82,6 +82,7 @@ class BucketTransferEngine(WeightTransferEngine[BucketInitInfo, BucketUpdateInfo
         finally:
             for method, kernel in self._expert_kernels:
                 method.moe_kernel = method.moe_kernel or kernel  # experts that got no weights have no new one
+            self._expert_kernels.clear()
             self._reader.close()
 
     def shutdown(self) -> None:
