@@ -42,7 +42,7 @@ def test_hf_named_weights_are_those_of_the_checkpoint(tmp_path, tied):
 
 
 def test_hf_named_weights_of_which_a_checkpoint_joins_several_are_refused(tmp_path, monkeypatch):
-    actor = load_actor(tiny_model_dir(tmp_path), dtype="float32")
+    actor = load_actor(tiny_model_dir(tmp_path, architecture="mixtral"), dtype="float32")
     parts = ("model.layers.0.self_attn.q_proj.weight", "model.layers.0.self_attn.k_proj.weight")
 
     def joined(model, state):
@@ -50,7 +50,7 @@ def test_hf_named_weights_of_which_a_checkpoint_joins_several_are_refused(tmp_pa
         return found | ({"model.layers.0.qk.weight": torch.empty(0)} if parts[0] in state and parts[1] in state else {})
 
     monkeypatch.setattr(weights, "_in_checkpoint", joined)
-    with pytest.raises(ConfigError, match=r"(?s)qwen2 checkpoint has tensors made of several .*qk\.weight.*hint: "):
+    with pytest.raises(ConfigError, match=r"(?s)mixtral checkpoint has tensors made of several .*qk\.weight.*hint: "):
         hf_named_weights(actor)
 
 

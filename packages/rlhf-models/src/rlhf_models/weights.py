@@ -134,6 +134,8 @@ def _unwrapped(model: nn.Module) -> Any:
 
 def _converted_names(model: Any, named: Mapping[str, Tensor]) -> set[str]:
     """Return the names of parameters that a checkpoint stores in another form. Raises as `hf_named_weights`."""
+    if getattr(model, "_weight_conversions", None) == []:
+        return set()  # a loaded model that was stored as it is: its names need not be tried
     # Meta tensors have the right shapes and take no memory. ZeRO-3 keeps the shape of a whole weight beside its part.
     shapes = {name: tuple(getattr(tensor, "ds_shape", tensor.shape)) for name, tensor in named.items()}
     empty = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
