@@ -48,7 +48,6 @@ class BucketTransferEngine(WeightTransferEngine[BucketInitInfo, BucketUpdateInfo
         self._reader = BucketReader(BACKENDS[config.backend], device)
         self._expected = checkpoint_shapes(Path(self.model_config.model))
         self._received: set[str] = set()
-        self._expert_kernels: list[tuple[Any, Any]] = []
         self.missing: list[str] = []
 
     def init_transfer_engine(self, init_info: BucketInitInfo) -> None:
@@ -60,7 +59,7 @@ class BucketTransferEngine(WeightTransferEngine[BucketInitInfo, BucketUpdateInfo
         with self._loading():
             initialize_layerwise_reload(self.model)
         if current_platform.is_cpu():
-            self._expert_kernels += _without_expert_kernels(self.model)
+            _drop_expert_kernels(self.model)
 
     def receive_weights(self, update_info: BucketUpdateInfo) -> None:
         """Load one bucket. Raises WeightSyncError before the model changes when a name or shape does not fit."""
@@ -80,9 +79,6 @@ class BucketTransferEngine(WeightTransferEngine[BucketInitInfo, BucketUpdateInfo
                 if current_platform.is_cpu():
                     _repack_cpu_heads(self.model)
         finally:
-            for method, kernel in self._expert_kernels:
-                method.moe_kernel = method.moe_kernel or kernel  # experts that got no weights have no new one
-            self._expert_kernels.clear()
             self._reader.close()
 
     def shutdown(self) -> None:
@@ -137,17 +133,17 @@ def _repack_cpu_heads(model: torch.nn.Module) -> None:
             dispatch_cpu_unquantized_gemm(module, remove_weight=False)
 
 
-def _without_expert_kernels(model: torch.nn.Module) -> list[tuple[Any, Any]]:
-    """Take the kernels of layers with experts out of a model on a CPU; return each with the object that held it.
+def _drop_expert_kernels(model: torch.nn.Module) -> None:
+    """Have the layers with experts of a model on a CPU make their kernels anew when their weights are there.
 
     vLLM packs the weights of experts for the CPU only when it makes their kernel. A layer that still has one would
-    compute with weights that are not packed.
+    compute with weights that are not packed. A layer that gets no weights has no kernel until the next update; the
+    engine refuses requests until then.
     """
-    methods = [getattr(module, "quant_method", None) for module in model.modules()]
-    taken = [(method, method.moe_kernel) for method in methods if getattr(method, "moe_kernel", None) is not None]
-    for method, _ in taken:
-        method.moe_kernel = None
-    return taken
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None:
+            method.moe_kernel = None
 
 
 class BucketWorkerExtension:
