@@ -142,3 +142,29 @@ def test_rewards_of_a_function_a_server_and_a_model_add_up_by_weight_and_failure
     # Four updates with a decay of 0.992: the average has gone a few percent of the way; in bfloat16, rounding is more.
     assert 0 < moved["average"] < (0.2 if ON_GPU else 0.05) * moved["last"]
     assert (out / "critic/value_head.safetensors").is_file()
+
+
+def test_mixture_of_experts_is_trained_and_balanced_and_its_engine_follows(tmp_path):
+    from safetensors.numpy import load_file
+
+    tiny_model_dir(tmp_path / "model", architecture="qwen3_moe")
+    (tmp_path / "reward.py").write_text(REWARD)
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"input": f"say {n}"}) + "\n" for n in range(24)))
+    flags = "--pretrain model --prompt_data prompts.jsonl --remote_rm_url reward.py --advantage_estimator rloo"
+    flags += " --rollout_batch_size 8 --n_samples_per_prompt 4 --train_batch_size 16 --micro_train_batch_size 4"
+    flags += " --prompt_max_len 32 --generate_max_len 16 --train_steps 3 --zero_stage 3 --packing_samples"
+    flags += " --actor_learning_rate 3e-3 --aux_loss_coef 0.1"
+    lines = [line for line in ppo(*flags.split(), folder=tmp_path) if "time/step" in line]
+    assert len(lines) == 3
+    for line in lines:
+        # The loss is 2 if all experts are used equally, and 4 if all tokens go through the same 2 of 4.
+        assert 1.9 < line["policy/aux_loss"] < 4.0
+        # An engine with the experts of the step before would be about 0.1 nats away.
+        if ON_GPU:
+            assert line["mismatch/logprob_gap_mean"] < 0.02
+        else:
+            assert line["mismatch/logprob_gap_max"] < 1e-4
+    before, after = (load_file(tmp_path / place / "model.safetensors") for place in ("model", "out/model"))
+    experts = [name for name in before if ".experts." in name]
+    assert before.keys() == after.keys() and len(experts) == 24
+    assert all(abs(after[name] - before[name]).max() > 1e-3 for name in experts)

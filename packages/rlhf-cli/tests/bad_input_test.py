@@ -92,6 +92,8 @@ TABLE = [
         "error: LoRA: Target modules {'nowhere'} not found",
         "target_modules",
     ),
+    ("ppo --aux_loss_coef 0.1", "error: --aux_loss_coef balances experts, and a qwen2 model has none", "drop --aux"),
+    (f"{SFT} --aux_loss_coef 0.1", "error: --aux_loss_coef balances experts, and a qwen2 model has none", "drop --aux"),
     ("ppo --config broken.toml", "error: .*broken.toml is not TOML", ""),
     ("sft --config deep.toml", "error: .*deep.toml is not TOML: nested too deeply", ""),
     (

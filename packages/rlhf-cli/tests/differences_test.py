@@ -71,6 +71,7 @@ def test_deviation_of_a_group(samples, factor):
         (["--vllm_is_correction_type", "tis"], "OpenRLHF's newest default is to mask: --is_correction_mode mask"),
         (["--vllm_is_correction_type", "tis"], "OpenRLHF's is 0.5 5"),
         (["--vllm_is_correction_type", "icepop"], "are not counted in the mean; OpenRLHF counts them"),
+        (["--aux_loss_coef", "0.01"], "OpenRLHF over those of each micro-batch"),
         (["--reward_clip_range", "5"], "OpenRLHF clips them afterwards"),
         (["--async_train"], "finishes responses first (--at_update drain)"),
         (["--async_train", "--partial_rollout"], "keeps the old ones (--keep_kv)"),

@@ -47,6 +47,8 @@ REACHES = [
     ("rm", "sequence_parallel_size", "2", "--packing_samples", "model.sequence_parallel_size", 2),
     ("sft", "torch_compile", "off", "", "model.torch_compile", "off"),
     ("dpo", "torch_compile", "on", "--ref_pretrain OTHER", "reference.torch_compile", "on"),
+    ("sft", "aux_loss_coef", "0.01", "--pretrain MOE", "model.aux_loss_coef", 0.01),
+    ("dpo", "aux_loss_coef", "0.01", "--pretrain MOE --ref_pretrain OTHER", "reference.aux_loss_coef", 0.0),
     ("sft", "lora_rank", "2", "", "model.lora.rank", 2),
     ("sft", "lora_alpha", "4", LORA, "model.lora.alpha", 4.0),
     ("sft", "lora_dropout", "0.1", LORA, "model.lora.dropout", 0.1),
@@ -135,6 +137,7 @@ def folder(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("run")
     tiny_model_dir(path / "TINY")
     tiny_model_dir(path / "OTHER", seed=1)
+    tiny_model_dir(path / "MOE", architecture="qwen3_moe")
     (path / "x.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     (path / "bad.jsonl").write_text(json.dumps(ROWS[0] | {"output": ""}) + "\n")
     (path / "chat.jinja").write_text("{% for m in messages %}[{{ m['content'] }}]<|im_end|>{% endfor %}")

@@ -177,7 +177,6 @@ def test_flag_with_nothing_left_to_choose_is_one_notice(command, argv):
         ("ppo", "--actor.muon.lr 0.02", "a learning rate of its own for Muon"),
         ("ppo", "--ds.param_dtype fp16", "float16"),
         ("sft", "--load_in_4bit", "weights in 4 bits"),
-        ("sft", "--model.aux_loss_coef 0.01", "the load-balancing loss"),
         ("dpo", "--ref_offload", "keeping a model in CPU memory"),
         ("kto", "--vanilla_loss", "KTO on pairs"),
     ],

@@ -99,6 +99,13 @@ def test_replay_ends_where_train_steps_says(home, jobs):
     assert (jobs[0].num_steps, jobs[0].models["actor"].optimizer.total_steps) == (2, 4)
 
 
+def test_replay_checks_the_model_for_the_load_balancing_loss(home, jobs, capsys):
+    write_run(home / "run")
+    assert main(["ppo", "--replay", "run", "--aux_loss_coef", "0.1"]) != 0
+    assert "--aux_loss_coef balances experts, and a qwen2 model has none" in capsys.readouterr().err
+    assert not jobs
+
+
 @pytest.mark.parametrize(
     ("flags", "engines"),
     [([], 0), (["--async_train"], 3), (["--async_train", "--max_staleness", "0"], 0), (["--max_staleness", "2"], 0)],

@@ -6,9 +6,10 @@ import stat
 import pytest
 import torch
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlhf_data.errors import CheckpointError, ConfigError
+from rlhf_models import weights
 from rlhf_models.loading import load_actor, load_critic, load_tokenizer
 from rlhf_models.testing import tiny_model_dir
 from rlhf_models.weights import hf_named_weights, save_hf
@@ -40,14 +41,16 @@ def test_hf_named_weights_are_those_of_the_checkpoint(tmp_path, tied):
     assert names == [name for name, _ in hf_named_weights(actor.model)]
 
 
-def test_hf_named_weights_fused_experts_are_refused(tmp_path):
-    config = Qwen3MoeConfig(
-        vocab_size=64, hidden_size=16, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1,
-        moe_intermediate_size=8, num_experts=2, num_experts_per_tok=1, head_dim=16,
-    )  # fmt: skip
-    Qwen3MoeForCausalLM(config).save_pretrained(tmp_path)
-    actor = load_actor(tmp_path, dtype="float32")
-    with pytest.raises(ConfigError, match="qwen3_moe model and its checkpoint name their weights differently"):
+def test_hf_named_weights_of_which_a_checkpoint_joins_several_are_refused(tmp_path, monkeypatch):
+    actor = load_actor(tiny_model_dir(tmp_path, architecture="mixtral"), dtype="float32")
+    parts = ("model.layers.0.self_attn.q_proj.weight", "model.layers.0.self_attn.k_proj.weight")
+
+    def joined(model, state):
+        found = {name: tensor for name, tensor in state.items() if name not in parts}
+        return found | ({"model.layers.0.qk.weight": torch.empty(0)} if parts[0] in state and parts[1] in state else {})
+
+    monkeypatch.setattr(weights, "_in_checkpoint", joined)
+    with pytest.raises(ConfigError, match=r"(?s)mixtral checkpoint has tensors made of several .*qk\.weight.*hint: "):
         hf_named_weights(actor)
 
 

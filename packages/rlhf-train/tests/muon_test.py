@@ -19,7 +19,7 @@ SPEC = OptimizerSpec(
     learning_rate=0.02, betas=(0.8, 0.9), eps=1e-4, weight_decay=0.1, muon_momentum=0.7, max_norm=0.5,
     scheduler="constant",
 )  # fmt: skip
-HIDDEN = ("layers.0.weight", "layers.1.weight")
+HIDDEN = ("layers.0.weight", "layers.1.weight", "layers.2.experts.up")
 
 
 def page(matrix: torch.Tensor) -> torch.Tensor:
@@ -38,6 +38,16 @@ def test_orthogonalized_changes_only_singular_values(shape, scale):
     assert found.is_contiguous() and found.shape == shape
     torch.testing.assert_close(found.double(), page(matrix), rtol=0, atol=1e-3)
     assert torch.linalg.svdvals(found).max() < 1.3
+
+
+@pytest.mark.parametrize("shape", [(3, 5, 9), (2, 9, 5), (1, 4, 4)])
+def test_orthogonalized_takes_each_matrix_of_a_stack_by_itself(shape):
+    stack = torch.randn(shape, generator=torch.Generator().manual_seed(2))
+    stack[0] *= 1000
+    found = orthogonalized(stack)
+    assert found.is_contiguous() and found.shape == shape
+    for matrix, one in zip(stack, found, strict=True):
+        torch.testing.assert_close(one.double(), page(matrix), rtol=0, atol=1e-3)
 
 
 def test_orthogonalized_of_low_rank_and_of_zeros():
@@ -66,18 +76,32 @@ def test_muon_takes_the_steps_of_pytorchs():
     assert (own - other).norm() < 0.01 * moved  # PyTorch's products are in bfloat16
 
 
+class Mixture(nn.Module):
+    """Adds to a token what one of three experts makes of it, as transformers keeps experts: one weight of all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ParameterDict({"up": torch.randn(3, 5, 6), "up_bias": torch.randn(3, 5)})
+
+    def forward(self, hidden):
+        chosen = torch.arange(len(hidden)) % 3
+        inner = torch.einsum("tnm,tm->tn", self.experts["up"][chosen], hidden) + self.experts["up_bias"][chosen]
+        return hidden + nn.functional.pad(torch.tanh(inner), (0, 1))
+
+
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(3)
         self.embed = nn.Embedding(11, 6)
-        self.layers = nn.ModuleList([nn.Linear(6, 9), nn.Linear(9, 6, bias=False)])
+        self.layers = nn.ModuleList([nn.Linear(6, 9), nn.Linear(9, 6, bias=False), Mixture()])
         self.norm = nn.LayerNorm(6)
         self.head = nn.Linear(6, 11, bias=False)
 
     def forward(self, tokens):
         hidden = self.embed(tokens)
-        return self.head(self.norm(hidden + self.layers[1](torch.tanh(self.layers[0](hidden)))))
+        hidden = hidden + self.layers[1](torch.tanh(self.layers[0](hidden)))
+        return self.head(self.norm(self.layers[2](hidden)))
 
 
 def loss_of(model, update):
@@ -90,7 +114,7 @@ def expected(num_updates):
     model = Net().double()
     named = dict(model.named_parameters())
     decayed = [named[name] for name in ("embed.weight", "head.weight")]
-    vectors = [weight for weight in named.values() if weight.ndim == 1]
+    vectors = [weight for weight in named.values() if weight.ndim == 1] + [named["layers.2.experts.up_bias"]]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
     adamw = torch.optim.AdamW(groups, lr=0.02, betas=SPEC.betas, eps=SPEC.eps)
     momenta = {name: torch.zeros_like(named[name]) for name in HIDDEN}
@@ -102,7 +126,9 @@ def expected(num_updates):
         for name in HIDDEN:
             gradient = named[name].grad
             momenta[name] = 0.7 * momenta[name] + 0.3 * gradient
-            step = 0.2 * max(gradient.shape) ** 0.5 * page(0.3 * gradient + 0.7 * momenta[name])
+            blend = 0.3 * gradient + 0.7 * momenta[name]
+            matrices = torch.stack([page(matrix) for matrix in blend]) if blend.ndim == 3 else page(blend)
+            step = 0.2 * max(gradient.shape[-2:]) ** 0.5 * matrices
             named[name].data = (1 - 0.02 * 0.1) * named[name].data - 0.02 * step
     return named
 
@@ -124,6 +150,24 @@ def test_muon_trains_the_matrices_of_layers_and_no_embedding_head_norm_or_bias(t
     chosen = {name for name, weight in critic.named_parameters() if is_hidden_matrix(name, weight)}
     linear = {f"{name}.weight" for name, part in critic.named_modules() if isinstance(part, nn.Linear)}
     assert chosen == linear - {"value_head.weight"} and len(chosen) > 6
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "qwen2_moe", "mixtral"])
+def test_muon_trains_routers_and_experts(tmp_path, architecture):
+    critic = load_critic(str(tiny_model_dir(tmp_path / "model", architecture=architecture)), dtype="float32")
+    chosen = {name: weight for name, weight in critic.named_parameters() if is_hidden_matrix(name, weight)}
+    assert {name for name, weight in chosen.items() if weight.ndim == 3} == {
+        f"model.layers.{layer}.mlp.experts.{part}" for layer in (0, 1) for part in ("gate_up_proj", "down_proj")
+    }
+    assert "model.layers.1.mlp.gate.weight" in chosen
+    others = {name for name, _ in critic.named_parameters()} - chosen.keys()
+    assert all(name.endswith(("norm.weight", "bias", "embed_tokens.weight", "value_head.weight")) for name in others)
+
+
+def test_muon_leaves_convolutions_and_takes_experts_that_are_layers_of_their_own():
+    assert not is_hidden_matrix("layers.0.conv.weight", torch.empty(4, 1, 3))
+    assert is_hidden_matrix("layers.0.experts.2.up.weight", torch.empty(4, 3))
+    assert not is_hidden_matrix("experts.up", torch.empty(2, 4, 3))
 
 
 def test_model_without_layers_is_refused():

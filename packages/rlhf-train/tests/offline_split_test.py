@@ -139,12 +139,19 @@ class Case:
     lora: LoraSpec | None = None
     sequence_parallel_size: int = 1
     variants: bool = False
+    experts: bool = False  # a mixture of experts, with the load-balancing loss
 
     @property
     def names(self) -> list[str]:
         """The objectives that it is for."""
         names = [name for name in OBJECTIVES if self.variants or name not in VARIANTS]
         return [name for name in names if OBJECTIVES[name].needs_reference or not self.precompute_reference]
+
+    @property
+    def unsplit(self) -> str:
+        """The case that does the same work in one pass."""
+        words = [*(["experts"] if self.experts else []), *(["adapters"] if self.lora else [])]
+        return ", ".join(words) or "whole"
 
 
 ADAPTERS = LoraSpec(rank=4)
@@ -155,6 +162,10 @@ ONE_RANK = {
     "packed to 60 tokens": Case(packing=True, zero_stage=2, micro_batch_tokens=60, variants=True),
     "reference computed up front": Case(packing=True, micro_train_batch_size=5, precompute_reference=True),
     "adapters": Case(lora=ADAPTERS),
+    "experts": Case(experts=True),
+    "experts, packed passes of 5": Case(experts=True, packing=True, micro_train_batch_size=5),
+    "experts, adapters": Case(experts=True, lora=ADAPTERS),
+    "experts, adapters, passes of 5": Case(experts=True, lora=ADAPTERS, micro_train_batch_size=5),
     "adapters, checkpointed": Case(lora=ADAPTERS, gradient_checkpointing=True, micro_train_batch_size=5),
 }
 TWO_RANKS = {
@@ -162,15 +173,20 @@ TWO_RANKS = {
     "ZeRO 3, packed to 60 tokens": Case(packing=True, zero_stage=3, micro_batch_tokens=60, variants=True),
     "ZeRO 2, reference computed up front": Case(micro_train_batch_size=4, zero_stage=2, precompute_reference=True),
     "divided sequences": Case(packing=True, zero_stage=2, micro_train_batch_size=5, sequence_parallel_size=2),
+    "experts, divided": Case(experts=True, packing=True, micro_train_batch_size=5, sequence_parallel_size=2),
+    "experts, ZeRO 2": Case(experts=True, zero_stage=2),
+    "experts, ZeRO 3, packed to 60 tokens": Case(experts=True, packing=True, zero_stage=3, micro_batch_tokens=60),
     "adapters, ZeRO 3": Case(packing=True, zero_stage=3, micro_train_batch_size=5, lora=ADAPTERS),
     "adapters, reference computed up front": Case(zero_stage=2, precompute_reference=True, lora=ADAPTERS),
 }
 CASES = ONE_RANK | TWO_RANKS
-SPLITS = [(case, name) for case in CASES for name in CASES[case].names if case not in ("whole", "adapters")]
-UNSPLIT = [(case, name) for case in ("whole", "adapters") for name in CASES[case].names]
+SPLITS = [(case, name) for case in CASES for name in CASES[case].names if case != CASES[case].unsplit]
+UNSPLIT = [(case, name) for case in ("whole", "adapters", "experts") for name in CASES[case].names]
+# A coefficient far above a useful one, so that a wrong loss shows.
+AUX_LOSS_COEF = 1.0
 
 
-def run_all(rank: int, num_ranks: int, master: Any, path: str, folder: str, cases: Mapping[str, Case]) -> Any:
+def run_all(rank: int, num_ranks: int, master: Any, paths: Any, folder: str, cases: Mapping[str, Case]) -> Any:
     """Run each case of each objective; return weights, metrics of the steps and of evaluations (rank 0's)."""
     results = {}
     for key, case in cases.items():
@@ -182,6 +198,8 @@ def run_all(rank: int, num_ranks: int, master: Any, path: str, folder: str, case
         )
         fields = ("packing", "sequence_parallel_size", "zero_stage", "gradient_checkpointing", "lora")
         layout = {name: getattr(case, name) for name in fields}
+        layout["aux_loss_coef"] = AUX_LOSS_COEF if case.experts else 0.0
+        path = paths[case.experts]
         extras = {"precompute_reference": case.precompute_reference}
         for name in case.names:
             target = Path(folder) / f"{key}-{name}"
@@ -193,17 +211,20 @@ def run_all(rank: int, num_ranks: int, master: Any, path: str, folder: str, case
 
 
 @pytest.fixture(scope="module")
-def model_path(tmp_path_factory):
-    return str(tiny_model_dir(tmp_path_factory.mktemp("models") / "tiny"))
+def model_paths(tmp_path_factory):
+    """A model without experts, and one with them."""
+    folder = tmp_path_factory.mktemp("models")
+    plain = tiny_model_dir(folder / "tiny")
+    return str(plain), str(tiny_model_dir(folder / "experts", architecture="qwen3_moe"))
 
 
 @pytest.fixture(scope="module")
-def results(model_path, tmp_path_factory):
+def results(model_paths, tmp_path_factory):
     """What each case gives each objective: two ranks in processes of their own, while one rank works here."""
     folder = str(tmp_path_factory.mktemp("runs"))
     with ThreadPoolExecutor(1) as pool:
-        pair = pool.submit(run_ranks, run_all, 2, model_path, folder, TWO_RANKS)
-        alone = run_all(0, 1, ("127.0.0.1", free_port()), model_path, folder, ONE_RANK)
+        pair = pool.submit(run_ranks, run_all, 2, model_paths, folder, TWO_RANKS)
+        alone = run_all(0, 1, ("127.0.0.1", free_port()), model_paths, folder, ONE_RANK)
         return alone | pair.result()[0]
 
 
@@ -214,7 +235,7 @@ def measured(metrics: dict[str, float]) -> dict[str, float]:
 @pytest.mark.parametrize(("case", "name"), SPLITS)
 def test_offline_run_does_not_depend_on_how_it_is_split(results, case, name):
     split_weights, *split_metrics = results[case, name]
-    whole_weights, *whole_metrics = results["adapters" if CASES[case].lora else "whole", name]
+    whole_weights, *whole_metrics = results[CASES[case].unsplit, name]
     assert split_weights.keys() == whole_weights.keys()
     for key, value in whole_weights.items():
         assert np.abs(split_weights[key] - value).max() < TOLERANCE, key
@@ -228,12 +249,13 @@ def test_offline_run_does_not_depend_on_how_it_is_split(results, case, name):
 
 
 @pytest.mark.parametrize(("case", "name"), UNSPLIT)
-def test_offline_run_moves_the_model_and_lowers_its_loss(results, model_path, case, name):
+def test_offline_run_moves_the_model_and_lowers_its_loss(results, model_paths, case, name):
     trained, steps, _ = results[case, name]
-    start = weights(Path(model_path))
+    start = weights(Path(model_paths[CASES[case].experts]))
     (first,), (second,) = ([value for key, value in step.items() if key.endswith("/loss")] for step in steps)
     assert second < first  # of the same twelve examples
     assert all(step["samples/trained"] == 12 for step in steps)
+    assert all((step.get("train/aux_loss", 0.0) > 1.9) == CASES[case].experts for step in steps)
     before, after = ({key.replace(":model.", ":"): value for key, value in them.items()} for them in (start, trained))
     moved = {key for key, value in after.items() if not np.array_equal(before.get(key), value)}
     assert any("q_proj" in key for key in moved)

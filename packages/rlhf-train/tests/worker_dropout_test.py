@@ -21,3 +21,13 @@ def test_without_dropout_training_mode_gives_the_logprobs_of_eval_mode(tmp_path)
     assert not torch.equal(actor.train()(batch).logprobs, expected)
     assert torch.equal(without_dropout(actor).train()(batch).logprobs, expected)
     assert actor.training and actor.model.base_model.dropout.p == 0.0
+
+
+def test_without_dropout_routers_have_no_jitter(tmp_path):
+    actor = load_actor(
+        tiny_model_dir(tmp_path / "model", architecture="mixtral", router_jitter_noise=0.9), dtype="float32"
+    )
+    batch = TokenBatch.padded([list(range(1, 20))], pad_id=0)
+    expected = actor.eval()(batch).logprobs
+    assert not torch.equal(actor.train()(batch).logprobs, expected)
+    assert torch.equal(without_dropout(actor).train()(batch).logprobs, expected)

@@ -285,7 +285,7 @@ def _make_models(config: PpoConfig, inputs: Inputs, num_updates: int, num_frozen
     models = {"actor": model.spec(inputs.model, stage, learning)}
     if spec.row.uses_critic:
         learning = training.optimizer(training.critic_learning_rate, num_updates)
-        models["critic"] = model.spec(inputs.critic, stage, learning)
+        models["critic"] = replace(model.spec(inputs.critic, stage, learning), aux_loss_coef=0.0)
     if spec.uses_reference:
         models["reference"] = model.spec(inputs.model, stage)
     if inputs.teacher is not None:

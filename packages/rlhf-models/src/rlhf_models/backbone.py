@@ -55,5 +55,11 @@ def run_backbone(model: nn.Module, batch: TokenBatch, sequence_group: SequenceGr
         part = sequence_group.part_of(batch)
         arguments = {"attention_mask": NO_MASK, "sequence_group": sequence_group}
         arguments |= bounds_arguments(part.cu_seqlens, part.longest)
+    watch = getattr(getattr(model, "base_model", model), "router_watch", None) if model.training else None
+    if watch is not None:
+        arguments["output_router_logits"] = True
     with forwarding(batch):
-        return model(input_ids=part.input_ids, position_ids=part.position_ids, use_cache=False, **arguments)
+        output = model(input_ids=part.input_ids, position_ids=part.position_ids, use_cache=False, **arguments)
+    if watch is not None:
+        watch.see(getattr(output, "router_logits", None), part)
+    return output

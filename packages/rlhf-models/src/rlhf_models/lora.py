@@ -28,7 +28,8 @@ class LoraSpec:
         rank: >= 1.
         alpha: > 0; the adapter's output is scaled by alpha / rank.
         dropout: probability, applied to the input of A, in [0, 1).
-        target_modules: names of the linear layers that get an adapter; "all-linear" means all except the LM head.
+        target_modules: names of the linear layers that get an adapter; "all-linear" means all except the LM head. The
+            experts of a mixture are no linear layers.
 
     Raises:
         ConfigError: an attribute out of its range.
@@ -51,11 +52,12 @@ def add_lora(model: nn.Module, spec: LoraSpec) -> None:
     """Add adapters to an actor, critic or reward model and freeze all other weights except its value head.
 
     Raises:
-        ConfigError: peft is not installed, a target matches no layer, or one is the embedding or tied to it.
+        ConfigError: peft is not installed, a target matches no layer, or one is the embedding or tied to it, or the
+            experts of a mixture, which are no linear layers.
     """
     peft = _import_peft()
     hint = "target_modules takes all-linear, or names of layers such as q_proj,v_proj"
-    targets = spec.target_modules if isinstance(spec.target_modules, str) else list(spec.target_modules)
+    targets = _targets(model.model, spec)
     config = peft.LoraConfig(
         r=spec.rank, lora_alpha=spec.alpha, lora_dropout=spec.dropout, target_modules=targets, bias="none"
     )
@@ -63,9 +65,28 @@ def add_lora(model: nn.Module, spec: LoraSpec) -> None:
         model.model.add_adapter(config)
     except ValueError as error:
         raise ConfigError(f"LoRA: {error}", hint=hint) from None
+    layers = {name: layer for name, layer in model.model.named_modules() if hasattr(layer, "lora_A")}
+    if others := [name for name, layer in layers.items() if not hasattr(layer.base_layer, "weight")]:
+        # peft wraps all experts of a layer in one adapter, which neither merging nor the weight sync knows.
+        message = f"LoRA: target_modules names the experts of a mixture ({others[0]}), which cannot have adapters"
+        raise ConfigError(message, hint=f"{hint}; all-linear leaves experts out")
+    for target in [] if isinstance(targets, str) else targets:
+        if not any(f".{name}".endswith(f".{target}") for name in layers):
+            raise ConfigError(f"LoRA: no linear layer is named {target}", hint=hint)
     if model.model.get_input_embeddings().weight in _adapted(model):
         # Merging would change the rows that the model looks up, which the adapter of a tied LM head does not.
         raise ConfigError("LoRA: target_modules names the embedding, or an LM head with the same weight", hint=hint)
+
+
+def _targets(model: Any, spec: LoraSpec) -> str | list[str]:
+    """Return the layers that get an adapter, as peft takes them."""
+    if spec.target_modules != "all-linear":
+        return spec.target_modules if isinstance(spec.target_modules, str) else list(spec.target_modules)
+    if not any("experts" in name.split(".") for name, _ in model.named_parameters()):
+        return "all-linear"
+    # By "all-linear", peft means the experts of a mixture, too.
+    head = model.get_output_embeddings()
+    return [name for name, layer in model.named_modules() if isinstance(layer, nn.Linear) and layer is not head]
 
 
 def check_lora(config: Any, spec: LoraSpec) -> float:

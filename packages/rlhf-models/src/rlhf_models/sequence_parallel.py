@@ -29,6 +29,7 @@ class SequencePart:
         cu_seqlens: [S + 1] int32, the bounds of all sequences of the batch. Padding is a sequence of its own.
         longest: length of the longest sequence.
         start: position of the first token of this rank in the whole batch.
+        padding_mask: [1, T'] bool, True for real tokens; None if the batch needs no padding.
     """
 
     input_ids: Tensor
@@ -36,6 +37,7 @@ class SequencePart:
     cu_seqlens: Tensor
     longest: int
     start: int
+    padding_mask: Tensor | None = None
 
 
 class SequenceGroup:
@@ -63,15 +65,18 @@ class SequenceGroup:
         input_ids = torch.nn.functional.pad(batch.input_ids, (0, num_padding))
         position_ids = torch.nn.functional.pad(batch.position_ids, (0, num_padding))
         cu_seqlens = batch.cu_seqlens
+        start = self.rank * width
+        mask = None
         if num_padding:
             cu_seqlens = torch.cat([cu_seqlens, cu_seqlens[-1:] + num_padding])
-        start = self.rank * width
+            mask = torch.arange(start, start + width, device=input_ids.device)[None] < batch.input_ids.shape[1]
         return SequencePart(
             input_ids[:, start : start + width],
             position_ids[:, start : start + width],
             cu_seqlens,
             max(*batch.lengths, num_padding),
             start,
+            mask,
         )
 
     def divide(self, index: Tensor, batch: TokenBatch) -> tuple[Tensor, list[int]]:
@@ -110,6 +115,12 @@ class SequenceGroup:
         """Return the values of all tokens, [1, T], from those of each rank's tokens, [1, T']."""
         gathered = self.gather(values[0], [self._width(batch)] * self.size)
         return gathered[None, : batch.input_ids.shape[1]]
+
+    def sum(self, value: Tensor) -> Tensor:
+        """Return the sum of `value` over the ranks, without a gradient."""
+        total = value.detach().clone()
+        distributed.all_reduce(total, group=self._group)
+        return total
 
     def to_heads(self, tensor: Tensor) -> Tensor:
         """Exchange tokens for heads: [1, H, T', D] with all heads becomes [1, H / size, T, D] with all tokens.

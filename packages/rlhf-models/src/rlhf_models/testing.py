@@ -19,7 +19,15 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-_ARCHITECTURES = {"qwen2": "Qwen2", "llama": "Llama"}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+# Name of the transformers classes, and fields of the config that the others do not have.
+_ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2": ("Qwen2", {}),
+    "llama": ("Llama", {}),
+    "qwen3_moe": ("Qwen3Moe", {"head_dim": 32, "norm_topk_prob": True} | _EXPERTS),
+    "qwen2_moe": ("Qwen2Moe", {"shared_expert_intermediate_size": 64} | _EXPERTS),
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 32}),
+}
 _SPECIAL_TOKENS = (PAD_TOKEN, START_TOKEN, EOS_TOKEN)
 _NUM_BYTES = 256
 _MAX_TOKENIZER_SIZE = 4096
@@ -30,14 +38,15 @@ def tiny_model_dir(path: str | Path, *, tied: bool = True, **options: Any) -> Pa
     """Write a random causal language model with tokenizer and chat template, and return the folder.
 
     By default it has 2 layers, hidden size 64, 2 attention heads of size 32, 1 key-value head and fewer than 0.2 M
-    parameters.
+    parameters. Mixtures have 4 experts per layer, of which a token goes through 2.
 
     Args:
         path: the folder to write. Files of the same names are replaced.
         tied: whether the LM head shares the embedding's weight.
         options: `vocab_size` (512), the number of embedding rows, at least 259 for the 256 bytes and 3 special tokens,
-            of which the tokenizer uses at most 4096; `seed` (0) of the weights; `architecture` ("qwen2" or "llama");
-            `dtype` (float32) of the saved weights; further fields of the transformers config, such as `hidden_size`.
+            of which the tokenizer uses at most 4096; `seed` (0) of the weights; `architecture` ("qwen2", "llama", or a
+            mixture of experts: "qwen3_moe", "qwen2_moe" or "mixtral"); `dtype` (float32) of the saved weights; further
+            fields of the transformers config, such as `hidden_size`.
 
     Raises:
         ConfigError: an unknown architecture, or a vocabulary too small for the bytes.
@@ -83,10 +92,11 @@ def _write(
         "initializer_range": 0.1,
         "bos_token_id": None,
     }
-    model_class = getattr(transformers, f"{_ARCHITECTURES[architecture]}For{task}")
+    prefix, own = _ARCHITECTURES[architecture]
+    model_class = getattr(transformers, f"{prefix}For{task}")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = model_class(model_class.config_class(**(defaults | ends | fields)))
+        model = model_class(model_class.config_class(**(defaults | ends | own | fields)))
     if task == "CausalLM":
         model.generation_config = transformers.GenerationConfig(**ends)
     tokenizer.save_pretrained(path)

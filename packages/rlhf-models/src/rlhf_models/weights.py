@@ -3,7 +3,8 @@
 import logging
 import stat
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,23 +20,39 @@ _WRAPPER_PREFIX = "model."
 _HEAD_PREFIX = "value_head."
 
 
-def hf_named_weights(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Return the parameters of an `Actor` or transformers model under their checkpoint names, tied ones once.
+def hf_named_weights(
+    model: nn.Module, whole: Callable[[nn.Parameter], AbstractContextManager[Tensor]] | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """Return the weights of an `Actor` or transformers model under their checkpoint names, tied ones once.
 
+    In memory, transformers keeps the experts of a layer in one parameter [E, ...]. In most checkpoints each matrix of
+    each expert has a name of its own; the tensors of experts are then parts of the parameter, some of them copies.
     Adapters are left out: `lora.adapters_by_weight` has them.
 
+    Args:
+        model: the model.
+        whole: gives the full tensor of a parameter, in a `with` block that lasts until the next parameter is read. None
+            for the parameter itself.
+
     Raises:
-        ConfigError: the checkpoint stores weights in another form than the model, such as fused experts.
+        ConfigError: a tensor of the checkpoint is made of several parameters.
     """
     model = _unwrapped(model)
     # peft wraps an adapted layer, which becomes its `base_layer`.
     parameters = [(name, weight) for name, weight in model.named_parameters() if ".lora_" not in name]
     named = {name.replace(".base_layer.", "."): weight for name, weight in parameters}
-    if differing := named.keys() ^ _checkpoint_names(model, named):
-        some = ", ".join(sorted(differing)[:3])
-        message = f"a {model.config.model_type} model and its checkpoint name their weights differently ({some}, ...)"
-        raise ConfigError(message, hint="use a model whose layers are stored one by one")
-    return list(named.items())
+    return _read(model, named, _converted_names(model, named), whole or nullcontext)
+
+
+def _read(
+    model: Any, named: Mapping[str, nn.Parameter], converted: set[str], whole: Callable[[nn.Parameter], Any]
+) -> Iterator[tuple[str, Tensor]]:
+    for name, weight in named.items():
+        with whole(weight) as tensor:
+            if name in converted:
+                yield from _in_checkpoint(model, {name: tensor}).items()
+            else:
+                yield name, tensor
 
 
 def save_hf(model: nn.Module, state_dict: Mapping[str, Tensor] | None, tokenizer: Any | None, path: str | Path) -> Path:
@@ -115,15 +132,29 @@ def _unwrapped(model: nn.Module) -> Any:
     return model if isinstance(model, PreTrainedModel) else model.model
 
 
-def _checkpoint_names(model: Any, named: Mapping[str, Tensor]) -> set[str]:
-    from transformers.core_model_loading import revert_weight_conversion
-
-    if not getattr(model, "_weight_conversions", None):
-        return set(named)
-    # Converters split and join tensors. Meta tensors have the right shapes and take no memory.
+def _converted_names(model: Any, named: Mapping[str, Tensor]) -> set[str]:
+    """Return the names of parameters that a checkpoint stores in another form. Raises as `hf_named_weights`."""
+    if getattr(model, "_weight_conversions", None) == []:
+        return set()  # a loaded model that was stored as it is: its names need not be tried
+    # Meta tensors have the right shapes and take no memory. ZeRO-3 keeps the shape of a whole weight beside its part.
     shapes = {name: tuple(getattr(tensor, "ds_shape", tensor.shape)) for name, tensor in named.items()}
     empty = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
-    return set(revert_weight_conversion(model, empty))
+    together = set(_in_checkpoint(model, empty))
+    if together == empty.keys():
+        return set()
+    alone = {name: set(_in_checkpoint(model, {name: tensor})) for name, tensor in empty.items()}
+    if differing := together ^ set().union(*alone.values()):
+        some = ", ".join(sorted(differing)[:3])
+        message = f"a {model.config.model_type} checkpoint has tensors made of several parameters of the model ({some})"
+        raise ConfigError(message, hint="use a model whose layers are stored one by one")
+    return {name for name, names in alone.items() if names != {name}}
+
+
+def _in_checkpoint(model: Any, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors under the names, and in the form, of the checkpoint that the model was loaded from."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return revert_weight_conversion(model, state)
 
 
 def _make_generation_config_savable(model: Any) -> None:

@@ -52,6 +52,7 @@ class ModelSpec:
         zero_stage: ZeRO stage of DeepSpeed, 0 to 3.
         optimizer: None for a frozen model.
         lora: adapters to train instead of all weights; None for all weights.
+        aux_loss_coef: weight of the load-balancing loss in updates; 0 for none. Only for models with experts.
     """
 
     path: str
@@ -64,6 +65,7 @@ class ModelSpec:
     zero_stage: int = 2
     optimizer: OptimizerSpec | None = None
     lora: "LoraSpec | None" = None
+    aux_loss_coef: float = 0.0
 
     def is_base_of(self, other: "ModelSpec | None") -> bool:
         """Return whether this model is the one that another model becomes without its adapters."""

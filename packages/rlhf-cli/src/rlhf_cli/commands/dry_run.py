@@ -12,7 +12,14 @@ from rlhf_cli.preflight.data import open_prompts
 from rlhf_cli.preflight.devices import GPU_FLAGS, check_device, find_gpus
 from rlhf_cli.preflight.here import Absent, show_lacks
 from rlhf_cli.preflight.inputs import Inputs, check_inputs
-from rlhf_cli.preflight.models import check_adapters, check_attention, check_context, load_model_files, longest_sequence
+from rlhf_cli.preflight.models import (
+    check_adapters,
+    check_attention,
+    check_balance,
+    check_context,
+    load_model_files,
+    longest_sequence,
+)
 from rlhf_data.checks import once
 from rlhf_data.command_line import Parsed, to_toml
 from rlhf_data.errors import ConfigError
@@ -98,6 +105,7 @@ def _check_model(config: PpoConfig, name: str) -> None:
     """Raise ConfigError for a model that cannot be run as the flags say."""
     model_config, _ = load_model_files(model_path(name))
     check_attention(config.model, model_config)
+    check_balance(config.model, model_config)
     check_context(model_config, *longest_sequence(config))
     check_adapters(config.model, model_config)
 

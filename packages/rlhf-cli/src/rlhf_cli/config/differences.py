@@ -52,6 +52,11 @@ def offline_differences(config: OfflineConfig, given: Collection[str]) -> list[s
 
 
 def _sentences(found: list[str], config: OfflineConfig | PpoConfig) -> list[str]:
+    if config.model.aux_loss_coef:
+        found.append(
+            "--aux_loss_coef balances experts over all tokens of an update; OpenRLHF over those of each micro-batch,"
+            " for which there is no flag here"
+        )
     if not config.model.bf16:
         found.append("without --bf16 everything is computed in float32; OpenRLHF's newest default is bfloat16: --bf16")
     return [f"other than in OpenRLHF: {sentence}" for sentence in found]

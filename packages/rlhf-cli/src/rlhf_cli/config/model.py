@@ -34,6 +34,12 @@ class ModelSection(sections.ModelSection):
         "compile the layers, and with --bf16 at ZeRO stage 0 or 1 replay packed batches as CUDA graphs; auto: on a GPU,"
         " with --packing_samples, below ZeRO stage 3",
     )
+    aux_loss_coef: float = flag(
+        0.0,
+        "mixtures of experts: weight of the router's load-balancing loss, in the policy's updates (ppo) or the trained"
+        " model's; 0: none. Weights of 0.001 to 0.01 are usual",
+        ge=0,
+    )
     lora_rank: int = flag(0, "rank of the LoRA adapters; 0: train all weights instead", ge=0)
     lora_alpha: float = flag(16.0, "the output of adapters is scaled by this / --lora_rank", gt=0)
     target_modules: str = flag(
@@ -70,7 +76,10 @@ class ModelSection(sections.ModelSection):
         """Return how the model at `path` is computed. Without an optimizer it is frozen."""
         options = matching(ModelSpec, self)
         if optimizer is None:
-            options |= {"gradient_checkpointing": False, "lora": None}
+            options |= {"gradient_checkpointing": False, "lora": None, "aux_loss_coef": 0.0}
+            if self.aux_loss_coef:
+                # The policy is not compiled then. A compiled reference rounds differently, and their KL would not be 0.
+                options["torch_compile"] = "off"
         return ModelSpec(path=path, packing=self.packing_samples, zero_stage=zero_stage, optimizer=optimizer, **options)
 
     @property

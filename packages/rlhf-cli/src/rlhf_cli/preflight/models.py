@@ -52,6 +52,14 @@ def check_adapters(section: ModelSection, model_config: Any) -> list[str]:
     return [f"--lora_rank {section.lora_rank} trains {check_lora(model_config, section.lora):.2%} of the weights"]
 
 
+def check_balance(section: ModelSection, model_config: Any) -> None:
+    """Raise ConfigError for --aux_loss_coef and a model that has no load-balancing loss."""
+    if section.aux_loss_coef:
+        from rlhf_models.routing import check_balances
+
+        check_balances(model_config)
+
+
 def check_context(model_config: Any, num_tokens: int, flags: str) -> None:
     """Raise ConfigError if `num_tokens`, which `flags` ask for, exceed the context of the model."""
     context = getattr(model_config.get_text_config(), "max_position_embeddings", None)

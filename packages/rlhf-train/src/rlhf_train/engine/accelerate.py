@@ -92,6 +92,9 @@ def compile_model(model: Any, spec: ModelSpec, device: str) -> bool:
         reason = "ZeRO stage 3 gathers weights inside the layers"
     if spec.sequence_parallel_size > 1:
         reason = "sequence parallelism exchanges heads inside the layers"
+    if spec.aux_loss_coef:
+        # transformers records them by hooks, which see nothing of compiled layers.
+        reason = "the load-balancing loss reads what routers compute inside the layers"
     if reason is None and spec.torch_compile == "auto" and not spec.packing:
         reason = "without packing, nearly every batch has another shape and would be compiled again"
     if reason is None:

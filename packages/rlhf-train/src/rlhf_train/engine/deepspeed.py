@@ -8,7 +8,7 @@ import os
 import socket
 import sys
 from collections.abc import Iterator
-from contextlib import redirect_stdout
+from contextlib import contextmanager, redirect_stdout
 from io import StringIO
 from typing import Any
 
@@ -148,12 +148,11 @@ class DeepSpeedEngine:
             ConfigError: nothing in the model is for Muon.
             EngineError: DeepSpeed refuses the combination.
         """
-        deepspeed = _import_deepspeed(device)
+        self._deepspeed = _import_deepspeed(device)
         if zero_stage == 0 and dtype == torch.bfloat16:
             # Stage 0 accumulates gradients in bfloat16, where the small gradient of one more micro-batch is rounded
             # away. Stage 1 accumulates in float32.
             zero_stage = 1
-        self._deepspeed = deepspeed
         self._spec = spec
         self._zero_stage = zero_stage
         self._is_plain = zero_stage == 0 and dtype == torch.float32
@@ -223,10 +222,14 @@ class DeepSpeedEngine:
         ZeRO-3 gathers one weight at a time: a tensor is valid until the next one is requested.
         """
         adapters = adapters_by_weight(self.module)
-        for name, weight in hf_named_weights(self.module):
+
+        @contextmanager
+        def whole(weight: torch.nn.Parameter) -> Iterator[Tensor]:
             adapter = adapters.get(weight)
             with self._gathered([weight, *(adapter or ())[:2]]):
-                yield name, adapter.merged(weight) if adapter else weight.detach()
+                yield adapter.merged(weight) if adapter else weight.detach()
+
+        yield from hf_named_weights(self.module, whole)
 
     def state_dict(self, *, wanted: bool = True) -> dict[str, Tensor]:
         """Return all full weights and buffers on the CPU, under the module's own names. Collective.

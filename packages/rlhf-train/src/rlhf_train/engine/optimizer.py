@@ -5,7 +5,7 @@ part. The second clips updates instead of gradients, reports the norm of updates
 each ZeRO stage.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,21 +28,20 @@ def make_optimizer(model: nn.Module, spec: OptimizerSpec, *, fused: bool) -> tor
     trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
     options = {"lr": spec.learning_rate, "betas": spec.betas, "eps": spec.eps, "fused": fused}
     if spec.muon_momentum is None:
-        return torch.optim.AdamW(_adamw_groups(trained.values(), spec), **options)
+        return torch.optim.AdamW(_adamw_groups(trained, spec), **options)
     hidden = {name: weight for name, weight in trained.items() if is_hidden_matrix(name, weight)}
     if not hidden:
         message = "--optim muon trains the matrices of a model's layers, and this model trains none"
         raise ConfigError(message, hint="use --optim adam")
     groups = [{"params": [*hidden.values()], "weight_decay": spec.weight_decay, "momentum": spec.muon_momentum}]
-    groups += _adamw_groups([weight for name, weight in trained.items() if name not in hidden], spec)
+    groups += _adamw_groups({name: weight for name, weight in trained.items() if name not in hidden}, spec)
     return Muon(groups, {name: weight.shape for name, weight in hidden.items()}, **options)
 
 
-def _adamw_groups(weights: Iterable[nn.Parameter], spec: OptimizerSpec) -> list[dict[str, Any]]:
+def _adamw_groups(named: Mapping[str, nn.Parameter], spec: OptimizerSpec) -> list[dict[str, Any]]:
     # Weight decay applies to matrices only: it would pull the scales of norms, which are near 1, towards 0.
-    weights = [*weights]
-    matrices = [weight for weight in weights if weight.ndim >= 2]
-    vectors = [weight for weight in weights if weight.ndim < 2]
+    matrices = [weight for name, weight in named.items() if weight.ndim >= 2 and not _is_bias(name)]
+    vectors = [weight for name, weight in named.items() if weight.ndim < 2 or _is_bias(name)]
     groups = [{"params": matrices, "weight_decay": spec.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]
 
@@ -50,13 +49,23 @@ def _adamw_groups(weights: Iterable[nn.Parameter], spec: OptimizerSpec) -> list[
 def is_hidden_matrix(name: str, weight: Tensor) -> bool:
     """Return whether Muon trains a weight: a matrix in one of the stacked layers, which have numbers as names.
 
-    Embeddings and heads are outside of the layers.
+    Embeddings and heads are outside of the layers. The experts of a layer are one weight [E, n, m] of E matrices.
     """
-    return weight.ndim == 2 and any(part.isdecimal() for part in name.split("."))
+    parts = name.split(".")
+    if not any(part.isdecimal() for part in parts):
+        return False
+    # Other weights of three dimensions are convolutions, for example.
+    is_stack = weight.ndim == 3 and "experts" in parts
+    return (weight.ndim == 2 or is_stack) and not _is_bias(name)
+
+
+def _is_bias(name: str) -> bool:
+    """Return whether a weight is a bias. The biases of experts are one weight [E, n]."""
+    return name.endswith("bias")
 
 
 def orthogonalized(matrix: Tensor) -> Tensor:
-    """Return a matrix with the singular vectors of `matrix` [n, m] float32 and all singular values near 1.
+    """Return a matrix with the singular vectors of `matrix` [..., n, m] float32 and all singular values near 1.
 
     With X = M / |M|, five times X <- a X + (b X X^T + c (X X^T)^2) X, a quintic Newton-Schulz iteration that ends with
     singular values of 0.7 to 1.2. A matrix of zeros stays one. On a GPU the products are in bfloat16.
@@ -64,15 +73,20 @@ def orthogonalized(matrix: Tensor) -> Tensor:
     Source: Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/
     """
     a, b, c = _COEFFICIENTS
-    is_tall = matrix.shape[0] > matrix.shape[1]
-    wide = matrix.T if is_tall else matrix
-    wide = wide / wide.norm().clamp(min=1e-7)
+    is_tall = matrix.shape[-2] > matrix.shape[-1]
+    wide = matrix.mT if is_tall else matrix
+    wide = wide / wide.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
     if wide.is_cuda:
         wide = wide.bfloat16()
     for _ in range(_NUM_ITERATIONS):
-        gram = wide @ wide.T
-        wide = torch.addmm(wide, torch.addmm(gram, gram, gram, beta=b, alpha=c), wide, beta=a)
-    return (wide.T if is_tall else wide).to(matrix.dtype).contiguous()
+        gram = wide @ wide.mT
+        wide = _product(wide, _product(gram, gram, gram, beta=b, alpha=c), wide, beta=a)
+    return (wide.mT if is_tall else wide).to(matrix.dtype).contiguous()
+
+
+def _product(added: Tensor, left: Tensor, right: Tensor, **factors: float) -> Tensor:
+    """Return beta added + alpha left right, of matrices or of a stack of them."""
+    return (torch.addmm if added.ndim == 2 else torch.baddbmm)(added, left, right, **factors)
 
 
 class Muon(torch.optim.AdamW):
@@ -80,7 +94,8 @@ class Muon(torch.optim.AdamW):
 
     Per update, B <- mu B + (1 - mu) G and W <- (1 - lr decay) W - 0.2 sqrt(max(n, m)) lr O, where O is
     `orthogonalized((1 - mu) G + mu B)`. The factor gives an update the size of one of AdamW, so that both take the same
-    learning rate.
+    learning rate. A weight [E, n, m] is E matrices; the gate and up projections of an expert, which transformers keeps
+    in one, are one of them.
 
     Sources: `orthogonalized`; for the factor, Liu et al. 2025, arXiv:2502.16982, section 2.2.
     """
@@ -127,12 +142,12 @@ class Muon(torch.optim.AdamW):
         blend = flat.grad.lerp(momentum, group["momentum"])
         flat.mul_(1 - group["lr"] * group["weight_decay"])
         matrices = self._matrices[flat]
-        # Each rank orthogonalizes one matrix of a round.
+        # Each rank orthogonalizes one matrix, or the experts of one layer, of a round.
         for first in range(0, len(matrices), self._num_ranks):
             of_round = matrices[first : first + self._num_ranks]
             for (place, shape), update in zip(of_round, self._updates(blend, of_round), strict=True):
                 part = update.flatten()[place.start : place.start + place.size]
-                place.cut(flat).add_(part, alpha=-group["lr"] * _ADAMW_RMS * max(shape) ** 0.5)
+                place.cut(flat).add_(part, alpha=-group["lr"] * _ADAMW_RMS * max(shape[-2:]) ** 0.5)
 
     def _updates(self, blend: Tensor, matrices: Sequence[tuple[Place, torch.Size]]) -> list[Tensor]:
         """Return the orthogonalized whole of each matrix, of which ranks have parts in `blend`."""

@@ -20,6 +20,7 @@ from rlhf_train.run.best_model import BestModel
 from rlhf_train.run.checkpoint import Checkpoint, CheckpointSpec, read_checkpoint
 from rlhf_train.run.checkpointing import Checkpointer
 from rlhf_train.run.interrupts import Interrupted, Interrupts
+from rlhf_train.run.load_balance import load_balance
 from rlhf_train.run.models import load_model, own_base, write_model
 from rlhf_train.run.observer import Observer
 from rlhf_train.run.recorder import Recorder
@@ -135,7 +136,8 @@ def run_offline(
             interrupts.hold()
             if job.rank == 0:
                 observer.progress(done, job.schedule.num_updates(len(job.examples)))
-            train_offline(run.engine, run.objective, run.items, job.schedule, done=done, on_update=run.on_update)
+            options = {"done": done, "balance": run.balance, "on_update": run.on_update}
+            train_offline(run.engine, run.objective, run.items, job.schedule, **options)
             if job.rank == 0:
                 observer.starting("to save the model")
             run.finish()
@@ -168,6 +170,7 @@ class _Run:
         kind = job.objective.model_kind
         model = load_model(kind, spec)
         self._sequence_group = join_sequence_group(spec.sequence_parallel_size)
+        self.balance = load_balance(model, spec, self._sequence_group)
         self.engine = start_engine(
             model,
             spec,

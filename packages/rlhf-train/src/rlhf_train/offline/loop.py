@@ -6,6 +6,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -18,6 +19,7 @@ from rlhf_data.sampler import EpochSampler
 from rlhf_train.batching import Denominators, plan_batches
 from rlhf_train.engine.protocol import TrainEngine
 from rlhf_train.offline.ranks import of_all_ranks
+from rlhf_train.run.load_balance import LoadBalance
 from rlhf_train.run.metrics import Max, Metric, merge_metrics, on_host, results
 
 Item = TypeVar("Item")
@@ -139,12 +141,14 @@ def train_offline(
     schedule: OfflineSchedule,
     *,
     done: int = 0,
+    balance: LoadBalance | None = None,
     on_update: Callable[[int, int, Mapping[str, float]], None],
 ) -> None:
     """Train on `items`. Collective: every rank holds all items and computes its part of each mini-batch.
 
     The first `done` updates are left out. After each other one, `on_update` is called on every rank with its number
-    from 1, the number of updates, and the metrics over all ranks.
+    from 1, the number of updates, and the metrics over all ranks. `balance` adds the load-balancing loss of a mixture
+    of experts.
     """
     num_updates = schedule.num_updates(len(items))
     # One mini-batch is read and planned ahead: `meanwhile` does so while the device computes the one before.
@@ -154,7 +158,12 @@ def train_offline(
         started = time.perf_counter()
         chosen, part = ahead.pop()
         metrics = learn_once(
-            engine, objective, chosen, part, meanwhile=lambda: ahead.extend(itertools.islice(planned, 1))
+            engine,
+            objective,
+            chosen,
+            part,
+            balance=balance,
+            meanwhile=lambda: ahead.extend(itertools.islice(planned, 1)),
         )
         seconds = time.perf_counter() - started
         num_tokens = sum(map(objective.num_tokens, chosen))
@@ -176,20 +185,30 @@ def learn_once(
     items: Sequence[Item],
     part: tuple[Sequence[MicroBatch[Item]], Denominators],
     *,
+    balance: LoadBalance | None = None,
     meanwhile: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
     """Run one update on `items`, of which this rank computes `part`; return metrics over all ranks. Collective.
 
-    `meanwhile` is called when all passes are launched and before anything waits for the device.
+    `balance` adds its loss, and the metric `train/aux_loss`. `meanwhile` is called when all passes are launched and
+    before anything waits for the device.
     """
     engine.module.train()
     micro_batches, denominators = part
     objective = objective.for_batch(engine, micro_batches)
     parts: list[Mapping[str, Metric]] = []
+    if balance is not None:
+        balance.count(
+            [(partial(objective.loss, engine, batch.items, denominators), bool(batch.rows)) for batch in micro_batches]
+        )
     for index, batch in enumerate(micro_batches):
         loss, metrics = objective.loss(engine, batch.items, denominators)
-        engine.backward(loss if batch.rows else loss * 0.0, is_last=index == len(micro_batches) - 1)
-        parts.append(metrics if batch.rows else {})
+        if not batch.rows:
+            loss, metrics = loss * 0.0, {}
+        if balance is not None:
+            loss, metrics["train/aux_loss"] = balance.add_to(loss, has_rows=bool(batch.rows))
+        engine.backward(loss, is_last=index == len(micro_batches) - 1)
+        parts.append(metrics)
     meanwhile()
     stats = engine.step()
     parts.append({"train/grad_norm": Max(stats.grad_norm), "train/learning_rate": Max(stats.learning_rate)})

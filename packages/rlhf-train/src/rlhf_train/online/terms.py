@@ -1,6 +1,8 @@
 """Between a worker's shard and the loss kernels: inputs of the actor's loss, the critic's loss, and metrics of both."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import chain
 
 import numpy as np
 import torch
@@ -11,7 +13,7 @@ from rlhf_kernels import POLICY_METRICS, PolicyStream
 from rlhf_models.batch import TokenBatch, to_device
 from rlhf_train.advantages import distilled_advantages, last_trained, placed_rewards, token_rewards
 from rlhf_train.algorithms import AlgorithmSpec
-from rlhf_train.batching import Denominators
+from rlhf_train.batching import Denominators, MiniBatch
 from rlhf_train.corrections import bounded_weights, importance_weights
 from rlhf_train.engine.protocol import StepStats
 from rlhf_train.experience import MODEL_COLUMNS, Experience
@@ -42,6 +44,27 @@ def lay_out(mask: Tensor, rows: Sequence[int], batch: TokenBatch) -> Tensor:
     """
     parts = [mask[row, :length].numpy() for row, length in zip(rows, batch.lengths, strict=bool(rows))]
     return batch.lay_out(parts or [np.zeros_like(IDLE_TOKENS, bool)], torch.bool, device="cpu")
+
+
+def recounted(mini_batches: Sequence[MiniBatch], trained_mask: Tensor, device: torch.device | str) -> list[MiniBatch]:
+    """Return mini-batches with denominators that leave out what was dropped or masked. Collective.
+
+    Args:
+        mini_batches: this rank's parts.
+        trained_mask: [B, T] bool, the tokens of the shard that are still trained. False if another rank counts them.
+        device: of the collective.
+    """
+    lengths = trained_mask.sum(dim=1)
+    local_counts = []
+    for batch in mini_batches:
+        rows = list(chain.from_iterable(batch.micro_batches))
+        local_counts.append([int(lengths[rows].sum()), int((lengths[rows] > 0).sum())])
+    counts = torch.tensor(local_counts, dtype=torch.int64, device=device)
+    torch.distributed.all_reduce(counts)
+    return [
+        replace(batch, denominators=Denominators(tokens, sequences, batch.denominators.max_tokens))
+        for batch, (tokens, sequences) in zip(mini_batches, counts.tolist(), strict=True)
+    ]
 
 
 def policy_stream(

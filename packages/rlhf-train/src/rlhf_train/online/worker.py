@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,12 +39,14 @@ from rlhf_train.online.terms import (
     mismatch_metrics,
     policy_metrics,
     policy_stream,
+    recounted,
     reference_kl_metrics,
     update_metrics,
     values_before,
 )
 from rlhf_train.run.ema import WeightAverage
-from rlhf_train.run.metrics import Mean, Metric, merge_metrics, on_host
+from rlhf_train.run.load_balance import LoadBalance, load_balance
+from rlhf_train.run.metrics import METRIC_PREFIXES, Mean, Metric, merge_metrics, on_host
 from rlhf_train.run.models import load_model, own_base, write_model
 from rlhf_train.run.rank_state import StateWriter
 from rlhf_train.specs import ModelSpec
@@ -104,6 +106,7 @@ class TrainWorker:
         self._frozen: dict[str, Callable] = {}
         self._frozen_weights = HostStates(is_frozen=True)
         self.engines: dict[str, DeepSpeedEngine] = {}
+        self._balances: dict[str, LoadBalance | None] = {}
         for role, spec in models.items():
             self._load(role, spec, device, pack_tokens=pack_tokens, takes_turns=takes_turns)
         self._average: WeightAverage | None = None
@@ -122,6 +125,7 @@ class TrainWorker:
             self._frozen[role] = start_frozen(spec, self._device, self._sequence_group)
             return
         model = without_dropout(load_model(role, spec))
+        self._balances[role] = load_balance(model, spec, self._sequence_group)
         options |= {"num_ranks": self._num_ranks, "sequence_group": self._sequence_group}
         self.engines[role] = start_engine(model, spec, device=device, **options)
 
@@ -232,7 +236,8 @@ class TrainWorker:
         objective = self._algorithm.objective
         if self._algorithm.use_kl_loss:
             objective = replace(objective, kl_coef=kl_coef)
-        mini_batches = self._counted(role)
+        counted = self._trained_mask(role) & self._counts
+        mini_batches = recounted(self._plan.mini_batches, counted, self._device)
         parts: list[Mapping[str, Metric]] = []
         for epoch in range(max_epochs):
             order = np.random.default_rng((seed, epoch)).permutation(len(mini_batches))
@@ -247,21 +252,6 @@ class TrainWorker:
         """Return the metrics of this shard in host memory, or none if another rank reports them."""
         return on_host(metrics) if self._counts else {}
 
-    def _counted(self, role: str) -> list[MiniBatch]:
-        """Return the mini-batches with denominators that leave out what was dropped or masked. Collective."""
-        batches = self._plan.mini_batches
-        lengths = self._trained_mask(role).sum(dim=1)
-        local_counts = []
-        for batch in batches:
-            rows = list(chain.from_iterable(batch.micro_batches))
-            local_counts.append([int(lengths[rows].sum()), int((lengths[rows] > 0).sum())])
-        counts = torch.tensor(local_counts, dtype=torch.int64, device=self._device) * self._counts
-        torch.distributed.all_reduce(counts)
-        return [
-            replace(batch, denominators=Denominators(tokens, sequences, batch.denominators.max_tokens))
-            for batch, (tokens, sequences) in zip(batches, counts.tolist(), strict=True)
-        ]
-
     def _trained_mask(self, role: str) -> Tensor:
         """Return the tokens that the loss of `role` includes, [B, T] bool."""
         return self._experience.policy_mask if role == "actor" else self._experience.loss_mask
@@ -273,9 +263,12 @@ class TrainWorker:
         engine.module.train()
         parts: list[Mapping[str, Metric]] = []
         trained = self._trained_mask(role).any(dim=1)
-        for index, planned in enumerate(mini_batch.micro_batches):
-            # Skip rows without trained tokens. Their log-probs may not be finite, and 0 times infinity is NaN.
-            rows = [row for row in planned if trained[row]]
+        # Skip rows without trained tokens. Their log-probs may not be finite, and 0 times infinity is NaN.
+        passes = [[row for row in planned if trained[row]] for planned in mini_batch.micro_batches]
+        balance = self._balances[role]
+        if balance is not None:
+            balance.count([(partial(self._run_layers, role, rows), bool(rows)) for rows in passes])
+        for index, rows in enumerate(passes):
             if role == "critic":
                 outputs, mask = self._forward(role, rows)
                 columns = self._experience.columns
@@ -283,7 +276,9 @@ class TrainWorker:
                 loss, metrics = critic_loss(outputs["values"], mask, inputs, self._algorithm, mini_batch.denominators)
             else:
                 loss, metrics = self._actor_loss(rows, mini_batch.denominators, objective, is_first)
-            engine.backward(loss, is_last=index == len(mini_batch.micro_batches) - 1)
+            if balance is not None:
+                loss, metrics[f"{METRIC_PREFIXES[role]}/aux_loss"] = balance.add_to(loss, has_rows=bool(rows))
+            engine.backward(loss, is_last=index == len(passes) - 1)
             parts.append(metrics)
         stats = engine.step()
         if not math.isfinite(stats.grad_norm):
@@ -318,6 +313,12 @@ class TrainWorker:
                 kl = kl_estimate(logprobs, stream.ref_logprobs, objective.kl_estimator)
                 metrics |= reference_kl_metrics(kl, mask, objective.kl_estimator)
         return output.loss, metrics
+
+    def _run_layers(self, role: str, rows: Sequence[int]) -> None:
+        """Run the layers of a language model on rows of the shard."""
+        batch = self._batch(role, rows)
+        # Without a token for the LM head, its part costs nothing.
+        self.engines[role].forward(batch, logits_mask=torch.zeros(batch.input_ids.shape, dtype=torch.bool))
 
     def _forward(self, role: str, rows: Sequence[int]) -> tuple[dict[str, Tensor], Tensor]:
         """Run `role` on rows of the shard; return its outputs by name and their loss mask, as [b, t] tensors.

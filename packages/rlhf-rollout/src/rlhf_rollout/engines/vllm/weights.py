@@ -58,6 +58,8 @@ class BucketTransferEngine(WeightTransferEngine[BucketInitInfo, BucketUpdateInfo
         self._received = set()
         with self._loading():
             initialize_layerwise_reload(self.model)
+        if current_platform.is_cpu():
+            _drop_expert_kernels(self.model)
 
     def receive_weights(self, update_info: BucketUpdateInfo) -> None:
         """Load one bucket. Raises WeightSyncError before the model changes when a name or shape does not fit."""
@@ -129,6 +131,19 @@ def _repack_cpu_heads(model: torch.nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, VocabParallelEmbedding) and hasattr(module, "cpu_linear") and module.weight.numel():
             dispatch_cpu_unquantized_gemm(module, remove_weight=False)
+
+
+def _drop_expert_kernels(model: torch.nn.Module) -> None:
+    """Have the layers with experts of a model on a CPU make their kernels anew when their weights are there.
+
+    vLLM packs the weights of experts for the CPU only when it makes their kernel. A layer that still has one would
+    compute with weights that are not packed. A layer that gets no weights has no kernel until the next update; the
+    engine refuses requests until then.
+    """
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None:
+            method.moe_kernel = None
 
 
 class BucketWorkerExtension:
