@@ -41,6 +41,7 @@ class Case:
     coef: float = COEF
     optimizer: OptimizerSpec = ADAMW
     gradient_checkpointing: bool = False
+    sequence_parallel_size: int = 1
 
 
 ONE_RANK = {
@@ -57,6 +58,7 @@ TWO_RANKS = {
     "ZeRO 0": Case(),
     "ZeRO 2, passes of 3": Case(zero_stage=2, micro_batch_size=3),
     "ZeRO 3, packed passes of 3": Case(zero_stage=3, micro_batch_size=3, packing=True),
+    "ZeRO 1, divided passes of 3": Case(zero_stage=1, micro_batch_size=3, packing=True, sequence_parallel_size=2),
     "muon, ZeRO 2": Case(zero_stage=2, optimizer=MUON),
     "muon, ZeRO 3": Case(zero_stage=3, optimizer=MUON),
 }
@@ -67,7 +69,8 @@ def one_step(rank: int, num_ranks: int, master: Any, path: str, case: Case) -> d
     from rlhf_train.online.worker import TrainWorker
     from rlhf_train.run.metrics import merge_metrics
 
-    fields = {name: getattr(case, name) for name in ("zero_stage", "packing", "optimizer", "gradient_checkpointing")}
+    names = ("zero_stage", "packing", "optimizer", "gradient_checkpointing", "sequence_parallel_size")
+    fields = {name: getattr(case, name) for name in names}
     worker = TrainWorker(
         {"actor": ModelSpec(path=path, aux_loss_coef=case.coef, **fields)},
         make_algorithm(estimator="reinforce", kl_coef=0.0),
@@ -77,9 +80,9 @@ def one_step(rank: int, num_ranks: int, master: Any, path: str, case: Case) -> d
     plan = plan_batches(
         [rollout.num_tokens for rollout in rollouts],
         [rollout.num_response_tokens for rollout in rollouts],
-        num_ranks=num_ranks, num_mini_batches=2, micro_train_batch_size=case.micro_batch_size,
-        micro_rollout_batch_size=case.micro_batch_size, max_response_tokens=24, seed=3,
-    )[rank]  # fmt: skip
+        num_ranks=num_ranks // case.sequence_parallel_size, num_mini_batches=2,
+        micro_train_batch_size=case.micro_batch_size, micro_rollout_batch_size=case.micro_batch_size, max_response_tokens=24, seed=3,
+    )[rank // case.sequence_parallel_size]  # fmt: skip
     rewards = [rollouts[row].verdict.reward for row in plan.rows]
     worker.load_rollouts(RolloutColumns.of([rollouts[row] for row in plan.rows], rewards), plan)
     worker.run_model("actor")
