@@ -81,7 +81,8 @@ def one_step(rank: int, num_ranks: int, master: Any, path: str, case: Case) -> d
         [rollout.num_tokens for rollout in rollouts],
         [rollout.num_response_tokens for rollout in rollouts],
         num_ranks=num_ranks // case.sequence_parallel_size, num_mini_batches=2,
-        micro_train_batch_size=case.micro_batch_size, micro_rollout_batch_size=case.micro_batch_size, max_response_tokens=24, seed=3,
+        micro_train_batch_size=case.micro_batch_size, micro_rollout_batch_size=case.micro_batch_size,
+        max_response_tokens=24, seed=3,
     )[rank // case.sequence_parallel_size]  # fmt: skip
     rewards = [rollouts[row].verdict.reward for row in plan.rows]
     worker.load_rollouts(RolloutColumns.of([rollouts[row] for row in plan.rows], rewards), plan)

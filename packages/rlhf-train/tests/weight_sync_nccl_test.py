@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from rlhf_data.errors import EngineError
+from rlhf_data.errors import EngineError, WeightSyncError
 from rlhf_rollout.weight_sync import nccl as receiving
 from rlhf_rollout.weight_sync.bucket import WeightBucket
 from rlhf_rollout.weight_sync.nccl import BroadcastHandle
@@ -34,13 +34,14 @@ class Engine:
         self.handles: list[BroadcastHandle] = []
         self.finished = 0
         self.fails_at: int | None = None
+        self.error: type[Exception] = EngineError
 
     async def begin_weight_update(self, policy_version: int) -> None:
         self.handles.clear()
 
     async def receive_weights(self, bucket: WeightBucket) -> None:
         if len(self.handles) == self.fails_at:
-            raise EngineError("told to fail")
+            raise self.error("told to fail")
         self.handles.append(bucket.handle)
         await asyncio.gather(*(asyncio.to_thread(self._receive, bucket, number) for number in range(len(self.read))))
 
@@ -123,6 +124,21 @@ def test_lost_engine_fails_the_update_of_all_within_the_limit_and_the_next_updat
     engines[1].fails_at = None
     assert send(source, engines, 3, ["a", "b"]).failures == {}
     check_weights(engines, 3)
+
+
+def test_weights_that_do_not_fit_end_the_update_and_the_next_one_has_a_new_group(short_limit: None) -> None:
+    source = WeightSource("nccl", bucket_bytes=1024)
+    engines = [Engine(), Engine()]
+    send(source, engines, 1, ["a", "b"])
+    before = engines[0].handles[0].group
+    engines[1].fails_at = 0
+    engines[1].error = WeightSyncError
+    with pytest.raises(WeightSyncError, match="told to fail"):
+        send(source, engines, 2, ["a", "b"])
+    engines[1].fails_at = None
+    assert send(source, engines, 3, ["a", "b"]).failures == {}
+    check_weights(engines, 3)
+    assert engines[0].handles[0].group != before
 
 
 def test_store_that_nobody_answers_at_is_an_error_with_a_hint(short_limit: None) -> None:

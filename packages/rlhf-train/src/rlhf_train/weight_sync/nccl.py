@@ -118,14 +118,15 @@ class NcclBuffer:
         """See `BucketBuffer`. A group that has lost an engine is of no use to the others."""
         assert self._thread is not None
         self._thread.join()
+        self._thread = None
         if self._error is None:
             return None
         self._broadcaster.leave()
         return str(self._error)
 
     def close(self) -> None:
-        """See `BucketBuffer`. Ends a broadcast that an engine did not take part in."""
-        if self._thread is not None and self._thread.is_alive():
+        """See `BucketBuffer`. Ends a broadcast that was not settled, as an engine may not have taken part in it."""
+        if self._thread is not None:
             self._broadcaster.leave()
         self.data = self.data.new_empty(0)
 
