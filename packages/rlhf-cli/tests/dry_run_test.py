@@ -121,20 +121,6 @@ def test_gpus_that_are_not_enough_are_missing(folder, capsys, monkeypatch):
     assert "note: models apart need 4 GPUs and there is 1: all models share it" in capsys.readouterr().out
 
 
-def test_layout_that_a_run_cannot_do_is_shown_and_a_run_refuses_it(folder, capsys, monkeypatch):
-    layout = ["--colocate_all_models", "--actor_num_gpus_per_node", "2", "--vllm_tensor_parallel_size", "4"]
-    feature = "not available: weight sync between GPUs (engine 0 has GPUs without a training process of the policy)"
-    assert main([*flags(), *layout, "--dry_run"]) == 0
-    out = capsys.readouterr().out
-    (shown,) = out.partition("cannot run yet\n")[2].split("\n\n")[:1]
-    assert shown.startswith(f"  {feature}\n    hint: with --colocate_all_models, use engines no larger")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
-    monkeypatch.setattr("ray.init", lambda **options: pytest.fail("the run started Ray"))
-    assert main([*flags(), *layout]) == 2
-    (refused,) = capsys.readouterr().err.partition("error: ")[2:]
-    assert refused.split() == shown.split()
-
-
 def test_plan_of_more_than_one_node_is_shown(folder, capsys):
     apart = ["--actor_num_gpus_per_node", "8", "--critic_num_gpus_per_node", "8", "--ref_num_gpus_per_node", "8"]
     assert main([*flags(), *apart, "--dry_run"]) == 0

@@ -16,7 +16,6 @@ from rlhf_data.prompts import PromptSet
 from rlhf_data.records import Prompt
 from rlhf_data.rows import Counts
 from rlhf_rollout.rewards.sources import RewardSource
-from rlhf_train.online.job import unavailable_features
 
 SOURCES = (RewardSource(kind="function", targets=("r.py",)),)
 ONE_SAMPLE = ("--n_samples_per_prompt", "1", "--train_batch_size", "32")
@@ -302,15 +301,7 @@ def test_make_plan_checks_the_memory_of_engines_that_share_a_gpu():
     assert make_plan(configure(*two, "--vllm_gpu_memory_utilization", "0.6"), [0])
 
 
-def test_unavailable_features_names_what_a_run_cannot_do_on_gpus():
-    argv = ["--colocate_all_models", "--deepspeed_enable_sleep", "--vllm_tensor_parallel_size", "2"]
-    config = configure(*argv, "--actor_num_nodes", "2", "--actor_num_gpus_per_node", "1")
-    texts = [str(error).partition("\n")[0] for error in unavailable_features(make_plan(config, [2, 2]))]
-    which = "engine 0 has GPUs without a training process of the policy"
-    assert texts == [f"not available: weight sync between GPUs ({which})"]
-    assert unavailable_features(make_plan(config, [CPU])) == []
-    config = configure(*argv, "--actor_num_nodes", "2", "--actor_num_gpus_per_node", "2")
-    assert unavailable_features(make_plan(config, [2, 2])) == []
+def test_make_job_trainers_of_every_stage_can_sleep():
     for stage in ("0", "1", "2", "3"):
         config = configure("--colocate_all_models", "--deepspeed_enable_sleep", "--zero_stage", stage)
         assert make(config, ONE_GPU).trainer_sleep

@@ -131,7 +131,7 @@ def test_pause_by_drain_finishes_what_runs_and_holds_newcomers_until_resume(subj
         assert await subject.engine.pause("drain") == 1
         health = await subject.engine.health()
         assert (health.num_in_flight, health.is_paused) == (0, True)
-        assert len((await asyncio.wait_for(running, 5))[0].token_ids) == length
+        assert len((await asyncio.wait_for(running, 60))[0].token_ids) == length
         waiting = asyncio.create_task(subject.engine.generate(PROMPT, SamplingParams(max_tokens=2)))
         await asyncio.sleep(0.1)
         assert not waiting.done()
@@ -218,7 +218,7 @@ def test_weight_update_that_fails_lets_no_request_wait_for_ever(subject: Subject
         with shared_memory_bucket(weights) as bucket, pytest.raises(WeightSyncError, match="has no weight"):
             await subject.engine.receive_weights(bucket)
         with pytest.raises(EngineError, match=r"weights are incomplete(.|\n)*hint: send a complete weight update"):
-            await asyncio.wait_for(task, 5)
+            await asyncio.wait_for(task, 60)
 
     if not subject.has_model:
         pytest.skip("the fake engine has no model to compare with")
@@ -280,7 +280,7 @@ def test_fake_engine_closed_while_paused_fails_what_it_held() -> None:
         await engine.close()
         for task in (running, waiting):
             with pytest.raises(EngineError, match="the engine was closed"):
-                await asyncio.wait_for(task, 5)
+                await asyncio.wait_for(task, 60)
 
     run(scenario())
 

@@ -142,12 +142,12 @@ def test_generate_groups_bounds_what_generates_and_what_waits_for_rewards(max_in
 
 
 def test_generate_groups_rewards_overlap_generation():
-    # 4 groups one after the other, 0.1 s each; rewards of 0.1 s hidden but for the last: 0.5 s instead of 0.8 s.
+    # 4 groups one after the other, 0.4 s each; rewards of 0.4 s hidden but for the last: 2 s instead of 3.2 s.
     counts = GenerationCounts()
     started = time.monotonic()
-    run(prompts_of(4), [ScriptedEngine(seconds=0.1)], ScriptedReward(seconds=0.1), max_in_flight=1, counts=counts)
-    assert 0.45 < time.monotonic() - started < 0.7
-    assert 0.35 < counts.generate_s < 0.6
+    run(prompts_of(4), [ScriptedEngine(seconds=0.4)], ScriptedReward(seconds=0.4), max_in_flight=1, counts=counts)
+    assert 1.9 < time.monotonic() - started < 3.0
+    assert 1.5 < counts.generate_s < 2.6
     assert 0.05 < counts.reward_wait_s < 0.25
 
 

@@ -103,19 +103,19 @@ def submit(loop: StepLoop, **sampling: Any) -> Job:
 
 def barrier(loop: StepLoop) -> None:
     """Return once the thread has taken in what was sent before; requests among it may still wait to be started."""
-    loop.call(lambda core: None, drain=False).result(5)
+    loop.call(lambda core: None, drain=False).result(60)
 
 
 def wait_for_step(core: ScriptedCore) -> None:
     """Return once another step has begun, with every request started that was sent before it."""
-    assert core.entered.acquire(timeout=5)
+    assert core.entered.acquire(timeout=60)
 
 
 def test_step_loop_joins_the_samples_of_a_job(core: ScriptedCore, loop: StepLoop) -> None:
     job = submit(loop, num_samples=2, max_tokens=3)
     for _ in range(3):
         core.allowed.release()
-    completions = job.future.result(5)
+    completions = job.future.result(60)
     assert [completion.token_ids.tolist() for completion in completions] == [[1, 2, 3]] * 2
     assert [completion.logprobs.tolist() for completion in completions] == [[-0.5, -1.0, -1.5]] * 2
     assert completions[0].finish_reason is FinishReason.LENGTH
@@ -124,7 +124,7 @@ def test_step_loop_joins_the_samples_of_a_job(core: ScriptedCore, loop: StepLoop
 def test_step_loop_asks_for_end_tokens_logprobs_and_own_seeds(core: ScriptedCore, loop: StepLoop) -> None:
     job = submit(loop, num_samples=2, max_tokens=1, stop_token_ids=(7,))
     core.allowed.release()
-    job.future.result(5)
+    job.future.result(60)
     first, second = (request.sampling_params for request in core.added)
     assert sorted(first.stop_token_ids) == [7, 99]
     assert (first.logprobs, first.detokenize) == (0, False)
@@ -138,7 +138,7 @@ def test_step_loop_keeps_greedy_and_sampled_requests_apart(core: ScriptedCore, l
     greedy = submit(loop, max_tokens=1, temperature=0.0)
     for _ in range(3):
         core.allowed.release()
-    sampled.future.result(5), greedy.future.result(5)
+    sampled.future.result(60), greedy.future.result(60)
     # Two steps of the sampled request alone, then one of the greedy request alone.
     assert core.batches == [["0"], ["0"], ["1"]]
 
@@ -149,7 +149,7 @@ def test_step_loop_gathers_requests_of_an_idle_engine_into_one_batch(core: Scrip
     time.sleep(0.1)  # the thread has taken the first request in, and waits for another one
     second = submit(loop, max_tokens=1)
     core.allowed.release()
-    first.future.result(5), second.future.result(5)
+    first.future.result(60), second.future.result(60)
     assert core.batches == [["0", "1"]]
     loop.close()
 
@@ -160,7 +160,7 @@ def test_step_loop_call_lets_a_batch_that_was_scheduled_ahead_run_out(core: Scri
     wait_for_step(core)
     core.engine_core.batch_queue = []
     core.allowed.release()
-    assert call.result(5) == []
+    assert call.result(60) == []
     assert len(core.batches) == 1
 
 
@@ -172,11 +172,11 @@ def test_step_loop_call_that_drains_waits_and_holds_newcomers_back(core: Scripte
     second = submit(loop, max_tokens=1)
     for _ in range(2):
         core.allowed.release()
-    call.result(5)
+    call.result(60)
     assert first.future.done()
     assert seen == [0]
     core.allowed.release()
-    second.future.result(5)
+    second.future.result(60)
     assert core.batches == [["0"], ["0"], ["1"]]
 
 
@@ -196,11 +196,11 @@ def test_step_loop_failed_step_fails_everything_in_flight(core: ScriptedCore, lo
     core.allowed.release()
     for job in jobs:
         with pytest.raises(EngineError, match="takes no more requests: RuntimeError: the device was lost"):
-            job.future.result(5)
+            job.future.result(60)
     with pytest.raises(EngineError, match="the device was lost"):
-        submit(loop, max_tokens=1).future.result(5)
+        submit(loop, max_tokens=1).future.result(60)
     with pytest.raises(EngineError, match="the device was lost"):
-        loop.call(lambda core: None, drain=True).result(5)
+        loop.call(lambda core: None, drain=True).result(60)
     assert loop.failure is not None
 
 
@@ -211,7 +211,7 @@ def test_step_loop_request_that_vllm_fails_takes_the_other_samples_with_it(core:
     wait_for_step(core)
     core.allowed.release()
     with pytest.raises(EngineError, match="vLLM ended a request for the reason"):
-        job.future.result(5)
+        job.future.result(60)
     core.allowed.release()
     barrier(loop)
     assert core.aborted == ["1"]
@@ -226,16 +226,16 @@ def test_step_loop_that_nobody_closes_does_not_keep_the_process_alive(loop: Step
 def test_step_loop_refused_request_fails_alone(core: ScriptedCore, loop: StepLoop) -> None:
     core.refusal = ValueError("no such token")
     with pytest.raises(EngineError, match="vLLM does not take the request: no such token"):
-        submit(loop, num_samples=2, max_tokens=1).future.result(5)
+        submit(loop, num_samples=2, max_tokens=1).future.result(60)
     core.refusal = None
     job = submit(loop, max_tokens=1)
     core.allowed.release()
-    assert len(job.future.result(5)) == 1
+    assert len(job.future.result(60)) == 1
 
 
 def test_step_loop_failed_call_reaches_its_caller_only(core: ScriptedCore, loop: StepLoop) -> None:
     with pytest.raises(ZeroDivisionError):
-        loop.call(lambda core: 1 // 0, drain=False).result(5)
+        loop.call(lambda core: 1 // 0, drain=False).result(60)
     assert loop.failure is None
 
 
@@ -248,7 +248,7 @@ def test_step_loop_close_fails_what_is_in_flight_and_shuts_the_core_down(core: S
     core.allowed.release()
     closer.join(5)
     with pytest.raises(EngineError, match="the engine was closed"):
-        job.future.result(5)
+        job.future.result(60)
     assert core.down
 
 
@@ -257,7 +257,7 @@ def test_step_loop_without_seed_every_row_leaves_unseeded_requests_unseeded(core
     jobs = [submit(loop, max_tokens=1), submit(loop, max_tokens=1, seed=3)]
     for job in jobs:
         core.allowed.release()
-        job.future.result(5)
+        job.future.result(60)
     seeds = [request.sampling_params.seed for request in core.added]
     assert seeds[0] is None
     assert seeds[1] is not None
@@ -279,11 +279,11 @@ def test_step_loop_frozen_requests_go_on_with_a_new_span(core: ScriptedCore, loo
     wait_for_step(core)
     frozen = loop.call(loop.freeze, drain=False)
     core.allowed.release()
-    frozen.result(5)
+    frozen.result(60)
     assert core.paused == ("keep", False)  # the cache still serves when they go on under the same weights
     later = submit(loop, max_tokens=1)
     barrier(loop)
-    loop.call(lambda core: loop.advance(7), drain=True).result(5)  # nothing in flight advances, so nothing to drain
+    loop.call(lambda core: loop.advance(7), drain=True).result(60)  # nothing in flight advances, so nothing to drain
     core.allowed.release()
     barrier(loop)
     assert len(core.batches) == 1
@@ -293,15 +293,15 @@ def test_step_loop_frozen_requests_go_on_with_a_new_span(core: ScriptedCore, loo
         loop.unfreeze(core)
         loop.holding = False
 
-    loop.call(resume, drain=False).result(5)
+    loop.call(resume, drain=False).result(60)
     assert core.paused is None
     for _ in range(4):
         core.allowed.release()
-    for completion in job.future.result(5):
+    for completion in job.future.result(60):
         assert [span.policy_version for span in completion.spans] == [0, 7]
         assert [span.token_ids.tolist() for span in completion.spans] == [[1], [2, 3]]
         assert [span.logprobs.tolist() for span in completion.spans] == [[-0.5], [-1.0, -1.5]]
-    assert [span.policy_version for span in later.future.result(5)[0].spans] == [7]
+    assert [span.policy_version for span in later.future.result(60)[0].spans] == [7]
 
 
 def test_step_loop_freeze_takes_in_the_batch_under_way(core: ScriptedCore, loop: StepLoop) -> None:
@@ -313,11 +313,11 @@ def test_step_loop_freeze_takes_in_the_batch_under_way(core: ScriptedCore, loop:
     wait_for_step(core)
     core.engine_core.batch_queue = []
     core.allowed.release()  # the batch under way
-    frozen.result(5)
-    loop.call(lambda core: loop.advance(5), drain=False).result(5)
-    loop.call(loop.unfreeze, drain=False).result(5)
+    frozen.result(60)
+    loop.call(lambda core: loop.advance(5), drain=False).result(60)
+    loop.call(loop.unfreeze, drain=False).result(60)
     core.allowed.release()
-    spans = job.future.result(5)[0].spans
+    spans = job.future.result(60)[0].spans
     assert [(span.token_ids.tolist(), span.policy_version) for span in spans] == [([1, 2], 0), ([3], 5)]
 
 
@@ -328,9 +328,9 @@ def test_step_loop_restart_begins_anew_and_keeps_samples_that_were_done(core: Sc
     core.finished_early.add("0")
     restarted = loop.call(loop.restart, drain=False)
     core.allowed.release()
-    restarted.result(5)
+    restarted.result(60)
     assert core.aborted == ["1"]
-    assert loop.call(lambda core: loop.num_in_flight, drain=False).result(5) == 2
+    assert loop.call(lambda core: loop.num_in_flight, drain=False).result(60) == 2
     assert other.future.done()
 
     def resume(core: Any) -> None:
@@ -338,10 +338,10 @@ def test_step_loop_restart_begins_anew_and_keeps_samples_that_were_done(core: Sc
         loop.unfreeze(core)
         loop.holding = False
 
-    loop.call(resume, drain=False).result(5)
+    loop.call(resume, drain=False).result(60)
     for _ in range(2):
         core.allowed.release()
-    first, second = job.future.result(5)
+    first, second = job.future.result(60)
     assert (first.token_ids.tolist(), first.policy_version) == ([1], 0)
     assert [(span.token_ids.tolist(), span.policy_version) for span in second.spans] == [([1, 2], 4)]
 
@@ -352,15 +352,15 @@ def test_step_loop_refusal_rejects_what_runs_what_waits_and_what_comes(core: Scr
     greedy = submit(loop, max_tokens=1, temperature=0.0)
     refused = loop.call(lambda core: loop.refuse(core, "weights are missing", "send them"), drain=False)
     core.allowed.release()
-    refused.result(5)
+    refused.result(60)
     for job in (running, greedy, submit(loop, max_tokens=1)):
         with pytest.raises(EngineError, match=r"weights are missing\s+hint: send them"):
-            job.future.result(5)
+            job.future.result(60)
     assert core.aborted == running.request_ids
-    loop.call(lambda core: setattr(loop, "refusal", None), drain=False).result(5)
+    loop.call(lambda core: setattr(loop, "refusal", None), drain=False).result(60)
     job = submit(loop, max_tokens=1)
     core.allowed.release()
-    assert len(job.future.result(5)) == 1
+    assert len(job.future.result(60)) == 1
 
 
 def test_step_loop_closed_answers_at_once(core: ScriptedCore) -> None:
@@ -370,6 +370,6 @@ def test_step_loop_closed_answers_at_once(core: ScriptedCore) -> None:
     assert core.down  # it has waited for the thread
     loop.close()
     with pytest.raises(EngineError, match="the engine was closed"):
-        submit(loop, max_tokens=1).future.result(5)
+        submit(loop, max_tokens=1).future.result(60)
     with pytest.raises(EngineError, match="the engine was closed"):
-        loop.call(lambda core: None, drain=False).result(5)
+        loop.call(lambda core: None, drain=False).result(60)

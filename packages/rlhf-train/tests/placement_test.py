@@ -30,7 +30,7 @@ def test_on_cpus_all_models_share_one_group_beside_the_engine():
 def test_nodes_without_gpus_take_an_equal_part_of_the_processes_each():
     request = PlacementRequest(ranks={"actor": 4}, num_nodes={"actor": 2}, num_engines=2, reward_ranks=1)
     plan = plan_placement(request, [0, 0, 0])
-    assert plan.nodes == (0, 0) and not plan.unavailable
+    assert plan.nodes == (0, 0)
     assert [place.node for place in plan.trainers[0].places] == [0, 0, 1, 1]
     assert [place.node for place in plan.engines.places] == [0, 1] and plan.scorers.places == (Place(),)
     assert plan.describe().splitlines() == [
@@ -47,7 +47,7 @@ def test_nodes_without_gpus_take_an_equal_part_of_the_processes_each():
 def test_apart_gives_every_model_its_own_gpus():
     request = PlacementRequest(ranks={"actor": 2, "critic": 1, "reference": 1}, num_engines=2, tensor_parallel_size=2)
     plan = plan_placement(request, [8])
-    assert plan.nodes == (8,) and not plan.colocated and not plan.notes and not plan.unavailable
+    assert plan.nodes == (8,) and not plan.colocated and not plan.notes
     assert [gpus(group) for group in plan.trainers] == [[(0,), (1,)], [(2,)], [(3,)]]
     assert gpus(plan.engines) == [(4, 5), (6, 7)] and plan.engine_waves == [[0, 1]]
     assert plan.trainers_of("critic").name == "critic"
@@ -92,7 +92,7 @@ def test_engines_spread_over_the_gpus_of_the_policy(ranks, engines, size, expect
     )
     plan = plan_placement(request, [8])
     assert (gpus(plan.engines), plan.engine_waves) == (expected, waves)
-    assert plan.shares_gpus and plan.nodes == (ranks,) and not plan.unavailable
+    assert plan.shares_gpus and plan.nodes == (ranks,)
 
 
 SEEDS = {
@@ -148,7 +148,6 @@ def test_layouts_of_the_guides_have_a_place_for_every_process(name):
     users = [set(group.cards) for group in plan.all_processes]
     apart = all(one.isdisjoint(other) for one in users for other in users if one is not other)
     assert apart == (not request.colocate_all_models)
-    assert not plan.unavailable
 
 
 def test_a_layout_without_its_nodes_spans_more_of_them_and_the_plan_says_so():
@@ -171,7 +170,7 @@ def test_nodes_without_a_process_are_not_in_the_plan():
 
 def test_single_gpu_is_shared_by_models_of_one_process_each_and_the_plan_says_so():
     plan = plan_placement(PlacementRequest(ranks=PPO, reward_ranks=1), [1])
-    assert plan.colocated and plan.nodes == (1,) and not plan.unavailable
+    assert plan.colocated and plan.nodes == (1,)
     assert gpus(plan.scorers) == gpus(plan.engines) == gpus(plan.trainers[0]) == [(0,)]
     assert plan.notes == ("models apart need 5 GPUs and there is 1: all models share it",)
     assert plan.describe().endswith("  note: models apart need 5 GPUs and there is 1: all models share it")
@@ -185,13 +184,9 @@ def test_models_apart_that_do_not_fit_are_refused_with_the_numbers():
     assert message == f"models apart need 5 GPUs ({numbers}), and there are 2"
     assert hint == "--colocate_all_models --actor_num_gpus_per_node 2 --vllm_num_engines 2 shares all 2 GPUs"
     ranks = dict.fromkeys(PPO, 4)
-    for engines in ({"num_engines": 4}, {"num_engines": 2, "tensor_parallel_size": 2}):
-        with pytest.raises(ConfigError, match="add --colocate_all_models, with which all models share 4 GPU"):
-            plan_placement(PlacementRequest(ranks=ranks, **engines), [8])
-    # Sharing would need a weight sync between GPUs: no hint asks for less than what was asked for.
-    with pytest.raises(ConfigError) as caught:
-        plan_placement(PlacementRequest(ranks=ranks, num_engines=1, tensor_parallel_size=8), [8])
-    assert str(caught.value).endswith("hint: run where there are 20 GPUs")
+    for num_engines, size, shared in ((4, 1, 4), (2, 2, 4), (1, 8, 8)):
+        with pytest.raises(ConfigError, match=f"add --colocate_all_models, with which all models share {shared} GPU"):
+            plan_placement(PlacementRequest(ranks=ranks, num_engines=num_engines, tensor_parallel_size=size), [8])
 
 
 @pytest.mark.parametrize(
@@ -248,19 +243,20 @@ def test_zero_processes_live_with_the_actor():
     )
     plan = plan_placement(shared, [2])
     assert plan.trainers[0].roles == ("actor", "critic", "reference") and len(plan.trainers) == 1
-    assert gpus(plan.scorers) == gpus(plan.engines) == [(0,), (1,)] and not plan.unavailable
+    assert gpus(plan.scorers) == gpus(plan.engines) == [(0,), (1,)]
     on_cpu = plan_placement(PlacementRequest(ranks={"actor": 2}, reward_ranks=0), [0])
     assert on_cpu.scorers.num_ranks == 2
     critic = PlacementRequest(ranks={"actor": 1, "critic": 2}, reward_ranks=0, colocate_critic_reward=True)
     assert gpus(plan_placement(critic, [4]).scorers) == [(1,), (2,)]
 
 
-def test_engines_larger_than_the_policys_share_of_a_node_are_planned_and_named():
+def test_engines_larger_than_the_policys_share_of_a_node_get_weights_through_host_memory():
     request = PlacementRequest(ranks={"actor": 1}, tensor_parallel_size=2, num_engines=2, colocate_all_models=True)
     plan = plan_placement(request, [2])
     assert gpus(plan.engines) == [(0, 1), (0, 1)]
-    which = "engine 0, 1 has GPUs without a training process of the policy"
-    assert plan.unavailable == (f"weight sync between GPUs ({which})",)
+    assert plan.shares_gpus and plan.weight_transfer == "shared_memory"
+    fitting = plan_placement(replace(request, ranks={"actor": 2}), [2])
+    assert gpus(fitting.engines) == [(0, 1), (0, 1)] and fitting.weight_transfer == "ipc"
 
 
 def test_description_numbers_the_gpus_of_every_process():

@@ -16,7 +16,7 @@ def load(monkeypatch, num_ranks, num_busy_engines=0):
     job = SimpleNamespace(
         plan=SimpleNamespace(device="cpu"),
         sampling=SimpleNamespace(temperature=1.0),
-        engine=SimpleNamespace(weight_transfer="shared_memory"),
+        engine=SimpleNamespace(weight_transfer="shared_memory", tensor_parallel_size=1),
         num_busy_engines=num_busy_engines,
         algorithm=None,
         seed=1,

@@ -217,7 +217,7 @@ def test_plan_without_engines_has_places_for_trainers_only(num_gpus, together, n
         if num_gpus != 1
         else plan_placement(dataclasses.replace(request, tensor_parallel_size=1), [1])
     )
-    assert (plan.nodes, plan.engines.num_ranks, plan.unavailable) == (nodes, 0, ())
+    assert (plan.nodes, plan.engines.num_ranks) == (nodes, 0)
     assert not plan.shares_gpus
     assert sorted(role for placed in plan.all_processes for role in placed.roles) == sorted(ranks)
     assert "engines" not in plan.describe() and "vLLM" not in plan.describe()

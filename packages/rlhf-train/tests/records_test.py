@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from record_testing import make_group
-from rlhf_data.errors import ConfigError, FeatureError, RlhfError
+from rlhf_data.errors import ConfigError, RlhfError
 from rlhf_data.records import FinishReason, Prompt, Rollout, Span, SpanSource, Verdict, VerdictKind
 from rlhf_kernels import PolicyObjective
 from rlhf_kernels.objective import PolicyLossName
@@ -188,18 +188,6 @@ def test_online_job_without_a_critic_or_a_group_refuses_what_needs_one(tmp_path,
     changes = {"algorithm": make_algorithm("group_norm"), "models": models, "plan": plan, **changes}
     with pytest.raises(ConfigError, match=message):
         dataclasses.replace(job, **changes)
-
-
-def test_online_job_refuses_a_layout_that_is_not_available_before_anything_starts(tmp_path):
-    job = tiny_job("model", tmp_path, trainer_sleep=False)
-    request = PlacementRequest(ranks={"actor": 1, "critic": 1, "reference": 1}, colocate_all_models=True)
-    larger = plan_placement(dataclasses.replace(request, tensor_parallel_size=2), [2])
-    with pytest.raises(FeatureError) as refused:
-        dataclasses.replace(job, plan=larger)
-    assert str(refused.value) == (
-        "not available: weight sync between GPUs (engine 0 has GPUs without a training process of the policy)\n\nhint:"
-        " use one node, and with --colocate_all_models engines no larger than the policy's share of it"
-    )
 
 
 def test_batch_sizes_that_do_not_divide_are_refused():

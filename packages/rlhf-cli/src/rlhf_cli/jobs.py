@@ -16,7 +16,7 @@ from rlhf_data.options import matching
 from rlhf_rollout.agents import AgentSpec
 from rlhf_rollout.commands.sections import SHARE_ALONE
 from rlhf_rollout.engines import EngineSpec
-from rlhf_train.online.job import DynamicSampling, OnlineJob, RewardSpec, unavailable_features
+from rlhf_train.online.job import DynamicSampling, OnlineJob, RewardSpec
 from rlhf_train.online.placement import PlacementRequest, plan_placement
 from rlhf_train.online.places import PlacementPlan
 from rlhf_train.online.recorded import Recording
@@ -95,11 +95,8 @@ def make_job(
     """Return the job.
 
     Raises:
-        ConfigError: values that cannot work together, or a plan with a feature that is not available.
+        ConfigError: values that cannot work together.
     """
-    # The job refuses such a plan, too, but its engine may do so first, in words that do not name the flags.
-    if unavailable := unavailable_features(plan):
-        raise unavailable[0]
     rollout = config.rollout
     training = config.training
     spec = config.objective

@@ -23,7 +23,6 @@ from rlhf_cli.preflight.models import (
 from rlhf_data.checks import once
 from rlhf_data.command_line import Parsed, to_toml
 from rlhf_data.errors import ConfigError
-from rlhf_train.online.job import unavailable_features
 from rlhf_train.online.placement import plan_anywhere
 from rlhf_train.online.places import PlacementPlan
 
@@ -56,8 +55,7 @@ def show_ppo(parsed: Parsed[PpoConfig], folder: Path, console: Console) -> int:
     console.working("checking model, data and reward")
     seen = _look(parsed, folder)
     plan = _plan(parsed, seen.absent)
-    unavailable = [*parsed.unavailable, *unavailable_features(plan)]
-    if seen.inputs is not None and not unavailable:
+    if seen.inputs is not None and not parsed.unavailable:
         make_job(config, seen.inputs, plan, folder)
     console.done()
     notices = seen.inputs.notices if seen.inputs else ()
@@ -69,7 +67,7 @@ def show_ppo(parsed: Parsed[PpoConfig], folder: Path, console: Console) -> int:
     console.result(f"placement: {plan.describe()}")
     console.result(f"batches\n{describe_batches(config, plan, seen.num_prompts, num_held_out)}")
     console.result(f"results will be in {folder}")
-    show_lacks(console, parsed, seen.absent, unavailable)
+    show_lacks(console, parsed, seen.absent, parsed.unavailable)
     return SUCCESS
 
 

@@ -258,7 +258,7 @@ def _check_placement(config: PpoConfig, given: Collection[str]) -> list[str]:
         raise ConfigError(message, hint="drop one of them")
     return without_effect(
         given,
-        (all_share, ["vllm_sync_backend"], "with --colocate_all_models weights do not leave their GPU"),
+        (all_share, ["vllm_sync_backend"], "with --colocate_all_models engines and training share GPUs"),
         (all_share, ["colocate_actor_ref", "colocate_critic_reward"], "--colocate_all_models includes it"),
         (not algorithm.row.uses_critic, ["colocate_critic_reward"], f"{algorithm.title} has no critic"),
         (shares_base, _REFERENCE_PLACES, "with --lora_rank the reference is the policy without its adapters"),

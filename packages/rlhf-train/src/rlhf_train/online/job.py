@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from rlhf_data.errors import ConfigError, FeatureError
+from rlhf_data.errors import ConfigError
 from rlhf_data.records import Prompt
 from rlhf_rollout.agents import AgentSpec
 from rlhf_rollout.engines import EngineSpec
@@ -17,8 +17,6 @@ from rlhf_train.online.places import PlacementPlan
 from rlhf_train.run.checkpoint import CheckpointSpec
 from rlhf_train.run.trackers.spec import TrackerSpec
 from rlhf_train.specs import ModelSpec
-
-_OTHER_LAYOUT = "with --colocate_all_models, use engines no larger than the policy's share of a node"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -280,8 +278,6 @@ class OnlineJob:
             raise ConfigError("held-out prompts need an engine, and a replay has none", hint="give no eval_prompts")
         if self.sampling.temperature <= 0:
             raise ConfigError("temperature is 0: greedy rollouts teach nothing", hint="use --temperature 1.0")
-        if lacks := unavailable_features(self.plan):
-            raise lacks[0]
 
     def _check_overlap(self) -> None:
         """Check what cannot be combined with generation that goes on while the learner works."""
@@ -310,14 +306,6 @@ class OnlineJob:
             )
             hint = f"use --train_batch_size {self.batch.num_rollouts} --max_epochs 1, or --old_logprobs recompute"
             raise ConfigError(message, hint=hint)
-
-
-def unavailable_features(plan: PlacementPlan) -> list[FeatureError]:
-    """Return an error for each feature that a layout needs and that is not available.
-
-    `OnlineJob` raises the first of them, so that nothing starts; a dry run lists them all.
-    """
-    return [FeatureError(f"not available: {feature}", hint=_OTHER_LAYOUT) for feature in plan.unavailable]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -221,7 +221,7 @@ def _assembled(
     name = "train" if request.colocate_all_models else "+".join(together)
     trainers = [ProcessPlan(name, together, at["actor"])]
     trainers += [ProcessPlan(role, (role,), at[role]) for role in request.roles if role not in together]
-    plan = PlacementPlan(
+    return PlacementPlan(
         device="cuda",
         nodes=tuple(max(gpu + 1 for node, gpu in cards if node == number) for number in numbers),
         trainers=tuple(trainers),
@@ -230,18 +230,6 @@ def _assembled(
         notes=tuple(notes),
         scorers=ProcessPlan("reward", ("reward",), at["reward"]) if "reward" in at else None,
     )
-    return replace(plan, unavailable=_unavailable(plan))
-
-
-def _unavailable(plan: PlacementPlan) -> tuple[str, ...]:
-    """Return the features that a plan needs and that do not exist."""
-    found = []
-    cards = set(plan.trainers_of("actor").cards)
-    alone = [str(number) for number, place in enumerate(plan.engines.places) if not cards.issuperset(place.cards)]
-    if plan.colocated and alone:
-        which = f"engine {', '.join(alone)} has GPUs without a training process of the policy"
-        found.append(f"weight sync between GPUs ({which})")
-    return tuple(found)
 
 
 def _too_large(request: PlacementRequest, needed: PlacementPlan, nodes: Sequence[int]) -> ConfigError:
@@ -265,7 +253,7 @@ def _too_large(request: PlacementRequest, needed: PlacementPlan, nodes: Sequence
         hint = f"{hint} {num_gpus} GPUs"
     elif needed.num_gpus <= num_gpus:
         hint = f"{hint}, or have --X_num_nodes times --X_num_gpus_per_node of each model X fit the nodes"
-    elif not needed.colocated and shared is not None and not shared.unavailable:
+    elif not needed.colocated and shared is not None:
         hint = f"{hint}, or add --colocate_all_models, with which all models share {shared.num_gpus} GPU(s)"
     return ConfigError(message, hint=hint)
 

@@ -64,8 +64,6 @@ class PlacementPlan:
         notes: decisions that differ from the request, one sentence each.
         scorers: places of the reward models, each of which holds one replica of every model; None without reward
             models.
-        unavailable: features that this layout needs and that do not exist, one phrase each. A run is refused unless it
-            is empty.
     """
 
     device: str
@@ -75,7 +73,6 @@ class PlacementPlan:
     colocated: bool
     notes: tuple[str, ...] = ()
     scorers: ProcessPlan | None = None
-    unavailable: tuple[str, ...] = ()
 
     @property
     def all_processes(self) -> tuple[ProcessPlan, ...]:
@@ -101,8 +98,8 @@ class PlacementPlan:
 
     @property
     def weight_transfer(self) -> Medium:
-        """How weights reach the engines."""
-        if self.shares_gpus:
+        """How weights reach the engines: on their GPUs if a process that trains the policy is on each of them."""
+        if self.shares_gpus and set(self.engines.cards) <= set(self.trainers_of("actor").cards):
             return "ipc"
         return "shared_memory" if len(self.nodes) == 1 else "tcp"
 
