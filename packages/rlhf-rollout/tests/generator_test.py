@@ -148,7 +148,7 @@ def test_generate_groups_rewards_overlap_generation():
     run(prompts_of(4), [ScriptedEngine(seconds=0.4)], ScriptedReward(seconds=0.4), max_in_flight=1, counts=counts)
     assert 1.9 < time.monotonic() - started < 3.0
     assert 1.5 < counts.generate_s < 2.6
-    assert 0.05 < counts.reward_wait_s < 0.25
+    assert 0.2 < counts.reward_wait_s < 1.0
 
 
 def test_generate_groups_reads_prompts_as_they_are_needed():
