@@ -27,6 +27,7 @@ ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 500
 NUM_STEPS = 5
 FLAGS = ["--train_steps", str(NUM_STEPS), "--eval_steps", "2", "--enable_ema", "--running_reward_norm"]
+FLAGS += ["--rollout_batch_size", "16", "--train_batch_size", "32"]
 NOT_NUMBERS = ("time/", "startup/", "throughput/", "memory/")  # they differ between any two runs
 SECONDS = re.compile(r'"score_seconds": [\d.e-]+')
 BUILTIN = "packages/rlhf-cli/src/rlhf_cli/builtin"

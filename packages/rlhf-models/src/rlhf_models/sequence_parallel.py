@@ -28,7 +28,6 @@ class SequencePart:
         input_ids, position_ids: [1, T'] int64, the tokens of this rank.
         cu_seqlens: [S + 1] int32, the bounds of all sequences of the batch. Padding is a sequence of its own.
         longest: length of the longest sequence.
-        start: position of the first token of this rank in the whole batch.
         padding_mask: [1, T'] bool, True for real tokens; None if the batch needs no padding.
     """
 
@@ -36,7 +35,6 @@ class SequencePart:
     position_ids: Tensor
     cu_seqlens: Tensor
     longest: int
-    start: int
     padding_mask: Tensor | None = None
 
 
@@ -75,7 +73,6 @@ class SequenceGroup:
             position_ids[:, start : start + width],
             cu_seqlens,
             max(*batch.lengths, num_padding),
-            start,
             mask,
         )
 

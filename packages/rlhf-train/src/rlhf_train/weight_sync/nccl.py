@@ -25,8 +25,9 @@ class Broadcaster:
 
     def __init__(self, workers_per_engine: int) -> None:
         self._workers_per_engine = workers_per_engine
-        self._device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
-        self._device = torch.device(self._device)
+        self._device = torch.device("cpu")
+        if torch.cuda.is_available():
+            self._device = torch.device("cuda", torch.cuda.current_device())
         self._store: distributed.TCPStore | None = None
         self._address = ("", 0)
         self._members: tuple[str, ...] = ()
