@@ -115,7 +115,7 @@ def pytest_tests(deps, folder = "", data = [], overrides = {}, also_on_gpu = [],
         pytest_test(name = name, **(parts | attributes))
     if grouped:
         # Its time is the sum of those of its files, and a busy machine takes several times as long.
-        together_parts = dict(size = "large", timeout = "eternal", srcs = grouped + shared, data = data + files, deps = deps)
+        together_parts = dict(size = "enormous", srcs = grouped + shared, data = data + files, deps = deps)
         pytest_test(name = together, **(together_parts | common))
 
 def python_package(name, deps, users, test_deps = [], test_data = [], tests = {}, package_test = {}):
