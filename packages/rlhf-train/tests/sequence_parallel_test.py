@@ -13,7 +13,7 @@ from rlhf_models.backbone import divide_sequences
 from rlhf_models.batch import TokenBatch
 from rlhf_models.loading import load_actor, load_critic
 from rlhf_models.reward import RewardModel
-from rlhf_models.sequence_parallel import check_heads, fits
+from rlhf_models.sequence_parallel import can_divide, check_heads
 from rlhf_models.testing import tiny_model_dir
 from rlhf_train.engine.sequence_groups import join_sequence_group
 from trainer_testing import run_ranks
@@ -137,8 +137,10 @@ def test_outputs_and_gradients_are_those_of_whole_sequences(tmp_path, num_ranks,
 
 
 def test_heads_are_divided_evenly_or_refused():
-    assert all(fits(*heads) for heads in ((14, 2, 2), (14, 2, 7), (14, 2, 14), (28, 4, 4), (32, 8, 16), (4, 4, 1)))
-    assert not any(fits(*heads) for heads in ((14, 2, 4), (28, 4, 8), (12, 8, 2 * 8), (6, 2, 4), (6, 4, 3)))
+    assert all(
+        can_divide(*heads) for heads in ((14, 2, 2), (14, 2, 7), (14, 2, 14), (28, 4, 4), (32, 8, 16), (4, 4, 1))
+    )
+    assert not any(can_divide(*heads) for heads in ((14, 2, 4), (28, 4, 8), (12, 8, 2 * 8), (6, 2, 4), (6, 4, 3)))
     config = LlamaConfig(num_attention_heads=14, num_key_value_heads=2, hidden_size=28)
     check_heads(config, 7)
     with pytest.raises(

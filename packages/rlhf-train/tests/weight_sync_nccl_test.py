@@ -33,10 +33,13 @@ class Engine:
         self.read: list[dict[str, torch.Tensor]] = [{} for _ in self.readers]
         self.handles: list[BroadcastHandle] = []
         self.finished = 0
+        self.is_dead = False
         self.fails_at: int | None = None
         self.error: type[Exception] = EngineError
 
     async def begin_weight_update(self, policy_version: int) -> None:
+        if self.is_dead:
+            raise EngineError("dead")
         self.handles.clear()
 
     async def receive_weights(self, bucket: WeightBucket) -> None:
@@ -124,6 +127,17 @@ def test_lost_engine_fails_the_update_of_all_within_the_limit_and_the_next_updat
     engines[1].fails_at = None
     assert send(source, engines, 3, ["a", "b"]).failures == {}
     check_weights(engines, 3)
+
+
+def test_engine_that_is_dead_before_the_update_holds_up_nobody() -> None:
+    source = WeightSource("nccl", bucket_bytes=1024)
+    engines = [Engine(), Engine()]
+    send(source, engines, 1, ["a", "b"])
+    engines[0].is_dead = True
+    report = send(source, engines, 2, ["a", "b"])
+    assert report.failures == {0: "EngineError: dead"} and report.num_buckets == 2
+    check_weights(engines[1:], 2)
+    assert {(handle.num_ranks, handle.first_rank) for handle in engines[1].handles} == {(2, 1)}
 
 
 def test_weights_that_do_not_fit_end_the_update_and_the_next_one_has_a_new_group(short_limit: None) -> None:

@@ -152,14 +152,14 @@ def check_heads(config: Any, size: int) -> None:
     text = config.get_text_config()
     num_heads = text.num_attention_heads
     num_kv_heads = getattr(text, "num_key_value_heads", None) or num_heads
-    if fits(num_heads, num_kv_heads, size):
+    if can_divide(num_heads, num_kv_heads, size):
         return
-    possible = [str(number) for number in range(2, num_heads + 1) if fits(num_heads, num_kv_heads, number)]
+    possible = [str(number) for number in range(2, num_heads + 1) if can_divide(num_heads, num_kv_heads, number)]
     message = f"sequence parallelism over {size} ranks divides attention heads, and the model has {num_heads}"
     raise ConfigError(message, hint=f"use {' or '.join(possible)} ranks" if possible else "turn it off")
 
 
-def fits(num_heads: int, num_kv_heads: int, size: int) -> bool:
+def can_divide(num_heads: int, num_kv_heads: int, size: int) -> bool:
     """Return whether `size` ranks can divide heads of queries, [H], and of keys and values, [K]."""
     copies = size // math.gcd(num_kv_heads, size)
     return num_heads % size == 0 and num_heads % (num_kv_heads * copies) == 0

@@ -41,7 +41,7 @@ class Learner:
         self._job = job
         self._sets = list(rank_sets)
         # Neighbouring ranks that have the same rollouts, and divide their tokens.
-        self._num_alike = job.models["actor"].sequence_parallel_size
+        self._sequence_parallel_size = job.models["actor"].sequence_parallel_size
         self._set_of = {role: ranks for ranks in rank_sets for role in ranks.roles}
         self._shaper = RewardShaper(job.reward, max_tokens=job.sampling.max_tokens)
         self._kl: float | None = None  # nats per token, of the current batch
@@ -75,7 +75,7 @@ class Learner:
             plans = plan_batches(
                 [rollout.num_tokens for rollout in rollouts],
                 [rollout.num_response_tokens for rollout in rollouts],
-                num_ranks=len(ranks.handles) // self._num_alike,
+                num_ranks=len(ranks.handles) // self._sequence_parallel_size,
                 num_mini_batches=batch.num_mini_batches(len(rollouts)),
                 micro_train_batch_size=batch.micro_train_batch_size,
                 micro_rollout_batch_size=batch.micro_rollout_batch_size,
@@ -86,7 +86,7 @@ class Learner:
             calls = []
             for plan in plans:
                 columns = RolloutColumns.of(*([part[row] for row in plan.rows] for part in (rollouts, rewards, earned)))
-                calls += [("load_rollouts", columns, plan, tuple(self._step_versions))] * self._num_alike
+                calls += [("load_rollouts", columns, plan, tuple(self._step_versions))] * self._sequence_parallel_size
             pending += ranks.start_each("work", calls)
         wait(pending)
         return metrics
@@ -205,7 +205,7 @@ class Learner:
             return
         if self._set_of[source] is self._set_of[target]:
             return
-        exported = self._set_of[source].start("work", "export_columns", list(names))[:: self._num_alike]
+        exported = self._set_of[source].start("work", "export_columns", list(names))[:: self._sequence_parallel_size]
         wait(self._set_of[target].start("work", "adopt_columns", *exported))
 
     # -- state ---------------------------------------------------------------------------------------------------

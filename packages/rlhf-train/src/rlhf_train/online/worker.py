@@ -98,7 +98,7 @@ class TrainWorker:
         size = max(spec.sequence_parallel_size for spec in models.values())
         self._sequence_group = join_sequence_group(size)
         self._num_shards = num_ranks // size
-        self._counts = rank % size == 0
+        self._leads_group = rank % size == 0
         self._algorithm = algorithm
         self._temperature = temperature
         self._specs = dict(models)
@@ -212,7 +212,7 @@ class TrainWorker:
         advantages, teacher_metrics = distilled(advantages.cpu(), experience, spec)
         metrics |= kl_metrics | teacher_metrics
         if spec.row.whiten:
-            total = moments(advantages, mask).to(self._device) * self._counts
+            total = moments(advantages, mask).to(self._device) * self._leads_group
             torch.distributed.all_reduce(total)
             advantages = whiten(advantages, mask, total.cpu(), divide_by_std=spec.whiten_std)
         experience.set_column("advantages", advantages)
@@ -236,7 +236,7 @@ class TrainWorker:
         objective = self._algorithm.objective
         if self._algorithm.use_kl_loss:
             objective = replace(objective, kl_coef=kl_coef)
-        counted = self._trained_mask(role) & self._counts
+        counted = self._trained_mask(role) & self._leads_group
         mini_batches = recounted(self._plan.mini_batches, counted, self._device)
         parts: list[Mapping[str, Metric]] = []
         for epoch in range(max_epochs):
@@ -250,7 +250,7 @@ class TrainWorker:
 
     def _reported(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
         """Return the metrics of this shard in host memory, or none if another rank reports them."""
-        return on_host(metrics) if self._counts else {}
+        return on_host(metrics) if self._leads_group else {}
 
     def _trained_mask(self, role: str) -> Tensor:
         """Return the tokens that the loss of `role` includes, [B, T] bool."""

@@ -131,16 +131,17 @@ class WeightSource:
         size_bytes = num_buckets = 0
         try:
             await receivers.call(lambda index, engine: engine.begin_weight_update(policy_version))
-            with closing(self._fillings(named_tensors, names)) as fillings:
+            indices = receivers.indices  # a broadcast would wait for an engine that has failed already
+            with closing(self._fillings(named_tensors, [names[index] for index in indices])) as fillings:
                 for buffer, specs in fillings:
-                    if not receivers.has_live:
+                    if not receivers.indices:
                         continue  # the weights are still gathered with other ranks
                     buffer.publish()
                     bucket = WeightBucket(medium=buffer.medium, tensors=tuple(specs), handle=None)
                     if self._checksum:
                         written = buffer.data[: bucket.used_bytes].cpu().numpy()
                         bucket = replace(bucket, checksum=bucket_checksum(written, bucket.tensors))
-                    await receivers.receive(bucket, buffer.handles)
+                    await receivers.receive(bucket, dict(zip(indices, buffer.handles, strict=True)))
                     if (reason := buffer.settle()) is not None:
                         receivers.give_up(reason)
                     size_bytes += sum(spec.size_bytes for spec in specs)
@@ -201,17 +202,17 @@ class _Receivers:
         self.failures: dict[int, str] = {}
 
     @property
-    def has_live(self) -> bool:
-        """Whether there is an engine that has not failed."""
-        return bool(self._live)
+    def indices(self) -> list[int]:
+        """Positions of the engines that have not failed."""
+        return list(self._live)
 
     def give_up(self, reason: str) -> None:
         """Count all engines that have not failed so far as failed."""
         self.failures |= dict.fromkeys(self._live, reason)
         self._live.clear()
 
-    async def receive(self, bucket: WeightBucket, handles: Sequence[Any]) -> None:
-        """Have the engines read a bucket, each by its own one of `handles`."""
+    async def receive(self, bucket: WeightBucket, handles: Mapping[int, Any]) -> None:
+        """Have the engines read a bucket, each by its own one of `handles`, by position."""
         await self.call(lambda index, engine: engine.receive_weights(replace(bucket, handle=handles[index])))
 
     async def call(self, method: Callable[[int, RolloutEngine], Awaitable[None]]) -> None:
@@ -220,7 +221,7 @@ class _Receivers:
         Waiting for all matters on errors too: an engine may still be reading the buffer that the caller closes next.
         Raises the first WeightSyncError; any other error concerns one engine only.
         """
-        indices = list(self._live)
+        indices = self.indices
         calls = [method(index, self._live[index]) for index in indices]
         outcomes = await asyncio.gather(*calls, return_exceptions=True)
         for outcome in outcomes:
