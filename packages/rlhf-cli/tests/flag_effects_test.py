@@ -37,6 +37,7 @@ REACHES = [
         "models.reference.sequence_parallel_size",
         2,
     ),
+    ("share_prompts", "", "--packing_samples", "models.reference.share_prompts", True),
     ("aux_loss_coef", "0.01", "", "models.actor.aux_loss_coef", 0.01),
     ("aux_loss_coef", "0.01", "", "models.critic.aux_loss_coef", 0.0),
     ("aux_loss_coef", "0.01", "", "models.reference.aux_loss_coef", 0.0),

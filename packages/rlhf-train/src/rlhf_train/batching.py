@@ -72,6 +72,7 @@ def plan_batches(
     max_response_tokens: int,
     seed: int,
     micro_batch_tokens: int | None = None,
+    prompts: Sequence[np.ndarray] | None = None,
 ) -> tuple[RankPlan, ...]:
     """Return one plan per rank; each rollout is in exactly one mini-batch of exactly one rank.
 
@@ -86,6 +87,8 @@ def plan_batches(
         seed: decides which rollouts form a mini-batch.
         micro_batch_tokens: largest number of tokens per pass, with or without gradient. If set, it replaces the two
             micro batch sizes: a rank's rows are combined into as few passes as possible.
+        prompts: token ids of each rollout's prompt, if rollouts of one prompt share them in a pass. They then stay
+            together as far as sizes allow, in mini-batches as well.
 
     Raises:
         ValueError: no rollouts, or fewer rollouts than mini-batches.
@@ -95,22 +98,30 @@ def plan_batches(
     if count < num_mini_batches or not count:
         raise ValueError(f"{count} rollouts cannot fill {num_mini_batches} mini-batches")
     order = np.random.default_rng(seed).permutation(count)
+    if prompts is not None:
+        order = np.concatenate(_by_prompt(order.tolist(), prompts))
     rows: list[list[int]] = [[] for _ in range(num_ranks)]
     mini_batches: list[list[MiniBatch]] = [[] for _ in range(num_ranks)]
     for members in np.array_split(order, num_mini_batches):
         response = [num_response_tokens[i] for i in members]
         denominators = Denominators(sum(response), sum(n > 0 for n in response), max_response_tokens)
         starts = [len(shard) for shard in rows]
-        for shard, share in zip(rows, _shares([num_tokens[i] for i in members], num_ranks), strict=True):
-            shard += [int(members[i]) for i in share]
-        parts = _passes(rows, starts, num_tokens, micro_train_batch_size, micro_batch_tokens)
+        largest = max(len(members) // num_ranks, 1)
+        if micro_batch_tokens is None:
+            largest = min(largest, micro_train_batch_size)
+        units = _units(members.tolist(), num_tokens, prompts, largest, micro_batch_tokens)
+        for shard, share in zip(
+            rows, _shares([_stored(unit, num_tokens, prompts) for unit in units], num_ranks), strict=True
+        ):
+            shard += [i for unit in share for i in units[unit]]
+        parts = _passes(rows, starts, num_tokens, prompts, micro_train_batch_size, micro_batch_tokens)
         for own, passes in zip(mini_batches, parts, strict=True):
             own.append(MiniBatch(passes, denominators))
     longest = sorted(num_response_tokens, reverse=True)
     max_pass_tokens = sum(longest[: max(micro_train_batch_size, micro_rollout_batch_size)])
     if micro_batch_tokens is not None:
         max_pass_tokens = min(sum(longest), micro_batch_tokens)
-    forward = _passes(rows, [0] * num_ranks, num_tokens, micro_rollout_batch_size, micro_batch_tokens)
+    forward = _passes(rows, [0] * num_ranks, num_tokens, prompts, micro_rollout_batch_size, micro_batch_tokens)
     return tuple(
         RankPlan(tuple(shard), passes, tuple(parts), max_pass_tokens)
         for shard, passes, parts in zip(rows, forward, mini_batches, strict=True)
@@ -121,6 +132,7 @@ def _passes(
     shards: Sequence[Sequence[int]],
     starts: Sequence[int],
     num_tokens: Sequence[int],
+    prompts: Sequence[np.ndarray] | None,
     size: int,
     budget_tokens: int | None,
 ) -> list[tuple[tuple[int, ...], ...]]:
@@ -134,8 +146,10 @@ def _passes(
         if budget_tokens is None:
             parts.append([rows[at : at + size] for at in range(0, len(rows), size)])
         else:
-            bins = pack([num_tokens[shard[row]] for row in rows], budget_tokens)
-            parts.append([[rows[item] for item in items] for items in bins])
+            row_of = {shard[row]: row for row in rows}
+            units = _units(list(row_of), num_tokens, prompts, len(rows), budget_tokens)
+            bins = pack([_stored(unit, num_tokens, prompts) for unit in units], budget_tokens)
+            parts.append([[row_of[item] for unit in items for item in units[unit]] for items in bins])
     count = max(map(len, parts))
     return [tuple(map(tuple, own)) + ((),) * (count - len(own)) for own in parts]
 
@@ -150,3 +164,40 @@ def _shares(weights: Sequence[int], num_ranks: int) -> list[list[int]]:
         return [[item] if item < len(weights) else [] for item in range(num_ranks)]
     parts = split_balanced(weights, num_ranks)
     return [sorted(part, key=lambda item: (-weights[item], item)) for part in parts]
+
+
+def _by_prompt(items: Sequence[int], prompts: Sequence[np.ndarray]) -> list[list[int]]:
+    """Return rollouts by prompt, prompts and their rollouts in the order of `items`."""
+    groups: dict[bytes, list[int]] = {}
+    for item in items:
+        groups.setdefault(prompts[item].tobytes(), []).append(item)
+    return list(groups.values())
+
+
+def _units(
+    items: Sequence[int],
+    num_tokens: Sequence[int],
+    prompts: Sequence[np.ndarray] | None,
+    size: int,
+    budget_tokens: int | None,
+) -> list[list[int]]:
+    """Return rollouts that stay together: those of a prompt, in parts of at most `size` within the budget."""
+    if prompts is None:
+        return [[item] for item in items]
+    units = []
+    for group in _by_prompt(items, prompts):
+        unit: list[int] = []
+        for item in group:
+            is_over = budget_tokens is not None and _stored([*unit, item], num_tokens, prompts) > budget_tokens
+            if unit and (is_over or len(unit) == size):
+                units.append(unit)
+                unit = []
+            unit.append(item)
+        units.append(unit)
+    return units
+
+
+def _stored(unit: Sequence[int], num_tokens: Sequence[int], prompts: Sequence[np.ndarray] | None) -> int:
+    """Return the tokens that a unit takes in a pass: the prompt counts once."""
+    copies = 0 if prompts is None else (len(unit) - 1) * len(prompts[unit[0]])
+    return sum(num_tokens[item] for item in unit) - copies

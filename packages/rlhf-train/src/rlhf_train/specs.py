@@ -46,6 +46,7 @@ class ModelSpec:
         attn_implementation: see `rlhf_models.loading`.
         gradient_checkpointing: recompute activations in the backward pass, which saves memory.
         packing: concatenate the rows of a micro-batch into one sequence, instead of padding them.
+        share_prompts: store the prompt of packed rows that have the same one once, which needs packing.
         sequence_parallel_size: neighbouring ranks that divide the tokens of each pass among them, which needs packing.
             All models of a rank set have the same.
         torch_compile: "on", "off", or "auto", which compiles where that is possible and faster.
@@ -60,6 +61,7 @@ class ModelSpec:
     attn_implementation: str = "auto"
     gradient_checkpointing: bool = False
     packing: bool = False
+    share_prompts: bool = False
     sequence_parallel_size: int = 1
     torch_compile: str = "off"
     zero_stage: int = 2

@@ -95,13 +95,31 @@ class ModelSection(sections.ModelSection):
 
 
 class PpoModelSection(ModelSection):
-    """Adds the critic."""
+    """Adds the critic, and prompts that are stored once."""
+
+    share_prompts: bool = flag(
+        False,
+        "with --packing_samples: the responses to one prompt in a pass share its tokens in the layers, which saves the"
+        " time and the memory of its copies",
+    )
 
     critic_pretrain: str | None = flag(
         None,
         "model from which the critic starts; None: the first of --reward_pretrain, or else --pretrain, with a value"
         " head of zeros",
     )
+
+    def check(self, given: Collection[str]) -> list[str]:
+        """Return a notice for each option that has no effect. Raises ConfigError for options that contradict."""
+        if self.share_prompts and not self.packing_samples:
+            message = "--share_prompts stores the prompts of packed samples once, and --packing_samples is off"
+            raise ConfigError(message, hint="add --packing_samples")
+        others = {"sequence_parallel_size": self.sequence_parallel_size > 1, "aux_loss_coef": self.aux_loss_coef > 0}
+        for name in (name for name, is_used in others.items() if is_used and self.share_prompts):
+            what = "divides sequences" if name == "sequence_parallel_size" else "counts the tokens of whole sequences"
+            message = f"--{name} {what}, and with --share_prompts they have parts in common"
+            raise ConfigError(message, hint="drop one of them")
+        return super().check(given)
 
 
 class OfflineModelSection(ModelSection):

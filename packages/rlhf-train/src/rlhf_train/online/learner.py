@@ -68,6 +68,8 @@ class Learner:
         if self.policy_version > self._step_versions[-1]:
             self._step_versions.append(self.policy_version)
         rewards, earned, metrics = self._rewards(rollouts, episode_ids)
+        shares_prompts = self._job.models["actor"].share_prompts
+        prompts = [rollout.spans[0].token_ids for rollout in rollouts] if shares_prompts else None
         pending: list[Any] = []
         for ranks in self._sets:
             # Rank sets of different sizes split the batch differently. The seed is the same, so that they agree on
@@ -82,6 +84,7 @@ class Learner:
                 max_response_tokens=self._job.sampling.max_tokens,
                 seed=self._job.seed + step,
                 micro_batch_tokens=batch.micro_batch_tokens,
+                prompts=prompts,
             )
             calls = []
             for plan in plans:
