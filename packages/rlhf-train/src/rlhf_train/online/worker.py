@@ -343,13 +343,11 @@ class TrainWorker:
     def _batch(self, role: str, rows: Sequence[int]) -> TokenBatch:
         """Return rows of the shard as a batch, packed or padded as `role` needs; `IDLE_TOKENS` if there are no rows."""
         tokens = [self._experience.token_ids[row] for row in rows] or [IDLE_TOKENS]
-        spec = self._specs[role]
-        if spec.packing:
-            prompts = [self._experience.prompt_lengths[row] for row in rows] or [len(IDLE_TOKENS)]
-            return TokenBatch.packed(
-                tokens, device=self._device, prompt_lengths=prompts if spec.share_prompts else None
-            )
-        return TokenBatch.padded(tokens, pad_id=0, device=self._device)
+        if not self._specs[role].packing:
+            return TokenBatch.padded(tokens, pad_id=0, device=self._device)
+        prompts = [self._experience.prompt_lengths[row] for row in rows] or [len(IDLE_TOKENS)]
+        shared = prompts if self._specs[role].share_prompts else None
+        return TokenBatch.packed(tokens, device=self._device, prompt_lengths=shared)
 
     def _cut(self, column: Tensor, rows: Sequence[int], width: int) -> Tensor:
         """Return rows of a [B, T] tensor on the device, cut to `width` columns; without rows, one row of zeros."""
