@@ -64,6 +64,7 @@ class RankPlan:
 def plan_batches(
     num_tokens: Sequence[int],
     num_response_tokens: Sequence[int],
+    costs: Sequence[float] | None = None,
     *,
     num_ranks: int,
     num_mini_batches: int,
@@ -76,8 +77,10 @@ def plan_batches(
     """Return one plan per rank; each rollout is in exactly one mini-batch of exactly one rank.
 
     Args:
-        num_tokens: tokens of each rollout, prompt included. Ranks get about equal sums of them.
+        num_tokens: tokens of each rollout, prompt included.
         num_response_tokens: trained tokens of each rollout.
+        costs: of each rollout, in any unit, such as `costs.PassCosts.of` returns. Ranks get about equal sums of them.
+            None for the tokens.
         num_ranks: data-parallel ranks.
         num_mini_batches: updates per epoch; their sizes differ by at most one.
         micro_train_batch_size: rows per forward-backward pass.
@@ -94,6 +97,7 @@ def plan_batches(
     count = len(num_tokens)
     if count < num_mini_batches or not count:
         raise ValueError(f"{count} rollouts cannot fill {num_mini_batches} mini-batches")
+    weights = num_tokens if costs is None else costs
     order = np.random.default_rng(seed).permutation(count)
     rows: list[list[int]] = [[] for _ in range(num_ranks)]
     mini_batches: list[list[MiniBatch]] = [[] for _ in range(num_ranks)]
@@ -101,8 +105,9 @@ def plan_batches(
         response = [num_response_tokens[i] for i in members]
         denominators = Denominators(sum(response), sum(n > 0 for n in response), max_response_tokens)
         starts = [len(shard) for shard in rows]
-        for shard, share in zip(rows, _shares([num_tokens[i] for i in members], num_ranks), strict=True):
-            shard += [int(members[i]) for i in share]
+        for shard, share in zip(rows, _shares([weights[i] for i in members], num_ranks), strict=True):
+            # From long to short, so that the rows of a micro-batch have similar lengths and need little padding.
+            shard += sorted((int(members[i]) for i in share), key=lambda row: -num_tokens[row])
         parts = _passes(rows, starts, num_tokens, micro_train_batch_size, micro_batch_tokens)
         for own, passes in zip(mini_batches, parts, strict=True):
             own.append(MiniBatch(passes, denominators))
@@ -140,13 +145,8 @@ def _passes(
     return [tuple(map(tuple, own)) + ((),) * (count - len(own)) for own in parts]
 
 
-def _shares(weights: Sequence[int], num_ranks: int) -> list[list[int]]:
-    """Split items into one share per rank with about equal weights.
-
-    Each share is sorted from long to short, so that the rows of a micro-batch have similar lengths and need little
-    padding.
-    """
+def _shares(weights: Sequence[float], num_ranks: int) -> list[list[int]]:
+    """Split items into one share per rank with about equal weights."""
     if len(weights) < num_ranks:
         return [[item] if item < len(weights) else [] for item in range(num_ranks)]
-    parts = split_balanced(weights, num_ranks)
-    return [sorted(part, key=lambda item: (-weights[item], item)) for part in parts]
+    return split_balanced(weights, num_ranks)
