@@ -79,6 +79,24 @@ def test_plan_batches_by_tokens_makes_few_passes_within_the_limit(num_ranks):
         plan(num_ranks, 1, tokens=39)
 
 
+def test_plan_batches_ranks_get_equal_costs_and_the_same_updates():
+    lengths, costs = [40, 30, 20, 10], [100, 1, 98, 2]
+
+    def split(*weights):
+        return plan_batches(
+            lengths, [5, 4, 3, 2], *weights, num_ranks=2, num_mini_batches=1, micro_train_batch_size=4,
+            micro_rollout_batch_size=4, max_response_tokens=9, seed=1, micro_batch_tokens=70,
+        )  # fmt: skip
+
+    assert {tuple(sorted(rank.rows)) for rank in split()} == {(0, 3), (1, 2)}
+    by_cost = split(costs)
+    assert {tuple(sorted(rank.rows)) for rank in by_cost} == {(0, 1), (2, 3)}
+    assert all(lengths[rank.rows[0]] >= lengths[rank.rows[1]] for rank in by_cost)  # rows of similar lengths together
+    assert members(by_cost) == members(split())
+    assert [rank.mini_batches[0].denominators for rank in by_cost] == [r.mini_batches[0].denominators for r in split()]
+    assert split(lengths) == split() == split([1000 * length for length in lengths])
+
+
 def test_plan_batches_denominators_count_tokens_and_nonempty_rollouts():
     totals = [batch.denominators for batch in plan(1, 10)[0].mini_batches]
     assert sum(d.num_tokens for d in totals) == sum(RESPONSES)

@@ -64,6 +64,7 @@ class RankPlan:
 def plan_batches(
     num_tokens: Sequence[int],
     num_response_tokens: Sequence[int],
+    costs: Sequence[float] | None = None,
     *,
     num_ranks: int,
     num_mini_batches: int,
@@ -77,8 +78,10 @@ def plan_batches(
     """Return one plan per rank; each rollout is in exactly one mini-batch of exactly one rank.
 
     Args:
-        num_tokens: tokens of each rollout, prompt included. Ranks get about equal sums of them.
+        num_tokens: tokens of each rollout, prompt included.
         num_response_tokens: trained tokens of each rollout.
+        costs: of each rollout, in any unit, such as `costs.PassCosts.of` returns. Ranks get about equal sums of them.
+            None for the tokens.
         num_ranks: data-parallel ranks.
         num_mini_batches: updates per epoch; their sizes differ by at most one.
         micro_train_batch_size: rows per forward-backward pass.
@@ -110,10 +113,11 @@ def plan_batches(
         if micro_batch_tokens is None:
             largest = min(largest, micro_train_batch_size)
         units = _units(members.tolist(), num_tokens, prompts, largest, micro_batch_tokens)
-        for shard, share in zip(
-            rows, _shares([_stored(unit, num_tokens, prompts) for unit in units], num_ranks), strict=True
-        ):
-            shard += [i for unit in share for i in units[unit]]
+        work = [_work(unit, num_tokens, costs, prompts) for unit in units]
+        for shard, share in zip(rows, _shares(work, num_ranks), strict=True):
+            # From long to short, so that the rows of a micro-batch have similar lengths and need little padding.
+            own = sorted((units[item] for item in share), key=lambda unit: -_stored(unit, num_tokens, prompts))
+            shard += [row for unit in own for row in unit]
         parts = _passes(rows, starts, num_tokens, prompts, micro_train_batch_size, micro_batch_tokens)
         for own, passes in zip(mini_batches, parts, strict=True):
             own.append(MiniBatch(passes, denominators))
@@ -154,16 +158,11 @@ def _passes(
     return [tuple(map(tuple, own)) + ((),) * (count - len(own)) for own in parts]
 
 
-def _shares(weights: Sequence[int], num_ranks: int) -> list[list[int]]:
-    """Split items into one share per rank with about equal weights.
-
-    Each share is sorted from long to short, so that the rows of a micro-batch have similar lengths and need little
-    padding.
-    """
+def _shares(weights: Sequence[float], num_ranks: int) -> list[list[int]]:
+    """Split items into one share per rank with about equal weights."""
     if len(weights) < num_ranks:
         return [[item] if item < len(weights) else [] for item in range(num_ranks)]
-    parts = split_balanced(weights, num_ranks)
-    return [sorted(part, key=lambda item: (-weights[item], item)) for part in parts]
+    return split_balanced(weights, num_ranks)
 
 
 def _by_prompt(items: Sequence[int], prompts: Sequence[np.ndarray]) -> list[list[int]]:
@@ -201,3 +200,16 @@ def _stored(unit: Sequence[int], num_tokens: Sequence[int], prompts: Sequence[np
     """Return the tokens that a unit takes in a pass: the prompt counts once."""
     copies = 0 if prompts is None else (len(unit) - 1) * len(prompts[unit[0]])
     return sum(num_tokens[item] for item in unit) - copies
+
+
+def _work(
+    unit: Sequence[int],
+    num_tokens: Sequence[int],
+    costs: Sequence[float] | None,
+    prompts: Sequence[np.ndarray] | None,
+) -> float:
+    """Return what a unit costs, in the unit of `costs`, or else in tokens. Copies of the prompt cost nothing."""
+    stored = _stored(unit, num_tokens, prompts)
+    if costs is None:
+        return stored
+    return sum(costs[item] for item in unit) * (stored / sum(num_tokens[item] for item in unit))

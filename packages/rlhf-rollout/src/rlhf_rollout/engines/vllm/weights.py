@@ -1,5 +1,6 @@
 """Loads buckets of weights into a running vLLM model by vLLM's weight-transfer API. Runs in vLLM's workers."""
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,11 +16,13 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
 
-from rlhf_data.errors import WeightSyncError
+from rlhf_data.errors import RlhfError, WeightSyncError
 from rlhf_rollout.engines.model_files import checkpoint_shapes
 from rlhf_rollout.weight_sync import MEDIA
 from rlhf_rollout.weight_sync.bucket import WeightBucket, check_tensor
 from rlhf_rollout.weight_sync.reader import BucketReader
+
+logger = logging.getLogger(__name__)
 
 BACKENDS = {f"rlhf_{medium}": medium for medium in MEDIA}
 
@@ -151,13 +154,31 @@ class BucketWorkerExtension:
 
     weight_transfer_engine: BucketTransferEngine
 
+    def rlhf_receive_weights(self, bucket: WeightBucket) -> list[RlhfError]:
+        """Load one bucket; return the error if that failed, else nothing.
+
+        An error that a worker raises reaches the engine as text without a type, and the answers of other workers would
+        be taken for those to the next call.
+        """
+        try:
+            self.update_weights({"bucket": bucket})
+        except RlhfError as error:
+            return [error]
+        except Exception as error:
+            logger.exception("a bucket of weights cannot be loaded")
+            return [WeightSyncError(f"vLLM could not load a bucket of weights: {type(error).__name__}: {error}")]
+        return []
+
     def rlhf_missing_weights(self) -> list[str]:
         """Return the names of the weights that were missing in the last update."""
         return self.weight_transfer_engine.missing
 
     def rlhf_abandon_weight_update(self) -> None:
         """Close the layers after a failed bucket; their weights are then a mixture of old and new."""
-        self.weight_transfer_engine.finish_weight_update()
+        if getattr(self, "_weight_update_active", False):  # another worker failed, and vLLM counts this one as updating
+            self.finish_weight_update()
+        else:
+            self.weight_transfer_engine.finish_weight_update()
 
 
 for _name in BACKENDS:
