@@ -108,10 +108,12 @@ def test_command_learns_its_examples_and_says_where_everything_lies(folder, mode
     assert f"{loader}('{folder / 'out' / 'model'}')" in out
 
 
-def test_dpo_with_states_and_reference_in_cpu_memory_leaves_the_same_model(folder, models, capsys):
+@pytest.mark.parametrize("lora_rank", [0, 2])
+def test_dpo_with_states_and_reference_in_cpu_memory_leaves_the_same_model(folder, models, capsys, lora_rank):
     weights = []
     for name, offload in (("plain", {}), ("offload", {"adam_offload": "", "ref_reward_offload": ""})):
-        options = {"save_path": name, "bf16": "", "zero_stage": 2, "l2": 0.1, "max_epochs": 2}
+        options = {"save_path": name, "bf16": "", "zero_stage": 2, "l2": 0.1, "max_epochs": 2, "lora_rank": lora_rank}
+        options["ref_pretrain"] = models / "other"
         assert run("dpo", flags("dpo", models, **options, **offload)) == 0
         weights.append((folder / name / "model" / "model.safetensors").read_bytes())
     assert weights[0] == weights[1] != (models / "base" / "model.safetensors").read_bytes()

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from rlhf_data.errors import EngineError
 from rlhf_models.host_states import HostStates, RestingModel, awake, zeros_on_host
 
 
@@ -107,3 +108,41 @@ def test_model_that_never_rests_is_awake():
         with awake(model):
             pass
     assert layer.weight.untyped_storage().nbytes() == 24
+
+
+class Runtime:
+    """A CUDA that notes what is pinned, or pins nothing."""
+
+    def __init__(self, status=0):
+        self.pinned = {}
+        self._status = status
+
+    def cudaHostRegister(self, address, num_bytes, flags):
+        assert flags == 0
+        self.pinned[address] = num_bytes
+        return self._status
+
+    def cudaHostUnregister(self, address):
+        del self.pinned[address]
+
+
+def test_pinned_memory_is_one_piece_and_free_when_the_last_tensor_in_it_is_gone(monkeypatch):
+    runtime = Runtime()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    first, second = zeros_on_host([torch.ones(3, dtype=torch.bfloat16), torch.ones(2, 500)], pinned=True)
+    assert first.tolist() == [0.0] * 3 and second.shape == (2, 500) and not second.any()
+    assert runtime.pinned == {first.data_ptr(): 256 + 4096}  # whole units of 256 bytes
+    assert second.data_ptr() == first.data_ptr() + 256
+    del first
+    second += 1.0
+    assert len(runtime.pinned) == 1
+    del second
+    assert not runtime.pinned
+
+
+def test_memory_that_cannot_be_pinned_is_an_error(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: Runtime(status=2))
+    with pytest.raises(
+        EngineError, match=r"^0\.0 GiB .* pinned: CUDA error 2(.|\n)*hint: use a machine with more memory"
+    ):
+        zeros_on_host([torch.ones(3)], pinned=True)

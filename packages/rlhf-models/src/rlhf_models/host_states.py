@@ -27,11 +27,10 @@ class _Pinned(mmap):
         memory = torch.frombuffer(self, dtype=torch.uint8)
         memory.zero_()  # on all cores: pinning would get the pages one by one
         runtime = torch.cuda.cudart()
-        try:
-            torch.cuda.check_error(int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)))
-        except RuntimeError as error:
-            hint = "give the machine more memory, or drop --adam_offload, --ref_reward_offload or the sleep of trainers"
-            raise EngineError(f"{memory.nbytes / 2**30:.1f} GiB cannot be pinned: {error}", hint=hint) from error
+        if status := int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)):
+            message = f"{memory.nbytes / 2**30:.1f} GiB of host memory cannot be pinned: CUDA error {status}"
+            hint = "use a machine with more memory, or drop --adam_offload, --ref_reward_offload or the flags for sleep"
+            raise EngineError(message, hint=hint)
         self._address = memory.data_ptr()
         self._unpin = runtime.cudaHostUnregister
         return memory
