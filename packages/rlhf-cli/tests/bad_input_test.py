@@ -65,6 +65,22 @@ TABLE = [
         "use 2 or a multiple: torchrun --nproc_per_node 2",
     ),
     (
+        f"{SFT} --adam_offload",
+        "error: --adam_offload is for AdamW on bfloat16 weights, .*: weights are float32",
+        "add --bf16",
+    ),
+    (f"{SFT} --adam_offload --bf16 --optim muon", "error: --adam_offload is .*: --optim is muon", "use --optim adam"),
+    (
+        "ppo --adam_offload --bf16 --zero_stage 3",
+        "error: --adam_offload is .*: --zero_stage is 3",
+        "use --zero_stage 1",
+    ),
+    (
+        "ppo --adam_offload --bf16 --actor_num_gpus_per_node 2 --dry_run",
+        "error: --adam_offload is .*: --zero_stage is 2",
+        "use --zero_stage 1",
+    ),
+    (
         "ppo --sequence_parallel_size 3 --packing_samples --actor_num_gpus_per_node 3 --dry_run",
         "error: sequence parallelism over 3 ranks divides attention heads, and the model has",
         "ranks",

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from rlhf_data.errors import ConfigError
+
 if TYPE_CHECKING:
     from rlhf_models.lora import LoraSpec
 
@@ -22,6 +24,7 @@ class OptimizerSpec:
         warmup_steps: updates of linear warm-up.
         total_steps: updates until the end of the schedule.
         min_lr_ratio: final learning rate of cosine_with_min_lr as a fraction of the peak.
+        offload: keep master weights and moments in host memory; see `engine.host_adamw` and `ModelSpec.check_offload`.
     """
 
     learning_rate: float
@@ -34,6 +37,7 @@ class OptimizerSpec:
     warmup_steps: int = 0
     total_steps: int = 1
     min_lr_ratio: float = 0.1
+    offload: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +58,7 @@ class ModelSpec:
         optimizer: None for a frozen model.
         lora: adapters to train instead of all weights; None for all weights.
         aux_loss_coef: weight of the load-balancing loss in updates; 0 for none. Only for models with experts.
+        offload: of a frozen model on a GPU: keep its weights in host memory while it does not run.
     """
 
     path: str
@@ -68,6 +73,21 @@ class ModelSpec:
     optimizer: OptimizerSpec | None = None
     lora: "LoraSpec | None" = None
     aux_loss_coef: float = 0.0
+    offload: bool = False
+
+    def check_offload(self, num_ranks: int) -> None:
+        """Raise ConfigError if states of the optimizer shall be in host memory, and cannot on `num_ranks` processes."""
+        if self.optimizer is None or not self.optimizer.offload:
+            return
+        is_sharded = self.zero_stage == 3 or (self.zero_stage == 2 and num_ranks > 1)
+        for is_wrong, reason, hint in (
+            (self.optimizer.muon_momentum is not None, "--optim is muon", "use --optim adam"),
+            (self.dtype != "bfloat16", f"weights are {self.dtype}", "add --bf16"),
+            (is_sharded, f"--zero_stage is {self.zero_stage}", "use --zero_stage 1"),
+        ):
+            if is_wrong:
+                message = "--adam_offload is for AdamW on bfloat16 weights, below ZeRO stage 2 on several processes"
+                raise ConfigError(f"{message}: {reason}", hint=hint)
 
     def is_base_of(self, other: "ModelSpec | None") -> bool:
         """Return whether this model is the one that another model becomes without its adapters."""

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from rlhf_data.checks import lacking, without_effect
 from rlhf_data.errors import ConfigError
-from rlhf_data.options import flag, matching, one_of
+from rlhf_data.options import Section, flag, matching, one_of
 from rlhf_rollout.commands import sections
 from rlhf_train.specs import ModelSpec, OptimizerSpec
 
@@ -74,7 +74,7 @@ class ModelSection(sections.ModelSection):
 
     def spec(self, path: str, zero_stage: int, optimizer: OptimizerSpec | None = None) -> ModelSpec:
         """Return how the model at `path` is computed. Without an optimizer it is frozen."""
-        options = matching(ModelSpec, self)
+        options = matching(ModelSpec, self) | {"offload": getattr(self, "ref_reward_offload", False)}
         if optimizer is None:
             options |= {"gradient_checkpointing": False, "lora": None, "aux_loss_coef": 0.0}
             if self.aux_loss_coef:
@@ -94,7 +94,17 @@ class ModelSection(sections.ModelSection):
         return LoraSpec(rank=self.lora_rank, alpha=self.lora_alpha, dropout=dropout, target_modules=targets)
 
 
-class PpoModelSection(ModelSection):
+class FrozenSection(Section, title="model"):
+    """Where models that are not trained are kept."""
+
+    ref_reward_offload: bool = flag(
+        False,
+        "keep models that are not trained (reference, teacher, reward models) in CPU memory, and on the GPU only while"
+        " they run",
+    )
+
+
+class PpoModelSection(ModelSection, FrozenSection):
     """Adds the critic, and prompts that are stored once."""
 
     share_prompts: bool = flag(
@@ -128,7 +138,7 @@ class OfflineModelSection(ModelSection):
     lora_dropout: float = flag(0.0, "dropout probability of an adapter's input", ge=0, lt=1)
 
 
-class ComparedModelSection(OfflineModelSection):
+class ComparedModelSection(OfflineModelSection, FrozenSection):
     """Adds the reference."""
 
     ref_pretrain: str | None = flag(None, "the reference model; None: a frozen copy of --pretrain")
@@ -136,8 +146,18 @@ class ComparedModelSection(OfflineModelSection):
         False, "compute the reference's log-probs of all examples once before training, not at every update"
     )
 
+    def check(self, given: Collection[str]) -> list[str]:
+        """See `ModelSection.check`."""
+        is_own_base = self.lora_rank > 0 and self.ref_pretrain is None
+        unused = ["ref_reward_offload"]
+        return super().check(given) + without_effect(
+            given,
+            (self.precompute_reference, unused, "--precompute_reference drops the reference before the first update"),
+            (is_own_base, unused, "with --lora_rank the reference is the model without its adapters"),
+        )
 
-class TaughtModelSection(OfflineModelSection):
+
+class TaughtModelSection(OfflineModelSection, FrozenSection):
     """Adds the teacher."""
 
     teacher_model: str | None = flag(None, "the teacher: a model folder or hub name with the same tokenizer")
