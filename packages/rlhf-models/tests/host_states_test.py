@@ -1,5 +1,7 @@
 """Tensors go to host memory and come back, with their values, their places and the views of them."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -110,38 +112,29 @@ def test_model_that_never_rests_is_awake():
     assert layer.weight.untyped_storage().nbytes() == 24
 
 
-class Runtime:
-    """A CUDA that notes what is pinned, or pins nothing."""
-
-    def __init__(self, status=0):
-        self.pinned = {}
-        self._status = status
-
-    def cudaHostRegister(self, address, num_bytes, flags):
-        assert flags == 0
-        self.pinned[address] = num_bytes
-        return self._status
-
-    def cudaHostUnregister(self, address):
-        del self.pinned[address]
+def runtime(status=0):
+    """A CUDA that notes the bytes that it pins, by address."""
+    pinned = {}
+    register = lambda address, num_bytes, flags: pinned.setdefault(address, num_bytes) and status  # noqa: E731
+    return SimpleNamespace(pinned=pinned, cudaHostRegister=register, cudaHostUnregister=pinned.pop)
 
 
 def test_pinned_memory_is_one_piece_and_free_when_the_last_tensor_in_it_is_gone(monkeypatch):
-    runtime = Runtime()
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    cuda = runtime()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cuda)
     first, second = zeros_on_host([torch.ones(3, dtype=torch.bfloat16), torch.ones(2, 500)], pinned=True)
     assert first.tolist() == [0.0] * 3 and second.shape == (2, 500) and not second.any()
-    assert runtime.pinned == {first.data_ptr(): 256 + 4096}  # whole units of 256 bytes
+    assert cuda.pinned == {first.data_ptr(): 256 + 4096}  # whole units of 256 bytes
     assert second.data_ptr() == first.data_ptr() + 256
     del first
     second += 1.0
-    assert len(runtime.pinned) == 1
+    assert len(cuda.pinned) == 1
     del second
-    assert not runtime.pinned
+    assert not cuda.pinned
 
 
 def test_memory_that_cannot_be_pinned_is_an_error(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: Runtime(status=2))
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime(status=2))
     with pytest.raises(
         EngineError, match=r"^0\.0 GiB .* pinned: CUDA error 2(.|\n)*hint: use a machine with more memory"
     ):
