@@ -134,7 +134,7 @@ def test_pinned_memory_is_one_piece_and_free_when_the_last_tensor_in_it_is_gone(
 
 
 def test_memory_that_cannot_be_pinned_is_an_error(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: Runtime(status=2))
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime(status=2))
     with pytest.raises(
         EngineError, match=r"^0\.0 GiB .* pinned: CUDA error 2(.|\n)*hint: use a machine with more memory"
     ):

@@ -73,6 +73,9 @@ def same(one, other):
 def test_chunks_of_any_size_get_the_steps_of_pytorchs_adamw(monkeypatch, length, chunk_size):
     """On tensors, without DeepSpeed: what it would hold is made by hand."""
     monkeypatch.setattr(host_adamw, "CHUNK_SIZE", chunk_size)
+    sizes = []
+    places = host_adamw._Places
+    monkeypatch.setattr(host_adamw, "_Places", lambda size, device: sizes.append(size) or places(size, device))
     init_process_group(rank=0, world_size=1, master=("127.0.0.1", free_port()), device="cpu")
     generator = torch.Generator().manual_seed(0)
     lengths = (length, 3)
@@ -109,6 +112,7 @@ def test_chunks_of_any_size_get_the_steps_of_pytorchs_adamw(monkeypatch, length,
             for key in ("step", "exp_avg", "exp_avg_sq"):
                 assert torch.equal(ours.state[master][key], theirs.state[one][key])
             assert master.grad is None
+    assert len(sizes) == 5 and max(sizes) <= min(chunk_size, length + 63)
 
 
 def learn(rank, num_ranks, master, folder):
