@@ -41,6 +41,7 @@ class Experience:
             reward at the turn's last token, from the verdict or relative to the same turn of the group, and each
             step's, after the group's baseline, at the step's last token.
         truncated: [B] bool, whether the length limit ended the rollout.
+        routes: B arrays [R_i, layers, top_k], the experts of the first R_i tokens; None if no rollout has any.
         columns: name to [B, T] float32, filled in as models run; 0.0 where the mask is False. `last_values` holds the
             value of the state after a truncated rollout, at its last trained token. `trained` is 1.0 where the loss
             mask is True. `weights` multiply the policy loss.
@@ -55,6 +56,7 @@ class Experience:
     rewards: Tensor
     token_rewards: Tensor
     truncated: Tensor
+    routes: list[np.ndarray] | None = None
     columns: dict[str, Tensor] = field(default_factory=dict)
 
     @classmethod
@@ -80,6 +82,7 @@ class Experience:
             rewards=torch.from_numpy(columns.rewards.copy()),
             token_rewards=padded(columns.token_rewards),
             truncated=torch.from_numpy(columns.truncated.copy()),
+            routes=None if columns.routes is None else np.split(columns.routes, columns.num_routed.cumsum())[:-1],
         )
 
     def set_column(self, name: str, values: Tensor) -> None:

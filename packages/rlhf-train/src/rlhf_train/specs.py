@@ -53,6 +53,7 @@ class ModelSpec:
         optimizer: None for a frozen model.
         lora: adapters to train instead of all weights; None for all weights.
         aux_loss_coef: weight of the load-balancing loss in updates; 0 for none. Only for models with experts.
+        routing_replay: whether tokens of rollouts go through the experts that the engine chose. Only for the actor.
     """
 
     path: str
@@ -66,6 +67,7 @@ class ModelSpec:
     optimizer: OptimizerSpec | None = None
     lora: "LoraSpec | None" = None
     aux_loss_coef: float = 0.0
+    routing_replay: bool = False
 
     def is_base_of(self, other: "ModelSpec | None") -> bool:
         """Return whether this model is the one that another model becomes without its adapters."""

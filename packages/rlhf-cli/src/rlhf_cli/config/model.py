@@ -76,10 +76,10 @@ class ModelSection(sections.ModelSection):
         """Return how the model at `path` is computed. Without an optimizer it is frozen."""
         options = matching(ModelSpec, self)
         if optimizer is None:
-            options |= {"gradient_checkpointing": False, "lora": None, "aux_loss_coef": 0.0}
-            if self.aux_loss_coef:
+            if options.get("routing_replay") or self.aux_loss_coef:
                 # The policy is not compiled then. A compiled reference rounds differently, and their KL would not be 0.
                 options["torch_compile"] = "off"
+            options |= {"gradient_checkpointing": False, "lora": None, "aux_loss_coef": 0.0, "routing_replay": False}
         return ModelSpec(path=path, packing=self.packing_samples, zero_stage=zero_stage, optimizer=optimizer, **options)
 
     @property
@@ -95,7 +95,13 @@ class ModelSection(sections.ModelSection):
 
 
 class PpoModelSection(ModelSection):
-    """Adds the critic."""
+    """Adds the critic, and what a model takes over from its rollouts."""
+
+    routing_replay: bool = flag(
+        False,
+        "mixtures of experts: the policy is trained with the experts that the engine chose for each token (Rollout"
+        " Routing Replay, R3), which brings their log-probs closer",
+    )
 
     critic_pretrain: str | None = flag(
         None,

@@ -37,6 +37,20 @@ def masked_mean(values: Tensor, mask: Tensor) -> Mean:
     return Mean(torch.where(mask, values.detach(), 0).sum(dtype=torch.float64), mask.sum())
 
 
+def token_batch(
+    experience: Experience, rows: Sequence[int], device: torch.device | str, *, packing: bool, with_routes: bool
+) -> TokenBatch:
+    """Return rows of a shard as a batch on the device, packed or padded; that of `IDLE_TOKENS` if there are no rows.
+
+    `with_routes` adds the experts of the tokens, if the experience has them.
+    """
+    tokens = [experience.token_ids[row] for row in rows] or [IDLE_TOKENS]
+    batch = TokenBatch.packed(tokens, device=device) if packing else TokenBatch.padded(tokens, pad_id=0, device=device)
+    if not (rows and with_routes) or experience.routes is None:
+        return batch
+    return batch.routed([experience.routes[row] for row in rows])
+
+
 def lay_out(mask: Tensor, rows: Sequence[int], batch: TokenBatch) -> Tensor:
     """Return a shard's mask [B, T] bool in the layout of `batch`, which holds `rows`, on the CPU.
 
