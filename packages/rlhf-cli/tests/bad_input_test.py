@@ -129,6 +129,11 @@ TABLE = [
         "target_modules",
     ),
     ("ppo --aux_loss_coef 0.1", "error: --aux_loss_coef balances experts, and a qwen2 model has none", "drop --aux"),
+    (
+        "ppo --routing_replay",
+        "error: --routing_replay replays the choice of experts, and a qwen2",
+        "drop --routing_replay",
+    ),
     (f"{SFT} --aux_loss_coef 0.1", "error: --aux_loss_coef balances experts, and a qwen2 model has none", "drop --aux"),
     ("ppo --config broken.toml", "error: .*broken.toml is not TOML", ""),
     ("sft --config deep.toml", "error: .*deep.toml is not TOML: nested too deeply", ""),

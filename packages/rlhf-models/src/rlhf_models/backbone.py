@@ -59,7 +59,10 @@ def run_backbone(model: nn.Module, batch: TokenBatch, sequence_group: SequenceGr
         part = sequence_group.part_of(batch)
         arguments = {"attention_mask": NO_MASK, "sequence_group": sequence_group}
         arguments |= bounds_arguments(part.cu_seqlens, part.longest)
-    watch = getattr(getattr(model, "base_model", model), "router_watch", None) if model.training else None
+    base = getattr(model, "base_model", model)
+    if (replay := getattr(base, "router_replay", None)) is not None:
+        replay.begin_pass(part.routes)
+    watch = getattr(base, "router_watch", None) if model.training else None
     if watch is not None:
         arguments["output_router_logits"] = True
     with forwarding(batch):

@@ -4,7 +4,7 @@ Shape letters: B rows, T positions per row, S sequences.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,8 @@ class TokenBatch:
         padding_mask: [B, T] bool, True for real tokens. None if packed.
         cu_seqlens: [S + 1] int32, the start of each packed sequence, then T. None if padded.
         shared: how the tokens are stored if packed sequences with the same prompt share it; None if each has a copy.
+        routes: [B, T, layers, top_k] int16, the experts that tokens go through, for models with `replay_routes`; -1
+            where the router chooses. None if it chooses for all of them.
     """
 
     input_ids: Tensor
@@ -34,6 +36,7 @@ class TokenBatch:
     padding_mask: Tensor | None = None
     cu_seqlens: Tensor | None = None
     shared: SharedPrompts | None = None
+    routes: Tensor | None = None
 
     @classmethod
     def padded(cls, sequences: Sequence[Any], pad_id: int, device: torch.device | str = "cpu") -> "TokenBatch":
@@ -92,6 +95,26 @@ class TokenBatch:
     def at_every_token(self, values: Tensor) -> Tensor:
         """Return values [B, T] of all tokens, from those of the tokens that a model stores."""
         return values if self.shared is None else values[:, self.shared.stored_at]
+
+    def routed(self, routes: Sequence[np.ndarray]) -> "TokenBatch":
+        """Return the batch with the experts of its tokens.
+
+        Args:
+            routes: one array per sequence, [R, layers, top_k], of its first R tokens. Routers choose for the others.
+
+        Raises:
+            DataError: more routes than tokens, or another number of arrays than of sequences.
+        """
+        counts = tuple(map(len, routes))
+        if len(counts) != len(self.lengths) or (np.array(counts) > self.lengths).any():
+            raise DataError(f"routes of {counts} tokens for sequences of {self.lengths} tokens")
+        width = self.input_ids.shape[1]
+        starts = np.cumsum((0, *self.lengths[:-1])) if self.is_packed else np.arange(len(counts)) * width
+        flat = np.full((self.input_ids.numel(), *routes[0].shape[1:]), -1, np.int16)
+        for start, own in zip(starts, routes, strict=True):
+            flat[start : start + len(own)] = own
+        rows = torch.from_numpy(flat).unflatten(0, self.input_ids.shape)
+        return replace(self, routes=to_device(rows, self.input_ids.device))
 
     @property
     def is_packed(self) -> bool:

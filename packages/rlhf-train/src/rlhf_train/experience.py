@@ -42,6 +42,7 @@ class Experience:
             step's, after the group's baseline, at the step's last token.
         truncated: [B] bool, whether the length limit ended the rollout.
         prompt_lengths: tokens of each rollout before its first trained one, at least 1.
+        routes: B arrays [R_i, layers, top_k], the experts of the first R_i tokens; None if no rollout has any.
         columns: name to [B, T] float32, filled in as models run; 0.0 where the mask is False. `last_values` holds the
             value of the state after a truncated rollout, at its last trained token. `trained` is 1.0 where the loss
             mask is True. `weights` multiply the policy loss.
@@ -57,6 +58,7 @@ class Experience:
     token_rewards: Tensor
     truncated: Tensor
     prompt_lengths: list[int]
+    routes: list[np.ndarray] | None = None
     columns: dict[str, Tensor] = field(default_factory=dict)
 
     @classmethod
@@ -83,6 +85,7 @@ class Experience:
             token_rewards=padded(columns.token_rewards),
             truncated=torch.from_numpy(columns.truncated.copy()),
             prompt_lengths=_prompt_lengths(loss_mask, lengths),
+            routes=None if columns.routes is None else np.split(columns.routes, columns.num_routed.cumsum())[:-1],
         )
 
     def set_column(self, name: str, values: Tensor) -> None:

@@ -59,6 +59,7 @@ class ModelSpec:
         lora: adapters to train instead of all weights; None for all weights.
         aux_loss_coef: weight of the load-balancing loss in updates; 0 for none. Only for models with experts.
         offload: of a frozen model on a GPU: keep its weights in host memory while it does not run.
+        routing_replay: whether tokens of rollouts go through the experts that the engine chose. Only for the actor.
     """
 
     path: str
@@ -74,6 +75,7 @@ class ModelSpec:
     lora: "LoraSpec | None" = None
     aux_loss_coef: float = 0.0
     offload: bool = False
+    routing_replay: bool = False
 
     def check_offload(self, num_ranks: int) -> None:
         """Raise ConfigError if states of the optimizer shall be in host memory, and cannot on `num_ranks` processes."""

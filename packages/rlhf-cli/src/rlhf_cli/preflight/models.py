@@ -54,12 +54,16 @@ def check_adapters(section: ModelSection, model_config: Any) -> list[str]:
     return [f"--lora_rank {section.lora_rank} trains {check_lora(model_config, section.lora):.2%} of the weights"]
 
 
-def check_balance(section: ModelSection, model_config: Any) -> None:
-    """Raise ConfigError for --aux_loss_coef and a model that has no load-balancing loss."""
+def check_experts(section: ModelSection, model_config: Any) -> None:
+    """Raise ConfigError for options of mixtures of experts and a model that they do not work with."""
     if section.aux_loss_coef:
         from rlhf_models.routing import check_balances
 
         check_balances(model_config)
+    if getattr(section, "routing_replay", False):
+        from rlhf_models.routing_replay import check_replays
+
+        check_replays(model_config)
 
 
 def check_context(model_config: Any, num_tokens: int, flags: str) -> None:

@@ -76,6 +76,9 @@ class Learner:
         shares_prompts = self._job.models["actor"].share_prompts
         prompts = [rollout.spans[0].token_ids for rollout in rollouts] if shares_prompts else None
         pending: list[Any] = []
+        replays = self._job.models["actor"].routing_replay
+        if replays:
+            metrics["routing/replayed"] = _replayed_share(rollouts)
         for ranks in self._sets:
             # Rank sets of different sizes split the batch differently. The seed is the same, so that they agree on
             # which rollouts form a mini-batch.
@@ -94,7 +97,8 @@ class Learner:
             )
             calls = []
             for plan in plans:
-                columns = RolloutColumns.of(*([part[row] for row in plan.rows] for part in (rollouts, rewards, earned)))
+                parts = ([part[row] for row in plan.rows] for part in (rollouts, rewards, earned))
+                columns = RolloutColumns.of(*parts, with_routes=replays and "actor" in ranks.roles)
                 calls += [("load_rollouts", columns, plan, tuple(self._step_versions))] * self._sequence_parallel_size
             pending += ranks.start_each("work", calls)
         wait(pending)
@@ -339,3 +343,10 @@ def _by_turn(rollout: Rollout, turn_rewards: np.ndarray, reward: float) -> np.nd
     rewards = turn_rewards if len(turn_rewards) else np.zeros(len(rollout.turn_ends))
     rewards[-1:] += reward - rewards.sum()
     return rewards
+
+
+def _replayed_share(rollouts: Sequence[Rollout]) -> float:
+    """Return the share of tokens whose experts the engine told, without last tokens, which predict nothing."""
+    counts = [rollout.num_tokens - 1 for rollout in rollouts]
+    replayed = sum(min(rollout.num_routed, count) for rollout, count in zip(rollouts, counts, strict=True))
+    return replayed / max(sum(counts), 1)

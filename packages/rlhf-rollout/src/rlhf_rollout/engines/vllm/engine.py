@@ -342,6 +342,10 @@ def _build_core(spec: EngineSpec, model_dir: Path, model_config: dict[str, Any],
     from rlhf_rollout.engines.vllm import weights
     from rlhf_rollout.engines.vllm.scheduling import list_logprobs, skip_idle_slots
 
+    if spec.return_routes and not on_gpu:
+        from rlhf_rollout.engines.vllm.routes import capture_on_cpu
+
+        capture_on_cpu()
     if spec.num_threads is not None:
         import torch
 
@@ -373,6 +377,7 @@ def _build_core(spec: EngineSpec, model_dir: Path, model_config: dict[str, Any],
         logprobs_mode="processed_logprobs",
         disable_log_stats=True,
         use_tqdm_on_load=False,
+        enable_return_routed_experts=spec.return_routes,
         weight_transfer_config=WeightTransferConfig(backend=f"rlhf_{spec.weight_transfer}"),
         worker_extension_cls=f"{weights.__name__}.BucketWorkerExtension",
     ).create_engine_config()

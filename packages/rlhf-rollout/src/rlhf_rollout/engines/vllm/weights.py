@@ -81,6 +81,7 @@ class BucketTransferEngine(WeightTransferEngine[BucketInitInfo, BucketUpdateInfo
                 finalize_layerwise_reload(self.model, self.model_config)
                 if current_platform.is_cpu():
                     _repack_cpu_heads(self.model)
+                    _watch_expert_kernels(self.model)
         finally:
             self._reader.close()
 
@@ -146,7 +147,17 @@ def _drop_expert_kernels(model: torch.nn.Module) -> None:
     for module in model.modules():
         method = getattr(module, "quant_method", None)
         if getattr(method, "moe_kernel", None) is not None:
+            method.rlhf_capture_fn = getattr(method.moe_kernel.fused_experts, "routing_replay_capture_fn", None)
             method.moe_kernel = None
+
+
+def _watch_expert_kernels(model: torch.nn.Module) -> None:
+    """Have new kernels of experts report what they choose to whom the ones before reported it (`capture_on_cpu`)."""
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        capture = getattr(method, "rlhf_capture_fn", None)
+        if capture is not None and method.moe_kernel is not None:
+            method.moe_kernel.fused_experts.set_capture_fn(capture)
 
 
 class BucketWorkerExtension:
