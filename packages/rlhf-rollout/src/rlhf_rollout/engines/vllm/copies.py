@@ -2,7 +2,8 @@
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from itertools import chain
 from math import prod
 from typing import Any, NamedTuple
 
@@ -49,38 +50,41 @@ class Part(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """One copy: part of a weight into part of a parameter. `source` None: zeros, for what no weight brings."""
+    """One copy: part of a weight into part of a parameter."""
 
     target: Target
     place: Part
-    source: Part | None
+    source: Part
 
 
 class CopyRecord:
     """The copies of one whole update.
 
-    Attributes:
+    Args:
         shapes: of each weight that arrived, by its name.
         copies: made of each weight, by its name; none for a weight that the loader leaves out.
-        zeros: what the loader sets to zero, by layer.
+        zeros: parts that the loader sets to zero, because no weight brings them.
+
+    Attributes:
+        shapes, copies, zeros: as given.
         num_copies: by layer.
         numel: elements that are copied into each layer, by its name in the model.
     """
 
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]], copies: Mapping[str, Sequence[Copy]]) -> None:
+    def __init__(
+        self,
+        shapes: Mapping[str, tuple[int, ...]],
+        copies: Mapping[str, Sequence[Copy]],
+        zeros: Sequence[tuple[Target, Part]],
+    ) -> None:
         self.shapes = shapes
-        self.copies: dict[str, list[Copy]] = {}
-        self.zeros: dict[nn.Module, list[Copy]] = {}
+        self.copies = copies
+        self.zeros = zeros
         self.num_copies: Counter[nn.Module] = Counter()
         self.numel: Counter[str] = Counter()
-        for name, found in copies.items():
-            self.copies[name] = [copy for copy in found if copy.source is not None]
-            for copy in found:
-                if copy.source is None:
-                    self.zeros.setdefault(copy.target.layer, []).append(copy)
-                else:
-                    self.num_copies[copy.target.layer] += 1
-                    self.numel[copy.target.path] += copy.place.numel
+        for copy in chain.from_iterable(copies.values()):
+            self.num_copies[copy.target.layer] += 1
+            self.numel[copy.target.path] += copy.place.numel
 
 
 class CopyRecorder(TorchDispatchMode):
@@ -104,12 +108,13 @@ class CopyRecorder(TorchDispatchMode):
         self._shapes: dict[str, tuple[int, ...]] = {}
         # Keys of dicts, as a loader may make the same copy twice: vLLM counts elements by loading into biases.
         self._copies: dict[str, dict[Copy, None]] = {}
+        self._zeros: dict[tuple[Target, Part], None] = {}
+        self._written: set[Target] = set()
         self._sources: dict[int, list[tuple[int, str, Tensor]]] = {}
-        self._loading = ""
         self.problem: str | None = None
 
-    def expect(self, weights: Sequence[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the weights, which are then known as sources of copies until the next call."""
+    def expect(self, weights: Sequence[tuple[str, Tensor]]) -> None:
+        """Take the weights as sources of copies until the next call."""
         self._sources = {}
         for name, weight in weights:
             self._shapes[name] = tuple(weight.shape)
@@ -118,14 +123,10 @@ class CopyRecorder(TorchDispatchMode):
             self._sources.setdefault(_storage(weight), []).append((begin, name, weight))
         for known in self._sources.values():
             known.sort(key=lambda entry: entry[0])
-        for name, weight in weights:
-            self._loading = name
-            yield name, weight
 
     def made(self, name: str, weight: Tensor) -> list[tuple[Copy, Tensor, Tensor]]:
         """Return the copies that were made of a weight, each with its target as it was written and its source."""
-        copies = [copy for copy in self._copies[name] if copy.source is not None]
-        return [(copy, self._tensors[copy.target], copy.source.of(weight)) for copy in copies]
+        return [(copy, self._tensors[copy.target], copy.source.of(weight)) for copy in self._copies[name]]
 
     def finish(self) -> CopyRecord:
         """Return the record of all copies since the beginning. `problem` tells whether it can be used.
@@ -133,19 +134,18 @@ class CopyRecorder(TorchDispatchMode):
         It can if every element of each target that is a parameter, or is written at all, was written by exactly one
         copy. The attribute of a layer that shares its parameter with a written one need not be written itself.
         """
-        record = CopyRecord(self._shapes, {name: list(copies) for name, copies in self._copies.items()})
-        places: dict[Target, list[Part]] = {}
-        for copies in self._copies.values():
-            for copy in copies:
-                places.setdefault(copy.target, []).append(copy.place)
-        written = {id(getattr(target.layer, target.name, None)) for target in places}
+        copies = {name: list(found) for name, found in self._copies.items()}
+        parts = {target: [] for target in self._written}
+        for target, part in chain(self._zeros, (copy[:2] for copy in chain.from_iterable(copies.values()))):
+            parts[target].append(part)
+        written = {id(getattr(target.layer, target.name, None)) for target in parts}
         for target, tensor in self._tensors.items():
-            is_shared = target not in places and id(getattr(target.layer, target.name, None)) in written
-            if target in places or (isinstance(tensor, nn.Parameter) and not is_shared):
-                reason = _gap(tensor, places.get(target, []))
+            is_shared = target not in parts and id(getattr(target.layer, target.name, None)) in written
+            if target in parts or (isinstance(tensor, nn.Parameter) and not is_shared):
+                reason = _gap(tensor, parts.get(target, []))
                 if reason is not None and self.problem is None:
                     self.problem = f"{target} {reason}"
-        return record
+        return CopyRecord(self._shapes, copies, list(self._zeros))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Note a write after it has been made."""
@@ -161,28 +161,25 @@ class CopyRecorder(TorchDispatchMode):
     def _note(self, func: Any, place: Tensor, values: Sequence[Any]) -> None:
         target = self._targets[_storage(place)]
         whole = self._tensors[target]
-        source: tuple[str, Part | None] | None = None
-        if func is _COPY:
-            if _same(place, values[0]):
-                return  # vLLM copies a layer's old tensors into themselves where it has not made new ones
-            source = self._find(values[0].expand(place.shape))
+        part = Part(tuple(place.shape), place.stride(), place.storage_offset() - whole.storage_offset())
+        if func is _COPY and _same(place, values[0]):
+            return  # vLLM copies a layer's old tensors into themselves where it has not made new ones
+        source = self._find(values[0].expand(place.shape)) if func is _COPY else None
         # Rows that pad a vocabulary. A fill alone may be the value of a weight that happens to be zero.
-        elif func in _FILLS and not any(float(value) for value in values) and self._has_copied_to(target):
-            source = self._loading, None
-        if source is None:
+        is_padding = func in _FILLS and target in self._written and not any(float(value) for value in values)
+        if source is None and not is_padding:
             self.problem = self.problem or f"{target} is written with values that are not those of a weight"
         elif place.dtype != whole.dtype or not place.is_contiguous():
             self.problem = self.problem or f"{target} is not written in contiguous parts"
+        elif source is None:
+            self._zeros[target, part] = None
         else:
-            name, part = source
-            where = Part(tuple(place.shape), place.stride(), place.storage_offset() - whole.storage_offset())
-            self._copies.setdefault(name, {})[Copy(target, where, part)] = None
-
-    def _has_copied_to(self, target: Target) -> bool:
-        return any(copy.target is target for copy in self._copies.get(self._loading, ()))
+            name, read = source
+            self._copies.setdefault(name, {})[Copy(target, part, read)] = None
+            self._written.add(target)
 
     def _find(self, source: Tensor) -> tuple[str, Part] | None:
-        """Return the weight that `source` is a view of, and which part; None if there is none."""
+        """Return the name of the weight that `source` is a view of, and which part; None if there is none."""
         known = self._sources.get(_storage(source), [])
         begin = source.storage_offset() * source.itemsize
         index = bisect_right(known, begin, key=lambda entry: entry[0]) - 1

@@ -160,8 +160,9 @@ class BucketTransferEngine(WeightTransferEngine[BucketInitInfo, BucketUpdateInfo
         if recorder is None:
             self.model.load_weights(weights)
             return
+        recorder.expect(weights)
         with recorder:
-            self.model.load_weights(recorder.expect(weights))
+            self.model.load_weights(weights)
         if self._places is not None:
             self._places.count(recorder.finish().numel)
         elif self._check_in_place is not None:
@@ -197,8 +198,9 @@ class BucketTransferEngine(WeightTransferEngine[BucketInitInfo, BucketUpdateInfo
             return  # it is loaded already
         if layer not in self._staged:
             materialize_layer(layer, info)
-            for zeros in record.zeros.get(layer, ()):
-                zeros.place.of(getattr(layer, zeros.target.name).data).zero_()
+            for target, part in record.zeros:
+                if target.layer is layer:
+                    part.of(getattr(layer, target.name).data).zero_()
         copy.place.of(getattr(layer, copy.target.name).data).copy_(source)
         info.load_numel += copy.place.numel
         self._staged[layer] += 1
@@ -253,7 +255,7 @@ def _sources(flat: torch.Tensor, bucket: WeightBucket, record: CopyRecord) -> di
             typed[slot.dtype] = flat[: flat.numel() - flat.numel() % dtype.itemsize].view(dtype)
         memory = typed[slot.dtype]
         start = slot.offset_bytes // memory.itemsize
-        sources[slot.name] = [copy.source.of(memory, start) for copy in record.copies[slot.name] if copy.source]
+        sources[slot.name] = [copy.source.of(memory, start) for copy in record.copies[slot.name]]
     return sources
 
 
