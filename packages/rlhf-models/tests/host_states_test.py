@@ -100,6 +100,8 @@ def test_model_that_rests_comes_once_for_several_passes_and_leaves_after_an_erro
     with pytest.raises(RuntimeError, match="shapes"), awake(model):
         model(rows[:, :1])
     assert {place.untyped_storage().nbytes() for place in places} == {0}
+    with awake(model):
+        places[0].fill_(9.0)  # against the promise: the weights are copied to host memory once
     assert torch.equal(model(rows), want)
     assert seen == [8 * 4] * 5
 

@@ -143,6 +143,8 @@ def learn(rank, num_ranks, master, folder):
             for update in range(2, NUM_UPDATES):
                 before = kept(engine)
                 engine.offload()
+                if any(total.untyped_storage().nbytes() for total in engine._sums):
+                    wrong.append("sums of gradients stay")
                 if not same(before, kept(engine)):
                     wrong.append("states change while the device has other work")
                 engine.reload()

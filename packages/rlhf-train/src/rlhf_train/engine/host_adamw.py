@@ -17,8 +17,8 @@ _NUM_PLACES = 3  # on the device: a chunk comes, another is updated, a third lea
 class HostAdamW(torch.optim.AdamW):
     """AdamW for bfloat16 weights, whose float32 master weights and moments are in host memory.
 
-    An update brings them to the device chunk by chunk. Meanwhile earlier chunks are copied back, so that it takes as
-    long as copying all of them one way. It changes every element as torch.optim.AdamW does, to the last bit.
+    An update brings them to the device chunk by chunk, and copies earlier chunks back meanwhile. It changes every
+    element as torch.optim.AdamW does, to the last bit.
     """
 
     def take_over(self, optimizer: Any) -> None:
