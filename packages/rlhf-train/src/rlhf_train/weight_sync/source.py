@@ -16,6 +16,7 @@ from rlhf_rollout.weight_sync import MEDIA, Medium
 from rlhf_rollout.weight_sync.bucket import TensorSlot, WeightBucket, aligned, bucket_checksum
 
 DEFAULT_BUCKET_BYTES = 256 << 20
+_KEPT_MEDIA = ("ipc", "shared_memory")  # whose buffers engines map, which takes time; others are read anew in any case
 
 
 class BucketBuffer(Protocol):
@@ -70,6 +71,9 @@ class WeightSource:
         bucket_bytes: size of a bucket. A weight larger than this gets a bucket of its own size.
         checksum: whether engines verify a checksum of each bucket, for debugging.
         workers_per_engine: processes of each engine, one per GPU.
+        keep_buffer: keep the buffer from one update to the next if engines map it ("ipc", "shared_memory"). This saves
+            the time to allocate and open it. It is opened anew for other engines, and for one that has started again.
+            `close` frees it.
 
     Raises:
         ConfigError: an unknown medium, a bucket size below 1, or "ipc" without a GPU.
@@ -82,6 +86,7 @@ class WeightSource:
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         checksum: bool = False,
         workers_per_engine: int = 1,
+        keep_buffer: bool = False,
     ) -> None:
         if bucket_bytes < 1:
             raise ConfigError(f"bucket_bytes is {bucket_bytes}; it must be at least 1")
@@ -92,6 +97,8 @@ class WeightSource:
         self._open_buffer = import_module(f"rlhf_train.weight_sync.{medium}").opener(workers_per_engine)
         self._bucket_bytes = bucket_bytes
         self._checksum = checksum
+        self._keeps = keep_buffer and medium in _KEPT_MEDIA
+        self._kept: tuple[list[str], BucketBuffer] | None = None
 
     def send(
         self,
@@ -121,6 +128,12 @@ class WeightSource:
         names = names or [secrets.token_hex() for _ in engines]
         return asyncio.run(self._send(named_tensors, _Receivers(engines), policy_version, names))
 
+    def close(self) -> None:
+        """Free the buffer that was kept for the next update, if any."""
+        if self._kept is not None:
+            self._kept[1].close()
+            self._kept = None
+
     async def _send(
         self,
         named_tensors: Iterator[tuple[str, torch.Tensor]],
@@ -137,7 +150,7 @@ class WeightSource:
                     if not receivers.indices:
                         continue  # the weights are still gathered with other ranks
                     buffer.publish()
-                    bucket = WeightBucket(medium=buffer.medium, tensors=tuple(specs), handle=None)
+                    bucket = WeightBucket(medium=buffer.medium, tensors=tuple(specs), handle=None, kept=self._keeps)
                     if self._checksum:
                         written = buffer.data[: bucket.used_bytes].cpu().numpy()
                         bucket = replace(bucket, checksum=bucket_checksum(written, bucket.tensors))
@@ -155,7 +168,7 @@ class WeightSource:
         return SyncReport(size_bytes, num_buckets, receivers.failures)
 
     def _fillings(
-        self, named_tensors: Iterator[tuple[str, torch.Tensor]], names: Sequence[str]
+        self, named_tensors: Iterator[tuple[str, torch.Tensor]], names: list[str]
     ) -> Generator[tuple[BucketBuffer, list[TensorSlot]]]:
         """Pack the weights into one buffer, and yield the buffer with its contents each time it is full.
 
@@ -173,13 +186,25 @@ class WeightSource:
                 if buffer is None or tensor.nbytes > buffer.data.numel():
                     if buffer is not None:
                         buffer.close()
-                    buffer = self._open_buffer(max(self._bucket_bytes, tensor.nbytes), names)
+                    buffer = self._open(max(self._bucket_bytes, tensor.nbytes), names)
                 specs.append(_write(buffer, name, tensor.detach(), offset))
             if buffer is not None:
                 yield buffer, specs
+                if self._keeps:
+                    self._kept = names, buffer
+                    buffer = None
         finally:
             if buffer is not None:
                 buffer.close()
+
+    def _open(self, size_bytes: int, names: list[str]) -> BucketBuffer:
+        """Return the buffer that was kept if it has this size and the same engines opened it, else a new one."""
+        if self._kept is not None and self._kept[0] == names and self._kept[1].data.numel() >= size_bytes:
+            buffer = self._kept[1]
+            self._kept = None
+            return buffer
+        self.close()
+        return self._open_buffer(size_bytes, names)
 
 
 def _write(buffer: BucketBuffer, name: str, tensor: torch.Tensor, offset: int) -> TensorSlot:
