@@ -114,6 +114,29 @@ def test_reader_maps_a_segment_once_and_the_next_one_anew(monkeypatch: pytest.Mo
     assert opened == [first.handle, second.handle, first.handle]
 
 
+def test_reader_keeps_a_segment_after_an_update_only_if_the_sender_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = reader()
+    opened = []
+    original = held._open_memory
+    monkeypatch.setattr(held, "_open_memory", lambda handle, device: opened.append(handle) or original(handle, device))
+    with shared_memory_bucket({"a": np.ones(2, np.float32)}) as bucket:
+        for kept, num_opened in ((False, 1), (True, 2), (True, 2), (False, 2), (False, 3)):
+            assert len(held.view(dataclasses.replace(bucket, kept=kept))) == bucket.used_bytes
+            held.end_update()
+            assert len(opened) == num_opened
+        held.view(dataclasses.replace(bucket, kept=True))
+        held.close()
+        held.view(bucket)
+    assert len(opened) == 5
+
+
+def test_reader_views_the_senders_own_memory() -> None:
+    with shared_memory_bucket({"a": np.array([1.0, 2.0], np.float32)}) as bucket:
+        view = reader().view(bucket)
+        map_segment(bucket.handle)[:8] = 0
+        assert view.tolist() == [0] * 8
+
+
 def test_reader_another_medium_or_a_bucket_beyond_its_buffer_or_a_wrong_checksum_raises() -> None:
     with shared_memory_bucket({"a": np.ones(2, np.float32)}, checksum=True) as bucket:
         with pytest.raises(WeightSyncError, match="arrived by ipc, but the engine was built for shared_memory"):

@@ -276,6 +276,62 @@ def test_send_failing_engine_waits_for_the_others_before_the_segment_goes() -> N
     assert slow.events == ["begin 1", "receive"]
 
 
+def handles(engine: Recorder) -> set[tuple[str, int]]:
+    return {bucket.handle for bucket in engine.buckets}
+
+
+def test_sender_keeps_its_buffer_for_the_engines_that_have_opened_it() -> None:
+    source = WeightSource("shared_memory", bucket_bytes=1024, keep_buffer=True)
+    engine = Recorder()
+    for version in (1, 2):
+        assert source.send(iter(WEIGHTS.items()), [engine], version, ["one"]).num_buckets == 2
+    [first] = handles(engine)
+    assert all(bucket.kept for bucket in engine.buckets)
+    # What lies between the weights is of earlier fillings.
+    assert [content[:384] for content in engine.contents[::2]] == [WEIGHTS["embed"].numpy().tobytes()] * 2
+    assert engine.contents[1] == engine.contents[3] == WEIGHTS["head"].numpy().tobytes()
+    assert len(segments()) == 1
+    # Other engines, one that has started again, and a weight that does not fit get another buffer.
+    larger = {"wide": torch.ones(300)}
+    for names, weights in ((["one", "two"], WEIGHTS), (["one", "three"], WEIGHTS), (["one", "three"], larger)):
+        engines = [Recorder(), Recorder()]
+        source.send(iter(weights.items()), engines, 3, names)
+        [found] = handles(engines[0])
+        assert found != first and handles(engines[1]) == {found}
+        first = found
+        assert len(segments()) == 1
+    assert engines[0].contents[0][: 300 * 4] == torch.ones(300).numpy().tobytes()
+    source.close()
+    source.close()
+    assert segments() == set()
+
+
+def test_sender_does_not_keep_the_buffer_of_a_failed_update() -> None:
+    source = WeightSource("shared_memory", keep_buffer=True)
+    with pytest.raises(WeightSyncError, match="told to fail at receive"):
+        source.send(iter(WEIGHTS.items()), [Recorder("receive")], 1, ["one"])
+    assert segments() == set()
+    engine = Recorder()
+    source.send(iter(WEIGHTS.items()), [engine], 2, ["one"])
+    source.send(iter(WEIGHTS.items()), [engine], 3, ["one"])
+    assert len(handles(engine)) == 1
+    source.close()
+
+
+@pytest.mark.parametrize("medium", ["tcp", "shared_memory"])
+def test_sender_keeps_no_buffer_that_engines_do_not_map_or_that_it_was_not_told_to_keep(medium: str) -> None:
+    class Noting(Recorder):
+        async def receive_weights(self, bucket: WeightBucket) -> None:
+            self.buckets.append(bucket)
+
+    source = WeightSource(medium, keep_buffer=medium == "tcp")
+    engine = Noting()
+    for version in (1, 2):
+        source.send(iter(WEIGHTS.items()), [engine], version, ["one"])
+    assert not any(bucket.kept for bucket in engine.buckets)
+    assert len(handles(engine)) == 2
+
+
 def test_shared_memory_buffer_closes_twice_and_its_memory_outlives_it_where_it_is_mapped() -> None:
     buffer = SharedMemoryBuffer(4096, engines=["one"])
     buffer.reserve(4096)

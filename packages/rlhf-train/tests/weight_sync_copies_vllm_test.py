@@ -247,6 +247,17 @@ def test_parameters_that_have_moved_are_found_again(pair: Pair, caplog: pytest.L
     assert "parameters have moved" in caplog.text
 
 
+def test_updates_in_a_kept_buffer_bring_what_was_written_last(pair: Pair) -> None:
+    record(pair)
+    sender = WeightSource("shared_memory", bucket_bytes=40_000, checksum=True, keep_buffer=True)
+    for version in (1, 2, 3):
+        perturb(pair.model, seed=version)
+        sender.send(iter(pair.model.named_parameters()), [pair.engine], version, ["the engine"])
+        assert pair.num_repeated == NUM_WEIGHTS[pair.kind]
+        assert largest_difference(pair, generate(pair)) <= 1e-5
+    sender.close()
+
+
 def test_update_that_was_given_up_is_followed_by_a_whole_one(pair: Pair) -> None:
     record(pair)
     perturb(pair.model, seed=11)

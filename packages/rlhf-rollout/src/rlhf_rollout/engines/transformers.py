@@ -115,14 +115,14 @@ class TransformersEngine(GatedEngine):
                 self._parameters[name].data.copy_(tensor)
                 self._received.add(name)
         except WeightSyncError as error:
-            self._reader.close()
+            self._reader.end_update()
             self._end_update(str(error).partition("\n")[0])
             raise
 
     async def finish_weight_update(self) -> None:
         """See `RolloutEngine.finish_weight_update`. Raises WeightSyncError when weights are missing."""
         self._check_updating()
-        self._reader.close()
+        self._reader.end_update()
         missing = sorted(set(self._parameters) - self._received)
         if missing:
             self._end_update(f"{len(missing)} did not arrive in the last update ({', '.join(missing[:5])})")

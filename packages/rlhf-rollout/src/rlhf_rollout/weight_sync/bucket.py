@@ -45,12 +45,14 @@ class WeightBucket:
         tensors: the weights in the buffer.
         handle: what `map_segment` needs to open the shared memory, or torch to open the CUDA allocation, elsewhere.
         checksum: of the buffer's bytes, in debug mode; None otherwise.
+        kept: whether the sender sends later updates in the same buffer, so that the engine should keep it open.
     """
 
     medium: str
     tensors: tuple[TensorSlot, ...]
     handle: Any
     checksum: int | None = None
+    kept: bool = False
 
     @property
     def used_bytes(self) -> int:

@@ -11,13 +11,14 @@ from rlhf_rollout.weight_sync.bucket import WeightBucket, verify_checksum
 
 
 class BucketReader:
-    """Reads the buckets of one weight update. The sender's memory is mapped once and stays mapped until `close`."""
+    """Reads buckets. The sender's memory is mapped once, and stays mapped until another's, `end_update` or `close`."""
 
     def __init__(self, medium: Medium, device: torch.device) -> None:
         self.medium = medium
         self.device = device
         self._open_memory = import_module(f"rlhf_rollout.weight_sync.{medium}").opener()
         self._opened: tuple[Any, torch.Tensor] | None = None
+        self._kept = False
 
     def read(self, bucket: WeightBucket) -> list[tuple[str, torch.Tensor]]:
         """Return copies of the bucket's weights on `device`, so that the sender may reuse its buffer.
@@ -42,6 +43,7 @@ class BucketReader:
         if self._opened is None or self._opened[0] != bucket.handle:
             self.close()
             self._opened = bucket.handle, self._open_memory(bucket.handle, self.device)
+        self._kept = bucket.kept
         source = self._opened[1]
         if bucket.used_bytes > source.numel():
             raise WeightSyncError(
@@ -56,6 +58,11 @@ class BucketReader:
         """Wait for the device's copies: the sender writes its next bucket once the engine has answered."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+    def end_update(self) -> None:
+        """Unmap the sender's memory, unless the sender keeps it for the next update."""
+        if not self._kept:
+            self.close()
 
     def close(self) -> None:
         """Unmap the sender's memory."""

@@ -62,6 +62,7 @@ class RankActor:
             job.engine.weight_transfer,
             checksum=job.sync_checksum,
             workers_per_engine=job.engine.tensor_parallel_size,
+            keep_buffer=not job.takes_turns,  # whoever sleeps makes room for the other's memory
         )
         loaded_s = time.perf_counter() - started
         return {"startup/load": loaded_s, "startup/rehearsal": rehearse(self._worker, list(models), job, rank)}

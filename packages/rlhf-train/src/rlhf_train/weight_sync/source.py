@@ -17,6 +17,7 @@ from rlhf_rollout.weight_sync import MEDIA, Medium
 from rlhf_rollout.weight_sync.bucket import TensorSlot, WeightBucket, aligned, bucket_checksum
 
 DEFAULT_BUCKET_BYTES = 256 << 20
+_KEPT_MEDIA = ("ipc", "shared_memory")  # whose buffers engines map, which takes time; others are read anew in any case
 
 
 class BucketBuffer(Protocol):
@@ -73,6 +74,9 @@ class WeightSource:
         bucket_bytes: size of a bucket. A weight larger than this gets a bucket of its own size.
         checksum: whether engines verify a checksum of each bucket, for debugging.
         workers_per_engine: processes of each engine, one per GPU.
+        keep_buffer: keep the buffer from one update to the next if engines map it ("ipc", "shared_memory"). This saves
+            the time to allocate and open it. It is opened anew for other engines, and for one that has started again.
+            `close` frees it.
 
     Raises:
         ConfigError: an unknown medium, a bucket size below 1, or "ipc" without a GPU.
@@ -85,6 +89,7 @@ class WeightSource:
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         checksum: bool = False,
         workers_per_engine: int = 1,
+        keep_buffer: bool = False,
     ) -> None:
         if bucket_bytes < 1:
             raise ConfigError(f"bucket_bytes is {bucket_bytes}; it must be at least 1")
@@ -95,6 +100,8 @@ class WeightSource:
         self._open_buffer = import_module(f"rlhf_train.weight_sync.{medium}").opener(workers_per_engine)
         self._bucket_bytes = bucket_bytes
         self._checksum = checksum
+        self._keeps = keep_buffer and medium in _KEPT_MEDIA
+        self._kept: tuple[list[str], BucketBuffer] | None = None  # and the names of the engines that have opened it
 
     def send(
         self,
@@ -124,17 +131,36 @@ class WeightSource:
         names = names or [secrets.token_hex() for _ in engines]
         receivers = _Receivers(engines)
         try:
-            with closing(_Update(self._open_buffer, self._bucket_bytes, self._checksum, receivers)) as update:
+            with closing(
+                _Update(self._open, self._bucket_bytes, self._checksum, receivers, is_kept=self._keeps)
+            ) as update:
                 update.begin(policy_version, names)
                 for name, tensor in named_tensors:
                     update.add(name, tensor.detach())
                 update.finish()
+                if self._keeps:
+                    self._kept = update.release()
         except BaseException:
             # Reading a weight may be a collective with the other ranks, which would wait forever if this rank stopped.
             for _ in named_tensors:
                 pass
             raise
         return SyncReport(update.size_bytes, update.num_buckets, receivers.failures)
+
+    def close(self) -> None:
+        """Free the buffer that was kept for the next update, if any."""
+        if self._kept is not None:
+            self._kept[1].close()
+            self._kept = None
+
+    def _open(self, size_bytes: int, names: list[str]) -> BucketBuffer:
+        """Return the buffer that was kept if it has this size and the same engines opened it, else a new one."""
+        if self._kept is not None and self._kept[0] == names and self._kept[1].data.numel() >= size_bytes:
+            buffer = self._kept[1]
+            self._kept = None
+            return buffer
+        self.close()
+        return self._open_buffer(size_bytes, names)
 
 
 class _Update:
@@ -153,7 +179,10 @@ class _Update:
         bucket_bytes: int,
         checksum: bool,
         receivers: "_Receivers",
+        *,
+        is_kept: bool,
     ) -> None:
+        self._is_kept = is_kept
         self._open_buffer = open_buffer
         self._bucket_bytes = bucket_bytes
         self._checksum = checksum
@@ -187,8 +216,16 @@ class _Update:
         """Send the last weights, and have the engines put all of them in force."""
         if self._specs:
             self._hand_over()
-        self._close_buffer()
+        self._settle()
+        if not self._is_kept:
+            self._close_buffer()
         self._call(self._receivers.call(lambda index, engine: engine.finish_weight_update())).result()
+
+    def release(self) -> tuple[list[str], BucketBuffer] | None:
+        """Return the names of the engines, and their buffer, which the caller closes; None if there were no weights."""
+        buffer = self._buffer
+        self._buffer = None
+        return None if buffer is None else (self._names, buffer)
 
     def close(self) -> None:
         """Wait until no engine reads any more, and free the buffer."""
@@ -204,7 +241,7 @@ class _Update:
         self._specs = []
         if not self._receivers.indices:
             return  # the weights are still gathered with other ranks
-        bucket = WeightBucket(medium=self._buffer.medium, tensors=tuple(specs), handle=None)
+        bucket = WeightBucket(medium=self._buffer.medium, tensors=tuple(specs), handle=None, kept=self._is_kept)
         if self._checksum:
             written = self._buffer.data[: bucket.used_bytes].cpu().numpy()
             bucket = replace(bucket, checksum=bucket_checksum(written, bucket.tensors))

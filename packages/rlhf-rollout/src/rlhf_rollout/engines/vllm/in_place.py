@@ -58,7 +58,7 @@ class InPlaceCheck:
 class InPlace:
     """Repeats the copies of a record in the model's own parameters, and counts what has been written in an update."""
 
-    def __init__(self, record: CopyRecord) -> None:
+    def __init__(self, model: nn.Module, record: CopyRecord) -> None:
         self._record = record
         targets = {copy.target for copies in record.copies.values() for copy in copies}
         self._tensors = {target: getattr(target.layer, target.name) for target in targets}
@@ -67,6 +67,8 @@ class InPlace:
             name: [copy.place.of(self._tensors[copy.target].data) for copy in copies]
             for name, copies in record.copies.items()
         }
+        # Attention may keep tensors that depend on the weights of other layers, such as MLA's absorbed projections.
+        self._attention = [layer for layer in model.modules() if _finishes_attention(layer)]
         self._written: Counter[str] = Counter()
 
     def have_moved(self) -> bool:
@@ -97,12 +99,14 @@ class InPlace:
         """Return the layers that have not been written whole in this update."""
         return [path for path, numel in self._record.numel.items() if self._written[path] < numel]
 
-    def finish(self, model: nn.Module, dtype: torch.dtype) -> None:
+    def finish(self, dtype: torch.dtype) -> None:
         """Put the weights in force. `dtype` is that of the model."""
-        # Attention may keep tensors that depend on the weights of other layers, such as MLA's absorbed projections.
-        for layer in model.modules():
-            if isinstance(layer, AttentionLayerBase) and hasattr(layer, "process_weights_after_loading"):
-                layer.process_weights_after_loading(dtype)
+        for layer in self._attention:
+            layer.process_weights_after_loading(dtype)
+
+
+def _finishes_attention(layer: nn.Module) -> bool:
+    return isinstance(layer, AttentionLayerBase) and hasattr(layer, "process_weights_after_loading")
 
 
 def _processing(path: str, layer: nn.Module) -> str | None:

@@ -116,7 +116,7 @@ class BucketTransferEngine(WeightTransferEngine[BucketInitInfo, BucketUpdateInfo
             with self._loading():
                 self.missing = self._find_missing()
                 if self._places is not None:
-                    self._places.finish(self.model, self.model_config.dtype)
+                    self._places.finish(self.model_config.dtype)
                 else:
                     finalize_layerwise_reload(self.model, self.model_config)
                     if current_platform.is_cpu():
@@ -125,7 +125,7 @@ class BucketTransferEngine(WeightTransferEngine[BucketInitInfo, BucketUpdateInfo
                     self._end_recording()
         finally:
             self._recorder = self._check_in_place = None
-            self._reader.close()
+            self._reader.end_update()
         if self._misfit is not None:
             self._forget(self._misfit)
 
@@ -237,7 +237,7 @@ class BucketTransferEngine(WeightTransferEngine[BucketInitInfo, BucketUpdateInfo
         check.finish()
         self._record = record
         if check.problem is None:
-            self._places = InPlace(record)
+            self._places = InPlace(self.model, record)
         else:
             logger.info("vLLM processes each layer in each update of the weights: %s", check.problem)
 
