@@ -90,6 +90,26 @@ TABLE = [
         "error: --sequence_parallel_size works with the attention rlhf_packed, not with sdpa",
         "leave --attn_implementation at auto",
     ),
+    (
+        "ppo --share_prompts",
+        "error: --share_prompts stores the prompts of packed samples once, and --packing_samples is off",
+        "add --packing_samples",
+    ),
+    (
+        "ppo --share_prompts --packing_samples --sequence_parallel_size 2",
+        "error: --sequence_parallel_size divides sequences, and with --share_prompts they have parts in common",
+        "drop one of them",
+    ),
+    (
+        "ppo --share_prompts --packing_samples --aux_loss_coef 0.1",
+        "error: --aux_loss_coef counts the tokens of whole sequences, and with --share_prompts",
+        "drop one of them",
+    ),
+    (
+        "ppo --share_prompts --packing_samples --attn_implementation sdpa --dry_run",
+        "error: prompts are shared by the attention rlhf_packed, not by sdpa",
+        "leave --attn_implementation at auto",
+    ),
     ("ppo --save_path /proc/run", "error: --save_path /proc/run cannot be written", NOWHERE),
     (f"{SFT} --save_path /proc/run", "error: --save_path /proc/run cannot be written", NOWHERE),
     (f"rm {PAIRS} --save_path rows.jsonl", "error: --save_path .*rows.jsonl is not an empty folder", "name a new one"),
@@ -109,6 +129,11 @@ TABLE = [
         "target_modules",
     ),
     ("ppo --aux_loss_coef 0.1", "error: --aux_loss_coef balances experts, and a qwen2 model has none", "drop --aux"),
+    (
+        "ppo --routing_replay",
+        "error: --routing_replay replays the choice of experts, and a qwen2",
+        "drop --routing_replay",
+    ),
     (f"{SFT} --aux_loss_coef 0.1", "error: --aux_loss_coef balances experts, and a qwen2 model has none", "drop --aux"),
     ("ppo --config broken.toml", "error: .*broken.toml is not TOML", ""),
     ("sft --config deep.toml", "error: .*deep.toml is not TOML: nested too deeply", ""),

@@ -50,6 +50,7 @@ class ModelSpec:
         attn_implementation: see `rlhf_models.loading`.
         gradient_checkpointing: recompute activations in the backward pass, which saves memory.
         packing: concatenate the rows of a micro-batch into one sequence, instead of padding them.
+        share_prompts: store the prompt of packed rows that have the same one once, which needs packing.
         sequence_parallel_size: neighbouring ranks that divide the tokens of each pass among them, which needs packing.
             All models of a rank set have the same.
         torch_compile: "on", "off", or "auto", which compiles where that is possible and faster.
@@ -58,6 +59,7 @@ class ModelSpec:
         lora: adapters to train instead of all weights; None for all weights.
         aux_loss_coef: weight of the load-balancing loss in updates; 0 for none. Only for models with experts.
         offload: of a frozen model on a GPU: keep its weights in host memory while it does not run.
+        routing_replay: whether tokens of rollouts go through the experts that the engine chose. Only for the actor.
     """
 
     path: str
@@ -65,6 +67,7 @@ class ModelSpec:
     attn_implementation: str = "auto"
     gradient_checkpointing: bool = False
     packing: bool = False
+    share_prompts: bool = False
     sequence_parallel_size: int = 1
     torch_compile: str = "off"
     zero_stage: int = 2
@@ -72,6 +75,7 @@ class ModelSpec:
     lora: "LoraSpec | None" = None
     aux_loss_coef: float = 0.0
     offload: bool = False
+    routing_replay: bool = False
 
     def check_offload(self, num_ranks: int) -> None:
         """Raise ConfigError if states of the optimizer shall be in host memory, and cannot on `num_ranks` processes."""

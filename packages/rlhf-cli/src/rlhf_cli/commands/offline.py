@@ -167,7 +167,7 @@ def _prepare(command: Command, config: OfflineConfig, folder: Path, console: "Co
 
     import torch
 
-    from rlhf_cli.preflight.models import check_attention, check_balance, check_context, load_model_files
+    from rlhf_cli.preflight.models import check_attention, check_context, check_experts, load_model_files
     from rlhf_rollout.host import free_port
     from rlhf_train.offline.job import OfflineJob
     from rlhf_train.offline.loop import OfflineSchedule
@@ -177,7 +177,7 @@ def _prepare(command: Command, config: OfflineConfig, folder: Path, console: "Co
     model_config, tokenizer = load_model_files(path)
     set_chat_template(tokenizer, getattr(config.data, "tokenizer_chat_template", None), user_path)
     check_attention(model, model_config)
-    check_balance(model, model_config)
+    check_experts(model, model_config)
     check_context(model_config, config.data.max_len, "--max_len")
     # Other models are checked against the tokenizer before the data is tokenized, which may take minutes.
     reference = _reference(config, tokenizer)

@@ -76,10 +76,10 @@ class ModelSection(sections.ModelSection):
         """Return how the model at `path` is computed. Without an optimizer it is frozen."""
         options = matching(ModelSpec, self) | {"offload": getattr(self, "ref_reward_offload", False)}
         if optimizer is None:
-            options |= {"gradient_checkpointing": False, "lora": None, "aux_loss_coef": 0.0}
-            if self.aux_loss_coef:
+            if options.get("routing_replay") or self.aux_loss_coef:
                 # The policy is not compiled then. A compiled reference rounds differently, and their KL would not be 0.
                 options["torch_compile"] = "off"
+            options |= {"gradient_checkpointing": False, "lora": None, "aux_loss_coef": 0.0, "routing_replay": False}
         return ModelSpec(path=path, packing=self.packing_samples, zero_stage=zero_stage, optimizer=optimizer, **options)
 
     @property
@@ -105,13 +105,39 @@ class FrozenSection(Section, title="model"):
 
 
 class PpoModelSection(ModelSection, FrozenSection):
-    """Adds the critic."""
+    """Adds the critic, prompts that are stored once, and what a model takes over from its rollouts."""
+
+    share_prompts: bool = flag(
+        False,
+        "with --packing_samples: the responses to one prompt in a pass share its tokens in the layers, which saves the"
+        " time and the memory of its copies",
+    )
+    routing_replay: bool = flag(
+        False,
+        "mixtures of experts: the policy is trained with the experts that the engine chose for each token (Rollout"
+        " Routing Replay, R3), which brings their log-probs closer",
+    )
 
     critic_pretrain: str | None = flag(
         None,
         "model from which the critic starts; None: the first of --reward_pretrain, or else --pretrain, with a value"
         " head of zeros",
     )
+
+    def check(self, given: Collection[str]) -> list[str]:
+        """Return a notice for each option that has no effect. Raises ConfigError for options that contradict."""
+        if self.share_prompts and not self.packing_samples:
+            message = "--share_prompts stores the prompts of packed samples once, and --packing_samples is off"
+            raise ConfigError(message, hint="add --packing_samples")
+        others = {
+            "--sequence_parallel_size divides sequences": self.sequence_parallel_size > 1,
+            "--aux_loss_coef counts the tokens of whole sequences": self.aux_loss_coef > 0,
+            "--routing_replay sends the tokens of each sequence to experts of its own": self.routing_replay,
+        }
+        for what in (what for what, is_used in others.items() if is_used and self.share_prompts):
+            message = f"{what}, and with --share_prompts sequences have parts in common"
+            raise ConfigError(message, hint="drop one of them")
+        return super().check(given)
 
 
 class OfflineModelSection(ModelSection):

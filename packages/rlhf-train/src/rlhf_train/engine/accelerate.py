@@ -103,6 +103,8 @@ def compile_model(model: Any, spec: ModelSpec, device: str) -> bool:
     if spec.aux_loss_coef:
         # transformers records them by hooks, which see nothing of compiled layers.
         reason = "the load-balancing loss reads what routers compute inside the layers"
+    if spec.routing_replay:
+        reason = "routing replay gives routers inside the layers another choice with every pass"
     if reason is None and spec.torch_compile == "auto" and not spec.packing:
         reason = "without packing, nearly every batch has another shape and would be compiled again"
     if reason is None:

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 
 from rlhf_data.errors import CheckpointError, ConfigError, EngineError, RlhfError, unknown
+from rlhf_models.loading import load_config
+from rlhf_train.costs import pass_costs
 from rlhf_train.engine.accelerate import start_engine, start_frozen
 from rlhf_train.engine.deepspeed import init_process_group
 from rlhf_train.engine.sequence_groups import join_sequence_group
@@ -181,7 +183,10 @@ class _Run:
             sequence_group=self._sequence_group,
         )
         self.objective = replace(
-            job.objective, packing=spec.packing, sequence_parallel_size=spec.sequence_parallel_size
+            job.objective,
+            packing=spec.packing,
+            sequence_parallel_size=spec.sequence_parallel_size,
+            costs=pass_costs(load_config(spec.path), has_head=kind == "actor"),
         )
         self.items = self.objective.items(job.examples)
         self._eval_items = self.objective.items(job.eval_examples) if job.eval_examples else ()

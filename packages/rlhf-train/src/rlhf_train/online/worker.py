@@ -27,7 +27,6 @@ from rlhf_train.experience import MODEL_COLUMNS, Experience
 from rlhf_train.kl import kl_estimate
 from rlhf_train.online.dropout import without_dropout
 from rlhf_train.online.terms import (
-    IDLE_TOKENS,
     charged_rewards,
     correct_mismatch,
     critic_loss,
@@ -41,6 +40,7 @@ from rlhf_train.online.terms import (
     policy_stream,
     recounted,
     reference_kl_metrics,
+    token_batch,
     update_metrics,
     values_before,
 )
@@ -136,6 +136,8 @@ class TrainWorker:
             plan: mini-batches and micro-batches of the shard.
             step_versions: see `limit_staleness`; the last one is of the weights before the step's first update.
         """
+        if columns.routes is not None:
+            self.engines["actor"].module.model.base_model.router_replay.check(columns.routes)
         self._experience = Experience.from_columns(columns)
         self._plan = plan
         self._step_versions = step_versions
@@ -341,11 +343,8 @@ class TrainWorker:
         return {name: pad_sequence(batch.split(values), batch_first=True) for name, values in outputs.items()}, mask
 
     def _batch(self, role: str, rows: Sequence[int]) -> TokenBatch:
-        """Return rows of the shard as a batch, packed or padded as `role` needs; `IDLE_TOKENS` if there are no rows."""
-        tokens = [self._experience.token_ids[row] for row in rows] or [IDLE_TOKENS]
-        if self._specs[role].packing:
-            return TokenBatch.packed(tokens, device=self._device)
-        return TokenBatch.padded(tokens, pad_id=0, device=self._device)
+        """Return rows of the shard as a batch, packed or padded as `role` needs. Only the actor replays routes."""
+        return token_batch(self._experience, rows, self._device, self._specs[role], with_routes=role == "actor")
 
     def _cut(self, column: Tensor, rows: Sequence[int], width: int) -> Tensor:
         """Return rows of a [B, T] tensor on the device, cut to `width` columns; without rows, one row of zeros."""
