@@ -21,6 +21,8 @@ from rlhf_rollout.protocols import Completion, EngineHealth, PauseMode, Sampling
 from rlhf_rollout.weight_sync.bucket import WeightBucket
 from rlhf_rollout.weight_sync.senders import Senders, merged
 
+# CUDA graphs of decode steps, without compiled layers: compiling takes some 20 s, and graphs hide what it would save.
+_GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
 _CPU_GATHER_S = 0.02  # see `StepLoop`; requests that are sent together arrive so far apart on a busy machine
 
 
@@ -352,6 +354,7 @@ def _build_core(spec: EngineSpec, model_dir: Path, model_config: dict[str, Any],
         torch.set_num_threads(spec.num_threads)
     if spec.tensor_parallel_size == 1:
         _register_architectures(model_config.get("architectures", []))
+    is_eager = spec.enforce_eager or not on_gpu
     # Without chunked prefill one engine step must have room for a whole prompt.
     whole_prompt = 0 if on_gpu else spec.max_model_len
     config = EngineArgs(
@@ -366,7 +369,8 @@ def _build_core(spec: EngineSpec, model_dir: Path, model_config: dict[str, Any],
         enable_chunked_prefill=on_gpu,
         gpu_memory_utilization=spec.gpu_memory_utilization,
         kv_cache_memory_bytes=kv_cache_bytes(spec, model_dir, model_config, on_gpu=on_gpu),
-        enforce_eager=spec.enforce_eager or not on_gpu,
+        enforce_eager=is_eager,
+        **({} if is_eager else {"compilation_config": _GRAPHS}),
         enable_sleep_mode=spec.enable_sleep and on_gpu,
         enable_prefix_caching=spec.enable_prefix_caching,
         tensor_parallel_size=spec.tensor_parallel_size,
