@@ -37,6 +37,7 @@ REACHES = [
         "models.reference.sequence_parallel_size",
         2,
     ),
+    ("share_prompts", "", "--packing_samples", "models.reference.share_prompts", True),
     ("aux_loss_coef", "0.01", "", "models.actor.aux_loss_coef", 0.01),
     ("aux_loss_coef", "0.01", "", "models.critic.aux_loss_coef", 0.0),
     ("aux_loss_coef", "0.01", "", "models.reference.aux_loss_coef", 0.0),
@@ -55,6 +56,9 @@ REACHES = [
     ("lora_alpha", "4", "--lora_rank 2", "models.actor.lora.alpha", 4.0),
     ("target_modules", "q_proj,v_proj", "--lora_rank 2", "models.actor.lora.target_modules", ("q_proj", "v_proj")),
     ("torch_compile", "off", "", "models.critic.torch_compile", "off"),
+    ("ref_reward_offload", "", "", "models.reference.offload", True),
+    ("ref_reward_offload", "", "--teacher_model t", "models.teacher.offload", True),
+    ("ref_reward_offload", "", "--reward_pretrain r", "reward.offload_models", True),
     ("prompt_max_len", "50", "", "engine.max_model_len", 82),  # 50 + 32
     ("reward_timeout_s", "3", "", "reward.calls.timeout_s", 3.0),
     ("reward_num_workers", "3", "", "reward.calls.num_workers", 3),
@@ -165,6 +169,8 @@ REACHES = [
     ("lr_warmup_ratio", "0.5", "", "models.actor.optimizer.warmup_steps", 4),  # of 4 steps x 2
     ("min_lr_ratio", "0.5", "", "models.actor.optimizer.min_lr_ratio", 0.5),
     ("zero_stage", "3", "", "models.actor.zero_stage", 3),
+    ("adam_offload", "", "--bf16 --zero_stage 1", "models.actor.optimizer.offload", True),
+    ("adam_offload", "", "--bf16 --zero_stage 2", "models.critic.optimizer.offload", True),
     ("seed", "3", "", "seed", 3),
     ("max_epochs", "2", "", "batch.max_epochs", 2),
     ("num_episodes", "2", "", "num_steps", 7),  # 200 prompts / 32 = 6.25

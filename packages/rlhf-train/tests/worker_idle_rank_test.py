@@ -5,12 +5,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rlhf_models.host_states import HostStates
 from rlhf_models.testing import tiny_model_dir
 from rlhf_rollout.host import free_port
 from rlhf_train.algorithms import make_algorithm
 from rlhf_train.batching import plan_batches
 from rlhf_train.columns import RolloutColumns
-from rlhf_train.engine.host_states import HostStates
 from rlhf_train.specs import ModelSpec, OptimizerSpec
 from trainer_testing import random_rollouts, run_ranks
 

@@ -241,6 +241,7 @@ def _make_reward(config: PpoConfig, inputs: Inputs) -> RewardSpec:
         running_norm=section.running_reward_norm,
         normalize=section.reward_normalize,
         normalize_models=section.normalize_reward,
+        offload_models=config.model.ref_reward_offload,
         process_models=inputs.process_models,
         step_separator=section.step_end,
         by_turn=section.reward_by_turn,

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from rlhf_data.errors import DataError
+from rlhf_models.shared_prompts import SharedPrompts
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class TokenBatch:
         lengths: tokens per sequence, in order. Kept on the host, so that reading them does not wait for the device.
         padding_mask: [B, T] bool, True for real tokens. None if packed.
         cu_seqlens: [S + 1] int32, the start of each packed sequence, then T. None if padded.
+        shared: how the tokens are stored if packed sequences with the same prompt share it; None if each has a copy.
         routes: [B, T, layers, top_k] int16, the experts that tokens go through, for models with `replay_routes`; -1
             where the router chooses. None if it chooses for all of them.
     """
@@ -33,6 +35,7 @@ class TokenBatch:
     lengths: tuple[int, ...]
     padding_mask: Tensor | None = None
     cu_seqlens: Tensor | None = None
+    shared: SharedPrompts | None = None
     routes: Tensor | None = None
 
     @classmethod
@@ -51,9 +54,23 @@ class TokenBatch:
         )
 
     @classmethod
-    def packed(cls, sequences: Sequence[Any], device: torch.device | str = "cpu") -> "TokenBatch":
-        """Put all sequences end to end into one row. Raises DataError for an empty sequence."""
+    def packed(
+        cls,
+        sequences: Sequence[Any],
+        device: torch.device | str = "cpu",
+        *,
+        prompt_lengths: Sequence[int] | None = None,
+    ) -> "TokenBatch":
+        """Put all sequences end to end into one row.
+
+        With `prompt_lengths`, sequences that begin with the same so many tokens share them in a model's layers.
+
+        Raises:
+            DataError: an empty sequence, or a prompt of no tokens or of more than its sequence.
+        """
         lengths = _lengths(sequences)
+        if prompt_lengths is not None and not all(0 < own <= n for own, n in zip(prompt_lengths, lengths, strict=True)):
+            raise DataError(f"prompts of {tuple(prompt_lengths)} tokens in sequences of {lengths}")
         position_ids = np.concatenate([np.arange(length) for length in lengths])
         cu_seqlens = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
         return cls(
@@ -62,7 +79,22 @@ class TokenBatch:
             position_ids=to_device(torch.from_numpy(position_ids.reshape(1, -1)), device),
             lengths=lengths,
             cu_seqlens=to_device(torch.from_numpy(cu_seqlens), device),
+            shared=None if prompt_lengths is None else _shared(sequences, prompt_lengths, device),
         )
+
+    def states_at(self, states: Tensor, index: Tensor) -> Tensor:
+        """Return a model's states [N, D] at positions [N] of the flattened batch.
+
+        `states` is [B, T, D], [1, U, D] if prompts are shared, or those of a rank's part, at positions in that.
+        """
+        if self.shared is None:
+            return states.flatten(0, 1).index_select(0, index)
+        # Several positions may be stored once. Indexing adds up their gradients in a fixed order, index_select in any.
+        return states[0][self.shared.stored_at[index]]
+
+    def at_every_token(self, values: Tensor) -> Tensor:
+        """Return values [B, T] of all tokens, from those of the tokens that a model stores."""
+        return values if self.shared is None else values[:, self.shared.stored_at]
 
     def routed(self, routes: Sequence[np.ndarray]) -> "TokenBatch":
         """Return the batch with the experts of its tokens.
@@ -124,6 +156,10 @@ class TokenBatch:
         if self.is_packed:
             return list(values[0].split(self.lengths))
         return [row[:length] for row, length in zip(values, self.lengths, strict=True)]
+
+
+def _shared(sequences: Sequence[Any], prompt_lengths: Sequence[int], device: torch.device | str) -> SharedPrompts:
+    return SharedPrompts.of(sequences, prompt_lengths).moved(lambda tensor: to_device(tensor, device))
 
 
 def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:

@@ -23,6 +23,17 @@ class BucketReader:
         """Return copies of the bucket's weights on `device`, so that the sender may reuse its buffer.
 
         Views would not be safe: a loader may keep a weight until the rest of its layer arrives in a later bucket.
+        Raises as `view`.
+        """
+        flat = self.view(bucket).to(self.device, copy=True)
+        self.settle()
+        return [
+            (slot.name, flat[slot.place].view(getattr(torch, slot.dtype)).view(slot.shape)) for slot in bucket.tensors
+        ]
+
+    def view(self, bucket: WeightBucket) -> torch.Tensor:
+        """Return the used part of the bucket's buffer, [used_bytes] uint8. It may be the sender's own memory.
+
         Raises WeightSyncError for another medium than the engine's, memory that cannot be opened, or a wrong checksum.
         """
         if bucket.medium != self.medium:
@@ -39,12 +50,12 @@ class BucketReader:
         flat = source[: bucket.used_bytes]
         if bucket.checksum is not None:
             verify_checksum(flat.cpu().numpy(), bucket)
-        flat = flat.to(self.device, copy=True)
-        if flat.is_cuda:  # the sender writes its next bucket once this returns, so the copy must be done
-            torch.cuda.synchronize(flat.device)
-        return [
-            (slot.name, flat[slot.place].view(getattr(torch, slot.dtype)).view(slot.shape)) for slot in bucket.tensors
-        ]
+        return flat
+
+    def settle(self) -> None:
+        """Wait for the device's copies: the sender writes its next bucket once the engine has answered."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     def close(self) -> None:
         """Unmap the sender's memory."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import os
 import secrets
 from collections.abc import Callable
@@ -126,8 +127,8 @@ class VllmEngine:
     async def receive_weights(self, bucket: WeightBucket) -> None:
         """Load one bucket; the sender may reuse its buffer once this returns.
 
-        Raises WeightSyncError when no update has begun or the bucket does not fit the model. This ends the update, and
-        the engine refuses requests until an update is complete.
+        Raises WeightSyncError when no update has begun or the bucket does not fit the model, and EngineError when it
+        did not arrive or a worker is gone. This ends the update; requests are refused until one is complete.
         """
 
         async def receive(buckets: list[WeightBucket]) -> None:
@@ -219,22 +220,24 @@ class VllmEngine:
             core.collective_rpc("start_weight_update")
         except Exception as error:
             self._end_update(core, f"an update could not begin: {error}")
-            raise WeightSyncError(f"vLLM could not begin a weight update: {error}") from error
+            raise _update_error(core, f"vLLM could not begin a weight update: {error}") from error
         self._loop.refusal = None  # from here on requests wait for the update instead of being refused
 
     def _receive(self, core: Any, bucket: WeightBucket) -> None:
         self._check_updating()
         try:
-            core.collective_rpc("update_weights", kwargs={"update_info": {"bucket": bucket}})
-        except Exception as error:
+            errors = core.collective_rpc("rlhf_receive_weights", kwargs={"bucket": bucket})
+        except Exception as error:  # what happens to a worker that lives is in its answer
+            self._end_update(core, f"the last update failed: {error}")
+            raise _update_error(core, f"vLLM could not load a bucket of weights: {error}") from error
+        # Weights that do not fit end the run, so they matter more than a worker that failed.
+        errors = sorted(itertools.chain(*errors), key=lambda error: not isinstance(error, WeightSyncError))
+        if errors:
             try:
                 core.collective_rpc("rlhf_abandon_weight_update")
             finally:
-                self._end_update(core, str(error).partition("\n")[0])
-            if isinstance(error, RlhfError):
-                raise
-            message = f"vLLM could not load a bucket of weights: {type(error).__name__}: {error}"
-            raise WeightSyncError(message) from error
+                self._end_update(core, str(errors[0]).partition("\n")[0])
+            raise errors[0]
 
     def _finish(self, core: Any) -> None:
         version = self._check_updating()
@@ -243,7 +246,7 @@ class VllmEngine:
             missing = sorted({name for names in core.collective_rpc("rlhf_missing_weights") for name in names})
         except Exception as error:
             self._end_update(core, f"the last update failed: {error}")
-            raise WeightSyncError(f"vLLM could not put the new weights in force: {error}") from error
+            raise _update_error(core, f"vLLM could not put the new weights in force: {error}") from error
         if missing:
             names = ", ".join(missing[:5]) + (" ..." if len(missing) > 5 else "")
             self._end_update(core, f"{len(missing)} did not arrive in the last update ({names})")
@@ -299,6 +302,13 @@ class VllmEngine:
         if self._updating is None:
             raise WeightSyncError("no weight update has begun")
         return self._updating
+
+
+def _update_error(core: Any, message: str) -> RlhfError:
+    """Return the error of a failed update: EngineError if a worker of an engine on several GPUs has died."""
+    executor = getattr(core.engine_core, "model_executor", None)
+    is_lost = getattr(executor, "is_failed", False)
+    return EngineError(f"a worker of the engine is gone: {message}") if is_lost else WeightSyncError(message)
 
 
 def _check_visible_gpus(num_gpus: int) -> None:

@@ -1,5 +1,7 @@
 """Loads buckets of weights into a running vLLM model by vLLM's weight-transfer API. Runs in vLLM's workers."""
 
+import logging
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,16 +12,22 @@ import torch
 from vllm.config import set_current_vllm_config
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.model_executor.model_loader.reload.layerwise import _layerwise_process, get_layerwise_info
+from vllm.model_executor.model_loader.reload.meta import materialize_layer
 from vllm.platforms import current_platform
 
-from rlhf_data.errors import WeightSyncError
+from rlhf_data.errors import RlhfError, WeightSyncError
 from rlhf_rollout.engines.model_files import checkpoint_shapes
+from rlhf_rollout.engines.vllm.copies import Copy, CopyRecord, CopyRecorder, Target
+from rlhf_rollout.engines.vllm.in_place import InPlace, InPlaceCheck
 from rlhf_rollout.weight_sync import MEDIA
 from rlhf_rollout.weight_sync.bucket import WeightBucket, check_tensor
 from rlhf_rollout.weight_sync.reader import BucketReader
+
+logger = logging.getLogger(__name__)
 
 BACKENDS = {f"rlhf_{medium}": medium for medium in MEDIA}
 
@@ -37,7 +45,17 @@ class BucketUpdateInfo(WeightTransferUpdateInfo):
 
 
 class BucketTransferEngine(WeightTransferEngine[BucketInitInfo, BucketUpdateInfo]):
-    """Loads buckets in checkpoint format into the model, layer by layer, and records which weights are missing."""
+    """Loads buckets in checkpoint format into the model, and records which weights are missing.
+
+    vLLM's loader spends most of an update in Python. So it loads the first update only, layer by layer, and the copies
+    that it makes are recorded (see `CopyRecord`). Later updates repeat them: in place if vLLM computes with the
+    parameters as they were loaded, otherwise into new tensors for each layer, which vLLM then processes. An update that
+    the record does not fit is left to the loader, and so are all updates of a model whose copies cannot be repeated.
+
+    Attributes:
+        missing: weights that did not arrive in the last update.
+        num_repeated: weights of the update that were loaded by the record.
+    """
 
     init_info_cls = BucketInitInfo
     update_info_cls = BucketUpdateInfo
@@ -48,7 +66,15 @@ class BucketTransferEngine(WeightTransferEngine[BucketInitInfo, BucketUpdateInfo
         self._reader = BucketReader(BACKENDS[config.backend], device)
         self._expected = checkpoint_shapes(Path(self.model_config.model))
         self._received: set[str] = set()
+        self._recorder: CopyRecorder | None = None
+        self._check_in_place: InPlaceCheck | None = None
+        self._record: CopyRecord | None = None
+        self._places: InPlace | None = None
+        self._staged: Counter[torch.nn.Module] = Counter()
+        self._misfit: str | None = None
+        self._can_record = True
         self.missing: list[str] = []
+        self.num_repeated = 0
 
     def init_transfer_engine(self, init_info: BucketInitInfo) -> None:
         """Do nothing: a bucket itself tells where its memory is."""
@@ -56,31 +82,52 @@ class BucketTransferEngine(WeightTransferEngine[BucketInitInfo, BucketUpdateInfo
     def start_weight_update(self) -> None:
         """Prepare the layers for weights in checkpoint format."""
         self._received = set()
+        self._misfit = None
+        self.num_repeated = 0
+        if self._places is not None and self._places.have_moved():
+            self._forget("parameters have moved")
+        if self._places is not None:
+            self._places.begin()
+            return
         with self._loading():
             initialize_layerwise_reload(self.model)
         if current_platform.is_cpu():
             _drop_expert_kernels(self.model)
+        self._recorder = None
+        if self._record is None and self._can_record:
+            self._recorder = CopyRecorder(_targets(self.model))
+            self._check_in_place = InPlaceCheck(self.model)
+        self._staged.clear()
 
     def receive_weights(self, update_info: BucketUpdateInfo) -> None:
         """Load one bucket. Raises WeightSyncError before the model changes when a name or shape does not fit."""
         bucket = update_info.bucket
         self._check(bucket)
-        weights = self._reader.read(bucket)
         with self._loading():
-            self.model.load_weights(weights)
-        self._received.update(name for name, _ in weights)
+            if self._record is not None and self._fits(self._record, bucket):
+                self._repeat(self._record, bucket)
+            else:
+                self._load(self._reader.read(bucket))
+        self._received.update(slot.name for slot in bucket.tensors)
 
     def finish_weight_update(self) -> None:
         """Put the weights in force; `missing` then lists those that did not arrive."""
         try:
             with self._loading():
                 self.missing = self._find_missing()
-                finalize_layerwise_reload(self.model, self.model_config)
-                if current_platform.is_cpu():
-                    _repack_cpu_heads(self.model)
-                    _watch_expert_kernels(self.model)
+                if self._places is not None:
+                    self._places.finish(self.model, self.model_config.dtype)
+                else:
+                    finalize_layerwise_reload(self.model, self.model_config)
+                    if current_platform.is_cpu():
+                        _repack_cpu_heads(self.model)
+                        _watch_expert_kernels(self.model)
+                    self._end_recording()
         finally:
+            self._recorder = self._check_in_place = None
             self._reader.close()
+        if self._misfit is not None:
+            self._forget(self._misfit)
 
     def shutdown(self) -> None:
         """Unmap the sender's memory."""
@@ -105,12 +152,121 @@ class BucketTransferEngine(WeightTransferEngine[BucketInitInfo, BucketUpdateInfo
             expected = self._expected.get(spec.name, self._expected.get(spec.name.partition(".")[2]))
             check_tensor(spec, expected, self._expected)
 
+    def _load(self, weights: list[tuple[str, torch.Tensor]]) -> None:
+        """Have vLLM's loader load the weights."""
+        recorder = self._recorder
+        if self._places is not None:
+            # The parameters are as the loader wants them, so that it can load in place; this counts what it loads.
+            recorder = CopyRecorder(_targets(self.model))
+        if recorder is None:
+            self.model.load_weights(weights)
+            return
+        recorder.expect(weights)
+        with recorder:
+            self.model.load_weights(weights)
+        if self._places is not None:
+            self._places.count(recorder.finish().numel)
+        elif self._check_in_place is not None:
+            self._check_in_place.compare(recorder, weights)
+
+    def _fits(self, record: CopyRecord, bucket: WeightBucket) -> bool:
+        """Return whether the record knows all weights of the bucket, in their shapes."""
+        for slot in bucket.tensors:
+            if record.shapes.get(slot.name) != tuple(slot.shape):
+                self._misfit = f"{slot.name} did not arrive with shape {tuple(slot.shape)} before"
+                return False
+        return True
+
+    def _repeat(self, record: CopyRecord, bucket: WeightBucket) -> None:
+        """Load a bucket by the record."""
+        sources = _sources(self._reader.view(bucket).to(self.device), bucket, record)
+        for name in self._received.intersection(sources):
+            del sources[name]
+        if self._places is not None:
+            self._places.write(sources)
+        else:
+            for name, parts in sources.items():
+                for copy, source in zip(record.copies[name], parts, strict=True):
+                    self._stage(record, copy, source)
+        self._reader.settle()
+        self.num_repeated += len(sources)
+
+    def _stage(self, record: CopyRecord, copy: Copy, source: torch.Tensor) -> None:
+        """Make a copy into a layer that vLLM has prepared for loading; with its last one the layer is processed."""
+        layer = copy.target.layer
+        info = get_layerwise_info(layer)
+        if not info.can_load():
+            return  # it is loaded already
+        if layer not in self._staged:
+            materialize_layer(layer, info)
+            for target, part in record.zeros:
+                if target.layer is layer:
+                    part.of(getattr(layer, target.name).data).zero_()
+        copy.place.of(getattr(layer, copy.target.name).data).copy_(source)
+        info.load_numel += copy.place.numel
+        self._staged[layer] += 1
+        if self._staged[layer] == record.num_copies[layer]:
+            _layerwise_process(layer, info)
+
     def _find_missing(self) -> list[str]:
         # Layers are counted and not names: vLLM fuses several weights of a checkpoint into one parameter.
-        incomplete = [name or type(layer).__name__ for name, layer in self.model.named_modules() if _incomplete(layer)]
+        if self._places is not None:
+            incomplete = self._places.incomplete()
+        else:
+            incomplete = [
+                name or type(layer).__name__ for name, layer in self.model.named_modules() if _incomplete(layer)
+            ]
         if not incomplete or self._expected is None:
             return incomplete
         return sorted(name for name in self._expected if name not in self._received)
+
+    def _end_recording(self) -> None:
+        """Keep the record of an update that was complete, if its copies can be repeated."""
+        recorder = self._recorder
+        check = self._check_in_place
+        if recorder is None or check is None or self.missing:
+            return
+        record = recorder.finish()
+        problem = recorder.problem
+        if any(isinstance(layer, AttentionLayerBase) for layer in record.num_copies):
+            problem = problem or "an attention layer has weights of its own"
+        if problem is not None:
+            self._can_record = False
+            logger.warning("vLLM loads each update of the weights layer by layer, which is slower: %s", problem)
+            return
+        check.finish()
+        self._record = record
+        if check.problem is None:
+            self._places = InPlace(record)
+        else:
+            logger.info("vLLM processes each layer in each update of the weights: %s", check.problem)
+
+    def _forget(self, reason: str) -> None:
+        logger.warning("the copies that load weights are recorded again in the next update: %s", reason)
+        self._record = self._places = None
+
+
+def _sources(flat: torch.Tensor, bucket: WeightBucket, record: CopyRecord) -> dict[str, list[torch.Tensor]]:
+    """Return views of a bucket's memory for the recorded copies of each of its weights."""
+    typed: dict[str, torch.Tensor] = {}
+    sources = {}
+    for slot in bucket.tensors:
+        if slot.dtype not in typed:
+            dtype = getattr(torch, slot.dtype)
+            typed[slot.dtype] = flat[: flat.numel() - flat.numel() % dtype.itemsize].view(dtype)
+        memory = typed[slot.dtype]
+        start = slot.offset_bytes // memory.itemsize
+        sources[slot.name] = [copy.source.of(memory, start) for copy in record.copies[slot.name]]
+    return sources
+
+
+def _targets(model: torch.nn.Module) -> dict[Target, torch.Tensor]:
+    return {
+        Target(path, layer, name): tensor
+        for path, layer in model.named_modules()
+        for name, tensor in (layer._parameters | layer._buffers).items()
+        if tensor is not None
+    }
 
 
 def _incomplete(layer: torch.nn.Module) -> bool:
@@ -162,13 +318,31 @@ class BucketWorkerExtension:
 
     weight_transfer_engine: BucketTransferEngine
 
+    def rlhf_receive_weights(self, bucket: WeightBucket) -> list[RlhfError]:
+        """Load one bucket; return the error if that failed, else nothing.
+
+        An error that a worker raises reaches the engine as text without a type, and the answers of other workers would
+        be taken for those to the next call.
+        """
+        try:
+            self.update_weights({"bucket": bucket})
+        except RlhfError as error:
+            return [error]
+        except Exception as error:
+            logger.exception("a bucket of weights cannot be loaded")
+            return [WeightSyncError(f"vLLM could not load a bucket of weights: {type(error).__name__}: {error}")]
+        return []
+
     def rlhf_missing_weights(self) -> list[str]:
         """Return the names of the weights that were missing in the last update."""
         return self.weight_transfer_engine.missing
 
     def rlhf_abandon_weight_update(self) -> None:
         """Close the layers after a failed bucket; their weights are then a mixture of old and new."""
-        self.weight_transfer_engine.finish_weight_update()
+        if getattr(self, "_weight_update_active", False):  # another worker failed, and vLLM counts this one as updating
+            self.finish_weight_update()
+        else:
+            self.weight_transfer_engine.finish_weight_update()
 
 
 for _name in BACKENDS:

@@ -1,0 +1,116 @@
+"""Copies weights straight into the parameters with which vLLM computes, where that is all that loading them takes."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+from rlhf_rollout.engines.vllm.copies import Copy, CopyRecord, CopyRecorder
+
+_PLAIN_METHODS = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
+
+
+class InPlaceCheck:
+    """Finds out while vLLM loads an update whether the copies alone would have left the same parameters.
+
+    Attributes:
+        problem: why they would not; None so far.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.problem = next(filter(None, (_processing(path, layer) for path, layer in model.named_modules())), None)
+        self._pending: list[tuple[Copy, Tensor, Tensor]] = []
+
+    def compare(self, recorder: CopyRecorder, weights: Sequence[tuple[str, Tensor]]) -> None:
+        """Compare what was loaded of the last weights, and of earlier ones whose layers are loaded by now."""
+        if self.problem is None:
+            self._pending += [made for name, weight in weights for made in recorder.made(name, weight)]
+            self._compare(at_end=False)
+
+    def finish(self) -> None:
+        """Compare the rest, once vLLM has put the update in force."""
+        self._compare(at_end=True)
+
+    def _compare(self, *, at_end: bool) -> None:
+        pending = self._pending
+        self._pending = []
+        for copy, loaded_as, source in pending:
+            layer = copy.target.layer
+            if not at_end and get_layerwise_info(layer).can_load():
+                self._pending.append((copy, loaded_as, source))
+                continue
+            found = getattr(layer, copy.target.name, None)
+            same_form = (
+                isinstance(found, Tensor)
+                and (found.shape, found.dtype) == (loaded_as.shape, loaded_as.dtype)
+                and found.is_contiguous()
+            )
+            if not same_form or not torch.equal(copy.place.of(found.data), source.to(found.dtype)):
+                self.problem = self.problem or f"vLLM changes {copy.target} after it has loaded it"
+
+
+class InPlace:
+    """Repeats the copies of a record in the model's own parameters, and counts what has been written in an update."""
+
+    def __init__(self, record: CopyRecord) -> None:
+        self._record = record
+        targets = {copy.target for copies in record.copies.values() for copy in copies}
+        self._tensors = {target: getattr(target.layer, target.name) for target in targets}
+        self._addresses = {target: tensor.data_ptr() for target, tensor in self._tensors.items()}
+        self._places = {
+            name: [copy.place.of(self._tensors[copy.target].data) for copy in copies]
+            for name, copies in record.copies.items()
+        }
+        self._written: Counter[str] = Counter()
+
+    def have_moved(self) -> bool:
+        """Return whether a layer has another tensor, or other memory, than when the record was made."""
+        return any(
+            getattr(target.layer, target.name, None) is not tensor or tensor.data_ptr() != self._addresses[target]
+            for target, tensor in self._tensors.items()
+        )
+
+    def begin(self) -> None:
+        """Begin an update."""
+        self._written.clear()
+
+    def write(self, sources: Mapping[str, Sequence[Tensor]]) -> None:
+        """Write the sources of the copies of some weights, by the weights' names, as one batch of copies."""
+        places = [place for name in sources for place in self._places[name]]
+        if places:
+            torch._foreach_copy_(places, [source for parts in sources.values() for source in parts])
+        for name in sources:
+            for copy in self._record.copies[name]:
+                self._written[copy.target.path] += copy.place.numel
+
+    def count(self, numel: Mapping[str, int]) -> None:
+        """Count elements that were written otherwise, by layer."""
+        self._written.update(numel)
+
+    def incomplete(self) -> list[str]:
+        """Return the layers that have not been written whole in this update."""
+        return [path for path, numel in self._record.numel.items() if self._written[path] < numel]
+
+    def finish(self, model: nn.Module, dtype: torch.dtype) -> None:
+        """Put the weights in force. `dtype` is that of the model."""
+        # Attention may keep tensors that depend on the weights of other layers, such as MLA's absorbed projections.
+        for layer in model.modules():
+            if isinstance(layer, AttentionLayerBase) and hasattr(layer, "process_weights_after_loading"):
+                layer.process_weights_after_loading(dtype)
+
+
+def _processing(path: str, layer: nn.Module) -> str | None:
+    """Return a message if vLLM does more than to load a layer's parameters; None if it does not."""
+    method = getattr(layer, "quant_method", None)
+    if isinstance(method, QuantizeMethodBase):
+        # On a CPU a linear layer computes with a packed copy.
+        is_plain = type(method) in _PLAIN_METHODS and not hasattr(layer, "cpu_linear")
+    else:
+        is_plain = isinstance(layer, AttentionLayerBase) or not hasattr(layer, "process_weights_after_loading")
+    return None if is_plain else f"vLLM processes the weights of {path} ({type(layer).__name__})"
