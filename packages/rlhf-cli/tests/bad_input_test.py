@@ -97,7 +97,7 @@ TABLE = [
     ),
     (
         "ppo --share_prompts --packing_samples --sequence_parallel_size 2",
-        "error: --sequence_parallel_size divides sequences, and with --share_prompts they have parts in common",
+        "error: --sequence_parallel_size divides sequences, and with --share_prompts sequences have parts in common",
         "drop one of them",
     ),
     (
