@@ -81,14 +81,13 @@ class RouterReplay:
         return logits, replayed.to(weights.dtype), experts
 
 
-def replay_routes(backbone: nn.Module) -> RouterReplay:
+def replay_routes(backbone: nn.Module) -> None:
     """Have a transformers backbone send tokens through the experts that come with a batch (`TokenBatch.routes`).
 
     Raises ConfigError as `check_replays`.
     """
     check_replays(backbone.config)
     backbone.router_replay = RouterReplay(backbone)
-    return backbone.router_replay
 
 
 def check_replays(config: Any) -> None:
