@@ -4,6 +4,7 @@ Ray's test cluster has several nodes on this machine.
 """
 
 import dataclasses
+import fcntl
 import json
 import os
 import re
@@ -20,9 +21,12 @@ import ray
 from ray.cluster_utils import Cluster
 from ray.util import placement_group_table
 
+from rlhf_data.errors import EngineError
 from rlhf_models.testing import tiny_model_dir
-from rlhf_train.online.job import AsyncSpec, CheckpointSpec
-from rlhf_train.online.places import Place, PlacementPlan, ProcessPlan
+from rlhf_train.online.cluster import check_files, placed_bundles
+from rlhf_train.online.job import AsyncSpec, CheckpointSpec, OnlineJob
+from rlhf_train.online.placement import PlacementRequest, plan_placement
+from rlhf_train.online.places import Place, ProcessPlan
 from rlhf_train.online.run import run_online
 from rlhf_train.run.observer import Observer
 from trainer_testing import NUM_CLUSTER_CPUS, tiny_job
@@ -80,11 +84,28 @@ def cluster(monkeypatch):
     cluster.shutdown()
 
 
+def check_that_a_node_without_a_file_is_named(job: OnlineJob) -> None:
+    """Check it with a file that only this process has."""
+    with open(job.engine.model + "/config.json", "rb") as file:
+        descriptor = fcntl.fcntl(file, fcntl.F_DUPFD, 900)
+    path = f"/proc/self/fd/{descriptor}"
+    lacking = dataclasses.replace(job, engine=dataclasses.replace(job.engine, model=path))
+    try:
+        with placed_bundles(job.plan) as reserved:
+            check_files(job, reserved)
+            address = re.escape(ray.util.get_node_ip_address())
+            with pytest.raises(EngineError, match=rf"the node {address} lacks {path}, which this machine has"):
+                check_files(lacking, reserved)
+    finally:
+        os.close(descriptor)
+        Path(job.save_path).rmdir()
+
+
 @pytest.mark.parametrize("asynchronous", [None, AsyncSpec(max_staleness=1)], ids=["in turn", "at once"])
 def test_run_survives_killed_engines_and_the_loss_of_its_node(cluster, tmp_path, asynchronous):
     """Engines die while they generate in the synchronous run, and while they get weights in the asynchronous one.
 
-    That one is shorter, and keeps its nodes, of which it has two: the engine is not where rank 0 is.
+    That one is shorter, and keeps its nodes, of which it has four, each with a rank.
     """
     num_steps = 4 if asynchronous is None else 3
     model_path = str(tiny_model_dir(tmp_path / "model"))
@@ -93,11 +114,15 @@ def test_run_survives_killed_engines_and_the_loss_of_its_node(cluster, tmp_path,
     job = dataclasses.replace(job, sampling=sampling, asynchronous=asynchronous)
 
     if asynchronous is not None:
-        cluster.add_node(num_cpus=NUM_CLUSTER_CPUS)
-        trainers = (ProcessPlan("train", tuple(job.models), (Place(0), Place(1))),)
-        plan = PlacementPlan("cpu", (0, 0), trainers, ProcessPlan("engines", (), (Place(1),)), colocated=True)
+        for _ in range(3):
+            cluster.add_node(num_cpus=NUM_CLUSTER_CPUS)
+        ranks = {"actor": 4, "critic": 0, "reference": 0}
+        plan = plan_placement(PlacementRequest(ranks=ranks, num_nodes={"actor": 4}), [0] * 4)
+        # The flags --actor_num_nodes 4 --actor_num_gpus_per_node 1 would put the engine beside rank 0.
+        plan = dataclasses.replace(plan, engines=ProcessPlan("engines", (), (Place(3),)))
         engine = dataclasses.replace(job.engine, weight_transfer=plan.weight_transfer)
         job = dataclasses.replace(job, plan=plan, engine=engine)
+        check_that_a_node_without_a_file_is_named(job)
     nodes = set()
 
     def look():

@@ -144,18 +144,23 @@ def test_rewards_of_a_function_a_server_and_a_model_add_up_by_weight_and_failure
     assert (out / "critic/value_head.safetensors").is_file()
 
 
+def train_experts(folder: Path, flags: str) -> list[dict[str, Any]]:
+    """Train a mixture of experts for three steps in `folder`; return the metrics of the steps."""
+    tiny_model_dir(folder / "model", architecture="qwen3_moe")
+    (folder / "reward.py").write_text(REWARD)
+    (folder / "prompts.jsonl").write_text("".join(json.dumps({"input": f"say {n}"}) + "\n" for n in range(24)))
+    flags += " --pretrain model --prompt_data prompts.jsonl --remote_rm_url reward.py --advantage_estimator rloo"
+    flags += " --rollout_batch_size 8 --n_samples_per_prompt 4 --train_batch_size 16 --micro_train_batch_size 4"
+    flags += " --prompt_max_len 32 --generate_max_len 16 --train_steps 3 --packing_samples --actor_learning_rate 3e-3"
+    lines = [line for line in ppo(*flags.split(), folder=folder) if "time/step" in line]
+    assert len(lines) == 3
+    return lines
+
+
 def test_mixture_of_experts_is_trained_and_balanced_and_its_engine_follows(tmp_path):
     from safetensors.numpy import load_file
 
-    tiny_model_dir(tmp_path / "model", architecture="qwen3_moe")
-    (tmp_path / "reward.py").write_text(REWARD)
-    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"input": f"say {n}"}) + "\n" for n in range(24)))
-    flags = "--pretrain model --prompt_data prompts.jsonl --remote_rm_url reward.py --advantage_estimator rloo"
-    flags += " --rollout_batch_size 8 --n_samples_per_prompt 4 --train_batch_size 16 --micro_train_batch_size 4"
-    flags += " --prompt_max_len 32 --generate_max_len 16 --train_steps 3 --zero_stage 3 --packing_samples"
-    flags += " --actor_learning_rate 3e-3 --aux_loss_coef 0.1"
-    lines = [line for line in ppo(*flags.split(), folder=tmp_path) if "time/step" in line]
-    assert len(lines) == 3
+    lines = train_experts(tmp_path, "--zero_stage 3 --aux_loss_coef 0.1")
     for line in lines:
         # The loss is 2 if all experts are used equally, and 4 if all tokens go through the same 2 of 4.
         assert 1.9 < line["policy/aux_loss"] < 4.0
@@ -168,3 +173,24 @@ def test_mixture_of_experts_is_trained_and_balanced_and_its_engine_follows(tmp_p
     experts = [name for name in before if ".experts." in name]
     assert before.keys() == after.keys() and len(experts) == 24
     assert all(abs(after[name] - before[name]).max() > 1e-3 for name in experts)
+
+
+def test_routing_replay_brings_engine_and_trainer_closer_and_a_step_can_be_repeated(tmp_path):
+    steps = {}
+    for name, flags in {"without": "--bf16 --seed 3", "replay": "--bf16 --seed 3 --routing_replay"}.items():
+        (tmp_path / name).mkdir()
+        steps[name] = train_experts(tmp_path / name, flags)
+    if not ON_GPU:  # the first step has the same weights and the same responses
+        for name in ("mismatch/logprob_gap_mean", "mismatch/logprob_gap_max"):
+            assert 0 < steps["replay"][0][name] < steps["without"][0][name]
+    assert [line["routing/replayed"] for line in steps["replay"]] == [1.0] * 3
+    assert not [name for line in steps["without"] for name in line if name.startswith("routing/")]
+    before, after = steps["replay"][0], steps["replay"][-1]
+    assert before["policy/entropy"] != after["policy/entropy"] and after["kl/reference"] > 0.01
+    command = [sys.executable, "-m", "rlhf_cli.main", "replay", "out", "--step", "2"]
+    environment = os.environ | {"BUILD_WORKING_DIRECTORY": str(tmp_path / "replay")}
+    again = subprocess.run(
+        command, cwd=tmp_path / "replay", env=environment, capture_output=True, text=True, timeout=TIMEOUT_S
+    )
+    assert again.returncode == 0, again.stdout[-4000:] + again.stderr[-4000:]
+    assert ON_GPU or "metrics agree within 0" in again.stdout

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rlhf_data.records import Rollout
 from rlhf_models.testing import tiny_model_dir
 from rlhf_rollout.host import free_port, local_gpus
 from rlhf_train.algorithms import AlgorithmSpec, make_algorithm
@@ -48,6 +49,7 @@ class Case:
     first_reward: float | None = None  # in place of the first rollout's own
     lora_rank: int = 0
     sequence_parallel_size: int = 1
+    share_prompts: bool = False
 
 
 SPLITS = {
@@ -57,6 +59,8 @@ SPLITS = {
     "micro batches of 5": Case(micro_batch_size=5),
     "packed": Case(packing=True),
     "packed micro batches of 5": Case(packing=True, micro_batch_size=5),
+    "shared prompts": Case(packing=True, share_prompts=True),
+    "shared prompts in micro batches of 5": Case(packing=True, share_prompts=True, micro_batch_size=5),
     "ZeRO 1, packed to 60 tokens": Case(zero_stage=1, packing=True, micro_batch_tokens=60),
     "ZeRO 2": Case(zero_stage=2, micro_batch_size=8),
     "ZeRO 3": Case(zero_stage=3, micro_batch_size=8),
@@ -95,6 +99,16 @@ def device_of(rank: int, num_ranks: int) -> str:
     return "cuda"
 
 
+def grouped_rollouts(count: int) -> list[Rollout]:
+    """Return random rollouts, four to a prompt."""
+    rollouts = random_rollouts(count, vocab_size=VOCAB_SIZE)
+    prompts = [rollouts[index - index % 4].spans[0] for index in range(count)]
+    return [
+        dataclasses.replace(rollout, spans=(prompt, *rollout.spans[1:]))
+        for rollout, prompt in zip(rollouts, prompts, strict=True)
+    ]
+
+
 def one_step(rank: int, num_ranks: int, master: Any, path: str, case: Case) -> dict[str, Any]:
     """Run one step of PPO, usually of two updates per model; return the weights and the metrics."""
     device_of(rank, num_ranks)
@@ -108,6 +122,7 @@ def one_step(rank: int, num_ranks: int, master: Any, path: str, case: Case) -> d
         path=path,
         packing=case.packing,
         sequence_parallel_size=case.sequence_parallel_size,
+        share_prompts=case.share_prompts,
         zero_stage=case.zero_stage,
         dtype=case.dtype,
     )
@@ -124,7 +139,7 @@ def one_step(rank: int, num_ranks: int, master: Any, path: str, case: Case) -> d
         device=device_of(rank, num_ranks),
         seed=0,
     )
-    rollouts = random_rollouts(case.num_rollouts, vocab_size=VOCAB_SIZE)
+    rollouts = grouped_rollouts(case.num_rollouts)
     rewards = [rollout.verdict.reward for rollout in rollouts]
     if case.first_reward is not None:
         rewards[0] = case.first_reward
@@ -315,7 +330,7 @@ def test_two_ranks_whiten_over_both(on_one_rank, on_two_ranks, name):
     assert together.keys() == alone.keys() and len(alone) == NUM_ROLLOUTS
     assert max(float(np.abs(alone[key] - together[key]).max()) for key in alone) < 1e-5
     # Mean 0 and deviation 1 over the trained tokens of both ranks, and of neither rank's alone.
-    masks = {rollout.rollout_id: rollout.loss_mask for rollout in random_rollouts(NUM_ROLLOUTS, vocab_size=VOCAB_SIZE)}
+    masks = {rollout.rollout_id: rollout.loss_mask for rollout in grouped_rollouts(NUM_ROLLOUTS)}
     whole, *shards = (
         np.concatenate([columns[key][masks[key]] for key in columns], dtype=np.float64)
         for columns in (together, *(rank[name]["advantages"] for rank in on_two_ranks))

@@ -68,6 +68,18 @@ def random_rollouts(
     return rollouts
 
 
+def with_routes(rollouts: Sequence[Rollout], *, layers: int = 2, num_experts: int = 4, top_k: int = 2) -> list[Rollout]:
+    """Return the rollouts with random experts of all tokens but the last. Each third has those of its prompt alone, but
+    the first has none."""
+    rng = np.random.default_rng(8)
+    routed = []
+    for index, rollout in enumerate(rollouts):
+        count = rollout.num_tokens - 1 if index % 3 else len(rollout.spans[0].token_ids)
+        routes = rng.random((count, layers, num_experts)).argsort(-1)[..., :top_k]
+        routed.append(dataclasses.replace(rollout, routes=routes if index else None))
+    return routed
+
+
 def run_ranks(function: Callable[..., Any], num_ranks: int, *arguments: Any) -> list[Any]:
     """Call `function(rank, num_ranks, (host, port), *arguments)` in `num_ranks` new processes and return the results.
 

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from rlhf_kernels.ops.linear_policy_loss import linear_policy_loss
     from rlhf_kernels.ops.linear_token_logprobs import linear_token_logprobs
     from rlhf_kernels.ops.logprob_kl import logprob_kl
+    from rlhf_kernels.ops.merge_attention import merge_attention_
     from rlhf_kernels.ops.packed_policy_loss import POLICY_METRICS, PolicyStream, packed_policy_loss
     from rlhf_kernels.ops.segmented_scan import packed_gae, segmented_scan
     from rlhf_kernels.ops.token_logprobs import token_logprobs
@@ -21,6 +22,7 @@ __all__ = [
     "linear_policy_loss",
     "linear_token_logprobs",
     "logprob_kl",
+    "merge_attention_",
     "packed_gae",
     "packed_policy_loss",
     "segmented_scan",

@@ -65,6 +65,22 @@ TABLE = [
         "use 2 or a multiple: torchrun --nproc_per_node 2",
     ),
     (
+        f"{SFT} --adam_offload",
+        "error: --adam_offload is for AdamW on bfloat16 weights, .*: weights are float32",
+        "add --bf16",
+    ),
+    (f"{SFT} --adam_offload --bf16 --optim muon", "error: --adam_offload is .*: --optim is muon", "use --optim adam"),
+    (
+        "ppo --adam_offload --bf16 --zero_stage 3",
+        "error: --adam_offload is .*: --zero_stage is 3",
+        "use --zero_stage 1",
+    ),
+    (
+        "ppo --adam_offload --bf16 --actor_num_gpus_per_node 2 --dry_run",
+        "error: --adam_offload is .*: --zero_stage is 2",
+        "use --zero_stage 1",
+    ),
+    (
         "ppo --sequence_parallel_size 3 --packing_samples --actor_num_gpus_per_node 3 --dry_run",
         "error: sequence parallelism over 3 ranks divides attention heads, and the model has",
         "ranks",
@@ -72,6 +88,31 @@ TABLE = [
     (
         "ppo --sequence_parallel_size 2 --packing_samples --attn_implementation sdpa --dry_run --actor_num_nodes 2",
         "error: --sequence_parallel_size works with the attention rlhf_packed, not with sdpa",
+        "leave --attn_implementation at auto",
+    ),
+    (
+        "ppo --share_prompts",
+        "error: --share_prompts stores the prompts of packed samples once, and --packing_samples is off",
+        "add --packing_samples",
+    ),
+    (
+        "ppo --share_prompts --packing_samples --sequence_parallel_size 2",
+        "error: --sequence_parallel_size divides sequences, and with --share_prompts sequences have parts in common",
+        "drop one of them",
+    ),
+    (
+        "ppo --share_prompts --packing_samples --routing_replay",
+        "error: --routing_replay sends the tokens of each sequence to experts of its own, and with --share_prompts",
+        "drop one of them",
+    ),
+    (
+        "ppo --share_prompts --packing_samples --aux_loss_coef 0.1",
+        "error: --aux_loss_coef counts the tokens of whole sequences, and with --share_prompts",
+        "drop one of them",
+    ),
+    (
+        "ppo --share_prompts --packing_samples --attn_implementation sdpa --dry_run",
+        "error: prompts are shared by the attention rlhf_packed, not by sdpa",
         "leave --attn_implementation at auto",
     ),
     ("ppo --save_path /proc/run", "error: --save_path /proc/run cannot be written", NOWHERE),
@@ -93,6 +134,11 @@ TABLE = [
         "target_modules",
     ),
     ("ppo --aux_loss_coef 0.1", "error: --aux_loss_coef balances experts, and a qwen2 model has none", "drop --aux"),
+    (
+        "ppo --routing_replay",
+        "error: --routing_replay replays the choice of experts, and a qwen2",
+        "drop --routing_replay",
+    ),
     (f"{SFT} --aux_loss_coef 0.1", "error: --aux_loss_coef balances experts, and a qwen2 model has none", "drop --aux"),
     ("ppo --config broken.toml", "error: .*broken.toml is not TOML", ""),
     ("sft --config deep.toml", "error: .*deep.toml is not TOML: nested too deeply", ""),

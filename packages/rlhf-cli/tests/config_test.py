@@ -250,6 +250,8 @@ def test_check_ppo_impossible_combination_is_an_error_with_a_hint(argv, message,
         ([*GIVEN, "--eval_steps", "5"], "--eval_steps has no effect: there is no --eval_data"),
         (["--colocate_all_models", "--colocate_actor_ref"], "--colocate_actor_ref has no effect"),
         (["--top_p", "0.9"], "--top_p 0.9 samples from a part of the distribution"),
+        (["--init_kl_coef", "0", "--ref_reward_offload"], "--ref_reward_offload has no effect: all models of this run"),
+        (["--lora_rank", "2", "--ref_reward_offload"], "--ref_reward_offload has no effect: all models of this run"),
     ],
 )
 def test_check_ppo_option_without_effect_is_a_notice(argv, notice):
@@ -262,10 +264,26 @@ def test_check_ppo_defaults_give_no_notice():
     assert ppo("--advantage_estimator", "group_norm").notices == ()
 
 
+@pytest.mark.parametrize(
+    "argv",
+    [
+        [],
+        ["--init_kl_coef", "0", "--reward_pretrain", "r"],
+        ["--init_kl_coef", "0", "--teacher_model", "t"],
+        ["--lora_rank", "2", "--teacher_model", "t"],
+        ["--lora_rank", "2", "--reward_pretrain", "r"],
+    ],
+    ids=str,
+)
+def test_check_ppo_models_that_are_not_trained_can_rest(argv):
+    assert not [text for text in ppo("--ref_reward_offload", *argv).notices if "ref_reward_offload" in text]
+
+
 def test_on_cpu_names_only_what_was_given():
     assert on_cpu({"seed"}) == []
-    notices = on_cpu({"seed", "enforce_eager", "critic_num_nodes"})
-    assert [notice.split()[0] for notice in notices] == ["--enforce_eager", "--critic_num_nodes"]
+    notices = on_cpu({"seed", "enforce_eager", "critic_num_nodes", "adam_offload", "ref_reward_offload"})
+    names = ["--enforce_eager", "--adam_offload", "--ref_reward_offload", "--critic_num_nodes"]
+    assert [notice.split()[0] for notice in notices] == names
 
 
 def test_sft_needs_a_model_and_examples():

@@ -108,6 +108,20 @@ def test_command_learns_its_examples_and_says_where_everything_lies(folder, mode
     assert f"{loader}('{folder / 'out' / 'model'}')" in out
 
 
+@pytest.mark.parametrize("lora_rank", [0, 2])
+def test_dpo_with_states_and_reference_in_cpu_memory_leaves_the_same_model(folder, models, capsys, lora_rank):
+    weights = []
+    for name, offload in (("plain", {}), ("offload", {"adam_offload": "", "ref_reward_offload": ""})):
+        options = {"save_path": name, "bf16": "", "zero_stage": 2, "l2": 0.1, "max_epochs": 2, "lora_rank": lora_rank}
+        options["ref_pretrain"] = models / "other"
+        assert run("dpo", flags("dpo", models, **options, **offload)) == 0
+        weights.append((folder / name / "model" / "model.safetensors").read_bytes())
+    assert weights[0] == weights[1] != (models / "base" / "model.safetensors").read_bytes()
+    notices = [line for line in capsys.readouterr().err.splitlines() if "has no effect" in line]
+    reason = "has no effect: there is no GPU, whose memory it saves"
+    assert [line.partition("--")[2] for line in notices] == [f"{name} {reason}" for name in offload]
+
+
 def test_rm_leaves_a_reward_model_that_orders_pairs_with_the_moments_of_its_scores(folder, models):
     assert run("rm", flags("rm", models, max_epochs=8, eval_dataset="pairs.jsonl")) == 0
     assert measured(folder, "eval/accuracy")[-1] == 1.0

@@ -103,6 +103,10 @@ REACHES = [
     ("sft", "min_lr_ratio", "0.5", "", "model.optimizer.min_lr_ratio", 0.5),
     ("sft", "learning_rate", "0.5", "", "model.optimizer.learning_rate", 0.5),
     ("sft", "zero_stage", "3", "", "model.zero_stage", 3),
+    ("sft", "adam_offload", "", "--bf16", "model.optimizer.offload", True),
+    ("dpo", "ref_reward_offload", "", "--ref_pretrain OTHER", "reference.offload", True),
+    ("kto", "ref_reward_offload", "", "", "model.offload", True),
+    ("kd", "ref_reward_offload", "", "", "reference.offload", True),
     ("sft", "eval_steps", "2", EVAL, "eval_steps", 2),
     ("sft", "best_metric_key", "eval/entropy", EVAL, "best_metric", "entropy"),
     ("sft", "save_path", "here", "", "model_path", Path("/out/model")),
@@ -213,6 +217,17 @@ def test_every_flag_of_every_command_is_tested():
         ("dpo", "--loss_type orpo --nll_loss_coef 1", "--nll_loss_coef has no effect: the loss is orpo"),
         ("dpo", "--loss_type simpo --ref_pretrain m", "--ref_pretrain has no effect: the loss is simpo"),
         ("dpo", "--loss_type simpo --precompute_reference", "--precompute_reference has no effect: the loss is simpo"),
+        ("dpo", "--loss_type simpo --ref_reward_offload", "--ref_reward_offload has no effect: the loss is simpo"),
+        (
+            "kto",
+            "--precompute_reference --ref_reward_offload",
+            "--ref_reward_offload has no effect: --precompute_reference drops the reference before the first update",
+        ),
+        (
+            "dpo",
+            "--lora_rank 2 --ref_reward_offload",
+            "--ref_reward_offload has no effect: with --lora_rank the reference is the model without its adapters",
+        ),
     ],
     ids=lambda part: part[:40],
 )

@@ -199,6 +199,35 @@ def test_rollout_group_flattens_its_episodes_in_order_and_refuses_a_stray():
         RolloutGroup("g1", prompt, episodes)
 
 
+def test_rollout_routes_are_read_only_of_the_smallest_type_and_of_its_first_tokens():
+    plain = two_turns()
+    assert plain.routes is None and plain.num_routed == 0
+    given = np.arange(5 * 3 * 2).reshape(5, 3, 2)
+    rollout = dataclasses.replace(plain, routes=given)
+    assert rollout.routes.dtype == np.uint8 and rollout.routes.tolist() == given.tolist() and rollout.num_routed == 5
+    with pytest.raises(ValueError, match="read-only"):
+        rollout.routes[0] = 1
+    given[0] = 1  # the caller's own
+    for largest, dtype in ((255, np.uint8), (256, np.uint16)):
+        assert dataclasses.replace(plain, routes=np.full((1, 1, 1), largest)).routes.dtype == dtype
+    assert dataclasses.replace(plain, routes=np.zeros((0, 3, 2), np.uint8)).num_routed == 0
+    assert pickle.loads(pickle.dumps(rollout)).routes.tolist() == rollout.routes.tolist()
+
+
+@pytest.mark.parametrize(
+    ("routes", "message"),
+    [
+        (np.zeros((5, 3), int), r"routes must be numbers of experts \[R, layers, top_k\], got shape \(5, 3\)"),
+        (np.zeros((5, 3, 2)), "and type float64"),
+        (np.full((5, 3, 2), -1), "and type int64"),
+        (np.zeros((7, 3, 2), int), "'g/0' has 6 tokens and routes of 7"),
+    ],
+)
+def test_rollout_routes_that_cannot_be_are_refused(routes, message):
+    with pytest.raises(DataError, match=message):
+        dataclasses.replace(two_turns(), routes=routes)
+
+
 def test_records_pickle_round_trip():
     rollout = two_turns()
     group = make_group("g", make_prompt(), (rollout,))

@@ -10,6 +10,7 @@ import pytest
 
 from rlhf_data.errors import ConfigError, DataError
 from rlhf_data.records import FinishReason, Prompt, Rollout, Span, SpanSource, VerdictKind
+from rlhf_models.host_states import RestingModel
 from rlhf_models.testing import tiny_model_dir, tiny_reward_model_dir
 from rlhf_rollout.rewards.model import LocalScorer, ModelReward, ProcessReward
 
@@ -266,6 +267,28 @@ def test_local_scorer_gives_the_models_scores_in_order(reward_dir: Path) -> None
     np.testing.assert_allclose(run(normalized.score(sequences)), (expected - 2.0) / 0.5, atol=1e-5)
     assert normalized.has_moments and not raw.has_moments
     raw.close()
+
+
+@pytest.mark.parametrize("judges_steps", [False, True])
+def test_local_scorer_whose_weights_rest_between_calls_gives_the_same_answers(
+    tmp_path: Path, judges_steps: bool
+) -> None:
+    from rlhf_models.process_reward import StepFormat, store_step_format
+
+    folder = (tiny_model_dir if judges_steps else tiny_reward_model_dir)(tmp_path)
+    options: dict[str, Any] = {}
+    sample: Any = np.arange(3, 9, dtype=np.int32)
+    if judges_steps:
+        store_step_format(folder, StepFormat(5, 10, 12))
+        options = {"step_separator": ""}
+        sample = (sample, sample > 4)
+    plain = LocalScorer(str(folder), **options)
+    # A CPU by a name that does not keep weights in their files.
+    resting = LocalScorer(str(folder), device="cpu:0", offload=True, **options)
+    for _ in range(2):
+        assert run(resting.score([sample])) == run(plain.score([sample]))
+    model = resting._awake.args[0]
+    assert isinstance(model, RestingModel) and not model._is_awake
 
 
 def test_local_scorer_does_not_depend_on_who_is_scored_beside(reward_dir: Path) -> None:

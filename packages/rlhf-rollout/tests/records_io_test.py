@@ -1,5 +1,6 @@
 """Rollouts as JSON lines."""
 
+import base64
 import contextlib
 import dataclasses
 import json
@@ -54,6 +55,7 @@ def test_rollout_record_holds_everything_as_plain_json():
             {"source": "prompt", "num_tokens": 5, "policy_version": None},
             {"source": "policy", "num_tokens": 2, "policy_version": 0},
         ],
+        "routes": None,
         "finish_reason": "stop",
         "policy_version": 0,
         "reward": 0.5,
@@ -66,6 +68,17 @@ def test_rollout_record_holds_everything_as_plain_json():
         "token_rewards": [],
         "source_rewards": [],
         "score_seconds": 0.25,
+    }
+
+
+def test_rollout_record_routes_are_shape_type_and_bytes():
+    group = group_of()
+    rollout = dataclasses.replace(group.rollouts[0], routes=[[[1, 2]], [[3, 255]], [[4, 256]]])
+    record = rollout_record(group, group.episodes[0], rollout)["routes"]
+    assert json.loads(json.dumps(record)) == {
+        "shape": [3, 1, 2],
+        "dtype": "uint16",
+        "data": base64.b64encode(bytes([1, 0, 2, 0, 3, 0, 255, 0, 4, 0, 0, 1])).decode(),
     }
 
 
@@ -188,7 +201,10 @@ def random_group(rng, number):
                 spans += [policy(), policy(), Span(SpanSource.ENVIRONMENT, tokens(0))]
             reason = list(FinishReason)[rng.integers(3)]
             rollout = Rollout(f"{group_id}/{index}.{part}", group_id, tuple(spans), reason, '4"\n')
-            rollouts.append(dataclasses.replace(rollout, verdict=random_verdict(rng, rollout)))
+            routes = None
+            if rng.random() < 0.5:
+                routes = rng.integers(0, rng.choice([4, 256, 257]), (rng.integers(rollout.num_tokens + 1), 3, 2))
+            rollouts.append(dataclasses.replace(rollout, verdict=random_verdict(rng, rollout), routes=routes))
         episodes.append(Episode(f"{group_id}/e{index}", group_id, tuple(rollouts)))
     return RolloutGroup(group_id, prompt, tuple(episodes))
 
@@ -267,6 +283,31 @@ DAMAGES = {
     "fewer tokens than its spans": (lambda rows: [changed(rows[0], token_ids=[1, 2]), rows[1]], 1, "log-probs for"),
     "fewer log-probs": (lambda rows: [changed(rows[0], logprobs=[0.0] * 6), rows[1]], 1, "1 log-probs for 2 tokens"),
     "more log-probs": (lambda rows: [changed(rows[0], logprobs=[0.0] * 8), rows[1]], 1, "`logprobs` does not fit"),
+    "routes of more tokens": (
+        lambda rows: [changed(rows[0], routes={"shape": [8, 1, 1], "dtype": "uint8", "data": "AAAAAAAAAAA="}), rows[1]],
+        1,
+        "has 7 tokens and routes of 8",
+    ),
+    "routes of another shape": (
+        lambda rows: [changed(rows[0], routes={"shape": [3, 1, 1], "dtype": "uint8", "data": "AAA="}), rows[1]],
+        1,
+        "cannot reshape",
+    ),
+    "routes that are no Base64": (
+        lambda rows: [changed(rows[0], routes={"shape": [1, 1, 1], "dtype": "uint8", "data": "A?=="}), rows[1]],
+        1,
+        "base64",
+    ),
+    "routes of a larger type": (
+        lambda rows: [changed(rows[0], routes={"shape": [1, 1, 1], "dtype": "uint16", "data": "AAA="}), rows[1]],
+        1,
+        "`routes` does not fit the rest",
+    ),
+    "routes of an unknown type": (
+        lambda rows: [changed(rows[0], routes={"shape": [1, 1, 1], "dtype": "expert", "data": "AA=="}), rows[1]],
+        1,
+        "expert",
+    ),
     "a reward that is no number": (lambda rows: [changed(rows[0], reward="one"), rows[1]], 1, "isfinite"),
     "an infinite reward": (lambda rows: [changed(rows[0], reward=float("inf")), rows[1]], 1, "the reward is inf"),
     "a verdict without its reward": (lambda rows: [changed(rows[0], reward=None), rows[1]], 1, "without a reward"),

@@ -20,6 +20,7 @@ pytest.importorskip("vllm")
 from vllm.v1.engine import FinishReason as VllmFinishReason
 
 from rlhf_rollout.engines.vllm import engine as vllm_engine
+from rlhf_rollout.engines.vllm.weights import BucketWorkerExtension
 
 PROMPT = np.array([5, 6], np.int32)
 
@@ -35,6 +36,7 @@ class Core:
         self.running: dict[str, Any] = {}
         self.is_asleep = False
         self.lasts = False  # a step ends no request
+        self.answers: dict[str, list[Any]] = {}  # of the workers, by method
         self.engine_core = SimpleNamespace(
             batch_queue=None,
             scheduler=SimpleNamespace(has_requests=lambda: bool(self.running)),
@@ -49,7 +51,7 @@ class Core:
 
     def collective_rpc(self, method: str, kwargs: Any = None) -> list[Any]:
         self.called(method)
-        return [[]]
+        return self.answers.get(method, [[]])
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         self.called("reset_prefix_cache")
@@ -133,7 +135,7 @@ async def outcome(request: Any) -> str:
     ("failing", "message"),
     [
         ("start_weight_update", "an update could not begin"),
-        ("update_weights", "update_weights failed"),
+        ("rlhf_receive_weights", "the last update failed: rlhf_receive_weights failed"),
         ("finish_weight_update", "the last update failed"),
         ("rlhf_missing_weights", "the last update failed"),
         ("reset_prefix_cache", "vLLM kept prefixes that the old weights computed"),
@@ -163,6 +165,86 @@ def test_failed_weight_update_answers_the_requests_it_held(engine: Any, core: Co
         assert await update.held == await outcome(generate(engine)) == "answered"
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("answers", "kind"),
+    [
+        ([[], [EngineError("not arrived")]], EngineError),
+        ([[WeightSyncError("too short")], []], WeightSyncError),
+        ([[EngineError("not arrived")], [WeightSyncError("too short")]], WeightSyncError),
+    ],
+)
+def test_bucket_that_a_worker_could_not_load_raises_the_workers_error(
+    engine: Any, core: Core, answers: list, kind: type[Exception]
+) -> None:
+    async def scenario() -> None:
+        await engine.begin_weight_update(1)
+        core.answers = {"rlhf_receive_weights": answers}
+        reason = "too short" if kind is WeightSyncError else "not arrived"
+        with pytest.raises(kind, match=reason) as raised:
+            await engine.receive_weights(None)
+        assert type(raised.value) is kind
+        assert core.calls[-2] == "rlhf_abandon_weight_update"
+        assert reason in await outcome(generate(engine))
+        core.answers = {}
+        await engine.begin_weight_update(2)
+        await engine.receive_weights(None)
+        await engine.finish_weight_update()
+        assert await outcome(generate(engine)) == "answered"
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("failing", ["start_weight_update", "rlhf_receive_weights", "finish_weight_update"])
+def test_update_that_fails_because_a_worker_has_died_is_a_failure_of_the_engine_alone(
+    engine: Any, core: Core, failing: str
+) -> None:
+    async def update() -> None:
+        await engine.begin_weight_update(1)
+        await engine.receive_weights(None)
+        await engine.finish_weight_update()
+
+    core.engine_core.model_executor = SimpleNamespace(is_failed=True)
+    core.failing = {failing}
+    with pytest.raises(EngineError, match=f"a worker of the engine is gone: vLLM .*{failing} failed"):
+        asyncio.run(update())
+
+
+class Worker(BucketWorkerExtension):
+    """A worker of vLLM that is told what happens to a bucket."""
+
+    def __init__(self, error: Exception | None) -> None:
+        self.error = error
+        self.calls: list[str] = []
+        self._weight_update_active = True
+        self.weight_transfer_engine = SimpleNamespace(finish_weight_update=lambda: self.calls.append("engine"))
+
+    def update_weights(self, update_info: dict) -> None:
+        assert update_info == {"bucket": "bucket"}
+        if self.error is not None:
+            self._weight_update_active = False
+            raise self.error
+
+    def finish_weight_update(self) -> None:
+        self._weight_update_active = False
+        self.calls.append("worker")
+
+
+def test_worker_answers_with_its_error_so_that_the_answers_of_all_workers_are_read() -> None:
+    for error in (EngineError("not arrived"), WeightSyncError("too short")):
+        assert Worker(error).rlhf_receive_weights("bucket") == [error]
+    [error] = Worker(ValueError("no such layer")).rlhf_receive_weights("bucket")
+    assert isinstance(error, WeightSyncError) and "ValueError: no such layer" in str(error)
+    assert Worker(None).rlhf_receive_weights("bucket") == []
+
+
+def test_abandoned_update_ends_also_where_a_worker_had_loaded_its_bucket() -> None:
+    for worker, expected in ((Worker(None), "worker"), (Worker(EngineError("lost")), "engine")):
+        worker.rlhf_receive_weights("bucket")
+        worker.rlhf_abandon_weight_update()
+        assert worker.calls == [expected]
+        assert not worker._weight_update_active
 
 
 @pytest.mark.parametrize("keep_kv", [False, True])

@@ -2,10 +2,11 @@
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from rlhf_data.errors import EngineError
@@ -35,6 +36,7 @@ class ScriptedCore:
         self.shutdown_s = 0.0
         self.paused: tuple[str, bool] | None = None
         self.finished_early: set[str] = set()
+        self.routes: Callable[[Any, int], np.ndarray | None] = lambda request, token: None
         self.end_reason = VllmFinishReason.LENGTH
         self.engine_core = SimpleNamespace(
             batch_queue=None,
@@ -72,6 +74,7 @@ class ScriptedCore:
                     request_id=request_id,
                     new_token_ids=[token],
                     new_logprobs=[-0.5 * token],
+                    routed_experts=self.routes(request, token),
                     finish_reason=self.end_reason if done else None,
                     prefill_stats=SimpleNamespace(num_cached_tokens=token) if token == 1 else None,
                 )
@@ -119,6 +122,35 @@ def test_step_loop_joins_the_samples_of_a_job(core: ScriptedCore, loop: StepLoop
     assert [completion.token_ids.tolist() for completion in completions] == [[1, 2, 3]] * 2
     assert [completion.logprobs.tolist() for completion in completions] == [[-0.5, -1.0, -1.5]] * 2
     assert completions[0].finish_reason is FinishReason.LENGTH
+
+
+def told(request: Any, token: int) -> np.ndarray:
+    """As vLLM: those of the prompt, 10 and 11, with the first token; then that of the token before."""
+    return np.array([10, 11] if token == 1 else [token - 1], np.uint8).reshape(-1, 1, 1)
+
+
+def test_step_loop_joins_the_routes_of_a_request_over_weight_updates(core: ScriptedCore, loop: StepLoop) -> None:
+    core.routes = told
+    job = submit(loop, num_samples=2, max_tokens=3)
+    wait_for_step(core)
+    core.allowed.release()
+    wait_for_step(core)
+    loop.call(lambda core: loop.advance(7), drain=False)
+    for _ in range(2):
+        core.allowed.release()
+    for completion in job.future.result(60):
+        assert [span.policy_version for span in completion.spans] == [0, 7]
+        assert completion.routes[:, 0, 0].tolist() == [10, 11, 1, 2]
+
+
+@pytest.mark.parametrize("silent", [1, 2])
+def test_step_loop_gives_no_routes_when_vllm_left_some_out(core: ScriptedCore, loop: StepLoop, silent: int) -> None:
+    core.routes = lambda request, token: None if token == silent else told(request, token)
+    job = submit(loop, max_tokens=3)
+    for _ in range(3):
+        core.allowed.release()
+    [completion] = job.future.result(60)
+    assert completion.routes is None and completion.token_ids.tolist() == [1, 2, 3]
 
 
 def test_step_loop_asks_for_end_tokens_logprobs_and_own_seeds(core: ScriptedCore, loop: StepLoop) -> None:

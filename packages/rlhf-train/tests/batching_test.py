@@ -1,7 +1,9 @@
 """The batch plan: nothing twice, nothing lost, and the same updates for every split."""
 
+import itertools
 import pickle
 
+import numpy as np
 import pytest
 
 from rlhf_data.errors import DataError
@@ -77,6 +79,24 @@ def test_plan_batches_by_tokens_makes_few_passes_within_the_limit(num_ranks):
         plan(num_ranks, 1, tokens=39)
 
 
+def test_plan_batches_ranks_get_equal_costs_and_the_same_updates():
+    lengths, costs = [40, 30, 20, 10], [100, 1, 98, 2]
+
+    def split(*weights):
+        return plan_batches(
+            lengths, [5, 4, 3, 2], *weights, num_ranks=2, num_mini_batches=1, micro_train_batch_size=4,
+            micro_rollout_batch_size=4, max_response_tokens=9, seed=1, micro_batch_tokens=70,
+        )  # fmt: skip
+
+    assert {tuple(sorted(rank.rows)) for rank in split()} == {(0, 3), (1, 2)}
+    by_cost = split(costs)
+    assert {tuple(sorted(rank.rows)) for rank in by_cost} == {(0, 1), (2, 3)}
+    assert all(lengths[rank.rows[0]] >= lengths[rank.rows[1]] for rank in by_cost)  # rows of similar lengths together
+    assert members(by_cost) == members(split())
+    assert [rank.mini_batches[0].denominators for rank in by_cost] == [r.mini_batches[0].denominators for r in split()]
+    assert split(lengths) == split() == split([1000 * length for length in lengths])
+
+
 def test_plan_batches_denominators_count_tokens_and_nonempty_rollouts():
     totals = [batch.denominators for batch in plan(1, 10)[0].mini_batches]
     assert sum(d.num_tokens for d in totals) == sum(RESPONSES)
@@ -107,3 +127,80 @@ def test_plan_batches_too_few_rollouts_is_refused():
 
 def test_rank_plan_survives_pickling():
     assert pickle.loads(pickle.dumps(plan(2, 2))) == plan(2, 2)
+
+
+# Ten rollouts of four prompts. A prompt of 5 tokens is in all their lengths, and no two prompts are equal.
+PROMPT_OF = [0, 1, 2, 3, 0, 1, 2, 0, 1, 0]
+PROMPTS = [np.arange(number, number + 5) for number in range(4)]
+
+
+def shared_plan(num_ranks: int, micro: int, *, num_mini_batches: int = 1, tokens: int | None = None, seed: int = 1):
+    return plan_batches(
+        LENGTHS,
+        RESPONSES,
+        num_ranks=num_ranks,
+        num_mini_batches=num_mini_batches,
+        micro_train_batch_size=micro,
+        micro_rollout_batch_size=10,
+        max_response_tokens=20,
+        seed=seed,
+        micro_batch_tokens=tokens,
+        prompts=[PROMPTS[number] for number in PROMPT_OF],
+    )
+
+
+def prompts_of(rank, rows) -> list[int]:
+    return [PROMPT_OF[rank.rows[row]] for row in rows]
+
+
+def changes(numbers: list[int]) -> int:
+    return sum(one != other for one, other in itertools.pairwise(numbers))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_rollouts_of_a_prompt_are_neighbours_in_the_order_of_a_rank(seed):
+    (rank,) = shared_plan(1, 10, seed=seed)
+    assert sorted(rank.rows) == list(range(10))
+    assert changes(prompts_of(rank, range(10))) == 3
+    assert changes(prompts_of(rank, rank.forward_batches[0])) == 3
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_mini_batches_cut_at_most_one_prompt_at_their_border(seed):
+    (rank,) = shared_plan(1, 10, num_mini_batches=2, seed=seed)
+    first, second = (set(prompts_of(rank, batch.micro_batches[0])) for batch in rank.mini_batches)
+    assert [len(batch.micro_batches[0]) for batch in rank.mini_batches] == [5, 5]
+    assert len(first & second) <= 1
+    orders = {tuple(prompts_of(*shared_plan(1, 10, num_mini_batches=2, seed=seed), range(10))) for seed in range(9)}
+    assert len(orders) > 2  # the seed draws prompts
+
+
+def test_ranks_get_whole_prompts_where_their_numbers_allow_it():
+    plans = shared_plan(2, 5)
+    assert sorted(row for rank in plans for row in rank.rows) == list(range(10))
+    numbers = [set(prompts_of(rank, range(len(rank.rows)))) for rank in plans]
+    assert not numbers[0] & numbers[1]
+    # More ranks than prompts: each rank still gets rollouts.
+    assert all(rank.rows for rank in shared_plan(5, 5))
+
+
+def test_passes_by_tokens_count_a_prompt_once():
+    # 93 + 67 + 52 + 18 tokens, of which 3 + 2 + 1 copies of prompts of 5 tokens are not stored.
+    for tokens, expected in ((202, 1), (201, 2)):
+        (rank,) = shared_plan(1, 1, tokens=tokens)
+        (batch,) = rank.mini_batches
+        assert len(batch.micro_batches) == len(rank.forward_batches) == expected
+        assert sorted(row for rows in batch.micro_batches for row in rows) == list(range(10))
+        for rows in batch.micro_batches:
+            numbers = prompts_of(rank, rows)
+            copies = len(numbers) - len(set(numbers))
+            assert sum(LENGTHS[rank.rows[row]] for row in rows) - 5 * copies <= tokens
+
+
+def test_a_prompt_with_more_rollouts_than_a_pass_holds_is_divided():
+    (rank,) = shared_plan(1, 1, tokens=60)
+    for rows in rank.mini_batches[0].micro_batches:
+        numbers = prompts_of(rank, rows)
+        assert sum(LENGTHS[rank.rows[row]] for row in rows) - 5 * (len(numbers) - len(set(numbers))) <= 60
+    with pytest.raises(DataError, match="more than the budget of 39"):
+        shared_plan(1, 1, tokens=39)

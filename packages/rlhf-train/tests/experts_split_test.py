@@ -1,5 +1,6 @@
 """Training mixtures of experts: any split into passes, ranks and ZeRO stages gives the same update with the
-load-balancing loss, by AdamW and by Muon, and ranks whose tokens go to different experts do not wait for each other."""
+load-balancing loss, by AdamW and by Muon, and with the experts of the engine, and ranks whose tokens go to different
+experts do not wait for each other."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -22,7 +23,7 @@ from rlhf_train.offline.loop import OfflineSchedule
 from rlhf_train.offline.objectives.supervised import SupervisedObjective
 from rlhf_train.run.observer import Observer
 from rlhf_train.specs import ModelSpec, OptimizerSpec
-from trainer_testing import random_rollouts, run_ranks
+from trainer_testing import random_rollouts, run_ranks, with_routes
 
 # As in tests/invariants/split_test.py, an epsilon above rounding.
 ADAMW = OptimizerSpec(learning_rate=1e-2, eps=1e-4, scheduler="constant")
@@ -42,6 +43,7 @@ class Case:
     optimizer: OptimizerSpec = ADAMW
     gradient_checkpointing: bool = False
     sequence_parallel_size: int = 1
+    routing_replay: bool = False
 
 
 ONE_RANK = {
@@ -53,6 +55,11 @@ ONE_RANK = {
     "ZeRO 2": Case(zero_stage=2, micro_batch_size=5),
     "ZeRO 3": Case(zero_stage=3, micro_batch_size=5),
     "muon": Case(optimizer=MUON),
+    "replay": Case(routing_replay=True),
+    "replay, packed passes of 5": Case(packing=True, micro_batch_size=5, routing_replay=True),
+    "replay, ZeRO 3, checkpointed": Case(
+        zero_stage=3, micro_batch_size=3, gradient_checkpointing=True, routing_replay=True
+    ),
 }
 TWO_RANKS = {
     "ZeRO 0": Case(),
@@ -61,6 +68,10 @@ TWO_RANKS = {
     "ZeRO 1, divided passes of 3": Case(zero_stage=1, micro_batch_size=3, packing=True, sequence_parallel_size=2),
     "muon, ZeRO 2": Case(zero_stage=2, optimizer=MUON),
     "muon, ZeRO 3": Case(zero_stage=3, optimizer=MUON),
+    "replay, ZeRO 3, packed passes of 3": Case(zero_stage=3, micro_batch_size=3, packing=True, routing_replay=True),
+    "replay, divided passes of 3": Case(
+        micro_batch_size=3, packing=True, sequence_parallel_size=2, routing_replay=True
+    ),
 }
 
 
@@ -69,14 +80,14 @@ def one_step(rank: int, num_ranks: int, master: Any, path: str, case: Case) -> d
     from rlhf_train.online.worker import TrainWorker
     from rlhf_train.run.metrics import merge_metrics
 
-    names = ("zero_stage", "packing", "optimizer", "gradient_checkpointing", "sequence_parallel_size")
+    names = ("zero_stage", "packing", "optimizer", "gradient_checkpointing", "sequence_parallel_size", "routing_replay")
     fields = {name: getattr(case, name) for name in names}
     worker = TrainWorker(
         {"actor": ModelSpec(path=path, aux_loss_coef=case.coef, **fields)},
         make_algorithm(estimator="reinforce", kl_coef=0.0),
         temperature=0.8, rank=rank, num_ranks=num_ranks, master=master, device="cpu", seed=0,
     )  # fmt: skip
-    rollouts = random_rollouts(15, vocab_size=512)
+    rollouts = with_routes(random_rollouts(15, vocab_size=512))
     plan = plan_batches(
         [rollout.num_tokens for rollout in rollouts],
         [rollout.num_response_tokens for rollout in rollouts],
@@ -85,7 +96,8 @@ def one_step(rank: int, num_ranks: int, master: Any, path: str, case: Case) -> d
         max_response_tokens=24, seed=3,
     )[rank // case.sequence_parallel_size]  # fmt: skip
     rewards = [rollouts[row].verdict.reward for row in plan.rows]
-    worker.load_rollouts(RolloutColumns.of([rollouts[row] for row in plan.rows], rewards), plan)
+    columns = RolloutColumns.of([rollouts[row] for row in plan.rows], rewards, with_routes=case.routing_replay)
+    worker.load_rollouts(columns, plan)
     worker.run_model("actor")
     worker.assign_advantages(0.0)
     engine = worker.engines["actor"]
@@ -121,14 +133,19 @@ def gap(one: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray]) -> float
 
 def like(name: str) -> str:
     """The case on one rank, in one pass, that another case must equal."""
-    return "muon" if name.startswith("muon") else "whole"
+    return next((kind for kind in ("muon", "replay") if name.startswith(kind)), "whole")
 
 
-@pytest.mark.parametrize("name", [name for name in ONE_RANK if name not in ("whole", "without", "muon")])
+@pytest.mark.parametrize("name", [name for name in ONE_RANK if name not in ("whole", "without", "muon", "replay")])
 def test_split_on_one_rank_gives_the_same_update(outcomes, name):
     alone, _ = outcomes
-    assert gap(alone["whole"]["weights"], alone[name]["weights"]) < TOLERANCE
-    assert gap(alone["whole"]["sent"], alone[name]["sent"]) < TOLERANCE
+    assert gap(alone[like(name)]["weights"], alone[name]["weights"]) < TOLERANCE
+    assert gap(alone[like(name)]["sent"], alone[name]["sent"]) < TOLERANCE
+
+
+def test_experts_of_the_engine_give_another_update(outcomes):
+    alone, _ = outcomes
+    assert gap(alone["whole"]["weights"], alone["replay"]["weights"]) > 100 * TOLERANCE
 
 
 @pytest.mark.parametrize("name", list(TWO_RANKS))
@@ -145,8 +162,8 @@ def test_metric_is_the_loss_of_the_update_however_it_is_split(outcomes):
     alone, pair = outcomes
     expected = results(alone["whole"]["metrics"])["policy/aux_loss"]
     assert 2.0 < expected < 4.0  # k is 2, and all tokens to the same 2 of 4 experts would be 4
-    found = [results(outcome["metrics"]) for name, outcome in alone.items() if name not in ("without", "muon")]
-    names = [name for name in TWO_RANKS if not name.startswith("muon")]
+    found = [results(alone[name]["metrics"]) for name in ONE_RANK if like(name) == "whole" and name != "without"]
+    names = [name for name in TWO_RANKS if like(name) == "whole"]
     found += [results(merge_metrics([outcome[name]["metrics"] for outcome in pair])) for name in names]
     assert [each["policy/aux_loss"] for each in found] == pytest.approx([expected] * len(found), rel=1e-4)
     assert "policy/aux_loss" not in results(alone["without"]["metrics"])

@@ -4,7 +4,8 @@ Here gloo broadcasts, between the threads of one process.
 """
 
 import asyncio
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
@@ -85,6 +86,69 @@ def test_every_worker_gets_every_bucket_and_the_group_is_kept() -> None:
     assert len(groups) == 1
     assert [engine.finished for engine in engines] == [3, 3]
     assert {(handle.num_ranks, handle.first_rank) for handle in engines[1].handles} == {(3, 2)}
+
+
+U8, BF16, F32, I64 = torch.uint8, torch.bfloat16, torch.float32, torch.int64
+# Odd sizes in buckets of 1024 bytes: two in one, one that fills it, larger ones, and an empty one at last.
+SIZES = [
+    (3, U8),
+    (129, BF16),
+    (256, F32),
+    (1, I64),
+    (131, I64),
+    (2051, U8),
+    (513, BF16),
+    (1024, U8),
+    (0, F32),
+    (7, F32),
+]
+ODD = {f"weight {index}": torch.arange(size).to(dtype) * index % 251 for index, (size, dtype) in enumerate(SIZES, 1)}
+
+
+def test_odd_sizes_in_more_buckets_than_buffers_arrive_whole_and_in_order() -> None:
+    source = WeightSource("nccl", bucket_bytes=1024, checksum=True)
+    engines = [Engine(), Engine()]
+    for _ in range(2):
+        for engine in engines:
+            engine.read = [{}]
+        report = source.send(iter(ODD.items()), engines, 1, ["a", "b"])
+        # Weights 1 and 2, then each in one of its own, but the last two: buckets are 2051 bytes long since weight 6.
+        assert (report.num_buckets, report.failures) == (7, {})
+        assert report.size_bytes == sum(tensor.nbytes for tensor in ODD.values())
+        for engine in engines:
+            assert list(engine.read[0]) == list(ODD)
+            assert all(torch.equal(engine.read[0][name], tensor) for name, tensor in ODD.items())
+
+
+def test_a_bucket_is_filled_while_engines_read_the_last_one_and_overwrites_nothing() -> None:
+    num_buckets = 6
+    asked = [threading.Event() for _ in range(num_buckets + 1)]  # for the weight of each bucket, or for another one
+    done: list[int] = []
+
+    class Late(Engine):
+        """Takes part in each broadcast only when the next bucket has been filled."""
+
+        async def receive_weights(self, bucket: WeightBucket) -> None:
+            number = len(self.handles)
+            # The sender asks for the weight after the next when it has copied the next.
+            following = asked[min(number + 2, num_buckets)]
+            assert await asyncio.to_thread(following.wait, 30), "the next bucket is not filled meanwhile"
+            await super().receive_weights(bucket)
+            done.append(number)
+
+    def weights() -> Iterator[tuple[str, torch.Tensor]]:
+        for number in range(num_buckets):
+            # Engines have read all but two of the buckets before: the last one, and the one that was just filled.
+            asked[number].set()
+            assert len(done) >= number - 2
+            yield f"weight {number}", torch.full((201,), float(number))
+        asked[num_buckets].set()
+
+    engine = Late()
+    report = WeightSource("nccl", bucket_bytes=1024).send(weights(), [engine], 1)
+    assert (report.num_buckets, report.failures, done) == (num_buckets, {}, list(range(num_buckets)))
+    for number in range(num_buckets):
+        assert torch.equal(engine.read[0][f"weight {number}"], torch.full((201,), float(number)))
 
 
 def test_another_process_in_an_engines_place_gets_a_new_group() -> None:

@@ -5,12 +5,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rlhf_models.host_states import RestingModel
 from rlhf_models.testing import tiny_model_dir
 from rlhf_rollout.host import free_port
 from rlhf_train.algorithms import make_algorithm
 from rlhf_train.batching import plan_batches
 from rlhf_train.columns import RolloutColumns
-from rlhf_train.engine.host_states import HostStates
 from rlhf_train.specs import ModelSpec, OptimizerSpec
 from trainer_testing import random_rollouts, run_ranks
 
@@ -55,9 +55,7 @@ def two_updates(rank: int, num_ranks: int, master: Any, path: str) -> dict[int, 
         parts = [local_part(weight) for weight in worker._frozen["reference"].parameters()]
         logprobs = [worker._experience.columns["ref_logprobs"].numpy().copy()]
         if zero_stage == 3 and num_ranks > 1:
-            states = HostStates(is_frozen=True)
-            states.offload(parts)
-            states.reload()
+            worker._frozen["reference"] = RestingModel(worker._frozen["reference"], parts)
         worker.run_model("reference")
         logprobs.append(worker._experience.columns["ref_logprobs"].numpy().copy())
         worker.assign_advantages(kl_coef=0.05)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from rlhf_models.host_states import RestingModel
 from rlhf_models.testing import tiny_model_dir, tiny_reward_model_dir
 from rlhf_rollout.engines import EngineSpec
 from rlhf_rollout.host import free_port
@@ -29,6 +30,18 @@ def path(tmp_path_factory):
     return str(tiny_model_dir(tmp_path_factory.mktemp("model"), vocab_size=VOCAB_SIZE))
 
 
+def eight_rollouts():
+    """Rollouts, and what a worker loads of them, with a plan of two updates."""
+    rollouts = random_rollouts(8, vocab_size=VOCAB_SIZE)
+    lengths = [[r.num_tokens for r in rollouts], [r.num_response_tokens for r in rollouts]]
+    [plan] = plan_batches(
+        *lengths, num_ranks=1, num_mini_batches=2, micro_train_batch_size=2, micro_rollout_batch_size=3,
+        max_response_tokens=24, seed=0,
+    )  # fmt: skip
+    shard = [rollouts[row] for row in plan.rows]
+    return shard, RolloutColumns.of(shard, [float(row) for row in plan.rows]), plan
+
+
 @pytest.fixture
 def worker(path):
     """An actor with an average, without a critic or a reference, and eight rollouts in two updates."""
@@ -37,14 +50,8 @@ def worker(path):
         {"actor": model}, make_algorithm("rloo", kl_coef=0), temperature=1.0, rank=0, num_ranks=1,
         master=("127.0.0.1", free_port()), device="cpu", seed=0, ema_beta=0.5,
     )  # fmt: skip
-    rollouts = random_rollouts(8, vocab_size=VOCAB_SIZE)
-    lengths = [[r.num_tokens for r in rollouts], [r.num_response_tokens for r in rollouts]]
-    [plan] = plan_batches(
-        *lengths, num_ranks=1, num_mini_batches=2, micro_train_batch_size=2, micro_rollout_batch_size=3,
-        max_response_tokens=24, seed=0,
-    )  # fmt: skip
-    worker.shard = [rollouts[row] for row in plan.rows]
-    worker.load_rollouts(RolloutColumns.of(worker.shard, [float(row) for row in plan.rows]), plan)
+    worker.shard, *loaded = eight_rollouts()
+    worker.load_rollouts(*loaded)
     return worker
 
 
@@ -100,6 +107,33 @@ def test_column_of_trained_tokens_from_another_rank_restricts_the_shard(worker):
     left = worker._experience.loss_mask
     assert left.sum() == before.sum() - 1 and not (left & ~before).any()
     assert left[0].sum() == before[0].sum() - 1
+
+
+def test_reference_that_rests_comes_once_for_all_passes_of_a_step_and_computes_the_same(path):
+    model = ModelSpec(path=path, zero_stage=0, offload=True)  # without effect on a CPU
+    worker = TrainWorker(
+        {"reference": model}, make_algorithm(kl_coef=0.1), temperature=1.0, rank=0, num_ranks=1,
+        master=("127.0.0.1", free_port()), device="cpu", seed=0,
+    )  # fmt: skip
+    worker.load_rollouts(*eight_rollouts()[1:])
+    module = worker._frozen["reference"]
+    assert isinstance(module, torch.nn.Module)
+    worker.run_model("reference")
+    wanted = worker._experience.columns["ref_logprobs"].clone()
+    for weight in module.parameters():
+        weight.data = weight.data.clone()  # out of the file, whose memory cannot be given back
+    places = []
+    run = lambda *args, **options: places.append(first.data_ptr()) or module(*args, **options)  # noqa: E731
+    first = next(module.parameters())
+    place = first.data
+    worker._frozen["reference"] = RestingModel(run, module.parameters())
+    worker.offload()
+    worker.reload()
+    assert place.untyped_storage().nbytes() == 0
+    worker.run_model("reference")
+    assert place.untyped_storage().nbytes() == 0
+    assert len(places) == 3 and len({*places}) == 1 and places[0] != first.data_ptr()
+    assert torch.equal(worker._experience.columns["ref_logprobs"], wanted)
 
 
 def test_saved_model_has_the_weights_and_the_average_those_of_all_updates(worker, path, tmp_path):

@@ -241,6 +241,7 @@ def _make_reward(config: PpoConfig, inputs: Inputs) -> RewardSpec:
         running_norm=section.running_reward_norm,
         normalize=section.reward_normalize,
         normalize_models=section.normalize_reward,
+        offload_models=config.model.ref_reward_offload,
         process_models=inputs.process_models,
         step_separator=section.step_end,
         by_turn=section.reward_by_turn,
@@ -270,6 +271,7 @@ def _make_engine(config: PpoConfig, model: str, plan: PlacementPlan) -> EngineSp
         seed=config.training.seed,
         weight_transfer="nccl" if by_nccl else plan.weight_transfer,
         keep_kv=config.asynchrony.keep_kv,
+        return_routes=config.model.routing_replay,
     )
 
 
@@ -282,7 +284,8 @@ def _make_models(config: PpoConfig, inputs: Inputs, num_updates: int, num_frozen
     models = {"actor": model.spec(inputs.model, stage, learning)}
     if spec.row.uses_critic:
         learning = training.optimizer(training.critic_learning_rate, num_updates)
-        models["critic"] = replace(model.spec(inputs.critic, stage, learning), aux_loss_coef=0.0)
+        critic = model.spec(inputs.critic, stage, learning)
+        models["critic"] = replace(critic, aux_loss_coef=0.0, routing_replay=False)
     if spec.uses_reference:
         models["reference"] = model.spec(inputs.model, stage)
     if inputs.teacher is not None:

@@ -96,14 +96,14 @@ def _fit(lengths: np.ndarray, bins: list[list[int]], budget_tokens: int) -> bool
     return True
 
 
-def split_balanced(lengths: Sequence[int] | np.ndarray, num_parts: int) -> list[list[int]]:
-    """Return a share of the indices for each rank, with nearly equal token sums by a greedy split.
+def split_balanced(weights: Sequence[float] | np.ndarray, num_parts: int) -> list[list[int]]:
+    """Return a share of the indices for each rank, with nearly equal sums of weights by a greedy split.
 
-    Items are taken longest first. Each goes to the share with the fewest tokens so far, among the shares that may take
-    another item: the numbers of items per share differ by at most one.
+    Items are taken heaviest first. Each goes to the lightest share so far, among the shares that may take another item:
+    the numbers of items per share differ by at most one.
 
     Args:
-        lengths: [N] tokens per item, each at least 1.
+        weights: [N] tokens or cost per item, each at least 1.
         num_parts: number of ranks.
 
     Returns:
@@ -114,27 +114,27 @@ def split_balanced(lengths: Sequence[int] | np.ndarray, num_parts: int) -> list[
 
     Source: Graham 1969, Bounds on multiprocessing timing anomalies (longest processing time first).
     """
-    lengths = _checked(lengths)
-    if num_parts < 1 or len(lengths) < num_parts:
-        message = f"{len(lengths)} sequences cannot be split over {num_parts} ranks"
+    weights = _checked(weights, np.float64)
+    if num_parts < 1 or len(weights) < num_parts:
+        message = f"{len(weights)} sequences cannot be split over {num_parts} ranks"
         raise ConfigError(message, hint="use a larger batch or fewer data-parallel ranks")
-    smallest, larger = divmod(len(lengths), num_parts)
+    smallest, larger = divmod(len(weights), num_parts)
     parts: list[list[int]] = [[] for _ in range(num_parts)]
-    tokens = [0] * num_parts
-    for index in np.argsort(-lengths, kind="stable").tolist():
+    sums = [0.0] * num_parts
+    for index in np.argsort(-weights, kind="stable").tolist():
         # Only `larger` of the shares may have one item more than the others.
         limit = smallest + (sum(len(part) > smallest for part in parts) < larger)
         open_ranks = (rank for rank in range(num_parts) if len(parts[rank]) < limit)
-        rank = min(open_ranks, key=lambda rank: (tokens[rank], len(parts[rank]), rank))
+        rank = min(open_ranks, key=lambda rank: (sums[rank], len(parts[rank]), rank))
         parts[rank].append(index)
-        tokens[rank] += int(lengths[index])
+        sums[rank] += float(weights[index])
     return [sorted(part) for part in parts]
 
 
-def _checked(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
-    array = np.asarray(lengths, dtype=np.int64)
+def _checked(lengths: Sequence[float] | np.ndarray, dtype: type[np.number] = np.int64) -> np.ndarray:
+    array = np.asarray(lengths, dtype=dtype)
     if array.ndim != 1:
         raise DataError(f"lengths must be one-dimensional, got shape {array.shape}")
     if len(array) and array.min() < 1:
-        raise DataError(f"sequence {int(array.argmin())} has {array.min()} tokens; the least is 1")
+        raise DataError(f"sequence {int(array.argmin())} has {array.min():g} tokens; the least is 1")
     return array

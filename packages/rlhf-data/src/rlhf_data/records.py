@@ -63,6 +63,22 @@ def freeze_arrays(record: Any, **dtypes: type) -> None:
         object.__setattr__(record, name, array)
 
 
+def freeze_routes(record: Any) -> None:
+    """Make `record.routes` read-only, of the smallest unsigned type; None stays None.
+
+    Raises DataError unless they are numbers of experts, [R, layers, top_k].
+    """
+    if record.routes is None:
+        return
+    routes = np.asarray(record.routes)
+    if routes.ndim != 3 or not np.issubdtype(routes.dtype, np.integer) or routes.min(initial=0) < 0:
+        what = f"shape {routes.shape} and type {routes.dtype}"
+        raise DataError(f"{type(record).__name__}.routes must be numbers of experts [R, layers, top_k], got {what}")
+    routes = np.ascontiguousarray(routes, np.min_scalar_type(routes.max(initial=0))).view()
+    routes.flags.writeable = False
+    object.__setattr__(record, "routes", routes)
+
+
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """What the policy is asked.
@@ -198,6 +214,8 @@ class Rollout:
         finish_reason: why it ended.
         text: the decoded response.
         verdict: the result of scoring; None before it.
+        routes: [R, layers, top_k] of the smallest unsigned type: the experts that the engine sent the first R tokens
+            through, R <= L, by layers of the model. Layers without experts have zeros. None if the engine did not say.
     """
 
     rollout_id: str
@@ -206,8 +224,10 @@ class Rollout:
     finish_reason: FinishReason
     text: str = ""
     verdict: Verdict | None = None
+    routes: np.ndarray | None = None
 
     def __post_init__(self) -> None:
+        freeze_routes(self)
         if not self.spans or self.spans[0].source is not SpanSource.PROMPT:
             raise DataError(f"rollout {self.rollout_id!r} does not begin with its prompt")
         num_rewards = len(self.verdict.turn_rewards) if self.verdict else 0
@@ -217,6 +237,9 @@ class Rollout:
         strays = [at for at, _ in self.verdict.token_rewards if not at < self.num_tokens] if self.verdict else []
         if strays:
             raise DataError(f"rollout {self.rollout_id!r} has {self.num_tokens} tokens and a reward at {strays[0]}")
+        if self.num_routed > self.num_tokens:
+            message = f"rollout {self.rollout_id!r} has {self.num_tokens} tokens and routes of {self.num_routed}"
+            raise DataError(message)
 
     @property
     def token_ids(self) -> np.ndarray:
@@ -249,6 +272,11 @@ class Rollout:
     def num_tokens(self) -> int:
         """L, prompt included."""
         return sum(len(span.token_ids) for span in self.spans)
+
+    @property
+    def num_routed(self) -> int:
+        """R, the tokens whose experts are known."""
+        return 0 if self.routes is None else len(self.routes)
 
     @property
     def num_response_tokens(self) -> int:

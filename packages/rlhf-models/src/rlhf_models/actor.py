@@ -180,14 +180,13 @@ class Actor(nn.Module):
 
     def _hidden(self, batch: TokenBatch, index: Tensor) -> Tensor:
         """Return the hidden states [N, D] at flat positions [N] among the tokens that this rank has."""
-        hidden = last_hidden_state(self.model.base_model, batch, self.sequence_group)
-        return hidden.flatten(0, 1).index_select(0, index)
+        return batch.states_at(last_hidden_state(self.model.base_model, batch, self.sequence_group), index)
 
     def _logits(self, batch: TokenBatch, index: Tensor) -> Tensor:
         """Return the logits [N, V] at flat positions [N] among the tokens that this rank has."""
         if self._changes_logits:
             logits = run_backbone(self.model, batch, self.sequence_group).logits
-            return logits.flatten(0, 1).index_select(0, index)
+            return batch.states_at(logits, index)
         # Call the module instead of using its weight: ZeRO-3 gathers parameters when a module is called.
         return self.model.get_output_embeddings()(self._hidden(batch, index))
 

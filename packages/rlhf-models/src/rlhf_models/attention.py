@@ -19,6 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from rlhf_data.errors import ConfigError
 from rlhf_models.batch import TokenBatch
 from rlhf_models.sequence_parallel import SequenceGroup
+from rlhf_models.shared_prompts import attend, attend_group_by_group
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +53,19 @@ def choose_attention(config: Any, attn_implementation: str, *, packing: bool) ->
     return PACKED_ATTENTION
 
 
+def check_shares_prompts(config: Any, attention: str) -> None:
+    """Raise ConfigError unless the attention of a transformers model can share the prompts of packed sequences."""
+    if attention != PACKED_ATTENTION:
+        message = f"prompts are shared by the attention {PACKED_ATTENTION}, not by {attention}"
+        raise ConfigError(message, hint="leave --attn_implementation at auto, or drop --share_prompts")
+    text = config.get_text_config()
+    layers = getattr(text, "layer_types", None)
+    # Without kinds of layers, all of them have the window, if there is one.
+    if "sliding_attention" in layers if layers else getattr(text, "sliding_window", None):
+        message = f"this {config.model_type} model has attention with a sliding window, which cannot share prompts"
+        raise ConfigError(message, hint="drop --share_prompts")
+
+
 @functools.cache
 def register_packed_attention() -> None:
     """Make `rlhf_packed` known to transformers in this process."""
@@ -70,6 +84,8 @@ def packed_arguments(batch: TokenBatch, attention: str) -> dict[str, Any]:
     """Return the keyword arguments that make transformers pass a packed batch's bounds to this attention."""
     if not batch.is_packed:
         return {}
+    if batch.shared is not None:
+        return {"attention_mask": NO_MASK} | batch.shared.arguments()
     mask = {"attention_mask": NO_MASK} if attention == PACKED_ATTENTION else {}
     return mask | bounds_arguments(batch.cu_seqlens, max(batch.lengths))
 
@@ -107,6 +123,7 @@ def packed_attention(
     cu_seq_lens_q: Tensor | None = None,
     max_length_q: int | None = None,
     sequence_group: SequenceGroup | None = None,
+    prompt_bounds: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attend within each packed sequence; the signature is that of transformers' attention functions.
@@ -124,7 +141,8 @@ def packed_attention(
         max_length_q: length of the longest sequence.
         sequence_group: the ranks that divide the T tokens of the batch; `query`, `key`, `value` and the output are then
             those of this rank's tokens. None if it has all of them.
-        kwargs: further arguments of transformers.
+        prompt_bounds: see `SharedPrompts`; None if each sequence has its own prompt.
+        kwargs: further arguments of transformers, and of `shared_prompts.attend`.
 
     Returns:
         The output [1, T, H, D], and None in place of the attention weights.
@@ -138,6 +156,12 @@ def packed_attention(
     for name, what in (("softcap", "a soft cap"), ("s_aux", "sinks")):
         if kwargs.get(name) is not None:
             raise ConfigError(f"attention with {what} cannot be packed", hint="turn packing off")
+    if prompt_bounds is not None:
+        layout = {
+            name: kwargs[name] for name in ("group_bounds", "num_prompt_tokens", "longest_prompt", "longest_group")
+        }
+        layout |= {"bounds": cu_seq_lens_q, "longest": max_length_q, "prompt_bounds": prompt_bounds}
+        return _attend_shared(query, key, value, scaling, dropout, sliding_window, layout), None
     if sequence_group is not None:
         query, key, value = (sequence_group.to_heads(tensor) for tensor in (query, key, value))
     output = _attend(query, key, value, cu_seq_lens_q, max_length_q, scaling, dropout, sliding_window)
@@ -155,13 +179,41 @@ def _attend(
     sliding_window: int | None,
 ) -> Tensor:
     """Return the output of `packed_attention` by the kernel, or sequence by sequence where it cannot run."""
-    # `compile_layers` has already checked that the kernel runs, and its cached check cannot be traced.
-    is_known = torch.compiler.is_compiling() and query.is_cuda
-    reason = None if is_known else varlen_unavailable_reason(query.device, query.dtype, query.shape[-1], dropout)
-    if reason is None:
+    if _has_kernel(query, dropout):
         return _varlen(query, key, value, cu_seqlens, longest, scaling, sliding_window)
-    _log_fallback_once(reason, logging.WARNING if query.is_cuda else logging.INFO)
     return _sequence_by_sequence(query, key, value, cu_seqlens, scaling, dropout, sliding_window)
+
+
+def _attend_shared(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float | None,
+    dropout: float,
+    sliding_window: int | None,
+    layout: dict[str, Any],
+) -> Tensor:
+    """Do as `_attend` for sequences that share prompts."""
+    if sliding_window or dropout:
+        what = "a sliding window" if sliding_window else "dropout"
+        raise ConfigError(f"attention with {what} cannot share prompts", hint="drop --share_prompts")
+    if _has_kernel(query, dropout):
+        query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+        return attend(query, key, value, scale=scaling, **layout)[None]
+    for name in ("longest", "longest_prompt", "longest_group"):
+        del layout[name]
+    return attend_group_by_group(query, key, value, scale=scaling, **layout)
+
+
+def _has_kernel(query: Tensor, dropout: float) -> bool:
+    """Return whether torch's varlen attention can take such a query. Where it cannot, say so once."""
+    if torch.compiler.is_compiling() and query.is_cuda:
+        # `compile_layers` has already checked that the kernel runs, and its cached check cannot be traced.
+        return True
+    reason = varlen_unavailable_reason(query.device, query.dtype, query.shape[-1], dropout)
+    if reason is not None:
+        _log_fallback_once(reason, logging.WARNING if query.is_cuda else logging.INFO)
+    return reason is None
 
 
 @functools.cache

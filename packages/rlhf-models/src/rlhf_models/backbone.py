@@ -10,6 +10,7 @@ from rlhf_models.attention import NO_MASK, PACKED_ATTENTION, bounds_arguments, f
 from rlhf_models.batch import TokenBatch
 from rlhf_models.fast.pack_graph import PackGraph, can_be_replayed
 from rlhf_models.sequence_parallel import SequenceGroup, SequencePart, check_heads
+from rlhf_models.shared_prompts import SharedPrompts
 
 
 def divide_sequences(model: nn.Module, group: SequenceGroup) -> None:
@@ -35,7 +36,10 @@ def replay_full_packs(backbone: nn.Module, num_tokens: int, gradient_sums: Mappi
 
 
 def last_hidden_state(backbone: nn.Module, batch: TokenBatch, sequence_group: SequenceGroup | None = None) -> Tensor:
-    """Return the hidden states [B, T, D]; with a `sequence_group` those of this rank's tokens, [1, T', D]."""
+    """Return the hidden states [B, T, D]; with a `sequence_group` those of this rank's tokens, [1, T', D].
+
+    If prompts are shared, they are those of the stored tokens, [1, U, D]: see `TokenBatch.states_at`.
+    """
     if sequence_group is not None:
         return run_backbone(backbone, batch, sequence_group).last_hidden_state
     graph = getattr(backbone, "pack_graph", None)
@@ -48,14 +52,17 @@ def run_backbone(model: nn.Module, batch: TokenBatch, sequence_group: SequenceGr
 
     No padding mask is passed: padding is on the right, where causal attention never looks.
     """
-    part: TokenBatch | SequencePart = batch
+    part: TokenBatch | SequencePart | SharedPrompts = batch if batch.shared is None else batch.shared
     if sequence_group is None:
         arguments = packed_arguments(batch, model.config._attn_implementation)
     else:
         part = sequence_group.part_of(batch)
         arguments = {"attention_mask": NO_MASK, "sequence_group": sequence_group}
         arguments |= bounds_arguments(part.cu_seqlens, part.longest)
-    watch = getattr(getattr(model, "base_model", model), "router_watch", None) if model.training else None
+    base = getattr(model, "base_model", model)
+    if (replay := getattr(base, "router_replay", None)) is not None:
+        replay.begin_pass(part.routes)
+    watch = getattr(base, "router_watch", None) if model.training else None
     if watch is not None:
         arguments["output_router_logits"] = True
     with forwarding(batch):

@@ -4,7 +4,7 @@ Shape letters: B rows, T positions per row, S sequences.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from rlhf_data.errors import DataError
+from rlhf_models.shared_prompts import SharedPrompts
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,9 @@ class TokenBatch:
         lengths: tokens per sequence, in order. Kept on the host, so that reading them does not wait for the device.
         padding_mask: [B, T] bool, True for real tokens. None if packed.
         cu_seqlens: [S + 1] int32, the start of each packed sequence, then T. None if padded.
+        shared: how the tokens are stored if packed sequences with the same prompt share it; None if each has a copy.
+        routes: [B, T, layers, top_k] int16, the experts that tokens go through, for models with `replay_routes`; -1
+            where the router chooses. None if it chooses for all of them.
     """
 
     input_ids: Tensor
@@ -31,6 +35,8 @@ class TokenBatch:
     lengths: tuple[int, ...]
     padding_mask: Tensor | None = None
     cu_seqlens: Tensor | None = None
+    shared: SharedPrompts | None = None
+    routes: Tensor | None = None
 
     @classmethod
     def padded(cls, sequences: Sequence[Any], pad_id: int, device: torch.device | str = "cpu") -> "TokenBatch":
@@ -48,9 +54,23 @@ class TokenBatch:
         )
 
     @classmethod
-    def packed(cls, sequences: Sequence[Any], device: torch.device | str = "cpu") -> "TokenBatch":
-        """Put all sequences end to end into one row. Raises DataError for an empty sequence."""
+    def packed(
+        cls,
+        sequences: Sequence[Any],
+        device: torch.device | str = "cpu",
+        *,
+        prompt_lengths: Sequence[int] | None = None,
+    ) -> "TokenBatch":
+        """Put all sequences end to end into one row.
+
+        With `prompt_lengths`, sequences that begin with the same so many tokens share them in a model's layers.
+
+        Raises:
+            DataError: an empty sequence, or a prompt of no tokens or of more than its sequence.
+        """
         lengths = _lengths(sequences)
+        if prompt_lengths is not None and not all(0 < own <= n for own, n in zip(prompt_lengths, lengths, strict=True)):
+            raise DataError(f"prompts of {tuple(prompt_lengths)} tokens in sequences of {lengths}")
         position_ids = np.concatenate([np.arange(length) for length in lengths])
         cu_seqlens = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
         return cls(
@@ -59,7 +79,42 @@ class TokenBatch:
             position_ids=to_device(torch.from_numpy(position_ids.reshape(1, -1)), device),
             lengths=lengths,
             cu_seqlens=to_device(torch.from_numpy(cu_seqlens), device),
+            shared=None if prompt_lengths is None else _shared(sequences, prompt_lengths, device),
         )
+
+    def states_at(self, states: Tensor, index: Tensor) -> Tensor:
+        """Return a model's states [N, D] at positions [N] of the flattened batch.
+
+        `states` is [B, T, D], [1, U, D] if prompts are shared, or those of a rank's part, at positions in that.
+        """
+        if self.shared is None:
+            return states.flatten(0, 1).index_select(0, index)
+        # Several positions may be stored once. Indexing adds up their gradients in a fixed order, index_select in any.
+        return states[0][self.shared.stored_at[index]]
+
+    def at_every_token(self, values: Tensor) -> Tensor:
+        """Return values [B, T] of all tokens, from those of the tokens that a model stores."""
+        return values if self.shared is None else values[:, self.shared.stored_at]
+
+    def routed(self, routes: Sequence[np.ndarray]) -> "TokenBatch":
+        """Return the batch with the experts of its tokens.
+
+        Args:
+            routes: one array per sequence, [R, layers, top_k], of its first R tokens. Routers choose for the others.
+
+        Raises:
+            DataError: more routes than tokens, or another number of arrays than of sequences.
+        """
+        counts = tuple(map(len, routes))
+        if len(counts) != len(self.lengths) or (np.array(counts) > self.lengths).any():
+            raise DataError(f"routes of {counts} tokens for sequences of {self.lengths} tokens")
+        width = self.input_ids.shape[1]
+        starts = np.cumsum((0, *self.lengths[:-1])) if self.is_packed else np.arange(len(counts)) * width
+        flat = np.full((self.input_ids.numel(), *routes[0].shape[1:]), -1, np.int16)
+        for start, own in zip(starts, routes, strict=True):
+            flat[start : start + len(own)] = own
+        rows = torch.from_numpy(flat).unflatten(0, self.input_ids.shape)
+        return replace(self, routes=to_device(rows, self.input_ids.device))
 
     @property
     def is_packed(self) -> bool:
@@ -101,6 +156,10 @@ class TokenBatch:
         if self.is_packed:
             return list(values[0].split(self.lengths))
         return [row[:length] for row, length in zip(values, self.lengths, strict=True)]
+
+
+def _shared(sequences: Sequence[Any], prompt_lengths: Sequence[int], device: torch.device | str) -> SharedPrompts:
+    return SharedPrompts.of(sequences, prompt_lengths).moved(lambda tensor: to_device(tensor, device))
 
 
 def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:

@@ -52,6 +52,7 @@ class Critic(nn.Module):
         after = self.value_head(last_hidden_state(self.model, batch, group)).squeeze(-1)
         if group is not None:
             after = group.gather_tokens(after, batch)
+        after = batch.at_every_token(after)
         if after_token:
             return after
         before = torch.cat([after.new_zeros(after.shape[0], 1), after[:, :-1]], dim=1)

@@ -105,6 +105,9 @@ class StepJudge:
         device: torch's name of the device.
         batch_size: sequences per forward pass at most. A CPU runs each by itself, as in `score_sequences`.
 
+    Attributes:
+        model: the language model.
+
     Raises:
         ConfigError: the model cannot be loaded, or has no format.
     """
@@ -118,7 +121,7 @@ class StepJudge:
             raise ConfigError(message, hint="`rlhf prm` trains such models")
         self._steps = steps
         self._separator = separator
-        self._model = load_reference(path, dtype=dtype, attn_implementation=attn_implementation).to(device)
+        self.model = load_reference(path, dtype=dtype, attn_implementation=attn_implementation).to(device)
         self._tokenizer = load_tokenizer(path)
         self._device = torch.device(device)
         self._batch_size = 1 if self._device.type == "cpu" else batch_size
@@ -132,7 +135,7 @@ class StepJudge:
         Raises:
             DataError: a token id outside the model's embedding.
         """
-        num_rows = self._model.model.get_input_embeddings().weight.shape[0]
+        num_rows = self.model.model.get_input_embeddings().weight.shape[0]
         check_token_ids([ids for ids, _ in samples], num_rows, "the process reward model")
         asked = [self._with_placeholders(ids, mask) for ids, mask in samples]
         found: list[Steps] = [[] for _ in samples]
@@ -150,7 +153,7 @@ class StepJudge:
         batch = TokenBatch.padded([tokens for tokens, _ in asked], 0, self._device)
         width = batch.input_ids.shape[1]
         index = [row * width + at for row, (_, places) in enumerate(asked) for at, _ in places]
-        logits = self._model(batch, logits_after=torch.tensor(index, device=self._device))
+        logits = self.model(batch, logits_after=torch.tensor(index, device=self._device))
         return logits[:, [self._steps.good, self._steps.bad]].double().softmax(-1)[:, 0].tolist()
 
     def _with_placeholders(self, ids: np.ndarray, mask: np.ndarray) -> tuple[list[int], list[tuple[int, int]]]:

@@ -88,13 +88,13 @@ def watch_routers(backbone: nn.Module) -> RouterWatch:
 def check_balances(config: Any) -> None:
     """Raise ConfigError unless models of a transformers config have routers with a load-balancing loss."""
     text = config.get_text_config()
-    if not _num_experts(text):
+    if not num_experts(text):
         raise ConfigError(f"--aux_loss_coef balances experts, and a {config.model_type} model has none", hint=_HINT)
     if not hasattr(text, "router_aux_loss_coef"):
         message = f"--aux_loss_coef: transformers has no load-balancing loss for a {config.model_type} model"
         raise ConfigError(message, hint=_HINT)
 
 
-def _num_experts(config: Any) -> int:
+def num_experts(config: Any) -> int:
     """Return the number of experts per layer, 0 for a model without experts."""
     return getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None) or 0

@@ -29,6 +29,7 @@ class SequencePart:
         cu_seqlens: [S + 1] int32, the bounds of all sequences of the batch. Padding is a sequence of its own.
         longest: length of the longest sequence.
         padding_mask: [1, T'] bool, True for real tokens; None if the batch needs no padding.
+        routes: [1, T', layers, top_k] int16, see `TokenBatch`.
     """
 
     input_ids: Tensor
@@ -36,6 +37,7 @@ class SequencePart:
     cu_seqlens: Tensor
     longest: int
     padding_mask: Tensor | None = None
+    routes: Tensor | None = None
 
 
 class SequenceGroup:
@@ -68,12 +70,16 @@ class SequenceGroup:
         if num_padding:
             cu_seqlens = torch.cat([cu_seqlens, cu_seqlens[-1:] + num_padding])
             mask = torch.arange(start, start + width, device=input_ids.device)[None] < batch.input_ids.shape[1]
+        routes = batch.routes
+        if routes is not None:
+            routes = torch.nn.functional.pad(routes, (0, 0, 0, 0, 0, num_padding), value=-1)[:, start : start + width]
         return SequencePart(
             input_ids[:, start : start + width],
             position_ids[:, start : start + width],
             cu_seqlens,
             max(*batch.lengths, num_padding),
             mask,
+            routes,
         )
 
     def divide(self, index: Tensor, batch: TokenBatch) -> tuple[Tensor, list[int]]:

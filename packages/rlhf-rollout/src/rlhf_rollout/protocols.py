@@ -7,7 +7,7 @@ from typing import Literal, Protocol, get_args, runtime_checkable
 import numpy as np
 
 from rlhf_data.errors import ConfigError, DataError, EngineError, unknown
-from rlhf_data.records import FinishReason, Prompt, Rollout, Span, SpanSource, Verdict
+from rlhf_data.records import FinishReason, Prompt, Rollout, Span, SpanSource, Verdict, freeze_routes
 from rlhf_rollout.weight_sync.bucket import WeightBucket
 
 PauseMode = Literal["drain", "keep", "restart"]
@@ -58,13 +58,17 @@ class Completion:
         finish_reason: why it ended.
         num_cached_tokens: prompt tokens whose keys and values were in the engine's cache; None if the engine does not
             say.
+        routes: the experts of the first R tokens of prompt and completion, as in `Rollout`. The last token has none: it
+            has not gone through the model. Of a shortened completion they go beyond its end.
     """
 
     spans: tuple[Span, ...]
     finish_reason: FinishReason
     num_cached_tokens: int | None = None
+    routes: np.ndarray | None = None
 
     def __post_init__(self) -> None:
+        freeze_routes(self)
         if not self.spans or any(span.source is not SpanSource.POLICY for span in self.spans):
             raise DataError(f"a completion is made of policy spans, got {[str(span.source) for span in self.spans]}")
 
@@ -83,7 +87,7 @@ class Completion:
             if kept:
                 spans.append(Span(span.source, span.token_ids[:kept], span.logprobs[:kept], span.policy_version))
             size -= kept
-        return Completion(tuple(spans), FinishReason.STOP, self.num_cached_tokens)
+        return Completion(tuple(spans), FinishReason.STOP, self.num_cached_tokens, self.routes)
 
     @property
     def token_ids(self) -> np.ndarray:

@@ -1,5 +1,6 @@
 """Rollouts as JSON lines: one record per rollout. What was written is read back exactly."""
 
+import base64
 import json
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -33,7 +34,8 @@ def rollout_record(group: RolloutGroup, episode: Episode, rollout: Rollout) -> d
 
     `token_ids` and `logprobs` hold the whole sequence, prompt included. Log-probs are the engine's: 0.0 for tokens that
     the policy did not write, null for NaN, and the texts inf and -inf. `spans` gives source, length and policy version
-    of each run of tokens. `prompt_token_ids` is null where they are the tokens of the first span. `turn_rewards` and
+    of each run of tokens. `routes` are null, or their shape [R, layers, top_k], the name of their numpy type and their
+    bytes in Base64. `prompt_token_ids` is null where they are the tokens of the first span. `turn_rewards` and
     `earned_elsewhere` add up to `reward`. `token_rewards` holds pairs of a place in `token_ids` and a reward. `reward`,
     `score`, `verdict` and `score_seconds` are null for a rollout that was not scored.
     """
@@ -57,6 +59,7 @@ def rollout_record(group: RolloutGroup, episode: Episode, rollout: Rollout) -> d
             {"source": str(span.source), "num_tokens": len(span.token_ids), "policy_version": span.policy_version}
             for span in rollout.spans
         ],
+        "routes": _packed(rollout.routes),
         "finish_reason": str(rollout.finish_reason),
         "policy_version": rollout.policy_version,
         "reward": verdict.reward if verdict else None,
@@ -227,7 +230,23 @@ def _rollout(record: Mapping[str, Any]) -> Rollout:
             earned_elsewhere=tuple(record["earned_elsewhere"]),
         )
     reason = FinishReason(record["finish_reason"])
-    return Rollout(record["rollout_id"], record["group_id"], tuple(spans), reason, record["text"], verdict)
+    routes = _unpacked(record["routes"])
+    return Rollout(record["rollout_id"], record["group_id"], tuple(spans), reason, record["text"], verdict, routes)
+
+
+def _packed(routes: np.ndarray | None) -> dict[str, Any] | None:
+    """Return routes as JSON. As lists of numbers, those of a model with many layers would be most of a record."""
+    if routes is None:
+        return None
+    data = base64.b64encode(routes.astype(routes.dtype.newbyteorder("<")).tobytes()).decode()
+    return {"shape": list(routes.shape), "dtype": routes.dtype.name, "data": data}
+
+
+def _unpacked(packed: Mapping[str, Any] | None) -> np.ndarray | None:
+    if packed is None:
+        return None
+    dtype = np.dtype(packed["dtype"]).newbyteorder("<")
+    return np.frombuffer(base64.b64decode(packed["data"], validate=True), dtype).reshape(packed["shape"])
 
 
 def _numbers(values: np.ndarray) -> list[float | str | None]:

@@ -64,6 +64,7 @@ class RankPlan:
 def plan_batches(
     num_tokens: Sequence[int],
     num_response_tokens: Sequence[int],
+    costs: Sequence[float] | None = None,
     *,
     num_ranks: int,
     num_mini_batches: int,
@@ -72,12 +73,15 @@ def plan_batches(
     max_response_tokens: int,
     seed: int,
     micro_batch_tokens: int | None = None,
+    prompts: Sequence[np.ndarray] | None = None,
 ) -> tuple[RankPlan, ...]:
     """Return one plan per rank; each rollout is in exactly one mini-batch of exactly one rank.
 
     Args:
-        num_tokens: tokens of each rollout, prompt included. Ranks get about equal sums of them.
+        num_tokens: tokens of each rollout, prompt included.
         num_response_tokens: trained tokens of each rollout.
+        costs: of each rollout, in any unit, such as `costs.PassCosts.of` returns. Ranks get about equal sums of them.
+            None for the tokens.
         num_ranks: data-parallel ranks.
         num_mini_batches: updates per epoch; their sizes differ by at most one.
         micro_train_batch_size: rows per forward-backward pass.
@@ -86,6 +90,8 @@ def plan_batches(
         seed: decides which rollouts form a mini-batch.
         micro_batch_tokens: largest number of tokens per pass, with or without gradient. If set, it replaces the two
             micro batch sizes: a rank's rows are combined into as few passes as possible.
+        prompts: token ids of each rollout's prompt, if rollouts of one prompt share them in a pass. They then stay
+            together as far as sizes allow, in mini-batches as well.
 
     Raises:
         ValueError: no rollouts, or fewer rollouts than mini-batches.
@@ -95,22 +101,31 @@ def plan_batches(
     if count < num_mini_batches or not count:
         raise ValueError(f"{count} rollouts cannot fill {num_mini_batches} mini-batches")
     order = np.random.default_rng(seed).permutation(count)
+    if prompts is not None:
+        order = np.concatenate(_by_prompt(order.tolist(), prompts))
     rows: list[list[int]] = [[] for _ in range(num_ranks)]
     mini_batches: list[list[MiniBatch]] = [[] for _ in range(num_ranks)]
     for members in np.array_split(order, num_mini_batches):
         response = [num_response_tokens[i] for i in members]
         denominators = Denominators(sum(response), sum(n > 0 for n in response), max_response_tokens)
         starts = [len(shard) for shard in rows]
-        for shard, share in zip(rows, _shares([num_tokens[i] for i in members], num_ranks), strict=True):
-            shard += [int(members[i]) for i in share]
-        parts = _passes(rows, starts, num_tokens, micro_train_batch_size, micro_batch_tokens)
+        largest = max(len(members) // num_ranks, 1)
+        if micro_batch_tokens is None:
+            largest = min(largest, micro_train_batch_size)
+        units = _units(members.tolist(), num_tokens, prompts, largest, micro_batch_tokens)
+        work = [_work(unit, num_tokens, costs, prompts) for unit in units]
+        for shard, share in zip(rows, _shares(work, num_ranks), strict=True):
+            # From long to short, so that the rows of a micro-batch have similar lengths and need little padding.
+            own = sorted((units[item] for item in share), key=lambda unit: -_stored(unit, num_tokens, prompts))
+            shard += [row for unit in own for row in unit]
+        parts = _passes(rows, starts, num_tokens, prompts, micro_train_batch_size, micro_batch_tokens)
         for own, passes in zip(mini_batches, parts, strict=True):
             own.append(MiniBatch(passes, denominators))
     longest = sorted(num_response_tokens, reverse=True)
     max_pass_tokens = sum(longest[: max(micro_train_batch_size, micro_rollout_batch_size)])
     if micro_batch_tokens is not None:
         max_pass_tokens = min(sum(longest), micro_batch_tokens)
-    forward = _passes(rows, [0] * num_ranks, num_tokens, micro_rollout_batch_size, micro_batch_tokens)
+    forward = _passes(rows, [0] * num_ranks, num_tokens, prompts, micro_rollout_batch_size, micro_batch_tokens)
     return tuple(
         RankPlan(tuple(shard), passes, tuple(parts), max_pass_tokens)
         for shard, passes, parts in zip(rows, forward, mini_batches, strict=True)
@@ -121,6 +136,7 @@ def _passes(
     shards: Sequence[Sequence[int]],
     starts: Sequence[int],
     num_tokens: Sequence[int],
+    prompts: Sequence[np.ndarray] | None,
     size: int,
     budget_tokens: int | None,
 ) -> list[tuple[tuple[int, ...], ...]]:
@@ -134,19 +150,66 @@ def _passes(
         if budget_tokens is None:
             parts.append([rows[at : at + size] for at in range(0, len(rows), size)])
         else:
-            bins = pack([num_tokens[shard[row]] for row in rows], budget_tokens)
-            parts.append([[rows[item] for item in items] for items in bins])
+            row_of = {shard[row]: row for row in rows}
+            units = _units(list(row_of), num_tokens, prompts, len(rows), budget_tokens)
+            bins = pack([_stored(unit, num_tokens, prompts) for unit in units], budget_tokens)
+            parts.append([[row_of[item] for unit in items for item in units[unit]] for items in bins])
     count = max(map(len, parts))
     return [tuple(map(tuple, own)) + ((),) * (count - len(own)) for own in parts]
 
 
-def _shares(weights: Sequence[int], num_ranks: int) -> list[list[int]]:
-    """Split items into one share per rank with about equal weights.
-
-    Each share is sorted from long to short, so that the rows of a micro-batch have similar lengths and need little
-    padding.
-    """
+def _shares(weights: Sequence[float], num_ranks: int) -> list[list[int]]:
+    """Split items into one share per rank with about equal weights."""
     if len(weights) < num_ranks:
         return [[item] if item < len(weights) else [] for item in range(num_ranks)]
-    parts = split_balanced(weights, num_ranks)
-    return [sorted(part, key=lambda item: (-weights[item], item)) for part in parts]
+    return split_balanced(weights, num_ranks)
+
+
+def _by_prompt(items: Sequence[int], prompts: Sequence[np.ndarray]) -> list[list[int]]:
+    """Return rollouts by prompt, prompts and their rollouts in the order of `items`."""
+    groups: dict[bytes, list[int]] = {}
+    for item in items:
+        groups.setdefault(prompts[item].tobytes(), []).append(item)
+    return list(groups.values())
+
+
+def _units(
+    items: Sequence[int],
+    num_tokens: Sequence[int],
+    prompts: Sequence[np.ndarray] | None,
+    size: int,
+    budget_tokens: int | None,
+) -> list[list[int]]:
+    """Return rollouts that stay together: those of a prompt, in parts of at most `size` within the budget."""
+    if prompts is None:
+        return [[item] for item in items]
+    units = []
+    for group in _by_prompt(items, prompts):
+        unit: list[int] = []
+        for item in group:
+            is_over = budget_tokens is not None and _stored([*unit, item], num_tokens, prompts) > budget_tokens
+            if unit and (is_over or len(unit) == size):
+                units.append(unit)
+                unit = []
+            unit.append(item)
+        units.append(unit)
+    return units
+
+
+def _stored(unit: Sequence[int], num_tokens: Sequence[int], prompts: Sequence[np.ndarray] | None) -> int:
+    """Return the tokens that a unit takes in a pass: the prompt counts once."""
+    copies = 0 if prompts is None else (len(unit) - 1) * len(prompts[unit[0]])
+    return sum(num_tokens[item] for item in unit) - copies
+
+
+def _work(
+    unit: Sequence[int],
+    num_tokens: Sequence[int],
+    costs: Sequence[float] | None,
+    prompts: Sequence[np.ndarray] | None,
+) -> float:
+    """Return what a unit costs, in the unit of `costs`, or else in tokens. Copies of the prompt cost nothing."""
+    stored = _stored(unit, num_tokens, prompts)
+    if costs is None:
+        return stored
+    return sum(costs[item] for item in unit) * (stored / sum(num_tokens[item] for item in unit))

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from rlhf_data.errors import DataError
 from rlhf_data.records import FinishReason, Rollout, SpanSource
 
 
@@ -24,6 +25,8 @@ class RolloutColumns:
         rewards: [B] float32, relative to the algorithm's baseline.
         token_rewards: [N] float32, the part of `rewards` that single tokens earned.
         truncated: [B] bool, whether the length limit ended the rollout.
+        num_routed: [B] int64, R_i tokens at the beginning of each rollout whose experts are given.
+        routes: [sum of R_i, layers, top_k] unsigned, the experts of those tokens; None if none are given.
     """
 
     rollout_ids: tuple[str, ...]
@@ -35,6 +38,8 @@ class RolloutColumns:
     rewards: np.ndarray
     token_rewards: np.ndarray
     truncated: np.ndarray
+    num_routed: np.ndarray
+    routes: np.ndarray | None = None
 
     @classmethod
     def of(
@@ -42,6 +47,8 @@ class RolloutColumns:
         rollouts: Sequence[Rollout],
         rewards: Sequence[float],
         earned: Sequence[Sequence[tuple[int, float]]] | None = None,
+        *,
+        with_routes: bool = False,
     ) -> "RolloutColumns":
         """Return the columns of `rollouts`.
 
@@ -50,9 +57,11 @@ class RolloutColumns:
             rewards: one per rollout.
             earned: per rollout, what single tokens earned, as pairs of a position and a reward; None for what the
                 verdict says of turns and steps.
+            with_routes: whether the experts of tokens are among the columns.
 
         Raises:
             ValueError: the numbers of rewards and rollouts differ.
+            DataError: the routes are those of different models.
         """
         if len(rewards) != len(rollouts):
             raise ValueError(f"{len(rewards)} rewards for {len(rollouts)} rollouts")
@@ -67,6 +76,9 @@ class RolloutColumns:
         for row, start in enumerate(lengths.cumsum() - lengths):
             for position, reward in rollouts[row].earned if earned is None else earned[row]:
                 token_rewards[start + position] += reward
+        routes = [rollout.routes for rollout in rollouts if with_routes and rollout.num_routed]
+        if len(shapes := {part.shape[1:] for part in routes}) > 1:
+            raise DataError(f"rollouts of one step have routes of different models, [layers, top_k] = {sorted(shapes)}")
         return cls(
             rollout_ids=tuple(rollout.rollout_id for rollout in rollouts),
             lengths=lengths,
@@ -77,6 +89,8 @@ class RolloutColumns:
             rewards=np.array(rewards, np.float32),
             token_rewards=token_rewards,
             truncated=np.array([rollout.finish_reason is FinishReason.LENGTH for rollout in rollouts], bool),
+            num_routed=np.array([with_routes * rollout.num_routed for rollout in rollouts], np.int64),
+            routes=np.concatenate(routes) if routes else None,
         )
 
 

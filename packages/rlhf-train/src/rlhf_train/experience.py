@@ -41,6 +41,8 @@ class Experience:
             reward at the turn's last token, from the verdict or relative to the same turn of the group, and each
             step's, after the group's baseline, at the step's last token.
         truncated: [B] bool, whether the length limit ended the rollout.
+        prompt_lengths: tokens of each rollout before its first trained one, at least 1.
+        routes: B arrays [R_i, layers, top_k], the experts of the first R_i tokens; None if no rollout has any.
         columns: name to [B, T] float32, filled in as models run; 0.0 where the mask is False. `last_values` holds the
             value of the state after a truncated rollout, at its last trained token. `trained` is 1.0 where the loss
             mask is True. `weights` multiply the policy loss.
@@ -55,6 +57,8 @@ class Experience:
     rewards: Tensor
     token_rewards: Tensor
     truncated: Tensor
+    prompt_lengths: list[int]
+    routes: list[np.ndarray] | None = None
     columns: dict[str, Tensor] = field(default_factory=dict)
 
     @classmethod
@@ -80,6 +84,8 @@ class Experience:
             rewards=torch.from_numpy(columns.rewards.copy()),
             token_rewards=padded(columns.token_rewards),
             truncated=torch.from_numpy(columns.truncated.copy()),
+            prompt_lengths=_prompt_lengths(loss_mask, lengths),
+            routes=None if columns.routes is None else np.split(columns.routes, columns.num_routed.cumsum())[:-1],
         )
 
     def set_column(self, name: str, values: Tensor) -> None:
@@ -115,3 +121,9 @@ class Experience:
             for row, rollout_id in enumerate(self.rollout_ids):
                 column[row, : len(exported[rollout_id])] = torch.tensor(exported[rollout_id])
             self.set_column(name, column)
+
+
+def _prompt_lengths(loss_mask: Tensor, lengths: np.ndarray) -> list[int]:
+    """Return the number of tokens before the first True of each row [B, T], at least 1; all of them if none is."""
+    first = loss_mask.int().argmax(dim=1).clamp(min=1)
+    return torch.where(loss_mask.any(dim=1), first, torch.from_numpy(lengths)).tolist()

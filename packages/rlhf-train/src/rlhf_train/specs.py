@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from rlhf_data.errors import ConfigError
+
 if TYPE_CHECKING:
     from rlhf_models.lora import LoraSpec
 
@@ -22,6 +24,7 @@ class OptimizerSpec:
         warmup_steps: updates of linear warm-up.
         total_steps: updates until the end of the schedule.
         min_lr_ratio: final learning rate of cosine_with_min_lr as a fraction of the peak.
+        offload: keep master weights and moments in host memory; see `engine.host_adamw` and `ModelSpec.check_offload`.
     """
 
     learning_rate: float
@@ -34,6 +37,7 @@ class OptimizerSpec:
     warmup_steps: int = 0
     total_steps: int = 1
     min_lr_ratio: float = 0.1
+    offload: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +50,7 @@ class ModelSpec:
         attn_implementation: see `rlhf_models.loading`.
         gradient_checkpointing: recompute activations in the backward pass, which saves memory.
         packing: concatenate the rows of a micro-batch into one sequence, instead of padding them.
+        share_prompts: store the prompt of packed rows that have the same one once, which needs packing.
         sequence_parallel_size: neighbouring ranks that divide the tokens of each pass among them, which needs packing.
             All models of a rank set have the same.
         torch_compile: "on", "off", or "auto", which compiles where that is possible and faster.
@@ -53,6 +58,8 @@ class ModelSpec:
         optimizer: None for a frozen model.
         lora: adapters to train instead of all weights; None for all weights.
         aux_loss_coef: weight of the load-balancing loss in updates; 0 for none. Only for models with experts.
+        offload: of a frozen model on a GPU: keep its weights in host memory while it does not run.
+        routing_replay: whether tokens of rollouts go through the experts that the engine chose. Only for the actor.
     """
 
     path: str
@@ -60,12 +67,29 @@ class ModelSpec:
     attn_implementation: str = "auto"
     gradient_checkpointing: bool = False
     packing: bool = False
+    share_prompts: bool = False
     sequence_parallel_size: int = 1
     torch_compile: str = "off"
     zero_stage: int = 2
     optimizer: OptimizerSpec | None = None
     lora: "LoraSpec | None" = None
     aux_loss_coef: float = 0.0
+    offload: bool = False
+    routing_replay: bool = False
+
+    def check_offload(self, num_ranks: int) -> None:
+        """Raise ConfigError if states of the optimizer shall be in host memory, and cannot on `num_ranks` processes."""
+        if self.optimizer is None or not self.optimizer.offload:
+            return
+        is_sharded = self.zero_stage == 3 or (self.zero_stage == 2 and num_ranks > 1)
+        for is_wrong, reason, hint in (
+            (self.optimizer.muon_momentum is not None, "--optim is muon", "use --optim adam"),
+            (self.dtype != "bfloat16", f"weights are {self.dtype}", "add --bf16"),
+            (is_sharded, f"--zero_stage is {self.zero_stage}", "use --zero_stage 1"),
+        ):
+            if is_wrong:
+                message = "--adam_offload is for AdamW on bfloat16 weights, below ZeRO stage 2 on several processes"
+                raise ConfigError(f"{message}: {reason}", hint=hint)
 
     def is_base_of(self, other: "ModelSpec | None") -> bool:
         """Return whether this model is the one that another model becomes without its adapters."""

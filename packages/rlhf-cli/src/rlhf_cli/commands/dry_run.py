@@ -15,8 +15,8 @@ from rlhf_cli.preflight.inputs import Inputs, check_inputs
 from rlhf_cli.preflight.models import (
     check_adapters,
     check_attention,
-    check_balance,
     check_context,
+    check_experts,
     load_model_files,
     longest_sequence,
 )
@@ -103,7 +103,7 @@ def _check_model(config: PpoConfig, name: str) -> None:
     """Raise ConfigError for a model that cannot be run as the flags say."""
     model_config, _ = load_model_files(model_path(name))
     check_attention(config.model, model_config)
-    check_balance(config.model, model_config)
+    check_experts(config.model, model_config)
     check_context(model_config, *longest_sequence(config))
     check_adapters(config.model, model_config)
 

@@ -28,12 +28,14 @@ from rlhf_cli.paths import (
     user_path,
     with_full_paths,
 )
+from rlhf_cli.preflight.devices import on_cpu
 from rlhf_cli.preflight.resume import changed_options, saying_how_to_resume, to_store
 from rlhf_cli.secrets import restart_without_key
 from rlhf_data.command_line import CommandLine, Parsed, to_toml
 from rlhf_data.errors import ConfigError, unknown
 from rlhf_data.options import matching
 from rlhf_data.pretrained import set_chat_template
+from rlhf_rollout.host import local_gpus
 
 if TYPE_CHECKING:
     from rlhf_cli.console import Console
@@ -122,9 +124,11 @@ class Command:
             self._show(parsed, folder, console)
             return
         if is_first:
+            notices = on_cpu(parsed.given) if not local_gpus() else []
             if parsed.config.checkpoint.continues:
-                for notice in changed_options(to_toml(to_store(parsed.config)), folder):
-                    console.notice(notice)
+                notices += changed_options(to_toml(to_store(parsed.config)), folder)
+            for notice in notices:
+                console.notice(notice)
             console.log(f"results will be in {folder}, messages of libraries in {LOG_FILE} there")
             console.working("checking model and data")
         job, tokenizer = _prepare(self, parsed.config, folder, console)
@@ -154,24 +158,26 @@ def _prepare(command: Command, config: OfflineConfig, folder: Path, console: "Co
     assert config.model.pretrain
     place = launch()
     config.model.check_processes(place.num_ranks, "the run", "torchrun --nproc_per_node {} -m ...")
+    training = config.training
+    planned = config.model.spec("", training.zero_stage, training.optimizer(training.learning_rate, num_updates=0))
+    planned.check_offload(place.num_ranks)
     _take_own_gpu(place)
     # Open the data before importing torch, so that a wrong path or key is reported within a second.
     sources = _open(config)
 
     import torch
 
-    from rlhf_cli.preflight.models import check_attention, check_balance, check_context, load_model_files
+    from rlhf_cli.preflight.models import check_attention, check_context, check_experts, load_model_files
     from rlhf_rollout.host import free_port
     from rlhf_train.offline.job import OfflineJob
     from rlhf_train.offline.loop import OfflineSchedule
 
     path = model_path(config.model.pretrain)
     model = config.model
-    training = config.training
     model_config, tokenizer = load_model_files(path)
     set_chat_template(tokenizer, getattr(config.data, "tokenizer_chat_template", None), user_path)
     check_attention(model, model_config)
-    check_balance(model, model_config)
+    check_experts(model, model_config)
     check_context(model_config, config.data.max_len, "--max_len")
     # Other models are checked against the tokenizer before the data is tokenized, which may take minutes.
     reference = _reference(config, tokenizer)

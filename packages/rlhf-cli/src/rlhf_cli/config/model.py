@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from rlhf_data.checks import lacking, without_effect
 from rlhf_data.errors import ConfigError
-from rlhf_data.options import flag, matching, one_of
+from rlhf_data.options import Section, flag, matching, one_of
 from rlhf_rollout.commands import sections
 from rlhf_train.specs import ModelSpec, OptimizerSpec
 
@@ -74,12 +74,12 @@ class ModelSection(sections.ModelSection):
 
     def spec(self, path: str, zero_stage: int, optimizer: OptimizerSpec | None = None) -> ModelSpec:
         """Return how the model at `path` is computed. Without an optimizer it is frozen."""
-        options = matching(ModelSpec, self)
+        options = matching(ModelSpec, self) | {"offload": getattr(self, "ref_reward_offload", False)}
         if optimizer is None:
-            options |= {"gradient_checkpointing": False, "lora": None, "aux_loss_coef": 0.0}
-            if self.aux_loss_coef:
+            if options.get("routing_replay") or self.aux_loss_coef:
                 # The policy is not compiled then. A compiled reference rounds differently, and their KL would not be 0.
                 options["torch_compile"] = "off"
+            options |= {"gradient_checkpointing": False, "lora": None, "aux_loss_coef": 0.0, "routing_replay": False}
         return ModelSpec(path=path, packing=self.packing_samples, zero_stage=zero_stage, optimizer=optimizer, **options)
 
     @property
@@ -94,14 +94,50 @@ class ModelSection(sections.ModelSection):
         return LoraSpec(rank=self.lora_rank, alpha=self.lora_alpha, dropout=dropout, target_modules=targets)
 
 
-class PpoModelSection(ModelSection):
-    """Adds the critic."""
+class FrozenSection(Section, title="model"):
+    """Where models that are not trained are kept."""
+
+    ref_reward_offload: bool = flag(
+        False,
+        "keep models that are not trained (reference, teacher, reward models) in CPU memory, and on the GPU only while"
+        " they run",
+    )
+
+
+class PpoModelSection(ModelSection, FrozenSection):
+    """Adds the critic, prompts that are stored once, and what a model takes over from its rollouts."""
+
+    share_prompts: bool = flag(
+        False,
+        "with --packing_samples: the responses to one prompt in a pass share its tokens in the layers, which saves the"
+        " time and the memory of its copies",
+    )
+    routing_replay: bool = flag(
+        False,
+        "mixtures of experts: the policy is trained with the experts that the engine chose for each token (Rollout"
+        " Routing Replay, R3), which brings their log-probs closer",
+    )
 
     critic_pretrain: str | None = flag(
         None,
         "model from which the critic starts; None: the first of --reward_pretrain, or else --pretrain, with a value"
         " head of zeros",
     )
+
+    def check(self, given: Collection[str]) -> list[str]:
+        """Return a notice for each option that has no effect. Raises ConfigError for options that contradict."""
+        if self.share_prompts and not self.packing_samples:
+            message = "--share_prompts stores the prompts of packed samples once, and --packing_samples is off"
+            raise ConfigError(message, hint="add --packing_samples")
+        others = {
+            "--sequence_parallel_size divides sequences": self.sequence_parallel_size > 1,
+            "--aux_loss_coef counts the tokens of whole sequences": self.aux_loss_coef > 0,
+            "--routing_replay sends the tokens of each sequence to experts of its own": self.routing_replay,
+        }
+        for what in (what for what, is_used in others.items() if is_used and self.share_prompts):
+            message = f"{what}, and with --share_prompts sequences have parts in common"
+            raise ConfigError(message, hint="drop one of them")
+        return super().check(given)
 
 
 class OfflineModelSection(ModelSection):
@@ -110,7 +146,7 @@ class OfflineModelSection(ModelSection):
     lora_dropout: float = flag(0.0, "dropout probability of an adapter's input", ge=0, lt=1)
 
 
-class ComparedModelSection(OfflineModelSection):
+class ComparedModelSection(OfflineModelSection, FrozenSection):
     """Adds the reference."""
 
     ref_pretrain: str | None = flag(None, "the reference model; None: a frozen copy of --pretrain")
@@ -118,8 +154,18 @@ class ComparedModelSection(OfflineModelSection):
         False, "compute the reference's log-probs of all examples once before training, not at every update"
     )
 
+    def check(self, given: Collection[str]) -> list[str]:
+        """See `ModelSection.check`."""
+        is_own_base = self.lora_rank > 0 and self.ref_pretrain is None
+        unused = ["ref_reward_offload"]
+        return super().check(given) + without_effect(
+            given,
+            (self.precompute_reference, unused, "--precompute_reference drops the reference before the first update"),
+            (is_own_base, unused, "with --lora_rank the reference is the model without its adapters"),
+        )
 
-class TaughtModelSection(OfflineModelSection):
+
+class TaughtModelSection(OfflineModelSection, FrozenSection):
     """Adds the teacher."""
 
     teacher_model: str | None = flag(None, "the teacher: a model folder or hub name with the same tokenizer")

@@ -19,7 +19,7 @@ from rlhf_cli.config.training import (
     OfflineTrainingSection,
     RewardTrainingSection,
 )
-from rlhf_data.checks import check_has_metric, lacking, without_effect
+from rlhf_data.checks import check_has_metric, lacking, once, without_effect
 from rlhf_data.errors import ConfigError
 from rlhf_data.options import Config, Section, flag, one_of
 
@@ -153,6 +153,7 @@ LOSSES_WITH = {
     "length_average": ("dpo", "ipo"),
     "ref_pretrain": ("dpo", "ipo"),
     "precompute_reference": ("dpo", "ipo"),
+    "ref_reward_offload": ("dpo", "ipo"),
 }
 
 
@@ -171,7 +172,7 @@ class DpoConfig(OfflineConfig):
         if loss.ipo and loss.loss_type not in ("dpo", "ipo"):
             raise ConfigError(f"--ipo and --loss_type {loss.loss_type} are two losses", hint="drop one of them")
         unused = [option for option in LOSSES_WITH if loss.name not in LOSSES_WITH[option]]
-        return notices + without_effect(given, (True, unused, f"the loss is {loss.name}"))
+        return once(notices + without_effect(given, (True, unused, f"the loss is {loss.name}")))
 
 
 class KtoSection(ReferenceStrengthSection):

@@ -243,7 +243,9 @@ def _check_placement(config: PpoConfig, given: Collection[str]) -> list[str]:
     algorithm = config.algorithm
     placement = config.placement
     all_share = placement.colocate_all_models
-    shares_base = config.model.lora_rank > 0 and config.algorithm.spec().uses_reference
+    spec = algorithm.spec()
+    shares_base = config.model.lora_rank > 0 and spec.uses_reference
+    has_frozen = spec.uses_reference != shares_base or spec.uses_teacher or config.reward.reward_pretrain is not None
     for name, section in (("vllm_enable_sleep", config.engine), ("deepspeed_enable_sleep", placement)):
         if getattr(section, name) and not all_share:
             message = f"--{name} is for models and engines that share GPUs, and --colocate_all_models is off"
@@ -261,5 +263,6 @@ def _check_placement(config: PpoConfig, given: Collection[str]) -> list[str]:
         (all_share, ["vllm_sync_backend"], "with --colocate_all_models engines and training share GPUs"),
         (all_share, ["colocate_actor_ref", "colocate_critic_reward"], "--colocate_all_models includes it"),
         (not algorithm.row.uses_critic, ["colocate_critic_reward"], f"{algorithm.title} has no critic"),
+        (not has_frozen, ["ref_reward_offload"], "all models of this run are trained"),
         (shares_base, _REFERENCE_PLACES, "with --lora_rank the reference is the policy without its adapters"),
     )

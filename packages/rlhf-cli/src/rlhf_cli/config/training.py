@@ -38,6 +38,11 @@ class TrainingSection(Section, title="training"):
     zero_stage: int = flag(
         2, "DeepSpeed ZeRO stage; a single process, which has nothing to shard, runs stage 2 as stage 1", ge=0, le=3
     )
+    adam_offload: bool = flag(
+        False,
+        "with --bf16, below ZeRO stage 2 on several processes: keep AdamW's states (12 bytes per weight) in CPU memory,"
+        " and bring them to the GPU part by part for each update, with the same result",
+    )
     seed: int = flag(42, "seed of all random numbers", ge=0, le=2**31 - 1)
 
     def check(self, given: Collection[str]) -> list[str]:
@@ -74,6 +79,7 @@ class TrainingSection(Section, title="training"):
             warmup_steps=math.ceil(self.lr_warmup_ratio * num_updates),
             total_steps=num_updates,
             min_lr_ratio=self.min_lr_ratio,
+            offload=self.adam_offload,
         )
 
 

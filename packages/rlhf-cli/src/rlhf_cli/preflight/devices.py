@@ -19,6 +19,7 @@ _GPU_OPTIONS = (
     "colocate_actor_ref",
     "colocate_critic_reward",
 )
+_MEMORY_OPTIONS = ("adam_offload", "ref_reward_offload")
 # Likewise: without GPUs, these models have no processes of their own.
 _RANK_OPTIONS = (
     *("critic_num_nodes", "critic_num_gpus_per_node", "ref_num_nodes", "ref_num_gpus_per_node"),
@@ -74,5 +75,6 @@ def on_cpu(given: Collection[str]) -> list[str]:
     return without_effect(
         given,
         (True, _GPU_OPTIONS, "there is no GPU, everything shares the CPU"),
+        (True, _MEMORY_OPTIONS, "there is no GPU, whose memory it saves"),
         (True, _RANK_OPTIONS, "without GPUs every model runs in the policy's processes"),
     )

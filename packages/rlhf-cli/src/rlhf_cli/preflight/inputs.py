@@ -9,8 +9,8 @@ from rlhf_cli.preflight.data import check_best_metric, data_notices, load_all, o
 from rlhf_cli.preflight.models import (
     check_adapters,
     check_attention,
-    check_balance,
     check_context,
+    check_experts,
     check_teacher,
     choose_critic,
     load_model_files,
@@ -76,7 +76,7 @@ def check_inputs(config: PpoConfig, folder: Path) -> Inputs:
     model = model_path(config.model.pretrain)
     model_config, tokenizer = load_model_files(model)
     check_attention(config.model, model_config)
-    check_balance(config.model, model_config)
+    check_experts(config.model, model_config)
     check_context(model_config, *longest_sequence(config))
     adapter_notices = check_adapters(config.model, model_config)
     process_models = tuple(filter(judges_steps, model_paths(sources)))
@@ -104,7 +104,7 @@ def _check_replay(config: PpoConfig, folder: Path) -> Inputs:
     model = model_path(config.model.pretrain)
     model_config, tokenizer = load_model_files(model)
     check_attention(config.model, model_config)
-    check_balance(config.model, model_config)
+    check_experts(config.model, model_config)
     notices += check_adapters(config.model, model_config)
     critic, more = choose_critic(config, model, [model_path(path) for path in model_paths(sources)], tokenizer)
     teacher = check_teacher(config, tokenizer)

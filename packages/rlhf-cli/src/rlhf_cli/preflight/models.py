@@ -21,9 +21,9 @@ def load_model_files(path: str) -> tuple[Any, Any]:
 
 
 def check_attention(section: ModelSection, model_config: Any) -> None:
-    """Raise ConfigError unless the model works with --attn_implementation, --packing_samples and
+    """Raise ConfigError unless the model works with --attn_implementation, --packing_samples, --share_prompts and
     --sequence_parallel_size."""
-    from rlhf_models.attention import choose_attention
+    from rlhf_models.attention import check_shares_prompts, choose_attention
 
     name = section.attn_implementation
     if name not in ("auto", "eager") and "/" not in name:  # a name with a slash is a kernel on the hub
@@ -33,6 +33,8 @@ def check_attention(section: ModelSection, model_config: Any) -> None:
         if name not in known:
             raise ConfigError(f"--attn_implementation: {unknown('value', name, known)}")
     chosen = choose_attention(model_config, name, packing=section.packing_samples)
+    if getattr(section, "share_prompts", False):
+        check_shares_prompts(model_config, chosen)
     if section.sequence_parallel_size > 1:
         from rlhf_models.attention import PACKED_ATTENTION
         from rlhf_models.sequence_parallel import check_heads
@@ -52,12 +54,16 @@ def check_adapters(section: ModelSection, model_config: Any) -> list[str]:
     return [f"--lora_rank {section.lora_rank} trains {check_lora(model_config, section.lora):.2%} of the weights"]
 
 
-def check_balance(section: ModelSection, model_config: Any) -> None:
-    """Raise ConfigError for --aux_loss_coef and a model that has no load-balancing loss."""
+def check_experts(section: ModelSection, model_config: Any) -> None:
+    """Raise ConfigError for options of mixtures of experts and a model that they do not work with."""
     if section.aux_loss_coef:
         from rlhf_models.routing import check_balances
 
         check_balances(model_config)
+    if getattr(section, "routing_replay", False):
+        from rlhf_models.routing_replay import check_replays
+
+        check_replays(model_config)
 
 
 def check_context(model_config: Any, num_tokens: int, flags: str) -> None:

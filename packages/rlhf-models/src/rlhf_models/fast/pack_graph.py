@@ -111,7 +111,7 @@ class PackGraph:
     def __call__(self, batch: TokenBatch) -> Tensor | None:
         """Return the hidden states [1, T, D] of a batch, or None if the caller must run it without graphs."""
         # A captured forward pass keeps its activations for a backward pass, which only training makes.
-        if not (torch.is_grad_enabled() and self._backbone.training and batch.is_packed):
+        if not (torch.is_grad_enabled() and self._backbone.training and batch.is_packed) or batch.shared is not None:
             return None
         if not self._num_tokens * _LEAST_FILL <= sum(batch.lengths) <= self._num_tokens:
             return None

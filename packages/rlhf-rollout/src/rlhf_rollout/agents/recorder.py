@@ -45,6 +45,7 @@ class _Branch:
     """A conversation of which no token was rewritten: it becomes one rollout.
 
     `ends` holds the number of tokens up to the end of each answer, `requests` the number of its request in the episode.
+    `routes` are those of the rollout, see `Rollout`.
     """
 
     tokens: list[int]
@@ -53,6 +54,15 @@ class _Branch:
     requests: list[int] = field(default_factory=list)
     finish_reason: FinishReason = FinishReason.STOP
     is_busy: bool = False
+    routes: np.ndarray | None = None
+
+    def add_routes(self, routes: np.ndarray | None) -> None:
+        """Add what the engine says of the tokens so far. What is known already stays: earlier answers came from it."""
+        if routes is None:
+            return
+        known = 0 if self.routes is None else len(self.routes)
+        added = routes[known : len(self.tokens)]
+        self.routes = added if self.routes is None else np.concatenate([self.routes, added])
 
 
 class EpisodeRecorder:
@@ -159,6 +169,7 @@ class EpisodeRecorder:
             self._branches.append(branch)
         branch.spans += completion.spans
         branch.tokens = [*token_ids, *completion.token_ids.tolist()]
+        branch.add_routes(completion.routes)
         branch.ends.append(len(branch.tokens))
         branch.requests.append(request)
         branch.finish_reason = completion.finish_reason
@@ -181,7 +192,7 @@ class EpisodeRecorder:
             is_last = number == len(self._branches) - 1
             reason = FinishReason.LENGTH if is_last and (is_cut or self._is_cut) else branch.finish_reason
             text = self._decode([token for span in branch.spans[1:] for token in span.token_ids.tolist()])
-            rollout = Rollout(name, self._group_id, tuple(branch.spans), reason, text)
+            rollout = Rollout(name, self._group_id, tuple(branch.spans), reason, text, routes=branch.routes)
             if verdict is not None:
                 rollout = dataclasses.replace(
                     rollout, verdict=self._verdict_for(rollout, branch, verdict, turn_rewards)

@@ -35,7 +35,8 @@ class SingleTurn:
         for index, completion in enumerate(completions):
             name = f"{group_id}/{index}"
             text = self._decode(completion.token_ids)
-            rollout = Rollout(name, group_id, (asked, *completion.spans), completion.finish_reason, text)
+            spans = (asked, *completion.spans)
+            rollout = Rollout(name, group_id, spans, completion.finish_reason, text, routes=completion.routes)
             episodes.append(Episode(name, group_id, (rollout,)))
         return tuple(episodes)
 

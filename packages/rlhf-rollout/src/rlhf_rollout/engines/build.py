@@ -26,6 +26,8 @@ def build_engine(kind: str, spec: EngineSpec) -> RolloutEngine:
     if (kind == "http") != (spec.base_url is not None):
         message = f"engine {kind} got base_url {spec.base_url}; engine http needs one, the other engines take none"
         raise ConfigError(message)
+    if spec.return_routes and kind != "vllm":
+        raise ConfigError(f"engine {kind} does not tell the experts of tokens", hint="use engine vllm")
     module, name = _CLASSES[kind]
     try:
         return getattr(import_module(f"rlhf_rollout.engines.{module}"), name)(spec)

@@ -32,6 +32,8 @@ class EngineSpec:
         enable_prefix_caching: reuse the KV cache of common prefixes.
         keep_kv: keep the KV cache through weight updates, that of cached prefixes and of sequences that a pause keeps.
             Later tokens then attend to keys and values of older weights. Otherwise all of it is computed again.
+        return_routes: tell the experts that each token went through, `Completion.routes`. Only "vllm" does, for models
+            with experts.
         tensor_parallel_size: GPUs per engine.
         num_threads: CPU threads of the engine's process; None for OMP_NUM_THREADS, or else one per core.
         seed: seed for requests without a seed; None draws one for each engine that starts.
@@ -59,6 +61,7 @@ class EngineSpec:
     enable_sleep: bool = False
     enable_prefix_caching: bool = True
     keep_kv: bool = False
+    return_routes: bool = False
     tensor_parallel_size: int = 1
     num_threads: int | None = None
     seed: int | None = None

@@ -166,6 +166,7 @@ class LocalScorer:
         normalize: shift and scale scores by the moments that the model's config holds, if any.
         step_separator: the text that ends a step, for a process reward model, which judges each step; None for a model
             with a scalar head.
+        offload: keep the weights in host memory, pinned, between calls. Without effect on a CPU.
 
     Raises:
         ConfigError: the model cannot be loaded, or the extra `models` is not installed.
@@ -181,8 +182,10 @@ class LocalScorer:
         batch_size: int = 64,
         normalize: bool = False,
         step_separator: str | None = None,
+        offload: bool = False,
     ) -> None:
         try:
+            from rlhf_models.host_states import RestingModel, awake
             from rlhf_models.loading import load_reward_model
             from rlhf_models.process_reward import StepJudge
             from rlhf_models.reward import score_sequences
@@ -192,11 +195,14 @@ class LocalScorer:
         self._path = path
         self.has_moments = False  # whether scores are normalised by moments that are stored with the model
         if step_separator is None:
-            model = load_reward_model(path, normalize=normalize, **options).to(device)
+            model: Any = load_reward_model(path, normalize=normalize, **options).to(device)
             self.has_moments = model.moments is not None
             self._run: Callable[..., list[Any]] = partial(score_sequences, model, batch_size=batch_size)
         else:
-            self._run = StepJudge(path, step_separator, device=device, batch_size=batch_size, **options)
+            self._run = judge = StepJudge(path, step_separator, device=device, batch_size=batch_size, **options)
+            model = judge.model
+        rests = offload and device != "cpu"
+        self._awake = partial(awake, RestingModel(model, model.parameters()) if rests else model)
         self._thread = ThreadPoolExecutor(1, "reward-model")
 
     async def score(self, samples: list[Any]) -> list[Any]:
@@ -212,7 +218,8 @@ class LocalScorer:
 
     def _score(self, samples: list[Any]) -> list[Any]:
         try:
-            return self._run(samples)
+            with self._awake():
+                return self._run(samples)
         except RlhfError:
             raise
         except RuntimeError as error:  # torch raises it, also when memory runs out

@@ -8,10 +8,11 @@ import torch
 from rlhf_data.errors import ConfigError
 from rlhf_models.backbone import divide_sequences, replay_full_packs
 from rlhf_models.fast.compiled import compile_layers, compile_unavailable_reason
+from rlhf_models.host_states import RestingModel
 from rlhf_models.loading import resolve_dtype
 from rlhf_models.reference import load_reference
 from rlhf_models.sequence_parallel import SequenceGroup
-from rlhf_train.engine.deepspeed import DeepSpeedEngine, place_frozen
+from rlhf_train.engine.deepspeed import DeepSpeedEngine, local_part, place_frozen
 from rlhf_train.specs import ModelSpec
 
 logger = logging.getLogger(__name__)
@@ -41,9 +42,10 @@ def start_engine(
 
     Raises:
         ConfigError: `spec.torch_compile` is "on", and the layers cannot be compiled; or the model's sequences cannot be
-            divided.
+            divided; or `ModelSpec.check_offload` fails.
         EngineError: DeepSpeed refuses the combination.
     """
+    spec.check_offload(num_ranks)
     is_compiled = compile_model(model.model, spec, device)
     if sequence_group is not None:
         divide_sequences(model, sequence_group)
@@ -68,16 +70,22 @@ def start_engine(
     return engine
 
 
-def start_frozen(spec: ModelSpec, device: torch.device, sequence_group: SequenceGroup | None = None) -> torch.nn.Module:
+def start_frozen(
+    spec: ModelSpec, device: torch.device, sequence_group: SequenceGroup | None = None
+) -> torch.nn.Module | RestingModel:
     """Return a frozen actor on the device, whose passes are as fast as `spec` allows. Collective.
 
-    Raises ConfigError as `start_engine`.
+    On a CPU `spec.offload` changes nothing, because the weights lie in their files, mapped into memory. Raises
+    ConfigError as `start_engine`.
     """
     frozen = load_reference(spec.path, **spec.load_options)
     compile_model(frozen.model, spec, device.type)
     if sequence_group is not None:
         divide_sequences(frozen, sequence_group)
-    return place_frozen(frozen, spec, device)
+    placed = place_frozen(frozen, spec, device)
+    return (
+        RestingModel(placed, map(local_part, placed.parameters())) if spec.offload and device.type == "cuda" else placed
+    )
 
 
 def compile_model(model: Any, spec: ModelSpec, device: str) -> bool:
@@ -95,6 +103,8 @@ def compile_model(model: Any, spec: ModelSpec, device: str) -> bool:
     if spec.aux_loss_coef:
         # transformers records them by hooks, which see nothing of compiled layers.
         reason = "the load-balancing loss reads what routers compute inside the layers"
+    if spec.routing_replay:
+        reason = "routing replay gives routers inside the layers another choice with every pass"
     if reason is None and spec.torch_compile == "auto" and not spec.packing:
         reason = "without packing, nearly every batch has another shape and would be compiled again"
     if reason is None:

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from rlhf_data.errors import EngineError
+from rlhf_models.host_states import HostStates
 from rlhf_models.loading import resolve_dtype
 from rlhf_models.lora import adapters_by_weight
 from rlhf_models.weights import hf_named_weights
 from rlhf_rollout.host import collection_paused, quick_collection, stay_on_loopback
 from rlhf_train.engine.gradients import add_gradients_at_once, clip_whole_groups, float32_sums
-from rlhf_train.engine.host_states import HostStates
 from rlhf_train.engine.optimizer import Muon, make_optimizer
 from rlhf_train.engine.protocol import StepStats, learning_rate_at
 from rlhf_train.engine.shards import WEIGHT, ShardReader, Shards, load_moments, load_weights, places, save_moments
@@ -185,6 +185,8 @@ class DeepSpeedEngine:
             clip_whole_groups(self._engine.optimizer)
             # A single rank has nothing to reduce, yet DeepSpeed would copy the sums to a buffer and back.
             self._engine.enable_backward_allreduce = self._world_size > 1
+            if spec.offload:
+                optimizer.take_over(self._engine.optimizer)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """See `TrainEngine`."""
@@ -250,6 +252,7 @@ class DeepSpeedEngine:
         shards.numbers["num_updates"] = self._num_steps
         # Without ZeRO every rank has everything, and one copy is enough.
         if self._zero_stage > 0 or torch.distributed.get_rank() == 0:
+            shards.copies = not self._spec.offload
             save_moments(shards, self._places, self._inner_optimizer.state)
 
     @torch.no_grad()
@@ -266,11 +269,9 @@ class DeepSpeedEngine:
             load_weights(self.module, reader)
             return
         ranges = self.local_ranges()
-        for name, parameter in self._trained:
-            with self._gathered([parameter]):
-                pass  # partitions it; see `local_weights`
+        for name, part in self.local_weights():
             start, size = ranges[name]
-            parameter.ds_tensor.view(-1)[:size].copy_(reader.read(f"{WEIGHT}/{name}", start, size))
+            part.view(-1)[:size].copy_(reader.read(f"{WEIGHT}/{name}", start, size))
 
     @property
     def _inner_optimizer(self) -> Any:
@@ -315,7 +316,8 @@ class DeepSpeedEngine:
         masters = [flat for flat, address in flats.items() if address not in weights]
         # Buckets, in which ZeRO-3 collects gradients before it reduces them, hold nothing between updates.
         buckets = self._engine.optimizer.ipg_buckets.values() if self._zero_stage == 3 else ()
-        self._host_states.offload([*masters, *moments], [*self._sums, *(bucket.buffer for bucket in buckets)])
+        kept = [] if self._spec.offload else [*masters, *moments]
+        self._host_states.offload(kept, [*self._sums, *(bucket.buffer for bucket in buckets)])
 
     def reload(self) -> None:
         """Move back to the device what `offload` moved to the host."""

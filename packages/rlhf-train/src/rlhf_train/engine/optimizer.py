@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhf_data.errors import ConfigError
+from rlhf_train.engine.host_adamw import HostAdamW
 from rlhf_train.engine.shards import MOMENTUM, Place
 from rlhf_train.specs import OptimizerSpec
 
@@ -28,7 +29,8 @@ def make_optimizer(model: nn.Module, spec: OptimizerSpec, *, fused: bool) -> tor
     trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
     options = {"lr": spec.learning_rate, "betas": spec.betas, "eps": spec.eps, "fused": fused}
     if spec.muon_momentum is None:
-        return torch.optim.AdamW(_adamw_groups(trained, spec), **options)
+        kind = HostAdamW if spec.offload else torch.optim.AdamW
+        return kind(_adamw_groups(trained, spec), **options)
     hidden = {name: weight for name, weight in trained.items() if is_hidden_matrix(name, weight)}
     if not hidden:
         message = "--optim muon trains the matrices of a model's layers, and this model trains none"

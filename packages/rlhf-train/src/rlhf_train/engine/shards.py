@@ -32,16 +32,19 @@ class Shards:
         tensors: [n] each, in host memory.
         starts: place of each tensor's first element in the whole flattened tensor.
         numbers: JSON values, such as the number of updates: equal on all ranks, or a dictionary by weight.
+        copies: whether `add` copies what is in host memory already, which may have no room for it twice. Otherwise it
+            must not change before `write` is done.
     """
 
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
         self.starts: dict[str, int] = {}
         self.numbers: dict[str, Any] = {}
+        self.copies = True
 
     def add(self, name: str, part: Tensor, start: int = 0) -> None:
         """Copy `part` [n] to host memory; its first element is number `start` of the whole tensor."""
-        self.tensors[name] = part.detach().to("cpu", copy=True)
+        self.tensors[name] = part.detach().to("cpu", copy=self.copies)
         self.starts[name] = start
 
     def write(self, path: Path) -> None:

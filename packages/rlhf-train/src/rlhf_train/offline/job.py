@@ -9,6 +9,8 @@ from typing import Any
 import torch
 
 from rlhf_data.errors import CheckpointError, ConfigError, EngineError, RlhfError, unknown
+from rlhf_models.loading import load_config
+from rlhf_train.costs import pass_costs
 from rlhf_train.engine.accelerate import start_engine, start_frozen
 from rlhf_train.engine.deepspeed import init_process_group
 from rlhf_train.engine.sequence_groups import join_sequence_group
@@ -78,6 +80,7 @@ class OfflineJob:
     def __post_init__(self) -> None:
         compares = self.objective.needs_reference
         teacher = self.objective.needs_teacher
+        self.model.check_offload(self.num_ranks)
         needs_evaluation = self.eval_steps is not None or self.best_metric is not None
         limits_tokens = self.schedule.micro_batch_tokens is not None
         for is_wrong, message in (
@@ -180,7 +183,10 @@ class _Run:
             sequence_group=self._sequence_group,
         )
         self.objective = replace(
-            job.objective, packing=spec.packing, sequence_parallel_size=spec.sequence_parallel_size
+            job.objective,
+            packing=spec.packing,
+            sequence_parallel_size=spec.sequence_parallel_size,
+            costs=pass_costs(load_config(spec.path), has_head=kind == "actor"),
         )
         self.items = self.objective.items(job.examples)
         self._eval_items = self.objective.items(job.eval_examples) if job.eval_examples else ()
@@ -327,7 +333,9 @@ class _Run:
         forward: Callable[..., Any]
         if job.reference is not None or (job.model.lora is None and not job.precompute_reference):
             spec = job.reference or job.model
-            spec = replace(spec, packing=job.model.packing, torch_compile="off")
+            # Before the first update, the model to train needs no memory but that of its weights and gradients.
+            rests = spec.offload and not job.precompute_reference
+            spec = replace(spec, packing=job.model.packing, torch_compile="off", offload=rests)
             forward = start_frozen(spec, self.engine.device, self._sequence_group)
         else:
             forward = own_base(self.engine, has_adapters=job.model.lora is not None)

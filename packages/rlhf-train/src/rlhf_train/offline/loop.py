@@ -17,6 +17,7 @@ from torch import Tensor
 from rlhf_data.errors import ConfigError
 from rlhf_data.sampler import EpochSampler
 from rlhf_train.batching import Denominators, plan_batches
+from rlhf_train.costs import PassCosts
 from rlhf_train.engine.protocol import TrainEngine
 from rlhf_train.offline.ranks import of_all_ranks
 from rlhf_train.run.load_balance import LoadBalance
@@ -40,6 +41,8 @@ class Objective(ABC, Generic[Item]):
         packing: concatenate the sequences of a micro-batch instead of padding them.
         sequence_parallel_size: neighbouring ranks that divide the tokens of each pass among them. They have the same
             micro-batches, and compute the same losses and metrics.
+        costs: of the trained model, by which ranks get equal work; set by the run. Without them they get equal numbers
+            of tokens.
         reference: forward pass of the reference or teacher model, if the loss needs one; set by the run.
     """
 
@@ -49,15 +52,20 @@ class Objective(ABC, Generic[Item]):
 
     packing: bool = False
     sequence_parallel_size: int = 1
+    costs: PassCosts | None = None
     reference: Callable[..., Any] | None = None
 
     def items(self, examples: Sequence[Any]) -> Sequence[Item]:
         """Return one item per example, in the form that `loss` takes. Called once for a whole data set."""
         return examples
 
+    def lengths(self, item: Item) -> Sequence[int]:
+        """Return the tokens of each sequence of the item that a forward pass reads."""
+        return (item.num_tokens,)
+
     def num_tokens(self, item: Item) -> int:
-        """Return the tokens that a forward pass over the item reads. Ranks get about equal sums of them."""
-        return item.num_tokens
+        """Return the tokens that a forward pass over the item reads."""
+        return sum(self.lengths(item))
 
     def num_trained_tokens(self, item: Item) -> int:
         """Return the tokens that carry loss, without a sequence's first token, which nothing precedes to predict it."""
@@ -236,9 +244,14 @@ def this_ranks_part(
     """Return this rank's micro-batches of a mini-batch, the same number on every rank, and the mini-batch's counts."""
     num_tokens = [objective.num_tokens(item) for item in items]
     trained = [objective.num_trained_tokens(item) for item in items]
+    costs = None
+    if (own_costs := objective.costs) is not None:
+        attending = [sum(map(own_costs.of, objective.lengths(item))) for item in items]
+        costs = [cost + own_costs.of(0, count) for cost, count in zip(attending, trained, strict=True)]
     plans = plan_batches(
         num_tokens,
         trained,
+        costs,
         num_ranks=torch.distributed.get_world_size() // objective.sequence_parallel_size,
         num_mini_batches=1,
         micro_train_batch_size=schedule.micro_train_batch_size,

@@ -32,9 +32,9 @@ class Compared:
     ref_logprobs: tuple[float, ...] | None = None
 
     @property
-    def num_tokens(self) -> int:
-        """Number of tokens in all sequences."""
-        return sum(len(sequence.token_ids) for sequence in self.sequences)
+    def lengths(self) -> tuple[int, ...]:
+        """Number of tokens of each sequence."""
+        return tuple(sequence.num_tokens for sequence in self.sequences)
 
 
 def mean_metrics(prefix: str, count: float | Tensor, **sums: Tensor) -> dict[str, Metric]:

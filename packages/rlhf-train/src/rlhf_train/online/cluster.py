@@ -236,6 +236,7 @@ def start_scorers(job: OnlineJob, reserved: Reserved) -> list[list[Any]]:
         return []
     options = {"dtype": job.engine.dtype, "attn_implementation": "auto", "device": job.plan.device}
     options |= {"batch_size": job.reward.calls.batch_size, "normalize": job.reward.normalize_models}
+    options["offload"] = job.reward.offload_models
     # A reward model has no state, so Ray can restart it, and repeat the calls that were in it.
     scorer = ray.remote(max_restarts=SCORER_RESTARTS, max_task_retries=1)(RewardModelActor)
     start = partial(_start, scorer, placed, reserved, parts=len(models), **options)

@@ -88,6 +88,7 @@ class RewardSpec:
         step_separator: the text that ends a step.
         by_turn: the other reward models score after each turn; see `ModelReward`.
         normalize_models: shift and scale scores of reward models by the mean and deviation stored with the model.
+        offload_models: keep the weights of reward models in host memory between calls.
         running_norm: shift and scale rewards by the mean and deviation of all raw rewards of the run so far.
         clip_range: smallest and largest reward after normalization; None for no bounds.
         overlong_buffer: tokens before the length limit over which a penalty grows linearly; 0 for no penalty.
@@ -106,6 +107,7 @@ class RewardSpec:
     step_separator: str = "\n"
     by_turn: bool = False
     normalize_models: bool = False
+    offload_models: bool = False
     running_norm: bool = False
     clip_range: tuple[float, float] | None = None
     overlong_buffer: int = 0
@@ -292,6 +294,8 @@ class OnlineJob:
 
     def _check_options(self) -> None:
         sizes = {role: spec.sequence_parallel_size for role, spec in self.models.items()}
+        for role, spec in self.models.items():
+            spec.check_offload(self.plan.trainers_of(role).num_ranks)
         if len(set(sizes.values())) > 1:
             raise ConfigError(f"all models must divide sequences over as many processes, and they do over {sizes}")
         for name, wanted in (("freezing_actor_steps", self.num_frozen_steps), ("save_value_network", self.save_critic)):

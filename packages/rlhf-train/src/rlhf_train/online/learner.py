@@ -11,6 +11,7 @@ from rlhf_data.records import Rollout
 from rlhf_train.baselines import decoupled_rewards, relative_rewards, relative_token_rewards, relative_turn_rewards
 from rlhf_train.batching import plan_batches
 from rlhf_train.columns import RolloutColumns
+from rlhf_train.costs import PassCosts
 from rlhf_train.kl import adapted_kl_coef
 from rlhf_train.online.job import OnlineJob
 from rlhf_train.online.ranks import RankSet
@@ -31,14 +32,18 @@ class Learner:
     Args:
         job: the run.
         rank_sets: the training processes; each role is in exactly one set.
+        costs: of each role's model, by which ranks get equal work. Without them they get equal numbers of tokens.
 
     Attributes:
         policy_version: number of updates applied to the actor's weights.
         kl_coef: weight of the KL to the reference in the next step.
     """
 
-    def __init__(self, job: OnlineJob, rank_sets: Sequence[RankSet]) -> None:
+    def __init__(
+        self, job: OnlineJob, rank_sets: Sequence[RankSet], costs: Mapping[str, PassCosts] | None = None
+    ) -> None:
         self._job = job
+        self._costs = costs
         self._sets = list(rank_sets)
         # Neighbouring ranks that have the same rollouts, and divide their tokens.
         self._sequence_parallel_size = job.models["actor"].sequence_parallel_size
@@ -68,13 +73,19 @@ class Learner:
         if self.policy_version > self._step_versions[-1]:
             self._step_versions.append(self.policy_version)
         rewards, earned, metrics = self._rewards(rollouts, episode_ids)
+        shares_prompts = self._job.models["actor"].share_prompts
+        prompts = [rollout.spans[0].token_ids for rollout in rollouts] if shares_prompts else None
         pending: list[Any] = []
+        replays = self._job.models["actor"].routing_replay
+        if replays:
+            metrics["routing/replayed"] = _replayed_share(rollouts)
         for ranks in self._sets:
             # Rank sets of different sizes split the batch differently. The seed is the same, so that they agree on
             # which rollouts form a mini-batch.
             plans = plan_batches(
                 [rollout.num_tokens for rollout in rollouts],
                 [rollout.num_response_tokens for rollout in rollouts],
+                self._work(ranks.roles, rollouts),
                 num_ranks=len(ranks.handles) // self._sequence_parallel_size,
                 num_mini_batches=batch.num_mini_batches(len(rollouts)),
                 micro_train_batch_size=batch.micro_train_batch_size,
@@ -82,10 +93,12 @@ class Learner:
                 max_response_tokens=self._job.sampling.max_tokens,
                 seed=self._job.seed + step,
                 micro_batch_tokens=batch.micro_batch_tokens,
+                prompts=prompts,
             )
             calls = []
             for plan in plans:
-                columns = RolloutColumns.of(*([part[row] for row in plan.rows] for part in (rollouts, rewards, earned)))
+                parts = ([part[row] for row in plan.rows] for part in (rollouts, rewards, earned))
+                columns = RolloutColumns.of(*parts, with_routes=replays and "actor" in ranks.roles)
                 calls += [("load_rollouts", columns, plan, tuple(self._step_versions))] * self._sequence_parallel_size
             pending += ranks.start_each("work", calls)
         wait(pending)
@@ -188,6 +201,14 @@ class Learner:
             for rollout, by_turn, by_step in zip(rollouts, turns, steps, strict=True)
         ]
         return whole.tolist(), earned, metrics
+
+    def _work(self, roles: Sequence[str], rollouts: Sequence[Rollout]) -> list[int] | None:
+        """Return what each rollout costs on ranks with these models, in operations; None if costs are not known."""
+        if self._costs is None:
+            return None
+        # A backward pass costs as much as two forward passes.
+        passes = [(self._costs[role], 3 if self._job.models[role].optimizer else 1) for role in roles]
+        return [sum(n * costs.of(r.num_tokens, r.num_response_tokens) for costs, n in passes) for r in rollouts]
 
     def _adapt_kl(self, kl: float | None, num_rollouts: int) -> None:
         """Adapt the KL coefficient of the next step to this step's KL, which was measured before its updates."""
@@ -322,3 +343,10 @@ def _by_turn(rollout: Rollout, turn_rewards: np.ndarray, reward: float) -> np.nd
     rewards = turn_rewards if len(turn_rewards) else np.zeros(len(rollout.turn_ends))
     rewards[-1:] += reward - rewards.sum()
     return rewards
+
+
+def _replayed_share(rollouts: Sequence[Rollout]) -> float:
+    """Return the share of tokens whose experts the engine told, without last tokens, which predict nothing."""
+    counts = [rollout.num_tokens - 1 for rollout in rollouts]
+    replayed = sum(min(rollout.num_routed, count) for rollout, count in zip(rollouts, counts, strict=True))
+    return replayed / max(sum(counts), 1)

@@ -181,5 +181,6 @@ def made_up_step(job: OnlineJob) -> tuple[RolloutColumns, RankPlan]:
         rewards=np.zeros(count, np.float32),
         token_rewards=nothing,
         truncated=np.zeros(count, bool),
+        num_routed=np.zeros(count, np.int64),
     )
     return columns, plan

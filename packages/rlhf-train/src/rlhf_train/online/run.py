@@ -3,16 +3,18 @@
 import math
 import time
 from asyncio import CancelledError
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 from rlhf_data.errors import RlhfError
+from rlhf_models.loading import load_config
 from rlhf_rollout.host import quick_collection
 from rlhf_rollout.protocols import RewardFunction
 from rlhf_rollout.supervisor import RestartableEngine
+from rlhf_train.costs import PassCosts, pass_costs
 from rlhf_train.online.cluster import mps_daemons, placed_bundles, ray_cluster, start_processes
 from rlhf_train.online.controller import Controller
 from rlhf_train.online.evaluation import Evaluator
@@ -131,7 +133,9 @@ def run_processes(
         recorder = Recorder(job.save_path, job.config, job.trackers, observer, kept, is_recorded=is_recorded)
         stack.enter_context(recorder)
         reward = make_reward(job, processes.scorers, recorder.folder / "reward.log")
-        parts = assemble(job, processes.engines, processes.workers, reward, recorder, observer, timeline, interrupts)
+        costs = {role: pass_costs(load_config(m.path), has_head=role != "critic") for role, m in job.models.items()}
+        watchers = (recorder, observer, timeline, interrupts)
+        parts = assemble(job, processes.engines, processes.workers, reward, *watchers, costs)
         parts.report.add_final(processes.seconds)
         stack.callback(parts.rollouts.close)
         watch.details.append(parts.rollouts.pending)
@@ -152,6 +156,7 @@ def assemble(
     observer: Observer,
     timeline: Timeline,
     interrupts: Interrupts | None = None,
+    costs: Mapping[str, PassCosts] | None = None,
 ) -> Parts:
     """Construct the parts of a run.
 
@@ -164,9 +169,10 @@ def assemble(
         observer: shows the run on the terminal.
         timeline: made at the start of the run.
         interrupts: receives signals; None for nobody.
+        costs: see `Learner`.
     """
     interrupts = interrupts or Interrupts()
-    learner = Learner(job, rank_sets)
+    learner = Learner(job, rank_sets, costs)
     rollouts: Rollouts | RecordedRollouts
     if job.replay:
         rollouts = RecordedRollouts(Path(job.replay), job.batch.rollout_batch_size)

@@ -21,6 +21,7 @@ from rlhf_train.kl import BOUNDS, kl_estimate
 from rlhf_train.losses.aggregate import token_mean
 from rlhf_train.losses.value import clipped_value_loss
 from rlhf_train.run.metrics import METRIC_PREFIXES, Max, Mean, Metric, Sum, merge_metrics
+from rlhf_train.specs import ModelSpec
 
 # Bounds of a token's importance weight for the metric mismatch/out_of_bounds, when no correction sets bounds.
 MISMATCH_BOUNDS = (0.5, 2.0)
@@ -35,6 +36,24 @@ def masked_mean(values: Tensor, mask: Tensor) -> Mean:
     Reading the number here would wait for the GPU in every micro-batch. Both tensors have the same shape.
     """
     return Mean(torch.where(mask, values.detach(), 0).sum(dtype=torch.float64), mask.sum())
+
+
+def token_batch(
+    experience: Experience, rows: Sequence[int], device: torch.device | str, spec: ModelSpec, *, with_routes: bool
+) -> TokenBatch:
+    """Return rows of a shard as a batch on the device, laid out for a model; `IDLE_TOKENS` if there are no rows.
+
+    `with_routes` adds the experts of the tokens, if the experience has them.
+    """
+    tokens = [experience.token_ids[row] for row in rows] or [IDLE_TOKENS]
+    if spec.packing:
+        prompts = [experience.prompt_lengths[row] for row in rows] or [len(IDLE_TOKENS)]
+        batch = TokenBatch.packed(tokens, device, prompt_lengths=prompts if spec.share_prompts else None)
+    else:
+        batch = TokenBatch.padded(tokens, pad_id=0, device=device)
+    if not (rows and with_routes) or experience.routes is None:
+        return batch
+    return batch.routed([experience.routes[row] for row in rows])
 
 
 def lay_out(mask: Tensor, rows: Sequence[int], batch: TokenBatch) -> Tensor:

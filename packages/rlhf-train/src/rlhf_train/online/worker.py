@@ -15,19 +15,18 @@ from torch.nn.utils.rnn import pad_sequence
 from rlhf_data.errors import EngineError
 from rlhf_kernels import PolicyObjective
 from rlhf_models.batch import TokenBatch, to_device
+from rlhf_models.host_states import HostStates, awake
 from rlhf_train.advantages import generalized_advantages, moments, turn_starts, whiten
 from rlhf_train.algorithms import AlgorithmSpec
 from rlhf_train.batching import Denominators, MiniBatch, RankPlan
 from rlhf_train.columns import RolloutColumns
 from rlhf_train.engine.accelerate import start_engine, start_frozen
 from rlhf_train.engine.deepspeed import DeepSpeedEngine, init_process_group, local_part
-from rlhf_train.engine.host_states import HostStates
 from rlhf_train.engine.sequence_groups import join_sequence_group
 from rlhf_train.experience import MODEL_COLUMNS, Experience
 from rlhf_train.kl import kl_estimate
 from rlhf_train.online.dropout import without_dropout
 from rlhf_train.online.terms import (
-    IDLE_TOKENS,
     charged_rewards,
     correct_mismatch,
     critic_loss,
@@ -41,6 +40,7 @@ from rlhf_train.online.terms import (
     policy_stream,
     recounted,
     reference_kl_metrics,
+    token_batch,
     update_metrics,
     values_before,
 )
@@ -109,9 +109,8 @@ class TrainWorker:
         self._balances: dict[str, LoadBalance | None] = {}
         for role, spec in models.items():
             self._load(role, spec, device, pack_tokens=pack_tokens, takes_turns=takes_turns)
-        self._average: WeightAverage | None = None
-        if ema_beta is not None and "actor" in self.engines:
-            self._average = WeightAverage(ema_beta, self.engines["actor"].local_weights())
+        is_averaged = ema_beta is not None and "actor" in self.engines
+        self._average = WeightAverage(ema_beta, self.engines["actor"].local_weights()) if is_averaged else None
         self._writer = StateWriter(rank, num_ranks)
         self._experience = Experience.from_columns(RolloutColumns.of([], []))
         self._plan = RankPlan((), (), ())
@@ -137,6 +136,8 @@ class TrainWorker:
             plan: mini-batches and micro-batches of the shard.
             step_versions: see `limit_staleness`; the last one is of the weights before the step's first update.
         """
+        if columns.routes is not None:
+            self.engines["actor"].module.model.base_model.router_replay.check(columns.routes)
         self._experience = Experience.from_columns(columns)
         self._plan = plan
         self._step_versions = step_versions
@@ -149,17 +150,18 @@ class TrainWorker:
         # Both stay on the device until the end: copying the part of each pass would wait for it.
         column, last_values = torch.zeros(2, *self._experience.loss_mask.shape, device=self._device)
         entropy = Mean(0.0, 0.0)
-        for rows in self._plan.forward_batches:
-            outputs, mask = self._forward(role, rows)
-            if not rows:
-                continue
-            values = outputs["values" if role == "critic" else "logprobs"]
-            places = to_device(torch.tensor(rows), self._device)
-            column[places, : values.shape[1]] = values.float()
-            if "last_values" in outputs:
-                last_values[places, : values.shape[1]] = outputs["last_values"].float()
-            if role == "actor":
-                entropy = entropy.merge(masked_mean(outputs["entropy"], mask))
+        with awake(self._frozen.get(role)):
+            for rows in self._plan.forward_batches:
+                outputs, mask = self._forward(role, rows)
+                if not rows:
+                    continue
+                values = outputs["values" if role == "critic" else "logprobs"]
+                places = to_device(torch.tensor(rows), self._device)
+                column[places, : values.shape[1]] = values.float()
+                if "last_values" in outputs:
+                    last_values[places, : values.shape[1]] = outputs["last_values"].float()
+                if role == "actor":
+                    entropy = entropy.merge(masked_mean(outputs["entropy"], mask))
         self._experience.set_column(MODEL_COLUMNS[role], column)
         if role == "critic" and self._algorithm.bootstrap_truncated:
             self._experience.set_column("last_values", last_values)
@@ -341,11 +343,8 @@ class TrainWorker:
         return {name: pad_sequence(batch.split(values), batch_first=True) for name, values in outputs.items()}, mask
 
     def _batch(self, role: str, rows: Sequence[int]) -> TokenBatch:
-        """Return rows of the shard as a batch, packed or padded as `role` needs; `IDLE_TOKENS` if there are no rows."""
-        tokens = [self._experience.token_ids[row] for row in rows] or [IDLE_TOKENS]
-        if self._specs[role].packing:
-            return TokenBatch.packed(tokens, device=self._device)
-        return TokenBatch.padded(tokens, pad_id=0, device=self._device)
+        """Return rows of the shard as a batch, packed or padded as `role` needs. Only the actor replays routes."""
+        return token_batch(self._experience, rows, self._device, self._specs[role], with_routes=role == "actor")
 
     def _cut(self, column: Tensor, rows: Sequence[int], width: int) -> Tensor:
         """Return rows of a [B, T] tensor on the device, cut to `width` columns; without rows, one row of zeros."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from rlhf_models.loading import load_actor, load_critic, load_tokenizer
 from rlhf_models.lora import adapters_off, add_lora, merge_adapter, save_adapter
 from rlhf_models.reward import RewardModel, store_moments
+from rlhf_models.routing_replay import replay_routes
 from rlhf_models.weights import save_hf
 from rlhf_train.engine.protocol import TrainEngine
 from rlhf_train.specs import ModelSpec
@@ -20,7 +21,7 @@ ADAPTER_FOLDER = "adapter"  # within a saved model
 
 
 def load_model(kind: str, spec: ModelSpec) -> torch.nn.Module:
-    """Return the model to train, with new adapters if `spec.lora` is given.
+    """Return the model to train, with new adapters if `spec.lora` is given, and ready to be given experts.
 
     Args:
         kind: "actor" for a language model, "reward" for a model that returns a score, "critic" for one with values.
@@ -30,6 +31,8 @@ def load_model(kind: str, spec: ModelSpec) -> torch.nn.Module:
     model = loaders[kind](spec.path, gradient_checkpointing=spec.gradient_checkpointing, **spec.load_options)
     if spec.lora is not None:
         add_lora(model, spec.lora)
+    if spec.routing_replay:
+        replay_routes(model.model.base_model)
     return model
 
 

@@ -36,7 +36,8 @@ class StateWriter:
     def save(self, engines: Mapping[str, DeepSpeedEngine], folder: Path, average: WeightAverage | None = None) -> None:
         """Copy the state of `engines`, by role, and of the average to host memory; write them to `folder` on a thread.
 
-        Waits for the files of the call before, so that host memory holds at most one copy.
+        Waits for the files of the call before, so that host memory holds at most one copy. Waits for those of this call
+        if a state is not copied, because training would change it.
         """
         self.finish()
         found = {}
@@ -53,6 +54,8 @@ class StateWriter:
                 shards.add(_GPU_NUMBERS, torch.cuda.get_rng_state())
             found[file_name(role, self._rank, self._num_ranks)] = shards
         self._pending = self._executor.submit(_write, found, folder)
+        if not all(shards.copies for shards in found.values()):
+            self.finish()
 
     def finish(self) -> None:
         """Wait until the files of the last `save` are written or have failed."""

@@ -12,6 +12,7 @@ class CudaIpcBuffer:
     """A `BucketBuffer` in the memory of the current GPU, exported once per engine."""
 
     medium: Medium = "ipc"
+    holds_two = False
 
     def __init__(self, size_bytes: int, engines: Sequence[str]) -> None:
         from torch.multiprocessing.reductions import reduce_tensor

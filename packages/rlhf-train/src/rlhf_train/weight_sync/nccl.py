@@ -32,6 +32,8 @@ class Broadcaster:
         self._address = ("", 0)
         self._members: tuple[str, ...] = ()
         self._group: BroadcastGroup | None = None
+        # Sending from another stream than the one that fills the next bucket, it waits for nothing there.
+        self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
         self._num_sent = 0
 
     def open_buffer(self, size_bytes: int, engines: Sequence[str]) -> "NcclBuffer":
@@ -59,7 +61,8 @@ class Broadcaster:
         """Send `data` to all engines. Raises EngineError as `BroadcastGroup.broadcast`."""
         assert self._group is not None
         self._num_sent += 1
-        self._group.broadcast(data)
+        with torch.cuda.stream(self._stream):  # does nothing without a stream
+            self._group.broadcast(data)
 
     def leave(self) -> None:
         """Leave the group, if there is one. The next buffer begins another."""
@@ -86,12 +89,15 @@ class Broadcaster:
 
 
 class NcclBuffer:
-    """A `BucketBuffer` that a thread broadcasts while the engines receive it."""
+    """A `BucketBuffer` that a thread broadcasts while the engines receive it and another part of it is written."""
 
     medium: Medium = "nccl"
+    holds_two = True
 
     def __init__(self, broadcaster: Broadcaster, data: Tensor, num_engines: int) -> None:
         self.data = data
+        self._sent: Tensor | None = None  # what was published last
+        self._spare: Tensor | None = None  # of the same size, once there were two fillings
         self._broadcaster = broadcaster
         self._num_engines = num_engines
         self._end_bytes = 0
@@ -105,6 +111,9 @@ class NcclBuffer:
 
     def reserve(self, end_bytes: int) -> None:
         """See `BucketBuffer`."""
+        if self._sent is self.data:
+            self.data = torch.empty_like(self.data) if self._spare is None else self._spare
+            self._spare = self._sent
         self._end_bytes = end_bytes
 
     def publish(self) -> None:
@@ -112,7 +121,8 @@ class NcclBuffer:
         self._handles = self._broadcaster.handles(self._num_engines, self._end_bytes)
         if self.data.is_cuda:
             torch.cuda.current_stream(self.data.device).synchronize()
-        self._thread = Thread(target=self._send, daemon=True)
+        self._sent = self.data
+        self._thread = Thread(target=self._send, args=[self.data[: self._end_bytes]], daemon=True)
         self._thread.start()
 
     def settle(self) -> str | None:
@@ -130,10 +140,12 @@ class NcclBuffer:
         if self._thread is not None:
             self._broadcaster.leave()
         self.data = self.data.new_empty(0)
+        self._sent = None
+        self._spare = None
 
-    def _send(self) -> None:
+    def _send(self, data: Tensor) -> None:
         try:
-            self._broadcaster.broadcast(self.data[: self._end_bytes])
+            self._broadcaster.broadcast(data)
         except EngineError as error:
             self._error = error
 

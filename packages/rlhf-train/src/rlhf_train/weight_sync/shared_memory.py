@@ -20,6 +20,7 @@ class SharedMemoryBuffer:
     """
 
     medium: Medium = "shared_memory"
+    holds_two = False
 
     def __init__(self, size_bytes: int, engines: Sequence[str]) -> None:
         self._reserved_bytes = 0

@@ -2,7 +2,8 @@
 
 import asyncio
 import secrets
-from collections.abc import Awaitable, Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
 from importlib import import_module
@@ -24,11 +25,13 @@ class BucketBuffer(Protocol):
 
     Attributes:
         medium: name of the medium, as the receiving half knows it.
-        data: [size_bytes] uint8, the memory on the trainer's side.
+        holds_two: whether the next filling may be written while engines read the last one.
+        data: [size_bytes] uint8, the memory on the trainer's side, for the next filling.
         handles: one per engine, with which the engine opens the memory.
     """
 
     medium: Medium
+    holds_two: bool
     data: torch.Tensor
     handles: Sequence[Any]
 
@@ -39,7 +42,7 @@ class BucketBuffer(Protocol):
         """Wait until other processes can read what was written, or begin to send it. `handles` are then valid."""
 
     def settle(self) -> str | None:
-        """Wait until the buffer may be written again, once all engines have answered.
+        """Wait until what was published last may be overwritten, once all engines have answered.
 
         Returns why no engine can receive further buckets, or None if they can.
         """
@@ -98,7 +101,7 @@ class WeightSource:
         self._bucket_bytes = bucket_bytes
         self._checksum = checksum
         self._keeps = keep_buffer and medium in _KEPT_MEDIA
-        self._kept: tuple[list[str], BucketBuffer] | None = None
+        self._kept: tuple[list[str], BucketBuffer] | None = None  # and the names of the engines that have opened it
 
     def send(
         self,
@@ -107,9 +110,9 @@ class WeightSource:
         policy_version: int,
         names: Sequence[str] | None = None,
     ) -> SyncReport:
-        """Send every weight to every engine. Must not be called inside a running event loop.
+        """Send every weight to every engine.
 
-        All engines read a bucket before the buffer is filled again. An engine that fails is left out from there on.
+        All engines have read a bucket before the next one is sent. An engine that fails is left out from there on.
 
         Args:
             named_tensors: names and full tensors, read one at a time, so that ZeRO-3 can gather each when it is read.
@@ -126,76 +129,29 @@ class WeightSource:
         if not engines:
             raise WeightSyncError("there is no engine to send weights to")
         names = names or [secrets.token_hex() for _ in engines]
-        return asyncio.run(self._send(named_tensors, _Receivers(engines), policy_version, names))
+        receivers = _Receivers(engines)
+        try:
+            with closing(
+                _Update(self._open, self._bucket_bytes, self._checksum, receivers, is_kept=self._keeps)
+            ) as update:
+                update.begin(policy_version, names)
+                for name, tensor in named_tensors:
+                    update.add(name, tensor.detach())
+                update.finish()
+                if self._keeps:
+                    self._kept = update.release()
+        except BaseException:
+            # Reading a weight may be a collective with the other ranks, which would wait forever if this rank stopped.
+            for _ in named_tensors:
+                pass
+            raise
+        return SyncReport(update.size_bytes, update.num_buckets, receivers.failures)
 
     def close(self) -> None:
         """Free the buffer that was kept for the next update, if any."""
         if self._kept is not None:
             self._kept[1].close()
             self._kept = None
-
-    async def _send(
-        self,
-        named_tensors: Iterator[tuple[str, torch.Tensor]],
-        receivers: "_Receivers",
-        policy_version: int,
-        names: Sequence[str],
-    ) -> SyncReport:
-        size_bytes = num_buckets = 0
-        try:
-            await receivers.call(lambda index, engine: engine.begin_weight_update(policy_version))
-            indices = receivers.indices  # a broadcast would wait for an engine that has failed already
-            with closing(self._fillings(named_tensors, [names[index] for index in indices])) as fillings:
-                for buffer, specs in fillings:
-                    if not receivers.indices:
-                        continue  # the weights are still gathered with other ranks
-                    buffer.publish()
-                    bucket = WeightBucket(medium=buffer.medium, tensors=tuple(specs), handle=None, kept=self._keeps)
-                    if self._checksum:
-                        written = buffer.data[: bucket.used_bytes].cpu().numpy()
-                        bucket = replace(bucket, checksum=bucket_checksum(written, bucket.tensors))
-                    await receivers.receive(bucket, dict(zip(indices, buffer.handles, strict=True)))
-                    if (reason := buffer.settle()) is not None:
-                        receivers.give_up(reason)
-                    size_bytes += sum(spec.size_bytes for spec in specs)
-                    num_buckets += 1
-            await receivers.call(lambda index, engine: engine.finish_weight_update())
-        except BaseException:
-            # Reading a weight may be a collective with the other ranks, which would wait forever if this rank stopped.
-            for _ in named_tensors:
-                pass
-            raise
-        return SyncReport(size_bytes, num_buckets, receivers.failures)
-
-    def _fillings(
-        self, named_tensors: Iterator[tuple[str, torch.Tensor]], names: list[str]
-    ) -> Generator[tuple[BucketBuffer, list[TensorSlot]]]:
-        """Pack the weights into one buffer, and yield the buffer with its contents each time it is full.
-
-        The caller must be done with the buffer when it asks for the next one. A weight larger than the buffer makes the
-        generator close the buffer and open a larger one.
-        """
-        buffer: BucketBuffer | None = None
-        specs: list[TensorSlot] = []
-        try:
-            for name, tensor in named_tensors:
-                offset = aligned(specs[-1].offset_bytes + specs[-1].size_bytes) if specs else 0
-                if buffer is not None and specs and offset + tensor.nbytes > buffer.data.numel():
-                    yield buffer, specs
-                    specs, offset = [], 0
-                if buffer is None or tensor.nbytes > buffer.data.numel():
-                    if buffer is not None:
-                        buffer.close()
-                    buffer = self._open(max(self._bucket_bytes, tensor.nbytes), names)
-                specs.append(_write(buffer, name, tensor.detach(), offset))
-            if buffer is not None:
-                yield buffer, specs
-                if self._keeps:
-                    self._kept = names, buffer
-                    buffer = None
-        finally:
-            if buffer is not None:
-                buffer.close()
 
     def _open(self, size_bytes: int, names: list[str]) -> BucketBuffer:
         """Return the buffer that was kept if it has this size and the same engines opened it, else a new one."""
@@ -205,6 +161,116 @@ class WeightSource:
             return buffer
         self.close()
         return self._open_buffer(size_bytes, names)
+
+
+class _Update:
+    """One sync: fills the buffer, and has all engines read each filling.
+
+    Engines are called on a thread: this one meanwhile fills the next bucket, if the buffer has room for two, and
+    gathers weights where the rank's other collectives run.
+
+    Attributes:
+        size_bytes, num_buckets: see `SyncReport`.
+    """
+
+    def __init__(
+        self,
+        open_buffer: Callable[[int, Sequence[str]], BucketBuffer],
+        bucket_bytes: int,
+        checksum: bool,
+        receivers: "_Receivers",
+        *,
+        is_kept: bool,
+    ) -> None:
+        self._is_kept = is_kept
+        self._open_buffer = open_buffer
+        self._bucket_bytes = bucket_bytes
+        self._checksum = checksum
+        self._receivers = receivers
+        self._calls = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weights")
+        self._runner = asyncio.Runner()
+        self._buffer: BucketBuffer | None = None
+        self._specs: list[TensorSlot] = []
+        self._reading: Future[None] | None = None  # engines read the last filling
+        self.size_bytes = 0
+        self.num_buckets = 0
+
+    def begin(self, policy_version: int, names: Sequence[str]) -> None:
+        """Tell the engines, whose processes have these names, that weights come."""
+        self._call(self._receivers.call(lambda index, engine: engine.begin_weight_update(policy_version))).result()
+        self._indices = self._receivers.indices  # a broadcast would wait for an engine that has failed already
+        self._names = [names[index] for index in self._indices]
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Send a weight, at the latest with those of `finish`. Returns once it is copied."""
+        offset = aligned(self._specs[-1].place.stop) if self._specs else 0
+        if self._specs and offset + tensor.nbytes > self._buffer.data.numel():
+            self._hand_over()
+            offset = 0
+        if self._buffer is None or tensor.nbytes > self._buffer.data.numel():
+            self._close_buffer()
+            self._buffer = self._open_buffer(max(self._bucket_bytes, tensor.nbytes), self._names)
+        self._specs.append(_write(self._buffer, name, tensor, offset))
+
+    def finish(self) -> None:
+        """Send the last weights, and have the engines put all of them in force."""
+        if self._specs:
+            self._hand_over()
+        self._settle()
+        if not self._is_kept:
+            self._close_buffer()
+        self._call(self._receivers.call(lambda index, engine: engine.finish_weight_update())).result()
+
+    def release(self) -> tuple[list[str], BucketBuffer] | None:
+        """Return the names of the engines, and their buffer, which the caller closes; None if there were no weights."""
+        buffer = self._buffer
+        self._buffer = None
+        return None if buffer is None else (self._names, buffer)
+
+    def close(self) -> None:
+        """Wait until no engine reads any more, and free the buffer."""
+        self._calls.shutdown()
+        self._runner.close()
+        if self._buffer is not None:
+            self._buffer.close()
+
+    def _hand_over(self) -> None:
+        """Have the engines read the buffer, when they are done with its last filling."""
+        self._settle()
+        specs = self._specs
+        self._specs = []
+        if not self._receivers.indices:
+            return  # the weights are still gathered with other ranks
+        bucket = WeightBucket(medium=self._buffer.medium, tensors=tuple(specs), handle=None, kept=self._is_kept)
+        if self._checksum:
+            written = self._buffer.data[: bucket.used_bytes].cpu().numpy()
+            bucket = replace(bucket, checksum=bucket_checksum(written, bucket.tensors))
+        self._buffer.publish()
+        handles = dict(zip(self._indices, self._buffer.handles, strict=True))
+        self._reading = self._call(self._receivers.receive(bucket, handles))
+        self.size_bytes += sum(spec.size_bytes for spec in specs)
+        self.num_buckets += 1
+        if not self._buffer.holds_two:
+            self._settle()
+
+    def _settle(self) -> None:
+        """Wait until the engines have read the last filling."""
+        if self._reading is None:
+            return
+        reading = self._reading
+        self._reading = None
+        reading.result()
+        if (reason := self._buffer.settle()) is not None:
+            self._receivers.give_up(reason)
+
+    def _close_buffer(self) -> None:
+        if self._buffer is not None:
+            self._settle()
+            self._buffer.close()
+            self._buffer = None
+
+    def _call(self, calls: Coroutine[Any, Any, None]) -> Future[None]:
+        return self._calls.submit(self._runner.run, calls)
 
 
 def _write(buffer: BucketBuffer, name: str, tensor: torch.Tensor, offset: int) -> TensorSlot:

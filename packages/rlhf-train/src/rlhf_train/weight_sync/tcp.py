@@ -21,6 +21,7 @@ class TcpBuffer:
     """A `BucketBuffer` in this process, which answers every connection that begins with its token."""
 
     medium: Medium = "tcp"
+    holds_two = False
 
     def __init__(self, size_bytes: int, engines: Sequence[str]) -> None:
         self.data = torch.empty(size_bytes, dtype=torch.uint8)

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import os
 import secrets
 from collections.abc import Callable
@@ -20,6 +21,8 @@ from rlhf_rollout.protocols import Completion, EngineHealth, PauseMode, Sampling
 from rlhf_rollout.weight_sync.bucket import WeightBucket
 from rlhf_rollout.weight_sync.senders import Senders, merged
 
+# CUDA graphs of decode steps, without compiled layers: compiling takes some 20 s, and graphs hide what it would save.
+_GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
 _CPU_GATHER_S = 0.02  # see `StepLoop`; requests that are sent together arrive so far apart on a busy machine
 
 
@@ -126,8 +129,8 @@ class VllmEngine:
     async def receive_weights(self, bucket: WeightBucket) -> None:
         """Load one bucket; the sender may reuse its buffer once this returns.
 
-        Raises WeightSyncError when no update has begun or the bucket does not fit the model. This ends the update, and
-        the engine refuses requests until an update is complete.
+        Raises WeightSyncError when no update has begun or the bucket does not fit the model, and EngineError when it
+        did not arrive or a worker is gone. This ends the update; requests are refused until one is complete.
         """
 
         async def receive(buckets: list[WeightBucket]) -> None:
@@ -219,22 +222,24 @@ class VllmEngine:
             core.collective_rpc("start_weight_update")
         except Exception as error:
             self._end_update(core, f"an update could not begin: {error}")
-            raise WeightSyncError(f"vLLM could not begin a weight update: {error}") from error
+            raise _update_error(core, f"vLLM could not begin a weight update: {error}") from error
         self._loop.refusal = None  # from here on requests wait for the update instead of being refused
 
     def _receive(self, core: Any, bucket: WeightBucket) -> None:
         self._check_updating()
         try:
-            core.collective_rpc("update_weights", kwargs={"update_info": {"bucket": bucket}})
-        except Exception as error:
+            errors = core.collective_rpc("rlhf_receive_weights", kwargs={"bucket": bucket})
+        except Exception as error:  # what happens to a worker that lives is in its answer
+            self._end_update(core, f"the last update failed: {error}")
+            raise _update_error(core, f"vLLM could not load a bucket of weights: {error}") from error
+        # Weights that do not fit end the run, so they matter more than a worker that failed.
+        errors = sorted(itertools.chain(*errors), key=lambda error: not isinstance(error, WeightSyncError))
+        if errors:
             try:
                 core.collective_rpc("rlhf_abandon_weight_update")
             finally:
-                self._end_update(core, str(error).partition("\n")[0])
-            if isinstance(error, RlhfError):
-                raise
-            message = f"vLLM could not load a bucket of weights: {type(error).__name__}: {error}"
-            raise WeightSyncError(message) from error
+                self._end_update(core, str(errors[0]).partition("\n")[0])
+            raise errors[0]
 
     def _finish(self, core: Any) -> None:
         version = self._check_updating()
@@ -243,7 +248,7 @@ class VllmEngine:
             missing = sorted({name for names in core.collective_rpc("rlhf_missing_weights") for name in names})
         except Exception as error:
             self._end_update(core, f"the last update failed: {error}")
-            raise WeightSyncError(f"vLLM could not put the new weights in force: {error}") from error
+            raise _update_error(core, f"vLLM could not put the new weights in force: {error}") from error
         if missing:
             names = ", ".join(missing[:5]) + (" ..." if len(missing) > 5 else "")
             self._end_update(core, f"{len(missing)} did not arrive in the last update ({names})")
@@ -301,6 +306,13 @@ class VllmEngine:
         return self._updating
 
 
+def _update_error(core: Any, message: str) -> RlhfError:
+    """Return the error of a failed update: EngineError if a worker of an engine on several GPUs has died."""
+    executor = getattr(core.engine_core, "model_executor", None)
+    is_lost = getattr(executor, "is_failed", False)
+    return EngineError(f"a worker of the engine is gone: {message}") if is_lost else WeightSyncError(message)
+
+
 def _check_visible_gpus(num_gpus: int) -> None:
     import torch
 
@@ -332,12 +344,17 @@ def _build_core(spec: EngineSpec, model_dir: Path, model_config: dict[str, Any],
     from rlhf_rollout.engines.vllm import weights
     from rlhf_rollout.engines.vllm.scheduling import list_logprobs, skip_idle_slots
 
+    if spec.return_routes and not on_gpu:
+        from rlhf_rollout.engines.vllm.routes import capture_on_cpu
+
+        capture_on_cpu()
     if spec.num_threads is not None:
         import torch
 
         torch.set_num_threads(spec.num_threads)
     if spec.tensor_parallel_size == 1:
         _register_architectures(model_config.get("architectures", []))
+    is_eager = spec.enforce_eager or not on_gpu
     # Without chunked prefill one engine step must have room for a whole prompt.
     whole_prompt = 0 if on_gpu else spec.max_model_len
     config = EngineArgs(
@@ -352,7 +369,8 @@ def _build_core(spec: EngineSpec, model_dir: Path, model_config: dict[str, Any],
         enable_chunked_prefill=on_gpu,
         gpu_memory_utilization=spec.gpu_memory_utilization,
         kv_cache_memory_bytes=kv_cache_bytes(spec, model_dir, model_config, on_gpu=on_gpu),
-        enforce_eager=spec.enforce_eager or not on_gpu,
+        enforce_eager=is_eager,
+        **({} if is_eager else {"compilation_config": _GRAPHS}),
         enable_sleep_mode=spec.enable_sleep and on_gpu,
         enable_prefix_caching=spec.enable_prefix_caching,
         tensor_parallel_size=spec.tensor_parallel_size,
@@ -363,6 +381,7 @@ def _build_core(spec: EngineSpec, model_dir: Path, model_config: dict[str, Any],
         logprobs_mode="processed_logprobs",
         disable_log_stats=True,
         use_tqdm_on_load=False,
+        enable_return_routed_experts=spec.return_routes,
         weight_transfer_config=WeightTransferConfig(backend=f"rlhf_{spec.weight_transfer}"),
         worker_extension_cls=f"{weights.__name__}.BucketWorkerExtension",
     ).create_engine_config()

@@ -4,6 +4,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from rlhf_data.records import Span, SpanSource
 from rlhf_rollout.protocols import Completion, SamplingParams
 
@@ -43,6 +45,7 @@ class Sample:
         index: its number within the job.
         spans: what earlier weights wrote.
         token_ids, logprobs: what the weights in force have written.
+        routes: parts [n, layers, top_k] of the experts of its tokens, from the prompt's first one on.
         num_cached_tokens: see `Completion`.
     """
 
@@ -51,6 +54,7 @@ class Sample:
     spans: list[Span] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    routes: list[np.ndarray] = field(default_factory=list)
     num_cached_tokens: int | None = None
 
     def end_span(self, policy_version: int) -> None:
@@ -60,3 +64,13 @@ class Sample:
             self.spans.append(Span(SpanSource.POLICY, self.token_ids, logprobs, policy_version))
         self.token_ids = []
         self.logprobs = []
+
+    def all_routes(self) -> np.ndarray | None:
+        """Return the experts of all tokens but the last, [R, layers, top_k], once the last span has ended.
+
+        None if vLLM gave none, or not exactly those: nothing else says which token a row belongs to.
+        """
+        num_tokens = len(self.job.prompt) + sum(len(span.token_ids) for span in self.spans)
+        if sum(map(len, self.routes)) != num_tokens - 1:
+            return None
+        return np.concatenate(self.routes)

@@ -334,6 +334,8 @@ class StepLoop:
             sample.token_ids += output.new_token_ids
             if (prefilled := getattr(output, "prefill_stats", None)) is not None:  # not every version of vLLM says
                 sample.num_cached_tokens = prefilled.num_cached_tokens
+            if output.routed_experts is not None:  # of the prompt with the first token, then of the token before
+                sample.routes.append(output.routed_experts)
             if output.new_logprobs is not None:
                 sample.logprobs += output.new_logprobs  # a list, by `list_logprobs`
             if output.finish_reason is not None:
@@ -347,8 +349,9 @@ class StepLoop:
             _reject(job.future, EngineError(f"vLLM ended a request for the reason {reason}"))
             return
         sample.end_span(self.policy_version)
-        completion = Completion(tuple(sample.spans), _FINISH_REASONS[reason], sample.num_cached_tokens)
-        job.completions[sample.index] = completion
+        job.completions[sample.index] = Completion(
+            tuple(sample.spans), _FINISH_REASONS[reason], sample.num_cached_tokens, sample.all_routes()
+        )
         if len(job.completions) == job.sampling.num_samples and not job.future.done():
             job.future.set_result([completion for _, completion in sorted(job.completions.items())])
 

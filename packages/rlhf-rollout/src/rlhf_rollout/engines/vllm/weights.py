@@ -19,7 +19,7 @@ from vllm.model_executor.model_loader.reload.layerwise import _layerwise_process
 from vllm.model_executor.model_loader.reload.meta import materialize_layer
 from vllm.platforms import current_platform
 
-from rlhf_data.errors import WeightSyncError
+from rlhf_data.errors import RlhfError, WeightSyncError
 from rlhf_rollout.engines.model_files import checkpoint_shapes
 from rlhf_rollout.engines.vllm.copies import Copy, CopyRecord, CopyRecorder, Target
 from rlhf_rollout.engines.vllm.in_place import InPlace, InPlaceCheck
@@ -121,6 +121,7 @@ class BucketTransferEngine(WeightTransferEngine[BucketInitInfo, BucketUpdateInfo
                     finalize_layerwise_reload(self.model, self.model_config)
                     if current_platform.is_cpu():
                         _repack_cpu_heads(self.model)
+                        _watch_expert_kernels(self.model)
                     self._end_recording()
         finally:
             self._recorder = self._check_in_place = None
@@ -299,7 +300,17 @@ def _drop_expert_kernels(model: torch.nn.Module) -> None:
     for module in model.modules():
         method = getattr(module, "quant_method", None)
         if getattr(method, "moe_kernel", None) is not None:
+            method.rlhf_capture_fn = getattr(method.moe_kernel.fused_experts, "routing_replay_capture_fn", None)
             method.moe_kernel = None
+
+
+def _watch_expert_kernels(model: torch.nn.Module) -> None:
+    """Have new kernels of experts report what they choose to whom the ones before reported it (`capture_on_cpu`)."""
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        capture = getattr(method, "rlhf_capture_fn", None)
+        if capture is not None and method.moe_kernel is not None:
+            method.moe_kernel.fused_experts.set_capture_fn(capture)
 
 
 class BucketWorkerExtension:
@@ -307,13 +318,31 @@ class BucketWorkerExtension:
 
     weight_transfer_engine: BucketTransferEngine
 
+    def rlhf_receive_weights(self, bucket: WeightBucket) -> list[RlhfError]:
+        """Load one bucket; return the error if that failed, else nothing.
+
+        An error that a worker raises reaches the engine as text without a type, and the answers of other workers would
+        be taken for those to the next call.
+        """
+        try:
+            self.update_weights({"bucket": bucket})
+        except RlhfError as error:
+            return [error]
+        except Exception as error:
+            logger.exception("a bucket of weights cannot be loaded")
+            return [WeightSyncError(f"vLLM could not load a bucket of weights: {type(error).__name__}: {error}")]
+        return []
+
     def rlhf_missing_weights(self) -> list[str]:
         """Return the names of the weights that were missing in the last update."""
         return self.weight_transfer_engine.missing
 
     def rlhf_abandon_weight_update(self) -> None:
         """Close the layers after a failed bucket; their weights are then a mixture of old and new."""
-        self.weight_transfer_engine.finish_weight_update()
+        if getattr(self, "_weight_update_active", False):  # another worker failed, and vLLM counts this one as updating
+            self.finish_weight_update()
+        else:
+            self.weight_transfer_engine.finish_weight_update()
 
 
 for _name in BACKENDS:

@@ -62,6 +62,9 @@ class KtoObjective(Objective[Compared]):
             for row, example in enumerate(examples)
         ]
 
+    def lengths(self, item: Compared) -> Sequence[int]:
+        return item.lengths
+
     def num_trained_tokens(self, item: Compared) -> int:
         return int(item.sequences[0].loss_mask[1:].sum())
 

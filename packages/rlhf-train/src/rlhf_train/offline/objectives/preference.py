@@ -58,6 +58,9 @@ class PreferenceObjective(Objective[Compared]):
     def items(self, examples: Sequence[PreferenceExample]) -> Sequence[Compared]:
         return [Compared(example, (example.chosen, example.rejected)) for example in examples]
 
+    def lengths(self, item: Compared) -> Sequence[int]:
+        return item.lengths
+
     def num_trained_tokens(self, item: Compared) -> int:
         return sum(int(sequence.loss_mask[1:].sum()) for sequence in item.sequences)
 

@@ -36,6 +36,9 @@ class RewardModelObjective(Objective[PreferenceExample]):
             raise DataError(message, hint="give --margin_key the key of the margins, or drop --margin_loss")
         return examples
 
+    def lengths(self, item: PreferenceExample) -> Sequence[int]:
+        return item.chosen.num_tokens, item.rejected.num_tokens
+
     def num_trained_tokens(self, item: PreferenceExample) -> int:
         """See `Objective`. The loss has one score at the end of each of the two sequences."""
         return 2

@@ -1,0 +1,13 @@
+"""The plain torch twin of `merge_attention_`."""
+
+import torch
+from torch import Tensor
+
+
+def merge_attention_reference_(output: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
+    """Merge the attention over other keys into `output` and `lse`, as `merge_attention_` does."""
+    merged = torch.logaddexp(lse, other_lse)
+    share = torch.exp(lse - merged).T[..., None]
+    other_share = torch.exp(other_lse - merged).T[..., None]
+    output.copy_(share * output.float() + other_share * other.float())
+    lse.copy_(merged)

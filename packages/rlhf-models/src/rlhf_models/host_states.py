@@ -1,0 +1,155 @@
+"""Tensors in host memory while the device has no room for them: an optimizer's states, and frozen models."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import accumulate
+from mmap import mmap
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlhf_data.errors import EngineError
+
+_ALIGNMENT = 256  # bytes
+
+
+class _Pinned(mmap):
+    """Memory that a GPU reads and writes without the CPU, at the speed of the bus.
+
+    As a shared mapping, it stays where it is when the process forks.
+    """
+
+    _unpin: Callable[[int], Any] | None = None
+
+    def tensor(self) -> Tensor:
+        """Return all bytes, which keep this memory alive, as zeros."""
+        memory = torch.frombuffer(self, dtype=torch.uint8)
+        memory.zero_()  # on all cores: pinning would get the pages one by one
+        runtime = torch.cuda.cudart()
+        if status := int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)):
+            message = f"{memory.nbytes / 2**30:.1f} GiB of host memory cannot be pinned: CUDA error {status}"
+            hint = "use a machine with more memory, or drop --adam_offload, --ref_reward_offload or the flags for sleep"
+            raise EngineError(message, hint=hint)
+        self._address = memory.data_ptr()
+        self._unpin = runtime.cudaHostUnregister
+        return memory
+
+    def __del__(self) -> None:
+        if self._unpin is not None:
+            self._unpin(self._address)
+
+
+def zeros_on_host(like: Sequence[Tensor], *, pinned: bool) -> list[Tensor]:
+    """Return zeros in host memory with the shapes and types of tensors, contiguous.
+
+    They share one piece of memory: torch's allocator would round each size up to a power of two. With `pinned`, copies
+    from and to a GPU need no CPU. Raises EngineError when that is not possible.
+    """
+    ends = list(accumulate(-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in like))
+    total = ends[-1] if ends else 0
+    memory = _Pinned(-1, total).tensor() if pinned and total else torch.zeros(total, dtype=torch.uint8)
+    starts = [0, *ends[:-1]]
+    pieces = [memory[start : start + tensor.nbytes] for start, tensor in zip(starts, like, strict=False)]
+    return [piece.view(tensor.dtype).view(tensor.shape) for piece, tensor in zip(pieces, like, strict=True)]
+
+
+class HostStates:
+    """Moves tensors to host memory and back, any number of times.
+
+    Host memory is allocated once, and pinned: allocating it takes longer than the copies. While a tensor is away, it
+    can be read where it is. Views of it, which must not be used meanwhile, are valid again when it is back.
+
+    Args:
+        is_frozen: whether the values never change, so that they are copied to host memory once.
+    """
+
+    def __init__(self, *, is_frozen: bool = False) -> None:
+        self._is_frozen = is_frozen
+        self._hosts: dict[Tensor, Tensor] = {}
+        self._away: list[tuple[Tensor, Tensor]] = []  # a tensor, and another one that kept its place on the device
+        self._dropped: list[Tensor] = []
+
+    @torch.no_grad()
+    def offload(self, kept: Iterable[Tensor], dropped: Iterable[Tensor] = ()) -> None:
+        """Free the device's memory of tensors.
+
+        Args:
+            kept: tensors that share their memory with nothing but views of them. They must be the same at every call;
+                further ones may be added.
+            dropped: likewise, but their values are lost. They cannot be read while away.
+        """
+        kept = list(kept)
+        new = [tensor for tensor in kept if tensor not in self._hosts]
+        self._hosts |= zip(new, zeros_on_host(new, pinned=any(tensor.is_cuda for tensor in new)), strict=True)
+        changed = new if self._is_frozen else kept
+        for tensor in changed:
+            self._hosts[tensor].copy_(tensor, non_blocking=True)
+        if changed and torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self._away = [(tensor, tensor.data) for tensor in kept]
+        for tensor, place in self._away:
+            tensor.data = self._hosts[tensor]
+            place.untyped_storage().resize_(0)
+        self._dropped = list(dropped)
+        for tensor in self._dropped:
+            tensor.untyped_storage().resize_(0)
+
+    @torch.no_grad()
+    def reload(self) -> None:
+        """Bring back what `offload` moved. The values of what it dropped are arbitrary."""
+        for tensor, place in self._away:
+            place.untyped_storage().resize_(place.nbytes)
+            place.copy_(self._hosts[tensor], non_blocking=True)
+            tensor.data = place
+        for tensor in self._dropped:
+            tensor.untyped_storage().resize_(tensor.nbytes)
+        self._away = []
+        self._dropped = []
+
+
+class RestingModel:
+    """A frozen model whose weights are in host memory while it does not run. A call runs its forward pass.
+
+    Args:
+        run: the forward pass.
+        weights: of the model, on the device.
+    """
+
+    def __init__(self, run: Callable[..., Any], weights: Iterable[Tensor]) -> None:
+        self._run = run
+        self._weights = list(weights)
+        self._states = HostStates(is_frozen=True)
+        self._is_awake = False
+        self._states.offload(self._weights)
+        torch.cuda.empty_cache()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run one pass. Its memory stays reserved for this process, which is about to use it for other passes."""
+        with self._on_device():
+            return self._run(*args, **kwargs)
+
+    @contextmanager
+    def awake(self) -> Iterator[None]:
+        """Have the weights on the device within a `with` block; give the memory back to all processes after it."""
+        with self._on_device():
+            yield
+        torch.cuda.empty_cache()
+
+    @contextmanager
+    def _on_device(self) -> Iterator[None]:
+        if self._is_awake:
+            yield
+            return
+        self._states.reload()
+        self._is_awake = True
+        try:
+            yield
+        finally:
+            self._is_awake = False
+            self._states.offload(self._weights)
+
+
+def awake(model: Any) -> AbstractContextManager[None]:
+    """Return `RestingModel.awake` of a model that rests, and a context that does nothing for any other."""
+    return model.awake() if isinstance(model, RestingModel) else nullcontext()

@@ -1,0 +1,260 @@
+"""Packed sequences whose common prompt is stored once: its layout, and attention over it.
+
+The responses to one prompt attend to the same prompt, so that its tokens need to pass through the layers only once. All
+prompts are stored first, end to end, then all responses, those of a prompt next to each other. A response attends to
+itself causally and to its whole prompt; `merge_attention_` makes one attention of the two.
+
+Gradients of keys and values of a prompt add up over its responses, so that outputs and gradients are those of sequences
+that each have a copy of their prompt, up to rounding.
+"""
+
+from bisect import bisect_right
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import accumulate, pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from rlhf_kernels import merge_attention_
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPrompts:
+    """How a packed batch of S sequences with G different prompts is stored in U tokens.
+
+    Attributes:
+        input_ids, position_ids: [1, U] int64, of the stored tokens. The positions of a response go on from its prompt.
+        stored_at: [T] int64, the index among stored tokens of each token of the batch.
+        bounds: [G + S + 1] int32, of all prompts and then all responses.
+        prompt_bounds: [G + 1] int32, of the prompts.
+        group_bounds: [G + 1] int32, of the responses to each prompt, counted from the first response.
+        num_prompt_tokens: of all prompts together.
+        longest: tokens of the longest prompt or response.
+        longest_prompt: tokens of the longest prompt.
+        longest_group: tokens of all responses to one prompt, at most.
+    """
+
+    input_ids: Tensor
+    position_ids: Tensor
+    stored_at: Tensor
+    bounds: Tensor
+    prompt_bounds: Tensor
+    group_bounds: Tensor
+    num_prompt_tokens: int
+    longest: int
+    longest_prompt: int
+    longest_group: int
+
+    @classmethod
+    def of(cls, sequences: Sequence[Any], prompt_lengths: Sequence[int]) -> "SharedPrompts":
+        """Store each different prompt of `sequences` once. The tensors are on the CPU.
+
+        Args:
+            sequences: token ids, at least one each.
+            prompt_lengths: the number of tokens with which each sequence begins that may be shared, at least one.
+        """
+        groups: dict[Hashable, list[int]] = {}
+        rows = [np.asarray(sequence, np.int64) for sequence in sequences]
+        for row, (tokens, length) in enumerate(zip(rows, prompt_lengths, strict=True)):
+            groups.setdefault(tokens[:length].tobytes(), []).append(row)
+        order = [row for members in groups.values() for row in members]
+        prompts = [rows[members[0]][: prompt_lengths[members[0]]] for members in groups.values()]
+        responses = [rows[row][prompt_lengths[row] :] for row in order]
+        group_sizes = [sum(len(rows[row]) - prompt_lengths[row] for row in members) for members in groups.values()]
+        prompt_bounds = [0, *accumulate(map(len, prompts))]
+        bounds = [0, *accumulate(map(len, [*prompts, *responses]))]
+        places: dict[int, np.ndarray] = {}
+        starts = iter(bounds[len(prompts) :])
+        for start, members in zip(prompt_bounds, groups.values(), strict=False):
+            for row in members:
+                own = next(starts) + np.arange(len(rows[row]) - prompt_lengths[row])
+                places[row] = np.concatenate([start + np.arange(prompt_lengths[row]), own])
+        positions = [np.arange(len(prompt)) for prompt in prompts]
+        positions += [np.arange(prompt_lengths[row], len(rows[row])) for row in order]
+        return cls(
+            input_ids=torch.from_numpy(np.concatenate([*prompts, *responses])[None]),
+            position_ids=torch.from_numpy(np.concatenate(positions).reshape(1, -1)),
+            stored_at=torch.from_numpy(np.concatenate([places[row] for row in range(len(rows))])),
+            bounds=torch.tensor(bounds, dtype=torch.int32),
+            prompt_bounds=torch.tensor(prompt_bounds, dtype=torch.int32),
+            group_bounds=torch.tensor([0, *accumulate(group_sizes)], dtype=torch.int32),
+            num_prompt_tokens=prompt_bounds[-1],
+            longest=max(high - low for low, high in pairwise(bounds)),
+            longest_prompt=max(map(len, prompts)),
+            longest_group=max(group_sizes),
+        )
+
+    def moved(self, move: Callable[[Tensor], Tensor]) -> "SharedPrompts":
+        """Return a copy with all tensors moved by `move`."""
+        parts = {field.name: getattr(self, field.name) for field in fields(self)}
+        return replace(self, **{name: move(part) for name, part in parts.items() if torch.is_tensor(part)})
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the keyword arguments by which attention gets the layout: see `attend`, and `packed_attention`."""
+        return {
+            "cu_seq_lens_q": self.bounds,
+            "cu_seq_lens_k": self.bounds,
+            "max_length_q": self.longest,
+            "max_length_k": self.longest,
+            "prompt_bounds": self.prompt_bounds,
+            "group_bounds": self.group_bounds,
+            "num_prompt_tokens": self.num_prompt_tokens,
+            "longest_prompt": self.longest_prompt,
+            "longest_group": self.longest_group,
+        }
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    bounds: Tensor,
+    longest: int,
+    prompt_bounds: Tensor,
+    group_bounds: Tensor,
+    num_prompt_tokens: int,
+    longest_prompt: int,
+    longest_group: int,
+    scale: float | None,
+) -> Tensor:
+    """Attend to stored tokens by torch's varlen kernel (FlashAttention), on a GPU.
+
+    Args:
+        query: [U, H, D] bfloat16 or float16.
+        key, value: [U, K, D], K dividing H.
+        bounds, longest, prompt_bounds, group_bounds, num_prompt_tokens, longest_prompt, longest_group: see
+            `SharedPrompts`.
+        scale: factor of the scores; None means D ** -0.5.
+
+    Returns:
+        The output [U, H, D].
+    """
+    layout = (bounds, prompt_bounds, group_bounds, num_prompt_tokens, longest, longest_prompt, longest_group)
+    return _attend(query, key, value, *layout, scale)[0]
+
+
+@torch.library.custom_op("rlhf_models::attend_shared_prompts", mutates_args=())
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bounds: Tensor,
+    prompt_bounds: Tensor,
+    group_bounds: Tensor,
+    num_prompt_tokens: int,
+    longest: int,
+    longest_prompt: int,
+    longest_group: int,
+    scale: float | None,
+) -> tuple[Tensor, Tensor]:
+    """Return the output [U, H, D], and the logarithms of the softmax's denominators, [H, U] float32."""
+    flash = torch.ops.aten._flash_attention_forward
+    lengths = (bounds, bounds, longest, longest, 0.0, True, False)
+    output, lse = flash(query, key, value, *lengths, scale=scale)[:2]
+    if longest_group:
+        own, prompts = slice(num_prompt_tokens, None), slice(None, num_prompt_tokens)
+        lengths = (group_bounds, prompt_bounds, longest_group, longest_prompt, 0.0, False, False)
+        other, other_lse = flash(query[own], key[prompts], value[prompts], *lengths, scale=scale)[:2]
+        merge_attention_(output[own], lse[:, own], other, other_lse)
+    return output, lse
+
+
+@_attend.register_fake
+def _(query: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(query), query.new_empty(query.shape[1], query.shape[0], dtype=torch.float32)
+
+
+@torch.library.custom_op("rlhf_models::attend_shared_prompts_backward", mutates_args=())
+def _attend_backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    lse: Tensor,
+    bounds: Tensor,
+    prompt_bounds: Tensor,
+    group_bounds: Tensor,
+    num_prompt_tokens: int,
+    longest: int,
+    longest_prompt: int,
+    longest_group: int,
+    scale: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of query, key and value."""
+    flash = torch.ops.aten._flash_attention_backward
+    # Without dropout there is no state of a random generator.
+    no_state = (torch.zeros(2, dtype=torch.uint64, device=query.device), torch.empty(0, device=query.device))
+    # Each call gets the output and the denominators of the whole attention: its gradients are then its part of them.
+    lengths = (bounds, bounds, longest, longest, 0.0, True, *no_state)
+    of_query, of_key, of_value = flash(gradient, query, key, value, output, lse, *lengths, scale=scale)
+    if longest_group:
+        own, prompts = slice(num_prompt_tokens, None), slice(None, num_prompt_tokens)
+        lengths = (group_bounds, prompt_bounds, longest_group, longest_prompt, 0.0, False, *no_state)
+        tensors = (gradient[own], query[own], key[prompts], value[prompts], output[own], lse[:, own].contiguous())
+        parts = flash(*tensors, *lengths, scale=scale)
+        of_query[own] += parts[0]
+        of_key[prompts] += parts[1]
+        of_value[prompts] += parts[2]
+    return of_query, of_key, of_value
+
+
+@_attend_backward.register_fake
+def _(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    query, key, value, bounds, prompt_bounds, group_bounds, *ctx.numbers = inputs
+    ctx.save_for_backward(query, key, value, *output, bounds, prompt_bounds, group_bounds)
+
+
+def _propagate(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    gradients = _attend_backward(gradient.contiguous(), *ctx.saved_tensors, *ctx.numbers)
+    return *gradients, *(None,) * 8
+
+
+_attend.register_autograd(_propagate, setup_context=_keep)
+
+
+def attend_group_by_group(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    bounds: Tensor,
+    prompt_bounds: Tensor,
+    group_bounds: Tensor,
+    num_prompt_tokens: int,
+    scale: float | None,
+) -> Tensor:
+    """Do as `attend` with calls of scaled_dot_product_attention, on any device.
+
+    `query` is [1, H, U, D], `key` and `value` are [1, K, U, D], and the output is [1, U, H, D].
+    """
+    num_groups = len(prompt_bounds) - 1
+    segments = [slice(*ends) for ends in pairwise(bounds.tolist())]
+    starts = group_bounds.tolist()
+    groups = query.shape[1] // key.shape[1]
+    if query.is_cuda and groups > 1:  # SDPA's memory-efficient kernel refuses grouped heads
+        key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
+    options = {"scale": scale, "enable_gqa": True}
+    outputs = []
+    for own in segments[:num_groups]:
+        parts = (tensor[:, :, own] for tensor in (query, key, value))
+        outputs.append(scaled_dot_product_attention(*parts, is_causal=True, **options))
+    for own in segments[num_groups:]:
+        if own.start == own.stop:
+            continue
+        prompt = segments[bisect_right(starts, own.start - num_prompt_tokens) - 1]
+        keys, values = (torch.cat([tensor[:, :, prompt], tensor[:, :, own]], dim=2) for tensor in (key, value))
+        size = own.stop - own.start
+        seen = torch.ones(size, keys.shape[2], dtype=torch.bool, device=query.device)
+        seen = seen.tril(keys.shape[2] - size)
+        outputs.append(scaled_dot_product_attention(query[:, :, own], keys, values, attn_mask=seen, **options))
+    return torch.cat(outputs, dim=2).transpose(1, 2)

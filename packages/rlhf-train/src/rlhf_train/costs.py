@@ -1,0 +1,92 @@
+"""What a pass of a model costs, in floating-point operations, by which ranks get equal work. Torch-free."""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class PassCosts:
+    """What one forward pass costs. A backward pass costs twice as much, so that only a factor is left out.
+
+    A sequence of T tokens, R of which are trained, costs
+
+        token_flops * T + target_flops * R + pair_flops * sum over layers of pairs(T, window of the layer)
+
+    where pairs(T, w) = T (T + 1) / 2 - D (D + 1) / 2 with D = max(T - w, 0) counts the keys that the queries see: the
+    t-th token sees min(t, w) tokens, itself included. Products of matrices are counted, two operations per
+    multiplication; norms, activations and the embedding's look-up are not.
+
+    Attributes:
+        token_flops: of the layers' weights, 2 per weight that a token goes through.
+        target_flops: of the output head, which runs on trained tokens only.
+        pair_flops: of attention, 2 for the score and 2 for the weighted value per head and element of its size.
+        windows: number of layers by the tokens that a token sees there, itself included; None for all before it.
+
+    Source: Narayanan et al. 2021, Efficient Large-Scale Language Model Training on GPU Clusters, appendix, which has
+    the whole square of attention; causal kernels compute its lower half.
+    """
+
+    token_flops: int
+    target_flops: int
+    pair_flops: int
+    windows: Mapping[int | None, int]
+
+    def of(self, num_tokens: int, num_targets: int = 0) -> int:
+        """Return the cost of a sequence of `num_tokens`, of which `num_targets` are trained."""
+        pairs = sum(count * _pairs(num_tokens, window) for window, count in self.windows.items())
+        return self.token_flops * num_tokens + self.target_flops * num_targets + self.pair_flops * pairs
+
+
+def pass_costs(config: Any, *, has_head: bool = True) -> PassCosts:
+    """Return the costs of a model with layers of attention and a gated MLP, or a mixture of such MLPs.
+
+    A token goes through the experts that are chosen for it, the shared expert and the router. Layers of another kind,
+    such as linear attention, are counted like these, because ranks need only about equal costs.
+
+    Args:
+        config: the model's transformers config.
+        has_head: whether it predicts tokens. A scalar head costs next to nothing.
+    """
+    config = config.get_text_config()
+    hidden = config.hidden_size
+    num_layers = _number(config, "num_hidden_layers", default=1)
+    num_heads = _number(config, "num_attention_heads", default=1)
+    num_kv_heads = _number(config, "num_key_value_heads", default=num_heads)
+    head_dim = _number(config, "head_dim", default=hidden // num_heads)
+    attention = 2 * hidden * head_dim * (num_heads + num_kv_heads)
+    mlps = sum(_mlp_weights(config, layer) for layer in range(num_layers))
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * num_layers
+    return PassCosts(
+        token_flops=2 * (num_layers * attention + mlps),
+        target_flops=2 * hidden * config.vocab_size * has_head,
+        pair_flops=4 * num_heads * head_dim,
+        windows=Counter(window if kind == "sliding_attention" else None for kind in kinds),
+    )
+
+
+def _mlp_weights(config: Any, layer: int) -> int:
+    """Return the weights of a layer's MLP that a token goes through."""
+    hidden = config.hidden_size
+    width = _number(config, "intermediate_size", default=4 * hidden)
+    num_experts = _number(config, "num_experts", "num_local_experts", default=0)
+    is_dense = layer in (getattr(config, "mlp_only_layers", None) or ())
+    if not num_experts or is_dense or (layer + 1) % _number(config, "decoder_sparse_step", default=1):
+        return 3 * hidden * width
+    width = _number(config, "moe_intermediate_size", default=width) * config.num_experts_per_tok
+    shared = _number(config, "shared_expert_intermediate_size", default=0)
+    num_outputs = num_experts + (shared > 0)  # of the router, and the gate of the shared expert
+    return hidden * (3 * (width + shared) + num_outputs)
+
+
+def _number(config: Any, *names: str, default: int) -> int:
+    """Return the first field that is set to a number: configs leave out what is usual, and some have lists."""
+    values = (getattr(config, name, None) for name in names)
+    return next((value for value in values if value and isinstance(value, int)), default)
+
+
+def _pairs(num_tokens: int, window: int | None) -> int:
+    hidden = 0 if window is None else max(num_tokens - window, 0)
+    return (num_tokens * (num_tokens + 1) - hidden * (hidden + 1)) // 2

@@ -1,0 +1,207 @@
+"""Costs of passes, compared with numbers by hand and with what torch counts while a model runs."""
+
+import dataclasses
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from torch.utils.flop_counter import FlopCounterMode
+
+from rlhf_data.packing import split_balanced
+from rlhf_data.preference import PreferenceExample, UnpairedExample
+from rlhf_data.sft import SftExample
+from rlhf_train.costs import PassCosts, pass_costs
+from rlhf_train.offline.loop import Objective, OfflineSchedule, this_ranks_part
+from rlhf_train.offline.objectives.kto import KtoObjective
+from rlhf_train.offline.objectives.preference import PreferenceObjective
+from rlhf_train.offline.objectives.reward_model import RewardModelObjective
+from rlhf_train.offline.objectives.supervised import SupervisedObjective
+from rlhf_train.online.learner import Learner
+from rlhf_train.online.ranks import RankSet
+from trainer_testing import random_rollouts, tiny_job
+
+FIELDS = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+QWEN2_05B = {
+    "vocab_size": 151_936,
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+}
+QWEN2_7B = QWEN2_05B | {
+    "vocab_size": 152_064,
+    "hidden_size": 3584,
+    "intermediate_size": 18_944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2": ("Qwen2", {}),
+    "head size of its own": ("Qwen3", {"head_dim": 16}),
+    "window": ("Mistral", {"sliding_window": 5}),
+    "windows in some layers": ("Gemma3", {"sliding_window": 5, "head_dim": 8, "sliding_window_pattern": 2}),
+    "experts": ("Qwen3Moe", {"head_dim": 8, **EXPERTS}),
+    "experts in some layers": (
+        "Qwen2Moe",
+        {"shared_expert_intermediate_size": 40, "decoder_sparse_step": 2, "mlp_only_layers": [], **EXPERTS},
+    ),
+    "dense layer among experts": ("Qwen3Moe", {"head_dim": 8, "mlp_only_layers": [1], **EXPERTS}),
+    "experts of the usual width": ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2}),
+}
+
+
+def counted(model: torch.nn.Module, num_tokens: int) -> tuple[int, int]:
+    """The operations that torch counts for the layers and for the head, one token after the other.
+
+    With a cache, each token is multiplied with the tokens before it alone, as causal kernels do.
+    """
+    layers = head = 0
+    cache = transformers.DynamicCache(config=model.config)
+    for token in range(num_tokens):
+        with FlopCounterMode(display=False) as counter:
+            hidden = model.model(torch.tensor([[token]]), past_key_values=cache, use_cache=True).last_hidden_state
+        layers += counter.get_total_flops()
+        with FlopCounterMode(display=False) as counter:
+            model.lm_head(hidden)
+        head += counter.get_total_flops()
+    return layers, head
+
+
+@pytest.mark.parametrize("name", MODELS)
+@torch.no_grad()
+def test_costs_are_what_torch_counts(name: str) -> None:
+    prefix, fields = MODELS[name]
+    config_class = "Gemma3TextConfig" if prefix == "Gemma3" else f"{prefix}Config"
+    config = getattr(transformers, config_class)(**FIELDS, **fields)
+    config._attn_implementation = "eager"
+    config._experts_implementation = "eager"
+    model = getattr(transformers, f"{prefix}ForCausalLM")(config).eval()
+    costs = pass_costs(config)
+    for num_tokens in (1, 5, 6, 13):
+        layers, head = counted(model, num_tokens)
+        assert costs.of(num_tokens) == layers
+        assert costs.of(num_tokens, 4) - costs.of(num_tokens) == 4 * head // num_tokens
+
+
+def test_costs_of_a_small_model_by_hand() -> None:
+    config = SimpleNamespace(
+        hidden_size=10, num_hidden_layers=2, num_attention_heads=2, intermediate_size=7, vocab_size=11
+    )
+    config.get_text_config = lambda: config
+    # A layer: queries, keys, values and output 10 x 10 each, and the MLP 3 x 10 x 7. 3 tokens see 1 + 2 + 3 keys, each
+    # with 2 x 10 operations for scores and 2 x 10 for values.
+    layer = 2 * 3 * (4 * 100 + 210) + 6 * 40
+    assert pass_costs(config).of(3, 2) == 2 * layer + 2 * 2 * 10 * 11
+    assert pass_costs(config, has_head=False).of(3, 2) == 2 * layer
+    assert pass_costs(config).of(0) == 0
+    config.sliding_window = 2  # the third token does not see the first
+    assert pass_costs(config).of(3) == 2 * (layer - 40)
+
+
+def test_costs_follow_the_text_model_of_a_model_of_images_and_text() -> None:
+    text = transformers.Qwen2Config(**FIELDS)
+    config = SimpleNamespace(get_text_config=lambda: text)
+    assert pass_costs(config) == pass_costs(text)
+
+
+def imbalance(costs: np.ndarray, weights: np.ndarray, num_ranks: int) -> float:
+    """The cost of the rank with the most work, in units of the mean, if ranks get equal weights."""
+    sums = [costs[part].sum() for part in split_balanced(weights, num_ranks)]
+    return max(sums) / np.mean(sums)
+
+
+@pytest.mark.parametrize("shape", [QWEN2_05B, QWEN2_7B], ids=["0.5b", "7b"])
+@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+def test_long_tailed_lengths_are_balanced_better_by_cost_than_by_tokens(shape: dict, num_ranks: int) -> None:
+    responses = np.exp(np.random.default_rng(0).normal(np.log(1024), 1.0, 512)).astype(int) + 1
+    lengths = responses + 256
+    costs = pass_costs(transformers.Qwen2Config(**shape))
+    work = np.array([costs.of(*pair) for pair in zip(lengths.tolist(), responses.tolist(), strict=True)], np.float64)
+    by_tokens, by_cost = imbalance(work, lengths, num_ranks), imbalance(work, work, num_ranks)
+    print(f"{num_ranks} ranks: {by_tokens:.4f} by tokens, {by_cost:.4f} by cost")
+    assert by_cost < 1.006
+    assert by_cost - 1 < (by_tokens - 1) / 5
+
+
+class Shards(RankSet):
+    """Two ranks that keep what they are dealt."""
+
+    def __init__(self, *roles: str) -> None:
+        super().__init__(roles, range(2))
+        self.dealt: list[tuple] = []
+
+    def start_each(self, method: str, arguments: list[tuple]) -> list[dict]:
+        self.dealt = arguments
+        return [{} for _ in self.handles]
+
+
+def test_online_ranks_get_what_costs_equally_much_for_the_models_they_hold(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("rlhf_train.online.learner.wait", list)
+    job = tiny_job("model", tmp_path)
+    job = dataclasses.replace(job, batch=dataclasses.replace(job.batch, train_batch_size=job.batch.num_rollouts))
+    rollouts = random_rollouts(job.batch.num_rollouts, vocab_size=64)
+    quadratic, by_target = PassCosts(0, 0, 1, {None: 1}), PassCosts(0, 1, 0, {})
+    costs = {"actor": quadratic, "critic": by_target, "reference": by_target}
+    actor, others = Shards("actor"), Shards("critic", "reference")
+    Learner(job, [actor, others], costs).deal(rollouts, 1)
+    squares = [r.num_tokens * (r.num_tokens + 1) / 2 for r in rollouts]
+    targets = [r.num_response_tokens for r in rollouts]
+    for ranks, work in ((actor, squares), (others, targets)):
+        shards = [sorted(plan.rows) for _, _, plan, _ in ranks.dealt]
+        assert sorted(shards[0] + shards[1]) == list(range(len(rollouts)))
+        first, second = (sum(work[row] for row in rows) for rows in shards)
+        assert abs(first - second) <= 0.03 * (first + second)
+    # Work by squares is not work by targets.
+    assert {tuple(sorted(plan.rows)) for _, _, plan, _ in actor.dealt} != {
+        tuple(sorted(plan.rows)) for _, _, plan, _ in others.dealt
+    }
+
+
+def example(name: str, prompt: int, answer: int) -> SftExample:
+    return SftExample(name, np.arange(prompt + answer) + 1, np.arange(prompt + answer) >= prompt)
+
+
+def offline_shares(objective: Objective, items: list, monkeypatch: pytest.MonkeyPatch) -> set[tuple[int, ...]]:
+    schedule = OfflineSchedule(train_batch_size=len(items), micro_train_batch_size=len(items))
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    shares = set()
+    for rank in (0, 1):
+        monkeypatch.setattr(torch.distributed, "get_rank", lambda rank=rank: rank)
+        micro_batches, denominators = this_ranks_part(objective, items, schedule)
+        assert denominators.num_tokens == sum(map(objective.num_trained_tokens, items))
+        shares.add(tuple(sorted(row for batch in micro_batches for row in batch.rows)))
+    return shares
+
+
+def test_offline_ranks_get_equal_costs_of_sequences_and_trained_tokens(monkeypatch) -> None:
+    items = [example(str(row), *lengths) for row, lengths in enumerate([(19, 1), (17, 1), (10, 6), (1, 13)])]
+    plain = SupervisedObjective()
+    assert offline_shares(plain, items, monkeypatch) == {(0, 3), (1, 2)}  # 20 + 14 and 18 + 16 tokens
+    by_head = dataclasses.replace(plain, costs=PassCosts(1, 10, 0, {}))
+    assert offline_shares(by_head, items, monkeypatch) == {(0, 2), (1, 3)}  # they cost 30, 28, 76 and 144
+    # Pairs of equally many tokens: attention costs twice as much if one sequence has them all.
+    pairs = [PreferenceExample(str(row), example("c", 1, c), example("r", 1, r))
+             for row, (c, r) in enumerate([(97, 1), (95, 3), (49, 49), (50, 48)])]  # fmt: skip
+    attention = PassCosts(0, 0, 1, {None: 1})
+    for objective in (PreferenceObjective(costs=attention), RewardModelObjective(costs=attention)):
+        own = list(objective.items(pairs))
+        assert objective.num_tokens(own[0]) == 100
+        assert sorted(objective.lengths(own[1])) == [4, 96]
+        heavy_and_light = offline_shares(objective, own, monkeypatch)
+        assert all(len({0, 1} & set(share)) == 1 for share in heavy_and_light)
+    unpaired = [UnpairedExample(str(row), np.arange(n) + 1, np.arange(n) > 0, True) for row, n in enumerate([5, 9])]
+    assert [KtoObjective().lengths(item) for item in KtoObjective().items(unpaired)] == [(5, 9), (9, 5)]

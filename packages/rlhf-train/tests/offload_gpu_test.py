@@ -1,0 +1,169 @@
+"""States and frozen models in host memory on a GPU: pinned, with the results of a run that keeps them on the device."""
+
+import asyncio
+import dataclasses
+import gc
+
+import numpy as np
+import pytest
+import torch
+
+from rlhf_models.host_states import RestingModel
+from rlhf_models.testing import tiny_model_dir, tiny_reward_model_dir
+from rlhf_rollout.host import free_port
+from rlhf_rollout.rewards.model import LocalScorer
+from rlhf_train.algorithms import make_algorithm
+from rlhf_train.batching import plan_batches
+from rlhf_train.columns import RolloutColumns
+from rlhf_train.engine import host_adamw
+from rlhf_train.engine.deepspeed import DeepSpeedEngine, init_process_group
+from rlhf_train.engine.shards import ShardReader, Shards
+from rlhf_train.online.worker import TrainWorker
+from rlhf_train.specs import ModelSpec, OptimizerSpec
+from trainer_testing import random_rollouts
+
+SPEC = OptimizerSpec(
+    learning_rate=1e-3, weight_decay=0.1, max_norm=0.5, scheduler="linear", warmup_steps=2, total_steps=9
+)
+VOCAB_SIZE = 1003
+SHAPE = {"vocab_size": VOCAB_SIZE, "hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 2}
+MIB = 2**20
+
+
+def new_engine(*, offload, width):
+    init_process_group(rank=0, world_size=1, master=("127.0.0.1", free_port()), device="cuda")
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.Tanh(), torch.nn.Linear(width, 3)).bfloat16()
+    spec = dataclasses.replace(SPEC, offload=offload)
+    return DeepSpeedEngine(model, spec, zero_stage=1, dtype=torch.bfloat16, device="cuda")
+
+
+def backward(engine, update):
+    width = engine.module[0].in_features
+    for part in range(2):
+        generator = torch.Generator().manual_seed(10 * update + part)
+        rows = torch.randn(16, width, generator=generator).to("cuda", torch.bfloat16)
+        engine.backward(engine.forward(rows).float().square().sum(), is_last=part == 1)
+
+
+def train(engine, updates):
+    norms = []
+    for update in updates:
+        backward(engine, update)
+        norms.append(engine.step().grad_norm)
+    return norms
+
+
+def kept(engine):
+    shards = Shards()
+    engine.save_shards(shards)
+    return {name: part.clone() for name, part in shards.tensors.items()}
+
+
+def check_equal(one, other):
+    for found, wanted in ((kept(one), kept(other)), (one.state_dict(), other.state_dict())):
+        assert found.keys() == wanted.keys()
+        for name, part in found.items():
+            assert torch.equal(part, wanted[name]), name
+
+
+@pytest.mark.parametrize("width", [1024, 1022])  # of the second, no vectors of four elements have all master weights
+@pytest.mark.parametrize("chunk_size", [1 << 16, 70_000, 1 << 23])
+def test_updates_by_chunks_are_those_of_states_on_the_device_bit_for_bit(tmp_path, monkeypatch, width, chunk_size):
+    monkeypatch.setattr(host_adamw, "CHUNK_SIZE", chunk_size)
+    plain, streamed = (new_engine(offload=offload, width=width) for offload in (False, True))
+    norms = train(plain, range(5))
+    assert min(norms) > SPEC.max_norm
+    assert train(streamed, range(3)) == norms[:3]
+    shards = Shards()
+    streamed.save_shards(shards)
+    shards.write(tmp_path / "0.safetensors")
+    streamed.offload()
+    assert all(total.untyped_storage().nbytes() == 0 for total in streamed._sums)
+    streamed.reload()
+    resumed = new_engine(offload=True, width=width)
+    resumed.load_shards(ShardReader([tmp_path / "0.safetensors"]))
+    for engine in (streamed, resumed):
+        assert train(engine, range(3, 5)) == norms[3:]
+        check_equal(engine, plain)
+
+
+def test_states_are_in_pinned_memory_and_an_update_needs_little_of_the_device():
+    gc.collect()
+    start = torch.cuda.memory_allocated()
+    engine = new_engine(offload=True, width=8192)
+    num_weights = sum(weight.numel() for weight in engine.module.parameters())
+    inner = engine._inner_optimizer
+    for place in engine._places:
+        for part in (place.flat, *(inner.state[place.flat][key] for key in ("exp_avg", "exp_avg_sq"))):
+            assert part.device.type == "cpu" and part.is_pinned()
+    # bfloat16 weights and float32 sums of gradients; states would take 12 bytes more.
+    assert torch.cuda.memory_allocated() - start < 6 * num_weights + 16 * MIB
+    for update in range(2):
+        backward(engine, update)
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        engine.step()
+        chunks = host_adamw._NUM_PLACES * 12 * host_adamw.CHUNK_SIZE
+        assert chunks < 12 * num_weights / 2
+        assert torch.cuda.max_memory_allocated() - before < chunks + 16 * MIB
+        assert torch.cuda.memory_allocated() < before + MIB
+    assert all(part.is_pinned() for part in inner.state[engine._places[0].flat].values() if part.ndim)
+
+
+def reference_of(paths, *, offload, compiled):
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    options = {"dtype": "bfloat16", "packing": True, "torch_compile": "on" if compiled else "off"}
+    spec = ModelSpec(path=paths["reference"], offload=offload, **options)
+    worker = TrainWorker(
+        {"reference": spec}, make_algorithm(kl_coef=0.05), temperature=0.8, rank=0, num_ranks=1,
+        master=("127.0.0.1", free_port()), device="cuda", seed=0,
+    )  # fmt: skip
+    rollouts = random_rollouts(24, vocab_size=VOCAB_SIZE, max_prompt=100, max_response=200)
+    lengths = [[r.num_tokens for r in rollouts], [r.num_response_tokens for r in rollouts]]
+    [plan] = plan_batches(
+        *lengths, num_ranks=1, num_mini_batches=1, micro_train_batch_size=8, micro_rollout_batch_size=8,
+        max_response_tokens=400, seed=0,
+    )  # fmt: skip
+    shard = [rollouts[row] for row in plan.rows]
+    worker.load_rollouts(RolloutColumns.of(shard, [rollout.verdict.reward for rollout in shard]), plan)
+    return worker, torch.cuda.memory_allocated() - before
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_reference_leaves_the_device_between_its_passes_and_computes_the_same(tmp_path, compiled):
+    paths = {"reference": str(tiny_model_dir(tmp_path, seed=1, **SHAPE))}
+    plain, taken = reference_of(paths, offload=False, compiled=compiled)
+    plain.run_model("reference")
+    wanted = plain._experience.columns["ref_logprobs"].clone()
+    worker, taken_at_rest = reference_of(paths, offload=True, compiled=compiled)
+    model = worker._frozen["reference"]
+    assert isinstance(model, RestingModel)
+    num_bytes = sum(weight.nbytes for weight in model._weights)
+    assert taken > num_bytes > MIB
+    assert taken_at_rest < taken - 0.9 * num_bytes
+    for _ in range(2):
+        worker.run_model("reference")
+        assert torch.equal(worker._experience.columns["ref_logprobs"], wanted)
+        assert all(weight.device.type == "cpu" and weight.is_pinned() for weight in model._weights)
+        worker.offload()
+        worker.reload()
+
+
+def test_reward_model_leaves_the_device_between_calls_and_scores_the_same(tmp_path):
+    folder = str(tiny_reward_model_dir(tmp_path, **(SHAPE | {"hidden_size": 1024})))
+    sequences = [np.arange(3, 3 + length, dtype=np.int32) for length in (5, 1, 40, 12)]
+    plain = LocalScorer(folder, device="cuda")
+    wanted = asyncio.run(plain.score(sequences))
+    scorer = LocalScorer(folder, device="cuda", offload=True)
+    model = scorer._awake.args[0]
+    num_bytes = sum(weight.nbytes for weight in model._weights)
+    for _ in range(2):
+        assert asyncio.run(scorer.score(sequences)) == wanted
+        with model.awake():
+            awake = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+        assert awake[0] - torch.cuda.memory_allocated() >= num_bytes
+        assert torch.cuda.memory_reserved() < awake[1]  # other processes can have it
+    for one in (plain, scorer):
+        one.close()
