@@ -5,8 +5,8 @@ import subprocess
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from rlhf_models.loading import load_config
 from rlhf_rollout.commands.sections import SHARE_ALONE
 from rlhf_rollout.host import local_gpus
 from rlhf_train.memory import SPARE, Model, Need, Passes, engine_memory, trainer_memory
@@ -43,7 +43,7 @@ class RunMemory:
 def run_memory(job: OnlineJob) -> RunMemory:
     """Return what the processes of a run on GPUs need."""
     needs = {placed.name: _trainer(job, placed) for placed in job.plan.trainers}
-    engine = engine_memory(load_config(job.models["actor"].path), job.engine)
+    engine = engine_memory(_config(job.models["actor"].path), job.engine)
     if job.plan.engines.places:
         needs[job.plan.engines.name] = engine
     if job.plan.scorers is not None:
@@ -120,6 +120,12 @@ def gpu_memory_bytes() -> int | None:
         return None
 
 
+def _config(path: str) -> Any:
+    from rlhf_models.loading import load_config  # imports torch
+
+    return load_config(path)
+
+
 def _verdict(need: int, gpu_bytes: int) -> str:
     if need > gpu_bytes:
         return "does not fit"
@@ -138,7 +144,7 @@ def _trainer(job: OnlineJob, placed: ProcessPlan) -> Need:
         spec = job.models[role]
         is_adapted = role == "reference" and "actor" in placed.roles and spec.is_base_of(actor)
         runs_forward = role != "actor" or job.algorithm.runs_actor
-        config = load_config(spec.path)
+        config = _config(spec.path)
         models.append(Model(config, spec, role != "critic", is_adapted, runs_forward))
     size = actor.sequence_parallel_size
     passes = largest_passes(job, placed.num_ranks // size)
@@ -181,5 +187,5 @@ def _scorers(job: OnlineJob) -> Need:
     for path in reward.models:
         # Each model is in a process of its own, which keeps the memory of its passes.
         spec = ModelSpec(path=path, dtype=dtype, zero_stage=0, offload=reward.offload_models)
-        items.update(trainer_memory([Model(load_config(path), spec, has_head=False)], passes, 1).items)
+        items.update(trainer_memory([Model(_config(path), spec, has_head=False)], passes, 1).items)
     return Need(items)
