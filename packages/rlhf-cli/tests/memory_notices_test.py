@@ -89,7 +89,7 @@ def test_dry_run_shows_what_each_side_needs_by_hand(gpu, model, tmp_path, capsys
 
 
 def test_two_gpus_two_engines_on_each_and_reward_models(gpu, model, tmp_path, capsys):
-    reward = tiny_reward_model_dir(tmp_path / "reward", hidden_size=1024, vocab_size=50_000)
+    reward = tiny_reward_model_dir(tmp_path / "reward", hidden_size=1024, vocab_size=50_000, intermediate_size=1024)
     # The smaller of two GPUs counts.
     gpu("echo 143771\necho 81559", "0,1")
     more = ("--actor_num_gpus_per_node", "2", "--vllm_num_engines", "4", "--zero_stage", "3")
@@ -97,6 +97,9 @@ def test_two_gpus_two_engines_on_each_and_reward_models(gpu, model, tmp_path, ca
     train, engines, rewards, last = table
     # Half of 4 + 4 + 8 + 2 bytes per weight are 0.92 GiB; buckets of 5e8 float32 gradients are 1.86; and 0.2 gathered.
     assert "reduction 1.9, moments 0.4" in train and "gathered 0.2" in train
+    # 2 layers and a table are 0.12 GiB. A pass of 64 x 128 tokens works on one layer: 2 * (4 * 1024 + 2 * 512 * 3
+    # + 3 * 1024) + 2 * 1024 * 6 + 2 * 1024 = 34,816 bytes per token, 0.27 GiB.
+    assert rewards.split(maxsplit=2)[1:] == ["0.4", "working 0.3, frozen weights 0.1"]
     sizes = [float(line.split()[1]) for line in (train, engines, rewards)]
     assert float(last.split()[2]) == pytest.approx(sizes[0] + 2 * sizes[1] + sizes[2], abs=0.21)
     assert "of 79.6, fits" in last
